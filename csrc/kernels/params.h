@@ -1,0 +1,142 @@
+// What the host hands to a kernel: raw pointers, 64-bit strides, plain numbers. No torch, no decisions.
+//
+// Coordinates: `i` is a query row and `j` a key row *within its sequence*; strides count elements.
+// A stride of 0 broadcasts. A null pointer means that the option is absent.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext {
+
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+/// (batch, seqlen, heads, head_dim) or, varlen, (total, heads, head_dim) with batch_stride 0.
+/// The last dimension is contiguous. For a paged cache, `batch` is the page and `row` the slot in it.
+struct TensorView {
+  void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+  int64_t head_stride = 0;
+};
+
+/// The log-sum-exp of each query row, float32 (float64 for float64 inputs):
+/// (batch, heads_q, seqlen_q), or (heads_q, total_q) with batch_stride 0 for varlen. Rows are contiguous.
+struct LseView {
+  void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+};
+
+/// Additive bias or boolean mask over (batch, heads_q, seqlen_q, seqlen_k), any dimension broadcast.
+struct ScoreView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;  // of a bias; a mask is bool
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+};
+
+/// Where each sequence lies. Values are clamped by the kernels to what the tensors hold.
+struct SequenceParams {
+  const int32_t* cu_seqlens_q = nullptr;     // (batch + 1)
+  const int32_t* cu_seqlens_k = nullptr;     // (batch + 1)
+  const int32_t* seqused_q = nullptr;        // (batch): rows of q in use, counted from the sequence's start
+  const int32_t* seqused_k = nullptr;        // (batch): rows of k in use (cache: length, leftpad included)
+  const int32_t* leftpad_k = nullptr;        // (batch): rows to skip at the start; key j is row leftpad + j
+  const int32_t* cache_batch_idx = nullptr;  // (batch): which cache row belongs to a batch entry
+  const int32_t* block_table = nullptr;      // (batch, max_pages): page of each page_size keys
+  int64_t block_table_stride = 0;
+  int64_t max_pages = 0;
+  int64_t num_pages = 0;
+  int64_t page_size = 0;
+  int64_t cache_batch = 0;  // batch entries of a contiguous cache (bounds cache_batch_idx)
+};
+
+/// Key j is visible to query i when  i + offset - left <= j <= i + offset + right;
+/// offset is seqlen_k - seqlen_q of the sequence, or 0 when aligned top-left. Negative = unlimited.
+struct WindowParams {
+  int64_t left = -1;
+  int64_t right = -1;
+  bool top_left = false;
+};
+
+/// Block-sparse visibility, a CSR list of key blocks for each block of query rows; ANDed with all else.
+struct BlockMaskParams {
+  const int32_t* offsets = nullptr;     // (batch|1, heads_q|1, num_row_blocks + 1), into indices
+  const int32_t* indices = nullptr;     // (num_blocks): key block, ascending within a row
+  const int32_t* bitmap_ids = nullptr;  // (num_blocks): -1 = every pair visible, else a bitmap
+  const int32_t* bitmaps = nullptr;     // (num_bitmaps, block_m, block_n / 32): bit b of word w is key 32 w + b
+  int64_t offsets_batch_stride = 0;
+  int64_t offsets_head_stride = 0;
+  int64_t num_row_blocks = 0;
+  int64_t num_blocks = 0;
+  int64_t num_bitmaps = 0;
+  int64_t block_m = 0;
+  int64_t block_n = 0;
+};
+
+struct DropoutParams {
+  const int64_t* rng = nullptr;  // (2): Philox seed and offset, see common/philox.h
+  double p = 0.0;
+};
+
+/// Everything that turns q and k into scores. Shared by all operations.
+struct AttentionParams {
+  DType dtype = DType::kFloat32;
+  int64_t batch = 0;
+  int64_t heads_q = 0;
+  int64_t heads_kv = 0;    // divides heads_q
+  int64_t head_dim = 0;    // of q and k
+  int64_t head_dim_v = 0;  // of v and out
+  int64_t seqlen_q = 0;    // dense: rows of q; varlen: max_seqlen_q
+  int64_t seqlen_k = 0;    // dense: rows of k; varlen and paged: the largest a sequence can have
+  int64_t total_q = 0;     // rows of q in memory (dense: seqlen_q of each batch entry)
+  int64_t total_k = 0;
+
+  TensorView q;
+  TensorView k;
+  TensorView v;
+
+  double softmax_scale = 1.0;
+  double softcap = 0.0;                 // 0 = off, else s = softcap * tanh(s / softcap)
+  const float* alibi_slopes = nullptr;  // (heads_q) or (batch, heads_q): s -= slope * |i + offset - j|
+  int64_t alibi_batch_stride = 0;
+  ScoreView bias;
+  ScoreView mask;              // bool, true = visible
+  const void* sink = nullptr;  // (heads_q), accumulate type: adds exp(sink) to the denominator
+
+  SequenceParams seq;
+  WindowParams window;
+  BlockMaskParams blocks;
+  DropoutParams dropout;
+};
+
+struct ForwardParams : AttentionParams {
+  TensorView out;  // same dtype as q
+  LseView lse;
+  int64_t num_splits = 1;  // > 1: keys are cut into this many ranges whose partial results are merged
+  int64_t split_size = 0;  // > 0: ranges of exactly this many keys instead (batch-invariant decoding)
+};
+
+struct BackwardParams : AttentionParams {
+  TensorView out;  // null where the forward is attention_weights (see grad_weights)
+  LseView lse;
+  TensorView grad_out;  // null = zero
+  LseView grad_lse;     // null = zero
+  /// Gradient of the (dropped, scaled) attention weights themselves, (batch, heads_q, seqlen_q, seqlen_k).
+  /// With it, lse is an independent input: no row-sum term, and grad_lse_out is written instead.
+  ScoreView grad_weights;
+
+  // Null = not requested. Dense gradients are contiguous and have their input's dtype.
+  TensorView dq;
+  TensorView dk;
+  TensorView dv;
+  ScoreView dbias;        // strides 0 where bias is broadcast: those dimensions are summed
+  void* dsink = nullptr;  // (heads_q), accumulate type
+  LseView dlse;           // only with grad_weights
+  bool deterministic = false;
+  int64_t num_chunks = 1;  // key ranges per head that are worked on independently
+};
+
+}  // namespace flash_ext
