@@ -51,6 +51,84 @@ def dropout_keeps(seed: int, offset: int, p: float, batch_head: int, i: int, j: 
     return bits >= int(p * 65536.0 + 0.5)
 
 
+def dropout_keep(rng: Tensor, p: float, batch: int, heads_q: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """``dropout_keeps`` of every score at once, bool (batch, heads_q, seqlen_q, seqlen_k), on rng's device."""
+    seed, offset = (int(x) for x in rng.tolist())
+    word = 0xFFFFFFFF
+    key_hi = ((seed >> 32) ^ (offset >> 32)) & word
+    bh = torch.arange(batch * heads_q, device=rng.device).view(batch, heads_q, 1, 1)
+    i = torch.arange(seqlen_q, device=rng.device)[:, None]
+    j = torch.arange(seqlen_k, device=rng.device)[None, :]
+    shape = (batch, heads_q, seqlen_q, seqlen_k)
+    c0 = ((j >> 5) * 8 + (j & 7)).expand(shape)
+    c1 = ((i >> 4) * 8 + (i & 7)).expand(shape)
+    c2, c3 = bh.expand(shape), torch.full(shape, offset & word, device=rng.device)
+    k0, k1 = seed & word, key_hi
+    for _ in range(10):
+        # The products wrap at 64 bits, which leaves both of their halves right.
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((p1 >> 32) & word) ^ c1 ^ k0, p1 & word, ((p0 >> 32) & word) ^ c3 ^ k1, p0 & word
+        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
+    words = torch.stack([c0, c1, c2, c3])
+    chosen = words.gather(0, ((j >> 3) & 3).expand(shape)[None])[0]
+    return ((chosen >> (16 * ((i >> 3) & 1))) & 0xFFFF) >= int(p * 65536.0 + 0.5)
+
+
+def block_mask_tensors(see: Tensor, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(offsets, indices, bitmap_ids, bitmaps) of the visibility ``see``, bool (batch|1, heads|1, seqlen_q, seqlen_k).
+
+    Blocks that see everything within the lengths have id -1; each of the others gets a bitmap of its own.
+    """
+    batch, heads, seqlen_q, seqlen_k = see.shape
+    rows, cols = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+    offsets, indices, ids, bitmaps = [0], [], [], []
+    for row in range(batch * heads * rows):
+        bh, m = divmod(row, rows)
+        strip = see.reshape(batch * heads, seqlen_q, seqlen_k)[bh, m * block_m : (m + 1) * block_m]
+        for n in range(cols):
+            block = strip[:, n * block_n : (n + 1) * block_n]
+            if not block.any():
+                continue
+            indices.append(n)
+            ids.append(-1 if block.all() else len(bitmaps))
+            if not block.all():
+                bits = torch.zeros(block_m, block_n, dtype=torch.int64)
+                bits[: block.shape[0], : block.shape[1]] = block
+                words = (bits.view(block_m, block_n // 32, 32) << torch.arange(32)).sum(-1)
+                bitmaps.append(torch.where(words >= 2**31, words - 2**32, words))
+        offsets.append(len(indices))
+    starts = torch.tensor(offsets)
+    per_head = torch.stack([starts[bh * rows : (bh + 1) * rows + 1] for bh in range(batch * heads)])
+    packed = torch.stack(bitmaps) if bitmaps else torch.zeros(0, block_m, block_n // 32)
+
+    def int32(t: Tensor) -> Tensor:
+        return t.to(see.device, torch.int32)
+
+    return (
+        int32(per_head.view(batch, heads, rows + 1)),
+        int32(torch.tensor(indices)),
+        int32(torch.tensor(ids)),
+        int32(packed),
+    )
+
+
+def block_mask_visible(tensors: tuple[Tensor, Tensor, Tensor, Tensor], seqlen_q: int, seqlen_k: int) -> Tensor:
+    """What a block mask shows, bool (batch|1, heads|1, seqlen_q, seqlen_k)."""
+    offsets, indices, ids, bitmaps = (t.cpu() for t in tensors)
+    batch, heads, rows = offsets.shape[0], offsets.shape[1], offsets.shape[2] - 1
+    block_m, block_n = bitmaps.shape[1], bitmaps.shape[2] * 32
+    see = torch.zeros(batch, heads, rows * block_m, -(-seqlen_k // block_n) * block_n, dtype=torch.bool)
+    bits = (bitmaps[..., None] >> torch.arange(32)) & 1
+    for b in range(batch):
+        for h in range(heads):
+            for m in range(rows):
+                for at in range(int(offsets[b, h, m]), int(offsets[b, h, m + 1])):
+                    n, bitmap = int(indices[at]), int(ids[at])
+                    block = True if bitmap < 0 else bits[bitmap].reshape(block_m, block_n).bool()
+                    see[b, h, m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n] = block
+    return see[:, :, :seqlen_q, :seqlen_k].to(tensors[0].device)
+
+
 def visible(seqlen_q: int, seqlen_k: int, options: Options, device: torch.device | None = None) -> Tensor:
     """The window rule, bool (seqlen_q, seqlen_k)."""
     offset = 0 if options.top_left else seqlen_k - seqlen_q
@@ -67,12 +145,8 @@ def visible(seqlen_q: int, seqlen_k: int, options: Options, device: torch.device
     return see
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options = Options()) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, weights) of dense attention; q (b, sq, hq, d), k (b, sk, hk, d), v (b, sk, hk, dv).
-
-    ``weights`` are after dropout. Rows that see nothing give out 0, lse -inf (with a sink too), and zero gradients;
-    masked keys may hold NaN.
-    """
+def scores(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """(scores, visibility), each (batch, heads_q, seqlen_q, seqlen_k); a score that is not visible is -inf."""
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_kv = k.shape[1], k.shape[2]
     scale = options.softmax_scale if options.softmax_scale is not None else 1.0 / math.sqrt(head_dim)
@@ -81,38 +155,67 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options = Options()) -> 
         see = see & options.mask
     see = see.expand(batch, heads_q, seqlen_q, seqlen_k)
 
-    # A key that nobody sees must not even be multiplied: 0 * NaN is NaN.
-    group = heads_q // heads_kv
-    seen = see.reshape(batch, heads_kv, group * seqlen_q, seqlen_k).any(2).transpose(1, 2)[..., None]
-    k = torch.where(seen, k, 0).repeat_interleave(group, dim=2)
-    v = torch.where(seen, v, 0).repeat_interleave(group, dim=2)
-
-    scores = torch.einsum("bihd,bjhd->bhij", q * scale, k)
+    k = drop_unseen(k, see).repeat_interleave(heads_q // heads_kv, dim=2)
+    s = torch.einsum("bihd,bjhd->bhij", q * scale, k)
     if options.softcap > 0:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
+        s = options.softcap * torch.tanh(s / options.softcap)
     if options.alibi_slopes is not None:
         offset = 0 if options.top_left else seqlen_k - seqlen_q
         i = torch.arange(seqlen_q, device=q.device)[:, None] + offset
         distance = (i - torch.arange(seqlen_k, device=q.device)[None, :]).abs()
-        slopes = options.alibi_slopes.expand(batch, heads_q)[:, :, None, None].to(scores.dtype)
-        scores = scores - slopes * distance
+        slopes = options.alibi_slopes.expand(batch, heads_q)[:, :, None, None].to(s.dtype)
+        s = s - slopes * distance
     if options.bias is not None:
-        scores = scores + options.bias.to(scores.dtype)
-    scores = torch.where(see, scores, -math.inf)
+        s = s + options.bias.to(s.dtype)
+    return torch.where(see, s, -math.inf), see
 
-    nothing = torch.isneginf(scores).all(-1)
-    terms = torch.where(nothing[..., None], 0, scores)
+
+def drop_unseen(kv: Tensor, see: Tensor) -> Tensor:
+    """``kv`` with 0 in the rows that nobody sees: those must not even be multiplied, as 0 * NaN is NaN."""
+    batch, seqlen_k, heads_kv, _ = kv.shape
+    seen = see.reshape(batch, heads_kv, see.shape[1] // heads_kv * see.shape[2], seqlen_k).any(2)
+    return torch.where(seen.transpose(1, 2)[..., None], kv, 0)
+
+
+def probabilities(s: Tensor, see: Tensor, lse: Tensor) -> Tensor:
+    """exp(s - lse), 0 where nothing is visible."""
+    finite_lse = torch.where(torch.isneginf(lse), 0, lse)
+    p = torch.exp(torch.where(see, s, 0) - finite_lse[..., None])
+    return torch.where(see & ~torch.isneginf(s) & ~torch.isneginf(lse)[..., None], p, 0)
+
+
+def drop(p: Tensor, options: Options, signed: bool = False) -> Tensor:
+    """Dropout of the probabilities; ``signed`` negates what is dropped and scales nothing."""
+    if options.keep is None:
+        return p
+    if signed:
+        return torch.where(options.keep, p, -p)
+    return torch.where(options.keep, p, 0) * (1.0 / (1.0 - options.dropout_p) if options.dropout_p < 1 else 0.0)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options = Options()) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, weights) of dense attention; q (b, sq, hq, d), k (b, sk, hk, d), v (b, sk, hk, dv).
+
+    ``weights`` are after dropout. Rows that see nothing give out 0, lse -inf (with a sink too), and zero gradients;
+    masked keys may hold NaN.
+    """
+    batch, seqlen_q, heads_q, _ = q.shape
+    s, see = scores(q, k, options)
+    nothing = torch.isneginf(s).all(-1)
+    terms = torch.where(nothing[..., None], 0, s)
     if options.sink is not None:
-        sink = options.sink.to(scores.dtype)[None, :, None, None].expand(batch, heads_q, seqlen_q, 1)
+        sink = options.sink.to(s.dtype)[None, :, None, None].expand(batch, heads_q, seqlen_q, 1)
         terms = torch.cat([terms, sink], dim=-1)
     lse = torch.where(nothing, -math.inf, torch.logsumexp(terms, dim=-1))
-    finite_lse = torch.where(torch.isneginf(lse), 0, lse)
-    weights = torch.exp(torch.where(see, scores, 0) - finite_lse[..., None])
-    weights = torch.where(see & ~torch.isneginf(scores), weights, 0)
-    if options.keep is not None:
-        weights = torch.where(options.keep, weights / (1.0 - options.dropout_p), 0)
-    out = torch.einsum("bhij,bjhd->bihd", weights, v)
-    return out, lse, weights
+    weights = drop(probabilities(s, see, lse), options)
+    v = drop_unseen(v, see).repeat_interleave(heads_q // v.shape[2], dim=2)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), lse, weights
+
+
+def attention_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options = Options(), signed: bool = False) -> Tensor:
+    """The weights recomputed from an lse that is an input of its own."""
+    s, see = scores(q, k, options)
+    return drop(probabilities(s, see, lse), options, signed)
 
 
 def varlen_attention(
@@ -161,10 +264,24 @@ def varlen_attention(
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Merges partial results over disjoint keys; outs (n, b, s, h, d), lses (n, b, h, s)."""
-    lse = torch.logsumexp(lses, dim=0)
     nothing = torch.isneginf(lses).all(0)
-    finite = torch.where(nothing, 0, lse)
+    finite = torch.logsumexp(torch.where(nothing, 0, lses), dim=0)
     share = torch.exp(torch.where(torch.isneginf(lses), 0, lses) - finite)
     share = torch.where(torch.isneginf(lses), 0, share)
     out = (share.transpose(-1, -2)[..., None] * outs).sum(0)
-    return out, torch.where(nothing, -math.inf, lse)
+    return out, torch.where(nothing, -math.inf, finite)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding (Su et al. 2021) of the first 2 * cos.shape[1] dimensions of x (seqlen, heads, head_dim).
+
+    ``interleaved`` pairs neighbours (GPT-J); otherwise the two halves are paired (GPT-NeoX).
+    """
+    half = cos.shape[1]
+    c, s = cos[positions][:, None].to(x.dtype), sin[positions][:, None].to(x.dtype)
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        return torch.cat([torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-2), rest], dim=-1)
+    a, b = turned[..., :half], turned[..., half:]
+    return torch.cat([a * c - b * s, a * s + b * c, rest], dim=-1)

@@ -21,7 +21,9 @@
   "bool rotary_interleaved, int num_splits, bool batch_invariant"
 
 STABLE_TORCH_LIBRARY(flash_ext, m) {
-  m.def("attention_forward(Tensor q, Tensor k, Tensor v, " SCORE_TENSORS SCORE_SCALARS ") -> (Tensor out, Tensor lse)");
+  // deterministic is for the backward that autograd will run; the forward always is.
+  m.def("attention_forward(Tensor q, Tensor k, Tensor v, " SCORE_TENSORS SCORE_SCALARS
+        ", bool deterministic=False) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse, " SCORE_TENSORS SCORE_SCALARS

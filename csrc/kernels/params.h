@@ -110,7 +110,14 @@ struct AttentionParams {
   WindowParams window;
   BlockMaskParams blocks;
   DropoutParams dropout;
+
+  // The plan's choice.
+  int64_t block_m = 0;     // rows of a query tile
+  int64_t head_group = 1;  // heads with the same key head whose rows share a tile: row = i * head_group + head
 };
+
+/// What attention_weights does with a dropped weight; kept ones are scaled by 1 / (1 - p) only by kDropoutApply.
+enum DropoutMode : int { kDropoutIgnore = 0, kDropoutApply = 1, kDropoutNegate = 2 };
 
 struct ForwardParams : AttentionParams {
   TensorView out;  // same dtype as q
@@ -127,6 +134,7 @@ struct BackwardParams : AttentionParams {
   /// Gradient of the (dropped, scaled) attention weights themselves, (batch, heads_q, seqlen_q, seqlen_k).
   /// With it, lse is an independent input: no row-sum term, and grad_lse_out is written instead.
   ScoreView grad_weights;
+  int dropout_mode = kDropoutApply;  // of attention_weights; otherwise kDropoutApply
 
   // Null = not requested. Dense gradients are contiguous and have their input's dtype.
   TensorView dq;
@@ -137,6 +145,69 @@ struct BackwardParams : AttentionParams {
   LseView dlse;           // only with grad_weights
   bool deterministic = false;
   int64_t num_chunks = 1;  // key ranges per head that are worked on independently
+};
+
+/// Partial results over disjoint keys and what they merge to. Varlen counts as one batch entry of total rows.
+struct MergeParams {
+  DType dtype = DType::kFloat32;  // of outs and out; lses and lse have its accumulate type
+  int64_t splits = 0;
+  int64_t batch = 0;
+  int64_t seqlen = 0;
+  int64_t heads = 0;
+  int64_t head_dim = 0;
+  TensorView outs;  // (splits, batch, seqlen, heads, head_dim)
+  int64_t outs_split_stride = 0;
+  LseView lses;  // (splits, batch, heads, seqlen)
+  int64_t lses_split_stride = 0;
+  TensorView out;  // (batch, seqlen, heads, head_dim)
+  LseView lse;     // (batch, heads, seqlen)
+};
+
+struct MergeBackwardParams : MergeParams {
+  TensorView grad_out;   // null = zero
+  LseView grad_lse;      // null = zero
+  TensorView grad_outs;  // like outs
+  int64_t grad_outs_split_stride = 0;
+  LseView grad_lses;  // like lses
+  int64_t grad_lses_split_stride = 0;
+};
+
+/// New keys and values written behind those of a cache, with rotary embedding of the keys and of q.
+struct AppendParams {
+  DType dtype = DType::kFloat32;
+  int64_t batch = 0;
+  int64_t heads_q = 0;
+  int64_t heads_kv = 0;
+  int64_t head_dim = 0;
+  int64_t head_dim_v = 0;
+  int64_t seqlen_q = 0;      // rows of q; varlen: max_seqlen_q
+  int64_t seqlen_new = 0;    // rows of k and v
+  int64_t seqlen_cache = 0;  // rows that a sequence of the cache can hold
+  TensorView k;              // (batch, seqlen_new, heads_kv, head_dim)
+  TensorView v;              // (batch, seqlen_new, heads_kv, head_dim_v)
+  TensorView k_cache;        // contiguous or paged, as in AttentionParams
+  TensorView v_cache;
+  TensorView q;
+  TensorView q_rotated;       // like q; null without rotary embedding
+  const void* cos = nullptr;  // (rotary_rows, rotary_dim / 2), q's dtype
+  const void* sin = nullptr;  // like cos
+  int64_t cos_row_stride = 0;
+  int64_t sin_row_stride = 0;
+  int64_t rotary_rows = 0;
+  int64_t rotary_dim = 0;
+  bool rotary_interleaved = false;     // pairs (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2)
+  bool rotate_q_by_position = false;   // query t turns by cached length + t instead of by the cached length
+  SequenceParams seq;                  // seqused_k: rows in use before the call
+  int32_t* seqused_k_after = nullptr;  // (batch): written, rows in use after the call
+};
+
+struct DropoutMaskParams {
+  DropoutParams dropout;
+  int64_t batch = 0;
+  int64_t heads_q = 0;
+  int64_t seqlen_q = 0;
+  int64_t seqlen_k = 0;
+  bool* keep = nullptr;  // (batch, heads_q, seqlen_q, seqlen_k), contiguous
 };
 
 }  // namespace flash_ext

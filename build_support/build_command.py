@@ -1,0 +1,189 @@
+"""The build_ext command: compiles all libraries by one ninja file and records what they were built with."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import platform
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+
+from build_support import toolchain
+from build_support.ninja_file import Object, SharedLibrary, ninja_text
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CXX_FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wall", f"-I{ROOT / 'csrc'}"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Xptxas=-v", "-lineinfo"]
+NVCC_FLAGS += ["--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}"]
+BUILD_INFO = "_build_info.json"
+
+
+class TorchLibrary(Extension):
+    """A shared library of operators; source_flags adds flags per source. Only csrc/api sees torch's headers."""
+
+    def __init__(
+        self, name: str, sources: Sequence[str], source_flags: dict[str, list[str]] | None = None, cuda: bool = False
+    ) -> None:
+        super().__init__(name, list(sources))
+        self.source_flags = source_flags or {}
+        self.cuda = cuda
+
+
+def _api_flags(source: str, torch: toolchain.Torch) -> list[str]:
+    if not source.startswith("csrc/api/"):
+        return []
+    return [f"-DTORCH_TARGET_VERSION={toolchain.TORCH_TARGET_VERSION}", "-isystem", str(torch.include)]
+
+
+def _torch_link_flags(torch: toolchain.Torch) -> list[str]:
+    # libtorch.so alone, even where no symbol of it is used: it brings libtorch_cpu and, where there is one,
+    # libtorch_cuda into the scope that the aoti_torch_* symbols are looked up in.
+    return [f"-L{torch.lib}", "-Wl,--no-as-needed", "-ltorch"]
+
+
+def _cpu_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
+    objects = [
+        Object(ROOT / source, CXX_FLAGS + extension.source_flags.get(source, []) + _api_flags(source, torch))
+        for source in extension.sources
+    ]
+    return SharedLibrary(output, objects, _torch_link_flags(torch))
+
+
+def _cuda_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
+    flags = [*NVCC_FLAGS, f"-ccbin={toolchain.cxx()}"]
+    flags += [f"-DFLASH_EXT_HEAD_DIM_{head_dim}" for head_dim in toolchain.head_dims()]
+    objects = []
+    for source in extension.sources:
+        # nvcc compiles C++ too: it hands it to the host compiler and knows where the CUDA headers are.
+        own = toolchain.gencode_flags(toolchain.archs()) if source.endswith(".cu") else _api_flags(source, torch)
+        objects.append(Object(ROOT / source, flags + own + extension.source_flags.get(source, []), nvcc=True))
+    link = ["-cudart=static", f"-ccbin={toolchain.cxx()}", "-Xlinker=--exclude-libs,ALL"]
+    link += [flag.replace("-Wl,", "-Xlinker=", 1) for flag in _torch_link_flags(torch)]
+    return SharedLibrary(output, objects, link, nvcc=True)
+
+
+def _plan_module(extension: Extension, output: Path) -> SharedLibrary:
+    import pybind11
+
+    includes = ["-isystem", sysconfig.get_path("include"), "-isystem", pybind11.get_include()]
+    objects = [Object(ROOT / source, CXX_FLAGS + includes) for source in extension.sources]
+    return SharedLibrary(output, objects, [])
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two builds of one folder take turns."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class BuildLibraries(build_ext):
+    """Links the libraries in the tree, and for a wheel copies them, stripped, from there.
+
+    Whoever runs ``pip install .`` in a checkout and then Python in the same folder imports the package of the checkout,
+    not the installed one: it has to find its libraries too.
+    """
+
+    def get_ext_filename(self, fullname: str) -> str:
+        parts = fullname.split(".")
+        if parts[-1].startswith("lib"):
+            return str(Path(*parts).with_suffix(".so"))
+        return super().get_ext_filename(fullname)
+
+    def run(self) -> None:
+        torch = toolchain.require_torch()
+        compiler = toolchain.cxx_version()
+        nvcc = toolchain.chosen_nvcc()
+        if nvcc is None:
+            print("flash-ext: no CUDA kernels in this build (no nvcc in CUDA_HOME or on PATH, or FLASH_EXT_CUDA=0)")
+        else:
+            print(f"flash-ext: CUDA kernels for {';'.join(toolchain.archs())} with {nvcc.path} {nvcc.version}")
+        with _locked(ROOT / "build"):
+            self._drop_cuda_library_of_earlier_build(nvcc)
+            self._write_build_info(torch, compiler, nvcc)
+            self._compile(self._libraries(torch, nvcc), nvcc)
+            if not self.inplace:
+                self._copy_to_wheel()
+
+    def get_outputs(self) -> list[str]:
+        files = [self._path_in_wheel(extension) for extension in self.extensions]
+        return [str(path) for path in [*files, self._wheel_folder() / BUILD_INFO] if path.exists()]
+
+    def _path_in_tree(self, extension: Extension) -> Path:
+        return ROOT / self.get_ext_filename(extension.name)
+
+    def _path_in_wheel(self, extension: Extension) -> Path:
+        return Path(self.build_lib) / self.get_ext_filename(extension.name)
+
+    def _wheel_folder(self) -> Path:
+        return Path(self.build_lib) / "flash_ext"
+
+    def _libraries(self, torch: toolchain.Torch, nvcc: toolchain.Nvcc | None) -> list[SharedLibrary]:
+        libraries = []
+        for extension in self.extensions:
+            output = self._path_in_tree(extension)
+            if not isinstance(extension, TorchLibrary):
+                libraries.append(_plan_module(extension, output))
+            elif not extension.cuda:
+                libraries.append(_cpu_library(extension, output, torch))
+            elif nvcc is not None:
+                libraries.append(_cuda_library(extension, output, torch))
+        return libraries
+
+    def _drop_cuda_library_of_earlier_build(self, nvcc: toolchain.Nvcc | None) -> None:
+        for extension in self.extensions:
+            if isinstance(extension, TorchLibrary) and extension.cuda:
+                self._path_in_wheel(extension).unlink(missing_ok=True)
+                if nvcc is None:
+                    self._path_in_tree(extension).unlink(missing_ok=True)
+
+    def _compile(self, libraries: list[SharedLibrary], nvcc: toolchain.Nvcc | None) -> None:
+        build_dir = Path(self.build_temp).absolute()
+        build_dir.mkdir(parents=True, exist_ok=True)
+        ninja_file = build_dir / "build.ninja"
+        ninja_file.write_text(ninja_text(libraries, build_dir, ROOT, toolchain.cxx(), str(nvcc.path) if nvcc else None))
+        # -k 0: one broken library does not keep the others from being built.
+        command = [toolchain.ninja(), "-f", str(ninja_file), "-j", str(toolchain.jobs()), "-k", "0"]
+        if subprocess.run(command).returncode:
+            raise toolchain.BuildError("the build failed, see the compiler's messages above")
+
+    def _copy_to_wheel(self) -> None:
+        strip = shutil.which("strip")
+        for extension in self.extensions:
+            source, target = self._path_in_tree(extension), self._path_in_wheel(extension)
+            if not source.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+            if strip:
+                subprocess.run([strip, str(target)], check=True)
+        shutil.copyfile(ROOT / "flash_ext" / BUILD_INFO, self._wheel_folder() / BUILD_INFO)
+
+    def _write_build_info(self, torch: toolchain.Torch, compiler: str, nvcc: toolchain.Nvcc | None) -> None:
+        info = {
+            "version": self.distribution.get_version(),
+            "git_commit": toolchain.git_commit(ROOT),
+            "python": platform.python_version(),
+            "compiler": compiler,
+            "torch_headers": torch.version,
+            "torch_target": ".".join(map(str, toolchain.MINIMUM_TORCH)),
+            "cpu_isas": self._cpu_isas(),
+            "nvcc": nvcc and nvcc.version,
+            "cuda_archs": toolchain.archs() if nvcc else [],
+            "cuda_head_dims": toolchain.head_dims() if nvcc else [],
+        }
+        (ROOT / "flash_ext" / BUILD_INFO).write_text(json.dumps(info, indent=2) + "\n")
+
+    def _cpu_isas(self) -> list[str]:
+        sources = [Path(source).stem for extension in self.extensions for source in extension.sources]
+        return [stem.removeprefix("isa_") for stem in sources if stem.startswith("isa_")]

@@ -1,0 +1,27 @@
+// From an operator's arguments to a plan and kernel parameters, the same on every device:
+// tensors -> checks -> Problem -> Plan -> AttentionParams.
+#pragma once
+
+#include "score_options.h"
+
+namespace flash_ext::api {
+
+/// A checked and planned call. `owned` keeps what params points into besides the arguments.
+struct AttentionCall {
+  plan::Plan plan;
+  AttentionParams params;
+  Geometry geometry;
+  std::vector<Tensor> owned;
+};
+
+/// Checks q, k, v (none for attention_weights) and the options, plans, and fills in all that is input.
+AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
+                                const ScoreOptions& options);
+
+/// An lse (or its gradient) that belongs to a call.
+void check_lse(const Argument& q, const Geometry& geometry, const char* name, const Tensor& lse);
+
+/// attention_weights' treatment of dropped weights: see DropoutMode.
+void check_dropout_mode(int64_t dropout_mode);
+
+}  // namespace flash_ext::api

@@ -1,0 +1,112 @@
+#include <utility>
+
+#include "attention.h"
+#include "tensors.h"
+
+namespace flash_ext::api {
+namespace {
+
+/// `rows` is out or its gradient.
+void check_out_like(const Argument& q, const Geometry& g, const char* name, const Tensor& rows) {
+  Argument(name, rows)
+      .same_device_as(q)
+      .same_dtype_as(q)
+      .shape_is(g.out_shape(),
+                g.varlen_q ? "(total_q, heads_q, head_dim_v)" : "(batch, seqlen_q, heads_q, head_dim_v)");
+}
+
+/// A gradient like `input`, contiguous, or the empty one.
+Tensor gradient(const Tensor& input, bool needed) {
+  return needed ? new_empty(input, shape_of(input), input.scalar_type()) : no_gradient(input);
+}
+
+void need_bias(const ScoreOptions& options, bool needed) {
+  check(!needed || options.bias.has_value(), "need_dbias asks for the gradient of bias, which is None");
+}
+
+BackwardCall new_backward_call(AttentionCall attention, const Tensor& q, const ScoreOptions& options,
+                               const Needed& needed) {
+  const Tensor none = no_gradient(q);
+  BackwardCall call{attention.plan, {attention.params}, none, none, none, none, none, none, std::move(attention.owned)};
+  call.params.num_chunks = call.plan.num_chunks;
+  if (needed.dbias) {
+    call.dbias = gradient(*options.bias, true);
+    call.params.dbias = view_scores(call.dbias);
+  }
+  return call;
+}
+
+void allocate_dq_dk(BackwardCall& call, const Tensor& q, const Tensor& k, const Needed& needed) {
+  call.dq = gradient(q, needed.dq);
+  call.dk = gradient(k, needed.dk);
+  if (needed.dq) call.params.dq = view_rows(call.dq);
+  if (needed.dk) call.params.dk = view_rows(call.dk);
+}
+
+}  // namespace
+
+BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                              const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                              const ScoreOptions& options, bool deterministic, const Needed& needed) {
+  AttentionCall attention = prepare_attention(plan::Operation::kBackward, q, k, v, options);
+  const Geometry g = attention.geometry;
+  const Argument q_arg("q", q);
+  check_out_like(q_arg, g, "out", out);
+  check_lse(q_arg, g, "lse", lse);
+  if (grad_out) check_out_like(q_arg, g, "grad_out", *grad_out);
+  if (grad_lse) check_lse(q_arg, g, "grad_lse", *grad_lse);
+  need_bias(options, needed.dbias);
+  check(!needed.dsink || options.sink.has_value(), "need_dsink asks for the gradient of sink, which is None");
+
+  BackwardCall call = new_backward_call(std::move(attention), q, options, needed);
+  const auto own = [&](const Tensor& tensor) -> const Tensor& {
+    return call.owned.emplace_back(with_contiguous_rows(tensor));
+  };
+  call.params.out = view_rows(own(out));
+  call.params.lse = view_lse(own(lse));
+  if (grad_out) call.params.grad_out = view_rows(own(*grad_out));
+  if (grad_lse) call.params.grad_lse = view_lse(own(*grad_lse));
+  call.params.deterministic = deterministic;
+
+  allocate_dq_dk(call, q, k, needed);
+  call.dv = gradient(v, needed.dv);
+  if (needed.dv) call.params.dv = view_rows(call.dv);
+  if (needed.dsink) {
+    call.dsink = new_empty(q, {g.heads_q}, accumulate_dtype(q.scalar_type()));
+    call.params.dsink = address(call.dsink);
+  }
+  return call;
+}
+
+Tensor finish_dsink(const BackwardCall& call, const ScoreOptions& options) {
+  return call.params.dsink ? torch::stable::to(call.dsink, options.sink->scalar_type()) : call.dsink;
+}
+
+BackwardCall prepare_weights_backward(const Tensor& grad_weights, const Tensor& q, const Tensor& k, const Tensor& lse,
+                                      const ScoreOptions& options, int64_t dropout_mode, const Needed& needed) {
+  AttentionCall attention = prepare_attention(plan::Operation::kWeightsBackward, q, k, std::nullopt, options);
+  const Geometry g = attention.geometry;
+  const Argument q_arg("q", q);
+  check_lse(q_arg, g, "lse", lse);
+  check_dropout_mode(dropout_mode);
+  Argument("grad_weights", grad_weights)
+      .same_device_as(q_arg)
+      .same_dtype_as(q_arg)
+      .shape_is(g.score_shape(), "(batch, heads_q, seqlen_q, seqlen_k)");
+  need_bias(options, needed.dbias);
+
+  BackwardCall call = new_backward_call(std::move(attention), q, options, needed);
+  call.params.lse = view_lse(call.owned.emplace_back(with_contiguous_rows(lse)));
+  call.params.grad_weights = view_scores(grad_weights);
+  call.params.dropout_mode = static_cast<int>(dropout_mode);
+  allocate_dq_dk(call, q, k, needed);
+  if (needed.dlse) {
+    call.dlse = new_empty(q, g.lse_shape(), lse.scalar_type());
+    call.params.dlse = view_lse(call.dlse);
+  } else {
+    call.dlse = no_gradient(lse);
+  }
+  return call;
+}
+
+}  // namespace flash_ext::api

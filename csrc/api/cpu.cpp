@@ -1,0 +1,113 @@
+// The operators on a CPU: prepare the call, run the kernel, return what it wrote.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "../kernels/cpu/append.h"
+#include "../kernels/cpu/attention.h"
+#include "../kernels/cpu/dropout_mask.h"
+#include "../kernels/cpu/merge.h"
+#include "attention.h"
+#include "decode.h"
+#include "dropout.h"
+#include "merge.h"
+#include "op_arguments.h"
+
+namespace flash_ext::api {
+namespace {
+
+/// Threads are torch's own, so that torch.set_num_threads holds and nothing is oversubscribed.
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const cpu::RangeBody& body) {
+  torch::stable::parallel_for(begin, end, grain, body);
+}
+
+using Tensors2 = std::tuple<Tensor, Tensor>;
+using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
+                           bool /*deterministic*/) {
+  const ForwardCall call = prepare_forward(q, k, v, FLASH_EXT_SCORE_OPTIONS);
+  cpu::attention_forward(call.params, parallel_for);
+  return {call.out, call.lse};
+}
+
+Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                            FLASH_EXT_SCORE_PARAMETERS, bool deterministic, bool need_dq, bool need_dk, bool need_dv,
+                            bool need_dbias, bool need_dsink) {
+  const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
+  const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
+  const BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  cpu::attention_backward(call.params, parallel_for);
+  return {call.dq, call.dk, call.dv, call.dbias, finish_dsink(call, options)};
+}
+
+Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, FLASH_EXT_SCORE_PARAMETERS,
+                         int64_t dropout_mode) {
+  const WeightsCall call = prepare_weights(q, k, lse, FLASH_EXT_SCORE_OPTIONS, dropout_mode);
+  cpu::attention_weights({call.params, call.lse_view, call.weights_view, static_cast<int>(dropout_mode)}, parallel_for);
+  return call.weights;
+}
+
+Tensors4 attention_weights_backward(const Tensor& grad_weights, const Tensor& q, const Tensor& k, const Tensor& lse,
+                                    FLASH_EXT_SCORE_PARAMETERS, int64_t dropout_mode, bool need_dq, bool need_dk,
+                                    bool need_dlse, bool need_dbias) {
+  const Needed needed{need_dq, need_dk, false, need_dbias, false, need_dlse};
+  const BackwardCall call =
+      prepare_weights_backward(grad_weights, q, k, lse, FLASH_EXT_SCORE_OPTIONS, dropout_mode, needed);
+  cpu::attention_backward(call.params, parallel_for);
+  return {call.dq, call.dk, call.dlse, call.dbias};
+}
+
+Tensors2 run(const DecodeCall& call) {
+  if (call.append) cpu::append_to_cache(*call.append, parallel_for);
+  cpu::attention_forward(call.params, parallel_for);
+  return {call.out, call.lse};
+}
+
+Tensors2 attention_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, FLASH_EXT_DECODE_PARAMETERS) {
+  return run(prepare_decode(q, k_cache, v_cache, std::nullopt, FLASH_EXT_DECODE_OPTIONS));
+}
+
+Tensors2 attention_decode_append(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
+                                 const Tensor& v, FLASH_EXT_DECODE_PARAMETERS) {
+  return run(prepare_decode(q, k_cache, v_cache, NewTokens{k, v}, FLASH_EXT_DECODE_OPTIONS));
+}
+
+Tensors2 merge(const Tensor& outs, const Tensor& lses) {
+  const MergeCall call = prepare_merge(outs, lses);
+  cpu::merge(call.params, parallel_for);
+  return {call.out, call.lse};
+}
+
+Tensors2 merge_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& outs,
+                        const Tensor& lses, const Tensor& out, const Tensor& lse) {
+  const MergeBackwardCall call = prepare_merge_backward(grad_out, grad_lse, outs, lses, out, lse);
+  cpu::merge_backward(call.params, parallel_for);
+  return {call.grad_outs, call.grad_lses};
+}
+
+Tensor dropout_mask(const Tensor& rng, double dropout_p, int64_t batch, int64_t heads_q, int64_t seqlen_q,
+                    int64_t seqlen_k) {
+  const DropoutMaskCall call = prepare_dropout_mask(rng, dropout_p, batch, heads_q, seqlen_q, seqlen_k);
+  cpu::dropout_mask(call.params, parallel_for);
+  return call.keep;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
+  m.impl("attention_forward", TORCH_BOX(&attention_forward));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_weights", TORCH_BOX(&attention_weights));
+  m.impl("attention_weights_backward", TORCH_BOX(&attention_weights_backward));
+  m.impl("attention_decode", TORCH_BOX(&attention_decode));
+  m.impl("attention_decode_append", TORCH_BOX(&attention_decode_append));
+  m.impl("merge", TORCH_BOX(&merge));
+  m.impl("merge_backward", TORCH_BOX(&merge_backward));
+  m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
+}
+
+}  // namespace flash_ext::api

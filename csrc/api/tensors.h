@@ -1,0 +1,60 @@
+// From tensors to what kernels take: views by pointer and strides, and freshly allocated results.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include "checks.h"
+
+namespace flash_ext::api {
+
+/// The address of an input, or of a result that was just allocated. Kernels take void* for both.
+inline void* address(const Tensor& tensor) { return const_cast<void*>(tensor.const_data_ptr()); }
+
+inline const int32_t* int32_address(const OptionalTensor& tensor) {
+  return tensor ? static_cast<const int32_t*>(tensor->const_data_ptr()) : nullptr;
+}
+
+/// (batch, rows, heads, dim), or (rows, heads, dim) with batch_stride 0.
+inline TensorView view_rows(const Tensor& tensor) {
+  const int64_t first = tensor.dim() - 3;
+  return {address(tensor), first > 0 ? tensor.stride(first - 1) : 0, tensor.stride(first), tensor.stride(first + 1)};
+}
+
+/// The same for an argument that is written to.
+inline TensorView view_rows_for_writing(const Tensor& tensor) {
+  TensorView view = view_rows(tensor);
+  view.data = tensor.mutable_data_ptr();
+  return view;
+}
+
+/// (batch, heads, rows), or (heads, rows) with batch_stride 0.
+inline LseView view_lse(const Tensor& tensor) {
+  const int64_t heads = tensor.dim() - 2;
+  return {address(tensor), heads > 0 ? tensor.stride(heads - 1) : 0, tensor.stride(heads)};
+}
+
+/// (batch, heads, seqlen_q, seqlen_k), each possibly 1, which broadcasts.
+inline ScoreView view_scores(const Tensor& tensor) {
+  const auto stride = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
+  const DType dtype = kernel_dtype(tensor.scalar_type()).value_or(DType::kFloat32);
+  return {address(tensor), dtype, stride(0), stride(1), stride(2), stride(3)};
+}
+
+/// Gradients come from autograd with any strides (those of out.sum() are all zero): copied where rows are not dense.
+inline Tensor with_contiguous_rows(const Tensor& tensor) {
+  const int64_t last = tensor.dim() - 1;
+  return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  return torch::stable::new_empty(like, shape, dtype);
+}
+
+inline Tensor new_filled(const Tensor& like, const Shape& shape, ScalarType dtype, double value) {
+  return torch::stable::fill_(new_empty(like, shape, dtype), value);
+}
+
+/// What stands for a gradient that was not asked for.
+inline Tensor no_gradient(const Tensor& like) { return new_empty(like, {0}, like.scalar_type()); }
+
+}  // namespace flash_ext::api

@@ -1,0 +1,145 @@
+#include "value_checks.h"
+
+#include <algorithm>
+
+namespace flash_ext::api {
+namespace {
+
+const int32_t* values_of(const OptionalTensor& tensor) {
+  return tensor ? static_cast<const int32_t*>(tensor->const_data_ptr()) : nullptr;
+}
+
+/// One side (queries or keys) of the sequences of a batch.
+struct Side {
+  const char* cu_seqlens_name;
+  const OptionalTensor& cu_seqlens;
+  const char* seqused_name;
+  const OptionalTensor& seqused;
+  const char* max_seqlen_name;
+  int64_t total;   // rows of the tensor (dense: per batch entry)
+  int64_t seqlen;  // dense: the length; varlen: max_seqlen
+};
+
+void check_cu_seqlens(const Side& side, int64_t batch) {
+  const int32_t* cu = values_of(side.cu_seqlens);
+  int64_t previous = 0;
+  for (int64_t b = 0; b <= batch; ++b) {
+    check(cu[b] >= previous, side.cu_seqlens_name, " must be >= 0 and not decrease (sequences would overlap): entry ",
+          b, " is ", cu[b], (b == 0 ? "" : " after "), (b == 0 ? "" : std::to_string(previous)));
+    previous = cu[b];
+  }
+  check(previous <= side.total, side.cu_seqlens_name, " must not exceed the tensor's ", side.total,
+        " rows: the last entry is ", previous);
+}
+
+void check_side(const Side& side, int64_t batch) {
+  if (side.cu_seqlens) check_cu_seqlens(side, batch);
+  const int32_t* cu = values_of(side.cu_seqlens);
+  const int32_t* used = values_of(side.seqused);
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t length = cu ? cu[b + 1] - cu[b] : side.seqlen;
+    if (used) {
+      check(used[b] >= 0 && used[b] <= length, side.seqused_name, "[", b, "] must be from 0 to the sequence's length ",
+            length, ", got ", used[b]);
+    }
+    const int64_t rows = used ? used[b] : length;
+    check(rows <= side.seqlen, side.max_seqlen_name, " = ", side.seqlen,
+          " must not be less than the length of sequence ", b, ", which is ", rows);
+  }
+}
+
+/// One row of blocks: entries [begin, end) of the lists.
+void check_block_row(const int32_t* indices, const int32_t* bitmap_ids, int64_t begin, int64_t end,
+                     int64_t num_key_blocks, int64_t num_bitmaps) {
+  int64_t previous = -1;
+  for (int64_t n = begin; n < end; ++n) {
+    check(indices[n] > previous && indices[n] < num_key_blocks, "block_indices must ascend within a row and be below ",
+          "ceil(seqlen_k / block_n) = ", num_key_blocks, ": entry ", n, " is ", indices[n]);
+    previous = indices[n];
+    check(bitmap_ids[n] >= -1 && bitmap_ids[n] < num_bitmaps,
+          "block_bitmap_ids must be from -1 to num_bitmaps - 1 = ", num_bitmaps - 1, ": entry ", n, " is ",
+          bitmap_ids[n]);
+  }
+}
+
+void check_block_lists(const Geometry& g, const ScoreOptions& options) {
+  const Tensor& offsets = *options.block_offsets;
+  const int32_t* indices = values_of(options.block_indices);
+  const int32_t* bitmap_ids = values_of(options.block_bitmap_ids);
+  const int64_t num_blocks = options.block_indices->size(0);
+  const int64_t block_n = options.block_bitmaps->size(2) * 32;
+  const int64_t num_key_blocks = (g.seqlen_k + block_n - 1) / block_n;
+  for (int64_t b = 0; b < offsets.size(0); ++b) {
+    for (int64_t h = 0; h < offsets.size(1); ++h) {
+      const int32_t* row = values_of(offsets) + b * offsets.stride(0) + h * offsets.stride(1);
+      for (int64_t m = 0; m + 1 < offsets.size(2); ++m) {
+        check(row[m] >= 0 && row[m] <= row[m + 1] && row[m + 1] <= num_blocks,
+              "block_offsets must not decrease and stay within [0, block_indices.size(0) = ", num_blocks, "]: entries ",
+              m, " and ", m + 1, " of batch ", b, ", head ", h, " are ", row[m], " and ", row[m + 1]);
+        check_block_row(indices, bitmap_ids, row[m], row[m + 1], num_key_blocks, options.block_bitmaps->size(0));
+      }
+    }
+  }
+}
+
+void check_distinct_rows(const int32_t* batch_idx, int64_t batch) {
+  std::vector<int32_t> rows(batch_idx, batch_idx + batch);
+  std::sort(rows.begin(), rows.end());
+  const auto twice = std::adjacent_find(rows.begin(), rows.end());
+  check(twice == rows.end(),
+        "cache_batch_idx must name each cache row once when k and v are appended: ", twice == rows.end() ? 0 : *twice,
+        " comes twice");
+}
+
+/// Pages that hold rows [begin, end) of a sequence.
+void check_pages(const Tensor& block_table, int64_t b, int64_t begin, int64_t end, const CacheIndices& cache) {
+  const int32_t* pages = static_cast<const int32_t*>(block_table.const_data_ptr()) + b * block_table.stride(0);
+  for (int64_t n = begin / cache.page_size; n * cache.page_size < end; ++n) {
+    check(pages[n] >= 0 && pages[n] < cache.num_pages, "block_table[", b, ", ", n, "] must be a page from 0 to ",
+          cache.num_pages - 1, ", got ", pages[n]);
+  }
+}
+
+}  // namespace
+
+void check_values(const Geometry& g, const ScoreOptions& options) {
+  check_side(
+      {"cu_seqlens_q", options.cu_seqlens_q, "seqused_q", options.seqused_q, "max_seqlen_q", g.total_q, g.seqlen_q},
+      g.batch);
+  check_side(
+      {"cu_seqlens_k", options.cu_seqlens_k, "seqused_k", options.seqused_k, "max_seqlen_k", g.total_k, g.seqlen_k},
+      g.batch);
+  if (options.block_offsets) check_block_lists(g, options);
+}
+
+void check_cache_values(const CacheIndices& cache) {
+  const int32_t* used = values_of(cache.cache_seqlens);
+  const int32_t* leftpad = values_of(cache.cache_leftpad);
+  const int32_t* batch_idx = values_of(cache.cache_batch_idx);
+  for (int64_t b = 0; b < cache.batch; ++b) {
+    const int64_t rows = used ? used[b] : cache.capacity;
+    check(rows >= 0 && rows <= cache.capacity, "cache_seqlens[", b, "] must be from 0 to the ", cache.capacity,
+          " rows of the cache, got ", rows);
+    check(rows + cache.seqlen_new <= cache.capacity, "cache_seqlens[", b, "] = ", rows, " leaves no room for ",
+          cache.seqlen_new, " rows of k and v in a cache of ", cache.capacity);
+    const int64_t skipped = leftpad ? leftpad[b] : 0;
+    check(skipped >= 0 && skipped <= rows, "cache_leftpad[", b, "] must be from 0 to cache_seqlens = ", rows, ", got ",
+          skipped);
+    if (batch_idx) {
+      check(batch_idx[b] >= 0 && batch_idx[b] < cache.cache_batch, "cache_batch_idx[", b, "] must be from 0 to ",
+            cache.cache_batch - 1, ", got ", batch_idx[b]);
+    }
+    if (cache.block_table) check_pages(*cache.block_table, b, skipped, rows + cache.seqlen_new, cache);
+  }
+  if (batch_idx && cache.append) check_distinct_rows(batch_idx, cache.batch);
+}
+
+void check_rotary_positions(const OptionalTensor& cache_seqlens, int64_t tokens, int64_t rotary_rows) {
+  const int32_t* used = values_of(cache_seqlens);
+  for (int64_t b = 0; b < cache_seqlens->size(0); ++b) {
+    check(used[b] + tokens <= rotary_rows, "rotary_cos and rotary_sin must have a row for each position: expected at ",
+          "least ", used[b] + tokens, " rows for batch entry ", b, ", got ", rotary_rows);
+  }
+}
+
+}  // namespace flash_ext::api

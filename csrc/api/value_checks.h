@@ -1,0 +1,32 @@
+// Checks of values that live in tensors: lengths, pages, block lists. On a GPU they would need a synchronisation, so
+// that they run for CPU tensors only; kernels clamp what they read anyway.
+#pragma once
+
+#include "score_options.h"
+
+namespace flash_ext::api {
+
+/// cu_seqlens, seqused and the block mask's lists.
+void check_values(const Geometry& geometry, const ScoreOptions& options);
+
+/// What a cache's index tensors must agree with. Absent tensors pass.
+struct CacheIndices {
+  const OptionalTensor& cache_seqlens;
+  const OptionalTensor& cache_leftpad;
+  const OptionalTensor& cache_batch_idx;
+  const OptionalTensor& block_table;
+  int64_t batch;
+  int64_t capacity;     // rows that a sequence can hold
+  int64_t cache_batch;  // batch entries of a contiguous cache
+  int64_t num_pages;
+  int64_t page_size;
+  bool append;         // k and v are written behind the cached rows
+  int64_t seqlen_new;  // rows that are written
+};
+
+void check_cache_values(const CacheIndices& cache);
+
+/// Rotary embedding reads row cache_seqlens + tokens - 1 of cos and sin.
+void check_rotary_positions(const OptionalTensor& cache_seqlens, int64_t tokens, int64_t rotary_rows);
+
+}  // namespace flash_ext::api

@@ -1,0 +1,11 @@
+// Functions that host and device code share.
+//
+// On the host they have internal linkage: the CPU kernels are compiled once per instruction set, and a merged copy of
+// an inline function might hold instructions that the machine lacks.
+#pragma once
+
+#if defined(__CUDACC__)
+#define FLASH_EXT_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FLASH_EXT_HOST_DEVICE static inline
+#endif

@@ -1,0 +1,114 @@
+#include "append.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "../common/tile_range.h"
+#include "convert.h"
+
+namespace flash_ext::cpu {
+namespace {
+
+using namespace FLASH_EXT_ISA;
+
+constexpr int64_t kGrainRows = 64;  // of head_dim elements, so that threads are worth their start
+
+int64_t cached_rows(const AppendParams& p, int64_t batch) {
+  return clamp_index(p.seq.seqused_k[batch], 0, p.seqlen_cache - p.seqlen_new);
+}
+
+char* row_of(const TensorView& view, DType dtype, int64_t batch, int64_t row, int64_t head) {
+  return static_cast<char*>(view.data) +
+         (batch * view.batch_stride + row * view.row_stride + head * view.head_stride) * size_of(dtype);
+}
+
+char* cache_row_of(const AppendParams& p, const TensorView& cache, int64_t batch, int64_t row, int64_t head) {
+  const SequenceParams& seq = p.seq;
+  if (seq.block_table) {
+    const int32_t* pages = seq.block_table + batch * seq.block_table_stride;
+    const int64_t page = clamp_index(pages[row / seq.page_size], 0, seq.num_pages - 1);
+    return row_of(cache, p.dtype, page, row % seq.page_size, head);
+  }
+  const int64_t entry = seq.cache_batch_idx ? clamp_index(seq.cache_batch_idx[batch], 0, seq.cache_batch - 1) : batch;
+  return row_of(cache, p.dtype, entry, row, head);
+}
+
+/// x -> x e^(i angle) on the pairs of the first rotary_dim elements.
+template <class T>
+void rotate(const AppendParams& p, int64_t position, T* row) {
+  const int64_t pairs = p.rotary_dim / 2;
+  const int64_t at = clamp_index(position, 0, p.rotary_rows - 1);
+  for (int64_t n = 0; n < pairs; ++n) {
+    const T cos = load_value<T>(p.cos, p.dtype, at * p.cos_row_stride + n);
+    const T sin = load_value<T>(p.sin, p.dtype, at * p.sin_row_stride + n);
+    T& x = row[p.rotary_interleaved ? 2 * n : n];
+    T& y = row[p.rotary_interleaved ? 2 * n + 1 : n + pairs];
+    const T turned = x * cos - y * sin;
+    y = x * sin + y * cos;
+    x = turned;
+  }
+}
+
+template <class T>
+void rotate_row(const AppendParams& p, int64_t position, const char* from, char* to, std::vector<T>& row) {
+  load_row(row.data(), from, p.dtype, p.head_dim);
+  rotate(p, position, row.data());
+  store_row(to, p.dtype, row.data(), p.head_dim);
+}
+
+template <class T>
+void append_keys(const AppendParams& p, ParallelFor parallel_for) {
+  const int64_t rows = p.batch * p.seqlen_new * p.heads_kv;
+  parallel_for(0, rows, kGrainRows, [&p](int64_t begin, int64_t end) {
+    std::vector<T> scratch(p.head_dim);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t head = n % p.heads_kv, t = n / p.heads_kv % p.seqlen_new, batch = n / p.heads_kv / p.seqlen_new;
+      const int64_t row = cached_rows(p, batch) + t;
+      const char* k = row_of(p.k, p.dtype, batch, t, head);
+      char* k_cache = cache_row_of(p, p.k_cache, batch, row, head);
+      if (p.cos) {
+        rotate_row(p, row, k, k_cache, scratch);
+      } else {
+        std::memcpy(k_cache, k, p.head_dim * size_of(p.dtype));
+      }
+      std::memcpy(cache_row_of(p, p.v_cache, batch, row, head), row_of(p.v, p.dtype, batch, t, head),
+                  p.head_dim_v * size_of(p.dtype));
+    }
+  });
+}
+
+template <class T>
+void rotate_queries(const AppendParams& p, ParallelFor parallel_for) {
+  const int64_t rows = p.batch * p.seqlen_q * p.heads_q;
+  parallel_for(0, rows, kGrainRows, [&p](int64_t begin, int64_t end) {
+    std::vector<T> scratch(p.head_dim);
+    const int32_t* cu_seqlens = p.seq.cu_seqlens_q;
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t head = n % p.heads_q, t = n / p.heads_q % p.seqlen_q, batch = n / p.heads_q / p.seqlen_q;
+      if (cu_seqlens && t >= cu_seqlens[batch + 1] - cu_seqlens[batch]) continue;
+      const int64_t row = cu_seqlens ? cu_seqlens[batch] + t : t;
+      const int64_t entry = cu_seqlens ? 0 : batch;
+      const int64_t position = cached_rows(p, batch) + (p.rotate_q_by_position ? t : 0);
+      rotate_row(p, position, row_of(p.q, p.dtype, entry, row, head), row_of(p.q_rotated, p.dtype, entry, row, head),
+                 scratch);
+    }
+  });
+}
+
+template <class T>
+void append_as(const AppendParams& p, ParallelFor parallel_for) {
+  append_keys<T>(p, parallel_for);
+  if (p.q_rotated.data) rotate_queries<T>(p, parallel_for);
+}
+
+}  // namespace
+
+void append_to_cache(const AppendParams& params, ParallelFor parallel_for) {
+  params.dtype == DType::kFloat64 ? append_as<double>(params, parallel_for) : append_as<float>(params, parallel_for);
+  for (int64_t b = 0; b < params.batch; ++b) {
+    params.seqused_k_after[b] = static_cast<int32_t>(cached_rows(params, b) + params.seqlen_new);
+  }
+}
+
+}  // namespace flash_ext::cpu

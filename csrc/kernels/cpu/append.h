@@ -1,0 +1,12 @@
+// Appending keys and values to a cache, with rotary embedding (Su et al., "RoFormer", 2021) of the keys and of q.
+#pragma once
+
+#include "attention.h"
+
+namespace flash_ext::cpu {
+
+/// Writes k and v behind the cached rows, q_rotated, and seqused_k_after. Token t of k turns by position
+/// cached length + t, left padding counted; q as rotate_q_by_position says.
+void append_to_cache(const AppendParams& params, ParallelFor parallel_for);
+
+}  // namespace flash_ext::cpu

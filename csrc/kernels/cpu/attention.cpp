@@ -1,0 +1,174 @@
+// From a call to jobs: which instruction set, how the work is cut into items, what is allocated, in which order.
+//
+// Items are handed out one by one to whichever thread is free, so that causal and ragged problems balance themselves.
+// How a problem is cut is the plan's choice; it never changes a result with the number of threads.
+#include "attention.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "kernels.h"
+
+namespace flash_ext::cpu {
+namespace {
+
+const InstructionSet& detect_instruction_set() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    return kAvx512;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return kAvx2;
+#endif
+  return kBaseline;
+}
+
+const InstructionSet& current_instruction_set() {
+  static const InstructionSet& set = detect_instruction_set();
+  return set;
+}
+
+const Kernels& kernels_for(const AttentionParams& p) {
+  const InstructionSet& set = current_instruction_set();
+  return p.dtype == DType::kFloat64 ? set.for_double : set.for_float;
+}
+
+constexpr size_t kAlignment = 64;
+
+struct FreeDeleter {
+  void operator()(void* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<void, FreeDeleter>;
+
+Buffer try_allocate(int64_t bytes) {
+  const size_t size = (static_cast<size_t>(bytes) + kAlignment) / kAlignment * kAlignment;
+  return Buffer(std::aligned_alloc(kAlignment, size));
+}
+
+Buffer allocate(int64_t bytes) {
+  Buffer buffer = try_allocate(bytes);
+  if (buffer == nullptr) throw std::bad_alloc();
+  return buffer;
+}
+
+/// A thread is worth waking for this much work.
+constexpr double kMinFlopsPerThread = 2e6;
+
+/// Runs every item of the operation. `flops` is an estimate for all of them together.
+template <class Job>
+void run(const Operation<Job>& operation, const Job& job, double flops, ParallelFor parallel_for) {
+  const int64_t items = operation.items(job);
+  if (items <= 0) return;
+  const int64_t scratch_bytes = operation.scratch_bytes(job);
+  const double threads = flops / kMinFlopsPerThread;
+  const int64_t grain = threads <= 1 ? items : static_cast<int64_t>(static_cast<double>(items) / threads) + 1;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> out_of_memory{false};
+  parallel_for(0, items, grain, [&](int64_t, int64_t) {
+    const Buffer scratch = try_allocate(scratch_bytes);
+    if (scratch == nullptr) {
+      out_of_memory = true;
+      return;
+    }
+    for (int64_t item = next++; item < items; item = next++) operation.run(job, item, scratch.get());
+  });
+  if (out_of_memory && next < items) throw std::bad_alloc();
+}
+
+/// Of one product of queries and keys over both head dims; masks are not accounted for.
+double product_flops(const AttentionParams& p) {
+  return 2.0 * static_cast<double>(p.batch * p.heads_q) * static_cast<double>(p.seqlen_q) *
+         static_cast<double>(p.seqlen_k) * static_cast<double>(p.head_dim + p.head_dim_v);
+}
+
+double query_elements(const AttentionParams& p) {
+  return static_cast<double>(p.batch * p.heads_q * p.seqlen_q) * static_cast<double>(p.head_dim + p.head_dim_v);
+}
+
+/// Rows per tile as planned, within what the kernels hold.
+int64_t tile_rows_of(const AttentionParams& p, const Kernels& kernels) {
+  return p.block_m > 0 && p.block_m < kernels.max_tile_rows ? p.block_m : kernels.max_tile_rows;
+}
+
+bool is_empty(const AttentionParams& p) { return p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0; }
+
+}  // namespace
+
+const char* instruction_set() { return current_instruction_set().name; }
+
+void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
+  const Kernels& kernels = kernels_for(params);
+  ForwardJob job;
+  job.params = params;
+  run(kernels.clear_forward, job, query_elements(params), parallel_for);
+  if (is_empty(params)) return;
+
+  job.group = params.head_group;
+  job.split_size = params.split_size;
+  job.splits =
+      params.split_size > 0 ? (params.seqlen_k + params.split_size - 1) / params.split_size : params.num_splits;
+  if (job.splits < 1) job.splits = 1;
+  job.tile_rows = tile_rows_of(params, kernels);
+  job.tiles = kernels.count_tiles(params, job.tile_rows, job.group);
+  if (job.splits == 1) {
+    run(kernels.forward, job, product_flops(params), parallel_for);
+    return;
+  }
+  const int64_t rows = job.splits * params.batch * params.heads_q * params.seqlen_q;
+  const Buffer partial_out = allocate(rows * params.head_dim_v * kernels.accumulate_bytes);
+  const Buffer partial_lse = allocate(rows * kernels.accumulate_bytes);
+  job.partial_out = partial_out.get();
+  job.partial_lse = partial_lse.get();
+  run(kernels.forward, job, product_flops(params), parallel_for);
+  run(kernels.merge_splits, job, query_elements(params) * static_cast<double>(job.splits), parallel_for);
+}
+
+void attention_weights(const WeightsParams& params, ParallelFor parallel_for) {
+  if (is_empty(params)) return;
+  const Kernels& kernels = kernels_for(params);
+  WeightsJob job;
+  job.params = params;
+  job.tile_rows = tile_rows_of(params, kernels);
+  job.tiles = kernels.count_tiles(params, job.tile_rows, 1);
+  run(kernels.weights, job, product_flops(params), parallel_for);
+}
+
+void attention_backward(const BackwardParams& params, ParallelFor parallel_for) {
+  const Kernels& kernels = kernels_for(params);
+  const bool of_weights = params.grad_weights.data != nullptr;
+  BackwardJob job;
+  job.params = params;
+  run(kernels.clear_backward, job, query_elements(params), parallel_for);
+
+  job.tile_rows = tile_rows_of(params, kernels);
+  job.tiles = kernels.count_tiles(params, job.tile_rows, 1);
+  // dlse sums over all keys of a query, so a single item has to see them all.
+  job.chunks = of_weights || params.num_chunks < 1 ? 1 : params.num_chunks;
+
+  const int64_t rows = params.batch * params.heads_q * params.seqlen_q;
+  Buffer row_term;
+  if (!of_weights) {
+    row_term = allocate(rows * kernels.accumulate_bytes);
+    job.row_term = row_term.get();
+    run(kernels.row_terms, job, 2 * query_elements(params), parallel_for);
+  }
+  if (params.dq.data != nullptr || params.dk.data != nullptr || params.dv.data != nullptr ||
+      params.dlse.data != nullptr) {
+    Buffer partial_dq;
+    if (job.chunks > 1 && params.dq.data != nullptr) {
+      partial_dq = allocate(job.chunks * rows * params.head_dim * kernels.accumulate_bytes);
+      job.partial_dq = partial_dq.get();
+    }
+    run(kernels.gradients, job, 2.5 * product_flops(params), parallel_for);
+    if (job.partial_dq != nullptr) {
+      run(kernels.reduce_dq, job, query_elements(params) * static_cast<double>(job.chunks), parallel_for);
+    }
+  }
+  if (params.dbias.data != nullptr) run(kernels.bias_gradient, job, 1.5 * product_flops(params), parallel_for);
+  if (params.dsink != nullptr) run(kernels.sink_gradient, job, 10.0 * static_cast<double>(rows), parallel_for);
+}
+
+}  // namespace flash_ext::cpu

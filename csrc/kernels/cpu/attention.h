@@ -1,0 +1,40 @@
+// Attention on a CPU: what the api calls.
+//
+// Every function is exact, bitwise repeatable and gives the same bits for any number of threads. Memory beyond inputs
+// and outputs grows with seqlen, never with its square. Nothing here throws; arguments are checked by the api, and
+// what still lies outside a tensor (lengths, pages) is clamped to it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "../params.h"
+
+namespace flash_ext::cpu {
+
+/// Runs part of a range, [begin, end). Must not throw.
+using RangeBody = std::function<void(int64_t, int64_t)>;
+
+/// Calls body on disjoint parts of [begin, end), each of at least `grain`, on as many threads as it likes.
+using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, const RangeBody& body);
+
+/// weights = exp(score - lse) for an lse that is given, after dropout by dropout_mode.
+struct WeightsParams : AttentionParams {
+  LseView lse;
+  ScoreView weights;  // (batch, heads_q, seqlen_q, seqlen_k)
+  int dropout_mode = kDropoutIgnore;
+};
+
+/// out = softmax(scores) v and lse; k and v may be a paged or left-padded cache. Writes every element of both.
+void attention_forward(const ForwardParams& params, ParallelFor parallel_for);
+
+/// The requested gradients, each written completely; with grad_weights set, those of attention_weights.
+void attention_backward(const BackwardParams& params, ParallelFor parallel_for);
+
+/// Writes every element of weights.
+void attention_weights(const WeightsParams& params, ParallelFor parallel_for);
+
+/// The instruction set in use: "avx512", "avx2" or "baseline".
+const char* instruction_set();
+
+}  // namespace flash_ext::cpu

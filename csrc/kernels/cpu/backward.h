@@ -1,0 +1,193 @@
+// Backward: dQ, dK and dV, recomputing the probabilities (FlashAttention-2, Dao 2023, algorithm 2).
+//
+// An item owns a chunk of keys of one key head and accumulates its dK and dV over all heads of the group and all tiles
+// of queries, in that order:
+//   dV += P^T dO,   dK += dS^T Q * scale,   dQ^T += K^T dS * scale.
+// With one chunk the dQ of a tile is complete when its walk over the keys ends. With several, each chunk writes its
+// share, and the shares are added in the order of the chunks.
+#pragma once
+
+#include "gradient_tile.h"
+
+namespace flash_ext::cpu::FLASH_EXT_ISA {
+
+struct BackwardItem {
+  int64_t batch, head_kv, chunk;
+
+  BackwardItem(const BackwardJob& job, int64_t item) {
+    chunk = item % job.chunks;
+    item /= job.chunks;
+    head_kv = item % job.params.heads_kv;
+    batch = item / job.params.heads_kv;
+  }
+};
+
+/// The most keys that a chunk can hold.
+FLASH_EXT_INLINE int64_t chunk_size(int64_t seqlen_k, int64_t chunks) {
+  return round_up(ceil_div(seqlen_k, chunks), kBlockN);
+}
+
+template <class T>
+class BackwardChunk {
+ public:
+  static constexpr int kPanel = Shape<T>::kPanel;
+
+  BackwardChunk(const BackwardJob& job, void* scratch)
+      : job_(job), p_(job.params), arena_(scratch), tile_(job, wanted(p_), arena_) {
+    const int64_t keys = chunk_size(p_.seqlen_k, job.chunks);
+    if (p_.dq.data != nullptr) dq_ = arena_.take<T>(round_up(job.tile_rows, kPanel) * p_.head_dim);
+    if (p_.dk.data != nullptr) dk_ = arena_.take<T>(keys * round_up(p_.head_dim, kPanel));
+    if (p_.dv.data != nullptr) dv_ = arena_.take<T>(keys * round_up(p_.head_dim_v, kPanel));
+    row_ = arena_.take<T>(max(p_.head_dim, p_.head_dim_v));
+  }
+
+  int64_t bytes() const { return arena_.size(); }
+
+  void run(const BackwardItem& item) {
+    item_ = item;
+    seq_ = sequence_of(p_, item.batch);
+    const int64_t size = chunk_size(seq_.seqlen_k, job_.chunks);
+    chunk_ = {min(item.chunk * size, seq_.seqlen_k), min((item.chunk + 1) * size, seq_.seqlen_k)};
+    const int64_t keys = chunk_.end - chunk_.begin;
+    if (p_.dk.data != nullptr) __builtin_memset(dk_, 0, keys * round_up(p_.head_dim, kPanel) * sizeof(T));
+    if (p_.dv.data != nullptr) __builtin_memset(dv_, 0, keys * round_up(p_.head_dim_v, kPanel) * sizeof(T));
+    const int64_t group = p_.heads_q / p_.heads_kv;
+    const RowTiles tiles(p_, job_.tile_rows);
+    for (int64_t head = item.head_kv * group; head < (item.head_kv + 1) * group; ++head) {
+      for (int64_t n = 0; n < tiles.count; ++n) {
+        const Interval rows = tiles.rows(n, seq_.seqlen_q);
+        if (rows.begin < rows.end) add_queries({rows.begin, rows.end - rows.begin, head, 1});
+      }
+    }
+    if (p_.dk.data != nullptr) store_keys(p_.dk, dk_, p_.head_dim, static_cast<T>(p_.softmax_scale));
+    if (p_.dv.data != nullptr) store_keys(p_.dv, dv_, p_.head_dim_v, T(1));
+  }
+
+ private:
+  static ScoreGradient wanted(const BackwardParams& p) {
+    const bool only_dv = p.dq.data == nullptr && p.dk.data == nullptr && p.dlse.data == nullptr;
+    return only_dv ? ScoreGradient::kNone : ScoreGradient::kOfProduct;
+  }
+
+  void add_queries(const QueryRows& rows) {
+    if (dq_ != nullptr) __builtin_memset(dq_, 0, round_up(rows.count, kPanel) * p_.head_dim * sizeof(T));
+    const Interval keys = intersect(visible_keys(rows, seq_), chunk_);
+    bool visited = false;
+    for (KeyTiles tiles(p_, seq_, rows, keys); tiles.next(); visited = true) {
+      if (!visited) tile_.load_queries(seq_, rows);
+      add_tile(tiles.tile());
+    }
+    if (dq_ != nullptr) store_dq(rows);
+    if (p_.dlse.data != nullptr) store_dlse(rows, visited);
+  }
+
+  void add_tile(const KeyTile& keys) {
+    tile_.load_keys_of(keys);
+    for (int64_t n = 0; n < tile_.num_panels(); ++n) {
+      if (!tile_.differentiate(n)) continue;
+      if (dq_ != nullptr) add_to_dq(n);
+    }
+    const int64_t first = keys.begin - chunk_.begin;
+    if (dv_ != nullptr) add_to_keys(dv_, first, keys.size(), tile_.probabilities(0), tile_.do_rows());
+    if (dk_ != nullptr) add_to_keys(dk_, first, keys.size(), tile_.gradients(0), tile_.q_rows());
+  }
+
+  void add_to_dq(int64_t n) {
+    T* dq = dq_ + n * p_.head_dim * kPanel;
+    const Interval keys = tile_.keys()[n];
+    accumulate_transposed<T>(dq, nullptr, tile_.k().data, tile_.k().stride, tile_.gradients(n), keys.begin, keys.end,
+                             p_.head_dim);
+    accumulate_exactly(dq, tile_.k(), tile_.gradients(n), keys.begin, keys.end);
+  }
+
+  void add_to_keys(T* gradient, int64_t first_key, int64_t num_keys, const T* weights, const RowTile<T>& rows) {
+    T* to = gradient + first_key * rows.stride;
+    accumulate_panels(to, weights, tile_.kPanelStride, tile_.keys(), tile_.num_panels(), rows.data, rows.stride,
+                      num_keys, rows.stride);
+    accumulate_panels_exactly(to, weights, tile_.kPanelStride, tile_.keys(), rows);
+  }
+
+  void store_dq(const QueryRows& rows) {
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const T* panel = dq_ + r / kPanel * p_.head_dim * kPanel;
+      const int64_t i = rows.query(r);
+      const int lane = static_cast<int>(r % kPanel);
+      if (job_.partial_dq == nullptr) {
+        store_lane(query_row(p_.dq, p_.dtype, seq_, i, rows.first_head), p_.dtype, row_, panel, lane, p_.head_dim,
+                   static_cast<T>(p_.softmax_scale));
+      } else {
+        T* to = static_cast<T*>(job_.partial_dq) +
+                row_of_head(p_, item_.chunk, seq_.batch, rows.first_head, i) * p_.head_dim;
+        for (int64_t d = 0; d < p_.head_dim; ++d) to[d] = panel[d * kPanel + lane];
+      }
+    }
+  }
+
+  void store_dlse(const QueryRows& rows, bool visited) {
+    for (int64_t r = 0; r < rows.count; ++r) {
+      *query_lse<T>(p_.dlse, seq_, rows.query(r), rows.first_head) = visited ? -tile_.ds_sum()[r] : T(0);
+    }
+  }
+
+  void store_keys(const TensorView& view, T* gradient, int64_t dim, T factor) {
+    int64_t run;
+    for (int64_t j = chunk_.begin; j < chunk_.end; ++j) {
+      T* row = gradient + (j - chunk_.begin) * round_up(dim, kPanel);
+      for (int64_t d = 0; d < dim; ++d) row[d] *= factor;
+      store_row(const_cast<char*>(key_row(view, p_.dtype, seq_, j, item_.head_kv, &run)), p_.dtype, row, dim);
+    }
+  }
+
+  const BackwardJob& job_;
+  const BackwardParams& p_;
+  Arena arena_;
+  GradientTile<T> tile_;
+  T* dq_ = nullptr;  // (panels, head_dim, kPanel)
+  T* dk_ = nullptr;  // (keys of the chunk, head_dim rounded up to kPanel)
+  T* dv_ = nullptr;
+  T* row_ = nullptr;
+  BackwardItem item_{job_, 0};
+  Sequence seq_{};
+  Interval chunk_{};
+};
+
+inline int64_t gradient_items(const BackwardJob& job) { return job.params.batch * job.params.heads_kv * job.chunks; }
+
+template <class T>
+int64_t gradient_scratch(const BackwardJob& job) {
+  return BackwardChunk<T>(job, nullptr).bytes();
+}
+
+template <class T>
+void gradient_item(const BackwardJob& job, int64_t item, void* scratch) {
+  BackwardChunk<T>(job, scratch).run(BackwardItem(job, item));
+}
+
+inline int64_t reduce_dq_items(const BackwardJob& job) {
+  return job.params.batch * job.params.heads_q * job.params.seqlen_q;
+}
+
+template <class T>
+int64_t reduce_dq_scratch(const BackwardJob& job) {
+  return job.params.head_dim * static_cast<int64_t>(sizeof(T));
+}
+
+/// One row of dQ: the sum of the shares of the chunks.
+template <class T>
+void reduce_dq_item(const BackwardJob& job, int64_t item, void* scratch) {
+  const BackwardParams& p = job.params;
+  const int64_t i = item % p.seqlen_q;
+  const int64_t head = item / p.seqlen_q % p.heads_q;
+  const Sequence seq = sequence_of(p, item / p.seqlen_q / p.heads_q);
+  if (i >= seq.seqlen_q) return;
+  T* sum = static_cast<T*>(scratch);
+  for (int64_t d = 0; d < p.head_dim; ++d) sum[d] = 0;
+  for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
+    const T* share = static_cast<const T*>(job.partial_dq) + row_of_head(p, chunk, seq.batch, head, i) * p.head_dim;
+    for (int64_t d = 0; d < p.head_dim; ++d) sum[d] += share[d];
+  }
+  for (int64_t d = 0; d < p.head_dim; ++d) sum[d] *= static_cast<T>(p.softmax_scale);
+  store_row(query_row(p.dq, p.dtype, seq, i, head), p.dtype, sum, p.head_dim);
+}
+
+}  // namespace flash_ext::cpu::FLASH_EXT_ISA

@@ -1,0 +1,11 @@
+// The mask that dropout draws, written out.
+#pragma once
+
+#include "attention.h"
+
+namespace flash_ext::cpu {
+
+/// keep[b, h, i, j] as common/philox.h decides it.
+void dropout_mask(const DropoutMaskParams& params, ParallelFor parallel_for);
+
+}  // namespace flash_ext::cpu

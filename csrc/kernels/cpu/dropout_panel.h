@@ -1,0 +1,125 @@
+// Dropout of a panel: one factor for a kept score, another for a dropped one, drawn by coordinates (common/philox.h).
+//
+// A Philox call decides the queries {i, i + 8} and the keys {j, j + 8, j + 16, j + 24}. Eight neighbouring queries are
+// therefore eight independent generators that run side by side in a vector.
+#pragma once
+
+#include "../common/philox.h"
+#include "score_panel.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace flash_ext::cpu::FLASH_EXT_ISA {
+
+constexpr int kGroup = 8;
+typedef uint32_t GroupWords __attribute__((vector_size(4 * kGroup)));
+
+/// The high words of eight products. (Through a pointer: baseline x86 has no register to return a group in.)
+FLASH_EXT_INLINE void multiply_high(const GroupWords& a, uint32_t b, GroupWords* high) {
+#if defined(__AVX2__)
+  const __m256i x = bit_cast<__m256i>(a);
+  const __m256i y = _mm256_set1_epi32(static_cast<int>(b));
+  const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(x, y), 32);
+  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), y);
+  *high = bit_cast<GroupWords>(_mm256_blend_epi32(even, odd, 0xAA));
+#else
+  for (int l = 0; l < kGroup; ++l) (*high)[l] = static_cast<uint32_t>(static_cast<uint64_t>(a[l]) * b >> 32);
+#endif
+}
+
+/// philox4x32_10 for eight values of the second counter word.
+FLASH_EXT_INLINE void group_philox(uint32_t key_group, const GroupWords& query_groups, uint32_t batch_head,
+                                   const PhiloxKey& key, GroupWords* words) {
+  GroupWords c0 = key_group - GroupWords{}, c1 = query_groups, c2 = batch_head - GroupWords{};
+  GroupWords c3 = key.offset_lo - GroupWords{};
+  uint32_t k0 = key.seed_lo, k1 = key.seed_hi;
+  for (int round = 0; round < 10; ++round) {
+    GroupWords high0, high1;
+    multiply_high(c0, 0xD2511F53u, &high0);
+    multiply_high(c2, 0xCD9E8D57u, &high1);
+    const GroupWords low0 = c0 * 0xD2511F53u, low1 = c2 * 0xCD9E8D57u;
+    c0 = high1 ^ c1 ^ k0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  words[0] = c0;
+  words[1] = c1;
+  words[2] = c2;
+  words[3] = c3;
+}
+
+template <class T>
+class Dropout {
+ public:
+  static constexpr int kPanel = Shape<T>::kPanel;
+
+  explicit Dropout(const AttentionParams& p) : active_(p.dropout.rng != nullptr && p.dropout.p > 0) {
+    if (!active_) return;
+    key_ = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
+    threshold_ = dropout_threshold(p.dropout.p);
+    kept_scale_ = p.dropout.p < 1 ? static_cast<T>(1.0 / (1.0 - p.dropout.p)) : T(0);
+  }
+
+  bool active() const { return active_; }
+  /// 1 / (1 - p), 1 without dropout, 0 if all is dropped.
+  T kept_scale() const { return kept_scale_; }
+
+  /// factors[n][lane] = kept or dropped, for the rows of `scores`. All lanes are queries of one head, in order.
+  void draw(T* factors, const ScorePanel<T>& scores, const Panel<T>& panel, int64_t batch_head, int64_t first_key,
+            T kept, T dropped) const {
+    if (panel.query[0] % kGroup != 0) {  // a block mask with odd blocks
+      draw_one_by_one(factors, scores, panel, batch_head, first_key, kept, dropped);
+      return;
+    }
+    // Whole groups of 32 keys; rows outside the panel are drawn and not written.
+    const Interval keys{first_key + scores.begin, first_key + scores.end};
+    for (int64_t group = keys.begin & ~int64_t{31}; group < keys.end; group += 32) {
+      for (int64_t j = group; j < group + 8; ++j) {
+        for (int lane = 0; lane < kPanel; lane += kGroup) {
+          draw_group(factors, keys, first_key, j, panel.query[0] + lane, lane, batch_head, kept, dropped);
+        }
+      }
+    }
+  }
+
+ private:
+  FLASH_EXT_INLINE void draw_group(T* factors, const Interval& keys, int64_t first_key, int64_t j, int64_t i, int lane,
+                                   int64_t batch_head, T kept, T dropped) const {
+    const GroupWords lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    const GroupWords query_groups = lanes + static_cast<uint32_t>((i >> 4) * 8);
+    const uint32_t key_group = static_cast<uint32_t>((j >> 5) * 8 + (j & 7));
+    GroupWords words[4];
+    group_philox(key_group, query_groups, static_cast<uint32_t>(batch_head), key_, words);
+    for (int w = 0; w < 4; ++w) {
+      const int64_t key = j + 8 * w;
+      if (key < keys.begin || key >= keys.end) continue;
+      const GroupWords halves = (words[w] >> static_cast<uint32_t>(((i >> 3) & 1) * 16)) & 0xFFFFu;
+      T* to = factors + (key - first_key) * kPanel + lane;
+      for (int l = 0; l < kGroup; ++l) to[l] = halves[l] >= threshold_ ? kept : dropped;
+    }
+  }
+
+  void draw_one_by_one(T* factors, const ScorePanel<T>& scores, const Panel<T>& panel, int64_t batch_head,
+                       int64_t first_key, T kept, T dropped) const {
+    for (int64_t n = scores.begin; n < scores.end; ++n) {
+      const int64_t j = first_key + n;
+      for (int lane = 0; lane < kPanel; ++lane) {
+        const int64_t i = panel.query[0] + lane;
+        const bool keep = dropout_bits(dropout_words(key_, batch_head, i, j), i, j) >= threshold_;
+        factors[n * kPanel + lane] = keep ? kept : dropped;
+      }
+    }
+  }
+
+  bool active_;
+  PhiloxKey key_{};
+  uint32_t threshold_ = 0;
+  T kept_scale_ = 1;
+};
+
+}  // namespace flash_ext::cpu::FLASH_EXT_ISA

@@ -1,0 +1,224 @@
+// What the backward recomputes for a tile of queries and a tile of keys, panel by panel, one query per vector lane:
+//   P  = exp(S - lse)
+//   dP = V dO^T                              (or the gradient that is given, for attention_weights)
+//   dS = P * (f dP - D)                      f: dropout factor,   D = rowsum(dO * O) - dlse  (0 for attention_weights)
+// dS is the gradient of the final score, which is that of the bias; through the softcap it gains (1 - tanh^2).
+#pragma once
+
+#include "arena.h"
+#include "dropout_panel.h"
+#include "kernels.h"
+#include "row_tile.h"
+#include "tile_product.h"
+
+namespace flash_ext::cpu::FLASH_EXT_ISA {
+
+/// Which dS a caller uses.
+enum class ScoreGradient {
+  kNone,          // only P is wanted
+  kOfProduct,     // of q . k * scale, through the softcap
+  kOfFinalScore,  // of what the softmax sees
+};
+
+template <class T>
+class GradientTile {
+ public:
+  static constexpr int kPanel = Shape<T>::kPanel;
+  static constexpr int64_t kPanelStride = kBlockN * kPanel;
+
+  GradientTile(const BackwardJob& job, ScoreGradient wanted, Arena& arena)
+      : job_(job),
+        p_(job.params),
+        wanted_(wanted),
+        of_weights_(p_.grad_weights.data != nullptr),
+        rules_(p_),
+        dropout_(p_) {
+    const int64_t panels = ceil_div(job.tile_rows, kPanel);
+    const int64_t rows = panels * kPanel;
+    panel_ = arena.take<Panel<T>>(panels);
+    keys_ = arena.take<Interval>(panels);
+    lse_ = arena.take<T>(rows);
+    term_ = arena.take<T>(rows);
+    ds_sum_ = arena.take<T>(rows);
+    q_rows_.take(arena, rows, p_.head_dim, round_up(p_.head_dim, kPanel));
+    q_ = arena.take<T>(rows * p_.head_dim);
+    k_.take(arena, kBlockN, p_.head_dim, p_.head_dim);
+    probabilities_ = arena.take<T>(panels * kPanelStride);
+    gradients_ = arena.take<T>(panels * kPanelStride);
+    factors_ = arena.take<T>(kPanelStride);
+    slope_ = arena.take<T>(kPanelStride);
+    if (of_weights_) return;
+    do_rows_.take(arena, rows, p_.head_dim_v, round_up(p_.head_dim_v, kPanel));
+    do_ = arena.take<T>(rows * p_.head_dim_v);
+    v_.take(arena, kBlockN, p_.head_dim_v, p_.head_dim_v);
+  }
+
+  void load_queries(const Sequence& seq, const QueryRows& rows) {
+    seq_ = seq;
+    rows_ = rows;
+    head_ = rows.first_head;
+    num_panels_ = ceil_div(rows.count, kPanel);
+    __builtin_memset(ds_sum_, 0, num_panels_ * kPanel * sizeof(T));
+    load_row_terms();
+    load_query_rows(q_rows_, q_, p_.q, rules_.q_factor);
+    if (!of_weights_) load_query_rows(do_rows_, do_, p_.grad_out, T(1));
+    for (int64_t n = 0; n < num_panels_; ++n) panel_[n].set(rows, n * kPanel, seq);
+  }
+
+  void load_keys_of(const KeyTile& tile) {
+    tile_ = tile;
+    const int64_t head_kv = head_ / (p_.heads_q / p_.heads_kv);
+    load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.begin, tile.end);
+    if (wanted_ != ScoreGradient::kNone && !of_weights_)
+      load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.begin, tile.end);
+  }
+
+  /// Recomputes a panel against the loaded keys; false if it sees none of them.
+  bool differentiate(int64_t n) {
+    const Interval keys = intersect(panel_[n].some, {tile_.begin, tile_.end});
+    keys_[n] = keys.begin == keys.end ? Interval{0, 0} : Interval{keys.begin - tile_.begin, keys.end - tile_.begin};
+    if (keys.begin == keys.end) return false;
+    const ScorePanel<T> scores{probabilities(n), keys_[n].begin, keys_[n].end};
+    multiply<T>(scores.s, k_.data, k_.stride, q(n), p_.head_dim, scores.begin, scores.end);
+    multiply_exactly(scores.s, k_, q(n), scores.begin, scores.end);
+    finish_scores(scores, rules_, panel_[n], seq_, tile_, slope_);
+    draw_factors(n, scores);
+    if (wanted_ != ScoreGradient::kNone) compute_dp(n, scores);
+    compute_p_and_ds(n, scores);
+    clear_outside(probabilities(n), scores);
+    clear_outside(gradients(n), scores);
+    return true;
+  }
+
+  int64_t num_panels() const { return num_panels_; }
+  const Panel<T>& panel(int64_t n) const { return panel_[n]; }
+  const Interval* keys() const { return keys_; }
+  const RowTile<T>& k() const { return k_; }
+  const RowTile<T>& q_rows() const { return q_rows_; }
+  const RowTile<T>& do_rows() const { return do_rows_; }
+  /// Panel n of P, dropout applied, and of dS: (kBlockN, kPanel), zero where a key is not seen.
+  T* probabilities(int64_t n) const { return probabilities_ + n * kPanelStride; }
+  T* gradients(int64_t n) const { return gradients_ + n * kPanelStride; }
+  /// Sum of dS over the keys visited since the queries were loaded; kept for attention_weights only.
+  const T* ds_sum() const { return ds_sum_; }
+
+ private:
+  const T* q(int64_t n) const { return q_ + n * p_.head_dim * kPanel; }
+
+  void load_row_terms() {
+    const T* terms = static_cast<const T*>(job_.row_term);
+    const int64_t first = (seq_.batch * p_.heads_q + head_) * p_.seqlen_q;
+    for (int64_t row = 0; row < num_panels_ * kPanel; ++row) {
+      // exp(S - inf) = 0: lanes without a query and queries that saw nothing take part with probability 0.
+      lse_[row] = static_cast<T>(kInfinity);
+      term_[row] = 0;
+      if (row >= rows_.count) continue;
+      const T lse = *query_lse<T>(p_.lse, seq_, rows_.query(row), head_);
+      if (lse == -static_cast<T>(kInfinity)) continue;
+      lse_[row] = lse;
+      if (terms != nullptr) term_[row] = terms[first + rows_.query(row)];
+    }
+  }
+
+  /// Rows of Q or dO, row-major and as panels; those that play no part are 0 whatever they hold.
+  void load_query_rows(RowTile<T>& tile, T* panels, const TensorView& view, T factor) {
+    Vec<T> poison{};
+    for (int64_t row = 0; row < num_panels_ * kPanel; ++row) {
+      T* to = tile.data + row * tile.stride;
+      __builtin_memset(to, 0, tile.stride * sizeof(T));
+      if (lse_[row] != static_cast<T>(kInfinity) && view.data != nullptr) {
+        poison += load_row(to, query_row(view, p_.dtype, seq_, rows_.query(row), head_), p_.dtype, tile.dim);
+      }
+      T* lane = panels + row / kPanel * tile.dim * kPanel + row % kPanel;
+      for (int64_t d = 0; d < tile.dim; ++d) lane[d * kPanel] = to[d] * factor;
+    }
+    tile.isolate(num_panels_ * kPanel, poison);
+  }
+
+  void draw_factors(int64_t n, const ScorePanel<T>& scores) {
+    if (!dropping()) return;
+    const bool negate = of_weights_ && p_.dropout_mode == kDropoutNegate;
+    dropout_.draw(factors_, scores, panel_[n], seq_.batch * p_.heads_q + head_, tile_.begin,
+                  negate ? T(1) : dropout_.kept_scale(), negate ? T(-1) : T(0));
+  }
+
+  bool dropping() const { return dropout_.active() && !(of_weights_ && p_.dropout_mode == kDropoutIgnore); }
+
+  void compute_dp(int64_t n, const ScorePanel<T>& scores) {
+    T* dp = gradients(n);
+    if (of_weights_) {
+      load_weight_gradients(dp, n, scores);
+      return;
+    }
+    const T* d_out = do_ + n * p_.head_dim_v * kPanel;
+    multiply<T>(dp, v_.data, v_.stride, d_out, p_.head_dim_v, scores.begin, scores.end);
+    multiply_exactly(dp, v_, d_out, scores.begin, scores.end);
+  }
+
+  void load_weight_gradients(T* dp, int64_t n, const ScorePanel<T>& scores) {
+    const ScoreView& w = p_.grad_weights;
+    for (int lane = 0; lane < kPanel; ++lane) {
+      const bool in_use = lane < panel_[n].count;
+      const int64_t row = in_use ? seq_.batch * w.batch_stride + head_ * w.head_stride +
+                                       panel_[n].query[lane] * w.row_stride + tile_.begin * w.col_stride
+                                 : 0;
+      for (int64_t j = scores.begin; j < scores.end; ++j) {
+        dp[j * kPanel + lane] = in_use ? load_value<T>(w.data, w.dtype, row + j * w.col_stride) : T(0);
+      }
+    }
+  }
+
+  /// In place: scores become P (with the dropout factor, as dV wants it), dP becomes dS.
+  void compute_p_and_ds(int64_t n, const ScorePanel<T>& scores) {
+    const T* lse = lse_ + n * kPanel;
+    const T* term = term_ + n * kPanel;
+    T* gradients_of_panel = gradients(n);
+    T* sum = of_weights_ ? ds_sum_ + n * kPanel : nullptr;
+    const bool drop = dropping();
+    const bool ds_wanted = wanted_ != ScoreGradient::kNone;
+    const bool cap = wanted_ == ScoreGradient::kOfProduct && rules_.cap > 0;
+    scores.for_each_vector([=](int64_t j, int c, T* s) __attribute__((always_inline)) {
+      const int64_t at = j * kPanel + c;
+      const Vec<T> p = exp<T>(load(s) - load(lse + c));
+      const Vec<T> factor = drop ? load(factors_ + at) : broadcast<T>(T(1));
+      store(s, p * factor);
+      if (!ds_wanted) return;
+      // Where P is 0 the rest may be NaN, from keys or rows that this query has nothing to do with.
+      const Vec<T> product = p * (factor * load(gradients_of_panel + at) - load(term + c));
+      const Vec<T> ds = p == T(0) ? Vec<T>{} : product;
+      if (sum != nullptr) store(sum + c, load(sum + c) + ds);
+      store(gradients_of_panel + at, cap ? ds * load(slope_ + at) : ds);
+    });
+  }
+
+  static void clear_outside(T* block, const ScorePanel<T>& scores) {
+    __builtin_memset(block, 0, scores.begin * kPanel * sizeof(T));
+    __builtin_memset(block + scores.end * kPanel, 0, (kBlockN - scores.end) * kPanel * sizeof(T));
+  }
+
+  const BackwardJob& job_;
+  const BackwardParams& p_;
+  ScoreGradient wanted_;
+  bool of_weights_;
+  ScoreRules<T> rules_;
+  Dropout<T> dropout_;
+  Panel<T>* panel_;
+  Interval* keys_;  // of the loaded tile, per panel, counted from its first
+  T* lse_;
+  T* term_;
+  T* ds_sum_;
+  T* q_;   // (panels, head_dim, kPanel), scaled
+  T* do_;  // (panels, head_dim_v, kPanel)
+  T* probabilities_;
+  T* gradients_;
+  T* factors_;
+  T* slope_;
+  RowTile<T> q_rows_, do_rows_, k_, v_;
+  Sequence seq_{};
+  QueryRows rows_{};
+  KeyTile tile_{};
+  int64_t head_ = 0;
+  int64_t num_panels_ = 0;
+};
+
+}  // namespace flash_ext::cpu::FLASH_EXT_ISA

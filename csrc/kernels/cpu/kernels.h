@@ -1,0 +1,80 @@
+// What one instruction set offers, as plain functions over work items. Items of a job are independent of each other:
+// each owns what it writes, so that order and number of threads cannot change a bit of the result.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention.h"
+
+namespace flash_ext::cpu {
+
+/// Forward: an item is (batch, group of heads, split, tile of rows). Merge of splits: an item is a row of out.
+struct ForwardJob {
+  ForwardParams params;
+  int64_t group = 1;  // heads whose rows share a tile: 1, or all that share a key head
+  int64_t tile_rows = 0;
+  int64_t tiles = 0;
+  int64_t splits = 1;
+  int64_t split_size = 0;       // 0: the keys of a sequence in `splits` equal parts
+  void* partial_out = nullptr;  // (splits, batch, heads_q, seqlen_q, head_dim_v), accumulate type; null without splits
+  void* partial_lse = nullptr;  // (splits, batch, heads_q, seqlen_q)
+};
+
+struct WeightsJob {
+  WeightsParams params;
+  int64_t tile_rows = 0;
+  int64_t tiles = 0;
+};
+
+/// Row terms: an item is (batch, head). Gradients: (batch, key head, chunk of keys). Bias: see bias_gradient.h.
+struct BackwardJob {
+  BackwardParams params;
+  int64_t tile_rows = 0;
+  int64_t tiles = 0;
+  int64_t chunks = 1;
+  void* row_term = nullptr;    // (batch, heads_q, seqlen_q): rowsum(dO * O) - dlse
+  void* partial_dq = nullptr;  // (chunks, batch, heads_q, seqlen_q, head_dim); null with one chunk
+};
+
+/// An operation over the items of a job.
+template <class Job>
+struct Operation {
+  int64_t (*items)(const Job&);
+  int64_t (*scratch_bytes)(const Job&);
+  void (*run)(const Job&, int64_t item, void* scratch);
+};
+
+/// The operations for one accumulate type.
+struct Kernels {
+  int64_t accumulate_bytes;
+  int64_t max_tile_rows;
+  int64_t block_n;
+  int64_t (*count_tiles)(const AttentionParams&, int64_t tile_rows, int64_t group);
+
+  Operation<ForwardJob> clear_forward;
+  Operation<ForwardJob> forward;
+  Operation<ForwardJob> merge_splits;
+  Operation<WeightsJob> weights;
+  Operation<BackwardJob> clear_backward;
+  Operation<BackwardJob> row_terms;
+  Operation<BackwardJob> gradients;
+  Operation<BackwardJob> reduce_dq;
+  Operation<BackwardJob> bias_gradient;
+  Operation<BackwardJob> sink_gradient;
+};
+
+/// One instruction set.
+struct InstructionSet {
+  const char* name;
+  Kernels for_float;
+  Kernels for_double;
+};
+
+extern const InstructionSet kBaseline;
+#if defined(__x86_64__)
+extern const InstructionSet kAvx2;
+extern const InstructionSet kAvx512;
+#endif
+
+}  // namespace flash_ext::cpu

@@ -1,0 +1,138 @@
+#include "merge.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "convert.h"
+
+namespace flash_ext::cpu {
+namespace {
+
+using namespace FLASH_EXT_ISA;
+
+constexpr int64_t kGrainElements = 16384;  // per task, so that threads are worth their start
+
+struct Row {
+  int64_t batch, i, head;
+};
+
+Row row_at(const MergeParams& p, int64_t n) { return {n / (p.seqlen * p.heads), n / p.heads % p.seqlen, n % p.heads}; }
+
+char* rows_at(const TensorView& view, DType dtype, const Row& r, int64_t split = 0, int64_t split_stride = 0) {
+  return static_cast<char*>(view.data) +
+         (split * split_stride + r.batch * view.batch_stride + r.i * view.row_stride + r.head * view.head_stride) *
+             size_of(dtype);
+}
+
+template <class T>
+T& lse_at(const LseView& view, const Row& r, int64_t split = 0, int64_t split_stride = 0) {
+  return static_cast<T*>(
+      view.data)[split * split_stride + r.batch * view.batch_stride + r.head * view.head_stride + r.i];
+}
+
+template <class T>
+T merged_lse(const MergeParams& p, const Row& r) {
+  T largest = -std::numeric_limits<T>::infinity();
+  for (int64_t s = 0; s < p.splits; ++s) largest = std::max(largest, lse_at<T>(p.lses, r, s, p.lses_split_stride));
+  const T shift = std::isinf(largest) && largest < 0 ? T(0) : largest;  // -inf - (-inf) would be NaN
+  T sum = 0;
+  for (int64_t s = 0; s < p.splits; ++s) sum += std::exp(lse_at<T>(p.lses, r, s, p.lses_split_stride) - shift);
+  return shift + std::log(sum);
+}
+
+/// The weight of a part in the merged result.
+template <class T>
+T share_of(T part, T whole) {
+  return std::isinf(part) && part < 0 ? T(0) : std::exp(part - whole);
+}
+
+template <class T>
+void merge_row(const MergeParams& p, const Row& r, std::vector<T>& part, std::vector<T>& sum) {
+  const T lse = merged_lse<T>(p, r);
+  std::fill(sum.begin(), sum.end(), T(0));
+  for (int64_t s = 0; s < p.splits; ++s) {
+    const T share = share_of(lse_at<T>(p.lses, r, s, p.lses_split_stride), lse);
+    if (share == 0) continue;
+    load_row(part.data(), rows_at(p.outs, p.dtype, r, s, p.outs_split_stride), p.dtype, p.head_dim);
+    for (int64_t d = 0; d < p.head_dim; ++d) sum[d] += share * part[d];
+  }
+  store_row(rows_at(p.out, p.dtype, r), p.dtype, sum.data(), p.head_dim);
+  lse_at<T>(p.lse, r) = lse;
+}
+
+template <class T>
+T dot(const std::vector<T>& a, const std::vector<T>& b) {
+  T sum = 0;
+  for (size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
+  return sum;
+}
+
+template <class T>
+struct BackwardScratch {
+  explicit BackwardScratch(int64_t head_dim) : grad(head_dim), part(head_dim), scaled(head_dim) {}
+  std::vector<T> grad, part, scaled;
+};
+
+template <class T>
+void merge_row_backward(const MergeBackwardParams& p, const Row& r, BackwardScratch<T>& scratch) {
+  auto& [grad, part, scaled] = scratch;
+  const T lse = lse_at<T>(p.lse, r);
+  T shared = p.grad_lse.data ? lse_at<T>(p.grad_lse, r) : T(0);  // d lse - <d out, out>, the same for all parts
+  std::fill(grad.begin(), grad.end(), T(0));
+  if (p.grad_out.data) {
+    load_row(grad.data(), rows_at(p.grad_out, p.dtype, r), p.dtype, p.head_dim);
+    load_row(part.data(), rows_at(p.out, p.dtype, r), p.dtype, p.head_dim);
+    shared -= dot(grad, part);
+  }
+  for (int64_t s = 0; s < p.splits; ++s) {
+    const T share = share_of(lse_at<T>(p.lses, r, s, p.lses_split_stride), lse);
+    T grad_lse = 0;
+    std::fill(scaled.begin(), scaled.end(), T(0));
+    if (share != 0) {
+      load_row(part.data(), rows_at(p.outs, p.dtype, r, s, p.outs_split_stride), p.dtype, p.head_dim);
+      grad_lse = share * (shared + (p.grad_out.data ? dot(grad, part) : T(0)));
+      for (int64_t d = 0; d < p.head_dim; ++d) scaled[d] = share * grad[d];
+    }
+    store_row(rows_at(p.grad_outs, p.dtype, r, s, p.grad_outs_split_stride), p.dtype, scaled.data(), p.head_dim);
+    lse_at<T>(p.grad_lses, r, s, p.grad_lses_split_stride) = grad_lse;
+  }
+}
+
+/// Calls rows(begin, end) over all (batch, i, head), in parallel.
+template <class Rows>
+void for_all_rows(const MergeParams& p, ParallelFor parallel_for, const Rows& rows) {
+  const int64_t row_elements = std::max<int64_t>(1, p.splits * p.head_dim);
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / row_elements);
+  parallel_for(0, p.batch * p.seqlen * p.heads, grain, rows);
+}
+
+template <class T>
+void merge_as(const MergeParams& p, ParallelFor parallel_for) {
+  for_all_rows(p, parallel_for, [&p](int64_t begin, int64_t end) {
+    std::vector<T> part(p.head_dim), sum(p.head_dim);
+    for (int64_t n = begin; n < end; ++n) merge_row<T>(p, row_at(p, n), part, sum);
+  });
+}
+
+template <class T>
+void merge_backward_as(const MergeBackwardParams& p, ParallelFor parallel_for) {
+  for_all_rows(p, parallel_for, [&p](int64_t begin, int64_t end) {
+    BackwardScratch<T> scratch(p.head_dim);
+    for (int64_t n = begin; n < end; ++n) merge_row_backward<T>(p, row_at(p, n), scratch);
+  });
+}
+
+}  // namespace
+
+void merge(const MergeParams& params, ParallelFor parallel_for) {
+  params.dtype == DType::kFloat64 ? merge_as<double>(params, parallel_for) : merge_as<float>(params, parallel_for);
+}
+
+void merge_backward(const MergeBackwardParams& params, ParallelFor parallel_for) {
+  params.dtype == DType::kFloat64 ? merge_backward_as<double>(params, parallel_for)
+                                  : merge_backward_as<float>(params, parallel_for);
+}
+
+}  // namespace flash_ext::cpu

@@ -1,0 +1,115 @@
+// Rows of a tensor, converted and contiguous, as the operand A (or the row-major operand B) of a tile product.
+//
+// A product adds weight * row for weights that are 0 where a key is not seen, and 0 * NaN is NaN. Rows that hold a NaN
+// or an infinity are therefore taken out: the tile has zeros in their place, and the `*_exactly` functions add what
+// they really contribute, to those alone that see them.
+#pragma once
+
+#include "arena.h"
+#include "query_panel.h"
+
+namespace flash_ext::cpu::FLASH_EXT_ISA {
+
+template <class T>
+struct RowTile {
+  T* data = nullptr;       // (rows, stride), isolated rows zero
+  T* originals = nullptr;  // (rows, stride), defined for isolated rows only
+  int32_t* isolated = nullptr;
+  int64_t num_isolated = 0;
+  int64_t stride = 0;
+  int64_t dim = 0;
+
+  void take(Arena& arena, int64_t max_rows, int64_t dim_, int64_t stride_) {
+    dim = dim_;
+    stride = stride_;
+    data = arena.take<T>(max_rows * stride);
+    originals = arena.take<T>(max_rows * stride);
+    isolated = arena.take<int32_t>(max_rows);
+  }
+
+  const T* row(int64_t r) const { return data + r * stride; }
+  const T* original(int64_t r) const { return originals + r * stride; }
+
+  /// Takes rows with a NaN or an infinity out. `poison` is NaN somewhere if there is one.
+  void isolate(int64_t rows, const Vec<T>& poison) {
+    num_isolated = 0;
+    if (!any(poison != poison)) return;
+    for (int64_t r = 0; r < rows; ++r) {
+      T* values = data + r * stride;
+      T sum = 0;
+      for (int64_t d = 0; d < dim; ++d) sum += values[d] * T(0);
+      if (sum == sum) continue;
+      isolated[num_isolated++] = static_cast<int32_t>(r);
+      for (int64_t d = 0; d < dim; ++d) {
+        originals[r * stride + d] = values[d];
+        values[d] = 0;
+      }
+    }
+  }
+};
+
+/// Keys [begin, end) of k or v.
+template <class T>
+void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequence& seq, int64_t head, int64_t begin,
+               int64_t end) {
+  const int64_t row_bytes = view.row_stride * size_of(dtype);
+  Vec<T> poison{};
+  int64_t run = 0;
+  for (int64_t j = begin; j < end; j += run) {
+    const char* from = key_row(view, dtype, seq, j, head, &run);
+    run = min(run, end - j);
+    for (int64_t r = 0; r < run; ++r) {
+      poison += load_row(tile.data + (j - begin + r) * tile.stride, from + r * row_bytes, dtype, tile.dim);
+    }
+  }
+  tile.isolate(end - begin, poison);
+}
+
+/// S[row] = row . B, for the isolated rows in [begin, end) of K (or V); B is a panel (dim, kPanel).
+template <class T>
+void multiply_exactly(T* s, const RowTile<T>& tile, const T* b, int64_t begin, int64_t end) {
+  constexpr int kPanel = Shape<T>::kPanel;
+  for (int64_t n = 0; n < tile.num_isolated; ++n) {
+    const int64_t r = tile.isolated[n];
+    if (r < begin || r >= end) continue;
+    for (int lane = 0; lane < kPanel; ++lane) {
+      T sum = 0;
+      for (int64_t d = 0; d < tile.dim; ++d) sum += tile.original(r)[d] * b[d * kPanel + lane];
+      s[r * kPanel + lane] = sum;
+    }
+  }
+}
+
+/// O[:, lane] += weights[row][lane] * row, for the isolated rows in [begin, end), where the weight is not 0.
+template <class T>
+void accumulate_exactly(T* o, const RowTile<T>& tile, const T* weights, int64_t begin, int64_t end) {
+  constexpr int kPanel = Shape<T>::kPanel;
+  for (int64_t n = 0; n < tile.num_isolated; ++n) {
+    const int64_t r = tile.isolated[n];
+    if (r < begin || r >= end) continue;
+    for (int lane = 0; lane < kPanel; ++lane) {
+      const T weight = weights[r * kPanel + lane];
+      if (weight == T(0)) continue;
+      for (int64_t d = 0; d < tile.dim; ++d) o[d * kPanel + lane] += weight * tile.original(r)[d];
+    }
+  }
+}
+
+/// C[key] += weights[key][query] * row, for the isolated rows of queries, where the weight is not 0. Weights and keys
+/// as in accumulate_panels.
+template <class T>
+void accumulate_panels_exactly(T* c, const T* weights, int64_t panel_stride, const Interval* keys,
+                               const RowTile<T>& tile) {
+  constexpr int kPanel = Shape<T>::kPanel;
+  for (int64_t n = 0; n < tile.num_isolated; ++n) {
+    const int64_t r = tile.isolated[n];
+    const T* lane = weights + r / kPanel * panel_stride + r % kPanel;
+    for (int64_t key = keys[r / kPanel].begin; key < keys[r / kPanel].end; ++key) {
+      const T weight = lane[key * kPanel];
+      if (weight == T(0)) continue;
+      for (int64_t d = 0; d < tile.dim; ++d) c[key * tile.stride + d] += weight * tile.original(r)[d];
+    }
+  }
+}
+
+}  // namespace flash_ext::cpu::FLASH_EXT_ISA

@@ -1,0 +1,124 @@
+// attention_weights: exp(score - lse) for a given lse, tile by tile, straight into the result.
+#pragma once
+
+#include "arena.h"
+#include "dropout_panel.h"
+#include "kernels.h"
+#include "row_tile.h"
+#include "tile_product.h"
+
+namespace flash_ext::cpu::FLASH_EXT_ISA {
+
+template <class T>
+class WeightsTile {
+ public:
+  static constexpr int kPanel = Shape<T>::kPanel;
+
+  WeightsTile(const WeightsJob& job, void* scratch) : job_(job), p_(job.params), rules_(p_), dropout_(p_) {
+    Arena arena(scratch);
+    q_ = arena.take<T>(round_up(job.tile_rows, kPanel) * p_.head_dim);
+    scores_ = arena.take<T>(kBlockN * kPanel);
+    factors_ = arena.take<T>(kBlockN * kPanel);
+    row_ = arena.take<T>(p_.head_dim);
+    k_.take(arena, kBlockN, p_.head_dim, p_.head_dim);
+    bytes_ = arena.size();
+  }
+
+  int64_t bytes() const { return bytes_; }
+
+  void run(int64_t item) {
+    const RowTiles tiles(p_, job_.tile_rows);
+    const int64_t head = item / job_.tiles % p_.heads_q;
+    seq_ = sequence_of(p_, item / job_.tiles / p_.heads_q);
+    clear(head, tiles.rows(item % job_.tiles, p_.seqlen_q));
+    const Interval rows = tiles.rows(item % job_.tiles, seq_.seqlen_q);
+    rows_ = {rows.begin, rows.end - rows.begin, head, 1};
+    if (rows_.count <= 0) return;
+    load_panels(q_, row_, p_.q, p_.dtype, p_.head_dim, rules_.q_factor, rows_, seq_);
+    for (KeyTiles keys(p_, seq_, rows_, visible_keys(rows_, seq_)); keys.next();) {
+      load_keys(k_, p_.k, p_.dtype, seq_, head / (p_.heads_q / p_.heads_kv), keys.tile().begin, keys.tile().end);
+      for (int64_t n = 0; n * kPanel < rows_.count; ++n) visit(n, keys.tile());
+    }
+  }
+
+ private:
+  int64_t origin(int64_t head, int64_t i) const {
+    const ScoreView& w = p_.weights;
+    return seq_.batch * w.batch_stride + head * w.head_stride + i * w.row_stride;
+  }
+
+  void clear(int64_t head, const Interval& rows) {
+    for (int64_t i = rows.begin; i < rows.end; ++i) {
+      for (int64_t j = 0; j < p_.seqlen_k; ++j) {
+        store_value(p_.weights.data, p_.weights.dtype, origin(head, i) + j * p_.weights.col_stride, T(0));
+      }
+    }
+  }
+
+  void visit(int64_t n, const KeyTile& tile) {
+    panel_.set(rows_, n * kPanel, seq_);
+    const Interval keys = intersect(panel_.some, {tile.begin, tile.end});
+    if (keys.begin == keys.end) return;
+    const ScorePanel<T> scores{scores_, keys.begin - tile.begin, keys.end - tile.begin};
+    const T* q = q_ + n * p_.head_dim * kPanel;
+    multiply<T>(scores_, k_.data, k_.stride, q, p_.head_dim, scores.begin, scores.end);
+    multiply_exactly(scores_, k_, q, scores.begin, scores.end);
+    finish_scores(scores, rules_, panel_, seq_, tile);
+    exponentiate(scores);
+    if (dropout_.active() && p_.dropout_mode != kDropoutIgnore) drop(scores, tile);
+    store_panel(scores, tile);
+  }
+
+  void exponentiate(const ScorePanel<T>& scores) {
+    alignas(64) T shift[kPanel] = {};
+    for (int lane = 0; lane < panel_.count; ++lane) {
+      const T lse = *query_lse<T>(p_.lse, seq_, panel_.query[lane], rows_.first_head);
+      shift[lane] = lse == -static_cast<T>(kInfinity) ? -lse : lse;  // saw nothing: all 0
+    }
+    scores.for_each_vector([&](int64_t, int c, T* s) { store(s, exp<T>(load(s) - load(shift + c))); });
+  }
+
+  void drop(const ScorePanel<T>& scores, const KeyTile& tile) {
+    const bool negate = p_.dropout_mode == kDropoutNegate;
+    dropout_.draw(factors_, scores, panel_, seq_.batch * p_.heads_q + rows_.first_head, tile.begin,
+                  negate ? T(1) : dropout_.kept_scale(), negate ? T(-1) : T(0));
+    scores.for_each_vector([&](int64_t n, int c, T* s) { store(s, load(s) * load(factors_ + n * kPanel + c)); });
+  }
+
+  void store_panel(const ScorePanel<T>& scores, const KeyTile& tile) {
+    for (int lane = 0; lane < panel_.count; ++lane) {
+      const int64_t row = origin(rows_.first_head, panel_.query[lane]) + tile.begin * p_.weights.col_stride;
+      for (int64_t n = scores.begin; n < scores.end; ++n) {
+        store_value(p_.weights.data, p_.weights.dtype, row + n * p_.weights.col_stride, scores_[n * kPanel + lane]);
+      }
+    }
+  }
+
+  const WeightsJob& job_;
+  const WeightsParams& p_;
+  ScoreRules<T> rules_;
+  Dropout<T> dropout_;
+  T* q_;
+  T* scores_;
+  T* factors_;
+  T* row_;
+  RowTile<T> k_;
+  int64_t bytes_;
+  Sequence seq_{};
+  QueryRows rows_{};
+  Panel<T> panel_;
+};
+
+inline int64_t weights_items(const WeightsJob& job) { return job.params.batch * job.params.heads_q * job.tiles; }
+
+template <class T>
+int64_t weights_scratch(const WeightsJob& job) {
+  return WeightsTile<T>(job, nullptr).bytes();
+}
+
+template <class T>
+void weights_item(const WeightsJob& job, int64_t item, void* scratch) {
+  WeightsTile<T>(job, scratch).run(item);
+}
+
+}  // namespace flash_ext::cpu::FLASH_EXT_ISA

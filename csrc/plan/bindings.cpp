@@ -1,0 +1,168 @@
+// flash_ext._plan: the planner as Python sees it. explain() and supports() print it, tests check it without a device.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../kernels/common/tile_range.h"
+#include "plan.h"
+
+namespace py = pybind11;
+using namespace flash_ext;
+using namespace flash_ext::plan;
+
+namespace {
+
+template <class Enum>
+using Names = std::vector<std::pair<const char*, Enum>>;
+
+const Names<Operation> kOperations = {{"forward", Operation::kForward},
+                                      {"backward", Operation::kBackward},
+                                      {"weights", Operation::kWeights},
+                                      {"weights_backward", Operation::kWeightsBackward},
+                                      {"decode", Operation::kDecode}};
+const Names<Device> kDevices = {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}};
+const Names<DType> kDTypes = {{"float16", DType::kFloat16},
+                              {"bfloat16", DType::kBFloat16},
+                              {"float32", DType::kFloat32},
+                              {"float64", DType::kFloat64}};
+const Names<MaskClass> kMaskClasses = {
+    {"full", MaskClass::kFull}, {"causal", MaskClass::kCausal}, {"general", MaskClass::kGeneral}};
+
+template <class Enum>
+std::string name_of(const Names<Enum>& names, Enum value) {
+  for (const auto& [name, known] : names) {
+    if (known == value) return name;
+  }
+  throw std::logic_error("a value without a name");
+}
+
+template <class Enum>
+Enum value_of(const Names<Enum>& names, const std::string& what, const std::string& text) {
+  std::string allowed;
+  for (const auto& [name, value] : names) {
+    if (text == name) return value;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(name);
+  }
+  throw py::value_error(what + " must be one of " + allowed + ", got " + text);
+}
+
+/// A field of an enum type, which Python reads and writes as a string.
+template <class Enum>
+void bind_named(py::class_<Problem>& binding, const char* field, Enum Problem::*member, const Names<Enum>& names) {
+  binding.def_property(
+      field, [member, &names](const Problem& p) { return name_of(names, p.*member); },
+      [member, &names, field](Problem& p, const std::string& text) { p.*member = value_of(names, field, text); });
+}
+
+Problem problem_from(const py::kwargs& fields) {
+  Problem problem;
+  const py::object view = py::cast(&problem, py::return_value_policy::reference);
+  for (const auto& [name, value] : fields) py::setattr(view, name, value);
+  return problem;
+}
+
+void bind_problem(py::module_& m) {
+  py::class_<Problem> problem(m, "Problem",
+                              "One call: shapes, options, device. Problem(**fields) sets the fields that are named.\n"
+                              "operation, device and dtype are strings. For varlen, seqlen_q and seqlen_k are the\n"
+                              "largest ones; for decode, seqlen_k is what a sequence of the cache can hold.");
+  bind_named(problem, "operation", &Problem::operation, kOperations);
+  bind_named(problem, "device", &Problem::device, kDevices);
+  bind_named(problem, "dtype", &Problem::dtype, kDTypes);
+  problem.def(py::init(&problem_from))
+      .def_readwrite("compute_capability", &Problem::compute_capability, "CUDA: 90 for sm_90")
+      .def_readwrite("num_workers", &Problem::num_workers, "threads of a CPU, SMs of a GPU")
+      .def_readwrite("batch", &Problem::batch)
+      .def_readwrite("heads_q", &Problem::heads_q)
+      .def_readwrite("heads_kv", &Problem::heads_kv)
+      .def_readwrite("seqlen_q", &Problem::seqlen_q)
+      .def_readwrite("seqlen_k", &Problem::seqlen_k)
+      .def_readwrite("head_dim", &Problem::head_dim, "of q and k")
+      .def_readwrite("head_dim_v", &Problem::head_dim_v)
+      .def_readwrite("softmax_scale", &Problem::softmax_scale)
+      .def_readwrite("softcap", &Problem::softcap, "0 = off")
+      .def_readwrite("window_left", &Problem::window_left, "-1 = unlimited")
+      .def_readwrite("window_right", &Problem::window_right, "-1 = unlimited, causal = 0")
+      .def_readwrite("top_left", &Problem::top_left)
+      .def_readwrite("dropout_p", &Problem::dropout_p)
+      .def_readwrite("varlen", &Problem::varlen, "lengths come from cu_seqlens or seqused")
+      .def_readwrite("paged", &Problem::paged, "decode: the cache has a block_table")
+      .def_readwrite("has_bias", &Problem::has_bias)
+      .def_readwrite("has_mask", &Problem::has_mask)
+      .def_readwrite("has_block_mask", &Problem::has_block_mask)
+      .def_readwrite("has_alibi", &Problem::has_alibi)
+      .def_readwrite("has_sink", &Problem::has_sink)
+      .def_readwrite("deterministic", &Problem::deterministic)
+      .def_readwrite("num_splits", &Problem::num_splits, "decode: 0 = the plan decides")
+      .def_readwrite("batch_invariant", &Problem::batch_invariant);
+}
+
+void bind_plan(py::module_& m) {
+  py::class_<Plan>(m, "Plan", "How a problem runs, and why.")
+      .def_readonly("kernel", &Plan::kernel, "path below csrc/kernels")
+      .def_property_readonly("mask_class", [](const Plan& plan) { return name_of(kMaskClasses, plan.mask_class); })
+      .def_readonly("block_m", &Plan::block_m, "query rows per tile, those of a head group together")
+      .def_readonly("block_n", &Plan::block_n, "keys per tile")
+      .def_readonly("head_group", &Plan::head_group, "heads with the same key head whose rows share a tile")
+      .def_readonly("num_splits", &Plan::num_splits, "key ranges whose results are merged")
+      .def_readonly("split_size", &Plan::split_size, "keys per range where that is fixed, else 0")
+      .def_readonly("num_chunks", &Plan::num_chunks, "backward: key ranges per head worked on independently")
+      .def_readonly("reasons", &Plan::reasons);
+
+  m.def("make_plan", &make_plan, py::arg("problem"),
+        "The plan of a problem, the same that its operator follows.\n\nRaises ValueError where supports() says no.");
+  m.def(
+      "supports",
+      [](const Problem& problem) {
+        const Support support = supports(problem);
+        return std::pair(support.ok, support.reason);
+      },
+      py::arg("problem"), "(True, '') or (False, reason); operators raise with the same reason.");
+  m.def("choose_num_splits", &choose_num_splits, py::arg("work_items"), py::arg("num_workers"), py::arg("seqlen_k"),
+        "Into how many key ranges decoding is cut so that work_items items keep num_workers workers busy.");
+}
+
+std::vector<TileRange> key_tiles(int64_t seqlen_q, int64_t seqlen_k, std::pair<int64_t, int64_t> window_size,
+                                 bool top_left, int64_t block_m, int64_t block_n) {
+  if (seqlen_q < 0 || seqlen_k < 0 || block_m < 1 || block_n < 1) {
+    throw py::value_error("key_tiles: sequence lengths must be >= 0 and blocks >= 1");
+  }
+  const Window window = make_window(window_size.first, window_size.second, top_left, seqlen_q, seqlen_k);
+  std::vector<TileRange> tiles;
+  for (int64_t i = 0; i < seqlen_q; i += block_m) {
+    tiles.push_back(tile_range(i, std::min(i + block_m, seqlen_q), seqlen_k, window, block_n));
+  }
+  return tiles;
+}
+
+void bind_tiles(py::module_& m) {
+  py::class_<TileRange>(
+      m, "TileRange",
+      "The key tiles [begin, end) that a tile of queries visits; [full_begin, full_end) of them need\n"
+      "no mask, the others are partial.")
+      .def_readonly("begin", &TileRange::begin)
+      .def_readonly("end", &TileRange::end)
+      .def_readonly("full_begin", &TileRange::full_begin)
+      .def_readonly("full_end", &TileRange::full_end);
+  m.def("key_tiles", &key_tiles, py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("window_size") = std::pair(-1, -1),
+        py::arg("top_left") = false, py::arg("block_m") = 64, py::arg("block_n") = 64,
+        "One TileRange per tile of block_m queries, by the rule\n"
+        "i + offset - left <= j <= i + offset + right with offset = seqlen_k - seqlen_q, or 0 when top_left.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_plan, m) {
+  m.doc() = "Problem -> Plan: which kernel runs, on which tiles, in how many pieces, and why.";
+  bind_problem(m);
+  bind_plan(m);
+  bind_tiles(m);
+  m.attr("MIN_SPLIT_SIZE") = kMinSplitSize;
+  m.attr("MAX_SPLITS") = kMaxSplits;
+  m.attr("BATCH_INVARIANT_SPLIT_SIZE") = kBatchInvariantSplitSize;
+}

@@ -1,0 +1,49 @@
+// Problem -> Plan: which kernel runs, on which tiles, in how many pieces, and why. Everything that decides lives here.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "problem.h"
+
+namespace flash_ext::plan {
+
+/// What the visibility rule asks of the inner loop; a template axis of the kernels.
+enum class MaskClass {
+  kFull,     // every query sees every key of its sequence
+  kCausal,   // right = 0 and nothing else
+  kGeneral,  // windows, masks, block masks
+};
+
+struct Plan {
+  std::string kernel;  // path below csrc/kernels: "cpu/forward"
+  MaskClass mask_class = MaskClass::kFull;
+  int64_t block_m = 0;     // query rows per tile, those of a head group together
+  int64_t block_n = 0;     // keys per tile
+  int64_t head_group = 1;  // heads with the same key head whose rows share a tile
+  int64_t num_splits = 1;  // key ranges with results of their own, merged afterwards
+  int64_t split_size = 0;  // > 0: keys per range, whatever the length; then num_splits is how many fit at most
+  int64_t num_chunks = 1;  // backward: key ranges per head worked on independently
+  std::vector<std::string> reasons;
+};
+
+struct Support {
+  bool ok = true;
+  std::string reason;  // empty when ok
+};
+
+/// Whether the problem can run. The operators raise with this very reason.
+Support supports(const Problem& problem);
+
+/// The plan of a supported problem; throws std::invalid_argument with the reason otherwise.
+Plan make_plan(const Problem& problem);
+
+/// How many ranges to cut `seqlen_k` keys into so that `work_items` independent items keep `num_workers` busy.
+/// Grows with seqlen_k and num_workers, shrinks with work_items; ranges of at least `kMinSplitSize` keys.
+int64_t choose_num_splits(int64_t work_items, int64_t num_workers, int64_t seqlen_k);
+
+constexpr int64_t kMinSplitSize = 256;             // shorter ranges cost more in merging than they gain
+constexpr int64_t kMaxSplits = 128;                // bounds the scratch for partial results
+constexpr int64_t kBatchInvariantSplitSize = 512;  // a constant: that is what makes decoding batch-invariant
+
+}  // namespace flash_ext::plan

@@ -1,0 +1,50 @@
+// One call, as far as it matters for choosing how to run it: shapes, options and device. No pointers, no values.
+#pragma once
+
+#include <cstdint>
+
+#include "../kernels/params.h"
+
+namespace flash_ext::plan {
+
+enum class Operation { kForward, kBackward, kWeights, kWeightsBackward, kDecode };
+
+enum class Device { kCpu, kCuda };
+
+struct Problem {
+  Operation operation = Operation::kForward;
+
+  Device device = Device::kCpu;
+  int64_t compute_capability = 0;  // CUDA: 90 for sm_90
+  int64_t num_workers = 1;         // what can work at the same time: threads of a CPU, SMs of a GPU
+
+  DType dtype = DType::kFloat32;
+  int64_t batch = 1;
+  int64_t heads_q = 1;
+  int64_t heads_kv = 1;
+  int64_t seqlen_q = 1;  // varlen: max_seqlen_q
+  int64_t seqlen_k = 1;  // varlen: max_seqlen_k; decode: the rows that a sequence of the cache can hold
+  int64_t head_dim = 64;
+  int64_t head_dim_v = 64;
+
+  double softmax_scale = 1.0;
+  double softcap = 0.0;
+  int64_t window_left = -1;  // -1 = unlimited
+  int64_t window_right = -1;
+  bool top_left = false;
+  double dropout_p = 0.0;
+
+  bool varlen = false;  // cu_seqlens or seqused: lengths that the host does not know
+  bool paged = false;   // block_table
+  bool has_bias = false;
+  bool has_mask = false;
+  bool has_block_mask = false;
+  bool has_alibi = false;
+  bool has_sink = false;
+
+  bool deterministic = false;    // backward
+  int64_t num_splits = 1;        // decode: 0 = the plan decides
+  bool batch_invariant = false;  // decode: the same bits whatever else is in the batch
+};
+
+}  // namespace flash_ext::plan

@@ -1,0 +1,52 @@
+"""Exact attention for PyTorch that never writes the score matrix to memory."""
+
+from flash_ext._build_info import build_info
+from flash_ext.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_ext.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from flash_ext.functional import (
+    attention,
+    attention_weights,
+    decode,
+    draw_rng_state,
+    explain,
+    merge,
+    supports,
+)
+from flash_ext.masks import BlockMask
+from flash_ext.modules import MultiheadAttention, convert
+from flash_ext.sdpa import scaled_dot_product_attention
+
+__version__: str = build_info()["version"]
+
+__all__ = [
+    "BlockMask",
+    "MultiheadAttention",
+    "attention",
+    "attention_weights",
+    "build_info",
+    "convert",
+    "decode",
+    "draw_rng_state",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "index_first_axis",
+    "merge",
+    "pad_input",
+    "scaled_dot_product_attention",
+    "supports",
+    "unpad_input",
+]

@@ -1,0 +1,371 @@
+"""The names of flash-attn 2, with its signatures and semantics, for code that imports them already.
+
+Beyond flash-attn: float32 (and float64 on CPU), a head_dim of v that differs, pages of any size, and a ``softmax_lse``
+that is differentiable. Differences: queries that see nothing have softmax_lse -inf, where flash-attn says +inf;
+``S_dmask`` holds the true probabilities and is not rounded up in size. Deterministic algorithms are also used where
+``torch.use_deterministic_algorithms`` asks for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_ext.functional import attention, attention_weights, decode, draw_rng_state, pad_head_dim
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention of q (batch, seqlen_q, nheads, headdim) over k and v (batch, seqlen_k, nheads_k, headdim).
+
+    Args:
+        q, k, v: nheads_k divides nheads; headdim is anything up to 256.
+        dropout_p: 0.0 in evaluation.
+        softmax_scale: default 1 / sqrt(headdim).
+        causal: aligned to the bottom right: the last query sees the last key.
+        window_size: (left, right), -1 = unlimited: query i sees keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right.
+        softcap: > 0 caps the scores by softcap * tanh(score / softcap).
+        alibi_slopes: float32 (nheads) or (batch, nheads); -slope * |i + seqlen_k - seqlen_q - j| is added.
+        deterministic: the backward gives the same bits every time.
+        return_attn_probs: also return softmax_lse and S_dmask.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim), or (out, softmax_lse, S_dmask): softmax_lse (batch, nheads, seqlen_q)
+        float32; S_dmask (batch, nheads, seqlen_q, seqlen_k), the probabilities, negative where dropout drops, empty
+        without dropout.
+
+    Raises:
+        RuntimeError: as ``flash_ext.attention``.
+    """
+    return _attend(
+        q,
+        k,
+        v,
+        return_attn_probs,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_func`` of qkv (batch, seqlen, 3, nheads, headdim)."""
+    return flash_attn_func(
+        *_unpack("qkv", qkv, 5, 3),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_func`` of q (batch, seqlen_q, nheads, headdim) and kv (batch, seqlen_k, 2, nheads_k, headdim)."""
+    return flash_attn_func(
+        q,
+        *_unpack("kv", kv, 5, 2),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """``flash_attn_func`` of sequences that are packed one after another.
+
+    Args:
+        q: (total_q, nheads, headdim).
+        k, v: (total_k, nheads_k, headdim), or with block_table pages (num_blocks, page_block_size, nheads_k, headdim).
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), where each sequence begins and ends.
+        max_seqlen_q, max_seqlen_k: the longest sequences.
+        block_table: int32 (batch, max_num_blocks_per_seq), the pages of each sequence. Without gradient and dropout.
+        The others: as for ``flash_attn_func``.
+
+    Returns:
+        out (total_q, nheads, headdim), or (out, softmax_lse, S_dmask) with softmax_lse (nheads, total_q) and S_dmask
+        (batch, nheads, max_seqlen_q, max_seqlen_k) or empty.
+
+    Raises:
+        RuntimeError: as ``flash_ext.attention``.
+        ValueError: dropout_p > 0 with block_table, or a max_seqlen_k that its pages do not hold.
+    """
+    options: dict[str, Any] = dict(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+    )
+    if block_table is None:
+        options |= dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
+        return _attend(q, k, v, return_attn_probs, dropout_p=dropout_p, deterministic=deterministic, **options)
+    if dropout_p != 0:
+        raise ValueError(f"dropout_p must be 0 with block_table, got {dropout_p}")
+    if max_seqlen_k > block_table.shape[1] * k.shape[1]:
+        raise ValueError(
+            f"max_seqlen_k must be at most what block_table's {block_table.shape[1]} pages of {k.shape[1]} keys hold, "
+            f"got {max_seqlen_k}"
+        )
+    out, lse = _decode(q, k, v, cache_seqlens=cu_seqlens_k.diff(), block_table=block_table, **options)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_varlen_func`` of qkv (total, 3, nheads, headdim)."""
+    return flash_attn_varlen_func(
+        *_unpack("qkv", qkv, 4, 3),
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_varlen_func`` of q (total_q, nheads, headdim) and kv (total_k, 2, nheads_k, headdim)."""
+    return flash_attn_varlen_func(
+        q,
+        *_unpack("kv", kv, 4, 2),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q (batch, seqlen_q, nheads, headdim) over a cache, to which k and v are appended first.
+
+    Args:
+        q: any headdim up to 256; one that is no multiple of 8 copies the caches.
+        k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim), or with block_table pages (num_blocks,
+            page_block_size, nheads_k, headdim). Written to in place where there are k and v.
+        k, v: (batch, seqlen_new, nheads_k, headdim), placed from row cache_seqlens on.
+        rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), for k from position cache_seqlens on, and for q: likewise
+            if causal or with a window, otherwise at position cache_seqlens alone. Only with k and v.
+        cache_seqlens: int or int32 (batch), rows of the cache in use.
+        cache_batch_idx: int32 (batch), which batch entry of the cache belongs to each of q's.
+        cache_leftpad: int32 (batch), the row where each sequence begins.
+        block_table: int32 (batch, max_num_blocks_per_seq), the pages of each sequence.
+        rotary_interleaved: rotate dimensions 0 and 1, 2 and 3, ...; otherwise 0 and rotary_dim / 2, ...
+        num_splits: key ranges worked on at the same time; 0 = the library decides.
+        return_softmax_lse: also return softmax_lse.
+        The others: as for ``flash_attn_func``.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim), or (out, softmax_lse) with softmax_lse (batch, nheads, seqlen_q).
+
+    Raises:
+        RuntimeError, ValueError: as ``flash_ext.decode``.
+    """
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+    out, lse = _decode(
+        q,
+        k_cache,
+        v_cache,
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        rotary_interleaved=rotary_interleaved,
+        alibi_slopes=alibi_slopes,
+        num_splits=num_splits,
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+def _unpack(name: str, packed: Tensor, num_dims: int, count: int) -> tuple[Tensor, ...]:
+    if packed.dim() != num_dims or packed.shape[-3] != count:
+        raise ValueError(
+            f"{name} must have {num_dims} dimensions and size {count} in the third from last, "
+            f"got shape {tuple(packed.shape)}"
+        )
+    return packed.unbind(-3)
+
+
+def _normalise(q: Tensor, options: dict[str, Any]) -> None:
+    """The default scale, which padding must not change, and flash-attn's "softcap <= 0 is off"."""
+    if options["softmax_scale"] is None:
+        options["softmax_scale"] = q.shape[-1] ** -0.5
+    if options["softcap"] < 0:
+        options["softcap"] = 0.0
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    return_attn_probs: bool,
+    *,
+    dropout_p: float,
+    deterministic: bool,
+    **options: Any,
+) -> Result:
+    _normalise(q, options)
+    options["dropout_p"] = dropout_p
+    if dropout_p > 0:
+        options["rng_state"] = draw_rng_state(q.device)
+    q, k, padded_v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
+    out, lse = attention(q, k, padded_v, deterministic=deterministic or None, return_lse=True, **options)
+    out = out[..., : v.shape[-1]]
+    if not return_attn_probs:
+        return out
+    if dropout_p == 0:
+        return out, lse, out.new_empty(0)
+    with torch.no_grad():
+        return out, lse, attention_weights(q, k, lse, signed=True, **options)
+
+
+def _decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k: Tensor | None = None, v: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    _normalise(q, options)
+    new = {name: None if x is None else pad_head_dim(x) for name, x in {"k": k, "v": v}.items()}
+    caches = [cache if cache.shape[-1] % 8 == 0 else pad_head_dim(cache) for cache in (k_cache, v_cache)]
+    out, lse = decode(pad_head_dim(q), *caches, **new, return_lse=True, **options)
+    if k is not None:
+        for cache, padded in zip((k_cache, v_cache), caches, strict=True):
+            if padded is not cache:
+                cache.copy_(padded[..., : cache.shape[-1]])
+    return out[..., : v_cache.shape[-1]], lse

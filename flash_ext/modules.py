@@ -1,0 +1,308 @@
+"""``MultiheadAttention``: torch's module with attention that never writes the score matrix; ``convert`` puts it into a
+model that exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_ext.functional import attention, attention_weights, draw_rng_state, pad_head_dim
+
+MAX_HEAD_DIM = 256
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` (Vaswani et al. 2017, section 3.2.2), computed by ``flash_ext.attention``.
+
+    Constructor, attributes, initialisation, ``state_dict`` and semantics are those of ``nn.MultiheadAttention``; only
+    these things differ:
+
+    - A query that may see no key gives zeros (before the output projection) and zero gradients, where torch gives NaN.
+    - A float ``attn_mask`` or ``key_padding_mask`` may have any floating dtype, whatever the query's; the two masks may
+      be of different kinds (bool and float) without a warning.
+    - The ``is_causal`` hint is believed beside a ``key_padding_mask`` too, if query and key are equally long: the
+      causal rule is then computed, and ``attn_mask`` is not read.
+    - Which weights dropout drops comes from the library's own generator (seeded by torch's), not from ``F.dropout``.
+    - Nested tensors are accepted for self-attention in training as well, and computed without padding.
+
+    Memory beyond inputs and outputs is linear in the sequence length, but for ``need_weights=True`` (the weights are
+    quadratic) and for two float masks at once (their sum has to be made). ``embed_dim / num_heads`` may be at most 256.
+    Raises what ``nn.MultiheadAttention`` raises.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        _refuse_to_be_bypassed(self)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attends; arguments, shapes and results as in ``nn.MultiheadAttention.forward``.
+
+        Args:
+            query: (L, N, embed_dim), with ``batch_first`` (N, L, embed_dim), unbatched (L, embed_dim).
+            key: (S, N, kdim), (N, S, kdim) or (S, kdim).
+            value: (S, N, vdim), (N, S, vdim) or (S, vdim).
+            key_padding_mask: (N, S), unbatched (S); bool (True = ignore the key) or floating (added to the scores).
+            need_weights: also return the attention weights, after dropout; they are recomputed from the log-sum-exp.
+            attn_mask: (L, S) or (N * num_heads, L, S); bool (True = may not attend) or floating (added to the scores,
+                with gradient).
+            average_attn_weights: return the mean over heads, (N, L, S), instead of (N, num_heads, L, S).
+            is_causal: a hint that ``attn_mask``, which must be given, is the causal mask.
+
+        Returns:
+            The output in the layout of ``query``, and the weights or None.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            alone = query is key and key is value and key_padding_mask is None and attn_mask is None
+            if not alone or need_weights or self.bias_k is not None or self.add_zero_attn:
+                raise AssertionError(
+                    "MultiheadAttention supports nested tensors for self-attention only: one tensor as query, key and "
+                    "value, no masks, need_weights=False, no add_bias_kv, no add_zero_attn."
+                )
+            return self._forward_nested(query), None
+
+        self._check_inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
+        is_batched = query.dim() == 3
+        q, k, v = (self._to_batch(x) for x in self._project(query, key, value))
+        if key_padding_mask is not None and not is_batched:
+            key_padding_mask = key_padding_mask[None]
+
+        causal = is_causal and not need_weights and self._may_believe_causal(q, k, key_padding_mask)
+        if causal:
+            attn_mask = None
+        self._check_mask_shapes(key_padding_mask, attn_mask, q, k)
+        k, v, key_padding_mask, attn_mask = self._append_keys(k, v, key_padding_mask, attn_mask)
+        k, v, mask, bias = self._mask_and_bias(k, v, key_padding_mask, attn_mask)
+        out, weights = self._attend(q, k, v, need_weights, causal=causal, top_left=causal, mask=mask, bias=bias)
+
+        out = self._from_batch(out.flatten(-2), is_batched)
+        out = F.linear(out, self.out_proj.weight, self.out_proj.bias)
+        if weights is not None:
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+            weights = weights if is_batched else weights[0]
+        return out, weights
+
+    def _forward_nested(self, x: Tensor) -> Tensor:
+        """Self-attention of each sequence of a nested tensor, packed."""
+        sequences = x.unbind()
+        lengths = [sequence.shape[0] for sequence in sequences]
+        packed = torch.cat(sequences)
+        q, k, v = self._project(packed, packed, packed)
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=packed.device)
+        spans = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        longest = max(lengths)
+        out, _ = self._attend(q, k, v, False, max_seqlen_q=longest, max_seqlen_k=longest, **spans)
+        out = F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        return torch.nested.as_nested_tensor(list(out.split(lengths)), layout=x.layout)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """q, k and v in the layout of the inputs, (..., num_heads, head_dim)."""
+        if self.in_proj_weight is not None and query is key and key is value:
+            # One product; the three are views of it, which the kernels read as they lie.
+            projected = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        else:
+            packed = self.in_proj_weight
+            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = separate if packed is None else packed.chunk(3)
+            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            projected = tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        return [x.unflatten(-1, (self.num_heads, self.head_dim)) for x in projected]
+
+    def _to_batch(self, x: Tensor) -> Tensor:
+        """(batch, seqlen, heads, head_dim) of a projection in the layout of the inputs."""
+        if x.dim() == 3:
+            return x[None]
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _from_batch(self, x: Tensor, is_batched: bool) -> Tensor:
+        """The layout of the inputs of (batch, seqlen, embed_dim)."""
+        if not is_batched:
+            return x[0]
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _may_believe_causal(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> bool:
+        """Whether the causal rule is what torch would compute of a causal ``attn_mask``.
+
+        Without padding torch itself drops the mask. Beside padding it adds the mask, in which appended keys are
+        visible, and of which the hint does not say where in a rectangle the diagonal lies.
+        """
+        appends_keys = self.bias_k is not None or self.add_zero_attn
+        return key_padding_mask is None or (q.shape[1] == k.shape[1] and not appends_keys)
+
+    def _append_keys(
+        self, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Appends ``bias_k``/``bias_v`` and the zero key; both are visible whatever the masks say."""
+        seqlen_k = k.shape[1]
+        if self.bias_k is not None and self.bias_v is not None:
+            shape = (k.shape[0], 1, self.num_heads, self.head_dim)
+            k = torch.cat([k, self.bias_k.view(1, 1, *shape[2:]).expand(shape).to(k.dtype)], dim=1)
+            v = torch.cat([v, self.bias_v.view(1, 1, *shape[2:]).expand(shape).to(v.dtype)], dim=1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
+        num_appended = k.shape[1] - seqlen_k
+        if num_appended > 0:
+            key_padding_mask = None if key_padding_mask is None else F.pad(key_padding_mask, (0, num_appended))
+            attn_mask = None if attn_mask is None else F.pad(attn_mask, (0, num_appended))
+        return k, v, key_padding_mask, attn_mask
+
+    def _mask_and_bias(
+        self, k: Tensor, v: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """k, v, and torch's two masks as one ``mask`` (True = visible) and one ``bias`` that broadcast.
+
+        ``attention`` takes one of each. Of two bool masks the padding becomes a bias of -inf, (batch, 1, 1, seqlen_k),
+        for their union would be quadratic; its keys become zeros, which -inf hides even where NaN stood.
+        """
+        padding = key_padding_mask
+        if padding is not None and attn_mask is not None and padding.dtype == attn_mask.dtype == torch.bool:
+            k, v = (x.masked_fill(padding[:, :, None, None], 0) for x in (k, v))
+            padding = torch.zeros_like(padding, dtype=torch.float32).masked_fill(padding, -torch.inf)
+        if padding is not None:
+            padding = padding[:, None, None, :]
+        if attn_mask is not None:
+            attn_mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (k.shape[0], -1))
+        given = [m for m in (attn_mask, padding) if m is not None]
+        hidden = [m for m in given if m.dtype == torch.bool]
+        biases = [m for m in given if m.dtype != torch.bool]
+        return k, v, ~hidden[0] if hidden else None, sum(biases[1:], start=biases[0]) if biases else None
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, need_weights: bool, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out, weights) with the options of ``attention``; head dims of any size up to the largest."""
+        options["softmax_scale"] = self.head_dim**-0.5
+        if self.training and self.dropout > 0.0:
+            options["dropout_p"] = self.dropout
+            options["rng_state"] = draw_rng_state(q.device)
+        q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        out = out[..., : self.head_dim]
+        if not need_weights:
+            return out, None
+        weights = attention_weights(q, k, lse, **options)
+        # Torch's weights come from softmax, of which autocast makes float32 on CUDA alone.
+        widen = q.is_cuda and torch.is_autocast_enabled("cuda")
+        return out, weights.float() if widen else weights
+
+    def _check_inputs(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> None:
+        """Raises, before anything is computed, what ``nn.MultiheadAttention`` raises."""
+        F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise AssertionError(f"only bool and floating types of {name} are supported, but got {mask.dtype}")
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        if query.shape[-1] != self.embed_dim:
+            raise AssertionError(f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}")
+        if key.shape[:-1] != value.shape[:-1]:
+            raise AssertionError(f"key shape {tuple(key.shape)} does not match value shape {tuple(value.shape)}")
+
+    def _check_mask_shapes(
+        self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q: Tensor, k: Tensor
+    ) -> None:
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        if key_padding_mask is not None and key_padding_mask.shape != (batch, seqlen_k):
+            shape = tuple(key_padding_mask.shape)
+            raise AssertionError(f"The shape of key_padding_mask is {shape}, but should be {(batch, seqlen_k)}.")
+        if attn_mask is not None:
+            leading = (batch * self.num_heads,) if attn_mask.dim() == 3 else ()
+            expected = (*leading, seqlen_q, seqlen_k)
+            if attn_mask.shape != expected:
+                kind = f"{attn_mask.dim()}D attn_mask"
+                raise RuntimeError(f"The shape of the {kind} is {tuple(attn_mask.shape)}, but should be {expected}.")
+
+
+def _refuse_to_be_bypassed(module: nn.MultiheadAttention) -> None:
+    """Keeps ``nn.TransformerEncoderLayer`` from running its fused evaluation layer on the weights of ``module``.
+
+    Torch calls the modules of a layer one by one as soon as one of them has a forward hook, whatever the hook does.
+    """
+    module.register_forward_pre_hook(_no_change)
+
+
+def _no_change(module: nn.Module, args: tuple[Any, ...]) -> None:
+    pass
+
+
+def convert(model: nn.Module, *, report: Callable[[str], object] = print) -> nn.Module:
+    """Makes every ``nn.MultiheadAttention`` inside ``model`` (or ``model`` itself) compute with flash_ext, in place.
+
+    The modules change their class, and keep all else: identity, Parameters, hooks, device, dtype and training mode, so
+    that optimizers, ``state_dict`` and references from elsewhere go on working. They gain one forward pre-hook, which
+    does nothing: it is what makes ``nn.TransformerEncoderLayer`` call its modules in evaluation too, instead of a fused
+    layer of torch's that would bypass them. Convert before ``torch.compile``.
+
+    Left alone are subclasses of ``nn.MultiheadAttention`` (theirs may be another forward: among them quantizable and
+    parametrized modules) and modules with ``embed_dim / num_heads`` above 256.
+
+    Args:
+        model: any module.
+        report: is called with each line of what was changed and what was left alone, and why; ``print`` by default,
+            ``logging.info``, ``lines.append`` or ``lambda line: None`` serve as well.
+
+    Returns:
+        ``model``.
+    """
+    converted = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention) or isinstance(module, MultiheadAttention):
+            continue
+        obstacle = _why_not_convert(module)
+        if obstacle:
+            report(f"flash_ext.convert: left {name or 'the model itself'} alone: {obstacle}")
+            continue
+        module.__class__ = MultiheadAttention
+        _refuse_to_be_bypassed(module)
+        converted.append(name or "the model itself")
+    report(f"flash_ext.convert: {len(converted)} nn.MultiheadAttention converted" + _listing(converted))
+    return model
+
+
+def _why_not_convert(module: nn.MultiheadAttention) -> str:
+    if type(module) is not nn.MultiheadAttention:
+        return f"{type(module).__qualname__} is a subclass of nn.MultiheadAttention, whose forward may differ"
+    if module.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {module.head_dim}, at most {MAX_HEAD_DIM} is supported"
+    return ""
+
+
+def _listing(names: list[str]) -> str:
+    return ": " + ", ".join(names) if names else ""

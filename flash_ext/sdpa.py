@@ -1,0 +1,129 @@
+"""``torch.nn.functional.scaled_dot_product_attention``, computed by ``flash_ext.attention``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_ext.functional import attention, pad_head_dim
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Torch's function, with its signature and semantics; E and Ev may be any size up to 256.
+
+    Where torch leaves it to the backend, a query that sees nothing gives 0. attn_mask may have any floating dtype.
+
+    Args:
+        query: (..., heads, L, E), (heads, L, E) or (L, E).
+        key: (..., heads, S, E). Dimensions before the last two broadcast.
+        value: (..., heads, S, Ev).
+        attn_mask: bool (True = visible) or floating (added to the scores, differentiable), broadcasts to
+            (..., heads, L, S).
+        dropout_p: applied whenever it is > 0.
+        is_causal: key j is visible to query i where j <= i, also when L != S.
+        scale: default 1 / sqrt(E).
+        enable_gqa: query's heads may be a multiple of key's and value's.
+
+    Returns:
+        (..., heads, L, Ev) in query's dtype.
+
+    Raises:
+        RuntimeError: attn_mask together with is_causal, or arguments that do not fit together.
+    """
+    _check(query, key, value, attn_mask, is_causal)
+    if query.dim() == 2:
+        query, key, value = query[None], key[None], value[None]
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    lead = _broadcast("dimensions before the heads", *(x.shape[:-3] for x in (query, key, value)))
+    q, k, v = (_to_rows(x, lead) for x in _match_heads(query, key, value, enable_gqa))
+    visible, bias = _split_mask(attn_mask, lead)
+    out = attention(
+        q,
+        k,
+        v,
+        causal=is_causal,
+        top_left=True,
+        softmax_scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        mask=visible,
+        bias=bias,
+        dropout_p=dropout_p,
+    )
+    assert isinstance(out, Tensor)
+    out = out[..., : value.shape[-1]].transpose(1, 2)
+    return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+    dims = query.dim(), key.dim(), value.dim()
+    if min(dims) < 2 or (min(dims) == 2 and max(dims) > 2):
+        raise RuntimeError(f"query, key and value must be (L, E), or all have at least 3 dimensions, got {dims}")
+    if attn_mask is None:
+        return
+    if is_causal:
+        raise RuntimeError("attn_mask must be None with is_causal=True")
+    if not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        raise RuntimeError(f"attn_mask must be bool or floating, got {attn_mask.dtype}")
+    if attn_mask.dim() < 2:
+        raise RuntimeError(f"attn_mask must broadcast to (..., L, S), got shape {tuple(attn_mask.shape)}")
+
+
+def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads as ``attention`` takes them: key and value have equally many, which divide query's."""
+    heads_q, heads_k, heads_v = (x.shape[-3] for x in (query, key, value))
+    if enable_gqa and (heads_q % max(heads_k, 1) != 0 or heads_q % max(heads_v, 1) != 0):
+        raise RuntimeError(
+            f"with enable_gqa the heads of key and value must divide query's, got {heads_q}, {heads_k} and {heads_v}"
+        )
+    if heads_k == heads_v and (enable_gqa or heads_k in (1, heads_q)):
+        return query, key, value
+    if enable_gqa:
+        return query, *(x.repeat_interleave(heads_q // x.shape[-3], dim=-3) for x in (key, value))
+    heads = _broadcast("heads (without enable_gqa)", (heads_q,), (heads_k,), (heads_v,))[0]
+    q, k, v = (x.expand(*x.shape[:-3], heads, *x.shape[-2:]) for x in (query, key, value))
+    return q, k, v
+
+
+def _broadcast(what: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        given = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise RuntimeError(f"the {what} of query, key and value must broadcast, got {given}") from None
+
+
+def _to_rows(x: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """(..., heads, L, E) as (batch, L, heads, E), with E padded."""
+    x = pad_head_dim(x)
+    return _flatten_batch(x.expand(*lead, *x.shape[-3:]), len(lead)).transpose(1, 2)
+
+
+def _split_mask(attn_mask: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, bias) of ``attention``, (batch|1, heads|1, L|1, S|1)."""
+    if attn_mask is None:
+        return None, None
+    missing = len(lead) + 3 - attn_mask.dim()
+    if missing < 0:
+        raise RuntimeError(
+            f"attn_mask must broadcast to {len(lead) + 3} dimensions, (..., heads, L, S), got {attn_mask.dim()}"
+        )
+    scores = attn_mask[(None,) * missing]
+    if any(size != 1 for size in scores.shape[: len(lead)]):
+        scores = scores.expand(*lead, *scores.shape[-3:])
+    scores = _flatten_batch(scores, len(lead))
+    return (scores, None) if scores.dtype == torch.bool else (None, scores)
+
+
+def _flatten_batch(x: Tensor, num_lead: int) -> Tensor:
+    return x[None] if num_lead == 0 else x.flatten(0, num_lead - 1)

@@ -1,0 +1,54 @@
+"""Sources and flags of the three libraries; the machinery is in build_support/, the metadata in pyproject.toml."""
+
+import platform
+
+from setuptools import Extension, setup
+
+from build_support.build_command import BuildLibraries, TorchLibrary
+
+PLAN = ["csrc/plan/plan.cpp"]
+
+CPU = [
+    "csrc/api/attention_args.cpp",
+    "csrc/api/backward.cpp",
+    "csrc/api/checks.cpp",
+    "csrc/api/cpu.cpp",
+    "csrc/api/decode.cpp",
+    "csrc/api/dropout.cpp",
+    "csrc/api/forward.cpp",
+    "csrc/api/merge.cpp",
+    "csrc/api/ops.cpp",
+    "csrc/api/score_options.cpp",
+    "csrc/api/value_checks.cpp",
+    "csrc/api/weights.cpp",
+    "csrc/kernels/cpu/append.cpp",
+    "csrc/kernels/cpu/attention.cpp",
+    "csrc/kernels/cpu/dropout_mask.cpp",
+    "csrc/kernels/cpu/isa_baseline.cpp",
+    "csrc/kernels/cpu/merge.cpp",
+    *PLAN,
+]
+# The same kernels once more per instruction set; the library picks one when it runs.
+X86_ISA_FLAGS = {
+    "csrc/kernels/cpu/isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "csrc/kernels/cpu/isa_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+}
+ISA_FLAGS = X86_ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {}
+
+CUDA = [
+    "csrc/api/checks.cpp",
+    "csrc/api/cuda.cpp",
+    "csrc/api/dropout.cpp",
+    "csrc/api/merge.cpp",
+    "csrc/kernels/sm80/inst/dropout_mask.cu",
+    "csrc/kernels/sm80/inst/merge.cu",
+]
+
+setup(
+    ext_modules=[
+        Extension("flash_ext._plan", [*PLAN, "csrc/plan/bindings.cpp"]),
+        TorchLibrary("flash_ext.lib.libflash_ext_cpu", [*CPU, *ISA_FLAGS], source_flags=ISA_FLAGS),
+        TorchLibrary("flash_ext.lib.libflash_ext_cuda", CUDA, cuda=True),
+    ],
+    cmdclass={"build_ext": BuildLibraries},
+)

@@ -1,0 +1,140 @@
+"""The dense backward: gradients against the oracle, each subset of them, whatever the strides of what comes in."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import flash_ext
+
+from .oracle import FLOATS, Call, assert_matches_oracle, collect_gradients, dtypes_of, make_call, random, run_library
+from .test_forward import OPTIONS
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradients_match_the_oracle(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    if dtype not in dtypes_of(device):
+        pytest.skip(f"{dtype} is for the CPU")
+    assert_matches_oracle(make_call(dtype=dtype, device=device, **options))
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 1), (1, 239), (239, 1), (113, 203), (203, 113), (129, 257)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(device: str, seqlen_q: int, seqlen_k: int, causal: bool) -> None:
+    assert_matches_oracle(make_call(1, seqlen_q, seqlen_k, heads_q=2, heads_kv=1, causal=causal, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lengths_beyond_one_tile(device: str, dtype: torch.dtype) -> None:
+    assert_matches_oracle(make_call(1, 1023, 1024, heads_q=1, heads_kv=1, causal=True, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 256), (256, 8), (64, 72), (192, 128), (24, 40), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_head_dims(device: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+    assert_matches_oracle(make_call(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (4, 4), (6, 2), (7, 1)])
+def test_grouped_heads_sum_into_their_kv_head(device: str, heads_q: int, heads_kv: int) -> None:
+    assert_matches_oracle(make_call(heads_q=heads_q, heads_kv=heads_kv, causal=True, device=device))
+
+
+SUBSETS = [
+    subset for n in range(1, 6) for subset in itertools.combinations(("q", "k", "v", "bias", "sink"), n)
+]  # every set of inputs that may require a gradient
+
+
+@pytest.mark.parametrize("subset", SUBSETS, ids="-".join)
+def test_every_subset_of_gradients(device: str, subset: tuple[str, ...]) -> None:
+    call = make_call(bias=random(1, 4, 33, 47, device=device), sink=random(4, device=device), device=device)
+    assert_matches_oracle(call, gradients_of=subset)
+
+
+def backward_op(call: Call, **wanted: bool) -> tuple[torch.Tensor, ...]:
+    """torch.ops.flash_ext.attention_backward of a dense call without options."""
+    out, lse = flash_ext.attention(call.q, call.k, call.v, return_lse=True)
+    scalars = dict(
+        max_seqlen_q=call.q.shape[1], max_seqlen_k=call.k.shape[1], softmax_scale=0.2, softcap=0.0, dropout_p=0.0,
+        window_left=-1, window_right=-1, top_left=False, deterministic=False,
+    )  # fmt: skip
+    op = torch.ops.flash_ext.attention_backward
+    names = (argument.name for argument in op.default._schema.arguments)
+    needs = {f"need_{name}": wanted.get(name, False) for name in ("dq", "dk", "dv", "dbias", "dsink")}
+    given = dict(q=call.q, k=call.k, v=call.v, out=out, lse=lse, grad_out=call.grad_out, grad_lse=None)
+    return op(**{**dict.fromkeys(names), **given, **scalars, **needs})
+
+
+@pytest.mark.parametrize("wanted", ["dq", "dk", "dv"])
+def test_a_gradient_that_is_not_wanted_is_empty(device: str, wanted: str) -> None:
+    gradients = backward_op(make_call(device=device).with_random_gradients(), **{wanted: True})
+    for name, gradient in zip(("dq", "dk", "dv", "dbias", "dsink"), gradients, strict=True):
+        assert (gradient.numel() > 0) == (name == wanted), name
+
+
+@pytest.mark.parametrize("which", ["transposed", "expanded", "sliced", "summed", "non_contiguous_last"])
+def test_layout_of_grad_out(device: str, which: str) -> None:
+    call = make_call(device=device).with_random_gradients()
+    grad = call.grad_out
+    call.grad_out = {
+        "transposed": grad.transpose(1, 2).contiguous().transpose(1, 2),
+        "expanded": grad[:1, :1].expand_as(grad),
+        "sliced": torch.cat([grad, grad + 1], dim=-1)[..., :32],
+        "summed": torch.ones((), device=device).expand_as(grad),
+        "non_contiguous_last": grad.transpose(1, 3).contiguous().transpose(1, 3),
+    }[which]
+    assert_matches_oracle(call)
+
+
+def test_layout_of_grad_lse(device: str) -> None:
+    call = make_call(device=device).with_random_gradients()
+    for grad_lse in (call.grad_lse.transpose(1, 2).contiguous().transpose(1, 2), call.grad_lse[:1].expand(2, -1, -1)):
+        call.grad_lse = grad_lse
+        assert_matches_oracle(call)
+
+
+def test_gradients_of_strided_inputs(device: str) -> None:
+    call = make_call(device=device)
+    call.q = call.q.transpose(1, 2).contiguous().transpose(1, 2)
+    packed = torch.stack([call.k, call.v], dim=3)
+    call.k, call.v = packed[:, :, :, 0], packed[:, :, :, 1]
+    assert_matches_oracle(call)
+
+
+def test_gradient_through_a_sum(device: str) -> None:
+    """``out.sum().backward()`` hands in a gradient of stride 0."""
+    call = make_call(device=device)
+    q = call.q.clone().requires_grad_()
+    flash_ext.attention(q, call.k, call.v).sum().backward()
+    call.grad_out = torch.ones(1, device=device).expand(*call.q.shape)
+    expected = run_library(call, ("q",))["dq"]
+    torch.testing.assert_close(q.grad, expected)
+
+
+def test_inputs_shared_by_q_k_and_v(device: str) -> None:
+    x = random(2, 21, 2, 16, device=device).requires_grad_()
+    call = Call(x, x, x).with_random_gradients()
+    out, lse = flash_ext.attention(x, x, x, return_lse=True)
+    total = collect_gradients(call, out, lse, {"x": x})["dx"]
+    parts = run_library(call, ("q", "k", "v"))
+    torch.testing.assert_close(total, parts["dq"] + parts["dk"] + parts["dv"])
+
+
+def test_no_graph_without_requires_grad(device: str) -> None:
+    call = make_call(device=device)
+    assert not flash_ext.attention(call.q, call.k, call.v).requires_grad
+    with torch.no_grad():
+        assert not flash_ext.attention(call.q.requires_grad_(), call.k, call.v).requires_grad
+
+
+def test_backward_twice_through_one_forward(device: str) -> None:
+    call = make_call(device=device).with_random_gradients()
+    q = call.q.clone().requires_grad_()
+    out = flash_ext.attention(q, call.k, call.v)
+    first = torch.autograd.grad(out, q, call.grad_out, retain_graph=True)
+    second = torch.autograd.grad(out, q, call.grad_out)
+    torch.testing.assert_close(first, second)

@@ -1,0 +1,78 @@
+"""Additive bias: every dtype, every broadcast pattern, and its gradient, summed over what was broadcast."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from .oracle import FLOATS, assert_matches_oracle, dtypes_of, make_call, random, run_library
+
+BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 33, 47
+BROADCASTS = [
+    tuple(n if keep else 1 for n, keep in zip((BATCH, HEADS, SEQLEN_Q, SEQLEN_K), kept, strict=True))
+    for kept in itertools.product([True, False], repeat=4)
+]
+
+
+@pytest.mark.parametrize("shape", BROADCASTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_broadcast_pattern(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    call = make_call(dtype=dtype, device=device, bias=random(*shape, dtype=dtype, device=device))
+    assert_matches_oracle(call)
+
+
+@pytest.mark.parametrize("bias_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dtype_of_bias_is_its_own(device: str, dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    if dtype not in dtypes_of(device):
+        pytest.skip(f"{dtype} is for the CPU")
+    bias = random(1, HEADS, SEQLEN_Q, SEQLEN_K, dtype=bias_dtype, device=device)
+    assert_matches_oracle(make_call(dtype=dtype, device=device, causal=True, bias=bias))
+
+
+def test_gradient_of_bias_alone(device: str) -> None:
+    bias = random(1, HEADS, SEQLEN_Q, SEQLEN_K, device=device)
+    assert_matches_oracle(make_call(device=device, bias=bias), gradients_of=("bias",))
+
+
+@pytest.mark.parametrize("which", ["transposed", "sliced", "expanded", "odd_start"])
+def test_strided_bias(device: str, which: str) -> None:
+    full = random(BATCH, HEADS, SEQLEN_Q, SEQLEN_K, device=device)
+    wide = random(BATCH, HEADS + 1, SEQLEN_Q, SEQLEN_K + 3, device=device)
+    bias = {
+        "transposed": full.transpose(2, 3).contiguous().transpose(2, 3),
+        "sliced": wide[:, 1:, :, 2:-1],
+        "expanded": full[:1, :, :1].expand(BATCH, -1, SEQLEN_Q, -1),
+        "odd_start": wide.flatten()[1 : 1 + full.numel()].view(full.shape),
+    }[which]
+    assert_matches_oracle(make_call(device=device, bias=bias))
+
+
+def test_bias_beyond_one_tile(device: str) -> None:
+    bias = random(1, 2, 203, 317, device=device)
+    assert_matches_oracle(make_call(2, 203, 317, heads_q=2, heads_kv=1, bias=bias, causal=True, device=device))
+
+
+def test_bias_of_minus_infinity_hides(device: str) -> None:
+    see = torch.rand(BATCH, 1, SEQLEN_Q, SEQLEN_K, device=device) < 0.6
+    see[:, :, 3] = False
+    bias = torch.where(see, 0.0, -torch.inf)
+    by_bias = assert_matches_oracle(make_call(device=device, bias=bias), gradients_of=("q", "k", "v"))
+    assert (by_bias["out"][:, 3] == 0).all() and torch.isneginf(by_bias["lse"][:, :, 3]).all()
+
+
+def test_gradient_of_bias_is_zero_where_nothing_is_visible(device: str) -> None:
+    bias = random(BATCH, HEADS, SEQLEN_Q, SEQLEN_K, device=device)
+    call = make_call(device=device, bias=bias, causal=True, top_left=True)
+    result = assert_matches_oracle(call)
+    hidden = torch.ones(SEQLEN_Q, SEQLEN_K, dtype=torch.bool, device=device).triu(1)
+    assert (result["dbias"][..., hidden] == 0).all()
+
+
+def test_bias_comes_after_softcap(device: str) -> None:
+    bias = random(1, 1, 1, SEQLEN_K, device=device) * 10
+    call = make_call(device=device, bias=bias, softcap=1.0)
+    assert_matches_oracle(call)
+    assert run_library(call)["lse"].max() > 10  # a capped bias could not lift it there

@@ -1,0 +1,108 @@
+"""The same call gives the same bits: again, on other threads, from several threads at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from .decode_oracle import make_decode
+from .oracle import Call, Result, int32, make_call, random, random_rng, run_library
+
+RUNS = 30
+
+
+def demanding_call(device: str, dtype: torch.dtype = torch.float32) -> Call:
+    """Several tiles, grouped heads, and gradients that sum over batch, heads and rows."""
+    call = make_call(
+        2, 200, 300, heads_q=4, heads_kv=2, dtype=dtype, device=device, causal=True,
+        bias=random(1, 1, 1, 300, device=device), sink=random(4, device=device), dropout_p=0.1,
+        rng_state=random_rng(device), deterministic=True,
+    )  # fmt: skip
+    return call.with_random_gradients()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_same_bits(a: Result, b: Result) -> None:
+    for name in a:
+        assert torch.equal(a[name].nan_to_num(), b[name].nan_to_num()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_repeated_runs(device: str, dtype: torch.dtype, threads: None) -> None:
+    torch.set_num_threads(2)
+    call = demanding_call(device, dtype)
+    first = run_library(call, tuple(call.inputs()))
+    for _ in range(RUNS):
+        assert_same_bits(run_library(call, tuple(call.inputs())), first)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256])
+def test_head_dims(device: str, head_dim: int, threads: None) -> None:
+    torch.set_num_threads(2)
+    call = make_call(1, 130, 300, head_dim=head_dim, device=device, deterministic=True).with_random_gradients()
+    first = run_library(call, ("q", "k", "v"))
+    for _ in range(5):
+        assert_same_bits(run_library(call, ("q", "k", "v")), first)
+
+
+def test_the_global_switch_is_obeyed(device: str) -> None:
+    call = demanding_call(device)
+    del call.options["deterministic"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = run_library(call, tuple(call.inputs()))
+        for _ in range(5):
+            assert_same_bits(run_library(call, tuple(call.inputs())), first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_number_of_threads_does_not_matter(dtype: torch.dtype, threads: None) -> None:
+    call = demanding_call("cpu", dtype)
+    results = []
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        results.append(run_library(call, tuple(call.inputs())))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@pytest.mark.op("attention_decode")
+def test_decoding(device: str, threads: None) -> None:
+    call = make_decode(4, 2, 700, device=device, cache_seqlens=int32([700, 3, 512, 0], device), window_right=0)
+    for num_splits in (0, 1, 5):
+        first = call.run(num_splits=num_splits)
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            for got, want in zip(call.run(num_splits=num_splits), first, strict=True):
+                assert torch.equal(got, want)
+
+
+def test_two_python_threads_at_once(device: str) -> None:
+    calls = [make_call(1, 90 + 7 * n, 120, device=device, causal=True).with_random_gradients() for n in range(4)]
+    expected = [run_library(call, ("q", "k", "v")) for call in calls]
+    failures: list[BaseException] = []
+
+    def work(n: int) -> None:
+        try:
+            for _ in range(20):
+                assert_same_bits(run_library(calls[n], ("q", "k", "v")), expected[n])
+        except BaseException as error:  # a thread's failure is the test's
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures[0]

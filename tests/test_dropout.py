@@ -1,0 +1,149 @@
+"""Dropout draws by coordinates: the mask is the same for every tiling and device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flash_ext
+
+from . import reference
+from .oracle import (
+    FLOATS,
+    assert_matches_oracle,
+    dtypes_of,
+    make_call,
+    make_varlen_call,
+    random_rng,
+    run_library,
+)
+
+
+def library_mask(rng: torch.Tensor, p: float, *shape: int) -> torch.Tensor:
+    return torch.ops.flash_ext.dropout_mask(rng, p, *shape)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_the_oracle_knows_the_published_vectors(counter: tuple, key: tuple, words: tuple) -> None:
+    """Known answers of Random123 1.14 (kat_vectors, philox4x32 10)."""
+    assert reference.philox4x32_10(counter, key) == words
+
+
+def test_the_oracle_agrees_with_itself() -> None:
+    rng, (batch, heads, seqlen_q, seqlen_k) = random_rng(), (2, 3, 37, 71)
+    keep = reference.dropout_keep(rng, 0.4, batch, heads, seqlen_q, seqlen_k)
+    for b, h, i, j in zip(*(torch.randint(n, (200,)).tolist() for n in keep.shape), strict=True):
+        scalar = reference.dropout_keeps(*rng.tolist(), 0.4, b * heads + h, i, j)
+        assert scalar == bool(keep[b, h, i, j])
+
+
+@pytest.mark.op("dropout_mask")
+@pytest.mark.parametrize("p", [0.0, 2**-16, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 37, 71), (1, 2, 130, 65), (3, 1, 16, 32)], ids=str)
+def test_mask_equals_the_oracle_bit_for_bit(device: str, p: float, shape: tuple[int, ...]) -> None:
+    rng = random_rng(device)
+    mask = library_mask(rng, p, *shape)
+    assert mask.dtype == torch.bool and mask.shape == shape and mask.is_contiguous()
+    assert torch.equal(mask, reference.dropout_keep(rng, p, *shape))
+
+
+@pytest.mark.op("dropout_mask")
+@pytest.mark.parametrize("rng", [(0, 0), (-1, -1), (2**63 - 1, 1), (-(2**63), 2**40), (5, -(2**63))], ids=str)
+def test_seed_and_offset_of_any_sign(device: str, rng: tuple[int, int]) -> None:
+    state = torch.tensor(rng, device=device)
+    assert torch.equal(library_mask(state, 0.5, 1, 2, 20, 40), reference.dropout_keep(state, 0.5, 1, 2, 20, 40))
+
+
+@pytest.mark.op("dropout_mask")
+def test_seeds_and_offsets_draw_different_masks(device: str) -> None:
+    states = [(1, 0), (2, 0), (1, 1), (1, 2**32), (2 + 2**32, 0)]
+    masks = [library_mask(torch.tensor(s, device=device), 0.5, 1, 1, 64, 64) for s in states]
+    for a in range(len(masks)):
+        for b in range(a):
+            assert not torch.equal(masks[a], masks[b]), (states[a], states[b])
+
+
+@pytest.mark.op("dropout_mask")
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.8])
+def test_keep_rate(device: str, p: float) -> None:
+    kept = library_mask(random_rng(device), p, 2, 4, 256, 256).float()
+    deviation = (p * (1 - p) / kept.numel()) ** 0.5
+    assert abs(kept.mean().item() - (1 - p)) < 6 * deviation + 2**-16
+    per_key = kept.mean(dim=(0, 1, 2)) - (1 - p)
+    assert per_key.abs().max() < 6.5 * (p * (1 - p) / (2 * 4 * 256)) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.95])
+def test_out_and_gradients_match_the_oracle_with_that_mask(device: str, dtype: torch.dtype, p: float) -> None:
+    if dtype not in dtypes_of(device):
+        pytest.skip(f"{dtype} is for the CPU")
+    call = make_call(dtype=dtype, device=device, causal=True, dropout_p=p, rng_state=random_rng(device))
+    assert_matches_oracle(call)
+
+
+def test_beyond_one_tile(device: str) -> None:
+    call = make_call(1, 203, 413, heads_q=3, heads_kv=1, device=device, dropout_p=0.3, rng_state=random_rng(device))
+    assert_matches_oracle(call)
+
+
+def test_packed_sequences(device: str) -> None:
+    options = {"dropout_p": 0.4, "rng_state": random_rng(device), "causal": True}
+    assert_matches_oracle(make_varlen_call([17, 0, 40], [23, 5, 40], device, **options))
+
+
+def test_a_row_does_not_depend_on_what_else_is_computed(device: str) -> None:
+    """Cutting the problem, and so its tiling, changes nothing of the rows that stay."""
+    call = make_call(2, 150, 90, heads_q=2, device=device, dropout_p=0.3, rng_state=random_rng(device))
+    whole = run_library(call)["out"]
+    part = make_call(1, 21, 90, heads_q=2, device=device)
+    part.q, part.k, part.v, part.options = call.q[:1, :21], call.k[:1], call.v[:1], call.options
+    torch.testing.assert_close(run_library(part)["out"], whole[:1, :21])
+
+
+def test_lse_does_not_know_of_dropout(device: str) -> None:
+    call = make_call(device=device)
+    dropped = run_library(call.with_options(dropout_p=0.5, rng_state=random_rng(device)))
+    assert torch.equal(dropped["lse"], run_library(call)["lse"])
+
+
+def test_p_zero_drops_nothing(device: str) -> None:
+    call = make_call(device=device)
+    assert torch.equal(run_library(call.with_options(dropout_p=0.0))["out"], run_library(call)["out"])
+
+
+def test_p_one_drops_everything(device: str) -> None:
+    result = assert_matches_oracle(make_call(device=device, dropout_p=1.0, rng_state=random_rng(device)))
+    assert (result["out"] == 0).all()
+    assert torch.isfinite(result["lse"]).all()
+    assert (result["dv"] == 0).all()
+
+
+def test_without_a_state_torch_s_generator_draws_one(device: str) -> None:
+    call = make_call(device=device, dropout_p=0.5)
+    torch.manual_seed(7)
+    first, second = run_library(call)["out"], run_library(call)["out"]
+    torch.manual_seed(7)
+    again = run_library(call)["out"]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_backward_drops_what_forward_dropped(device: str) -> None:
+    """With v the identity, out is the weights and dv's sum counts exactly what was kept."""
+    call = make_call(1, 32, 32, heads_q=1, heads_kv=1, device=device, dropout_p=0.5)
+    v = torch.eye(32, device=device)[None, :, None].requires_grad_()
+    out = flash_ext.attention(call.q, call.k, v, dropout_p=0.5)
+    (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    torch.testing.assert_close(dv[0, :, 0, 0], out.detach().sum(1)[0, 0])
