@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report.heading("Loss with either attention, from the same seed")
     report.print_losses(runs)
     report.heading(f"Causal attention of {measure.HEADS} heads of {measure.HEAD_DIM}, float32, at growing length N")
-    measured = {name: measure.measure(name, options.lengths, options.device) for name in measure.IMPLEMENTATIONS}
+    measured = measure.measure(options.lengths, options.device)
     report.print_measurements(measured)
     if options.plot is not None:
         report.plot(options.plot, runs, measured)

@@ -80,8 +80,11 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_func`` of qkv (batch, seqlen, 3, nheads, headdim)."""
+    q, k, v = _unpack("qkv", qkv, 5, 3)
     return flash_attn_func(
-        *_unpack("qkv", qkv, 5, 3),
+        q,
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -106,9 +109,11 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_func`` of q (batch, seqlen_q, nheads, headdim) and kv (batch, seqlen_k, 2, nheads_k, headdim)."""
+    k, v = _unpack("kv", kv, 5, 2)
     return flash_attn_func(
         q,
-        *_unpack("kv", kv, 5, 2),
+        k,
+        v,
         dropout_p,
         softmax_scale,
         causal,
@@ -193,8 +198,11 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_varlen_func`` of qkv (total, 3, nheads, headdim)."""
+    q, k, v = _unpack("qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
-        *_unpack("qkv", qkv, 4, 3),
+        q,
+        k,
+        v,
         cu_seqlens,
         cu_seqlens,
         max_seqlen,
@@ -227,9 +235,11 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """``flash_attn_varlen_func`` of q (total_q, nheads, headdim) and kv (total_k, 2, nheads_k, headdim)."""
+    k, v = _unpack("kv", kv, 4, 2)
     return flash_attn_varlen_func(
         q,
-        *_unpack("kv", kv, 4, 2),
+        k,
+        v,
         cu_seqlens_q,
         cu_seqlens_k,
         max_seqlen_q,
@@ -361,9 +371,9 @@ def _decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k: Tensor | None = None, v: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     _normalise(q, options)
-    new = {name: None if x is None else pad_head_dim(x) for name, x in {"k": k, "v": v}.items()}
     caches = [cache if cache.shape[-1] % 8 == 0 else pad_head_dim(cache) for cache in (k_cache, v_cache)]
-    out, lse = decode(pad_head_dim(q), *caches, **new, return_lse=True, **options)
+    new_k, new_v = (None if x is None else pad_head_dim(x) for x in (k, v))
+    out, lse = decode(pad_head_dim(q), *caches, k=new_k, v=new_v, return_lse=True, **options)
     if k is not None:
         for cache, padded in zip((k_cache, v_cache), caches, strict=True):
             if padded is not cache:

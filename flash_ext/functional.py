@@ -94,6 +94,7 @@ def attention(
     Raises:
         RuntimeError: an argument has a wrong type, shape, device or value, or is not supported; ``supports`` tells
             beforehand. Differentiating twice, or in forward mode, raises too.
+        ValueError: window_size is no pair.
     """
     if dropout_p > 0 and rng_state is None:
         rng_state = draw_rng_state(q.device)
@@ -379,7 +380,10 @@ def _score_options(
 
 
 def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
-    left, right = window_size
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
     return left, 0 if causal else right
 
 

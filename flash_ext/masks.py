@@ -124,14 +124,16 @@ class BlockMask:
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
         h = torch.arange(heads, device=device).view(1, -1, 1, 1)
         j = torch.arange(seqlen_k, device=device)
-        seen, ids, bitmaps = [], [], []
+        seen: list[Tensor] = []
+        ids: list[Tensor] = []
+        bitmaps = [torch.zeros(0, block_m, block_n // 32, dtype=torch.int32, device=device)]
         for start in range(0, seqlen_q, block_m):
             i = torch.arange(start, min(start + block_m, seqlen_q), device=device)[:, None]
             blocks = _to_blocks(mask_mod(b, h, i, j).expand(batch, heads, len(i), seqlen_k), block_n)
             any_pair = blocks.any(-1).any(-1)
             partial = any_pair & ~_is_full(blocks, seqlen_k)
             row_ids = torch.full(partial.shape, -1, device=device)
-            row_ids[partial] = torch.arange(int(partial.sum()), device=device) + sum(map(len, bitmaps))
+            row_ids[partial] = torch.arange(int(partial.sum()), device=device) + sum(len(known) for known in bitmaps)
             bitmaps.append(_pack_bits(blocks[partial], block_m))
             seen.append(any_pair)
             ids.append(row_ids)
@@ -139,8 +141,7 @@ class BlockMask:
         none = torch.zeros(batch, heads, 0, cols, dtype=torch.bool, device=device)
         visited = torch.stack(seen, 2) if seen else none
         all_ids = torch.stack(ids, 2) if ids else none.long()
-        no_bitmap = torch.zeros(0, block_m, block_n // 32, dtype=torch.int32, device=device)
-        shared, which = torch.unique(torch.cat([no_bitmap, *bitmaps]), dim=0, return_inverse=True)
+        shared, which = torch.unique(torch.cat(bitmaps), dim=0, return_inverse=True)
         all_ids[all_ids >= 0] = which[all_ids[all_ids >= 0]]
         return _from_grid(visited, all_ids, shared, seqlen_q, seqlen_k)
 

@@ -122,7 +122,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         longest = max(lengths)
         out, _ = self._attend(q, k, v, False, max_seqlen_q=longest, max_seqlen_k=longest, **spans)
         out = F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
-        return torch.nested.as_nested_tensor(list(out.split(lengths)), layout=x.layout)
+        return torch.nested.as_nested_tensor(list(torch.split(out, lengths)), layout=x.layout)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v in the layout of the inputs, (..., num_heads, head_dim)."""
@@ -135,7 +135,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = separate if packed is None else packed.chunk(3)
             biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             projected = tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-        return [x.unflatten(-1, (self.num_heads, self.head_dim)) for x in projected]
+        return [torch.unflatten(x, -1, (self.num_heads, self.head_dim)) for x in projected]
 
     def _to_batch(self, x: Tensor) -> Tensor:
         """(batch, seqlen, heads, head_dim) of a projection in the layout of the inputs."""
@@ -190,7 +190,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         if padding is not None:
             padding = padding[:, None, None, :]
         if attn_mask is not None:
-            attn_mask = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (k.shape[0], -1))
+            attn_mask = (
+                torch.unflatten(attn_mask, 0, (k.shape[0], -1)) if attn_mask.dim() == 3 else attn_mask[None, None]
+            )
         given = [m for m in (attn_mask, padding) if m is not None]
         hidden = [m for m in given if m.dtype == torch.bool]
         biases = [m for m in given if m.dtype != torch.bool]
@@ -224,7 +226,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool,
     ) -> None:
         """Raises, before anything is computed, what ``nn.MultiheadAttention`` raises."""
-        F._mha_shape_check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+        num_dims = query.dim()
+        if num_dims not in (2, 3) or key.dim() != num_dims or value.dim() != num_dims:
+            dims = f"{query.dim()}-D, {key.dim()}-D and {value.dim()}-D"
+            raise AssertionError(f"query, key and value should be all 2-D (unbatched) or all 3-D, but got {dims}")
+        if key_padding_mask is not None and key_padding_mask.dim() != num_dims - 1:
+            raise AssertionError(
+                f"expected key_padding_mask to be {num_dims - 1}-D, but got {key_padding_mask.dim()}-D"
+            )
+        if attn_mask is not None and attn_mask.dim() not in (2, 3):
+            raise AssertionError(f"expected attn_mask to be 2-D or 3-D, but got {attn_mask.dim()}-D")
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise AssertionError(f"only bool and floating types of {name} are supported, but got {mask.dtype}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from flash_ext import vmap
+from flash_ext import _vmap
 from flash_ext._build_info import require_torch
 
 
@@ -91,7 +91,24 @@ def _differentiates(args: tuple[Any, ...]) -> bool:
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return torch.library.register_fake(f"flash_ext::{name}", lib=_LIBRARY)
+    """Registers a fake. As meta tensors run it too, it must see to devices: one of them would hide all the others."""
+    arguments = [argument.name for argument in getattr(_OPS, name).default._schema.arguments]
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def fake(*args: Any) -> Any:
+            tensors = [(name, t) for name, t in zip(arguments, args, strict=False) if isinstance(t, Tensor)]
+            first, expected = tensors[0][0], tensors[0][1].device
+            for argument, t in tensors:
+                if t.device != expected:
+                    raise RuntimeError(
+                        f"flash_ext: {argument} must be on the device of {first}, {expected}, got {t.device}"
+                    )
+            return function(*args)
+
+        torch.library.register_fake(f"flash_ext::{name}", fake, lib=_LIBRARY)
+        return function
+
+    return register
 
 
 def _fake_out(q: Tensor, v: Tensor) -> Tensor:
@@ -271,16 +288,21 @@ def _refuse_backward(name: str, reason: str) -> Callable[..., Any]:
     return backward
 
 
-def _append_kernel(keyset: Any, *args: Any) -> Any:
+def _refuse_append(keyset: Any, *args: Any) -> Any:
     if _differentiates(args):
         raise RuntimeError(
             "flash_ext::attention_decode_append writes into the cache and has no derivative: "
             "call it under torch.no_grad(), or with tensors that do not require a gradient"
         )
     with torch._C._AutoDispatchBelowAutograd():
-        outputs = _OPS.attention_decode_append.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        return _OPS.attention_decode_append.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _count_append(keyset: Any, *args: Any) -> Any:
+    """Tells autograd that the caches are no longer what they were, should it have saved them."""
     torch.autograd.graph.increment_version(args[1:3])
-    return outputs
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return _OPS.attention_decode_append.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
 _TWICE = "attention can be differentiated once"
@@ -294,7 +316,8 @@ for _name, _reason in {
     "attention_decode": "attention over a cache is for inference, flash_ext.attention is differentiable",
 }.items():
     _register_autograd(_name, _save_nothing, _refuse_backward(_name, _reason))
-_LIBRARY.impl("attention_decode_append", _append_kernel, "Autograd", with_keyset=True)
+_LIBRARY.impl("attention_decode_append", _refuse_append, "Autograd", with_keyset=True)
+_LIBRARY.impl("attention_decode_append", _count_append, "ADInplaceOrView", with_keyset=True)
 
 
 # ---- Autocast -------------------------------------------------------------------------------------------------------
@@ -355,15 +378,15 @@ def _fold_attention(name: str, num_leading: int, num_unfoldable: int = 0) -> Non
     op = getattr(_OPS, name).default
     end = num_leading + _NUM_OPTIONS
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
         options, dims = ScoreOptions(*args[num_leading:end]), ScoreOptions(*in_dims[num_leading:end])
-        if not vmap.can_fold(options, dims) or any(args[len(args) - num_unfoldable :]):
-            return vmap.loop(op, info, in_dims, args)
+        if not _vmap.can_fold(options, dims) or any(args[len(args) - num_unfoldable :]):
+            return _vmap.loop(op, info, in_dims, args)
         n = info.batch_size
-        leading = [vmap.fold(t, dim, n) for t, dim in zip(args[:num_leading], in_dims, strict=False)]
+        leading: list[Any] = [_vmap.fold(t, dim, n) for t, dim in zip(args[:num_leading], in_dims, strict=False)]
         batch = leading[-1].shape[0] // n
-        results = op(*leading, *vmap.fold_options(options, dims, n, batch), *args[end:])
-        return vmap.unfold(results, n, batch)
+        results = op(*leading, *_vmap.fold_options(options, dims, n, batch), *args[end:])
+        return _vmap.unfold(results, n, batch)
 
     torch.library.register_vmap(f"flash_ext::{name}", rule, lib=_LIBRARY)
 
@@ -375,7 +398,7 @@ def _loop_over(name: str, written: slice = slice(0)) -> None:
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         if None in in_dims[written]:
             raise RuntimeError(f"vmap of flash_ext::{name}: k_cache and v_cache are written to and must be vmapped too")
-        return vmap.loop(op, info, in_dims, args)
+        return _vmap.loop(op, info, in_dims, args)
 
     torch.library.register_vmap(f"flash_ext::{name}", rule, lib=_LIBRARY)
 

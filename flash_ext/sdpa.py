@@ -89,7 +89,8 @@ def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
     if heads_k == heads_v and (enable_gqa or heads_k in (1, heads_q)):
         return query, key, value
     if enable_gqa:
-        return query, *(x.repeat_interleave(heads_q // x.shape[-3], dim=-3) for x in (key, value))
+        key, value = (x.repeat_interleave(heads_q // x.shape[-3], dim=-3) for x in (key, value))
+        return query, key, value
     heads = _broadcast("heads (without enable_gqa)", (heads_q,), (heads_k,), (heads_v,))[0]
     q, k, v = (x.expand(*x.shape[:-3], heads, *x.shape[-2:]) for x in (query, key, value))
     return q, k, v

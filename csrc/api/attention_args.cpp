@@ -39,7 +39,7 @@ void read_value(const Argument& q, const Argument& k, const Argument& v, Geometr
 }  // namespace
 
 AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
-                                const ScoreOptions& options) {
+                                const ScoreOptions& options, bool deterministic) {
   AttentionCall call;
   Geometry& g = call.geometry;
   const Argument q_arg("q", q), k_arg("k", k);
@@ -51,7 +51,9 @@ AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, cons
   if (v) read_value(q_arg, k_arg, Argument("v", *v), g);
   check_options(q_arg, g, options);
 
-  call.plan = plan_or_fail(describe(operation, q, g, options));
+  plan::Problem problem = describe(operation, q, g, options);
+  problem.deterministic = deterministic;
+  call.plan = plan_or_fail(problem);
   if (q.is_cpu()) check_values(g, options);
   call.params = to_params(q, g, options, call.plan, call.owned);
   call.params.k = view_rows(k);

@@ -15,8 +15,9 @@ struct AttentionCall {
 };
 
 /// Checks q, k, v (none for attention_weights) and the options, plans, and fills in all that is input.
+/// `deterministic` is asked of a backward.
 AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
-                                const ScoreOptions& options);
+                                const ScoreOptions& options, bool deterministic = false);
 
 /// An lse (or its gradient) that belongs to a call.
 void check_lse(const Argument& q, const Geometry& geometry, const char* name, const Tensor& lse);

@@ -26,8 +26,10 @@ void need_bias(const ScoreOptions& options, bool needed) {
 
 BackwardCall new_backward_call(AttentionCall attention, const Tensor& q, const ScoreOptions& options,
                                const Needed& needed) {
-  const Tensor none = no_gradient(q);
-  BackwardCall call{attention.plan, {attention.params}, none, none, none, none, none, none, std::move(attention.owned)};
+  // Six tensors, not one: results of an operator must not alias.
+  const auto none = [&] { return no_gradient(q); };
+  BackwardCall call{attention.plan, {attention.params},        none(), none(), none(), none(), none(),
+                    none(),         std::move(attention.owned)};
   call.params.num_chunks = call.plan.num_chunks;
   if (needed.dbias) {
     call.dbias = gradient(*options.bias, true);
@@ -48,7 +50,7 @@ void allocate_dq_dk(BackwardCall& call, const Tensor& q, const Tensor& k, const 
 BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
                               const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                               const ScoreOptions& options, bool deterministic, const Needed& needed) {
-  AttentionCall attention = prepare_attention(plan::Operation::kBackward, q, k, v, options);
+  AttentionCall attention = prepare_attention(plan::Operation::kBackward, q, k, v, options, deterministic);
   const Geometry g = attention.geometry;
   const Argument q_arg("q", q);
   check_out_like(q_arg, g, "out", out);

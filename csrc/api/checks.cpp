@@ -86,15 +86,17 @@ const Argument& Argument::dtype_floating() const {
 }
 
 const Argument& Argument::rank_is(int64_t rank, const char* axes) const {
-  check(tensor_.dim() == rank, name_, " must be ", rank, "-dimensional ", axes, ", got shape ",
-        to_string(shape_of(tensor_)));
+  if (tensor_.dim() != rank) {
+    fail(name_, " must be ", rank, "-dimensional ", axes, ", got shape ", to_string(shape_of(tensor_)));
+  }
   return *this;
 }
 
 const Argument& Argument::shape_is(const Shape& expected, const char* axes) const {
   const Shape shape = shape_of(tensor_);
-  check(shape == expected, name_, " must have shape ", axes, ": expected ", to_string(expected), ", got ",
-        to_string(shape));
+  if (shape != expected) {
+    fail(name_, " must have shape ", axes, ": expected ", to_string(expected), ", got ", to_string(shape));
+  }
   return *this;
 }
 
@@ -102,8 +104,9 @@ const Argument& Argument::shape_broadcasts_to(const Shape& expected, const char*
   rank_is(static_cast<int64_t>(expected.size()), axes);
   const Shape shape = shape_of(tensor_);
   for (size_t d = 0; d < shape.size(); ++d) {
-    check(shape[d] == expected[d] || shape[d] == 1, name_, ".size(", d, ") must be 1 or that of ", axes,
-          ": expected shape ", to_string(expected), " or 1 in any dimension, got ", to_string(shape));
+    if (shape[d] == expected[d] || shape[d] == 1) continue;
+    fail(name_, " must have shape ", axes, ": expected ", to_string(expected), " or 1 in any dimension, got ",
+         to_string(shape));
   }
   return *this;
 }

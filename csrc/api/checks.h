@@ -28,6 +28,7 @@ template <class... Parts>
   throw std::runtime_error(message.str());
 }
 
+/// For messages whose parts cost nothing to have ready.
 template <class... Parts>
 void check(bool ok, const Parts&... parts) {
   if (!ok) fail(parts...);

@@ -33,7 +33,7 @@ void check_block_table(const Argument& q, const Argument& table, const Geometry&
   table.size_is(0, g.batch, batch_source(g));
 }
 
-CacheShape read_cache(const Argument& q, const Tensor& k_cache, const DecodeOptions& options, const Geometry& g) {
+CacheShape cache_shape(const Argument& q, const Tensor& k_cache, const DecodeOptions& options, const Geometry& g) {
   CacheShape cache;
   cache.paged = options.block_table.has_value();
   if (cache.paged) {
@@ -55,9 +55,25 @@ CacheShape read_cache(const Argument& q, const Tensor& k_cache, const DecodeOpti
 void check_v_cache(const Tensor& k_cache, const Argument& v_cache, bool written) {
   const char* const sizes_of_k[] = {"k_cache.size(0)", "k_cache.size(1)", "k_cache.size(2)"};
   for (int64_t d = 0; d < 3; ++d) v_cache.size_is(d, k_cache.size(d), sizes_of_k[d]);
+  check(v_cache.tensor().size(3) > 0, "v_cache.size(3) must be a multiple of 8 from 8 to 256, got 0");
   check(!written || v_cache.tensor().numel() == 0 || address(v_cache.tensor()) != address(k_cache),
         "v_cache must not be k_cache's memory when k and v are appended");
-  check(v_cache.tensor().size(3) > 0, "v_cache.size(3) must be a multiple of 8 from 8 to 256, got 0");
+}
+
+/// Checks the caches and completes the geometry by what they say.
+CacheShape read_cache(const Argument& q, const Tensor& k_cache, const Tensor& v_cache, const DecodeOptions& options,
+                      bool append, Geometry& g) {
+  const Argument k("k_cache", k_cache), v("v_cache", v_cache);
+  check_cache_tensor(q, k, options.block_table.has_value(), append);
+  check_cache_tensor(q, v, options.block_table.has_value(), append);
+  const CacheShape cache = cache_shape(q, k_cache, options, g);
+  k.size_is(3, g.head_dim, g.varlen_q ? "q.size(2)" : "q.size(3)");
+  check_v_cache(k_cache, v, append);
+  g.seqlen_k = cache.capacity;
+  g.total_k = k_cache.size(1);
+  g.heads_kv = k_cache.size(2);
+  g.head_dim_v = v_cache.size(3);
+  return cache;
 }
 
 void check_cache_indices(const Argument& q, int64_t batch, const DecodeOptions& options) {
@@ -95,6 +111,29 @@ void check_rotary(const Argument& q, const Geometry& g, bool append, const Decod
 
 /// flash-attn's rule: with a window, causal included, query t turns as the t-th new key; without, all as the first.
 bool rotates_by_position(const DecodeOptions& options) { return options.window_left >= 0 || options.window_right >= 0; }
+
+ScoreOptions score_options(const DecodeOptions& options) {
+  ScoreOptions scores;
+  scores.sink = options.sink;
+  scores.alibi_slopes = options.alibi_slopes;
+  scores.cu_seqlens_q = options.cu_seqlens_q;
+  scores.max_seqlen_q = options.max_seqlen_q;
+  scores.softmax_scale = options.softmax_scale;
+  scores.softcap = options.softcap;
+  scores.window_left = options.window_left;
+  scores.window_right = options.window_right;
+  return scores;
+}
+
+plan::Problem describe_decode(const Tensor& q, const Geometry& g, const CacheShape& cache, const ScoreOptions& scores,
+                              const DecodeOptions& options) {
+  plan::Problem problem = describe(plan::Operation::kDecode, q, g, scores);
+  problem.varlen = problem.varlen || options.cache_seqlens || options.cache_leftpad;
+  problem.paged = cache.paged;
+  problem.num_splits = options.num_splits;
+  problem.batch_invariant = options.batch_invariant;
+  return problem;
+}
 
 void check_device_values(const Geometry& g, const CacheShape& cache, const ScoreOptions& scores, bool append,
                          int64_t seqlen_new, const DecodeOptions& options) {
@@ -167,40 +206,17 @@ AppendParams append_params(const Tensor& q, const NewTokens& tokens, const Geome
 
 DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                           const std::optional<NewTokens>& tokens, const DecodeOptions& options) {
-  const Argument q_arg("q", q), k_arg("k_cache", k_cache), v_arg("v_cache", v_cache);
+  const Argument q_arg("q", q);
   const bool append = tokens.has_value();
   Geometry g;
   read_query(q_arg, options.cu_seqlens_q, options.max_seqlen_q, g);
-  check_cache_tensor(q_arg, k_arg, options.block_table.has_value(), append);
-  check_cache_tensor(q_arg, v_arg, options.block_table.has_value(), append);
-  const CacheShape cache = read_cache(q_arg, k_cache, options, g);
-  k_arg.size_is(3, g.head_dim, g.varlen_q ? "q.size(2)" : "q.size(3)");
-  check_v_cache(k_cache, v_arg, append);
-  g.seqlen_k = cache.capacity;
-  g.total_k = k_cache.size(1);
-  g.heads_kv = k_cache.size(2);
-  g.head_dim_v = v_cache.size(3);
+  const CacheShape cache = read_cache(q_arg, k_cache, v_cache, options, append, g);
   check_cache_indices(q_arg, g.batch, options);
   if (append) check_new_tokens(q_arg, g, *tokens, options);
   check_rotary(q_arg, g, append, options);
-
-  ScoreOptions scores;
-  scores.sink = options.sink;
-  scores.alibi_slopes = options.alibi_slopes;
-  scores.cu_seqlens_q = options.cu_seqlens_q;
-  scores.max_seqlen_q = options.max_seqlen_q;
-  scores.softmax_scale = options.softmax_scale;
-  scores.softcap = options.softcap;
-  scores.window_left = options.window_left;
-  scores.window_right = options.window_right;
+  const ScoreOptions scores = score_options(options);
   check_options(q_arg, g, scores);
-
-  plan::Problem problem = describe(plan::Operation::kDecode, q, g, scores);
-  problem.varlen = problem.varlen || options.cache_seqlens || options.cache_leftpad;
-  problem.paged = cache.paged;
-  problem.num_splits = options.num_splits;
-  problem.batch_invariant = options.batch_invariant;
-  const plan::Plan plan = plan_or_fail(problem);
+  const plan::Plan plan = plan_or_fail(describe_decode(q, g, cache, scores, options));
   if (q.is_cpu()) check_device_values(g, cache, scores, append, append ? tokens->k.size(1) : 0, options);
 
   DecodeCall call{plan,

@@ -16,8 +16,9 @@ struct MergeShapes {
 
 MergeShapes shapes_for(const Argument& outs) {
   const Shape shape = shape_of(outs.tensor());
-  check(shape.size() == 4 || shape.size() == 5, "outs must be 5-dimensional ", kOutsAxes, ", got shape ",
-        to_string(shape));
+  if (shape.size() != 4 && shape.size() != 5) {
+    fail("outs must be 5-dimensional ", kOutsAxes, ", got shape ", to_string(shape));
+  }
   check(shape[0] > 0, "outs.size(0), the number of parts, must be >= 1, got 0");
   MergeShapes result;
   result.out = Shape(shape.begin() + 1, shape.end());

@@ -63,8 +63,12 @@ void check_block_shapes(const Geometry& g, const ScoreOptions& options) {
   ids.contiguous().size_is(0, indices.tensor().size(0), "block_indices.size(0)");
   bitmaps.contiguous();
   const int64_t block_m = bitmaps.tensor().size(1), words = bitmaps.tensor().size(2);
-  check(block_m > 0 && words > 0, "block_bitmaps must have shape (num_bitmaps, block_m, block_n / 32) with blocks of ",
-        "at least one row and 32 keys, got ", to_string(shape_of(bitmaps.tensor())));
+  if (block_m == 0 || words == 0) {
+    fail(
+        "block_bitmaps must have shape (num_bitmaps, block_m, block_n / 32) with blocks of at least one row and 32 "
+        "keys",
+        ", got ", to_string(shape_of(bitmaps.tensor())));
+  }
   const int64_t num_offsets = ceil_div(g.seqlen_q, block_m) + 1;
   offsets.last_dim_contiguous().size_is(2, num_offsets, "ceil(seqlen_q / block_m) + 1");
   offsets.shape_broadcasts_to({g.batch, g.heads_q, num_offsets}, "(batch|1, heads_q|1, num_row_blocks + 1)");
@@ -194,7 +198,7 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
 plan::Plan plan_or_fail(const plan::Problem& problem) {
   const plan::Support support = plan::supports(problem);
   check(support.ok, support.reason);
-  return plan::make_plan(problem);
+  return plan::make_plan(problem, /*explain=*/false);
 }
 
 AttentionParams to_params(const Tensor& q, const Geometry& g, const ScoreOptions& options, const plan::Plan& plan,

@@ -24,8 +24,8 @@ void check_cu_seqlens(const Side& side, int64_t batch) {
   const int32_t* cu = values_of(side.cu_seqlens);
   int64_t previous = 0;
   for (int64_t b = 0; b <= batch; ++b) {
-    check(cu[b] >= previous, side.cu_seqlens_name, " must be >= 0 and not decrease (sequences would overlap): entry ",
-          b, " is ", cu[b], (b == 0 ? "" : " after "), (b == 0 ? "" : std::to_string(previous)));
+    check(cu[b] >= previous, side.cu_seqlens_name, " must not decrease (sequences would overlap): entry ", b,
+          " must be at least ", previous, ", got ", cu[b]);
     previous = cu[b];
   }
   check(previous <= side.total, side.cu_seqlens_name, " must not exceed the tensor's ", side.total,

@@ -114,8 +114,9 @@ void bind_plan(py::module_& m) {
       .def_readonly("num_chunks", &Plan::num_chunks, "backward: key ranges per head worked on independently")
       .def_readonly("reasons", &Plan::reasons);
 
-  m.def("make_plan", &make_plan, py::arg("problem"),
-        "The plan of a problem, the same that its operator follows.\n\nRaises ValueError where supports() says no.");
+  m.def(
+      "make_plan", [](const Problem& problem) { return make_plan(problem, true); }, py::arg("problem"),
+      "The plan of a problem, the same that its operator follows.\n\nRaises ValueError where supports() says no.");
   m.def(
       "supports",
       [](const Problem& problem) {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 namespace flash_ext::plan {
 namespace {
@@ -12,10 +13,6 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kHeadDimStep = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-bool is_backward(const Problem& p) {
-  return p.operation == Operation::kBackward || p.operation == Operation::kWeightsBackward;
-}
 
 template <class... Parts>
 std::string text(const Parts&... parts) {
@@ -85,42 +82,15 @@ Support check_device(const Problem& p) {
 
 // ---- How it runs ----------------------------------------------------------------------------------------------------
 
-/// With lengths known to the host, a limit that cuts off nothing is no limit: one query over a cache is not causal.
-bool limits_left(const Problem& p) {
-  if (p.window_left < 0) return false;
-  const int64_t last_row = p.top_left ? p.seqlen_q - 1 : p.seqlen_k - 1;
-  return p.varlen || last_row - p.window_left > 0;
-}
-
-bool limits_right(const Problem& p) {
-  if (p.window_right < 0) return false;
-  const int64_t first_row = p.top_left ? 0 : p.seqlen_k - p.seqlen_q;
-  return p.varlen || first_row + p.window_right < p.seqlen_k - 1;
-}
-
-void choose_mask_class(const Problem& p, Plan& plan) {
-  const bool left = limits_left(p), right = limits_right(p);
-  if (p.has_mask || p.has_block_mask || left || (right && p.window_right > 0)) {
-    plan.mask_class = MaskClass::kGeneral;
-    std::string why;
-    if (left || (right && p.window_right > 0)) why += text(", window (", p.window_left, ", ", p.window_right, ")");
-    if (p.has_mask) why += ", mask";
-    if (p.has_block_mask) why += ", block mask";
-    plan.reasons.push_back("mask class general: " + why.substr(2));
-  } else if (right) {
-    plan.mask_class = MaskClass::kCausal;
-    plan.reasons.push_back("mask class causal: no key to the right of the diagonal, no other limit");
-  } else if (p.window_left >= 0 || p.window_right >= 0) {
-    plan.reasons.push_back("mask class full: at these lengths the window hides no key");
-  } else {
-    plan.reasons.push_back("mask class full: no window and no mask");
-  }
-}
+/// Tiles of the CPU kernels. Keys: K and V tiles of head_dim 64 and a panel of scores fit the L1 cache. Rows: as many
+/// as the kernels hold, so that a tile of keys is loaded for many of them.
+constexpr int64_t kCpuBlockN = 64;
+constexpr int64_t kCpuMaxBlockM = 128;
+constexpr int64_t kCpuMinBlockM = 32;
 
 const char* kernel_of(Operation operation) {
   switch (operation) {
     case Operation::kForward:
-      return "cpu/forward";
     case Operation::kDecode:
       return "cpu/forward";
     case Operation::kWeights:
@@ -132,82 +102,127 @@ const char* kernel_of(Operation operation) {
   return "";
 }
 
-/// Tiles of the CPU kernels. Keys: K and V tiles of head_dim 64 and a panel of scores fit the L1 cache. Rows: as many
-/// as the kernels hold, so that a tile of keys is loaded for many of them.
-constexpr int64_t kCpuBlockN = 64;
-constexpr int64_t kCpuMaxBlockM = 128;
-
-/// Queries and heads that are worked on together, where that saves reading keys.
-void choose_head_group(const Problem& p, Plan& plan) {
-  constexpr int64_t kFewQueries = 64;
-  const bool forward = p.operation == Operation::kForward || p.operation == Operation::kDecode;
-  const bool together =
-      forward && p.heads_q > p.heads_kv && p.seqlen_q <= kFewQueries && !p.has_block_mask && !(p.dropout_p > 0);
-  if (!together) return;
-  plan.head_group = p.heads_q / p.heads_kv;
-  plan.reasons.push_back(
-      text(plan.head_group, " heads share a tile: with ", p.seqlen_q, " queries, reading the keys is what costs"));
+/// With lengths known to the host, a limit that cuts off nothing is no limit: one query over a cache is not causal.
+bool limits_left(const Problem& p) {
+  if (p.window_left < 0) return false;
+  const int64_t last_row = p.top_left ? p.seqlen_q - 1 : p.seqlen_k - 1;
+  return p.varlen || p.window_left < last_row;
 }
 
-int64_t query_tiles(const Problem& p, const Plan& plan, int64_t block_m) {
-  return p.batch * (p.heads_q / plan.head_group) * ceil_div(p.seqlen_q * plan.head_group, block_m);
+bool limits_right(const Problem& p) {
+  if (p.window_right < 0) return false;
+  const int64_t first_row = p.top_left ? 0 : p.seqlen_k - p.seqlen_q;
+  return p.varlen || p.window_right < p.seqlen_k - 1 - first_row;
 }
 
-void choose_splits(const Problem& p, Plan& plan) {
-  if (p.operation != Operation::kDecode) {
-    plan.reasons.push_back("1 split: the result does not depend on the number of threads");
-    return;
-  }
-  if (p.batch_invariant) {
-    plan.split_size = kBatchInvariantSplitSize;
-    plan.num_splits = std::max<int64_t>(1, ceil_div(p.seqlen_k, plan.split_size));
-    plan.reasons.push_back(
-        text("split every ", plan.split_size, " keys: batch_invariant, so nothing but the sequence itself decides"));
-  } else if (p.num_splits > 0) {
-    const int64_t most = std::clamp<int64_t>(ceil_div(p.seqlen_k, kCpuBlockN), 1, kMaxSplits);
-    plan.num_splits = std::min(p.num_splits, most);
-    plan.reasons.push_back(text(plan.num_splits, " splits: num_splits = ", p.num_splits, ", at most ", most, " for ",
-                                p.seqlen_k, " keys in tiles of ", kCpuBlockN));
-  } else {
-    const int64_t work_items = query_tiles(p, plan, kCpuMaxBlockM);
-    plan.num_splits = choose_num_splits(work_items, p.num_workers, p.seqlen_k);
-    plan.reasons.push_back(text(plan.num_splits, " splits: ", work_items, " tiles of (batch, head, query) for ",
-                                p.num_workers, " workers, ", p.seqlen_k, " keys"));
-  }
-}
+/// Takes the decisions one after the other; later ones build on earlier ones. Reasons are put into words only where
+/// somebody will read them.
+class Planner {
+ public:
+  Planner(const Problem& problem, bool explain) : p_(problem), explain_(explain) {}
 
-void choose_tiles(const Problem& p, Plan& plan) {
-  constexpr int64_t kWantedItems = 32;
-  constexpr int64_t kMinBlockM = 32;
-  plan.block_n = kCpuBlockN;
-  plan.block_m = kCpuMaxBlockM;
-  const auto because = [&](const std::string& why) {
-    plan.reasons.push_back(text("tile ", plan.block_m, " x ", plan.block_n, ": ", why));
-  };
-  if (is_backward(p)) return because("work is cut along the keys");
-  if (p.batch_invariant) {
-    plan.block_m = kMinBlockM;
-    return because("the same for every batch");
+  Plan run() {
+    plan_.kernel = kernel_of(p_.operation);
+    choose_mask_class();
+    choose_head_group();
+    choose_splits();
+    choose_tiles();
+    choose_chunks();
+    return std::move(plan_);
   }
-  while (plan.block_m > kMinBlockM && plan.num_splits * query_tiles(p, plan, plan.block_m) < kWantedItems) {
-    plan.block_m /= 2;
-  }
-  because(
-      text(plan.num_splits * query_tiles(p, plan, plan.block_m), " work items, at least ", kWantedItems, " wanted"));
-}
 
-void choose_chunks(const Problem& p, Plan& plan) {
-  constexpr int64_t kChunkKeys = 512;  // enough work to pay for one more partial dq
-  constexpr int64_t kWorkItems = 16;   // wanted in all, to keep a few threads busy at the end as well
-  if (p.operation == Operation::kWeightsBackward) {
-    plan.reasons.push_back("1 key chunk per head: dlse of a query sums over all its keys");
-  } else if (p.operation == Operation::kBackward) {
-    const int64_t heads = std::max<int64_t>(1, p.batch * p.heads_kv);
-    plan.num_chunks = std::max<int64_t>(1, std::min(ceil_div(p.seqlen_k, kChunkKeys), ceil_div(kWorkItems, heads)));
-    plan.reasons.push_back(text(plan.num_chunks, " key chunks per head: ", heads, " pairs of batch and head, ",
-                                p.seqlen_k, " keys; shapes alone decide, so results do not depend on the threads"));
+ private:
+  template <class... Parts>
+  void because(const Parts&... parts) {
+    if (explain_) plan_.reasons.push_back(text(parts...));
   }
-}
+
+  void choose_mask_class() {
+    const bool left = limits_left(p_), right = limits_right(p_);
+    const bool window = left || (right && p_.window_right > 0);
+    if (window || p_.has_mask || p_.has_block_mask) {
+      plan_.mask_class = MaskClass::kGeneral;
+      because("mask class general:", window ? text(" window (", p_.window_left, ", ", p_.window_right, ")") : "",
+              p_.has_mask ? " mask" : "", p_.has_block_mask ? " block mask" : "");
+    } else if (right) {
+      plan_.mask_class = MaskClass::kCausal;
+      because("mask class causal: no key to the right of the diagonal, no other limit");
+    } else if (p_.window_left >= 0 || p_.window_right >= 0) {
+      because("mask class full: at these lengths the window hides no key");
+    } else {
+      because("mask class full: no window and no mask");
+    }
+  }
+
+  /// Heads that are worked on together, where that saves reading keys.
+  void choose_head_group() {
+    constexpr int64_t kFewQueries = 64;
+    const bool forward = p_.operation == Operation::kForward || p_.operation == Operation::kDecode;
+    const bool free_order = !p_.has_block_mask && p_.dropout_p == 0;
+    if (!forward || !free_order || p_.heads_q == p_.heads_kv || p_.seqlen_q > kFewQueries) return;
+    plan_.head_group = p_.heads_q / p_.heads_kv;
+    because(plan_.head_group, " heads share a tile: with ", p_.seqlen_q, " queries, reading the keys is what costs");
+  }
+
+  int64_t query_tiles(int64_t block_m) const {
+    return p_.batch * (p_.heads_q / plan_.head_group) * ceil_div(p_.seqlen_q * plan_.head_group, block_m);
+  }
+
+  void choose_splits() {
+    if (p_.operation != Operation::kDecode) {
+      because("1 split: the result does not depend on the number of threads");
+    } else if (p_.batch_invariant) {
+      plan_.split_size = kBatchInvariantSplitSize;
+      plan_.num_splits = std::max<int64_t>(1, ceil_div(p_.seqlen_k, plan_.split_size));
+      because("split every ", plan_.split_size, " keys: batch_invariant, so nothing but the sequence itself decides");
+    } else if (p_.num_splits > 0) {
+      const int64_t most = std::clamp<int64_t>(ceil_div(p_.seqlen_k, kCpuBlockN), 1, kMaxSplits);
+      plan_.num_splits = std::min(p_.num_splits, most);
+      because(plan_.num_splits, " splits: num_splits = ", p_.num_splits, ", at most ", most, " for ", p_.seqlen_k,
+              " keys in tiles of ", kCpuBlockN);
+    } else {
+      const int64_t work_items = query_tiles(kCpuMaxBlockM);
+      plan_.num_splits = choose_num_splits(work_items, p_.num_workers, p_.seqlen_k);
+      because(plan_.num_splits, " splits: ", work_items, " tiles of (batch, head, query) for ", p_.num_workers,
+              " workers, ", p_.seqlen_k, " keys");
+    }
+  }
+
+  void choose_tiles() {
+    constexpr int64_t kWantedItems = 32;
+    plan_.block_n = kCpuBlockN;
+    plan_.block_m = kCpuMaxBlockM;
+    if (p_.operation == Operation::kBackward || p_.operation == Operation::kWeightsBackward) {
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": work is cut along the keys");
+    } else if (p_.batch_invariant) {
+      plan_.block_m = kCpuMinBlockM;
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": the same for every batch");
+    } else {
+      const auto work_items = [&] { return plan_.num_splits * query_tiles(plan_.block_m); };
+      while (plan_.block_m > kCpuMinBlockM && work_items() < kWantedItems) plan_.block_m /= 2;
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", work_items(), " work items, at least ", kWantedItems,
+              " wanted");
+    }
+  }
+
+  void choose_chunks() {
+    constexpr int64_t kChunkKeys = 512;  // enough work to pay for one more partial dq
+    constexpr int64_t kWorkItems = 16;   // wanted in all, to keep a few threads busy at the end as well
+    if (p_.operation == Operation::kWeightsBackward) {
+      because("1 key chunk per head: dlse of a query sums over all its keys");
+    } else if (p_.operation == Operation::kBackward) {
+      const int64_t heads = std::max<int64_t>(1, p_.batch * p_.heads_kv);
+      const int64_t most = ceil_div(p_.seqlen_k, kChunkKeys);
+      plan_.num_chunks = std::max<int64_t>(1, std::min(most, ceil_div(kWorkItems, heads)));
+      because(plan_.num_chunks, " key chunks per head: ", heads, " pairs of batch and head, ", p_.seqlen_k,
+              " keys; shapes alone decide, so the result does not depend on the number of threads");
+    }
+  }
+
+  const Problem& p_;
+  const bool explain_;
+  Plan plan_;
+};
 
 }  // namespace
 
@@ -225,17 +240,10 @@ int64_t choose_num_splits(int64_t work_items, int64_t num_workers, int64_t seqle
   return std::clamp<int64_t>(std::min(to_fill, worthwhile), 1, kMaxSplits);
 }
 
-Plan make_plan(const Problem& problem) {
+Plan make_plan(const Problem& problem, bool explain) {
   const Support support = supports(problem);
   if (!support.ok) throw std::invalid_argument(support.reason);
-  Plan plan;
-  plan.kernel = kernel_of(problem.operation);
-  choose_mask_class(problem, plan);
-  choose_head_group(problem, plan);
-  choose_splits(problem, plan);
-  choose_tiles(problem, plan);
-  choose_chunks(problem, plan);
-  return plan;
+  return Planner(problem, explain).run();
 }
 
 }  // namespace flash_ext::plan

@@ -24,7 +24,7 @@ struct Plan {
   int64_t num_splits = 1;  // key ranges with results of their own, merged afterwards
   int64_t split_size = 0;  // > 0: keys per range, whatever the length; then num_splits is how many fit at most
   int64_t num_chunks = 1;  // backward: key ranges per head worked on independently
-  std::vector<std::string> reasons;
+  std::vector<std::string> reasons;  // where asked for
 };
 
 struct Support {
@@ -35,8 +35,9 @@ struct Support {
 /// Whether the problem can run. The operators raise with this very reason.
 Support supports(const Problem& problem);
 
-/// The plan of a supported problem; throws std::invalid_argument with the reason otherwise.
-Plan make_plan(const Problem& problem);
+/// The plan of a supported problem; throws std::invalid_argument with the reason otherwise. `explain` fills in
+/// Plan::reasons, which costs more than all decisions.
+Plan make_plan(const Problem& problem, bool explain);
 
 /// How many ranges to cut `seqlen_k` keys into so that `work_items` independent items keep `num_workers` busy.
 /// Grows with seqlen_k and num_workers, shrinks with work_items; ranges of at least `kMinSplitSize` keys.

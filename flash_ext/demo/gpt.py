@@ -26,7 +26,8 @@ class GPT(nn.Module):
         self.max_seqlen = max_seqlen
         self.token = nn.Embedding(VOCABULARY, EMBED_DIM)
         self.position = nn.Embedding(max_seqlen, EMBED_DIM)
-        self.encoder = nn.TransformerEncoder(layer, NUM_LAYERS, nn.LayerNorm(EMBED_DIM), enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, NUM_LAYERS, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(EMBED_DIM)
         self.head = nn.Linear(EMBED_DIM, VOCABULARY, bias=False)
         self.apply(_initialise)
 
@@ -34,7 +35,11 @@ class GPT(nn.Module):
         seqlen = tokens.shape[1]
         x = self.token(tokens) + self.position.weight[:seqlen]
         mask = nn.Transformer.generate_square_subsequent_mask(seqlen, device=tokens.device)
-        return self.head(self.encoder(x, mask=mask, is_causal=True))
+        return self.logits(self.encoder(x, mask=mask, is_causal=True))
+
+    def logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def _initialise(module: nn.Module) -> None:
@@ -67,14 +72,15 @@ def decode(model: GPT, tokens: Tensor, start: int, cache: KVCache) -> Tensor:
     for layer, keys, values in zip(model.encoder.layers, cache.keys, cache.values, strict=True):
         attn = layer.self_attn
         projected = F.linear(layer.norm1(x), attn.in_proj_weight, attn.in_proj_bias)
-        q, k, v = projected.unflatten(-1, (3, NUM_HEADS, attn.head_dim)).unbind(dim=2)
+        q, k, v = torch.unflatten(projected, -1, (3, NUM_HEADS, attn.head_dim)).unbind(dim=2)
         attended = flash_ext.flash_attn_with_kvcache(
             q, keys, values, k, v, cache_seqlens=cache.seqlens, causal=True, num_splits=NUM_SPLITS
         )
+        assert isinstance(attended, Tensor)
         x = x + attn.out_proj(attended.flatten(-2))
         x = x + layer.linear2(layer.activation(layer.linear1(layer.norm2(x))))
     cache.seqlens += tokens.shape[1]
-    return model.head(model.encoder.norm(x))
+    return model.logits(x)
 
 
 @torch.inference_mode()

@@ -1,20 +1,21 @@
 """Time and peak memory of causal attention, forward and backward, at growing sequence length.
 
-On a CPU each implementation runs in a process of its own, started as ``python -m flash_ext.demo.measure``, because the
-peak that counts is the process's: it includes whatever a kernel allocates behind torch's back, and never shrinks.
+On a CPU each implementation runs in a process of its own, because the peak that counts is the process's: it includes
+what a kernel allocates behind torch's back, and never shrinks. ``python -m flash_ext.demo.measure``, which loads torch
+but starts none of its threads, forks them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import multiprocessing
 import re
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -40,7 +41,8 @@ class Measurement:
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out: Tensor = flash_ext.attention(q, k, v, causal=True)
+    out = flash_ext.attention(q, k, v, causal=True)
+    assert isinstance(out, Tensor)
     return out
 
 
@@ -64,19 +66,18 @@ IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def measure(name: str, seqlens: list[int], device: torch.device) -> list[Measurement]:
-    """Measures one of ``IMPLEMENTATIONS`` at each length."""
-    if name == "unfused":
-        seqlens = [seqlen for seqlen in seqlens if seqlen <= UNFUSED_LIMIT]
+def measure(seqlens: list[int], device: torch.device) -> dict[str, list[Measurement]]:
+    """Measures all ``IMPLEMENTATIONS`` at each length."""
     if device.type != "cpu":
-        return measure_here(name, seqlens, device)
-    command = [sys.executable, "-m", "flash_ext.demo.measure", name, *map(str, seqlens)]
-    command += ["--threads", str(torch.get_num_threads())]
+        return {name: measure_here(name, seqlens, device) for name in IMPLEMENTATIONS}
+    command = [sys.executable, "-m", "flash_ext.demo.measure", str(torch.get_num_threads()), *map(str, seqlens)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return [Measurement(**json.loads(line)) for line in output.splitlines()]
+    return {name: [Measurement(*row) for row in rows] for name, rows in json.loads(output).items()}
 
 
 def measure_here(name: str, seqlens: list[int], device: torch.device) -> list[Measurement]:
+    if name == "unfused":
+        seqlens = [seqlen for seqlen in seqlens if seqlen <= UNFUSED_LIMIT]
     attend = IMPLEMENTATIONS[name]
     run(attend, WARM_UP_SEQLEN, device)
     start = occupied(device)
@@ -132,16 +133,15 @@ def _resident(field: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m flash_ext.demo.measure", description=__doc__)
-    parser.add_argument("name", choices=IMPLEMENTATIONS)
-    parser.add_argument("seqlens", type=int, nargs="*")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for measurement in measure_here(arguments.name, arguments.seqlens, torch.device("cpu")):
-        print(json.dumps(asdict(measurement)))
+def main(num_threads: int, *seqlens: int) -> None:
+    """Prints as JSON what ``measure`` returns."""
+    context = multiprocessing.get_context("fork")
+    with context.Pool(1, torch.set_num_threads, (num_threads,), maxtasksperchild=1) as pool:
+        calls = [(name, list(seqlens), torch.device("cpu")) for name in IMPLEMENTATIONS]
+        results = pool.starmap(measure_here, calls, chunksize=1)
+    rows = [[astuple(measurement) for measurement in measurements] for measurements in results]
+    print(json.dumps(dict(zip(IMPLEMENTATIONS, rows, strict=True))))
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

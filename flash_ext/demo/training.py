@@ -51,7 +51,7 @@ def train(model: GPT, text: Tensor, held_out: Tensor, steps: int, seed: int, lab
         tokens, following = (x.to(device) for x in next(source))
         loss = loss_of(model, tokens, following)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

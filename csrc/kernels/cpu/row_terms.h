@@ -19,9 +19,7 @@ template <class T>
 FLASH_EXT_INLINE T dot(const T* a, const T* b, int64_t dim) {
   Vec<T> sums{};
   for (int64_t d = 0; d < dim; d += Shape<T>::kLanes) sums += load(a + d) * load(b + d);
-  T sum = 0;
-  for (int lane = 0; lane < Shape<T>::kLanes; ++lane) sum += sums[lane];
-  return sum;
+  return horizontal_sum<T>(sums);
 }
 
 /// The terms of one tile of rows.

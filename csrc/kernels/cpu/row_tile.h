@@ -48,6 +48,11 @@ struct RowTile {
   }
 };
 
+FLASH_EXT_INLINE void prefetch_row(const char* row, int64_t bytes) {
+  constexpr int64_t kCacheLine = 64;
+  for (int64_t b = 0; b < bytes; b += kCacheLine) __builtin_prefetch(row + b);
+}
+
 /// Keys [begin, end) of k or v.
 template <class T>
 void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequence& seq, int64_t head, int64_t begin,
@@ -58,23 +63,32 @@ void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequ
   for (int64_t j = begin; j < end; j += run) {
     const char* from = key_row(view, dtype, seq, j, head, &run);
     run = min(run, end - j);
+    int64_t run_ahead;
+    const char* ahead = key_row(view, dtype, seq, min(j + kBlockN, seq.seqlen_k - 1), head, &run_ahead);
     for (int64_t r = 0; r < run; ++r) {
-      poison += load_row(tile.data + (j - begin + r) * tile.stride, from + r * row_bytes, dtype, tile.dim);
+      T* to = tile.data + (j - begin + r) * tile.stride;
+      poison += load_row(to, from + r * row_bytes, dtype, tile.dim);
+      for (int64_t d = tile.dim; d < tile.stride; ++d) to[d] = 0;
+      // Rows of a head lie far apart, which defeats the hardware's prefetcher: ask for the next tile while this one is
+      // worked on.
+      if (r < run_ahead) prefetch_row(ahead + r * row_bytes, tile.dim * size_of(dtype));
     }
   }
   tile.isolate(end - begin, poison);
 }
 
-/// S[row] = row . B, for the isolated rows in [begin, end) of K (or V); B is a panel (dim, kPanel).
+/// S[row] = row . B, for the isolated rows in [begin, end) of K (or V). Number d of column `lane` of B lies at
+/// b[d * dim_stride + lane * lane_stride], as a rule in a panel.
 template <class T>
-void multiply_exactly(T* s, const RowTile<T>& tile, const T* b, int64_t begin, int64_t end) {
+void multiply_exactly(T* s, const RowTile<T>& tile, const T* b, int64_t begin, int64_t end, int lanes = Shape<T>::kPanel,
+                      int64_t dim_stride = Shape<T>::kPanel, int64_t lane_stride = 1) {
   constexpr int kPanel = Shape<T>::kPanel;
   for (int64_t n = 0; n < tile.num_isolated; ++n) {
     const int64_t r = tile.isolated[n];
     if (r < begin || r >= end) continue;
-    for (int lane = 0; lane < kPanel; ++lane) {
+    for (int lane = 0; lane < lanes; ++lane) {
       T sum = 0;
-      for (int64_t d = 0; d < tile.dim; ++d) sum += tile.original(r)[d] * b[d * kPanel + lane];
+      for (int64_t d = 0; d < tile.dim; ++d) sum += tile.original(r)[d] * b[d * dim_stride + lane * lane_stride];
       s[r * kPanel + lane] = sum;
     }
   }
@@ -82,15 +96,16 @@ void multiply_exactly(T* s, const RowTile<T>& tile, const T* b, int64_t begin, i
 
 /// O[:, lane] += weights[row][lane] * row, for the isolated rows in [begin, end), where the weight is not 0.
 template <class T>
-void accumulate_exactly(T* o, const RowTile<T>& tile, const T* weights, int64_t begin, int64_t end) {
+void accumulate_exactly(T* o, const RowTile<T>& tile, const T* weights, int64_t begin, int64_t end,
+                        int lanes = Shape<T>::kPanel, int64_t dim_stride = Shape<T>::kPanel, int64_t lane_stride = 1) {
   constexpr int kPanel = Shape<T>::kPanel;
   for (int64_t n = 0; n < tile.num_isolated; ++n) {
     const int64_t r = tile.isolated[n];
     if (r < begin || r >= end) continue;
-    for (int lane = 0; lane < kPanel; ++lane) {
+    for (int lane = 0; lane < lanes; ++lane) {
       const T weight = weights[r * kPanel + lane];
       if (weight == T(0)) continue;
-      for (int64_t d = 0; d < tile.dim; ++d) o[d * kPanel + lane] += weight * tile.original(r)[d];
+      for (int64_t d = 0; d < tile.dim; ++d) o[d * dim_stride + lane * lane_stride] += weight * tile.original(r)[d];
     }
   }
 }

@@ -35,7 +35,6 @@ constexpr int kVectorRegisters = 16;
 #endif
 
 constexpr float kInfinity = __builtin_inff();
-constexpr double kLog2E = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 
 template <class T>
@@ -123,30 +122,54 @@ FLASH_EXT_INLINE bool any(V mask) {
   return bits != 0;
 }
 
-/// 2^f on [-1/2, 1/2], a polynomial through the Chebyshev nodes of the relative error: 3e-9 (float), 6e-20 (double);
-/// exactly 1 at 0.
-FLASH_EXT_INLINE Vec<float> exp2_fraction(Vec<float> f) {
-  Vec<float> y = 0.00015461444698569129083f * f + 0.001340042817761583794f;
-  y = y * f + 0.0096180566785246380754f;
-  y = y * f + 0.055503272266703020589f;
-  y = y * f + 0.24022650922288758071f;
-  y = y * f + 0.69314720670283259577f;
-  return y * f + 1.0f;
+/// The sum of a vector in memory, by halves.
+template <class T, int kBytes>
+FLASH_EXT_INLINE T sum_of_bytes(const void* vector) {
+  if constexpr (kBytes > 16) {
+    typedef T Half __attribute__((vector_size(kBytes / 2)));
+    Half half[2];
+    __builtin_memcpy(half, vector, sizeof(half));
+    half[0] += half[1];
+    return sum_of_bytes<T, kBytes / 2>(half);
+  } else {
+    T lane[kBytes / sizeof(T)];
+    __builtin_memcpy(lane, vector, sizeof(lane));
+    T sum = lane[0];
+    for (unsigned l = 1; l < kBytes / sizeof(T); ++l) sum += lane[l];
+    return sum;
+  }
 }
 
-FLASH_EXT_INLINE Vec<double> exp2_fraction(Vec<double> f) {
-  Vec<double> y = 2.5733568308756891235e-11 * f + 4.4566753410492058782e-10;
-  y = y * f + 7.0548943863483480445e-9;
-  y = y * f + 1.017805119296064896e-7;
-  y = y * f + 1.3215486815999976975e-6;
-  y = y * f + 0.000015252733856293466416;
-  y = y * f + 0.00015403530393362755291;
-  y = y * f + 0.0013333558146390352775;
-  y = y * f + 0.0096181291076284830543;
-  y = y * f + 0.055504108664821698992;
-  y = y * f + 0.24022650695910071228;
-  y = y * f + 0.69314718055994530835;
-  return y * f + 1.0;
+/// The sum of all lanes.
+template <class T>
+FLASH_EXT_INLINE T horizontal_sum(const Vec<T>& v) {
+  return sum_of_bytes<T, sizeof(v)>(&v);
+}
+
+/// e^r on [-ln 2 / 2, ln 2 / 2], a polynomial through the Chebyshev nodes of the relative error: 3e-9 (float), 6e-20
+/// (double); exactly 1 at 0.
+FLASH_EXT_INLINE Vec<float> exp_of_rest(Vec<float> r) {
+  Vec<float> y = 0.0013941108433972674608f * r + 0.008375126398153335682f;
+  y = y * r + 0.041666352896775156786f;
+  y = y * r + 0.16666415514653275427f;
+  y = y * r + 0.50000000471177576744f;
+  y = y * r + 1.0000000377162138425f;
+  return y * r + 1.0f;
+}
+
+FLASH_EXT_INLINE Vec<double> exp_of_rest(Vec<double> r) {
+  Vec<double> y = 2.0921579964950300073e-9 * r + 2.5114869528657764941e-8;
+  y = y * r + 2.7557251904174912593e-7;
+  y = y * r + 2.7557224958392622686e-6;
+  y = y * r + 0.00002480158735011079562;
+  y = y * r + 0.00019841269909217101366;
+  y = y * r + 0.001388888888887188822;
+  y = y * r + 0.0083333333333095270794;
+  y = y * r + 0.041666666666666692193;
+  y = y * r + 0.16666666666666702412;
+  y = y * r + 0.49999999999999999989;
+  y = y * r + 0.99999999999999999847;
+  return y * r + 1.0;
 }
 
 /// e^x: 0 below the normal numbers, inf above them, NaN for NaN.
@@ -154,18 +177,19 @@ template <class T>
 FLASH_EXT_INLINE Vec<T> exp(Vec<T> x) {
   constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52;
   constexpr int kBias = sizeof(T) == 4 ? 127 : 1023;
-  // Adding this leaves round(x log2 e) + kBias in the low bits of the sum.
+  // Adding this leaves n + kBias in the low bits of the sum, n = round(x / ln 2).
   constexpr T kRound = static_cast<T>(1.5) * static_cast<T>(int64_t{1} << kMantissa) + kBias;
-  // log2 e in two parts: its rounding error would grow with |x|.
-  constexpr T kScale = static_cast<T>(kLog2E);
-  constexpr T kScaleRest = static_cast<T>(sizeof(T) == 4 ? 1.9259629911266174681e-8 : 2.035527374093103205e-17);
-  constexpr T kLow = static_cast<T>(-(kBias + 0.1) * kLn2), kHigh = static_cast<T>((kBias + 1) * kLn2);
-  x = kLow > x ? broadcast<T>(kLow) : x;
-  x = x > kHigh ? broadcast<T>(kHigh) : x;
-  const Vec<T> sum = x * kScale + kRound;
+  constexpr T kInverse = static_cast<T>(1 / kLn2);
+  // ln 2 in two parts, the first with so few bits that n times it is exact (Cody and Waite 1980).
+  constexpr T kHigh = static_cast<T>(sizeof(T) == 4 ? 0.693359375 : 0.693145751953125);
+  constexpr T kRest = static_cast<T>(sizeof(T) == 4 ? -2.12194440054690583e-4 : 1.42860682030941723212e-6);
+  constexpr T kSmallest = static_cast<T>(-(kBias + 0.1) * kLn2), kLargest = static_cast<T>((kBias + 1) * kLn2);
+  x = kSmallest > x ? broadcast<T>(kSmallest) : x;
+  x = x > kLargest ? broadcast<T>(kLargest) : x;
+  const Vec<T> sum = x * kInverse + kRound;
+  const Vec<T> n = sum - kRound;
   const IntVec<T> power = bit_cast<IntVec<T>>(sum) << kMantissa;
-  const Vec<T> fraction = x * kScaleRest + (x * kScale - (sum - kRound));
-  return exp2_fraction(fraction) * bit_cast<Vec<T>>(power);
+  return exp_of_rest(x - n * kHigh - n * kRest) * bit_cast<Vec<T>>(power);
 }
 
 /// tanh, accurate for small x too (rational part: Cephes, tanh.c).

@@ -24,26 +24,26 @@ struct Accumulators {
   FLASH_EXT_INLINE void clear() {
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int c = 0; c < kCols; ++c) sum[r][c] = Vec<T>{};
   }
 
   FLASH_EXT_INLINE void load_from(const T* tile, int64_t stride) {
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int c = 0; c < kCols; ++c) sum[r][c] = load(tile + r * stride + c * Shape<T>::kLanes);
   }
 
   FLASH_EXT_INLINE void store_to(T* tile, int64_t stride) const {
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int c = 0; c < kCols; ++c) store(tile + r * stride + c * Shape<T>::kLanes, sum[r][c]);
   }
 
   FLASH_EXT_INLINE void scale_columns(const T* scale) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int c = 0; c < kCols; ++c) {
       const Vec<T> s = load(scale + c * Shape<T>::kLanes);
 #pragma GCC unroll 32
@@ -51,16 +51,23 @@ struct Accumulators {
     }
   }
 
+  FLASH_EXT_INLINE void scale_rows(const T* scale) {
+#pragma GCC unroll 32
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < kCols; ++c) sum[r][c] *= scale[r];
+  }
+
   FLASH_EXT_INLINE void add_product(const T* a, int64_t row_stride, int64_t depth_stride, const T* b, int64_t b_stride,
                                     int64_t depth) {
     for (int64_t k = 0; k < depth; ++k, a += depth_stride, b += b_stride) {
       Vec<T> b_row[kCols];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int c = 0; c < kCols; ++c) b_row[c] = load(b + c * Shape<T>::kLanes);
 #pragma GCC unroll 32
       for (int r = 0; r < kRows; ++r) {
         const Vec<T> a_value = broadcast<T>(a[r * row_stride]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int c = 0; c < kCols; ++c) sum[r][c] += a_value * b_row[c];
       }
     }

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flash_ext.ops import ScoreOptions
 
 
-def can_fold(options: ScoreOptions, dims: ScoreOptions) -> bool:
+def can_fold(options: ScoreOptions, dims: Any) -> bool:
     """Packed sequences have no batch dimension, dropout depends on the place in the batch, and a sink or the blocks of
     a mask are shared by the whole batch."""
     shared = (dims.sink, dims.block_indices, dims.block_bitmap_ids, dims.block_bitmaps)
@@ -28,7 +28,7 @@ def fold(t: Tensor | None, dim: int | None, n: int) -> Tensor | None:
     return None if t is None else _to_front(t, dim, n).flatten(0, 1)
 
 
-def fold_options(options: ScoreOptions, dims: ScoreOptions, n: int, batch: int) -> ScoreOptions:
+def fold_options(options: ScoreOptions, dims: Any, n: int, batch: int) -> ScoreOptions:
     """The options of the folded call. What is the same for the whole batch stays small."""
 
     def widen(t: Tensor | None, dim: int | None) -> Tensor | None:

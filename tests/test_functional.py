@@ -1,0 +1,278 @@
+"""What the Python functions add to the operators: defaults, lengths, random numbers, ``supports`` and ``explain``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext import _plan
+
+from . import reference
+from .oracle import cumulative, int32, random
+
+
+def qkv(device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [random(*shape, dtype=dtype, device=device) for shape in [(2, 9, 4, 16), (2, 13, 2, 16), (2, 13, 2, 24)]]
+
+
+def packed_qkv(device: str) -> list[Tensor]:
+    return [random(*shape, device=device) for shape in [(9, 4, 16), (13, 2, 16), (13, 2, 24)]]
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_keywords() -> None:
+    parameters = inspect.signature(flash_ext.attention).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == ["q", "k", "v"]
+    with pytest.raises(TypeError, match="is_causal"):
+        flash_ext.attention(*qkv("cpu"), is_causal=True)  # type: ignore[call-arg]
+
+
+def test_returns_lse_on_request(device: str) -> None:
+    tensors = qkv(device)
+    out = flash_ext.attention(*tensors)
+    with_lse = flash_ext.attention(*tensors, return_lse=True)
+    assert isinstance(out, Tensor) and isinstance(with_lse, tuple)
+    assert torch.equal(out, with_lse[0]) and with_lse[1].shape == (2, 4, 9)
+
+
+def test_default_scale(device: str) -> None:
+    tensors = qkv(device)
+    assert torch.equal(flash_ext.attention(*tensors), flash_ext.attention(*tensors, softmax_scale=16**-0.5))
+
+
+def test_causal_is_a_right_window_of_zero(device: str) -> None:
+    tensors = qkv(device)
+    expected = flash_ext.attention(*tensors, window_size=(5, 0))
+    assert torch.equal(flash_ext.attention(*tensors, causal=True, window_size=(5, 3)), expected)
+
+
+@pytest.mark.parametrize("bias_shape", [None, (1, 1, 1, 1), (1, 4, 5, 1), (2, 1, 5, 7)], ids=str)
+def test_longest_sequence_may_be_left_out(device: str, bias_shape: tuple[int, ...] | None) -> None:
+    q, k, v = packed_qkv(device)
+    options: dict[str, Any] = dict(cu_seqlens_q=cumulative([4, 5], device), cu_seqlens_k=cumulative([6, 7], device))
+    if bias_shape is not None:
+        options["bias"] = random(*bias_shape, device=device)
+    expected = flash_ext.attention(q, k, v, **options, max_seqlen_q=5, max_seqlen_k=7)
+    assert torch.equal(flash_ext.attention(q, k, v, **options), expected)
+
+
+def test_longest_sequence_bounded_by_the_total_gives_the_same(device: str) -> None:
+    q, k, v = packed_qkv(device)
+    cu_q, cu_k = cumulative([4, 5], device), cumulative([6, 7], device)
+    options: dict[str, Any] = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True)
+    options |= dict(dropout_p=0.3, rng_state=flash_ext.draw_rng_state(device))
+    expected = flash_ext.attention(q, k, v, **options)
+    assert torch.equal(flash_ext.attention(q, k, v, **options, max_seqlen_q=9, max_seqlen_k=13), expected)
+
+
+def test_no_sequences(device: str) -> None:
+    q, k, v = (t[:0] for t in packed_qkv(device))
+    cu = cumulative([], device)
+    out, lse = flash_ext.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, return_lse=True)
+    assert out.shape == (0, 4, 24) and lse.shape == (4, 0)
+
+
+def test_dropout_draws_from_torchs_generator(device: str) -> None:
+    tensors = qkv(device)
+
+    def drop() -> Tensor:
+        return flash_ext.attention(*tensors, dropout_p=0.5)
+
+    torch.manual_seed(11)
+    first, second = drop(), drop()
+    torch.manual_seed(11)
+    assert torch.equal(drop(), first) and not torch.equal(first, second)
+    torch.manual_seed(11)
+    rng_state = flash_ext.draw_rng_state(device)
+    assert rng_state.dtype == torch.int64 and rng_state.shape == (2,)
+    assert torch.equal(flash_ext.attention(*tensors, dropout_p=0.5, rng_state=rng_state), first)
+
+
+def test_no_dropout_draws_nothing(device: str) -> None:
+    before = torch.get_rng_state()
+    flash_ext.attention(*qkv("cpu"))
+    torch.set_rng_state(before)
+    tensors = qkv("cpu")
+    after_inputs = torch.get_rng_state()
+    flash_ext.attention(*tensors)
+    assert torch.equal(torch.get_rng_state(), after_inputs)
+
+
+def test_rng_state_without_dropout_raises(device: str) -> None:
+    with pytest.raises(RuntimeError, match="dropout_p"):
+        flash_ext.attention(*qkv(device), rng_state=flash_ext.draw_rng_state(device))
+
+
+# ---- attention_weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_weights_with_the_lse_of_attention_have_torchs_gradient(
+    device: str, dtype: torch.dtype, dropout_p: float
+) -> None:
+    if dtype == torch.float64 and device != "cpu":
+        pytest.skip("float64 is for the CPU")
+    q, k, v = (t.requires_grad_() for t in qkv(device, dtype))
+    bias = random(1, 4, 9, 13, dtype=dtype, device=device).requires_grad_()
+    options: dict[str, Any] = dict(causal=True, bias=bias, softcap=5.0)
+    keep = None
+    if dropout_p > 0:
+        options |= dict(dropout_p=dropout_p, rng_state=flash_ext.draw_rng_state(device))
+        keep = reference.dropout_keep(options["rng_state"], dropout_p, 2, 4, 9, 13)
+    out, lse = flash_ext.attention(q, k, v, **options, return_lse=True)
+    weights = flash_ext.attention_weights(q, k, lse, **options)
+    expected_out, _, expected = reference.attention(
+        q, k, v, reference.Options(causal=True, bias=bias, softcap=5.0, keep=keep, dropout_p=dropout_p)
+    )
+    found = torch.autograd.grad((weights**2).sum() + out.sum(), (q, k, v, bias))
+    wanted = torch.autograd.grad((expected**2).sum() + expected_out.sum(), (q, k, v, bias))
+    for got, want in zip((weights, *found), (expected, *wanted), strict=True):
+        tolerance = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(got, want, **tolerance)
+
+
+def test_weights_of_packed_sequences(device: str) -> None:
+    q, k, v = packed_qkv(device)
+    cu_q, cu_k = cumulative([4, 5], device), cumulative([6, 7], device)
+    options: dict[str, Any] = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True)
+    _, lse = flash_ext.attention(q, k, v, **options, return_lse=True)
+    weights = flash_ext.attention_weights(q, k, lse, **options)
+    assert weights.shape == (2, 4, 5, 7)
+    expected = reference.attention(q[None, :4], k[None, :6], v[None, :6], reference.Options(causal=True))[2]
+    torch.testing.assert_close(weights[:1, :, :4, :6], expected)
+    assert not weights[0, :, 4:].any() and not weights[0, :, :, 6:].any()
+
+
+def test_weights_refuse_what_they_would_ignore(device: str) -> None:
+    q, k, v = qkv(device)
+    _, lse = flash_ext.attention(q, k, v, return_lse=True)
+    with pytest.raises(TypeError, match="sink"):
+        flash_ext.attention_weights(q, k, lse, sink=random(4, device=device))
+    with pytest.raises(TypeError, match="deterministic"):
+        flash_ext.attention_weights(q, k, lse, deterministic=True)
+    with pytest.raises(RuntimeError, match="rng"):
+        flash_ext.attention_weights(q, k, lse, dropout_p=0.5)
+
+
+# ---- merge and decode -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_merge_of_parts_is_the_whole(device: str, as_list: bool) -> None:
+    q, k, v = qkv(device)
+    parts = [flash_ext.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(5), slice(5, 6), slice(6, None))]
+    outs, lses = ([part[i] for part in parts] for i in range(2))
+    out, lse = flash_ext.merge(outs, lses) if as_list else flash_ext.merge(torch.stack(outs), torch.stack(lses))
+    expected, expected_lse = flash_ext.attention(q, k, v, return_lse=True)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+@pytest.mark.op("attention_decode")
+def test_decode_of_packed_queries(device: str) -> None:
+    q = random(5, 4, 16, device=device)
+    caches = [random(2, 32, 2, 16, device=device) for _ in range(2)]
+    options: dict[str, Any] = dict(causal=True, cache_seqlens=int32([20, 7], device))
+    out, lse = flash_ext.decode(q, *caches, cu_seqlens_q=cumulative([2, 3], device), return_lse=True, **options)
+    assert out.shape == (5, 4, 16) and lse.shape == (4, 5)
+    expected = flash_ext.attention(q[None, 2:], *(cache[1:, :7] for cache in caches), causal=True)
+    torch.testing.assert_close(out[2:], expected[0])
+
+
+# ---- supports and explain -------------------------------------------------------------------------------------------
+
+
+def test_supports_what_runs(device: str) -> None:
+    q, k, v = qkv(device)
+    for operation in ("forward", "backward", "weights", "weights_backward", "decode"):
+        assert flash_ext.supports(q, k, v, operation=operation) == (True, "")
+    assert flash_ext.supports(q, k, v, causal=True, bias=random(1, 1, 9, 13), deterministic=True) == (True, "")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "softcap": ({"softcap": -1.0}, "softcap"),
+    "softcap_nan": ({"softcap": float("nan")}, "softcap"),
+    "scale": ({"softmax_scale": float("inf")}, "softmax_scale"),
+    "dropout": ({"dropout_p": 1.5}, "dropout_p"),
+    "window": ({"window_size": (-2, 0)}, "window_size"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_supports_and_the_call_give_the_same_reason(device: str, name: str) -> None:
+    options, match = REFUSED[name]
+    q, k, v = qkv(device)
+    ok, reason = flash_ext.supports(q, k, v, **options)
+    assert not ok and match in reason
+    with pytest.raises(RuntimeError) as error:
+        flash_ext.attention(q, k, v, **options)
+    assert reason in str(error.value)
+    with pytest.raises(ValueError, match=match):
+        flash_ext.explain(q, k, v, **options)
+
+
+def test_supports_reads_shapes_and_dtypes(device: str) -> None:
+    q, k, v = qkv(device)
+    for tensors in ((q[..., :5], k[..., :5], v), (q[:, :, :3], k, v), (q, k, v[..., :0])):
+        ok, reason = flash_ext.supports(*tensors)
+        assert not ok and reason
+        with pytest.raises(RuntimeError):
+            flash_ext.attention(*tensors)
+    ok, reason = flash_ext.supports(q.int(), k.int(), v.int())
+    assert not ok and "int32" in reason
+
+
+def test_unknown_options_raise(device: str) -> None:
+    for function in (flash_ext.supports, flash_ext.explain):
+        with pytest.raises(TypeError, match="is_causal"):
+            function(*qkv(device), is_causal=True)
+
+
+def test_explain_shows_the_plan(device: str) -> None:
+    q, k, v = qkv(device)
+    explanation = flash_ext.explain(q, k, v, causal=True)
+    assert explanation.plan.mask_class == "causal"
+    text = str(explanation)
+    for part in ("forward", device, "float32", "(2, 9, 4, 16)", "(2, 13, 2, 16)", *explanation.plan.reasons):
+        assert part in text
+
+
+def test_explain_knows_the_operation(device: str) -> None:
+    q = random(1, 1, 8, 64, device=device)
+    caches = [random(1, 8192, 1, 64, device=device) for _ in range(2)]
+    fixed = flash_ext.explain(q, *caches, operation="decode", batch_invariant=True)
+    assert fixed.plan.split_size == _plan.BATCH_INVARIANT_SPLIT_SIZE
+    assert flash_ext.explain(q, *caches, operation="decode", num_splits=4).plan.num_splits == 4
+    assert flash_ext.explain(q, *caches, operation="backward").plan.kernel.endswith("backward")
+    with pytest.raises(ValueError, match="operation"):
+        flash_ext.explain(q, *caches, operation="sideways")
+
+
+def test_explain_of_packed_sequences_and_pages(device: str) -> None:
+    q, k, v = packed_qkv(device)
+    cu_q, cu_k = cumulative([4, 5], device), cumulative([6, 7], device)
+    problem = flash_ext.explain(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=5, max_seqlen_k=7).problem
+    assert (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.varlen) == (2, 5, 7, True)
+    pages = [random(9, 16, 2, 16, device=device) for _ in range(2)]
+    table = torch.zeros(2, 6, dtype=torch.int32, device=device)
+    problem = flash_ext.explain(
+        random(2, 1, 4, 16, device=device), *pages, operation="decode", block_table=table
+    ).problem
+    assert (problem.seqlen_k, problem.paged) == (96, True)
+
+
+# ---- the package ----------------------------------------------------------------------------------------------------
+
+
+def test_public_names() -> None:
+    for name in flash_ext.__all__:
+        assert hasattr(flash_ext, name), name
+    assert flash_ext.__version__ == flash_ext.build_info()["version"]
