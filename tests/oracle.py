@@ -237,9 +237,25 @@ def assert_matches_oracle(call: Call, gradients_of: Sequence[str] | None = None,
     assert result.keys() == ref.keys()
     for name in ref:
         assert_contract_form(call, name, result[name])
+        slack = 0.0 if name in ("out", "lse", "dv") else cancellation(call, ref["out"])
         for got in (result[name], poisoned[name]):
-            assert_within_bound(name, got, ref[name], low[name], compute_dtype(call, name), factor)
+            assert_within_bound(name, got, ref[name], low[name], compute_dtype(call, name), factor, slack)
     return result
+
+
+def cancellation(call: Call, out: Tensor) -> float:
+    """What the gradient of a score may be off where it is the difference of two equal numbers.
+
+    It is p * (<grad_out, v> - <grad_out, out>), and out is v in a row that sees one key. autograd takes the difference
+    of one number and itself; a kernel sums each product in an order of its own.
+    """
+    if call.grad_out is None or not out.numel():
+        return 0.0
+    products = (call.grad_out.double() * out.double()).abs().nan_to_num(0, 0, 0).sum(-1).max().item()
+    scale = call.options.get("softmax_scale")
+    scale = call.q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    largest = max(t.abs().nan_to_num(0, 0, 0).max().item() if t.numel() else 0.0 for t in (call.q, call.k))
+    return 4 * torch.finfo(call.lse_dtype).eps * products * max(1.0, scale * largest)
 
 
 def compute_dtype(call: Call, name: str) -> torch.dtype:
@@ -266,7 +282,7 @@ def assert_contract_form(call: Call, name: str, got: Tensor) -> None:
 
 
 def assert_within_bound(
-    name: str, got: Tensor, ref: Tensor, low: Tensor, dtype: torch.dtype, factor: float = 2.0
+    name: str, got: Tensor, ref: Tensor, low: Tensor, dtype: torch.dtype, factor: float = 2.0, slack: float = 0.0
 ) -> None:
     got, ref, low = got.double(), ref.double(), low.double()
     assert got.shape == ref.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
@@ -278,5 +294,5 @@ def assert_within_bound(
     error = torch.where(finite, got - ref, 0).abs().max().item()
     low_error = torch.where(finite & low.isfinite(), low - ref, 0).abs().max().item()
     scale = max(1.0, torch.where(finite, ref, 0).abs().max().item())
-    bound = factor * low_error + ROUNDING[dtype] * torch.finfo(dtype).eps * scale
+    bound = factor * low_error + ROUNDING[dtype] * torch.finfo(dtype).eps * scale + slack
     assert error <= bound, f"{name}: error {error:.3e} > {bound:.3e} (plain PyTorch: {low_error:.3e})"

@@ -113,8 +113,8 @@ class BackwardChunk {
       const int64_t i = rows.query(r);
       const int lane = static_cast<int>(r % kPanel);
       if (job_.partial_dq == nullptr) {
-        store_lane(query_row(p_.dq, p_.dtype, seq_, i, rows.first_head), p_.dtype, row_, panel, lane, p_.head_dim,
-                   static_cast<T>(p_.softmax_scale));
+        for (int64_t d = 0; d < p_.head_dim; ++d) row_[d] = panel[d * kPanel + lane] * static_cast<T>(p_.softmax_scale);
+        store_row(query_row(p_.dq, p_.dtype, seq_, i, rows.first_head), p_.dtype, row_, p_.head_dim);
       } else {
         T* to = static_cast<T*>(job_.partial_dq) +
                 row_of_head(p_, item_.chunk, seq_.batch, rows.first_head, i) * p_.head_dim;

@@ -2,14 +2,15 @@
 //
 // A tile of up to 128 queries walks over its tiles of 64 keys. For each panel of queries the scores S^T = K Q^T are a
 // small block (keys x queries, one query per vector lane) that stays in the L1 cache while it becomes P^T and is
-// multiplied: O^T = alpha O^T + V^T P^T. With split keys, each split writes its own normalised result and lse; the
-// merge
+// multiplied: O^T = alpha O^T + V^T P^T. A tile of up to four queries does the same along the head dim (few_rows.h).
+// With split keys, each split writes its own normalised result and lse; the merge
 //   lse = log(exp(sink) + sum_s exp(lse_s)),   out = sum_s exp(lse_s - lse) out_s
 // follows in the order of the splits.
 #pragma once
 
 #include "arena.h"
 #include "dropout_panel.h"
+#include "few_rows.h"
 #include "kernels.h"
 #include "online_softmax.h"
 #include "row_tile.h"
@@ -54,8 +55,8 @@ class ForwardTile {
     scores_ = arena.take<T>(kBlockN * kPanel);
     if (dropout_.active()) factors_ = arena.take<T>(kBlockN * kPanel);
     row_ = arena.take<T>(max(p_.head_dim, p_.head_dim_v));
-    k_.take(arena, kBlockN, p_.head_dim, p_.head_dim);
-    v_.take(arena, kBlockN, p_.head_dim_v, p_.head_dim_v);
+    k_.take(arena, kBlockN, p_.head_dim, round_up(p_.head_dim, Shape<T>::kLanes));
+    v_.take(arena, kBlockN, p_.head_dim_v, round_up(p_.head_dim_v, Shape<T>::kLanes));
     bytes_ = arena.size();
   }
 
@@ -80,38 +81,65 @@ class ForwardTile {
  private:
   void start() {
     num_panels_ = ceil_div(rows_.count, kPanel);
-    load_panels(q_, row_, p_.q, p_.dtype, p_.head_dim, rules_.q_factor, rows_, seq_);
+    few_ = rows_.count <= kFewRows<T>;
+    q_layout_ = few_ ? LaneLayout{rows_.count, 1, k_.stride} : kPanelLayout<T>;
+    out_layout_ = few_ ? LaneLayout{rows_.count, 1, v_.stride} : kPanelLayout<T>;
+    __builtin_memset(q_, 0, num_panels_ * p_.head_dim * kPanel * sizeof(T));
+    __builtin_memset(out_, 0, num_panels_ * p_.head_dim_v * kPanel * sizeof(T));
+    __builtin_memset(scores_, 0, kBlockN * kPanel * sizeof(T));  // lanes without a query stay finite
+    for (int64_t row = 0; row < rows_.count; ++row) load_query(row);
     for (int64_t n = 0; n < num_panels_; ++n) {
       panel_[n].set(rows_, n * kPanel, seq_);
       state_[n].clear();
     }
-    __builtin_memset(out_, 0, num_panels_ * p_.head_dim_v * kPanel * sizeof(T));
+  }
+
+  T* q_of(int64_t panel) const { return q_ + panel * p_.head_dim * kPanel; }
+  T* out_of(int64_t panel) const { return out_ + panel * p_.head_dim_v * kPanel; }
+
+  void load_query(int64_t row) {
+    load_row(row_, query_row(p_.q, p_.dtype, seq_, rows_.query(row), rows_.head(row)), p_.dtype, p_.head_dim);
+    T* to = q_of(row / kPanel);
+    for (int64_t d = 0; d < p_.head_dim; ++d) to[q_layout_.at(d, row % kPanel)] = row_[d] * rules_.q_factor;
   }
 
   void visit(int64_t n, const KeyTile& tile) {
-    const Panel<T>& panel = panel_[n];
-    const Interval keys = intersect(panel.some, {tile.begin, tile.end});
+    const Interval keys = intersect(panel_[n].some, {tile.begin, tile.end});
     if (keys.begin == keys.end) return;
     const ScorePanel<T> scores{scores_, keys.begin - tile.begin, keys.end - tile.begin};
-    if (panel.vectors == 1) {
-      visit<1>(n, tile, scores);
+    multiply_keys(n, scores);
+    multiply_exactly(scores_, k_, q_of(n), scores.begin, scores.end, q_layout_);
+    finish_scores(scores, rules_, panel_[n], seq_, tile);
+    softmax_step(state_[n], scores, panel_[n].vectors);
+    if (dropout_.active()) drop(scores, n, tile);
+    accumulate_values(n, scores);
+    accumulate_exactly(out_of(n), v_, scores_, scores.begin, scores.end, out_layout_);
+  }
+
+  void multiply_keys(int64_t n, const ScorePanel<T>& scores) {
+    if (few_) {
+      with_constant<kFewRows<T>>(rows_.count, [&](auto rows) {
+        multiply_rows<T, decltype(rows)::value>(scores_, k_.data, q_, k_.stride, scores.begin, scores.end);
+      });
+    } else if (panel_[n].vectors == 1) {
+      multiply<T, 1>(scores_, k_.data, k_.stride, q_of(n), p_.head_dim, scores.begin, scores.end);
     } else {
-      visit<Shape<T>::kCols>(n, tile, scores);
+      multiply<T>(scores_, k_.data, k_.stride, q_of(n), p_.head_dim, scores.begin, scores.end);
     }
   }
 
-  template <int kCols>
-  FLASH_EXT_INLINE void visit(int64_t n, const KeyTile& tile, const ScorePanel<T>& scores) {
-    const T* q = q_ + n * p_.head_dim * kPanel;
-    T* out = out_ + n * p_.head_dim_v * kPanel;
-    multiply<T, kCols>(scores_, k_.data, k_.stride, q, p_.head_dim, scores.begin, scores.end);
-    multiply_exactly(scores_, k_, q, scores.begin, scores.end);
-    finish_scores(scores, rules_, panel_[n], seq_, tile);
-    softmax_step(state_[n], scores, kCols);
-    if (dropout_.active()) drop(scores, n, tile);
-    accumulate_transposed<T, kCols>(out, state_[n].alpha, v_.data, v_.stride, scores_, scores.begin, scores.end,
-                                    p_.head_dim_v);
-    accumulate_exactly(out, v_, scores_, scores.begin, scores.end);
+  void accumulate_values(int64_t n, const ScorePanel<T>& scores) {
+    const T* alpha = state_[n].alpha;
+    if (few_) {
+      with_constant<kFewRows<T>>(rows_.count, [&](auto rows) {
+        accumulate_rows<T, decltype(rows)::value>(out_, alpha, v_.data, v_.stride, scores_, scores.begin, scores.end);
+      });
+    } else if (panel_[n].vectors == 1) {
+      accumulate_transposed<T, 1>(out_of(n), alpha, v_.data, v_.stride, scores_, scores.begin, scores.end,
+                                  p_.head_dim_v);
+    } else {
+      accumulate_transposed<T>(out_of(n), alpha, v_.data, v_.stride, scores_, scores.begin, scores.end, p_.head_dim_v);
+    }
   }
 
   void drop(const ScorePanel<T>& scores, int64_t n, const KeyTile& tile) {
@@ -135,15 +163,15 @@ class ForwardTile {
       }
       const T lse = nothing ? -static_cast<T>(kInfinity) : maximum + log(sum);
       factor = nothing ? T(0) : factor * dropout_.kept_scale() / sum;
-      const T* out = out_ + n * p_.head_dim_v * kPanel;
+      for (int64_t d = 0; d < p_.head_dim_v; ++d) row_[d] = out_of(n)[out_layout_.at(d, lane)] * factor;
       if (job_.partial_out == nullptr) {
         *query_lse<T>(p_.lse, seq_, i, head) = lse;
-        store_lane(query_row(p_.out, p_.dtype, seq_, i, head), p_.dtype, row_, out, lane, p_.head_dim_v, factor);
+        store_row(query_row(p_.out, p_.dtype, seq_, i, head), p_.dtype, row_, p_.head_dim_v);
       } else {
         const int64_t row = row_of_head(p_, split, seq_.batch, head, i);
         static_cast<T*>(job_.partial_lse)[row] = lse;
         T* to = static_cast<T*>(job_.partial_out) + row * p_.head_dim_v;
-        for (int64_t d = 0; d < p_.head_dim_v; ++d) to[d] = out[d * kPanel + lane] * factor;
+        __builtin_memcpy(to, row_, p_.head_dim_v * sizeof(T));
       }
     }
   }
@@ -154,8 +182,8 @@ class ForwardTile {
   Dropout<T> dropout_;
   Panel<T>* panel_;
   SoftmaxState<T>* state_;
-  T* q_;    // (panels, head_dim, kPanel), scaled
-  T* out_;  // (panels, head_dim_v, kPanel), not normalised
+  T* q_;    // (panels, head_dim, kPanel), scaled; a few rows: (rows, head_dim)
+  T* out_;  // (panels, head_dim_v, kPanel), not normalised; a few rows: (rows, head_dim_v)
   T* scores_;
   T* factors_ = nullptr;
   T* row_;
@@ -165,6 +193,9 @@ class ForwardTile {
   Sequence seq_{};
   QueryRows rows_{};
   int64_t num_panels_ = 0;
+  bool few_ = false;
+  LaneLayout q_layout_{};
+  LaneLayout out_layout_{};
 };
 
 inline int64_t count_tiles(const AttentionParams& p, int64_t tile_rows, int64_t group) {

@@ -96,28 +96,16 @@ FLASH_EXT_INLINE Interval visible_keys(const QueryRows& rows, const Sequence& se
   return visible_keys(rows.query(0), rows.query(rows.count - 1) + 1, seq.seqlen_k, seq.window);
 }
 
-/// Loads `count` rows of `view` as panels, times `factor`: to[panel][d][lane]. Unused lanes become 0.
-template <class T>
-void load_panels(T* to, T* row_buffer, const TensorView& view, DType dtype, int64_t dim, T factor,
-                 const QueryRows& rows, const Sequence& seq) {
-  constexpr int kPanel = Shape<T>::kPanel;
-  const int64_t padded = round_up(rows.count, kPanel);
-  for (int64_t row = 0; row < padded; ++row) {
-    T* lane = to + row / kPanel * dim * kPanel + row % kPanel;
-    if (row >= rows.count) {
-      for (int64_t d = 0; d < dim; ++d) lane[d * kPanel] = 0;
-      continue;
-    }
-    load_row(row_buffer, query_row(view, dtype, seq, rows.query(row), rows.head(row)), dtype, dim);
-    for (int64_t d = 0; d < dim; ++d) lane[d * kPanel] = row_buffer[d] * factor;
-  }
-}
+/// Where number d of a lane lies: in a panel, or in row-major rows for a few queries.
+struct LaneLayout {
+  int64_t lanes;
+  int64_t dim_stride;
+  int64_t lane_stride;
 
-/// Stores one lane of a panel, times `factor`, as a row.
+  constexpr int64_t at(int64_t d, int64_t lane) const { return d * dim_stride + lane * lane_stride; }
+};
+
 template <class T>
-void store_lane(void* to, DType dtype, T* row_buffer, const T* panel, int lane, int64_t dim, T factor) {
-  for (int64_t d = 0; d < dim; ++d) row_buffer[d] = panel[d * Shape<T>::kPanel + lane] * factor;
-  store_row(to, dtype, row_buffer, dim);
-}
+constexpr LaneLayout kPanelLayout{Shape<T>::kPanel, Shape<T>::kPanel, 1};
 
 }  // namespace flash_ext::cpu::FLASH_EXT_ISA

@@ -77,18 +77,17 @@ void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequ
   tile.isolate(end - begin, poison);
 }
 
-/// S[row] = row . B, for the isolated rows in [begin, end) of K (or V). Number d of column `lane` of B lies at
-/// b[d * dim_stride + lane * lane_stride], as a rule in a panel.
+/// S[row] = row . B, for the isolated rows in [begin, end) of K or V.
 template <class T>
-void multiply_exactly(T* s, const RowTile<T>& tile, const T* b, int64_t begin, int64_t end, int lanes = Shape<T>::kPanel,
-                      int64_t dim_stride = Shape<T>::kPanel, int64_t lane_stride = 1) {
+void multiply_exactly(T* s, const RowTile<T>& tile, const T* b, int64_t begin, int64_t end,
+                      const LaneLayout& layout = kPanelLayout<T>) {
   constexpr int kPanel = Shape<T>::kPanel;
   for (int64_t n = 0; n < tile.num_isolated; ++n) {
     const int64_t r = tile.isolated[n];
     if (r < begin || r >= end) continue;
-    for (int lane = 0; lane < lanes; ++lane) {
+    for (int lane = 0; lane < layout.lanes; ++lane) {
       T sum = 0;
-      for (int64_t d = 0; d < tile.dim; ++d) sum += tile.original(r)[d] * b[d * dim_stride + lane * lane_stride];
+      for (int64_t d = 0; d < tile.dim; ++d) sum += tile.original(r)[d] * b[layout.at(d, lane)];
       s[r * kPanel + lane] = sum;
     }
   }
@@ -97,15 +96,15 @@ void multiply_exactly(T* s, const RowTile<T>& tile, const T* b, int64_t begin, i
 /// O[:, lane] += weights[row][lane] * row, for the isolated rows in [begin, end), where the weight is not 0.
 template <class T>
 void accumulate_exactly(T* o, const RowTile<T>& tile, const T* weights, int64_t begin, int64_t end,
-                        int lanes = Shape<T>::kPanel, int64_t dim_stride = Shape<T>::kPanel, int64_t lane_stride = 1) {
+                        const LaneLayout& layout = kPanelLayout<T>) {
   constexpr int kPanel = Shape<T>::kPanel;
   for (int64_t n = 0; n < tile.num_isolated; ++n) {
     const int64_t r = tile.isolated[n];
     if (r < begin || r >= end) continue;
-    for (int lane = 0; lane < lanes; ++lane) {
+    for (int lane = 0; lane < layout.lanes; ++lane) {
       const T weight = weights[r * kPanel + lane];
       if (weight == T(0)) continue;
-      for (int64_t d = 0; d < tile.dim; ++d) o[d * dim_stride + lane * lane_stride] += weight * tile.original(r)[d];
+      for (int64_t d = 0; d < tile.dim; ++d) o[layout.at(d, lane)] += weight * tile.original(r)[d];
     }
   }
 }

@@ -79,13 +79,14 @@ struct Constant {
   static constexpr int value = n;
 };
 
-template <int kRest, class Block>
-FLASH_EXT_INLINE void for_rest(int64_t row, int64_t rest, const Block& block) {
-  if constexpr (kRest > 0) {
-    if (rest == kRest) {
-      block(row, Constant<kRest>{});
+/// Calls function(Constant<count>) for a count in [1, kMax]; does nothing for 0.
+template <int kMax, class Function>
+FLASH_EXT_INLINE void with_constant(int64_t count, const Function& function) {
+  if constexpr (kMax > 0) {
+    if (count == kMax) {
+      function(Constant<kMax>{});
     } else {
-      for_rest<kRest - 1>(row, rest, block);
+      with_constant<kMax - 1>(count, function);
     }
   }
 }
@@ -94,7 +95,7 @@ FLASH_EXT_INLINE void for_rest(int64_t row, int64_t rest, const Block& block) {
 template <int kRows, class Block>
 FLASH_EXT_INLINE void for_row_blocks(int64_t begin, int64_t end, const Block& block) {
   for (; begin + kRows <= end; begin += kRows) block(begin, Constant<kRows>{});
-  for_rest<kRows - 1>(begin, end - begin, block);
+  with_constant<kRows - 1>(end - begin, [&](auto rest) __attribute__((always_inline)) { block(begin, rest); });
 }
 
 /// S[begin:end] = A[begin:end] B over `depth`; B and S are panels.

@@ -34,7 +34,7 @@ class WeightsTile {
     const Interval rows = tiles.rows(item % job_.tiles, seq_.seqlen_q);
     rows_ = {rows.begin, rows.end - rows.begin, head, 1};
     if (rows_.count <= 0) return;
-    load_panels(q_, row_, p_.q, p_.dtype, p_.head_dim, rules_.q_factor, rows_, seq_);
+    load_queries();
     for (KeyTiles keys(p_, seq_, rows_, visible_keys(rows_, seq_)); keys.next();) {
       load_keys(k_, p_.k, p_.dtype, seq_, head / (p_.heads_q / p_.heads_kv), keys.tile().begin, keys.tile().end);
       for (int64_t n = 0; n * kPanel < rows_.count; ++n) visit(n, keys.tile());
@@ -45,6 +45,15 @@ class WeightsTile {
   int64_t origin(int64_t head, int64_t i) const {
     const ScoreView& w = p_.weights;
     return seq_.batch * w.batch_stride + head * w.head_stride + i * w.row_stride;
+  }
+
+  void load_queries() {
+    __builtin_memset(q_, 0, round_up(rows_.count, kPanel) * p_.head_dim * sizeof(T));
+    for (int64_t row = 0; row < rows_.count; ++row) {
+      load_row(row_, query_row(p_.q, p_.dtype, seq_, rows_.query(row), rows_.first_head), p_.dtype, p_.head_dim);
+      T* lane = q_ + row / kPanel * p_.head_dim * kPanel + row % kPanel;
+      for (int64_t d = 0; d < p_.head_dim; ++d) lane[d * kPanel] = row_[d] * rules_.q_factor;
+    }
   }
 
   void clear(int64_t head, const Interval& rows) {
