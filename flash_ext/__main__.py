@@ -15,8 +15,8 @@ import flash_ext
 from flash_ext.demo import measure, report, text, training
 from flash_ext.demo.gpt import GPT, generate
 
-PROMPT = b"def "
-TEMPERATURE = 0.7
+PROMPT = b"    def "
+TEMPERATURE = 0.5
 MAX_SEQLEN = 8192  # nn.TransformerEncoder wants the causal mask as a tensor: there it takes 256 MiB
 DECODE_TOLERANCE = 1e-3  # of logits, in float32
 SEED = 0

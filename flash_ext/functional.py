@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_ext import _plan
+import flash_ext._plan as _plan
 from flash_ext.masks import BlockMask
 from flash_ext.ops import ScoreOptions, call
 

@@ -101,26 +101,35 @@ FLASH_EXT_INLINE Vec<float> load_half(const uint16_t* p) {
 #endif
 }
 
-/// Copies a row and returns a vector that is NaN somewhere if, and only if, the row holds a NaN or an infinity.
+/// The bits of x * 0, which a NaN or an infinity leaves in more places than the sign; several may be or-ed together.
+template <class T>
+using Poison = IntVec<T>;
+
+template <class T>
+FLASH_EXT_INLINE bool is_poisoned(const Poison<T>& poison) {
+  return any((poison << 1) != 0);
+}
+
+/// Copies a row.
 template <class T, class Source, class LoadVector, class LoadOne>
-FLASH_EXT_INLINE Vec<T> copy_row(T* to, const Source* from, int64_t count, const LoadVector& load_vector,
-                                 const LoadOne& load_one) {
+FLASH_EXT_INLINE Poison<T> copy_row(T* to, const Source* from, int64_t count, const LoadVector& load_vector,
+                                    const LoadOne& load_one) {
   constexpr int kLanes = Shape<T>::kLanes;
-  Vec<T> poison{};
+  Poison<T> poison{};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
     const Vec<T> x = load_vector(from + i);
-    poison += x * T(0);
+    poison |= bit_cast<IntVec<T>>(x * T(0));
     store(to + i, x);
   }
   for (; i < count; ++i) {
     to[i] = load_one(from[i]);
-    poison += to[i] * T(0);
+    poison[0] |= bit_cast<typename VectorTypes<T>::Int>(to[i] * T(0));
   }
   return poison;
 }
 
-FLASH_EXT_INLINE Vec<float> load_row(float* to, const void* from, DType dtype, int64_t count) {
+FLASH_EXT_INLINE Poison<float> load_row(float* to, const void* from, DType dtype, int64_t count) {
   const uint16_t* halves = static_cast<const uint16_t*>(from);
   switch (dtype) {
     case DType::kFloat16:
@@ -132,7 +141,7 @@ FLASH_EXT_INLINE Vec<float> load_row(float* to, const void* from, DType dtype, i
   }
 }
 
-FLASH_EXT_INLINE Vec<double> load_row(double* to, const void* from, DType, int64_t count) {
+FLASH_EXT_INLINE Poison<double> load_row(double* to, const void* from, DType, int64_t count) {
   return copy_row(to, static_cast<const double*>(from), count, load<double>, [](double x) { return x; });
 }
 

@@ -25,11 +25,12 @@ struct ForwardItem {
     // Late tiles first: under a causal mask they are the heavy ones, and light ones fill the gaps at the end.
     tile = job.tiles - 1 - item % job.tiles;
     item /= job.tiles;
-    split = item % job.splits;
-    item /= job.splits;
+    // Heads before splits: the keys of neighbouring heads share pages and prefetched lines.
     const int64_t head_groups = job.params.heads_q / job.group;
     first_head = item % head_groups * job.group;
-    batch = item / head_groups;
+    item /= head_groups;
+    split = item % job.splits;
+    batch = item / job.splits;
   }
 };
 

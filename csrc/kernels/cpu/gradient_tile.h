@@ -122,12 +122,12 @@ class GradientTile {
 
   /// Rows of Q or dO, row-major and as panels; those that play no part are 0 whatever they hold.
   void load_query_rows(RowTile<T>& tile, T* panels, const TensorView& view, T factor) {
-    Vec<T> poison{};
+    Poison<T> poison{};
     for (int64_t row = 0; row < num_panels_ * kPanel; ++row) {
       T* to = tile.data + row * tile.stride;
       __builtin_memset(to, 0, tile.stride * sizeof(T));
       if (lse_[row] != static_cast<T>(kInfinity) && view.data != nullptr) {
-        poison += load_row(to, query_row(view, p_.dtype, seq_, rows_.query(row), head_), p_.dtype, tile.dim);
+        poison |= load_row(to, query_row(view, p_.dtype, seq_, rows_.query(row), head_), p_.dtype, tile.dim);
       }
       T* lane = panels + row / kPanel * tile.dim * kPanel + row % kPanel;
       for (int64_t d = 0; d < tile.dim; ++d) lane[d * kPanel] = to[d] * factor;

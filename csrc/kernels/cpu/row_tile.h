@@ -30,10 +30,10 @@ struct RowTile {
   const T* row(int64_t r) const { return data + r * stride; }
   const T* original(int64_t r) const { return originals + r * stride; }
 
-  /// Takes rows with a NaN or an infinity out. `poison` is NaN somewhere if there is one.
-  void isolate(int64_t rows, const Vec<T>& poison) {
+  /// Takes rows with a NaN or an infinity out. `poison` tells whether there is one.
+  void isolate(int64_t rows, const Poison<T>& poison) {
     num_isolated = 0;
-    if (!any(poison != poison)) return;
+    if (!is_poisoned<T>(poison)) return;
     for (int64_t r = 0; r < rows; ++r) {
       T* values = data + r * stride;
       T sum = 0;
@@ -58,7 +58,7 @@ template <class T>
 void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequence& seq, int64_t head, int64_t begin,
                int64_t end) {
   const int64_t row_bytes = view.row_stride * size_of(dtype);
-  Vec<T> poison{};
+  Poison<T> poison{};
   int64_t run = 0;
   for (int64_t j = begin; j < end; j += run) {
     const char* from = key_row(view, dtype, seq, j, head, &run);
@@ -67,7 +67,7 @@ void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequ
     const char* ahead = key_row(view, dtype, seq, min(j + kBlockN, seq.seqlen_k - 1), head, &run_ahead);
     for (int64_t r = 0; r < run; ++r) {
       T* to = tile.data + (j - begin + r) * tile.stride;
-      poison += load_row(to, from + r * row_bytes, dtype, tile.dim);
+      poison |= load_row(to, from + r * row_bytes, dtype, tile.dim);
       for (int64_t d = tile.dim; d < tile.stride; ++d) to[d] = 0;
       // Rows of a head lie far apart, which defeats the hardware's prefetcher: ask for the next tile while this one is
       // worked on.
