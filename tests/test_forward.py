@@ -110,9 +110,7 @@ def test_expanded_batch_and_heads(device: str) -> None:
 def test_large_scores_do_not_overflow(device: str, dtype: torch.dtype) -> None:
     if dtype not in dtypes_of(device):
         pytest.skip(f"{dtype} is for the CPU")
-    call = make_call(dtype=dtype, device=device, softmax_scale=30.0)
-    # The last bit of a score of a thousand is 1e-4 of its weight: how often it rounds up is luck, here and there.
-    assert_matches_oracle(call, gradients_of=(), factor=5.0)
+    assert_matches_oracle(make_call(dtype=dtype, device=device, softmax_scale=30.0), gradients_of=())
 
 
 @pytest.mark.parametrize("shift", [-20000.0, 20000.0])

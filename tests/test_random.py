@@ -16,7 +16,7 @@ from .decode_oracle import assert_decode_matches, fill_unused_rows, make_decode,
 from .oracle import FLOATS, Call, assert_matches_oracle, cumulative, dtypes_of, int32, make_call, random, random_rng
 
 QUICK = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-LONG = settings(QUICK, max_examples=3000, deadline=None)
+LONG = settings(QUICK, max_examples=2000, deadline=None)
 
 seqlens = st.one_of(st.integers(0, 9), st.integers(10, 150), st.sampled_from([63, 64, 65, 127, 128, 129]))
 head_dims = st.integers(1, 32).map(lambda n: 8 * n)

@@ -4,10 +4,6 @@
 #include "../params.h"
 #include "simd.h"
 
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
 FLASH_EXT_INLINE int64_t size_of(DType dtype) {
@@ -146,17 +142,33 @@ FLASH_EXT_INLINE Poison<double> load_row(double* to, const void* from, DType, in
 }
 
 template <class T>
-FLASH_EXT_INLINE void store_row(void* to, DType dtype, const T* from, int64_t count) {
+FLASH_EXT_INLINE void store_half_row(uint16_t* to, const T* from, int64_t count) {
   int64_t i = 0;
 #if defined(__F16C__)
   if constexpr (sizeof(T) == sizeof(float)) {
-    for (; dtype == DType::kFloat16 && i + 8 <= count; i += 8) {
+    for (; i + 8 <= count; i += 8) {
       const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(static_cast<uint16_t*>(to) + i), halves);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
     }
   }
 #endif
-  for (; i < count; ++i) store_value(to, dtype, i, from[i]);
+  for (; i < count; ++i) to[i] = float_to_half(static_cast<float>(from[i]));
+}
+
+template <class T>
+FLASH_EXT_INLINE void store_row(void* to, DType dtype, const T* from, int64_t count) {
+  switch (dtype) {
+    case DType::kFloat16:
+      store_half_row(static_cast<uint16_t*>(to), from, count);
+      break;
+    case DType::kBFloat16:
+      for (int64_t i = 0; i < count; ++i) {
+        static_cast<uint16_t*>(to)[i] = float_to_bfloat16(static_cast<float>(from[i]));
+      }
+      break;
+    default:  // the dtype that is computed in
+      __builtin_memcpy(to, from, count * sizeof(T));
+  }
 }
 
 }  // namespace flash_ext::cpu::FLASH_EXT_ISA

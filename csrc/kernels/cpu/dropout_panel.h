@@ -7,10 +7,6 @@
 #include "../common/philox.h"
 #include "score_panel.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
 constexpr int kGroup = 8;

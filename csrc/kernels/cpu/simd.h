@@ -7,6 +7,10 @@
 
 #include <cstdint>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 #define FLASH_EXT_ISA avx512
 #elif defined(__AVX2__)
@@ -109,11 +113,28 @@ FLASH_EXT_INLINE Vec<T> broadcast(T x) {
   return x - Vec<T>{};
 }
 
-/// max that takes b where either is NaN.
+// a > b ? a : b and a < b ? a : b, that is b where either is NaN. x86 has an instruction for each, which compilers do
+// not find, since it is neither IEEE's maximum nor the one of the C library.
+#if defined(__AVX512F__)
+FLASH_EXT_INLINE Vec<float> vector_max(Vec<float> a, Vec<float> b) { return _mm512_max_ps(a, b); }
+FLASH_EXT_INLINE Vec<float> vector_min(Vec<float> a, Vec<float> b) { return _mm512_min_ps(a, b); }
+FLASH_EXT_INLINE Vec<double> vector_max(Vec<double> a, Vec<double> b) { return _mm512_max_pd(a, b); }
+FLASH_EXT_INLINE Vec<double> vector_min(Vec<double> a, Vec<double> b) { return _mm512_min_pd(a, b); }
+#elif defined(__AVX2__)
+FLASH_EXT_INLINE Vec<float> vector_max(Vec<float> a, Vec<float> b) { return _mm256_max_ps(a, b); }
+FLASH_EXT_INLINE Vec<float> vector_min(Vec<float> a, Vec<float> b) { return _mm256_min_ps(a, b); }
+FLASH_EXT_INLINE Vec<double> vector_max(Vec<double> a, Vec<double> b) { return _mm256_max_pd(a, b); }
+FLASH_EXT_INLINE Vec<double> vector_min(Vec<double> a, Vec<double> b) { return _mm256_min_pd(a, b); }
+#else
 template <class V>
 FLASH_EXT_INLINE V vector_max(V a, V b) {
   return a > b ? a : b;
 }
+template <class V>
+FLASH_EXT_INLINE V vector_min(V a, V b) {
+  return a < b ? a : b;
+}
+#endif
 
 template <class V>
 FLASH_EXT_INLINE bool any(V mask) {
@@ -184,8 +205,7 @@ FLASH_EXT_INLINE Vec<T> exp(Vec<T> x) {
   constexpr T kHigh = static_cast<T>(sizeof(T) == 4 ? 0.693359375 : 0.693145751953125);
   constexpr T kRest = static_cast<T>(sizeof(T) == 4 ? -2.12194440054690583e-4 : 1.42860682030941723212e-6);
   constexpr T kSmallest = static_cast<T>(-(kBias + 0.1) * kLn2), kLargest = static_cast<T>((kBias + 1) * kLn2);
-  x = kSmallest > x ? broadcast<T>(kSmallest) : x;
-  x = x > kLargest ? broadcast<T>(kLargest) : x;
+  x = vector_min(broadcast<T>(kLargest), vector_max(broadcast<T>(kSmallest), x));
   const Vec<T> sum = x * kInverse + kRound;
   const Vec<T> n = sum - kRound;
   const IntVec<T> power = bit_cast<IntVec<T>>(sum) << kMantissa;
