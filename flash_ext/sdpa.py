@@ -97,6 +97,8 @@ def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _broadcast(what: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    if all(shape == shapes[0] for shape in shapes):  # torch.broadcast_shapes costs more than the rest of this file
+        return shapes[0]
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
@@ -107,7 +109,8 @@ def _broadcast(what: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
 def _to_rows(x: Tensor, lead: tuple[int, ...]) -> Tensor:
     """(..., heads, L, E) as (batch, L, heads, E), with E padded."""
     x = pad_head_dim(x)
-    return _flatten_batch(x.expand(*lead, *x.shape[-3:]), len(lead)).transpose(1, 2)
+    x = x if x.shape[:-3] == lead else x.expand(*lead, *x.shape[-3:])
+    return _flatten_batch(x, len(lead)).transpose(1, 2)
 
 
 def _split_mask(attn_mask: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
@@ -127,4 +130,4 @@ def _split_mask(attn_mask: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor
 
 
 def _flatten_batch(x: Tensor, num_lead: int) -> Tensor:
-    return x[None] if num_lead == 0 else x.flatten(0, num_lead - 1)
+    return x if num_lead == 1 else x[None] if num_lead == 0 else x.flatten(0, num_lead - 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -195,11 +196,13 @@ def test_compiles_in_one_graph(mode: tuple[list[Tensor], dict[str, Any]], dynami
 def test_dynamic_shapes_compile_once(device: str) -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
     for batch, seqlen_q, seqlen_k in [(3, 9, 13), (5, 17, 20), (6, 40, 14)]:
         q = random(batch, seqlen_q, 4, 16, device=device).requires_grad_()
         k, v = (random(batch, seqlen_k, 2, 16, device=device).requires_grad_() for _ in range(2))
         assert_all_equal(gradients(compiled, q, k, v, {}), gradients(loss, q, k, v, {}))
-    assert counter.frame_count == 1
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 3  # tracing the first may start over, the others find it compiled
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -14,14 +15,26 @@
 namespace flash_ext::cpu {
 namespace {
 
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+/// The best set that the machine has, or a lesser one that FLASH_EXT_CPU_ISA names: "avx2" or "baseline".
 const InstructionSet& detect_instruction_set() {
 #if defined(__x86_64__)
+  const char* wish = std::getenv("FLASH_EXT_CPU_ISA");
+  const bool baseline = wish != nullptr && std::strcmp(wish, kBaseline.name) == 0;
+  const bool at_most_avx2 = baseline || (wish != nullptr && std::strcmp(wish, kAvx2.name) == 0);
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return kAvx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return kAvx2;
+  if (!at_most_avx2 && has_avx512()) return kAvx512;
+  if (!baseline && has_avx2()) return kAvx2;
 #endif
   return kBaseline;
 }
@@ -54,6 +67,24 @@ Buffer allocate(int64_t bytes) {
   return buffer;
 }
 
+/// Scratch of the calling thread, null when there is no memory. A small one is kept for the next call, because fresh
+/// pages cost more than a small problem takes.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) {
+    constexpr int64_t kKeptBytes = int64_t{4} << 20;
+    thread_local Buffer kept = try_allocate(kKeptBytes);
+    if (bytes > kKeptBytes) own_ = try_allocate(bytes);
+    data_ = bytes > kKeptBytes ? own_.get() : kept.get();
+  }
+
+  void* data() const { return data_; }
+
+ private:
+  Buffer own_;
+  void* data_;
+};
+
 /// A thread is worth waking for this much work.
 constexpr double kMinFlopsPerThread = 2e6;
 
@@ -68,12 +99,12 @@ void run(const Operation<Job>& operation, const Job& job, double flops, Parallel
   std::atomic<int64_t> next{0};
   std::atomic<bool> out_of_memory{false};
   parallel_for(0, items, grain, [&](int64_t, int64_t) {
-    const Buffer scratch = try_allocate(scratch_bytes);
-    if (scratch == nullptr) {
+    const Scratch scratch(scratch_bytes);
+    if (scratch.data() == nullptr) {
       out_of_memory = true;
       return;
     }
-    for (int64_t item = next++; item < items; item = next++) operation.run(job, item, scratch.get());
+    for (int64_t item = next++; item < items; item = next++) operation.run(job, item, scratch.data());
   });
   if (out_of_memory && next < items) throw std::bad_alloc();
 }

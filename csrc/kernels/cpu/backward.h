@@ -82,10 +82,9 @@ class BackwardChunk {
   }
 
   void add_tile(const KeyTile& keys) {
-    tile_.load_keys_of(keys);
-    for (int64_t n = 0; n < tile_.num_panels(); ++n) {
-      if (!tile_.differentiate(n)) continue;
-      if (dq_ != nullptr) add_to_dq(n);
+    tile_.differentiate(keys);
+    for (int64_t n = 0; n < tile_.num_panels() && dq_ != nullptr; ++n) {
+      if (tile_.sees_any(n)) add_to_dq(n);
     }
     const int64_t first = keys.begin - chunk_.begin;
     if (dv_ != nullptr) add_to_keys(dv_, first, keys.size(), tile_.probabilities(0), tile_.do_rows());

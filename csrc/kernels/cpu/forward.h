@@ -53,7 +53,7 @@ class ForwardTile {
     state_ = arena.take<SoftmaxState<T>>(panels);
     q_ = arena.take<T>(panels * p_.head_dim * kPanel);
     out_ = arena.take<T>(panels * p_.head_dim_v * kPanel);
-    scores_ = arena.take<T>(kBlockN * kPanel);
+    scores_ = arena.take<T>(panels * kBlockN * kPanel);
     if (dropout_.active()) factors_ = arena.take<T>(kBlockN * kPanel);
     row_ = arena.take<T>(max(p_.head_dim, p_.head_dim_v));
     k_.take(arena, kBlockN, p_.head_dim, round_up(p_.head_dim, Shape<T>::kLanes));
@@ -72,9 +72,7 @@ class ForwardTile {
     const Interval keys = intersect(visible_keys(rows_, seq_), keys_of_split(job_, seq_, item.split));
     const int64_t head_kv = item.first_head / (p_.heads_q / p_.heads_kv);
     for (KeyTiles tiles(p_, seq_, rows_, keys); tiles.next();) {
-      load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tiles.tile().begin, tiles.tile().end);
-      load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tiles.tile().begin, tiles.tile().end);
-      for (int64_t n = 0; n < num_panels_; ++n) visit(n, tiles.tile());
+      visit(tiles.tile(), head_kv);
     }
     for (int64_t n = 0; n < num_panels_; ++n) finish(n, item.split);
   }
@@ -87,7 +85,7 @@ class ForwardTile {
     out_layout_ = few_ ? LaneLayout{rows_.count, 1, v_.stride} : kPanelLayout<T>;
     __builtin_memset(q_, 0, num_panels_ * p_.head_dim * kPanel * sizeof(T));
     __builtin_memset(out_, 0, num_panels_ * p_.head_dim_v * kPanel * sizeof(T));
-    __builtin_memset(scores_, 0, kBlockN * kPanel * sizeof(T));  // lanes without a query stay finite
+    __builtin_memset(scores_, 0, num_panels_ * kBlockN * kPanel * sizeof(T));  // lanes without a query stay finite
     for (int64_t row = 0; row < rows_.count; ++row) load_query(row);
     for (int64_t n = 0; n < num_panels_; ++n) {
       panel_[n].set(rows_, n * kPanel, seq_);
@@ -104,43 +102,59 @@ class ForwardTile {
     for (int64_t d = 0; d < p_.head_dim; ++d) to[q_layout_.at(d, row % kPanel)] = row_[d] * rules_.q_factor;
   }
 
-  void visit(int64_t n, const KeyTile& tile) {
+  /// All panels with K, then all with V: either tile alone stays in the L1 cache meanwhile, both would not.
+  void visit(const KeyTile& tile, int64_t head_kv) {
+    load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.begin, tile.end);
+    for (int64_t n = 0; n < num_panels_; ++n) {
+      if (sees(n, tile)) score(n, tile, scores_of(n, tile));
+    }
+    load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.begin, tile.end);
+    for (int64_t n = 0; n < num_panels_; ++n) {
+      if (sees(n, tile)) accumulate(n, scores_of(n, tile));
+    }
+  }
+
+  bool sees(int64_t n, const KeyTile& tile) const {
     const Interval keys = intersect(panel_[n].some, {tile.begin, tile.end});
-    if (keys.begin == keys.end) return;
-    const ScorePanel<T> scores{scores_, keys.begin - tile.begin, keys.end - tile.begin};
-    multiply_keys(n, scores);
-    multiply_exactly(scores_, k_, q_of(n), scores.begin, scores.end, q_layout_);
+    return keys.begin < keys.end;
+  }
+
+  ScorePanel<T> scores_of(int64_t n, const KeyTile& tile) const {
+    const Interval keys = intersect(panel_[n].some, {tile.begin, tile.end});
+    return {scores_ + n * kBlockN * kPanel, keys.begin - tile.begin, keys.end - tile.begin};
+  }
+
+  /// S^T = K Q^T, then P^T.
+  void score(int64_t n, const KeyTile& tile, const ScorePanel<T>& scores) {
+    if (few_) {
+      with_constant<kFewRows<T>>(rows_.count, [&](auto rows) {
+        multiply_rows<T, decltype(rows)::value>(scores.s, k_.data, q_, k_.stride, scores.begin, scores.end);
+      });
+    } else if (panel_[n].vectors == 1) {
+      multiply<T, 1>(scores.s, k_.data, k_.stride, q_of(n), p_.head_dim, scores.begin, scores.end);
+    } else {
+      multiply<T>(scores.s, k_.data, k_.stride, q_of(n), p_.head_dim, scores.begin, scores.end);
+    }
+    multiply_exactly(scores.s, k_, q_of(n), scores.begin, scores.end, q_layout_);
     finish_scores(scores, rules_, panel_[n], seq_, tile);
     softmax_step(state_[n], scores, panel_[n].vectors);
     if (dropout_.active()) drop(scores, n, tile);
-    accumulate_values(n, scores);
-    accumulate_exactly(out_of(n), v_, scores_, scores.begin, scores.end, out_layout_);
   }
 
-  void multiply_keys(int64_t n, const ScorePanel<T>& scores) {
-    if (few_) {
-      with_constant<kFewRows<T>>(rows_.count, [&](auto rows) {
-        multiply_rows<T, decltype(rows)::value>(scores_, k_.data, q_, k_.stride, scores.begin, scores.end);
-      });
-    } else if (panel_[n].vectors == 1) {
-      multiply<T, 1>(scores_, k_.data, k_.stride, q_of(n), p_.head_dim, scores.begin, scores.end);
-    } else {
-      multiply<T>(scores_, k_.data, k_.stride, q_of(n), p_.head_dim, scores.begin, scores.end);
-    }
-  }
-
-  void accumulate_values(int64_t n, const ScorePanel<T>& scores) {
+  /// O^T = alpha O^T + V^T P^T.
+  void accumulate(int64_t n, const ScorePanel<T>& scores) {
     const T* alpha = state_[n].alpha;
     if (few_) {
       with_constant<kFewRows<T>>(rows_.count, [&](auto rows) {
-        accumulate_rows<T, decltype(rows)::value>(out_, alpha, v_.data, v_.stride, scores_, scores.begin, scores.end);
+        accumulate_rows<T, decltype(rows)::value>(out_, alpha, v_.data, v_.stride, scores.s, scores.begin, scores.end);
       });
     } else if (panel_[n].vectors == 1) {
-      accumulate_transposed<T, 1>(out_of(n), alpha, v_.data, v_.stride, scores_, scores.begin, scores.end,
+      accumulate_transposed<T, 1>(out_of(n), alpha, v_.data, v_.stride, scores.s, scores.begin, scores.end,
                                   p_.head_dim_v);
     } else {
-      accumulate_transposed<T>(out_of(n), alpha, v_.data, v_.stride, scores_, scores.begin, scores.end, p_.head_dim_v);
+      accumulate_transposed<T>(out_of(n), alpha, v_.data, v_.stride, scores.s, scores.begin, scores.end, p_.head_dim_v);
     }
+    accumulate_exactly(out_of(n), v_, scores.s, scores.begin, scores.end, out_layout_);
   }
 
   void drop(const ScorePanel<T>& scores, int64_t n, const KeyTile& tile) {
@@ -183,9 +197,9 @@ class ForwardTile {
   Dropout<T> dropout_;
   Panel<T>* panel_;
   SoftmaxState<T>* state_;
-  T* q_;    // (panels, head_dim, kPanel), scaled; a few rows: (rows, head_dim)
-  T* out_;  // (panels, head_dim_v, kPanel), not normalised; a few rows: (rows, head_dim_v)
-  T* scores_;
+  T* q_;       // (panels, head_dim, kPanel), scaled; a few rows: (rows, head_dim)
+  T* out_;     // (panels, head_dim_v, kPanel), not normalised; a few rows: (rows, head_dim_v)
+  T* scores_;  // (panels, kBlockN, kPanel)
   T* factors_ = nullptr;
   T* row_;
   RowTile<T> k_;

@@ -45,8 +45,8 @@ class GradientTile {
     k_.take(arena, kBlockN, p_.head_dim, p_.head_dim);
     probabilities_ = arena.take<T>(panels * kPanelStride);
     gradients_ = arena.take<T>(panels * kPanelStride);
-    factors_ = arena.take<T>(kPanelStride);
-    slope_ = arena.take<T>(kPanelStride);
+    if (dropping()) factors_ = arena.take<T>(kPanelStride);
+    if (rules_.cap > 0) slope_ = arena.take<T>(panels * kPanelStride);
     if (of_weights_) return;
     do_rows_.take(arena, rows, p_.head_dim_v, round_up(p_.head_dim_v, kPanel));
     do_ = arena.take<T>(rows * p_.head_dim_v);
@@ -65,30 +65,26 @@ class GradientTile {
     for (int64_t n = 0; n < num_panels_; ++n) panel_[n].set(rows, n * kPanel, seq);
   }
 
-  void load_keys_of(const KeyTile& tile) {
+  /// Recomputes all panels against a tile of keys. First all that K is for, then all that V is for: either tile alone
+  /// stays in the L1 cache meanwhile, both would not.
+  void differentiate(const KeyTile& tile) {
     tile_ = tile;
     const int64_t head_kv = head_ / (p_.heads_q / p_.heads_kv);
     load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.begin, tile.end);
-    if (wanted_ != ScoreGradient::kNone && !of_weights_)
-      load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.begin, tile.end);
+    for (int64_t n = 0; n < num_panels_; ++n) {
+      const Interval keys = intersect(panel_[n].some, {tile.begin, tile.end});
+      keys_[n] = keys.begin == keys.end ? Interval{0, 0} : Interval{keys.begin - tile.begin, keys.end - tile.begin};
+      if (sees_any(n)) compute_p(n);
+    }
+    if (wanted_ == ScoreGradient::kNone && !dropping()) return;
+    if (!of_weights_) load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.begin, tile.end);
+    for (int64_t n = 0; n < num_panels_; ++n) {
+      if (sees_any(n)) compute_ds(n);
+    }
   }
 
-  /// Recomputes a panel against the loaded keys; false if it sees none of them.
-  bool differentiate(int64_t n) {
-    const Interval keys = intersect(panel_[n].some, {tile_.begin, tile_.end});
-    keys_[n] = keys.begin == keys.end ? Interval{0, 0} : Interval{keys.begin - tile_.begin, keys.end - tile_.begin};
-    if (keys.begin == keys.end) return false;
-    const ScorePanel<T> scores{probabilities(n), keys_[n].begin, keys_[n].end};
-    multiply<T>(scores.s, k_.data, k_.stride, q(n), p_.head_dim, scores.begin, scores.end);
-    multiply_exactly(scores.s, k_, q(n), scores.begin, scores.end);
-    finish_scores(scores, rules_, panel_[n], seq_, tile_, slope_);
-    draw_factors(n, scores);
-    if (wanted_ != ScoreGradient::kNone) compute_dp(n, scores);
-    compute_p_and_ds(n, scores);
-    clear_outside(probabilities(n), scores);
-    clear_outside(gradients(n), scores);
-    return true;
-  }
+  /// Whether a panel saw any of the keys; if not, its blocks hold nothing.
+  bool sees_any(int64_t n) const { return keys_[n].begin < keys_[n].end; }
 
   int64_t num_panels() const { return num_panels_; }
   const Panel<T>& panel(int64_t n) const { return panel_[n]; }
@@ -135,24 +131,46 @@ class GradientTile {
     tile.isolate(num_panels_ * kPanel, poison);
   }
 
+  bool dropping() const { return dropout_.active() && !(of_weights_ && p_.dropout_mode == kDropoutIgnore); }
+
+  ScorePanel<T> scores_of(int64_t n) const { return {probabilities(n), keys_[n].begin, keys_[n].end}; }
+  T* slope(int64_t n) const { return slope_ + n * kPanelStride; }
+
+  /// Scores, then P, without dropout.
+  void compute_p(int64_t n) {
+    const ScorePanel<T> scores = scores_of(n);
+    multiply<T>(scores.s, k_.data, k_.stride, q(n), p_.head_dim, scores.begin, scores.end);
+    multiply_exactly(scores.s, k_, q(n), scores.begin, scores.end);
+    finish_scores(scores, rules_, panel_[n], seq_, tile_, rules_.cap > 0 ? slope(n) : nullptr);
+    const T* lse = lse_ + n * kPanel;
+    scores.for_each_vector([=](int64_t, int c, T* s)
+                               __attribute__((always_inline)) { store(s, exp<T>(load(s) - load(lse + c))); });
+    clear_outside(scores.s, scores);
+  }
+
+  /// dP, then dS; P takes the dropout factor, as dV wants it.
+  void compute_ds(int64_t n) {
+    const ScorePanel<T> scores = scores_of(n);
+    if (dropping()) draw_factors(n, scores);
+    if (wanted_ == ScoreGradient::kNone) {
+      scores.for_each_vector([=](int64_t j, int c, T* p) { store(p, load(p) * load(factors_ + j * kPanel + c)); });
+      return;
+    }
+    if (of_weights_) {
+      load_weight_gradients(gradients(n), n, scores);
+    } else {
+      const T* d_out = do_ + n * p_.head_dim_v * kPanel;
+      multiply<T>(gradients(n), v_.data, v_.stride, d_out, p_.head_dim_v, scores.begin, scores.end);
+      multiply_exactly(gradients(n), v_, d_out, scores.begin, scores.end);
+    }
+    finish_ds(n, scores);
+    clear_outside(gradients(n), scores);
+  }
+
   void draw_factors(int64_t n, const ScorePanel<T>& scores) {
-    if (!dropping()) return;
     const bool negate = of_weights_ && p_.dropout_mode == kDropoutNegate;
     dropout_.draw(factors_, scores, panel_[n], seq_.batch * p_.heads_q + head_, tile_.begin,
                   negate ? T(1) : dropout_.kept_scale(), negate ? T(-1) : T(0));
-  }
-
-  bool dropping() const { return dropout_.active() && !(of_weights_ && p_.dropout_mode == kDropoutIgnore); }
-
-  void compute_dp(int64_t n, const ScorePanel<T>& scores) {
-    T* dp = gradients(n);
-    if (of_weights_) {
-      load_weight_gradients(dp, n, scores);
-      return;
-    }
-    const T* d_out = do_ + n * p_.head_dim_v * kPanel;
-    multiply<T>(dp, v_.data, v_.stride, d_out, p_.head_dim_v, scores.begin, scores.end);
-    multiply_exactly(dp, v_, d_out, scores.begin, scores.end);
   }
 
   void load_weight_gradients(T* dp, int64_t n, const ScorePanel<T>& scores) {
@@ -168,26 +186,26 @@ class GradientTile {
     }
   }
 
-  /// In place: scores become P (with the dropout factor, as dV wants it), dP becomes dS.
-  void compute_p_and_ds(int64_t n, const ScorePanel<T>& scores) {
-    const T* lse = lse_ + n * kPanel;
+  /// dP becomes dS in place.
+  void finish_ds(int64_t n, const ScorePanel<T>& scores) {
     const T* term = term_ + n * kPanel;
-    T* gradients_of_panel = gradients(n);
     T* sum = of_weights_ ? ds_sum_ + n * kPanel : nullptr;
-    const bool drop = dropping();
-    const bool ds_wanted = wanted_ != ScoreGradient::kNone;
-    const bool cap = wanted_ == ScoreGradient::kOfProduct && rules_.cap > 0;
-    scores.for_each_vector([=](int64_t j, int c, T* s) __attribute__((always_inline)) {
+    T* gradients_of_panel = gradients(n);
+    const T* slopes = wanted_ == ScoreGradient::kOfProduct && rules_.cap > 0 ? slope(n) : nullptr;
+    const T* factors = dropping() ? factors_ : nullptr;
+    scores.for_each_vector([=](int64_t j, int c, T* probability) __attribute__((always_inline)) {
       const int64_t at = j * kPanel + c;
-      const Vec<T> p = exp<T>(load(s) - load(lse + c));
-      const Vec<T> factor = drop ? load(factors_ + at) : broadcast<T>(T(1));
-      store(s, p * factor);
-      if (!ds_wanted) return;
+      const Vec<T> p = load(probability);
+      Vec<T> dp = load(gradients_of_panel + at);
+      if (factors != nullptr) {
+        dp *= load(factors + at);
+        store(probability, p * load(factors + at));
+      }
       // Where P is 0 the rest may be NaN, from keys or rows that this query has nothing to do with.
-      const Vec<T> product = p * (factor * load(gradients_of_panel + at) - load(term + c));
+      const Vec<T> product = p * (dp - load(term + c));
       const Vec<T> ds = p == T(0) ? Vec<T>{} : product;
       if (sum != nullptr) store(sum + c, load(sum + c) + ds);
-      store(gradients_of_panel + at, cap ? ds * load(slope_ + at) : ds);
+      store(gradients_of_panel + at, slopes != nullptr ? ds * load(slopes + at) : ds);
     });
   }
 
@@ -207,12 +225,12 @@ class GradientTile {
   T* lse_;
   T* term_;
   T* ds_sum_;
-  T* q_;   // (panels, head_dim, kPanel), scaled
-  T* do_;  // (panels, head_dim_v, kPanel)
-  T* probabilities_;
+  T* q_;              // (panels, head_dim, kPanel), scaled
+  T* do_;             // (panels, head_dim_v, kPanel)
+  T* probabilities_;  // (panels, kBlockN, kPanel)
   T* gradients_;
-  T* factors_;
-  T* slope_;
+  T* factors_ = nullptr;
+  T* slope_ = nullptr;  // (panels, kBlockN, kPanel)
   RowTile<T> q_rows_, do_rows_, k_, v_;
   Sequence seq_{};
   QueryRows rows_{};
