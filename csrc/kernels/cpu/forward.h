@@ -106,10 +106,12 @@ class ForwardTile {
   void visit(const KeyTile& tile, int64_t head_kv) {
     load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.begin, tile.end);
     for (int64_t n = 0; n < num_panels_; ++n) {
+      prefetch_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.end, n, num_panels_);
       if (sees(n, tile)) score(n, tile, scores_of(n, tile));
     }
     load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.begin, tile.end);
     for (int64_t n = 0; n < num_panels_; ++n) {
+      prefetch_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.end, n, num_panels_);
       if (sees(n, tile)) accumulate(n, scores_of(n, tile));
     }
   }
