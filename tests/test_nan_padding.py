@@ -58,6 +58,18 @@ def test_a_key_of_the_future_does_not_reach_earlier_rows(device: str) -> None:
     after = run_library(call)
     torch.testing.assert_close(after["out"][:, :30], before["out"][:, :30])
     torch.testing.assert_close(after["lse"][:, :, :30], before["lse"][:, :, :30])
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
+def test_a_value_of_the_future_does_not_reach_earlier_rows(device: str, poison: float) -> None:
+    """0 * NaN is NaN: rows that do not see the value must not multiply it, though they share a tile with rows that do."""
+    call = make_call(1, 40, 40, device=device, causal=True)
+    before = run_library(call)
+    call.v[:, 30, :, 3] = poison
+    after = run_library(call)
+    torch.testing.assert_close(after["out"][:, :30], before["out"][:, :30])
+    assert not after["out"][:, 30:, :, 3].isfinite().any()
+    torch.testing.assert_close(after["out"][:, 30:, :, :3], before["out"][:, 30:, :, :3])
     assert after["lse"][:, :, 30:].isnan().all()
 
 

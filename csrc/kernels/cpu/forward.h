@@ -86,6 +86,8 @@ class ForwardTile {
     __builtin_memset(q_, 0, num_panels_ * p_.head_dim * kPanel * sizeof(T));
     __builtin_memset(out_, 0, num_panels_ * p_.head_dim_v * kPanel * sizeof(T));
     __builtin_memset(scores_, 0, num_panels_ * kBlockN * kPanel * sizeof(T));  // lanes without a query stay finite
+    for (int64_t row = 0; row < rows_.count; ++row)
+      prefetch_row(address_of_query(row), p_.head_dim * size_of(p_.dtype));
     for (int64_t row = 0; row < rows_.count; ++row) load_query(row);
     for (int64_t n = 0; n < num_panels_; ++n) {
       panel_[n].set(rows_, n * kPanel, seq_);
@@ -96,22 +98,24 @@ class ForwardTile {
   T* q_of(int64_t panel) const { return q_ + panel * p_.head_dim * kPanel; }
   T* out_of(int64_t panel) const { return out_ + panel * p_.head_dim_v * kPanel; }
 
+  const char* address_of_query(int64_t row) const {
+    return query_row(p_.q, p_.dtype, seq_, rows_.query(row), rows_.head(row));
+  }
+
   void load_query(int64_t row) {
-    load_row(row_, query_row(p_.q, p_.dtype, seq_, rows_.query(row), rows_.head(row)), p_.dtype, p_.head_dim);
-    T* to = q_of(row / kPanel);
-    for (int64_t d = 0; d < p_.head_dim; ++d) to[q_layout_.at(d, row % kPanel)] = row_[d] * rules_.q_factor;
+    load_row(row_, address_of_query(row), p_.dtype, p_.head_dim);
+    T* to = q_of(row / kPanel) + q_layout_.at(0, row % kPanel);
+    for (int64_t d = 0; d < p_.head_dim; ++d) to[d * q_layout_.dim_stride] = row_[d] * rules_.q_factor;
   }
 
   /// All panels with K, then all with V: either tile alone stays in the L1 cache meanwhile, both would not.
   void visit(const KeyTile& tile, int64_t head_kv) {
     load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.begin, tile.end);
     for (int64_t n = 0; n < num_panels_; ++n) {
-      prefetch_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.end, n, num_panels_);
       if (sees(n, tile)) score(n, tile, scores_of(n, tile));
     }
     load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.begin, tile.end);
     for (int64_t n = 0; n < num_panels_; ++n) {
-      prefetch_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.end, n, num_panels_);
       if (sees(n, tile)) accumulate(n, scores_of(n, tile));
     }
   }
@@ -180,7 +184,8 @@ class ForwardTile {
       }
       const T lse = nothing ? -static_cast<T>(kInfinity) : maximum + log(sum);
       factor = nothing ? T(0) : factor * dropout_.kept_scale() / sum;
-      for (int64_t d = 0; d < p_.head_dim_v; ++d) row_[d] = out_of(n)[out_layout_.at(d, lane)] * factor;
+      const T* out = out_of(n) + out_layout_.at(0, lane);
+      for (int64_t d = 0; d < p_.head_dim_v; ++d) row_[d] = out[d * out_layout_.dim_stride] * factor;
       if (job_.partial_out == nullptr) {
         *query_lse<T>(p_.lse, seq_, i, head) = lse;
         store_row(query_row(p_.out, p_.dtype, seq_, i, head), p_.dtype, row_, p_.head_dim_v);

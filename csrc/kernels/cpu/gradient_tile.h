@@ -74,14 +74,12 @@ class GradientTile {
     for (int64_t n = 0; n < num_panels_; ++n) {
       const Interval keys = intersect(panel_[n].some, {tile.begin, tile.end});
       keys_[n] = keys.begin == keys.end ? Interval{0, 0} : Interval{keys.begin - tile.begin, keys.end - tile.begin};
-      prefetch_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.end, n, num_panels_);
       if (sees_any(n)) compute_p(n);
     }
     if (wanted_ == ScoreGradient::kNone && !dropping()) return;
     const bool with_v = wanted_ != ScoreGradient::kNone && !of_weights_;
     if (with_v) load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.begin, tile.end);
     for (int64_t n = 0; n < num_panels_; ++n) {
-      if (with_v) prefetch_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.end, n, num_panels_);
       if (sees_any(n)) compute_ds(n);
     }
   }

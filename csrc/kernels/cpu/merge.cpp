@@ -62,29 +62,31 @@ void merge_row(const MergeParams& p, const Row& r, std::vector<T>& part, std::ve
   lse_at<T>(p.lse, r) = lse;
 }
 
+/// <grad, part - out>, summed in double: close parts leave little of it.
 template <class T>
-T dot(const std::vector<T>& a, const std::vector<T>& b) {
-  T sum = 0;
-  for (size_t d = 0; d < a.size(); ++d) sum += a[d] * b[d];
-  return sum;
+T dot_difference(const std::vector<T>& grad, const std::vector<T>& part, const std::vector<T>& out) {
+  double sum = 0;
+  for (size_t d = 0; d < grad.size(); ++d)
+    sum += static_cast<double>(grad[d]) * (static_cast<double>(part[d]) - out[d]);
+  return static_cast<T>(sum);
 }
 
 template <class T>
 struct BackwardScratch {
-  explicit BackwardScratch(int64_t head_dim) : grad(head_dim), part(head_dim), scaled(head_dim) {}
-  std::vector<T> grad, part, scaled;
+  explicit BackwardScratch(int64_t head_dim) : grad(head_dim), out(head_dim), part(head_dim), scaled(head_dim) {}
+  std::vector<T> grad, out, part, scaled;
 };
 
 template <class T>
 void merge_row_backward(const MergeBackwardParams& p, const Row& r, BackwardScratch<T>& scratch) {
-  auto& [grad, part, scaled] = scratch;
+  auto& [grad, out, part, scaled] = scratch;
   const T lse = lse_at<T>(p.lse, r);
-  T shared = p.grad_lse.data ? lse_at<T>(p.grad_lse, r) : T(0);  // d lse - <d out, out>, the same for all parts
-  std::fill(grad.begin(), grad.end(), T(0));
+  const T total_grad_lse = p.grad_lse.data ? lse_at<T>(p.grad_lse, r) : T(0);
   if (p.grad_out.data) {
     load_row(grad.data(), rows_at(p.grad_out, p.dtype, r), p.dtype, p.head_dim);
-    load_row(part.data(), rows_at(p.out, p.dtype, r), p.dtype, p.head_dim);
-    shared -= dot(grad, part);
+    load_row(out.data(), rows_at(p.out, p.dtype, r), p.dtype, p.head_dim);
+  } else {
+    std::fill(grad.begin(), grad.end(), T(0));
   }
   for (int64_t s = 0; s < p.splits; ++s) {
     const T share = share_of(lse_at<T>(p.lses, r, s, p.lses_split_stride), lse);
@@ -92,7 +94,7 @@ void merge_row_backward(const MergeBackwardParams& p, const Row& r, BackwardScra
     std::fill(scaled.begin(), scaled.end(), T(0));
     if (share != 0) {
       load_row(part.data(), rows_at(p.outs, p.dtype, r, s, p.outs_split_stride), p.dtype, p.head_dim);
-      grad_lse = share * (shared + (p.grad_out.data ? dot(grad, part) : T(0)));
+      grad_lse = share * (total_grad_lse + (p.grad_out.data ? dot_difference(grad, part, out) : T(0)));
       for (int64_t d = 0; d < p.head_dim; ++d) scaled[d] = share * grad[d];
     }
     store_row(rows_at(p.grad_outs, p.dtype, r, s, p.grad_outs_split_stride), p.dtype, scaled.data(), p.head_dim);

@@ -48,6 +48,11 @@ struct RowTile {
   }
 };
 
+FLASH_EXT_INLINE void prefetch_row(const char* row, int64_t bytes) {
+  constexpr int64_t kCacheLine = 64;
+  for (int64_t b = 0; b < bytes; b += kCacheLine) __builtin_prefetch(row + b);
+}
+
 /// Keys [begin, end) of k or v.
 template <class T>
 void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequence& seq, int64_t head, int64_t begin,
@@ -58,28 +63,18 @@ void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequ
   for (int64_t j = begin; j < end; j += run) {
     const char* from = key_row(view, dtype, seq, j, head, &run);
     run = min(run, end - j);
+    // Rows of a head lie far apart, which defeats the hardware's prefetcher: ask for the next tile while this one is
+    // worked on.
+    int64_t run_ahead;
+    const char* ahead = key_row(view, dtype, seq, min(j + kBlockN, seq.seqlen_k - 1), head, &run_ahead);
     for (int64_t r = 0; r < run; ++r) {
+      if (r < run_ahead) prefetch_row(ahead + r * row_bytes, tile.dim * size_of(dtype));
       T* to = tile.data + (j - begin + r) * tile.stride;
       poison |= load_row(to, from + r * row_bytes, dtype, tile.dim);
       for (int64_t d = tile.dim; d < tile.stride; ++d) to[d] = 0;
     }
   }
   tile.isolate(end - begin, poison);
-}
-
-/// Asks for part `n` of `parts` of the tile of keys that follows `end`. Rows of a head lie far apart, which defeats the
-/// hardware's prefetcher; asking bit by bit, between the panels, does not hold up what else is loaded.
-template <class T>
-void prefetch_keys(const RowTile<T>& tile, const TensorView& view, DType dtype, const Sequence& seq, int64_t head,
-                   int64_t end, int64_t n, int64_t parts) {
-  constexpr int64_t kCacheLine = 64;
-  const int64_t row_bytes = tile.dim * size_of(dtype);
-  const int64_t last = min(end + (n + 1) * kBlockN / parts, seq.seqlen_k);
-  for (int64_t j = end + n * kBlockN / parts; j < last; ++j) {
-    int64_t run;
-    const char* row = key_row(view, dtype, seq, j, head, &run);
-    for (int64_t b = 0; b < row_bytes; b += kCacheLine) __builtin_prefetch(row + b);
-  }
 }
 
 /// S[row] = row . B, for the isolated rows in [begin, end) of K or V.
