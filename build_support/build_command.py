@@ -20,9 +20,12 @@ from build_support.ninja_file import Object, SharedLibrary, ninja_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Said also to compilers that default to a later x86-64: the libraries run on any, and pick better kernels at run time.
+BASELINE_FLAGS = ["-march=x86-64"] if platform.machine() in ("x86_64", "AMD64") else []
 CXX_FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wall", f"-I{ROOT / 'csrc'}"]
+CXX_FLAGS += BASELINE_FLAGS
 NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Xptxas=-v", "-lineinfo"]
-NVCC_FLAGS += ["--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}"]
+NVCC_FLAGS += ["--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", *(f"-Xcompiler={flag}" for flag in BASELINE_FLAGS)]
 BUILD_INFO = "_build_info.json"
 
 
@@ -58,14 +61,14 @@ def _cpu_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) 
 
 
 def _cuda_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
-    flags = [*NVCC_FLAGS, f"-ccbin={toolchain.cxx()}"]
+    flags = [*NVCC_FLAGS, f"-ccbin={toolchain.host_compiler()}"]
     flags += [f"-DFLASH_EXT_HEAD_DIM_{head_dim}" for head_dim in toolchain.head_dims()]
     objects = []
     for source in extension.sources:
         # nvcc compiles C++ too: it hands it to the host compiler and knows where the CUDA headers are.
         own = toolchain.gencode_flags(toolchain.archs()) if source.endswith(".cu") else _api_flags(source, torch)
         objects.append(Object(ROOT / source, flags + own + extension.source_flags.get(source, []), nvcc=True))
-    link = ["-cudart=static", f"-ccbin={toolchain.cxx()}", "-Xlinker=--exclude-libs,ALL"]
+    link = ["-cudart=static", f"-ccbin={toolchain.host_compiler()}", "-Xlinker=--exclude-libs,ALL"]
     link += [flag.replace("-Wl,", "-Xlinker=", 1) for flag in _torch_link_flags(torch)]
     return SharedLibrary(output, objects, link, nvcc=True)
 
@@ -105,13 +108,13 @@ class BuildLibraries(build_ext):
         compiler = toolchain.cxx_version()
         nvcc = toolchain.chosen_nvcc()
         if nvcc is None:
-            print("flash-ext: no CUDA kernels in this build (no nvcc in CUDA_HOME or on PATH, or FLASH_EXT_CUDA=0)")
+            print(f"flash-ext: no CUDA kernels in this build ({toolchain.missing_nvcc()})")
         else:
             print(f"flash-ext: CUDA kernels for {';'.join(toolchain.archs())} with {nvcc.path} {nvcc.version}")
         with _locked(ROOT / "build"):
             self._drop_cuda_library_of_earlier_build(nvcc)
-            self._write_build_info(torch, compiler, nvcc)
             self._compile(self._libraries(torch, nvcc), nvcc)
+            self._write_build_info(torch, compiler, nvcc)
             if not self.inplace:
                 self._copy_to_wheel()
 

@@ -71,11 +71,14 @@ def _object_path(build_dir: Path, library: SharedLibrary, source: Path, root: Pa
     return build_dir / library.output.name.split(".")[0] / source.relative_to(root).with_suffix(".o")
 
 
-def ninja_text(libraries: Sequence[SharedLibrary], build_dir: Path, root: Path, cxx: str, nvcc: str | None) -> str:
+def ninja_text(
+    libraries: Sequence[SharedLibrary], build_dir: Path, root: Path, cxx: Sequence[str], nvcc: str | None
+) -> str:
     # The interpreter that an isolated environment was made from: the path of the environment's own changes from build
     # to build, and with it would every command.
     report = _shell([str(Path(sys.executable).resolve()), str(REPORT_SCRIPT)])
-    lines = [_RULES.format(build_dir=_escape(build_dir), cxx=cxx, nvcc=nvcc or "false", report=report)]
+    commands = {"cxx": _shell(cxx), "nvcc": _shell([nvcc or "false"]), "report": report}
+    lines = [_RULES.format(build_dir=_escape(build_dir), **commands)]
     for library in libraries:
         objects = []
         for obj in library.objects:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,13 @@ from pathlib import Path
 MINIMUM_TORCH = (2, 10)
 TORCH_TARGET_VERSION = "0x020a000000000000"
 
+MINIMUM_CUDA = (12, 4)
+
 # 90a is Hopper's own instruction set; 80 runs on Ampere and Ada, and as PTX on everything after.
 DEFAULT_ARCHS = "90a;80"
 DEFAULT_HEAD_DIMS = "32;64;96;128;192;256"
+
+CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 _FIND_TORCH = """
 import importlib.util, json
@@ -76,8 +81,10 @@ def _read_torch(root: Path) -> Torch | None:
 
 
 def _torch_seen_by(python: str) -> Torch | None:
-    # An isolated build puts its own environment on PYTHONPATH, in front of the one that is installed into.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # An isolated build puts its own environment on PYTHONPATH, in front of the one that is installed into, and hides
+    # the user's site-packages.
+    isolation = ("PYTHONPATH", "PYTHONNOUSERSITE")
+    env = {name: value for name, value in os.environ.items() if name not in isolation}
     for root in json.loads(_run([python, "-c", _FIND_TORCH], env) or "[]"):
         if (torch := _read_torch(Path(root))) is not None:
             return torch
@@ -103,15 +110,28 @@ def require_torch() -> Torch:
     return torch
 
 
-def cxx() -> str:
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "c++"
+def cxx() -> list[str]:
+    """The C++ compiler's command: CXX, which may hold arguments as in 'ccache g++ -m64', or the system's compiler."""
+    try:
+        command = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise BuildError(f"CXX is '{os.environ['CXX']}', which is no command: {error}") from None
+    return command or [shutil.which("g++") or shutil.which("c++") or "c++"]
+
+
+def host_compiler() -> str:
+    """What nvcc calls: the compiler of cxx() without the launcher before it and the options behind it."""
+    command = cxx()
+    options = [position for position, word in enumerate(command) if position and word.startswith("-")]
+    return command[options[0] - 1 if options else -1]
 
 
 def cxx_version() -> str:
-    output = _run([cxx(), "--version"])
+    output = _run([*cxx(), "--version"])
     if output is None:
         raise BuildError(
-            f"building flash-ext needs a C++17 compiler; '{cxx()}' does not run (apt install g++, or set CXX)"
+            f"building flash-ext needs a C++17 compiler; '{shlex.join(cxx())}' does not run "
+            "(apt install g++, or set CXX)"
         )
     return output.splitlines()[0]
 
@@ -126,16 +146,36 @@ def ninja() -> str:
     return str(Path(BIN_DIR) / "ninja")
 
 
-def find_nvcc() -> Nvcc | None:
+def _found_nvccs() -> list[Nvcc]:
+    """Every nvcc of CUDA_HOME, CUDA_PATH and PATH, in this order, of whatever version."""
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     paths = [home / "bin" / "nvcc" for home in homes]
     if found := shutil.which("nvcc"):
         paths.append(Path(found))
+    nvccs = []
     for path in paths:
         match = re.search(r"\bV(\d+\.\d+\.\d+)", _run([str(path), "--version"]) or "")
         if match:
-            return Nvcc(path, match[1])
-    return None
+            nvccs.append(Nvcc(path, match[1]))
+    return nvccs
+
+
+def _is_recent(nvcc: Nvcc) -> bool:
+    return tuple(int(part) for part in nvcc.version.split(".")[:2]) >= MINIMUM_CUDA
+
+
+def find_nvcc() -> Nvcc | None:
+    return next((nvcc for nvcc in _found_nvccs() if _is_recent(nvcc)), None)
+
+
+def missing_nvcc() -> str:
+    """Why chosen_nvcc() is None, or would be without the error."""
+    if os.environ.get("FLASH_EXT_CUDA") == "0":
+        return "FLASH_EXT_CUDA=0"
+    wanted = ".".join(map(str, MINIMUM_CUDA))
+    outdated = [f"{nvcc.path} is {nvcc.version}" for nvcc in _found_nvccs()]
+    found = f": {', '.join(outdated)}" if outdated else ""
+    return f"no nvcc {wanted} or later in CUDA_HOME or on PATH{found}"
 
 
 def chosen_nvcc() -> Nvcc | None:
@@ -146,8 +186,7 @@ def chosen_nvcc() -> Nvcc | None:
     nvcc = None if wanted == "0" else find_nvcc()
     if nvcc is None and wanted == "1":
         raise BuildError(
-            "FLASH_EXT_CUDA=1, but no nvcc was found in CUDA_HOME or on PATH: "
-            "install the CUDA toolkit (12.4 or later) and set CUDA_HOME to its folder"
+            f"FLASH_EXT_CUDA=1, but there is {missing_nvcc()}; install the CUDA toolkit and set CUDA_HOME to its folder"
         )
     return nvcc
 
@@ -189,12 +228,24 @@ def gencode_flags(values: list[str]) -> list[str]:
     return flags
 
 
+def _memory() -> int:
+    """Bytes of memory: the machine's, or less where the container has a limit."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = CGROUP_MEMORY_LIMIT.read_text().strip()
+    except OSError:
+        return memory
+    return min(memory, int(limit)) if limit.isdecimal() else memory
+
+
 def jobs() -> int:
     """MAX_JOBS, or one per core as far as memory allows for it: one kernel's compilation may take 3 GB."""
     if wanted := os.environ.get("MAX_JOBS"):
-        return max(1, int(wanted))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(len(os.sched_getaffinity(0)), memory // (3 << 30)))
+        try:
+            return max(1, int(wanted))
+        except ValueError:
+            raise BuildError(f"MAX_JOBS is '{wanted}'; it may be an integer, as in '4', or unset") from None
+    return max(1, min(len(os.sched_getaffinity(0)), _memory() // (3 << 30)))
 
 
 def git_commit(root: Path) -> str | None:

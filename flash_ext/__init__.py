@@ -16,12 +16,11 @@ from flash_ext.functional import (
     attention_weights,
     decode,
     draw_rng_state,
-    explain,
     merge,
-    supports,
 )
 from flash_ext.masks import BlockMask
 from flash_ext.modules import MultiheadAttention, convert
+from flash_ext.planning import explain, supports
 from flash_ext.sdpa import scaled_dot_product_attention
 
 __version__: str = build_info()["version"]

@@ -20,7 +20,7 @@ def can_fold(options: ScoreOptions, dims: Any) -> bool:
     a mask are shared by the whole batch."""
     shared = (dims.sink, dims.block_indices, dims.block_bitmap_ids, dims.block_bitmaps)
     packed = options.cu_seqlens_q is not None or options.cu_seqlens_k is not None
-    return not packed and options.rng is None and all(dim is None for dim in shared)
+    return not packed and options.rng_state is None and all(dim is None for dim in shared)
 
 
 def fold(t: Tensor | None, dim: int | None, n: int) -> Tensor | None:

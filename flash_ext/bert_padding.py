@@ -1,4 +1,4 @@
-"""flash-attn's way between padded batches and packed sequences. Differentiable; the mask is read by the host."""
+"""The way of flash-attn 2.8 between padded batches and packed sequences. Differentiable; the host reads the mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ def unpad_input(
     Returns:
         (tokens (total, ...); indices int64 (total), their places in the flattened batch; cu_seqlens int32 (batch + 1);
         the longest sequence; seqused int32 (batch), how many of each are tokens).
+
+    Raises:
+        ValueError: a mask of another shape than (batch, seqlen), or neither bool nor integer.
     """
+    _check_mask("attention_mask", attention_mask, hidden_states)
+    if unused_mask is not None:
+        _check_mask("unused_mask", unused_mask, hidden_states)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(dim=-1, dtype=torch.int32)
     seqused = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -34,6 +40,15 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     """The reverse of ``unpad_input``: (total, ...) to (batch, seqlen, ...), 0 where there is no token."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+
+
+def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
+    expected = tuple(hidden_states.shape[:2])
+    if tuple(mask.shape) != expected or mask.is_floating_point() or mask.is_complex():
+        raise ValueError(
+            f"{name} must be bool or integer with the first two sizes of hidden_states, {expected}, "
+            f"got {mask.dtype} {tuple(mask.shape)}"
+        )
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The names of flash-attn 2, with its signatures and semantics, for code that imports them already.
+"""The names of flash-attn, with the signatures and semantics of its version 2.8, for code that imports them already.
 
 Beyond flash-attn: float32 (and float64 on CPU), a head_dim of v that differs, pages of any size, and a ``softmax_lse``
 that is differentiable. Differences: queries that see nothing have softmax_lse -inf, where flash-attn says +inf;
@@ -8,12 +8,15 @@ that is differentiable. Differences: queries that see nothing have softmax_lse -
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_ext.functional import attention, attention_weights, decode, draw_rng_state, pad_head_dim
+from flash_ext.argument_checks import check_numbers, check_tensors, check_window
+from flash_ext.functional import attention, attention_weights, decode, draw_rng_state
+from flash_ext.head_dims import HEAD_DIM_MULTIPLE, check_head_dims, pad_head_dim
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -38,7 +41,7 @@ def flash_attn_func(
         dropout_p: 0.0 in evaluation.
         softmax_scale: default 1 / sqrt(headdim).
         causal: aligned to the bottom right: the last query sees the last key.
-        window_size: (left, right), -1 = unlimited: query i sees keys from i + seqlen_k - seqlen_q - left to
+        window_size: (left, right), negative = unlimited: query i sees keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right.
         softcap: > 0 caps the scores by softcap * tanh(score / softcap).
         alibi_slopes: float32 (nheads) or (batch, nheads); -slope * |i + seqlen_k - seqlen_q - j| is added.
@@ -51,7 +54,7 @@ def flash_attn_func(
         without dropout.
 
     Raises:
-        RuntimeError: as ``flash_ext.attention``.
+        RuntimeError, ValueError, TypeError: as ``flash_ext.attention``.
     """
     return _attend(
         q,
@@ -150,7 +153,8 @@ def flash_attn_varlen_func(
         k, v: (total_k, nheads_k, headdim), or with block_table pages (num_blocks, page_block_size, nheads_k, headdim).
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), where each sequence begins and ends.
         max_seqlen_q, max_seqlen_k: the longest sequences.
-        block_table: int32 (batch, max_num_blocks_per_seq), the pages of each sequence. Without gradient and dropout.
+        block_table: int32 (batch, max_num_blocks_per_seq), the pages of each sequence; their keys count from 0 as
+            many as cu_seqlens_k says. Without dropout, and not differentiable.
         The others: as for ``flash_attn_func``.
 
     Returns:
@@ -158,7 +162,8 @@ def flash_attn_varlen_func(
         (batch, nheads, max_seqlen_q, max_seqlen_k) or empty.
 
     Raises:
-        RuntimeError: as ``flash_ext.attention``.
+        RuntimeError, ValueError, TypeError: as ``flash_ext.attention``.
+        RuntimeError: with block_table, if q, k or v requires a gradient and gradients are enabled.
         ValueError: dropout_p > 0 with block_table, or a max_seqlen_k that its pages do not hold.
     """
     options: dict[str, Any] = dict(
@@ -175,11 +180,21 @@ def flash_attn_varlen_func(
         return _attend(q, k, v, return_attn_probs, dropout_p=dropout_p, deterministic=deterministic, **options)
     if dropout_p != 0:
         raise ValueError(f"dropout_p must be 0 with block_table, got {dropout_p}")
+    check_tensors(block_table=block_table)
+    check_head_dims({"q": q, "k": k}, {"v": v})
+    if k.dim() != 4 or block_table.dim() != 2:
+        raise ValueError(
+            "k must be (num_blocks, page_block_size, nheads_k, headdim) and block_table (batch, max_num_blocks_per_seq)"
+            f", got {tuple(k.shape)} and {tuple(block_table.shape)}"
+        )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+        raise RuntimeError("q, k and v must not require a gradient with block_table, which is not differentiable")
     if max_seqlen_k > block_table.shape[1] * k.shape[1]:
         raise ValueError(
             f"max_seqlen_k must be at most what block_table's {block_table.shape[1]} pages of {k.shape[1]} keys hold, "
             f"got {max_seqlen_k}"
         )
+    _check_cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
     out, lse = _decode(q, k, v, cache_seqlens=cu_seqlens_k.diff(), block_table=block_table, **options)
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
@@ -279,13 +294,14 @@ def flash_attn_with_kvcache(
     """Attention of q (batch, seqlen_q, nheads, headdim) over a cache, to which k and v are appended first.
 
     Args:
-        q: any headdim up to 256; one that is no multiple of 8 copies the caches.
+        q: any headdim up to 256; with one that is no multiple of 8 each call copies the whole caches, and with k and v
+            copies them back.
         k_cache, v_cache: (batch_cache, seqlen_cache, nheads_k, headdim), or with block_table pages (num_blocks,
             page_block_size, nheads_k, headdim). Written to in place where there are k and v.
         k, v: (batch, seqlen_new, nheads_k, headdim), placed from row cache_seqlens on.
         rotary_cos, rotary_sin: (seqlen_ro, rotary_dim / 2), for k from position cache_seqlens on, and for q: likewise
             if causal or with a window, otherwise at position cache_seqlens alone. Only with k and v.
-        cache_seqlens: int or int32 (batch), rows of the cache in use.
+        cache_seqlens: integer or int32 (batch), rows of the cache in use.
         cache_batch_idx: int32 (batch), which batch entry of the cache belongs to each of q's.
         cache_leftpad: int32 (batch), the row where each sequence begins.
         block_table: int32 (batch, max_num_blocks_per_seq), the pages of each sequence.
@@ -298,9 +314,11 @@ def flash_attn_with_kvcache(
         out (batch, seqlen_q, nheads, headdim), or (out, softmax_lse) with softmax_lse (batch, nheads, seqlen_q).
 
     Raises:
-        RuntimeError, ValueError: as ``flash_ext.decode``.
+        RuntimeError, ValueError, TypeError: as ``flash_ext.decode``.
     """
-    if isinstance(cache_seqlens, int):
+    new_k, new_v = ({} if x is None else {name: x} for name, x in (("k", k), ("v", v)))
+    check_head_dims({"q": q, "k_cache": k_cache, **new_k}, {"v_cache": v_cache, **new_v})
+    if isinstance(cache_seqlens, int | torch.SymInt | Integral) and not isinstance(cache_seqlens, bool):
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
     out, lse = _decode(
         q,
@@ -334,8 +352,32 @@ def _unpack(name: str, packed: Tensor, num_dims: int, count: int) -> tuple[Tenso
     return packed.unbind(-3)
 
 
+def _check_cu_seqlens_k(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_k: int) -> None:
+    """What decoding would refuse under another name (it is given lengths), and max_seqlen_k, which it is not given."""
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k must be int32 with the shape of cu_seqlens_q, {tuple(cu_seqlens_q.shape)}, "
+            f"got {cu_seqlens_k.dtype} {tuple(cu_seqlens_k.shape)}"
+        )
+    if cu_seqlens_k.device.type != "cpu" or torch.compiler.is_compiling() or cu_seqlens_k.numel() < 2:
+        return
+    lengths = cu_seqlens_k.diff()
+    if int(cu_seqlens_k[0]) < 0 or int(lengths.min()) < 0:
+        raise ValueError(f"cu_seqlens_k must start at 0 or above and not decrease, got {cu_seqlens_k.tolist()}")
+    if int(lengths.max()) > max_seqlen_k:
+        raise ValueError(
+            f"max_seqlen_k must not be less than the longest sequence of cu_seqlens_k, {int(lengths.max())}, "
+            f"got {max_seqlen_k}"
+        )
+
+
 def _normalise(q: Tensor, options: dict[str, Any]) -> None:
-    """The default scale, which padding must not change, and flash-attn's "softcap <= 0 is off"."""
+    """The default scale, which padding must not change, and flash-attn's rules of what is off: a softcap <= 0 and a
+    window below 0."""
+    check_numbers(softcap=options["softcap"])
+    left, right = check_window(options["window_size"])
+    options["window_size"] = (max(left, -1), max(right, -1))
     if options["softmax_scale"] is None:
         options["softmax_scale"] = q.shape[-1] ** -0.5
     if options["softcap"] < 0:
@@ -352,6 +394,8 @@ def _attend(
     deterministic: bool,
     **options: Any,
 ) -> Result:
+    check_head_dims({"q": q, "k": k}, {"v": v})
+    check_numbers(dropout_p=dropout_p)
     _normalise(q, options)
     options["dropout_p"] = dropout_p
     if dropout_p > 0:
@@ -371,7 +415,8 @@ def _decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k: Tensor | None = None, v: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     _normalise(q, options)
-    caches = [cache if cache.shape[-1] % 8 == 0 else pad_head_dim(cache) for cache in (k_cache, v_cache)]
+    # A cache is written to in place: one that the kernels can take as it is must not become a copy.
+    caches = [x if x.shape[-1] % HEAD_DIM_MULTIPLE == 0 else pad_head_dim(x) for x in (k_cache, v_cache)]
     new_k, new_v = (None if x is None else pad_head_dim(x) for x in (k, v))
     out, lse = decode(pad_head_dim(q), *caches, k=new_k, v=new_v, return_lse=True, **options)
     if k is not None:

@@ -7,21 +7,19 @@ sequences are packed one after another: (total, heads, head_dim).
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import flash_ext._plan as _plan
+from flash_ext.argument_checks import check_names, check_numbers, check_optional_tensors, check_tensors, check_window
 from flash_ext.masks import BlockMask
-from flash_ext.ops import ScoreOptions, call
+from flash_ext.ops import DecodeOptions, ScoreOptions, call
 
 _OPS = torch.ops.flash_ext
-_HEAD_DIM_MULTIPLE = 8
 
 
 def attention(
@@ -73,14 +71,16 @@ def attention(
         mask: bool, True = visible, shaped like bias.
         sink: (heads_q), adds exp(sink) to the softmax denominator (Xiao et al. 2023, in the form of gpt-oss).
             Differentiable.
-        dropout_p: probability of dropping a weight, in [0, 1]; those that stay are scaled by 1 / (1 - dropout_p).
+        dropout_p: probability of dropping a weight, in [0, 1], rounded to a multiple of 2^-16; those that stay are
+            scaled by 1 / (1 - dropout_p).
         rng_state: int64 (2) on q's device, the Philox seed and offset that decide what is dropped, whatever the device
             (see ``draw_rng_state``); None draws one. Only with dropout.
-        block_mask: block-sparse visibility.
+        block_mask: block-sparse visibility, made for the lengths of q and k; of packed sequences for max_seqlen_q and
+            max_seqlen_k at least, in as many rows of blocks.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), where each packed sequence begins and ends. Bias, mask and
             dropout then count queries and keys from the start of each sequence.
-        max_seqlen_q, max_seqlen_k: the longest packed sequence. None: as bias or mask has it, else read from cu_seqlens
-            on CPU, else the total.
+        max_seqlen_q, max_seqlen_k: the longest packed sequence. None: as bias, mask or block_mask has it, else read
+            from cu_seqlens on CPU, else the total.
         seqused_q, seqused_k: int32 (batch), how many rows of each sequence are in use.
         deterministic: the backward gives the same bits every time; None: as
             ``torch.use_deterministic_algorithms`` says. The forward always does.
@@ -94,8 +94,11 @@ def attention(
     Raises:
         RuntimeError: an argument has a wrong type, shape, device or value, or is not supported; ``supports`` tells
             beforehand. Differentiating twice, or in forward mode, raises too.
-        ValueError: window_size is no pair.
+        ValueError: window_size is no pair, or block_mask is made for other lengths.
+        TypeError: an argument is of a type that it cannot have.
     """
+    check_tensors(q=q, k=k, v=v)
+    check_numbers(dropout_p=dropout_p)
     if dropout_p > 0 and rng_state is None:
         rng_state = draw_rng_state(q.device)
     options = _score_options(
@@ -139,17 +142,22 @@ def attention_weights(
         signed: do not drop and scale weights, but negate those that dropout drops.
         dropout_p: as for ``attention``, with the rng_state of that call.
         **options: those of ``attention`` that make up scores: causal, window_size, top_left, softmax_scale, softcap,
-            alibi_slopes, bias, mask, rng_state, block_mask, cu_seqlens_*, max_seqlen_*, seqused_*.
+            alibi_slopes, bias, mask, rng_state, block_mask, cu_seqlens_*, max_seqlen_*, seqused_*. ``sink=None`` may
+            be among them.
 
     Returns:
         (batch, heads_q, seqlen_q, seqlen_k) in q's dtype, after dropout; packed sequences have max_seqlen_q and
         max_seqlen_k. What is not visible is 0.
 
     Raises:
-        RuntimeError: as ``attention``, and with dropout_p > 0 but no rng_state.
+        RuntimeError, ValueError: as ``attention``, and with dropout_p > 0 but no rng_state.
+        TypeError: as ``attention``, and for a sink or an option that does not exist.
     """
-    if "sink" in options:
+    check_names("attention_weights()", options, SCORE_OPTIONS)
+    if options.get("sink") is not None:
         raise TypeError("attention_weights() takes no sink: it is part of lse")
+    check_tensors(q=q, k=k, lse=lse)
+    check_numbers(dropout_p=dropout_p)
     dropout_mode = 0 if dropout_p == 0 else 2 if signed else 1
     arguments = _score_options(q, k, dropout_p=dropout_p, **options)
     weights: Tensor = call(_OPS.attention_weights.default, q, k, lse, *arguments, dropout_mode)
@@ -207,38 +215,34 @@ def decode(
 
     Raises:
         RuntimeError: as ``attention``; with k and v also if something requires a gradient.
-        ValueError: only one of k and v.
+        ValueError: only one of k and v, or window_size is no pair.
+        TypeError: an argument is of a type that it cannot have.
     """
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together, got only {'v' if k is None else 'k'}")
     op, new = (_OPS.attention_decode, ()) if k is None else (_OPS.attention_decode_append, (k, v))
-    left, right = _window(causal, window_size)
-    if max_seqlen_q is None:
-        max_seqlen_q = 0 if cu_seqlens_q is None else _longest(cu_seqlens_q, q.shape[0])
-    out, lse = call(
-        op.default,
+    options = _decode_options(
         q,
-        k_cache,
-        v_cache,
-        *new,
-        cache_seqlens,
-        cache_leftpad,
-        cache_batch_idx,
-        block_table,
-        rotary_cos,
-        rotary_sin,
-        alibi_slopes,
-        sink,
-        cu_seqlens_q,
-        max_seqlen_q,
-        _scale(q, softmax_scale),
-        softcap,
-        left,
-        right,
-        rotary_interleaved,
-        num_splits,
-        batch_invariant,
+        cache_seqlens=cache_seqlens,
+        cache_leftpad=cache_leftpad,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
     )
+    out, lse = call(op.default, q, k_cache, v_cache, *new, *options)
     return (out, lse) if return_lse else out
 
 
@@ -247,7 +251,7 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> t
 
     Args:
         outs: results of ``attention``, a sequence of them or stacked: (parts, batch, seqlen_q, heads_q, head_dim) or
-            (parts, total_q, heads_q, head_dim).
+            (parts, total_q, heads_q, head_dim). A sequence is copied to stack it.
         lses: their lse: (parts, batch, heads_q, seqlen_q) or (parts, heads_q, total_q).
 
     Returns:
@@ -256,77 +260,16 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> t
 
     Raises:
         RuntimeError: shapes, dtypes or devices that do not fit together.
+        ValueError: an empty sequence.
+        TypeError: a sequence of something else than tensors.
     """
-    outs, lses = (x if isinstance(x, Tensor) else torch.stack(tuple(x)) for x in (outs, lses))
-    out, lse = call(_OPS.merge.default, outs, lses)
+    out, lse = call(_OPS.merge.default, _stack("outs", outs), _stack("lses", lses))
     return out, lse
 
 
 def draw_rng_state(device: torch.device | str) -> Tensor:
     """A seed and offset for dropout, int64 (2), from torch's default generator of the device."""
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
-
-
-def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **options: Any) -> tuple[bool, str]:
-    """Whether a call can run, and if not, why: what the call itself would say. Reads shapes, dtypes and devices only.
-
-    Args:
-        q, k, v, **options: those of ``attention``; for "decode" v and k are the caches, and num_splits, block_table and
-            batch_invariant may be given.
-        operation: "forward", "backward", "weights", "weights_backward" or "decode".
-
-    Returns:
-        (True, "") or (False, reason).
-
-    Raises:
-        TypeError: an option that does not exist.
-    """
-    try:
-        return _plan.supports(_problem(q, k, v, operation, **options))
-    except ValueError as error:  # a dtype or device that the planner has no word for
-        return False, str(error)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """How a call runs: the planner's problem and plan. ``print`` it."""
-
-    problem: _plan.Problem
-    plan: _plan.Plan
-
-    def __str__(self) -> str:
-        problem, plan = self.problem, self.plan
-        splits = f"{plan.num_splits}" + (f" of {plan.split_size} keys" if plan.split_size else "")
-        lines = [
-            f"flash_ext {problem.operation} by csrc/kernels/{plan.kernel} on {problem.device}, {problem.dtype}",
-            f"  q ({problem.batch}, {problem.seqlen_q}, {problem.heads_q}, {problem.head_dim}), "
-            f"k ({problem.batch}, {problem.seqlen_k}, {problem.heads_kv}, {problem.head_dim}), "
-            f"head_dim of v {problem.head_dim_v}",
-            f"  mask class {plan.mask_class}, tiles of {plan.block_m} queries x {plan.block_n} keys",
-            f"  key ranges: {splits} forward, {plan.num_chunks} backward",
-        ]
-        return "\n".join(lines + [f"  - {reason}" for reason in plan.reasons])
-
-
-def explain(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **options: Any) -> Explanation:
-    """Which kernel runs a call, with which tiles and splits, and why: the plan that the call itself follows.
-
-    Takes what ``supports`` takes.
-
-    Raises:
-        ValueError: the call is not supported.
-        TypeError: an option that does not exist.
-    """
-    problem = _problem(q, k, v, operation, **options)
-    return Explanation(problem, _plan.make_plan(problem))
-
-
-def pad_head_dim(x: Tensor) -> Tensor:
-    """``x`` with zeros behind its last dimension up to the next size that kernels take. Scores do not change."""
-    missing = -x.shape[-1] % _HEAD_DIM_MULTIPLE
-    if missing:
-        return F.pad(x, (0, missing))
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _score_options(
@@ -352,8 +295,30 @@ def _score_options(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> ScoreOptions:
+    check_optional_tensors(
+        bias=bias,
+        sink=sink,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        rng_state=rng_state,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+    )
+    check_numbers(dropout_p=dropout_p, softcap=softcap)
     left, right = _window(causal, window_size)
-    offsets, indices, bitmap_ids, bitmaps = (None,) * 4 if block_mask is None else block_mask.tensors
+    blocks: tuple[Tensor | None, ...] = (None,) * 4
+    mask_shapes = [t.shape for t in (bias, mask) if t is not None]
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
+        blocks = block_mask.tensors
+        mask_shapes.append(torch.Size(block_mask.shape))
+    max_seqlen_q = _max_seqlen(max_seqlen_q, cu_seqlens_q, q, 2, mask_shapes)
+    max_seqlen_k = _max_seqlen(max_seqlen_k, cu_seqlens_k, k, 3, mask_shapes)
+    if block_mask is not None:
+        _check_block_mask(block_mask, q, k, cu_seqlens_q is not None, max_seqlen_q, max_seqlen_k)
     return ScoreOptions(
         bias=bias,
         sink=sink,
@@ -363,13 +328,13 @@ def _score_options(
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
         seqused_k=seqused_k,
-        block_offsets=offsets,
-        block_indices=indices,
-        block_bitmap_ids=bitmap_ids,
-        block_bitmaps=bitmaps,
-        rng=rng_state,
-        max_seqlen_q=_max_seqlen(max_seqlen_q, cu_seqlens_q, q, 2, bias, mask),
-        max_seqlen_k=_max_seqlen(max_seqlen_k, cu_seqlens_k, k, 3, bias, mask),
+        block_offsets=blocks[0],
+        block_indices=blocks[1],
+        block_bitmap_ids=blocks[2],
+        block_bitmaps=blocks[3],
+        rng_state=rng_state,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
         softmax_scale=_scale(q, softmax_scale),
         softcap=softcap,
         window_left=left,
@@ -379,11 +344,62 @@ def _score_options(
     )
 
 
+SCORE_OPTIONS = frozenset(inspect.signature(_score_options).parameters) - {"q", "k"}
+
+
+def _decode_options(
+    q: Tensor,
+    *,
+    cache_seqlens: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    block_table: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+) -> DecodeOptions:
+    tensors: dict[str, Any] = dict(
+        cache_seqlens=cache_seqlens,
+        cache_leftpad=cache_leftpad,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+    )
+    check_optional_tensors(**tensors)
+    check_numbers(softcap=softcap)
+    left, right = _window(causal, window_size)
+    return DecodeOptions(
+        **tensors,
+        max_seqlen_q=_max_seqlen(max_seqlen_q, cu_seqlens_q, q, 2, ()),
+        softmax_scale=_scale(q, softmax_scale),
+        softcap=softcap,
+        window_left=left,
+        window_right=right,
+        rotary_interleaved=rotary_interleaved,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+    )
+
+
+DECODE_OPTIONS = frozenset(inspect.signature(_decode_options).parameters) - {"q"}
+
+
 def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
+    left, right = check_window(window_size)
     return left, 0 if causal else right
 
 
@@ -393,12 +409,15 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] > 0 else 1.0
 
 
-def _max_seqlen(given: int | None, cu_seqlens: Tensor | None, rows: Tensor, dim: int, *scores: Tensor | None) -> int:
+def _max_seqlen(
+    given: int | None, cu_seqlens: Tensor | None, rows: Tensor, dim: int, scores: Sequence[torch.Size]
+) -> int:
+    """``scores``: the shapes of what there is of bias and masks."""
     if given is not None or cu_seqlens is None:
         return given or 0
-    for t in scores:
-        if t is not None and t.dim() == 4 and t.shape[dim] != 1:
-            return t.shape[dim]
+    for shape in scores:
+        if len(shape) == 4 and shape[dim] != 1:
+            return shape[dim]
     return _longest(cu_seqlens, rows.shape[0])
 
 
@@ -410,52 +429,37 @@ def _longest(cu_seqlens: Tensor, total: int) -> int:
     return max(0, int(lengths.max())) if lengths.numel() > 0 else 0
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    operation: str,
-    *,
-    num_splits: int = 0,
-    batch_invariant: bool = False,
-    block_table: Tensor | None = None,
-    deterministic: bool | None = None,
-    return_lse: bool = False,
-    **options: Any,
-) -> _plan.Problem:
-    o = _score_options(q, k, **options)
-    decode, packed = operation == "decode", o.cu_seqlens_q is not None
-    paged = block_table is not None
-    properties = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
-    batch = o.cu_seqlens_q.shape[0] - 1 if o.cu_seqlens_q is not None else q.shape[0]
-    seqlen_k = o.max_seqlen_k if o.cu_seqlens_k is not None else k.shape[1]
-    return _plan.Problem(
-        operation=operation,
-        device=q.device.type,
-        compute_capability=10 * properties.major + properties.minor if properties else 0,
-        num_workers=properties.multi_processor_count if properties else torch.get_num_threads(),
-        dtype=str(q.dtype).removeprefix("torch."),
-        batch=batch,
-        heads_q=q.shape[-2],
-        heads_kv=k.shape[-2],
-        seqlen_q=o.max_seqlen_q if packed else q.shape[1],
-        seqlen_k=seqlen_k * block_table.shape[1] if block_table is not None else seqlen_k,
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        softmax_scale=o.softmax_scale,
-        softcap=o.softcap,
-        window_left=o.window_left,
-        window_right=o.window_right,
-        top_left=o.top_left,
-        dropout_p=o.dropout_p,
-        varlen=any(t is not None for t in (o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k)),
-        paged=paged,
-        has_bias=o.bias is not None,
-        has_mask=o.mask is not None,
-        has_block_mask=o.block_offsets is not None,
-        has_alibi=o.alibi_slopes is not None,
-        has_sink=o.sink is not None,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        num_splits=num_splits if decode else 1,
-        batch_invariant=batch_invariant,
-    )
+def _check_block_mask(
+    block_mask: BlockMask, q: Tensor, k: Tensor, packed: bool, max_seqlen_q: int, max_seqlen_k: int
+) -> None:
+    """Raises unless the mask is made for these lengths. Other dimensions of q and k are the operators' matter."""
+    made_for = (block_mask.seqlen_q, block_mask.seqlen_k)
+    if packed:
+        num_rows = -(-max_seqlen_q // block_mask.block_size[0])
+        if made_for[0] < max_seqlen_q or made_for[1] < max_seqlen_k or block_mask.offsets.shape[-1] != num_rows + 1:
+            raise ValueError(
+                f"block_mask must cover max_seqlen_q = {max_seqlen_q} in {num_rows} rows of blocks and "
+                f"max_seqlen_k = {max_seqlen_k}, got one for lengths {made_for}"
+            )
+    elif q.dim() == 4 and k.dim() == 4 and made_for != (q.shape[1], k.shape[1]):
+        raise ValueError(
+            f"block_mask must be made for the lengths of q and k, {(q.shape[1], k.shape[1])}, got one for {made_for}"
+        )
+
+
+def _stack(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
+    """One tensor of all parts. Of different dtypes torch.stack would silently make one."""
+    if isinstance(parts, Tensor):
+        return parts
+    parts = tuple(parts)
+    if not parts:
+        raise ValueError(f"{name} must hold at least one part, got an empty sequence")
+    for i, part in enumerate(parts):
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name}[{i}] must be a Tensor, got {type(part).__name__}")
+        if part.dtype != parts[0].dtype or part.shape != parts[0].shape:
+            raise RuntimeError(
+                f"{name}[{i}] must have the shape and dtype of {name}[0]: expected {tuple(parts[0].shape)} "
+                f"{parts[0].dtype}, got {tuple(part.shape)} {part.dtype}"
+            )
+    return torch.stack(parts)

@@ -118,7 +118,9 @@ class BlockMask:
         device: torch.device | str = "cpu",
     ) -> BlockMask:
         """From a predicate (batch, head, query, key) -> bool over index tensors, as in FlexAttention (Dong et al.
-        2024). It is evaluated one row of blocks at a time, so that memory grows with seqlen_k, not with its product."""
+        2024). It is evaluated for one row of blocks, of all batch entries and heads, at a time, so that this takes
+        memory for batch * heads * block_m * seqlen_k pairs. What is kept besides grows with the number of blocks, and
+        with that of partial ones, whose bitmaps are told apart at the end."""
         _check_block_size(block_size)
         block_m, block_n = block_size
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)

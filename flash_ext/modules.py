@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_ext.functional import attention, attention_weights, draw_rng_state, pad_head_dim
-
-MAX_HEAD_DIM = 256
+from flash_ext.functional import attention, attention_weights, draw_rng_state
+from flash_ext.head_dims import MAX_HEAD_DIM, pad_head_dim
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -28,11 +27,13 @@ class MultiheadAttention(nn.MultiheadAttention):
     - The ``is_causal`` hint is believed beside a ``key_padding_mask`` too, if query and key are equally long: the
       causal rule is then computed, and ``attn_mask`` is not read.
     - Which weights dropout drops comes from the library's own generator (seeded by torch's), not from ``F.dropout``.
-    - Nested tensors are accepted for self-attention in training as well, and computed without padding.
+    - Nested tensors are accepted for self-attention in training as well, and computed without padding; ``is_causal``
+      then needs no ``attn_mask`` and is the causal rule of each sequence.
+    - ``torch.jit.script`` is not supported.
 
     Memory beyond inputs and outputs is linear in the sequence length, but for ``need_weights=True`` (the weights are
-    quadratic) and for two float masks at once (their sum has to be made). ``embed_dim / num_heads`` may be at most 256.
-    Raises what ``nn.MultiheadAttention`` raises.
+    quadratic) and for two float masks at once (their sum has to be made). ``embed_dim / num_heads`` may be at most 256:
+    the constructor raises a ValueError beyond. Raises what ``nn.MultiheadAttention`` raises.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
+        if obstacle := _obstacle_of_head_dim(self):
+            raise ValueError(f"embed_dim / num_heads: {obstacle}")
         _refuse_to_be_bypassed(self)
 
     def forward(
@@ -76,7 +79,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: (L, S) or (N * num_heads, L, S); bool (True = may not attend) or floating (added to the scores,
                 with gradient).
             average_attn_weights: return the mean over heads, (N, L, S), instead of (N, num_heads, L, S).
-            is_causal: a hint that ``attn_mask``, which must be given, is the causal mask.
+            is_causal: a hint that ``attn_mask``, which must be given, is the causal mask; with nested tensors, which
+                have no ``attn_mask``, the causal rule itself.
 
         Returns:
             The output in the layout of ``query``, and the weights or None.
@@ -88,7 +92,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                     "MultiheadAttention supports nested tensors for self-attention only: one tensor as query, key and "
                     "value, no masks, need_weights=False, no add_bias_kv, no add_zero_attn."
                 )
-            return self._forward_nested(query), None
+            return self._forward_nested(query, is_causal), None
 
         self._check_inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
         is_batched = query.dim() == 3
@@ -111,16 +115,17 @@ class MultiheadAttention(nn.MultiheadAttention):
             weights = weights if is_batched else weights[0]
         return out, weights
 
-    def _forward_nested(self, x: Tensor) -> Tensor:
+    def _forward_nested(self, x: Tensor, causal: bool) -> Tensor:
         """Self-attention of each sequence of a nested tensor, packed."""
         sequences = x.unbind()
         lengths = [sequence.shape[0] for sequence in sequences]
         packed = torch.cat(sequences)
         q, k, v = self._project(packed, packed, packed)
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=packed.device)
-        spans = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        spans: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
         longest = max(lengths)
-        out, _ = self._attend(q, k, v, False, max_seqlen_q=longest, max_seqlen_k=longest, **spans)
+        spans |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        out, _ = self._attend(q, k, v, False, causal=causal, top_left=causal, **spans)
         out = F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
         return torch.nested.as_nested_tensor(list(torch.split(out, lengths)), layout=x.layout)
 
@@ -310,6 +315,10 @@ def convert(model: nn.Module, *, report: Callable[[str], object] = print) -> nn.
 def _why_not_convert(module: nn.MultiheadAttention) -> str:
     if type(module) is not nn.MultiheadAttention:
         return f"{type(module).__qualname__} is a subclass of nn.MultiheadAttention, whose forward may differ"
+    return _obstacle_of_head_dim(module)
+
+
+def _obstacle_of_head_dim(module: nn.MultiheadAttention) -> str:
     if module.head_dim > MAX_HEAD_DIM:
         return f"head_dim is {module.head_dim}, at most {MAX_HEAD_DIM} is supported"
     return ""

@@ -56,7 +56,7 @@ class ScoreOptions(NamedTuple):
     block_indices: Tensor | None
     block_bitmap_ids: Tensor | None
     block_bitmaps: Tensor | None
-    rng: Tensor | None
+    rng_state: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
     softmax_scale: float
@@ -67,8 +67,30 @@ class ScoreOptions(NamedTuple):
     dropout_p: float
 
 
+class DecodeOptions(NamedTuple):
+    """What decoding operators share, in the order of their schemas: DECODE_TENSORS, then DECODE_SCALARS."""
+
+    cache_seqlens: Tensor | None
+    cache_leftpad: Tensor | None
+    cache_batch_idx: Tensor | None
+    block_table: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int
+    softmax_scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+    rotary_interleaved: bool
+    num_splits: int
+    batch_invariant: bool
+
+
 _NUM_OPTIONS = len(ScoreOptions._fields)
-_NUM_TENSORS = ScoreOptions._fields.index("rng") + 1
+_NUM_TENSORS = ScoreOptions._fields.index("rng_state") + 1
 
 
 # ---- Calling --------------------------------------------------------------------------------------------------------
@@ -159,6 +181,12 @@ def _(grad_weights: Tensor, q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> tu
 @_fake("attention_decode_append")
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _fake_out(q, v_cache), _fake_lse(q)
+
+
+@_fake("attention_check")
+@_fake("attention_decode_check")
+def _(*args: Any) -> None:
+    return None
 
 
 @_fake("merge")
@@ -366,6 +394,8 @@ def _register_autocast(name: str, cast: Callable[[list[Any], str], None]) -> Non
 
 _register_autocast("attention_forward", _autocast_first(3))
 _register_autocast("attention_weights", _autocast_first(2))
+_register_autocast("attention_check", _autocast_first(3))
+_register_autocast("attention_decode_check", _follow_cache(0))
 _register_autocast("attention_decode", _follow_cache(0))
 _register_autocast("attention_decode_append", _follow_cache(0, 3, 4, 9, 10))  # q, k, v, rotary_cos, rotary_sin
 

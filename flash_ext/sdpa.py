@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_ext.functional import attention, pad_head_dim
+from flash_ext.functional import attention
+from flash_ext.head_dims import check_head_dims, pad_head_dim
 
 
 def scaled_dot_product_attention(
@@ -21,7 +22,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Torch's function, with its signature and semantics; E and Ev may be any size up to 256.
 
-    Where torch leaves it to the backend, a query that sees nothing gives 0. attn_mask may have any floating dtype.
+    Differences: where torch leaves it to the backend, a query that sees nothing gives 0. attn_mask may have any
+    floating dtype. attn_mask together with is_causal raises, as torch documents it, on every device; some of torch's
+    backends combine the two instead.
 
     Args:
         query: (..., heads, L, E), (heads, L, E) or (L, E).
@@ -39,6 +42,7 @@ def scaled_dot_product_attention(
 
     Raises:
         RuntimeError: attn_mask together with is_causal, or arguments that do not fit together.
+        TypeError: query, key or value is no tensor, or dropout_p no number.
     """
     _check(query, key, value, attn_mask, is_causal)
     if query.dim() == 2:
@@ -48,7 +52,7 @@ def scaled_dot_product_attention(
         )[0]
     lead = _broadcast("dimensions before the heads", *(x.shape[:-3] for x in (query, key, value)))
     q, k, v = (_to_rows(x, lead) for x in _match_heads(query, key, value, enable_gqa))
-    visible, bias = _split_mask(attn_mask, lead)
+    visible, bias = _split_mask(attn_mask, lead, (*lead, q.shape[2], q.shape[1], k.shape[1]))
     out = attention(
         q,
         k,
@@ -66,9 +70,15 @@ def scaled_dot_product_attention(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+    check_head_dims({"query": query, "key": key}, {"value": value})
     dims = query.dim(), key.dim(), value.dim()
     if min(dims) < 2 or (min(dims) == 2 and max(dims) > 2):
         raise RuntimeError(f"query, key and value must be (L, E), or all have at least 3 dimensions, got {dims}")
+    if key.shape[-2] != value.shape[-2]:
+        raise RuntimeError(
+            f"value must have as many rows as key: expected {key.shape[-2]} in the second dimension from last, "
+            f"got shape {tuple(value.shape)}"
+        )
     if attn_mask is None:
         return
     if is_causal:
@@ -113,8 +123,10 @@ def _to_rows(x: Tensor, lead: tuple[int, ...]) -> Tensor:
     return _flatten_batch(x, len(lead)).transpose(1, 2)
 
 
-def _split_mask(attn_mask: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, bias) of ``attention``, (batch|1, heads|1, L|1, S|1)."""
+def _split_mask(
+    attn_mask: Tensor | None, lead: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, bias) of ``attention``, (batch|1, heads|1, L|1, S|1); ``shape`` is that of all scores."""
     if attn_mask is None:
         return None, None
     missing = len(lead) + 3 - attn_mask.dim()
@@ -123,6 +135,10 @@ def _split_mask(attn_mask: Tensor | None, lead: tuple[int, ...]) -> tuple[Tensor
             f"attn_mask must broadcast to {len(lead) + 3} dimensions, (..., heads, L, S), got {attn_mask.dim()}"
         )
     scores = attn_mask[(None,) * missing]
+    if any(size not in (1, full) for size, full in zip(scores.shape, shape, strict=True)):
+        raise RuntimeError(
+            f"attn_mask must broadcast to (..., heads, L, S) = {shape}, got shape {tuple(attn_mask.shape)}"
+        )
     if any(size != 1 for size in scores.shape[: len(lead)]):
         scores = scores.expand(*lead, *scores.shape[-3:])
     scores = _flatten_batch(scores, len(lead))

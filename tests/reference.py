@@ -190,7 +190,8 @@ def drop(p: Tensor, options: Options, signed: bool = False) -> Tensor:
         return p
     if signed:
         return torch.where(options.keep, p, -p)
-    return torch.where(options.keep, p, 0) * (1.0 / (1.0 - options.dropout_p) if options.dropout_p < 1 else 0.0)
+    rounded = int(options.dropout_p * 65536.0 + 0.5) / 65536.0  # as dropout_keeps rounds it
+    return torch.where(options.keep, p, 0) * (1.0 / (1.0 - rounded) if rounded < 1 else 0.0)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options = Options()) -> tuple[Tensor, Tensor, Tensor]:

@@ -76,3 +76,13 @@ def test_bias_comes_after_softcap(device: str) -> None:
     call = make_call(device=device, bias=bias, softcap=1.0)
     assert_matches_oracle(call)
     assert run_library(call)["lse"].max() > 10  # a capped bias could not lift it there
+
+
+def test_an_infinite_bias_gives_an_infinite_lse(device: str) -> None:
+    """As torch.logsumexp does; out of that row is NaN, as torch.softmax makes it, and no other row is touched."""
+    bias = torch.zeros(1, 1, 33, 47, device=device)
+    bias[0, 0, 5, 11] = torch.inf
+    result = run_library(make_call(device=device, bias=bias))
+    infinite = torch.isposinf(result["lse"])
+    assert infinite[:, :, 5].all() and infinite.sum() == infinite[:, :, 5].numel()
+    assert result["out"][:, 5].isnan().all() and result["out"].isnan().sum() == result["out"][:, 5].numel()

@@ -222,6 +222,17 @@ def test_append_into_strided_caches(device: str) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.op("attention_decode_append")
+def test_append_into_a_cache_whose_rows_hold_key_and_value(device: str) -> None:
+    call = with_new_keys(device, 1, 2, window_right=0)
+    expected = call.expected_caches()
+    packed = torch.cat([call.k_cache, call.v_cache], dim=3)
+    call.k_cache, call.v_cache = packed.split([32, 32], dim=3)
+    call.run()
+    for got, want in zip((call.k_cache, call.v_cache), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 def test_batch_invariant_bits(device: str, page_size: int | None, seqlen_q: int) -> None:
@@ -237,6 +248,39 @@ def test_batch_invariant_bits(device: str, page_size: int | None, seqlen_q: int)
         call.k_cache[:, 411:], call.v_cache[:, 411:] = 0.5, 0.5
         out, lse = (paged(call, page_size) if page_size else call).run()
         assert torch.equal(out[:1], expected[0]) and torch.equal(lse[:1], expected[1]), lengths
+
+
+@pytest.mark.parametrize("others", [1, 64, 65, 100])
+def test_batch_invariant_bits_of_packed_queries(device: str, others: int) -> None:
+    """However many queries the other sequence has."""
+    options = {"batch_invariant": True, "num_splits": 0}
+    call = make_decode(2, 1, 700, heads_q=8, heads_kv=1, device=device, cache_seqlens=int32([600, 700], device))
+    first = Decode(call.q[:1], call.k_cache[:1], call.v_cache[:1], options={"cache_seqlens": int32([600], device)})
+    packed = packed_queries(first, [1])
+    alone = packed.run(**options)
+    q = torch.cat([packed.q, random(others, 8, 32, device=device)])
+    cu_seqlens_q = int32([0, 1, 1 + others], device)
+    both = Decode(q, call.k_cache, call.v_cache, options=call.options | {"cu_seqlens_q": cu_seqlens_q})
+    out, lse = both.run(**options)
+    assert torch.equal(out[:1], alone[0]) and torch.equal(lse[:, :1], alone[1])
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_batch_invariant_bits_in_a_wider_block_table(device: str, with_sink: bool) -> None:
+    call = paged(make_decode(1, 1, 1024, device=device, cache_seqlens=int32([300], device)), 64)
+    call.options |= {"batch_invariant": True, "num_splits": 0, "sink": random(4, device=device) if with_sink else None}
+    table = call.options["block_table"]
+    expected = call.run()
+    for width in (5, 8, 9):
+        for got, want in zip(call.run(block_table=table[:, :width].contiguous()), expected, strict=True):
+            assert torch.equal(got, want), width
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_an_infinite_sink_takes_everything(device: str, num_splits: int) -> None:
+    call = make_decode(1, 1, 1024, device=device, sink=torch.full((4,), torch.inf, device=device))
+    out, lse = call.run(num_splits=num_splits)
+    assert (out == 0).all() and torch.isposinf(lse).all()
 
 
 def test_batch_invariant_decoding_matches_the_oracle(device: str) -> None:

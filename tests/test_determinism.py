@@ -88,6 +88,17 @@ def test_decoding(device: str, threads: None) -> None:
                 assert torch.equal(got, want)
 
 
+@pytest.mark.op("attention_decode")
+def test_decoding_one_long_sequence(threads: None) -> None:
+    call = make_decode(1, 1, 8192, heads_q=1, heads_kv=1, device="cpu")
+    results = []
+    for count in (1, 8):
+        torch.set_num_threads(count)
+        results.append(call.run(num_splits=0))
+    for one, eight in zip(*results, strict=True):
+        assert torch.equal(one, eight)
+
+
 def test_two_python_threads_at_once(device: str) -> None:
     calls = [make_call(1, 90 + 7 * n, 120, device=device, causal=True).with_random_gradients() for n in range(4)]
     expected = [run_library(call, ("q", "k", "v")) for call in calls]

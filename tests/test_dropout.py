@@ -84,6 +84,21 @@ def test_keep_rate(device: str, p: float) -> None:
     assert per_key.abs().max() < 6.5 * (p * (1 - p) / (2 * 4 * 256)) ** 0.5
 
 
+@pytest.mark.parametrize(("p", "rounded"), [(0.9999, 65529 / 65536), (0.3, 19661 / 65536), (2**-18, 0.0)])
+def test_kept_weights_are_scaled_by_the_rounded_p(device: str, p: float, rounded: float) -> None:
+    """One key of value 1: out is 0 or the scale."""
+    q, one = torch.zeros(1, 4096, 16, 8, device=device), torch.ones(1, 1, 16, 8, device=device)
+    out = flash_ext.attention(q, one, one, dropout_p=p, rng_state=random_rng(device))
+    kept = out[out != 0]
+    assert kept.numel() > 0
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rounded)), rtol=1e-6, atol=0)
+
+
+def test_p_that_rounds_to_one_drops_everything(device: str) -> None:
+    call = make_call(device=device, dropout_p=1 - 2**-20, rng_state=random_rng(device))
+    assert (run_library(call)["out"] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.95])
 def test_out_and_gradients_match_the_oracle_with_that_mask(device: str, dtype: torch.dtype, p: float) -> None:

@@ -247,6 +247,86 @@ def test_cache_errors(device: str) -> None:
         flash_ext.flash_attn_with_kvcache(q, *caches, rotary_cos=caches[0][0, :, 0, :4])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((20, 17, 20), "k must have the head_dim of q: expected 20 .* 17"),
+        ((0, 0, 8), "q must have a head_dim from 1 to 256"),
+        ((8, 8, 257), "v must have a head_dim from 1 to 256, got shape .*257"),
+    ],
+)
+def test_head_dims_are_checked_before_padding(device: str, sizes: tuple[int, int, int], message: str) -> None:
+    q, k, v = (random(1, 5, 2, size, device=device) for size in sizes)
+    with pytest.raises(RuntimeError, match=message):
+        flash_ext.flash_attn_func(q, k, v)
+    cu = cumulative([2, 3], device)
+    with pytest.raises(RuntimeError, match=message):
+        flash_ext.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 3, 3)
+    with pytest.raises(RuntimeError, match=message.replace("k must", "k_cache must").replace("v must", "v_cache must")):
+        flash_ext.flash_attn_with_kvcache(q, k, v)
+
+
+@pytest.mark.op("attention_decode_append")
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_narrower_rows_are_not_written_into_a_cache(device: str, name: str) -> None:
+    caches = [random(1, 8, 2, 24, device=device) for _ in range(2)]
+    before = [cache.clone() for cache in caches]
+    new = {n: random(1, 1, 2, 17 if n == name else 24, device=device) for n in ("k", "v")}
+    with pytest.raises(RuntimeError, match=f"^{name} must have the head_dim of"):
+        flash_ext.flash_attn_with_kvcache(random(1, 1, 2, 24, device=device), *caches, **new, cache_seqlens=2)
+    assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True))
+
+
+def test_any_negative_window_is_unlimited(device: str) -> None:
+    q, k, v = (random(2, 9, 2, 16, device=device) for _ in range(3))
+    expected = flash_ext.flash_attn_func(q, k, v, window_size=(-1, 2))
+    assert torch.equal(flash_ext.flash_attn_func(q, k, v, window_size=(-5, 2)), expected)
+    with pytest.raises(TypeError, match="window_size"):
+        flash_ext.flash_attn_func(q, k, v, window_size=(1.5, 2))  # type: ignore[arg-type]
+    for name in ("dropout_p", "softcap"):
+        with pytest.raises(TypeError, match=f"{name} must be a number, got None"):
+            flash_ext.flash_attn_func(q, k, v, **{name: None})  # type: ignore[arg-type]
+
+
+@pytest.mark.op("attention_decode")
+def test_cache_seqlens_may_be_any_integer(device: str) -> None:
+    q, caches = random(2, 1, 4, 16, device=device), [random(2, 8, 2, 16, device=device) for _ in range(2)]
+    expected = flash_ext.flash_attn_with_kvcache(q, *caches, cache_seqlens=int32([5, 5], device))
+    integer = torch.tensor(5).numpy()[()]
+    assert torch.equal(flash_ext.flash_attn_with_kvcache(q, *caches, cache_seqlens=integer), expected)
+    for wrong in (True, [5, 5], 5.0):
+        with pytest.raises(TypeError, match="cache_seqlens must be a Tensor or None"):
+            flash_ext.flash_attn_with_kvcache(q, *caches, cache_seqlens=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.op("attention_decode")
+def test_block_table_errors(device: str) -> None:
+    q, pages = random(1, 4, 16, device=device), [random(4, 4, 2, 16, device=device) for _ in range(2)]
+    table, cu_q = int32([[1, 2]], device), cumulative([1], device)
+
+    def attend(cu_k: Any, max_seqlen_k: int = 8, q: torch.Tensor = q) -> Any:
+        return flash_ext.flash_attn_varlen_func(q, *pages, cu_q, cu_k, 1, max_seqlen_k, block_table=table)
+
+    attend(cumulative([6], device), 6)
+    for cu_k, wrong in (
+        (cumulative([3, 3], device), "shape of cu_seqlens_q"),
+        (cumulative([6], device).long(), "int64"),
+        (int32([3, 1], device), "not decrease"),
+        (int32([-1, 1], device), "start at 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^cu_seqlens_k must .*{wrong}"):
+            attend(cu_k)
+    with pytest.raises(TypeError, match="cu_seqlens_k must be a Tensor"):
+        attend([0, 6])
+    with pytest.raises(ValueError, match=r"^max_seqlen_k must not be less than .* 6, got 2"):
+        attend(cumulative([6], device), 2)
+    learning = q.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="must not require a gradient with block_table"):
+        attend(cumulative([6], device), q=learning)
+    with torch.no_grad():
+        attend(cumulative([6], device), q=learning)
+
+
 @pytest.mark.op("attention_decode")
 def test_batch_invariant_decoding(device: str) -> None:
     q = random(5, 1, 4, 16, device=device)
@@ -282,6 +362,16 @@ def test_unpad_with_unused_tokens(device: str) -> None:
     assert torch.equal(tokens, states[mask | unused])
     assert indices.tolist() == [0, 1, 4, 5, 6, 7]
     assert cu_seqlens.tolist() == [0, 2, 6] and longest == 4 and seqused.tolist() == [1, 3]
+
+
+def test_unpad_refuses_masks_that_do_not_fit(device: str) -> None:
+    states = random(3, 6, 2, device=device)
+    good = torch.ones(3, 6, dtype=torch.int32, device=device)
+    for bad in (good[:, :4], good[:2], good[..., None], good.float()):
+        with pytest.raises(ValueError, match=r"^attention_mask must be bool or integer"):
+            flash_ext.unpad_input(states, bad)
+        with pytest.raises(ValueError, match=r"^unused_mask must be bool or integer"):
+            flash_ext.unpad_input(states, good, bad)
 
 
 def test_index_first_axis(device: str) -> None:

@@ -34,6 +34,33 @@ def test_options_are_keywords() -> None:
         flash_ext.attention(*qkv("cpu"), is_causal=True)  # type: ignore[call-arg]
 
 
+def test_window_of_any_integers(device: str) -> None:
+    tensors = qkv(device)
+    expected = flash_ext.attention(*tensors, window_size=(3, 1))
+    pair = torch.tensor([3, 1]).numpy()
+    assert torch.equal(flash_ext.attention(*tensors, window_size=tuple(pair)), expected)
+
+
+@pytest.mark.parametrize("given", [(None, None), (5, 7)], ids=str)
+def test_block_mask_of_packed_sequences(device: str, given: tuple[int | None, int | None]) -> None:
+    q, k, v = packed_qkv(device)
+    options: dict[str, Any] = dict(cu_seqlens_q=cumulative([4, 5], device), cu_seqlens_k=cumulative([6, 7], device))
+    see = torch.rand(10, 40, device=device) < 0.7
+    block_mask = flash_ext.BlockMask.from_dense(see[:, :20], (16, 32))
+    expected = flash_ext.attention(q, k, v, **options, mask=see[None, None, :5, :7])
+    options |= dict(max_seqlen_q=given[0], max_seqlen_k=given[1])
+    torch.testing.assert_close(flash_ext.attention(q, k, v, **options, block_mask=block_mask), expected)
+
+
+@pytest.mark.parametrize("lengths", [(4, 7), (5, 6), (40, 7)], ids=str)
+def test_block_mask_that_does_not_cover_packed_sequences(device: str, lengths: tuple[int, int]) -> None:
+    q, k, v = packed_qkv(device)
+    options: dict[str, Any] = dict(cu_seqlens_q=cumulative([4, 5], device), cu_seqlens_k=cumulative([6, 7], device))
+    block_mask = flash_ext.BlockMask.causal(*lengths, (16, 32), device=device)
+    with pytest.raises(ValueError, match=r"^block_mask must cover max_seqlen_q = 5"):
+        flash_ext.attention(q, k, v, **options, max_seqlen_q=5, max_seqlen_k=7, block_mask=block_mask)
+
+
 def test_returns_lse_on_request(device: str) -> None:
     tensors = qkv(device)
     out = flash_ext.attention(*tensors)
@@ -156,9 +183,10 @@ def test_weights_refuse_what_they_would_ignore(device: str) -> None:
     _, lse = flash_ext.attention(q, k, v, return_lse=True)
     with pytest.raises(TypeError, match="sink"):
         flash_ext.attention_weights(q, k, lse, sink=random(4, device=device))
-    with pytest.raises(TypeError, match="deterministic"):
+    with pytest.raises(TypeError, match=r"attention_weights\(\) .* 'deterministic'"):
         flash_ext.attention_weights(q, k, lse, deterministic=True)
-    with pytest.raises(RuntimeError, match="rng"):
+    assert torch.equal(flash_ext.attention_weights(q, k, lse, sink=None), flash_ext.attention_weights(q, k, lse))
+    with pytest.raises(RuntimeError, match="rng_state"):
         flash_ext.attention_weights(q, k, lse, dropout_p=0.5)
 
 
@@ -174,6 +202,18 @@ def test_merge_of_parts_is_the_whole(device: str, as_list: bool) -> None:
     expected, expected_lse = flash_ext.attention(q, k, v, return_lse=True)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+def test_merge_of_parts_that_do_not_fit(device: str) -> None:
+    out, lse = flash_ext.attention(*qkv(device), return_lse=True)
+    with pytest.raises(ValueError, match="outs must hold at least one part"):
+        flash_ext.merge([], [])
+    with pytest.raises(RuntimeError, match=r"outs\[1\] must have the shape and dtype of outs\[0\].*float16"):
+        flash_ext.merge([out, out.half()], [lse, lse])
+    with pytest.raises(RuntimeError, match=r"lses\[1\] must have the shape"):
+        flash_ext.merge([out, out], [lse, lse[:1]])
+    with pytest.raises(TypeError, match=r"outs\[0\] must be a Tensor, got NoneType"):
+        flash_ext.merge([None], [lse])  # type: ignore[list-item]
 
 
 @pytest.mark.op("attention_decode")
@@ -230,6 +270,88 @@ def test_supports_reads_shapes_and_dtypes(device: str) -> None:
     assert not ok and "int32" in reason
 
 
+def fits_not(device: str) -> dict[str, tuple[list[Any], dict[str, Any]]]:
+    """Calls that the planner alone has nothing against."""
+    q, k, v = qkv(device)
+    return {
+        "batch": ([q, k[:1], v], {}),
+        "dtype": ([q, k.half(), v], {}),
+        "dimensions": ([q[0], k[0], v[0]], {}),
+        "head_dim": ([q, k[..., :8], v], {}),
+        "bias": ([q, k, v], {"bias": random(7, device=device)}),
+        "rng_state": ([q, k, v], {"rng_state": flash_ext.draw_rng_state(device)}),
+        "seqused_k": ([q, k, v], {"seqused_k": int32([3, 14], device)}),
+        "block_mask": ([q, k, v], {"block_mask": flash_ext.BlockMask.causal(9, 14, device=device)}),
+        "window_size": ([q, k, v], {"window_size": (0.5, 1)}),
+        "no_tensor": ([q, k, None], {}),
+    }
+
+
+@pytest.mark.parametrize("name", fits_not("cpu"))
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_supports_runs_the_checks_of_the_call(device: str, name: str, operation: str) -> None:
+    tensors, options = fits_not(device)[name]
+    ok, reason = flash_ext.supports(*tensors, operation=operation, **options)
+    assert not ok
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as error:
+        flash_ext.attention(*tensors, **options)
+    assert str(error.value).removeprefix("flash_ext: ") == reason
+
+
+def test_supports_leaves_no_trace(device: str) -> None:
+    q, k, v = (t.requires_grad_() for t in qkv(device))
+    before = torch.get_rng_state()
+    assert flash_ext.supports(q, k, v, dropout_p=0.5) == (True, "")
+    assert torch.equal(torch.get_rng_state(), before)
+    ok, reason = flash_ext.supports(q, k, v, operation="weights", dropout_p=0.5)
+    assert not ok and "rng_state must be given" in reason
+
+
+def test_supports_of_weights_does_not_read_v(device: str) -> None:
+    q, k, v = qkv(device)
+    assert flash_ext.supports(q, k, v[:1, ..., :3], operation="weights") == (True, "")
+
+
+@pytest.mark.op("attention_decode")
+def test_supports_of_decode_runs_the_checks_of_the_call(device: str) -> None:
+    q, caches = random(2, 1, 4, 16, device=device), [random(2, 32, 2, 16, device=device) for _ in range(2)]
+    good: dict[str, Any] = dict(cache_seqlens=int32([3, 32], device), num_splits=2, causal=True, return_lse=True)
+    assert flash_ext.supports(q, *caches, operation="decode", **good) == (True, "")
+    wrong: list[dict[str, Any]] = [
+        dict(cache_seqlens=int32([3, 33], device)),
+        dict(cache_batch_idx=int32([2, 0], device)),
+        dict(rotary_cos=caches[0][0, :, 0, :4]),
+        dict(num_splits=-1),
+        dict(softcap=None),
+    ]
+    for bad in wrong:
+        ok, reason = flash_ext.supports(q, *caches, operation="decode", **bad)
+        with pytest.raises((RuntimeError, TypeError)) as error:
+            flash_ext.decode(q, *caches, **bad)
+        assert not ok and str(error.value).removeprefix("flash_ext: ") == reason
+
+
+@pytest.mark.parametrize(
+    ("operation", "option"),
+    [
+        ("forward", "num_splits"),
+        ("forward", "block_table"),
+        ("backward", "batch_invariant"),
+        ("weights", "sink"),
+        ("weights", "deterministic"),
+        ("decode", "bias"),
+        ("decode", "mask"),
+        ("decode", "dropout_p"),
+        ("decode", "top_left"),
+        ("decode", "seqused_k"),
+    ],
+)
+def test_options_of_another_operation_raise(device: str, operation: str, option: str) -> None:
+    for function in (flash_ext.supports, flash_ext.explain):
+        with pytest.raises(TypeError, match=rf"{operation} got an unexpected keyword argument '{option}'"):
+            function(*qkv(device), operation=operation, **{option: None})
+
+
 def test_unknown_options_raise(device: str) -> None:
     for function in (flash_ext.supports, flash_ext.explain):
         with pytest.raises(TypeError, match="is_causal"):
@@ -241,6 +363,7 @@ def test_explain_shows_the_plan(device: str) -> None:
     explanation = flash_ext.explain(q, k, v, causal=True)
     assert explanation.plan.mask_class == "causal"
     text = str(explanation)
+    assert repr(explanation) == text
     for part in ("forward", device, "float32", "(2, 9, 4, 16)", "(2, 13, 2, 16)", *explanation.plan.reasons):
         assert part in text
 
@@ -252,8 +375,9 @@ def test_explain_knows_the_operation(device: str) -> None:
     assert fixed.plan.split_size == _plan.BATCH_INVARIANT_SPLIT_SIZE
     assert flash_ext.explain(q, *caches, operation="decode", num_splits=4).plan.num_splits == 4
     assert flash_ext.explain(q, *caches, operation="backward").plan.kernel.endswith("backward")
-    with pytest.raises(ValueError, match="operation"):
-        flash_ext.explain(q, *caches, operation="sideways")
+    for function in (flash_ext.supports, flash_ext.explain):
+        with pytest.raises(ValueError, match=r"operation must be one of .* got 'sideways'"):
+            function(q, *caches, operation="sideways")
 
 
 def test_explain_of_packed_sequences_and_pages(device: str) -> None:

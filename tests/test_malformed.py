@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -95,15 +98,26 @@ DENSE: list[Case] = [
     case("dropout_p", "negative", dropout_p=-0.1, rng_state=torch.tensor([1, 2])),
     case("dropout_p", "above one", dropout_p=1.1, rng_state=torch.tensor([1, 2])),
     case("dropout_p", "infinite", dropout_p=INF, rng_state=torch.tensor([1, 2])),
-    case("rng|rng_state", "dtype", dropout_p=0.5, rng_state=int32([1, 2])),
-    case("rng|rng_state", "shape", dropout_p=0.5, rng_state=torch.tensor([1, 2, 3])),
-    case("rng|rng_state", "dimensions", dropout_p=0.5, rng_state=torch.tensor([[1, 2]])),
-    case("rng|rng_state", "on another device", dropout_p=0.5, rng_state=torch.tensor([1, 2], device="meta")),
+    case("rng_state", "dtype", dropout_p=0.5, rng_state=int32([1, 2])),
+    case("rng_state", "shape", dropout_p=0.5, rng_state=torch.tensor([1, 2, 3])),
+    case("rng_state", "dimensions", dropout_p=0.5, rng_state=torch.tensor([[1, 2]])),
+    case("rng_state", "on another device", dropout_p=0.5, rng_state=torch.tensor([1, 2], device="meta")),
     case("window_size|window_left", "left below -1", window_size=(-2, 0)),
     case("window_size|window_right", "right below -1", window_size=(0, -2)),
     case("window_size", "three numbers", window_size=(1, 2, 3)),
     case("window_size", "one number", window_size=(1,)),
-    case("window_size|window_left", "fraction", window_size=(1.5, 0)),
+    case("window_size", "fraction", window_size=(1.5, 0)),
+    case("window_size", "None", window_size=(None, 0)),
+    case("q", "an array", q=lambda t: t.numpy()),
+    case("k", "None", k=None),
+    case("v", "a list", v=lambda t: t.tolist()),
+    case("bias", "a number", bias=1.0),
+    case("seqused_k", "a list", seqused_k=[1, 2]),
+    case("dropout_p", "None", dropout_p=None),
+    case("softcap", "None", softcap=None),
+    case("block_mask", "a tensor", block_mask=torch.ones(9, 11, dtype=torch.bool)),
+    case("block_mask", "queries", block_mask=flash_ext.BlockMask.causal(10, 11)),
+    case("block_mask", "keys", block_mask=flash_ext.BlockMask.causal(9, 10)),
     case("alibi_slopes", "dtype", alibi_slopes=torch.rand(4).double()),
     case("alibi_slopes", "heads", alibi_slopes=torch.rand(3)),
     case("alibi_slopes", "batch", alibi_slopes=torch.rand(3, 4)),
@@ -154,7 +168,7 @@ def test_attention_that_wants_gradients(name: str, wrong: str, change: Change) -
     arguments = dense()
     changed = {**arguments, **change(arguments)}
     for t in (changed["q"], changed["k"]):
-        if t.is_floating_point():
+        if isinstance(t, Tensor) and t.is_floating_point():
             t.requires_grad_()
     assert_raises_naming(name, lambda: flash_ext.attention(**changed))
 
@@ -193,6 +207,8 @@ PACKED: list[Case] = [
     case("cu_seqlens_q", "missing", cu_seqlens_q=None),
     case("max_seqlen_q", "negative", max_seqlen_q=-1),
     case("max_seqlen_k", "negative", max_seqlen_k=-1),
+    case("max_seqlen_q", "more than int32 counts", max_seqlen_q=2**31),
+    case("max_seqlen_k", "more than int64 can multiply", max_seqlen_k=2**62),
     case("max_seqlen_q", "too small", max_seqlen_q=4),
     case("max_seqlen_k", "too small", max_seqlen_k=5),
     case("seqused_q", "beyond its sequence", seqused_q=int32([5, 5])),
@@ -256,6 +272,8 @@ BLOCKS: list[Case] = [
     case("block_bitmap_ids", "beyond the bitmaps", block_bitmap_ids=replaced(0, 1000)),
     case("block_bitmap_ids", "length", block_bitmap_ids=lambda t: t[:1]),
     case("block_bitmaps", "dimensions", block_bitmaps=lambda t: t[0]),
+    case("block_bitmaps", "huge blocks of rows", block_bitmaps=int32([]).view(0, 2**21, 2)),
+    case("block_bitmaps", "huge blocks of keys", block_bitmaps=int32([]).view(0, 32, 2**16)),
 ]  # fmt: skip
 
 
@@ -371,6 +389,8 @@ def test_paged_decode(name: str, wrong: str, change: Change) -> None:
     assert_raises_naming(name, lambda: run_decode({**arguments, **change(arguments)}))
 
 
+SHARED = torch.zeros(3, 80, 2, 32)  # memory for caches that overlap
+
 APPEND: list[Case] = [
     case("k", "dtype", k=lambda t: t.double()),
     case("k", "batch", k=lambda t: t[:2], v=lambda t: t[:2]),
@@ -387,10 +407,15 @@ APPEND: list[Case] = [
     case("cache_seqlens", "negative", cache_seqlens=int32([0, -3, 0])),
     case("cache_batch_idx", "too large", cache_batch_idx=int32([0, 1, 3])),
     case("cache_batch_idx", "two sequences into one", cache_batch_idx=int32([0, 1, 1])),
+    case("v_cache", "is k_cache", v_cache=SHARED[:, :75], k_cache=SHARED[:, :75]),
+    case("v_cache", "overlaps k_cache", v_cache=SHARED[:, 4:79], k_cache=SHARED[:, :75]),
+    case("v_cache", "overlaps k_cache from below", v_cache=SHARED[:, :75], k_cache=SHARED[:, 4:79]),
+    case("v_cache", "other strides in one memory", k_cache=SHARED.flatten()[: 3 * 75 * 64].view(3, 75, 2, 32),
+         v_cache=SHARED.flatten()[64 : 3 * 75 * 64 + 64].view(3, 2, 75, 32).transpose(1, 2)),
     case("softmax_scale", "nan", softmax_scale=NAN),
     case("window_left", "below -1", window_left=-5),
     case("sink", "heads", sink=torch.rand(5)),
-]
+]  # fmt: skip
 
 ROTARY: list[Case] = [
     case("rotary_sin", "missing", rotary_sin=None),
@@ -413,6 +438,20 @@ def test_append_raises_before_it_writes(name: str, wrong: str, change: Change) -
     before = arguments["k_cache"].clone(), arguments["v_cache"].clone()
     assert_raises_naming(name, lambda: run_decode({**arguments, **change(arguments)}))
     torch.testing.assert_close((arguments["k_cache"], arguments["v_cache"]), before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 2), (14, 0)], ids=str)
+def test_two_sequences_that_append_to_one_place(lengths: tuple[int, int]) -> None:
+    """Sharing a page is fine as long as the rows that are written differ."""
+    call = paged(make_decode(2, seqlen_new=3, seqlen_cache=32, cache_seqlens=int32(list(lengths))), 16)
+    table = call.options["block_table"]
+    table[1, 0] = table[0, (lengths[0] + 2) // 16]
+    before = call.k_cache.clone()
+    assert_raises_naming("block_table", call.run)
+    torch.testing.assert_close(call.k_cache, before, rtol=0, atol=0, equal_nan=True)
+    table[1, 0] = table[0, 0]
+    call.options["cache_seqlens"] = int32([3, 6])
+    call.run()
 
 
 # --- merge, weights, dropout mask ----------------------------------------------------------------------------------
@@ -457,7 +496,7 @@ WEIGHTS: list[Case] = [
     case("bias", "columns", bias=random(2, 4, 9, 12)),
     case("mask", "float", mask=torch.ones(2, 4, 9, 11)),
     case("dropout_p", "above one", dropout_p=2.0, rng_state=torch.tensor([1, 2])),
-    case("rng|rng_state", "missing", dropout_p=0.5),
+    case("rng_state", "missing", dropout_p=0.5),
 ]
 
 
@@ -487,6 +526,13 @@ def test_dropout_mask(name: str, wrong: str, change: Change) -> None:
     op = torch.ops.flash_ext.dropout_mask
     op(**arguments)
     assert_raises_naming(name, lambda: op(**{**arguments, **change(arguments)}))
+
+
+def test_an_unknown_instruction_set_raises() -> None:
+    code = "import torch, flash_ext as f; q = torch.zeros(1, 2, 1, 8); f.attention(q, q, q)"
+    environment = {**os.environ, "FLASH_EXT_CPU_ISA": "mmx"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode != 0 and "FLASH_EXT_CPU_ISA must be avx512, avx2 or baseline, got mmx" in run.stderr
 
 
 def test_unknown_arguments_raise() -> None:

@@ -70,6 +70,7 @@ def test_opcheck_forward_and_backward(mode: tuple[list[Tensor], dict[str, Any]])
     (q, k, v), options = mode
     values = option_values(q, k, options)
     opcheck(OPS.attention_forward.default, q, k, v, *values, False)
+    opcheck(OPS.attention_check.default, q, k, v, *values)
     out, lse = (t.detach() for t in OPS.attention_forward(q, k, v, *values))
     tensors = [t.detach() for t in (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse)]
     values = tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
@@ -106,13 +107,9 @@ def decode_arguments(device: str, **given: Any) -> tuple[Any, ...]:
 def test_opcheck_decode(device: str, paged: bool) -> None:
     q, k_cache, v_cache = (random(*shape, device=device) for shape in [(2, 3, 4, 16), (4, 64, 2, 16), (4, 64, 2, 24)])
     where = {"block_table": int32([[0, 2], [3, 1]])} if paged else {"cache_batch_idx": int32([3, 0])}
-    opcheck(
-        OPS.attention_decode.default,
-        q,
-        k_cache,
-        v_cache,
-        *decode_arguments(device, cache_seqlens=int32([40, 7]), **where),
-    )
+    values = decode_arguments(device, cache_seqlens=int32([40, 7]), **where)
+    for op in (OPS.attention_decode, OPS.attention_decode_check):
+        opcheck(op.default, q, k_cache, v_cache, *values)
 
 
 @pytest.mark.op("attention_decode_append")
@@ -148,6 +145,8 @@ def test_every_operator_is_checked() -> None:
         "attention_weights_backward",
         "attention_decode",
         "attention_decode_append",
+        "attention_check",
+        "attention_decode_check",
         "merge",
         "merge_backward",
         "dropout_mask",

@@ -93,6 +93,13 @@ def test_empty_problems_are_supported(empty: str) -> None:
         ({"softcap": math.nan}, "softcap", "nan"),
         ({"softcap": -0.5}, "softcap", "-0.5"),
         ({"softcap": math.inf}, "softcap", "inf"),
+        ({"softcap": 1e-50}, "softcap", "1e-50"),
+        ({"softcap": 1e-30, "softmax_scale": 1e9}, "softmax_scale / softcap", "1e-30"),
+        ({"softcap": 1e300}, "softcap", "1e+300"),
+        ({"softcap": 1e-320, "dtype": "float64"}, "softcap", "e-321"),
+        ({"softmax_scale": 1e39}, "softmax_scale", "1e+39"),
+        ({"seqlen_q": 2**31}, "seqlen_q", "2147483648"),
+        ({"seqlen_k": 2**62}, "seqlen_k", str(2**62)),
         ({"dropout_p": math.nan}, "dropout_p", "nan"),
         ({"dropout_p": 1.25}, "dropout_p", "1.25"),
         ({"dropout_p": -0.25}, "dropout_p", "-0.25"),
@@ -248,9 +255,14 @@ def decode_plan(**fields: Any) -> _plan.Plan:
 def test_decoding_splits_a_long_cache_of_few_heads() -> None:
     found = decode_plan()
     assert found.num_splits == 16 and found.split_size == 0
-    assert any("16 splits" in reason and "16 workers" in reason for reason in found.reasons)
+    assert any("16 splits: 1 tile" in reason for reason in found.reasons)
+    assert any("1 split: 64 tiles" in reason for reason in decode_plan(batch=64).reasons)
     assert decode_plan(batch=64).num_splits == 1
     assert decode_plan(seqlen_k=100).num_splits == 1
+
+
+def test_splits_do_not_depend_on_the_number_of_threads() -> None:
+    assert {decode_plan(num_workers=n).num_splits for n in (1, 2, 8, 64)} == {16}
 
 
 def test_a_number_of_splits_is_obeyed_up_to_one_tile_each() -> None:
@@ -308,6 +320,8 @@ def test_heads_that_share_keys_share_a_tile_when_queries_are_few() -> None:
     assert head_group(has_block_mask=True) == 1
     assert head_group(operation="backward") == head_group(operation="weights") == 1
     assert head_group(heads_kv=8) == 1
+    # The longest sequence of the batch must not change how the others are worked on.
+    assert {head_group(operation="decode", seqlen_q=n, batch_invariant=True) for n in (1, 64, 65, 500)} == {4}
 
 
 @pytest.mark.parametrize("operation", ["forward", "backward", "weights", "weights_backward", "decode"])

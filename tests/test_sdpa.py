@@ -178,8 +178,16 @@ def test_errors(device: str) -> None:
         sdpa(query, key, value, mask[0])
     with pytest.raises(RuntimeError, match="attn_mask must broadcast"):
         sdpa(query, key, value, mask[None, None, None])
-    with pytest.raises(RuntimeError, match="mask"):
+    with pytest.raises(RuntimeError, match=r"attn_mask must broadcast to .* = \(2, 4, 9, 13\), got shape \(5, 13\)"):
         sdpa(query, key, value, mask[:5])
+    with pytest.raises(RuntimeError, match="attn_mask must broadcast"):
+        sdpa(query, key, value, mask.expand(3, 1, 9, 13))
+    with pytest.raises(RuntimeError, match="value must have as many rows as key"):
+        sdpa(query, key, value[..., :5, :])
+    with pytest.raises(TypeError, match="key must be a Tensor"):
+        sdpa(query, None, value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dropout_p must be a number"):
+        sdpa(query, key, value, dropout_p=None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="must divide query's, got 4, 3 and 3"):
         sdpa(query, key[:, :3], value[:, :3], enable_gqa=True)
     with pytest.raises(RuntimeError, match=r"heads .* must broadcast"):
@@ -192,6 +200,21 @@ def test_errors(device: str) -> None:
         sdpa(query, key.half(), value)
     with pytest.raises(RuntimeError, match="dropout_p"):
         sdpa(query, key, value, dropout_p=1.5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((20, 17, 20), "key must have the head_dim of query: expected 20 .* 17"),
+        ((0, 0, 8), "query must have a head_dim from 1 to 256"),
+        ((8, 8, 0), "value must have a head_dim from 1 to 256"),
+        ((257, 257, 8), "query must have a head_dim from 1 to 256, got shape .*257"),
+    ],
+)
+def test_head_dims_are_checked_before_padding(device: str, sizes: tuple[int, int, int], message: str) -> None:
+    tensors = [random(1, 2, 5, size, device=device) for size in sizes]
+    with pytest.raises(RuntimeError, match=message):
+        flash_ext.scaled_dot_product_attention(*tensors)
 
 
 def test_autocast(device: str) -> None:

@@ -108,6 +108,24 @@ def test_max_seqlen_may_be_left_out_or_too_large(device: str) -> None:
         torch.testing.assert_close(other["lse"], given["lse"])
 
 
+@pytest.mark.parametrize("max_seqlen", [2**24, 2**31 - 1])
+def test_a_loose_max_seqlen_costs_nothing(device: str, max_seqlen: int) -> None:
+    call = make_varlen_call([60, 40], [30, 70], device, causal=True, bias=random(1, 4, 1, 1, device=device))
+    call = call.with_random_gradients()
+    given = run_library(call, tuple(call.inputs()))
+    loose = run_library(call.with_options(max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen), tuple(call.inputs()))
+    for name, want in given.items():
+        torch.testing.assert_close(loose[name], want, msg=name)
+
+
+def test_bias_larger_than_the_sequences(device: str) -> None:
+    """What no sequence reaches has gradient 0."""
+    call = make_varlen_call([17, 9], [23, 5], device, bias=random(2, 4, 140, 150, device=device))
+    call = call.with_options(max_seqlen_q=140, max_seqlen_k=150).with_random_gradients()
+    dbias = assert_matches_oracle(call)["dbias"]
+    assert (dbias[:, :, 17:] == 0).all() and (dbias[..., 23:] == 0).all()
+
+
 def test_packed_equals_dense(device: str) -> None:
     dense = make_call(3, 21, 34, device=device, causal=True)
     packed = Call(*(t.flatten(0, 1) for t in (dense.q, dense.k, dense.v)), options={

@@ -11,7 +11,7 @@ void read_key(const Argument& q, const Argument& k, const ScoreOptions& options,
   g.varlen_k = options.cu_seqlens_k.has_value();
   if (g.varlen_k) {
     k.rank_is(3, "(total_k, heads_kv, head_dim) with cu_seqlens_k");
-    check(options.max_seqlen_k >= 0, "max_seqlen_k must be >= 0, got ", options.max_seqlen_k);
+    check_max_seqlen("max_seqlen_k", options.max_seqlen_k);
     g.seqlen_k = options.max_seqlen_k;
   } else {
     k.rank_is(4, "(batch, seqlen_k, heads_kv, head_dim)").size_is(0, g.batch, "q.size(0)");

@@ -32,7 +32,9 @@ BackwardCall new_backward_call(AttentionCall attention, const Tensor& q, const S
                     none(),         std::move(attention.owned)};
   call.params.num_chunks = call.plan.num_chunks;
   if (needed.dbias) {
-    call.dbias = gradient(*options.bias, true);
+    // Packed sequences may all end before the last rows and columns of bias.
+    const Tensor& bias = *options.bias;
+    call.dbias = options.cu_seqlens_q ? new_zeros(bias, shape_of(bias), bias.scalar_type()) : gradient(bias, true);
     call.params.dbias = view_scores(call.dbias);
   }
   return call;

@@ -9,6 +9,7 @@
 #include "../kernels/cpu/dropout_mask.h"
 #include "../kernels/cpu/merge.h"
 #include "attention.h"
+#include "attention_args.h"
 #include "decode.h"
 #include "dropout.h"
 #include "merge.h"
@@ -76,6 +77,15 @@ Tensors2 attention_decode_append(const Tensor& q, const Tensor& k_cache, const T
   return run(prepare_decode(q, k_cache, v_cache, NewTokens{k, v}, FLASH_EXT_DECODE_OPTIONS));
 }
 
+void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS) {
+  prepare_attention(plan::Operation::kForward, q, k, v, FLASH_EXT_SCORE_OPTIONS);
+}
+
+void attention_decode_check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                            FLASH_EXT_DECODE_PARAMETERS) {
+  prepare_decode(q, k_cache, v_cache, std::nullopt, FLASH_EXT_DECODE_OPTIONS);
+}
+
 Tensors2 merge(const Tensor& outs, const Tensor& lses) {
   const MergeCall call = prepare_merge(outs, lses);
   cpu::merge(call.params, parallel_for);
@@ -105,6 +115,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
   m.impl("attention_weights_backward", TORCH_BOX(&attention_weights_backward));
   m.impl("attention_decode", TORCH_BOX(&attention_decode));
   m.impl("attention_decode_append", TORCH_BOX(&attention_decode_append));
+  m.impl("attention_check", TORCH_BOX(&attention_check));
+  m.impl("attention_decode_check", TORCH_BOX(&attention_decode_check));
   m.impl("merge", TORCH_BOX(&merge));
   m.impl("merge_backward", TORCH_BOX(&merge_backward));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));

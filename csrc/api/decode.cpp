@@ -1,6 +1,7 @@
 #include "decode.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "tensors.h"
 #include "value_checks.h"
@@ -52,12 +53,49 @@ CacheShape cache_shape(const Argument& q, const Tensor& k_cache, const DecodeOpt
   return cache;
 }
 
+/// Whether two tensors of the same dtype and leading sizes certainly have no element in common: their addresses are
+/// apart, or they interleave as two slices of one larger tensor would.
+bool are_disjoint(const Tensor& a, const Tensor& b) {
+  const int64_t element = static_cast<int64_t>(a.element_size());
+  const int64_t distance_bytes = static_cast<const char*>(address(b)) - static_cast<const char*>(address(a));
+  if (distance_bytes < 0) return are_disjoint(b, a);
+  if (distance_bytes % element != 0) return false;
+  const int64_t distance = distance_bytes / element;
+  const int64_t last = a.dim() - 1;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size), smallest stride first
+  int64_t span_a = a.size(last);
+  bool same_strides = true;
+  for (int64_t d = 0; d < last; ++d) {
+    if (a.size(d) == 1) continue;
+    span_a += (a.size(d) - 1) * a.stride(d);
+    same_strides = same_strides && a.stride(d) == b.stride(d);
+    dims.emplace_back(a.stride(d), a.size(d));
+  }
+  if (distance >= span_a) return true;
+  if (!same_strides) return false;
+  std::sort(dims.begin(), dims.end());
+  int64_t extent_a = a.size(last), extent_b = b.size(last);
+  size_t d = 0;
+  for (; d < dims.size() && dims[d].first <= distance; ++d) {
+    extent_a += (dims[d].second - 1) * dims[d].first;
+    extent_b += (dims[d].second - 1) * dims[d].first;
+  }
+  // `distance` is the stride of the dimension that tells them apart.
+  if (distance < extent_a) return false;
+  int64_t extent = distance + extent_b;
+  for (; d < dims.size(); ++d) {
+    if (dims[d].first < extent) return false;
+    extent += (dims[d].second - 1) * dims[d].first;
+  }
+  return true;
+}
+
 void check_v_cache(const Tensor& k_cache, const Argument& v_cache, bool written) {
   const char* const sizes_of_k[] = {"k_cache.size(0)", "k_cache.size(1)", "k_cache.size(2)"};
   for (int64_t d = 0; d < 3; ++d) v_cache.size_is(d, k_cache.size(d), sizes_of_k[d]);
   check(v_cache.tensor().size(3) > 0, "v_cache.size(3) must be a multiple of 8 from 8 to 256, got 0");
-  check(!written || v_cache.tensor().numel() == 0 || address(v_cache.tensor()) != address(k_cache),
-        "v_cache must not be k_cache's memory when k and v are appended");
+  check(!written || v_cache.tensor().numel() == 0 || are_disjoint(k_cache, v_cache.tensor()),
+        "v_cache must not share memory with k_cache when k and v are appended");
 }
 
 /// Checks the caches and completes the geometry by what they say.
@@ -174,7 +212,8 @@ AppendParams append_params(const Tensor& q, const NewTokens& tokens, const Geome
   append.heads_kv = g.heads_kv;
   append.head_dim = g.head_dim;
   append.head_dim_v = g.head_dim_v;
-  append.seqlen_q = g.seqlen_q;
+  append.seqlen_q = call.params.seqlen_q;
+  append.total_q = call.params.total_q;
   append.seqlen_new = tokens.k.size(1);
   append.seqlen_cache = cache.capacity;
   append.k = view_rows(tokens.k);

@@ -10,14 +10,15 @@
       const OptionalTensor &alibi_slopes, const OptionalTensor &cu_seqlens_q, const OptionalTensor &cu_seqlens_k, \
       const OptionalTensor &seqused_q, const OptionalTensor &seqused_k, const OptionalTensor &block_offsets,      \
       const OptionalTensor &block_indices, const OptionalTensor &block_bitmap_ids,                                \
-      const OptionalTensor &block_bitmaps, const OptionalTensor &rng, int64_t max_seqlen_q, int64_t max_seqlen_k, \
-      double softmax_scale, double softcap, int64_t window_left, int64_t window_right, bool top_left, double dropout_p
+      const OptionalTensor &block_bitmaps, const OptionalTensor &rng_state, int64_t max_seqlen_q,                 \
+      int64_t max_seqlen_k, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,      \
+      bool top_left, double dropout_p
 
-#define FLASH_EXT_SCORE_OPTIONS                                                                                     \
-  ScoreOptions {                                                                                                    \
-    bias, sink, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_offsets, block_indices, \
-        block_bitmap_ids, block_bitmaps, rng, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left,      \
-        window_right, top_left, dropout_p                                                                           \
+#define FLASH_EXT_SCORE_OPTIONS                                                                                      \
+  ScoreOptions {                                                                                                     \
+    bias, sink, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_offsets, block_indices,  \
+        block_bitmap_ids, block_bitmaps, rng_state, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left, \
+        window_right, top_left, dropout_p                                                                            \
   }
 
 #define FLASH_EXT_DECODE_PARAMETERS                                                                                \

@@ -9,7 +9,7 @@
   "Tensor? bias, Tensor? sink, Tensor? mask, Tensor? alibi_slopes, "                                \
   "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "              \
   "Tensor? block_offsets, Tensor? block_indices, Tensor? block_bitmap_ids, Tensor? block_bitmaps, " \
-  "Tensor? rng, "
+  "Tensor? rng_state, "
 #define SCORE_SCALARS                                                                               \
   "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, int window_left, " \
   "int window_right, bool top_left, float dropout_p"
@@ -43,6 +43,10 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
   m.def(
       "attention_decode_append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor "
       "v, " DECODE_TENSORS DECODE_SCALARS ") -> (Tensor out, Tensor lse)");
+
+  // Raise what attention_forward and attention_decode would raise of these arguments, and compute nothing.
+  m.def("attention_check(Tensor q, Tensor k, Tensor v, " SCORE_TENSORS SCORE_SCALARS ") -> ()");
+  m.def("attention_decode_check(Tensor q, Tensor k_cache, Tensor v_cache, " DECODE_TENSORS DECODE_SCALARS ") -> ()");
 
   // outs (splits, batch, seqlen_q, heads_q, head_dim) and lses (splits, batch, heads_q, seqlen_q), or varlen without
   // batch.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 
 #include "tensors.h"
 
@@ -43,12 +44,12 @@ void check_score_tensors(const Argument& q, const Geometry& g, const ScoreOption
 }
 
 void check_dropout(const Argument& q, const ScoreOptions& options) {
-  if (!options.rng) {
-    check(!(options.dropout_p > 0), "rng must be given with dropout_p > 0: an int64 tensor of (seed, offset)");
+  if (!options.rng_state) {
+    check(!(options.dropout_p > 0), "rng_state must be given with dropout_p > 0: an int64 tensor of (seed, offset)");
     return;
   }
-  check(options.dropout_p != 0, "rng belongs to dropout: expected None with dropout_p = 0");
-  const Argument rng("rng", *options.rng);
+  check(options.dropout_p != 0, "rng_state belongs to dropout: expected None with dropout_p = 0");
+  const Argument rng("rng_state", *options.rng_state);
   rng.same_device_as(q).dtype_is(ScalarType::Long).shape_is({2}, "(2), seed and offset").contiguous();
 }
 
@@ -69,6 +70,9 @@ void check_block_shapes(const Geometry& g, const ScoreOptions& options) {
         "keys",
         ", got ", to_string(shape_of(bitmaps.tensor())));
   }
+  constexpr int64_t kMaxBlock = int64_t{1} << 20;
+  check(block_m <= kMaxBlock && words * 32 <= kMaxBlock, "block_bitmaps must have blocks of at most ", kMaxBlock,
+        " rows and keys, got ", block_m, " rows and ", words, " words of 32 keys");
   const int64_t num_offsets = ceil_div(g.seqlen_q, block_m) + 1;
   offsets.last_dim_contiguous().size_is(2, num_offsets, "ceil(seqlen_q / block_m) + 1");
   offsets.shape_broadcasts_to({g.batch, g.heads_q, num_offsets}, "(batch|1, heads_q|1, num_row_blocks + 1)");
@@ -130,6 +134,11 @@ Shape Geometry::out_shape() const {
 
 Shape Geometry::lse_shape() const { return varlen_q ? Shape{heads_q, total_q} : Shape{batch, heads_q, seqlen_q}; }
 
+void check_max_seqlen(const char* name, int64_t max_seqlen) {
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();  // what cu_seqlens can count to
+  check(max_seqlen >= 0 && max_seqlen <= kLargest, name, " must be from 0 to ", kLargest, ", got ", max_seqlen);
+}
+
 void check_index_tensor(const char* name, const OptionalTensor& tensor, const Argument& q, const Shape& shape,
                         const char* axes) {
   if (tensor) Argument(name, *tensor).same_device_as(q).dtype_is(ScalarType::Int).shape_is(shape, axes).contiguous();
@@ -144,7 +153,7 @@ void read_query(const Argument& q, const OptionalTensor& cu_seqlens_q, int64_t m
     cu_seqlens.rank_is(1, "(batch + 1)");
     g.batch = cu_seqlens.tensor().size(0) - 1;
     check(g.batch >= 0, "cu_seqlens_q must have shape (batch + 1), got (0,)");
-    check(max_seqlen_q >= 0, "max_seqlen_q must be >= 0, got ", max_seqlen_q);
+    check_max_seqlen("max_seqlen_q", max_seqlen_q);
     g.seqlen_q = max_seqlen_q;
   } else {
     q.rank_is(4, "(batch, seqlen_q, heads_q, head_dim)");
@@ -210,8 +219,9 @@ AttentionParams to_params(const Tensor& q, const Geometry& g, const ScoreOptions
   params.heads_kv = g.heads_kv;
   params.head_dim = g.head_dim;
   params.head_dim_v = g.head_dim_v;
-  params.seqlen_q = g.seqlen_q;
-  params.seqlen_k = g.seqlen_k;
+  // A loose max_seqlen costs nothing: it is the shape of bias, mask and weights, while work follows the rows there are.
+  params.seqlen_q = g.varlen_q ? std::min(g.seqlen_q, g.total_q) : g.seqlen_q;
+  params.seqlen_k = g.varlen_k ? std::min(g.seqlen_k, g.total_k) : g.seqlen_k;
   params.total_q = g.total_q;
   params.total_k = g.total_k;
   params.q = view_rows(q);
@@ -231,7 +241,7 @@ AttentionParams to_params(const Tensor& q, const Geometry& g, const ScoreOptions
   params.window = {options.window_left, options.window_right, options.top_left};
   params.blocks = block_mask_params(options);
   params.dropout.p = options.dropout_p;
-  if (options.rng) params.dropout.rng = static_cast<const int64_t*>(options.rng->const_data_ptr());
+  if (options.rng_state) params.dropout.rng = static_cast<const int64_t*>(options.rng_state->const_data_ptr());
   params.block_m = plan.block_m;
   params.head_group = plan.head_group;
   return params;

@@ -11,7 +11,7 @@ struct ScoreOptions {
   OptionalTensor bias, sink, mask, alibi_slopes;
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
   OptionalTensor block_offsets, block_indices, block_bitmap_ids, block_bitmaps;
-  OptionalTensor rng;
+  OptionalTensor rng_state;
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // varlen; dense: 0 or the length itself
   double softmax_scale = 1.0, softcap = 0.0;
   int64_t window_left = -1, window_right = -1;
@@ -43,6 +43,9 @@ void read_query(const Argument& q, const OptionalTensor& cu_seqlens_q, int64_t m
 
 /// Shapes, dtypes and devices of all tensors in the options. Numbers are the planner's matter.
 void check_options(const Argument& q, const Geometry& geometry, const ScoreOptions& options);
+
+/// max_seqlen_q or max_seqlen_k of packed sequences.
+void check_max_seqlen(const char* name, int64_t max_seqlen);
 
 /// An absent tensor passes.
 void check_index_tensor(const char* name, const OptionalTensor& tensor, const Argument& q, const Shape& shape,

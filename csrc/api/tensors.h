@@ -50,8 +50,8 @@ inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype
   return torch::stable::new_empty(like, shape, dtype);
 }
 
-inline Tensor new_filled(const Tensor& like, const Shape& shape, ScalarType dtype, double value) {
-  return torch::stable::fill_(new_empty(like, shape, dtype), value);
+inline Tensor new_zeros(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  return torch::stable::fill_(new_empty(like, shape, dtype), 0);
 }
 
 /// What stands for a gradient that was not asked for.

@@ -2,12 +2,10 @@
 
 #include <algorithm>
 
+#include "tensors.h"
+
 namespace flash_ext::api {
 namespace {
-
-const int32_t* values_of(const OptionalTensor& tensor) {
-  return tensor ? static_cast<const int32_t*>(tensor->const_data_ptr()) : nullptr;
-}
 
 /// One side (queries or keys) of the sequences of a batch.
 struct Side {
@@ -21,7 +19,7 @@ struct Side {
 };
 
 void check_cu_seqlens(const Side& side, int64_t batch) {
-  const int32_t* cu = values_of(side.cu_seqlens);
+  const int32_t* cu = int32_address(side.cu_seqlens);
   int64_t previous = 0;
   for (int64_t b = 0; b <= batch; ++b) {
     check(cu[b] >= previous, side.cu_seqlens_name, " must not decrease (sequences would overlap): entry ", b,
@@ -34,8 +32,8 @@ void check_cu_seqlens(const Side& side, int64_t batch) {
 
 void check_side(const Side& side, int64_t batch) {
   if (side.cu_seqlens) check_cu_seqlens(side, batch);
-  const int32_t* cu = values_of(side.cu_seqlens);
-  const int32_t* used = values_of(side.seqused);
+  const int32_t* cu = int32_address(side.cu_seqlens);
+  const int32_t* used = int32_address(side.seqused);
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t length = cu ? cu[b + 1] - cu[b] : side.seqlen;
     if (used) {
@@ -64,14 +62,14 @@ void check_block_row(const int32_t* indices, const int32_t* bitmap_ids, int64_t 
 
 void check_block_lists(const Geometry& g, const ScoreOptions& options) {
   const Tensor& offsets = *options.block_offsets;
-  const int32_t* indices = values_of(options.block_indices);
-  const int32_t* bitmap_ids = values_of(options.block_bitmap_ids);
+  const int32_t* indices = int32_address(options.block_indices);
+  const int32_t* bitmap_ids = int32_address(options.block_bitmap_ids);
   const int64_t num_blocks = options.block_indices->size(0);
   const int64_t block_n = options.block_bitmaps->size(2) * 32;
   const int64_t num_key_blocks = (g.seqlen_k + block_n - 1) / block_n;
   for (int64_t b = 0; b < offsets.size(0); ++b) {
     for (int64_t h = 0; h < offsets.size(1); ++h) {
-      const int32_t* row = values_of(offsets) + b * offsets.stride(0) + h * offsets.stride(1);
+      const int32_t* row = int32_address(offsets) + b * offsets.stride(0) + h * offsets.stride(1);
       for (int64_t m = 0; m + 1 < offsets.size(2); ++m) {
         check(row[m] >= 0 && row[m] <= row[m + 1] && row[m + 1] <= num_blocks,
               "block_offsets must not decrease and stay within [0, block_indices.size(0) = ", num_blocks, "]: entries ",
@@ -93,11 +91,45 @@ void check_distinct_rows(const int32_t* batch_idx, int64_t batch) {
 
 /// Pages that hold rows [begin, end) of a sequence.
 void check_pages(const Tensor& block_table, int64_t b, int64_t begin, int64_t end, const CacheIndices& cache) {
-  const int32_t* pages = static_cast<const int32_t*>(block_table.const_data_ptr()) + b * block_table.stride(0);
+  const int32_t* pages = int32_address(block_table) + b * block_table.stride(0);
   for (int64_t n = begin / cache.page_size; n * cache.page_size < end; ++n) {
     check(pages[n] >= 0 && pages[n] < cache.num_pages, "block_table[", b, ", ", n, "] must be a page from 0 to ",
           cache.num_pages - 1, ", got ", pages[n]);
   }
+}
+
+/// Rows [begin, end) of a page.
+struct PageRows {
+  int64_t page, begin, end;
+};
+
+/// What an append writes through the block table, page by page.
+std::vector<PageRows> written_rows(const CacheIndices& cache) {
+  std::vector<PageRows> written;
+  for (int64_t b = 0; b < cache.batch; ++b) {
+    const int32_t* pages = int32_address(cache.block_table) + b * cache.block_table->stride(0);
+    const int64_t end = int32_address(cache.cache_seqlens)[b] + cache.seqlen_new;
+    for (int64_t row = end - cache.seqlen_new; row < end;) {
+      const int64_t slot = row % cache.page_size;
+      const int64_t count = std::min(cache.page_size - slot, end - row);
+      written.push_back({pages[row / cache.page_size], slot, slot + count});
+      row += count;
+    }
+  }
+  return written;
+}
+
+void check_distinct_pages(const CacheIndices& cache) {
+  std::vector<PageRows> written = written_rows(cache);
+  std::sort(written.begin(), written.end(), [](const PageRows& a, const PageRows& b) {
+    return a.page != b.page ? a.page < b.page : a.begin < b.begin;
+  });
+  const auto twice = std::adjacent_find(written.begin(), written.end(), [](const PageRows& a, const PageRows& b) {
+    return a.page == b.page && b.begin < a.end;
+  });
+  if (twice == written.end()) return;
+  fail("block_table must give each appended row of k and v a place of its own: row ", (twice + 1)->begin, " of page ",
+       twice->page, " is written twice");
 }
 
 }  // namespace
@@ -113,9 +145,9 @@ void check_values(const Geometry& g, const ScoreOptions& options) {
 }
 
 void check_cache_values(const CacheIndices& cache) {
-  const int32_t* used = values_of(cache.cache_seqlens);
-  const int32_t* leftpad = values_of(cache.cache_leftpad);
-  const int32_t* batch_idx = values_of(cache.cache_batch_idx);
+  const int32_t* used = int32_address(cache.cache_seqlens);
+  const int32_t* leftpad = int32_address(cache.cache_leftpad);
+  const int32_t* batch_idx = int32_address(cache.cache_batch_idx);
   for (int64_t b = 0; b < cache.batch; ++b) {
     const int64_t rows = used ? used[b] : cache.capacity;
     check(rows >= 0 && rows <= cache.capacity, "cache_seqlens[", b, "] must be from 0 to the ", cache.capacity,
@@ -132,10 +164,11 @@ void check_cache_values(const CacheIndices& cache) {
     if (cache.block_table) check_pages(*cache.block_table, b, skipped, rows + cache.seqlen_new, cache);
   }
   if (batch_idx && cache.append) check_distinct_rows(batch_idx, cache.batch);
+  if (cache.block_table && cache.append) check_distinct_pages(cache);
 }
 
 void check_rotary_positions(const OptionalTensor& cache_seqlens, int64_t tokens, int64_t rotary_rows) {
-  const int32_t* used = values_of(cache_seqlens);
+  const int32_t* used = int32_address(cache_seqlens);
   for (int64_t b = 0; b < cache_seqlens->size(0); ++b) {
     check(used[b] + tokens <= rotary_rows, "rotary_cos and rotary_sin must have a row for each position: expected at ",
           "least ", used[b] + tokens, " rows for batch entry ", b, ", got ", rotary_rows);

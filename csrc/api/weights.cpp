@@ -12,12 +12,13 @@ WeightsCall prepare_weights(const Tensor& q, const Tensor& k, const Tensor& lse,
   check_lse(Argument("q", q), g, "lse", lse);
   check_dropout_mode(dropout_mode);
 
-  WeightsCall call{attention.plan,
-                   attention.params,
-                   {},
-                   {},
-                   new_empty(q, g.score_shape(), q.scalar_type()),
-                   std::move(attention.owned)};
+  WeightsCall call{
+      attention.plan,
+      attention.params,
+      {},
+      {},
+      g.varlen_q ? new_zeros(q, g.score_shape(), q.scalar_type()) : new_empty(q, g.score_shape(), q.scalar_type()),
+      std::move(attention.owned)};
   call.lse_view = view_lse(call.owned.emplace_back(with_contiguous_rows(lse)));
   call.weights_view = view_scores(call.weights);
   return call;

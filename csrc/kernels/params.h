@@ -89,8 +89,8 @@ struct AttentionParams {
   int64_t heads_kv = 0;    // divides heads_q
   int64_t head_dim = 0;    // of q and k
   int64_t head_dim_v = 0;  // of v and out
-  int64_t seqlen_q = 0;    // dense: rows of q; varlen: max_seqlen_q
-  int64_t seqlen_k = 0;    // dense: rows of k; varlen and paged: the largest a sequence can have
+  int64_t seqlen_q = 0;    // dense: rows of q; varlen: the most that a sequence can have, at most total_q
+  int64_t seqlen_k = 0;    // the same of k; a cache: the rows that a sequence can hold
   int64_t total_q = 0;     // rows of q in memory (dense: seqlen_q of each batch entry)
   int64_t total_k = 0;
 
@@ -116,7 +116,7 @@ struct AttentionParams {
   int64_t head_group = 1;  // heads with the same key head whose rows share a tile: row = i * head_group + head
 };
 
-/// What attention_weights does with a dropped weight; kept ones are scaled by 1 / (1 - p) only by kDropoutApply.
+/// What attention_weights does with a dropped weight; kDropoutApply alone scales kept ones, by dropout_keep_scale.
 enum DropoutMode : int { kDropoutIgnore = 0, kDropoutApply = 1, kDropoutNegate = 2 };
 
 struct ForwardParams : AttentionParams {
@@ -126,13 +126,20 @@ struct ForwardParams : AttentionParams {
   int64_t split_size = 0;  // > 0: ranges of exactly this many keys instead (batch-invariant decoding)
 };
 
+/// weights = exp(score - lse) for an lse that is given, after dropout by dropout_mode.
+struct WeightsParams : AttentionParams {
+  LseView lse;
+  ScoreView weights;  // (batch, heads_q, seqlen_q, seqlen_k), varlen: (.., max_seqlen_q, max_seqlen_k), zero beforehand
+  int dropout_mode = kDropoutIgnore;
+};
+
 struct BackwardParams : AttentionParams {
   TensorView out;  // null where the forward is attention_weights (see grad_weights)
   LseView lse;
   TensorView grad_out;  // null = zero
   LseView grad_lse;     // null = zero
   /// Gradient of the (dropped, scaled) attention weights themselves, (batch, heads_q, seqlen_q, seqlen_k).
-  /// With it, lse is an independent input: no row-sum term, and grad_lse_out is written instead.
+  /// With it, lse is an independent input: no row-sum term, and dlse is written instead.
   ScoreView grad_weights;
   int dropout_mode = kDropoutApply;  // of attention_weights; otherwise kDropoutApply
 
@@ -140,11 +147,11 @@ struct BackwardParams : AttentionParams {
   TensorView dq;
   TensorView dk;
   TensorView dv;
-  ScoreView dbias;        // strides 0 where bias is broadcast: those dimensions are summed
+  ScoreView dbias;        // strides 0 where bias is broadcast: those dimensions are summed; varlen: zero beforehand
   void* dsink = nullptr;  // (heads_q), accumulate type
   LseView dlse;           // only with grad_weights
-  bool deterministic = false;
-  int64_t num_chunks = 1;  // key ranges per head that are worked on independently
+  bool deterministic = false;  // for devices where the fastest order of sums varies; a CPU always is
+  int64_t num_chunks = 1;      // key ranges per head that are worked on independently
 };
 
 /// Partial results over disjoint keys and what they merge to. Varlen counts as one batch entry of total rows.
@@ -180,7 +187,8 @@ struct AppendParams {
   int64_t heads_kv = 0;
   int64_t head_dim = 0;
   int64_t head_dim_v = 0;
-  int64_t seqlen_q = 0;      // rows of q; varlen: max_seqlen_q
+  int64_t seqlen_q = 0;  // as in AttentionParams
+  int64_t total_q = 0;
   int64_t seqlen_new = 0;    // rows of k and v
   int64_t seqlen_cache = 0;  // rows that a sequence of the cache can hold
   TensorView k;              // (batch, seqlen_new, heads_kv, head_dim)

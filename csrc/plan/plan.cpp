@@ -2,15 +2,19 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
+
+#include "../kernels/cpu/tile_sizes.h"
 
 namespace flash_ext::plan {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kHeadDimStep = 8;
+constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();  // what cu_seqlens can count to
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -35,6 +39,7 @@ Support check_sizes(const Problem& p) {
   } sizes[] = {{"batch", p.batch}, {"seqlen_q", p.seqlen_q}, {"seqlen_k", p.seqlen_k}};
   for (const auto& size : sizes) {
     if (size.value < 0) return refuse(size.name, " must be >= 0, got ", size.value);
+    if (size.value > kMaxSize) return refuse(size.name, " must be at most ", kMaxSize, ", got ", size.value);
   }
   if (p.heads_q < 1 || p.heads_kv < 1) {
     return refuse("heads must be >= 1, got ", p.heads_q, " heads in q and ", p.heads_kv, " in k and v");
@@ -54,6 +59,26 @@ Support check_sizes(const Problem& p) {
     }
   }
   return {};
+}
+
+/// Scores are computed as  softcap * tanh(q k * (softmax_scale / softcap)): each factor must be a number of T.
+template <class T>
+Support check_score_factors(const Problem& p) {
+  const double largest = std::numeric_limits<T>::max(), smallest = std::numeric_limits<T>::min();
+  if (std::abs(p.softmax_scale) > largest)
+    return refuse("softmax_scale must be at most ", largest, ", got ", p.softmax_scale);
+  if (p.softcap == 0) return {};
+  if (p.softcap < smallest || p.softcap > largest) {
+    return refuse("softcap must be 0 (off) or from ", smallest, " to ", largest, ", got ", p.softcap);
+  }
+  if (std::abs(p.softmax_scale / p.softcap) > largest) {
+    return refuse("softmax_scale / softcap must be at most ", largest, ", got ", p.softmax_scale, " / ", p.softcap);
+  }
+  return {};
+}
+
+Support check_scale(const Problem& p) {
+  return p.dtype == DType::kFloat64 ? check_score_factors<double>(p) : check_score_factors<float>(p);
 }
 
 Support check_options(const Problem& p) {
@@ -82,11 +107,17 @@ Support check_device(const Problem& p) {
 
 // ---- How it runs ----------------------------------------------------------------------------------------------------
 
-/// Tiles of the CPU kernels. Keys: K and V tiles of head_dim 64 and a panel of scores fit the L1 cache. Rows: as many
-/// as the kernels hold, so that a tile of keys is loaded for many of them.
-constexpr int64_t kCpuBlockN = 64;
-constexpr int64_t kCpuMaxBlockM = 128;
+/// Tiles of the CPU kernels. Rows: as many as they hold, so that a tile of keys is loaded for many of them, or fewer
+/// where that makes too few tiles.
+constexpr int64_t kCpuBlockN = cpu::kBlockN;
+constexpr int64_t kCpuMaxBlockM = cpu::kMaxTileRows;
 constexpr int64_t kCpuMinBlockM = 32;
+
+/// Work items that keep the threads of a CPU busy. A constant: were it their number, results would depend on it.
+constexpr int64_t kCpuWantedItems = 16;
+
+/// "1 split", "2 splits".
+std::string counted(int64_t n, const char* what) { return text(n, " ", what, n == 1 ? "" : "s"); }
 
 const char* kernel_of(Operation operation) {
   switch (operation) {
@@ -159,7 +190,13 @@ class Planner {
     constexpr int64_t kFewQueries = 64;
     const bool forward = p_.operation == Operation::kForward || p_.operation == Operation::kDecode;
     const bool free_order = !p_.has_block_mask && p_.dropout_p == 0;
-    if (!forward || !free_order || p_.heads_q == p_.heads_kv || p_.seqlen_q > kFewQueries) return;
+    if (!forward || !free_order || p_.heads_q == p_.heads_kv) return;
+    if (p_.batch_invariant) {
+      plan_.head_group = p_.heads_q / p_.heads_kv;
+      because(plan_.head_group, " heads share a tile: batch_invariant, so the other sequences' queries do not count");
+      return;
+    }
+    if (p_.seqlen_q > kFewQueries) return;
     plan_.head_group = p_.heads_q / p_.heads_kv;
     because(plan_.head_group, " heads share a tile: with ", p_.seqlen_q, " queries, reading the keys is what costs");
   }
@@ -178,13 +215,13 @@ class Planner {
     } else if (p_.num_splits > 0) {
       const int64_t most = std::clamp<int64_t>(ceil_div(p_.seqlen_k, kCpuBlockN), 1, kMaxSplits);
       plan_.num_splits = std::min(p_.num_splits, most);
-      because(plan_.num_splits, " splits: num_splits = ", p_.num_splits, ", at most ", most, " for ", p_.seqlen_k,
-              " keys in tiles of ", kCpuBlockN);
+      because(counted(plan_.num_splits, "split"), ": num_splits = ", p_.num_splits, ", at most ", most, " for ",
+              p_.seqlen_k, " keys in tiles of ", kCpuBlockN);
     } else {
       const int64_t work_items = query_tiles(kCpuMaxBlockM);
-      plan_.num_splits = choose_num_splits(work_items, p_.num_workers, p_.seqlen_k);
-      because(plan_.num_splits, " splits: ", work_items, " tiles of (batch, head, query) for ", p_.num_workers,
-              " workers, ", p_.seqlen_k, " keys");
+      plan_.num_splits = choose_num_splits(work_items, kCpuWantedItems, p_.seqlen_k);
+      because(counted(plan_.num_splits, "split"), ": ", counted(work_items, "tile"), " of (batch, head, query), ",
+              kCpuWantedItems, " work items wanted, ", p_.seqlen_k, " keys");
     }
   }
 
@@ -214,7 +251,7 @@ class Planner {
       const int64_t heads = std::max<int64_t>(1, p_.batch * p_.heads_kv);
       const int64_t most = ceil_div(p_.seqlen_k, kChunkKeys);
       plan_.num_chunks = std::max<int64_t>(1, std::min(most, ceil_div(kWorkItems, heads)));
-      because(plan_.num_chunks, " key chunks per head: ", heads, " pairs of batch and head, ", p_.seqlen_k,
+      because(counted(plan_.num_chunks, "key chunk"), " per head: ", heads, " pairs of batch and head, ", p_.seqlen_k,
               " keys; shapes alone decide, so the result does not depend on the number of threads");
     }
   }
@@ -227,7 +264,7 @@ class Planner {
 }  // namespace
 
 Support supports(const Problem& problem) {
-  for (const auto rule : {check_sizes, check_options, check_device}) {
+  for (const auto rule : {check_sizes, check_options, check_scale, check_device}) {
     const Support support = rule(problem);
     if (!support.ok) return support;
   }

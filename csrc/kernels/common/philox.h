@@ -57,4 +57,10 @@ FLASH_EXT_HOST_DEVICE uint32_t dropout_bits(const PhiloxWords& words, int64_t i,
 /// A score is kept when its 16 bits are at least this; p is thereby rounded to a multiple of 2^-16.
 FLASH_EXT_HOST_DEVICE uint32_t dropout_threshold(double p) { return static_cast<uint32_t>(p * 65536.0 + 0.5); }
 
+/// What kept scores are multiplied by so that the expectation is right: 1 / (1 - p) of the rounded p, 0 for p = 1.
+FLASH_EXT_HOST_DEVICE double dropout_keep_scale(double p) {
+  const uint32_t threshold = dropout_threshold(p);
+  return threshold < 65536u ? 65536.0 / (65536.0 - threshold) : 0.0;
+}
+
 }  // namespace flash_ext

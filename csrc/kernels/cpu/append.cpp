@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "../common/tile_range.h"
 #include "convert.h"
+#include "scratch.h"
 
 namespace flash_ext::cpu {
 namespace {
@@ -51,17 +51,18 @@ void rotate(const AppendParams& p, int64_t position, T* row) {
 }
 
 template <class T>
-void rotate_row(const AppendParams& p, int64_t position, const char* from, char* to, std::vector<T>& row) {
-  load_row(row.data(), from, p.dtype, p.head_dim);
-  rotate(p, position, row.data());
-  store_row(to, p.dtype, row.data(), p.head_dim);
+void rotate_row(const AppendParams& p, int64_t position, const char* from, char* to, T* row) {
+  load_row(row, from, p.dtype, p.head_dim);
+  rotate(p, position, row);
+  store_row(to, p.dtype, row, p.head_dim);
 }
 
 template <class T>
 void append_keys(const AppendParams& p, ParallelFor parallel_for) {
   const int64_t rows = p.batch * p.seqlen_new * p.heads_kv;
-  parallel_for(0, rows, kGrainRows, [&p](int64_t begin, int64_t end) {
-    std::vector<T> scratch(p.head_dim);
+  const int64_t scratch_bytes = p.head_dim * static_cast<int64_t>(sizeof(T));
+  for_range_with_scratch(rows, kGrainRows, scratch_bytes, parallel_for, [&p](int64_t begin, int64_t end, void* memory) {
+    T* scratch = static_cast<T*>(memory);
     for (int64_t n = begin; n < end; ++n) {
       const int64_t head = n % p.heads_kv, t = n / p.heads_kv % p.seqlen_new, batch = n / p.heads_kv / p.seqlen_new;
       const int64_t row = cached_rows(p, batch) + t;
@@ -81,13 +82,15 @@ void append_keys(const AppendParams& p, ParallelFor parallel_for) {
 template <class T>
 void rotate_queries(const AppendParams& p, ParallelFor parallel_for) {
   const int64_t rows = p.batch * p.seqlen_q * p.heads_q;
-  parallel_for(0, rows, kGrainRows, [&p](int64_t begin, int64_t end) {
-    std::vector<T> scratch(p.head_dim);
+  const int64_t scratch_bytes = p.head_dim * static_cast<int64_t>(sizeof(T));
+  for_range_with_scratch(rows, kGrainRows, scratch_bytes, parallel_for, [&p](int64_t begin, int64_t end, void* memory) {
+    T* scratch = static_cast<T*>(memory);
     const int32_t* cu_seqlens = p.seq.cu_seqlens_q;
     for (int64_t n = begin; n < end; ++n) {
       const int64_t head = n % p.heads_q, t = n / p.heads_q % p.seqlen_q, batch = n / p.heads_q / p.seqlen_q;
-      if (cu_seqlens && t >= cu_seqlens[batch + 1] - cu_seqlens[batch]) continue;
-      const int64_t row = cu_seqlens ? cu_seqlens[batch] + t : t;
+      const int64_t first = cu_seqlens ? clamp_index(cu_seqlens[batch], 0, p.total_q) : 0;
+      if (cu_seqlens && first + t >= clamp_index(cu_seqlens[batch + 1], 0, p.total_q)) continue;
+      const int64_t row = first + t;
       const int64_t entry = cu_seqlens ? 0 : batch;
       const int64_t position = cached_rows(p, batch) + (p.rotate_q_by_position ? t : 0);
       rotate_row(p, position, row_of(p.q, p.dtype, entry, row, head), row_of(p.q_rotated, p.dtype, entry, row, head),

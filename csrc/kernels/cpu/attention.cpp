@@ -6,11 +6,12 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <new>
+#include <stdexcept>
+#include <string>
 
 #include "kernels.h"
+#include "scratch.h"
+#include "tile_sizes.h"
 
 namespace flash_ext::cpu {
 namespace {
@@ -21,20 +22,27 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
+/// F16C is older than AVX2 and in every machine that has it.
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 
-/// The best set that the machine has, or a lesser one that FLASH_EXT_CPU_ISA names: "avx2" or "baseline".
+/// The set that FLASH_EXT_CPU_ISA names, "avx512", "avx2" or "baseline"; nothing better is used then.
+std::string wanted_instruction_set() {
+  const char* variable = std::getenv("FLASH_EXT_CPU_ISA");
+  const std::string wish = variable == nullptr || *variable == '\0' ? "avx512" : variable;
+  if (wish != "avx512" && wish != "avx2" && wish != "baseline") {
+    throw std::runtime_error("flash_ext: FLASH_EXT_CPU_ISA must be avx512, avx2 or baseline, got " + wish);
+  }
+  return wish;
+}
+
+/// The best set that the machine has, up to the wanted one.
 const InstructionSet& detect_instruction_set() {
+  const std::string wish = wanted_instruction_set();
 #if defined(__x86_64__)
-  const char* wish = std::getenv("FLASH_EXT_CPU_ISA");
-  const bool baseline = wish != nullptr && std::strcmp(wish, kBaseline.name) == 0;
-  const bool at_most_avx2 = baseline || (wish != nullptr && std::strcmp(wish, kAvx2.name) == 0);
   __builtin_cpu_init();
-  if (!at_most_avx2 && has_avx512()) return kAvx512;
-  if (!baseline && has_avx2()) return kAvx2;
+  if (wish == "avx512" && has_avx512()) return kAvx512;
+  if (wish != "baseline" && has_avx2()) return kAvx2;
 #endif
   return kBaseline;
 }
@@ -48,42 +56,6 @@ const Kernels& kernels_for(const AttentionParams& p) {
   const InstructionSet& set = current_instruction_set();
   return p.dtype == DType::kFloat64 ? set.for_double : set.for_float;
 }
-
-constexpr size_t kAlignment = 64;
-
-struct FreeDeleter {
-  void operator()(void* p) const { std::free(p); }
-};
-using Buffer = std::unique_ptr<void, FreeDeleter>;
-
-Buffer try_allocate(int64_t bytes) {
-  const size_t size = (static_cast<size_t>(bytes) + kAlignment) / kAlignment * kAlignment;
-  return Buffer(std::aligned_alloc(kAlignment, size));
-}
-
-Buffer allocate(int64_t bytes) {
-  Buffer buffer = try_allocate(bytes);
-  if (buffer == nullptr) throw std::bad_alloc();
-  return buffer;
-}
-
-/// Scratch of the calling thread, null when there is no memory. A small one is kept for the next call, because fresh
-/// pages cost more than a small problem takes.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) {
-    constexpr int64_t kKeptBytes = int64_t{4} << 20;
-    thread_local Buffer kept = try_allocate(kKeptBytes);
-    if (bytes > kKeptBytes) own_ = try_allocate(bytes);
-    data_ = bytes > kKeptBytes ? own_.get() : kept.get();
-  }
-
-  void* data() const { return data_; }
-
- private:
-  Buffer own_;
-  void* data_;
-};
 
 /// A thread is worth waking for this much work.
 constexpr double kMinFlopsPerThread = 2e6;
@@ -120,8 +92,13 @@ double query_elements(const AttentionParams& p) {
 }
 
 /// Rows per tile as planned, within what the kernels hold.
-int64_t tile_rows_of(const AttentionParams& p, const Kernels& kernels) {
-  return p.block_m > 0 && p.block_m < kernels.max_tile_rows ? p.block_m : kernels.max_tile_rows;
+int64_t tile_rows_of(const AttentionParams& p) {
+  return p.block_m > 0 && p.block_m < kMaxTileRows ? p.block_m : kMaxTileRows;
+}
+
+/// Of q, for each head.
+int64_t rows_in_memory(const AttentionParams& p) {
+  return p.seq.cu_seqlens_q != nullptr ? p.total_q : p.batch * p.seqlen_q;
 }
 
 bool is_empty(const AttentionParams& p) { return p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0; }
@@ -142,15 +119,17 @@ void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
   job.splits =
       params.split_size > 0 ? (params.seqlen_k + params.split_size - 1) / params.split_size : params.num_splits;
   if (job.splits < 1) job.splits = 1;
-  job.tile_rows = tile_rows_of(params, kernels);
+  job.tile_rows = tile_rows_of(params);
   job.tiles = kernels.count_tiles(params, job.tile_rows, job.group);
-  if (job.splits == 1) {
+  // With ranges of a fixed size even a single one is merged: the bits must not depend on how many there might be.
+  if (job.splits == 1 && job.split_size == 0) {
     run(kernels.forward, job, product_flops(params), parallel_for);
     return;
   }
-  const int64_t rows = job.splits * params.batch * params.heads_q * params.seqlen_q;
-  const Buffer partial_out = allocate(rows * params.head_dim_v * kernels.accumulate_bytes);
-  const Buffer partial_lse = allocate(rows * kernels.accumulate_bytes);
+  const int64_t rows = rows_in_memory(params);
+  const int64_t bytes = kernels.accumulate_bytes;
+  const Buffer partial_out = allocate({job.splits, params.heads_q, rows, params.head_dim_v, bytes});
+  const Buffer partial_lse = allocate({job.splits, params.heads_q, rows, bytes});
   job.partial_out = partial_out.get();
   job.partial_lse = partial_lse.get();
   run(kernels.forward, job, product_flops(params), parallel_for);
@@ -162,7 +141,7 @@ void attention_weights(const WeightsParams& params, ParallelFor parallel_for) {
   const Kernels& kernels = kernels_for(params);
   WeightsJob job;
   job.params = params;
-  job.tile_rows = tile_rows_of(params, kernels);
+  job.tile_rows = tile_rows_of(params);
   job.tiles = kernels.count_tiles(params, job.tile_rows, 1);
   run(kernels.weights, job, product_flops(params), parallel_for);
 }
@@ -174,15 +153,16 @@ void attention_backward(const BackwardParams& params, ParallelFor parallel_for) 
   job.params = params;
   run(kernels.clear_backward, job, query_elements(params), parallel_for);
 
-  job.tile_rows = tile_rows_of(params, kernels);
+  job.tile_rows = tile_rows_of(params);
   job.tiles = kernels.count_tiles(params, job.tile_rows, 1);
   // dlse sums over all keys of a query, so a single item has to see them all.
   job.chunks = of_weights || params.num_chunks < 1 ? 1 : params.num_chunks;
 
-  const int64_t rows = params.batch * params.heads_q * params.seqlen_q;
+  const int64_t rows = rows_in_memory(params);
+  const int64_t bytes = kernels.accumulate_bytes;
   Buffer row_term;
   if (!of_weights) {
-    row_term = allocate(rows * kernels.accumulate_bytes);
+    row_term = allocate({params.heads_q, rows, bytes});
     job.row_term = row_term.get();
     run(kernels.row_terms, job, 2 * query_elements(params), parallel_for);
   }
@@ -190,7 +170,7 @@ void attention_backward(const BackwardParams& params, ParallelFor parallel_for) 
       params.dlse.data != nullptr) {
     Buffer partial_dq;
     if (job.chunks > 1 && params.dq.data != nullptr) {
-      partial_dq = allocate(job.chunks * rows * params.head_dim * kernels.accumulate_bytes);
+      partial_dq = allocate({job.chunks, params.heads_q, rows, params.head_dim, bytes});
       job.partial_dq = partial_dq.get();
     }
     run(kernels.gradients, job, 2.5 * product_flops(params), parallel_for);
@@ -199,7 +179,8 @@ void attention_backward(const BackwardParams& params, ParallelFor parallel_for) 
     }
   }
   if (params.dbias.data != nullptr) run(kernels.bias_gradient, job, 1.5 * product_flops(params), parallel_for);
-  if (params.dsink != nullptr) run(kernels.sink_gradient, job, 10.0 * static_cast<double>(rows), parallel_for);
+  if (params.dsink != nullptr)
+    run(kernels.sink_gradient, job, 10.0 * static_cast<double>(params.heads_q * rows), parallel_for);
 }
 
 }  // namespace flash_ext::cpu

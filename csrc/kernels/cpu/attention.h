@@ -1,8 +1,9 @@
 // Attention on a CPU: what the api calls.
 //
 // Every function is exact, bitwise repeatable and gives the same bits for any number of threads. Memory beyond inputs
-// and outputs grows with seqlen, never with its square. Nothing here throws; arguments are checked by the api, and
-// what still lies outside a tensor (lengths, pages) is clamped to it.
+// and outputs grows with seqlen, never with its square. Arguments are checked by the api, and what still lies outside a
+// tensor (lengths, pages) is clamped to it. What is thrown is std::bad_alloc, and std::runtime_error where the
+// environment variable FLASH_EXT_CPU_ISA names no instruction set.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +18,6 @@ using RangeBody = std::function<void(int64_t, int64_t)>;
 
 /// Calls body on disjoint parts of [begin, end), each of at least `grain`, on as many threads as it likes.
 using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, const RangeBody& body);
-
-/// weights = exp(score - lse) for an lse that is given, after dropout by dropout_mode.
-struct WeightsParams : AttentionParams {
-  LseView lse;
-  ScoreView weights;  // (batch, heads_q, seqlen_q, seqlen_k)
-  int dropout_mode = kDropoutIgnore;
-};
 
 /// out = softmax(scores) v and lse; k and v may be a paged or left-padded cache. Writes every element of both.
 void attention_forward(const ForwardParams& params, ParallelFor parallel_for);

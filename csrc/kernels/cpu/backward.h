@@ -115,8 +115,7 @@ class BackwardChunk {
         for (int64_t d = 0; d < p_.head_dim; ++d) row_[d] = panel[d * kPanel + lane] * static_cast<T>(p_.softmax_scale);
         store_row(query_row(p_.dq, p_.dtype, seq_, i, rows.first_head), p_.dtype, row_, p_.head_dim);
       } else {
-        T* to = static_cast<T*>(job_.partial_dq) +
-                row_of_head(p_, item_.chunk, seq_.batch, rows.first_head, i) * p_.head_dim;
+        T* to = static_cast<T*>(job_.partial_dq) + row_of_head(p_, item_.chunk, seq_, rows.first_head, i) * p_.head_dim;
         for (int64_t d = 0; d < p_.head_dim; ++d) to[d] = panel[d * kPanel + lane];
       }
     }
@@ -162,9 +161,7 @@ void gradient_item(const BackwardJob& job, int64_t item, void* scratch) {
   BackwardChunk<T>(job, scratch).run(BackwardItem(job, item));
 }
 
-inline int64_t reduce_dq_items(const BackwardJob& job) {
-  return job.params.batch * job.params.heads_q * job.params.seqlen_q;
-}
+inline int64_t reduce_dq_items(const BackwardJob& job) { return job.params.batch * job.params.heads_q * job.tiles; }
 
 template <class T>
 int64_t reduce_dq_scratch(const BackwardJob& job) {
@@ -173,20 +170,26 @@ int64_t reduce_dq_scratch(const BackwardJob& job) {
 
 /// One row of dQ: the sum of the shares of the chunks.
 template <class T>
-void reduce_dq_item(const BackwardJob& job, int64_t item, void* scratch) {
+void reduce_dq_row(const BackwardJob& job, const Sequence& seq, int64_t head, int64_t i, T* sum) {
   const BackwardParams& p = job.params;
-  const int64_t i = item % p.seqlen_q;
-  const int64_t head = item / p.seqlen_q % p.heads_q;
-  const Sequence seq = sequence_of(p, item / p.seqlen_q / p.heads_q);
-  if (i >= seq.seqlen_q) return;
-  T* sum = static_cast<T*>(scratch);
   for (int64_t d = 0; d < p.head_dim; ++d) sum[d] = 0;
   for (int64_t chunk = 0; chunk < job.chunks; ++chunk) {
-    const T* share = static_cast<const T*>(job.partial_dq) + row_of_head(p, chunk, seq.batch, head, i) * p.head_dim;
+    const T* share = static_cast<const T*>(job.partial_dq) + row_of_head(p, chunk, seq, head, i) * p.head_dim;
     for (int64_t d = 0; d < p.head_dim; ++d) sum[d] += share[d];
   }
   for (int64_t d = 0; d < p.head_dim; ++d) sum[d] *= static_cast<T>(p.softmax_scale);
   store_row(query_row(p.dq, p.dtype, seq, i, head), p.dtype, sum, p.head_dim);
+}
+
+/// The rows of one tile.
+template <class T>
+void reduce_dq_item(const BackwardJob& job, int64_t item, void* scratch) {
+  const BackwardParams& p = job.params;
+  const int64_t first = item % job.tiles * job.tile_rows;
+  const int64_t head = item / job.tiles % p.heads_q;
+  const Sequence seq = sequence_of(p, item / job.tiles / p.heads_q);
+  const int64_t end = min(first + job.tile_rows, seq.seqlen_q);
+  for (int64_t i = first; i < end; ++i) reduce_dq_row(job, seq, head, i, static_cast<T*>(scratch));
 }
 
 }  // namespace flash_ext::cpu::FLASH_EXT_ISA

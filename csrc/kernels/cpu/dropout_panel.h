@@ -58,11 +58,11 @@ class Dropout {
     if (!active_) return;
     key_ = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
     threshold_ = dropout_threshold(p.dropout.p);
-    kept_scale_ = p.dropout.p < 1 ? static_cast<T>(1.0 / (1.0 - p.dropout.p)) : T(0);
+    kept_scale_ = static_cast<T>(dropout_keep_scale(p.dropout.p));
   }
 
   bool active() const { return active_; }
-  /// 1 / (1 - p), 1 without dropout, 0 if all is dropped.
+  /// dropout_keep_scale, 1 without dropout.
   T kept_scale() const { return kept_scale_; }
 
   /// factors[n][lane] = kept or dropped, for the rows of `scores`. All lanes are queries of one head, in order.
@@ -76,16 +76,21 @@ class Dropout {
     const Interval keys{first_key + scores.begin, first_key + scores.end};
     for (int64_t group = keys.begin & ~int64_t{31}; group < keys.end; group += 32) {
       for (int64_t j = group; j < group + 8; ++j) {
-        for (int lane = 0; lane < kPanel; lane += kGroup) {
-          draw_group(factors, keys, first_key, j, panel.query[0] + lane, lane, batch_head, kept, dropped);
+        for (int lane = 0; lane < kPanel;) {
+          const int64_t i = panel.query[0] + lane;
+          const int groups = i % (2 * kGroup) == 0 && lane + 2 * kGroup <= kPanel ? 2 : 1;
+          draw_groups(factors + lane, groups, keys, first_key, j, i, batch_head, kept, dropped);
+          lane += groups * kGroup;
         }
       }
     }
   }
 
  private:
-  FLASH_EXT_INLINE void draw_group(T* factors, const Interval& keys, int64_t first_key, int64_t j, int64_t i, int lane,
-                                   int64_t batch_head, T kept, T dropped) const {
+  /// The queries [i, i + 8 * groups) and the keys {j, j + 8, j + 16, j + 24}: one or both halves of the words of a
+  /// call.
+  FLASH_EXT_INLINE void draw_groups(T* factors, int groups, const Interval& keys, int64_t first_key, int64_t j,
+                                    int64_t i, int64_t batch_head, T kept, T dropped) const {
     const GroupWords lanes = {0, 1, 2, 3, 4, 5, 6, 7};
     const GroupWords query_groups = lanes + static_cast<uint32_t>((i >> 4) * 8);
     const uint32_t key_group = static_cast<uint32_t>((j >> 5) * 8 + (j & 7));
@@ -94,9 +99,12 @@ class Dropout {
     for (int w = 0; w < 4; ++w) {
       const int64_t key = j + 8 * w;
       if (key < keys.begin || key >= keys.end) continue;
-      const GroupWords halves = (words[w] >> static_cast<uint32_t>(((i >> 3) & 1) * 16)) & 0xFFFFu;
-      T* to = factors + (key - first_key) * kPanel + lane;
-      for (int l = 0; l < kGroup; ++l) to[l] = halves[l] >= threshold_ ? kept : dropped;
+      for (int group = 0; group < groups; ++group) {
+        const uint32_t half = static_cast<uint32_t>(((i >> 3) + group) & 1);
+        const GroupWords bits = (words[w] >> (16 * half)) & 0xFFFFu;
+        T* to = factors + (key - first_key) * kPanel + group * kGroup;
+        for (int l = 0; l < kGroup; ++l) to[l] = bits[l] >= threshold_ ? kept : dropped;
+      }
     }
   }
 

@@ -40,11 +40,16 @@ FLASH_EXT_INLINE Interval keys_of_split(const ForwardJob& job, const Sequence& s
   return {min(split * size, seq.seqlen_k), min((split + 1) * size, seq.seqlen_k)};
 }
 
+/// Sums of e^(s - inf) are NaN where a score is infinite; the log-sum-exp is not.
+template <class T>
+FLASH_EXT_INLINE T lse_of(T maximum, T sum) {
+  return maximum == static_cast<T>(kInfinity) ? maximum : maximum + log(sum);
+}
+
 template <class T>
 class ForwardTile {
  public:
   static constexpr int kPanel = Shape<T>::kPanel;
-  static constexpr int64_t kMaxPanels = ceil_div(kMaxTileRows, kPanel);
 
   ForwardTile(const ForwardJob& job, void* scratch) : job_(job), p_(job.params), rules_(p_), dropout_(p_) {
     Arena arena(scratch);
@@ -86,8 +91,8 @@ class ForwardTile {
     __builtin_memset(q_, 0, num_panels_ * p_.head_dim * kPanel * sizeof(T));
     __builtin_memset(out_, 0, num_panels_ * p_.head_dim_v * kPanel * sizeof(T));
     __builtin_memset(scores_, 0, num_panels_ * kBlockN * kPanel * sizeof(T));  // lanes without a query stay finite
-    for (int64_t row = 0; row < rows_.count; ++row)
-      prefetch_row(address_of_query(row), p_.head_dim * size_of(p_.dtype));
+    const int64_t row_bytes = p_.head_dim * size_of(p_.dtype);
+    for (int64_t row = 0; row < rows_.count; ++row) prefetch_row(address_of_query(row), row_bytes);
     for (int64_t row = 0; row < rows_.count; ++row) load_query(row);
     for (int64_t n = 0; n < num_panels_; ++n) {
       panel_[n].set(rows_, n * kPanel, seq_);
@@ -182,7 +187,7 @@ class ForwardTile {
         sum = sum * factor + (maximum < sink ? T(1) : exp(sink - maximum));
         maximum = max(maximum, sink);
       }
-      const T lse = nothing ? -static_cast<T>(kInfinity) : maximum + log(sum);
+      const T lse = nothing ? -static_cast<T>(kInfinity) : lse_of(maximum, sum);
       factor = nothing ? T(0) : factor * dropout_.kept_scale() / sum;
       const T* out = out_of(n) + out_layout_.at(0, lane);
       for (int64_t d = 0; d < p_.head_dim_v; ++d) row_[d] = out[d * out_layout_.dim_stride] * factor;
@@ -190,7 +195,7 @@ class ForwardTile {
         *query_lse<T>(p_.lse, seq_, i, head) = lse;
         store_row(query_row(p_.out, p_.dtype, seq_, i, head), p_.dtype, row_, p_.head_dim_v);
       } else {
-        const int64_t row = row_of_head(p_, split, seq_.batch, head, i);
+        const int64_t row = row_of_head(p_, split, seq_, head, i);
         static_cast<T*>(job_.partial_lse)[row] = lse;
         T* to = static_cast<T*>(job_.partial_out) + row * p_.head_dim_v;
         __builtin_memcpy(to, row_, p_.head_dim_v * sizeof(T));
@@ -238,8 +243,11 @@ void forward_item(const ForwardJob& job, int64_t item, void* scratch) {
   ForwardTile<T>(job, scratch).run(ForwardItem(job, item));
 }
 
-inline int64_t rows_of_job(const ForwardJob& job) {
-  return job.params.batch * job.params.heads_q * job.params.seqlen_q;
+/// Rows of out that are merged by one item.
+constexpr int64_t kMergedRows = 16;
+
+inline int64_t merge_items(const ForwardJob& job) {
+  return job.params.batch * job.params.heads_q * ceil_div(job.params.seqlen_q, kMergedRows);
 }
 
 template <class T>
@@ -249,12 +257,8 @@ int64_t merge_scratch(const ForwardJob& job) {
 
 /// Merges the splits of one row.
 template <class T>
-void merge_row(const ForwardJob& job, int64_t row, void* scratch) {
+void merge_row(const ForwardJob& job, const Sequence& seq, int64_t head, int64_t i, void* scratch) {
   const ForwardParams& p = job.params;
-  const int64_t i = row % p.seqlen_q;
-  const int64_t head = row / p.seqlen_q % p.heads_q;
-  const Sequence seq = sequence_of(p, row / p.seqlen_q / p.heads_q);
-  if (i >= seq.seqlen_q) return;
   const T* partial_lse = static_cast<const T*>(job.partial_lse);
   const T* partial_out = static_cast<const T*>(job.partial_out);
   T* out = static_cast<T*>(scratch);
@@ -263,7 +267,7 @@ void merge_row(const ForwardJob& job, int64_t row, void* scratch) {
   T maximum = -static_cast<T>(kInfinity);
   bool nothing = true;
   for (int64_t s = 0; s < job.splits; ++s) {
-    const T lse = partial_lse[row_of_head(p, s, seq.batch, head, i)];
+    const T lse = partial_lse[row_of_head(p, s, seq, head, i)];
     maximum = max(maximum, lse);
     nothing = nothing && lse == -static_cast<T>(kInfinity);
   }
@@ -271,22 +275,33 @@ void merge_row(const ForwardJob& job, int64_t row, void* scratch) {
   if (p.sink != nullptr && !nothing) {
     const T sink = static_cast<const T*>(p.sink)[head];
     maximum = max(maximum, sink);
-    sum = exp(sink - maximum);
+    sum = sink == maximum ? T(1) : exp(sink - maximum);  // an infinite sink takes everything
   }
   for (int64_t s = 0; s < job.splits; ++s) {
-    const T lse = partial_lse[row_of_head(p, s, seq.batch, head, i)];
+    const T lse = partial_lse[row_of_head(p, s, seq, head, i)];
     share[s] = lse == -static_cast<T>(kInfinity) ? T(0) : exp(lse - maximum);
     sum += share[s];
   }
   for (int64_t d = 0; d < p.head_dim_v; ++d) out[d] = 0;
   for (int64_t s = 0; s < job.splits; ++s) {
     if (share[s] == T(0)) continue;
-    const T* part = partial_out + row_of_head(p, s, seq.batch, head, i) * p.head_dim_v;
+    const T* part = partial_out + row_of_head(p, s, seq, head, i) * p.head_dim_v;
     const T factor = share[s] / sum;
     for (int64_t d = 0; d < p.head_dim_v; ++d) out[d] += factor * part[d];
   }
-  *query_lse<T>(p.lse, seq, i, head) = nothing ? -static_cast<T>(kInfinity) : maximum + log(sum);
+  *query_lse<T>(p.lse, seq, i, head) = nothing ? -static_cast<T>(kInfinity) : lse_of(maximum, sum);
   store_row(query_row(p.out, p.dtype, seq, i, head), p.dtype, out, p.head_dim_v);
+}
+
+/// Some rows of one head.
+template <class T>
+void merge_item(const ForwardJob& job, int64_t item, void* scratch) {
+  const ForwardParams& p = job.params;
+  const int64_t groups = ceil_div(p.seqlen_q, kMergedRows);
+  const int64_t first = item % groups * kMergedRows;
+  const int64_t head = item / groups % p.heads_q;
+  const Sequence seq = sequence_of(p, item / groups / p.heads_q);
+  for (int64_t i = first; i < min(first + kMergedRows, seq.seqlen_q); ++i) merge_row<T>(job, seq, head, i, scratch);
 }
 
 }  // namespace flash_ext::cpu::FLASH_EXT_ISA

@@ -8,6 +8,7 @@
 #include "arena.h"
 #include "dropout_panel.h"
 #include "kernels.h"
+#include "online_softmax.h"
 #include "row_tile.h"
 #include "tile_product.h"
 
@@ -88,7 +89,6 @@ class GradientTile {
   bool sees_any(int64_t n) const { return keys_[n].begin < keys_[n].end; }
 
   int64_t num_panels() const { return num_panels_; }
-  const Panel<T>& panel(int64_t n) const { return panel_[n]; }
   const Interval* keys() const { return keys_; }
   const RowTile<T>& k() const { return k_; }
   const RowTile<T>& q_rows() const { return q_rows_; }
@@ -104,7 +104,7 @@ class GradientTile {
 
   void load_row_terms() {
     const T* terms = static_cast<const T*>(job_.row_term);
-    const int64_t first = (seq_.batch * p_.heads_q + head_) * p_.seqlen_q;
+    const int64_t first = row_of_head(p_, 0, seq_, head_, 0);
     for (int64_t row = 0; row < num_panels_ * kPanel; ++row) {
       // exp(S - inf) = 0: lanes without a query and queries that saw nothing take part with probability 0.
       lse_[row] = static_cast<T>(kInfinity);
@@ -144,8 +144,7 @@ class GradientTile {
     multiply_exactly(scores.s, k_, q(n), scores.begin, scores.end);
     finish_scores(scores, rules_, panel_[n], seq_, tile_, rules_.cap > 0 ? slope(n) : nullptr);
     const T* lse = lse_ + n * kPanel;
-    scores.for_each_vector([=](int64_t, int c, T* s)
-                               __attribute__((always_inline)) { store(s, exp<T>(load(s) - load(lse + c))); });
+    scores.for_each_vector([=](int64_t, int c, T* s) { store(s, probability<T>(load(s), load(lse + c))); });
     clear_outside(scores.s, scores);
   }
 

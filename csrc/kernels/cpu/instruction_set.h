@@ -14,12 +14,10 @@ template <class T>
 constexpr Kernels kernels() {
   Kernels k{};
   k.accumulate_bytes = sizeof(T);
-  k.max_tile_rows = kMaxTileRows;
-  k.block_n = kBlockN;
   k.count_tiles = count_tiles;
   k.clear_forward = {clear_forward_items, no_scratch<ForwardJob>, clear_forward_item<T>};
   k.forward = {forward_items, forward_scratch<T>, forward_item<T>};
-  k.merge_splits = {rows_of_job, merge_scratch<T>, merge_row<T>};
+  k.merge_splits = {merge_items, merge_scratch<T>, merge_item<T>};
   k.weights = {weights_items, weights_scratch<T>, weights_item<T>};
   k.clear_backward = {clear_backward_items, no_scratch<BackwardJob>, clear_backward_item<T>};
   k.row_terms = {row_term_items, row_term_scratch<T>, row_term_item<T>};

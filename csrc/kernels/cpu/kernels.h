@@ -9,7 +9,7 @@
 
 namespace flash_ext::cpu {
 
-/// Forward: an item is (batch, group of heads, split, tile of rows). Merge of splits: an item is a row of out.
+/// Forward: an item is (batch, split, group of heads, tile of rows). Merge of splits: an item is a row of out.
 struct ForwardJob {
   ForwardParams params;
   int64_t group = 1;  // heads whose rows share a tile: 1, or all that share a key head
@@ -17,8 +17,8 @@ struct ForwardJob {
   int64_t tiles = 0;
   int64_t splits = 1;
   int64_t split_size = 0;       // 0: the keys of a sequence in `splits` equal parts
-  void* partial_out = nullptr;  // (splits, batch, heads_q, seqlen_q, head_dim_v), accumulate type; null without splits
-  void* partial_lse = nullptr;  // (splits, batch, heads_q, seqlen_q)
+  void* partial_out = nullptr;  // (splits, heads_q, rows of q, head_dim_v), accumulate type; null without splits
+  void* partial_lse = nullptr;  // (splits, heads_q, rows of q)
 };
 
 struct WeightsJob {
@@ -27,14 +27,15 @@ struct WeightsJob {
   int64_t tiles = 0;
 };
 
-/// Row terms: an item is (batch, head). Gradients: (batch, key head, chunk of keys). Bias: see bias_gradient.h.
+/// Row terms, sum of dq: an item is (batch, head, tile of rows). Gradients: (batch, key head, chunk of keys). Bias: see
+/// bias_gradient.h.
 struct BackwardJob {
   BackwardParams params;
   int64_t tile_rows = 0;
   int64_t tiles = 0;
   int64_t chunks = 1;
-  void* row_term = nullptr;    // (batch, heads_q, seqlen_q): rowsum(dO * O) - dlse
-  void* partial_dq = nullptr;  // (chunks, batch, heads_q, seqlen_q, head_dim); null with one chunk
+  void* row_term = nullptr;    // (heads_q, rows of q): rowsum(dO * O) - dlse
+  void* partial_dq = nullptr;  // (chunks, heads_q, rows of q, head_dim); null with one chunk
 };
 
 /// An operation over the items of a job.
@@ -48,8 +49,6 @@ struct Operation {
 /// The operations for one accumulate type.
 struct Kernels {
   int64_t accumulate_bytes;
-  int64_t max_tile_rows;
-  int64_t block_n;
   int64_t (*count_tiles)(const AttentionParams&, int64_t tile_rows, int64_t group);
 
   Operation<ForwardJob> clear_forward;

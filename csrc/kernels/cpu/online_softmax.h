@@ -58,6 +58,13 @@ FLASH_EXT_INLINE Vec<T> column_exp(T* s, int64_t rows, Vec<T> shift) {
   return sum[0] + sum[1];
 }
 
+/// e^(s - lse) for an lse that is given, 0 where the score is hidden even if lse is NaN.
+template <class T>
+FLASH_EXT_INLINE Vec<T> probability(const Vec<T>& s, const Vec<T>& lse) {
+  const Vec<T> p = exp<T>(s - lse);
+  return s == -static_cast<T>(kInfinity) ? Vec<T>{} : p;
+}
+
 /// One step over the rows of `scores`, which become p.
 template <class T>
 FLASH_EXT_INLINE void softmax_step(SoftmaxState<T>& state, const ScorePanel<T>& scores, int vectors) {

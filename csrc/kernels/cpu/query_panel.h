@@ -5,11 +5,9 @@
 #pragma once
 
 #include "sequence.h"
+#include "tile_sizes.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
-
-constexpr int64_t kMaxTileRows = 128;
-constexpr int64_t kBlockN = 64;  // keys per tile: K and V tiles of head_dim 64 and a panel of scores fit the L1 cache
 
 /// Consecutive rows of a tile.
 struct QueryRows {

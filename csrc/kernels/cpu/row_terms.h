@@ -42,13 +42,11 @@ void row_term_item(const BackwardJob& job, int64_t item, void* scratch) {
       }
       if (p.grad_lse.data != nullptr) term -= *query_lse<T>(p.grad_lse, seq, i, head);
     }
-    static_cast<T*>(job.row_term)[row_of_head(p, 0, seq.batch, head, i)] = term;
+    static_cast<T*>(job.row_term)[row_of_head(p, 0, seq, head, i)] = term;
   }
 }
 
 inline int64_t sink_gradient_items(const BackwardJob& job) { return job.params.heads_q; }
-
-inline int64_t sink_gradient_scratch(const BackwardJob&) { return 0; }
 
 /// dsink of one head, summed over batch and queries in order.
 template <class T>
@@ -62,7 +60,7 @@ void sink_gradient_item(const BackwardJob& job, int64_t head, void*) {
     for (int64_t i = 0; i < seq.seqlen_q; ++i) {
       const T lse = *query_lse<T>(p.lse, seq, i, head);
       if (lse == -static_cast<T>(kInfinity)) continue;
-      sum -= static_cast<double>(exp(sink - lse)) * terms[row_of_head(p, 0, b, head, i)];
+      sum -= static_cast<double>(exp(sink - lse)) * terms[row_of_head(p, 0, seq, head, i)];
     }
   }
   static_cast<T*>(p.dsink)[head] = static_cast<T>(sum);

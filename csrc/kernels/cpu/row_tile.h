@@ -27,7 +27,6 @@ struct RowTile {
     isolated = arena.take<int32_t>(max_rows);
   }
 
-  const T* row(int64_t r) const { return data + r * stride; }
   const T* original(int64_t r) const { return originals + r * stride; }
 
   /// Takes rows with a NaN or an infinity out. `poison` tells whether there is one.
@@ -47,11 +46,6 @@ struct RowTile {
     }
   }
 };
-
-FLASH_EXT_INLINE void prefetch_row(const char* row, int64_t bytes) {
-  constexpr int64_t kCacheLine = 64;
-  for (int64_t b = 0; b < bytes; b += kCacheLine) __builtin_prefetch(row + b);
-}
 
 /// Keys [begin, end) of k or v.
 template <class T>

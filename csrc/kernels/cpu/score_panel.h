@@ -65,17 +65,32 @@ void add_alibi(const ScorePanel<T>& scores, const AttentionParams& p, const Pane
   });
 }
 
+/// `count` numbers of a bias, converted.
+template <class T>
+FLASH_EXT_INLINE void load_bias(T* to, const ScoreView& bias, int64_t first, int64_t count) {
+  const bool loads_as_row = size_of(bias.dtype) == sizeof(T) || (sizeof(T) == 4 && size_of(bias.dtype) == 2);
+  if (bias.col_stride == 1 && loads_as_row) {
+    const char* from = static_cast<const char*>(bias.data) + first * size_of(bias.dtype);
+    prefetch_row(from + kBlockN * size_of(bias.dtype), count * size_of(bias.dtype));  // of the next tile
+    load_row(to, from, bias.dtype, count);
+    return;
+  }
+  for (int64_t n = 0; n < count; ++n) to[n] = load_value<T>(bias.data, bias.dtype, first + n * bias.col_stride);
+}
+
 template <class T>
 void add_bias(const ScorePanel<T>& scores, const ScoreView& bias, const Panel<T>& panel, const Sequence& seq,
               int64_t first_key) {
+  constexpr T kHidden = -static_cast<T>(kInfinity);
+  const int64_t count = scores.end - scores.begin;
   for (int lane = 0; lane < panel.count; ++lane) {
-    const int64_t row = seq.batch * bias.batch_stride + panel.head[lane] * bias.head_stride +
-                        panel.query[lane] * bias.row_stride + first_key * bias.col_stride;
-    for (int64_t n = scores.begin; n < scores.end; ++n) {
-      const T b = load_value<T>(bias.data, bias.dtype, row + n * bias.col_stride);
-      T& s = scores.s[n * Shape<T>::kPanel + lane];
-      s = b == -static_cast<T>(kInfinity) ? b : s + b;
-    }
+    T row[kBlockN];
+    load_bias(row, bias,
+              seq.batch * bias.batch_stride + panel.head[lane] * bias.head_stride +
+                  panel.query[lane] * bias.row_stride + (first_key + scores.begin) * bias.col_stride,
+              count);
+    T* s = scores.s + scores.begin * Shape<T>::kPanel + lane;
+    for (int64_t n = 0; n < count; ++n, s += Shape<T>::kPanel) *s = row[n] == kHidden ? kHidden : *s + row[n];
   }
 }
 
@@ -106,6 +121,7 @@ void hide_masked(const ScorePanel<T>& scores, const ScoreView& mask, const Panel
     const bool* row = static_cast<const bool*>(mask.data) + seq.batch * mask.batch_stride +
                       panel.head[lane] * mask.head_stride + panel.query[lane] * mask.row_stride +
                       first_key * mask.col_stride;
+    __builtin_prefetch(row + kBlockN * mask.col_stride);  // of the next tile
     for (int64_t n = scores.begin; n < scores.end; ++n) {
       T& s = scores.s[n * Shape<T>::kPanel + lane];
       s = row[n * mask.col_stride] ? s : -static_cast<T>(kInfinity);

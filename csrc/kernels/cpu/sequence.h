@@ -94,9 +94,13 @@ FLASH_EXT_INLINE const char* key_row(const TensorView& view, DType dtype, const 
   return element(view, dtype, page, slot, head);
 }
 
-/// Index of a row in a contiguous (parts, batch, heads_q, seqlen_q).
-FLASH_EXT_INLINE int64_t row_of_head(const AttentionParams& p, int64_t part, int64_t batch, int64_t head, int64_t i) {
-  return ((part * p.batch + batch) * p.heads_q + head) * p.seqlen_q + i;
+/// Index of query i in a contiguous (parts, heads_q, rows of q in memory).
+FLASH_EXT_INLINE int64_t row_of_head(const AttentionParams& p, int64_t part, const Sequence& seq, int64_t head,
+                                     int64_t i) {
+  const bool varlen = p.seq.cu_seqlens_q != nullptr;
+  const int64_t rows = varlen ? p.total_q : p.batch * p.seqlen_q;
+  const int64_t first = varlen ? seq.q_row : seq.batch * p.seqlen_q;
+  return (part * p.heads_q + head) * rows + first + i;
 }
 
 }  // namespace flash_ext::cpu::FLASH_EXT_ISA

@@ -65,6 +65,11 @@ FLASH_EXT_INLINE To bit_cast(const From& from) {
   return to;
 }
 
+FLASH_EXT_INLINE void prefetch_row(const char* row, int64_t bytes) {
+  constexpr int64_t kCacheLine = 64;
+  for (int64_t b = 0; b < bytes; b += kCacheLine) __builtin_prefetch(row + b);
+}
+
 template <class T>
 struct VectorTypes;
 
@@ -193,7 +198,7 @@ FLASH_EXT_INLINE Vec<double> exp_of_rest(Vec<double> r) {
   return y * r + 1.0;
 }
 
-/// e^x: 0 below the normal numbers, inf above them, NaN for NaN.
+/// e^x: 0 below the normal numbers, inf from the last half octave on (2^127.5 in float), NaN for NaN.
 template <class T>
 FLASH_EXT_INLINE Vec<T> exp(Vec<T> x) {
   constexpr int kMantissa = sizeof(T) == 4 ? 23 : 52;

@@ -4,6 +4,7 @@
 #include "arena.h"
 #include "dropout_panel.h"
 #include "kernels.h"
+#include "online_softmax.h"
 #include "row_tile.h"
 #include "tile_product.h"
 
@@ -84,7 +85,7 @@ class WeightsTile {
       const T lse = *query_lse<T>(p_.lse, seq_, panel_.query[lane], rows_.first_head);
       shift[lane] = lse == -static_cast<T>(kInfinity) ? -lse : lse;  // saw nothing: all 0
     }
-    scores.for_each_vector([&](int64_t, int c, T* s) { store(s, exp<T>(load(s) - load(shift + c))); });
+    scores.for_each_vector([&](int64_t, int c, T* s) { store(s, probability<T>(load(s), load(shift + c))); });
   }
 
   void drop(const ScorePanel<T>& scores, const KeyTile& tile) {

@@ -1,0 +1,41 @@
+"""What the functions with other libraries' names do about head dims: they take any size that zeros can fill up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8  # of the kernels
+
+
+def check_head_dims(*groups: Mapping[str, Tensor]) -> None:
+    """Raises unless the last dimensions are from 1 to 256 and equal within each group of named tensors.
+
+    It must come before padding, which would make different sizes equal.
+    """
+    for group in groups:
+        first, expected = "", 0
+        for name, x in group.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+            size = x.shape[-1] if x.dim() > 0 else 0
+            if not 1 <= size <= MAX_HEAD_DIM:
+                raise RuntimeError(f"{name} must have a head_dim from 1 to {MAX_HEAD_DIM}, got shape {tuple(x.shape)}")
+            if not first:
+                first, expected = name, size
+            if size != expected:
+                raise RuntimeError(
+                    f"{name} must have the head_dim of {first}: expected {expected} in the last dimension, "
+                    f"got shape {tuple(x.shape)}"
+                )
+
+
+def pad_head_dim(x: Tensor) -> Tensor:
+    """``x`` with zeros behind its last dimension up to the next size that kernels take. Scores do not change."""
+    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
+    if missing:
+        return F.pad(x, (0, missing))
+    return x if x.stride(-1) == 1 else x.contiguous()

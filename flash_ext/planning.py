@@ -1,0 +1,184 @@
+"""``supports`` and ``explain``: what would become of a call, without making it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flash_ext._plan as _plan
+from flash_ext.argument_checks import check_names, check_tensors
+from flash_ext.functional import DECODE_OPTIONS, SCORE_OPTIONS, _decode_options, _score_options
+from flash_ext.ops import DecodeOptions, ScoreOptions, call
+
+_OPS = torch.ops.flash_ext
+_ATTENTION = SCORE_OPTIONS | {"deterministic", "return_lse"}
+_WEIGHTS = SCORE_OPTIONS - {"sink"} | {"signed"}
+_OPTIONS = {
+    "forward": _ATTENTION,
+    "backward": _ATTENTION,
+    "weights": _WEIGHTS,
+    "weights_backward": _WEIGHTS,
+    "decode": DECODE_OPTIONS | {"return_lse"},
+}
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **options: Any) -> tuple[bool, str]:
+    """Whether a call can run, and if not, why.
+
+    First the device and dtype have to have a kernel for the operation. Where they have, the call's own checks are run,
+    with its values of lengths and indices on CPU, and nothing else: no result is computed, no random number drawn.
+    What a call refuses because a tensor requires a gradient is not asked.
+
+    Args:
+        q, k, v: as for the function that the operation belongs to. "weights" and "weights_backward" do not read v;
+            for "decode" k and v are the caches, and no rows are appended to them.
+        operation: "forward" and "backward" (of ``attention``), "weights" and "weights_backward" (of
+            ``attention_weights``, whose lse is not asked for), or "decode".
+        **options: the options of that function.
+
+    Returns:
+        (True, "") or (False, reason); the reason is what the call would raise.
+
+    Raises:
+        TypeError: an option that the function does not have.
+        ValueError: an operation that does not exist.
+    """
+    _check_options("supports()", operation, options)
+    try:
+        check_tensors(q=q, k=k, v=v)
+        dtype = str(q.dtype).removeprefix("torch.")
+        ok, reason = _plan.supports(_plan.Problem(operation=operation, device=q.device.type, dtype=dtype))
+        if ok:
+            with torch.no_grad():
+                _check_call(q, k, v, operation, options)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return False, str(error).removeprefix("flash_ext: ")
+    return ok, reason
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """How a call runs: the planner's problem and plan. ``print`` it."""
+
+    problem: _plan.Problem
+    plan: _plan.Plan
+
+    def __repr__(self) -> str:
+        problem, plan = self.problem, self.plan
+        splits = f"{plan.num_splits}" + (f" of {plan.split_size} keys" if plan.split_size else "")
+        lines = [
+            f"flash_ext {problem.operation} by csrc/kernels/{plan.kernel} on {problem.device}, {problem.dtype}",
+            f"  q ({problem.batch}, {problem.seqlen_q}, {problem.heads_q}, {problem.head_dim}), "
+            f"k ({problem.batch}, {problem.seqlen_k}, {problem.heads_kv}, {problem.head_dim}), "
+            f"head_dim of v {problem.head_dim_v}",
+            f"  mask class {plan.mask_class}, tiles of {plan.block_m} queries x {plan.block_n} keys",
+            f"  key ranges: {splits} forward, {plan.num_chunks} backward",
+        ]
+        return "\n".join(lines + [f"  - {reason}" for reason in plan.reasons])
+
+    __str__ = __repr__
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **options: Any) -> Explanation:
+    """Which kernel runs a call, with which tiles and splits, and why: the plan that the call itself follows.
+
+    Takes what ``supports`` takes. The plan depends on sizes and numbers alone: whether the tensors fit together is for
+    ``supports`` to say.
+
+    Raises:
+        ValueError: the planner has no plan for these sizes, numbers, dtype and device, or no such operation.
+        TypeError: an option that the function does not have.
+    """
+    _check_options("explain()", operation, options)
+    check_tensors(q=q, k=k, v=v)
+    problem = _problem_of_decode if operation == "decode" else _problem_of_attention
+    described = problem(q, k, v, operation, **options)
+    return Explanation(described, _plan.make_plan(described))
+
+
+def _check_options(function: str, operation: str, options: dict[str, Any]) -> None:
+    if operation not in _OPTIONS:
+        raise ValueError(f"operation must be one of {', '.join(_OPTIONS)}, got {operation!r}")
+    check_names(f"{function} of {operation}", options, _OPTIONS[operation])
+
+
+def _check_call(q: Tensor, k: Tensor, v: Tensor, operation: str, options: dict[str, Any]) -> None:
+    """Raises what the call would raise."""
+    if operation == "decode":
+        arguments = {name: value for name, value in options.items() if name in DECODE_OPTIONS}
+        call(_OPS.attention_decode_check.default, q, k, v, *_decode_options(q, **arguments))
+        return
+    arguments = {name: value for name, value in options.items() if name in SCORE_OPTIONS}
+    scores = _score_options(q, k, **arguments)
+    if scores.dropout_p > 0 and scores.rng_state is None and operation in ("forward", "backward"):
+        # The call would draw one.
+        scores = scores._replace(rng_state=torch.zeros(2, dtype=torch.int64, device=q.device))
+    call(_OPS.attention_check.default, q, k, k if operation in ("weights", "weights_backward") else v, *scores)
+
+
+def _problem_of_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    operation: str,
+    *,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    signed: bool = False,
+    **options: Any,
+) -> _plan.Problem:
+    o = _score_options(q, k, **options)
+    return _plan.Problem(
+        **_common(q, k, operation, o),
+        seqlen_k=k.shape[1] if o.cu_seqlens_k is None else o.max_seqlen_k,
+        head_dim_v=(k if operation in ("weights", "weights_backward") else v).shape[-1],
+        top_left=o.top_left,
+        dropout_p=o.dropout_p,
+        varlen=any(t is not None for t in (o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k)),
+        has_bias=o.bias is not None,
+        has_mask=o.mask is not None,
+        has_block_mask=o.block_offsets is not None,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        num_splits=1,
+    )
+
+
+def _problem_of_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, operation: str, *, return_lse: bool = False, **options: Any
+) -> _plan.Problem:
+    o = _decode_options(q, **options)
+    return _plan.Problem(
+        **_common(q, k_cache, operation, o),
+        seqlen_k=k_cache.shape[1] * (1 if o.block_table is None else o.block_table.shape[1]),
+        head_dim_v=v_cache.shape[-1],
+        varlen=any(t is not None for t in (o.cu_seqlens_q, o.cache_seqlens, o.cache_leftpad)),
+        paged=o.block_table is not None,
+        num_splits=o.num_splits,
+        batch_invariant=o.batch_invariant,
+    )
+
+
+def _common(q: Tensor, k: Tensor, operation: str, o: ScoreOptions | DecodeOptions) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
+    packed = o.cu_seqlens_q is not None
+    return dict(
+        operation=operation,
+        device=q.device.type,
+        compute_capability=10 * properties.major + properties.minor if properties else 0,
+        num_workers=properties.multi_processor_count if properties else torch.get_num_threads(),
+        dtype=str(q.dtype).removeprefix("torch."),
+        batch=q.shape[0] if o.cu_seqlens_q is None else o.cu_seqlens_q.shape[0] - 1,
+        seqlen_q=o.max_seqlen_q if packed else q.shape[1],
+        heads_q=q.shape[-2],
+        heads_kv=k.shape[-2],
+        head_dim=q.shape[-1],
+        softmax_scale=o.softmax_scale,
+        softcap=o.softcap,
+        window_left=o.window_left,
+        window_right=o.window_right,
+        has_alibi=o.alibi_slopes is not None,
+        has_sink=o.sink is not None,
+    )
