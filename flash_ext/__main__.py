@@ -64,12 +64,12 @@ def check(options: argparse.Namespace) -> None:
     if options.seqlen > MAX_SEQLEN:
         raise ValueError(f"argument --seqlen: must be at most {MAX_SEQLEN}, got {options.seqlen}")
     if options.plot is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("argument --plot: needs matplotlib, which is not installed: pip install matplotlib")
         if not options.plot.parent.is_dir():
             raise ValueError(f"argument --plot: there is no folder {options.plot.parent}")
         if options.plot.suffix not in (".png", ".pdf", ".svg"):
             raise ValueError(f"argument --plot: must end in .png, .pdf or .svg, got {options.plot}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("argument --plot: needs matplotlib, which is not installed: pip install matplotlib")
     options.device = choose_device(options.device)
 
 

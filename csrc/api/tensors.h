@@ -51,7 +51,8 @@ inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype
 }
 
 inline Tensor new_zeros(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  return torch::stable::fill_(new_empty(like, shape, dtype), 0);
+  Tensor zeros = new_empty(like, shape, dtype);
+  return torch::stable::zero_(zeros);
 }
 
 /// What stands for a gradient that was not asked for.
