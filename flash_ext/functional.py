@@ -57,7 +57,8 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) or, packed, (total_q, heads_q, head_dim). float32, float16, bfloat16,
-            on CPU also float64. head_dim is a multiple of 8 up to 256.
+            on CPU also float64. head_dim is a multiple of 8 up to 256. Products of float32 are accurate to float32,
+            unless ``torch.set_float32_matmul_precision`` allows CUDA to round to TF32.
         k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim); heads_kv divides heads_q, and
             neighbouring query heads share a key head (GQA, Ainslie et al. 2023).
         v: like k, with a head_dim_v of its own.
@@ -341,6 +342,7 @@ def _score_options(
         window_right=right,
         top_left=top_left,
         dropout_p=dropout_p,
+        allow_tf32=_allow_tf32(q),
     )
 
 
@@ -392,10 +394,26 @@ def _decode_options(
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
         batch_invariant=batch_invariant,
+        allow_tf32=_allow_tf32(q),
     )
 
 
 DECODE_OPTIONS = frozenset(inspect.signature(_decode_options).parameters) - {"q"}
+
+
+def _allow_tf32(q: Tensor) -> bool:
+    """CPU kernels know no TF32."""
+    return q.is_cuda and q.dtype == torch.float32 and _torch_allows_tf32()
+
+
+def _torch_allows_tf32() -> bool:
+    """By whichever of its settings: this is what all of them come down to."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# The tracer does not know that attribute. This is torch.compiler.assume_constant_result, which would import the
+# compiler; compiled code is traced again when the setting changes.
+_torch_allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:

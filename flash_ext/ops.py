@@ -65,6 +65,7 @@ class ScoreOptions(NamedTuple):
     window_right: int
     top_left: bool
     dropout_p: float
+    allow_tf32: bool
 
 
 class DecodeOptions(NamedTuple):
@@ -87,6 +88,7 @@ class DecodeOptions(NamedTuple):
     rotary_interleaved: bool
     num_splits: int
     batch_invariant: bool
+    allow_tf32: bool
 
 
 _NUM_OPTIONS = len(ScoreOptions._fields)

@@ -49,8 +49,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **o
     _check_options("supports()", operation, options)
     try:
         check_tensors(q=q, k=k, v=v)
-        dtype = str(q.dtype).removeprefix("torch.")
-        ok, reason = _plan.supports(_plan.Problem(operation=operation, device=q.device.type, dtype=dtype))
+        ok, reason = _plan.supports(_plan.Problem(operation=operation, **_device_and_dtype(q)))
         if ok:
             with torch.no_grad():
                 _check_call(q, k, v, operation, options)
@@ -162,14 +161,10 @@ def _problem_of_decode(
 
 
 def _common(q: Tensor, k: Tensor, operation: str, o: ScoreOptions | DecodeOptions) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
     packed = o.cu_seqlens_q is not None
     return dict(
         operation=operation,
-        device=q.device.type,
-        compute_capability=10 * properties.major + properties.minor if properties else 0,
-        num_workers=properties.multi_processor_count if properties else torch.get_num_threads(),
-        dtype=str(q.dtype).removeprefix("torch."),
+        **_device_and_dtype(q),
         batch=q.shape[0] if o.cu_seqlens_q is None else o.cu_seqlens_q.shape[0] - 1,
         seqlen_q=o.max_seqlen_q if packed else q.shape[1],
         heads_q=q.shape[-2],
@@ -181,4 +176,15 @@ def _common(q: Tensor, k: Tensor, operation: str, o: ScoreOptions | DecodeOption
         window_right=o.window_right,
         has_alibi=o.alibi_slopes is not None,
         has_sink=o.sink is not None,
+        allow_tf32=o.allow_tf32,
+    )
+
+
+def _device_and_dtype(q: Tensor) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
+    return dict(
+        device=q.device.type,
+        compute_capability=10 * properties.major + properties.minor if properties else 0,
+        num_workers=properties.multi_processor_count if properties else torch.get_num_threads(),
+        dtype=str(q.dtype).removeprefix("torch."),
     )

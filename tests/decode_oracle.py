@@ -14,7 +14,7 @@ from .oracle import HALF, assert_within_bound, cumulative, int32, poisoned_outpu
 
 DEFAULTS: dict[str, Any] = dict(
     softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=-1, rotary_interleaved=False, num_splits=1,
-    batch_invariant=False,
+    batch_invariant=False, allow_tf32=False,
 )  # fmt: skip
 
 

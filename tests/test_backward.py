@@ -60,7 +60,7 @@ def backward_op(call: Call, **wanted: bool) -> tuple[torch.Tensor, ...]:
     out, lse = flash_ext.attention(call.q, call.k, call.v, return_lse=True)
     scalars = dict(
         max_seqlen_q=call.q.shape[1], max_seqlen_k=call.k.shape[1], softmax_scale=0.2, softcap=0.0, dropout_p=0.0,
-        window_left=-1, window_right=-1, top_left=False, deterministic=False,
+        window_left=-1, window_right=-1, top_left=False, allow_tf32=False, deterministic=False,
     )  # fmt: skip
     op = torch.ops.flash_ext.attention_backward
     names = (argument.name for argument in op.default._schema.arguments)

@@ -136,7 +136,7 @@ def forward_op(call: Call, **overrides: Any) -> tuple[torch.Tensor, torch.Tensor
     arguments: dict[str, Any] = dict.fromkeys(a.name for a in op.default._schema.arguments)
     arguments |= dict(q=call.q, k=call.k, v=call.v, max_seqlen_q=call.q.shape[1], max_seqlen_k=call.k.shape[1])
     arguments |= dict(softmax_scale=32**-0.5, softcap=0.0, window_left=-1, window_right=-1, top_left=False)
-    return op(**{**arguments, "dropout_p": 0.0, **overrides})
+    return op(**{**arguments, "dropout_p": 0.0, "allow_tf32": False, **overrides})
 
 
 def test_the_four_tensors_by_themselves(device: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .decode_oracle import Decode, assert_decode_matches, fill_unused_rows, make_decode, packed_queries, paged
-from .oracle import FLOATS, dtypes_of, int32, random
+from .oracle import FLOATS, HALF, dtypes_of, int32, random
 
 pytestmark = pytest.mark.op("attention_decode")
 
@@ -157,6 +157,83 @@ def test_strided_queries_and_caches(device: str) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 9, 40, 150])
+def test_many_queries(device: str, dtype: torch.dtype, head_dim: int, seqlen_q: int) -> None:
+    """From one token to a chunk of a prompt, in caches of a few tiles; page_size and num_splits go along."""
+    if dtype not in dtypes_of(device):
+        pytest.skip(f"{dtype} is for the CPU")
+    lengths = int32([613, 150, 258, 31], device)
+    call = make_decode(
+        4, seqlen_q, 613, 6, 2, head_dim, device=device, dtype=dtype, cache_seqlens=lengths, window_right=0
+    )
+    assert_decode_matches(call, num_splits=3)
+    call.options |= {"window_left": 70, "window_right": 3, "softcap": 3.0}
+    assert_decode_matches(paged(call, 32), num_splits=1)
+    call.options |= {"softcap": 0.0, "alibi_slopes": torch.rand(6, device=device) * 0.3}
+    assert_decode_matches(paged(call, 1), num_splits=0)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(("heads_q", "heads_kv"), [(32, 32), (24, 2), (40, 1)])
+def test_half_heads_of_any_group(device: str, dtype: torch.dtype, heads_q: int, heads_kv: int) -> None:
+    lengths = int32([700, 41], device)
+    call = make_decode(2, 2, 700, heads_q, heads_kv, 128, device=device, dtype=dtype, cache_seqlens=lengths)
+    assert_decode_matches(call, num_splits=0)
+    assert_decode_matches(call, num_splits=4, sink=random(heads_q, device=device))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("seqlen_q", [4, 40])
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_values_that_some_queries_see(
+    device: str, dtype: torch.dtype, poison: float, seqlen_q: int, num_splits: int
+) -> None:
+    """An Inf or a NaN reaches the rows that see its key, and no other."""
+    if dtype not in dtypes_of(device):
+        pytest.skip(f"{dtype} is for the CPU")
+    call = make_decode(2, seqlen_q, 300, head_dim=64, device=device, dtype=dtype, window_left=250, window_right=0)
+    clean, _ = call.run(num_splits=num_splits)
+    hidden = 300 - seqlen_q  # the first query is aligned with key 300 - seqlen_q
+    call.v_cache[0, hidden + 2, 1, 5] = poison
+    call.v_cache[1, hidden - 250 + 1, 0, 7] = poison
+    out, _ = call.run(num_splits=num_splits)
+    first_sees, last_sees = torch.zeros_like(out, dtype=torch.bool), torch.zeros_like(out, dtype=torch.bool)
+    first_sees[0, 2:, 2:, 5], last_sees[1, :2, :2, 7] = True, True
+    touched = first_sees | last_sees
+    torch.testing.assert_close(out[~touched], clean[~touched])
+    assert not out[touched].isfinite().any()
+
+
+@pytest.mark.op("attention_decode_append")
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_cuda_graph(device: str, page_size: int | None) -> None:
+    """A captured step, replayed as the caches grow, equals the same steps without a graph."""
+    if device == "cpu":
+        pytest.skip("graphs are CUDA's")
+    call = make_decode(2, 1, 600, 8, 2, 64, seqlen_new=1, device=device, dtype=torch.float16, window_right=0)
+    call.options["cache_seqlens"] = int32([510, 3], device)
+    if page_size:
+        call = paged(call, page_size)
+    lengths = call.options["cache_seqlens"]
+    eager = Decode(call.q, call.k_cache.clone(), call.v_cache.clone(), call.k, call.v, dict(call.options))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call.run(num_splits=0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call.run(num_splits=0)
+    for _ in range(3):
+        call.k.normal_(), call.v.normal_(), call.q.normal_()
+        graph.replay()
+        for got, want in zip(results, eager.run(num_splits=0), strict=True):
+            assert torch.equal(got, want)
+        lengths += 1
+
+
 def with_new_keys(device: str, seqlen_q: int, seqlen_new: int, **options: Any) -> Decode:
     lengths = int32([75 - seqlen_new, 0, 40], device)
     return make_decode(seqlen_q=seqlen_q, seqlen_new=seqlen_new, device=device, cache_seqlens=lengths, **options)
@@ -234,12 +311,13 @@ def test_append_into_a_cache_whose_rows_hold_key_and_value(device: str) -> None:
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("seqlen_q", [1, 3])
-def test_batch_invariant_bits(device: str, page_size: int | None, seqlen_q: int) -> None:
+@pytest.mark.parametrize("seqlen_q", [1, 3, 20])
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+def test_batch_invariant_bits(device: str, page_size: int | None, seqlen_q: int, dtype: torch.dtype) -> None:
     """The first sequence's bits are the same alone, among others, and whatever their lengths and the cache's are."""
     options = {"window_right": 0, "batch_invariant": True, "num_splits": 0}
-    seqlen_cache = 600
-    call = make_decode(5, seqlen_q, seqlen_cache, device=device, cache_seqlens=int32([411] * 5, device), **options)
+    lengths = int32([411] * 5, device)
+    call = make_decode(5, seqlen_q, 600, device=device, dtype=dtype, cache_seqlens=lengths, **options)
     alone = Decode(call.q[:1], call.k_cache[:1, :411], call.v_cache[:1, :411], options=dict(options))
     alone.options["cache_seqlens"] = int32([411], device)
     expected = (paged(alone, page_size) if page_size else alone).run()

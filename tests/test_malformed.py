@@ -1,4 +1,8 @@
-"""Malformed input raises before anything is computed or written, and the message names the argument."""
+"""Malformed input raises before anything is computed or written, and the message names the argument.
+
+On CUDA values that lie in tensors are checked with FLASH_EXT_CHECK=1 only, which is read once per process: all of this
+file runs on CUDA in a process of its own, see test_all_of_it_on_cuda.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +21,33 @@ from torch import Tensor
 
 import flash_ext
 
-from . import reference
-from .decode_oracle import Decode, make_decode, paged
-from .oracle import cumulative, int32, random
+from . import decode_oracle, oracle, reference
+from .decode_oracle import Decode, paged
+
+ON_CUDA = os.environ.get("FLASH_EXT_CHECK") == "1" and torch.cuda.is_available()
+DEVICE = "cuda" if ON_CUDA else "cpu"
+if ON_CUDA:
+    torch.set_default_device(DEVICE)
 
 ERRORS = (RuntimeError, ValueError, TypeError)
 NAN, INF = math.nan, math.inf
+
+
+def random(*shape: int) -> Tensor:
+    return oracle.random(*shape, device=DEVICE)
+
+
+def int32(values: Sequence[int], device: str = DEVICE) -> Tensor:
+    return oracle.int32(values, device)
+
+
+def cumulative(lengths: Sequence[int]) -> Tensor:
+    return oracle.cumulative(lengths, DEVICE)
+
+
+def make_decode(*sizes: int, **options: Any) -> Decode:
+    return decode_oracle.make_decode(*sizes, device=DEVICE, **options)
+
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 Case = tuple[str, str, Change]  # the argument to be named, what is wrong with it, what to change in a good call
@@ -108,7 +134,7 @@ DENSE: list[Case] = [
     case("window_size", "one number", window_size=(1,)),
     case("window_size", "fraction", window_size=(1.5, 0)),
     case("window_size", "None", window_size=(None, 0)),
-    case("q", "an array", q=lambda t: t.numpy()),
+    case("q", "an array", q=lambda t: t.cpu().numpy()),
     case("k", "None", k=None),
     case("v", "a list", v=lambda t: t.tolist()),
     case("bias", "a number", bias=1.0),
@@ -239,6 +265,7 @@ def block_sparse() -> dict[str, Any]:
     return arguments | dict(
         q=random(2, 64, 4, 16), k=random(2, 128, 2, 16), v=random(2, 128, 2, 16), max_seqlen_q=64, max_seqlen_k=128,
         softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=-1, top_left=False, dropout_p=0.0,
+        allow_tf32=False,
         block_offsets=offsets, block_indices=indices, block_bitmap_ids=bitmap_ids, block_bitmaps=bitmaps,
     )  # fmt: skip
 
@@ -547,3 +574,48 @@ def test_the_message_says_what_came_and_what_is_allowed() -> None:
         flash_ext.attention(**{**arguments, "q": random(2, 9, 4, 264), "k": random(2, 11, 2, 264)})
     with pytest.raises(ERRORS, match=r"(?s)window.*-7"):
         flash_ext.attention(**arguments, window_size=(-7, 0))
+
+
+@pytest.mark.skipif(ON_CUDA or not torch.cuda.is_available(), reason="runs this file on CUDA")
+def test_all_of_it_on_cuda() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**environment, "FLASH_EXT_CHECK": "1"},
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:]
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="checks of values wait for the device on CUDA only")
+def test_checks_of_values_cannot_be_captured() -> None:
+    arguments = packed()
+    flash_ext.attention(**arguments)
+    with pytest.raises(RuntimeError, match="FLASH_EXT_CHECK"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        flash_ext.attention(**arguments)
+
+
+def test_the_switch_for_checks_of_values_is_0_or_1() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("a switch of the CUDA library")
+    code = "import torch, flash_ext as f; q = torch.zeros(1, 2, 1, 8, device='cuda').half(); f.attention(q, q, q)"
+    environment = {**os.environ, "FLASH_EXT_CHECK": "yes"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode != 0 and "FLASH_EXT_CHECK must be 0 or 1, got yes" in run.stderr
+
+
+@pytest.mark.skipif(ON_CUDA or not torch.cuda.is_available(), reason="values are not checked on CUDA")
+@pytest.mark.parametrize("lengths", [[-5, 3, 9], [9, 4, 0], [0, 2**31 - 1, 9], [7, 7, 2**31 - 1], [-(2**31), -1, 50]])
+def test_wrong_lengths_on_cuda_touch_nothing_else(lengths: list[int]) -> None:
+    """Without checks the numbers are wrong. A read or write outside would show under compute-sanitizer."""
+    given = {name: t.cuda() if isinstance(t, Tensor) else t for name, t in packed().items()}
+    for name in "qkv":
+        given[name].requires_grad_()
+    for wrong in ("cu_seqlens_q", "cu_seqlens_k"):
+        out = flash_ext.attention(**{**given, wrong: int32(lengths, "cuda")})
+        torch.autograd.grad(out.sum(), [given[name] for name in "qkv"])
+        used = int32([lengths[0], lengths[2]], "cuda")
+        flash_ext.attention(**{**given, "seqused_" + wrong[-1]: used})
+    torch.cuda.synchronize()

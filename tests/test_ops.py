@@ -98,7 +98,7 @@ def decode_arguments(device: str, **given: Any) -> tuple[Any, ...]:
     defaults = dict.fromkeys(names) | dict(
         max_seqlen_q=0, softmax_scale=0.3, softcap=0.0, window_left=-1, window_right=0, rotary_interleaved=False
     )
-    defaults |= dict(num_splits=2, batch_invariant=False)
+    defaults |= dict(num_splits=2, batch_invariant=False, allow_tf32=False)
     return tuple(to_device(defaults | given, device)[name] for name in names)
 
 

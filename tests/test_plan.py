@@ -284,6 +284,38 @@ def test_batch_invariant_splits_depend_on_nothing_else(batch: int, num_workers: 
     assert (found.block_m, found.block_n) == (32, 64)
 
 
+def cuda_decode_plan(**fields: Any) -> _plan.Plan:
+    h200 = {"device": "cuda", "compute_capability": 90, "num_workers": 132, "dtype": "bfloat16"}
+    heads = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, "head_dim_v": 128}
+    return decode_plan(**{**h200, **heads, **fields})
+
+
+def test_cuda_decoding_gives_every_sm_work() -> None:
+    for batch, seqlen_k in itertools.product((1, 2, 5, 16, 100), (16384, 65536, 2**20)):
+        blocks = 8 * batch * cuda_decode_plan(batch=batch, seqlen_k=seqlen_k).num_splits
+        assert blocks >= 0.9 * 132, (batch, seqlen_k)
+
+
+def test_short_caches_are_one_launch_on_cuda() -> None:
+    for seqlen_k in (0, 1, 64, 128, 200):
+        assert cuda_decode_plan(seqlen_k=seqlen_k).num_splits == 1
+    assert cuda_decode_plan(seqlen_k=2**20, window_left=100, window_right=0).num_splits == 1
+
+
+def test_sequences_of_different_lengths_are_cut_on_cuda() -> None:
+    assert (
+        cuda_decode_plan(batch=64, seqlen_k=65536).num_splits
+        < cuda_decode_plan(batch=64, seqlen_k=65536, varlen=True).num_splits
+    )
+
+
+def test_tiles_of_cuda_decoding() -> None:
+    assert cuda_decode_plan().block_m == cuda_decode_plan(seqlen_q=4).block_m == 16
+    assert cuda_decode_plan(seqlen_q=5).block_m == cuda_decode_plan(seqlen_q=500).block_m == 64
+    assert {cuda_decode_plan(seqlen_q=n, batch_invariant=True).block_m for n in (1, 5, 500)} == {16}
+    assert cuda_decode_plan(seqlen_q=500, dtype="float32").block_m == 16
+
+
 @pytest.mark.parametrize("operation", ["forward", "backward", "weights", "weights_backward"])
 def test_only_decoding_splits(operation: str) -> None:
     found = plan(operation=operation, seqlen_k=2**20, num_workers=64)

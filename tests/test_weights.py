@@ -15,13 +15,16 @@ from .oracle import (
     Call,
     assert_within_bound,
     dtypes_of,
+    int32,
     make_call,
+    make_varlen_call,
     poisoned_outputs,
     random,
     random_rng,
     run_library,
     score_options,
 )
+from .test_block_mask import make_blocked
 
 INPUTS = ("q", "k", "lse", "bias")
 
@@ -77,6 +80,59 @@ def test_weights_and_gradients_match_the_oracle(device: str, dtype: torch.dtype,
     if dtype not in dtypes_of(device):
         pytest.skip(f"{dtype} is for the CPU")
     assert_weights_match(make_call(dtype=dtype, device=device, **options))
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_head_dims(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    assert_weights_match(make_call(1, 70, 131, head_dim=head_dim, dtype=dtype, device=device, causal=True))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 70, 131), (1, 4, 70, 131), (2, 1, 1, 131), (1, 4, 70, 1), (1, 1, 1, 1)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_broadcast_bias(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    bias = random(*shape, dtype=dtype, device=device)
+    assert_weights_match(make_call(2, 70, 131, dtype=dtype, device=device, bias=bias, causal=True))
+
+
+@pytest.mark.parametrize("block", [(16, 32), (64, 64), (128, 128), (1, 32)], ids=str)
+def test_block_mask(device: str, block: tuple[int, int]) -> None:
+    assert_weights_match(make_blocked(device, block=block, causal=True))
+
+
+def test_packed_sequences(device: str) -> None:
+    """Each gives what it gives alone; what no sequence reaches is 0."""
+    call = make_varlen_call([70, 1, 0, 33], [131, 5, 9, 2], device, spare=3, causal=True)
+    used_q, used_k = [70, 0, 0, 30], [100, 5, 9, 2]
+    options = {**call.options, "seqused_q": int32(used_q, device), "seqused_k": int32(used_k, device)}
+    lse = run_library(call.with_options(**options))["lse"]
+    q, k = call.q.requires_grad_(), call.k.requires_grad_()
+    with poisoned_outputs():
+        weights = flash_ext.attention_weights(q, k, lse, **options)
+        grad_weights = random(*weights.shape, device=device)
+        dq, dk = torch.autograd.grad(weights, (q, k), grad_weights)
+    left_weights, left_dq, left_dk = weights.detach().clone(), dq.clone(), dk.clone()
+    for b, (len_q, len_k) in enumerate(zip(used_q, used_k, strict=True)):
+        rows_q = slice(int(options["cu_seqlens_q"][b]), int(options["cu_seqlens_q"][b]) + len_q)
+        rows_k = slice(int(options["cu_seqlens_k"][b]), int(options["cu_seqlens_k"][b]) + len_k)
+        alone = flash_ext.attention_weights(q[rows_q][None], k[rows_k][None], lse[:, rows_q][None], causal=True)
+        torch.testing.assert_close(weights[b, :, :len_q, :len_k], alone[0])
+        found = torch.autograd.grad(alone, (q, k), grad_weights[b : b + 1, :, :len_q, :len_k])
+        torch.testing.assert_close((dq[rows_q], dk[rows_k]), (found[0][rows_q], found[1][rows_k]))
+        left_weights[b, :, :len_q, :len_k] = left_dq[rows_q] = left_dk[rows_k] = 0
+    assert not left_weights.any() and not left_dq.any() and not left_dk.any()
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 130, 140), (1, 1, 1, 140), (1, 1, 1, 1)], ids=str)
+def test_gradients_are_repeatable(device: str, shape: tuple[int, ...]) -> None:
+    call = make_call(2, 130, 140, heads_q=2, device=device, bias=random(*shape, device=device))
+    lse = run_library(call)["lse"]
+    leaves = [t.requires_grad_() for t in (call.q, call.k, lse, call.options["bias"])]
+    weights = flash_ext.attention_weights(*leaves[:3], bias=leaves[3])
+    first, second = (torch.autograd.grad(weights, leaves, torch.ones_like(weights), retain_graph=True) for _ in "12")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_with_bias_mask_and_alibi(device: str) -> None:

@@ -54,10 +54,10 @@ AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, cons
   plan::Problem problem = describe(operation, q, g, options);
   problem.deterministic = deterministic;
   call.plan = plan_or_fail(problem);
-  if (q.is_cpu()) check_values(g, options);
+  if (wants_value_checks(q)) check_values(g, options);
   call.params = to_params(q, g, options, call.plan, call.owned);
-  call.params.k = view_rows(k);
-  if (v) call.params.v = view_rows(*v);
+  call.params.k = view_rows(call.owned.emplace_back(with_aligned_rows(k)));
+  if (v) call.params.v = view_rows(call.owned.emplace_back(with_aligned_rows(*v)));
   return call;
 }
 

@@ -66,9 +66,12 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
   const auto own = [&](const Tensor& tensor) -> const Tensor& {
     return call.owned.emplace_back(with_contiguous_rows(tensor));
   };
-  call.params.out = view_rows(own(out));
+  const auto own_rows = [&](const Tensor& tensor) {
+    return view_rows(own(with_aligned_rows(with_contiguous_rows(tensor))));
+  };
+  call.params.out = own_rows(out);
   call.params.lse = view_lse(own(lse));
-  if (grad_out) call.params.grad_out = view_rows(own(*grad_out));
+  if (grad_out) call.params.grad_out = own_rows(*grad_out);
   if (grad_lse) call.params.grad_lse = view_lse(own(*grad_lse));
   call.params.deterministic = deterministic;
 

@@ -160,6 +160,7 @@ ScoreOptions score_options(const DecodeOptions& options) {
   scores.softcap = options.softcap;
   scores.window_left = options.window_left;
   scores.window_right = options.window_right;
+  scores.allow_tf32 = options.allow_tf32;
   return scores;
 }
 
@@ -176,12 +177,13 @@ plan::Problem describe_decode(const Tensor& q, const Geometry& g, const CacheSha
 void check_device_values(const Geometry& g, const CacheShape& cache, const ScoreOptions& scores, bool append,
                          int64_t seqlen_new, const DecodeOptions& options) {
   check_values(g, scores);
-  check_cache_values({options.cache_seqlens, options.cache_leftpad, options.cache_batch_idx, options.block_table,
-                      g.batch, cache.capacity, cache.cache_batch, cache.num_pages, cache.page_size, append,
-                      seqlen_new});
+  const OptionalTensor cache_seqlens = on_host(options.cache_seqlens);
+  check_cache_values({cache_seqlens, on_host(options.cache_leftpad), on_host(options.cache_batch_idx),
+                      on_host(options.block_table), g.batch, cache.capacity, cache.cache_batch, cache.num_pages,
+                      cache.page_size, append, seqlen_new});
   if (options.rotary_cos) {
     const int64_t tokens_q = rotates_by_position(options) ? g.seqlen_q : std::min<int64_t>(g.seqlen_q, 1);
-    check_rotary_positions(options.cache_seqlens, std::max(seqlen_new, tokens_q), options.rotary_cos->size(0));
+    check_rotary_positions(cache_seqlens, std::max(seqlen_new, tokens_q), options.rotary_cos->size(0));
   }
 }
 
@@ -256,7 +258,7 @@ DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& 
   const ScoreOptions scores = score_options(options);
   check_options(q_arg, g, scores);
   const plan::Plan plan = plan_or_fail(describe_decode(q, g, cache, scores, options));
-  if (q.is_cpu()) check_device_values(g, cache, scores, append, append ? tokens->k.size(1) : 0, options);
+  if (wants_value_checks(q)) check_device_values(g, cache, scores, append, append ? tokens->k.size(1) : 0, options);
 
   DecodeCall call{plan,
                   std::nullopt,
@@ -265,8 +267,11 @@ DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& 
                   new_empty(q, g.lse_shape(), accumulate_dtype(q.scalar_type())),
                   {}};
   static_cast<AttentionParams&>(call.params) = to_params(q, g, scores, plan, call.owned);
-  call.params.k = append ? view_rows_for_writing(k_cache) : view_rows(k_cache);
-  call.params.v = append ? view_rows_for_writing(v_cache) : view_rows(v_cache);
+  const auto read_only = [&](const Tensor& cache) {
+    return view_rows(call.owned.emplace_back(with_aligned_rows(cache)));
+  };
+  call.params.k = append ? view_rows_for_writing(k_cache) : read_only(k_cache);
+  call.params.v = append ? view_rows_for_writing(v_cache) : read_only(v_cache);
   call.params.seq = cache_sequence_params(options, cache);
   call.params.out = view_rows(call.out);
   call.params.lse = view_lse(call.lse);

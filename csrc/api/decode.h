@@ -15,6 +15,7 @@ struct DecodeOptions {
   bool rotary_interleaved = false;
   int64_t num_splits = 0;
   bool batch_invariant = false;
+  bool allow_tf32 = false;
 };
 
 /// New keys and values, (batch, seqlen_new, heads_kv, head_dim or head_dim_v).

@@ -12,13 +12,13 @@
       const OptionalTensor &block_indices, const OptionalTensor &block_bitmap_ids,                                \
       const OptionalTensor &block_bitmaps, const OptionalTensor &rng_state, int64_t max_seqlen_q,                 \
       int64_t max_seqlen_k, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,      \
-      bool top_left, double dropout_p
+      bool top_left, double dropout_p, bool allow_tf32
 
 #define FLASH_EXT_SCORE_OPTIONS                                                                                      \
   ScoreOptions {                                                                                                     \
     bias, sink, mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_offsets, block_indices,  \
         block_bitmap_ids, block_bitmaps, rng_state, max_seqlen_q, max_seqlen_k, softmax_scale, softcap, window_left, \
-        window_right, top_left, dropout_p                                                                            \
+        window_right, top_left, dropout_p, allow_tf32                                                                \
   }
 
 #define FLASH_EXT_DECODE_PARAMETERS                                                                                \
@@ -26,11 +26,11 @@
       const OptionalTensor &block_table, const OptionalTensor &rotary_cos, const OptionalTensor &rotary_sin,       \
       const OptionalTensor &alibi_slopes, const OptionalTensor &sink, const OptionalTensor &cu_seqlens_q,          \
       int64_t max_seqlen_q, double softmax_scale, double softcap, int64_t window_left, int64_t window_right,       \
-      bool rotary_interleaved, int64_t num_splits, bool batch_invariant
+      bool rotary_interleaved, int64_t num_splits, bool batch_invariant, bool allow_tf32
 
 #define FLASH_EXT_DECODE_OPTIONS                                                                                       \
   DecodeOptions {                                                                                                      \
     cache_seqlens, cache_leftpad, cache_batch_idx, block_table, rotary_cos, rotary_sin, alibi_slopes, sink,            \
         cu_seqlens_q, max_seqlen_q, softmax_scale, softcap, window_left, window_right, rotary_interleaved, num_splits, \
-        batch_invariant                                                                                                \
+        batch_invariant, allow_tf32                                                                                    \
   }

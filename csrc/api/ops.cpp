@@ -2,7 +2,8 @@
 //
 // Shapes: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v likewise with its own
 // head_dim; varlen drops the batch dimension and brings cu_seqlens. All operators but `*_append` are functional.
-// A gradient that is not asked for comes back as an empty tensor of shape (0).
+// A gradient that is not asked for comes back as an empty tensor of shape (0). allow_tf32 lets products of float32 on
+// CUDA be those of TF32: operators cannot see torch's own setting.
 #include <torch/csrc/stable/library.h>
 
 #define SCORE_TENSORS                                                                               \
@@ -12,13 +13,13 @@
   "Tensor? rng_state, "
 #define SCORE_SCALARS                                                                               \
   "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, int window_left, " \
-  "int window_right, bool top_left, float dropout_p"
+  "int window_right, bool top_left, float dropout_p, bool allow_tf32"
 #define DECODE_TENSORS                                                                           \
   "Tensor? cache_seqlens, Tensor? cache_leftpad, Tensor? cache_batch_idx, Tensor? block_table, " \
   "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sink, Tensor? cu_seqlens_q, "
 #define DECODE_SCALARS                                                                           \
   "SymInt max_seqlen_q, float softmax_scale, float softcap, int window_left, int window_right, " \
-  "bool rotary_interleaved, int num_splits, bool batch_invariant"
+  "bool rotary_interleaved, int num_splits, bool batch_invariant, bool allow_tf32"
 
 STABLE_TORCH_LIBRARY(flash_ext, m) {
   // deterministic is for the backward that autograd will run; the forward always is.

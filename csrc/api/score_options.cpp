@@ -4,6 +4,7 @@
 #include <iterator>
 #include <limits>
 
+#include "device.h"
 #include "tensors.h"
 
 namespace flash_ext::api {
@@ -179,8 +180,7 @@ void check_options(const Argument& q, const Geometry& geometry, const ScoreOptio
 plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometry& g, const ScoreOptions& options) {
   plan::Problem problem;
   problem.operation = operation;
-  problem.device = q.is_cuda() ? plan::Device::kCuda : plan::Device::kCpu;
-  if (q.is_cpu()) problem.num_workers = torch::stable::get_num_threads();
+  describe_device(q, problem);
   problem.dtype = *kernel_dtype(q.scalar_type());
   problem.batch = g.batch;
   problem.heads_q = g.heads_q;
@@ -195,6 +195,7 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
   problem.window_right = options.window_right;
   problem.top_left = options.top_left;
   problem.dropout_p = options.dropout_p;
+  problem.allow_tf32 = options.allow_tf32;
   problem.varlen = g.varlen_q || g.varlen_k || options.seqused_q || options.seqused_k;
   problem.has_bias = options.bias.has_value();
   problem.has_mask = options.mask.has_value();
@@ -224,7 +225,7 @@ AttentionParams to_params(const Tensor& q, const Geometry& g, const ScoreOptions
   params.seqlen_k = g.varlen_k ? std::min(g.seqlen_k, g.total_k) : g.seqlen_k;
   params.total_q = g.total_q;
   params.total_k = g.total_k;
-  params.q = view_rows(q);
+  params.q = view_rows(owned.emplace_back(with_aligned_rows(q)));
   params.softmax_scale = options.softmax_scale;
   params.softcap = options.softcap;
   if (options.alibi_slopes) {
@@ -241,6 +242,7 @@ AttentionParams to_params(const Tensor& q, const Geometry& g, const ScoreOptions
   params.window = {options.window_left, options.window_right, options.top_left};
   params.blocks = block_mask_params(options);
   params.dropout.p = options.dropout_p;
+  params.allow_tf32 = options.allow_tf32;
   if (options.rng_state) params.dropout.rng = static_cast<const int64_t*>(options.rng_state->const_data_ptr());
   params.block_m = plan.block_m;
   params.head_group = plan.head_group;

@@ -17,6 +17,7 @@ struct ScoreOptions {
   int64_t window_left = -1, window_right = -1;
   bool top_left = false;
   double dropout_p = 0.0;
+  bool allow_tf32 = false;
 };
 
 /// The sizes of a call, as q, k and v agree upon them.

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include "checks.h"
+#include "device.h"
 
 namespace flash_ext::api {
 
@@ -44,6 +45,17 @@ inline ScoreView view_scores(const Tensor& tensor) {
 inline Tensor with_contiguous_rows(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+/// Views of odd origin or strides are copied to where every row starts at a multiple of the device's row alignment.
+inline Tensor with_aligned_rows(const Tensor& tensor) {
+  const int64_t alignment = row_alignment(), element = static_cast<int64_t>(tensor.element_size());
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
+  for (int64_t d = 0; d + 1 < tensor.dim(); ++d)
+    aligned = aligned && (tensor.size(d) <= 1 || tensor.stride(d) * element % alignment == 0);
+  if (aligned) return tensor;
+  Tensor copy = torch::stable::new_empty(tensor, shape_of(tensor), tensor.scalar_type());
+  return torch::stable::copy_(copy, tensor);
 }
 
 inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype) {

@@ -61,9 +61,10 @@ void check_block_row(const int32_t* indices, const int32_t* bitmap_ids, int64_t 
 }
 
 void check_block_lists(const Geometry& g, const ScoreOptions& options) {
-  const Tensor& offsets = *options.block_offsets;
-  const int32_t* indices = int32_address(options.block_indices);
-  const int32_t* bitmap_ids = int32_address(options.block_bitmap_ids);
+  const Tensor offsets = *on_host(options.block_offsets);
+  const OptionalTensor host_indices = on_host(options.block_indices), host_ids = on_host(options.block_bitmap_ids);
+  const int32_t* indices = int32_address(host_indices);
+  const int32_t* bitmap_ids = int32_address(host_ids);
   const int64_t num_blocks = options.block_indices->size(0);
   const int64_t block_n = options.block_bitmaps->size(2) * 32;
   const int64_t num_key_blocks = (g.seqlen_k + block_n - 1) / block_n;
@@ -134,13 +135,16 @@ void check_distinct_pages(const CacheIndices& cache) {
 
 }  // namespace
 
+OptionalTensor on_host(const OptionalTensor& tensor) {
+  if (!tensor || tensor->is_cpu()) return tensor;
+  return torch::stable::to(*tensor, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
+
 void check_values(const Geometry& g, const ScoreOptions& options) {
-  check_side(
-      {"cu_seqlens_q", options.cu_seqlens_q, "seqused_q", options.seqused_q, "max_seqlen_q", g.total_q, g.seqlen_q},
-      g.batch);
-  check_side(
-      {"cu_seqlens_k", options.cu_seqlens_k, "seqused_k", options.seqused_k, "max_seqlen_k", g.total_k, g.seqlen_k},
-      g.batch);
+  const OptionalTensor cu_seqlens_q = on_host(options.cu_seqlens_q), cu_seqlens_k = on_host(options.cu_seqlens_k);
+  const OptionalTensor seqused_q = on_host(options.seqused_q), seqused_k = on_host(options.seqused_k);
+  check_side({"cu_seqlens_q", cu_seqlens_q, "seqused_q", seqused_q, "max_seqlen_q", g.total_q, g.seqlen_q}, g.batch);
+  check_side({"cu_seqlens_k", cu_seqlens_k, "seqused_k", seqused_k, "max_seqlen_k", g.total_k, g.seqlen_k}, g.batch);
   if (options.block_offsets) check_block_lists(g, options);
 }
 

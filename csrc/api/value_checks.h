@@ -1,15 +1,18 @@
-// Checks of values that live in tensors: lengths, pages, block lists. On a GPU they would need a synchronisation, so
-// that they run for CPU tensors only; kernels clamp what they read anyway.
+// Checks of values that live in tensors: lengths, pages, block lists. On a GPU they need a synchronisation, so that
+// they run only where they are asked for (device.h: wants_value_checks); kernels clamp what they read anyway.
 #pragma once
 
 #include "score_options.h"
 
 namespace flash_ext::api {
 
-/// cu_seqlens, seqused and the block mask's lists.
+/// The tensor itself, or a copy that the host can read: this waits for the device.
+OptionalTensor on_host(const OptionalTensor& tensor);
+
+/// cu_seqlens, seqused and the block mask's lists, on any device.
 void check_values(const Geometry& geometry, const ScoreOptions& options);
 
-/// What a cache's index tensors must agree with. Absent tensors pass.
+/// What a cache's index tensors, on the host, must agree with. Absent tensors pass.
 struct CacheIndices {
   const OptionalTensor& cache_seqlens;
   const OptionalTensor& cache_leftpad;

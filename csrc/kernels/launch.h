@@ -15,11 +15,33 @@ inline void check_cuda(cudaError_t status, const char* what) {
   throw std::runtime_error(std::string("flash_ext: ") + what + ": " + cudaGetErrorString(status));
 }
 
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+/// Shared memory of the current device: what a block can have, and an SM for all its blocks, each of which costs
+/// kReservedSharedBytes more.
+inline int shared_bytes_per_block() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+inline int shared_bytes_per_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }
+constexpr int kReservedSharedBytes = 1024;
+
 struct LaunchShape {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;
+  bool overlaps_previous = false;  // the kernel waits for the previous one by itself (ptx/grid_dependency.h)
 };
+
+/// Whether a kernel can start before its predecessor has ended.
+inline bool grids_overlap() {
+  int device = 0, major = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+  return major >= 9;
+}
 
 /// A grid without blocks launches nothing.
 template <class... Parameters, class... Arguments>
@@ -37,6 +59,13 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   config.blockDim = shape.block;
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  if (shape.overlaps_previous && grids_overlap()) {
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+  }
   check_cuda(cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...), name);
 }
 

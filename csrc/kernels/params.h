@@ -110,6 +110,7 @@ struct AttentionParams {
   WindowParams window;
   BlockMaskParams blocks;
   DropoutParams dropout;
+  bool allow_tf32 = false;  // CUDA, float32: products may be those of TF32
 
   // The plan's choice.
   int64_t block_m = 0;     // rows of a query tile

@@ -15,6 +15,10 @@ namespace {
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kHeadDimStep = 8;
 constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();  // what cu_seqlens can count to
+constexpr int64_t kFirstCapability = 80;
+constexpr int64_t kMaxCudaBatch = 65535;               // what a grid can count to
+constexpr int64_t kMaxCudaSeqlenQ = 65535 * 64;        // the same, in blocks of 64 queries
+constexpr int64_t kMaxCudaSeqlenK = int64_t{1} << 29;  // positions, offsets and windows then add up within 32 bits
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -102,7 +106,20 @@ Support check_device(const Problem& p) {
   if (p.num_workers < 1) return refuse("num_workers must be >= 1, got ", p.num_workers);
   if (p.device == Device::kCpu) return {};
   if (p.dtype == DType::kFloat64) return refuse("float64 is supported on CPU only");
-  return refuse("attention has no CUDA kernel yet: move the tensors to the CPU");
+  if (p.compute_capability < kFirstCapability) {
+    return refuse("CUDA kernels run on GPUs of compute capability 8.0 (Ampere) and later, this one has ",
+                  p.compute_capability / 10, ".", p.compute_capability % 10);
+  }
+  const struct {
+    const char* name;
+    int64_t value, most;
+  } sizes[] = {{"batch", p.batch, kMaxCudaBatch},
+               {"seqlen_q", p.seqlen_q, kMaxCudaSeqlenQ},
+               {"seqlen_k", p.seqlen_k, kMaxCudaSeqlenK}};
+  for (const auto& size : sizes) {
+    if (size.value > size.most) return refuse(size.name, " on CUDA must be at most ", size.most, ", got ", size.value);
+  }
+  return {};
 }
 
 // ---- How it runs ----------------------------------------------------------------------------------------------------
@@ -119,16 +136,59 @@ constexpr int64_t kCpuWantedItems = 16;
 /// "1 split", "2 splits".
 std::string counted(int64_t n, const char* what) { return text(n, " ", what, n == 1 ? "" : "s"); }
 
-const char* kernel_of(Operation operation) {
+/// Tiles of the CUDA kernels, for explain(): the kernels' own configurations decide.
+constexpr int64_t kCudaBlockM = 128;
+constexpr int64_t kCudaBlockN = 64;
+
+constexpr int64_t kCudaDecodeFewRows = 16;
+constexpr int64_t kCudaDecodeManyRows = 64;
+constexpr int64_t kCudaMaxSplits = 512;
+constexpr int64_t kMinCudaSplitSize = 64;      // a tile for each warp of a block
+constexpr int64_t kMaxRaggedSplitSize = 4096;  // or else one long sequence keeps all others waiting
+
+/// Cuts the keys of each tile so that all SMs are busy to the end. By times, which are in bytes of keys and values that
+/// one block reads meanwhile when nobody competes (H200: 50 KB a microsecond).
+int64_t choose_cuda_splits(int64_t tiles, int64_t num_sms, int64_t blocks_per_sm, int64_t keys, int64_t key_bytes) {
+  constexpr double kMerge = 100e3;      // of the splits
+  constexpr double kMoreBlocks = 20e3;  // a second block on each SM
+  constexpr double kWave = 60e3;        // another wave of blocks
+  constexpr double kShare = 0.68;       // of its speed alone that each of num_sms blocks has
+  constexpr double kImbalance = 0.15;   // what is lost where the last wave leaves SMs without work
+  constexpr int64_t kWaves = 4;
+  const int64_t slots = num_sms * blocks_per_sm;
+  tiles = std::max<int64_t>(tiles, 1);
+  const int64_t most = std::clamp<int64_t>(keys / kMinCudaSplitSize, 1, kCudaMaxSplits);
+  const auto cost = [&](int64_t splits) {
+    const int64_t blocks = tiles * splits, waves = ceil_div(blocks, slots);
+    const double idle = 1.0 - static_cast<double>(blocks) / static_cast<double>(waves * slots);
+    const double all = static_cast<double>(tiles * keys * key_bytes) / (kShare * static_cast<double>(num_sms));
+    const double block = static_cast<double>(ceil_div(keys, splits) * key_bytes);
+    const double later_waves = static_cast<double>(std::max<int64_t>(waves - 2, 0));
+    return std::max(all * (1.0 + kImbalance * idle), block) + (waves > 1 ? kMoreBlocks : 0.0) + kWave * later_waves +
+           (splits > 1 ? kMerge : 0.0);
+  };
+  int64_t best = 1;
+  const int64_t fewest_waves = ceil_div(tiles, slots);
+  for (int64_t waves = fewest_waves; waves < fewest_waves + kWaves; ++waves) {
+    const int64_t splits = std::clamp<int64_t>(waves * slots / tiles, 1, most);
+    if (cost(splits) < cost(best)) best = splits;
+  }
+  return best;
+}
+
+const char* kernel_of(Operation operation, Device device) {
+  const bool cuda = device == Device::kCuda;
   switch (operation) {
     case Operation::kForward:
+      return cuda ? "sm80/forward" : "cpu/forward";
     case Operation::kDecode:
-      return "cpu/forward";
+      return cuda ? "sm80/decode" : "cpu/forward";
     case Operation::kWeights:
-      return "cpu/weights";
+      return cuda ? "sm80/weights" : "cpu/weights";
     case Operation::kBackward:
+      return cuda ? "sm80/backward" : "cpu/backward";
     case Operation::kWeightsBackward:
-      return "cpu/backward";
+      return cuda ? "sm80/weights" : "cpu/backward";
   }
   return "";
 }
@@ -153,8 +213,9 @@ class Planner {
   Planner(const Problem& problem, bool explain) : p_(problem), explain_(explain) {}
 
   Plan run() {
-    plan_.kernel = kernel_of(p_.operation);
+    plan_.kernel = kernel_of(p_.operation, p_.device);
     choose_mask_class();
+    explain_products();
     choose_head_group();
     choose_splits();
     choose_tiles();
@@ -185,10 +246,21 @@ class Planner {
     }
   }
 
+  /// Which products stand for those of float32, for the reader: the kernel looks at allow_tf32 itself.
+  void explain_products() {
+    if (p_.device == Device::kCpu || p_.dtype != DType::kFloat32) return;
+    if (p_.allow_tf32) {
+      because("products in TF32, rounded to 11 bits: torch's float32 matmul setting allows it");
+    } else {
+      because("products of three in TF32 each, as accurate as float32: torch's float32 matmul setting allows no less");
+    }
+  }
+
   /// Heads that are worked on together, where that saves reading keys.
   void choose_head_group() {
     constexpr int64_t kFewQueries = 64;
-    const bool forward = p_.operation == Operation::kForward || p_.operation == Operation::kDecode;
+    const bool decode = p_.operation == Operation::kDecode;
+    const bool forward = decode || (p_.operation == Operation::kForward && p_.device == Device::kCpu);
     const bool free_order = !p_.has_block_mask && p_.dropout_p == 0;
     if (!forward || !free_order || p_.heads_q == p_.heads_kv) return;
     if (p_.batch_invariant) {
@@ -196,7 +268,7 @@ class Planner {
       because(plan_.head_group, " heads share a tile: batch_invariant, so the other sequences' queries do not count");
       return;
     }
-    if (p_.seqlen_q > kFewQueries) return;
+    if (p_.seqlen_q > kFewQueries && p_.device == Device::kCpu) return;
     plan_.head_group = p_.heads_q / p_.heads_kv;
     because(plan_.head_group, " heads share a tile: with ", p_.seqlen_q, " queries, reading the keys is what costs");
   }
@@ -213,10 +285,20 @@ class Planner {
       plan_.num_splits = std::max<int64_t>(1, ceil_div(p_.seqlen_k, plan_.split_size));
       because("split every ", plan_.split_size, " keys: batch_invariant, so nothing but the sequence itself decides");
     } else if (p_.num_splits > 0) {
-      const int64_t most = std::clamp<int64_t>(ceil_div(p_.seqlen_k, kCpuBlockN), 1, kMaxSplits);
+      const int64_t cap = p_.device == Device::kCuda ? kCudaMaxSplits : kMaxSplits;
+      const int64_t most = std::clamp<int64_t>(ceil_div(p_.seqlen_k, kCpuBlockN), 1, cap);
       plan_.num_splits = std::min(p_.num_splits, most);
       because(counted(plan_.num_splits, "split"), ": num_splits = ", p_.num_splits, ", at most ", most, " for ",
               p_.seqlen_k, " keys in tiles of ", kCpuBlockN);
+    } else if (p_.device == Device::kCuda) {
+      const int64_t tiles = query_tiles(cuda_decode_block_m()), keys = keys_seen();
+      const int64_t key_bytes = (p_.head_dim + p_.head_dim_v) * (p_.dtype == DType::kFloat32 ? 4 : 2);
+      plan_.num_splits = choose_cuda_splits(tiles, p_.num_workers, cuda_decode_blocks_per_sm(), keys, key_bytes);
+      const bool ragged = p_.varlen && p_.batch > 1;
+      if (ragged) plan_.num_splits = std::max(plan_.num_splits, ceil_div(keys, kMaxRaggedSplitSize));
+      plan_.num_splits = std::min(plan_.num_splits, kCudaMaxSplits);
+      because(counted(plan_.num_splits, "split"), ": ", counted(tiles, "tile"), " of (batch, head, query) and ", keys,
+              " keys each on ", p_.num_workers, " SMs", ragged ? ", lengths that may differ" : "");
     } else {
       const int64_t work_items = query_tiles(kCpuMaxBlockM);
       plan_.num_splits = choose_num_splits(work_items, kCpuWantedItems, p_.seqlen_k);
@@ -225,8 +307,38 @@ class Planner {
     }
   }
 
+  /// Rows of a tile of CUDA decoding: more rows read the keys less often.
+  int64_t cuda_decode_block_m() const {
+    const bool few_rows = p_.seqlen_q * plan_.head_group <= kCudaDecodeFewRows;
+    return few_rows || p_.batch_invariant || p_.dtype == DType::kFloat32 ? kCudaDecodeFewRows : kCudaDecodeManyRows;
+  }
+
+  /// That keep the memory of an SM busy: blocks have fewer warps, and less under way, where rows are long or many.
+  int64_t cuda_decode_blocks_per_sm() const {
+    const bool wide = std::max(p_.head_dim, p_.head_dim_v) > 128, exact = p_.dtype == DType::kFloat32;
+    if (wide || exact) return wide && exact ? 2 : 3;
+    return cuda_decode_block_m() == kCudaDecodeManyRows ? 2 : 1;
+  }
+
+  /// By a tile of queries, at most.
+  int64_t keys_seen() const {
+    if (p_.window_left < 0 || p_.window_right < 0) return p_.seqlen_k;
+    return std::min(p_.seqlen_k, p_.window_left + p_.window_right + p_.seqlen_q);
+  }
+
   void choose_tiles() {
     constexpr int64_t kWantedItems = 32;
+    if (p_.device == Device::kCuda && p_.operation == Operation::kDecode) {
+      plan_.block_m = cuda_decode_block_m();
+      plan_.block_n = kCudaBlockN;
+      because("tile ", plan_.block_m, " rows: ", p_.batch_invariant ? "batch_invariant" : "by the number of queries");
+      return;
+    }
+    if (p_.device == Device::kCuda) {
+      plan_.block_m = kCudaBlockM;
+      plan_.block_n = kCudaBlockN;
+      return;
+    }
     plan_.block_n = kCpuBlockN;
     plan_.block_m = kCpuMaxBlockM;
     if (p_.operation == Operation::kBackward || p_.operation == Operation::kWeightsBackward) {
@@ -245,6 +357,7 @@ class Planner {
   void choose_chunks() {
     constexpr int64_t kChunkKeys = 512;  // enough work to pay for one more partial dq
     constexpr int64_t kWorkItems = 16;   // wanted in all, to keep a few threads busy at the end as well
+    if (p_.device == Device::kCuda) return;
     if (p_.operation == Operation::kWeightsBackward) {
       because("1 key chunk per head: dlse of a query sums over all its keys");
     } else if (p_.operation == Operation::kBackward) {

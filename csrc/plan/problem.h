@@ -33,6 +33,7 @@ struct Problem {
   int64_t window_right = -1;
   bool top_left = false;
   double dropout_p = 0.0;
+  bool allow_tf32 = false;  // CUDA, float32
 
   bool varlen = false;  // cu_seqlens or seqused: lengths that the host does not know
   bool paged = false;   // block_table

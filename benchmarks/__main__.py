@@ -1,0 +1,131 @@
+"""How fast, beside whom, at what cost. Every output is checked before it is timed.
+
+python -m benchmarks forward                       the training table on a GPU, or a small one on a CPU
+python -m benchmarks backward --head-dim 128 --causal --json run.json --plot run.png
+python -m benchmarks training                      both, on the same tensors
+python -m benchmarks decode | options | memory | host
+python -m benchmarks compare before.json after.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import decode, forward_backward, host, memory, options, report
+from benchmarks.arguments import common_arguments, effort_of, settle
+from benchmarks.ceilings import higher, measure_ceilings
+from benchmarks.contest import Setting, Work
+from benchmarks.provenance import provenance
+from benchmarks.timing import make_clock, progress
+
+
+class Question(NamedTuple):
+    """What can be asked: ``work`` turns arguments into pieces of work, each of which returns rows."""
+
+    help: str
+    unit: str  # of what is measured
+    shown_unit: str
+    label_title: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    work: Callable[[argparse.Namespace, Setting], list[Work]]
+    ceiling_dtypes: Callable[[argparse.Namespace], Iterable[torch.dtype]] | None = None
+
+
+def _training(help: str, *directions: str) -> Question:
+    work = partial(forward_backward.work, directions)
+    columns = ("ms", "TFLOP/s", "batch x seqlen")
+    return Question(help, *columns, forward_backward.add_arguments, work, forward_backward.dtypes)
+
+
+QUESTIONS = {
+    "forward": _training("TFLOP/s of the forward", "forward"),
+    "backward": _training("TFLOP/s of the backward", "backward"),
+    "training": _training("both, on the same tensors", "forward", "backward"),
+    "decode": Question(
+        "time of one token over a KV cache", "us", "us", "batch x context", decode.add_arguments, decode.work,
+        decode.dtypes,
+    ),
+    "options": Question(
+        "what bias, masks, dropout ... cost", "ms", "ms", "option", options.add_arguments, options.work, options.dtypes
+    ),
+    "memory": Question(
+        "peak memory over the sequence length", "MiB", "MiB", "seqlen", memory.add_arguments, memory.work
+    ),
+    "host": Question("CPU time of one call", "us", "us", "call", host.add_arguments, host.work),
+}  # fmt: skip
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    subparsers = parser.add_subparsers(dest="question", required=True)
+    common = common_arguments()
+    for name, question in QUESTIONS.items():
+        question.add_arguments(subparsers.add_parser(name, parents=[common], help=question.help))
+    sub = subparsers.add_parser("compare", help="two records of the same question")
+    sub.add_argument("before", type=Path)
+    sub.add_argument("after", type=Path)
+    sub.add_argument("--at-least", type=float, metavar="RATIO", help="exit with 1 if a row is below, e.g. 0.97")
+    return parser
+
+
+def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
+    """Measures what was asked for, and the ceilings before and after."""
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # autograd's thread, once, harmless
+    torch.manual_seed(chosen.seed)
+    question = QUESTIONS[chosen.question]
+    clock = make_clock(chosen.device)
+    dtypes = None if question.ceiling_dtypes is None else list(question.ceiling_dtypes(chosen))
+    found = {} if dtypes is None else measure_ceilings(clock, chosen.device, dtypes)
+    setting = Setting(chosen.device, clock, effort_of(chosen), chosen.peers, found)
+    work = question.work(chosen, setting)
+    rows: list[report.Row] = []
+    with progress(len(work), chosen.question) as bar:
+        for piece in work:
+            rows += piece()
+            bar.update()
+    if dtypes is not None:
+        found = higher(found, measure_ceilings(clock, chosen.device, dtypes))
+    forward_backward.add_ceiling(rows, found)
+    titles = {name: peer.title for name, peer in chosen.peers.items()}
+    origin = provenance(command, chosen.device, titles)
+    return report.Record(chosen.question, question.unit, question.shown_unit, question.label_title, origin, found, rows)
+
+
+def main(arguments: Sequence[str] | None = None, preset: Sequence[str] = (), module: str = "benchmarks") -> int:
+    """``preset``: arguments that ``module`` stands for."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser = make_parser()
+    chosen = parser.parse_args([*preset, *arguments])
+    if chosen.question == "compare":
+        return compare(parser, chosen)
+    settle(parser, chosen)
+    record = run(chosen, [module, *arguments])
+    print(report.markdown(record))
+    if chosen.json is not None:
+        record.write(chosen.json)
+    if chosen.plot is not None:
+        report.plot(record, chosen.plot)
+    return 0
+
+
+def compare(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:
+    try:
+        text, smallest = report.compare(report.read(chosen.before), report.read(chosen.after))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(text)
+    return int(chosen.at_least is not None and (smallest is None or smallest < chosen.at_least))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

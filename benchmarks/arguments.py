@@ -1,0 +1,106 @@
+"""Arguments that questions have in common, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers import PEERS, find_peers
+from benchmarks.timing import Effort
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+EFFORT = Effort(most=30, fewest=5, budget_ms=100)
+QUICK_EFFORT = Effort(most=15, fewest=3, budget_ms=60)
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def positive(argument: str) -> int:
+    number = int(argument)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def head_pair(argument: str) -> tuple[int, int]:
+    """(heads_q, heads_kv) from Q/KV, or from a number that both have."""
+    heads_q, _, heads_kv = argument.partition("/")
+    pair = positive(heads_q), positive(heads_kv or heads_q)
+    if pair[0] % pair[1] != 0:
+        raise argparse.ArgumentTypeError(f"query heads must be a multiple of key heads, got {argument}")
+    return pair
+
+
+def shape(argument: str) -> tuple[int, int, int, int, int]:
+    """(batch, seqlen, heads_q, heads_kv, head_dim) from BxSxHxD or BxSxQ/KVxD."""
+    try:
+        batch, seqlen, heads, head_dim = argument.split("x")
+        return positive(batch), positive(seqlen), *head_pair(heads), positive(head_dim)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must look like 1x2048x16/4x128, got {argument}") from None
+
+
+def batch_and_seqlen(argument: str) -> tuple[int, int]:
+    try:
+        batch, seqlen = argument.split("x")
+        return positive(batch), positive(seqlen)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must look like 8x8192, got {argument}") from None
+
+
+def common_arguments() -> argparse.ArgumentParser:
+    """What every question that measures takes."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    common.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), help="default: bfloat16; on a CPU float32")
+    common.add_argument("--peers", nargs="*", choices=tuple(PEERS), help="default: all that can be imported")
+    common.add_argument("--quick", action="store_true", help="fewer rows and rounds: for a look, not for a record")
+    common.add_argument("--rounds", type=positive, help="timed calls of each contestant, at most")
+    common.add_argument("--threads", type=positive, help="of torch, on a CPU")
+    common.add_argument("--seed", type=int, default=0)
+    common.add_argument("--allow-tf32", action="store_true", help="let float32 matrix products use TF32, all of them")
+    common.add_argument("--json", type=Path, metavar="FILE", help="keep the run here")
+    common.add_argument("--plot", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
+    return common
+
+
+def settle(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    """Settles device, peers and torch's settings; ends with an error for what would otherwise fail after the run."""
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: torch sees no GPU")
+    chosen.device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    for option in ("json", "plot"):
+        path = getattr(chosen, option)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"argument --{option}: there is no folder {path.parent}")
+    if chosen.plot is not None:
+        if chosen.plot.suffix not in PLOT_SUFFIXES:
+            parser.error(f"argument --plot: must end in {', '.join(PLOT_SUFFIXES)}, got {chosen.plot}")
+        if importlib.util.find_spec("matplotlib") is None:
+            parser.error("argument --plot: needs matplotlib, which is not installed: pip install matplotlib")
+    try:
+        chosen.peers = find_peers(chosen.peers, chosen.device)
+    except ValueError as error:
+        parser.error(f"argument --peers: {error}")
+    if chosen.threads is not None:
+        torch.set_num_threads(chosen.threads)
+    torch.set_float32_matmul_precision("high" if chosen.allow_tf32 else "highest")
+
+
+def on_cpu(chosen: argparse.Namespace) -> bool:
+    return bool(chosen.device.type == "cpu")
+
+
+def dtypes_of(chosen: argparse.Namespace) -> Sequence[torch.dtype]:
+    if chosen.dtype is not None:
+        return [DTYPES[name] for name in chosen.dtype]
+    return [torch.float32 if on_cpu(chosen) else torch.bfloat16]
+
+
+def effort_of(chosen: argparse.Namespace) -> Effort:
+    effort = QUICK_EFFORT if chosen.quick else EFFORT
+    most = chosen.rounds or effort.most
+    return Effort(most, min(effort.fewest, most), effort.budget_ms)

@@ -1,0 +1,168 @@
+"""What is timed has to be right first: outputs are held against the oracle of the tests.
+
+As in the tests, the error may be twice that of the same mathematics by plain PyTorch in the input dtype (three times
+with softcap), plus rounding. Rounding counts in units of the largest number of the result itself: the mean of thousands
+of values is small, and next to a bound for numbers around one a kernel that writes zeros would pass. The reference
+computes in float32 (float64 for float32 inputs), for the first and the last key head and the query heads that share it,
+in all batch entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tests import oracle, reference
+
+CHUNK_SCORES = 2**25  # scores of the reference that are in memory at a time, times about ten for its intermediates
+ROUNDING = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 32, torch.float64: 4096}  # in eps of the largest number
+HEAD_DIMENSION_OF_OPTION = {"bias": 1, "mask": 1, "alibi_slopes": -1, "sink": 0}
+
+Result = dict[str, Tensor]  # "out" and, for each input that has a gradient, "d" + its name
+
+
+class WrongOutput(RuntimeError):
+    """An output misses the bound."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a key head's share of the result has to be."""
+
+    head_kv: int
+    ref: Result
+    low: Result
+
+
+class Expected:
+    """The right result of a call, for some of its heads."""
+
+    def __init__(
+        self,
+        call: oracle.Call,
+        gradients_of: Sequence[str] = (),
+        heads_kv: Sequence[int] | None = None,
+        batch_entries: int | None = None,
+    ):
+        """``heads_kv``: the key heads that are looked at; None: the first and the last. ``batch_entries``: so many of
+        the first ones; None: all."""
+        self._call, self._gradients_of, self._batch = call, tuple(gradients_of), slice(batch_entries)
+        chosen = {0, call.k.shape[-2] - 1} if heads_kv is None else set(heads_kv)
+        self._shares = [self._share(head_kv) for head_kv in sorted(chosen)]
+
+    def _share(self, head_kv: int) -> _Share:
+        cut = _cut_call(self._call, head_kv, self._batch)
+        exact = torch.float64 if cut.dtype in (torch.float32, torch.float64) else torch.float32
+        with _exact_matmuls():
+            ref = _run(cut, exact, self._gradients_of)
+        return _Share(head_kv, ref, _run(cut, cut.dtype, self._gradients_of))
+
+    def check(self, who: str, result: Result) -> None:
+        """Raises WrongOutput."""
+        factor = 3.0 if self._call.options.get("softcap") else 2.0
+        for share in self._shares:
+            for name, got in _cut_result(self._call, result, share.head_kv, self._batch).items():
+                _check_bound(f"{who}: {name}", got, share.ref[name], share.low[name], factor)
+        for name, tensor in result.items():
+            if not tensor.isfinite().all():
+                raise WrongOutput(f"{who}: {name} is not finite everywhere")
+
+
+def _check_bound(what: str, got: Tensor, ref: Tensor, low: Tensor, factor: float) -> None:
+    if got.shape != ref.shape:
+        raise WrongOutput(f"{what} has shape {tuple(got.shape)}, expected {tuple(ref.shape)}")
+    error, low_error = (_largest(t.to(ref.dtype) - ref) for t in (got, low))
+    bound = factor * low_error + ROUNDING[got.dtype] * torch.finfo(got.dtype).eps * _largest(ref)
+    if not error <= bound:  # NaN is not below the bound either
+        raise WrongOutput(f"{what} is off by {error:.2e}, allowed is {bound:.2e} (plain PyTorch: {low_error:.2e})")
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+@contextmanager
+def _exact_matmuls() -> Iterator[None]:
+    """No TF32 in the reference, whatever the contestants may use."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _query_heads(call: oracle.Call, head_kv: int) -> slice:
+    group = call.q.shape[-2] // call.k.shape[-2]
+    return slice(head_kv * group, (head_kv + 1) * group)
+
+
+def _cut_call(call: oracle.Call, head_kv: int, batch: slice) -> oracle.Call:
+    heads, own = _query_heads(call, head_kv), slice(head_kv, head_kv + 1)
+    options = dict(call.options)
+    for name, dim in HEAD_DIMENSION_OF_OPTION.items():
+        if options.get(name) is not None:
+            options[name] = _heads_of(options[name], dim, heads)
+    return replace(
+        call,
+        q=call.q[batch, ..., heads, :],
+        k=call.k[batch, ..., own, :],
+        v=call.v[batch, ..., own, :],
+        options=options,
+        grad_out=None if call.grad_out is None else call.grad_out[batch, ..., heads, :],
+    )
+
+
+def _cut_result(call: oracle.Call, result: Result, head_kv: int, batch: slice) -> Result:
+    heads, own = _query_heads(call, head_kv), slice(head_kv, head_kv + 1)
+    cut: Result = {}
+    for name, tensor in result.items():
+        if name in ("out", "dq", "dk", "dv"):
+            cut[name] = tensor[batch, ..., own if name in ("dk", "dv") else heads, :]
+        else:
+            cut[name] = _heads_of(tensor, HEAD_DIMENSION_OF_OPTION[name.removeprefix("d")], heads)
+    return cut
+
+
+def _heads_of(tensor: Tensor, dim: int, heads: slice) -> Tensor:
+    """The heads' part of a tensor that has one entry for each head, or one for all."""
+    return tensor if tensor.shape[dim] == 1 else tensor.narrow(dim, heads.start, heads.stop - heads.start)
+
+
+def _run(call: oracle.Call, dtype: torch.dtype, gradients_of: Sequence[str]) -> Result:
+    if set(call.options) <= {"causal"} and set(gradients_of) <= {"q", "k", "v"}:
+        return _run_in_chunks(call, dtype, bool(gradients_of))
+    result = oracle.run_reference(call, dtype, gradients_of)
+    return {name: tensor for name, tensor in result.items() if name != "lse"}
+
+
+def _run_in_chunks(call: oracle.Call, dtype: torch.dtype, with_gradients: bool) -> Result:
+    """Plain attention, some queries at a time: long sequences have more scores than memory holds."""
+    causal = bool(call.options.get("causal"))
+    (batch, seqlen_q, heads_q, _), seqlen_k = call.q.shape, call.k.shape[1]
+    rows = max(1, CHUNK_SCORES // (batch * heads_q * seqlen_k))
+    wide = torch.promote_types(dtype, torch.float32)  # sums over the chunks, as a matrix product sums
+    grad_k, grad_v = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (call.k, call.v))
+    outs: list[Tensor] = []
+    grads_q: list[Tensor] = []
+    for start in range(0, seqlen_q, rows):
+        stop = min(start + rows, seqlen_q)
+        keys = stop + seqlen_k - seqlen_q if causal else seqlen_k
+        parts = (call.q[:, start:stop], call.k[:, :keys], call.v[:, :keys])
+        q, k, v = (part.detach().to(dtype).requires_grad_(with_gradients) for part in parts)
+        out, _, _ = reference.attention(q, k, v, reference.Options(causal=causal))
+        outs.append(out.detach())
+        if with_gradients:
+            assert call.grad_out is not None
+            dq, dk, dv = torch.autograd.grad(out, (q, k, v), call.grad_out[:, start:stop].to(dtype))
+            grads_q.append(dq)
+            grad_k[:, :keys] += dk
+            grad_v[:, :keys] += dv
+    result = {"out": torch.cat(outs, 1)}
+    if with_gradients:
+        result |= {"dq": torch.cat(grads_q, 1), "dk": grad_k.to(dtype), "dv": grad_v.to(dtype)}
+    return result

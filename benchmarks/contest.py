@@ -1,0 +1,85 @@
+"""Who takes part in a row: what is not supported stays out and says why, what is wrong stops the run."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.checks import Expected, Result, WrongOutput
+from benchmarks.peers import Peer
+from benchmarks.report import Row
+from benchmarks.timing import Clock, Contestant, Effort, take_turns
+
+Work = Callable[[], list[Row]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of a run share."""
+
+    device: torch.device
+    clock: Clock
+    effort: Effort
+    peers: Mapping[str, Peer]
+    ceilings: Mapping[str, float]  # as measured before the first row; ceilings.measure_ceilings
+
+
+@dataclass
+class Contest:
+    """The contestants of one row or more, by name, and why others are missing."""
+
+    contestants: dict[str, Contestant] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def enter(
+        self,
+        name: str,
+        contestant: Contestant,
+        expected: Expected,
+        result: Callable[[], Result] | None = None,
+        repeated_by: Clock | None = None,
+        required: bool = False,
+    ) -> None:
+        """Checks what the contestant returns; one that is wrong, or that cannot, is left out unless it is required.
+
+        Args:
+            result: runs the contestant's work once; None: the contestant itself returns "out".
+            repeated_by: time not the call but its ``Clock.repeatable`` form, whose output is checked as well.
+
+        Raises:
+            WrongOutput: what is required is wrong.
+            RuntimeError: what is required cannot.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # SDPA's, about every backend that it does not use
+                expected.check(name, {"out": contestant()} if result is None else result())
+                if repeated_by is not None:
+                    contestant = repeated_by.repeatable(contestant)
+                    expected.check(name, {"out": contestant()})
+        except (RuntimeError, TypeError) as error:
+            if required:
+                raise
+            if isinstance(error, WrongOutput):
+                print(f"warning: {error}; it is left out", file=sys.stderr)
+            self.missing[name] = first_line(error)
+            return
+        self.contestants[name] = contestant
+
+    def leave_out(self, name: str, reason: str) -> None:
+        self.missing[name] = reason
+
+    def measure(self, setting: Setting) -> dict[str, float]:
+        """Median milliseconds of each."""
+        return take_turns(setting.clock, self.contestants, setting.effort)
+
+
+def first_line(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

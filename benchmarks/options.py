@@ -1,0 +1,248 @@
+"""``options``: what each option of the scores costs, in percent of the plain call's time.
+
+"pairs" is the number of query-key pairs that a variant works on, over that of the plain call; the cost is measured
+from the plain call's time for as many pairs. "MB" are the bytes of bias or mask that all batch entries and heads
+together look at, and "% net" is the cost without the time in which the measured read stream delivers them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flash_ext
+from benchmarks.arguments import dtypes_of, on_cpu, positive
+from benchmarks.ceilings import name_of
+from benchmarks.checks import Expected, Result
+from benchmarks.contest import Contest, Setting, Work
+from benchmarks.peers import OURS
+from benchmarks.report import Row
+from benchmarks.timing import Contestant
+from tests.oracle import Call
+
+PLAIN = "plain"
+DIRECTIONS = ("forward", "backward")
+HEAD_DIMS, SEQLEN, TOKENS, HIDDEN = (64, 128), 4096, 16384, 2048
+CPU_HEAD_DIMS, CPU_SEQLEN, CPU_TOKENS, CPU_HIDDEN = (64,), 512, 1024, 256
+DROPOUT = 0.1
+SHARE_VISIBLE = 0.9  # of the random masks
+UNEVEN = (1, 2, 5, 8)  # lengths of packed sequences, in sixteenths of the tokens
+
+
+@dataclass(frozen=True)
+class Size:
+    batch: int
+    seqlen: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call with an option."""
+
+    name: str
+    call: Call
+    pairs: float = 1.0  # of those of the plain call
+    bytes_read: int = 0  # of bias or mask, by all batch entries and heads together
+    gradients_of: tuple[str, ...] = ("q", "k", "v")
+    heads_kv: Sequence[int] | None = None  # that are checked
+    batch_entries: int | None = None
+
+    @property
+    def only_backward(self) -> bool:
+        return len(self.gradients_of) > 3 or bool(self.call.options.get("deterministic"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="default: both")
+    parser.add_argument("--head-dim", type=positive, nargs="+", metavar="N", help="default: 64 128")
+    parser.add_argument("--seqlen", type=positive, help=f"default: {SEQLEN}")
+    parser.add_argument("--tokens", type=positive, help=f"batch x seqlen, default: {TOKENS}")
+    parser.add_argument("--hidden", type=positive, help=f"heads x head_dim, default: {HIDDEN}")
+
+
+dtypes = dtypes_of
+
+
+def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:
+    cpu = on_cpu(chosen)
+    seqlen = chosen.seqlen or (CPU_SEQLEN if cpu else SEQLEN)
+    batch = max(1, (chosen.tokens or (CPU_TOKENS if cpu else TOKENS)) // seqlen)
+    hidden = chosen.hidden or (CPU_HIDDEN if cpu else HIDDEN)
+    sizes = [
+        Size(batch, seqlen, max(1, hidden // head_dim), head_dim, dtype, chosen.device)
+        for dtype in dtypes_of(chosen)
+        for head_dim in chosen.head_dim or (CPU_HEAD_DIMS if cpu else HEAD_DIMS)
+    ]
+    return [partial(measure, size, direction, setting) for size in sizes for direction in chosen.directions]
+
+
+def variants(size: Size) -> list[Variant]:
+    """The plain call first."""
+    shape = (size.batch, size.seqlen, size.heads, size.head_dim)
+    q, k, v, grad = (size.random(*shape) for _ in range(4))
+    plain = Variant(PLAIN, Call(q, k, v, grad_out=grad))
+    return [
+        plain,
+        *biases_and_masks(plain, size),
+        *scores(plain, size),
+        *sparse(plain, size),
+        *packed(plain, size),
+        with_options(plain, "deterministic", deterministic=True),
+    ]
+
+
+def with_options(plain: Variant, name: str, **options: Any) -> Variant:
+    return replace(plain, name=name, call=plain.call.with_options(**options))
+
+
+def biases_and_masks(plain: Variant, size: Size) -> list[Variant]:
+    b, h, n = size.batch, size.heads, size.seqlen
+    per_head, shared, per_key = (size.random(*shape) for shape in ((1, h, n, n), (1, 1, n, n), (b, 1, 1, n)))
+    mask, padding = (torch.rand(shape, device=size.device) < SHARE_VISIBLE for shape in ((1, 1, n, n), (b, 1, 1, n)))
+    pairs = b * h * n * n
+    biases = {"bias (1, h, q, k)": per_head, "bias (1, 1, q, k)": shared, "bias (b, 1, 1, k)": per_key}
+    masks = {"mask (1, 1, q, k)": mask, "mask (b, 1, 1, k)": padding}
+    found = []
+    for option, tensors in (("bias", biases), ("mask", masks)):
+        for name, tensor in tensors.items():
+            looked_at = (pairs if tensor.shape[2] > 1 else b * h * n) * tensor.element_size()
+            found.append(replace(with_options(plain, name, **{option: tensor}), bytes_read=looked_at))
+    trained = replace(found[0], name="bias (1, h, q, k), its gradient", gradients_of=("q", "k", "v", "bias"))
+    return [*found, trained]
+
+
+def scores(plain: Variant, size: Size) -> list[Variant]:
+    """What changes scores or weights, and reads nothing."""
+    slopes = torch.rand(size.heads, device=size.device) / 16
+    rng = flash_ext.draw_rng_state(size.device)
+    dropout = with_options(plain, f"dropout {DROPOUT}", dropout_p=DROPOUT, rng_state=rng)
+    return [
+        with_options(plain, "softcap", softcap=30.0),
+        with_options(plain, "ALiBi", alibi_slopes=slopes),
+        replace(dropout, heads_kv=(0,), batch_entries=1),  # what the oracle's mask begins with
+        with_options(plain, "sink", sink=size.random(size.heads)),
+    ]
+
+
+def sparse(plain: Variant, size: Size) -> list[Variant]:
+    n, reach = size.seqlen, size.seqlen // 8
+    causal_pairs = (n + 1) / (2 * n)
+    window_pairs = sum(min(n, i + reach + 1) - max(0, i - reach) for i in range(n)) / n**2
+    blocks = flash_ext.BlockMask.sliding_window(n, n, (reach, reach), device=size.device)
+    every = flash_ext.BlockMask.sliding_window(n, n, (-1, -1), device=size.device)
+    return [
+        replace(with_options(plain, "causal", causal=True), pairs=causal_pairs),
+        replace(with_options(plain, f"window {reach}", window_size=(reach, reach)), pairs=window_pairs),
+        with_blocks(plain, f"block mask, window {reach}", blocks, window_pairs),
+        with_blocks(plain, "block mask, all blocks", every, 1.0),
+    ]
+
+
+def with_blocks(plain: Variant, name: str, mask: flash_ext.BlockMask, pairs: float) -> Variant:
+    call = replace(plain.call.with_options(block_mask=mask), block_visible=mask.to_dense())
+    return replace(plain, name=name, call=call, pairs=pairs)
+
+
+def packed(plain: Variant, size: Size) -> list[Variant]:
+    tokens = size.batch * size.seqlen
+    uneven = [tokens * share // sum(UNEVEN) for share in UNEVEN]
+    return [
+        with_lengths(plain, "varlen, even", [size.seqlen] * size.batch, size),
+        with_lengths(plain, "varlen, uneven", uneven, size),
+    ]
+
+
+def with_lengths(plain: Variant, name: str, lengths: Sequence[int], size: Size) -> Variant:
+    rows = sum(lengths)
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(size.device, torch.int32)
+    call = plain.call
+    assert call.grad_out is not None
+    q, k, v, grad = (t.detach().flatten(0, 1)[:rows] for t in (call.q, call.k, call.v, call.grad_out))
+    options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    pairs = sum(length**2 for length in lengths) / (size.batch * size.seqlen**2)
+    return replace(plain, name=name, call=Call(q, k, v, options, grad_out=grad), pairs=pairs)
+
+
+def measure(size: Size, direction: str, setting: Setting) -> list[Row]:
+    """A row for each variant; all of them take turns."""
+    contest = Contest()
+    listed = [v for v in variants(size) if direction == "backward" or not v.only_backward]
+    for variant in listed:
+        enter(contest, variant, direction)
+    ms = contest.measure(setting)
+    return [row_of(size, direction, variant, ms, contest.missing, setting.ceilings["read_tbps"]) for variant in listed]
+
+
+def enter(contest: Contest, variant: Variant, direction: str) -> None:
+    call = variant.call
+    supported, reason = flash_ext.supports(call.q, call.k, call.v, operation=direction, **call.options)
+    if not supported:
+        contest.leave_out(variant.name, reason)
+        return
+    gradients_of = variant.gradients_of if direction == "backward" else ()
+    expected = Expected(call, gradients_of, variant.heads_kv, variant.batch_entries)
+    leaves = {name: t.detach().requires_grad_(name in gradients_of) for name, t in call.inputs().items()}
+    arguments = {**call.options, **leaves}
+
+    def attend() -> Tensor:
+        out = flash_ext.attention(**arguments)
+        assert isinstance(out, Tensor)
+        return out
+
+    if direction == "forward":
+        contest.enter(variant.name, Contestant(torch.no_grad()(attend)), expected, required=True)
+        return
+    out = attend()
+    inputs = [leaves[name] for name in gradients_of]
+
+    def differentiate() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, inputs, call.grad_out, retain_graph=True)
+
+    def out_and_gradients() -> Result:
+        return {"out": out.detach(), **{f"d{n}": g for n, g in zip(gradients_of, differentiate(), strict=True)}}
+
+    contest.enter(variant.name, Contestant(differentiate), expected, out_and_gradients, required=True)
+
+
+def row_of(
+    size: Size, direction: str, variant: Variant, ms: dict[str, float], missing: dict[str, str], read_tbps: float
+) -> Row:
+    figures: dict[str, float] = {}
+    if variant.name in ms and PLAIN in ms:
+        plain = ms[PLAIN] * variant.pairs
+        reading = variant.bytes_read / read_tbps / 1e9
+        figures = {
+            "% cost": 100 * (ms[variant.name] / plain - 1),
+            "% net": 100 * ((ms[variant.name] - reading) / plain - 1),
+            "pairs": variant.pairs,
+            "MB": variant.bytes_read / 1e6,
+        }
+    shape = f"{size.batch} x {size.seqlen} x {size.heads} x {size.head_dim}"
+    return Row(
+        table=f"{direction}, {name_of(size.dtype)}, {shape}",
+        label=variant.name,
+        problem={
+            "direction": direction,
+            "batch": size.batch,
+            "seqlen": size.seqlen,
+            "heads": size.heads,
+            "head_dim": size.head_dim,
+            "dtype": name_of(size.dtype),
+        },
+        measured={OURS: ms[variant.name]} if variant.name in ms else {},
+        figures=figures,
+        missing={OURS: missing[variant.name]} if variant.name in missing else {},
+    )

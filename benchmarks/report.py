@@ -1,0 +1,263 @@
+"""A run as it is printed, drawn, kept and compared.
+
+Every figure that is measured is one of which less is better: milliseconds, microseconds, MiB. A ratio is always what a
+peer needs over what flash_ext needs: above 1, flash_ext is ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import OURS
+from benchmarks.provenance import headline
+
+SCHEMA = "flash_ext.benchmarks/1"
+DRAWN_AS_BARS = frozenset({"options", "host"})
+DRAWN_LOGARITHMIC = frozenset({"memory", "decode"})
+PANELS_IN_A_ROW = 4
+
+
+@dataclass
+class Row:
+    """One problem, and what each contestant needed for it."""
+
+    table: str  # under which heading it stands
+    label: str  # what tells it from the others of the table
+    problem: dict[str, Any]  # every number that defines it
+    measured: dict[str, float]  # by contestant, in the record's unit
+    shown: dict[str, float] = field(default_factory=dict)  # the same in the record's shown_unit; empty: as measured
+    figures: dict[str, float] = field(default_factory=dict)  # other columns
+    missing: dict[str, str] = field(default_factory=dict)  # contestants that did not take part, and why
+
+    def ratios(self) -> dict[str, float]:
+        """By peer; other forms of ours are none."""
+        mine = self.measured.get(OURS)
+        if mine is None:
+            return {}
+        return {name: value / mine for name, value in self.measured.items() if not is_ours(name)}
+
+
+@dataclass
+class Record:
+    """A whole run. ``unit`` and ``shown_unit``: of ``Row.measured`` and ``Row.shown``."""
+
+    question: str
+    unit: str
+    shown_unit: str
+    label_title: str
+    provenance: dict[str, Any] = field(default_factory=dict)
+    ceilings: dict[str, float] = field(default_factory=dict)  # ceilings.measure_ceilings
+    rows: list[Row] = field(default_factory=list)
+    schema: str = SCHEMA
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read(path: Path) -> Record:
+    """A record that ``Record.write`` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"{path} is not a record of this tool ({SCHEMA})")
+    _check_fields(path, "the record", content, Record)
+    for number, row in enumerate(content["rows"]):
+        _check_fields(path, f"row {number}", row, Row)
+    return Record(**{**content, "rows": [Row(**row) for row in content["rows"]]})
+
+
+def _check_fields(path: Path, what: str, content: Mapping[str, Any], of: type[Record] | type[Row]) -> None:
+    expected = {f.name for f in fields(of)}
+    if set(content) != expected:
+        raise ValueError(f"{path}: {what} has the fields {sorted(content)}, expected {sorted(expected)}")
+
+
+def markdown(record: Record) -> str:
+    """Headline, a table for each heading, a summary."""
+    lines = [headline(record.provenance), f"`{record.provenance['command']}`"]
+    if record.provenance["peers"]:
+        lines.append("peers: " + ", ".join(f"{name} = {title}" for name, title in record.provenance["peers"].items()))
+    if record.ceilings:
+        lines.append("ceilings: " + ", ".join(_ceiling(*item) for item in record.ceilings.items()))
+    for title in tables(record):
+        rows = [row for row in record.rows if row.table == title]
+        lines += ["", f"**{title}** ({record.shown_unit})", "", *table_of(rows, record.label_title)]
+    lines += summary(record) + _missing(record)
+    return "\n".join(lines)
+
+
+def tables(record: Record) -> list[str]:
+    return list(dict.fromkeys(row.table for row in record.rows))
+
+
+def _ceiling(name: str, value: float) -> str:
+    kind, _, unit = name.rpartition("_")
+    return f"{kind.replace('_', ' ')} {number(value)} {'TFLOP/s' if unit == 'tflops' else 'TB/s'}"
+
+
+def table_of(rows: Sequence[Row], label_title: str) -> list[str]:
+    """A markdown table of rows with the same heading."""
+    contestants = contestants_of(rows)
+    peers = any(row.ratios() for row in rows)
+    figures = list(dict.fromkeys(name for row in rows for name in row.figures))
+    ratios = ["/ best peer"] + (["/ fa2"] if "fa2" in contestants else []) if peers else []
+    titles = [*contestants, *ratios, *figures]
+    lines = [line([label_title, *titles]), "| --- |" + " ---: |" * len(titles)]
+    for row in rows:
+        values = row.shown or row.measured
+        cells = [row.label, *(number(values.get(name)) for name in contestants)]
+        if peers:
+            cells.append(ratio(best_ratio(row)))
+            cells += [ratio(row.ratios().get("fa2"))] if "fa2" in contestants else []
+        lines.append(line([*cells, *(number(row.figures.get(name)) for name in figures)]))
+    return lines
+
+
+def contestants_of(rows: Iterable[Row]) -> list[str]:
+    """Ours first, the others in the order of the first row that has them."""
+    names = dict.fromkeys(name for row in rows for name in row.measured)
+    return sorted(names, key=lambda name: not is_ours(name))
+
+
+def is_ours(name: str) -> bool:
+    """Of the library there can be several forms in a row."""
+    return name.startswith(OURS)
+
+
+def best_ratio(row: Row) -> float | None:
+    return min(row.ratios().values(), default=None)
+
+
+def line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def number(value: float | None) -> str:
+    """Three digits, or as many as stand before the point."""
+    return "-" if value is None else f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def summary(record: Record) -> list[str]:
+    """Geometric mean and smallest of the ratios, for each heading and over all."""
+    peers = [name for name in contestants_of(record.rows) if not is_ours(name)]
+    groups = [(title, [row for row in record.rows if row.table == title]) for title in tables(record)]
+    groups += [("all", record.rows)] if len(groups) > 1 else []
+    lines = ["", "**peer over flash_ext: geometric mean (smallest)**", "", line(["", *peers, "best peer"])]
+    lines.append("| --- |" + " ---: |" * (len(peers) + 1))
+    found = False
+    for title, rows in groups:
+        columns = [[row.ratios()[peer] for row in rows if peer in row.ratios()] for peer in peers]
+        columns.append([value for row in rows if (value := best_ratio(row)) is not None])
+        found |= any(columns)
+        lines.append(line([title, *(f"{geometric_mean(c):.2f} ({min(c):.2f})" if c else "-" for c in columns)]))
+    return lines if found else []
+
+
+def _missing(record: Record) -> list[str]:
+    """Who did not take part, each reason once."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in record.rows:
+        for name, reason in row.missing.items():
+            reasons.setdefault((name, reason), []).append(f"{row.table} {row.label}")
+    return [""] * bool(reasons) + [
+        f"- {name}: not in {places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {reason}"
+        for (name, reason), places in reasons.items()
+    ]
+
+
+def compare(before: Record, after: Record) -> tuple[str, float | None]:
+    """What became of each row, in a table, and the smallest of the ratios (None: no row is in both).
+
+    The peers of both runs tell how much of it is the machine: "steady" is the ratio over theirs.
+    """
+    if before.question != after.question:
+        raise ValueError(f"cannot compare {before.question} with {after.question}")
+    lines = [f"before: {headline(before.provenance)}", f"after:  {headline(after.provenance)}"]
+    lines += [f"{before.question}: {OURS} before over after, in {before.unit}; above 1, it became better", ""]
+    lines += [line(["table", before.label_title, "before", "after", "before / after", "peers", "steady"])]
+    lines += ["| --- | --- |" + " ---: |" * 5]
+    earlier = {_key(row): row for row in before.rows}
+    ratios = []
+    for row in after.rows:
+        old = earlier.get(_key(row))
+        if old is None or OURS not in old.measured or OURS not in row.measured:
+            continue
+        change = old.measured[OURS] / row.measured[OURS]
+        common = [old.measured[name] / row.measured[name] for name in row.ratios() if name in old.measured]
+        peers = geometric_mean(common) if common else None
+        ratios.append(change)
+        cells = [number(old.measured[OURS]), number(row.measured[OURS]), ratio(change), ratio(peers)]
+        lines.append(line([row.table, row.label, *cells, ratio(change / peers if peers else None)]))
+    if not ratios:
+        return "\n".join([*lines, "", "no row is in both records"]), None
+    lines += ["", f"geometric mean {geometric_mean(ratios):.3f}, smallest {min(ratios):.3f}, {len(ratios)} rows"]
+    alone = len(before.rows) + len(after.rows) - 2 * len(ratios)
+    lines += [f"{alone} rows are in one record only"] if alone else []
+    return "\n".join(lines), min(ratios)
+
+
+def _key(row: Row) -> str:
+    return json.dumps([row.table, row.label, row.problem], sort_keys=True)
+
+
+def plot(record: Record, path: Path) -> None:
+    """A panel for each heading."""
+    from matplotlib.figure import Figure
+
+    titles = tables(record)
+    across = min(PANELS_IN_A_ROW, len(titles))
+    down = -(-len(titles) // across)
+    figure = Figure(figsize=(5 * across, 3.6 * down), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flat
+    for axes, title in zip(panels, titles, strict=False):
+        draw = _bars if record.question in DRAWN_AS_BARS else _lines
+        draw(axes, record, [row for row in record.rows if row.table == title])
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    for axes in list(figure.axes)[len(titles) :]:
+        axes.set_visible(False)
+    figure.suptitle(headline(record.provenance), fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _lines(axes: Any, record: Record, rows: Sequence[Row]) -> None:
+    for name in contestants_of(rows):
+        values = [(row.shown or row.measured).get(name, math.nan) for row in rows]
+        axes.plot(range(len(rows)), values, "o-", label=name, linewidth=2.5 if name == OURS else 1.2)
+    axes.set_xticks(range(len(rows)), [row.label for row in rows], rotation=45, ha="right", fontsize=8)
+    axes.set(xlabel=record.label_title, ylabel=record.shown_unit)
+    if record.question in DRAWN_LOGARITHMIC:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def _bars(axes: Any, record: Record, rows: Sequence[Row]) -> None:
+    names = contestants_of(rows)
+    height = 0.8 / len(names)
+    for number_of_bar, name in enumerate(names):
+        values = [(row.shown or row.measured).get(name, math.nan) for row in rows]
+        axes.barh([at + number_of_bar * height for at in range(len(rows))], values, height, label=name)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(record.shown_unit)

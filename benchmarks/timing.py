@@ -1,0 +1,160 @@
+"""How long calls take. Contestants take turns, so that a clock that drifts drifts for all of them alike.
+
+On a GPU a call is timed by events on the stream, after a buffer larger than the L2 cache was written (what
+triton.testing.do_bench does): the call finds its inputs in memory, as it would in a model, and the host runs ahead of
+the GPU. On a CPU it is timed by the wall clock. The figure is the median.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+WARM_UP_CALLS = 2
+FLUSH_BYTES = 512 * 2**20  # at least; writing them also takes longer than the host takes to launch a call
+ROUNDS_IN_FLIGHT = 16  # the launch queue of a stream holds about a thousand entries
+
+Reading = Callable[[], float]  # milliseconds, once the clock has waited
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A call that is timed; ``around`` is entered before the clock starts and left after it stopped."""
+
+    call: Callable[[], Any]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self) -> Any:
+        with self.around():
+            return self.call()
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Timed calls of each contestant: ``most``, or as many as fit in ``budget_ms``, but ``fewest`` in any case."""
+
+    most: int
+    fewest: int
+    budget_ms: float
+
+    def rounds(self, call_ms: float) -> int:
+        return max(self.fewest, min(self.most, int(self.budget_ms / max(call_ms, 1e-6))))
+
+
+class Clock(Protocol):
+    def time(self, contestant: Contestant) -> Reading:
+        """Runs the contestant, or puts it on the stream."""
+
+    def wait(self) -> None:
+        """Until all readings can be read."""
+
+    def repeatable(self, contestant: Contestant) -> Contestant:
+        """The same work with as little of the host in it as there can be."""
+
+
+class CpuClock:
+    def time(self, contestant: Contestant) -> Reading:
+        with contestant.around():
+            start = time.perf_counter()
+            contestant.call()
+            elapsed = 1e3 * (time.perf_counter() - start)
+        return lambda: elapsed
+
+    def wait(self) -> None:
+        pass
+
+    def repeatable(self, contestant: Contestant) -> Contestant:
+        return contestant
+
+
+class CudaClock:
+    def __init__(self) -> None:
+        l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        self._flush = torch.empty(max(2 * l2_bytes, FLUSH_BYTES), dtype=torch.int8, device="cuda")
+
+    def time(self, contestant: Contestant) -> Reading:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with contestant.around():
+            self._flush.zero_()
+            start.record()
+            contestant.call()
+            end.record()
+        return lambda: start.elapsed_time(end)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def repeatable(self, contestant: Contestant) -> Contestant:
+        """A CUDA graph of the call, to be replayed."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_CALLS):
+                contestant()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = contestant()
+
+        def replay() -> Any:
+            graph.replay()
+            return kept
+
+        return Contestant(replay)
+
+
+def make_clock(device: torch.device) -> Clock:
+    return CudaClock() if device.type == "cuda" else CpuClock()
+
+
+def take_turns(clock: Clock, contestants: Mapping[str, Contestant], effort: Effort) -> dict[str, float]:
+    """Median milliseconds of each. Every other round goes backwards, so that nobody always follows the same one."""
+    for contestant in contestants.values():
+        for _ in range(WARM_UP_CALLS):
+            contestant()
+    clock.wait()
+    estimates = {name: clock.time(contestant) for name, contestant in contestants.items()}
+    clock.wait()
+    rounds = {name: effort.rounds(reading()) for name, reading in estimates.items()}
+    readings: dict[str, list[Reading]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for turn in range(max(rounds.values(), default=0)):
+        for name in names if turn % 2 == 0 else reversed(names):
+            if turn < rounds[name]:
+                readings[name].append(clock.time(contestants[name]))
+        if turn % ROUNDS_IN_FLIGHT == ROUNDS_IN_FLIGHT - 1:
+            clock.wait()
+    clock.wait()
+    return {name: statistics.median(reading() for reading in taken) for name, taken in readings.items()}
+
+
+def host_microseconds(device: torch.device, contestant: Contestant, calls: int) -> float:
+    """Mean wall-clock time of the host for one of ``calls`` calls in a row, GPU work left unfinished."""
+    with contestant.around():
+        finish(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            contestant.call()
+        elapsed = time.perf_counter() - start
+        finish(device)
+    return 1e6 * elapsed / calls
+
+
+def finish(device: torch.device) -> None:
+    """Waits for what is on the device's streams."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def progress(total: int, title: str) -> Iterator[tqdm[Any]]:
+    """A bar on stderr, where there is somebody to see it."""
+    with tqdm(total=total, desc=title, unit="row", dynamic_ncols=True, disable=None) as bar:
+        yield bar

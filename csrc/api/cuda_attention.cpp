@@ -1,0 +1,62 @@
+// Attention forward and backward on CUDA: prepare the call, run the kernels on torch's current stream, return what they
+// wrote.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "../kernels/sm80/backward.h"
+#include "../kernels/sm80/bias_gradient.h"
+#include "../kernels/sm80/clear.h"
+#include "../kernels/sm80/forward.h"
+#include "attention.h"
+#include "cuda_device.h"
+#include "op_arguments.h"
+#include "tensors.h"
+
+namespace flash_ext::api {
+namespace {
+
+using Tensors2 = std::tuple<Tensor, Tensor>;
+using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
+                           bool /*deterministic*/) {
+  const CudaDevice device(q);
+  const ForwardCall call = prepare_forward(q, k, v, FLASH_EXT_SCORE_OPTIONS);
+  sm80::clear_forward(call.params, device.stream());
+  sm80::forward(call.params, device.stream());
+  return {call.out, call.lse};
+}
+
+Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                            FLASH_EXT_SCORE_PARAMETERS, bool deterministic, bool need_dq, bool need_dk, bool need_dv,
+                            bool need_dbias, bool need_dsink) {
+  const CudaDevice device(q);
+  const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
+  const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
+  const BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  sm80::clear_backward(call.params, device.stream());
+  const Tensor workspace = new_empty(q, {sm80::backward_workspace_bytes(call.params)}, ScalarType::Byte);
+  sm80::backward(call.params, address(workspace), device.stream());
+  if (need_dbias) {
+    const Tensor bias_workspace = new_empty(q, {sm80::bias_gradient_workspace_bytes(call.params)}, ScalarType::Byte);
+    sm80::bias_gradient(call.params, address(bias_workspace), device.stream());
+  }
+  return {call.dq, call.dk, call.dv, call.dbias, finish_dsink(call, options)};
+}
+
+void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS) {
+  const CudaDevice device(q);
+  prepare_attention(plan::Operation::kForward, q, k, v, FLASH_EXT_SCORE_OPTIONS);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
+  m.impl("attention_forward", TORCH_BOX(&attention_forward));
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_check", TORCH_BOX(&attention_check));
+}
+
+}  // namespace flash_ext::api

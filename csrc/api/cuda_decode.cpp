@@ -1,0 +1,55 @@
+// Attention over a key-value cache on CUDA: prepare the call, append, run the kernels on torch's current stream.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "../kernels/sm80/append.h"
+#include "../kernels/sm80/decode.h"
+#include "cuda_device.h"
+#include "decode.h"
+#include "op_arguments.h"
+#include "tensors.h"
+
+namespace flash_ext::api {
+namespace {
+
+using Tensors2 = std::tuple<Tensor, Tensor>;
+
+Tensors2 run(DecodeCall& call, const CudaDevice& device) {
+  const Tensor workspace = new_empty(call.out, {sm80::decode_workspace_bytes(call.params)}, ScalarType::Byte);
+  sm80::decode(call.params, address(workspace), device.stream(), call.append.has_value());
+  return {call.out, call.lse};
+}
+
+Tensors2 attention_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, FLASH_EXT_DECODE_PARAMETERS) {
+  const CudaDevice device(q);
+  DecodeCall call = prepare_decode(q, k_cache, v_cache, std::nullopt, FLASH_EXT_DECODE_OPTIONS);
+  return run(call, device);
+}
+
+Tensors2 attention_decode_append(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
+                                 const Tensor& v, FLASH_EXT_DECODE_PARAMETERS) {
+  const CudaDevice device(q);
+  DecodeCall call = prepare_decode(q, k_cache, v_cache, NewTokens{k, v}, FLASH_EXT_DECODE_OPTIONS);
+  sm80::append(*call.append, device.stream());
+  // Copies, where the caches need them, hold what was just appended.
+  call.params.k = view_rows(call.owned.emplace_back(with_aligned_rows(k_cache)));
+  call.params.v = view_rows(call.owned.emplace_back(with_aligned_rows(v_cache)));
+  return run(call, device);
+}
+
+void attention_decode_check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                            FLASH_EXT_DECODE_PARAMETERS) {
+  const CudaDevice device(q);
+  prepare_decode(q, k_cache, v_cache, std::nullopt, FLASH_EXT_DECODE_OPTIONS);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
+  m.impl("attention_decode", TORCH_BOX(&attention_decode));
+  m.impl("attention_decode_append", TORCH_BOX(&attention_decode_append));
+  m.impl("attention_decode_check", TORCH_BOX(&attention_decode_check));
+}
+
+}  // namespace flash_ext::api

@@ -1,0 +1,18 @@
+// What differs between the devices before a kernel is launched. Each library brings the implementation of its own.
+#pragma once
+
+#include "../plan/plan.h"
+#include "checks.h"
+
+namespace flash_ext::api {
+
+/// Fills in the device of a problem: what it is and how many can work at the same time.
+void describe_device(const Tensor& q, plan::Problem& problem);
+
+/// Bytes that the rows of q, k, v and their like must be aligned to.
+int64_t row_alignment();
+
+/// Whether lengths, pages and block lists are to be read and checked: always on a CPU, on CUDA with FLASH_EXT_CHECK=1.
+bool wants_value_checks(const Tensor& q);
+
+}  // namespace flash_ext::api

@@ -1,0 +1,64 @@
+// Single instructions that C++ has no word for.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+/// 2^x to 2 ulp; 0 for -inf, inf for inf (PTX ISA, "ex2").
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// tanh to about 2^-11 relative: no more than 16-bit inputs carry (PTX ISA, "tanh").
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// Rounded to TF32, nearest with ties away from zero: a float with 13 low bits of 0 (PTX ISA, "cvt").
+__device__ __forceinline__ uint32_t to_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+/// Two floats rounded to 16 bits, `low` in the low half.
+template <class Element>
+__device__ __forceinline__ uint32_t pack2(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+/// The two floats of pack2.
+template <class Element>
+__device__ __forceinline__ float2 unpack2(uint32_t packed);
+
+template <>
+__device__ __forceinline__ float2 unpack2<__half>(uint32_t packed) {
+  return __half22float2(reinterpret_cast<const __half2&>(packed));
+}
+
+template <>
+__device__ __forceinline__ float2 unpack2<__nv_bfloat16>(uint32_t packed) {
+  return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
+}
+
+}  // namespace flash_ext::ptx

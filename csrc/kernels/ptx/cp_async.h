@@ -1,0 +1,31 @@
+// Copies from global to shared memory that bypass registers (PTX ISA, "cp.async").
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void cp_async_16(uint32_t s_target, const void* g_source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(s_target), "l"(g_source) : "memory");
+}
+
+/// 16 bytes; zeros are written where !valid, and the source is not read.
+__device__ __forceinline__ void cp_async_16(uint32_t s_target, const void* g_source, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(s_target), "l"(g_source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits until at most kPending of the newest groups of this thread are under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace flash_ext::ptx

@@ -1,0 +1,20 @@
+// Counters in global memory by which blocks wait for each other (PTX ISA, "ld", "red").
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+/// What was written before the counter was raised to this value is visible afterwards.
+__device__ __forceinline__ int32_t load_acquire(const int32_t* g_counter) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(g_counter) : "memory");
+  return value;
+}
+
+/// Publishes what this thread, and those it synchronised with, wrote before.
+__device__ __forceinline__ void add_release(int32_t* g_counter, int32_t x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(g_counter), "r"(x) : "memory");
+}
+
+}  // namespace flash_ext::ptx

@@ -1,0 +1,734 @@
+// Attention backward on mma.sync (FlashAttention-2, Dao 2023, algorithm 2), recomputing the probabilities from lse:
+//
+//   S^T = K Q^T,   P^T = 2^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)         D: backward_rows.cuh
+//   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
+//
+// A block owns kBlockN keys of one key head, and walks all tiles of queries that see them, of all heads of the group.
+// Half of its warps, the P warps, make S^T, P^T and dV; the others, the dS warps, make dP^T, dS^T and dK. A warp owns
+// kWarpKeys keys of S^T or dP^T, so what it computes is, without leaving its registers, the A operand of its second
+// product. P^T goes to the dS warps through a tile in shared memory, in which they leave dS^T in its place (a warp
+// reads and writes the same elements); from there all warps make dQ, each a part of the tile of queries.
+//
+// Half-steps, with a barrier before each; m counts tiles of queries:
+//             P warps                                        dS warps
+//   2 m       S^T(m) = K Q(m)^T, P^T(m), stored              dK += dS^T(m - 1) Q(m - 1), dQ(m - 1)
+//   2 m + 1   dV += P^T(m) dO(m), dQ(m - 1)                  dP^T(m) = V dO(m)^T, dS^T(m), stored
+// so the exponentials and dS of one half of the warps always meet products of the other, and both run through the same
+// code, half a step apart. Q(m + 1) is loaded during 2 m + 1, dO(m) during 2 m: two stages of Q, one of dO.
+//
+// What only P knows travels with it: the derivative of the softcap is multiplied into the P^T that the dS warps get,
+// and its sign tells a dropped weight.
+//
+// dQ is summed over the blocks by atomic additions to float tiles (backward_dq.cuh). Deterministic: additions to a tile
+// take turns, from its last keys to its first, which is the order in which blocks draw their keys.
+#pragma once
+
+#include <new>
+
+#include "../common/scores.cuh"
+#include "../common/sequence.cuh"
+#include "../common/tile_range.h"
+#include "../common/visibility.cuh"
+#include "../launch.h"
+#include "backward_dq.cuh"
+#include "backward_rows.cuh"
+#include "backward_workspace.h"
+#include "config.h"
+#include "non_finite.cuh"
+#include "products.cuh"
+
+#ifndef D64M
+#define D64M 128
+#define D128G 32
+#endif
+namespace flash_ext::sm80 {
+
+/// kGeneral: scores that are more than scaled products within a window (bias, mask, softcap, ALiBi, dropout).
+/// kSmall: fits into the shared memory of every GPU.
+template <class Element_, int kHeadDim_, bool kGeneral_, bool kSmall_>
+struct BackwardConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kGeneral = kGeneral_;
+  // dK and dV of the block's keys are 128 registers of a thread, 64 at head_dim 64.
+  static constexpr int kWarps = kSmall_ ? 4 : 8;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRoleWarps = kWarps / 2;
+  static constexpr int kWarpKeys = 32;  // as many as one Philox call and one word of visibility cover
+  static constexpr int kBlockN = (kHeadDim == 256 ? 64 : 128) / (kSmall_ ? 2 : 1);
+  static constexpr int kBlockM = kSmall_ && kHeadDim > 64 ? 32 : kHeadDim == 64 && !kGeneral && !kSmall_ ? D64M : kHeadDim == 128 && kGeneral ? D128G : 64;
+  static constexpr int kBlocksPerSm = 1;
+
+  static constexpr int kKeyGroups = kBlockN / kWarpKeys;
+  static constexpr int kSides = kRoleWarps / kKeyGroups;  // warps that share keys: they divide queries, then columns
+  static constexpr int kWarpQueries = kBlockM / kSides;
+  static constexpr int kWarpColumns = kHeadDim / kSides;
+  static_assert(kSides * kKeyGroups == kRoleWarps && kWarpQueries % 16 == 0 && kWarpColumns % 16 == 0);
+
+  using Layout = TileLayout<Element, kHeadDim>;
+  using ScoreLayout = TileLayout<Element, kBlockM>;
+  using Dq = DqLayout<kBlockM, kHeadDim, kWarps>;
+  static constexpr int kKeyBytes = Layout::bytes(kBlockN);
+  static constexpr int kQueryBytes = Layout::bytes(kBlockM);
+  static constexpr int kScoreBytes = ScoreLayout::bytes(kBlockN);
+  static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
+  static constexpr int kWordBytes = kGeneral ? kBlockM * kKeyGroups * 4 : 0;
+  // Where warps share keys, P^T is read for dV while dS^T is written: it has a tile of its own.
+  static constexpr int kScoreTiles = kSides == 1 ? 2 : 3;
+  static constexpr int kTilesBytes = 2 * kKeyBytes + 3 * kQueryBytes + kScoreTiles * kScoreBytes;
+  static constexpr int kWorkBytes = 512;
+  static constexpr int kSharedBytes = kTilesBytes + 3 * kTermBytes + kWordBytes + kWorkBytes;
+  static_assert(!kSmall_ || kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");
+};
+
+/// What a block works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
+/// seldom.
+template <class Config>
+struct BackwardWork {
+  using Element = typename Config::Element;
+  Sequence sequence;  // its head is the first of the group
+  RowSource<const Element, false> queries, grad_out;
+  int key_tile, first_key;
+  int heads;       // of the group
+  TileSpan tiles;  // of queries
+  int first_tile;  // of the walk: blocks of a head begin at different ones, lest they add to the same dQ at once
+  int64_t workspace_tile;  // in the workspace, of the first head
+  float scale;             // of scores, to base 2
+
+  __device__ __forceinline__ BackwardWork(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                          const Sequence& sequence, int key_tile)
+      : sequence(sequence),
+        queries(query_rows<const Element>(p.q, sequence)),
+        grad_out(query_rows<const Element>(p.grad_out, sequence)),
+        key_tile(key_tile),
+        first_key(key_tile * Config::kBlockN),
+        heads(static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv)),
+        workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
+        scale(static_cast<float>(p.softmax_scale) * kLog2E) {
+    static_assert(sizeof(BackwardWork) <= Config::kWorkBytes, "the shared-memory plan has room for it");
+    tiles = query_tiles(min(first_key + Config::kBlockN, sequence.seqlen_k));
+    const int count = tiles.end - tiles.begin;
+    first_tile = tiles.begin + (count > 0 && !workspace.turns ? key_tile % count : 0);
+  }
+
+  /// How many blocks add to a tile of dQ before this one.
+  __device__ __forceinline__ int turn(int tile) const {
+    const int first = tile * Config::kBlockM;
+    const int end = min(first + Config::kBlockM, sequence.seqlen_q);
+    return sequence.template key_tiles<Config::kBlockN>(first, end).end - 1 - key_tile;
+  }
+
+ private:
+  /// The tiles of queries that see some key of [first_key, end_key), and those that see them all.
+  __device__ __forceinline__ TileSpan query_tiles(int end_key) const {
+    constexpr int kBlockM = Config::kBlockM;
+    const int some_begin = queries_begin(first_key), some_end = queries_end(end_key - 1);
+    if (first_key >= end_key || some_begin >= some_end) return {0, 0, 0, 0};
+    TileSpan span;
+    span.begin = some_begin / kBlockM;
+    span.end = (some_end + kBlockM - 1) / kBlockM;
+    span.full_begin = span.full_end = span.end;
+    if (end_key - first_key < Config::kBlockN) return span;  // keys past the end are hidden from everybody
+    span.full_begin = min((queries_begin(end_key - 1) + kBlockM - 1) / kBlockM, span.end);
+    span.full_end = max(max(queries_end(first_key), 0) / kBlockM, span.full_begin);
+    return span;
+  }
+  __device__ __forceinline__ int queries_begin(int j) const { return max(j - sequence.offset - sequence.right, 0); }
+  __device__ __forceinline__ int queries_end(int j) const {
+    return min(j - sequence.offset + sequence.left + 1, sequence.seqlen_q);
+  }
+};
+
+/// A tile of queries of a head, counted from the first of the group.
+struct BackwardStep {
+  int head, tile;
+};
+
+/// An operand of products on tiles of one width, for those of another.
+template <class To, class From>
+__device__ __forceinline__ To as_operand(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class Config>
+struct BackwardBlock {
+  using Element = typename Config::Element;
+  static constexpr int kHeadDim = Config::kHeadDim, kThreads = Config::kThreads;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  static constexpr int kM = Config::kWarpKeys / 16, kN = Config::kWarpQueries / 8, kD = Config::kWarpColumns / 8;
+  using Rows = Products<Element, kHeadDim>;   // K, V, Q, dO
+  using Scores = Products<Element, kBlockM>;  // P^T, dS^T
+  using Dq = typename Config::Dq;
+  static constexpr int kRoleThreads = kThreads / 2;
+  static constexpr bool kWeightsInRegisters = Config::kSides == 1;
+  static constexpr int kWeightSteps = kWeightsInRegisters ? kBlockM / Rows::kDepth : 1;
+
+  const BackwardParams& p;
+  const BackwardWorkspace& workspace;
+  BackwardWork<Config>& work;
+  const int warp, lane;
+  const bool makes_p;
+  const int first_row;     // of the warp's keys in the tile
+  const int first_column;  // of the warp's queries in the tile
+  const uint32_t s_key, s_value, s_query, s_grad_out, s_scores, s_lse, s_minus_delta;
+  uint32_t* const s_words;
+
+  float sum[kM][kD][4] = {};                     // dV or dK
+  typename Rows::A r_weights[kWeightSteps][kM];  // P^T or dS^T, from one half-step to the next
+
+  __device__ __forceinline__ BackwardBlock(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                           BackwardWork<Config>& work, char* shared)
+      : p(p),
+        workspace(workspace),
+        work(work),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32),
+        makes_p(warp < Config::kRoleWarps),
+        first_row(warp % Config::kKeyGroups * Config::kWarpKeys),
+        first_column(warp % Config::kRoleWarps / Config::kKeyGroups * Config::kWarpQueries),
+        s_key(ptx::shared_address(shared)),
+        s_value(s_key + Config::kKeyBytes),
+        s_query(s_value + Config::kKeyBytes),
+        s_grad_out(s_query + 2 * Config::kQueryBytes),
+        s_scores(s_grad_out + Config::kQueryBytes),
+        s_lse(s_scores + Config::kScoreTiles * Config::kScoreBytes),
+        s_minus_delta(s_lse + 2 * Config::kTermBytes),
+        s_words(reinterpret_cast<uint32_t*>(shared + Config::kTilesBytes + 3 * Config::kTermBytes)) {}
+
+  __device__ __forceinline__ static int role_thread() { return static_cast<int>(threadIdx.x) % kRoleThreads; }
+  __device__ __forceinline__ uint32_t query_stage(int n) const { return s_query + n % 2 * Config::kQueryBytes; }
+  __device__ __forceinline__ uint32_t lse_stage(int n) const { return s_lse + n % 2 * Config::kTermBytes; }
+  /// dS^T of step n.
+  __device__ __forceinline__ uint32_t gradient_tile(int n) const { return s_scores + n % 2 * Config::kScoreBytes; }
+  /// P^T of step n.
+  __device__ __forceinline__ uint32_t weight_tile(int n) const {
+    return Config::kScoreTiles == 2 ? gradient_tile(n) : s_scores + 2 * Config::kScoreBytes;
+  }
+
+  __device__ __forceinline__ int64_t tile_index(const BackwardStep& step) const {
+    return work.workspace_tile + step.head * workspace.tiles_per_head + step.tile;
+  }
+  __device__ __forceinline__ bool is_partial(const BackwardStep& step) const {
+    return step.tile < work.tiles.full_begin || step.tile >= work.tiles.full_end;
+  }
+
+  /// Nothing of `work` is there yet.
+  __device__ __forceinline__ void load_keys(const Sequence& sequence, int first_key) const {
+    load_tile<Element, kHeadDim, kRoleThreads, kBlockN>(
+        makes_p ? s_key : s_value, key_rows<const Element, false>(p, makes_p ? p.k : p.v, sequence), first_key,
+        sequence.seqlen_k, static_cast<int>(makes_p ? p.head_dim : p.head_dim_v), role_thread());
+  }
+  __device__ __forceinline__ void load_rows(uint32_t s_tile, RowSource<const Element, false> rows, int64_t head_offset,
+                                            const BackwardStep& step, int num_rows, int64_t columns) const {
+    rows.base += head_offset;
+    load_tile<Element, kHeadDim, kRoleThreads, kBlockM>(s_tile, rows, step.tile * kBlockM, num_rows,
+                                                        static_cast<int>(columns), role_thread());
+  }
+  __device__ __forceinline__ void load_queries(const BackwardStep& step, int n) const {
+    load_rows(query_stage(n), work.queries, step.head * p.q.head_stride, step, work.sequence.seqlen_q, p.head_dim);
+    load_terms(lse_stage(n), workspace.lse, step);
+  }
+  __device__ __forceinline__ void load_grad_out(const BackwardStep& step) const {
+    load_rows(s_grad_out, work.grad_out, step.head * p.grad_out.head_stride, step,
+              p.grad_out.data ? work.sequence.seqlen_q : 0, p.head_dim_v);
+    load_terms(s_minus_delta, workspace.minus_delta, step);
+  }
+  __device__ __forceinline__ void load_terms(uint32_t s_terms, const float* terms, const BackwardStep& step) const {
+    const int thread = role_thread();
+    if (thread < kBlockM / 4)
+      ptx::cp_async_16(s_terms + 16 * thread, terms + tile_index(step) * kBlockM + thread * 4, true);
+  }
+
+  /// c += A B^T for the warp's rows of A and its queries of B.
+  __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t s_a, uint32_t s_b) const {
+    const uint32_t s_lane_a = s_a + Rows::lane_a(lane) + first_row * Rows::kRowBytes;
+    const uint32_t s_lane_b = s_b + Rows::lane_b(lane) + first_column * Rows::kRowBytes;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / Rows::kDepth; ++step) {
+      typename Rows::A a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Rows::load_a(a[m], s_lane_a, 16 * m, step);
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        typename Rows::B b;
+        Rows::load_b(b, s_lane_b, 8 * n, step);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Rows::multiply(c[m][n], c[m][n + 1], a[m], b);
+      }
+    }
+  }
+
+  /// sum += W B for weights W of the warp's keys: its own, or, where several warps share keys, those in s_weights.
+  __device__ __forceinline__ void accumulate(uint32_t s_weights, uint32_t s_b) {
+    const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (Config::kWarpColumns / 16);
+    const uint32_t s_lane_b = s_b + Rows::lane_b_transposed(lane);
+    const uint32_t s_lane_a = s_weights + Scores::lane_a(lane) + first_row * Scores::kRowBytes;
+#pragma unroll
+    for (int step = 0; step < kBlockM / Rows::kDepth; ++step) {
+      typename Rows::A a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        if constexpr (kWeightsInRegisters) {
+          a[m] = r_weights[step][m];
+        } else {
+          typename Scores::A weights;
+          Scores::load_a(weights, s_lane_a, 16 * m, step);
+          a[m] = as_operand<typename Rows::A>(weights);
+        }
+      }
+#pragma unroll
+      for (int d = 0; d < kD; d += 2) {
+        typename Rows::B b;
+        Rows::load_b_transposed(b, s_lane_b, first_d + d / 2, step);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Rows::multiply(sum[m][d], sum[m][d + 1], a[m], b);
+      }
+    }
+  }
+
+  /// The warp's part of dQ of a step, from dS^T number n.
+  __device__ __forceinline__ void add_dq(const BackwardStep& step, int n) const {
+    if (!p.dq.data) return;
+    float c[Dq::kM][Dq::kN][4] = {};
+    const uint32_t s_lane_a = gradient_tile(n) + Scores::lane_a_transposed(lane);
+    const uint32_t s_lane_b = s_key + Rows::lane_b_transposed(lane);
+    const int first_m = Dq::first_row(warp) / 16, first_d = Dq::first_column(warp) / 16;
+#pragma unroll
+    for (int k = 0; k < kBlockN / Rows::kDepth; ++k) {
+      typename Scores::A a[Dq::kM];
+#pragma unroll
+      for (int m = 0; m < Dq::kM; ++m) Scores::load_a_transposed(a[m], s_lane_a, first_m + m, k);
+#pragma unroll
+      for (int d = 0; d < Dq::kN; d += 2) {
+        typename Rows::B b;
+        Rows::load_b_transposed(b, s_lane_b, first_d + d / 2, k);
+#pragma unroll
+        for (int m = 0; m < Dq::kM; ++m) Rows::multiply(c[m][d], c[m][d + 1], as_operand<typename Rows::A>(a[m]), b);
+      }
+    }
+    if (workspace.turns) wait_for_turn(step);
+    Dq::add(workspace.dq + tile_index(step) * (kBlockM * kHeadDim), c, warp, lane);
+    if (workspace.turns) end_turn(step);
+  }
+
+  __device__ __forceinline__ int32_t* turn_of(const BackwardStep& step) const {
+    return workspace.turns + tile_index(step) * kDqWarps + warp;
+  }
+  __device__ __forceinline__ void wait_for_turn(const BackwardStep& step) const {
+    const int turn = work.turn(step.tile);
+    if (lane == 0) {
+      while (ptx::load_acquire(turn_of(step)) != turn) __nanosleep(20);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void end_turn(const BackwardStep& step) const {
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) ptx::add_release(turn_of(step), 1);
+  }
+
+  __device__ __forceinline__ TileCoordinates<true> coordinates(const BackwardStep& step) const {
+    return TileCoordinates<true>::of_lane(work.first_key + first_row, step.tile * kBlockM + first_column, lane);
+  }
+  /// What a lane adds to s_minus_delta or a stage of lse for its queries of a column of accumulators.
+  __device__ __forceinline__ uint32_t term_at(int column) const {
+    return 4 * (first_column + 2 * (lane % 4) + 8 * column);
+  }
+  /// What a lane adds to weight_tile() or gradient_tile() for its accumulators.
+  __device__ __forceinline__ uint32_t lane_of_scores() const {
+    return Scores::lane_c(lane) + first_row * Scores::kRowBytes;
+  }
+  __device__ __forceinline__ int first_pair() const { return Config::kSides == 1 ? 0 : first_column / 16; }
+
+  /// P^T in place of S^T.
+  __device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4], const BackwardStep& step, int n) const {
+    const float scale = work.scale;
+    for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = ptx::exp2_approx(fmaf(x, scale, -lse)); });
+    if (is_partial(step)) hide(s, step);
+  }
+
+  /// Zeroes the weights outside of the window, whatever they are: a query may have an lse of NaN because of another
+  /// key. Queries past the end have none, by their lse.
+  __device__ __forceinline__ void hide(float (&weights)[kM][kN][4], const BackwardStep& step) const {
+    const TileCoordinates<true> at = coordinates(step);
+    const Sequence& sequence = work.sequence;
+    const int end = at.first_column + sequence.offset + sequence.right + 1 - at.first_row;
+    const int end_of_all = sequence.seqlen_k - at.first_row;
+    for_each_score(weights, [&](float& x, int m, int n, int e) {
+      if (16 * m + 8 * (e / 2) >= min(end + 8 * n + e % 2, end_of_all)) x = 0.0f;
+    });
+    if (sequence.left >= sequence.seqlen_q + sequence.seqlen_k) return;
+    const int begin = at.first_column + sequence.offset - sequence.left - at.first_row;
+    for_each_score(weights, [&](float& x, int m, int n, int e) {
+      if (16 * m + 8 * (e / 2) < begin + 8 * n + e % 2) x = 0.0f;
+    });
+  }
+
+  template <class F>
+  __device__ __forceinline__ void for_each_with_term(float (&s)[kM][kN][4], uint32_t s_terms, F f) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = load_shared<float2>(s_terms + term_at(n));
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(s[m][n][e], e % 2 ? term.y : term.x);
+    }
+  }
+
+  /// The accumulators as elements: to a tile, and as what accumulate() takes.
+  __device__ __forceinline__ void store_weights(uint32_t s_tile, const float (&s)[kM][kN][4]) {
+    const uint32_t s_lane = s_tile + lane_of_scores();
+#pragma unroll
+    for (int n = 0; n < kN; n += 2)
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Scores::store_c(s_lane, 16 * m, first_pair() + n / 2, s[m][n], s[m][n + 1]);
+    keep_weights(s);
+  }
+  __device__ __forceinline__ void keep_weights(const float (&s)[kM][kN][4]) {
+    if constexpr (kWeightsInRegisters) {
+#pragma unroll
+      for (int step = 0; step < kWeightSteps; ++step)
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Rows::a_from_accumulators(r_weights[step][m], s[m], step);
+    }
+  }
+
+  /// The same under all options, sixteen queries at a time. What is stored is P^T times the derivative of the softcap,
+  /// negative where the weight is dropped.
+  __device__ __forceinline__ void exponentiate_general(float (&s)[kM][kN][4], const BackwardStep& step, int n,
+                                                       bool masked) const {
+    Sequence sequence = work.sequence;
+    sequence.head += step.head;
+    const ScoreRules<Element> rules(p, sequence);
+    const Dropout dropout(p, sequence);
+    const bool partial = is_partial(step);
+#pragma unroll
+    for (int first = 0; first < kN; first += 2) {
+      TileCoordinates<true> at = coordinates(step);
+      at.first_column += 8 * first;
+      float x[kM][2][4];
+      float slope[kM][2][4];
+      for_each_score(x, [&](float& y, int m, int h, int e) {
+        y = s[m][first + h][e] * rules.scale;
+        if (rules.cap > 0.0f) y = rules.tanh(y);
+        slope[m][h][e] = rules.cap > 0.0f ? 1.0f - y * y : 1.0f;
+        if (rules.cap > 0.0f) y *= rules.cap;
+      });
+      rules.add_terms(x, at);
+      if (partial) hide_outside_window(x, at, sequence);
+      if (masked) hide_by_words(x, n, first);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 lse = load_shared<float2>(lse_stage(n) + term_at(first + h));
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& y = x[m][h][e];
+            y = y == -INFINITY ? 0.0f : ptx::exp2_approx(y - (e % 2 ? lse.y : lse.x));
+            slope[m][h][e] *= y;
+          }
+      }
+      if (dropout.active) drop(x, slope, dropout, at);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        Scores::store_c(weight_tile(n) + lane_of_scores(), 16 * m, first_pair() + first / 2, slope[m][0], slope[m][1]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[m][first + h][e] = x[m][h][e];
+      }
+    }
+  }
+
+  /// A lane's keys are those of one word: j, j + 8, j + 16, j + 24.
+  __device__ __forceinline__ void hide_by_words(float (&x)[kM][2][4], int n, int first) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int query = first_column + 8 * (first + h) + 2 * (lane % 4) + c;
+        const uint32_t word = s_words[query * Config::kKeyGroups + first_row / 32] >> (lane / 4);
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            if (!(word >> (16 * m + 8 * r) & 1u)) x[m][h][2 * r + c] = -INFINITY;
+      }
+  }
+
+  /// One call decides the queries i, i + 8 and the keys j, j + 8, j + 16, j + 24.
+  __device__ __forceinline__ static void drop(float (&weight)[kM][2][4], float (&stored)[kM][2][4],
+                                              const Dropout& dropout, const TileCoordinates<true>& at) {
+    static_assert(kM == 2, "a warp has 32 keys");
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const PhiloxWords words = dropout_words(dropout.key, dropout.batch_head, at.column(0, c), at.row(0, 0));
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          if ((words.word[w] >> (16 * h) & 0xFFFFu) >= dropout.threshold) continue;
+          weight[w / 2][h][w % 2 * 2 + c] = 0.0f;
+          stored[w / 2][h][w % 2 * 2 + c] *= -1.0f;
+        }
+    }
+  }
+
+  /// dS^T in place of dP^T - D (or of dP^T, in the general case).
+  template <class F>
+  __device__ __forceinline__ void differentiate(float (&s)[kM][kN][4], int n, F gradient) const {
+    const uint32_t s_lane = weight_tile(n) + lane_of_scores();
+#pragma unroll
+    for (int column = 0; column < kN; column += 2)
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        float weights[2][4];
+        Scores::load_c(s_lane, 16 * m, first_pair() + column / 2, weights[0], weights[1]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) gradient(s[m][column + h][e], weights[h][e], column + h, e);
+      }
+  }
+
+  /// Where P is 0 the rest may be NaN, from keys that the query does not see; in a full tile it sees them all.
+  __device__ __forceinline__ void differentiate(float (&s)[kM][kN][4], const BackwardStep& step, int n) const {
+    if constexpr (Config::kGeneral) {
+      const float keep_scale = static_cast<float>(dropout_keep_scale(p.dropout.p));
+      differentiate(s, n, [&](float& x, float weight, int column, int e) {
+        const float minus_delta = load_shared<float>(s_minus_delta + term_at(column) + e % 2 * 4);
+        const float ds = fabsf(weight) * ((signbit(weight) ? 0.0f : x * keep_scale) + minus_delta);
+        x = weight == 0.0f ? 0.0f : ds;
+      });
+    } else if (is_partial(step)) {
+      differentiate(s, n, [](float& x, float weight, int, int) { x = weight == 0.0f ? 0.0f : weight * x; });
+    } else {
+      differentiate(s, n, [](float& x, float weight, int, int) { x *= weight; });
+    }
+  }
+
+  /// The tile after `step`, among those that some key sees; past the last, head is past the group.
+  __device__ __forceinline__ BackwardStep next(BackwardStep step) const {
+    if (++step.tile == work.tiles.end) step.tile = work.tiles.begin;
+    if (step.tile == work.first_tile) ++step.head;
+    return step;
+  }
+
+  __device__ __forceinline__ bool is_past(const BackwardStep& step) const { return step.head >= work.heads; }
+
+  struct Prepared {
+    BackwardStep step;
+    bool masked;
+  };
+
+  /// `step`, or the first after it in which the masks leave something; its words of visibility are made.
+  __device__ __forceinline__ Prepared prepare(BackwardStep step) const {
+    if constexpr (Config::kGeneral) {
+      if (p.mask.data || p.blocks.offsets) {
+        for (; !is_past(step); step = next(step)) {
+          Sequence sequence = work.sequence;
+          sequence.head += step.head;
+          const TileVisibility visible = build_visibility<kThreads, kBlockM, kBlockN>(
+              s_words, MaskRows(p.mask, sequence), BlockMaskRows(p.blocks, sequence), step.tile * kBlockM,
+              work.first_key, sequence.seqlen_q, sequence.seqlen_k);
+          if (visible.any) return {step, !visible.all};
+          if (workspace.turns) {
+            wait_for_turn(step);
+            end_turn(step);
+          }
+        }
+      }
+    }
+    return {step, false};
+  }
+
+  /// S^T and P^T, or dP^T and dS^T.
+  __device__ __forceinline__ void make_weights(const Prepared& now, int n) {
+    float s[kM][kN][4] = {};
+    if (!Config::kGeneral && !makes_p) for_each_with_term(s, s_minus_delta, [](float& x, float term) { x = term; });
+    multiply_rows(s, makes_p ? s_key : s_value, makes_p ? query_stage(n) : s_grad_out);
+    if (!makes_p) {
+      differentiate(s, now.step, n);
+      store_weights(gradient_tile(n), s);
+    } else if constexpr (Config::kGeneral) {
+      exponentiate_general(s, now.step, n, now.masked);
+      keep_weights(s);
+    } else {
+      exponentiate(s, now.step, n);
+      store_weights(weight_tile(n), s);
+    }
+  }
+
+  /// The second products: of tile n for the P warps, of the one before for the dS warps; and dQ of the one before.
+  __device__ __forceinline__ void use_weights(const Prepared& now, const BackwardStep& before, int n) {
+    const bool wanted = makes_p ? p.dv.data && !is_past(now.step) : p.dk.data && n > 0;
+    if (wanted) {
+      accumulate(makes_p ? weight_tile(n) : gradient_tile(n - 1), makes_p ? s_grad_out : query_stage(n - 1));
+    }
+    if (n > 0) add_dq(before, n - 1);
+  }
+
+  __device__ __forceinline__ void run() {
+    const bool some = work.tiles.begin < work.tiles.end;
+    Prepared now = prepare({some ? 0 : work.heads, work.first_tile}), then = now;
+    BackwardStep before = now.step;
+    if (makes_p && !is_past(now.step)) load_queries(now.step, 0);
+    ptx::cp_async_commit();
+#pragma unroll 1
+    for (int half = 0;; ++half) {
+      const int n = half / 2;
+      const bool odd = half % 2 != 0, past = is_past(now.step);
+      // Who loads a tile uses it first, in the next half-step; those who wait for nothing have loaded nothing.
+      const bool makes_weights = makes_p != odd && !past;
+      if (makes_p || half != 0) ptx::cp_async_wait<0>();
+      if (makes_weights) {
+        if (half == 0) take_out_non_finite<Element, kHeadDim, kRoleThreads, kBlockN>(s_key, role_thread());
+        // A hidden pair has weight 0, and 0 * NaN is NaN. What a query does see, its lse or its D knows.
+        if (Config::kGeneral || is_partial(now.step)) {
+          take_out_non_finite<Element, kHeadDim, kRoleThreads, kBlockM>(odd ? s_grad_out : query_stage(n),
+                                                                        role_thread());
+        }
+      }
+      __syncthreads();
+      if (odd) then = prepare(next(now.step));
+      if (makes_weights) {
+        make_weights(now, n);
+      } else {
+        if (makes_p) {
+          if (odd && !is_past(then.step)) load_queries(then.step, n + 1);
+        } else {
+          if (!past) load_grad_out(now.step);
+        }
+        ptx::cp_async_commit();
+        use_weights(now, before, n);
+      }
+      if (past) break;
+      if (odd) {
+        before = now.step;
+        now = then;
+      }
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    store_sums();
+  }
+
+  /// dV and dK go through the tiles of V and K, so that they leave in 16-byte pieces.
+  __device__ __forceinline__ void store_sums() {
+    const TensorView& view = makes_p ? p.dv : p.dk;
+    const uint32_t s_tile = makes_p ? s_value : s_key;
+    const float keep_scale = Config::kGeneral ? static_cast<float>(dropout_keep_scale(p.dropout.p)) : 1.0f;
+    const float factor = makes_p ? keep_scale : static_cast<float>(p.softmax_scale);
+    const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (kD / 2);
+    const uint32_t s_lane = s_tile + Rows::lane_c(lane) + first_row * Rows::kRowBytes;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int d = 0; d < kD; d += 2) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          sum[m][d][e] *= factor;
+          sum[m][d + 1][e] *= factor;
+        }
+        Rows::store_c(s_lane, 16 * m, first_d + d / 2, sum[m][d], sum[m][d + 1]);
+      }
+    __syncthreads();
+    constexpr int kRowsOfWarp = kBlockN / Config::kRoleWarps;
+    if (!view.data) return;
+    store_rows<Element, kHeadDim>(s_tile, key_rows<Element, false>(p, view, work.sequence),
+                                  warp % Config::kRoleWarps * kRowsOfWarp, kRowsOfWarp, work.first_key,
+                                  work.sequence.seqlen_k, static_cast<int>(makes_p ? p.head_dim_v : p.head_dim), lane);
+  }
+};
+
+/// Blocks of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the
+/// most queries see, come first. Deterministic: blocks draw numbers, so that whoever waits waits for one that runs.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace,
+                    unsigned key_tiles) {
+  extern __shared__ __align__(128) char shared[];
+  auto* const s_work = reinterpret_cast<BackwardWork<Config>*>(shared + Config::kSharedBytes - Config::kWorkBytes);
+  auto* const s_ticket = reinterpret_cast<unsigned*>(s_work);
+  unsigned number = blockIdx.x;
+  if (workspace.turns) {
+    if (threadIdx.x == 0) *s_ticket = static_cast<unsigned>(atomicAdd(workspace.ticket, 1));
+    __syncthreads();
+    number = *s_ticket;
+    __syncthreads();
+  }
+  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv), heads = gridDim.x / key_tiles;
+  const unsigned key_tile = workspace.turns ? key_tiles - 1 - number / heads : number % key_tiles;
+  const unsigned head = workspace.turns ? number % heads : number / key_tiles;
+  const int batch = static_cast<int>(head / heads_kv);
+  const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
+  const Sequence sequence(p, batch, head_q);
+  const int first_key = static_cast<int>(key_tile) * Config::kBlockN;
+  if (first_key >= sequence.seqlen_k) return;
+  BackwardBlock<Config> block(p, workspace, *s_work, shared);
+  block.load_keys(sequence, first_key);
+  if (threadIdx.x == 0) new (s_work) BackwardWork<Config>(p, workspace, sequence, static_cast<int>(key_tile));
+  __syncthreads();
+  block.run();
+}
+
+template <class Config>
+void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Element = typename Config::Element;
+  constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
+  const BackwardWorkspace workspace(p, kBlockM, kHeadDim, memory);
+  const LaunchShape rows{dim3(static_cast<unsigned>(RowTileOfBlock::blocks(p, kBlockM))), dim3(kRowTermThreads)};
+  launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
+
+  if (p.dq.data || p.dk.data || p.dv.data) {
+    const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
+    const LaunchShape keys{dim3(static_cast<unsigned>(key_tiles * p.heads_kv * p.batch)), dim3(Config::kThreads),
+                           Config::kSharedBytes};
+    launch("sm80/backward", backward_kernel<Config>, keys, stream, p, workspace, static_cast<unsigned>(key_tiles));
+  }
+  if (p.dq.data) {
+    launch("sm80/backward dq", store_dq_kernel<Element, typename Config::Dq, kBlockM, kHeadDim>, rows, stream, p,
+           workspace);
+  }
+  if (p.dsink) {
+    const LaunchShape heads{dim3(static_cast<unsigned>(p.heads_q)), dim3(kRowTermThreads)};
+    launch("sm80/backward sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace);
+  }
+}
+
+inline bool is_plain_backward(const BackwardParams& p) {
+  const bool plain_scores = p.softmax_scale > 0 && p.softcap == 0 && !p.alibi_slopes && !p.bias.data;
+  return plain_scores && !p.mask.data && !p.blocks.offsets && p.dropout.p == 0;
+}
+
+/// Calls run with the configuration that serves a call on the current device.
+template <class Element, int kHeadDim, class Run>
+void with_backward_config(const BackwardParams& p, Run run) {
+  const int available = shared_bytes_per_block();
+  if (available < BackwardConfig<Element, kHeadDim, true, false>::kSharedBytes) {
+    return run(BackwardConfig<Element, kHeadDim, true, true>());
+  }
+  is_plain_backward(p) ? run(BackwardConfig<Element, kHeadDim, false, false>())
+                       : run(BackwardConfig<Element, kHeadDim, true, false>());
+}
+
+template <class Element, int kHeadDim>
+int64_t backward_bytes(const BackwardParams& p) {
+  int64_t bytes = 0;
+  with_backward_config<Element, kHeadDim>(
+      p, [&](auto config) { bytes = BackwardWorkspace(p, decltype(config)::kBlockM, kHeadDim, nullptr).bytes; });
+  return bytes;
+}
+
+template <class Element, int kHeadDim>
+void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  with_backward_config<Element, kHeadDim>(p,
+                                          [&](auto config) { launch_backward<decltype(config)>(p, memory, stream); });
+}
+
+}  // namespace flash_ext::sm80

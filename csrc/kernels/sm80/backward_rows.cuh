@@ -1,0 +1,119 @@
+// What the backward needs once per query row, before its main kernel: D = rowsum(dO * O) - dlse and the log-sum-exp to
+// base 2; and from these, dsink = -sum exp(sink - lse) D. The workspace that later additions go to is cleared.
+#pragma once
+
+#include "../common/scores.cuh"
+#include "../common/sequence.cuh"
+#include "../launch.h"
+#include "backward_workspace.h"
+
+namespace flash_ext::sm80 {
+
+constexpr int kRowTermThreads = 256;
+
+/// Dot product of a piece of 16 bytes, added to `sum`; `finite` tells whether a's elements are.
+template <class Element>
+__device__ __forceinline__ void add_dot(const uint4& a, const uint4& b, float& sum, bool& finite) {
+  constexpr int kElements = 16 / sizeof(Element);
+  const Element* const x = reinterpret_cast<const Element*>(&a);
+  const Element* const y = reinterpret_cast<const Element*>(&b);
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) {
+    finite &= isfinite(static_cast<float>(x[k]));
+    sum = fmaf(static_cast<float>(x[k]), static_cast<float>(y[k]), sum);
+  }
+}
+
+/// The tile of rows that a block works on: blocks count tiles of a sequence, heads, batch entries.
+struct RowTileOfBlock {
+  int tile, head, batch;
+
+  __device__ __forceinline__ RowTileOfBlock(const AttentionParams& p, int block_m) {
+    const int tiles = static_cast<int>((p.seqlen_q + block_m - 1) / block_m);
+    const int heads = static_cast<int>(p.heads_q);
+    tile = blockIdx.x % tiles;
+    head = blockIdx.x / tiles % heads;
+    batch = blockIdx.x / tiles / heads;
+  }
+  static int64_t blocks(const AttentionParams& p, int block_m) {
+    return (p.seqlen_q + block_m - 1) / block_m * p.heads_q * p.batch;
+  }
+};
+
+template <class Element, int kHeadDim, int kBlockM>
+__global__ void __launch_bounds__(kRowTermThreads)
+    backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
+  constexpr int kPiece = 16 / sizeof(Element);
+  constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
+  const RowTileOfBlock block(p, kBlockM);
+  const Sequence sequence(p, block.batch, block.head);
+  const int first = block.tile * kBlockM;
+  if (workspace.ticket && blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
+  if (first >= sequence.seqlen_q) return;
+  const int64_t tile = workspace.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
+  if (workspace.turns && threadIdx.x < kDqWarps) workspace.turns[tile * kDqWarps + threadIdx.x] = 0;
+
+  const auto out = query_rows<const Element>(p.out, sequence);
+  const auto grad_out = query_rows<const Element>(p.grad_out, sequence);
+  const float* const g_lse = static_cast<const float*>(p.lse.data) + sequence.lse_offset(p.lse);
+  const float* const g_grad_lse =
+      p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll 2
+  for (int row = threadIdx.x / kLanes; row < kBlockM; row += kRowTermThreads / kLanes) {
+    const int i = first + row;
+    const bool inside = i < sequence.seqlen_q;
+    const float lse = inside ? g_lse[i] : -INFINITY;
+    float sum = 0.0f;
+    bool finite = true;
+    if (lse != -INFINITY && p.grad_out.data) {
+      for (int d = lane * kPiece; d < p.head_dim_v; d += kLanes * kPiece) {
+        add_dot<Element>(*reinterpret_cast<const uint4*>(grad_out.row(i) + d),
+                         *reinterpret_cast<const uint4*>(out.row(i) + d), sum, finite);
+      }
+    }
+    if (workspace.dq) {
+      float4* const dq = reinterpret_cast<float4*>(workspace.dq + (tile * kBlockM + row) * kHeadDim);
+      for (int k = lane; k < kHeadDim / 4; k += kLanes) dq[k] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, step);
+      finite &= __shfl_xor_sync(~0u, static_cast<int>(finite), step) != 0;
+    }
+    if (lane != 0) continue;
+    const bool weightless = lse == -INFINITY || (lse == INFINITY && p.sink);
+    if (g_grad_lse && lse != -INFINITY) sum -= g_grad_lse[i];
+    workspace.minus_delta[tile * kBlockM + row] = -sum;
+    // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
+    workspace.lse[tile * kBlockM + row] = weightless ? INFINITY : finite && lse != INFINITY ? lse * kLog2E : NAN;
+  }
+}
+
+/// One block per head, which adds in a fixed order.
+template <int kBlockM>
+__global__ void __launch_bounds__(kRowTermThreads)
+    sink_gradient_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
+  __shared__ double s_sums[kRowTermThreads];
+  const int head = blockIdx.x;
+  const float sink = static_cast<const float*>(p.sink)[head];
+  double total = 0.0;
+  for (int batch = 0; batch < p.batch; ++batch) {
+    const Sequence sequence(p, batch, head);
+    const float* const g_lse = static_cast<const float*>(p.lse.data) + sequence.lse_offset(p.lse);
+    const int64_t first = workspace.tile_index(p, batch, head, sequence.q_begin, 0, kBlockM) * kBlockM;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < sequence.seqlen_q; i += kRowTermThreads) {
+      if (g_lse[i] != -INFINITY) sum += expf(sink - g_lse[i]) * workspace.minus_delta[first + i];
+    }
+    total += sum;
+  }
+  s_sums[threadIdx.x] = total;
+  for (int step = kRowTermThreads / 2; step > 0; step /= 2) {
+    __syncthreads();
+    if (threadIdx.x < step) s_sums[threadIdx.x] += s_sums[threadIdx.x + step];
+  }
+  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[head] = static_cast<float>(s_sums[0]);
+}
+
+}  // namespace flash_ext::sm80

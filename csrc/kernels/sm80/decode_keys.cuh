@@ -1,0 +1,101 @@
+// The way of keys and values into shared memory: contiguous caches and paged ones alike, a row at a time.
+#pragma once
+
+#include "../common/sequence.cuh"
+#include "../ptx/cp_async.h"
+#include "tile.cuh"
+
+namespace flash_ext::sm80 {
+
+/// Where the row of a key lies. A lane looks up one row for its warp, a tile ahead of the copies, so that nothing waits
+/// for the page table.
+struct KeyPlace {
+  int page = 0;
+  int slot = -1;  // -1 = no such key
+};
+
+/// Copies tile after tile, each warp of a team its share of the rows.
+template <class Config>
+class KeyLoader {
+  using Element = typename Config::Element;
+  using Layout = typename Config::Layout;
+  static constexpr int kRows = Config::kBlockN / Config::kTeam;  // of a tile, by one warp
+  static constexpr int kPieces = Layout::kPieces;
+  static constexpr int kStepRows = kPieces < 32 ? 32 / kPieces : 1;  // that a warp copies at a time
+  static constexpr int kStepPieces = kPieces < 32 ? kPieces : 32;
+
+ public:
+  __device__ __forceinline__ KeyLoader(const ForwardParams& p, const Sequence& sequence, int begin, int end,
+                                       int team_warp, int lane)
+      : p_(p),
+        table_(p.seq.block_table ? p.seq.block_table + sequence.batch * p.seq.block_table_stride : nullptr),
+        leftpad_(sequence.leftpad),
+        end_(end),
+        first_row_(team_warp * kRows),
+        lane_(lane),
+        next_(begin + first_row_ + lane % kRows) {
+    k_ = head_of(p.k, sequence);
+    v_ = head_of(p.v, sequence);
+    look_up();
+  }
+
+  /// K and V of the next tile, and moves on by `step` keys.
+  __device__ __forceinline__ void load_next(uint32_t s_stage, int step) {
+    const KeyPlace place = place_;
+    const char* k_row = k_ + (place.page * p_.k.batch_stride + place.slot * p_.k.row_stride) * sizeof(Element);
+    const char* v_row = v_ + (place.page * p_.v.batch_stride + place.slot * p_.v.row_stride) * sizeof(Element);
+    const uint32_t existing = __ballot_sync(~0u, place.slot >= 0) >> lane_ / kStepPieces;
+    next_ += step;
+    look_up();
+    copy_rows(s_stage, k_row, existing, static_cast<int>(p_.head_dim));
+    copy_rows(s_stage + Config::kStageBytes / 2, v_row, existing, static_cast<int>(p_.head_dim_v));
+  }
+
+ private:
+  __device__ __forceinline__ const char* head_of(const TensorView& view, const Sequence& sequence) const {
+    int64_t offset = sequence.head_kv * view.head_stride;
+    if (table_ == nullptr)
+      offset += sequence.cache_row * view.batch_stride + (sequence.k_begin + sequence.leftpad) * view.row_stride;
+    return static_cast<const char*>(view.data) + offset * static_cast<int64_t>(sizeof(Element));
+  }
+
+  __device__ __forceinline__ void look_up() {
+    place_.slot = next_ < end_ ? next_ : -1;
+    if (table_ && next_ < end_) {
+      const uint32_t position = leftpad_ + next_, page_size = static_cast<uint32_t>(p_.seq.page_size);
+      const uint32_t page = position / page_size;
+      place_.slot = static_cast<int>(position - page * page_size);
+      place_.page = min(max(table_[page], 0), static_cast<int>(p_.seq.num_pages) - 1);
+    }
+  }
+
+  /// A lane knows where the row of its own number lies, and copies pieces of all rows. Rows that do not exist and
+  /// columns beyond the tensor's become 0; their sources are not read.
+  __device__ __forceinline__ void copy_rows(uint32_t s_tile, const char* my_row, uint32_t existing, int columns) {
+    const int lane_row = lane_ / kStepPieces, lane_piece = lane_ % kStepPieces;
+    const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_piece);
+#pragma unroll
+    for (int piece = 0; piece < kPieces; piece += kStepPieces) {
+      const uint32_t mine = Layout::kPieceElements * (piece + lane_piece) < columns ? existing : 0u;
+#pragma unroll
+      for (int row = 0; row < kRows; row += kStepRows) {
+        const char* source =
+            reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(my_row), row + lane_row));
+        // Steps start at rows that are multiples of kStepRows, so adding them to the row is an XOR within the swizzle.
+        const uint32_t s_target = (s_lane ^ static_cast<uint32_t>((row & 7) << 4)) + row * Layout::kRowBytes;
+        ptx::cp_async_16(s_target + piece * 16, source + 16 * (piece + lane_piece), mine >> row & 1u);
+      }
+    }
+  }
+
+  const ForwardParams& p_;
+  const int32_t* table_;
+  const char* k_;
+  const char* v_;
+  int leftpad_, end_;
+  int first_row_, lane_;
+  int next_;  // the key of this lane's row in the tile that is looked up
+  KeyPlace place_;
+};
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,46 @@
+// The gradient of a tile of scores, as the softmax sees them, which is that of the bias too:
+//   attention_weights:   dS = W * G                  W = f P: the weights, P = e^(S - lse), f: dropout;  G: their
+//   gradient attention:           dS = P * (f dP - delta)     dP = dO V^T,   delta = rowsum(dO * O) - grad_lse
+#pragma once
+
+#include "score_tile.cuh"
+
+namespace flash_ext::sm80 {
+
+/// Weights become dS of attention_weights.
+template <class Element>
+__device__ __forceinline__ void multiply_by_gradient(ScoreFragment& w, const ScoreTile<Element>& tile,
+                                                     const ScoreView& gradient) {
+  tile.template load_matrix<Element>(gradient);
+  // A weight of 0 settles it, whatever the gradient.
+  tile.for_each_in_matrix(w, [](float& x, float g) { x = x == 0.0f ? 0.0f : x * g; });
+}
+
+/// Scores become dS of attention. `delta` holds a number for each (head, row of q in memory).
+template <class Element>
+__device__ __forceinline__ void differentiate(ScoreFragment& s, const ScoreTile<Element>& tile, const BackwardParams& p,
+                                              const float* delta) {
+  const Sequence& sequence = tile.sequence;
+  const TileCoordinates<false> at = tile.coordinates();
+  ScoreFragment dp = {};
+  if (p.grad_out.data) {
+    tile.multiply_rows(dp, query_rows<Element>(p.grad_out, sequence), tile.first_query, sequence.seqlen_q,
+                       key_rows<Element, false>(p, p.v, sequence), tile.first_key, sequence.seqlen_k,
+                       static_cast<int>(p.head_dim_v));
+  }
+  apply_dropout(dp, p, sequence, kDropoutApply, at);
+  const WeightRows rows(p.lse, sequence, at.row(0, 0));
+  float term[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int i = at.row(0, 2 * r);
+    term[r] = i < sequence.seqlen_q ? delta[row_of_head(p, sequence, i)] : 0.0f;
+  }
+  for_each_score(s, [&](float& x, int m, int n, int e) {
+    const float weight = rows.weight(x, e / 2);
+    // Where it is 0 the rest may be NaN, from keys or rows that this query has nothing to do with.
+    x = weight == 0.0f ? 0.0f : weight * (dp[m][n][e] - term[e / 2]);
+  });
+}
+
+}  // namespace flash_ext::sm80

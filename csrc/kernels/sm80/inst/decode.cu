@@ -1,0 +1,50 @@
+// Which kernels a call of decode() runs.
+#include "../clear.h"
+#include "../combine.cuh"
+#include "../config.h"
+#include "../decode.h"
+#include "../decode_work.cuh"
+#include "../element.h"
+
+namespace flash_ext::sm80 {
+
+template <class Element, int kHeadDim>
+void run_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials, bool behind_append,
+                cudaStream_t stream);
+
+namespace {
+
+template <class Element>
+void run(const ForwardParams& params, void* workspace, bool behind_append, cudaStream_t stream) {
+  const DecodeGrid grid(params);
+  float* out = static_cast<float*>(workspace);
+  const DecodePartials partials{out, out + grid.partial_rows(params.batch) * params.head_dim_v};
+  switch (kernel_head_dim(params.head_dim, params.head_dim_v)) {
+    case 64:
+      run_decode<Element, 64>(params, grid, partials, behind_append, stream);
+      break;
+    case 128:
+      run_decode<Element, 128>(params, grid, partials, behind_append, stream);
+      break;
+    default:
+      run_decode<Element, 256>(params, grid, partials, behind_append, stream);
+  }
+  if (grid.splits.value > 1) run_combine<Element>(params, grid, partials, stream);
+}
+
+bool is_empty(const ForwardParams& params) { return params.batch == 0 || params.seqlen_q == 0; }
+
+}  // namespace
+
+int64_t decode_workspace_bytes(const ForwardParams& params) {
+  if (is_empty(params)) return 0;
+  return DecodeGrid(params).partial_rows(params.batch) * (params.head_dim_v + 1) * static_cast<int64_t>(sizeof(float));
+}
+
+void decode(const ForwardParams& params, void* workspace, cudaStream_t stream, bool behind_append) {
+  if (params.seq.cu_seqlens_q) clear_forward(params, stream);
+  if (is_empty(params)) return;
+  with_element(params.dtype, [&](auto element) { run<decltype(element)>(params, workspace, behind_append, stream); });
+}
+
+}  // namespace flash_ext::sm80

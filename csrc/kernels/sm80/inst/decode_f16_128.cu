@@ -1,0 +1,8 @@
+#include "../decode.cuh"
+
+namespace flash_ext::sm80 {
+
+template void run_decode<__half, 128>(const ForwardParams&, const DecodeGrid&, const DecodePartials&, bool,
+                                      cudaStream_t);
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,7 @@
+#include "../decode.cuh"
+
+namespace flash_ext::sm80 {
+
+template void run_decode<float, 64>(const ForwardParams&, const DecodeGrid&, const DecodePartials&, bool, cudaStream_t);
+
+}  // namespace flash_ext::sm80

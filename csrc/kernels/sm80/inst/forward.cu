@@ -1,0 +1,16 @@
+#include "../forward.h"
+
+#include "../dispatch.h"
+
+namespace flash_ext::sm80 {
+
+template <class Element, int kHeadDim>
+void run_forward(const ForwardParams& params, cudaStream_t stream);  // instantiated in the files beside this one
+
+void forward(const ForwardParams& params, cudaStream_t stream) {
+  with_kernel_types(params, [&](auto element, auto head_dim) {
+    run_forward<decltype(element), decltype(head_dim)::value>(params, stream);
+  });
+}
+
+}  // namespace flash_ext::sm80
