@@ -175,6 +175,18 @@ def test_many_queries(device: str, dtype: torch.dtype, head_dim: int, seqlen_q: 
     assert_decode_matches(paged(call, 1), num_splits=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_chunks_of_prompts(device: str, dtype: torch.dtype, page_size: int | None) -> None:
+    """So many queries that CUDA runs them as a forward over the cache."""
+    lengths, leftpad = int32([330, 200], device), int32([0, 17], device)
+    call = make_decode(2, 200, 330, 36, 4, 64, 40, device=device, dtype=dtype, cache_seqlens=lengths, window_right=0)
+    assert_decode_matches(call if page_size is None else paged(call, page_size), num_splits=0)
+    call.options |= {"cache_leftpad": leftpad, "window_left": 90}
+    call = packed_queries(call, [200, 140])
+    assert_decode_matches(call if page_size is None else paged(call, page_size), num_splits=0)
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(32, 32), (24, 2), (40, 1)])
 def test_half_heads_of_any_group(device: str, dtype: torch.dtype, heads_q: int, heads_kv: int) -> None:
@@ -363,6 +375,13 @@ def test_an_infinite_sink_takes_everything(device: str, num_splits: int) -> None
 
 def test_batch_invariant_decoding_matches_the_oracle(device: str) -> None:
     call = make_decode(seqlen_cache=900, device=device, cache_seqlens=int32([900, 1, 513], device))
+    assert_decode_matches(call, batch_invariant=True, num_splits=0)
+
+
+def test_batch_invariant_decoding_of_many_sequences(device: str) -> None:
+    """More splits than CUDA has blocks for."""
+    lengths = torch.randint(0, 1201, (70,), dtype=torch.int32, device=device)
+    call = make_decode(70, 1, 1200, 16, 16, 8, device=device, cache_seqlens=lengths)
     assert_decode_matches(call, batch_invariant=True, num_splits=0)
 
 

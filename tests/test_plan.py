@@ -309,11 +309,19 @@ def test_sequences_of_different_lengths_are_cut_on_cuda() -> None:
     )
 
 
+def test_chunks_of_prompts_run_as_a_forward_on_cuda() -> None:
+    assert cuda_decode_plan(seqlen_q=64).kernel == "sm80/decode"
+    found = cuda_decode_plan(seqlen_q=1024)
+    assert (found.kernel, found.head_group, found.num_splits) == ("sm80/forward", 1, 1)
+    assert cuda_decode_plan(seqlen_q=1024, batch_invariant=True).kernel == "sm80/decode"
+    assert cuda_decode_plan(seqlen_q=1024, num_splits=2).kernel == "sm80/decode"
+
+
 def test_tiles_of_cuda_decoding() -> None:
     assert cuda_decode_plan().block_m == cuda_decode_plan(seqlen_q=4).block_m == 16
-    assert cuda_decode_plan(seqlen_q=5).block_m == cuda_decode_plan(seqlen_q=500).block_m == 64
+    assert cuda_decode_plan(seqlen_q=5).block_m == cuda_decode_plan(seqlen_q=100).block_m == 64
     assert {cuda_decode_plan(seqlen_q=n, batch_invariant=True).block_m for n in (1, 5, 500)} == {16}
-    assert cuda_decode_plan(seqlen_q=500, dtype="float32").block_m == 16
+    assert cuda_decode_plan(seqlen_q=100, dtype="float32").block_m == 16
 
 
 @pytest.mark.parametrize("operation", ["forward", "backward", "weights", "weights_backward"])

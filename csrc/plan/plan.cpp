@@ -213,7 +213,7 @@ class Planner {
   Planner(const Problem& problem, bool explain) : p_(problem), explain_(explain) {}
 
   Plan run() {
-    plan_.kernel = kernel_of(p_.operation, p_.device);
+    plan_.kernel = is_cuda_prefill() ? "sm80/forward" : kernel_of(p_.operation, p_.device);
     choose_mask_class();
     explain_products();
     choose_head_group();
@@ -262,7 +262,7 @@ class Planner {
     const bool decode = p_.operation == Operation::kDecode;
     const bool forward = decode || (p_.operation == Operation::kForward && p_.device == Device::kCpu);
     const bool free_order = !p_.has_block_mask && p_.dropout_p == 0;
-    if (!forward || !free_order || p_.heads_q == p_.heads_kv) return;
+    if (!forward || !free_order || p_.heads_q == p_.heads_kv || is_cuda_prefill()) return;
     if (p_.batch_invariant) {
       plan_.head_group = p_.heads_q / p_.heads_kv;
       because(plan_.head_group, " heads share a tile: batch_invariant, so the other sequences' queries do not count");
@@ -290,6 +290,9 @@ class Planner {
       plan_.num_splits = std::min(p_.num_splits, most);
       because(counted(plan_.num_splits, "split"), ": num_splits = ", p_.num_splits, ", at most ", most, " for ",
               p_.seqlen_k, " keys in tiles of ", kCpuBlockN);
+    } else if (is_cuda_prefill()) {
+      because("1 split: ", p_.seqlen_q,
+              " queries a sequence are enough work, and fill the tiles of the forward kernel");
     } else if (p_.device == Device::kCuda) {
       const int64_t tiles = query_tiles(cuda_decode_block_m()), keys = keys_seen();
       const int64_t key_bytes = (p_.head_dim + p_.head_dim_v) * (p_.dtype == DType::kFloat32 ? 4 : 2);
@@ -307,8 +310,17 @@ class Planner {
     }
   }
 
+  /// Decoding so many queries, parts of prompts, that products are what costs, not reading the keys.
+  bool is_cuda_prefill() const {
+    if (p_.operation != Operation::kDecode || p_.device != Device::kCuda || p_.batch_invariant) return false;
+    if (p_.dtype == DType::kFloat32) return false;  // products cost more than reading the keys even for few queries
+    const int64_t tiles = p_.batch * p_.heads_q * ceil_div(p_.seqlen_q, kCudaBlockM);
+    return p_.num_splits <= 1 && p_.seqlen_q >= kCudaBlockM && tiles >= p_.num_workers;
+  }
+
   /// Rows of a tile of CUDA decoding: more rows read the keys less often.
   int64_t cuda_decode_block_m() const {
+    if (is_cuda_prefill()) return kCudaBlockM;
     const bool few_rows = p_.seqlen_q * plan_.head_group <= kCudaDecodeFewRows;
     return few_rows || p_.batch_invariant || p_.dtype == DType::kFloat32 ? kCudaDecodeFewRows : kCudaDecodeManyRows;
   }

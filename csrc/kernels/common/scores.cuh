@@ -108,39 +108,48 @@ struct ScoreRules {
     return ptx::tanh_approx(x);
   }
 
-  /// Products to base-2 scores.
-  template <bool kTransposed, int kM, int kN>
-  __device__ __forceinline__ void finish(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at) const {
+  /// Products to base-2 scores, but for the terms that are added.
+  template <int kM, int kN>
+  __device__ __forceinline__ void scale_and_cap(float (&s)[kM][kN][4]) const {
     if (cap > 0.0f) {
       for_each_score(s, [&](float& x, int, int, int) { x = cap * tanh(x * scale); });
     } else {
       for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
     }
+  }
+
+  template <bool kTransposed, int kM, int kN>
+  __device__ __forceinline__ void finish(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at) const {
+    scale_and_cap(s);
     add_terms(s, at);
   }
 
   template <bool kTransposed, int kM, int kN>
   __device__ __forceinline__ void add_alibi(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at) const {
     if (slope == 0.0f) return;
+    const float first = static_cast<float>(at.query(0, 0, 0) + diagonal - at.key(0, 0, 0));
     for_each_score(s, [&](float& x, int m, int n, int e) {
-      x -= slope * fabsf(static_cast<float>(at.query(m, n, e) + diagonal - at.key(m, n, e)));
+      const int down = 16 * m + 8 * (e / 2), along = 8 * n + e % 2;
+      x = fmaf(-slope, fabsf(first + static_cast<float>(kTransposed ? along - down : down - along)), x);
     });
   }
 
-  /// ALiBi and bias.
+  template <bool kTransposed, int kM, int kN>
+  __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at) const {
+    bias.with_type([&](auto type) {
+      for_each_score(s, [&](float& x, int m, int n, int e) {
+        const int i = at.query(m, n, e), j = at.key(m, n, e);
+        if (i >= seqlen_q || j >= seqlen_k) return;
+        const float b = bias.template load<decltype(type)>(i, j);
+        x = b == -INFINITY ? -INFINITY : x + b * kLog2E;  // hides even a score of NaN
+      });
+    });
+  }
+
   template <bool kTransposed, int kM, int kN>
   __device__ __forceinline__ void add_terms(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at) const {
     add_alibi(s, at);
-    if (bias.present()) {
-      bias.with_type([&](auto type) {
-        for_each_score(s, [&](float& x, int m, int n, int e) {
-          const int i = at.query(m, n, e), j = at.key(m, n, e);
-          if (i >= seqlen_q || j >= seqlen_k) return;
-          const float b = bias.template load<decltype(type)>(i, j);
-          x = b == -INFINITY ? -INFINITY : x + b * kLog2E;  // hides even a score of NaN
-        });
-      });
-    }
+    if (bias.present()) add_bias(s, at);
   }
 };
 
@@ -202,8 +211,8 @@ struct Dropout {
     for_each_dropped(s, at, [](float& x) { x = 0.0f; });
   }
 
-  /// Calls f(x) for what is dropped. Rows are queries, tiles start at multiples of 16 queries and 32 keys: then a call of
-  /// Philox decides eight weights of one lane.
+  /// Calls f(x) for what is dropped. Rows are queries, tiles start at multiples of 16 queries and 32 keys: then a call
+  /// of Philox decides eight weights of one lane.
   template <int kM, int kN, class F>
   __device__ __forceinline__ void for_each_dropped(float (&s)[kM][kN][4], const TileCoordinates<false>& at, F f) const {
     static_assert(kN % 4 == 0, "one call covers 32 keys");

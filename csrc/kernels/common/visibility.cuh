@@ -58,6 +58,23 @@ struct TileVisibility {
   bool any, all;
 };
 
+/// Bits of 16 neighbouring keys, as bytes of 0 and 1.
+__device__ __forceinline__ uint32_t bits_of_bytes(const uint4& bytes) {
+  // The product brings the bytes' lowest bits together in bits 24 to 27.
+  const auto nibble = [](uint32_t word) { return (word * 0x01020408u) >> 24 & 0xFu; };
+  return nibble(bytes.x) | nibble(bytes.y) << 4 | nibble(bytes.z) << 8 | nibble(bytes.w) << 12;
+}
+
+/// Which of the 16 keys from `key` on query `row` may see, by the mask.
+__device__ __forceinline__ uint32_t mask_bits(const MaskRows& mask, int row, int key, int seqlen_k) {
+  const bool* const g_bytes = mask.data + row * mask.row_stride + key * mask.col_stride;
+  if (mask.col_stride == 1 && key + 16 <= seqlen_k && reinterpret_cast<uintptr_t>(g_bytes) % 16 == 0)
+    return bits_of_bytes(__ldg(reinterpret_cast<const uint4*>(g_bytes)));
+  uint32_t bits = 0;
+  for (int k = 0; k < 16 && key + k < seqlen_k; ++k) bits |= static_cast<uint32_t>(g_bytes[k * mask.col_stride]) << k;
+  return bits;
+}
+
 /// The words of the tile of queries [first_query, + kRows) and keys [first_key, + kKeys), word (row, group) at
 /// s_words[row * (kKeys / 32) + group]. All kThreads of the block call it; it ends with a barrier, and begins with one
 /// that lets earlier readers of s_words finish.
@@ -65,34 +82,24 @@ template <int kThreads, int kRows, int kKeys>
 __device__ __forceinline__ TileVisibility build_visibility(uint32_t* s_words, const MaskRows& mask,
                                                            const BlockMaskRows& blocks, int first_query, int first_key,
                                                            int seqlen_q, int seqlen_k) {
-  constexpr int kGroups = kKeys / 32, kWords = kRows * kGroups;
-  const int lane = threadIdx.x % 32;
-  bool any = false, all = true;
+  constexpr int kHalvesPerRow = kKeys / 16;  // of words: what 16 bytes of a mask make
+  auto* const s_halves = reinterpret_cast<uint16_t*>(s_words);
+  uint32_t any = 0, all = 0xFFFFu;
   __syncthreads();
-  // A warp makes 32 words at a time: lane l looks up blocks for word l, then all lanes read the mask word by word.
-  for (int first = threadIdx.x / 32 * 32; first < kWords; first += kThreads) {
-    const int flat = first + lane;
-    const int i = first_query + flat / kGroups, j = first_key + flat % kGroups * 32;
-    uint32_t word = flat < kWords && i < seqlen_q && j < seqlen_k ? ~0u : 0u;
-    if (word && blocks.offsets) word = blocks.word(i, j);
-    if (mask.data) {
-#pragma unroll 8
-      for (int other = 0; other < 32; ++other) {
-        const int row = first_query + (first + other) / kGroups;
-        const int key = first_key + (first + other) % kGroups * 32 + lane;
-        const bool inside = row < seqlen_q && key < seqlen_k;
-        const uint32_t seen = __ballot_sync(~0u, inside && mask.data[row * mask.row_stride + key * mask.col_stride]);
-        if (other == lane) word &= seen;
-      }
+#pragma unroll 4
+  for (int flat = threadIdx.x; flat < kRows * kHalvesPerRow; flat += kThreads) {
+    const int i = first_query + flat / kHalvesPerRow, j = first_key + flat % kHalvesPerRow * 16;
+    uint32_t bits = 0;
+    if (i < seqlen_q && j < seqlen_k) {
+      bits = mask.data ? mask_bits(mask, i, j, seqlen_k) : 0xFFFFu;
+      if (blocks.offsets && bits) bits &= blocks.word(i, j & ~31) >> (j & 16) & 0xFFFFu;
     }
-    if (flat < kWords) {
-      s_words[flat] = word;
-      any |= word != 0;
-      all &= word == ~0u;
-    }
+    s_halves[flat] = static_cast<uint16_t>(bits);
+    any |= bits;
+    all &= bits;
   }
   const bool some = __syncthreads_or(any);
-  return {some, some && __syncthreads_and(all) != 0};
+  return {some, some && __syncthreads_and(all == 0xFFFFu) != 0};
 }
 
 }  // namespace flash_ext

@@ -20,6 +20,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t s_target, const void* g_sou
                : "memory");
 }
 
+/// 16 bytes, of which the first `bytes` are read and the others written as zeros.
+__device__ __forceinline__ void cp_async_16_of(uint32_t s_target, const void* g_source, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(s_target), "l"(g_source), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /// Waits until at most kPending of the newest groups of this thread are under way.

@@ -30,6 +30,7 @@
 #include "../common/tile_range.h"
 #include "../common/visibility.cuh"
 #include "../launch.h"
+#include "../ptx/barrier.h"
 #include "backward_dq.cuh"
 #include "backward_rows.cuh"
 #include "backward_workspace.h"
@@ -56,7 +57,10 @@ struct BackwardConfig {
   static constexpr int kRoleWarps = kWarps / 2;
   static constexpr int kWarpKeys = 32;  // as many as one Philox call and one word of visibility cover
   static constexpr int kBlockN = (kHeadDim == 256 ? 64 : 128) / (kSmall_ ? 2 : 1);
-  static constexpr int kBlockM = kSmall_ && kHeadDim > 64 ? 32 : kHeadDim == 64 && !kGeneral && !kSmall_ ? D64M : kHeadDim == 128 && kGeneral ? D128G : 64;
+  static constexpr int kBlockM = kSmall_ && kHeadDim > 64                  ? 32
+                                 : kHeadDim == 64 && !kGeneral && !kSmall_ ? D64M
+                                 : kHeadDim == 128 && kGeneral             ? D128G
+                                                                           : 64;
   static constexpr int kBlocksPerSm = 1;
 
   static constexpr int kKeyGroups = kBlockN / kWarpKeys;
@@ -79,6 +83,11 @@ struct BackwardConfig {
   static constexpr int kWorkBytes = 512;
   static constexpr int kSharedBytes = kTilesBytes + 3 * kTermBytes + kWordBytes + kWorkBytes;
   static_assert(!kSmall_ || kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");
+};
+
+/// A tile of queries of a head, counted from the first of the group.
+struct BackwardStep {
+  int head, tile;
 };
 
 /// What a block works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
@@ -111,6 +120,11 @@ struct BackwardWork {
     first_tile = tiles.begin + (count > 0 && !workspace.turns ? key_tile % count : 0);
   }
 
+  /// The first that sees some key; past the group if there is none.
+  __device__ __forceinline__ BackwardStep first_step() const {
+    return {tiles.begin < tiles.end ? 0 : heads, first_tile};
+  }
+
   /// How many blocks add to a tile of dQ before this one.
   __device__ __forceinline__ int turn(int tile) const {
     const int first = tile * Config::kBlockM;
@@ -139,11 +153,6 @@ struct BackwardWork {
   }
 };
 
-/// A tile of queries of a head, counted from the first of the group.
-struct BackwardStep {
-  int head, tile;
-};
-
 /// An operand of products on tiles of one width, for those of another.
 template <class To, class From>
 __device__ __forceinline__ To as_operand(const From& from) {
@@ -162,7 +171,9 @@ struct BackwardBlock {
   using Rows = Products<Element, kHeadDim>;   // K, V, Q, dO
   using Scores = Products<Element, kBlockM>;  // P^T, dS^T
   using Dq = typename Config::Dq;
+  using Work = BackwardWork<Config>;
   static constexpr int kRoleThreads = kThreads / 2;
+  static constexpr bool kQueriesHoldKeys = 2 * kBlockM >= kBlockN;  // the stages of Q have room for dK
   static constexpr bool kWeightsInRegisters = Config::kSides == 1;
   static constexpr int kWeightSteps = kWeightsInRegisters ? kBlockM / Rows::kDepth : 1;
 
@@ -208,14 +219,14 @@ struct BackwardBlock {
     return Config::kScoreTiles == 2 ? gradient_tile(n) : s_scores + 2 * Config::kScoreBytes;
   }
 
-  __device__ __forceinline__ int64_t tile_index(const BackwardStep& step) const {
-    return work.workspace_tile + step.head * workspace.tiles_per_head + step.tile;
+  __device__ __forceinline__ int64_t tile_index(const BackwardStep& step) const { return tile_index(work, step); }
+  __device__ __forceinline__ int64_t tile_index(const Work& of, const BackwardStep& step) const {
+    return of.workspace_tile + step.head * workspace.tiles_per_head + step.tile;
   }
   __device__ __forceinline__ bool is_partial(const BackwardStep& step) const {
     return step.tile < work.tiles.full_begin || step.tile >= work.tiles.full_end;
   }
 
-  /// Nothing of `work` is there yet.
   __device__ __forceinline__ void load_keys(const Sequence& sequence, int first_key) const {
     load_tile<Element, kHeadDim, kRoleThreads, kBlockN>(
         makes_p ? s_key : s_value, key_rows<const Element, false>(p, makes_p ? p.k : p.v, sequence), first_key,
@@ -227,19 +238,24 @@ struct BackwardBlock {
     load_tile<Element, kHeadDim, kRoleThreads, kBlockM>(s_tile, rows, step.tile * kBlockM, num_rows,
                                                         static_cast<int>(columns), role_thread());
   }
-  __device__ __forceinline__ void load_queries(const BackwardStep& step, int n) const {
-    load_rows(query_stage(n), work.queries, step.head * p.q.head_stride, step, work.sequence.seqlen_q, p.head_dim);
-    load_terms(lse_stage(n), workspace.lse, step);
+  /// `of` is what `work` is, or will be.
+  __device__ __forceinline__ void load_queries(const Work& of, const BackwardStep& step, int n) const {
+    load_rows(query_stage(n), of.queries, step.head * p.q.head_stride, step, of.sequence.seqlen_q, p.head_dim);
+    load_terms(lse_stage(n), workspace.lse + tile_index(of, step) * kBlockM);
+  }
+  /// Without masks the first tile is known before anything else is.
+  __device__ __forceinline__ void load_first_queries(const Work& of) const {
+    const BackwardStep step = of.first_step();
+    if (makes_p && !has_masks() && step.head < of.heads) load_queries(of, step, 0);
   }
   __device__ __forceinline__ void load_grad_out(const BackwardStep& step) const {
     load_rows(s_grad_out, work.grad_out, step.head * p.grad_out.head_stride, step,
               p.grad_out.data ? work.sequence.seqlen_q : 0, p.head_dim_v);
-    load_terms(s_minus_delta, workspace.minus_delta, step);
+    load_terms(s_minus_delta, workspace.minus_delta + tile_index(step) * kBlockM);
   }
-  __device__ __forceinline__ void load_terms(uint32_t s_terms, const float* terms, const BackwardStep& step) const {
+  __device__ __forceinline__ static void load_terms(uint32_t s_terms, const float* terms) {
     const int thread = role_thread();
-    if (thread < kBlockM / 4)
-      ptx::cp_async_16(s_terms + 16 * thread, terms + tile_index(step) * kBlockM + thread * 4, true);
+    if (thread < kBlockM / 4) ptx::cp_async_16(s_terms + 16 * thread, terms + 4 * thread);
   }
 
   /// c += A B^T for the warp's rows of A and its queries of B.
@@ -519,6 +535,13 @@ struct BackwardBlock {
     return step;
   }
 
+  __device__ __forceinline__ BackwardStep previous(BackwardStep step) const {
+    if (step.tile == work.first_tile) --step.head;
+    if (step.tile == work.tiles.begin) step.tile = work.tiles.end;
+    --step.tile;
+    return step;
+  }
+
   __device__ __forceinline__ bool is_past(const BackwardStep& step) const { return step.head >= work.heads; }
 
   struct Prepared {
@@ -526,10 +549,12 @@ struct BackwardBlock {
     bool masked;
   };
 
+  __device__ __forceinline__ bool has_masks() const { return Config::kGeneral && (p.mask.data || p.blocks.offsets); }
+
   /// `step`, or the first after it in which the masks leave something; its words of visibility are made.
   __device__ __forceinline__ Prepared prepare(BackwardStep step) const {
     if constexpr (Config::kGeneral) {
-      if (p.mask.data || p.blocks.offsets) {
+      if (has_masks()) {
         for (; !is_past(step); step = next(step)) {
           Sequence sequence = work.sequence;
           sequence.head += step.head;
@@ -574,13 +599,13 @@ struct BackwardBlock {
   }
 
   __device__ __forceinline__ void run() {
-    const bool some = work.tiles.begin < work.tiles.end;
-    Prepared now = prepare({some ? 0 : work.heads, work.first_tile}), then = now;
+    Prepared now = prepare(work.first_step()), then = now;
     BackwardStep before = now.step;
-    if (makes_p && !is_past(now.step)) load_queries(now.step, 0);
+    if (has_masks() && makes_p && !is_past(now.step)) load_queries(work, now.step, 0);
     ptx::cp_async_commit();
+    int half = 0;
 #pragma unroll 1
-    for (int half = 0;; ++half) {
+    for (;; ++half) {
       const int n = half / 2;
       const bool odd = half % 2 != 0, past = is_past(now.step);
       // Who loads a tile uses it first, in the next half-step; those who wait for nothing have loaded nothing.
@@ -595,37 +620,40 @@ struct BackwardBlock {
         }
       }
       __syncthreads();
-      if (odd) then = prepare(next(now.step));
+      if (has_masks() && odd) then = prepare(next(now.step));
       if (makes_weights) {
         make_weights(now, n);
       } else {
         if (makes_p) {
-          if (odd && !is_past(then.step)) load_queries(then.step, n + 1);
+          const BackwardStep following = has_masks() ? then.step : next(now.step);
+          if (odd && !is_past(following)) load_queries(work, following, n + 1);
         } else {
           if (!past) load_grad_out(now.step);
         }
         ptx::cp_async_commit();
-        use_weights(now, before, n);
+        use_weights(now, has_masks() ? before : previous(now.step), n);
       }
       if (past) break;
       if (odd) {
         before = now.step;
-        now = then;
+        now = has_masks() ? then : Prepared{next(now.step), false};
       }
     }
     ptx::cp_async_wait<0>();
-    __syncthreads();
+    // V may still have been under way, or K is still read.
+    if (half == 0 || !kQueriesHoldKeys) __syncthreads();
     store_sums();
   }
 
-  /// dV and dK go through the tiles of V and K, so that they leave in 16-byte pieces.
+  /// dV goes through the tile of V, which is done with, and dK through those of Q once the dS warps are: so they leave
+  /// in 16-byte pieces.
   __device__ __forceinline__ void store_sums() {
-    const TensorView& view = makes_p ? p.dv : p.dk;
-    const uint32_t s_tile = makes_p ? s_value : s_key;
+    const uint32_t s_tile = makes_p ? s_value : kQueriesHoldKeys ? s_query : s_key;
     const float keep_scale = Config::kGeneral ? static_cast<float>(dropout_keep_scale(p.dropout.p)) : 1.0f;
     const float factor = makes_p ? keep_scale : static_cast<float>(p.softmax_scale);
     const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (kD / 2);
     const uint32_t s_lane = s_tile + Rows::lane_c(lane) + first_row * Rows::kRowBytes;
+    if (!makes_p) sync_role();
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -637,12 +665,21 @@ struct BackwardBlock {
         }
         Rows::store_c(s_lane, 16 * m, first_d + d / 2, sum[m][d], sum[m][d + 1]);
       }
-    __syncthreads();
-    constexpr int kRowsOfWarp = kBlockN / Config::kRoleWarps;
+    sync_role();
+    const TensorView& view = makes_p ? p.dv : p.dk;
     if (!view.data) return;
+    constexpr int kRowsOfWarp = kBlockN / Config::kRoleWarps;
     store_rows<Element, kHeadDim>(s_tile, key_rows<Element, false>(p, view, work.sequence),
                                   warp % Config::kRoleWarps * kRowsOfWarp, kRowsOfWarp, work.first_key,
                                   work.sequence.seqlen_k, static_cast<int>(makes_p ? p.head_dim_v : p.head_dim), lane);
+  }
+
+  __device__ __forceinline__ void sync_role() const {
+    if (makes_p) {
+      ptx::barrier_sync<1, kRoleThreads>();
+    } else {
+      ptx::barrier_sync<2, kRoleThreads>();
+    }
   }
 };
 
@@ -672,7 +709,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   if (first_key >= sequence.seqlen_k) return;
   BackwardBlock<Config> block(p, workspace, *s_work, shared);
   block.load_keys(sequence, first_key);
-  if (threadIdx.x == 0) new (s_work) BackwardWork<Config>(p, workspace, sequence, static_cast<int>(key_tile));
+  const BackwardWork<Config> work(p, workspace, sequence, static_cast<int>(key_tile));
+  block.load_first_queries(work);
+  if (threadIdx.x == 0) *s_work = work;
   __syncthreads();
   block.run();
 }

@@ -183,7 +183,7 @@ __device__ __forceinline__ void sum_broadcast(float* s_sum, bool over_rows, bool
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads, 2)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
     bias_gradient_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasTiles tiles,
                          const float* delta, float* shares) {
   extern __shared__ __align__(128) char shared[];

@@ -22,6 +22,7 @@
 #include "../common/tile_range.h"
 #include "../launch.h"
 #include "../ptx/grid_dependency.h"
+#include "../ptx/lane.h"
 #include "config.h"
 #include "decode_keys.cuh"
 #include "decode_result.cuh"
@@ -105,8 +106,9 @@ struct DecodeWarp {
   static constexpr float kMaxGrowth = 8.0f;
 
   const ForwardParams& p;
+  const int lane, warp, row_warp, column_warp, key_warp;
+  const uint32_t k_lane, v_lane;        // what the lane adds to the addresses of tiles
   const DecodeRowRules* const s_rules;  // of the lane's first row
-  const int row_warp, column_warp, key_warp, lane;
   const uint32_t s_q;
   const float scale, cap;
 
@@ -119,11 +121,14 @@ struct DecodeWarp {
   __device__ __forceinline__ DecodeWarp(const ForwardParams& p, const DecodeGrid& grid,
                                         const DecodeRowRules* s_tile_rules, uint32_t s_q)
       : p(p),
-        s_rules(s_tile_rules + threadIdx.x / 32 % Config::kRowWarps * 16 + threadIdx.x % 32 / 4),
-        row_warp(threadIdx.x / 32 % Config::kRowWarps),
-        column_warp(threadIdx.x / 32 / Config::kRowWarps % Config::kColumnWarps),
-        key_warp(threadIdx.x / 32 / Config::kTeam),
-        lane(threadIdx.x % 32),
+        lane(ptx::lane_id()),
+        warp(__shfl_sync(~0u, threadIdx.x / 32, 0)),
+        row_warp(warp % Config::kRowWarps),
+        column_warp(warp / Config::kRowWarps % Config::kColumnWarps),
+        key_warp(warp / Config::kTeam),
+        k_lane(Products::lane_b(lane)),
+        v_lane(Products::lane_b_transposed(lane) + column_warp * kColumns * sizeof(Element)),
+        s_rules(s_tile_rules + row_warp * 16 + lane / 4),
         s_q(s_q),
         scale(grid.scale),
         cap(grid.cap) {}
@@ -180,7 +185,10 @@ struct DecodeWarp {
   }
 
   __device__ __forceinline__ void score(float (&s)[kN][4], uint32_t s_k) {
-    const uint32_t s_k_lane = s_k + Products::lane_b(lane);
+    // Chains of products that each wait for the one before; where there are only two, they are cut in halves.
+    constexpr bool kHalves = kN == 2 && Config::kQueryInRegisters;
+    float odd[kHalves ? kN : 1][4] = {};
+    const uint32_t s_k_lane = s_k + k_lane;
     constexpr int kUnroll = Config::kQueryInRegisters ? kSteps : 4;
 #pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
@@ -191,9 +199,15 @@ struct DecodeWarp {
       for (int pair = 0; pair < kN / 2; ++pair) {
         typename Products::B b;
         Products::load_b(b, s_k_lane, 16 * pair, step);
-        Products::multiply(s[2 * pair], s[2 * pair + 1], Config::kQueryInRegisters ? r_q[step] : r_step, b);
+        if constexpr (kHalves) {
+          auto& sum = step % 2 == 0 ? s : odd;
+          Products::multiply(sum[0], sum[1], r_q[step], b);
+        } else {
+          Products::multiply(s[2 * pair], s[2 * pair + 1], Config::kQueryInRegisters ? r_q[step] : r_step, b);
+        }
       }
     }
+    if constexpr (kHalves) for_each(s, [&](float& x, int r, int column) { x += odd[column / 8][2 * r + column % 2]; });
   }
 
   /// Products to base-2 scores, -inf where the row does not see the key.
@@ -279,7 +293,7 @@ struct DecodeWarp {
   }
 
   __device__ __forceinline__ void accumulate(const float (&s)[kN][4], uint32_t s_v) {
-    const uint32_t s_v_lane = s_v + Products::lane_b_transposed(lane) + column_warp * kColumns * sizeof(Element);
+    const uint32_t s_v_lane = s_v + v_lane;
 #pragma unroll
     for (int step = 0; step < Config::kBlockN / Products::kDepth; ++step) {
       typename Products::A weights;
@@ -343,7 +357,7 @@ __device__ __forceinline__ void visit_keys(DecodeWarp<Config>& warp, const Forwa
   const uint32_t s_ring = s_rings + warp.key_warp * Config::kStages * Config::kStageBytes;
   int first_key = tile.split_begin(split) + warp.key_warp * Config::kBlockN;
   const int end_key = tile.split_end(split);
-  KeyLoader<Config> loader(p, tile.sequence, first_key, end_key, threadIdx.x / 32 % Config::kTeam, warp.lane);
+  KeyLoader<Config> loader(p, tile.sequence, first_key, end_key, warp.warp % Config::kTeam, warp.lane);
 #pragma unroll 1
   for (int stage = 0; stage < kAhead; ++stage) {
     if (first_key + stage * kStep < end_key) loader.load_next(s_ring + stage * Config::kStageBytes, kStep);
@@ -372,28 +386,10 @@ __device__ __forceinline__ void visit_keys(DecodeWarp<Config>& warp, const Forwa
   }
 }
 
+/// One split of a tile, from its keys to its result. `shared` lies behind the tile.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 2)
-    decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodeGrid grid,
-                  const __grid_constant__ DecodePartials partials) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  // In this order: the combination may then read what the append wrote before it waits for this kernel.
-  ptx::wait_for_previous_grid();
-  ptx::launch_dependents();
-  // Neighbouring blocks read neighbouring heads of the same keys, then tiles of queries that see the same keys.
-  const uint32_t range = grid.groups.quotient(blockIdx.x), part = grid.row_tiles.quotient(range);
-  const uint32_t batch = grid.splits.quotient(part);
-  const int split = static_cast<int>(part - batch * grid.splits.value);
-  DecodeTile& tile = *reinterpret_cast<DecodeTile*>(shared);
-  if (threadIdx.x == 0) {
-    new (&tile) DecodeTile(p, grid, static_cast<int>(batch), static_cast<int>(blockIdx.x - range * grid.groups.value),
-                           static_cast<int>(range - part * grid.row_tiles.value));
-  }
-  __syncthreads();
-  if (tile.rows <= 0) return;
-  if (tile.begin == tile.end && split == 0) write_nothing<Config>(p, grid, tile);
-  if (tile.split_begin(split) >= tile.split_end(split)) return;
-
+__device__ __forceinline__ void run_split(unsigned char* shared, const ForwardParams& p, const DecodeGrid& grid,
+                                          const DecodePartials& partials, const DecodeTile& tile, int split) {
   DecodeRowRules* s_rules = reinterpret_cast<DecodeRowRules*>(shared + Config::kRulesOffset);
   const uint32_t s_q = ptx::shared_address(shared) + Config::kQueryOffset;
   DecodeWarp<Config> warp(p, grid, s_rules, s_q);
@@ -416,9 +412,37 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
 }
 
 template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 2)
+    decode_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodeGrid grid,
+                  const __grid_constant__ DecodePartials partials) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  // In this order: the combination may then read what the append wrote before it waits for this kernel.
+  ptx::wait_for_previous_grid();
+  ptx::launch_dependents();
+  // Neighbouring blocks read neighbouring heads of the same keys, then tiles of queries that see the same keys.
+  const uint32_t range = grid.groups.quotient(blockIdx.x), part = grid.row_tiles.quotient(range);
+  const uint32_t batch = grid.blocks.quotient(part);
+  const int first = static_cast<int>(part - batch * grid.blocks.value);
+  DecodeTile& tile = *reinterpret_cast<DecodeTile*>(shared);
+  if (threadIdx.x == 0) {
+    new (&tile) DecodeTile(p, grid, static_cast<int>(batch), static_cast<int>(blockIdx.x - range * grid.groups.value),
+                           static_cast<int>(range - part * grid.row_tiles.value));
+  }
+  __syncthreads();
+  if (tile.rows <= 0) return;
+  if (tile.begin == tile.end && first == 0) write_nothing<Config>(p, grid, tile);
+#pragma unroll 1
+  for (int split = tile.first_split + first; tile.split_begin(split) < tile.split_end(split);
+       split += static_cast<int>(grid.blocks.value)) {
+    run_split<Config>(shared, p, grid, partials, tile, split);
+    __syncthreads();  // out has been read
+  }
+}
+
+template <class Config>
 void launch_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
                    bool behind_append, cudaStream_t stream) {
-  const int64_t blocks = grid.tiles(params.batch) * grid.splits.value;
+  const int64_t blocks = grid.tiles(params.batch) * grid.blocks.value;
   LaunchShape shape{dim3(static_cast<unsigned>(blocks)), dim3(Config::kThreads), Config::kSharedBytes};
   shape.overlaps_previous = behind_append;
   launch("decode", decode_kernel<Config>, shape, stream, params, grid, partials);

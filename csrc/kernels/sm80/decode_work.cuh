@@ -25,6 +25,8 @@ struct Divisor {
   __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
 };
 
+constexpr int kMaxDecodeRows = 64;  // of a tile
+
 /// The same for the whole launch.
 struct DecodeGrid {
   Divisor group;       // heads that share a tile
@@ -33,6 +35,7 @@ struct DecodeGrid {
   Divisor row_tiles;   // of a group, at most
   Divisor splits;      // ranges of keys, at most
   Divisor split_size;  // > 0: of exactly this many keys, else of equal size
+  Divisor blocks;      // that share the splits of a tile
   int min_split_size;  // of ranges of equal size
   int block_m;         // rows of a tile
   int tile_rows;       // that a tile can have, at most block_m
@@ -46,6 +49,7 @@ struct DecodeGrid {
         row_tiles((p.seqlen_q * p.head_group + p.block_m - 1) / p.block_m),
         splits(std::max<int64_t>(1, p.split_size > 0 ? (p.seqlen_k + p.split_size - 1) / p.split_size : p.num_splits)),
         split_size(p.split_size),
+        blocks(p.split_size > 0 ? blocks_per_tile(p.batch * row_tiles.value * groups.value) : splits.value),
         min_split_size(smallest_split(p.batch * row_tiles.value * groups.value)),
         block_m(static_cast<int>(p.block_m)),
         tile_rows(static_cast<int>(std::min(p.seqlen_q * p.head_group, p.block_m))),
@@ -56,6 +60,13 @@ struct DecodeGrid {
   /// 64 keys are a tile for each warp of a block. Where there are many tiles anyway, a sequence much shorter than the
   /// cache could hold had better not be cut up.
   static int smallest_split(int64_t tiles) { return tiles < 32 ? 64 : tiles < 128 ? 256 : 1024; }
+
+  /// Splits of a fixed size: as many as the cache could hold, and most sequences are shorter. A block without keys
+  /// costs a microsecond, so there are not as many blocks.
+  int64_t blocks_per_tile(int64_t tiles) const {
+    constexpr int64_t kBlocks = 2048;
+    return std::clamp<int64_t>(kBlocks / std::max<int64_t>(tiles, 1), 1, splits.value);
+  }
 
   int64_t tiles(int64_t batch) const { return batch * row_tiles.value * groups.value; }
   int64_t partial_rows(int64_t batch) const { return splits.value > 1 ? tiles(batch) * splits.value * tile_rows : 0; }

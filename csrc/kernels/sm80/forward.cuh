@@ -26,6 +26,7 @@
 #include "../common/tile_range.h"
 #include "../common/visibility.cuh"
 #include "../launch.h"
+#include "bias_tile.cuh"
 #include "config.h"
 #include "forward_work.cuh"
 #include "non_finite.cuh"
@@ -45,6 +46,7 @@ struct ForwardBlock {
   static constexpr int kN = kBlockN / 8;
   static constexpr int kD = kHeadDim / 8;
   static constexpr int kSteps = kHeadDim / Products::kDepth;
+  static constexpr int kUnroll = Config::kUnroll;
   using Scores = float[kM][kN][4];
 
   const ForwardParams& p;
@@ -90,6 +92,15 @@ struct ForwardBlock {
                                                     work.sequence.seqlen_k, static_cast<int>(p.head_dim_v));
   }
 
+  /// V of a tile, and its part of the bias.
+  __device__ __forceinline__ void load_value_and_bias(const ForwardWork<Config>& work, int tile) const {
+    load_value(work, tile, 0);
+    if constexpr (Config::kGeneral) {
+      static_assert(Config::kStages == 1, "the bias is waited for between the two products");
+      if (work.options.stages_bias) bias_tile().load(work.sequence, work.first_query, tile * kBlockN);
+    }
+  }
+
   __device__ __forceinline__ void query_fragments(int step, typename Products::A (&a)[kM]) const {
     const uint32_t s_lane = s_q + Products::lane_a(lane);
 #pragma unroll
@@ -100,7 +111,7 @@ struct ForwardBlock {
   __device__ __forceinline__ void multiply_qk(Scores& s) const {
     const uint32_t s_lane = stage(s_k, 0) + Products::lane_b(lane);
     for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
-#pragma unroll
+#pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
       typename Products::A loaded[kM];
       if constexpr (!Config::kQueryInRegisters) query_fragments(step, loaded);
@@ -211,9 +222,22 @@ struct ForwardBlock {
         }
   }
 
-  __device__ __forceinline__ void scores(Scores& s, int tile) const {
-    multiply_qk(s);
-    if constexpr (Config::kGeneral) ScoreRules<Element>(p, work.sequence).finish(s, coordinates(tile));
+  /// Products to base-2 scores; hiding comes after.
+  __device__ __forceinline__ void apply_options(Scores& s, int tile) const {
+    if constexpr (Config::kGeneral) {
+      const auto& rules = work.options.rules;
+      rules.scale_and_cap(s);
+      rules.add_alibi(s, coordinates(tile));
+      if (work.options.stages_bias) {
+        bias_tile().add(s, warp_row + lane / 4, 2 * (lane % 4));
+      } else if (rules.bias.present()) {
+        rules.add_bias(s, coordinates(tile));
+      }
+    }
+  }
+
+  __device__ __forceinline__ BiasTile<kThreads, kBlockM, kBlockN> bias_tile() const {
+    return {s_q + Config::kSharedBytes, p.bias};
   }
 
   __device__ __forceinline__ bool some_row_without_reference() const {
@@ -223,14 +247,15 @@ struct ForwardBlock {
     return __any_sync(~0u, missing);
   }
 
-  /// O += P V
-  __device__ __forceinline__ void multiply_pv(const Scores& s) {
+  /// O += P V. A step takes the first two tiles of P and moves up the others: registers cannot be indexed in a loop.
+  __device__ __forceinline__ void multiply_pv(Scores& s) {
     const uint32_t s_lane = stage(s_v, 0) + Products::lane_b_transposed(lane);
-#pragma unroll
+#pragma unroll kUnroll
     for (int step = 0; step < kBlockN / Products::kDepth; ++step) {
       typename Products::A a[kM];
 #pragma unroll
-      for (int m = 0; m < kM; ++m) Products::a_from_accumulators(a[m], s[m], step);
+      for (int m = 0; m < kM; ++m) Products::a_from_accumulators(a[m], s[m], 0);
+      for_each_score(s, [&](float& x, int m, int n, int e) { x = n + 2 < kN ? s[m][(n + 2) % kN][e] : x; });
 #pragma unroll
       for (int d = 0; d < kD; d += 2) {
         typename Products::B b;
@@ -245,7 +270,7 @@ struct ForwardBlock {
     ptx::cp_async_wait<0>();
     __syncthreads();
     if constexpr (Config::kStages == 1) {
-      load_value(work, tile, 0);
+      load_value_and_bias(work, tile);
     } else {
       prefetch(work, next);
     }
@@ -278,8 +303,7 @@ struct ForwardBlock {
 
   __device__ __forceinline__ void finish_step(Scores& s, int tile) {
     if constexpr (Config::kGeneral) {
-      const Dropout dropout(p, work.sequence);
-      if (dropout.active) dropout.drop(s, coordinates(tile));
+      if (work.options.dropout.active) work.options.dropout.drop(s, coordinates(tile));
     }
     multiply_pv(s);
     phase ^= 1;
@@ -305,7 +329,7 @@ struct ForwardBlock {
   __device__ __forceinline__ void full_step(int tile, int next) {
     begin_step(tile, next);
     Scores s;
-    scores(s, tile);
+    multiply_qk(s);
     release_key(next);
     exponentiate(s);
     finish_step(s, tile);
@@ -315,8 +339,9 @@ struct ForwardBlock {
   __device__ __forceinline__ bool partial_step(int tile, int next, bool partly_masked, bool first) {
     first ? begin_first_step(next) : begin_step(tile, next);
     Scores s;
-    scores(s, tile);
+    multiply_qk(s);
     release_key(next);
+    apply_options(s, tile);
     const bool outside_window = tile < work.tiles.full_begin || tile >= work.tiles.full_end;
     if (outside_window) hide_outside_window(s, coordinates(tile), work.sequence);
     if constexpr (Config::kGeneral) {
@@ -339,7 +364,7 @@ struct ForwardBlock {
     load_query(work);
     load_key(work, tile, 0);
     ptx::cp_async_commit();
-    load_value(work, tile, 0);
+    load_value_and_bias(work, tile);
     ptx::cp_async_commit();
     if constexpr (Config::kQueryInRegisters) {
       ptx::cp_async_wait<1>();
@@ -410,7 +435,8 @@ struct ForwardBlock {
     const int first_query = work.first_query;
     __syncwarp();
     const float sink = p.sink ? static_cast<const float*>(p.sink)[sequence.head] : -INFINITY;
-    const float keep_scale = Config::kGeneral ? Dropout(p, sequence).keep_scale : 1.0f;
+    float keep_scale = 1.0f;
+    if constexpr (Config::kGeneral) keep_scale = work.options.dropout.keep_scale;
     float* g_lse = static_cast<float*>(p.lse.data) + sequence.lse_offset(p.lse);
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -441,25 +467,27 @@ struct ForwardBlock {
   }
 };
 
-/// Heads of q whose blocks run side by side, and how many such groups make up the heads.
-struct HeadGroups {
-  int heads, count;
+/// Heads of q whose blocks run side by side, and how many such groups make up the heads; whether shared memory has room
+/// for a tile of the bias.
+struct ForwardSchedule {
+  int heads, groups;
+  bool stages_bias;
 };
 
 /// A grid of (heads of a group, blocks of queries, batch entries x groups), scheduled in this order: the blocks with
 /// the most keys first, which balances a causal mask, and of no more heads than whose keys stay in L2.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-    forward_kernel(const __grid_constant__ ForwardParams p, HeadGroups groups) {
+    forward_kernel(const __grid_constant__ ForwardParams p, ForwardSchedule schedule) {
   extern __shared__ __align__(128) char shared[];
   const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kBlockM;
   int batch = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.x);
-  if (groups.count > 1) {
-    head += batch % groups.count * groups.heads;
-    batch /= groups.count;
+  if (schedule.groups > 1) {
+    head += batch % schedule.groups * schedule.heads;
+    batch /= schedule.groups;
     if (head >= static_cast<int>(p.heads_q)) return;
   }
-  const ForwardWork<Config> work(p, batch, head, first_query);
+  const ForwardWork<Config> work(p, batch, head, first_query, schedule.stages_bias);
   if (first_query >= work.sequence.seqlen_q) return;
   auto* const s_work = reinterpret_cast<ForwardWork<Config>*>(shared + Config::kTilesBytes);
   if (threadIdx.x == 0) new (s_work) ForwardWork<Config>(work);
@@ -470,22 +498,28 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   block.run(kBegin);
 }
 
-inline HeadGroups group_heads(const ForwardParams& p, int64_t element_bytes) {
+inline ForwardSchedule schedule_heads(const ForwardParams& p, int64_t element_bytes) {
   constexpr int64_t kKeyBytesInL2 = 24 << 20;
   const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes);
   const int64_t group = p.heads_q / p.heads_kv;
   const int64_t heads = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * group, group, p.heads_q);
-  return {static_cast<int>(heads), static_cast<int>((p.heads_q + heads - 1) / heads)};
+  return {static_cast<int>(heads), static_cast<int>((p.heads_q + heads - 1) / heads), false};
 }
 
 template <class Config>
 void launch_forward(const ForwardParams& p, cudaStream_t stream) {
-  const HeadGroups groups = group_heads(p, sizeof(typename Config::Element));
+  using Bias = BiasTile<Config::kThreads, Config::kBlockM, Config::kBlockN>;
+  ForwardSchedule schedule = schedule_heads(p, sizeof(typename Config::Element));
+  size_t shared_bytes = Config::kSharedBytes;
+  if (Config::kGeneral && can_stage_bias(p.bias)) {
+    const int64_t wanted = Config::kSharedBytes + Bias::bytes(p.bias);
+    schedule.stages_bias = wanted <= shared_bytes_per_block();
+    if (schedule.stages_bias) shared_bytes = wanted;
+  }
   const auto size = [](int64_t n) { return static_cast<unsigned>(n); };
-  const dim3 grid(size(groups.heads), size((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM),
-                  size(p.batch * groups.count));
-  launch("sm80/forward", forward_kernel<Config>, {grid, dim3(Config::kThreads), Config::kSharedBytes}, stream, p,
-         groups);
+  const dim3 grid(size(schedule.heads), size((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM),
+                  size(p.batch * schedule.groups));
+  launch("sm80/forward", forward_kernel<Config>, {grid, dim3(Config::kThreads), shared_bytes}, stream, p, schedule);
 }
 
 /// Whether scores are scaled products within a window, of keys in one piece.

@@ -1,6 +1,9 @@
 // The gradient of a tile of scores, as the softmax sees them, which is that of the bias too:
-//   attention_weights:   dS = W * G                  W = f P: the weights, P = e^(S - lse), f: dropout;  G: their
-//   gradient attention:           dS = P * (f dP - delta)     dP = dO V^T,   delta = rowsum(dO * O) - grad_lse
+//
+//   attention_weights:   dS = W * G                   G: gradient of the weights W = f P;   f: dropout
+//   attention:           dS = P * (f dP - delta)      dP = dO V^T,   delta = rowsum(dO * O) - grad_lse
+//
+// with P = e^(S - lse).
 #pragma once
 
 #include "score_tile.cuh"

@@ -1,8 +1,8 @@
 // A tile of scores of 64 queries and 64 keys, worked on by one block: what attention_weights, its backward and the
 // gradient of the bias are made of.
 //
-// Rows go through shared memory in slabs of kScoreSlab columns, two stages of an A and a B slab, so that one kernel serves
-// every head dim. A warp owns 16 of the queries. Every method leaves the slabs free: it ends with a barrier.
+// Rows go through shared memory in slabs of kScoreSlab columns, two stages of an A and a B slab, so that one kernel
+// serves every head dim. A warp owns 16 of the queries. Every method leaves the slabs free: it ends with a barrier.
 #pragma once
 
 #include "../common/scores.cuh"
@@ -36,6 +36,7 @@ struct ScoreTile {
   static constexpr int kTileBytes = Products::Layout::bytes(kScoreRows);
   static constexpr int kStages = 2;
   static constexpr int kStepsTogether = sizeof(Element) == 4 ? 1 : 2;  // more fragments of floats spill
+  static constexpr int kBlocksPerSm = sizeof(Element) == 4 ? 2 : 3;    // the loads of one hide behind the others' work
   static constexpr int kWordsPerRow = kScoreKeys / 32;
   static constexpr int kSharedBytes = 2 * kStages * kTileBytes + kScoreRows * kWordsPerRow * 4;
   static_assert(kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");

@@ -1,8 +1,9 @@
-// Backward of attention_weights, from the gradient G of the weights W:
-//   dS = W * G        dlse_i = -sum_j dS_ij        dq_i = scale sum_j c_ij dS_ij k_j        dk_j = scale sum_i c_ij
-//   dS_ij q_i
-// with c the derivative of the softcap. One kernel walks the keys of a tile of queries for dq and dlse, another the
-// queries of a tile of keys, of all heads of its group, for dk: both add up in a fixed order.
+// Backward of attention_weights, from the gradient G of the weights W, with c the derivative of the softcap:
+//
+//   dS = W * G     dlse_i = -sum_j dS_ij     dq_i = scale * sum_j (c dS)_ij k_j     dk_j = scale * sum_i (c dS)_ij q_i
+//
+// One kernel walks the keys of a tile of queries for dq and dlse, another the queries of a tile of keys, of all heads
+// of its group, for dk: both add up in a fixed order.
 //
 // A block owns one slab of columns of dq or dk: beyond head_dim 64, dS is computed once for each slab.
 #pragma once
@@ -33,7 +34,6 @@ __device__ __forceinline__ void product_gradient(ScoreFragment& ds, const ScoreT
   tile.times_cap_slope(ds);
 }
 
-template <class Element>
 __device__ __forceinline__ void store_dlse(const BackwardParams& p, const Sequence& sequence, int first_row,
                                            float (&ds_sum)[2]) {
   float* const g_dlse = static_cast<float*>(p.dlse.data) + sequence.lse_offset(p.dlse);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_dlse(const BackwardParams& p, const Sequen
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads, 2)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
     weights_dq_kernel(const __grid_constant__ BackwardParams p, int slabs, int query_tiles) {
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(slabs, query_tiles, static_cast<int>(p.heads_q));
@@ -71,14 +71,14 @@ __global__ void __launch_bounds__(kScoreThreads, 2)
   }
 
   const ScoreTile<Element> tile(p, sequence, first_query, 0, shared);
-  if (p.dlse.data && index.slab == 0) store_dlse<Element>(p, sequence, tile.coordinates().row(0, 0), ds_sum);
+  if (p.dlse.data && index.slab == 0) store_dlse(p, sequence, tile.coordinates().row(0, 0), ds_sum);
   if (!p.dq.data) return;
   for_each_score(dq, [&](float& x, int, int, int) { x *= static_cast<float>(p.softmax_scale); });
   tile.store_slab(dq, query_rows<Element>(p.dq, sequence), first_query, sequence.seqlen_q, columns, index.slab);
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads, 2)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
     weights_dk_kernel(const __grid_constant__ BackwardParams p, int slabs, int key_tiles) {
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(slabs, key_tiles, static_cast<int>(p.heads_kv));
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kScoreThreads, 2)
       ScoreTile<Element> tile(p, sequence, m * kScoreRows, first_key, shared);
       if (!tile.sees_any()) continue;
       ScoreFragment ds;
-      float ds_sum[2];
+      float ds_sum[2] = {};
       product_gradient(ds, tile, p, ds_sum);
       tile.accumulate_transposed(dk, ds, queries, tile.first_query, sequence.seqlen_q, columns, index.slab);
     }

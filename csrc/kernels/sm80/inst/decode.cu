@@ -5,6 +5,7 @@
 #include "../decode.h"
 #include "../decode_work.cuh"
 #include "../element.h"
+#include "../forward.h"
 
 namespace flash_ext::sm80 {
 
@@ -44,6 +45,8 @@ int64_t decode_workspace_bytes(const ForwardParams& params) {
 void decode(const ForwardParams& params, void* workspace, cudaStream_t stream, bool behind_append) {
   if (params.seq.cu_seqlens_q) clear_forward(params, stream);
   if (is_empty(params)) return;
+  // Planned for the forward kernel, which reads caches too.
+  if (params.block_m > kMaxDecodeRows) return forward(params, stream);
   with_element(params.dtype, [&](auto element) { run<decltype(element)>(params, workspace, behind_append, stream); });
 }
 
