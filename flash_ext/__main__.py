@@ -97,6 +97,11 @@ def cuda_obstacle() -> str | None:
     for operator in ("attention_forward", "attention_backward", "attention_decode_append"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"flash_ext::{operator}", "CUDA"):
             return f"{operator} has no CUDA kernel in this build"
+    probe = torch.zeros(1, 1, measure.HEADS, measure.HEAD_DIM, device="cuda")
+    for operation in ("forward", "backward", "decode"):
+        ok, reason = flash_ext.supports(probe, probe, probe, operation=operation)
+        if not ok:
+            return reason
     return None
 
 
