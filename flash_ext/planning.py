@@ -132,7 +132,7 @@ def _problem_of_attention(
     o = _score_options(q, k, **options)
     return _plan.Problem(
         **_common(q, k, operation, o),
-        seqlen_k=k.shape[1] if o.cu_seqlens_k is None else o.max_seqlen_k,
+        seqlen_k=k.shape[1] if o.cu_seqlens_k is None else min(o.max_seqlen_k, k.shape[0]),
         head_dim_v=(k if operation in ("weights", "weights_backward") else v).shape[-1],
         top_left=o.top_left,
         dropout_p=o.dropout_p,
@@ -166,7 +166,7 @@ def _common(q: Tensor, k: Tensor, operation: str, o: ScoreOptions | DecodeOption
         operation=operation,
         **_device_and_dtype(q),
         batch=q.shape[0] if o.cu_seqlens_q is None else o.cu_seqlens_q.shape[0] - 1,
-        seqlen_q=o.max_seqlen_q if packed else q.shape[1],
+        seqlen_q=min(o.max_seqlen_q, q.shape[0]) if packed else q.shape[1],
         heads_q=q.shape[-2],
         heads_kv=k.shape[-2],
         head_dim=q.shape[-1],

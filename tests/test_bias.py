@@ -32,6 +32,18 @@ def test_dtype_of_bias_is_its_own(device: str, dtype: torch.dtype, bias_dtype: t
     assert_matches_oracle(make_call(dtype=dtype, device=device, causal=True, bias=bias))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("bias_dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_rows_that_start_at_multiples_of_16_bytes(
+    device: str, dtype: torch.dtype, bias_dtype: torch.dtype, head_dim: int
+) -> None:
+    """Such a bias may be copied by whole tiles."""
+    bias = random(1, 2, 70, 192, dtype=bias_dtype, device=device)
+    call = make_call(1, 70, 192, 2, 1, head_dim, dtype=dtype, device=device, bias=bias, causal=True)
+    assert_matches_oracle(call)
+
+
 def test_gradient_of_bias_alone(device: str) -> None:
     bias = random(1, HEADS, SEQLEN_Q, SEQLEN_K, device=device)
     assert_matches_oracle(make_call(device=device, bias=bias), gradients_of=("bias",))

@@ -113,6 +113,15 @@ def test_beyond_one_tile(device: str) -> None:
     assert_matches_oracle(call)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_softcap_at_every_head_dim(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    """dV takes the weights, dK and dQ take them times the derivative of the cap."""
+    call = make_call(1, 70, 150, 2, 1, head_dim, dtype=dtype, device=device, softcap=2.0, dropout_p=0.3,
+                     rng_state=random_rng(device))  # fmt: skip
+    assert_matches_oracle(call)
+
+
 def test_packed_sequences(device: str) -> None:
     options = {"dropout_p": 0.4, "rng_state": random_rng(device), "causal": True}
     assert_matches_oracle(make_varlen_call([17, 0, 40], [23, 5, 40], device, **options))

@@ -169,3 +169,18 @@ def test_more_than_two_to_the_31_elements(device: str) -> None:
     small.q, small.k, small.v = q[:, -40:, -1:].contiguous(), torch.empty_like(q)[:, -61:, -1:], v
     small.k.copy_(k)
     assert_matches_oracle(small)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 0)}], ids=str)
+@pytest.mark.parametrize("nats", [8.0, 60.0, 400.0, -400.0])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_scores_that_grow_along_the_keys(
+    device: str, dtype: torch.dtype, nats: float, options: dict[str, object]
+) -> None:
+    """From one tile of keys to the next, in either direction: what the exponentials refer to has to follow."""
+    if dtype not in dtypes_of(device):
+        pytest.skip(f"{dtype} is for the CPU")
+    call = make_call(1, 320, 320, 2, 1, 64, dtype=dtype, device=device, softmax_scale=1.0, **options)
+    call.q[..., 0] = 1.0
+    call.k[..., 0] = (torch.arange(320, device=device) // 64 * nats / 4)[None, :, None]
+    assert_matches_oracle(call, ())

@@ -405,6 +405,7 @@ PAGED: list[Case] = [
     case("block_table", "page beyond the pool", block_table=replaced(4, 1000)),
     case("block_table", "negative page", block_table=replaced(0, -1)),
     case("cache_seqlens", "beyond the table", cache_seqlens=int32([81, 9, 40])),
+    case("k_cache", "no pages", k_cache=lambda t: t[:0], v_cache=lambda t: t[:0]),
     case("cache_batch_idx", "with pages", cache_batch_idx=int32([0, 1, 2])),
 ]
 
@@ -426,6 +427,7 @@ APPEND: list[Case] = [
     case("k", "dimensions", k=lambda t: t[0]),
     case("k", "last dimension strided", k=not_last_contiguous),
     case("k", "on another device", k=to_meta),
+    case("k", "more rows than the cache holds", k=random(3, 76, 2, 32), v=random(3, 76, 2, 32)),
     case("v", "seqlen", v=lambda t: t[:, :1]),
     case("v", "heads", v=lambda t: t[:, :, :1]),
     case("v", "head_dim", v=lambda t: t[..., :16]),
@@ -453,6 +455,7 @@ ROTARY: list[Case] = [
     case("rotary_sin", "shape", rotary_sin=lambda t: t[:, :4]),
     case("rotary_cos", "wider than head_dim", rotary_cos=torch.rand(75, 17), rotary_sin=torch.rand(75, 17)),
     case("rotary_cos", "too few positions", rotary_cos=torch.rand(74, 8), rotary_sin=torch.rand(74, 8)),
+    case("rotary_cos", "no positions", rotary_cos=torch.rand(0, 8), rotary_sin=torch.rand(0, 8)),
     case("rotary_cos", "on another device", rotary_cos=to_meta),
 ]
 

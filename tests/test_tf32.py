@@ -135,6 +135,13 @@ def test_plans_say_which_products_run() -> None:
         return " ".join(_plan.make_plan(_plan.Problem(**fields)).reasons)
 
     cuda = dict(device="cuda", compute_capability=90, dtype="float32")
-    assert "as accurate as float32" in said(**cuda)
-    assert "11 bits" in said(**cuda, allow_tf32=True)
+    for allow_tf32 in (False, True):
+        assert "as accurate as float32" in said(**cuda, operation="decode", allow_tf32=allow_tf32)
     assert "TF32" not in said(**cuda | {"dtype": "bfloat16"}) + said(dtype="float32", allow_tf32=True)
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_attention_on_cuda_refuses_float32_for_now(operation: str) -> None:
+    problem = _plan.Problem(operation=operation, device="cuda", compute_capability=90, dtype="float32")
+    ok, reason = _plan.supports(problem)
+    assert not ok and "float32" in reason

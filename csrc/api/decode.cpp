@@ -45,9 +45,12 @@ CacheShape cache_shape(const Argument& q, const Tensor& k_cache, const DecodeOpt
     cache.max_pages = options.block_table->size(1);
     check(cache.page_size > 0, "k_cache.size(1), the page size, must be >= 1, got 0");
     cache.capacity = cache.max_pages * cache.page_size;
+    check(cache.num_pages > 0 || cache.capacity == 0 || g.batch == 0,
+          "k_cache.size(0), the number of pages, must be >= 1 where block_table has columns, got 0");
   } else {
     cache.cache_batch = k_cache.size(0);
     cache.capacity = k_cache.size(1);
+    check(cache.cache_batch > 0 || g.batch == 0, "k_cache.size(0) must be >= 1 with cache_batch_idx, got 0");
     if (!options.cache_batch_idx) Argument("k_cache", k_cache).size_is(0, g.batch, batch_source(g));
   }
   return cache;
@@ -130,6 +133,8 @@ void check_new_tokens(const Argument& q, const Geometry& g, const NewTokens& tok
                                                 "(batch, seqlen_new, heads_kv, head_dim_v)");
   k.last_dim_contiguous();
   v.last_dim_contiguous();
+  check(seqlen_new <= g.seqlen_k || g.batch == 0, "k.size(1), the rows to append, must be at most ", g.seqlen_k,
+        ", which is what a sequence of the cache can hold, got ", seqlen_new);
   check(options.cache_seqlens.has_value(),
         "cache_seqlens must be given to append k and v: without it the whole cache counts as in use");
 }
@@ -143,6 +148,7 @@ void check_rotary(const Argument& q, const Geometry& g, bool append, const Decod
   cos.same_device_as(q).same_dtype_as(q).rank_is(2, "(seqlen_rotary, rotary_dim / 2)").last_dim_contiguous();
   sin.same_device_as(q).same_dtype_as(q).shape_is(shape_of(cos.tensor()), "rotary_cos.shape").last_dim_contiguous();
   const int64_t rotary_dim = 2 * cos.tensor().size(1);
+  check(cos.tensor().size(0) > 0, "rotary_cos.size(0), the positions, must be >= 1, got 0");
   check(rotary_dim <= g.head_dim, "rotary_cos.size(1) must be at most head_dim / 2 = ", g.head_dim / 2, ", got ",
         cos.tensor().size(1));
 }

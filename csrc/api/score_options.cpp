@@ -99,6 +99,10 @@ void check_block_mask(const Argument& q, const Geometry& g, const ScoreOptions& 
   check_block_shapes(g, options);
 }
 
+/// A loose max_seqlen costs nothing: it is the shape of bias, mask and weights, while work follows the rows there are.
+int64_t longest_query(const Geometry& g) { return g.varlen_q ? std::min(g.seqlen_q, g.total_q) : g.seqlen_q; }
+int64_t longest_key(const Geometry& g) { return g.varlen_k ? std::min(g.seqlen_k, g.total_k) : g.seqlen_k; }
+
 SequenceParams sequence_params(const ScoreOptions& options) {
   SequenceParams seq;
   seq.cu_seqlens_q = int32_address(options.cu_seqlens_q);
@@ -185,8 +189,8 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
   problem.batch = g.batch;
   problem.heads_q = g.heads_q;
   problem.heads_kv = g.heads_kv;
-  problem.seqlen_q = g.seqlen_q;
-  problem.seqlen_k = g.seqlen_k;
+  problem.seqlen_q = longest_query(g);
+  problem.seqlen_k = longest_key(g);
   problem.head_dim = g.head_dim;
   problem.head_dim_v = g.head_dim_v > 0 ? g.head_dim_v : g.head_dim;
   problem.softmax_scale = options.softmax_scale;
@@ -220,9 +224,8 @@ AttentionParams to_params(const Tensor& q, const Geometry& g, const ScoreOptions
   params.heads_kv = g.heads_kv;
   params.head_dim = g.head_dim;
   params.head_dim_v = g.head_dim_v;
-  // A loose max_seqlen costs nothing: it is the shape of bias, mask and weights, while work follows the rows there are.
-  params.seqlen_q = g.varlen_q ? std::min(g.seqlen_q, g.total_q) : g.seqlen_q;
-  params.seqlen_k = g.varlen_k ? std::min(g.seqlen_k, g.total_k) : g.seqlen_k;
+  params.seqlen_q = longest_query(g);
+  params.seqlen_k = longest_key(g);
   params.total_q = g.total_q;
   params.total_k = g.total_k;
   params.q = view_rows(owned.emplace_back(with_aligned_rows(q)));

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -35,12 +36,23 @@ struct LaunchShape {
   bool overlaps_previous = false;  // the kernel waits for the previous one by itself (ptx/grid_dependency.h)
 };
 
-/// Whether a kernel can start before its predecessor has ended.
-inline bool grids_overlap() {
-  int device = 0, major = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-  return major >= 9;
+/// Whether a kernel that waits for its predecessor by itself has been compiled so that it does: code for earlier GPUs,
+/// which a later one can run too, has no such instruction.
+inline bool waits_for_previous(const void* kernel) {
+  cudaFuncAttributes attributes = {};
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  return attributes.ptxVersion >= 90;
+}
+
+/// A number of blocks as the first dimension of a grid.
+inline unsigned grid_size(int64_t blocks) {
+  constexpr int64_t kMostBlocks = INT32_MAX;
+  if (blocks > kMostBlocks) {
+    throw std::runtime_error("flash_ext: too much work for one launch: batch, heads and lengths make " +
+                             std::to_string(blocks) + " blocks, at most " + std::to_string(kMostBlocks) +
+                             " are possible");
+  }
+  return static_cast<unsigned>(blocks);
 }
 
 /// A grid without blocks launches nothing.
@@ -62,7 +74,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
-  if (shape.overlaps_previous && grids_overlap()) {
+  if (shape.overlaps_previous && waits_for_previous(reinterpret_cast<const void*>(kernel))) {
     config.attrs = &overlap;
     config.numAttrs = 1;
   }

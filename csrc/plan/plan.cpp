@@ -17,7 +17,7 @@ constexpr int64_t kHeadDimStep = 8;
 constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();  // what cu_seqlens can count to
 constexpr int64_t kFirstCapability = 80;
 constexpr int64_t kMaxCudaBatch = 65535;               // what a grid can count to
-constexpr int64_t kMaxCudaSeqlenQ = 65535 * 64;        // the same, in blocks of 64 queries
+constexpr int64_t kMaxCudaSeqlenQ = 65535 * 32;        // the same, in blocks of the fewest queries
 constexpr int64_t kMaxCudaSeqlenK = int64_t{1} << 29;  // positions, offsets and windows then add up within 32 bits
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -254,10 +254,12 @@ class Planner {
   /// Which products stand for those of float32, for the reader: the kernel looks at allow_tf32 itself.
   void explain_products() {
     if (p_.device == Device::kCpu || p_.dtype != DType::kFloat32) return;
-    if (p_.allow_tf32) {
+    const bool has_choice = p_.operation == Operation::kForward || p_.operation == Operation::kBackward;
+    if (p_.allow_tf32 && has_choice) {
       because("products in TF32, rounded to 11 bits: torch's float32 matmul setting allows it");
     } else {
-      because("products of three in TF32 each, as accurate as float32: torch's float32 matmul setting allows no less");
+      because("products of three in TF32 each, as accurate as float32",
+              has_choice ? ": torch's float32 matmul setting allows no less" : "");
     }
   }
 

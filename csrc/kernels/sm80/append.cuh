@@ -113,7 +113,7 @@ void run_append(const AppendParams& p, cudaStream_t stream) {
   const int64_t query_rows = p.q_rotated.data ? p.batch * p.seqlen_q * p.heads_q : 0;
   const int64_t warps = std::max(key_rows + query_rows, p.batch);
   const int64_t blocks = (warps + kAppendWarps - 1) / kAppendWarps;
-  launch("append", append_kernel<Element>, {dim3(static_cast<unsigned>(blocks)), dim3(32 * kAppendWarps)}, stream, p,
+  launch("append", append_kernel<Element>, {dim3(grid_size(blocks)), dim3(32 * kAppendWarps)}, stream, p,
          static_cast<uint32_t>(key_rows), static_cast<uint32_t>(query_rows));
 }
 

@@ -60,6 +60,9 @@ struct BackwardBlock {
   using Scores = Products<Element, kBlockM>;  // P^T, dS^T
   using Dq = typename Config::Dq;
   using Work = BackwardWork<Config>;
+  static constexpr int kUnroll = Config::kUnroll;
+  // Tiles of 8 columns of dQ that a warp makes at once.
+  static constexpr int kDqTiles = Config::kFloat ? 2 : Config::kGeneral && Dq::kN > 4 ? 4 : Dq::kN;
   static constexpr int kRoleThreads = kThreads / 2;
   static constexpr bool kQueriesHoldKeys = 2 * kBlockM >= kBlockN;  // the stages of Q have room for dK
   static constexpr bool kWeightsInRegisters = Config::kSides == 1;
@@ -150,7 +153,7 @@ struct BackwardBlock {
   __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t s_a, uint32_t s_b) const {
     const uint32_t s_lane_a = s_a + Rows::lane_a(lane) + first_row * Rows::kRowBytes;
     const uint32_t s_lane_b = s_b + Rows::lane_b(lane) + first_column * Rows::kRowBytes;
-#pragma unroll
+#pragma unroll kUnroll
     for (int step = 0; step < kHeadDim / Rows::kDepth; ++step) {
       typename Rows::A a[kM];
 #pragma unroll
@@ -165,21 +168,24 @@ struct BackwardBlock {
     }
   }
 
-  /// sum += W B for weights W of the warp's keys: its own, or, where several warps share keys, those in s_weights.
+  /// sum += W B for weights W of the warp's keys: its own, or, where several warps share keys, those in s_weights. Its
+  /// own are used up: each step takes the first and moves up the others, as registers cannot be indexed in a loop.
   __device__ __forceinline__ void accumulate(uint32_t s_weights, uint32_t s_b) {
     const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (Config::kWarpColumns / 16);
     const uint32_t s_lane_b = s_b + Rows::lane_b_transposed(lane);
-    const uint32_t s_lane_a = s_weights + Scores::lane_a(lane) + first_row * Scores::kRowBytes;
-#pragma unroll
+    const uint32_t s_lane_a = s_weights + Scores::lane_a_of_c(lane) + first_row * Scores::kRowBytes;
+#pragma unroll kUnroll
     for (int step = 0; step < kBlockM / Rows::kDepth; ++step) {
       typename Rows::A a[kM];
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         if constexpr (kWeightsInRegisters) {
-          a[m] = r_weights[step][m];
+          a[m] = r_weights[0][m];
+#pragma unroll
+          for (int k = 0; k + 1 < kWeightSteps; ++k) r_weights[k][m] = r_weights[k + 1][m];
         } else {
           typename Scores::A weights;
-          Scores::load_a(weights, s_lane_a, 16 * m, step);
+          Scores::load_a_of_c(weights, s_lane_a, 16 * m, step);
           a[m] = as_operand<typename Rows::A>(weights);
         }
       }
@@ -193,29 +199,36 @@ struct BackwardBlock {
     }
   }
 
-  /// The warp's part of dQ of a step, from dS^T number n.
+  /// The warp's part of dQ of a step, from dS^T number n; piece by piece where registers do not hold it at once.
   __device__ __forceinline__ void add_dq(const BackwardStep& step, int n) const {
     if (!p.dq.data) return;
-    float c[Dq::kM][Dq::kN][4] = {};
-    const uint32_t s_lane_a = gradient_tile(n) + Scores::lane_a_transposed(lane);
+    float* const g_tile = workspace.dq + tile_index(step) * (kBlockM * kHeadDim);
+#pragma unroll 1
+    for (int first = 0; first < Dq::kN; first += kDqTiles) {
+      float c[Dq::kM][kDqTiles][4] = {};
+      multiply_dq(c, gradient_tile(n), first);
+      if (workspace.turns && first == 0) wait_for_turn(step);
+      Dq::add(g_tile + Dq::fragment(0, 0, first), c, warp, lane);
+    }
+    if (workspace.turns) end_turn(step);
+  }
+  __device__ __forceinline__ void multiply_dq(float (&c)[Dq::kM][kDqTiles][4], uint32_t s_gradients, int first) const {
+    const uint32_t s_lane_a = s_gradients + Scores::lane_a_transposed(lane);
     const uint32_t s_lane_b = s_key + Rows::lane_b_transposed(lane);
-    const int first_m = Dq::first_row(warp) / 16, first_d = Dq::first_column(warp) / 16;
-#pragma unroll
+    const int first_m = Dq::first_row(warp) / 16, first_d = Dq::first_column(warp) / 16 + first / 2;
+#pragma unroll kUnroll
     for (int k = 0; k < kBlockN / Rows::kDepth; ++k) {
       typename Scores::A a[Dq::kM];
 #pragma unroll
       for (int m = 0; m < Dq::kM; ++m) Scores::load_a_transposed(a[m], s_lane_a, first_m + m, k);
 #pragma unroll
-      for (int d = 0; d < Dq::kN; d += 2) {
+      for (int d = 0; d < kDqTiles; d += 2) {
         typename Rows::B b;
         Rows::load_b_transposed(b, s_lane_b, first_d + d / 2, k);
 #pragma unroll
         for (int m = 0; m < Dq::kM; ++m) Rows::multiply(c[m][d], c[m][d + 1], as_operand<typename Rows::A>(a[m]), b);
       }
     }
-    if (workspace.turns) wait_for_turn(step);
-    Dq::add(workspace.dq + tile_index(step) * (kBlockM * kHeadDim), c, warp, lane);
-    if (workspace.turns) end_turn(step);
   }
 
   __device__ __forceinline__ int32_t* turn_of(const BackwardStep& step) const {
@@ -224,7 +237,8 @@ struct BackwardBlock {
   __device__ __forceinline__ void wait_for_turn(const BackwardStep& step) const {
     const int turn = work.turn(step.tile);
     if (lane == 0) {
-      while (ptx::load_acquire(turn_of(step)) != turn) __nanosleep(20);
+      // `<`: lengths that make no sense may count past it, and must not hang.
+      while (ptx::load_acquire(turn_of(step)) < turn) __nanosleep(20);
     }
     __syncwarp();
   }
@@ -301,8 +315,8 @@ struct BackwardBlock {
     }
   }
 
-  /// The same under all options, sixteen queries at a time. What is stored is P^T times the derivative of the softcap,
-  /// negative where the weight is dropped.
+  /// The same under all options, sixteen queries at a time. What is stored for dS^T, where that will be, is P^T times
+  /// the derivative of the softcap, negative where the weight is dropped.
   __device__ __forceinline__ void exponentiate_general(float (&s)[kM][kN][4], const BackwardStep& step, int n,
                                                        bool masked) const {
     Sequence sequence = work.sequence;
@@ -340,7 +354,8 @@ struct BackwardBlock {
       if (dropout.active) drop(x, slope, dropout, at);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        Scores::store_c(weight_tile(n) + lane_of_scores(), 16 * m, first_pair() + first / 2, slope[m][0], slope[m][1]);
+        Scores::store_c(gradient_tile(n) + lane_of_scores(), 16 * m, first_pair() + first / 2, slope[m][0],
+                        slope[m][1]);
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -386,7 +401,7 @@ struct BackwardBlock {
   /// dS^T in place of dP^T - D (or of dP^T, in the general case).
   template <class F>
   __device__ __forceinline__ void differentiate(float (&s)[kM][kN][4], int n, F gradient) const {
-    const uint32_t s_lane = weight_tile(n) + lane_of_scores();
+    const uint32_t s_lane = (Config::kGeneral ? gradient_tile(n) : weight_tile(n)) + lane_of_scores();
 #pragma unroll
     for (int column = 0; column < kN; column += 2)
 #pragma unroll
@@ -470,7 +485,11 @@ struct BackwardBlock {
       store_weights(gradient_tile(n), s);
     } else if constexpr (Config::kGeneral) {
       exponentiate_general(s, now.step, n, now.masked);
-      keep_weights(s);
+      if constexpr (kWeightsInRegisters) {
+        keep_weights(s);
+      } else {
+        store_weights(weight_tile(n), s);
+      }
     } else {
       exponentiate(s, now.step, n);
       store_weights(weight_tile(n), s);
@@ -609,12 +628,12 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   using Element = typename Config::Element;
   constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
   const BackwardWorkspace workspace(p, kBlockM, kHeadDim, memory);
-  const LaunchShape rows{dim3(static_cast<unsigned>(RowTileOfBlock::blocks(p, kBlockM))), dim3(kRowTermThreads)};
+  const LaunchShape rows{dim3(grid_size(RowTileOfBlock::blocks(p, kBlockM))), dim3(kRowTermThreads)};
   launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
 
   if (p.dq.data || p.dk.data || p.dv.data) {
     const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
-    const LaunchShape keys{dim3(static_cast<unsigned>(key_tiles * p.heads_kv * p.batch)), dim3(Config::kThreads),
+    const LaunchShape keys{dim3(grid_size(key_tiles * p.heads_kv * p.batch)), dim3(Config::kThreads),
                            Config::kSharedBytes};
     launch("sm80/backward", backward_kernel<Config>, keys, stream, p, workspace, static_cast<unsigned>(key_tiles));
   }
@@ -636,12 +655,17 @@ inline bool is_plain_backward(const BackwardParams& p) {
 /// Calls run with the configuration that serves a call on the current device.
 template <class Element, int kHeadDim, class Run>
 void with_backward_config(const BackwardParams& p, Run run) {
+  using Plain = BackwardConfig<Element, kHeadDim, false, false>;
+  using General = BackwardConfig<Element, kHeadDim, true, false>;
   const int available = shared_bytes_per_block();
-  if (available < BackwardConfig<Element, kHeadDim, true, false>::kSharedBytes) {
-    return run(BackwardConfig<Element, kHeadDim, true, true>());
+  if (is_plain_backward(p) && available >= Plain::kSharedBytes) return run(Plain());
+  if (available >= General::kSharedBytes) return run(General());
+  if constexpr (sizeof(Element) == 4 && kHeadDim == 256) {
+    throw std::runtime_error(
+        "flash_ext: gradients of float32 with a head_dim above 128 need a GPU with 173 KB of shared memory per block");
+  } else {
+    run(BackwardConfig<Element, kHeadDim, true, true>());
   }
-  is_plain_backward(p) ? run(BackwardConfig<Element, kHeadDim, false, false>())
-                       : run(BackwardConfig<Element, kHeadDim, true, false>());
 }
 
 template <class Element, int kHeadDim>

@@ -27,7 +27,8 @@ struct DqLayout {
   }
 
   /// Adds the accumulators of a warp.
-  __device__ __forceinline__ static void add(float* g_tile, const float (&c)[kM][kN][4], int warp, int lane) {
+  template <int kTiles>
+  __device__ __forceinline__ static void add(float* g_tile, const float (&c)[kM][kTiles][4], int warp, int lane) {
 #if __CUDA_ARCH__ >= 900
     float* const g_lane = g_tile + fragment(warp, 0, 0) + 4 * lane;
 #else
@@ -36,7 +37,7 @@ struct DqLayout {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
+      for (int n = 0; n < kTiles; ++n) {
 #if __CUDA_ARCH__ >= 900
         ptx::reduce_add_4(g_lane + fragment(0, m, n), c[m][n]);
 #else

@@ -18,17 +18,24 @@ struct BackwardConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kGeneral = kGeneral_;
   // dK and dV of the block's keys are 128 registers of a thread, 64 at head_dim 64.
-  static constexpr int kWarps = kSmall_ ? 4 : 8;
+  static constexpr bool kFloat = sizeof(Element) == 4;
+  static constexpr bool kThin = kFloat && (kHeadDim == 256 || (kHeadDim == 128 && kSmall_));
+  static constexpr int kWarps = kSmall_ || kThin ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRoleWarps = kWarps / 2;
   static constexpr int kWarpKeys = 32;  // as many as one Philox call and one word of visibility cover
-  static constexpr int kBlockN = (kHeadDim == 256 ? 64 : 128) / (kSmall_ ? 2 : 1);
+  // In float, options leave registers for half as many columns of dK and dV.
+  static constexpr bool kHalf = kHeadDim == 256 || (kFloat && kGeneral && !kSmall_);
+  static constexpr int kBlockN = kThin ? 32 : (kHalf ? 64 : 128) / (kSmall_ ? 2 : 1);
   // As many queries as registers have room for; options need some too.
-  static constexpr int kBlockM = kHeadDim == 64 && !kGeneral && !kSmall_    ? 128
+  static constexpr int kBlockM = kFloat                                     ? (kHeadDim == 64 && !kSmall_ ? 64 : 32)
+                                 : kHeadDim == 64 && !kGeneral && !kSmall_  ? 128
                                  : kHeadDim == 128 && (kGeneral || kSmall_) ? 32
                                  : kHeadDim == 256 && kSmall_               ? 32
                                                                             : 64;
   static constexpr int kBlocksPerSm = 1;
+  // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
+  static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
 
   static constexpr int kKeyGroups = kBlockN / kWarpKeys;
   static constexpr int kSides = kRoleWarps / kKeyGroups;  // warps that share keys: they divide queries, then columns

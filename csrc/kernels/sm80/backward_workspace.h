@@ -26,7 +26,7 @@ struct BackwardWorkspace {
     lse = take<float>(memory, tiles * block_m);
     minus_delta = take<float>(memory, tiles * block_m);
     if (p.dq.data) dq = take<float>(memory, tiles * block_m * head_dim);
-    if (p.deterministic && p.dq.data) {
+    if (p.deterministic && p.dq.data && p.seqlen_q > 0) {
       turns = take<int32_t>(memory, tiles * kDqWarps);
       ticket = take<int32_t>(memory, 1);
     }

@@ -64,27 +64,27 @@ struct BiasWorkspace {
 };
 
 /// A tile of dbias, or of scores.
-struct BiasTile {
+struct DbiasTile {
   int key, query, head, batch;
 
   /// Number n of a grid with that many tiles along each dimension, keys innermost.
-  __device__ __forceinline__ BiasTile(int64_t n, int key_tiles, int query_tiles, int heads) {
+  __device__ __forceinline__ DbiasTile(int64_t n, int key_tiles, int query_tiles, int heads) {
     key = static_cast<int>(n % key_tiles);
     query = static_cast<int>(n / key_tiles % query_tiles);
     head = static_cast<int>(n / key_tiles / query_tiles % heads);
     batch = static_cast<int>(n / key_tiles / query_tiles / heads);
   }
-  __device__ __forceinline__ BiasTile(const BiasTiles& tiles, int64_t n)
-      : BiasTile(n, tiles.key_tiles, tiles.query_tiles, tiles.heads) {}
+  __device__ __forceinline__ DbiasTile(const BiasTiles& tiles, int64_t n)
+      : DbiasTile(n, tiles.key_tiles, tiles.query_tiles, tiles.heads) {}
 };
 
 /// The tiles of scores that fall on a tile of dbias, one after the other from the n-th on.
 struct Summands {
   const BiasTiles& tiles;
-  const BiasTile& first;
-  BiasTile offset;
+  const DbiasTile& first;
+  DbiasTile offset;
 
-  __device__ __forceinline__ Summands(const BiasTiles& tiles, const BiasTile& first, int64_t n)
+  __device__ __forceinline__ Summands(const BiasTiles& tiles, const DbiasTile& first, int64_t n)
       : tiles(tiles), first(first), offset(n, tiles.sum_key_tiles, tiles.sum_query_tiles, tiles.sum_heads) {}
 
   __device__ __forceinline__ int first_key() const { return (first.key + offset.key) * kScoreKeys; }
@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_bias(const ScoreView& view, int64_t at, fl
 }
 
 /// Where element `n` of a tile of dbias belongs; false if nowhere. Of a broadcast dimension only element 0 is there.
-__device__ __forceinline__ bool place_in_bias(const BackwardParams& p, const BiasTile& tile, int n, int64_t& at) {
+__device__ __forceinline__ bool place_in_bias(const BackwardParams& p, const DbiasTile& tile, int n, int64_t& at) {
   const ScoreView& d = p.dbias;
   const int row = n / kScoreKeys, column = n % kScoreKeys;
   if ((d.row_stride == 0 && row > 0) || (d.col_stride == 0 && column > 0)) return false;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerS
     bias_gradient_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasTiles tiles,
                          const float* delta, float* shares) {
   extern __shared__ __align__(128) char shared[];
-  const BiasTile mine(tiles, blockIdx.x);
+  const DbiasTile mine(tiles, blockIdx.x);
   const int64_t begin = tiles.summed() * blockIdx.y / gridDim.y, end = tiles.summed() * (blockIdx.y + 1) / gridDim.y;
   float* const s_sum = reinterpret_cast<float*>(shared + ScoreTile<Element>::kSharedBytes);
   const auto at = TileCoordinates<false>::of_lane(threadIdx.x / 32 * 16, 0, threadIdx.x % 32);
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerS
 static __global__ void __launch_bounds__(kScoreThreads)
     bias_chunks_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasTiles tiles,
                        const float* shares) {
-  const BiasTile mine(tiles, blockIdx.x);
+  const DbiasTile mine(tiles, blockIdx.x);
   for (int n = threadIdx.x; n < BiasTiles::tile_elements(); n += kScoreThreads) {
     int64_t place;
     if (!place_in_bias(p, mine, n, place)) continue;
@@ -248,10 +248,10 @@ void run_bias_gradient(const BackwardParams& p, void* memory, cudaStream_t strea
   if (workspace.delta) {
     const int64_t row_blocks = (p.seqlen_q + kScoreThreads / 32 - 1) / (kScoreThreads / 32);
     launch("sm80/bias_gradient", bias_row_terms_kernel<Element>,
-           {dim3(static_cast<unsigned>(row_blocks * p.batch * p.heads_q)), dim3(kScoreThreads)}, stream, p,
-           workspace.delta, static_cast<int>(row_blocks));
+           {dim3(grid_size(row_blocks * p.batch * p.heads_q)), dim3(kScoreThreads)}, stream, p, workspace.delta,
+           static_cast<int>(row_blocks));
   }
-  const unsigned count = static_cast<unsigned>(tiles.count());
+  const unsigned count = grid_size(tiles.count());
   launch("sm80/bias_gradient", bias_gradient_kernel<Element>,
          {dim3(count, static_cast<unsigned>(tiles.chunks)), dim3(kScoreThreads),
           ScoreTile<Element>::kSharedBytes + kBiasSumBytes},

@@ -30,7 +30,10 @@ struct BiasTile {
   uint32_t s_tile;  // aligned to 128 bytes
   const ScoreView& bias;
 
-  static int64_t bytes(const ScoreView& bias) { return kRows * kKeys * bias_element_bytes(bias.dtype); }
+  static int64_t bytes(const ScoreView& bias) {
+    return bias.dtype == DType::kFloat32 ? TileLayout<float, kKeys>::bytes(kRows)
+                                         : TileLayout<uint16_t, kKeys>::bytes(kRows);
+  }
 
   /// Without waiting. Keys from seqlen_k on and queries from seqlen_q on become 0.
   __device__ __forceinline__ void load(const Sequence& sequence, int first_query, int first_key) const {

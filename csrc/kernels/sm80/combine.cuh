@@ -32,9 +32,9 @@ struct CombinedPart {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const float factor = ptx::exp2_approx(parts[n].maximum - reference);
+      sum += factor * parts[n].sum;  // NaN even if nothing of the part is
       if (factor == 0.0f) continue;
       const float4& other = parts[n].out;
-      sum += factor * parts[n].sum;
       out = {out.x + factor * other.x, out.y + factor * other.y, out.z + factor * other.z, out.w + factor * other.w};
     }
   }
@@ -96,13 +96,14 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   const DecodeTile tile(p, grid, static_cast<int>(batch), static_cast<int>(flat_group - batch * grid.groups.value),
                         flat / grid.block_m);
   const int row = flat % grid.block_m;
+  // Before any return: else this grid could end, and what follows it start, while the previous one still writes.
+  ptx::wait_for_previous_grid();
   if (row >= tile.rows || !tile.is_cut()) return;
 
   const int columns = static_cast<int>(p.head_dim_v), threads_per_part = combine_threads_per_part(columns);
   const int parts = static_cast<int>(blockDim.x) / threads_per_part;
   const int part = threadIdx.x / threads_per_part;
   const int column = threadIdx.x % threads_per_part * kCombineColumns;
-  ptx::wait_for_previous_grid();
   CombinedPart total{-INFINITY, 0.0f, kNoColumns};
   if (column < columns) total = combine_splits(partials, grid, tile, row, column, columns, part, parts);
   if (parts > 1) {
@@ -134,7 +135,7 @@ void run_combine(const ForwardParams& params, const DecodeGrid& grid, const Deco
   const int most = kMaxCombineThreads / threads_per_part;
   const int wanted = (static_cast<int>(grid.splits.value) + kCombineUnroll - 1) / kCombineUnroll;
   const int parts = grid.split_size.value > 0 ? most : std::min(most, wanted);
-  LaunchShape shape{dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(parts * threads_per_part))};
+  LaunchShape shape{dim3(grid_size(blocks)), dim3(static_cast<unsigned>(parts * threads_per_part))};
   shape.overlaps_previous = true;
   launch("combine", combine_kernel<Element>, shape, stream, params, grid, partials);
 }

@@ -247,6 +247,16 @@ struct ForwardBlock {
     return __any_sync(~0u, missing);
   }
 
+  /// Loads do not move up past it: ptxas would load more fragments ahead than it has registers for.
+  __device__ __forceinline__ static void fence_loads(int d) {
+#if __CUDA_ARCH__ >= 900
+    constexpr int kEvery = 8;
+#else
+    constexpr int kEvery = 16;
+#endif
+    if (d % kEvery == kEvery - 2) __syncwarp();
+  }
+
   /// O += P V. A step takes the first two tiles of P and moves up the others: registers cannot be indexed in a loop.
   __device__ __forceinline__ void multiply_pv(Scores& s) {
     const uint32_t s_lane = stage(s_v, 0) + Products::lane_b_transposed(lane);
@@ -262,6 +272,7 @@ struct ForwardBlock {
         Products::load_b_transposed(b, s_lane, d / 2, step);
 #pragma unroll
         for (int m = 0; m < kM; ++m) Products::multiply(out[m][d], out[m][d + 1], a[m], b);
+        if constexpr (Config::kFenced) fence_loads(d);
       }
     }
   }
@@ -396,7 +407,7 @@ struct ForwardBlock {
   __device__ __forceinline__ bool overflowed() const {
     bool overflow = false;
 #pragma unroll
-    for (int m = 0; m < kM; ++m) overflow |= row_sum[m][0] == INFINITY || row_sum[m][1] == INFINITY;
+    for (int m = 0; m < kM; ++m) overflow |= !(row_sum[m][0] < INFINITY && row_sum[m][1] < INFINITY);
     return __syncthreads_or(overflow);
   }
 
@@ -499,10 +510,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 }
 
 inline ForwardSchedule schedule_heads(const ForwardParams& p, int64_t element_bytes) {
-  constexpr int64_t kKeyBytesInL2 = 24 << 20;
+  constexpr int64_t kKeyBytesInL2 = 24 << 20, kMaxGridZ = 65535;
   const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes);
   const int64_t group = p.heads_q / p.heads_kv;
-  const int64_t heads = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * group, group, p.heads_q);
+  const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * group, group, p.heads_q);
+  const bool few_groups = p.batch * ((p.heads_q + fitting - 1) / fitting) <= kMaxGridZ;
+  const int64_t heads = few_groups ? fitting : p.heads_q;
   return {static_cast<int>(heads), static_cast<int>((p.heads_q + heads - 1) / heads), false};
 }
 
@@ -525,7 +538,8 @@ void launch_forward(const ForwardParams& p, cudaStream_t stream) {
 /// Whether scores are scaled products within a window, of keys in one piece.
 inline bool is_plain(const AttentionParams& p) {
   const SequenceParams& s = p.seq;
-  const bool plain_scores = p.softmax_scale > 0 && p.softcap == 0 && !p.alibi_slopes && !p.bias.data;
+  const bool plain_scores =
+      static_cast<float>(p.softmax_scale) > 0.0f && p.softcap == 0 && !p.alibi_slopes && !p.bias.data;
   const bool plain_visibility = !p.mask.data && !p.blocks.offsets && p.dropout.p == 0;
   return plain_scores && plain_visibility && !s.block_table;
 }

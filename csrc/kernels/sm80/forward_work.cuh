@@ -21,7 +21,7 @@ struct ForwardConfig {
   // Nor do options at 128; there three blocks on an SM make up for it.
   static constexpr bool kThin = kGeneral && kHeadDim == 128;
   static constexpr int kWarpRows = kWide || kThin ? 16 : 32;
-  static constexpr int kWarps = !kWide ? 4 : !kSmall_ ? 8 : kFloat ? 2 : 4;
+  static constexpr int kWarps = kFloat ? (kWide && kSmall_ ? 2 : 4) : kWide && !kSmall_ ? 8 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kBlockM = kWarps * kWarpRows;
   static constexpr int kBlockN = kFloat ? 32 : 64;
@@ -31,6 +31,7 @@ struct ForwardConfig {
   static constexpr bool kQueryInRegisters = kHeadDim == 64 && !kFloat;
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
+  static constexpr bool kFenced = kUnroll == 1 && kWide;
   // Options leave no register for watching sums; beside what they cost the maximum is cheap.
   static constexpr bool kRunningMaximum = kGeneral || (kFloat && kWide);
   // P must stay finite as an Element, l and out in float.

@@ -101,6 +101,11 @@ struct Products {
     for (int e = 0; e < 4; ++e) store_shared((s_target ^ (e / 2 << 4)) + e % 2 * 8 * kRowBytes, r[e]);
 #endif
   }
+  /// The same as an A operand, which is what a_from_accumulators makes of them.
+  __device__ __forceinline__ static uint32_t lane_a_of_c(int lane) { return lane_a(lane); }
+  __device__ __forceinline__ static void load_a_of_c(A& a, uint32_t s_lane, int row, int pair) {
+    load_a(a, s_lane, row, pair);
+  }
   __device__ __forceinline__ static void load_c(uint32_t s_lane, int row, int pair, float (&left)[4],
                                                 float (&right)[4]) {
     const uint32_t s_source = at_step(s_lane, pair) + row * kRowBytes;

@@ -19,17 +19,9 @@
 #include <type_traits>
 
 #include "products.cuh"
+#include "tf32.h"
 
 namespace flash_ext::sm80 {
-
-/// An element type: a float in memory, whose products may be those of TF32.
-struct Tf32 {
-  float value;
-
-  Tf32() = default;
-  __device__ __forceinline__ explicit Tf32(float value) : value(value) {}
-  __device__ __forceinline__ explicit operator float() const { return value; }
-};
 
 template <class Element, int kColumns>
 struct Tf32Products {

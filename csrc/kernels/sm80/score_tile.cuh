@@ -387,8 +387,9 @@ struct WeightRows {
   }
 
   __device__ __forceinline__ float weight(float score, int r) const {
-    // One rounding: that of lse * log2(e) alone would shift a whole row.
-    return lse[r] == -INFINITY ? 0.0f : ptx::exp2_approx(fmaf(lse[r], -kLog2E, score));
+    // Hidden scores first: an lse of NaN must not reach them. One rounding: that of lse * log2(e) alone would shift a
+    // whole row.
+    return lse[r] == -INFINITY || score == -INFINITY ? 0.0f : ptx::exp2_approx(fmaf(lse[r], -kLog2E, score));
   }
 };
 

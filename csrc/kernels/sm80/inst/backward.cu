@@ -1,5 +1,4 @@
 #include "../backward.h"
-
 #include "../dispatch.h"
 
 namespace flash_ext::sm80 {

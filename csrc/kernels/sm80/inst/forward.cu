@@ -1,6 +1,5 @@
-#include "../forward.h"
-
 #include "../dispatch.h"
+#include "../forward.h"
 
 namespace flash_ext::sm80 {
 
