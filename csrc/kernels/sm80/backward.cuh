@@ -63,6 +63,7 @@ struct BackwardBlock {
   static constexpr int kUnroll = Config::kUnroll;
   // Tiles of 8 columns of dQ that a warp makes at once.
   static constexpr int kDqTiles = Config::kFloat ? 2 : Config::kGeneral && Dq::kN > 4 ? 4 : Dq::kN;
+  static constexpr int kUnrollDq = Config::kFloat ? 8 : 1;  // as ptxas gets by without spills
   static constexpr int kRoleThreads = kThreads / 2;
   static constexpr bool kQueriesHoldKeys = 2 * kBlockM >= kBlockN;  // the stages of Q have room for dK
   static constexpr bool kWeightsInRegisters = Config::kSides == 1;
@@ -203,7 +204,7 @@ struct BackwardBlock {
   __device__ __forceinline__ void add_dq(const BackwardStep& step, int n) const {
     if (!p.dq.data) return;
     float* const g_tile = workspace.dq + tile_index(step) * (kBlockM * kHeadDim);
-#pragma unroll 1
+#pragma unroll kUnrollDq
     for (int first = 0; first < Dq::kN; first += kDqTiles) {
       float c[Dq::kM][kDqTiles][4] = {};
       multiply_dq(c, gradient_tile(n), first);
@@ -348,7 +349,7 @@ struct BackwardBlock {
           for (int e = 0; e < 4; ++e) {
             float& y = x[m][h][e];
             y = y == -INFINITY ? 0.0f : ptx::exp2_approx(y - (e % 2 ? lse.y : lse.x));
-            slope[m][h][e] *= y;
+            slope[m][h][e] = y == 0.0f ? 0.0f : slope[m][h][e] * y;  // of a hidden score it may be NaN
           }
       }
       if (dropout.active) drop(x, slope, dropout, at);
