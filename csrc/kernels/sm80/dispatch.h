@@ -37,7 +37,7 @@ void with_kernel_types(const AttentionParams& p, Run run) {
     case DType::kFloat64:
       break;
   }
-  throw std::runtime_error("flash_ext: attention on CUDA takes float16, bfloat16 and float32");
+  throw std::runtime_error("flash_ext: attention on CUDA takes float16 and bfloat16");
 }
 
 }  // namespace flash_ext::sm80
