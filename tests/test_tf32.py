@@ -137,11 +137,6 @@ def test_plans_say_which_products_run() -> None:
     cuda = dict(device="cuda", compute_capability=90, dtype="float32")
     for allow_tf32 in (False, True):
         assert "as accurate as float32" in said(**cuda, operation="decode", allow_tf32=allow_tf32)
+    assert "as accurate as float32" in said(**cuda)
+    assert "in TF32" in said(**cuda, allow_tf32=True)
     assert "TF32" not in said(**cuda | {"dtype": "bfloat16"}) + said(dtype="float32", allow_tf32=True)
-
-
-@pytest.mark.parametrize("operation", ["forward", "backward"])
-def test_attention_on_cuda_refuses_float32_for_now(operation: str) -> None:
-    problem = _plan.Problem(operation=operation, device="cuda", compute_capability=90, dtype="float32")
-    ok, reason = _plan.supports(problem)
-    assert not ok and "float32" in reason

@@ -106,11 +106,6 @@ Support check_device(const Problem& p) {
   if (p.num_workers < 1) return refuse("num_workers must be >= 1, got ", p.num_workers);
   if (p.device == Device::kCpu) return {};
   if (p.dtype == DType::kFloat64) return refuse("float64 is supported on CPU only");
-  const bool attention = p.operation == Operation::kForward || p.operation == Operation::kBackward;
-  if (attention && p.dtype == DType::kFloat32) {
-    return refuse("float32 attention on CUDA is not enabled yet, as its kernels have not been validated on a GPU: ",
-                  "use bfloat16 or float16, or the CPU");
-  }
   if (p.compute_capability < kFirstCapability) {
     return refuse("CUDA kernels run on GPUs of compute capability 8.0 (Ampere) and later, this one has ",
                   p.compute_capability / 10, ".", p.compute_capability % 10);

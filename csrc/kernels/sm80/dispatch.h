@@ -9,6 +9,7 @@
 
 #include "../params.h"
 #include "config.h"
+#include "tf32.h"
 
 namespace flash_ext::sm80 {
 
@@ -34,10 +35,11 @@ void with_kernel_types(const AttentionParams& p, Run run) {
     case DType::kBFloat16:
       return with_head_dim(__nv_bfloat16());
     case DType::kFloat32:
+      return p.allow_tf32 ? with_head_dim(Tf32()) : with_head_dim(float());
     case DType::kFloat64:
       break;
   }
-  throw std::runtime_error("flash_ext: attention on CUDA takes float16 and bfloat16");
+  throw std::runtime_error("flash_ext: attention on CUDA takes float16, bfloat16 and float32");
 }
 
 }  // namespace flash_ext::sm80

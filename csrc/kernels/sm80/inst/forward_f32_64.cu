@@ -1,0 +1,8 @@
+#include "../forward.cuh"
+#include "../products_tf32.cuh"
+
+namespace flash_ext::sm80 {
+
+template void run_forward<float, 64>(const ForwardParams&, cudaStream_t);
+
+}  // namespace flash_ext::sm80
