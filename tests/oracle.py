@@ -7,6 +7,7 @@ error of the library may be twice that of ``low`` (three times with softcap) plu
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +42,11 @@ def random_rng(device: str = "cpu") -> Tensor:
 
 def int32(values: Sequence[int], device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def values_are_checked(device: str) -> bool:
+    """Whether operators look at the values of cu_seqlens and its like; on CUDA they would have to wait for them."""
+    return device == "cpu" or os.environ.get("FLASH_EXT_CHECK") == "1"
 
 
 def cumulative(lengths: Sequence[int], device: str = "cpu") -> Tensor:

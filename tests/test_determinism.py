@@ -45,12 +45,16 @@ def test_repeated_runs(device: str, dtype: torch.dtype, threads: None) -> None:
         assert_same_bits(run_library(call, tuple(call.inputs())), first)
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 256])
-def test_head_dims(device: str, head_dim: int, threads: None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
+def test_head_dims(device: str, head_dim: int, dtype: torch.dtype, threads: None) -> None:
+    """On CUDA the blocks of many keys add to the same dq, as fast as they can, in the order of their turns."""
     torch.set_num_threads(2)
-    call = make_call(1, 130, 300, head_dim=head_dim, device=device, deterministic=True).with_random_gradients()
+    batch, seqlen_q, seqlen_k, runs = (1, 130, 300, 5) if device == "cpu" else (2, 390, 1500, 100)
+    call = make_call(batch, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=dtype, device=device, deterministic=True)
+    call = call.with_random_gradients()
     first = run_library(call, ("q", "k", "v"))
-    for _ in range(5):
+    for _ in range(runs):
         assert_same_bits(run_library(call, ("q", "k", "v")), first)
 
 

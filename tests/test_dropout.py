@@ -138,8 +138,12 @@ def test_a_row_does_not_depend_on_what_else_is_computed(device: str) -> None:
 
 def test_lse_does_not_know_of_dropout(device: str) -> None:
     call = make_call(device=device)
-    dropped = run_library(call.with_options(dropout_p=0.5, rng_state=random_rng(device)))
-    assert torch.equal(dropped["lse"], run_library(call)["lse"])
+    half, all_but_few = (
+        run_library(call.with_options(dropout_p=p, rng_state=random_rng(device)))["lse"] for p in (0.5, 0.9)
+    )
+    assert torch.equal(half, all_but_few)
+    # Without dropout another kernel may run, which sums in another order.
+    torch.testing.assert_close(half, run_library(call)["lse"], rtol=1e-6, atol=1e-6)
 
 
 def test_p_zero_drops_nothing(device: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 import flash_ext
 
 from . import reference
-from .oracle import cumulative, int32, random
+from .oracle import cumulative, int32, random, values_are_checked
 
 COMMON = {
     "dropout_p": 0.0,
@@ -308,18 +308,17 @@ def test_block_table_errors(device: str) -> None:
         return flash_ext.flash_attn_varlen_func(q, *pages, cu_q, cu_k, 1, max_seqlen_k, block_table=table)
 
     attend(cumulative([6], device), 6)
-    for cu_k, wrong in (
-        (cumulative([3, 3], device), "shape of cu_seqlens_q"),
-        (cumulative([6], device).long(), "int64"),
-        (int32([3, 1], device), "not decrease"),
-        (int32([-1, 1], device), "start at 0"),
-    ):
+    cases = [(cumulative([3, 3], device), "shape of cu_seqlens_q"), (cumulative([6], device).long(), "int64")]
+    if values_are_checked(device):
+        cases += [(int32([3, 1], device), "not decrease"), (int32([-1, 1], device), "start at 0")]
+    for cu_k, wrong in cases:
         with pytest.raises(ValueError, match=f"^cu_seqlens_k must .*{wrong}"):
             attend(cu_k)
     with pytest.raises(TypeError, match="cu_seqlens_k must be a Tensor"):
         attend([0, 6])
-    with pytest.raises(ValueError, match=r"^max_seqlen_k must not be less than .* 6, got 2"):
-        attend(cumulative([6], device), 2)
+    if values_are_checked(device):
+        with pytest.raises(ValueError, match=r"^max_seqlen_k must not be less than .* 6, got 2"):
+            attend(cumulative([6], device), 2)
     learning = q.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="must not require a gradient with block_table"):
         attend(cumulative([6], device), q=learning)

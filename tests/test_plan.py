@@ -313,6 +313,7 @@ def test_chunks_of_prompts_run_as_a_forward_on_cuda() -> None:
     assert cuda_decode_plan(seqlen_q=64).kernel == "sm80/decode"
     found = cuda_decode_plan(seqlen_q=1024)
     assert (found.kernel, found.head_group, found.num_splits) == ("sm80/forward", 1, 1)
+    assert cuda_decode_plan(seqlen_q=1024, dtype="float32").kernel == "sm80/forward"
     assert cuda_decode_plan(seqlen_q=1024, batch_invariant=True).kernel == "sm80/decode"
     assert cuda_decode_plan(seqlen_q=1024, num_splits=2).kernel == "sm80/decode"
 

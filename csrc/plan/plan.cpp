@@ -249,7 +249,8 @@ class Planner {
   /// Which products stand for those of float32, for the reader: the kernel looks at allow_tf32 itself.
   void explain_products() {
     if (p_.device == Device::kCpu || p_.dtype != DType::kFloat32) return;
-    const bool has_choice = p_.operation == Operation::kForward || p_.operation == Operation::kBackward;
+    const bool attention = p_.operation == Operation::kForward || p_.operation == Operation::kBackward;
+    const bool has_choice = attention || is_cuda_prefill();
     if (p_.allow_tf32 && has_choice) {
       because("products in TF32, rounded to 11 bits: torch's float32 matmul setting allows it");
     } else {
@@ -315,7 +316,6 @@ class Planner {
   /// Decoding so many queries, parts of prompts, that products are what costs, not reading the keys.
   bool is_cuda_prefill() const {
     if (p_.operation != Operation::kDecode || p_.device != Device::kCuda || p_.batch_invariant) return false;
-    if (p_.dtype == DType::kFloat32) return false;  // products cost more than reading the keys even for few queries
     const int64_t tiles = p_.batch * p_.heads_q * ceil_div(p_.seqlen_q, kCudaBlockM);
     return p_.num_splits <= 1 && p_.seqlen_q >= kCudaBlockM && tiles >= p_.num_workers;
   }
