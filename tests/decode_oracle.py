@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .oracle import HALF, assert_within_bound, cumulative, int32, poisoned_outputs, random, rounding_of_scores
+from .oracle import DTYPE, HALF, assert_within_bound, cumulative, int32, poisoned_outputs, random, rounding_of_scores
 
 DEFAULTS: dict[str, Any] = dict(
     softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=-1, rotary_interleaved=False, num_splits=1,
@@ -127,7 +127,7 @@ def make_decode(
     head_dim: int = 32,
     head_dim_v: int | None = None,
     seqlen_new: int = 0,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = DTYPE,
     device: str = "cpu",
     **options: Any,
 ) -> Decode:

@@ -24,6 +24,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Units in the last place that are no error. In float64 ``low`` is ``ref`` itself, so this is all there is.
 ROUNDING = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 16, torch.float64: 4096}
 INPUTS = ("q", "k", "v", "bias", "sink")  # what can have a gradient
+# Of q, k and v where a test does not say: on CUDA the kernels of bfloat16 are others than those of float32.
+DTYPE = getattr(torch, os.environ.get("FLASH_EXT_TEST_DTYPE", "float32"))
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
@@ -118,7 +120,7 @@ def make_call(
     heads_kv: int = 2,
     head_dim: int = 32,
     head_dim_v: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = DTYPE,
     device: str = "cpu",
     **options: Any,
 ) -> Call:
@@ -149,6 +151,13 @@ def make_varlen_call(
         device=device,
         **arguments,
     )
+
+
+def assert_alike(found: Tensor, expected: Tensor) -> None:
+    """Two ways to the same numbers, each rounded in the end."""
+    rounding = 4 * torch.finfo(expected.dtype).eps
+    atol = max(1e-5, rounding * expected.abs().max().item())
+    torch.testing.assert_close(found, expected, rtol=max(1e-5, rounding), atol=atol)
 
 
 def run_library(call: Call, gradients_of: Sequence[str] = ()) -> Result:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .decode_oracle import Decode, assert_decode_matches, fill_unused_rows, make_decode, packed_queries, paged
-from .oracle import FLOATS, HALF, dtypes_of, int32, random
+from .oracle import DTYPE, FLOATS, HALF, dtypes_of, int32, random
 
 pytestmark = pytest.mark.op("attention_decode")
 
@@ -278,7 +278,8 @@ def test_rotary(device: str, dtype: torch.dtype, interleaved: bool, rotary_dim: 
 @pytest.mark.op("attention_decode_append")
 def test_rotary_and_pages(device: str) -> None:
     angles = torch.rand(80, 8, device=device) * 6
-    call = with_new_keys(device, 3, 3, window_right=0, rotary_cos=angles.cos(), rotary_sin=angles.sin())
+    rotary = {"rotary_cos": angles.cos().to(DTYPE), "rotary_sin": angles.sin().to(DTYPE)}
+    call = with_new_keys(device, 3, 3, window_right=0, **rotary)
     assert_decode_matches(paged(call, 16), num_splits=2)
 
 
@@ -288,7 +289,7 @@ def test_append_behind_left_padding(device: str, rotary: bool) -> None:
     call = with_new_keys(device, 2, 2, window_right=0, cache_leftpad=int32([7, 0, 39], device))
     if rotary:
         angles = torch.rand(80, 8, device=device) * 6
-        call.options |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        call.options |= {"rotary_cos": angles.cos().to(DTYPE), "rotary_sin": angles.sin().to(DTYPE)}
     assert_decode_matches(call, num_splits=2)
 
 
@@ -348,7 +349,7 @@ def test_batch_invariant_bits_of_packed_queries(device: str, others: int) -> Non
     first = Decode(call.q[:1], call.k_cache[:1], call.v_cache[:1], options={"cache_seqlens": int32([600], device)})
     packed = packed_queries(first, [1])
     alone = packed.run(**options)
-    q = torch.cat([packed.q, random(others, 8, 32, device=device)])
+    q = torch.cat([packed.q, random(others, 8, 32, dtype=DTYPE, device=device)])
     cu_seqlens_q = int32([0, 1, 1 + others], device)
     both = Decode(q, call.k_cache, call.v_cache, options=call.options | {"cu_seqlens_q": cu_seqlens_q})
     out, lse = both.run(**options)

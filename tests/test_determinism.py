@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from .decode_oracle import make_decode
-from .oracle import Call, Result, int32, make_call, random, random_rng, run_library
+from .oracle import DTYPE, Call, Result, int32, make_call, random, random_rng, run_library
 
 RUNS = 30
 
 
-def demanding_call(device: str, dtype: torch.dtype = torch.float32) -> Call:
+def demanding_call(device: str, dtype: torch.dtype = DTYPE) -> Call:
     """Several tiles, grouped heads, and gradients that sum over batch, heads and rows."""
     call = make_call(
         2, 200, 300, heads_q=4, heads_kv=2, dtype=dtype, device=device, causal=True,

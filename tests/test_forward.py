@@ -94,7 +94,7 @@ def test_slices_of_larger_tensors(device: str) -> None:
 
 def test_rows_that_are_not_aligned(device: str) -> None:
     call = make_call(device=device)
-    storage = torch.empty(call.q.numel() + 1, device=device)
+    storage = torch.empty(call.q.numel() + 1, dtype=call.q.dtype, device=device)
     storage[1:] = call.q.flatten()
     call.q = storage[1:].view(call.q.shape)
     assert_matches_oracle(call, gradients_of=())

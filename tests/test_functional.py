@@ -234,7 +234,10 @@ def test_supports_what_runs(device: str) -> None:
     q, k, v = qkv(device)
     for operation in ("forward", "backward", "weights", "weights_backward", "decode"):
         assert flash_ext.supports(q, k, v, operation=operation) == (True, "")
-    assert flash_ext.supports(q, k, v, causal=True, bias=random(1, 1, 9, 13, device=device), deterministic=True) == (True, "")
+    assert flash_ext.supports(q, k, v, causal=True, bias=random(1, 1, 9, 13, device=device), deterministic=True) == (
+        True,
+        "",
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -13,7 +13,7 @@ from .oracle import Call, assert_matches_oracle, make_call, run_library
 def visible_pairs(call: Call) -> torch.Tensor:
     """Which keys each query sees, read off the output: v is the identity and all scores are equal."""
     seqlen_q, seqlen_k, device = call.q.shape[1], call.k.shape[1], call.q.device
-    eye = torch.zeros(1, seqlen_k, 1, -(-seqlen_k // 8) * 8, device=device)
+    eye = torch.zeros(1, seqlen_k, 1, -(-seqlen_k // 8) * 8, dtype=call.v.dtype, device=device)
     eye[0, :, 0, :seqlen_k] = torch.eye(seqlen_k, device=device)
     call.q, call.v = torch.zeros_like(call.q), eye
     return run_library(call)["out"][0, :seqlen_q, 0, :seqlen_k] > 0
