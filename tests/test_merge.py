@@ -133,7 +133,7 @@ def test_empty_parts(device: str) -> None:
 @pytest.mark.parametrize("cut", [0, 1, 20, 47])
 def test_attention_over_cut_keys_merges_to_the_whole(device: str, cut: int) -> None:
     """Out, lse and, through the merge, every gradient."""
-    call = make_call(device=device).with_random_gradients()
+    call = make_call(device=device, dtype=torch.float32).with_random_gradients()
     leaves = [t.requires_grad_() for t in (call.q, call.k, call.v)]
     whole = flash_ext.attention(*leaves, return_lse=True)
     pieces = [
@@ -152,7 +152,7 @@ def test_attention_over_cut_keys_merges_to_the_whole(device: str, cut: int) -> N
 
 @pytest.mark.op("attention_forward")
 def test_packed_attention_merges(device: str) -> None:
-    call = make_varlen_call([9, 4], [12, 7], device)
+    call = make_varlen_call([9, 4], [12, 7], device, dtype=torch.float32)
     first, second = (
         flash_ext.attention(call.q, call.k, call.v, **call.options, window_size=w, top_left=True, return_lse=True)
         for w in ((-1, -1), (-1, 0))

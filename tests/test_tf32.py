@@ -102,7 +102,7 @@ def test_compiled_code_follows_the_setting(device: str) -> None:
 
 
 def wide_call(head_dim: int, device: str) -> Call:
-    return make_call(1, 300, 2500, 2, 1, head_dim, device=device).with_random_gradients()
+    return make_call(1, 300, 2500, 2, 1, head_dim, dtype=torch.float32, device=device).with_random_gradients()
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
