@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+INTEGERS: Any = (int, torch.SymInt, Integral)
+
 
 def check_tensors(**arguments: Any) -> None:
     """Raises TypeError with the name of what is no tensor."""
@@ -44,6 +46,6 @@ def check_window(window_size: Any) -> tuple[int, int]:
         left, right = window_size
     except (TypeError, ValueError):
         raise ValueError(f"window_size must be (left, right), got {window_size!r}") from None
-    if not all(isinstance(side, int | torch.SymInt | Integral) for side in (left, right)):
+    if not (isinstance(left, INTEGERS) and isinstance(right, INTEGERS)):
         raise TypeError(f"window_size must be two integers, got {window_size!r}")
     return left, right

@@ -8,15 +8,14 @@ that is differentiable. Differences: queries that see nothing have softmax_lse -
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_ext.argument_checks import check_numbers, check_tensors, check_window
+from flash_ext.argument_checks import INTEGERS, check_numbers, check_tensors, check_window
 from flash_ext.functional import attention, attention_weights, decode, draw_rng_state
-from flash_ext.head_dims import HEAD_DIM_MULTIPLE, check_head_dims, pad_head_dim
+from flash_ext.head_dims import HEAD_DIM_MULTIPLE, check_head_dims, cut_head_dim, pad_head_dim
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -318,7 +317,7 @@ def flash_attn_with_kvcache(
     """
     new_k, new_v = ({} if x is None else {name: x} for name, x in (("k", k), ("v", v)))
     check_head_dims({"q": q, "k_cache": k_cache, **new_k}, {"v_cache": v_cache, **new_v})
-    if isinstance(cache_seqlens, int | torch.SymInt | Integral) and not isinstance(cache_seqlens, bool):
+    if isinstance(cache_seqlens, INTEGERS) and not isinstance(cache_seqlens, bool):
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
     out, lse = _decode(
         q,
@@ -402,7 +401,7 @@ def _attend(
         options["rng_state"] = draw_rng_state(q.device)
     q, k, padded_v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
     out, lse = attention(q, k, padded_v, deterministic=deterministic or None, return_lse=True, **options)
-    out = out[..., : v.shape[-1]]
+    out = cut_head_dim(out, v.shape[-1])
     if not return_attn_probs:
         return out
     if dropout_p == 0:
@@ -423,4 +422,4 @@ def _decode(
         for cache, padded in zip((k_cache, v_cache), caches, strict=True):
             if padded is not cache:
                 cache.copy_(padded[..., : cache.shape[-1]])
-    return out[..., : v_cache.shape[-1]], lse
+    return cut_head_dim(out, v_cache.shape[-1]), lse

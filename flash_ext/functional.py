@@ -17,9 +17,11 @@ from torch import Tensor
 
 from flash_ext.argument_checks import check_names, check_numbers, check_optional_tensors, check_tensors, check_window
 from flash_ext.masks import BlockMask
-from flash_ext.ops import DecodeOptions, ScoreOptions, call
+from flash_ext.ops import ScoreOptions, call
 
 _OPS = torch.ops.flash_ext
+_FORWARD = _OPS.attention_forward.default  # looking one up takes a while
+_DECODE, _DECODE_APPEND = _OPS.attention_decode.default, _OPS.attention_decode_append.default
 
 
 def attention(
@@ -99,34 +101,37 @@ def attention(
         TypeError: an argument is of a type that it cannot have.
     """
     check_tensors(q=q, k=k, v=v)
-    check_numbers(dropout_p=dropout_p)
-    if dropout_p > 0 and rng_state is None:
-        rng_state = draw_rng_state(q.device)
+    if dropout_p != 0:
+        check_numbers(dropout_p=dropout_p)
+        if dropout_p > 0 and rng_state is None:
+            rng_state = draw_rng_state(q.device)
     options = _score_options(
         q,
         k,
-        causal=causal,
-        window_size=window_size,
-        top_left=top_left,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        mask=mask,
-        sink=sink,
-        dropout_p=dropout_p,
-        rng_state=rng_state,
-        block_mask=block_mask,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
+        causal,
+        window_size,
+        top_left,
+        softmax_scale,
+        softcap,
+        alibi_slopes,
+        bias,
+        mask,
+        sink,
+        dropout_p,
+        rng_state,
+        block_mask,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_q,
+        seqused_k,
     )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    out, lse = call(_OPS.attention_forward.default, q, k, v, *options, deterministic)
+    if deterministic:
+        options = (*ScoreOptions(*options), deterministic)
+    out, lse = call(_FORWARD, q, k, v, *options)
     return (out, lse) if return_lse else out
 
 
@@ -161,7 +166,7 @@ def attention_weights(
     check_numbers(dropout_p=dropout_p)
     dropout_mode = 0 if dropout_p == 0 else 2 if signed else 1
     arguments = _score_options(q, k, dropout_p=dropout_p, **options)
-    weights: Tensor = call(_OPS.attention_weights.default, q, k, lse, *arguments, dropout_mode)
+    weights: Tensor = call(_OPS.attention_weights.default, q, k, lse, dropout_mode, *arguments)
     return weights
 
 
@@ -222,28 +227,30 @@ def decode(
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together, got only {'v' if k is None else 'k'}")
-    op, new = (_OPS.attention_decode, ()) if k is None else (_OPS.attention_decode_append, (k, v))
     options = _decode_options(
         q,
-        cache_seqlens=cache_seqlens,
-        cache_leftpad=cache_leftpad,
-        cache_batch_idx=cache_batch_idx,
-        block_table=block_table,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        rotary_interleaved=rotary_interleaved,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
+        cache_seqlens,
+        cache_leftpad,
+        cache_batch_idx,
+        block_table,
+        rotary_cos,
+        rotary_sin,
+        rotary_interleaved,
+        causal,
+        window_size,
+        softmax_scale,
+        softcap,
+        alibi_slopes,
+        sink,
+        cu_seqlens_q,
+        max_seqlen_q,
+        num_splits,
+        batch_invariant,
     )
-    out, lse = call(op.default, q, k_cache, v_cache, *new, *options)
+    if k is None:
+        out, lse = call(_DECODE, q, k_cache, v_cache, *options)
+    else:
+        out, lse = call(_DECODE_APPEND, q, k_cache, v_cache, k, v, *options)
     return (out, lse) if return_lse else out
 
 
@@ -276,7 +283,6 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
 def _score_options(
     q: Tensor,
     k: Tensor,
-    *,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     top_left: bool = False,
@@ -295,7 +301,30 @@ def _score_options(
     max_seqlen_k: int | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
-) -> ScoreOptions:
+) -> tuple[Any, ...]:
+    """ScoreOptions, but for those at the end where all have their defaults: operators fill them in faster than torch
+    hands them over."""
+    left, right = _window(causal, window_size)
+    allow_tf32 = _allow_tf32(q)
+    often_given = (_scale(q, softmax_scale), left, right, top_left)
+    if (
+        bias is None
+        and mask is None
+        and block_mask is None
+        and sink is None
+        and alibi_slopes is None
+        and rng_state is None
+        and cu_seqlens_q is None
+        and cu_seqlens_k is None
+        and max_seqlen_q is None
+        and max_seqlen_k is None
+        and seqused_q is None
+        and seqused_k is None
+        and softcap == 0
+        and dropout_p == 0
+        and not allow_tf32
+    ):
+        return often_given
     check_optional_tensors(
         bias=bias,
         sink=sink,
@@ -308,7 +337,6 @@ def _score_options(
         seqused_k=seqused_k,
     )
     check_numbers(dropout_p=dropout_p, softcap=softcap)
-    left, right = _window(causal, window_size)
     blocks: tuple[Tensor | None, ...] = (None,) * 4
     mask_shapes = [t.shape for t in (bias, mask) if t is not None]
     if block_mask is not None:
@@ -320,29 +348,23 @@ def _score_options(
     max_seqlen_k = _max_seqlen(max_seqlen_k, cu_seqlens_k, k, 3, mask_shapes)
     if block_mask is not None:
         _check_block_mask(block_mask, q, k, cu_seqlens_q is not None, max_seqlen_q, max_seqlen_k)
-    return ScoreOptions(
-        bias=bias,
-        sink=sink,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        block_offsets=blocks[0],
-        block_indices=blocks[1],
-        block_bitmap_ids=blocks[2],
-        block_bitmaps=blocks[3],
-        rng_state=rng_state,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=_scale(q, softmax_scale),
-        softcap=softcap,
-        window_left=left,
-        window_right=right,
-        top_left=top_left,
-        dropout_p=dropout_p,
-        allow_tf32=_allow_tf32(q),
+    return (
+        *often_given,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        bias,
+        mask,
+        softcap,
+        sink,
+        alibi_slopes,
+        dropout_p,
+        rng_state,
+        seqused_q,
+        seqused_k,
+        *blocks,
+        allow_tf32,
     )
 
 
@@ -351,7 +373,6 @@ SCORE_OPTIONS = frozenset(inspect.signature(_score_options).parameters) - {"q", 
 
 def _decode_options(
     q: Tensor,
-    *,
     cache_seqlens: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
@@ -369,32 +390,51 @@ def _decode_options(
     max_seqlen_q: int | None = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
-) -> DecodeOptions:
-    tensors: dict[str, Any] = dict(
-        cache_seqlens=cache_seqlens,
+) -> tuple[Any, ...]:
+    """DecodeOptions, shortened likewise."""
+    left, right = _window(causal, window_size)
+    allow_tf32 = _allow_tf32(q)
+    often_given = (_scale(q, softmax_scale), left, right, cache_seqlens, block_table)
+    check_optional_tensors(cache_seqlens=cache_seqlens, block_table=block_table)
+    if (
+        cache_leftpad is None
+        and cache_batch_idx is None
+        and rotary_cos is None
+        and rotary_sin is None
+        and alibi_slopes is None
+        and sink is None
+        and cu_seqlens_q is None
+        and max_seqlen_q is None
+        and softcap == 0
+        and num_splits == 0
+        and not (rotary_interleaved or batch_invariant or allow_tf32)
+    ):
+        return often_given
+    check_optional_tensors(
         cache_leftpad=cache_leftpad,
         cache_batch_idx=cache_batch_idx,
-        block_table=block_table,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         alibi_slopes=alibi_slopes,
         sink=sink,
         cu_seqlens_q=cu_seqlens_q,
     )
-    check_optional_tensors(**tensors)
     check_numbers(softcap=softcap)
-    left, right = _window(causal, window_size)
-    return DecodeOptions(
-        **tensors,
-        max_seqlen_q=_max_seqlen(max_seqlen_q, cu_seqlens_q, q, 2, ()),
-        softmax_scale=_scale(q, softmax_scale),
-        softcap=softcap,
-        window_left=left,
-        window_right=right,
-        rotary_interleaved=rotary_interleaved,
-        num_splits=num_splits,
-        batch_invariant=batch_invariant,
-        allow_tf32=_allow_tf32(q),
+    return (
+        *often_given,
+        cache_batch_idx,
+        rotary_cos,
+        rotary_sin,
+        rotary_interleaved,
+        cu_seqlens_q,
+        _max_seqlen(max_seqlen_q, cu_seqlens_q, q, 2, ()),
+        softcap,
+        sink,
+        alibi_slopes,
+        cache_leftpad,
+        num_splits,
+        batch_invariant,
+        allow_tf32,
     )
 
 
@@ -424,7 +464,8 @@ def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
 def _scale(q: Tensor, softmax_scale: float | None) -> float:
     if softmax_scale is not None:
         return softmax_scale
-    return 1.0 / math.sqrt(q.shape[-1]) if q.shape[-1] > 0 else 1.0
+    head_dim = q.shape[-1]
+    return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
 
 
 def _max_seqlen(

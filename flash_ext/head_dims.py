@@ -21,15 +21,16 @@ def check_head_dims(*groups: Mapping[str, Tensor]) -> None:
         for name, x in group.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
-            size = x.shape[-1] if x.dim() > 0 else 0
+            shape = x.shape
+            size = shape[-1] if shape else 0
             if not 1 <= size <= MAX_HEAD_DIM:
-                raise RuntimeError(f"{name} must have a head_dim from 1 to {MAX_HEAD_DIM}, got shape {tuple(x.shape)}")
+                raise RuntimeError(f"{name} must have a head_dim from 1 to {MAX_HEAD_DIM}, got shape {tuple(shape)}")
             if not first:
                 first, expected = name, size
             if size != expected:
                 raise RuntimeError(
                     f"{name} must have the head_dim of {first}: expected {expected} in the last dimension, "
-                    f"got shape {tuple(x.shape)}"
+                    f"got shape {tuple(shape)}"
                 )
 
 
@@ -39,3 +40,8 @@ def pad_head_dim(x: Tensor) -> Tensor:
     if missing:
         return F.pad(x, (0, missing))
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def cut_head_dim(out: Tensor, head_dim: int) -> Tensor:
+    """``out`` without what padding added. A slice of everything would still be another tensor to make."""
+    return out if out.shape[-1] == head_dim else out[..., :head_dim]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_ext.functional import attention, attention_weights, draw_rng_state
-from flash_ext.head_dims import MAX_HEAD_DIM, pad_head_dim
+from flash_ext.head_dims import MAX_HEAD_DIM, cut_head_dim, pad_head_dim
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -133,14 +133,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         """q, k and v in the layout of the inputs, (..., num_heads, head_dim)."""
         if self.in_proj_weight is not None and query is key and key is value:
             # One product; the three are views of it, which the kernels read as they lie.
-            projected = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
-        else:
-            packed = self.in_proj_weight
-            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            weights = separate if packed is None else packed.chunk(3)
-            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            projected = tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-        return [torch.unflatten(x, -1, (self.num_heads, self.head_dim)) for x in projected]
+            projected = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            return list(torch.unflatten(projected, -1, (3, self.num_heads, self.head_dim)).unbind(-3))
+        packed = self.in_proj_weight
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = separate if packed is None else packed.chunk(3)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projections = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        return [torch.unflatten(x, -1, (self.num_heads, self.head_dim)) for x in projections]
 
     def _to_batch(self, x: Tensor) -> Tensor:
         """(batch, seqlen, heads, head_dim) of a projection in the layout of the inputs."""
@@ -213,7 +213,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             options["rng_state"] = draw_rng_state(q.device)
         q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
         out, lse = attention(q, k, v, return_lse=True, **options)
-        out = out[..., : self.head_dim]
+        out = cut_head_dim(out, self.head_dim)
         if not need_weights:
             return out, None
         weights = attention_weights(q, k, lse, **options)

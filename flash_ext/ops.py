@@ -6,7 +6,7 @@ rule and its vmap rule, all registered with the dispatcher, so that the raw oper
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.overrides import has_torch_function
 
 from flash_ext import _vmap
 from flash_ext._build_info import require_torch
@@ -42,68 +43,84 @@ _LIBRARY = torch.library.Library("flash_ext", "FRAGMENT")  # what is registered 
 
 
 class ScoreOptions(NamedTuple):
-    """What attention operators share, in the order of their schemas: SCORE_TENSORS, then SCORE_SCALARS."""
+    """What attention operators share, in the order and with the defaults of their schemas."""
 
-    bias: Tensor | None
-    sink: Tensor | None
-    mask: Tensor | None
-    alibi_slopes: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqused_q: Tensor | None
-    seqused_k: Tensor | None
-    block_offsets: Tensor | None
-    block_indices: Tensor | None
-    block_bitmap_ids: Tensor | None
-    block_bitmaps: Tensor | None
-    rng_state: Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
     softmax_scale: float
-    softcap: float
-    window_left: int
-    window_right: int
-    top_left: bool
-    dropout_p: float
-    allow_tf32: bool
+    window_left: int = -1
+    window_right: int = -1
+    top_left: bool = False
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    softcap: float = 0.0
+    sink: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    rng_state: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    block_offsets: Tensor | None = None
+    block_indices: Tensor | None = None
+    block_bitmap_ids: Tensor | None = None
+    block_bitmaps: Tensor | None = None
+    allow_tf32: bool = False
 
 
 class DecodeOptions(NamedTuple):
-    """What decoding operators share, in the order of their schemas: DECODE_TENSORS, then DECODE_SCALARS."""
+    """What decoding operators share, in the order and with the defaults of their schemas."""
 
-    cache_seqlens: Tensor | None
-    cache_leftpad: Tensor | None
-    cache_batch_idx: Tensor | None
-    block_table: Tensor | None
-    rotary_cos: Tensor | None
-    rotary_sin: Tensor | None
-    alibi_slopes: Tensor | None
-    sink: Tensor | None
-    cu_seqlens_q: Tensor | None
-    max_seqlen_q: int
     softmax_scale: float
-    softcap: float
-    window_left: int
-    window_right: int
-    rotary_interleaved: bool
-    num_splits: int
-    batch_invariant: bool
-    allow_tf32: bool
+    window_left: int = -1
+    window_right: int = -1
+    cache_seqlens: Tensor | None = None
+    block_table: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = False
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int = 0
+    softcap: float = 0.0
+    sink: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    num_splits: int = 0
+    batch_invariant: bool = False
+    allow_tf32: bool = False
 
 
 _NUM_OPTIONS = len(ScoreOptions._fields)
-_NUM_TENSORS = ScoreOptions._fields.index("rng_state") + 1
+_BIAS, _SINK, _ALIBI_SLOPES = (ScoreOptions._fields.index(name) for name in ("bias", "sink", "alibi_slopes"))
 
 
 # ---- Calling --------------------------------------------------------------------------------------------------------
 
 
+_derivatives: dict[Any, Callable[..., Any]] = {}  # of an operator: the same call, recorded for autograd
+
+
 def call(op: Any, *args: Any) -> Any:
-    """``op(*args)``, past the autograd layer where nothing asks for it: that saves half of a small call's overhead."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _differentiates(args):
-        return op(*args)
+    """``op(*args)``, past what the dispatcher would do in Python where that is known beforehand: half of a small call.
+
+    Where nothing asks for a derivative, autograd is left out. Else the derivative is recorded here, unless somebody
+    else has to see the call first.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return op(*args)  # they have to see it all
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        record = _derivatives.get(op)
+        if record is None or torch._C._is_any_autocast_enabled() or has_torch_function(args):
+            return op(*args)
+        return record(_call_below_autograd, op, *args)
+    return _call_below_autograd(op, *args)
+
+
+def _call_below_autograd(op: Any, *args: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+        return op._op(*args)  # what op(*args) does, a frame later
 
 
 def _differentiates(args: tuple[Any, ...]) -> bool:
@@ -158,14 +175,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
 
 @_fake("attention_backward")
 def _(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    options, needed = ScoreOptions(*rest[2 : 2 + _NUM_OPTIONS]), rest[-5:]
+    needed, options = rest[3:8], ScoreOptions(*rest[8:])  # after out, lse and deterministic
     wanted = zip((q, k, v, options.bias, options.sink), needed, (q, k, v, q, q), strict=True)
     return tuple(_fake_gradient(*gradient) for gradient in wanted)
 
 
 @_fake("attention_weights")
-def _(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Tensor:
-    options = ScoreOptions(*rest[:_NUM_OPTIONS])
+def _(q: Tensor, k: Tensor, lse: Tensor, dropout_mode: int, *rest: Any) -> Tensor:
+    options = ScoreOptions(*rest)
     if options.cu_seqlens_q is None:
         return q.new_empty((q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     batch = options.cu_seqlens_q.shape[0] - 1
@@ -173,9 +190,9 @@ def _(q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> Tensor:
 
 
 @_fake("attention_weights_backward")
-def _(grad_weights: Tensor, q: Tensor, k: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bias, needed = rest[0], rest[-4:]
-    wanted = zip((q, k, lse, bias), needed, (q, k, lse, q), strict=True)
+def _(grad_weights: Tensor, q: Tensor, k: Tensor, lse: Tensor, dropout_mode: int, *rest: Any) -> tuple[Tensor, ...]:
+    needed, options = rest[:4], ScoreOptions(*rest[4:])
+    wanted = zip((q, k, lse, options.bias), needed, (q, k, lse, q), strict=True)
     return tuple(_fake_gradient(*gradient) for gradient in wanted)
 
 
@@ -221,89 +238,120 @@ def _register_autograd(
     """
     op = getattr(_OPS, name).default
 
-    def below_autograd(keyset: Any, args: tuple[Any, ...]) -> Any:
+    def redispatch(keyset: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
+    def redispatch_with_lower_levels(keyset: Any, *args: Any) -> Any:
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return redispatch(keyset, *args)
+
     class Derivative(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-                output = below_autograd(keyset, args)
+        def forward(ctx: Any, compute: Callable[..., Any], how: Any, *args: Any) -> Any:
+            output = compute(how, *args)
             setup_context(ctx, args, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return None, *backward(ctx, *grads)
+            return None, None, *backward(ctx, *grads)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
             raise NotImplementedError(f"flash_ext::{name} has no forward-mode derivative (jvp)")
 
     Derivative.__name__ = f"Derivative_of_{name}"
-    apply = super(torch.autograd.Function, Derivative).apply  # Function.apply itself refuses to run below torch.func
+    record = super(torch.autograd.Function, Derivative).apply  # Function.apply itself refuses to run below torch.func
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if not _differentiates(args):
-            return below_autograd(keyset, args)
+            return redispatch(keyset, *args)
         with enable_single_level_autograd_function():
-            return apply(keyset, *args)
+            return record(redispatch_with_lower_levels, keyset, *args)
 
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+    _derivatives[op] = record
+
+
+def _needs(ctx: Any) -> tuple[bool, ...]:
+    """Of each argument that came, whether it needs a gradient. Behind them, nothing does."""
+    return (*ctx.needs_input_grad[2:], *(False,) * _NUM_OPTIONS)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], *outputs: Tensor) -> None:
+    ctx.save_for_backward(*outputs, *(value if isinstance(value, Tensor) else None for value in inputs))
+    ctx.inputs = tuple(None if isinstance(value, Tensor) else value for value in inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], list[Any]]:
+    """(outputs, inputs) as they were saved."""
+    saved = ctx.saved_tensors
+    num_outputs = len(saved) - len(ctx.inputs)
+    tensors = saved[num_outputs:]
+    return saved[:num_outputs], [v if t is None else t for t, v in zip(tensors, ctx.inputs, strict=True)]
+
+
+def _gradients(ctx: Any, of: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
+    """A gradient for each argument that came, by position."""
+    return tuple(of.get(position) for position in range(len(ctx.inputs)))
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _refuse_alibi_gradient(ctx)
-    ctx.save_for_backward(*inputs[: 3 + _NUM_TENSORS], *output)
-    # The dispatcher leaves out a last argument, here deterministic, that has its default value.
-    ctx.scalars = (*inputs[3 + _NUM_TENSORS :], False)[: _NUM_OPTIONS - _NUM_TENSORS + 1]
-    ctx.set_materialize_grads(False)
+    _refuse_alibi_gradient(ctx, 3)
+    _save(ctx, inputs, *output)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, *options, out, lse = ctx.saved_tensors
-    wants_q, wants_k, wants_v, wants_bias, wants_sink = ctx.needs_input_grad[1:6]
-    none = (None,) * (_NUM_OPTIONS - 1)  # options beyond bias and sink, and deterministic
     if grad_out is None and grad_lse is None:
-        return (None,) * 5 + none
-    needed = wants_q, wants_k, wants_v and grad_out is not None, wants_bias, wants_sink
+        return _gradients(ctx, {})
+    outputs, (q, k, v, *rest) = _saved(ctx)
+    options, deterministic = rest[:_NUM_OPTIONS], len(rest) > _NUM_OPTIONS and rest[-1]
+    needs, positions = _needs(ctx), (0, 1, 2, 3 + _BIAS, 3 + _SINK)
+    needed = [needs[position] for position in positions]
+    needed[2] = needed[2] and grad_out is not None
     gradients = call(
-        _OPS.attention_backward.default, grad_out, grad_lse, q, k, v, out, lse, *options, *ctx.scalars, *needed
+        _OPS.attention_backward.default, grad_out, grad_lse, q, k, v, *outputs, deterministic, *needed, *options
     )
-    return _only(needed, gradients) + none
+    return _gradients(ctx, _only(needed, positions, gradients))
 
 
 def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _refuse_alibi_gradient(ctx)
-    ctx.save_for_backward(*inputs[: 3 + _NUM_TENSORS])
-    ctx.scalars = inputs[3 + _NUM_TENSORS :]
+    _refuse_alibi_gradient(ctx, 4)
+    _save(ctx, inputs)
 
 
-def _weights_backward(ctx: Any, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
-    needed = ctx.needs_input_grad[1:5]
-    gradients = call(_OPS.attention_weights_backward.default, grad_weights, *ctx.saved_tensors, *ctx.scalars, *needed)
-    return _only(needed, gradients) + (None,) * _NUM_OPTIONS  # options beyond bias, and dropout_mode
+def _weights_backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_weights is None:
+        return _gradients(ctx, {})
+    _, (q, k, lse, dropout_mode, *options) = _saved(ctx)
+    needs, positions = _needs(ctx), (0, 1, 2, 4 + _BIAS)
+    needed = [needs[position] for position in positions]
+    gradients = call(_OPS.attention_weights_backward.default, grad_weights, q, k, lse, dropout_mode, *needed, *options)
+    return _gradients(ctx, _only(needed, positions, gradients))
 
 
 def _save_merge(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-    ctx.set_materialize_grads(False)
+    _save(ctx, inputs, *output)
 
 
 def _merge_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_lse is None:
-        return None, None
-    gradients = call(_OPS.merge_backward.default, grad_out, grad_lse, *ctx.saved_tensors)
-    return _only(ctx.needs_input_grad[1:], gradients)
+        return _gradients(ctx, {})
+    outputs, inputs = _saved(ctx)
+    gradients = call(_OPS.merge_backward.default, grad_out, grad_lse, *inputs, *outputs)
+    return _gradients(ctx, _only(_needs(ctx), (0, 1), gradients))
 
 
-def _only(needed: tuple[bool, ...], gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(gradient if wanted else None for wanted, gradient in zip(needed, gradients, strict=True))
+def _only(needed: Sequence[bool], positions: Sequence[int], gradients: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The gradients that are needed, by position."""
+    found = zip(needed, positions, gradients, strict=False)
+    return {position: gradient for wanted, position, gradient in found if wanted}
 
 
-def _refuse_alibi_gradient(ctx: Any) -> None:
-    if ctx.needs_input_grad[1 + 3 + ScoreOptions._fields.index("alibi_slopes")]:
+def _refuse_alibi_gradient(ctx: Any, num_leading: int) -> None:
+    if _needs(ctx)[num_leading + _ALIBI_SLOPES]:
         raise RuntimeError("flash_ext: alibi_slopes has no gradient: expected a tensor that does not require one")
 
 
@@ -370,7 +418,7 @@ def _follow_cache(*positions: int) -> Callable[[list[Any], str], None]:
 
     def cast(args: list[Any], device_type: str) -> None:
         for i in positions:
-            if args[i] is not None:
+            if i < len(args) and args[i] is not None:
                 args[i] = args[i].to(args[1].dtype)
 
     return cast
@@ -399,25 +447,28 @@ _register_autocast("attention_weights", _autocast_first(2))
 _register_autocast("attention_check", _autocast_first(3))
 _register_autocast("attention_decode_check", _follow_cache(0))
 _register_autocast("attention_decode", _follow_cache(0))
-_register_autocast("attention_decode_append", _follow_cache(0, 3, 4, 9, 10))  # q, k, v, rotary_cos, rotary_sin
+_ROTARY = (5 + DecodeOptions._fields.index(name) for name in ("rotary_cos", "rotary_sin"))
+_register_autocast("attention_decode_append", _follow_cache(0, 3, 4, *_ROTARY))  # q, k, v
 
 
 # ---- vmap -----------------------------------------------------------------------------------------------------------
 
 
-def _fold_attention(name: str, num_leading: int, num_unfoldable: int = 0) -> None:
-    """vmap by the batch dimension; the last ``num_unfoldable`` arguments must be False for that."""
+def _fold_attention(name: str, num_tensors: int, num_flags: int = 0, num_unfoldable: int = 0) -> None:
+    """vmap by the batch dimension, of (tensors, flags, options); the last ``num_unfoldable`` flags must be False."""
     op = getattr(_OPS, name).default
-    end = num_leading + _NUM_OPTIONS
+    begin = num_tensors + num_flags
+    end = begin + _NUM_OPTIONS
 
     def rule(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-        options, dims = ScoreOptions(*args[num_leading:end]), ScoreOptions(*in_dims[num_leading:end])
-        if not _vmap.can_fold(options, dims) or any(args[len(args) - num_unfoldable :]):
+        options, dims = ScoreOptions(*args[begin:end]), ScoreOptions(*in_dims[begin:end])
+        if not _vmap.can_fold(options, dims) or any(args[begin - num_unfoldable : begin]):
             return _vmap.loop(op, info, in_dims, args)
         n = info.batch_size
-        leading: list[Any] = [_vmap.fold(t, dim, n) for t, dim in zip(args[:num_leading], in_dims, strict=False)]
-        batch = leading[-1].shape[0] // n
-        results = op(*leading, *_vmap.fold_options(options, dims, n, batch), *args[end:])
+        tensors: list[Any] = [_vmap.fold(t, dim, n) for t, dim in zip(args[:num_tensors], in_dims, strict=False)]
+        batch = tensors[-1].shape[0] // n
+        flags = args[num_tensors:begin]
+        results = op(*tensors, *flags, *_vmap.fold_options(options, dims, n, batch), *args[end:])
         return _vmap.unfold(results, n, batch)
 
     torch.library.register_vmap(f"flash_ext::{name}", rule, lib=_LIBRARY)
@@ -436,9 +487,10 @@ def _loop_over(name: str, written: slice = slice(0)) -> None:
 
 
 _fold_attention("attention_forward", 3)
-_fold_attention("attention_backward", 7, num_unfoldable=2)  # need_dbias and need_dsink: they sum over the batch
-_fold_attention("attention_weights", 3)
-_fold_attention("attention_weights_backward", 4, num_unfoldable=1)  # need_dbias
+# What sums over the batch cannot be folded: need_dbias and need_dsink.
+_fold_attention("attention_backward", 7, num_flags=6, num_unfoldable=2)
+_fold_attention("attention_weights", 3, num_flags=1)
+_fold_attention("attention_weights_backward", 4, num_flags=5, num_unfoldable=1)
 _loop_over("attention_decode_append", written=slice(1, 3))
 for _name in ("attention_decode", "merge", "merge_backward", "dropout_mask"):
     _loop_over(_name)

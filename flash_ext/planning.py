@@ -68,12 +68,16 @@ class Explanation:
     def __repr__(self) -> str:
         problem, plan = self.problem, self.plan
         splits = f"{plan.num_splits}" + (f" of {plan.split_size} keys" if plan.split_size else "")
+        # CUDA kernels choose tiles by the shared memory that they find.
+        tiles = (
+            f"tiles of {plan.block_m} queries x {plan.block_n} keys" if plan.block_n else "tiles of the kernel's own"
+        )
         lines = [
             f"flash_ext {problem.operation} by csrc/kernels/{plan.kernel} on {problem.device}, {problem.dtype}",
             f"  q ({problem.batch}, {problem.seqlen_q}, {problem.heads_q}, {problem.head_dim}), "
             f"k ({problem.batch}, {problem.seqlen_k}, {problem.heads_kv}, {problem.head_dim}), "
             f"head_dim of v {problem.head_dim_v}",
-            f"  mask class {plan.mask_class}, tiles of {plan.block_m} queries x {plan.block_n} keys",
+            f"  mask class {plan.mask_class}, {tiles}",
             f"  key ranges: {splits} forward, {plan.num_chunks} backward",
         ]
         return "\n".join(lines + [f"  - {reason}" for reason in plan.reasons])
@@ -111,7 +115,7 @@ def _check_call(q: Tensor, k: Tensor, v: Tensor, operation: str, options: dict[s
         call(_OPS.attention_decode_check.default, q, k, v, *_decode_options(q, **arguments))
         return
     arguments = {name: value for name, value in options.items() if name in SCORE_OPTIONS}
-    scores = _score_options(q, k, **arguments)
+    scores = ScoreOptions(*_score_options(q, k, **arguments))
     if scores.dropout_p > 0 and scores.rng_state is None and operation in ("forward", "backward"):
         # The call would draw one.
         scores = scores._replace(rng_state=torch.zeros(2, dtype=torch.int64, device=q.device))
@@ -129,7 +133,7 @@ def _problem_of_attention(
     signed: bool = False,
     **options: Any,
 ) -> _plan.Problem:
-    o = _score_options(q, k, **options)
+    o = ScoreOptions(*_score_options(q, k, **options))
     return _plan.Problem(
         **_common(q, k, operation, o),
         seqlen_k=k.shape[1] if o.cu_seqlens_k is None else min(o.max_seqlen_k, k.shape[0]),
@@ -148,7 +152,7 @@ def _problem_of_attention(
 def _problem_of_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, operation: str, *, return_lse: bool = False, **options: Any
 ) -> _plan.Problem:
-    o = _decode_options(q, **options)
+    o = DecodeOptions(*_decode_options(q, **options))
     return _plan.Problem(
         **_common(q, k_cache, operation, o),
         seqlen_k=k_cache.shape[1] * (1 if o.block_table is None else o.block_table.shape[1]),

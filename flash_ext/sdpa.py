@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_ext.functional import attention
-from flash_ext.head_dims import check_head_dims, pad_head_dim
+from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim
 
 
 def scaled_dot_product_attention(
@@ -50,9 +50,11 @@ def scaled_dot_product_attention(
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-    lead = _broadcast("dimensions before the heads", *(x.shape[:-3] for x in (query, key, value)))
+    lead = _broadcast("dimensions before the heads", query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v = (_to_rows(x, lead) for x in _match_heads(query, key, value, enable_gqa))
-    visible, bias = _split_mask(attn_mask, lead, (*lead, q.shape[2], q.shape[1], k.shape[1]))
+    visible = bias = None
+    if attn_mask is not None:
+        visible, bias = _split_mask(attn_mask, lead, (*lead, q.shape[2], q.shape[1], k.shape[1]))
     out = attention(
         q,
         k,
@@ -65,14 +67,15 @@ def scaled_dot_product_attention(
         dropout_p=dropout_p,
     )
     assert isinstance(out, Tensor)
-    out = out[..., : value.shape[-1]].transpose(1, 2)
+    out = cut_head_dim(out, value.shape[-1]).transpose(1, 2)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
     check_head_dims({"query": query, "key": key}, {"value": value})
     dims = query.dim(), key.dim(), value.dim()
-    if min(dims) < 2 or (min(dims) == 2 and max(dims) > 2):
+    fewest = min(dims)
+    if fewest < 2 or (fewest == 2 and max(dims) > 2):
         raise RuntimeError(f"query, key and value must be (L, E), or all have at least 3 dimensions, got {dims}")
     if key.shape[-2] != value.shape[-2]:
         raise RuntimeError(
@@ -91,7 +94,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
 
 def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Heads as ``attention`` takes them: key and value have equally many, which divide query's."""
-    heads_q, heads_k, heads_v = (x.shape[-3] for x in (query, key, value))
+    heads_q, heads_k, heads_v = query.shape[-3], key.shape[-3], value.shape[-3]
     if enable_gqa and (heads_q % max(heads_k, 1) != 0 or heads_q % max(heads_v, 1) != 0):
         raise RuntimeError(
             f"with enable_gqa the heads of key and value must divide query's, got {heads_q}, {heads_k} and {heads_v}"
@@ -107,7 +110,7 @@ def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _broadcast(what: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-    if all(shape == shapes[0] for shape in shapes):  # torch.broadcast_shapes costs more than the rest of this file
+    if shapes[1:] == shapes[:1] * (len(shapes) - 1):  # torch.broadcast_shapes costs more than the rest of this file
         return shapes[0]
     try:
         return tuple(torch.broadcast_shapes(*shapes))
@@ -119,16 +122,15 @@ def _broadcast(what: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
 def _to_rows(x: Tensor, lead: tuple[int, ...]) -> Tensor:
     """(..., heads, L, E) as (batch, L, heads, E), with E padded."""
     x = pad_head_dim(x)
-    x = x if x.shape[:-3] == lead else x.expand(*lead, *x.shape[-3:])
+    if x.shape[:-3] != lead:
+        x = x.expand(*lead, *x.shape[-3:])
     return _flatten_batch(x, len(lead)).transpose(1, 2)
 
 
 def _split_mask(
-    attn_mask: Tensor | None, lead: tuple[int, ...], shape: tuple[int, ...]
+    attn_mask: Tensor, lead: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """(mask, bias) of ``attention``, (batch|1, heads|1, L|1, S|1); ``shape`` is that of all scores."""
-    if attn_mask is None:
-        return None, None
     missing = len(lead) + 3 - attn_mask.dim()
     if missing < 0:
         raise RuntimeError(

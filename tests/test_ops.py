@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 import flash_ext
 from flash_ext.functional import _score_options
+from flash_ext.ops import ScoreOptions
 
 from . import reference
 from .oracle import cumulative, int32, random, random_rng
@@ -53,8 +54,12 @@ def mode(request: pytest.FixtureRequest, device: str) -> tuple[list[Tensor], dic
     return qkv(device, packed=request.param == "varlen"), options
 
 
-def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(_score_options(q, k, **options))
+def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> ScoreOptions:
+    return ScoreOptions(*_score_options(q, k, **options))
+
+
+def detached(values: ScoreOptions) -> ScoreOptions:
+    return ScoreOptions(*(value.detach() if isinstance(value, Tensor) else value for value in values))
 
 
 def opcheck(op: Any, *args: Any) -> None:
@@ -70,13 +75,14 @@ def test_opcheck_forward_and_backward(mode: tuple[list[Tensor], dict[str, Any]])
     (q, k, v), options = mode
     values = option_values(q, k, options)
     opcheck(OPS.attention_forward.default, q, k, v, *values, False)
+    opcheck(OPS.attention_forward.default, q, k, v, *_score_options(q, k, **options))
     opcheck(OPS.attention_check.default, q, k, v, *values)
     out, lse = (t.detach() for t in OPS.attention_forward(q, k, v, *values))
     tensors = [t.detach() for t in (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse)]
-    values = tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
+    values = detached(values)
     for needed in ([True] * 3, [False, True, False]):
-        of_options = [values[0] is not None, values[1] is not None]
-        opcheck(OPS.attention_backward.default, *tensors, *values, True, *needed, *of_options)
+        of_options = [values.bias is not None, values.sink is not None]
+        opcheck(OPS.attention_backward.default, *tensors, True, *needed, *of_options, *values)
 
 
 def test_opcheck_weights(mode: tuple[list[Tensor], dict[str, Any]]) -> None:
@@ -85,12 +91,11 @@ def test_opcheck_weights(mode: tuple[list[Tensor], dict[str, Any]]) -> None:
     lse = OPS.attention_forward(q, k, v, *values)[1].detach()
     values = option_values(q, k, {**options, "sink": None})
     for dropout_mode in (0, 1, 2) if options.get("dropout_p") else (0,):
-        opcheck(OPS.attention_weights.default, q, k, lse.requires_grad_(), *values, dropout_mode)
-        weights = OPS.attention_weights(q, k, lse, *values, dropout_mode).detach()
+        opcheck(OPS.attention_weights.default, q, k, lse.requires_grad_(), dropout_mode, *values)
+        weights = OPS.attention_weights(q, k, lse, dropout_mode, *values).detach()
         tensors = [t.detach() for t in (torch.randn_like(weights), q, k, lse)]
-        plain = tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
-        needed = [True, True, False, values[0] is not None]
-        opcheck(OPS.attention_weights_backward.default, *tensors, *plain, dropout_mode, *needed)
+        needed = [True, True, False, values.bias is not None]
+        opcheck(OPS.attention_weights_backward.default, *tensors, dropout_mode, *needed, *detached(values))
 
 
 def decode_arguments(device: str, **given: Any) -> tuple[Any, ...]:
@@ -472,7 +477,7 @@ def test_only_requested_gradients_are_computed(device: str, wanted: str, monkeyp
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is OPS.attention_backward.default:
-                seen.append(args[-5:])
+                seen.append(args[8:13])
             return func(*args, **(kwargs or {}))
 
     out = flash_ext.attention(**tensors)
@@ -486,7 +491,7 @@ def test_gradients_that_are_not_asked_for_are_empty(device: str) -> None:
     q, k, v = (t.detach() for t in qkv(device))
     values = option_values(q, k, {})
     out, lse = OPS.attention_forward(q, k, v, *values)
-    found = OPS.attention_backward(out, lse, q, k, v, out, lse, *values, False, False, True, False, False, False)
+    found = OPS.attention_backward(out, lse, q, k, v, out, lse, False, False, True, False, False, False, *values)
     assert [tuple(t.shape) for t in found] == [(0,), tuple(k.shape), (0,), (0,), (0,)]
 
 
@@ -506,7 +511,7 @@ def test_deterministic_reaches_the_backward(device: str) -> None:
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is OPS.attention_backward.default:
-                seen.append(args[-6])
+                seen.append(args[7])
             return func(*args, **(kwargs or {}))
 
     for deterministic in (True, False, None):
@@ -514,6 +519,34 @@ def test_deterministic_reaches_the_backward(device: str) -> None:
         with Spy():
             out.sum().backward()
     assert seen == [True, False, False]
+
+
+def test_function_modes_see_calls_that_need_gradients(device: str) -> None:
+    q, k, v = qkv(device)
+    seen = []
+
+    class Spy(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        out = flash_ext.attention(q, k, v)
+    assert OPS.attention_forward.default in seen
+    assert_all_equal(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, flash_ext.attention(q, k, v))))
+
+
+def test_parameters_and_saved_tensor_hooks(device: str) -> None:
+    q, k, v = (torch.nn.Parameter(t.detach()) for t in qkv(device))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = flash_ext.attention(q, k, v, bias=random(1, 1, 9, 13, device=device))
+    assert len(saved) == 6  # q, k, v, bias, out, lse
+    out.sum().backward()
+    assert_all_equal(
+        [t.grad for t in (q, k, v)],
+        torch.autograd.grad(OPS.attention_forward(q, k, v, *_score_options(q, k, bias=saved[-1]))[0].sum(), (q, k, v)),
+    )
 
 
 def test_attention_differentiates_once(device: str) -> None:

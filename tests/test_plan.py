@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flash_ext import _plan
+from flash_ext import _plan, planning
 
 WINDOWS = [(-1, -1), (-1, 0), (0, -1), (0, 0), (3, 0), (0, 5), (7, 7), (-1, 4), (4, -1), (40, 1), (1000, 1000)]
 LENGTHS = [(1, 1), (1, 37), (37, 1), (13, 13), (5, 29), (29, 5), (32, 64), (31, 33), (0, 9), (9, 0)]
@@ -363,6 +363,13 @@ def test_heads_that_share_keys_share_a_tile_when_queries_are_few() -> None:
     assert head_group(heads_kv=8) == 1
     # The longest sequence of the batch must not change how the others are worked on.
     assert {head_group(operation="decode", seqlen_q=n, batch_invariant=True) for n in (1, 64, 65, 500)} == {4}
+
+
+def test_tiles_that_the_plan_does_not_choose_are_not_named() -> None:
+    problem = _plan.Problem(operation="backward", device="cuda", dtype="bfloat16", compute_capability=80)
+    found = _plan.make_plan(problem)
+    assert found.block_m == found.block_n == 0
+    assert "tiles of the kernel's own" in str(planning.Explanation(problem, found))
 
 
 @pytest.mark.parametrize("operation", ["forward", "backward", "weights", "weights_backward", "decode"])

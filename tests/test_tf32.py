@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
 import flash_ext._plan as _plan
+from flash_ext.ops import ScoreOptions
 
 from .oracle import Call, assert_matches_oracle, make_call, run_library, run_reference
 
@@ -35,7 +36,8 @@ class Spy(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names = [argument.name for argument in func._schema.arguments]
         if func.namespace == "flash_ext" and "allow_tf32" in names:
-            self.seen.append((func._schema.name.removeprefix("flash_ext::"), args[names.index("allow_tf32")]))
+            allowed = dict(zip(names, args, strict=False)).get("allow_tf32", False)  # defaults at the end are left out
+            self.seen.append((func._schema.name.removeprefix("flash_ext::"), allowed))
         return func(*args, **(kwargs or {}))
 
 
@@ -90,7 +92,9 @@ def test_compiled_code_follows_the_setting(device: str) -> None:
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         told.extend(
-            node.args[-2] for node in graph.graph.nodes if node.target is torch.ops.flash_ext.attention_forward.default
+            ScoreOptions(*node.args[3:]).allow_tf32
+            for node in graph.graph.nodes
+            if node.target is torch.ops.flash_ext.attention_forward.default
         )
         return graph
 

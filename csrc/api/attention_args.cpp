@@ -41,6 +41,7 @@ void read_value(const Argument& q, const Argument& k, const Argument& v, Geometr
 AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
                                 const ScoreOptions& options, bool deterministic) {
   AttentionCall call;
+  call.owned.reserve(4);  // q, k, v and sink
   Geometry& g = call.geometry;
   const Argument q_arg("q", q), k_arg("k", k);
   check(options.cu_seqlens_q.has_value() == options.cu_seqlens_k.has_value(),

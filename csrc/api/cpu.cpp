@@ -35,9 +35,9 @@ Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FL
 }
 
 Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
-                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                            FLASH_EXT_SCORE_PARAMETERS, bool deterministic, bool need_dq, bool need_dk, bool need_dv,
-                            bool need_dbias, bool need_dsink) {
+                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, bool deterministic,
+                            bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool need_dsink,
+                            FLASH_EXT_SCORE_PARAMETERS) {
   const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
   const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
   const BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
@@ -45,16 +45,16 @@ Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor
   return {call.dq, call.dk, call.dv, call.dbias, finish_dsink(call, options)};
 }
 
-Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, FLASH_EXT_SCORE_PARAMETERS,
-                         int64_t dropout_mode) {
+Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, int64_t dropout_mode,
+                         FLASH_EXT_SCORE_PARAMETERS) {
   const WeightsCall call = prepare_weights(q, k, lse, FLASH_EXT_SCORE_OPTIONS, dropout_mode);
   cpu::attention_weights({call.params, call.lse_view, call.weights_view, static_cast<int>(dropout_mode)}, parallel_for);
   return call.weights;
 }
 
 Tensors4 attention_weights_backward(const Tensor& grad_weights, const Tensor& q, const Tensor& k, const Tensor& lse,
-                                    FLASH_EXT_SCORE_PARAMETERS, int64_t dropout_mode, bool need_dq, bool need_dk,
-                                    bool need_dlse, bool need_dbias) {
+                                    int64_t dropout_mode, bool need_dq, bool need_dk, bool need_dlse, bool need_dbias,
+                                    FLASH_EXT_SCORE_PARAMETERS) {
   const Needed needed{need_dq, need_dk, false, need_dbias, false, need_dlse};
   const BackwardCall call =
       prepare_weights_backward(grad_weights, q, k, lse, FLASH_EXT_SCORE_OPTIONS, dropout_mode, needed);

@@ -29,9 +29,9 @@ Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FL
 }
 
 Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
-                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                            FLASH_EXT_SCORE_PARAMETERS, bool deterministic, bool need_dq, bool need_dk, bool need_dv,
-                            bool need_dbias, bool need_dsink) {
+                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, bool deterministic,
+                            bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool need_dsink,
+                            FLASH_EXT_SCORE_PARAMETERS) {
   const CudaDevice device(q);
   const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
   const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};

@@ -17,8 +17,8 @@ namespace {
 
 using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, FLASH_EXT_SCORE_PARAMETERS,
-                         int64_t dropout_mode) {
+Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, int64_t dropout_mode,
+                         FLASH_EXT_SCORE_PARAMETERS) {
   const CudaDevice device(q);
   const WeightsCall call = prepare_weights(q, k, lse, FLASH_EXT_SCORE_OPTIONS, dropout_mode);
   sm80::weights({call.params, call.lse_view, call.weights_view, static_cast<int>(dropout_mode)}, device.stream());
@@ -26,8 +26,8 @@ Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, FL
 }
 
 Tensors4 attention_weights_backward(const Tensor& grad_weights, const Tensor& q, const Tensor& k, const Tensor& lse,
-                                    FLASH_EXT_SCORE_PARAMETERS, int64_t dropout_mode, bool need_dq, bool need_dk,
-                                    bool need_dlse, bool need_dbias) {
+                                    int64_t dropout_mode, bool need_dq, bool need_dk, bool need_dlse, bool need_dbias,
+                                    FLASH_EXT_SCORE_PARAMETERS) {
   const CudaDevice device(q);
   const Needed needed{need_dq, need_dk, false, need_dbias, false, need_dlse};
   const BackwardCall call =

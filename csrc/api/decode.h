@@ -7,12 +7,15 @@ namespace flash_ext::api {
 
 /// In the order of ops.cpp.
 struct DecodeOptions {
-  OptionalTensor cache_seqlens, cache_leftpad, cache_batch_idx, block_table;
-  OptionalTensor rotary_cos, rotary_sin, alibi_slopes, sink, cu_seqlens_q;
-  int64_t max_seqlen_q = 0;
-  double softmax_scale = 1.0, softcap = 0.0;
+  double softmax_scale = 1.0;
   int64_t window_left = -1, window_right = -1;
+  OptionalTensor cache_seqlens, block_table, cache_batch_idx;
+  OptionalTensor rotary_cos, rotary_sin;
   bool rotary_interleaved = false;
+  OptionalTensor cu_seqlens_q;
+  int64_t max_seqlen_q = 0;
+  double softcap = 0.0;
+  OptionalTensor sink, alibi_slopes, cache_leftpad;
   int64_t num_splits = 0;
   bool batch_invariant = false;
   bool allow_tf32 = false;

@@ -4,50 +4,50 @@
 // head_dim; varlen drops the batch dimension and brings cu_seqlens. All operators but `*_append` are functional.
 // A gradient that is not asked for comes back as an empty tensor of shape (0). allow_tf32 lets products of float32 on
 // CUDA be those of TF32: operators cannot see torch's own setting.
+//
+// Options stand in the order of how often they are given: torch takes a quarter of a microsecond and more to hand over
+// an argument, so callers leave out those at the end that have their defaults.
 #include <torch/csrc/stable/library.h>
 
-#define SCORE_TENSORS                                                                               \
-  "Tensor? bias, Tensor? sink, Tensor? mask, Tensor? alibi_slopes, "                                \
-  "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "              \
-  "Tensor? block_offsets, Tensor? block_indices, Tensor? block_bitmap_ids, Tensor? block_bitmaps, " \
-  "Tensor? rng_state, "
-#define SCORE_SCALARS                                                                               \
-  "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, float softcap, int window_left, " \
-  "int window_right, bool top_left, float dropout_p, bool allow_tf32"
-#define DECODE_TENSORS                                                                           \
-  "Tensor? cache_seqlens, Tensor? cache_leftpad, Tensor? cache_batch_idx, Tensor? block_table, " \
-  "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sink, Tensor? cu_seqlens_q, "
-#define DECODE_SCALARS                                                                           \
-  "SymInt max_seqlen_q, float softmax_scale, float softcap, int window_left, int window_right, " \
-  "bool rotary_interleaved, int num_splits, bool batch_invariant, bool allow_tf32"
+#define SCORE_OPTIONS                                                                                       \
+  "float softmax_scale, int window_left=-1, int window_right=-1, bool top_left=False, "                     \
+  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "    \
+  "Tensor? bias=None, Tensor? mask=None, float softcap=0.0, Tensor? sink=None, Tensor? alibi_slopes=None, " \
+  "float dropout_p=0.0, Tensor? rng_state=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "           \
+  "Tensor? block_offsets=None, Tensor? block_indices=None, Tensor? block_bitmap_ids=None, "                 \
+  "Tensor? block_bitmaps=None, bool allow_tf32=False"
+#define DECODE_OPTIONS                                                                                         \
+  "float softmax_scale, int window_left=-1, int window_right=-1, Tensor? cache_seqlens=None, "                 \
+  "Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, " \
+  "bool rotary_interleaved=False, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, float softcap=0.0, "       \
+  "Tensor? sink=None, Tensor? alibi_slopes=None, Tensor? cache_leftpad=None, int num_splits=0, "               \
+  "bool batch_invariant=False, bool allow_tf32=False"
 
 STABLE_TORCH_LIBRARY(flash_ext, m) {
   // deterministic is for the backward that autograd will run; the forward always is.
-  m.def("attention_forward(Tensor q, Tensor k, Tensor v, " SCORE_TENSORS SCORE_SCALARS
+  m.def("attention_forward(Tensor q, Tensor k, Tensor v, " SCORE_OPTIONS
         ", bool deterministic=False) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
-      "lse, " SCORE_TENSORS SCORE_SCALARS
-      ", bool deterministic, bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool need_dsink)"
-      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
+      "lse, bool deterministic, bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool "
+      "need_dsink, " SCORE_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
 
   // The probabilities exp(score - lse), (batch, heads_q, seqlen_q, seqlen_k), in q's dtype. dropout_mode: 0 ignores
   // dropout, 1 zeroes what is dropped and scales the rest by 1 / (1 - p), 2 negates what is dropped and scales nothing.
-  m.def("attention_weights(Tensor q, Tensor k, Tensor lse, " SCORE_TENSORS SCORE_SCALARS
-        ", int dropout_mode) -> Tensor");
-  m.def("attention_weights_backward(Tensor grad_weights, Tensor q, Tensor k, Tensor lse, " SCORE_TENSORS SCORE_SCALARS
-        ", int dropout_mode, bool need_dq, bool need_dk, bool need_dlse, bool need_dbias)"
-        " -> (Tensor dq, Tensor dk, Tensor dlse, Tensor dbias)");
+  m.def("attention_weights(Tensor q, Tensor k, Tensor lse, int dropout_mode, " SCORE_OPTIONS ") -> Tensor");
+  m.def(
+      "attention_weights_backward(Tensor grad_weights, Tensor q, Tensor k, Tensor lse, int dropout_mode, bool need_dq, "
+      "bool need_dk, bool need_dlse, bool need_dbias, " SCORE_OPTIONS
+      ") -> (Tensor dq, Tensor dk, Tensor dlse, Tensor dbias)");
 
-  m.def("attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, " DECODE_TENSORS DECODE_SCALARS
-        ") -> (Tensor out, Tensor lse)");
+  m.def("attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, " DECODE_OPTIONS ") -> (Tensor out, Tensor lse)");
   m.def(
       "attention_decode_append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor "
-      "v, " DECODE_TENSORS DECODE_SCALARS ") -> (Tensor out, Tensor lse)");
+      "v, " DECODE_OPTIONS ") -> (Tensor out, Tensor lse)");
 
   // Raise what attention_forward and attention_decode would raise of these arguments, and compute nothing.
-  m.def("attention_check(Tensor q, Tensor k, Tensor v, " SCORE_TENSORS SCORE_SCALARS ") -> ()");
-  m.def("attention_decode_check(Tensor q, Tensor k_cache, Tensor v_cache, " DECODE_TENSORS DECODE_SCALARS ") -> ()");
+  m.def("attention_check(Tensor q, Tensor k, Tensor v, " SCORE_OPTIONS ") -> ()");
+  m.def("attention_decode_check(Tensor q, Tensor k_cache, Tensor v_cache, " DECODE_OPTIONS ") -> ()");
 
   // outs (splits, batch, seqlen_q, heads_q, head_dim) and lses (splits, batch, heads_q, seqlen_q), or varlen without
   // batch.

@@ -41,6 +41,17 @@ inline ScoreView view_scores(const Tensor& tensor) {
   return {address(tensor), dtype, stride(0), stride(1), stride(2), stride(3)};
 }
 
+/// What torch::stable::new_empty does, which looks its operator up by name and so takes twice as long.
+inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  int32_t layout = aoti_torch_layout_strided(), device_type = 0;
+  AtenTensorHandle tensor = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.get(), shape.data(), static_cast<int64_t>(shape.size()), &code,
+                                                   &layout, &device_type, like.get_device_index(), nullptr, &tensor));
+  return Tensor(tensor);
+}
+
 /// Gradients come from autograd with any strides (those of out.sum() are all zero): copied where rows are not dense.
 inline Tensor with_contiguous_rows(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
@@ -54,12 +65,8 @@ inline Tensor with_aligned_rows(const Tensor& tensor) {
   for (int64_t d = 0; d + 1 < tensor.dim(); ++d)
     aligned = aligned && (tensor.size(d) <= 1 || tensor.stride(d) * element % alignment == 0);
   if (aligned) return tensor;
-  Tensor copy = torch::stable::new_empty(tensor, shape_of(tensor), tensor.scalar_type());
+  Tensor copy = new_empty(tensor, shape_of(tensor), tensor.scalar_type());
   return torch::stable::copy_(copy, tensor);
-}
-
-inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, shape, dtype);
 }
 
 inline Tensor new_zeros(const Tensor& like, const Shape& shape, ScalarType dtype) {

@@ -108,7 +108,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("kernel", &Plan::kernel, "path below csrc/kernels")
       .def_property_readonly("mask_class", [](const Plan& plan) { return name_of(kMaskClasses, plan.mask_class); })
       .def_readonly("block_m", &Plan::block_m, "query rows per tile, those of a head group together")
-      .def_readonly("block_n", &Plan::block_n, "keys per tile")
+      .def_readonly("block_n", &Plan::block_n, "keys per tile; 0, and 0 rows: as the kernel's own configuration has it")
       .def_readonly("head_group", &Plan::head_group, "heads with the same key head whose rows share a tile")
       .def_readonly("num_splits", &Plan::num_splits, "key ranges whose results are merged")
       .def_readonly("split_size", &Plan::split_size, "keys per range where that is fixed, else 0")

@@ -136,9 +136,8 @@ constexpr int64_t kCpuWantedItems = 16;
 /// "1 split", "2 splits".
 std::string counted(int64_t n, const char* what) { return text(n, " ", what, n == 1 ? "" : "s"); }
 
-/// Tiles of the CUDA kernels, for explain(): the kernels' own configurations decide.
-constexpr int64_t kCudaBlockM = 128;
-constexpr int64_t kCudaBlockN = 64;
+/// Queries from which decoding on CUDA goes through the forward kernel.
+constexpr int64_t kCudaPrefillRows = 128;
 
 constexpr int64_t kCudaDecodeFewRows = 16;
 constexpr int64_t kCudaDecodeManyRows = 64;
@@ -316,13 +315,13 @@ class Planner {
   /// Decoding so many queries, parts of prompts, that products are what costs, not reading the keys.
   bool is_cuda_prefill() const {
     if (p_.operation != Operation::kDecode || p_.device != Device::kCuda || p_.batch_invariant) return false;
-    const int64_t tiles = p_.batch * p_.heads_q * ceil_div(p_.seqlen_q, kCudaBlockM);
-    return p_.num_splits <= 1 && p_.seqlen_q >= kCudaBlockM && tiles >= p_.num_workers;
+    const int64_t tiles = p_.batch * p_.heads_q * ceil_div(p_.seqlen_q, kCudaPrefillRows);
+    return p_.num_splits <= 1 && p_.seqlen_q >= kCudaPrefillRows && tiles >= p_.num_workers;
   }
 
   /// Rows of a tile of CUDA decoding: more rows read the keys less often.
   int64_t cuda_decode_block_m() const {
-    if (is_cuda_prefill()) return kCudaBlockM;
+    if (is_cuda_prefill()) return kCudaPrefillRows;
     const bool few_rows = p_.seqlen_q * plan_.head_group <= kCudaDecodeFewRows;
     return few_rows || p_.batch_invariant || p_.dtype == DType::kFloat32 ? kCudaDecodeFewRows : kCudaDecodeManyRows;
   }
@@ -344,15 +343,11 @@ class Planner {
     constexpr int64_t kWantedItems = 32;
     if (p_.device == Device::kCuda && p_.operation == Operation::kDecode) {
       plan_.block_m = cuda_decode_block_m();
-      plan_.block_n = kCudaBlockN;
+      if (is_cuda_prefill()) return;
       because("tile ", plan_.block_m, " rows: ", p_.batch_invariant ? "batch_invariant" : "by the number of queries");
       return;
     }
-    if (p_.device == Device::kCuda) {
-      plan_.block_m = kCudaBlockM;
-      plan_.block_n = kCudaBlockN;
-      return;
-    }
+    if (p_.device == Device::kCuda) return;  // the kernel's own configuration decides, which knows the shared memory
     plan_.block_n = kCpuBlockN;
     plan_.block_m = kCpuMaxBlockM;
     if (p_.operation == Operation::kBackward || p_.operation == Operation::kWeightsBackward) {
