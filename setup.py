@@ -104,6 +104,13 @@ CUDA = [
     "csrc/kernels/sm80/inst/weights_bf16.cu",
     "csrc/kernels/sm80/inst/weights_f16.cu",
     "csrc/kernels/sm80/inst/weights_f32.cu",
+    "csrc/kernels/sm90/inst/forward.cu",
+    "csrc/kernels/sm90/inst/forward_bf16_64.cu",
+    "csrc/kernels/sm90/inst/forward_bf16_128.cu",
+    "csrc/kernels/sm90/inst/forward_bf16_256.cu",
+    "csrc/kernels/sm90/inst/forward_f16_64.cu",
+    "csrc/kernels/sm90/inst/forward_f16_128.cu",
+    "csrc/kernels/sm90/inst/forward_f16_256.cu",
     *PLAN,
 ]
 

@@ -52,6 +52,11 @@ def _torch_link_flags(torch: toolchain.Torch) -> list[str]:
     return [f"-L{torch.lib}", "-Wl,--no-as-needed", "-ltorch"]
 
 
+def _hopper_archs() -> list[str]:
+    """The only ones that csrc/kernels/sm90 is compiled for: its instructions belong to 90a alone."""
+    return [arch for arch in toolchain.archs() if arch == "90a"]
+
+
 def _cpu_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
     objects = [
         Object(ROOT / source, CXX_FLAGS + extension.source_flags.get(source, []) + _api_flags(source, torch))
@@ -63,10 +68,15 @@ def _cpu_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) 
 def _cuda_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
     flags = [*NVCC_FLAGS, f"-ccbin={toolchain.host_compiler()}"]
     flags += [f"-DFLASH_EXT_HEAD_DIM_{head_dim}" for head_dim in toolchain.head_dims()]
+    flags += [] if _hopper_archs() else ["-DFLASH_EXT_NO_HOPPER"]
     objects = []
     for source in extension.sources:
+        hopper = source.startswith("csrc/kernels/sm90/")
+        if hopper and not _hopper_archs():
+            continue
         # nvcc compiles C++ too: it hands it to the host compiler and knows where the CUDA headers are.
-        own = toolchain.gencode_flags(toolchain.archs()) if source.endswith(".cu") else _api_flags(source, torch)
+        archs = _hopper_archs() if hopper else toolchain.archs()
+        own = toolchain.gencode_flags(archs) if source.endswith(".cu") else _api_flags(source, torch)
         objects.append(Object(ROOT / source, flags + own + extension.source_flags.get(source, []), nvcc=True))
     link = ["-cudart=static", f"-ccbin={toolchain.host_compiler()}", "-Xlinker=--exclude-libs,ALL"]
     link += [flag.replace("-Wl,", "-Xlinker=", 1) for flag in _torch_link_flags(torch)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flash_ext._plan as _plan
+from flash_ext._build_info import build_info
 from flash_ext.argument_checks import check_names, check_tensors
 from flash_ext.functional import DECODE_OPTIONS, SCORE_OPTIONS, _decode_options, _score_options
 from flash_ext.ops import DecodeOptions, ScoreOptions, call
@@ -189,6 +191,7 @@ def _device_and_dtype(q: Tensor) -> dict[str, Any]:
     return dict(
         device=q.device.type,
         compute_capability=10 * properties.major + properties.minor if properties else 0,
+        hopper_kernels="90a" in build_info()["cuda_archs"] and os.environ.get("FLASH_EXT_HOPPER", "1") != "0",
         num_workers=properties.multi_processor_count if properties else torch.get_num_threads(),
         dtype=str(q.dtype).removeprefix("torch."),
     )

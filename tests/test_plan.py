@@ -378,3 +378,48 @@ def test_every_plan_names_its_kernel_and_says_why(operation: str) -> None:
     assert found.kernel.startswith("cpu/")
     assert found.block_m > 0 and found.block_n > 0
     assert found.reasons and all(reason.strip() for reason in found.reasons)
+
+
+def hopper_plan(**fields: Any) -> _plan.Plan:
+    h200 = {"device": "cuda", "compute_capability": 90, "num_workers": 132, "dtype": "bfloat16"}
+    sizes = {"seqlen_q": 1000, "seqlen_k": 1000, "heads_q": 8, "heads_kv": 2, "head_dim": 128, "head_dim_v": 128}
+    return plan(**{**h200, **sizes, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"window_right": 0},
+        {"window_left": 9},
+        {"varlen": True},
+        {"has_sink": True},
+        {"has_alibi": True},
+        {"softcap": 3.0},
+    ],
+)
+def test_the_kernel_for_hopper_serves_options_that_need_no_memory(fields: dict[str, Any]) -> None:
+    found = hopper_plan(**fields)
+    assert found.kernel == "sm90/forward"
+    assert found.block_m % 64 == 0 and found.block_n % 16 == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"has_bias": True},
+        {"has_mask": True},
+        {"has_block_mask": True},
+        {"dropout_p": 0.1},
+        {"seqlen_k": 0},
+    ],
+)
+def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) -> None:
+    found = hopper_plan(**fields)
+    assert found.kernel == "sm80/forward"
+    assert any("Hopper" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize("fields", [{"compute_capability": 80}, {"compute_capability": 120}, {"hopper_kernels": False}])
+def test_other_gpus_run_the_kernel_for_all(fields: dict[str, Any]) -> None:
+    assert hopper_plan(**fields).kernel == "sm80/forward"

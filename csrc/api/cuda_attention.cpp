@@ -8,6 +8,7 @@
 #include "../kernels/sm80/bias_gradient.h"
 #include "../kernels/sm80/clear.h"
 #include "../kernels/sm80/forward.h"
+#include "../kernels/sm90/forward.h"
 #include "attention.h"
 #include "cuda_device.h"
 #include "op_arguments.h"
@@ -19,12 +20,23 @@ namespace {
 using Tensors2 = std::tuple<Tensor, Tensor>;
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+/// The plan knows no strides: those that the copy engine of Hopper does not take are served by the other family.
+void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
+#ifndef FLASH_EXT_NO_HOPPER
+  if (call.plan.kernel == "sm90/forward" && sm90::forward_takes_strides(call.params)) {
+    const Tensor workspace = new_empty(q, {sm90::kForwardWorkspaceBytes}, ScalarType::Byte);
+    return sm90::forward(call.params, address(workspace), stream);
+  }
+#endif
+  sm80::forward(call.params, stream);
+}
+
 Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
                            bool /*deterministic*/) {
   const CudaDevice device(q);
   const ForwardCall call = prepare_forward(q, k, v, FLASH_EXT_SCORE_OPTIONS);
   sm80::clear_forward(call.params, device.stream());
-  sm80::forward(call.params, device.stream());
+  run_forward(q, call, device.stream());
   return {call.out, call.lse};
 }
 

@@ -15,12 +15,20 @@ int attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
-bool read_check_switch() {
-  const char* const value = std::getenv("FLASH_EXT_CHECK");
-  if (value == nullptr || *value == '\0' || std::strcmp(value, "0") == 0) return false;
-  check(std::strcmp(value, "1") == 0, "FLASH_EXT_CHECK must be 0 or 1, got ", value);
-  return true;
+/// An environment variable that is 0 or 1, or unset.
+bool read_switch(const char* name, bool otherwise) {
+  const char* const value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return otherwise;
+  const bool on = std::strcmp(value, "1") == 0;
+  check(on || std::strcmp(value, "0") == 0, name, " must be 0 or 1, got ", value);
+  return on;
 }
+
+#ifdef FLASH_EXT_NO_HOPPER
+constexpr bool kHopperKernels = false;  // FLASH_EXT_ARCHS names no 90a
+#else
+constexpr bool kHopperKernels = true;
+#endif
 
 }  // namespace
 
@@ -29,13 +37,14 @@ void describe_device(const Tensor& q, plan::Problem& problem) {
   problem.device = plan::Device::kCuda;
   problem.compute_capability =
       10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
+  problem.hopper_kernels = kHopperKernels && read_switch("FLASH_EXT_HOPPER", true);
   problem.num_workers = attribute(cudaDevAttrMultiProcessorCount, device);
 }
 
 int64_t row_alignment() { return 16; }  // of cp.async and of vectorised stores
 
 bool wants_value_checks(const Tensor& q) {
-  static const bool wanted = read_check_switch();
+  static const bool wanted = read_switch("FLASH_EXT_CHECK", false);
   if (!wanted) return false;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(CudaDevice(q).stream(), &status), "cudaStreamIsCapturing");

@@ -76,6 +76,8 @@ void bind_problem(py::module_& m) {
   bind_named(problem, "dtype", &Problem::dtype, kDTypes);
   problem.def(py::init(&problem_from))
       .def_readwrite("compute_capability", &Problem::compute_capability, "CUDA: 90 for sm_90")
+      .def_readwrite("hopper_kernels", &Problem::hopper_kernels,
+                     "CUDA: kernels for compute capability 9.0 are there and may be used")
       .def_readwrite("num_workers", &Problem::num_workers, "threads of a CPU, SMs of a GPU")
       .def_readwrite("batch", &Problem::batch)
       .def_readwrite("heads_q", &Problem::heads_q)

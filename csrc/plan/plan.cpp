@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../kernels/cpu/tile_sizes.h"
+#include "../kernels/sm90/forward_shape.h"
 
 namespace flash_ext::plan {
 namespace {
@@ -139,6 +140,8 @@ std::string counted(int64_t n, const char* what) { return text(n, " ", what, n =
 /// Queries from which decoding on CUDA goes through the forward kernel.
 constexpr int64_t kCudaPrefillRows = 128;
 
+constexpr int64_t kHopperCapability = 90;
+
 constexpr int64_t kCudaDecodeFewRows = 16;
 constexpr int64_t kCudaDecodeManyRows = 64;
 constexpr int64_t kCudaMaxSplits = 512;
@@ -212,7 +215,7 @@ class Planner {
   Planner(const Problem& problem, bool explain) : p_(problem), explain_(explain) {}
 
   Plan run() {
-    plan_.kernel = is_cuda_prefill() ? "sm80/forward" : kernel_of(p_.operation, p_.device);
+    choose_kernel();
     choose_mask_class();
     explain_products();
     choose_head_group();
@@ -226,6 +229,30 @@ class Planner {
   template <class... Parts>
   void because(const Parts&... parts) {
     if (explain_) plan_.reasons.push_back(text(parts...));
+  }
+
+  void choose_kernel() {
+    plan_.kernel = is_cuda_prefill() ? "sm80/forward" : kernel_of(p_.operation, p_.device);
+    if (p_.operation != Operation::kForward || p_.device != Device::kCuda) return;
+    if (p_.compute_capability != kHopperCapability || !p_.hopper_kernels) return;
+    const std::string obstacle = hopper_obstacle();
+    if (obstacle.empty()) {
+      plan_.kernel = "sm90/forward";
+      because("wgmma and the copy engine; tensors with a stride of 0 go to sm80/forward");
+    } else {
+      because("sm80/forward: the kernel for Hopper does not serve ", obstacle);
+    }
+  }
+
+  /// What the forward for Hopper cannot do.
+  std::string hopper_obstacle() const {
+    if (p_.dtype == DType::kFloat32) return "float32";
+    if (p_.has_bias) return "bias";
+    if (p_.has_mask) return "mask";
+    if (p_.has_block_mask) return "block mask";
+    if (p_.dropout_p > 0) return "dropout";
+    if (p_.seqlen_q == 0 || p_.seqlen_k == 0) return "empty tensors";
+    return "";
   }
 
   void choose_mask_class() {
@@ -345,6 +372,14 @@ class Planner {
       plan_.block_m = cuda_decode_block_m();
       if (is_cuda_prefill()) return;
       because("tile ", plan_.block_m, " rows: ", p_.batch_invariant ? "batch_invariant" : "by the number of queries");
+      return;
+    }
+    if (plan_.kernel == "sm90/forward") {
+      const sm90::ForwardShape shape = sm90::forward_shape(sm90::kernel_head_dim(p_.head_dim, p_.head_dim_v));
+      plan_.block_m = sm90::kGroupRows * shape.groups;
+      plan_.block_n = shape.block_n;
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
+              " queries at this head dim");
       return;
     }
     if (p_.device == Device::kCuda) return;  // the kernel's own configuration decides, which knows the shared memory

@@ -1,12 +1,31 @@
 // Barriers among some warps of a block (PTX ISA, "bar"). Barrier 0 is __syncthreads.
 #pragma once
 
+#include <cstdint>
+
 namespace flash_ext::ptx {
 
 /// Waits until kThreads threads have arrived, this one included.
 template <int kBarrier, int kThreads>
 __device__ __forceinline__ void barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+/// The same, and says to all of them whether the predicate held for some.
+template <int kThreads>
+__device__ __forceinline__ bool barrier_any(int barrier, bool predicate) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.u32 mine, %1, 0;\n"
+      "bar.red.or.pred any, %2, %3, mine;\n"
+      "selp.u32 %0, 1, 0, any;\n"
+      "}"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(predicate)), "r"(barrier), "n"(kThreads)
+      : "memory");
+  return any != 0;
 }
 
 }  // namespace flash_ext::ptx

@@ -1,0 +1,17 @@
+// Registers move between the warpgroups of a block (PTX ISA, "setmaxnreg"). All warps of a warpgroup call it.
+#pragma once
+
+namespace flash_ext::ptx {
+
+/// Waits until the registers have been given up by others.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void give_up_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters) : "memory");
+}
+
+}  // namespace flash_ext::ptx

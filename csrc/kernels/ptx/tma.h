@@ -1,0 +1,32 @@
+// Copies by the copy engine (PTX ISA, "cp.async.bulk.tensor").
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+/// The box of a 4-dimensional tensor that starts at the given coordinates, innermost first. What lies outside of the
+/// tensor becomes 0 and counts among the bytes that arrive at the barrier.
+__device__ __forceinline__ void tma_load(uint32_t s_target, const CUtensorMap* map, uint32_t s_barrier, int c0, int c1,
+                                         int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(s_target),
+      "l"(map), "r"(s_barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+/// Fetches the description of a tensor before the first copy needs it.
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/// Orders this thread's writes to shared memory before later reads of it by wgmma and the copy engine, which go another
+/// way to memory. To be followed by what tells the reader.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace flash_ext::ptx

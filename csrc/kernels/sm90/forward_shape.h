@@ -1,0 +1,39 @@
+// Tiles, stages and registers of the forward, in one table that the plan reads too.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace flash_ext::sm90 {
+
+constexpr int kGroupThreads = 128;  // a warpgroup
+constexpr int kGroupWarps = 4;
+constexpr int kGroupRows = 64;  // of wgmma
+
+struct ForwardShape {
+  int groups;            // warpgroups that compute
+  int block_n;           // keys of a tile
+  int stages;            // of K and of V
+  int registers;         // of a thread that computes
+  int loader_registers;  // of the others
+};
+
+constexpr ForwardShape forward_shape(int head_dim) {
+  switch (head_dim) {
+    case 64:  // bound by the exponentials: many keys spread what a tile costs beside them
+      return {3, 128, 4, 160, 32};
+    case 128:  // 64 registers of out, 40 of S, 20 of P and what addresses need are what three warpgroups can have
+      return {3, 80, 4, 160, 32};
+    default:  // out takes 128 registers, so two warpgroups; shared memory has room for two stages of 80 keys
+      return {2, 80, 2, 232, 40};
+  }
+}
+
+/// The head dim of the kernel that serves q, k of head_dim and v of head_dim_v: rows are filled up by zeros in shared
+/// memory.
+constexpr int kernel_head_dim(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t larger = std::max(head_dim, head_dim_v);
+  return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,145 @@
+// What the warps of a block share: the tiles of queries that it works on, one after the other, and the barriers.
+#pragma once
+
+#include "../common/sequence.cuh"
+#include "../ptx/cp_async.h"
+#include "../ptx/mbarrier.h"
+#include "forward_config.h"
+
+namespace flash_ext::sm90 {
+
+/// A stage of a ring of buffers, and the parity of its use.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// A tile of queries of one head, and the tiles of keys that it sees.
+template <class Config>
+struct ForwardWork {
+  Sequence sequence;
+  int first_query, end_query;
+  TileSpan tiles;                  // of all rows: these are loaded
+  TileSpan rows[Config::kGroups];  // of the rows of each warpgroup, within `tiles`
+
+  __device__ __forceinline__ ForwardWork(const Sequence& sequence, int first_query, int end_query)
+      : sequence(sequence), first_query(first_query), end_query(end_query), tiles(span(first_query, end_query)) {
+    for (int g = 0; g < Config::kGroups; ++g) {
+      const int first = first_query + g * kGroupRows;
+      rows[g] = span(first, min(first + kGroupRows, end_query));
+      if (rows[g].begin == rows[g].end) rows[g].begin = rows[g].end = tiles.begin;
+    }
+  }
+
+  /// Whether some row does not see all of the tile.
+  __device__ __forceinline__ bool is_partial(int tile) const {
+    return tile < tiles.full_begin || tile >= tiles.full_end;
+  }
+
+ private:
+  __device__ __forceinline__ TileSpan span(int first, int end) const {
+    return sequence.template key_tiles<Config::kBlockN>(first, end);
+  }
+};
+
+/// In which order the blocks take up their work: sections of heads whose keys stay in L2, in a section the tiles of
+/// queries with the most keys first. Each block takes the next tile when it has loaded all of its last one: that
+/// balances a causal mask, sequences of different lengths, and SMs of different speed.
+struct ForwardSchedule {
+  int blocks_m;       // of the longest sequence
+  int heads;          // of all batch entries
+  int section_heads;  // of which so many run side by side
+  // Positions taken, besides the first of each block.
+  unsigned long long* taken;
+
+  __device__ __forceinline__ int64_t take() const { return static_cast<int64_t>(gridDim.x + atomicAdd(taken, 1ull)); }
+
+  __device__ __forceinline__ int64_t size() const { return static_cast<int64_t>(heads) * blocks_m; }
+
+  /// Position in the order -> head of all batch entries, tile of queries.
+  __device__ __forceinline__ void locate(int64_t position, int& head, int& block) const {
+    const int64_t section_size = static_cast<int64_t>(section_heads) * blocks_m;
+    const int section = static_cast<int>(position / section_size);
+    const int first_head = section * section_heads;
+    const int width = min(section_heads, heads - first_head);
+    const int64_t rest = position - section * section_size;
+    block = blocks_m - 1 - static_cast<int>(rest / width);
+    head = first_head + static_cast<int>(rest % width);
+  }
+};
+
+/// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
+template <class Config>
+struct ForwardState {
+  static constexpr int kStages = Config::kStages, kSlots = Config::kSlots, kGroups = Config::kGroups;
+
+  uint64_t q_full[kGroups], q_empty[kGroups];
+  uint64_t k_full[kStages], k_empty[kStages];
+  uint64_t v_full[kStages], v_empty[kStages];
+  uint64_t v_clean[kStages];  // counts partial tiles alone
+  uint64_t work_full[kSlots], work_empty[kSlots];
+  uint64_t work_loaded;              // K and V of it
+  uint32_t met_non_finite[kStages];  // beside v_clean
+  int has_work[kSlots];
+  __align__(8) unsigned char work[kSlots][sizeof(ForwardWork<Config>)];
+
+  __device__ __forceinline__ ForwardWork<Config>& work_in(int slot) {
+    return *reinterpret_cast<ForwardWork<Config>*>(work[slot]);
+  }
+
+  /// By one thread.
+  __device__ __forceinline__ void init() {
+    constexpr int kConsumers = kGroups * kGroupWarps, kLoaders = 3;
+    init_all(q_full, 1);
+    init_all(q_empty, kGroupWarps);
+    init_all(k_full, 1);
+    init_all(k_empty, kConsumers);
+    init_all(v_full, 1);
+    init_all(v_empty, kConsumers);
+    init_all(v_clean, 1);
+    ptx::mbarrier_init(ptx::shared_address(&work_loaded), 1);
+    init_all(work_full, 1);
+    init_all(work_empty, kConsumers + kLoaders);
+    ptx::mbarrier_init_fence();
+  }
+
+ private:
+  template <int kCount>
+  __device__ __forceinline__ static void init_all(uint64_t (&barriers)[kCount], uint32_t arrivals) {
+    for (int k = 0; k < kCount; ++k) ptx::mbarrier_init(ptx::shared_address(&barriers[k]), arrivals);
+  }
+};
+
+/// The work of a block as one of its warps goes through it.
+template <class Config>
+class WorkQueue {
+ public:
+  __device__ __forceinline__ explicit WorkQueue(ForwardState<Config>& state) : state_(state) {}
+
+  /// The next work, or null after the last.
+  __device__ __forceinline__ const ForwardWork<Config>* front() {
+    ptx::mbarrier_wait(ptx::shared_address(&state_.work_full[at_.stage]), at_.parity);
+    return state_.has_work[at_.stage] ? &state_.work_in(at_.stage) : nullptr;
+  }
+
+  /// The warp is done with it.
+  __device__ __forceinline__ void pop(int lane) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.work_empty[at_.stage]));
+    at_.advance();
+  }
+
+ private:
+  ForwardState<Config>& state_;
+  RingPosition<Config::kSlots> at_;
+};
+
+}  // namespace flash_ext::sm90

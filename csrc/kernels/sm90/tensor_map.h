@@ -1,0 +1,83 @@
+// Descriptions of tensors for the copy engine.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "../launch.h"
+#include "../params.h"
+#include "matrix_descriptor.h"
+
+namespace flash_ext::sm90 {
+
+/// A tensor of 16-bit elements: (batch, rows, heads, dim), varlen with batch 1.
+struct TensorShape {
+  int64_t dim, rows, heads, batch;
+};
+
+inline TensorShape query_shape(const AttentionParams& p) {
+  const bool packed = p.seq.cu_seqlens_q != nullptr;
+  return {p.head_dim, packed ? p.total_q : p.seqlen_q, p.heads_q, packed ? 1 : p.batch};
+}
+
+inline TensorShape key_shape(const AttentionParams& p, int64_t head_dim) {
+  const bool packed = p.seq.cu_seqlens_k != nullptr;
+  return {head_dim, packed ? p.total_k : p.seqlen_k, p.heads_kv, packed ? 1 : p.batch};
+}
+
+/// cuTensorMapEncodeTiled comes with the driver, not with the runtime that the library is linked to.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encoder = [] {
+    constexpr unsigned kIntroduced = 12000;
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    check_cuda(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kIntroduced, cudaEnableDefault, &found),
+        "cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error("flash_ext: the CUDA driver has no cuTensorMapEncodeTiled");
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encoder;
+}
+
+/// Whether the copy engine takes the view: one with data, and no dimension broadcast. That strides are multiples of 16
+/// bytes holds for all kernels.
+inline bool takes_strides(const TensorView& view, const TensorShape& shape) {
+  constexpr int64_t kMostElements = int64_t{1} << 39;
+  const auto takes = [](int64_t size, int64_t stride) { return size <= 1 || (stride > 0 && stride < kMostElements); };
+  return view.data != nullptr && takes(shape.rows, view.row_stride) && takes(shape.heads, view.head_stride) &&
+         takes(shape.batch, view.batch_stride);
+}
+
+/// For copies of box_rows rows and one panel of columns, in the order (column, row, head, batch).
+inline CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& shape, DType dtype, int box_rows) {
+  constexpr int kRank = 4, kElementBytes = 2;
+  constexpr int64_t kAnyStride = 8;
+  const auto stride = [](int64_t size, int64_t elements) {
+    return static_cast<cuuint64_t>((size > 1 ? elements : kAnyStride) * kElementBytes);
+  };
+  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
+  const cuuint64_t sizes[kRank] = {size(shape.dim), size(shape.rows), size(shape.heads), size(shape.batch)};
+  const cuuint64_t strides[kRank - 1] = {stride(shape.rows, view.row_stride), stride(shape.heads, view.head_stride),
+                                         stride(shape.batch, view.batch_stride)};
+  const cuuint32_t box[kRank] = {kPanelColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t steps[kRank] = {1, 1, 1, 1};
+  const CUtensorMapDataType type =
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  CUtensorMap map;
+  const CUresult status = tensor_map_encoder()(&map, type, kRank, view.data, sizes, strides, box, steps,
+                                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw std::runtime_error("flash_ext: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
+  }
+  return map;
+}
+
+}  // namespace flash_ext::sm90
