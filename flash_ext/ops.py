@@ -110,9 +110,11 @@ def call(op: Any, *args: Any) -> Any:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return op(*args)  # they have to see it all
+    if has_torch_function(args):
+        return op(*args)  # what it calls may want derivatives
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
         record = _derivatives.get(op)
-        if record is None or torch._C._is_any_autocast_enabled() or has_torch_function(args):
+        if record is None or torch._C._is_any_autocast_enabled():
             return op(*args)
         return record(_call_below_autograd, op, *args)
     return _call_below_autograd(op, *args)

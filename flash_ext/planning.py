@@ -142,6 +142,7 @@ def _problem_of_attention(
         head_dim_v=(k if operation in ("weights", "weights_backward") else v).shape[-1],
         top_left=o.top_left,
         dropout_p=o.dropout_p,
+        broadcast=any(n > 1 and stride == 0 for t in (q, k, v) for n, stride in zip(t.shape, t.stride(), strict=True)),
         varlen=any(t is not None for t in (o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k)),
         has_bias=o.bias is not None,
         has_mask=o.mask is not None,
@@ -191,7 +192,14 @@ def _device_and_dtype(q: Tensor) -> dict[str, Any]:
     return dict(
         device=q.device.type,
         compute_capability=10 * properties.major + properties.minor if properties else 0,
-        hopper_kernels="90a" in build_info()["cuda_archs"] and os.environ.get("FLASH_EXT_HOPPER", "1") != "0",
+        hopper_kernels="90a" in build_info()["cuda_archs"] and _wants_hopper_kernels(),
         num_workers=properties.multi_processor_count if properties else torch.get_num_threads(),
         dtype=str(q.dtype).removeprefix("torch."),
     )
+
+
+def _wants_hopper_kernels() -> bool:
+    value = os.environ.get("FLASH_EXT_HOPPER", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"FLASH_EXT_HOPPER must be 0 or 1, got {value}")
+    return value != "0"

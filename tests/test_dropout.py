@@ -96,6 +96,15 @@ def test_kept_weights_are_scaled_by_the_rounded_p(device: str, p: float, rounded
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rounded)), rtol=1e-6, atol=0)
 
 
+def test_p_that_rounds_to_zero_drops_nothing(device: str) -> None:
+    call = make_call(device=device)
+    inputs = tuple(call.inputs())
+    plain = run_library(call.with_random_gradients(), inputs)
+    call = call.with_options(dropout_p=2.0**-18, rng_state=random_rng(device))
+    result = assert_matches_oracle(call.with_random_gradients())
+    assert result["dv"].abs().max() > 0.1 * plain["dv"].abs().max()
+
+
 def test_p_that_rounds_to_one_drops_everything(device: str) -> None:
     call = make_call(device=device, dropout_p=1 - 2**-20, rng_state=random_rng(device))
     assert (run_library(call)["out"] == 0).all()

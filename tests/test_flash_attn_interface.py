@@ -12,7 +12,7 @@ from torch import Tensor
 import flash_ext
 
 from . import reference
-from .oracle import cumulative, int32, random, values_are_checked
+from .oracle import cumulative, int32, random
 
 COMMON = {
     "dropout_p": 0.0,
@@ -309,14 +309,14 @@ def test_block_table_errors(device: str) -> None:
 
     attend(cumulative([6], device), 6)
     cases = [(cumulative([3, 3], device), "shape of cu_seqlens_q"), (cumulative([6], device).long(), "int64")]
-    if values_are_checked(device):
+    if device == "cpu":
         cases += [(int32([3, 1], device), "not decrease"), (int32([-1, 1], device), "start at 0")]
     for cu_k, wrong in cases:
         with pytest.raises(ValueError, match=f"^cu_seqlens_k must .*{wrong}"):
             attend(cu_k)
     with pytest.raises(TypeError, match="cu_seqlens_k must be a Tensor"):
         attend([0, 6])
-    if values_are_checked(device):
+    if device == "cpu":
         with pytest.raises(ValueError, match=r"^max_seqlen_k must not be less than .* 6, got 2"):
             attend(cumulative([6], device), 2)
     learning = q.clone().requires_grad_()

@@ -100,8 +100,9 @@ def test_rows_that_are_not_aligned(device: str) -> None:
     assert_matches_oracle(call, gradients_of=())
 
 
-def test_expanded_batch_and_heads(device: str) -> None:
-    call = make_call(device=device)
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_expanded_batch_and_heads(device: str, dtype: torch.dtype) -> None:
+    call = make_call(dtype=dtype, device=device)
     call.k, call.v = call.k[:1].expand(2, -1, -1, -1), call.v[:, :, :1].expand(-1, -1, 2, -1)
     assert_matches_oracle(call, gradients_of=())
 

@@ -38,10 +38,13 @@ def test_strided_masks(device: str, which: str) -> None:
     assert_matches_oracle(make_call(device=device, mask=mask))
 
 
-def test_mask_beyond_one_tile(device: str) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mask_beyond_one_tile(device: str, dtype: torch.dtype, deterministic: bool) -> None:
     mask = random_mask(1, 2, 203, 317, device=device)
-    mask[..., 64:192, 128:256] = False  # whole tiles without a visible pair
-    assert_matches_oracle(make_call(2, 203, 317, heads_q=2, heads_kv=1, mask=mask, device=device))
+    mask[..., 64:, 128:256] = False  # whole tiles without a visible pair
+    options = {"mask": mask, "deterministic": deterministic}
+    assert_matches_oracle(make_call(2, 203, 317, heads_q=2, heads_kv=1, dtype=dtype, device=device, **options))
 
 
 def test_true_everywhere_changes_nothing(device: str) -> None:

@@ -407,17 +407,25 @@ def test_the_kernel_for_hopper_serves_options_that_need_no_memory(fields: dict[s
 @pytest.mark.parametrize(
     "fields",
     [
+        {"dtype": "float32"},
         {"has_bias": True},
         {"has_mask": True},
         {"has_block_mask": True},
         {"dropout_p": 0.1},
+        {"broadcast": True},
+        {"batch": 0},
+        {"seqlen_q": 0},
         {"seqlen_k": 0},
     ],
 )
 def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) -> None:
+    words = {"dtype": "float32", "dropout_p": "dropout", "broadcast": "stride of 0"}
+    empty = dict.fromkeys(("batch", "seqlen_q", "seqlen_k"), "empty")
+    (name,) = fields
+    word = (words | empty).get(name, name.removeprefix("has_").replace("_", " "))
     found = hopper_plan(**fields)
     assert found.kernel == "sm80/forward"
-    assert any("Hopper" in reason for reason in found.reasons)
+    assert any("Hopper" in reason and word in reason for reason in found.reasons)
 
 
 @pytest.mark.parametrize("fields", [{"compute_capability": 80}, {"compute_capability": 120}, {"hopper_kernels": False}])

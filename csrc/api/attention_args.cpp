@@ -54,6 +54,7 @@ AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, cons
 
   plan::Problem problem = describe(operation, q, g, options);
   problem.deterministic = deterministic;
+  problem.broadcast = is_broadcast(q) || is_broadcast(k) || (v && is_broadcast(*v));
   call.plan = plan_or_fail(problem);
   if (wants_value_checks(q)) check_values(g, options);
   call.params = to_params(q, g, options, call.plan, call.owned);

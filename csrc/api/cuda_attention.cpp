@@ -20,10 +20,9 @@ namespace {
 using Tensors2 = std::tuple<Tensor, Tensor>;
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-/// The plan knows no strides: those that the copy engine of Hopper does not take are served by the other family.
 void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.kernel == "sm90/forward" && sm90::forward_takes_strides(call.params)) {
+  if (call.plan.kernel == "sm90/forward") {
     const Tensor workspace = new_empty(q, {sm90::kForwardWorkspaceBytes}, ScalarType::Byte);
     return sm90::forward(call.params, address(workspace), stream);
   }

@@ -37,7 +37,8 @@ void describe_device(const Tensor& q, plan::Problem& problem) {
   problem.device = plan::Device::kCuda;
   problem.compute_capability =
       10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
-  problem.hopper_kernels = kHopperKernels && read_switch("FLASH_EXT_HOPPER", true);
+  static const bool use_hopper_kernels = kHopperKernels && read_switch("FLASH_EXT_HOPPER", true);
+  problem.hopper_kernels = use_hopper_kernels;
   problem.num_workers = attribute(cudaDevAttrMultiProcessorCount, device);
 }
 

@@ -41,6 +41,13 @@ inline ScoreView view_scores(const Tensor& tensor) {
   return {address(tensor), dtype, stride(0), stride(1), stride(2), stride(3)};
 }
 
+/// Whether a dimension repeats the same elements.
+inline bool is_broadcast(const Tensor& tensor) {
+  for (int64_t d = 0; d < tensor.dim(); ++d)
+    if (tensor.size(d) > 1 && tensor.stride(d) == 0) return true;
+  return false;
+}
+
 /// What torch::stable::new_empty does, which looks its operator up by name and so takes twice as long.
 inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
   int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));

@@ -93,6 +93,7 @@ void bind_problem(py::module_& m) {
       .def_readwrite("top_left", &Problem::top_left)
       .def_readwrite("dropout_p", &Problem::dropout_p)
       .def_readwrite("allow_tf32", &Problem::allow_tf32, "CUDA, float32: products may be those of TF32")
+      .def_readwrite("broadcast", &Problem::broadcast, "q, k or v has a stride of 0")
       .def_readwrite("varlen", &Problem::varlen, "lengths come from cu_seqlens or seqused")
       .def_readwrite("paged", &Problem::paged, "decode: the cache has a block_table")
       .def_readwrite("has_bias", &Problem::has_bias)

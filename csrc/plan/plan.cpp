@@ -238,7 +238,7 @@ class Planner {
     const std::string obstacle = hopper_obstacle();
     if (obstacle.empty()) {
       plan_.kernel = "sm90/forward";
-      because("wgmma and the copy engine; tensors with a stride of 0 go to sm80/forward");
+      because("wgmma and the copy engine, for compute capability 9.0");
     } else {
       because("sm80/forward: the kernel for Hopper does not serve ", obstacle);
     }
@@ -251,7 +251,8 @@ class Planner {
     if (p_.has_mask) return "mask";
     if (p_.has_block_mask) return "block mask";
     if (p_.dropout_p > 0) return "dropout";
-    if (p_.seqlen_q == 0 || p_.seqlen_k == 0) return "empty tensors";
+    if (p_.broadcast) return "a stride of 0";
+    if (p_.batch == 0 || p_.seqlen_q == 0 || p_.seqlen_k == 0) return "empty tensors";
     return "";
   }
 

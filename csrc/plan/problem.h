@@ -36,8 +36,9 @@ struct Problem {
   double dropout_p = 0.0;
   bool allow_tf32 = false;  // CUDA, float32
 
-  bool varlen = false;  // cu_seqlens or seqused: lengths that the host does not know
-  bool paged = false;   // block_table
+  bool broadcast = false;  // q, k or v has a stride of 0
+  bool varlen = false;     // cu_seqlens or seqused: lengths that the host does not know
+  bool paged = false;      // block_table
   bool has_bias = false;
   bool has_mask = false;
   bool has_block_mask = false;

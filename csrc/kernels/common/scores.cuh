@@ -197,7 +197,7 @@ struct Dropout {
   uint32_t batch_head;
 
   __device__ __forceinline__ Dropout(const AttentionParams& p, const Sequence& sequence)
-      : active(p.dropout.p > 0.0),
+      : active(dropout_threshold(p.dropout.p) > 0),
         keep_scale(static_cast<float>(dropout_keep_scale(p.dropout.p))),
         threshold(dropout_threshold(p.dropout.p)),
         key{},
@@ -216,6 +216,8 @@ struct Dropout {
   template <int kM, int kN, class F>
   __device__ __forceinline__ void for_each_dropped(float (&s)[kM][kN][4], const TileCoordinates<false>& at, F f) const {
     static_assert(kN % 4 == 0, "one call covers 32 keys");
+    // As the high half of a word, whatever the low half is.
+    const uint32_t last_dropped = (threshold - 1) << 16 | 0xFFFFu;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -224,10 +226,10 @@ struct Dropout {
         for (int c = 0; c < 2; ++c) {
           const PhiloxWords words = dropout_words(key, batch_head, at.row(m, 0), at.column(n, c));
 #pragma unroll
-          for (int w = 0; w < 4; ++w)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-              if ((words.word[w] >> (16 * r) & 0xFFFFu) < threshold) f(s[m][n + w][2 * r + c]);
+          for (int w = 0; w < 4; ++w) {
+            if (words.word[w] << 16 <= last_dropped) f(s[m][n + w][c]);
+            if (words.word[w] <= last_dropped) f(s[m][n + w][2 + c]);
+          }
         }
   }
 };

@@ -29,6 +29,13 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
   return y;
 }
 
+/// The sign of each half of x in all 16 bits of that half (PTX ISA, "prmt").
+__device__ __forceinline__ uint32_t spread_signs(uint32_t x) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 /// Two floats rounded to 16 bits, `low` in the low half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack2(float low, float high);

@@ -18,11 +18,6 @@ __device__ __forceinline__ void tma_load(uint32_t s_target, const CUtensorMap* m
       : "memory");
 }
 
-/// Fetches the description of a tensor before the first copy needs it.
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 /// Orders this thread's writes to shared memory before later reads of it by wgmma and the copy engine, which go another
 /// way to memory. To be followed by what tells the reader.
 __device__ __forceinline__ void fence_proxy_async_shared() {

@@ -27,7 +27,6 @@ __device__ __forceinline__ void wgmma_wait() {
 
 /// No use of the register moves over this place: the compiler knows nothing of who else writes and reads it.
 __device__ __forceinline__ void pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
-__device__ __forceinline__ void pin(uint32_t& x) { asm volatile("" : "+r"(x)::"memory"); }
 
 /// A and B are descriptors of tiles in shared memory (sm90/matrix_descriptor.h).
 template <class Element, int kN>
@@ -98,10 +97,7 @@ struct Wgmma;
 
 FLASH_EXT_WGMMA_16BIT(64, 32, 32, 33, 34, 35, 36)
 FLASH_EXT_WGMMA_16BIT(80, 40, 40, 41, 42, 43, 44)
-FLASH_EXT_WGMMA_16BIT(96, 48, 48, 49, 50, 51, 52)
-FLASH_EXT_WGMMA_16BIT(112, 56, 56, 57, 58, 59, 60)
 FLASH_EXT_WGMMA_16BIT(128, 64, 64, 65, 66, 67, 68)
-FLASH_EXT_WGMMA_16BIT(192, 96, 96, 97, 98, 99, 100)
 FLASH_EXT_WGMMA_16BIT(256, 128, 128, 129, 130, 131, 132)
 
 #undef FLASH_EXT_WGMMA_16BIT

@@ -77,7 +77,7 @@ __device__ __forceinline__ void store_row_piece(Element* g_target, const float (
 
 constexpr int kStoreDqThreads = 256;
 
-/// dQ = softmax_scale * sums, of a tile of rows.
+/// dQ = softmax_scale * sums, in units of the workspace, of a tile of rows.
 template <class Element, class Layout, int kBlockM, int kHeadDim>
 __global__ void __launch_bounds__(kStoreDqThreads)
     store_dq_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kStoreDqThreads)
   const auto rows = query_rows<Element>(p.dq, sequence);
   const int64_t tile = workspace.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
   const float* const g_tile = workspace.dq + tile * kBlockM * kHeadDim;
-  const float scale = static_cast<float>(p.softmax_scale);
+  const float scale = static_cast<float>(p.softmax_scale) * workspace.unit;
 #pragma unroll 2
   for (int flat = threadIdx.x; flat < kBlockM * kHeadDim / 16; flat += kStoreDqThreads) {
     const int n = flat % Layout::kN, g = flat / Layout::kN % 8;

@@ -6,22 +6,28 @@
 #include "../common/sequence.cuh"
 #include "../launch.h"
 #include "backward_workspace.h"
+#include "non_finite.cuh"
 
 namespace flash_ext::sm80 {
 
 constexpr int kRowTermThreads = 256;
 
-/// Dot product of a piece of 16 bytes, added to `sum`; `finite` tells whether a's elements are.
+/// Dot product of pieces of 16 bytes.
 template <class Element>
-__device__ __forceinline__ void add_dot(const uint4& a, const uint4& b, float& sum, bool& finite) {
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
   constexpr int kElements = 16 / sizeof(Element);
   const Element* const x = reinterpret_cast<const Element*>(&a);
   const Element* const y = reinterpret_cast<const Element*>(&b);
+  float sum = 0.0f;
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) {
-    finite &= isfinite(static_cast<float>(x[k]));
-    sum = fmaf(static_cast<float>(x[k]), static_cast<float>(y[k]), sum);
-  }
+  for (int k = 0; k < kElements; ++k) sum = fmaf(static_cast<float>(x[k]), static_cast<float>(y[k]), sum);
+  return sum;
+}
+
+template <class Element>
+__device__ __forceinline__ bool is_finite(const uint4& piece) {
+  using Test = NonFinite<Element>;
+  return !(Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w));
 }
 
 /// The tile of rows that a block works on: blocks count tiles of a sequence, heads, batch entries.
@@ -58,7 +64,9 @@ __global__ void __launch_bounds__(kRowTermThreads)
   const float* const g_lse = static_cast<const float*>(p.lse.data) + sequence.lse_offset(p.lse);
   const float* const g_grad_lse =
       p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
+  const auto queries = query_rows<const Element>(p.q, sequence);
   const int lane = threadIdx.x % kLanes;
+  bool clean = true;
 #pragma unroll 2
   for (int row = threadIdx.x / kLanes; row < kBlockM; row += kRowTermThreads / kLanes) {
     const int i = first + row;
@@ -66,10 +74,15 @@ __global__ void __launch_bounds__(kRowTermThreads)
     const float lse = inside ? g_lse[i] : -INFINITY;
     float sum = 0.0f;
     bool finite = true;
-    if (lse != -INFINITY && p.grad_out.data) {
+    if (inside && workspace.unclean) {
+      for (int d = lane * kPiece; d < p.head_dim; d += kLanes * kPiece)
+        clean &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
+    }
+    if (inside && p.grad_out.data) {
       for (int d = lane * kPiece; d < p.head_dim_v; d += kLanes * kPiece) {
-        add_dot<Element>(*reinterpret_cast<const uint4*>(grad_out.row(i) + d),
-                         *reinterpret_cast<const uint4*>(out.row(i) + d), sum, finite);
+        const uint4 gradient = *reinterpret_cast<const uint4*>(grad_out.row(i) + d);
+        finite &= is_finite<Element>(gradient);
+        sum += dot<Element>(gradient, *reinterpret_cast<const uint4*>(out.row(i) + d));
       }
     }
     if (workspace.dq) {
@@ -81,13 +94,18 @@ __global__ void __launch_bounds__(kRowTermThreads)
       sum += __shfl_xor_sync(~0u, sum, step);
       finite &= __shfl_xor_sync(~0u, static_cast<int>(finite), step) != 0;
     }
+    clean &= finite;
+    if (lse == -INFINITY) sum = 0.0f;
     if (lane != 0) continue;
     const bool weightless = lse == -INFINITY || (lse == INFINITY && p.sink);
     if (g_grad_lse && lse != -INFINITY) sum -= g_grad_lse[i];
-    workspace.minus_delta[tile * kBlockM + row] = -sum;
+    workspace.minus_delta[tile * kBlockM + row] = -sum / workspace.unit;
     // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
     workspace.lse[tile * kBlockM + row] = weightless ? INFINITY : finite && lse != INFINITY ? lse * kLog2E : NAN;
   }
+  if (!workspace.unclean) return;
+  const bool unclean = __syncthreads_or(!clean);
+  if (threadIdx.x == 0) workspace.unclean[tile] = unclean;
 }
 
 /// One block per head, which adds in a fixed order.
@@ -113,7 +131,7 @@ __global__ void __launch_bounds__(kRowTermThreads)
     __syncthreads();
     if (threadIdx.x < step) s_sums[threadIdx.x] += s_sums[threadIdx.x + step];
   }
-  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[head] = static_cast<float>(s_sums[0]);
+  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[head] = static_cast<float>(s_sums[0] * workspace.unit);
 }
 
 }  // namespace flash_ext::sm80

@@ -4,6 +4,7 @@
 #include "../common/scores.cuh"
 #include "../common/sequence.cuh"
 #include "backward_dq.cuh"
+#include "backward_options.cuh"
 #include "backward_workspace.h"
 #include "config.h"
 #include "products.cuh"
@@ -28,11 +29,10 @@ struct BackwardConfig {
   static constexpr bool kHalf = kHeadDim == 256 || (kFloat && kGeneral && !kSmall_);
   static constexpr int kBlockN = kThin ? 32 : (kHalf ? 64 : 128) / (kSmall_ ? 2 : 1);
   // As many queries as registers have room for; options need some too.
-  static constexpr int kBlockM = kFloat                                     ? (kHeadDim == 64 && !kSmall_ ? 64 : 32)
-                                 : kHeadDim == 64 && !kGeneral && !kSmall_  ? 128
-                                 : kHeadDim == 128 && (kGeneral || kSmall_) ? 32
-                                 : kHeadDim == 256 && kSmall_               ? 32
-                                                                            : 64;
+  static constexpr int kBlockM = kFloat                       ? (kHeadDim == 64 && !kSmall_ ? 64 : 32)
+                                 : kHeadDim == 64 && !kSmall_ ? 128
+                                 : kHeadDim > 64 && kSmall_   ? 32
+                                                              : 64;
   static constexpr int kBlocksPerSm = 1;
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
@@ -51,17 +51,37 @@ struct BackwardConfig {
   static constexpr int kScoreBytes = ScoreLayout::bytes(kBlockN);
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
   static constexpr int kWordBytes = kGeneral ? kBlockM * kKeyGroups * 4 : 0;
+  // A bit for each weight, whole words for each lane of the P warps.
+  static constexpr int kDroppedBytes = kGeneral ? (kWarpQueries + 31) / 32 * kThreads / 2 * 4 : 0;
   // Where warps share keys, P^T is read for dV while dS^T is written: it has a tile of its own.
   static constexpr int kScoreTiles = kSides == 1 ? 2 : 3;
   static constexpr int kTilesBytes = 2 * kKeyBytes + 3 * kQueryBytes + kScoreTiles * kScoreBytes;
   static constexpr int kWorkBytes = 512;
-  static constexpr int kSharedBytes = kTilesBytes + 3 * kTermBytes + kWordBytes + kWorkBytes;
-  static_assert(!kSmall_ || kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");
+  static constexpr int kSharedBytes =
+      kTilesBytes + 3 * kTermBytes + kWordBytes + 2 * kDroppedBytes + kWorkBytes;  // without a bias
+  static_assert(!kSmall_ || kSharedBytes + TileLayout<float, kBlockN>::bytes(kBlockM) <= kSmallestSharedBytes,
+                "every GPU must be able to launch it, with a bias too");
 };
 
 /// A tile of queries of a head, counted from the first of the group.
 struct BackwardStep {
   int head, tile;
+};
+
+/// What is known of a step beforehand.
+enum StepFlags : int {
+  kStepPast = 1,      // there is none left
+  kStepPartial = 2,   // window or lengths hide some pair
+  kStepMasked = 4,    // masks do
+  kStepMayHide = 8,   // masks or bias may
+  kStepUnclean = 16,  // so they may, and some row holds Inf or NaN
+  kStepHidden = 32,   // masks hide all
+};
+
+struct PreparedStep {
+  BackwardStep step;
+  int flags;
+  float slope;  // ALiBi's, to base 2
 };
 
 /// What a block works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
@@ -77,6 +97,8 @@ struct BackwardWork {
   int first_tile;  // of the walk: blocks of a head begin at different ones, lest they add to the same dQ at once
   int64_t workspace_tile;  // in the workspace, of the first head
   float scale;             // of scores, to base 2
+  std::conditional_t<Config::kGeneral, BackwardOptions, NoBackwardOptions> options;
+  PreparedStep ring[Config::kGeneral ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
 
   __device__ __forceinline__ BackwardWork(const BackwardParams& p, const BackwardWorkspace& workspace,
                                           const Sequence& sequence, int key_tile)
@@ -87,7 +109,8 @@ struct BackwardWork {
         first_key(key_tile * Config::kBlockN),
         heads(static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv)),
         workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
-        scale(static_cast<float>(p.softmax_scale) * kLog2E) {
+        scale(static_cast<float>(p.softmax_scale) * kLog2E),
+        options(p, sequence) {
     static_assert(sizeof(BackwardWork) <= Config::kWorkBytes, "the shared-memory plan has room for it");
     tiles = query_tiles(min(first_key + Config::kBlockN, sequence.seqlen_k));
     const int count = tiles.end - tiles.begin;

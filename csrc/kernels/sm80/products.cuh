@@ -91,9 +91,13 @@ struct Products {
   }
   __device__ __forceinline__ static void store_c(uint32_t s_lane, int row, int pair, const float (&left)[4],
                                                  const float (&right)[4]) {
+    store_a_as_c(s_lane, row, pair,
+                 {ptx::pack2<Element>(left[0], left[1]), ptx::pack2<Element>(left[2], left[3]),
+                  ptx::pack2<Element>(right[0], right[1]), ptx::pack2<Element>(right[2], right[3])});
+  }
+  /// The same of accumulators that have become an A operand.
+  __device__ __forceinline__ static void store_a_as_c(uint32_t s_lane, int row, int pair, const uint32_t (&r)[4]) {
     const uint32_t s_target = at_step(s_lane, pair) + row * kRowBytes;
-    const uint32_t r[4] = {ptx::pack2<Element>(left[0], left[1]), ptx::pack2<Element>(left[2], left[3]),
-                           ptx::pack2<Element>(right[0], right[1]), ptx::pack2<Element>(right[2], right[3])};
 #if __CUDA_ARCH__ >= 900
     ptx::stmatrix_x4(s_target, r[0], r[1], r[2], r[3]);
 #else

@@ -96,7 +96,9 @@ class ForwardGroup {
       if (!exact && tile >= full_begin && tile < full_end) {
         step<true>(work, tile, tile == rows.begin, false);
       } else {
-        exact = step<false>(work, tile, tile == rows.begin, exact);
+        // To all warps the same: a product of the warpgroup has to be one instruction.
+        const bool more = step<false>(work, tile, tile == rows.begin, exact);
+        exact = exact && ptx::barrier_any<kGroupThreads>(1 + group_, more);
       }
     }
     for (; tile >= begin; --tile) pass(work, tile);
@@ -112,8 +114,9 @@ class ForwardGroup {
     at_.advance();
   }
 
-  /// kFull: every row of the block sees all of the tile, and every row of the warp has a reference. Else with `exact`
-  /// the references are raised to the maximum. Returns whether the next tile needs that too, as some row has none.
+  /// kFull: every row of the block sees all of the tile, and every row of the warpgroup has a reference. Else with
+  /// `exact` the references are raised to the maximum. Returns whether the next tile needs that too, as some row of the
+  /// warp has none.
   template <bool kFull>
   __device__ __forceinline__ bool step(const Work& work, int tile, bool last, bool exact) {
     Scores s;
@@ -356,7 +359,7 @@ ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, ratio, heads);
   const int64_t sections = (heads + fitting - 1) / fitting;
   const int64_t even = ((heads + sections - 1) / sections + ratio - 1) / ratio * ratio;
-  return {static_cast<int>((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM), static_cast<int>(heads),
+  return {static_cast<int>((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM), static_cast<int>(grid_size(heads)),
           static_cast<int>(even), static_cast<unsigned long long*>(workspace)};
 }
 
@@ -364,11 +367,12 @@ template <class Config>
 void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardState<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
+  const ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
+  // Before the maps: it makes the device's context that of the thread, which the driver's function asks for.
+  check_cuda(cudaMemsetAsync(workspace, 0, sizeof(*schedule.taken), stream), "sm90/forward");
   const ForwardMaps maps = {encode_tensor_map(p.q, query_shape(p), p.dtype, kGroupRows),
                             encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
                             encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN)};
-  const ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
-  check_cuda(cudaMemsetAsync(workspace, 0, sizeof(*schedule.taken), stream), "sm90/forward");
   const int64_t works = static_cast<int64_t>(schedule.heads) * schedule.blocks_m;
   const int64_t blocks = std::min<int64_t>(works, device_attribute(cudaDevAttrMultiProcessorCount));
   launch("sm90/forward", forward_kernel<Config>, {dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes},

@@ -9,11 +9,8 @@ namespace flash_ext::sm90 {
 
 constexpr int64_t kForwardWorkspaceBytes = 8;
 
-/// Whether the copy engine takes the strides of q, k and v.
-bool forward_takes_strides(const ForwardParams& params);
-
 /// out and lse of every row that a sequence covers. float16 and bfloat16; windows, softcap, ALiBi, sinks, any lengths;
-/// rows of out start at multiples of 16 bytes. The workspace has kForwardWorkspaceBytes.
+/// no stride of 0; rows of out start at multiples of 16 bytes. The workspace has kForwardWorkspaceBytes.
 void forward(const ForwardParams& params, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

@@ -70,6 +70,7 @@ class ForwardLoader {
           load(maps_.q, address(state_.q_full[g]), s_q_ + g * Config::kQueryBytes, kGroupRows,
                static_cast<int>(s.q_begin) + work->first_query + g * kGroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
         }
+        __syncwarp();  // no lane falls behind by phases, whose parity repeats
       }
       queue.pop(lane_);
     }
@@ -95,6 +96,7 @@ class ForwardLoader {
           load(maps_.v, address(state_.v_full[at.stage]), s_v_ + s_offset, Config::kBlockN, row, s.head_kv, s.batch,
                p_.seq.cu_seqlens_k);
         }
+        __syncwarp();
       }
       if (lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
       queue.pop(lane_);
@@ -108,16 +110,20 @@ class ForwardLoader {
     while (const Work* const work = queue.front()) {
       const int begin = work->tiles.begin;
       for (int tile = work->tiles.end - 1; tile >= begin; --tile, at.advance()) {
-        // For each tile, as the parity cannot tell a phase from the one before the last.
+        // For each tile, and letting go of each: the parity cannot tell a phase from the one before the last.
         ptx::mbarrier_wait(address(state_.v_full[at.stage]), at.parity);
-        if (!work->is_partial(tile)) continue;
-        const bool found = take_out_non_finite(v_ + at.stage * (Config::kTileBytes / 16));
-        const bool any = __any_sync(~0u, found);
-        if (lane_ == 0) {
-          state_.met_non_finite[clean.stage] = any;
-          ptx::mbarrier_arrive(address(state_.v_clean[clean.stage]));
+        if (work->is_partial(tile)) {
+          const bool found = take_out_non_finite(v_ + at.stage * (Config::kTileBytes / 16));
+          const bool any = __any_sync(~0u, found);
+          __syncwarp();  // what all lanes wrote comes before the arrival
+          if (lane_ == 0) {
+            state_.met_non_finite[clean.stage] = any;
+            ptx::mbarrier_arrive(address(state_.v_clean[clean.stage]));
+          }
+          clean.advance();
         }
-        clean.advance();
+        __syncwarp();
+        if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage]));
       }
       queue.pop(lane_);
     }

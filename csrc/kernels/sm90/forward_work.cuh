@@ -103,7 +103,7 @@ struct ForwardState {
     init_all(k_full, 1);
     init_all(k_empty, kConsumers);
     init_all(v_full, 1);
-    init_all(v_empty, kConsumers);
+    init_all(v_empty, kConsumers + 1);
     init_all(v_clean, 1);
     ptx::mbarrier_init(ptx::shared_address(&work_loaded), 1);
     init_all(work_full, 1);

@@ -32,27 +32,23 @@ inline TensorShape key_shape(const AttentionParams& p, int64_t head_dim) {
 /// cuTensorMapEncodeTiled comes with the driver, not with the runtime that the library is linked to.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encoder = [] {
-    constexpr unsigned kIntroduced = 12000;
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    constexpr unsigned kIntroduced = 12000;
     check_cuda(
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kIntroduced, cudaEnableDefault, &found),
         "cuTensorMapEncodeTiled");
+#else
+    check_cuda(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found),
+               "cuTensorMapEncodeTiled");
+#endif
     if (found != cudaDriverEntryPointSuccess) {
       throw std::runtime_error("flash_ext: the CUDA driver has no cuTensorMapEncodeTiled");
     }
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   return encoder;
-}
-
-/// Whether the copy engine takes the view: one with data, and no dimension broadcast. That strides are multiples of 16
-/// bytes holds for all kernels.
-inline bool takes_strides(const TensorView& view, const TensorShape& shape) {
-  constexpr int64_t kMostElements = int64_t{1} << 39;
-  const auto takes = [](int64_t size, int64_t stride) { return size <= 1 || (stride > 0 && stride < kMostElements); };
-  return view.data != nullptr && takes(shape.rows, view.row_stride) && takes(shape.heads, view.head_stride) &&
-         takes(shape.batch, view.batch_stride);
 }
 
 /// For copies of box_rows rows and one panel of columns, in the order (column, row, head, batch).

@@ -1,0 +1,110 @@
+"""More tiles of queries than a GPU works on at a time, and rows whose first or only key lies at the edge of a tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flash_ext
+
+from .oracle import FLOATS, assert_alike, assert_matches_oracle, int32, make_call, make_varlen_call, run_library
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 30)},
+    "softcap": {"softcap": 5.0, "causal": True},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_many_heads(device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]) -> None:
+    batch, heads = (1, 4) if device == "cpu" else (3, 64)
+    call = make_call(batch, 260, 500, heads, heads // 2, head_dim, dtype=dtype, device=device, **mask)
+    first = assert_matches_oracle(call, gradients_of=())
+    again = run_library(call)
+    assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_many_packed_sequences(device: str, dtype: torch.dtype) -> None:
+    lengths_q, lengths_k = [300, 0, 1, 77, 190], [200, 60, 0, 400, 190]
+    heads = 2 if device == "cpu" else 48
+    call = make_varlen_call(
+        lengths_q, lengths_k, device, spare=9, heads_q=heads, heads_kv=2, head_dim=64, dtype=dtype, causal=True
+    )
+    call.k[-9:] = call.v[-9:] = torch.nan
+    assert_matches_oracle(call, gradients_of=())
+    call.options |= {"seqused_k": int32([130, 60, 0, 399, 1], device)}
+    assert_matches_oracle(call, gradients_of=())
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(271, 271), (191, 272), (128, 209), (200, 121), (65, 192)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_first_keys_at_the_edge_of_a_tile(
+    device: str, head_dim: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype
+) -> None:
+    """Under a causal mask some row of a tile sees nothing of the last tile of keys, and all of the one before."""
+    assert_matches_oracle(make_call(1, seqlen_q, seqlen_k, 2, 1, head_dim, dtype=dtype, device=device, causal=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_of_nan_leave_the_others_alone(device: str, head_dim: int, dtype: torch.dtype) -> None:
+    call = make_call(1, 150, 700, 2, 2, head_dim, dtype=dtype, device=device)
+    before = run_library(call)
+    call.q[:, 40] = torch.nan
+    after = run_library(call)
+    others = [i for i in range(150) if i != 40]
+    assert after["out"][:, 40].isnan().all()
+    assert_alike(after["out"][:, others], before["out"][:, others])
+    assert_alike(after["lse"][:, :, others], before["lse"][:, :, others])
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
+def test_a_value_of_the_future_many_tiles_on(device: str, poison: float, dtype: torch.dtype) -> None:
+    call = make_call(1, 400, 400, 2, 2, 64, dtype=dtype, device=device, causal=True)
+    before = run_library(call)["out"]
+    for row in (50, 210, 333):
+        call.v[:, row, :, 3] = poison
+    after = run_library(call)["out"]
+    columns = [0, 1, 2, *range(4, 64)]
+    assert_alike(after[..., columns], before[..., columns])
+    assert_alike(after[:, :50], before[:, :50])
+    assert not after[:, 50:, :, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_a_captured_graph(device: str, dtype: torch.dtype) -> None:
+    """Forward and backward, replayed on other numbers, give what they give outside of a graph."""
+    if device == "cpu":
+        pytest.skip("graphs are CUDA's")
+    call = make_call(2, 300, 300, 32, 8, 64, dtype=dtype, device=device, causal=True, deterministic=True)
+    leaves = [t.requires_grad_() for t in (call.q, call.k, call.v)]
+    grad_out = torch.randn_like(call.q)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = flash_ext.attention(*leaves, causal=True, deterministic=True)
+        assert isinstance(out, torch.Tensor)
+        return out, *torch.autograd.grad(out, leaves, grad_out)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for _ in range(3):
+        for leaf in leaves:
+            leaf.data.normal_()
+        graph.replay()
+        for got, want in zip(results, step(), strict=True):
+            assert torch.equal(got, want)
