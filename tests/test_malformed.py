@@ -584,7 +584,18 @@ def test_all_of_it_on_cuda() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     names = "test_malformed or checks_of_the_call"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, __file__, "tests/test_functional.py"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            names,
+            __file__,
+            "tests/test_functional.py",
+        ],
         env={**environment, "FLASH_EXT_CHECK": "1"},
         cwd=Path(__file__).resolve().parent.parent,
         capture_output=True,
