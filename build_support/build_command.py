@@ -67,7 +67,6 @@ def _cpu_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) 
 
 def _cuda_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
     flags = [*NVCC_FLAGS, f"-ccbin={toolchain.host_compiler()}"]
-    flags += [f"-DFLASH_EXT_HEAD_DIM_{head_dim}" for head_dim in toolchain.head_dims()]
     flags += [] if _hopper_archs() else ["-DFLASH_EXT_NO_HOPPER"]
     objects = []
     for source in extension.sources:
@@ -193,7 +192,6 @@ class BuildLibraries(build_ext):
             "cpu_isas": self._cpu_isas(),
             "nvcc": nvcc and nvcc.version,
             "cuda_archs": toolchain.archs() if nvcc else [],
-            "cuda_head_dims": toolchain.head_dims() if nvcc else [],
         }
         (ROOT / "flash_ext" / BUILD_INFO).write_text(json.dumps(info, indent=2) + "\n")
 

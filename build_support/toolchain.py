@@ -21,7 +21,6 @@ MINIMUM_CUDA = (12, 4)
 
 # 90a is Hopper's own instruction set; 80 runs on Ampere and Ada, and as PTX on everything after.
 DEFAULT_ARCHS = "90a;80"
-DEFAULT_HEAD_DIMS = "32;64;96;128;192;256"
 
 CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -203,17 +202,6 @@ def archs() -> list[str]:
         if not re.fullmatch(r"\d{2,3}[af]?", value) or int(value.rstrip("af")) < 80:
             raise BuildError(f"FLASH_EXT_ARCHS has '{value}'; allowed are architectures from 80 on, such as '90a;80'")
     return values
-
-
-def head_dims() -> list[int]:
-    """FLASH_EXT_HEAD_DIMS: the head dims that CUDA kernels are instantiated for, ascending."""
-    values = _listed("FLASH_EXT_HEAD_DIMS", DEFAULT_HEAD_DIMS)
-    for value in values:
-        if not value.isdecimal() or int(value) % 8 or not 8 <= int(value) <= 256:
-            raise BuildError(
-                f"FLASH_EXT_HEAD_DIMS has '{value}'; allowed are multiples of 8 from 8 to 256, as in '64;128'"
-            )
-    return sorted({int(value) for value in values})
 
 
 def gencode_flags(values: list[str]) -> list[str]:

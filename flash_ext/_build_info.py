@@ -30,8 +30,8 @@ def build_info() -> dict[str, Any]:
     Returns:
         A new dict: ``version``, ``git_commit`` (None outside of a checkout), ``python``, ``compiler``,
         ``torch_headers`` (the torch it was compiled against), ``torch_target`` (the oldest torch that loads it),
-        ``cpu_isas`` (instruction sets that the CPU kernels exist for), ``nvcc`` (None for a build without CUDA),
-        ``cuda_archs`` and ``cuda_head_dims`` (head dims that CUDA kernels are limited to).
+        ``cpu_isas`` (instruction sets that the CPU kernels exist for), ``nvcc`` (None for a build without CUDA)
+        and ``cuda_archs``.
 
     Raises:
         ImportError: the package was not built.
