@@ -1,0 +1,47 @@
+"""FLASH_EXT_HOPPER leaves out the kernels for compute capability 9.0, in the operators and in what explain() says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flash_ext
+
+CALL = """
+import torch, flash_ext
+q, k, v = (torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+out = flash_ext.attention(q, k, v).float()
+scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
+expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.float())
+assert (out - expected).abs().max() < 0.02
+print(flash_ext.explain(q, k, v))
+"""
+
+
+def is_hopper_with_kernels() -> bool:
+    if not torch.cuda.is_available() or "90a" not in flash_ext.build_info()["cuda_archs"]:
+        return False
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+pytestmark = pytest.mark.skipif(not is_hopper_with_kernels(), reason="kernels for Hopper, on a GPU of that kind")
+
+
+def run_with(value: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "FLASH_EXT_HOPPER": value}
+    return subprocess.run([sys.executable, "-c", CALL], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("value", "kernel"), [("1", "sm90/forward"), ("", "sm90/forward"), ("0", "sm80/forward")])
+def test_the_switch_chooses(value: str, kernel: str) -> None:
+    run = run_with(value)
+    assert run.returncode == 0 and kernel in run.stdout, run.stderr
+
+
+def test_it_is_0_or_1() -> None:
+    run = run_with("2")
+    assert run.returncode != 0 and "FLASH_EXT_HOPPER must be 0 or 1, got 2" in run.stderr
