@@ -430,4 +430,6 @@ def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) ->
 
 @pytest.mark.parametrize("fields", [{"compute_capability": 80}, {"compute_capability": 120}, {"hopper_kernels": False}])
 def test_other_gpus_run_the_kernel_for_all(fields: dict[str, Any]) -> None:
-    assert hopper_plan(**fields).kernel == "sm80/forward"
+    found = hopper_plan(**fields)
+    assert found.kernel == "sm80/forward"
+    assert any("FLASH_EXT_HOPPER" in reason for reason in found.reasons) == ("hopper_kernels" in fields)

@@ -234,7 +234,11 @@ class Planner {
   void choose_kernel() {
     plan_.kernel = is_cuda_prefill() ? "sm80/forward" : kernel_of(p_.operation, p_.device);
     if (p_.operation != Operation::kForward || p_.device != Device::kCuda) return;
-    if (p_.compute_capability != kHopperCapability || !p_.hopper_kernels) return;
+    if (p_.compute_capability != kHopperCapability) return;
+    if (!p_.hopper_kernels) {
+      because("sm80/forward: kernels for Hopper are not in this build (architecture 90a), or FLASH_EXT_HOPPER=0");
+      return;
+    }
     const std::string obstacle = hopper_obstacle();
     if (obstacle.empty()) {
       plan_.kernel = "sm90/forward";
