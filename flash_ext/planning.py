@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -198,6 +199,7 @@ def _device_and_dtype(q: Tensor) -> dict[str, Any]:
     )
 
 
+@cache
 def _wants_hopper_kernels() -> bool:
     value = os.environ.get("FLASH_EXT_HOPPER", "")
     if value not in ("", "0", "1"):

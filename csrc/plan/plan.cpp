@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../kernels/common/head_dim.h"
 #include "../kernels/cpu/tile_sizes.h"
 #include "../kernels/sm90/forward_shape.h"
 
@@ -380,7 +381,7 @@ class Planner {
       return;
     }
     if (plan_.kernel == "sm90/forward") {
-      const sm90::ForwardShape shape = sm90::forward_shape(sm90::kernel_head_dim(p_.head_dim, p_.head_dim_v));
+      const sm90::ForwardShape shape = sm90::forward_shape(kernel_head_dim(p_.head_dim, p_.head_dim_v));
       plan_.block_m = sm90::kGroupRows * shape.groups;
       plan_.block_n = shape.block_n;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,

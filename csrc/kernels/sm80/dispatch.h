@@ -5,29 +5,18 @@
 #include <cuda_fp16.h>
 
 #include <stdexcept>
-#include <type_traits>
 
+#include "../common/head_dim.h"
 #include "../params.h"
-#include "config.h"
 #include "tf32.h"
 
 namespace flash_ext::sm80 {
-
-template <int kHeadDim>
-using HeadDim = std::integral_constant<int, kHeadDim>;
 
 /// Calls run(Element(), HeadDim<n>()).
 template <class Run>
 void with_kernel_types(const AttentionParams& p, Run run) {
   const auto with_head_dim = [&](auto element) {
-    switch (kernel_head_dim(p.head_dim, p.head_dim_v)) {
-      case 64:
-        return run(element, HeadDim<64>());
-      case 128:
-        return run(element, HeadDim<128>());
-      default:
-        return run(element, HeadDim<256>());
-    }
+    with_kernel_head_dim(p.head_dim, p.head_dim_v, [&](auto head_dim) { run(element, head_dim); });
   };
   switch (p.dtype) {
     case DType::kFloat16:

@@ -5,28 +5,17 @@
 #include <cuda_fp16.h>
 
 #include <stdexcept>
-#include <type_traits>
 
+#include "../common/head_dim.h"
 #include "../params.h"
-#include "forward_shape.h"
 
 namespace flash_ext::sm90 {
-
-template <int kHeadDim>
-using HeadDim = std::integral_constant<int, kHeadDim>;
 
 /// Calls run(Element(), HeadDim<n>()).
 template <class Run>
 void with_kernel_types(const AttentionParams& p, Run run) {
   const auto with_head_dim = [&](auto element) {
-    switch (kernel_head_dim(p.head_dim, p.head_dim_v)) {
-      case 64:
-        return run(element, HeadDim<64>());
-      case 128:
-        return run(element, HeadDim<128>());
-      default:
-        return run(element, HeadDim<256>());
-    }
+    with_kernel_head_dim(p.head_dim, p.head_dim_v, [&](auto head_dim) { run(element, head_dim); });
   };
   if (p.dtype == DType::kFloat16) return with_head_dim(__half());
   if (p.dtype == DType::kBFloat16) return with_head_dim(__nv_bfloat16());

@@ -14,6 +14,8 @@
 // this tile again, raises the references to the maximum so far, and rescales.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/scores.cuh"
 #include "../launch.h"
 #include "../ptx/barrier.h"

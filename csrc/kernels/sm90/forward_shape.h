@@ -1,7 +1,6 @@
 // Tiles, stages and registers of the forward, in one table that the plan reads too.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 namespace flash_ext::sm90 {
@@ -27,13 +26,6 @@ constexpr ForwardShape forward_shape(int head_dim) {
     default:  // out takes 128 registers, so two warpgroups; shared memory has room for two stages of 80 keys
       return {2, 80, 2, 232, 40};
   }
-}
-
-/// The head dim of the kernel that serves q, k of head_dim and v of head_dim_v: rows are filled up by zeros in shared
-/// memory.
-constexpr int kernel_head_dim(int64_t head_dim, int64_t head_dim_v) {
-  const int64_t larger = std::max(head_dim, head_dim_v);
-  return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
 }
 
 }  // namespace flash_ext::sm90

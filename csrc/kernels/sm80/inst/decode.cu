@@ -1,7 +1,7 @@
 // Which kernels a call of decode() runs.
+#include "../../common/head_dim.h"
 #include "../clear.h"
 #include "../combine.cuh"
-#include "../config.h"
 #include "../decode.h"
 #include "../decode_work.cuh"
 #include "../element.h"
@@ -20,16 +20,9 @@ void run(const ForwardParams& params, void* workspace, bool behind_append, cudaS
   const DecodeGrid grid(params);
   float* out = static_cast<float*>(workspace);
   const DecodePartials partials{out, out + grid.partial_rows(params.batch) * params.head_dim_v};
-  switch (kernel_head_dim(params.head_dim, params.head_dim_v)) {
-    case 64:
-      run_decode<Element, 64>(params, grid, partials, behind_append, stream);
-      break;
-    case 128:
-      run_decode<Element, 128>(params, grid, partials, behind_append, stream);
-      break;
-    default:
-      run_decode<Element, 256>(params, grid, partials, behind_append, stream);
-  }
+  with_kernel_head_dim(params.head_dim, params.head_dim_v, [&](auto head_dim) {
+    run_decode<Element, decltype(head_dim)::value>(params, grid, partials, behind_append, stream);
+  });
   if (grid.splits.value > 1) run_combine<Element>(params, grid, partials, stream);
 }
 
