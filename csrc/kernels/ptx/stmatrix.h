@@ -6,7 +6,7 @@
 
 namespace flash_ext::ptx {
 
-#if __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void stmatrix_x4(uint32_t s_row, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(s_row), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)

@@ -2,16 +2,18 @@
 //
 // A block goes through tiles of kBlockM queries of one head, each from the last tile of keys that it sees to the first.
 // Two or three warpgroups compute, 64 queries each, and wait for nobody but the loads; the warps of one more bring
-// work, Q, K and V through the copy engine (forward_load.cuh). A warpgroup's step, for tile n of the keys:
-//   wait for K(n); S = Q K(n)^T; P = 2^(S - r); K(n) is free
-//   wait for V(n); O += P V(n); V(n) is free
-// What one warpgroup does beside products hides behind the products of the others. So does the end of a tile of
-// queries, as Q of the next one comes when the last S is computed, and out leaves from registers.
+// work, Q, K and V through the copy engine, and take out away by it (forward_load.cuh). A warpgroup's step, for tile n
+// of the keys, with P of tile n + 1 in registers:
+//   wait for K(n); start S = Q K(n)^T; wait for V(n + 1); start O += P V(n + 1)
+//   S is there: K(n) is free; 2^(S - r); O is there: V(n + 1) is free; P = 2^(S - r)
+// The exponentials hide behind the products of this warpgroup and of the others. So does the end of a tile of queries,
+// as Q of the next one comes when the last S is computed.
 //
 // The reference r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It is
 // the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
-// rescaling of the output. The row sums keep watch: where a sum of a tile passes kSumLimit, the warpgroup computes S of
-// this tile again, raises the references to the maximum so far, and rescales.
+// rescaling of the output. What overflows leaves its Inf or NaN in the sum or in out, whatever comes after it: both are
+// looked at once, at the end, and the block then takes up the tile of queries again, carefully: with the running
+// maximum, and with V freed of Inf and NaN, which a weight of 0 does not hide.
 #pragma once
 
 #include <algorithm>
@@ -19,9 +21,11 @@
 #include "../common/scores.cuh"
 #include "../launch.h"
 #include "../ptx/barrier.h"
+#include "../ptx/reread.h"
 #include "../ptx/setmaxnreg.h"
 #include "../ptx/wgmma.h"
 #include "forward_load.cuh"
+#include "forward_out.cuh"
 #include "tensor_map.h"
 
 namespace flash_ext::sm90 {
@@ -39,6 +43,7 @@ class ForwardGroup {
   static constexpr int kN = kBlockN / 8;
   static constexpr int kSteps = kBlockN / 16;  // of P V
   using Scores = float[1][kN][4];
+  using Weights = uint32_t[kSteps][4];  // P as an operand
   using QueryTile = TileDescriptor<kGroupRows>;
   using KeyTile = TileDescriptor<kBlockN>;  // and of values
 
@@ -50,13 +55,15 @@ class ForwardGroup {
         warp_(static_cast<int>(threadIdx.x) / 32 % kGroupWarps),
         scale_(Config::kOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E),
         query_(QueryTile::lower_half(s_tiles + group * Config::kQueryBytes)),
-        keys_(KeyTile::lower_half(s_tiles + Config::kGroups * Config::kQueryBytes)) {}
+        keys_(KeyTile::lower_half(s_tiles + Config::kKeysOffset)),
+        s_tiles_(s_tiles) {}
 
   __device__ __forceinline__ void run() {
     WorkQueue<Config> queue(state_);
-    while (const Work* const work = queue.front()) {
+    while (Work* const work = queue.front()) {
       clear();
       visit(*work);
+      if (!work->careful && must_repeat(*work)) work->failed = true;
       store(*work);
       queue.pop(lane_);
     }
@@ -82,72 +89,146 @@ class ForwardGroup {
       for (int e = 0; e < 4; ++e) out_[d][e] = 0.0f;
   }
 
+  __device__ __forceinline__ void wait_for_query(const TileSpan& rows) {
+    if (rows.begin == rows.end) return;
+    ptx::mbarrier_wait(address(state_.q_full[group_]), query_parity_);
+    query_parity_ ^= 1;
+  }
+
   __device__ __forceinline__ void visit(const Work& work) {
-    const TileSpan rows = work.rows[group_];
-    const int begin = work.tiles.begin;
+    const TileSpan& rows = work.rows[group_];
     int tile = work.tiles.end - 1;
-    if (rows.begin < rows.end) {
-      ptx::mbarrier_wait(address(state_.q_full[group_]), query_parity_);
-      query_parity_ ^= 1;
-    }
-    const int full_begin = work.tiles.full_begin, full_end = work.tiles.full_end;
+    wait_for_query(rows);
     for (; tile >= rows.end; --tile) pass(work, tile);
-    bool exact = true;
+    if (work.careful) {
 #pragma unroll 1
-    for (; tile >= rows.begin; --tile) {
-      if (!exact && tile >= full_begin && tile < full_end) {
-        step<true>(work, tile, tile == rows.begin, false);
-      } else {
-        // To all warps the same: a product of the warpgroup has to be one instruction.
-        const bool more = step<false>(work, tile, tile == rows.begin, exact);
-        exact = exact && ptx::barrier_any<kGroupThreads>(1 + group_, more);
+      for (; tile >= rows.begin; --tile) {
+        Weights p;
+        weigh_keys(work, tile, p);
+        add_values(work, tile, p);
       }
+    } else if (tile >= rows.begin) {
+      Weights p;
+      weigh_keys(work, tile, p);
+#pragma unroll 1
+      for (--tile; tile >= rows.begin; --tile) {
+        if (tile < work.raised_begin[group_] && tile >= rows.full_begin) {
+          step<true>(work, tile, p);
+        } else {
+          step<false>(work, tile, p);
+        }
+      }
+      add_values(work, tile + 1, p);
     }
-    for (; tile >= begin; --tile) pass(work, tile);
+    for (; tile >= work.tiles.begin; --tile) pass(work, tile);
+  }
+
+  __device__ __forceinline__ void wait_for_keys() const {
+    ptx::mbarrier_wait(address(state_.k_full[k_at_.stage()]), k_at_.parity());
+  }
+
+  /// S of the tile is computed, for the last time.
+  __device__ __forceinline__ void release_keys(const Work& work, int tile) {
+    release(state_.k_empty[k_at_.stage()]);
+    k_at_.advance();
+    if (tile == work.rows[group_].begin) release(state_.q_empty[group_]);
+  }
+
+  __device__ __forceinline__ void wait_for_values(bool cleaned) {
+    ptx::mbarrier_wait(address(state_.v_full[v_at_.stage()]), v_at_.parity());
+    if (!cleaned) return;
+    ptx::mbarrier_wait(address(state_.v_clean[v_at_.stage()]), clean_parities_ >> v_at_.stage() & 1);
+    clean_parities_ ^= 1u << v_at_.stage();
+    met_non_finite_ |= state_.met_non_finite[v_at_.stage()] != 0;
+  }
+
+  __device__ __forceinline__ void release_values() {
+    release(state_.v_empty[v_at_.stage()]);
+    v_at_.advance();
+  }
+
+  /// S and P of a tile.
+  __device__ __forceinline__ void weigh_keys(const Work& work, int tile, Weights& p) {
+    Scores s;
+    wait_for_keys();
+    start_qk(s);
+    ptx::wgmma_wait<0>();
+    pin(s);
+    release_keys(work, tile);
+    weigh<false>(s, work, tile);
+    pack(p, s);
+  }
+
+  /// P V of a tile.
+  __device__ __forceinline__ void add_values(const Work& work, int tile, const Weights& p) {
+    wait_for_values(work.is_cleaned(tile));
+    start_pv(p);
+    ptx::wgmma_wait<0>();
+    pin_out();
+    release_values();
+  }
+
+  /// P V of the tile before, S and P of this one. kPlain: every row of the warpgroup sees all of the tile, and has a
+  /// reference.
+  template <bool kPlain>
+  __device__ __forceinline__ void step(const Work& work, int tile, Weights& p) {
+    constexpr bool kBeside = kPlain && !Config::kOptions;  // out is raised, and options take registers
+    Scores s;
+    wait_for_keys();
+    start_qk(s);
+    wait_for_values(tile + 1 == work.tail_tile);
+    start_pv(p);
+    ptx::wgmma_wait<1>();
+    pin(s);
+    release_keys(work, tile);
+    if constexpr (kBeside) weigh<kPlain>(s, work, tile);
+    ptx::wgmma_wait<0>();
+    pin_out();
+    release_values();
+    if constexpr (!kBeside) weigh<kPlain>(s, work, tile);
+    pack(p, s);
+  }
+
+  /// S to P, whose sums are added up.
+  template <bool kPlain>
+  __device__ __forceinline__ void weigh(Scores& s, const Work& work, int tile) {
+    float sum[2];
+    apply_options(s, work, tile);
+    if constexpr (!kPlain) {
+      hide(s, work, tile);
+      raise_reference(s);
+    }
+    exponentiate(s, sum);
+    row_sum_[0] += sum[0];
+    row_sum_[1] += sum[1];
   }
 
   /// A tile that other warpgroups see. Their use of the barriers must not fall behind ours by a whole turn, so we wait.
   __device__ __forceinline__ void pass(const Work& work, int tile) {
-    ptx::mbarrier_wait(address(state_.k_full[at_.stage]), at_.parity);
-    release(state_.k_empty[at_.stage]);
-    ptx::mbarrier_wait(address(state_.v_full[at_.stage]), at_.parity);
-    release(state_.v_empty[at_.stage]);
-    if (work.is_partial(tile)) clean_.advance();
-    at_.advance();
+    wait_for_keys();
+    release(state_.k_empty[k_at_.stage()]);
+    k_at_.advance();
+    ptx::mbarrier_wait(address(state_.v_full[v_at_.stage()]), v_at_.parity());
+    if (work.is_cleaned(tile)) clean_parities_ ^= 1u << v_at_.stage();
+    release_values();
   }
 
-  /// kFull: every row of the block sees all of the tile, and every row of the warpgroup has a reference. Else with
-  /// `exact` the references are raised to the maximum. Returns whether the next tile needs that too, as some row of the
-  /// warp has none.
-  template <bool kFull>
-  __device__ __forceinline__ bool step(const Work& work, int tile, bool last, bool exact) {
-    Scores s;
-    float sum[2];
-    ptx::mbarrier_wait(address(state_.k_full[at_.stage]), at_.parity);
-    multiply_qk(s);
-    apply_options(s, work, tile);
-    if constexpr (!kFull) {
-      hide(s, work, tile);
-      if (exact) raise_reference(s);
+  /// Whether something overflowed or met Inf or NaN, or a row that sees keys found no reference, in this warp's rows.
+  __device__ __forceinline__ bool must_repeat(const Work& work) const {
+    float trace = 0.0f * row_sum_[0] + 0.0f * row_sum_[1];
+#pragma unroll
+    for (int d = 0; d < kD; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) trace = fmaf(0.0f, out_[d][e], trace);
+    bool repeat = trace != 0.0f;
+    const TileCoordinates<false> at = coordinates(work, 0);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = at.row(0, 2 * r);
+      repeat |= reference_[r] == -INFINITY && row < work.end_query &&
+                work.sequence.keys_begin(row) < work.sequence.keys_end(row);
     }
-    exponentiate(s, sum);
-    if (ptx::barrier_any<kGroupThreads>(1 + group_, fmaxf(sum[0], sum[1]) > Config::kSumLimit)) {
-      multiply_qk(s);
-      apply_options(s, work, tile);
-      hide(s, work, tile);
-      raise_reference(s);
-      exponentiate(s, sum);
-    }
-    release(state_.k_empty[at_.stage]);
-    if (last) release(state_.q_empty[group_]);
-    row_sum_[0] += sum[0];
-    row_sum_[1] += sum[1];
-    ptx::mbarrier_wait(address(state_.v_full[at_.stage]), at_.parity);
-    if (!kFull && work.is_partial(tile)) wait_for_clean_value();
-    multiply_pv(s);
-    release(state_.v_empty[at_.stage]);
-    at_.advance();
-    return exact && some_row_without_reference();
+    return __any_sync(~0u, repeat);
   }
 
   __device__ __forceinline__ void hide(Scores& s, const Work& work, int tile) const {
@@ -170,16 +251,14 @@ class ForwardGroup {
     return TileCoordinates<false>::of_lane(row, tile * kBlockN, lane_);
   }
 
-  __device__ __forceinline__ void wait_for_clean_value() {
-    ptx::mbarrier_wait(address(state_.v_clean[clean_.stage]), clean_.parity);
-    met_non_finite_ |= state_.met_non_finite[clean_.stage] != 0;
-    clean_.advance();
+  __device__ __forceinline__ static void pin(Scores& s) {
+    for_each_score(s, [](float& x, int, int, int) { ptx::pin(x); });
   }
 
   /// S = Q K^T
-  __device__ __forceinline__ void multiply_qk(Scores& s) const {
+  __device__ __forceinline__ void start_qk(Scores& s) const {
     using Product = ptx::Wgmma<Element, kBlockN>;
-    const uint32_t key = keys_ + at_.stage * (Config::kTileBytes / 16);
+    const uint32_t key = keys_ + k_at_.stage() * (Config::kTileBytes / 16);
     ptx::wgmma_fence();
     Product::template multiply<false>(s[0], QueryTile::at(query_, 0), KeyTile::at(key, 0));
 #pragma unroll
@@ -187,33 +266,35 @@ class ForwardGroup {
       Product::template multiply<true>(s[0], QueryTile::at(query_, QueryTile::along_row(step)),
                                        KeyTile::at(key, KeyTile::along_row(step)));
     ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    for_each_score(s, [](float& x, int, int, int) { ptx::pin(x); });
   }
 
-  /// O += P V
-  __device__ __forceinline__ void multiply_pv(const Scores& s) {
-    using Product = ptx::Wgmma<Element, kHeadDim>;
-    const uint32_t value = keys_ + (Config::kStages + at_.stage) * (Config::kTileBytes / 16);
-    uint32_t p[kSteps][4];
+  __device__ __forceinline__ static void pack(Weights& p, const Scores& s) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         p[step][e] = ptx::pack2<Element>(s[0][2 * step + e / 2][e % 2 * 2], s[0][2 * step + e / 2][e % 2 * 2 + 1]);
+  }
+
+  /// O += P V
+  __device__ __forceinline__ void start_pv(const Weights& p) {
+    using Product = ptx::Wgmma<Element, kHeadDim>;
+    const uint32_t value = keys_ + (Config::kStages + v_at_.stage()) * (Config::kTileBytes / 16);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       Product::accumulate_transposed(out_, p[step], KeyTile::at(value, KeyTile::down_rows(step)));
     ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
+  }
+
+  __device__ __forceinline__ void pin_out() {
 #pragma unroll
     for (int d = 0; d < kD; ++d)
 #pragma unroll
       for (int e = 0; e < 4; ++e) ptx::pin(out_[d][e]);
   }
 
-  /// Makes the maximum so far the reference of each row.
+  /// Makes the maximum so far, and kHeadroom, the reference of each row.
   __device__ __forceinline__ void raise_reference(const Scores& s) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -222,7 +303,7 @@ class ForwardGroup {
       for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const float raised = fmaxf(reference_[r], largest * scale_);
+      const float raised = fmaxf(reference_[r], fmaf(largest, scale_, Config::kHeadroom));
       const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(reference_[r] - raised);
       reference_[r] = raised;
       row_sum_[r] *= factor;
@@ -232,10 +313,6 @@ class ForwardGroup {
         out_[d][2 * r + 1] *= factor;
       }
     }
-  }
-
-  __device__ __forceinline__ bool some_row_without_reference() const {
-    return __any_sync(~0u, reference_[0] == -INFINITY || reference_[1] == -INFINITY);
   }
 
   /// P in place of S, and this thread's share of the row sums.
@@ -255,14 +332,28 @@ class ForwardGroup {
     }
   }
 
-  /// Normalises the rows and writes them from registers, in 16-byte pieces.
-  __device__ __forceinline__ void store(const Work& work) const {
-    const Sequence& sequence = work.sequence;
+  /// Normalises the rows and writes them: through shared memory, or from registers.
+  __device__ __forceinline__ void store(const Work& work) {
     const int first_row = work.first_query + group_ * kGroupRows;
-    if (first_row >= work.end_query) return;
+    float scale[2];
+    if (first_row < work.end_query) finish_rows(work, first_row, scale);
+    if constexpr (Config::kOutInKeys) wait_for_out_slot(work);
+    if (first_row < work.end_query) {
+      const bool copies_out = work.copies_out(group_);
+      if (!copies_out || met_non_finite_) store_rows(work, first_row, scale);
+      if (copies_out) hand_out_over(scale);
+    }
+    if constexpr (Config::kOutInKeys) {
+      release(state_.k_empty[k_at_.stage()]);
+      k_at_.advance();
+    }
+  }
+
+  /// Writes lse, and says what normalises the rows of out.
+  __device__ __forceinline__ void finish_rows(const Work& work, int first_row, float (&scale)[2]) const {
+    const Sequence& sequence = work.sequence;
     const float sink = p_.sink ? static_cast<const float*>(p_.sink)[sequence.head] : -INFINITY;
     float* g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
-    const auto rows = query_rows<Element>(p_.out, sequence);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float sum = row_sum_[r];
@@ -270,36 +361,45 @@ class ForwardGroup {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const RowEnd end = finish_row(reference_[r], sum, sink);
       const int row = first_row + warp_ * 16 + 8 * r + lane_ / 4;
-      const bool exists = row < work.end_query;
-      if (lane_ % 4 == 0 && exists) g_lse[row] = end.lse;
-      store_row(exists ? rows.row(row) : nullptr, r, end.scale);
+      if (lane_ % 4 == 0 && row < work.end_query) g_lse[row] = end.lse;
+      scale[r] = end.scale;
+    }
+  }
+
+  /// The slot of K behind the tiles of the work. Warpgroup 1 comes second.
+  __device__ __forceinline__ void wait_for_out_slot(const Work& work) {
+    wait_for_keys();
+    if (group_ == 0 || !work.copies_out(0)) return;
+    ptx::mbarrier_wait(address(state_.out_empty[0]), out_parity_);
+    out_parity_ ^= 1;
+  }
+
+  /// To the copy engine (forward_load.cuh).
+  __device__ __forceinline__ void hand_out_over(const float (&scale)[2]) {
+    if constexpr (!Config::kOutInKeys) {
+      ptx::mbarrier_wait(address(state_.out_empty[group_]), out_parity_ ^ 1);
+      out_parity_ ^= 1;
+    }
+    if (!met_non_finite_) {
+      write_out_tile<Element>(s_tiles_ + out_offset<Config>(group_, k_at_.stage()), out_, scale, warp_ * 16,
+                              ptx::reread(lane_));  // or what follows from it takes registers in the loops
+    }
+    state_.out_is_here[group_] = !met_non_finite_;
+    ptx::fence_proxy_async_shared();
+    // By every thread, for what it wrote.
+    ptx::mbarrier_arrive(address(state_.out_full[group_]));
+  }
+
+  /// From registers, in 16-byte pieces.
+  __device__ __forceinline__ void store_rows(const Work& work, int first_row, const float (&scale)[2]) const {
+    const auto rows = query_rows<Element>(p_.out, work.sequence);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + warp_ * 16 + 8 * r + lane_ / 4;
+      Element* const g_row = row < work.end_query ? rows.row(row) : nullptr;
+      write_out_row(g_row, out_, r, scale[r], lane_, static_cast<int>(p_.head_dim_v));
     }
     if (met_non_finite_) add_hidden_non_finite(work, rows);
-  }
-
-  /// A quad of lanes holds a row, each of them two columns of eight. They exchange what they have of 32 columns, so
-  /// that each has eight of them.
-  __device__ __forceinline__ void store_row(Element* g_row, int r, float factor) const {
-    const bool odd = lane_ & 1, upper = lane_ & 2;
-#pragma unroll
-    for (int d = 0; d < kD; d += 4) {
-      uint32_t w[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        w[k] = ptx::pack2<Element>(out_[d + k][2 * r] * factor, out_[d + k][2 * r + 1] * factor);
-      exchange(w[0], w[1], odd, 1);
-      exchange(w[2], w[3], odd, 1);
-      exchange(w[0], w[2], upper, 2);
-      exchange(w[1], w[3], upper, 2);
-      const int column = 8 * (d + lane_ % 4);
-      if (g_row && column < p_.head_dim_v) *reinterpret_cast<uint4*>(g_row + column) = uint4{w[0], w[1], w[2], w[3]};
-    }
-  }
-
-  /// The lower of two lanes gets both their a, the upper one both their b.
-  __device__ __forceinline__ static void exchange(uint32_t& a, uint32_t& b, bool upper, int distance) {
-    const uint32_t theirs = __shfl_xor_sync(~0u, upper ? a : b, distance);
-    (upper ? a : b) = theirs;
   }
 
   /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
@@ -320,8 +420,10 @@ class ForwardGroup {
   const int group_, lane_, warp_;
   const float scale_;            // of scores, to base 2; kOptions has applied it already
   const uint32_t query_, keys_;  // lower halves of descriptors
-  RingPosition<Config::kStages> at_, clean_;
-  uint32_t query_parity_ = 0;
+  const uint32_t s_tiles_;
+  RingPosition<Config::kStages> k_at_, v_at_;
+  uint32_t query_parity_ = 0, out_parity_ = 0;
+  uint32_t clean_parities_ = 0;  // bit s: of v_clean[s]
   bool met_non_finite_ = false;
 
   float out_[kD][4];
@@ -343,7 +445,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::give_up_registers<Config::kLoaderRegisters>();
     ForwardLoader<Config> loader(p, maps, state, shared, lane);
     if (warp == 0) loader.load_keys();
-    if (warp == 1) loader.load_queries();
+    if (warp == 1) loader.load_queries_and_store_out();
     if (warp == 2) loader.clean_values();
     if (warp == 3 && lane == 0) loader.schedule_work(schedule);
   } else {
@@ -372,9 +474,10 @@ void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream
   const ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
   // Before the maps: it makes the device's context that of the thread, which the driver's function asks for.
   check_cuda(cudaMemsetAsync(workspace, 0, sizeof(*schedule.taken), stream), "sm90/forward");
-  const ForwardMaps maps = {encode_tensor_map(p.q, query_shape(p), p.dtype, kGroupRows),
+  const ForwardMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kGroupRows),
                             encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
-                            encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN)};
+                            encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
+                            encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kGroupRows)};
   const int64_t works = static_cast<int64_t>(schedule.heads) * schedule.blocks_m;
   const int64_t blocks = std::min<int64_t>(works, device_attribute(cudaDevAttrMultiProcessorCount));
   launch("sm90/forward", forward_kernel<Config>, {dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes},

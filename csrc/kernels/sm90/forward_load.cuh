@@ -11,7 +11,7 @@
 namespace flash_ext::sm90 {
 
 struct ForwardMaps {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, out;
 };
 
 template <class Config>
@@ -27,16 +27,15 @@ class ForwardLoader {
         maps_(maps),
         state_(state),
         s_q_(ptx::shared_address(tiles)),
-        s_k_(s_q_ + Config::kGroups * Config::kQueryBytes),
-        s_v_(s_k_ + Config::kStages * Config::kTileBytes),
-        v_(reinterpret_cast<uint4*>(tiles + Config::kTilesBytes - Config::kStages * Config::kTileBytes)),
+        s_k_(s_q_ + Config::kKeysOffset),
+        s_v_(s_q_ + Config::kValuesOffset),
+        v_(reinterpret_cast<uint4*>(tiles + Config::kValuesOffset)),
         lane_(lane) {}
 
-  /// Fills the slots with the works of this block. By one thread.
+  /// Fills the slots with the works of this block, and with those that failed once more. By one thread.
   __device__ __forceinline__ void schedule_work(const ForwardSchedule& schedule) {
-    RingPosition<Config::kSlots> at;
-    uint32_t loaded = 0;
     const int heads_q = static_cast<int>(p_.heads_q);
+    const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
     for (int64_t position = blockIdx.x; position < schedule.size(); position = schedule.take()) {
       int head, block;
       schedule.locate(position, head, block);
@@ -45,85 +44,118 @@ class ForwardLoader {
       const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
       const int end_query = sequence.seqlen_q - (blocks - 1 - block) * Config::kBlockM;
       if (block >= blocks) continue;
-      begin_slot(at);
-      new (&state_.work_in(at.stage)) Work(sequence, max(end_query - Config::kBlockM, 0), end_query);
-      end_slot(at, true);
-      ptx::mbarrier_wait(address(state_.work_loaded), loaded);
-      loaded ^= 1;
+      while (wait_for_slot(slot_)) hand_out_again(slot_);
+      new (&state_.work_in(slot_.stage()))
+          Work(sequence, max(end_query - Config::kBlockM, 0), end_query, tail_in_memory);
+      hand_out();
     }
-    begin_slot(at);
-    end_slot(at, false);
+    if constexpr (Config::kOutInKeys) {
+      // A warpgroup waits for the other's out to leave, and that happens beside the next work. Here is one after the
+      // last.
+      while (wait_for_slot(slot_)) hand_out_again(slot_);
+      new (&state_.work_in(slot_.stage())) Work(Sequence(p_, 0, 0), 0, 0, false);
+      hand_out();
+    }
+    // Whoever of the last ones fails comes again into the slot that has been free for longest.
+    RingPosition<Config::kSlots> at = slot_;
+    for (int k = 0; k < Config::kSlots; ++k, at.advance())
+      if (wait_for_slot(at)) hand_out_again(at);
+    state_.has_work[slot_.stage()] = false;
+    ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));
   }
 
-  /// Q of each warpgroup as soon as the warpgroup has done with the one before.
-  __device__ __forceinline__ void load_queries() {
+  /// Q of each warpgroup as soon as the warpgroup has done with the one before; then out of the one before.
+  __device__ __forceinline__ void load_queries_and_store_out() {
     WorkQueue<Config> queue(state_);
-    uint32_t parities = 0;  // bit g: of q_empty[g]
+    uint32_t parities = 0;      // bit g: of q_empty[g]
+    uint32_t out_parities = 0;  // bit g: of out_full[g]
+    int k_stage = 0;
+    state_.out = {};
     while (const Work* const work = queue.front()) {
+      // What failed wrote the same rows.
+      if (work->careful) ptx::tma_store_wait();
+      const Sequence& s = work->sequence;
+      const int first_row = static_cast<int>(s.q_begin) + work->first_query;
 #pragma unroll
       for (int g = 0; g < Config::kGroups; ++g) {
         if (work->rows[g].begin == work->rows[g].end) continue;
         ptx::mbarrier_wait(address(state_.q_empty[g]), (parities >> g & 1) ^ 1);
         parities ^= 1u << g;
         if (lane_ == 0) {
-          const Sequence& s = work->sequence;
           load(maps_.q, address(state_.q_full[g]), s_q_ + g * Config::kQueryBytes, kGroupRows,
-               static_cast<int>(s.q_begin) + work->first_query + g * kGroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
+               first_row + g * kGroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
         }
         __syncwarp();  // no lane falls behind by phases, whose parity repeats
       }
+      store_out(out_parities);
+      if constexpr (Config::kOutInKeys) k_stage = (k_stage + work->tiles.end - work->tiles.begin) % Config::kStages;
+      uint32_t groups = 0;
+#pragma unroll
+      for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work->copies_out(g)) << g;
+      state_.out = {true, groups, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch, k_stage};
+      if constexpr (Config::kOutInKeys) k_stage = (k_stage + 1) % Config::kStages;
       queue.pop(lane_);
     }
+    store_out(out_parities);
   }
 
-  /// K and V of all tiles, from the last to the first.
+  /// K and V of all tiles, from the last to the first. With kOutInKeys, a slot of K for out comes after the last tile.
   __device__ __forceinline__ void load_keys() {
     WorkQueue<Config> queue(state_);
-    RingPosition<Config::kStages> at;
+    RingPosition<Config::kStages> k_at, v_at;
+    uint32_t out_slots = 0, out_parities = 0;  // bit s: stage s of K is such a slot; parity of out_slot_empty[s]
     while (const Work* const work = queue.front()) {
       const Sequence& s = work->sequence;
       const int begin = work->tiles.begin, first_row = static_cast<int>(s.k_begin);
-      for (int tile = work->tiles.end - 1; tile >= begin; --tile, at.advance()) {
+      for (int tile = work->tiles.end - 1; tile >= begin; --tile) {
         const int row = first_row + tile * Config::kBlockN;
-        const uint32_t s_offset = at.stage * Config::kTileBytes;
-        ptx::mbarrier_wait(address(state_.k_empty[at.stage]), at.parity ^ 1);
+        wait_for_stage_of_keys(k_at, out_slots, out_parities);
         if (lane_ == 0) {
-          load(maps_.k, address(state_.k_full[at.stage]), s_k_ + s_offset, Config::kBlockN, row, s.head_kv, s.batch,
-               p_.seq.cu_seqlens_k);
+          load(maps_.k, address(state_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kTileBytes, Config::kBlockN,
+               row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
         }
-        ptx::mbarrier_wait(address(state_.v_empty[at.stage]), at.parity ^ 1);
+        k_at.advance();
+        ptx::mbarrier_wait(address(state_.v_empty[v_at.stage()]), v_at.parity() ^ 1);
         if (lane_ == 0) {
-          load(maps_.v, address(state_.v_full[at.stage]), s_v_ + s_offset, Config::kBlockN, row, s.head_kv, s.batch,
-               p_.seq.cu_seqlens_k);
+          load(maps_.v, address(state_.v_full[v_at.stage()]), s_v_ + v_at.stage() * Config::kTileBytes, Config::kBlockN,
+               row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
         }
+        v_at.advance();
         __syncwarp();
       }
       if (lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
+      if constexpr (Config::kOutInKeys) {
+        wait_for_stage_of_keys(k_at, out_slots, out_parities);
+        if (lane_ == 0) ptx::mbarrier_arrive(address(state_.k_full[k_at.stage()]));
+        out_slots |= 1u << k_at.stage();
+        k_at.advance();
+      }
       queue.pop(lane_);
     }
   }
 
-  /// Takes Inf and NaN out of V of partial tiles: a hidden weight is 0, and 0 * Inf is NaN.
+  /// Takes Inf and NaN out of V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. For each tile it
+  /// waits, and lets go of it: the parity cannot tell a phase from the one before the last.
   __device__ __forceinline__ void clean_values() {
     WorkQueue<Config> queue(state_);
-    RingPosition<Config::kStages> at, clean;
+    RingPosition<Config::kStages> at;
     while (const Work* const work = queue.front()) {
       const int begin = work->tiles.begin;
       for (int tile = work->tiles.end - 1; tile >= begin; --tile, at.advance()) {
-        // For each tile, and letting go of each: the parity cannot tell a phase from the one before the last.
-        ptx::mbarrier_wait(address(state_.v_full[at.stage]), at.parity);
-        if (work->is_partial(tile)) {
-          const bool found = take_out_non_finite(v_ + at.stage * (Config::kTileBytes / 16));
-          const bool any = __any_sync(~0u, found);
+        ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
+        if (work->is_cleaned(tile)) {
+          uint4* const s_tile = v_ + at.stage() * (Config::kTileBytes / 16);
+          if (tile == work->tail_tile) clear_rows(s_tile, work->sequence.seqlen_k - tile * Config::kBlockN);
+          const bool any = __any_sync(~0u, work->careful && take_out_non_finite(s_tile));
+          ptx::fence_proxy_async_shared();
           __syncwarp();  // what all lanes wrote comes before the arrival
           if (lane_ == 0) {
-            state_.met_non_finite[clean.stage] = any;
-            ptx::mbarrier_arrive(address(state_.v_clean[clean.stage]));
+            state_.met_non_finite[at.stage()] = any;
+            ptx::mbarrier_arrive(address(state_.v_clean[at.stage()]));
           }
-          clean.advance();
         }
         __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage]));
+        if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
       }
       queue.pop(lane_);
     }
@@ -132,13 +164,67 @@ class ForwardLoader {
  private:
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
-  __device__ __forceinline__ void begin_slot(const RingPosition<Config::kSlots>& at) const {
-    ptx::mbarrier_wait(address(state_.work_empty[at.stage]), at.parity ^ 1);
+  /// Until all are done with what was in a slot; says whether that failed.
+  __device__ __forceinline__ bool wait_for_slot(const RingPosition<Config::kSlots>& at) const {
+    ptx::mbarrier_wait(address(state_.work_empty[at.stage()]), at.parity() ^ 1);
+    return state_.work_in(at.stage()).failed;
   }
-  __device__ __forceinline__ void end_slot(RingPosition<Config::kSlots>& at, bool has_work) const {
-    state_.has_work[at.stage] = has_work;
-    ptx::mbarrier_arrive(address(state_.work_full[at.stage]));
-    at.advance();
+
+  __device__ __forceinline__ void hand_out_again(const RingPosition<Config::kSlots>& failed) {
+    state_.work_in(failed.stage()).failed = false;
+    const auto* const s_from = reinterpret_cast<const unsigned char*>(&state_.work_in(failed.stage()));
+    auto* const s_to = reinterpret_cast<unsigned char*>(&state_.work_in(slot_.stage()));
+#pragma unroll 1
+    for (int at = 0; at < static_cast<int>(sizeof(Work)); ++at) s_to[at] = s_from[at];
+    state_.work_in(slot_.stage()).careful = true;
+    hand_out();
+  }
+
+  /// The work in slot_. Returns when all its loads are issued: it is then time to take up another.
+  __device__ __forceinline__ void hand_out() {
+    state_.has_work[slot_.stage()] = true;
+    ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));
+    static_assert(Config::kSlots % 2 == 0, "the parity of a stage is that of all works before it");
+    const uint32_t parity = slot_.stage() & 1;
+    slot_.advance();
+    ptx::mbarrier_wait(address(state_.work_loaded), parity);
+  }
+
+  __device__ __forceinline__ void wait_for_stage_of_keys(const RingPosition<Config::kStages>& at, uint32_t& out_slots,
+                                                         uint32_t& out_parities) const {
+    ptx::mbarrier_wait(address(state_.k_empty[at.stage()]), at.parity() ^ 1);
+    if (!(out_slots >> at.stage() & 1)) return;
+    ptx::mbarrier_wait(address(state_.out_slot_empty[at.stage()]), out_parities >> at.stage() & 1);
+    out_parities ^= 1u << at.stage();
+    out_slots ^= 1u << at.stage();
+  }
+
+  /// state_.out. Returns when all has been read.
+  __device__ __forceinline__ void store_out(uint32_t& parities) const {
+    if (!state_.out.exists) return;
+#pragma unroll
+    for (int g = 0; g < Config::kGroups; ++g) {
+      if (!(state_.out.groups >> g & 1)) continue;
+      ptx::mbarrier_wait(address(state_.out_full[g]), parities >> g & 1);
+      parities ^= 1u << g;
+      if (lane_ == 0) {
+        if (state_.out_is_here[g]) store_tile(g);
+        if (!Config::kOutInKeys || g == 0) ptx::mbarrier_arrive(address(state_.out_empty[g]));
+      }
+      __syncwarp();
+    }
+    if (Config::kOutInKeys && lane_ == 0) ptx::mbarrier_arrive(address(state_.out_slot_empty[state_.out.k_stage]));
+  }
+
+  __device__ __forceinline__ void store_tile(int g) const {
+    const OutTiles& out = state_.out;
+    const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.k_stage);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel)
+      ptx::tma_store(&maps_.out, s_tile + panel * panel_bytes(kGroupRows), panel * kPanelColumns,
+                     out.first_row + g * kGroupRows, out.head, out.batch);
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
   }
 
   /// Rows from `row` on of a head. Packed sequences are one batch entry.
@@ -167,8 +253,18 @@ class ForwardLoader {
       const uint4 piece = s_tile[at];
       s_tile[at] = {Test::without(piece.x), Test::without(piece.y), Test::without(piece.z), Test::without(piece.w)};
     }
-    ptx::fence_proxy_async_shared();
     return true;
+  }
+
+  /// Rows from `first` on. Nobody sees them, so what they hold is of no account.
+  __device__ __forceinline__ void clear_rows(uint4* s_tile, int first) const {
+    constexpr int kPieces = kPanelRowBytes / 16;
+#pragma unroll 1
+    for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll 1
+      for (int at = first * kPieces + lane_; at < Config::kBlockN * kPieces; at += 32)
+        s_tile[panel * Config::kBlockN * kPieces + at] = uint4{0, 0, 0, 0};
+    __syncwarp();
   }
 
   const ForwardParams& p_;
@@ -177,6 +273,7 @@ class ForwardLoader {
   const uint32_t s_q_, s_k_, s_v_;
   uint4* const v_;
   const int lane_;
+  RingPosition<Config::kSlots> slot_;  // to be filled next
 };
 
 }  // namespace flash_ext::sm90

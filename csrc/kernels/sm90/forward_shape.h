@@ -13,6 +13,7 @@ struct ForwardShape {
   int groups;            // warpgroups that compute
   int block_n;           // keys of a tile
   int stages;            // of K and of V
+  bool out_in_keys;      // out leaves through a stage of K instead of memory of its own
   int registers;         // of a thread that computes
   int loader_registers;  // of the others
 };
@@ -20,11 +21,11 @@ struct ForwardShape {
 constexpr ForwardShape forward_shape(int head_dim) {
   switch (head_dim) {
     case 64:  // bound by the exponentials: many keys spread what a tile costs beside them
-      return {3, 128, 4, 160, 32};
+      return {3, 128, 4, false, 160, 32};
     case 128:  // 64 registers of out, 40 of S, 20 of P and what addresses need are what three warpgroups can have
-      return {3, 80, 4, 160, 32};
+      return {3, 80, 3, false, 160, 32};
     default:  // out takes 128 registers, so two warpgroups; shared memory has room for two stages of 80 keys
-      return {2, 80, 2, 232, 40};
+      return {2, 80, 2, true, 232, 40};
   }
 }
 

@@ -8,18 +8,16 @@
 
 namespace flash_ext::sm90 {
 
-/// A stage of a ring of buffers, and the parity of its use.
+/// A stage of a ring of buffers, and the parity of its use, in one register.
 template <int kStages>
-struct RingPosition {
-  int stage = 0;
-  uint32_t parity = 0;
+class RingPosition {
+ public:
+  __device__ __forceinline__ int stage() const { return index_ % kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return index_ / kStages; }
+  __device__ __forceinline__ void advance() { index_ = index_ + 1 == 2 * kStages ? 0 : index_ + 1; }
 
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+ private:
+  uint32_t index_ = 0;
 };
 
 /// A tile of queries of one head, and the tiles of keys that it sees.
@@ -29,19 +27,39 @@ struct ForwardWork {
   int first_query, end_query;
   TileSpan tiles;                  // of all rows: these are loaded
   TileSpan rows[Config::kGroups];  // of the rows of each warpgroup, within `tiles`
+  // Tiles before this one need no raising of references: every row has seen a key.
+  int raised_begin[Config::kGroups];
+  int tail_tile;  // whose memory holds rows of K and V that are not the sequence's; or -1
+  bool careful;
+  bool failed;  // some warp says: carefully again
 
-  __device__ __forceinline__ ForwardWork(const Sequence& sequence, int first_query, int end_query)
-      : sequence(sequence), first_query(first_query), end_query(end_query), tiles(span(first_query, end_query)) {
+  __device__ __forceinline__ ForwardWork(const Sequence& sequence, int first_query, int end_query, bool tail_in_memory)
+      : sequence(sequence),
+        first_query(first_query),
+        end_query(end_query),
+        tiles(span(first_query, end_query)),
+        tail_tile(tail_in_memory && tiles.end * Config::kBlockN > sequence.seqlen_k ? tiles.end - 1 : -1),
+        careful(false),
+        failed(false) {
     for (int g = 0; g < Config::kGroups; ++g) {
       const int first = first_query + g * kGroupRows;
       rows[g] = span(first, min(first + kGroupRows, end_query));
       if (rows[g].begin == rows[g].end) rows[g].begin = rows[g].end = tiles.begin;
+      // Where the first row sees a key of the tile behind the full ones, so do all.
+      const int full_end = rows[g].full_end;
+      raised_begin[g] = sequence.keys_end(first) > full_end * Config::kBlockN ? full_end : full_end - 1;
     }
   }
 
-  /// Whether some row does not see all of the tile.
-  __device__ __forceinline__ bool is_partial(int tile) const {
-    return tile < tiles.full_begin || tile >= tiles.full_end;
+  /// Whether out of a warpgroup leaves through shared memory: where its rows are whole.
+  __device__ __forceinline__ bool copies_out(int group) const {
+    return first_query + (group + 1) * kGroupRows <= end_query && rows[group].begin < rows[group].end;
+  }
+
+  /// Whether V of the tile is freed of Inf and NaN: carefully where some row does not see all of the tile, else of the
+  /// tail alone.
+  __device__ __forceinline__ bool is_cleaned(int tile) const {
+    return careful ? tile < tiles.full_begin || tile >= tiles.full_end : tile == tail_tile;
   }
 
  private:
@@ -76,18 +94,32 @@ struct ForwardSchedule {
   }
 };
 
+/// Where out of a work goes. Those of its warpgroups that are bits of `groups` have it in shared memory, or will have.
+struct OutTiles {
+  bool exists;
+  uint32_t groups;
+  int first_row, head, batch;
+  int k_stage;  // kOutInKeys: of the slot
+};
+
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardState {
   static constexpr int kStages = Config::kStages, kSlots = Config::kSlots, kGroups = Config::kGroups;
 
   uint64_t q_full[kGroups], q_empty[kGroups];
+  uint64_t out_full[kGroups], out_empty[kGroups];
+  // kOutInKeys: all of a work's out has left the stage of K. Of each stage, as two slots may follow each other, and a
+  // phase must be waited for before the next but one ends.
+  uint64_t out_slot_empty[kStages];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
-  uint64_t v_clean[kStages];  // counts partial tiles alone
+  uint64_t v_clean[kStages];  // counts cleaned tiles alone
   uint64_t work_full[kSlots], work_empty[kSlots];
   uint64_t work_loaded;              // K and V of it
   uint32_t met_non_finite[kStages];  // beside v_clean
+  OutTiles out;                      // of the warp that stores it
+  uint32_t out_is_here[kGroups];     // beside out_full: it has not been written by other ways
   int has_work[kSlots];
   __align__(8) unsigned char work[kSlots][sizeof(ForwardWork<Config>)];
 
@@ -100,6 +132,9 @@ struct ForwardState {
     constexpr int kConsumers = kGroups * kGroupWarps, kLoaders = 3;
     init_all(q_full, 1);
     init_all(q_empty, kGroupWarps);
+    init_all(out_full, kGroupThreads);
+    init_all(out_empty, 1);
+    init_all(out_slot_empty, 1);
     init_all(k_full, 1);
     init_all(k_empty, kConsumers);
     init_all(v_full, 1);
@@ -109,6 +144,7 @@ struct ForwardState {
     init_all(work_full, 1);
     init_all(work_empty, kConsumers + kLoaders);
     ptx::mbarrier_init_fence();
+    for (int slot = 0; slot < kSlots; ++slot) work_in(slot).failed = false;
   }
 
  private:
@@ -125,15 +161,15 @@ class WorkQueue {
   __device__ __forceinline__ explicit WorkQueue(ForwardState<Config>& state) : state_(state) {}
 
   /// The next work, or null after the last.
-  __device__ __forceinline__ const ForwardWork<Config>* front() {
-    ptx::mbarrier_wait(ptx::shared_address(&state_.work_full[at_.stage]), at_.parity);
-    return state_.has_work[at_.stage] ? &state_.work_in(at_.stage) : nullptr;
+  __device__ __forceinline__ ForwardWork<Config>* front() {
+    ptx::mbarrier_wait(ptx::shared_address(&state_.work_full[at_.stage()]), at_.parity());
+    return state_.has_work[at_.stage()] ? &state_.work_in(at_.stage()) : nullptr;
   }
 
   /// The warp is done with it.
   __device__ __forceinline__ void pop(int lane) {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.work_empty[at_.stage]));
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.work_empty[at_.stage()]));
     at_.advance();
   }
 

@@ -19,9 +19,9 @@ struct TensorShape {
   int64_t dim, rows, heads, batch;
 };
 
-inline TensorShape query_shape(const AttentionParams& p) {
+inline TensorShape query_shape(const AttentionParams& p, int64_t head_dim) {
   const bool packed = p.seq.cu_seqlens_q != nullptr;
-  return {p.head_dim, packed ? p.total_q : p.seqlen_q, p.heads_q, packed ? 1 : p.batch};
+  return {head_dim, packed ? p.total_q : p.seqlen_q, p.heads_q, packed ? 1 : p.batch};
 }
 
 inline TensorShape key_shape(const AttentionParams& p, int64_t head_dim) {

@@ -1,0 +1,105 @@
+"""Scores of any growth along the keys, to either side: what a softmax whose reference stands still has to survive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+
+from .oracle import FLOATS, Call, assert_matches_oracle, make_call, run_library
+
+SEQLEN = 500
+MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (200, 90)}}
+
+
+def rising(position: Tensor) -> Tensor:
+    """By about 30 in a tile of 80 keys."""
+    return position * 0.375
+
+
+def one_high(position: Tensor) -> Tensor:
+    return 300.0 * (position == 100)
+
+
+def one_beyond_float(position: Tensor) -> Tensor:
+    """Above the others by more than the exponent of a float has."""
+    return 5000.0 * (position == 7)
+
+
+def step_up(position: Tensor) -> Tensor:
+    return 200.0 * (position < 250)
+
+
+def alternating(position: Tensor) -> Tensor:
+    return 5e3 * (1.0 - 2.0 * (position % 2))
+
+
+def constant(position: Tensor) -> Tensor:
+    return torch.full_like(position, 20.0)
+
+
+GROWTHS = {f.__name__: f for f in (rising, one_high, one_beyond_float, step_up, alternating, constant)}
+
+
+def call_with_scores(growth: Callable[[Tensor], Tensor], *, backwards: bool, device: str, **arguments: Any) -> Call:
+    """A key's score is growth(position of the key), and a little noise."""
+    call = make_call(2, SEQLEN, SEQLEN, 2, 2, device=device, **arguments)
+    positions = torch.arange(SEQLEN, device=device, dtype=torch.float32)
+    scores = growth(SEQLEN - 1 - positions if backwards else positions)
+    call.q[..., 0] = call.q.shape[-1] ** 0.5 / 8
+    call.k[..., 0] = (8 * scores).to(call.dtype)[:, None]
+    return call
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS.keys())
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_growth(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    growth: Callable[[Tensor], Tensor],
+    mask: dict[str, Any],
+    backwards: bool,
+) -> None:
+    if growth is one_beyond_float and dtype == torch.float16:
+        growth = one_high  # float16 holds no such key
+    call = call_with_scores(growth, backwards=backwards, device=device, head_dim=head_dim, dtype=dtype, **mask)
+    assert_matches_oracle(call, gradients_of=())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)
+def test_a_head_that_overflows_leaves_the_others_alone(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Some tiles of queries are computed twice, among many that are not, and the same each time."""
+    batch, heads = (1, 3) if device == "cpu" else (4, 40)
+    call = make_call(batch, 450, 450, heads, heads, head_dim, dtype=dtype, device=device)
+    before = run_library(call)["out"]
+    call.q[:, :, ::3, 0] = head_dim**0.5
+    call.k[:, 5, ::3, 0] = 2000.0
+    first, again = (run_library(call) for _ in range(2))
+    assert torch.equal(first["out"], again["out"]) and torch.equal(first["lse"], again["lse"])
+    unchanged = [head for head in range(heads) if head % 3]
+    assert torch.equal(first["out"][:, :, unchanged], before[:, :, unchanged])
+    expected = call.v[:, 5, ::3].unsqueeze(1).expand(-1, 450, -1, -1)
+    assert torch.equal(first["out"][:, :, ::3], expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_first_tile_of_minus_infinity(device: str, head_dim: int) -> None:
+    """The last keys give scores of -inf without being hidden; what the others give must not vanish beside nothing."""
+    call = make_call(1, 200, 400, 1, 1, head_dim, dtype=torch.bfloat16, device=device)
+    call.q[..., 0] = 1.0
+    call.k[:, 100:, :, 0] = -torch.inf
+    call.k[:, :100, :, 0] = -3000.0
+    out, lse = flash_ext.attention(call.q, call.k, call.v, return_lse=True)
+    short, short_lse = flash_ext.attention(call.q, call.k[:, :100], call.v[:, :100], return_lse=True)
+    torch.testing.assert_close(out, short, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, short_lse)
