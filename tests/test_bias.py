@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from .oracle import FLOATS, assert_matches_oracle, dtypes_of, make_call, random, run_library
+from .oracle import FLOATS, assert_matches_oracle, dtypes_of, make_call, make_varlen_call, random, run_library
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 33, 47
 BROADCASTS = [
@@ -65,6 +66,82 @@ def test_strided_bias(device: str, which: str) -> None:
 def test_bias_beyond_one_tile(device: str) -> None:
     bias = random(1, 2, 203, 317, device=device)
     assert_matches_oracle(make_call(2, 203, 317, heads_q=2, heads_kv=1, bias=bias, causal=True, device=device))
+
+
+LARGE = (3, 4, 300, 264)  # several tiles each way, whole ones and others; rows of 16-bit and of float pieces
+LARGE_SHAPES = [
+    LARGE,
+    (1, 4, 300, 264),
+    (3, 1, 300, 264),
+    (1, 1, 300, 264),
+    (3, 1, 1, 264),
+    (1, 4, 1, 264),
+    (1, 1, 1, 264),
+]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_gradient_of_large_bias(device: str, dtype: torch.dtype, shape: tuple[int, ...], head_dim: int) -> None:
+    bias = random(*shape, dtype=dtype, device=device)
+    call = make_call(*(LARGE[0], *LARGE[2:]), 4, 2, head_dim, dtype=dtype, device=device, bias=bias)
+    call = call.with_random_gradients()
+    result = assert_matches_oracle(call, gradients_of=("bias",))
+    assert torch.equal(result["dbias"], run_library(call, gradients_of=("bias",))["dbias"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"window_size": (70, 30), "top_left": True},
+        {"window_size": (0, 0)},
+        {"softcap": 2.0, "causal": True},
+        {"softmax_scale": -0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("bias_dtype", FLOATS[:3], ids=str)
+def test_gradient_of_large_bias_with_options(
+    device: str, bias_dtype: torch.dtype, broadcast: bool, options: dict[str, Any]
+) -> None:
+    bias = random(1, 4, 1 if broadcast else LARGE[2], LARGE[3], dtype=bias_dtype, device=device)
+    slopes = torch.rand(4, device=device)
+    call = make_call(
+        *(LARGE[0], *LARGE[2:]),
+        4,
+        2,
+        72,
+        dtype=torch.bfloat16,
+        device=device,
+        bias=bias,
+        alibi_slopes=slopes,
+        **options,
+    )
+    assert_matches_oracle(call, gradients_of=("bias",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradient_of_large_bias_that_hides(device: str, dtype: torch.dtype) -> None:
+    """What -inf hides may be NaN."""
+    bias = random(1, 4, *LARGE[2:], dtype=dtype, device=device)
+    bias[..., 100:140] = -torch.inf
+    bias[..., 5, :] = -torch.inf
+    call = make_call(*(LARGE[0], *LARGE[2:]), 4, 2, 64, dtype=dtype, device=device, bias=bias).with_random_gradients()
+    expected = assert_matches_oracle(call, gradients_of=("bias",))["dbias"]
+    assert (expected[..., 100:140] == 0).all() and (expected[..., 5, :] == 0).all()
+    call.k.detach()[:, 100:140] = torch.nan
+    found = run_library(call, gradients_of=("bias",))["dbias"]  # from an out that may be rounded in another way
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
+def test_gradient_of_large_bias_of_packed_sequences(device: str) -> None:
+    lengths_q, lengths_k = [300, 17, 0, 140], [264, 5, 9, 260]
+    bias = random(1, 4, 300, 264, dtype=torch.bfloat16, device=device)
+    call = make_varlen_call(lengths_q, lengths_k, device, dtype=torch.bfloat16, causal=True, bias=bias)
+    assert_matches_oracle(call, gradients_of=("bias",))
 
 
 def test_bias_of_minus_infinity_hides(device: str) -> None:

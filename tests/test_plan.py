@@ -428,6 +428,26 @@ def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) ->
     assert any("Hopper" in reason and word in reason for reason in found.reasons)
 
 
+@pytest.mark.parametrize(
+    ("fields", "obstacle"),
+    [
+        ({}, ""),
+        ({"window_left": 9, "softcap": 3.0, "has_alibi": True, "varlen": True}, ""),
+        ({"dtype": "float32"}, "float32"),
+        ({"has_mask": True}, "mask"),
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"head_dim": 136}, "head_dim"),
+    ],
+)
+def test_the_kernel_of_the_gradient_of_bias(fields: dict[str, Any], obstacle: str) -> None:
+    found = hopper_plan(operation="backward", has_bias=True, **fields)
+    assert found.bias_kernel == ("sm80/bias_gradient" if obstacle else "sm90/bias_gradient")
+    assert any("gradient of bias" in reason and obstacle in reason for reason in found.reasons)
+    assert hopper_plan(operation="backward").bias_kernel == ""
+    ampere = hopper_plan(operation="backward", has_bias=True, compute_capability=80)
+    assert ampere.bias_kernel == "sm80/bias_gradient"
+
+
 @pytest.mark.parametrize("fields", [{"compute_capability": 80}, {"compute_capability": 120}, {"hopper_kernels": False}])
 def test_other_gpus_run_the_kernel_for_all(fields: dict[str, Any]) -> None:
     found = hopper_plan(**fields)

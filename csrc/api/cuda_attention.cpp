@@ -8,6 +8,7 @@
 #include "../kernels/sm80/bias_gradient.h"
 #include "../kernels/sm80/clear.h"
 #include "../kernels/sm80/forward.h"
+#include "../kernels/sm90/bias_gradient.h"
 #include "../kernels/sm90/forward.h"
 #include "attention.h"
 #include "cuda_device.h"
@@ -39,6 +40,18 @@ Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FL
   return {call.out, call.lse};
 }
 
+void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
+  const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
+#ifndef FLASH_EXT_NO_HOPPER
+  if (call.plan.bias_kernel == "sm90/bias_gradient" && sm90::serves_bias_gradient(call.params)) {
+    const Tensor memory = workspace(sm90::bias_gradient_workspace_bytes(call.params));
+    return sm90::bias_gradient(call.params, address(memory), stream);
+  }
+#endif
+  const Tensor memory = workspace(sm80::bias_gradient_workspace_bytes(call.params));
+  sm80::bias_gradient(call.params, address(memory), stream);
+}
+
 Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, bool deterministic,
                             bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool need_dsink,
@@ -50,10 +63,7 @@ Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor
   sm80::clear_backward(call.params, device.stream());
   const Tensor workspace = new_empty(q, {sm80::backward_workspace_bytes(call.params)}, ScalarType::Byte);
   sm80::backward(call.params, address(workspace), device.stream());
-  if (need_dbias) {
-    const Tensor bias_workspace = new_empty(q, {sm80::bias_gradient_workspace_bytes(call.params)}, ScalarType::Byte);
-    sm80::bias_gradient(call.params, address(bias_workspace), device.stream());
-  }
+  if (need_dbias) run_bias_gradient(q, call, device.stream());
   return {call.dq, call.dk, call.dv, call.dbias, finish_dsink(call, options)};
 }
 

@@ -109,6 +109,7 @@ void bind_problem(py::module_& m) {
 void bind_plan(py::module_& m) {
   py::class_<Plan>(m, "Plan", "How a problem runs, and why.")
       .def_readonly("kernel", &Plan::kernel, "path below csrc/kernels")
+      .def_readonly("bias_kernel", &Plan::bias_kernel, "CUDA, backward: the same of the gradient of bias")
       .def_property_readonly("mask_class", [](const Plan& plan) { return name_of(kMaskClasses, plan.mask_class); })
       .def_readonly("block_m", &Plan::block_m, "query rows per tile, those of a head group together")
       .def_readonly("block_n", &Plan::block_n, "keys per tile; 0, and 0 rows: as the kernel's own configuration has it")

@@ -142,6 +142,7 @@ std::string counted(int64_t n, const char* what) { return text(n, " ", what, n =
 constexpr int64_t kCudaPrefillRows = 128;
 
 constexpr int64_t kHopperCapability = 90;
+constexpr int64_t kHopperBiasHeadDim = 128;  // beyond it registers do not hold the addresses of so many slabs
 
 constexpr int64_t kCudaDecodeFewRows = 16;
 constexpr int64_t kCudaDecodeManyRows = 64;
@@ -234,6 +235,7 @@ class Planner {
 
   void choose_kernel() {
     plan_.kernel = is_cuda_prefill() ? "sm80/forward" : kernel_of(p_.operation, p_.device);
+    choose_bias_kernel();
     if (p_.operation != Operation::kForward || p_.device != Device::kCuda) return;
     if (p_.compute_capability != kHopperCapability) return;
     if (!p_.hopper_kernels) {
@@ -249,10 +251,28 @@ class Planner {
     }
   }
 
+  void choose_bias_kernel() {
+    if (p_.operation != Operation::kBackward || p_.device != Device::kCuda || !p_.has_bias) return;
+    plan_.bias_kernel = "sm80/bias_gradient";
+    if (p_.compute_capability != kHopperCapability || !p_.hopper_kernels) return;
+    std::string obstacle = common_hopper_obstacle();
+    if (obstacle.empty() && kernel_head_dim(p_.head_dim, p_.head_dim_v) > kHopperBiasHeadDim) {
+      obstacle = text("head_dim beyond ", kHopperBiasHeadDim);
+    }
+    if (obstacle.empty()) {
+      plan_.bias_kernel = "sm90/bias_gradient";
+      because("gradient of bias: sm90/bias_gradient, if the rows of bias are made of pieces of 16 bytes");
+    } else {
+      because("gradient of bias: sm80/bias_gradient, as the kernel for Hopper does not serve ", obstacle);
+    }
+  }
+
   /// What the forward for Hopper cannot do.
-  std::string hopper_obstacle() const {
+  std::string hopper_obstacle() const { return p_.has_bias ? "bias" : common_hopper_obstacle(); }
+
+  /// What no kernel for Hopper can do.
+  std::string common_hopper_obstacle() const {
     if (p_.dtype == DType::kFloat32) return "float32";
-    if (p_.has_bias) return "bias";
     if (p_.has_mask) return "mask";
     if (p_.has_block_mask) return "block mask";
     if (p_.dropout_p > 0) return "dropout";

@@ -16,7 +16,8 @@ enum class MaskClass {
 };
 
 struct Plan {
-  std::string kernel;  // path below csrc/kernels: "cpu/forward"
+  std::string kernel;       // path below csrc/kernels: "cpu/forward"
+  std::string bias_kernel;  // backward on CUDA: what the gradient of bias takes beside it, if it is wanted
   MaskClass mask_class = MaskClass::kFull;
   int64_t block_m = 0;     // query rows per tile, those of a head group together
   int64_t block_n = 0;     // keys per tile; 0, and 0 rows: as the kernel's own configuration has it

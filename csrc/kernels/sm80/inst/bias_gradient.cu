@@ -10,7 +10,11 @@ extern template void run_bias_gradient<__nv_bfloat16>(const BackwardParams&, voi
 extern template void run_bias_gradient<float>(const BackwardParams&, void*, cudaStream_t);
 
 int64_t bias_gradient_workspace_bytes(const BackwardParams& params) {
-  return BiasWorkspace(params, BiasTiles(params), nullptr).bytes;
+  int64_t bytes = 0;
+  with_element(params.dtype, [&](auto element) {
+    bytes = BiasWorkspace(params, BiasTiles::of<decltype(element)>(params), nullptr).bytes;
+  });
+  return bytes;
 }
 
 void bias_gradient(const BackwardParams& params, void* workspace, cudaStream_t stream) {
