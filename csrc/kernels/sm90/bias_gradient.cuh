@@ -677,9 +677,9 @@ void run_bias_gradient(const BackwardParams& p, void* memory, cudaStream_t strea
   constexpr int64_t kFixedBytes = Config::kSlabsBytes + BiasState<Config>::bytes();
   const int64_t bias_bytes = Config::kWarps * Config::Bias::bytes(p.bias);
   works.buffers = kFixedBytes + 2 * bias_bytes <= shared_bytes_per_block() ? 2 : 1;
-  TensorShape grad_shape = query_shape(p);
+  TensorShape grad_shape = query_shape(p, p.head_dim);
   grad_shape.dim = p.head_dim_v;
-  const BiasMaps maps = {encode_tensor_map(p.q, query_shape(p), p.dtype, Config::kRows),
+  const BiasMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, Config::kRows),
                          encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kKeys),
                          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kKeys),
                          encode_tensor_map(p.grad_out, grad_shape, p.dtype, Config::kRows)};

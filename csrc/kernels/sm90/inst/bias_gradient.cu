@@ -21,7 +21,7 @@ bool serves_bias_gradient(const BackwardParams& p) {
     return (rows <= 1 || view.row_stride != 0) && (heads <= 1 || view.head_stride != 0) &&
            (batch <= 1 || view.batch_stride != 0);
   };
-  const TensorShape queries = query_shape(p), keys = key_shape(p, p.head_dim);
+  const TensorShape queries = query_shape(p, p.head_dim), keys = key_shape(p, p.head_dim);
   const bool distinct = steps(p.q, queries.rows, queries.heads, queries.batch) &&
                         steps(p.grad_out, queries.rows, queries.heads, queries.batch) &&
                         steps(p.k, keys.rows, keys.heads, keys.batch) && steps(p.v, keys.rows, keys.heads, keys.batch);
