@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from .oracle import FLOATS, assert_matches_oracle, dtypes_of, make_call, make_varlen_call, random, run_library
+from .oracle import (
+    FLOATS,
+    assert_matches_oracle,
+    dtypes_of,
+    int32,
+    make_call,
+    make_varlen_call,
+    random,
+    run_library,
+)
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 33, 47
 BROADCASTS = [
@@ -141,6 +150,48 @@ def test_gradient_of_large_bias_of_packed_sequences(device: str) -> None:
     lengths_q, lengths_k = [300, 17, 0, 140], [264, 5, 9, 260]
     bias = random(1, 4, 300, 264, dtype=torch.bfloat16, device=device)
     call = make_varlen_call(lengths_q, lengths_k, device, dtype=torch.bfloat16, causal=True, bias=bias)
+    assert_matches_oracle(call, gradients_of=("bias",))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
+def test_gradient_of_large_bias_beside_what_nobody_sees(device: str, poison: float) -> None:
+    """Rows of the same tiles that a window or lengths hide from all queries, and queries that are not in use."""
+    bias = random(1, 4, *LARGE[2:], dtype=torch.bfloat16, device=device)
+    call = make_call(
+        *(LARGE[0], *LARGE[2:]),
+        4,
+        2,
+        64,
+        dtype=torch.bfloat16,
+        device=device,
+        bias=bias,
+        window_size=(40, -1),
+        top_left=True,
+        seqused_q=int32([300, 131, 250], device),
+        seqused_k=int32([264, 200, 129], device),
+    )
+    for sequence, (queries, keys) in enumerate([(300, 264), (131, 200), (250, 129)]):
+        call.q[sequence, queries:] = call.k[sequence, keys:] = call.v[sequence, keys:] = poison
+    assert_matches_oracle(call, gradients_of=("bias",))
+
+
+def test_gradient_of_large_bias_beside_gaps_of_packed_sequences(device: str) -> None:
+    """A tile of one sequence holds rows of the next."""
+    lengths_q, lengths_k, used_q, used_k = [150, 70, 80], [140, 60, 64], [131, 70, 9], [130, 33, 64]
+    bias = random(1, 4, 150, 144, dtype=torch.bfloat16, device=device)
+    call = make_varlen_call(
+        lengths_q,
+        lengths_k,
+        device,
+        dtype=torch.bfloat16,
+        bias=bias,
+        seqused_q=int32(used_q, device),
+        seqused_k=int32(used_k, device),
+    ).with_options(max_seqlen_k=144)
+    for lengths, used, tensors in ((lengths_q, used_q, (call.q,)), (lengths_k, used_k, (call.k, call.v))):
+        for end, length, rows in zip(itertools.accumulate(lengths), lengths, used, strict=True):
+            for tensor in tensors:
+                tensor[end - length + rows : end] = torch.nan
     assert_matches_oracle(call, gradients_of=("bias",))
 
 

@@ -14,6 +14,7 @@ import flash_ext
 from .oracle import FLOATS, Call, assert_matches_oracle, make_call, run_library
 
 SEQLEN = 500
+HEAD_DIMS = [64, 96, 128, 192, 256]  # of the kernels for Hopper
 MASKS: dict[str, dict[str, Any]] = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (200, 90)}}
 
 
@@ -59,7 +60,7 @@ def call_with_scores(growth: Callable[[Tensor], Tensor], *, backwards: bool, dev
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS.keys())
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 def test_growth(
     device: str,
@@ -75,7 +76,7 @@ def test_growth(
     assert_matches_oracle(call, gradients_of=())
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)
 def test_a_head_that_overflows_leaves_the_others_alone(device: str, dtype: torch.dtype, head_dim: int) -> None:
     """Some tiles of queries are computed twice, among many that are not, and the same each time."""
@@ -92,7 +93,7 @@ def test_a_head_that_overflows_leaves_the_others_alone(device: str, dtype: torch
     assert torch.equal(first["out"][:, :, ::3], expected)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_first_tile_of_minus_infinity(device: str, head_dim: int) -> None:
     """The last keys give scores of -inf without being hidden; what the others give must not vanish beside nothing."""
     call = make_call(1, 200, 400, 1, 1, head_dim, dtype=torch.bfloat16, device=device)
@@ -103,3 +104,42 @@ def test_a_first_tile_of_minus_infinity(device: str, head_dim: int) -> None:
     short, short_lse = flash_ext.attention(call.q, call.k[:, :100], call.v[:, :100], return_lse=True)
     torch.testing.assert_close(out, short, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse, short_lse)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_infinite_scores_before_the_window_ends(device: str, head_dim: int) -> None:
+    """Tiles seen in full give -inf alone, and the one that the window cuts gives the first numbers."""
+    call = make_call(1, 1000, 1000, 1, 1, head_dim, dtype=torch.bfloat16, device=device, window_size=(300, 0))
+    call.q[..., 0] = 1.0
+    call.k[:, 500:, :, 0] = -torch.inf
+    out, lse = flash_ext.attention(call.q, call.k, call.v, window_size=(300, 0), return_lse=True)
+    visible = slice(600, 790)  # rows that see some of the other keys, at the end of their window
+    assert out[:, visible].isfinite().all() and lse[..., visible].isfinite().all()
+    short = call.q[:, visible], call.k[:, :500], call.v[:, :500]
+    mask = torch.arange(500, device=device) >= torch.arange(600, 790, device=device)[:, None] - 300
+    expected = flash_ext.attention(*short, mask=mask[None, None])
+    torch.testing.assert_close(out[:, visible], expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("sink", [None, 88.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_sum_that_overflows_in_no_lane_alone(device: str, head_dim: int, sink: float | None) -> None:
+    """A row's sum is shared by four lanes, two columns of eight each."""
+    call = make_call(1, 100, 400, 1, 1, head_dim, dtype=torch.bfloat16, device=device)
+    scale = head_dim**-0.5
+    call.q.zero_()[..., 0] = 1.0
+    call.k.zero_()[:, [0, 2, 4, 6], :, 0] = 88.0 / scale
+    if sink is not None:
+        call.options["sink"] = torch.full((1,), sink, device=device)
+    assert_matches_oracle(call, gradients_of=())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)
+def test_many_small_weights_beside_a_large_one(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    """The key that is visited first outweighs each of the others by e^10, and not all of them."""
+    call = make_call(1, 64, 16384, 1, 1, head_dim, dtype=dtype, device=device)
+    call.q.zero_()[..., 0] = 1.0
+    call.k.zero_()[:, -1, :, 0] = 10.0 * head_dim**0.5
+    call.v.fill_(1.0)[:, -1] = 0.0
+    assert_matches_oracle(call, gradients_of=())

@@ -11,6 +11,20 @@ import flash_ext
 
 from .oracle import FLOATS, assert_alike, assert_matches_oracle, int32, make_call, make_varlen_call, run_library
 
+HEAD_DIMS = [64, 96, 128, 192, 256]  # of the kernels for Hopper
+# Of q and k, and of v.
+BETWEEN = [
+    (72, 72),
+    (88, 40),
+    (40, 88),
+    (96, 104),
+    (136, 136),
+    (168, 192),
+    (192, 128),
+    (136, 72),
+    (120, 168),
+    (200, 96),
+]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -20,7 +34,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 def test_many_heads(device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]) -> None:
     batch, heads = (1, 4) if device == "cpu" else (3, 64)
@@ -30,12 +44,28 @@ def test_many_heads(device: str, dtype: torch.dtype, head_dim: int, mask: dict[s
     assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
 
 
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), BETWEEN)
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-def test_many_packed_sequences(device: str, dtype: torch.dtype) -> None:
+def test_head_dims_between_those_of_kernels(
+    device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, mask: dict[str, Any]
+) -> None:
+    call = make_call(2, 260, 500, 4, 2, head_dim, head_dim_v, dtype=dtype, device=device, **mask)
+    for name in ("q", "k", "v"):  # what lies beside the columns is nobody's
+        tensor = getattr(call, name)
+        wide = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 64), torch.nan)
+        wide[..., : tensor.shape[-1]] = tensor
+        setattr(call, name, wide[..., : tensor.shape[-1]])
+    assert_matches_oracle(call, gradients_of=())
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 192])
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_many_packed_sequences(device: str, dtype: torch.dtype, head_dim: int) -> None:
     lengths_q, lengths_k = [300, 0, 1, 77, 190], [200, 60, 0, 400, 190]
     heads = 2 if device == "cpu" else 48
     call = make_varlen_call(
-        lengths_q, lengths_k, device, spare=9, heads_q=heads, heads_kv=2, head_dim=64, dtype=dtype, causal=True
+        lengths_q, lengths_k, device, spare=9, heads_q=heads, heads_kv=2, head_dim=head_dim, dtype=dtype, causal=True
     )
     call.k[-9:] = call.v[-9:] = torch.nan
     assert_matches_oracle(call, gradients_of=())
@@ -45,7 +75,7 @@ def test_many_packed_sequences(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(271, 271), (191, 272), (128, 209), (200, 121), (65, 192)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_first_keys_at_the_edge_of_a_tile(
     device: str, head_dim: int, seqlen_q: int, seqlen_k: int, dtype: torch.dtype
 ) -> None:
@@ -54,7 +84,7 @@ def test_first_keys_at_the_edge_of_a_tile(
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_rows_of_nan_leave_the_others_alone(device: str, head_dim: int, dtype: torch.dtype) -> None:
     call = make_call(1, 150, 700, 2, 2, head_dim, dtype=dtype, device=device)
     before = run_library(call)
@@ -68,16 +98,18 @@ def test_rows_of_nan_leave_the_others_alone(device: str, head_dim: int, dtype: t
 
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
-def test_a_value_of_the_future_many_tiles_on(device: str, poison: float, dtype: torch.dtype) -> None:
-    call = make_call(1, 400, 400, 2, 2, 64, dtype=dtype, device=device, causal=True)
+@pytest.mark.parametrize("head_dim", [64, 96, 192])
+def test_a_value_of_the_future_many_tiles_on(device: str, head_dim: int, poison: float, dtype: torch.dtype) -> None:
+    column = head_dim - 5
+    call = make_call(1, 400, 400, 2, 2, head_dim, dtype=dtype, device=device, causal=True)
     before = run_library(call)["out"]
     for row in (50, 210, 333):
-        call.v[:, row, :, 3] = poison
+        call.v[:, row, :, column] = poison
     after = run_library(call)["out"]
-    columns = [0, 1, 2, *range(4, 64)]
+    columns = [c for c in range(head_dim) if c != column]
     assert_alike(after[..., columns], before[..., columns])
     assert_alike(after[:, :50], before[:, :50])
-    assert not after[:, 50:, :, 3].isfinite().any()
+    assert not after[:, 50:, :, column].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
@@ -108,3 +140,15 @@ def test_a_captured_graph(device: str, dtype: torch.dtype) -> None:
         graph.replay()
         for got, want in zip(results, step(), strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_many_tiles_of_queries_without_keys(device: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Some of them between others that see keys."""
+    heads, rows = (2, 700) if device == "cpu" else (64, 5000)
+    call = make_call(1, rows, 100, heads, heads, head_dim, dtype=dtype, device=device)
+    out, lse = flash_ext.attention(call.q, call.k, call.v, causal=True, return_lse=True)
+    assert (out[:, : rows - 100] == 0).all() and (lse[..., : rows - 100] == -torch.inf).all()
+    last = flash_ext.attention(call.q[:, -100:], call.k, call.v, causal=True)
+    assert_alike(out[:, -100:], last)

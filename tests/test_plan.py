@@ -405,6 +405,24 @@ def test_the_kernel_for_hopper_serves_options_that_need_no_memory(fields: dict[s
 
 
 @pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "served"),
+    [
+        (8, 64, "64"),
+        (72, 8, "96"),
+        (96, 104, "128"),
+        (128, 128, "128"),
+        (136, 128, "192, of v up to 128"),
+        (136, 136, "192"),
+        (200, 8, "256"),
+        (8, 200, "256"),
+    ],
+)
+def test_the_kernel_for_hopper_is_that_of_the_next_head_dims(head_dim: int, head_dim_v: int, served: str) -> None:
+    reasons = hopper_plan(head_dim=head_dim, head_dim_v=head_dim_v).reasons
+    assert any(reason.endswith(f"head dims up to {served}") for reason in reasons)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"dtype": "float32"},

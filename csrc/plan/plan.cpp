@@ -401,11 +401,12 @@ class Planner {
       return;
     }
     if (plan_.kernel == "sm90/forward") {
-      const sm90::ForwardShape shape = sm90::forward_shape(kernel_head_dim(p_.head_dim, p_.head_dim_v));
+      const sm90::HeadDims dims = sm90::forward_head_dims(p_.head_dim, p_.head_dim_v);
+      const sm90::ForwardShape shape = sm90::forward_shape(dims);
       plan_.block_m = sm90::kGroupRows * shape.groups;
       plan_.block_n = shape.block_n;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
-              " queries at this head dim");
+              " queries, for head dims up to ", dims.qk, dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
       return;
     }
     if (p_.device == Device::kCuda) return;  // the kernel's own configuration decides, which knows the shared memory

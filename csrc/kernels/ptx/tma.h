@@ -18,8 +18,6 @@ __device__ __forceinline__ void tma_load(uint32_t s_target, const CUtensorMap* m
       : "memory");
 }
 
-/// Orders this thread's writes to shared memory before later reads of it by wgmma and the copy engine, which go another
-/// way to memory. To be followed by what tells the reader.
 /// The part of the box that lies within the tensor. To be committed.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t s_source, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
@@ -35,6 +33,8 @@ __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.b
 /// Until this thread's stores are done.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+/// Orders this thread's writes to shared memory before later reads of it by wgmma and the copy engine, which go another
+/// way to memory. To be followed by what tells the reader.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -4,22 +4,47 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <iterator>
 #include <stdexcept>
 
 #include "../common/head_dim.h"
 #include "../params.h"
+#include "forward_shape.h"
 
 namespace flash_ext::sm90 {
+
+/// Calls run(Element()).
+template <class Run>
+void with_element(const AttentionParams& p, Run run) {
+  if (p.dtype == DType::kFloat16) return run(__half());
+  if (p.dtype == DType::kBFloat16) return run(__nv_bfloat16());
+  throw std::runtime_error("flash_ext: attention on wgmma takes float16 and bfloat16");
+}
 
 /// Calls run(Element(), HeadDim<n>()).
 template <class Run>
 void with_kernel_types(const AttentionParams& p, Run run) {
-  const auto with_head_dim = [&](auto element) {
+  with_element(p, [&](auto element) {
     with_kernel_head_dim(p.head_dim, p.head_dim_v, [&](auto head_dim) { run(element, head_dim); });
-  };
-  if (p.dtype == DType::kFloat16) return with_head_dim(__half());
-  if (p.dtype == DType::kBFloat16) return with_head_dim(__nv_bfloat16());
-  throw std::runtime_error("flash_ext: attention on wgmma takes float16 and bfloat16");
+  });
+}
+
+/// Calls run(HeadDim<n>(), HeadDim<n>()) for the first of kForwardHeadDims that serve, from kPlace on.
+template <int kPlace = 0, class Run>
+void with_forward_head_dims(const AttentionParams& p, Run run) {
+  constexpr HeadDims kDims = kForwardHeadDims[kPlace];
+  if constexpr (kPlace + 1 < std::size(kForwardHeadDims)) {
+    if (!kDims.serve(p.head_dim, p.head_dim_v)) return with_forward_head_dims<kPlace + 1>(p, run);
+  }
+  run(HeadDim<kDims.qk>(), HeadDim<kDims.v>());
+}
+
+/// Calls run(Element(), HeadDim<n>(), HeadDim<n>()).
+template <class Run>
+void with_forward_types(const AttentionParams& p, Run run) {
+  with_element(p, [&](auto element) {
+    with_forward_head_dims(p, [&](auto head_dim, auto head_dim_v) { run(element, head_dim, head_dim_v); });
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -11,7 +11,7 @@
 //
 // The reference r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It is
 // the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
-// rescaling of the output. What overflows leaves its Inf or NaN in the sum or in out, whatever comes after it: both are
+// rescaling of the output. What overflows leaves an Inf or NaN, or a huge sum, whatever comes after it: sum and out are
 // looked at once, at the end, and the block then takes up the tile of queries again, carefully: with the running
 // maximum, and with V freed of Inf and NaN, which a weight of 0 does not hide.
 #pragma once
@@ -39,7 +39,7 @@ class ForwardGroup {
   using Work = ForwardWork<Config>;
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kBlockN = Config::kBlockN;
-  static constexpr int kD = kHeadDim / 8;
+  static constexpr int kD = Config::kHeadDimV / 8;
   static constexpr int kN = kBlockN / 8;
   static constexpr int kSteps = kBlockN / 16;  // of P V
   using Scores = float[1][kN][4];
@@ -112,7 +112,7 @@ class ForwardGroup {
       weigh_keys(work, tile, p);
 #pragma unroll 1
       for (--tile; tile >= rows.begin; --tile) {
-        if (tile < work.raised_begin[group_] && tile >= rows.full_begin) {
+        if (tile < work.raised_begin[group_] && tile >= work.plain_begin[group_]) {
           step<true>(work, tile, p);
         } else {
           step<false>(work, tile, p);
@@ -198,7 +198,7 @@ class ForwardGroup {
       hide(s, work, tile);
       raise_reference(s);
     }
-    exponentiate(s, sum);
+    exponentiate<kPlain>(s, sum);
     row_sum_[0] += sum[0];
     row_sum_[1] += sum[1];
   }
@@ -213,20 +213,21 @@ class ForwardGroup {
     release_values();
   }
 
-  /// Whether something overflowed or met Inf or NaN, or a row that sees keys found no reference, in this warp's rows.
+  /// Whether something overflowed or met Inf or NaN, or a row that sees keys found no reference, in this warp's rows. A
+  /// quad of lanes shares a row, and its sum: the limit leaves room for theirs, and for a sink's.
   __device__ __forceinline__ bool must_repeat(const Work& work) const {
-    float trace = 0.0f * row_sum_[0] + 0.0f * row_sum_[1];
-#pragma unroll
-    for (int d = 0; d < kD; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) trace = fmaf(0.0f, out_[d][e], trace);
-    bool repeat = trace != 0.0f;
+    constexpr float kMostSum = 0x1p100f;
     const TileCoordinates<false> at = coordinates(work, 0);
+    bool repeat = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = at.row(0, 2 * r);
-      repeat |= reference_[r] == -INFINITY && row < work.end_query &&
-                work.sequence.keys_begin(row) < work.sequence.keys_end(row);
+      float trace = 0.0f * row_sum_[r];
+#pragma unroll
+      for (int d = 0; d < kD; ++d) trace = fmaf(0.0f, out_[d][2 * r], fmaf(0.0f, out_[d][2 * r + 1], trace));
+      const bool sees_keys = work.sequence.keys_begin(row) < work.sequence.keys_end(row);
+      const bool lost = trace != 0.0f || row_sum_[r] > kMostSum || (reference_[r] == -INFINITY && sees_keys);
+      repeat |= lost && row < work.end_query;
     }
     return __any_sync(~0u, repeat);
   }
@@ -258,7 +259,7 @@ class ForwardGroup {
   /// S = Q K^T
   __device__ __forceinline__ void start_qk(Scores& s) const {
     using Product = ptx::Wgmma<Element, kBlockN>;
-    const uint32_t key = keys_ + k_at_.stage() * (Config::kTileBytes / 16);
+    const uint32_t key = keys_ + k_at_.stage() * (Config::kKeyBytes / 16);
     ptx::wgmma_fence();
     Product::template multiply<false>(s[0], QueryTile::at(query_, 0), KeyTile::at(key, 0));
 #pragma unroll
@@ -278,8 +279,9 @@ class ForwardGroup {
 
   /// O += P V
   __device__ __forceinline__ void start_pv(const Weights& p) {
-    using Product = ptx::Wgmma<Element, kHeadDim>;
-    const uint32_t value = keys_ + (Config::kStages + v_at_.stage()) * (Config::kTileBytes / 16);
+    using Product = ptx::Wgmma<Element, Config::kHeadDimV>;
+    const uint32_t value =
+        keys_ + (v_at_.stage() * (Config::kValueBytes / 16) + Config::kStages * (Config::kKeyBytes / 16));
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -294,7 +296,7 @@ class ForwardGroup {
       for (int e = 0; e < 4; ++e) ptx::pin(out_[d][e]);
   }
 
-  /// Makes the maximum so far, and kHeadroom, the reference of each row.
+  /// Makes the maximum so far the reference of each row.
   __device__ __forceinline__ void raise_reference(const Scores& s) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -303,7 +305,7 @@ class ForwardGroup {
       for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const float raised = fmaxf(reference_[r], fmaf(largest, scale_, Config::kHeadroom));
+      const float raised = fmaxf(reference_[r], largest * scale_);
       const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(reference_[r] - raised);
       reference_[r] = raised;
       row_sum_[r] *= factor;
@@ -315,11 +317,13 @@ class ForwardGroup {
     }
   }
 
-  /// P in place of S, and this thread's share of the row sums.
+  /// P in place of S, and this thread's share of the row sums. With kPlain, a row without a reference, whose scores
+  /// were -inf until now, gets a sum that must_repeat() notices.
+  template <bool kPlain>
   __device__ __forceinline__ void exponentiate(Scores& s, float (&sum)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float shift = reference_[r] == -INFINITY ? 0.0f : reference_[r];
+      const float shift = !kPlain && reference_[r] == -INFINITY ? 0.0f : reference_[r];
       sum[r] = 0.0f;
 #pragma unroll
       for (int n = 0; n < kN; ++n)
@@ -484,11 +488,11 @@ void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream
          stream, p, maps, schedule);
 }
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>
 void run_forward(const ForwardParams& p, void* workspace, cudaStream_t stream) {
   const bool options = p.softcap > 0.0 || p.alibi_slopes || static_cast<float>(p.softmax_scale) <= 0.0f;
-  options ? launch_forward<ForwardConfig<Element, kHeadDim, true>>(p, workspace, stream)
-          : launch_forward<ForwardConfig<Element, kHeadDim, false>>(p, workspace, stream);
+  options ? launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, true>>(p, workspace, stream)
+          : launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, false>>(p, workspace, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -1,5 +1,5 @@
-// The warps that bring work and tiles to those that compute: one takes up work, one loads Q, one K and V, and one frees
-// V of Inf and NaN where they are hidden.
+// The warps that bring work and tiles to those that compute: one takes up work, one loads Q and stores out, one loads K
+// and V, and one frees V of Inf and NaN where they are hidden.
 #pragma once
 
 #include <new>
@@ -20,6 +20,7 @@ class ForwardLoader {
   using State = ForwardState<Config>;
   using Work = ForwardWork<Config>;
   static constexpr int kPanels = panels(Config::kHeadDim);
+  static constexpr int kValuePanels = panels(Config::kHeadDimV);
 
   __device__ __forceinline__ ForwardLoader(const ForwardParams& p, const ForwardMaps& maps, State& state, char* tiles,
                                            int lane)
@@ -60,6 +61,7 @@ class ForwardLoader {
     RingPosition<Config::kSlots> at = slot_;
     for (int k = 0; k < Config::kSlots; ++k, at.advance())
       if (wait_for_slot(at)) hand_out_again(at);
+    wait_for_slot(slot_);
     state_.has_work[slot_.stage()] = false;
     ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));
   }
@@ -72,8 +74,13 @@ class ForwardLoader {
     int k_stage = 0;
     state_.out = {};
     while (const Work* const work = queue.front()) {
-      // What failed wrote the same rows.
-      if (work->careful) ptx::tma_store_wait();
+      if (work->careful) {  // what failed writes the same rows: first
+        store_out(out_parities);
+        __syncwarp();
+        state_.out.exists = false;
+        ptx::tma_store_wait();
+        __syncwarp();
+      }
       const Sequence& s = work->sequence;
       const int first_row = static_cast<int>(s.q_begin) + work->first_query;
 #pragma unroll
@@ -82,8 +89,8 @@ class ForwardLoader {
         ptx::mbarrier_wait(address(state_.q_empty[g]), (parities >> g & 1) ^ 1);
         parities ^= 1u << g;
         if (lane_ == 0) {
-          load(maps_.q, address(state_.q_full[g]), s_q_ + g * Config::kQueryBytes, kGroupRows,
-               first_row + g * kGroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
+          load<kPanels>(maps_.q, address(state_.q_full[g]), s_q_ + g * Config::kQueryBytes, kGroupRows,
+                        first_row + g * kGroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
         }
         __syncwarp();  // no lane falls behind by phases, whose parity repeats
       }
@@ -92,7 +99,9 @@ class ForwardLoader {
       uint32_t groups = 0;
 #pragma unroll
       for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work->copies_out(g)) << g;
+      __syncwarp();  // lane 0 has done with what was there
       state_.out = {true, groups, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch, k_stage};
+      __syncwarp();
       if constexpr (Config::kOutInKeys) k_stage = (k_stage + 1) % Config::kStages;
       queue.pop(lane_);
     }
@@ -111,14 +120,14 @@ class ForwardLoader {
         const int row = first_row + tile * Config::kBlockN;
         wait_for_stage_of_keys(k_at, out_slots, out_parities);
         if (lane_ == 0) {
-          load(maps_.k, address(state_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kTileBytes, Config::kBlockN,
-               row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
+          load<kPanels>(maps_.k, address(state_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
+                        Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
         }
         k_at.advance();
         ptx::mbarrier_wait(address(state_.v_empty[v_at.stage()]), v_at.parity() ^ 1);
         if (lane_ == 0) {
-          load(maps_.v, address(state_.v_full[v_at.stage()]), s_v_ + v_at.stage() * Config::kTileBytes, Config::kBlockN,
-               row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
+          load<kValuePanels>(maps_.v, address(state_.v_full[v_at.stage()]), s_v_ + v_at.stage() * Config::kValueBytes,
+                             Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
         }
         v_at.advance();
         __syncwarp();
@@ -127,7 +136,7 @@ class ForwardLoader {
       if constexpr (Config::kOutInKeys) {
         wait_for_stage_of_keys(k_at, out_slots, out_parities);
         if (lane_ == 0) ptx::mbarrier_arrive(address(state_.k_full[k_at.stage()]));
-        out_slots |= 1u << k_at.stage();
+        if (work->copies_out(0) || work->copies_out(1)) out_slots |= 1u << k_at.stage();
         k_at.advance();
       }
       queue.pop(lane_);
@@ -144,7 +153,7 @@ class ForwardLoader {
       for (int tile = work->tiles.end - 1; tile >= begin; --tile, at.advance()) {
         ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
         if (work->is_cleaned(tile)) {
-          uint4* const s_tile = v_ + at.stage() * (Config::kTileBytes / 16);
+          uint4* const s_tile = v_ + at.stage() * (Config::kValueBytes / 16);
           if (tile == work->tail_tile) clear_rows(s_tile, work->sequence.seqlen_k - tile * Config::kBlockN);
           const bool any = __any_sync(~0u, work->careful && take_out_non_finite(s_tile));
           ptx::fence_proxy_async_shared();
@@ -213,26 +222,28 @@ class ForwardLoader {
       }
       __syncwarp();
     }
-    if (Config::kOutInKeys && lane_ == 0) ptx::mbarrier_arrive(address(state_.out_slot_empty[state_.out.k_stage]));
+    if (Config::kOutInKeys && lane_ == 0 && state_.out.groups)
+      ptx::mbarrier_arrive(address(state_.out_slot_empty[state_.out.k_stage]));
   }
 
   __device__ __forceinline__ void store_tile(int g) const {
     const OutTiles& out = state_.out;
     const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.k_stage);
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
+    for (int panel = 0; panel < kValuePanels; ++panel)
       ptx::tma_store(&maps_.out, s_tile + panel * panel_bytes(kGroupRows), panel * kPanelColumns,
                      out.first_row + g * kGroupRows, out.head, out.batch);
     ptx::tma_store_commit();
     ptx::tma_store_wait_read();
   }
 
-  /// Rows from `row` on of a head. Packed sequences are one batch entry.
+  /// kCount panels of rows from `row` on of a head. Packed sequences are one batch entry.
+  template <int kCount>
   __device__ __forceinline__ void load(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int rows, int row,
                                        int head, int batch, bool packed) const {
-    ptx::mbarrier_arrive_expect(s_barrier, kPanels * panel_bytes(rows));
+    ptx::mbarrier_arrive_expect(s_barrier, kCount * panel_bytes(rows));
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel)
+    for (int panel = 0; panel < kCount; ++panel)
       ptx::tma_load(s_tile + panel * panel_bytes(rows), &map, s_barrier, panel * kPanelColumns, row, head,
                     packed ? 0 : batch);
   }
@@ -240,7 +251,7 @@ class ForwardLoader {
   /// True if this lane found some.
   __device__ __forceinline__ bool take_out_non_finite(uint4* s_tile) const {
     using Test = NonFinite<typename Config::Element>;
-    constexpr int kPieces = Config::kTileBytes / 16;
+    constexpr int kPieces = Config::kValueBytes / 16;
     uint32_t found = 0;
 #pragma unroll 2
     for (int at = lane_; at < kPieces; at += 32) {
@@ -260,7 +271,7 @@ class ForwardLoader {
   __device__ __forceinline__ void clear_rows(uint4* s_tile, int first) const {
     constexpr int kPieces = kPanelRowBytes / 16;
 #pragma unroll 1
-    for (int panel = 0; panel < kPanels; ++panel)
+    for (int panel = 0; panel < kValuePanels; ++panel)
 #pragma unroll 1
       for (int at = first * kPieces + lane_; at < Config::kBlockN * kPieces; at += 32)
         s_tile[panel * Config::kBlockN * kPieces + at] = uint4{0, 0, 0, 0};

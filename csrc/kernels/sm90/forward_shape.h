@@ -9,6 +9,23 @@ constexpr int kGroupThreads = 128;  // a warpgroup
 constexpr int kGroupWarps = 4;
 constexpr int kGroupRows = 64;  // of wgmma
 
+struct HeadDims {
+  int qk, v;
+
+  constexpr bool serve(int64_t head_dim, int64_t head_dim_v) const { return head_dim <= qk && head_dim_v <= v; }
+};
+
+/// The head dims of q and k, and of v, that the forward is instantiated for; the first that serve a call do. Rows are
+/// filled up by zeros in shared memory, never in the tensors.
+constexpr HeadDims kForwardHeadDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
+
+/// Those of the kernel which serves q, k of head_dim and v of head_dim_v.
+constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v) {
+  for (const HeadDims& dims : kForwardHeadDims)
+    if (dims.serve(head_dim, head_dim_v)) return dims;
+  return {};
+}
+
 struct ForwardShape {
   int groups;            // warpgroups that compute
   int block_n;           // keys of a tile
@@ -18,12 +35,18 @@ struct ForwardShape {
   int loader_registers;  // of the others
 };
 
-constexpr ForwardShape forward_shape(int head_dim) {
-  switch (head_dim) {
+constexpr ForwardShape forward_shape(const HeadDims& dims) {
+  switch (dims.qk) {
     case 64:  // bound by the exponentials: many keys spread what a tile costs beside them
       return {3, 128, 4, false, 160, 32};
+    case 96:  // a third stage is worth more than the 112 keys that registers allow, and short sequences fill 80 better
+      return {3, 80, 3, false, 160, 32};
     case 128:  // 64 registers of out, 40 of S, 20 of P and what addresses need are what three warpgroups can have
       return {3, 80, 3, false, 160, 32};
+    case 192:  // out takes 64 or 96 registers beside those of S: two warpgroups
+      if (dims.v <= 128) return {2, 128, 2, true, 232, 40};
+      // Memory of its own for out is worth more than 112 keys.
+      return {2, 80, 2, false, 232, 40};
     default:  // out takes 128 registers, so two warpgroups; shared memory has room for two stages of 80 keys
       return {2, 80, 2, true, 232, 40};
   }

@@ -29,7 +29,8 @@ struct ForwardWork {
   TileSpan rows[Config::kGroups];  // of the rows of each warpgroup, within `tiles`
   // Tiles before this one need no raising of references: every row has seen a key.
   int raised_begin[Config::kGroups];
-  int tail_tile;  // whose memory holds rows of K and V that are not the sequence's; or -1
+  int plain_begin[Config::kGroups];  // nor do those from this one on
+  int tail_tile;                     // whose memory holds rows of K and V that are not the sequence's; or -1
   bool careful;
   bool failed;  // some warp says: carefully again
 
@@ -48,6 +49,7 @@ struct ForwardWork {
       // Where the first row sees a key of the tile behind the full ones, so do all.
       const int full_end = rows[g].full_end;
       raised_begin[g] = sequence.keys_end(first) > full_end * Config::kBlockN ? full_end : full_end - 1;
+      plain_begin[g] = max(rows[g].full_begin, rows[g].begin + (Config::kRaisesInLast ? 1 : 0));
     }
   }
 
@@ -109,8 +111,8 @@ struct ForwardState {
 
   uint64_t q_full[kGroups], q_empty[kGroups];
   uint64_t out_full[kGroups], out_empty[kGroups];
-  // kOutInKeys: all of a work's out has left the stage of K. Of each stage, as two slots may follow each other, and a
-  // phase must be waited for before the next but one ends.
+  // kOutInKeys: all of a work's out, if it has some, has left the stage of K. Of each stage, as two slots may follow
+  // each other, and a phase must be waited for before the next one ends.
   uint64_t out_slot_empty[kStages];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];

@@ -1,0 +1,7 @@
+#include "../forward.cuh"
+
+namespace flash_ext::sm90 {
+
+template void run_forward<__half, 192, 128>(const ForwardParams&, void*, cudaStream_t);
+
+}  // namespace flash_ext::sm90
