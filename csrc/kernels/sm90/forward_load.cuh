@@ -47,14 +47,14 @@ class ForwardLoader {
       if (block >= blocks) continue;
       while (wait_for_slot(slot_)) hand_out_again(slot_);
       new (&state_.work_in(slot_.stage()))
-          Work(sequence, max(end_query - Config::kBlockM, 0), end_query, tail_in_memory);
+          Work(sequence, max(end_query - Config::kBlockM, 0), end_query, tail_in_memory, p_.alibi_slopes != nullptr);
       hand_out();
     }
     if constexpr (Config::kOutInKeys) {
       // A warpgroup waits for the other's out to leave, and that happens beside the next work. Here is one after the
       // last.
       while (wait_for_slot(slot_)) hand_out_again(slot_);
-      new (&state_.work_in(slot_.stage())) Work(Sequence(p_, 0, 0), 0, 0, false);
+      new (&state_.work_in(slot_.stage())) Work(Sequence(p_, 0, 0), 0, 0, false, false);
       hand_out();
     }
     // Whoever of the last ones fails comes again into the slot that has been free for longest.

@@ -34,7 +34,8 @@ struct ForwardWork {
   bool careful;
   bool failed;  // some warp says: carefully again
 
-  __device__ __forceinline__ ForwardWork(const Sequence& sequence, int first_query, int end_query, bool tail_in_memory)
+  __device__ __forceinline__ ForwardWork(const Sequence& sequence, int first_query, int end_query, bool tail_in_memory,
+                                         bool alibi)
       : sequence(sequence),
         first_query(first_query),
         end_query(end_query),
@@ -49,6 +50,9 @@ struct ForwardWork {
       // Where the first row sees a key of the tile behind the full ones, so do all.
       const int full_end = rows[g].full_end;
       raised_begin[g] = sequence.keys_end(first) > full_end * Config::kBlockN ? full_end : full_end - 1;
+      // ALiBi makes scores rise on the way to the diagonal of the first row.
+      if (Config::kOptions && alibi)
+        raised_begin[g] = min(raised_begin[g], max(first + sequence.offset, 0) / Config::kBlockN);
       plain_begin[g] = max(rows[g].full_begin, rows[g].begin + (Config::kRaisesInLast ? 1 : 0));
     }
   }
