@@ -49,7 +49,8 @@ GROWTHS = {f.__name__: f for f in (rising, one_high, one_beyond_float, step_up, 
 
 def call_with_scores(growth: Callable[[Tensor], Tensor], *, backwards: bool, device: str, **arguments: Any) -> Call:
     """A key's score is growth(position of the key), and a little noise."""
-    call = make_call(2, SEQLEN, SEQLEN, 2, 2, device=device, **arguments)
+    size = 1 if device == "cpu" else 2
+    call = make_call(size, SEQLEN, SEQLEN, size, size, device=device, **arguments)
     positions = torch.arange(SEQLEN, device=device, dtype=torch.float32)
     scores = growth(SEQLEN - 1 - positions if backwards else positions)
     call.q[..., 0] = call.q.shape[-1] ** 0.5 / 8
