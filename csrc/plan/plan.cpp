@@ -9,6 +9,7 @@
 
 #include "../kernels/common/head_dim.h"
 #include "../kernels/cpu/tile_sizes.h"
+#include "../kernels/sm90/bias_gradient_shape.h"
 #include "../kernels/sm90/forward_shape.h"
 
 namespace flash_ext::plan {
@@ -142,7 +143,6 @@ std::string counted(int64_t n, const char* what) { return text(n, " ", what, n =
 constexpr int64_t kCudaPrefillRows = 128;
 
 constexpr int64_t kHopperCapability = 90;
-constexpr int64_t kHopperBiasHeadDim = 128;  // beyond it registers do not hold the addresses of so many slabs
 
 constexpr int64_t kCudaDecodeFewRows = 16;
 constexpr int64_t kCudaDecodeManyRows = 64;
@@ -256,8 +256,8 @@ class Planner {
     plan_.bias_kernel = "sm80/bias_gradient";
     if (p_.compute_capability != kHopperCapability || !p_.hopper_kernels) return;
     std::string obstacle = common_hopper_obstacle();
-    if (obstacle.empty() && kernel_head_dim(p_.head_dim, p_.head_dim_v) > kHopperBiasHeadDim) {
-      obstacle = text("head_dim beyond ", kHopperBiasHeadDim);
+    if (obstacle.empty() && kernel_head_dim(p_.head_dim, p_.head_dim_v) > sm90::kMostBiasHeadDim) {
+      obstacle = text("head_dim beyond ", sm90::kMostBiasHeadDim);
     }
     if (obstacle.empty()) {
       plan_.bias_kernel = "sm90/bias_gradient";

@@ -181,6 +181,7 @@ class ForwardLoader {
 
   __device__ __forceinline__ void hand_out_again(const RingPosition<Config::kSlots>& failed) {
     state_.work_in(failed.stage()).failed = false;
+    // Seldom, and by bytes: a copy of the whole takes registers that the loader lacks, words would alias its members.
     const auto* const s_from = reinterpret_cast<const unsigned char*>(&state_.work_in(failed.stage()));
     auto* const s_to = reinterpret_cast<unsigned char*>(&state_.work_in(slot_.stage()));
 #pragma unroll 1

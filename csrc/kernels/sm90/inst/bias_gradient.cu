@@ -1,5 +1,6 @@
 #include "../bias_gradient.cuh"
 #include "../bias_gradient.h"
+#include "../bias_gradient_shape.h"
 #include "../dispatch.h"
 
 namespace flash_ext::sm90 {
@@ -10,10 +11,8 @@ extern template void run_bias_gradient<__nv_bfloat16, 128>(const BackwardParams&
 extern template void run_bias_gradient<__half, 64>(const BackwardParams&, void*, cudaStream_t);
 extern template void run_bias_gradient<__half, 128>(const BackwardParams&, void*, cudaStream_t);
 
-constexpr int kMostHeadDim = 128;
-
 bool serves_bias_gradient(const BackwardParams& p) {
-  if (kernel_head_dim(p.head_dim, p.head_dim_v) > kMostHeadDim) return false;
+  if (kernel_head_dim(p.head_dim, p.head_dim_v) > kMostBiasHeadDim) return false;
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return false;
   if (p.mask.data || p.blocks.offsets || p.dropout.p > 0 || p.grad_weights.data || !p.grad_out.data) return false;
   if (p.batch == 0 || p.seqlen_q == 0 || p.seqlen_k == 0 || p.seq.block_table) return false;
@@ -34,7 +33,7 @@ int64_t bias_gradient_workspace_bytes(const BackwardParams& p) {
 
 void bias_gradient(const BackwardParams& p, void* workspace, cudaStream_t stream) {
   with_kernel_types(p, [&](auto element, auto head_dim) {
-    if constexpr (decltype(head_dim)::value <= kMostHeadDim) {
+    if constexpr (decltype(head_dim)::value <= kMostBiasHeadDim) {
       run_bias_gradient<decltype(element), decltype(head_dim)::value>(p, workspace, stream);
     }
   });

@@ -1,0 +1,8 @@
+// What the gradient of the bias is instantiated for, for the plan too.
+#pragma once
+
+namespace flash_ext::sm90 {
+
+constexpr int kMostBiasHeadDim = 128;  // beyond it registers do not hold the addresses of so many slabs
+
+}  // namespace flash_ext::sm90
