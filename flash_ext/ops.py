@@ -99,6 +99,8 @@ _BIAS, _SINK, _ALIBI_SLOPES = (ScoreOptions._fields.index(name) for name in ("bi
 # ---- Calling --------------------------------------------------------------------------------------------------------
 
 
+_FORWARD, _PLAIN = _OPS.attention_forward.default, _OPS.attention_forward_plain.default
+_NUM_PLAIN = len(_PLAIN._schema.arguments)
 _derivatives: dict[Any, Callable[..., Any]] = {}  # of an operator: the same call, recorded for autograd
 
 
@@ -121,6 +123,8 @@ def call(op: Any, *args: Any) -> Any:
 
 
 def _call_below_autograd(op: Any, *args: Any) -> Any:
+    if op is _FORWARD and len(args) == _NUM_PLAIN and torch._C._len_torch_dispatch_stack() == 0:
+        return _PLAIN._op(*args)  # who watches operators gets to see one and not two
     with torch._C._AutoDispatchBelowAutograd():
         return op._op(*args)  # what op(*args) does, a frame later
 
@@ -171,6 +175,7 @@ def _fake_gradient(like: Tensor | None, needed: bool, otherwise: Tensor) -> Tens
 
 
 @_fake("attention_forward")
+@_fake("attention_forward_plain")
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return _fake_out(q, v), _fake_lse(q)
 
@@ -396,6 +401,7 @@ for _name, _reason in {
     "attention_decode": "attention over a cache is for inference, flash_ext.attention is differentiable",
 }.items():
     _register_autograd(_name, _save_nothing, _refuse_backward(_name, _reason))
+_LIBRARY.impl("attention_forward_plain", torch.library.fallthrough_kernel, "Autograd")
 _LIBRARY.impl("attention_decode_append", _refuse_append, "Autograd", with_keyset=True)
 _LIBRARY.impl("attention_decode_append", _count_append, "ADInplaceOrView", with_keyset=True)
 
@@ -445,6 +451,7 @@ def _register_autocast(name: str, cast: Callable[[list[Any], str], None]) -> Non
 
 
 _register_autocast("attention_forward", _autocast_first(3))
+_register_autocast("attention_forward_plain", _autocast_first(3))
 _register_autocast("attention_weights", _autocast_first(2))
 _register_autocast("attention_check", _autocast_first(3))
 _register_autocast("attention_decode_check", _follow_cache(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -77,6 +78,8 @@ def test_opcheck_forward_and_backward(mode: tuple[list[Tensor], dict[str, Any]])
     opcheck(OPS.attention_forward.default, q, k, v, *values, False)
     opcheck(OPS.attention_forward.default, q, k, v, *_score_options(q, k, **options))
     opcheck(OPS.attention_check.default, q, k, v, *values)
+    if values[4:] == ScoreOptions(0.0)[4:]:
+        opcheck(OPS.attention_forward_plain.default, *(t.detach() for t in (q, k, v)), *values[:4])
     out, lse = (t.detach() for t in OPS.attention_forward(q, k, v, *values))
     tensors = [t.detach() for t in (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse)]
     values = detached(values)
@@ -145,6 +148,7 @@ def test_every_operator_is_checked() -> None:
     """A new operator needs a fake, an autograd rule, and a test above."""
     names = {
         "attention_forward",
+        "attention_forward_plain",
         "attention_backward",
         "attention_weights",
         "attention_weights_backward",
@@ -534,6 +538,31 @@ def test_function_modes_see_calls_that_need_gradients(device: str) -> None:
         out = flash_ext.attention(q, k, v)
     assert OPS.attention_forward.default in seen
     assert_all_equal(*(torch.autograd.grad(o.sum(), (q, k, v)) for o in (out, flash_ext.attention(q, k, v))))
+
+
+def test_dispatch_modes_see_one_operator(device: str) -> None:
+    q, k, v = (t.detach() for t in qkv(device))
+    seen = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        out = flash_ext.attention(q, k, v)
+    assert seen == [OPS.attention_forward.default]
+    assert torch.equal(out, flash_ext.attention(q, k, v))
+
+
+def test_first_call_of_a_thread(device: str) -> None:
+    """A thread that has not called CUDA yet."""
+    q, k, v = (random(1, 128, 4, 64, dtype=torch.bfloat16, device=device) for _ in range(3))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(flash_ext.attention(q, k, v)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], flash_ext.attention(q, k, v))
 
 
 def test_parameters_and_saved_tensor_hooks(device: str) -> None:

@@ -27,11 +27,20 @@ using Tensors2 = std::tuple<Tensor, Tensor>;
 using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
-                           bool /*deterministic*/) {
-  const ForwardCall call = prepare_forward(q, k, v, FLASH_EXT_SCORE_OPTIONS);
+Tensors2 attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options) {
+  const ForwardCall call = prepare_forward(q, k, v, options);
   cpu::attention_forward(call.params, parallel_for);
   return {call.out, call.lse};
+}
+
+Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
+                           bool /*deterministic*/) {
+  return attend(q, k, v, FLASH_EXT_SCORE_OPTIONS);
+}
+
+Tensors2 attention_forward_plain(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
+                                 int64_t window_left, int64_t window_right, bool top_left) {
+  return attend(q, k, v, {softmax_scale, window_left, window_right, top_left});
 }
 
 Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
@@ -110,6 +119,7 @@ Tensor dropout_mask(const Tensor& rng, double dropout_p, int64_t batch, int64_t 
 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
+  m.impl("attention_forward_plain", TORCH_BOX(&attention_forward_plain));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("attention_weights", TORCH_BOX(&attention_weights));
   m.impl("attention_weights_backward", TORCH_BOX(&attention_weights_backward));

@@ -24,20 +24,31 @@ using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
 #ifndef FLASH_EXT_NO_HOPPER
   if (call.plan.kernel == "sm90/forward") {
-    const Tensor workspace = new_empty(q, {sm90::kForwardWorkspaceBytes}, ScalarType::Byte);
+    const int64_t bytes = sm90::forward_workspace_bytes(call.params);
+    if (bytes == 0) return sm90::forward(call.params, nullptr, stream);
+    const Tensor workspace = new_empty(q, {bytes}, ScalarType::Byte);
     return sm90::forward(call.params, address(workspace), stream);
   }
 #endif
   sm80::forward(call.params, stream);
 }
 
-Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
-                           bool /*deterministic*/) {
+Tensors2 attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options) {
   const CudaDevice device(q);
-  const ForwardCall call = prepare_forward(q, k, v, FLASH_EXT_SCORE_OPTIONS);
+  const ForwardCall call = prepare_forward(q, k, v, options);
   sm80::clear_forward(call.params, device.stream());
   run_forward(q, call, device.stream());
   return {call.out, call.lse};
+}
+
+Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
+                           bool /*deterministic*/) {
+  return attend(q, k, v, FLASH_EXT_SCORE_OPTIONS);
+}
+
+Tensors2 attention_forward_plain(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
+                                 int64_t window_left, int64_t window_right, bool top_left) {
+  return attend(q, k, v, {softmax_scale, window_left, window_right, top_left});
 }
 
 void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
@@ -76,6 +87,7 @@ void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EX
 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
+  m.impl("attention_forward_plain", TORCH_BOX(&attention_forward_plain));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
   m.impl("attention_check", TORCH_BOX(&attention_check));
 }

@@ -27,6 +27,10 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
   // deterministic is for the backward that autograd will run; the forward always is.
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, " SCORE_OPTIONS
         ", bool deterministic=False) -> (Tensor out, Tensor lse)");
+  // The same with the rest of its options left at their defaults, and without a derivative: a call takes 4 us less.
+  m.def(
+      "attention_forward_plain(Tensor q, Tensor k, Tensor v, float softmax_scale, int window_left, int window_right, "
+      "bool top_left) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor "
       "lse, bool deterministic, bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool "

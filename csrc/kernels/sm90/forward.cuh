@@ -476,8 +476,7 @@ void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardState<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
-  // Before the maps: it makes the device's context that of the thread, which the driver's function asks for.
-  check_cuda(cudaMemsetAsync(workspace, 0, sizeof(*schedule.taken), stream), "sm90/forward");
+  if (workspace) check_cuda(cudaMemsetAsync(workspace, 0, sizeof(*schedule.taken), stream), "sm90/forward");
   const ForwardMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kGroupRows),
                             encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
                             encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),

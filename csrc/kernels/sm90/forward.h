@@ -7,10 +7,11 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int64_t kForwardWorkspaceBytes = 8;
+/// Scratch memory that forward() needs: none where each block has one tile of queries at most.
+int64_t forward_workspace_bytes(const ForwardParams& params);
 
 /// out and lse of every row that a sequence covers. float16 and bfloat16; windows, softcap, ALiBi, sinks, any lengths;
-/// no stride of 0; rows of out start at multiples of 16 bytes. The workspace has kForwardWorkspaceBytes.
+/// no stride of 0; rows of out start at multiples of 16 bytes. The workspace is null where none is needed.
 void forward(const ForwardParams& params, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

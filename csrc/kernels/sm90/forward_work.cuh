@@ -81,10 +81,12 @@ struct ForwardSchedule {
   int blocks_m;       // of the longest sequence
   int heads;          // of all batch entries
   int section_heads;  // of which so many run side by side
-  // Positions taken, besides the first of each block.
+  // Positions taken, besides the first of each block. Null where there are no more than those.
   unsigned long long* taken;
 
-  __device__ __forceinline__ int64_t take() const { return static_cast<int64_t>(gridDim.x + atomicAdd(taken, 1ull)); }
+  __device__ __forceinline__ int64_t take() const {
+    return taken ? static_cast<int64_t>(gridDim.x + atomicAdd(taken, 1ull)) : size();
+  }
 
   __device__ __forceinline__ int64_t size() const { return static_cast<int64_t>(heads) * blocks_m; }
 

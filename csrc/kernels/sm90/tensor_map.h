@@ -51,6 +51,13 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
+/// That of the current device becomes that of the thread, as the runtime does in many other calls.
+inline void make_context_current() {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");
+}
+
 /// For copies of box_rows rows and one panel of columns, in the order (column, row, head, batch).
 inline CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& shape, DType dtype, int box_rows) {
   constexpr int kRank = 4, kElementBytes = 2;
@@ -67,9 +74,16 @@ inline CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& 
   const CUtensorMapDataType type =
       dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
-  const CUresult status = tensor_map_encoder()(&map, type, kRank, view.data, sizes, strides, box, steps,
-                                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return tensor_map_encoder()(&map, type, kRank, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // it asks for a context, and a new thread has none
+    make_context_current();
+    status = encode();
+  }
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("flash_ext: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
   }
