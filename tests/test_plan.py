@@ -423,6 +423,28 @@ def test_the_kernel_for_hopper_is_that_of_the_next_head_dims(head_dim: int, head
 
 
 @pytest.mark.parametrize(
+    ("fields", "block_n"),
+    [
+        ({"seqlen_q": 512, "seqlen_k": 512}, 64),
+        ({"seqlen_q": 512, "seqlen_k": 512, "window_right": 0}, 64),
+        ({"seqlen_q": 2048, "seqlen_k": 2048}, 80),
+        ({"seqlen_q": 2048, "seqlen_k": 2048, "window_right": 0}, 64),
+        ({"seqlen_q": 8192, "seqlen_k": 8192, "window_right": 0}, 80),
+        ({"seqlen_q": 8192, "seqlen_k": 8192, "window_left": 256, "window_right": 0}, 64),
+        ({"seqlen_q": 512, "seqlen_k": 400}, 80),  # which are five whole tiles
+        ({"seqlen_q": 512, "seqlen_k": 512, "softcap": 3.0}, 80),  # kernels for options have one shape
+        ({"seqlen_q": 512, "seqlen_k": 512, "softmax_scale": -1.0}, 80),
+        ({"seqlen_q": 512, "seqlen_k": 512, "head_dim": 64, "head_dim_v": 64}, 64),
+        ({"seqlen_q": 8192, "seqlen_k": 8192, "head_dim": 64, "head_dim_v": 64}, 64),
+    ],
+)
+def test_the_keys_of_a_tile_on_hopper(fields: dict[str, Any], block_n: int) -> None:
+    found = hopper_plan(**fields)
+    assert found.block_n == block_n
+    assert any(f"x {block_n}:" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"dtype": "float32"},

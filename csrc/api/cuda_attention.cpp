@@ -24,10 +24,10 @@ using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
 #ifndef FLASH_EXT_NO_HOPPER
   if (call.plan.kernel == "sm90/forward") {
-    const int64_t bytes = sm90::forward_workspace_bytes(call.params);
-    if (bytes == 0) return sm90::forward(call.params, nullptr, stream);
+    const int64_t bytes = sm90::forward_workspace_bytes(call.params), block_n = call.plan.block_n;
+    if (bytes == 0) return sm90::forward(call.params, block_n, nullptr, stream);
     const Tensor workspace = new_empty(q, {bytes}, ScalarType::Byte);
-    return sm90::forward(call.params, address(workspace), stream);
+    return sm90::forward(call.params, block_n, address(workspace), stream);
   }
 #endif
   sm80::forward(call.params, stream);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../kernels/common/head_dim.h"
+#include "../kernels/common/tile_range.h"
 #include "../kernels/cpu/tile_sizes.h"
 #include "../kernels/sm90/bias_gradient_shape.h"
 #include "../kernels/sm90/forward_shape.h"
@@ -402,7 +403,7 @@ class Planner {
     }
     if (plan_.kernel == "sm90/forward") {
       const sm90::HeadDims dims = sm90::forward_head_dims(p_.head_dim, p_.head_dim_v);
-      const sm90::ForwardShape shape = sm90::forward_shape(dims);
+      const sm90::ForwardShape shape = choose_hopper_shape(dims);
       plan_.block_m = sm90::kGroupRows * shape.groups;
       plan_.block_n = shape.block_n;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
@@ -423,6 +424,36 @@ class Planner {
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", work_items(), " work items, at least ", kWantedItems,
               " wanted");
     }
+  }
+
+  /// By what a warpgroup's tile costs, in keys: those that it visits, and the latency of the first step and the last.
+  /// Both factors are H200's at head_dim 128 and 512 to 16384 keys.
+  sm90::ForwardShape choose_hopper_shape(const sm90::HeadDims& dims) {
+    constexpr double kFewKeysCost = 1.03, kEnds = 1.25;  // of a key in tiles of few; in tiles
+    const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardKeys::kMany);
+    const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardKeys::kFew);
+    if (!sm90::has_two_shapes(dims)) return many;
+    if (sm90::has_score_options(p_.softcap, p_.has_alibi, p_.softmax_scale)) return many;
+    const double many_keys = hopper_keys(many.block_n), few_keys = hopper_keys(few.block_n);
+    const bool fewer = kFewKeysCost * few_keys + kEnds * few.block_n < many_keys + kEnds * many.block_n;
+    const sm90::ForwardShape chosen = fewer ? few : many;
+    because("tiles of ", chosen.block_n, " keys: a warpgroup visits ", few_keys, " in tiles of ", few.block_n, " and ",
+            many_keys, " in tiles of ", many.block_n, "; few cost more each, but less at both ends of a sequence");
+    return chosen;
+  }
+
+  /// Keys of the tiles that a warpgroup visits, on average over some of them; sequences taken as the longest.
+  double hopper_keys(int64_t block_n) const {
+    constexpr int64_t kRows = sm90::kGroupRows, kMostGroups = 8;
+    const Window window = make_window(p_.window_left, p_.window_right, p_.top_left, p_.seqlen_q, p_.seqlen_k);
+    const int64_t groups = ceil_div(p_.seqlen_q, kRows), step = ceil_div(groups, kMostGroups);
+    int64_t tiles = 0, looked_at = 0;
+    for (int64_t group = 0; group < groups; group += step, ++looked_at) {
+      const int64_t first = group * kRows, end = std::min(first + kRows, p_.seqlen_q);
+      const TileRange range = tile_range(first, end, p_.seqlen_k, window, block_n);
+      tiles += range.end - range.begin;
+    }
+    return static_cast<double>(tiles * block_n) / static_cast<double>(looked_at);
   }
 
   void choose_chunks() {

@@ -7,7 +7,7 @@
 //   wait for K(n); start S = Q K(n)^T; wait for V(n + 1); start O += P V(n + 1)
 //   S is there: K(n) is free; 2^(S - r); O is there: V(n + 1) is free; P = 2^(S - r)
 // The exponentials hide behind the products of this warpgroup and of the others. So does the end of a tile of queries,
-// as Q of the next one comes when the last S is computed.
+// as Q of the next one is there by then.
 //
 // The reference r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It is
 // the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
@@ -15,8 +15,6 @@
 // looked at once, at the end, and the block then takes up the tile of queries again, carefully: with the running
 // maximum, and with V freed of Inf and NaN, which a weight of 0 does not hide.
 #pragma once
-
-#include <algorithm>
 
 #include "../common/scores.cuh"
 #include "../launch.h"
@@ -54,7 +52,6 @@ class ForwardGroup {
         lane_(lane),
         warp_(static_cast<int>(threadIdx.x) / 32 % kGroupWarps),
         scale_(Config::kOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E),
-        query_(QueryTile::lower_half(s_tiles + group * Config::kQueryBytes)),
         keys_(KeyTile::lower_half(s_tiles + Config::kKeysOffset)),
         s_tiles_(s_tiles) {}
 
@@ -65,6 +62,7 @@ class ForwardGroup {
       visit(*work);
       if (!work->careful && must_repeat(*work)) work->failed = true;
       store(*work);
+      if (work->careful && met_non_finite_) add_hidden_non_finite(*work);
       queue.pop(lane_);
     }
   }
@@ -89,16 +87,19 @@ class ForwardGroup {
       for (int e = 0; e < 4; ++e) out_[d][e] = 0.0f;
   }
 
-  __device__ __forceinline__ void wait_for_query(const TileSpan& rows) {
-    if (rows.begin == rows.end) return;
-    ptx::mbarrier_wait(address(state_.q_full[group_]), query_parity_);
-    query_parity_ ^= 1;
+  __device__ __forceinline__ void wait_for_query(const Work& work) {
+    if (!work.has_rows(group_)) return;
+    ptx::mbarrier_wait(address(state_.q_full[query_tile()]), q_at_.parity());
+    query_ = QueryTile::lower_half(s_tiles_ + query_tile() * Config::kQueryBytes);
   }
+
+  /// Of all places and warpgroups.
+  __device__ __forceinline__ int query_tile() const { return q_at_.stage() * Config::kGroups + group_; }
 
   __device__ __forceinline__ void visit(const Work& work) {
     const TileSpan& rows = work.rows[group_];
     int tile = work.tiles.end - 1;
-    wait_for_query(rows);
+    wait_for_query(work);
     for (; tile >= rows.end; --tile) pass(work, tile);
     if (work.careful) {
 #pragma unroll 1
@@ -131,7 +132,7 @@ class ForwardGroup {
   __device__ __forceinline__ void release_keys(const Work& work, int tile) {
     release(state_.k_empty[k_at_.stage()]);
     k_at_.advance();
-    if (tile == work.rows[group_].begin) release(state_.q_empty[group_]);
+    if (Config::kOutInKeys && tile == work.rows[group_].begin) release(state_.q_empty[group_]);
   }
 
   __device__ __forceinline__ void wait_for_values(bool cleaned) {
@@ -339,34 +340,49 @@ class ForwardGroup {
   /// Normalises the rows and writes them: through shared memory, or from registers.
   __device__ __forceinline__ void store(const Work& work) {
     const int first_row = work.first_query + group_ * kGroupRows;
-    float scale[2];
-    if (first_row < work.end_query) finish_rows(work, first_row, scale);
+    float scale[2], lse[2];
+    if (first_row < work.end_query) finish_rows(work, scale, lse);
     if constexpr (Config::kOutInKeys) wait_for_out_slot(work);
     if (first_row < work.end_query) {
-      const bool copies_out = work.copies_out(group_);
-      if (!copies_out || met_non_finite_) store_rows(work, first_row, scale);
-      if (copies_out) hand_out_over(scale);
+      const bool copies_out = work.copies_out(group_) && !met_non_finite_;
+      if (copies_out) {
+        const uint32_t s_tile = s_tiles_ + out_offset<Config>(group_, q_at_.stage(), k_at_.stage());
+        write_out_tile<Element>(s_tile, out_, scale, warp_ * 16,
+                                ptx::reread(lane_));  // or what follows from it takes registers in the loops
+      } else {
+        store_rows(work, first_row, scale);
+      }
+      if (work.hands_over(group_)) hand_out_over(copies_out);
     }
+    if (work.has_rows(group_)) q_at_.advance();
+    // Behind the fence of what was handed over, which would wait for it.
+    if (first_row < work.end_query) store_lse(work, first_row, lse);
     if constexpr (Config::kOutInKeys) {
       release(state_.k_empty[k_at_.stage()]);
       k_at_.advance();
     }
   }
 
-  /// Writes lse, and says what normalises the rows of out.
-  __device__ __forceinline__ void finish_rows(const Work& work, int first_row, float (&scale)[2]) const {
-    const Sequence& sequence = work.sequence;
-    const float sink = p_.sink ? static_cast<const float*>(p_.sink)[sequence.head] : -INFINITY;
-    float* g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
+  /// What normalises the rows of out, and their lse.
+  __device__ __forceinline__ void finish_rows(const Work& work, float (&scale)[2], float (&lse)[2]) const {
+    const float sink = p_.sink ? static_cast<const float*>(p_.sink)[work.sequence.head] : -INFINITY;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float sum = row_sum_[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const RowEnd end = finish_row(reference_[r], sum, sink);
-      const int row = first_row + warp_ * 16 + 8 * r + lane_ / 4;
-      if (lane_ % 4 == 0 && row < work.end_query) g_lse[row] = end.lse;
       scale[r] = end.scale;
+      lse[r] = end.lse;
+    }
+  }
+
+  __device__ __forceinline__ void store_lse(const Work& work, int first_row, const float (&lse)[2]) const {
+    float* g_lse = static_cast<float*>(p_.lse.data) + work.sequence.lse_offset(p_.lse);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + warp_ * 16 + 8 * r + lane_ / 4;
+      if (lane_ % 4 == 0 && row < work.end_query) g_lse[row] = lse[r];
     }
   }
 
@@ -379,19 +395,11 @@ class ForwardGroup {
   }
 
   /// To the copy engine (forward_load.cuh).
-  __device__ __forceinline__ void hand_out_over(const float (&scale)[2]) {
-    if constexpr (!Config::kOutInKeys) {
-      ptx::mbarrier_wait(address(state_.out_empty[group_]), out_parity_ ^ 1);
-      out_parity_ ^= 1;
-    }
-    if (!met_non_finite_) {
-      write_out_tile<Element>(s_tiles_ + out_offset<Config>(group_, k_at_.stage()), out_, scale, warp_ * 16,
-                              ptx::reread(lane_));  // or what follows from it takes registers in the loops
-    }
-    state_.out_is_here[group_] = !met_non_finite_;
+  __device__ __forceinline__ void hand_out_over(bool copies_out) {
+    state_.out_is_here[query_tile()] = copies_out;
     ptx::fence_proxy_async_shared();
     // By every thread, for what it wrote.
-    ptx::mbarrier_arrive(address(state_.out_full[group_]));
+    ptx::mbarrier_arrive(address(state_.out_full[query_tile()]));
   }
 
   /// From registers, in 16-byte pieces.
@@ -403,15 +411,14 @@ class ForwardGroup {
       Element* const g_row = row < work.end_query ? rows.row(row) : nullptr;
       write_out_row(g_row, out_, r, scale[r], lane_, static_cast<int>(p_.head_dim_v));
     }
-    if (met_non_finite_) add_hidden_non_finite(work, rows);
   }
 
   /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
-  template <class Rows>
-  __device__ __forceinline__ void add_hidden_non_finite(const Work& work, const Rows& rows) const {
+  __device__ __forceinline__ void add_hidden_non_finite(const Work& work) const {
     const Sequence& sequence = work.sequence;
     const TileSpan tiles = work.rows[group_];
     const int first_row = work.first_query + group_ * kGroupRows;
+    const auto rows = query_rows<Element>(p_.out, sequence);
     ptx::barrier_any<kGroupThreads>(1 + group_, false);  // out is written
     add_non_finite<Element, kGroupThreads>(p_, sequence, rows, key_rows<Element, false>(p_, p_.v, sequence), first_row,
                                            min(first_row + kGroupRows, work.end_query), tiles.begin * kBlockN,
@@ -422,11 +429,12 @@ class ForwardGroup {
   const ForwardParams& p_;
   State& state_;
   const int group_, lane_, warp_;
-  const float scale_;            // of scores, to base 2; kOptions has applied it already
-  const uint32_t query_, keys_;  // lower halves of descriptors
-  const uint32_t s_tiles_;
+  const float scale_;   // of scores, to base 2; kOptions has applied it already
+  uint32_t query_ = 0;  // lower half of the descriptor of this work's
+  const uint32_t keys_, s_tiles_;
+  RingPosition<Config::kPlaces> q_at_;
   RingPosition<Config::kStages> k_at_, v_at_;
-  uint32_t query_parity_ = 0, out_parity_ = 0;
+  uint32_t out_parity_ = 0;      // kOutInKeys: of out_empty[0]
   uint32_t clean_parities_ = 0;  // bit s: of v_clean[s]
   bool met_non_finite_ = false;
 
@@ -458,40 +466,35 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-/// Sections of heads that share their way through the keys are equally large, so that the last one is no small one.
-template <class Config>
-ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
-  constexpr int64_t kKeyBytesInL2 = 32 << 20;
-  const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
-  const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
-  const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, ratio, heads);
-  const int64_t sections = (heads + fitting - 1) / fitting;
-  const int64_t even = ((heads + sections - 1) / sections + ratio - 1) / ratio * ratio;
-  return {static_cast<int>((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM), static_cast<int>(grid_size(heads)),
-          static_cast<int>(even), static_cast<unsigned long long*>(workspace)};
-}
+/// Clears the counter of works, beside which the kernel behind it starts.
+void clear_forward_workspace(void* workspace, cudaStream_t stream);
 
 template <class Config>
 void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardState<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
-  if (workspace) check_cuda(cudaMemsetAsync(workspace, 0, sizeof(*schedule.taken), stream), "sm90/forward");
+  if (workspace) clear_forward_workspace(workspace, stream);
   const ForwardMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kGroupRows),
                             encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
                             encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
                             encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kGroupRows)};
   const int64_t works = static_cast<int64_t>(schedule.heads) * schedule.blocks_m;
   const int64_t blocks = std::min<int64_t>(works, device_attribute(cudaDevAttrMultiProcessorCount));
-  launch("sm90/forward", forward_kernel<Config>, {dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes},
-         stream, p, maps, schedule);
+  LaunchShape shape = {dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
+  shape.overlaps_previous = workspace != nullptr;
+  launch("sm90/forward", forward_kernel<Config>, shape, stream, p, maps, schedule);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>
-void run_forward(const ForwardParams& p, void* workspace, cudaStream_t stream) {
-  const bool options = p.softcap > 0.0 || p.alibi_slopes || static_cast<float>(p.softmax_scale) <= 0.0f;
-  options ? launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, true>>(p, workspace, stream)
-          : launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, false>>(p, workspace, stream);
+void run_forward(const ForwardParams& p, [[maybe_unused]] int64_t block_n, void* workspace, cudaStream_t stream) {
+  if (has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale))
+    return launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, true>>(p, workspace, stream);
+  if constexpr (has_two_shapes({kHeadDim, kHeadDimV})) {
+    using ForFewKeys = ForwardConfig<Element, kHeadDim, kHeadDimV, false, ForwardKeys::kFew>;
+    if (block_n == ForFewKeys::kBlockN) return launch_forward<ForFewKeys>(p, workspace, stream);
+  }
+  launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, false>>(p, workspace, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -11,7 +11,8 @@ namespace flash_ext::sm90 {
 int64_t forward_workspace_bytes(const ForwardParams& params);
 
 /// out and lse of every row that a sequence covers. float16 and bfloat16; windows, softcap, ALiBi, sinks, any lengths;
-/// no stride of 0; rows of out start at multiples of 16 bytes. The workspace is null where none is needed.
-void forward(const ForwardParams& params, void* workspace, cudaStream_t stream);
+/// no stride of 0; rows of out start at multiples of 16 bytes. block_n: keys of a tile, as one of the shapes has it
+/// (forward_shape.h). The workspace is null where none is needed.
+void forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

@@ -14,13 +14,13 @@
 namespace flash_ext::sm90 {
 
 /// kOptions: scores that are more than products scaled by a positive number (softcap, ALiBi).
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kOptions_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kOptions_, ForwardKeys kKeys = ForwardKeys::kMany>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;    // of q and k
   static constexpr int kHeadDimV = kHeadDimV_;  // of v and out
   static constexpr bool kOptions = kOptions_;
-  static constexpr ForwardShape kShape = forward_shape({kHeadDim, kHeadDimV});
+  static constexpr ForwardShape kShape = forward_shape({kHeadDim, kHeadDimV}, kKeys);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kGroupRows;
   static constexpr int kBlockN = kShape.block_n;
@@ -35,11 +35,13 @@ struct ForwardConfig {
   static constexpr int kValueBytes = tile_bytes(kBlockN, kHeadDimV);
   static constexpr int kOutBytes = tile_bytes(kGroupRows, kHeadDimV);
   static constexpr bool kOutInKeys = kShape.out_in_keys;
-  // Q of each warpgroup; stages of K; of V; out of each warpgroup.
-  static constexpr int kKeysOffset = kGroups * kQueryBytes;
+  // Places of Q: while out of a tile of queries leaves through its Q's place, the next Q comes into the other.
+  static constexpr int kPlaces = kOutInKeys ? 1 : 2;
+  // In each place Q of each warpgroup; stages of K; of V.
+  static constexpr int kPlaceBytes = kGroups * kQueryBytes;
+  static constexpr int kKeysOffset = kPlaces * kPlaceBytes;
   static constexpr int kValuesOffset = kKeysOffset + kStages * kKeyBytes;
-  static constexpr int kOutOffset = kValuesOffset + kStages * kValueBytes;
-  static constexpr int kTilesBytes = kOutOffset + (kOutInKeys ? 0 : kGroups * kOutBytes);
+  static constexpr int kTilesBytes = kValuesOffset + kStages * kValueBytes;
 
   // A score 11 above the reference overflows P in float16. Some models give a sequence's first key that much, so the
   // last tile that is visited raises references too: what overflows has to be computed again.
@@ -50,14 +52,15 @@ struct ForwardConfig {
   static_assert(kGroups * kRegisters + kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg "
                 "waits for ever");
+  static_assert(kOutInKeys || kOutBytes <= kQueryBytes, "out has room where Q was");
   static_assert(!kOutInKeys || (kGroups == 2 && kOutBytes <= kKeyBytes), "two warpgroups take turns with a stage");
 };
 
 /// Where a warpgroup's tile of out lies behind the first tile.
 template <class Config>
-FLASH_EXT_HOST_DEVICE constexpr int out_offset(int group, int k_stage) {
+FLASH_EXT_HOST_DEVICE constexpr int out_offset(int group, int place, int k_stage) {
   if (Config::kOutInKeys) return Config::kKeysOffset + k_stage * Config::kKeyBytes;
-  return Config::kOutOffset + group * Config::kOutBytes;
+  return place * Config::kPlaceBytes + group * Config::kQueryBytes;
 }
 
 }  // namespace flash_ext::sm90

@@ -66,11 +66,12 @@ class ForwardLoader {
     ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));
   }
 
-  /// Q of each warpgroup as soon as the warpgroup has done with the one before; then out of the one before.
+  /// Q of each warpgroup as soon as there is a place for it; then out of the work before.
   __device__ __forceinline__ void load_queries_and_store_out() {
     WorkQueue<Config> queue(state_);
     uint32_t parities = 0;      // bit g: of q_empty[g]
-    uint32_t out_parities = 0;  // bit g: of out_full[g]
+    uint32_t places = 0;        // bit g: of the next Q of warpgroup g
+    uint32_t out_parities = 0;  // bit k: of out_full[k]
     int k_stage = 0;
     state_.out = {};
     while (const Work* const work = queue.front()) {
@@ -85,11 +86,15 @@ class ForwardLoader {
       const int first_row = static_cast<int>(s.q_begin) + work->first_query;
 #pragma unroll
       for (int g = 0; g < Config::kGroups; ++g) {
-        if (work->rows[g].begin == work->rows[g].end) continue;
-        ptx::mbarrier_wait(address(state_.q_empty[g]), (parities >> g & 1) ^ 1);
-        parities ^= 1u << g;
+        if (!work->has_rows(g)) continue;
+        // With two places, the out that was in this one has left: it was that of the work before the last.
+        if constexpr (Config::kOutInKeys) {
+          ptx::mbarrier_wait(address(state_.q_empty[g]), (parities >> g & 1) ^ 1);
+          parities ^= 1u << g;
+        }
         if (lane_ == 0) {
-          load<kPanels>(maps_.q, address(state_.q_full[g]), s_q_ + g * Config::kQueryBytes, kGroupRows,
+          const int tile = tile_of(places, g);
+          load<kPanels>(maps_.q, address(state_.q_full[tile]), s_q_ + tile * Config::kQueryBytes, kGroupRows,
                         first_row + g * kGroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
         }
         __syncwarp();  // no lane falls behind by phases, whose parity repeats
@@ -98,10 +103,11 @@ class ForwardLoader {
       if constexpr (Config::kOutInKeys) k_stage = (k_stage + work->tiles.end - work->tiles.begin) % Config::kStages;
       uint32_t groups = 0;
 #pragma unroll
-      for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work->copies_out(g)) << g;
+      for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work->hands_over(g)) << g;
       __syncwarp();  // lane 0 has done with what was there
-      state_.out = {true, groups, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch, k_stage};
+      state_.out = {true, groups, places, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch, k_stage};
       __syncwarp();
+      if constexpr (!Config::kOutInKeys) places ^= groups;
       if constexpr (Config::kOutInKeys) k_stage = (k_stage + 1) % Config::kStages;
       queue.pop(lane_);
     }
@@ -209,17 +215,22 @@ class ForwardLoader {
     out_slots ^= 1u << at.stage();
   }
 
+  __device__ __forceinline__ static int tile_of(uint32_t places, int g) {
+    return static_cast<int>(places >> g & 1) * Config::kGroups + g;
+  }
+
   /// state_.out. Returns when all has been read.
   __device__ __forceinline__ void store_out(uint32_t& parities) const {
     if (!state_.out.exists) return;
 #pragma unroll
     for (int g = 0; g < Config::kGroups; ++g) {
       if (!(state_.out.groups >> g & 1)) continue;
-      ptx::mbarrier_wait(address(state_.out_full[g]), parities >> g & 1);
-      parities ^= 1u << g;
+      const int tile = tile_of(state_.out.places, g);
+      ptx::mbarrier_wait(address(state_.out_full[tile]), parities >> tile & 1);
+      parities ^= 1u << tile;
       if (lane_ == 0) {
-        if (state_.out_is_here[g]) store_tile(g);
-        if (!Config::kOutInKeys || g == 0) ptx::mbarrier_arrive(address(state_.out_empty[g]));
+        if (state_.out_is_here[tile]) store_tile(g);
+        if (Config::kOutInKeys && g == 0) ptx::mbarrier_arrive(address(state_.out_empty[g]));
       }
       __syncwarp();
     }
@@ -229,7 +240,7 @@ class ForwardLoader {
 
   __device__ __forceinline__ void store_tile(int g) const {
     const OutTiles& out = state_.out;
-    const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.k_stage);
+    const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.places >> g & 1, out.k_stage);
 #pragma unroll
     for (int panel = 0; panel < kValuePanels; ++panel)
       ptx::tma_store(&maps_.out, s_tile + panel * panel_bytes(kGroupRows), panel * kPanelColumns,

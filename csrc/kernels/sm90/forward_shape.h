@@ -30,18 +30,31 @@ struct ForwardShape {
   int groups;            // warpgroups that compute
   int block_n;           // keys of a tile
   int stages;            // of K and of V
-  bool out_in_keys;      // out leaves through a stage of K instead of memory of its own
+  bool out_in_keys;      // out leaves through a stage of K instead of Q's place, of which there are two else
   int registers;         // of a thread that computes
   int loader_registers;  // of the others
 };
 
-constexpr ForwardShape forward_shape(const HeadDims& dims) {
+/// Which of a kernel's shapes.
+enum class ForwardKeys { kMany, kFew };
+
+/// Whether they differ.
+constexpr bool has_two_shapes(const HeadDims& dims) { return dims.qk == 128; }
+
+/// Scores that are more than products scaled by a positive number: kernels of their own, in one shape.
+constexpr bool has_score_options(double softcap, bool alibi, double softmax_scale) {
+  return softcap > 0.0 || alibi || static_cast<float>(softmax_scale) <= 0.0f;
+}
+
+constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = ForwardKeys::kMany) {
   switch (dims.qk) {
-    case 64:  // bound by the exponentials: many keys spread what a tile costs beside them
-      return {3, 128, 4, false, 160, 32};
+    case 64:  // bound by the exponentials: four warpgroups hide the most of what else a tile costs
+      return {4, 64, 4, false, 112, 32};
     case 96:  // a third stage is worth more than the 112 keys that registers allow, and short sequences fill 80 better
       return {3, 80, 3, false, 160, 32};
     case 128:  // 64 registers of out, 40 of S, 20 of P and what addresses need are what three warpgroups can have
+      // Few keys fill tiles of 64 better, and wait less for the first tile and the last.
+      if (keys == ForwardKeys::kFew) return {3, 64, 4, false, 160, 32};
       return {3, 80, 3, false, 160, 32};
     case 192:  // out takes 64 or 96 registers beside those of S: two warpgroups
       if (dims.v <= 128) return {2, 128, 2, true, 232, 40};

@@ -1,8 +1,12 @@
 // What the warps of a block share: the tiles of queries that it works on, one after the other, and the barriers.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/sequence.cuh"
+#include "../launch.h"
 #include "../ptx/cp_async.h"
+#include "../ptx/grid_dependency.h"
 #include "../ptx/mbarrier.h"
 #include "forward_config.h"
 
@@ -43,6 +47,7 @@ struct ForwardWork {
         tail_tile(tail_in_memory && tiles.end * Config::kBlockN > sequence.seqlen_k ? tiles.end - 1 : -1),
         careful(false),
         failed(false) {
+#pragma unroll 1
     for (int g = 0; g < Config::kGroups; ++g) {
       const int first = first_query + g * kGroupRows;
       rows[g] = span(first, min(first + kGroupRows, end_query));
@@ -57,9 +62,16 @@ struct ForwardWork {
     }
   }
 
+  __device__ __forceinline__ bool has_rows(int group) const { return rows[group].begin < rows[group].end; }
+
+  /// Whether a warpgroup says so when it has done with its out.
+  __device__ __forceinline__ bool hands_over(int group) const {
+    return Config::kOutInKeys ? copies_out(group) : has_rows(group);
+  }
+
   /// Whether out of a warpgroup leaves through shared memory: where its rows are whole.
   __device__ __forceinline__ bool copies_out(int group) const {
-    return first_query + (group + 1) * kGroupRows <= end_query && rows[group].begin < rows[group].end;
+    return first_query + (group + 1) * kGroupRows <= end_query && has_rows(group);
   }
 
   /// Whether V of the tile is freed of Inf and NaN: carefully where some row does not see all of the tile, else of the
@@ -85,7 +97,9 @@ struct ForwardSchedule {
   unsigned long long* taken;
 
   __device__ __forceinline__ int64_t take() const {
-    return taken ? static_cast<int64_t>(gridDim.x + atomicAdd(taken, 1ull)) : size();
+    if (!taken) return size();
+    ptx::wait_for_previous_grid();  // it clears the counter
+    return static_cast<int64_t>(gridDim.x + atomicAdd(taken, 1ull));
   }
 
   __device__ __forceinline__ int64_t size() const { return static_cast<int64_t>(heads) * blocks_m; }
@@ -102,10 +116,28 @@ struct ForwardSchedule {
   }
 };
 
-/// Where out of a work goes. Those of its warpgroups that are bits of `groups` have it in shared memory, or will have.
+/// Sections of heads that share their way through the keys are equally large, so that the last one is no small one.
+/// Where all tiles of queries see all keys, it does not matter which come last, and those of one key head stand side by
+/// side: blocks that start together then read the same keys.
+template <class Config>
+ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
+  constexpr int64_t kKeyBytesInL2 = 32 << 20;
+  const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
+  const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
+  const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, ratio, heads);
+  const int64_t sections = (heads + fitting - 1) / fitting;
+  const int64_t even = ((heads + sections - 1) / sections + ratio - 1) / ratio * ratio;
+  const bool equal_tiles = p.window.left < 0 && p.window.right < 0 && !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k &&
+                           !p.seq.seqused_q && !p.seq.seqused_k;
+  return {static_cast<int>((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM), static_cast<int>(grid_size(heads)),
+          static_cast<int>(equal_tiles ? ratio : even), static_cast<unsigned long long*>(workspace)};
+}
+
+/// Where out of a work goes. Those of its warpgroups that are bits of `groups` say when they have done with it.
 struct OutTiles {
   bool exists;
   uint32_t groups;
+  uint32_t places;  // bit g: of Q of warpgroup g, and of its out
   int first_row, head, batch;
   int k_stage;  // kOutInKeys: of the slot
 };
@@ -114,9 +146,11 @@ struct OutTiles {
 template <class Config>
 struct ForwardState {
   static constexpr int kStages = Config::kStages, kSlots = Config::kSlots, kGroups = Config::kGroups;
+  static constexpr int kTiles = Config::kPlaces * kGroups;  // of Q, those of a place side by side
 
-  uint64_t q_full[kGroups], q_empty[kGroups];
-  uint64_t out_full[kGroups], out_empty[kGroups];
+  uint64_t q_full[kTiles];
+  uint64_t out_full[kTiles];
+  uint64_t q_empty[kGroups], out_empty[kGroups];  // kOutInKeys; else who stores out knows both
   // kOutInKeys: all of a work's out, if it has some, has left the stage of K. Of each stage, as two slots may follow
   // each other, and a phase must be waited for before the next one ends.
   uint64_t out_slot_empty[kStages];
@@ -127,7 +161,7 @@ struct ForwardState {
   uint64_t work_loaded;              // K and V of it
   uint32_t met_non_finite[kStages];  // beside v_clean
   OutTiles out;                      // of the warp that stores it
-  uint32_t out_is_here[kGroups];     // beside out_full: it has not been written by other ways
+  uint32_t out_is_here[kTiles];      // beside out_full: it has not been written by other ways
   int has_work[kSlots];
   __align__(8) unsigned char work[kSlots][sizeof(ForwardWork<Config>)];
 
