@@ -127,9 +127,10 @@ CUDA = [
 
 setup(
     ext_modules=[
-        Extension("flash_ext._plan", [*PLAN, "csrc/plan/bindings.cpp"]),
-        TorchLibrary("flash_ext.lib.libflash_ext_cpu", [*CPU, *ISA_FLAGS], source_flags=ISA_FLAGS),
+        # What takes longest comes first: at the end, no core waits long for another.
         TorchLibrary("flash_ext.lib.libflash_ext_cuda", CUDA, cuda=True),
+        TorchLibrary("flash_ext.lib.libflash_ext_cpu", [*ISA_FLAGS, *CPU], source_flags=ISA_FLAGS),
+        Extension("flash_ext._plan", [*PLAN, "csrc/plan/bindings.cpp"]),
     ],
     cmdclass={"build_ext": BuildLibraries},
 )

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BASELINE_FLAGS = ["-march=x86-64"] if platform.machine() in ("x86_64", "AMD64") else []
 CXX_FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wall", f"-I{ROOT / 'csrc'}"]
 CXX_FLAGS += BASELINE_FLAGS
-NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Xptxas=-v", "-lineinfo"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Xptxas=-v"]
 NVCC_FLAGS += ["--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", *(f"-Xcompiler={flag}" for flag in BASELINE_FLAGS)]
 BUILD_INFO = "_build_info.json"
 
@@ -57,21 +57,26 @@ def _hopper_archs() -> list[str]:
     return [arch for arch in toolchain.archs() if arch == "90a"]
 
 
+def _host_object(extension: TorchLibrary, source: str, torch: toolchain.Torch) -> Object:
+    return Object(ROOT / source, CXX_FLAGS + extension.source_flags.get(source, []) + _api_flags(source, torch))
+
+
 def _cpu_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
-    objects = [
-        Object(ROOT / source, CXX_FLAGS + extension.source_flags.get(source, []) + _api_flags(source, torch))
-        for source in extension.sources
-    ]
+    objects = [_host_object(extension, source, torch) for source in extension.sources]
     return SharedLibrary(output, objects, _torch_link_flags(torch))
 
 
 def _cuda_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
     flags = [*NVCC_FLAGS, f"-ccbin={toolchain.host_compiler()}"]
+    flags += ["-lineinfo"] if toolchain.line_info() else []
     flags += [] if _hopper_archs() else ["-DFLASH_EXT_NO_HOPPER"]
     objects = []
     for source in extension.sources:
         hopper = source.startswith("csrc/kernels/sm90/")
         if hopper and not _hopper_archs():
+            continue
+        if source.endswith(".cpp") and not source.startswith("csrc/api/cuda"):
+            objects.append(_host_object(extension, source, torch))  # as the other library has it
             continue
         # nvcc compiles C++ too: it hands it to the host compiler and knows where the CUDA headers are.
         archs = _hopper_archs() if hopper else toolchain.archs()
@@ -86,7 +91,8 @@ def _plan_module(extension: Extension, output: Path) -> SharedLibrary:
     import pybind11
 
     includes = ["-isystem", sysconfig.get_path("include"), "-isystem", pybind11.get_include()]
-    objects = [Object(ROOT / source, CXX_FLAGS + includes) for source in extension.sources]
+    binds = "csrc/plan/bindings.cpp"
+    objects = [Object(ROOT / s, CXX_FLAGS + (includes if s == binds else [])) for s in extension.sources]
     return SharedLibrary(output, objects, [])
 
 

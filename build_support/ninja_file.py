@@ -67,7 +67,6 @@ def _shell(arguments: Iterable[str]) -> str:
 
 
 def _object_path(build_dir: Path, library: SharedLibrary, source: Path, root: Path) -> Path:
-    # The same source can belong to two libraries, which compile it with different flags.
     return build_dir / library.output.name.split(".")[0] / source.relative_to(root).with_suffix(".o")
 
 
@@ -79,15 +78,18 @@ def ninja_text(
     report = _shell([str(Path(sys.executable).resolve()), str(REPORT_SCRIPT)])
     commands = {"cxx": _shell(cxx), "nvcc": _shell([nvcc or "false"]), "report": report}
     lines = [_RULES.format(build_dir=_escape(build_dir), **commands)]
+    paths: dict[tuple[object, ...], str] = {}  # libraries share what they compile with the same flags
     for library in libraries:
         objects = []
         for obj in library.objects:
-            path = _escape(_object_path(build_dir, library, obj.source, root))
-            rule = "cxx"
-            if obj.nvcc:
-                rule = "nvcc" if obj.source.suffix == ".cu" else "nvcc_cxx"
-            lines.append(f"build {path}: {rule} {_escape(obj.source)}\n  flags = {_shell(obj.flags)}")
-            objects.append(path)
+            key = (obj.source, obj.nvcc, *obj.flags)
+            if key not in paths:
+                paths[key] = _escape(_object_path(build_dir, library, obj.source, root))
+                rule = "cxx"
+                if obj.nvcc:
+                    rule = "nvcc" if obj.source.suffix == ".cu" else "nvcc_cxx"
+                lines.append(f"build {paths[key]}: {rule} {_escape(obj.source)}\n  flags = {_shell(obj.flags)}")
+            objects.append(paths[key])
         rule = "nvcc_link" if library.nvcc else "link"
         lines.append(f"build {_escape(library.output)}: {rule} {' '.join(objects)}")
         lines.append(f"  flags = {_shell(library.link_flags)}\n")

@@ -204,6 +204,14 @@ def archs() -> list[str]:
     return values
 
 
+def line_info() -> bool:
+    """FLASH_EXT_LINE_INFO=1: profilers show lines of the kernels' sources, for a twelfth more of the build's time."""
+    value = os.environ.get("FLASH_EXT_LINE_INFO", "")
+    if value not in ("", "0", "1"):
+        raise BuildError(f"FLASH_EXT_LINE_INFO is '{value}'; it may be 0, 1 or unset")
+    return value == "1"
+
+
 def gencode_flags(values: list[str]) -> list[str]:
     """Machine code for each architecture, and PTX of the newest one whose PTX runs on later GPUs."""
     portable = [int(value) for value in values if value.isdecimal()]
