@@ -20,6 +20,12 @@ Tensor gradient(const Tensor& input, bool needed) {
   return needed ? new_empty(input, shape_of(input), input.scalar_type()) : no_gradient(input);
 }
 
+/// The gradient of out as the copy engine reads it: it must be there, and takes no stride of 0.
+Tensor for_copy_engine(const OptionalTensor& grad_out, const Tensor& out) {
+  if (!grad_out) return new_zeros(out, shape_of(out), out.scalar_type());
+  return is_broadcast(*grad_out) ? torch::stable::contiguous(*grad_out) : *grad_out;
+}
+
 void need_bias(const ScoreOptions& options, bool needed) {
   check(!needed || options.bias.has_value(), "need_dbias asks for the gradient of bias, which is None");
 }
@@ -71,7 +77,11 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
   };
   call.params.out = own_rows(out);
   call.params.lse = view_lse(own(lse));
-  if (grad_out) call.params.grad_out = own_rows(*grad_out);
+  if (call.plan.kernel == "sm90/backward") {
+    call.params.grad_out = own_rows(for_copy_engine(grad_out, out));
+  } else if (grad_out) {
+    call.params.grad_out = own_rows(*grad_out);
+  }
   if (grad_lse) call.params.grad_lse = view_lse(own(*grad_lse));
   call.params.deterministic = deterministic;
 

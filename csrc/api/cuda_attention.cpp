@@ -8,6 +8,7 @@
 #include "../kernels/sm80/bias_gradient.h"
 #include "../kernels/sm80/clear.h"
 #include "../kernels/sm80/forward.h"
+#include "../kernels/sm90/backward.h"
 #include "../kernels/sm90/bias_gradient.h"
 #include "../kernels/sm90/forward.h"
 #include "attention.h"
@@ -63,6 +64,18 @@ void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t s
   sm80::bias_gradient(call.params, address(memory), stream);
 }
 
+void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
+  const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
+#ifndef FLASH_EXT_NO_HOPPER
+  if (call.plan.kernel == "sm90/backward") {
+    const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
+    return sm90::backward(call.params, address(memory), stream);
+  }
+#endif
+  const Tensor memory = workspace(sm80::backward_workspace_bytes(call.params));
+  sm80::backward(call.params, address(memory), stream);
+}
+
 Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, bool deterministic,
                             bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool need_dsink,
@@ -72,8 +85,7 @@ Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor
   const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
   const BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
   sm80::clear_backward(call.params, device.stream());
-  const Tensor workspace = new_empty(q, {sm80::backward_workspace_bytes(call.params)}, ScalarType::Byte);
-  sm80::backward(call.params, address(workspace), device.stream());
+  run_backward(q, call, device.stream());
   if (need_dbias) run_bias_gradient(q, call, device.stream());
   return {call.dq, call.dk, call.dv, call.dbias, finish_dsink(call, options)};
 }

@@ -10,6 +10,7 @@
 #include "../kernels/common/head_dim.h"
 #include "../kernels/common/tile_range.h"
 #include "../kernels/cpu/tile_sizes.h"
+#include "../kernels/sm90/backward_shape.h"
 #include "../kernels/sm90/bias_gradient_shape.h"
 #include "../kernels/sm90/forward_shape.h"
 
@@ -237,18 +238,19 @@ class Planner {
   void choose_kernel() {
     plan_.kernel = is_cuda_prefill() ? "sm80/forward" : kernel_of(p_.operation, p_.device);
     choose_bias_kernel();
-    if (p_.operation != Operation::kForward || p_.device != Device::kCuda) return;
+    const bool backward = p_.operation == Operation::kBackward;
+    if (!(backward || p_.operation == Operation::kForward) || p_.device != Device::kCuda) return;
     if (p_.compute_capability != kHopperCapability) return;
     if (!p_.hopper_kernels) {
-      because("sm80/forward: kernels for Hopper are not in this build (architecture 90a), or FLASH_EXT_HOPPER=0");
+      because(plan_.kernel, ": kernels for Hopper are not in this build (architecture 90a), or FLASH_EXT_HOPPER=0");
       return;
     }
-    const std::string obstacle = hopper_obstacle();
+    const std::string obstacle = backward ? hopper_backward_obstacle() : hopper_obstacle();
     if (obstacle.empty()) {
-      plan_.kernel = "sm90/forward";
+      plan_.kernel = backward ? "sm90/backward" : "sm90/forward";
       because("wgmma and the copy engine, for compute capability 9.0");
     } else {
-      because("sm80/forward: the kernel for Hopper does not serve ", obstacle);
+      because(plan_.kernel, ": the kernel for Hopper does not serve ", obstacle);
     }
   }
 
@@ -270,6 +272,18 @@ class Planner {
 
   /// What the forward for Hopper cannot do.
   std::string hopper_obstacle() const { return p_.has_bias ? "bias" : common_hopper_obstacle(); }
+
+  /// What the backward for Hopper cannot do.
+  std::string hopper_backward_obstacle() const {
+    if (p_.has_bias) return "bias";
+    if (p_.softcap > 0) return "softcap";
+    if (p_.has_alibi) return "ALiBi";
+    if (p_.deterministic) return "deterministic";
+    if (p_.softmax_scale <= 0) return text("softmax_scale ", p_.softmax_scale);
+    if (p_.head_dim != p_.head_dim_v) return text("head_dim ", p_.head_dim_v, " of v beside ", p_.head_dim);
+    if (p_.head_dim > sm90::kMostBackwardHeadDim) return text("head_dim beyond ", sm90::kMostBackwardHeadDim);
+    return common_hopper_obstacle();
+  }
 
   /// What no kernel for Hopper can do.
   std::string common_hopper_obstacle() const {
@@ -408,6 +422,15 @@ class Planner {
       plan_.block_n = shape.block_n;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
               " queries, for head dims up to ", dims.qk, dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+      return;
+    }
+    if (plan_.kernel == "sm90/backward") {
+      const int64_t head_dim = kernel_head_dim(p_.head_dim, p_.head_dim_v);
+      const sm90::BackwardShape shape = sm90::backward_shape(static_cast<int>(head_dim));
+      plan_.block_m = sm90::kBackwardBlockM;
+      plan_.block_n = sm90::kGroupRows * shape.groups;
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
+              " keys, for head dims up to ", head_dim);
       return;
     }
     if (p_.device == Device::kCuda) return;  // the kernel's own configuration decides, which knows the shared memory

@@ -1,0 +1,32 @@
+// Copies and reductions of contiguous memory by the copy engine, in multiples of 16 bytes at multiples of 16 (PTX ISA,
+// "cp.async.bulk", "cp.reduce.async.bulk").
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+/// Its bytes count among those that arrive at the barrier.
+__device__ __forceinline__ void bulk_load(uint32_t s_target, const void* g_source, uint32_t bytes, uint32_t s_barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(s_target),
+      "l"(g_source), "r"(bytes), "r"(s_barrier)
+      : "memory");
+}
+
+/// Adds floats, each one atomically. To be committed.
+__device__ __forceinline__ void bulk_reduce_add(float* g_target, uint32_t s_source, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(g_target),
+               "r"(s_source), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+/// Until this thread's groups have read their sources, but for the last kPending.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace flash_ext::ptx

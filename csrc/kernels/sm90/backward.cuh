@@ -1,0 +1,90 @@
+// Attention backward on wgmma (FlashAttention-2, Dao 2023, algorithm 2), recomputing the probabilities from lse:
+//
+//   S^T = K Q^T,   P^T = 2^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)    D: sm80/backward_rows.cuh
+//   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
+#pragma once
+
+#include "../launch.h"
+#include "../ptx/setmaxnreg.h"
+#include "../sm80/backward_dq.cuh"
+#include "../sm80/backward_rows.cuh"
+#include "backward_dq.cuh"
+#include "backward_group.cuh"
+#include "tensor_map.h"
+
+namespace flash_ext::sm90 {
+
+/// Warpgroup 0 loads and makes dQ, the others compute.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ sm80::BackwardWorkspace workspace, unsigned key_tiles, float scale) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& state = *reinterpret_cast<BackwardState<Config>*>(shared + Config::kTilesBytes);
+  const unsigned key_tile = blockIdx.x % key_tiles, head = blockIdx.x / key_tiles;
+  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
+  const int first_key = static_cast<int>(key_tile) * Config::kBlockN;
+  const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
+  const Sequence sequence(p, static_cast<int>(head / heads_kv), head_q);
+  if (first_key >= sequence.seqlen_k) return;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) {
+    state.init();
+    state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
+  }
+  __syncthreads();
+  if (warp < kGroupWarps) {
+    ptx::give_up_registers<Config::kShape.dq_registers>();
+    BackwardDq<Config>(p, maps, workspace, state, ptx::shared_address(shared), warp, lane).run();
+  } else {
+    ptx::take_registers<Config::kShape.registers>();
+    BackwardGroup<Config>(p, state, ptx::shared_address(shared), scale, warp / kGroupWarps - 1, lane).run();
+  }
+}
+
+template <class Config>
+sm80::BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
+  return sm80::BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kHeadDim, memory);
+}
+
+template <class Config>
+void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Element = typename Config::Element;
+  constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardState<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
+  const sm80::BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
+  const LaunchShape rows{dim3(grid_size(sm80::RowTileOfBlock::blocks(p, kBlockM))), dim3(sm80::kRowTermThreads)};
+  launch("sm90/backward rows", sm80::backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
+
+  if (p.dq.data || p.dk.data || p.dv.data) {
+    const BackwardMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kBlockM),
+                               encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
+                               encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
+                               encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
+    const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
+    const LaunchShape keys{dim3(grid_size(key_tiles * p.heads_kv * p.batch)), dim3(Config::kThreads), kSharedBytes};
+    launch("sm90/backward", backward_kernel<Config>, keys, stream, p, maps, workspace, static_cast<unsigned>(key_tiles),
+           static_cast<float>(p.softmax_scale) * kLog2E);
+  }
+  if (p.dq.data) {
+    launch("sm90/backward dq", sm80::store_dq_kernel<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim>, rows,
+           stream, p, workspace);
+  }
+  if (p.dsink) {
+    const LaunchShape heads{dim3(static_cast<unsigned>(p.heads_q)), dim3(sm80::kRowTermThreads)};
+    launch("sm90/backward sink", sm80::sink_gradient_kernel<kBlockM>, heads, stream, p, workspace);
+  }
+}
+
+template <class Element, int kHeadDim>
+int64_t backward_bytes(const BackwardParams& p) {
+  return backward_workspace<BackwardConfig<Element, kHeadDim>>(p, nullptr).bytes;
+}
+
+template <class Element, int kHeadDim>
+void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  launch_backward<BackwardConfig<Element, kHeadDim>>(p, memory, stream);
+}
+
+}  // namespace flash_ext::sm90

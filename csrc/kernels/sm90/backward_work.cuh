@@ -1,0 +1,174 @@
+// What the warps of a block of the backward share: the shapes of its tiles, what it works on, and the barriers.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/sequence.cuh"
+#include "../ptx/cp_async.h"
+#include "../ptx/mbarrier.h"
+#include "../sm80/backward_workspace.h"
+#include "backward_shape.h"
+#include "matrix_descriptor.h"
+
+namespace flash_ext::sm90 {
+
+template <class Element_, int kHeadDim_>
+struct BackwardConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim);
+  static constexpr int kGroups = kShape.groups;
+  static constexpr int kBlockM = kBackwardBlockM;
+  static constexpr int kBlockN = kGroups * kGroupRows;
+  static constexpr int kStages = 2;  // of Q, dO and dS
+  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+
+  static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);    // K, V
+  static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);  // a stage of Q or dO
+  static constexpr int kDsPanelBytes = panel_bytes(kBlockM);         // dS of a warpgroup's keys
+  static constexpr int kDsBytes = kGroups * kDsPanelBytes;
+  static constexpr int kDqPieceBytes = 16 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
+  static constexpr int kValuesOffset = kKeyBytes;
+  static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
+  static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
+  static constexpr int kDsOffset = kGradsOffset + kStages * kQueryBytes;
+  static constexpr int kDqOffset = kDsOffset + kStages * kDsBytes;
+  static constexpr int kTilesBytes = kDqOffset + kGroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
+
+  static_assert(kGroupRows == kPanelColumns, "dS of a warpgroup's keys is a panel");
+  static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+                "no more registers than the launch allocates, else setmaxnreg waits for ever");
+};
+
+/// A stage of a ring, and the parity of its use, in one register.
+template <int kStages>
+struct StageCount {
+  static_assert((kStages & (kStages - 1)) == 0);
+  uint32_t count = 0;
+
+  __device__ __forceinline__ uint32_t stage() const { return count % kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return count / kStages % 2; }
+  __device__ __forceinline__ void advance() { ++count; }
+};
+
+/// dQ of a tile while it is summed up in memory: in the order of the accumulators of the warps that compute it.
+template <int kHeadDim>
+struct BackwardDqLayout {
+  static constexpr int kM = 1, kN = kHeadDim / 8;
+  __device__ __forceinline__ static int first_row(int warp) { return warp * 16; }
+  __device__ __forceinline__ static int first_column(int) { return 0; }
+  __device__ __forceinline__ static int fragment(int warp, int, int n) { return (warp * kN + n) * 128; }
+  /// Element e of the lanes 4 g + t, for t = 0..3: rows g (e < 2) and g + 8, columns 2 t + e % 2.
+  __device__ __forceinline__ static void load_quad(const float* g_fragment, int g, float (&x)[4][4]) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const float4 lane = reinterpret_cast<const float4*>(g_fragment)[4 * g + t];
+      x[t][0] = lane.x, x[t][1] = lane.y, x[t][2] = lane.z, x[t][3] = lane.w;
+    }
+  }
+};
+
+/// A tile of queries of a head, counted from the first of the group.
+struct BackwardStep {
+  int head, tile;
+};
+
+/// A tile of keys of a key head, and the tiles of queries that see it, of each head of the group.
+template <class Config>
+struct BackwardWork {
+  Sequence sequence;  // its head is the first of the group
+  int heads;          // of the group
+  int first_key;
+  TileSpan tiles;                    // of queries; full: every one sees all of the keys that are there
+  TileSpan groups[Config::kGroups];  // that see the keys of a warpgroup; full: nothing is hidden from them
+  int64_t workspace_tile;            // of query 0 of the first head
+
+  __device__ __forceinline__ BackwardWork(const BackwardParams& p, const sm80::BackwardWorkspace& workspace,
+                                          const Sequence& sequence, int first_key)
+      : sequence(sequence),
+        heads(static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv)),
+        first_key(first_key),
+        tiles(query_tiles(first_key, min(first_key + Config::kBlockN, sequence.seqlen_k))),
+        workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)) {
+    for (int g = 0; g < Config::kGroups; ++g) {
+      const int first = first_key + g * kGroupRows, end = first + kGroupRows;
+      groups[g] = query_tiles(first, min(end, sequence.seqlen_k));
+      if (end > sequence.seqlen_k) groups[g].full_begin = groups[g].full_end = groups[g].end;
+    }
+  }
+
+  __device__ __forceinline__ BackwardStep first_step() const {
+    return {tiles.begin < tiles.end ? 0 : heads, tiles.begin};
+  }
+  /// Past the last one, head is past the group.
+  __device__ __forceinline__ void advance(BackwardStep& step) const {
+    if (++step.tile < tiles.end) return;
+    step.tile = tiles.begin;
+    ++step.head;
+  }
+
+  /// Whether some query of the tile does not see some key, and so must not meet what is not finite in it.
+  __device__ __forceinline__ bool is_cleaned(int tile) const {
+    return tile < tiles.full_begin || tile >= tiles.full_end;
+  }
+
+ private:
+  /// The tiles of queries that see some key of [first, end), and those that see them all.
+  __device__ __forceinline__ TileSpan query_tiles(int first, int end) const {
+    constexpr int kBlockM = Config::kBlockM;
+    if (first >= end) return {0, 0, 0, 0};
+    const int some_begin = queries_begin(first), some_end = queries_end(end - 1);
+    if (some_begin >= some_end) return {0, 0, 0, 0};
+    TileSpan span;
+    span.begin = some_begin / kBlockM;
+    span.end = (some_end + kBlockM - 1) / kBlockM;
+    span.full_begin = min((queries_begin(end - 1) + kBlockM - 1) / kBlockM, span.end);
+    span.full_end = max(max(queries_end(first), 0) / kBlockM, span.full_begin);
+    return span;
+  }
+  __device__ __forceinline__ int queries_begin(int j) const { return max(j - sequence.offset - sequence.right, 0); }
+  __device__ __forceinline__ int queries_end(int j) const {
+    return min(j - sequence.offset + sequence.left + 1, sequence.seqlen_q);
+  }
+};
+
+/// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
+template <class Config>
+struct BackwardState {
+  static constexpr int kStages = Config::kStages;
+
+  float lse[kStages][Config::kBlockM];  // base 2
+  float minus_delta[kStages][Config::kBlockM];
+  uint64_t k_full, v_full;
+  uint64_t q_full[kStages], q_empty[kStages];    // with lse
+  uint64_t do_full[kStages], do_empty[kStages];  // with minus_delta
+  uint64_t ds_full[kStages], ds_empty[kStages];
+  __align__(8) unsigned char work_bytes[sizeof(BackwardWork<Config>)];
+
+  __device__ __forceinline__ BackwardWork<Config>& work() {
+    return *reinterpret_cast<BackwardWork<Config>*>(work_bytes);
+  }
+
+  /// By one thread.
+  __device__ __forceinline__ void init() {
+    constexpr int kConsumers = Config::kGroups * kGroupWarps;
+    ptx::mbarrier_init(ptx::shared_address(&k_full), 1);
+    ptx::mbarrier_init(ptx::shared_address(&v_full), 1);
+    init_all(q_full, 1);
+    init_all(q_empty, kConsumers);
+    init_all(do_full, 1);
+    init_all(do_empty, kConsumers);
+    init_all(ds_full, kConsumers);
+    init_all(ds_empty, kGroupWarps);
+    ptx::mbarrier_init_fence();
+  }
+
+ private:
+  template <int kCount>
+  __device__ __forceinline__ static void init_all(uint64_t (&barriers)[kCount], uint32_t arrivals) {
+    for (int k = 0; k < kCount; ++k) ptx::mbarrier_init(ptx::shared_address(&barriers[k]), arrivals);
+  }
+};
+
+}  // namespace flash_ext::sm90

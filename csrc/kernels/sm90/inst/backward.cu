@@ -1,0 +1,29 @@
+#include "../backward.h"
+#include "../backward_shape.h"
+#include "../dispatch.h"
+
+namespace flash_ext::sm90 {
+
+// Instantiated in the files beside this one.
+template <class Element, int kHeadDim>
+int64_t backward_bytes(const BackwardParams& params);
+template <class Element, int kHeadDim>
+void run_backward(const BackwardParams& params, void* workspace, cudaStream_t stream);
+
+int64_t backward_workspace_bytes(const BackwardParams& params) {
+  int64_t bytes = 0;
+  with_kernel_types(params, [&](auto element, auto head_dim) {
+    if constexpr (decltype(head_dim)::value <= kMostBackwardHeadDim)
+      bytes = backward_bytes<decltype(element), decltype(head_dim)::value>(params);
+  });
+  return bytes;
+}
+
+void backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  with_kernel_types(params, [&](auto element, auto head_dim) {
+    if constexpr (decltype(head_dim)::value <= kMostBackwardHeadDim)
+      run_backward<decltype(element), decltype(head_dim)::value>(params, workspace, stream);
+  });
+}
+
+}  // namespace flash_ext::sm90
