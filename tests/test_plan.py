@@ -472,6 +472,36 @@ def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) ->
     ("fields", "obstacle"),
     [
         ({}, ""),
+        ({"window_right": 0, "varlen": True, "has_sink": True}, ""),
+        ({"head_dim": 8, "head_dim_v": 8}, ""),
+        ({"has_bias": True}, "bias"),
+        ({"has_mask": True}, "mask"),
+        ({"has_block_mask": True}, "block mask"),
+        ({"has_alibi": True}, "ALiBi"),
+        ({"softcap": 3.0}, "softcap"),
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"deterministic": True}, "deterministic"),
+        ({"softmax_scale": -1.0}, "softmax_scale -1"),
+        ({"head_dim_v": 64}, "head_dim 64 of v beside 128"),
+        ({"head_dim": 136, "head_dim_v": 136}, "head_dim beyond 128"),
+        ({"dtype": "float32"}, "float32"),
+        ({"broadcast": True}, "stride of 0"),
+        ({"seqlen_q": 0}, "empty"),
+        ({"hopper_kernels": False}, "not in this build"),
+    ],
+)
+def test_the_kernel_of_the_backward(fields: dict[str, Any], obstacle: str) -> None:
+    found = hopper_plan(operation="backward", **fields)
+    assert found.kernel == ("sm80/backward" if obstacle else "sm90/backward")
+    assert any("Hopper" in reason and obstacle in reason for reason in found.reasons) == bool(obstacle)
+    assert (found.block_m, found.block_n > 0) == ((0, False) if obstacle else (64, True))
+    assert hopper_plan(operation="backward", compute_capability=80, **fields).kernel == "sm80/backward"
+
+
+@pytest.mark.parametrize(
+    ("fields", "obstacle"),
+    [
+        ({}, ""),
         ({"window_left": 9, "softcap": 3.0, "has_alibi": True, "varlen": True}, ""),
         ({"dtype": "float32"}, "float32"),
         ({"has_mask": True}, "mask"),

@@ -4,6 +4,8 @@
 //   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 #pragma once
 
+#include <algorithm>
+
 #include "../launch.h"
 #include "../ptx/setmaxnreg.h"
 #include "../sm80/backward_dq.cuh"
@@ -18,20 +20,24 @@ namespace flash_ext::sm90 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
-                    const __grid_constant__ sm80::BackwardWorkspace workspace, unsigned key_tiles, float scale) {
+                    const __grid_constant__ sm80::BackwardWorkspace workspace, const BackwardSchedule schedule,
+                    float scale) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<BackwardState<Config>*>(shared + Config::kTilesBytes);
-  const unsigned key_tile = blockIdx.x % key_tiles, head = blockIdx.x / key_tiles;
+  unsigned head, key_tile;
+  schedule.locate(blockIdx.x, head, key_tile);
   const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
   const int first_key = static_cast<int>(key_tile) * Config::kBlockN;
   const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
   const Sequence sequence(p, static_cast<int>(head / heads_kv), head_q);
   if (first_key >= sequence.seqlen_k) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  // Keys come while the rest is still being worked out.
   if (threadIdx.x == 0) {
     state.init();
-    state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
+    load_keys<Config>(p, maps, state, ptx::shared_address(shared), sequence, first_key);
   }
+  if (threadIdx.x == kGroupThreads) state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
   __syncthreads();
   if (warp < kGroupWarps) {
     ptx::give_up_registers<Config::kShape.dq_registers>();
@@ -40,6 +46,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::take_registers<Config::kShape.registers>();
     BackwardGroup<Config>(p, state, ptx::shared_address(shared), scale, warp / kGroupWarps - 1, lane).run();
   }
+}
+
+template <class Config>
+BackwardSchedule schedule_backward(const BackwardParams& p) {
+  constexpr int64_t kSectionBlocks = 528;  // four for each SM
+  const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN, heads = p.heads_kv * p.batch;
+  const int64_t together = p.window.right >= 0 && key_tiles > 0 ? (kSectionBlocks + key_tiles - 1) / key_tiles : 1;
+  const int64_t sections = std::max<int64_t>(1, heads / together);
+  grid_size(key_tiles * heads);
+  return {static_cast<unsigned>(key_tiles), static_cast<unsigned>(heads),
+          static_cast<unsigned>((heads + sections - 1) / sections)};
 }
 
 template <class Config>
@@ -62,9 +79,9 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
                                encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
                                encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
                                encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
-    const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
-    const LaunchShape keys{dim3(grid_size(key_tiles * p.heads_kv * p.batch)), dim3(Config::kThreads), kSharedBytes};
-    launch("sm90/backward", backward_kernel<Config>, keys, stream, p, maps, workspace, static_cast<unsigned>(key_tiles),
+    const BackwardSchedule schedule = schedule_backward<Config>(p);
+    const LaunchShape keys{dim3(schedule.key_tiles * schedule.heads), dim3(Config::kThreads), kSharedBytes};
+    launch("sm90/backward", backward_kernel<Config>, keys, stream, p, maps, workspace, schedule,
            static_cast<float>(p.softmax_scale) * kLog2E);
   }
   if (p.dq.data) {

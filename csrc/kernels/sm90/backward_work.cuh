@@ -133,6 +133,22 @@ struct BackwardWork {
   }
 };
 
+/// In which order blocks take up tiles of keys: sections of heads, in a section the tiles of keys that a causal mask
+/// shows to the most queries first, so that no long one is left at the end.
+struct BackwardSchedule {
+  unsigned key_tiles;  // of the longest sequence
+  unsigned heads;      // of all batch entries
+  unsigned section_heads;
+
+  __device__ __forceinline__ void locate(unsigned position, unsigned& head, unsigned& key_tile) const {
+    const unsigned section_size = section_heads * key_tiles;
+    const unsigned section = position / section_size, rest = position % section_size;
+    const unsigned first_head = section * section_heads, width = min(section_heads, heads - first_head);
+    key_tile = rest / width;
+    head = first_head + rest % width;
+  }
+};
+
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct BackwardState {
