@@ -127,6 +127,12 @@ CUDA = [
     "csrc/kernels/sm90/inst/forward_f16_192.cu",
     "csrc/kernels/sm90/inst/forward_f16_192_128.cu",
     "csrc/kernels/sm90/inst/forward_f16_256.cu",
+    "csrc/kernels/sm90/inst/forward_general_bf16_64.cu",
+    "csrc/kernels/sm90/inst/forward_general_bf16_128.cu",
+    "csrc/kernels/sm90/inst/forward_general_bf16_256.cu",
+    "csrc/kernels/sm90/inst/forward_general_f16_64.cu",
+    "csrc/kernels/sm90/inst/forward_general_f16_128.cu",
+    "csrc/kernels/sm90/inst/forward_general_f16_256.cu",
     *PLAN,
 ]
 

@@ -396,12 +396,33 @@ def hopper_plan(**fields: Any) -> _plan.Plan:
         {"has_sink": True},
         {"has_alibi": True},
         {"softcap": 3.0},
+        {"dropout_p": 2.0**-20},  # rounds to 0
     ],
 )
 def test_the_kernel_for_hopper_serves_options_that_need_no_memory(fields: dict[str, Any]) -> None:
     found = hopper_plan(**fields)
     assert found.kernel == "sm90/forward"
     assert found.block_m % 64 == 0 and found.block_n % 16 == 0
+    assert not any("general class" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"has_bias": True}, "bias"),
+        ({"has_mask": True}, "mask"),
+        ({"has_block_mask": True}, "block mask"),
+        ({"dropout_p": 0.1}, "dropout"),
+    ],
+)
+@pytest.mark.parametrize(("head_dim", "served"), [(8, 64), (72, 128), (128, 128), (136, 256), (192, 256)])
+def test_the_general_class_of_the_kernel_for_hopper(
+    fields: dict[str, Any], option: str, head_dim: int, served: int
+) -> None:
+    found = hopper_plan(head_dim=head_dim, head_dim_v=8, **fields)
+    assert found.kernel == "sm90/forward" and found.block_n % 64 == 0
+    assert any("general class" in reason and option in reason for reason in found.reasons)
+    assert any(reason.endswith(f"head dims up to {served}") for reason in found.reasons)
 
 
 @pytest.mark.parametrize(
@@ -448,10 +469,7 @@ def test_the_keys_of_a_tile_on_hopper(fields: dict[str, Any], block_n: int) -> N
     "fields",
     [
         {"dtype": "float32"},
-        {"has_bias": True},
-        {"has_mask": True},
-        {"has_block_mask": True},
-        {"dropout_p": 0.1},
+        {"dtype": "float32", "has_mask": True},
         {"broadcast": True},
         {"batch": 0},
         {"seqlen_q": 0},
@@ -459,10 +477,8 @@ def test_the_keys_of_a_tile_on_hopper(fields: dict[str, Any], block_n: int) -> N
     ],
 )
 def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) -> None:
-    words = {"dtype": "float32", "dropout_p": "dropout", "broadcast": "stride of 0"}
-    empty = dict.fromkeys(("batch", "seqlen_q", "seqlen_k"), "empty")
-    (name,) = fields
-    word = (words | empty).get(name, name.removeprefix("has_").replace("_", " "))
+    words = {"dtype": "float32", "broadcast": "stride of 0"}
+    word = words.get(next(iter(fields)), "empty")
     found = hopper_plan(**fields)
     assert found.kernel == "sm80/forward"
     assert any("Hopper" in reason and word in reason for reason in found.reasons)

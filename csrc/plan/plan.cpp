@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../kernels/common/head_dim.h"
+#include "../kernels/common/philox.h"
 #include "../kernels/common/tile_range.h"
 #include "../kernels/cpu/tile_sizes.h"
 #include "../kernels/sm90/backward_shape.h"
@@ -249,6 +250,8 @@ class Planner {
     if (obstacle.empty()) {
       plan_.kernel = backward ? "sm90/backward" : "sm90/forward";
       because("wgmma and the copy engine, for compute capability 9.0");
+      const std::string options = general_options();
+      if (!options.empty()) because("general class of the kernel: measured faster with", options, " than sm80/forward");
     } else {
       because(plan_.kernel, ": the kernel for Hopper does not serve ", obstacle);
     }
@@ -258,7 +261,7 @@ class Planner {
     if (p_.operation != Operation::kBackward || p_.device != Device::kCuda || !p_.has_bias) return;
     plan_.bias_kernel = "sm80/bias_gradient";
     if (p_.compute_capability != kHopperCapability || !p_.hopper_kernels) return;
-    std::string obstacle = common_hopper_obstacle();
+    std::string obstacle = obstacle_without_masks();
     if (obstacle.empty() && kernel_head_dim(p_.head_dim, p_.head_dim_v) > sm90::kMostBiasHeadDim) {
       obstacle = text("head_dim beyond ", sm90::kMostBiasHeadDim);
     }
@@ -270,8 +273,12 @@ class Planner {
     }
   }
 
-  /// What the forward for Hopper cannot do.
-  std::string hopper_obstacle() const { return p_.has_bias ? "bias" : common_hopper_obstacle(); }
+  /// What asks for the general class of the forward for Hopper.
+  std::string general_options() const {
+    const bool drops = dropout_threshold(p_.dropout_p) > 0;
+    return text(p_.has_bias ? " bias" : "", p_.has_mask ? " mask" : "", p_.has_block_mask ? " block mask" : "",
+                drops ? " dropout" : "");
+  }
 
   /// What the backward for Hopper cannot do.
   std::string hopper_backward_obstacle() const {
@@ -282,15 +289,20 @@ class Planner {
     if (p_.softmax_scale <= 0) return text("softmax_scale ", p_.softmax_scale);
     if (p_.head_dim != p_.head_dim_v) return text("head_dim ", p_.head_dim_v, " of v beside ", p_.head_dim);
     if (p_.head_dim > sm90::kMostBackwardHeadDim) return text("head_dim beyond ", sm90::kMostBackwardHeadDim);
-    return common_hopper_obstacle();
+    return obstacle_without_masks();
   }
 
-  /// What no kernel for Hopper can do.
-  std::string common_hopper_obstacle() const {
-    if (p_.dtype == DType::kFloat32) return "float32";
+  /// What the backward and the gradient of bias for Hopper cannot do.
+  std::string obstacle_without_masks() const {
     if (p_.has_mask) return "mask";
     if (p_.has_block_mask) return "block mask";
     if (p_.dropout_p > 0) return "dropout";
+    return hopper_obstacle();
+  }
+
+  /// What no kernel for Hopper can do.
+  std::string hopper_obstacle() const {
+    if (p_.dtype == DType::kFloat32) return "float32";
     if (p_.broadcast) return "a stride of 0";
     if (p_.batch == 0 || p_.seqlen_q == 0 || p_.seqlen_k == 0) return "empty tensors";
     return "";
@@ -416,8 +428,9 @@ class Planner {
       return;
     }
     if (plan_.kernel == "sm90/forward") {
-      const sm90::HeadDims dims = sm90::forward_head_dims(p_.head_dim, p_.head_dim_v);
-      const sm90::ForwardShape shape = choose_hopper_shape(dims);
+      const bool general = !general_options().empty();
+      const sm90::HeadDims dims = sm90::forward_head_dims(p_.head_dim, p_.head_dim_v, general);
+      const sm90::ForwardShape shape = general ? sm90::general_shape(dims) : choose_hopper_shape(dims);
       plan_.block_m = sm90::kGroupRows * shape.groups;
       plan_.block_n = shape.block_n;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,

@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "../common/head_dim.h"
+#include "../common/philox.h"
 #include "../params.h"
 #include "forward_shape.h"
 
@@ -37,6 +38,21 @@ void with_forward_head_dims(const AttentionParams& p, Run run) {
     if (!kDims.serve(p.head_dim, p.head_dim_v)) return with_forward_head_dims<kPlace + 1>(p, run);
   }
   run(HeadDim<kDims.qk>(), HeadDim<kDims.v>());
+}
+
+/// Whether the general class of the forward serves a call.
+inline bool is_general(const AttentionParams& p) {
+  return p.bias.data || p.mask.data || p.blocks.offsets || dropout_threshold(p.dropout.p) > 0;
+}
+
+/// Calls run(Element(), HeadDim<n>()) for that class.
+template <class Run>
+void with_general_types(const AttentionParams& p, Run run) {
+  const int head_dim = forward_head_dims(p.head_dim, p.head_dim_v, true).qk;
+  with_element(p, [&](auto element) {
+    if (head_dim == 64) return run(element, HeadDim<64>());
+    head_dim == 128 ? run(element, HeadDim<128>()) : run(element, HeadDim<256>());
+  });
 }
 
 /// Calls run(Element(), HeadDim<n>(), HeadDim<n>()).

@@ -17,14 +17,13 @@
 #pragma once
 
 #include "../common/scores.cuh"
-#include "../launch.h"
 #include "../ptx/barrier.h"
 #include "../ptx/reread.h"
 #include "../ptx/setmaxnreg.h"
 #include "../ptx/wgmma.h"
+#include "forward_launch.cuh"
 #include "forward_load.cuh"
 #include "forward_out.cuh"
-#include "tensor_map.h"
 
 namespace flash_ext::sm90 {
 
@@ -45,13 +44,14 @@ class ForwardGroup {
   using QueryTile = TileDescriptor<kGroupRows>;
   using KeyTile = TileDescriptor<kBlockN>;  // and of values
 
-  __device__ __forceinline__ ForwardGroup(const ForwardParams& p, State& state, uint32_t s_tiles, int group, int lane)
+  __device__ __forceinline__ ForwardGroup(const ForwardParams& p, State& state, uint32_t s_tiles, int group, int lane,
+                                          float scale)
       : p_(p),
         state_(state),
         group_(group),
         lane_(lane),
         warp_(static_cast<int>(threadIdx.x) / 32 % kGroupWarps),
-        scale_(Config::kOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E),
+        scale_(scale),
         keys_(KeyTile::lower_half(s_tiles + Config::kKeysOffset)),
         s_tiles_(s_tiles) {}
 
@@ -67,7 +67,7 @@ class ForwardGroup {
     }
   }
 
- private:
+ protected:
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
   __device__ __forceinline__ void release(const uint64_t& barrier) const {
@@ -462,7 +462,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 3 && lane == 0) loader.schedule_work(schedule);
   } else {
     ptx::take_registers<Config::kRegisters>();
-    ForwardGroup<Config>(p, state, ptx::shared_address(shared), warp / kGroupWarps - 1, lane).run();
+    const float scale = Config::kOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E;
+    ForwardGroup<Config>(p, state, ptx::shared_address(shared), warp / kGroupWarps - 1, lane, scale).run();
   }
 }
 
@@ -475,26 +476,21 @@ void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
   if (workspace) clear_forward_workspace(workspace, stream);
-  const ForwardMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kGroupRows),
-                            encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
-                            encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
-                            encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kGroupRows)};
-  const int64_t works = static_cast<int64_t>(schedule.heads) * schedule.blocks_m;
-  const int64_t blocks = std::min<int64_t>(works, device_attribute(cudaDevAttrMultiProcessorCount));
-  LaunchShape shape = {dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
+  LaunchShape shape = {dim3(forward_blocks(schedule)), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = workspace != nullptr;
-  launch("sm90/forward", forward_kernel<Config>, shape, stream, p, maps, schedule);
+  launch("sm90/forward", forward_kernel<Config>, shape, stream, p, encode_maps<Config>(p), schedule);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>
 void run_forward(const ForwardParams& p, [[maybe_unused]] int64_t block_n, void* workspace, cudaStream_t stream) {
   if (has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale))
-    return launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, true>>(p, workspace, stream);
+    return launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardClass::kOptions>>(p, workspace, stream);
+  using Plain = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardClass::kPlain>;
   if constexpr (has_two_shapes({kHeadDim, kHeadDimV})) {
-    using ForFewKeys = ForwardConfig<Element, kHeadDim, kHeadDimV, false, ForwardKeys::kFew>;
+    using ForFewKeys = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardClass::kPlain, ForwardKeys::kFew>;
     if (block_n == ForFewKeys::kBlockN) return launch_forward<ForFewKeys>(p, workspace, stream);
   }
-  launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, false>>(p, workspace, stream);
+  launch_forward<Plain>(p, workspace, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -7,12 +7,13 @@
 
 namespace flash_ext::sm90 {
 
-/// Scratch memory that forward() needs: none where each block has one tile of queries at most.
+/// Scratch memory that forward() needs: none where each block has one tile of queries at most, and no more is asked for
+/// than scaled products, softcap and ALiBi.
 int64_t forward_workspace_bytes(const ForwardParams& params);
 
-/// out and lse of every row that a sequence covers. float16 and bfloat16; windows, softcap, ALiBi, sinks, any lengths;
-/// no stride of 0; rows of out start at multiples of 16 bytes. block_n: keys of a tile, as one of the shapes has it
-/// (forward_shape.h). The workspace is null where none is needed.
+/// out and lse of every row that a sequence covers. float16 and bfloat16; all options, any lengths, keys in one piece;
+/// no stride of 0 in q, k and v; rows of out start at multiples of 16 bytes. block_n: keys of a tile, as one of the
+/// shapes has it (forward_shape.h). The workspace is null where none is needed.
 void forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

@@ -13,14 +13,21 @@
 
 namespace flash_ext::sm90 {
 
-/// kOptions: scores that are more than products scaled by a positive number (softcap, ALiBi).
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kOptions_, ForwardKeys kKeys = ForwardKeys::kMany>
+/// What a kernel can do. Each class costs registers.
+enum class ForwardClass {
+  kPlain,    // products scaled by a positive number, within a window
+  kOptions,  // softcap, ALiBi, any scale
+  kGeneral,  // these, bias, masks, dropout (forward_general.cuh)
+};
+
+template <class Element_, int kHeadDim_, int kHeadDimV_, ForwardClass kClass, ForwardKeys kKeys = ForwardKeys::kMany>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;    // of q and k
   static constexpr int kHeadDimV = kHeadDimV_;  // of v and out
-  static constexpr bool kOptions = kOptions_;
-  static constexpr ForwardShape kShape = forward_shape({kHeadDim, kHeadDimV}, kKeys);
+  static constexpr bool kOptions = kClass == ForwardClass::kOptions, kGeneral = kClass == ForwardClass::kGeneral;
+  static constexpr ForwardShape kShape =
+      kGeneral ? general_shape({kHeadDim, kHeadDimV}) : forward_shape({kHeadDim, kHeadDimV}, kKeys);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kGroupRows;
   static constexpr int kBlockN = kShape.block_n;
@@ -28,20 +35,27 @@ struct ForwardConfig {
   static constexpr int kRegisters = kShape.registers;
   static constexpr int kLoaderRegisters = kShape.loader_registers;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-  static constexpr int kSlots = 4;  // of work: loads run ahead of what is computed, by short sequences too
+  // Of work: loads run ahead of what is computed, by short sequences too. Where there is no room for so many, 2.
+  static constexpr int kSlots = kGeneral && kHeadDim > 128 ? 2 : 4;
 
   static constexpr int kQueryBytes = tile_bytes(kGroupRows, kHeadDim);  // of a warpgroup
   static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);       // of a tile
   static constexpr int kValueBytes = tile_bytes(kBlockN, kHeadDimV);
   static constexpr int kOutBytes = tile_bytes(kGroupRows, kHeadDimV);
-  static constexpr bool kOutInKeys = kShape.out_in_keys;
+  static constexpr bool kOutInKeys = kShape.out_in_keys, kOutInShared = !kShape.stores_registers;
+  static constexpr int kBiasSlots = kShape.bias_slots;
   // Places of Q: while out of a tile of queries leaves through its Q's place, the next Q comes into the other.
-  static constexpr int kPlaces = kOutInKeys ? 1 : 2;
-  // In each place Q of each warpgroup; stages of K; of V.
+  static constexpr int kPlaces = kOutInKeys || !kOutInShared ? 1 : 2;
+  // In each place Q of each warpgroup; stages of K; of V; bias of each warpgroup.
   static constexpr int kPlaceBytes = kGroups * kQueryBytes;
   static constexpr int kKeysOffset = kPlaces * kPlaceBytes;
   static constexpr int kValuesOffset = kKeysOffset + kStages * kKeyBytes;
-  static constexpr int kTilesBytes = kValuesOffset + kStages * kValueBytes;
+  static constexpr int kBiasOffset = kValuesOffset + kStages * kValueBytes;
+  static constexpr int kBiasPartBytes = panel_bytes(kGroupRows);
+  // What masks leave of a tile, for each warpgroup and 64 keys; kStages of them.
+  static constexpr int kBitsOffset = kBiasOffset + kGroups * kBiasSlots * kBiasPartBytes;
+  static constexpr int kBitsBytes = kGeneral ? kGroups * (kBlockN / 64) * kGroupRows * 8 : 0;
+  static constexpr int kTilesBytes = kBitsOffset + kStages * kBitsBytes;
 
   // A score 11 above the reference overflows P in float16. Some models give a sequence's first key that much, so the
   // last tile that is visited raises references too: what overflows has to be computed again.

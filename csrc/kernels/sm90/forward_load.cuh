@@ -34,20 +34,24 @@ class ForwardLoader {
         lane_(lane) {}
 
   /// Fills the slots with the works of this block, and with those that failed once more. By one thread.
-  __device__ __forceinline__ void schedule_work(const ForwardSchedule& schedule) {
+  template <class Schedule>
+  __device__ __forceinline__ void schedule_work(const Schedule& schedule) {
     const int heads_q = static_cast<int>(p_.heads_q);
     const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
     for (int64_t position = blockIdx.x; position < schedule.size(); position = schedule.take()) {
       int head, block;
       schedule.locate(position, head, block);
       const Sequence sequence(p_, head / heads_q, head % heads_q);
-      // The tile that is no whole one stands first, where a causal mask leaves the fewest keys.
       const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-      const int end_query = sequence.seqlen_q - (blocks - 1 - block) * Config::kBlockM;
       if (block >= blocks) continue;
+      // The tile that is no whole one stands first, where a causal mask leaves the fewest keys; last where options know
+      // groups of queries.
+      const int end_query = Config::kGeneral ? min((block + 1) * Config::kBlockM, sequence.seqlen_q)
+                                             : sequence.seqlen_q - (blocks - 1 - block) * Config::kBlockM;
+      const int first_query = Config::kGeneral ? block * Config::kBlockM : max(end_query - Config::kBlockM, 0);
       while (wait_for_slot(slot_)) hand_out_again(slot_);
       new (&state_.work_in(slot_.stage()))
-          Work(sequence, max(end_query - Config::kBlockM, 0), end_query, tail_in_memory, p_.alibi_slopes != nullptr);
+          Work(sequence, first_query, end_query, tail_in_memory, p_.alibi_slopes != nullptr);
       hand_out();
     }
     if constexpr (Config::kOutInKeys) {
@@ -88,7 +92,7 @@ class ForwardLoader {
       for (int g = 0; g < Config::kGroups; ++g) {
         if (!work->has_rows(g)) continue;
         // With two places, the out that was in this one has left: it was that of the work before the last.
-        if constexpr (Config::kOutInKeys) {
+        if constexpr (Config::kPlaces == 1) {
           ptx::mbarrier_wait(address(state_.q_empty[g]), (parities >> g & 1) ^ 1);
           parities ^= 1u << g;
         }
@@ -158,17 +162,7 @@ class ForwardLoader {
       const int begin = work->tiles.begin;
       for (int tile = work->tiles.end - 1; tile >= begin; --tile, at.advance()) {
         ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
-        if (work->is_cleaned(tile)) {
-          uint4* const s_tile = v_ + at.stage() * (Config::kValueBytes / 16);
-          if (tile == work->tail_tile) clear_rows(s_tile, work->sequence.seqlen_k - tile * Config::kBlockN);
-          const bool any = __any_sync(~0u, work->careful && take_out_non_finite(s_tile));
-          ptx::fence_proxy_async_shared();
-          __syncwarp();  // what all lanes wrote comes before the arrival
-          if (lane_ == 0) {
-            state_.met_non_finite[at.stage()] = any;
-            ptx::mbarrier_arrive(address(state_.v_clean[at.stage()]));
-          }
-        }
+        if (work->is_cleaned(tile)) clean_tile(*work, tile, at.stage());
         __syncwarp();
         if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
       }
@@ -176,7 +170,7 @@ class ForwardLoader {
     }
   }
 
- private:
+ protected:
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
   /// Until all are done with what was in a slot; says whether that failed.
@@ -204,6 +198,17 @@ class ForwardLoader {
     const uint32_t parity = slot_.stage() & 1;
     slot_.advance();
     ptx::mbarrier_wait(address(state_.work_loaded), parity);
+  }
+
+  __device__ __forceinline__ void clean_tile(const Work& work, int tile, int stage) const {
+    uint4* const s_tile = v_ + stage * (Config::kValueBytes / 16);
+    if (tile == work.tail_tile) clear_rows(s_tile, work.sequence.seqlen_k - tile * Config::kBlockN);
+    const bool any = __any_sync(~0u, work.careful && take_out_non_finite(s_tile));
+    ptx::fence_proxy_async_shared();
+    __syncwarp();  // what all lanes wrote comes before the arrival
+    if (lane_ != 0) return;
+    state_.met_non_finite[stage] = any;
+    ptx::mbarrier_arrive(address(state_.v_clean[stage]));
   }
 
   __device__ __forceinline__ void wait_for_stage_of_keys(const RingPosition<Config::kStages>& at, uint32_t& out_slots,

@@ -19,11 +19,20 @@ struct HeadDims {
 /// filled up by zeros in shared memory, never in the tensors.
 constexpr HeadDims kForwardHeadDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
-/// Those of the kernel which serves q, k of head_dim and v of head_dim_v.
-constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v) {
-  for (const HeadDims& dims : kForwardHeadDims)
+/// Those that the general class is instantiated for, which also takes bias, masks and dropout.
+constexpr HeadDims kGeneralHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
+
+template <int kCount>
+constexpr HeadDims first_that_serves(const HeadDims (&table)[kCount], int64_t head_dim, int64_t head_dim_v) {
+  for (const HeadDims& dims : table)
     if (dims.serve(head_dim, head_dim_v)) return dims;
   return {};
+}
+
+/// Those of the kernel which serves q, k of head_dim and v of head_dim_v.
+constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v, bool general = false) {
+  return general ? first_that_serves(kGeneralHeadDims, head_dim, head_dim_v)
+                 : first_that_serves(kForwardHeadDims, head_dim, head_dim_v);
 }
 
 struct ForwardShape {
@@ -33,6 +42,9 @@ struct ForwardShape {
   bool out_in_keys;      // out leaves through a stage of K instead of Q's place, of which there are two else
   int registers;         // of a thread that computes
   int loader_registers;  // of the others
+  // The general class: parts of a bias that each warpgroup has room for, and whether out has none in shared memory.
+  int bias_slots = 0;
+  bool stores_registers = false;
 };
 
 /// Which of a kernel's shapes.
@@ -62,6 +74,19 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = Fo
       return {2, 80, 2, false, 232, 40};
     default:  // out takes 128 registers, so two warpgroups; shared memory has room for two stages of 80 keys
       return {2, 80, 2, true, 232, 40};
+  }
+}
+
+/// Of the general class. Tiles are made of 64 keys, in which masks and biases come; out, P and S leave registers for
+/// what the options take.
+constexpr ForwardShape general_shape(const HeadDims& dims) {
+  switch (dims.qk) {
+    case 64:
+      return {3, 128, 3, false, 160, 32, 4, true};
+    case 128:
+      return {3, 64, 2, false, 160, 32, 2};
+    default:
+      return {2, 64, 2, false, 232, 40, 2, true};
   }
 }
 

@@ -66,12 +66,12 @@ struct ForwardWork {
 
   /// Whether a warpgroup says so when it has done with its out.
   __device__ __forceinline__ bool hands_over(int group) const {
-    return Config::kOutInKeys ? copies_out(group) : has_rows(group);
+    return Config::kPlaces == 1 ? copies_out(group) : has_rows(group);
   }
 
   /// Whether out of a warpgroup leaves through shared memory: where its rows are whole.
   __device__ __forceinline__ bool copies_out(int group) const {
-    return first_query + (group + 1) * kGroupRows <= end_query && has_rows(group);
+    return Config::kOutInShared && first_query + (group + 1) * kGroupRows <= end_query && has_rows(group);
   }
 
   /// Whether V of the tile is freed of Inf and NaN: carefully where some row does not see all of the tile, else of the
@@ -150,7 +150,8 @@ struct ForwardState {
 
   uint64_t q_full[kTiles];
   uint64_t out_full[kTiles];
-  uint64_t q_empty[kGroups], out_empty[kGroups];  // kOutInKeys; else who stores out knows both
+  uint64_t q_empty[kGroups];    // with one place; else who stores out knows it
+  uint64_t out_empty[kGroups];  // kOutInKeys
   // kOutInKeys: all of a work's out, if it has some, has left the stage of K. Of each stage, as two slots may follow
   // each other, and a phase must be waited for before the next one ends.
   uint64_t out_slot_empty[kStages];

@@ -58,24 +58,12 @@ inline void make_context_current() {
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
 }
 
-/// For copies of box_rows rows and one panel of columns, in the order (column, row, head, batch).
-inline CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& shape, DType dtype, int box_rows) {
-  constexpr int kRank = 4, kElementBytes = 2;
-  constexpr int64_t kAnyStride = 8;
-  const auto stride = [](int64_t size, int64_t elements) {
-    return static_cast<cuuint64_t>((size > 1 ? elements : kAnyStride) * kElementBytes);
-  };
-  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
-  const cuuint64_t sizes[kRank] = {size(shape.dim), size(shape.rows), size(shape.heads), size(shape.batch)};
-  const cuuint64_t strides[kRank - 1] = {stride(shape.rows, view.row_stride), stride(shape.heads, view.head_stride),
-                                         stride(shape.batch, view.batch_stride)};
-  const cuuint32_t box[kRank] = {kPanelColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
-  const cuuint32_t steps[kRank] = {1, 1, 1, 1};
-  const CUtensorMapDataType type =
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+inline CUtensorMap encode_tensor_map(CUtensorMapDataType type, void* data, const cuuint64_t (&sizes)[4],
+                                     const cuuint64_t (&strides)[3], const cuuint32_t (&box)[4]) {
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const auto encode = [&] {
-    return tensor_map_encoder()(&map, type, kRank, view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+    return tensor_map_encoder()(&map, type, 4, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
@@ -88,6 +76,42 @@ inline CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& 
     throw std::runtime_error("flash_ext: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
   }
   return map;
+}
+
+/// For copies of box_rows rows and one panel of columns, in the order (column, row, head, batch).
+inline CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& shape, DType dtype, int box_rows) {
+  constexpr int kRank = 4, kElementBytes = 2;
+  constexpr int64_t kAnyStride = 8;
+  const auto stride = [](int64_t size, int64_t elements) {
+    return static_cast<cuuint64_t>((size > 1 ? elements : kAnyStride) * kElementBytes);
+  };
+  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n > 0 ? n : 1); };
+  const cuuint64_t sizes[kRank] = {size(shape.dim), size(shape.rows), size(shape.heads), size(shape.batch)};
+  const cuuint64_t strides[kRank - 1] = {stride(shape.rows, view.row_stride), stride(shape.heads, view.head_stride),
+                                         stride(shape.batch, view.batch_stride)};
+  const cuuint32_t box[kRank] = {kPanelColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const CUtensorMapDataType type =
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encode_tensor_map(type, view.data, sizes, strides, box);
+}
+
+/// Of a bias whose rows are made of pieces of 16 bytes: copies of kPanelRowBytes bytes of box_rows rows, in the order
+/// (key, query, head, batch). What is the same for all of a dimension has one place in it.
+inline CUtensorMap encode_bias_map(const AttentionParams& p, int box_rows) {
+  constexpr int kRank = 4;
+  const ScoreView& bias = p.bias;
+  const int64_t bytes = bias.dtype == DType::kFloat32 ? 4 : 2;
+  const CUtensorMapDataType type = bias.dtype == DType::kFloat32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                   : bias.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto size = [](int64_t n, int64_t stride) { return static_cast<cuuint64_t>(stride == 0 ? 1 : n); };
+  const auto stride = [&](int64_t elements) { return static_cast<cuuint64_t>(elements == 0 ? 16 : elements * bytes); };
+  const cuuint64_t sizes[kRank] = {static_cast<cuuint64_t>(p.seqlen_k), size(p.seqlen_q, bias.row_stride),
+                                   size(p.heads_q, bias.head_stride), size(p.batch, bias.batch_stride)};
+  const cuuint64_t strides[kRank - 1] = {stride(bias.row_stride), stride(bias.head_stride), stride(bias.batch_stride)};
+  const cuuint32_t box[kRank] = {static_cast<cuuint32_t>(kPanelRowBytes / bytes), static_cast<cuuint32_t>(box_rows), 1,
+                                 1};
+  return encode_tensor_map(type, bias.data, sizes, strides, box);
 }
 
 }  // namespace flash_ext::sm90

@@ -1,33 +1,61 @@
 #include "../../launch.h"
 #include "../../ptx/grid_dependency.h"
+#include "../aligned_bias.cuh"
 #include "../dispatch.h"
 #include "../forward.h"
+#include "../forward_visibility.cuh"
 
 namespace flash_ext::sm90 {
+namespace {
 
 __global__ void clear_counter(unsigned long long* counter) {
   ptx::launch_dependents();
   *counter = 0;
 }
 
+/// Of the general class: the counter of the schedule; an aligned bias; what masks leave.
+struct GeneralWorkspace {
+  int64_t bias_offset = 16, visibility_offset, bytes;
+
+  explicit GeneralWorkspace(const ForwardParams& p)
+      : visibility_offset(bias_offset + AlignedBias(p, nullptr).bytes),
+        bytes(visibility_offset + VisibilitySizes(p).bytes()) {}
+};
+
+}  // namespace
+
 void clear_forward_workspace(void* workspace, cudaStream_t stream) {
   launch("sm90/forward", clear_counter, {dim3(1), dim3(1)}, stream, static_cast<unsigned long long*>(workspace));
 }
 
+// Instantiated in the files beside this one.
 template <class Element, int kHeadDim, int kHeadDimV>
-void run_forward(const ForwardParams& params, int64_t block_n, void* workspace,
-                 cudaStream_t stream);  // instantiated in the files beside this one
+void run_forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream);
+template <class Element, int kHeadDim>
+void run_general_forward(const ForwardParams& params, const ForwardVisibility& visible, void* workspace,
+                         cudaStream_t stream);
 
 int64_t forward_workspace_bytes(const ForwardParams& params) {
+  if (is_general(params)) return GeneralWorkspace(params).bytes;
   const int64_t block_m = forward_shape(forward_head_dims(params.head_dim, params.head_dim_v)).groups * kGroupRows;
   const int64_t works = (params.seqlen_q + block_m - 1) / block_m * params.batch * params.heads_q;
   return works > device_attribute(cudaDevAttrMultiProcessorCount) ? sizeof(unsigned long long) : 0;
 }
 
 void forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream) {
-  with_forward_types(params, [&](auto element, auto head_dim, auto head_dim_v) {
-    run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, workspace,
-                                                                                           stream);
+  if (!is_general(params)) {
+    return with_forward_types(params, [&](auto element, auto head_dim, auto head_dim_v) {
+      run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, workspace,
+                                                                                             stream);
+    });
+  }
+  char* const memory = static_cast<char*>(workspace);
+  const GeneralWorkspace places(params);
+  ForwardParams p = params;
+  p.bias = align_bias(params, memory + places.bias_offset, stream);
+  const ForwardVisibility visible = find_visibility(p, memory + places.visibility_offset, stream);
+  with_general_types(p, [&](auto element, auto head_dim) {
+    run_general_forward<decltype(element), decltype(head_dim)::value>(p, visible, workspace, stream);
   });
 }
 

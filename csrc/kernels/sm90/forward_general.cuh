@@ -1,0 +1,352 @@
+// The general class of the forward: bias, masks and dropout beside what the others serve (forward.cuh).
+//
+// It differs from them in three things. A list of tiles drives the loads, made from what masks leave
+// (forward_visibility.cuh), and each tile comes with a note that says which warpgroups visit it. A warp raises the
+// references of its rows as long as one of them has none, or one so low that it must be a padding bias's. And the row
+// sums keep watch: a tile whose sum passes kSumLimit takes the exponent of the sum into the reference, while P is still
+// in float, so that a bias that grows along the keys does not make every tile of queries be computed twice.
+#pragma once
+
+#include "forward.cuh"
+#include "forward_general_load.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Config>
+class GeneralGroup : public ForwardGroup<Config> {
+  using Base = ForwardGroup<Config>;
+  using Base::address;
+  using Base::group_;
+  using Base::k_at_;
+  using Base::lane_;
+  using Base::out_;
+  using Base::p_;
+  using Base::pin;
+  using Base::pin_out;
+  using Base::reference_;
+  using Base::release;
+  using Base::release_values;
+  using Base::row_sum_;
+  using Base::start_pv;
+  using Base::start_qk;
+  using Base::v_at_;
+  using Base::wait_for_values;
+  using Base::warp_;
+  using typename Base::Element;
+  using typename Base::Scores;
+  using typename Base::Weights;
+  using typename Base::Work;
+  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kD = Base::kD, kN = Base::kN;
+  // P must stay finite as an Element, l and out in float.
+  static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;
+  static constexpr float kMostExponent = 0x1p120f;
+  // Base 2. A bias that pads with -10000, or with the lowest number of float16, leaves references below it.
+  static constexpr float kLowReference = -8192.0f;
+
+ public:
+  __device__ __forceinline__ GeneralGroup(const ForwardParams& p, const GeneralOptions& options,
+                                          GeneralState<Config>& state, uint32_t s_tiles, int group, int lane)
+      : Base(p, state, s_tiles, group, lane, options.scale),
+        options_(options),
+        state_(state),
+        s_bias_(s_tiles + Config::kBiasOffset + group * Config::kBiasSlots * Config::kBiasPartBytes) {}
+
+  __device__ __forceinline__ void run() {
+    WorkQueue<Config> queue(state_);
+    while (Work* const work = queue.front()) {
+      this->clear();
+      visit(*work);
+      if (!work->careful && must_repeat(*work)) work->failed = true;
+      if (options_.drops) scale_out();
+      this->store(*work);
+      if (work->careful && this->met_non_finite_) this->add_hidden_non_finite(*work);
+      queue.pop(lane_);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void visit(const Work& work) {
+    this->wait_for_query(work);
+    must_raise_ = true;
+    uint32_t flags;
+#pragma unroll 1
+    do {
+      this->wait_for_keys();
+      const TileNote note = state_.k_notes[k_at_.stage()];
+      flags = note.flags;
+      note.visible(group_) ? step(work, note) : pass(note);
+    } while (!(flags & TileNote::kLast));
+    if (Config::kPlaces == 1 && work.has_rows(group_)) release(state_.q_empty[group_]);
+  }
+
+  __device__ __forceinline__ void release_keys() {
+    release(state_.k_empty[k_at_.stage()]);
+    k_at_.advance();
+  }
+
+  __device__ __forceinline__ void pass(const TileNote& note) {
+    __syncwarp();  // all lanes have read the note
+    release_keys();
+    ptx::mbarrier_wait(address(state_.v_full[v_at_.stage()]), v_at_.parity());
+    if (note.flags & TileNote::kClean) this->clean_parities_ ^= 1u << v_at_.stage();
+    release_values();
+  }
+
+  /// S and P of a tile, and then P V. That S of the next one waits so long leaves registers to the options; the other
+  /// warpgroups have products meanwhile.
+  __device__ __forceinline__ void step(const Work& work, const TileNote& note) {
+    Scores s;
+    Weights p;
+    uint32_t visible[2];
+    look(note, visible);
+    start_qk(s);
+    ptx::wgmma_wait<0>();
+    pin(s);
+    release_keys();
+    apply(s, work, note, visible);
+    weigh(s, work, note.tile);
+    this->pack(p, s);
+    wait_for_values(note.flags & TileNote::kClean);
+    start_pv(p);
+    ptx::wgmma_wait<0>();
+    pin_out();
+    release_values();
+  }
+
+  /// Scores to P, whose sums are added up.
+  __device__ __forceinline__ void weigh(Scores& s, const Work& work, int tile) {
+    if (must_raise_) {
+      this->raise_reference(s);
+      must_raise_ = work.careful || some_reference_is_low(work);
+    }
+    float sum[2];
+    this->template exponentiate<false>(s, sum);
+    if (options_.drops) drop(s, work, tile);
+    // Inf and NaN too.
+    if (__any_sync(~0u, !(sum[0] + sum[1] <= kSumLimit))) lower(s, sum);
+    row_sum_[0] += sum[0];
+    row_sum_[1] += sum[1];
+  }
+
+  __device__ __forceinline__ bool some_reference_is_low(const Work& work) const {
+    const TileCoordinates<false> at = this->coordinates(work, 0);
+    bool low = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) low |= reference_[r] < kLowReference && at.row(0, 2 * r) < work.end_query;
+    return __any_sync(~0u, low);
+  }
+
+  /// Takes the exponent of sums beyond the limit into the reference, as long as a power of 2 can undo it. Else the sum
+  /// becomes Inf, which must_repeat() notices.
+  __device__ __forceinline__ void lower(Scores& s, float (&sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = fmaxf(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const bool beyond = largest > kSumLimit && largest < kMostExponent;
+      const float exponent = beyond ? floorf(log2f(largest)) : 0.0f, factor = ptx::exp2_approx(-exponent);
+      reference_[r] += exponent;
+      sum[r] = largest >= kMostExponent ? INFINITY : sum[r] * factor;
+      row_sum_[r] *= factor;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        s[0][n][2 * r] *= factor;
+        s[0][n][2 * r + 1] *= factor;
+      }
+#pragma unroll
+      for (int d = 0; d < kD; ++d) {
+        out_[d][2 * r] *= factor;
+        out_[d][2 * r + 1] *= factor;
+      }
+    }
+  }
+
+  /// As ForwardGroup's. Rows that masks leave nothing of have no reference; who found none was raised until the end.
+  __device__ __forceinline__ bool must_repeat(const Work& work) const {
+    constexpr float kMostSum = 0x1p100f;
+    const TileCoordinates<false> at = this->coordinates(work, 0);
+    bool repeat = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float trace = 0.0f * row_sum_[r];
+#pragma unroll
+      for (int d = 0; d < kD; ++d) trace = fmaf(0.0f, out_[d][2 * r], fmaf(0.0f, out_[d][2 * r + 1], trace));
+      repeat |= (trace != 0.0f || row_sum_[r] > kMostSum) && at.row(0, 2 * r) < work.end_query;
+    }
+    return __any_sync(~0u, repeat);
+  }
+
+  /// What masks leave of this lane's rows. It came with K.
+  __device__ __forceinline__ void look(const TileNote& note, uint32_t (&visible)[2]) const {
+    visible[0] = visible[1] = ~0u;
+    if (!note.partly(group_)) return;
+    constexpr int kParts = kBlockN / kKeyGroup, kPairBytes = sizeof(PairBits), kRowBytes = kPairBytes / kGroupRows;
+    const char* const s_bits =
+        static_cast<const char*>(__cvta_shared_to_generic(this->s_tiles_ + Config::kBitsOffset)) +
+        k_at_.stage() * Config::kBitsBytes + group_ * (kParts * kPairBytes) + (16 * warp_ + lane_ / 4) * kRowBytes +
+        lane_ % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const char* const s_row = s_bits + 8 * r * kRowBytes;
+      visible[r] = *reinterpret_cast<const uint16_t*>(s_row);
+      if constexpr (kParts == 2) visible[r] |= uint32_t{*reinterpret_cast<const uint16_t*>(s_row + kPairBytes)} << 16;
+    }
+  }
+
+  /// Products to scores, but for the scale.
+  __device__ __forceinline__ void apply(Scores& s, const Work& work, const TileNote& note,
+                                        const uint32_t (&visible)[2]) {
+    if (options_.scales_first) {
+      const ScoreRules<Element> rules(p_, work.sequence);
+      rules.scale_and_cap(s);
+      if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work, note.tile));
+    }
+    if (options_.adds_bias) add_bias(s, work.careful);
+    if (note.partly(group_)) {
+      hide_by_bits(s, 0, visible[0]);
+      hide_by_bits(s, 1, visible[1]);
+    }
+    this->hide(s, work, note.tile);
+  }
+
+  __device__ __forceinline__ void add_bias(Scores& s, bool careful) {
+    const float factor = __int_as_float(ptx::reread(__float_as_int(options_.bias_factor)));
+    const auto add = [factor](float& x, float b) { x = fmaf(b, factor, x); };
+    // -inf hides even a score that is NaN.
+    const auto add_carefully = [factor](float& x, float b) {
+      x = fmaf(b, factor, x);
+      if (b == -INFINITY) x = -INFINITY;
+    };
+    careful ? add_bias_by(s, add_carefully) : add_bias_by(s, add);
+  }
+
+  template <class F>
+  __device__ __forceinline__ void add_bias_by(Scores& s, F add) {
+    switch (p_.bias.dtype) {
+      case DType::kFloat16:
+        return add_parts<0, 8>(
+            s, [&](const BiasPart& part, auto first) { part.for_each_16<decltype(first)::value, __half>(s, add); });
+      case DType::kBFloat16:
+        return add_parts<0, 8>(s, [&](const BiasPart& part, auto first) {
+          part.for_each_16<decltype(first)::value, __nv_bfloat16>(s, add);
+        });
+      default:
+        return add_parts<0, 4>(
+            s, [&](const BiasPart& part, auto first) { part.for_each_32<decltype(first)::value>(s, add); });
+    }
+  }
+
+  /// Parts of kTiles times 8 keys, as they come.
+  template <int kFirst, int kTiles, class F>
+  __device__ __forceinline__ void add_parts(Scores& s, F add) {
+    const int slot = bias_at_.stage();
+    ptx::mbarrier_wait(address(state_.bias_full[group_][slot]), bias_at_.parity());
+    add(BiasPart{s_bias_ + slot * Config::kBiasPartBytes, p_.bias.row_stride == 0, ptx::reread(warp_),
+                 ptx::reread(lane_)},
+        std::integral_constant<int, kFirst>());
+    if constexpr (kTiles < 8) __syncwarp();  // all lanes have read it; ldmatrix is read by all at once
+    release(state_.bias_empty[group_][slot]);
+    bias_at_.advance();
+    if constexpr (kFirst + kTiles < kN) add_parts<kFirst + kTiles, kTiles>(s, add);
+  }
+
+  __device__ __forceinline__ void drop(Scores& s, const Work& work, int tile) const {
+    Dropout dropout = state_.dropout;
+    dropout.batch_head = static_cast<uint32_t>(work.sequence.batch * static_cast<int>(p_.heads_q) + work.sequence.head);
+    dropout.drop(s, this->coordinates(work, tile));
+  }
+
+  __device__ __forceinline__ void scale_out() {
+#pragma unroll
+    for (int d = 0; d < kD; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out_[d][e] *= options_.keep_scale;
+  }
+
+  const GeneralOptions& options_;
+  GeneralState<Config>& state_;
+  const uint32_t s_bias_;  // of this warpgroup
+  RingPosition<Config::kBiasSlots> bias_at_;
+  bool must_raise_;  // by this warp
+};
+
+/// Where batch entries share what is read for each query and key, those of one head follow each other.
+struct GeneralSchedule : ForwardSchedule {
+  int batch, heads_q;
+  bool batch_first;
+
+  GeneralSchedule(const ForwardSchedule& schedule, const AttentionParams& p)
+      : ForwardSchedule(schedule),
+        batch(static_cast<int>(p.batch)),
+        heads_q(static_cast<int>(p.heads_q)),
+        batch_first(p.bias.data && p.bias.batch_stride == 0 && p.bias.head_stride != 0 && p.bias.row_stride != 0) {}
+
+  __device__ __forceinline__ void locate(int64_t position, int& head, int& block) const {
+    ForwardSchedule::locate(position, head, block);
+    if (batch_first) head = head % batch * heads_q + head / batch;
+  }
+};
+
+/// Warpgroup 0 loads, the others compute.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    general_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ GeneralOptions options,
+                           const __grid_constant__ ForwardMaps maps, const __grid_constant__ CUtensorMap bias_map,
+                           const __grid_constant__ GeneralSchedule schedule) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& state = *reinterpret_cast<GeneralState<Config>*>(shared + Config::kTilesBytes);
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) state.init(p);
+  __syncthreads();
+  if (warp < kGroupWarps) {
+    ptx::give_up_registers<Config::kLoaderRegisters>();
+    GeneralLoader<Config> loader(p, options, maps, bias_map, state, shared, lane);
+    if (warp == 0) loader.load_keys();
+    if (warp == 1) loader.load_queries_and_store_out();
+    if (warp == 2) loader.clean_values();
+    if (warp == 3 && lane == 0) loader.schedule_work(schedule);
+  } else {
+    ptx::take_registers<Config::kRegisters>();
+    GeneralGroup<Config>(p, options, state, ptx::shared_address(shared), warp / kGroupWarps - 1, lane).run();
+  }
+}
+
+inline GeneralOptions general_options(const ForwardParams& p) {
+  GeneralOptions options{};
+  const float scale = static_cast<float>(p.softmax_scale) * kLog2E;
+  const bool normal = scale > 0x1p-60f && scale < 0x1p60f;
+  options.adds_alibi = p.alibi_slopes != nullptr;
+  options.adds_bias = p.bias.data != nullptr;
+  options.scales_first = p.softcap > 0.0 || options.adds_alibi || !normal;
+  options.scale = options.scales_first ? 1.0f : scale;
+  options.bias_factor = kLog2E / options.scale;
+  options.drops = dropout_threshold(p.dropout.p) > 0;
+  options.keep_scale = static_cast<float>(dropout_keep_scale(p.dropout.p));
+  return options;
+}
+
+template <class Config>
+void launch_general_forward(const ForwardParams& p, const ForwardVisibility& visible, void* workspace,
+                            cudaStream_t stream) {
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(GeneralState<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
+  const GeneralSchedule schedule = {schedule_forward<Config>(p, workspace), p};
+  clear_forward_workspace(workspace, stream);
+  GeneralOptions options = general_options(p);
+  options.visible = visible;
+  const CUtensorMap bias_map =
+      options.adds_bias ? encode_bias_map(p, p.bias.row_stride == 0 ? 1 : kGroupRows) : CUtensorMap{};
+  launch("sm90/forward", general_forward_kernel<Config>,
+         {dim3(forward_blocks(schedule)), dim3(Config::kThreads), kSharedBytes}, stream, p, options,
+         encode_maps<Config>(p), bias_map, schedule);
+}
+
+template <class Element, int kHeadDim>
+void run_general_forward(const ForwardParams& p, const ForwardVisibility& visible, void* workspace,
+                         cudaStream_t stream) {
+  launch_general_forward<ForwardConfig<Element, kHeadDim, kHeadDim, ForwardClass::kGeneral>>(p, visible, workspace,
+                                                                                             stream);
+}
+
+}  // namespace flash_ext::sm90

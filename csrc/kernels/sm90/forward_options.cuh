@@ -1,0 +1,109 @@
+// What the options of a call do to the scores of a warp: the general class of the forward.
+#pragma once
+
+#include <new>
+
+#include "../common/scores.cuh"
+#include "../ptx/ldmatrix.h"
+#include "forward_visibility.h"
+#include "forward_work.cuh"
+
+namespace flash_ext::sm90 {
+
+/// What the host makes of a call. Kernels find it in constant memory.
+struct GeneralOptions {
+  // A product becomes a score to base 2 by `scale`. With softcap, with ALiBi, or where what is added cannot be divided
+  // by it, that is done first, and `scale` is 1.
+  float scale;
+  float bias_factor;  // of a bias, which is added before `scale`
+  float keep_scale;   // of dropout
+  bool scales_first, adds_alibi, adds_bias, drops;
+  ForwardVisibility visible;
+};
+
+/// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it.
+struct TileNote {
+  static constexpr int kPartly = 8;
+  static constexpr uint32_t kAll = (1u << kPartly) - 1, kClean = 1u << 30, kLast = 1u << 31;
+
+  int tile;
+  uint32_t flags;  // kClean: V is freed of Inf and NaN; kLast: of a work
+
+  __device__ __forceinline__ bool any() const { return flags & kAll; }
+  __device__ __forceinline__ bool visible(int group) const { return flags >> group & 1; }
+  __device__ __forceinline__ bool partly(int group) const { return flags >> (kPartly + group) & 1; }
+};
+
+/// What the warps of the general class share besides. Parts of a bias: 64 queries, 128 bytes of keys.
+template <class Config>
+struct GeneralState : ForwardState<Config> {
+  uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
+  TileNote k_notes[Config::kStages], v_notes[Config::kStages];  // beside k_full, v_full
+  Dropout dropout;                                              // of some head
+
+  /// By one thread.
+  __device__ __forceinline__ void init(const AttentionParams& p) {
+    for (int g = 0; g < Config::kGroups; ++g)
+      for (int k = 0; k < Config::kBiasSlots; ++k) {
+        ptx::mbarrier_init(ptx::shared_address(&bias_full[g][k]), 1);
+        ptx::mbarrier_init(ptx::shared_address(&bias_empty[g][k]), kGroupWarps);
+      }
+    new (&dropout) Dropout(p, Sequence(p, 0, 0));
+    ForwardState<Config>::init();
+  }
+};
+
+/// A part of a bias in shared memory: rows of 128 bytes with the swizzle of the copy engine, or one for all queries.
+struct BiasPart {
+  uint32_t s_part;
+  bool one_row;
+  int warp, lane;
+
+  __device__ __forceinline__ uint32_t row_at(int row) const { return s_part + (one_row ? 0 : row * kPanelRowBytes); }
+
+  /// Calls f(x, b) for accumulators [kFirst, + 8) and their bias of 16 bits. ldmatrix deals it out as they lie.
+  template <int kFirst, class Element, int kN, class F>
+  __device__ __forceinline__ void for_each_16(float (&s)[1][kN][4], F f) const {
+    const int row = 16 * warp + lane % 16, swizzle = one_row ? 0 : row & 7;
+    const uint32_t s_lane = row_at(row) + ((lane / 16 ^ swizzle) << 4);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      uint32_t pairs[4];
+      ptx::ldmatrix_x4(pairs, s_lane ^ (n << 4));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 b = ptx::unpack2<Element>(pairs[e]);
+        f(s[0][kFirst + n + e / 2][e % 2 * 2], b.x);
+        f(s[0][kFirst + n + e / 2][e % 2 * 2 + 1], b.y);
+      }
+    }
+  }
+
+  /// The same of [kFirst, + 4) and a bias of float.
+  template <int kFirst, int kN, class F>
+  __device__ __forceinline__ void for_each_32(float (&s)[1][kN][4], F f) const {
+    const int row = 16 * warp + lane / 4, swizzle = one_row ? 0 : row & 7;
+    const uint32_t s_lane = row_at(row) + ((lane % 4 / 2 ^ swizzle) << 4) + lane % 2 * 8;
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t s_pair = (s_lane ^ (n << 5)) + (one_row ? 0 : 8 * r * kPanelRowBytes);
+        const float2 b = *static_cast<const float2*>(__cvta_shared_to_generic(s_pair));
+        f(s[0][kFirst + n][2 * r], b.x);
+        f(s[0][kFirst + n][2 * r + 1], b.y);
+      }
+  }
+};
+
+/// Row r of the two that a lane holds.
+template <int kN>
+__device__ __forceinline__ void hide_by_bits(float (&s)[1][kN][4], int r, uint32_t visible) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      if (!(visible >> (2 * n + c) & 1u)) s[0][n][2 * r + c] = -INFINITY;
+}
+
+}  // namespace flash_ext::sm90
