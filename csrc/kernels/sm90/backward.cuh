@@ -32,12 +32,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const Sequence sequence(p, static_cast<int>(head / heads_kv), head_q);
   if (first_key >= sequence.seqlen_k) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
-  // Keys come while the rest is still being worked out.
   if (threadIdx.x == 0) {
     state.init();
-    load_keys<Config>(p, maps, state, ptx::shared_address(shared), sequence, first_key);
+    state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
   }
-  if (threadIdx.x == kGroupThreads) state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
   __syncthreads();
   if (warp < kGroupWarps) {
     ptx::give_up_registers<Config::kShape.dq_registers>();
@@ -48,13 +46,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
+/// Without a causal mask, blocks of a head run side by side, so that its queries stay in L2; with one, those of several
+/// heads, the longest ones first.
 template <class Config>
 BackwardSchedule schedule_backward(const BackwardParams& p) {
-  constexpr int64_t kSectionBlocks = 528;  // four for each SM
+  constexpr int64_t kCausalHeads = 8;
   const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN, heads = p.heads_kv * p.batch;
-  const int64_t together = p.window.right >= 0 && key_tiles > 0 ? (kSectionBlocks + key_tiles - 1) / key_tiles : 1;
-  const int64_t sections = std::max<int64_t>(1, heads / together);
-  grid_size(key_tiles * heads);
+  const int64_t together = p.window.right < 0 ? 1 : std::min(heads, kCausalHeads);
+  const int64_t sections = (heads + together - 1) / together;
   return {static_cast<unsigned>(key_tiles), static_cast<unsigned>(heads),
           static_cast<unsigned>((heads + sections - 1) / sections)};
 }
@@ -80,7 +79,8 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
                                encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
                                encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
     const BackwardSchedule schedule = schedule_backward<Config>(p);
-    const LaunchShape keys{dim3(schedule.key_tiles * schedule.heads), dim3(Config::kThreads), kSharedBytes};
+    const LaunchShape keys{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
+                           kSharedBytes};
     launch("sm90/backward", backward_kernel<Config>, keys, stream, p, maps, workspace, schedule,
            static_cast<float>(p.softmax_scale) * kLog2E);
   }

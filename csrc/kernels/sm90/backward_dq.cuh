@@ -15,31 +15,6 @@ struct BackwardMaps {
   CUtensorMap q, k, v, grad_out;
 };
 
-/// Panels of rows from `row` on of a head; to be announced.
-template <int kHeadDim>
-__device__ __forceinline__ void load_panels(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int rows,
-                                            int row, int head, int batch) {
-#pragma unroll
-  for (int panel = 0; panel < panels(kHeadDim); ++panel)
-    ptx::tma_load(s_tile + panel * panel_bytes(rows), &map, s_barrier, panel * kPanelColumns, row, head, batch);
-}
-
-/// K and V of a block, of which packed sequences are one batch entry. By one thread.
-template <class Config>
-__device__ __forceinline__ void load_keys(const BackwardParams& p, const BackwardMaps& maps,
-                                          BackwardState<Config>& state, uint32_t s_tiles, const Sequence& sequence,
-                                          int first_key) {
-  const int row = static_cast<int>(sequence.k_begin) + sequence.leftpad + first_key;
-  const int batch = p.seq.cu_seqlens_k ? 0 : sequence.cache_row;
-  const auto load = [&](const CUtensorMap& map, uint64_t& barrier, int offset) {
-    const uint32_t s_full = ptx::shared_address(&barrier);
-    ptx::mbarrier_arrive_expect(s_full, Config::kKeyBytes);
-    load_panels<Config::kHeadDim>(map, s_full, s_tiles + offset, Config::kBlockN, row, sequence.head_kv, batch);
-  };
-  load(maps.k, state.k_full, 0);
-  load(maps.v, state.v_full, Config::kValuesOffset);
-}
-
 /// What one warp of it does; the first one loads.
 template <class Config>
 class BackwardDq {
@@ -82,15 +57,34 @@ class BackwardDq {
  private:
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
+  /// Panels of rows from `row` on of a head, of which packed sequences are one batch entry; to be announced.
+  __device__ __forceinline__ static void load(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int rows,
+                                              int row, int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < panels(kHeadDim); ++panel)
+      ptx::tma_load(s_tile + panel * panel_bytes(rows), &map, s_barrier, panel * kPanelColumns, row, head, batch);
+  }
+
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
+    const Sequence& sequence = work_.sequence;
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive_expect(address(barrier), Config::kKeyBytes);
+      load(map, address(barrier), s_tiles_ + offset, kBlockN,
+           static_cast<int>(sequence.k_begin) + sequence.leftpad + work_.first_key, sequence.head_kv,
+           p_.seq.cu_seqlens_k ? 0 : sequence.cache_row);
+    }
+    __syncwarp();
+  }
+
   /// A tile of Q with its lse, or of dO with its D.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t s_full, int offset, const float* terms,
                                             const float* s_terms, const Step& step) const {
     if (lane_ == 0) {
       const Sequence& sequence = work_.sequence;
       ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
-      load_panels<kHeadDim>(map, s_full, s_tiles_ + offset + at_.stage() * Config::kQueryBytes, kBlockM,
-                            static_cast<int>(sequence.q_begin) + step.tile * kBlockM, sequence.head + step.head,
-                            p_.seq.cu_seqlens_q ? 0 : sequence.batch);
+      load(map, s_full, s_tiles_ + offset + at_.stage() * Config::kQueryBytes, kBlockM,
+           static_cast<int>(sequence.q_begin) + step.tile * kBlockM, sequence.head + step.head,
+           p_.seq.cu_seqlens_q ? 0 : sequence.batch);
       ptx::bulk_load(ptx::shared_address(s_terms), terms + workspace_tile(step) * kBlockM, Config::kTermBytes, s_full);
     }
     __syncwarp();
@@ -107,7 +101,9 @@ class BackwardDq {
 
   __device__ __forceinline__ void load_first() {
     Step step = work_.first_step();
+    load_keys(maps_.k, state_.k_full, 0);
     load_queries(step);
+    load_keys(maps_.v, state_.v_full, Config::kValuesOffset);
     load_grads(step);
     at_.advance();
     work_.advance(step);

@@ -28,7 +28,6 @@ class BackwardGroup {
   using Scores = float[1][kN][4];       // of keys (rows) and queries
   using Weights = uint32_t[kSteps][4];  // as an operand
   using Sum = float[kD][4];
-  using At = StageCount<Config::kStages>;
   using KeyTile = TileDescriptor<kBlockN>;
   using QueryTile = TileDescriptor<kBlockM>;
 
@@ -50,10 +49,16 @@ class BackwardGroup {
     for (int d = 0; d < kD; ++d)
 #pragma unroll
       for (int e = 0; e < 4; ++e) dk_[d][e] = dv_[d][e] = 0.0f;
-    clean_keys();
-    ptx::mbarrier_wait(address(state_.v_full), 0);  // lest the copy engine outlives a block that has no queries
+    if (work_.tiles.begin < work_.tiles.end) {
+      clean_keys();
 #pragma unroll 1
-    for (int head = 0; head < work_.heads; ++head) visit_head();
+      for (int head = 0, tile = work_.tiles.begin;;) {
+        visit(tile);
+        if (++tile < work_.tiles.end) continue;
+        tile = work_.tiles.begin;
+        if (++head == work_.heads) break;
+      }
+    }
     store(p_.dv, dv_, 1.0f);
     store(p_.dk, dk_, static_cast<float>(p_.softmax_scale));
   }
@@ -63,51 +68,39 @@ class BackwardGroup {
   __device__ __forceinline__ void release(const uint64_t& barrier) const {
     if (lane_ == 0) ptx::mbarrier_arrive(address(barrier));
   }
-  __device__ __forceinline__ void wait_for_query(At at) const {
-    ptx::mbarrier_wait(address(state_.q_full[at.stage()]), at.parity());
+  __device__ __forceinline__ void wait_for_query() const {
+    ptx::mbarrier_wait(address(state_.q_full[at_.stage()]), at_.parity());
   }
-  __device__ __forceinline__ void wait_for_grad(At at) const {
-    ptx::mbarrier_wait(address(state_.do_full[at.stage()]), at.parity());
+  __device__ __forceinline__ void wait_for_grad() const {
+    ptx::mbarrier_wait(address(state_.do_full[at_.stage()]), at_.parity());
   }
   __device__ __forceinline__ void wait_for_ds_room() const {
     ptx::mbarrier_wait(address(state_.ds_empty[at_.stage()]), at_.parity() ^ 1);
   }
   __device__ __forceinline__ int thread() const { return warp_ * 32 + lane_; }
 
-  __device__ __forceinline__ void visit_head() {
+  __device__ __forceinline__ void visit(int tile) {
+    if (work_.is_cleaned(tile)) clean_rows();
     const TileSpan& seen = work_.groups[group_];
-    const bool sees = seen.begin < seen.end;
-    int tile = work_.tiles.begin;
-#pragma unroll 1
-    for (const int end = sees ? seen.begin : work_.tiles.end; tile < end; ++tile) pass(tile);
-    if (!sees) return;
-    Scores s;
-    Weights p;
-    clean(tile, at_);
-    start_scores(s, at_);
-    ptx::wgmma_wait<0>();
-    weigh(s, tile, at_);
-    pack(p, s);
-#pragma unroll 1
-    for (; tile + 1 < seen.end; ++tile) step<true>(p, tile);
-    step<false>(p, tile++);
-#pragma unroll 1
-    for (; tile < work_.tiles.end; ++tile) pass(tile);
+    if (tile >= seen.begin && tile < seen.end) {
+      step(tile, tile < seen.full_begin || tile >= seen.full_end);
+    } else {
+      pass();
+    }
+    at_.advance();
   }
 
   /// A tile that other warpgroups see. Barriers are waited for all the same, lest one gets ahead by two phases.
-  __device__ __forceinline__ void pass(int tile) {
-    clean(tile, at_);
-    wait_for_query(at_);
+  __device__ __forceinline__ void pass() const {
+    wait_for_query();
     release(state_.q_empty[at_.stage()]);
-    wait_for_grad(at_);
+    wait_for_grad();
     release(state_.do_empty[at_.stage()]);
     wait_for_ds_room();
 #pragma unroll
     for (int k = 0; k < Config::kDsPanelBytes / 16 / kGroupThreads; ++k)
       sm80::store_shared(s_ds() + (k * kGroupThreads + thread()) * 16, uint4{0, 0, 0, 0});
     hand_ds_over();
-    at_.advance();
   }
 
   /// Of this warpgroup's keys.
@@ -120,62 +113,37 @@ class BackwardGroup {
     release(state_.ds_full[at_.stage()]);
   }
 
-  /// A tile of which this warpgroup's keys see something, with P made; then P of the next one, whose exponentials hide
-  /// behind dK. P and dS take the same registers, dP and S do.
-  template <bool kMakesNext>
-  __device__ __forceinline__ void step(Weights& weights, int tile) {
+  /// A tile of which this warpgroup's keys see something; `hides`: but not all. Scores and their gradients take the
+  /// same registers, one after the other.
+  __device__ __forceinline__ void step(int tile, bool hides) {
+    const uint32_t query = queries_ + at_.stage() * (Config::kQueryBytes / 16);
+    constexpr uint32_t kGrads = Config::kStages * (Config::kQueryBytes / 16), kValues = Config::kKeyBytes / 16;
     Scores s;
-    wait_for_grad(at_);
-    multiply(s, keys_ + Config::kKeyBytes / 16, grads(at_));
-    start_sum(dv_, weights, grads(at_));
-    ptx::wgmma_wait<0>();
-    pin(s);
-    pin(dv_);
-    differentiate(weights, s, hides(tile));
-    release(state_.do_empty[at_.stage()]);
+    Weights p, ds;
+    wait_for_query();
+    multiply(s, keys_, query);
+    weigh(s);
+    if (hides) hide(s, tile);
+    pack(p, s);
+
+    ptx::mbarrier_wait(address(state_.v_full), 0);
+    wait_for_grad();
+    multiply(s, keys_ + kValues, query + kGrads);
+    differentiate(ds, s, p, hides);
     wait_for_ds_room();
-    store_ds(weights);
+    store_ds(ds);
     hand_ds_over();
 
-    At next = at_;
-    next.advance();
-    if constexpr (kMakesNext) {
-      clean(tile + 1, next);
-      start_scores(s, next);
-    }
-    start_sum(dk_, weights, queries(at_));
-    if constexpr (kMakesNext) {
-      ptx::wgmma_wait<1>();
-      weigh(s, tile + 1, next);
-    }
+    start_sum(dv_, p, query + kGrads);
+    start_sum(dk_, ds, query);
+    ptx::wgmma_wait<1>();
+    pin(dv_);
+    release(state_.do_empty[at_.stage()]);
     ptx::wgmma_wait<0>();
     pin(dk_);
     release(state_.q_empty[at_.stage()]);
-    if constexpr (kMakesNext) pack(weights, s);
-    at_ = next;
   }
 
-  /// Whether something is hidden from this warpgroup's keys.
-  __device__ __forceinline__ bool hides(int tile) const {
-    const TileSpan& seen = work_.groups[group_];
-    return tile < seen.full_begin || tile >= seen.full_end;
-  }
-
-  /// Lower halves of descriptors.
-  __device__ __forceinline__ uint32_t queries(At at) const {
-    return queries_ + at.stage() * (Config::kQueryBytes / 16);
-  }
-  __device__ __forceinline__ uint32_t grads(At at) const {
-    return queries(at) + Config::kStages * (Config::kQueryBytes / 16);
-  }
-
-  __device__ __forceinline__ void start_scores(Scores& s, At at) const {
-    wait_for_query(at);
-    multiply(s, keys_, queries(at));
-  }
-  __device__ __forceinline__ static void pin(Scores& s) {
-    for_each_score(s, [](float& x, int, int, int) { ptx::pin(x); });
-  }
   __device__ __forceinline__ static void pin(Sum& sum) {
 #pragma unroll
     for (int d = 0; d < kD; ++d)
@@ -193,6 +161,8 @@ class BackwardGroup {
       Product::template multiply<true>(s[0], KeyTile::at(keys, KeyTile::along_row(step)),
                                        QueryTile::at(queries, QueryTile::along_row(step)));
     ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    for_each_score(s, [](float& x, int, int, int) { ptx::pin(x); });
   }
 
   /// sum += weights rows
@@ -218,11 +188,9 @@ class BackwardGroup {
   }
 
   /// P in place of products.
-  __device__ __forceinline__ void weigh(Scores& s, int tile, At at) const {
-    pin(s);
-    for_each_with_term(s, state_.lse[at.stage()],
+  __device__ __forceinline__ void weigh(Scores& s) const {
+    for_each_with_term(s, state_.lse[at_.stage()],
                        [&](float& x, float lse, int, int) { x = ptx::exp2_approx(fmaf(x, scale_, -lse)); });
-    if (hides(tile)) hide(s, tile);
   }
 
   /// Weights that the window or the lengths hide become 0, whatever they are: a query may have an lse of NaN because of
@@ -242,26 +210,26 @@ class BackwardGroup {
     });
   }
 
-  /// dS in place of P. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
-  __device__ __forceinline__ void differentiate(Weights& weights, const Scores& dp, bool hides) const {
+  /// dS of dP. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
+  __device__ __forceinline__ void differentiate(Weights& ds, const Scores& dp, const Weights& p, bool hides) const {
+    const float* const s_lane = state_.minus_delta[at_.stage()] + 2 * (ptx::reread(lane_) % 4);
     if (hides) {
-      for_each_pair(weights, dp, [](float x, float weight) { return weight == 0.0f ? 0.0f : weight * x; });
+      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight == 0.0f ? 0.0f : weight * x; });
     } else {
-      for_each_pair(weights, dp, [](float x, float weight) { return weight * x; });
+      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight * x; });
     }
   }
   template <class F>
-  __device__ __forceinline__ void for_each_pair(Weights& weights, const Scores& dp, F gradient) const {
-    const float* const s_lane = state_.minus_delta[at_.stage()] + 2 * (ptx::reread(lane_) % 4);
+  __device__ __forceinline__ static void for_each_pair(Weights& ds, const Scores& dp, const Weights& p,
+                                                       const float* s_lane, F gradient) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        uint32_t& pair = weights[n / 2][n % 2 * 2 + r];
-        const float2 weight = ptx::unpack2<Element>(pair);
-        pair = ptx::pack2<Element>(gradient(dp[0][n][2 * r] + term.x, weight.x),
-                                   gradient(dp[0][n][2 * r + 1] + term.y, weight.y));
+        const float2 weight = ptx::unpack2<Element>(p[n / 2][n % 2 * 2 + r]);
+        ds[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(gradient(dp[0][n][2 * r] + term.x, weight.x),
+                                                       gradient(dp[0][n][2 * r + 1] + term.y, weight.y));
       }
     }
   }
@@ -314,12 +282,11 @@ class BackwardGroup {
   }
 
   /// Q and dO of a tile that some key is hidden from, by all warpgroups together.
-  __device__ __forceinline__ void clean(int tile, At at) const {
-    if (!work_.is_cleaned(tile)) return;
+  __device__ __forceinline__ void clean_rows() const {
     constexpr int kPieces = Config::kQueryBytes / 16;
-    wait_for_query(at);
-    wait_for_grad(at);
-    const uint32_t s_query = s_tiles_ + Config::kQueriesOffset + at.stage() * Config::kQueryBytes;
+    wait_for_query();
+    wait_for_grad();
+    const uint32_t s_query = s_tiles_ + Config::kQueriesOffset + at_.stage() * Config::kQueryBytes;
     clean_tile<kPieces>(s_query);
     clean_tile<kPieces>(s_query + Config::kStages * Config::kQueryBytes);
     ptx::barrier_sync<1, kComputing>();
@@ -350,9 +317,9 @@ class BackwardGroup {
   const Work& work_;
   const int group_, warp_, lane_;
   const uint32_t s_tiles_;
-  const float scale_;              // of scores, to base 2
-  const uint32_t keys_, queries_;  // lower halves of descriptors
-  At at_;                          // of Q, dO and dS
+  const float scale_;               // of scores, to base 2
+  const uint32_t keys_, queries_;   // lower halves of descriptors
+  StageCount<Config::kStages> at_;  // of Q, dO and dS
 
   Sum dk_, dv_;
 };
