@@ -34,7 +34,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-@pytest.mark.parametrize(("head_dim", "keys"), [*((head_dim, 500) for head_dim in HEAD_DIMS), (128, 400)])
+@pytest.mark.parametrize(("head_dim", "keys"), [*((head_dim, 500) for head_dim in HEAD_DIMS), (128, 400), (256, 400)])
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 def test_many_heads(device: str, dtype: torch.dtype, head_dim: int, keys: int, mask: dict[str, Any]) -> None:
     """Also in the other shape of a kernel that has two, which fits 400 keys better."""

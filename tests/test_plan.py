@@ -457,6 +457,10 @@ def test_the_kernel_for_hopper_is_that_of_the_next_head_dims(head_dim: int, head
         ({"seqlen_q": 512, "seqlen_k": 512, "softmax_scale": -1.0}, 80),
         ({"seqlen_q": 512, "seqlen_k": 512, "head_dim": 64, "head_dim_v": 64}, 64),
         ({"seqlen_q": 8192, "seqlen_k": 8192, "head_dim": 64, "head_dim_v": 64}, 64),
+        ({"seqlen_q": 512, "seqlen_k": 512, "head_dim": 256, "head_dim_v": 256}, 64),
+        ({"seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 256, "head_dim_v": 256}, 80),
+        ({"seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 256, "head_dim_v": 256, "window_right": 0}, 64),
+        ({"seqlen_q": 4096, "seqlen_k": 4096, "head_dim": 256, "head_dim_v": 256, "window_right": 0}, 80),
     ],
 )
 def test_the_keys_of_a_tile_on_hopper(fields: dict[str, Any], block_n: int) -> None:

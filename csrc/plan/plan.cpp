@@ -463,15 +463,15 @@ class Planner {
   }
 
   /// By what a warpgroup's tile costs, in keys: those that it visits, and the latency of the first step and the last.
-  /// Both factors are H200's at head_dim 128 and 512 to 16384 keys.
+  /// Both factors are H200's at 512 to 16384 keys.
   sm90::ForwardShape choose_hopper_shape(const sm90::HeadDims& dims) {
-    constexpr double kFewKeysCost = 1.03, kEnds = 1.25;  // of a key in tiles of few; in tiles
+    constexpr double kEnds = 1.25;  // in tiles
     const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardKeys::kMany);
     const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardKeys::kFew);
     if (!sm90::has_two_shapes(dims)) return many;
     if (sm90::has_score_options(p_.softcap, p_.has_alibi, p_.softmax_scale)) return many;
     const double many_keys = hopper_keys(many.block_n), few_keys = hopper_keys(few.block_n);
-    const bool fewer = kFewKeysCost * few_keys + kEnds * few.block_n < many_keys + kEnds * many.block_n;
+    const bool fewer = sm90::few_keys_cost(dims) * few_keys + kEnds * few.block_n < many_keys + kEnds * many.block_n;
     const sm90::ForwardShape chosen = fewer ? few : many;
     because("tiles of ", chosen.block_n, " keys: a warpgroup visits ", few_keys, " in tiles of ", few.block_n, " and ",
             many_keys, " in tiles of ", many.block_n, "; few cost more each, but less at both ends of a sequence");

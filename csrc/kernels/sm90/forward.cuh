@@ -132,7 +132,7 @@ class ForwardGroup {
   __device__ __forceinline__ void release_keys(const Work& work, int tile) {
     release(state_.k_empty[k_at_.stage()]);
     k_at_.advance();
-    if (Config::kOutInKeys && tile == work.rows[group_].begin) release(state_.q_empty[group_]);
+    if (Config::kOutInRings && tile == work.rows[group_].begin) release(state_.q_empty[group_]);
   }
 
   __device__ __forceinline__ void wait_for_values(bool cleaned) {
@@ -223,9 +223,7 @@ class ForwardGroup {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = at.row(0, 2 * r);
-      float trace = 0.0f * row_sum_[r];
-#pragma unroll
-      for (int d = 0; d < kD; ++d) trace = fmaf(0.0f, out_[d][2 * r], fmaf(0.0f, out_[d][2 * r + 1], trace));
+      const float trace = fmaf(0.0f, row_sum_[r], trace_of_row(out_, r));
       const bool sees_keys = work.sequence.keys_begin(row) < work.sequence.keys_end(row);
       const bool lost = trace != 0.0f || row_sum_[r] > kMostSum || (reference_[r] == -INFINITY && sees_keys);
       repeat |= lost && row < work.end_query;
@@ -282,7 +280,7 @@ class ForwardGroup {
   __device__ __forceinline__ void start_pv(const Weights& p) {
     using Product = ptx::Wgmma<Element, Config::kHeadDimV>;
     const uint32_t value =
-        keys_ + (v_at_.stage() * (Config::kValueBytes / 16) + Config::kStages * (Config::kKeyBytes / 16));
+        keys_ + (v_at_.stage() * (Config::kValueBytes / 16) + Config::kKeyStages * (Config::kKeyBytes / 16));
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -342,12 +340,15 @@ class ForwardGroup {
     const int first_row = work.first_query + group_ * kGroupRows;
     float scale[2], lse[2];
     if (first_row < work.end_query) finish_rows(work, scale, lse);
-    if constexpr (Config::kOutInKeys) wait_for_out_slot(work);
+    if (work.has_out_slots()) {
+      wait_for_keys();
+      wait_for_values(false);
+    }
     if (first_row < work.end_query) {
       const bool copies_out = work.copies_out(group_) && !met_non_finite_;
       if (copies_out) {
-        const uint32_t s_tile = s_tiles_ + out_offset<Config>(group_, q_at_.stage(), k_at_.stage());
-        write_out_tile<Element>(s_tile, out_, scale, warp_ * 16,
+        const int offset = out_offset<Config>(group_, q_at_.stage(), k_at_.stage(), v_at_.stage());
+        write_out_tile<Element>(s_tiles_ + offset, out_, scale, warp_ * 16,
                                 ptx::reread(lane_));  // or what follows from it takes registers in the loops
       } else {
         store_rows(work, first_row, scale);
@@ -357,9 +358,10 @@ class ForwardGroup {
     if (work.has_rows(group_)) q_at_.advance();
     // Behind the fence of what was handed over, which would wait for it.
     if (first_row < work.end_query) store_lse(work, first_row, lse);
-    if constexpr (Config::kOutInKeys) {
+    if (work.has_out_slots()) {
       release(state_.k_empty[k_at_.stage()]);
       k_at_.advance();
+      release_values();
     }
   }
 
@@ -384,14 +386,6 @@ class ForwardGroup {
       const int row = first_row + warp_ * 16 + 8 * r + lane_ / 4;
       if (lane_ % 4 == 0 && row < work.end_query) g_lse[row] = lse[r];
     }
-  }
-
-  /// The slot of K behind the tiles of the work. Warpgroup 1 comes second.
-  __device__ __forceinline__ void wait_for_out_slot(const Work& work) {
-    wait_for_keys();
-    if (group_ == 0 || !work.copies_out(0)) return;
-    ptx::mbarrier_wait(address(state_.out_empty[0]), out_parity_);
-    out_parity_ ^= 1;
   }
 
   /// To the copy engine (forward_load.cuh).
@@ -433,8 +427,8 @@ class ForwardGroup {
   uint32_t query_ = 0;  // lower half of the descriptor of this work's
   const uint32_t keys_, s_tiles_;
   RingPosition<Config::kPlaces> q_at_;
-  RingPosition<Config::kStages> k_at_, v_at_;
-  uint32_t out_parity_ = 0;      // kOutInKeys: of out_empty[0]
+  RingPosition<Config::kKeyStages> k_at_;
+  RingPosition<Config::kValueStages> v_at_;
   uint32_t clean_parities_ = 0;  // bit s: of v_clean[s]
   bool met_non_finite_ = false;
 

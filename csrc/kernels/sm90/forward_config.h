@@ -31,7 +31,8 @@ struct ForwardConfig {
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kGroupRows;
   static constexpr int kBlockN = kShape.block_n;
-  static constexpr int kStages = kShape.stages;
+  static constexpr int kKeyStages = kShape.key_stages;
+  static constexpr int kValueStages = kShape.value_stages;
   static constexpr int kRegisters = kShape.registers;
   static constexpr int kLoaderRegisters = kShape.loader_registers;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
@@ -42,20 +43,20 @@ struct ForwardConfig {
   static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);       // of a tile
   static constexpr int kValueBytes = tile_bytes(kBlockN, kHeadDimV);
   static constexpr int kOutBytes = tile_bytes(kGroupRows, kHeadDimV);
-  static constexpr bool kOutInKeys = kShape.out_in_keys, kOutInShared = !kShape.stores_registers;
+  static constexpr bool kOutInRings = kShape.out_in_rings, kOutInShared = !kShape.stores_registers;
   static constexpr int kBiasSlots = kShape.bias_slots;
   // Places of Q: while out of a tile of queries leaves through its Q's place, the next Q comes into the other.
-  static constexpr int kPlaces = kOutInKeys || !kOutInShared ? 1 : 2;
+  static constexpr int kPlaces = kOutInRings || !kOutInShared ? 1 : 2;
   // In each place Q of each warpgroup; stages of K; of V; bias of each warpgroup.
   static constexpr int kPlaceBytes = kGroups * kQueryBytes;
   static constexpr int kKeysOffset = kPlaces * kPlaceBytes;
-  static constexpr int kValuesOffset = kKeysOffset + kStages * kKeyBytes;
-  static constexpr int kBiasOffset = kValuesOffset + kStages * kValueBytes;
+  static constexpr int kValuesOffset = kKeysOffset + kKeyStages * kKeyBytes;
+  static constexpr int kBiasOffset = kValuesOffset + kValueStages * kValueBytes;
   static constexpr int kBiasPartBytes = panel_bytes(kGroupRows);
-  // What masks leave of a tile, for each warpgroup and 64 keys; kStages of them.
+  // What masks leave of a tile, for each warpgroup and 64 keys; kKeyStages of them.
   static constexpr int kBitsOffset = kBiasOffset + kGroups * kBiasSlots * kBiasPartBytes;
   static constexpr int kBitsBytes = kGeneral ? kGroups * (kBlockN / 64) * kGroupRows * 8 : 0;
-  static constexpr int kTilesBytes = kBitsOffset + kStages * kBitsBytes;
+  static constexpr int kTilesBytes = kBitsOffset + kKeyStages * kBitsBytes;
 
   // A score 11 above the reference overflows P in float16. Some models give a sequence's first key that much, so the
   // last tile that is visited raises references too: what overflows has to be computed again.
@@ -66,14 +67,19 @@ struct ForwardConfig {
   static_assert(kGroups * kRegisters + kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg "
                 "waits for ever");
-  static_assert(kOutInKeys || kOutBytes <= kQueryBytes, "out has room where Q was");
-  static_assert(!kOutInKeys || (kGroups == 2 && kOutBytes <= kKeyBytes), "two warpgroups take turns with a stage");
+  static_assert(kOutInRings || kOutBytes <= kQueryBytes, "out has room where Q was");
+  static_assert(!kOutInRings || (kGroups == 2 && kOutBytes <= kKeyBytes && kOutBytes <= kValueBytes),
+                "one warpgroup has a stage of K, the other one of V");
+  static_assert(!kGeneral || kKeyStages == kValueStages, "its loader counts the stages of K and V together");
 };
 
 /// Where a warpgroup's tile of out lies behind the first tile.
 template <class Config>
-FLASH_EXT_HOST_DEVICE constexpr int out_offset(int group, int place, int k_stage) {
-  if (Config::kOutInKeys) return Config::kKeysOffset + k_stage * Config::kKeyBytes;
+FLASH_EXT_HOST_DEVICE constexpr int out_offset(int group, int place, int k_stage, int v_stage) {
+  if (Config::kOutInRings) {
+    return group == 0 ? Config::kKeysOffset + k_stage * Config::kKeyBytes
+                      : Config::kValuesOffset + v_stage * Config::kValueBytes;
+  }
   return place * Config::kPlaceBytes + group * Config::kQueryBytes;
 }
 

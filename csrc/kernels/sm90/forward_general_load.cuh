@@ -108,7 +108,7 @@ class GeneralLoader : public ForwardLoader<Config> {
   /// K, bias and V of the tiles in the list.
   __device__ __forceinline__ void load_keys() {
     WorkQueue<Config> queue(state_);
-    RingPosition<Config::kStages> at;
+    RingPosition<Config::kKeyStages> at;  // of V too
     BiasRing bias_at;
     while (const Work* const work = queue.front()) {
       const Sequence& s = work->sequence;
@@ -143,7 +143,7 @@ class GeneralLoader : public ForwardLoader<Config> {
   /// As ForwardLoader's, of the tiles in the list.
   __device__ __forceinline__ void clean_values() {
     WorkQueue<Config> queue(state_);
-    RingPosition<Config::kStages> at;
+    RingPosition<Config::kKeyStages> at;  // of V too
     while (const Work* const work = queue.front()) {
       uint32_t flags;
       do {

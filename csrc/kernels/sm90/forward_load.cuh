@@ -54,13 +54,6 @@ class ForwardLoader {
           Work(sequence, first_query, end_query, tail_in_memory, p_.alibi_slopes != nullptr);
       hand_out();
     }
-    if constexpr (Config::kOutInKeys) {
-      // A warpgroup waits for the other's out to leave, and that happens beside the next work. Here is one after the
-      // last.
-      while (wait_for_slot(slot_)) hand_out_again(slot_);
-      new (&state_.work_in(slot_.stage())) Work(Sequence(p_, 0, 0), 0, 0, false, false);
-      hand_out();
-    }
     // Whoever of the last ones fails comes again into the slot that has been free for longest.
     RingPosition<Config::kSlots> at = slot_;
     for (int k = 0; k < Config::kSlots; ++k, at.advance())
@@ -76,7 +69,7 @@ class ForwardLoader {
     uint32_t parities = 0;      // bit g: of q_empty[g]
     uint32_t places = 0;        // bit g: of the next Q of warpgroup g
     uint32_t out_parities = 0;  // bit k: of out_full[k]
-    int k_stage = 0;
+    int k_stage = 0, v_stage = 0;
     state_.out = {};
     while (const Work* const work = queue.front()) {
       if (work->careful) {  // what failed writes the same rows: first
@@ -104,37 +97,50 @@ class ForwardLoader {
         __syncwarp();  // no lane falls behind by phases, whose parity repeats
       }
       store_out(out_parities);
-      if constexpr (Config::kOutInKeys) k_stage = (k_stage + work->tiles.end - work->tiles.begin) % Config::kStages;
+      const int tiles = work->tiles.end - work->tiles.begin;
+      if constexpr (Config::kOutInRings) {
+        k_stage = (k_stage + tiles) % Config::kKeyStages;
+        v_stage = (v_stage + tiles) % Config::kValueStages;
+      }
       uint32_t groups = 0;
 #pragma unroll
       for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work->hands_over(g)) << g;
       __syncwarp();  // lane 0 has done with what was there
-      state_.out = {true, groups, places, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch, k_stage};
+      state_.out = {true, groups, places, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch, k_stage, v_stage};
       __syncwarp();
-      if constexpr (!Config::kOutInKeys) places ^= groups;
-      if constexpr (Config::kOutInKeys) k_stage = (k_stage + 1) % Config::kStages;
+      if constexpr (!Config::kOutInRings) places ^= groups;
+      if (work->has_out_slots()) {
+        k_stage = (k_stage + 1) % Config::kKeyStages;
+        v_stage = (v_stage + 1) % Config::kValueStages;
+      }
       queue.pop(lane_);
     }
     store_out(out_parities);
   }
 
-  /// K and V of all tiles, from the last to the first. With kOutInKeys, a slot of K for out comes after the last tile.
+  /// K and V of all tiles, from the last to the first. With kOutInRings, a slot of each for out comes after the last.
+  /// That of V is handed over by the warp that cleans, as it is free later than the stage of the next K. Waiting for it
+  /// is not needed here: a stage is free when the one before it in the ring is, and between two slots there is a tile.
   __device__ __forceinline__ void load_keys() {
     WorkQueue<Config> queue(state_);
-    RingPosition<Config::kStages> k_at, v_at;
-    uint32_t out_slots = 0, out_parities = 0;  // bit s: stage s of K is such a slot; parity of out_slot_empty[s]
+    RingPosition<Config::kKeyStages> k_at;
+    RingPosition<Config::kValueStages> v_at;
+    OutSlots k_slots, v_slots;
+    bool is_first = true;  // of all tiles: what the first products need comes before V, as all blocks start at once
     while (const Work* const work = queue.front()) {
       const Sequence& s = work->sequence;
       const int begin = work->tiles.begin, first_row = static_cast<int>(s.k_begin);
       for (int tile = work->tiles.end - 1; tile >= begin; --tile) {
         const int row = first_row + tile * Config::kBlockN;
-        wait_for_stage_of_keys(k_at, out_slots, out_parities);
+        wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
         if (lane_ == 0) {
           load<kPanels>(maps_.k, address(state_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
                         Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
         }
         k_at.advance();
-        ptx::mbarrier_wait(address(state_.v_empty[v_at.stage()]), v_at.parity() ^ 1);
+        if (is_first) wait_for_queries(*work);
+        is_first = false;
+        wait_for_stage(state_.v_empty, state_.out_left_values, v_at, v_slots);
         if (lane_ == 0) {
           load<kValuePanels>(maps_.v, address(state_.v_full[v_at.stage()]), s_v_ + v_at.stage() * Config::kValueBytes,
                              Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
@@ -143,11 +149,14 @@ class ForwardLoader {
         __syncwarp();
       }
       if (lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
-      if constexpr (Config::kOutInKeys) {
-        wait_for_stage_of_keys(k_at, out_slots, out_parities);
+      if (work->has_out_slots()) {
+        wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
         if (lane_ == 0) ptx::mbarrier_arrive(address(state_.k_full[k_at.stage()]));
-        if (work->copies_out(0) || work->copies_out(1)) out_slots |= 1u << k_at.stage();
+        k_slots.mark(k_at.stage(), work->copies_out(0));
         k_at.advance();
+        v_slots.take_back(v_at.stage());
+        v_slots.mark(v_at.stage(), work->copies_out(1));
+        v_at.advance();
       }
       queue.pop(lane_);
     }
@@ -157,14 +166,26 @@ class ForwardLoader {
   /// waits, and lets go of it: the parity cannot tell a phase from the one before the last.
   __device__ __forceinline__ void clean_values() {
     WorkQueue<Config> queue(state_);
-    RingPosition<Config::kStages> at;
+    RingPosition<Config::kValueStages> at;
+    OutSlots slots;
     while (const Work* const work = queue.front()) {
       const int begin = work->tiles.begin;
       for (int tile = work->tiles.end - 1; tile >= begin; --tile, at.advance()) {
         ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
+        slots.take_back(at.stage());
         if (work->is_cleaned(tile)) clean_tile(*work, tile, at.stage());
         __syncwarp();
         if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
+      }
+      if (work->has_out_slots()) {
+        wait_for_stage(state_.v_empty, state_.out_left_values, at, slots);
+        slots.mark(at.stage(), work->copies_out(1));
+        __syncwarp();
+        if (lane_ == 0) {
+          ptx::mbarrier_arrive(address(state_.v_full[at.stage()]));
+          ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
+        }
+        at.advance();
       }
       queue.pop(lane_);
     }
@@ -211,13 +232,28 @@ class ForwardLoader {
     ptx::mbarrier_arrive(address(state_.v_clean[stage]));
   }
 
-  __device__ __forceinline__ void wait_for_stage_of_keys(const RingPosition<Config::kStages>& at, uint32_t& out_slots,
-                                                         uint32_t& out_parities) const {
-    ptx::mbarrier_wait(address(state_.k_empty[at.stage()]), at.parity() ^ 1);
-    if (!(out_slots >> at.stage() & 1)) return;
-    ptx::mbarrier_wait(address(state_.out_slot_empty[at.stage()]), out_parities >> at.stage() & 1);
-    out_parities ^= 1u << at.stage();
-    out_slots ^= 1u << at.stage();
+  /// Which stages of a ring out goes through: bit s of `used`. Bit s of `parities` is that of the barrier that tells
+  /// when it has left stage s.
+  struct OutSlots {
+    uint32_t used = 0, parities = 0;
+
+    /// Whether out went through the stage before its next use.
+    __device__ __forceinline__ bool take_back(int stage) {
+      const bool was_used = used >> stage & 1;
+      used &= ~(1u << stage);
+      parities ^= static_cast<uint32_t>(was_used) << stage;
+      return was_used;
+    }
+    __device__ __forceinline__ void mark(int stage, bool is_used) { used |= static_cast<uint32_t>(is_used) << stage; }
+    __device__ __forceinline__ uint32_t last_parity(int stage) const { return parities >> stage & 1 ^ 1; }
+  };
+
+  template <int kStages>
+  __device__ __forceinline__ void wait_for_stage(const uint64_t (&empty)[kStages], const uint64_t (&out_left)[kStages],
+                                                 const RingPosition<kStages>& at, OutSlots& slots) const {
+    ptx::mbarrier_wait(address(empty[at.stage()]), at.parity() ^ 1);
+    if (!Config::kOutInRings || !slots.take_back(at.stage())) return;
+    ptx::mbarrier_wait(address(out_left[at.stage()]), slots.last_parity(at.stage()));
   }
 
   __device__ __forceinline__ static int tile_of(uint32_t places, int g) {
@@ -235,23 +271,32 @@ class ForwardLoader {
       parities ^= 1u << tile;
       if (lane_ == 0) {
         if (state_.out_is_here[tile]) store_tile(g);
-        if (Config::kOutInKeys && g == 0) ptx::mbarrier_arrive(address(state_.out_empty[g]));
+        if constexpr (Config::kOutInRings) {
+          const OutTiles& out = state_.out;
+          ptx::mbarrier_arrive(
+              address(g == 0 ? state_.out_left_keys[out.k_stage] : state_.out_left_values[out.v_stage]));
+        }
       }
       __syncwarp();
     }
-    if (Config::kOutInKeys && lane_ == 0 && state_.out.groups)
-      ptx::mbarrier_arrive(address(state_.out_slot_empty[state_.out.k_stage]));
   }
 
   __device__ __forceinline__ void store_tile(int g) const {
     const OutTiles& out = state_.out;
-    const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.places >> g & 1, out.k_stage);
+    const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.places >> g & 1, out.k_stage, out.v_stage);
 #pragma unroll
     for (int panel = 0; panel < kValuePanels; ++panel)
       ptx::tma_store(&maps_.out, s_tile + panel * panel_bytes(kGroupRows), panel * kPanelColumns,
                      out.first_row + g * kGroupRows, out.head, out.batch);
     ptx::tma_store_commit();
     ptx::tma_store_wait_read();
+  }
+
+  /// Those of the first work.
+  __device__ __forceinline__ void wait_for_queries(const Work& work) const {
+#pragma unroll
+    for (int g = 0; g < Config::kGroups; ++g)
+      if (work.rows[g].begin < work.rows[g].end) ptx::mbarrier_wait(address(state_.q_full[g]), 0);
   }
 
   /// kCount panels of rows from `row` on of a head. Packed sequences are one batch entry.

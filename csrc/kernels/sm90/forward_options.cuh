@@ -38,7 +38,7 @@ struct TileNote {
 template <class Config>
 struct GeneralState : ForwardState<Config> {
   uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
-  TileNote k_notes[Config::kStages], v_notes[Config::kStages];  // beside k_full, v_full
+  TileNote k_notes[Config::kKeyStages], v_notes[Config::kValueStages];  // beside k_full, v_full
   Dropout dropout;                                              // of some head
 
   /// By one thread.

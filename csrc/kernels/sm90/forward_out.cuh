@@ -10,6 +10,17 @@
 
 namespace flash_ext::sm90 {
 
+/// 0 where all that the lane holds of its row r is finite, else NaN. In chains, as one would take a fifth of a step.
+template <int kD>
+__device__ __forceinline__ float trace_of_row(const float (&out)[kD][4], int r) {
+  constexpr int kChains = 4;
+  float traces[kChains] = {};
+#pragma unroll
+  for (int d = 0; d < kD; ++d)
+    traces[d % kChains] = fmaf(0.0f, out[d][2 * r], fmaf(0.0f, out[d][2 * r + 1], traces[d % kChains]));
+  return traces[0] + traces[1] + (traces[2] + traces[3]);
+}
+
 /// To rows [first_row, + 16) of a tile of panels with kGroupRows rows. A lane names a row of one of four 8 x 8
 /// matrices: two of rows by two of columns.
 template <class Element, int kD>

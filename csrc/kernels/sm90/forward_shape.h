@@ -36,10 +36,11 @@ constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v, bool 
 }
 
 struct ForwardShape {
-  int groups;            // warpgroups that compute
-  int block_n;           // keys of a tile
-  int stages;            // of K and of V
-  bool out_in_keys;      // out leaves through a stage of K instead of Q's place, of which there are two else
+  int groups;   // warpgroups that compute
+  int block_n;  // keys of a tile
+  int key_stages;
+  int value_stages;
+  bool out_in_rings;     // out leaves through a stage of K and one of V, else through Q's place, of which there are two
   int registers;         // of a thread that computes
   int loader_registers;  // of the others
   // The general class: parts of a bias that each warpgroup has room for, and whether out has none in shared memory.
@@ -51,7 +52,10 @@ struct ForwardShape {
 enum class ForwardKeys { kMany, kFew };
 
 /// Whether they differ.
-constexpr bool has_two_shapes(const HeadDims& dims) { return dims.qk == 128; }
+constexpr bool has_two_shapes(const HeadDims& dims) { return dims.qk == 128 || dims.qk == 256; }
+
+/// What a key costs in tiles of few, over one in tiles of many. Measured on H200.
+constexpr double few_keys_cost(const HeadDims& dims) { return dims.qk == 256 ? 1.06 : 1.03; }
 
 /// Scores that are more than products scaled by a positive number: kernels of their own, in one shape.
 constexpr bool has_score_options(double softcap, bool alibi, double softmax_scale) {
@@ -61,19 +65,20 @@ constexpr bool has_score_options(double softcap, bool alibi, double softmax_scal
 constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = ForwardKeys::kMany) {
   switch (dims.qk) {
     case 64:  // bound by the exponentials: four warpgroups hide the most of what else a tile costs
-      return {4, 64, 4, false, 112, 32};
+      return {4, 64, 4, 4, false, 112, 32};
     case 96:  // a third stage is worth more than the 112 keys that registers allow, and short sequences fill 80 better
-      return {3, 80, 3, false, 160, 32};
+      return {3, 80, 3, 3, false, 160, 32};
     case 128:  // 64 registers of out, 40 of S, 20 of P and what addresses need are what three warpgroups can have
       // Few keys fill tiles of 64 better, and wait less for the first tile and the last.
-      if (keys == ForwardKeys::kFew) return {3, 64, 4, false, 160, 32};
-      return {3, 80, 3, false, 160, 32};
+      if (keys == ForwardKeys::kFew) return {3, 64, 4, 4, false, 160, 32};
+      return {3, 80, 3, 3, false, 160, 32};
     case 192:  // out takes 64 or 96 registers beside those of S: two warpgroups
-      if (dims.v <= 128) return {2, 128, 2, true, 232, 40};
+      if (dims.v <= 128) return {2, 128, 2, 2, true, 232, 40};
       // Memory of its own for out is worth more than 112 keys.
-      return {2, 80, 2, false, 232, 40};
+      return {2, 80, 2, 2, false, 232, 40};
     default:  // out takes 128 registers, so two warpgroups; shared memory has room for two stages of 80 keys
-      return {2, 80, 2, true, 232, 40};
+      if (keys == ForwardKeys::kFew) return {2, 64, 3, 2, true, 232, 40};
+      return {2, 80, 2, 2, true, 232, 40};
   }
 }
 
@@ -82,11 +87,11 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = Fo
 constexpr ForwardShape general_shape(const HeadDims& dims) {
   switch (dims.qk) {
     case 64:
-      return {3, 128, 3, false, 160, 32, 4, true};
+      return {3, 128, 3, 3, false, 160, 32, 4, true};
     case 128:
-      return {3, 64, 2, false, 160, 32, 2};
+      return {3, 64, 2, 2, false, 160, 32, 2};
     default:
-      return {2, 64, 2, false, 232, 40, 2, true};
+      return {2, 64, 2, 2, false, 232, 40, 2, true};
   }
 }
 

@@ -74,6 +74,9 @@ struct ForwardWork {
     return Config::kOutInShared && first_query + (group + 1) * kGroupRows <= end_query && has_rows(group);
   }
 
+  /// Whether a stage of K and one of V for out follow the tiles.
+  __device__ __forceinline__ bool has_out_slots() const { return Config::kOutInRings && tiles.begin < tiles.end; }
+
   /// Whether V of the tile is freed of Inf and NaN: carefully where some row does not see all of the tile, else of the
   /// tail alone.
   __device__ __forceinline__ bool is_cleaned(int tile) const {
@@ -139,30 +142,30 @@ struct OutTiles {
   uint32_t groups;
   uint32_t places;  // bit g: of Q of warpgroup g, and of its out
   int first_row, head, batch;
-  int k_stage;  // kOutInKeys: of the slot
+  int k_stage, v_stage;  // kOutInRings: of the slots
 };
 
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardState {
-  static constexpr int kStages = Config::kStages, kSlots = Config::kSlots, kGroups = Config::kGroups;
+  static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
+  static constexpr int kSlots = Config::kSlots, kGroups = Config::kGroups;
   static constexpr int kTiles = Config::kPlaces * kGroups;  // of Q, those of a place side by side
 
   uint64_t q_full[kTiles];
   uint64_t out_full[kTiles];
-  uint64_t q_empty[kGroups];    // with one place; else who stores out knows it
-  uint64_t out_empty[kGroups];  // kOutInKeys
-  // kOutInKeys: all of a work's out, if it has some, has left the stage of K. Of each stage, as two slots may follow
-  // each other, and a phase must be waited for before the next one ends.
-  uint64_t out_slot_empty[kStages];
-  uint64_t k_full[kStages], k_empty[kStages];
-  uint64_t v_full[kStages], v_empty[kStages];
-  uint64_t v_clean[kStages];  // counts cleaned tiles alone
+  uint64_t q_empty[kGroups];  // with one place; else who stores out knows
+  uint64_t k_full[kKeyStages], k_empty[kKeyStages];
+  uint64_t v_full[kValueStages], v_empty[kValueStages];
+  uint64_t v_clean[kValueStages];  // counts cleaned tiles alone
+  // kOutInRings: out has left this stage. Of each stage, as two slots may follow each other, and a phase must be waited
+  // for before the next one ends.
+  uint64_t out_left_keys[kKeyStages], out_left_values[kValueStages];
   uint64_t work_full[kSlots], work_empty[kSlots];
-  uint64_t work_loaded;              // K and V of it
-  uint32_t met_non_finite[kStages];  // beside v_clean
-  OutTiles out;                      // of the warp that stores it
-  uint32_t out_is_here[kTiles];      // beside out_full: it has not been written by other ways
+  uint64_t work_loaded;                   // K and V of it
+  uint32_t met_non_finite[kValueStages];  // beside v_clean
+  OutTiles out;                           // of the warp that stores it
+  uint32_t out_is_here[kTiles];           // beside out_full: it has not been written by other ways
   int has_work[kSlots];
   __align__(8) unsigned char work[kSlots][sizeof(ForwardWork<Config>)];
 
@@ -176,13 +179,13 @@ struct ForwardState {
     init_all(q_full, 1);
     init_all(q_empty, kGroupWarps);
     init_all(out_full, kGroupThreads);
-    init_all(out_empty, 1);
-    init_all(out_slot_empty, 1);
     init_all(k_full, 1);
     init_all(k_empty, kConsumers);
     init_all(v_full, 1);
     init_all(v_empty, kConsumers + 1);
     init_all(v_clean, 1);
+    init_all(out_left_keys, 1);
+    init_all(out_left_values, 1);
     ptx::mbarrier_init(ptx::shared_address(&work_loaded), 1);
     init_all(work_full, 1);
     init_all(work_empty, kConsumers + kLoaders);
