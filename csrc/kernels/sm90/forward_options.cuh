@@ -39,7 +39,7 @@ template <class Config>
 struct GeneralState : ForwardState<Config> {
   uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
   TileNote k_notes[Config::kKeyStages], v_notes[Config::kValueStages];  // beside k_full, v_full
-  Dropout dropout;                                              // of some head
+  Dropout dropout;                                                      // of some head
 
   /// By one thread.
   __device__ __forceinline__ void init(const AttentionParams& p) {
