@@ -24,6 +24,7 @@
 #include "forward_launch.cuh"
 #include "forward_load.cuh"
 #include "forward_out.cuh"
+#include "forward_weights.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -173,7 +174,6 @@ class ForwardGroup {
   /// reference.
   template <bool kPlain>
   __device__ __forceinline__ void step(const Work& work, int tile, Weights& p) {
-    constexpr bool kBeside = kPlain && !Config::kOptions;  // out is raised, and options take registers
     Scores s;
     wait_for_keys();
     start_qk(s);
@@ -182,11 +182,11 @@ class ForwardGroup {
     ptx::wgmma_wait<1>();
     pin(s);
     release_keys(work, tile);
-    if constexpr (kBeside) weigh<kPlain>(s, work, tile);
+    if constexpr (kPlain) weigh<kPlain>(s, work, tile);
     ptx::wgmma_wait<0>();
     pin_out();
     release_values();
-    if constexpr (!kBeside) weigh<kPlain>(s, work, tile);
+    if constexpr (!kPlain) weigh<kPlain>(s, work, tile);  // which raises out
     pack(p, s);
   }
 
@@ -194,12 +194,18 @@ class ForwardGroup {
   template <bool kPlain>
   __device__ __forceinline__ void weigh(Scores& s, const Work& work, int tile) {
     float sum[2];
-    apply_options(s, work, tile);
-    if constexpr (!kPlain) {
-      hide(s, work, tile);
-      raise_reference(s);
+    if constexpr (kPlain && Config::kOptions) {
+      const ScoreRules<Element> rules(p_, work.sequence);
+      const TileCoordinates<false> at = coordinates(work, tile);
+      exponentiate_left_of_diagonal<Config::kProducts>(s, rules, at, reference_, sum);
+    } else {
+      apply_options(s, work, tile);
+      if constexpr (!kPlain) {
+        hide(s, work, tile);
+        raise_reference(s);
+      }
+      exponentiate<kPlain>(s, scale_, reference_, sum);
     }
-    exponentiate<kPlain>(s, sum);
     row_sum_[0] += sum[0];
     row_sum_[1] += sum[1];
   }
@@ -313,25 +319,6 @@ class ForwardGroup {
         out_[d][2 * r] *= factor;
         out_[d][2 * r + 1] *= factor;
       }
-    }
-  }
-
-  /// P in place of S, and this thread's share of the row sums. With kPlain, a row without a reference, whose scores
-  /// were -inf until now, gets a sum that must_repeat() notices.
-  template <bool kPlain>
-  __device__ __forceinline__ void exponentiate(Scores& s, float (&sum)[2]) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float shift = !kPlain && reference_[r] == -INFINITY ? 0.0f : reference_[r];
-      sum[r] = 0.0f;
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float x = ptx::exp2_approx(fmaf(s[0][n][2 * r + c], scale_, -shift));
-          s[0][n][2 * r + c] = x;
-          sum[r] += x;
-        }
     }
   }
 
