@@ -121,7 +121,7 @@ class GeneralGroup : public ForwardGroup<Config> {
       must_raise_ = work.careful || some_reference_is_low(work);
     }
     float sum[2];
-    this->template exponentiate<false>(s, sum);
+    exponentiate<false>(s, this->scale_, reference_, sum);
     if (options_.drops) drop(s, work, tile);
     // Inf and NaN too.
     if (__any_sync(~0u, !(sum[0] + sum[1] <= kSumLimit))) lower(s, sum);
