@@ -10,7 +10,17 @@ import torch
 
 import flash_ext
 
-from .oracle import FLOATS, Call, assert_matches_oracle, collect_gradients, dtypes_of, make_call, random, run_library
+from .oracle import (
+    FLOATS,
+    Call,
+    assert_matches_oracle,
+    collect_gradients,
+    dtypes_of,
+    make_call,
+    make_varlen_call,
+    random,
+    run_library,
+)
 from .test_forward import OPTIONS
 
 
@@ -37,6 +47,41 @@ def test_lengths_beyond_one_tile(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_head_dims(device: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     assert_matches_oracle(make_call(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, device=device))
+
+
+HALVES = [torch.float16, torch.bfloat16]
+KERNEL_HEAD_DIMS = [64, 96, 128, 136, 192, 200, 256]
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (70, 20)}], ids=str)
+@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_many_tiles(device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]) -> None:
+    """The last tile of keys has one key, and its neighbour none."""
+    assert_matches_oracle(make_call(1, 193, 257, 2, 1, head_dim, dtype=dtype, device=device, **mask))
+
+
+@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_many_tiles_of_packed_sequences(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    lengths_q, lengths_k = [130, 0, 1, 77, 190], [200, 60, 0, 260, 190]
+    call = make_varlen_call(
+        lengths_q, lengths_k, device, spare=9, heads_q=2, heads_kv=1, head_dim=head_dim, dtype=dtype, causal=True
+    )
+    call.k[-9:] = call.v[-9:] = torch.nan
+    assert_matches_oracle(call)
+
+
+@pytest.mark.parametrize("hidden", [slice(100, None), slice(0, 150)], ids=str)
+@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_hidden_keys_in_many_tiles(device: str, dtype: torch.dtype, head_dim: int, hidden: slice) -> None:
+    """They reach no gradient, neither through their own tile nor through one that shares its work with it."""
+    window = {"window_size": (-1, 0), "top_left": True} if hidden.start else {"window_size": (40, -1)}
+    call = make_call(1, 100, 290, 2, 1, head_dim, dtype=dtype, device=device, **window)
+    call.k[:, hidden] = call.v[:, hidden] = torch.nan
+    result = assert_matches_oracle(call)
+    assert (result["dk"][:, hidden] == 0).all() and (result["dv"][:, hidden] == 0).all()
 
 
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (4, 4), (6, 2), (7, 1)])

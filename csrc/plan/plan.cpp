@@ -288,7 +288,6 @@ class Planner {
     if (p_.deterministic) return "deterministic";
     if (p_.softmax_scale <= 0) return text("softmax_scale ", p_.softmax_scale);
     if (p_.head_dim != p_.head_dim_v) return text("head_dim ", p_.head_dim_v, " of v beside ", p_.head_dim);
-    if (p_.head_dim > sm90::kMostBackwardHeadDim) return text("head_dim beyond ", sm90::kMostBackwardHeadDim);
     return obstacle_without_masks();
   }
 
@@ -438,12 +437,13 @@ class Planner {
       return;
     }
     if (plan_.kernel == "sm90/backward") {
-      const int64_t head_dim = kernel_head_dim(p_.head_dim, p_.head_dim_v);
-      const sm90::BackwardShape shape = sm90::backward_shape(static_cast<int>(head_dim));
+      const int head_dim = sm90::backward_head_dim(p_.head_dim);
+      const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
       plan_.block_m = sm90::kBackwardBlockM;
       plan_.block_n = sm90::kGroupRows * shape.groups;
-      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
-              " keys, for head dims up to ", head_dim);
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups,
+              head_dim > sm90::kMostWholeHeadDim ? " blocks of a cluster, " : " warpgroups of ", sm90::kGroupRows,
+              " keys", head_dim > sm90::kMostWholeHeadDim ? " each" : "", ", for head dims up to ", head_dim);
       return;
     }
     if (p_.device == Device::kCuda) return;  // the kernel's own configuration decides, which knows the shared memory

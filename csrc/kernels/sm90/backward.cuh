@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "../launch.h"
 #include "../ptx/setmaxnreg.h"
@@ -12,6 +13,7 @@
 #include "../sm80/backward_rows.cuh"
 #include "backward_dq.cuh"
 #include "backward_group.cuh"
+#include "backward_wide.cuh"
 #include "tensor_map.h"
 
 namespace flash_ext::sm90 {
@@ -60,14 +62,28 @@ BackwardSchedule schedule_backward(const BackwardParams& p) {
 
 template <class Config>
 sm80::BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
-  return sm80::BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kHeadDim, memory);
+  return sm80::BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory);
+}
+
+/// Whether dK and dV are too much for one warpgroup: backward_wide.cuh.
+template <class Config>
+constexpr bool kIsWide = Config::kHeadDim > kMostWholeHeadDim;
+
+template <class Config>
+constexpr auto backward_kernel_of() {
+  if constexpr (kIsWide<Config>) {
+    return backward_wide_kernel<Config>;
+  } else {
+    return backward_kernel<Config>;
+  }
 }
 
 template <class Config>
 void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Element = typename Config::Element;
-  constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
-  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardState<Config>);
+  using State = std::conditional_t<kIsWide<Config>, BackwardWideState<Config>, BackwardState<Config>>;
+  constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kDqHeadDim;
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(State);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const sm80::BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
   const LaunchShape rows{dim3(grid_size(sm80::RowTileOfBlock::blocks(p, kBlockM))), dim3(sm80::kRowTermThreads)};
@@ -75,13 +91,13 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
 
   if (p.dq.data || p.dk.data || p.dv.data) {
     const BackwardMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kBlockM),
-                               encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
-                               encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
+                               encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kLoadedKeys),
+                               encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
     const BackwardSchedule schedule = schedule_backward<Config>(p);
-    const LaunchShape keys{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
-                           kSharedBytes};
-    launch("sm90/backward", backward_kernel<Config>, keys, stream, p, maps, workspace, schedule,
+    const int64_t blocks = int64_t{Config::kCluster} * schedule.key_tiles * schedule.heads;
+    const LaunchShape keys{dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
+    launch("sm90/backward", backward_kernel_of<Config>(), keys, stream, p, maps, workspace, schedule,
            static_cast<float>(p.softmax_scale) * kLog2E);
   }
   if (p.dq.data) {
@@ -95,13 +111,17 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
 }
 
 template <class Element, int kHeadDim>
+using BackwardConfigOf = std::conditional_t<(kHeadDim > kMostWholeHeadDim), BackwardWideConfig<Element, kHeadDim>,
+                                            BackwardConfig<Element, kHeadDim>>;
+
+template <class Element, int kHeadDim>
 int64_t backward_bytes(const BackwardParams& p) {
-  return backward_workspace<BackwardConfig<Element, kHeadDim>>(p, nullptr).bytes;
+  return backward_workspace<BackwardConfigOf<Element, kHeadDim>>(p, nullptr).bytes;
 }
 
 template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  launch_backward<BackwardConfig<Element, kHeadDim>>(p, memory, stream);
+  launch_backward<BackwardConfigOf<Element, kHeadDim>>(p, memory, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -22,6 +22,9 @@ struct BackwardConfig {
   static constexpr int kBlockN = kGroups * kGroupRows;
   static constexpr int kStages = 2;  // of Q, dO and dS
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  static constexpr int kCluster = 1;  // blocks that share kBlockN keys
+  static constexpr int kLoadedKeys = kBlockN;
+  static constexpr int kDqHeadDim = kHeadDim;  // of the workspace
 
   static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);    // K, V
   static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);  // a stage of Q or dO

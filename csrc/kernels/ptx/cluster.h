@@ -1,0 +1,39 @@
+// Blocks of a cluster, and what one does in another's shared memory (PTX ISA, "mapa", "barrier.cluster").
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+/// All threads of all blocks. What they wrote before is visible afterwards.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/// The same place of another block's shared memory, as the instructions below take it.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t s_place, uint32_t rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(s_place), "r"(rank));
+  return address;
+}
+
+/// At a barrier of a block of the cluster. Says nothing of earlier writes.
+__device__ __forceinline__ void cluster_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+/// Copies to a block of the cluster by the copy engine; the bytes count among those that arrive at a barrier there.
+__device__ __forceinline__ void cluster_copy(uint32_t target, uint32_t s_source, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+      "r"(s_source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+}  // namespace flash_ext::ptx
