@@ -67,7 +67,7 @@ void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t s
 void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.kernel == "sm90/backward") {
+  if (call.plan.kernel == "sm90/backward" && sm90::has_room_for_backward(call.params)) {
     const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
     return sm90::backward(call.params, address(memory), stream);
   }

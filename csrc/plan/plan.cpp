@@ -250,8 +250,10 @@ class Planner {
     if (obstacle.empty()) {
       plan_.kernel = backward ? "sm90/backward" : "sm90/forward";
       because("wgmma and the copy engine, for compute capability 9.0");
-      const std::string options = general_options();
+      const std::string options = backward ? "" : general_options();
       if (!options.empty()) because("general class of the kernel: measured faster with", options, " than sm80/forward");
+      if (backward && p_.has_bias && (p_.has_mask || p_.has_block_mask || p_.dropout_p > 0) && p_.head_dim > 64)
+        because("sm80/backward instead if bias is of 32 bits or more: no room for it beside masks or dropout");
     } else {
       because(plan_.kernel, ": the kernel for Hopper does not serve ", obstacle);
     }
@@ -282,16 +284,17 @@ class Planner {
 
   /// What the backward for Hopper cannot do.
   std::string hopper_backward_obstacle() const {
-    if (p_.has_bias) return "bias";
-    if (p_.softcap > 0) return "softcap";
-    if (p_.has_alibi) return "ALiBi";
     if (p_.deterministic) return "deterministic";
     if (p_.softmax_scale <= 0) return text("softmax_scale ", p_.softmax_scale);
     if (p_.head_dim != p_.head_dim_v) return text("head_dim ", p_.head_dim_v, " of v beside ", p_.head_dim);
+    if (p_.head_dim <= sm90::kMostWholeHeadDim) return hopper_obstacle();
+    if (p_.has_bias) return text("bias beyond head_dim ", sm90::kMostWholeHeadDim);
+    if (p_.softcap > 0) return text("softcap beyond head_dim ", sm90::kMostWholeHeadDim);
+    if (p_.has_alibi) return text("ALiBi beyond head_dim ", sm90::kMostWholeHeadDim);
     return obstacle_without_masks();
   }
 
-  /// What the backward and the gradient of bias for Hopper cannot do.
+  /// What the gradient of bias for Hopper cannot do, nor the backward of wide heads.
   std::string obstacle_without_masks() const {
     if (p_.has_mask) return "mask";
     if (p_.has_block_mask) return "block mask";

@@ -13,6 +13,7 @@
 #include "../sm80/backward_rows.cuh"
 #include "backward_dq.cuh"
 #include "backward_group.cuh"
+#include "backward_options.cuh"
 #include "backward_wide.cuh"
 #include "tensor_map.h"
 
@@ -95,10 +96,14 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
                                encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
     const BackwardSchedule schedule = schedule_backward<Config>(p);
-    const int64_t blocks = int64_t{Config::kCluster} * schedule.key_tiles * schedule.heads;
-    const LaunchShape keys{dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
-    launch("sm90/backward", backward_kernel_of<Config>(), keys, stream, p, maps, workspace, schedule,
-           static_cast<float>(p.softmax_scale) * kLog2E);
+    if (!kIsWide<Config> && has_options(p)) {
+      if constexpr (!kIsWide<Config>) launch_backward_options<Config>(p, maps, workspace, schedule, stream);
+    } else {
+      const int64_t blocks = int64_t{Config::kCluster} * schedule.key_tiles * schedule.heads;
+      const LaunchShape keys{dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
+      launch("sm90/backward", backward_kernel_of<Config>(), keys, stream, p, maps, workspace, schedule,
+             static_cast<float>(p.softmax_scale) * kLog2E);
+    }
   }
   if (p.dq.data) {
     launch("sm90/backward dq", sm80::store_dq_kernel<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim>, rows,

@@ -54,7 +54,7 @@ class BackwardDq {
     if (lane_ == 0) ptx::tma_store_wait();
   }
 
- private:
+ protected:
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
   /// Panels of rows from `row` on of a head, of which packed sequences are one batch entry; to be announced.

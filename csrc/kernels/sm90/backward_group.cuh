@@ -63,7 +63,7 @@ class BackwardGroup {
     store(p_.dk, dk_, static_cast<float>(p_.softmax_scale));
   }
 
- private:
+ protected:
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
   __device__ __forceinline__ void release(const uint64_t& barrier) const {
     if (lane_ == 0) ptx::mbarrier_arrive(address(barrier));

@@ -1,0 +1,69 @@
+// The backward on wgmma with softcap, ALiBi, bias, masks and dropout: see backward.cuh.
+//
+// The warpgroup that loads finds the steps of which masks leave something. It notes each one two steps ahead, copies
+// its bias and words of visibility, and draws which weights are dropped.
+#pragma once
+
+#include <stdexcept>
+
+#include "../launch.h"
+#include "../ptx/lane.h"
+#include "../ptx/setmaxnreg.h"
+#include "backward_options_dq.cuh"
+#include "backward_options_group.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Warpgroup 0 loads and makes dQ, the others compute.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_options_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                            const __grid_constant__ sm80::BackwardWorkspace workspace,
+                            const __grid_constant__ OptionsLayout layout, const BackwardSchedule schedule) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& state = *reinterpret_cast<OptionsState<Config>*>(shared + Config::kTilesBytes);
+  unsigned head, key_tile;
+  schedule.locate(blockIdx.x, head, key_tile);
+  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
+  const int first_key = static_cast<int>(key_tile) * Config::kBlockN;
+  const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
+  const Sequence sequence(p, static_cast<int>(head / heads_kv), head_q);
+  if (first_key >= sequence.seqlen_k) return;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) {
+    state.init();
+    state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
+    state.options() = sm80::BackwardOptions(p, sequence);
+  }
+  __syncthreads();
+  if (warp < kGroupWarps) {
+    ptx::give_up_registers<Config::kShape.dq_registers>();
+    OptionsDq<Config>(p, maps, workspace, layout, state, ptx::shared_address(shared), warp, lane).run();
+  } else {
+    ptx::take_registers<Config::kShape.registers>();
+    OptionsGroup<Config>(p, layout, state, ptx::shared_address(shared), warp / kGroupWarps - 1, ptx::lane_id())
+        .run(workspace.unit);
+  }
+}
+
+inline bool has_options(const BackwardParams& p) {
+  return p.softcap > 0 || p.alibi_slopes || sm80::hides_pairs(p) || p.dropout.p > 0;
+}
+
+template <class Config>
+void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps,
+                             const sm80::BackwardWorkspace& workspace, const BackwardSchedule& schedule,
+                             cudaStream_t stream) {
+  constexpr int kMostBytes = 227 * 1024 - Config::kTilesBytes;
+  const OptionsLayout layout = OptionsLayout::of<Config>(p, sizeof(OptionsState<Config>), kMostBytes);
+  if (p.bias.data && layout.bias_places == 0) throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
+  const sm80::VisibilityTiles& visibility = workspace.visibility;
+  const LaunchShape tiles{dim3(grid_size(visibility.num_states())), dim3(sm80::kVisibilityThreads)};
+  launch("sm90/backward masks", sm80::mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p,
+         visibility);
+  const LaunchShape keys{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
+                         static_cast<size_t>(Config::kTilesBytes + layout.bytes)};
+  launch("sm90/backward", backward_options_kernel<Config>, keys, stream, p, maps, workspace, layout, schedule);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,77 @@
+// What the warps of a block of the backward share besides, where a call has options: notes on the steps to come, and
+// what is copied or drawn for them.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "../sm80/backward_options.cuh"
+#include "../sm80/backward_visibility.cuh"
+#include "../sm80/bias_tile.cuh"
+#include "backward_work.cuh"
+
+namespace flash_ext::sm90 {
+
+enum BackwardNoteFlags : int {
+  kNotePast = 1,     // there is no such step
+  kNoteCleaned = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
+  kNoteMasked = 4,   // masks hide some pair
+};
+
+/// A step, as the warps that compute find it.
+struct BackwardNote {
+  int tile, flags;
+  float slope;  // ALiBi's, to base 2
+};
+
+/// Behind the state in shared memory, in bytes from it on. Bits of dropout and words of masks have kStages places.
+struct OptionsLayout {
+  int dropped = 0, words = 0, bias = 0;
+  int dropped_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a place
+  int bias_places = 0;
+  bool copies_bias = false;  // by pieces of 16 bytes
+  int bytes = 0;
+
+  /// At most `available` bytes, where a bias may have fewer places.
+  template <class Config>
+  static OptionsLayout of(const BackwardParams& p, int state_bytes, int available) {
+    OptionsLayout layout;
+    layout.bytes = (state_bytes + 127) / 128 * 128;
+    const auto take = [&](int bytes) { return std::exchange(layout.bytes, layout.bytes + bytes); };
+    if (dropout_threshold(p.dropout.p) > 0) layout.dropped_bytes = Config::kGroups * kGroupThreads * 4;
+    if (p.mask.data || p.blocks.offsets) layout.words_bytes = Config::kBlockM * (Config::kBlockN / 32) * 4;
+    if (p.bias.data)
+      layout.bias_bytes =
+          Config::kGroups * static_cast<int>(sm80::bias_tile_bytes(p.bias.dtype, Config::kBlockM, kGroupRows));
+    layout.dropped = take(Config::kStages * layout.dropped_bytes);
+    layout.words = take(Config::kStages * layout.words_bytes);
+    if (p.bias.data) layout.bias_places = std::min((available - layout.bytes) / layout.bias_bytes, Config::kStages);
+    layout.bias = take(layout.bias_places * layout.bias_bytes);
+    layout.copies_bias = p.bias.data && sm80::can_stage_bias(p.bias);
+    return layout;
+  }
+};
+
+template <class Config>
+struct OptionsState : BackwardState<Config> {
+  static constexpr int kStages = Config::kStages;
+
+  uint64_t note_full[kStages], bias_full[kStages];  // with bits and words
+  BackwardNote notes[kStages];
+  __align__(8) unsigned char options_bytes[sizeof(sm80::BackwardOptions)];
+
+  __device__ __forceinline__ sm80::BackwardOptions& options() {
+    return *reinterpret_cast<sm80::BackwardOptions*>(options_bytes);
+  }
+
+  /// By one thread.
+  __device__ __forceinline__ void init() {
+    for (int k = 0; k < kStages; ++k) {
+      ptx::mbarrier_init(ptx::shared_address(&note_full[k]), kGroupThreads + kGroupWarps);
+      ptx::mbarrier_init(ptx::shared_address(&bias_full[k]), kGroupThreads + kGroupWarps);
+    }
+    BackwardState<Config>::init();
+  }
+};
+
+}  // namespace flash_ext::sm90
