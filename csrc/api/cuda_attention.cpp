@@ -24,7 +24,7 @@ using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.kernel == "sm90/forward") {
+  if (call.plan.kernel == "sm90/forward" && sm90::serves_bias(call.params)) {
     const int64_t bytes = sm90::forward_workspace_bytes(call.params), block_n = call.plan.block_n;
     if (bytes == 0) return sm90::forward(call.params, block_n, nullptr, stream);
     const Tensor workspace = new_empty(q, {bytes}, ScalarType::Byte);

@@ -252,6 +252,7 @@ class Planner {
       because("wgmma and the copy engine, for compute capability 9.0");
       const std::string options = backward ? "" : general_options();
       if (!options.empty()) because("general class of the kernel: measured faster with", options, " than sm80/forward");
+      if (!backward && p_.has_bias) because("sm80/forward instead if bias is of 32 bits or more");
       if (backward && p_.has_bias && (p_.has_mask || p_.has_block_mask || p_.dropout_p > 0) && p_.head_dim > 64)
         because("sm80/backward instead if bias is of 32 bits or more: no room for it beside masks or dropout");
     } else {

@@ -1,7 +1,7 @@
 // Attention forward on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
 //
 // A block goes through tiles of kBlockM queries of one head, each from the last tile of keys that it sees to the first.
-// Two or three warpgroups compute, 64 queries each, and wait for nobody but the loads; the warps of one more bring
+// Two to four warpgroups compute, 64 queries each, and wait for nobody but the loads; the warps of one more bring
 // work, Q, K and V through the copy engine, and take out away by it (forward_load.cuh). A warpgroup's step, for tile n
 // of the keys, with P of tile n + 1 in registers:
 //   wait for K(n); start S = Q K(n)^T; wait for V(n + 1); start O += P V(n + 1)

@@ -116,12 +116,14 @@ class GeneralGroup : public ForwardGroup<Config> {
 
   /// Scores to P, whose sums are added up.
   __device__ __forceinline__ void weigh(Scores& s, const Work& work, int tile) {
+    float sum[2];
     if (must_raise_) {
       this->raise_reference(s);
+      exponentiate<false, true>(s, this->scale_, reference_, sum);
       must_raise_ = work.careful || some_reference_is_low(work);
+    } else {
+      exponentiate<false>(s, this->scale_, reference_, sum);
     }
-    float sum[2];
-    exponentiate<false>(s, this->scale_, reference_, sum);
     if (options_.drops) drop(s, work, tile);
     // Inf and NaN too.
     if (__any_sync(~0u, !(sum[0] + sum[1] <= kSumLimit))) lower(s, sum);

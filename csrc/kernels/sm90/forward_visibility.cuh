@@ -97,7 +97,8 @@ static __global__ void __launch_bounds__(kPairThreads)
   const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
   const int in_group = static_cast<int>(threadIdx.x) % kGroupRows, row = at.row_group * kGroupRows + in_group;
   const int first_key = at.group * kKeyGroup;
-  const bool exists = row < seqlen_q || to.row_stride == 0;
+  // A mask that is the same for all queries is looked at for one group of them, which may be longer than the sequence.
+  const bool exists = row < seqlen_q || (p.mask.row_stride == 0 && !p.blocks.offsets);
   uint32_t words[2] = {0, 0};
 #pragma unroll
   for (int k = 0; k < 2; ++k) {

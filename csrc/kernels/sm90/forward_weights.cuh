@@ -7,8 +7,9 @@
 namespace flash_ext::sm90 {
 
 /// Of base-2 scores divided by `scale`. With kPlain, a row without a reference, whose scores were -inf until now, gets
-/// a sum that must_repeat() notices.
-template <bool kPlain, int kN>
+/// a sum that must_repeat() notices. kRounds: the scaled score is rounded, as the reference was. Else the rounding of a
+/// reference beyond 2^30 or so is an exponent of its own, and overflows.
+template <bool kPlain, bool kRounds = false, int kN>
 __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&reference)[2],
                                              float (&sum)[2]) {
 #pragma unroll
@@ -19,7 +20,8 @@ __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, 
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float x = ptx::exp2_approx(fmaf(s[0][n][2 * r + c], scale, -shift));
+        const float score = s[0][n][2 * r + c];
+        const float x = ptx::exp2_approx(kRounds ? __fmul_rn(score, scale) - shift : fmaf(score, scale, -shift));
         s[0][n][2 * r + c] = x;
         sum[r] += x;
       }
