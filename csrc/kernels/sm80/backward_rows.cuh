@@ -46,8 +46,10 @@ struct RowTileOfBlock {
   }
 };
 
+/// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are
+/// weak, and other GPUs might get that image.
 template <class Element, int kHeadDim, int kBlockM>
-__global__ void __launch_bounds__(kRowTermThreads)
+static __global__ void __launch_bounds__(kRowTermThreads)
     backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
   constexpr int kPiece = 16 / sizeof(Element);
   constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kRowTermThreads)
 
 /// One block per head, which adds in a fixed order.
 template <int kBlockM>
-__global__ void __launch_bounds__(kRowTermThreads)
+static __global__ void __launch_bounds__(kRowTermThreads)
     sink_gradient_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
   __shared__ double s_sums[kRowTermThreads];
   const int head = blockIdx.x;

@@ -48,9 +48,9 @@ __device__ __forceinline__ TileState block_mask_state(const BlockMaskRows& block
 
 constexpr int kVisibilityThreads = 128;
 
-/// A block makes the words and the state of one tile.
+/// A block makes the words and the state of one tile. static, as backward_row_terms_kernel is.
 template <int kBlockM, int kBlockN>
-__global__ void __launch_bounds__(kVisibilityThreads)
+static __global__ void __launch_bounds__(kVisibilityThreads)
     mask_tiles_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ VisibilityTiles tiles) {
   constexpr int kPieces = kBlockN / 16;  // of a row of the mask, 16 bytes each
   const int query_tile = blockIdx.x % tiles.query_tiles, key_tile = blockIdx.x / tiles.query_tiles % tiles.key_tiles;

@@ -8,8 +8,9 @@ namespace flash_ext::sm80 {
 constexpr int kRowTermLanes = 8;  // of a row: 128 bytes at a time
 constexpr int kRowTermRows = kScoreThreads / kRowTermLanes;
 
+/// static, as backward_row_terms_kernel is.
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads)
+static __global__ void __launch_bounds__(kScoreThreads)
     bias_row_terms_kernel(const __grid_constant__ BackwardParams p, float* delta, int row_blocks) {
   constexpr int kPiece = 16 / sizeof(Element);
   const int batch_head = blockIdx.x / row_blocks, heads_q = static_cast<int>(p.heads_q);
