@@ -25,6 +25,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t s_barrier, uint3
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(s_barrier), "r"(bytes) : "memory");
 }
 
+/// Announces bytes that copies will bring, and does not arrive.
+__device__ __forceinline__ void mbarrier_expect(uint32_t s_barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(s_barrier), "r"(bytes) : "memory");
+}
+
 /// Whether the phase has ended; waits for it for a while.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t s_barrier, uint32_t parity) {
   uint32_t ended;

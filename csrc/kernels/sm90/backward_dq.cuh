@@ -190,7 +190,7 @@ class BackwardDq {
   const int warp_, lane_;
   const uint32_t s_tiles_;
   const uint32_t keys_, ds_;  // lower halves of descriptors
-  StageCount<Config::kStages> at_;
+  RingCount<Config::kStages> at_;
 };
 
 }  // namespace flash_ext::sm90

@@ -271,7 +271,8 @@ class BackwardGroup {
     ptx::fence_proxy_async_shared();
   }
 
-  /// K of this warpgroup. A hidden pair has dS = 0, and 0 * NaN is NaN; what a query does see, its lse knows.
+  /// K of this warpgroup. A hidden pair has dS = 0, and 0 * NaN is NaN; what a query does see, its lse knows,
+  /// but for scores of -inf: their keys get gradients as if the Inf were 0.
   __device__ __forceinline__ void clean_keys() const {
     ptx::mbarrier_wait(address(state_.k_full), 0);
 #pragma unroll 1
@@ -317,9 +318,9 @@ class BackwardGroup {
   const Work& work_;
   const int group_, warp_, lane_;
   const uint32_t s_tiles_;
-  const float scale_;               // of scores, to base 2
-  const uint32_t keys_, queries_;   // lower halves of descriptors
-  StageCount<Config::kStages> at_;  // of Q, dO and dS
+  const float scale_;              // of scores, to base 2
+  const uint32_t keys_, queries_;  // lower halves of descriptors
+  RingCount<Config::kStages> at_;  // of Q, dO and dS
 
   Sum dk_, dv_;
 };

@@ -210,7 +210,7 @@ class BackwardWideDq {
   const int rank_, warp_, lane_;
   const uint32_t s_tiles_;
   const uint32_t keys_, other_keys_;  // lower halves of descriptors
-  StageCount<Config::kStages> at_;
+  RingCount<Config::kStages> at_;
 };
 
 }  // namespace flash_ext::sm90

@@ -30,7 +30,7 @@ class BackwardWideGroup {
   using Scores = float[1][kN][4];       // of keys (rows) and queries
   using Weights = uint32_t[kSteps][4];  // as an operand
   using Sum = float[kD][4];
-  using At = StageCount<Config::kStages>;
+  using At = RingCount<Config::kStages>;
   using Tile = TileDescriptor<kGroupRows>;
   static_assert(kBlockM == kGroupRows, "tiles of queries and of keys have as many rows");
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../common/ring.cuh"
 #include "../common/sequence.cuh"
 #include "../ptx/cp_async.h"
 #include "../ptx/mbarrier.h"
@@ -42,17 +43,6 @@ struct BackwardConfig {
   static_assert(kGroupRows == kPanelColumns, "dS of a warpgroup's keys is a panel");
   static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
-};
-
-/// A stage of a ring, and the parity of its use, in one register.
-template <int kStages>
-struct StageCount {
-  static_assert((kStages & (kStages - 1)) == 0);
-  uint32_t count = 0;
-
-  __device__ __forceinline__ uint32_t stage() const { return count % kStages; }
-  __device__ __forceinline__ uint32_t parity() const { return count / kStages % 2; }
-  __device__ __forceinline__ void advance() { ++count; }
 };
 
 /// dQ of a tile while it is summed up in memory: in the order of the accumulators of the warps that compute it.

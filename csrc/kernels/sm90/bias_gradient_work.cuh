@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../common/ring.cuh"
 #include "../ptx/cp_async.h"
 #include "../ptx/mbarrier.h"
 #include "../sm80/bias_gradient_tiles.cuh"
@@ -45,17 +46,6 @@ struct BiasStep {
   int batch, head;
   int first_query, first_key;
   int q_row, k_row, q_batch, k_batch, head_kv;  // where its rows lie
-};
-
-/// A stage of a ring, and the parity of its use, in one register.
-template <int kStages>
-struct RingCount {
-  static_assert((kStages & (kStages - 1)) == 0);
-  uint32_t count = 0;
-
-  __device__ __forceinline__ uint32_t stage() const { return count % kStages; }
-  __device__ __forceinline__ uint32_t parity() const { return count / kStages % 2; }
-  __device__ __forceinline__ void advance() { ++count; }
 };
 
 /// How works are made of tiles.

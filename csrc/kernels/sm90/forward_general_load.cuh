@@ -2,7 +2,7 @@
 // visits it.
 #pragma once
 
-#include "../ptx/bulk_copy.h"
+#include "../ptx/bulk.h"
 #include "forward_load.cuh"
 #include "forward_options.cuh"
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../common/ring.cuh"
 #include "../common/sequence.cuh"
 #include "../launch.h"
 #include "../ptx/cp_async.h"
@@ -11,18 +12,6 @@
 #include "forward_config.h"
 
 namespace flash_ext::sm90 {
-
-/// A stage of a ring of buffers, and the parity of its use, in one register.
-template <int kStages>
-class RingPosition {
- public:
-  __device__ __forceinline__ int stage() const { return index_ % kStages; }
-  __device__ __forceinline__ uint32_t parity() const { return index_ / kStages; }
-  __device__ __forceinline__ void advance() { index_ = index_ + 1 == 2 * kStages ? 0 : index_ + 1; }
-
- private:
-  uint32_t index_ = 0;
-};
 
 /// A tile of queries of one head, and the tiles of keys that it sees.
 template <class Config>
