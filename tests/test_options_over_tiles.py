@@ -111,6 +111,35 @@ def test_a_bias_that_pads(device: str, head_dim: int, dtype: torch.dtype, lowest
     checked(call_of(device, head_dim, dtype, bias=bias))
 
 
+@pytest.mark.parametrize("bias_dtype", [torch.float32, None], ids=["float32", "of q"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_each_tile_gets_its_own_bias(
+    device: str, head_dim: int, dtype: torch.dtype, bias_dtype: torch.dtype | None
+) -> None:
+    """Softcap makes warps slow, masks make others fast: the next bias must wait for who still reads the last one.
+
+    Scores and bias are constant over a tile of keys and tell which it is; values take the tiles apart.
+    """
+    call = call_of(device, head_dim, dtype)
+    tiles = -(-SEQLEN_K // 64)
+    tile = torch.arange(SEQLEN_K, device=device) // 64
+    call.q.zero_(), call.k.zero_(), call.v.zero_()
+    call.q[..., 0] = head_dim**0.5
+    call.k[:, :, 0, 0] = 0.3125 * tile
+    call.v[:, torch.arange(SEQLEN_K, device=device), 0, tile] = 1.0
+    bias = (0.03125 * tile).expand(1, HEADS, SEQLEN_Q, SEQLEN_K).contiguous().to(bias_dtype or dtype)
+    weights = torch.exp(0.34375 * torch.arange(tiles, device=device).double()) * tile.bincount()
+    for _ in range(8):
+        seen = torch.rand(BATCH, HEADS, -(-SEQLEN_Q // 64), tiles, device=device) < 0.7
+        seen[..., 0] = True
+        rows = seen.repeat_interleave(64, 2)[:, :, :SEQLEN_Q]
+        mask = rows.repeat_interleave(64, 3)[..., :SEQLEN_K].contiguous()
+        out = run_library(call.with_options(bias=bias, mask=mask, softcap=100.0), ())["out"]
+        expected = torch.nn.functional.normalize(rows * weights, p=1, dim=-1).transpose(1, 2)
+        torch.testing.assert_close(out[..., :tiles].double(), expected, rtol=0.02, atol=1e-3)
+
+
 @pytest.mark.parametrize("slope", [0.05, 0.3, 1.0, 5.0])
 @pytest.mark.parametrize("towards", ["first", "last", "diagonal"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -226,8 +226,10 @@ struct ForwardBlock {
     phase ^= 1;
   }
 
+  template <bool kRounds>
   __device__ __forceinline__ void exponentiate(Scores& s, const RowTerms& terms) {
-    rows.exponentiate(s, schedule.scale, terms, [&](Scores& weights) { return options().hide_by_bias(weights); });
+    const auto hide = [&](Scores& weights) { return options().hide_by_bias(weights); };
+    rows.template exponentiate<kRounds>(s, schedule.scale, terms, hide);
   }
 
   /// A tile that no window cuts, and whose scores the references are good for.
@@ -236,7 +238,7 @@ struct ForwardBlock {
     multiply_qk(s);
     release_key(next);
     const RowTerms terms = options().apply(s, at, phase);
-    exponentiate(s, terms);
+    exponentiate<false>(s, terms);
     finish_step(s, at.tile, next.tile);
   }
 
@@ -251,7 +253,7 @@ struct ForwardBlock {
     const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };
     rows.raise_reference(s, schedule.scale, terms, lift, first);
     const bool exact = rows.some_without_reference();
-    exponentiate(s, terms);
+    exponentiate<Config::kReads>(s, terms);
     if (!Config::kReads && Config::kStages > 1 && first) {
       ptx::cp_async_wait<1>();  // for V
       __syncthreads();

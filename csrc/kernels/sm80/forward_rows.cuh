@@ -60,21 +60,25 @@ struct ForwardRows {
     return __any_sync(~0u, missing);
   }
 
-  /// P in place of S. `hide` takes hidden weights out of P where they turned out to be NaN.
-  template <class Hide>
+  /// P in place of S. `hide` takes hidden weights out of P where they turned out to be NaN. kRounds: scores are rounded
+  /// as the reference was. Else the rounding of a reference that a bias made huge is an exponent of its own, and
+  /// overflows.
+  template <bool kRounds, class Hide>
   __device__ __forceinline__ void exponentiate(Scores& s, float scale, const RowTerms& terms, Hide hide) {
     float of_tile[kM][2], total = 0.0f;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float shift = (reference[m][r] == -INFINITY ? 0.0f : reference[m][r]) - terms.of(m, r);
+        const float base = reference[m][r] == -INFINITY ? 0.0f : reference[m][r], term = terms.of(m, r);
         of_tile[m][r] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            const float x = ptx::exp2_approx(fmaf(s[m][n][2 * r + c], scale, -shift));
+            const float score = s[m][n][2 * r + c];
+            const float x =
+                ptx::exp2_approx(kRounds ? fmaf(score, scale, term) - base : fmaf(score, scale, term - base));
             s[m][n][2 * r + c] = x;
             of_tile[m][r] += x;
           }

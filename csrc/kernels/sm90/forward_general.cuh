@@ -99,13 +99,14 @@ class GeneralGroup : public ForwardGroup<Config> {
     Scores s;
     Weights p;
     uint32_t visible[2];
-    look(note, visible);
     start_qk(s);
+    const bool hides = look(note, visible);
     ptx::wgmma_wait<0>();
     pin(s);
     release_keys();
-    apply(s, work, note, visible);
+    apply(s, work, note, hides, visible);
     weigh(s, work, note.tile);
+    if (options_.adds_bias) release_bias();
     this->pack(p, s);
     wait_for_values(note.flags & TileNote::kClean);
     start_pv(p);
@@ -179,10 +180,11 @@ class GeneralGroup : public ForwardGroup<Config> {
     return __any_sync(~0u, repeat);
   }
 
-  /// What masks leave of this lane's rows. It came with K.
-  __device__ __forceinline__ void look(const TileNote& note, uint32_t (&visible)[2]) const {
+  /// What masks leave of this lane's rows, which came with K; whether they hide something from this warp. That is asked
+  /// before K is released: an arrival does not wait for loads under way, and the copy engine may then be faster.
+  __device__ __forceinline__ bool look(const TileNote& note, uint32_t (&visible)[2]) const {
     visible[0] = visible[1] = ~0u;
-    if (!note.partly(group_)) return;
+    if (!note.partly(group_)) return false;
     constexpr int kParts = kBlockN / kKeyGroup, kPairBytes = sizeof(PairBits), kRowBytes = kPairBytes / kGroupRows;
     const char* const s_bits =
         static_cast<const char*>(__cvta_shared_to_generic(this->s_tiles_ + Config::kBitsOffset)) +
@@ -191,13 +193,14 @@ class GeneralGroup : public ForwardGroup<Config> {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const char* const s_row = s_bits + 8 * r * kRowBytes;
-      visible[r] = *reinterpret_cast<const uint16_t*>(s_row);
-      if constexpr (kParts == 2) visible[r] |= uint32_t{*reinterpret_cast<const uint16_t*>(s_row + kPairBytes)} << 16;
+      const uint32_t second = kParts == 2 ? *reinterpret_cast<const uint16_t*>(s_row + kPairBytes) : 0xFFFFu;
+      visible[r] = *reinterpret_cast<const uint16_t*>(s_row) | second << 16;
     }
+    return __any_sync(~0u, (visible[0] & visible[1]) != ~0u);
   }
 
   /// Products to scores, but for the scale.
-  __device__ __forceinline__ void apply(Scores& s, const Work& work, const TileNote& note,
+  __device__ __forceinline__ void apply(Scores& s, const Work& work, const TileNote& note, bool hides,
                                         const uint32_t (&visible)[2]) {
     if (options_.scales_first) {
       const ScoreRules<Element> rules(p_, work.sequence);
@@ -205,7 +208,7 @@ class GeneralGroup : public ForwardGroup<Config> {
       if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work, note.tile));
     }
     if (options_.adds_bias) add_bias(s, work.careful);
-    if (note.partly(group_)) {
+    if (hides) {
       hide_by_bits(s, 0, visible[0]);
       hide_by_bits(s, 1, visible[1]);
     }
@@ -228,29 +231,41 @@ class GeneralGroup : public ForwardGroup<Config> {
     switch (p_.bias.dtype) {
       case DType::kFloat16:
         return add_parts<0, 8>(
-            s, [&](const BiasPart& part, auto first) { part.for_each_16<decltype(first)::value, __half>(s, add); });
+            s, [&](const BiasPart& part, auto first) { part.for_each_16<decltype(first)::value, __half>(s, add); },
+            bias_at_);
       case DType::kBFloat16:
-        return add_parts<0, 8>(s, [&](const BiasPart& part, auto first) {
-          part.for_each_16<decltype(first)::value, __nv_bfloat16>(s, add);
-        });
+        return add_parts<0, 8>(
+            s,
+            [&](const BiasPart& part, auto first) { part.for_each_16<decltype(first)::value, __nv_bfloat16>(s, add); },
+            bias_at_);
       default:
         return add_parts<0, 4>(
-            s, [&](const BiasPart& part, auto first) { part.for_each_32<decltype(first)::value>(s, add); });
+            s, [&](const BiasPart& part, auto first) { part.for_each_32<decltype(first)::value>(s, add); }, bias_at_);
+    }
+  }
+
+  /// The parts of this tile. Behind the exponentials, whose sum weigh() has looked at: an arrival does not wait for
+  /// loads under way. Right behind them it let the copy engine write what was still to be read, while products of the
+  /// other warpgroups took all of shared memory's time.
+  __device__ __forceinline__ void release_bias() {
+    const int parts = p_.bias.dtype == DType::kFloat32 ? kBlockN / 32 : kBlockN / 64;
+    for (int part = 0; part < parts; ++part) {
+      release(state_.bias_empty[group_][bias_at_.stage()]);
+      bias_at_.advance();
     }
   }
 
   /// Parts of kTiles times 8 keys, as they come.
   template <int kFirst, int kTiles, class F>
-  __device__ __forceinline__ void add_parts(Scores& s, F add) {
-    const int slot = bias_at_.stage();
-    ptx::mbarrier_wait(address(state_.bias_full[group_][slot]), bias_at_.parity());
+  __device__ __forceinline__ void add_parts(Scores& s, F add, RingPosition<Config::kBiasSlots> at) const {
+    static_assert(kN / kTiles <= Config::kBiasSlots, "all parts of a tile are kept until release_bias()");
+    const int slot = at.stage();
+    ptx::mbarrier_wait(address(state_.bias_full[group_][slot]), at.parity());
     add(BiasPart{s_bias_ + slot * Config::kBiasPartBytes, p_.bias.row_stride == 0, ptx::reread(warp_),
                  ptx::reread(lane_)},
         std::integral_constant<int, kFirst>());
-    if constexpr (kTiles < 8) __syncwarp();  // all lanes have read it; ldmatrix is read by all at once
-    release(state_.bias_empty[group_][slot]);
-    bias_at_.advance();
-    if constexpr (kFirst + kTiles < kN) add_parts<kFirst + kTiles, kTiles>(s, add);
+    at.advance();
+    if constexpr (kFirst + kTiles < kN) add_parts<kFirst + kTiles, kTiles>(s, add, at);
   }
 
   __device__ __forceinline__ void drop(Scores& s, const Work& work, int tile) const {
