@@ -11,6 +11,7 @@
 #include "../kernels/sm90/backward.h"
 #include "../kernels/sm90/bias_gradient.h"
 #include "../kernels/sm90/forward.h"
+#include "../kernels/sm90/forward_f32.h"
 #include "attention.h"
 #include "cuda_device.h"
 #include "op_arguments.h"
@@ -24,6 +25,7 @@ using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
 #ifndef FLASH_EXT_NO_HOPPER
+  if (call.plan.kernel == "sm90/forward_f32") return sm90::forward_f32(call.params, stream);
   if (call.plan.kernel == "sm90/forward" && sm90::serves_bias(call.params)) {
     const int64_t bytes = sm90::forward_workspace_bytes(call.params), block_n = call.plan.block_n;
     if (bytes == 0) return sm90::forward(call.params, block_n, nullptr, stream);

@@ -13,6 +13,7 @@
 #include "../kernels/cpu/tile_sizes.h"
 #include "../kernels/sm90/backward_shape.h"
 #include "../kernels/sm90/bias_gradient_shape.h"
+#include "../kernels/sm90/forward_f32_shape.h"
 #include "../kernels/sm90/forward_shape.h"
 
 namespace flash_ext::plan {
@@ -246,8 +247,11 @@ class Planner {
       because(plan_.kernel, ": kernels for Hopper are not in this build (architecture 90a), or FLASH_EXT_HOPPER=0");
       return;
     }
-    const std::string obstacle = backward ? hopper_backward_obstacle() : hopper_obstacle();
-    if (obstacle.empty()) {
+    const std::string obstacle = backward ? hopper_backward_obstacle() : hopper_forward_obstacle();
+    if (obstacle.empty() && p_.dtype == DType::kFloat32) {
+      plan_.kernel = "sm90/forward_f32";
+      because("wgmma, for compute capability 9.0");
+    } else if (obstacle.empty()) {
       plan_.kernel = backward ? "sm90/backward" : "sm90/forward";
       because("wgmma and the copy engine, for compute capability 9.0");
       const std::string options = backward ? "" : general_options();
@@ -283,6 +287,21 @@ class Planner {
                 drops ? " dropout" : "");
   }
 
+  /// What the forward for Hopper cannot do.
+  std::string hopper_forward_obstacle() const {
+    if (p_.dtype != DType::kFloat32) return hopper_obstacle();
+    if (p_.allow_tf32) return "TF32";
+    if (std::max(p_.head_dim, p_.head_dim_v) > sm90::kMostForwardF32HeadDim)
+      return text("float32 beyond head_dim ", sm90::kMostForwardF32HeadDim);
+    const std::string options =
+        text(general_options(), p_.softcap > 0 ? " softcap" : "", p_.has_alibi ? " ALiBi" : "");
+    if (!options.empty()) return text("float32 with", options);
+    if (static_cast<float>(p_.softmax_scale) <= 0) return text("float32 with softmax_scale ", p_.softmax_scale);
+    return empty_tensors() ? "empty tensors" : "";
+  }
+
+  bool empty_tensors() const { return p_.batch == 0 || p_.seqlen_q == 0 || p_.seqlen_k == 0; }
+
   /// What the backward for Hopper cannot do.
   std::string hopper_backward_obstacle() const {
     if (p_.deterministic) return "deterministic";
@@ -303,12 +322,11 @@ class Planner {
     return hopper_obstacle();
   }
 
-  /// What no kernel for Hopper can do.
+  /// What no kernel for Hopper can do but the forward of float32.
   std::string hopper_obstacle() const {
     if (p_.dtype == DType::kFloat32) return "float32";
     if (p_.broadcast) return "a stride of 0";
-    if (p_.batch == 0 || p_.seqlen_q == 0 || p_.seqlen_k == 0) return "empty tensors";
-    return "";
+    return empty_tensors() ? "empty tensors" : "";
   }
 
   void choose_mask_class() {
@@ -335,6 +353,8 @@ class Planner {
     const bool has_choice = attention || is_cuda_prefill();
     if (p_.allow_tf32 && has_choice) {
       because("products in TF32, rounded to 11 bits: torch's float32 matmul setting allows it");
+    } else if (plan_.kernel == "sm90/forward_f32") {
+      because("products of six in bfloat16 each, as accurate as float32: torch's float32 matmul setting allows no less");
     } else {
       because("products of three in TF32 each, as accurate as float32",
               has_choice ? ": torch's float32 matmul setting allows no less" : "");
@@ -438,6 +458,15 @@ class Planner {
       plan_.block_n = shape.block_n;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
               " queries, for head dims up to ", dims.qk, dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+      return;
+    }
+    if (plan_.kernel == "sm90/forward_f32") {
+      const int head_dim = kernel_head_dim(p_.head_dim, p_.head_dim_v);
+      const sm90::ForwardF32Shape shape = sm90::forward_f32_shape(head_dim);
+      plan_.block_m = sm90::kGroupRows * shape.groups;
+      plan_.block_n = sm90::kForwardF32Keys;
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
+              " queries, for head dims up to ", head_dim);
       return;
     }
     if (plan_.kernel == "sm90/backward") {

@@ -1,0 +1,318 @@
+// Attention forward in float32 on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
+//
+// A number is the sum of three bfloat16, and a product that of six (float_parts.cuh). A block has kBlockM queries of one
+// head and goes through tiles of 64 keys, from the last that it sees to the first. Two or three warpgroups compute, 64
+// queries each; one more reads K and V, splits them, and fills a ring of pieces of 64 keys and 64 columns. A
+// warpgroup's step:
+//   for each piece of K: wait for it; S += Q K^T, in two sums: that of the largest products and that of all others
+//   S is there: the pieces are free; r = max, P = 2^(S - r) in registers, split
+//   for each piece of V: wait for it; its columns of P V, from zero
+//   they are there: the pieces are free; O = O 2^(old r - r) + P V
+// While one warpgroup has its exponentials, tensor cores work for the others.
+//
+// Tensor cores round sums towards zero. No sum of theirs goes on for longer than the head dim or 64 keys.
+#pragma once
+
+#include "../common/scores.cuh"
+#include "../ptx/barrier.h"
+#include "../ptx/reread.h"
+#include "../ptx/setmaxnreg.h"
+#include "../ptx/wgmma.h"
+#include "../ptx/wgmma_registers.h"
+#include "forward_f32_load.cuh"
+#include "forward_weights.cuh"
+
+namespace flash_ext::sm90 {
+
+__device__ __forceinline__ int thread_of_group() { return static_cast<int>(threadIdx.x) % kGroupThreads; }
+
+/// What one warpgroup does.
+template <class Config>
+class ForwardF32Group {
+ public:
+  using State = ForwardF32State<Config>;
+  static constexpr int kPanels = Config::kPanels;
+  static constexpr int kSteps = kPieceRows / 16;  // of products along a piece
+  using Tile = float[8][4];                       // 64 x 64 accumulators of a warpgroup
+  using Scores = float[1][8][4];
+  using Weights = uint32_t[kParts][kSteps][4];  // P as an operand
+
+  __device__ __forceinline__ ForwardF32Group(const ForwardParams& p, State& state, char* shared, int group)
+      : p_(p),
+        state_(state),
+        group_(group),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        warp_(static_cast<int>(threadIdx.x) / 32 % kGroupWarps),
+        scale_(static_cast<float>(p.softmax_scale) * kLog2E),
+        query_(PieceDescriptor::lower_half(ptx::shared_address(shared) + group * Config::kQueryBytes)),
+        ring_(PieceDescriptor::lower_half(ptx::shared_address(shared) + Config::kRingOffset)) {}
+
+  __device__ __forceinline__ void run(char* s_query) {
+    const ForwardF32Work<Config>& work = state_.work;
+    const TileSpan tiles = work.tiles, rows = work.rows[group_];
+    load_query_pieces<Config>(s_query, query_rows<float>(p_.q, work.sequence), first_row(), work.end_query,
+                              static_cast<int>(p_.head_dim), thread_of_group());
+    ptx::barrier_any<kGroupThreads>(1 + group_, false);
+    clear();
+    int tile = tiles.end - 1;
+    for (; tile >= rows.end; --tile) pass();
+#pragma unroll 1
+    for (; tile >= rows.begin; --tile) step(tile, tile < rows.full_begin || tile >= rows.full_end);
+    for (; tile >= tiles.begin; --tile) pass();
+    store();
+    if (state_.met_non_finite) add_hidden_non_finite();
+  }
+
+ private:
+  __device__ __forceinline__ int first_row() const { return state_.work.first_query + group_ * kGroupRows; }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      reference_[r] = -INFINITY;
+      row_sum_[r] = 0.0f;
+    }
+    for_each_score(out_, [](float& x, int, int, int) { x = 0.0f; });
+  }
+
+  /// The descriptor of the next piece, which is there then.
+  __device__ __forceinline__ uint32_t wait_for_piece() {
+    ptx::mbarrier_wait(ptx::shared_address(&state_.full[next_.stage()]), next_.parity());
+    const uint32_t piece = ring_ + next_.stage() * (kPieceBytes / 16);
+    next_.advance();
+    return piece;
+  }
+
+  __device__ __forceinline__ void release_piece() {
+    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.empty[done_.stage()]));
+    done_.advance();
+  }
+
+  /// A tile that other warpgroups see. We wait, as no use of a barrier may run ahead of another one.
+  __device__ __forceinline__ void pass() {
+#pragma unroll 1
+    for (int piece = 0; piece < 2 * kPanels; ++piece) {
+      wait_for_piece();
+      release_piece();
+    }
+  }
+
+  __device__ __forceinline__ void step(int tile, bool partial) {
+    Scores s;
+    multiply_keys(s[0]);
+    if (partial) hide_outside_window(s, coordinates(tile), state_.work.sequence);
+    float factor[2];
+    raise_reference(s, factor);
+    float sum[2];
+    exponentiate<false>(s, scale_, reference_, sum);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_sum_[r] = fmaf(row_sum_[r], factor[r], sum[r]);
+    Weights p;
+    pack(p, s[0]);
+    add_values(p, factor);
+  }
+
+  __device__ __forceinline__ TileCoordinates<false> coordinates(int tile) const {
+    return TileCoordinates<false>::of_lane(first_row() + warp_ * 16, tile * Config::kBlockN, lane_);
+  }
+
+  __device__ __forceinline__ static void pin(Tile& x) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ptx::pin(x[n][e]);
+  }
+
+  /// S = Q K^T
+  __device__ __forceinline__ void multiply_keys(Tile& s) {
+    Tile rest;
+    start_product<true>(s, rest, query_, wait_for_piece());
+    if constexpr (kPanels == 2) {
+      start_product<false>(s, rest, query_ + kPieceBytes / 16, wait_for_piece());
+      ptx::wgmma_wait<1>();
+      release_piece();
+    }
+    ptx::wgmma_wait<0>();
+    pin(s);
+    pin(rest);
+    release_piece();
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] += rest[n][e];
+  }
+
+  template <bool kFirst>
+  __device__ __forceinline__ static void start_product(Tile& s, Tile& rest, uint32_t query, uint32_t key) {
+    using Product = ptx::Wgmma<__nv_bfloat16, kPieceRows>;
+    constexpr int kLast = kPartProducts - 1;
+    const auto part = [](uint32_t piece, int part, int step) {
+      return PieceDescriptor::at(piece, part * kPartBytes + PieceDescriptor::along_row(step));
+    };
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kPartProducts; ++k)
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint64_t a = part(query, part_of_a(k), step), b = part(key, part_of_b(k), step);
+        Tile& sum = k == kLast ? s : rest;
+        if (kFirst && step == 0 && (k == 0 || k == kLast)) {
+          Product::template multiply<false>(sum, a, b);
+        } else {
+          Product::template multiply<true>(sum, a, b);
+        }
+      }
+    ptx::wgmma_commit();
+  }
+
+  /// Makes the maximum so far the reference of each row. `factor`: what out of it is to be multiplied by.
+  __device__ __forceinline__ void raise_reference(const Scores& s, float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float raised = fmaxf(reference_[r], largest * scale_);
+      factor[r] = raised == -INFINITY ? 1.0f : ptx::exp2_approx(reference_[r] - raised);
+      reference_[r] = raised;
+    }
+  }
+
+  __device__ __forceinline__ static void pack(Weights& p, const Tile& s) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float(&pair)[4] = s[2 * step + e / 2];
+        uint32_t parts[kParts];
+        split(pair[e % 2 * 2], pair[e % 2 * 2 + 1], parts);
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) p[k][step][e] = parts[k];
+      }
+  }
+
+  /// O = O factor + P V
+  __device__ __forceinline__ void add_values(const Weights& p, const float (&factor)[2]) {
+    Tile sum[kPanels];
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) start_weighing(sum[panel], p, wait_for_piece());
+    if constexpr (kPanels == 2) {
+      ptx::wgmma_wait<1>();
+      finish_weighing(sum[0], 0, factor);
+    }
+    ptx::wgmma_wait<0>();
+    finish_weighing(sum[kPanels - 1], kPanels - 1, factor);
+  }
+
+  __device__ __forceinline__ static void start_weighing(Tile& sum, const Weights& p, uint32_t value) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kPartProducts; ++k)
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint64_t b =
+            PieceDescriptor::at(value, part_of_b(k) * kPartBytes + PieceDescriptor::down_rows(step));
+        if (k == 0 && step == 0) {
+          ptx::wgmma_registers<false>(sum, p[part_of_a(k)][step], b);
+        } else {
+          ptx::wgmma_registers<true>(sum, p[part_of_a(k)][step], b);
+        }
+      }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void finish_weighing(Tile& sum, int panel, const float (&factor)[2]) {
+    pin(sum);
+    release_piece();
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out_[panel][n][e] = fmaf(out_[panel][n][e], factor[e / 2], sum[n][e]);
+  }
+
+  /// Normalises the rows and writes them.
+  __device__ __forceinline__ void store() const {
+    const Sequence& sequence = state_.work.sequence;
+    const float sink = p_.sink ? static_cast<const float*>(p_.sink)[sequence.head] : -INFINITY;
+    const auto rows = query_rows<float>(p_.out, sequence);
+    float* const g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = row_sum_[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const RowEnd end = finish_row(reference_[r], sum, sink);
+      const int row = first_row() + warp_ * 16 + 8 * r + lane_ / 4;
+      if (row >= state_.work.end_query) continue;
+      if (lane_ % 4 == 0) g_lse[row] = end.lse;
+      float* const g_row = rows.row(row);
+#pragma unroll
+      for (int n = 0; n < 8 * kPanels; ++n) {
+        const int column = 8 * n + lane_ % 4 * 2;
+        const float(&pair)[4] = out_[n / 8][n % 8];
+        if (column < p_.head_dim_v)
+          *reinterpret_cast<float2*>(g_row + column) =
+              make_float2(pair[2 * r] * end.scale, pair[2 * r + 1] * end.scale);
+      }
+    }
+  }
+
+  /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
+  __device__ __forceinline__ void add_hidden_non_finite() const {
+    const Sequence& sequence = state_.work.sequence;
+    const TileSpan tiles = state_.work.rows[group_];
+    ptx::barrier_any<kGroupThreads>(1 + group_, false);  // out is written
+    add_non_finite<float, kGroupThreads>(p_, sequence, query_rows<float>(p_.out, sequence),
+                                         key_rows<float, false>(p_, p_.v, sequence), first_row(),
+                                         min(first_row() + kGroupRows, state_.work.end_query),
+                                         tiles.begin * Config::kBlockN,
+                                         min(tiles.end * Config::kBlockN, sequence.seqlen_k),
+                                         ptx::reread(thread_of_group()));
+  }
+
+  const ForwardParams& p_;
+  State& state_;
+  const int group_, lane_, warp_;
+  const float scale_;  // of scores, to base 2
+  const uint32_t query_, ring_;
+  RingPosition<Config::kStages> next_, done_;
+
+  float out_[kPanels][8][4];
+  float reference_[2];  // base 2; -inf while the row has seen no key
+  float row_sum_[2];
+};
+
+/// Warpgroup 0 loads, the others compute.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    forward_f32_kernel(const __grid_constant__ ForwardParams p, const ForwardF32Schedule schedule) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& state = *reinterpret_cast<ForwardF32State<Config>*>(shared + Config::kTilesBytes);
+  if (threadIdx.x == 0) new (&state) ForwardF32State<Config>(p, schedule, static_cast<int>(blockIdx.x));
+  __syncthreads();
+  if (!state.work.exists) return;
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0) - 1;
+  if (group < 0) {
+    ptx::give_up_registers<Config::kLoaderRegisters>();
+    ForwardF32Loader<Config>(p, state, shared + Config::kRingOffset, thread_of_group()).run();
+  } else {
+    ptx::take_registers<Config::kRegisters>();
+    if (group >= state.work.groups()) return;
+    ForwardF32Group<Config>(p, state, shared, group).run(shared + group * Config::kQueryBytes);
+  }
+}
+
+template <int kHeadDim>
+void run_forward_f32(const ForwardParams& p, cudaStream_t stream) {
+  using Config = ForwardF32Config<kHeadDim>;
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardF32State<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
+  const ForwardF32Schedule schedule = schedule_forward_f32<Config>(p);
+  const dim3 blocks(grid_size(static_cast<int64_t>(schedule.heads) * schedule.blocks_m));
+  launch("sm90/forward_f32", forward_f32_kernel<Config>, {blocks, dim3(Config::kThreads), kSharedBytes}, stream, p,
+         schedule);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,14 @@
+// Attention forward in float32 on wgmma.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../params.h"
+
+namespace flash_ext::sm90 {
+
+/// out and lse of every row that a sequence covers. float32, in full precision; head dims up to 128; products scaled by
+/// a positive number, within a window, and a sink; any lengths; rows of q, k and v start at multiples of 16 bytes.
+void forward_f32(const ForwardParams& params, cudaStream_t stream);
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,123 @@
+// How float32 rows come to shared memory, as pieces of bfloat16 parts: of Q once, by the warpgroup that has the rows;
+// of K and V through a ring, by a warpgroup of its own.
+#pragma once
+
+#include "../ptx/tma.h"
+#include "forward_f32_work.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Q of 64 rows, from first_row on.
+template <class Config>
+__device__ __forceinline__ void load_query_pieces(char* s_query, const RowSource<float, false>& rows,
+                                                  int first_row, int end_row, int columns, int thread) {
+  const PieceThread at(thread);
+  __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);  // of no account here
+#pragma unroll 1
+  for (int panel = 0; panel < Config::kPanels; ++panel) {
+    FloatOctet x[PieceThread::kOctets];
+    const int column = panel * kPanelColumns + at.column;
+#pragma unroll
+    for (int octet = 0; octet < PieceThread::kOctets; ++octet) {
+      const int row = first_row + at.row + octet * PieceThread::kRowStep;
+      x[octet] = FloatOctet::load(rows.row(row) + column, row < end_row && column < columns);
+    }
+#pragma unroll
+    for (int octet = 0; octet < PieceThread::kOctets; ++octet)
+      at.store(s_query + panel * kPieceBytes, octet, x[octet], trace);
+  }
+  ptx::fence_proxy_async_shared();
+}
+
+/// Of each tile, from the last to the first: the panels of K, then those of V.
+template <class Config>
+class ForwardF32Loader {
+ public:
+  using State = ForwardF32State<Config>;
+  static constexpr int kOctets = PieceThread::kOctets;
+
+  __device__ __forceinline__ ForwardF32Loader(const ForwardParams& p, State& state, char* s_ring, int thread)
+      : state_(state), s_ring_(s_ring), at_(thread), lane_(thread % 32) {
+    const Sequence& sequence = state.work.sequence;
+    keys_ = source(key_rows<float, false>(p, p.k, sequence), p.head_dim);
+    values_ = source(key_rows<float, false>(p, p.v, sequence), p.head_dim_v);
+  }
+
+  __device__ __forceinline__ void run() {
+    const TileSpan tiles = state_.work.tiles;
+    const int seqlen_k = state_.work.sequence.seqlen_k;
+    int tile = tiles.end - 1;
+    if (tile < tiles.begin) return;
+    FloatOctet x[kOctets];
+    load(x, keys_, 0, tile, seqlen_k);
+#pragma unroll 1
+    for (; tile >= tiles.begin; --tile) {
+      const bool partial = tile < tiles.full_begin || tile >= tiles.full_end;
+#pragma unroll
+      for (int piece = 0; piece < 2 * Config::kPanels; ++piece) {
+        constexpr int kLast = 2 * Config::kPanels - 1;
+        const int next = piece == kLast ? 0 : piece + 1, next_tile = piece == kLast ? tile - 1 : tile;
+        const bool is_value = piece >= Config::kPanels, next_is_value = next >= Config::kPanels;
+        const int rows = next_tile < tiles.begin ? 0 : seqlen_k;
+        pass_on(x, next_is_value ? values_ : keys_, next % Config::kPanels, next_tile, rows, is_value && partial);
+      }
+    }
+  }
+
+ private:
+  /// Rows of K or V, from the thread's first octet on.
+  struct Source {
+    const float* first;
+    int64_t row_stride;
+    int columns;  // behind the thread's first
+  };
+
+  template <class Rows>
+  __device__ __forceinline__ Source source(const Rows& rows, int64_t columns) const {
+    return {rows.row(at_.row) + at_.column, rows.row_stride, static_cast<int>(columns) - at_.column};
+  }
+
+  __device__ __forceinline__ FloatOctet load(const Source& source, int panel, int tile, int num_rows,
+                                             int octet) const {
+    const int row = tile * Config::kBlockN + octet * PieceThread::kRowStep;
+    const bool valid = at_.row + row < num_rows && panel * kPanelColumns < source.columns;
+    return FloatOctet::load(source.first + row * source.row_stride + panel * kPanelColumns, valid);
+  }
+
+  __device__ __forceinline__ void load(FloatOctet (&x)[kOctets], const Source& source, int panel, int tile,
+                                       int num_rows) const {
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet) x[octet] = load(source, panel, tile, num_rows, octet);
+  }
+
+  /// A piece that is in registers to the ring; the next one then comes to registers.
+  __device__ __forceinline__ void pass_on(FloatOctet (&x)[kOctets], const Source& next, int panel, int tile,
+                                          int num_rows, bool may_be_hidden) {
+    char* const s_piece = s_ring_ + ring_.stage() * kPieceBytes;
+    __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);
+    ptx::mbarrier_wait(ptx::shared_address(&state_.empty[ring_.stage()]), ring_.parity() ^ 1);
+#pragma unroll
+    for (int octet = 0; octet < kOctets; ++octet) {
+      const FloatOctet current = x[octet];
+      x[octet] = load(next, panel, tile, num_rows, octet);
+      at_.store(s_piece, octet, current, trace);
+    }
+    if (may_be_hidden && is_nan(trace)) {
+      at_.take_out_non_finite(s_piece);
+      state_.met_non_finite = true;
+    }
+    ptx::fence_proxy_async_shared();
+    __syncwarp();  // what all lanes wrote comes before the arrival
+    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.full[ring_.stage()]));
+    ring_.advance();
+  }
+
+  State& state_;
+  char* const s_ring_;
+  const PieceThread at_;
+  const int lane_;
+  Source keys_, values_;
+  RingPosition<Config::kStages> ring_;
+};
+
+}  // namespace flash_ext::sm90
