@@ -471,21 +471,42 @@ def test_the_keys_of_a_tile_on_hopper(fields: dict[str, Any], block_n: int) -> N
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"dtype": "float32"},
-        {"dtype": "float32", "has_mask": True},
-        {"broadcast": True},
-        {"batch": 0},
-        {"seqlen_q": 0},
-        {"seqlen_k": 0},
-    ],
+    [{"broadcast": True}, {"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"dtype": "float32", "seqlen_k": 0}],
 )
 def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) -> None:
-    words = {"dtype": "float32", "broadcast": "stride of 0"}
-    word = words.get(next(iter(fields)), "empty")
+    word = "stride of 0" if "broadcast" in fields else "empty"
     found = hopper_plan(**fields)
     assert found.kernel == "sm80/forward"
     assert any("Hopper" in reason and word in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize(
+    ("fields", "obstacle"),
+    [
+        ({}, ""),
+        ({"head_dim": 8, "head_dim_v": 40}, ""),
+        ({"broadcast": True, "varlen": True, "has_sink": True, "window_left": 5}, ""),
+        ({"allow_tf32": True}, "TF32"),
+        ({"head_dim": 136}, "float32 beyond head_dim 128"),
+        ({"head_dim_v": 136}, "float32 beyond head_dim 128"),
+        ({"softcap": 3.0}, "float32 with softcap"),
+        ({"has_alibi": True}, "float32 with ALiBi"),
+        ({"has_bias": True}, "float32 with bias"),
+        ({"has_mask": True, "dropout_p": 0.1}, "float32 with mask dropout"),
+        ({"has_block_mask": True}, "float32 with block mask"),
+        ({"softmax_scale": -1.0}, "float32 with softmax_scale -1"),
+        ({"hopper_kernels": False}, "not in this build"),
+    ],
+)
+def test_the_forward_of_float32_on_hopper(fields: dict[str, Any], obstacle: str) -> None:
+    found = hopper_plan(dtype="float32", **fields)
+    assert found.kernel == ("sm80/forward" if obstacle else "sm90/forward_f32")
+    assert any("Hopper" in reason and obstacle in reason for reason in found.reasons) == bool(obstacle)
+    if not obstacle:
+        few = fields.get("head_dim", 128) <= 64
+        assert (found.block_m, found.block_n) == (192 if few else 128, 64)
+        assert any("six in bfloat16" in reason for reason in found.reasons)
+    assert hopper_plan(dtype="float32", compute_capability=80, **fields).kernel == "sm80/forward"
 
 
 @pytest.mark.parametrize(

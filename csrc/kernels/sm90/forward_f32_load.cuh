@@ -58,7 +58,7 @@ class ForwardF32Loader {
         constexpr int kLast = 2 * Config::kPanels - 1;
         const int next = piece == kLast ? 0 : piece + 1, next_tile = piece == kLast ? tile - 1 : tile;
         const bool is_value = piece >= Config::kPanels, next_is_value = next >= Config::kPanels;
-        const int rows = next_tile < tiles.begin ? 0 : seqlen_k;
+        const int rows = next_tile < tiles.begin ? INT32_MIN : seqlen_k;  // rows before 0 are none either
         pass_on(x, next_is_value ? values_ : keys_, next % Config::kPanels, next_tile, rows, is_value && partial);
       }
     }
