@@ -25,12 +25,19 @@ using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.kernel == "sm90/forward_f32") return sm90::forward_f32(call.params, stream);
-  if (call.plan.kernel == "sm90/forward" && sm90::serves_bias(call.params)) {
-    const int64_t bytes = sm90::forward_workspace_bytes(call.params), block_n = call.plan.block_n;
-    if (bytes == 0) return sm90::forward(call.params, block_n, nullptr, stream);
+  const auto with_workspace = [&](int64_t bytes, auto run) {
+    if (bytes == 0) return run(nullptr);
     const Tensor workspace = new_empty(q, {bytes}, ScalarType::Byte);
-    return sm90::forward(call.params, block_n, address(workspace), stream);
+    run(address(workspace));
+  };
+  if (call.plan.kernel == "sm90/forward" && sm90::serves_bias(call.params)) {
+    return with_workspace(sm90::forward_workspace_bytes(call.params), [&](void* workspace) {
+      sm90::forward(call.params, call.plan.block_n, workspace, stream);
+    });
+  }
+  if (call.plan.kernel == "sm90/forward_f32") {
+    return with_workspace(sm90::forward_f32_workspace_bytes(call.params),
+                          [&](void* workspace) { sm90::forward_f32(call.params, workspace, stream); });
   }
 #endif
   sm80::forward(call.params, stream);

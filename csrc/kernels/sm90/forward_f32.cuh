@@ -31,6 +31,7 @@ template <class Config>
 class ForwardF32Group {
  public:
   using State = ForwardF32State<Config>;
+  using Work = ForwardF32Work<Config>;
   static constexpr int kPanels = Config::kPanels;
   static constexpr int kSteps = kPieceRows / 16;  // of products along a piece
   using Tile = float[8][4];                       // 64 x 64 accumulators of a warpgroup
@@ -48,23 +49,38 @@ class ForwardF32Group {
         ring_(PieceDescriptor::lower_half(ptx::shared_address(shared) + Config::kRingOffset)) {}
 
   __device__ __forceinline__ void run(char* s_query) {
-    const ForwardF32Work<Config>& work = state_.work;
-    const TileSpan tiles = work.tiles, rows = work.rows[group_];
-    load_query_pieces<Config>(s_query, query_rows<float>(p_.q, work.sequence), first_row(), work.end_query,
-                              static_cast<int>(p_.head_dim), thread_of_group());
-    ptx::barrier_any<kGroupThreads>(1 + group_, false);
-    clear();
-    int tile = tiles.end - 1;
-    for (; tile >= rows.end; --tile) pass();
+    ForwardF32Queue<Config> queue(state_);
 #pragma unroll 1
-    for (; tile >= rows.begin; --tile) step(tile, tile < rows.full_begin || tile >= rows.full_end);
-    for (; tile >= tiles.begin; --tile) pass();
-    store();
-    if (state_.met_non_finite) add_hidden_non_finite();
+    while (const Work* const work = queue.front()) {
+      load_query(*work, s_query);
+      clear();
+      visit(*work);
+      store(*work);
+      if (work->met_non_finite) add_hidden_non_finite(*work);
+      queue.pop(lane_);
+    }
   }
 
  private:
-  __device__ __forceinline__ int first_row() const { return state_.work.first_query + group_ * kGroupRows; }
+  __device__ __forceinline__ int first_row(const Work& work) const { return work.first_query + group_ * kGroupRows; }
+
+  __device__ __forceinline__ void wait_for_group() const { ptx::barrier_any<kGroupThreads>(1 + group_, false); }
+
+  __device__ __forceinline__ void load_query(const Work& work, char* s_query) const {
+    wait_for_group();  // all are done with what was there
+    load_query_pieces<Config>(s_query, query_rows<float>(p_.q, work.sequence), first_row(work), work.end_query,
+                              static_cast<int>(p_.head_dim), ptx::reread(thread_of_group()));
+    wait_for_group();
+  }
+
+  __device__ __forceinline__ void visit(const Work& work) {
+    const TileSpan tiles = work.tiles, rows = work.rows[group_];
+    int tile = tiles.end - 1;
+    for (; tile >= rows.end; --tile) pass();
+#pragma unroll 1
+    for (; tile >= rows.begin; --tile) step(work, tile, tile < rows.full_begin || tile >= rows.full_end);
+    for (; tile >= tiles.begin; --tile) pass();
+  }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -97,10 +113,10 @@ class ForwardF32Group {
     }
   }
 
-  __device__ __forceinline__ void step(int tile, bool partial) {
+  __device__ __forceinline__ void step(const Work& work, int tile, bool partial) {
     Scores s;
     multiply_keys(s[0]);
-    if (partial) hide_outside_window(s, coordinates(tile), state_.work.sequence);
+    if (partial) hide_outside_window(s, coordinates(work, tile), work.sequence);
     float factor[2];
     raise_reference(s, factor);
     float sum[2];
@@ -112,8 +128,8 @@ class ForwardF32Group {
     add_values(p, factor);
   }
 
-  __device__ __forceinline__ TileCoordinates<false> coordinates(int tile) const {
-    return TileCoordinates<false>::of_lane(first_row() + warp_ * 16, tile * Config::kBlockN, lane_);
+  __device__ __forceinline__ TileCoordinates<false> coordinates(const Work& work, int tile) const {
+    return TileCoordinates<false>::of_lane(first_row(work) + warp_ * 16, tile * Config::kBlockN, lane_);
   }
 
   __device__ __forceinline__ static void pin(Tile& x) {
@@ -233,8 +249,8 @@ class ForwardF32Group {
   }
 
   /// Normalises the rows and writes them.
-  __device__ __forceinline__ void store() const {
-    const Sequence& sequence = state_.work.sequence;
+  __device__ __forceinline__ void store(const Work& work) const {
+    const Sequence& sequence = work.sequence;
     const float sink = p_.sink ? static_cast<const float*>(p_.sink)[sequence.head] : -INFINITY;
     const auto rows = query_rows<float>(p_.out, sequence);
     float* const g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
@@ -244,8 +260,8 @@ class ForwardF32Group {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const RowEnd end = finish_row(reference_[r], sum, sink);
-      const int row = first_row() + warp_ * 16 + 8 * r + lane_ / 4;
-      if (row >= state_.work.end_query) continue;
+      const int row = first_row(work) + warp_ * 16 + 8 * r + lane_ / 4;
+      if (row >= work.end_query) continue;
       if (lane_ % 4 == 0) g_lse[row] = end.lse;
       float* const g_row = rows.row(row);
 #pragma unroll
@@ -260,13 +276,13 @@ class ForwardF32Group {
   }
 
   /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
-  __device__ __forceinline__ void add_hidden_non_finite() const {
-    const Sequence& sequence = state_.work.sequence;
-    const TileSpan tiles = state_.work.rows[group_];
-    ptx::barrier_any<kGroupThreads>(1 + group_, false);  // out is written
+  __device__ __forceinline__ void add_hidden_non_finite(const Work& work) const {
+    const Sequence& sequence = work.sequence;
+    const TileSpan tiles = work.rows[group_];
+    wait_for_group();  // out is written
     add_non_finite<float, kGroupThreads>(p_, sequence, query_rows<float>(p_.out, sequence),
-                                         key_rows<float, false>(p_, p_.v, sequence), first_row(),
-                                         min(first_row() + kGroupRows, state_.work.end_query),
+                                         key_rows<float, false>(p_, p_.v, sequence), first_row(work),
+                                         min(first_row(work) + kGroupRows, work.end_query),
                                          tiles.begin * Config::kBlockN,
                                          min(tiles.end * Config::kBlockN, sequence.seqlen_k),
                                          ptx::reread(thread_of_group()));
@@ -287,32 +303,36 @@ class ForwardF32Group {
 /// Warpgroup 0 loads, the others compute.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    forward_f32_kernel(const __grid_constant__ ForwardParams p, const ForwardF32Schedule schedule) {
+    forward_f32_kernel(const __grid_constant__ ForwardParams p, const ForwardSchedule schedule) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<ForwardF32State<Config>*>(shared + Config::kTilesBytes);
-  if (threadIdx.x == 0) new (&state) ForwardF32State<Config>(p, schedule, static_cast<int>(blockIdx.x));
+  if (threadIdx.x == 0) state.init();
   __syncthreads();
-  if (!state.work.exists) return;
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0) - 1;
   if (group < 0) {
     ptx::give_up_registers<Config::kLoaderRegisters>();
-    ForwardF32Loader<Config>(p, state, shared + Config::kRingOffset, thread_of_group()).run();
+    ForwardF32Loader<Config>(p, state, shared + Config::kRingOffset, thread_of_group()).run(schedule);
   } else {
     ptx::take_registers<Config::kRegisters>();
-    if (group >= state.work.groups()) return;
     ForwardF32Group<Config>(p, state, shared, group).run(shared + group * Config::kQueryBytes);
   }
 }
 
+/// Clears the counter of works, beside which the kernel behind it starts.
+void clear_forward_workspace(void* workspace, cudaStream_t stream);
+
 template <int kHeadDim>
-void run_forward_f32(const ForwardParams& p, cudaStream_t stream) {
+void run_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t stream) {
   using Config = ForwardF32Config<kHeadDim>;
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardF32State<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
-  const ForwardF32Schedule schedule = schedule_forward_f32<Config>(p);
-  const dim3 blocks(grid_size(static_cast<int64_t>(schedule.heads) * schedule.blocks_m));
-  launch("sm90/forward_f32", forward_f32_kernel<Config>, {blocks, dim3(Config::kThreads), kSharedBytes}, stream, p,
-         schedule);
+  const ForwardSchedule schedule = schedule_forward_f32<Config>(p, workspace);
+  if (workspace) clear_forward_workspace(workspace, stream);
+  const int64_t works = static_cast<int64_t>(schedule.heads) * schedule.blocks_m;
+  const int64_t blocks = std::min<int64_t>(works, device_attribute(cudaDevAttrMultiProcessorCount));
+  LaunchShape shape = {dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
+  shape.overlaps_previous = workspace != nullptr;
+  launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule);
 }
 
 }  // namespace flash_ext::sm90

@@ -37,34 +37,50 @@ class ForwardF32Loader {
   static constexpr int kOctets = PieceThread::kOctets;
 
   __device__ __forceinline__ ForwardF32Loader(const ForwardParams& p, State& state, char* s_ring, int thread)
-      : state_(state), s_ring_(s_ring), at_(thread), lane_(thread % 32) {
-    const Sequence& sequence = state.work.sequence;
-    keys_ = source(key_rows<float, false>(p, p.k, sequence), p.head_dim);
-    values_ = source(key_rows<float, false>(p, p.v, sequence), p.head_dim_v);
+      : p_(p), state_(state), s_ring_(s_ring), at_(thread), lane_(thread % 32) {}
+
+  __device__ __forceinline__ void run(const ForwardSchedule& schedule) {
+    ForwardF32Queue<Config> queue(state_);
+#pragma unroll 1
+    while (true) {
+      if (threadIdx.x == 0) queue.push(p_, schedule);
+      __syncwarp();
+      Work* const work = queue.front();
+      if (!work) return;
+      load_keys(*work);
+      queue.pop(lane_);
+    }
   }
 
-  __device__ __forceinline__ void run() {
-    const TileSpan tiles = state_.work.tiles;
-    const int seqlen_k = state_.work.sequence.seqlen_k;
+ private:
+  using Work = ForwardF32Work<Config>;
+
+  __device__ __forceinline__ void load_keys(Work& work) {
+    const TileSpan tiles = work.tiles;
+    const int seqlen_k = work.sequence.seqlen_k;
     int tile = tiles.end - 1;
     if (tile < tiles.begin) return;
+    const Source keys = source(key_rows<float, false>(p_, p_.k, work.sequence), p_.head_dim);
+    const Source values = source(key_rows<float, false>(p_, p_.v, work.sequence), p_.head_dim_v);
     FloatOctet x[kOctets];
-    load(x, keys_, 0, tile, seqlen_k);
+    load(x, keys, 0, tile, seqlen_k);
 #pragma unroll 1
     for (; tile >= tiles.begin; --tile) {
       const bool partial = tile < tiles.full_begin || tile >= tiles.full_end;
-#pragma unroll
+#pragma unroll 1
       for (int piece = 0; piece < 2 * Config::kPanels; ++piece) {
         constexpr int kLast = 2 * Config::kPanels - 1;
         const int next = piece == kLast ? 0 : piece + 1, next_tile = piece == kLast ? tile - 1 : tile;
         const bool is_value = piece >= Config::kPanels, next_is_value = next >= Config::kPanels;
         const int rows = next_tile < tiles.begin ? INT32_MIN : seqlen_k;  // rows before 0 are none either
-        pass_on(x, next_is_value ? values_ : keys_, next % Config::kPanels, next_tile, rows, is_value && partial);
+        const bool met = pass_on(x, choose(next_is_value, values, keys), next % Config::kPanels, next_tile, rows,
+                                 is_value && partial);
+        if (met) work.met_non_finite = true;
+        hand_over();
       }
     }
   }
 
- private:
   /// Rows of K or V, from the thread's first octet on.
   struct Source {
     const float* first;
@@ -75,6 +91,11 @@ class ForwardF32Loader {
   template <class Rows>
   __device__ __forceinline__ Source source(const Rows& rows, int64_t columns) const {
     return {rows.row(at_.row) + at_.column, rows.row_stride, static_cast<int>(columns) - at_.column};
+  }
+
+  /// By value, as a reference would put both into local memory.
+  __device__ __forceinline__ static Source choose(bool first, const Source& a, const Source& b) {
+    return {first ? a.first : b.first, first ? a.row_stride : b.row_stride, first ? a.columns : b.columns};
   }
 
   __device__ __forceinline__ FloatOctet load(const Source& source, int panel, int tile, int num_rows,
@@ -90,9 +111,9 @@ class ForwardF32Loader {
     for (int octet = 0; octet < kOctets; ++octet) x[octet] = load(source, panel, tile, num_rows, octet);
   }
 
-  /// A piece that is in registers to the ring; the next one then comes to registers.
-  __device__ __forceinline__ void pass_on(FloatOctet (&x)[kOctets], const Source& next, int panel, int tile,
-                                          int num_rows, bool may_be_hidden) {
+  /// A piece that is in registers to the ring; the next one then comes to registers. Whether Inf or NaN was taken out.
+  __device__ __forceinline__ bool pass_on(FloatOctet (&x)[kOctets], const Source& next, int panel, int tile,
+                                          int num_rows, bool may_be_hidden) const {
     char* const s_piece = s_ring_ + ring_.stage() * kPieceBytes;
     __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);
     ptx::mbarrier_wait(ptx::shared_address(&state_.empty[ring_.stage()]), ring_.parity() ^ 1);
@@ -102,21 +123,23 @@ class ForwardF32Loader {
       x[octet] = load(next, panel, tile, num_rows, octet);
       at_.store(s_piece, octet, current, trace);
     }
-    if (may_be_hidden && is_nan(trace)) {
-      at_.take_out_non_finite(s_piece);
-      state_.met_non_finite = true;
-    }
+    const bool met = may_be_hidden && is_nan(trace);
+    if (met) at_.take_out_non_finite(s_piece);
+    return met;
+  }
+
+  __device__ __forceinline__ void hand_over() {
     ptx::fence_proxy_async_shared();
     __syncwarp();  // what all lanes wrote comes before the arrival
     if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.full[ring_.stage()]));
     ring_.advance();
   }
 
+  const ForwardParams& p_;
   State& state_;
   char* const s_ring_;
   const PieceThread at_;
   const int lane_;
-  Source keys_, values_;
   RingPosition<Config::kStages> ring_;
 };
 

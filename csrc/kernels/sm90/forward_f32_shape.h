@@ -17,7 +17,7 @@ constexpr int kForwardF32Keys = 64;  // of a tile
 constexpr int kMostForwardF32HeadDim = 128;
 
 constexpr ForwardF32Shape forward_f32_shape(int64_t head_dim) {
-  return head_dim <= 64 ? ForwardF32Shape{3, 6, 144, 80} : ForwardF32Shape{2, 5, 200, 104};
+  return head_dim <= 64 ? ForwardF32Shape{3, 6, 136, 104} : ForwardF32Shape{2, 5, 200, 104};
 }
 
 }  // namespace flash_ext::sm90

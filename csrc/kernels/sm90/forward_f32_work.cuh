@@ -11,7 +11,7 @@
 #include "../ptx/mbarrier.h"
 #include "float_parts.cuh"
 #include "forward_f32_shape.h"
-#include "forward_shape.h"
+#include "forward_work.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -35,29 +35,16 @@ struct ForwardF32Config {
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
-/// In which order blocks are started: sections of heads whose keys stay in L2, in a section the tiles of queries with
-/// the most keys first, which balances a causal mask.
-struct ForwardF32Schedule {
-  int blocks_m;  // of the longest sequence
-  int heads;     // of all batch entries
-  int section_heads;
-
-  __device__ __forceinline__ void locate(int position, int& head, int& block) const {
-    const int section_size = section_heads * blocks_m, section = position / section_size;
-    const int width = min(section_heads, heads - section * section_heads), rest = position % section_size;
-    block = blocks_m - 1 - rest / width;
-    head = section * section_heads + rest % width;
-  }
-};
-
+/// As schedule_forward(), but that all tiles of queries go by their length, the last ones too.
 template <class Config>
-ForwardF32Schedule schedule_forward_f32(const AttentionParams& p) {
+ForwardSchedule schedule_forward_f32(const AttentionParams& p, void* workspace) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
   const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 4);
   const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
   const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, std::min(ratio, heads), heads);
-  return {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(fitting)};
+  return {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(fitting),
+          static_cast<unsigned long long*>(workspace)};
 }
 
 /// A tile of queries of one head, and the tiles of keys that it sees.
@@ -67,13 +54,13 @@ struct ForwardF32Work {
   int first_query, end_query;
   TileSpan tiles;                  // of all rows: these are loaded
   TileSpan rows[Config::kGroups];  // of the rows of each warpgroup, within `tiles`
-  bool exists;
+  bool met_non_finite;             // in V of a tile that not all rows see in full; written before its `full`
 
   /// The tile that is no whole one stands first, where a causal mask leaves the fewest keys.
-  __device__ __forceinline__ ForwardF32Work(const Sequence& sequence, int block) : sequence(sequence) {
-    const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-    exists = block < blocks;
-    end_query = sequence.seqlen_q - (blocks - 1 - block) * Config::kBlockM;
+  __device__ __forceinline__ ForwardF32Work(const Sequence& sequence, int blocks, int block)
+      : sequence(sequence),
+        end_query(sequence.seqlen_q - (blocks - 1 - block) * Config::kBlockM),
+        met_non_finite(false) {
     first_query = max(end_query - Config::kBlockM, 0);
     tiles = span(first_query, end_query);
     for (int g = 0; g < Config::kGroups; ++g) {
@@ -83,40 +70,85 @@ struct ForwardF32Work {
     }
   }
 
-  __device__ __forceinline__ static ForwardF32Work find(const AttentionParams& p, const ForwardF32Schedule& schedule,
-                                                        int position) {
-    int head, block;
-    schedule.locate(position, head, block);
-    const int heads_q = static_cast<int>(p.heads_q);
-    return ForwardF32Work(Sequence(p, head / heads_q, head % heads_q), block);
-  }
-
-  /// Warpgroups that have rows: the first ones.
-  __device__ __forceinline__ int groups() const {
-    return (end_query - first_query + kGroupRows - 1) / kGroupRows;
-  }
-
  private:
   __device__ __forceinline__ TileSpan span(int first, int end) const {
     return sequence.template key_tiles<Config::kBlockN>(first, end);
   }
 };
 
-/// Behind the pieces in shared memory.
+/// Behind the pieces in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardF32State {
+  static constexpr int kSlots = 2;
+  using Work = ForwardF32Work<Config>;
+
   uint64_t full[Config::kStages], empty[Config::kStages];
-  bool met_non_finite;  // in V of a tile that not all rows see in full; written before `full`
-  ForwardF32Work<Config> work;
+  uint64_t work_full[kSlots], work_empty[kSlots];
+  int has_work[kSlots];
+  int64_t position;  // of the next work in the schedule
+  __align__(8) unsigned char work[kSlots][sizeof(Work)];
+
+  __device__ __forceinline__ Work& work_in(int slot) { return *reinterpret_cast<Work*>(work[slot]); }
 
   /// By one thread.
-  __device__ __forceinline__ ForwardF32State(const AttentionParams& p, const ForwardF32Schedule& schedule, int position)
-      : met_non_finite(false), work(ForwardF32Work<Config>::find(p, schedule, position)) {
+  __device__ __forceinline__ void init() {
+    constexpr int kConsumers = Config::kGroups * kGroupWarps;
+    position = blockIdx.x;
     for (int k = 0; k < Config::kStages; ++k) {
       ptx::mbarrier_init(ptx::shared_address(&full[k]), kGroupWarps);
-      ptx::mbarrier_init(ptx::shared_address(&empty[k]), max(1, work.groups() * kGroupWarps));
+      ptx::mbarrier_init(ptx::shared_address(&empty[k]), kConsumers);
+    }
+    for (int k = 0; k < kSlots; ++k) {
+      ptx::mbarrier_init(ptx::shared_address(&work_full[k]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&work_empty[k]), kConsumers + kGroupWarps);
     }
   }
+};
+
+/// The works of a block, as each of its warps goes through them.
+template <class Config>
+class ForwardF32Queue {
+ public:
+  using State = ForwardF32State<Config>;
+  using Work = ForwardF32Work<Config>;
+
+  __device__ __forceinline__ explicit ForwardF32Queue(State& state) : state_(state) {}
+
+  /// By one thread: the next work, or that there is none.
+  __device__ __forceinline__ void push(const ForwardParams& p, const ForwardSchedule& schedule) {
+    const int slot = at_.stage(), heads_q = static_cast<int>(p.heads_q);
+    ptx::mbarrier_wait(ptx::shared_address(&state_.work_empty[slot]), at_.parity() ^ 1);
+    int64_t position = state_.position;
+    bool found = false;
+    for (; !found && position < schedule.size(); position = schedule.take()) {
+      int head, block;
+      schedule.locate(position, head, block);
+      const Sequence sequence(p, head / heads_q, head % heads_q);
+      const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+      found = block < blocks;
+      if (found) new (&state_.work_in(slot)) Work(sequence, blocks, block);
+    }
+    state_.position = position;
+    state_.has_work[slot] = found;
+    ptx::mbarrier_arrive(ptx::shared_address(&state_.work_full[slot]));
+  }
+
+  /// The next work, or null after the last.
+  __device__ __forceinline__ Work* front() {
+    ptx::mbarrier_wait(ptx::shared_address(&state_.work_full[at_.stage()]), at_.parity());
+    return state_.has_work[at_.stage()] ? &state_.work_in(at_.stage()) : nullptr;
+  }
+
+  /// The warp is done with it.
+  __device__ __forceinline__ void pop(int lane) {
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.work_empty[at_.stage()]));
+    at_.advance();
+  }
+
+ private:
+  State& state_;
+  RingPosition<State::kSlots> at_;
 };
 
 }  // namespace flash_ext::sm90

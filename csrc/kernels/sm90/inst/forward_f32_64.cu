@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm90 {
 
-template void run_forward_f32<64>(const ForwardParams&, cudaStream_t);
+template void run_forward_f32<64>(const ForwardParams&, void*, cudaStream_t);
 
 }  // namespace flash_ext::sm90
