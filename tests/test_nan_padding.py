@@ -75,6 +75,25 @@ def test_a_value_of_the_future_does_not_reach_earlier_rows(device: str, poison: 
     torch.testing.assert_close(after[:, 30:, :, :3], before[:, 30:, :, :3])
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
+def test_values_that_tiles_show_in_part(device: str, poison: float, head_dim: int) -> None:
+    """In each of some tiles of a window one value is not finite: who sees it gets that, the others do not."""
+    left, right, seqlen = 150, 20, 400
+    q, k, v = (torch.randn(2, seqlen, 2, head_dim, device=device) for _ in range(3))
+    before = flash_ext.attention(q, k, v, window_size=(left, right))
+    poisoned = {5: 0, 130: 1, 260: head_dim - 1}  # column by key
+    row = torch.arange(seqlen, device=device)
+    touched = torch.zeros(seqlen, head_dim, dtype=torch.bool, device=device)
+    for key, column in poisoned.items():
+        v[:, key, :, column] = poison
+        touched[:, column] = (row - left <= key) & (key <= row + right)
+    after = flash_ext.attention(q, k, v, window_size=(left, right))
+    shown = touched[None, :, None].expand_as(after)
+    assert not after[shown].isfinite().any()
+    torch.testing.assert_close(after[~shown], before[~shown])
+
+
 def test_gaps_between_packed_tensors(device: str) -> None:
     call = make_call(seqlen_q=20, seqlen_k=30, device=device, cu_seqlens_q=cumulative([8, 12], device),
                      cu_seqlens_k=cumulative([9, 21], device), seqused_k=int32([4, 20], device),

@@ -115,6 +115,19 @@ def test_float32_is_as_accurate_as_a_float32_matmul(device: str, head_dim: int) 
     assert_matches_oracle(wide_call(head_dim, device))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_float32_does_not_drift_over_many_keys(device: str, head_dim: int) -> None:
+    """Tensor cores round sums towards zero: values of one sign and even weights show it where such sums grow long."""
+    seqlen_k = 2048 if device == "cpu" else 32768
+    q, k, v = (torch.randn(1, seqlen, 2, head_dim, device=device) for seqlen in (64, seqlen_k, seqlen_k))
+    call = Call(0.2 * q, k, v + 1.0)
+    ref = run_reference(call, torch.float64)["out"]
+    error = run_library(call)["out"].double() - ref
+    rounding = 2.0**-24 * ref.abs().mean()
+    assert error.mean().abs() <= 4 * rounding
+    assert error.square().mean().sqrt() <= seqlen_k**0.5 / 2 * rounding  # what a chain of FMA would have
+
+
 @pytest.mark.usefixtures("restored_precision")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tf32_is_as_accurate_as_tf32(device: str, head_dim: int) -> None:
