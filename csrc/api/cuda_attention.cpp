@@ -31,9 +31,8 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
     run(address(workspace));
   };
   if (call.plan.kernel == "sm90/forward" && sm90::serves_bias(call.params)) {
-    return with_workspace(sm90::forward_workspace_bytes(call.params), [&](void* workspace) {
-      sm90::forward(call.params, call.plan.block_n, workspace, stream);
-    });
+    return with_workspace(sm90::forward_workspace_bytes(call.params),
+                          [&](void* workspace) { sm90::forward(call.params, call.plan.block_n, workspace, stream); });
   }
   if (call.plan.kernel == "sm90/forward_f32") {
     return with_workspace(sm90::forward_f32_workspace_bytes(call.params),

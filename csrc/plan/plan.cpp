@@ -293,8 +293,7 @@ class Planner {
     if (p_.allow_tf32) return "TF32";
     if (std::max(p_.head_dim, p_.head_dim_v) > sm90::kMostForwardF32HeadDim)
       return text("float32 beyond head_dim ", sm90::kMostForwardF32HeadDim);
-    const std::string options =
-        text(general_options(), p_.softcap > 0 ? " softcap" : "", p_.has_alibi ? " ALiBi" : "");
+    const std::string options = text(general_options(), p_.softcap > 0 ? " softcap" : "", p_.has_alibi ? " ALiBi" : "");
     if (!options.empty()) return text("float32 with", options);
     if (static_cast<float>(p_.softmax_scale) <= 0) return text("float32 with softmax_scale ", p_.softmax_scale);
     return empty_tensors() ? "empty tensors" : "";
@@ -354,7 +353,8 @@ class Planner {
     if (p_.allow_tf32 && has_choice) {
       because("products in TF32, rounded to 11 bits: torch's float32 matmul setting allows it");
     } else if (plan_.kernel == "sm90/forward_f32") {
-      because("products of six in bfloat16 each, as accurate as float32: torch's float32 matmul setting allows no less");
+      because(
+          "products of six in bfloat16 each, as accurate as float32: torch's float32 matmul setting allows no less");
     } else {
       because("products of three in TF32 each, as accurate as float32",
               has_choice ? ": torch's float32 matmul setting allows no less" : "");

@@ -1,8 +1,8 @@
 // Attention forward in float32 on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
 //
-// A number is the sum of three bfloat16, and a product that of six (float_parts.cuh). A block has kBlockM queries of one
-// head and goes through tiles of 64 keys, from the last that it sees to the first. Two or three warpgroups compute, 64
-// queries each; one more reads K and V, splits them, and fills a ring of pieces of 64 keys and 64 columns. A
+// A number is the sum of three bfloat16, and a product that of six (float_parts.cuh). A block has kBlockM queries of
+// one head and goes through tiles of 64 keys, from the last that it sees to the first. Two or three warpgroups compute,
+// 64 queries each; one more reads K and V, splits them, and fills a ring of pieces of 64 keys and 64 columns. A
 // warpgroup's step:
 //   for each piece of K: wait for it; S += Q K^T, in two sums: that of the largest products and that of all others
 //   S is there: the pieces are free; r = max, P = 2^(S - r) in registers, split
@@ -228,8 +228,7 @@ class ForwardF32Group {
     for (int k = 0; k < kPartProducts; ++k)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint64_t b =
-            PieceDescriptor::at(value, part_of_b(k) * kPartBytes + PieceDescriptor::down_rows(step));
+        const uint64_t b = PieceDescriptor::at(value, part_of_b(k) * kPartBytes + PieceDescriptor::down_rows(step));
         if (k == 0 && step == 0) {
           ptx::wgmma_registers<false>(sum, p[part_of_a(k)][step], b);
         } else {
@@ -280,12 +279,10 @@ class ForwardF32Group {
     const Sequence& sequence = work.sequence;
     const TileSpan tiles = work.rows[group_];
     wait_for_group();  // out is written
-    add_non_finite<float, kGroupThreads>(p_, sequence, query_rows<float>(p_.out, sequence),
-                                         key_rows<float, false>(p_, p_.v, sequence), first_row(work),
-                                         min(first_row(work) + kGroupRows, work.end_query),
-                                         tiles.begin * Config::kBlockN,
-                                         min(tiles.end * Config::kBlockN, sequence.seqlen_k),
-                                         ptx::reread(thread_of_group()));
+    add_non_finite<float, kGroupThreads>(
+        p_, sequence, query_rows<float>(p_.out, sequence), key_rows<float, false>(p_, p_.v, sequence), first_row(work),
+        min(first_row(work) + kGroupRows, work.end_query), tiles.begin * Config::kBlockN,
+        min(tiles.end * Config::kBlockN, sequence.seqlen_k), ptx::reread(thread_of_group()));
   }
 
   const ForwardParams& p_;

@@ -9,8 +9,8 @@ namespace flash_ext::sm90 {
 
 /// Q of 64 rows, from first_row on.
 template <class Config>
-__device__ __forceinline__ void load_query_pieces(char* s_query, const RowSource<float, false>& rows,
-                                                  int first_row, int end_row, int columns, int thread) {
+__device__ __forceinline__ void load_query_pieces(char* s_query, const RowSource<float, false>& rows, int first_row,
+                                                  int end_row, int columns, int thread) {
   const PieceThread at(thread);
   __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);  // of no account here
 #pragma unroll 1
@@ -98,8 +98,7 @@ class ForwardF32Loader {
     return {first ? a.first : b.first, first ? a.row_stride : b.row_stride, first ? a.columns : b.columns};
   }
 
-  __device__ __forceinline__ FloatOctet load(const Source& source, int panel, int tile, int num_rows,
-                                             int octet) const {
+  __device__ __forceinline__ FloatOctet load(const Source& source, int panel, int tile, int num_rows, int octet) const {
     const int row = tile * Config::kBlockN + octet * PieceThread::kRowStep;
     const bool valid = at_.row + row < num_rows && panel * kPanelColumns < source.columns;
     return FloatOctet::load(source.first + row * source.row_stride + panel * kPanelColumns, valid);
