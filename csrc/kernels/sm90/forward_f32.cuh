@@ -44,7 +44,7 @@ class ForwardF32Group {
         group_(group),
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32 % kGroupWarps),
-        scale_(static_cast<float>(p.softmax_scale) * kLog2E),
+        scale_(Config::kOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E),
         query_(PieceDescriptor::lower_half(ptx::shared_address(shared) + group * Config::kQueryBytes)),
         ring_(PieceDescriptor::lower_half(ptx::shared_address(shared) + Config::kRingOffset)) {}
 
@@ -116,6 +116,11 @@ class ForwardF32Group {
   __device__ __forceinline__ void step(const Work& work, int tile, bool partial) {
     Scores s;
     multiply_keys(s[0]);
+    if constexpr (Config::kOptions) {
+      const ScoreRules<float> rules(p_, work.sequence);
+      rules.scale_and_cap(s);
+      rules.add_alibi(s, coordinates(work, tile));
+    }
     if (partial) hide_outside_window(s, coordinates(work, tile), work.sequence);
     float factor[2];
     raise_reference(s, factor);
@@ -288,7 +293,7 @@ class ForwardF32Group {
   const ForwardParams& p_;
   State& state_;
   const int group_, lane_, warp_;
-  const float scale_;  // of scores, to base 2
+  const float scale_;  // of scores, to base 2; kOptions applies its own
   const uint32_t query_, ring_;
   RingPosition<Config::kStages> next_, done_;
 
@@ -318,9 +323,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 /// Clears the counter of works, beside which the kernel behind it starts.
 void clear_forward_workspace(void* workspace, cudaStream_t stream);
 
-template <int kHeadDim>
-void run_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t stream) {
-  using Config = ForwardF32Config<kHeadDim>;
+template <class Config>
+void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardF32State<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const ForwardSchedule schedule = schedule_forward_f32<Config>(p, workspace);
@@ -330,6 +334,13 @@ void run_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t strea
   LaunchShape shape = {dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = workspace != nullptr;
   launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule);
+}
+
+template <int kHeadDim>
+void run_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t stream) {
+  has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)
+      ? launch_forward_f32<ForwardF32Config<kHeadDim, true>>(p, workspace, stream)
+      : launch_forward_f32<ForwardF32Config<kHeadDim, false>>(p, workspace, stream);
 }
 
 }  // namespace flash_ext::sm90
