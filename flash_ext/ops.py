@@ -124,7 +124,7 @@ def call(op: Any, *args: Any) -> Any:
 
 def _call_below_autograd(op: Any, *args: Any) -> Any:
     if op is _FORWARD and len(args) == _NUM_PLAIN and torch._C._len_torch_dispatch_stack() == 0:
-        return _PLAIN._op(*args)  # who watches operators gets to see one and not two
+        op = _PLAIN  # who watches operators gets to see one and not two
     with torch._C._AutoDispatchBelowAutograd():
         return op._op(*args)  # what op(*args) does, a frame later
 
@@ -373,6 +373,14 @@ def _refuse_backward(name: str, reason: str) -> Callable[..., Any]:
     return backward
 
 
+def _differentiate_plain(keyset: Any, *args: Any) -> Any:
+    """The derivative is attention_forward's: callers of this library are below autograd here, or there already."""
+    if _differentiates(args):
+        return _FORWARD(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _PLAIN.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
 def _refuse_append(keyset: Any, *args: Any) -> Any:
     if _differentiates(args):
         raise RuntimeError(
@@ -401,7 +409,7 @@ for _name, _reason in {
     "attention_decode": "attention over a cache is for inference, flash_ext.attention is differentiable",
 }.items():
     _register_autograd(_name, _save_nothing, _refuse_backward(_name, _reason))
-_LIBRARY.impl("attention_forward_plain", torch.library.fallthrough_kernel, "Autograd")
+_LIBRARY.impl("attention_forward_plain", _differentiate_plain, "Autograd", with_keyset=True)
 _LIBRARY.impl("attention_decode_append", _refuse_append, "Autograd", with_keyset=True)
 _LIBRARY.impl("attention_decode_append", _count_append, "ADInplaceOrView", with_keyset=True)
 
@@ -476,8 +484,8 @@ def _fold_attention(name: str, num_tensors: int, num_flags: int = 0, num_unfolda
         n = info.batch_size
         tensors: list[Any] = [_vmap.fold(t, dim, n) for t, dim in zip(args[:num_tensors], in_dims, strict=False)]
         batch = tensors[-1].shape[0] // n
-        flags = args[num_tensors:begin]
-        results = op(*tensors, *flags, *_vmap.fold_options(options, dims, n, batch), *args[end:])
+        flags, given = args[num_tensors:begin], len(args[begin:end])
+        results = op(*tensors, *flags, *_vmap.fold_options(options, dims, n, batch)[:given], *args[end:])
         return _vmap.unfold(results, n, batch)
 
     torch.library.register_vmap(f"flash_ext::{name}", rule, lib=_LIBRARY)
@@ -496,6 +504,7 @@ def _loop_over(name: str, written: slice = slice(0)) -> None:
 
 
 _fold_attention("attention_forward", 3)
+_fold_attention("attention_forward_plain", 3)
 # What sums over the batch cannot be folded: need_dbias and need_dsink.
 _fold_attention("attention_backward", 7, num_flags=6, num_unfoldable=2)
 _fold_attention("attention_weights", 3, num_flags=1)

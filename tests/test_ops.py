@@ -79,7 +79,7 @@ def test_opcheck_forward_and_backward(mode: tuple[list[Tensor], dict[str, Any]])
     opcheck(OPS.attention_forward.default, q, k, v, *_score_options(q, k, **options))
     opcheck(OPS.attention_check.default, q, k, v, *values)
     if values[4:] == ScoreOptions(0.0)[4:]:
-        opcheck(OPS.attention_forward_plain.default, *(t.detach() for t in (q, k, v)), *values[:4])
+        opcheck(OPS.attention_forward_plain.default, q, k, v, *values[:4])
     out, lse = (t.detach() for t in OPS.attention_forward(q, k, v, *values))
     tensors = [t.detach() for t in (torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse)]
     values = detached(values)
@@ -162,6 +162,31 @@ def test_every_operator_is_checked() -> None:
     }
     registered = torch._C._dispatch_get_all_op_names()
     assert {name.removeprefix("flash_ext::") for name in registered if name.startswith("flash_ext::")} == names
+
+
+def test_plain_operator_called_directly_is_attention_forward(device: str) -> None:
+    q, k, v = qkv(device)
+    values = (0.3, 2, 0, True)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return OPS.attention_forward_plain(q, k, v, *values)
+
+    def full(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return OPS.attention_forward(q, k, v, *values)
+
+    def of(function: Callable[..., Any]) -> list[Tensor]:
+        out, lse = function(q, k, v)
+        weights = torch.linspace(0.5, 1.5, out.numel(), device=device).view_as(out)
+        finite = torch.where(lse.isinf(), 0, lse)
+        return [out, lse, *torch.autograd.grad((out * weights).sum() + finite.sum(), (q, k, v))]
+
+    assert_all_equal(of(plain), of(full))
+    stacked = [torch.stack([t, -t]).detach() for t in (q, k, v)]
+    assert_all_equal(torch.vmap(plain)(*stacked), torch.vmap(full)(*stacked))
+    with torch.no_grad():
+        assert not plain(q, k, v)[0].requires_grad
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert plain(q, k, v)[0].dtype == torch.bfloat16
 
 
 # ---- compile and export ---------------------------------------------------------------------------------------------

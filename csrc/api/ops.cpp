@@ -27,7 +27,8 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
   // deterministic is for the backward that autograd will run; the forward always is.
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, " SCORE_OPTIONS
         ", bool deterministic=False) -> (Tensor out, Tensor lse)");
-  // The same with the rest of its options left at their defaults, and without a derivative: a call takes 4 us less.
+  // The same with the rest of its options left at their defaults: a call takes 4 us less. Its derivative is that of
+  // attention_forward.
   m.def(
       "attention_forward_plain(Tensor q, Tensor k, Tensor v, float softmax_scale, int window_left, int window_right, "
       "bool top_left) -> (Tensor out, Tensor lse)");
