@@ -112,9 +112,17 @@ class GradientTile {
       if (row >= rows_.count) continue;
       const T lse = *query_lse<T>(p_.lse, seq_, rows_.query(row), head_);
       if (lse == -static_cast<T>(kInfinity)) continue;
-      lse_[row] = lse;
+      lse_[row] = lse == static_cast<T>(kInfinity) ? infinite_lse() : lse;
       if (terms != nullptr) term_[row] = terms[first + rows_.query(row)];
     }
+  }
+
+  /// An infinite score has made NaN of its row of out and of all its weights; an infinite sink has left them 0. Weights
+  /// that are asked for by an lse are what that lse says.
+  T infinite_lse() const {
+    const T infinity = static_cast<T>(kInfinity);
+    const bool by_sink = p_.sink != nullptr && static_cast<const T*>(p_.sink)[head_] == infinity;
+    return of_weights_ || by_sink ? infinity : infinity - infinity;
   }
 
   /// Rows of Q or dO, row-major and as panels; those that play no part are 0 whatever they hold.

@@ -67,6 +67,7 @@ static __global__ void __launch_bounds__(kRowTermThreads)
   const float* const g_grad_lse =
       p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
   const auto queries = query_rows<const Element>(p.q, sequence);
+  const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[block.head] == INFINITY;
   const int lane = threadIdx.x % kLanes;
   bool clean = true;
 #pragma unroll 2
@@ -99,7 +100,7 @@ static __global__ void __launch_bounds__(kRowTermThreads)
     clean &= finite;
     if (lse == -INFINITY) sum = 0.0f;
     if (lane != 0) continue;
-    const bool weightless = lse == -INFINITY || (lse == INFINITY && p.sink);
+    const bool weightless = lse == -INFINITY || (lse == INFINITY && sink_takes_all);
     if (g_grad_lse && lse != -INFINITY) sum -= g_grad_lse[i];
     workspace.minus_delta[tile * kBlockM + row] = -sum / workspace.unit;
     // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
