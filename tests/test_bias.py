@@ -54,6 +54,18 @@ def test_rows_that_start_at_multiples_of_16_bytes(
     assert_matches_oracle(call)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rows", [203, 1])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_that_is_the_same_for_all_keys(device: str, bias_dtype: torch.dtype, rows: int, head_dim: int) -> None:
+    """More keys than a tile has, and fewer. Weights do not change, lse does."""
+    for seqlen_k in (317, 20):
+        bias = random(2, 2, rows, 1, dtype=bias_dtype, device=device).expand(-1, -1, -1, 1 if rows > 1 else seqlen_k)
+        options = {"bias": bias, "window_size": (150, 40)}
+        call = make_call(2, 203, seqlen_k, 2, 1, head_dim, dtype=torch.bfloat16, device=device, **options)
+        assert_matches_oracle(call)
+
+
 def test_gradient_of_bias_alone(device: str) -> None:
     bias = random(1, HEADS, SEQLEN_Q, SEQLEN_K, device=device)
     assert_matches_oracle(make_call(device=device, bias=bias), gradients_of=("bias",))

@@ -1,14 +1,18 @@
 // A bias as the copy engine can read it: rows made of pieces of 16 bytes. One that is not is copied before the forward
-// runs; a dimension that is the same for all stays so.
+// runs; a dimension that is the same for all stays so, but for the keys: of those a copy has as many as one part of a
+// bias, which the loader takes for every tile.
 #pragma once
 
 #include "../launch.h"
 #include "../params.h"
 #include "../sm80/bias_tile.cuh"
+#include "matrix_descriptor.h"
 
 namespace flash_ext::sm90 {
 
 constexpr int kBiasCopyThreads = 256;
+
+FLASH_EXT_HOST_DEVICE bool same_for_all_keys(const ScoreView& bias) { return bias.col_stride == 0; }
 
 inline bool must_align_bias(const ScoreView& bias) { return bias.data && !sm80::can_stage_bias(bias); }
 
@@ -23,10 +27,10 @@ struct AlignedBias {
     const auto distinct = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
     const auto stride = [](int64_t size, int64_t elements) { return size > 1 ? elements : 0; };
     batch = distinct(p.batch, bias.batch_stride), heads = distinct(p.heads_q, bias.head_stride);
-    rows = distinct(p.seqlen_q, bias.row_stride), columns = (p.seqlen_k + 7) / 8 * 8;
+    rows = distinct(p.seqlen_q, bias.row_stride), columns = same_for_all_keys(bias) ? kPanelColumns : (p.seqlen_k + 7) / 8 * 8;
     view.dtype = bias.dtype == DType::kFloat64 ? DType::kFloat32 : bias.dtype;
     view.data = memory;
-    view.col_stride = 1;
+    view.col_stride = same_for_all_keys(bias) ? 0 : 1;
     view.row_stride = stride(rows, columns);
     view.head_stride = stride(heads, rows * columns);
     view.batch_stride = stride(batch, heads * rows * columns);
@@ -43,7 +47,7 @@ __global__ void __launch_bounds__(kBiasCopyThreads)
   for (int64_t at = static_cast<int64_t>(blockIdx.x) * kBiasCopyThreads + threadIdx.x; at < count; at += step) {
     const int64_t key = at % to.columns, row = at / to.columns;
     const int64_t query = row % to.rows, head = row / to.rows % to.heads, batch = row / to.rows / to.heads;
-    if (key >= seqlen_k) continue;
+    if (key >= seqlen_k && !same_for_all_keys(from)) continue;
     static_cast<To*>(to.view.data)[at] =
         static_cast<To>(static_cast<const From*>(from.data)[batch * from.batch_stride + head * from.head_stride +
                                                             query * from.row_stride + key * from.col_stride]);

@@ -205,8 +205,8 @@ class GeneralLoader : public ForwardLoader<Config> {
         if (lane_ == 0) {
           const uint32_t s_full = address(state_.bias_full[g][slot]);
           ptx::mbarrier_arrive_expect(s_full, one_row ? kPanelRowBytes : Config::kBiasPartBytes);
-          ptx::tma_load(s_bias_ + (g * Config::kBiasSlots + slot) * Config::kBiasPartBytes, &bias_map_, s_full, key,
-                        row, head, batch);
+          ptx::tma_load(s_bias_ + (g * Config::kBiasSlots + slot) * Config::kBiasPartBytes, &bias_map_, s_full,
+                        bias.col_stride ? key : 0, row, head, batch);
         }
         __syncwarp();
         at[g].advance();

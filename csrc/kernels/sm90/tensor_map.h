@@ -96,7 +96,7 @@ inline CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& 
 }
 
 /// Of a bias whose rows are made of pieces of 16 bytes: copies of kPanelRowBytes bytes of box_rows rows, in the order
-/// (key, query, head, batch). What is the same for all of a dimension has one place in it.
+/// (key, query, head, batch). What is the same for all of a dimension has one place in it; for all keys, those of a copy.
 inline CUtensorMap encode_bias_map(const AttentionParams& p, int box_rows) {
   constexpr int kRank = 4;
   const ScoreView& bias = p.bias;
@@ -106,7 +106,8 @@ inline CUtensorMap encode_bias_map(const AttentionParams& p, int box_rows) {
                                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto size = [](int64_t n, int64_t stride) { return static_cast<cuuint64_t>(stride == 0 ? 1 : n); };
   const auto stride = [&](int64_t elements) { return static_cast<cuuint64_t>(elements == 0 ? 16 : elements * bytes); };
-  const cuuint64_t sizes[kRank] = {static_cast<cuuint64_t>(p.seqlen_k), size(p.seqlen_q, bias.row_stride),
+  const int64_t keys = bias.col_stride == 0 ? kPanelColumns : p.seqlen_k;
+  const cuuint64_t sizes[kRank] = {static_cast<cuuint64_t>(keys), size(p.seqlen_q, bias.row_stride),
                                    size(p.heads_q, bias.head_stride), size(p.batch, bias.batch_stride)};
   const cuuint64_t strides[kRank - 1] = {stride(bias.row_stride), stride(bias.head_stride), stride(bias.batch_stride)};
   const cuuint32_t box[kRank] = {static_cast<cuuint32_t>(kPanelRowBytes / bytes), static_cast<cuuint32_t>(box_rows), 1,
