@@ -63,6 +63,20 @@ def test_block_sizes(device: str, dtype: torch.dtype, block: tuple[int, int]) ->
     assert_matches_oracle(make_blocked(device, block=block, dtype=dtype))
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("block", [(96, 96), (16, 32), (200, 32), (48, 160), (64, 96), (1, 32)], ids=str)
+def test_few_blocks_of_odd_sizes(device: str, block: tuple[int, int], heads: int) -> None:
+    """Many more pairs than the lists keep, and tiles of kernels that hold parts of several blocks."""
+    seqlen_q, seqlen_k = 230, 420
+    row = torch.arange(seqlen_q, device=device)[:, None] // block[0]
+    key = torch.arange(seqlen_k, device=device) // block[1]
+    head = torch.arange(heads, device=device).view(1, -1, 1, 1)
+    see = (row * block[0] // block[1] == key + head) | (key == 2)
+    see &= (torch.rand(see.shape, device=device) < 0.9) | (key % 2 == 0)
+    call = make_call(2, seqlen_q, seqlen_k, dtype=torch.bfloat16, device=device)
+    assert_matches_oracle(blocked(call, see, *block))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dtypes(device: str, dtype: torch.dtype) -> None:
     if dtype not in dtypes_of(device):

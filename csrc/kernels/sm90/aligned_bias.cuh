@@ -27,7 +27,8 @@ struct AlignedBias {
     const auto distinct = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
     const auto stride = [](int64_t size, int64_t elements) { return size > 1 ? elements : 0; };
     batch = distinct(p.batch, bias.batch_stride), heads = distinct(p.heads_q, bias.head_stride);
-    rows = distinct(p.seqlen_q, bias.row_stride), columns = same_for_all_keys(bias) ? kPanelColumns : (p.seqlen_k + 7) / 8 * 8;
+    rows = distinct(p.seqlen_q, bias.row_stride),
+    columns = same_for_all_keys(bias) ? kPanelColumns : (p.seqlen_k + 7) / 8 * 8;
     view.dtype = bias.dtype == DType::kFloat64 ? DType::kFloat32 : bias.dtype;
     view.data = memory;
     view.col_stride = same_for_all_keys(bias) ? 0 : 1;

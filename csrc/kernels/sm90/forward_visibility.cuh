@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
 #include "../common/visibility.cuh"
 #include "../launch.h"
@@ -47,10 +48,15 @@ __device__ __forceinline__ uint32_t mask_word(const bool* g_row, int64_t col_str
 
 constexpr int kMissing = -2, kWhole = -1;
 
-/// Of a block mask: which bitmap a block has, or kMissing, or kWhole.
-__device__ __forceinline__ int bitmap_of(const BlockMaskParams& p, const VisibilityPlace& at, int row_block,
-                                         int key_block) {
-  if (row_block >= p.num_row_blocks) return kMissing;
+/// A block of a block mask: where it stands in the lists, and its bitmap, or kMissing, or kWhole.
+struct FoundBlock {
+  int entry, bitmap;
+};
+
+__device__ __forceinline__ FoundBlock find_block(const BlockMaskParams& p, const VisibilityPlace& at, int row_block,
+                                                 int key_block) {
+  constexpr FoundBlock kNone = {INT_MAX, kMissing};
+  if (row_block >= p.num_row_blocks) return kNone;
   const int32_t* const offsets = p.offsets + at.batch * p.offsets_batch_stride + at.head * p.offsets_head_stride;
   const int num_blocks = static_cast<int>(p.num_blocks);
   int low = min(max(offsets[row_block], 0), num_blocks);
@@ -64,14 +70,17 @@ __device__ __forceinline__ int bitmap_of(const BlockMaskParams& p, const Visibil
       high = middle;
     }
   }
-  if (low >= end || p.indices[low] != key_block) return kMissing;
-  return max(min(p.bitmap_ids[low], static_cast<int32_t>(p.num_bitmaps) - 1), kWhole);
+  if (low >= end || p.indices[low] != key_block) return kNone;
+  return {low, max(min(p.bitmap_ids[low], static_cast<int32_t>(p.num_bitmaps) - 1), kWhole)};
 }
 
-/// Keys [key, + 32) that a row of the block mask leaves, as bits.
-__device__ __forceinline__ uint32_t block_word(const BlockMaskParams& p, const VisibilityPlace& at, int row, int key) {
+/// Keys [key, + 32) that a row of the block mask leaves, as bits. `entry` becomes that of their block, if it is lower.
+__device__ __forceinline__ uint32_t block_word(const BlockMaskParams& p, const VisibilityPlace& at, int row, int key,
+                                               int& entry) {
   const int block_m = static_cast<int>(p.block_m), block_n = static_cast<int>(p.block_n);
-  const int64_t bitmap = bitmap_of(p, at, row / block_m, key / block_n);
+  const FoundBlock found = find_block(p, at, row / block_m, key / block_n);
+  const int64_t bitmap = found.bitmap;
+  entry = min(entry, found.entry);
   if (bitmap < 0) return bitmap == kWhole ? ~0u : 0u;
   return static_cast<uint32_t>(p.bitmaps[(bitmap * block_m + row % block_m) * (block_n / 32) + key % block_n / 32]);
 }
@@ -83,6 +92,16 @@ __device__ __forceinline__ void write_constants(PairBits* bits) {
   bits[kAllPairs].rows[threadIdx.x] = {~0u, ~0u};
 }
 
+/// Where the PairBits of a group of queries and one of keys stand. With by_lists: by the first block in the lists that
+/// has a part of them, and by which of all groups that this block has a part of they are.
+__device__ __forceinline__ int64_t own_pairs(const VisibilitySizes& sizes, const VisibilityPlace& at, int64_t row,
+                                             int entry, int64_t num_blocks) {
+  if (!sizes.by_lists) return kFirstPairs + row * sizes.groups + at.group;
+  const int64_t block = (row / sizes.row_groups) * num_blocks + entry;
+  const int64_t of_rows = block * sizes.touched_rows + at.row_group % sizes.touched_rows;
+  return kFirstPairs + of_rows * sizes.touched_keys + at.group % sizes.touched_keys;
+}
+
 constexpr int kPairThreads = 256, kPairGroups = kPairThreads / kGroupRows;  // of keys
 
 /// Bits and places by all pairs of a mask, and of a block mask. A warp has 32 queries and a group of keys.
@@ -90,6 +109,7 @@ static __global__ void __launch_bounds__(kPairThreads)
     visible_pairs_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ VisibilitySizes sizes,
                          const __grid_constant__ ForwardVisibility to) {
   __shared__ bool s_some[2][kPairGroups], s_all[2][kPairGroups];
+  __shared__ int s_entry[2][kPairGroups];
   write_constants(to.bits);
   const int64_t parts = (sizes.groups + kPairGroups - 1) / kPairGroups;
   const int half = static_cast<int>(threadIdx.x) / 32 % 2, in_block = static_cast<int>(threadIdx.x) / kGroupRows;
@@ -100,6 +120,7 @@ static __global__ void __launch_bounds__(kPairThreads)
   // A mask that is the same for all queries is looked at for one group of them, which may be longer than the sequence.
   const bool exists = row < seqlen_q || (p.mask.row_stride == 0 && !p.blocks.offsets);
   uint32_t words[2] = {0, 0};
+  int entry = INT_MAX;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     const int key = first_key + 32 * k;
@@ -110,15 +131,17 @@ static __global__ void __launch_bounds__(kPairThreads)
                                 at.head * p.mask.head_stride + row * p.mask.row_stride;
       words[k] &= mask_word(g_row, p.mask.col_stride, key, seqlen_k);
     }
-    if (p.blocks.offsets) words[k] &= block_word(p.blocks, at, row, key);
+    if (p.blocks.offsets) words[k] &= block_word(p.blocks, at, row, key, entry);
   }
   const int keys = min(max(seqlen_k - first_key, 0), kKeyGroup);
   const bool some = __any_sync(~0u, words[0] | words[1]);
   const bool all = __all_sync(~0u, !exists || __popc(words[0]) + __popc(words[1]) == keys);
-  if (in_group % 32 == 0) s_some[half][in_block] = some, s_all[half][in_block] = all;
+  entry = __reduce_min_sync(~0u, entry);
+  if (in_group % 32 == 0) s_some[half][in_block] = some, s_all[half][in_block] = all, s_entry[half][in_block] = entry;
   __syncthreads();
   if (at.group >= sizes.groups) return;
-  const int64_t own = kFirstPairs + blockIdx.x / parts * sizes.groups + at.group;
+  const int64_t own =
+      own_pairs(sizes, at, blockIdx.x / parts, min(s_entry[0][in_block], s_entry[1][in_block]), p.blocks.num_blocks);
   const bool none_here = !s_some[0][in_block] && !s_some[1][in_block],
              all_here = s_all[0][in_block] && s_all[1][in_block];
   const int64_t place = none_here ? kNonePairs : all_here ? kAllPairs : own;
@@ -141,7 +164,7 @@ static __global__ void __launch_bounds__(kPlaceThreads)
   const VisibilityPlace at(sizes, flat_thread() / sizes.groups, flat_thread() % sizes.groups);
   const int block_m = static_cast<int>(p.blocks.block_m), block_n = static_cast<int>(p.blocks.block_n);
   const int row = at.row_group * kGroupRows, key = at.group * kKeyGroup;
-  const int64_t bitmap = bitmap_of(p.blocks, at, row / block_m, key / block_n);
+  const int64_t bitmap = find_block(p.blocks, at, row / block_m, key / block_n).bitmap;
   const int row_groups = block_m / kGroupRows, groups = block_n / kKeyGroup;
   const int64_t pairs = (bitmap * row_groups + row % block_m / kGroupRows) * groups + key % block_n / kKeyGroup;
   to.row(at.batch, at.head, at.row_group)[at.group] = bitmap == kMissing ? kNonePairs

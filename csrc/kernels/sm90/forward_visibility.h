@@ -2,6 +2,8 @@
 // forward little. Kernels that run before it make it (forward_visibility.cuh).
 #pragma once
 
+#include <numeric>
+
 #include "../common/host_device.h"
 #include "../params.h"
 #include "forward_shape.h"
@@ -32,12 +34,20 @@ struct ForwardVisibility {
   }
 };
 
+/// Groups of 64 that a block may have a part of. It begins at a multiple of its size.
+inline int groups_touched(int64_t block) {
+  const int64_t last_start = kKeyGroup - std::gcd<int64_t>(block, kKeyGroup);  // within a group
+  return static_cast<int>((last_start + block - 1) / kKeyGroup + 1);
+}
+
 /// How many there are of all that.
 struct VisibilitySizes {
   int64_t groups;      // of keys; even, as a tile may have two
   int64_t row_groups;  // of queries; 1 if all queries are the same
   int64_t batch, heads;
-  bool by_pairs;  // the bits are made pair by pair; else bitmaps of a block mask become bits
+  bool by_pairs;                   // the bits are made pair by pair; else bitmaps of a block mask become bits
+  bool by_lists;                   // pair by pair, and there is room only for what the lists of a block mask may touch
+  int touched_rows, touched_keys;  // groups, by one block
   int64_t places, pairs;
 
   explicit VisibilitySizes(const AttentionParams& p) {
@@ -53,7 +63,11 @@ struct VisibilitySizes {
     const bool any = p.mask.data || p.blocks.offsets;
     const int64_t in_bitmap = (p.blocks.block_m / kGroupRows) * (p.blocks.block_n / kKeyGroup);
     places = any ? batch * heads * row_groups * groups : 0;
-    pairs = !any ? 0 : kFirstPairs + (by_pairs ? places : p.blocks.num_bitmaps * in_bitmap);
+    touched_rows = groups_touched(p.blocks.block_m), touched_keys = groups_touched(p.blocks.block_n);
+    // Heads may share what they list, but not what becomes of it: 64 queries may have other blocks beside.
+    const int64_t in_lists = batch * heads * p.blocks.num_blocks * touched_rows * touched_keys;
+    by_lists = by_pairs && !p.mask.data && in_lists < places;
+    pairs = !any ? 0 : kFirstPairs + (by_lists ? in_lists : by_pairs ? places : p.blocks.num_bitmaps * in_bitmap);
   }
 
   int64_t bytes() const {

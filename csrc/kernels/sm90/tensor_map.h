@@ -96,7 +96,8 @@ inline CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& 
 }
 
 /// Of a bias whose rows are made of pieces of 16 bytes: copies of kPanelRowBytes bytes of box_rows rows, in the order
-/// (key, query, head, batch). What is the same for all of a dimension has one place in it; for all keys, those of a copy.
+/// (key, query, head, batch). What is the same for all of a dimension has one place in it; for all keys, those of a
+/// copy.
 inline CUtensorMap encode_bias_map(const AttentionParams& p, int box_rows) {
   constexpr int kRank = 4;
   const ScoreView& bias = p.bias;
