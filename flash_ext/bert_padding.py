@@ -37,7 +37,19 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The reverse of ``unpad_input``: (total, ...) to (batch, seqlen, ...), 0 where there is no token."""
+    """The reverse of ``unpad_input``.
+
+    Args:
+        hidden_states: (total, ...), the tokens.
+        indices: int64 (total), their places in the flattened batch, as ``unpad_input`` returns them.
+        batch, seqlen: of the padded batch.
+
+    Returns:
+        (batch, seqlen, ...), 0 where there is no token.
+
+    Raises:
+        RuntimeError, IndexError: torch's own, where indices do not fit the tokens or lie outside of the batch.
+    """
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
 
@@ -52,5 +64,16 @@ def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows ``indices`` of ``input`` (rows, ...)."""
+    """Some rows of a tensor.
+
+    Args:
+        input: (rows, ...).
+        indices: int32 or int64 (total).
+
+    Returns:
+        (total, ...), input's rows at indices.
+
+    Raises:
+        RuntimeError, IndexError: torch's own, where indices lie outside of the rows.
+    """
     return input.index_select(0, indices)

@@ -81,7 +81,19 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_func`` of qkv (batch, seqlen, 3, nheads, headdim)."""
+    """``flash_attn_func`` of queries, keys and values in one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, nheads, headdim).
+        The others: as for ``flash_attn_func``.
+
+    Returns:
+        As ``flash_attn_func``.
+
+    Raises:
+        ValueError: qkv has another shape.
+        RuntimeError, ValueError, TypeError: as ``flash_attn_func``.
+    """
     q, k, v = _unpack("qkv", qkv, 5, 3)
     return flash_attn_func(
         q,
@@ -110,7 +122,20 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_func`` of q (batch, seqlen_q, nheads, headdim) and kv (batch, seqlen_k, 2, nheads_k, headdim)."""
+    """``flash_attn_func`` of keys and values in one tensor.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim).
+        kv: (batch, seqlen_k, 2, nheads_k, headdim).
+        The others: as for ``flash_attn_func``.
+
+    Returns:
+        As ``flash_attn_func``.
+
+    Raises:
+        ValueError: kv has another shape.
+        RuntimeError, ValueError, TypeError: as ``flash_attn_func``.
+    """
     k, v = _unpack("kv", kv, 5, 2)
     return flash_attn_func(
         q,
@@ -211,7 +236,21 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_varlen_func`` of qkv (total, 3, nheads, headdim)."""
+    """``flash_attn_varlen_func`` of queries, keys and values in one tensor.
+
+    Args:
+        qkv: (total, 3, nheads, headdim).
+        cu_seqlens: int32 (batch + 1), where each sequence begins and ends.
+        max_seqlen: the longest sequence.
+        The others: as for ``flash_attn_func``.
+
+    Returns:
+        As ``flash_attn_varlen_func``.
+
+    Raises:
+        ValueError: qkv has another shape.
+        RuntimeError, ValueError, TypeError: as ``flash_attn_varlen_func``.
+    """
     q, k, v = _unpack("qkv", qkv, 4, 3)
     return flash_attn_varlen_func(
         q,
@@ -248,7 +287,20 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """``flash_attn_varlen_func`` of q (total_q, nheads, headdim) and kv (total_k, 2, nheads_k, headdim)."""
+    """``flash_attn_varlen_func`` of keys and values in one tensor.
+
+    Args:
+        q: (total_q, nheads, headdim).
+        kv: (total_k, 2, nheads_k, headdim).
+        The others: as for ``flash_attn_varlen_func``.
+
+    Returns:
+        As ``flash_attn_varlen_func``.
+
+    Raises:
+        ValueError: kv has another shape.
+        RuntimeError, ValueError, TypeError: as ``flash_attn_varlen_func``.
+    """
     k, v = _unpack("kv", kv, 4, 2)
     return flash_attn_varlen_func(
         q,

@@ -276,7 +276,19 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> t
 
 
 def draw_rng_state(device: torch.device | str) -> Tensor:
-    """A seed and offset for dropout, int64 (2), from torch's default generator of the device."""
+    """A seed and offset for dropout, from torch's default generator of the device.
+
+    Philox4x32-10 (Salmon et al. 2011) makes of them which weights are dropped: the same ones on every device.
+
+    Args:
+        device: where the tensor lies; calls want it where q does.
+
+    Returns:
+        int64 (2).
+
+    Raises:
+        RuntimeError: torch's own, where there is no such device.
+    """
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 

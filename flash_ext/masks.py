@@ -46,17 +46,19 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """The share of blocks that are visited, full or partial: what the attention costs of the dense one."""
+        """The share of blocks that are visited, full or partial: what attention costs, as a part of what it costs
+        without a mask."""
         rows = self.offsets.shape[0] * self.offsets.shape[1] * (self.offsets.shape[2] - 1)
         blocks = rows * _ceil_div(self.seqlen_k, self.block_size[1])
         return self.indices.shape[0] / blocks if blocks else 0.0
 
     def to(self, device: torch.device | str) -> BlockMask:
+        """The same mask with its tensors on ``device``."""
         offsets, indices, bitmap_ids, bitmaps = (t.to(device) for t in self.tensors)
         return replace(self, offsets=offsets, indices=indices, bitmap_ids=bitmap_ids, bitmaps=bitmaps)
 
     def to_dense(self) -> Tensor:
-        """bool (batch|1, heads_q|1, seqlen_q, seqlen_k), True = visible."""
+        """The mask as bool (batch|1, heads_q|1, seqlen_q, seqlen_k), True = visible."""
         batch, heads, rows = self.offsets.shape[0], self.offsets.shape[1], self.offsets.shape[2] - 1
         (block_m, block_n), cols = self.block_size, _ceil_div(self.seqlen_k, self.block_size[1])
         row, entry = self._entries()
@@ -77,7 +79,19 @@ class BlockMask:
 
     @staticmethod
     def from_dense(visible: Tensor, block_size: tuple[int, int] = (128, 128)) -> BlockMask:
-        """From a bool tensor, (seqlen_q, seqlen_k) or (batch|1, heads_q|1, seqlen_q, seqlen_k), True = visible."""
+        """From a dense mask.
+
+        Args:
+            visible: bool (seqlen_q, seqlen_k) or (batch|1, heads_q|1, seqlen_q, seqlen_k), True = visible.
+            block_size: (block_m, block_n): any number of queries, a multiple of 32 keys. Multiples of 64 each are the
+                quickest on GPUs.
+
+        Returns:
+            A ``BlockMask`` on the device of ``visible``.
+
+        Raises:
+            ValueError: visible or block_size is none of these.
+        """
         _check_block_size(block_size)
         if visible.dtype != torch.bool or visible.dim() not in (2, 4):
             raise ValueError(
@@ -94,8 +108,20 @@ class BlockMask:
     def from_blocks(
         blocks: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)
     ) -> BlockMask:
-        """From a bool tensor over blocks, (rows, columns) or (batch|1, heads_q|1, rows, columns); a block that is True
-        is visible in full. There are ceil(seqlen_q / block_m) rows and ceil(seqlen_k / block_n) columns."""
+        """From whole blocks.
+
+        Args:
+            blocks: bool (rows, columns) or (batch|1, heads_q|1, rows, columns), True = every pair of the block is
+                visible. There are ceil(seqlen_q / block_m) rows and ceil(seqlen_k / block_n) columns.
+            seqlen_q, seqlen_k: the lengths.
+            block_size: (block_m, block_n), as for ``from_dense``.
+
+        Returns:
+            A ``BlockMask`` on the device of ``blocks``.
+
+        Raises:
+            ValueError: blocks is of another dtype or shape, or block_size not allowed.
+        """
         _check_block_size(block_size)
         expected = (_ceil_div(seqlen_q, block_size[0]), _ceil_div(seqlen_k, block_size[1]))
         if blocks.dtype != torch.bool or blocks.dim() not in (2, 4) or tuple(blocks.shape[-2:]) != expected:
@@ -117,10 +143,25 @@ class BlockMask:
         block_size: tuple[int, int] = (128, 128),
         device: torch.device | str = "cpu",
     ) -> BlockMask:
-        """From a predicate (batch, head, query, key) -> bool over index tensors, as in FlexAttention (Dong et al.
-        2024). It is evaluated for one row of blocks, of all batch entries and heads, at a time, so that this takes
-        memory for batch * heads * block_m * seqlen_k pairs. What is kept besides grows with the number of blocks, and
-        with that of partial ones, whose bitmaps are told apart at the end."""
+        """From a predicate over indices, as in FlexAttention (Dong et al. 2024).
+
+        It is evaluated for one row of blocks, of all batch entries and heads, at a time, so that this takes memory for
+        batch * heads * block_m * seqlen_k pairs. What is kept besides grows with the number of blocks, and with that
+        of partial ones, whose bitmaps are told apart at the end.
+
+        Args:
+            mask_mod: (batch, head, query, key) -> bool, of integer tensors that broadcast against each other.
+            seqlen_q, seqlen_k: the lengths.
+            batch, heads: 1 where the mask is the same for all.
+            block_size: (block_m, block_n), as for ``from_dense``.
+            device: of the result, and of what mask_mod is given.
+
+        Returns:
+            A ``BlockMask``.
+
+        Raises:
+            ValueError: block_size is not allowed.
+        """
         _check_block_size(block_size)
         block_m, block_n = block_size
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
@@ -156,8 +197,20 @@ class BlockMask:
         top_left: bool = False,
         device: torch.device | str = "cpu",
     ) -> BlockMask:
-        """No key to the right of the diagonal, which ends at the last query and key or, ``top_left``, starts at the
-        first ones."""
+        """No key to the right of the diagonal.
+
+        Args:
+            seqlen_q, seqlen_k: the lengths.
+            block_size: (block_m, block_n), as for ``from_dense``.
+            top_left: the diagonal starts at the first query and key, and not where it ends at the last ones.
+            device: of the result.
+
+        Returns:
+            A ``BlockMask`` for all batch entries and heads.
+
+        Raises:
+            ValueError: block_size is not allowed.
+        """
         return BlockMask.sliding_window(
             seqlen_q, seqlen_k, (-1, 0), block_size=block_size, top_left=top_left, device=device
         )
@@ -174,9 +227,25 @@ class BlockMask:
         top_left: bool = False,
         device: torch.device | str = "cpu",
     ) -> BlockMask:
-        """The window of ``attention``, and ``num_global`` tokens at the start that see all and are seen by all
-        (Longformer, Beltagy et al. 2020; with ``causal`` or a right window of 0: the attention sinks of StreamingLLM,
-        Xiao et al. 2023)."""
+        """The window of ``attention``, and some tokens at the start that see all and are seen by all (Longformer,
+        Beltagy et al. 2020; with ``causal`` or a right window of 0: the attention sinks of StreamingLLM, Xiao et al.
+        2023).
+
+        Args:
+            seqlen_q, seqlen_k: the lengths.
+            window_size: (left, right), as for ``attention``; -1 = unlimited.
+            num_global: of those tokens.
+            block_size: (block_m, block_n), as for ``from_dense``.
+            causal: also nothing to the right of the diagonal.
+            top_left: where the diagonal lies, as for ``causal()``.
+            device: of the result.
+
+        Returns:
+            A ``BlockMask`` for all batch entries and heads.
+
+        Raises:
+            ValueError: block_size is not allowed.
+        """
         left, right = window_size
         causal = causal or right == 0
         offset = 0 if top_left else seqlen_k - seqlen_q
@@ -203,8 +272,14 @@ class BlockMask:
             ids_q: integer (seqlen_q) or (batch, seqlen_q), the document of each query. A negative one sees nothing and
                 is seen by nobody: padding.
             ids_k: the same of the keys; None: those of the queries.
-            block_size: (block_m, block_n).
+            block_size: (block_m, block_n), as for ``from_dense``.
             causal: also nothing to the right of the diagonal that ends at the last query and key.
+
+        Returns:
+            A ``BlockMask`` on the device of ``ids_q``, for all heads.
+
+        Raises:
+            ValueError: shapes of ids_q and ids_k that do not fit together, or a block_size that is not allowed.
         """
         ids_k = ids_q if ids_k is None else ids_k
         if ids_q.dim() != ids_k.dim() or ids_q.dim() not in (1, 2) or ids_q.shape[:-1] != ids_k.shape[:-1]:

@@ -84,6 +84,9 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Returns:
             The output in the layout of ``query``, and the weights or None.
+
+        Raises:
+            AssertionError, RuntimeError: what ``nn.MultiheadAttention`` raises of the same arguments.
         """
         if query.is_nested or key.is_nested or value.is_nested:
             alone = query is key and key is value and key_padding_mask is None and attn_mask is None
@@ -296,6 +299,9 @@ def convert(model: nn.Module, *, report: Callable[[str], object] = print) -> nn.
 
     Returns:
         ``model``.
+
+    Raises:
+        Nothing of its own: what cannot be converted is reported.
     """
     converted = []
     for name, module in model.named_modules():

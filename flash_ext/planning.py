@@ -91,8 +91,14 @@ class Explanation:
 def explain(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **options: Any) -> Explanation:
     """Which kernel runs a call, with which tiles and splits, and why: the plan that the call itself follows.
 
-    Takes what ``supports`` takes. The plan depends on sizes and numbers alone: whether the tensors fit together is for
-    ``supports`` to say.
+    The plan depends on sizes and numbers alone: whether the tensors fit together is for ``supports`` to say.
+
+    Args:
+        q, k, v, operation, options: as for ``supports``.
+
+    Returns:
+        An ``Explanation``, to be printed: ``problem`` is what the planner was told, ``plan`` what it decided, with a
+        reason for each choice in ``plan.reasons``.
 
     Raises:
         ValueError: the planner has no plan for these sizes, numbers, dtype and device, or no such operation.

@@ -1,0 +1,47 @@
+"""Every public function says what it takes, what it returns and what it raises."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import flash_ext
+
+REFERENCE = "The others: as for"  # to the docstring of another function
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in flash_ext.__all__:
+        value = getattr(flash_ext, name)
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value):
+            for method, member in vars(value).items():
+                function = member.__func__ if isinstance(member, staticmethod) else member
+                if inspect.isfunction(function) and not method.startswith("_"):
+                    yield f"{name}.{method}", function
+
+
+FUNCTIONS = dict(public_functions())
+SHORT = {"BlockMask.to", "BlockMask.to_dense"}  # a sentence says it all
+
+
+def test_there_are_functions() -> None:
+    assert {"attention", "decode", "flash_attn_func", "convert", "BlockMask.document"} <= FUNCTIONS.keys()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstring(name: str) -> None:
+    function = FUNCTIONS[name]
+    text = inspect.getdoc(function)
+    assert text
+    if name in SHORT:
+        return
+    assert "Returns:" in text and "Raises:" in text
+    if REFERENCE in text:
+        return
+    parameters = [p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    assert [p for p in parameters if p not in text] == []
