@@ -626,7 +626,10 @@ def test_the_switch_for_checks_of_values_is_0_or_1() -> None:
 @pytest.mark.skipif(ON_CUDA or not torch.cuda.is_available(), reason="values are not checked on CUDA")
 @pytest.mark.parametrize("lengths", [[-5, 3, 9], [9, 4, 0], [0, 2**31 - 1, 9], [7, 7, 2**31 - 1], [-(2**31), -1, 50]])
 def test_wrong_lengths_on_cuda_touch_nothing_else(lengths: list[int]) -> None:
-    """Without checks the numbers are wrong. A read or write outside would show under compute-sanitizer."""
+    """Without checks the numbers are wrong. Results take memory between tensors that must stay as they are; a read
+    outside, or a write further away, would show under compute-sanitizer."""
+    around = [torch.full((size,), 7, dtype=torch.uint8, device="cuda") for size in (512, 2048, 4096) for _ in range(64)]
+    del around[::2]
     given = {name: t.cuda() if isinstance(t, Tensor) else t for name, t in packed().items()}
     for name in "qkv":
         given[name].requires_grad_()
@@ -636,3 +639,4 @@ def test_wrong_lengths_on_cuda_touch_nothing_else(lengths: list[int]) -> None:
         used = int32([lengths[0], lengths[2]], "cuda")
         flash_ext.attention(**{**given, "seqused_" + wrong[-1]: used})
     torch.cuda.synchronize()
+    assert all((t == 7).all() for t in around)

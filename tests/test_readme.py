@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+TIMES = "\N{MULTIPLICATION SIGN}"
 Row = dict[str, Any]
 
 
@@ -107,12 +108,12 @@ def test_table_of_the_cpu() -> None:
     rows = record("cpu_xeon_avx512.json")
     _, *table = table_behind(README, "cpu_xeon_avx512.json")
     for size, mask, *cells in table:
-        batch, seqlen, heads, head_dim = map(int, size.split(" × "))
+        batch, seqlen, heads, head_dim = map(int, size.split(f" {TIMES} "))
         shape = {"batch": batch, "seqlen": seqlen, "heads_q": heads, "head_dim": head_dim, "dtype": "float32"}
         for direction, found in (("forward", cells[:3]), ("backward", cells[3:])):
             measured = find(rows, **shape, causal=mask == "causal", direction=direction)["measured"]
             ours, theirs = measured["flash_ext"], measured["sdpa"]
-            assert found == [f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}×"]
+            assert found == [f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}{TIMES}"]
 
 
 def test_figures_of_host_and_memory() -> None:
