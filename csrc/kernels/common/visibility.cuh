@@ -7,6 +7,19 @@
 
 namespace flash_ext {
 
+/// The first of the blocks [low, high) of a row that does not lie before `key_block`.
+__device__ __forceinline__ int first_block_from(const int32_t* indices, int low, int high, int key_block) {
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (indices[middle] < key_block) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
 /// The block-sparse mask of one head.
 struct BlockMaskRows {
   const BlockMaskParams& p;
@@ -23,19 +36,11 @@ struct BlockMaskRows {
     const int row_block = i / block_m, key_block = first_key / block_n;
     if (row_block >= p.num_row_blocks) return 0;
     const int num_blocks = static_cast<int>(p.num_blocks);
-    int low = min(max(offsets[row_block], 0), num_blocks);
-    const int end = min(max(offsets[row_block + 1], low), num_blocks);
-    int high = end;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (p.indices[middle] < key_block) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
-    }
-    if (low >= end || p.indices[low] != key_block) return 0;
-    const int64_t id = min(p.bitmap_ids[low], static_cast<int32_t>(p.num_bitmaps) - 1);
+    const int begin = min(max(offsets[row_block], 0), num_blocks);
+    const int end = min(max(offsets[row_block + 1], begin), num_blocks);
+    const int found = first_block_from(p.indices, begin, end, key_block);
+    if (found >= end || p.indices[found] != key_block) return 0;
+    const int64_t id = min(p.bitmap_ids[found], static_cast<int32_t>(p.num_bitmaps) - 1);
     if (id < 0) return ~0u;
     const int words = block_n / 32;
     return static_cast<uint32_t>(p.bitmaps[(id * block_m + i % block_m) * words + first_key % block_n / 32]);

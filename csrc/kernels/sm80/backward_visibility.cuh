@@ -13,19 +13,6 @@ namespace flash_ext::sm80 {
 /// What the masks leave of a tile. Pairs beyond the lengths do not count.
 enum TileState : uint8_t { kTileHidden = 0, kTileMasked = 1, kTileVisible = 2 };
 
-/// The first of the blocks [low, high) of a row that does not lie before `key_block`.
-__device__ __forceinline__ int first_block_from(const int32_t* indices, int low, int high, int key_block) {
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (indices[middle] < key_block) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 /// By the lists of a block mask alone: a block with a bitmap counts as visible in part.
 __device__ __forceinline__ TileState block_mask_state(const BlockMaskRows& blocks, int first_query, int first_key,
                                                       int end_query, int end_key) {

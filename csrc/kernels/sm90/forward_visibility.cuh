@@ -59,19 +59,11 @@ __device__ __forceinline__ FoundBlock find_block(const BlockMaskParams& p, const
   if (row_block >= p.num_row_blocks) return kNone;
   const int32_t* const offsets = p.offsets + at.batch * p.offsets_batch_stride + at.head * p.offsets_head_stride;
   const int num_blocks = static_cast<int>(p.num_blocks);
-  int low = min(max(offsets[row_block], 0), num_blocks);
-  const int end = min(max(offsets[row_block + 1], low), num_blocks);
-  int high = end;
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (p.indices[middle] < key_block) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  if (low >= end || p.indices[low] != key_block) return kNone;
-  return {low, max(min(p.bitmap_ids[low], static_cast<int32_t>(p.num_bitmaps) - 1), kWhole)};
+  const int begin = min(max(offsets[row_block], 0), num_blocks);
+  const int end = min(max(offsets[row_block + 1], begin), num_blocks);
+  const int found = first_block_from(p.indices, begin, end, key_block);
+  if (found >= end || p.indices[found] != key_block) return kNone;
+  return {found, max(min(p.bitmap_ids[found], static_cast<int32_t>(p.num_bitmaps) - 1), kWhole)};
 }
 
 /// Keys [key, + 32) that a row of the block mask leaves, as bits. `entry` becomes that of their block, if it is lower.
