@@ -11,8 +11,8 @@ namespace flash_ext::sm90 {
 int64_t forward_f32_workspace_bytes(const ForwardParams& params);
 
 /// out and lse of every row that a sequence covers. float32, in full precision; head dims up to 128; no bias, mask or
-/// dropout; any lengths and strides; rows of q, k and v start at multiples of 16 bytes. The workspace is null where none
-/// is needed.
+/// dropout; any lengths and strides; rows of q, k and v start at multiples of 16 bytes. The workspace is null where
+/// none is needed.
 void forward_f32(const ForwardParams& params, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

@@ -17,7 +17,7 @@ namespace flash_ext::sm90 {
 
 template <int kHeadDim_, bool kOptions_>
 struct ForwardF32Config {
-  static constexpr int kHeadDim = kHeadDim_;    // of q, k and v
+  static constexpr int kHeadDim = kHeadDim_;   // of q, k and v
   static constexpr bool kOptions = kOptions_;  // softcap, ALiBi, any scale
   static constexpr ForwardF32Shape kShape = forward_f32_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
