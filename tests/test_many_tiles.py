@@ -45,6 +45,21 @@ def test_many_heads(device: str, dtype: torch.dtype, head_dim: int, keys: int, m
     assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
 
 
+@pytest.mark.parametrize("mask", [{}, {"causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("queries", [193, 256, 448])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)
+def test_a_rest_of_few_queries(
+    device: str, dtype: torch.dtype, head_dim: int, queries: int, mask: dict[str, Any]
+) -> None:
+    """Tiles of 192 queries leave up to 64, which get the rows of another warpgroup."""
+    batch, heads = (1, 2) if device == "cpu" else (3, 64)
+    call = make_call(batch, queries, 200, heads, heads // 2, head_dim, dtype=dtype, device=device, **mask)
+    first = assert_matches_oracle(call, gradients_of=())
+    again = run_library(call)
+    assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), BETWEEN)
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)

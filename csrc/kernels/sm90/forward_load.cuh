@@ -19,6 +19,9 @@ class ForwardLoader {
  public:
   using State = ForwardState<Config>;
   using Work = ForwardWork<Config>;
+  // Work is taken up when so many tiles of keys of the one before are still to be loaded: what a block takes early is
+  // spread less evenly, but its loads do not wait for it.
+  static constexpr int kTilesAhead = 3;
   static constexpr int kPanels = panels(Config::kHeadDim);
   static constexpr int kValuePanels = panels(Config::kHeadDimV);
 
@@ -44,11 +47,8 @@ class ForwardLoader {
       const Sequence sequence(p_, head / heads_q, head % heads_q);
       const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
       if (block >= blocks) continue;
-      // The tile that is no whole one stands first, where a causal mask leaves the fewest keys; last where options know
-      // groups of queries.
-      const int end_query = Config::kGeneral ? min((block + 1) * Config::kBlockM, sequence.seqlen_q)
-                                             : sequence.seqlen_q - (blocks - 1 - block) * Config::kBlockM;
-      const int first_query = Config::kGeneral ? block * Config::kBlockM : max(end_query - Config::kBlockM, 0);
+      const int first_query = first_query_of(block, blocks, sequence.seqlen_q);
+      const int end_query = first_query_of(block + 1, blocks, sequence.seqlen_q);
       while (wait_for_slot(slot_)) hand_out_again(slot_);
       new (&state_.work_in(slot_.stage()))
           Work(sequence, first_query, end_query, tail_in_memory, p_.alibi_slopes != nullptr);
@@ -130,7 +130,9 @@ class ForwardLoader {
     while (const Work* const work = queue.front()) {
       const Sequence& s = work->sequence;
       const int begin = work->tiles.begin, first_row = static_cast<int>(s.k_begin);
+      const int announced = min(begin + kTilesAhead, work->tiles.end - 1);
       for (int tile = work->tiles.end - 1; tile >= begin; --tile) {
+        if (tile == announced && lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
         const int row = first_row + tile * Config::kBlockN;
         wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
         if (lane_ == 0) {
@@ -148,7 +150,7 @@ class ForwardLoader {
         v_at.advance();
         __syncwarp();
       }
-      if (lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
+      if (announced < begin && lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
       if (work->has_out_slots()) {
         wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
         if (lane_ == 0) ptx::mbarrier_arrive(address(state_.k_full[k_at.stage()]));
@@ -200,6 +202,16 @@ class ForwardLoader {
     return state_.work_in(at.stage()).failed;
   }
 
+  /// Of a tile of queries. The one that is no whole one stands first, where a causal mask leaves the fewest keys; last
+  /// where options know groups of queries. One warpgroup alone would take more than half as long as three: where it
+  /// would be, the second tile lends it the rows of another.
+  __device__ __forceinline__ static int first_query_of(int block, int blocks, int seqlen_q) {
+    if (Config::kGeneral) return min(block * Config::kBlockM, seqlen_q);
+    const int query = max(seqlen_q - (blocks - block) * Config::kBlockM, 0);
+    const bool lends = Config::kGroups > 2 && block == 1 && blocks > 1 && query <= kGroupRows;
+    return lends ? query + kGroupRows : query;
+  }
+
   __device__ __forceinline__ void hand_out_again(const RingPosition<Config::kSlots>& failed) {
     state_.work_in(failed.stage()).failed = false;
     // Seldom, and by bytes: a copy of the whole takes registers that the loader lacks, words would alias its members.
@@ -211,7 +223,7 @@ class ForwardLoader {
     hand_out();
   }
 
-  /// The work in slot_. Returns when all its loads are issued: it is then time to take up another.
+  /// The work in slot_. Returns when most of its loads are issued: it is then time to take up another.
   __device__ __forceinline__ void hand_out() {
     state_.has_work[slot_.stage()] = true;
     ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));

@@ -85,6 +85,7 @@ struct ForwardSchedule {
   int blocks_m;       // of the longest sequence
   int heads;          // of all batch entries
   int section_heads;  // of which so many run side by side
+  int last_section;   // from this one on, all; a multiple of the above
   // Positions taken, besides the first of each block. Null where there are no more than those.
   unsigned long long* taken;
 
@@ -100,9 +101,9 @@ struct ForwardSchedule {
   __device__ __forceinline__ void locate(int64_t position, int& head, int& block) const {
     const int64_t section_size = static_cast<int64_t>(section_heads) * blocks_m;
     const int section = static_cast<int>(position / section_size);
-    const int first_head = section * section_heads;
-    const int width = min(section_heads, heads - first_head);
-    const int64_t rest = position - section * section_size;
+    const int first_head = min(section * section_heads, last_section);
+    const int width = first_head < last_section ? section_heads : heads - last_section;
+    const int64_t rest = position - static_cast<int64_t>(first_head) * blocks_m;
     block = blocks_m - 1 - static_cast<int>(rest / width);
     head = first_head + static_cast<int>(rest % width);
   }
@@ -110,10 +111,12 @@ struct ForwardSchedule {
 
 /// Sections of heads that share their way through the keys are equally large, so that the last one is no small one.
 /// Where all tiles of queries see all keys, it does not matter which come last, and those of one key head stand side by
-/// side: blocks that start together then read the same keys.
+/// side: blocks that start together then read the same keys. Of the last turns, tiles that are no whole ones come last,
+/// as they fill the end.
 template <class Config>
 ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
+  constexpr int kLastTurns = 2;
   const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
   const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
   const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, ratio, heads);
@@ -121,8 +124,14 @@ ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   const int64_t even = ((heads + sections - 1) / sections + ratio - 1) / ratio * ratio;
   const bool equal_tiles = p.window.left < 0 && p.window.right < 0 && !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k &&
                            !p.seq.seqused_q && !p.seq.seqused_k;
-  return {static_cast<int>((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM), static_cast<int>(grid_size(heads)),
-          static_cast<int>(equal_tiles ? ratio : even), static_cast<unsigned long long*>(workspace)};
+  const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM, section = equal_tiles ? ratio : even;
+  int64_t last = (heads - 1) / section * section;
+  if (equal_tiles && !Config::kGeneral && p.seqlen_q % Config::kBlockM != 0) {
+    const int64_t last_works = int64_t{kLastTurns} * device_attribute(cudaDevAttrMultiProcessorCount);
+    last = std::max<int64_t>(heads - last_works / blocks_m, 0) / section * section;
+  }
+  return {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(section),
+          static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
 }
 
 /// Where out of a work goes. Those of its warpgroups that are bits of `groups` say when they have done with it.
@@ -151,7 +160,7 @@ struct ForwardState {
   // for before the next one ends.
   uint64_t out_left_keys[kKeyStages], out_left_values[kValueStages];
   uint64_t work_full[kSlots], work_empty[kSlots];
-  uint64_t work_loaded;                   // K and V of it
+  uint64_t work_loaded;                   // most of K and V of it
   uint32_t met_non_finite[kValueStages];  // beside v_clean
   OutTiles out;                           // of the warp that stores it
   uint32_t out_is_here[kTiles];           // beside out_full: it has not been written by other ways
