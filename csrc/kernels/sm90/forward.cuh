@@ -28,6 +28,10 @@
 
 namespace flash_ext::sm90 {
 
+/// Whether a tile raises references: the first one of a work makes them. None: every row of the warpgroup sees all of
+/// the tile, and has a reference.
+enum class Raise { kFirst, kMore, kNone };
+
 /// What one warpgroup does. Barriers are arrived at by warps: wgmma's wait is one of each warp.
 template <class Config>
 class ForwardGroup {
@@ -106,18 +110,18 @@ class ForwardGroup {
 #pragma unroll 1
       for (; tile >= rows.begin; --tile) {
         Weights p;
-        weigh_keys(work, tile, p);
+        weigh_keys<Raise::kMore>(work, tile, p);
         add_values(work, tile, p);
       }
     } else if (tile >= rows.begin) {
       Weights p;
-      weigh_keys(work, tile, p);
+      weigh_keys<Raise::kFirst>(work, tile, p);
 #pragma unroll 1
       for (--tile; tile >= rows.begin; --tile) {
         if (tile < work.raised_begin[group_] && tile >= work.plain_begin[group_]) {
-          step<true>(work, tile, p);
+          step<Raise::kNone>(work, tile, p);
         } else {
-          step<false>(work, tile, p);
+          step<Raise::kMore>(work, tile, p);
         }
       }
       add_values(work, tile + 1, p);
@@ -150,6 +154,7 @@ class ForwardGroup {
   }
 
   /// S and P of a tile.
+  template <Raise kRaise>
   __device__ __forceinline__ void weigh_keys(const Work& work, int tile, Weights& p) {
     Scores s;
     wait_for_keys();
@@ -157,7 +162,7 @@ class ForwardGroup {
     ptx::wgmma_wait<0>();
     pin(s);
     release_keys(work, tile);
-    weigh<false>(s, work, tile);
+    weigh<kRaise>(s, work, tile);
     pack(p, s);
   }
 
@@ -170,9 +175,8 @@ class ForwardGroup {
     release_values();
   }
 
-  /// P V of the tile before, S and P of this one. kPlain: every row of the warpgroup sees all of the tile, and has a
-  /// reference.
-  template <bool kPlain>
+  /// P V of the tile before, S and P of this one.
+  template <Raise kRaise>
   __device__ __forceinline__ void step(const Work& work, int tile, Weights& p) {
     Scores s;
     wait_for_keys();
@@ -182,17 +186,18 @@ class ForwardGroup {
     ptx::wgmma_wait<1>();
     pin(s);
     release_keys(work, tile);
-    if constexpr (kPlain) weigh<kPlain>(s, work, tile);
+    if constexpr (kRaise == Raise::kNone) weigh<kRaise>(s, work, tile);
     ptx::wgmma_wait<0>();
     pin_out();
     release_values();
-    if constexpr (!kPlain) weigh<kPlain>(s, work, tile);  // which raises out
+    if constexpr (kRaise != Raise::kNone) weigh<kRaise>(s, work, tile);  // which scales out
     pack(p, s);
   }
 
   /// S to P, whose sums are added up.
-  template <bool kPlain>
+  template <Raise kRaise>
   __device__ __forceinline__ void weigh(Scores& s, const Work& work, int tile) {
+    constexpr bool kPlain = kRaise == Raise::kNone;
     float sum[2];
     if constexpr (kPlain && Config::kOptions) {
       const ScoreRules<Element> rules(p_, work.sequence);
@@ -202,7 +207,7 @@ class ForwardGroup {
       apply_options(s, work, tile);
       if constexpr (!kPlain) {
         hide(s, work, tile);
-        raise_reference(s);
+        raise_reference<kRaise == Raise::kFirst>(s);
       }
       exponentiate<kPlain>(s, scale_, reference_, sum);
     }
@@ -301,7 +306,8 @@ class ForwardGroup {
       for (int e = 0; e < 4; ++e) ptx::pin(out_[d][e]);
   }
 
-  /// Makes the maximum so far the reference of each row.
+  /// Makes the maximum so far the reference of each row. kFirst: there is none yet, and out is 0.
+  template <bool kFirst = false>
   __device__ __forceinline__ void raise_reference(const Scores& s) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -310,6 +316,10 @@ class ForwardGroup {
       for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      if constexpr (kFirst) {
+        reference_[r] = largest * scale_;
+        continue;
+      }
       const float raised = fmaxf(reference_[r], largest * scale_);
       const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(reference_[r] - raised);
       reference_[r] = raised;
@@ -343,7 +353,6 @@ class ForwardGroup {
       if (work.hands_over(group_)) hand_out_over(copies_out);
     }
     if (work.has_rows(group_)) q_at_.advance();
-    // Behind the fence of what was handed over, which would wait for it.
     if (first_row < work.end_query) store_lse(work, first_row, lse);
     if (work.has_out_slots()) {
       release(state_.k_empty[k_at_.stage()]);
@@ -354,15 +363,24 @@ class ForwardGroup {
 
   /// What normalises the rows of out, and their lse.
   __device__ __forceinline__ void finish_rows(const Work& work, float (&scale)[2], float (&lse)[2]) const {
-    const float sink = p_.sink ? static_cast<const float*>(p_.sink)[work.sequence.head] : -INFINITY;
+    float sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = row_sum_[r] + __shfl_xor_sync(~0u, row_sum_[r], 1);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    RowEnd ends[2];
+    if (p_.sink) {
+      const float sink = static_cast<const float*>(p_.sink)[work.sequence.head];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) ends[r] = finish_row(reference_[r], sum[r], sink);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) ends[r] = finish_row_approx(reference_[r], sum[r]);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = row_sum_[r];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd end = finish_row(reference_[r], sum, sink);
-      scale[r] = end.scale;
-      lse[r] = end.lse;
+      scale[r] = ends[r].scale;
+      lse[r] = ends[r].lse;
     }
   }
 
@@ -378,8 +396,7 @@ class ForwardGroup {
   /// To the copy engine (forward_load.cuh).
   __device__ __forceinline__ void hand_out_over(bool copies_out) {
     state_.out_is_here[query_tile()] = copies_out;
-    ptx::fence_proxy_async_shared();
-    // By every thread, for what it wrote.
+    // By every thread, for what it wrote. The fence before the copy is that of who starts it.
     ptx::mbarrier_arrive(address(state_.out_full[query_tile()]));
   }
 

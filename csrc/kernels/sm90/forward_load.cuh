@@ -295,6 +295,8 @@ class ForwardLoader {
 
   __device__ __forceinline__ void store_tile(int g) const {
     const OutTiles& out = state_.out;
+    // It orders what others wrote too, as they arrived at out_full after it. The warpgroups need not wait for it.
+    ptx::fence_proxy_async_shared();
     const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.places >> g & 1, out.k_stage, out.v_stage);
 #pragma unroll
     for (int panel = 0; panel < kValuePanels; ++panel)

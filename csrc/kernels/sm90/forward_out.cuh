@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
+#include "../common/scores.cuh"
 #include "../ptx/arithmetic.h"
+#include "../ptx/special.h"
 #include "../ptx/stmatrix.h"
 #include "forward_shape.h"
 #include "matrix_descriptor.h"
@@ -19,6 +21,15 @@ __device__ __forceinline__ float trace_of_row(const float (&out)[kD][4], int r) 
   for (int d = 0; d < kD; ++d)
     traces[d % kChains] = fmaf(0.0f, out[d][2 * r], fmaf(0.0f, out[d][2 * r + 1], traces[d % kChains]));
   return traces[0] + traces[1] + (traces[2] + traces[3]);
+}
+
+/// finish_row() without a sink, to a unit or two in the last place, and without branches. The sum is 0 or at least the
+/// least normal number.
+__device__ __forceinline__ RowEnd finish_row_approx(float reference, float sum) {
+  const bool none = sum == 0.0f, infinite = reference == INFINITY;
+  const float scale = infinite ? NAN : ptx::reciprocal_approx(sum);
+  const float lse = infinite ? INFINITY : (reference + ptx::log2_approx(sum)) * kLn2;
+  return {none ? 0.0f : scale, none ? -INFINITY : lse};
 }
 
 /// To rows [first_row, + 16) of a tile of panels with kGroupRows rows. A lane names a row of one of four 8 x 8
