@@ -19,6 +19,10 @@ struct NonFinite {
   static constexpr uint32_t kLowestOfExponent =
       std::is_same_v<Element, __half> ? 0x04000400u : (sizeof(Element) == 2 ? 0x00800080u : 0x00800000u);
   static constexpr uint32_t kSign = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
+  static constexpr int kBits = sizeof(Element) == 2 ? 15 : 31;  // below the sign
+  // 2^60, or what float16 has: far beyond any product's, and with room for sums in float.
+  static constexpr uint32_t kLarge =
+      std::is_same_v<Element, __half> ? 0x7BFF7BFFu : (sizeof(Element) == 2 ? 0x5D805D80u : 0x5D800000u);
 
   /// The sign bits of those elements of a word whose exponent is all ones.
   __device__ __forceinline__ static uint32_t in_word(uint32_t word) {
@@ -29,6 +33,23 @@ struct NonFinite {
     const uint32_t found = in_word(word);
     if constexpr (sizeof(Element) == 4) return found ? 0u : word;
     return word & ~(found ? (found >> 15) * 0xFFFFu : 0u);
+  }
+  /// The word with NaN made 0, and Inf a large number: 0 times it is 0, and in a key it makes of a score of -inf one
+  /// that has no weight either.
+  __device__ __forceinline__ static uint32_t bounded(uint32_t word) {
+    const uint32_t found = in_word(word);
+    if (!found) return word;
+    const uint32_t nan = in_all((word & kMantissa) + kMantissa & kLowestOfExponent, kMantissaBits);
+    return (word & ~in_all(found, kBits)) | (in_all(found, kBits) & ~nan & (kLarge | (word & kSign)));
+  }
+
+ private:
+  static constexpr uint32_t kMantissa = ~(kExponent | kSign);
+  static constexpr int kMantissaBits = std::is_same_v<Element, __half> ? 10 : (sizeof(Element) == 2 ? 7 : 23);
+
+  /// All bits of the elements of which `bit` is set in `bits`, where no other is.
+  __device__ __forceinline__ static uint32_t in_all(uint32_t bits, int bit) {
+    return (bits >> bit) * (sizeof(Element) == 2 ? 0xFFFFu : ~0u);
   }
 };
 

@@ -603,7 +603,7 @@ struct BackwardBlock {
       const bool makes_weights = makes_p != odd && !past;
       if (makes_p || half != 0) ptx::cp_async_wait<0>();
       if (makes_weights) {
-        if (half == 0) take_out_non_finite<Element, kHeadDim, kRoleThreads, kBlockN>(s_key, role_thread());
+        if (half == 0) take_out_non_finite<Element, kHeadDim, kRoleThreads, kBlockN, true>(s_key, role_thread());
         // A hidden pair has weight 0, and 0 * NaN is NaN. What a query does see, its lse or its D knows.
         if (has(now, kStepPartial | kStepUnclean)) {
           take_out_non_finite<Element, kHeadDim, kRoleThreads, kBlockM>(odd ? s_grad_out : query_stage(n),

@@ -6,14 +6,16 @@
 
 namespace flash_ext::sm80 {
 
-/// Zeroes the non-finite elements among the pieces that this thread itself loaded by load_tile with the same template
-/// arguments: its own copies have landed once it waited for them. True if there were some.
-template <class Element, int kColumns, int kThreads, int kRows>
+/// Makes 0 of the non-finite elements, or with kBounded a large number of Inf, among the pieces that this thread itself
+/// loaded by load_tile with the same template arguments: its own copies have landed once it waited for them. True if
+/// there were some.
+template <class Element, int kColumns, int kThreads, int kRows, bool kBounded = false>
 __device__ __forceinline__ bool take_out_non_finite(uint32_t s_tile, int thread = static_cast<int>(threadIdx.x)) {
   using Layout = TileLayout<Element, kColumns>;
   using Test = NonFinite<Element>;
   constexpr int kTotal = kRows * Layout::kPieces;
   const auto piece_at = [&](int flat) { return s_tile + Layout::at(flat / Layout::kPieces, flat % Layout::kPieces); };
+  const auto finite = [](uint32_t word) { return kBounded ? Test::bounded(word) : Test::without(word); };
   uint32_t found = 0;
 #pragma unroll 4
   for (int flat = thread; flat < kTotal; flat += kThreads) {
@@ -24,8 +26,7 @@ __device__ __forceinline__ bool take_out_non_finite(uint32_t s_tile, int thread 
 #pragma unroll 1
   for (int flat = thread; flat < kTotal; flat += kThreads) {
     const uint4 piece = load_shared<uint4>(piece_at(flat));
-    store_shared(piece_at(flat),
-                 uint4{Test::without(piece.x), Test::without(piece.y), Test::without(piece.z), Test::without(piece.w)});
+    store_shared(piece_at(flat), uint4{finite(piece.x), finite(piece.y), finite(piece.z), finite(piece.w)});
   }
   return true;
 }

@@ -265,14 +265,14 @@ class BackwardGroup {
 #pragma unroll 1
     for (int k = 0; k < kCount; ++k) {
       const uint4 piece = sm80::load_shared<uint4>(s_first + k * kStep);
-      sm80::store_shared(s_first + k * kStep, uint4{Test::without(piece.x), Test::without(piece.y),
-                                                    Test::without(piece.z), Test::without(piece.w)});
+      sm80::store_shared(s_first + k * kStep, uint4{Test::bounded(piece.x), Test::bounded(piece.y),
+                                                    Test::bounded(piece.z), Test::bounded(piece.w)});
     }
     ptx::fence_proxy_async_shared();
   }
 
-  /// K of this warpgroup. A hidden pair has dS = 0, and 0 * NaN is NaN; what a query does see, its lse knows,
-  /// but for scores of -inf: their keys get gradients as if the Inf were 0.
+  /// K of this warpgroup. A hidden pair has dS = 0, and 0 * NaN is NaN; what a query does see, its lse knows, or it is
+  /// a score of -inf still.
   __device__ __forceinline__ void clean_keys() const {
     ptx::mbarrier_wait(address(state_.k_full), 0);
 #pragma unroll 1
