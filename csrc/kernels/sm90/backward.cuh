@@ -27,12 +27,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     float scale) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<BackwardState<Config>*>(shared + Config::kTilesBytes);
-  unsigned head, key_tile;
-  schedule.locate(blockIdx.x, head, key_tile);
-  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
-  const int first_key = static_cast<int>(key_tile) * Config::kBlockN;
-  const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
-  const Sequence sequence(p, static_cast<int>(head / heads_kv), head_q);
+  const BackwardKeyTile keys = schedule.locate(blockIdx.x);
+  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
+  const Sequence sequence = keys.sequence(p);
   if (first_key >= sequence.seqlen_k) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {

@@ -22,12 +22,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                             const __grid_constant__ OptionsLayout layout, const BackwardSchedule schedule) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<OptionsState<Config>*>(shared + Config::kTilesBytes);
-  unsigned head, key_tile;
-  schedule.locate(blockIdx.x, head, key_tile);
-  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
-  const int first_key = static_cast<int>(key_tile) * Config::kBlockN;
-  const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
-  const Sequence sequence(p, static_cast<int>(head / heads_kv), head_q);
+  const BackwardKeyTile keys = schedule.locate(blockIdx.x);
+  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
+  const Sequence sequence = keys.sequence(p);
   if (first_key >= sequence.seqlen_k) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
@@ -61,9 +58,9 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps,
   const LaunchShape tiles{dim3(grid_size(visibility.num_states())), dim3(sm80::kVisibilityThreads)};
   launch("sm90/backward masks", sm80::mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p,
          visibility);
-  const LaunchShape keys{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
-                         static_cast<size_t>(Config::kTilesBytes + layout.bytes)};
-  launch("sm90/backward", backward_options_kernel<Config>, keys, stream, p, maps, workspace, layout, schedule);
+  const LaunchShape blocks{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
+                           static_cast<size_t>(Config::kTilesBytes + layout.bytes)};
+  launch("sm90/backward", backward_options_kernel<Config>, blocks, stream, p, maps, workspace, layout, schedule);
 }
 
 }  // namespace flash_ext::sm90

@@ -9,22 +9,22 @@ namespace flash_ext::sm90 {
 
 /// What one warp of it does.
 template <class Config>
-class OptionsDq : BackwardDq<Config> {
+class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
  public:
-  using Base = BackwardDq<Config>;
   using State = OptionsState<Config>;
+  using Base = BackwardDq<Config, State>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kGroups = Config::kGroups;
 
   __device__ __forceinline__ OptionsDq(const BackwardParams& p, const BackwardMaps& maps,
                                        const sm80::BackwardWorkspace& workspace, const OptionsLayout& layout,
                                        State& state, uint32_t s_tiles, int warp, int lane)
-      : Base(p, maps, workspace, state, s_tiles, warp, lane), layout_(layout), options_state_(state) {}
+      : Base(p, maps, workspace, state, s_tiles, warp, lane), layout_(layout) {}
 
   __device__ __forceinline__ void run() {
     Step now = visible(first_step());
     if (is_past(now)) return note(now, 0);
     Step next = visible_after(now);
-    if (warp_ == 0) load_first(now, next);
+    if (warp_ == 0) this->load_first(now, next);
     copy_bias(now);
     if (layout_.bias_places > 1) copy_bias(next);
     note(now, 0);
@@ -32,13 +32,13 @@ class OptionsDq : BackwardDq<Config> {
 #pragma unroll 1
     while (true) {
       // Who hands dS over has read the bias, the bits and the words.
-      ptx::mbarrier_wait(Base::address(state_.ds_full[at_.stage()]), at_.parity());
+      wait_for(state_.ds_full[at_.stage()], at_.parity());
       if (layout_.bias_places == 1) copy_bias(next);
-      Base::add(now);
+      this->add(now);
       if (is_past(next)) break;
       const Step after = visible_after(next);
       if (layout_.bias_places > 1) copy_bias(after);
-      if (warp_ == 0) load_after(after);
+      if (warp_ == 0) this->load_in_place(after);
       note(after, at_.stage());
       at_.advance();
       now = next;
@@ -60,11 +60,9 @@ class OptionsDq : BackwardDq<Config> {
     int state;  // by masks
   };
 
-  __device__ __forceinline__ const sm80::BackwardOptions& options() const { return options_state_.options(); }
+  __device__ __forceinline__ const sm80::BackwardOptions& options() const { return state_.options(); }
   __device__ __forceinline__ bool is_past(const Step& step) const { return step.head >= work_.heads; }
-  __device__ __forceinline__ uint32_t behind_state(int offset) const {
-    return ptx::shared_address(&options_state_) + offset;
-  }
+  __device__ __forceinline__ uint32_t behind_state(int offset) const { return ptx::shared_address(&state_) + offset; }
 
   __device__ __forceinline__ Step first_step() const { return {work_.first_step(), sm80::kTileVisible}; }
   __device__ __forceinline__ Step visible_after(Step step) const {
@@ -95,25 +93,6 @@ class OptionsDq : BackwardDq<Config> {
     return step;
   }
 
-  __device__ __forceinline__ void load_first(const Step& now, const Step& next) {
-    Base::load_keys(Base::maps_.k, state_.k_full, 0);
-    Base::load_queries(now);
-    Base::load_keys(Base::maps_.v, state_.v_full, Config::kValuesOffset);
-    Base::load_grads(now);
-    if (is_past(next)) return;
-    at_.advance();
-    Base::load_queries(next);
-    Base::load_grads(next);
-    at_.count = 0;
-  }
-  __device__ __forceinline__ void load_after(const Step& step) const {
-    if (is_past(step)) return;
-    ptx::mbarrier_wait(Base::address(state_.do_empty[at_.stage()]), at_.parity());
-    Base::load_grads(step);
-    ptx::mbarrier_wait(Base::address(state_.q_empty[at_.stage()]), at_.parity());
-    Base::load_queries(step);
-  }
-
   __device__ __forceinline__ Sequence sequence_of(const Step& step) const {
     Sequence sequence = work_.sequence;
     sequence.head += step.head;
@@ -131,7 +110,7 @@ class OptionsDq : BackwardDq<Config> {
       sm80::load_bias<kGroupThreads, kBlockM, kGroupRows>(s_place + group * (layout_.bias_bytes / kGroups), p_.bias,
                                                           layout_.copies_bias, sequence, step.tile * kBlockM,
                                                           work_.first_key + group * kGroupRows);
-    announce(options_state_.bias_full[place]);
+    announce(state_.bias_full[place]);
     ++bias_count_;
   }
 
@@ -145,20 +124,20 @@ class OptionsDq : BackwardDq<Config> {
       }
       if (options().drops) draw(step, behind_state(layout_.dropped + stage * layout_.dropped_bytes));
     }
-    if (warp_ == 0 && lane_ == 0) options_state_.notes[stage] = note_of(step);
-    announce(options_state_.note_full[stage]);
+    if (warp_ == 0 && lane_ == 0) state_.notes[stage] = note_of(step);
+    announce(state_.note_full[stage]);
   }
   /// What this warp has copied or written.
   __device__ __forceinline__ void announce(const uint64_t& barrier) const {
-    ptx::cp_async_arrive(Base::address(barrier));
+    ptx::cp_async_arrive(address(barrier));
     __syncwarp();
-    Base::release(barrier);
+    this->release(barrier);
   }
   __device__ __forceinline__ BackwardNote note_of(const Step& step) const {
     BackwardNote note{step.tile, 0, 0.0f};
     if (is_past(step)) return {0, kNotePast, 0.0f};
     if (step.state == sm80::kTileMasked) note.flags |= kNoteMasked;
-    if (work_.is_cleaned(step.tile) || (options().hides && workspace_.unclean[Base::workspace_tile(step)]))
+    if (work_.is_cleaned(step.tile) || (options().hides && workspace_.unclean[this->workspace_tile(step)]))
       note.flags |= kNoteCleaned;
     if (options().slopes) note.slope = options().slopes[step.head] * kLog2E;
     return note;
@@ -197,7 +176,6 @@ class OptionsDq : BackwardDq<Config> {
   }
 
   const OptionsLayout& layout_;
-  State& options_state_;
   uint32_t bias_count_ = 0;
 };
 

@@ -12,42 +12,40 @@ namespace flash_ext::sm90 {
 
 /// What one warp of them does.
 template <class Config>
-class OptionsGroup : BackwardGroup<Config> {
+class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
  public:
-  using Base = BackwardGroup<Config>;
   using State = OptionsState<Config>;
-  using Element = typename Config::Element;
+  using Base = BackwardGroup<Config, State>;
+  using typename Base::Element;
+  using typename Base::Products;
   using typename Base::Scores;
+  using typename Base::Tile;
   using typename Base::Weights;
-  static constexpr int kBlockM = Config::kBlockM, kN = Base::kN, kD = Base::kD, kSteps = Base::kSteps;
+  static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
 
   __device__ __forceinline__ OptionsGroup(const BackwardParams& p, const OptionsLayout& layout, State& state,
                                           uint32_t s_tiles, int group, int lane)
-      : Base(p, state, s_tiles, 0.0f, group, lane), layout_(layout), options_state_(state) {}
+      : Base(p, state, s_tiles, 0.0f, group, lane), layout_(layout) {}
 
   /// `unit`: of the workspace.
   __device__ __forceinline__ void run(float unit) {
-#pragma unroll
-    for (int d = 0; d < kD; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) Base::dk_[d][e] = Base::dv_[d][e] = 0.0f;
+    this->clear_sums();
 #pragma unroll 1
     for (;; at_.advance()) {
-      ptx::mbarrier_wait(Base::address(options_state_.note_full[at_.stage()]), at_.parity());
-      const BackwardNote note = options_state_.notes[at_.stage()];
+      wait_for(state_.note_full[at_.stage()], at_.parity());
+      const BackwardNote note = state_.notes[at_.stage()];
       if (note.flags & kNotePast) break;
-      if (at_.count == 0) Base::clean_keys();
-      if (note.flags & kNoteCleaned) Base::clean_rows();
-      const TileSpan& seen = work_.groups[group_];
-      if (note.tile >= seen.begin && note.tile < seen.end) {
-        step(note, note.tile < seen.full_begin || note.tile >= seen.full_end);
+      if (at_.count == 0) this->clean_keys();
+      if (note.flags & kNoteCleaned) this->clean_rows();
+      if (this->sees(note.tile)) {
+        step(note, this->hides(note.tile));
       } else {
         if (options().biased) wait_for_bias();
-        Base::pass();
+        this->pass();
       }
     }
-    Base::store(p_.dv, Base::dv_, unit);
-    Base::store(p_.dk, Base::dk_, static_cast<float>(p_.softmax_scale) * unit);
+    this->store(p_.dv, Base::dv_, unit);
+    this->store(p_.dk, Base::dk_, static_cast<float>(p_.softmax_scale) * unit);
   }
 
  private:
@@ -59,23 +57,19 @@ class OptionsGroup : BackwardGroup<Config> {
   using Base::warp_;
   using Base::work_;
 
-  __device__ __forceinline__ const sm80::BackwardOptions& options() const { return options_state_.options(); }
-  __device__ __forceinline__ uint32_t behind_state(int offset) const {
-    return ptx::shared_address(&options_state_) + offset;
-  }
+  __device__ __forceinline__ const sm80::BackwardOptions& options() const { return state_.options(); }
+  __device__ __forceinline__ uint32_t behind_state(int offset) const { return ptx::shared_address(&state_) + offset; }
 
   /// The plain step, but for dS, which begins as P, times the derivative of the softcap: of dropped weights, too.
   __device__ __forceinline__ void step(const BackwardNote& note, bool hides) {
-    const uint32_t query = Base::queries_ + at_.stage() * (Config::kQueryBytes / 16);
-    constexpr uint32_t kGrads = Config::kStages * (Config::kQueryBytes / 16), kValues = Config::kKeyBytes / 16;
     Scores s;
     Weights p, ds;
-    Base::wait_for_query();
-    Base::multiply(s, Base::keys_, query);
+    this->wait_for_query();
+    Products::multiply(s, Base::keys_, this->query_tile());
     weigh(s, note);
-    if (hides) Base::hide(s, note.tile);
+    if (hides) this->hide(s, note.tile);
     if (note.flags & kNoteMasked) hide_by_words(s);
-    Base::pack(p, s);
+    Tile::pack(p, s);
     for_each_pair([&](int k, int e) { ds[k][e] = p[k][e]; });
     if (options().cap > 0.0f) multiply_by_slopes(ds);
     if (options().drops) {
@@ -83,22 +77,11 @@ class OptionsGroup : BackwardGroup<Config> {
       for_each_pair([&](int k, int e) { p[k][e] &= ~dropped.mask(4 * k + e); });
     }
 
-    ptx::mbarrier_wait(Base::address(state_.v_full), 0);
-    Base::wait_for_grad();
-    Base::multiply(s, Base::keys_ + kValues, query + kGrads);
-    differentiate(ds, s, hides || options().hides);
-    Base::wait_for_ds_room();
-    Base::store_ds(ds);
-    Base::hand_ds_over();
-
-    Base::start_sum(Base::dv_, p, query + kGrads);
-    Base::start_sum(Base::dk_, ds, query);
-    ptx::wgmma_wait<1>();
-    Base::pin(Base::dv_);
-    Base::release(state_.do_empty[at_.stage()]);
-    ptx::wgmma_wait<0>();
-    Base::pin(Base::dk_);
-    Base::release(state_.q_empty[at_.stage()]);
+    this->multiply_grads(s);
+    if (options().drops) drop(s);
+    this->differentiate(ds, s, ds, hides || options().hides || options().drops);
+    this->hand_over(ds);
+    this->add_up(p, ds);
   }
 
   /// Of an operand: f(k, e) for each register. 4 k + e is 2 n + r.
@@ -126,8 +109,8 @@ class OptionsGroup : BackwardGroup<Config> {
     const auto scaled = [&](float x) { return fminf(x * scale, FLT_MAX); };
     if (cap > 0.0f) {
       for_each_score(s, [&](float& x, int, int, int) { x = ScoreRules<Element>::tanh(scaled(x)); });
-      Base::wait_for_ds_room();
-      const uint32_t s_row = row_of_lane(Base::s_ds());
+      this->wait_for_ds_room();
+      const uint32_t s_row = row_of_lane(this->s_ds());
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         uint32_t slopes[4];
@@ -136,40 +119,37 @@ class OptionsGroup : BackwardGroup<Config> {
           const float* const t = &s[0][2 * k + e / 2][e % 2 * 2];
           slopes[e] = ptx::pack2<Element>(fmaf(-t[0], t[0], 1.0f), fmaf(-t[1], t[1], 1.0f));
         }
-        ptx::stmatrix_x4_trans(s_row + k * 16 * kPanelRowBytes, slopes);
+        Tile::store(s_row, k, slopes);
       }
       __syncwarp();
-      Base::for_each_with_term(s, lse, [&](float& x, float term, int, int) { x = fmaf(x, cap, -term); });
+      Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int, int) { x = fmaf(x, cap, -term); });
     } else if (options().biased) {
-      Base::for_each_with_term(s, lse, [&](float& x, float term, int, int) { x = scaled(x) - term; });
+      Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int, int) { x = scaled(x) - term; });
     } else {
-      Base::for_each_with_term(s, lse, [&](float& x, float term, int, int) { x = fmaf(x, scale, -term); });
+      Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int, int) { x = fmaf(x, scale, -term); });
     }
   }
 
   __device__ __forceinline__ void multiply_by_slopes(Weights& ds) const {
-    const uint32_t s_row = row_of_lane(Base::s_ds());
+    const uint32_t s_row = row_of_lane(this->s_ds());
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       uint32_t slopes[4];
-      ptx::ldmatrix_x4_trans(slopes, s_row + k * 16 * kPanelRowBytes);
+      Tile::load(slopes, s_row, k);
 #pragma unroll
       for (int e = 0; e < 4; ++e) ds[k][e] = sm80::multiply_pairs<Element>(ds[k][e], slopes[e]);
     }
     __syncwarp();
   }
 
-  /// Of a panel whose rows are queries. A lane names a row of one of four 8 x 8 matrices: two of queries by two of
-  /// keys.
   __device__ __forceinline__ uint32_t row_of_lane(uint32_t s_panel) const {
-    const int lane = ptx::reread(lane_), row = lane % 8 + lane / 16 * 8;
-    return s_panel + row * kPanelRowBytes + ((2 * warp_ + lane / 8 % 2) ^ (lane % 8)) * 16;
+    return Tile::row_of_lane(s_panel, warp_, lane_);
   }
 
   __device__ __forceinline__ void add_alibi(Scores& s, const BackwardNote& note) const {
     const int lane = ptx::reread(lane_);
     const int first_query = note.tile * kBlockM + 2 * (lane % 4);
-    const int first_key = work_.first_key + group_ * kGroupRows + warp_ * 16 + lane / 4;
+    const int first_key = this->first_key() + lane / 4;
     const float slope = note.slope, distance = static_cast<float>(first_query + work_.sequence.offset - first_key);
     for_each_score(s, [&](float& x, int, int n, int e) {
       x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * n + e % 2 - 8 * (e / 2))), x);
@@ -179,7 +159,7 @@ class OptionsGroup : BackwardGroup<Config> {
   __device__ __forceinline__ uint32_t bias_place() const { return layout_.bias_places > 1 ? at_.stage() : 0; }
   __device__ __forceinline__ void wait_for_bias() const {
     const uint32_t parity = layout_.bias_places > 1 ? at_.parity() : at_.count % 2;
-    ptx::mbarrier_wait(Base::address(options_state_.bias_full[bias_place()]), parity);
+    wait_for(state_.bias_full[bias_place()], parity);
   }
   __device__ __forceinline__ void add_bias(Scores& s) const {
     wait_for_bias();
@@ -200,7 +180,7 @@ class OptionsGroup : BackwardGroup<Config> {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       uint32_t pairs[4];
-      ptx::ldmatrix_x4_trans(pairs, s_row + k * 16 * kPanelRowBytes);
+      Tile::load(pairs, s_row, k);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float2 bias = ptx::unpack2<T>(pairs[e]);
@@ -250,39 +230,15 @@ class OptionsGroup : BackwardGroup<Config> {
     return sm80::load_shared<uint32_t>(behind_state(layout_.dropped + at_.stage() * layout_.dropped_bytes + 4 * word));
   }
 
-  /// dS in place of its weights. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
-  __device__ __forceinline__ void differentiate(Weights& weights, Scores& dp, bool selects) const {
-    const auto visible = [](float weight, float x) { return weight == 0.0f ? 0.0f : weight * x; };
-    if (options().drops) {
-      const sm80::DroppedWeights dropped{dropped_bits()};
-      for_each_score(dp, [&](float& x, int, int n, int e) {
-        if (dropped.is_dropped(2 * n + e / 2, e % 2)) x = 0.0f;
-      });
-    }
-    if (selects || options().drops) {
-      differentiate(weights, dp, visible);
-    } else {
-      differentiate(weights, dp, [](float weight, float x) { return weight * x; });
-    }
-  }
-  template <class F>
-  __device__ __forceinline__ void differentiate(Weights& weights, const Scores& dp, F gradient) const {
-    const float* const s_lane = state_.minus_delta[at_.stage()] + 2 * (ptx::reread(lane_) % 4);
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t& pair = weights[n / 2][n % 2 * 2 + r];
-        const float2 weight = ptx::unpack2<Element>(pair);
-        pair = ptx::pack2<Element>(gradient(weight.x, dp[0][n][2 * r] + term.x),
-                                   gradient(weight.y, dp[0][n][2 * r + 1] + term.y));
-      }
-    }
+  /// dP of what is dropped.
+  __device__ __forceinline__ void drop(Scores& dp) const {
+    const sm80::DroppedWeights dropped{dropped_bits()};
+    for_each_score(dp, [&](float& x, int, int n, int e) {
+      if (dropped.is_dropped(2 * n + e / 2, e % 2)) x = 0.0f;
+    });
   }
 
   const OptionsLayout& layout_;
-  State& options_state_;
 };
 
 }  // namespace flash_ext::sm90

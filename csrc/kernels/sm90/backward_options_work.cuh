@@ -66,10 +66,8 @@ struct OptionsState : BackwardState<Config> {
 
   /// By one thread.
   __device__ __forceinline__ void init() {
-    for (int k = 0; k < kStages; ++k) {
-      ptx::mbarrier_init(ptx::shared_address(&note_full[k]), kGroupThreads + kGroupWarps);
-      ptx::mbarrier_init(ptx::shared_address(&bias_full[k]), kGroupThreads + kGroupWarps);
-    }
+    init_barriers(note_full, kGroupThreads + kGroupWarps);
+    init_barriers(bias_full, kGroupThreads + kGroupWarps);
     BackwardState<Config>::init();
   }
 };

@@ -17,12 +17,9 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
                          float scale) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<BackwardWideState<Config>*>(shared + Config::kTilesBytes);
-  unsigned head, key_tile;
-  schedule.locate(blockIdx.x / Config::kCluster, head, key_tile);
-  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
-  const int first_key = static_cast<int>(key_tile) * Config::kBlockN;
-  const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
-  const Sequence sequence(p, static_cast<int>(head / heads_kv), head_q);
+  const BackwardKeyTile keys = schedule.locate(blockIdx.x / Config::kCluster);
+  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
+  const Sequence sequence = keys.sequence(p);
   if (first_key >= sequence.seqlen_k) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const int rank = static_cast<int>(ptx::cluster_rank());
@@ -39,10 +36,10 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     BackwardWideDq<Config>(p, maps, workspace, state, s_tiles, rank, warp, lane).run();
   } else if (warp < 2 * kGroupWarps) {
     ptx::take_registers<Config::kShape.registers>();
-    BackwardWideGroup<Config, false>(p, state, s_tiles, scale, rank, lane).run();
+    BackwardWideValues<Config>(p, state, s_tiles, scale, rank, lane).run();
   } else {
     ptx::take_registers<Config::kGradientRegisters>();
-    BackwardWideGroup<Config, true>(p, state, s_tiles, scale, rank, lane).run();
+    BackwardWideGradients<Config>(p, state, s_tiles, scale, rank, lane).run();
   }
   ptx::cluster_sync();  // the other block may still arrive here
 }

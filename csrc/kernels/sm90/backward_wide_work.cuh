@@ -40,12 +40,6 @@ struct BackwardWideConfig {
   static constexpr int kGradientRegisters = 65536 / kThreads / 8 * 8 * 3 - kShape.registers - kShape.dq_registers;
 };
 
-/// The address as descriptors take it: within the block's own shared memory, without its rank in the cluster.
-__device__ __forceinline__ uint32_t without_rank(uint32_t s_tile) {
-  constexpr uint32_t kOwnMemory = (1u << 18) - 1;
-  return s_tile & kOwnMemory;
-}
-
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct BackwardWideState {
@@ -66,20 +60,15 @@ struct BackwardWideState {
   /// By one thread.
   __device__ __forceinline__ void init() {
     constexpr int kReaders = 2 * kGroupWarps;
-    for (uint64_t* full : {&k_full, &v_full, &other_k_full, &other_ds_full}) init(*full, 1);
-    for (int k = 0; k < kStages; ++k) {
-      init(q_full[k], 1), init(q_empty[k], kReaders);
-      init(do_full[k], 1), init(do_empty[k], kReaders);
-    }
-    init(p_full, kGroupWarps);
-    init(ds_full, kGroupWarps);
-    init(ds_empty, kGroupWarps * Config::kGroups);
+    for (uint64_t* full : {&k_full, &v_full, &other_k_full, &other_ds_full}) init_barrier(*full, 1);
+    init_barriers(q_full, 1);
+    init_barriers(q_empty, kReaders);
+    init_barriers(do_full, 1);
+    init_barriers(do_empty, kReaders);
+    init_barrier(p_full, kGroupWarps);
+    init_barrier(ds_full, kGroupWarps);
+    init_barrier(ds_empty, kGroupWarps * Config::kGroups);
     ptx::mbarrier_init_fence();
-  }
-
- private:
-  __device__ __forceinline__ static void init(uint64_t& barrier, uint32_t arrivals) {
-    ptx::mbarrier_init(ptx::shared_address(&barrier), arrivals);
   }
 };
 

@@ -5,10 +5,9 @@
 
 #include "../common/ring.cuh"
 #include "../common/sequence.cuh"
-#include "../ptx/cp_async.h"
-#include "../ptx/mbarrier.h"
 #include "../sm80/backward_workspace.h"
 #include "backward_shape.h"
+#include "barriers.h"
 #include "matrix_descriptor.h"
 
 namespace flash_ext::sm90 {
@@ -44,6 +43,14 @@ struct BackwardConfig {
   static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
+
+/// The address as descriptors take it. In a cluster its upper bits are the block's rank, which would change what they
+/// say of panels.
+template <class Config>
+__device__ __forceinline__ uint32_t without_rank(uint32_t s_tile) {
+  constexpr uint32_t kOwnMemory = (1u << 18) - 1;
+  return Config::kCluster > 1 ? s_tile & kOwnMemory : s_tile;
+}
 
 /// dQ of a tile while it is summed up in memory: in the order of the accumulators of the warps that compute it.
 template <int kHeadDim>
@@ -126,6 +133,18 @@ struct BackwardWork {
   }
 };
 
+/// A tile of keys of a key head.
+struct BackwardKeyTile {
+  unsigned head, index;  // head: of all batch entries
+
+  /// With the first head of the group.
+  __device__ __forceinline__ Sequence sequence(const BackwardParams& p) const {
+    const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
+    const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
+    return Sequence(p, static_cast<int>(head / heads_kv), head_q);
+  }
+};
+
 /// In which order blocks take up tiles of keys: sections of heads, in a section the tiles of keys that a causal mask
 /// shows to the most queries first, so that no long one is left at the end.
 struct BackwardSchedule {
@@ -133,12 +152,12 @@ struct BackwardSchedule {
   unsigned heads;      // of all batch entries
   unsigned section_heads;
 
-  __device__ __forceinline__ void locate(unsigned position, unsigned& head, unsigned& key_tile) const {
+  __device__ __forceinline__ BackwardKeyTile locate(unsigned position) const {
     const unsigned section_size = section_heads * key_tiles;
     const unsigned section = position / section_size, rest = position % section_size;
     const unsigned first_head = section * section_heads, width = min(section_heads, heads - first_head);
-    key_tile = rest / width;
-    head = first_head + rest % width;
+    const unsigned key_tile = rest / width;
+    return {first_head + rest % width, key_tile};
   }
 };
 
@@ -162,21 +181,15 @@ struct BackwardState {
   /// By one thread.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = Config::kGroups * kGroupWarps;
-    ptx::mbarrier_init(ptx::shared_address(&k_full), 1);
-    ptx::mbarrier_init(ptx::shared_address(&v_full), 1);
-    init_all(q_full, 1);
-    init_all(q_empty, kConsumers);
-    init_all(do_full, 1);
-    init_all(do_empty, kConsumers);
-    init_all(ds_full, kConsumers);
-    init_all(ds_empty, kGroupWarps);
+    init_barrier(k_full, 1);
+    init_barrier(v_full, 1);
+    init_barriers(q_full, 1);
+    init_barriers(q_empty, kConsumers);
+    init_barriers(do_full, 1);
+    init_barriers(do_empty, kConsumers);
+    init_barriers(ds_full, kConsumers);
+    init_barriers(ds_empty, kGroupWarps);
     ptx::mbarrier_init_fence();
-  }
-
- private:
-  template <int kCount>
-  __device__ __forceinline__ static void init_all(uint64_t (&barriers)[kCount], uint32_t arrivals) {
-    for (int k = 0; k < kCount; ++k) ptx::mbarrier_init(ptx::shared_address(&barriers[k]), arrivals);
   }
 };
 

@@ -43,10 +43,10 @@ class BiasLoader {
     RingCount<Config::kStages> stage;
     for (int work = blockIdx.x; work < works_.count; work += gridDim.x) {
       while (true) {
-        ptx::mbarrier_wait(address(state_.step_full[at.stage()]), at.parity());
+        wait_for(state_.step_full[at.stage()], at.parity());
         const BiasStep step = state_.steps[at.stage()];
         __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(address(state_.step_empty[at.stage()]));
+        arrive_as_warp(state_.step_empty[at.stage()], lane_);
         at.advance();
         if (step.ends_work) break;
         for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.q, maps_.k, step, slab);
@@ -56,16 +56,14 @@ class BiasLoader {
   }
 
  private:
-  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
-
   /// The next step, if it is this finder's turn.
   template <class Fill>
   __device__ __forceinline__ void add(RingCount<Config::kSlots>& at, uint32_t finder, Fill fill) const {
     if (at.count % Config::kFinders == finder) {
-      ptx::mbarrier_wait(address(state_.step_empty[at.stage()]), at.parity() ^ 1);
+      wait_for(state_.step_empty[at.stage()], at.parity() ^ 1);
       fill();
       __syncwarp();  // what all lanes wrote comes before the arrival
-      if (lane_ == 0) ptx::mbarrier_arrive(address(state_.step_full[at.stage()]));
+      arrive_as_warp(state_.step_full[at.stage()], lane_);
     }
     at.advance();
   }
@@ -114,7 +112,7 @@ class BiasLoader {
   /// A slab of Q and of K, or of dO and of V.
   __device__ __forceinline__ void load_pair(RingCount<Config::kStages>& at, const CUtensorMap& row_map,
                                             const CUtensorMap& key_map, const BiasStep& step, int slab) const {
-    ptx::mbarrier_wait(address(state_.slab_empty[at.stage()]), at.parity() ^ 1);
+    wait_for(state_.slab_empty[at.stage()], at.parity() ^ 1);
     if (lane_ == 0) {
       const uint32_t s_full = address(state_.slab_full[at.stage()]);
       const uint32_t s_rows = s_slabs_ + at.stage() * Config::kStageBytes;

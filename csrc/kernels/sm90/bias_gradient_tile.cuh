@@ -4,9 +4,11 @@
 #include "../common/non_finite.cuh"
 #include "../common/scores.cuh"
 #include "../ptx/barrier.h"
+#include "../ptx/cp_async.h"
 #include "../ptx/reread.h"
 #include "../ptx/wgmma.h"
 #include "bias_gradient_work.cuh"
+#include "forward_out.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -54,7 +56,6 @@ class BiasGroup {
   }
 
  private:
-  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
   __device__ __forceinline__ int bias_bytes() const {
     return p_.bias.dtype == DType::kFloat32 ? Bias::kBytes32 : Bias::kBytes16;
   }
@@ -109,12 +110,12 @@ class BiasGroup {
     const bool plain = bias_is_finite() && p_.softcap == 0.0 && !p_.alibi_slopes;
 #pragma unroll 1
     while (true) {
-      ptx::mbarrier_wait(address(state_.step_full[step_at_.stage()]), step_at_.parity());
+      wait_for(state_.step_full[step_at_.stage()], step_at_.parity());
       const BiasStep& step = state_.steps[step_at_.stage()];
       const bool ends = step.ends_work;
       if (!ends) add(step, plain && step.all_visible);
       __syncwarp();
-      if (lane_ == 0) ptx::mbarrier_arrive(address(state_.step_empty[step_at_.stage()]));
+      arrive_as_warp(state_.step_empty[step_at_.stage()], lane_);
       step_at_.advance();
       if (ends) return;
     }
@@ -162,7 +163,7 @@ class BiasGroup {
     using Product = ptx::Wgmma<Element, Config::kKeys>;
 #pragma unroll
     for (int slab = 0; slab < Config::kSlabs; ++slab) {
-      ptx::mbarrier_wait(address(state_.slab_full[slab_at_.stage()]), slab_at_.parity());
+      wait_for(state_.slab_full[slab_at_.stage()], slab_at_.parity());
       const uint32_t offset = slab_at_.stage() * (Config::kStageBytes / 16);
       const uint32_t row = rows_ + offset, key = keys_ + offset;
       if (slab == 0) {
@@ -182,7 +183,7 @@ class BiasGroup {
   __device__ __forceinline__ void release(RingCount<Config::kStages> at) const {
 #pragma unroll
     for (int slab = 0; slab < Config::kSlabs; ++slab) {
-      if (lane_ == 0) ptx::mbarrier_arrive(address(state_.slab_empty[at.stage()]));
+      arrive_as_warp(state_.slab_empty[at.stage()], lane_);
       at.advance();
     }
   }
@@ -302,7 +303,7 @@ class BiasGroup {
           *reinterpret_cast<float2*>(g_row + 8 * n + 2 * (lane_ % 4)) =
               make_float2(sum_[0][n][2 * r], sum_[0][n][2 * r + 1]);
       } else {
-        store_row(g_row, r);
+        write_out_row(g_row, sum_[0], r, 1.0f, lane_, Config::kKeys);
       }
     }
   }
@@ -320,29 +321,6 @@ class BiasGroup {
         for (int c = 0; c < 2; ++c)
           if (8 * n + c < keys) g_lane[8 * n + c] = static_cast<T>(sum_[0][n][2 * r + c]);
     }
-  }
-
-  /// A quad of lanes holds a row, each of them two columns of eight. They exchange what they have of 32 columns, so
-  /// that each has eight of them.
-  template <class T>
-  __device__ __forceinline__ void store_row(T* g_row, int r) const {
-    const bool odd = lane_ & 1, upper = lane_ & 2;
-#pragma unroll
-    for (int n = 0; n < kN; n += 4) {
-      uint32_t w[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) w[k] = ptx::pack2<T>(sum_[0][n + k][2 * r], sum_[0][n + k][2 * r + 1]);
-      exchange(w[0], w[1], odd, 1);
-      exchange(w[2], w[3], odd, 1);
-      exchange(w[0], w[2], upper, 2);
-      exchange(w[1], w[3], upper, 2);
-      *reinterpret_cast<uint4*>(g_row + 8 * (n + lane_ % 4)) = uint4{w[0], w[1], w[2], w[3]};
-    }
-  }
-  /// The lower of two lanes gets both their a, the upper one both their b.
-  __device__ __forceinline__ static void exchange(uint32_t& a, uint32_t& b, bool upper, int distance) {
-    const uint32_t theirs = __shfl_xor_sync(~0u, upper ? a : b, distance);
-    (upper ? a : b) = theirs;
   }
 
   const BackwardParams& p_;

@@ -4,10 +4,9 @@
 #include <cstdint>
 
 #include "../common/ring.cuh"
-#include "../ptx/cp_async.h"
-#include "../ptx/mbarrier.h"
 #include "../sm80/bias_gradient_tiles.cuh"
 #include "../sm80/bias_tile.cuh"
+#include "barriers.h"
 #include "forward_shape.h"
 #include "matrix_descriptor.h"
 
@@ -77,17 +76,11 @@ struct BiasState {
 
   /// By one thread.
   __device__ __forceinline__ void init() {
-    init_all(slab_full, 1);
-    init_all(slab_empty, Config::kWarps);
-    init_all(step_full, 1);
-    init_all(step_empty, Config::kWarps + 1);
+    init_barriers(slab_full, 1);
+    init_barriers(slab_empty, Config::kWarps);
+    init_barriers(step_full, 1);
+    init_barriers(step_empty, Config::kWarps + 1);
     ptx::mbarrier_init_fence();
-  }
-
- private:
-  template <int kCount>
-  __device__ __forceinline__ static void init_all(uint64_t (&barriers)[kCount], uint32_t arrivals) {
-    for (int k = 0; k < kCount; ++k) ptx::mbarrier_init(ptx::shared_address(&barriers[k]), arrivals);
   }
 };
 

@@ -1,0 +1,117 @@
+// A tile of scores as a warp of the backward has it in registers, transposed: 16 keys (rows) by kBlockM queries. What
+// it goes through between the products, each step one pass.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/scores.cuh"
+#include "../ptx/arithmetic.h"
+#include "../ptx/ldmatrix.h"
+#include "../ptx/reread.h"
+#include "../ptx/stmatrix_trans.h"
+#include "matrix_descriptor.h"
+
+namespace flash_ext::sm90 {
+
+template <class Element, int kBlockM>
+struct BackwardTile {
+  static constexpr int kN = kBlockM / 8;
+  static constexpr int kSteps = kBlockM / 16;  // of products over queries
+  using Scores = float[1][kN][4];
+  using Weights = uint32_t[kSteps][4];  // P or dS, as an operand: register 4 k + e has the pairs of n, r with 2 n + r
+
+  /// f(x, term, n, e) for every score and its query's term of s_terms.
+  template <class F>
+  __device__ __forceinline__ static void for_each_with_term(Scores& s, const float* s_terms, int lane, F f) {
+    const float* const s_lane = s_terms + 2 * (ptx::reread(lane) % 4);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(s[0][n][e], e % 2 ? term.y : term.x, n, e);
+    }
+  }
+
+  /// P in place of products; `scale` and lse to base 2.
+  __device__ __forceinline__ static void weigh(Scores& s, const float* s_lse, float scale, int lane) {
+    for_each_with_term(s, s_lse, lane,
+                       [&](float& x, float lse, int, int) { x = ptx::exp2_approx(fmaf(x, scale, -lse)); });
+  }
+
+  /// Weights that the window or the lengths hide become 0, whatever they are: a query may have an lse of NaN because of
+  /// another key.
+  __device__ __forceinline__ static void hide(Scores& s, const Sequence& sequence, int first_key, int first_query,
+                                              int lane) {
+    const auto at = TileCoordinates<true>::of_lane(first_key, first_query, ptx::reread(lane));
+    const int first_begin = at.first_column + sequence.offset - sequence.left - at.first_row;
+    const int first_end = at.first_column + sequence.offset + sequence.right + 1 - at.first_row;
+    const int end_of_all = sequence.seqlen_k - at.first_row;
+    const int queries = sequence.seqlen_q - at.first_column;
+    for_each_score(s, [&](float& x, int, int n, int e) {
+      const int column = 8 * n + e % 2, row = 8 * (e / 2);
+      const bool visible = row >= first_begin + column && row < min(first_end + column, end_of_all) && column < queries;
+      if (!visible) x = 0.0f;
+    });
+  }
+
+  __device__ __forceinline__ static void pack(Weights& p, const Scores& s) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        p[step][e] = ptx::pack2<Element>(s[0][2 * step + e / 2][e % 2 * 2], s[0][2 * step + e / 2][e % 2 * 2 + 1]);
+  }
+
+  /// dS of dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see:
+  /// `hides` says that there may be such pairs.
+  __device__ __forceinline__ static void differentiate(Weights& ds, const Scores& dp, const Weights& p,
+                                                       const float* s_minus_delta, int lane, bool hides) {
+    const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
+    if (hides) {
+      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight == 0.0f ? 0.0f : weight * x; });
+    } else {
+      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight * x; });
+    }
+  }
+
+  /// Where this lane's row of a warp's part of a panel begins whose rows are queries and whose columns are the 64 keys
+  /// of four warps. A lane names a row of one of four 8 x 8 matrices: two of queries by two of keys.
+  __device__ __forceinline__ static uint32_t row_of_lane(uint32_t s_panel, int warp, int lane) {
+    const int at = ptx::reread(lane), row = at % 8 + at / 16 * 8;
+    const uint32_t piece = (2 * warp + at / 8 % 2) ^ (at % 8);
+    return s_panel + row * kPanelRowBytes + piece * 16;
+  }
+  /// To and from such a panel, 16 queries at a time.
+  __device__ __forceinline__ static void store(uint32_t s_row, int step, const uint32_t (&pairs)[4]) {
+    ptx::stmatrix_x4_trans(s_row + step * 16 * kPanelRowBytes, pairs);
+  }
+  __device__ __forceinline__ static void load(uint32_t (&pairs)[4], uint32_t s_row, int step) {
+    ptx::ldmatrix_x4_trans(pairs, s_row + step * 16 * kPanelRowBytes);
+  }
+  __device__ __forceinline__ static void store(uint32_t s_row, const Weights& weights) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) store(s_row, step, weights[step]);
+  }
+  __device__ __forceinline__ static void load(Weights& weights, uint32_t s_row) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) load(weights[step], s_row, step);
+  }
+
+ private:
+  template <class F>
+  __device__ __forceinline__ static void for_each_pair(Weights& ds, const Scores& dp, const Weights& p,
+                                                       const float* s_lane, F gradient) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 weight = ptx::unpack2<Element>(p[n / 2][n % 2 * 2 + r]);
+        ds[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(gradient(dp[0][n][2 * r] + term.x, weight.x),
+                                                       gradient(dp[0][n][2 * r + 1] + term.y, weight.y));
+      }
+    }
+  }
+};
+
+}  // namespace flash_ext::sm90
