@@ -122,7 +122,6 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
   }
   __device__ __forceinline__ void hand_ds_over() const {
     ptx::fence_proxy_async_shared();
-    __syncwarp();
     this->release(state_.ds_full[at_.stage()]);
   }
 

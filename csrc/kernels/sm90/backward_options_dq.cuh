@@ -130,7 +130,6 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
   /// What this warp has copied or written.
   __device__ __forceinline__ void announce(const uint64_t& barrier) const {
     ptx::cp_async_arrive(address(barrier));
-    __syncwarp();
     this->release(barrier);
   }
   __device__ __forceinline__ BackwardNote note_of(const Step& step) const {

@@ -51,12 +51,10 @@ class BackwardWideKeys : protected BackwardKeys<Config, BackwardWideState<Config
     return Tile::row_of_lane(s_tiles_ + Config::kDsOffset, Base::warp_, Base::lane_);
   }
   __device__ __forceinline__ void hand_p_over() const {
-    __syncwarp();
     this->release(state_.p_full);
   }
   __device__ __forceinline__ void hand_ds_over() const {
     ptx::fence_proxy_async_shared();
-    __syncwarp();
     this->release(state_.ds_full);
   }
 

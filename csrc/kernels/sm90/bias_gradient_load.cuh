@@ -45,7 +45,6 @@ class BiasLoader {
       while (true) {
         wait_for(state_.step_full[at.stage()], at.parity());
         const BiasStep step = state_.steps[at.stage()];
-        __syncwarp();
         arrive_as_warp(state_.step_empty[at.stage()], lane_);
         at.advance();
         if (step.ends_work) break;
@@ -62,7 +61,6 @@ class BiasLoader {
     if (at.count % Config::kFinders == finder) {
       wait_for(state_.step_empty[at.stage()], at.parity() ^ 1);
       fill();
-      __syncwarp();  // what all lanes wrote comes before the arrival
       arrive_as_warp(state_.step_full[at.stage()], lane_);
     }
     at.advance();

@@ -114,7 +114,6 @@ class BiasGroup {
       const BiasStep& step = state_.steps[step_at_.stage()];
       const bool ends = step.ends_work;
       if (!ends) add(step, plain && step.all_visible);
-      __syncwarp();
       arrive_as_warp(state_.step_empty[step_at_.stage()], lane_);
       step_at_.advance();
       if (ends) return;
