@@ -11,6 +11,7 @@
 #include "../ptx/setmaxnreg.h"
 #include "backward_options_dq.cuh"
 #include "backward_options_group.cuh"
+#include "tensor_map.h"
 
 namespace flash_ext::sm90 {
 
@@ -18,6 +19,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_options_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                            const __grid_constant__ CUtensorMap bias_map,
                             const __grid_constant__ sm80::BackwardWorkspace workspace,
                             const __grid_constant__ OptionsLayout layout, const BackwardSchedule schedule) {
   extern __shared__ __align__(1024) char shared[];
@@ -28,14 +30,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (first_key >= sequence.seqlen_k) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
-    state.init();
+    state.init(layout.bias_by_panels);
     state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
     state.options() = sm80::BackwardOptions(p, sequence);
   }
   __syncthreads();
   if (warp < kGroupWarps) {
     ptx::give_up_registers<Config::kShape.dq_registers>();
-    OptionsDq<Config>(p, maps, workspace, layout, state, ptx::shared_address(shared), warp, lane).run();
+    OptionsDq<Config>(p, maps, bias_map, workspace, layout, state, ptx::shared_address(shared), warp, lane).run();
   } else {
     ptx::take_registers<Config::kShape.registers>();
     OptionsGroup<Config>(p, layout, state, ptx::shared_address(shared), warp / kGroupWarps - 1, ptx::lane_id())
@@ -54,13 +56,15 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps,
   constexpr int kMostBytes = 227 * 1024 - Config::kTilesBytes;
   const OptionsLayout layout = OptionsLayout::of<Config>(p, sizeof(OptionsState<Config>), kMostBytes);
   if (p.bias.data && layout.bias_places == 0) throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
+  const CUtensorMap bias_map = layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{};
   const sm80::VisibilityTiles& visibility = workspace.visibility;
   const LaunchShape tiles{dim3(grid_size(visibility.num_states())), dim3(sm80::kVisibilityThreads)};
   launch("sm90/backward masks", sm80::mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p,
          visibility);
   const LaunchShape blocks{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes)};
-  launch("sm90/backward", backward_options_kernel<Config>, blocks, stream, p, maps, workspace, layout, schedule);
+  launch("sm90/backward", backward_options_kernel<Config>, blocks, stream, p, maps, bias_map, workspace, layout,
+         schedule);
 }
 
 }  // namespace flash_ext::sm90

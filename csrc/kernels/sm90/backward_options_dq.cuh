@@ -15,31 +15,32 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
   using Base = BackwardDq<Config, State>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kGroups = Config::kGroups;
 
-  __device__ __forceinline__ OptionsDq(const BackwardParams& p, const BackwardMaps& maps,
+  __device__ __forceinline__ OptionsDq(const BackwardParams& p, const BackwardMaps& maps, const CUtensorMap& bias_map,
                                        const sm80::BackwardWorkspace& workspace, const OptionsLayout& layout,
                                        State& state, uint32_t s_tiles, int warp, int lane)
-      : Base(p, maps, workspace, state, s_tiles, warp, lane), layout_(layout) {}
+      : Base(p, maps, workspace, state, s_tiles, warp, lane), bias_map_(bias_map), layout_(layout) {}
 
   __device__ __forceinline__ void run() {
     Step now = visible(first_step());
-    if (is_past(now)) return note(now, 0);
+    if (is_past(now)) return note(now, note_of(now), 0);
     Step next = visible_after(now);
     if (warp_ == 0) this->load_first(now, next);
     copy_bias(now);
     if (layout_.bias_places > 1) copy_bias(next);
-    note(now, 0);
-    note(next, 1);
+    note(now, note_of(now), 0);
+    note(next, note_of(next), 1);
 #pragma unroll 1
     while (true) {
-      // Who hands dS over has read the bias, the bits and the words.
+      // What is asked of memory behind the additions to dQ waits for them, so it is asked before dS is there.
+      const Step after = is_past(next) ? next : visible_after(next);
+      const BackwardNote coming = note_of(after);
+      // Who hands dS over has read the note, the bias and the words.
       wait_for(state_.ds_full[at_.stage()], at_.parity());
-      if (layout_.bias_places == 1) copy_bias(next);
+      copy_bias(layout_.bias_places > 1 ? after : next);
+      if (!is_past(next)) note(after, coming, at_.stage());
       this->add(now);
       if (is_past(next)) break;
-      const Step after = visible_after(next);
-      if (layout_.bias_places > 1) copy_bias(after);
       if (warp_ == 0) this->load_in_place(after);
-      note(after, at_.stage());
       at_.advance();
       now = next;
       next = after;
@@ -104,6 +105,8 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
     if (layout_.bias_places == 0 || is_past(step)) return;
     const int place = layout_.bias_places > 1 ? bias_count_ % 2 : 0;
     const uint32_t s_place = behind_state(layout_.bias + place * layout_.bias_bytes);
+    ++bias_count_;
+    if (layout_.bias_by_panels) return load_bias_panels(step, s_place, state_.bias_full[place]);
     const Sequence sequence = sequence_of(step);
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group)
@@ -111,20 +114,28 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
                                                           layout_.copies_bias, sequence, step.tile * kBlockM,
                                                           work_.first_key + group * kGroupRows);
     announce(state_.bias_full[place]);
-    ++bias_count_;
+  }
+  __device__ __forceinline__ void load_bias_panels(const Step& step, uint32_t s_place, const uint64_t& barrier) const {
+    if (warp_ == 0 && lane_ == 0) {
+      const int head = p_.bias.head_stride ? work_.sequence.head + step.head : 0;
+      const int batch = p_.bias.batch_stride ? work_.sequence.batch : 0;
+      ptx::mbarrier_arrive_expect(address(barrier), layout_.bias_bytes);
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group)
+        ptx::tma_load(s_place + group * panel_bytes(kBlockM), &bias_map_, address(barrier),
+                      work_.first_key + group * kGroupRows, step.tile * kBlockM, head, batch);
+    }
+    __syncwarp();
   }
 
   /// What the warps that compute must know of a step.
-  __device__ __forceinline__ void note(const Step& step, int stage) const {
-    if (!is_past(step)) {
-      if (step.state == sm80::kTileMasked) {
-        sm80::load_words<kGroupThreads, kBlockM, kBlockN>(behind_state(layout_.words + stage * layout_.words_bytes), p_,
-                                                          workspace_.visibility, sequence_of(step), step.tile,
-                                                          work_.first_key / kBlockN);
-      }
-      if (options().drops) draw(step, behind_state(layout_.dropped + stage * layout_.dropped_bytes));
+  __device__ __forceinline__ void note(const Step& step, const BackwardNote& note, int stage) const {
+    if (note.flags & kNoteMasked) {
+      sm80::load_words<kGroupThreads, kBlockM, kBlockN>(behind_state(layout_.words + stage * layout_.words_bytes), p_,
+                                                        workspace_.visibility, sequence_of(step), step.tile,
+                                                        work_.first_key / kBlockN);
     }
-    if (warp_ == 0 && lane_ == 0) state_.notes[stage] = note_of(step);
+    if (warp_ == 0 && lane_ == 0) state_.notes[stage] = note;
     announce(state_.note_full[stage]);
   }
   /// What this warp has copied or written.
@@ -133,47 +144,21 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
     this->release(barrier);
   }
   __device__ __forceinline__ BackwardNote note_of(const Step& step) const {
-    BackwardNote note{step.tile, 0, 0.0f};
-    if (is_past(step)) return {0, kNotePast, 0.0f};
+    if (is_past(step)) return {0, 0, kNotePast, 0.0f};
+    const sm80::BackwardOptions& options = this->options();
+    BackwardNote note{step.tile, step.head, 0, 0.0f};
     if (step.state == sm80::kTileMasked) note.flags |= kNoteMasked;
-    if (work_.is_cleaned(step.tile) || (options().hides && workspace_.unclean[this->workspace_tile(step)]))
+    if (options.biased) note.flags |= kNoteBiased;
+    if (options.cap > 0.0f) note.flags |= kNoteCapped;
+    if (options.drops) note.flags |= kNoteDrops;
+    const bool hides = note.flags & (kNoteMasked | kNoteBiased);
+    if (work_.is_cleaned(step.tile) || (hides && workspace_.unclean[this->workspace_tile(step)]))
       note.flags |= kNoteCleaned;
-    if (options().slopes) note.slope = options().slopes[step.head] * kLog2E;
+    if (options.slopes) note.slope = options.slopes[step.head] * kLog2E;
     return note;
   }
 
-  /// Which weights are dropped: for each lane of the warps that compute, bit 2 n + r + 16 c is that of the query
-  /// 8 n + 2 (lane % 4) + c and the key lane / 4 + 8 r. A call of Philox serves two warps, and the queries i, i + 8.
-  __device__ __forceinline__ void draw(const Step& step, uint32_t s_dropped) const {
-    const sm80::BackwardOptions& options = this->options();
-    const PhiloxKey key = options.key;
-    const uint32_t last_dropped = options.last_dropped, batch_head = options.batch_head + step.head;
-#pragma unroll 1
-    for (int part = warp_; part < 4 * kGroups; part += kGroupWarps) {
-      const int half = part % 2, warps = part / 2;  // 32 queries; two warps
-      const int i = step.tile * kBlockM + 32 * half + 2 * (lane_ % 4), j = work_.first_key + 32 * warps + lane_ / 4;
-      uint32_t bits[2] = {0, 0};
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const PhiloxWords words = dropout_words(key, batch_head, i + 16 * m + c, j);
-#pragma unroll
-          for (int w = 0; w < 4; ++w)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-              if ((h ? words.word[w] : words.word[w] << 16) <= last_dropped)
-                bits[w / 2] |= 1u << (4 * m + 2 * h + w % 2 + 16 * c);
-        }
-#pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        const uint32_t s_bytes = s_dropped + ((2 * warps + w) * 32 + lane_) * 4 + half;
-        sm80::store_shared(s_bytes, static_cast<uint8_t>(bits[w]));
-        sm80::store_shared(s_bytes + 2, static_cast<uint8_t>(bits[w] >> 16));
-      }
-    }
-  }
-
+  const CUtensorMap& bias_map_;
   const OptionsLayout& layout_;
   uint32_t bias_count_ = 0;
 };

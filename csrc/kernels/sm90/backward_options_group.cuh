@@ -21,6 +21,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
   using typename Base::Scores;
   using typename Base::Tile;
   using typename Base::Weights;
+  static constexpr int kFirstPairBarrier = 2 + Config::kGroups;  // of two warps
   static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
 
   __device__ __forceinline__ OptionsGroup(const BackwardParams& p, const OptionsLayout& layout, State& state,
@@ -40,7 +41,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
       if (this->sees(note.tile)) {
         step(note, this->hides(note.tile));
       } else {
-        if (options().biased) wait_for_bias();
+        if (note.flags & kNoteBiased) wait_for_bias();
         this->pass();
       }
     }
@@ -65,21 +66,23 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     Scores s;
     Weights p, ds;
     this->wait_for_query();
-    Products::multiply(s, Base::keys_, this->query_tile());
+    Products::start(s, Base::keys_, this->query_tile());
+    if (note.flags & kNoteDrops) draw(note);
+    Products::finish(s);
     weigh(s, note);
     if (hides) this->hide(s, note.tile);
     if (note.flags & kNoteMasked) hide_by_words(s);
     Tile::pack(p, s);
     for_each_pair([&](int k, int e) { ds[k][e] = p[k][e]; });
-    if (options().cap > 0.0f) multiply_by_slopes(ds);
-    if (options().drops) {
+    if (note.flags & kNoteCapped) multiply_by_slopes(ds);
+    if (note.flags & kNoteDrops) {
       const sm80::DroppedWeights dropped{dropped_bits()};
       for_each_pair([&](int k, int e) { p[k][e] &= ~dropped.mask(4 * k + e); });
     }
 
     this->multiply_grads(s);
-    if (options().drops) drop(s);
-    this->differentiate(ds, s, ds, hides || options().hides || options().drops);
+    if (note.flags & kNoteDrops) drop(s);
+    this->differentiate(ds, s, ds, hides || (note.flags & (kNoteMasked | kNoteBiased)));
     this->hand_over(ds);
     this->add_up(p, ds);
   }
@@ -95,19 +98,20 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
 
   /// Weights in place of products.
   __device__ __forceinline__ void weigh(Scores& s, const BackwardNote& note) const {
-    subtract_lse(s);
+    subtract_lse(s, note);
     if (note.slope != 0.0f) add_alibi(s, note);
-    if (options().biased) add_bias(s);
+    if (note.flags & kNoteBiased) add_bias(s);
     for_each_score(s, [](float& x, int, int, int) { x = ptx::exp2_approx(x); });
   }
 
   /// The derivative of a softcap waits where dS will be.
-  __device__ __forceinline__ void subtract_lse(Scores& s) const {
-    const float scale = options().scale, cap = options().cap;
+  __device__ __forceinline__ void subtract_lse(Scores& s, const BackwardNote& note) const {
+    const float scale = options().scale;
     const float* const lse = state_.lse[at_.stage()];
     // A sum that overflowed must not make a NaN of what is hidden: what a query does see of it, its lse knows.
     const auto scaled = [&](float x) { return fminf(x * scale, FLT_MAX); };
-    if (cap > 0.0f) {
+    if (note.flags & kNoteCapped) {
+      const float cap = options().cap;
       for_each_score(s, [&](float& x, int, int, int) { x = ScoreRules<Element>::tanh(scaled(x)); });
       this->wait_for_ds_room();
       const uint32_t s_row = row_of_lane(this->s_ds());
@@ -123,7 +127,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
       }
       __syncwarp();
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int, int) { x = fmaf(x, cap, -term); });
-    } else if (options().biased) {
+    } else if (note.flags & kNoteBiased) {
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int, int) { x = scaled(x) - term; });
     } else {
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int, int) { x = fmaf(x, scale, -term); });
@@ -225,9 +229,42 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     }
   }
 
+  /// Which weights are dropped, while S is being multiplied: bit 2 n + r + 16 c of a lane is that of the query
+  /// 8 n + 2 (lane % 4) + c and the key lane / 4 + 8 r. A call of Philox decides the keys of two warps and the queries
+  /// i, i + 8; so each of the two draws for 32 queries and both.
+  __device__ __forceinline__ void draw(const BackwardNote& note) const {
+    const sm80::BackwardOptions& options = this->options();
+    const int lane = ptx::reread(lane_), pair = warp_ / 2, half = warp_ % 2;
+    const int i = note.tile * kBlockM + 32 * half + 2 * (lane % 4);
+    const int j = work_.first_key + group_ * kGroupRows + 32 * pair + lane / 4;
+    uint32_t bits[2] = {0, 0};
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const PhiloxWords words = dropout_words(options.key, options.batch_head + note.head, i + 16 * m + c, j);
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            if ((h ? words.word[w] : words.word[w] << 16) <= options.last_dropped)
+              bits[w / 2] |= 1u << (4 * m + 2 * h + w % 2 + 16 * c);
+      }
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      const uint32_t s_bytes = s_dropped(2 * pair + w, lane) + half;
+      sm80::store_shared(s_bytes, static_cast<uint8_t>(bits[w]));
+      sm80::store_shared(s_bytes + 2, static_cast<uint8_t>(bits[w] >> 16));
+    }
+    ptx::barrier_any<64>(kFirstPairBarrier + 2 * group_ + pair, false);
+  }
+  /// The word of a lane of the warpgroup.
+  __device__ __forceinline__ uint32_t s_dropped(int warp, int lane) const {
+    return behind_state(layout_.dropped + at_.stage() * layout_.dropped_bytes) +
+           4 * (group_ * kGroupThreads + warp * 32 + lane);
+  }
   __device__ __forceinline__ uint32_t dropped_bits() const {
-    const int word = group_ * kGroupThreads + warp_ * 32 + ptx::reread(lane_);
-    return sm80::load_shared<uint32_t>(behind_state(layout_.dropped + at_.stage() * layout_.dropped_bytes + 4 * word));
+    return sm80::load_shared<uint32_t>(s_dropped(warp_, ptx::reread(lane_)));
   }
 
   /// dP of what is dropped.

@@ -16,11 +16,14 @@ enum BackwardNoteFlags : int {
   kNotePast = 1,     // there is no such step
   kNoteCleaned = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
   kNoteMasked = 4,   // masks hide some pair
+  kNoteBiased = 8,   // and a bias may
+  kNoteCapped = 16,
+  kNoteDrops = 32,
 };
 
-/// A step, as the warps that compute find it.
-struct BackwardNote {
-  int tile, flags;
+/// A step, as the warps that compute find it: all that they must know to begin, in one read.
+struct alignas(16) BackwardNote {
+  int tile, head, flags;
   float slope;  // ALiBi's, to base 2
 };
 
@@ -29,7 +32,8 @@ struct OptionsLayout {
   int dropped = 0, words = 0, bias = 0;
   int dropped_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a place
   int bias_places = 0;
-  bool copies_bias = false;  // by pieces of 16 bytes
+  bool copies_bias = false;     // by pieces of 16 bytes
+  bool bias_by_panels = false;  // by the copy engine
   int bytes = 0;
 
   /// At most `available` bytes, where a bias may have fewer places.
@@ -45,9 +49,13 @@ struct OptionsLayout {
           Config::kGroups * static_cast<int>(sm80::bias_tile_bytes(p.bias.dtype, Config::kBlockM, kGroupRows));
     layout.dropped = take(Config::kStages * layout.dropped_bytes);
     layout.words = take(Config::kStages * layout.words_bytes);
-    if (p.bias.data) layout.bias_places = std::min((available - layout.bytes) / layout.bias_bytes, Config::kStages);
+    if (p.bias.data) {
+      layout.bytes = (layout.bytes + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
+      layout.bias_places = std::min((available - layout.bytes) / layout.bias_bytes, Config::kStages);
+    }
     layout.bias = take(layout.bias_places * layout.bias_bytes);
     layout.copies_bias = p.bias.data && sm80::can_stage_bias(p.bias);
+    layout.bias_by_panels = layout.copies_bias && p.bias.dtype != DType::kFloat32 && p.bias.row_stride != 0;
     return layout;
   }
 };
@@ -65,9 +73,9 @@ struct OptionsState : BackwardState<Config> {
   }
 
   /// By one thread.
-  __device__ __forceinline__ void init() {
+  __device__ __forceinline__ void init(bool bias_by_panels) {
     init_barriers(note_full, kGroupThreads + kGroupWarps);
-    init_barriers(bias_full, kGroupThreads + kGroupWarps);
+    init_barriers(bias_full, bias_by_panels ? 1 : kGroupThreads + kGroupWarps);
     BackwardState<Config>::init();
   }
 };

@@ -20,6 +20,10 @@ struct BackwardProducts {
 
   /// s = keys queries^T, of K and Q or of V and dO.
   __device__ __forceinline__ static void multiply(Scores& s, uint32_t keys, uint32_t queries) {
+    start(s, keys, queries);
+    finish(s);
+  }
+  __device__ __forceinline__ static void start(Scores& s, uint32_t keys, uint32_t queries) {
     using Product = ptx::Wgmma<Element, kBlockM>;
     ptx::wgmma_fence();
     Product::template multiply<false>(s[0], KeyTile::at(keys, 0), QueryTile::at(queries, 0));
@@ -28,6 +32,8 @@ struct BackwardProducts {
       Product::template multiply<true>(s[0], KeyTile::at(keys, KeyTile::along_row(step)),
                                        QueryTile::at(queries, QueryTile::along_row(step)));
     ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ static void finish(Scores& s) {
     ptx::wgmma_wait<0>();
     for_each_score(s, [](float& x, int, int, int) { ptx::pin(x); });
   }

@@ -50,9 +50,7 @@ class BackwardWideKeys : protected BackwardKeys<Config, BackwardWideState<Config
   __device__ __forceinline__ uint32_t s_weights() const {
     return Tile::row_of_lane(s_tiles_ + Config::kDsOffset, Base::warp_, Base::lane_);
   }
-  __device__ __forceinline__ void hand_p_over() const {
-    this->release(state_.p_full);
-  }
+  __device__ __forceinline__ void hand_p_over() const { this->release(state_.p_full); }
   __device__ __forceinline__ void hand_ds_over() const {
     ptx::fence_proxy_async_shared();
     this->release(state_.ds_full);
