@@ -170,3 +170,21 @@ def test_many_tiles_of_queries_without_keys(device: str, head_dim: int, dtype: t
     assert (out[:, : rows - 100] == 0).all() and (lse[..., : rows - 100] == -torch.inf).all()
     last = flash_ext.attention(call.q[:, -100:], call.k, call.v, causal=True)
     assert_alike(out[:, -100:], last)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(400, 170), (170, 400), (65, 193), (150, 1)])
+@pytest.mark.parametrize("top_left", [False, True])
+def test_every_row_of_dq_is_written(device: str, head_dim: int, seqlen_q: int, seqlen_k: int, top_left: bool) -> None:
+    """Of tiles of queries that some, one or no tile of keys adds to. Outputs are poisoned, and not deterministic."""
+    windows = [(-1, 0), (0, 0), (100, 30), (191, 1)]
+    for window in windows if device == "cuda" else windows[:1]:
+        call = make_call(1, seqlen_q, seqlen_k, 2, 1, head_dim, dtype=torch.bfloat16, device=device)
+        call = call.with_options(window_size=window, top_left=top_left, deterministic=False)
+        assert_matches_oracle(call, gradients_of=("q",))
+
+
+def test_dq_of_packed_sequences_is_written(device: str) -> None:
+    call = make_varlen_call([1, 130, 0, 64, 200], [70, 0, 5, 257, 129], device, dtype=torch.bfloat16, head_dim=128)
+    for options in ({}, {"causal": True}, {"window_size": (20, 7)}):
+        assert_matches_oracle(call.with_options(deterministic=False, **options), gradients_of=("q",))
