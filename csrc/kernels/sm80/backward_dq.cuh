@@ -5,6 +5,7 @@
 #include "../common/sequence.cuh"
 #include "../launch.h"
 #include "../ptx/flag.h"
+#include "../ptx/grid_dependency.h"
 #include "../ptx/reduction.h"
 #include "backward_rows.cuh"
 #include "backward_workspace.h"
@@ -81,6 +82,7 @@ constexpr int kStoreDqThreads = 256;
 template <class Element, class Layout, int kBlockM, int kHeadDim>
 __global__ void __launch_bounds__(kStoreDqThreads)
     store_dq_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
+  ptx::wait_for_previous_grid();
   const RowTileOfBlock block(p, kBlockM);
   const Sequence sequence(p, block.batch, block.head);
   const int first = block.tile * kBlockM;

@@ -5,6 +5,7 @@
 #include "../common/scores.cuh"
 #include "../common/sequence.cuh"
 #include "../launch.h"
+#include "../ptx/grid_dependency.h"
 #include "backward_workspace.h"
 #include "non_finite.cuh"
 
@@ -53,6 +54,7 @@ static __global__ void __launch_bounds__(kRowTermThreads)
     backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
   constexpr int kPiece = 16 / sizeof(Element);
   constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
+  ptx::launch_dependents();
   const RowTileOfBlock block(p, kBlockM);
   const Sequence sequence(p, block.batch, block.head);
   const int first = block.tile * kBlockM;

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "../launch.h"
+#include "../ptx/grid_dependency.h"
 #include "../ptx/setmaxnreg.h"
 #include "../sm80/backward_dq.cuh"
 #include "../sm80/backward_rows.cuh"
@@ -30,7 +31,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const BackwardKeyTile keys = schedule.locate(blockIdx.x);
   const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
   const Sequence sequence = keys.sequence(p);
-  if (first_key >= sequence.seqlen_k) return;
+  ptx::launch_dependents();
+  if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     state.init();
@@ -39,6 +41,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   if (warp < kGroupWarps) {
     ptx::give_up_registers<Config::kShape.dq_registers>();
+    ptx::wait_for_previous_grid();  // for row terms and cleared sums
     BackwardDq<Config>(p, maps, workspace, state, ptx::shared_address(shared), warp, lane).run();
   } else {
     ptx::take_registers<Config::kShape.registers>();
@@ -81,6 +84,8 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   using Element = typename Config::Element;
   using State = std::conditional_t<kIsWide<Config>, BackwardWideState<Config>, BackwardState<Config>>;
   constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kDqHeadDim;
+  // Kernels start while the one before still runs, and wait for it by themselves; wide ones lose by it.
+  constexpr bool kOverlaps = !kIsWide<Config>;
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(State);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const sm80::BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
@@ -97,14 +102,16 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
       if constexpr (!kIsWide<Config>) launch_backward_options<Config>(p, maps, workspace, schedule, stream);
     } else {
       const int64_t blocks = int64_t{Config::kCluster} * schedule.key_tiles * schedule.heads;
-      const LaunchShape keys{dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
+      const LaunchShape keys{dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes, kOverlaps};
       launch("sm90/backward", backward_kernel_of<Config>(), keys, stream, p, maps, workspace, schedule,
              static_cast<float>(p.softmax_scale) * kLog2E);
     }
   }
   if (p.dq.data) {
-    launch("sm90/backward dq", sm80::store_dq_kernel<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim>, rows,
-           stream, p, workspace);
+    LaunchShape overlapping = rows;
+    overlapping.overlaps_previous = kOverlaps;
+    launch("sm90/backward dq", sm80::store_dq_kernel<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim>,
+           overlapping, stream, p, workspace);
   }
   if (p.dsink) {
     const LaunchShape heads{dim3(static_cast<unsigned>(p.heads_q)), dim3(sm80::kRowTermThreads)};

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "../launch.h"
+#include "../ptx/grid_dependency.h"
 #include "../ptx/lane.h"
 #include "../ptx/setmaxnreg.h"
 #include "backward_options_dq.cuh"
@@ -27,7 +28,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const BackwardKeyTile keys = schedule.locate(blockIdx.x);
   const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
   const Sequence sequence = keys.sequence(p);
-  if (first_key >= sequence.seqlen_k) return;
+  ptx::launch_dependents();
+  if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     state.init(layout.bias_by_panels);
@@ -37,6 +39,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   if (warp < kGroupWarps) {
     ptx::give_up_registers<Config::kShape.dq_registers>();
+    ptx::wait_for_previous_grid();  // for row terms and cleared sums
     OptionsDq<Config>(p, maps, bias_map, workspace, layout, state, ptx::shared_address(shared), warp, lane).run();
   } else {
     ptx::take_registers<Config::kShape.registers>();
@@ -62,7 +65,7 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps,
   launch("sm90/backward masks", sm80::mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p,
          visibility);
   const LaunchShape blocks{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
-                           static_cast<size_t>(Config::kTilesBytes + layout.bytes)};
+                           static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
   launch("sm90/backward", backward_options_kernel<Config>, blocks, stream, p, maps, bias_map, workspace, layout,
          schedule);
 }
