@@ -23,8 +23,8 @@ __device__ __forceinline__ void take_out_non_finite(uint32_t s_first) {
 #pragma unroll 1
   for (int k = 0; k < kCount; ++k) {
     const uint4 piece = sm80::load_shared<uint4>(s_first + k * kStep);
-    sm80::store_shared(s_first + k * kStep, uint4{Test::without(piece.x), Test::without(piece.y),
-                                                  Test::without(piece.z), Test::without(piece.w)});
+    sm80::store_shared(s_first + k * kStep, uint4{Test::bounded(piece.x), Test::bounded(piece.y),
+                                                  Test::bounded(piece.z), Test::bounded(piece.w)});
   }
   ptx::fence_proxy_async_shared();
 }

@@ -125,8 +125,7 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
     this->release(state_.ds_full[at_.stage()]);
   }
 
-  /// K of this warpgroup. What a query does see, its lse knows, but for scores of -inf: their keys get gradients as if
-  /// the Inf were 0.
+  /// K of this warpgroup. What a query does see, its lse knows, or it is a score of -inf still.
   __device__ __forceinline__ void clean_keys() const {
     wait_for(state_.k_full, 0);
 #pragma unroll 1
