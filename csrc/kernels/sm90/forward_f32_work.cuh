@@ -44,8 +44,9 @@ ForwardSchedule schedule_forward_f32(const AttentionParams& p, void* workspace) 
   const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
   const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, std::min(ratio, heads), heads);
+  const int64_t last = (heads - 1) / fitting * fitting;
   return {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(fitting),
-          static_cast<unsigned long long*>(workspace)};
+          static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
 }
 
 /// A tile of queries of one head, and the tiles of keys that it sees.
