@@ -152,6 +152,7 @@ def _problem_of_attention(
         broadcast=any(n > 1 and stride == 0 for t in (q, k, v) for n, stride in zip(t.shape, t.stride(), strict=True)),
         varlen=any(t is not None for t in (o.cu_seqlens_q, o.cu_seqlens_k, o.seqused_q, o.seqused_k)),
         has_bias=o.bias is not None,
+        **({} if o.bias is None else {"bias_dtype": _name(o.bias.dtype)}),
         has_mask=o.mask is not None,
         has_block_mask=o.block_offsets is not None,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
@@ -201,8 +202,12 @@ def _device_and_dtype(q: Tensor) -> dict[str, Any]:
         compute_capability=10 * properties.major + properties.minor if properties else 0,
         hopper_kernels="90a" in build_info()["cuda_archs"] and _wants_hopper_kernels(),
         num_workers=properties.multi_processor_count if properties else torch.get_num_threads(),
-        dtype=str(q.dtype).removeprefix("torch."),
+        dtype=_name(q.dtype),
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @cache

@@ -373,6 +373,13 @@ def test_explain_shows_the_plan(device: str) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_explain_knows_the_dtype_of_a_bias(device: str, dtype: torch.dtype) -> None:
+    q, k, v = qkv(device)
+    problem = flash_ext.explain(q, k, v, bias=torch.zeros(1, 1, 9, 13, dtype=dtype, device=device)).problem
+    assert problem.has_bias and problem.bias_dtype == str(dtype).removeprefix("torch.")
+
+
 def test_explain_knows_the_operation(device: str) -> None:
     q = random(1, 1, 8, 64, device=device)
     caches = [random(1, 8192, 1, 64, device=device) for _ in range(2)]

@@ -426,6 +426,16 @@ def test_the_general_class_of_the_kernel_for_hopper(
 
 
 @pytest.mark.parametrize(
+    ("bias_dtype", "served"), [("float16", True), ("bfloat16", True), ("float32", False), ("float64", False)]
+)
+def test_the_forward_for_hopper_serves_a_bias_of_16_bits(bias_dtype: str, served: bool) -> None:
+    found = hopper_plan(has_bias=True, bias_dtype=bias_dtype)
+    assert found.kernel == ("sm90/forward" if served else "sm80/forward")
+    assert any("bias of 32 bits or more" in reason for reason in found.reasons) != served
+    assert hopper_plan(bias_dtype=bias_dtype).kernel == "sm90/forward"  # there is none
+
+
+@pytest.mark.parametrize(
     ("head_dim", "head_dim_v", "served"),
     [
         (8, 64, "64"),
@@ -515,6 +525,7 @@ def test_the_forward_of_float32_on_hopper(fields: dict[str, Any], obstacle: str)
         ({"head_dim": 8, "head_dim_v": 8}, ""),
         ({"has_bias": True, "has_alibi": True, "softcap": 3.0}, ""),
         ({"has_mask": True, "has_block_mask": True, "dropout_p": 0.1}, ""),
+        ({"has_bias": True, "bias_dtype": "float32"}, ""),
         ({"head_dim": 136, "head_dim_v": 136, "has_bias": True}, "bias beyond head_dim 128"),
         ({"head_dim": 136, "head_dim_v": 136, "softcap": 3.0}, "softcap beyond head_dim 128"),
         ({"head_dim": 136, "head_dim_v": 136, "has_alibi": True}, "ALiBi beyond head_dim 128"),
@@ -537,6 +548,20 @@ def test_the_kernel_of_the_backward(fields: dict[str, Any], obstacle: str) -> No
     assert any("Hopper" in reason and obstacle in reason for reason in found.reasons) == bool(obstacle)
     assert (found.block_m, found.block_n > 0) == ((0, False) if obstacle else (64, True))
     assert hopper_plan(operation="backward", compute_capability=80, **fields).kernel == "sm80/backward"
+
+
+@pytest.mark.parametrize("fields", [{"has_mask": True}, {"has_block_mask": True}, {"dropout_p": 0.1}])
+@pytest.mark.parametrize(
+    ("bias_dtype", "head_dim", "served"),
+    [("bfloat16", 128, True), ("float32", 64, True), ("float32", 72, False), ("float64", 128, False)],
+)
+def test_the_backward_with_a_bias_beside_masks(
+    fields: dict[str, Any], bias_dtype: str, head_dim: int, served: bool
+) -> None:
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim}
+    found = hopper_plan(operation="backward", has_bias=True, bias_dtype=bias_dtype, **sizes, **fields)
+    assert found.kernel == ("sm90/backward" if served else "sm80/backward")
+    assert any("bias of 32 bits or more beside masks" in reason for reason in found.reasons) != served
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
     const Tensor workspace = new_empty(q, {bytes}, ScalarType::Byte);
     run(address(workspace));
   };
-  if (call.plan.kernel == "sm90/forward" && sm90::serves_bias(call.params)) {
+  if (call.plan.kernel == "sm90/forward") {
     return with_workspace(sm90::forward_workspace_bytes(call.params),
                           [&](void* workspace) { sm90::forward(call.params, call.plan.block_n, workspace, stream); });
   }
@@ -75,7 +75,7 @@ void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t s
 void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.kernel == "sm90/backward" && sm90::has_room_for_backward(call.params)) {
+  if (call.plan.kernel == "sm90/backward") {
     const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
     return sm90::backward(call.params, address(memory), stream);
   }

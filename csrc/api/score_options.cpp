@@ -202,6 +202,7 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
   problem.allow_tf32 = options.allow_tf32;
   problem.varlen = g.varlen_q || g.varlen_k || options.seqused_q || options.seqused_k;
   problem.has_bias = options.bias.has_value();
+  if (options.bias) problem.bias_dtype = *kernel_dtype(options.bias->scalar_type());
   problem.has_mask = options.mask.has_value();
   problem.has_block_mask = options.block_offsets.has_value();
   problem.has_alibi = options.alibi_slopes.has_value();

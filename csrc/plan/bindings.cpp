@@ -67,13 +67,15 @@ Problem problem_from(const py::kwargs& fields) {
 }
 
 void bind_problem(py::module_& m) {
-  py::class_<Problem> problem(m, "Problem",
-                              "One call: shapes, options, device. Problem(**fields) sets the fields that are named.\n"
-                              "operation, device and dtype are strings. For varlen, seqlen_q and seqlen_k are the\n"
-                              "largest ones; for decode, seqlen_k is what a sequence of the cache can hold.");
+  py::class_<Problem> problem(
+      m, "Problem",
+      "One call: shapes, options, device. Problem(**fields) sets the fields that are named.\n"
+      "operation, device, dtype and bias_dtype are strings. For varlen, seqlen_q and seqlen_k are the\n"
+      "largest ones; for decode, seqlen_k is what a sequence of the cache can hold.");
   bind_named(problem, "operation", &Problem::operation, kOperations);
   bind_named(problem, "device", &Problem::device, kDevices);
   bind_named(problem, "dtype", &Problem::dtype, kDTypes);
+  bind_named(problem, "bias_dtype", &Problem::bias_dtype, kDTypes);
   problem.def(py::init(&problem_from))
       .def_readwrite("compute_capability", &Problem::compute_capability, "CUDA: 90 for sm_90")
       .def_readwrite("hopper_kernels", &Problem::hopper_kernels,

@@ -256,9 +256,6 @@ class Planner {
       because("wgmma and the copy engine, for compute capability 9.0");
       const std::string options = backward ? "" : general_options();
       if (!options.empty()) because("general class of the kernel: measured faster with", options, " than sm80/forward");
-      if (!backward && p_.has_bias) because("sm80/forward instead if bias is of 32 bits or more");
-      if (backward && p_.has_bias && (p_.has_mask || p_.has_block_mask || p_.dropout_p > 0) && p_.head_dim > 64)
-        because("sm80/backward instead if bias is of 32 bits or more: no room for it beside masks or dropout");
     } else {
       because(plan_.kernel, ": the kernel for Hopper does not serve ", obstacle);
     }
@@ -287,9 +284,16 @@ class Planner {
                 drops ? " dropout" : "");
   }
 
+  bool has_wide_bias() const {
+    return p_.has_bias && p_.bias_dtype != DType::kFloat16 && p_.bias_dtype != DType::kBFloat16;
+  }
+
   /// What the forward for Hopper cannot do.
   std::string hopper_forward_obstacle() const {
-    if (p_.dtype != DType::kFloat32) return hopper_obstacle();
+    if (p_.dtype != DType::kFloat32) {
+      const std::string obstacle = hopper_obstacle();
+      return obstacle.empty() && has_wide_bias() ? "bias of 32 bits or more" : obstacle;
+    }
     if (p_.allow_tf32) return "TF32";
     if (std::max(p_.head_dim, p_.head_dim_v) > sm90::kMostForwardF32HeadDim)
       return text("float32 beyond head_dim ", sm90::kMostForwardF32HeadDim);
@@ -305,6 +309,10 @@ class Planner {
     if (p_.deterministic) return "deterministic";
     if (p_.softmax_scale <= 0) return text("softmax_scale ", p_.softmax_scale);
     if (p_.head_dim != p_.head_dim_v) return text("head_dim ", p_.head_dim_v, " of v beside ", p_.head_dim);
+    // Shared memory has no room for all of them.
+    const bool fills = has_wide_bias() && (p_.has_mask || p_.has_block_mask || p_.dropout_p > 0);
+    if (fills && p_.head_dim > 64 && p_.head_dim <= sm90::kMostWholeHeadDim)
+      return "bias of 32 bits or more beside masks or dropout beyond head_dim 64";
     if (p_.head_dim <= sm90::kMostWholeHeadDim) return hopper_obstacle();
     if (p_.has_bias) return text("bias beyond head_dim ", sm90::kMostWholeHeadDim);
     if (p_.softcap > 0) return text("softcap beyond head_dim ", sm90::kMostWholeHeadDim);

@@ -40,6 +40,7 @@ struct Problem {
   bool varlen = false;     // cu_seqlens or seqused: lengths that the host does not know
   bool paged = false;      // block_table
   bool has_bias = false;
+  DType bias_dtype = DType::kFloat16;  // with has_bias
   bool has_mask = false;
   bool has_block_mask = false;
   bool has_alibi = false;

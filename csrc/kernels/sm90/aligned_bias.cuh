@@ -16,7 +16,7 @@ FLASH_EXT_HOST_DEVICE bool same_for_all_keys(const ScoreView& bias) { return bia
 
 inline bool must_align_bias(const ScoreView& bias) { return bias.data && !sm80::can_stage_bias(bias); }
 
-/// The copy of a bias. float64 becomes float, as which it is added anyway.
+/// The copy of a bias of 16 bits.
 struct AlignedBias {
   ScoreView view;
   int64_t batch, heads, rows, columns;  // that differ
@@ -29,18 +29,17 @@ struct AlignedBias {
     batch = distinct(p.batch, bias.batch_stride), heads = distinct(p.heads_q, bias.head_stride);
     rows = distinct(p.seqlen_q, bias.row_stride),
     columns = same_for_all_keys(bias) ? kPanelColumns : (p.seqlen_k + 7) / 8 * 8;
-    view.dtype = bias.dtype == DType::kFloat64 ? DType::kFloat32 : bias.dtype;
+    view.dtype = bias.dtype;
     view.data = memory;
     view.col_stride = same_for_all_keys(bias) ? 0 : 1;
     view.row_stride = stride(rows, columns);
     view.head_stride = stride(heads, rows * columns);
     view.batch_stride = stride(batch, heads * rows * columns);
-    if (must_align_bias(bias)) bytes = batch * heads * rows * columns * (view.dtype == DType::kFloat32 ? 4 : 2);
+    if (must_align_bias(bias)) bytes = batch * heads * rows * columns * static_cast<int64_t>(sizeof(uint16_t));
   }
 };
 
-template <class From, class To>
-__global__ void __launch_bounds__(kBiasCopyThreads)
+static __global__ void __launch_bounds__(kBiasCopyThreads)
     align_bias_kernel(const __grid_constant__ ScoreView from, const __grid_constant__ AlignedBias to,
                       int64_t seqlen_k) {
   const int64_t count = to.batch * to.heads * to.rows * to.columns;
@@ -49,9 +48,9 @@ __global__ void __launch_bounds__(kBiasCopyThreads)
     const int64_t key = at % to.columns, row = at / to.columns;
     const int64_t query = row % to.rows, head = row / to.rows % to.heads, batch = row / to.rows / to.heads;
     if (key >= seqlen_k && !same_for_all_keys(from)) continue;
-    static_cast<To*>(to.view.data)[at] =
-        static_cast<To>(static_cast<const From*>(from.data)[batch * from.batch_stride + head * from.head_stride +
-                                                            query * from.row_stride + key * from.col_stride]);
+    static_cast<uint16_t*>(to.view.data)[at] =
+        static_cast<const uint16_t*>(from.data)[batch * from.batch_stride + head * from.head_stride +
+                                                query * from.row_stride + key * from.col_stride];
   }
 }
 
@@ -62,19 +61,7 @@ inline ScoreView align_bias(const AttentionParams& p, void* memory, cudaStream_t
   const AlignedBias to(p, memory);
   const int64_t count = to.batch * to.heads * to.rows * to.columns;
   const dim3 grid(static_cast<unsigned>(std::min((count + kBiasCopyThreads - 1) / kBiasCopyThreads, kMostBlocks)));
-  const auto run = [&](auto kernel) {
-    launch("sm90/align_bias", kernel, {grid, dim3(kBiasCopyThreads)}, stream, p.bias, to, p.seqlen_k);
-  };
-  switch (p.bias.dtype) {
-    case DType::kFloat64:
-      run(align_bias_kernel<double, float>);
-      break;
-    case DType::kFloat32:
-      run(align_bias_kernel<float, float>);
-      break;
-    default:
-      run(align_bias_kernel<uint16_t, uint16_t>);
-  }
+  launch("sm90/align_bias", align_bias_kernel, {grid, dim3(kBiasCopyThreads)}, stream, p.bias, to, p.seqlen_k);
   return to.view;
 }
 

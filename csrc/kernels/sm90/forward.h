@@ -11,12 +11,9 @@ namespace flash_ext::sm90 {
 /// than scaled products, softcap and ALiBi.
 int64_t forward_workspace_bytes(const ForwardParams& params);
 
-/// Whether forward() takes the bias, if there is one: of 16 bits.
-bool serves_bias(const ForwardParams& params);
-
-/// out and lse of every row that a sequence covers. float16 and bfloat16; all options, any lengths, keys in one piece;
-/// no stride of 0 in q, k and v; rows of out start at multiples of 16 bytes. block_n: keys of a tile, as one of the
-/// shapes has it (forward_shape.h). The workspace is null where none is needed.
+/// out and lse of every row that a sequence covers. float16 and bfloat16; all options, a bias of 16 bits, any lengths,
+/// keys in one piece; no stride of 0 in q, k and v; rows of out start at multiples of 16 bytes. block_n: keys of a
+/// tile, as one of the shapes has it (forward_shape.h). The workspace is null where none is needed.
 void forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

@@ -228,44 +228,31 @@ class GeneralGroup : public ForwardGroup<Config> {
 
   template <class F>
   __device__ __forceinline__ void add_bias_by(Scores& s, F add) {
-    switch (p_.bias.dtype) {
-      case DType::kFloat16:
-        return add_parts<0, 8>(
-            s, [&](const BiasPart& part, auto first) { part.for_each_16<decltype(first)::value, __half>(s, add); },
-            bias_at_);
-      case DType::kBFloat16:
-        return add_parts<0, 8>(
-            s,
-            [&](const BiasPart& part, auto first) { part.for_each_16<decltype(first)::value, __nv_bfloat16>(s, add); },
-            bias_at_);
-      default:
-        return add_parts<0, 4>(
-            s, [&](const BiasPart& part, auto first) { part.for_each_32<decltype(first)::value>(s, add); }, bias_at_);
-    }
+    p_.bias.dtype == DType::kFloat16 ? add_parts<__half, 0>(s, add, bias_at_)
+                                     : add_parts<__nv_bfloat16, 0>(s, add, bias_at_);
   }
 
   /// The parts of this tile. Behind the exponentials, whose sum weigh() has looked at: an arrival does not wait for
   /// loads under way. Right behind them it let the copy engine write what was still to be read, while products of the
   /// other warpgroups took all of shared memory's time.
   __device__ __forceinline__ void release_bias() {
-    const int parts = p_.bias.dtype == DType::kFloat32 ? kBlockN / 32 : kBlockN / 64;
-    for (int part = 0; part < parts; ++part) {
+    constexpr int kParts = kBlockN / kPanelColumns;
+    static_assert(kParts <= Config::kBiasSlots, "all parts of a tile are kept until now");
+    for (int part = 0; part < kParts; ++part) {
       release(state_.bias_empty[group_][bias_at_.stage()]);
       bias_at_.advance();
     }
   }
 
-  /// Parts of kTiles times 8 keys, as they come.
-  template <int kFirst, int kTiles, class F>
+  /// As they come.
+  template <class BiasElement, int kFirst, class F>
   __device__ __forceinline__ void add_parts(Scores& s, F add, RingPosition<Config::kBiasSlots> at) const {
-    static_assert(kN / kTiles <= Config::kBiasSlots, "all parts of a tile are kept until release_bias()");
-    const int slot = at.stage();
-    ptx::mbarrier_wait(address(state_.bias_full[group_][slot]), at.parity());
-    add(BiasPart{s_bias_ + slot * Config::kBiasPartBytes, p_.bias.row_stride == 0, ptx::reread(warp_),
-                 ptx::reread(lane_)},
-        std::integral_constant<int, kFirst>());
+    ptx::mbarrier_wait(address(state_.bias_full[group_][at.stage()]), at.parity());
+    const BiasPart part{s_bias_ + at.stage() * Config::kBiasPartBytes, p_.bias.row_stride == 0, ptx::reread(warp_),
+                        ptx::reread(lane_)};
+    part.template for_each<kFirst, BiasElement>(s, add);
     at.advance();
-    if constexpr (kFirst + kTiles < kN) add_parts<kFirst + kTiles, kTiles>(s, add, at);
+    if constexpr (kFirst + 8 < kN) add_parts<BiasElement, kFirst + 8>(s, add, at);
   }
 
   __device__ __forceinline__ void drop(Scores& s, const Work& work, int tile) const {

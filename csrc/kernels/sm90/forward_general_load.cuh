@@ -191,7 +191,6 @@ class GeneralLoader : public ForwardLoader<Config> {
   __device__ __forceinline__ void load_bias(const Work& work, const TileNote& note, BiasRing& at) const {
     const ScoreView& bias = p_.bias;
     const bool one_row = bias.row_stride == 0;
-    const int columns = bias.dtype == DType::kFloat32 ? kPanelRowBytes / 4 : kPanelRowBytes / 2;
     const int first_key = note.tile * Config::kBlockN;
     const int head = bias.head_stride ? work.sequence.head : 0, batch = bias.batch_stride ? work.sequence.batch : 0;
 #pragma unroll
@@ -199,7 +198,7 @@ class GeneralLoader : public ForwardLoader<Config> {
       if (!note.visible(g)) continue;
       const int row = one_row ? 0 : work.first_query + g * kGroupRows;
 #pragma unroll 1
-      for (int key = first_key; key < first_key + Config::kBlockN; key += columns) {
+      for (int key = first_key; key < first_key + Config::kBlockN; key += kPanelColumns) {
         const int slot = at[g].stage();
         ptx::mbarrier_wait(address(state_.bias_empty[g][slot]), at[g].parity() ^ 1);
         if (lane_ == 0) {

@@ -34,7 +34,7 @@ struct TileNote {
   __device__ __forceinline__ bool partly(int group) const { return flags >> (kPartly + group) & 1; }
 };
 
-/// What the warps of the general class share besides. Parts of a bias: 64 queries, 128 bytes of keys.
+/// What the warps of the general class share besides. Parts of a bias: 64 queries, 64 keys.
 template <class Config>
 struct GeneralState : ForwardState<Config> {
   uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
@@ -61,9 +61,9 @@ struct BiasPart {
 
   __device__ __forceinline__ uint32_t row_at(int row) const { return s_part + (one_row ? 0 : row * kPanelRowBytes); }
 
-  /// Calls f(x, b) for accumulators [kFirst, + 8) and their bias of 16 bits. ldmatrix deals it out as they lie.
+  /// Calls f(x, b) for accumulators [kFirst, + 8) and their bias. ldmatrix deals it out as they lie.
   template <int kFirst, class Element, int kN, class F>
-  __device__ __forceinline__ void for_each_16(float (&s)[1][kN][4], F f) const {
+  __device__ __forceinline__ void for_each(float (&s)[1][kN][4], F f) const {
     const int row = 16 * warp + lane % 16, swizzle = one_row ? 0 : row & 7;
     const uint32_t s_lane = row_at(row) + ((lane / 16 ^ swizzle) << 4);
 #pragma unroll
@@ -77,22 +77,6 @@ struct BiasPart {
         f(s[0][kFirst + n + e / 2][e % 2 * 2 + 1], b.y);
       }
     }
-  }
-
-  /// The same of [kFirst, + 4) and a bias of float.
-  template <int kFirst, int kN, class F>
-  __device__ __forceinline__ void for_each_32(float (&s)[1][kN][4], F f) const {
-    const int row = 16 * warp + lane / 4, swizzle = one_row ? 0 : row & 7;
-    const uint32_t s_lane = row_at(row) + ((lane % 4 / 2 ^ swizzle) << 4) + lane % 2 * 8;
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint32_t s_pair = (s_lane ^ (n << 5)) + (one_row ? 0 : 8 * r * kPanelRowBytes);
-        const float2 b = *static_cast<const float2*>(__cvta_shared_to_generic(s_pair));
-        f(s[0][kFirst + n][2 * r], b.x);
-        f(s[0][kFirst + n][2 * r + 1], b.y);
-      }
   }
 };
 

@@ -95,24 +95,23 @@ inline CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& 
   return encode_tensor_map(type, view.data, sizes, strides, box);
 }
 
-/// Of a bias whose rows are made of pieces of 16 bytes: copies of kPanelRowBytes bytes of box_rows rows, in the order
-/// (key, query, head, batch). What is the same for all of a dimension has one place in it; for all keys, those of a
-/// copy.
+/// Of a bias of 16 bits whose rows are made of pieces of 16 bytes: copies of kPanelColumns keys of box_rows rows, in
+/// the order (key, query, head, batch). What is the same for all of a dimension has one place in it; for all keys,
+/// those of a copy.
 inline CUtensorMap encode_bias_map(const AttentionParams& p, int box_rows) {
-  constexpr int kRank = 4;
+  constexpr int kRank = 4, kElementBytes = 2;
   const ScoreView& bias = p.bias;
-  const int64_t bytes = bias.dtype == DType::kFloat32 ? 4 : 2;
-  const CUtensorMapDataType type = bias.dtype == DType::kFloat32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                   : bias.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUtensorMapDataType type =
+      bias.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto size = [](int64_t n, int64_t stride) { return static_cast<cuuint64_t>(stride == 0 ? 1 : n); };
-  const auto stride = [&](int64_t elements) { return static_cast<cuuint64_t>(elements == 0 ? 16 : elements * bytes); };
+  const auto stride = [&](int64_t elements) {
+    return static_cast<cuuint64_t>(elements == 0 ? 16 : elements * kElementBytes);
+  };
   const int64_t keys = bias.col_stride == 0 ? kPanelColumns : p.seqlen_k;
   const cuuint64_t sizes[kRank] = {static_cast<cuuint64_t>(keys), size(p.seqlen_q, bias.row_stride),
                                    size(p.heads_q, bias.head_stride), size(p.batch, bias.batch_stride)};
   const cuuint64_t strides[kRank - 1] = {stride(bias.row_stride), stride(bias.head_stride), stride(bias.batch_stride)};
-  const cuuint32_t box[kRank] = {static_cast<cuuint32_t>(kPanelRowBytes / bytes), static_cast<cuuint32_t>(box_rows), 1,
-                                 1};
+  const cuuint32_t box[kRank] = {kPanelColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
   return encode_tensor_map(type, bias.data, sizes, strides, box);
 }
 

@@ -1,5 +1,3 @@
-#include "../../common/head_dim.h"
-#include "../../common/philox.h"
 #include "../backward.h"
 #include "../backward_shape.h"
 #include "../dispatch.h"
@@ -39,12 +37,6 @@ int64_t backward_workspace_bytes(const BackwardParams& params) {
     bytes = backward_bytes<decltype(element), decltype(head_dim)::value>(params);
   });
   return bytes;
-}
-
-bool has_room_for_backward(const BackwardParams& p) {
-  const bool wide = p.bias.data && (p.bias.dtype == DType::kFloat32 || p.bias.dtype == DType::kFloat64);
-  const bool more = p.mask.data || p.blocks.offsets || dropout_threshold(p.dropout.p) > 0;
-  return !(wide && more && kernel_head_dim(p.head_dim, p.head_dim_v) > 64);
 }
 
 void backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {

@@ -35,11 +35,6 @@ template <class Element, int kHeadDim>
 void run_general_forward(const ForwardParams& params, const ForwardVisibility& visible, void* workspace,
                          cudaStream_t stream);
 
-bool serves_bias(const ForwardParams& params) {
-  const DType dtype = params.bias.dtype;
-  return !params.bias.data || dtype == DType::kFloat16 || dtype == DType::kBFloat16;
-}
-
 int64_t forward_workspace_bytes(const ForwardParams& params) {
   if (is_general(params)) return GeneralWorkspace(params).bytes;
   const int64_t block_m = forward_shape(forward_head_dims(params.head_dim, params.head_dim_v)).groups * kGroupRows;
