@@ -190,6 +190,13 @@ def test_dropout(device: str, head_dim: int, dtype: torch.dtype, options: str) -
     checked(call_of(device, head_dim, dtype, dropout_p=0.3, rng_state=random_rng(device), **extra))
 
 
+@pytest.mark.parametrize("p", [2**-16, 0.5, 0.5 + 2**-16, 0.9])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_dropout_by_its_share(device: str, head_dim: int, p: float) -> None:
+    """Up to a half, random bits are compared two at a time."""
+    checked(call_of(device, head_dim, dropout_p=p, rng_state=random_rng(device)))
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_packed_sequences(device: str, head_dim: int) -> None:
     lengths_q, lengths_k = [300, 1, 0, 129, 64], [520, 70, 9, 0, 200]

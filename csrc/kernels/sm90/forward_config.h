@@ -17,7 +17,8 @@ namespace flash_ext::sm90 {
 enum class ForwardClass {
   kPlain,    // products scaled by a positive number, within a window
   kOptions,  // softcap, ALiBi, any scale
-  kGeneral,  // these, bias, masks, dropout (forward_general.cuh)
+  kGeneral,  // these, bias, masks (forward_general.cuh)
+  kDropout,  // these, dropout
 };
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, ForwardClass kClass, ForwardKeys kKeys = ForwardKeys::kMany>
@@ -25,7 +26,8 @@ struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;    // of q and k
   static constexpr int kHeadDimV = kHeadDimV_;  // of v and out
-  static constexpr bool kOptions = kClass == ForwardClass::kOptions, kGeneral = kClass == ForwardClass::kGeneral;
+  static constexpr bool kOptions = kClass == ForwardClass::kOptions, kDrops = kClass == ForwardClass::kDropout;
+  static constexpr bool kGeneral = kClass == ForwardClass::kGeneral || kDrops;
   static constexpr ForwardShape kShape =
       kGeneral ? general_shape({kHeadDim, kHeadDimV}) : forward_shape({kHeadDim, kHeadDimV}, kKeys);
   static constexpr int kGroups = kShape.groups;

@@ -1,7 +1,8 @@
 // The general class of the forward: bias, masks and dropout beside what the others serve (forward.cuh).
 //
-// It differs from them in three things. A list of tiles drives the loads, made from what masks leave
-// (forward_visibility.cuh), and each tile comes with a note that says which warpgroups visit it. A warp raises the
+// It differs from them in four things. A list of tiles drives the loads, made from what masks leave
+// (forward_visibility.cuh), and each tile comes with a note that says which warpgroups visit it. Tiles that ask for no
+// more than bias, bits of a mask and dropout take step(), others are taken one after the other. A warp raises the
 // references of its rows as long as one of them has none, or one so low that it must be a padding bias's. And the row
 // sums keep watch: a tile whose sum passes kSumLimit takes the exponent of the sum into the reference, while P is still
 // in float, so that a bias that grows along the keys does not make every tile of queries be computed twice.
@@ -36,13 +37,18 @@ class GeneralGroup : public ForwardGroup<Config> {
   using typename Base::Scores;
   using typename Base::Weights;
   using typename Base::Work;
-  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kBlockN = Config::kBlockN, kParts = kBlockN / kKeyGroup;
   static constexpr int kD = Base::kD, kN = Base::kN;
   // P must stay finite as an Element, l and out in float.
   static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;
   static constexpr float kMostExponent = 0x1p120f;
+  using BiasPairs = uint32_t[kParts][16];              // 64 keys of both rows
+  static constexpr bool kAsksAhead = !Config::kDrops;  // registers hold words of Philox
   // Base 2. A bias that pads with -10000, or with the lowest number of float16, leaves references below it.
   static constexpr float kLowReference = -8192.0f;
+  // This warp raises references in the next tile; P of the tile before waits for its V, which has been cleaned; the
+  // next tile may take step().
+  static constexpr uint32_t kRaises = 1, kWaits = 2, kHurries = 4, kCleaned = TileNote::kClean;
 
  public:
   __device__ __forceinline__ GeneralGroup(const ForwardParams& p, const GeneralOptions& options,
@@ -58,7 +64,7 @@ class GeneralGroup : public ForwardGroup<Config> {
       this->clear();
       visit(*work);
       if (!work->careful && must_repeat(*work)) work->failed = true;
-      if (options_.drops) scale_out();
+      if constexpr (Config::kDrops) scale_out();
       this->store(*work);
       if (work->careful && this->met_non_finite_) this->add_hidden_non_finite(*work);
       queue.pop(lane_);
@@ -68,16 +74,36 @@ class GeneralGroup : public ForwardGroup<Config> {
  private:
   __device__ __forceinline__ void visit(const Work& work) {
     this->wait_for_query(work);
-    must_raise_ = true;
+    mode_ = kRaises;
+    const uint32_t batch_head = static_cast<uint32_t>(work.sequence.batch * p_.heads_q + work.sequence.head);
+    const Draw draw(state_.dropout.key, batch_head, this->coordinates(work, 0).row(0, 0));
+    Weights p = {};  // or its registers are taken from one work to the next, as those of the two below in a step
     uint32_t flags;
 #pragma unroll 1
     do {
       this->wait_for_keys();
       const TileNote note = state_.k_notes[k_at_.stage()];
       flags = note.flags;
-      note.visible(group_) ? step(work, note) : pass(note);
+      if ((mode_ & kHurries) && note.whole(group_)) {
+        step(p, work, note, draw);
+        continue;
+      }
+      if (mode_ & kWaits) add_values(p);
+      if (!note.visible(group_)) {
+        pass(note);
+        continue;
+      }
+      mode_ = (mode_ & kRaises) | kWaits | (flags & TileNote::kClean);
+      weigh_keys(p, work, note);
+      if (options_.may_hurry && !work.careful && !(mode_ & kCleaned) && !some_warp_raises()) mode_ |= kHurries;
     } while (!(flags & TileNote::kLast));
     if (Config::kPlaces == 1 && work.has_rows(group_)) release(state_.q_empty[group_]);
+    if (mode_ & kWaits) add_values(p);
+  }
+
+  /// Of the warpgroup: products are started by all four, so they take the same way to them.
+  __device__ __forceinline__ bool some_warp_raises() const {
+    return ptx::barrier_any<kGroupThreads>(1 + group_, mode_ & kRaises);
   }
 
   __device__ __forceinline__ void release_keys() {
@@ -87,45 +113,86 @@ class GeneralGroup : public ForwardGroup<Config> {
 
   __device__ __forceinline__ void pass(const TileNote& note) {
     __syncwarp();  // all lanes have read the note
+    mode_ &= kRaises;
     release_keys();
     ptx::mbarrier_wait(address(state_.v_full[v_at_.stage()]), v_at_.parity());
     if (note.flags & TileNote::kClean) this->clean_parities_ ^= 1u << v_at_.stage();
     release_values();
   }
 
-  /// S and P of a tile, and then P V. That S of the next one waits so long leaves registers to the options; the other
-  /// warpgroups have products meanwhile.
-  __device__ __forceinline__ void step(const Work& work, const TileNote& note) {
+  /// S and P of a tile, whatever the options.
+  __device__ __forceinline__ void weigh_keys(Weights& p, const Work& work, const TileNote& note) {
     Scores s;
-    Weights p;
-    uint32_t visible[2];
+    uint32_t visible[kParts][2] = {};
     start_qk(s);
     const bool hides = look(note, visible);
     ptx::wgmma_wait<0>();
     pin(s);
     release_keys();
     apply(s, work, note, hides, visible);
-    weigh(s, work, note.tile);
+    float sum[2];
+    if (mode_ & kRaises) {
+      this->raise_reference(s);
+      exponentiate<false, true>(s, this->scale_, reference_, sum);
+      if (!work.careful && !some_reference_is_low(work)) mode_ ^= kRaises;
+    } else {
+      exponentiate<false>(s, this->scale_, reference_, sum);
+    }
+    if constexpr (Config::kDrops) drop(s, work, note.tile);
+    add_sums(s, sum);
     if (options_.adds_bias) release_bias();
     this->pack(p, s);
-    wait_for_values(note.flags & TileNote::kClean);
+  }
+
+  /// P V of the tile before.
+  __device__ __forceinline__ void add_values(const Weights& p) {
+    wait_for_values(mode_ & kCleaned);
     start_pv(p);
     ptx::wgmma_wait<0>();
     pin_out();
     release_values();
   }
 
-  /// Scores to P, whose sums are added up.
-  __device__ __forceinline__ void weigh(Scores& s, const Work& work, int tile) {
+  /// P V of the tile before, S and P of this one, which the window leaves whole, and in which all rows have references.
+  /// What comes from shared memory is asked for before S is waited for: products of the other warpgroups hold it up.
+  __device__ __forceinline__ void step(Weights& p, const Work& work, const TileNote& note, const Draw& draw) {
+    Scores s;
+    BiasPairs bias = {};
+    uint32_t visible[kParts][2] = {}, kept[kParts] = {};
+    start_qk(s);
+    wait_for_values(false);
+    start_pv(p);
+    const bool hides = look(note, visible);
+    if (options_.adds_bias && kAsksAhead) ask_for_bias(bias);
+    if constexpr (Config::kDrops) draw_kept(kept, draw, note.tile);
+    ptx::wgmma_wait<1>();
+    pin(s);
+    release_keys();
+    if (options_.adds_bias) kAsksAhead ? add_bias(s, bias) : add_bias<false>(s);
+    if (hides) hide_by_bits(s, visible);
     float sum[2];
-    if (must_raise_) {
-      this->raise_reference(s);
-      exponentiate<false, true>(s, this->scale_, reference_, sum);
-      must_raise_ = work.careful || some_reference_is_low(work);
-    } else {
-      exponentiate<false>(s, this->scale_, reference_, sum);
+    exponentiate<false>(s, this->scale_, reference_, sum);
+    ptx::wgmma_wait<0>();
+    pin_out();
+    release_values();
+    add_sums(s, sum);
+    if (options_.adds_bias) release_bias();
+    this->pack(p, s);
+    if constexpr (Config::kDrops) drop_packed(p, kept);
+  }
+
+  /// The parts of this tile, behind a branch on the sum of what was made of them.
+  __device__ __forceinline__ void release_bias() {
+    static_assert(kParts <= Config::kBiasSlots, "all parts of a tile are kept until now");
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      release(state_.bias_empty[group_][bias_at_.stage()]);
+      bias_at_.advance();
     }
-    if (options_.drops) drop(s, work, tile);
+  }
+
+  /// Of a tile's P.
+  __device__ __forceinline__ void add_sums(Scores& s, float (&sum)[2]) {
     // Inf and NaN too.
     if (__any_sync(~0u, !(sum[0] + sum[1] <= kSumLimit))) lower(s, sum);
     row_sum_[0] += sum[0];
@@ -182,83 +249,104 @@ class GeneralGroup : public ForwardGroup<Config> {
 
   /// What masks leave of this lane's rows, which came with K; whether they hide something from this warp. That is asked
   /// before K is released: an arrival does not wait for loads under way, and the copy engine may then be faster.
-  __device__ __forceinline__ bool look(const TileNote& note, uint32_t (&visible)[2]) const {
-    visible[0] = visible[1] = ~0u;
+  __device__ __forceinline__ bool look(const TileNote& note, uint32_t (&visible)[kParts][2]) const {
     if (!note.partly(group_)) return false;
-    constexpr int kParts = kBlockN / kKeyGroup, kPairBytes = sizeof(PairBits), kRowBytes = kPairBytes / kGroupRows;
-    const char* const s_bits =
-        static_cast<const char*>(__cvta_shared_to_generic(this->s_tiles_ + Config::kBitsOffset)) +
-        k_at_.stage() * Config::kBitsBytes + group_ * (kParts * kPairBytes) + (16 * warp_ + lane_ / 4) * kRowBytes +
-        lane_ % 4 * 2;
+    constexpr int kPairBytes = sizeof(PairBits), kRowBytes = kPairBytes / kGroupRows;
+    const uint32_t s_bits = this->s_tiles_ + Config::kBitsOffset + k_at_.stage() * Config::kBitsBytes +
+                            group_ * (kParts * kPairBytes) + (16 * warp_ + lane_ / 4) * kRowBytes + lane_ % 4 * 2;
+    bool hides = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const char* const s_row = s_bits + 8 * r * kRowBytes;
-      const uint32_t second = kParts == 2 ? *reinterpret_cast<const uint16_t*>(s_row + kPairBytes) : 0xFFFFu;
-      visible[r] = *reinterpret_cast<const uint16_t*>(s_row) | second << 16;
-    }
-    return __any_sync(~0u, (visible[0] & visible[1]) != ~0u);
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        visible[part][r] = ptx::load_shared_16(s_bits + part * kPairBytes + 8 * r * kRowBytes);
+        hides |= visible[part][r] != 0xFFFFu;
+      }
+    return __any_sync(~0u, hides);
   }
 
   /// Products to scores, but for the scale.
   __device__ __forceinline__ void apply(Scores& s, const Work& work, const TileNote& note, bool hides,
-                                        const uint32_t (&visible)[2]) {
+                                        const uint32_t (&visible)[kParts][2]) {
     if (options_.scales_first) {
-      const ScoreRules<Element> rules(p_, work.sequence);
+      ScoreRules<Element> rules(p_, work.sequence);
+      rules.scale = options_.rule_scale, rules.cap = options_.cap;  // or doubles are divided here
       rules.scale_and_cap(s);
       if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work, note.tile));
     }
-    if (options_.adds_bias) add_bias(s, work.careful);
-    if (hides) {
-      hide_by_bits(s, 0, visible[0]);
-      hide_by_bits(s, 1, visible[1]);
-    }
+    if (options_.adds_bias) add_bias<true>(s);
+    if (hides) hide_by_bits(s, visible);
     this->hide(s, work, note.tile);
   }
 
-  __device__ __forceinline__ void add_bias(Scores& s, bool careful) {
+  /// kHides: -inf hides even a score that is NaN.
+  template <bool kHides>
+  __device__ __forceinline__ void add_bias(Scores& s) const {
     const float factor = __int_as_float(ptx::reread(__float_as_int(options_.bias_factor)));
-    const auto add = [factor](float& x, float b) { x = fmaf(b, factor, x); };
-    // -inf hides even a score that is NaN.
-    const auto add_carefully = [factor](float& x, float b) {
+    const auto add = [factor](float& x, float b) {
       x = fmaf(b, factor, x);
-      if (b == -INFINITY) x = -INFINITY;
+      if (kHides && b == -INFINITY) x = -INFINITY;
     };
-    careful ? add_bias_by(s, add_carefully) : add_bias_by(s, add);
+    p_.bias.dtype == DType::kFloat16 ? add_parts<__half>(s, add) : add_parts<__nv_bfloat16>(s, add);
   }
 
-  template <class F>
-  __device__ __forceinline__ void add_bias_by(Scores& s, F add) {
-    p_.bias.dtype == DType::kFloat16 ? add_parts<__half, 0>(s, add, bias_at_)
-                                     : add_parts<__nv_bfloat16, 0>(s, add, bias_at_);
-  }
-
-  /// The parts of this tile. Behind the exponentials, whose sum weigh() has looked at: an arrival does not wait for
-  /// loads under way. Right behind them it let the copy engine write what was still to be read, while products of the
-  /// other warpgroups took all of shared memory's time.
-  __device__ __forceinline__ void release_bias() {
-    constexpr int kParts = kBlockN / kPanelColumns;
-    static_assert(kParts <= Config::kBiasSlots, "all parts of a tile are kept until now");
+  /// As ldmatrix deals it out.
+  __device__ __forceinline__ void ask_for_bias(BiasPairs& bias) const {
+    auto at = bias_at_;
+#pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      release(state_.bias_empty[group_][bias_at_.stage()]);
-      bias_at_.advance();
+      ptx::mbarrier_wait(address(state_.bias_full[group_][at.stage()]), at.parity());
+      bias_part(at.stage()).load(bias[part]);
+      at.advance();
     }
   }
 
-  /// As they come.
-  template <class BiasElement, int kFirst, class F>
-  __device__ __forceinline__ void add_parts(Scores& s, F add, RingPosition<Config::kBiasSlots> at) const {
-    ptx::mbarrier_wait(address(state_.bias_full[group_][at.stage()]), at.parity());
-    const BiasPart part{s_bias_ + at.stage() * Config::kBiasPartBytes, p_.bias.row_stride == 0, ptx::reread(warp_),
-                        ptx::reread(lane_)};
-    part.template for_each<kFirst, BiasElement>(s, add);
-    at.advance();
-    if constexpr (kFirst + 8 < kN) add_parts<BiasElement, kFirst + 8>(s, add, at);
+  __device__ __forceinline__ void add_bias(Scores& s, const BiasPairs& bias) const {
+    p_.bias.dtype == DType::kFloat16 ? add_pairs<__half>(s, bias) : add_pairs<__nv_bfloat16>(s, bias);
   }
+
+  template <class BiasElement>
+  __device__ __forceinline__ void add_pairs(Scores& s, const BiasPairs& bias) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 b = ptx::unpack2<BiasElement>(bias[n / 8][n % 8 * 2 + r]);
+        s[0][n][2 * r] = fmaf(b.x, options_.bias_factor, s[0][n][2 * r]);
+        s[0][n][2 * r + 1] = fmaf(b.y, options_.bias_factor, s[0][n][2 * r + 1]);
+      }
+  }
+
+  __device__ __forceinline__ BiasPart bias_part(int slot) const {
+    return {s_bias_ + slot * Config::kBiasPartBytes, p_.bias.row_stride == 0, again(warp_), again(lane_)};
+  }
+
+  /// As they come.
+  template <class BiasElement, class F>
+  __device__ __forceinline__ void add_parts(Scores& s, F add) const {
+    auto at = bias_at_;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      ptx::mbarrier_wait(address(state_.bias_full[group_][at.stage()]), at.parity());
+      bias_part(at.stage()).template for_each<BiasElement>(s, 8 * part, add);
+      at.advance();
+    }
+  }
+
+  /// Dropout has no registers for what would follow from it outside of the loop.
+  __device__ __forceinline__ static int again(int x) { return Config::kDrops ? ptx::reread(x) : x; }
 
   __device__ __forceinline__ void drop(Scores& s, const Work& work, int tile) const {
     Dropout dropout = state_.dropout;
     dropout.batch_head = static_cast<uint32_t>(work.sequence.batch * static_cast<int>(p_.heads_q) + work.sequence.head);
     dropout.drop(s, this->coordinates(work, tile));
+  }
+
+  /// Which weights of a tile dropout keeps, for drop_packed().
+  __device__ __forceinline__ void draw_kept(uint32_t (&kept)[kParts], const Draw& draw, int tile) const {
+    const uint32_t key_group = static_cast<uint32_t>(tile * (kBlockN / 4) + lane_ % 4 * 2);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) kept[part] = draw.kept(options_.dropout, key_group + 16 * part);
   }
 
   __device__ __forceinline__ void scale_out() {
@@ -272,7 +360,7 @@ class GeneralGroup : public ForwardGroup<Config> {
   GeneralState<Config>& state_;
   const uint32_t s_bias_;  // of this warpgroup
   RingPosition<Config::kBiasSlots> bias_at_;
-  bool must_raise_;  // by this warp
+  uint32_t mode_;  // kRaises and so on
 };
 
 /// Where batch entries share what is read for each query and key, those of one head follow each other.
@@ -325,7 +413,10 @@ inline GeneralOptions general_options(const ForwardParams& p) {
   options.scales_first = p.softcap > 0.0 || options.adds_alibi || !normal;
   options.scale = options.scales_first ? 1.0f : scale;
   options.bias_factor = kLog2E / options.scale;
-  options.drops = dropout_threshold(p.dropout.p) > 0;
+  options.rule_scale = p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap) : scale;
+  options.cap = static_cast<float>(p.softcap) * kLog2E;
+  options.dropout = PackedDropout(dropout_threshold(p.dropout.p));
+  options.may_hurry = !options.scales_first && options.dropout.serves(dropout_threshold(p.dropout.p));
   options.keep_scale = static_cast<float>(dropout_keep_scale(p.dropout.p));
   return options;
 }
@@ -349,8 +440,10 @@ void launch_general_forward(const ForwardParams& p, const ForwardVisibility& vis
 template <class Element, int kHeadDim>
 void run_general_forward(const ForwardParams& p, const ForwardVisibility& visible, void* workspace,
                          cudaStream_t stream) {
-  launch_general_forward<ForwardConfig<Element, kHeadDim, kHeadDim, ForwardClass::kGeneral>>(p, visible, workspace,
-                                                                                             stream);
+  using Plain = ForwardConfig<Element, kHeadDim, kHeadDim, ForwardClass::kGeneral>;
+  using Drops = ForwardConfig<Element, kHeadDim, kHeadDim, ForwardClass::kDropout>;
+  dropout_threshold(p.dropout.p) > 0 ? launch_general_forward<Drops>(p, visible, workspace, stream)
+                                     : launch_general_forward<Plain>(p, visible, workspace, stream);
 }
 
 }  // namespace flash_ext::sm90

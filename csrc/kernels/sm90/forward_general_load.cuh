@@ -56,11 +56,13 @@ class TileList {
 #pragma unroll
     for (int g = 0; g < Config::kGroups; ++g) {
       if (tile < work_.rows[g].begin || tile >= work_.rows[g].end) continue;
-      flags |= flag_of(g, tile) << g;
+      const bool cut = tile < work_.rows[g].full_begin || tile >= work_.rows[g].full_end;
+      flags |= (flag_of(g, tile) | static_cast<uint32_t>(cut) << TileNote::kCut) << g;
     }
-    if (!flags) return 0;
+    if (!(flags & TileNote::kAll)) return 0;
     const bool masked_carefully = work_.careful && visible_.places;
-    return flags | (masked_carefully || work_.is_cleaned(tile) ? TileNote::kClean : 0u);
+    if (!masked_carefully && !work_.is_cleaned(tile)) return flags;
+    return flags | TileNote::kClean | TileNote::kAll << TileNote::kCut;
   }
 
   /// Those of a warpgroup 0.

@@ -5,6 +5,8 @@
 
 #include "../common/scores.cuh"
 #include "../ptx/ldmatrix.h"
+#include "../ptx/packed.h"
+#include "forward_dropout.cuh"
 #include "forward_visibility.h"
 #include "forward_work.cuh"
 
@@ -15,15 +17,19 @@ struct GeneralOptions {
   // A product becomes a score to base 2 by `scale`. With softcap, with ALiBi, or where what is added cannot be divided
   // by it, that is done first, and `scale` is 1.
   float scale;
-  float bias_factor;  // of a bias, which is added before `scale`
-  float keep_scale;   // of dropout
-  bool scales_first, adds_alibi, adds_bias, drops;
+  float bias_factor;      // of a bias, which is added before `scale`
+  float keep_scale;       // of dropout
+  float rule_scale, cap;  // of ScoreRules
+  bool scales_first, adds_alibi, adds_bias;
+  bool may_hurry;  // tiles that a window leaves whole take step()
+  PackedDropout dropout;
   ForwardVisibility visible;
 };
 
-/// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it.
+/// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it, bit kCut +
+/// g that the window does, or that V is freed of Inf and NaN.
 struct TileNote {
-  static constexpr int kPartly = 8;
+  static constexpr int kPartly = 8, kCut = 16;
   static constexpr uint32_t kAll = (1u << kPartly) - 1, kClean = 1u << 30, kLast = 1u << 31;
 
   int tile;
@@ -31,6 +37,8 @@ struct TileNote {
 
   __device__ __forceinline__ bool any() const { return flags & kAll; }
   __device__ __forceinline__ bool visible(int group) const { return flags >> group & 1; }
+  /// But for masks.
+  __device__ __forceinline__ bool whole(int group) const { return (flags >> group & (1u | 1u << kCut)) == 1u; }
   __device__ __forceinline__ bool partly(int group) const { return flags >> (kPartly + group) & 1; }
 };
 
@@ -61,11 +69,17 @@ struct BiasPart {
 
   __device__ __forceinline__ uint32_t row_at(int row) const { return s_part + (one_row ? 0 : row * kPanelRowBytes); }
 
-  /// Calls f(x, b) for accumulators [kFirst, + 8) and their bias. ldmatrix deals it out as they lie.
-  template <int kFirst, class Element, int kN, class F>
-  __device__ __forceinline__ void for_each(float (&s)[1][kN][4], F f) const {
-    const int row = 16 * warp + lane % 16, swizzle = one_row ? 0 : row & 7;
-    const uint32_t s_lane = row_at(row) + ((lane / 16 ^ swizzle) << 4);
+  /// Pairs 2 n + r: of row r and keys [8 n, + 8). ldmatrix deals them out as accumulators lie.
+  __device__ __forceinline__ void load(uint32_t (&pairs)[16]) const {
+    const uint32_t s_lane = lane_at();
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) ptx::ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(pairs[2 * n]), s_lane ^ (n << 4));
+  }
+
+  /// Calls f(x, b) for accumulators [first, + 8) and their bias.
+  template <class Element, int kN, class F>
+  __device__ __forceinline__ void for_each(float (&s)[1][kN][4], int first, F f) const {
+    const uint32_t s_lane = lane_at();
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       uint32_t pairs[4];
@@ -73,21 +87,27 @@ struct BiasPart {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float2 b = ptx::unpack2<Element>(pairs[e]);
-        f(s[0][kFirst + n + e / 2][e % 2 * 2], b.x);
-        f(s[0][kFirst + n + e / 2][e % 2 * 2 + 1], b.y);
+        f(s[0][first + n + e / 2][e % 2 * 2], b.x);
+        f(s[0][first + n + e / 2][e % 2 * 2 + 1], b.y);
       }
     }
   }
+
+ private:
+  __device__ __forceinline__ uint32_t lane_at() const {
+    const int row = 16 * warp + lane % 16, swizzle = one_row ? 0 : row & 7;
+    return row_at(row) + ((lane / 16 ^ swizzle) << 4);
+  }
 };
 
-/// Row r of the two that a lane holds.
-template <int kN>
-__device__ __forceinline__ void hide_by_bits(float (&s)[1][kN][4], int r, uint32_t visible) {
+/// By what a lane has of PairBits: 64 keys of each of its two rows.
+template <int kN, int kParts>
+__device__ __forceinline__ void hide_by_bits(float (&s)[1][kN][4], const uint32_t (&visible)[kParts][2]) {
 #pragma unroll
   for (int n = 0; n < kN; ++n)
 #pragma unroll
-    for (int c = 0; c < 2; ++c)
-      if (!(visible >> (2 * n + c) & 1u)) s[0][n][2 * r + c] = -INFINITY;
+    for (int e = 0; e < 4; ++e)
+      if (!(visible[n / 8][e / 2] >> (2 * (n % 8) + e % 2) & 1u)) s[0][n][e] = -INFINITY;
 }
 
 }  // namespace flash_ext::sm90
