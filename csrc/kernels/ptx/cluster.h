@@ -11,9 +11,9 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-/// All threads of all blocks. What they wrote before is visible afterwards.
+/// All threads of all blocks, which may come to it by different ways. What they wrote before is visible afterwards.
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 /// The same place of another block's shared memory, as the instructions below take it.

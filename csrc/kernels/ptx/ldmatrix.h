@@ -21,4 +21,14 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t s_r
                : "memory");
 }
 
+/// Until fragments of the warp have arrived. An arrival at a barrier waits for no loads under way, so that behind it,
+/// others may write first what is still to be read. Only a branch on what was loaded keeps the arrival behind.
+template <int kCount>
+__device__ __forceinline__ void wait_for_fragments(const uint32_t (&fragments)[kCount][4]) {
+  uint32_t all = 0;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) all |= fragments[k][0] | fragments[k][1] | fragments[k][2] | fragments[k][3];
+  if (__any_sync(~0u, all == 0x7FC17FC1u)) asm volatile("nanosleep.u32 0;" ::: "memory");  // whatever they are
+}
+
 }  // namespace flash_ext::ptx

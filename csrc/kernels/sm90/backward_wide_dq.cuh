@@ -126,7 +126,7 @@ class BackwardWideDq : BackwardLoader<Config, BackwardWideState<Config>> {
     const uint32_t s_row = s_tiles_ + offset + row * kPanelRowBytes;
 #pragma unroll
     for (int k = 0; k < kGroupRows / 16; ++k) ptx::ldmatrix_x4(ds[k], s_row + ((2 * k + lane / 16) ^ (lane % 8)) * 16);
-    __syncwarp();
+    ptx::wait_for_fragments(ds);
   }
 
   /// 64 columns of it.
