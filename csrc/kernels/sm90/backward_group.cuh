@@ -134,7 +134,10 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
           s_tiles_ + panel * panel_bytes(Config::kBlockN) + group_ * panel_bytes(kGroupRows), this->thread());
     ptx::barrier_any<kGroupThreads>(2 + group_, false);
   }
-  __device__ __forceinline__ void clean_rows() const { Base::clean_rows(group_ * kGroupThreads + this->thread()); }
+  __device__ __forceinline__ void clean_rows() const {
+    Base::clean_rows(group_ * kGroupThreads + this->thread());
+    ptx::barrier_sync<1, Base::kComputing>();
+  }
 
   Sum dk_, dv_;
 };

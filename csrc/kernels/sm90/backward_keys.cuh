@@ -80,13 +80,13 @@ class BackwardKeys {
   }
 
   /// Q and dO of a tile that some key is hidden from, by all that compute together; this is the `thread`th of them.
+  /// They then wait for each other.
   __device__ __forceinline__ void clean_rows(int thread) const {
     wait_for_query();
     wait_for_grad();
     const uint32_t s_query = s_tiles_ + Config::kQueriesOffset + at_.stage() * Config::kQueryBytes;
     clean_tile<Element, Config::kQueryBytes, kComputing>(s_query, thread);
     clean_tile<Element, Config::kQueryBytes, kComputing>(s_query + Config::kStages * Config::kQueryBytes, thread);
-    ptx::barrier_sync<1, kComputing>();
   }
 
   /// dK or dV.

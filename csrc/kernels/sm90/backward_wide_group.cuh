@@ -35,8 +35,12 @@ class BackwardWideKeys : protected BackwardKeys<Config, BackwardWideState<Config
   }
 
   /// Q and dO, if some key is hidden from some query; `first`: thread of those that clean.
-  __device__ __forceinline__ void clean(int tile, int first) const {
-    if (work_.is_cleaned(tile)) this->clean_rows(first + this->thread());
+  __device__ __forceinline__ void clean(int tile, int first) {
+    if (!work_.is_cleaned(tile)) return;
+    this->clean_rows(first + this->thread());
+    this->release(state_.cleaned);
+    wait_for(state_.cleaned, cleaned_parity_);
+    cleaned_parity_ ^= 1;
   }
 
   /// sum_ += weights rows
@@ -59,6 +63,8 @@ class BackwardWideKeys : protected BackwardKeys<Config, BackwardWideState<Config
   Sum sum_;  // dV or dK
 
  private:
+  uint32_t cleaned_parity_ = 0;
+
   template <class Step, class Pass>
   __device__ __forceinline__ void visit_head(Step step, Pass pass) {
     const TileSpan& seen = work_.groups[Base::group_];
