@@ -1,11 +1,12 @@
 // The general class of the forward: bias, masks and dropout beside what the others serve (forward.cuh).
 //
 // It differs from them in four things. A list of tiles drives the loads, made from what masks leave
-// (forward_visibility.cuh), and each tile comes with a note that says which warpgroups visit it. Tiles that ask for no
-// more than bias, bits of a mask and dropout take step(), others are taken one after the other. A warp raises the
-// references of its rows as long as one of them has none, or one so low that it must be a padding bias's. And the row
-// sums keep watch: a tile whose sum passes kSumLimit takes the exponent of the sum into the reference, while P is still
-// in float, so that a bias that grows along the keys does not make every tile of queries be computed twice.
+// (forward_visibility.cuh), and each tile comes with a note that says which warpgroups visit it. Above head_dim 64,
+// tiles that ask for no more than bias and bits of a mask take step(), others are taken one after the other. A warp
+// raises the references of its rows as long as one of them has none, or one so low that it must be a padding bias's.
+// And the row sums keep watch: a tile whose sum passes kSumLimit takes the exponent of the sum into the reference,
+// while P is still in float, so that a bias that grows along the keys does not make every tile of queries be computed
+// twice.
 #pragma once
 
 #include "forward.cuh"
@@ -42,8 +43,9 @@ class GeneralGroup : public ForwardGroup<Config> {
   // P must stay finite as an Element, l and out in float.
   static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;
   static constexpr float kMostExponent = 0x1p120f;
-  using BiasPairs = uint32_t[kParts][16];              // 64 keys of both rows
-  static constexpr bool kAsksAhead = !Config::kDrops;  // registers hold words of Philox
+  using BiasPairs = uint32_t[kParts][16];  // 64 keys of both rows
+  // S of a tile beside P V of the one before. Not where 128 keys are worth more, nor where Philox needs the registers.
+  static constexpr bool kBeside = kParts == 1 && !Config::kDrops;
   // Base 2. A bias that pads with -10000, or with the lowest number of float16, leaves references below it.
   static constexpr float kLowReference = -8192.0f;
   // This warp raises references in the next tile; P of the tile before waits for its V, which has been cleaned; the
@@ -75,9 +77,36 @@ class GeneralGroup : public ForwardGroup<Config> {
   __device__ __forceinline__ void visit(const Work& work) {
     this->wait_for_query(work);
     mode_ = kRaises;
-    const uint32_t batch_head = static_cast<uint32_t>(work.sequence.batch * p_.heads_q + work.sequence.head);
-    const Draw draw(state_.dropout.key, batch_head, this->coordinates(work, 0).row(0, 0));
-    Weights p = {};  // or its registers are taken from one work to the next, as those of the two below in a step
+    if constexpr (kBeside) {
+      visit_beside(work);
+    } else {
+      visit_in_turn(work);
+    }
+  }
+
+  /// S and P of a tile, and then P V. That S of the next one waits so long leaves registers to the options; the other
+  /// warpgroups have products meanwhile.
+  __device__ __forceinline__ void visit_in_turn(const Work& work) {
+    uint32_t flags;
+#pragma unroll 1
+    do {
+      this->wait_for_keys();
+      const TileNote note = state_.k_notes[k_at_.stage()];
+      flags = note.flags;
+      if (!note.visible(group_)) {
+        pass(note);
+        continue;
+      }
+      mode_ = (mode_ & kRaises) | (flags & TileNote::kClean);
+      Weights p;
+      weigh_keys(p, work, note);
+      add_values(p);
+    } while (!(flags & TileNote::kLast));
+    release_query(work);
+  }
+
+  __device__ __forceinline__ void visit_beside(const Work& work) {
+    Weights p = {};  // or its registers are taken from one work to the next, as those of the bias in a step
     uint32_t flags;
 #pragma unroll 1
     do {
@@ -85,7 +114,7 @@ class GeneralGroup : public ForwardGroup<Config> {
       const TileNote note = state_.k_notes[k_at_.stage()];
       flags = note.flags;
       if ((mode_ & kHurries) && note.whole(group_)) {
-        step(p, work, note, draw);
+        step(p, note);
         continue;
       }
       if (mode_ & kWaits) add_values(p);
@@ -95,10 +124,14 @@ class GeneralGroup : public ForwardGroup<Config> {
       }
       mode_ = (mode_ & kRaises) | kWaits | (flags & TileNote::kClean);
       weigh_keys(p, work, note);
-      if (options_.may_hurry && !work.careful && !(mode_ & kCleaned) && !some_warp_raises()) mode_ |= kHurries;
+      if (!options_.scales_first && !work.careful && !(mode_ & kCleaned) && !some_warp_raises()) mode_ |= kHurries;
     } while (!(flags & TileNote::kLast));
-    if (Config::kPlaces == 1 && work.has_rows(group_)) release(state_.q_empty[group_]);
+    release_query(work);
     if (mode_ & kWaits) add_values(p);
+  }
+
+  __device__ __forceinline__ void release_query(const Work& work) const {
+    if (Config::kPlaces == 1 && work.has_rows(group_)) release(state_.q_empty[group_]);
   }
 
   /// Of the warpgroup: products are started by all four, so they take the same way to them.
@@ -155,20 +188,19 @@ class GeneralGroup : public ForwardGroup<Config> {
 
   /// P V of the tile before, S and P of this one, which the window leaves whole, and in which all rows have references.
   /// What comes from shared memory is asked for before S is waited for: products of the other warpgroups hold it up.
-  __device__ __forceinline__ void step(Weights& p, const Work& work, const TileNote& note, const Draw& draw) {
+  __device__ __forceinline__ void step(Weights& p, const TileNote& note) {
     Scores s;
     BiasPairs bias = {};
-    uint32_t visible[kParts][2] = {}, kept[kParts] = {};
+    uint32_t visible[kParts][2] = {};
     start_qk(s);
     wait_for_values(false);
     start_pv(p);
     const bool hides = look(note, visible);
-    if (options_.adds_bias && kAsksAhead) ask_for_bias(bias);
-    if constexpr (Config::kDrops) draw_kept(kept, draw, note.tile);
+    if (options_.adds_bias) ask_for_bias(bias);
     ptx::wgmma_wait<1>();
     pin(s);
     release_keys();
-    if (options_.adds_bias) kAsksAhead ? add_bias(s, bias) : add_bias<false>(s);
+    if (options_.adds_bias) add_bias(s, bias);
     if (hides) hide_by_bits(s, visible);
     float sum[2];
     exponentiate<false>(s, this->scale_, reference_, sum);
@@ -178,7 +210,6 @@ class GeneralGroup : public ForwardGroup<Config> {
     add_sums(s, sum);
     if (options_.adds_bias) release_bias();
     this->pack(p, s);
-    if constexpr (Config::kDrops) drop_packed(p, kept);
   }
 
   /// The parts of this tile, behind a branch on the sum of what was made of them.
@@ -342,13 +373,6 @@ class GeneralGroup : public ForwardGroup<Config> {
     dropout.drop(s, this->coordinates(work, tile));
   }
 
-  /// Which weights of a tile dropout keeps, for drop_packed().
-  __device__ __forceinline__ void draw_kept(uint32_t (&kept)[kParts], const Draw& draw, int tile) const {
-    const uint32_t key_group = static_cast<uint32_t>(tile * (kBlockN / 4) + lane_ % 4 * 2);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) kept[part] = draw.kept(options_.dropout, key_group + 16 * part);
-  }
-
   __device__ __forceinline__ void scale_out() {
 #pragma unroll
     for (int d = 0; d < kD; ++d)
@@ -415,8 +439,6 @@ inline GeneralOptions general_options(const ForwardParams& p) {
   options.bias_factor = kLog2E / options.scale;
   options.rule_scale = p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap) : scale;
   options.cap = static_cast<float>(p.softcap) * kLog2E;
-  options.dropout = PackedDropout(dropout_threshold(p.dropout.p));
-  options.may_hurry = !options.scales_first && options.dropout.serves(dropout_threshold(p.dropout.p));
   options.keep_scale = static_cast<float>(dropout_keep_scale(p.dropout.p));
   return options;
 }

@@ -5,8 +5,7 @@
 
 #include "../common/scores.cuh"
 #include "../ptx/ldmatrix.h"
-#include "../ptx/packed.h"
-#include "forward_dropout.cuh"
+#include "../ptx/load_shared.h"
 #include "forward_visibility.h"
 #include "forward_work.cuh"
 
@@ -21,8 +20,6 @@ struct GeneralOptions {
   float keep_scale;       // of dropout
   float rule_scale, cap;  // of ScoreRules
   bool scales_first, adds_alibi, adds_bias;
-  bool may_hurry;  // tiles that a window leaves whole take step()
-  PackedDropout dropout;
   ForwardVisibility visible;
 };
 

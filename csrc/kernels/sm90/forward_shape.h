@@ -87,7 +87,7 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = Fo
 constexpr ForwardShape general_shape(const HeadDims& dims) {
   switch (dims.qk) {
     case 64:
-      return {3, 64, 4, 4, false, 160, 32, 4, true};
+      return {3, 128, 3, 3, false, 160, 32, 4, true};
     case 128:
       return {3, 64, 3, 3, false, 160, 32, 3, true};
     default:
