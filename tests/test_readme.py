@@ -60,10 +60,17 @@ def table_behind(text: str, mention: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tuning/forward_sm90.md"])
-def test_table_of_the_forward(page: str) -> None:
-    rows = [row for row in record("h200_forward.json") if row["problem"]["dtype"] == "bfloat16"]
-    header, *table = table_behind((ROOT / page).read_text(), "h200_forward.json")
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [
+        ("README.md", "h200_forward.json"),
+        ("README.md", "h200_backward.json"),
+        ("docs/tuning/forward_sm90.md", "h200_forward.json"),
+    ],
+)
+def test_table_of_training(page: str, file: str) -> None:
+    rows = [row for row in record(file) if row["problem"]["dtype"] == "bfloat16"]
+    header, *table = table_behind((ROOT / page).read_text(), file)
     assert len(table) == 6
     for label, *cells in table:
         head_dim, mask = label.split()
@@ -74,15 +81,14 @@ def test_table_of_the_forward(page: str) -> None:
             assert cell == " / ".join(f"{shown[name]:.0f}" for name in ("flash_ext", "fa3", "cudnn", "fa2"))
 
 
-def test_means_of_the_forward() -> None:
-    rows = [r for r in record("h200_forward.json") if r["problem"]["dtype"] == "bfloat16"]
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_means_of_training(direction: str) -> None:
+    rows = [r for r in record(f"h200_{direction}.json") if r["problem"]["dtype"] == "bfloat16"]
     rows = [r for r in rows if r["problem"]["heads_q"] == r["problem"]["heads_kv"]]
-    text = README[README.index("**Forward, H200.**") :]
-    (stated,) = re.findall(
-        r"over the 36: ([\d.]+) times\s+FlashAttention-3, ([\d.]+) times cuDNN, ([\d.]+) times", text
-    )
-    assert len(rows) == 36
-    for peer, number in zip(("fa3", "cudnn", "fa2"), stated, strict=True):
+    text = README[README.index(f"**{direction.capitalize()}, H200.**") :]
+    stated = re.search(r"over the 36: ([\d.]+) times\s+FlashAttention-3, ([\d.]+) times cuDNN, ([\d.]+) times", text)
+    assert stated and len(rows) == 36
+    for peer, number in zip(("fa3", "cudnn", "fa2"), stated.groups(), strict=True):
         logs = [math.log(row["measured"][peer] / row["measured"]["flash_ext"]) for row in rows]
         decimals = len(number.partition(".")[2])
         assert f"{math.exp(sum(logs) / 36):.{decimals}f}" == number
@@ -97,11 +103,12 @@ def test_table_of_decoding() -> None:
 
 
 def test_table_of_options() -> None:
-    header, forward, _ = table_behind(README, "h200_options.json")
-    rows = [row for row in record("h200_options.json") if row["problem"]["direction"] == "forward"]
-    for label, cell in zip(header[1:], forward[1:], strict=True):
-        costs = [row["figures"]["% cost"] for row in rows if row["label"] == label]
-        assert cell == " / ".join(f"{cost:.0f}" for cost in costs)
+    header, *table = table_behind(README, "h200_options.json")
+    for direction, *cells in table:
+        rows = [row for row in record("h200_options.json") if row["problem"]["direction"] == direction]
+        for label, cell in zip(header[1:], cells, strict=True):
+            costs = [row["figures"]["% cost"] for row in rows if row["label"] == label]
+            assert cell == " / ".join(f"{cost:.0f}" for cost in costs)
 
 
 def test_table_of_the_cpu() -> None:
