@@ -36,7 +36,9 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
       const BackwardNote coming = note_of(after);
       // Who hands dS over has read the note, the bias and the words.
       wait_for(state_.ds_full[at_.stage()], at_.parity());
-      copy_bias(layout_.bias_places > 1 ? after : next);
+      Step copied = next;  // by `?:` its address would be chosen, and both would live in local memory
+      if (layout_.bias_places > 1) copied = after;
+      copy_bias(copied);
       if (!is_past(next)) note(after, coming, at_.stage());
       this->add(now);
       if (is_past(next)) break;
