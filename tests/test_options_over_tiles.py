@@ -193,7 +193,7 @@ def test_dropout(device: str, head_dim: int, dtype: torch.dtype, options: str) -
 @pytest.mark.parametrize("p", [2**-16, 0.5, 0.5 + 2**-16, 0.9])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_dropout_by_its_share(device: str, head_dim: int, p: float) -> None:
-    """Up to a half, random bits are compared two at a time."""
+    """The least share, a half and the next one above it, and most."""
     checked(call_of(device, head_dim, dropout_p=p, rng_state=random_rng(device)))
 
 

@@ -82,8 +82,9 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = Fo
   }
 }
 
-/// Of the general class. Tiles are made of 64 keys, in which masks and biases come; out, P and S leave registers for
-/// what the options take. A third stage lets warpgroups wait less for each other than a second place of Q does.
+/// Of the general class. Tiles are made of groups of 64 keys, in which masks and biases come; out, P and S leave
+/// registers for what the options take. A third stage lets warpgroups wait less for each other than a second place of Q
+/// does.
 constexpr ForwardShape general_shape(const HeadDims& dims) {
   switch (dims.qk) {
     case 64:

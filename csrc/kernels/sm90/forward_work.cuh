@@ -79,7 +79,7 @@ struct ForwardWork {
 };
 
 /// In which order the blocks take up their work: sections of heads whose keys stay in L2, in a section the tiles of
-/// queries with the most keys first. Each block takes the next tile when it has loaded all of its last one: that
+/// queries with the most keys first. Each block takes the next tile when it has loaded most of its last one: that
 /// balances a causal mask, sequences of different lengths, and SMs of different speed.
 struct ForwardSchedule {
   int blocks_m;       // of the longest sequence
