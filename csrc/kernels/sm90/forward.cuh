@@ -61,7 +61,7 @@ class ForwardGroup {
         s_tiles_(s_tiles) {}
 
   __device__ __forceinline__ void run() {
-    WorkQueue<Config> queue(state_);
+    WorkQueue<ForwardState<Config>> queue(state_);
     while (Work* const work = queue.front()) {
       clear();
       visit(*work);

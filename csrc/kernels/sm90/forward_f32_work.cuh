@@ -109,12 +109,14 @@ struct ForwardF32State {
 
 /// The works of a block, as each of its warps goes through them.
 template <class Config>
-class ForwardF32Queue {
- public:
-  using State = ForwardF32State<Config>;
-  using Work = ForwardF32Work<Config>;
+class ForwardF32Queue : public WorkQueue<ForwardF32State<Config>> {
+  using Base = WorkQueue<ForwardF32State<Config>>;
+  using Base::at_;
+  using Base::state_;
 
-  __device__ __forceinline__ explicit ForwardF32Queue(State& state) : state_(state) {}
+ public:
+  using Base::Base;
+  using typename Base::Work;
 
   /// By one thread: the next work, or that there is none.
   __device__ __forceinline__ void push(const ForwardParams& p, const ForwardSchedule& schedule) {
@@ -134,23 +136,6 @@ class ForwardF32Queue {
     state_.has_work[slot] = found;
     ptx::mbarrier_arrive(ptx::shared_address(&state_.work_full[slot]));
   }
-
-  /// The next work, or null after the last.
-  __device__ __forceinline__ Work* front() {
-    ptx::mbarrier_wait(ptx::shared_address(&state_.work_full[at_.stage()]), at_.parity());
-    return state_.has_work[at_.stage()] ? &state_.work_in(at_.stage()) : nullptr;
-  }
-
-  /// The warp is done with it.
-  __device__ __forceinline__ void pop(int lane) {
-    __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.work_empty[at_.stage()]));
-    at_.advance();
-  }
-
- private:
-  State& state_;
-  RingPosition<State::kSlots> at_;
 };
 
 }  // namespace flash_ext::sm90

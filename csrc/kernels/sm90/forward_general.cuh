@@ -61,7 +61,7 @@ class GeneralGroup : public ForwardGroup<Config> {
         s_bias_(s_tiles + Config::kBiasOffset + group * Config::kBiasSlots * Config::kBiasPartBytes) {}
 
   __device__ __forceinline__ void run() {
-    WorkQueue<Config> queue(state_);
+    WorkQueue<ForwardState<Config>> queue(state_);
     while (Work* const work = queue.front()) {
       this->clear();
       visit(*work);
@@ -305,18 +305,17 @@ class GeneralGroup : public ForwardGroup<Config> {
       rules.scale_and_cap(s);
       if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work, note.tile));
     }
-    if (options_.adds_bias) add_bias<true>(s);
+    if (options_.adds_bias) add_bias(s);
     if (hides) hide_by_bits(s, visible);
     this->hide(s, work, note.tile);
   }
 
-  /// kHides: -inf hides even a score that is NaN.
-  template <bool kHides>
+  /// -inf hides even a score that is NaN.
   __device__ __forceinline__ void add_bias(Scores& s) const {
     const float factor = __int_as_float(ptx::reread(__float_as_int(options_.bias_factor)));
     const auto add = [factor](float& x, float b) {
       x = fmaf(b, factor, x);
-      if (kHides && b == -INFINITY) x = -INFINITY;
+      if (b == -INFINITY) x = -INFINITY;
     };
     p_.bias.dtype == DType::kFloat16 ? add_parts<__half>(s, add) : add_parts<__nv_bfloat16>(s, add);
   }

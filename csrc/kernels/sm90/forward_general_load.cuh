@@ -109,7 +109,7 @@ class GeneralLoader : public ForwardLoader<Config> {
 
   /// K, bias and V of the tiles in the list.
   __device__ __forceinline__ void load_keys() {
-    WorkQueue<Config> queue(state_);
+    WorkQueue<ForwardState<Config>> queue(state_);
     RingPosition<Config::kKeyStages> at;  // of V too
     BiasRing bias_at;
     while (const Work* const work = queue.front()) {
@@ -144,7 +144,7 @@ class GeneralLoader : public ForwardLoader<Config> {
 
   /// As ForwardLoader's, of the tiles in the list.
   __device__ __forceinline__ void clean_values() {
-    WorkQueue<Config> queue(state_);
+    WorkQueue<ForwardState<Config>> queue(state_);
     RingPosition<Config::kKeyStages> at;  // of V too
     while (const Work* const work = queue.front()) {
       uint32_t flags;

@@ -65,7 +65,7 @@ class ForwardLoader {
 
   /// Q of each warpgroup as soon as there is a place for it; then out of the work before.
   __device__ __forceinline__ void load_queries_and_store_out() {
-    WorkQueue<Config> queue(state_);
+    WorkQueue<ForwardState<Config>> queue(state_);
     uint32_t parities = 0;      // bit g: of q_empty[g]
     uint32_t places = 0;        // bit g: of the next Q of warpgroup g
     uint32_t out_parities = 0;  // bit k: of out_full[k]
@@ -122,7 +122,7 @@ class ForwardLoader {
   /// That of V is handed over by the warp that cleans, as it is free later than the stage of the next K. Waiting for it
   /// is not needed here: a stage is free when the one before it in the ring is, and between two slots there is a tile.
   __device__ __forceinline__ void load_keys() {
-    WorkQueue<Config> queue(state_);
+    WorkQueue<ForwardState<Config>> queue(state_);
     RingPosition<Config::kKeyStages> k_at;
     RingPosition<Config::kValueStages> v_at;
     OutSlots k_slots, v_slots;
@@ -167,7 +167,7 @@ class ForwardLoader {
   /// Takes Inf and NaN out of V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. For each tile it
   /// waits, and lets go of it: the parity cannot tell a phase from the one before the last.
   __device__ __forceinline__ void clean_values() {
-    WorkQueue<Config> queue(state_);
+    WorkQueue<ForwardState<Config>> queue(state_);
     RingPosition<Config::kValueStages> at;
     OutSlots slots;
     while (const Work* const work = queue.front()) {

@@ -5,7 +5,6 @@
 
 #include "../common/scores.cuh"
 #include "../ptx/arithmetic.h"
-#include "../ptx/special.h"
 #include "../ptx/stmatrix.h"
 #include "forward_shape.h"
 #include "matrix_descriptor.h"

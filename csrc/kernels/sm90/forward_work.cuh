@@ -146,6 +146,7 @@ struct OutTiles {
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardState {
+  using Work = ForwardWork<Config>;
   static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
   static constexpr int kSlots = Config::kSlots, kGroups = Config::kGroups;
   static constexpr int kTiles = Config::kPlaces * kGroups;  // of Q, those of a place side by side
@@ -199,13 +200,15 @@ struct ForwardState {
 };
 
 /// The work of a block as one of its warps goes through it.
-template <class Config>
+template <class State>
 class WorkQueue {
  public:
-  __device__ __forceinline__ explicit WorkQueue(ForwardState<Config>& state) : state_(state) {}
+  using Work = typename State::Work;
+
+  __device__ __forceinline__ explicit WorkQueue(State& state) : state_(state) {}
 
   /// The next work, or null after the last.
-  __device__ __forceinline__ ForwardWork<Config>* front() {
+  __device__ __forceinline__ Work* front() {
     ptx::mbarrier_wait(ptx::shared_address(&state_.work_full[at_.stage()]), at_.parity());
     return state_.has_work[at_.stage()] ? &state_.work_in(at_.stage()) : nullptr;
   }
@@ -217,9 +220,9 @@ class WorkQueue {
     at_.advance();
   }
 
- private:
-  ForwardState<Config>& state_;
-  RingPosition<Config::kSlots> at_;
+ protected:
+  State& state_;
+  RingPosition<State::kSlots> at_;
 };
 
 }  // namespace flash_ext::sm90
