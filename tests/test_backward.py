@@ -49,20 +49,20 @@ def test_head_dims(device: str, head_dim: int, head_dim_v: int, dtype: torch.dty
     assert_matches_oracle(make_call(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, device=device))
 
 
-HALVES = [torch.float16, torch.bfloat16]
+MANY_TILES_DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 KERNEL_HEAD_DIMS = [64, 96, 128, 136, 192, 200, 256]
 
 
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (70, 20)}], ids=str)
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", MANY_TILES_DTYPES, ids=str)
 def test_many_tiles(device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]) -> None:
     """The last tile of keys has one key, and its neighbour none."""
     assert_matches_oracle(make_call(1, 193, 257, 2, 1, head_dim, dtype=dtype, device=device, **mask))
 
 
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", MANY_TILES_DTYPES, ids=str)
 def test_many_tiles_of_packed_sequences(device: str, dtype: torch.dtype, head_dim: int) -> None:
     lengths_q, lengths_k = [130, 0, 1, 77, 190], [200, 60, 0, 260, 190]
     call = make_varlen_call(
@@ -74,7 +74,7 @@ def test_many_tiles_of_packed_sequences(device: str, dtype: torch.dtype, head_di
 
 @pytest.mark.parametrize("hidden", [slice(100, None), slice(0, 150)], ids=str)
 @pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", MANY_TILES_DTYPES, ids=str)
 def test_hidden_keys_in_many_tiles(device: str, dtype: torch.dtype, head_dim: int, hidden: slice) -> None:
     """They reach no gradient, neither through their own tile nor through one that shares its work with it."""
     window = {"window_size": (-1, 0), "top_left": True} if hidden.start else {"window_size": (40, -1)}
@@ -82,6 +82,48 @@ def test_hidden_keys_in_many_tiles(device: str, dtype: torch.dtype, head_dim: in
     call.k[:, hidden] = call.v[:, hidden] = torch.nan
     result = assert_matches_oracle(call)
     assert (result["dk"][:, hidden] == 0).all() and (result["dv"][:, hidden] == 0).all()
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 2.0, "causal": True},
+    "negative scale": {"softmax_scale": -0.3, "window_size": (70, 20)},
+    "no scale": {"softmax_scale": 0.0},
+    "alibi": {"causal": True},
+}
+
+
+@pytest.mark.parametrize("options", SCORES.values(), ids=SCORES.keys())
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (40, 120), (128, 24)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_of_many_tiles(
+    device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, options: dict[str, Any]
+) -> None:
+    if options == SCORES["alibi"]:
+        options = {**options, "alibi_slopes": torch.rand(2, device=device)}
+    call = make_call(1, 193, 257, 2, 1, head_dim, head_dim_v=head_dim_v, dtype=dtype, device=device, **options)
+    assert_matches_oracle(call)
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_more_tiles_of_keys_than_a_gpu_works_on(
+    device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]
+) -> None:
+    """Blocks side by side add to the same dQ, which the kernel before has cleared."""
+    batch, heads = (1, 2) if device == "cpu" else (2, 32)
+    assert_matches_oracle(make_call(batch, 700, 520, heads, heads // 2, head_dim, dtype=dtype, device=device, **mask))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_nothing_weighs(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    """A gradient of the largest number, of rows that see no key: 0 times it is 0, in a tile with others, too."""
+    call = make_call(1, 200, 70, 2, 1, head_dim, dtype=dtype, device=device, causal=True).with_random_gradients()
+    assert call.grad_out is not None
+    call.grad_out[:, :130] = torch.finfo(dtype).max
+    result = assert_matches_oracle(call)
+    assert (result["dq"][:, :130] == 0).all()
 
 
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (4, 4), (6, 2), (7, 1)])

@@ -14,12 +14,15 @@ import flash_ext
 CALL = """
 import sys, torch, flash_ext
 dtype = getattr(torch, sys.argv[1])
-q, k, v = (torch.randn(1, 300, 2, 64, device="cuda", dtype=dtype) for _ in range(3))
-out = flash_ext.attention(q, k, v).float()
+q, k, v = (torch.randn(1, 300, 2, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+out = flash_ext.attention(q, k, v)
 scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
 expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.float())
-assert (out - expected).abs().max() < 0.02
-print(flash_ext.explain(q, k, v))
+assert (out.float() - expected).abs().max() < 0.02
+gradients = (torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (out, expected))
+assert all((a.float() - b.float()).abs().max() < 0.05 for a, b in zip(*gradients))
+for operation in ("forward", "backward"):
+    print(flash_ext.explain(q, k, v, operation=operation))
 """
 
 
@@ -37,12 +40,14 @@ def run_with(value: str, dtype: str = "bfloat16") -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, "-c", CALL, dtype], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(("dtype", "hopper"), [("bfloat16", "sm90/forward "), ("float32", "sm90/forward_f32 ")])
+@pytest.mark.parametrize(("dtype", "suffix"), [("bfloat16", ""), ("float32", "_f32")])
 @pytest.mark.parametrize("value", ["1", "", "0"])
-def test_the_switch_chooses(value: str, dtype: str, hopper: str) -> None:
+def test_the_switch_chooses(value: str, dtype: str, suffix: str) -> None:
     run = run_with(value, dtype)
-    kernel = "sm80/forward " if value == "0" else hopper
-    assert run.returncode == 0 and kernel in run.stdout, run.stderr
+    assert run.returncode == 0, run.stderr
+    for operation in ("forward", "backward"):
+        kernel = f"sm80/{operation} " if value == "0" else f"sm90/{operation}{suffix} "
+        assert kernel in run.stdout
 
 
 def test_it_is_0_or_1() -> None:

@@ -506,15 +506,24 @@ def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) ->
         ({"hopper_kernels": False}, "not in this build"),
     ],
 )
-def test_the_forward_of_float32_on_hopper(fields: dict[str, Any], obstacle: str) -> None:
-    found = hopper_plan(dtype="float32", **fields)
-    assert found.kernel == ("sm80/forward" if obstacle else "sm90/forward_f32")
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_the_kernels_of_float32_on_hopper(operation: str, fields: dict[str, Any], obstacle: str) -> None:
+    found = hopper_plan(operation=operation, dtype="float32", **fields)
+    assert found.kernel == (f"sm80/{operation}" if obstacle else f"sm90/{operation}_f32")
     assert any("Hopper" in reason and obstacle in reason for reason in found.reasons) == bool(obstacle)
     if not obstacle:
         few = fields.get("head_dim", 128) <= 64
-        assert (found.block_m, found.block_n) == (192 if few else 128, 64)
+        block_m = 64 if operation == "backward" else 192 if few else 128
+        assert (found.block_m, found.block_n) == (block_m, 64)
         assert any("six in bfloat16" in reason for reason in found.reasons)
-    assert hopper_plan(dtype="float32", compute_capability=80, **fields).kernel == "sm80/forward"
+    ampere = hopper_plan(operation=operation, dtype="float32", compute_capability=80, **fields)
+    assert ampere.kernel == f"sm80/{operation}"
+
+
+def test_the_backward_of_float32_in_one_order() -> None:
+    found = hopper_plan(operation="backward", dtype="float32", deterministic=True)
+    assert found.kernel == "sm80/backward"
+    assert any("Hopper" in reason and "deterministic" in reason for reason in found.reasons)
 
 
 @pytest.mark.parametrize(
@@ -536,7 +545,6 @@ def test_the_forward_of_float32_on_hopper(fields: dict[str, Any], obstacle: str)
         ({"head_dim_v": 64}, "head_dim 64 of v beside 128"),
         ({"head_dim": 136, "head_dim_v": 136}, ""),
         ({"head_dim": 256, "head_dim_v": 256}, ""),
-        ({"dtype": "float32"}, "float32"),
         ({"broadcast": True}, "stride of 0"),
         ({"seqlen_q": 0}, "empty"),
         ({"hopper_kernels": False}, "not in this build"),

@@ -128,6 +128,18 @@ def test_float32_does_not_drift_over_many_keys(device: str, head_dim: int) -> No
     assert error.square().mean().sqrt() <= seqlen_k**0.5 / 2 * rounding  # what a chain of FMA would have
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_float32_gradients_do_not_drift_over_many_queries(device: str, head_dim: int) -> None:
+    seqlen_q = 2048 if device == "cpu" else 16384
+    q, k, v, grad_out = (torch.randn(1, seqlen, 2, head_dim, device=device) for seqlen in (seqlen_q, 64, 64, seqlen_q))
+    call = Call(0.2 * q, k, v, grad_out=grad_out + 1.0)
+    ref = run_reference(call, torch.float64, ("v",))["dv"]
+    error = run_library(call, ("v",))["dv"].double() - ref
+    rounding = 2.0**-24 * ref.abs().mean()
+    assert error.mean().abs() <= 4 * rounding
+    assert error.square().mean().sqrt() <= seqlen_q**0.5 / 2 * rounding
+
+
 @pytest.mark.usefixtures("restored_precision")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tf32_is_as_accurate_as_tf32(device: str, head_dim: int) -> None:

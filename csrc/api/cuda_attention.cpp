@@ -9,6 +9,7 @@
 #include "../kernels/sm80/clear.h"
 #include "../kernels/sm80/forward.h"
 #include "../kernels/sm90/backward.h"
+#include "../kernels/sm90/backward_f32.h"
 #include "../kernels/sm90/bias_gradient.h"
 #include "../kernels/sm90/forward.h"
 #include "../kernels/sm90/forward_f32.h"
@@ -78,6 +79,10 @@ void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream
   if (call.plan.kernel == "sm90/backward") {
     const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
     return sm90::backward(call.params, address(memory), stream);
+  }
+  if (call.plan.kernel == "sm90/backward_f32") {
+    const Tensor memory = workspace(sm90::backward_f32_workspace_bytes(call.params));
+    return sm90::backward_f32(call.params, address(memory), stream);
   }
 #endif
   const Tensor memory = workspace(sm80::backward_workspace_bytes(call.params));

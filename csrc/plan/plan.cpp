@@ -11,6 +11,7 @@
 #include "../kernels/common/philox.h"
 #include "../kernels/common/tile_range.h"
 #include "../kernels/cpu/tile_sizes.h"
+#include "../kernels/sm90/backward_f32_shape.h"
 #include "../kernels/sm90/backward_shape.h"
 #include "../kernels/sm90/bias_gradient_shape.h"
 #include "../kernels/sm90/forward_f32_shape.h"
@@ -249,7 +250,7 @@ class Planner {
     }
     const std::string obstacle = backward ? hopper_backward_obstacle() : hopper_forward_obstacle();
     if (obstacle.empty() && p_.dtype == DType::kFloat32) {
-      plan_.kernel = "sm90/forward_f32";
+      plan_.kernel = backward ? "sm90/backward_f32" : "sm90/forward_f32";
       because("wgmma, for compute capability 9.0");
     } else if (obstacle.empty()) {
       plan_.kernel = backward ? "sm90/backward" : "sm90/forward";
@@ -294,9 +295,13 @@ class Planner {
       const std::string obstacle = hopper_obstacle();
       return obstacle.empty() && has_wide_bias() ? "bias of 32 bits or more" : obstacle;
     }
+    return float32_obstacle(sm90::kMostForwardF32HeadDim);
+  }
+
+  /// What the kernels of float32 for Hopper cannot do.
+  std::string float32_obstacle(int64_t most_head_dim) const {
     if (p_.allow_tf32) return "TF32";
-    if (std::max(p_.head_dim, p_.head_dim_v) > sm90::kMostForwardF32HeadDim)
-      return text("float32 beyond head_dim ", sm90::kMostForwardF32HeadDim);
+    if (std::max(p_.head_dim, p_.head_dim_v) > most_head_dim) return text("float32 beyond head_dim ", most_head_dim);
     const std::string options = general_options();
     if (!options.empty()) return text("float32 with", options);
     return empty_tensors() ? "empty tensors" : "";
@@ -307,6 +312,7 @@ class Planner {
   /// What the backward for Hopper cannot do.
   std::string hopper_backward_obstacle() const {
     if (p_.deterministic) return "deterministic";
+    if (p_.dtype == DType::kFloat32) return float32_obstacle(sm90::kMostBackwardF32HeadDim);
     if (p_.softmax_scale <= 0) return text("softmax_scale ", p_.softmax_scale);
     if (p_.head_dim != p_.head_dim_v) return text("head_dim ", p_.head_dim_v, " of v beside ", p_.head_dim);
     // Shared memory has no room for all of them.
@@ -328,7 +334,7 @@ class Planner {
     return hopper_obstacle();
   }
 
-  /// What no kernel for Hopper can do but the forward of float32.
+  /// What no kernel for Hopper can do but those of float32.
   std::string hopper_obstacle() const {
     if (p_.dtype == DType::kFloat32) return "float32";
     if (p_.broadcast) return "a stride of 0";
@@ -359,7 +365,7 @@ class Planner {
     const bool has_choice = attention || is_cuda_prefill();
     if (p_.allow_tf32 && has_choice) {
       because("products in TF32, rounded to 11 bits: torch's float32 matmul setting allows it");
-    } else if (plan_.kernel == "sm90/forward_f32") {
+    } else if (plan_.kernel == "sm90/forward_f32" || plan_.kernel == "sm90/backward_f32") {
       because(
           "products of six in bfloat16 each, as accurate as float32: torch's float32 matmul setting allows no less");
     } else {
@@ -474,6 +480,14 @@ class Planner {
       plan_.block_n = sm90::kForwardF32Keys;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
               " queries, for head dims up to ", head_dim);
+      return;
+    }
+    if (plan_.kernel == "sm90/backward_f32") {
+      plan_.block_m = sm90::kBackwardF32BlockM;
+      plan_.block_n = sm90::kBackwardF32BlockN;
+      because("tile ", plan_.block_m, " x ", plan_.block_n,
+              ": three warpgroups share its products, for head dims up to ",
+              kernel_head_dim(p_.head_dim, p_.head_dim_v));
       return;
     }
     if (plan_.kernel == "sm90/backward") {

@@ -47,14 +47,11 @@ struct RowTileOfBlock {
   }
 };
 
-/// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are
-/// weak, and other GPUs might get that image.
+/// Those of a tile, by a block of kRowTermThreads.
 template <class Element, int kHeadDim, int kBlockM>
-static __global__ void __launch_bounds__(kRowTermThreads)
-    backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
+__device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace) {
   constexpr int kPiece = 16 / sizeof(Element);
   constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
-  ptx::launch_dependents();
   const RowTileOfBlock block(p, kBlockM);
   const Sequence sequence(p, block.batch, block.head);
   const int first = block.tile * kBlockM;
@@ -111,6 +108,15 @@ static __global__ void __launch_bounds__(kRowTermThreads)
   if (!workspace.unclean) return;
   const bool unclean = __syncthreads_or(!clean);
   if (threadIdx.x == 0) workspace.unclean[tile] = unclean;
+}
+
+/// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are
+/// weak, and other GPUs might get that image.
+template <class Element, int kHeadDim, int kBlockM>
+static __global__ void __launch_bounds__(kRowTermThreads)
+    backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
+  ptx::launch_dependents();
+  write_row_terms<Element, kHeadDim, kBlockM>(p, workspace);
 }
 
 /// One block per head, which adds in a fixed order.

@@ -49,18 +49,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-/// Without a causal mask, blocks of a head run side by side, so that its queries stay in L2; with one, those of several
-/// heads, the longest ones first.
-template <class Config>
-BackwardSchedule schedule_backward(const BackwardParams& p) {
-  constexpr int64_t kCausalHeads = 8;
-  const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN, heads = p.heads_kv * p.batch;
-  const int64_t together = p.window.right < 0 ? 1 : std::min(heads, kCausalHeads);
-  const int64_t sections = (heads + together - 1) / together;
-  return {static_cast<unsigned>(key_tiles), static_cast<unsigned>(heads),
-          static_cast<unsigned>((heads + sections - 1) / sections)};
-}
-
 template <class Config>
 sm80::BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
   return sm80::BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory);

@@ -1,6 +1,7 @@
 // What the warps of a block of the backward share: the shapes of its tiles, what it works on, and the barriers.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "../common/ring.cuh"
@@ -160,6 +161,18 @@ struct BackwardSchedule {
     return {first_head + rest % width, key_tile};
   }
 };
+
+/// Without a causal mask, blocks of a head run side by side, so that its queries stay in L2; with one, those of several
+/// heads, the longest ones first.
+template <class Config>
+BackwardSchedule schedule_backward(const BackwardParams& p) {
+  constexpr int64_t kCausalHeads = 8;
+  const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN, heads = p.heads_kv * p.batch;
+  const int64_t together = p.window.right < 0 ? 1 : std::min(heads, kCausalHeads);
+  const int64_t sections = (heads + together - 1) / together;
+  return {static_cast<unsigned>(key_tiles), static_cast<unsigned>(heads),
+          static_cast<unsigned>((heads + sections - 1) / sections)};
+}
 
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>

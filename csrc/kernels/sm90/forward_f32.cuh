@@ -17,8 +17,7 @@
 #include "../ptx/barrier.h"
 #include "../ptx/reread.h"
 #include "../ptx/setmaxnreg.h"
-#include "../ptx/wgmma.h"
-#include "../ptx/wgmma_registers.h"
+#include "float_products.cuh"
 #include "forward_f32_load.cuh"
 #include "forward_weights.cuh"
 
@@ -33,10 +32,10 @@ class ForwardF32Group {
   using State = ForwardF32State<Config>;
   using Work = ForwardF32Work<Config>;
   static constexpr int kPanels = Config::kPanels;
-  static constexpr int kSteps = kPieceRows / 16;  // of products along a piece
-  using Tile = float[8][4];                       // 64 x 64 accumulators of a warpgroup
+  using Products = FloatProducts;
+  using Tile = Products::Tile;
+  using Weights = Products::Operand;
   using Scores = float[1][8][4];
-  using Weights = uint32_t[kParts][kSteps][4];  // P as an operand
 
   __device__ __forceinline__ ForwardF32Group(const ForwardParams& p, State& state, char* shared, int group)
       : p_(p),
@@ -68,8 +67,9 @@ class ForwardF32Group {
 
   __device__ __forceinline__ void load_query(const Work& work, char* s_query) const {
     wait_for_group();  // all are done with what was there
-    load_query_pieces<Config>(s_query, query_rows<float>(p_.q, work.sequence), first_row(work), work.end_query,
-                              static_cast<int>(p_.head_dim), ptx::reread(thread_of_group()));
+    load_pieces<kPanels, false>(s_query, query_rows<float>(p_.q, work.sequence), first_row(work), work.end_query,
+                                static_cast<int>(p_.head_dim), ptx::reread(thread_of_group()));
+    ptx::fence_proxy_async_shared();
     wait_for_group();
   }
 
@@ -129,7 +129,7 @@ class ForwardF32Group {
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_sum_[r] = fmaf(row_sum_[r], factor[r], sum[r]);
     Weights p;
-    pack(p, s[0]);
+    Products::pack(p, s[0]);
     add_values(p, factor);
   }
 
@@ -137,53 +137,20 @@ class ForwardF32Group {
     return TileCoordinates<false>::of_lane(first_row(work) + warp_ * 16, tile * Config::kBlockN, lane_);
   }
 
-  __device__ __forceinline__ static void pin(Tile& x) {
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::pin(x[n][e]);
-  }
-
   /// S = Q K^T
   __device__ __forceinline__ void multiply_keys(Tile& s) {
     Tile rest;
-    start_product<true>(s, rest, query_, wait_for_piece());
+    Products::start<true>(s, rest, query_, wait_for_piece());
     if constexpr (kPanels == 2) {
-      start_product<false>(s, rest, query_ + kPieceBytes / 16, wait_for_piece());
+      Products::start<false>(s, rest, query_ + kPieceBytes / 16, wait_for_piece());
       ptx::wgmma_wait<1>();
       release_piece();
     }
     ptx::wgmma_wait<0>();
-    pin(s);
-    pin(rest);
+    Products::pin(s);
+    Products::pin(rest);
     release_piece();
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] += rest[n][e];
-  }
-
-  template <bool kFirst>
-  __device__ __forceinline__ static void start_product(Tile& s, Tile& rest, uint32_t query, uint32_t key) {
-    using Product = ptx::Wgmma<__nv_bfloat16, kPieceRows>;
-    constexpr int kLast = kPartProducts - 1;
-    const auto part = [](uint32_t piece, int part, int step) {
-      return PieceDescriptor::at(piece, part * kPartBytes + PieceDescriptor::along_row(step));
-    };
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kPartProducts; ++k)
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const uint64_t a = part(query, part_of_a(k), step), b = part(key, part_of_b(k), step);
-        Tile& sum = k == kLast ? s : rest;
-        if (kFirst && step == 0 && (k == 0 || k == kLast)) {
-          Product::template multiply<false>(sum, a, b);
-        } else {
-          Product::template multiply<true>(sum, a, b);
-        }
-      }
-    ptx::wgmma_commit();
+    Products::add(s, rest);
   }
 
   /// Makes the maximum so far the reference of each row. `factor`: what out of it is to be multiplied by.
@@ -201,24 +168,11 @@ class ForwardF32Group {
     }
   }
 
-  __device__ __forceinline__ static void pack(Weights& p, const Tile& s) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float(&pair)[4] = s[2 * step + e / 2];
-        uint32_t parts[kParts];
-        split(pair[e % 2 * 2], pair[e % 2 * 2 + 1], parts);
-#pragma unroll
-        for (int k = 0; k < kParts; ++k) p[k][step][e] = parts[k];
-      }
-  }
-
   /// O = O factor + P V
   __device__ __forceinline__ void add_values(const Weights& p, const float (&factor)[2]) {
     Tile sum[kPanels];
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) start_weighing(sum[panel], p, wait_for_piece());
+    for (int panel = 0; panel < kPanels; ++panel) Products::start(sum[panel], p, wait_for_piece());
     if constexpr (kPanels == 2) {
       ptx::wgmma_wait<1>();
       finish_weighing(sum[0], 0, factor);
@@ -227,24 +181,8 @@ class ForwardF32Group {
     finish_weighing(sum[kPanels - 1], kPanels - 1, factor);
   }
 
-  __device__ __forceinline__ static void start_weighing(Tile& sum, const Weights& p, uint32_t value) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kPartProducts; ++k)
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const uint64_t b = PieceDescriptor::at(value, part_of_b(k) * kPartBytes + PieceDescriptor::down_rows(step));
-        if (k == 0 && step == 0) {
-          ptx::wgmma_registers<false>(sum, p[part_of_a(k)][step], b);
-        } else {
-          ptx::wgmma_registers<true>(sum, p[part_of_a(k)][step], b);
-        }
-      }
-    ptx::wgmma_commit();
-  }
-
   __device__ __forceinline__ void finish_weighing(Tile& sum, int panel, const float (&factor)[2]) {
-    pin(sum);
+    Products::pin(sum);
     release_piece();
 #pragma unroll
     for (int n = 0; n < 8; ++n)

@@ -3,31 +3,10 @@
 #pragma once
 
 #include "../ptx/tma.h"
+#include "float_rows.cuh"
 #include "forward_f32_work.cuh"
 
 namespace flash_ext::sm90 {
-
-/// Q of 64 rows, from first_row on.
-template <class Config>
-__device__ __forceinline__ void load_query_pieces(char* s_query, const RowSource<float, false>& rows, int first_row,
-                                                  int end_row, int columns, int thread) {
-  const PieceThread at(thread);
-  __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);  // of no account here
-#pragma unroll 1
-  for (int panel = 0; panel < Config::kPanels; ++panel) {
-    FloatOctet x[PieceThread::kOctets];
-    const int column = panel * kPanelColumns + at.column;
-#pragma unroll
-    for (int octet = 0; octet < PieceThread::kOctets; ++octet) {
-      const int row = first_row + at.row + octet * PieceThread::kRowStep;
-      x[octet] = FloatOctet::load(rows.row(row) + column, row < end_row && column < columns);
-    }
-#pragma unroll
-    for (int octet = 0; octet < PieceThread::kOctets; ++octet)
-      at.store(s_query + panel * kPieceBytes, octet, x[octet], trace);
-  }
-  ptx::fence_proxy_async_shared();
-}
 
 /// Of each tile, from the last to the first: the panels of K, then those of V.
 template <class Config>

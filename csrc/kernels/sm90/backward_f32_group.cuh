@@ -1,0 +1,351 @@
+// The warpgroups of the float32 backward: one computes scores and dV, one gradients of scores and dK, one dQ.
+#pragma once
+
+#include "../ptx/reduction.h"
+#include "../ptx/reread.h"
+#include "../ptx/tma.h"
+#include "../sm80/tile.cuh"
+#include "backward_f32_work.cuh"
+#include "backward_tile.cuh"
+#include "float_products.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Where P of a warp lies on its way to the warp that makes dS of it: in float, where two of the parts of that dS will
+/// lie, so that no other warp's places are touched.
+struct WeightPlaces {
+  /// Of accumulators n of a lane. Two lanes take a row's two pieces of 16 bytes, eight rows all banks twice.
+  __device__ __forceinline__ static uint32_t of(uint32_t s_ds, int n, int warp, int lane) {
+    const int chunk = n * 32 + lane, row = chunk / 2 % kPieceRows;
+    const uint32_t piece = (2 * warp + chunk % 2) ^ (row % 8);
+    return s_ds + chunk / (2 * kPieceRows) * kPartBytes + row * kPanelRowBytes + piece * 16;
+  }
+};
+
+/// What one warp does of those that compute S, P and dV.
+template <class Config>
+class BackwardF32Values : BackwardF32Warp<Config> {
+ public:
+  using Base = BackwardF32Warp<Config>;
+  using Base::Base;
+  using typename Base::Step;
+  using Products = FloatProducts;
+  using Scores = float[1][8][4];
+  static constexpr int kPanels = Config::kPanels;
+  using Tile = BackwardTile<__nv_bfloat16, Config::kBlockM>;
+
+  __device__ __forceinline__ void run() {
+    for (Products::Tile& sum : sum_) Products::clear(sum);
+#pragma unroll 1
+    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+      visit(step);
+      at_.advance();
+    }
+    this->store(p_.dv, sum_, 1.0f, p_.head_dim_v);
+  }
+
+ private:
+  using Base::at_;
+  using Base::lane_;
+  using Base::p_;
+  using Base::state_;
+  using Base::warp_;
+  using Base::work_;
+
+  __device__ __forceinline__ void visit(const Step& step) {
+    Products::Operand p;
+    {
+      Scores s;
+      multiply(s[0]);
+      weigh(s, step);
+      Products::pack(p, s[0]);
+    }
+    add_up(p, step);
+  }
+
+  /// S
+  __device__ __forceinline__ void multiply(Products::Tile& s) const {
+    Products::Tile rest;
+    this->wait_for_query(0);
+    Products::start<true>(s, rest, this->key_piece(0), this->query_piece(0));
+    if constexpr (kPanels == 2) {
+      this->wait_for_query(1);
+      Products::start<false>(s, rest, this->key_piece(1), this->query_piece(1));
+    }
+    ptx::wgmma_wait<0>();
+    Products::pin(s);
+    Products::pin(rest);
+    Products::add(s, rest);
+  }
+
+  /// P in place of S; and P, with the derivative of a softcap, handed over.
+  __device__ __forceinline__ void weigh(Scores& s, const Step& step) const {
+    const float* const s_lse = state_.lse[at_.tile()];
+    if constexpr (Config::kOptions) {
+      weigh_with_options(s, step, s_lse);
+    } else {
+      Tile::weigh(s, s_lse, static_cast<float>(p_.softmax_scale) * kLog2E, lane_);
+      hide(s, step);
+      hand_over(s);
+    }
+  }
+
+  __device__ __forceinline__ void weigh_with_options(Scores& s, const Step& step, const float* s_lse) const {
+    Sequence sequence = work_.sequence;
+    sequence.head += step.head;
+    const ScoreRules<float> rules(p_, sequence);
+    rules.scale_and_cap(s);
+    Scores weights;
+    for_each_score(s, [&](float& x, int, int n, int e) { weights[0][n][e] = x; });
+    rules.add_alibi(weights, TileCoordinates<true>::of_lane(first_key(), step.tile * Config::kBlockM, lane_));
+    Tile::weigh(weights, s_lse, 1.0f, lane_);
+    hide(weights, step);
+    const float cap = rules.cap, inverse = cap > 0.0f ? 1.0f / cap : 0.0f;
+    for_each_score(s, [&](float& x, int, int n, int e) {
+      const float t = x * inverse, weight = weights[0][n][e];
+      x = weight == 0.0f ? 0.0f : weight * fmaf(-t, t, 1.0f);
+    });
+    hand_over(s);
+    for_each_score(s, [&](float& x, int, int n, int e) { x = weights[0][n][e]; });
+  }
+
+  __device__ __forceinline__ int first_key() const { return work_.first_key + warp_ * 16; }
+
+  __device__ __forceinline__ void hide(Scores& s, const Step& step) const {
+    const TileSpan& seen = work_.groups[0];
+    if (step.tile >= seen.full_begin && step.tile < seen.full_end) return;
+    Tile::hide(s, work_.sequence, first_key(), step.tile * Config::kBlockM, lane_);
+  }
+
+  __device__ __forceinline__ void hand_over(const Scores& s) const {
+    wait_for(state_.ds_empty[at_.tile()], at_.parity() ^ 1);
+    const int lane = ptx::reread(lane_);
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+      sm80::store_shared(WeightPlaces::of(this->s_ds(), n, warp_, lane),
+                         float4{s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3]});
+    this->release(state_.p_full[at_.tile()]);
+  }
+
+  /// dV += P dO. dO's place is this warpgroup's to fill again, as it is the last to read it.
+  __device__ __forceinline__ void add_up(const Products::Operand& p, const Step& step) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      Products::Tile sum;
+      this->wait_for_grad(panel);
+      Products::start(sum, p, this->grad_piece(panel));
+      ptx::wgmma_wait<0>();
+      Products::pin(sum);
+      this->release(state_.do_empty[at_.place(panel)]);
+      if (warp_ == 0) load_after(step, panel);
+      Products::add(sum_[panel], sum);
+    }
+  }
+  __device__ __forceinline__ void load_after(const Step& step, int panel) const {
+    const Step after = this->step_after(step);
+    if (lane_ == 0 && after.head < work_.heads) {
+      wait_for(state_.do_empty[at_.place(panel)], at_.parity());
+      this->load_grad(after, panel);
+    }
+    __syncwarp();
+  }
+
+  Products::Tile sum_[kPanels];  // dV
+};
+
+/// What one warp does of those that compute dP, dS and dK.
+template <class Config>
+class BackwardF32Gradients : BackwardF32Warp<Config> {
+ public:
+  using Base = BackwardF32Warp<Config>;
+  using Base::Base;
+  using typename Base::Step;
+  using Products = FloatProducts;
+  static constexpr int kPanels = Config::kPanels;
+  using Tile = BackwardTile<__nv_bfloat16, Config::kBlockM>;
+
+  __device__ __forceinline__ void run() {
+    for (Products::Tile& sum : sum_) Products::clear(sum);
+#pragma unroll 1
+    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+      visit(step);
+      at_.advance();
+    }
+    this->store(p_.dk, sum_, static_cast<float>(p_.softmax_scale), p_.head_dim);
+  }
+
+ private:
+  using Base::at_;
+  using Base::lane_;
+  using Base::p_;
+  using Base::state_;
+  using Base::warp_;
+  using Base::work_;
+
+  __device__ __forceinline__ void visit(const Step& step) {
+    Products::Operand ds;
+    {
+      Products::Tile x;
+      multiply(x);
+      differentiate(x);
+      Products::pack(ds, x);
+    }
+    hand_over(ds);
+    add_up(ds, step);
+  }
+
+  /// dP
+  __device__ __forceinline__ void multiply(Products::Tile& dp) const {
+    Products::Tile rest;
+    this->wait_for_grad(0);
+    Products::start<true>(dp, rest, this->value_piece(0), this->grad_piece(0));
+    if constexpr (kPanels == 2) {
+      this->wait_for_grad(1);
+      Products::start<false>(dp, rest, this->value_piece(1), this->grad_piece(1));
+    }
+    ptx::wgmma_wait<0>();
+    Products::pin(dp);
+    Products::pin(rest);
+    Products::add(dp, rest);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) this->release(state_.do_empty[at_.place(panel)]);
+  }
+
+  /// dS in place of dP. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
+  __device__ __forceinline__ void differentiate(Products::Tile& x) const {
+    const int lane = ptx::reread(lane_);
+    this->wait_for_query(0);
+    wait_for(state_.p_full[at_.tile()], at_.parity());
+    const float* const s_terms = state_.minus_delta[at_.tile()] + 2 * (lane % 4);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float4 weight = sm80::load_shared<float4>(WeightPlaces::of(this->s_ds(), n, warp_, lane));
+      const float2 term = *reinterpret_cast<const float2*>(s_terms + 8 * n);
+      const auto gradient = [](float weight, float dp) { return weight == 0.0f ? 0.0f : weight * dp; };
+      x[n][0] = gradient(weight.x, x[n][0] + term.x);
+      x[n][1] = gradient(weight.y, x[n][1] + term.y);
+      x[n][2] = gradient(weight.z, x[n][2] + term.x);
+      x[n][3] = gradient(weight.w, x[n][3] + term.y);
+    }
+  }
+
+  /// Over the weights of this warp, which all its lanes have read.
+  __device__ __forceinline__ void hand_over(const Products::Operand& ds) const {
+    const uint32_t s_row = Tile::row_of_lane(this->s_ds(), warp_, lane_);
+    ptx::wait_for_fragments(ds[0]);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) Tile::store(s_row + part * kPartBytes, ds[part]);
+    ptx::fence_proxy_async_shared();
+    this->release(state_.ds_full[at_.tile()]);
+  }
+
+  /// dK += dS Q. The place of Q is this warpgroup's to fill again: who handed P over is done with Q and lse.
+  __device__ __forceinline__ void add_up(const Products::Operand& ds, const Step& step) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      Products::Tile sum;
+      this->wait_for_query(panel);
+      Products::start(sum, ds, this->query_piece(panel));
+      ptx::wgmma_wait<0>();
+      Products::pin(sum);
+      this->release(state_.q_empty[at_.place(panel)]);
+      if (warp_ == 0) load_after(step, panel);
+      Products::add(sum_[panel], sum);
+    }
+  }
+  __device__ __forceinline__ void load_after(const Step& step, int panel) const {
+    const Step after = this->step_after(step);
+    if (lane_ == 0 && after.head < work_.heads) {
+      wait_for(state_.q_empty[at_.place(panel)], at_.parity());
+      this->load_query(after, panel);
+    }
+    __syncwarp();
+  }
+
+  Products::Tile sum_[kPanels];  // dK
+};
+
+/// What one warp does of those that compute dQ and add it to memory.
+template <class Config>
+class BackwardF32Dq : BackwardF32Warp<Config> {
+ public:
+  using Base = BackwardF32Warp<Config>;
+  using Base::Base;
+  using typename Base::Step;
+  using Products = FloatProducts;
+  static constexpr int kPanels = Config::kPanels;
+
+  __device__ __forceinline__ void run() {
+    if (warp_ == 0 && lane_ == 0) load_first();
+    __syncwarp();
+#pragma unroll 1
+    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+      add(step);
+      at_.advance();
+    }
+  }
+
+ private:
+  using Base::at_;
+  using Base::lane_;
+  using Base::state_;
+  using Base::warp_;
+  using Base::work_;
+
+  __device__ __forceinline__ void load_first() {
+    Step step = work_.first_step();
+#pragma unroll
+    for (int tile = 0; tile < Config::kTiles; ++tile) {
+      if (step.head >= work_.heads) break;
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        this->load_query(step, panel);
+        this->load_grad(step, panel);
+      }
+      work_.advance(step);
+      at_.advance();
+    }
+    at_.count = 0;
+  }
+
+  /// dQ += dS K. dS goes to registers, so that its place is soon free.
+  __device__ __forceinline__ void add(const Step& step) const {
+    Products::Operand ds;
+    wait_for(state_.ds_full[at_.tile()], at_.parity());
+    read(ds);
+    this->release(state_.ds_empty[at_.tile()]);
+    if (!this->workspace_.rows.dq) return;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      Products::Tile sum;
+      Products::start(sum, ds, this->key_piece(panel));
+      ptx::wgmma_wait<0>();
+      Products::pin(sum);
+      send(step, panel, sum);
+    }
+  }
+
+  /// This warp's 16 queries.
+  __device__ __forceinline__ void read(Products::Operand& ds) const {
+    const int lane = ptx::reread(lane_), row = 16 * warp_ + lane % 16;
+    const uint32_t s_row = this->s_ds() + row * kPanelRowBytes;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int k = 0; k < Products::kSteps; ++k)
+        ptx::ldmatrix_x4(ds[part][k], s_row + part * kPartBytes + ((2 * k + lane / 16) ^ (lane % 8)) * 16);
+      ptx::wait_for_fragments(ds[part]);
+    }
+  }
+
+  __device__ __forceinline__ void send(const Step& step, int panel, const Products::Tile& sum) const {
+    const int64_t row = this->workspace_tile(step) * Config::kBlockM + warp_ * 16;
+    float* const g_lane = this->workspace_.rows.dq + row * Config::kHeadDim + panel * (16 * kPanelColumns) + lane_ * 4;
+#if __CUDA_ARCH__ >= 900
+#pragma unroll
+    for (int n = 0; n < 8; ++n) ptx::reduce_add_4(g_lane + n * 128, sum[n]);
+#endif
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,208 @@
+// What a block of the float32 backward has in shared memory, and where the parts of Q and dO lie in memory.
+#pragma once
+
+#include "../common/head_dim.h"
+#include "../ptx/bulk.h"
+#include "backward_f32_shape.h"
+#include "backward_work.cuh"
+#include "float_parts.cuh"
+
+namespace flash_ext::sm90 {
+
+template <int kHeadDim_, bool kOptions_>
+struct BackwardF32Config {
+  static constexpr int kHeadDim = kHeadDim_;   // of q, k and v
+  static constexpr bool kOptions = kOptions_;  // softcap, ALiBi, any scale
+  static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
+  static constexpr int kGroups = 1;  // of keys
+  static constexpr int kPanels = panels(kHeadDim);
+  static constexpr int kThreads = 3 * kGroupThreads;
+  static constexpr int kRegisters = 192, kDqRegisters = 120;
+
+  // Q and dO have two places of a piece each: those of one tile at head_dim 128, of two at 64.
+  static constexpr int kPlaces = 2, kTiles = kPlaces / kPanels;
+  static constexpr int kDsPlaces = kTiles;  // of P, and then of dS
+  static constexpr int kKeyBytes = kPanels * kPieceBytes;
+  static constexpr int kValuesOffset = kKeyBytes;
+  static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
+  static constexpr int kGradsOffset = kQueriesOffset + kPlaces * kPieceBytes;
+  static constexpr int kDsOffset = kGradsOffset + kPlaces * kPieceBytes;
+  static constexpr int kTilesBytes = kDsOffset + kDsPlaces * kPieceBytes;
+  static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
+
+  static_assert(kBlockM == kPieceRows && kBlockN == kPieceRows && kTiles * kPanels == kPlaces);
+  static_assert(2 * kRegisters + kDqRegisters <= 65536 / kThreads / 8 * 8 * 3,
+                "no more registers than the launch allocates, else setmaxnreg waits for ever");
+};
+
+/// Scratch memory: that of all backwards, and Q and dO as pieces, in the order of its tiles.
+struct BackwardF32Workspace {
+  sm80::BackwardWorkspace rows;
+  char *queries, *grads;
+  int64_t bytes;
+
+  BackwardF32Workspace(const BackwardParams& p, void* memory)
+      : rows(p, kBackwardF32BlockM, kBackwardF32BlockN, kernel_head_dim(p.head_dim, p.head_dim_v), memory) {
+    const int64_t size = p.heads_q * rows.tiles_per_head * tile_bytes_of(p);
+    queries = static_cast<char*>(memory) + rows.bytes;
+    grads = queries + size;
+    bytes = rows.bytes + 2 * size;
+  }
+
+ private:
+  static int64_t tile_bytes_of(const BackwardParams& p) {
+    return int64_t{panels(kernel_head_dim(p.head_dim, p.head_dim_v))} * kPieceBytes;
+  }
+};
+
+/// Behind the pieces in shared memory. A barrier's name says what the end of its phase means.
+template <class Config>
+struct BackwardF32State {
+  static constexpr int kPlaces = Config::kPlaces, kDsPlaces = Config::kDsPlaces;
+  using Work = BackwardWork<Config>;
+
+  float lse[Config::kTiles][Config::kBlockM];  // base 2
+  float minus_delta[Config::kTiles][Config::kBlockM];
+  uint64_t q_full[kPlaces], q_empty[kPlaces];  // the first panel's: with lse and minus_delta
+  uint64_t do_full[kPlaces], do_empty[kPlaces];
+  uint64_t p_full[kDsPlaces], ds_full[kDsPlaces], ds_empty[kDsPlaces];
+  __align__(8) unsigned char work_bytes[sizeof(Work)];
+
+  __device__ __forceinline__ Work& work() { return *reinterpret_cast<Work*>(work_bytes); }
+
+  /// By one thread.
+  __device__ __forceinline__ void init() {
+    init_barriers(q_full, 1);
+    init_barriers(q_empty, kGroupWarps);
+    init_barriers(do_full, 1);
+    init_barriers(do_empty, 2 * kGroupWarps);
+    init_barriers(p_full, kGroupWarps);
+    init_barriers(ds_full, kGroupWarps);
+    init_barriers(ds_empty, kGroupWarps);
+    ptx::mbarrier_init_fence();
+  }
+};
+
+/// Where a warp is: steps so far, and the barriers' phases that belong to this one.
+template <class Config>
+struct BackwardF32Position {
+  uint32_t count = 0;
+
+  __device__ __forceinline__ void advance() { ++count; }
+  __device__ __forceinline__ uint32_t tile() const { return count % Config::kTiles; }
+  __device__ __forceinline__ uint32_t place(int panel) const { return tile() * Config::kPanels + panel; }
+  __device__ __forceinline__ uint32_t parity() const { return count / Config::kTiles % 2; }
+};
+
+/// One warp of the block.
+template <class Config>
+class BackwardF32Warp {
+ public:
+  using State = BackwardF32State<Config>;
+
+  __device__ __forceinline__ BackwardF32Warp(const BackwardParams& p, const BackwardF32Workspace& workspace,
+                                             State& state, uint32_t s_tiles, int warp, int lane)
+      : p_(p),
+        workspace_(workspace),
+        state_(state),
+        work_(state.work()),
+        s_tiles_(s_tiles),
+        warp_(warp % kGroupWarps),
+        lane_(lane) {}
+
+ protected:
+  using Step = BackwardStep;
+  static constexpr int kPanels = Config::kPanels, kBlockM = Config::kBlockM;
+
+  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
+
+  /// The lower half of the descriptor of a piece.
+  __device__ __forceinline__ uint32_t piece(int offset, int index) const {
+    return PieceDescriptor::lower_half(s_tiles_ + offset) + index * (kPieceBytes / 16);
+  }
+  __device__ __forceinline__ uint32_t key_piece(int panel) const { return piece(0, panel); }
+  __device__ __forceinline__ uint32_t value_piece(int panel) const { return piece(Config::kValuesOffset, panel); }
+  __device__ __forceinline__ uint32_t query_piece(int panel) const {
+    return piece(Config::kQueriesOffset, at_.place(panel));
+  }
+  __device__ __forceinline__ uint32_t grad_piece(int panel) const {
+    return piece(Config::kGradsOffset, at_.place(panel));
+  }
+  __device__ __forceinline__ uint32_t s_ds() const { return s_tiles_ + Config::kDsOffset + at_.tile() * kPieceBytes; }
+
+  __device__ __forceinline__ void wait_for_query(int panel) const {
+    wait_for(state_.q_full[at_.place(panel)], at_.parity());
+  }
+  __device__ __forceinline__ void wait_for_grad(int panel) const {
+    wait_for(state_.do_full[at_.place(panel)], at_.parity());
+  }
+
+  __device__ __forceinline__ int64_t workspace_tile(const Step& step) const {
+    return work_.workspace_tile + step.head * workspace_.rows.tiles_per_head + step.tile;
+  }
+
+  /// The step whose tile takes the places of this one's.
+  __device__ __forceinline__ Step step_after(Step step) const {
+    for (int k = 0; k < Config::kTiles; ++k) work_.advance(step);
+    return step;
+  }
+
+  /// A piece of Q, with lse and D beside the first one. By one thread.
+  __device__ __forceinline__ void load_query(const Step& step, int panel) const {
+    const uint64_t& full = state_.q_full[at_.place(panel)];
+    const int64_t tile = workspace_tile(step);
+    ptx::mbarrier_arrive_expect(address(full), kPieceBytes + (panel == 0 ? 2 * Config::kTermBytes : 0));
+    load_piece(Config::kQueriesOffset, workspace_.queries, tile, panel, full);
+    if (panel != 0) return;
+    load_terms(state_.lse[at_.tile()], workspace_.rows.lse, tile, full);
+    load_terms(state_.minus_delta[at_.tile()], workspace_.rows.minus_delta, tile, full);
+  }
+  /// A piece of dO. By one thread.
+  __device__ __forceinline__ void load_grad(const Step& step, int panel) const {
+    const uint64_t& full = state_.do_full[at_.place(panel)];
+    ptx::mbarrier_arrive_expect(address(full), kPieceBytes);
+    load_piece(Config::kGradsOffset, workspace_.grads, workspace_tile(step), panel, full);
+  }
+
+  /// dK or dV.
+  __device__ __forceinline__ void store(const TensorView& view, const float (&sum)[kPanels][8][4], float scale,
+                                        int64_t columns) const {
+    if (!view.data) return;
+    const Sequence& sequence = work_.sequence;
+    const auto rows = key_rows<float, false>(p_, view, sequence);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = work_.first_key + warp_ * 16 + 8 * r + lane_ / 4;
+      if (row >= sequence.seqlen_k) continue;
+      float* const g_row = rows.row(row);
+#pragma unroll
+      for (int n = 0; n < 8 * kPanels; ++n) {
+        const int column = 8 * n + lane_ % 4 * 2;
+        const float(&pair)[4] = sum[n / 8][n % 8];
+        if (column < columns)
+          *reinterpret_cast<float2*>(g_row + column) = make_float2(pair[2 * r] * scale, pair[2 * r + 1] * scale);
+      }
+    }
+  }
+
+  const BackwardParams& p_;
+  const BackwardF32Workspace& workspace_;
+  State& state_;
+  const BackwardWork<Config>& work_;
+  const uint32_t s_tiles_;
+  const int warp_, lane_;
+  BackwardF32Position<Config> at_;
+
+ private:
+  __device__ __forceinline__ void load_piece(int offset, const char* g_pieces, int64_t tile, int panel,
+                                             const uint64_t& full) const {
+    ptx::bulk_load(s_tiles_ + offset + at_.place(panel) * kPieceBytes,
+                   g_pieces + (tile * kPanels + panel) * kPieceBytes, kPieceBytes, address(full));
+  }
+  __device__ __forceinline__ void load_terms(const float* s_terms, const float* g_terms, int64_t tile,
+                                             const uint64_t& full) const {
+    ptx::bulk_load(ptx::shared_address(s_terms), g_terms + tile * kBlockM, Config::kTermBytes, address(full));
+  }
+};
+
+}  // namespace flash_ext::sm90
