@@ -386,7 +386,7 @@ def test_explain_knows_the_operation(device: str) -> None:
     fixed = flash_ext.explain(q, *caches, operation="decode", batch_invariant=True)
     assert fixed.plan.split_size == _plan.BATCH_INVARIANT_SPLIT_SIZE
     assert flash_ext.explain(q, *caches, operation="decode", num_splits=4).plan.num_splits == 4
-    assert flash_ext.explain(q, *caches, operation="backward").plan.kernel.endswith("backward")
+    assert flash_ext.explain(q, *caches, operation="backward").plan.kernel.split("/")[1].startswith("backward")
     for function in (flash_ext.supports, flash_ext.explain):
         with pytest.raises(ValueError, match=r"operation must be one of .* got 'sideways'"):
             function(q, *caches, operation="sideways")
