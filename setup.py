@@ -137,6 +137,8 @@ CUDA = [
     "csrc/kernels/sm90/inst/forward_f32.cu",
     "csrc/kernels/sm90/inst/forward_f32_64.cu",
     "csrc/kernels/sm90/inst/forward_f32_128.cu",
+    "csrc/kernels/sm90/inst/forward_f32_192.cu",
+    "csrc/kernels/sm90/inst/forward_f32_256.cu",
     "csrc/kernels/sm90/inst/forward_general_bf16_64.cu",
     "csrc/kernels/sm90/inst/forward_general_bf16_128.cu",
     "csrc/kernels/sm90/inst/forward_general_bf16_256.cu",

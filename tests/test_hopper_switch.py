@@ -13,10 +13,10 @@ import flash_ext
 
 CALL = """
 import sys, torch, flash_ext
-dtype = getattr(torch, sys.argv[1])
-q, k, v = (torch.randn(1, 300, 2, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+dtype, head_dim = getattr(torch, sys.argv[1]), int(sys.argv[2])
+q, k, v = (torch.randn(1, 300, 2, head_dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
 out = flash_ext.attention(q, k, v)
-scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / 8
+scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) * head_dim**-0.5
 expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.float())
 assert (out.float() - expected).abs().max() < 0.02
 gradients = (torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (out, expected))
@@ -35,19 +35,28 @@ def is_hopper_with_kernels() -> bool:
 pytestmark = pytest.mark.skipif(not is_hopper_with_kernels(), reason="kernels for Hopper, on a GPU of that kind")
 
 
-def run_with(value: str, dtype: str = "bfloat16") -> subprocess.CompletedProcess[str]:
+def run_with(value: str, dtype: str = "bfloat16", head_dim: int = 64) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "FLASH_EXT_HOPPER": value}
-    return subprocess.run([sys.executable, "-c", CALL, dtype], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", CALL, dtype, str(head_dim)], env=environment, capture_output=True, text=True
+    )
 
 
-@pytest.mark.parametrize(("dtype", "suffix"), [("bfloat16", ""), ("float32", "_f32")])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "forward", "backward"),
+    [
+        ("bfloat16", 64, "sm90/forward", "sm90/backward"),
+        ("float32", 64, "sm90/forward_f32", "sm90/backward_f32"),
+        ("float32", 256, "sm90/forward_f32", "sm80/backward"),
+    ],
+)
 @pytest.mark.parametrize("value", ["1", "", "0"])
-def test_the_switch_chooses(value: str, dtype: str, suffix: str) -> None:
-    run = run_with(value, dtype)
+def test_the_switch_chooses(value: str, dtype: str, head_dim: int, forward: str, backward: str) -> None:
+    run = run_with(value, dtype, head_dim)
     assert run.returncode == 0, run.stderr
-    for operation in ("forward", "backward"):
-        kernel = f"sm80/{operation} " if value == "0" else f"sm90/{operation}{suffix} "
-        assert kernel in run.stdout
+    for operation, hopper in (("forward", forward), ("backward", backward)):
+        kernel = f"sm80/{operation}" if value == "0" else hopper
+        assert f"{kernel} " in run.stdout
 
 
 def test_it_is_0_or_1() -> None:

@@ -75,7 +75,7 @@ def test_head_dims_between_those_of_kernels(
     assert_matches_oracle(call, gradients_of=())
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 192])
+@pytest.mark.parametrize("head_dim", [64, 96, 192, 256])
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 def test_many_packed_sequences(device: str, dtype: torch.dtype, head_dim: int) -> None:
     lengths_q, lengths_k = [300, 0, 1, 77, 190], [200, 60, 0, 400, 190]
@@ -116,7 +116,7 @@ def test_rows_of_nan_leave_the_others_alone(device: str, head_dim: int, dtype: t
 
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 192])
+@pytest.mark.parametrize("head_dim", [64, 96, 192, 256])
 def test_a_value_of_the_future_many_tiles_on(device: str, head_dim: int, poison: float, dtype: torch.dtype) -> None:
     column = head_dim - 5
     call = make_call(1, 400, 400, 2, 2, head_dim, dtype=dtype, device=device, causal=True)

@@ -75,7 +75,7 @@ def test_a_value_of_the_future_does_not_reach_earlier_rows(device: str, poison: 
     torch.testing.assert_close(after[:, 30:, :, :3], before[:, 30:, :, :3])
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
 def test_values_that_tiles_show_in_part(device: str, poison: float, head_dim: int) -> None:
     """In each of some tiles of a window one value is not finite: who sees it gets that, the others do not."""

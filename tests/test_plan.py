@@ -497,8 +497,6 @@ def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) ->
         ({"head_dim": 8, "head_dim_v": 40}, ""),
         ({"broadcast": True, "varlen": True, "has_sink": True, "window_left": 5}, ""),
         ({"allow_tf32": True}, "TF32"),
-        ({"head_dim": 136}, "float32 beyond head_dim 128"),
-        ({"head_dim_v": 136}, "float32 beyond head_dim 128"),
         ({"softcap": 3.0, "has_alibi": True, "softmax_scale": -1.0}, ""),
         ({"has_bias": True}, "float32 with bias"),
         ({"has_mask": True, "dropout_p": 0.1}, "float32 with mask dropout"),
@@ -512,12 +510,20 @@ def test_the_kernels_of_float32_on_hopper(operation: str, fields: dict[str, Any]
     assert found.kernel == (f"sm80/{operation}" if obstacle else f"sm90/{operation}_f32")
     assert any("Hopper" in reason and obstacle in reason for reason in found.reasons) == bool(obstacle)
     if not obstacle:
-        few = fields.get("head_dim", 128) <= 64
-        block_m = 64 if operation == "backward" else 192 if few else 128
-        assert (found.block_m, found.block_n) == (block_m, 64)
+        larger = max(fields.get("head_dim", 128), fields.get("head_dim_v", 128))
+        forward_tile = (192 if larger <= 64 else 128, 64 if larger <= 128 else 32)
+        assert (found.block_m, found.block_n) == ((64, 64) if operation == "backward" else forward_tile)
         assert any("six in bfloat16" in reason for reason in found.reasons)
     ampere = hopper_plan(operation=operation, dtype="float32", compute_capability=80, **fields)
     assert ampere.kernel == f"sm80/{operation}"
+
+
+@pytest.mark.parametrize("fields", [{"head_dim": 136}, {"head_dim_v": 256}])
+def test_wide_heads_of_float32_on_hopper(fields: dict[str, Any]) -> None:
+    forward, backward = (hopper_plan(operation=op, dtype="float32", **fields) for op in ("forward", "backward"))
+    assert (forward.kernel, backward.kernel) == ("sm90/forward_f32", "sm80/backward")
+    assert (forward.block_m, forward.block_n) == (128, 32)
+    assert any("float32 beyond head_dim 128" in reason for reason in backward.reasons)
 
 
 def test_the_backward_of_float32_in_one_order() -> None:

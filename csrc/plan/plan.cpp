@@ -295,7 +295,7 @@ class Planner {
       const std::string obstacle = hopper_obstacle();
       return obstacle.empty() && has_wide_bias() ? "bias of 32 bits or more" : obstacle;
     }
-    return float32_obstacle(sm90::kMostForwardF32HeadDim);
+    return float32_obstacle(kMaxHeadDim);
   }
 
   /// What the kernels of float32 for Hopper cannot do.
@@ -474,10 +474,10 @@ class Planner {
       return;
     }
     if (plan_.kernel == "sm90/forward_f32") {
-      const int head_dim = kernel_head_dim(p_.head_dim, p_.head_dim_v);
+      const int head_dim = sm90::forward_f32_head_dim(p_.head_dim, p_.head_dim_v);
       const sm90::ForwardF32Shape shape = sm90::forward_f32_shape(head_dim);
       plan_.block_m = sm90::kGroupRows * shape.groups;
-      plan_.block_n = sm90::kForwardF32Keys;
+      plan_.block_n = shape.keys;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
               " queries, for head dims up to ", head_dim);
       return;

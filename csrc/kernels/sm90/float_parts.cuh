@@ -9,8 +9,11 @@
 
 #include <cuda_bf16.h>
 
+#include <type_traits>
+
 #include "../common/non_finite.cuh"
 #include "../ptx/arithmetic.h"
+#include "forward_shape.h"
 #include "matrix_descriptor.h"
 
 namespace flash_ext::sm90 {
@@ -23,11 +26,41 @@ constexpr int kPartProducts = 6;
 FLASH_EXT_HOST_DEVICE constexpr int part_of_a(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
 FLASH_EXT_HOST_DEVICE constexpr int part_of_b(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
 
-/// A piece: 64 rows of 64 columns, as a panel (matrix_descriptor.h) of each part.
+/// A piece: kSide rows of as many columns, one part behind the other.
+template <int kSide>
+struct Piece {
+  static_assert(kSide == 64 || kSide == 32, "the rows that swizzles are made for");
+  static constexpr int kRowBytes = 2 * kSide;
+  static constexpr int kPartBytes = kSide * kRowBytes;
+  static constexpr int kBytes = kParts * kPartBytes;
+};
+
+/// 64 rows of 64 columns: a part is a panel (matrix_descriptor.h).
 constexpr int kPieceRows = 64;
-constexpr int kPartBytes = panel_bytes(kPieceRows);
-constexpr int kPieceBytes = kParts * kPartBytes;
+constexpr int kPartBytes = Piece<kPieceRows>::kPartBytes;
+constexpr int kPieceBytes = Piece<kPieceRows>::kBytes;
 using PieceDescriptor = TileDescriptor<kPieceRows>;
+
+/// 32 rows of 32 columns, in the 64-byte swizzle: eight rows are 512 bytes, and the 16-byte pieces of a row are
+/// exchanged by the last bits but one of the row. The parts follow each other like rows.
+constexpr int kSmallPieceRows = 32;
+struct SmallPieceDescriptor {
+  static constexpr uint32_t kSwizzle64 = 2u << 30;
+  static constexpr uint32_t kEightRows = 8 * Piece<kSmallPieceRows>::kRowBytes / 16;
+
+  __device__ __forceinline__ static uint32_t lower_half(uint32_t s_piece) { return s_piece >> 4; }
+  /// Of what begins `offset` bytes behind the piece.
+  __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
+    return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);
+  }
+  /// Where the columns [16 step, + 16) begin.
+  static constexpr uint32_t along_row(int step) { return step * 32; }
+  /// Where the rows [16 step, + 16) begin.
+  static constexpr uint32_t down_rows(int step) { return step * 16 * Piece<kSmallPieceRows>::kRowBytes; }
+};
+
+template <int kSide>
+using DescriptorOfPiece = std::conditional_t<kSide == kPieceRows, PieceDescriptor, SmallPieceDescriptor>;
 
 /// Parts of two floats, `x` in the low half. Of Inf and NaN, part 0 may be any of them; part 1 is NaN.
 __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts]) {
@@ -51,21 +84,29 @@ struct FloatOctet {
   }
 };
 
-/// How a warpgroup goes through a piece: a thread has eight columns of every sixteenth row.
-struct PieceThread {
-  static constexpr int kOctets = kPieceRows / 16;
-  static constexpr int kRowStep = 16;
+/// How a warpgroup goes through a piece: a thread has eight columns of every sixteenth row, or of one where the piece
+/// has 32 rows.
+template <int kSide>
+struct ThreadOfPiece {
+  static constexpr int kThreadsOfRow = kSide / 8;
+  static constexpr int kRowStep = kGroupThreads / kThreadsOfRow;
+  static constexpr int kOctets = kSide / kRowStep;
+  static constexpr int kRowBytes = Piece<kSide>::kRowBytes;
+  static constexpr int kPartBytes = Piece<kSide>::kPartBytes;
 
   int row, column;   // of the first octet
   uint32_t address;  // of it, within a part
 
-  __device__ __forceinline__ explicit PieceThread(int thread)
-      : row(thread / 8),
-        column(thread % 8 * 8),
-        address(static_cast<uint32_t>(row * kPanelRowBytes + ((thread % 8 ^ row % 8) << 4))) {}
+  __device__ __forceinline__ explicit ThreadOfPiece(int thread)
+      : row(thread / kThreadsOfRow),
+        column(thread % kThreadsOfRow * 8),
+        address(static_cast<uint32_t>(row * kRowBytes + ((thread % kThreadsOfRow ^ exchange(row)) << 4))) {}
+
+  /// Of the swizzle, which takes bits 7 and up of an address.
+  __device__ __forceinline__ static int exchange(int row) { return row / (kPanelRowBytes / kRowBytes) % kThreadsOfRow; }
 
   __device__ __forceinline__ char* place(char* s_piece, int octet) const {
-    return s_piece + address + octet * kRowStep * kPanelRowBytes;
+    return s_piece + address + octet * kRowStep * kRowBytes;
   }
 
   /// Writes the parts. NaN in `trace` if there is Inf or NaN.
@@ -94,6 +135,8 @@ struct PieceThread {
     }
   }
 };
+
+using PieceThread = ThreadOfPiece<kPieceRows>;
 
 /// Whether split() met Inf or NaN.
 __device__ __forceinline__ bool is_nan(__nv_bfloat162 trace) { return !__hbeq2(trace, trace); }

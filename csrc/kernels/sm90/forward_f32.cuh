@@ -1,10 +1,10 @@
 // Attention forward in float32 on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
 //
 // A number is the sum of three bfloat16, and a product that of six (float_parts.cuh). A block has kBlockM queries of
-// one head and goes through tiles of 64 keys, from the last that it sees to the first. Two or three warpgroups compute,
-// 64 queries each; one more reads K and V, splits them, and fills a ring of pieces of 64 keys and 64 columns. A
-// warpgroup's step:
-//   for each piece of K: wait for it; S += Q K^T, in two sums: that of the largest products and that of all others
+// one head and goes through tiles of 64 or 32 keys, from the last that it sees to the first. Two or three warpgroups
+// compute, 64 queries each; one more reads K and V, splits them, and fills a ring of pieces of as many columns as a
+// tile has keys. A warpgroup's step:
+//   for each piece of K: wait for it; S += Q K^T, in several sums: that of the largest products and those of all others
 //   S is there: the pieces are free; r = max, P = 2^(S - r) in registers, split
 //   for each piece of V: wait for it; its columns of P V, from zero
 //   they are there: the pieces are free; O = O 2^(old r - r) + P V
@@ -32,10 +32,12 @@ class ForwardF32Group {
   using State = ForwardF32State<Config>;
   using Work = ForwardF32Work<Config>;
   static constexpr int kPanels = Config::kPanels;
-  using Products = FloatProducts;
-  using Tile = Products::Tile;
-  using Weights = Products::Operand;
-  using Scores = float[1][8][4];
+  static constexpr int kPieces = Config::kPieces;
+  using Products = FloatProductsOf<Config::kBlockN>;
+  static constexpr int kSteps = Products::kSteps, kEights = Products::kEights;
+  using Tile = typename Products::Tile;
+  using Weights = typename Products::Operand;
+  using Scores = float[1][kEights][4];
 
   __device__ __forceinline__ ForwardF32Group(const ForwardParams& p, State& state, char* shared, int group)
       : p_(p),
@@ -94,7 +96,7 @@ class ForwardF32Group {
   /// The descriptor of the next piece, which is there then.
   __device__ __forceinline__ uint32_t wait_for_piece() {
     ptx::mbarrier_wait(ptx::shared_address(&state_.full[next_.stage()]), next_.parity());
-    const uint32_t piece = ring_ + next_.stage() * (kPieceBytes / 16);
+    const uint32_t piece = ring_ + next_.stage() * (Config::kStageBytes / 16);
     next_.advance();
     return piece;
   }
@@ -107,7 +109,7 @@ class ForwardF32Group {
   /// A tile that other warpgroups see. We wait, as no use of a barrier may run ahead of another one.
   __device__ __forceinline__ void pass() {
 #pragma unroll 1
-    for (int piece = 0; piece < 2 * kPanels; ++piece) {
+    for (int piece = 0; piece < 2 * kPieces; ++piece) {
       wait_for_piece();
       release_piece();
     }
@@ -115,7 +117,11 @@ class ForwardF32Group {
 
   __device__ __forceinline__ void step(const Work& work, int tile, bool partial) {
     Scores s;
-    multiply_keys(s[0]);
+    if constexpr (Config::kSmallPieces) {
+      multiply_few_keys(s[0]);
+    } else {
+      multiply_keys(s[0]);
+    }
     if constexpr (Config::kOptions) {
       const ScoreRules<float> rules(p_, work.sequence);
       rules.scale_and_cap(s);
@@ -153,13 +159,33 @@ class ForwardF32Group {
     Products::add(s, rest);
   }
 
+  /// The same of few keys, whose parts are multiplied two at a time.
+  __device__ __forceinline__ void multiply_few_keys(Tile& s) {
+    typename Products::PairedSums sums;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const uint32_t query =
+          query_ +
+          (piece * Config::kBlockN / kPanelColumns * kPieceBytes + PieceDescriptor::along_row(piece * kSteps % 4)) / 16;
+      piece == 0 ? Products::template start<true>(sums, query, wait_for_piece())
+                 : Products::template start<false>(sums, query, wait_for_piece());
+      if (piece == 0) continue;
+      ptx::wgmma_wait<1>();
+      release_piece();
+    }
+    ptx::wgmma_wait<0>();
+    sums.pin();
+    release_piece();
+    sums.add_up(s);
+  }
+
   /// Makes the maximum so far the reference of each row. `factor`: what out of it is to be multiplied by.
   __device__ __forceinline__ void raise_reference(const Scores& s, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = -INFINITY;
 #pragma unroll
-      for (int n = 0; n < 8; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
+      for (int n = 0; n < kEights; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       const float raised = fmaxf(reference_[r], largest * scale_);
@@ -170,24 +196,29 @@ class ForwardF32Group {
 
   /// O = O factor + P V
   __device__ __forceinline__ void add_values(const Weights& p, const float (&factor)[2]) {
-    Tile sum[kPanels];
+    constexpr int kSums = kPieces == 1 ? 1 : 2;  // under way
+    Tile sum[kSums];
+    Products::start(sum[0], p, wait_for_piece());
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) Products::start(sum[panel], p, wait_for_piece());
-    if constexpr (kPanels == 2) {
+    for (int piece = 1; piece < kPieces; ++piece) {
+      Products::start(sum[piece % kSums], p, wait_for_piece());
       ptx::wgmma_wait<1>();
-      finish_weighing(sum[0], 0, factor);
+      finish_weighing(sum[(piece - 1) % kSums], piece - 1, factor);
     }
     ptx::wgmma_wait<0>();
-    finish_weighing(sum[kPanels - 1], kPanels - 1, factor);
+    finish_weighing(sum[(kPieces - 1) % kSums], kPieces - 1, factor);
   }
 
-  __device__ __forceinline__ void finish_weighing(Tile& sum, int panel, const float (&factor)[2]) {
+  __device__ __forceinline__ void finish_weighing(Tile& sum, int piece, const float (&factor)[2]) {
     Products::pin(sum);
     release_piece();
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < kEights; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) out_[panel][n][e] = fmaf(out_[panel][n][e], factor[e / 2], sum[n][e]);
+      for (int e = 0; e < 4; ++e) {
+        float& out = out_[(piece * kEights + n) / 8][(piece * kEights + n) % 8][e];
+        out = fmaf(out, factor[e / 2], sum[n][e]);
+      }
   }
 
   /// Normalises the rows and writes them.
@@ -251,7 +282,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0) - 1;
   if (group < 0) {
     ptx::give_up_registers<Config::kLoaderRegisters>();
-    ForwardF32Loader<Config>(p, state, shared + Config::kRingOffset, thread_of_group()).run(schedule);
+    using Loader = std::conditional_t<Config::kSmallPieces, ForwardF32RowLoader<Config>, ForwardF32Loader<Config>>;
+    Loader(p, state, shared + Config::kRingOffset, thread_of_group()).run(schedule);
   } else {
     ptx::take_registers<Config::kRegisters>();
     ForwardF32Group<Config>(p, state, shared, group).run(shared + group * Config::kQueryBytes);

@@ -8,17 +8,16 @@
 
 namespace flash_ext::sm90 {
 
-/// Of each tile, from the last to the first: the panels of K, then those of V.
+/// What fills the ring: of each tile, from the last to the first, the pieces of K, then those of V.
 template <class Config>
-class ForwardF32Loader {
+class ForwardF32LoaderBase {
  public:
   using State = ForwardF32State<Config>;
-  static constexpr int kOctets = PieceThread::kOctets;
+  using Work = ForwardF32Work<Config>;
 
-  __device__ __forceinline__ ForwardF32Loader(const ForwardParams& p, State& state, char* s_ring, int thread)
-      : p_(p), state_(state), s_ring_(s_ring), at_(thread), lane_(thread % 32) {}
-
-  __device__ __forceinline__ void run(const ForwardSchedule& schedule) {
+  /// Takes up works, as one thread of the block, and calls load(work) for each.
+  template <class Load>
+  __device__ __forceinline__ void for_each_work(const ForwardSchedule& schedule, Load load) {
     ForwardF32Queue<Config> queue(state_);
 #pragma unroll 1
     while (true) {
@@ -26,13 +25,54 @@ class ForwardF32Loader {
       __syncwarp();
       Work* const work = queue.front();
       if (!work) return;
-      load_keys(*work);
+      load(*work);
       queue.pop(lane_);
     }
   }
 
+ protected:
+  __device__ __forceinline__ ForwardF32LoaderBase(const ForwardParams& p, State& state, char* s_ring, int thread)
+      : p_(p), state_(state), s_ring_(s_ring), lane_(thread % 32) {}
+
+  __device__ __forceinline__ char* place() const { return s_ring_ + ring_.stage() * Config::kStageBytes; }
+
+  __device__ __forceinline__ void wait_for_place() const {
+    ptx::mbarrier_wait(ptx::shared_address(&state_.empty[ring_.stage()]), ring_.parity() ^ 1);
+  }
+
+  __device__ __forceinline__ void hand_over() {
+    ptx::fence_proxy_async_shared();
+    __syncwarp();  // what all lanes wrote comes before the arrival
+    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.full[ring_.stage()]));
+    ring_.advance();
+  }
+
+  const ForwardParams& p_;
+  State& state_;
+  char* const s_ring_;
+  const int lane_;
+  RingPosition<Config::kStages> ring_;
+};
+
+/// Pieces of 64 rows: the next one is on its way to registers.
+template <class Config>
+class ForwardF32Loader : public ForwardF32LoaderBase<Config> {
+  using Base = ForwardF32LoaderBase<Config>;
+
+ public:
+  using typename Base::State;
+  static constexpr int kOctets = PieceThread::kOctets;
+
+  __device__ __forceinline__ ForwardF32Loader(const ForwardParams& p, State& state, char* s_ring, int thread)
+      : Base(p, state, s_ring, thread), at_(thread) {}
+
+  __device__ __forceinline__ void run(const ForwardSchedule& schedule) {
+    Base::for_each_work(schedule, [&](Work& work) { load_keys(work); });
+  }
+
  private:
-  using Work = ForwardF32Work<Config>;
+  using Base::p_;
+  using typename Base::Work;
 
   __device__ __forceinline__ void load_keys(Work& work) {
     const TileSpan tiles = work.tiles;
@@ -55,7 +95,7 @@ class ForwardF32Loader {
         const bool met = pass_on(x, choose(next_is_value, values, keys), next % Config::kPanels, next_tile, rows,
                                  is_value && partial);
         if (met) work.met_non_finite = true;
-        hand_over();
+        Base::hand_over();
       }
     }
   }
@@ -92,9 +132,9 @@ class ForwardF32Loader {
   /// A piece that is in registers to the ring; the next one then comes to registers. Whether Inf or NaN was taken out.
   __device__ __forceinline__ bool pass_on(FloatOctet (&x)[kOctets], const Source& next, int panel, int tile,
                                           int num_rows, bool may_be_hidden) const {
-    char* const s_piece = s_ring_ + ring_.stage() * kPieceBytes;
+    char* const s_piece = Base::place();
     __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);
-    ptx::mbarrier_wait(ptx::shared_address(&state_.empty[ring_.stage()]), ring_.parity() ^ 1);
+    Base::wait_for_place();
 #pragma unroll
     for (int octet = 0; octet < kOctets; ++octet) {
       const FloatOctet current = x[octet];
@@ -106,19 +146,93 @@ class ForwardF32Loader {
     return met;
   }
 
-  __device__ __forceinline__ void hand_over() {
-    ptx::fence_proxy_async_shared();
-    __syncwarp();  // what all lanes wrote comes before the arrival
-    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.full[ring_.stage()]));
-    ring_.advance();
+  const PieceThread at_;
+};
+
+/// Pieces of 32 rows, which are done with so soon that several must be under way: half of those of a tile of K, or of
+/// V. A thread has one row of the tile.
+template <class Config>
+class ForwardF32RowLoader : public ForwardF32LoaderBase<Config> {
+  using Base = ForwardF32LoaderBase<Config>;
+
+ public:
+  using typename Base::State;
+  static constexpr int kAhead = Config::kPieces / 2;
+  static_assert(Config::kPieces % 2 == 0);
+
+  __device__ __forceinline__ ForwardF32RowLoader(const ForwardParams& p, State& state, char* s_ring, int thread)
+      : Base(p, state, s_ring, thread), at_(thread) {}
+
+  __device__ __forceinline__ void run(const ForwardSchedule& schedule) {
+    Base::for_each_work(schedule, [&](Work& work) { load_keys(work); });
   }
 
-  const ForwardParams& p_;
-  State& state_;
-  char* const s_ring_;
-  const PieceThread at_;
-  const int lane_;
-  RingPosition<Config::kStages> ring_;
+ private:
+  using Base::p_;
+  using typename Base::Work;
+
+  /// From the thread's first column on.
+  struct Row {
+    const float* first;
+    int columns;  // 0: not a row of the sequence
+  };
+
+  __device__ __forceinline__ Row row_of(const Work& work, const TensorView& view, int64_t columns, int tile) const {
+    const int row = tile * Config::kBlockN + at_.row;
+    const bool exists = tile >= work.tiles.begin && row < work.sequence.seqlen_k;
+    return {key_rows<float, false>(p_, view, work.sequence).row(row) + at_.column,
+            exists ? static_cast<int>(columns) - at_.column : 0};
+  }
+  __device__ __forceinline__ Row key_row(const Work& work, int tile) const {
+    return row_of(work, p_.k, p_.head_dim, tile);
+  }
+  __device__ __forceinline__ Row value_row(const Work& work, int tile) const {
+    return row_of(work, p_.v, p_.head_dim_v, tile);
+  }
+
+  __device__ __forceinline__ static FloatOctet load(const Row& row, int piece) {
+    const int column = piece * Config::kBlockN;
+    return FloatOctet::load(row.first + column, column < row.columns);
+  }
+
+  __device__ __forceinline__ void load_keys(Work& work) {
+    int tile = work.tiles.end - 1;
+    if (tile < work.tiles.begin) return;
+    Row row = key_row(work, tile);
+    FloatOctet x[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) x[k] = load(row, k);
+#pragma unroll 1
+    for (; tile >= work.tiles.begin; --tile) {
+      const bool partial = tile < work.tiles.full_begin || tile >= work.tiles.full_end;
+#pragma unroll 1
+      for (int is_value = 0; is_value < 2; ++is_value) {
+        pass_on(x, row, kAhead, is_value && partial, work);
+        row = is_value ? key_row(work, tile - 1) : value_row(work, tile);
+        pass_on(x, row, 0, is_value && partial, work);
+      }
+    }
+  }
+
+  /// The pieces that are in registers to the ring; those of `next` from first_piece on then come to registers.
+  __device__ __forceinline__ void pass_on(FloatOctet (&x)[kAhead], const Row& next, int first_piece, bool may_be_hidden,
+                                          Work& work) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);
+      char* const s_piece = Base::place();
+      Base::wait_for_place();
+      at_.store(s_piece, 0, x[k], trace);
+      x[k] = load(next, first_piece + k);
+      if (may_be_hidden && is_nan(trace)) {
+        at_.take_out_non_finite(s_piece);
+        work.met_non_finite = true;
+      }
+      Base::hand_over();
+    }
+  }
+
+  const ThreadOfPiece<Config::kBlockN> at_;
 };
 
 }  // namespace flash_ext::sm90

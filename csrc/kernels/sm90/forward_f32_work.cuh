@@ -22,16 +22,19 @@ struct ForwardF32Config {
   static constexpr ForwardF32Shape kShape = forward_f32_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kGroupRows;
-  static constexpr int kBlockN = kForwardF32Keys;
+  static constexpr int kBlockN = kShape.keys;
   static constexpr int kStages = kShape.stages;
   static constexpr int kRegisters = kShape.registers, kLoaderRegisters = kShape.loader_registers;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-  static constexpr int kPanels = panels(kHeadDim);  // pieces of a tile
+  static constexpr int kPanels = panels(kHeadDim);  // pieces of Q of a warpgroup
+  static constexpr bool kSmallPieces = kBlockN == kSmallPieceRows;
+  static constexpr int kPieces = kHeadDim / kBlockN;  // of K of a tile, and as many of V
+  static constexpr int kStageBytes = Piece<kBlockN>::kBytes;
 
   static constexpr int kQueryBytes = kPanels * kPieceBytes;  // of a warpgroup
   static constexpr int kRingOffset = kGroups * kQueryBytes;
-  static constexpr int kTilesBytes = kRingOffset + kStages * kPieceBytes;
-  static_assert(kBlockN == kPieceRows && kGroupRows == kPieceRows);
+  static constexpr int kTilesBytes = kRingOffset + kStages * kStageBytes;
+  static_assert(kGroupRows == kPieceRows);
   static_assert(kGroups * kRegisters + kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
