@@ -119,6 +119,28 @@ def test_out_and_gradients_match_the_oracle_with_that_mask(device: str, dtype: t
     assert_matches_oracle(call)
 
 
+@pytest.mark.parametrize("p", [2**-16, 0.1, 0.5, 0.5 + 2**-16, 1 - 2**-16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_keeps_what_the_mask_says(device: str, dtype: torch.dtype, head_dim: int, p: float) -> None:
+    """Bit for bit: equal weights, and a value of 1 in a column of its own for each of 64 keys at a time."""
+    batch, heads, seqlen_q, seqlen_k, columns = 1, 2, 333, 203, 64
+    rng = random_rng(device)
+    keep = reference.dropout_keep(rng, p, batch, heads, seqlen_q, seqlen_k)
+    q = torch.zeros(batch, seqlen_q, heads, head_dim, dtype=dtype, device=device)
+    keys = torch.zeros(batch, seqlen_k, heads, head_dim, dtype=dtype, device=device)
+    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None]
+    near = (distance - (seqlen_k - seqlen_q)).abs() <= 70
+    for first in range(0, seqlen_k, columns):
+        count = min(columns, seqlen_k - first)
+        values = torch.zeros_like(keys)
+        values[:, first : first + count, :, :count] = torch.eye(count, dtype=dtype, device=device)[:, None]
+        for options, visible in (({}, torch.ones_like(near)), ({"window_size": (70, 70)}, near)):
+            out = flash_ext.attention(q, keys, values, dropout_p=p, rng_state=rng, **options)
+            found = out[..., :count].transpose(1, 2) != 0
+            assert torch.equal(found, (keep & visible)[..., first : first + count])
+
+
 def test_beyond_one_tile(device: str) -> None:
     call = make_call(1, 203, 413, heads_q=3, heads_kv=1, device=device, dropout_p=0.3, rng_state=random_rng(device))
     assert_matches_oracle(call)

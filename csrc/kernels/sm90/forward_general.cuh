@@ -9,6 +9,7 @@
 // twice.
 #pragma once
 
+#include "../ptx/lane.h"
 #include "forward.cuh"
 #include "forward_general_load.cuh"
 
@@ -44,8 +45,12 @@ class GeneralGroup : public ForwardGroup<Config> {
   static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;
   static constexpr float kMostExponent = 0x1p120f;
   using BiasPairs = uint32_t[kParts][16];  // 64 keys of both rows
-  // S of a tile beside P V of the one before. Not where 128 keys are worth more, nor where Philox needs the registers.
-  static constexpr bool kBeside = kParts == 1 && !Config::kDrops;
+  // S of a tile beside P V of the one before. Not where 128 keys are worth more.
+  static constexpr bool kBeside = kParts == 1;
+  // A bias, asked for before S is waited for, takes registers that dropout needs.
+  static constexpr bool kAsksForBias = !Config::kDrops;
+  template <bool kBias>
+  static constexpr bool kHasStep = !kBias || kAsksForBias;
   // Base 2. A bias that pads with -10000, or with the lowest number of float16, leaves references below it.
   static constexpr float kLowReference = -8192.0f;
   // This warp raises references in the next tile; P of the tile before waits for its V, which has been cleaned; the
@@ -58,7 +63,9 @@ class GeneralGroup : public ForwardGroup<Config> {
       : Base(p, state, s_tiles, group, lane, options.scale),
         options_(options),
         state_(state),
-        s_bias_(s_tiles + Config::kBiasOffset + group * Config::kBiasSlots * Config::kBiasPartBytes) {}
+        s_bias_(s_tiles + Config::kBiasOffset + group * Config::kBiasSlots * Config::kBiasPartBytes) {
+    if constexpr (Config::kDrops) draw_key_.seeds = uniform_seeds(p.dropout);
+  }
 
   __device__ __forceinline__ void run() {
     WorkQueue<ForwardState<Config>> queue(state_);
@@ -66,8 +73,7 @@ class GeneralGroup : public ForwardGroup<Config> {
       this->clear();
       visit(*work);
       if (!work->careful && must_repeat(*work)) work->failed = true;
-      if constexpr (Config::kDrops) scale_out();
-      this->store(*work);
+      store(*work);
       if (work->careful && this->met_non_finite_) this->add_hidden_non_finite(*work);
       queue.pop(lane_);
     }
@@ -77,15 +83,23 @@ class GeneralGroup : public ForwardGroup<Config> {
   __device__ __forceinline__ void visit(const Work& work) {
     this->wait_for_query(work);
     mode_ = kRaises;
+    if constexpr (Config::kDrops) prepare_draws(work);
+    options_.adds_bias ? visit_tiles<true>(work) : visit_tiles<false>(work);
+  }
+
+  /// A loop with a bias and one without: registers for what comes ahead of S would have to be cleared in each tile.
+  template <bool kBias>
+  __device__ __forceinline__ void visit_tiles(const Work& work) {
     if constexpr (kBeside) {
-      visit_beside(work);
+      visit_beside<kBias>(work);
     } else {
-      visit_in_turn(work);
+      visit_in_turn<kBias>(work);
     }
   }
 
   /// S and P of a tile, and then P V. That S of the next one waits so long leaves registers to the options; the other
   /// warpgroups have products meanwhile.
+  template <bool kBias>
   __device__ __forceinline__ void visit_in_turn(const Work& work) {
     uint32_t flags;
 #pragma unroll 1
@@ -99,12 +113,13 @@ class GeneralGroup : public ForwardGroup<Config> {
       }
       mode_ = (mode_ & kRaises) | (flags & TileNote::kClean);
       Weights p;
-      weigh_keys(p, work, note);
+      weigh_keys<kBias>(p, work, note);
       add_values(p);
     } while (!(flags & TileNote::kLast));
     release_query(work);
   }
 
+  template <bool kBias>
   __device__ __forceinline__ void visit_beside(const Work& work) {
     Weights p = {};  // or its registers are taken from one work to the next, as those of the bias in a step
     uint32_t flags;
@@ -113,9 +128,11 @@ class GeneralGroup : public ForwardGroup<Config> {
       this->wait_for_keys();
       const TileNote note = state_.k_notes[k_at_.stage()];
       flags = note.flags;
-      if ((mode_ & kHurries) && note.whole(group_)) {
-        step(p, note);
-        continue;
+      if constexpr (kHasStep<kBias>) {
+        if ((mode_ & kHurries) && note.whole(group_)) {
+          step<kBias>(p, note);
+          continue;
+        }
       }
       if (mode_ & kWaits) add_values(p);
       if (!note.visible(group_)) {
@@ -123,8 +140,9 @@ class GeneralGroup : public ForwardGroup<Config> {
         continue;
       }
       mode_ = (mode_ & kRaises) | kWaits | (flags & TileNote::kClean);
-      weigh_keys(p, work, note);
-      if (!options_.scales_first && !work.careful && !(mode_ & kCleaned) && !some_warp_raises()) mode_ |= kHurries;
+      weigh_keys<kBias>(p, work, note);
+      if (kHasStep<kBias> && !options_.scales_first && !work.careful && !(mode_ & kCleaned) && !some_warp_raises())
+        mode_ |= kHurries;
     } while (!(flags & TileNote::kLast));
     release_query(work);
     if (mode_ & kWaits) add_values(p);
@@ -154,15 +172,27 @@ class GeneralGroup : public ForwardGroup<Config> {
   }
 
   /// S and P of a tile, whatever the options.
+  template <bool kBias>
   __device__ __forceinline__ void weigh_keys(Weights& p, const Work& work, const TileNote& note) {
     Scores s;
     uint32_t visible[kParts][2] = {};
+    BiasPairs bias;
     start_qk(s);
     const bool hides = look(note, visible);
+    if constexpr (kBias && kAsksForBias) ask_for_bias(bias);
     ptx::wgmma_wait<0>();
     pin(s);
-    release_keys();
-    apply(s, work, note, hides, visible);
+    if constexpr (!Config::kDrops) release_keys();
+    scale_first(s, work, note);
+    if constexpr (kBias) {
+      if (work.careful) {
+        add_bias<true>(s, bias);
+      } else {
+        add_bias<false>(s, bias);
+      }
+    }
+    if (hides) hide_by_bits(s, visible);
+    this->hide(s, work, note.tile);
     float sum[2];
     if (mode_ & kRaises) {
       this->raise_reference(s);
@@ -171,10 +201,10 @@ class GeneralGroup : public ForwardGroup<Config> {
     } else {
       exponentiate<false>(s, this->scale_, reference_, sum);
     }
-    if constexpr (Config::kDrops) drop(s, work, note.tile);
     add_sums(s, sum);
-    if (options_.adds_bias) release_bias();
+    if constexpr (kBias) release_bias();
     this->pack(p, s);
+    if constexpr (Config::kDrops) drop_weights(p);
   }
 
   /// P V of the tile before.
@@ -188,19 +218,20 @@ class GeneralGroup : public ForwardGroup<Config> {
 
   /// P V of the tile before, S and P of this one, which the window leaves whole, and in which all rows have references.
   /// What comes from shared memory is asked for before S is waited for: products of the other warpgroups hold it up.
+  template <bool kBias>
   __device__ __forceinline__ void step(Weights& p, const TileNote& note) {
     Scores s;
-    BiasPairs bias = {};
+    BiasPairs bias;
     uint32_t visible[kParts][2] = {};
     start_qk(s);
     wait_for_values(false);
     start_pv(p);
     const bool hides = look(note, visible);
-    if (options_.adds_bias) ask_for_bias(bias);
+    if constexpr (kBias && kAsksForBias) ask_for_bias(bias);
     ptx::wgmma_wait<1>();
     pin(s);
-    release_keys();
-    if (options_.adds_bias) add_bias(s, bias);
+    if constexpr (!Config::kDrops) release_keys();
+    if constexpr (kBias) add_bias<false>(s, bias);
     if (hides) hide_by_bits(s, visible);
     float sum[2];
     exponentiate<false>(s, this->scale_, reference_, sum);
@@ -208,8 +239,45 @@ class GeneralGroup : public ForwardGroup<Config> {
     pin_out();
     release_values();
     add_sums(s, sum);
-    if (options_.adds_bias) release_bias();
+    if constexpr (kBias) release_bias();
     this->pack(p, s);
+    if constexpr (Config::kDrops) drop_weights(p);
+  }
+
+  /// K, which has been used, is released behind it.
+  __device__ __forceinline__ void drop_weights(Weights& p) {
+    options_.drops_most ? drop<true>(p) : drop<false>(p);
+    release_keys();
+  }
+
+  /// Beside K is what the draws of its keys share.
+  template <bool kDropsMost>
+  __device__ __forceinline__ void drop(Weights& p) const {
+    const KeyDraws* const s_keys = state_.key_draws[k_at_.stage()] + lane_ % 4 * 2;
+    uint32_t read = 0;
+#pragma unroll
+    for (int group = 0; group < kBlockN / 32; ++group) {  // of 32 keys
+      const PhiloxWords even = draw_words(draw_key_, query_draws_, s_keys[8 * group]);
+      const PhiloxWords odd = draw_words(draw_key_, query_draws_, s_keys[8 * group + 1]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        uint32_t(&pairs)[4] = p[2 * group + w / 2];
+        const uint32_t x = below_threshold<kDropsMost>(even.word[w], options_.minus_threshold);
+        const uint32_t y = below_threshold<kDropsMost>(odd.word[w], options_.minus_threshold);
+        pairs[w % 2 * 2] &= ~ptx::pair_signs<0>(x, y);
+        pairs[w % 2 * 2 + 1] &= ~ptx::pair_signs<1>(x, y);
+      }
+      read ^= p[2 * group][0];
+    }
+    ptx::wait_for_loaded(read);
+  }
+
+  /// Of the work.
+  __device__ __forceinline__ void prepare_draws(const Work& work) {
+    draw_key_.batch_head =
+        static_cast<uint32_t>(work.sequence.batch * static_cast<int>(p_.heads_q) + work.sequence.head);
+    const int sixteen = (work.first_query + group_ * kGroupRows) / 16 + warp_;  // rows
+    query_draws_ = QueryDraws::of(draw_key_, static_cast<uint32_t>(sixteen * 8 + lane_ / 4));
   }
 
   /// The parts of this tile, behind a branch on the sum of what was made of them.
@@ -296,28 +364,13 @@ class GeneralGroup : public ForwardGroup<Config> {
     return __any_sync(~0u, hides);
   }
 
-  /// Products to scores, but for the scale.
-  __device__ __forceinline__ void apply(Scores& s, const Work& work, const TileNote& note, bool hides,
-                                        const uint32_t (&visible)[kParts][2]) {
-    if (options_.scales_first) {
-      ScoreRules<Element> rules(p_, work.sequence);
-      rules.scale = options_.rule_scale, rules.cap = options_.cap;  // or doubles are divided here
-      rules.scale_and_cap(s);
-      if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work, note.tile));
-    }
-    if (options_.adds_bias) add_bias(s);
-    if (hides) hide_by_bits(s, visible);
-    this->hide(s, work, note.tile);
-  }
-
-  /// -inf hides even a score that is NaN.
-  __device__ __forceinline__ void add_bias(Scores& s) const {
-    const float factor = __int_as_float(ptx::reread(__float_as_int(options_.bias_factor)));
-    const auto add = [factor](float& x, float b) {
-      x = fmaf(b, factor, x);
-      if (b == -INFINITY) x = -INFINITY;
-    };
-    p_.bias.dtype == DType::kFloat16 ? add_parts<__half>(s, add) : add_parts<__nv_bfloat16>(s, add);
+  /// Products to scores, where a bias cannot be added to products.
+  __device__ __forceinline__ void scale_first(Scores& s, const Work& work, const TileNote& note) const {
+    if (!options_.scales_first) return;
+    ScoreRules<Element> rules(p_, work.sequence);
+    rules.scale = options_.rule_scale, rules.cap = options_.cap;  // or doubles are divided here
+    rules.scale_and_cap(s);
+    if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work, note.tile));
   }
 
   /// As ldmatrix deals it out.
@@ -331,20 +384,31 @@ class GeneralGroup : public ForwardGroup<Config> {
     }
   }
 
+  /// kHides: -inf hides even a score that is NaN.
+  template <bool kHides>
   __device__ __forceinline__ void add_bias(Scores& s, const BiasPairs& bias) const {
-    p_.bias.dtype == DType::kFloat16 ? add_pairs<__half>(s, bias) : add_pairs<__nv_bfloat16>(s, bias);
+    p_.bias.dtype == DType::kFloat16 ? add_bias_of<__half, kHides>(s, bias)
+                                     : add_bias_of<__nv_bfloat16, kHides>(s, bias);
   }
 
-  template <class BiasElement>
-  __device__ __forceinline__ void add_pairs(Scores& s, const BiasPairs& bias) const {
+  template <class BiasElement, bool kHides>
+  __device__ __forceinline__ void add_bias_of(Scores& s, const BiasPairs& bias) const {
+    const auto add = [this](float& x, float b) {
+      x = fmaf(b, options_.bias_factor, x);
+      if (kHides && b == -INFINITY) x = -INFINITY;
+    };
+    if constexpr (kAsksForBias) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n)
+      for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 b = ptx::unpack2<BiasElement>(bias[n / 8][n % 8 * 2 + r]);
-        s[0][n][2 * r] = fmaf(b.x, options_.bias_factor, s[0][n][2 * r]);
-        s[0][n][2 * r + 1] = fmaf(b.y, options_.bias_factor, s[0][n][2 * r + 1]);
-      }
+        for (int r = 0; r < 2; ++r) {
+          const float2 b = ptx::unpack2<BiasElement>(bias[n / 8][n % 8 * 2 + r]);
+          add(s[0][n][2 * r], b.x);
+          add(s[0][n][2 * r + 1], b.y);
+        }
+    } else {
+      add_parts<BiasElement>(s, add);
+    }
   }
 
   __device__ __forceinline__ BiasPart bias_part(int slot) const {
@@ -366,17 +430,20 @@ class GeneralGroup : public ForwardGroup<Config> {
   /// Dropout has no registers for what would follow from it outside of the loop.
   __device__ __forceinline__ static int again(int x) { return Config::kDrops ? ptx::reread(x) : x; }
 
-  __device__ __forceinline__ void drop(Scores& s, const Work& work, int tile) const {
-    Dropout dropout = state_.dropout;
-    dropout.batch_head = static_cast<uint32_t>(work.sequence.batch * static_cast<int>(p_.heads_q) + work.sequence.head);
-    dropout.drop(s, this->coordinates(work, tile));
-  }
-
-  __device__ __forceinline__ void scale_out() {
-#pragma unroll
-    for (int d = 0; d < kD; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) out_[d][e] *= options_.keep_scale;
+  /// Normalises the rows and writes them, from registers: shared memory is given to other things.
+  __device__ __forceinline__ void store(const Work& work) {
+    const int first_row = work.first_query + group_ * kGroupRows;
+    if (first_row < work.end_query) {
+      float scale[2], lse[2];
+      this->finish_rows(work, scale, lse);
+      this->store_lse(work, first_row, lse);
+      if constexpr (Config::kDrops) {
+        scale[0] *= options_.keep_scale;
+        scale[1] *= options_.keep_scale;
+      }
+      this->store_rows(work, first_row, scale);
+    }
+    if (work.has_rows(group_)) this->q_at_.advance();
   }
 
   const GeneralOptions& options_;
@@ -384,6 +451,8 @@ class GeneralGroup : public ForwardGroup<Config> {
   const uint32_t s_bias_;  // of this warpgroup
   RingPosition<Config::kBiasSlots> bias_at_;
   uint32_t mode_;  // kRaises and so on
+  DrawKey draw_key_;
+  QueryDraws query_draws_;  // of this lane's rows
 };
 
 /// Where batch entries share what is read for each query and key, those of one head follow each other.
@@ -398,7 +467,10 @@ struct GeneralSchedule : ForwardSchedule {
         batch_first(p.bias.data && p.bias.batch_stride == 0 && p.bias.head_stride != 0 && p.bias.row_stride != 0) {}
 
   __device__ __forceinline__ void locate(int64_t position, int& head, int& block) const {
-    ForwardSchedule::locate(position, head, block);
+    ForwardSchedule here = *this;
+    // What follows from them is computed once a work: the loaders lack the registers to keep it.
+    here.blocks_m = ptx::reread(blocks_m), here.section_heads = ptx::reread(section_heads);
+    here.locate(position, head, block);
     if (batch_first) head = head % batch * heads_q + head / batch;
   }
 };
@@ -411,19 +483,25 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            const __grid_constant__ GeneralSchedule schedule) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<GeneralState<Config>*>(shared + Config::kTilesBytes);
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
-  if (threadIdx.x == 0) state.init(p);
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  if (threadIdx.x == 0) state.init();
   __syncthreads();
   if (warp < kGroupWarps) {
     ptx::give_up_registers<Config::kLoaderRegisters>();
+    const int lane = ptx::lane_id();  // of each role: the one with the fewest registers else takes it from all
     GeneralLoader<Config> loader(p, options, maps, bias_map, state, shared, lane);
-    if (warp == 0) loader.load_keys();
-    if (warp == 1) loader.load_queries_and_store_out();
-    if (warp == 2) loader.clean_values();
-    if (warp == 3 && lane == 0) loader.schedule_work(schedule);
+    if (warp == 0) {
+      loader.load_keys();
+    } else if (warp == 1) {
+      loader.load_queries_and_bias();
+    } else if (warp == 2) {
+      loader.load_values();
+    } else if (lane == 0) {
+      loader.schedule_work(schedule);
+    }
   } else {
     ptx::take_registers<Config::kRegisters>();
-    GeneralGroup<Config>(p, options, state, ptx::shared_address(shared), warp / kGroupWarps - 1, lane).run();
+    GeneralGroup<Config>(p, options, state, ptx::shared_address(shared), warp / kGroupWarps - 1, ptx::lane_id()).run();
   }
 }
 
@@ -439,6 +517,9 @@ inline GeneralOptions general_options(const ForwardParams& p) {
   options.rule_scale = p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap) : scale;
   options.cap = static_cast<float>(p.softcap) * kLog2E;
   options.keep_scale = static_cast<float>(dropout_keep_scale(p.dropout.p));
+  const uint32_t threshold = dropout_threshold(p.dropout.p);
+  options.drops_most = threshold > 0x8000u;
+  options.minus_threshold = (0x10000u - threshold) * 0x10001u;
   return options;
 }
 
@@ -461,8 +542,8 @@ void launch_general_forward(const ForwardParams& p, const ForwardVisibility& vis
 template <class Element, int kHeadDim>
 void run_general_forward(const ForwardParams& p, const ForwardVisibility& visible, void* workspace,
                          cudaStream_t stream) {
-  using Plain = ForwardConfig<Element, kHeadDim, kHeadDim, ForwardClass::kGeneral>;
-  using Drops = ForwardConfig<Element, kHeadDim, kHeadDim, ForwardClass::kDropout>;
+  using Plain = GeneralConfig<Element, kHeadDim, false>;
+  using Drops = GeneralConfig<Element, kHeadDim, true>;
   dropout_threshold(p.dropout.p) > 0 ? launch_general_forward<Drops>(p, visible, workspace, stream)
                                      : launch_general_forward<Plain>(p, visible, workspace, stream);
 }

@@ -8,11 +8,12 @@
 
 namespace flash_ext::sm90 {
 
-/// The tiles of a work that masks leave, from the last to the first. A warp looks at 32 at a time.
-template <class Config>
+/// The tiles of a work that masks leave, from the last to the first. A warp looks at 32 at a time. Each warp that loads
+/// has its own, so that none of them waits for another. kFindsBits: it says where the bits of a mask stand.
+template <class Config, bool kFindsBits = false>
 class TileList {
  public:
-  static constexpr int kParts = Config::kBlockN / kKeyGroup;  // of a tile
+  static constexpr int kParts = Config::kParts, kPlaces = Config::kGroups * kParts;  // of a tile
 
   __device__ __forceinline__ TileList(const ForwardVisibility& visible, const ForwardWork<Config>& work, int lane)
       : visible_(visible), work_(work), lane_(lane), first_(work.tiles.end - 1) {
@@ -26,16 +27,20 @@ class TileList {
     const int k = __ffs(static_cast<int>(left_)) - 1;
     left_ &= left_ - 1;
     TileNote note = {first_ - k, __shfl_sync(~0u, mine_, k)};
+    if (kFindsBits && visible_.places) {
+#pragma unroll
+      for (int i = 0; i < kPlaces; ++i) {
+        const int place = __shfl_sync(~0u, places_[i], k);
+        if (lane_ == i) place_ = place;
+      }
+    }
     skip();
     if (!left_) note.flags |= TileNote::kLast;
     return note;
   }
 
-  /// Places of a tile's parts, for a warpgroup's queries.
-  __device__ __forceinline__ const int* places(int group, int tile) const {
-    return visible_.row(work_.sequence.batch, work_.sequence.head, work_.first_query / kGroupRows + group) +
-           tile * kParts;
-  }
+  /// Of the tile taken last: lane g * kParts + k has the place of part k for warpgroup g, if that visits the tile.
+  __device__ __forceinline__ int place() const { return place_; }
 
  private:
   __device__ __forceinline__ void look() {
@@ -50,7 +55,7 @@ class TileList {
     }
   }
 
-  __device__ __forceinline__ uint32_t flags_of(int tile) const {
+  __device__ __forceinline__ uint32_t flags_of(int tile) {
     if (tile < work_.tiles.begin) return 0;
     uint32_t flags = 0;
 #pragma unroll
@@ -66,14 +71,16 @@ class TileList {
   }
 
   /// Those of a warpgroup 0.
-  __device__ __forceinline__ uint32_t flag_of(int group, int tile) const {
+  __device__ __forceinline__ uint32_t flag_of(int group, int tile) {
     constexpr uint32_t kSeen = 1, kSeenPartly = 1 | 1u << TileNote::kPartly;
     if (!visible_.places) return kSeen;
-    const int* const g_places = places(group, tile);
+    const int* const g_places =
+        visible_.row(work_.sequence.batch, work_.sequence.head, work_.first_query / kGroupRows + group) + tile * kParts;
     bool none = true, all = true;
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       const int place = __ldg(g_places + k);
+      if constexpr (kFindsBits) places_[group * kParts + k] = place;
       none &= place == kNonePairs;
       all &= place == kAllPairs;
     }
@@ -83,8 +90,10 @@ class TileList {
   const ForwardVisibility& visible_;
   const ForwardWork<Config>& work_;
   const int lane_;
-  int first_;             // the tile of lane 0; that of the next lane is before it
-  uint32_t mine_, left_;  // flags of this lane's; lanes whose tiles are to be visited
+  int first_;                                  // the tile of lane 0; that of the next lane is before it
+  uint32_t mine_, left_;                       // flags of this lane's; lanes whose tiles are to be visited
+  int places_[kFindsBits ? kPlaces : 1] = {};  // of this lane's tile
+  int place_ = 0;
 };
 
 template <class Config>
@@ -94,7 +103,8 @@ class GeneralLoader : public ForwardLoader<Config> {
   using Base::lane_;
   using Base::p_;
   using Work = ForwardWork<Config>;
-  using BiasRing = RingPosition<Config::kBiasSlots>[Config::kGroups];
+  using List = TileList<Config>;
+  using ListOfBits = TileList<Config, true>;
 
  public:
   __device__ __forceinline__ GeneralLoader(const ForwardParams& p, const GeneralOptions& options,
@@ -107,32 +117,29 @@ class GeneralLoader : public ForwardLoader<Config> {
         s_bias_(ptx::shared_address(tiles) + Config::kBiasOffset),
         s_bits_(ptx::shared_address(tiles) + Config::kBitsOffset) {}
 
-  /// K, bias and V of the tiles in the list.
+  /// K of the tiles in the list, what masks leave of them, what their draws share, and the notes.
   __device__ __forceinline__ void load_keys() {
     WorkQueue<ForwardState<Config>> queue(state_);
-    RingPosition<Config::kKeyStages> at;  // of V too
-    BiasRing bias_at;
+    RingPosition<Config::kKeyStages> at;
+    PhiloxKey seeds = {};
+    if constexpr (Config::kDrops) seeds = uniform_seeds(p_.dropout);
     while (const Work* const work = queue.front()) {
-      const Sequence& s = work->sequence;
-      TileList<Config> list(options_.visible, *work, lane_);
+      ListOfBits list(options_.visible, *work, lane_);
       TileNote note;
       do {
         note = list.take();
-        const int row = static_cast<int>(s.k_begin) + note.tile * Config::kBlockN;
         ptx::mbarrier_wait(address(state_.k_empty[at.stage()]), at.parity() ^ 1);
-        load_bits(list, note, at.stage());
+        load_bits(note, list.place(), at.stage());
+        if constexpr (Config::kDrops) {
+          if (lane_ < Config::kDraws)
+            state_.key_draws[at.stage()][lane_] =
+                KeyDraws::of({seeds, head_of(*work)}, static_cast<uint32_t>(note.tile * Config::kDraws + lane_));
+          __syncwarp();  // all of them come before the arrival
+        }
         if (lane_ == 0) {
           state_.k_notes[at.stage()] = note;
           load_tile<Base::kPanels>(note, this->maps_.k, state_.k_full[at.stage()],
-                                   this->s_k_ + at.stage() * Config::kKeyBytes, row, s);
-        }
-        __syncwarp();
-        if (options_.adds_bias) load_bias(*work, note, bias_at);
-        ptx::mbarrier_wait(address(state_.v_empty[at.stage()]), at.parity() ^ 1);
-        if (lane_ == 0) {
-          state_.v_notes[at.stage()] = note;
-          load_tile<Base::kValuePanels>(note, this->maps_.v, state_.v_full[at.stage()],
-                                        this->s_v_ + at.stage() * Config::kValueBytes, row, s);
+                                   this->s_k_ + at.stage() * Config::kKeyBytes, work->sequence);
         }
         __syncwarp();
         at.advance();
@@ -142,32 +149,91 @@ class GeneralLoader : public ForwardLoader<Config> {
     }
   }
 
-  /// As ForwardLoader's, of the tiles in the list.
-  __device__ __forceinline__ void clean_values() {
+  /// V of the tiles in the list, which this warp frees of Inf and NaN where they are hidden. Its own arrival says that
+  /// it has done with a tile.
+  __device__ __forceinline__ void load_values() {
     WorkQueue<ForwardState<Config>> queue(state_);
-    RingPosition<Config::kKeyStages> at;  // of V too
+    RingPosition<Config::kValueStages> at;
     while (const Work* const work = queue.front()) {
-      uint32_t flags;
+      List list(options_.visible, *work, lane_);
+      TileNote note;
       do {
-        ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
-        const TileNote note = state_.v_notes[at.stage()];
-        flags = note.flags;
-        if (flags & TileNote::kClean) this->clean_tile(*work, note.tile, at.stage());
+        note = list.take();
+        ptx::mbarrier_wait(address(state_.v_empty[at.stage()]), at.parity() ^ 1);
+        if (lane_ == 0)
+          load_tile<Base::kValuePanels>(note, this->maps_.v, state_.v_full[at.stage()],
+                                        this->s_v_ + at.stage() * Config::kValueBytes, work->sequence);
+        __syncwarp();
+        if (note.flags & TileNote::kClean) {
+          ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
+          this->clean_tile(*work, note.tile, at.stage());
+        }
         __syncwarp();
         if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
         at.advance();
-      } while (!(flags & TileNote::kLast));
+      } while (!(note.flags & TileNote::kLast));
+      queue.pop(lane_);
+    }
+  }
+
+  /// Q of each warpgroup when it has computed its last S, and then the parts of a bias.
+  __device__ __forceinline__ void load_queries_and_bias() {
+    static_assert(Config::kPlaces == 1 && !Config::kOutInShared);
+    WorkQueue<ForwardState<Config>> queue(state_);
+    uint32_t parities = 0;  // bit g: of q_empty[g]
+    // A lane brings a part of a tile for a warpgroup. They wait side by side: each look at a barrier takes as long as
+    // products of others hold up shared memory.
+    const int group = min(lane_ / Config::kParts, Config::kGroups - 1), part = lane_ % Config::kParts;
+    RingPosition<Config::kBiasSlots> bias_at;
+    for (int k = 0; k < part; ++k) bias_at.advance();
+    while (const Work* const work = queue.front()) {
+      load_queries(*work, parities);
+      if (options_.adds_bias) {
+        List list(options_.visible, *work, lane_);
+        TileNote note;
+        do {
+          note = list.take();
+          if (lane_ < Config::kGroups * Config::kParts && note.visible(group)) {
+            load_bias(*work, group, note.tile * Config::kBlockN + part * kKeyGroup, bias_at);
+#pragma unroll
+            for (int k = 0; k < Config::kParts; ++k) bias_at.advance();
+          }
+          __syncwarp();
+        } while (!(note.flags & TileNote::kLast));
+      }
       queue.pop(lane_);
     }
   }
 
  private:
+  __device__ __forceinline__ uint32_t head_of(const Work& work) const {
+    return static_cast<uint32_t>(work.sequence.batch * static_cast<int>(p_.heads_q) + work.sequence.head);
+  }
+
+  __device__ __forceinline__ void load_queries(const Work& work, uint32_t& parities) const {
+    const Sequence& s = work.sequence;
+    const int first_row = static_cast<int>(s.q_begin) + work.first_query;
+#pragma unroll
+    for (int g = 0; g < Config::kGroups; ++g) {
+      if (!work.has_rows(g)) continue;
+      ptx::mbarrier_wait(address(state_.q_empty[g]), (parities >> g & 1) ^ 1);
+      parities ^= 1u << g;
+      if (lane_ == 0) {
+        this->template load<Base::kPanels>(this->maps_.q, address(state_.q_full[g]),
+                                           this->s_q_ + g * Config::kQueryBytes, kGroupRows, first_row + g * kGroupRows,
+                                           s.head, s.batch, p_.seq.cu_seqlens_q);
+      }
+      __syncwarp();  // no lane falls behind by phases, whose parity repeats
+    }
+  }
+
   /// By one lane. Of a tile that nobody visits, the barrier alone.
   template <int kCount>
   __device__ __forceinline__ void load_tile(const TileNote& note, const CUtensorMap& map, const uint64_t& full,
-                                            uint32_t s_tile, int row, const Sequence& s) const {
+                                            uint32_t s_tile, const Sequence& s) const {
     if (note.any()) {
-      this->template load<kCount>(map, address(full), s_tile, Config::kBlockN, row, s.head_kv, s.batch,
+      this->template load<kCount>(map, address(full), s_tile, Config::kBlockN,
+                                  static_cast<int>(s.k_begin) + note.tile * Config::kBlockN, s.head_kv, s.batch,
                                   p_.seq.cu_seqlens_k);
     } else {
       ptx::mbarrier_arrive(address(full));
@@ -175,44 +241,30 @@ class GeneralLoader : public ForwardLoader<Config> {
   }
 
   /// Beside K: a lane brings a part. They are expected before the barrier's only arrival.
-  __device__ __forceinline__ void load_bits(const TileList<Config>& list, const TileNote& note, int stage) const {
-    constexpr int kParts = TileList<Config>::kParts;
+  __device__ __forceinline__ void load_bits(const TileNote& note, int place, int stage) const {
     const int partly = __popc(note.flags >> TileNote::kPartly & TileNote::kAll);
     if (partly == 0) return;
     const uint32_t s_full = address(state_.k_full[stage]);
-    if (lane_ == 0) ptx::mbarrier_expect(s_full, partly * kParts * static_cast<int>(sizeof(PairBits)));
+    if (lane_ == 0) ptx::mbarrier_expect(s_full, partly * Config::kParts * static_cast<int>(sizeof(PairBits)));
     __syncwarp();
-    const int group = lane_ / kParts;
+    const int group = lane_ / Config::kParts;
     if (group >= Config::kGroups || !note.partly(group)) return;
-    const int place = __ldg(list.places(group, note.tile) + lane_ % kParts);
     ptx::bulk_load(s_bits_ + stage * Config::kBitsBytes + lane_ * static_cast<int>(sizeof(PairBits)),
                    options_.visible.bits + place, sizeof(PairBits), s_full);
   }
 
-  /// Of each warpgroup that visits the tile.
-  __device__ __forceinline__ void load_bias(const Work& work, const TileNote& note, BiasRing& at) const {
+  /// By one lane.
+  __device__ __forceinline__ void load_bias(const Work& work, int group, int key,
+                                            const RingPosition<Config::kBiasSlots>& at) const {
     const ScoreView& bias = p_.bias;
     const bool one_row = bias.row_stride == 0;
-    const int first_key = note.tile * Config::kBlockN;
-    const int head = bias.head_stride ? work.sequence.head : 0, batch = bias.batch_stride ? work.sequence.batch : 0;
-#pragma unroll
-    for (int g = 0; g < Config::kGroups; ++g) {
-      if (!note.visible(g)) continue;
-      const int row = one_row ? 0 : work.first_query + g * kGroupRows;
-#pragma unroll 1
-      for (int key = first_key; key < first_key + Config::kBlockN; key += kPanelColumns) {
-        const int slot = at[g].stage();
-        ptx::mbarrier_wait(address(state_.bias_empty[g][slot]), at[g].parity() ^ 1);
-        if (lane_ == 0) {
-          const uint32_t s_full = address(state_.bias_full[g][slot]);
-          ptx::mbarrier_arrive_expect(s_full, one_row ? kPanelRowBytes : Config::kBiasPartBytes);
-          ptx::tma_load(s_bias_ + (g * Config::kBiasSlots + slot) * Config::kBiasPartBytes, &bias_map_, s_full,
-                        bias.col_stride ? key : 0, row, head, batch);
-        }
-        __syncwarp();
-        at[g].advance();
-      }
-    }
+    const int slot = at.stage();
+    const uint32_t s_full = address(state_.bias_full[group][slot]);
+    ptx::mbarrier_wait(address(state_.bias_empty[group][slot]), at.parity() ^ 1);
+    ptx::mbarrier_arrive_expect(s_full, one_row ? kPanelRowBytes : Config::kBiasPartBytes);
+    ptx::tma_load(s_bias_ + (group * Config::kBiasSlots + slot) * Config::kBiasPartBytes, &bias_map_, s_full,
+                  bias.col_stride ? key : 0, one_row ? 0 : work.first_query + group * kGroupRows,
+                  bias.head_stride ? work.sequence.head : 0, bias.batch_stride ? work.sequence.batch : 0);
   }
 
   const GeneralOptions& options_;

@@ -6,18 +6,34 @@
 #include "../common/scores.cuh"
 #include "../ptx/ldmatrix.h"
 #include "../ptx/load_shared.h"
+#include "forward_draw.cuh"
 #include "forward_visibility.h"
 #include "forward_work.cuh"
 
 namespace flash_ext::sm90 {
+
+/// Of the general class.
+template <class Element, int kHeadDim_, bool kDrops_>
+struct GeneralConfig
+    : ForwardConfig<Element, kHeadDim_, kHeadDim_, kDrops_ ? ForwardClass::kDropout : ForwardClass::kGeneral> {
+  using Base = ForwardConfig<Element, kHeadDim_, kHeadDim_, kDrops_ ? ForwardClass::kDropout : ForwardClass::kGeneral>;
+  static constexpr int kParts = Base::kBlockN / kKeyGroup;        // of a tile
+  static constexpr int kDraws = kDrops_ ? Base::kBlockN / 4 : 1;  // groups of keys of Philox, in a tile
+  // Room for what draws share comes from the bias.
+  static constexpr int kBiasSlots = Base::kBiasSlots - (kDrops_ && Base::kBiasSlots != 3 ? 1 : 0);
+  static constexpr int kBitsOffset = Base::kBiasOffset + Base::kGroups * kBiasSlots * Base::kBiasPartBytes;
+  static constexpr int kTilesBytes = kBitsOffset + Base::kKeyStages * Base::kBitsBytes;
+};
 
 /// What the host makes of a call. Kernels find it in constant memory.
 struct GeneralOptions {
   // A product becomes a score to base 2 by `scale`. With softcap, with ALiBi, or where what is added cannot be divided
   // by it, that is done first, and `scale` is 1.
   float scale;
-  float bias_factor;      // of a bias, which is added before `scale`
-  float keep_scale;       // of dropout
+  float bias_factor;         // of a bias, which is added before `scale`
+  float keep_scale;          // of dropout
+  uint32_t minus_threshold;  // of dropout, in both halves
+  bool drops_most;
   float rule_scale, cap;  // of ScoreRules
   bool scales_first, adds_alibi, adds_bias;
   ForwardVisibility visible;
@@ -43,17 +59,16 @@ struct TileNote {
 template <class Config>
 struct GeneralState : ForwardState<Config> {
   uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
-  TileNote k_notes[Config::kKeyStages], v_notes[Config::kValueStages];  // beside k_full, v_full
-  Dropout dropout;                                                      // of some head
+  TileNote k_notes[Config::kKeyStages];                    // beside k_full
+  KeyDraws key_draws[Config::kKeyStages][Config::kDraws];  // with the notes
 
   /// By one thread.
-  __device__ __forceinline__ void init(const AttentionParams& p) {
+  __device__ __forceinline__ void init() {
     for (int g = 0; g < Config::kGroups; ++g)
       for (int k = 0; k < Config::kBiasSlots; ++k) {
         ptx::mbarrier_init(ptx::shared_address(&bias_full[g][k]), 1);
         ptx::mbarrier_init(ptx::shared_address(&bias_empty[g][k]), kGroupWarps);
       }
-    new (&dropout) Dropout(p, Sequence(p, 0, 0));
     ForwardState<Config>::init();
   }
 };
