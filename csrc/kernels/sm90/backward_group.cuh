@@ -83,7 +83,7 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
     Products::multiply(s, Base::keys_, this->query_tile());
     this->weigh(s);
     if (hides) this->hide(s, tile);
-    Tile::pack(p, s);
+    pack_operand<Element>(p, s);
 
     multiply_grads(s);
     this->differentiate(ds, s, p, hides);

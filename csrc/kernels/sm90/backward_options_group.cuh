@@ -72,7 +72,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     weigh(s, note);
     if (hides) this->hide(s, note.tile);
     if (note.flags & kNoteMasked) hide_by_words(s);
-    Tile::pack(p, s);
+    pack_operand<Element>(p, s);
     for_each_pair([&](int k, int e) { ds[k][e] = p[k][e]; });
     if (note.flags & kNoteCapped) multiply_by_slopes(ds);
     if (note.flags & kNoteDrops) {

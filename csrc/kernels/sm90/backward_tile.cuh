@@ -10,6 +10,7 @@
 #include "../ptx/reread.h"
 #include "../ptx/stmatrix_trans.h"
 #include "matrix_descriptor.h"
+#include "score_operand.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -52,14 +53,6 @@ struct BackwardTile {
       const bool visible = row >= first_begin + column && row < min(first_end + column, end_of_all) && column < queries;
       if (!visible) x = 0.0f;
     });
-  }
-
-  __device__ __forceinline__ static void pack(Weights& p, const Scores& s) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        p[step][e] = ptx::pack2<Element>(s[0][2 * step + e / 2][e % 2 * 2], s[0][2 * step + e / 2][e % 2 * 2 + 1]);
   }
 
   /// dS of dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see:

@@ -85,6 +85,7 @@ template <class Config>
 class BackwardWideValues : BackwardWideKeys<Config> {
  public:
   using Base = BackwardWideKeys<Config>;
+  using typename Base::Element;
   using typename Base::Products;
   using typename Base::Scores;
   using typename Base::State;
@@ -98,7 +99,7 @@ class BackwardWideValues : BackwardWideKeys<Config> {
   __device__ __forceinline__ void run() {
     Products::clear(sum_);
     clean_keys();  // waits for them, too, lest the copy engine outlives a block that has no queries
-    this->visit_heads([&](int tile) { step(tile); }, [&](int tile) { pass(tile); });
+    this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store(Base::p_.dv, sum_, 1.0f);
   }
 
@@ -107,34 +108,30 @@ class BackwardWideValues : BackwardWideKeys<Config> {
   using Base::state_;
   using Base::sum_;
 
+  /// Without kSees, a tile of which only the other block's keys see something. What lets go of Q lets go of lse, too:
+  /// P, made of it, is stored before.
+  template <bool kSees>
   __device__ __forceinline__ void step(int tile) {
-    Scores s;
     Weights p;
     this->clean(tile, 0);
     this->wait_for_query();
-    Products::multiply(s, Base::keys_, this->query_tile());
-    this->weigh(s);
-    this->release_query();
-    if (this->hides(tile)) this->hide(s, tile);
-    Tile::pack(p, s);
+    if constexpr (kSees) weigh_tile(p, tile);
     wait_for_p_room();
-    Tile::store(this->s_weights(), p);
+    if constexpr (kSees) Tile::store(this->s_weights(), p);
+    this->release_query();
     this->hand_p_over();
     this->wait_for_grad();
-    this->add_up(p, this->grad_tile());
+    if constexpr (kSees) this->add_up(p, this->grad_tile());
     this->release_grad();
     at_.advance();
   }
 
-  __device__ __forceinline__ void pass(int tile) {
-    this->clean(tile, 0);
-    this->wait_for_query();
-    this->release_query();
-    wait_for_p_room();
-    this->hand_p_over();
-    this->wait_for_grad();
-    this->release_grad();
-    at_.advance();
+  __device__ __forceinline__ void weigh_tile(Weights& p, int tile) const {
+    Scores s;
+    Products::multiply(s, Base::keys_, this->query_tile());
+    this->weigh(s);
+    if (this->hides(tile)) this->hide(s, tile);
+    pack_operand<Element>(p, s);
   }
 
   __device__ __forceinline__ void wait_for_p_room() const { wait_for(state_.ds_empty, at_.count % 2 ^ 1); }
@@ -142,7 +139,7 @@ class BackwardWideValues : BackwardWideKeys<Config> {
   /// K.
   __device__ __forceinline__ void clean_keys() const {
     wait_for(state_.k_full, 0);
-    clean_tile<typename Config::Element, Config::kKeyBytes, kGroupThreads>(Base::s_tiles_, this->thread());
+    clean_tile<Element, Config::kKeyBytes, kGroupThreads>(Base::s_tiles_, this->thread());
     ptx::barrier_any<kGroupThreads>(2, false);
   }
 };
@@ -152,6 +149,7 @@ template <class Config>
 class BackwardWideGradients : BackwardWideKeys<Config> {
  public:
   using Base = BackwardWideKeys<Config>;
+  using typename Base::Element;
   using typename Base::Products;
   using typename Base::Scores;
   using typename Base::State;
@@ -165,7 +163,7 @@ class BackwardWideGradients : BackwardWideKeys<Config> {
   __device__ __forceinline__ void run() {
     Products::clear(sum_);
     clean_keys();
-    this->visit_heads([&](int tile) { step(tile); }, [&](int tile) { pass(tile); });
+    this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store(Base::p_.dk, sum_, static_cast<float>(Base::p_.softmax_scale));
   }
 
@@ -174,34 +172,28 @@ class BackwardWideGradients : BackwardWideKeys<Config> {
   using Base::state_;
   using Base::sum_;
 
-  /// dS takes the registers and the place of P.
+  /// As above. What lets go of dO lets go of D, too: dS, made of it, is stored before. It takes the registers and the
+  /// place of P.
+  template <bool kSees>
   __device__ __forceinline__ void step(int tile) {
     Scores dp;
     Weights weights;
     this->clean(tile, kGroupThreads);
     this->wait_for_grad();
-    Products::multiply(dp, Base::keys_, this->grad_tile());
-    const uint32_t s_weights = this->s_weights();
+    if constexpr (kSees) Products::multiply(dp, Base::keys_, this->grad_tile());
     wait_for_p();
-    Tile::load(weights, s_weights);
-    this->differentiate(weights, dp, weights, this->hides(tile));
+    if constexpr (kSees) {
+      const uint32_t s_weights = this->s_weights();
+      Tile::load(weights, s_weights);
+      this->differentiate(weights, dp, weights, this->hides(tile));
+      Tile::store(s_weights, weights);
+    } else {
+      this->clear_ds(Base::s_tiles_ + Config::kDsOffset);
+    }
     this->release_grad();
-    Tile::store(s_weights, weights);
     this->hand_ds_over();
     this->wait_for_query();
-    this->add_up(weights, this->query_tile());
-    this->release_query();
-    at_.advance();
-  }
-
-  __device__ __forceinline__ void pass(int tile) {
-    this->clean(tile, kGroupThreads);
-    this->wait_for_grad();
-    this->release_grad();
-    wait_for_p();
-    this->clear_ds(Base::s_tiles_ + Config::kDsOffset);
-    this->hand_ds_over();
-    this->wait_for_query();
+    if constexpr (kSees) this->add_up(weights, this->query_tile());
     this->release_query();
     at_.advance();
   }
@@ -211,7 +203,7 @@ class BackwardWideGradients : BackwardWideKeys<Config> {
   /// What dQ needs of the other block's K; and V is there afterwards.
   __device__ __forceinline__ void clean_keys() const {
     wait_for(state_.other_k_full, 0);
-    clean_tile<typename Config::Element, Config::kOtherPanels * panel_bytes(kGroupRows), kGroupThreads>(
+    clean_tile<Element, Config::kOtherPanels * panel_bytes(kGroupRows), kGroupThreads>(
         Base::s_tiles_ + Config::kOtherKeysOffset, this->thread());
     wait_for(state_.v_full, 0);
   }

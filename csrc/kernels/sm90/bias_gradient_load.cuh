@@ -45,11 +45,15 @@ class BiasLoader {
       while (true) {
         wait_for(state_.step_full[at.stage()], at.parity());
         const BiasStep step = state_.steps[at.stage()];
+        const bool ends_work = step.ends_work;
+        if (!ends_work) {
+          for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.q, maps_.k, step, slab);
+          for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.grad_out, maps_.v, step, slab);
+        }
+        // An arrival waits for no loads under way: the slot is free once they have been used.
         arrive_as_warp(state_.step_empty[at.stage()], lane_);
         at.advance();
-        if (step.ends_work) break;
-        for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.q, maps_.k, step, slab);
-        for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.grad_out, maps_.v, step, slab);
+        if (ends_work) break;
       }
     }
   }

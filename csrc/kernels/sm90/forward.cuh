@@ -25,6 +25,7 @@
 #include "forward_load.cuh"
 #include "forward_out.cuh"
 #include "forward_weights.cuh"
+#include "score_operand.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -279,13 +280,7 @@ class ForwardGroup {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ static void pack(Weights& p, const Scores& s) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        p[step][e] = ptx::pack2<Element>(s[0][2 * step + e / 2][e % 2 * 2], s[0][2 * step + e / 2][e % 2 * 2 + 1]);
-  }
+  __device__ __forceinline__ static void pack(Weights& p, const Scores& s) { pack_operand<Element>(p, s); }
 
   /// O += P V
   __device__ __forceinline__ void start_pv(const Weights& p) {
