@@ -593,7 +593,9 @@ def test_the_kernel_of_the_gradient_of_bias(fields: dict[str, Any], obstacle: st
     found = hopper_plan(operation="backward", has_bias=True, **fields)
     assert found.bias_kernel == ("sm80/bias_gradient" if obstacle else "sm90/bias_gradient")
     said = f"does not serve {obstacle}" if obstacle else "if the rows of bias are made of pieces of 16 bytes"
-    assert any(reason.startswith(f"gradient of bias: {found.bias_kernel}") and said in reason for reason in found.reasons)
+    assert any(
+        reason.startswith(f"gradient of bias: {found.bias_kernel}") and said in reason for reason in found.reasons
+    )
     assert hopper_plan(operation="backward").bias_kernel == ""
     ampere = hopper_plan(operation="backward", has_bias=True, compute_capability=80)
     assert ampere.bias_kernel == "sm80/bias_gradient"

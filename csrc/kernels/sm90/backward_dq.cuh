@@ -38,7 +38,7 @@ class BackwardDq : protected BackwardLoader<Config, State> {
     }
 #pragma unroll 1
     for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
-      add(step);
+      add(step, [] {});
       if (warp_ == 0) this->load_after(step);
       at_.advance();
     }
@@ -70,24 +70,30 @@ class BackwardDq : protected BackwardLoader<Config, State> {
     __syncwarp();
   }
 
-  /// dQ += dS K of the next tile of queries.
-  __device__ __forceinline__ void add(const Step& step) {
+  /// dQ += dS K of the next tile of queries. meanwhile() once dS is there, beside the first product.
+  template <class Meanwhile>
+  __device__ __forceinline__ void add(const Step& step, Meanwhile meanwhile) {
     const uint32_t stage = at_.stage();
     wait_for(state_.ds_full[stage], at_.parity());
-    if (!workspace_.dq) return this->release(state_.ds_empty[stage]);
+    if (!workspace_.dq) {
+      meanwhile();
+      return this->release(state_.ds_empty[stage]);
+    }
 
     const uint32_t ds = ds_ + stage * (Config::kDsBytes / 16);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       Sum sum;
-      multiply(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
+      start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
+      if (panel == 0) meanwhile();
+      finish(sum);
       if (panel + 1 == kPanels) this->release(state_.ds_empty[stage]);
       send(step, panel, sum);
     }
   }
 
   /// 64 columns of it.
-  __device__ __forceinline__ static void multiply(Sum& sum, uint32_t ds, uint32_t keys) {
+  __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
     ptx::wgmma_fence();
     ptx::wgmma_across<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
 #pragma unroll
@@ -95,6 +101,8 @@ class BackwardDq : protected BackwardLoader<Config, State> {
       ptx::wgmma_across<Element, true>(sum, DsTile::at(ds, DsTile::along_row(k)),
                                        KeyTile::at(keys, KeyTile::down_rows(k)));
     ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ static void finish(Sum& sum) {
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int n = 0; n < kN; ++n)

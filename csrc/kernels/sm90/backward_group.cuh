@@ -88,7 +88,7 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
     multiply_grads(s);
     this->differentiate(ds, s, p, hides);
     hand_over(ds);
-    add_up(p, ds);
+    add_up(p, ds, [] {});
   }
 
   /// dP
@@ -98,10 +98,12 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
     Products::multiply(s, Base::keys_ + kValues, this->grad_tile());
   }
 
-  /// dV += P dO, dK += dS Q: under way together, and over when this returns.
-  __device__ __forceinline__ void add_up(const Weights& p, const Weights& ds) {
+  /// dV += P dO, dK += dS Q: under way together, beside meanwhile(), and over when this returns.
+  template <class Meanwhile>
+  __device__ __forceinline__ void add_up(const Weights& p, const Weights& ds, Meanwhile meanwhile) {
     Products::start_sum(dv_, p, this->grad_tile());
     Products::start_sum(dk_, ds, this->query_tile());
+    meanwhile();
     ptx::wgmma_wait<1>();
     Products::pin(dv_);
     this->release_grad();

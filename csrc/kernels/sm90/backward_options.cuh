@@ -1,10 +1,11 @@
 // The backward on wgmma with softcap, ALiBi, bias, masks and dropout: see backward.cuh.
 //
-// The warpgroup that loads finds the steps of which masks leave something. It notes each one two steps ahead, copies
-// its bias and words of visibility, and draws which weights are dropped.
+// The warpgroup that loads finds the steps of which masks leave something. It notes each one two steps ahead, and
+// brings its bias and words of visibility.
 #pragma once
 
 #include <stdexcept>
+#include <type_traits>
 
 #include "../launch.h"
 #include "../ptx/grid_dependency.h"
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
-    state.init(layout.bias_by_panels);
+    state.init(layout);
     state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
     state.options() = sm80::BackwardOptions(p, sequence);
   }
@@ -52,12 +53,27 @@ inline bool has_options(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || sm80::hides_pairs(p) || p.dropout.p > 0;
 }
 
+/// Calls run(std::integral_constant<int, options>()) for what serves a call: the kernel of its option, if it is one of
+/// kOptions and alone, or that of any.
+template <int... kOptions, class Run>
+void with_kernel_of_options(const BackwardParams& p, const OptionsLayout& layout, Run run) {
+  const int options = layout.flags | (p.mask.data || p.blocks.offsets ? kNoteMasked : 0);
+  const bool is_plain_bias = !p.bias.data || (layout.bias_by_panels && p.bias.dtype == p.dtype);
+  const auto serve = [&](auto option) {
+    if (options != option() || !is_plain_bias) return false;
+    run(option);
+    return true;
+  };
+  if (!(serve(std::integral_constant<int, kOptions>()) || ...)) run(std::integral_constant<int, kAnyOptions>());
+}
+
 template <class Config>
 void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps,
                              const sm80::BackwardWorkspace& workspace, const BackwardSchedule& schedule,
                              cudaStream_t stream) {
   constexpr int kMostBytes = 227 * 1024 - Config::kTilesBytes;
-  const OptionsLayout layout = OptionsLayout::of<Config>(p, sizeof(OptionsState<Config>), kMostBytes);
+  constexpr int kStateBytes = sizeof(OptionsState<OptionsConfig<Config, kAnyOptions>>);
+  const OptionsLayout layout = OptionsLayout::of<Config>(p, kStateBytes, kMostBytes);
   if (p.bias.data && layout.bias_places == 0) throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
   const CUtensorMap bias_map = layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{};
   const sm80::VisibilityTiles& visibility = workspace.visibility;
@@ -66,8 +82,10 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps,
          visibility);
   const LaunchShape blocks{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
-  launch("sm90/backward", backward_options_kernel<Config>, blocks, stream, p, maps, bias_map, workspace, layout,
-         schedule);
+  with_kernel_of_options<kNoteSloped, kNoteCapped, kNoteBiased, kNoteMasked, kNoteDrops>(p, layout, [&](auto options) {
+    launch("sm90/backward", backward_options_kernel<OptionsConfig<Config, options()>>, blocks, stream, p, maps,
+           bias_map, workspace, layout, schedule);
+  });
 }
 
 }  // namespace flash_ext::sm90

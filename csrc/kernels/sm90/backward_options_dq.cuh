@@ -3,7 +3,7 @@
 
 #include "../ptx/cp_async_barrier.h"
 #include "backward_dq.cuh"
-#include "backward_options_work.cuh"
+#include "backward_options_steps.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -14,6 +14,8 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
   using State = OptionsState<Config>;
   using Base = BackwardDq<Config, State>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kGroups = Config::kGroups;
+  static constexpr int kTeller = 1;                    // the warp that tells of steps; warp 0 loads Q and dO
+  static constexpr bool kFindsBeside = !Config::kAny;  // a product; ptxas has no registers for it with all options
 
   __device__ __forceinline__ OptionsDq(const BackwardParams& p, const BackwardMaps& maps, const CUtensorMap& bias_map,
                                        const sm80::BackwardWorkspace& workspace, const OptionsLayout& layout,
@@ -21,28 +23,27 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
       : Base(p, maps, workspace, state, s_tiles, warp, lane), bias_map_(bias_map), layout_(layout) {}
 
   __device__ __forceinline__ void run() {
-    Step now = visible(first_step());
-    if (is_past(now)) return note(now, note_of(now), 0);
-    Step next = visible_after(now);
-    if (warp_ == 0) this->load_first(now, next);
-    copy_bias(now);
-    if (layout_.bias_places > 1) copy_bias(next);
-    note(now, note_of(now), 0);
-    note(next, note_of(next), 1);
+    OptionsSteps<Config> steps(workspace_, layout_, state_, lane_);
+    BackwardNote now = steps.next();
+    if (is_past(now)) return by_threads() ? tell<true>(now, 0) : tell<false>(now, 0);
+    BackwardNote next = steps.next();
+    if (warp_ == 0) this->load_first(step_of(now), step_of(next));
+    by_threads() ? prepare_first<true>(now, next) : prepare_first<false>(now, next);
 #pragma unroll 1
     while (true) {
-      // What is asked of memory behind the additions to dQ waits for them, so it is asked before dS is there.
-      const Step after = is_past(next) ? next : visible_after(next);
-      const BackwardNote coming = note_of(after);
-      // Who hands dS over has read the note, the bias and the words.
-      wait_for(state_.ds_full[at_.stage()], at_.parity());
-      Step copied = next;  // by `?:` its address would be chosen, and both would live in local memory
-      if (layout_.bias_places > 1) copied = after;
-      copy_bias(copied);
-      if (!is_past(next)) note(after, coming, at_.stage());
-      this->add(now);
+      BackwardNote after;
+      if (!kFindsBeside || by_threads()) after = steps.next();
+      if (by_threads()) {
+        wait_for(state_.ds_full[at_.stage()], at_.parity());
+        prepare<true>(next, after);
+      }
+      this->add(step_of(now), [&] {
+        if (by_threads()) return;
+        if (kFindsBeside) after = steps.next();
+        prepare<false>(next, after);
+      });
       if (is_past(next)) break;
-      if (warp_ == 0) this->load_in_place(after);
+      if (warp_ == 0) this->load_in_place(step_of(after));
       at_.advance();
       now = next;
       next = after;
@@ -59,110 +60,95 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
   using Base::work_;
   using Base::workspace_;
 
-  struct Step : BackwardStep {
-    int state;  // by masks
-  };
-
-  __device__ __forceinline__ const sm80::BackwardOptions& options() const { return state_.options(); }
-  __device__ __forceinline__ bool is_past(const Step& step) const { return step.head >= work_.heads; }
+  __device__ __forceinline__ static bool is_past(const BackwardNote& note) { return note.flags & kNotePast; }
+  __device__ __forceinline__ static BackwardStep step_of(const BackwardNote& note) { return {note.head, note.tile}; }
   __device__ __forceinline__ uint32_t behind_state(int offset) const { return ptx::shared_address(&state_) + offset; }
 
-  __device__ __forceinline__ Step first_step() const { return {work_.first_step(), sm80::kTileVisible}; }
-  __device__ __forceinline__ Step visible_after(Step step) const {
-    work_.advance(step);
-    return visible(step);
-  }
-  /// The step, or the first after it of which masks leave something.
-  __device__ __forceinline__ Step visible(Step step) const {
-    if (!options().masks) return step;
-    const sm80::VisibilityTiles& tiles = workspace_.visibility;
-    while (!is_past(step)) {
-      const uint8_t* const states =
-          tiles.states_of(work_.sequence.batch, work_.sequence.head + step.head, work_.first_key / kBlockN);
-      const int tile = step.tile + lane_;
-      const int state = tile < work_.tiles.end ? states[tiles.query_tiles > 1 ? tile : 0] : sm80::kTileHidden;
-      const uint32_t found = __ballot_sync(~0u, state != sm80::kTileHidden);
-      if (found) {
-        const int first = __ffs(static_cast<int>(found)) - 1;
-        step.tile += first;
-        step.state = __shfl_sync(~0u, state, first);
-        return step;
-      }
-      step.tile += 32;
-      if (step.tile < work_.tiles.end) continue;
-      step.tile = work_.tiles.begin;
-      ++step.head;
-    }
-    return step;
-  }
-
-  __device__ __forceinline__ Sequence sequence_of(const Step& step) const {
+  __device__ __forceinline__ Sequence sequence_of(const BackwardNote& note) const {
     Sequence sequence = work_.sequence;
-    sequence.head += step.head;
+    sequence.head += note.head;
     return sequence;
   }
 
-  /// To the next place: a panel for each warpgroup that computes.
-  __device__ __forceinline__ void copy_bias(const Step& step) {
-    if (layout_.bias_places == 0 || is_past(step)) return;
-    const int place = layout_.bias_places > 1 ? bias_count_ % 2 : 0;
+  /// Whether all threads bring what comes with steps, with registers that a product beside has no room for; else the
+  /// copy engine does.
+  __device__ __forceinline__ bool by_threads() const {
+    return Config::kAny ? layout_.by_threads : Config::may_have(kNoteMasked) && layout_.makes_words;
+  }
+
+  template <bool kByThreads>
+  __device__ __forceinline__ void prepare_first(const BackwardNote& now, const BackwardNote& next) const {
+    copy_bias<kByThreads>(now, 0);
+    if (layout_.bias_places > 1) copy_bias<kByThreads>(next, 1);
+    tell<kByThreads>(now, 0);
+    tell<kByThreads>(next, 1);
+  }
+  /// Of the steps after this one. Who has handed dS of this one over has read its note, bias and words.
+  template <bool kByThreads>
+  __device__ __forceinline__ void prepare(const BackwardNote& next, const BackwardNote& after) const {
+    if (layout_.bias_places > 1) copy_bias<kByThreads>(after, at_.stage());
+    if (layout_.bias_places == 1) copy_bias<kByThreads>(next, 0);
+    if (!is_past(next)) tell<kByThreads>(after, at_.stage());
+  }
+
+  /// A panel for each warpgroup that computes.
+  template <bool kByThreads>
+  __device__ __forceinline__ void copy_bias(const BackwardNote& note, int place) const {
+    if (!Config::may_have(kNoteBiased) || layout_.bias_places == 0 || is_past(note)) return;
     const uint32_t s_place = behind_state(layout_.bias + place * layout_.bias_bytes);
-    ++bias_count_;
-    if (layout_.bias_by_panels) return load_bias_panels(step, s_place, state_.bias_full[place]);
-    const Sequence sequence = sequence_of(step);
+    const uint64_t& full = state_.bias_full[place];
+    if (!kByThreads || layout_.bias_by_panels) return load_bias_panels(note, s_place, address(full));
+    const Sequence sequence = sequence_of(note);
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group)
       sm80::load_bias<kGroupThreads, kBlockM, kGroupRows>(s_place + group * (layout_.bias_bytes / kGroups), p_.bias,
-                                                          layout_.copies_bias, sequence, step.tile * kBlockM,
+                                                          layout_.copies_bias, sequence, note.tile * kBlockM,
                                                           work_.first_key + group * kGroupRows);
-    announce(state_.bias_full[place]);
+    ptx::cp_async_arrive(address(full));
+    this->release(full);
   }
-  __device__ __forceinline__ void load_bias_panels(const Step& step, uint32_t s_place, const uint64_t& barrier) const {
-    if (warp_ == 0 && lane_ == 0) {
-      const int head = p_.bias.head_stride ? work_.sequence.head + step.head : 0;
+  __device__ __forceinline__ void load_bias_panels(const BackwardNote& note, uint32_t s_place, uint32_t s_full) const {
+    if (warp_ != kTeller) return;
+    if (lane_ == 0) {
+      const int head = p_.bias.head_stride ? work_.sequence.head + note.head : 0;
       const int batch = p_.bias.batch_stride ? work_.sequence.batch : 0;
-      ptx::mbarrier_arrive_expect(address(barrier), layout_.bias_bytes);
+      ptx::mbarrier_arrive_expect(s_full, layout_.bias_bytes);
 #pragma unroll
       for (int group = 0; group < kGroups; ++group)
-        ptx::tma_load(s_place + group * panel_bytes(kBlockM), &bias_map_, address(barrier),
-                      work_.first_key + group * kGroupRows, step.tile * kBlockM, head, batch);
+        ptx::tma_load(s_place + group * panel_bytes(kBlockM), &bias_map_, s_full, work_.first_key + group * kGroupRows,
+                      note.tile * kBlockM, head, batch);
     }
     __syncwarp();
   }
 
   /// What the warps that compute must know of a step.
-  __device__ __forceinline__ void note(const Step& step, const BackwardNote& note, int stage) const {
-    if (note.flags & kNoteMasked) {
-      sm80::load_words<kGroupThreads, kBlockM, kBlockN>(behind_state(layout_.words + stage * layout_.words_bytes), p_,
-                                                        workspace_.visibility, sequence_of(step), step.tile,
-                                                        work_.first_key / kBlockN);
+  template <bool kByThreads>
+  __device__ __forceinline__ void tell(const BackwardNote& note, int stage) const {
+    const bool is_masked = Config::template has<kNoteMasked>(note.flags);
+    const uint32_t s_words = behind_state(layout_.words + stage * layout_.words_bytes);
+    const uint32_t s_full = address(state_.note_full[stage]);
+    if (kByThreads && layout_.makes_words && is_masked)
+      sm80::load_words<kGroupThreads, kBlockM, kBlockN>(s_words, p_, workspace_.visibility, sequence_of(note),
+                                                        note.tile, work_.first_key / kBlockN);
+    if (warp_ == kTeller && lane_ == 0) state_.notes[stage] = note;
+    if (kByThreads && layout_.makes_words) return this->release(state_.note_full[stage]);
+    if (warp_ != kTeller) return;
+    if (lane_ == 0) {
+      if (is_masked) {
+        ptx::mbarrier_arrive_expect(s_full, layout_.words_bytes);
+        ptx::bulk_load(s_words,
+                       workspace_.visibility.words_of(work_.sequence.batch, work_.sequence.head + note.head, note.tile,
+                                                      work_.first_key / kBlockN),
+                       layout_.words_bytes, s_full);
+      } else {
+        ptx::mbarrier_arrive(s_full);
+      }
     }
-    if (warp_ == 0 && lane_ == 0) state_.notes[stage] = note;
-    announce(state_.note_full[stage]);
-  }
-  /// What this warp has copied or written.
-  __device__ __forceinline__ void announce(const uint64_t& barrier) const {
-    ptx::cp_async_arrive(address(barrier));
-    this->release(barrier);
-  }
-  __device__ __forceinline__ BackwardNote note_of(const Step& step) const {
-    if (is_past(step)) return {0, 0, kNotePast, 0.0f};
-    const sm80::BackwardOptions& options = this->options();
-    BackwardNote note{step.tile, step.head, 0, 0.0f};
-    if (step.state == sm80::kTileMasked) note.flags |= kNoteMasked;
-    if (options.biased) note.flags |= kNoteBiased;
-    if (options.cap > 0.0f) note.flags |= kNoteCapped;
-    if (options.drops) note.flags |= kNoteDrops;
-    const bool hides = note.flags & (kNoteMasked | kNoteBiased);
-    if (work_.is_cleaned(step.tile) || (hides && workspace_.unclean[this->workspace_tile(step)]))
-      note.flags |= kNoteCleaned;
-    if (options.slopes) note.slope = options.slopes[step.head] * kLog2E;
-    return note;
+    __syncwarp();
   }
 
   const CUtensorMap& bias_map_;
   const OptionsLayout& layout_;
-  uint32_t bias_count_ = 0;
 };
 
 }  // namespace flash_ext::sm90

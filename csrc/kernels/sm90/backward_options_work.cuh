@@ -19,6 +19,25 @@ enum BackwardNoteFlags : int {
   kNoteBiased = 8,   // and a bias may
   kNoteCapped = 16,
   kNoteDrops = 32,
+  kNoteSloped = 64,
+};
+
+constexpr int kAnyOptions = -1;
+
+/// Options that a kernel serves, as flags of notes: these and no others, or any. A test of flags lies between two
+/// products of a warpgroup that waits for both, and all of them cost a fifth of a step; so calls with one option have
+/// a kernel without tests.
+template <class Base, int kOptions_>
+struct OptionsConfig : Base {
+  static constexpr int kOptions = kOptions_;
+  static constexpr bool kAny = kOptions == kAnyOptions;
+
+  static constexpr bool may_have(int option) { return kAny || (kOptions & option) != 0; }
+  /// Whether a step has it; masks leave tiles whole.
+  template <int kOption>
+  __device__ __forceinline__ static bool has(int flags) {
+    return may_have(kOption) && ((!kAny && kOption != kNoteMasked) || (flags & kOption) != 0);
+  }
 };
 
 /// A step, as the warps that compute find it: all that they must know to begin, in one read.
@@ -34,6 +53,10 @@ struct OptionsLayout {
   int bias_places = 0;
   bool copies_bias = false;     // by pieces of 16 bytes
   bool bias_by_panels = false;  // by the copy engine
+  bool bias_by_pairs = false;   // in 16 bits
+  bool makes_words = false;     // of bitmaps of blocks
+  bool by_threads = false;      // are words made or a bias copied, and not all of it by the copy engine
+  int flags = 0;                // of all notes
   int bytes = 0;
 
   /// At most `available` bytes, where a bias may have fewer places.
@@ -43,6 +66,11 @@ struct OptionsLayout {
     layout.bytes = (state_bytes + 127) / 128 * 128;
     const auto take = [&](int bytes) { return std::exchange(layout.bytes, layout.bytes + bytes); };
     if (dropout_threshold(p.dropout.p) > 0) layout.dropped_bytes = Config::kGroups * kGroupThreads * 4;
+    layout.makes_words = p.blocks.offsets;
+    if (p.softcap > 0) layout.flags |= kNoteCapped;
+    if (p.bias.data) layout.flags |= kNoteBiased;
+    if (dropout_threshold(p.dropout.p) > 0) layout.flags |= kNoteDrops;
+    if (p.alibi_slopes) layout.flags |= kNoteSloped;
     if (p.mask.data || p.blocks.offsets) layout.words_bytes = Config::kBlockM * (Config::kBlockN / 32) * 4;
     if (p.bias.data)
       layout.bias_bytes =
@@ -56,6 +84,9 @@ struct OptionsLayout {
     layout.bias = take(layout.bias_places * layout.bias_bytes);
     layout.copies_bias = p.bias.data && sm80::can_stage_bias(p.bias);
     layout.bias_by_panels = layout.copies_bias && p.bias.dtype != DType::kFloat32 && p.bias.row_stride != 0;
+    layout.bias_by_pairs = p.bias.dtype == DType::kFloat16 || p.bias.dtype == DType::kBFloat16;
+    layout.bias_by_pairs &= p.bias.data != nullptr;
+    layout.by_threads = layout.makes_words || (p.bias.data && !layout.bias_by_panels);
     return layout;
   }
 };
@@ -71,11 +102,14 @@ struct OptionsState : BackwardState<Config> {
   __device__ __forceinline__ sm80::BackwardOptions& options() {
     return *reinterpret_cast<sm80::BackwardOptions*>(options_bytes);
   }
+  __device__ __forceinline__ const sm80::BackwardOptions& options() const {
+    return *reinterpret_cast<const sm80::BackwardOptions*>(options_bytes);
+  }
 
   /// By one thread.
-  __device__ __forceinline__ void init(bool bias_by_panels) {
-    init_barriers(note_full, kGroupThreads + kGroupWarps);
-    init_barriers(bias_full, bias_by_panels ? 1 : kGroupThreads + kGroupWarps);
+  __device__ __forceinline__ void init(const OptionsLayout& layout) {
+    init_barriers(note_full, layout.makes_words ? kGroupWarps : 1);
+    init_barriers(bias_full, layout.bias_by_panels ? 1 : kGroupThreads + kGroupWarps);
     BackwardState<Config>::init();
   }
 };

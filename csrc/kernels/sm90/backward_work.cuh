@@ -190,6 +190,9 @@ struct BackwardState {
   __device__ __forceinline__ BackwardWork<Config>& work() {
     return *reinterpret_cast<BackwardWork<Config>*>(work_bytes);
   }
+  __device__ __forceinline__ const BackwardWork<Config>& work() const {
+    return *reinterpret_cast<const BackwardWork<Config>*>(work_bytes);
+  }
 
   /// By one thread.
   __device__ __forceinline__ void init() {

@@ -1,0 +1,44 @@
+// What is done to both numbers of 16 bits in a register at once.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace flash_ext::ptx {
+
+/// Bits 7 and 23 of x in all 16 bits of their halves (PTX ISA, "prmt").
+__device__ __forceinline__ uint32_t spread_low_signs(uint32_t x) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, 0, 0xaa88;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+/// All bits of each 16-bit number that differs from the other's, or is NaN (PTX ISA, "set").
+template <class Element>
+__device__ __forceinline__ uint32_t differs(uint32_t x, uint32_t y);
+
+template <>
+__device__ __forceinline__ uint32_t differs<__half>(uint32_t x, uint32_t y) {
+  uint32_t mask;
+  asm("set.neu.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(x), "r"(y));
+  return mask;
+}
+
+template <>
+__device__ __forceinline__ uint32_t differs<__nv_bfloat16>(uint32_t x, uint32_t y) {
+  uint32_t mask;
+  asm("set.neu.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(x), "r"(y));
+  return mask;
+}
+
+template <class Element>
+__device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
+  using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;
+  const Pair sum = __hadd2(reinterpret_cast<const Pair&>(x), reinterpret_cast<const Pair&>(y));
+  return reinterpret_cast<const uint32_t&>(sum);
+}
+
+}  // namespace flash_ext::ptx
