@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from benchmarks import ceilings, checks, cpu, decode, forward_backward, peers, provenance, report, timing
+from benchmarks import ceilings, checks, counters, cpu, decode, forward_backward, peers, provenance, report, timing
 from benchmarks.__main__ import main, make_parser
 from benchmarks.checks import Expected, WrongOutput
 from benchmarks.contest import Contest
@@ -386,3 +386,45 @@ def test_what_is_no_record(content: str, message: str, tmp_path: Path) -> None:
 def test_records_of_different_questions(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot compare forward with decode"):
         report.compare(record(), record(question="decode"))
+
+
+def raw_page(*kernels: dict[str, str]) -> str:
+    """As ncu prints it, with its notes around."""
+    names = list(kernels[0])
+    lines = [names, ["" for _ in names], *([kernel[name] for name in names] for kernel in kernels)]
+    return "\n".join(["==PROF== Connected", *(",".join(f'"{word}"' for word in line) for line in lines)])
+
+
+def test_counters_of_kernels() -> None:
+    kernel = {
+        "Kernel Name": "forward_kernel<a, b>(c)",
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": "91.5",
+        "sm__cycles_active.avg": "1,900.00",
+        "sm__cycles_elapsed.max": "2,000",
+        "smsp__issue_active.avg.pct_of_peak_sustained_active": "38.4",
+        "dram__throughput.avg.pct_of_peak_sustained_elapsed": "4.2",
+        "lts__throughput.avg.pct_of_peak_sustained_elapsed": "36",
+        "gpu__time_duration.sum": "1,250",
+        "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": "1.5",
+        "smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio": "0.5",
+        "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": "2.0",
+    }
+    other = {**kernel, "gpu__time_duration.sum": "2,000"}
+    shown = counters.table(["128x512c"], ["ours", "theirs"], counters.read_kernels(raw_page(kernel, other)), False)
+    first, second = shown.splitlines()[2:]
+    assert first == "| 128 causal 512 | ours | 1 | 1.60 | 92 | 95 | 38 | 4 | 36 | barrier 50, wait 38, gmma 12 |"
+    assert "| theirs | 2 | 1.00 |" in second
+    with pytest.raises(ValueError, match="1 kernels were seen, 2 expected"):
+        counters.table(["128x512c"], ["ours", "theirs"], counters.read_kernels(raw_page(kernel)), False)
+
+
+def test_a_kernel_in_time() -> None:
+    samples = {
+        "active": "0; 5; 9; 9; 9; 9; 9; 4; 0",
+        "tensor": "0; 0; 0; 3; 30; 60; 61; 9; 0",
+        "read": "0; 0; 8; 9; 9; 9; 9; 9; 9",
+    }
+    kernel = {counters.SERIES[name]: f"1,000.5 ({values})" for name, values in samples.items()}
+    (row,) = counters.read_kernels(raw_page(kernel))
+    assert counters.timeline(row) == ["1.5", "4.5", "6.0", "1.5"]
+    assert counters.timeline({name: "0 (0; 0)" for name in row}) == ["", "", "", ""]
