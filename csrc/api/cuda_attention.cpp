@@ -32,7 +32,7 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
     run(address(workspace));
   };
   if (call.plan.kernel == "sm90/forward") {
-    return with_workspace(sm90::forward_workspace_bytes(call.params),
+    return with_workspace(sm90::forward_workspace_bytes(call.params, call.plan.block_n),
                           [&](void* workspace) { sm90::forward(call.params, call.plan.block_n, workspace, stream); });
   }
   if (call.plan.kernel == "sm90/forward_f32") {

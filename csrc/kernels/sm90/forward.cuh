@@ -21,6 +21,7 @@
 #include "../ptx/reread.h"
 #include "../ptx/setmaxnreg.h"
 #include "../ptx/wgmma.h"
+#include "forward_cut.cuh"
 #include "forward_launch.cuh"
 #include "forward_load.cuh"
 #include "forward_out.cuh"
@@ -342,13 +343,15 @@ class ForwardGroup {
         const int offset = out_offset<Config>(group_, q_at_.stage(), k_at_.stage(), v_at_.stage());
         write_out_tile<Element>(s_tiles_ + offset, out_, scale, warp_ * 16,
                                 ptx::reread(lane_));  // or what follows from it takes registers in the loops
+      } else if (work.part) {
+        store_part(work);
       } else {
         store_rows(work, first_row, scale);
       }
       if (work.hands_over(group_)) hand_out_over(copies_out);
     }
     if (work.has_rows(group_)) q_at_.advance();
-    if (first_row < work.end_query) store_lse(work, first_row, lse);
+    if (first_row < work.end_query && !work.part) store_lse(work, first_row, lse);
     if (work.has_out_slots()) {
       release(state_.k_empty[k_at_.stage()]);
       k_at_.advance();
@@ -406,6 +409,14 @@ class ForwardGroup {
     }
   }
 
+  /// As the registers are, for merge_parts_kernel().
+  __device__ __forceinline__ void store_part(const Work& work) const {
+    float4* const g_part = PartTile<Config>::of_lane(work.part, group_, warp_, lane_);
+#pragma unroll
+    for (int d = 0; d < kD; ++d) g_part[d * 32] = float4{out_[d][0], out_[d][1], out_[d][2], out_[d][3]};
+    g_part[kD * 32] = float4{reference_[0], reference_[1], row_sum_[0], row_sum_[1]};
+  }
+
   /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
   __device__ __forceinline__ void add_hidden_non_finite(const Work& work) const {
     const Sequence& sequence = work.sequence;
@@ -440,15 +451,20 @@ class ForwardGroup {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardMaps maps,
-                   const ForwardSchedule schedule) {
+                   const ScheduleOf<Config> schedule) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<ForwardState<Config>*>(shared + Config::kTilesBytes);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
-  if (threadIdx.x == 0) state.init();
+  ForwardLoader<Config> loader(p, maps, state, shared, lane);
+  if (warp == 0) state.init_barriers_by_warp(lane);
+  if (warp == 1 && lane == 0) {
+    loader.prefetch_maps();
+    if constexpr (Config::kCuts) ptx::launch_dependents();  // merge_parts_kernel(), which waits by itself
+  }
+  if (warp == 3 && lane == 0) loader.make_first_work(schedule);
   __syncthreads();
   if (warp < kGroupWarps) {
     ptx::give_up_registers<Config::kLoaderRegisters>();
-    ForwardLoader<Config> loader(p, maps, state, shared, lane);
     if (warp == 0) loader.load_keys();
     if (warp == 1) loader.load_queries_and_store_out();
     if (warp == 2) loader.clean_values();
@@ -467,11 +483,12 @@ template <class Config>
 void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardState<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
-  const ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
-  if (workspace) clear_forward_workspace(workspace, stream);
+  const ScheduleOf<Config> schedule = make_schedule<Config>(p, workspace);
+  if (schedule.taken) clear_forward_workspace(workspace, stream);
   LaunchShape shape = {dim3(forward_blocks(schedule)), dim3(Config::kThreads), kSharedBytes};
-  shape.overlaps_previous = workspace != nullptr;
+  shape.overlaps_previous = schedule.taken != nullptr;
   launch("sm90/forward", forward_kernel<Config>, shape, stream, p, encode_maps<Config>(p), schedule);
+  if constexpr (Config::kCuts) merge_parts<Config>(p, schedule, stream);
 }
 
 template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>

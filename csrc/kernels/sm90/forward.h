@@ -9,7 +9,7 @@ namespace flash_ext::sm90 {
 
 /// Scratch memory that forward() needs: none where each block has one tile of queries at most, and no more is asked for
 /// than scaled products, softcap and ALiBi.
-int64_t forward_workspace_bytes(const ForwardParams& params);
+int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n);
 
 /// out and lse of every row that a sequence covers. float16 and bfloat16; all options, a bias of 16 bits, any lengths,
 /// keys in one piece; no stride of 0 in q, k and v; rows of out start at multiples of 16 bytes. block_n: keys of a

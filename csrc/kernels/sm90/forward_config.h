@@ -28,6 +28,8 @@ struct ForwardConfig {
   static constexpr int kHeadDimV = kHeadDimV_;  // of v and out
   static constexpr bool kOptions = kClass == ForwardClass::kOptions, kDrops = kClass == ForwardClass::kDropout;
   static constexpr bool kGeneral = kClass == ForwardClass::kGeneral || kDrops;
+  // A work may have a part of the keys alone (forward_cut.cuh). Others have no registers left for that at head_dim 256.
+  static constexpr bool kCuts = kClass == ForwardClass::kPlain;
   static constexpr ForwardShape kShape =
       kGeneral ? general_shape({kHeadDim, kHeadDimV}) : forward_shape({kHeadDim, kHeadDimV}, kKeys);
   static constexpr int kGroups = kShape.groups;

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "../common/non_finite.cuh"
+#include "../ptx/tensor_map.h"
 #include "../ptx/tma.h"
 #include "forward_work.cuh"
 
@@ -36,24 +37,49 @@ class ForwardLoader {
         v_(reinterpret_cast<uint4*>(tiles + Config::kValuesOffset)),
         lane_(lane) {}
 
+  /// Into the slot that is to be filled next; says whether there is such a work: shorter sequences have fewer. kFirst:
+  /// nobody has had a slot, and barriers need not be there yet.
+  template <bool kFirst, class Schedule>
+  __device__ __forceinline__ bool make_work(const Schedule& schedule, int64_t position) {
+    int head, block;
+    schedule.locate(position, head, block);
+    const int batch = static_cast<int>(schedule.heads_of_entry.quotient(head));
+    const Sequence sequence(p_, batch, head - batch * static_cast<int>(schedule.heads_of_entry.value));
+    const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+    if (block >= blocks) return false;
+    const int first_query = first_query_of(block, blocks, sequence.seqlen_q);
+    const int end_query = first_query_of(block + 1, blocks, sequence.seqlen_q);
+    if (!kFirst)
+      while (wait_for_slot(slot_)) hand_out_again(slot_);
+    const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
+    new (&state_.work_in(slot_.stage()))
+        Work(sequence, first_query, end_query, tail_in_memory, p_.alibi_slopes != nullptr);
+    schedule.trim(position, state_.work_in(slot_.stage()));
+    return true;
+  }
+
+  __device__ __forceinline__ void prefetch_maps() const {
+    ptx::prefetch_tensor_map(&maps_.q);
+    ptx::prefetch_tensor_map(&maps_.k);
+    ptx::prefetch_tensor_map(&maps_.v);
+    ptx::prefetch_tensor_map(&maps_.out);
+  }
+
+  /// By the thread that will schedule work, before the block waits for its barriers: making a work takes long.
+  template <class Schedule>
+  __device__ __forceinline__ void make_first_work(const Schedule& schedule) {
+    state_.clear_slots();
+    made_first_ = true;
+    has_first_ = make_work<true>(schedule, blockIdx.x);
+  }
+
   /// Fills the slots with the works of this block, and with those that failed once more. By one thread.
   template <class Schedule>
   __device__ __forceinline__ void schedule_work(const Schedule& schedule) {
-    const int heads_q = static_cast<int>(p_.heads_q);
-    const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
-    for (int64_t position = blockIdx.x; position < schedule.size(); position = schedule.take()) {
-      int head, block;
-      schedule.locate(position, head, block);
-      const Sequence sequence(p_, head / heads_q, head % heads_q);
-      const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-      if (block >= blocks) continue;
-      const int first_query = first_query_of(block, blocks, sequence.seqlen_q);
-      const int end_query = first_query_of(block + 1, blocks, sequence.seqlen_q);
-      while (wait_for_slot(slot_)) hand_out_again(slot_);
-      new (&state_.work_in(slot_.stage()))
-          Work(sequence, first_query, end_query, tail_in_memory, p_.alibi_slopes != nullptr);
-      hand_out();
-    }
+    if (has_first_) hand_out();
+    for (int64_t position = made_first_ ? schedule.take() : blockIdx.x; position < schedule.size();
+         position = schedule.take())
+      if (make_work<false>(schedule, position)) hand_out();
     // Whoever of the last ones fails comes again into the slot that has been free for longest.
     RingPosition<Config::kSlots> at = slot_;
     for (int k = 0; k < Config::kSlots; ++k, at.advance())
@@ -193,15 +219,6 @@ class ForwardLoader {
     }
   }
 
- protected:
-  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
-
-  /// Until all are done with what was in a slot; says whether that failed.
-  __device__ __forceinline__ bool wait_for_slot(const RingPosition<Config::kSlots>& at) const {
-    ptx::mbarrier_wait(address(state_.work_empty[at.stage()]), at.parity() ^ 1);
-    return state_.work_in(at.stage()).failed;
-  }
-
   /// Of a tile of queries. The one that is no whole one stands first, where a causal mask leaves the fewest keys; last
   /// where options know groups of queries. One warpgroup alone would take more than half as long as three: where it
   /// would be, the second tile lends it the rows of another.
@@ -210,6 +227,15 @@ class ForwardLoader {
     const int query = max(seqlen_q - (blocks - block) * Config::kBlockM, 0);
     const bool lends = Config::kGroups > 2 && block == 1 && blocks > 1 && query <= kGroupRows;
     return lends ? query + kGroupRows : query;
+  }
+
+ protected:
+  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
+
+  /// Until all are done with what was in a slot; says whether that failed.
+  __device__ __forceinline__ bool wait_for_slot(const RingPosition<Config::kSlots>& at) const {
+    ptx::mbarrier_wait(address(state_.work_empty[at.stage()]), at.parity() ^ 1);
+    return state_.work_in(at.stage()).failed;
   }
 
   __device__ __forceinline__ void hand_out_again(const RingPosition<Config::kSlots>& failed) {
@@ -360,7 +386,8 @@ class ForwardLoader {
   const uint32_t s_q_, s_k_, s_v_;
   uint4* const v_;
   const int lane_;
-  RingPosition<Config::kSlots> slot_;  // to be filled next
+  RingPosition<Config::kSlots> slot_;            // to be filled next
+  bool made_first_ = false, has_first_ = false;  // by make_first_work(): it looked for one, and found one
 };
 
 }  // namespace flash_ext::sm90

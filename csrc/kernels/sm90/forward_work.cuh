@@ -3,19 +3,31 @@
 
 #include <algorithm>
 
+#include "../common/divisor.h"
 #include "../common/ring.cuh"
 #include "../common/sequence.cuh"
 #include "../launch.h"
 #include "../ptx/cp_async.h"
+#include "../ptx/grid.h"
 #include "../ptx/grid_dependency.h"
 #include "../ptx/mbarrier.h"
 #include "forward_config.h"
 
 namespace flash_ext::sm90 {
 
+/// Where a work leaves what it found, if it has only a part of the keys that its queries see (forward_cut.cuh).
+template <bool kCuts>
+struct WorkPart {
+  float4* part = nullptr;
+};
+template <>
+struct WorkPart<false> {
+  static constexpr float4* part = nullptr;
+};
+
 /// A tile of queries of one head, and the tiles of keys that it sees.
 template <class Config>
-struct ForwardWork {
+struct ForwardWork : WorkPart<Config::kCuts> {
   Sequence sequence;
   int first_query, end_query;
   TileSpan tiles;                  // of all rows: these are loaded
@@ -51,6 +63,17 @@ struct ForwardWork {
     }
   }
 
+  /// Of all tiles, those of [begin, end).
+  __device__ __forceinline__ void keep_tiles(int begin, int end) {
+    const auto keep = [=](TileSpan& span) {
+      span.begin = min(max(span.begin, begin), end);
+      span.end = min(max(span.end, begin), end);
+    };
+    keep(tiles);
+#pragma unroll 1
+    for (int g = 0; g < Config::kGroups; ++g) keep(rows[g]);
+  }
+
   __device__ __forceinline__ bool has_rows(int group) const { return rows[group].begin < rows[group].end; }
 
   /// Whether a warpgroup says so when it has done with its out.
@@ -60,16 +83,17 @@ struct ForwardWork {
 
   /// Whether out of a warpgroup leaves through shared memory: where its rows are whole.
   __device__ __forceinline__ bool copies_out(int group) const {
-    return Config::kOutInShared && first_query + (group + 1) * kGroupRows <= end_query && has_rows(group);
+    return Config::kOutInShared && !this->part && first_query + (group + 1) * kGroupRows <= end_query &&
+           has_rows(group);
   }
 
   /// Whether a stage of K and one of V for out follow the tiles.
   __device__ __forceinline__ bool has_out_slots() const { return Config::kOutInRings && tiles.begin < tiles.end; }
 
   /// Whether V of the tile is freed of Inf and NaN: carefully where some row does not see all of the tile, else of the
-  /// tail alone.
+  /// tail alone. All rows of a part see all keys that there are.
   __device__ __forceinline__ bool is_cleaned(int tile) const {
-    return careful ? tile < tiles.full_begin || tile >= tiles.full_end : tile == tail_tile;
+    return careful && !this->part ? tile < tiles.full_begin || tile >= tiles.full_end : tile == tail_tile;
   }
 
  private:
@@ -88,31 +112,40 @@ struct ForwardSchedule {
   int last_section;   // from this one on, all; a multiple of the above
   // Positions taken, besides the first of each block. Null where there are no more than those.
   unsigned long long* taken;
+  // Of positions, and of those of a section, but the last.
+  LongDivisor section_works = LongDivisor(int64_t{section_heads} * blocks_m);
+  LongDivisor section_width = LongDivisor(section_heads), last_width = LongDivisor(heads - last_section);
+  int64_t works = int64_t{heads} * blocks_m;
+  LongDivisor heads_of_entry = LongDivisor(1);  // of a batch entry
 
   __device__ __forceinline__ int64_t take() const {
     if (!taken) return size();
     ptx::wait_for_previous_grid();  // it clears the counter
-    return static_cast<int64_t>(gridDim.x + atomicAdd(taken, 1ull));
+    return static_cast<int64_t>(ptx::grid_blocks() + atomicAdd(taken, 1ull));
   }
 
-  __device__ __forceinline__ int64_t size() const { return static_cast<int64_t>(heads) * blocks_m; }
+  __device__ __forceinline__ int64_t size() const { return works; }
+
+  template <class Work>
+  __device__ __forceinline__ void trim(int64_t, Work&) const {}
 
   /// Position in the order -> head of all batch entries, tile of queries.
   __device__ __forceinline__ void locate(int64_t position, int& head, int& block) const {
-    const int64_t section_size = static_cast<int64_t>(section_heads) * blocks_m;
-    const int section = static_cast<int>(position / section_size);
+    const int section = static_cast<int>(section_works.quotient(position));
     const int first_head = min(section * section_heads, last_section);
-    const int width = first_head < last_section ? section_heads : heads - last_section;
-    const int64_t rest = position - static_cast<int64_t>(first_head) * blocks_m;
-    block = blocks_m - 1 - static_cast<int>(rest / width);
-    head = first_head + static_cast<int>(rest % width);
+    const LongDivisor& width = first_head < last_section ? section_width : last_width;
+    const uint64_t rest = position - uint64_t{static_cast<uint32_t>(first_head)} * static_cast<uint32_t>(blocks_m);
+    const uint32_t row = static_cast<uint32_t>(width.quotient(rest));
+    block = blocks_m - 1 - static_cast<int>(row);
+    head = first_head + static_cast<int>(rest - row * width.value);
   }
 };
 
-/// Sections of heads that share their way through the keys are equally large, so that the last one is no small one.
-/// Where all tiles of queries see all keys, it does not matter which come last, and those of one key head stand side by
-/// side: blocks that start together then read the same keys. Of the last turns, tiles that are no whole ones come last,
-/// as they fill the end.
+/// Where all sequences have the same lengths, the tiles of queries of one key head stand side by side: blocks that
+/// start together then read the same keys, and memory is asked for as much at one time as at another. What balances the
+/// end is the order of the last turns: the tiles with the most keys first or, where all see all keys, those that are no
+/// whole ones last. Else, and in the general class with a window, sections of heads whose keys fit into L2, equally
+/// large, so that the last one is no small one.
 template <class Config>
 ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
@@ -122,16 +155,21 @@ ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, ratio, heads);
   const int64_t sections = (heads + fitting - 1) / fitting;
   const int64_t even = ((heads + sections - 1) / sections + ratio - 1) / ratio * ratio;
-  const bool equal_tiles = p.window.left < 0 && p.window.right < 0 && !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k &&
-                           !p.seq.seqused_q && !p.seq.seqused_k;
-  const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM, section = equal_tiles ? ratio : even;
+  const bool equal_lengths =
+      !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k && !p.seq.seqused_q && !p.seq.seqused_k && !p.seq.leftpad_k;
+  const bool equal_tiles = equal_lengths && p.window.left < 0 && p.window.right < 0;
+  const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+  const int64_t section = equal_tiles || (equal_lengths && !Config::kGeneral) ? ratio : even;
   int64_t last = (heads - 1) / section * section;
-  if (equal_tiles && !Config::kGeneral && p.seqlen_q % Config::kBlockM != 0) {
+  if (equal_lengths && !Config::kGeneral && !(equal_tiles && p.seqlen_q % Config::kBlockM == 0)) {
     const int64_t last_works = int64_t{kLastTurns} * device_attribute(cudaDevAttrMultiProcessorCount);
-    last = std::max<int64_t>(heads - last_works / blocks_m, 0) / section * section;
+    const int64_t last_heads = equal_tiles ? last_works / blocks_m : (last_works + blocks_m - 1) / blocks_m;
+    last = std::min(last, std::max<int64_t>(heads - last_heads, 0) / section * section);
   }
-  return {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(section),
-          static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
+  ForwardSchedule schedule = {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(section),
+                              static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
+  schedule.heads_of_entry = LongDivisor(p.heads_q);
+  return schedule;
 }
 
 /// Where out of a work goes. Those of its warpgroups that are bits of `groups` say when they have done with it.
@@ -174,7 +212,23 @@ struct ForwardState {
 
   /// By one thread.
   __device__ __forceinline__ void init() {
+    init_barriers(0, 1);
+    clear_slots();
+  }
+  __device__ __forceinline__ void clear_slots() {
+    for (int slot = 0; slot < kSlots; ++slot) work_in(slot).failed = false;
+  }
+
+  /// Every thread of a warp does its part.
+  __device__ __forceinline__ void init_barriers_by_warp(int lane) { init_barriers(lane, 32); }
+
+ private:
+  __device__ __forceinline__ void init_barriers(int first, int step) {
     constexpr int kConsumers = kGroups * kGroupWarps, kLoaders = 3;
+    const auto init_all = [=](auto& barriers, uint32_t arrivals) {
+      for (int k = first; k < static_cast<int>(sizeof(barriers) / sizeof(uint64_t)); k += step)
+        ptx::mbarrier_init(ptx::shared_address(&barriers[k]), arrivals);
+    };
     init_all(q_full, 1);
     init_all(q_empty, kGroupWarps);
     init_all(out_full, kGroupThreads);
@@ -185,17 +239,10 @@ struct ForwardState {
     init_all(v_clean, 1);
     init_all(out_left_keys, 1);
     init_all(out_left_values, 1);
-    ptx::mbarrier_init(ptx::shared_address(&work_loaded), 1);
+    if (first == 0) ptx::mbarrier_init(ptx::shared_address(&work_loaded), 1);
     init_all(work_full, 1);
     init_all(work_empty, kConsumers + kLoaders);
     ptx::mbarrier_init_fence();
-    for (int slot = 0; slot < kSlots; ++slot) work_in(slot).failed = false;
-  }
-
- private:
-  template <int kCount>
-  __device__ __forceinline__ static void init_all(uint64_t (&barriers)[kCount], uint32_t arrivals) {
-    for (int k = 0; k < kCount; ++k) ptx::mbarrier_init(ptx::shared_address(&barriers[k]), arrivals);
   }
 };
 

@@ -3,6 +3,7 @@
 #include "../aligned_bias.cuh"
 #include "../dispatch.h"
 #include "../forward.h"
+#include "../forward_cut.h"
 #include "../forward_visibility.cuh"
 
 namespace flash_ext::sm90 {
@@ -35,11 +36,11 @@ template <class Element, int kHeadDim>
 void run_general_forward(const ForwardParams& params, const ForwardVisibility& visible, void* workspace,
                          cudaStream_t stream);
 
-int64_t forward_workspace_bytes(const ForwardParams& params) {
+int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n) {
   if (is_general(params)) return GeneralWorkspace(params).bytes;
-  const int64_t block_m = forward_shape(forward_head_dims(params.head_dim, params.head_dim_v)).groups * kGroupRows;
-  const int64_t works = (params.seqlen_q + block_m - 1) / block_m * params.batch * params.heads_q;
-  return works > device_attribute(cudaDevAttrMultiProcessorCount) ? sizeof(unsigned long long) : 0;
+  const HeadDims dims = forward_head_dims(params.head_dim, params.head_dim_v);
+  const ForwardShape shape = forward_shape_with(dims, block_n);
+  return cut_workspace_bytes(cut_forward(params, shape, dims), shape, dims);
 }
 
 void forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream) {

@@ -1,0 +1,23 @@
+// Division by a number that the host knows: no kernel starts with a row of slow ones (Granlund and Montgomery, 1994).
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext {
+
+/// For dividends below 2^63.
+struct LongDivisor {
+  uint64_t value, multiplier = 1;
+  uint32_t shift = 0;
+
+  explicit LongDivisor(int64_t divisor) : value(static_cast<uint64_t>(divisor)) {
+    using Twice = unsigned __int128;
+    while ((uint64_t{1} << shift) < value) ++shift;
+    if (value > 0)
+      multiplier += static_cast<uint64_t>((static_cast<Twice>((uint64_t{1} << shift) - value) << 64) / value);
+  }
+
+  __device__ __forceinline__ uint64_t quotient(uint64_t n) const { return (__umul64hi(n, multiplier) + n) >> shift; }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,15 @@
+// What a kernel knows of its launch.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::ptx {
+
+/// gridDim.x, read where it stands: it takes no register elsewhere.
+__device__ __forceinline__ uint32_t grid_blocks() {
+  uint32_t blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
+
+}  // namespace flash_ext::ptx

@@ -1,0 +1,13 @@
+// Maps of tensors, as the copy engine reads them (PTX ISA, "prefetch{.tensormap}").
+#pragma once
+
+#include <cuda.h>
+
+namespace flash_ext::ptx {
+
+/// Copies that name the map later need not wait for it.
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+}  // namespace flash_ext::ptx
