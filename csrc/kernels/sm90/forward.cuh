@@ -456,7 +456,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   auto& state = *reinterpret_cast<ForwardState<Config>*>(shared + Config::kTilesBytes);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   ForwardLoader<Config> loader(p, maps, state, shared, lane);
-  if (warp == 0) state.init_barriers_by_warp(lane);
+  if (threadIdx.x == 0) state.init_barriers();
   if (warp == 1 && lane == 0) {
     loader.prefetch_maps();
     if constexpr (Config::kCuts) ptx::launch_dependents();  // merge_parts_kernel(), which waits by itself

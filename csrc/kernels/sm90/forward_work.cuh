@@ -212,23 +212,16 @@ struct ForwardState {
 
   /// By one thread.
   __device__ __forceinline__ void init() {
-    init_barriers(0, 1);
+    init_barriers();
     clear_slots();
   }
   __device__ __forceinline__ void clear_slots() {
     for (int slot = 0; slot < kSlots; ++slot) work_in(slot).failed = false;
   }
 
-  /// Every thread of a warp does its part.
-  __device__ __forceinline__ void init_barriers_by_warp(int lane) { init_barriers(lane, 32); }
-
- private:
-  __device__ __forceinline__ void init_barriers(int first, int step) {
+  /// By one thread, whose addresses are constants: lanes that share the work take turns at it.
+  __device__ __forceinline__ void init_barriers() {
     constexpr int kConsumers = kGroups * kGroupWarps, kLoaders = 3;
-    const auto init_all = [=](auto& barriers, uint32_t arrivals) {
-      for (int k = first; k < static_cast<int>(sizeof(barriers) / sizeof(uint64_t)); k += step)
-        ptx::mbarrier_init(ptx::shared_address(&barriers[k]), arrivals);
-    };
     init_all(q_full, 1);
     init_all(q_empty, kGroupWarps);
     init_all(out_full, kGroupThreads);
@@ -239,10 +232,16 @@ struct ForwardState {
     init_all(v_clean, 1);
     init_all(out_left_keys, 1);
     init_all(out_left_values, 1);
-    if (first == 0) ptx::mbarrier_init(ptx::shared_address(&work_loaded), 1);
+    ptx::mbarrier_init(ptx::shared_address(&work_loaded), 1);
     init_all(work_full, 1);
     init_all(work_empty, kConsumers + kLoaders);
     ptx::mbarrier_init_fence();
+  }
+
+ private:
+  template <int kCount>
+  __device__ __forceinline__ static void init_all(uint64_t (&barriers)[kCount], uint32_t arrivals) {
+    for (int k = 0; k < kCount; ++k) ptx::mbarrier_init(ptx::shared_address(&barriers[k]), arrivals);
   }
 };
 
