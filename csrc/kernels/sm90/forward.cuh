@@ -51,9 +51,10 @@ class ForwardGroup {
   using QueryTile = TileDescriptor<kGroupRows>;
   using KeyTile = TileDescriptor<kBlockN>;  // and of values
 
-  __device__ __forceinline__ ForwardGroup(const ForwardParams& p, State& state, uint32_t s_tiles, int group, int lane,
-                                          float scale)
+  __device__ __forceinline__ ForwardGroup(const ForwardParams& p, const ScoreTerms& terms, State& state,
+                                          uint32_t s_tiles, int group, int lane, float scale)
       : p_(p),
+        terms_(terms),
         state_(state),
         group_(group),
         lane_(lane),
@@ -69,7 +70,7 @@ class ForwardGroup {
       visit(*work);
       if (!work->careful && must_repeat(*work)) work->failed = true;
       store(*work);
-      if (work->careful && met_non_finite_) add_hidden_non_finite(*work);
+      if (work->careful && met_non_finite_) add_hidden_non_finite(*work, p_);
       queue.pop(lane_);
     }
   }
@@ -139,7 +140,7 @@ class ForwardGroup {
   __device__ __forceinline__ void release_keys(const Work& work, int tile) {
     release(state_.k_empty[k_at_.stage()]);
     k_at_.advance();
-    if (Config::kOutInRings && tile == work.rows[group_].begin) release(state_.q_empty[group_]);
+    if (Config::kOutInRings && tile == work.last_tile(group_)) release(state_.q_empty[group_]);
   }
 
   __device__ __forceinline__ void wait_for_values(bool cleaned) {
@@ -183,7 +184,7 @@ class ForwardGroup {
     Scores s;
     wait_for_keys();
     start_qk(s);
-    wait_for_values(tile + 1 == work.tail_tile);
+    wait_for_values(Config::kOptions ? work.is_cleaned(tile + 1) : tile + 1 == work.tail_tile);
     start_pv(p);
     ptx::wgmma_wait<1>();
     pin(s);
@@ -201,18 +202,12 @@ class ForwardGroup {
   __device__ __forceinline__ void weigh(Scores& s, const Work& work, int tile) {
     constexpr bool kPlain = kRaise == Raise::kNone;
     float sum[2];
-    if constexpr (kPlain && Config::kOptions) {
-      const ScoreRules<Element> rules(p_, work.sequence);
-      const TileCoordinates<false> at = coordinates(work, tile);
-      exponentiate_left_of_diagonal<Config::kProducts>(s, rules, at, reference_, sum);
-    } else {
-      apply_options(s, work, tile);
-      if constexpr (!kPlain) {
-        hide(s, work, tile);
-        raise_reference<kRaise == Raise::kFirst>(s);
-      }
-      exponentiate<kPlain>(s, scale_, reference_, sum);
+    apply_options(s, work, tile);
+    if constexpr (!kPlain) {
+      hide(s, work, tile);
+      raise_reference<kRaise == Raise::kFirst>(s);
     }
+    exponentiate<kPlain>(s, scale_, reference_, sum);
     row_sum_[0] += sum[0];
     row_sum_[1] += sum[1];
   }
@@ -253,10 +248,17 @@ class ForwardGroup {
   /// Products to base-2 scores; hiding comes after.
   __device__ __forceinline__ void apply_options(Scores& s, const Work& work, int tile) const {
     if constexpr (Config::kOptions) {
-      const ScoreRules<Element> rules(p_, work.sequence);
-      rules.scale_and_cap(s);
+      const ScoreRules<Element> rules = this->rules(work);
+      scale_and_cap<Config::kCapsByProducts>(s, rules, terms_.softcap);
       rules.add_alibi(s, coordinates(work, tile));
     }
+  }
+
+  __device__ __forceinline__ ScoreRules<Element> rules(const Work& work) const {
+    ScoreRules<Element> rules(p_, work.sequence);
+    rules.scale = terms_.scale, rules.cap = terms_.cap;  // or doubles are divided here
+    if constexpr (Config::kOptions) rules.slope = work.slope;
+    return rules;
   }
 
   __device__ __forceinline__ TileCoordinates<false> coordinates(const Work& work, int tile) const {
@@ -418,19 +420,20 @@ class ForwardGroup {
   }
 
   /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
-  __device__ __forceinline__ void add_hidden_non_finite(const Work& work) const {
+  __device__ __forceinline__ void add_hidden_non_finite(const Work& work, const AttentionParams& p) const {
     const Sequence& sequence = work.sequence;
     const TileSpan tiles = work.rows[group_];
     const int first_row = work.first_query + group_ * kGroupRows;
     const auto rows = query_rows<Element>(p_.out, sequence);
     ptx::barrier_any<kGroupThreads>(1 + group_, false);  // out is written
-    add_non_finite<Element, kGroupThreads>(p_, sequence, rows, key_rows<Element, false>(p_, p_.v, sequence), first_row,
+    add_non_finite<Element, kGroupThreads>(p, sequence, rows, key_rows<Element, false>(p_, p_.v, sequence), first_row,
                                            min(first_row + kGroupRows, work.end_query), tiles.begin * kBlockN,
                                            min(tiles.end * kBlockN, sequence.seqlen_k),
                                            static_cast<int>(threadIdx.x) % kGroupThreads);
   }
 
   const ForwardParams& p_;
+  const ScoreTerms& terms_;
   State& state_;
   const int group_, lane_, warp_;
   const float scale_;   // of scores, to base 2; kOptions has applied it already
@@ -447,11 +450,15 @@ class ForwardGroup {
   float row_sum_[2];
 };
 
+/// The class with softcap and ALiBi (forward_scores.cuh).
+template <class Config>
+class ForwardScoresGroup;
+
 /// Warpgroup 0 loads, the others compute.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardMaps maps,
-                   const ScheduleOf<Config> schedule) {
+                   const ScheduleOf<Config> schedule, const __grid_constant__ ScoreTerms terms) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<ForwardState<Config>*>(shared + Config::kTilesBytes);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
@@ -471,8 +478,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 3 && lane == 0) loader.schedule_work(schedule);
   } else {
     ptx::take_registers<Config::kRegisters>();
+    using Group = std::conditional_t<Config::kOptions, ForwardScoresGroup<Config>, ForwardGroup<Config>>;
     const float scale = Config::kOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E;
-    ForwardGroup<Config>(p, state, ptx::shared_address(shared), warp / kGroupWarps - 1, lane, scale).run();
+    Group(p, terms, state, ptx::shared_address(shared), warp / kGroupWarps - 1, lane, scale).run();
   }
 }
 
@@ -487,20 +495,8 @@ void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream
   if (schedule.taken) clear_forward_workspace(workspace, stream);
   LaunchShape shape = {dim3(forward_blocks(schedule)), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = schedule.taken != nullptr;
-  launch("sm90/forward", forward_kernel<Config>, shape, stream, p, encode_maps<Config>(p), schedule);
+  launch("sm90/forward", forward_kernel<Config>, shape, stream, p, encode_maps<Config>(p), schedule, ScoreTerms(p));
   if constexpr (Config::kCuts) merge_parts<Config>(p, schedule, stream);
-}
-
-template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>
-void run_forward(const ForwardParams& p, [[maybe_unused]] int64_t block_n, void* workspace, cudaStream_t stream) {
-  if (has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale))
-    return launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardClass::kOptions>>(p, workspace, stream);
-  using Plain = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardClass::kPlain>;
-  if constexpr (has_two_shapes({kHeadDim, kHeadDimV})) {
-    using ForFewKeys = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardClass::kPlain, ForwardKeys::kFew>;
-    if (block_n == ForFewKeys::kBlockN) return launch_forward<ForFewKeys>(p, workspace, stream);
-  }
-  launch_forward<Plain>(p, workspace, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -40,8 +40,8 @@ struct ForwardConfig {
   static constexpr int kRegisters = kShape.registers;
   static constexpr int kLoaderRegisters = kShape.loader_registers;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-  // Exponentials of so many in four eights of keys are products, where tanh takes the time of their unit.
-  static constexpr int kProducts = kHeadDim <= 64 ? 2 : 0;
+  // Softcap without the unit that exponentials need. At 256 that has time for both, and the registers are taken.
+  static constexpr bool kCapsByProducts = kHeadDim <= 192;
   // Of work: loads run ahead of what is computed, by short sequences too. Where there is no room for so many, 2.
   static constexpr int kSlots = kGeneral && kHeadDim > 128 ? 2 : 4;
 

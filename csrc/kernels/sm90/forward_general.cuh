@@ -60,7 +60,7 @@ class GeneralGroup : public ForwardGroup<Config> {
  public:
   __device__ __forceinline__ GeneralGroup(const ForwardParams& p, const GeneralOptions& options,
                                           GeneralState<Config>& state, uint32_t s_tiles, int group, int lane)
-      : Base(p, state, s_tiles, group, lane, options.scale),
+      : Base(p, options.terms, state, s_tiles, group, lane, options.scale),
         options_(options),
         state_(state),
         s_bias_(s_tiles + Config::kBiasOffset + group * Config::kBiasSlots * Config::kBiasPartBytes) {
@@ -74,7 +74,7 @@ class GeneralGroup : public ForwardGroup<Config> {
       visit(*work);
       if (!work->careful && must_repeat(*work)) work->failed = true;
       store(*work);
-      if (work->careful && this->met_non_finite_) this->add_hidden_non_finite(*work);
+      if (work->careful && this->met_non_finite_) this->add_hidden_non_finite(*work, p_);
       queue.pop(lane_);
     }
   }
@@ -367,9 +367,8 @@ class GeneralGroup : public ForwardGroup<Config> {
   /// Products to scores, where a bias cannot be added to products.
   __device__ __forceinline__ void scale_first(Scores& s, const Work& work, const TileNote& note) const {
     if (!options_.scales_first) return;
-    ScoreRules<Element> rules(p_, work.sequence);
-    rules.scale = options_.rule_scale, rules.cap = options_.cap;  // or doubles are divided here
-    rules.scale_and_cap(s);
+    const ScoreRules<Element> rules = this->rules(work);
+    scale_and_cap<Config::kCapsByProducts>(s, rules, options_.terms.softcap);
     if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work, note.tile));
   }
 
@@ -506,7 +505,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 inline GeneralOptions general_options(const ForwardParams& p) {
-  GeneralOptions options{};
+  GeneralOptions options{ScoreTerms(p)};
   const float scale = static_cast<float>(p.softmax_scale) * kLog2E;
   const bool normal = scale > 0x1p-60f && scale < 0x1p60f;
   options.adds_alibi = p.alibi_slopes != nullptr;
@@ -514,8 +513,6 @@ inline GeneralOptions general_options(const ForwardParams& p) {
   options.scales_first = p.softcap > 0.0 || options.adds_alibi || !normal;
   options.scale = options.scales_first ? 1.0f : scale;
   options.bias_factor = kLog2E / options.scale;
-  options.rule_scale = p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap) : scale;
-  options.cap = static_cast<float>(p.softcap) * kLog2E;
   options.keep_scale = static_cast<float>(dropout_keep_scale(p.dropout.p));
   const uint32_t threshold = dropout_threshold(p.dropout.p);
   options.drops_most = threshold > 0x8000u;

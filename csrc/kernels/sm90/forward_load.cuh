@@ -52,8 +52,7 @@ class ForwardLoader {
     if (!kFirst)
       while (wait_for_slot(slot_)) hand_out_again(slot_);
     const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
-    new (&state_.work_in(slot_.stage()))
-        Work(sequence, first_query, end_query, tail_in_memory, p_.alibi_slopes != nullptr);
+    new (&state_.work_in(slot_.stage())) Work(p_, sequence, first_query, end_query, tail_in_memory);
     schedule.trim(position, state_.work_in(slot_.stage()));
     return true;
   }
@@ -144,7 +143,7 @@ class ForwardLoader {
     store_out(out_parities);
   }
 
-  /// K and V of all tiles, from the last to the first. With kOutInRings, a slot of each for out comes after the last.
+  /// K and V of all tiles, in the order of the visits. With kOutInRings, a slot of each for out comes after the last.
   /// That of V is handed over by the warp that cleans, as it is free later than the stage of the next K. Waiting for it
   /// is not needed here: a stage is free when the one before it in the ring is, and between two slots there is a tile.
   __device__ __forceinline__ void load_keys() {
@@ -157,9 +156,9 @@ class ForwardLoader {
       const Sequence& s = work->sequence;
       const int begin = work->tiles.begin, first_row = static_cast<int>(s.k_begin);
       const int announced = min(begin + kTilesAhead, work->tiles.end - 1);
-      for (int tile = work->tiles.end - 1; tile >= begin; --tile) {
-        if (tile == announced && lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
-        const int row = first_row + tile * Config::kBlockN;
+      for (int place = work->tiles.end - 1; place >= begin; --place) {
+        if (place == announced && lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
+        const int row = first_row + work->tile_at(place) * Config::kBlockN;
         wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
         if (lane_ == 0) {
           load<kPanels>(maps_.k, address(state_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
@@ -198,7 +197,8 @@ class ForwardLoader {
     OutSlots slots;
     while (const Work* const work = queue.front()) {
       const int begin = work->tiles.begin;
-      for (int tile = work->tiles.end - 1; tile >= begin; --tile, at.advance()) {
+      for (int place = work->tiles.end - 1; place >= begin; --place, at.advance()) {
+        const int tile = work->tile_at(place);
         ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
         slots.take_back(at.stage());
         if (work->is_cleaned(tile)) clean_tile(*work, tile, at.stage());

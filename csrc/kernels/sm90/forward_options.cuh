@@ -8,6 +8,7 @@
 #include "../ptx/load_shared.h"
 #include "forward_draw.cuh"
 #include "forward_visibility.h"
+#include "forward_weights.cuh"
 #include "forward_work.cuh"
 
 namespace flash_ext::sm90 {
@@ -27,6 +28,7 @@ struct GeneralConfig
 
 /// What the host makes of a call. Kernels find it in constant memory.
 struct GeneralOptions {
+  ScoreTerms terms;
   // A product becomes a score to base 2 by `scale`. With softcap, with ALiBi, or where what is added cannot be divided
   // by it, that is done first, and `scale` is 1.
   float scale;
@@ -34,7 +36,6 @@ struct GeneralOptions {
   float keep_scale;          // of dropout
   uint32_t minus_threshold;  // of dropout, in both halves
   bool drops_most;
-  float rule_scale, cap;  // of ScoreRules
   bool scales_first, adds_alibi, adds_bias;
   ForwardVisibility visible;
 };

@@ -2,9 +2,22 @@
 #pragma once
 
 #include "../common/scores.cuh"
-#include "../ptx/clamp.h"
+#include "softcap.h"
 
 namespace flash_ext::sm90 {
+
+/// What the host makes of a call's scale and softcap. Kernels find it in constant memory.
+struct ScoreTerms {
+  float scale, cap;  // of ScoreRules
+  SoftcapPolynomial softcap;
+
+  explicit ScoreTerms(const AttentionParams& p)
+      : scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
+                              : static_cast<float>(p.softmax_scale) * kLog2E),
+        cap(static_cast<float>(p.softcap) * kLog2E),
+        softcap(p.softcap > 0.0 ? SoftcapPolynomial(p.softmax_scale / p.softcap, p.softcap * kLog2E)
+                                : SoftcapPolynomial()) {}
+};
 
 /// Of base-2 scores divided by `scale`. With kPlain, a row without a reference, whose scores were -inf until now, gets
 /// a sum that must_repeat() notices. kRounds: the scaled score is rounded, as the reference was. Else the rounding of a
@@ -28,48 +41,76 @@ __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, 
   }
 }
 
-/// 2^x to 2^-13 relative, by additions and products.
-__device__ __forceinline__ float exp2_by_products(float x) {
-  constexpr float kWhole = 0x1.8p23f;  // added, leaves the nearest integer in the low bits
-  x = ptx::clamp(x, -127.0f, 128.0f);  // 0 and inf
-  const float whole = x + kWhole, rest = x - (whole - kWhole);
-  float y = fmaf(0.05517167f, rest, 0.24261113f);  // of least relative error over [-1/2, 1/2]
-  y = fmaf(y, rest, 0.69326097f);
-  y = fmaf(y, rest, 0.99992806f);
-  return y * __uint_as_float((__float_as_uint(whole) << 23) + 0x3F800000u);
+/// Products to base-2 scores, but for the terms that are added. kPolynomial: softcap by products where it can be.
+template <bool kPolynomial, class Element, int kN>
+__device__ __forceinline__ void scale_and_cap(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
+                                              const SoftcapPolynomial& softcap) {
+  if (kPolynomial && rules.cap > 0.0f && softcap.serves(s)) {
+    for_each_score(s, [&](float& x, int, int, int) {
+      float u;
+      x = softcap.factor(x, u) * u;
+    });
+  } else {
+    rules.scale_and_cap(s);
+  }
 }
 
-template <bool kCapped, int kProducts, class Element, int kN>
+/// ALiBi on one side of the diagonal.
+struct AlibiLine {
+  float slope;   // along the keys, base 2
+  int distance;  // of the key in column 0 of row 0 of a lane's accumulators from that row's diagonal
+};
+
+/// By which way a score is capped.
+enum class Cap { kNone, kPolynomial, kTanh };
+
+/// Of products that softcap and ALiBi go before.
+template <Cap kCap, bool kAlibi, class Element, int kN>
 __device__ __forceinline__ void exponentiate_by_rules(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
-                                                      const TileCoordinates<false>& at, const float (&reference)[2],
-                                                      float (&sum)[2]) {
+                                                      const SoftcapPolynomial& softcap, const AlibiLine& line,
+                                                      const float (&reference)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int distance = at.column(0, 0) - at.row(0, 2 * r) - rules.diagonal;
-    const float first = fmaf(rules.slope, static_cast<float>(distance), -reference[r]);
+    const float first =
+        kAlibi ? fmaf(line.slope, static_cast<float>(line.distance - 8 * r), -reference[r]) : -reference[r];
     sum[r] = 0.0f;
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float added = fmaf(rules.slope, static_cast<float>(8 * n + c), first);
+        const float added = kAlibi ? fmaf(line.slope, static_cast<float>(8 * n + c), first) : first;
         float x = s[0][n][2 * r + c];
-        x = kCapped ? fmaf(rules.tanh(x * rules.scale), rules.cap, added) : fmaf(x, rules.scale, added);
-        x = kCapped && n % 4 < kProducts ? exp2_by_products(x) : ptx::exp2_approx(x);
+        if constexpr (kCap == Cap::kPolynomial) {
+          float u;
+          const float factor = softcap.factor(x, u);
+          x = fmaf(factor, u, added);
+        } else if constexpr (kCap == Cap::kTanh) {
+          x = fmaf(rules.tanh(x * rules.scale), rules.cap, added);
+        } else {
+          x = fmaf(x, rules.scale, added);
+        }
+        x = ptx::exp2_approx(x);
         s[0][n][2 * r + c] = x;
         sum[r] += x;
       }
   }
 }
 
-/// Of products that softcap and ALiBi go before. All keys stand left of the diagonal, where ALiBi is a straight line.
-/// The unit that has exp2 has tanh too: with softcap, kProducts of every four eights of keys leave it alone.
-template <int kProducts, class Element, int kN>
-__device__ __forceinline__ void exponentiate_left_of_diagonal(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
-                                                              const TileCoordinates<false>& at,
-                                                              const float (&reference)[2], float (&sum)[2]) {
-  rules.cap > 0.0f ? exponentiate_by_rules<true, kProducts>(s, rules, at, reference, sum)
-                   : exponentiate_by_rules<false, 0>(s, rules, at, reference, sum);
+/// Of products that softcap and ALiBi go before. All keys stand on one side of the diagonal, where ALiBi is a straight
+/// line.
+template <bool kPolynomial, class Element, int kN>
+__device__ __forceinline__ void exponentiate_beside_diagonal(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
+                                                             const SoftcapPolynomial& softcap, const AlibiLine& line,
+                                                             const float (&reference)[2], float (&sum)[2]) {
+  if (rules.cap == 0.0f) {
+    exponentiate_by_rules<Cap::kNone, true>(s, rules, softcap, line, reference, sum);
+  } else if (!kPolynomial || !softcap.serves(s)) {
+    exponentiate_by_rules<Cap::kTanh, true>(s, rules, softcap, line, reference, sum);
+  } else if (line.slope != 0.0f) {
+    exponentiate_by_rules<Cap::kPolynomial, true>(s, rules, softcap, line, reference, sum);
+  } else {
+    exponentiate_by_rules<Cap::kPolynomial, false>(s, rules, softcap, line, reference, sum);
+  }
 }
 
 }  // namespace flash_ext::sm90

@@ -5,6 +5,7 @@
 
 #include "../common/divisor.h"
 #include "../common/ring.cuh"
+#include "../common/scores.cuh"
 #include "../common/sequence.cuh"
 #include "../launch.h"
 #include "../ptx/cp_async.h"
@@ -25,9 +26,29 @@ struct WorkPart<false> {
   static constexpr float4* part = nullptr;
 };
 
-/// A tile of queries of one head, and the tiles of keys that it sees.
+/// What score options add to a work. Without them, the tile that is visited first is the last one.
+template <bool kOptions>
+struct WorkOptions {
+  __device__ __forceinline__ void set(const AttentionParams&, const Sequence&, int) {}
+  __device__ __forceinline__ int first_tile(const TileSpan& tiles) const { return tiles.end - 1; }
+};
+
+template <>
+struct WorkOptions<true> {
+  int tile;
+  float slope;  // of ALiBi, base 2
+
+  __device__ __forceinline__ void set(const AttentionParams& p, const Sequence& sequence, int first) {
+    tile = first;
+    slope = p.alibi_slopes ? p.alibi_slopes[sequence.batch * p.alibi_batch_stride + sequence.head] * kLog2E : 0.0f;
+  }
+  __device__ __forceinline__ int first_tile(const TileSpan&) const { return tile; }
+};
+
+/// A tile of queries of one head, and the tiles of keys that it sees. These are visited from the first one down to
+/// `tiles.begin`, and then from the last one down to the one behind the first.
 template <class Config>
-struct ForwardWork : WorkPart<Config::kCuts> {
+struct ForwardWork : WorkOptions<Config::kOptions>, WorkPart<Config::kCuts> {
   Sequence sequence;
   int first_query, end_query;
   TileSpan tiles;                  // of all rows: these are loaded
@@ -39,8 +60,8 @@ struct ForwardWork : WorkPart<Config::kCuts> {
   bool careful;
   bool failed;  // some warp says: carefully again
 
-  __device__ __forceinline__ ForwardWork(const Sequence& sequence, int first_query, int end_query, bool tail_in_memory,
-                                         bool alibi)
+  __device__ __forceinline__ ForwardWork(const AttentionParams& p, const Sequence& sequence, int first_query,
+                                         int end_query, bool tail_in_memory)
       : sequence(sequence),
         first_query(first_query),
         end_query(end_query),
@@ -57,10 +78,40 @@ struct ForwardWork : WorkPart<Config::kCuts> {
       const int full_end = rows[g].full_end;
       raised_begin[g] = sequence.keys_end(first) > full_end * Config::kBlockN ? full_end : full_end - 1;
       // ALiBi makes scores rise on the way to the diagonal of the first row.
-      if (Config::kOptions && alibi)
+      if (Config::kOptions && p.alibi_slopes)
         raised_begin[g] = min(raised_begin[g], max(first + sequence.offset, 0) / Config::kBlockN);
       plain_begin[g] = max(rows[g].full_begin, rows[g].begin + (Config::kRaisesInLast ? 1 : 0));
     }
+    // Where ALiBi is largest, so that references need not rise behind it: on the diagonal of the last row.
+    const int diagonal = max(end_query - 1 + sequence.offset, 0) / Config::kBlockN;
+    this->set(p, sequence, p.alibi_slopes ? min(max(diagonal, tiles.begin), tiles.end - 1) : tiles.end - 1);
+  }
+
+  __device__ __forceinline__ int first_tile() const { return WorkOptions<Config::kOptions>::first_tile(tiles); }
+
+  /// Of the places [tiles.begin, tiles.end), which are visited from the last one down.
+  __device__ __forceinline__ int tile_at(int place) const {
+    if (!Config::kOptions) return place;
+    const int tile = place - (tiles.end - 1 - first_tile());
+    return tile < tiles.begin ? tile + tiles.end - tiles.begin : tile;
+  }
+
+  /// Of those that a warpgroup visits.
+  __device__ __forceinline__ int last_tile(int group) const {
+    const TileSpan& seen = rows[group];
+    if (!Config::kOptions || seen.end <= first_tile() + 1) return seen.begin;
+    return max(seen.begin, first_tile() + 1);
+  }
+
+  /// The tiles from `tile` down to the one returned, but not beyond `stop`, raise no references of a warpgroup: all its
+  /// rows see all of them, and have references. Behind the wrap they have if a full tile came before it. None: behind
+  /// `tile`. So that where the tile before was cleaned.
+  __device__ __forceinline__ int settled_from(int group, int tile, int stop) const {
+    const TileSpan& seen = rows[group];
+    const bool wrapped = tile > first_tile();
+    const int end = wrapped ? (seen.full_begin <= first_tile() ? seen.full_end : 0) : raised_begin[group];
+    const int begin = max(wrapped ? seen.full_begin : plain_begin[group], stop);
+    return careful || tile >= end || tile + 1 == tail_tile ? tile + 1 : min(begin, tile + 1);
   }
 
   /// Of all tiles, those of [begin, end).

@@ -1,4 +1,4 @@
-#include "../forward.cuh"
+#include "../forward_scores.cuh"
 
 namespace flash_ext::sm90 {
 

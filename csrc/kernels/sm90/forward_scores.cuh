@@ -1,0 +1,120 @@
+// The forward with options of scores: softcap, ALiBi, scales of any sign. And which class serves a call.
+//
+// It differs from the plain class (forward.cuh) in what a score goes through, and in the order of the tiles. ALiBi
+// makes scores rise on the way to the diagonal, from either side: tiles are visited from there on, so that references
+// need not rise behind it. Runs of tiles without a maximum have a loop of their own, which asks shared memory for
+// nothing but the barriers: what a step waits for before its products, no other work hides.
+#pragma once
+
+#include "forward.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Config>
+class ForwardScoresGroup : public ForwardGroup<Config> {
+  using Base = ForwardGroup<Config>;
+  using Base::group_;
+  using Base::p_;
+  using Base::reference_;
+  using Base::row_sum_;
+  using typename Base::Scores;
+  using typename Base::Weights;
+  using typename Base::Work;
+
+ public:
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    WorkQueue<ForwardState<Config>> queue(this->state_);
+    while (Work* const work = queue.front()) {
+      this->clear();
+      visit(*work);
+      if (!work->careful && this->must_repeat(*work)) work->failed = true;
+      this->store(*work);
+      if (work->careful && this->met_non_finite_) add_hidden_non_finite(*work);
+      queue.pop(this->lane_);
+    }
+  }
+
+ private:
+  /// From the first tile down, and then from the end down to it.
+  __device__ __forceinline__ void visit(const Work& work) {
+    const TileSpan& rows = work.rows[group_];
+    this->wait_for_query(work);
+    int tile = work.first_tile(), last = work.tiles.begin;
+#pragma unroll 1
+    while (true) {
+      for (; tile >= max(rows.end, last); --tile) this->pass(work, tile);
+      const int stop = max(rows.begin, last);
+      if (tile >= stop) {
+        Weights p;
+        this->template weigh_keys<Raise::kMore>(work, tile, p);
+        --tile;
+#pragma unroll 1
+        while (tile >= stop) {
+          const int settled = work.settled_from(group_, tile, stop);
+          if (settled <= tile) {
+            tile = settled_steps(work, tile, settled, p);
+          } else {
+            this->template step<Raise::kMore>(work, tile, p);
+            --tile;
+          }
+        }
+        this->add_values(work, tile + 1, p);
+      }
+      for (; tile >= last; --tile) this->pass(work, tile);
+      if (last > work.first_tile()) break;
+      tile = work.tiles.end - 1, last = work.first_tile() + 1;
+    }
+  }
+
+  /// Of the tiles from `tile` down to `last`, which raise no references, and V of the one before which was not cleaned.
+  /// Returns the one behind.
+  __device__ __forceinline__ int settled_steps(const Work& work, int tile, int last, Weights& p) {
+    const auto rules = this->rules(work);
+    const TileCoordinates<false> at = this->coordinates(work, tile);
+    AlibiLine line = {tile > work.first_tile() ? -rules.slope : rules.slope,
+                      at.column(0, 0) - at.row(0, 0) - rules.diagonal};
+#pragma unroll 1
+    for (; tile >= last; --tile, line.distance -= Config::kBlockN) {
+      Scores s;
+      this->wait_for_keys();
+      this->start_qk(s);
+      this->wait_for_values(false);
+      this->start_pv(p);
+      ptx::wgmma_wait<1>();
+      this->pin(s);
+      this->release_keys(work, tile);
+      float sum[2];
+      exponentiate_beside_diagonal<Config::kCapsByProducts>(s, rules, this->terms_.softcap, line, reference_, sum);
+      row_sum_[0] += sum[0];
+      row_sum_[1] += sum[1];
+      ptx::wgmma_wait<0>();
+      this->pin_out();
+      this->release_values();
+      this->pack(p, s);
+    }
+    return tile;
+  }
+
+  /// There are no masks, and what follows from them would take registers in the loops.
+  __device__ __forceinline__ void add_hidden_non_finite(const Work& work) const {
+    AttentionParams without_masks;
+    without_masks.head_dim_v = p_.head_dim_v;
+    Base::add_hidden_non_finite(work, without_masks);
+  }
+};
+
+template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>
+void run_forward(const ForwardParams& p, [[maybe_unused]] int64_t block_n, void* workspace, cudaStream_t stream) {
+  if (has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale))
+    return launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardClass::kOptions>>(p, workspace, stream);
+  using Plain = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardClass::kPlain>;
+  if constexpr (has_two_shapes({kHeadDim, kHeadDimV})) {
+    using ForFewKeys = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardClass::kPlain, ForwardKeys::kFew>;
+    if (block_n == ForFewKeys::kBlockN) return launch_forward<ForFewKeys>(p, workspace, stream);
+  }
+  launch_forward<Plain>(p, workspace, stream);
+}
+
+}  // namespace flash_ext::sm90
