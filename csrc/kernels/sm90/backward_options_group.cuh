@@ -5,6 +5,7 @@
 #include <cfloat>
 
 #include "../ptx/ldmatrix.h"
+#include "../ptx/pair_masks.h"
 #include "backward_group.cuh"
 #include "backward_options_work.cuh"
 

@@ -7,7 +7,6 @@
 #include "../common/scores.cuh"
 #include "../ptx/arithmetic.h"
 #include "../ptx/ldmatrix.h"
-#include "../ptx/pair_masks.h"
 #include "../ptx/reread.h"
 #include "../ptx/stmatrix_trans.h"
 #include "matrix_descriptor.h"
@@ -61,7 +60,11 @@ struct BackwardTile {
   __device__ __forceinline__ static void differentiate(Weights& ds, const Scores& dp, const Weights& p,
                                                        const float* s_minus_delta, int lane, bool hides) {
     const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
-    hides ? differentiate<true>(ds, dp, p, s_lane) : differentiate<false>(ds, dp, p, s_lane);
+    if (hides) {
+      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight == 0.0f ? 0.0f : weight * x; });
+    } else {
+      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight * x; });
+    }
   }
 
   /// Where this lane's row of a warp's part of a panel begins whose rows are queries and whose columns are the 64 keys
@@ -88,19 +91,17 @@ struct BackwardTile {
   }
 
  private:
-  template <bool kHides>
-  __device__ __forceinline__ static void differentiate(Weights& ds, const Scores& dp, const Weights& p,
-                                                       const float* s_lane) {
+  template <class F>
+  __device__ __forceinline__ static void for_each_pair(Weights& ds, const Scores& dp, const Weights& p,
+                                                       const float* s_lane, F gradient) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint32_t weights = p[n / 2][n % 2 * 2 + r];
-        const float2 weight = ptx::unpack2<Element>(weights);
-        const uint32_t pair =
-            ptx::pack2<Element>(weight.x * (dp[0][n][2 * r] + term.x), weight.y * (dp[0][n][2 * r + 1] + term.y));
-        ds[n / 2][n % 2 * 2 + r] = kHides ? pair & ptx::differs<Element>(weights, 0) : pair;
+        const float2 weight = ptx::unpack2<Element>(p[n / 2][n % 2 * 2 + r]);
+        ds[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(gradient(dp[0][n][2 * r] + term.x, weight.x),
+                                                       gradient(dp[0][n][2 * r + 1] + term.y, weight.y));
       }
     }
   }
