@@ -31,7 +31,7 @@ TOKENS = 16384  # batch = tokens / seqlen
 HIDDEN = 2048  # heads = hidden / head_dim
 GQA_GROUP, GQA_HEAD_DIM = 4, 128
 GQA_SEQLENS: Sequence[int] = (2048, 8192)
-FLOAT32_HEAD_DIMS: Sequence[int] = (64, 128)
+FLOAT32_HEAD_DIMS: Sequence[int] = (64, 128, 256)
 FLOAT32_SEQLENS: Sequence[int] = (1024, 4096)
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 CPU_SHAPES = ((1, 2048, 8, 8, 64), (4, 512, 8, 8, 64), (1, 2048, 8, 8, 128))
