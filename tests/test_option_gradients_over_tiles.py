@@ -119,7 +119,10 @@ def test_of_heads_that_share_keys_in_packed_sequences(device: str, dtype: torch.
 def test_what_nobody_sees_reaches_no_gradient(
     device: str, dtype: torch.dtype, head_dim: int, option: str, poison: float
 ) -> None:
-    """In tiles that the window leaves whole. A bias of -inf hides scores, not values: those it only gives the weight 0."""
+    """In tiles that the window leaves whole.
+
+    A bias of -inf hides scores, not values: those it only gives the weight 0.
+    """
     options: dict[str, Any] = {}
     if "mask" in option:
         options["mask"] = mask_of(device)

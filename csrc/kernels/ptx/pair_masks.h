@@ -16,6 +16,14 @@ __device__ __forceinline__ uint32_t spread_low_signs(uint32_t x) {
   return y;
 }
 
+/// The sign of half kHalf of x in all bits of the low half, that of y in all bits of the high half.
+template <int kHalf>
+__device__ __forceinline__ uint32_t pair_signs(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "n"(0xDD99 + kHalf * 0x2222));
+  return z;
+}
+
 /// All bits of each 16-bit number that differs from the other's, or is NaN (PTX ISA, "set").
 template <class Element>
 __device__ __forceinline__ uint32_t differs(uint32_t x, uint32_t y);
@@ -34,6 +42,7 @@ __device__ __forceinline__ uint32_t differs<__nv_bfloat16>(uint32_t x, uint32_t 
   return mask;
 }
 
+/// The sums of both pairs.
 template <class Element>
 __device__ __forceinline__ uint32_t add_pairs(uint32_t x, uint32_t y) {
   using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;

@@ -72,7 +72,8 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
       At next = at_;
       next.advance();
       after = read_note(next);
-      if (Config::template has<kNoteDrops>(after.flags) && this->sees(after.tile)) draw(after, next);
+      if (!(after.flags & kNotePast) && Config::template has<kNoteDrops>(after.flags) && this->sees(after.tile))
+        draw(after, next);
     };
     if (note.flags & kNoteCleaned) this->clean_rows();
     if (this->sees(note.tile)) {

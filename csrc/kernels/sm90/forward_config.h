@@ -76,7 +76,6 @@ struct ForwardConfig {
   static_assert(kOutInRings || kOutBytes <= kQueryBytes, "out has room where Q was");
   static_assert(!kOutInRings || (kGroups == 2 && kOutBytes <= kKeyBytes && kOutBytes <= kValueBytes),
                 "one warpgroup has a stage of K, the other one of V");
-  static_assert(!kGeneral || kKeyStages == kValueStages, "its loader counts the stages of K and V together");
 };
 
 /// Where a warpgroup's tile of out lies behind the first tile.

@@ -6,7 +6,7 @@
 
 #include "../common/philox.h"
 #include "../params.h"
-#include "../ptx/half_signs.h"
+#include "../ptx/pair_masks.h"
 
 namespace flash_ext::sm90 {
 

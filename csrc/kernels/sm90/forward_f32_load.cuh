@@ -223,11 +223,11 @@ class ForwardF32RowLoader : public ForwardF32LoaderBase<Config> {
       char* const s_piece = Base::place();
       Base::wait_for_place();
       at_.store(s_piece, 0, x[k], trace);
-      x[k] = load(next, first_piece + k);
       if (may_be_hidden && is_nan(trace)) {
         at_.take_out_non_finite(s_piece);
         work.met_non_finite = true;
       }
+      x[k] = load(next, first_piece + k);  // not before the look at `trace`: registers are short
       Base::hand_over();
     }
   }

@@ -2,11 +2,11 @@
 //
 // It differs from them in four things. A list of tiles drives the loads, made from what masks leave
 // (forward_visibility.cuh), and each tile comes with a note that says which warpgroups visit it. Above head_dim 64,
-// tiles that ask for no more than bias and bits of a mask take step(), others are taken one after the other. A warp
-// raises the references of its rows as long as one of them has none, or one so low that it must be a padding bias's.
-// And the row sums keep watch: a tile whose sum passes kSumLimit takes the exponent of the sum into the reference,
-// while P is still in float, so that a bias that grows along the keys does not make every tile of queries be computed
-// twice.
+// tiles that ask for no more than bits of a mask, and a bias or dropout, but not both, take step(), others are taken
+// one after the other. A warp raises the references of its rows as long as one of them has none, or one so low that it
+// must be a padding bias's. And the row sums keep watch: a tile whose sum passes kSumLimit takes the exponent of the
+// sum into the reference, while P is still in float, so that a bias that grows along the keys does not make every tile
+// of queries be computed twice.
 #pragma once
 
 #include "../ptx/lane.h"

@@ -1,8 +1,6 @@
 // What the options of a call do to the scores of a warp: the general class of the forward.
 #pragma once
 
-#include <new>
-
 #include "../common/scores.cuh"
 #include "../ptx/ldmatrix.h"
 #include "../ptx/load_shared.h"
@@ -42,7 +40,7 @@ struct GeneralOptions {
 
 /// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it, bit kCut +
 /// g that the window does, or that V is freed of Inf and NaN.
-struct TileNote {
+struct alignas(8) TileNote {  // one load, which the branch that K is let go of behind waits for
   static constexpr int kPartly = 8, kCut = 16;
   static constexpr uint32_t kAll = (1u << kPartly) - 1, kClean = 1u << 30, kLast = 1u << 31;
 

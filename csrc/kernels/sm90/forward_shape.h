@@ -44,6 +44,7 @@ struct ForwardShape {
   int registers;         // of a thread that computes
   int loader_registers;  // of the others
   // The general class: parts of a bias that each warpgroup has room for, and whether out has none in shared memory.
+  // With dropout there are fewer parts (GeneralConfig).
   int bias_slots = 0;
   bool stores_registers = false;
 };
