@@ -22,11 +22,81 @@ struct WeightPlaces {
   }
 };
 
-/// What one warp does of those that compute S, P and dV.
+/// What the warps that add up dV and dK have in common: those multiply K by Q and then dO, these V by dO and then Q.
 template <class Config>
-class BackwardF32Values : BackwardF32Warp<Config> {
+class BackwardF32Sums : public BackwardF32Warp<Config> {
  public:
   using Base = BackwardF32Warp<Config>;
+  using Base::Base;
+  using typename Base::Step;
+  using Products = FloatProducts;
+  static constexpr int kPanels = Config::kPanels;
+
+ protected:
+  using Base::at_;
+  using Base::lane_;
+  using Base::warp_;
+  using Base::work_;
+
+  __device__ __forceinline__ void clear_sums() {
+    for (Products::Tile& sum : sum_) Products::clear(sum);
+  }
+
+  /// x = A B^T; `wait` is for a piece of B.
+  template <class Wait, class PieceOfA, class PieceOfB>
+  __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, PieceOfA a, PieceOfB b) {
+    Products::Tile rest;
+    wait(0);
+    Products::start<true>(x, rest, a(0), b(0));
+    if constexpr (kPanels == 2) {
+      wait(1);
+      Products::start<false>(x, rest, a(1), b(1));
+    }
+    ptx::wgmma_wait<0>();
+    Products::pin(x);
+    Products::pin(rest);
+    Products::add(x, rest);
+  }
+
+  /// The sums grow by A B. The places of B are this warpgroup's to fill again, as it is the last to read them: `load`
+  /// is for a piece of a step.
+  template <class Wait, class PieceOfB, class Load>
+  __device__ __forceinline__ void add_up(const Products::Operand& a, const Step& step, Wait wait, PieceOfB b,
+                                         const uint64_t* empty, Load load) {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      Products::Tile sum;
+      wait(panel);
+      Products::start(sum, a, b(panel));
+      ptx::wgmma_wait<0>();
+      Products::pin(sum);
+      const uint64_t& place_empty = empty[at_.place(panel)];
+      this->release(place_empty);
+      if (warp_ == 0) fill_again(step, panel, place_empty, load);
+      Products::add(sum_[panel], sum);
+    }
+  }
+
+  Products::Tile sum_[kPanels];
+
+ private:
+  template <class Load>
+  __device__ __forceinline__ void fill_again(const Step& step, int panel, const uint64_t& place_empty,
+                                             Load load) const {
+    const Step after = this->step_after(step);
+    if (lane_ == 0 && after.head < work_.heads) {
+      wait_for(place_empty, at_.parity());
+      load(after, panel);
+    }
+    __syncwarp();
+  }
+};
+
+/// What one warp does of those that compute S, P and dV.
+template <class Config>
+class BackwardF32Values : BackwardF32Sums<Config> {
+ public:
+  using Base = BackwardF32Sums<Config>;
   using Base::Base;
   using typename Base::Step;
   using Products = FloatProducts;
@@ -35,7 +105,7 @@ class BackwardF32Values : BackwardF32Warp<Config> {
   using Tile = BackwardTile<__nv_bfloat16, Config::kBlockM>;
 
   __device__ __forceinline__ void run() {
-    for (Products::Tile& sum : sum_) Products::clear(sum);
+    this->clear_sums();
 #pragma unroll 1
     for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
       visit(step);
@@ -49,6 +119,7 @@ class BackwardF32Values : BackwardF32Warp<Config> {
   using Base::lane_;
   using Base::p_;
   using Base::state_;
+  using Base::sum_;
   using Base::warp_;
   using Base::work_;
 
@@ -65,17 +136,9 @@ class BackwardF32Values : BackwardF32Warp<Config> {
 
   /// S
   __device__ __forceinline__ void multiply(Products::Tile& s) const {
-    Products::Tile rest;
-    this->wait_for_query(0);
-    Products::start<true>(s, rest, this->key_piece(0), this->query_piece(0));
-    if constexpr (kPanels == 2) {
-      this->wait_for_query(1);
-      Products::start<false>(s, rest, this->key_piece(1), this->query_piece(1));
-    }
-    ptx::wgmma_wait<0>();
-    Products::pin(s);
-    Products::pin(rest);
-    Products::add(s, rest);
+    Base::multiply(
+        s, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->key_piece(panel); },
+        [&](int panel) { return this->query_piece(panel); });
   }
 
   /// P in place of S; and P, with the derivative of a softcap, handed over.
@@ -127,37 +190,19 @@ class BackwardF32Values : BackwardF32Warp<Config> {
     this->release(state_.p_full[at_.tile()]);
   }
 
-  /// dV += P dO. dO's place is this warpgroup's to fill again, as it is the last to read it.
+  /// dV += P dO
   __device__ __forceinline__ void add_up(const Products::Operand& p, const Step& step) {
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      Products::Tile sum;
-      this->wait_for_grad(panel);
-      Products::start(sum, p, this->grad_piece(panel));
-      ptx::wgmma_wait<0>();
-      Products::pin(sum);
-      this->release(state_.do_empty[at_.place(panel)]);
-      if (warp_ == 0) load_after(step, panel);
-      Products::add(sum_[panel], sum);
-    }
+    Base::add_up(
+        p, step, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->grad_piece(panel); },
+        state_.do_empty, [&](const Step& after, int panel) { this->load_grad(after, panel); });
   }
-  __device__ __forceinline__ void load_after(const Step& step, int panel) const {
-    const Step after = this->step_after(step);
-    if (lane_ == 0 && after.head < work_.heads) {
-      wait_for(state_.do_empty[at_.place(panel)], at_.parity());
-      this->load_grad(after, panel);
-    }
-    __syncwarp();
-  }
-
-  Products::Tile sum_[kPanels];  // dV
 };
 
 /// What one warp does of those that compute dP, dS and dK.
 template <class Config>
-class BackwardF32Gradients : BackwardF32Warp<Config> {
+class BackwardF32Gradients : BackwardF32Sums<Config> {
  public:
-  using Base = BackwardF32Warp<Config>;
+  using Base = BackwardF32Sums<Config>;
   using Base::Base;
   using typename Base::Step;
   using Products = FloatProducts;
@@ -165,7 +210,7 @@ class BackwardF32Gradients : BackwardF32Warp<Config> {
   using Tile = BackwardTile<__nv_bfloat16, Config::kBlockM>;
 
   __device__ __forceinline__ void run() {
-    for (Products::Tile& sum : sum_) Products::clear(sum);
+    this->clear_sums();
 #pragma unroll 1
     for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
       visit(step);
@@ -179,6 +224,7 @@ class BackwardF32Gradients : BackwardF32Warp<Config> {
   using Base::lane_;
   using Base::p_;
   using Base::state_;
+  using Base::sum_;
   using Base::warp_;
   using Base::work_;
 
@@ -196,17 +242,9 @@ class BackwardF32Gradients : BackwardF32Warp<Config> {
 
   /// dP
   __device__ __forceinline__ void multiply(Products::Tile& dp) const {
-    Products::Tile rest;
-    this->wait_for_grad(0);
-    Products::start<true>(dp, rest, this->value_piece(0), this->grad_piece(0));
-    if constexpr (kPanels == 2) {
-      this->wait_for_grad(1);
-      Products::start<false>(dp, rest, this->value_piece(1), this->grad_piece(1));
-    }
-    ptx::wgmma_wait<0>();
-    Products::pin(dp);
-    Products::pin(rest);
-    Products::add(dp, rest);
+    Base::multiply(
+        dp, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->value_piece(panel); },
+        [&](int panel) { return this->grad_piece(panel); });
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) this->release(state_.do_empty[at_.place(panel)]);
   }
@@ -239,30 +277,12 @@ class BackwardF32Gradients : BackwardF32Warp<Config> {
     this->release(state_.ds_full[at_.tile()]);
   }
 
-  /// dK += dS Q. The place of Q is this warpgroup's to fill again: who handed P over is done with Q and lse.
+  /// dK += dS Q: who handed P over is done with Q and lse.
   __device__ __forceinline__ void add_up(const Products::Operand& ds, const Step& step) {
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      Products::Tile sum;
-      this->wait_for_query(panel);
-      Products::start(sum, ds, this->query_piece(panel));
-      ptx::wgmma_wait<0>();
-      Products::pin(sum);
-      this->release(state_.q_empty[at_.place(panel)]);
-      if (warp_ == 0) load_after(step, panel);
-      Products::add(sum_[panel], sum);
-    }
+    Base::add_up(
+        ds, step, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->query_piece(panel); },
+        state_.q_empty, [&](const Step& after, int panel) { this->load_query(after, panel); });
   }
-  __device__ __forceinline__ void load_after(const Step& step, int panel) const {
-    const Step after = this->step_after(step);
-    if (lane_ == 0 && after.head < work_.heads) {
-      wait_for(state_.q_empty[at_.place(panel)], at_.parity());
-      this->load_query(after, panel);
-    }
-    __syncwarp();
-  }
-
-  Products::Tile sum_[kPanels];  // dK
 };
 
 /// What one warp does of those that compute dQ and add it to memory.
