@@ -16,7 +16,8 @@ from .decode_oracle import assert_decode_matches, fill_unused_rows, make_decode,
 from .oracle import FLOATS, Call, assert_matches_oracle, cumulative, dtypes_of, int32, make_call, random, random_rng
 
 QUICK = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-LONG = settings(QUICK, max_examples=2000, deadline=None)
+LONG = settings(QUICK, max_examples=500, deadline=None)
+PARTS = pytest.mark.parametrize("part", range(4))  # 2,000 problems, in parts that can run side by side
 
 seqlens = st.one_of(st.integers(0, 9), st.integers(10, 150), st.sampled_from([63, 64, 65, 127, 128, 129]))
 head_dims = st.integers(1, 32).map(lambda n: 8 * n)
@@ -146,15 +147,17 @@ def test_decode(device: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
+@PARTS
 @LONG
 @given(data=st.data())
-def test_attention_at_length(device: str, data: st.DataObject) -> None:
+def test_attention_at_length(device: str, part: int, data: st.DataObject) -> None:
     check_attention(data, device)
 
 
 @pytest.mark.slow
+@PARTS
 @LONG
 @given(data=st.data())
 @pytest.mark.op("attention_decode_append")
-def test_decode_at_length(device: str, data: st.DataObject) -> None:
+def test_decode_at_length(device: str, part: int, data: st.DataObject) -> None:
     check_decode(data, device)
