@@ -47,7 +47,7 @@ def run_with(value: str, dtype: str = "bfloat16", head_dim: int = 64) -> subproc
     [
         ("bfloat16", 64, "sm90/forward", "sm90/backward"),
         ("float32", 64, "sm90/forward_f32", "sm90/backward_f32"),
-        ("float32", 256, "sm90/forward_f32", "sm80/backward"),
+        ("float32", 256, "sm90/forward_f32", "sm90/backward_f32"),
     ],
 )
 @pytest.mark.parametrize("value", ["1", "", "0"])

@@ -521,9 +521,10 @@ def test_the_kernels_of_float32_on_hopper(operation: str, fields: dict[str, Any]
 @pytest.mark.parametrize("fields", [{"head_dim": 136}, {"head_dim_v": 256}])
 def test_wide_heads_of_float32_on_hopper(fields: dict[str, Any]) -> None:
     forward, backward = (hopper_plan(operation=op, dtype="float32", **fields) for op in ("forward", "backward"))
-    assert (forward.kernel, backward.kernel) == ("sm90/forward_f32", "sm80/backward")
+    assert (forward.kernel, backward.kernel) == ("sm90/forward_f32", "sm90/backward_f32")
     assert (forward.block_m, forward.block_n) == (128, 32)
-    assert any("float32 beyond head_dim 128" in reason for reason in backward.reasons)
+    assert (backward.block_m, backward.block_n) == (64, 64)
+    assert any("two blocks of a cluster" in reason for reason in backward.reasons)
 
 
 def test_the_backward_of_float32_in_one_order() -> None:

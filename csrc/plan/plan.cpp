@@ -295,13 +295,12 @@ class Planner {
       const std::string obstacle = hopper_obstacle();
       return obstacle.empty() && has_wide_bias() ? "bias of 32 bits or more" : obstacle;
     }
-    return float32_obstacle(kMaxHeadDim);
+    return float32_obstacle();
   }
 
   /// What the kernels of float32 for Hopper cannot do.
-  std::string float32_obstacle(int64_t most_head_dim) const {
+  std::string float32_obstacle() const {
     if (p_.allow_tf32) return "TF32";
-    if (std::max(p_.head_dim, p_.head_dim_v) > most_head_dim) return text("float32 beyond head_dim ", most_head_dim);
     const std::string options = general_options();
     if (!options.empty()) return text("float32 with", options);
     return empty_tensors() ? "empty tensors" : "";
@@ -312,7 +311,7 @@ class Planner {
   /// What the backward for Hopper cannot do.
   std::string hopper_backward_obstacle() const {
     if (p_.deterministic) return "deterministic";
-    if (p_.dtype == DType::kFloat32) return float32_obstacle(sm90::kMostBackwardF32HeadDim);
+    if (p_.dtype == DType::kFloat32) return float32_obstacle();
     if (p_.softmax_scale <= 0) return text("softmax_scale ", p_.softmax_scale);
     if (p_.head_dim != p_.head_dim_v) return text("head_dim ", p_.head_dim_v, " of v beside ", p_.head_dim);
     // Shared memory has no room for all of them.
@@ -483,11 +482,13 @@ class Planner {
       return;
     }
     if (plan_.kernel == "sm90/backward_f32") {
+      const int head_dim = kernel_head_dim(p_.head_dim, p_.head_dim_v);
       plan_.block_m = sm90::kBackwardF32BlockM;
       plan_.block_n = sm90::kBackwardF32BlockN;
       because("tile ", plan_.block_m, " x ", plan_.block_n,
-              ": three warpgroups share its products, for head dims up to ",
-              kernel_head_dim(p_.head_dim, p_.head_dim_v));
+              ": three warpgroups share its products, ",
+              head_dim > sm90::kMostBackwardF32BlockHeadDim ? "two blocks of a cluster its columns, " : "",
+              "for head dims up to ", head_dim);
       return;
     }
     if (plan_.kernel == "sm90/backward") {

@@ -20,14 +20,36 @@
 
 namespace flash_ext::sm90 {
 
-/// Warpgroup 0 makes dQ, 1 dV, 2 dK.
+/// K or V of a block's keys and columns.
+template <class Config, bool kBounded>
+__device__ __forceinline__ void load_key_pieces(char* pieces, const BackwardParams& p, const TensorView& view,
+                                                const Sequence& sequence, int first_key, int columns, int thread) {
+  auto rows = key_rows<const float, false>(p, view, sequence);
+  if constexpr (Config::kCluster > 1) {
+    const int first_column = static_cast<int>(ptx::cluster_rank()) * Config::kColumns;
+    rows.base += first_column;
+    columns -= first_column;
+  }
+  load_pieces<Config::kPanels, kBounded>(pieces, rows, first_key, sequence.seqlen_k, columns, thread);
+}
+
+/// All threads of the blocks that work together.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_f32_kernel(const __grid_constant__ BackwardParams p,
-                        const __grid_constant__ BackwardF32Workspace workspace, const BackwardSchedule schedule) {
+__device__ __forceinline__ void sync_cluster() {
+  if constexpr (Config::kCluster > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+/// What a block does. Warpgroup 0 makes dQ, 1 dV, 2 dK.
+template <class Config>
+__device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, const BackwardF32Workspace& workspace,
+                                                       const BackwardSchedule& schedule) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<BackwardF32State<Config>*>(shared + Config::kTilesBytes);
-  const BackwardKeyTile keys = schedule.locate(blockIdx.x);
+  const BackwardKeyTile keys = schedule.locate(blockIdx.x / Config::kCluster);
   const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
   const Sequence sequence = keys.sequence(p);
   ptx::launch_dependents();
@@ -41,13 +63,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   // K meets weights of 0, which Inf must not turn into NaN. What a query does see of it, its lse knows.
   if (group == 1)
-    load_pieces<Config::kPanels, true>(shared, key_rows<const float, false>(p, p.k, sequence), first_key,
-                                       sequence.seqlen_k, static_cast<int>(p.head_dim), thread);
+    load_key_pieces<Config, true>(shared, p, p.k, sequence, first_key, static_cast<int>(p.head_dim), thread);
   if (group == 2)
-    load_pieces<Config::kPanels, false>(shared + Config::kValuesOffset, key_rows<const float, false>(p, p.v, sequence),
-                                        first_key, sequence.seqlen_k, static_cast<int>(p.head_dim_v), thread);
+    load_key_pieces<Config, false>(shared + Config::kValuesOffset, p, p.v, sequence, first_key,
+                                   static_cast<int>(p.head_dim_v), thread);
   ptx::fence_proxy_async_shared();
-  __syncthreads();
+  sync_cluster<Config>();
   if (group == 0) {
     ptx::give_up_registers<Config::kDqRegisters>();
     ptx::wait_for_previous_grid();  // for row terms, parts and cleared sums; it loads what comes first
@@ -60,6 +81,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       BackwardF32Gradients<Config>(p, workspace, state, s_tiles, warp, lane).run();
     }
   }
+  if constexpr (Config::kCluster > 1) ptx::cluster_sync();  // the other block may still arrive here
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_f32_kernel(const __grid_constant__ BackwardParams p,
+                        const __grid_constant__ BackwardF32Workspace workspace, const BackwardSchedule schedule) {
+  run_backward_f32_block<Config>(p, workspace, schedule);
+}
+
+/// Of blocks that have half of the columns each.
+template <class Config>
+__global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
+    backward_f32_halves_kernel(const __grid_constant__ BackwardParams p,
+                               const __grid_constant__ BackwardF32Workspace workspace,
+                               const BackwardSchedule schedule) {
+  run_backward_f32_block<Config>(p, workspace, schedule);
 }
 
 /// The row terms of a tile, and the pieces of its Q, by one warpgroup, and of its dO, by the other. Inf and NaN become
@@ -90,9 +128,13 @@ void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& wo
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32State<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const BackwardSchedule schedule = schedule_backward<Config>(p);
-  const LaunchShape keys{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
-                         kSharedBytes, true};
-  launch("sm90/backward_f32", backward_f32_kernel<Config>, keys, stream, p, workspace, schedule);
+  const LaunchShape keys{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads * Config::kCluster)),
+                         dim3(Config::kThreads), kSharedBytes, true};
+  if constexpr (Config::kCluster > 1) {
+    launch("sm90/backward_f32", backward_f32_halves_kernel<Config>, keys, stream, p, workspace, schedule);
+  } else {
+    launch("sm90/backward_f32", backward_f32_kernel<Config>, keys, stream, p, workspace, schedule);
+  }
 }
 
 template <int kHeadDim>

@@ -12,8 +12,11 @@
 namespace flash_ext::sm90 {
 
 /// Where P of a warp lies on its way to the warp that makes dS of it: in float, where two of the parts of that dS will
-/// lie, so that no other warp's places are touched.
+/// lie, so that no other warp's places are touched. In a cluster the other block's half of S comes there before, and
+/// that of dP to what is left of dS and behind it.
 struct WeightPlaces {
+  static constexpr int kGradients = 8;  // of dP: behind P
+
   /// Of accumulators n of a lane. Two lanes take a row's two pieces of 16 bytes, eight rows all banks twice.
   __device__ __forceinline__ static uint32_t of(uint32_t s_ds, int n, int warp, int lane) {
     const int chunk = n * 32 + lane, row = chunk / 2 % kPieceRows;
@@ -56,6 +59,28 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     Products::pin(x);
     Products::pin(rest);
     Products::add(x, rest);
+  }
+
+  /// x += what the other block has for x, of its columns. Both add the same two numbers, so they go on with the same.
+  /// A lane's places are its own until dS is written: it may write P where it has read S.
+  __device__ __forceinline__ void add_other_half(Products::Tile& x, int first_place,
+                                                 const uint64_t (&half_full)[kGroupWarps]) const {
+    constexpr int kHalfBytes = sizeof(Products::Tile) * 32;  // of a warp
+    const int lane = ptx::reread(lane_);
+    const uint32_t s_full = address(half_full[warp_]), other_full = this->in_other(s_full);
+    const uint32_t other_ds = this->in_other(this->s_ds());
+    if (lane == 0) ptx::mbarrier_arrive_expect(s_full, kHalfBytes);
+    wait_for(this->state_.other_empty, at_.parity() ^ 1);
+#pragma unroll
+    for (int n = 0; n < Products::kEights; ++n)
+      ptx::cluster_store(WeightPlaces::of(other_ds, first_place + n, warp_, lane), x[n], other_full);
+    ptx::mbarrier_wait(s_full, at_.parity());
+#pragma unroll
+    for (int n = 0; n < Products::kEights; ++n) {
+      const float4 other =
+          sm80::load_shared<float4>(WeightPlaces::of(this->s_ds(), first_place + n, warp_, lane));
+      x[n][0] += other.x, x[n][1] += other.y, x[n][2] += other.z, x[n][3] += other.w;
+    }
   }
 
   /// The sums grow by A B. The places of B are this warpgroup's to fill again, as it is the last to read them: `load`
@@ -139,6 +164,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     Base::multiply(
         s, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->key_piece(panel); },
         [&](int panel) { return this->query_piece(panel); });
+    if constexpr (Config::kCluster > 1) this->add_other_half(s, 0, state_.s_half_full);
   }
 
   /// P in place of S; and P, with the derivative of a softcap, handed over.
@@ -247,6 +273,8 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
         [&](int panel) { return this->grad_piece(panel); });
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) this->release(state_.do_empty[at_.place(panel)]);
+    if constexpr (Config::kCluster > 1)
+      this->add_other_half(dp, WeightPlaces::kGradients, state_.dp_half_full);
   }
 
   /// dS in place of dP. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
@@ -334,6 +362,9 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
     wait_for(state_.ds_full[at_.tile()], at_.parity());
     read(ds);
     this->release(state_.ds_empty[at_.tile()]);
+    if constexpr (Config::kCluster > 1) {
+      if (lane_ == 0) ptx::cluster_arrive(this->in_other(address(state_.other_empty)));
+    }
     if (!this->workspace_.rows.dq) return;
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -360,7 +391,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
 
   __device__ __forceinline__ void send(const Step& step, int panel, const Products::Tile& sum) const {
     const int64_t row = this->workspace_tile(step) * Config::kBlockM + warp_ * 16;
-    float* const g_lane = this->workspace_.rows.dq + row * Config::kHeadDim + panel * (16 * kPanelColumns) + lane_ * 4;
+    float* const g_lane = this->workspace_.rows.dq + row * Config::kHeadDim + this->all_panel(panel) * (16 * kPanelColumns) + lane_ * 4;
 #if __CUDA_ARCH__ >= 900
 #pragma unroll
     for (int n = 0; n < 8; ++n) ptx::reduce_add_4(g_lane + n * 128, sum[n]);

@@ -5,7 +5,7 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kMostBackwardF32HeadDim = 128;
+constexpr int kMostBackwardF32BlockHeadDim = 128;  // above, two blocks of a cluster have half of the columns each
 constexpr int kBackwardF32BlockM = 64;          // queries of a tile
 constexpr int kBackwardF32BlockN = kGroupRows;  // keys of a block: one warpgroup has their dV, another one their dK
 

@@ -3,6 +3,7 @@
 
 #include "../common/head_dim.h"
 #include "../ptx/bulk.h"
+#include "../ptx/cluster.h"
 #include "backward_f32_shape.h"
 #include "backward_work.cuh"
 #include "float_parts.cuh"
@@ -11,11 +12,14 @@ namespace flash_ext::sm90 {
 
 template <int kHeadDim_, bool kOptions_>
 struct BackwardF32Config {
-  static constexpr int kHeadDim = kHeadDim_;   // of q, k and v
+  static constexpr int kHeadDim = kHeadDim_;   // of q, k and v, and of the workspace
   static constexpr bool kOptions = kOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
   static constexpr int kGroups = 1;  // of keys
-  static constexpr int kPanels = panels(kHeadDim);
+  static constexpr int kCluster = kHeadDim > kMostBackwardF32BlockHeadDim ? 2 : 1;  // blocks that share columns
+  static constexpr int kAllPanels = panels(kHeadDim);
+  static constexpr int kPanels = kAllPanels / kCluster;  // of a block
+  static constexpr int kColumns = kPanels * kPanelColumns;
   static constexpr int kThreads = 3 * kGroupThreads;
   static constexpr int kRegisters = 192, kDqRegisters = 120;
 
@@ -27,10 +31,13 @@ struct BackwardF32Config {
   static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
   static constexpr int kGradsOffset = kQueriesOffset + kPlaces * kPieceBytes;
   static constexpr int kDsOffset = kGradsOffset + kPlaces * kPieceBytes;
-  static constexpr int kTilesBytes = kDsOffset + kDsPlaces * kPieceBytes;
+  // Behind dS: what its place does not hold of the other block's halves of S and dP.
+  static constexpr int kHalvesBytes = kCluster > 1 ? kPartBytes : 0;
+  static constexpr int kTilesBytes = kDsOffset + kDsPlaces * kPieceBytes + kHalvesBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
   static_assert(kBlockM == kPieceRows && kBlockN == kPieceRows && kTiles * kPanels == kPlaces);
+  static_assert(kAllPanels == kCluster * kPanels && (kCluster == 1 || kDsPlaces == 1));
   static_assert(2 * kRegisters + kDqRegisters <= 65536 / kThreads / 8 * 8 * 3,
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
@@ -55,9 +62,27 @@ struct BackwardF32Workspace {
   }
 };
 
+/// Barriers of the halves of S and dP that the blocks of a cluster exchange: none for one block.
+template <int kCluster>
+struct BackwardF32Exchange {
+  __device__ __forceinline__ void init() {}
+};
+
+template <>
+struct BackwardF32Exchange<2> {
+  uint64_t s_half_full[kGroupWarps], dp_half_full[kGroupWarps];  // of a warp, here
+  uint64_t other_empty;                                          // the places for halves in the other block
+
+  __device__ __forceinline__ void init() {
+    init_barriers(s_half_full, 1);
+    init_barriers(dp_half_full, 1);
+    init_barrier(other_empty, kGroupWarps);
+  }
+};
+
 /// Behind the pieces in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
-struct BackwardF32State {
+struct BackwardF32State : BackwardF32Exchange<Config::kCluster> {
   static constexpr int kPlaces = Config::kPlaces, kDsPlaces = Config::kDsPlaces;
   using Work = BackwardWork<Config>;
 
@@ -79,6 +104,7 @@ struct BackwardF32State {
     init_barriers(p_full, kGroupWarps);
     init_barriers(ds_full, kGroupWarps);
     init_barriers(ds_empty, kGroupWarps);
+    BackwardF32Exchange<Config::kCluster>::init();
     ptx::mbarrier_init_fence();
   }
 };
@@ -114,11 +140,22 @@ class BackwardF32Warp {
   using Step = BackwardStep;
   static constexpr int kPanels = Config::kPanels, kBlockM = Config::kBlockM;
 
+  /// Of the block in its cluster.
+  __device__ __forceinline__ static int rank() {
+    return Config::kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
+  }
+  /// Counted in all of the columns.
+  __device__ __forceinline__ static int all_panel(int panel) { return rank() * kPanels + panel; }
+  /// The same place in the other block.
+  __device__ __forceinline__ static uint32_t in_other(uint32_t s_place) {
+    return ptx::cluster_address(s_place, static_cast<uint32_t>(rank() ^ 1));
+  }
+
   __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
 
   /// The lower half of the descriptor of a piece.
   __device__ __forceinline__ uint32_t piece(int offset, int index) const {
-    return PieceDescriptor::lower_half(s_tiles_ + offset) + index * (kPieceBytes / 16);
+    return PieceDescriptor::lower_half(without_rank<Config>(s_tiles_) + offset) + index * (kPieceBytes / 16);
   }
   __device__ __forceinline__ uint32_t key_piece(int panel) const { return piece(0, panel); }
   __device__ __forceinline__ uint32_t value_piece(int panel) const { return piece(Config::kValuesOffset, panel); }
@@ -170,6 +207,7 @@ class BackwardF32Warp {
     if (!view.data) return;
     const Sequence& sequence = work_.sequence;
     const auto rows = key_rows<float, false>(p_, view, sequence);
+    const int first_column = rank() * Config::kColumns;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = work_.first_key + warp_ * 16 + 8 * r + lane_ / 4;
@@ -177,7 +215,7 @@ class BackwardF32Warp {
       float* const g_row = rows.row(row);
 #pragma unroll
       for (int n = 0; n < 8 * kPanels; ++n) {
-        const int column = 8 * n + lane_ % 4 * 2;
+        const int column = first_column + 8 * n + lane_ % 4 * 2;
         const float(&pair)[4] = sum[n / 8][n % 8];
         if (column < columns)
           *reinterpret_cast<float2*>(g_row + column) = make_float2(pair[2 * r] * scale, pair[2 * r + 1] * scale);
@@ -197,7 +235,8 @@ class BackwardF32Warp {
   __device__ __forceinline__ void load_piece(int offset, const char* g_pieces, int64_t tile, int panel,
                                              const uint64_t& full) const {
     ptx::bulk_load(s_tiles_ + offset + at_.place(panel) * kPieceBytes,
-                   g_pieces + (tile * kPanels + panel) * kPieceBytes, kPieceBytes, address(full));
+                   g_pieces + (tile * Config::kAllPanels + all_panel(panel)) * kPieceBytes, kPieceBytes,
+                   address(full));
   }
   __device__ __forceinline__ void load_terms(const float* s_terms, const float* g_terms, int64_t tile,
                                              const uint64_t& full) const {

@@ -12,8 +12,8 @@ int64_t backward_f32_workspace_bytes(const BackwardParams& params) {
 }
 
 void backward_f32(const BackwardParams& params, void* workspace, cudaStream_t stream) {
-  kernel_head_dim(params.head_dim, params.head_dim_v) == 64 ? run_backward_f32<64>(params, workspace, stream)
-                                                            : run_backward_f32<128>(params, workspace, stream);
+  with_kernel_head_dim(params.head_dim, params.head_dim_v,
+                       [&](auto head_dim) { run_backward_f32<decltype(head_dim)::value>(params, workspace, stream); });
 }
 
 }  // namespace flash_ext::sm90
