@@ -116,6 +116,7 @@ CUDA = [
     "csrc/kernels/sm90/inst/backward_f32.cu",
     "csrc/kernels/sm90/inst/backward_f32_64.cu",
     "csrc/kernels/sm90/inst/backward_f32_128.cu",
+    "csrc/kernels/sm90/inst/backward_f32_192.cu",
     "csrc/kernels/sm90/inst/backward_f32_256.cu",
     "csrc/kernels/sm90/inst/bias_gradient.cu",
     "csrc/kernels/sm90/inst/bias_gradient_bf16_64.cu",

@@ -93,7 +93,9 @@ SCORES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", SCORES.values(), ids=SCORES.keys())
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (40, 120), (128, 24)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(64, 64), (128, 128), (40, 120), (128, 24), (192, 128), (72, 256)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_of_many_tiles(
     device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, options: dict[str, Any]
@@ -105,7 +107,7 @@ def test_scores_of_many_tiles(
 
 
 @pytest.mark.parametrize("mask", [{}, {"causal": True}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_more_tiles_of_keys_than_a_gpu_works_on(
     device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]
@@ -115,7 +117,7 @@ def test_more_tiles_of_keys_than_a_gpu_works_on(
     assert_matches_oracle(make_call(batch, 700, 520, heads, heads // 2, head_dim, dtype=dtype, device=device, **mask))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_nothing_weighs(device: str, dtype: torch.dtype, head_dim: int) -> None:
     """A gradient of the largest number, of rows that see no key: 0 times it is 0, in a tile with others, too."""
@@ -124,6 +126,20 @@ def test_rows_that_nothing_weighs(device: str, dtype: torch.dtype, head_dim: int
     call.grad_out[:, :130] = torch.finfo(dtype).max
     result = assert_matches_oracle(call)
     assert (result["dq"][:, :130] == 0).all()
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("head_dim", KERNEL_HEAD_DIMS)
+def test_dk_and_dv_are_the_same_each_time(device: str, head_dim: int, mask: dict[str, Any]) -> None:
+    """In float32 each key's are summed up in one order, `deterministic` or not: what blocks tell each other is there
+    when it is read."""
+    batch, seqlen, runs = (1, 130, 2) if device == "cpu" else (4, 700, 30)
+    call = make_call(batch, seqlen, seqlen, 8, 4, head_dim, device=device, dtype=torch.float32, **mask)
+    call = call.with_random_gradients()
+    first = run_library(call, ("k", "v"))
+    for _ in range(runs):
+        again = run_library(call, ("k", "v"))
+        assert torch.equal(again["dk"], first["dk"]) and torch.equal(again["dv"], first["dv"])
 
 
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (4, 4), (6, 2), (7, 1)])
@@ -184,8 +200,9 @@ def test_layout_of_grad_lse(device: str) -> None:
         assert_matches_oracle(call)
 
 
-def test_gradients_of_strided_inputs(device: str) -> None:
-    call = make_call(device=device)
+@pytest.mark.parametrize("head_dim", [32, 168, 256])
+def test_gradients_of_strided_inputs(device: str, head_dim: int) -> None:
+    call = make_call(head_dim=head_dim, device=device)
     call.q = call.q.transpose(1, 2).contiguous().transpose(1, 2)
     packed = torch.stack([call.k, call.v], dim=3)
     call.k, call.v = packed[:, :, :, 0], packed[:, :, :, 1]

@@ -482,12 +482,11 @@ class Planner {
       return;
     }
     if (plan_.kernel == "sm90/backward_f32") {
-      const int head_dim = kernel_head_dim(p_.head_dim, p_.head_dim_v);
+      const int head_dim = sm90::backward_f32_head_dim(p_.head_dim, p_.head_dim_v);
       plan_.block_m = sm90::kBackwardF32BlockM;
       plan_.block_n = sm90::kBackwardF32BlockN;
-      because("tile ", plan_.block_m, " x ", plan_.block_n,
-              ": three warpgroups share its products, ",
-              head_dim > sm90::kMostBackwardF32BlockHeadDim ? "two blocks of a cluster its columns, " : "",
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": three warpgroups share its products, ",
+              sm90::backward_f32_blocks(head_dim) > 1 ? "two blocks of a cluster its columns, " : "",
               "for head dims up to ", head_dim);
       return;
     }

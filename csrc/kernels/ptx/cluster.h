@@ -28,8 +28,8 @@ __device__ __forceinline__ void cluster_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/// Writes four floats to a block of the cluster; the 16 bytes count among those that arrive at a barrier there (PTX ISA,
-/// "st.async").
+/// Writes four floats to a block of the cluster; the 16 bytes count among those that arrive at a barrier there (PTX
+/// ISA, "st.async").
 __device__ __forceinline__ void cluster_store(uint32_t target, const float (&x)[4], uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),

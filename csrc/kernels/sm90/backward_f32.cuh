@@ -20,17 +20,13 @@
 
 namespace flash_ext::sm90 {
 
-/// K or V of a block's keys and columns.
-template <class Config, bool kBounded>
-__device__ __forceinline__ void load_key_pieces(char* pieces, const BackwardParams& p, const TensorView& view,
-                                                const Sequence& sequence, int first_key, int columns, int thread) {
-  auto rows = key_rows<const float, false>(p, view, sequence);
-  if constexpr (Config::kCluster > 1) {
-    const int first_column = static_cast<int>(ptx::cluster_rank()) * Config::kColumns;
-    rows.base += first_column;
-    columns -= first_column;
-  }
-  load_pieces<Config::kPanels, kBounded>(pieces, rows, first_key, sequence.seqlen_k, columns, thread);
+/// The pieces of a block of a cluster: 64 rows from first_row on, of its columns.
+template <int kHeadDim, bool kBounded>
+__device__ __forceinline__ void load_block_pieces(char* pieces, RowSource<const float, false> rows, int rank,
+                                                  int first_row, int end_row, int columns, int thread) {
+  constexpr int kColumns = kHeadDim / backward_f32_blocks(kHeadDim);
+  rows.base += rank * kColumns;
+  load_pieces<panels(kColumns), kBounded>(pieces, rows, first_row, end_row, columns - rank * kColumns, thread);
 }
 
 /// All threads of the blocks that work together.
@@ -56,6 +52,7 @@ __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, 
   if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const int group = warp / kGroupWarps, thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int rank = Config::kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
   const uint32_t s_tiles = ptx::shared_address(shared);
   if (threadIdx.x == 0) {
     state.init();
@@ -63,10 +60,12 @@ __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, 
   }
   // K meets weights of 0, which Inf must not turn into NaN. What a query does see of it, its lse knows.
   if (group == 1)
-    load_key_pieces<Config, true>(shared, p, p.k, sequence, first_key, static_cast<int>(p.head_dim), thread);
+    load_block_pieces<Config::kHeadDim, true>(shared, key_rows<const float, false>(p, p.k, sequence), rank, first_key,
+                                              sequence.seqlen_k, static_cast<int>(p.head_dim), thread);
   if (group == 2)
-    load_key_pieces<Config, false>(shared + Config::kValuesOffset, p, p.v, sequence, first_key,
-                                   static_cast<int>(p.head_dim_v), thread);
+    load_block_pieces<Config::kHeadDim, false>(shared + Config::kValuesOffset,
+                                               key_rows<const float, false>(p, p.v, sequence), rank, first_key,
+                                               sequence.seqlen_k, static_cast<int>(p.head_dim_v), thread);
   ptx::fence_proxy_async_shared();
   sync_cluster<Config>();
   if (group == 0) {
@@ -106,7 +105,8 @@ template <int kHeadDim>
 __global__ void __launch_bounds__(sm80::kRowTermThreads)
     backward_f32_rows_kernel(const __grid_constant__ BackwardParams p,
                              const __grid_constant__ BackwardF32Workspace workspace) {
-  constexpr int kBlockM = kBackwardF32BlockM, kPanels = panels(kHeadDim);
+  constexpr int kBlockM = kBackwardF32BlockM, kBlocks = backward_f32_blocks(kHeadDim);
+  constexpr int kBlockBytes = panels(kHeadDim / kBlocks) * kPieceBytes;
   static_assert(sm80::kRowTermThreads == 2 * kGroupThreads);
   ptx::launch_dependents();
   const sm80::RowTileOfBlock block(p, kBlockM);
@@ -116,10 +116,13 @@ __global__ void __launch_bounds__(sm80::kRowTermThreads)
   const int64_t tile = workspace.rows.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
   const bool is_grad = threadIdx.x >= kGroupThreads;
   const TensorView& view = is_grad ? p.grad_out : p.q;
-  load_pieces<kPanels, true>((is_grad ? workspace.grads : workspace.queries) + tile * (kPanels * kPieceBytes),
-                             query_rows<const float>(view, sequence), first, view.data ? sequence.seqlen_q : 0,
-                             static_cast<int>(is_grad ? p.head_dim_v : p.head_dim),
-                             static_cast<int>(threadIdx.x) % kGroupThreads);
+  const auto rows = query_rows<const float>(view, sequence);
+#pragma unroll 1
+  for (int rank = 0; rank < kBlocks; ++rank)
+    load_block_pieces<kHeadDim, true>(
+        (is_grad ? workspace.grads : workspace.queries) + (tile * kBlocks + rank) * kBlockBytes, rows, rank, first,
+        view.data ? sequence.seqlen_q : 0, static_cast<int>(is_grad ? p.head_dim_v : p.head_dim),
+        static_cast<int>(threadIdx.x) % kGroupThreads);
   sm80::write_row_terms<float, kHeadDim, kBlockM>(p, workspace.rows);
 }
 

@@ -42,7 +42,8 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   using Base::work_;
 
   __device__ __forceinline__ void clear_sums() {
-    for (Products::Tile& sum : sum_) Products::clear(sum);
+    for (Products::Tile& sum : sum_.whole) Products::clear(sum);
+    if constexpr (Config::kHasHalf) Products::clear(sum_.half);
   }
 
   /// x = A B^T; `wait` is for a piece of B.
@@ -53,7 +54,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     Products::start<true>(x, rest, a(0), b(0));
     if constexpr (kPanels == 2) {
       wait(1);
-      Products::start<false>(x, rest, a(1), b(1));
+      Products::start<false, Config::kHasHalf ? kPanelColumns / 2 : kPanelColumns>(x, rest, a(1), b(1));
     }
     ptx::wgmma_wait<0>();
     Products::pin(x);
@@ -77,8 +78,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     ptx::mbarrier_wait(s_full, at_.parity());
 #pragma unroll
     for (int n = 0; n < Products::kEights; ++n) {
-      const float4 other =
-          sm80::load_shared<float4>(WeightPlaces::of(this->s_ds(), first_place + n, warp_, lane));
+      const float4 other = sm80::load_shared<float4>(WeightPlaces::of(this->s_ds(), first_place + n, warp_, lane));
       x[n][0] += other.x, x[n][1] += other.y, x[n][2] += other.z, x[n][3] += other.w;
     }
   }
@@ -88,9 +88,8 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   template <class Wait, class PieceOfB, class Load>
   __device__ __forceinline__ void add_up(const Products::Operand& a, const Step& step, Wait wait, PieceOfB b,
                                          const uint64_t* empty, Load load) {
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      Products::Tile sum;
+    const auto add_panel = [&](auto& total, int panel) {
+      std::remove_reference_t<decltype(total)> sum;
       wait(panel);
       Products::start(sum, a, b(panel));
       ptx::wgmma_wait<0>();
@@ -98,11 +97,14 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
       const uint64_t& place_empty = empty[at_.place(panel)];
       this->release(place_empty);
       if (warp_ == 0) fill_again(step, panel, place_empty, load);
-      Products::add(sum_[panel], sum);
-    }
+      Products::add(total, sum);
+    };
+#pragma unroll
+    for (int panel = 0; panel < Config::kWholePanels; ++panel) add_panel(sum_.whole[panel], panel);
+    if constexpr (Config::kHasHalf) add_panel(sum_.half, Config::kWholePanels);
   }
 
-  Products::Tile sum_[kPanels];
+  typename Base::Sums sum_;
 
  private:
   template <class Load>
@@ -273,8 +275,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
         [&](int panel) { return this->grad_piece(panel); });
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) this->release(state_.do_empty[at_.place(panel)]);
-    if constexpr (Config::kCluster > 1)
-      this->add_other_half(dp, WeightPlaces::kGradients, state_.dp_half_full);
+    if constexpr (Config::kCluster > 1) this->add_other_half(dp, WeightPlaces::kGradients, state_.dp_half_full);
   }
 
   /// dS in place of dP. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
@@ -367,13 +368,17 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
     }
     if (!this->workspace_.rows.dq) return;
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      Products::Tile sum;
-      Products::start(sum, ds, this->key_piece(panel));
-      ptx::wgmma_wait<0>();
-      Products::pin(sum);
-      send(step, panel, sum);
-    }
+    for (int panel = 0; panel < Config::kWholePanels; ++panel) add_panel<kPanelColumns / 8>(step, panel, ds);
+    if constexpr (Config::kHasHalf) add_panel<kPanelColumns / 16>(step, Config::kWholePanels, ds);
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void add_panel(const Step& step, int panel, const Products::Operand& ds) const {
+    float sum[kN][4];
+    Products::start(sum, ds, this->key_piece(panel));
+    ptx::wgmma_wait<0>();
+    Products::pin(sum);
+    send(step, panel, sum);
   }
 
   /// This warp's 16 queries.
@@ -389,12 +394,14 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
     }
   }
 
-  __device__ __forceinline__ void send(const Step& step, int panel, const Products::Tile& sum) const {
+  template <int kN>
+  __device__ __forceinline__ void send(const Step& step, int panel, const float (&sum)[kN][4]) const {
     const int64_t row = this->workspace_tile(step) * Config::kBlockM + warp_ * 16;
-    float* const g_lane = this->workspace_.rows.dq + row * Config::kHeadDim + this->all_panel(panel) * (16 * kPanelColumns) + lane_ * 4;
+    float* const g_lane =
+        this->workspace_.rows.dq + row * Config::kHeadDim + 16 * this->first_column(panel) + lane_ * 4;
 #if __CUDA_ARCH__ >= 900
 #pragma unroll
-    for (int n = 0; n < 8; ++n) ptx::reduce_add_4(g_lane + n * 128, sum[n]);
+    for (int n = 0; n < kN; ++n) ptx::reduce_add_4(g_lane + n * 128, sum[n]);
 #endif
   }
 };

@@ -1,7 +1,6 @@
 // What a block of the float32 backward has in shared memory, and where the parts of Q and dO lie in memory.
 #pragma once
 
-#include "../common/head_dim.h"
 #include "../ptx/bulk.h"
 #include "../ptx/cluster.h"
 #include "backward_f32_shape.h"
@@ -16,12 +15,14 @@ struct BackwardF32Config {
   static constexpr bool kOptions = kOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
   static constexpr int kGroups = 1;  // of keys
-  static constexpr int kCluster = kHeadDim > kMostBackwardF32BlockHeadDim ? 2 : 1;  // blocks that share columns
-  static constexpr int kAllPanels = panels(kHeadDim);
-  static constexpr int kPanels = kAllPanels / kCluster;  // of a block
-  static constexpr int kColumns = kPanels * kPanelColumns;
+  static constexpr int kCluster = backward_f32_blocks(kHeadDim);
+  static constexpr int kColumns = kHeadDim / kCluster;  // of a block
+  static constexpr int kPanels = panels(kColumns);      // of a block, counted from its first column
+  static constexpr int kWholePanels = kColumns / kPanelColumns;
+  static constexpr bool kHasHalf = kPanels > kWholePanels;  // the last panel has half of the columns
   static constexpr int kThreads = 3 * kGroupThreads;
-  static constexpr int kRegisters = 192, kDqRegisters = 120;
+  // With less than 136, ptxas has the products of half a panel of dQ wait for each other.
+  static constexpr int kRegisters = kHasHalf ? 184 : 192, kDqRegisters = kHasHalf ? 136 : 120;
 
   // Q and dO have two places of a piece each: those of one tile at head_dim 128, of two at 64.
   static constexpr int kPlaces = 2, kTiles = kPlaces / kPanels;
@@ -37,7 +38,8 @@ struct BackwardF32Config {
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
   static_assert(kBlockM == kPieceRows && kBlockN == kPieceRows && kTiles * kPanels == kPlaces);
-  static_assert(kAllPanels == kCluster * kPanels && (kCluster == 1 || kDsPlaces == 1));
+  static_assert(kCluster == 1 || kDsPlaces == 1);
+  static_assert(!kHasHalf || kColumns % kPanelColumns == kPanelColumns / 2);
   static_assert(2 * kRegisters + kDqRegisters <= 65536 / kThreads / 8 * 8 * 3,
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
@@ -49,7 +51,7 @@ struct BackwardF32Workspace {
   int64_t bytes;
 
   BackwardF32Workspace(const BackwardParams& p, void* memory)
-      : rows(p, kBackwardF32BlockM, kBackwardF32BlockN, kernel_head_dim(p.head_dim, p.head_dim_v), memory) {
+      : rows(p, kBackwardF32BlockM, kBackwardF32BlockN, backward_f32_head_dim(p.head_dim, p.head_dim_v), memory) {
     const int64_t size = p.heads_q * rows.tiles_per_head * tile_bytes_of(p);
     queries = static_cast<char*>(memory) + rows.bytes;
     grads = queries + size;
@@ -58,7 +60,8 @@ struct BackwardF32Workspace {
 
  private:
   static int64_t tile_bytes_of(const BackwardParams& p) {
-    return int64_t{panels(kernel_head_dim(p.head_dim, p.head_dim_v))} * kPieceBytes;
+    const int head_dim = backward_f32_head_dim(p.head_dim, p.head_dim_v);
+    return int64_t{backward_f32_blocks(head_dim)} * panels(head_dim / backward_f32_blocks(head_dim)) * kPieceBytes;
   }
 };
 
@@ -120,6 +123,25 @@ struct BackwardF32Position {
   __device__ __forceinline__ uint32_t parity() const { return count / Config::kTiles % 2; }
 };
 
+/// dV or dK of a block's columns.
+template <int kWholePanels, bool kHasHalf>
+struct ColumnSums {
+  float whole[kWholePanels][8][4];
+
+  /// Of columns [8 n, + 8).
+  __device__ __forceinline__ const float (&eight(int n) const)[4] { return whole[n / 8][n % 8]; }
+};
+
+template <int kWholePanels>
+struct ColumnSums<kWholePanels, true> {
+  float whole[kWholePanels][8][4];
+  float half[4][4];
+
+  __device__ __forceinline__ const float (&eight(int n) const)[4] {
+    return n / 8 < kWholePanels ? whole[n / 8][n % 8] : half[n % 4];
+  }
+};
+
 /// One warp of the block.
 template <class Config>
 class BackwardF32Warp {
@@ -138,16 +160,15 @@ class BackwardF32Warp {
 
  protected:
   using Step = BackwardStep;
+  using Sums = ColumnSums<Config::kWholePanels, Config::kHasHalf>;
   static constexpr int kPanels = Config::kPanels, kBlockM = Config::kBlockM;
 
   /// Of the block in its cluster.
   __device__ __forceinline__ static int rank() {
     return Config::kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
   }
-  /// Counted in all of the columns.
-  __device__ __forceinline__ static int all_panel(int panel) { return rank() * kPanels + panel; }
   /// The same place in the other block.
-  __device__ __forceinline__ static uint32_t in_other(uint32_t s_place) {
+  __device__ __forceinline__ uint32_t in_other(uint32_t s_place) const {
     return ptx::cluster_address(s_place, static_cast<uint32_t>(rank() ^ 1));
   }
 
@@ -201,22 +222,25 @@ class BackwardF32Warp {
     load_piece(Config::kGradsOffset, workspace_.grads, workspace_tile(step), panel, full);
   }
 
+  /// Of a panel, in the tensors.
+  __device__ __forceinline__ int first_column(int panel) const {
+    return rank() * Config::kColumns + panel * kPanelColumns;
+  }
+
   /// dK or dV.
-  __device__ __forceinline__ void store(const TensorView& view, const float (&sum)[kPanels][8][4], float scale,
-                                        int64_t columns) const {
+  __device__ __forceinline__ void store(const TensorView& view, const Sums& sum, float scale, int64_t columns) const {
     if (!view.data) return;
     const Sequence& sequence = work_.sequence;
     const auto rows = key_rows<float, false>(p_, view, sequence);
-    const int first_column = rank() * Config::kColumns;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = work_.first_key + warp_ * 16 + 8 * r + lane_ / 4;
       if (row >= sequence.seqlen_k) continue;
       float* const g_row = rows.row(row);
 #pragma unroll
-      for (int n = 0; n < 8 * kPanels; ++n) {
-        const int column = first_column + 8 * n + lane_ % 4 * 2;
-        const float(&pair)[4] = sum[n / 8][n % 8];
+      for (int n = 0; n < Config::kColumns / 8; ++n) {
+        const int column = first_column(0) + 8 * n + lane_ % 4 * 2;
+        const float(&pair)[4] = sum.eight(n);
         if (column < columns)
           *reinterpret_cast<float2*>(g_row + column) = make_float2(pair[2 * r] * scale, pair[2 * r + 1] * scale);
       }
@@ -235,7 +259,7 @@ class BackwardF32Warp {
   __device__ __forceinline__ void load_piece(int offset, const char* g_pieces, int64_t tile, int panel,
                                              const uint64_t& full) const {
     ptx::bulk_load(s_tiles_ + offset + at_.place(panel) * kPieceBytes,
-                   g_pieces + (tile * Config::kAllPanels + all_panel(panel)) * kPieceBytes, kPieceBytes,
+                   g_pieces + ((tile * Config::kCluster + rank()) * kPanels + panel) * kPieceBytes, kPieceBytes,
                    address(full));
   }
   __device__ __forceinline__ void load_terms(const float* s_terms, const float* g_terms, int64_t tile,

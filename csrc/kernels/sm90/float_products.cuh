@@ -18,9 +18,9 @@ struct FloatProductsOf {
   using Operand = uint32_t[kParts][kSteps][4];  // what was such a tile
   using Descriptor = DescriptorOfPiece<kSide>;
 
-  /// A B^T of two pieces: s gets the largest products, rest all others, and without kFirst they are added. Under way
-  /// when this returns.
-  template <bool kFirst>
+  /// A B^T of two pieces, or of some columns of them: s gets the largest products, rest all others, and without kFirst
+  /// they are added. Under way when this returns.
+  template <bool kFirst, int kColumns = kSide>
   __device__ __forceinline__ static void start(Tile& s, Tile& rest, uint32_t a_piece, uint32_t b_piece) {
     static_assert(kSide == kPieceRows);
     using Product = ptx::Wgmma<__nv_bfloat16, kPieceRows>;
@@ -32,7 +32,7 @@ struct FloatProductsOf {
 #pragma unroll
     for (int k = 0; k < kPartProducts; ++k)
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < kColumns / 16; ++step) {
         const uint64_t a = part(a_piece, part_of_a(k), step), b = part(b_piece, part_of_b(k), step);
         Tile& sum = k == kLast ? s : rest;
         if (kFirst && step == 0 && (k == 0 || k == kLast)) {
@@ -95,8 +95,10 @@ struct FloatProductsOf {
     ptx::wgmma_commit();
   }
 
-  /// sum = A B, the smallest products first: A in registers, B's rows across the depth. Under way when this returns.
-  __device__ __forceinline__ static void start(Tile& sum, const Operand& a, uint32_t b_piece) {
+  /// sum = A B, the smallest products first: A in registers, B's rows across the depth, 8 kN of its columns. Under way
+  /// when this returns.
+  template <int kN>
+  __device__ __forceinline__ static void start(float (&sum)[kN][4], const Operand& a, uint32_t b_piece) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kPartProducts; ++k)
@@ -121,16 +123,18 @@ struct FloatProductsOf {
       for (int e = 0; e < 4; ++e) ptx::pin(x[n][e]);
   }
 
-  __device__ __forceinline__ static void clear(Tile& x) {
+  template <int kN>
+  __device__ __forceinline__ static void clear(float (&x)[kN][4]) {
 #pragma unroll
-    for (int n = 0; n < kEights; ++n)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[n][e] = 0.0f;
   }
 
-  __device__ __forceinline__ static void add(Tile& x, const Tile& y) {
+  template <int kN>
+  __device__ __forceinline__ static void add(float (&x)[kN][4], const float (&y)[kN][4]) {
 #pragma unroll
-    for (int n = 0; n < kEights; ++n)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[n][e] += y[n][e];
   }

@@ -12,8 +12,16 @@ int64_t backward_f32_workspace_bytes(const BackwardParams& params) {
 }
 
 void backward_f32(const BackwardParams& params, void* workspace, cudaStream_t stream) {
-  with_kernel_head_dim(params.head_dim, params.head_dim_v,
-                       [&](auto head_dim) { run_backward_f32<decltype(head_dim)::value>(params, workspace, stream); });
+  switch (backward_f32_head_dim(params.head_dim, params.head_dim_v)) {
+    case 64:
+      return run_backward_f32<64>(params, workspace, stream);
+    case 128:
+      return run_backward_f32<128>(params, workspace, stream);
+    case 192:
+      return run_backward_f32<192>(params, workspace, stream);
+    default:
+      return run_backward_f32<256>(params, workspace, stream);
+  }
 }
 
 }  // namespace flash_ext::sm90
