@@ -89,7 +89,7 @@ struct BackwardF32State : BackwardF32Exchange<Config::kCluster> {
   static constexpr int kPlaces = Config::kPlaces, kDsPlaces = Config::kDsPlaces;
   using Work = BackwardWork<Config>;
 
-  float lse[Config::kTiles][Config::kBlockM];  // base 2
+  __align__(16) float lse[Config::kTiles][Config::kBlockM];  // base 2; brought by copies of 16 bytes
   float minus_delta[Config::kTiles][Config::kBlockM];
   uint64_t q_full[kPlaces], q_empty[kPlaces];  // the first panel's: with lse and minus_delta
   uint64_t do_full[kPlaces], do_empty[kPlaces];
