@@ -1,6 +1,7 @@
 // The warpgroups of the float32 backward: one computes scores and dV, one gradients of scores and dK, one dQ.
 #pragma once
 
+#include "../ptx/barrier.h"
 #include "../ptx/reduction.h"
 #include "../ptx/reread.h"
 #include "../ptx/tma.h"
@@ -12,16 +13,25 @@
 namespace flash_ext::sm90 {
 
 /// Where P of a warp lies on its way to the warp that makes dS of it: in float, where two of the parts of that dS will
-/// lie, so that no other warp's places are touched. In a cluster the other block's half of S comes there before, and
-/// that of dP to what is left of dS and behind it.
+/// lie, so that no other warp's places are touched.
 struct WeightPlaces {
-  static constexpr int kGradients = 8;  // of dP: behind P
-
   /// Of accumulators n of a lane. Two lanes take a row's two pieces of 16 bytes, eight rows all banks twice.
   __device__ __forceinline__ static uint32_t of(uint32_t s_ds, int n, int warp, int lane) {
     const int chunk = n * 32 + lane, row = chunk / 2 % kPieceRows;
     const uint32_t piece = (2 * warp + chunk % 2) ^ (row % 8);
     return s_ds + chunk / (2 * kPieceRows) * kPartBytes + row * kPanelRowBytes + piece * 16;
+  }
+};
+
+/// Where the other block's halves come: of S where P will lie, of dP to the third part of dS and behind it. A warp's
+/// are contiguous, as its stores go through the network by lines, and so lie in other warps' places of P and dS.
+struct HalfPlaces {
+  static constexpr int kOfGradients = 2 * kPartBytes;
+  static constexpr int kWarpBytes = kGroupRows * kPieceRows * 4 / kGroupWarps;
+
+  /// Of accumulators n of a lane.
+  __device__ __forceinline__ static uint32_t of(uint32_t s_halves, int n, int warp, int lane) {
+    return s_halves + warp * kWarpBytes + n * 512 + lane * 16;
   }
 };
 
@@ -46,41 +56,54 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     if constexpr (Config::kHasHalf) Products::clear(sum_.half);
   }
 
-  /// x = A B^T; `wait` is for a piece of B.
+  /// x = A B^T; `wait` is for a piece of B. Many columns are two sums, as tensor cores round towards zero whatever they
+  /// add to.
   template <class Wait, class PieceOfA, class PieceOfB>
   __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, PieceOfA a, PieceOfB b) {
-    Products::Tile rest;
+    Products::Tile rest, second;
     wait(0);
     Products::start<true>(x, rest, a(0), b(0));
     if constexpr (kPanels == 2) {
       wait(1);
-      Products::start<false, Config::kHasHalf ? kPanelColumns / 2 : kPanelColumns>(x, rest, a(1), b(1));
+      if constexpr (Config::kCluster > 1) {
+        Products::start<true, Config::kLastColumns, false>(second, rest, a(1), b(1));
+      } else {
+        Products::start<false>(x, rest, a(1), b(1));
+      }
     }
     ptx::wgmma_wait<0>();
     Products::pin(x);
     Products::pin(rest);
+    if constexpr (Config::kCluster > 1) {
+      Products::pin(second);
+      Products::add(x, second);
+    }
     Products::add(x, rest);
   }
 
   /// x += what the other block has for x, of its columns. Both add the same two numbers, so they go on with the same.
-  /// A lane's places are its own until dS is written: it may write P where it has read S.
-  __device__ __forceinline__ void add_other_half(Products::Tile& x, int first_place,
+  __device__ __forceinline__ void add_other_half(Products::Tile& x, int halves,
                                                  const uint64_t (&half_full)[kGroupWarps]) const {
-    constexpr int kHalfBytes = sizeof(Products::Tile) * 32;  // of a warp
     const int lane = ptx::reread(lane_);
+    const uint32_t s_halves = this->s_ds() + halves, other_halves = this->in_other(s_halves);
     const uint32_t s_full = address(half_full[warp_]), other_full = this->in_other(s_full);
-    const uint32_t other_ds = this->in_other(this->s_ds());
-    if (lane == 0) ptx::mbarrier_arrive_expect(s_full, kHalfBytes);
+    if (lane == 0) ptx::mbarrier_arrive_expect(s_full, HalfPlaces::kWarpBytes);
     wait_for(this->state_.other_empty, at_.parity() ^ 1);
 #pragma unroll
     for (int n = 0; n < Products::kEights; ++n)
-      ptx::cluster_store(WeightPlaces::of(other_ds, first_place + n, warp_, lane), x[n], other_full);
+      ptx::cluster_store(HalfPlaces::of(other_halves, n, warp_, lane), x[n], other_full);
     ptx::mbarrier_wait(s_full, at_.parity());
 #pragma unroll
     for (int n = 0; n < Products::kEights; ++n) {
-      const float4 other = sm80::load_shared<float4>(WeightPlaces::of(this->s_ds(), first_place + n, warp_, lane));
+      const float4 other = sm80::load_shared<float4>(HalfPlaces::of(s_halves, n, warp_, lane));
       x[n][0] += other.x, x[n][1] += other.y, x[n][2] += other.z, x[n][3] += other.w;
     }
+  }
+
+  /// Until all warps have read their halves, over which they may write then.
+  template <int kBarrier>
+  __device__ __forceinline__ static void wait_for_halves() {
+    if constexpr (Config::kCluster > 1) ptx::barrier_sync<kBarrier, kGroupThreads>();
   }
 
   /// The sums grow by A B. The places of B are this warpgroup's to fill again, as it is the last to read them: `load`
@@ -210,6 +233,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
 
   __device__ __forceinline__ void hand_over(const Scores& s) const {
     wait_for(state_.ds_empty[at_.tile()], at_.parity() ^ 1);
+    this->template wait_for_halves<1>();
     const int lane = ptx::reread(lane_);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
@@ -275,7 +299,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
         [&](int panel) { return this->grad_piece(panel); });
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) this->release(state_.do_empty[at_.place(panel)]);
-    if constexpr (Config::kCluster > 1) this->add_other_half(dp, WeightPlaces::kGradients, state_.dp_half_full);
+    if constexpr (Config::kCluster > 1) this->add_other_half(dp, HalfPlaces::kOfGradients, state_.dp_half_full);
   }
 
   /// dS in place of dP. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
@@ -300,6 +324,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
   __device__ __forceinline__ void hand_over(const Products::Operand& ds) const {
     const uint32_t s_row = Tile::row_of_lane(this->s_ds(), warp_, lane_);
     ptx::wait_for_fragments(ds[0]);
+    this->template wait_for_halves<2>();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) Tile::store(s_row + part * kPartBytes, ds[part]);
     ptx::fence_proxy_async_shared();

@@ -20,6 +20,7 @@ struct BackwardF32Config {
   static constexpr int kPanels = panels(kColumns);      // of a block, counted from its first column
   static constexpr int kWholePanels = kColumns / kPanelColumns;
   static constexpr bool kHasHalf = kPanels > kWholePanels;  // the last panel has half of the columns
+  static constexpr int kLastColumns = kHasHalf ? kPanelColumns / 2 : kPanelColumns;
   static constexpr int kThreads = 3 * kGroupThreads;
   // With less than 136, ptxas has the products of half a panel of dQ wait for each other.
   static constexpr int kRegisters = kHasHalf ? 184 : 192, kDqRegisters = kHasHalf ? 136 : 120;

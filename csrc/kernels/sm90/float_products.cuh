@@ -19,8 +19,8 @@ struct FloatProductsOf {
   using Descriptor = DescriptorOfPiece<kSide>;
 
   /// A B^T of two pieces, or of some columns of them: s gets the largest products, rest all others, and without kFirst
-  /// they are added. Under way when this returns.
-  template <bool kFirst, int kColumns = kSide>
+  /// or kFirstOfRest they are added. Under way when this returns.
+  template <bool kFirst, int kColumns = kSide, bool kFirstOfRest = kFirst>
   __device__ __forceinline__ static void start(Tile& s, Tile& rest, uint32_t a_piece, uint32_t b_piece) {
     static_assert(kSide == kPieceRows);
     using Product = ptx::Wgmma<__nv_bfloat16, kPieceRows>;
@@ -35,7 +35,7 @@ struct FloatProductsOf {
       for (int step = 0; step < kColumns / 16; ++step) {
         const uint64_t a = part(a_piece, part_of_a(k), step), b = part(b_piece, part_of_b(k), step);
         Tile& sum = k == kLast ? s : rest;
-        if (kFirst && step == 0 && (k == 0 || k == kLast)) {
+        if (step == 0 && ((kFirstOfRest && k == 0) || (kFirst && k == kLast))) {
           Product::template multiply<false>(sum, a, b);
         } else {
           Product::template multiply<true>(sum, a, b);
