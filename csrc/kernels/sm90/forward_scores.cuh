@@ -28,6 +28,7 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
     WorkQueue<ForwardState<Config>> queue(this->state_);
     while (Work* const work = queue.front()) {
       this->clear();
+      near_zero_ = Config::kCapsNearZero && this->terms_.near_zero.shift < 0.0f && work->slope == 0.0f;
       visit(*work);
       if (!work->careful && this->must_repeat(*work)) work->failed = true;
       this->store(*work);
@@ -50,11 +51,13 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
         Weights p;
         this->template weigh_keys<Raise::kMore>(work, tile, p);
         --tile;
+        if (Config::kCapsNearZero && near_zero_ && tile >= stop) near_zero_ = references_are_near_zero();
 #pragma unroll 1
         while (tile >= stop) {
           const int settled = work.settled_from(group_, tile, stop);
           if (settled <= tile) {
-            tile = settled_steps(work, tile, settled, p);
+            tile = Config::kCapsNearZero && near_zero_ ? steps_near_zero(work, tile, settled, p)
+                                                       : settled_steps(work, tile, settled, p);
           } else {
             this->template step<Raise::kMore>(work, tile, p);
             --tile;
@@ -97,12 +100,60 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
     return tile;
   }
 
+  /// Those of the warpgroup: what the tiles so far say of the others.
+  __device__ __forceinline__ bool references_are_near_zero() const {
+    const float largest = static_cast<float>(SoftcapNearZero::kRange) * this->terms_.cap;
+    return all_of_group(!(reference_[0] > largest || reference_[1] > largest));
+  }
+
+  __device__ __forceinline__ bool all_of_group(bool predicate) const {
+    const bool all = !ptx::barrier_any<kGroupThreads>(1 + group_, !predicate);
+    return __all_sync(~0u, all);  // tells the compiler that warps do not part here
+  }
+
+  /// The same with softcap alone, as long as all scores of the warpgroup stay near 0; what they are is not asked before
+  /// the exponentials, but beside them. A tile with others is computed again, and the rest of the work is
+  /// settled_steps()'.
+  __device__ __forceinline__ int steps_near_zero(const Work& work, int tile, int last, Weights& p) {
+    const auto rules = this->rules(work);
+#pragma unroll 1
+    for (; tile >= last; --tile) {
+      Scores s;
+      this->wait_for_keys();
+      this->start_qk(s);
+      this->wait_for_values(false);
+      this->start_pv(p);
+      ptx::wgmma_wait<1>();
+      this->pin(s);
+      float sum[2];
+      const bool serves = exponentiate_near_zero(s, this->terms_.near_zero, reference_, sum);
+      near_zero_ = all_of_group(serves);
+      ptx::wgmma_wait<0>();
+      this->pin_out();
+      this->release_values();
+      if (!near_zero_) {
+        this->start_qk(s);
+        ptx::wgmma_wait<0>();
+        this->pin(s);
+        exponentiate_by_rules<Cap::kTanh, false>(s, rules, this->terms_.softcap, {}, reference_, sum);
+        last = tile;
+      }
+      this->release_keys(work, tile);
+      row_sum_[0] += sum[0];
+      row_sum_[1] += sum[1];
+      this->pack(p, s);
+    }
+    return tile;
+  }
+
   /// There are no masks, and what follows from them would take registers in the loops.
   __device__ __forceinline__ void add_hidden_non_finite(const Work& work) const {
     AttentionParams without_masks;
     without_masks.head_dim_v = p_.head_dim_v;
     Base::add_hidden_non_finite(work, without_masks);
   }
+
+  bool near_zero_;  // all scores of this work so far, as far as is known; and softcap alone goes before them
 };
 
 template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>

@@ -10,13 +10,16 @@ namespace flash_ext::sm90 {
 struct ScoreTerms {
   float scale, cap;  // of ScoreRules
   SoftcapPolynomial softcap;
+  SoftcapNearZero near_zero;
 
   explicit ScoreTerms(const AttentionParams& p)
       : scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
                               : static_cast<float>(p.softmax_scale) * kLog2E),
         cap(static_cast<float>(p.softcap) * kLog2E),
         softcap(p.softcap > 0.0 ? SoftcapPolynomial(p.softmax_scale / p.softcap, p.softcap * kLog2E)
-                                : SoftcapPolynomial()) {}
+                                : SoftcapPolynomial()),
+        near_zero(p.softcap > 0.0 ? SoftcapNearZero(p.softmax_scale / p.softcap, p.softcap * kLog2E)
+                                  : SoftcapNearZero()) {}
 };
 
 /// Of base-2 scores divided by `scale`. With kPlain, a row without a reference, whose scores were -inf until now, gets
@@ -111,6 +114,32 @@ __device__ __forceinline__ void exponentiate_beside_diagonal(float (&s)[1][kN][4
   } else {
     exponentiate_by_rules<Cap::kPolynomial, false>(s, rules, softcap, line, reference, sum);
   }
+}
+
+/// Of products that nothing but softcap goes before. Returns whether all of this thread's are in its range; else what
+/// is left in their place is of no use.
+template <int kN>
+__device__ __forceinline__ bool exponentiate_near_zero(float (&s)[1][kN][4], const SoftcapNearZero& softcap,
+                                                       const float (&reference)[2], float (&sum)[2]) {
+  int signs = -1;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sum[r] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float w[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = s[0][n][2 * r + c];
+        const float factor = softcap.factor(x, w[c]);
+        x = ptx::exp2_approx(fmaf(factor, x, -reference[r]));
+        sum[r] += x;
+      }
+      signs &= __float_as_int(w[0]) & __float_as_int(w[1]);
+    }
+  }
+  // The sums are asked so that the exponentials stand beside the products, not behind who waits for the answer.
+  return signs < 0 && sum[0] + sum[1] >= 0.0f;
 }
 
 }  // namespace flash_ext::sm90
