@@ -140,6 +140,49 @@ def test_each_tile_gets_its_own_bias(
         torch.testing.assert_close(out[..., :tiles].double(), expected, rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.parametrize("window", [{}, {"causal": True}, {"window_size": (900, 300)}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_each_tile_gets_its_own_bias_or_mask_alone(
+    device: str, head_dim: int, dtype: torch.dtype, window: dict[str, Any]
+) -> None:
+    """As above, without what makes warps slow, over more tiles than a list of them is looked up at a time."""
+    seqlen, heads = (200, 1) if device == "cpu" else (2200, 16)
+    call = make_call(2, seqlen, seqlen, heads, heads, head_dim, dtype=dtype, device=device, **window)
+    tile = torch.arange(seqlen, device=device) // 64
+    tiles = int(tile[-1]) + 1
+    call.q.zero_(), call.k.zero_(), call.v.zero_()
+    call.v[:, torch.arange(seqlen, device=device), :, tile] = 1.0
+    # 6 bits of a number that tells the query's tile and the key's, in sixteenths; the last 3 of each.
+    number = (tile[:, None] % 8 * 8 + tile % 8) / 16
+    options: list[dict[str, Tensor]] = [
+        {"bias": number.to(dtype).expand(1, heads, seqlen, seqlen).contiguous()},
+        {"bias": (tile % 8 / 8).to(dtype).expand(2, 1, 1, seqlen).contiguous()},
+        {"mask": (number * 16 * 7 % 5 > 1)[None, None]},
+        {"mask": torch.rand(1, heads, seqlen, seqlen, device=device) < 0.7},
+    ]
+    for option in options:
+        expected = reference_by_tiles(call.with_options(**option), tiles)
+        for _ in range(2 if device == "cpu" else 6):
+            out = run_library(call.with_options(**option), ())["out"]
+            torch.testing.assert_close(out[..., :tiles].double(), expected, rtol=0.02, atol=1e-3)
+
+
+def reference_by_tiles(call: Call, tiles: int) -> Tensor:
+    """Of scores of 0 but for a bias, and values that are the number of their tile: the weight of each tile."""
+    seqlen = call.q.shape[1]
+    i, j = torch.arange(seqlen, device=call.q.device)[:, None], torch.arange(seqlen, device=call.q.device)
+    left, right = (-1, 0) if call.options.get("causal") else call.options.get("window_size", (-1, -1))
+    seen = ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+    if "mask" in call.options:
+        seen = seen & call.options["mask"]
+    bias = call.options.get("bias", torch.zeros(1, 1, 1, 1, device=call.q.device))
+    weights = torch.exp(bias.float()).masked_fill(~seen, 0.0)
+    sums = torch.nn.functional.pad(weights, (0, -seqlen % 64)).unflatten(3, (tiles, 64)).sum(-1)
+    expected = torch.nn.functional.normalize(sums.double(), p=1, dim=-1).transpose(1, 2)
+    return expected.expand(call.q.shape[0], -1, call.q.shape[2], -1)
+
+
 @pytest.mark.parametrize("slope", [0.05, 0.3, 1.0, 5.0])
 @pytest.mark.parametrize("towards", ["first", "last", "diagonal"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

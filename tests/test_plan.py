@@ -426,6 +426,26 @@ def test_the_general_class_of_the_kernel_for_hopper(
 
 
 @pytest.mark.parametrize(
+    ("fields", "tile"),
+    [
+        ({"has_bias": True}, (256, 64)),
+        ({"has_mask": True, "window_right": 0}, (256, 64)),
+        ({"has_block_mask": True, "has_sink": True}, (256, 64)),
+        ({"has_bias": True, "bias_dtype": "float16"}, (192, 64)),  # q is bfloat16
+        ({"has_bias": True, "has_mask": True}, (192, 64)),
+        ({"has_bias": True, "softcap": 3.0}, (192, 64)),
+        ({"has_mask": True, "has_alibi": True}, (192, 64)),
+        ({"has_bias": True, "softmax_scale": -1.0}, (192, 64)),
+        ({"has_mask": True, "dropout_p": 0.1}, (192, 128)),
+    ],
+    ids=str,
+)
+def test_an_option_alone_has_a_kernel_of_its_own(fields: dict[str, Any], tile: tuple[int, int]) -> None:
+    found = hopper_plan(head_dim=64, head_dim_v=64, **{"bias_dtype": "bfloat16", **fields})
+    assert (found.kernel, found.block_m, found.block_n) == ("sm90/forward", *tile)
+
+
+@pytest.mark.parametrize(
     ("bias_dtype", "served"), [("float16", True), ("bfloat16", True), ("float32", False), ("float64", False)]
 )
 def test_the_forward_for_hopper_serves_a_bias_of_16_bits(bias_dtype: str, served: bool) -> None:

@@ -285,6 +285,12 @@ class Planner {
                 drops ? " dropout" : "");
   }
 
+  sm90::ForwardClass hopper_general_class() const {
+    const bool scored = p_.softcap > 0 || p_.has_alibi || !sm90::is_normal_scale(p_.softmax_scale);
+    return sm90::general_class({dropout_threshold(p_.dropout_p) > 0, p_.has_bias, p_.bias_dtype == p_.dtype,
+                                p_.has_mask || p_.has_block_mask, scored});
+  }
+
   bool has_wide_bias() const {
     return p_.has_bias && p_.bias_dtype != DType::kFloat16 && p_.bias_dtype != DType::kBFloat16;
   }
@@ -465,7 +471,8 @@ class Planner {
     if (plan_.kernel == "sm90/forward") {
       const bool general = !general_options().empty();
       const sm90::HeadDims dims = sm90::forward_head_dims(p_.head_dim, p_.head_dim_v, general);
-      const sm90::ForwardShape shape = general ? sm90::general_shape(dims) : choose_hopper_shape(dims);
+      const sm90::ForwardShape shape =
+          general ? sm90::general_shape(dims, hopper_general_class()) : choose_hopper_shape(dims);
       plan_.block_m = sm90::kGroupRows * shape.groups;
       plan_.block_n = shape.block_n;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,

@@ -45,6 +45,21 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t s_barrier, uint32_t p
   return ended != 0;
 }
 
+/// Whether the phase has ended, now.
+__device__ __forceinline__ bool mbarrier_test(uint32_t s_barrier, uint32_t parity) {
+  uint32_t ended;
+  asm volatile(
+      "{\n"
+      ".reg .pred ended;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, ended;\n"
+      "}"
+      : "=r"(ended)
+      : "r"(s_barrier), "r"(parity)
+      : "memory");
+  return ended != 0;
+}
+
 __device__ __forceinline__ void mbarrier_wait(uint32_t s_barrier, uint32_t parity) {
   while (!mbarrier_try_wait(s_barrier, parity)) {
   }

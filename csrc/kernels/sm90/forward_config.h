@@ -13,25 +13,18 @@
 
 namespace flash_ext::sm90 {
 
-/// What a kernel can do. Each class costs registers.
-enum class ForwardClass {
-  kPlain,    // products scaled by a positive number, within a window
-  kOptions,  // softcap, ALiBi, any scale
-  kGeneral,  // these, bias, masks (forward_general.cuh)
-  kDropout,  // these, dropout
-};
-
 template <class Element_, int kHeadDim_, int kHeadDimV_, ForwardClass kClass, ForwardKeys kKeys = ForwardKeys::kMany>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;    // of q and k
   static constexpr int kHeadDimV = kHeadDimV_;  // of v and out
   static constexpr bool kOptions = kClass == ForwardClass::kOptions, kDrops = kClass == ForwardClass::kDropout;
-  static constexpr bool kGeneral = kClass == ForwardClass::kGeneral || kDrops;
+  static constexpr bool kOnlyBias = kClass == ForwardClass::kBias, kOnlyMask = kClass == ForwardClass::kMask;
+  static constexpr bool kGeneral = kClass == ForwardClass::kGeneral || kOnlyBias || kOnlyMask || kDrops;
   // A work may have a part of the keys alone (forward_cut.cuh). Others have no registers left for that at head_dim 256.
   static constexpr bool kCuts = kClass == ForwardClass::kPlain;
   static constexpr ForwardShape kShape =
-      kGeneral ? general_shape({kHeadDim, kHeadDimV}) : forward_shape({kHeadDim, kHeadDimV}, kKeys);
+      kGeneral ? general_shape({kHeadDim, kHeadDimV}, kClass) : forward_shape({kHeadDim, kHeadDimV}, kKeys);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kGroupRows;
   static constexpr int kBlockN = kShape.block_n;

@@ -1,10 +1,11 @@
 // The general class of the forward: bias, masks and dropout beside what the others serve (forward.cuh).
 //
-// It differs from them in four things. A list of tiles drives the loads, made from what masks leave
-// (forward_visibility.cuh), and each tile comes with a note that says which warpgroups visit it. Above head_dim 64,
-// tiles that ask for no more than bits of a mask, and a bias or dropout, but not both, take step(), others are taken
-// one after the other. A warp raises the references of its rows as long as one of them has none, or one so low that it
-// must be a padding bias's. And the row sums keep watch: a tile whose sum passes kSumLimit takes the exponent of the
+// It differs from them in five things. A list of tiles drives the loads, made from what masks leave
+// (forward_visibility.cuh), and each tile comes with a note that says which warpgroups visit it. Tiles that ask for no
+// more than bits of a mask, and a bias or dropout, but not both, take steps, in runs that look at one note; others are
+// taken one after the other, as all are at head_dim 64 with dropout. A bias alone and masks alone have kernels without
+// tests for anything else. A warp raises the references of its rows as long as one of them has none, or one so low that
+// it must be a padding bias's. And the row sums keep watch: a tile whose sum passes kSumLimit takes the exponent of the
 // sum into the reference, while P is still in float, so that a bias that grows along the keys does not make every tile
 // of queries be computed twice.
 #pragma once
@@ -49,13 +50,15 @@ class GeneralGroup : public ForwardGroup<Config> {
   static constexpr bool kBeside = kParts == 1;
   // A bias, asked for before S is waited for, takes registers that dropout needs.
   static constexpr bool kAsksForBias = !Config::kDrops;
+  static constexpr bool kOnlyBias = Config::kOnlyBias, kOnlyMask = Config::kOnlyMask, kSingle = kOnlyBias || kOnlyMask;
   template <bool kBias>
   static constexpr bool kHasStep = !kBias || kAsksForBias;
   // Base 2. A bias that pads with -10000, or with the lowest number of float16, leaves references below it.
   static constexpr float kLowReference = -8192.0f;
-  // This warp raises references in the next tile; P of the tile before waits for its V, which has been cleaned; the
-  // next tile may take step().
-  static constexpr uint32_t kRaises = 1, kWaits = 2, kHurries = 4, kCleaned = TileNote::kClean;
+  // This warp raises references in the next tile; P of the tile before waits for its V; tiles may take steps; V of the
+  // tile before has been cleaned; cleaning met Inf or NaN in this work; a tile of a run that is left.
+  static constexpr uint32_t kRaises = 1, kWaits = 2, kHurries = 4, kCleaned = 8, kMetNonFinite = 16, kRun = 32;
+  static constexpr uint32_t kKept = kRaises | kMetNonFinite;  // whatever the next tile
 
  public:
   __device__ __forceinline__ GeneralGroup(const ForwardParams& p, const GeneralOptions& options,
@@ -74,7 +77,7 @@ class GeneralGroup : public ForwardGroup<Config> {
       visit(*work);
       if (!work->careful && must_repeat(*work)) work->failed = true;
       store(*work);
-      if (work->careful && this->met_non_finite_) this->add_hidden_non_finite(*work, p_);
+      if (work->careful && (mode_ & kMetNonFinite)) this->add_hidden_non_finite(*work, p_);
       queue.pop(lane_);
     }
   }
@@ -84,7 +87,11 @@ class GeneralGroup : public ForwardGroup<Config> {
     this->wait_for_query(work);
     mode_ = kRaises;
     if constexpr (Config::kDrops) prepare_draws(work);
-    options_.adds_bias ? visit_tiles<true>(work) : visit_tiles<false>(work);
+    if (kOnlyBias || (!kOnlyMask && options_.adds_bias)) {
+      visit_tiles<true>(work);
+    } else {
+      visit_tiles<false>(work);
+    }
   }
 
   /// A loop with a bias and one without: registers for what comes ahead of S would have to be cleared in each tile.
@@ -111,7 +118,7 @@ class GeneralGroup : public ForwardGroup<Config> {
         pass(note);
         continue;
       }
-      mode_ = (mode_ & kRaises) | (flags & TileNote::kClean);
+      mode_ = (mode_ & kKept) | (flags & TileNote::kClean ? kCleaned : 0);
       Weights p;
       weigh_keys<kBias>(p, work, note);
       add_values(p);
@@ -128,24 +135,26 @@ class GeneralGroup : public ForwardGroup<Config> {
       this->wait_for_keys();
       const TileNote note = state_.k_notes[k_at_.stage()];
       flags = note.flags;
-      if constexpr (kHasStep<kBias>) {
-        if ((mode_ & kHurries) && note.whole(group_)) {
-          step<kBias>(p, note);
-          continue;
-        }
+      if (!kHasStep<kBias> || !(mode_ & kHurries) || !note.whole(group_)) {
+        visit_alone<kBias>(p, work, note);
+      } else if constexpr (kHasStep<kBias>) {
+        mode_ += note.run() * kRun;
+        take_steps<kBias>(p);
       }
-      if (mode_ & kWaits) add_values(p);
-      if (!note.visible(group_)) {
-        pass(note);
-        continue;
-      }
-      mode_ = (mode_ & kRaises) | kWaits | (flags & TileNote::kClean);
-      weigh_keys<kBias>(p, work, note);
-      if (kHasStep<kBias> && !options_.scales_first && !work.careful && !(mode_ & kCleaned) && !some_warp_raises())
-        mode_ |= kHurries;
     } while (!(flags & TileNote::kLast));
     release_query(work);
     if (mode_ & kWaits) add_values(p);
+  }
+
+  /// P V of the tile before, and then S and P of this one, if the warpgroup sees it.
+  template <bool kBias>
+  __device__ __forceinline__ void visit_alone(Weights& p, const Work& work, const TileNote& note) {
+    if (mode_ & kWaits) add_values(p);
+    if (!note.visible(group_)) return pass(note);
+    mode_ = (mode_ & kKept) | kWaits | (note.flags & TileNote::kClean ? kCleaned : 0);
+    weigh_keys<kBias>(p, work, note);
+    const bool may_hurry = kHasStep<kBias> && (kSingle || !options_.scales_first) && !work.careful;
+    if (may_hurry && !(mode_ & kCleaned) && !some_warp_raises()) mode_ |= kHurries;
   }
 
   __device__ __forceinline__ void release_query(const Work& work) const {
@@ -164,7 +173,7 @@ class GeneralGroup : public ForwardGroup<Config> {
 
   __device__ __forceinline__ void pass(const TileNote& note) {
     __syncwarp();  // all lanes have read the note
-    mode_ &= kRaises;
+    mode_ &= kKept;
     release_keys();
     ptx::mbarrier_wait(address(state_.v_full[v_at_.stage()]), v_at_.parity());
     if (note.flags & TileNote::kClean) this->clean_parities_ ^= 1u << v_at_.stage();
@@ -210,38 +219,97 @@ class GeneralGroup : public ForwardGroup<Config> {
   /// P V of the tile before.
   __device__ __forceinline__ void add_values(const Weights& p) {
     wait_for_values(mode_ & kCleaned);
+    if (__any_sync(~0u, this->met_non_finite_)) mode_ |= kMetNonFinite;
+    this->met_non_finite_ = false;  // a register less
     start_pv(p);
     ptx::wgmma_wait<0>();
     pin_out();
     release_values();
   }
 
-  /// P V of the tile before, S and P of this one, which the window leaves whole, and in which all rows have references.
-  /// What comes from shared memory is asked for before S is waited for: products of the other warpgroups hold it up.
+  /// What a step knows of its tile: of the bias before it begins, of masks before S is there.
   template <bool kBias>
-  __device__ __forceinline__ void step(Weights& p, const TileNote& note) {
-    Scores s;
+  struct Terms {
     BiasPairs bias;
-    uint32_t visible[kParts][2] = {};
-    start_qk(s);
-    wait_for_values(false);
-    start_pv(p);
-    const bool hides = look(note, visible);
-    if constexpr (kBias && kAsksForBias) ask_for_bias(bias);
-    ptx::wgmma_wait<1>();
-    pin(s);
-    if constexpr (!Config::kDrops) release_keys();
-    if constexpr (kBias) add_bias<false>(s, bias);
-    if (hides) hide_by_bits(s, visible);
-    float sum[2];
-    exponentiate<false>(s, this->scale_, reference_, sum);
-    ptx::wgmma_wait<0>();
-    pin_out();
-    release_values();
-    add_sums(s, sum);
-    if constexpr (kBias) release_bias();
-    this->pack(p, s);
-    if constexpr (Config::kDrops) drop_weights(p);
+    uint32_t visible[kParts][2];
+    bool hides;
+    bool v_came = false;  // V of the tile before
+  };
+
+  /// P V of the tile before, S and P of this one, and so on for a run of tiles, which the window leaves whole, and in
+  /// which all rows have references. A warp waits for itself more than for products: each load from shared memory, and
+  /// each look at a barrier, takes some 100 cycles, as products of the others hold them up. So they are asked for ahead
+  /// of what a warp has to do anyway: a bias, and whether the next tile is there, a step ahead.
+  template <bool kBias>
+  __device__ __forceinline__ void take_steps(Weights& p) {
+    Terms<kBias> terms;
+    if constexpr (kBias) ask_for_bias(terms.bias);
+#pragma unroll 1
+    while (true) {
+      Scores s;
+      if constexpr (!kOnlyBias) ask_for_bits(terms.visible);
+      const bool partly = !kOnlyBias && state_.k_notes[k_at_.stage()].partly(group_);
+      start_qk(s);
+      if (!terms.v_came) wait_for_values(false);
+      start_pv(p);
+      terms.hides = !kOnlyBias && __any_sync(~0u, partly && hide_something(terms.visible));
+      ptx::wgmma_wait<1>();
+      pin(s);
+      if constexpr (!Config::kDrops) release_keys();
+      const bool goes_on = mode_ >= kRun;
+      float sum[2];
+      weigh(s, terms, sum);
+      ptx::wgmma_wait<0>();
+      pin_out();
+      release_values();
+      bool k_came = false, bias_came = false;
+      if constexpr (!Config::kDrops) {  // which has K still
+        k_came = ptx::mbarrier_test(address(state_.k_full[k_at_.stage()]), k_at_.parity());
+        terms.v_came = ptx::mbarrier_test(address(state_.v_full[v_at_.stage()]), v_at_.parity());
+      }
+      if constexpr (kBias) bias_came = next_bias_came();
+      add_sums(s, sum);
+      if constexpr (kBias) {
+        release_bias();
+        if (goes_on) ask_for_bias(terms.bias, bias_came);
+      }
+      this->pack(p, s);
+      if constexpr (Config::kDrops) drop_weights(p);
+      if (!goes_on) break;
+      mode_ -= kRun;
+      if (!k_came) this->wait_for_keys();
+    }
+  }
+
+  /// That of the tile behind this one.
+  __device__ __forceinline__ bool next_bias_came() const {
+    static_assert(kParts == 1);
+    auto at = bias_at_;
+    at.advance();
+    return ptx::mbarrier_test(address(state_.bias_full[group_][at.stage()]), at.parity());
+  }
+
+  /// Products to weights, and their sums. An option alone goes into the addend of the exponential's FMA, where the
+  /// reference is, so that what makes it stands between exponentials, which leave three of four issue slots.
+  template <bool kBias>
+  __device__ __forceinline__ void weigh(Scores& s, const Terms<kBias>& terms, float (&sum)[2]) const {
+    float shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) shift[r] = reference_[r] == -INFINITY ? 0.0f : -reference_[r];
+    if constexpr (kOnlyBias) {
+      exponentiate_with(s, this->scale_, sum, [&](int n, int e) {
+        const float2 b = ptx::unpack2<Element>(terms.bias[n / 8][n % 8 * 2 + e / 2]);
+        return fmaf(e % 2 == 0 ? b.x : b.y, kLog2E, shift[e / 2]);
+      });
+    } else if (kOnlyMask && terms.hides) {
+      exponentiate_with(s, this->scale_, sum, [&](int n, int e) {
+        return terms.visible[n / 8][e / 2] >> (2 * (n % 8) + e % 2) & 1u ? shift[e / 2] : -INFINITY;
+      });
+    } else {
+      if constexpr (kBias) add_bias<false>(s, terms.bias);
+      if (terms.hides) hide_by_bits(s, terms.visible);
+      exponentiate<false>(s, this->scale_, reference_, sum);
+    }
   }
 
   /// K, which has been used, is released behind it.
@@ -349,45 +417,56 @@ class GeneralGroup : public ForwardGroup<Config> {
   /// What masks leave of this lane's rows, which came with K; whether they hide something from this warp. That is asked
   /// before K is released: an arrival does not wait for loads under way, and the copy engine may then be faster.
   __device__ __forceinline__ bool look(const TileNote& note, uint32_t (&visible)[kParts][2]) const {
-    if (!note.partly(group_)) return false;
+    if (kOnlyBias || !note.partly(group_)) return false;
+    ask_for_bits(visible);
+    return __any_sync(~0u, hide_something(visible));
+  }
+
+  __device__ __forceinline__ static bool hide_something(const uint32_t (&visible)[kParts][2]) {
+    uint32_t all = 0xFFFFu;
+    for (const auto& part : visible) all &= part[0] & part[1];
+    return all != 0xFFFFu;
+  }
+
+  __device__ __forceinline__ void ask_for_bits(uint32_t (&visible)[kParts][2]) const {
     constexpr int kPairBytes = sizeof(PairBits), kRowBytes = kPairBytes / kGroupRows;
+    const int lane = again(lane_);
     const uint32_t s_bits = this->s_tiles_ + Config::kBitsOffset + k_at_.stage() * Config::kBitsBytes +
-                            group_ * (kParts * kPairBytes) + (16 * warp_ + lane_ / 4) * kRowBytes + lane_ % 4 * 2;
-    bool hides = false;
+                            group_ * (kParts * kPairBytes) + (16 * again(warp_) + lane / 4) * kRowBytes + lane % 4 * 2;
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < 2; ++r)
         visible[part][r] = ptx::load_shared_16(s_bits + part * kPairBytes + 8 * r * kRowBytes);
-        hides |= visible[part][r] != 0xFFFFu;
-      }
-    return __any_sync(~0u, hides);
   }
 
   /// Products to scores, where a bias cannot be added to products.
   __device__ __forceinline__ void scale_first(Scores& s, const Work& work, const TileNote& note) const {
-    if (!options_.scales_first) return;
+    if (kSingle || !options_.scales_first) return;
     const ScoreRules<Element> rules = this->rules(work);
     scale_and_cap<Config::kCapsByProducts>(s, rules, options_.terms.softcap);
     if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work, note.tile));
   }
 
   /// As ldmatrix deals it out.
-  __device__ __forceinline__ void ask_for_bias(BiasPairs& bias) const {
+  __device__ __forceinline__ void ask_for_bias(BiasPairs& bias, bool came = false) const {
     auto at = bias_at_;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      ptx::mbarrier_wait(address(state_.bias_full[group_][at.stage()]), at.parity());
+      if (!came) ptx::mbarrier_wait(address(state_.bias_full[group_][at.stage()]), at.parity());
       bias_part(at.stage()).load(bias[part]);
       at.advance();
     }
   }
 
+  __device__ __forceinline__ bool is_half_bias() const {
+    return kOnlyBias ? std::is_same_v<Element, __half> : p_.bias.dtype == DType::kFloat16;
+  }
+
   /// kHides: -inf hides even a score that is NaN.
   template <bool kHides>
   __device__ __forceinline__ void add_bias(Scores& s, const BiasPairs& bias) const {
-    p_.bias.dtype == DType::kFloat16 ? add_bias_of<__half, kHides>(s, bias)
-                                     : add_bias_of<__nv_bfloat16, kHides>(s, bias);
+    is_half_bias() ? add_bias_of<__half, kHides>(s, bias) : add_bias_of<__nv_bfloat16, kHides>(s, bias);
   }
 
   template <class BiasElement, bool kHides>
@@ -426,8 +505,8 @@ class GeneralGroup : public ForwardGroup<Config> {
     }
   }
 
-  /// Dropout has no registers for what would follow from it outside of the loop.
-  __device__ __forceinline__ static int again(int x) { return Config::kDrops ? ptx::reread(x) : x; }
+  /// There are no registers for what would follow from it outside of the loop.
+  __device__ __forceinline__ static int again(int x) { return ptx::reread(x); }
 
   /// Normalises the rows and writes them, from registers: shared memory is given to other things.
   __device__ __forceinline__ void store(const Work& work) {
@@ -507,7 +586,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 inline GeneralOptions general_options(const ForwardParams& p) {
   GeneralOptions options{ScoreTerms(p)};
   const float scale = static_cast<float>(p.softmax_scale) * kLog2E;
-  const bool normal = scale > 0x1p-60f && scale < 0x1p60f;
+  const bool normal = is_normal_scale(p.softmax_scale);
   options.adds_alibi = p.alibi_slopes != nullptr;
   options.adds_bias = p.bias.data != nullptr;
   options.scales_first = p.softcap > 0.0 || options.adds_alibi || !normal;
@@ -539,10 +618,19 @@ void launch_general_forward(const ForwardParams& p, const ForwardVisibility& vis
 template <class Element, int kHeadDim>
 void run_general_forward(const ForwardParams& p, const ForwardVisibility& visible, void* workspace,
                          cudaStream_t stream) {
-  using Plain = GeneralConfig<Element, kHeadDim, false>;
-  using Drops = GeneralConfig<Element, kHeadDim, true>;
-  dropout_threshold(p.dropout.p) > 0 ? launch_general_forward<Drops>(p, visible, workspace, stream)
-                                     : launch_general_forward<Plain>(p, visible, workspace, stream);
+  const bool drops = dropout_threshold(p.dropout.p) > 0;
+  const auto launch = [&](auto config) { launch_general_forward<decltype(config)>(p, visible, workspace, stream); };
+  switch (general_class({drops, p.bias.data != nullptr, p.bias.dtype == p.dtype, p.mask.data || p.blocks.offsets,
+                         general_options(p).scales_first})) {
+    case ForwardClass::kBias:
+      return launch(GeneralConfig<Element, kHeadDim, ForwardClass::kBias>());
+    case ForwardClass::kMask:
+      return launch(GeneralConfig<Element, kHeadDim, ForwardClass::kMask>());
+    case ForwardClass::kDropout:
+      return launch(GeneralConfig<Element, kHeadDim, ForwardClass::kDropout>());
+    default:
+      return launch(GeneralConfig<Element, kHeadDim, ForwardClass::kGeneral>());
+  }
 }
 
 }  // namespace flash_ext::sm90

@@ -34,6 +34,7 @@ class TileList {
         if (lane_ == i) place_ = place;
       }
     }
+    note.flags |= run() << TileNote::kRun;
     skip();
     if (!left_) note.flags |= TileNote::kLast;
     return note;
@@ -46,6 +47,23 @@ class TileList {
   __device__ __forceinline__ void look() {
     mine_ = flags_of(first_ - lane_);
     left_ = __ballot_sync(~0u, mine_ != 0);
+    whole_ = __ballot_sync(~0u, is_whole(mine_));
+  }
+
+  /// But for masks, and for every warpgroup that has rows.
+  __device__ __forceinline__ bool is_whole(uint32_t flags) const {
+    if (flags & (TileNote::kAll << TileNote::kCut)) return false;
+    for (int g = 0; g < Config::kGroups; ++g)
+      if (work_.has_rows(g) && !(flags >> g & 1)) return false;
+    return true;
+  }
+
+  /// TileNote::run() of the tile taken last.
+  __device__ __forceinline__ uint32_t run() const {
+    const uint32_t cut = left_ & ~whole_;
+    const uint32_t before_cut = cut ? left_ & ((cut & -cut) - 1) : left_;
+    // The last one that was looked at may be the last of the work.
+    return max(__popc(before_cut) - (cut ? 0 : 1), 0);
   }
 
   __device__ __forceinline__ void skip() {
@@ -92,6 +110,7 @@ class TileList {
   const int lane_;
   int first_;                                  // the tile of lane 0; that of the next lane is before it
   uint32_t mine_, left_;                       // flags of this lane's; lanes whose tiles are to be visited
+  uint32_t whole_;                             // lanes whose tiles need no note
   int places_[kFindsBits ? kPlaces : 1] = {};  // of this lane's tile
   int place_ = 0;
 };

@@ -12,14 +12,13 @@
 namespace flash_ext::sm90 {
 
 /// Of the general class.
-template <class Element, int kHeadDim_, bool kDrops_>
-struct GeneralConfig
-    : ForwardConfig<Element, kHeadDim_, kHeadDim_, kDrops_ ? ForwardClass::kDropout : ForwardClass::kGeneral> {
-  using Base = ForwardConfig<Element, kHeadDim_, kHeadDim_, kDrops_ ? ForwardClass::kDropout : ForwardClass::kGeneral>;
-  static constexpr int kParts = Base::kBlockN / kKeyGroup;        // of a tile
-  static constexpr int kDraws = kDrops_ ? Base::kBlockN / 4 : 1;  // groups of keys of Philox, in a tile
+template <class Element, int kHeadDim_, ForwardClass kClass>
+struct GeneralConfig : ForwardConfig<Element, kHeadDim_, kHeadDim_, kClass> {
+  using Base = ForwardConfig<Element, kHeadDim_, kHeadDim_, kClass>;
+  static constexpr int kParts = Base::kBlockN / kKeyGroup;             // of a tile
+  static constexpr int kDraws = Base::kDrops ? Base::kBlockN / 4 : 1;  // groups of keys of Philox, in a tile
   // Room for what draws share comes from the bias.
-  static constexpr int kBiasSlots = Base::kBiasSlots - (kDrops_ && Base::kBiasSlots != 3 ? 1 : 0);
+  static constexpr int kBiasSlots = Base::kBiasSlots - (Base::kDrops && Base::kBiasSlots != 3 ? 1 : 0);
   static constexpr int kBitsOffset = Base::kBiasOffset + Base::kGroups * kBiasSlots * Base::kBiasPartBytes;
   static constexpr int kTilesBytes = kBitsOffset + Base::kKeyStages * Base::kBitsBytes;
 };
@@ -39,10 +38,11 @@ struct GeneralOptions {
 };
 
 /// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it, bit kCut +
-/// g that the window does, or that V is freed of Inf and NaN.
+/// g that the window does, or that V is freed of Inf and NaN. From bit kRun on, how many of the tiles behind this one
+/// need no note: but for masks, all rows see all of them, and none of them is the last of the work.
 struct alignas(8) TileNote {  // one load, which the branch that K is let go of behind waits for
-  static constexpr int kPartly = 8, kCut = 16;
-  static constexpr uint32_t kAll = (1u << kPartly) - 1, kClean = 1u << 30, kLast = 1u << 31;
+  static constexpr int kPartly = 8, kCut = 16, kRun = 24;
+  static constexpr uint32_t kAll = (1u << kPartly) - 1, kMostRun = 31, kClean = 1u << 30, kLast = 1u << 31;
 
   int tile;
   uint32_t flags;  // kClean: V is freed of Inf and NaN; kLast: of a work
@@ -52,6 +52,7 @@ struct alignas(8) TileNote {  // one load, which the branch that K is let go of 
   /// But for masks.
   __device__ __forceinline__ bool whole(int group) const { return (flags >> group & (1u | 1u << kCut)) == 1u; }
   __device__ __forceinline__ bool partly(int group) const { return flags >> (kPartly + group) & 1; }
+  __device__ __forceinline__ int run() const { return static_cast<int>(flags >> kRun & kMostRun); }
 };
 
 /// What the warps of the general class share besides. Parts of a bias: 64 queries, 64 keys.

@@ -83,13 +83,45 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = Fo
   }
 }
 
+/// What a kernel of the forward can do. Each class costs registers, and what it tests, time between products.
+enum class ForwardClass {
+  kPlain,    // products scaled by a positive number, within a window
+  kOptions,  // softcap, ALiBi, any scale
+  kBias,     // a bias of the inputs' dtype (forward_general.cuh)
+  kMask,     // masks
+  kGeneral,  // all of these
+  kDropout,  // all of these, and dropout
+};
+
+/// What a call of the general class asks for.
+struct GeneralCall {
+  bool drops, has_bias, has_bias_dtype_of_inputs, has_mask;  // a mask of any kind
+  bool has_score_options;                                    // or a scale that a bias cannot be divided by
+};
+
+constexpr bool is_normal_scale(double softmax_scale) {
+  const float scale = static_cast<float>(softmax_scale);
+  return scale > 0x1p-60f && scale < 0x1p60f;
+}
+
+constexpr ForwardClass general_class(const GeneralCall& call) {
+  if (call.drops) return ForwardClass::kDropout;
+  if (call.has_score_options) return ForwardClass::kGeneral;
+  if (!call.has_bias) return ForwardClass::kMask;
+  return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardClass::kBias : ForwardClass::kGeneral;
+}
+
 /// Of the general class. Tiles are made of groups of 64 keys, in which masks and biases come; out, P and S leave
 /// registers for what the options take. A third stage lets warpgroups wait less for each other than a second place of Q
 /// does.
-constexpr ForwardShape general_shape(const HeadDims& dims) {
+constexpr ForwardShape general_shape(const HeadDims& dims, ForwardClass general) {
+  const bool alone = general == ForwardClass::kBias || general == ForwardClass::kMask;
   switch (dims.qk) {
     case 64:
-      return {3, 128, 3, 3, false, 160, 32, 4, true};
+      if (general == ForwardClass::kDropout) return {3, 128, 3, 3, false, 160, 32, 4, true};
+      // Bound by what a warp waits for itself: a fourth warpgroup, where registers suffice.
+      if (alone) return {4, 64, 4, 4, false, 112, 32, 3, true};
+      return {3, 64, 4, 4, false, 160, 32, 4, true};
     case 128:
       return {3, 64, 3, 3, false, 160, 32, 3, true};
     default:

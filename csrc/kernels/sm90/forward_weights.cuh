@@ -44,6 +44,16 @@ __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, 
   }
 }
 
+/// Of products, to each of which, scaled, added(n, e) is added: base 2, with the reference taken off.
+template <int kN, class F>
+__device__ __forceinline__ void exponentiate_with(float (&s)[1][kN][4], float scale, float (&sum)[2], F added) {
+  sum[0] = sum[1] = 0.0f;
+  for_each_score(s, [&](float& x, int, int n, int e) {
+    x = ptx::exp2_approx(fmaf(x, scale, added(n, e)));
+    sum[e / 2] += x;
+  });
+}
+
 /// Products to base-2 scores, but for the terms that are added. kPolynomial: softcap by products where it can be.
 template <bool kPolynomial, class Element, int kN>
 __device__ __forceinline__ void scale_and_cap(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
