@@ -68,6 +68,8 @@ class GeneralGroup : public ForwardGroup<Config> {
         state_(state),
         s_bias_(s_tiles + Config::kBiasOffset + group * Config::kBiasSlots * Config::kBiasPartBytes) {
     if constexpr (Config::kDrops) draw_key_.seeds = uniform_seeds(p.dropout);
+    if constexpr (kOnlyBias) s_lane_ = bias_part(0).lane_at();
+    if constexpr (kOnlyMask) s_lane_ = bits_of_lane(warp_, lane_);
   }
 
   __device__ __forceinline__ void run() {
@@ -430,14 +432,20 @@ class GeneralGroup : public ForwardGroup<Config> {
 
   __device__ __forceinline__ void ask_for_bits(uint32_t (&visible)[kParts][2]) const {
     constexpr int kPairBytes = sizeof(PairBits), kRowBytes = kPairBytes / kGroupRows;
-    const int lane = again(lane_);
-    const uint32_t s_bits = this->s_tiles_ + Config::kBitsOffset + k_at_.stage() * Config::kBitsBytes +
-                            group_ * (kParts * kPairBytes) + (16 * again(warp_) + lane / 4) * kRowBytes + lane % 4 * 2;
+    const uint32_t s_bits =
+        (kOnlyMask ? s_lane_ : bits_of_lane(again(warp_), again(lane_))) + k_at_.stage() * Config::kBitsBytes;
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         visible[part][r] = ptx::load_shared_16(s_bits + part * kPairBytes + 8 * r * kRowBytes);
+  }
+
+  /// In the first stage.
+  __device__ __forceinline__ uint32_t bits_of_lane(int warp, int lane) const {
+    constexpr int kPairBytes = sizeof(PairBits), kRowBytes = kPairBytes / kGroupRows;
+    return this->s_tiles_ + Config::kBitsOffset + group_ * (kParts * kPairBytes) + (16 * warp + lane / 4) * kRowBytes +
+           lane % 4 * 2;
   }
 
   /// Products to scores, where a bias cannot be added to products.
@@ -454,7 +462,9 @@ class GeneralGroup : public ForwardGroup<Config> {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (!came) ptx::mbarrier_wait(address(state_.bias_full[group_][at.stage()]), at.parity());
-      bias_part(at.stage()).load(bias[part]);
+      const uint32_t s_lane =
+          kOnlyBias ? s_lane_ + at.stage() * Config::kBiasPartBytes : bias_part(at.stage()).lane_at();
+      BiasPart::load(bias[part], s_lane);
       at.advance();
     }
   }
@@ -528,7 +538,8 @@ class GeneralGroup : public ForwardGroup<Config> {
   GeneralState<Config>& state_;
   const uint32_t s_bias_;  // of this warpgroup
   RingPosition<Config::kBiasSlots> bias_at_;
-  uint32_t mode_;  // kRaises and so on
+  uint32_t s_lane_;  // of an option alone: where this lane's share of it lies, in the first slot or stage
+  uint32_t mode_;    // kRaises and so on
   DrawKey draw_key_;
   QueryDraws query_draws_;  // of this lane's rows
 };

@@ -81,9 +81,8 @@ struct BiasPart {
 
   __device__ __forceinline__ uint32_t row_at(int row) const { return s_part + (one_row ? 0 : row * kPanelRowBytes); }
 
-  /// Pairs 2 n + r: of row r and keys [8 n, + 8). ldmatrix deals them out as accumulators lie.
-  __device__ __forceinline__ void load(uint32_t (&pairs)[16]) const {
-    const uint32_t s_lane = lane_at();
+  /// Pairs 2 n + r: of row r and keys [8 n, + 8). ldmatrix deals them out as accumulators lie. `s_lane`: lane_at().
+  __device__ __forceinline__ static void load(uint32_t (&pairs)[16], uint32_t s_lane) {
 #pragma unroll
     for (int n = 0; n < 8; n += 2) ptx::ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(pairs[2 * n]), s_lane ^ (n << 4));
   }
@@ -105,7 +104,7 @@ struct BiasPart {
     }
   }
 
- private:
+  /// Of the row that this lane names to ldmatrix.
   __device__ __forceinline__ uint32_t lane_at() const {
     const int row = 16 * warp + lane % 16, swizzle = one_row ? 0 : row & 7;
     return row_at(row) + ((lane / 16 ^ swizzle) << 4);
