@@ -65,8 +65,10 @@ class BackwardKeys {
   }
 
   __device__ __forceinline__ void weigh(Scores& s) const { Tile::weigh(s, state_.lse[at_.stage()], scale_, lane_); }
-  __device__ __forceinline__ void hide(Scores& s, int tile) const {
-    Tile::hide(s, work_.sequence, first_key(), tile * kBlockM, lane_);
+  /// Scores, or pairs of weights.
+  template <class Numbers>
+  __device__ __forceinline__ void hide(Numbers& numbers, int tile) const {
+    Tile::hide(numbers, work_.sequence, first_key(), tile * kBlockM, lane_);
   }
   __device__ __forceinline__ void differentiate(Weights& ds, const Scores& dp, const Weights& p, bool hides) const {
     Tile::differentiate(ds, dp, p, state_.minus_delta[at_.stage()], lane_, hides);

@@ -57,8 +57,8 @@ inline bool has_options(const BackwardParams& p) {
 /// kOptions and alone, or that of any.
 template <int... kOptions, class Run>
 void with_kernel_of_options(const BackwardParams& p, const OptionsLayout& layout, Run run) {
-  const int options = layout.flags | (p.mask.data || p.blocks.offsets ? kNoteMasked : 0);
-  const bool is_plain_bias = !p.bias.data || (layout.bias_by_panels && p.bias.dtype == p.dtype);
+  const int options = layout.flags | (masks_pairs(p) ? kNoteMasked : 0);
+  const bool is_plain_bias = !p.bias.data || layout.bias_of_keys || (layout.bias_by_panels && p.bias.dtype == p.dtype);
   const auto serve = [&](auto option) {
     if (options != option() || !is_plain_bias) return false;
     run(option);
@@ -74,7 +74,8 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps,
   constexpr int kMostBytes = 227 * 1024 - Config::kTilesBytes;
   constexpr int kStateBytes = sizeof(OptionsState<OptionsConfig<Config, kAnyOptions>>);
   const OptionsLayout layout = OptionsLayout::of<Config>(p, kStateBytes, kMostBytes);
-  if (p.bias.data && layout.bias_places == 0) throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
+  if ((layout.flags & kNoteBiased) && layout.bias_places == 0)
+    throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
   const CUtensorMap bias_map = layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{};
   const sm80::VisibilityTiles& visibility = workspace.visibility;
   const LaunchShape tiles{dim3(grid_size(visibility.num_states())), dim3(sm80::kVisibilityThreads)};
@@ -82,7 +83,8 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps,
          visibility);
   const LaunchShape blocks{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
-  with_kernel_of_options<kNoteSloped, kNoteCapped, kNoteBiased, kNoteMasked, kNoteDrops>(p, layout, [&](auto options) {
+  with_kernel_of_options<kNoteSloped, kNoteCapped, kNoteBiased, kNoteKeyBiased, kNoteMasked, kNoteDrops,
+                         kNoteBiased | kNoteKeyBiased, kNoteDrops | kNoteKeyBiased>(p, layout, [&](auto options) {
     launch("sm90/backward", backward_options_kernel<OptionsConfig<Config, options()>>, blocks, stream, p, maps,
            bias_map, workspace, layout, schedule);
   });

@@ -23,6 +23,8 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
   using typename Base::Tile;
   using typename Base::Weights;
   static constexpr int kFirstPairBarrier = 2 + Config::kGroups;  // of two warps
+  // Whether dS is made of P times the derivative of the softcap. Where there may be dropout, it comes last.
+  static constexpr bool kSlopesFirst = !Config::kAny && Config::may_have(kNoteCapped);
   static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
 
   __device__ __forceinline__ OptionsGroup(const BackwardParams& p, const OptionsLayout& layout, State& state,
@@ -35,6 +37,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     BackwardNote note = read_note(at_);
     if (!(note.flags & kNotePast)) {
       this->clean_keys();
+      if (Config::template has<kNoteKeyBiased>(note.flags)) load_key_bias(note.head);
       if (Config::template has<kNoteDrops>(note.flags) && this->sees(note.tile)) draw(note, at_);
 #pragma unroll 1
       do {
@@ -72,6 +75,8 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
       At next = at_;
       next.advance();
       after = read_note(next);
+      if (Config::template has<kNoteKeyBiased>(after.flags) && after.head != note.head && !(after.flags & kNotePast))
+        load_key_bias(after.head);
       if (!(after.flags & kNotePast) && Config::template has<kNoteDrops>(after.flags) && this->sees(after.tile))
         draw(after, next);
     };
@@ -86,7 +91,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     return after;
   }
 
-  /// The plain step, but for dS, which begins as P, times the derivative of the softcap: of dropped weights, too.
+  /// The plain step; what options make of weights is made beside dP.
   template <class LookAhead>
   __device__ __forceinline__ void step(const BackwardNote& note, bool hides, LookAhead look_ahead) {
     Scores s;
@@ -94,23 +99,46 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     this->wait_for_query();
     Products::start(s, Base::keys_, this->query_tile());
     Products::finish(s);
-    weigh(s, note);
-    if (hides) this->hide(s, note.tile);
-    pack_operand<Element>(p, s);
+    if constexpr (kSlopesFirst) {
+      weigh_capped(p, ds, s);
+      if (hides) {
+        this->hide(p, note.tile);
+        this->hide(ds, note.tile);
+      }
+    } else {
+      weigh(s, note);
+      if (hides) this->hide(s, note.tile);
+      pack_operand<Element>(p, s);
+    }
     const bool may_hide =
         Config::template has<kNoteMasked>(note.flags) || Config::template has<kNoteBiased>(note.flags);
-    hides |= Config::kAny && may_hide;
-    if (hides && bias_by_pairs()) hide_by_bias(p);
-    if (Config::template has<kNoteMasked>(note.flags)) hide_by_words(p);
-    for_each_pair([&](int k, int e) { ds[k][e] = p[k][e]; });
-    if (Config::template has<kNoteCapped>(note.flags)) multiply_by_slopes(ds, hides);
-    if (Config::template has<kNoteDrops>(note.flags)) drop(p);
+    uint32_t dropped = 0;
+    hide_by_options(p, note, hides);
+    if (Config::template has<kNoteDrops>(note.flags)) dropped = dropped_weights();
     this->multiply_grads(s);
-    if (Config::template has<kNoteDrops>(note.flags)) clear_dropped(s);
-    this->differentiate(ds, s, ds, hides);
+    if constexpr (kSlopesFirst) {
+      this->differentiate(ds, s, ds, hides);
+    } else if (Config::template has<kNoteDrops>(note.flags)) {
+      Tile::template differentiate_kept<Config::kAny>(
+          ds, s, p, state_.minus_delta[at_.stage()], lane_,
+          [&](int n, int r, uint32_t pair) { return keep(dropped, n, r, pair); });
+      if (!Config::kAny && hides) this->hide(ds, note.tile);
+    } else {
+      this->differentiate(ds, s, p, hides || (Config::kAny && may_hide));
+    }
+    if (!kSlopesFirst && Config::template has<kNoteCapped>(note.flags))
+      multiply_by_slopes(ds, hides || (Config::kAny && may_hide));
     if (!Config::kAny && may_hide && !hides && holds_nan(ds)) clear_hidden(ds, p);
+    if (Config::template has<kNoteKeyBiased>(note.flags) && __any_sync(~0u, hides_keys())) clear_hidden_keys(p, ds);
     this->hand_over(ds);
     this->add_up(p, ds, look_ahead);
+  }
+
+  /// What bias and masks hide. A kernel of a bias alone looks for NaN instead, but where all is looked at.
+  __device__ __forceinline__ void hide_by_options(Weights& weights, const BackwardNote& note, bool hides) const {
+    if ((Config::kAny || hides) && Config::template has<kNoteBiased>(note.flags) && bias_by_pairs())
+      hide_by_bias(weights);
+    if (Config::template has<kNoteMasked>(note.flags)) hide_by_words(weights);
   }
 
   /// Of an operand: f(k, e) for each register. 4 k + e is 2 n + r.
@@ -145,11 +173,39 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
       for_each_score(s, [](float& x, int, int, int) { x = ptx::exp2_approx(x); });
     } else if (is_sloped) {
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int n, int e) {
-        x = ptx::exp2_approx(alibi.add(fmaf(x, scale, -term), n, e));
+        x = ptx::exp2_approx(alibi.add(fmaf(x, scale, rest_of(term, e)), n, e));
+      });
+    } else if (Config::may_have(kNoteKeyBiased)) {
+      Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int, int e) {
+        x = ptx::exp2_approx(fmaf(x, scale, rest_of(term, e)));
       });
     } else {
       Tile::weigh(s, lse, scale, lane_);
     }
+  }
+
+  /// Where scores are capped and no more: P, and P times the derivative of the softcap.
+  __device__ __forceinline__ void weigh_capped(Weights& p, Weights& sloped, Scores& s) const {
+    const float scale = options().scale, cap = options().cap;
+    for_each_score(s, [&](float& x, int, int, int) { x = ScoreRules<Element>::tanh(x * scale); });
+    const float* const s_lane = state_.lse[at_.stage()] + 2 * (ptx::reread(lane_) % 4);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float* const t = &s[0][n][2 * r];
+        const float low = ptx::exp2_approx(fmaf(t[0], cap, -term.x));
+        const float high = ptx::exp2_approx(fmaf(t[1], cap, -term.y));
+        p[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(low, high);
+        sloped[n / 2][n % 2 * 2 + r] =
+            ptx::pack2<Element>(low * fmaf(-t[0], t[0], 1.0f), high * fmaf(-t[1], t[1], 1.0f));
+      }
+    }
+  }
+  /// What is added to a scaled score before ALiBi.
+  __device__ __forceinline__ float rest_of(float term, int e) const {
+    return Config::may_have(kNoteKeyBiased) ? key_bias_[e / 2] - term : -term;
   }
 
   /// Scores over the cap, capped. The derivative waits where dS will be.
@@ -296,61 +352,84 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     for_each_pair([&](int k, int e) { ds[k][e] &= ptx::differs<Element>(p[k][e], 0); });
   }
 
-  /// Which weights of a step are dropped, while the one before adds up: bit 2 n + r + 16 c of a lane is that of the
-  /// query 8 n + 2 (lane % 4) + c and the key lane / 4 + 8 r. A call of Philox decides the keys of two warps and the
-  /// queries i, i + 8; so each of the two draws for 32 queries and both. They then wait for each other: what they left
-  /// there two steps before has been read.
-  __device__ __forceinline__ void draw(const BackwardNote& note, At at) const {
-    const sm80::BackwardOptions& options = this->options();
-    const int lane = ptx::reread(lane_), pair = warp_ / 2, half = warp_ % 2;
-    const int i = note.tile * kBlockM + 32 * half + 2 * (lane % 4);
-    const int j = work_.first_key + group_ * kGroupRows + 32 * pair + lane / 4;
-    uint32_t bits[2] = {0, 0};
+  /// Of a head, for this lane's keys, to base 2.
+  __device__ __forceinline__ void load_key_bias(int head) {
+    Sequence sequence = work_.sequence;
+    sequence.head += head;
+    // Behind the last key there are no weights. Branches of single lanes would take what is the same for all of them
+    // out of uniform registers.
+    const auto for_each_key = [&](auto f) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const PhiloxWords words = dropout_words(options.key, options.batch_head + note.head, i + 16 * m + c, j);
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-#pragma unroll
-          for (int h = 0; h < 2; ++h)
-            if ((h ? words.word[w] : words.word[w] << 16) <= options.last_dropped)
-              bits[w / 2] |= 1u << (4 * m + 2 * h + w % 2 + 16 * c);
-      }
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      const uint32_t s_bytes = s_dropped(2 * pair + w, at) + half;
-      sm80::store_shared(s_bytes, static_cast<uint8_t>(bits[w]));
-      sm80::store_shared(s_bytes + 2, static_cast<uint8_t>(bits[w] >> 16));
+      for (int r = 0; r < 2; ++r) f(key_bias_[r], min(this->first_key() + lane_ / 4 + 8 * r, sequence.seqlen_k - 1));
+    };
+    key_bias_[0] = key_bias_[1] = 0.0f;
+    if (layout_.bias_of_keys) {
+      const BiasRows bias(p_.bias, sequence);
+      bias.with_type([&](auto type) {
+        for_each_key([&](float& x, int j) { x = bias.template load<decltype(type)>(0, j) * kLog2E; });
+      });
     }
-    ptx::barrier_any<64>(kFirstPairBarrier + 2 * group_ + pair, false);
-  }
-  /// This lane's word of a warp of the warpgroup.
-  __device__ __forceinline__ uint32_t s_dropped(int warp, At at) const {
-    return behind_state(layout_.dropped + at.stage() * layout_.dropped_bytes) +
-           4 * (group_ * kGroupThreads + warp * 32 + ptx::reread(lane_));
-  }
-
-  __device__ __forceinline__ void drop(Weights& p) const {
-    const auto dropped = sm80::load_shared<uint32_t>(s_dropped(warp_, at_));
-#pragma unroll
-    for (int bit = 0; bit < 8; ++bit) {
-      const uint32_t at_signs = dropped << (7 - bit);
-      p[bit / 4][bit % 4] &= ~ptx::spread_low_signs(at_signs);
-      p[2 + bit / 4][bit % 4] &= ~ptx::spread_signs(at_signs);
+    if (layout_.mask_of_keys) {
+      const MaskRows mask(p_.mask, sequence);
+      for_each_key([&](float& x, int j) { x = mask.data[j * mask.col_stride] ? x : -INFINITY; });
     }
   }
-
-  /// dP of what is dropped: bits are read again, as tests of them before dP would fill registers.
-  __device__ __forceinline__ void clear_dropped(Scores& dp) const {
-    const auto dropped = sm80::load_shared<uint32_t>(s_dropped(warp_, at_));
-    for_each_score(dp, [&](float& x, int, int n, int e) {
-      if (dropped >> (2 * n + e / 2 + e % 2 * 16) & 1u) x = 0.0f;
+  __device__ __forceinline__ bool hides_keys() const { return fminf(key_bias_[0], key_bias_[1]) == -INFINITY; }
+  /// Where the bias of a key is -inf. Weights and dS may be NaN there.
+  __device__ __forceinline__ void clear_hidden_keys(Weights& p, Weights& ds) const {
+    const uint32_t kept[2] = {key_bias_[0] == -INFINITY ? 0u : ~0u, key_bias_[1] == -INFINITY ? 0u : ~0u};
+    for_each_pair([&](int k, int e) {
+      p[k][e] &= kept[e % 2];
+      ds[k][e] &= kept[e % 2];
     });
   }
 
+  /// Which weights of a step are dropped, while the one before adds up. A call of Philox decides the keys of two warps
+  /// and the queries i, i + 8; so each of the two draws for 32 queries and both. They then wait for each other: what
+  /// they left there two steps before has been read. A lane has a word for each 32 queries: byte 2 h + c has those of
+  /// the queries 16 m + 8 h + 2 (lane % 4) + c and the keys lane / 4 + 8 r, at bit 3 - 2 m - r.
+  __device__ __forceinline__ void draw(const BackwardNote& note, At at) const {
+    const unsigned warp = ptx::reread(warp_), lane = ptx::reread(lane_), pair = warp / 2, half = warp % 2;
+    const DrawKey key{options().key, options().batch_head + note.head};
+    const uint32_t key_group = (work_.first_key + group_ * kGroupRows) / 4 + 8 * pair + lane / 4;
+    const uint32_t query_group = (note.tile * (kBlockM / 16) + 2 * half) * 8 + 2 * (lane % 4);
+    const KeyDraws keys = KeyDraws::of(key, key_group);
+    uint32_t bits[2] = {0, 0};
+#pragma unroll
+    for (int c = 1; c >= 0; --c) {
+      PhiloxWords words[2];
+      draw_words(words, key, query_group + c, keys);
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const int shift = c == 0 && m == 0 && w % 2 == 0 ? 5 : 1;  // from the other c's byte
+          bits[w / 2] = (bits[w / 2] << shift) + layout_.drop_limit.flags(words[m].word[w]);
+        }
+    }
+#pragma unroll
+    for (int w = 0; w < 2; ++w) sm80::store_shared(s_dropped(2 * pair + w, at) + 4 * half, bits[w]);
+    ptx::barrier_any<64>(kFirstPairBarrier + 2 * group_ + pair, false);
+  }
+  /// This lane's words of a warp of the warpgroup.
+  __device__ __forceinline__ uint32_t s_dropped(int warp, At at) const {
+    return behind_state(layout_.dropped + at.stage() * layout_.dropped_bytes) +
+           8 * (group_ * kGroupThreads + warp * 32 + ptx::reread(lane_));
+  }
+
+  /// Of this lane: byte 2 h + c has those of 64 queries, at bit 3 - 2 m - r those of the first 32.
+  __device__ __forceinline__ uint32_t dropped_weights() const {
+    const auto halves = sm80::load_shared<uint2>(s_dropped(warp_, at_));
+    return halves.x + (halves.y << 4);
+  }
+  /// What is left of the pair of n and r.
+  __device__ __forceinline__ static uint32_t keep(uint32_t dropped, int n, int r, uint32_t pair) {
+    const uint32_t at_signs = dropped << (4 - n / 4 * 4 + n / 2 % 2 * 2 + r);
+    return pair & ~(n % 2 ? ptx::spread_byte_signs<1>(at_signs) : ptx::spread_byte_signs<0>(at_signs));
+  }
+
   const OptionsLayout& layout_;
+  float key_bias_[2] = {0.0f, 0.0f};
 };
 
 }  // namespace flash_ext::sm90

@@ -31,8 +31,10 @@ class OptionsSteps {
     const uint32_t tile = left_ & -left_;
     left_ ^= tile;
     BackwardNote note{window_.tile + __ffs(static_cast<int>(tile)) - 1, window_.head, layout_.flags, slope_ * kLog2E};
-    if (Config::may_have(kNoteMasked) && (masked_ & tile)) note.flags |= kNoteMasked;
-    const bool hides = Config::template has<kNoteMasked>(note.flags) || Config::template has<kNoteBiased>(note.flags);
+    const bool has_words = !Config::kAny || layout_.words_bytes > 0;
+    if (Config::may_have(kNoteMasked) && has_words && (masked_ & tile)) note.flags |= kNoteMasked;
+    const bool hides = Config::template has<kNoteMasked>(note.flags) || Config::template has<kNoteBiased>(note.flags) ||
+                       Config::template has<kNoteKeyBiased>(note.flags);
     if (work_.is_cleaned(note.tile) || (hides && (unclean_ & tile))) note.flags |= kNoteCleaned;
     return note;
   }
@@ -52,12 +54,12 @@ class OptionsSteps {
     coming_state_ = sm80::kTileHidden;
     if (is_past(window) || tile >= work_.tiles.end) return;
     coming_state_ = sm80::kTileVisible;
-    if (Config::may_have(kNoteMasked) && options_.masks) {
+    if (Config::may_have(kNoteMasked | kNoteKeyBiased) && options_.masks) {
       const sm80::VisibilityTiles& tiles = workspace_.visibility;
       coming_state_ = tiles.states_of(work_.sequence.batch, work_.sequence.head + window.head,
                                       work_.first_key / Config::kBlockN)[tiles.query_tiles > 1 ? tile : 0];
     }
-    if (Config::may_have(kNoteMasked | kNoteBiased) && options_.hides)
+    if (Config::may_have(kNoteMasked | kNoteBiased | kNoteKeyBiased) && options_.hides)
       coming_unclean_ = workspace_.unclean[work_.workspace_tile + window.head * workspace_.tiles_per_head + tile];
   }
   /// Takes up the window that was asked for last, and asks for the one after it.

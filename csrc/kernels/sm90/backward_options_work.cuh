@@ -9,6 +9,7 @@
 #include "../sm80/backward_visibility.cuh"
 #include "../sm80/bias_tile.cuh"
 #include "backward_work.cuh"
+#include "forward_draw.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -16,10 +17,11 @@ enum BackwardNoteFlags : int {
   kNotePast = 1,     // there is no such step
   kNoteCleaned = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
   kNoteMasked = 4,   // masks hide some pair
-  kNoteBiased = 8,   // and a bias may
+  kNoteBiased = 8,   // and a bias may, of queries and keys
   kNoteCapped = 16,
   kNoteDrops = 32,
   kNoteSloped = 64,
+  kNoteKeyBiased = 128,  // a bias or a mask that is the same for all queries
 };
 
 constexpr int kAnyOptions = -1;
@@ -46,6 +48,12 @@ struct alignas(16) BackwardNote {
   float slope;  // ALiBi's, to base 2
 };
 
+inline bool same_for_all_queries(const ScoreView& view) { return view.data && view.row_stride == 0; }
+
+/// A mask of keys, which is a bias of 0 and -inf; else masks are of pairs.
+inline bool masks_keys(const AttentionParams& p) { return same_for_all_queries(p.mask) && !p.blocks.offsets; }
+inline bool masks_pairs(const AttentionParams& p) { return (p.mask.data || p.blocks.offsets) && !masks_keys(p); }
+
 /// Behind the state in shared memory, in bytes from it on. Bits of dropout and words of masks have kStages places.
 struct OptionsLayout {
   int dropped = 0, words = 0, bias = 0;
@@ -55,9 +63,11 @@ struct OptionsLayout {
   bool bias_by_panels = false;  // by the copy engine
   bool bias_by_pairs = false;   // in 16 bits
   bool makes_words = false;     // of bitmaps of blocks
-  bool by_threads = false;      // are words made or a bias copied, and not all of it by the copy engine
-  int flags = 0;                // of all notes
+  bool bias_of_keys = false, mask_of_keys = false;
+  bool by_threads = false;  // are words made or a bias copied, and not all of it by the copy engine
+  int flags = 0;            // of all notes
   int bytes = 0;
+  DropLimit drop_limit;
 
   /// At most `available` bytes, where a bias may have fewer places.
   template <class Config>
@@ -65,28 +75,35 @@ struct OptionsLayout {
     OptionsLayout layout;
     layout.bytes = (state_bytes + 127) / 128 * 128;
     const auto take = [&](int bytes) { return std::exchange(layout.bytes, layout.bytes + bytes); };
-    if (dropout_threshold(p.dropout.p) > 0) layout.dropped_bytes = Config::kGroups * kGroupThreads * 4;
+    const uint32_t threshold = dropout_threshold(p.dropout.p);
+    layout.bias_of_keys = same_for_all_queries(p.bias);
+    layout.mask_of_keys = masks_keys(p);
+    const bool of_pairs = p.bias.data && !layout.bias_of_keys;
+    if (threshold > 0) {
+      layout.drop_limit = DropLimit(threshold);
+      layout.dropped_bytes = Config::kGroups * kGroupThreads * 8;
+      layout.flags |= kNoteDrops;
+    }
     layout.makes_words = p.blocks.offsets;
     if (p.softcap > 0) layout.flags |= kNoteCapped;
-    if (p.bias.data) layout.flags |= kNoteBiased;
-    if (dropout_threshold(p.dropout.p) > 0) layout.flags |= kNoteDrops;
+    if (of_pairs) layout.flags |= kNoteBiased;
+    if (layout.bias_of_keys || layout.mask_of_keys) layout.flags |= kNoteKeyBiased;
     if (p.alibi_slopes) layout.flags |= kNoteSloped;
-    if (p.mask.data || p.blocks.offsets) layout.words_bytes = Config::kBlockM * (Config::kBlockN / 32) * 4;
-    if (p.bias.data)
+    if (masks_pairs(p)) layout.words_bytes = Config::kBlockM * (Config::kBlockN / 32) * 4;
+    if (of_pairs)
       layout.bias_bytes =
           Config::kGroups * static_cast<int>(sm80::bias_tile_bytes(p.bias.dtype, Config::kBlockM, kGroupRows));
     layout.dropped = take(Config::kStages * layout.dropped_bytes);
     layout.words = take(Config::kStages * layout.words_bytes);
-    if (p.bias.data) {
+    if (of_pairs) {
       layout.bytes = (layout.bytes + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
       layout.bias_places = std::min((available - layout.bytes) / layout.bias_bytes, Config::kStages);
     }
     layout.bias = take(layout.bias_places * layout.bias_bytes);
-    layout.copies_bias = p.bias.data && sm80::can_stage_bias(p.bias);
-    layout.bias_by_panels = layout.copies_bias && p.bias.dtype != DType::kFloat32 && p.bias.row_stride != 0;
-    layout.bias_by_pairs = p.bias.dtype == DType::kFloat16 || p.bias.dtype == DType::kBFloat16;
-    layout.bias_by_pairs &= p.bias.data != nullptr;
-    layout.by_threads = layout.makes_words || (p.bias.data && !layout.bias_by_panels);
+    layout.copies_bias = of_pairs && sm80::can_stage_bias(p.bias);
+    layout.bias_by_panels = layout.copies_bias && p.bias.dtype != DType::kFloat32;
+    layout.bias_by_pairs = of_pairs && (p.bias.dtype == DType::kFloat16 || p.bias.dtype == DType::kBFloat16);
+    layout.by_threads = layout.makes_words || (of_pairs && !layout.bias_by_panels);
     return layout;
   }
 };

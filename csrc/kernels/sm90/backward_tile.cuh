@@ -7,6 +7,7 @@
 #include "../common/scores.cuh"
 #include "../ptx/arithmetic.h"
 #include "../ptx/ldmatrix.h"
+#include "../ptx/pair_masks.h"
 #include "../ptx/reread.h"
 #include "../ptx/stmatrix_trans.h"
 #include "matrix_descriptor.h"
@@ -39,20 +40,45 @@ struct BackwardTile {
                        [&](float& x, float lse, int, int) { x = ptx::exp2_approx(fmaf(x, scale, -lse)); });
   }
 
+  /// What the window and the lengths leave, as a lane counts its keys and queries.
+  struct Bounds {
+    int first_begin, first_end, end_of_all, queries;
+
+    __device__ __forceinline__ Bounds(const Sequence& sequence, int first_key, int first_query, int lane) {
+      const auto at = TileCoordinates<true>::of_lane(first_key, first_query, ptx::reread(lane));
+      first_begin = at.first_column + sequence.offset - sequence.left - at.first_row;
+      first_end = at.first_column + sequence.offset + sequence.right + 1 - at.first_row;
+      end_of_all = sequence.seqlen_k - at.first_row;
+      queries = sequence.seqlen_q - at.first_column;
+    }
+  };
+
   /// Weights that the window or the lengths hide become 0, whatever they are: a query may have an lse of NaN because of
   /// another key.
   __device__ __forceinline__ static void hide(Scores& s, const Sequence& sequence, int first_key, int first_query,
                                               int lane) {
-    const auto at = TileCoordinates<true>::of_lane(first_key, first_query, ptx::reread(lane));
-    const int first_begin = at.first_column + sequence.offset - sequence.left - at.first_row;
-    const int first_end = at.first_column + sequence.offset + sequence.right + 1 - at.first_row;
-    const int end_of_all = sequence.seqlen_k - at.first_row;
-    const int queries = sequence.seqlen_q - at.first_column;
+    const Bounds bounds(sequence, first_key, first_query, lane);
     for_each_score(s, [&](float& x, int, int n, int e) {
       const int column = 8 * n + e % 2, row = 8 * (e / 2);
-      const bool visible = row >= first_begin + column && row < min(first_end + column, end_of_all) && column < queries;
+      const bool visible = row >= bounds.first_begin + column &&
+                           row < min(bounds.first_end + column, bounds.end_of_all) && column < bounds.queries;
       if (!visible) x = 0.0f;
     });
+  }
+  /// The same of pairs. Without branches of single lanes, behind which nothing is in uniform registers.
+  __device__ __forceinline__ static void hide(Weights& weights, const Sequence& sequence, int first_key,
+                                              int first_query, int lane) {
+    const Bounds bounds(sequence, first_key, first_query, lane);
+    const auto mask = [&](int column, int row, uint32_t half) {
+      const bool visible = (row >= bounds.first_begin + column) &
+                           (row < min(bounds.first_end + column, bounds.end_of_all)) & (column < bounds.queries);
+      return visible ? half : 0u;
+    };
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        weights[n / 2][n % 2 * 2 + r] &= mask(8 * n, 8 * r, 0xFFFFu) | mask(8 * n + 1, 8 * r, 0xFFFF0000u);
   }
 
   /// dS of dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see:
@@ -64,6 +90,29 @@ struct BackwardTile {
       for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight == 0.0f ? 0.0f : weight * x; });
     } else {
       for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight * x; });
+    }
+  }
+
+  /// The same where dropout was: keep(n, r, pair) drops of a pair of weights, whose dP then is 0. p becomes what is
+  /// kept. kClears: dS where the weight is 0; else it may be NaN where something hides.
+  template <bool kClears, class Keep>
+  __device__ __forceinline__ static void differentiate_kept(Weights& ds, const Scores& dp, Weights& p,
+                                                            const float* s_minus_delta, int lane, Keep keep) {
+    const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t& pair = p[n / 2][n % 2 * 2 + r];
+        const float2 whole = ptx::unpack2<Element>(pair);
+        const uint32_t seen = kClears ? ptx::differs<Element>(pair, 0) : ~0u;
+        pair = keep(n, r, pair);
+        const float2 kept = ptx::unpack2<Element>(pair);
+        const uint32_t gradients = ptx::pack2<Element>(fmaf(kept.x, dp[0][n][2 * r], whole.x * term.x),
+                                                       fmaf(kept.y, dp[0][n][2 * r + 1], whole.y * term.y));
+        ds[n / 2][n % 2 * 2 + r] = gradients & seen;
+      }
     }
   }
 

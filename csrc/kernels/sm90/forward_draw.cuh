@@ -1,7 +1,8 @@
-// Dropout's draws for the forward. A call of Philox (common/philox.h) is 10 rounds of two products. What it starts from
-// is the group of the query, that of the key, the head and the offset, which a round mixes in pairs only: the products
-// of the first three rounds depend on the query alone, or on the key alone, but for one. So a call costs a warp that
-// computes 15 products instead of 20; the warp that loads K brings what belongs to the keys.
+// Dropout's draws. A call of Philox (common/philox.h) is 10 rounds of two products. What it starts from is the group of
+// the query, that of the key, the head and the offset, which a round mixes in pairs only: the products of the first
+// three rounds depend on the query alone, or on the key alone, but for one. So a call costs a warp that computes 15
+// products instead of 20. In the forward, the warp that loads K brings what belongs to the keys; in the backward they
+// stay the same for a head.
 #pragma once
 
 #include "../common/philox.h"
@@ -79,6 +80,33 @@ __device__ __forceinline__ PhiloxWords draw_words(const DrawKey& key, const Quer
   return {{c0, c1, c2, c3}};
 }
 
+/// The same for two groups of queries, 8 apart, side by side: a round waits for the one before it.
+__device__ __forceinline__ void draw_words(PhiloxWords (&words)[2], const DrawKey& key, uint32_t query_group,
+                                           const KeyDraws& keys) {
+  uint32_t c[2][4];
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const QueryDraws query = QueryDraws::of(key, query_group + 8 * m);
+    const PhiloxProduct product = PhiloxProduct::second(query.product.high ^ keys.mixed);
+    c[m][0] = product.high ^ keys.word0, c[m][1] = product.low;
+    c[m][2] = query.product.low ^ keys.word2, c[m][3] = keys.word3;
+  }
+#pragma unroll
+  for (int round = 3; round < 10; ++round)
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const PhiloxProduct p0 = PhiloxProduct::first(c[m][0]), p1 = PhiloxProduct::second(c[m][2]);
+      c[m][0] = p1.high ^ c[m][1] ^ key.key0(round);
+      c[m][1] = p1.low;
+      c[m][2] = p0.high ^ c[m][3] ^ key.key1(round);
+      c[m][3] = p0.low;
+    }
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int w = 0; w < 4; ++w) words[m].word[w] = c[m][w];
+}
+
 /// Signs of the halves of a word: whether they are below a threshold, whose negative stands in both halves of
 /// `minus_threshold`. kDropsMost: it is above half of the range. What lies in the other half is brought to half first,
 /// or the difference would not fit.
@@ -88,5 +116,23 @@ __device__ __forceinline__ uint32_t below_threshold(uint32_t word, uint32_t minu
   const uint32_t near = kDropsMost ? __viaddmax_u16x2(word, 0, kHalf) : __viaddmin_u16x2(word, 0, kHalf);
   return __viaddmax_s16x2(near, minus_threshold, kHalf);
 }
+
+/// A threshold for which two instructions make a word of flags.
+struct DropLimit {
+  uint32_t most = 0, added = 0;  // the same in both halves
+
+  DropLimit() = default;
+  /// For all thresholds up to 2^16, at which nothing is kept.
+  explicit DropLimit(uint32_t threshold) {
+    const bool drops_all = threshold > 0xFFFFu;
+    most = drops_all ? 0u : threshold * 0x10001u;
+    added = drops_all ? 0x10001u : (0x10000u - threshold & 0xFFFFu) * 0x10001u;
+  }
+
+  /// 1 in each half of a word that is below the threshold, 0 in others: the difference is 0, or wraps around.
+  __device__ __forceinline__ uint32_t flags(uint32_t word) const {
+    return __viaddmin_u16x2(__vminu2(word, most), added, 0x10001u);
+  }
+};
 
 }  // namespace flash_ext::sm90
