@@ -91,7 +91,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     return after;
   }
 
-  /// The plain step; what options make of weights is made beside dP.
+  /// The plain step, and what options make of its scores and weights.
   template <class LookAhead>
   __device__ __forceinline__ void step(const BackwardNote& note, bool hides, LookAhead look_ahead) {
     Scores s;
@@ -134,7 +134,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     this->add_up(p, ds, look_ahead);
   }
 
-  /// What bias and masks hide. A kernel of a bias alone looks for NaN instead, but where all is looked at.
+  /// What bias and masks hide. A kernel without tests looks for NaN in dS instead, where the window hides nothing.
   __device__ __forceinline__ void hide_by_options(Weights& weights, const BackwardNote& note, bool hides) const {
     if ((Config::kAny || hides) && Config::template has<kNoteBiased>(note.flags) && bias_by_pairs())
       hide_by_bias(weights);

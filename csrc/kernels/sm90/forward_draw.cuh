@@ -1,8 +1,8 @@
 // Dropout's draws. A call of Philox (common/philox.h) is 10 rounds of two products. What it starts from is the group of
 // the query, that of the key, the head and the offset, which a round mixes in pairs only: the products of the first
 // three rounds depend on the query alone, or on the key alone, but for one. So a call costs a warp that computes 15
-// products instead of 20. In the forward, the warp that loads K brings what belongs to the keys; in the backward they
-// stay the same for a head.
+// products instead of 20. In the forward, the warp that loads K brings what belongs to the keys; in the backward
+// the calls of a step share it.
 #pragma once
 
 #include "../common/philox.h"
