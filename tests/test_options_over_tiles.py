@@ -45,6 +45,17 @@ def test_masks_that_hide_whole_tiles(device: str, head_dim: int, dtype: torch.dt
     assert (checked(call)[:, 100:110] == 0).all()
 
 
+@pytest.mark.parametrize("rows", [1, 140], ids=["of keys", "of pairs"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_masks_that_hide_more_than_32_tiles(device: str, head_dim: int, dtype: torch.dtype, rows: int) -> None:
+    """Which tiles are visited is known for 32 of them at a time, of whichever size a kernel's tiles are."""
+    mask = torch.rand(BATCH, 1, rows, 6300, device=device) < 0.7
+    mask[0, ..., 90:2040] = mask[0, ..., 2050:6170] = False
+    mask[1, ..., :4096] = mask[1, ..., 4160:] = False
+    checked(make_call(BATCH, 140, 6300, HEADS, 1, head_dim, dtype=dtype, device=device, mask=mask))
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (BATCH, 1), (1, HEADS)], ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_masks_of_keys(device: str, head_dim: int, shape: tuple[int, int]) -> None:
@@ -92,6 +103,13 @@ def test_biases_by_their_rows(device: str, head_dim: int, bias_dtype: torch.dtyp
         checked(call_of(device, head_dim, bias=bias))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_batch_entries_that_share_a_bias(device: str, head_dim: int) -> None:
+    """More than have their keys in L2 together: blocks of some of them run side by side."""
+    bias = random(1, HEADS, 24, 8192, dtype=torch.bfloat16, device=device)
+    checked(make_call(13, 24, 8192, HEADS, 1, head_dim, dtype=torch.bfloat16, device=device, bias=bias))
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_bias_of_columns_and_one_of_float64(device: str, dtype: torch.dtype, head_dim: int) -> None:
@@ -111,11 +129,12 @@ def test_a_bias_that_pads(device: str, head_dim: int, dtype: torch.dtype, lowest
     checked(call_of(device, head_dim, dtype, bias=bias))
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with a mask and softcap"])
 @pytest.mark.parametrize("bias_dtype", [torch.float32, None], ids=["float32", "of q"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_each_tile_gets_its_own_bias(
-    device: str, head_dim: int, dtype: torch.dtype, bias_dtype: torch.dtype | None
+    device: str, head_dim: int, dtype: torch.dtype, bias_dtype: torch.dtype | None, alone: bool
 ) -> None:
     """Softcap makes warps slow, masks make others fast: the next bias must wait for who still reads the last one.
 
@@ -135,7 +154,10 @@ def test_each_tile_gets_its_own_bias(
         seen[..., 0] = True
         rows = seen.repeat_interleave(64, 2)[:, :, :SEQLEN_Q]
         mask = rows.repeat_interleave(64, 3)[..., :SEQLEN_K].contiguous()
-        out = run_library(call.with_options(bias=bias, mask=mask, softcap=100.0), ())["out"]
+        if alone:
+            rows = torch.ones_like(rows)
+        others = {} if alone else {"mask": mask, "softcap": 100.0}
+        out = run_library(call.with_options(bias=bias, **others), ())["out"]
         expected = torch.nn.functional.normalize(rows * weights, p=1, dim=-1).transpose(1, 2)
         torch.testing.assert_close(out[..., :tiles].double(), expected, rtol=0.02, atol=1e-3)
 
@@ -246,6 +268,13 @@ def test_packed_sequences(device: str, head_dim: int) -> None:
     bias = random(1, HEADS, 300, 520, dtype=torch.bfloat16, device=device)
     mask = torch.rand(1, 1, 300, 520, device=device) < 0.7
     arguments: dict[str, Any] = {"heads_q": HEADS, "heads_kv": 1, "head_dim": head_dim, "dtype": torch.bfloat16}
+    for alone in (
+        {"bias": bias},
+        {"bias": bias.float()},
+        {"mask": mask},
+        {"dropout_p": 0.3, "rng_state": random_rng(device)},
+    ):
+        checked(make_varlen_call(lengths_q, lengths_k, device, causal=True, **alone, **arguments))
     call = make_varlen_call(lengths_q, lengths_k, device, causal=True, bias=bias, mask=mask, **arguments)
     checked(call)
     checked(

@@ -25,12 +25,12 @@ using Tensors2 = std::tuple<Tensor, Tensor>;
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
-#ifndef FLASH_EXT_NO_HOPPER
   const auto with_workspace = [&](int64_t bytes, auto run) {
     if (bytes == 0) return run(nullptr);
     const Tensor workspace = new_empty(q, {bytes}, ScalarType::Byte);
     run(address(workspace));
   };
+#ifndef FLASH_EXT_NO_HOPPER
   if (call.plan.kernel == "sm90/forward") {
     return with_workspace(sm90::forward_workspace_bytes(call.params, call.plan.block_n),
                           [&](void* workspace) { sm90::forward(call.params, call.plan.block_n, workspace, stream); });
@@ -40,7 +40,8 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
                           [&](void* workspace) { sm90::forward_f32(call.params, workspace, stream); });
   }
 #endif
-  sm80::forward(call.params, stream);
+  with_workspace(sm80::forward_workspace_bytes(call.params),
+                 [&](void* workspace) { sm80::forward(call.params, workspace, stream); });
 }
 
 Tensors2 attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options) {

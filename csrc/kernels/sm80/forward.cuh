@@ -56,13 +56,19 @@ struct ForwardBlock {
   static constexpr int kSteps = kHeadDim / Products::kDepth;
   static constexpr int kUnroll = Config::kUnroll;
   using Scores = typename ForwardRows<Config>::Scores;
+  using Visibility = typename OptionTiles<Config>::Visibility;
+  using Draws = WarpDraws<Config>;
+  static constexpr bool kDrawsAhead = Config::kOneDropout && kHeadDim == 64;  // at 128 there are no registers for it
+  using DrawnAhead = std::conditional_t<kDrawsAhead, typename Draws::Ahead, NoDraws>;
 
   const ForwardParams& p;
   const ForwardSchedule& schedule;
   ForwardWork<Config>& work;
   int warp_row, lane;
   const uint32_t s_q, s_k, s_v;
-  int phase = 0;  // which stage the K of this step is in
+  int phase = 0;          // which stage the K of this step is in
+  uint32_t seen = 0;      // of the mask: visible_tiles of the next tile to visit
+  const PhiloxKey seeds;  // of dropout
 
   ForwardRows<Config> rows;
   typename Products::A r_q[Config::kQueryInRegisters ? kSteps : 1][kM];
@@ -76,8 +82,14 @@ struct ForwardBlock {
         lane(threadIdx.x % 32),
         s_q(ptx::shared_address(shared)),
         s_k(s_q + Config::kQueryBytes),
-        s_v(s_k + Config::kStages * Config::kTileBytes) {}
+        s_v(s_k + Config::kStages * Config::kTileBytes),
+        seeds(seeds_of(p)) {}
 
+  /// Only where they stand in uniform registers, which other classes do without.
+  __device__ __forceinline__ static PhiloxKey seeds_of(const ForwardParams& p) {
+    if constexpr (!Config::kOneDropout) return {};
+    return uniform_seeds(p.dropout);
+  }
   __device__ __forceinline__ OptionTiles<Config> options() const { return {p, schedule, work, s_q, warp_row, lane}; }
   /// K or V of the current step, or of the one after it.
   __device__ __forceinline__ uint32_t stage(uint32_t s_ring, int steps_ahead) const {
@@ -109,12 +121,15 @@ struct ForwardBlock {
     return rows;
   }
   /// threadIdx.x; where registers are short, so that its addresses are not kept from step to step. On sm_80 ptxas finds
-  /// room for them.
+  /// room for them, but with a mask.
   __device__ __forceinline__ static int copying_thread() {
     const int thread = static_cast<int>(threadIdx.x);
 #if __CUDA_ARCH__ >= 900
-    if constexpr (Config::kForgetsThread) return ptx::reread(thread);
+    constexpr bool kForgets = Config::kForgetsThread;
+#else
+    constexpr bool kForgets = Config::kForgetsThread && Config::kOneMask;
 #endif
+    if constexpr (kForgets) return ptx::reread(thread);
     return thread;
   }
   __device__ __forceinline__ void forget_lane() {
@@ -137,12 +152,16 @@ struct ForwardBlock {
     for (int m = 0; m < kM; ++m) Products::load_a(a[m], s_lane, warp_row + 16 * m, step);
   }
 
-  /// S = Q K^T
-  __device__ __forceinline__ void multiply_qk(Scores& s) const {
+  /// S = Q K^T. Beside it what is to be dropped of the first 32 keys is drawn.
+  __device__ __forceinline__ void multiply_qk(Scores& s, DrawnAhead& ahead, int tile) const {
     const uint32_t s_lane = stage(s_k, 0) + Products::lane_b(lane);
-    for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
+    options().start(s);
 #pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
+      if constexpr (kDrawsAhead) {
+        constexpr int kEvery = kSteps / Draws::kCalls;
+        if (step % kEvery == 0) options().draws(seeds, tile).draw_now(ahead.words[step / kEvery], 0, step / kEvery);
+      }
       typename Products::A loaded[kM];
       if constexpr (!Config::kQueryInRegisters) query_fragments(step, loaded);
       const auto& a = Config::kQueryInRegisters ? r_q[Config::kQueryInRegisters ? step : 0] : loaded;
@@ -186,15 +205,52 @@ struct ForwardBlock {
     }
   }
 
+  /// The same with dropout. P is packed first: registers then suffice to draw for the second half of the tile's keys
+  /// beside the products of the first.
+  __device__ __forceinline__ void multiply_pv(const Scores& s, const DrawnAhead& ahead, int tile) {
+    static_assert(kBlockN == 64, "two halves");
+    constexpr int kPairSteps = kBlockN / Products::kDepth, kEvery = kD / Draws::kCalls;
+    const uint32_t s_lane = stage(s_v, 0) + Products::lane_b_transposed(lane);
+    const Draws draws = options().draws(seeds, tile);
+    typename Products::A a[kPairSteps][kM];
+#pragma unroll
+    for (int step = 0; step < kPairSteps; ++step)
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Products::a_from_accumulators(a[step][m], s[m], step);
+#pragma unroll
+    for (int call = 0; call < Draws::kCalls; ++call) {
+      if constexpr (kDrawsAhead) {
+        Draws::drop(a, ahead.words[call], schedule.last_dropped, 0, call);
+      } else {
+        Draws::drop(a, draws.draw(0, call), schedule.last_dropped, 0, call);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kPairSteps; ++step)
+#pragma unroll
+      for (int d = 0; d < kD; d += 2) {
+        const int turn = step * kD + d;
+        if (turn < 2 * kD && turn % (2 * kEvery) == 0)
+          Draws::drop(a, draws.draw(1, turn / (2 * kEvery)), schedule.last_dropped, 1, turn / (2 * kEvery));
+        typename Products::B b;
+        Products::load_b_transposed(b, s_lane, d / 2, step);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Products::multiply(rows.out[m][d], rows.out[m][d + 1], a[step][m], b);
+        // As in fence_loads().
+        if (kHeadDim == 128 && d % 4 == 2) __syncwarp();
+      }
+  }
+
   /// What is under way arrives, and the next tile to visit is found.
   __device__ __forceinline__ MaskedTile begin_step(int tile, bool first, int last_tile) {
     const Source keys = keys_of(work), values = values_of(work);
-    if (!Config::kReads && first) {
+    options().share_draws(seeds, tile);
+    if (!Config::kMasks && first) {
       ptx::cp_async_wait<1>();  // for Q and K
     } else {
       ptx::cp_async_wait<0>();
     }
-    const MaskedTile next = options().find(tile - 1, last_tile, phase + 1);
+    const MaskedTile next = options().find(tile - 1, last_tile, phase + 1, seen);
     if constexpr (Config::kStages == 1) {
       if (!first) load_value(values, tile, 0, copying_thread());
     } else if (next.tile >= last_tile) {
@@ -215,14 +271,18 @@ struct ForwardBlock {
     }
   }
 
-  __device__ __forceinline__ void finish_step(Scores& s, int tile, int next) {
-    if (Config::kReads && schedule.stages_bias) {
+  __device__ __forceinline__ void finish_step(Scores& s, const DrawnAhead& ahead, int tile, int next) {
+    if (Config::kOneBias || (Config::kReads && schedule.stages_bias)) {
       __syncwarp();  // all lanes have read their part of this tile's bias
       options().load_bias(next);
       ptx::cp_async_commit();
     }
-    options().drop(s, tile);
-    multiply_pv(s);
+    if constexpr (Config::kOneDropout) {
+      multiply_pv(s, ahead, tile);
+    } else {
+      options().drop(s, tile);
+      multiply_pv(s);
+    }
     phase ^= 1;
   }
 
@@ -233,28 +293,30 @@ struct ForwardBlock {
   }
 
   /// A tile that no window cuts, and whose scores the references are good for.
-  __device__ __forceinline__ void full_step(MaskedTile at, MaskedTile next) {
+  __device__ __forceinline__ void full_step(MaskedTile at, MaskedTile next, const Visibility& visible) {
     Scores s;
-    multiply_qk(s);
+    DrawnAhead ahead;
+    multiply_qk(s, ahead, at.tile);
     release_key(next);
-    const RowTerms terms = options().apply(s, at, phase);
+    const RowTerms terms = options().apply(s, at, visible, phase);
     exponentiate<false>(s, terms);
-    finish_step(s, at.tile, next.tile);
+    finish_step(s, ahead, at.tile, next.tile);
   }
 
   /// Any tile. True if the next step has to raise references too, as some row has none.
-  __device__ __forceinline__ bool partial_step(MaskedTile at, MaskedTile next, bool first) {
+  __device__ __forceinline__ bool partial_step(MaskedTile at, MaskedTile next, const Visibility& visible, bool first) {
     Scores s;
-    multiply_qk(s);
+    DrawnAhead ahead;
+    multiply_qk(s, ahead, at.tile);
     release_key(next);
-    const RowTerms terms = options().apply(s, at, phase);
+    const RowTerms terms = options().apply(s, at, visible, phase);
     const bool outside_window = at.tile < work.tiles.full_begin || at.tile >= work.tiles.full_end;
     if (outside_window) hide_outside_window(s, options().coordinates(at.tile), work.sequence);
     const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };
     rows.raise_reference(s, schedule.scale, terms, lift, first);
     const bool exact = rows.some_without_reference();
-    exponentiate<Config::kReads>(s, terms);
-    if (!Config::kReads && Config::kStages > 1 && first) {
+    exponentiate<Config::kBiases>(s, terms);
+    if (!Config::kMasks && Config::kStages > 1 && first) {
       ptx::cp_async_wait<1>();  // for V
       __syncthreads();
     }
@@ -264,7 +326,7 @@ struct ForwardBlock {
         work.met_non_finite = true;
       __syncthreads();
     }
-    finish_step(s, at.tile, next.tile);
+    finish_step(s, ahead, at.tile, next.tile);
     return exact;
   }
 
@@ -288,8 +350,8 @@ struct ForwardBlock {
 
   /// All tiles, from the start. Warps may differ in what step they take: either has the same barriers.
   __device__ __forceinline__ void visit() {
-    MaskedTile at = options().find_first(phase);
-    if (Config::kReads || work.careful) begin(work, at.tile);
+    MaskedTile at = options().find_first(phase, seen);
+    if (Config::kMasks || work.careful) begin(work, at.tile);
     rows.clear();
     bool exact = true;
 #pragma unroll 1
@@ -298,11 +360,14 @@ struct ForwardBlock {
       const bool first = at.tile == tiles.end - 1;
       const bool full = !Config::kRunningMaximum && !exact && at.tile >= tiles.full_begin && at.tile < tiles.full_end;
       forget_lane();
+      Visibility visible;
+      if constexpr (Config::kLooksEarly) options().look_at_mask(visible, at.tile);
       const MaskedTile next = begin_step(at.tile, first, tiles.begin);
+      if constexpr (!Config::kLooksEarly) options().look_at_mask(visible, at.tile);
       if (full) {
-        full_step(at, next);
+        full_step(at, next, visible);
       } else {
-        exact = partial_step(at, next, first) || work.careful;
+        exact = partial_step(at, next, visible, first) || work.careful;
       }
       at = next;
     }
@@ -322,7 +387,8 @@ struct ForwardBlock {
       visit();
       repeat = !work.careful && must_repeat();
       if (repeat) {
-        if (threadIdx.x == 0) work.careful = true;
+        const int thread = static_cast<int>(threadIdx.x);
+        if ((Config::kFullPrecision ? ptx::reread(thread) : thread) == 0) work.careful = true;
         __syncthreads();
       }
       phase = 0;
@@ -338,7 +404,7 @@ struct ForwardBlock {
     __syncwarp();
     const float sink = p.sink ? static_cast<const float*>(p.sink)[sequence.head] : -INFINITY;
     float keep_scale = 1.0f;
-    if constexpr (Config::kOptions) keep_scale = work.options.dropout.keep_scale;
+    if constexpr (Config::kDropout) keep_scale = work.options.dropout.keep_scale;
     float* g_lse = static_cast<float*>(p.lse.data) + sequence.lse_offset(p.lse);
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -374,59 +440,97 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   extern __shared__ __align__(128) char shared[];
   const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kBlockM;
   int batch = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.x);
-  if (schedule.groups > 1) {
+  if (Config::kBiases && schedule.batches > 1) {
+    const int group = batch / schedule.batch_groups;
+    batch = batch % schedule.batch_groups * schedule.batches + head % schedule.batches;
+    head = group * schedule.heads + head / schedule.batches;
+    if (head >= static_cast<int>(p.heads_q) || batch >= static_cast<int>(p.batch)) return;
+  } else if (schedule.groups > 1) {
     head += batch % schedule.groups * schedule.heads;
     batch /= schedule.groups;
     if (head >= static_cast<int>(p.heads_q)) return;
   }
-  const ForwardWork<Config> work(p, batch, head, first_query);
+  ForwardWork<Config> work(p, batch, head, first_query);
+  work.mask.find(schedule.mask, batch, head, first_query);
   if (first_query >= work.sequence.seqlen_q) return;
   auto* const s_work = reinterpret_cast<ForwardWork<Config>*>(shared + Config::kTilesBytes);
   if (threadIdx.x == 0) new (s_work) ForwardWork<Config>(work);
   ForwardBlock<Config> block(p, schedule, *s_work, shared);
   // A mask may leave nothing of the first tiles.
-  if constexpr (!Config::kReads) block.begin(work, work.tiles.end - 1);
+  if constexpr (!Config::kMasks) block.begin(work, work.tiles.end - 1);
   __syncthreads();
   block.run();
 }
 
 template <class Config>
-void launch_forward(const ForwardParams& p, cudaStream_t stream) {
+void launch_forward(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
   ForwardSchedule schedule = schedule_heads(p, sizeof(typename Config::Element));
   const int64_t shared_bytes = plan_options<Config>(schedule, p);
+  if constexpr (Config::kMasks) schedule.mask = mask;
   const auto size = [](int64_t n) { return static_cast<unsigned>(n); };
-  const dim3 grid(size(schedule.heads), size((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM),
-                  size(p.batch * schedule.groups));
+  const dim3 grid(size(schedule.heads * schedule.batches), size((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM),
+                  size(schedule.batch_groups * schedule.groups));
   launch("sm80/forward", forward_kernel<Config>, {grid, dim3(Config::kThreads), static_cast<size_t>(shared_bytes)},
          stream, p, schedule);
 }
 
+/// Whether as many blocks fit on an SM with tiles of a float bias for 64 keys as with those of the general class.
 template <class Element, int kHeadDim, bool kSmall>
-void run_forward_as(const ForwardParams& p, cudaStream_t stream) {
+bool holds_float_bias() {
+  const int per_sm = shared_bytes_per_sm();
+  const auto blocks = [&](auto config) {
+    using Config = decltype(config);
+    constexpr int kBiasBytes = Config::kBlockM * Config::kBlockN * static_cast<int>(sizeof(float));
+    return std::min(2, per_sm / (Config::kSharedBytes + kBiasBytes + kReservedSharedBytes));
+  };
+  return blocks(ForwardConfig<Element, kHeadDim, ForwardClass::kFloatBias, kSmall>()) >=
+         blocks(ForwardConfig<Element, kHeadDim, ForwardClass::kReads, kSmall>());
+}
+
+template <class Element, int kHeadDim, bool kSmall>
+void run_forward_as(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
+  // Branches cost little where a tile of scores is worked on for long, as it is at head dim 256 and in float32.
+  constexpr bool kOneOption = sizeof(Element) == 2 && kHeadDim <= 128;
+  const auto run = [&](auto of_class) {
+    constexpr ForwardClass kWanted = decltype(of_class)::value, kAble = kOneOption ? kWanted : with_branches(kWanted);
+    constexpr bool kBranches = kAble == ForwardClass::kComputes && sizeof(Element) != 2;
+    constexpr ForwardClass kClass = kBranches ? ForwardClass::kReads : kAble;
+    launch_forward<ForwardConfig<Element, kHeadDim, kClass, kSmall>>(p, mask, stream);
+  };
   switch (class_of(p)) {
     case ForwardClass::kPlain:
-      return launch_forward<ForwardConfig<Element, kHeadDim, ForwardClass::kPlain, kSmall>>(p, stream);
+      return run(std::integral_constant<ForwardClass, ForwardClass::kPlain>());
     case ForwardClass::kComputes:
-      if constexpr (sizeof(Element) == 2)
-        return launch_forward<ForwardConfig<Element, kHeadDim, ForwardClass::kComputes, kSmall>>(p, stream);
-      [[fallthrough]];
+      return run(std::integral_constant<ForwardClass, ForwardClass::kComputes>());
     case ForwardClass::kReads:
-      return launch_forward<ForwardConfig<Element, kHeadDim, ForwardClass::kReads, kSmall>>(p, stream);
+      return run(std::integral_constant<ForwardClass, ForwardClass::kReads>());
+    case ForwardClass::kBias:
+      return run(std::integral_constant<ForwardClass, ForwardClass::kBias>());
+    case ForwardClass::kFloatBias:
+      if constexpr (kOneOption) {
+        if (holds_float_bias<Element, kHeadDim, kSmall>())
+          return run(std::integral_constant<ForwardClass, ForwardClass::kFloatBias>());
+      }
+      return run(std::integral_constant<ForwardClass, ForwardClass::kReads>());
+    case ForwardClass::kMask:
+      return run(std::integral_constant<ForwardClass, ForwardClass::kMask>());
+    case ForwardClass::kDrops:
+      return run(std::integral_constant<ForwardClass, ForwardClass::kDrops>());
   }
 }
 
 /// At head dim 256 two blocks of 64 queries on an SM beat one of 128, where an SM has the shared memory for them.
 template <class Element, int kHeadDim>
-void run_forward(const ForwardParams& p, cudaStream_t stream) {
+void run_forward(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
   using Large = ForwardConfig<Element, kHeadDim, ForwardClass::kPlain, false>;
   using Small = ForwardConfig<Element, kHeadDim, ForwardClass::kPlain, true>;
   if constexpr (Large::kSharedBytes <= kSmallestSharedBytes) {
-    run_forward_as<Element, kHeadDim, false>(p, stream);
+    run_forward_as<Element, kHeadDim, false>(p, mask, stream);
   } else {
     const bool large_fits = shared_bytes_per_block() >= Large::kSharedBytes;
     const bool two_small_fit = shared_bytes_per_sm() >= 2 * (Small::kSharedBytes + kReservedSharedBytes);
-    large_fits && !two_small_fit ? run_forward_as<Element, kHeadDim, false>(p, stream)
-                                 : run_forward_as<Element, kHeadDim, true>(p, stream);
+    large_fits && !two_small_fit ? run_forward_as<Element, kHeadDim, false>(p, mask, stream)
+                                 : run_forward_as<Element, kHeadDim, true>(p, mask, stream);
   }
 }
 

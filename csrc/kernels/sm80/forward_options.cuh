@@ -3,18 +3,28 @@
 
 #include "../common/scores.cuh"
 #include "../common/visibility.cuh"
+#include "../ptx/reread.h"
 #include "bias_tile.cuh"
+#include "forward_bias.cuh"
+#include "forward_draws.cuh"
 #include "forward_work.cuh"
+#include "mask_bits.cuh"
 #include "mask_tile.cuh"
 
 namespace flash_ext::sm80 {
+
+struct NoVisibility {};
 
 template <class Config>
 struct OptionTiles {
   using Element = typename Config::Element;
   using Rules = ScoreRules<Element>;
-  using WarpBias = BiasTile<Config::kWarpRows, Config::kBlockN>;
+  using WarpBias = std::conditional_t<Config::kOneBias,
+                                      StartingBias<typename Config::BiasElement, Config::kWarpRows, Config::kBlockN>,
+                                      BiasTile<Config::kWarpRows, Config::kBlockN>>;
   using WarpMask = MaskTile<Config::kWarpRows, Config::kBlockN>;
+  using Visibility =
+      std::conditional_t<Config::kMasks, WarpVisibility<Config::kWarpRows, Config::kBlockN>, NoVisibility>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
 
   const ForwardParams& p;
@@ -27,9 +37,28 @@ struct OptionTiles {
     return TileCoordinates<false>::of_lane(work.first_query + warp_row, tile * kBlockN, lane);
   }
 
-  /// Scores, but for the row terms that it returns and for schedule.scale. `words` is the tile's visibility.
+  /// What products are added to: nothing, or the bias.
   template <int kM, int kN>
-  __device__ __forceinline__ RowTerms apply(float (&s)[kM][kN][4], MaskedTile at, int words) const {
+  __device__ __forceinline__ void start(float (&s)[kM][kN][4]) const {
+    if constexpr (Config::kOneBias) {
+      bias().fill(s, kLog2E * schedule.per_unit);
+    } else {
+      for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
+    }
+  }
+
+  /// What the mask leaves of a tile. What follows up to the scores hides how long that takes.
+  __device__ __forceinline__ void look_at_mask(Visibility& visible, int tile) const {
+    if constexpr (Config::kMasks) {
+      if (Config::kOneMask || schedule.mask.words)
+        visible.load(schedule.mask, work.mask.words, warp_row, tile * kBlockN, lane);
+    }
+  }
+
+  /// Scores, but for the row terms that it returns and for schedule.scale. `words` are those of a block mask.
+  template <int kM, int kN>
+  __device__ __forceinline__ RowTerms apply(float (&s)[kM][kN][4], MaskedTile at, const Visibility& visible,
+                                            int words) const {
     RowTerms terms;
     if constexpr (Config::kOptions) {
       if (schedule.caps) {
@@ -43,7 +72,10 @@ struct OptionTiles {
     if constexpr (Config::kReads) {
       if (schedule.stages_bias) bias().add(s, kLog2E * schedule.per_unit);
       if (schedule.reads_bias) work.options.rules.add_bias(s, coordinates(at.tile));
-      if (at.partly) WarpMask::hide(s, visibility(words), schedule.stages_mask && p.mask.row_stride == 0, lane);
+      if (at.partly) WarpMask::hide(s, words_of(words), lane);
+    }
+    if constexpr (Config::kMasks) {
+      if (Config::kOneMask || schedule.mask.words) visible.hide(s);
     }
     return terms;
   }
@@ -64,9 +96,10 @@ struct OptionTiles {
   /// A bias of -inf hides even a score that is NaN. Rare. True if it looked.
   template <int kM, int kN>
   __device__ __forceinline__ bool hide_by_bias(float (&weights)[kM][kN][4]) const {
-    if constexpr (Config::kReads) {
-      if (schedule.stages_bias) bias().hide(weights);
-      return schedule.stages_bias;
+    if constexpr (Config::kBiases) {
+      const bool staged = Config::kOneBias || schedule.stages_bias;
+      if (staged) bias().hide(weights);
+      return staged;
     }
     return false;
   }
@@ -78,81 +111,98 @@ struct OptionTiles {
     }
   }
 
+  /// What the draws for the keys of `tile` share, for the barrier that follows.
+  __device__ __forceinline__ void share_draws(const PhiloxKey& seeds, int tile) const {
+    if constexpr (Config::kOneDropout) WarpDraws<Config>::share(work, seeds, s_draws(tile), tile);
+  }
+  __device__ __forceinline__ WarpDraws<Config> draws(const PhiloxKey& seeds, int tile) const {
+    return {work, seeds, s_draws(tile), warp_row, lane};
+  }
+
   /// Without waiting, once the warp is done with what was there.
   __device__ __forceinline__ void load_bias(int tile) const {
-    if constexpr (Config::kReads) {
-      if (schedule.stages_bias && tile >= work.tiles.begin)
+    if constexpr (Config::kBiases) {
+      if ((Config::kOneBias || schedule.stages_bias) && tile >= work.tiles.begin)
         bias().load(work.sequence, work.first_query + warp_row, tile * kBlockN);
     }
   }
 
-  __device__ __forceinline__ bool masked() const { return Config::kReads && schedule.masked; }
+  __device__ __forceinline__ bool masked() const {
+    if constexpr (Config::kReads) return schedule.mask.words || schedule.blocks_mask;
+    return Config::kMasks;
+  }
 
-  /// The next tile to visit, from `tile` down to `last`: that is, in which the masks leave something. Its visibility is
-  /// in `words`. All copies of this thread have landed. Ends with a barrier.
-  __device__ __forceinline__ MaskedTile find(int tile, int last, int words) const {
+  /// The next tile to visit, from `tile` down to `last`: that is, in which the masks leave something. Words of a block
+  /// mask are in `words` then; `seen` has the visible_tiles of the tile after. Ends with a barrier.
+  __device__ __forceinline__ MaskedTile find(int tile, int last, int words, uint32_t& seen) const {
     if constexpr (Config::kReads) {
-      if (schedule.masked && tile >= last)
-        return schedule.stages_mask ? find_by_bytes(tile, words) : find_by_words(tile, words);
+      if (schedule.blocks_mask && tile >= last) return find_by_words(tile, words, seen);
+    }
+    if constexpr (Config::kMasks) {
+      if (Config::kOneMask || schedule.mask.words) tile = find_by_bits(tile, last, seen);
     }
     __syncthreads();
     return {tile, false};
   }
 
   /// The first tile to visit, which the block's list of tiles ends with from here on.
-  __device__ __forceinline__ MaskedTile find_first(int words) const {
+  __device__ __forceinline__ MaskedTile find_first(int words, uint32_t& seen) const {
     const int last = work.tiles.end - 1;
     if (!masked()) return {last, false};
-    if (schedule.stages_mask) {
-      load_mask(last);
-      ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
+    if constexpr (Config::kMasks) {
+      if (schedule.mask.words && last >= 0) seen = visible_tiles_of(last / 32);
     }
-    const MaskedTile found = find(last, work.tiles.begin, words);
-    if (threadIdx.x == 0) work.tiles.end = found.tile + 1;
+    const MaskedTile found = find(last, work.tiles.begin, words, seen);
+    if (ptx::reread(static_cast<int>(threadIdx.x)) == 0) work.tiles.end = found.tile + 1;
     __syncthreads();
     return found;
   }
 
  private:
+  /// A place for each group of keys, by turns of the tiles, of which none is left out.
+  __device__ __forceinline__ uint32_t s_draws(int tile) const {
+    return s_begin + Config::kSharedBytes + (tile & 1) * Config::kDrawBytes;
+  }
   __device__ __forceinline__ WarpBias bias() const {
-    const int bytes = p.bias.dtype == DType::kFloat32 ? WarpBias::kBytes32 : WarpBias::kBytes16;
+    int bytes;
+    if constexpr (Config::kOneBias) {
+      bytes = WarpBias::kBytes;
+    } else {
+      bytes = p.bias.dtype == DType::kFloat32 ? WarpBias::kBytes32 : WarpBias::kBytes16;
+    }
     return {s_begin + schedule.bias_offset + warp_row / Config::kWarpRows * bytes, p.bias, lane};
   }
-  __device__ __forceinline__ WarpMask mask() const {
-    const int bytes = 2 * Config::kVisibilityBytes + warp_row / Config::kWarpRows * WarpMask::kBytes;
-    return {s_begin + schedule.mask_offset + bytes, p.mask, lane};
-  }
   /// Words of the warp's rows, of one of two tiles.
-  __device__ __forceinline__ uint32_t* visibility(int words) const {
-    auto* const all = static_cast<uint32_t*>(__cvta_shared_to_generic(s_begin + schedule.mask_offset));
+  __device__ __forceinline__ uint32_t* words_of(int words) const {
+    auto* const all = static_cast<uint32_t*>(__cvta_shared_to_generic(s_begin + schedule.words_offset));
     return all + (words & 1) * (Config::kVisibilityBytes / 4) + warp_row * WarpMask::kGroups;
   }
-  __device__ __forceinline__ void load_mask(int tile) const {
-    if (tile >= work.tiles.begin) mask().load(work.sequence, work.first_query + warp_row, tile * kBlockN);
+  __device__ __forceinline__ uint32_t visible_tiles_of(int group) const {
+    return visible_tiles<kBlockM, kBlockN>(schedule.mask, work.sequence, work.first_query, group, lane);
   }
 
-  /// The bytes of `tile` are there.
-  __device__ __forceinline__ MaskedTile find_by_bytes(int tile, int words) const {
+  /// The mask's part. All threads come to the same, without a barrier.
+  __device__ __forceinline__ int find_by_bits(int tile, int last, uint32_t& seen) const {
+    bool other_group = tile % 32 == 31;
 #pragma unroll 1
-    while (true) {
-      __syncwarp();
-      const TileVisibility visible = mask().make_words(visibility(words));
-      const bool any = __syncthreads_or(visible.any);
-      load_mask(tile - 1);
-      if (any) return {tile, !__all_sync(~0u, visible.all)};
-      if (--tile < work.tiles.begin) return {tile, false};
-      ptx::cp_async_commit();
-      ptx::cp_async_wait<0>();
+    while (tile >= last) {
+      if (other_group) seen = visible_tiles_of(tile / 32);
+      const uint32_t left = seen & ~0u >> (31 - tile % 32);
+      if (left) return tile - tile % 32 + 31 - __clz(static_cast<int>(left));
+      tile = tile - tile % 32 - 1;
+      other_group = true;
     }
+    return tile;
   }
 
-  __device__ __forceinline__ MaskedTile find_by_words(int tile, int words) const {
+  __device__ __forceinline__ MaskedTile find_by_words(int tile, int words, uint32_t& seen) const {
     const Sequence& sequence = work.sequence;
-    uint32_t* const of_warp = visibility(words);
+    uint32_t* const of_warp = words_of(words);
     for (; tile >= work.tiles.begin; --tile) {
+      if (schedule.mask.words) tile = find_by_bits(tile, work.tiles.begin, seen);
+      if (tile < work.tiles.begin) break;
       const TileVisibility visible = build_visibility<kThreads, kBlockM, kBlockN>(
-          of_warp - warp_row * WarpMask::kGroups, MaskRows(p.mask, sequence), BlockMaskRows(p.blocks, sequence),
+          of_warp - warp_row * WarpMask::kGroups, MaskRows(ScoreView(), sequence), BlockMaskRows(p.blocks, sequence),
           work.first_query, tile * kBlockN, sequence.seqlen_q, sequence.seqlen_k);
       if (!visible.any) continue;
       if (!visible.all) {
@@ -161,6 +211,7 @@ struct OptionTiles {
       }
       return {tile, !visible.all};
     }
+    __syncthreads();
     return {tile, false};
   }
 

@@ -4,15 +4,21 @@
 #include "../common/scores.cuh"
 #include "../common/sequence.cuh"
 #include "config.h"
+#include "forward_visibility.h"
 #include "tile.cuh"
 
 namespace flash_ext::sm80 {
 
-/// What a kernel can do. A class has all that the one before it has: each costs registers, and 128 has none to spare.
+/// What a kernel can do. Each option costs registers, of which head dim 128 has none to spare, and the branches around
+/// it cost time. So those that take the most have a class of their own for calls with nothing else; kReads can do all.
 enum class ForwardClass {
-  kPlain,     // scaled products within a window
-  kComputes,  // softcap, ALiBi, dropout, any scale
-  kReads,     // bias, masks, and keys that do not lie in one piece
+  kPlain,      // scaled products within a window
+  kComputes,   // softcap, ALiBi, dropout, any scale
+  kReads,      // these, bias, masks, and keys that do not lie in one piece
+  kBias,       // plain, and a bias of the type of q, in pieces of 16 bytes
+  kFloatBias,  // plain, and a bias of floats, in pieces of 16 bytes
+  kMask,       // plain, and a boolean mask
+  kDrops,      // plain, and dropout
 };
 
 /// kSmall: fits into the shared memory of every GPU.
@@ -20,7 +26,14 @@ template <class Element_, int kHeadDim_, ForwardClass kClass, bool kSmall_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kOptions = kClass != ForwardClass::kPlain, kReads = kClass == ForwardClass::kReads;
+  static constexpr bool kReads = kClass == ForwardClass::kReads;
+  static constexpr bool kOptions = kReads || kClass == ForwardClass::kComputes;  // by branches
+  static constexpr bool kOneBias = kClass == ForwardClass::kBias || kClass == ForwardClass::kFloatBias;
+  static constexpr bool kOneDropout = kClass == ForwardClass::kDrops;
+  using BiasElement = std::conditional_t<kClass == ForwardClass::kFloatBias, float, Element>;  // of kOneBias
+  static constexpr bool kOneMask = kClass == ForwardClass::kMask;
+  static constexpr bool kBiases = kReads || kOneBias, kMasks = kReads || kOneMask;
+  static constexpr bool kDropout = kOptions || kOneDropout;
   static constexpr bool kFloat = sizeof(Element) == 4;
   static constexpr bool kWide = kHeadDim == 256;
   // 32 rows a warp halve the shared-memory reads of K and V per product; at 256 the accumulators leave no room for it.
@@ -36,8 +49,10 @@ struct ForwardConfig {
   // Where addresses must be computed again in every step, of the copies or of all that a lane reads.
   static constexpr bool kFullPrecision = std::is_same_v<Element, float>;
   static constexpr bool kForgetsThread =
-      (kHeadDim == 128 && kClass == ForwardClass::kComputes) || (kWide && kFullPrecision);
-  static constexpr bool kForgetsLane = kWide && kFullPrecision && kClass == ForwardClass::kPlain;
+      (kHeadDim == 128 && kClass != ForwardClass::kPlain && !kReads && !kOneBias) || (kWide && kFullPrecision);
+  static constexpr bool kForgetsLane =
+      (kWide && kFullPrecision && kClass == ForwardClass::kPlain) || (kHeadDim == 128 && kOneMask);
+  static constexpr bool kLooksEarly = kHeadDim == 64;  // at what a mask leaves: in registers while a step begins
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
   static constexpr bool kFenced = kUnroll == 1 && kWide;
@@ -53,26 +68,31 @@ struct ForwardConfig {
   static constexpr int kTilesBytes = kQueryBytes + 2 * kStages * kTileBytes;
   static constexpr int kWorkBytes = 384;                         // a multiple of 128, to which tiles are aligned
   static constexpr int kSharedBytes = kTilesBytes + kWorkBytes;  // without what options need
-  // Words of visibility of two tiles, and the bytes that become them.
-  static constexpr int kVisibilityBytes = kBlockM * (kBlockN / 32) * 4;
-  static constexpr int kMaskBytes = 2 * kVisibilityBytes + kBlockM * kBlockN;
+  static constexpr int kVisibilityBytes = kBlockM * (kBlockN / 32) * 4;  // words of a block mask for a tile
+  static constexpr int kDrawBytes = kBlockN / 4 * 16;                    // what draws for the keys of a tile share
   static_assert(!kSmall_ || kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");
   static_assert(!kSmall_ || kSharedBytes + 2 * kVisibilityBytes <= kSmallestSharedBytes, "with masks as well");
+  static_assert(!kOneBias ||
+                    kSharedBytes + kBlockM * kBlockN * static_cast<int>(sizeof(BiasElement)) <= kSmallestSharedBytes,
+                "with the bias as well");
 };
 
 /// What the host makes of a call. Kernels find it in constant memory, where a look costs nothing: a step has too little
 /// time to ask shared memory for each option.
 struct ForwardSchedule {
-  int heads, groups;  // heads of q whose blocks run side by side, and how many such groups make up the heads
+  int heads, groups;          // heads of q whose blocks run side by side, and how many such groups make up the heads
+  int batches, batch_groups;  // the same of batch entries
   // A product becomes a score to base 2 by `scale`. With softcap, or with terms that cannot be added to products
   // because `scale` is no number to divide by or the bias is read element by element, it goes first through
   // `first_scale`.
   float first_scale, scale;
   float cap;       // base 2
   float per_unit;  // of what is added before `scale`: its inverse
-  bool caps, scales_first, adds_alibi, reads_bias, drops, masked;
-  bool stages_bias, stages_mask;  // through shared memory: there is room for it
-  int bias_offset, mask_offset;   // there
+  bool caps, scales_first, adds_alibi, reads_bias, drops, blocks_mask;
+  bool stages_bias;               // through shared memory: there is room for it
+  int bias_offset, words_offset;  // there; words of a block mask
+  MaskBits mask;
+  uint32_t last_dropped;  // by dropout, as the high half of a word, whatever the low half is
 };
 
 /// What the options of one head come to.
@@ -87,6 +107,19 @@ struct ForwardOptions {
 
 struct NoOptions {
   __device__ __forceinline__ NoOptions(const AttentionParams&, const Sequence&) {}
+};
+
+/// A mask's words of the block's queries.
+struct BlockMaskWords {
+  const uint32_t* words = nullptr;
+
+  __device__ __forceinline__ void find(const MaskBits& bits, int batch, int head, int first_query) {
+    if (bits.words) words = bits.words + bits.unit(batch, head, first_query / kMaskRows, 0) * kMaskRows;
+  }
+};
+
+struct NoMaskWords {
+  __device__ __forceinline__ void find(const MaskBits&, int, int, int) {}
 };
 
 /// A tile's terms that are the same for a whole row, base 2: those of a lane's row 16 m + 8 r, and of ALiBi what a key
@@ -106,11 +139,12 @@ struct ForwardWork {
   using Element = typename Config::Element;
   Sequence sequence;
   RowSource<Element, Config::kReads> keys, values;
-  std::conditional_t<Config::kOptions, ForwardOptions<Element>, NoOptions> options;
+  std::conditional_t<Config::kDropout, ForwardOptions<Element>, NoOptions> options;
   int first_query;
   TileSpan tiles;
   bool careful = false;         // again, with the running maximum, and without Inf and NaN in V
   bool met_non_finite = false;  // in a tile that is not visible to all
+  std::conditional_t<Config::kMasks, BlockMaskWords, NoMaskWords> mask;
 
   __device__ __forceinline__ ForwardWork(const ForwardParams& p, int batch, int head, int first_query)
       : sequence(p, batch, head),
@@ -123,10 +157,10 @@ struct ForwardWork {
   }
 };
 
-/// A tile that a mask may hide in part.
+/// A tile that a block mask may hide in part.
 struct MaskedTile {
   int tile;
-  bool partly;  // hidden by a mask, which its words of visibility then say
+  bool partly;  // hidden, which its words of visibility then say
 };
 
 }  // namespace flash_ext::sm80
