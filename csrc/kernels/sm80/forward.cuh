@@ -274,7 +274,7 @@ struct ForwardBlock {
   __device__ __forceinline__ void finish_step(Scores& s, const DrawnAhead& ahead, int tile, int next) {
     if (Config::kOneBias || (Config::kReads && schedule.stages_bias)) {
       __syncwarp();  // all lanes have read their part of this tile's bias
-      options().load_bias(next);
+      options().load_bias(work, next);
       ptx::cp_async_commit();
     }
     if constexpr (Config::kOneDropout) {
@@ -330,13 +330,14 @@ struct ForwardBlock {
     return exact;
   }
 
-  /// Q, and the first tiles of K and V, which do not have to wait for anybody.
+  /// Q, and the first tiles of K, V and the bias, which do not have to wait for anybody: `work` need not be what lies
+  /// in shared memory.
   __device__ __forceinline__ void begin(const ForwardWork<Config>& work, int tile) {
     if (tile < work.tiles.begin) return;
     const int thread = ptx::reread(static_cast<int>(threadIdx.x));
     load_query(work, thread);
     load_key(keys_of(work), tile, 0, thread);
-    options().load_bias(tile);
+    options().load_bias(work, tile);
     ptx::cp_async_commit();
     load_value(values_of(work), tile, 0, thread);
     ptx::cp_async_commit();
@@ -361,9 +362,9 @@ struct ForwardBlock {
       const bool full = !Config::kRunningMaximum && !exact && at.tile >= tiles.full_begin && at.tile < tiles.full_end;
       forget_lane();
       Visibility visible;
-      if constexpr (Config::kLooksEarly) options().look_at_mask(visible, at.tile);
+      if constexpr (Config::kLooksEarly) options().look_at_mask(visible, at);
       const MaskedTile next = begin_step(at.tile, first, tiles.begin);
-      if constexpr (!Config::kLooksEarly) options().look_at_mask(visible, at.tile);
+      if constexpr (!Config::kLooksEarly) options().look_at_mask(visible, at);
       if (full) {
         full_step(at, next, visible);
       } else {
@@ -507,7 +508,7 @@ void run_forward_as(const ForwardParams& p, const MaskBits& mask, cudaStream_t s
     case ForwardClass::kBias:
       return run(std::integral_constant<ForwardClass, ForwardClass::kBias>());
     case ForwardClass::kFloatBias:
-      if constexpr (kOneOption) {
+      if constexpr (kOneOption && kHeadDim == 64) {  // at 128 it lacks a register
         if (holds_float_bias<Element, kHeadDim, kSmall>())
           return run(std::integral_constant<ForwardClass, ForwardClass::kFloatBias>());
       }

@@ -48,10 +48,10 @@ struct OptionTiles {
   }
 
   /// What the mask leaves of a tile. What follows up to the scores hides how long that takes.
-  __device__ __forceinline__ void look_at_mask(Visibility& visible, int tile) const {
+  __device__ __forceinline__ void look_at_mask(Visibility& visible, MaskedTile at) const {
     if constexpr (Config::kMasks) {
-      if (Config::kOneMask || schedule.mask.words)
-        visible.load(schedule.mask, work.mask.words, warp_row, tile * kBlockN, lane);
+      if (Config::kOneMask || ((Config::kFloat || at.partly) && schedule.mask.words))
+        visible.load(schedule.mask, work.mask.words, warp_row, at.tile * kBlockN, lane);
     }
   }
 
@@ -72,11 +72,12 @@ struct OptionTiles {
     if constexpr (Config::kReads) {
       if (schedule.stages_bias) bias().add(s, kLog2E * schedule.per_unit);
       if (schedule.reads_bias) work.options.rules.add_bias(s, coordinates(at.tile));
-      if (at.partly) WarpMask::hide(s, words_of(words), lane);
+      if (at.partly) {
+        if (schedule.blocks_mask) WarpMask::hide(s, words_of(words), lane);
+        if (schedule.mask.words) visible.hide(s);
+      }
     }
-    if constexpr (Config::kMasks) {
-      if (Config::kOneMask || schedule.mask.words) visible.hide(s);
-    }
+    if constexpr (Config::kOneMask) visible.hide(s);
     return terms;
   }
 
@@ -120,29 +121,34 @@ struct OptionTiles {
   }
 
   /// Without waiting, once the warp is done with what was there.
-  __device__ __forceinline__ void load_bias(int tile) const {
+  __device__ __forceinline__ void load_bias(const ForwardWork<Config>& work, int tile) const {
     if constexpr (Config::kBiases) {
-      if ((Config::kOneBias || schedule.stages_bias) && tile >= work.tiles.begin)
-        bias().load(work.sequence, work.first_query + warp_row, tile * kBlockN);
+      if (!(Config::kOneBias || schedule.stages_bias) || tile < work.tiles.begin) return;
+      WarpBias next = bias();
+      if constexpr (Config::kWide && Config::kFullPrecision) next.lane = ptx::reread(next.lane);
+      next.load(work.sequence, work.first_query + warp_row, tile * kBlockN);
     }
   }
 
   __device__ __forceinline__ bool masked() const {
-    if constexpr (Config::kReads) return schedule.mask.words || schedule.blocks_mask;
+    if constexpr (Config::kReads) return schedule.masked;
     return Config::kMasks;
   }
 
   /// The next tile to visit, from `tile` down to `last`: that is, in which the masks leave something. Words of a block
   /// mask are in `words` then; `seen` has the visible_tiles of the tile after. Ends with a barrier.
   __device__ __forceinline__ MaskedTile find(int tile, int last, int words, uint32_t& seen) const {
+    bool partly = false;
     if constexpr (Config::kReads) {
-      if (schedule.blocks_mask && tile >= last) return find_by_words(tile, words, seen);
+      if (schedule.masked && tile >= last) {
+        if (schedule.blocks_mask) return find_by_words(tile, words, seen);
+        tile = find_by_bits(tile, last, seen);
+        partly = true;
+      }
     }
-    if constexpr (Config::kMasks) {
-      if (Config::kOneMask || schedule.mask.words) tile = find_by_bits(tile, last, seen);
-    }
+    if constexpr (Config::kOneMask) tile = find_by_bits(tile, last, seen);
     __syncthreads();
-    return {tile, false};
+    return {tile, partly};
   }
 
   /// The first tile to visit, which the block's list of tiles ends with from here on.
@@ -183,7 +189,8 @@ struct OptionTiles {
 
   /// The mask's part. All threads come to the same, without a barrier.
   __device__ __forceinline__ int find_by_bits(int tile, int last, uint32_t& seen) const {
-    bool other_group = tile % 32 == 31;
+    // In float32 there is no register to keep `seen` in.
+    bool other_group = Config::kFloat || tile % 32 == 31;
 #pragma unroll 1
     while (tile >= last) {
       if (other_group) seen = visible_tiles_of(tile / 32);
@@ -209,7 +216,7 @@ struct OptionTiles {
         for (int k = lane; k < Config::kWarpRows * WarpMask::kGroups; k += 32) of_warp[k] = in_lane_order(of_warp[k]);
         __syncwarp();
       }
-      return {tile, !visible.all};
+      return {tile, !visible.all || schedule.mask.words};
     }
     __syncthreads();
     return {tile, false};

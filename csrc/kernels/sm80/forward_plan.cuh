@@ -43,6 +43,7 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
   schedule.scale = schedule.first_scale = static_cast<float>(p.softmax_scale) * kLog2E;
   if constexpr (Config::kReads) {
     schedule.blocks_mask = p.blocks.offsets != nullptr;
+    schedule.masked = schedule.blocks_mask || MaskSizes(p).units() > 0;
     schedule.words_offset = static_cast<int>(shared_bytes);
     if (schedule.blocks_mask) shared_bytes += 2 * Config::kVisibilityBytes;
   }

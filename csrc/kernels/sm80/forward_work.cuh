@@ -88,7 +88,7 @@ struct ForwardSchedule {
   float first_scale, scale;
   float cap;       // base 2
   float per_unit;  // of what is added before `scale`: its inverse
-  bool caps, scales_first, adds_alibi, reads_bias, drops, blocks_mask;
+  bool caps, scales_first, adds_alibi, reads_bias, drops, masked, blocks_mask;
   bool stages_bias;               // through shared memory: there is room for it
   int bias_offset, words_offset;  // there; words of a block mask
   MaskBits mask;
@@ -157,10 +157,10 @@ struct ForwardWork {
   }
 };
 
-/// A tile that a block mask may hide in part.
+/// A tile that masks may hide in part.
 struct MaskedTile {
   int tile;
-  bool partly;  // hidden, which its words of visibility then say
+  bool partly;  // of kReads: hidden, which the bits of the mask or the words of the block mask then say
 };
 
 }  // namespace flash_ext::sm80
