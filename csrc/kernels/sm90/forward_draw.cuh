@@ -1,5 +1,5 @@
-// What dropout does to packed weights. The draws are those of common/dropout_draws.cuh: in the forward, the warp that loads
-// K brings what belongs to the keys; in the backward the calls of a step share it.
+// What dropout does to packed weights. The draws are those of common/dropout_draws.cuh: in the forward, the warp that
+// loads K brings what belongs to the keys; in the backward the calls of a step share it.
 #pragma once
 
 #include "../common/dropout_draws.cuh"
