@@ -281,7 +281,7 @@ def rounding_of_scores(lse_dtype: torch.dtype, lse: Tensor, value: Tensor) -> fl
 
 
 def rounding_of_products(call: Call, gradient: Tensor) -> float:
-    """What the scores of the backward may differ from those that lse was made of.
+    """What the scores of the backward may differ by from those that lse was made of.
 
     A kernel computes them again, in another order of the sum: they agree to the last bit of <|q|, |k|>, which may be
     ten times the score itself. Weights that plain PyTorch has saved are exactly 1 in a row that sees one key.

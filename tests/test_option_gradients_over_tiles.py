@@ -194,8 +194,9 @@ def test_what_nobody_sees_reaches_no_gradient(
     if "mask" in option:
         call.v[:, HIDDEN] = poison
     result = run_library(call, QKV)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-2
     for name in ("dq", "dk", "dv"):  # the forward may have added up out in another order
-        torch.testing.assert_close(result[name], expected[name], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(result[name], expected[name], rtol=tolerance, atol=tolerance)
     assert (result["dk"][:, HIDDEN] == 0).all() and (result["dv"][:, HIDDEN] == 0).all()
 
 

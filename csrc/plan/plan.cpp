@@ -320,7 +320,7 @@ class Planner {
     if (p_.dtype == DType::kFloat32) return float32_obstacle();
     if (p_.softmax_scale <= 0) return text("softmax_scale ", p_.softmax_scale);
     if (p_.head_dim != p_.head_dim_v) return text("head_dim ", p_.head_dim_v, " of v beside ", p_.head_dim);
-    // Shared memory has no room for all of them.
+    // Shared memory has no room for all of them; a bias of keys takes none, but strides are not looked at here.
     const bool fills = has_wide_bias() && (p_.has_mask || p_.has_block_mask || p_.dropout_p > 0);
     if (fills && p_.head_dim > 64 && p_.head_dim <= sm90::kMostWholeHeadDim)
       return "bias of 32 bits or more beside masks or dropout beyond head_dim 64";

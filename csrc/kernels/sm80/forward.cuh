@@ -433,8 +433,9 @@ struct ForwardBlock {
   }
 };
 
-/// A grid of (heads of a group, blocks of queries, batch entries x groups), scheduled in this order: the blocks with
-/// the most keys first, which balances a causal mask, and of no more heads than whose keys stay in L2.
+/// A grid of (heads of a group x batch entries that share a bias, blocks of queries, groups of both), scheduled in this
+/// order: the blocks with the most keys first, which balances a causal mask, of no more heads than whose keys stay in
+/// L2, and what reads the same bias side by side.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardSchedule schedule) {
@@ -475,19 +476,6 @@ void launch_forward(const ForwardParams& p, const MaskBits& mask, cudaStream_t s
          stream, p, schedule);
 }
 
-/// Whether as many blocks fit on an SM with tiles of a float bias for 64 keys as with those of the general class.
-template <class Element, int kHeadDim, bool kSmall>
-bool holds_float_bias() {
-  const int per_sm = shared_bytes_per_sm();
-  const auto blocks = [&](auto config) {
-    using Config = decltype(config);
-    constexpr int kBiasBytes = Config::kBlockM * Config::kBlockN * static_cast<int>(sizeof(float));
-    return std::min(2, per_sm / (Config::kSharedBytes + kBiasBytes + kReservedSharedBytes));
-  };
-  return blocks(ForwardConfig<Element, kHeadDim, ForwardClass::kFloatBias, kSmall>()) >=
-         blocks(ForwardConfig<Element, kHeadDim, ForwardClass::kReads, kSmall>());
-}
-
 template <class Element, int kHeadDim, bool kSmall>
 void run_forward_as(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
   // Branches cost little where a tile of scores is worked on for long, as it is at head dim 256 and in float32.
@@ -508,10 +496,8 @@ void run_forward_as(const ForwardParams& p, const MaskBits& mask, cudaStream_t s
     case ForwardClass::kBias:
       return run(std::integral_constant<ForwardClass, ForwardClass::kBias>());
     case ForwardClass::kFloatBias:
-      if constexpr (kOneOption && kHeadDim == 64) {  // at 128 it lacks a register
-        if (holds_float_bias<Element, kHeadDim, kSmall>())
-          return run(std::integral_constant<ForwardClass, ForwardClass::kFloatBias>());
-      }
+      if constexpr (kOneOption && kHeadDim == 64)  // at 128 it lacks a register
+        return run(std::integral_constant<ForwardClass, ForwardClass::kFloatBias>());
       return run(std::integral_constant<ForwardClass, ForwardClass::kReads>());
     case ForwardClass::kMask:
       return run(std::integral_constant<ForwardClass, ForwardClass::kMask>());

@@ -5,7 +5,8 @@
 //
 // A number is the sum of three bfloat16, and a product that of six (float_parts.cuh). Q and dO are split once, by the
 // kernel before, into pieces that the copy engine brings as they lie; K and V by the block that has their 64 keys. The
-// products are divided among three warpgroups: backward_f32_group.cuh.
+// products are divided among three warpgroups: backward_f32_group.cuh. Beyond 128 two blocks of a cluster have half of
+// the columns each, and exchange halves of the sums S^T and dP^T.
 #pragma once
 
 #include <algorithm>

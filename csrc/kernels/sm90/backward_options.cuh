@@ -53,8 +53,8 @@ inline bool has_options(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || sm80::hides_pairs(p) || p.dropout.p > 0;
 }
 
-/// Calls run(std::integral_constant<int, options>()) for what serves a call: the kernel of its option, if it is one of
-/// kOptions and alone, or that of any.
+/// Calls run(std::integral_constant<int, options>()) for what serves a call: the kernel of its options, if they are one
+/// of kOptions, or that of any.
 template <int... kOptions, class Run>
 void with_kernel_of_options(const BackwardParams& p, const OptionsLayout& layout, Run run) {
   const int options = layout.flags | (masks_pairs(p) ? kNoteMasked : 0);

@@ -269,7 +269,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     return behind_state(layout_.bias + bias_place() * layout_.bias_bytes +
                         group_ * (layout_.bias_bytes / Config::kGroups));
   }
-  /// Of 16 bits; the kernel of calls without another option serves that of the inputs alone.
+  /// Of 16 bits; the kernels of certain options serve that of the inputs alone.
   __device__ __forceinline__ bool bias_by_pairs() const {
     return Config::kAny ? layout_.bias_by_pairs : Config::may_have(kNoteBiased);
   }

@@ -27,8 +27,8 @@ enum BackwardNoteFlags : int {
 constexpr int kAnyOptions = -1;
 
 /// Options that a kernel serves, as flags of notes: these and no others, or any. A test of flags lies between two
-/// products of a warpgroup that waits for both, and all of them cost a fifth of a step; so calls with one option have
-/// a kernel without tests.
+/// products of a warpgroup that waits for both, and all of them cost a fifth of a step; so calls with one option,
+/// or one of two pairs, have a kernel without tests.
 template <class Base, int kOptions_>
 struct OptionsConfig : Base {
   static constexpr int kOptions = kOptions_;

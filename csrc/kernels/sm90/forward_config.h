@@ -35,7 +35,8 @@ struct ForwardConfig {
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
   // Softcap without the unit that exponentials need. At 256 that has time for both, and the registers are taken.
   static constexpr bool kCapsByProducts = kHeadDim <= 192;
-  // And by fewer of them while scores are small, for which K stays until the exponentials are done: in rings of three.
+  // And by fewer of them while scores are small, for which K stays until the exponentials are done: in rings of three
+  // or more.
   static constexpr bool kCapsNearZero = kHeadDim <= 128;
   // Of work: loads run ahead of what is computed, by short sequences too. Where there is no room for so many, 2.
   static constexpr int kSlots = kGeneral && kHeadDim > 128 ? 2 : 4;

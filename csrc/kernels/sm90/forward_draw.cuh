@@ -26,7 +26,7 @@ struct DropLimit {
   explicit DropLimit(uint32_t threshold) {
     const bool drops_all = threshold > 0xFFFFu;
     most = drops_all ? 0u : threshold * 0x10001u;
-    added = drops_all ? 0x10001u : (0x10000u - threshold & 0xFFFFu) * 0x10001u;
+    added = drops_all ? 0x10001u : ((0x10000u - threshold) & 0xFFFFu) * 0x10001u;
   }
 
   /// 1 in each half of a word that is below the threshold, 0 in others: the difference is 0, or wraps around.

@@ -2,12 +2,12 @@
 //
 // It differs from them in five things. A list of tiles drives the loads, made from what masks leave
 // (forward_visibility.cuh), and each tile comes with a note that says which warpgroups visit it. Tiles that ask for no
-// more than bits of a mask, and a bias or dropout, but not both, take steps, in runs that look at one note; others are
-// taken one after the other, as all are at head_dim 64 with dropout. A bias alone and masks alone have kernels without
-// tests for anything else. A warp raises the references of its rows as long as one of them has none, or one so low that
-// it must be a padding bias's. And the row sums keep watch: a tile whose sum passes kSumLimit takes the exponent of the
-// sum into the reference, while P is still in float, so that a bias that grows along the keys does not make every tile
-// of queries be computed twice.
+// more than bits of a mask, and a bias or dropout, but not both, take steps, in runs that ask one note which
+// groups visit them; others are taken one after the other, as all are at head_dim 64 with dropout. A bias alone and
+// masks alone have kernels without tests for anything else. A warp raises the references of its rows as long as one of
+// them has none, or one so low that it must be a padding bias's. And the row sums keep watch: a tile whose sum passes
+// kSumLimit takes the exponent of the sum into the reference, while P is still in float, so that a bias that grows
+// along the keys does not make every tile of queries be computed twice.
 #pragma once
 
 #include "../ptx/lane.h"

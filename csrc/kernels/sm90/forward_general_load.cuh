@@ -110,7 +110,7 @@ class TileList {
   const int lane_;
   int first_;                                  // the tile of lane 0; that of the next lane is before it
   uint32_t mine_, left_;                       // flags of this lane's; lanes whose tiles are to be visited
-  uint32_t whole_;                             // lanes whose tiles need no note
+  uint32_t whole_;                             // lanes whose tiles need no note but for masks
   int places_[kFindsBits ? kPlaces : 1] = {};  // of this lane's tile
   int place_ = 0;
 };
