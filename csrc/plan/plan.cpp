@@ -286,9 +286,9 @@ class Planner {
   }
 
   sm90::ForwardClass hopper_general_class() const {
-    const bool scored = p_.softcap > 0 || p_.has_alibi || !sm90::is_normal_scale(p_.softmax_scale);
     return sm90::general_class({dropout_threshold(p_.dropout_p) > 0, p_.has_bias, p_.bias_dtype == p_.dtype,
-                                p_.has_mask || p_.has_block_mask, scored});
+                                p_.has_mask || p_.has_block_mask,
+                                sm90::scales_first(p_.softcap, p_.has_alibi, p_.softmax_scale)});
   }
 
   bool has_wide_bias() const {

@@ -597,10 +597,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 inline GeneralOptions general_options(const ForwardParams& p) {
   GeneralOptions options{ScoreTerms(p)};
   const float scale = static_cast<float>(p.softmax_scale) * kLog2E;
-  const bool normal = is_normal_scale(p.softmax_scale);
   options.adds_alibi = p.alibi_slopes != nullptr;
   options.adds_bias = p.bias.data != nullptr;
-  options.scales_first = p.softcap > 0.0 || options.adds_alibi || !normal;
+  options.scales_first = scales_first(p.softcap, options.adds_alibi, p.softmax_scale);
   options.scale = options.scales_first ? 1.0f : scale;
   options.bias_factor = kLog2E / options.scale;
   options.keep_scale = static_cast<float>(dropout_keep_scale(p.dropout.p));

@@ -71,6 +71,16 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
     }
   }
 
+  /// S is there, and P V of the tile before under way.
+  __device__ __forceinline__ void start_settled_step(Scores& s, Weights& p) {
+    this->wait_for_keys();
+    this->start_qk(s);
+    this->wait_for_values(false);
+    this->start_pv(p);
+    ptx::wgmma_wait<1>();
+    this->pin(s);
+  }
+
   /// Of the tiles from `tile` down to `last`, which raise no references, and V of the one before which was not cleaned.
   /// Returns the one behind.
   __device__ __forceinline__ int settled_steps(const Work& work, int tile, int last, Weights& p) {
@@ -81,12 +91,7 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
 #pragma unroll 1
     for (; tile >= last; --tile, line.distance -= Config::kBlockN) {
       Scores s;
-      this->wait_for_keys();
-      this->start_qk(s);
-      this->wait_for_values(false);
-      this->start_pv(p);
-      ptx::wgmma_wait<1>();
-      this->pin(s);
+      start_settled_step(s, p);
       this->release_keys(work, tile);
       float sum[2];
       exponentiate_beside_diagonal<Config::kCapsByProducts>(s, rules, this->terms_.softcap, line, reference_, sum);
@@ -120,12 +125,7 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
 #pragma unroll 1
     for (; tile >= last; --tile) {
       Scores s;
-      this->wait_for_keys();
-      this->start_qk(s);
-      this->wait_for_values(false);
-      this->start_pv(p);
-      ptx::wgmma_wait<1>();
-      this->pin(s);
+      start_settled_step(s, p);
       float sum[2];
       const bool serves = exponentiate_near_zero(s, this->terms_.near_zero, reference_, sum);
       near_zero_ = all_of_group(serves);

@@ -96,7 +96,7 @@ enum class ForwardClass {
 /// What a call of the general class asks for.
 struct GeneralCall {
   bool drops, has_bias, has_bias_dtype_of_inputs, has_mask;  // a mask of any kind
-  bool has_score_options;                                    // or a scale that a bias cannot be divided by
+  bool scales_first;                                         // scales_first()
 };
 
 constexpr bool is_normal_scale(double softmax_scale) {
@@ -104,9 +104,15 @@ constexpr bool is_normal_scale(double softmax_scale) {
   return scale > 0x1p-60f && scale < 0x1p60f;
 }
 
+/// Whether the general class scales scores before anything is added: softcap and ALiBi want that, and a scale that a
+/// bias cannot be divided by.
+constexpr bool scales_first(double softcap, bool has_alibi, double softmax_scale) {
+  return softcap > 0 || has_alibi || !is_normal_scale(softmax_scale);
+}
+
 constexpr ForwardClass general_class(const GeneralCall& call) {
   if (call.drops) return ForwardClass::kDropout;
-  if (call.has_score_options) return ForwardClass::kGeneral;
+  if (call.scales_first) return ForwardClass::kGeneral;
   if (!call.has_bias) return ForwardClass::kMask;
   return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardClass::kBias : ForwardClass::kGeneral;
 }
