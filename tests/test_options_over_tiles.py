@@ -136,7 +136,8 @@ def test_a_bias_that_pads(device: str, head_dim: int, dtype: torch.dtype, lowest
 def test_each_tile_gets_its_own_bias(
     device: str, head_dim: int, dtype: torch.dtype, bias_dtype: torch.dtype | None, alone: bool
 ) -> None:
-    """Softcap makes warps slow, masks make others fast: the next bias must wait for who still reads the last one.
+    """Softcap makes warps slow, masks make others fast: the next bias must wait for who still reads the last one. So it
+    must in the kernels of a bias alone, which have neither.
 
     Scores and bias are constant over a tile of keys and tell which it is; values take the tiles apart.
     """

@@ -162,24 +162,10 @@ struct BiasTile {
         }
   }
 
-  /// ldmatrix deals elements out as accumulators lie.
   template <class Pair, int kM, int kN, class F>
   __device__ __forceinline__ void for_each_by_matrices(float (&s)[kM][kN][4], F f) const {
-    using Layout = TileLayout<uint16_t, kKeys>;
-    const uint32_t s_lane = s_tile + Layout::at(lane % 16, lane / 16);
-#pragma unroll
-    for (int n = 0; n < kN; n += 2)
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        uint32_t pairs[4];
-        ptx::ldmatrix_x4(pairs, at_step(s_lane, n / 2) + 16 * m * Layout::kRowBytes);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float2 b = to_floats(reinterpret_cast<const Pair&>(pairs[e]));
-          f(s[m][n + e / 2][e % 2 * 2], b.x);
-          f(s[m][n + e / 2][e % 2 * 2 + 1], b.y);
-        }
-      }
+    const auto unpack = [](uint32_t pair) { return to_floats(reinterpret_cast<const Pair&>(pair)); };
+    for_each_by_ldmatrix<TileLayout<uint16_t, kKeys>>(s, s_tile, lane, unpack, f);
   }
 };
 

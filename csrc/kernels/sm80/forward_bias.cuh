@@ -4,7 +4,6 @@
 
 #include "../common/sequence.cuh"
 #include "../ptx/arithmetic.h"
-#include "../ptx/ldmatrix.h"
 #include "tile.cuh"
 
 namespace flash_ext::sm80 {
@@ -71,27 +70,9 @@ struct StartingBias {
     if constexpr (sizeof(Element) == 4) {
       for_each_by_pairs(s, f);
     } else {
-      for_each_by_matrices(s, f);
+      const auto unpack = [](uint32_t pair) { return ptx::unpack2<Element>(pair); };
+      for_each_by_ldmatrix<Layout>(s, s_tile, lane, unpack, f);
     }
-  }
-
-  /// ldmatrix deals elements out as accumulators lie.
-  template <int kM, int kN, class F>
-  __device__ __forceinline__ void for_each_by_matrices(float (&s)[kM][kN][4], F f) const {
-    const uint32_t s_lane = s_tile + Layout::at(lane % 16, lane / 16);
-#pragma unroll
-    for (int n = 0; n < kN; n += 2)
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        uint32_t pairs[4];
-        ptx::ldmatrix_x4(pairs, at_step(s_lane, n / 2) + 16 * m * Layout::kRowBytes);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float2 b = ptx::unpack2<Element>(pairs[e]);
-          f(s[m][n + e / 2][e % 2 * 2], b.x);
-          f(s[m][n + e / 2][e % 2 * 2 + 1], b.y);
-        }
-      }
   }
 
   template <int kM, int kN, class F>

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../ptx/cp_async.h"
+#include "../ptx/ldmatrix.h"
 
 namespace flash_ext::sm80 {
 
@@ -31,6 +32,27 @@ struct TileLayout {
 /// aligned to 128 bytes.
 __device__ __forceinline__ uint32_t at_step(uint32_t s_lane, int step) {
   return (s_lane ^ static_cast<uint32_t>((step & 3) << 5)) + static_cast<uint32_t>(step >> 2) * 128;
+}
+
+/// Calls f(x, element) for every accumulator of a warp and its element of a tile of 16 bits: ldmatrix deals elements
+/// out as accumulators lie. `unpack` makes floats of two elements.
+template <class Layout, int kM, int kN, class Unpack, class F>
+__device__ __forceinline__ void for_each_by_ldmatrix(float (&s)[kM][kN][4], uint32_t s_tile, int lane, Unpack unpack,
+                                                     F f) {
+  const uint32_t s_lane = s_tile + Layout::at(lane % 16, lane / 16);
+#pragma unroll
+  for (int n = 0; n < kN; n += 2)
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      uint32_t pairs[4];
+      ptx::ldmatrix_x4(pairs, at_step(s_lane, n / 2) + 16 * m * Layout::kRowBytes);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 element = unpack(pairs[e]);
+        f(s[m][n + e / 2][e % 2 * 2], element.x);
+        f(s[m][n + e / 2][e % 2 * 2 + 1], element.y);
+      }
+    }
 }
 
 /// Rows [first, first + kRows) of a sequence, by kThreads threads, without waiting. What lies outside of

@@ -9,7 +9,7 @@
 #include "../sm80/backward_visibility.cuh"
 #include "../sm80/bias_tile.cuh"
 #include "backward_work.cuh"
-#include "forward_draw.cuh"
+#include "drop_flags.cuh"
 
 namespace flash_ext::sm90 {
 

@@ -4,7 +4,7 @@
 #include "../common/scores.cuh"
 #include "../ptx/ldmatrix.h"
 #include "../ptx/load_shared.h"
-#include "forward_draw.cuh"
+#include "drop_flags.cuh"
 #include "forward_visibility.h"
 #include "forward_weights.cuh"
 #include "forward_work.cuh"
