@@ -2,7 +2,9 @@
 
 - Only csrc/api includes torch's headers, and nothing uses at:: or c10::, whose symbols are not stable.
 - Only csrc/kernels/ptx holds inline assembly.
-- Every C++ and CUDA source is built: it stands in setup.py.
+- Architectures do not know each other: csrc/kernels/sm90 includes nothing of csrc/kernels/sm80 and the reverse, and
+  csrc/kernels/common includes neither.
+- Every C++ and CUDA source is built: it lies where setup.py looks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ _TORCH_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10)/')
 _UNSTABLE_TORCH_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](?!torch/(csrc/stable|headeronly)/)(torch|ATen|c10)/')
 _UNSTABLE_NAMESPACE = re.compile(r"(?<![\w:])(at|c10)::")
 _INLINE_ASSEMBLY = re.compile(r"(?<!\w)(asm|__asm__)\s*(volatile|__volatile__)?\s*\(")
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"kernels/(?P<room>sm\d+)/')
+_BUILT = re.compile(r"csrc/(api|plan|kernels/cpu)/\w+\.cpp|csrc/kernels/sm(80|90)/\w+/inst/\w+\.cu")
 
 
 def _without_comment(line: str) -> str:
@@ -33,14 +37,22 @@ def problems_of(path: Path) -> Iterator[str]:
             yield f"{place}:{number}: includes a torch header outside csrc/api"
         if _UNSTABLE_TORCH_INCLUDE.match(line) or _UNSTABLE_NAMESPACE.search(line):
             yield f"{place}:{number}: uses torch outside its stable ABI"
+        if room := _foreign_room(place, line):
+            yield f"{place}:{number}: includes {room}, which belongs to another architecture"
         if _INLINE_ASSEMBLY.search(line) and not place.startswith("csrc/kernels/ptx/"):
             yield f"{place}:{number}: inline assembly outside csrc/kernels/ptx"
 
 
+def _foreign_room(place: str, line: str) -> str | None:
+    """The architecture that a file of csrc/kernels includes and must not know."""
+    match = _INCLUDE.match(line)
+    own = re.match(r"csrc/kernels/(sm\d+|common|ptx)/", place)
+    return match["room"] if match and own and own[1] != match["room"] else None
+
+
 def unbuilt_sources(sources: list[Path]) -> Iterator[str]:
-    listed = set(re.findall(r'"(csrc/[\w/]+\.(?:cpp|cu))"', (ROOT / "setup.py").read_text()))
-    present = {path.relative_to(ROOT).as_posix() for path in sources if path.suffix in {".cpp", ".cu"}}
-    yield from (f"{place}: not listed in setup.py" for place in sorted(present - listed))
+    present = (path.relative_to(ROOT).as_posix() for path in sources if path.suffix in {".cpp", ".cu"})
+    yield from (f"{place}: setup.py does not look there" for place in present if not _BUILT.fullmatch(place))
 
 
 def main() -> int:

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../kernels/params.h"
+#include "kernels/params.h"
 
 namespace flash_ext::api {
 

@@ -4,14 +4,14 @@
 
 #include <tuple>
 
-#include "../kernels/cpu/append.h"
-#include "../kernels/cpu/attention.h"
-#include "../kernels/cpu/dropout_mask.h"
-#include "../kernels/cpu/merge.h"
 #include "attention.h"
 #include "attention_args.h"
 #include "decode.h"
 #include "dropout.h"
+#include "kernels/cpu/append.h"
+#include "kernels/cpu/attention.h"
+#include "kernels/cpu/dropout_mask.h"
+#include "kernels/cpu/merge.h"
 #include "merge.h"
 #include "op_arguments.h"
 

@@ -3,10 +3,10 @@
 
 #include <tuple>
 
-#include "../kernels/sm80/dropout_mask.h"
-#include "../kernels/sm80/merge.h"
 #include "cuda_device.h"
 #include "dropout.h"
+#include "kernels/sm80/dropout_mask/dropout_mask.h"
+#include "kernels/sm80/merge/merge.h"
 #include "merge.h"
 
 namespace flash_ext::api {

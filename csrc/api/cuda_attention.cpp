@@ -4,17 +4,17 @@
 
 #include <tuple>
 
-#include "../kernels/sm80/backward.h"
-#include "../kernels/sm80/bias_gradient.h"
-#include "../kernels/sm80/clear.h"
-#include "../kernels/sm80/forward.h"
-#include "../kernels/sm90/backward.h"
-#include "../kernels/sm90/backward_f32.h"
-#include "../kernels/sm90/bias_gradient.h"
-#include "../kernels/sm90/forward.h"
-#include "../kernels/sm90/forward_f32.h"
 #include "attention.h"
 #include "cuda_device.h"
+#include "kernels/sm80/backward/backward.h"
+#include "kernels/sm80/bias_gradient/bias_gradient.h"
+#include "kernels/sm80/clear/clear.h"
+#include "kernels/sm80/forward/forward.h"
+#include "kernels/sm90/backward/backward.h"
+#include "kernels/sm90/backward_f32/backward_f32.h"
+#include "kernels/sm90/bias_gradient/bias_gradient.h"
+#include "kernels/sm90/forward/forward.h"
+#include "kernels/sm90/forward_f32/forward_f32.h"
 #include "op_arguments.h"
 #include "tensors.h"
 

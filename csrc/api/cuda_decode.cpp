@@ -3,10 +3,10 @@
 
 #include <tuple>
 
-#include "../kernels/sm80/append.h"
-#include "../kernels/sm80/decode.h"
 #include "cuda_device.h"
 #include "decode.h"
+#include "kernels/sm80/decode/append.h"
+#include "kernels/sm80/decode/decode.h"
 #include "op_arguments.h"
 #include "tensors.h"
 

@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "../kernels/launch.h"
 #include "device.h"
+#include "kernels/launch.h"
 
 namespace flash_ext::api {
 namespace {

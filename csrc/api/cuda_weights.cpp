@@ -4,11 +4,11 @@
 
 #include <tuple>
 
-#include "../kernels/sm80/bias_gradient.h"
-#include "../kernels/sm80/clear.h"
-#include "../kernels/sm80/weights.h"
 #include "attention.h"
 #include "cuda_device.h"
+#include "kernels/sm80/bias_gradient/bias_gradient.h"
+#include "kernels/sm80/clear/clear.h"
+#include "kernels/sm80/weights/weights.h"
 #include "op_arguments.h"
 #include "tensors.h"
 

@@ -1,8 +1,8 @@
 // What differs between the devices before a kernel is launched. Each library brings the implementation of its own.
 #pragma once
 
-#include "../plan/plan.h"
 #include "checks.h"
+#include "plan/plan.h"
 
 namespace flash_ext::api {
 

@@ -1,8 +1,8 @@
 // What turns q and k into scores, as operators receive it: checked, described to the planner, handed to kernels.
 #pragma once
 
-#include "../plan/plan.h"
 #include "checks.h"
+#include "plan/plan.h"
 
 namespace flash_ext::api {
 

@@ -77,7 +77,7 @@ struct BlockMaskParams {
 };
 
 struct DropoutParams {
-  const int64_t* rng = nullptr;  // (2): Philox seed and offset, see common/philox.h
+  const int64_t* rng = nullptr;  // (2): Philox seed and offset, see common/dropout/philox.h
   double p = 0.0;
 };
 

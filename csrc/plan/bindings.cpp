@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "../kernels/common/tile_range.h"
+#include "kernels/common/mask/tile_range.h"
 #include "plan.h"
 
 namespace py = pybind11;

@@ -7,15 +7,15 @@
 #include <stdexcept>
 #include <utility>
 
-#include "../kernels/common/head_dim.h"
-#include "../kernels/common/philox.h"
-#include "../kernels/common/tile_range.h"
-#include "../kernels/cpu/tile_sizes.h"
-#include "../kernels/sm90/backward_f32_shape.h"
-#include "../kernels/sm90/backward_shape.h"
-#include "../kernels/sm90/bias_gradient_shape.h"
-#include "../kernels/sm90/forward_f32_shape.h"
-#include "../kernels/sm90/forward_shape.h"
+#include "kernels/common/dropout/philox.h"
+#include "kernels/common/head_dim.h"
+#include "kernels/common/mask/tile_range.h"
+#include "kernels/cpu/tile_sizes.h"
+#include "kernels/sm90/backward/shape.h"
+#include "kernels/sm90/backward_f32/shape.h"
+#include "kernels/sm90/bias_gradient/shape.h"
+#include "kernels/sm90/forward/shape.h"
+#include "kernels/sm90/forward_f32/shape.h"
 
 namespace flash_ext::plan {
 namespace {

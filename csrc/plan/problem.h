@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../kernels/params.h"
+#include "kernels/params.h"
 
 namespace flash_ext::plan {
 

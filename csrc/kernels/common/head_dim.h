@@ -1,5 +1,5 @@
 // The head dims that CUDA kernels of attention are instantiated for, but for the forward for Hopper, which has more of
-// them (sm90/forward_shape.h).
+// them (sm90/forward/shape.h).
 #pragma once
 
 #include <algorithm>

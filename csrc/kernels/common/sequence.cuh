@@ -2,8 +2,8 @@
 // tensors hold.
 #pragma once
 
-#include "../params.h"
-#include "tile_range.h"
+#include "kernels/common/mask/tile_range.h"
+#include "kernels/params.h"
 
 namespace flash_ext {
 
@@ -136,6 +136,17 @@ __device__ __forceinline__ RowSource<Element, kPaged> key_rows(const AttentionPa
   } else {
     return {first, view.row_stride};
   }
+}
+
+/// Rows of q in memory, for each head.
+FLASH_EXT_HOST_DEVICE int64_t rows_of_head(const AttentionParams& p) {
+  return p.seq.cu_seqlens_q ? p.total_q : p.batch * p.seqlen_q;
+}
+
+/// The place of query i in an array of (heads_q, rows_of_head).
+__device__ __forceinline__ int64_t row_of_head(const AttentionParams& p, const Sequence& sequence, int i) {
+  const int64_t first = p.seq.cu_seqlens_q ? sequence.q_begin : sequence.batch * p.seqlen_q;
+  return sequence.head * rows_of_head(p) + first + i;
 }
 
 }  // namespace flash_ext

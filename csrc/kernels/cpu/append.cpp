@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../common/tile_range.h"
 #include "convert.h"
+#include "kernels/common/mask/tile_range.h"
 #include "scratch.h"
 
 namespace flash_ext::cpu {

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "../params.h"
+#include "kernels/params.h"
 
 namespace flash_ext::cpu {
 

@@ -1,7 +1,7 @@
 // Between the dtypes in memory and the float (double for float64) that everything is computed in.
 #pragma once
 
-#include "../params.h"
+#include "kernels/params.h"
 #include "simd.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "../common/philox.h"
+#include "kernels/common/dropout/philox.h"
 
 namespace flash_ext::cpu {
 namespace {

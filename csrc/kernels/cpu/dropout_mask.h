@@ -5,7 +5,7 @@
 
 namespace flash_ext::cpu {
 
-/// keep[b, h, i, j] as common/philox.h decides it.
+/// keep[b, h, i, j] as common/dropout/philox.h decides it.
 void dropout_mask(const DropoutMaskParams& params, ParallelFor parallel_for);
 
 }  // namespace flash_ext::cpu

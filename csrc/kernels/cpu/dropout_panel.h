@@ -1,10 +1,11 @@
-// Dropout of a panel: one factor for a kept score, another for a dropped one, drawn by coordinates (common/philox.h).
+// Dropout of a panel: one factor for a kept score, another for a dropped one, drawn by coordinates
+// (common/dropout/philox.h).
 //
 // A Philox call decides the queries {i, i + 8} and the keys {j, j + 8, j + 16, j + 24}. Eight neighbouring queries are
 // therefore eight independent generators that run side by side in a vector.
 #pragma once
 
-#include "../common/philox.h"
+#include "kernels/common/dropout/philox.h"
 #include "score_panel.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {

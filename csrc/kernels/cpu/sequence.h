@@ -1,8 +1,8 @@
 // Where the sequence of a batch entry lies in memory: dense, varlen, partly used, left-padded or paged.
 #pragma once
 
-#include "../common/tile_range.h"
 #include "convert.h"
+#include "kernels/common/mask/tile_range.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 

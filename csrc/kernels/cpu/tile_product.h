@@ -7,7 +7,7 @@
 //   backward    dV  += P^T dO     rows = keys,        A = P^T panels,   depth = queries
 #pragma once
 
-#include "../common/tile_range.h"
+#include "kernels/common/mask/tile_range.h"
 #include "simd.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {

@@ -1,0 +1,108 @@
+// dQ while it is summed up, in float, by many blocks: in the order of the accumulators of the warps that add to it, so
+// that an addition of a warp is one contiguous piece; and its conversion to rows at the end.
+#pragma once
+
+#include "kernels/common/sequence.cuh"
+#include "kernels/launch.h"
+#include "kernels/ptx/flag.h"
+#include "kernels/ptx/grid_dependency.h"
+#include "kernels/ptx/reduction.h"
+#include "row_terms.cuh"
+#include "workspace.h"
+
+namespace flash_ext {
+
+/// A tile of kBlockM x kHeadDim is divided among kWarps warps; each has 32 rows and kColumns columns of it.
+template <int kBlockM, int kHeadDim, int kWarps>
+struct DqLayout {
+  static constexpr int kRowGroups = kBlockM / 32;
+  static constexpr int kColumns = kHeadDim * kRowGroups / kWarps;
+  static constexpr int kM = 2, kN = kColumns / 8;  // accumulators of a warp
+  static constexpr int kWarpElements = 32 * kColumns;
+  static_assert(kBlockM % 32 == 0 && kWarps % kRowGroups == 0 && kColumns % 16 == 0, "warps own whole tiles of 16");
+
+  __device__ __forceinline__ static int first_row(int warp) { return warp % kRowGroups * 32; }
+  __device__ __forceinline__ static int first_column(int warp) { return warp / kRowGroups * kColumns; }
+  __device__ __forceinline__ static int fragment(int warp, int m, int n) {
+    return warp * kWarpElements + (m * kN + n) * 128;
+  }
+
+  /// Adds the accumulators of a warp.
+  template <int kTiles>
+  __device__ __forceinline__ static void add(float* g_tile, const float (&c)[kM][kTiles][4], int warp, int lane) {
+#if __CUDA_ARCH__ >= 900
+    float* const g_lane = g_tile + fragment(warp, 0, 0) + 4 * lane;
+#else
+    float* const g_lane = g_tile + fragment(warp, 0, 0) + lane;
+#endif
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#if __CUDA_ARCH__ >= 900
+        ptx::reduce_add_4(g_lane + fragment(0, m, n), c[m][n]);
+#else
+#pragma unroll
+        for (int e = 0; e < 4; ++e) ptx::reduce_add(g_lane + fragment(0, m, n) + 32 * e, c[m][n][e]);
+#endif
+      }
+  }
+
+  /// Element e of the lanes 4 g + t, for t = 0..3: rows g (e < 2) and g + 8, columns 2 t + e % 2.
+  __device__ __forceinline__ static void load_quad(const float* g_fragment, int g, float (&x)[4][4]) {
+    const float4* const pieces = reinterpret_cast<const float4*>(g_fragment);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#if __CUDA_ARCH__ >= 900
+      const float4 lane = pieces[4 * g + k];
+      x[k][0] = lane.x, x[k][1] = lane.y, x[k][2] = lane.z, x[k][3] = lane.w;
+#else
+      const float4 element = pieces[8 * k + g];
+      x[0][k] = element.x, x[1][k] = element.y, x[2][k] = element.z, x[3][k] = element.w;
+#endif
+    }
+  }
+};
+
+/// Eight neighbours of a row of the result.
+template <class Element>
+__device__ __forceinline__ void store_row_piece(Element* g_target, const float (&x)[4][4], int first, float factor) {
+  constexpr int kElements = 16 / sizeof(Element);
+  alignas(16) Element piece[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) piece[k] = static_cast<Element>(x[k / 2][first + k % 2] * factor);
+#pragma unroll
+  for (int k = 0; k < 8; k += kElements)
+    *reinterpret_cast<uint4*>(g_target + k) = *reinterpret_cast<const uint4*>(piece + k);
+}
+
+constexpr int kStoreDqThreads = 256;
+
+/// dQ = softmax_scale * sums, in units of the workspace, of a tile of rows.
+template <class Element, class Layout, int kBlockM, int kHeadDim>
+__global__ void __launch_bounds__(kStoreDqThreads)
+    store_dq_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
+  ptx::wait_for_previous_grid();
+  const RowTileOfBlock block(p, kBlockM);
+  const Sequence sequence(p, block.batch, block.head);
+  const int first = block.tile * kBlockM;
+  if (first >= sequence.seqlen_q) return;
+  const auto rows = query_rows<Element>(p.dq, sequence);
+  const int64_t tile = workspace.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
+  const float* const g_tile = workspace.dq + tile * kBlockM * kHeadDim;
+  const float scale = static_cast<float>(p.softmax_scale) * workspace.unit;
+#pragma unroll 2
+  for (int flat = threadIdx.x; flat < kBlockM * kHeadDim / 16; flat += kStoreDqThreads) {
+    const int n = flat % Layout::kN, g = flat / Layout::kN % 8;
+    const int m = flat / Layout::kN / 8 % Layout::kM, warp = flat / Layout::kN / 8 / Layout::kM;
+    const int i = first + Layout::first_row(warp) + 16 * m + g;
+    const int column = Layout::first_column(warp) + 8 * n;
+    if (column >= p.head_dim || i >= sequence.seqlen_q) continue;
+    float x[4][4];
+    Layout::load_quad(g_tile + Layout::fragment(warp, m, n), g, x);
+    store_row_piece(rows.row(i) + column, x, 0, scale);
+    if (i + 8 < sequence.seqlen_q) store_row_piece(rows.row(i + 8) + column, x, 2, scale);
+  }
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,235 @@
+// What options make of the backward's scores: softcap, ALiBi, bias, masks and dropout, sixteen queries and a warp's 32
+// keys at a time.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "kernels/common/mask/visibility.cuh"
+#include "kernels/common/score/scores.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/common/warp_products.cuh"
+#include "kernels/ptx/arithmetic.h"
+#include "visibility.cuh"
+#include "workspace.h"
+
+namespace flash_ext {
+
+/// What holds for all tiles of a block, computed once.
+struct BackwardOptions {
+  float scale;          // of products, to base 2; with softcap: to the argument of tanh
+  float cap;            // base 2; 0 = off
+  const float* slopes;  // ALiBi's, of the first head; null = none
+  bool biased, masks, hides, drops;
+  uint32_t batch_head;  // Philox's, of the first head
+  uint32_t last_dropped;
+  PhiloxKey key;
+
+  __device__ __forceinline__ BackwardOptions(const AttentionParams& p, const Sequence& sequence)
+      : scale(static_cast<float>(p.softcap > 0.0 ? p.softmax_scale / p.softcap : p.softmax_scale * kLog2E)),
+        cap(static_cast<float>(p.softcap) * kLog2E),
+        slopes(p.alibi_slopes ? p.alibi_slopes + sequence.batch * p.alibi_batch_stride + sequence.head : nullptr),
+        biased(p.bias.data),
+        masks(p.mask.data || p.blocks.offsets),
+        hides(hides_pairs(p)),
+        drops(dropout_threshold(p.dropout.p) > 0),
+        batch_head(static_cast<uint32_t>(sequence.batch * p.heads_q + sequence.head)),
+        last_dropped((dropout_threshold(p.dropout.p) << 16) - 1),
+        key{} {
+    if (drops) key = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
+  }
+};
+
+struct NoBackwardOptions {
+  __device__ __forceinline__ NoBackwardOptions(const AttentionParams&, const Sequence&) {}
+};
+
+/// `slope` to base 2; `first` is how far the lane's first key lies before what its first query is aligned with.
+template <int kN>
+__device__ __forceinline__ void add_alibi(float (&s)[2][kN][4], float slope, int first) {
+  const float distance = static_cast<float>(first);
+  for_each_score(s, [&](float& x, int m, int n, int e) {
+    x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * n + e % 2 - 16 * m - 8 * (e / 2))), x);
+  });
+}
+
+/// The tile of the bias in shared memory: rows are queries, of kKeys elements, as they lie in memory.
+template <class T, int kKeys>
+struct BiasRowsInShared {
+  using Layout = TileLayout<T, kKeys>;
+
+  /// Adds what belongs to a warp's scores, from (first_query, first_key) of the tile on; -inf hides.
+  template <int kN>
+  __device__ __forceinline__ static void add(float (&s)[2][kN][4], uint32_t s_tile, int first_query, int first_key,
+                                             int lane) {
+    if constexpr (sizeof(T) == 2) {
+      using Bias = Products<T, kKeys>;
+      const uint32_t s_lane = s_tile + Bias::lane_a_transposed(lane) + first_query * Layout::kRowBytes;
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const uint32_t s_keys = at_step(s_lane, first_key / 16 + m);
+#pragma unroll
+        for (int n = 0; n < kN; n += 2) {
+          typename Bias::A bias;  // transposed, its pairs are those of accumulators
+          Bias::load_a_transposed(bias, s_keys, 0, n / 2);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const float2 b = ptx::unpack2<T>(bias.r[k]);
+            float* const x = s[m][n + k / 2] + k % 2 * 2;
+            x[0] = fmaf(b.x, kLog2E, x[0]);
+            x[1] = fmaf(b.y, kLog2E, x[1]);
+          }
+        }
+      }
+    } else {
+      const int key = first_key + lane / 4;
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          // Queries 8 rows further on lie in the same column of the swizzle.
+          const uint32_t s_first = s_tile + key % 4 * 4 + Layout::at(first_query + 2 * (lane % 4) + c, key / 4 + 2 * k);
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+            float& x = s[k / 2][n][k % 2 * 2 + c];
+            x = fmaf(load_shared<float>(s_first + 8 * n * Layout::kRowBytes), kLog2E, x);
+          }
+        }
+    }
+  }
+};
+
+template <int kKeys, int kN>
+__device__ __forceinline__ void add_bias(float (&s)[2][kN][4], DType dtype, uint32_t s_tile, int first_query,
+                                         int first_key, int lane) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return BiasRowsInShared<__half, kKeys>::add(s, s_tile, first_query, first_key, lane);
+    case DType::kBFloat16:
+      return BiasRowsInShared<__nv_bfloat16, kKeys>::add(s, s_tile, first_query, first_key, lane);
+    default:
+      return BiasRowsInShared<float, kKeys>::add(s, s_tile, first_query, first_key, lane);
+  }
+}
+
+/// Without waiting, by the first kThreads of the block. What lies beyond the lengths becomes 0.
+template <class T, int kThreads, int kRows, int kKeys>
+__device__ __forceinline__ void copy_bias(uint32_t s_tile, const T* g_head, int64_t row_stride,
+                                          const Sequence& sequence, int first_query, int first_key) {
+  using Layout = TileLayout<T, kKeys>;
+  constexpr int kPieces = Layout::kPieces, kStep = kThreads / kPieces;
+  const int piece = threadIdx.x % kPieces, thread_row = threadIdx.x / kPieces;
+  const int column = first_key + piece * Layout::kPieceElements;
+  const int bytes = min(max(sequence.seqlen_k - column, 0) * static_cast<int>(sizeof(T)), 16);
+  const int rows = bytes > 0 ? sequence.seqlen_q - first_query : 0;
+  const T* g_piece = g_head + (first_query + thread_row) * row_stride + column;
+#pragma unroll 1
+  for (int row = thread_row; row < kRows; row += kStep, g_piece += kStep * row_stride)
+    ptx::cp_async_16_of(s_tile + Layout::at(row, piece), row < rows ? g_piece : g_head, row < rows ? bytes : 0);
+}
+
+/// The same for what cannot be copied by 16 bytes: other strides, or double, of which floats are kept.
+template <class T, class Kept, int kThreads, int kRows, int kKeys>
+__device__ __forceinline__ void load_bias_elements(uint32_t s_tile, const T* g_head, const ScoreView& bias,
+                                                   const Sequence& sequence, int first_query, int first_key) {
+  using Layout = TileLayout<Kept, kKeys>;
+#pragma unroll 1
+  for (int flat = threadIdx.x; flat < kRows * kKeys; flat += kThreads) {
+    const int row = flat / kKeys, column = flat % kKeys, i = first_query + row, j = first_key + column;
+    const bool inside = i < sequence.seqlen_q && j < sequence.seqlen_k;
+    const T value = inside ? g_head[i * bias.row_stride + j * bias.col_stride] : T();
+    store_shared(s_tile + Layout::at(row, column / Layout::kPieceElements) +
+                     column % Layout::kPieceElements * static_cast<int>(sizeof(Kept)),
+                 static_cast<Kept>(value));
+  }
+}
+
+inline int64_t bias_tile_bytes(DType dtype, int rows, int keys) {
+  const bool wide = dtype == DType::kFloat32 || dtype == DType::kFloat64;
+  return wide ? 4 * rows * keys : rows * std::max(2 * keys, 128);  // rows are at least 128 bytes
+}
+
+/// A tile of the bias to shared memory.
+template <int kThreads, int kRows, int kKeys>
+__device__ __forceinline__ void load_bias(uint32_t s_tile, const ScoreView& bias, bool by_copies,
+                                          const Sequence& sequence, int first_query, int first_key) {
+  const auto load = [&](auto type, auto kept) {
+    using T = decltype(type);
+    const T* const g_head =
+        static_cast<const T*>(bias.data) + sequence.batch * bias.batch_stride + sequence.head * bias.head_stride;
+    if (sizeof(T) < 8 && by_copies) {
+      copy_bias<T, kThreads, kRows, kKeys>(s_tile, g_head, bias.row_stride, sequence, first_query, first_key);
+    } else {
+      load_bias_elements<T, decltype(kept), kThreads, kRows, kKeys>(s_tile, g_head, bias, sequence, first_query,
+                                                                    first_key);
+    }
+  };
+  switch (bias.dtype) {
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return load(uint16_t(), uint16_t());
+    case DType::kFloat32:
+      return load(float(), float());
+    case DType::kFloat64:
+      return load(double(), float());
+  }
+}
+
+/// Takes the scores that a mask hides out of the exponential. s_words: of the lane's first query, and behind it of
+/// those that follow.
+template <int kN>
+__device__ __forceinline__ void hide_by_words(float (&exponents)[2][kN][4], uint32_t s_words, int lane) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const uint2 words = load_shared<uint2>(s_words + 32 * n);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t word = (c ? words.y : words.x) >> (lane / 4);
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          if (!(word >> (16 * m + 8 * r) & 1u)) exponents[m][n][2 * r + c] = -INFINITY;
+    }
+  }
+}
+
+/// Which of a lane's weights in 32 queries are dropped, by a bit for each: of neighbours, which lie in one register of
+/// an operand, the second one's is 16 higher.
+struct DroppedWeights {
+  uint32_t bits;
+
+  /// Of the pair r of the h-th 8 queries of sixteen, of which `piece` are the first or second, and the m-th 16 keys.
+  __device__ __forceinline__ static constexpr int pair(int piece, int m, int h, int r) {
+    return 8 * (piece % 2) + 4 * m + 2 * h + r;
+  }
+  __device__ __forceinline__ bool is_dropped(int pair, int element) const { return bits >> (pair + 16 * element) & 1u; }
+  /// A mask of those of a pair of 16-bit weights.
+  __device__ __forceinline__ uint32_t mask(int pair) const { return ptx::spread_signs(bits << (15 - pair)); }
+
+  /// One call of Philox decides the queries i, i + 8 and the keys j, j + 8, j + 16, j + 24.
+  __device__ __forceinline__ void draw(int piece, const BackwardOptions& options, int head, int i, int j) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const PhiloxWords words = dropout_words(options.key, options.batch_head + head, i + c, j);
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if ((h ? words.word[w] : words.word[w] << 16) <= options.last_dropped)
+            bits |= 1u << (pair(piece, w / 2, h, w % 2) + 16 * c);
+    }
+  }
+};
+
+/// Two products of 16-bit numbers.
+template <class Element>
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
+  using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;
+  const Pair product = __hmul2(reinterpret_cast<const Pair&>(x), reinterpret_cast<const Pair&>(y));
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,148 @@
+// What the backward needs once per query row, before its main kernel: D = rowsum(dO * O) - dlse and the log-sum-exp to
+// base 2; and from these, dsink = -sum exp(sink - lse) D. The workspace that later additions go to is cleared.
+#pragma once
+
+#include "kernels/common/sanitise_tile.cuh"
+#include "kernels/common/score/scores.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/launch.h"
+#include "kernels/ptx/grid_dependency.h"
+#include "workspace.h"
+
+namespace flash_ext {
+
+constexpr int kRowTermThreads = 256;
+
+/// Dot product of pieces of 16 bytes.
+template <class Element>
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+  constexpr int kElements = 16 / sizeof(Element);
+  const Element* const x = reinterpret_cast<const Element*>(&a);
+  const Element* const y = reinterpret_cast<const Element*>(&b);
+  float sum = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) sum = fmaf(static_cast<float>(x[k]), static_cast<float>(y[k]), sum);
+  return sum;
+}
+
+template <class Element>
+__device__ __forceinline__ bool is_finite(const uint4& piece) {
+  using Test = NonFinite<Element>;
+  return !(Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w));
+}
+
+/// The tile of rows that a block works on: blocks count tiles of a sequence, heads, batch entries.
+struct RowTileOfBlock {
+  int tile, head, batch;
+
+  __device__ __forceinline__ RowTileOfBlock(const AttentionParams& p, int block_m) {
+    const int tiles = static_cast<int>((p.seqlen_q + block_m - 1) / block_m);
+    const int heads = static_cast<int>(p.heads_q);
+    tile = blockIdx.x % tiles;
+    head = blockIdx.x / tiles % heads;
+    batch = blockIdx.x / tiles / heads;
+  }
+  static int64_t blocks(const AttentionParams& p, int block_m) {
+    return (p.seqlen_q + block_m - 1) / block_m * p.heads_q * p.batch;
+  }
+};
+
+/// Those of a tile, by a block of kRowTermThreads.
+template <class Element, int kHeadDim, int kBlockM>
+__device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace) {
+  constexpr int kPiece = 16 / sizeof(Element);
+  constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
+  const RowTileOfBlock block(p, kBlockM);
+  const Sequence sequence(p, block.batch, block.head);
+  const int first = block.tile * kBlockM;
+  if (workspace.ticket && blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
+  if (first >= sequence.seqlen_q) return;
+  const int64_t tile = workspace.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
+  if (workspace.turns && threadIdx.x < kDqWarps) workspace.turns[tile * kDqWarps + threadIdx.x] = 0;
+
+  const auto out = query_rows<const Element>(p.out, sequence);
+  const auto grad_out = query_rows<const Element>(p.grad_out, sequence);
+  const float* const g_lse = static_cast<const float*>(p.lse.data) + sequence.lse_offset(p.lse);
+  const float* const g_grad_lse =
+      p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
+  const auto queries = query_rows<const Element>(p.q, sequence);
+  const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[block.head] == INFINITY;
+  const int lane = threadIdx.x % kLanes;
+  bool clean = true;
+#pragma unroll 2
+  for (int row = threadIdx.x / kLanes; row < kBlockM; row += kRowTermThreads / kLanes) {
+    const int i = first + row;
+    const bool inside = i < sequence.seqlen_q;
+    const float lse = inside ? g_lse[i] : -INFINITY;
+    float sum = 0.0f;
+    bool finite = true;
+    if (inside && workspace.unclean) {
+      for (int d = lane * kPiece; d < p.head_dim; d += kLanes * kPiece)
+        clean &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
+    }
+    if (inside && p.grad_out.data) {
+      for (int d = lane * kPiece; d < p.head_dim_v; d += kLanes * kPiece) {
+        const uint4 gradient = *reinterpret_cast<const uint4*>(grad_out.row(i) + d);
+        finite &= is_finite<Element>(gradient);
+        sum += dot<Element>(gradient, *reinterpret_cast<const uint4*>(out.row(i) + d));
+      }
+    }
+    if (workspace.dq) {
+      float4* const dq = reinterpret_cast<float4*>(workspace.dq + (tile * kBlockM + row) * kHeadDim);
+      for (int k = lane; k < kHeadDim / 4; k += kLanes) dq[k] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, step);
+      finite &= __shfl_xor_sync(~0u, static_cast<int>(finite), step) != 0;
+    }
+    clean &= finite;
+    if (lse == -INFINITY) sum = 0.0f;
+    if (lane != 0) continue;
+    const bool weightless = lse == -INFINITY || (lse == INFINITY && sink_takes_all);
+    if (g_grad_lse && lse != -INFINITY) sum -= g_grad_lse[i];
+    workspace.minus_delta[tile * kBlockM + row] = -sum / workspace.unit;
+    // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
+    workspace.lse[tile * kBlockM + row] = weightless ? INFINITY : finite && lse != INFINITY ? lse * kLog2E : NAN;
+  }
+  if (!workspace.unclean) return;
+  const bool unclean = __syncthreads_or(!clean);
+  if (threadIdx.x == 0) workspace.unclean[tile] = unclean;
+}
+
+/// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are
+/// weak, and other GPUs might get that image.
+template <class Element, int kHeadDim, int kBlockM>
+static __global__ void __launch_bounds__(kRowTermThreads)
+    backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
+  ptx::launch_dependents();
+  write_row_terms<Element, kHeadDim, kBlockM>(p, workspace);
+}
+
+/// One block per head, which adds in a fixed order.
+template <int kBlockM>
+static __global__ void __launch_bounds__(kRowTermThreads)
+    sink_gradient_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
+  __shared__ double s_sums[kRowTermThreads];
+  const int head = blockIdx.x;
+  const float sink = static_cast<const float*>(p.sink)[head];
+  double total = 0.0;
+  for (int batch = 0; batch < p.batch; ++batch) {
+    const Sequence sequence(p, batch, head);
+    const float* const g_lse = static_cast<const float*>(p.lse.data) + sequence.lse_offset(p.lse);
+    const int64_t first = workspace.tile_index(p, batch, head, sequence.q_begin, 0, kBlockM) * kBlockM;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < sequence.seqlen_q; i += kRowTermThreads) {
+      if (g_lse[i] != -INFINITY) sum += expf(sink - g_lse[i]) * workspace.minus_delta[first + i];
+    }
+    total += sum;
+  }
+  s_sums[threadIdx.x] = total;
+  for (int step = kRowTermThreads / 2; step > 0; step /= 2) {
+    __syncthreads();
+    if (threadIdx.x < step) s_sums[threadIdx.x] += s_sums[threadIdx.x + step];
+  }
+  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[head] = static_cast<float>(s_sums[0] * workspace.unit);
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,115 @@
+// Scratch memory of the backward. Query rows lie in it tile by tile, each sequence filled up to whole tiles, so that
+// every tile of every head starts aligned and has its rows to itself.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/common/dropout/philox.h"
+#include "kernels/common/host_device.h"
+#include "kernels/params.h"
+
+namespace flash_ext {
+
+constexpr int kDqWarps = 8;  // the most that share a tile of dQ
+
+/// Whether a pair that window and lengths show may be hidden all the same.
+FLASH_EXT_HOST_DEVICE bool hides_pairs(const AttentionParams& p) {
+  return p.bias.data || p.mask.data || p.blocks.offsets;
+}
+
+/// Visibility by masks, prepared for tiles of block_m queries and block_n keys: once, and not by each head and tile
+/// that sees the same part of a mask.
+struct VisibilityTiles {
+  int batches = 0, heads = 0, key_tiles = 0, query_tiles = 0;  // of states; 1 where all are the same
+  int word_batches = 0, word_heads = 0, word_query_tiles = 0;  // of words
+  int words_per_tile = 0;
+  uint8_t* states = nullptr;  // (batches, heads, key_tiles, query_tiles): a TileState
+  uint32_t* words = nullptr;  // (word_batches, word_heads, word_query_tiles, key_tiles, block_n / 32, block_m), of mask
+
+  VisibilityTiles(const AttentionParams& p, int block_m, int block_n) {
+    if (!p.mask.data && !p.blocks.offsets) return;
+    const auto count = [](bool varies, int64_t size) { return static_cast<int>(varies ? size : 1); };
+    const int64_t all_query_tiles = (p.seqlen_q + block_m - 1) / block_m;
+    key_tiles = static_cast<int>((p.seqlen_k + block_n - 1) / block_n);
+    if (p.mask.data) {
+      word_batches = count(p.mask.batch_stride != 0, p.batch);
+      word_heads = count(p.mask.head_stride != 0, p.heads_q);
+      word_query_tiles = count(p.mask.row_stride != 0, all_query_tiles);
+      words_per_tile = block_m * (block_n / 32);
+    }
+    const bool blocks = p.blocks.offsets;
+    batches = std::max(word_batches, count(blocks && p.blocks.offsets_batch_stride != 0, p.batch));
+    heads = std::max(word_heads, count(blocks && p.blocks.offsets_head_stride != 0, p.heads_q));
+    query_tiles = std::max(word_query_tiles, count(blocks, all_query_tiles));
+  }
+
+  int64_t num_states() const { return int64_t{batches} * heads * key_tiles * query_tiles; }
+  int64_t num_words() const {
+    return int64_t{word_batches} * word_heads * word_query_tiles * key_tiles * words_per_tile;
+  }
+
+  /// States of the query tiles of a key tile.
+  FLASH_EXT_HOST_DEVICE const uint8_t* states_of(int batch, int head, int key_tile) const {
+    const int64_t row = int64_t{batches > 1 ? batch : 0} * heads + (heads > 1 ? head : 0);
+    return states + (row * key_tiles + key_tile) * query_tiles;
+  }
+  FLASH_EXT_HOST_DEVICE const uint32_t* words_of(int batch, int head, int query_tile, int key_tile) const {
+    const int64_t row = int64_t{word_batches > 1 ? batch : 0} * word_heads + (word_heads > 1 ? head : 0);
+    return words +
+           ((row * word_query_tiles + (word_query_tiles > 1 ? query_tile : 0)) * key_tiles + key_tile) * words_per_tile;
+  }
+};
+
+struct BackwardWorkspace {
+  int64_t tiles_per_head = 0;
+  float* lse = nullptr;          // (heads_q, tiles_per_head, block_m), to base 2; inf where a row has no weights
+  float* minus_delta = nullptr;  // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
+  float* dq = nullptr;           // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh
+  int32_t* turns = nullptr;      // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far
+  int32_t* ticket = nullptr;     // (1): blocks started so far
+  int32_t* unclean = nullptr;    // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
+  VisibilityTiles visibility;
+  // D, dS, dQ and dK are kept in units of what dropout multiplies kept weights by, so that dP - D is what one product
+  // sums up: 1 without dropout, and where nothing is kept.
+  float unit = 1.0f;
+  int64_t bytes = 0;
+
+  BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory)
+      : visibility(p, block_m, block_n) {
+    if (const double keep_scale = dropout_keep_scale(p.dropout.p); keep_scale > 0)
+      unit = static_cast<float>(keep_scale);
+    tiles_per_head = p.seq.cu_seqlens_q ? p.total_q / block_m + p.batch : p.batch * tiles_of(p.seqlen_q, block_m);
+    const int64_t tiles = p.heads_q * tiles_per_head;
+    lse = take<float>(memory, tiles * block_m);
+    minus_delta = take<float>(memory, tiles * block_m);
+    if (p.dq.data) dq = take<float>(memory, tiles * block_m * head_dim);
+    if (p.deterministic && p.dq.data && p.seqlen_q > 0) {
+      turns = take<int32_t>(memory, tiles * kDqWarps);
+      ticket = take<int32_t>(memory, 1);
+    }
+    if (hides_pairs(p)) unclean = take<int32_t>(memory, tiles);
+    visibility.states = take<uint8_t>(memory, visibility.num_states());
+    visibility.words = take<uint32_t>(memory, visibility.num_words());
+  }
+
+  static FLASH_EXT_HOST_DEVICE int64_t tiles_of(int64_t rows, int block_m) { return (rows + block_m - 1) / block_m; }
+
+  /// Tile `tile` of a sequence, in the order of memory. Packed sequences: q_begin / block_m + batch leaves each room
+  /// for one tile that is not whole.
+  FLASH_EXT_HOST_DEVICE int64_t tile_index(const AttentionParams& p, int64_t batch, int64_t head, int64_t q_begin,
+                                           int64_t tile, int block_m) const {
+    const int64_t first = p.seq.cu_seqlens_q ? q_begin / block_m + batch : batch * tiles_of(p.seqlen_q, block_m);
+    return head * tiles_per_head + first + tile;
+  }
+
+ private:
+  template <class T>
+  T* take(void* memory, int64_t count) {
+    T* const taken = reinterpret_cast<T*>(static_cast<char*>(memory) + bytes);
+    bytes += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return taken;
+  }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,218 @@
+// How dbias is cut into tiles, which tiles of scores fall on each, and where the finished sums go.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "kernels/common/sequence.cuh"
+#include "kernels/ptx/arithmetic.h"
+
+namespace flash_ext {
+
+/// Of a block: a tile of dbias and of scores, by warps of kM x kN accumulators.
+template <class Element>
+struct BiasShape {
+  static constexpr bool kFloat = sizeof(Element) == 4;
+  // Larger tiles are loaded less often. Sums, scores and dP of 32 x 64 are 192 registers of a thread; products of
+  // floats leave no more than half of that. What a block does beside products hides behind those of the other.
+  static constexpr int kRows = 64, kKeys = kFloat ? 64 : 128;
+  static constexpr int kWarpRows = kFloat ? 16 : 32, kWarpKeys = 64;
+  static constexpr int kM = kWarpRows / 16, kN = kWarpKeys / 8;
+  static constexpr int kKeyWarps = kKeys / kWarpKeys;
+  static constexpr int kThreads = kRows / kWarpRows * kKeyWarps * 32;
+  static constexpr int kBlocksPerSm = 2;
+};
+
+/// How dbias is cut. The number of chunks depends on the shapes alone, and thereby the order of the sum.
+struct BiasTiles {
+  static constexpr int64_t kMaxChunks = 65535;  // of gridDim.y
+
+  int rows, keys;                                              // of a tile
+  int batches, heads, query_tiles, key_tiles;                  // of dbias
+  int sum_batches, sum_heads, sum_query_tiles, sum_key_tiles;  // of scores, that fall on one tile of dbias
+  int64_t chunks;
+
+  BiasTiles(const BackwardParams& p, int rows, int keys, int64_t wanted_blocks) : rows(rows), keys(keys) {
+    const auto cut = [](int64_t stride, int64_t size, int& tiles, int& summed) {
+      tiles = static_cast<int>(stride == 0 ? 1 : size);
+      summed = static_cast<int>(stride == 0 ? size : 1);
+    };
+    cut(p.dbias.batch_stride, p.batch, batches, sum_batches);
+    cut(p.dbias.head_stride, p.heads_q, heads, sum_heads);
+    cut(p.dbias.row_stride, (p.seqlen_q + rows - 1) / rows, query_tiles, sum_query_tiles);
+    cut(p.dbias.col_stride, (p.seqlen_k + keys - 1) / keys, key_tiles, sum_key_tiles);
+    const int64_t wanted = wanted_blocks / std::max<int64_t>(1, count());
+    chunks = std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(summed(), 1, kMaxChunks));
+  }
+  template <class Element>
+  static BiasTiles of(const BackwardParams& p) {
+    constexpr int64_t kWantedBlocks = 512;
+    return BiasTiles(p, BiasShape<Element>::kRows, BiasShape<Element>::kKeys, kWantedBlocks);
+  }
+
+  FLASH_EXT_HOST_DEVICE int64_t count() const { return int64_t{batches} * heads * query_tiles * key_tiles; }
+  FLASH_EXT_HOST_DEVICE int64_t summed() const {
+    return int64_t{sum_batches} * sum_heads * sum_query_tiles * sum_key_tiles;
+  }
+  FLASH_EXT_HOST_DEVICE int64_t tile_elements() const { return int64_t{rows} * keys; }
+};
+
+struct BiasWorkspace {
+  float* delta = nullptr;   // (heads_q, rows of q in memory)
+  float* shares = nullptr;  // (chunks, tiles, rows x keys of a tile)
+  int64_t bytes = 0;
+
+  BiasWorkspace(const BackwardParams& p, const BiasTiles& tiles, void* memory) {
+    if (!p.grad_weights.data) delta = take(memory, p.heads_q * rows_of_head(p));
+    if (tiles.chunks > 1) shares = take(memory, tiles.chunks * tiles.count() * tiles.tile_elements());
+  }
+
+ private:
+  float* take(void* memory, int64_t count) {
+    float* const taken = reinterpret_cast<float*>(static_cast<char*>(memory) + bytes);
+    bytes += (count * static_cast<int64_t>(sizeof(float)) + 255) / 256 * 256;
+    return taken;
+  }
+};
+
+/// A tile of dbias, or of scores.
+struct DbiasTile {
+  int key, query, head, batch;
+
+  /// Number n of a grid with that many tiles along each dimension, keys innermost.
+  template <class Integer>
+  __device__ __forceinline__ DbiasTile(Integer n, int key_tiles, int query_tiles, int heads) {
+    key = static_cast<int>(n % key_tiles);
+    query = static_cast<int>(n / key_tiles % query_tiles);
+    head = static_cast<int>(n / key_tiles / query_tiles % heads);
+    batch = static_cast<int>(n / key_tiles / query_tiles / heads);
+  }
+  __device__ __forceinline__ DbiasTile(const BiasTiles& tiles, int64_t n)
+      : DbiasTile(n, tiles.key_tiles, tiles.query_tiles, tiles.heads) {}
+};
+
+/// The tiles of scores that fall on a tile of dbias, one after the other from the n-th to before the end-th.
+struct Summands {
+  DbiasTile first, offset;
+  int64_t left;
+
+  __device__ __forceinline__ Summands(const BiasTiles& tiles, const DbiasTile& first, int64_t n, int64_t end)
+      : first(first), offset(n, tiles.sum_key_tiles, tiles.sum_query_tiles, tiles.sum_heads), left(end - n) {}
+
+  __device__ __forceinline__ int key_tile() const { return first.key + offset.key; }
+  __device__ __forceinline__ int query_tile() const { return first.query + offset.query; }
+  __device__ __forceinline__ int head() const { return first.head + offset.head; }
+  __device__ __forceinline__ int batch() const { return first.batch + offset.batch; }
+
+  __device__ __forceinline__ void next(const BiasTiles& tiles) {
+    --left;
+    if (++offset.key < tiles.sum_key_tiles) return;
+    offset.key = 0;
+    if (++offset.query < tiles.sum_query_tiles) return;
+    offset.query = 0;
+    if (++offset.head < tiles.sum_heads) return;
+    offset.head = 0;
+    ++offset.batch;
+  }
+};
+
+/// A finished tile in shared memory, and what becomes of it. By kThreads threads.
+template <int kRows, int kKeys, int kThreads>
+struct BiasSum {
+  static constexpr int kBytes = kRows * kKeys * 4;
+  static constexpr int kPiece = 8;  // columns
+
+  float* s_sum;
+
+  /// Two neighbours of every row that accumulators hold, and 8 of some rows, lie in different banks.
+  __device__ __forceinline__ static int at(int row, int column) { return row * kKeys + (column ^ (row % 4 * 8)); }
+
+  /// Sums over rows, columns or both into the first. By all threads; begins and ends with a barrier.
+  __device__ __forceinline__ void sum_broadcast(bool over_rows, bool over_columns) const {
+    __syncthreads();
+    if (over_rows) {
+      for (int column = threadIdx.x; column < kKeys; column += kThreads) {
+        float sum = 0.0f;
+        for (int row = 0; row < kRows; ++row) sum += s_sum[at(row, column)];
+        s_sum[at(0, column)] = sum;
+      }
+      __syncthreads();
+    }
+    if (over_columns) {
+      for (int row = threadIdx.x; row < kRows; row += kThreads) {
+        float sum = 0.0f;
+        for (int column = 0; column < kKeys; ++column) sum += s_sum[at(row, column)];
+        s_sum[at(row, 0)] = sum;
+      }
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ void store_share(float* g_share) const {
+    for (int n = threadIdx.x; n < kRows * kKeys / 4; n += kThreads)
+      reinterpret_cast<float4*>(g_share)[n] =
+          *reinterpret_cast<const float4*>(s_sum + at(n * 4 / kKeys, n * 4 % kKeys));
+  }
+
+  __device__ __forceinline__ void store(const BackwardParams& p, const DbiasTile& tile) const {
+    const ScoreView& d = p.dbias;
+    const int first_row = tile.query * kRows, first_column = tile.key * kKeys;
+    const int64_t first = tile.batch * d.batch_stride + tile.head * d.head_stride + first_row * d.row_stride +
+                          first_column * d.col_stride;
+    const bool whole = first_row + kRows <= p.seqlen_q && first_column + kKeys <= p.seqlen_k;
+    switch (d.dtype) {
+      case DType::kFloat16:
+        return store_as(p, static_cast<__half*>(d.data) + first, first_row, first_column, whole);
+      case DType::kBFloat16:
+        return store_as(p, static_cast<__nv_bfloat16*>(d.data) + first, first_row, first_column, whole);
+      case DType::kFloat32:
+        return store_as(p, static_cast<float*>(d.data) + first, first_row, first_column, whole);
+      case DType::kFloat64:
+        return store_elements(p, static_cast<double*>(d.data) + first, first_row, first_column);
+    }
+  }
+
+ private:
+  template <class T>
+  __device__ __forceinline__ void store_as(const BackwardParams& p, T* g_tile, int first_row, int first_column,
+                                           bool whole) const {
+    const ScoreView& d = p.dbias;
+    const auto start = reinterpret_cast<uint64_t>(g_tile), stride = static_cast<uint64_t>(d.row_stride) * sizeof(T);
+    if (!whole || d.row_stride == 0 || d.col_stride != 1 || (start | stride) % 16 != 0)
+      return store_elements(p, g_tile, first_row, first_column);
+    constexpr int kPieces = kKeys / kPiece;
+#pragma unroll 4
+    for (int n = threadIdx.x; n < kRows * kPieces; n += kThreads) {
+      const int row = n / kPieces, column = n % kPieces * kPiece;
+      const float4* const s_piece = reinterpret_cast<const float4*>(s_sum + at(row, column));
+      const float4 x = s_piece[0], y = s_piece[1];
+      auto* const g_piece = reinterpret_cast<uint4*>(g_tile + row * d.row_stride + column);
+      if constexpr (sizeof(T) == 4) {
+        reinterpret_cast<float4*>(g_piece)[0] = x;
+        reinterpret_cast<float4*>(g_piece)[1] = y;
+      } else {
+        *g_piece =
+            uint4{ptx::pack2<T>(x.x, x.y), ptx::pack2<T>(x.z, x.w), ptx::pack2<T>(y.x, y.y), ptx::pack2<T>(y.z, y.w)};
+      }
+    }
+  }
+
+  /// Of a broadcast dimension only element 0 is there.
+  template <class T>
+  __device__ __forceinline__ void store_elements(const BackwardParams& p, T* g_tile, int first_row,
+                                                 int first_column) const {
+    const ScoreView& d = p.dbias;
+    const int64_t rows = d.row_stride == 0 ? 1 : p.seqlen_q - first_row;
+    const int64_t columns = d.col_stride == 0 ? 1 : p.seqlen_k - first_column;
+#pragma unroll 1
+    for (int n = threadIdx.x; n < kRows * kKeys; n += kThreads) {
+      const int row = n / kKeys, column = n % kKeys;
+      if (row < rows && column < columns)
+        g_tile[row * d.row_stride + column * d.col_stride] = static_cast<T>(s_sum[at(row, column)]);
+    }
+  }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,82 @@
+// Inf and NaN in values that a query does not see. A hidden weight is 0, and 0 * Inf is NaN, so a tile that some
+// query sees only in part is freed of them before it is multiplied, and what the rows do see is added to out at the
+// end.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "kernels/common/mask/visibility.cuh"
+
+namespace flash_ext {
+
+template <class Element>
+struct NonFinite {
+  static constexpr uint32_t kExponent =
+      std::is_same_v<Element, __half> ? 0x7C007C00u : (sizeof(Element) == 2 ? 0x7F807F80u : 0x7F800000u);
+  static constexpr uint32_t kLowestOfExponent =
+      std::is_same_v<Element, __half> ? 0x04000400u : (sizeof(Element) == 2 ? 0x00800080u : 0x00800000u);
+  static constexpr uint32_t kSign = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
+  static constexpr int kBits = sizeof(Element) == 2 ? 15 : 31;  // below the sign
+  // 2^60, or what float16 has: far beyond any product's, and with room for sums in float.
+  static constexpr uint32_t kLarge =
+      std::is_same_v<Element, __half> ? 0x7BFF7BFFu : (sizeof(Element) == 2 ? 0x5D805D80u : 0x5D800000u);
+
+  /// The sign bits of those elements of a word whose exponent is all ones.
+  __device__ __forceinline__ static uint32_t in_word(uint32_t word) {
+    return ((word & kExponent) + kLowestOfExponent) & kSign;
+  }
+  /// The word with those elements made 0.
+  __device__ __forceinline__ static uint32_t without(uint32_t word) {
+    const uint32_t found = in_word(word);
+    if constexpr (sizeof(Element) == 4) return found ? 0u : word;
+    return word & ~(found ? (found >> 15) * 0xFFFFu : 0u);
+  }
+  /// The word with NaN made 0, and Inf a large number: 0 times it is 0, and in a key it makes of a score of -inf one
+  /// that has no weight either, but for the smallest queries of float16.
+  __device__ __forceinline__ static uint32_t bounded(uint32_t word) {
+    const uint32_t found = in_word(word);
+    if (!found) return word;
+    const uint32_t nan = in_all((word & kMantissa) + kMantissa & kLowestOfExponent, kMantissaBits);
+    return (word & ~in_all(found, kBits)) | (in_all(found, kBits) & ~nan & (kLarge | (word & kSign)));
+  }
+
+ private:
+  static constexpr uint32_t kMantissa = ~(kExponent | kSign);
+  static constexpr int kMantissaBits = std::is_same_v<Element, __half> ? 10 : (sizeof(Element) == 2 ? 7 : 23);
+
+  /// All bits of the elements of which `bit` is set in `bits`, where no other is.
+  __device__ __forceinline__ static uint32_t in_all(uint32_t bits, int bit) {
+    return (bits >> bit) * (sizeof(Element) == 2 ? 0xFFFFu : ~0u);
+  }
+};
+
+/// Adds the non-finite values of keys [first_key, end_key) to the rows of out, [first_query, end_query), that see them:
+/// Inf and NaN come out as from the product, whatever the weight. Slow and rare. By kThreads threads.
+template <class Element, int kThreads, class Out, class Values>
+__device__ __forceinline__ void add_non_finite(const AttentionParams& p, const Sequence& sequence, const Out& out,
+                                               const Values& values, int first_query, int end_query, int first_key,
+                                               int end_key, int thread = static_cast<int>(threadIdx.x)) {
+  const MaskRows mask(p.mask, sequence);
+  const BlockMaskRows blocks(p.blocks, sequence);
+#pragma unroll 1
+  for (int column = thread; column < p.head_dim_v; column += kThreads) {
+#pragma unroll 1
+    for (int j = first_key; j < end_key; ++j) {
+      const float value = static_cast<float>(values.row(j)[column]);
+      if (isfinite(value)) continue;
+#pragma unroll 1
+      for (int i = first_query; i < end_query; ++i) {
+        if (j < sequence.keys_begin(i) || j >= sequence.keys_end(i)) continue;
+        if (mask.data && !mask.data[i * mask.row_stride + j * mask.col_stride]) continue;
+        if (blocks.offsets && !(blocks.word(i, j & ~31) >> (j & 31) & 1u)) continue;
+        Element& element = out.row(i)[column];
+        element = static_cast<Element>(static_cast<float>(element) + value);
+      }
+    }
+  }
+}
+
+}  // namespace flash_ext

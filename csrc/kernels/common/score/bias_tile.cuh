@@ -1,0 +1,172 @@
+// A warp's tile of the bias in shared memory, brought there by cp.async while the tile before is multiplied: reading it
+// element by element from global memory would cost several times what the whole tile of attention does. No other warp
+// reads it, so that nothing but the copies has to be waited for.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kernels/common/tile.cuh"
+#include "kernels/ptx/ldmatrix.h"
+#include "scores.cuh"
+
+namespace flash_ext {
+
+inline int64_t bias_element_bytes(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+/// Whether the rows of what is `bytes` an element can be copied in pieces of 16 bytes.
+inline bool has_rows_of_pieces(const ScoreView& view, int64_t bytes) {
+  if (!view.data || view.col_stride != 1) return false;
+  const int64_t strides[] = {view.batch_stride, view.head_stride, view.row_stride};
+  bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
+  for (const int64_t stride : strides) aligned = aligned && stride * bytes % 16 == 0;
+  return aligned;
+}
+
+/// Whether tiles can be copied, of elements of 2 or 4 bytes.
+inline bool can_stage_bias(const ScoreView& bias) {
+  return bias.dtype != DType::kFloat64 && has_rows_of_pieces(bias, bias_element_bytes(bias.dtype));
+}
+
+/// kRows queries and kKeys keys. One row stands for all where the bias is the same for every query.
+template <int kRows, int kKeys>
+struct BiasTile {
+  uint32_t s_tile;  // aligned to 128 bytes
+  const ScoreView& bias;
+  int lane;
+
+  static constexpr int kBytes16 = TileLayout<uint16_t, kKeys>::bytes(kRows);
+  static constexpr int kBytes32 = TileLayout<float, kKeys>::bytes(kRows);
+  static int64_t bytes(const ScoreView& bias) { return bias.dtype == DType::kFloat32 ? kBytes32 : kBytes16; }
+
+  /// Without waiting. Keys from seqlen_k on and queries from seqlen_q on become 0.
+  __device__ __forceinline__ void load(const Sequence& sequence, int first_query, int first_key) const {
+    bias.dtype == DType::kFloat32 ? load_as<float>(sequence, first_query, first_key)
+                                  : load_as<uint16_t>(sequence, first_query, first_key);
+  }
+
+  /// s + factor * b
+  template <int kM, int kN>
+  __device__ __forceinline__ void add(float (&s)[kM][kN][4], float factor) const {
+    for_each(s, [&](float& x, float b) { x = fmaf(b, factor, x); });
+  }
+
+  /// 0 in place of weights that the bias hides by -inf: even of those that are NaN, for scores of hidden keys may be.
+  template <int kM, int kN>
+  __device__ __forceinline__ void hide(float (&p)[kM][kN][4]) const {
+    for_each(p, [](float& x, float b) { x = b == -INFINITY ? 0.0f : x; });
+  }
+
+ private:
+  template <class T>
+  __device__ __forceinline__ void load_as(const Sequence& sequence, int first_query, int first_key) const {
+    using Layout = TileLayout<T, kKeys>;
+    constexpr int kPieces = Layout::kPieces, kStep = 32 / kPieces;
+    const int first_row = lane / kPieces, piece = lane % kPieces, column = first_key + piece * Layout::kPieceElements;
+    const int bytes = min(max(sequence.seqlen_k - column, 0) * static_cast<int>(sizeof(T)), 16);
+    const int rows = bias.row_stride == 0 ? 1 : min(sequence.seqlen_q - first_query, kRows);
+    const T* const g_head =
+        static_cast<const T*>(bias.data) + sequence.batch * bias.batch_stride + sequence.head * bias.head_stride;
+    const T* g_piece = g_head + (first_query + first_row) * bias.row_stride + column;
+    const uint32_t s_first = s_tile + Layout::at(first_row, piece);
+    const int64_t step = kStep * bias.row_stride;
+    const auto s_row = [&](int k) {
+      return (s_first ^ (static_cast<uint32_t>((k * kStep) & 7) << 4)) + k * kStep * Layout::kRowBytes;
+    };
+    if (rows == kRows && first_key + kKeys <= sequence.seqlen_k) {  // nearly always
+#pragma unroll
+      for (int k = 0; k < kRows / kStep; ++k, g_piece += step) ptx::cp_async_16(s_row(k), g_piece);
+      return;
+    }
+#pragma unroll 1
+    for (int k = 0; k < kRows / kStep; ++k, g_piece += step) {
+      const bool valid = bytes > 0 && first_row + k * kStep < rows;
+      ptx::cp_async_16_of(s_row(k), valid ? g_piece : g_head, valid ? bytes : 0);
+      if (bias.row_stride == 0) return;
+    }
+  }
+
+  __device__ __forceinline__ static float2 to_floats(__half2 x) { return __half22float2(x); }
+  __device__ __forceinline__ static float2 to_floats(__nv_bfloat162 x) {
+    return ptx::unpack2<__nv_bfloat16>(reinterpret_cast<const uint32_t&>(x));
+  }
+  __device__ __forceinline__ static float2 to_floats(float2 x) { return x; }
+
+  /// Calls f(x, b) for every accumulator and its bias.
+  template <int kM, int kN, class F>
+  __device__ __forceinline__ void for_each(float (&s)[kM][kN][4], F f) const {
+    switch (bias.dtype) {
+      case DType::kFloat16:
+        return for_each_of<__half2>(s, f);
+      case DType::kBFloat16:
+        return for_each_of<__nv_bfloat162>(s, f);
+      default:
+        return for_each_of<float2>(s, f);
+    }
+  }
+
+  template <class Pair, int kM, int kN, class F>
+  __device__ __forceinline__ void for_each_of(float (&s)[kM][kN][4], F f) const {
+    if (bias.row_stride == 0) return for_each_column<Pair>(s, f);
+    if constexpr (sizeof(Pair) == 4) {
+      for_each_by_matrices<Pair>(s, f);
+    } else {
+      for_each_by_pairs<Pair>(s, f);
+    }
+  }
+
+  template <class T>
+  __device__ __forceinline__ uint32_t pair_at(uint32_t s_lane, int n) const {
+    constexpr int kPiecesPerTile = 8 / TileLayout<T, kKeys>::kPieceElements;  // of 8 columns
+    const uint32_t piece = kPiecesPerTile * n;
+    return (s_lane ^ ((piece & 7) << 4)) + (piece >> 3) * 128;
+  }
+  template <class T>
+  __device__ __forceinline__ uint32_t lane_at(int row) const {
+    using Layout = TileLayout<T, kKeys>;
+    const int column = 2 * (lane % 4);
+    return s_tile + Layout::at(row, column / Layout::kPieceElements) +
+           column % Layout::kPieceElements * static_cast<int>(sizeof(T));
+  }
+
+  template <class Pair, int kM, int kN, class F>
+  __device__ __forceinline__ void for_each_column(float (&s)[kM][kN][4], F f) const {
+    using T = std::conditional_t<sizeof(Pair) == 8, float, uint16_t>;
+    const uint32_t s_lane = lane_at<T>(0);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 b = to_floats(load_shared<Pair>(pair_at<T>(s_lane, n)));
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(s[m][n][e], e % 2 ? b.y : b.x);
+    }
+  }
+
+  template <class Pair, int kM, int kN, class F>
+  __device__ __forceinline__ void for_each_by_pairs(float (&s)[kM][kN][4], F f) const {
+    using T = std::conditional_t<sizeof(Pair) == 8, float, uint16_t>;
+    const uint32_t s_lane = lane_at<T>(lane / 4);
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float2 b =
+              to_floats(load_shared<Pair>(pair_at<T>(s_lane, n) + (16 * m + 8 * r) * TileLayout<T, kKeys>::kRowBytes));
+          f(s[m][n][2 * r], b.x);
+          f(s[m][n][2 * r + 1], b.y);
+        }
+  }
+
+  template <class Pair, int kM, int kN, class F>
+  __device__ __forceinline__ void for_each_by_matrices(float (&s)[kM][kN][4], F f) const {
+    const auto unpack = [](uint32_t pair) { return to_floats(reinterpret_cast<const Pair&>(pair)); };
+    for_each_by_ldmatrix<TileLayout<uint16_t, kKeys>>(s, s_tile, lane, unpack, f);
+  }
+};
+
+}  // namespace flash_ext

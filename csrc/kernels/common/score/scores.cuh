@@ -1,0 +1,256 @@
+// What a score goes through between the product q k^T and the exponential, on tiles of accumulators, and how a row
+// ends.
+//
+// Scores are kept to base 2: x = s * log2(e), so that p = 2^(x - r).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kernels/common/dropout/philox.h"
+#include "kernels/common/sequence.cuh"
+#include "kernels/params.h"
+#include "kernels/ptx/arithmetic.h"
+
+namespace flash_ext {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+/// Where the elements of a lane's accumulators lie: element e of tile (m, n) is query i(m, n, e) and key j(m, n, e).
+/// kTransposed: rows of the accumulators are keys.
+template <bool kTransposed>
+struct TileCoordinates {
+  int first_row, first_column;  // of element 0 of tile (0, 0)
+
+  __device__ __forceinline__ static TileCoordinates of_lane(int first_row, int first_column, int lane) {
+    return {first_row + lane / 4, first_column + 2 * (lane % 4)};
+  }
+  __device__ __forceinline__ int row(int m, int e) const { return first_row + 16 * m + 8 * (e / 2); }
+  __device__ __forceinline__ int column(int n, int e) const { return first_column + 8 * n + e % 2; }
+  __device__ __forceinline__ int query(int m, int n, int e) const { return kTransposed ? column(n, e) : row(m, e); }
+  __device__ __forceinline__ int key(int m, int n, int e) const { return kTransposed ? row(m, e) : column(n, e); }
+};
+
+/// Calls f(x, m, n, e) for every accumulator.
+template <int kM, int kN, class F>
+__device__ __forceinline__ void for_each_score(float (&s)[kM][kN][4], F f) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(s[m][n][e], m, n, e);
+}
+
+/// The bias of one head.
+class BiasRows {
+ public:
+  __device__ __forceinline__ BiasRows(const ScoreView& bias, const Sequence& sequence)
+      : data_(static_cast<const char*>(bias.data)),
+        row_stride_(bias.row_stride),
+        col_stride_(bias.col_stride),
+        dtype_(bias.dtype) {
+    const int64_t size = dtype_ == DType::kFloat32 ? 4 : dtype_ == DType::kFloat64 ? 8 : 2;
+    if (data_) data_ += size * (sequence.batch * bias.batch_stride + sequence.head * bias.head_stride);
+  }
+
+  __device__ __forceinline__ bool present() const { return data_ != nullptr; }
+
+  template <class T>
+  __device__ __forceinline__ float load(int i, int j) const {
+    return static_cast<float>(reinterpret_cast<const T*>(data_)[i * row_stride_ + j * col_stride_]);
+  }
+
+  /// Runs with a value of the element type: the switch is taken once for a whole tile.
+  template <class Run>
+  __device__ __forceinline__ void with_type(Run run) const {
+    switch (dtype_) {
+      case DType::kFloat16:
+        return run(__half());
+      case DType::kBFloat16:
+        return run(__nv_bfloat16());
+      case DType::kFloat32:
+        return run(float());
+      case DType::kFloat64:
+        return run(double());
+    }
+  }
+
+ private:
+  const char* data_;
+  int64_t row_stride_, col_stride_;
+  DType dtype_;
+};
+
+/// Scale, softcap, ALiBi and bias of one head. Visibility is not its matter.
+template <class Element>
+struct ScoreRules {
+  float scale;   // of products, to base 2; with softcap: to the argument of tanh
+  float cap;     // base 2; 0 = off
+  float slope;   // base 2
+  int diagonal;  // key that query 0 is aligned with
+  int seqlen_q, seqlen_k;
+  BiasRows bias;
+
+  __device__ __forceinline__ ScoreRules(const AttentionParams& p, const Sequence& sequence)
+      : scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
+                              : static_cast<float>(p.softmax_scale) * kLog2E),
+        cap(static_cast<float>(p.softcap) * kLog2E),
+        slope(p.alibi_slopes ? p.alibi_slopes[sequence.batch * p.alibi_batch_stride + sequence.head] * kLog2E : 0.0f),
+        diagonal(sequence.offset),
+        seqlen_q(sequence.seqlen_q),
+        seqlen_k(sequence.seqlen_k),
+        bias(p.bias, sequence) {}
+
+  __device__ __forceinline__ static float tanh(float x) {
+    if constexpr (sizeof(Element) == 4) return tanhf(x);
+    return ptx::tanh_approx(x);
+  }
+
+  /// Products to base-2 scores, but for the terms that are added.
+  template <int kM, int kN>
+  __device__ __forceinline__ void scale_and_cap(float (&s)[kM][kN][4]) const {
+    if (cap > 0.0f) {
+      for_each_score(s, [&](float& x, int, int, int) { x = cap * tanh(x * scale); });
+    } else {
+      for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
+    }
+  }
+
+  template <bool kTransposed, int kM, int kN>
+  __device__ __forceinline__ void finish(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at) const {
+    scale_and_cap(s);
+    add_terms(s, at);
+  }
+
+  template <bool kTransposed, int kM, int kN>
+  __device__ __forceinline__ void add_alibi(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at) const {
+    if (slope == 0.0f) return;
+    const float first = static_cast<float>(at.query(0, 0, 0) + diagonal - at.key(0, 0, 0));
+    for_each_score(s, [&](float& x, int m, int n, int e) {
+      const int down = 16 * m + 8 * (e / 2), along = 8 * n + e % 2;
+      x = fmaf(-slope, fabsf(first + static_cast<float>(kTransposed ? along - down : down - along)), x);
+    });
+  }
+
+  template <bool kTransposed, int kM, int kN>
+  __device__ __forceinline__ void add_bias(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at) const {
+    bias.with_type([&](auto type) {
+      for_each_score(s, [&](float& x, int m, int n, int e) {
+        const int i = at.query(m, n, e), j = at.key(m, n, e);
+        if (i >= seqlen_q || j >= seqlen_k) return;
+        const float b = bias.template load<decltype(type)>(i, j);
+        x = b == -INFINITY ? -INFINITY : x + b * kLog2E;  // hides even a score of NaN
+      });
+    });
+  }
+
+  template <bool kTransposed, int kM, int kN>
+  __device__ __forceinline__ void add_terms(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at) const {
+    add_alibi(s, at);
+    if (bias.present()) add_bias(s, at);
+  }
+};
+
+/// Hides what the window and the lengths hide, by -inf.
+template <bool kTransposed, int kM, int kN>
+__device__ __forceinline__ void hide_outside_window(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at,
+                                                    const Sequence& sequence) {
+  if constexpr (kTransposed) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int i = at.column(n, c);
+        const int begin = i < sequence.seqlen_q ? sequence.keys_begin(i) - at.first_row : INT32_MAX;
+        const int end = sequence.keys_end(i) - at.first_row;
+#pragma unroll
+        for (int m = 0; m < kM; ++m)
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            if (16 * m + 8 * r < begin || 16 * m + 8 * r >= end) s[m][n][2 * r + c] = -INFINITY;
+      }
+  } else {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = at.row(m, 2 * r);
+        const int begin = sequence.keys_begin(i) - at.first_column;
+        const int end = sequence.keys_end(i) - at.first_column;
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c)
+            if (8 * n + c < begin || 8 * n + c >= end) s[m][n][2 * r + c] = -INFINITY;
+      }
+  }
+}
+
+/// Which weights dropout keeps, for one head.
+struct Dropout {
+  bool active;
+  float keep_scale;
+  uint32_t threshold;
+  PhiloxKey key;
+  uint32_t batch_head;
+
+  __device__ __forceinline__ Dropout(const AttentionParams& p, const Sequence& sequence)
+      : active(dropout_threshold(p.dropout.p) > 0),
+        keep_scale(static_cast<float>(dropout_keep_scale(p.dropout.p))),
+        threshold(dropout_threshold(p.dropout.p)),
+        key{},
+        batch_head(static_cast<uint32_t>(sequence.batch * p.heads_q + sequence.head)) {
+    if (active) key = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
+  }
+
+  /// Zeroes what is dropped; kept weights are scaled by the caller.
+  template <int kM, int kN>
+  __device__ __forceinline__ void drop(float (&s)[kM][kN][4], const TileCoordinates<false>& at) const {
+    for_each_dropped(s, at, [](float& x) { x = 0.0f; });
+  }
+
+  /// Calls f(x) for what is dropped. Rows are queries, tiles start at multiples of 16 queries and 32 keys: then a call
+  /// of Philox decides eight weights of one lane.
+  template <int kM, int kN, class F>
+  __device__ __forceinline__ void for_each_dropped(float (&s)[kM][kN][4], const TileCoordinates<false>& at, F f) const {
+    static_assert(kN % 4 == 0, "one call covers 32 keys");
+    // As the high half of a word, whatever the low half is.
+    const uint32_t last_dropped = (threshold - 1) << 16 | 0xFFFFu;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; n += 4)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const PhiloxWords words = dropout_words(key, batch_head, at.row(m, 0), at.column(n, c));
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            if (words.word[w] << 16 <= last_dropped) f(s[m][n + w][c]);
+            if (words.word[w] <= last_dropped) f(s[m][n + w][2 + c]);
+          }
+        }
+  }
+};
+
+/// What normalises a row of out, and its log-sum-exp.
+struct RowEnd {
+  float scale;
+  float lse;
+};
+
+/// `sum` is of 2^(x - reference), `sink` a natural logarithm, -inf = none. A row that saw nothing has sum 0; one with
+/// an infinite score has the weights Inf / Inf, and an infinite lse.
+__device__ __forceinline__ RowEnd finish_row(float reference, float sum, float sink) {
+  if (sum == 0.0f) return {0.0f, -INFINITY};
+  if (reference == INFINITY) return {NAN, INFINITY};
+  if (sink == -INFINITY) return {1.0f / sum, reference * kLn2 + logf(sum)};
+  if (sink == INFINITY) return {0.0f, INFINITY};
+  const float base = fmaxf(reference, sink * kLog2E);
+  const float shrink = ptx::exp2_approx(reference - base);
+  const float total = sum * shrink + ptx::exp2_approx(sink * kLog2E - base);
+  return {shrink / total, base * kLn2 + logf(total)};
+}
+
+}  // namespace flash_ext

@@ -1,0 +1,17 @@
+// Attention backward on mma.sync.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/params.h"
+
+namespace flash_ext::sm80 {
+
+/// Scratch memory that backward() needs, aligned to 256 bytes. It need not be cleared.
+int64_t backward_workspace_bytes(const BackwardParams& params);
+
+/// dq, dk and dv of every row that a sequence covers, and dsink; not dbias. float16 and bfloat16; rows of all tensors
+/// start at multiples of 16 bytes.
+void backward(const BackwardParams& params, void* workspace, cudaStream_t stream);
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,677 @@
+// A block of the backward's main kernel: what its warps do with tiles, and when. See kernel.cuh.
+#pragma once
+
+#include <cfloat>
+
+#include "kernels/common/backward/dq_store.cuh"
+#include "kernels/common/backward/options.cuh"
+#include "kernels/common/backward/visibility.cuh"
+#include "kernels/common/backward/workspace.h"
+#include "kernels/common/sanitise_tile.cuh"
+#include "kernels/common/score/scores.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/common/warp_products.cuh"
+#include "kernels/ptx/barrier.h"
+#include "kernels/ptx/reread.h"
+#include "storage.cuh"
+
+namespace flash_ext::sm80 {
+
+/// An operand of products on tiles of one width, for those of another.
+template <class To, class From>
+__device__ __forceinline__ To as_operand(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class Config>
+struct BackwardBlock {
+  using Element = typename Config::Element;
+  static constexpr int kHeadDim = Config::kHeadDim, kThreads = Config::kThreads;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  static constexpr int kM = Config::kWarpKeys / 16, kN = Config::kWarpQueries / 8, kD = Config::kWarpColumns / 8;
+  using Rows = Products<Element, kHeadDim>;   // K, V, Q, dO
+  using Scores = Products<Element, kBlockM>;  // P^T, dS^T
+  using Dq = typename Config::Dq;
+  using Work = BackwardWork<Config>;
+  static constexpr int kUnroll = Config::kUnroll;
+  // Tiles of 8 columns of dQ that a warp makes at once.
+  static constexpr int kDqTiles = Config::kFloat ? 2 : Config::kGeneral && Dq::kN > 4 ? 4 : Dq::kN;
+  static constexpr int kUnrollDq = Config::kFloat ? 8 : 1;  // as ptxas gets by without spills
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kValueAgain = false;  // likewise
+#else
+  static constexpr bool kValueAgain = kHeadDim == 128 && !Config::kFloat;
+#endif
+  static constexpr int kRoleThreads = kThreads / 2;
+  static constexpr bool kQueriesHoldKeys = 2 * kBlockM >= kBlockN;  // the stages of Q have room for dK
+  static constexpr bool kWeightsInRegisters = Config::kSides == 1;
+  static constexpr int kDroppedWords = (kN + 3) / 4;
+  // Options work on packed weights, which leave registers for that.
+  static constexpr bool kPacked = kWeightsInRegisters && !Config::kFloat;
+  static constexpr int kWeightSteps = kWeightsInRegisters ? kBlockM / Rows::kDepth : 1;
+
+  const BackwardParams& p;
+  const BackwardWorkspace& workspace;
+  const bool copies_bias;
+  BackwardWork<Config>& work;
+  const int warp, lane;
+  const bool makes_p;
+  const int first_row;     // of the warp's keys in the tile
+  const int first_column;  // of the warp's queries in the tile
+  const uint32_t s_key, s_value, s_query, s_grad_out, s_scores, s_lse, s_minus_delta, s_words, s_dropped, s_bias;
+
+  float sum[kM][kD][4] = {};                     // dV or dK
+  typename Rows::A r_weights[kWeightSteps][kM];  // P^T or dS^T, from one half-step to the next
+
+  __device__ __forceinline__ BackwardBlock(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                           bool copies_bias, BackwardWork<Config>& work, char* shared)
+      : p(p),
+        workspace(workspace),
+        copies_bias(copies_bias),
+        work(work),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32),
+        makes_p(warp < Config::kRoleWarps),
+        first_row(warp % Config::kKeyGroups * Config::kWarpKeys),
+        first_column(warp % Config::kRoleWarps / Config::kKeyGroups * Config::kWarpQueries),
+        s_key(ptx::shared_address(shared)),
+        s_value(s_key + Config::kKeyBytes),
+        s_query(s_value + Config::kKeyBytes),
+        s_grad_out(s_query + 2 * Config::kQueryBytes),
+        s_scores(s_grad_out + Config::kQueryBytes),
+        s_lse(s_scores + Config::kScoreTiles * Config::kScoreBytes),
+        s_minus_delta(s_lse + 2 * Config::kTermBytes),
+        s_words(s_minus_delta + Config::kTermBytes),
+        s_dropped(s_words + Config::kWordBytes),
+        s_bias(s_key + Config::kSharedBytes) {}
+
+  /// x: but what depends on it is not computed before the loop, for which options leave no registers.
+  template <class T>
+  __device__ __forceinline__ static T again(T x) {
+    return Config::kGeneral ? ptx::reread(x) : x;
+  }
+  __device__ __forceinline__ static int role_thread() { return static_cast<int>(threadIdx.x) % kRoleThreads; }
+  __device__ __forceinline__ uint32_t query_stage(int n) const { return s_query + n % 2 * Config::kQueryBytes; }
+  __device__ __forceinline__ uint32_t lse_stage(int n) const { return s_lse + n % 2 * Config::kTermBytes; }
+  /// dS^T of step n.
+  __device__ __forceinline__ uint32_t gradient_tile(int n) const { return s_scores + n % 2 * Config::kScoreBytes; }
+  /// P^T of step n.
+  __device__ __forceinline__ uint32_t weight_tile(int n) const {
+    return Config::kScoreTiles == 2 ? gradient_tile(n) : s_scores + 2 * Config::kScoreBytes;
+  }
+
+  __device__ __forceinline__ int64_t tile_index(const BackwardStep& step) const { return tile_index(work, step); }
+  __device__ __forceinline__ int64_t tile_index(const Work& of, const BackwardStep& step) const {
+    return of.workspace_tile + step.head * workspace.tiles_per_head + step.tile;
+  }
+  __device__ __forceinline__ bool is_partial(const BackwardStep& step) const {
+    return step.tile < work.tiles.full_begin || step.tile >= work.tiles.full_end;
+  }
+
+  __device__ __forceinline__ void load_keys(const Sequence& sequence, int first_key) const {
+    load_tile<Element, kHeadDim, kRoleThreads, kBlockN>(
+        makes_p ? s_key : s_value, key_rows<const Element, false>(p, makes_p ? p.k : p.v, sequence), first_key,
+        sequence.seqlen_k, static_cast<int>(makes_p ? p.head_dim : p.head_dim_v), role_thread());
+  }
+  __device__ __forceinline__ void load_rows(uint32_t s_tile, RowSource<const Element, false> rows, int64_t head_offset,
+                                            const BackwardStep& step, int num_rows, int64_t columns) const {
+    rows.base += head_offset;
+    load_tile<Element, kHeadDim, kRoleThreads, kBlockM>(s_tile, rows, step.tile * kBlockM, num_rows,
+                                                        static_cast<int>(columns), role_thread());
+  }
+  /// `of` is what `work` is, or will be.
+  __device__ __forceinline__ void load_queries(const Work& of, const BackwardStep& step, int n) const {
+    load_rows(query_stage(n), of.queries, step.head * p.q.head_stride, step, of.sequence.seqlen_q, p.head_dim);
+    load_terms(lse_stage(n), workspace.lse + tile_index(of, step) * kBlockM);
+  }
+  /// Without options the first tile is known before anything else is.
+  __device__ __forceinline__ void load_first_queries(const Work& of) const {
+    const BackwardStep step = of.first_step();
+    if (!Config::kGeneral && makes_p && step.head < of.heads) load_queries(of, step, 0);
+  }
+  /// What the P warps need of a step; bias and words are free again once they have made its P.
+  __device__ __forceinline__ void load_for_weights(const PreparedStep& prepared, int n) const {
+    load_queries(work, prepared.step, n);
+    if constexpr (Config::kGeneral) {
+      if (!work.options.hides) return;
+      Sequence sequence = work.sequence;
+      sequence.head += prepared.step.head;
+      const int first_query = prepared.step.tile * kBlockM;
+      if (work.options.biased) {
+        flash_ext::load_bias<kRoleThreads, kBlockM, kBlockN>(s_bias, p.bias, copies_bias, sequence, first_query,
+                                                             work.first_key);
+      }
+      if (prepared.flags & kStepMasked) {
+        load_words<kRoleThreads, kBlockM, kBlockN>(s_words, p, workspace.visibility, sequence, prepared.step.tile,
+                                                   work.key_tile);
+      }
+    }
+  }
+  /// Of a lane of the P warps and the one of the dS warps that has the same scores.
+  __device__ __forceinline__ uint32_t dropped_at(int n, int word) const {
+    return s_dropped + n % 2 * Config::kDroppedBytes + 4 * (word * kRoleThreads + role_thread());
+  }
+  /// By the dS warps, while P of the step before is made.
+  __device__ __forceinline__ void draw_dropped(const PreparedStep& prepared, int n) const {
+    if constexpr (Config::kGeneral) {
+      if (!work.options.drops || prepared.flags & kStepPast) return;
+      const TileCoordinates<true> at = coordinates(prepared.step, again(lane));
+#pragma unroll 1
+      for (int word = 0; word < kDroppedWords; ++word) {
+        DroppedWeights dropped{0};
+#pragma unroll
+        for (int piece = 0; piece < (kN > 2 ? 2 : 1); ++piece)
+          dropped.draw(piece, work.options, prepared.step.head, at.first_column + 32 * word + 16 * piece, at.first_row);
+        store_shared(dropped_at(n, word), dropped.bits);
+      }
+    }
+  }
+  __device__ __forceinline__ void load_grad_out(const BackwardStep& step) const {
+    load_rows(s_grad_out, work.grad_out, step.head * p.grad_out.head_stride, step,
+              p.grad_out.data ? work.sequence.seqlen_q : 0, p.head_dim_v);
+    load_terms(s_minus_delta, workspace.minus_delta + tile_index(step) * kBlockM);
+  }
+  __device__ __forceinline__ static void load_terms(uint32_t s_terms, const float* terms) {
+    const int thread = role_thread();
+    if (thread < kBlockM / 4) ptx::cp_async_16(s_terms + 16 * thread, terms + 4 * thread);
+  }
+
+  /// c += A B^T for the warp's rows of A and its queries of B.
+  __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t s_a, uint32_t s_b) const {
+    const int lane = again(this->lane);
+    const uint32_t s_lane_a = s_a + Rows::lane_a(lane) + again(first_row) * Rows::kRowBytes;
+    const uint32_t s_lane_b = s_b + Rows::lane_b(lane) + first_column * Rows::kRowBytes;
+#pragma unroll kUnroll
+    for (int step = 0; step < kHeadDim / Rows::kDepth; ++step) {
+      typename Rows::A a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Rows::load_a(a[m], s_lane_a, 16 * m, step);
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        typename Rows::B b;
+        Rows::load_b(b, s_lane_b, 8 * n, step);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Rows::multiply(c[m][n], c[m][n + 1], a[m], b);
+      }
+    }
+  }
+
+  /// sum += W B for weights W of the warp's keys: its own, or, where several warps share keys, those in s_weights. Its
+  /// own are used up: each step takes the first and moves up the others, as registers cannot be indexed in a loop.
+  __device__ __forceinline__ void accumulate(uint32_t s_weights, uint32_t s_b) {
+    const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (Config::kWarpColumns / 16);
+    const int lane = again(this->lane);
+    const uint32_t s_lane_b = s_b + Rows::lane_b_transposed(lane);
+    const uint32_t s_lane_a = s_weights + Scores::lane_a_of_c(lane) + again(first_row) * Scores::kRowBytes;
+#pragma unroll kUnroll
+    for (int step = 0; step < kBlockM / Rows::kDepth; ++step) {
+      typename Rows::A a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        if constexpr (kWeightsInRegisters) {
+          a[m] = r_weights[0][m];
+#pragma unroll
+          for (int k = 0; k + 1 < kWeightSteps; ++k) r_weights[k][m] = r_weights[k + 1][m];
+        } else {
+          typename Scores::A weights;
+          Scores::load_a_of_c(weights, s_lane_a, 16 * m, step);
+          a[m] = as_operand<typename Rows::A>(weights);
+        }
+      }
+#pragma unroll
+      for (int d = 0; d < kD; d += 2) {
+        typename Rows::B b;
+        Rows::load_b_transposed(b, s_lane_b, first_d + d / 2, step);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Rows::multiply(sum[m][d], sum[m][d + 1], a[m], b);
+      }
+    }
+  }
+
+  /// The warp's part of dQ of a step, from dS^T number n; piece by piece where registers do not hold it at once.
+  __device__ __forceinline__ void add_dq(const BackwardStep& step, int n) const {
+    if (!p.dq.data) return;
+    float* const g_tile = workspace.dq + tile_index(step) * (kBlockM * kHeadDim);
+#pragma unroll kUnrollDq
+    for (int first = 0; first < Dq::kN; first += kDqTiles) {
+      float c[Dq::kM][kDqTiles][4] = {};
+      multiply_dq(c, gradient_tile(n), first);
+      if (workspace.turns && first == 0) wait_for_turn(step);
+      Dq::add(g_tile + Dq::fragment(0, 0, first), c, warp, lane);
+    }
+    if (workspace.turns) end_turn(step);
+  }
+  __device__ __forceinline__ void multiply_dq(float (&c)[Dq::kM][kDqTiles][4], uint32_t s_gradients, int first) const {
+    const int lane = again(this->lane);
+    const uint32_t s_lane_a = s_gradients + Scores::lane_a_transposed(lane);
+    const uint32_t s_lane_b = s_key + Rows::lane_b_transposed(lane);
+    const int first_m = Dq::first_row(warp) / 16, first_d = Dq::first_column(warp) / 16 + first / 2;
+#pragma unroll kUnroll
+    for (int k = 0; k < kBlockN / Rows::kDepth; ++k) {
+      typename Scores::A a[Dq::kM];
+#pragma unroll
+      for (int m = 0; m < Dq::kM; ++m) Scores::load_a_transposed(a[m], s_lane_a, first_m + m, k);
+#pragma unroll
+      for (int d = 0; d < kDqTiles; d += 2) {
+        typename Rows::B b;
+        Rows::load_b_transposed(b, s_lane_b, first_d + d / 2, k);
+#pragma unroll
+        for (int m = 0; m < Dq::kM; ++m) Rows::multiply(c[m][d], c[m][d + 1], as_operand<typename Rows::A>(a[m]), b);
+      }
+    }
+  }
+
+  __device__ __forceinline__ int32_t* turn_of(const BackwardStep& step) const {
+    return workspace.turns + tile_index(step) * kDqWarps + warp;
+  }
+  __device__ __forceinline__ void wait_for_turn(const BackwardStep& step) const {
+    const int turn = work.turn(step.tile);
+    if (lane == 0) {
+      // `<`: lengths that make no sense may count past it, and must not hang.
+      while (ptx::load_acquire(turn_of(step)) < turn) __nanosleep(20);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void end_turn(const BackwardStep& step) const {
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) ptx::add_release(turn_of(step), 1);
+  }
+
+  __device__ __forceinline__ TileCoordinates<true> coordinates(const BackwardStep& step, int lane) const {
+    return TileCoordinates<true>::of_lane(work.first_key + first_row, step.tile * kBlockM + first_column, lane);
+  }
+  /// What a lane adds to s_minus_delta or a stage of lse for its queries of a column of accumulators.
+  __device__ __forceinline__ uint32_t term_at(int column) const {
+    return 4 * (first_column + 2 * (lane % 4) + 8 * column);
+  }
+  /// What a lane adds to weight_tile() or gradient_tile() for its accumulators.
+  __device__ __forceinline__ uint32_t lane_of_scores() const {
+    return Scores::lane_c(lane) + again(first_row) * Scores::kRowBytes;
+  }
+  __device__ __forceinline__ int first_pair() const { return Config::kSides == 1 ? 0 : first_column / 16; }
+
+  /// P^T in place of S^T.
+  __device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4], const BackwardStep& step, int n) const {
+    const float scale = work.scale;
+    for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = ptx::exp2_approx(fmaf(x, scale, -lse)); });
+    if (is_partial(step)) hide(s, coordinates(step, lane), 0.0f);
+  }
+
+  /// Replaces the weights outside of the window, or their exponents, whatever they are: a query may have an lse of NaN
+  /// because of another key. Queries past the end have none, by their lse.
+  __device__ __forceinline__ void hide(float (&weights)[kM][kN][4], const TileCoordinates<true>& at,
+                                       float hidden) const {
+    const Sequence& sequence = work.sequence;
+    const int end = at.first_column + sequence.offset + sequence.right + 1 - at.first_row;
+    const int end_of_all = sequence.seqlen_k - at.first_row;
+    for_each_score(weights, [&](float& x, int m, int n, int e) {
+      if (16 * m + 8 * (e / 2) >= min(end + 8 * n + e % 2, end_of_all)) x = hidden;
+    });
+    if (sequence.left >= sequence.seqlen_q + sequence.seqlen_k) return;
+    const int begin = at.first_column + sequence.offset - sequence.left - at.first_row;
+    for_each_score(weights, [&](float& x, int m, int n, int e) {
+      if (16 * m + 8 * (e / 2) < begin + 8 * n + e % 2) x = hidden;
+    });
+  }
+
+  template <class F>
+  __device__ __forceinline__ void for_each_with_term(float (&s)[kM][kN][4], uint32_t s_terms, F f) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = load_shared<float2>(s_terms + term_at(n));
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(s[m][n][e], e % 2 ? term.y : term.x);
+    }
+  }
+
+  /// The accumulators as elements: to a tile, and as what accumulate() takes.
+  __device__ __forceinline__ void store_weights(uint32_t s_tile, const float (&s)[kM][kN][4]) {
+    const uint32_t s_lane = s_tile + lane_of_scores();
+#pragma unroll
+    for (int n = 0; n < kN; n += 2)
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Scores::store_c(s_lane, 16 * m, first_pair() + n / 2, s[m][n], s[m][n + 1]);
+    keep_weights(s);
+  }
+  __device__ __forceinline__ void keep_weights(const float (&s)[kM][kN][4]) {
+    if constexpr (kWeightsInRegisters) {
+#pragma unroll
+      for (int step = 0; step < kWeightSteps; ++step)
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Rows::a_from_accumulators(r_weights[step][m], s[m], step);
+    }
+  }
+
+  /// The same under all options. What is stored for dS^T, where that will be, is P^T times the derivative of the
+  /// softcap, of dropped weights too.
+  __device__ __forceinline__ void exponentiate_general(float (&s)[kM][kN][4], const PreparedStep& now, int n) {
+    const BackwardOptions& options = work.options;
+    const int lane = again(this->lane);
+    const TileCoordinates<true> at = coordinates(now.step, lane);
+    scale_and_subtract_lse(s, n);
+    if (now.slope != 0.0f) add_alibi(s, now.slope, at.first_column + work.sequence.offset - at.first_row);
+    if (options.biased) add_bias<kBlockN>(s, p.bias.dtype, s_bias, first_column, first_row, lane);
+    if (now.flags & kStepPartial) hide(s, at, -INFINITY);
+    if (now.flags & kStepMasked)
+      hide_by_words(s, s_words + 4 * (first_row / 32 * kBlockM + first_column + 2 * (lane % 4)), lane);
+    for_each_score(s, [](float& x, int, int, int) { x = ptx::exp2_approx(x); });
+
+    if constexpr (kPacked) keep_weights(s);
+    if (options.drops) {
+      options.cap > 0.0f ? store_for_gradient<true, true>(s, n) : store_for_gradient<false, true>(s, n);
+    } else {
+      options.cap > 0.0f ? store_for_gradient<true, false>(s, n) : store_for_gradient<false, false>(s, n);
+    }
+    if constexpr (!kWeightsInRegisters) {
+      store_weights(weight_tile(n), s);
+    } else if constexpr (!kPacked) {
+      keep_weights(s);
+    }
+  }
+
+  /// Exponents out of products, but for what is added. The derivative of the softcap waits where it will be needed.
+  __device__ __forceinline__ void scale_and_subtract_lse(float (&s)[kM][kN][4], int n) const {
+    const BackwardOptions& options = work.options;
+    const float scale = options.scale, cap = options.cap;
+    // A sum that overflowed must not make a NaN of what is hidden: what a query does see of it, its lse knows.
+    const auto scaled = [&](float x) { return fminf(x * scale, FLT_MAX); };
+    if (cap > 0.0f) {
+      const uint32_t s_lane = gradient_tile(n) + lane_of_scores();
+      for_each_score(s, [&](float& x, int, int, int) { x = ScoreRules<Element>::tanh(scaled(x)); });
+#pragma unroll
+      for (int column = 0; column < kN; column += 2)
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          float slope[2][4];
+#pragma unroll
+          for (int k = 0; k < 8; ++k) {
+            const float t = s[m][column + k / 4][k % 4];
+            slope[k / 4][k % 4] = fmaf(-t, t, 1.0f);
+          }
+          Scores::store_c(s_lane, 16 * m, first_pair() + column / 2, slope[0], slope[1]);
+        }
+      __syncwarp();
+      for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = fmaf(x, cap, -lse); });
+    } else if (options.biased) {
+      for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = scaled(x) - lse; });
+    } else {
+      for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = fmaf(x, scale, -lse); });
+    }
+  }
+
+  /// Weights that are dropped become 0, but for dS^T.
+  template <bool kCaps, bool kDrops>
+  __device__ __forceinline__ void store_for_gradient(float (&s)[kM][kN][4], int n) {
+    const uint32_t s_lane = gradient_tile(n) + lane_of_scores();
+    const uint32_t s_slopes = gradient_tile(n) + Scores::lane_a_of_c(lane) + again(first_row) * Scores::kRowBytes;
+#pragma unroll
+    for (int column = 0; column < kN; column += 2) {
+      const DroppedWeights dropped{kDrops ? load_shared<uint32_t>(dropped_at(n, column / 4)) : 0};
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        const int pair = first_pair() + column / 2;
+        const int first = DroppedWeights::pair(column / 2, m, 0, 0);
+        if constexpr (kPacked) {
+          uint32_t(&weights)[4] = r_weights[column / 2][m].r;
+          uint32_t stored[4] = {weights[0], weights[1], weights[2], weights[3]};
+          typename Scores::A slopes;
+          if constexpr (kCaps) Scores::load_a_of_c(slopes, s_slopes, 16 * m, pair);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            if constexpr (kCaps) stored[k] = multiply_pairs<Element>(stored[k], slopes.r[k]);
+            if constexpr (kDrops) weights[k] &= ~dropped.mask(first + k);
+          }
+          Scores::store_a_as_c(s_lane, 16 * m, pair, stored);
+        } else {
+          float stored[2][4];
+          if constexpr (kCaps) Scores::load_c(s_lane, 16 * m, pair, stored[0], stored[1]);
+#pragma unroll
+          for (int k = 0; k < 8; ++k) {
+            float& weight = s[m][column + k / 4][k % 4];
+            stored[k / 4][k % 4] = kCaps ? stored[k / 4][k % 4] * weight : weight;
+            if (kDrops && dropped.is_dropped(first + k / 2, k % 2)) weight = 0.0f;
+          }
+          Scores::store_c(s_lane, 16 * m, pair, stored[0], stored[1]);
+        }
+      }
+    }
+  }
+
+  /// dS^T in place of dP^T - D.
+  template <class F>
+  __device__ __forceinline__ void differentiate(float (&s)[kM][kN][4], int n, F gradient) const {
+    const uint32_t s_lane = (Config::kGeneral ? gradient_tile(n) : weight_tile(n)) + lane_of_scores();
+#pragma unroll
+    for (int column = 0; column < kN; column += 2)
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        float weights[2][4];
+        Scores::load_c(s_lane, 16 * m, first_pair() + column / 2, weights[0], weights[1]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) gradient(s[m][column + h][e], weights[h][e], m, column + h, e);
+      }
+  }
+
+  /// Where P is 0 the rest may be NaN, from keys that the query does not see; in a full tile it sees them all. The
+  /// gradient of a dropped weight is 0.
+  __device__ __forceinline__ void differentiate(float (&s)[kM][kN][4], const PreparedStep& now, int n) const {
+    if constexpr (Config::kGeneral) {
+      if (work.options.drops) {
+        uint32_t dropped[kDroppedWords];
+#pragma unroll
+        for (int word = 0; word < kDroppedWords; ++word) dropped[word] = load_shared<uint32_t>(dropped_at(n, word));
+        return differentiate(s, n, [&](float& x, float weight, int m, int column, int e) {
+          const float2 minus_delta = load_shared<float2>(s_minus_delta + term_at(column));
+          const int pair = DroppedWeights::pair(column / 2, m, column % 2, e / 2);
+          const bool is_dropped = DroppedWeights{dropped[column / 4]}.is_dropped(pair, e % 2);
+          const float ds = weight * (is_dropped ? e % 2 ? minus_delta.y : minus_delta.x : x);
+          x = weight == 0.0f ? 0.0f : ds;
+        });
+      }
+    }
+    if (has(now, kStepPartial | kStepMayHide)) {
+      differentiate(s, n, [](float& x, float weight, int, int, int) { x = weight == 0.0f ? 0.0f : weight * x; });
+    } else {
+      differentiate(s, n, [](float& x, float weight, int, int, int) { x *= weight; });
+    }
+  }
+
+  /// The tile after `step`, among those that some key sees; past the last, head is past the group.
+  __device__ __forceinline__ BackwardStep next(BackwardStep step) const {
+    if (++step.tile == work.tiles.end) step.tile = work.tiles.begin;
+    if (step.tile == work.first_tile) ++step.head;
+    return step;
+  }
+
+  __device__ __forceinline__ BackwardStep previous(BackwardStep step) const {
+    if (step.tile == work.first_tile) --step.head;
+    if (step.tile == work.tiles.begin) step.tile = work.tiles.end;
+    --step.tile;
+    return step;
+  }
+
+  __device__ __forceinline__ bool is_past(const BackwardStep& step) const { return step.head >= work.heads; }
+
+  /// Whether one of the flags is set; without options they are not looked up, but computed.
+  __device__ __forceinline__ bool has(const PreparedStep& now, int flags) const {
+    if constexpr (Config::kGeneral) {
+      return (now.flags & flags) != 0;
+    } else {
+      return (flags & kStepPast && is_past(now.step)) || (flags & kStepPartial && is_partial(now.step));
+    }
+  }
+
+  __device__ __forceinline__ PreparedStep prepare(const BackwardStep& step) const {
+    PreparedStep prepared{step, 0, 0.0f};
+    if constexpr (Config::kGeneral) {
+      const BackwardOptions& options = work.options;
+      if (is_past(step)) return {step, kStepPast, 0.0f};
+      if (options.slopes) prepared.slope = options.slopes[step.head] * kLog2E;
+      if (is_partial(step)) prepared.flags |= kStepPartial;
+      if (options.biased) prepared.flags |= kStepMayHide;
+      if (options.masks) {
+        const VisibilityTiles& tiles = workspace.visibility;
+        const int state = tiles.states_of(work.sequence.batch, work.sequence.head + step.head,
+                                          work.key_tile)[tiles.query_tiles > 1 ? step.tile : 0];
+        if (state == kTileHidden) prepared.flags |= kStepHidden;
+        if (state == kTileMasked) prepared.flags |= kStepMasked | kStepMayHide;
+      }
+      if (options.hides && workspace.unclean[tile_index(step)]) prepared.flags |= kStepUnclean;
+    }
+    return prepared;
+  }
+  /// The step, or the first after it of which the masks leave something, as number n.
+  __device__ __forceinline__ void put_step(const BackwardStep& step, int n) const {
+    PreparedStep prepared = prepare(step);
+    while (prepared.flags & kStepHidden) prepared = prepare(next(prepared.step));
+    if (lane == 0) work.ring[n % 8] = prepared;
+    __syncwarp();
+  }
+  __device__ __forceinline__ bool prepares() const { return Config::kGeneral && warp == Config::kRoleWarps; }
+
+  /// Tiles that are skipped are not waited for.
+  __device__ __forceinline__ void pass_turns(BackwardStep step, const BackwardStep& end) const {
+    for (; step.head != end.head || step.tile != end.tile; step = next(step)) {
+      wait_for_turn(step);
+      end_turn(step);
+    }
+  }
+  __device__ __forceinline__ void pass_turns_before(int n) const {
+    if constexpr (Config::kGeneral) {
+      if (workspace.turns && work.options.masks)
+        pass_turns(n == 0 ? work.first_step() : next(work.ring[(n - 1) % 8].step), work.ring[n % 8].step);
+    }
+  }
+
+  /// S^T and P^T, or dP^T and dS^T.
+  __device__ __forceinline__ void make_weights(const PreparedStep& now, int n) {
+    float s[kM][kN][4] = {};
+    if (!makes_p) for_each_with_term(s, s_minus_delta, [](float& x, float term) { x = term; });
+    multiply_rows(s, makes_p ? s_key : kValueAgain ? again(s_value) : s_value, makes_p ? query_stage(n) : s_grad_out);
+    if (!makes_p) {
+      differentiate(s, now, n);
+      store_weights(gradient_tile(n), s);
+    } else if constexpr (Config::kGeneral) {
+      exponentiate_general(s, now, n);
+    } else {
+      exponentiate(s, now.step, n);
+      store_weights(weight_tile(n), s);
+    }
+  }
+
+  /// The second products: of tile n for the P warps, of the one before for the dS warps; and dQ of the one before.
+  __device__ __forceinline__ void use_weights(const PreparedStep& now, const BackwardStep& before, int n) {
+    const bool wanted = makes_p ? p.dv.data && !has(now, kStepPast) : p.dk.data && n > 0;
+    if (wanted) {
+      accumulate(makes_p ? weight_tile(n) : gradient_tile(n - 1), makes_p ? s_grad_out : query_stage(n - 1));
+    }
+    if (n > 0) {
+      pass_turns_before(n - 1);
+      add_dq(before, n - 1);
+    }
+    if (has(now, kStepPast)) pass_turns_before(n);
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (Config::kGeneral) {
+      if (prepares()) {
+        put_step(work.first_step(), 0);
+        put_step(next(work.ring[0].step), 1);
+      }
+      __syncthreads();
+      if (!makes_p) draw_dropped(work.ring[0], 0);
+      if (makes_p && !has(work.ring[0], kStepPast)) load_for_weights(work.ring[0], 0);
+    }
+    ptx::cp_async_commit();
+    PreparedStep walked = prepare(work.first_step());
+    int half = 0;
+#pragma unroll 1
+    for (;; ++half) {
+      const int n = half / 2;
+      const bool odd = half % 2 != 0;
+      const PreparedStep& now = Config::kGeneral ? work.ring[n % 8] : walked;
+      const bool past = has(now, kStepPast);
+      // Who loads a tile uses it first, in the next half-step; those who wait for nothing have loaded nothing.
+      const bool makes_weights = makes_p != odd && !past;
+      if (makes_p || half != 0) ptx::cp_async_wait<0>();
+      if (makes_weights) {
+        if (half == 0) take_out_non_finite<Element, kHeadDim, kRoleThreads, kBlockN, true>(s_key, role_thread());
+        // A hidden pair has weight 0, and 0 * NaN is NaN. What a query does see, its lse or its D knows.
+        if (has(now, kStepPartial | kStepUnclean)) {
+          take_out_non_finite<Element, kHeadDim, kRoleThreads, kBlockM>(odd ? s_grad_out : query_stage(n),
+                                                                        role_thread());
+        }
+      }
+      __syncthreads();
+      if (makes_weights) {
+        make_weights(now, n);
+      } else {
+        if (makes_p) {
+          const PreparedStep then = Config::kGeneral ? work.ring[(n + 1) % 8] : prepare(next(now.step));
+          if (odd && !has(then, kStepPast)) load_for_weights(then, n + 1);
+        } else {
+          if (!past) load_grad_out(now.step);
+        }
+        ptx::cp_async_commit();
+        if (Config::kGeneral && !makes_p && !past) {
+          if (prepares()) put_step(next(work.ring[(n + 1) % 8].step), n + 2);
+          draw_dropped(work.ring[(n + 1) % 8], n + 1);
+        }
+        use_weights(now, Config::kGeneral ? work.ring[(n + 7) % 8].step : previous(now.step), n);
+      }
+      if (past) break;
+      if (!Config::kGeneral && odd) walked = prepare(next(walked.step));
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // V may still have been under way, or K is still read
+    store_sums();
+  }
+
+  /// dV goes through the tile of V, which is done with, and dK through those of Q once the dS warps are: so they leave
+  /// in 16-byte pieces.
+  __device__ __forceinline__ void store_sums() {
+    const int lane = again(this->lane);
+    const uint32_t s_tile = makes_p ? again(s_key) + Config::kKeyBytes : kQueriesHoldKeys ? s_query : s_key;
+    const float unit = Config::kGeneral ? workspace.unit : 1.0f;
+    const float factor = makes_p ? unit : unit * static_cast<float>(p.softmax_scale);
+    const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (kD / 2);
+    const uint32_t s_lane = s_tile + Rows::lane_c(lane) + again(first_row) * Rows::kRowBytes;
+    if (!makes_p) sync_role();
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int d = 0; d < kD; d += 2) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          sum[m][d][e] *= factor;
+          sum[m][d + 1][e] *= factor;
+        }
+        Rows::store_c(s_lane, 16 * m, first_d + d / 2, sum[m][d], sum[m][d + 1]);
+      }
+    sync_role();
+    const TensorView& view = makes_p ? p.dv : p.dk;
+    if (!view.data) return;
+    constexpr int kRowsOfWarp = kBlockN / Config::kRoleWarps;
+    store_rows<Element, kHeadDim>(s_tile, key_rows<Element, false>(p, view, work.sequence),
+                                  warp % Config::kRoleWarps * kRowsOfWarp, kRowsOfWarp, work.first_key,
+                                  work.sequence.seqlen_k, static_cast<int>(makes_p ? p.head_dim_v : p.head_dim), lane);
+  }
+
+  __device__ __forceinline__ void sync_role() const {
+    if (makes_p) {
+      ptx::barrier_sync<1, kRoleThreads>();
+    } else {
+      ptx::barrier_sync<2, kRoleThreads>();
+    }
+  }
+};
+
+}  // namespace flash_ext::sm80

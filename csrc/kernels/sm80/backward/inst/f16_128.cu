@@ -1,0 +1,8 @@
+#include "kernels/sm80/backward/kernel.cuh"
+
+namespace flash_ext::sm80 {
+
+template int64_t backward_bytes<__half, 128>(const BackwardParams&);
+template void run_backward<__half, 128>(const BackwardParams&, void*, cudaStream_t);
+
+}  // namespace flash_ext::sm80

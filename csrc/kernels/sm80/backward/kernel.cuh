@@ -1,0 +1,148 @@
+// Attention backward on mma.sync (FlashAttention-2, Dao 2023, algorithm 2), recomputing the probabilities from lse:
+//
+//   S^T = K Q^T,   P^T = 2^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)         D:
+//   common/backward/row_terms.cuh dV += P^T dO,  dK += dS^T Q,          dQ += dS K
+//
+// A block owns kBlockN keys of one key head, and walks all tiles of queries that see them, of all heads of the group.
+// Half of its warps, the P warps, make S^T, P^T and dV; the others, the dS warps, make dP^T, dS^T and dK. A warp owns
+// kWarpKeys keys of S^T or dP^T, so what it computes is, without leaving its registers, the A operand of its second
+// product. P^T goes to the dS warps through a tile in shared memory, in which they leave dS^T in its place (a warp
+// reads and writes the same elements); from there all warps make dQ, each a part of the tile of queries.
+//
+// Half-steps, with a barrier before each; m counts tiles of queries:
+//             P warps                                        dS warps
+//   2 m       S^T(m) = K Q(m)^T, P^T(m), stored              dK += dS^T(m - 1) Q(m - 1), dQ(m - 1)
+//   2 m + 1   dV += P^T(m) dO(m), dQ(m - 1)                  dP^T(m) = V dO(m)^T, dS^T(m), stored
+// so the exponentials and dS of one half of the warps always meet products of the other, and both run through the same
+// code, half a step apart. Q(m + 1) is loaded during 2 m + 1, dO(m) during 2 m: two stages of Q, one of dO.
+//
+// Options: the derivative of the softcap, which only P knows, is multiplied into the P^T that the dS warps get; which
+// weights are dropped they draw themselves, for P as well, half a step before.
+//
+// dQ is summed over the blocks by atomic additions to float tiles (common/backward/dq_store.cuh). Deterministic:
+// additions to a tile take turns, from its last keys to its first, which is the order in which blocks draw their keys.
+#pragma once
+
+#include "consumer.cuh"
+#include "kernels/common/backward/row_terms.cuh"
+#include "kernels/common/score/bias_tile.cuh"
+#include "kernels/launch.h"
+#include "kernels/sm80/common/config.h"
+#include "slabs.cuh"
+
+namespace flash_ext::sm80 {
+
+/// Blocks of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the
+/// most queries see, come first. Deterministic: blocks draw numbers, so that whoever waits waits for one that runs.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace,
+                    unsigned key_tiles, bool copies_bias) {
+  extern __shared__ __align__(128) char shared[];
+  auto* const s_work = reinterpret_cast<BackwardWork<Config>*>(shared + Config::kSharedBytes - Config::kWorkBytes);
+  auto* const s_ticket = reinterpret_cast<unsigned*>(s_work);
+  unsigned number = blockIdx.x;
+  if (workspace.turns) {
+    if (threadIdx.x == 0) *s_ticket = static_cast<unsigned>(atomicAdd(workspace.ticket, 1));
+    __syncthreads();
+    number = *s_ticket;
+    __syncthreads();
+  }
+  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv), heads = gridDim.x / key_tiles;
+  const unsigned key_tile = workspace.turns ? key_tiles - 1 - number / heads : number % key_tiles;
+  const unsigned head = workspace.turns ? number % heads : number / key_tiles;
+  const int batch = static_cast<int>(head / heads_kv);
+  const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
+  const Sequence sequence(p, batch, head_q);
+  const int first_key = static_cast<int>(key_tile) * Config::kBlockN;
+  if (first_key >= sequence.seqlen_k) return;
+  BackwardBlock<Config> block(p, workspace, copies_bias, *s_work, shared);
+  block.load_keys(sequence, first_key);
+  const BackwardWork<Config> work(p, workspace, sequence, static_cast<int>(key_tile));
+  block.load_first_queries(work);
+  if (threadIdx.x == 0) *s_work = work;
+  __syncthreads();
+  block.run();
+}
+
+template <class Config>
+BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
+  return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kHeadDim, memory);
+}
+
+/// Of a block's shared memory.
+template <class Config>
+int64_t backward_shared_bytes(const BackwardParams& p) {
+  const int64_t bias = p.bias.data ? bias_tile_bytes(p.bias.dtype, Config::kBlockM, Config::kBlockN) : 0;
+  return Config::kSharedBytes + (Config::kGeneral ? bias : 0);
+}
+
+template <class Config>
+void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Element = typename Config::Element;
+  constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
+  const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
+  const LaunchShape rows{dim3(grid_size(RowTileOfBlock::blocks(p, kBlockM))), dim3(kRowTermThreads)};
+  launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
+
+  if (p.dq.data || p.dk.data || p.dv.data) {
+    const VisibilityTiles& visibility = workspace.visibility;
+    const LaunchShape tiles{dim3(grid_size(visibility.num_states())), dim3(kVisibilityThreads)};
+    launch("sm80/backward masks", mask_tiles_kernel<kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
+    const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
+    const LaunchShape keys{dim3(grid_size(key_tiles * p.heads_kv * p.batch)), dim3(Config::kThreads),
+                           static_cast<size_t>(backward_shared_bytes<Config>(p))};
+    launch("sm80/backward", backward_kernel<Config>, keys, stream, p, workspace, static_cast<unsigned>(key_tiles),
+           can_stage_bias(p.bias));
+  }
+  if (p.dq.data) {
+    launch("sm80/backward dq", store_dq_kernel<Element, typename Config::Dq, kBlockM, kHeadDim>, rows, stream, p,
+           workspace);
+  }
+  if (p.dsink) {
+    const LaunchShape heads{dim3(static_cast<unsigned>(p.heads_q)), dim3(kRowTermThreads)};
+    launch("sm80/backward sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace);
+  }
+}
+
+inline bool is_plain_backward(const BackwardParams& p) {
+  const bool plain_scores = p.softmax_scale > 0 && p.softcap == 0 && !p.alibi_slopes;
+  return plain_scores && !hides_pairs(p) && p.dropout.p == 0;
+}
+
+template <class Config>
+struct TiledBackward {
+  static int64_t bytes(const BackwardParams& p) { return backward_workspace<Config>(p, nullptr).bytes; }
+  static void run(const BackwardParams& p, void* memory, cudaStream_t stream) {
+    launch_backward<Config>(p, memory, stream);
+  }
+};
+
+/// Calls run with the implementation that serves a call on the current device.
+template <class Element, int kHeadDim, class Run>
+void with_backward(const BackwardParams& p, Run run) {
+  using Plain = BackwardConfig<Element, kHeadDim, false, false>;
+  using General = BackwardConfig<Element, kHeadDim, true, false>;
+  const int available = shared_bytes_per_block();
+  if (is_plain_backward(p) && available >= Plain::kSharedBytes) return run(TiledBackward<Plain>());
+  if (available >= backward_shared_bytes<General>(p)) return run(TiledBackward<General>());
+  if constexpr (sizeof(Element) == 4 && kHeadDim == 256) {
+    run(SlabBackward<Element, kHeadDim>());
+  } else {
+    run(TiledBackward<BackwardConfig<Element, kHeadDim, true, true>>());
+  }
+}
+
+template <class Element, int kHeadDim>
+int64_t backward_bytes(const BackwardParams& p) {
+  int64_t bytes = 0;
+  with_backward<Element, kHeadDim>(p, [&](auto backward) { bytes = decltype(backward)::bytes(p); });
+  return bytes;
+}
+
+template <class Element, int kHeadDim>
+void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  with_backward<Element, kHeadDim>(p, [&](auto backward) { decltype(backward)::run(p, memory, stream); });
+}
+
+}  // namespace flash_ext::sm80

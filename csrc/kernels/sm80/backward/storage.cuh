@@ -1,0 +1,153 @@
+// The shapes of the backward's tiles, and what one of its blocks works on.
+#pragma once
+
+#include "kernels/common/backward/dq_store.cuh"
+#include "kernels/common/backward/options.cuh"
+#include "kernels/common/backward/workspace.h"
+#include "kernels/common/score/scores.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/common/warp_products.cuh"
+#include "kernels/sm80/common/config.h"
+
+namespace flash_ext::sm80 {
+
+/// kGeneral: scores that are more than scaled products within a window (bias, mask, softcap, ALiBi, dropout).
+/// kSmall: fits into the shared memory of every GPU.
+template <class Element_, int kHeadDim_, bool kGeneral_, bool kSmall_>
+struct BackwardConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kGeneral = kGeneral_;
+  // dK and dV of the block's keys are 128 registers of a thread, 64 at head_dim 64.
+  static constexpr bool kFloat = sizeof(Element) == 4;
+  static constexpr bool kThin = kFloat && (kHeadDim == 256 || (kHeadDim == 128 && kSmall_));
+  static constexpr int kWarps = kSmall_ || kThin ? 4 : 8;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRoleWarps = kWarps / 2;
+  static constexpr int kWarpKeys = 32;  // as many as one Philox call and one word of visibility cover
+  // In float, options leave registers for half as many columns of dK and dV.
+  static constexpr bool kHalf = kHeadDim == 256 || (kFloat && kGeneral && !kSmall_);
+  static constexpr int kBlockN = kThin ? 32 : (kHalf ? 64 : 128) / (kSmall_ ? 2 : 1);
+  // As many queries as registers have room for; options need some too.
+  static constexpr int kBlockM = kFloat                       ? (kHeadDim == 64 && !kSmall_ ? 64 : 32)
+                                 : kHeadDim == 64 && !kSmall_ ? 128
+                                 : kHeadDim > 64 && kSmall_   ? 32
+                                                              : 64;
+  static constexpr int kBlocksPerSm = 1;
+  // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
+  static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
+
+  static constexpr int kKeyGroups = kBlockN / kWarpKeys;
+  static constexpr int kSides = kRoleWarps / kKeyGroups;  // warps that share keys: they divide queries, then columns
+  static constexpr int kWarpQueries = kBlockM / kSides;
+  static constexpr int kWarpColumns = kHeadDim / kSides;
+  static_assert(kSides * kKeyGroups == kRoleWarps && kWarpQueries % 16 == 0 && kWarpColumns % 16 == 0);
+
+  using Layout = TileLayout<Element, kHeadDim>;
+  using ScoreLayout = TileLayout<Element, kBlockM>;
+  using Dq = DqLayout<kBlockM, kHeadDim, kWarps>;
+  static constexpr int kKeyBytes = Layout::bytes(kBlockN);
+  static constexpr int kQueryBytes = Layout::bytes(kBlockM);
+  static constexpr int kScoreBytes = ScoreLayout::bytes(kBlockN);
+  static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
+  static constexpr int kWordBytes = kGeneral ? kBlockM * kKeyGroups * 4 : 0;
+  // A bit for each weight, whole words for each lane of the P warps.
+  static constexpr int kDroppedBytes = kGeneral ? (kWarpQueries + 31) / 32 * kThreads / 2 * 4 : 0;
+  // Where warps share keys, P^T is read for dV while dS^T is written: it has a tile of its own.
+  static constexpr int kScoreTiles = kSides == 1 ? 2 : 3;
+  static constexpr int kTilesBytes = 2 * kKeyBytes + 3 * kQueryBytes + kScoreTiles * kScoreBytes;
+  static constexpr int kWorkBytes = 512;
+  static constexpr int kSharedBytes =
+      kTilesBytes + 3 * kTermBytes + kWordBytes + 2 * kDroppedBytes + kWorkBytes;  // without a bias
+  static_assert(!kSmall_ || kSharedBytes + TileLayout<float, kBlockN>::bytes(kBlockM) <= kSmallestSharedBytes,
+                "every GPU must be able to launch it, with a bias too");
+};
+
+/// A tile of queries of a head, counted from the first of the group.
+struct BackwardStep {
+  int head, tile;
+};
+
+/// What is known of a step beforehand.
+enum StepFlags : int {
+  kStepPast = 1,      // there is none left
+  kStepPartial = 2,   // window or lengths hide some pair
+  kStepMasked = 4,    // masks do
+  kStepMayHide = 8,   // masks or bias may
+  kStepUnclean = 16,  // so they may, and some row holds Inf or NaN
+  kStepHidden = 32,   // masks hide all
+};
+
+struct PreparedStep {
+  BackwardStep step;
+  int flags;
+  float slope;  // ALiBi's, to base 2
+};
+
+/// What a block works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
+/// seldom.
+template <class Config>
+struct BackwardWork {
+  using Element = typename Config::Element;
+  Sequence sequence;  // its head is the first of the group
+  RowSource<const Element, false> queries, grad_out;
+  int key_tile, first_key;
+  int heads;       // of the group
+  TileSpan tiles;  // of queries
+  int first_tile;  // of the walk: blocks of a head begin at different ones, lest they add to the same dQ at once
+  int64_t workspace_tile;  // in the workspace, of the first head
+  float scale;             // of scores, to base 2
+  std::conditional_t<Config::kGeneral, BackwardOptions, NoBackwardOptions> options;
+  PreparedStep ring[Config::kGeneral ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
+
+  __device__ __forceinline__ BackwardWork(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                          const Sequence& sequence, int key_tile)
+      : sequence(sequence),
+        queries(query_rows<const Element>(p.q, sequence)),
+        grad_out(query_rows<const Element>(p.grad_out, sequence)),
+        key_tile(key_tile),
+        first_key(key_tile * Config::kBlockN),
+        heads(static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv)),
+        workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
+        scale(static_cast<float>(p.softmax_scale) * kLog2E),
+        options(p, sequence) {
+    static_assert(sizeof(BackwardWork) <= Config::kWorkBytes, "the shared-memory plan has room for it");
+    tiles = query_tiles(min(first_key + Config::kBlockN, sequence.seqlen_k));
+    const int count = tiles.end - tiles.begin;
+    first_tile = tiles.begin + (count > 0 && !workspace.turns ? key_tile % count : 0);
+  }
+
+  /// The first that sees some key; past the group if there is none.
+  __device__ __forceinline__ BackwardStep first_step() const {
+    return {tiles.begin < tiles.end ? 0 : heads, first_tile};
+  }
+
+  /// How many blocks add to a tile of dQ before this one.
+  __device__ __forceinline__ int turn(int tile) const {
+    const int first = tile * Config::kBlockM;
+    const int end = min(first + Config::kBlockM, sequence.seqlen_q);
+    return sequence.template key_tiles<Config::kBlockN>(first, end).end - 1 - key_tile;
+  }
+
+ private:
+  /// The tiles of queries that see some key of [first_key, end_key), and those that see them all.
+  __device__ __forceinline__ TileSpan query_tiles(int end_key) const {
+    constexpr int kBlockM = Config::kBlockM;
+    const int some_begin = queries_begin(first_key), some_end = queries_end(end_key - 1);
+    if (first_key >= end_key || some_begin >= some_end) return {0, 0, 0, 0};
+    TileSpan span;
+    span.begin = some_begin / kBlockM;
+    span.end = (some_end + kBlockM - 1) / kBlockM;
+    span.full_begin = span.full_end = span.end;
+    if (end_key - first_key < Config::kBlockN) return span;  // keys past the end are hidden from everybody
+    span.full_begin = min((queries_begin(end_key - 1) + kBlockM - 1) / kBlockM, span.end);
+    span.full_end = max(max(queries_end(first_key), 0) / kBlockM, span.full_begin);
+    return span;
+  }
+  __device__ __forceinline__ int queries_begin(int j) const { return max(j - sequence.offset - sequence.right, 0); }
+  __device__ __forceinline__ int queries_end(int j) const {
+    return min(j - sequence.offset + sequence.left + 1, sequence.seqlen_q);
+  }
+};
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,397 @@
+// A block of the gradient of the bias: the sum of dS over the tiles of scores that fall on its tile of dbias. See
+// kernel.cuh.
+#pragma once
+
+#include "kernels/common/bias_gradient/tiles.cuh"
+#include "kernels/common/score/bias_tile.cuh"
+#include "kernels/sm80/common/score_tile.cuh"
+
+namespace flash_ext::sm80 {
+
+/// A block's shared memory: stages of slabs; the bias; of each summand under way what it is, and masks' words.
+struct BiasShared {
+  int stages;
+  bool stages_bias;
+  int bias_at, search_at, summands_at, words_at, bytes;
+};
+
+/// A tile of scores that falls on the block's tile, and some pair of which is visible.
+struct BiasSummand {
+  int batch, head, first_query, first_key, seqlen_q, seqlen_k;
+  bool valid;
+  bool outside_window, masked;  // whether some pair of it is hidden thereby
+  bool whole;                   // has no rows beyond the queries
+  const void *q, *k, *v, *grad_out;
+  const float *lse, *delta;  // null without
+};
+
+template <class Element>
+struct BiasBlock {
+  using Shape = BiasShape<Element>;
+  static constexpr int kSlab = 64;  // columns that are loaded at a time
+  using Products = flash_ext::Products<Element, kSlab>;
+  static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kM = Shape::kM, kN = Shape::kN;
+  static constexpr int kThreads = Shape::kThreads;
+  static constexpr int kRowBytes = Products::Layout::bytes(kRows);  // of a slab of Q or dO
+  static constexpr int kStageBytes = kRowBytes + Products::Layout::bytes(kKeys);
+  static constexpr int kMinStages = 2, kMaxStages = 4;
+  static constexpr int kWordsPerRow = kKeys / 32, kWordBytes = kRows * kKeys / 8;
+  using Bias = BiasTile<Shape::kWarpRows, Shape::kWarpKeys>;
+  using Sum = BiasSum<kRows, kKeys, kThreads>;
+  using Fragment = float[kM][kN][4];
+  using RowTerms = float[kM][2];
+  static_assert(Sum::kBytes <= kMinStages * kStageBytes, "the sum takes the place of the slabs");
+
+  const BackwardParams& p;
+  const BiasTiles& tiles;
+  const BiasShared& plan;
+  const float* const delta;
+  char* const shared;
+  const int warp, lane, warp_row, warp_key;
+
+  __device__ __forceinline__ BiasBlock(const BackwardParams& p, const BiasTiles& tiles, const BiasShared& plan,
+                                       const float* delta, char* shared)
+      : p(p),
+        tiles(tiles),
+        plan(plan),
+        delta(delta),
+        shared(shared),
+        warp(threadIdx.x / 32),
+        lane(threadIdx.x % 32),
+        warp_row(warp / Shape::kKeyWarps * Shape::kWarpRows),
+        warp_key(warp % Shape::kKeyWarps * Shape::kWarpKeys) {}
+
+  __device__ __forceinline__ static int slabs(int64_t columns) {
+    return (static_cast<int>(columns) + kSlab - 1) / kSlab;
+  }
+  __device__ __forceinline__ int score_slabs() const { return slabs(p.head_dim); }
+  /// Those of Q and K, and those of dO and V.
+  __device__ __forceinline__ int all_slabs() const {
+    return score_slabs() + (p.grad_out.data && !p.grad_weights.data ? slabs(p.head_dim_v) : 0);
+  }
+  /// Of the n-th slabs of all summands.
+  __device__ __forceinline__ uint32_t stage(int n) const {
+    return ptx::shared_address(shared) + n % plan.stages * kStageBytes;
+  }
+  /// Summands under way are as many as stages at most, and one more is sought.
+  __device__ __forceinline__ int slot(int summand) const { return summand % (plan.stages + 1); }
+  __device__ __forceinline__ BiasSummand& summand_at(int summand) const {
+    return reinterpret_cast<BiasSummand*>(shared + plan.summands_at)[slot(summand)];
+  }
+  __device__ __forceinline__ uint32_t* words_of(int summand) const {
+    return reinterpret_cast<uint32_t*>(shared + plan.words_at + slot(summand) * kWordBytes);
+  }
+  __device__ __forceinline__ bool has_masks() const { return p.mask.data || p.blocks.offsets; }
+  __device__ __forceinline__ Bias bias_tile() const {
+    return {ptx::shared_address(shared) + plan.bias_at +
+                warp * static_cast<int>(p.bias.dtype == DType::kFloat32 ? Bias::kBytes32 : Bias::kBytes16),
+            p.bias, lane};
+  }
+
+  /// Where the search for summands has come to; touched by thread 0 alone, unless there are masks.
+  __device__ __forceinline__ Summands& ahead() const { return *reinterpret_cast<Summands*>(shared + plan.search_at); }
+
+  /// The next summand with a visible pair. By all threads if there are masks, else by one.
+  __device__ __forceinline__ void seek(int summand) const {
+    if (!has_masks() && threadIdx.x != 0) return;
+    BiasSummand& found = summand_at(summand);
+    Summands ahead = this->ahead();
+    for (; ahead.left > 0; ahead.next(tiles)) {
+      const Sequence sequence(p, ahead.batch(), ahead.head());
+      const int first_query = ahead.query_tile() * kRows, first_key = ahead.key_tile() * kKeys;
+      const int end_query = min(first_query + kRows, sequence.seqlen_q);
+      const Window window = sequence.window();
+      const Interval some = visible_keys(first_query, end_query, sequence.seqlen_k, window);
+      if (first_key >= some.end || first_key + kKeys <= some.begin) continue;
+      const Interval every = common_keys(first_query, end_query, sequence.seqlen_k, window);
+      bool masked = false;
+      if (has_masks()) {
+        const TileVisibility visible = build_visibility<kThreads, kRows, kKeys>(
+            words_of(summand), MaskRows(p.mask, sequence), BlockMaskRows(p.blocks, sequence), first_query, first_key,
+            sequence.seqlen_q, sequence.seqlen_k);
+        if (!visible.any) continue;
+        masked = !visible.all;
+      }
+      if (threadIdx.x == 0) {
+        found = {sequence.batch,
+                 sequence.head,
+                 first_query,
+                 first_key,
+                 sequence.seqlen_q,
+                 sequence.seqlen_k,
+                 true,
+                 first_key < every.begin || first_key + kKeys > every.end,
+                 masked,
+                 first_query + kRows <= sequence.seqlen_q,
+                 query_rows<const Element>(p.q, sequence).base,
+                 key_rows<const Element, false>(p, p.k, sequence).base,
+                 key_rows<const Element, false>(p, p.v, sequence).base,
+                 p.grad_out.data ? query_rows<const Element>(p.grad_out, sequence).base : nullptr,
+                 static_cast<const float*>(p.lse.data) + sequence.lse_offset(p.lse),
+                 delta ? delta + row_of_head(p, sequence, 0) : nullptr};
+        ahead.next(tiles);
+        this->ahead() = ahead;
+      }
+      return;
+    }
+    if (threadIdx.x == 0) {
+      found.valid = false;
+      this->ahead() = ahead;
+    }
+  }
+  /// The n-th slabs, as a group of copies, empty when there are none.
+  __device__ __forceinline__ void load(int n) const {
+    const BiasSummand& summand = summand_at(n / all_slabs());
+    if (summand.valid) {
+      const int slab_of_summand = n % all_slabs();
+      const bool of_scores = slab_of_summand < score_slabs();
+      const int slab = of_scores ? slab_of_summand : slab_of_summand - score_slabs();
+      const int columns = static_cast<int>(of_scores ? p.head_dim : p.head_dim_v) - slab * kSlab;
+      load_slab<kRows>(stage(n), of_scores ? summand.q : summand.grad_out,
+                       of_scores ? p.q.row_stride : p.grad_out.row_stride, slab, summand.first_query, summand.seqlen_q,
+                       columns);
+      load_slab<kKeys>(stage(n) + kRowBytes, of_scores ? summand.k : summand.v,
+                       of_scores ? p.k.row_stride : p.v.row_stride, slab, summand.first_key, summand.seqlen_k, columns);
+    }
+    ptx::cp_async_commit();
+  }
+  template <int kSlabRows>
+  __device__ __forceinline__ static void load_slab(uint32_t s_slab, const void* base, int64_t row_stride, int slab,
+                                                   int first, int num_rows, int columns) {
+    const RowSource<const Element, false> rows{static_cast<const Element*>(base) + slab * kSlab, row_stride};
+    load_tile<Element, kSlab, kThreads, kSlabRows>(s_slab, rows, first, num_rows, min(columns, kSlab));
+  }
+
+  __device__ __forceinline__ void wait_for_slabs() const {
+    switch (plan.stages) {  // copies of one stage more are never under way
+      case 2:
+        ptx::cp_async_wait<0>();
+        break;
+      case 3:
+        ptx::cp_async_wait<1>();
+        break;
+      default:
+        ptx::cp_async_wait<2>();
+    }
+    __syncthreads();
+  }
+
+  /// c += A B^T for the warp's rows of both slabs of a stage.
+  __device__ __forceinline__ void multiply(Fragment& c, uint32_t s_stage) const {
+    const uint32_t s_lane_a = s_stage + Products::lane_a(lane) + warp_row * Products::kRowBytes;
+    const uint32_t s_lane_b = s_stage + kRowBytes + Products::lane_b(lane) + warp_key * Products::kRowBytes;
+    constexpr int kUnroll = Shape::kFloat ? 1 : 4;
+#pragma unroll kUnroll
+    for (int step = 0; step < kSlab / Products::kDepth; ++step) {
+      typename Products::A a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Products::load_a(a[m], s_lane_a, 16 * m, step);
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        typename Products::B b;
+        Products::load_b(b, s_lane_b, 8 * n, step);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Products::multiply(c[m][n], c[m][n + 1], a[m], b);
+      }
+    }
+  }
+
+  __device__ __forceinline__ TileCoordinates<false> coordinates(const BiasSummand& summand) const {
+    return TileCoordinates<false>::of_lane(summand.first_query + warp_row, summand.first_key + warp_key, lane);
+  }
+
+  /// lse of the lane's rows, -inf for those that are not there or see nothing; and -delta.
+  __device__ __forceinline__ void load_terms(RowTerms& lse, RowTerms& minus_delta, const BiasSummand& summand) const {
+    const TileCoordinates<false> at = coordinates(summand);
+    const float* const g_lse = summand.lse;
+    const float* const g_delta = summand.delta;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = at.row(m, 2 * r);
+        const bool there = i < summand.seqlen_q;
+        lse[m][r] = there ? g_lse[i] : -INFINITY;
+        minus_delta[m][r] = there && g_delta ? -g_delta[i] : 0.0f;
+      }
+  }
+
+  /// sum += dS, from S and f dP - delta, where nothing but a bias without -inf is added to scores.
+  __device__ __forceinline__ void add_plain(Fragment& sum, Fragment& s, const Fragment& dp, const RowTerms& lse) const {
+    const float scale = static_cast<float>(p.softmax_scale) * kLog2E;
+    // What cannot be seen has weight 0 by a reference of inf.
+    RowTerms reference;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) reference[m][r] = lse[m][r] == -INFINITY ? INFINITY : lse[m][r];
+    for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
+    if (p.bias.data) bias_tile().add(s, kLog2E);
+    for_each_score(s, [&](float& x, int m, int n, int e) {
+      x = ptx::exp2_approx(fmaf(reference[m][e / 2], -kLog2E, x));
+      if (x != 0.0f) sum[m][n][e] = fmaf(x, dp[m][n][e], sum[m][n][e]);
+    });
+  }
+
+  /// The same with all options.
+  __device__ __forceinline__ void add(Fragment& sum, Fragment& s, Fragment& dp, const RowTerms& lse,
+                                      const BiasSummand& summand, int number) const {
+    const Sequence sequence(p, summand.batch, summand.head);
+    const TileCoordinates<false> at = coordinates(summand);
+    {
+      const ScoreRules<Element> rules(p, sequence);
+      rules.scale_and_cap(s);
+      rules.add_alibi(s, at);
+      if (plan.stages_bias) {
+        bias_tile().add(s, kLog2E);
+      } else if (p.bias.data) {
+        rules.add_bias(s, at);
+      }
+    }
+    if (summand.outside_window) hide_outside_window(s, at, sequence);
+    if (summand.masked) hide_by_words(s, words_of(number));
+    for_each_score(s, [&](float& x, int m, int, int e) {
+      // Hidden scores first: an lse of NaN must not reach them.
+      const float l = lse[m][e / 2];
+      x = l == -INFINITY || x == -INFINITY ? 0.0f : ptx::exp2_approx(fmaf(l, -kLog2E, x));
+    });
+    if (plan.stages_bias) bias_tile().hide(s);
+    if (p.grad_weights.data) {
+      drop(s, sequence, p.dropout_mode, at);
+      multiply_by_gradient(s, sequence, at);
+      for_each_score(s, [&](float& x, int m, int n, int e) { sum[m][n][e] += x; });
+    } else {
+      if (drops()) {
+        drop(dp, sequence, kDropoutApply, at);
+        RowTerms again, minus_delta;
+        load_terms(again, minus_delta, summand);
+        for_each_score(dp, [&](float& x, int m, int, int e) { x += minus_delta[m][e / 2]; });
+      }
+      // Where the weight is 0 the rest may be NaN, from keys or rows that this query has nothing to do with.
+      for_each_score(s, [&](float& x, int m, int n, int e) {
+        if (x != 0.0f) sum[m][n][e] = fmaf(x, dp[m][n][e], sum[m][n][e]);
+      });
+    }
+  }
+
+  __device__ __forceinline__ bool drops() const { return dropout_threshold(p.dropout.p) > 0; }
+  __device__ __forceinline__ static void hide_by_words(Fragment& s, const uint32_t* s_words, int row, int key,
+                                                       int lane) {
+    const uint32_t* const s_lane = s_words + (row + lane / 4) * kWordsPerRow + key / 32;
+    for_each_score(s, [&](float& x, int m, int n, int e) {
+      const uint32_t word = s_lane[(16 * m + 8 * (e / 2)) * kWordsPerRow + n / 4];
+      if (!(word >> (8 * (n % 4) + 2 * (lane % 4) + e % 2) & 1u)) x = -INFINITY;
+    });
+  }
+  __device__ __forceinline__ void hide_by_words(Fragment& s, const uint32_t* s_words) const {
+    hide_by_words(s, s_words, warp_row, warp_key, lane);
+  }
+
+  /// What a dropout mode does to weights, and to the gradient of weights.
+  __device__ __forceinline__ void drop(Fragment& w, const Sequence& sequence, int mode,
+                                       const TileCoordinates<false>& at) const {
+    if (!drops() || mode == kDropoutIgnore) return;
+    const Dropout dropout(p, sequence);
+    if (mode == kDropoutNegate) {
+      dropout.for_each_dropped(w, at, [](float& x) { x = -x; });
+    } else {
+      for_each_score(w, [&](float& x, int, int, int) { x *= dropout.keep_scale; });
+      dropout.drop(w, at);
+    }
+  }
+
+  /// Weights become dS of attention_weights. Those that are not 0 are of pairs that are there.
+  __device__ __forceinline__ void multiply_by_gradient(Fragment& w, const Sequence& sequence,
+                                                       const TileCoordinates<false>& at) const {
+    const ScoreView& view = p.grad_weights;
+    const auto* const g_lane = static_cast<const Element*>(view.data) + sequence.batch * view.batch_stride +
+                               sequence.head * view.head_stride + at.row(0, 0) * view.row_stride +
+                               at.column(0, 0) * view.col_stride;
+    for_each_score(w, [&](float& x, int m, int n, int e) {
+      if (x != 0.0f)
+        x *= static_cast<float>(g_lane[(16 * m + 8 * (e / 2)) * view.row_stride + (8 * n + e % 2) * view.col_stride]);
+    });
+  }
+
+  /// Whether there is a -inf in the warp's part of a bias that has been copied. b is 0, and is so again.
+  __device__ __forceinline__ bool bias_hides(Fragment& b) const {
+    if (!plan.stages_bias) return false;
+    bias_tile().add(b, 1.0f);
+    bool hides = false;
+    for_each_score(b, [&](float& x, int, int, int) {
+      hides = hides || x == -INFINITY;
+      x = 0.0f;
+    });
+    return __any_sync(~0u, hides);
+  }
+
+  /// Of all sequences: a bias may be there for rows and keys that the first one has not.
+  __device__ __forceinline__ void load_bias(const DbiasTile& mine) const {
+    if (!plan.stages_bias) return;
+    Sequence sequence(p, mine.batch, mine.head);
+    sequence.seqlen_q = static_cast<int>(p.seqlen_q);
+    sequence.seqlen_k = static_cast<int>(p.seqlen_k);
+    bias_tile().load(sequence, mine.query * kRows + warp_row, mine.key * kKeys + warp_key);
+  }
+
+  __device__ __forceinline__ void store(const Sum& result, Fragment& sum) const {
+    __syncthreads();  // the last slabs have been read
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          *reinterpret_cast<float2*>(result.s_sum +
+                                     Sum::at(warp_row + 16 * m + 8 * r + lane / 4, warp_key + 8 * n + 2 * (lane % 4))) =
+              make_float2(sum[m][n][2 * r], sum[m][n][2 * r + 1]);
+  }
+
+  /// Adds the summands [begin, end) of a tile of dbias.
+  __device__ __forceinline__ void run(Fragment& sum, const DbiasTile& mine, int64_t begin, int64_t end) {
+    if (threadIdx.x == 0) ahead() = Summands(tiles, mine, begin, end);
+    load_bias(mine);
+    __syncthreads();
+    seek(0);
+    for (int n = 1; n < plan.stages; ++n) {
+      __syncthreads();
+      load(n - 1);
+      seek(n);
+    }
+    bool plain = p.softcap == 0.0 && !p.alibi_slopes && plan.stages_bias == (p.bias.data != nullptr) && !drops() &&
+                 !p.grad_weights.data;
+    int at = 0;  // slabs that have been multiplied
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+      wait_for_slabs();
+      const BiasSummand& summand = summand_at(number);
+      if (!summand.valid) return;
+      seek(number + plan.stages);  // now that registers are free
+      Fragment s, dp;
+      for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
+      if (number == 0) plain = plain && !bias_hides(s);
+      RowTerms lse, minus_delta;
+      load_terms(lse, minus_delta, summand);
+      for (int slab = 0;;) {
+        load(at + plan.stages - 1);
+        multiply(s, stage(at++));
+        if (++slab == score_slabs()) break;
+        wait_for_slabs();
+      }
+      for_each_score(dp, [&](float& x, int m, int, int e) { x = drops() ? 0.0f : minus_delta[m][e / 2]; });
+#pragma unroll 1
+      for (int slab = score_slabs(); slab < all_slabs(); ++slab) {
+        wait_for_slabs();
+        load(at + plan.stages - 1);
+        multiply(dp, stage(at++));
+      }
+      if (plain && summand.whole && !summand.outside_window && !summand.masked) {
+        add_plain(sum, s, dp, lse);
+      } else {
+        add(sum, s, dp, lse, summand, number);
+      }
+    }
+  }
+};
+
+}  // namespace flash_ext::sm80

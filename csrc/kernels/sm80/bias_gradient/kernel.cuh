@@ -1,0 +1,114 @@
+// The gradient of an additive bias: dS, summed over the dimensions in which the bias is broadcast.
+//
+//   dS = P * (f dP - delta)    dP = dO V^T,  P = 2^(S - lse),  f: dropout      or, of attention_weights,  W * G
+//
+// A block owns a tile of dbias: one batch entry and head of it, and kRows x kKeys of its rows and columns; where dbias
+// is broadcast, all of that dimension. It recomputes dS of every tile of scores that falls on it, in a fixed order, and
+// adds up in registers, so that neither atomics nor an N x N buffer are needed. Where dbias has few tiles, each has
+// several blocks with a chunk of the sum each, and the chunks are added in order afterwards.
+//
+//   row terms:  delta = rowsum(dO * O) - grad_lse       for attention alone
+//   tiles:      dbias, or each chunk's share of it
+//   chunks:     dbias from the shares
+//
+// Of a tile of scores, slabs of 64 columns of Q and K, then of dO and V go through a ring of stages, with copies under
+// way for all stages but the one that is multiplied, whatever the head dim. There is a barrier for each stage. The
+// bias of a block's tile is the same for all that falls on it, and is copied once.
+#pragma once
+
+#include "consumer.cuh"
+#include "kernels/common/bias_gradient/row_terms.cuh"
+#include "kernels/ptx/reread.h"
+
+namespace flash_ext::sm80 {
+
+template <class Element>
+__global__ void __launch_bounds__(BiasShape<Element>::kThreads, BiasShape<Element>::kBlocksPerSm)
+    bias_gradient_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasTiles tiles,
+                         const __grid_constant__ BiasShared plan, const float* delta, float* shares) {
+  extern __shared__ __align__(128) char shared[];
+  using Block = BiasBlock<Element>;
+  // Computed again in the end: the loop has no registers for it.
+  const auto mine = [&] { return DbiasTile(tiles, ptx::reread(static_cast<int>(blockIdx.x))); };
+  Block block(p, tiles, plan, delta, shared);
+  typename Block::Fragment sum;
+  for_each_score(sum, [](float& x, int, int, int) { x = 0.0f; });
+  block.run(sum, mine(), tiles.summed() * blockIdx.y / gridDim.y, tiles.summed() * (blockIdx.y + 1) / gridDim.y);
+
+  const typename Block::Sum result{reinterpret_cast<float*>(shared)};
+  block.store(result, sum);
+  result.sum_broadcast(p.dbias.row_stride == 0, p.dbias.col_stride == 0);
+  if (shares) {
+    result.store_share(shares + (blockIdx.y * tiles.count() + blockIdx.x) * tiles.tile_elements());
+  } else {
+    result.store(p, mine());
+  }
+}
+
+/// A block per tile of dbias.
+template <int kRows, int kKeys>
+__global__ void __launch_bounds__(kScoreThreads)
+    bias_chunks_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasTiles tiles,
+                       const float* shares) {
+  extern __shared__ __align__(128) char shared[];
+  using Sum = BiasSum<kRows, kKeys, kScoreThreads>;
+  const Sum result{reinterpret_cast<float*>(shared)};
+  const int rows = p.dbias.row_stride == 0 ? 1 : kRows;  // that hold something
+  for (int n = threadIdx.x; n < rows * kKeys; n += kScoreThreads) {
+    float sum = 0.0f;
+    for (int64_t chunk = 0; chunk < tiles.chunks; ++chunk)
+      sum += shares[(chunk * tiles.count() + blockIdx.x) * (kRows * kKeys) + n];
+    result.s_sum[Sum::at(n / kKeys, n % kKeys)] = sum;
+  }
+  __syncthreads();
+  result.store(p, DbiasTile(tiles, blockIdx.x));
+}
+
+/// As many stages as fit beside the bias, best with another block; the bias stays where it is if nothing fits.
+template <class Element>
+BiasShared bias_shared(const BackwardParams& p) {
+  using Block = BiasBlock<Element>;
+  const int of_block = shared_bytes_per_block();
+  const int of_several = shared_bytes_per_sm() / BiasShape<Element>::kBlocksPerSm - kReservedSharedBytes;
+  const auto with = [&](int stages, bool stages_bias) {
+    BiasShared plan = {};
+    plan.stages = stages;
+    plan.stages_bias = stages_bias;
+    plan.bias_at = stages * Block::kStageBytes;
+    plan.search_at = plan.bias_at;
+    if (stages_bias) plan.search_at += static_cast<int>(Block::Bias::bytes(p.bias)) * (Block::kThreads / 32);
+    plan.summands_at = plan.search_at + static_cast<int>(sizeof(Summands) + 15) / 16 * 16;
+    const int slots = stages + 1;
+    plan.words_at = plan.summands_at + (slots * static_cast<int>(sizeof(BiasSummand)) + 127) / 128 * 128;
+    plan.bytes = plan.words_at + (p.mask.data || p.blocks.offsets ? slots * Block::kWordBytes : 0);
+    return plan;
+  };
+  for (const bool stages_bias : {can_stage_bias(p.bias), false})
+    for (const int available : {std::min(of_block, of_several), of_block})
+      for (int stages = Block::kMaxStages; stages >= Block::kMinStages; --stages) {
+        const BiasShared plan = with(stages, stages_bias);
+        if (plan.bytes <= available) return plan;
+      }
+  return with(Block::kMinStages, false);
+}
+
+template <class Element>
+void run_bias_gradient(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Shape = BiasShape<Element>;
+  const BiasTiles tiles = BiasTiles::of<Element>(p);
+  const BiasWorkspace workspace(p, tiles, memory);
+  if (workspace.delta) launch_bias_row_terms<Element>(p, workspace.delta, stream);
+  const unsigned count = grid_size(tiles.count());
+  const BiasShared plan = bias_shared<Element>(p);
+  launch("sm80/bias_gradient", bias_gradient_kernel<Element>,
+         {dim3(count, static_cast<unsigned>(tiles.chunks)), dim3(Shape::kThreads), static_cast<size_t>(plan.bytes)},
+         stream, p, tiles, plan, workspace.delta, workspace.shares);
+  if (workspace.shares) {
+    constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys;
+    launch("sm80/bias_gradient", bias_chunks_kernel<kRows, kKeys>,
+           {dim3(count), dim3(kScoreThreads), BiasSum<kRows, kKeys, kScoreThreads>::kBytes}, stream, p, tiles,
+           workspace.shares);
+  }
+}
+
+}  // namespace flash_ext::sm80

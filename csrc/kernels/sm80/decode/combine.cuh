@@ -1,0 +1,143 @@
+// The sum of the splits of decoding:   lse = log(e^sink + sum_s 2^lse_s),   out = sum_s 2^(lse_s - lse) out_s
+//
+// A block owns a row. Its threads share the columns, four each, and the splits, of which each takes every kth; all of a
+// thread's loads are independent. The order of the sums is that of the splits a row has, so that nothing else matters.
+#pragma once
+
+#include "kernels/common/score/scores.cuh"
+#include "kernels/launch.h"
+#include "kernels/ptx/grid_dependency.h"
+#include "scheduler.cuh"
+
+namespace flash_ext::sm80 {
+
+constexpr int kMaxCombineThreads = 512;
+constexpr int kCombineColumns = 4;  // of a thread
+constexpr int kCombineUnroll = 8;   // splits that a thread reads at once
+
+/// A sum of 2^(lse_s - maximum) out_s over some splits.
+struct CombinedPart {
+  float maximum, sum;
+  float4 out;
+
+  /// Adds sums over other splits.
+  template <int kCount>
+  __device__ __forceinline__ void add(const CombinedPart (&parts)[kCount]) {
+    float grown = maximum;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) grown = fmaxf(grown, parts[n].maximum);
+    const float reference = grown == -INFINITY ? 0.0f : grown;
+    scale(ptx::exp2_approx(maximum - reference));
+    maximum = grown;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const float factor = ptx::exp2_approx(parts[n].maximum - reference);
+      sum += factor * parts[n].sum;  // NaN even if nothing of the part is
+      if (factor == 0.0f) continue;
+      const float4& other = parts[n].out;
+      out = {out.x + factor * other.x, out.y + factor * other.y, out.z + factor * other.z, out.w + factor * other.w};
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void scale(float factor) {
+    sum *= factor;
+    out = {out.x * factor, out.y * factor, out.z * factor, out.w * factor};
+  }
+};
+
+constexpr float4 kNoColumns = {0.0f, 0.0f, 0.0f, 0.0f};
+
+/// Splits part, part + parts, ... of a row.
+__device__ __forceinline__ CombinedPart combine_splits(const DecodePartials& partials, const DecodeGrid& grid,
+                                                       const DecodeTile& tile, int row, int column, int columns,
+                                                       int part, int parts) {
+  const int num_splits = tile.num_splits();
+  CombinedPart total{-INFINITY, 0.0f, kNoColumns};
+  for (int first = part; first < num_splits; first += parts * kCombineUnroll) {
+    CombinedPart splits[kCombineUnroll];
+#pragma unroll
+    for (int n = 0; n < kCombineUnroll; ++n) {
+      const bool exists = first + n * parts < num_splits;
+      const int64_t at = tile.partial_row(grid, tile.first_split + (exists ? first + n * parts : first), row);
+      splits[n].maximum = partials.lse[at];
+      splits[n].sum = 1.0f;
+      splits[n].out = *reinterpret_cast<const float4*>(partials.out + at * columns + column);
+      if (!exists) splits[n].maximum = -INFINITY;
+    }
+    total.add(splits);
+  }
+  return total;
+}
+
+template <class Element>
+__device__ __forceinline__ void store_four(Element* target, float4 value, float scale) {
+  if constexpr (sizeof(Element) == 4) {
+    *reinterpret_cast<float4*>(target) =
+        make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale);
+  } else {
+    *reinterpret_cast<uint2*>(target) = make_uint2(ptx::pack2<Element>(value.x * scale, value.y * scale),
+                                                   ptx::pack2<Element>(value.z * scale, value.w * scale));
+  }
+}
+
+__host__ __device__ __forceinline__ int combine_threads_per_part(int columns) {
+  return columns <= 64 ? 16 : columns <= 128 ? 32 : 64;
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kMaxCombineThreads)
+    combine_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodeGrid grid,
+                   const __grid_constant__ DecodePartials partials) {
+  __shared__ CombinedPart s_parts[kMaxCombineThreads];
+  const uint32_t rows = static_cast<uint32_t>(p.seqlen_q) * grid.group.value;
+  const uint32_t flat_group = blockIdx.x / rows, batch = grid.groups.quotient(flat_group);
+  const int flat = static_cast<int>(blockIdx.x - flat_group * rows);
+  const DecodeTile tile(p, grid, static_cast<int>(batch), static_cast<int>(flat_group - batch * grid.groups.value),
+                        flat / grid.block_m);
+  const int row = flat % grid.block_m;
+  // Before any return: else this grid could end, and what follows it start, while the previous one still writes.
+  ptx::wait_for_previous_grid();
+  if (row >= tile.rows || !tile.is_cut()) return;
+
+  const int columns = static_cast<int>(p.head_dim_v), threads_per_part = combine_threads_per_part(columns);
+  const int parts = static_cast<int>(blockDim.x) / threads_per_part;
+  const int part = threadIdx.x / threads_per_part;
+  const int column = threadIdx.x % threads_per_part * kCombineColumns;
+  CombinedPart total{-INFINITY, 0.0f, kNoColumns};
+  if (column < columns) total = combine_splits(partials, grid, tile, row, column, columns, part, parts);
+  if (parts > 1) {
+    s_parts[threadIdx.x] = total;
+    __syncthreads();
+  }
+  if (part > 0 || column >= columns) return;
+  for (int first = 1; first < parts; first += kCombineUnroll) {
+    CombinedPart others[kCombineUnroll];
+#pragma unroll
+    for (int n = 0; n < kCombineUnroll; ++n) {
+      others[n] = s_parts[min(first + n, parts - 1) * threads_per_part + threadIdx.x];
+      if (first + n >= parts) others[n].maximum = -INFINITY;
+    }
+    total.add(others);
+  }
+  const DecodeRow<Element> target(p, grid, tile.sequence, flat);
+  const RowEnd end = finish_row(total.maximum, total.sum, sink_of(p, target.head));
+  if (column == 0) *target.lse = end.lse;
+  store_four(target.out + column, total.out, end.scale);
+}
+
+template <class Element>
+void run_combine(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
+                 cudaStream_t stream) {
+  const int64_t blocks = params.batch * params.heads_q * params.seqlen_q;
+  // Where splits have a fixed size, their number is the largest possible one, which must not matter.
+  const int threads_per_part = combine_threads_per_part(static_cast<int>(params.head_dim_v));
+  const int most = kMaxCombineThreads / threads_per_part;
+  const int wanted = (static_cast<int>(grid.splits.value) + kCombineUnroll - 1) / kCombineUnroll;
+  const int parts = grid.split_size.value > 0 ? most : std::min(most, wanted);
+  LaunchShape shape{dim3(grid_size(blocks)), dim3(static_cast<unsigned>(parts * threads_per_part))};
+  shape.overlaps_previous = true;
+  launch("combine", combine_kernel<Element>, shape, stream, params, grid, partials);
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,8 @@
+#include "kernels/sm80/decode/kernel.cuh"
+
+namespace flash_ext::sm80 {
+
+template void run_decode<__nv_bfloat16, 128>(const ForwardParams&, const DecodeGrid&, const DecodePartials&, bool,
+                                             cudaStream_t);
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,49 @@
+// Which kernels a call of decode() runs.
+#include "kernels/common/head_dim.h"
+#include "kernels/sm80/clear/clear.h"
+#include "kernels/sm80/common/element.h"
+#include "kernels/sm80/decode/combine.cuh"
+#include "kernels/sm80/decode/decode.h"
+#include "kernels/sm80/decode/scheduler.cuh"
+#include "kernels/sm80/forward/forward.h"
+
+namespace flash_ext::sm80 {
+
+template <class Element, int kHeadDim>
+void run_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials, bool behind_append,
+                cudaStream_t stream);
+
+namespace {
+
+template <class Element>
+void run(const ForwardParams& params, void* workspace, bool behind_append, cudaStream_t stream) {
+  const DecodeGrid grid(params);
+  float* out = static_cast<float*>(workspace);
+  const DecodePartials partials{out, out + grid.partial_rows(params.batch) * params.head_dim_v};
+  with_kernel_head_dim(params.head_dim, params.head_dim_v, [&](auto head_dim) {
+    run_decode<Element, decltype(head_dim)::value>(params, grid, partials, behind_append, stream);
+  });
+  if (grid.splits.value > 1) run_combine<Element>(params, grid, partials, stream);
+}
+
+// Planned for the forward kernel, which reads caches too.
+bool goes_forward(const ForwardParams& params) { return params.block_m > kMaxDecodeRows; }
+
+bool is_empty(const ForwardParams& params) { return params.batch == 0 || params.seqlen_q == 0; }
+
+}  // namespace
+
+int64_t decode_workspace_bytes(const ForwardParams& params) {
+  if (is_empty(params)) return 0;
+  if (goes_forward(params)) return forward_workspace_bytes(params);
+  return DecodeGrid(params).partial_rows(params.batch) * (params.head_dim_v + 1) * static_cast<int64_t>(sizeof(float));
+}
+
+void decode(const ForwardParams& params, void* workspace, cudaStream_t stream, bool behind_append) {
+  if (params.seq.cu_seqlens_q) clear_forward(params, stream);
+  if (is_empty(params)) return;
+  if (goes_forward(params)) return forward(params, workspace, stream);
+  with_element(params.dtype, [&](auto element) { run<decltype(element)>(params, workspace, behind_append, stream); });
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,135 @@
+// The way of keys and values into shared memory: contiguous caches and paged ones alike, a row at a time.
+#pragma once
+
+#include "kernels/common/sequence.cuh"
+#include "kernels/common/tile.cuh"
+#include "kernels/ptx/cp_async.h"
+
+namespace flash_ext::sm80 {
+
+/// Where the row of a key lies. A lane looks up one row for its warp, a tile ahead of the copies, so that nothing waits
+/// for the page table.
+struct KeyPlace {
+  int page = 0;
+  int slot = -1;  // -1 = no such key
+};
+
+/// Copies tile after tile, each warp of a team its share of the rows.
+template <class Config>
+class KeyLoader {
+  using Element = typename Config::Element;
+  using Layout = typename Config::Layout;
+  static constexpr int kRows = Config::kBlockN / Config::kTeam;  // of a tile, by one warp
+  static constexpr int kPieces = Layout::kPieces;
+  static constexpr int kStepRows = kPieces < 32 ? 32 / kPieces : 1;  // that a warp copies at a time
+  static constexpr int kStepPieces = kPieces < 32 ? kPieces : 32;
+
+ public:
+  __device__ __forceinline__ KeyLoader(const ForwardParams& p, const Sequence& sequence, int begin, int end,
+                                       int team_warp, int lane)
+      : p_(p),
+        table_(p.seq.block_table ? p.seq.block_table + sequence.batch * p.seq.block_table_stride : nullptr),
+        leftpad_(sequence.leftpad),
+        end_(end),
+        first_row_(team_warp * kRows),
+        lane_(lane),
+        in_one_piece_(table_ == nullptr && p.head_dim == Config::kHeadDim && p.head_dim_v == Config::kHeadDim),
+        tile_(begin + first_row_),
+        next_(tile_ + lane % kRows) {
+    k_ = head_of(p.k, sequence);
+    v_ = head_of(p.v, sequence);
+    look_up();
+  }
+
+  /// K and V of the next tile, and moves on by `step` keys.
+  __device__ __forceinline__ void load_next(uint32_t s_stage, int step) {
+    if (in_one_piece_ && tile_ + kRows <= end_) {
+      copy_whole_rows(s_stage, k_, p_.k.row_stride);
+      copy_whole_rows(s_stage + Config::kStageBytes / 2, v_, p_.v.row_stride);
+      move_on(step);
+      return;
+    }
+    const KeyPlace place = place_;
+    const char* k_row = k_ + (place.page * p_.k.batch_stride + place.slot * p_.k.row_stride) * sizeof(Element);
+    const char* v_row = v_ + (place.page * p_.v.batch_stride + place.slot * p_.v.row_stride) * sizeof(Element);
+    const uint32_t existing = __ballot_sync(~0u, place.slot >= 0) >> lane_ / kStepPieces;
+    move_on(step);
+    copy_rows(s_stage, k_row, existing, static_cast<int>(p_.head_dim));
+    copy_rows(s_stage + Config::kStageBytes / 2, v_row, existing, static_cast<int>(p_.head_dim_v));
+  }
+
+ private:
+  __device__ __forceinline__ const char* head_of(const TensorView& view, const Sequence& sequence) const {
+    int64_t offset = sequence.head_kv * view.head_stride;
+    if (table_ == nullptr)
+      offset += sequence.cache_row * view.batch_stride + (sequence.k_begin + sequence.leftpad) * view.row_stride;
+    return static_cast<const char*>(view.data) + offset * static_cast<int64_t>(sizeof(Element));
+  }
+
+  __device__ __forceinline__ void move_on(int step) {
+    tile_ += step;
+    next_ += step;
+    look_up();
+  }
+
+  __device__ __forceinline__ void look_up() {
+    place_.slot = next_ < end_ ? next_ : -1;
+    if (table_ && next_ < end_) {
+      const uint32_t position = leftpad_ + next_, page_size = static_cast<uint32_t>(p_.seq.page_size);
+      const uint32_t page = position / page_size;
+      place_.slot = static_cast<int>(position - page * page_size);
+      place_.page = min(max(table_[page], 0), static_cast<int>(p_.seq.num_pages) - 1);
+    }
+  }
+
+  /// The common case, in few instructions: rows that all exist, at equal distances, and fill the tile's columns.
+  __device__ __forceinline__ void copy_whole_rows(uint32_t s_tile, const char* base, int64_t row_stride) {
+    const int lane_row = lane_ / kStepPieces, lane_piece = lane_ % kStepPieces;
+    const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof(Element));
+    const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_piece);
+    const char* source = base + (tile_ + lane_row) * row_bytes + 16 * lane_piece;
+#pragma unroll
+    for (int row = 0; row < kRows; row += kStepRows) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; piece += kStepPieces)
+        ptx::cp_async_16(at_row(s_lane, row) + piece * 16, source + piece * 16, true);
+      source += kStepRows * row_bytes;
+    }
+  }
+
+  /// The address `row` rows further down. Steps start at rows that are multiples of kStepRows, so adding them to the
+  /// lane's row is an XOR within the swizzle.
+  __device__ __forceinline__ static uint32_t at_row(uint32_t s_lane, int row) {
+    return (s_lane ^ static_cast<uint32_t>((row & 7) << 4)) + row * Layout::kRowBytes;
+  }
+
+  /// A lane knows where the row of its own number lies, and copies pieces of all rows. Rows that do not exist and
+  /// columns beyond the tensor's become 0; their sources are not read.
+  __device__ __forceinline__ void copy_rows(uint32_t s_tile, const char* my_row, uint32_t existing, int columns) {
+    const int lane_row = lane_ / kStepPieces, lane_piece = lane_ % kStepPieces;
+    const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_piece);
+#pragma unroll
+    for (int piece = 0; piece < kPieces; piece += kStepPieces) {
+      const uint32_t mine = Layout::kPieceElements * (piece + lane_piece) < columns ? existing : 0u;
+#pragma unroll
+      for (int row = 0; row < kRows; row += kStepRows) {
+        const char* source =
+            reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(my_row), row + lane_row));
+        ptx::cp_async_16(at_row(s_lane, row) + piece * 16, source + 16 * (piece + lane_piece), mine >> row & 1u);
+      }
+    }
+  }
+
+  const ForwardParams& p_;
+  const int32_t* table_;
+  const char* k_;
+  const char* v_;
+  int leftpad_, end_;
+  int first_row_, lane_;
+  bool in_one_piece_;
+  int tile_;  // the key of this warp's first row in the next tile
+  int next_;  // the key of the row that this lane looks up, in the next tile
+  KeyPlace place_;
+};
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,183 @@
+// How decoding is cut into blocks of work: tiles of query rows, and ranges of the keys that a tile sees.
+//
+// A row is a query and a head: row = query * group + head, where the heads of a group share their keys.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/common/score/scores.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/ptx/arithmetic.h"
+
+namespace flash_ext::sm80 {
+
+/// Division by a number that the host knows: no kernel starts with a row of slow ones (Granlund and Montgomery, 1994).
+/// For dividends below 2^31.
+struct Divisor {
+  uint32_t value, multiplier, shift;
+
+  explicit Divisor(int64_t divisor) : value(static_cast<uint32_t>(divisor)), multiplier(1), shift(0) {
+    while ((uint64_t{1} << shift) < value) ++shift;
+    if (value > 0) multiplier += static_cast<uint32_t>((((uint64_t{1} << shift) - value) << 32) / value);
+  }
+
+  __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+};
+
+constexpr int kMaxDecodeRows = 64;  // of a tile
+
+/// The same for the whole launch.
+struct DecodeGrid {
+  Divisor group;       // heads that share a tile
+  Divisor groups;      // of heads
+  Divisor key_groups;  // of those, with the same key head
+  Divisor row_tiles;   // of a group, at most
+  Divisor splits;      // ranges of keys, at most
+  Divisor split_size;  // > 0: of exactly this many keys, else of equal size
+  Divisor blocks;      // that share the splits of a tile
+  int min_split_size;  // of ranges of equal size
+  int block_m;         // rows of a tile
+  int tile_rows;       // that a tile can have, at most block_m
+  float scale;         // of products, to base 2; with softcap: to the argument of tanh
+  float cap;           // base 2; 0 = off
+
+  explicit DecodeGrid(const ForwardParams& p)
+      : group(p.head_group),
+        groups(p.heads_q / p.head_group),
+        key_groups(p.heads_q / p.heads_kv / p.head_group),
+        row_tiles((p.seqlen_q * p.head_group + p.block_m - 1) / p.block_m),
+        splits(std::max<int64_t>(1, p.split_size > 0 ? (p.seqlen_k + p.split_size - 1) / p.split_size : p.num_splits)),
+        split_size(p.split_size),
+        blocks(p.split_size > 0 ? blocks_per_tile(p.batch * row_tiles.value * groups.value) : splits.value),
+        min_split_size(smallest_split(p.batch * row_tiles.value * groups.value)),
+        block_m(static_cast<int>(p.block_m)),
+        tile_rows(static_cast<int>(std::min(p.seqlen_q * p.head_group, p.block_m))),
+        scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
+                              : static_cast<float>(p.softmax_scale) * kLog2E),
+        cap(static_cast<float>(p.softcap) * kLog2E) {}
+
+  /// 64 keys are a tile for each warp of a block. Where there are many tiles anyway, a sequence much shorter than the
+  /// cache could hold had better not be cut up.
+  static int smallest_split(int64_t tiles) { return tiles < 32 ? 64 : tiles < 128 ? 256 : 1024; }
+
+  /// Splits of a fixed size: as many as the cache could hold, and most sequences are shorter. A block without keys
+  /// costs a microsecond, so there are not as many blocks.
+  int64_t blocks_per_tile(int64_t tiles) const {
+    constexpr int64_t kBlocks = 2048;
+    return std::clamp<int64_t>(kBlocks / std::max<int64_t>(tiles, 1), 1, splits.value);
+  }
+
+  int64_t tiles(int64_t batch) const { return batch * row_tiles.value * groups.value; }
+  int64_t partial_rows(int64_t batch) const { return splits.value > 1 ? tiles(batch) * splits.value * tile_rows : 0; }
+};
+
+/// Partial results of a tile's rows over each range: out is normalised, lse to base 2. Splits of a tile lie together.
+struct DecodePartials {
+  float* out;  // (tiles, splits, tile_rows, head_dim_v)
+  float* lse;  // (tiles, splits, tile_rows)
+};
+
+/// Rows [first_row, first_row + rows) of a group, and the keys that at least one of them sees.
+struct DecodeTile {
+  Sequence sequence;
+  int64_t index;  // among all tiles
+  int first_row, rows;
+  int begin, end;
+  int origin, split_size;  // split s: keys [origin + s * split_size, + split_size), as far as they are in [begin, end)
+  int first_split;         // that has keys
+
+  __device__ __forceinline__ DecodeTile(const ForwardParams& p, const DecodeGrid& grid, int batch, int group, int tile)
+      : sequence(p, batch, group * static_cast<int>(grid.group.value)),
+        index((static_cast<int64_t>(batch) * grid.row_tiles.value + tile) * grid.groups.value + group),
+        first_row(tile * grid.block_m),
+        rows(min(grid.block_m, sequence.seqlen_q * static_cast<int>(grid.group.value) - first_row)) {
+    sequence.head_kv = static_cast<int>(grid.key_groups.quotient(group));  // without a division by what varies
+    begin = rows > 0 ? sequence.keys_begin(first_query(grid)) : 0;
+    end = rows > 0 ? max(sequence.keys_end(last_query(grid)), begin) : 0;
+    // Where the size is fixed, so are the places: a sequence must not notice how long the cache or the others are.
+    // Equal ranges are whole tiles.
+    constexpr int kRound = 16;
+    const int equal = static_cast<int>(grid.splits.quotient(end - begin + grid.splits.value - 1));
+    const bool fixed = grid.split_size.value > 0;
+    origin = fixed ? 0 : begin;
+    split_size = fixed ? static_cast<int>(grid.split_size.value)
+                       : max((equal + kRound - 1) / kRound * kRound, grid.min_split_size);
+    first_split = fixed ? static_cast<int>(grid.split_size.quotient(begin)) : 0;
+  }
+
+  __device__ __forceinline__ int first_query(const DecodeGrid& grid) const {
+    return static_cast<int>(grid.group.quotient(first_row));
+  }
+  __device__ __forceinline__ int last_query(const DecodeGrid& grid) const {
+    return static_cast<int>(grid.group.quotient(first_row + rows - 1));
+  }
+
+  /// Whether rows differ in the keys that they see.
+  __device__ __forceinline__ bool is_mixed(const DecodeGrid& grid) const {
+    return first_query(grid) < last_query(grid);
+  }
+
+  /// The keys that every row sees, perhaps none.
+  __device__ __forceinline__ int common_begin(const DecodeGrid& grid) const {
+    return sequence.keys_begin(last_query(grid));
+  }
+  __device__ __forceinline__ int common_end(const DecodeGrid& grid) const {
+    return sequence.keys_end(first_query(grid));
+  }
+
+  /// The keys of a split, none where they cross.
+  __device__ __forceinline__ int split_begin(int split) const { return max(origin + split * split_size, begin); }
+  __device__ __forceinline__ int split_end(int split) const { return min(origin + (split + 1) * split_size, end); }
+
+  /// Whether more than one split has keys.
+  __device__ __forceinline__ bool is_cut() const { return end - origin > (first_split + 1) * split_size; }
+
+  /// How many splits have keys.
+  __device__ __forceinline__ int num_splits() const {
+    return begin < end ? (end - origin - first_split * split_size + split_size - 1) / split_size : 0;
+  }
+
+  __device__ __forceinline__ int64_t partial_row(const DecodeGrid& grid, int split, int row) const {
+    return (index * grid.splits.value + split) * grid.tile_rows + row;
+  }
+};
+
+/// Where a row of out and lse lies.
+template <class Element>
+struct DecodeRow {
+  int head;
+  Element* out;
+  float* lse;
+
+  __device__ __forceinline__ DecodeRow(const ForwardParams& p, const DecodeGrid& grid, const Sequence& sequence,
+                                       int row) {
+    const int64_t query = grid.group.quotient(row);
+    head = sequence.head + row - static_cast<int>(query) * static_cast<int>(grid.group.value);
+    out = static_cast<Element*>(p.out.data) + sequence.batch * p.out.batch_stride +
+          (sequence.q_begin + query) * p.out.row_stride + head * p.out.head_stride;
+    lse = static_cast<float*>(p.lse.data) + sequence.batch * p.lse.batch_stride + head * p.lse.head_stride +
+          sequence.q_begin + query;
+  }
+};
+
+__device__ __forceinline__ float sink_of(const ForwardParams& p, int head) {
+  return p.sink ? static_cast<const float*>(p.sink)[head] : -INFINITY;
+}
+
+/// Eight results of a row.
+template <class Element>
+__device__ __forceinline__ void store_eight(Element* target, const float (&values)[8], float scale) {
+  if constexpr (sizeof(Element) == 4) {
+    float4* pieces = reinterpret_cast<float4*>(target);
+    pieces[0] = make_float4(values[0] * scale, values[1] * scale, values[2] * scale, values[3] * scale);
+    pieces[1] = make_float4(values[4] * scale, values[5] * scale, values[6] * scale, values[7] * scale);
+  } else {
+    *reinterpret_cast<uint4*>(target) = make_uint4(ptx::pack2<Element>(values[0] * scale, values[1] * scale),
+                                                   ptx::pack2<Element>(values[2] * scale, values[3] * scale),
+                                                   ptx::pack2<Element>(values[4] * scale, values[5] * scale),
+                                                   ptx::pack2<Element>(values[6] * scale, values[7] * scale));
+  }
+}
+
+}  // namespace flash_ext::sm80

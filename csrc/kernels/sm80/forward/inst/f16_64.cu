@@ -1,0 +1,7 @@
+#include "kernels/sm80/forward/kernel.cuh"
+
+namespace flash_ext::sm80 {
+
+template void run_forward<__half, 64>(const ForwardParams&, const MaskBits&, cudaStream_t);
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,8 @@
+#include "kernels/common/warp_products_tf32.cuh"
+#include "kernels/sm80/forward/kernel.cuh"
+
+namespace flash_ext::sm80 {
+
+template void run_forward<Tf32, 256>(const ForwardParams&, const MaskBits&, cudaStream_t);
+
+}  // namespace flash_ext::sm80

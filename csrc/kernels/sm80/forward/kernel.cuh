@@ -1,0 +1,524 @@
+// Attention forward on mma.sync:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
+//
+// A block owns kBlockM queries of one head; each of its warps owns kWarpRows of them and walks all keys that they see,
+// so that warps share nothing but the loads. K and V tiles come through cp.async, one tile ahead.
+//
+// The reference r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It is
+// the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
+// rescaling of the output. The row sums keep watch: a tile whose sum passes kSumLimit raises the reference by the
+// exponent of the sum, while P is still in float.
+//
+// What seldom happens is found out at the end, and the block then starts again, carefully, with the running maximum:
+// when even a float overflowed, when a row's sum came to nothing beside its reference, and when Inf or NaN in V met a
+// hidden weight, for 0 * Inf is NaN.
+//
+// A step, for tile n of the keys, from the last to the first, with one stage of shared memory for K and one for V:
+//   wait for K(n), barrier: everybody is done with V(n + 1); issue V(n)
+//   S = Q K(n)^T
+//   wait for V(n), barrier: everybody is done with K(n); issue K(n - 1)
+//   P = 2^(S - r), O += P V(n)
+// and with two stages, where one barrier is enough:
+//   wait for K(n) and V(n), barrier: everybody is done with K(n + 1) and V(n + 1); issue K(n - 1) and V(n - 1)
+//   S = Q K(n)^T, P = 2^(S - r), O += P V(n)
+#pragma once
+
+#include <new>
+
+#include "kernels/common/mask/tile_range.h"
+#include "kernels/common/mask/visibility.cuh"
+#include "kernels/common/sanitise_tile.cuh"
+#include "kernels/common/score/scores.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/common/warp_products.cuh"
+#include "kernels/launch.h"
+#include "kernels/ptx/barrier.h"
+#include "kernels/ptx/lane.h"
+#include "kernels/ptx/reread.h"
+#include "kernels/sm80/common/config.h"
+#include "launch.cuh"
+#include "options.cuh"
+#include "rows.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm80 {
+
+template <class Config>
+struct ForwardBlock {
+  using Element = typename Config::Element;
+  using Products = flash_ext::Products<Element, Config::kHeadDim>;
+  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kBlockM = Config::kBlockM;
+  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr int kM = Config::kWarpRows / 16;
+  static constexpr int kN = kBlockN / 8;
+  static constexpr int kD = kHeadDim / 8;
+  static constexpr int kSteps = kHeadDim / Products::kDepth;
+  static constexpr int kUnroll = Config::kUnroll;
+  using Scores = typename ForwardRows<Config>::Scores;
+  using Visibility = typename OptionTiles<Config>::Visibility;
+  using Draws = WarpDraws<Config>;
+  static constexpr bool kDrawsAhead = Config::kOneDropout && kHeadDim == 64;  // at 128 there are no registers for it
+  using DrawnAhead = std::conditional_t<kDrawsAhead, typename Draws::Ahead, NoDraws>;
+
+  const ForwardParams& p;
+  const ForwardSchedule& schedule;
+  ForwardWork<Config>& work;
+  int warp_row, lane;
+  const uint32_t s_q, s_k, s_v;
+  int phase = 0;          // which stage the K of this step is in
+  uint32_t seen = 0;      // of the mask: visible_tiles of the next tile to visit
+  const PhiloxKey seeds;  // of dropout
+
+  ForwardRows<Config> rows;
+  typename Products::A r_q[Config::kQueryInRegisters ? kSteps : 1][kM];
+
+  __device__ __forceinline__ ForwardBlock(const ForwardParams& p, const ForwardSchedule& schedule,
+                                          ForwardWork<Config>& work, char* shared)
+      : p(p),
+        schedule(schedule),
+        work(work),
+        warp_row(threadIdx.x / 32 * Config::kWarpRows),
+        lane(threadIdx.x % 32),
+        s_q(ptx::shared_address(shared)),
+        s_k(s_q + Config::kQueryBytes),
+        s_v(s_k + Config::kStages * Config::kTileBytes),
+        seeds(seeds_of(p)) {}
+
+  /// Only where they stand in uniform registers, which other classes do without.
+  __device__ __forceinline__ static PhiloxKey seeds_of(const ForwardParams& p) {
+    if constexpr (!Config::kOneDropout) return {};
+    return uniform_seeds(p.dropout);
+  }
+  __device__ __forceinline__ OptionTiles<Config> options() const { return {p, schedule, work, s_q, warp_row, lane}; }
+  /// K or V of the current step, or of the one after it.
+  __device__ __forceinline__ uint32_t stage(uint32_t s_ring, int steps_ahead) const {
+    return s_ring + (Config::kStages == 1 ? 0u : static_cast<uint32_t>((phase + steps_ahead) & 1)) * Config::kTileBytes;
+  }
+
+  __device__ __forceinline__ void load_query(const ForwardWork<Config>& work, int thread) const {
+    load_tile<Element, kHeadDim, kThreads, kBlockM>(s_q, query_rows<Element>(p.q, work.sequence), work.first_query,
+                                                    work.sequence.seqlen_q, static_cast<int>(p.head_dim), thread);
+  }
+  /// What the copies of a step ask of shared memory: asked for before a wait, which then hides how long that takes.
+  struct Source {
+    RowSource<Element, Config::kReads> rows;
+    int seqlen_k;
+  };
+  __device__ __forceinline__ Source keys_of(const ForwardWork<Config>& work) const {
+    return {with_known(work.keys, p.k), work.sequence.seqlen_k};
+  }
+  __device__ __forceinline__ Source values_of(const ForwardWork<Config>& work) const {
+    return {with_known(work.values, p.v), work.sequence.seqlen_k};
+  }
+  /// What constant memory knows need not be asked for.
+  template <class Rows>
+  __device__ __forceinline__ Rows with_known(Rows rows, const TensorView& view) const {
+    rows.row_stride = view.row_stride;
+    if constexpr (Config::kReads) {
+      if (!p.seq.block_table) rows.pages = nullptr;
+    }
+    return rows;
+  }
+  /// threadIdx.x; where registers are short, so that its addresses are not kept from step to step. On sm_80 ptxas finds
+  /// room for them, but with a mask.
+  __device__ __forceinline__ static int copying_thread() {
+    const int thread = static_cast<int>(threadIdx.x);
+#if __CUDA_ARCH__ >= 900
+    constexpr bool kForgets = Config::kForgetsThread;
+#else
+    constexpr bool kForgets = Config::kForgetsThread && Config::kOneMask;
+#endif
+    if constexpr (kForgets) return ptx::reread(thread);
+    return thread;
+  }
+  __device__ __forceinline__ void forget_lane() {
+    if constexpr (!Config::kForgetsLane) return;
+    lane = ptx::reread(lane);
+    warp_row = ptx::reread(warp_row);
+  }
+  __device__ __forceinline__ void load_key(const Source& source, int tile, int steps_ahead, int thread) const {
+    load_tile<Element, kHeadDim, kThreads, kBlockN>(stage(s_k, steps_ahead), source.rows, tile * kBlockN,
+                                                    source.seqlen_k, static_cast<int>(p.head_dim), thread);
+  }
+  __device__ __forceinline__ void load_value(const Source& source, int tile, int steps_ahead, int thread) const {
+    load_tile<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, steps_ahead), source.rows, tile * kBlockN,
+                                                    source.seqlen_k, static_cast<int>(p.head_dim_v), thread);
+  }
+
+  __device__ __forceinline__ void query_fragments(int step, typename Products::A (&a)[kM]) const {
+    const uint32_t s_lane = s_q + Products::lane_a(lane);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) Products::load_a(a[m], s_lane, warp_row + 16 * m, step);
+  }
+
+  /// S = Q K^T. Beside it what is to be dropped of the first 32 keys is drawn.
+  __device__ __forceinline__ void multiply_qk(Scores& s, DrawnAhead& ahead, int tile) const {
+    const uint32_t s_lane = stage(s_k, 0) + Products::lane_b(lane);
+    options().start(s);
+#pragma unroll kUnroll
+    for (int step = 0; step < kSteps; ++step) {
+      if constexpr (kDrawsAhead) {
+        constexpr int kEvery = kSteps / Draws::kCalls;
+        if (step % kEvery == 0) options().draws(seeds, tile).draw_now(ahead.words[step / kEvery], 0, step / kEvery);
+      }
+      typename Products::A loaded[kM];
+      if constexpr (!Config::kQueryInRegisters) query_fragments(step, loaded);
+      const auto& a = Config::kQueryInRegisters ? r_q[Config::kQueryInRegisters ? step : 0] : loaded;
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        typename Products::B b;
+        Products::load_b(b, s_lane, 8 * n, step);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Products::multiply(s[m][n], s[m][n + 1], a[m], b);
+      }
+    }
+  }
+
+  /// Loads do not move up past it: ptxas would load more fragments ahead than it has registers for.
+  __device__ __forceinline__ static void fence_loads(int d) {
+#if __CUDA_ARCH__ >= 900
+    constexpr int kEvery = 8;
+#else
+    constexpr int kEvery = 16;
+#endif
+    if (d % kEvery == kEvery - 2) __syncwarp();
+  }
+
+  /// O += P V. A step takes the first two tiles of P and moves up the others: registers cannot be indexed in a loop.
+  __device__ __forceinline__ void multiply_pv(Scores& s) {
+    const uint32_t s_lane = stage(s_v, 0) + Products::lane_b_transposed(lane);
+#pragma unroll kUnroll
+    for (int step = 0; step < kBlockN / Products::kDepth; ++step) {
+      typename Products::A a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Products::a_from_accumulators(a[m], s[m], 0);
+      for_each_score(s, [&](float& x, int m, int n, int e) { x = n + 2 < kN ? s[m][(n + 2) % kN][e] : x; });
+#pragma unroll
+      for (int d = 0; d < kD; d += 2) {
+        typename Products::B b;
+        Products::load_b_transposed(b, s_lane, d / 2, step);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Products::multiply(rows.out[m][d], rows.out[m][d + 1], a[m], b);
+        if constexpr (Config::kFenced) fence_loads(d);
+      }
+    }
+  }
+
+  /// The same with dropout. P is packed first: registers then suffice to draw for the second half of the tile's keys
+  /// beside the products of the first.
+  __device__ __forceinline__ void multiply_pv(const Scores& s, const DrawnAhead& ahead, int tile) {
+    static_assert(kBlockN == 64, "two halves");
+    constexpr int kPairSteps = kBlockN / Products::kDepth, kEvery = kD / Draws::kCalls;
+    const uint32_t s_lane = stage(s_v, 0) + Products::lane_b_transposed(lane);
+    const Draws draws = options().draws(seeds, tile);
+    typename Products::A a[kPairSteps][kM];
+#pragma unroll
+    for (int step = 0; step < kPairSteps; ++step)
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Products::a_from_accumulators(a[step][m], s[m], step);
+#pragma unroll
+    for (int call = 0; call < Draws::kCalls; ++call) {
+      if constexpr (kDrawsAhead) {
+        Draws::drop(a, ahead.words[call], schedule.last_dropped, 0, call);
+      } else {
+        Draws::drop(a, draws.draw(0, call), schedule.last_dropped, 0, call);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kPairSteps; ++step)
+#pragma unroll
+      for (int d = 0; d < kD; d += 2) {
+        const int turn = step * kD + d;
+        if (turn < 2 * kD && turn % (2 * kEvery) == 0)
+          Draws::drop(a, draws.draw(1, turn / (2 * kEvery)), schedule.last_dropped, 1, turn / (2 * kEvery));
+        typename Products::B b;
+        Products::load_b_transposed(b, s_lane, d / 2, step);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) Products::multiply(rows.out[m][d], rows.out[m][d + 1], a[step][m], b);
+        // As in fence_loads().
+        if (kHeadDim == 128 && d % 4 == 2) __syncwarp();
+      }
+  }
+
+  /// What is under way arrives, and the next tile to visit is found.
+  __device__ __forceinline__ MaskedTile begin_step(int tile, bool first, int last_tile) {
+    const Source keys = keys_of(work), values = values_of(work);
+    options().share_draws(seeds, tile);
+    if (!Config::kMasks && first) {
+      ptx::cp_async_wait<1>();  // for Q and K
+    } else {
+      ptx::cp_async_wait<0>();
+    }
+    const MaskedTile next = options().find(tile - 1, last_tile, phase + 1, seen);
+    if constexpr (Config::kStages == 1) {
+      if (!first) load_value(values, tile, 0, copying_thread());
+    } else if (next.tile >= last_tile) {
+      load_key(keys, next.tile, 1, copying_thread());
+      load_value(values, next.tile, 1, copying_thread());
+    }
+    ptx::cp_async_commit();
+    return next;
+  }
+
+  /// Q K(n)^T is done. Warps come to the barrier from either kind of step, which __syncthreads does not allow.
+  __device__ __forceinline__ void release_key(MaskedTile next) const {
+    if constexpr (Config::kStages == 1) {
+      ptx::cp_async_wait<0>();
+      ptx::barrier_sync<1, kThreads>();
+      if (next.tile >= work.tiles.begin) load_key(keys_of(work), next.tile, 1, copying_thread());
+      ptx::cp_async_commit();
+    }
+  }
+
+  __device__ __forceinline__ void finish_step(Scores& s, const DrawnAhead& ahead, int tile, int next) {
+    if (Config::kOneBias || (Config::kReads && schedule.stages_bias)) {
+      __syncwarp();  // all lanes have read their part of this tile's bias
+      options().load_bias(work, next);
+      ptx::cp_async_commit();
+    }
+    if constexpr (Config::kOneDropout) {
+      multiply_pv(s, ahead, tile);
+    } else {
+      options().drop(s, tile);
+      multiply_pv(s);
+    }
+    phase ^= 1;
+  }
+
+  template <bool kRounds>
+  __device__ __forceinline__ void exponentiate(Scores& s, const RowTerms& terms) {
+    const auto hide = [&](Scores& weights) { return options().hide_by_bias(weights); };
+    rows.template exponentiate<kRounds>(s, schedule.scale, terms, hide);
+  }
+
+  /// A tile that no window cuts, and whose scores the references are good for.
+  __device__ __forceinline__ void full_step(MaskedTile at, MaskedTile next, const Visibility& visible) {
+    Scores s;
+    DrawnAhead ahead;
+    multiply_qk(s, ahead, at.tile);
+    release_key(next);
+    const RowTerms terms = options().apply(s, at, visible, phase);
+    exponentiate<false>(s, terms);
+    finish_step(s, ahead, at.tile, next.tile);
+  }
+
+  /// Any tile. True if the next step has to raise references too, as some row has none.
+  __device__ __forceinline__ bool partial_step(MaskedTile at, MaskedTile next, const Visibility& visible, bool first) {
+    Scores s;
+    DrawnAhead ahead;
+    multiply_qk(s, ahead, at.tile);
+    release_key(next);
+    const RowTerms terms = options().apply(s, at, visible, phase);
+    const bool outside_window = at.tile < work.tiles.full_begin || at.tile >= work.tiles.full_end;
+    if (outside_window) hide_outside_window(s, options().coordinates(at.tile), work.sequence);
+    const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };
+    rows.raise_reference(s, schedule.scale, terms, lift, first);
+    const bool exact = rows.some_without_reference();
+    exponentiate<Config::kBiases>(s, terms);
+    if (!Config::kMasks && Config::kStages > 1 && first) {
+      ptx::cp_async_wait<1>();  // for V
+      __syncthreads();
+    }
+    if (work.careful) {
+      const bool hidden = outside_window || options().masked();
+      if (hidden && take_out_non_finite<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0)))
+        work.met_non_finite = true;
+      __syncthreads();
+    }
+    finish_step(s, ahead, at.tile, next.tile);
+    return exact;
+  }
+
+  /// Q, and the first tiles of K, V and the bias, which do not have to wait for anybody: `work` need not be what lies
+  /// in shared memory.
+  __device__ __forceinline__ void begin(const ForwardWork<Config>& work, int tile) {
+    if (tile < work.tiles.begin) return;
+    const int thread = ptx::reread(static_cast<int>(threadIdx.x));
+    load_query(work, thread);
+    load_key(keys_of(work), tile, 0, thread);
+    options().load_bias(work, tile);
+    ptx::cp_async_commit();
+    load_value(values_of(work), tile, 0, thread);
+    ptx::cp_async_commit();
+    if constexpr (Config::kQueryInRegisters) {
+      ptx::cp_async_wait<1>();
+      __syncthreads();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) query_fragments(step, r_q[step]);
+    }
+  }
+
+  /// All tiles, from the start. Warps may differ in what step they take: either has the same barriers.
+  __device__ __forceinline__ void visit() {
+    MaskedTile at = options().find_first(phase, seen);
+    if (Config::kMasks || work.careful) begin(work, at.tile);
+    rows.clear();
+    bool exact = true;
+#pragma unroll 1
+    while (at.tile >= work.tiles.begin) {
+      const TileSpan tiles = work.tiles;
+      const bool first = at.tile == tiles.end - 1;
+      const bool full = !Config::kRunningMaximum && !exact && at.tile >= tiles.full_begin && at.tile < tiles.full_end;
+      forget_lane();
+      Visibility visible;
+      if constexpr (Config::kLooksEarly) options().look_at_mask(visible, at);
+      const MaskedTile next = begin_step(at.tile, first, tiles.begin);
+      if constexpr (!Config::kLooksEarly) options().look_at_mask(visible, at);
+      if (full) {
+        full_step(at, next, visible);
+      } else {
+        exact = partial_step(at, next, visible, first) || work.careful;
+      }
+      at = next;
+    }
+  }
+
+  /// Also when Inf or NaN came into out where something is hidden: a hidden weight is 0, and 0 * Inf is NaN.
+  __device__ __forceinline__ bool must_repeat() const {
+    const TileSpan& tiles = work.tiles;
+    const bool hides = options().masked() || tiles.full_begin > tiles.begin || tiles.full_end < tiles.end;
+    return __syncthreads_or(rows.lost() || (hides && !rows.out_is_finite()));
+  }
+
+  __device__ __forceinline__ void run() {
+    bool repeat;
+#pragma unroll 1
+    do {
+      visit();
+      repeat = !work.careful && must_repeat();
+      if (repeat) {
+        const int thread = static_cast<int>(threadIdx.x);
+        if ((Config::kFullPrecision ? ptx::reread(thread) : thread) == 0) work.careful = true;
+        __syncthreads();
+      }
+      phase = 0;
+    } while (repeat);
+    store();
+  }
+
+  /// Normalises the rows; out goes through the warp's own rows of Q in shared memory, so that it leaves in 16-byte
+  /// pieces.
+  __device__ __forceinline__ void store() {
+    const Sequence& sequence = work.sequence;
+    const int first_query = work.first_query;
+    __syncwarp();
+    const float sink = p.sink ? static_cast<const float*>(p.sink)[sequence.head] : -INFINITY;
+    float keep_scale = 1.0f;
+    if constexpr (Config::kDropout) keep_scale = work.options.dropout.keep_scale;
+    float* g_lse = static_cast<float*>(p.lse.data) + sequence.lse_offset(p.lse);
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const RowEnd end = finish_row(rows.reference[m][r], rows.row_sum(m, r), sink);
+        const int row = warp_row + 16 * m + 8 * r + lane / 4;
+        if (lane % 4 == 0 && first_query + row < sequence.seqlen_q) g_lse[first_query + row] = end.lse;
+        const float factor = end.scale * keep_scale;
+#pragma unroll
+        for (int d = 0; d < kD; ++d)
+          Products::store_pair(s_q + Products::pair_at(row, d, lane), rows.out[m][d][2 * r] * factor,
+                               rows.out[m][d][2 * r + 1] * factor);
+      }
+    __syncwarp();
+    const auto g_rows = query_rows<Element>(p.out, sequence);
+    store_rows<Element, kHeadDim>(s_q, g_rows, warp_row, Config::kWarpRows, first_query, sequence.seqlen_q,
+                                  static_cast<int>(p.head_dim_v), lane);
+    __syncthreads();  // out is written
+    if (work.met_non_finite) {
+      add_non_finite<Element, kThreads>(p, sequence, g_rows, work.values, first_query,
+                                        min(first_query + kBlockM, sequence.seqlen_q), work.tiles.begin * kBlockN,
+                                        min(work.tiles.end * kBlockN, sequence.seqlen_k));
+    }
+  }
+};
+
+/// A grid of (heads of a group x batch entries that share a bias, blocks of queries, groups of both), scheduled in this
+/// order: the blocks with the most keys first, which balances a causal mask, of no more heads than whose keys stay in
+/// L2, and what reads the same bias side by side.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardSchedule schedule) {
+  extern __shared__ __align__(128) char shared[];
+  const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kBlockM;
+  int batch = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.x);
+  if (Config::kBiases && schedule.batches > 1) {
+    const int group = batch / schedule.batch_groups;
+    batch = batch % schedule.batch_groups * schedule.batches + head % schedule.batches;
+    head = group * schedule.heads + head / schedule.batches;
+    if (head >= static_cast<int>(p.heads_q) || batch >= static_cast<int>(p.batch)) return;
+  } else if (schedule.groups > 1) {
+    head += batch % schedule.groups * schedule.heads;
+    batch /= schedule.groups;
+    if (head >= static_cast<int>(p.heads_q)) return;
+  }
+  ForwardWork<Config> work(p, batch, head, first_query);
+  work.mask.find(schedule.mask, batch, head, first_query);
+  if (first_query >= work.sequence.seqlen_q) return;
+  auto* const s_work = reinterpret_cast<ForwardWork<Config>*>(shared + Config::kTilesBytes);
+  if (threadIdx.x == 0) new (s_work) ForwardWork<Config>(work);
+  ForwardBlock<Config> block(p, schedule, *s_work, shared);
+  // A mask may leave nothing of the first tiles.
+  if constexpr (!Config::kMasks) block.begin(work, work.tiles.end - 1);
+  __syncthreads();
+  block.run();
+}
+
+template <class Config>
+void launch_forward(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
+  ForwardSchedule schedule = schedule_heads(p, sizeof(typename Config::Element));
+  const int64_t shared_bytes = plan_options<Config>(schedule, p);
+  if constexpr (Config::kMasks) schedule.mask = mask;
+  const auto size = [](int64_t n) { return static_cast<unsigned>(n); };
+  const dim3 grid(size(schedule.heads * schedule.batches), size((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM),
+                  size(schedule.batch_groups * schedule.groups));
+  launch("sm80/forward", forward_kernel<Config>, {grid, dim3(Config::kThreads), static_cast<size_t>(shared_bytes)},
+         stream, p, schedule);
+}
+
+template <class Element, int kHeadDim, bool kSmall>
+void run_forward_as(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
+  // Branches cost little where a tile of scores is worked on for long, as it is at head dim 256 and in float32.
+  constexpr bool kOneOption = sizeof(Element) == 2 && kHeadDim <= 128;
+  const auto run = [&](auto of_class) {
+    constexpr ForwardClass kWanted = decltype(of_class)::value, kAble = kOneOption ? kWanted : with_branches(kWanted);
+    constexpr bool kBranches = kAble == ForwardClass::kComputes && sizeof(Element) != 2;
+    constexpr ForwardClass kClass = kBranches ? ForwardClass::kReads : kAble;
+    launch_forward<ForwardConfig<Element, kHeadDim, kClass, kSmall>>(p, mask, stream);
+  };
+  switch (class_of(p)) {
+    case ForwardClass::kPlain:
+      return run(std::integral_constant<ForwardClass, ForwardClass::kPlain>());
+    case ForwardClass::kComputes:
+      return run(std::integral_constant<ForwardClass, ForwardClass::kComputes>());
+    case ForwardClass::kReads:
+      return run(std::integral_constant<ForwardClass, ForwardClass::kReads>());
+    case ForwardClass::kBias:
+      return run(std::integral_constant<ForwardClass, ForwardClass::kBias>());
+    case ForwardClass::kFloatBias:
+      if constexpr (kOneOption && kHeadDim == 64)  // at 128 it lacks a register
+        return run(std::integral_constant<ForwardClass, ForwardClass::kFloatBias>());
+      return run(std::integral_constant<ForwardClass, ForwardClass::kReads>());
+    case ForwardClass::kMask:
+      return run(std::integral_constant<ForwardClass, ForwardClass::kMask>());
+    case ForwardClass::kDrops:
+      return run(std::integral_constant<ForwardClass, ForwardClass::kDrops>());
+  }
+}
+
+/// At head dim 256 two blocks of 64 queries on an SM beat one of 128, where an SM has the shared memory for them.
+template <class Element, int kHeadDim>
+void run_forward(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
+  using Large = ForwardConfig<Element, kHeadDim, ForwardClass::kPlain, false>;
+  using Small = ForwardConfig<Element, kHeadDim, ForwardClass::kPlain, true>;
+  if constexpr (Large::kSharedBytes <= kSmallestSharedBytes) {
+    run_forward_as<Element, kHeadDim, false>(p, mask, stream);
+  } else {
+    const bool large_fits = shared_bytes_per_block() >= Large::kSharedBytes;
+    const bool two_small_fit = shared_bytes_per_sm() >= 2 * (Small::kSharedBytes + kReservedSharedBytes);
+    large_fits && !two_small_fit ? run_forward_as<Element, kHeadDim, false>(p, mask, stream)
+                                 : run_forward_as<Element, kHeadDim, true>(p, mask, stream);
+  }
+}
+
+}  // namespace flash_ext::sm80

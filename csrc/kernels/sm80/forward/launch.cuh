@@ -1,0 +1,111 @@
+// What the host decides about a call of the forward before it launches a kernel.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/common/score/bias_tile.cuh"
+#include "kernels/common/score/scores.cuh"
+#include "kernels/launch.h"
+#include "storage.cuh"
+
+namespace flash_ext::sm80 {
+
+inline ForwardSchedule schedule_heads(const ForwardParams& p, int64_t element_bytes) {
+  constexpr int64_t kKeyBytesInL2 = 24 << 20, kMaxGridZ = 65535;
+  const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes);
+  const int64_t group = p.heads_q / p.heads_kv;
+  // Batch entries that share a bias run side by side: what is read once then serves all of them.
+  const bool shares_bias = p.bias.data && p.bias.batch_stride == 0 && p.bias.head_stride != 0;
+  const int64_t fitting_keys = std::max<int64_t>(1, kKeyBytesInL2 / key_bytes);
+  const int64_t batches = shares_bias ? std::clamp<int64_t>(fitting_keys, 1, std::max<int64_t>(1, p.batch)) : 1;
+  const int64_t batch_groups = (p.batch + batches - 1) / batches;
+  const int64_t fitting = std::clamp<int64_t>(fitting_keys / batches * group, group, p.heads_q);
+  const bool few_groups = batch_groups * ((p.heads_q + fitting - 1) / fitting) <= kMaxGridZ;
+  const int64_t heads = few_groups ? fitting : p.heads_q;
+  ForwardSchedule schedule{};
+  schedule.heads = static_cast<int>(heads);
+  schedule.groups = static_cast<int>((p.heads_q + heads - 1) / heads);
+  schedule.batches = static_cast<int>(batches);
+  schedule.batch_groups = static_cast<int>(batch_groups);
+  return schedule;
+}
+
+/// Shared memory for the bias tiles of a block's warps.
+template <class Config>
+int64_t bias_bytes(const AttentionParams& p) {
+  return Config::kWarps * BiasTile<Config::kWarpRows, Config::kBlockN>::bytes(p.bias);
+}
+
+/// The options, and the shared memory that the kernel needs in all.
+template <class Config>
+int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
+  int64_t shared_bytes = Config::kSharedBytes;
+  schedule.scale = schedule.first_scale = static_cast<float>(p.softmax_scale) * kLog2E;
+  if constexpr (Config::kReads) {
+    schedule.blocks_mask = p.blocks.offsets != nullptr;
+    schedule.masked = schedule.blocks_mask || MaskSizes(p).units() > 0;
+    schedule.words_offset = static_cast<int>(shared_bytes);
+    if (schedule.blocks_mask) shared_bytes += 2 * Config::kVisibilityBytes;
+  }
+  if constexpr (Config::kBiases) {
+    const int64_t with_bias = shared_bytes + bias_bytes<Config>(p);
+    schedule.stages_bias = can_stage_bias(p.bias) && with_bias <= shared_bytes_per_block();
+    schedule.reads_bias = p.bias.data && !schedule.stages_bias;
+    schedule.bias_offset = static_cast<int>(shared_bytes);
+    if (schedule.stages_bias) shared_bytes = with_bias;
+  }
+  if constexpr (Config::kOneBias) schedule.per_unit = 1.0f / schedule.scale;
+  if constexpr (Config::kOneDropout) {
+    schedule.last_dropped = (dropout_threshold(p.dropout.p) - 1) << 16 | 0xFFFFu;
+    shared_bytes += 2 * Config::kDrawBytes;
+  }
+  if constexpr (Config::kOptions) {
+    schedule.adds_alibi = p.alibi_slopes != nullptr;
+    schedule.drops = dropout_threshold(p.dropout.p) > 0;
+    schedule.caps = p.softcap > 0.0;
+    schedule.cap = static_cast<float>(p.softcap) * kLog2E;
+    if (schedule.caps) schedule.first_scale = static_cast<float>(p.softmax_scale / p.softcap);
+    const float last = schedule.caps ? schedule.cap : schedule.first_scale;
+    schedule.scales_first = schedule.reads_bias || !(last > 0x1p-60f && last < 0x1p60f);
+    schedule.scale = schedule.scales_first ? 1.0f : last;
+    schedule.per_unit = 1.0f / schedule.scale;
+  }
+  return shared_bytes;
+}
+
+/// Whether a bias can be added to products, all of it.
+inline bool adds_to_products(const AttentionParams& p) {
+  const float scale = static_cast<float>(p.softmax_scale);
+  return can_stage_bias(p.bias) && scale > 0x1p-60f && scale < 0x1p60f;
+}
+
+/// The class that serves a call best.
+inline ForwardClass class_of(const AttentionParams& p) {
+  const bool scaled = static_cast<float>(p.softmax_scale) > 0.0f && p.softcap == 0 && !p.alibi_slopes;
+  const bool drops = dropout_threshold(p.dropout.p) > 0, plain = scaled && !drops;
+  if (p.blocks.offsets || p.seq.block_table || (p.bias.data && p.mask.data)) return ForwardClass::kReads;
+  if (p.bias.data) {
+    if (!plain || !adds_to_products(p)) return ForwardClass::kReads;
+    return p.bias.dtype == p.dtype           ? ForwardClass::kBias
+           : p.bias.dtype == DType::kFloat32 ? ForwardClass::kFloatBias
+                                             : ForwardClass::kReads;
+  }
+  if (p.mask.data) return plain ? ForwardClass::kMask : ForwardClass::kReads;
+  return plain ? ForwardClass::kPlain : scaled ? ForwardClass::kDrops : ForwardClass::kComputes;
+}
+
+/// The class that stands in for one that an element type or a head dim has not.
+constexpr ForwardClass with_branches(ForwardClass wanted) {
+  switch (wanted) {
+    case ForwardClass::kBias:
+    case ForwardClass::kFloatBias:
+    case ForwardClass::kMask:
+      return ForwardClass::kReads;
+    case ForwardClass::kDrops:
+      return ForwardClass::kComputes;
+    default:
+      return wanted;
+  }
+}
+
+}  // namespace flash_ext::sm80

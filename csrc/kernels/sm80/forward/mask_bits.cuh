@@ -1,0 +1,65 @@
+// What the forward asks of a mask's bits (visibility.h).
+#pragma once
+
+#include "kernels/common/sequence.cuh"
+#include "visibility.h"
+
+namespace flash_ext::sm80 {
+
+/// Bits of the rows of a warp, kRows of them, and a tile of kKeys keys.
+template <int kRows, int kKeys>
+struct WarpVisibility {
+  static constexpr int kUnits = kKeys / kMaskKeys;
+  uint32_t words[kUnits];
+
+  /// `g_block`: the words of the block's queries.
+  __device__ __forceinline__ void load(const MaskBits& bits, const uint32_t* g_block, int warp_row, int first_key,
+                                       int lane) {
+    const int unit = warp_row / kMaskRows * bits.row_stride + first_key / kMaskKeys;
+    const uint32_t* const g_words = g_block + unit * kMaskRows + lane;
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      words[k] = __ldg(g_words + k * kMaskRows);
+      // A word has 8 bits for each of four rows of a lane.
+      if constexpr (kRows == 16) words[k] >>= warp_row & 16;
+    }
+  }
+
+  /// Hides by -inf.
+  template <int kM, int kN>
+  __device__ __forceinline__ void hide(float (&s)[kM][kN][4]) const {
+    static_assert(kM == kRows / 16 && kN == kKeys / 8);
+    uint32_t visible = ~0u;
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) visible &= words[k];
+    if (__all_sync(~0u, (kRows == 16 ? visible | 0xFFFF0000u : visible) == ~0u)) return;
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (!(words[n / 4] >> (16 * m + 8 * (e / 2) + 2 * (n % 4) + e % 2) & 1u)) s[m][n][e] = -INFINITY;
+  }
+};
+
+/// Bit k: whether the mask leaves something of tile 32 group + k, for the kRows queries from first_query on.
+template <int kRows, int kKeys>
+__device__ __forceinline__ uint32_t visible_tiles(const MaskBits& bits, const Sequence& sequence, int first_query,
+                                                  int group, int lane) {
+  constexpr int kUnits = kKeys / kMaskKeys;
+  const int tile = 32 * group + lane;
+  uint32_t states = 0;
+  if (tile * kUnits < bits.key_units) {
+#pragma unroll
+    for (int row = 0; row < kRows / kMaskRows; ++row) {
+      const uint8_t* const g_states =
+          bits.states + bits.unit(sequence.batch, sequence.head, first_query / kMaskRows + row, tile * kUnits);
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) states |= __ldg(g_states + k);
+    }
+  }
+  return __ballot_sync(~0u, states != 0);
+}
+
+}  // namespace flash_ext::sm80

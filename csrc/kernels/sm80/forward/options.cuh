@@ -1,0 +1,248 @@
+// What the options of a call do to the scores of a warp, and which tiles its masks leave.
+#pragma once
+
+#include "bias.cuh"
+#include "dropout.cuh"
+#include "kernels/common/mask/visibility.cuh"
+#include "kernels/common/score/bias_tile.cuh"
+#include "kernels/common/score/scores.cuh"
+#include "kernels/ptx/reread.h"
+#include "mask_bits.cuh"
+#include "mask_tile.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm80 {
+
+struct NoVisibility {};
+
+template <class Config>
+struct OptionTiles {
+  using Element = typename Config::Element;
+  using Rules = ScoreRules<Element>;
+  using WarpBias = std::conditional_t<Config::kOneBias,
+                                      StartingBias<typename Config::BiasElement, Config::kWarpRows, Config::kBlockN>,
+                                      BiasTile<Config::kWarpRows, Config::kBlockN>>;
+  using WarpMask = MaskTile<Config::kWarpRows, Config::kBlockN>;
+  using Visibility =
+      std::conditional_t<Config::kMasks, WarpVisibility<Config::kWarpRows, Config::kBlockN>, NoVisibility>;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
+
+  const ForwardParams& p;
+  const ForwardSchedule& schedule;
+  ForwardWork<Config>& work;
+  uint32_t s_begin;  // of the block's shared memory
+  int warp_row, lane;
+
+  __device__ __forceinline__ TileCoordinates<false> coordinates(int tile) const {
+    return TileCoordinates<false>::of_lane(work.first_query + warp_row, tile * kBlockN, lane);
+  }
+
+  /// What products are added to: nothing, or the bias.
+  template <int kM, int kN>
+  __device__ __forceinline__ void start(float (&s)[kM][kN][4]) const {
+    if constexpr (Config::kOneBias) {
+      bias().fill(s, kLog2E * schedule.per_unit);
+    } else {
+      for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
+    }
+  }
+
+  /// What the mask leaves of a tile. What follows up to the scores hides how long that takes.
+  __device__ __forceinline__ void look_at_mask(Visibility& visible, MaskedTile at) const {
+    if constexpr (Config::kMasks) {
+      if (Config::kOneMask || ((Config::kFloat || at.partly) && schedule.mask.words))
+        visible.load(schedule.mask, work.mask.words, warp_row, at.tile * kBlockN, lane);
+    }
+  }
+
+  /// Scores, but for the row terms that it returns and for schedule.scale. `words` are those of a block mask.
+  template <int kM, int kN>
+  __device__ __forceinline__ RowTerms apply(float (&s)[kM][kN][4], MaskedTile at, const Visibility& visible,
+                                            int words) const {
+    RowTerms terms;
+    if constexpr (Config::kOptions) {
+      if (schedule.caps) {
+        for_each_score(s, [&](float& x, int, int, int) { x = Rules::tanh(x * schedule.first_scale); });
+        if (schedule.scales_first) for_each_score(s, [&](float& x, int, int, int) { x *= schedule.cap; });
+      } else if (schedule.scales_first) {
+        for_each_score(s, [&](float& x, int, int, int) { x *= schedule.first_scale; });
+      }
+      if (schedule.adds_alibi) terms = add_alibi(s, at.tile);
+    }
+    if constexpr (Config::kReads) {
+      if (schedule.stages_bias) bias().add(s, kLog2E * schedule.per_unit);
+      if (schedule.reads_bias) work.options.rules.add_bias(s, coordinates(at.tile));
+      if (at.partly) {
+        if (schedule.blocks_mask) WarpMask::hide(s, words_of(words), lane);
+        if (schedule.mask.words) visible.hide(s);
+      }
+    }
+    if constexpr (Config::kOneMask) visible.hide(s);
+    return terms;
+  }
+
+  /// How much ALiBi will lift keys that are nearer to the row than this tile's. A reference that counts on it need not
+  /// be raised tile by tile.
+  __device__ __forceinline__ float alibi_to_come(int tile, int m, int r) const {
+    if constexpr (Config::kOptions) {
+      if (work.careful || !schedule.adds_alibi) return 0.0f;
+      const float slope = fmaxf(work.options.rules.slope, 0.0f);
+      const int i = work.first_query + warp_row + 16 * m + 8 * r + lane / 4;
+      const int nearest = max(i + work.sequence.offset, work.sequence.keys_begin(i));
+      return slope * static_cast<float>(max(tile * kBlockN - nearest, 0));
+    }
+    return 0.0f;
+  }
+
+  /// A bias of -inf hides even a score that is NaN. Rare. True if it looked.
+  template <int kM, int kN>
+  __device__ __forceinline__ bool hide_by_bias(float (&weights)[kM][kN][4]) const {
+    if constexpr (Config::kBiases) {
+      const bool staged = Config::kOneBias || schedule.stages_bias;
+      if (staged) bias().hide(weights);
+      return staged;
+    }
+    return false;
+  }
+
+  template <int kM, int kN>
+  __device__ __forceinline__ void drop(float (&weights)[kM][kN][4], int tile) const {
+    if constexpr (Config::kOptions) {
+      if (schedule.drops) work.options.dropout.drop(weights, coordinates(tile));
+    }
+  }
+
+  /// What the draws for the keys of `tile` share, for the barrier that follows.
+  __device__ __forceinline__ void share_draws(const PhiloxKey& seeds, int tile) const {
+    if constexpr (Config::kOneDropout) WarpDraws<Config>::share(work, seeds, s_draws(tile), tile);
+  }
+  __device__ __forceinline__ WarpDraws<Config> draws(const PhiloxKey& seeds, int tile) const {
+    return {work, seeds, s_draws(tile), warp_row, lane};
+  }
+
+  /// Without waiting, once the warp is done with what was there.
+  __device__ __forceinline__ void load_bias(const ForwardWork<Config>& work, int tile) const {
+    if constexpr (Config::kBiases) {
+      if (!(Config::kOneBias || schedule.stages_bias) || tile < work.tiles.begin) return;
+      WarpBias next = bias();
+      if constexpr (Config::kWide && Config::kFullPrecision) next.lane = ptx::reread(next.lane);
+      next.load(work.sequence, work.first_query + warp_row, tile * kBlockN);
+    }
+  }
+
+  __device__ __forceinline__ bool masked() const {
+    if constexpr (Config::kReads) return schedule.masked;
+    return Config::kMasks;
+  }
+
+  /// The next tile to visit, from `tile` down to `last`: that is, in which the masks leave something. Words of a block
+  /// mask are in `words` then; `seen` has the visible_tiles of the tile after. Ends with a barrier.
+  __device__ __forceinline__ MaskedTile find(int tile, int last, int words, uint32_t& seen) const {
+    bool partly = false;
+    if constexpr (Config::kReads) {
+      if (schedule.masked && tile >= last) {
+        if (schedule.blocks_mask) return find_by_words(tile, words, seen);
+        tile = find_by_bits(tile, last, seen);
+        partly = true;
+      }
+    }
+    if constexpr (Config::kOneMask) tile = find_by_bits(tile, last, seen);
+    __syncthreads();
+    return {tile, partly};
+  }
+
+  /// The first tile to visit, which the block's list of tiles ends with from here on.
+  __device__ __forceinline__ MaskedTile find_first(int words, uint32_t& seen) const {
+    const int last = work.tiles.end - 1;
+    if (!masked()) return {last, false};
+    if constexpr (Config::kMasks) {
+      if (schedule.mask.words && last >= 0) seen = visible_tiles_of(last / 32);
+    }
+    const MaskedTile found = find(last, work.tiles.begin, words, seen);
+    if (ptx::reread(static_cast<int>(threadIdx.x)) == 0) work.tiles.end = found.tile + 1;
+    __syncthreads();
+    return found;
+  }
+
+ private:
+  /// A place for each group of keys, by turns of the tiles, of which none is left out.
+  __device__ __forceinline__ uint32_t s_draws(int tile) const {
+    return s_begin + Config::kSharedBytes + (tile & 1) * Config::kDrawBytes;
+  }
+  __device__ __forceinline__ WarpBias bias() const {
+    int bytes;
+    if constexpr (Config::kOneBias) {
+      bytes = WarpBias::kBytes;
+    } else {
+      bytes = p.bias.dtype == DType::kFloat32 ? WarpBias::kBytes32 : WarpBias::kBytes16;
+    }
+    return {s_begin + schedule.bias_offset + warp_row / Config::kWarpRows * bytes, p.bias, lane};
+  }
+  /// Words of the warp's rows, of one of two tiles.
+  __device__ __forceinline__ uint32_t* words_of(int words) const {
+    auto* const all = static_cast<uint32_t*>(__cvta_shared_to_generic(s_begin + schedule.words_offset));
+    return all + (words & 1) * (Config::kVisibilityBytes / 4) + warp_row * WarpMask::kGroups;
+  }
+  __device__ __forceinline__ uint32_t visible_tiles_of(int group) const {
+    return visible_tiles<kBlockM, kBlockN>(schedule.mask, work.sequence, work.first_query, group, lane);
+  }
+
+  /// The mask's part. All threads come to the same, without a barrier.
+  __device__ __forceinline__ int find_by_bits(int tile, int last, uint32_t& seen) const {
+    // In float32 there is no register to keep `seen` in.
+    bool other_group = Config::kFloat || tile % 32 == 31;
+#pragma unroll 1
+    while (tile >= last) {
+      if (other_group) seen = visible_tiles_of(tile / 32);
+      const uint32_t left = seen & ~0u >> (31 - tile % 32);
+      if (left) return tile - tile % 32 + 31 - __clz(static_cast<int>(left));
+      tile = tile - tile % 32 - 1;
+      other_group = true;
+    }
+    return tile;
+  }
+
+  __device__ __forceinline__ MaskedTile find_by_words(int tile, int words, uint32_t& seen) const {
+    const Sequence& sequence = work.sequence;
+    uint32_t* const of_warp = words_of(words);
+    for (; tile >= work.tiles.begin; --tile) {
+      if (schedule.mask.words) tile = find_by_bits(tile, work.tiles.begin, seen);
+      if (tile < work.tiles.begin) break;
+      const TileVisibility visible = build_visibility<kThreads, kBlockM, kBlockN>(
+          of_warp - warp_row * WarpMask::kGroups, MaskRows(ScoreView(), sequence), BlockMaskRows(p.blocks, sequence),
+          work.first_query, tile * kBlockN, sequence.seqlen_q, sequence.seqlen_k);
+      if (!visible.any) continue;
+      if (!visible.all) {
+        for (int k = lane; k < Config::kWarpRows * WarpMask::kGroups; k += 32) of_warp[k] = in_lane_order(of_warp[k]);
+        __syncwarp();
+      }
+      return {tile, !visible.all || schedule.mask.words};
+    }
+    __syncthreads();
+    return {tile, false};
+  }
+
+  /// -slope * distance. On one side of the diagonal it is linear: the keys' part is added, the rows' part returned.
+  template <int kM, int kN>
+  __device__ __forceinline__ RowTerms add_alibi(float (&s)[kM][kN][4], int tile) const {
+    const TileCoordinates<false> at = coordinates(tile);
+    const float per_key = work.options.rules.slope;
+    const int diagonal = work.sequence.offset, first_key = tile * kBlockN;
+    const int warp_query = work.first_query + warp_row + diagonal;
+    const bool before = first_key + kBlockN - 1 <= warp_query;
+    const bool after = first_key >= warp_query + Config::kWarpRows - 1;
+    const float first = static_cast<float>(at.first_row + diagonal - at.first_column);
+    if (before || after) {
+      const float slope = before ? per_key : -per_key, along = slope * schedule.per_unit;
+      for_each_score(s, [&](float& x, int, int n, int e) { x = fmaf(static_cast<float>(8 * n + e % 2), along, x); });
+      return {-slope * first, slope};
+    }
+    const float slope = per_key * schedule.per_unit;
+    for_each_score(s, [&](float& x, int m, int n, int e) {
+      x = fmaf(-slope, fabsf(first + static_cast<float>(16 * m + 8 * (e / 2) - 8 * n - e % 2)), x);
+    });
+    return {};
+  }
+};
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,174 @@
+// What a warp of the forward keeps of its rows: out, the reference that exponents are taken from, and the sum.
+#pragma once
+
+#include "kernels/common/score/scores.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm80 {
+
+template <class Config>
+struct ForwardRows {
+  static constexpr int kM = Config::kWarpRows / 16;
+  static constexpr int kN = Config::kBlockN / 8;
+  static constexpr int kD = Config::kHeadDim / 8;
+  using Scores = float[kM][kN][4];
+
+  float out[kM][kD][4];
+  float reference[kM][2];  // base 2; -inf while the row has seen no key
+  float sum[kM][2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        reference[m][r] = -INFINITY;
+        sum[m][r] = 0.0f;
+      }
+#pragma unroll
+      for (int d = 0; d < kD; ++d)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[m][d][e] = 0.0f;
+    }
+  }
+
+  /// Makes the maximum so far, and what lift(m, r) adds to it, the reference of each row.
+  template <class Lift>
+  __device__ __forceinline__ void raise_reference(const Scores& s, float scale, const RowTerms& terms, Lift lift,
+                                                  bool first) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float largest = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
+        largest = fmaf(largest, scale, terms.of(m, r));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        const float raised = fmaxf(reference[m][r], largest + lift(m, r));
+        const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(reference[m][r] - raised);
+        reference[m][r] = raised;
+        if (Config::kRunningMaximum || !first) multiply(m, r, factor);
+      }
+  }
+
+  __device__ __forceinline__ bool some_without_reference() const {
+    bool missing = false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) missing |= reference[m][0] == -INFINITY || reference[m][1] == -INFINITY;
+    return __any_sync(~0u, missing);
+  }
+
+  /// P in place of S. `hide` takes hidden weights out of P where they turned out to be NaN. kRounds: scores are rounded
+  /// as the reference was. Else the rounding of a reference that a bias made huge is an exponent of its own, and
+  /// overflows.
+  template <bool kRounds, class Hide>
+  __device__ __forceinline__ void exponentiate(Scores& s, float scale, const RowTerms& terms, Hide hide) {
+    float of_tile[kM][2], total = 0.0f;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float base = reference[m][r] == -INFINITY ? 0.0f : reference[m][r], term = terms.of(m, r);
+        of_tile[m][r] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float score = s[m][n][2 * r + c];
+            const float x =
+                ptx::exp2_approx(kRounds ? fmaf(score, scale, term) - base : fmaf(score, scale, term - base));
+            s[m][n][2 * r + c] = x;
+            of_tile[m][r] += x;
+          }
+        total += of_tile[m][r];
+      }
+    if constexpr (Config::kReads || !Config::kRunningMaximum) {
+      if (__any_sync(~0u, !(total <= Config::kSumLimit))) {
+        if (hide(s)) add_up(s, of_tile);
+        if constexpr (!Config::kRunningMaximum) lower(s, of_tile);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) sum[m][r] += of_tile[m][r];
+  }
+
+  /// Whether rows have to be worked out again: a sum overflowed, or came to nothing as its reference was too high.
+  __device__ __forceinline__ bool lost() const {
+    bool bad = false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        bad |= !(sum[m][r] < INFINITY);
+        if constexpr (Config::kOptions) bad |= row_sum(m, r) < Config::kLeastSum && reference[m][r] > -INFINITY;
+      }
+    return bad;
+  }
+
+  __device__ __forceinline__ bool out_is_finite() const {
+    float zero = 0.0f;  // else NaN
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int d = 0; d < kD; ++d)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) zero = fmaf(out[m][d][e], 0.0f, zero);
+    return zero == 0.0f;
+  }
+
+  /// Of all four lanes that hold the row.
+  __device__ __forceinline__ float row_sum(int m, int r) const {
+    const float pair = sum[m][r] + __shfl_xor_sync(~0u, sum[m][r], 1);
+    return pair + __shfl_xor_sync(~0u, pair, 2);
+  }
+
+ private:
+  __device__ __forceinline__ void multiply(int m, int r, float factor) {
+    sum[m][r] *= factor;
+#pragma unroll
+    for (int d = 0; d < kD; ++d) {
+      out[m][d][2 * r] *= factor;
+      out[m][d][2 * r + 1] *= factor;
+    }
+  }
+
+  __device__ __forceinline__ static void add_up(const Scores& p, float (&of_tile)[kM][2]) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        of_tile[m][r] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) of_tile[m][r] += p[m][n][2 * r] + p[m][n][2 * r + 1];
+      }
+  }
+
+  /// Takes the exponent of sums beyond the limit into the reference, as long as a power of 2 can undo it. Else the sum
+  /// becomes Inf, which shows in the end.
+  __device__ __forceinline__ void lower(Scores& p, float (&of_tile)[kM][2]) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float largest = fmaxf(of_tile[m][r], __shfl_xor_sync(~0u, of_tile[m][r], 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        const bool beyond = largest > Config::kSumLimit && largest < 0x1p120f;
+        const float exponent = beyond ? floorf(log2f(largest)) : 0.0f;
+        const float factor = ptx::exp2_approx(-exponent);
+        reference[m][r] += exponent;
+        of_tile[m][r] = largest >= 0x1p120f ? INFINITY : of_tile[m][r] * factor;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          p[m][n][2 * r] *= factor;
+          p[m][n][2 * r + 1] *= factor;
+        }
+        multiply(m, r, factor);
+      }
+  }
+};
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,166 @@
+// Tiles and shared memory of the forward, and what a block of it works on.
+#pragma once
+
+#include "kernels/common/score/scores.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/common/tile.cuh"
+#include "kernels/sm80/common/config.h"
+#include "visibility.h"
+
+namespace flash_ext::sm80 {
+
+/// What a kernel can do. Each option costs registers, of which head dim 128 has none to spare, and the branches around
+/// it cost time. So those that take the most have a class of their own for calls with nothing else; kReads can do all.
+enum class ForwardClass {
+  kPlain,      // scaled products within a window
+  kComputes,   // softcap, ALiBi, dropout, any scale
+  kReads,      // these, bias, masks, and keys that do not lie in one piece
+  kBias,       // plain, and a bias of the type of q, in pieces of 16 bytes
+  kFloatBias,  // plain, and a bias of floats, in pieces of 16 bytes
+  kMask,       // plain, and a boolean mask
+  kDrops,      // plain, and dropout
+};
+
+/// kSmall: fits into the shared memory of every GPU.
+template <class Element_, int kHeadDim_, ForwardClass kClass, bool kSmall_>
+struct ForwardConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kReads = kClass == ForwardClass::kReads;
+  static constexpr bool kOptions = kReads || kClass == ForwardClass::kComputes;  // by branches
+  static constexpr bool kOneBias = kClass == ForwardClass::kBias || kClass == ForwardClass::kFloatBias;
+  static constexpr bool kOneDropout = kClass == ForwardClass::kDrops;
+  using BiasElement = std::conditional_t<kClass == ForwardClass::kFloatBias, float, Element>;  // of kOneBias
+  static constexpr bool kOneMask = kClass == ForwardClass::kMask;
+  static constexpr bool kBiases = kReads || kOneBias, kMasks = kReads || kOneMask;
+  static constexpr bool kDropout = kOptions || kOneDropout;
+  static constexpr bool kFloat = sizeof(Element) == 4;
+  static constexpr bool kWide = kHeadDim == 256;
+  // 32 rows a warp halve the shared-memory reads of K and V per product; at 256 the accumulators leave no room for it.
+  static constexpr int kWarpRows = kWide || (kFloat && kReads && kHeadDim == 128) ? 16 : 32;
+  static constexpr int kWarps = kFloat ? (kWide && kSmall_ ? 2 : 4) : kWide && !kSmall_ ? 8 : 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kBlockM = kWarps * kWarpRows;
+  static constexpr int kBlockN = kFloat || (kHeadDim == 128 && kReads) ? 32 : 64;
+  // K of the next tile comes while P is computed and multiplied; at 64 that is too short a time.
+  static constexpr int kStages = (kHeadDim == 64 || (kHeadDim == 128 && kReads)) && !kFloat ? 2 : 1;
+  static constexpr int kBlocksPerSm = kWide && !kSmall_ ? 1 : 2;
+  static constexpr bool kQueryInRegisters = kHeadDim == 64 && !kFloat;
+  // Where addresses must be computed again in every step, of the copies or of all that a lane reads.
+  static constexpr bool kFullPrecision = std::is_same_v<Element, float>;
+  static constexpr bool kForgetsThread =
+      (kHeadDim == 128 && kClass != ForwardClass::kPlain && !kReads && !kOneBias) || (kWide && kFullPrecision);
+  static constexpr bool kForgetsLane =
+      (kWide && kFullPrecision && kClass == ForwardClass::kPlain) || (kHeadDim == 128 && kOneMask);
+  static constexpr bool kLooksEarly = kHeadDim == 64;  // at what a mask leaves: in registers while a step begins
+  // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
+  static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
+  static constexpr bool kFenced = kUnroll == 1 && kWide;
+  static constexpr bool kRunningMaximum = kFloat && (kOptions || kWide);
+  // P must stay finite as an Element, l and out in float.
+  static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;
+  // A smaller sum of a row has lost what it is a sum of.
+  static constexpr float kLeastSum = std::is_same_v<Element, __half> ? 0x1p-2f : 0x1p-40f;
+
+  using Layout = TileLayout<Element, kHeadDim>;
+  static constexpr int kQueryBytes = Layout::bytes(kBlockM);
+  static constexpr int kTileBytes = Layout::bytes(kBlockN);
+  static constexpr int kTilesBytes = kQueryBytes + 2 * kStages * kTileBytes;
+  static constexpr int kWorkBytes = 384;                         // a multiple of 128, to which tiles are aligned
+  static constexpr int kSharedBytes = kTilesBytes + kWorkBytes;  // without what options need
+  static constexpr int kVisibilityBytes = kBlockM * (kBlockN / 32) * 4;  // words of a block mask for a tile
+  static constexpr int kDrawBytes = kBlockN / 4 * 16;                    // what draws for the keys of a tile share
+  static_assert(!kSmall_ || kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");
+  static_assert(!kSmall_ || kSharedBytes + 2 * kVisibilityBytes <= kSmallestSharedBytes, "with masks as well");
+  static_assert(!kOneBias ||
+                    kSharedBytes + kBlockM * kBlockN * static_cast<int>(sizeof(BiasElement)) <= kSmallestSharedBytes,
+                "with the bias as well");
+};
+
+/// What the host makes of a call. Kernels find it in constant memory, where a look costs nothing: a step has too little
+/// time to ask shared memory for each option.
+struct ForwardSchedule {
+  int heads, groups;          // heads of q whose blocks run side by side, and how many such groups make up the heads
+  int batches, batch_groups;  // the same of batch entries
+  // A product becomes a score to base 2 by `scale`. With softcap, or with terms that cannot be added to products
+  // because `scale` is no number to divide by or the bias is read element by element, it goes first through
+  // `first_scale`.
+  float first_scale, scale;
+  float cap;       // base 2
+  float per_unit;  // of what is added before `scale`: its inverse
+  bool caps, scales_first, adds_alibi, reads_bias, drops, masked, blocks_mask;
+  bool stages_bias;               // through shared memory: there is room for it
+  int bias_offset, words_offset;  // there; words of a block mask
+  MaskBits mask;
+  uint32_t last_dropped;  // by dropout, as the high half of a word, whatever the low half is
+};
+
+/// What the options of one head come to.
+template <class Element>
+struct ForwardOptions {
+  ScoreRules<Element> rules;
+  Dropout dropout;
+
+  __device__ __forceinline__ ForwardOptions(const AttentionParams& p, const Sequence& sequence)
+      : rules(p, sequence), dropout(p, sequence) {}
+};
+
+struct NoOptions {
+  __device__ __forceinline__ NoOptions(const AttentionParams&, const Sequence&) {}
+};
+
+/// A mask's words of the block's queries.
+struct BlockMaskWords {
+  const uint32_t* words = nullptr;
+
+  __device__ __forceinline__ void find(const MaskBits& bits, int batch, int head, int first_query) {
+    if (bits.words) words = bits.words + bits.unit(batch, head, first_query / kMaskRows, 0) * kMaskRows;
+  }
+};
+
+struct NoMaskWords {
+  __device__ __forceinline__ void find(const MaskBits&, int, int, int) {}
+};
+
+/// A tile's terms that are the same for a whole row, base 2: those of a lane's row 16 m + 8 r, and of ALiBi what a key
+/// further along adds.
+struct RowTerms {
+  float first = 0.0f, slope = 0.0f;
+
+  __device__ __forceinline__ float of(int m, int r) const {
+    return fmaf(-slope, static_cast<float>(16 * m + 8 * r), first);
+  }
+};
+
+/// What a block works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
+/// seldom.
+template <class Config>
+struct ForwardWork {
+  using Element = typename Config::Element;
+  Sequence sequence;
+  RowSource<Element, Config::kReads> keys, values;
+  std::conditional_t<Config::kDropout, ForwardOptions<Element>, NoOptions> options;
+  int first_query;
+  TileSpan tiles;
+  bool careful = false;         // again, with the running maximum, and without Inf and NaN in V
+  bool met_non_finite = false;  // in a tile that is not visible to all
+  std::conditional_t<Config::kMasks, BlockMaskWords, NoMaskWords> mask;
+
+  __device__ __forceinline__ ForwardWork(const ForwardParams& p, int batch, int head, int first_query)
+      : sequence(p, batch, head),
+        keys(key_rows<Element, Config::kReads>(p, p.k, sequence)),
+        values(key_rows<Element, Config::kReads>(p, p.v, sequence)),
+        options(p, sequence),
+        first_query(first_query) {
+    tiles = sequence.key_tiles<Config::kBlockN>(first_query, min(first_query + Config::kBlockM, sequence.seqlen_q));
+    static_assert(sizeof(ForwardWork) <= Config::kWorkBytes, "the shared-memory plan has room for it");
+  }
+};
+
+/// A tile that masks may hide in part.
+struct MaskedTile {
+  int tile;
+  bool partly;  // of kReads: hidden, which the bits of the mask or the words of the block mask then say
+};
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,61 @@
+// The kernel that makes bits of a boolean mask (visibility.h).
+#pragma once
+
+#include "kernels/common/mask/visibility.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/launch.h"
+#include "visibility.h"
+
+namespace flash_ext::sm80 {
+
+/// The bits of lane t of a quad in the word of a row's 32 keys: bit 2 n + c is key 8 n + 2 t + c.
+__device__ __forceinline__ uint32_t bits_of_lane(uint32_t word, int t) {
+  // The product brings the pairs together in the highest byte.
+  return ((word >> 2 * t & 0x03030303u) * 0x01041040u) >> 24;
+}
+
+constexpr int kMaskBitsThreads = 256;
+
+/// A warp makes a unit, of which each lane reads a row. Queries that are not there count as seeing everything, or the
+/// rows of a ragged end would be looked after as those that have seen no key yet.
+static __global__ void __launch_bounds__(kMaskBitsThreads)
+    mask_bits_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ MaskSizes sizes,
+                     const __grid_constant__ MaskBits to) {
+  const int64_t unit = (static_cast<int64_t>(blockIdx.x) * kMaskBitsThreads + threadIdx.x) / 32;
+  if (unit >= sizes.units()) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t row_unit = unit / sizes.key_units % sizes.row_units, head = unit / sizes.key_units / sizes.row_units;
+  const int first_key = static_cast<int>(unit % sizes.key_units) * kMaskKeys;
+  const int64_t i = p.mask.row_stride == 0 ? 0 : row_unit * kMaskRows + lane;
+  const int seqlen_k = static_cast<int>(p.seqlen_k);
+  uint32_t word = ~0u;
+  bool shows = false;
+  if (i < p.seqlen_q) {
+    const Sequence sequence(p, static_cast<int>(head / sizes.heads), static_cast<int>(head % sizes.heads));
+    const MaskRows mask(p.mask, sequence);
+    word = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = first_key + 16 * half;
+      if (key < seqlen_k) word |= mask_bits(mask, static_cast<int>(i), key, seqlen_k) << 16 * half;
+    }
+    shows = word != 0;
+  }
+  uint32_t bits = 0;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) bits |= bits_of_lane(__shfl_sync(~0u, word, 8 * k + lane / 4), lane % 4) << 8 * k;
+  to.words[unit * kMaskRows + lane] = bits;
+  const bool any = __any_sync(~0u, shows);
+  if (lane == 0) to.states[unit] = any ? kMaskShows : kMaskHides;
+}
+
+inline MaskBits make_mask_bits(const AttentionParams& p, void* memory, cudaStream_t stream) {
+  const MaskSizes sizes(p);
+  const MaskBits bits = sizes.views(memory);
+  constexpr int64_t kUnitsOfBlock = kMaskBitsThreads / 32;
+  const dim3 blocks(grid_size((sizes.units() + kUnitsOfBlock - 1) / kUnitsOfBlock));
+  launch("sm80/mask_bits", mask_bits_kernel, {blocks, dim3(kMaskBitsThreads)}, stream, p, sizes, bits);
+  return bits;
+}
+
+}  // namespace flash_ext::sm80

@@ -1,0 +1,63 @@
+// What a boolean mask leaves, as bits: a kernel that runs before the forward makes them (common/mask/visibility.cuh),
+// once for all heads and batch entries that share a mask.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/host_device.h"
+#include "kernels/params.h"
+
+namespace flash_ext::sm80 {
+
+constexpr int kMaskRows = 32, kMaskKeys = 32;  // of a unit
+
+/// What the mask leaves of a unit of queries and keys that exist.
+enum MaskState : uint8_t { kMaskHides = 0, kMaskShows = 1 };
+
+/// Units of 32 queries and 32 keys. Of a unit lane 4 g + t has one word: bit 8 k + 2 n + c is query 8 k + g and key
+/// 8 n + 2 t + c, as the lane's accumulators lie.
+struct MaskBits {
+  uint32_t* words = nullptr;  // null: there is no mask
+  uint8_t* states = nullptr;
+  int key_units = 0;        // of a row of units; even, as a tile may have two
+  int row_stride = 0;       // in units; 0 where all queries are the same
+  int64_t head_stride = 0;  // 0 broadcasts, as does that of the batch
+  int64_t batch_stride = 0;
+
+  FLASH_EXT_HOST_DEVICE int64_t unit(int batch, int head, int row_unit, int key_unit) const {
+    return batch * batch_stride + head * head_stride + static_cast<int64_t>(row_unit) * row_stride + key_unit;
+  }
+};
+
+/// How many there are.
+struct MaskSizes {
+  int64_t batch = 0, heads = 0;
+  int64_t row_units = 0;  // whole blocks of the forward
+  int64_t key_units = 0;
+
+  explicit MaskSizes(const AttentionParams& p) {
+    constexpr int64_t kBlockRows = 128, kTileKeys = 64;
+    if (!p.mask.data) return;
+    batch = p.mask.batch_stride == 0 ? 1 : p.batch;
+    heads = p.mask.head_stride == 0 ? 1 : p.heads_q;
+    row_units = p.mask.row_stride == 0 ? 1 : (p.seqlen_q + kBlockRows - 1) / kBlockRows * (kBlockRows / kMaskRows);
+    key_units = (p.seqlen_k + kTileKeys - 1) / kTileKeys * (kTileKeys / kMaskKeys);
+  }
+
+  FLASH_EXT_HOST_DEVICE int64_t units() const { return batch * heads * row_units * key_units; }
+  int64_t bytes() const { return units() * (kMaskRows * static_cast<int64_t>(sizeof(uint32_t)) + 1); }
+
+  MaskBits views(void* memory) const {
+    MaskBits bits;
+    if (units() == 0) return bits;
+    bits.words = static_cast<uint32_t*>(memory);
+    bits.states = reinterpret_cast<uint8_t*>(bits.words + units() * kMaskRows);
+    bits.key_units = static_cast<int>(key_units);
+    bits.row_stride = static_cast<int>(row_units > 1 ? key_units : 0);
+    bits.head_stride = heads > 1 ? row_units * key_units : 0;
+    bits.batch_stride = batch > 1 ? heads * row_units * key_units : 0;
+    return bits;
+  }
+};
+
+}  // namespace flash_ext::sm80

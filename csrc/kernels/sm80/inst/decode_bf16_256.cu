@@ -1,8 +1,0 @@
-#include "../decode.cuh"
-
-namespace flash_ext::sm80 {
-
-template void run_decode<__nv_bfloat16, 256>(const ForwardParams&, const DecodeGrid&, const DecodePartials&, bool,
-                                             cudaStream_t);
-
-}  // namespace flash_ext::sm80

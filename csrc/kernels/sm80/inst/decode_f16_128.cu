@@ -1,8 +1,0 @@
-#include "../decode.cuh"
-
-namespace flash_ext::sm80 {
-
-template void run_decode<__half, 128>(const ForwardParams&, const DecodeGrid&, const DecodePartials&, bool,
-                                      cudaStream_t);
-
-}  // namespace flash_ext::sm80

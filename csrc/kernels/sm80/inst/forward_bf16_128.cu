@@ -1,7 +1,0 @@
-#include "../forward.cuh"
-
-namespace flash_ext::sm80 {
-
-template void run_forward<__nv_bfloat16, 128>(const ForwardParams&, const MaskBits&, cudaStream_t);
-
-}  // namespace flash_ext::sm80

@@ -1,8 +1,0 @@
-#include "../forward.cuh"
-#include "../products_tf32.cuh"
-
-namespace flash_ext::sm80 {
-
-template void run_forward<Tf32, 64>(const ForwardParams&, const MaskBits&, cudaStream_t);
-
-}  // namespace flash_ext::sm80

@@ -1,9 +1,0 @@
-#include "../weights.cuh"
-#include "../weights_backward.cuh"
-
-namespace flash_ext::sm80 {
-
-template void run_weights<__nv_bfloat16>(const WeightsParams&, cudaStream_t);
-template void run_weights_backward<__nv_bfloat16>(const BackwardParams&, cudaStream_t);
-
-}  // namespace flash_ext::sm80

@@ -1,0 +1,117 @@
+// What warps of the backward that compute have in common: 64 keys, the tiles of queries that these see, the waits, and
+// where sums go.
+#pragma once
+
+#include "kernels/ptx/barrier.h"
+#include "kernels/sm90/common/store_rows.cuh"
+#include "products.cuh"
+#include "sanitise.cuh"
+#include "score_tile.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+/// One warp of them.
+template <class Config, class State>
+class BackwardKeys {
+ protected:
+  using Element = typename Config::Element;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
+  static constexpr int kComputing = Config::kThreads - kGroupThreads;  // threads that compute
+  using Tile = BackwardTile<Element, kBlockM>;
+  using Products = BackwardProducts<Element, kHeadDim, Config::kLoadedKeys, kBlockM>;
+  using Scores = typename Tile::Scores;
+  using Weights = typename Tile::Weights;
+  using Sum = typename Products::Sum;
+
+  /// `keys_offset`: of the keys' rows of K, or of V, in shared memory.
+  __device__ __forceinline__ BackwardKeys(const BackwardParams& p, State& state, uint32_t s_tiles, int keys_offset,
+                                          float scale, int group, int lane)
+      : p_(p),
+        state_(state),
+        work_(state.work()),
+        group_(group),
+        warp_(static_cast<int>(threadIdx.x) / 32 % kGroupWarps),
+        lane_(lane),
+        s_tiles_(s_tiles),
+        scale_(scale),
+        keys_(Products::KeyTile::lower_half(without_rank<Config>(s_tiles) + keys_offset)),
+        queries_(Products::QueryTile::lower_half(without_rank<Config>(s_tiles) + Config::kQueriesOffset)) {}
+
+  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
+  __device__ __forceinline__ void release_query() const { release(state_.q_empty[at_.stage()]); }
+  __device__ __forceinline__ void release_grad() const { release(state_.do_empty[at_.stage()]); }
+  __device__ __forceinline__ void wait_for_query() const { wait_for(state_.q_full[at_.stage()], at_.parity()); }
+  __device__ __forceinline__ void wait_for_grad() const { wait_for(state_.do_full[at_.stage()], at_.parity()); }
+
+  /// In the warpgroup.
+  __device__ __forceinline__ int thread() const { return warp_ * 32 + lane_; }
+  __device__ __forceinline__ int first_key() const { return work_.first_key + group_ * kGroupRows + warp_ * 16; }
+
+  /// Tiles of queries of which the keys see something; and where something is hidden from some key, too.
+  __device__ __forceinline__ bool sees(int tile) const {
+    const TileSpan& seen = work_.groups[group_];
+    return tile >= seen.begin && tile < seen.end;
+  }
+  __device__ __forceinline__ bool hides(int tile) const {
+    const TileSpan& seen = work_.groups[group_];
+    return tile < seen.full_begin || tile >= seen.full_end;
+  }
+
+  /// Lower halves of descriptors of this step's tiles.
+  __device__ __forceinline__ uint32_t query_tile() const { return queries_ + at_.stage() * (Config::kQueryBytes / 16); }
+  __device__ __forceinline__ uint32_t grad_tile() const {
+    return query_tile() + Config::kStages * (Config::kQueryBytes / 16);
+  }
+
+  __device__ __forceinline__ void weigh(Scores& s) const { Tile::weigh(s, state_.lse[at_.stage()], scale_, lane_); }
+  /// Scores, or pairs of weights.
+  template <class Numbers>
+  __device__ __forceinline__ void hide(Numbers& numbers, int tile) const {
+    Tile::hide(numbers, work_.sequence, first_key(), tile * kBlockM, lane_);
+  }
+  __device__ __forceinline__ void differentiate(Weights& ds, const Scores& dp, const Weights& p, bool hides) const {
+    Tile::differentiate(ds, dp, p, state_.minus_delta[at_.stage()], lane_, hides);
+  }
+
+  /// dS of keys that see nothing.
+  __device__ __forceinline__ void clear_ds(uint32_t s_panel) const {
+#pragma unroll
+    for (int k = 0; k < panel_bytes(kBlockM) / 16 / kGroupThreads; ++k)
+      store_shared(s_panel + (k * kGroupThreads + thread()) * 16, uint4{0, 0, 0, 0});
+  }
+
+  /// Q and dO of a tile that some key is hidden from, by all that compute together; this is the `thread`th of them.
+  /// They then wait for each other.
+  __device__ __forceinline__ void clean_rows(int thread) const {
+    wait_for_query();
+    wait_for_grad();
+    const uint32_t s_query = s_tiles_ + Config::kQueriesOffset + at_.stage() * Config::kQueryBytes;
+    clean_tile<Element, Config::kQueryBytes, kComputing>(s_query, thread);
+    clean_tile<Element, Config::kQueryBytes, kComputing>(s_query + Config::kStages * Config::kQueryBytes, thread);
+  }
+
+  /// dK or dV.
+  __device__ __forceinline__ void store(const TensorView& view, const Sum& sum, float scale) const {
+    if (!view.data) return;
+    const Sequence& sequence = work_.sequence;
+    const auto rows = key_rows<Element, false>(p_, view, sequence);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_key() + 8 * r + lane_ / 4;
+      Element* const g_row = row < sequence.seqlen_k ? rows.row(row) : nullptr;
+      write_out_row(g_row, sum, r, scale, lane_, static_cast<int>(p_.head_dim));
+    }
+  }
+
+  const BackwardParams& p_;
+  State& state_;
+  const BackwardWork<Config>& work_;
+  const int group_, warp_, lane_;  // group_: of keys, in the block or the cluster
+  const uint32_t s_tiles_;
+  const float scale_;              // of scores, to base 2
+  const uint32_t keys_, queries_;  // lower halves of descriptors
+  RingCount<Config::kStages> at_;  // of Q and dO
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,123 @@
+// Attention backward on wgmma (FlashAttention-2, Dao 2023, algorithm 2), recomputing the probabilities from lse:
+//
+//   S^T = K Q^T,   P^T = 2^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)    D: common/backward/row_terms.cuh
+//   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "consumer.cuh"
+#include "kernels/common/backward/dq_store.cuh"
+#include "kernels/common/backward/row_terms.cuh"
+#include "kernels/launch.h"
+#include "kernels/ptx/grid_dependency.h"
+#include "kernels/ptx/setmaxnreg.h"
+#include "kernels/sm90/common/tensor_map.h"
+#include "options_kernel.cuh"
+#include "producer_dq.cuh"
+#include "wide_kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Warpgroup 0 loads and makes dQ, the others compute.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ BackwardWorkspace workspace, const BackwardSchedule schedule, float scale) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& state = *reinterpret_cast<BackwardState<Config>*>(shared + Config::kTilesBytes);
+  const BackwardKeyTile keys = schedule.locate(blockIdx.x);
+  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
+  const Sequence sequence = keys.sequence(p);
+  ptx::launch_dependents();
+  if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) {
+    state.init();
+    state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
+  }
+  __syncthreads();
+  if (warp < kGroupWarps) {
+    ptx::give_up_registers<Config::kShape.dq_registers>();
+    ptx::wait_for_previous_grid();  // for row terms and cleared sums
+    BackwardDq<Config>(p, maps, workspace, state, ptx::shared_address(shared), warp, lane).run();
+  } else {
+    ptx::take_registers<Config::kShape.registers>();
+    BackwardGroup<Config>(p, state, ptx::shared_address(shared), scale, warp / kGroupWarps - 1, lane).run();
+  }
+}
+
+template <class Config>
+BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
+  return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory);
+}
+
+/// Whether dK and dV are too much for one warpgroup: wide_kernel.cuh.
+template <class Config>
+constexpr bool kIsWide = Config::kHeadDim > kMostWholeHeadDim;
+
+template <class Config>
+constexpr auto backward_kernel_of() {
+  if constexpr (kIsWide<Config>) {
+    return backward_wide_kernel<Config>;
+  } else {
+    return backward_kernel<Config>;
+  }
+}
+
+template <class Config>
+void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Element = typename Config::Element;
+  using State = std::conditional_t<kIsWide<Config>, BackwardWideState<Config>, BackwardState<Config>>;
+  constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kDqHeadDim;
+  // Kernels start while the one before still runs, and wait for it by themselves; wide ones lose by it.
+  constexpr bool kOverlaps = !kIsWide<Config>;
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(State);
+  static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
+  const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
+  const LaunchShape rows{dim3(grid_size(RowTileOfBlock::blocks(p, kBlockM))), dim3(kRowTermThreads)};
+  launch("sm90/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
+
+  if (p.dq.data || p.dk.data || p.dv.data) {
+    const BackwardMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kBlockM),
+                               encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kLoadedKeys),
+                               encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
+                               encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
+    const BackwardSchedule schedule = schedule_backward<Config>(p);
+    if (!kIsWide<Config> && has_options(p)) {
+      if constexpr (!kIsWide<Config>) launch_backward_options<Config>(p, maps, workspace, schedule, stream);
+    } else {
+      const int64_t blocks = int64_t{Config::kCluster} * schedule.key_tiles * schedule.heads;
+      const LaunchShape keys{dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes, kOverlaps};
+      launch("sm90/backward", backward_kernel_of<Config>(), keys, stream, p, maps, workspace, schedule,
+             static_cast<float>(p.softmax_scale) * kLog2E);
+    }
+  }
+  if (p.dq.data) {
+    LaunchShape overlapping = rows;
+    overlapping.overlaps_previous = kOverlaps;
+    launch("sm90/backward dq", store_dq_kernel<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim>, overlapping,
+           stream, p, workspace);
+  }
+  if (p.dsink) {
+    const LaunchShape heads{dim3(static_cast<unsigned>(p.heads_q)), dim3(kRowTermThreads)};
+    launch("sm90/backward sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace);
+  }
+}
+
+template <class Element, int kHeadDim>
+using BackwardConfigOf = std::conditional_t<(kHeadDim > kMostWholeHeadDim), BackwardWideConfig<Element, kHeadDim>,
+                                            BackwardConfig<Element, kHeadDim>>;
+
+template <class Element, int kHeadDim>
+int64_t backward_bytes(const BackwardParams& p) {
+  return backward_workspace<BackwardConfigOf<Element, kHeadDim>>(p, nullptr).bytes;
+}
+
+template <class Element, int kHeadDim>
+void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  launch_backward<BackwardConfigOf<Element, kHeadDim>>(p, memory, stream);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,91 @@
+// The backward on wgmma with softcap, ALiBi, bias, masks and dropout: see kernel.cuh.
+//
+// The warpgroup that loads finds the steps of which masks leave something. It notes each one two steps ahead, and
+// brings its bias and words of visibility.
+#pragma once
+
+#include <stdexcept>
+#include <type_traits>
+
+#include "kernels/launch.h"
+#include "kernels/ptx/grid_dependency.h"
+#include "kernels/ptx/lane.h"
+#include "kernels/ptx/setmaxnreg.h"
+#include "kernels/sm90/common/tensor_map.h"
+#include "options_consumer.cuh"
+#include "options_producer_dq.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Warpgroup 0 loads and makes dQ, the others compute.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_options_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                            const __grid_constant__ CUtensorMap bias_map,
+                            const __grid_constant__ BackwardWorkspace workspace,
+                            const __grid_constant__ OptionsLayout layout, const BackwardSchedule schedule) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& state = *reinterpret_cast<OptionsState<Config>*>(shared + Config::kTilesBytes);
+  const BackwardKeyTile keys = schedule.locate(blockIdx.x);
+  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
+  const Sequence sequence = keys.sequence(p);
+  ptx::launch_dependents();
+  if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) {
+    state.init(layout);
+    state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
+    state.options() = BackwardOptions(p, sequence);
+  }
+  __syncthreads();
+  if (warp < kGroupWarps) {
+    ptx::give_up_registers<Config::kShape.dq_registers>();
+    ptx::wait_for_previous_grid();  // for row terms and cleared sums
+    OptionsDq<Config>(p, maps, bias_map, workspace, layout, state, ptx::shared_address(shared), warp, lane).run();
+  } else {
+    ptx::take_registers<Config::kShape.registers>();
+    OptionsGroup<Config>(p, layout, state, ptx::shared_address(shared), warp / kGroupWarps - 1, ptx::lane_id())
+        .run(workspace.unit);
+  }
+}
+
+inline bool has_options(const BackwardParams& p) {
+  return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || p.dropout.p > 0;
+}
+
+/// Calls run(std::integral_constant<int, options>()) for what serves a call: the kernel of its options, if they are one
+/// of kOptions, or that of any.
+template <int... kOptions, class Run>
+void with_kernel_of_options(const BackwardParams& p, const OptionsLayout& layout, Run run) {
+  const int options = layout.flags | (masks_pairs(p) ? kNoteMasked : 0);
+  const bool is_plain_bias = !p.bias.data || layout.bias_of_keys || (layout.bias_by_panels && p.bias.dtype == p.dtype);
+  const auto serve = [&](auto option) {
+    if (options != option() || !is_plain_bias) return false;
+    run(option);
+    return true;
+  };
+  if (!(serve(std::integral_constant<int, kOptions>()) || ...)) run(std::integral_constant<int, kAnyOptions>());
+}
+
+template <class Config>
+void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
+                             const BackwardSchedule& schedule, cudaStream_t stream) {
+  constexpr int kMostBytes = 227 * 1024 - Config::kTilesBytes;
+  constexpr int kStateBytes = sizeof(OptionsState<OptionsConfig<Config, kAnyOptions>>);
+  const OptionsLayout layout = OptionsLayout::of<Config>(p, kStateBytes, kMostBytes);
+  if ((layout.flags & kNoteBiased) && layout.bias_places == 0)
+    throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
+  const CUtensorMap bias_map = layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{};
+  const VisibilityTiles& visibility = workspace.visibility;
+  const LaunchShape tiles{dim3(grid_size(visibility.num_states())), dim3(kVisibilityThreads)};
+  launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
+  const LaunchShape blocks{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
+                           static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
+  with_kernel_of_options<kNoteSloped, kNoteCapped, kNoteBiased, kNoteKeyBiased, kNoteMasked, kNoteDrops,
+                         kNoteBiased | kNoteKeyBiased, kNoteDrops | kNoteKeyBiased>(p, layout, [&](auto options) {
+    launch("sm90/backward", backward_options_kernel<OptionsConfig<Config, options()>>, blocks, stream, p, maps,
+           bias_map, workspace, layout, schedule);
+  });
+}
+
+}  // namespace flash_ext::sm90

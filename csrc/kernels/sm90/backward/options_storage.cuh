@@ -1,0 +1,132 @@
+// What the warps of a block of the backward share besides, where a call has options: notes on the steps to come, and
+// what is copied or drawn for them.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels/common/backward/options.cuh"
+#include "kernels/common/backward/visibility.cuh"
+#include "kernels/common/score/bias_tile.cuh"
+#include "kernels/sm90/common/dropout_flags.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+enum BackwardNoteFlags : int {
+  kNotePast = 1,     // there is no such step
+  kNoteCleaned = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
+  kNoteMasked = 4,   // masks hide some pair
+  kNoteBiased = 8,   // and a bias may, of queries and keys
+  kNoteCapped = 16,
+  kNoteDrops = 32,
+  kNoteSloped = 64,
+  kNoteKeyBiased = 128,  // a bias or a mask that is the same for all queries
+};
+
+constexpr int kAnyOptions = -1;
+
+/// Options that a kernel serves, as flags of notes: these and no others, or any. A test of flags lies between two
+/// products of a warpgroup that waits for both, and all of them cost a fifth of a step; so calls with one option,
+/// or one of two pairs, have a kernel without tests.
+template <class Base, int kOptions_>
+struct OptionsConfig : Base {
+  static constexpr int kOptions = kOptions_;
+  static constexpr bool kAny = kOptions == kAnyOptions;
+
+  static constexpr bool may_have(int option) { return kAny || (kOptions & option) != 0; }
+  /// Whether a step has it; masks leave tiles whole.
+  template <int kOption>
+  __device__ __forceinline__ static bool has(int flags) {
+    return may_have(kOption) && ((!kAny && kOption != kNoteMasked) || (flags & kOption) != 0);
+  }
+};
+
+/// A step, as the warps that compute find it: all that they must know to begin, in one read.
+struct alignas(16) BackwardNote {
+  int tile, head, flags;
+  float slope;  // ALiBi's, to base 2
+};
+
+inline bool same_for_all_queries(const ScoreView& view) { return view.data && view.row_stride == 0; }
+
+/// A mask of keys, which is a bias of 0 and -inf; else masks are of pairs.
+inline bool masks_keys(const AttentionParams& p) { return same_for_all_queries(p.mask) && !p.blocks.offsets; }
+inline bool masks_pairs(const AttentionParams& p) { return (p.mask.data || p.blocks.offsets) && !masks_keys(p); }
+
+/// Behind the state in shared memory, in bytes from it on. Bits of dropout and words of masks have kStages places.
+struct OptionsLayout {
+  int dropped = 0, words = 0, bias = 0;
+  int dropped_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a place
+  int bias_places = 0;
+  bool copies_bias = false;     // by pieces of 16 bytes
+  bool bias_by_panels = false;  // by the copy engine
+  bool bias_by_pairs = false;   // in 16 bits
+  bool makes_words = false;     // of bitmaps of blocks
+  bool bias_of_keys = false, mask_of_keys = false;
+  bool by_threads = false;  // are words made or a bias copied, and not all of it by the copy engine
+  int flags = 0;            // of all notes
+  int bytes = 0;
+  DropLimit drop_limit;
+
+  /// At most `available` bytes, where a bias may have fewer places.
+  template <class Config>
+  static OptionsLayout of(const BackwardParams& p, int state_bytes, int available) {
+    OptionsLayout layout;
+    layout.bytes = (state_bytes + 127) / 128 * 128;
+    const auto take = [&](int bytes) { return std::exchange(layout.bytes, layout.bytes + bytes); };
+    const uint32_t threshold = dropout_threshold(p.dropout.p);
+    layout.bias_of_keys = same_for_all_queries(p.bias);
+    layout.mask_of_keys = masks_keys(p);
+    const bool of_pairs = p.bias.data && !layout.bias_of_keys;
+    if (threshold > 0) {
+      layout.drop_limit = DropLimit(threshold);
+      layout.dropped_bytes = Config::kGroups * kGroupThreads * 8;
+      layout.flags |= kNoteDrops;
+    }
+    layout.makes_words = p.blocks.offsets;
+    if (p.softcap > 0) layout.flags |= kNoteCapped;
+    if (of_pairs) layout.flags |= kNoteBiased;
+    if (layout.bias_of_keys || layout.mask_of_keys) layout.flags |= kNoteKeyBiased;
+    if (p.alibi_slopes) layout.flags |= kNoteSloped;
+    if (masks_pairs(p)) layout.words_bytes = Config::kBlockM * (Config::kBlockN / 32) * 4;
+    if (of_pairs)
+      layout.bias_bytes =
+          Config::kGroups * static_cast<int>(bias_tile_bytes(p.bias.dtype, Config::kBlockM, kGroupRows));
+    layout.dropped = take(Config::kStages * layout.dropped_bytes);
+    layout.words = take(Config::kStages * layout.words_bytes);
+    if (of_pairs) {
+      layout.bytes = (layout.bytes + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
+      layout.bias_places = std::min((available - layout.bytes) / layout.bias_bytes, Config::kStages);
+    }
+    layout.bias = take(layout.bias_places * layout.bias_bytes);
+    layout.copies_bias = of_pairs && can_stage_bias(p.bias);
+    layout.bias_by_panels = layout.copies_bias && p.bias.dtype != DType::kFloat32;
+    layout.bias_by_pairs = of_pairs && (p.bias.dtype == DType::kFloat16 || p.bias.dtype == DType::kBFloat16);
+    layout.by_threads = layout.makes_words || (of_pairs && !layout.bias_by_panels);
+    return layout;
+  }
+};
+
+template <class Config>
+struct OptionsState : BackwardState<Config> {
+  static constexpr int kStages = Config::kStages;
+
+  uint64_t note_full[kStages], bias_full[kStages];  // with bits and words
+  BackwardNote notes[kStages];
+  __align__(8) unsigned char options_bytes[sizeof(BackwardOptions)];
+
+  __device__ __forceinline__ BackwardOptions& options() { return *reinterpret_cast<BackwardOptions*>(options_bytes); }
+  __device__ __forceinline__ const BackwardOptions& options() const {
+    return *reinterpret_cast<const BackwardOptions*>(options_bytes);
+  }
+
+  /// By one thread.
+  __device__ __forceinline__ void init(const OptionsLayout& layout) {
+    init_barriers(note_full, layout.makes_words ? kGroupWarps : 1);
+    init_barriers(bias_full, layout.bias_by_panels ? 1 : kGroupThreads + kGroupWarps);
+    BackwardState<Config>::init();
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,121 @@
+// What brings tiles of the backward through the copy engine.
+#pragma once
+
+#include "kernels/ptx/bulk.h"
+#include "kernels/ptx/tma.h"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BackwardMaps {
+  CUtensorMap q, k, v, grad_out;
+};
+
+/// Panels [first, first + count) of `rows` rows from `row` on of a head, of which packed sequences are one batch entry;
+/// to be announced.
+__device__ __forceinline__ void load_panels(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int rows,
+                                            int first, int count, int row, int head, int batch) {
+#pragma unroll
+  for (int panel = 0; panel < count; ++panel)
+    ptx::tma_load(s_tile + panel * panel_bytes(rows), &map, s_barrier, (first + panel) * kPanelColumns, row, head,
+                  batch);
+}
+
+/// The same of keys of a sequence, announced. By one thread.
+template <class Config>
+__device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtensorMap& map, const uint64_t& barrier,
+                                          uint32_t s_tile, const Sequence& sequence, int first_key, int first,
+                                          int count) {
+  ptx::mbarrier_arrive_expect(address(barrier), count * panel_bytes(Config::kLoadedKeys));
+  load_panels(map, address(barrier), s_tile, Config::kLoadedKeys, first, count,
+              static_cast<int>(sequence.k_begin) + sequence.leftpad + first_key, sequence.head_kv,
+              p.seq.cu_seqlens_k ? 0 : sequence.cache_row);
+}
+
+/// One warp of the warpgroup that makes dQ; the first one loads.
+template <class Config, class State>
+class BackwardLoader {
+ protected:
+  using Step = BackwardStep;
+  static constexpr int kBlockM = Config::kBlockM;
+
+  __device__ __forceinline__ BackwardLoader(const BackwardParams& p, const BackwardMaps& maps,
+                                            const BackwardWorkspace& workspace, State& state, uint32_t s_tiles,
+                                            int warp, int lane)
+      : p_(p),
+        maps_(maps),
+        workspace_(workspace),
+        state_(state),
+        work_(state.work()),
+        warp_(warp),
+        lane_(lane),
+        s_tiles_(s_tiles) {}
+
+  __device__ __forceinline__ void load_queries(const Step& step) const {
+    const uint32_t stage = at_.stage();
+    load_rows(maps_.q, address(state_.q_full[stage]), Config::kQueriesOffset, workspace_.lse, state_.lse[stage], step);
+  }
+  __device__ __forceinline__ void load_grads(const Step& step) const {
+    const uint32_t stage = at_.stage();
+    load_rows(maps_.grad_out, address(state_.do_full[stage]), Config::kGradsOffset, workspace_.minus_delta,
+              state_.minus_delta[stage], step);
+  }
+  /// Of the second step, if there is one.
+  __device__ __forceinline__ void load_second(const Step& step) {
+    at_.advance();
+    if (step.head < work_.heads) {
+      load_queries(step);
+      load_grads(step);
+    }
+    at_.count = 0;
+  }
+  /// What takes the places of a step's tiles when that is over.
+  __device__ __forceinline__ void load_after(Step step) const {
+    for (int k = 0; k < Config::kStages; ++k) work_.advance(step);
+    load_in_place(step);
+  }
+  __device__ __forceinline__ void load_in_place(const Step& step) const {
+    if (step.head >= work_.heads) return;
+    wait_for(state_.do_empty[at_.stage()], at_.parity());
+    load_grads(step);
+    wait_for(state_.q_empty[at_.stage()], at_.parity());
+    load_queries(step);
+  }
+
+  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
+
+  __device__ __forceinline__ int64_t workspace_tile(const Step& step) const {
+    return work_.workspace_tile + step.head * workspace_.tiles_per_head + step.tile;
+  }
+  /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
+  __device__ __forceinline__ float* dq_piece(const Step& step, int panel) const {
+    const int64_t row = workspace_tile(step) * kBlockM + warp_ * 16;
+    return workspace_.dq + row * Config::kDqHeadDim + panel * (16 * kPanelColumns);
+  }
+
+  const BackwardParams& p_;
+  const BackwardMaps& maps_;
+  const BackwardWorkspace& workspace_;
+  State& state_;
+  const BackwardWork<Config>& work_;
+  const int warp_, lane_;
+  const uint32_t s_tiles_;
+  RingCount<Config::kStages> at_;
+
+ private:
+  /// A tile of Q with its lse, or of dO with its D.
+  __device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t s_full, int offset, const float* terms,
+                                            const float* s_terms, const Step& step) const {
+    if (lane_ == 0) {
+      const Sequence& sequence = work_.sequence;
+      ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
+      load_panels(map, s_full, s_tiles_ + offset + at_.stage() * Config::kQueryBytes, kBlockM, 0,
+                  panels(Config::kHeadDim), static_cast<int>(sequence.q_begin) + step.tile * kBlockM,
+                  sequence.head + step.head, p_.seq.cu_seqlens_q ? 0 : sequence.batch);
+      ptx::bulk_load(ptx::shared_address(s_terms), terms + workspace_tile(step) * kBlockM, Config::kTermBytes, s_full);
+    }
+    __syncwarp();
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,132 @@
+// The warpgroup that brings tiles, and computes dQ and adds it to memory.
+#pragma once
+
+#include "kernels/common/tile.cuh"
+#include "kernels/ptx/reread.h"
+#include "kernels/ptx/wgmma.h"
+#include "kernels/ptx/wgmma_across.h"
+#include "producer.cuh"
+
+namespace flash_ext::sm90 {
+
+/// What one warp of it does.
+template <class Config, class State = BackwardState<Config>>
+class BackwardDq : protected BackwardLoader<Config, State> {
+ public:
+  using Base = BackwardLoader<Config, State>;
+  using Element = typename Config::Element;
+  using Step = BackwardStep;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kPanels = panels(Config::kHeadDim);
+  static constexpr int kN = kPanelColumns / 8;
+  using Sum = float[kN][4];
+  using KeyTile = TileDescriptor<kBlockN>;
+  using DsTile = TileDescriptor<kBlockM>;
+
+  __device__ __forceinline__ BackwardDq(const BackwardParams& p, const BackwardMaps& maps,
+                                        const BackwardWorkspace& workspace, State& state, uint32_t s_tiles, int warp,
+                                        int lane)
+      : Base(p, maps, workspace, state, s_tiles, warp, lane),
+        keys_(KeyTile::lower_half(s_tiles)),
+        ds_(DsTile::lower_half(s_tiles + Config::kDsOffset)) {}
+
+  __device__ __forceinline__ void run() {
+    if (warp_ == 0 && work_.tiles.begin < work_.tiles.end) {
+      const Step first = work_.first_step();
+      Step second = first;
+      work_.advance(second);
+      load_first(first, second);
+    }
+#pragma unroll 1
+    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+      add(step, [] {});
+      if (warp_ == 0) this->load_after(step);
+      at_.advance();
+    }
+    if (lane_ == 0) ptx::tma_store_wait();
+  }
+
+ protected:
+  using Base::at_;
+  using Base::lane_;
+  using Base::maps_;
+  using Base::p_;
+  using Base::s_tiles_;
+  using Base::state_;
+  using Base::warp_;
+  using Base::work_;
+  using Base::workspace_;
+
+  /// What comes first is needed first.
+  __device__ __forceinline__ void load_first(const Step& first, const Step& second) {
+    load_keys(maps_.k, state_.k_full, 0);
+    this->load_queries(first);
+    load_keys(maps_.v, state_.v_full, Config::kValuesOffset);
+    this->load_grads(first);
+    this->load_second(second);
+  }
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
+    if (lane_ == 0)
+      sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_.sequence, work_.first_key, 0, kPanels);
+    __syncwarp();
+  }
+
+  /// dQ += dS K of the next tile of queries. meanwhile() once dS is there, beside the first product.
+  template <class Meanwhile>
+  __device__ __forceinline__ void add(const Step& step, Meanwhile meanwhile) {
+    const uint32_t stage = at_.stage();
+    wait_for(state_.ds_full[stage], at_.parity());
+    if (!workspace_.dq) {
+      meanwhile();
+      return this->release(state_.ds_empty[stage]);
+    }
+
+    const uint32_t ds = ds_ + stage * (Config::kDsBytes / 16);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      Sum sum;
+      start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
+      if (panel == 0) meanwhile();
+      finish(sum);
+      if (panel + 1 == kPanels) this->release(state_.ds_empty[stage]);
+      send(step, panel, sum);
+    }
+  }
+
+  /// 64 columns of it.
+  __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
+    ptx::wgmma_fence();
+    ptx::wgmma_across<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
+#pragma unroll
+    for (int k = 1; k < kBlockN / 16; ++k)
+      ptx::wgmma_across<Element, true>(sum, DsTile::at(ds, DsTile::along_row(k)),
+                                       KeyTile::at(keys, KeyTile::down_rows(k)));
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ static void finish(Sum& sum) {
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ptx::pin(sum[n][e]);
+  }
+
+  /// Through this warp's shared memory for the panel, which the copy engine may still be reading.
+  __device__ __forceinline__ void send(const Step& step, int panel, const Sum& sum) const {
+    const uint32_t s_sum = s_tiles_ + Config::kDqOffset + (warp_ * kPanels + panel) * Config::kDqPieceBytes;
+    const uint32_t s_lane = s_sum + ptx::reread(lane_) * 16;
+    if (lane_ == 0) ptx::bulk_wait_read<kPanels - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < kN; ++n) store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::bulk_reduce_add(this->dq_piece(step, panel), s_sum, Config::kDqPieceBytes);
+      ptx::bulk_commit();
+    }
+  }
+
+  const uint32_t keys_, ds_;  // lower halves of descriptors
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,65 @@
+// The products of the backward that a warpgroup computes for 64 keys; lower halves of descriptors name tiles.
+#pragma once
+
+#include "kernels/common/score/scores.cuh"
+#include "kernels/ptx/wgmma.h"
+#include "score_tile.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Tiles of keys have kKeyRows rows, of which the warpgroup takes 64.
+template <class Element, int kHeadDim, int kKeyRows, int kBlockM>
+struct BackwardProducts {
+  using Tile = BackwardTile<Element, kBlockM>;
+  using Scores = typename Tile::Scores;
+  using Weights = typename Tile::Weights;
+  using KeyTile = TileDescriptor<kKeyRows>;
+  using QueryTile = TileDescriptor<kBlockM>;
+  static constexpr int kD = kHeadDim / 8;
+  using Sum = float[kD][4];
+
+  /// s = keys queries^T, of K and Q or of V and dO.
+  __device__ __forceinline__ static void multiply(Scores& s, uint32_t keys, uint32_t queries) {
+    start(s, keys, queries);
+    finish(s);
+  }
+  __device__ __forceinline__ static void start(Scores& s, uint32_t keys, uint32_t queries) {
+    using Product = ptx::Wgmma<Element, kBlockM>;
+    ptx::wgmma_fence();
+    Product::template multiply<false>(s[0], KeyTile::at(keys, 0), QueryTile::at(queries, 0));
+#pragma unroll
+    for (int step = 1; step < kHeadDim / 16; ++step)
+      Product::template multiply<true>(s[0], KeyTile::at(keys, KeyTile::along_row(step)),
+                                       QueryTile::at(queries, QueryTile::along_row(step)));
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ static void finish(Scores& s) {
+    ptx::wgmma_wait<0>();
+    for_each_score(s, [](float& x, int, int, int) { ptx::pin(x); });
+  }
+
+  /// sum += weights rows, of P and dO or of dS and Q. To be waited for, and pinned.
+  __device__ __forceinline__ static void start_sum(Sum& sum, const Weights& weights, uint32_t rows) {
+    using Product = ptx::Wgmma<Element, kHeadDim>;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Tile::kSteps; ++step)
+      Product::accumulate_transposed(sum, weights[step], QueryTile::at(rows, QueryTile::down_rows(step)));
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ static void clear(Sum& sum) {
+#pragma unroll
+    for (int d = 0; d < kD; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[d][e] = 0.0f;
+  }
+  __device__ __forceinline__ static void pin(Sum& sum) {
+#pragma unroll
+    for (int d = 0; d < kD; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ptx::pin(sum[d][e]);
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,40 @@
+// Tiles in shared memory freed of Inf and NaN: a hidden pair has the weight 0, and 0 * NaN is NaN.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/sanitise.cuh"
+#include "kernels/common/tile.cuh"
+#include "kernels/ptx/tma.h"
+
+namespace flash_ext::sm90 {
+
+/// kCount pieces of 16 bytes, kStep bytes apart.
+template <class Element, int kCount, int kStep>
+__device__ __forceinline__ void take_out_non_finite(uint32_t s_first) {
+  using Test = NonFinite<Element>;
+  uint32_t found = 0;
+#pragma unroll 4
+  for (int k = 0; k < kCount; ++k) {
+    const uint4 piece = load_shared<uint4>(s_first + k * kStep);
+    found |= Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w);
+  }
+  if (!found) return;
+#pragma unroll 1
+  for (int k = 0; k < kCount; ++k) {
+    const uint4 piece = load_shared<uint4>(s_first + k * kStep);
+    store_shared(s_first + k * kStep,
+                 uint4{Test::bounded(piece.x), Test::bounded(piece.y), Test::bounded(piece.z), Test::bounded(piece.w)});
+  }
+  ptx::fence_proxy_async_shared();
+}
+
+/// kBytes from s_tile on, by kThreads threads.
+template <class Element, int kBytes, int kThreads>
+__device__ __forceinline__ void clean_tile(uint32_t s_tile, int thread) {
+  constexpr int kPieces = kBytes / 16, kWhole = kPieces / kThreads, kRest = kPieces % kThreads;
+  take_out_non_finite<Element, kWhole, kThreads * 16>(s_tile + thread * 16);
+  if (kRest != 0 && thread < kRest) take_out_non_finite<Element, 1, 0>(s_tile + (kWhole * kThreads + thread) * 16);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,159 @@
+// A tile of scores as a warp of the backward has it in registers, transposed: 16 keys (rows) by kBlockM queries. What
+// it goes through between the products, each step one pass.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/score/scores.cuh"
+#include "kernels/ptx/arithmetic.h"
+#include "kernels/ptx/ldmatrix.h"
+#include "kernels/ptx/pair_masks.h"
+#include "kernels/ptx/reread.h"
+#include "kernels/ptx/stmatrix_trans.h"
+#include "kernels/sm90/common/matrix_descriptor.h"
+#include "kernels/sm90/common/score_operand.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Element, int kBlockM>
+struct BackwardTile {
+  static constexpr int kN = kBlockM / 8;
+  static constexpr int kSteps = kBlockM / 16;  // of products over queries
+  using Scores = float[1][kN][4];
+  using Weights = uint32_t[kSteps][4];  // P or dS, as an operand: register 4 k + e has the pairs of n, r with 2 n + r
+
+  /// f(x, term, n, e) for every score and its query's term of s_terms.
+  template <class F>
+  __device__ __forceinline__ static void for_each_with_term(Scores& s, const float* s_terms, int lane, F f) {
+    const float* const s_lane = s_terms + 2 * (ptx::reread(lane) % 4);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(s[0][n][e], e % 2 ? term.y : term.x, n, e);
+    }
+  }
+
+  /// P in place of products; `scale` and lse to base 2.
+  __device__ __forceinline__ static void weigh(Scores& s, const float* s_lse, float scale, int lane) {
+    for_each_with_term(s, s_lse, lane,
+                       [&](float& x, float lse, int, int) { x = ptx::exp2_approx(fmaf(x, scale, -lse)); });
+  }
+
+  /// What the window and the lengths leave, as a lane counts its keys and queries.
+  struct Bounds {
+    int first_begin, first_end, end_of_all, queries;
+
+    __device__ __forceinline__ Bounds(const Sequence& sequence, int first_key, int first_query, int lane) {
+      const auto at = TileCoordinates<true>::of_lane(first_key, first_query, ptx::reread(lane));
+      first_begin = at.first_column + sequence.offset - sequence.left - at.first_row;
+      first_end = at.first_column + sequence.offset + sequence.right + 1 - at.first_row;
+      end_of_all = sequence.seqlen_k - at.first_row;
+      queries = sequence.seqlen_q - at.first_column;
+    }
+  };
+
+  /// Weights that the window or the lengths hide become 0, whatever they are: a query may have an lse of NaN because of
+  /// another key.
+  __device__ __forceinline__ static void hide(Scores& s, const Sequence& sequence, int first_key, int first_query,
+                                              int lane) {
+    const Bounds bounds(sequence, first_key, first_query, lane);
+    for_each_score(s, [&](float& x, int, int n, int e) {
+      const int column = 8 * n + e % 2, row = 8 * (e / 2);
+      const bool visible = row >= bounds.first_begin + column &&
+                           row < min(bounds.first_end + column, bounds.end_of_all) && column < bounds.queries;
+      if (!visible) x = 0.0f;
+    });
+  }
+  /// The same of pairs. Without branches of single lanes, behind which nothing is in uniform registers.
+  __device__ __forceinline__ static void hide(Weights& weights, const Sequence& sequence, int first_key,
+                                              int first_query, int lane) {
+    const Bounds bounds(sequence, first_key, first_query, lane);
+    const auto mask = [&](int column, int row, uint32_t half) {
+      const bool visible = (row >= bounds.first_begin + column) &
+                           (row < min(bounds.first_end + column, bounds.end_of_all)) & (column < bounds.queries);
+      return visible ? half : 0u;
+    };
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        weights[n / 2][n % 2 * 2 + r] &= mask(8 * n, 8 * r, 0xFFFFu) | mask(8 * n + 1, 8 * r, 0xFFFF0000u);
+  }
+
+  /// dS of dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see:
+  /// `hides` says that there may be such pairs.
+  __device__ __forceinline__ static void differentiate(Weights& ds, const Scores& dp, const Weights& p,
+                                                       const float* s_minus_delta, int lane, bool hides) {
+    const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
+    if (hides) {
+      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight == 0.0f ? 0.0f : weight * x; });
+    } else {
+      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight * x; });
+    }
+  }
+
+  /// The same where dropout was: keep(n, r, pair) drops of a pair of weights, whose dP then is 0. p becomes what is
+  /// kept. kClears: dS where the weight is 0; else it may be NaN where something hides.
+  template <bool kClears, class Keep>
+  __device__ __forceinline__ static void differentiate_kept(Weights& ds, const Scores& dp, Weights& p,
+                                                            const float* s_minus_delta, int lane, Keep keep) {
+    const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t& pair = p[n / 2][n % 2 * 2 + r];
+        const float2 whole = ptx::unpack2<Element>(pair);
+        const uint32_t seen = kClears ? ptx::differs<Element>(pair, 0) : ~0u;
+        pair = keep(n, r, pair);
+        const float2 kept = ptx::unpack2<Element>(pair);
+        const uint32_t gradients = ptx::pack2<Element>(fmaf(kept.x, dp[0][n][2 * r], whole.x * term.x),
+                                                       fmaf(kept.y, dp[0][n][2 * r + 1], whole.y * term.y));
+        ds[n / 2][n % 2 * 2 + r] = gradients & seen;
+      }
+    }
+  }
+
+  /// Where this lane's row of a warp's part of a panel begins whose rows are queries and whose columns are the 64 keys
+  /// of four warps. A lane names a row of one of four 8 x 8 matrices: two of queries by two of keys.
+  __device__ __forceinline__ static uint32_t row_of_lane(uint32_t s_panel, int warp, int lane) {
+    const int at = ptx::reread(lane), row = at % 8 + at / 16 * 8;
+    const uint32_t piece = (2 * warp + at / 8 % 2) ^ (at % 8);
+    return s_panel + row * kPanelRowBytes + piece * 16;
+  }
+  /// To and from such a panel, 16 queries at a time.
+  __device__ __forceinline__ static void store(uint32_t s_row, int step, const uint32_t (&pairs)[4]) {
+    ptx::stmatrix_x4_trans(s_row + step * 16 * kPanelRowBytes, pairs);
+  }
+  __device__ __forceinline__ static void load(uint32_t (&pairs)[4], uint32_t s_row, int step) {
+    ptx::ldmatrix_x4_trans(pairs, s_row + step * 16 * kPanelRowBytes);
+  }
+  __device__ __forceinline__ static void store(uint32_t s_row, const Weights& weights) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) store(s_row, step, weights[step]);
+  }
+  __device__ __forceinline__ static void load(Weights& weights, uint32_t s_row) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) load(weights[step], s_row, step);
+  }
+
+ private:
+  template <class F>
+  __device__ __forceinline__ static void for_each_pair(Weights& ds, const Scores& dp, const Weights& p,
+                                                       const float* s_lane, F gradient) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 weight = ptx::unpack2<Element>(p[n / 2][n % 2 * 2 + r]);
+        ds[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(gradient(dp[0][n][2 * r] + term.x, weight.x),
+                                                       gradient(dp[0][n][2 * r + 1] + term.y, weight.y));
+      }
+    }
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,29 @@
+// Tiles and registers of the backward, in one table that the plan reads too.
+#pragma once
+
+#include "kernels/sm90/common/warpgroup.h"
+
+namespace flash_ext::sm90 {
+
+constexpr int kBackwardBlockM = 64;     // queries of a tile
+constexpr int kMostWholeHeadDim = 128;  // at which a warpgroup has both dK and dV of its keys
+
+struct BackwardShape {
+  int groups;        // of kGroupRows keys: warpgroups that compute scores, or blocks of a cluster
+  int registers;     // of a thread of a warpgroup that computes scores
+  int dq_registers;  // of the warpgroup that computes dQ and loads
+};
+
+/// The head dim of the kernel that serves q, k and v of head_dim: rows are filled up by zeros in shared memory.
+constexpr int backward_head_dim(int64_t head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
+}
+
+constexpr BackwardShape backward_shape(int head_dim) {
+  // dK and dV are 128 registers of a thread at head_dim 128, 64 at 64. Above that a warpgroup has one of them, and the
+  // two groups of keys are the two blocks of a cluster.
+  if (head_dim > kMostWholeHeadDim) return {2, 208, 96};
+  return head_dim == 64 ? BackwardShape{3, 144, 80} : BackwardShape{2, 216, 72};
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,212 @@
+// What the warps of a block of the backward share: the shapes of its tiles, what it works on, and the barriers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/common/backward/workspace.h"
+#include "kernels/common/ring.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/sm90/common/barriers.h"
+#include "kernels/sm90/common/matrix_descriptor.h"
+#include "shape.h"
+
+namespace flash_ext::sm90 {
+
+template <class Element_, int kHeadDim_>
+struct BackwardConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim);
+  static constexpr int kGroups = kShape.groups;
+  static constexpr int kBlockM = kBackwardBlockM;
+  static constexpr int kBlockN = kGroups * kGroupRows;
+  static constexpr int kStages = 2;  // of Q, dO and dS
+  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  static constexpr int kCluster = 1;  // blocks that share kBlockN keys
+  static constexpr int kLoadedKeys = kBlockN;
+  static constexpr int kDqHeadDim = kHeadDim;  // of the workspace
+
+  static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);    // K, V
+  static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);  // a stage of Q or dO
+  static constexpr int kDsPanelBytes = panel_bytes(kBlockM);         // dS of a warpgroup's keys
+  static constexpr int kDsBytes = kGroups * kDsPanelBytes;
+  static constexpr int kDqPieceBytes = 16 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
+  static constexpr int kValuesOffset = kKeyBytes;
+  static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
+  static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
+  static constexpr int kDsOffset = kGradsOffset + kStages * kQueryBytes;
+  static constexpr int kDqOffset = kDsOffset + kStages * kDsBytes;
+  static constexpr int kTilesBytes = kDqOffset + kGroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
+
+  static_assert(kGroupRows == kPanelColumns, "dS of a warpgroup's keys is a panel");
+  static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+                "no more registers than the launch allocates, else setmaxnreg waits for ever");
+};
+
+/// The address as descriptors take it. In a cluster its upper bits are the block's rank, which would change what they
+/// say of panels.
+template <class Config>
+__device__ __forceinline__ uint32_t without_rank(uint32_t s_tile) {
+  constexpr uint32_t kOwnMemory = (1u << 18) - 1;
+  return Config::kCluster > 1 ? s_tile & kOwnMemory : s_tile;
+}
+
+/// dQ of a tile while it is summed up in memory: in the order of the accumulators of the warps that compute it.
+template <int kHeadDim>
+struct BackwardDqLayout {
+  static constexpr int kM = 1, kN = kHeadDim / 8;
+  __device__ __forceinline__ static int first_row(int warp) { return warp * 16; }
+  __device__ __forceinline__ static int first_column(int) { return 0; }
+  __device__ __forceinline__ static int fragment(int warp, int, int n) { return (warp * kN + n) * 128; }
+  /// Element e of the lanes 4 g + t, for t = 0..3: rows g (e < 2) and g + 8, columns 2 t + e % 2.
+  __device__ __forceinline__ static void load_quad(const float* g_fragment, int g, float (&x)[4][4]) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const float4 lane = reinterpret_cast<const float4*>(g_fragment)[4 * g + t];
+      x[t][0] = lane.x, x[t][1] = lane.y, x[t][2] = lane.z, x[t][3] = lane.w;
+    }
+  }
+};
+
+/// A tile of queries of a head, counted from the first of the group.
+struct BackwardStep {
+  int head, tile;
+};
+
+/// A tile of keys of a key head, and the tiles of queries that see it, of each head of the group.
+template <class Config>
+struct BackwardWork {
+  Sequence sequence;  // its head is the first of the group
+  int heads;          // of the group
+  int first_key;
+  TileSpan tiles;                    // of queries; full: every one sees all of the keys that are there
+  TileSpan groups[Config::kGroups];  // that see the keys of a warpgroup; full: nothing is hidden from them
+  int64_t workspace_tile;            // of query 0 of the first head
+
+  __device__ __forceinline__ BackwardWork(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                          const Sequence& sequence, int first_key)
+      : sequence(sequence),
+        heads(static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv)),
+        first_key(first_key),
+        tiles(query_tiles(first_key, min(first_key + Config::kBlockN, sequence.seqlen_k))),
+        workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)) {
+    for (int g = 0; g < Config::kGroups; ++g) {
+      const int first = first_key + g * kGroupRows, end = first + kGroupRows;
+      groups[g] = query_tiles(first, min(end, sequence.seqlen_k));
+      if (end > sequence.seqlen_k) groups[g].full_begin = groups[g].full_end = groups[g].end;
+    }
+  }
+
+  __device__ __forceinline__ BackwardStep first_step() const {
+    return {tiles.begin < tiles.end ? 0 : heads, tiles.begin};
+  }
+  /// Past the last one, head is past the group.
+  __device__ __forceinline__ void advance(BackwardStep& step) const {
+    if (++step.tile < tiles.end) return;
+    step.tile = tiles.begin;
+    ++step.head;
+  }
+
+  /// Whether some query of the tile does not see some key, and so must not meet what is not finite in it.
+  __device__ __forceinline__ bool is_cleaned(int tile) const {
+    return tile < tiles.full_begin || tile >= tiles.full_end;
+  }
+
+ private:
+  /// The tiles of queries that see some key of [first, end), and those that see them all.
+  __device__ __forceinline__ TileSpan query_tiles(int first, int end) const {
+    constexpr int kBlockM = Config::kBlockM;
+    if (first >= end) return {0, 0, 0, 0};
+    const int some_begin = queries_begin(first), some_end = queries_end(end - 1);
+    if (some_begin >= some_end) return {0, 0, 0, 0};
+    TileSpan span;
+    span.begin = some_begin / kBlockM;
+    span.end = (some_end + kBlockM - 1) / kBlockM;
+    span.full_begin = min((queries_begin(end - 1) + kBlockM - 1) / kBlockM, span.end);
+    span.full_end = max(max(queries_end(first), 0) / kBlockM, span.full_begin);
+    return span;
+  }
+  __device__ __forceinline__ int queries_begin(int j) const { return max(j - sequence.offset - sequence.right, 0); }
+  __device__ __forceinline__ int queries_end(int j) const {
+    return min(j - sequence.offset + sequence.left + 1, sequence.seqlen_q);
+  }
+};
+
+/// A tile of keys of a key head.
+struct BackwardKeyTile {
+  unsigned head, index;  // head: of all batch entries
+
+  /// With the first head of the group.
+  __device__ __forceinline__ Sequence sequence(const BackwardParams& p) const {
+    const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
+    const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
+    return Sequence(p, static_cast<int>(head / heads_kv), head_q);
+  }
+};
+
+/// In which order blocks take up tiles of keys: sections of heads, in a section the tiles of keys that a causal mask
+/// shows to the most queries first, so that no long one is left at the end.
+struct BackwardSchedule {
+  unsigned key_tiles;  // of the longest sequence
+  unsigned heads;      // of all batch entries
+  unsigned section_heads;
+
+  __device__ __forceinline__ BackwardKeyTile locate(unsigned position) const {
+    const unsigned section_size = section_heads * key_tiles;
+    const unsigned section = position / section_size, rest = position % section_size;
+    const unsigned first_head = section * section_heads, width = min(section_heads, heads - first_head);
+    const unsigned key_tile = rest / width;
+    return {first_head + rest % width, key_tile};
+  }
+};
+
+/// Without a causal mask, blocks of a head run side by side, so that its queries stay in L2; with one, those of several
+/// heads, the longest ones first.
+template <class Config>
+BackwardSchedule schedule_backward(const BackwardParams& p) {
+  constexpr int64_t kCausalHeads = 8;
+  const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN, heads = p.heads_kv * p.batch;
+  const int64_t together = p.window.right < 0 ? 1 : std::min(heads, kCausalHeads);
+  const int64_t sections = (heads + together - 1) / together;
+  return {static_cast<unsigned>(key_tiles), static_cast<unsigned>(heads),
+          static_cast<unsigned>((heads + sections - 1) / sections)};
+}
+
+/// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
+template <class Config>
+struct BackwardState {
+  static constexpr int kStages = Config::kStages;
+
+  float lse[kStages][Config::kBlockM];  // base 2
+  float minus_delta[kStages][Config::kBlockM];
+  uint64_t k_full, v_full;
+  uint64_t q_full[kStages], q_empty[kStages];    // with lse
+  uint64_t do_full[kStages], do_empty[kStages];  // with minus_delta
+  uint64_t ds_full[kStages], ds_empty[kStages];
+  __align__(8) unsigned char work_bytes[sizeof(BackwardWork<Config>)];
+
+  __device__ __forceinline__ BackwardWork<Config>& work() {
+    return *reinterpret_cast<BackwardWork<Config>*>(work_bytes);
+  }
+  __device__ __forceinline__ const BackwardWork<Config>& work() const {
+    return *reinterpret_cast<const BackwardWork<Config>*>(work_bytes);
+  }
+
+  /// By one thread.
+  __device__ __forceinline__ void init() {
+    constexpr int kConsumers = Config::kGroups * kGroupWarps;
+    init_barrier(k_full, 1);
+    init_barrier(v_full, 1);
+    init_barriers(q_full, 1);
+    init_barriers(q_empty, kConsumers);
+    init_barriers(do_full, 1);
+    init_barriers(do_empty, kConsumers);
+    init_barriers(ds_full, kConsumers);
+    init_barriers(ds_empty, kGroupWarps);
+    ptx::mbarrier_init_fence();
+  }
+};
+
+}  // namespace flash_ext::sm90

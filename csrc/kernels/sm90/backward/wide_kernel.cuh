@@ -1,0 +1,47 @@
+// The kernel of kernel.cuh for head dims above 128. What fills registers is divided among warpgroups by products: one
+// computes S and dV, one dP and dK, one dQ. What fills shared memory, 64 keys a block, is divided among the blocks of a
+// cluster: they exchange dS, and each computes some of the columns of dQ, of all 128 keys.
+#pragma once
+
+#include "kernels/ptx/setmaxnreg.h"
+#include "wide_consumer.cuh"
+#include "wide_producer_dq.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Warpgroup 0 loads and makes dQ, 1 makes dV, 2 makes dK.
+template <class Config>
+__global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
+    backward_wide_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                         const __grid_constant__ BackwardWorkspace workspace, const BackwardSchedule schedule,
+                         float scale) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& state = *reinterpret_cast<BackwardWideState<Config>*>(shared + Config::kTilesBytes);
+  const BackwardKeyTile keys = schedule.locate(blockIdx.x / Config::kCluster);
+  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
+  const Sequence sequence = keys.sequence(p);
+  if (first_key >= sequence.seqlen_k) return;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  const int rank = static_cast<int>(ptx::cluster_rank());
+  const uint32_t s_tiles = ptx::shared_address(shared);
+  // Keys come while the rest is still being worked out.
+  if (threadIdx.x == 0) {
+    state.init();
+    load_wide_keys<Config>(p, maps, state, s_tiles, sequence, first_key, rank);
+  }
+  if (threadIdx.x == kGroupThreads) state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
+  ptx::cluster_sync();
+  if (warp < kGroupWarps) {
+    ptx::give_up_registers<Config::kShape.dq_registers>();
+    BackwardWideDq<Config>(p, maps, workspace, state, s_tiles, rank, warp, lane).run();
+  } else if (warp < 2 * kGroupWarps) {
+    ptx::take_registers<Config::kShape.registers>();
+    BackwardWideValues<Config>(p, state, s_tiles, scale, rank, lane).run();
+  } else {
+    ptx::take_registers<Config::kGradientRegisters>();
+    BackwardWideGradients<Config>(p, state, s_tiles, scale, rank, lane).run();
+  }
+  ptx::cluster_sync();  // the other block may still arrive here
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,434 @@
+// The warpgroups of the float32 backward: one computes scores and dV, one gradients of scores and dK, one dQ.
+#pragma once
+
+#include "kernels/common/tile.cuh"
+#include "kernels/ptx/barrier.h"
+#include "kernels/ptx/reduction.h"
+#include "kernels/ptx/reread.h"
+#include "kernels/ptx/tma.h"
+#include "kernels/sm90/backward/score_tile.cuh"
+#include "kernels/sm90/common/float_products.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Where P of a warp lies on its way to the warp that makes dS of it: in float, where two of the parts of that dS will
+/// lie, so that no other warp's places are touched.
+struct WeightPlaces {
+  /// Of accumulators n of a lane. Two lanes take a row's two pieces of 16 bytes, eight rows all banks twice.
+  __device__ __forceinline__ static uint32_t of(uint32_t s_ds, int n, int warp, int lane) {
+    const int chunk = n * 32 + lane, row = chunk / 2 % kPieceRows;
+    const uint32_t piece = (2 * warp + chunk % 2) ^ (row % 8);
+    return s_ds + chunk / (2 * kPieceRows) * kPartBytes + row * kPanelRowBytes + piece * 16;
+  }
+};
+
+/// Where the other block's halves come: of S where P will lie, of dP to the third part of dS and behind it. A warp's
+/// are contiguous, as its stores go through the network by lines, and so lie in other warps' places of P and dS.
+struct HalfPlaces {
+  static constexpr int kOfGradients = 2 * kPartBytes;
+  static constexpr int kWarpBytes = kGroupRows * kPieceRows * 4 / kGroupWarps;
+
+  /// Of accumulators n of a lane.
+  __device__ __forceinline__ static uint32_t of(uint32_t s_halves, int n, int warp, int lane) {
+    return s_halves + warp * kWarpBytes + n * 512 + lane * 16;
+  }
+};
+
+/// What the warps that add up dV and dK have in common: those multiply K by Q and then dO, these V by dO and then Q.
+template <class Config>
+class BackwardF32Sums : public BackwardF32Warp<Config> {
+ public:
+  using Base = BackwardF32Warp<Config>;
+  using Base::Base;
+  using typename Base::Step;
+  using Products = FloatProducts;
+  static constexpr int kPanels = Config::kPanels;
+
+ protected:
+  using Base::at_;
+  using Base::lane_;
+  using Base::warp_;
+  using Base::work_;
+
+  __device__ __forceinline__ void clear_sums() {
+    for (Products::Tile& sum : sum_.whole) Products::clear(sum);
+    if constexpr (Config::kHasHalf) Products::clear(sum_.half);
+  }
+
+  /// x = A B^T; `wait` is for a piece of B. Many columns are two sums, as tensor cores round towards zero whatever they
+  /// add to.
+  template <class Wait, class PieceOfA, class PieceOfB>
+  __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, PieceOfA a, PieceOfB b) {
+    Products::Tile rest, second;
+    wait(0);
+    Products::start<true>(x, rest, a(0), b(0));
+    if constexpr (kPanels == 2) {
+      wait(1);
+      if constexpr (Config::kCluster > 1) {
+        Products::start<true, Config::kLastColumns, false>(second, rest, a(1), b(1));
+      } else {
+        Products::start<false>(x, rest, a(1), b(1));
+      }
+    }
+    ptx::wgmma_wait<0>();
+    Products::pin(x);
+    Products::pin(rest);
+    if constexpr (Config::kCluster > 1) {
+      Products::pin(second);
+      Products::add(x, second);
+    }
+    Products::add(x, rest);
+  }
+
+  /// x += what the other block has for x, of its columns. Both add the same two numbers, so they go on with the same.
+  __device__ __forceinline__ void add_other_half(Products::Tile& x, int halves,
+                                                 const uint64_t (&half_full)[kGroupWarps]) const {
+    const int lane = ptx::reread(lane_);
+    const uint32_t s_halves = this->s_ds() + halves, other_halves = this->in_other(s_halves);
+    const uint32_t s_full = address(half_full[warp_]), other_full = this->in_other(s_full);
+    if (lane == 0) ptx::mbarrier_arrive_expect(s_full, HalfPlaces::kWarpBytes);
+    wait_for(this->state_.other_empty, at_.parity() ^ 1);
+#pragma unroll
+    for (int n = 0; n < Products::kEights; ++n)
+      ptx::cluster_store(HalfPlaces::of(other_halves, n, warp_, lane), x[n], other_full);
+    ptx::mbarrier_wait(s_full, at_.parity());
+#pragma unroll
+    for (int n = 0; n < Products::kEights; ++n) {
+      const float4 other = load_shared<float4>(HalfPlaces::of(s_halves, n, warp_, lane));
+      x[n][0] += other.x, x[n][1] += other.y, x[n][2] += other.z, x[n][3] += other.w;
+    }
+  }
+
+  /// Until all warps have read their halves, over which they may write then.
+  template <int kBarrier>
+  __device__ __forceinline__ static void wait_for_halves() {
+    if constexpr (Config::kCluster > 1) ptx::barrier_sync<kBarrier, kGroupThreads>();
+  }
+
+  /// The sums grow by A B. The places of B are this warpgroup's to fill again, as it is the last to read them: `load`
+  /// is for a piece of a step.
+  template <class Wait, class PieceOfB, class Load>
+  __device__ __forceinline__ void add_up(const Products::Operand& a, const Step& step, Wait wait, PieceOfB b,
+                                         const uint64_t* empty, Load load) {
+    const auto add_panel = [&](auto& total, int panel) {
+      std::remove_reference_t<decltype(total)> sum;
+      wait(panel);
+      Products::start(sum, a, b(panel));
+      ptx::wgmma_wait<0>();
+      Products::pin(sum);
+      const uint64_t& place_empty = empty[at_.place(panel)];
+      this->release(place_empty);
+      if (warp_ == 0) fill_again(step, panel, place_empty, load);
+      Products::add(total, sum);
+    };
+#pragma unroll
+    for (int panel = 0; panel < Config::kWholePanels; ++panel) add_panel(sum_.whole[panel], panel);
+    if constexpr (Config::kHasHalf) add_panel(sum_.half, Config::kWholePanels);
+  }
+
+  typename Base::Sums sum_;
+
+ private:
+  template <class Load>
+  __device__ __forceinline__ void fill_again(const Step& step, int panel, const uint64_t& place_empty,
+                                             Load load) const {
+    const Step after = this->step_after(step);
+    if (lane_ == 0 && after.head < work_.heads) {
+      wait_for(place_empty, at_.parity());
+      load(after, panel);
+    }
+    __syncwarp();
+  }
+};
+
+/// What one warp does of those that compute S, P and dV.
+template <class Config>
+class BackwardF32Values : BackwardF32Sums<Config> {
+ public:
+  using Base = BackwardF32Sums<Config>;
+  using Base::Base;
+  using typename Base::Step;
+  using Products = FloatProducts;
+  using Scores = float[1][8][4];
+  static constexpr int kPanels = Config::kPanels;
+  using Tile = BackwardTile<__nv_bfloat16, Config::kBlockM>;
+
+  __device__ __forceinline__ void run() {
+    this->clear_sums();
+#pragma unroll 1
+    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+      visit(step);
+      at_.advance();
+    }
+    this->store(p_.dv, sum_, 1.0f, p_.head_dim_v);
+  }
+
+ private:
+  using Base::at_;
+  using Base::lane_;
+  using Base::p_;
+  using Base::state_;
+  using Base::sum_;
+  using Base::warp_;
+  using Base::work_;
+
+  __device__ __forceinline__ void visit(const Step& step) {
+    Products::Operand p;
+    {
+      Scores s;
+      multiply(s[0]);
+      weigh(s, step);
+      Products::pack(p, s[0]);
+    }
+    add_up(p, step);
+  }
+
+  /// S
+  __device__ __forceinline__ void multiply(Products::Tile& s) const {
+    Base::multiply(
+        s, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->key_piece(panel); },
+        [&](int panel) { return this->query_piece(panel); });
+    if constexpr (Config::kCluster > 1) this->add_other_half(s, 0, state_.s_half_full);
+  }
+
+  /// P in place of S; and P, with the derivative of a softcap, handed over.
+  __device__ __forceinline__ void weigh(Scores& s, const Step& step) const {
+    const float* const s_lse = state_.lse[at_.tile()];
+    if constexpr (Config::kOptions) {
+      weigh_with_options(s, step, s_lse);
+    } else {
+      Tile::weigh(s, s_lse, static_cast<float>(p_.softmax_scale) * kLog2E, lane_);
+      hide(s, step);
+      hand_over(s);
+    }
+  }
+
+  __device__ __forceinline__ void weigh_with_options(Scores& s, const Step& step, const float* s_lse) const {
+    Sequence sequence = work_.sequence;
+    sequence.head += step.head;
+    const ScoreRules<float> rules(p_, sequence);
+    rules.scale_and_cap(s);
+    Scores weights;
+    for_each_score(s, [&](float& x, int, int n, int e) { weights[0][n][e] = x; });
+    rules.add_alibi(weights, TileCoordinates<true>::of_lane(first_key(), step.tile * Config::kBlockM, lane_));
+    Tile::weigh(weights, s_lse, 1.0f, lane_);
+    hide(weights, step);
+    const float cap = rules.cap, inverse = cap > 0.0f ? 1.0f / cap : 0.0f;
+    for_each_score(s, [&](float& x, int, int n, int e) {
+      const float t = x * inverse, weight = weights[0][n][e];
+      x = weight == 0.0f ? 0.0f : weight * fmaf(-t, t, 1.0f);
+    });
+    hand_over(s);
+    for_each_score(s, [&](float& x, int, int n, int e) { x = weights[0][n][e]; });
+  }
+
+  __device__ __forceinline__ int first_key() const { return work_.first_key + warp_ * 16; }
+
+  __device__ __forceinline__ void hide(Scores& s, const Step& step) const {
+    const TileSpan& seen = work_.groups[0];
+    if (step.tile >= seen.full_begin && step.tile < seen.full_end) return;
+    Tile::hide(s, work_.sequence, first_key(), step.tile * Config::kBlockM, lane_);
+  }
+
+  __device__ __forceinline__ void hand_over(const Scores& s) const {
+    wait_for(state_.ds_empty[at_.tile()], at_.parity() ^ 1);
+    this->template wait_for_halves<1>();
+    const int lane = ptx::reread(lane_);
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+      store_shared(WeightPlaces::of(this->s_ds(), n, warp_, lane),
+                   float4{s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3]});
+    this->release(state_.p_full[at_.tile()]);
+  }
+
+  /// dV += P dO
+  __device__ __forceinline__ void add_up(const Products::Operand& p, const Step& step) {
+    Base::add_up(
+        p, step, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->grad_piece(panel); },
+        state_.do_empty, [&](const Step& after, int panel) { this->load_grad(after, panel); });
+  }
+};
+
+/// What one warp does of those that compute dP, dS and dK.
+template <class Config>
+class BackwardF32Gradients : BackwardF32Sums<Config> {
+ public:
+  using Base = BackwardF32Sums<Config>;
+  using Base::Base;
+  using typename Base::Step;
+  using Products = FloatProducts;
+  static constexpr int kPanels = Config::kPanels;
+  using Tile = BackwardTile<__nv_bfloat16, Config::kBlockM>;
+
+  __device__ __forceinline__ void run() {
+    this->clear_sums();
+#pragma unroll 1
+    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+      visit(step);
+      at_.advance();
+    }
+    this->store(p_.dk, sum_, static_cast<float>(p_.softmax_scale), p_.head_dim);
+  }
+
+ private:
+  using Base::at_;
+  using Base::lane_;
+  using Base::p_;
+  using Base::state_;
+  using Base::sum_;
+  using Base::warp_;
+  using Base::work_;
+
+  __device__ __forceinline__ void visit(const Step& step) {
+    Products::Operand ds;
+    {
+      Products::Tile x;
+      multiply(x);
+      differentiate(x);
+      Products::pack(ds, x);
+    }
+    hand_over(ds);
+    add_up(ds, step);
+  }
+
+  /// dP
+  __device__ __forceinline__ void multiply(Products::Tile& dp) const {
+    Base::multiply(
+        dp, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->value_piece(panel); },
+        [&](int panel) { return this->grad_piece(panel); });
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) this->release(state_.do_empty[at_.place(panel)]);
+    if constexpr (Config::kCluster > 1) this->add_other_half(dp, HalfPlaces::kOfGradients, state_.dp_half_full);
+  }
+
+  /// dS in place of dP. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
+  __device__ __forceinline__ void differentiate(Products::Tile& x) const {
+    const int lane = ptx::reread(lane_);
+    this->wait_for_query(0);
+    wait_for(state_.p_full[at_.tile()], at_.parity());
+    const float* const s_terms = state_.minus_delta[at_.tile()] + 2 * (lane % 4);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float4 weight = load_shared<float4>(WeightPlaces::of(this->s_ds(), n, warp_, lane));
+      const float2 term = *reinterpret_cast<const float2*>(s_terms + 8 * n);
+      const auto gradient = [](float weight, float dp) { return weight == 0.0f ? 0.0f : weight * dp; };
+      x[n][0] = gradient(weight.x, x[n][0] + term.x);
+      x[n][1] = gradient(weight.y, x[n][1] + term.y);
+      x[n][2] = gradient(weight.z, x[n][2] + term.x);
+      x[n][3] = gradient(weight.w, x[n][3] + term.y);
+    }
+  }
+
+  /// Over the weights of this warp, which all its lanes have read.
+  __device__ __forceinline__ void hand_over(const Products::Operand& ds) const {
+    const uint32_t s_row = Tile::row_of_lane(this->s_ds(), warp_, lane_);
+    ptx::wait_for_fragments(ds[0]);
+    this->template wait_for_halves<2>();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) Tile::store(s_row + part * kPartBytes, ds[part]);
+    ptx::fence_proxy_async_shared();
+    this->release(state_.ds_full[at_.tile()]);
+  }
+
+  /// dK += dS Q: who handed P over is done with Q and lse.
+  __device__ __forceinline__ void add_up(const Products::Operand& ds, const Step& step) {
+    Base::add_up(
+        ds, step, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->query_piece(panel); },
+        state_.q_empty, [&](const Step& after, int panel) { this->load_query(after, panel); });
+  }
+};
+
+/// What one warp does of those that compute dQ and add it to memory.
+template <class Config>
+class BackwardF32Dq : BackwardF32Warp<Config> {
+ public:
+  using Base = BackwardF32Warp<Config>;
+  using Base::Base;
+  using typename Base::Step;
+  using Products = FloatProducts;
+  static constexpr int kPanels = Config::kPanels;
+
+  __device__ __forceinline__ void run() {
+    if (warp_ == 0 && lane_ == 0) load_first();
+    __syncwarp();
+#pragma unroll 1
+    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+      add(step);
+      at_.advance();
+    }
+  }
+
+ private:
+  using Base::at_;
+  using Base::lane_;
+  using Base::state_;
+  using Base::warp_;
+  using Base::work_;
+
+  __device__ __forceinline__ void load_first() {
+    Step step = work_.first_step();
+#pragma unroll
+    for (int tile = 0; tile < Config::kTiles; ++tile) {
+      if (step.head >= work_.heads) break;
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        this->load_query(step, panel);
+        this->load_grad(step, panel);
+      }
+      work_.advance(step);
+      at_.advance();
+    }
+    at_.count = 0;
+  }
+
+  /// dQ += dS K. dS goes to registers, so that its place is soon free.
+  __device__ __forceinline__ void add(const Step& step) const {
+    Products::Operand ds;
+    wait_for(state_.ds_full[at_.tile()], at_.parity());
+    read(ds);
+    this->release(state_.ds_empty[at_.tile()]);
+    if constexpr (Config::kCluster > 1) {
+      if (lane_ == 0) ptx::cluster_arrive(this->in_other(address(state_.other_empty)));
+    }
+    if (!this->workspace_.rows.dq) return;
+#pragma unroll
+    for (int panel = 0; panel < Config::kWholePanels; ++panel) add_panel<kPanelColumns / 8>(step, panel, ds);
+    if constexpr (Config::kHasHalf) add_panel<kPanelColumns / 16>(step, Config::kWholePanels, ds);
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void add_panel(const Step& step, int panel, const Products::Operand& ds) const {
+    float sum[kN][4];
+    Products::start(sum, ds, this->key_piece(panel));
+    ptx::wgmma_wait<0>();
+    Products::pin(sum);
+    send(step, panel, sum);
+  }
+
+  /// This warp's 16 queries.
+  __device__ __forceinline__ void read(Products::Operand& ds) const {
+    const int lane = ptx::reread(lane_), row = 16 * warp_ + lane % 16;
+    const uint32_t s_row = this->s_ds() + row * kPanelRowBytes;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int k = 0; k < Products::kSteps; ++k)
+        ptx::ldmatrix_x4(ds[part][k], s_row + part * kPartBytes + ((2 * k + lane / 16) ^ (lane % 8)) * 16);
+      ptx::wait_for_fragments(ds[part]);
+    }
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void send(const Step& step, int panel, const float (&sum)[kN][4]) const {
+    const int64_t row = this->workspace_tile(step) * Config::kBlockM + warp_ * 16;
+    float* const g_lane =
+        this->workspace_.rows.dq + row * Config::kHeadDim + 16 * this->first_column(panel) + lane_ * 4;
+#if __CUDA_ARCH__ >= 900
+#pragma unroll
+    for (int n = 0; n < kN; ++n) ptx::reduce_add_4(g_lane + n * 128, sum[n]);
+#endif
+  }
+};
+
+}  // namespace flash_ext::sm90

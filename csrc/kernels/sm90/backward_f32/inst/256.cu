@@ -1,0 +1,7 @@
+#include "kernels/sm90/backward_f32/kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+template void run_backward_f32<256>(const BackwardParams&, void*, cudaStream_t);
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,167 @@
+// Attention backward in float32 on wgmma (FlashAttention-2, Dao 2023, algorithm 2), recomputing the weights from lse:
+//
+//   S^T = K Q^T,   P^T = 2^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)    D: common/backward/row_terms.cuh
+//   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
+//
+// A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). Q and dO are split
+// once, by the kernel before, into pieces that the copy engine brings as they lie; K and V by the block that has their
+// 64 keys. The products are divided among three warpgroups: consumer.cuh. Beyond 128 two blocks of a cluster have half
+// of the columns each, and exchange halves of the sums S^T and dP^T.
+#pragma once
+
+#include <algorithm>
+
+#include "consumer.cuh"
+#include "kernels/common/backward/dq_store.cuh"
+#include "kernels/common/backward/row_terms.cuh"
+#include "kernels/launch.h"
+#include "kernels/ptx/grid_dependency.h"
+#include "kernels/ptx/setmaxnreg.h"
+#include "kernels/sm90/common/float_rows.cuh"
+
+namespace flash_ext::sm90 {
+
+/// The pieces of a block of a cluster: 64 rows from first_row on, of its columns.
+template <int kHeadDim, bool kBounded>
+__device__ __forceinline__ void load_block_pieces(char* pieces, RowSource<const float, false> rows, int rank,
+                                                  int first_row, int end_row, int columns, int thread) {
+  constexpr int kColumns = kHeadDim / backward_f32_blocks(kHeadDim);
+  rows.base += rank * kColumns;
+  load_pieces<panels(kColumns), kBounded>(pieces, rows, first_row, end_row, columns - rank * kColumns, thread);
+}
+
+/// All threads of the blocks that work together.
+template <class Config>
+__device__ __forceinline__ void sync_cluster() {
+  if constexpr (Config::kCluster > 1) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+/// What a block does. Warpgroup 0 makes dQ, 1 dV, 2 dK.
+template <class Config>
+__device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, const BackwardF32Workspace& workspace,
+                                                       const BackwardSchedule& schedule) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& state = *reinterpret_cast<BackwardF32State<Config>*>(shared + Config::kTilesBytes);
+  const BackwardKeyTile keys = schedule.locate(blockIdx.x / Config::kCluster);
+  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
+  const Sequence sequence = keys.sequence(p);
+  ptx::launch_dependents();
+  if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  const int group = warp / kGroupWarps, thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int rank = Config::kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
+  const uint32_t s_tiles = ptx::shared_address(shared);
+  if (threadIdx.x == 0) {
+    state.init();
+    state.work() = BackwardWork<Config>(p, workspace.rows, sequence, first_key);
+  }
+  // K meets weights of 0, which Inf must not turn into NaN. What a query does see of it, its lse knows.
+  if (group == 1)
+    load_block_pieces<Config::kHeadDim, true>(shared, key_rows<const float, false>(p, p.k, sequence), rank, first_key,
+                                              sequence.seqlen_k, static_cast<int>(p.head_dim), thread);
+  if (group == 2)
+    load_block_pieces<Config::kHeadDim, false>(shared + Config::kValuesOffset,
+                                               key_rows<const float, false>(p, p.v, sequence), rank, first_key,
+                                               sequence.seqlen_k, static_cast<int>(p.head_dim_v), thread);
+  ptx::fence_proxy_async_shared();
+  sync_cluster<Config>();
+  if (group == 0) {
+    ptx::give_up_registers<Config::kDqRegisters>();
+    ptx::wait_for_previous_grid();  // for row terms, parts and cleared sums; it loads what comes first
+    BackwardF32Dq<Config>(p, workspace, state, s_tiles, warp, lane).run();
+  } else {
+    ptx::take_registers<Config::kRegisters>();
+    if (group == 1) {
+      BackwardF32Values<Config>(p, workspace, state, s_tiles, warp, lane).run();
+    } else {
+      BackwardF32Gradients<Config>(p, workspace, state, s_tiles, warp, lane).run();
+    }
+  }
+  if constexpr (Config::kCluster > 1) ptx::cluster_sync();  // the other block may still arrive here
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_f32_kernel(const __grid_constant__ BackwardParams p,
+                        const __grid_constant__ BackwardF32Workspace workspace, const BackwardSchedule schedule) {
+  run_backward_f32_block<Config>(p, workspace, schedule);
+}
+
+/// Of blocks that have half of the columns each.
+template <class Config>
+__global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
+    backward_f32_halves_kernel(const __grid_constant__ BackwardParams p,
+                               const __grid_constant__ BackwardF32Workspace workspace,
+                               const BackwardSchedule schedule) {
+  run_backward_f32_block<Config>(p, workspace, schedule);
+}
+
+/// The row terms of a tile, and the pieces of its Q, by one warpgroup, and of its dO, by the other. Inf and NaN become
+/// what 0 can be multiplied by: the row's lse is NaN then, and brings them to what sees the row.
+template <int kHeadDim>
+__global__ void __launch_bounds__(kRowTermThreads)
+    backward_f32_rows_kernel(const __grid_constant__ BackwardParams p,
+                             const __grid_constant__ BackwardF32Workspace workspace) {
+  constexpr int kBlockM = kBackwardF32BlockM, kBlocks = backward_f32_blocks(kHeadDim);
+  constexpr int kBlockBytes = panels(kHeadDim / kBlocks) * kPieceBytes;
+  static_assert(kRowTermThreads == 2 * kGroupThreads);
+  ptx::launch_dependents();
+  const RowTileOfBlock block(p, kBlockM);
+  const Sequence sequence(p, block.batch, block.head);
+  const int first = block.tile * kBlockM;
+  if (first >= sequence.seqlen_q) return;
+  const int64_t tile = workspace.rows.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
+  const bool is_grad = threadIdx.x >= kGroupThreads;
+  const TensorView& view = is_grad ? p.grad_out : p.q;
+  const auto rows = query_rows<const float>(view, sequence);
+#pragma unroll 1
+  for (int rank = 0; rank < kBlocks; ++rank)
+    load_block_pieces<kHeadDim, true>(
+        (is_grad ? workspace.grads : workspace.queries) + (tile * kBlocks + rank) * kBlockBytes, rows, rank, first,
+        view.data ? sequence.seqlen_q : 0, static_cast<int>(is_grad ? p.head_dim_v : p.head_dim),
+        static_cast<int>(threadIdx.x) % kGroupThreads);
+  write_row_terms<float, kHeadDim, kBlockM>(p, workspace.rows);
+}
+
+template <class Config>
+void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& workspace, cudaStream_t stream) {
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32State<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
+  const BackwardSchedule schedule = schedule_backward<Config>(p);
+  const LaunchShape keys{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads * Config::kCluster)),
+                         dim3(Config::kThreads), kSharedBytes, true};
+  if constexpr (Config::kCluster > 1) {
+    launch("sm90/backward_f32", backward_f32_halves_kernel<Config>, keys, stream, p, workspace, schedule);
+  } else {
+    launch("sm90/backward_f32", backward_f32_kernel<Config>, keys, stream, p, workspace, schedule);
+  }
+}
+
+template <int kHeadDim>
+void run_backward_f32(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  constexpr int kBlockM = kBackwardF32BlockM;
+  const BackwardF32Workspace workspace(p, memory);
+  LaunchShape rows{dim3(grid_size(RowTileOfBlock::blocks(p, kBlockM))), dim3(kRowTermThreads)};
+  launch("sm90/backward_f32 rows", backward_f32_rows_kernel<kHeadDim>, rows, stream, p, workspace);
+  // Each kernel starts while the one before still runs, and waits for it by itself.
+  if (p.dq.data || p.dk.data || p.dv.data) {
+    has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)
+        ? launch_backward_f32<BackwardF32Config<kHeadDim, true>>(p, workspace, stream)
+        : launch_backward_f32<BackwardF32Config<kHeadDim, false>>(p, workspace, stream);
+  }
+  if (p.dq.data) {
+    rows.overlaps_previous = true;
+    launch("sm90/backward_f32 dq", store_dq_kernel<float, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim>, rows, stream,
+           p, workspace.rows);
+  }
+  if (p.dsink) {
+    const LaunchShape heads{dim3(static_cast<unsigned>(p.heads_q)), dim3(kRowTermThreads)};
+    launch("sm90/backward_f32 sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace.rows);
+  }
+}
+
+}  // namespace flash_ext::sm90

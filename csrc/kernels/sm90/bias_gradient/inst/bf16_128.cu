@@ -1,0 +1,7 @@
+#include "kernels/sm90/bias_gradient/kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+template void run_bias_gradient<__nv_bfloat16, 128>(const BackwardParams&, void*, cudaStream_t);
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,138 @@
+// The warps that bring summands to those that compute: three find them and their rows' terms, one loads slabs.
+#pragma once
+
+#include "kernels/common/sequence.cuh"
+#include "kernels/ptx/tma.h"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BiasMaps {
+  CUtensorMap q, k, v, grad_out;
+};
+
+template <class Config>
+class BiasLoader {
+ public:
+  using State = BiasState<Config>;
+
+  __device__ __forceinline__ BiasLoader(const BackwardParams& p, const BiasMaps& maps, const BiasWorks& works,
+                                        State& state, uint32_t s_slabs, int lane)
+      : p_(p), maps_(maps), works_(works), state_(state), s_slabs_(s_slabs), lane_(lane) {}
+
+  /// By warp `finder` of kFinders.
+  __device__ __forceinline__ void find_steps(const float* delta, uint32_t finder) {
+    RingCount<Config::kSlots> at;
+    for (int work = blockIdx.x; work < works_.count; work += gridDim.x) {
+      const BiasTiles& tiles = works_.tiles;
+      const int64_t chunk = works_.chunk(work);
+      Summands summands(tiles, works_.tile(work), tiles.summed() * chunk / tiles.chunks,
+                        tiles.summed() * (chunk + 1) / tiles.chunks);
+      for (; summands.left > 0; summands.next(tiles)) {
+        if (is_visible(summands)) add(at, finder, [&] { fill_slot(at.stage(), summands, delta); });
+      }
+      add(at, finder, [&] {
+        if (lane_ == 0) state_.steps[at.stage()].ends_work = true;
+      });
+    }
+  }
+
+  /// By one warp.
+  __device__ __forceinline__ void load_slabs() {
+    RingCount<Config::kSlots> at;
+    RingCount<Config::kStages> stage;
+    for (int work = blockIdx.x; work < works_.count; work += gridDim.x) {
+      while (true) {
+        wait_for(state_.step_full[at.stage()], at.parity());
+        const BiasStep step = state_.steps[at.stage()];
+        const bool ends_work = step.ends_work;
+        if (!ends_work) {
+          for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.q, maps_.k, step, slab);
+          for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.grad_out, maps_.v, step, slab);
+        }
+        // An arrival waits for no loads under way: the slot is free once they have been used.
+        arrive_as_warp(state_.step_empty[at.stage()], lane_);
+        at.advance();
+        if (ends_work) break;
+      }
+    }
+  }
+
+ private:
+  /// The next step, if it is this finder's turn.
+  template <class Fill>
+  __device__ __forceinline__ void add(RingCount<Config::kSlots>& at, uint32_t finder, Fill fill) const {
+    if (at.count % Config::kFinders == finder) {
+      wait_for(state_.step_empty[at.stage()], at.parity() ^ 1);
+      fill();
+      arrive_as_warp(state_.step_full[at.stage()], lane_);
+    }
+    at.advance();
+  }
+
+  /// Whether some pair is.
+  __device__ __forceinline__ bool is_visible(const Summands& summands) const {
+    const Sequence sequence(p_, summands.batch(), summands.head());
+    const int first_query = summands.query_tile() * Config::kRows, first_key = summands.key_tile() * Config::kKeys;
+    const Interval keys = visible_keys(first_query, min(first_query + Config::kRows, sequence.seqlen_q),
+                                       sequence.seqlen_k, sequence.window());
+    return first_key < keys.end && first_key + Config::kKeys > keys.begin;
+  }
+
+  __device__ __forceinline__ void fill_slot(uint32_t slot, const Summands& summands, const float* delta) const {
+    constexpr int kRows = Config::kRows, kKeys = Config::kKeys;
+    const Sequence sequence(p_, summands.batch(), summands.head());
+    const int first_query = summands.query_tile() * kRows, first_key = summands.key_tile() * kKeys;
+    const Interval every =
+        common_keys(first_query, min(first_query + kRows, sequence.seqlen_q), sequence.seqlen_k, sequence.window());
+    if (lane_ == 0) {
+      BiasStep& step = state_.steps[slot];
+      step.ends_work = false;
+      step.all_visible =
+          first_query + kRows <= sequence.seqlen_q && every.begin <= first_key && first_key + kKeys <= every.end;
+      step.batch = sequence.batch;
+      step.head = sequence.head;
+      step.first_query = first_query;
+      step.first_key = first_key;
+      step.q_row = static_cast<int>(sequence.q_begin) + first_query;
+      step.k_row = static_cast<int>(sequence.k_begin) + sequence.leftpad + first_key;
+      step.q_batch = p_.seq.cu_seqlens_q ? 0 : sequence.batch;
+      step.k_batch = p_.seq.cu_seqlens_k ? 0 : sequence.cache_row;
+      step.head_kv = sequence.head_kv;
+    }
+    const float* const g_lse = static_cast<const float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
+    const float* const g_delta = delta + row_of_head(p_, sequence, 0);
+#pragma unroll
+    for (int row = lane_; row < kRows; row += 32) {
+      const int i = first_query + row;
+      const bool there = i < sequence.seqlen_q;
+      state_.lse[slot][row] = there ? g_lse[i] : -INFINITY;
+      state_.delta[slot][row] = there ? g_delta[i] : 0.0f;
+    }
+  }
+
+  /// A slab of Q and of K, or of dO and of V.
+  __device__ __forceinline__ void load_pair(RingCount<Config::kStages>& at, const CUtensorMap& row_map,
+                                            const CUtensorMap& key_map, const BiasStep& step, int slab) const {
+    wait_for(state_.slab_empty[at.stage()], at.parity() ^ 1);
+    if (lane_ == 0) {
+      const uint32_t s_full = address(state_.slab_full[at.stage()]);
+      const uint32_t s_rows = s_slabs_ + at.stage() * Config::kStageBytes;
+      const int column = slab * kPanelColumns;
+      ptx::mbarrier_arrive_expect(s_full, Config::kStageBytes);
+      ptx::tma_load(s_rows, &row_map, s_full, column, step.q_row, step.head, step.q_batch);
+      ptx::tma_load(s_rows + Config::kRowBytes, &key_map, s_full, column, step.k_row, step.head_kv, step.k_batch);
+    }
+    __syncwarp();
+    at.advance();
+  }
+
+  const BackwardParams& p_;
+  const BiasMaps& maps_;
+  const BiasWorks& works_;
+  State& state_;
+  const uint32_t s_slabs_;
+  const int lane_;
+};
+
+}  // namespace flash_ext::sm90

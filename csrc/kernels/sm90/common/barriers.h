@@ -1,0 +1,32 @@
+// Barriers of ptx/mbarrier.h as members of what a block keeps in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/ptx/cp_async.h"
+#include "kernels/ptx/mbarrier.h"
+
+namespace flash_ext::sm90 {
+
+__device__ __forceinline__ uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
+
+__device__ __forceinline__ void init_barrier(uint64_t& barrier, uint32_t arrivals) {
+  ptx::mbarrier_init(address(barrier), arrivals);
+}
+template <int kCount>
+__device__ __forceinline__ void init_barriers(uint64_t (&barriers)[kCount], uint32_t arrivals) {
+  for (uint64_t& barrier : barriers) init_barrier(barrier, arrivals);
+}
+
+__device__ __forceinline__ void wait_for(const uint64_t& barrier, uint32_t parity) {
+  ptx::mbarrier_wait(address(barrier), parity);
+}
+
+/// A warp arrives by one lane when all have got here: what they wrote comes before the arrival, and none can still be
+/// waiting for a phase that is two back by then.
+__device__ __forceinline__ void arrive_as_warp(const uint64_t& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(address(barrier));
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,66 @@
+// From dtype and head dims, which are numbers at run time, to the types that kernels are instantiated for.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <iterator>
+#include <stdexcept>
+
+#include "kernels/common/dropout/philox.h"
+#include "kernels/common/head_dim.h"
+#include "kernels/params.h"
+#include "kernels/sm90/forward/shape.h"
+
+namespace flash_ext::sm90 {
+
+/// Calls run(Element()).
+template <class Run>
+void with_element(const AttentionParams& p, Run run) {
+  if (p.dtype == DType::kFloat16) return run(__half());
+  if (p.dtype == DType::kBFloat16) return run(__nv_bfloat16());
+  throw std::runtime_error("flash_ext: attention on wgmma takes float16 and bfloat16");
+}
+
+/// Calls run(Element(), HeadDim<n>()).
+template <class Run>
+void with_kernel_types(const AttentionParams& p, Run run) {
+  with_element(p, [&](auto element) {
+    with_kernel_head_dim(p.head_dim, p.head_dim_v, [&](auto head_dim) { run(element, head_dim); });
+  });
+}
+
+/// Calls run(HeadDim<n>(), HeadDim<n>()) for the first of kForwardHeadDims that serve, from kPlace on.
+template <int kPlace = 0, class Run>
+void with_forward_head_dims(const AttentionParams& p, Run run) {
+  constexpr HeadDims kDims = kForwardHeadDims[kPlace];
+  if constexpr (kPlace + 1 < std::size(kForwardHeadDims)) {
+    if (!kDims.serve(p.head_dim, p.head_dim_v)) return with_forward_head_dims<kPlace + 1>(p, run);
+  }
+  run(HeadDim<kDims.qk>(), HeadDim<kDims.v>());
+}
+
+/// Whether the general class of the forward serves a call.
+inline bool is_general(const AttentionParams& p) {
+  return p.bias.data || p.mask.data || p.blocks.offsets || dropout_threshold(p.dropout.p) > 0;
+}
+
+/// Calls run(Element(), HeadDim<n>()) for that class.
+template <class Run>
+void with_general_types(const AttentionParams& p, Run run) {
+  const int head_dim = forward_head_dims(p.head_dim, p.head_dim_v, true).qk;
+  with_element(p, [&](auto element) {
+    if (head_dim == 64) return run(element, HeadDim<64>());
+    head_dim == 128 ? run(element, HeadDim<128>()) : run(element, HeadDim<256>());
+  });
+}
+
+/// Calls run(Element(), HeadDim<n>(), HeadDim<n>()).
+template <class Run>
+void with_forward_types(const AttentionParams& p, Run run) {
+  with_element(p, [&](auto element) {
+    with_forward_head_dims(p, [&](auto head_dim, auto head_dim_v) { run(element, head_dim, head_dim_v); });
+  });
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,144 @@
+// Floats as sums of three bfloat16, which is what wgmma multiplies, and the pieces of shared memory that hold them:
+//
+//   x = x0 + x1 + x2 exactly, |x1| < 2^-7 |x|, |x2| < 2^-15 |x|     (8 bits each of a float's 24)
+//   x y = x0 y0 + (x0 y1 + x1 y0) + (x1 y1 + x0 y2 + x2 y0)         (to about 2^-23, without drift)
+//
+// x0 is truncated, so that no number becomes Inf; what it leaves is rounded to nearest, so that the products that are
+// left out have either sign.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <type_traits>
+
+#include "kernels/common/sanitise.cuh"
+#include "kernels/ptx/arithmetic.h"
+#include "matrix_descriptor.h"
+#include "warpgroup.h"
+
+namespace flash_ext::sm90 {
+
+constexpr int kParts = 3;
+
+/// A product is the sum of those of these parts, the smallest ones first. Tensor cores round towards zero whatever they
+/// add to: the last product alone is added to what is large.
+constexpr int kPartProducts = 6;
+FLASH_EXT_HOST_DEVICE constexpr int part_of_a(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
+FLASH_EXT_HOST_DEVICE constexpr int part_of_b(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
+
+/// A piece: kSide rows of as many columns, one part behind the other.
+template <int kSide>
+struct Piece {
+  static_assert(kSide == 64 || kSide == 32, "the rows that swizzles are made for");
+  static constexpr int kRowBytes = 2 * kSide;
+  static constexpr int kPartBytes = kSide * kRowBytes;
+  static constexpr int kBytes = kParts * kPartBytes;
+};
+
+/// 64 rows of 64 columns: a part is a panel (matrix_descriptor.h).
+constexpr int kPieceRows = 64;
+constexpr int kPartBytes = Piece<kPieceRows>::kPartBytes;
+constexpr int kPieceBytes = Piece<kPieceRows>::kBytes;
+using PieceDescriptor = TileDescriptor<kPieceRows>;
+
+/// 32 rows of 32 columns, in the 64-byte swizzle: eight rows are 512 bytes, and the 16-byte pieces of a row are
+/// exchanged by the last bits but one of the row. The parts follow each other like rows.
+constexpr int kSmallPieceRows = 32;
+struct SmallPieceDescriptor {
+  static constexpr uint32_t kSwizzle64 = 2u << 30;
+  static constexpr uint32_t kEightRows = 8 * Piece<kSmallPieceRows>::kRowBytes / 16;
+
+  __device__ __forceinline__ static uint32_t lower_half(uint32_t s_piece) { return s_piece >> 4; }
+  /// Of what begins `offset` bytes behind the piece.
+  __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
+    return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);
+  }
+  /// Where the columns [16 step, + 16) begin.
+  static constexpr uint32_t along_row(int step) { return step * 32; }
+  /// Where the rows [16 step, + 16) begin.
+  static constexpr uint32_t down_rows(int step) { return step * 16 * Piece<kSmallPieceRows>::kRowBytes; }
+};
+
+template <int kSide>
+using DescriptorOfPiece = std::conditional_t<kSide == kPieceRows, PieceDescriptor, SmallPieceDescriptor>;
+
+/// Parts of two floats, `x` in the low half. Of Inf and NaN, part 0 may be any of them; part 1 is NaN.
+__device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts]) {
+  const uint32_t x_bits = __float_as_uint(x), y_bits = __float_as_uint(y);
+  parts[0] = __byte_perm(x_bits, y_bits, 0x7632);
+  x -= __uint_as_float(x_bits & 0xFFFF0000u);
+  y -= __uint_as_float(y_bits & 0xFFFF0000u);
+  parts[1] = ptx::pack2<__nv_bfloat16>(x, y);
+  const float2 next = ptx::unpack2<__nv_bfloat16>(parts[1]);
+  parts[2] = ptx::pack2<__nv_bfloat16>(x - next.x, y - next.y);
+}
+
+/// Eight columns of a row.
+struct FloatOctet {
+  float4 low, high;
+
+  __device__ __forceinline__ static FloatOctet load(const float* g_source, bool valid) {
+    const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const auto* const g_quads = reinterpret_cast<const float4*>(g_source);
+    return {valid ? __ldg(g_quads) : zero, valid ? __ldg(g_quads + 1) : zero};
+  }
+};
+
+/// How a warpgroup goes through a piece: a thread has eight columns of every sixteenth row, or of one where the piece
+/// has 32 rows.
+template <int kSide>
+struct ThreadOfPiece {
+  static constexpr int kThreadsOfRow = kSide / 8;
+  static constexpr int kRowStep = kGroupThreads / kThreadsOfRow;
+  static constexpr int kOctets = kSide / kRowStep;
+  static constexpr int kRowBytes = Piece<kSide>::kRowBytes;
+  static constexpr int kPartBytes = Piece<kSide>::kPartBytes;
+
+  int row, column;   // of the first octet
+  uint32_t address;  // of it, within a part
+
+  __device__ __forceinline__ explicit ThreadOfPiece(int thread)
+      : row(thread / kThreadsOfRow),
+        column(thread % kThreadsOfRow * 8),
+        address(static_cast<uint32_t>(row * kRowBytes + ((thread % kThreadsOfRow ^ exchange(row)) << 4))) {}
+
+  /// Of the swizzle, which takes bits 7 and up of an address.
+  __device__ __forceinline__ static int exchange(int row) { return row / (kPanelRowBytes / kRowBytes) % kThreadsOfRow; }
+
+  __device__ __forceinline__ char* place(char* s_piece, int octet) const {
+    return s_piece + address + octet * kRowStep * kRowBytes;
+  }
+
+  /// Writes the parts. NaN in `trace` if there is Inf or NaN.
+  __device__ __forceinline__ void store(char* s_piece, int octet, const FloatOctet& x, __nv_bfloat162& trace) const {
+    uint32_t words[4][kParts];
+    split(x.low.x, x.low.y, words[0]);
+    split(x.low.z, x.low.w, words[1]);
+    split(x.high.x, x.high.y, words[2]);
+    split(x.high.z, x.high.w, words[3]);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) trace = __hmax2_nan(trace, reinterpret_cast<const __nv_bfloat162&>(words[k][1]));
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      *reinterpret_cast<uint4*>(place(s_piece, octet) + part * kPartBytes) =
+          uint4{words[0][part], words[1][part], words[2][part], words[3][part]};
+  }
+
+  /// Makes Inf and NaN among what the thread wrote 0.
+  __device__ __forceinline__ void take_out_non_finite(char* s_piece) const {
+#pragma unroll 1
+    for (int word = 0; word < 4 * kOctets; ++word) {
+      char* const s_word = place(s_piece, word / 4) + word % 4 * 4;
+      const auto part = [&](int k) -> uint32_t& { return *reinterpret_cast<uint32_t*>(s_word + k * kPartBytes); };
+      const uint32_t finite = ~((NonFinite<__nv_bfloat16>::in_word(part(1)) >> 15) * 0xFFFFu);
+      for (int k = 0; k < kParts; ++k) part(k) &= finite;
+    }
+  }
+};
+
+using PieceThread = ThreadOfPiece<kPieceRows>;
+
+/// Whether split() met Inf or NaN.
+__device__ __forceinline__ bool is_nan(__nv_bfloat162 trace) { return !__hbeq2(trace, trace); }
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,159 @@
+// Products of floats by a warpgroup: sums of 64 rows and a piece's columns over a piece, each product of two numbers
+// being six of their parts (float_parts.cuh). Pieces are named by the lower halves of their descriptors.
+#pragma once
+
+#include "float_parts.cuh"
+#include "kernels/common/score/scores.cuh"
+#include "kernels/ptx/wgmma.h"
+#include "kernels/ptx/wgmma_registers.h"
+
+namespace flash_ext::sm90 {
+
+/// Of B in pieces of kSide rows and columns.
+template <int kSide>
+struct FloatProductsOf {
+  static constexpr int kSteps = kSide / 16;  // along a piece
+  static constexpr int kEights = kSide / 8;
+  using Tile = float[kEights][4];               // 64 x kSide accumulators of a warpgroup
+  using Operand = uint32_t[kParts][kSteps][4];  // what was such a tile
+  using Descriptor = DescriptorOfPiece<kSide>;
+
+  /// A B^T of two pieces, or of some columns of them: s gets the largest products, rest all others, and without kFirst
+  /// or kFirstOfRest they are added. Under way when this returns.
+  template <bool kFirst, int kColumns = kSide, bool kFirstOfRest = kFirst>
+  __device__ __forceinline__ static void start(Tile& s, Tile& rest, uint32_t a_piece, uint32_t b_piece) {
+    static_assert(kSide == kPieceRows);
+    using Product = ptx::Wgmma<__nv_bfloat16, kPieceRows>;
+    constexpr int kLast = kPartProducts - 1;
+    const auto part = [](uint32_t piece, int part, int step) {
+      return PieceDescriptor::at(piece, part * kPartBytes + PieceDescriptor::along_row(step));
+    };
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kPartProducts; ++k)
+#pragma unroll
+      for (int step = 0; step < kColumns / 16; ++step) {
+        const uint64_t a = part(a_piece, part_of_a(k), step), b = part(b_piece, part_of_b(k), step);
+        Tile& sum = k == kLast ? s : rest;
+        if (step == 0 && ((kFirstOfRest && k == 0) || (kFirst && k == kLast))) {
+          Product::template multiply<false>(sum, a, b);
+        } else {
+          Product::template multiply<true>(sum, a, b);
+        }
+      }
+    ptx::wgmma_commit();
+  }
+
+  /// Sums of a product with few rows of B. None lies in a part of another one's registers, or else ptxas would have
+  /// each product wait for the one before.
+  struct PairedSums {
+    Tile largest;                 // a0 b0
+    float pairs[2 * kEights][4];  // a0 b1 + a1 b0, and beside it a0 b2 + a1 b1
+    Tile last;                    // a2 b0
+
+    __device__ __forceinline__ void pin() {
+      FloatProductsOf::pin(largest);
+      FloatProductsOf::pin(pairs);
+      FloatProductsOf::pin(last);
+    }
+    __device__ __forceinline__ void add_up(Tile& s) const {
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[n][e] = largest[n][e] + (pairs[n][e] + (pairs[kEights + n][e] + last[n][e]));
+    }
+  };
+
+  /// A B^T of kSide columns of a piece of 64 rows. Two parts of B, which lie one behind the other, are multiplied at a
+  /// time where that is possible: six reads of 64 rows would take longer than the products with 32. Under way when this
+  /// returns.
+  template <bool kFirst>
+  __device__ __forceinline__ static void start(PairedSums& sums, uint32_t a_columns, uint32_t b_piece) {
+    using Product = ptx::Wgmma<__nv_bfloat16, kSide>;
+    using PairProduct = ptx::Wgmma<__nv_bfloat16, 2 * kSide>;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const auto a = [&](int k) {
+        return PieceDescriptor::at(a_columns, k * kPartBytes + PieceDescriptor::along_row(step));
+      };
+      const auto b = [&](int k) {
+        return Descriptor::at(b_piece, k * Piece<kSide>::kPartBytes + Descriptor::along_row(step));
+      };
+      if (kFirst && step == 0) {
+        Product::template multiply<false>(sums.last, a(2), b(0));
+        PairProduct::template multiply<false>(sums.pairs, a(1), b(0));
+        PairProduct::template multiply<true>(sums.pairs, a(0), b(1));
+        Product::template multiply<false>(sums.largest, a(0), b(0));
+      } else {
+        Product::template multiply<true>(sums.last, a(2), b(0));
+        PairProduct::template multiply<true>(sums.pairs, a(1), b(0));
+        PairProduct::template multiply<true>(sums.pairs, a(0), b(1));
+        Product::template multiply<true>(sums.largest, a(0), b(0));
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  /// sum = A B, the smallest products first: A in registers, B's rows across the depth, 8 kN of its columns. Under way
+  /// when this returns.
+  template <int kN>
+  __device__ __forceinline__ static void start(float (&sum)[kN][4], const Operand& a, uint32_t b_piece) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kPartProducts; ++k)
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint64_t b =
+            Descriptor::at(b_piece, part_of_b(k) * Piece<kSide>::kPartBytes + Descriptor::down_rows(step));
+        if (k == 0 && step == 0) {
+          ptx::wgmma_registers<false>(sum, a[part_of_a(k)][step], b);
+        } else {
+          ptx::wgmma_registers<true>(sum, a[part_of_a(k)][step], b);
+        }
+      }
+    ptx::wgmma_commit();
+  }
+
+  template <int kN>
+  __device__ __forceinline__ static void pin(float (&x)[kN][4]) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ptx::pin(x[n][e]);
+  }
+
+  template <int kN>
+  __device__ __forceinline__ static void clear(float (&x)[kN][4]) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[n][e] = 0.0f;
+  }
+
+  template <int kN>
+  __device__ __forceinline__ static void add(float (&x)[kN][4], const float (&y)[kN][4]) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[n][e] += y[n][e];
+  }
+
+  /// The parts of a tile, in the places of an operand.
+  __device__ __forceinline__ static void pack(Operand& a, const Tile& x) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float(&pair)[4] = x[2 * step + e / 2];
+        uint32_t parts[kParts];
+        split(pair[e % 2 * 2], pair[e % 2 * 2 + 1], parts);
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) a[k][step][e] = parts[k];
+      }
+  }
+};
+
+using FloatProducts = FloatProductsOf<kPieceRows>;
+
+}  // namespace flash_ext::sm90

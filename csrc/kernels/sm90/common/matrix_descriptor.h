@@ -1,0 +1,39 @@
+// Tiles in shared memory as the copy engine writes them and wgmma reads them: panels of 64 columns (128 bytes of 16-bit
+// elements), one behind the other, each of all rows. Within a panel the 16-byte pieces of a row are exchanged by the
+// last three bits of the row ("128-byte swizzle"), so eight rows of 128 bytes are the unit, to which tiles are aligned.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/host_device.h"
+
+namespace flash_ext::sm90 {
+
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = 128;
+constexpr int kSwizzleBytes = 8 * kPanelRowBytes;
+
+FLASH_EXT_HOST_DEVICE constexpr int panels(int columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
+FLASH_EXT_HOST_DEVICE constexpr int panel_bytes(int rows) { return rows * kPanelRowBytes; }
+FLASH_EXT_HOST_DEVICE constexpr int tile_bytes(int rows, int columns) { return panels(columns) * panel_bytes(rows); }
+
+/// Descriptors (PTX ISA, "wgmma, matrix descriptor") of parts of a tile with kRows rows. Their upper half is a
+/// constant, and offsets are added to the lower one, so that they are made in the uniform registers.
+template <int kRows>
+struct TileDescriptor {
+  static constexpr uint32_t kSwizzle128 = 1u << 30;
+  static constexpr uint32_t kEightRows = kSwizzleBytes / 16;
+  static constexpr uint32_t kNextPanel = panel_bytes(kRows) / 16;
+
+  __device__ __forceinline__ static uint32_t lower_half(uint32_t s_tile) { return s_tile >> 4 | kNextPanel << 16; }
+  /// Of the part that begins `offset` bytes behind the tile.
+  __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
+    return uint64_t{kSwizzle128 | kEightRows} << 32 | (lower_half + offset / 16);
+  }
+  /// Where the part begins whose depth is columns [16 step, + 16).
+  static constexpr uint32_t along_row(int step) { return step / 4 * panel_bytes(kRows) + step % 4 * 32; }
+  /// Where the part begins whose depth is rows [16 step, + 16).
+  static constexpr uint32_t down_rows(int step) { return step * 16 * kPanelRowBytes; }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,155 @@
+// From scores to weights: 2^(x - reference) in their place, and the sums of this thread's share of the rows.
+#pragma once
+
+#include "kernels/common/score/scores.cuh"
+#include "softcap.h"
+
+namespace flash_ext::sm90 {
+
+/// What the host makes of a call's scale and softcap. Kernels find it in constant memory.
+struct ScoreTerms {
+  float scale, cap;  // of ScoreRules
+  SoftcapPolynomial softcap;
+  SoftcapNearZero near_zero;
+
+  explicit ScoreTerms(const AttentionParams& p)
+      : scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
+                              : static_cast<float>(p.softmax_scale) * kLog2E),
+        cap(static_cast<float>(p.softcap) * kLog2E),
+        softcap(p.softcap > 0.0 ? SoftcapPolynomial(p.softmax_scale / p.softcap, p.softcap * kLog2E)
+                                : SoftcapPolynomial()),
+        near_zero(p.softcap > 0.0 ? SoftcapNearZero(p.softmax_scale / p.softcap, p.softcap * kLog2E)
+                                  : SoftcapNearZero()) {}
+};
+
+/// Of base-2 scores divided by `scale`. With kPlain, a row without a reference, whose scores were -inf until now, gets
+/// a sum that must_repeat() notices. kRounds: the scaled score is rounded, as the reference was. Else the rounding of a
+/// reference beyond 2^30 or so is an exponent of its own, and overflows.
+template <bool kPlain, bool kRounds = false, int kN>
+__device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&reference)[2],
+                                             float (&sum)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float shift = !kPlain && reference[r] == -INFINITY ? 0.0f : reference[r];
+    sum[r] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float score = s[0][n][2 * r + c];
+        const float x = ptx::exp2_approx(kRounds ? __fmul_rn(score, scale) - shift : fmaf(score, scale, -shift));
+        s[0][n][2 * r + c] = x;
+        sum[r] += x;
+      }
+  }
+}
+
+/// Of products, to each of which, scaled, added(n, e) is added: base 2, with the reference taken off.
+template <int kN, class F>
+__device__ __forceinline__ void exponentiate_with(float (&s)[1][kN][4], float scale, float (&sum)[2], F added) {
+  sum[0] = sum[1] = 0.0f;
+  for_each_score(s, [&](float& x, int, int n, int e) {
+    x = ptx::exp2_approx(fmaf(x, scale, added(n, e)));
+    sum[e / 2] += x;
+  });
+}
+
+/// Products to base-2 scores, but for the terms that are added. kPolynomial: softcap by products where it can be.
+template <bool kPolynomial, class Element, int kN>
+__device__ __forceinline__ void scale_and_cap(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
+                                              const SoftcapPolynomial& softcap) {
+  if (kPolynomial && rules.cap > 0.0f && softcap.serves(s)) {
+    for_each_score(s, [&](float& x, int, int, int) {
+      float u;
+      x = softcap.factor(x, u) * u;
+    });
+  } else {
+    rules.scale_and_cap(s);
+  }
+}
+
+/// ALiBi on one side of the diagonal.
+struct AlibiLine {
+  float slope;   // along the keys, base 2
+  int distance;  // of the key in column 0 of row 0 of a lane's accumulators from that row's diagonal
+};
+
+/// By which way a score is capped.
+enum class Cap { kNone, kPolynomial, kTanh };
+
+/// Of products that softcap and ALiBi go before.
+template <Cap kCap, bool kAlibi, class Element, int kN>
+__device__ __forceinline__ void exponentiate_by_rules(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
+                                                      const SoftcapPolynomial& softcap, const AlibiLine& line,
+                                                      const float (&reference)[2], float (&sum)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float first =
+        kAlibi ? fmaf(line.slope, static_cast<float>(line.distance - 8 * r), -reference[r]) : -reference[r];
+    sum[r] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float added = kAlibi ? fmaf(line.slope, static_cast<float>(8 * n + c), first) : first;
+        float x = s[0][n][2 * r + c];
+        if constexpr (kCap == Cap::kPolynomial) {
+          float u;
+          const float factor = softcap.factor(x, u);
+          x = fmaf(factor, u, added);
+        } else if constexpr (kCap == Cap::kTanh) {
+          x = fmaf(rules.tanh(x * rules.scale), rules.cap, added);
+        } else {
+          x = fmaf(x, rules.scale, added);
+        }
+        x = ptx::exp2_approx(x);
+        s[0][n][2 * r + c] = x;
+        sum[r] += x;
+      }
+  }
+}
+
+/// Of products that softcap and ALiBi go before. All keys stand on one side of the diagonal, where ALiBi is a straight
+/// line.
+template <bool kPolynomial, class Element, int kN>
+__device__ __forceinline__ void exponentiate_beside_diagonal(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
+                                                             const SoftcapPolynomial& softcap, const AlibiLine& line,
+                                                             const float (&reference)[2], float (&sum)[2]) {
+  if (rules.cap == 0.0f) {
+    exponentiate_by_rules<Cap::kNone, true>(s, rules, softcap, line, reference, sum);
+  } else if (!kPolynomial || !softcap.serves(s)) {
+    exponentiate_by_rules<Cap::kTanh, true>(s, rules, softcap, line, reference, sum);
+  } else if (line.slope != 0.0f) {
+    exponentiate_by_rules<Cap::kPolynomial, true>(s, rules, softcap, line, reference, sum);
+  } else {
+    exponentiate_by_rules<Cap::kPolynomial, false>(s, rules, softcap, line, reference, sum);
+  }
+}
+
+/// Of products that nothing but softcap goes before. Returns whether all of this thread's are in its range; else what
+/// is left in their place is of no use.
+template <int kN>
+__device__ __forceinline__ bool exponentiate_near_zero(float (&s)[1][kN][4], const SoftcapNearZero& softcap,
+                                                       const float (&reference)[2], float (&sum)[2]) {
+  int signs = -1;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sum[r] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float w[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = s[0][n][2 * r + c];
+        const float factor = softcap.factor(x, w[c]);
+        x = ptx::exp2_approx(fmaf(factor, x, -reference[r]));
+        sum[r] += x;
+      }
+      signs &= __float_as_int(w[0]) & __float_as_int(w[1]);
+    }
+  }
+  // The sums are asked so that the exponentials stand beside the products, not behind who waits for the answer.
+  return signs < 0 && sum[0] + sum[1] >= 0.0f;
+}
+
+}  // namespace flash_ext::sm90

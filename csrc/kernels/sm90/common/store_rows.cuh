@@ -1,0 +1,79 @@
+// Out of a warp, 16 rows as products leave them in its lanes' registers: to shared memory, or to memory.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/score/scores.cuh"
+#include "kernels/ptx/arithmetic.h"
+#include "kernels/ptx/stmatrix.h"
+#include "matrix_descriptor.h"
+#include "warpgroup.h"
+
+namespace flash_ext::sm90 {
+
+/// 0 where all that the lane holds of its row r is finite, else NaN. In chains, as one would take a fifth of a step.
+template <int kD>
+__device__ __forceinline__ float trace_of_row(const float (&out)[kD][4], int r) {
+  constexpr int kChains = 4;
+  float traces[kChains] = {};
+#pragma unroll
+  for (int d = 0; d < kD; ++d)
+    traces[d % kChains] = fmaf(0.0f, out[d][2 * r], fmaf(0.0f, out[d][2 * r + 1], traces[d % kChains]));
+  return traces[0] + traces[1] + (traces[2] + traces[3]);
+}
+
+/// finish_row() without a sink, to a unit or two in the last place, and without branches. The sum is 0 or at least the
+/// least normal number.
+__device__ __forceinline__ RowEnd finish_row_approx(float reference, float sum) {
+  const bool none = sum == 0.0f, infinite = reference == INFINITY;
+  const float scale = infinite ? NAN : ptx::reciprocal_approx(sum);
+  const float lse = infinite ? INFINITY : (reference + ptx::log2_approx(sum)) * kLn2;
+  return {none ? 0.0f : scale, none ? -INFINITY : lse};
+}
+
+/// To rows [first_row, + 16) of a tile of panels with kGroupRows rows. A lane names a row of one of four 8 x 8
+/// matrices: two of rows by two of columns.
+template <class Element, int kD>
+__device__ __forceinline__ void write_out_tile(uint32_t s_tile, const float (&out)[kD][4], const float (&scale)[2],
+                                               int first_row, int lane) {
+  const int row = first_row + lane % 16, right = lane / 16;
+  const uint32_t s_row = s_tile + row * kPanelRowBytes;
+#pragma unroll
+  for (int d = 0; d < kD; d += 2) {
+    uint32_t w[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      w[k] =
+          ptx::pack2<Element>(out[d + k / 2][k % 2 * 2] * scale[k % 2], out[d + k / 2][k % 2 * 2 + 1] * scale[k % 2]);
+    const uint32_t piece = (d % 8 + right) ^ (row & 7);
+    ptx::stmatrix_x4(s_row + d / 8 * panel_bytes(kGroupRows) + piece * 16, w[0], w[1], w[2], w[3]);
+  }
+}
+
+/// The lower of two lanes gets both their a, the upper one both their b.
+__device__ __forceinline__ void exchange(uint32_t& a, uint32_t& b, bool upper, int distance) {
+  const uint32_t theirs = __shfl_xor_sync(~0u, upper ? a : b, distance);
+  (upper ? a : b) = theirs;
+}
+
+/// Row r of the two that a quad of lanes holds, each of them two columns of eight; g_row null = nowhere. They exchange
+/// what they have of 32 columns, so that each has eight neighbouring ones.
+template <class Element, int kD>
+__device__ __forceinline__ void write_out_row(Element* g_row, const float (&out)[kD][4], int r, float scale, int lane,
+                                              int columns) {
+  const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+  for (int d = 0; d < kD; d += 4) {
+    uint32_t w[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) w[k] = ptx::pack2<Element>(out[d + k][2 * r] * scale, out[d + k][2 * r + 1] * scale);
+    exchange(w[0], w[1], odd, 1);
+    exchange(w[2], w[3], odd, 1);
+    exchange(w[0], w[2], upper, 2);
+    exchange(w[1], w[3], upper, 2);
+    const int column = 8 * (d + lane % 4);
+    if (g_row && column < columns) *reinterpret_cast<uint4*>(g_row + column) = uint4{w[0], w[1], w[2], w[3]};
+  }
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,7 @@
+#include "kernels/sm90/forward/scores_kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+template void run_forward<__nv_bfloat16, 192>(const ForwardParams&, int64_t, void*, cudaStream_t);
+
+}  // namespace flash_ext::sm90

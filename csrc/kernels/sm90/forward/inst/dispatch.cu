@@ -1,0 +1,63 @@
+#include "kernels/launch.h"
+#include "kernels/ptx/grid_dependency.h"
+#include "kernels/sm90/common/dispatch.h"
+#include "kernels/sm90/forward/aligned_bias.cuh"
+#include "kernels/sm90/forward/forward.h"
+#include "kernels/sm90/forward/split_kv.h"
+#include "kernels/sm90/forward/visibility.cuh"
+
+namespace flash_ext::sm90 {
+namespace {
+
+__global__ void clear_counter(unsigned long long* counter) {
+  ptx::launch_dependents();
+  *counter = 0;
+}
+
+/// Of the general class: the counter of the schedule; an aligned bias; what masks leave.
+struct GeneralWorkspace {
+  int64_t bias_offset = 16, visibility_offset, bytes;
+
+  explicit GeneralWorkspace(const ForwardParams& p)
+      : visibility_offset(bias_offset + AlignedBias(p, nullptr).bytes),
+        bytes(visibility_offset + VisibilitySizes(p).bytes()) {}
+};
+
+}  // namespace
+
+void clear_forward_workspace(void* workspace, cudaStream_t stream) {
+  launch("sm90/forward", clear_counter, {dim3(1), dim3(1)}, stream, static_cast<unsigned long long*>(workspace));
+}
+
+// Instantiated in the files beside this one.
+template <class Element, int kHeadDim, int kHeadDimV>
+void run_forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream);
+template <class Element, int kHeadDim>
+void run_general_forward(const ForwardParams& params, const ForwardVisibility& visible, void* workspace,
+                         cudaStream_t stream);
+
+int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n) {
+  if (is_general(params)) return GeneralWorkspace(params).bytes;
+  const HeadDims dims = forward_head_dims(params.head_dim, params.head_dim_v);
+  const ForwardShape shape = forward_shape_with(dims, block_n);
+  return cut_workspace_bytes(cut_forward(params, shape, dims), shape, dims);
+}
+
+void forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream) {
+  if (!is_general(params)) {
+    return with_forward_types(params, [&](auto element, auto head_dim, auto head_dim_v) {
+      run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, workspace,
+                                                                                             stream);
+    });
+  }
+  char* const memory = static_cast<char*>(workspace);
+  const GeneralWorkspace places(params);
+  ForwardParams p = params;
+  p.bias = align_bias(params, memory + places.bias_offset, stream);
+  const ForwardVisibility visible = find_visibility(p, memory + places.visibility_offset, stream);
+  with_general_types(p, [&](auto element, auto head_dim) {
+    run_general_forward<decltype(element), decltype(head_dim)::value>(p, visible, workspace, stream);
+  });
+}
+
+}  // namespace flash_ext::sm90

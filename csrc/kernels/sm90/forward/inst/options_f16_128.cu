@@ -1,0 +1,7 @@
+#include "kernels/sm90/forward/options_kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+template void run_general_forward<__half, 128>(const ForwardParams&, const ForwardVisibility&, void*, cudaStream_t);
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,393 @@
+// The warps that bring work and tiles to those that compute: one takes up work, one loads Q and stores out, one loads K
+// and V, and one frees V of Inf and NaN where they are hidden.
+#pragma once
+
+#include <new>
+
+#include "kernels/common/sanitise.cuh"
+#include "kernels/ptx/tensor_map.h"
+#include "kernels/ptx/tma.h"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+struct ForwardMaps {
+  CUtensorMap q, k, v, out;
+};
+
+template <class Config>
+class ForwardLoader {
+ public:
+  using State = ForwardState<Config>;
+  using Work = ForwardWork<Config>;
+  // Work is taken up when so many tiles of keys of the one before are still to be loaded: what a block takes early is
+  // spread less evenly, but its loads do not wait for it.
+  static constexpr int kTilesAhead = 3;
+  static constexpr int kPanels = panels(Config::kHeadDim);
+  static constexpr int kValuePanels = panels(Config::kHeadDimV);
+
+  __device__ __forceinline__ ForwardLoader(const ForwardParams& p, const ForwardMaps& maps, State& state, char* tiles,
+                                           int lane)
+      : p_(p),
+        maps_(maps),
+        state_(state),
+        s_q_(ptx::shared_address(tiles)),
+        s_k_(s_q_ + Config::kKeysOffset),
+        s_v_(s_q_ + Config::kValuesOffset),
+        v_(reinterpret_cast<uint4*>(tiles + Config::kValuesOffset)),
+        lane_(lane) {}
+
+  /// Into the slot that is to be filled next; says whether there is such a work: shorter sequences have fewer. kFirst:
+  /// nobody has had a slot, and barriers need not be there yet.
+  template <bool kFirst, class Schedule>
+  __device__ __forceinline__ bool make_work(const Schedule& schedule, int64_t position) {
+    int head, block;
+    schedule.locate(position, head, block);
+    const int batch = static_cast<int>(schedule.heads_of_entry.quotient(head));
+    const Sequence sequence(p_, batch, head - batch * static_cast<int>(schedule.heads_of_entry.value));
+    const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+    if (block >= blocks) return false;
+    const int first_query = first_query_of(block, blocks, sequence.seqlen_q);
+    const int end_query = first_query_of(block + 1, blocks, sequence.seqlen_q);
+    if (!kFirst)
+      while (wait_for_slot(slot_)) hand_out_again(slot_);
+    const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
+    new (&state_.work_in(slot_.stage())) Work(p_, sequence, first_query, end_query, tail_in_memory);
+    schedule.trim(position, state_.work_in(slot_.stage()));
+    return true;
+  }
+
+  __device__ __forceinline__ void prefetch_maps() const {
+    ptx::prefetch_tensor_map(&maps_.q);
+    ptx::prefetch_tensor_map(&maps_.k);
+    ptx::prefetch_tensor_map(&maps_.v);
+    ptx::prefetch_tensor_map(&maps_.out);
+  }
+
+  /// By the thread that will schedule work, before the block waits for its barriers: making a work takes long.
+  template <class Schedule>
+  __device__ __forceinline__ void make_first_work(const Schedule& schedule) {
+    state_.clear_slots();
+    made_first_ = true;
+    has_first_ = make_work<true>(schedule, blockIdx.x);
+  }
+
+  /// Fills the slots with the works of this block, and with those that failed once more. By one thread.
+  template <class Schedule>
+  __device__ __forceinline__ void schedule_work(const Schedule& schedule) {
+    if (has_first_) hand_out();
+    for (int64_t position = made_first_ ? schedule.take() : blockIdx.x; position < schedule.size();
+         position = schedule.take())
+      if (make_work<false>(schedule, position)) hand_out();
+    // Whoever of the last ones fails comes again into the slot that has been free for longest.
+    RingPosition<Config::kSlots> at = slot_;
+    for (int k = 0; k < Config::kSlots; ++k, at.advance())
+      if (wait_for_slot(at)) hand_out_again(at);
+    wait_for_slot(slot_);
+    state_.has_work[slot_.stage()] = false;
+    ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));
+  }
+
+  /// Q of each warpgroup as soon as there is a place for it; then out of the work before.
+  __device__ __forceinline__ void load_queries_and_store_out() {
+    WorkQueue<ForwardState<Config>> queue(state_);
+    uint32_t parities = 0;      // bit g: of q_empty[g]
+    uint32_t places = 0;        // bit g: of the next Q of warpgroup g
+    uint32_t out_parities = 0;  // bit k: of out_full[k]
+    int k_stage = 0, v_stage = 0;
+    state_.out = {};
+    while (const Work* const work = queue.front()) {
+      if (work->careful) {  // what failed writes the same rows: first
+        store_out(out_parities);
+        __syncwarp();
+        state_.out.exists = false;
+        ptx::tma_store_wait();
+        __syncwarp();
+      }
+      const Sequence& s = work->sequence;
+      const int first_row = static_cast<int>(s.q_begin) + work->first_query;
+#pragma unroll
+      for (int g = 0; g < Config::kGroups; ++g) {
+        if (!work->has_rows(g)) continue;
+        // With two places, the out that was in this one has left: it was that of the work before the last.
+        if constexpr (Config::kPlaces == 1) {
+          ptx::mbarrier_wait(address(state_.q_empty[g]), (parities >> g & 1) ^ 1);
+          parities ^= 1u << g;
+        }
+        if (lane_ == 0) {
+          const int tile = tile_of(places, g);
+          load<kPanels>(maps_.q, address(state_.q_full[tile]), s_q_ + tile * Config::kQueryBytes, kGroupRows,
+                        first_row + g * kGroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
+        }
+        __syncwarp();  // no lane falls behind by phases, whose parity repeats
+      }
+      store_out(out_parities);
+      const int tiles = work->tiles.end - work->tiles.begin;
+      if constexpr (Config::kOutInRings) {
+        k_stage = (k_stage + tiles) % Config::kKeyStages;
+        v_stage = (v_stage + tiles) % Config::kValueStages;
+      }
+      uint32_t groups = 0;
+#pragma unroll
+      for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work->hands_over(g)) << g;
+      __syncwarp();  // lane 0 has done with what was there
+      state_.out = {true, groups, places, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch, k_stage, v_stage};
+      __syncwarp();
+      if constexpr (!Config::kOutInRings) places ^= groups;
+      if (work->has_out_slots()) {
+        k_stage = (k_stage + 1) % Config::kKeyStages;
+        v_stage = (v_stage + 1) % Config::kValueStages;
+      }
+      queue.pop(lane_);
+    }
+    store_out(out_parities);
+  }
+
+  /// K and V of all tiles, in the order of the visits. With kOutInRings, a slot of each for out comes after the last.
+  /// That of V is handed over by the warp that cleans, as it is free later than the stage of the next K. Waiting for it
+  /// is not needed here: a stage is free when the one before it in the ring is, and between two slots there is a tile.
+  __device__ __forceinline__ void load_keys() {
+    WorkQueue<ForwardState<Config>> queue(state_);
+    RingPosition<Config::kKeyStages> k_at;
+    RingPosition<Config::kValueStages> v_at;
+    OutSlots k_slots, v_slots;
+    bool is_first = true;  // of all tiles: what the first products need comes before V, as all blocks start at once
+    while (const Work* const work = queue.front()) {
+      const Sequence& s = work->sequence;
+      const int begin = work->tiles.begin, first_row = static_cast<int>(s.k_begin);
+      const int announced = min(begin + kTilesAhead, work->tiles.end - 1);
+      for (int place = work->tiles.end - 1; place >= begin; --place) {
+        if (place == announced && lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
+        const int row = first_row + work->tile_at(place) * Config::kBlockN;
+        wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
+        if (lane_ == 0) {
+          load<kPanels>(maps_.k, address(state_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
+                        Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
+        }
+        k_at.advance();
+        if (is_first) wait_for_queries(*work);
+        is_first = false;
+        wait_for_stage(state_.v_empty, state_.out_left_values, v_at, v_slots);
+        if (lane_ == 0) {
+          load<kValuePanels>(maps_.v, address(state_.v_full[v_at.stage()]), s_v_ + v_at.stage() * Config::kValueBytes,
+                             Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
+        }
+        v_at.advance();
+        __syncwarp();
+      }
+      if (announced < begin && lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
+      if (work->has_out_slots()) {
+        wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
+        if (lane_ == 0) ptx::mbarrier_arrive(address(state_.k_full[k_at.stage()]));
+        k_slots.mark(k_at.stage(), work->copies_out(0));
+        k_at.advance();
+        v_slots.take_back(v_at.stage());
+        v_slots.mark(v_at.stage(), work->copies_out(1));
+        v_at.advance();
+      }
+      queue.pop(lane_);
+    }
+  }
+
+  /// Takes Inf and NaN out of V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. For each tile it
+  /// waits, and lets go of it: the parity cannot tell a phase from the one before the last.
+  __device__ __forceinline__ void clean_values() {
+    WorkQueue<ForwardState<Config>> queue(state_);
+    RingPosition<Config::kValueStages> at;
+    OutSlots slots;
+    while (const Work* const work = queue.front()) {
+      const int begin = work->tiles.begin;
+      for (int place = work->tiles.end - 1; place >= begin; --place, at.advance()) {
+        const int tile = work->tile_at(place);
+        ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
+        slots.take_back(at.stage());
+        if (work->is_cleaned(tile)) clean_tile(*work, tile, at.stage());
+        __syncwarp();
+        if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
+      }
+      if (work->has_out_slots()) {
+        wait_for_stage(state_.v_empty, state_.out_left_values, at, slots);
+        slots.mark(at.stage(), work->copies_out(1));
+        __syncwarp();
+        if (lane_ == 0) {
+          ptx::mbarrier_arrive(address(state_.v_full[at.stage()]));
+          ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
+        }
+        at.advance();
+      }
+      queue.pop(lane_);
+    }
+  }
+
+  /// Of a tile of queries. The one that is no whole one stands first, where a causal mask leaves the fewest keys; last
+  /// where options know groups of queries. One warpgroup alone would take more than half as long as three: where it
+  /// would be, the second tile lends it the rows of another.
+  __device__ __forceinline__ static int first_query_of(int block, int blocks, int seqlen_q) {
+    if (Config::kGeneral) return min(block * Config::kBlockM, seqlen_q);
+    const int query = max(seqlen_q - (blocks - block) * Config::kBlockM, 0);
+    const bool lends = Config::kGroups > 2 && block == 1 && blocks > 1 && query <= kGroupRows;
+    return lends ? query + kGroupRows : query;
+  }
+
+ protected:
+  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
+
+  /// Until all are done with what was in a slot; says whether that failed.
+  __device__ __forceinline__ bool wait_for_slot(const RingPosition<Config::kSlots>& at) const {
+    ptx::mbarrier_wait(address(state_.work_empty[at.stage()]), at.parity() ^ 1);
+    return state_.work_in(at.stage()).failed;
+  }
+
+  __device__ __forceinline__ void hand_out_again(const RingPosition<Config::kSlots>& failed) {
+    state_.work_in(failed.stage()).failed = false;
+    // Seldom, and by bytes: a copy of the whole takes registers that the loader lacks, words would alias its members.
+    const auto* const s_from = reinterpret_cast<const unsigned char*>(&state_.work_in(failed.stage()));
+    auto* const s_to = reinterpret_cast<unsigned char*>(&state_.work_in(slot_.stage()));
+#pragma unroll 1
+    for (int at = 0; at < static_cast<int>(sizeof(Work)); ++at) s_to[at] = s_from[at];
+    state_.work_in(slot_.stage()).careful = true;
+    hand_out();
+  }
+
+  /// The work in slot_. Returns when most of its loads are issued: it is then time to take up another.
+  __device__ __forceinline__ void hand_out() {
+    state_.has_work[slot_.stage()] = true;
+    ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));
+    static_assert(Config::kSlots % 2 == 0, "the parity of a stage is that of all works before it");
+    const uint32_t parity = slot_.stage() & 1;
+    slot_.advance();
+    ptx::mbarrier_wait(address(state_.work_loaded), parity);
+  }
+
+  __device__ __forceinline__ void clean_tile(const Work& work, int tile, int stage) const {
+    uint4* const s_tile = v_ + stage * (Config::kValueBytes / 16);
+    if (tile == work.tail_tile) clear_rows(s_tile, work.sequence.seqlen_k - tile * Config::kBlockN);
+    const bool any = __any_sync(~0u, work.careful && take_out_non_finite(s_tile));
+    ptx::fence_proxy_async_shared();
+    __syncwarp();  // what all lanes wrote comes before the arrival
+    if (lane_ != 0) return;
+    state_.met_non_finite[stage] = any;
+    ptx::mbarrier_arrive(address(state_.v_clean[stage]));
+  }
+
+  /// Which stages of a ring out goes through: bit s of `used`. Bit s of `parities` is that of the barrier that tells
+  /// when it has left stage s.
+  struct OutSlots {
+    uint32_t used = 0, parities = 0;
+
+    /// Whether out went through the stage before its next use.
+    __device__ __forceinline__ bool take_back(int stage) {
+      const bool was_used = used >> stage & 1;
+      used &= ~(1u << stage);
+      parities ^= static_cast<uint32_t>(was_used) << stage;
+      return was_used;
+    }
+    __device__ __forceinline__ void mark(int stage, bool is_used) { used |= static_cast<uint32_t>(is_used) << stage; }
+    __device__ __forceinline__ uint32_t last_parity(int stage) const { return parities >> stage & 1 ^ 1; }
+  };
+
+  template <int kStages>
+  __device__ __forceinline__ void wait_for_stage(const uint64_t (&empty)[kStages], const uint64_t (&out_left)[kStages],
+                                                 const RingPosition<kStages>& at, OutSlots& slots) const {
+    ptx::mbarrier_wait(address(empty[at.stage()]), at.parity() ^ 1);
+    if (!Config::kOutInRings || !slots.take_back(at.stage())) return;
+    ptx::mbarrier_wait(address(out_left[at.stage()]), slots.last_parity(at.stage()));
+  }
+
+  __device__ __forceinline__ static int tile_of(uint32_t places, int g) {
+    return static_cast<int>(places >> g & 1) * Config::kGroups + g;
+  }
+
+  /// state_.out. Returns when all has been read.
+  __device__ __forceinline__ void store_out(uint32_t& parities) const {
+    if (!state_.out.exists) return;
+#pragma unroll
+    for (int g = 0; g < Config::kGroups; ++g) {
+      if (!(state_.out.groups >> g & 1)) continue;
+      const int tile = tile_of(state_.out.places, g);
+      ptx::mbarrier_wait(address(state_.out_full[tile]), parities >> tile & 1);
+      parities ^= 1u << tile;
+      if (lane_ == 0) {
+        if (state_.out_is_here[tile]) store_tile(g);
+        if constexpr (Config::kOutInRings) {
+          const OutTiles& out = state_.out;
+          ptx::mbarrier_arrive(
+              address(g == 0 ? state_.out_left_keys[out.k_stage] : state_.out_left_values[out.v_stage]));
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ void store_tile(int g) const {
+    const OutTiles& out = state_.out;
+    // It orders what others wrote too, as they arrived at out_full after it. The warpgroups need not wait for it.
+    ptx::fence_proxy_async_shared();
+    const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.places >> g & 1, out.k_stage, out.v_stage);
+#pragma unroll
+    for (int panel = 0; panel < kValuePanels; ++panel)
+      ptx::tma_store(&maps_.out, s_tile + panel * panel_bytes(kGroupRows), panel * kPanelColumns,
+                     out.first_row + g * kGroupRows, out.head, out.batch);
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+  }
+
+  /// Those of the first work.
+  __device__ __forceinline__ void wait_for_queries(const Work& work) const {
+#pragma unroll
+    for (int g = 0; g < Config::kGroups; ++g)
+      if (work.rows[g].begin < work.rows[g].end) ptx::mbarrier_wait(address(state_.q_full[g]), 0);
+  }
+
+  /// kCount panels of rows from `row` on of a head. Packed sequences are one batch entry.
+  template <int kCount>
+  __device__ __forceinline__ void load(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int rows, int row,
+                                       int head, int batch, bool packed) const {
+    ptx::mbarrier_arrive_expect(s_barrier, kCount * panel_bytes(rows));
+#pragma unroll
+    for (int panel = 0; panel < kCount; ++panel)
+      ptx::tma_load(s_tile + panel * panel_bytes(rows), &map, s_barrier, panel * kPanelColumns, row, head,
+                    packed ? 0 : batch);
+  }
+
+  /// True if this lane found some.
+  __device__ __forceinline__ bool take_out_non_finite(uint4* s_tile) const {
+    using Test = NonFinite<typename Config::Element>;
+    constexpr int kPieces = Config::kValueBytes / 16;
+    uint32_t found = 0;
+#pragma unroll 2
+    for (int at = lane_; at < kPieces; at += 32) {
+      const uint4 piece = s_tile[at];
+      found |= Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w);
+    }
+    if (!found) return false;
+#pragma unroll 1
+    for (int at = lane_; at < kPieces; at += 32) {
+      const uint4 piece = s_tile[at];
+      s_tile[at] = {Test::without(piece.x), Test::without(piece.y), Test::without(piece.z), Test::without(piece.w)};
+    }
+    return true;
+  }
+
+  /// Rows from `first` on. Nobody sees them, so what they hold is of no account.
+  __device__ __forceinline__ void clear_rows(uint4* s_tile, int first) const {
+    constexpr int kPieces = kPanelRowBytes / 16;
+#pragma unroll 1
+    for (int panel = 0; panel < kValuePanels; ++panel)
+#pragma unroll 1
+      for (int at = first * kPieces + lane_; at < Config::kBlockN * kPieces; at += 32)
+        s_tile[panel * Config::kBlockN * kPieces + at] = uint4{0, 0, 0, 0};
+    __syncwarp();
+  }
+
+  const ForwardParams& p_;
+  const ForwardMaps& maps_;
+  State& state_;
+  const uint32_t s_q_, s_k_, s_v_;
+  uint4* const v_;
+  const int lane_;
+  RingPosition<Config::kSlots> slot_;            // to be filled next
+  bool made_first_ = false, has_first_ = false;  // by make_first_work(): it looked for one, and found one
+};
+
+}  // namespace flash_ext::sm90

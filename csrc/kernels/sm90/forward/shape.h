@@ -1,0 +1,136 @@
+// Tiles, stages and registers of the forward, in one table that the plan reads too.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/sm90/common/warpgroup.h"
+
+namespace flash_ext::sm90 {
+
+struct HeadDims {
+  int qk, v;
+
+  constexpr bool serve(int64_t head_dim, int64_t head_dim_v) const { return head_dim <= qk && head_dim_v <= v; }
+};
+
+/// The head dims of q and k, and of v, that the forward is instantiated for; the first that serve a call do. Rows are
+/// filled up by zeros in shared memory, never in the tensors.
+constexpr HeadDims kForwardHeadDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
+
+/// Those that the general class is instantiated for, which also takes bias, masks and dropout.
+constexpr HeadDims kGeneralHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
+
+template <int kCount>
+constexpr HeadDims first_that_serves(const HeadDims (&table)[kCount], int64_t head_dim, int64_t head_dim_v) {
+  for (const HeadDims& dims : table)
+    if (dims.serve(head_dim, head_dim_v)) return dims;
+  return {};
+}
+
+/// Those of the kernel which serves q, k of head_dim and v of head_dim_v.
+constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v, bool general = false) {
+  return general ? first_that_serves(kGeneralHeadDims, head_dim, head_dim_v)
+                 : first_that_serves(kForwardHeadDims, head_dim, head_dim_v);
+}
+
+struct ForwardShape {
+  int groups;   // warpgroups that compute
+  int block_n;  // keys of a tile
+  int key_stages;
+  int value_stages;
+  bool out_in_rings;     // out leaves through a stage of K and one of V, else through Q's place, of which there are two
+  int registers;         // of a thread that computes
+  int loader_registers;  // of the others
+  // The general class: parts of a bias that each warpgroup has room for, and whether out has none in shared memory.
+  // With dropout there are fewer parts (GeneralConfig).
+  int bias_slots = 0;
+  bool stores_registers = false;
+};
+
+/// Which of a kernel's shapes.
+enum class ForwardKeys { kMany, kFew };
+
+/// Whether they differ.
+constexpr bool has_two_shapes(const HeadDims& dims) { return dims.qk == 128 || dims.qk == 256; }
+
+/// What a key costs in tiles of few, over one in tiles of many. Measured on H200.
+constexpr double few_keys_cost(const HeadDims& dims) { return dims.qk == 256 ? 1.06 : 1.03; }
+
+/// Scores that are more than products scaled by a positive number: kernels of their own, in one shape.
+constexpr bool has_score_options(double softcap, bool alibi, double softmax_scale) {
+  return softcap > 0.0 || alibi || static_cast<float>(softmax_scale) <= 0.0f;
+}
+
+constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = ForwardKeys::kMany) {
+  switch (dims.qk) {
+    case 64:  // bound by the exponentials: four warpgroups hide the most of what else a tile costs
+      return {4, 64, 4, 4, false, 112, 32};
+    case 96:  // a third stage is worth more than the 112 keys that registers allow, and short sequences fill 80 better
+      return {3, 80, 3, 3, false, 160, 32};
+    case 128:  // 64 registers of out, 40 of S, 20 of P and what addresses need are what three warpgroups can have
+      // Few keys fill tiles of 64 better, and wait less for the first tile and the last.
+      if (keys == ForwardKeys::kFew) return {3, 64, 4, 4, false, 160, 32};
+      return {3, 80, 3, 3, false, 160, 32};
+    case 192:  // out takes 64 or 96 registers beside those of S: two warpgroups
+      if (dims.v <= 128) return {2, 128, 2, 2, true, 232, 40};
+      // Memory of its own for out is worth more than 112 keys.
+      return {2, 80, 2, 2, false, 232, 40};
+    default:  // out takes 128 registers, so two warpgroups; shared memory has room for two stages of 80 keys
+      if (keys == ForwardKeys::kFew) return {2, 64, 3, 2, true, 232, 40};
+      return {2, 80, 2, 2, true, 232, 40};
+  }
+}
+
+/// What a kernel of the forward can do. Each class costs registers, and what it tests, time between products.
+enum class ForwardClass {
+  kPlain,    // products scaled by a positive number, within a window
+  kOptions,  // softcap, ALiBi, any scale
+  kBias,     // a bias of the inputs' dtype (options_kernel.cuh)
+  kMask,     // masks
+  kGeneral,  // all of these
+  kDropout,  // all of these, and dropout
+};
+
+/// What a call of the general class asks for.
+struct GeneralCall {
+  bool drops, has_bias, has_bias_dtype_of_inputs, has_mask;  // a mask of any kind
+  bool scales_first;                                         // scales_first()
+};
+
+constexpr bool is_normal_scale(double softmax_scale) {
+  const float scale = static_cast<float>(softmax_scale);
+  return scale > 0x1p-60f && scale < 0x1p60f;
+}
+
+/// Whether the general class scales scores before anything is added: softcap and ALiBi want that, and a scale that a
+/// bias cannot be divided by.
+constexpr bool scales_first(double softcap, bool has_alibi, double softmax_scale) {
+  return softcap > 0 || has_alibi || !is_normal_scale(softmax_scale);
+}
+
+constexpr ForwardClass general_class(const GeneralCall& call) {
+  if (call.drops) return ForwardClass::kDropout;
+  if (call.scales_first) return ForwardClass::kGeneral;
+  if (!call.has_bias) return ForwardClass::kMask;
+  return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardClass::kBias : ForwardClass::kGeneral;
+}
+
+/// Of the general class. Tiles are made of groups of 64 keys, in which masks and biases come; out, P and S leave
+/// registers for what the options take. A third stage lets warpgroups wait less for each other than a second place of Q
+/// does.
+constexpr ForwardShape general_shape(const HeadDims& dims, ForwardClass general) {
+  const bool alone = general == ForwardClass::kBias || general == ForwardClass::kMask;
+  switch (dims.qk) {
+    case 64:
+      if (general == ForwardClass::kDropout) return {3, 128, 3, 3, false, 160, 32, 4, true};
+      // Bound by what a warp waits for itself: a fourth warpgroup, where registers suffice.
+      if (alone) return {4, 64, 4, 4, false, 112, 32, 3, true};
+      return {3, 64, 4, 4, false, 160, 32, 4, true};
+    case 128:
+      return {3, 64, 3, 3, false, 160, 32, 3, true};
+    default:
+      return {2, 64, 2, 2, false, 232, 40, 2, true};
+  }
+}
+
+}  // namespace flash_ext::sm90

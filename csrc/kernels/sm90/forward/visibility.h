@@ -1,0 +1,90 @@
+// What a boolean mask and a block mask leave of 64 queries and 64 keys, in a form that costs the general class of the
+// forward little. Kernels that run before it make it (common/mask/visibility.cuh).
+#pragma once
+
+#include <numeric>
+
+#include "kernels/common/host_device.h"
+#include "kernels/params.h"
+#include "shape.h"
+
+namespace flash_ext::sm90 {
+
+constexpr int kKeyGroup = 64;
+
+/// The pairs of 64 queries and 64 keys that see each other. Four parts of 16 bits for a query; bit 2 n + c of part t is
+/// key 8 n + 2 t + c: what lane t of a quad holds of a row of scores.
+struct PairBits {
+  struct alignas(8) Row {
+    uint32_t x, y;
+  } rows[kGroupRows];
+};
+
+/// Which PairBits belong to which queries and keys. The first two are constants.
+constexpr int kNonePairs = 0, kAllPairs = 1, kFirstPairs = 2;
+
+struct ForwardVisibility {
+  PairBits* bits = nullptr;
+  int* places = nullptr;  // in bits, by group of queries and group of keys; null: all is visible
+  int64_t batch_stride = 0, head_stride = 0;
+  int row_stride = 0;  // 0 broadcasts, as do those of batch and head
+
+  FLASH_EXT_HOST_DEVICE int* row(int batch, int head, int row_group) const {
+    return places + batch * batch_stride + head * head_stride + static_cast<int64_t>(row_group) * row_stride;
+  }
+};
+
+/// Groups of 64 that a block may have a part of. It begins at a multiple of its size.
+inline int groups_touched(int64_t block) {
+  const int64_t last_start = kKeyGroup - std::gcd<int64_t>(block, kKeyGroup);  // within a group
+  return static_cast<int>((last_start + block - 1) / kKeyGroup + 1);
+}
+
+/// How many there are of all that.
+struct VisibilitySizes {
+  int64_t groups;      // of keys; even, as a tile may have two
+  int64_t row_groups;  // of queries; 1 if all queries are the same
+  int64_t batch, heads;
+  bool by_pairs;                   // the bits are made pair by pair; else bitmaps of a block mask become bits
+  bool by_lists;                   // pair by pair, and there is room only for what the lists of a block mask may touch
+  int touched_rows, touched_keys;  // groups, by one block
+  int64_t places, pairs;
+
+  explicit VisibilitySizes(const AttentionParams& p) {
+    const auto distinct = [](int64_t size, int64_t stride, int64_t other) {
+      return stride == 0 && other == 0 ? 1 : size;
+    };
+    const bool whole_blocks = p.blocks.block_m % kGroupRows == 0 && p.blocks.block_n % kKeyGroup == 0;
+    groups = (p.seqlen_k + 2 * kKeyGroup - 1) / (2 * kKeyGroup) * 2;
+    row_groups = p.mask.row_stride == 0 && !p.blocks.offsets ? 1 : (p.seqlen_q + kGroupRows - 1) / kGroupRows;
+    batch = distinct(p.batch, p.mask.batch_stride, p.blocks.offsets_batch_stride);
+    heads = distinct(p.heads_q, p.mask.head_stride, p.blocks.offsets_head_stride);
+    by_pairs = p.mask.data || !whole_blocks;
+    const bool any = p.mask.data || p.blocks.offsets;
+    const int64_t in_bitmap = (p.blocks.block_m / kGroupRows) * (p.blocks.block_n / kKeyGroup);
+    places = any ? batch * heads * row_groups * groups : 0;
+    touched_rows = groups_touched(p.blocks.block_m), touched_keys = groups_touched(p.blocks.block_n);
+    // Heads may share what they list, but not what becomes of it: 64 queries may have other blocks beside.
+    const int64_t in_lists = batch * heads * p.blocks.num_blocks * touched_rows * touched_keys;
+    by_lists = by_pairs && !p.mask.data && in_lists < places;
+    pairs = !any ? 0 : kFirstPairs + (by_lists ? in_lists : by_pairs ? places : p.blocks.num_bitmaps * in_bitmap);
+  }
+
+  int64_t bytes() const {
+    return pairs * static_cast<int64_t>(sizeof(PairBits)) + places * static_cast<int64_t>(sizeof(int));
+  }
+
+  ForwardVisibility views(char* memory) const {
+    ForwardVisibility all;
+    if (places == 0) return all;
+    const int64_t head = row_groups * groups;
+    all.bits = reinterpret_cast<PairBits*>(memory);
+    all.places = reinterpret_cast<int*>(all.bits + pairs);
+    all.batch_stride = batch > 1 ? heads * head : 0;
+    all.head_stride = heads > 1 ? head : 0;
+    all.row_stride = static_cast<int>(row_groups > 1 ? groups : 0);
+    return all;
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,32 @@
+#include "kernels/launch.h"
+#include "kernels/sm90/common/warpgroup.h"
+#include "kernels/sm90/forward_f32/forward_f32.h"
+#include "kernels/sm90/forward_f32/shape.h"
+
+namespace flash_ext::sm90 {
+
+// Instantiated in the files beside this one.
+template <int kHeadDim>
+void run_forward_f32(const ForwardParams& params, void* workspace, cudaStream_t stream);
+
+int64_t forward_f32_workspace_bytes(const ForwardParams& params) {
+  const int head_dim = forward_f32_head_dim(params.head_dim, params.head_dim_v);
+  const int64_t block_m = forward_f32_shape(head_dim).groups * kGroupRows;
+  const int64_t works = (params.seqlen_q + block_m - 1) / block_m * params.batch * params.heads_q;
+  return works > device_attribute(cudaDevAttrMultiProcessorCount) ? sizeof(unsigned long long) : 0;
+}
+
+void forward_f32(const ForwardParams& params, void* workspace, cudaStream_t stream) {
+  switch (forward_f32_head_dim(params.head_dim, params.head_dim_v)) {
+    case 64:
+      return run_forward_f32<64>(params, workspace, stream);
+    case 128:
+      return run_forward_f32<128>(params, workspace, stream);
+    case 192:
+      return run_forward_f32<192>(params, workspace, stream);
+    default:
+      return run_forward_f32<256>(params, workspace, stream);
+  }
+}
+
+}  // namespace flash_ext::sm90

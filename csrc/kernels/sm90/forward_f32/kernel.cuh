@@ -1,0 +1,316 @@
+// Attention forward in float32 on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
+//
+// A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). A block has kBlockM
+// queries of one head and goes through tiles of 64 or 32 keys, from the last that it sees to the first. Two or three
+// warpgroups compute, 64 queries each; one more reads K and V, splits them, and fills a ring of pieces of as many
+// columns as a tile has keys. A warpgroup's step:
+//   for each piece of K: wait for it; S += Q K^T, in several sums: that of the largest products and those of all others
+//   S is there: the pieces are free; r = max, P = 2^(S - r) in registers, split
+//   for each piece of V: wait for it; its columns of P V, from zero
+//   they are there: the pieces are free; O = O 2^(old r - r) + P V
+// While one warpgroup has its exponentials, tensor cores work for the others.
+//
+// Tensor cores round sums towards zero. No sum of theirs goes on for longer than the head dim or 64 keys.
+#pragma once
+
+#include "kernels/common/score/scores.cuh"
+#include "kernels/ptx/barrier.h"
+#include "kernels/ptx/reread.h"
+#include "kernels/ptx/setmaxnreg.h"
+#include "kernels/sm90/common/float_products.cuh"
+#include "kernels/sm90/common/softmax.cuh"
+#include "producer.cuh"
+
+namespace flash_ext::sm90 {
+
+__device__ __forceinline__ int thread_of_group() { return static_cast<int>(threadIdx.x) % kGroupThreads; }
+
+/// What one warpgroup does.
+template <class Config>
+class ForwardF32Group {
+ public:
+  using State = ForwardF32State<Config>;
+  using Work = ForwardF32Work<Config>;
+  static constexpr int kPanels = Config::kPanels;
+  static constexpr int kPieces = Config::kPieces;
+  using Products = FloatProductsOf<Config::kBlockN>;
+  static constexpr int kSteps = Products::kSteps, kEights = Products::kEights;
+  using Tile = typename Products::Tile;
+  using Weights = typename Products::Operand;
+  using Scores = float[1][kEights][4];
+
+  __device__ __forceinline__ ForwardF32Group(const ForwardParams& p, State& state, char* shared, int group)
+      : p_(p),
+        state_(state),
+        group_(group),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        warp_(static_cast<int>(threadIdx.x) / 32 % kGroupWarps),
+        scale_(Config::kOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E),
+        query_(PieceDescriptor::lower_half(ptx::shared_address(shared) + group * Config::kQueryBytes)),
+        ring_(PieceDescriptor::lower_half(ptx::shared_address(shared) + Config::kRingOffset)) {}
+
+  __device__ __forceinline__ void run(char* s_query) {
+    ForwardF32Queue<Config> queue(state_);
+#pragma unroll 1
+    while (const Work* const work = queue.front()) {
+      load_query(*work, s_query);
+      clear();
+      visit(*work);
+      store(*work);
+      if (work->met_non_finite) add_hidden_non_finite(*work);
+      queue.pop(lane_);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int first_row(const Work& work) const { return work.first_query + group_ * kGroupRows; }
+
+  __device__ __forceinline__ void wait_for_group() const { ptx::barrier_any<kGroupThreads>(1 + group_, false); }
+
+  __device__ __forceinline__ void load_query(const Work& work, char* s_query) const {
+    wait_for_group();  // all are done with what was there
+    load_pieces<kPanels, false>(s_query, query_rows<float>(p_.q, work.sequence), first_row(work), work.end_query,
+                                static_cast<int>(p_.head_dim), ptx::reread(thread_of_group()));
+    ptx::fence_proxy_async_shared();
+    wait_for_group();
+  }
+
+  __device__ __forceinline__ void visit(const Work& work) {
+    const TileSpan tiles = work.tiles, rows = work.rows[group_];
+    int tile = tiles.end - 1;
+    for (; tile >= rows.end; --tile) pass();
+#pragma unroll 1
+    for (; tile >= rows.begin; --tile) step(work, tile, tile < rows.full_begin || tile >= rows.full_end);
+    for (; tile >= tiles.begin; --tile) pass();
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      reference_[r] = -INFINITY;
+      row_sum_[r] = 0.0f;
+    }
+    for_each_score(out_, [](float& x, int, int, int) { x = 0.0f; });
+  }
+
+  /// The descriptor of the next piece, which is there then.
+  __device__ __forceinline__ uint32_t wait_for_piece() {
+    ptx::mbarrier_wait(ptx::shared_address(&state_.full[next_.stage()]), next_.parity());
+    const uint32_t piece = ring_ + next_.stage() * (Config::kStageBytes / 16);
+    next_.advance();
+    return piece;
+  }
+
+  __device__ __forceinline__ void release_piece() {
+    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.empty[done_.stage()]));
+    done_.advance();
+  }
+
+  /// A tile that other warpgroups see. We wait, as no use of a barrier may run ahead of another one.
+  __device__ __forceinline__ void pass() {
+#pragma unroll 1
+    for (int piece = 0; piece < 2 * kPieces; ++piece) {
+      wait_for_piece();
+      release_piece();
+    }
+  }
+
+  __device__ __forceinline__ void step(const Work& work, int tile, bool partial) {
+    Scores s;
+    if constexpr (Config::kSmallPieces) {
+      multiply_few_keys(s[0]);
+    } else {
+      multiply_keys(s[0]);
+    }
+    if constexpr (Config::kOptions) {
+      const ScoreRules<float> rules(p_, work.sequence);
+      rules.scale_and_cap(s);
+      rules.add_alibi(s, coordinates(work, tile));
+    }
+    if (partial) hide_outside_window(s, coordinates(work, tile), work.sequence);
+    float factor[2];
+    raise_reference(s, factor);
+    float sum[2];
+    exponentiate<false>(s, scale_, reference_, sum);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_sum_[r] = fmaf(row_sum_[r], factor[r], sum[r]);
+    Weights p;
+    Products::pack(p, s[0]);
+    add_values(p, factor);
+  }
+
+  __device__ __forceinline__ TileCoordinates<false> coordinates(const Work& work, int tile) const {
+    return TileCoordinates<false>::of_lane(first_row(work) + warp_ * 16, tile * Config::kBlockN, lane_);
+  }
+
+  /// S = Q K^T
+  __device__ __forceinline__ void multiply_keys(Tile& s) {
+    Tile rest;
+    Products::start<true>(s, rest, query_, wait_for_piece());
+    if constexpr (kPanels == 2) {
+      Products::start<false>(s, rest, query_ + kPieceBytes / 16, wait_for_piece());
+      ptx::wgmma_wait<1>();
+      release_piece();
+    }
+    ptx::wgmma_wait<0>();
+    Products::pin(s);
+    Products::pin(rest);
+    release_piece();
+    Products::add(s, rest);
+  }
+
+  /// The same of few keys, whose parts are multiplied two at a time.
+  __device__ __forceinline__ void multiply_few_keys(Tile& s) {
+    typename Products::PairedSums sums;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const uint32_t query =
+          query_ +
+          (piece * Config::kBlockN / kPanelColumns * kPieceBytes + PieceDescriptor::along_row(piece * kSteps % 4)) / 16;
+      piece == 0 ? Products::template start<true>(sums, query, wait_for_piece())
+                 : Products::template start<false>(sums, query, wait_for_piece());
+      if (piece == 0) continue;
+      ptx::wgmma_wait<1>();
+      release_piece();
+    }
+    ptx::wgmma_wait<0>();
+    sums.pin();
+    release_piece();
+    sums.add_up(s);
+  }
+
+  /// Makes the maximum so far the reference of each row. `factor`: what out of it is to be multiplied by.
+  __device__ __forceinline__ void raise_reference(const Scores& s, float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < kEights; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float raised = fmaxf(reference_[r], largest * scale_);
+      factor[r] = raised == -INFINITY ? 1.0f : ptx::exp2_approx(reference_[r] - raised);
+      reference_[r] = raised;
+    }
+  }
+
+  /// O = O factor + P V
+  __device__ __forceinline__ void add_values(const Weights& p, const float (&factor)[2]) {
+    constexpr int kSums = kPieces == 1 ? 1 : 2;  // under way
+    Tile sum[kSums];
+    Products::start(sum[0], p, wait_for_piece());
+#pragma unroll
+    for (int piece = 1; piece < kPieces; ++piece) {
+      Products::start(sum[piece % kSums], p, wait_for_piece());
+      ptx::wgmma_wait<1>();
+      finish_weighing(sum[(piece - 1) % kSums], piece - 1, factor);
+    }
+    ptx::wgmma_wait<0>();
+    finish_weighing(sum[(kPieces - 1) % kSums], kPieces - 1, factor);
+  }
+
+  __device__ __forceinline__ void finish_weighing(Tile& sum, int piece, const float (&factor)[2]) {
+    Products::pin(sum);
+    release_piece();
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& out = out_[(piece * kEights + n) / 8][(piece * kEights + n) % 8][e];
+        out = fmaf(out, factor[e / 2], sum[n][e]);
+      }
+  }
+
+  /// Normalises the rows and writes them.
+  __device__ __forceinline__ void store(const Work& work) const {
+    const Sequence& sequence = work.sequence;
+    const float sink = p_.sink ? static_cast<const float*>(p_.sink)[sequence.head] : -INFINITY;
+    const auto rows = query_rows<float>(p_.out, sequence);
+    float* const g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = row_sum_[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const RowEnd end = finish_row(reference_[r], sum, sink);
+      const int row = first_row(work) + warp_ * 16 + 8 * r + lane_ / 4;
+      if (row >= work.end_query) continue;
+      if (lane_ % 4 == 0) g_lse[row] = end.lse;
+      float* const g_row = rows.row(row);
+#pragma unroll
+      for (int n = 0; n < 8 * kPanels; ++n) {
+        const int column = 8 * n + lane_ % 4 * 2;
+        const float(&pair)[4] = out_[n / 8][n % 8];
+        if (column < p_.head_dim_v)
+          *reinterpret_cast<float2*>(g_row + column) =
+              make_float2(pair[2 * r] * end.scale, pair[2 * r + 1] * end.scale);
+      }
+    }
+  }
+
+  /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
+  __device__ __forceinline__ void add_hidden_non_finite(const Work& work) const {
+    const Sequence& sequence = work.sequence;
+    const TileSpan tiles = work.rows[group_];
+    wait_for_group();  // out is written
+    add_non_finite<float, kGroupThreads>(
+        p_, sequence, query_rows<float>(p_.out, sequence), key_rows<float, false>(p_, p_.v, sequence), first_row(work),
+        min(first_row(work) + kGroupRows, work.end_query), tiles.begin * Config::kBlockN,
+        min(tiles.end * Config::kBlockN, sequence.seqlen_k), ptx::reread(thread_of_group()));
+  }
+
+  const ForwardParams& p_;
+  State& state_;
+  const int group_, lane_, warp_;
+  const float scale_;  // of scores, to base 2; kOptions applies its own
+  const uint32_t query_, ring_;
+  RingPosition<Config::kStages> next_, done_;
+
+  float out_[kPanels][8][4];
+  float reference_[2];  // base 2; -inf while the row has seen no key
+  float row_sum_[2];
+};
+
+/// Warpgroup 0 loads, the others compute.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    forward_f32_kernel(const __grid_constant__ ForwardParams p, const ForwardSchedule schedule) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& state = *reinterpret_cast<ForwardF32State<Config>*>(shared + Config::kTilesBytes);
+  if (threadIdx.x == 0) state.init();
+  __syncthreads();
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0) - 1;
+  if (group < 0) {
+    ptx::give_up_registers<Config::kLoaderRegisters>();
+    using Loader = std::conditional_t<Config::kSmallPieces, ForwardF32RowLoader<Config>, ForwardF32Loader<Config>>;
+    Loader(p, state, shared + Config::kRingOffset, thread_of_group()).run(schedule);
+  } else {
+    ptx::take_registers<Config::kRegisters>();
+    ForwardF32Group<Config>(p, state, shared, group).run(shared + group * Config::kQueryBytes);
+  }
+}
+
+/// Clears the counter of works, beside which the kernel behind it starts.
+void clear_forward_workspace(void* workspace, cudaStream_t stream);
+
+template <class Config>
+void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t stream) {
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardF32State<Config>);
+  static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
+  const ForwardSchedule schedule = schedule_forward_f32<Config>(p, workspace);
+  if (workspace) clear_forward_workspace(workspace, stream);
+  const int64_t works = static_cast<int64_t>(schedule.heads) * schedule.blocks_m;
+  const int64_t blocks = std::min<int64_t>(works, device_attribute(cudaDevAttrMultiProcessorCount));
+  LaunchShape shape = {dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
+  shape.overlaps_previous = workspace != nullptr;
+  launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule);
+}
+
+template <int kHeadDim>
+void run_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t stream) {
+  has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)
+      ? launch_forward_f32<ForwardF32Config<kHeadDim, true>>(p, workspace, stream)
+      : launch_forward_f32<ForwardF32Config<kHeadDim, false>>(p, workspace, stream);
+}
+
+}  // namespace flash_ext::sm90

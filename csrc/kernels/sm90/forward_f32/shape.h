@@ -1,0 +1,38 @@
+// Tiles, stages and registers of the float32 forward, which the plan reads too. Q, K and V lie in shared memory as
+// pieces (sm90/common/float_parts.cuh): those of Q have 64 rows and 64 columns, those of K and V as many of both as a
+// tile has keys.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::sm90 {
+
+struct ForwardF32Shape {
+  int keys;              // of a tile
+  int groups;            // warpgroups that compute
+  int stages;            // pieces of the ring of K and V
+  int registers;         // of a thread that computes
+  int loader_registers;  // of the others
+};
+
+/// The head dims that there are kernels for.
+constexpr int forward_f32_head_dim(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t larger = head_dim > head_dim_v ? head_dim : head_dim_v;
+  return larger <= 64 ? 64 : larger <= 128 ? 128 : larger <= 192 ? 192 : 256;
+}
+
+/// Beyond 128, out takes 96 or 128 registers of a thread, and Q 144 or 192 KB: the rest is for 32 keys.
+constexpr ForwardF32Shape forward_f32_shape(int head_dim) {
+  switch (head_dim) {
+    case 64:
+      return {64, 3, 6, 136, 104};
+    case 128:
+      return {64, 2, 5, 200, 104};
+    case 192:
+      return {32, 2, 13, 208, 88};
+    default:
+      return {32, 2, 5, 216, 72};
+  }
+}
+
+}  // namespace flash_ext::sm90

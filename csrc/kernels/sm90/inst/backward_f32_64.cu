@@ -1,7 +1,0 @@
-#include "../backward_f32.cuh"
-
-namespace flash_ext::sm90 {
-
-template void run_backward_f32<64>(const BackwardParams&, void*, cudaStream_t);
-
-}  // namespace flash_ext::sm90

@@ -1,7 +1,0 @@
-#include "../bias_gradient.cuh"
-
-namespace flash_ext::sm90 {
-
-template void run_bias_gradient<__nv_bfloat16, 128>(const BackwardParams&, void*, cudaStream_t);
-
-}  // namespace flash_ext::sm90

@@ -1,7 +1,0 @@
-#include "../forward_scores.cuh"
-
-namespace flash_ext::sm90 {
-
-template void run_forward<__half, 256>(const ForwardParams&, int64_t, void*, cudaStream_t);
-
-}  // namespace flash_ext::sm90

@@ -1,7 +1,0 @@
-#include "../forward_f32.cuh"
-
-namespace flash_ext::sm90 {
-
-template void run_forward_f32<128>(const ForwardParams&, void*, cudaStream_t);
-
-}  // namespace flash_ext::sm90

@@ -1,7 +1,0 @@
-#include "../forward_general.cuh"
-
-namespace flash_ext::sm90 {
-
-template void run_general_forward<__half, 64>(const ForwardParams&, const ForwardVisibility&, void*, cudaStream_t);
-
-}  // namespace flash_ext::sm90
