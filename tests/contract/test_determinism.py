@@ -1,0 +1,129 @@
+"""The same call gives the same bits: again, on other threads, from several threads at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.decode_oracle import make_decode
+from tests.oracle import DTYPE, Call, Result, int32, make_call, random, random_rng, run_library
+
+RUNS = 30
+
+
+def demanding_call(device: str, dtype: torch.dtype = DTYPE) -> Call:
+    """Several tiles, grouped heads, and gradients that sum over batch, heads and rows."""
+    call = make_call(
+        2, 200, 300, heads_q=4, heads_kv=2, dtype=dtype, device=device, causal=True,
+        bias=random(1, 1, 1, 300, device=device), sink=random(4, device=device), dropout_p=0.1,
+        rng_state=random_rng(device), deterministic=True,
+    )  # fmt: skip
+    return call.with_random_gradients()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.view({2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+def assert_same_bits(a: Result, b: Result) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(bits(a[name]), bits(b[name])), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_repeated_runs(device: str, dtype: torch.dtype, threads: None) -> None:
+    torch.set_num_threads(2)
+    call = demanding_call(device, dtype)
+    first = run_library(call, tuple(call.inputs()))
+    for _ in range(RUNS):
+        assert_same_bits(run_library(call, tuple(call.inputs())), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
+def test_head_dims(device: str, head_dim: int, dtype: torch.dtype, threads: None) -> None:
+    """On CUDA the blocks of many keys add to the same dq, as fast as they can, in the order of their turns."""
+    torch.set_num_threads(2)
+    batch, seqlen_q, seqlen_k, runs = (1, 130, 300, 5) if device == "cpu" else (2, 390, 1500, 100)
+    call = make_call(batch, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=dtype, device=device, deterministic=True)
+    call = call.with_random_gradients()
+    first = run_library(call, ("q", "k", "v"))
+    for _ in range(runs):
+        assert_same_bits(run_library(call, ("q", "k", "v")), first)
+
+
+def test_the_global_switch_is_obeyed(device: str) -> None:
+    call = demanding_call(device)
+    del call.options["deterministic"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = run_library(call, tuple(call.inputs()))
+        for _ in range(5):
+            assert_same_bits(run_library(call, tuple(call.inputs())), first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_number_of_threads_does_not_matter(dtype: torch.dtype, threads: None) -> None:
+    call = demanding_call("cpu", dtype)
+    results = []
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        results.append(run_library(call, tuple(call.inputs())))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@pytest.mark.op("attention_decode")
+def test_decoding(device: str, threads: None) -> None:
+    call = make_decode(4, 2, 700, device=device, cache_seqlens=int32([700, 3, 512, 0], device), window_right=0)
+    for num_splits in (0, 1, 5):
+        first = call.run(num_splits=num_splits)
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            for got, want in zip(call.run(num_splits=num_splits), first, strict=True):
+                assert torch.equal(bits(got), bits(want))
+
+
+@pytest.mark.op("attention_decode")
+def test_decoding_one_long_sequence(threads: None) -> None:
+    call = make_decode(1, 1, 8192, heads_q=1, heads_kv=1, device="cpu")
+    results = []
+    for count in (1, 8):
+        torch.set_num_threads(count)
+        results.append(call.run(num_splits=0))
+    for one, eight in zip(*results, strict=True):
+        assert torch.equal(bits(one), bits(eight))
+
+
+def test_two_python_threads_at_once(device: str) -> None:
+    calls = [make_call(1, 90 + 7 * n, 120, device=device, causal=True).with_random_gradients() for n in range(4)]
+    expected = [run_library(call, ("q", "k", "v")) for call in calls]
+    failures: list[BaseException] = []
+
+    def work(n: int) -> None:
+        try:
+            for _ in range(20):
+                assert_same_bits(run_library(calls[n], ("q", "k", "v")), expected[n])
+        except BaseException as error:  # a thread's failure is the test's
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures, failures[0]

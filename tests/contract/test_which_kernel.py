@@ -1,0 +1,106 @@
+"""The kernel that runs is the one that ``explain`` names, for every row of the plan on CUDA."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flash_ext
+from tests.oracle import make_call
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles CUDA kernels")
+
+# The main kernel of each operation; what prepares it, clears and converts is beside the point.
+MAIN_KERNEL = re.compile(
+    r"flash_ext::(?P<arch>sm\d+)::(?P<name>(?:general_)?forward(?:_f32)?|backward(?:_options|_wide|_f32)?|slab_dq|"
+    r"bias_gradient|decode|weights(?:_dq)?)_kernel\b"
+)
+ROOM = {
+    "general_forward": "forward",
+    "backward_options": "backward",
+    "backward_wide": "backward",
+    "slab_dq": "backward",
+    "weights_dq": "weights",
+}
+
+
+def kernels_of(run: Callable[[], object]) -> set[str]:
+    """The main kernels that ran, as paths below csrc/kernels."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    found = (MAIN_KERNEL.search(event.name) for event in profile.events())
+    return {f"{m['arch']}/{ROOM.get(m['name'], m['name'])}" for m in found if m}
+
+
+def bias_of(dtype: torch.dtype, heads: int = 4) -> torch.Tensor:
+    return torch.randn(2, heads, 256, 256, device="cuda", dtype=dtype)
+
+
+OPTIONS: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
+    "plain": lambda dtype: {},
+    "causal": lambda dtype: {"causal": True},
+    "window": lambda dtype: {"window_size": (64, 3)},
+    "sink": lambda dtype: {"sink": torch.randn(4, device="cuda")},
+    "softcap": lambda dtype: {"softcap": 20.0},
+    "alibi": lambda dtype: {"alibi_slopes": torch.rand(4, device="cuda")},
+    "bias": lambda dtype: {"bias": bias_of(dtype)},
+    "float32 bias": lambda dtype: {"bias": bias_of(torch.float32)},
+    "mask": lambda dtype: {"mask": torch.rand(2, 1, 256, 256, device="cuda") < 0.7},
+    "bias and mask": lambda dtype: {
+        "bias": bias_of(dtype),
+        "mask": torch.rand(2, 1, 256, 256, device="cuda") < 0.7,
+    },
+    "block mask": lambda dtype: {"block_mask": flash_ext.BlockMask.causal(256, 256, device="cuda")},
+    "dropout": lambda dtype: {"dropout_p": 0.1},
+    "negative scale": lambda dtype: {"softmax_scale": -0.1},
+    "deterministic": lambda dtype: {"deterministic": True},
+}
+HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), HEAD_DIMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_attention(dtype: torch.dtype, head_dim: int, head_dim_v: int, option: str) -> None:
+    call = make_call(2, 256, 256, 4, 2, head_dim, head_dim_v, dtype=dtype, device="cuda")
+    options = OPTIONS[option](dtype)
+    leaves = [t.requires_grad_() for t in (call.q, call.k, call.v)]
+    if "bias" in options:
+        leaves.append(options["bias"].requires_grad_())
+    out = None
+
+    def forward() -> None:
+        nonlocal out
+        out = flash_ext.attention(call.q, call.k, call.v, **options)
+
+    def backward() -> None:
+        assert out is not None
+        torch.autograd.grad(out.float().sum(), leaves)
+
+    explained = flash_ext.explain(call.q, call.k, call.v, **options)
+    assert kernels_of(forward) == {explained.plan.kernel}
+    explained = flash_ext.explain(call.q, call.k, call.v, operation="backward", **options)
+    expected = {explained.plan.kernel} | ({explained.plan.bias_kernel} - {""})
+    assert kernels_of(backward) == expected
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 4, 64, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_decode(dtype: torch.dtype, seqlen_q: int) -> None:
+    q = torch.randn(4, seqlen_q, 8, 64, device="cuda", dtype=dtype)
+    k_cache, v_cache = (torch.randn(4, 1024, 2, 64, device="cuda", dtype=dtype) for _ in range(2))
+    explained = flash_ext.explain(q, k_cache, v_cache, operation="decode", causal=True)
+    assert kernels_of(lambda: flash_ext.decode(q, k_cache, v_cache, causal=True)) == {explained.plan.kernel}
+
+
+def test_weights() -> None:
+    call = make_call(2, 100, 130, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    _, lse = flash_ext.attention(call.q, call.k, call.v, return_lse=True)
+    explained = flash_ext.explain(call.q, call.k, call.v, operation="weights")
+    assert kernels_of(lambda: flash_ext.attention_weights(call.q, call.k, lse)) == {explained.plan.kernel}

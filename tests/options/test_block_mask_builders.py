@@ -1,0 +1,159 @@
+"""``BlockMask``: its builders against dense masks, and the way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from flash_ext import BlockMask
+from tests import reference
+from tests.oracle import random
+
+BLOCKS = [(16, 32), (64, 64), (1, 32), (128, 128), (5, 96)]
+LENGTHS = [(40, 70), (64, 64), (1, 1), (130, 33), (7, 257)]
+
+
+def indices(seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None]
+
+
+def assert_shows(block_mask: BlockMask, visible: Tensor) -> None:
+    """What it shows, and that blocks are listed as the kernels want them."""
+    visible = visible if visible.dim() == 4 else visible[None, None]
+    assert block_mask.shape == tuple(visible.shape)
+    assert torch.equal(block_mask.to_dense(), visible)
+    assert torch.equal(reference.block_mask_visible(block_mask.tensors, *visible.shape[2:]), visible)
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in block_mask.tensors)
+    expected = reference.block_mask_tensors(visible, *block_mask.block_size)
+    for got, want in zip(block_mask.tensors[:2], expected[:2], strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(block_mask.bitmap_ids < 0, expected[2] < 0)
+    assert (
+        len(block_mask.bitmaps) == len(torch.unique(block_mask.bitmaps, dim=0)) == len(torch.unique(expected[3], dim=0))
+    )
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("block_size", BLOCKS, ids=str)
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.6, 1.0])
+def test_from_dense(lengths: tuple[int, int], block_size: tuple[int, int], density: float) -> None:
+    visible = torch.rand(2, 3, *lengths) < density
+    block_mask = BlockMask.from_dense(visible, block_size)
+    assert block_mask.block_size == block_size
+    assert_shows(block_mask, visible)
+    assert_shows(BlockMask.from_dense(visible[0, 0], block_size), visible[0, 0])
+
+
+def test_every_bit_of_a_word() -> None:
+    visible = torch.eye(64, dtype=torch.bool)
+    assert_shows(BlockMask.from_dense(visible, (64, 64)), visible)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("block_size", BLOCKS, ids=str)
+def test_from_blocks(lengths: tuple[int, int], block_size: tuple[int, int]) -> None:
+    rows, cols = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
+    blocks = torch.rand(2, 3, rows, cols) < 0.5
+    block_mask = BlockMask.from_blocks(blocks, *lengths, block_size)
+    dense = blocks.repeat_interleave(block_size[0], 2).repeat_interleave(block_size[1], 3)
+    assert_shows(block_mask, dense[..., : lengths[0], : lengths[1]])
+    assert len(block_mask.bitmaps) == 0
+    assert block_mask.density == pytest.approx(blocks.float().mean().item())
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize("block_size", BLOCKS[:2], ids=str)
+def test_causal(lengths: tuple[int, int], top_left: bool, block_size: tuple[int, int]) -> None:
+    options = reference.Options(causal=True, top_left=top_left)
+    assert_shows(BlockMask.causal(*lengths, block_size, top_left=top_left), reference.visible(*lengths, options))
+
+
+def test_diagonal_blocks_share_a_bitmap() -> None:
+    block_mask = BlockMask.causal(1024, 1024, (64, 64))
+    assert len(block_mask.bitmaps) == 1
+    assert block_mask.density == pytest.approx(17 / 32)
+
+
+@pytest.mark.parametrize("window_size", [(3, 0), (0, 5), (-1, 2), (20, -1), (-1, -1), (4, 4)], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS[:3], ids=str)
+def test_sliding_window(window_size: tuple[int, int], lengths: tuple[int, int]) -> None:
+    for top_left in (False, True):
+        options = reference.Options(window_size=window_size, top_left=top_left)
+        block_mask = BlockMask.sliding_window(*lengths, window_size, block_size=(16, 32), top_left=top_left)
+        assert_shows(block_mask, reference.visible(*lengths, options))
+
+
+def test_global_tokens_see_and_are_seen() -> None:
+    i, j = indices(50, 50)
+    expected = ((i - j).abs() <= 4) | (i < 3) | (j < 3)
+    assert_shows(BlockMask.sliding_window(50, 50, (4, 4), 3, (16, 32)), expected)
+    assert_shows(BlockMask.sliding_window(50, 50, (4, 4), 3, (16, 32), causal=True), expected & (j <= i))
+
+
+def test_attention_sinks_beside_a_causal_window() -> None:
+    i, j = indices(20, 50)
+    expected = (j <= i + 30) & ((j >= i + 30 - 4) | (j < 3))
+    assert_shows(BlockMask.sliding_window(20, 50, (4, 0), 3, (16, 32)), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents(causal: bool) -> None:
+    ids = torch.tensor([[0] * 20 + [1] * 37 + [-1] * 13, [5] * 40 + [2] * 30])
+    i, j = indices(70, 70)
+    expected = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None] & ((j <= i) | (not causal))
+    assert_shows(BlockMask.document(ids, block_size=(16, 32), causal=causal), expected[:, None])
+    assert_shows(BlockMask.document(ids[1], block_size=(16, 32), causal=causal), expected[1])
+
+
+def test_documents_of_queries_and_keys() -> None:
+    ids_q, ids_k = torch.randint(-1, 4, (2, 30)), torch.randint(-1, 4, (2, 45))
+    expected = (ids_q[:, :, None] == ids_k[:, None]) & (ids_q >= 0)[:, :, None]
+    assert_shows(BlockMask.document(ids_q, ids_k, (16, 32)), expected[:, None])
+
+
+def test_from_mask_mod() -> None:
+    slopes = torch.tensor([1, 2, 5])
+    block_mask = BlockMask.from_mask_mod(lambda b, h, i, j: (j * slopes[h] <= i + b) & (j != 3), 50, 70, 2, 3, (16, 32))
+    b, h, i, j = (
+        torch.arange(n).view(shape) for n, shape in [(2, (2, 1, 1, 1)), (3, (3, 1, 1)), (50, (50, 1)), (70, (70,))]
+    )
+    assert_shows(block_mask, (j * slopes[h] <= i + b) & (j != 3))
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)
+def test_empty(lengths: tuple[int, int]) -> None:
+    block_mask = BlockMask.causal(*lengths)
+    assert block_mask.to_dense().shape == (1, 1, *lengths)
+    assert block_mask.density == 0.0
+    assert len(block_mask.indices) == 0
+
+
+def test_to_device(device: str) -> None:
+    block_mask = BlockMask.causal(40, 50, (16, 32)).to(device)
+    assert all(t.device.type == device for t in block_mask.tensors)
+    assert BlockMask.causal(40, 50, (16, 32), device=device).offsets.device.type == device
+    assert block_mask.to_dense().device.type == device
+
+
+def test_attention_with_a_built_mask(device: str) -> None:
+    q, k, v = (random(2, n, 4, 16, device=device) for n in (100, 150, 150))
+    block_mask = BlockMask.sliding_window(100, 150, (20, 0), 4, (16, 32), device=device)
+    expected = reference.attention(q, k, v, reference.Options(mask=block_mask.to_dense()))[0]
+    torch.testing.assert_close(flash_ext.attention(q, k, v, block_mask=block_mask), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_errors() -> None:
+    for block_size in [(0, 32), (16, 48), (16, 0), (16, 16)]:
+        with pytest.raises(ValueError, match="block_size must be"):
+            BlockMask.causal(8, 8, block_size)
+    with pytest.raises(ValueError, match="visible must be bool"):
+        BlockMask.from_dense(torch.ones(3, 4))
+    with pytest.raises(ValueError, match="visible must be bool"):
+        BlockMask.from_dense(torch.ones(2, 3, 4).bool())
+    with pytest.raises(ValueError, match=r"blocks must be bool \(3, 2\)"):
+        BlockMask.from_blocks(torch.ones(2, 3).bool(), 40, 64, (16, 32))
+    with pytest.raises(ValueError, match="ids_q and ids_k"):
+        BlockMask.document(torch.zeros(2, 3), torch.zeros(4))

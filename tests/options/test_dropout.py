@@ -1,0 +1,209 @@
+"""Dropout draws by coordinates: the mask is the same for every tiling and device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flash_ext
+from tests import reference
+from tests.oracle import (
+    DTYPE,
+    FLOATS,
+    assert_alike,
+    assert_matches_oracle,
+    dtypes_of,
+    make_call,
+    make_varlen_call,
+    random_rng,
+    run_library,
+)
+
+
+def library_mask(rng: torch.Tensor, p: float, *shape: int) -> torch.Tensor:
+    return torch.ops.flash_ext.dropout_mask(rng, p, *shape)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_the_oracle_knows_the_published_vectors(counter: tuple, key: tuple, words: tuple) -> None:
+    """Known answers of Random123 1.14 (kat_vectors, philox4x32 10)."""
+    assert reference.philox4x32_10(counter, key) == words
+
+
+def test_the_oracle_agrees_with_itself() -> None:
+    rng, (batch, heads, seqlen_q, seqlen_k) = random_rng(), (2, 3, 37, 71)
+    keep = reference.dropout_keep(rng, 0.4, batch, heads, seqlen_q, seqlen_k)
+    for b, h, i, j in zip(*(torch.randint(n, (200,)).tolist() for n in keep.shape), strict=True):
+        scalar = reference.dropout_keeps(*rng.tolist(), 0.4, b * heads + h, i, j)
+        assert scalar == bool(keep[b, h, i, j])
+
+
+@pytest.mark.op("dropout_mask")
+@pytest.mark.parametrize("p", [0.0, 2**-16, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 37, 71), (1, 2, 130, 65), (3, 1, 16, 32)], ids=str)
+def test_mask_equals_the_oracle_bit_for_bit(device: str, p: float, shape: tuple[int, ...]) -> None:
+    rng = random_rng(device)
+    mask = library_mask(rng, p, *shape)
+    assert mask.dtype == torch.bool and mask.shape == shape and mask.is_contiguous()
+    assert torch.equal(mask, reference.dropout_keep(rng, p, *shape))
+
+
+@pytest.mark.op("dropout_mask")
+@pytest.mark.parametrize("rng", [(0, 0), (-1, -1), (2**63 - 1, 1), (-(2**63), 2**40), (5, -(2**63))], ids=str)
+def test_seed_and_offset_of_any_sign(device: str, rng: tuple[int, int]) -> None:
+    state = torch.tensor(rng, device=device)
+    assert torch.equal(library_mask(state, 0.5, 1, 2, 20, 40), reference.dropout_keep(state, 0.5, 1, 2, 20, 40))
+
+
+@pytest.mark.op("dropout_mask")
+def test_seeds_and_offsets_draw_different_masks(device: str) -> None:
+    states = [(1, 0), (2, 0), (1, 1), (1, 2**32), (2 + 2**32, 0)]
+    masks = [library_mask(torch.tensor(s, device=device), 0.5, 1, 1, 64, 64) for s in states]
+    for a in range(len(masks)):
+        for b in range(a):
+            assert not torch.equal(masks[a], masks[b]), (states[a], states[b])
+
+
+@pytest.mark.op("dropout_mask")
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.8])
+def test_keep_rate(device: str, p: float) -> None:
+    kept = library_mask(random_rng(device), p, 2, 4, 256, 256).float()
+    deviation = (p * (1 - p) / kept.numel()) ** 0.5
+    assert abs(kept.mean().item() - (1 - p)) < 6 * deviation + 2**-16
+    per_key = kept.mean(dim=(0, 1, 2)) - (1 - p)
+    assert per_key.abs().max() < 6.5 * (p * (1 - p) / (2 * 4 * 256)) ** 0.5
+
+
+@pytest.mark.parametrize(("p", "rounded"), [(0.9999, 65529 / 65536), (0.3, 19661 / 65536), (2**-18, 0.0)])
+def test_kept_weights_are_scaled_by_the_rounded_p(device: str, p: float, rounded: float) -> None:
+    """One key of value 1: out is 0 or the scale."""
+    q, one = torch.zeros(1, 4096, 16, 8, device=device), torch.ones(1, 1, 16, 8, device=device)
+    out = flash_ext.attention(q, one, one, dropout_p=p, rng_state=random_rng(device))
+    kept = out[out != 0]
+    assert kept.numel() > 0
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rounded)), rtol=1e-6, atol=0)
+
+
+def test_p_that_rounds_to_zero_drops_nothing(device: str) -> None:
+    call = make_call(device=device)
+    inputs = tuple(call.inputs())
+    plain = run_library(call.with_random_gradients(), inputs)
+    call = call.with_options(dropout_p=2.0**-18, rng_state=random_rng(device))
+    result = assert_matches_oracle(call.with_random_gradients())
+    assert result["dv"].abs().max() > 0.1 * plain["dv"].abs().max()
+
+
+def test_p_that_rounds_to_one_drops_everything(device: str) -> None:
+    call = make_call(device=device, dropout_p=1 - 2**-20, rng_state=random_rng(device))
+    assert (run_library(call)["out"] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.95])
+def test_out_and_gradients_match_the_oracle_with_that_mask(device: str, dtype: torch.dtype, p: float) -> None:
+    if dtype not in dtypes_of(device):
+        pytest.skip(f"{dtype} is for the CPU")
+    call = make_call(dtype=dtype, device=device, causal=True, dropout_p=p, rng_state=random_rng(device))
+    assert_matches_oracle(call)
+
+
+@pytest.mark.parametrize("p", [2**-16, 0.1, 0.5, 0.5 + 2**-16, 1 - 2**-16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_keeps_what_the_mask_says(device: str, dtype: torch.dtype, head_dim: int, p: float) -> None:
+    """Bit for bit: equal weights, and a value of 1 in a column of its own for each of 64 keys at a time."""
+    batch, heads, seqlen_q, seqlen_k, columns = 1, 2, 333, 203, 64
+    rng = random_rng(device)
+    keep = reference.dropout_keep(rng, p, batch, heads, seqlen_q, seqlen_k)
+    q = torch.zeros(batch, seqlen_q, heads, head_dim, dtype=dtype, device=device)
+    keys = torch.zeros(batch, seqlen_k, heads, head_dim, dtype=dtype, device=device)
+    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None]
+    near = (distance - (seqlen_k - seqlen_q)).abs() <= 70
+    for first in range(0, seqlen_k, columns):
+        count = min(columns, seqlen_k - first)
+        values = torch.zeros_like(keys)
+        values[:, first : first + count, :, :count] = torch.eye(count, dtype=dtype, device=device)[:, None]
+        for options, visible in (({}, torch.ones_like(near)), ({"window_size": (70, 70)}, near)):
+            out = flash_ext.attention(q, keys, values, dropout_p=p, rng_state=rng, **options)
+            found = out[..., :count].transpose(1, 2) != 0
+            assert torch.equal(found, (keep & visible)[..., first : first + count])
+
+
+def test_beyond_one_tile(device: str) -> None:
+    call = make_call(1, 203, 413, heads_q=3, heads_kv=1, device=device, dropout_p=0.3, rng_state=random_rng(device))
+    assert_matches_oracle(call)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_softcap_at_every_head_dim(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    """dV takes the weights, dK and dQ take them times the derivative of the cap."""
+    call = make_call(1, 70, 150, 2, 1, head_dim, dtype=dtype, device=device, softcap=2.0, dropout_p=0.3,
+                     rng_state=random_rng(device))  # fmt: skip
+    assert_matches_oracle(call)
+
+
+def test_packed_sequences(device: str) -> None:
+    options = {"dropout_p": 0.4, "rng_state": random_rng(device), "causal": True}
+    assert_matches_oracle(make_varlen_call([17, 0, 40], [23, 5, 40], device, **options))
+
+
+def test_a_row_does_not_depend_on_what_else_is_computed(device: str) -> None:
+    """Cutting the problem, and so its tiling, changes nothing of the rows that stay."""
+    call = make_call(2, 150, 90, heads_q=2, device=device, dropout_p=0.3, rng_state=random_rng(device))
+    whole = run_library(call)["out"]
+    part = make_call(1, 21, 90, heads_q=2, device=device)
+    part.q, part.k, part.v, part.options = call.q[:1, :21], call.k[:1], call.v[:1], call.options
+    torch.testing.assert_close(run_library(part)["out"], whole[:1, :21])
+
+
+def test_lse_does_not_know_of_dropout(device: str) -> None:
+    call = make_call(device=device)
+    half, all_but_few = (
+        run_library(call.with_options(dropout_p=p, rng_state=random_rng(device)))["lse"] for p in (0.5, 0.9)
+    )
+    assert torch.equal(half, all_but_few)
+    # Without dropout another kernel may run, which sums in another order.
+    torch.testing.assert_close(half, run_library(call)["lse"], rtol=1e-6, atol=1e-6)
+
+
+def test_p_zero_drops_nothing(device: str) -> None:
+    call = make_call(device=device)
+    assert torch.equal(run_library(call.with_options(dropout_p=0.0))["out"], run_library(call)["out"])
+
+
+def test_p_one_drops_everything(device: str) -> None:
+    result = assert_matches_oracle(make_call(device=device, dropout_p=1.0, rng_state=random_rng(device)))
+    assert (result["out"] == 0).all()
+    assert torch.isfinite(result["lse"]).all()
+    assert (result["dv"] == 0).all()
+
+
+def test_without_a_state_torch_s_generator_draws_one(device: str) -> None:
+    call = make_call(device=device, dropout_p=0.5)
+    torch.manual_seed(7)
+    first, second = run_library(call)["out"], run_library(call)["out"]
+    torch.manual_seed(7)
+    again = run_library(call)["out"]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
+def test_backward_drops_what_forward_dropped(device: str) -> None:
+    """With v the identity, out is the weights and dv's sum counts exactly what was kept."""
+    call = make_call(1, 32, 32, heads_q=1, heads_kv=1, device=device, dropout_p=0.5)
+    v = torch.eye(32, device=device, dtype=DTYPE)[None, :, None].requires_grad_()
+    out = flash_ext.attention(call.q, call.k, v, dropout_p=0.5)
+    (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    assert_alike(dv[0, :, 0, 0], out.detach().float().sum(1)[0, 0].to(DTYPE))

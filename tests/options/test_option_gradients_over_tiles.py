@@ -1,0 +1,217 @@
+"""Gradients of q, k and v over many tiles of queries and keys, with one option of the scores, and with several: a
+kernel that serves one option looks for no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.options.test_block_mask import blocked
+from tests.oracle import Call, assert_matches_oracle, make_call, make_varlen_call, random, random_rng, run_library
+
+BATCH, HEADS = 2, 2
+SEQLENS = {"cuda": (330, 460), "cpu": (70, 92)}  # several tiles each way; the last ones are in part
+QKV = ("q", "k", "v")
+HIDDEN = slice(40, 55)  # keys within a tile
+
+
+def seqlens(device: str) -> tuple[int, int]:
+    return SEQLENS[torch.device(device).type]
+
+
+def bias_of(device: str, dtype: torch.dtype, spare: int = 4) -> Tensor:
+    """Rows of pieces of 16 bytes, where ``spare`` is 4."""
+    seqlen_q, seqlen_k = seqlens(device)
+    return random(1, HEADS, seqlen_q, seqlen_k + spare, dtype=dtype, device=device)[..., :seqlen_k]
+
+
+def key_bias_of(device: str, dtype: torch.dtype, heads: int = HEADS) -> Tensor:
+    """The same for all queries; rows that start anywhere."""
+    return random(BATCH, heads, 1, seqlens(device)[1] + 1, dtype=dtype, device=device)[..., 1:]
+
+
+def hiding_key_bias_of(device: str, dtype: torch.dtype) -> Tensor:
+    """Of each head other keys."""
+    bias = key_bias_of(device, dtype)
+    for head in range(HEADS):
+        bias[:, head, :, 7 * head : 21] = -torch.inf
+        bias[:, head, :, 30 + head :: 5] = -torch.inf
+    return bias
+
+
+def mask_of(device: str) -> Tensor:
+    """Tiles of all kinds; some queries see nothing."""
+    mask = torch.rand(1, HEADS, *seqlens(device), device=device) < 0.8
+    mask[:, 0, :130, 128:330], mask[:, :, 64:256, :190], mask[:, 1, 5:9] = True, False, False
+    return mask
+
+
+def key_mask_of(device: str) -> Tensor:
+    """The same for all queries; of one batch entry and head nothing but the first keys, of another other keys."""
+    mask = torch.rand(BATCH, HEADS, 1, seqlens(device)[1], device=device) < 0.8
+    mask[0, 0], mask[0, 0, :, :30], mask[1, :, :, 5:25] = False, True, False
+    return mask
+
+
+def dropout(device: str) -> dict[str, Any]:
+    return {"dropout_p": 0.3, "rng_state": random_rng(device)}
+
+
+OPTIONS: dict[str, Callable[[str, torch.dtype], dict[str, Any]]] = {
+    "ALiBi": lambda device, dtype: {"alibi_slopes": torch.rand(HEADS, device=device) / 8},
+    "softcap": lambda device, dtype: {"softcap": 2.0},
+    "dropout": lambda device, dtype: dropout(device),
+    "mask": lambda device, dtype: {"mask": mask_of(device)},
+    "bias": lambda device, dtype: {"bias": bias_of(device, dtype)},
+    "bias of uneven rows": lambda device, dtype: {"bias": bias_of(device, dtype, spare=3)},
+    "bias of another dtype": lambda device, dtype: {
+        "bias": bias_of(device, torch.float16 if dtype == torch.bfloat16 else torch.bfloat16)
+    },
+    "bias of 32 bits": lambda device, dtype: {"bias": bias_of(device, torch.float32)},
+    "bias of keys": lambda device, dtype: {"bias": key_bias_of(device, dtype, heads=1)},
+    "bias of keys and heads": lambda device, dtype: {"bias": key_bias_of(device, dtype)},
+    "bias of keys of 32 bits": lambda device, dtype: {"bias": key_bias_of(device, torch.float32)},
+    "bias of keys that hides": lambda device, dtype: {"bias": hiding_key_bias_of(device, dtype)},
+    "bias of keys, mask": lambda device, dtype: {"bias": key_bias_of(device, dtype), "mask": mask_of(device)},
+    "bias of keys that hides, dropout": lambda device, dtype: {
+        "bias": hiding_key_bias_of(device, dtype),
+        **dropout(device),
+    },
+    "bias of keys, softcap, ALiBi": lambda device, dtype: {
+        "bias": key_bias_of(device, dtype),
+        "softcap": 2.0,
+        "alibi_slopes": torch.rand(HEADS, device=device) / 8,
+    },
+    "mask of keys": lambda device, dtype: {"mask": key_mask_of(device)},
+    "mask of keys, bias": lambda device, dtype: {"mask": key_mask_of(device), "bias": bias_of(device, dtype)},
+    "mask of keys, bias of keys": lambda device, dtype: {
+        "mask": key_mask_of(device),
+        "bias": hiding_key_bias_of(device, dtype),
+    },
+    "mask of keys, dropout": lambda device, dtype: {"mask": key_mask_of(device), **dropout(device)},
+    "mask of keys, bias, dropout": lambda device, dtype: {
+        "mask": key_mask_of(device),
+        "bias": bias_of(device, dtype),
+        **dropout(device),
+    },
+    "bias of 32 bits, dropout": lambda device, dtype: {"bias": bias_of(device, torch.float32), **dropout(device)},
+    "bias of heads": lambda device, dtype: {"bias": random(1, HEADS, 1, 1, dtype=dtype, device=device)},
+    "softcap, dropout": lambda device, dtype: {"softcap": 2.0, **dropout(device)},
+    "mask, dropout": lambda device, dtype: {"mask": mask_of(device), **dropout(device)},
+    "bias, mask": lambda device, dtype: {"bias": bias_of(device, dtype), "mask": mask_of(device)},
+    "bias, softcap, ALiBi": lambda device, dtype: {
+        "bias": bias_of(device, dtype),
+        "softcap": 2.0,
+        "alibi_slopes": torch.rand(HEADS, device=device) / 8,
+    },
+}
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=[64, 128])
+def head_dim(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def call_of(device: str, dtype: torch.dtype, head_dim: int, **options: Any) -> Call:
+    call = make_call(BATCH, *seqlens(device), HEADS, 1, head_dim, dtype=dtype, device=device, **options)
+    return call.with_random_gradients()
+
+
+@pytest.mark.parametrize("window", [{}, {"causal": True}, {"window_size": (100, 40)}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_of_options(device: str, dtype: torch.dtype, head_dim: int, options: str, window: dict[str, Any]) -> None:
+    assert_matches_oracle(call_of(device, dtype, head_dim, **OPTIONS[options](device, dtype), **window), QKV)
+
+
+def test_of_a_softcap_that_scores_exceed(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    call = call_of(device, dtype, head_dim, softcap=1.0)
+    call.q[:, ::3] *= 8
+    assert_matches_oracle(call, QKV)
+
+
+def test_of_a_block_mask(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    seqlen_q, seqlen_k = seqlens(device)
+    see = torch.rand(BATCH, HEADS, -(-seqlen_q // 64), -(-seqlen_k // 64), device=device) < 0.5
+    see = see.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :seqlen_q, :seqlen_k]
+    assert_matches_oracle(blocked(call_of(device, dtype, head_dim), see, 64, 64), QKV)
+
+
+def test_of_heads_that_share_keys_in_packed_sequences(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    seqlen_q, seqlen_k = seqlens(device)
+    mask = torch.rand(1, 4, seqlen_q, seqlen_k, device=device) < 0.7
+    key_bias = random(4, 4, 1, seqlen_k, dtype=dtype, device=device)
+    key_mask = torch.rand(4, 4, 1, seqlen_k, device=device) < 0.7
+    slopes = torch.rand(4, device=device) / 8
+    for options in ({"mask": mask}, {"bias": key_bias}, {"mask": key_mask}, {"alibi_slopes": slopes}, dropout(device)):
+        call = make_varlen_call(
+            [seqlen_q, 0, 1, 70],
+            [seqlen_k, 9, 0, 90],
+            device,
+            heads_q=4,
+            heads_kv=2,
+            head_dim=head_dim,
+            dtype=dtype,
+            **options,
+        )
+        assert_matches_oracle(call, QKV)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize(
+    "option",
+    ["mask", "bias", "bias of 32 bits", "mask, bias", "bias of keys", "mask of keys", "mask of keys, bias"],
+)
+@pytest.mark.parametrize("drops", [False, True])
+def test_what_nobody_sees_reaches_no_gradient(
+    device: str, dtype: torch.dtype, head_dim: int, option: str, poison: float, drops: bool
+) -> None:
+    """In tiles that the window leaves whole.
+
+    A bias of -inf hides scores, not values: those it only gives the weight 0.
+    """
+    options: dict[str, Any] = dropout(device) if drops else {}
+    if "mask" in option:
+        options["mask"] = (key_mask_of if "of keys" in option else mask_of)(device)
+        options["mask"][..., HIDDEN] = False
+    if "bias" in option:
+        bias_dtype = torch.float32 if "32" in option else dtype
+        options["bias"] = (key_bias_of if option == "bias of keys" else bias_of)(device, bias_dtype).contiguous()
+        options["bias"][..., HIDDEN] = -torch.inf
+    if option == "bias":
+        options["bias"] = torch.cat([options["bias"], options["bias"][..., :4]], -1)[..., : seqlens(device)[1]]
+    call = call_of(device, dtype, head_dim, **options)
+    expected = run_library(call, QKV)
+    call.k[:, HIDDEN] = poison
+    if "mask" in option:
+        call.v[:, HIDDEN] = poison
+    result = run_library(call, QKV)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-2
+    for name in ("dq", "dk", "dv"):  # the forward may have added up out in another order
+        torch.testing.assert_close(result[name], expected[name], rtol=tolerance, atol=tolerance)
+    assert (result["dk"][:, HIDDEN] == 0).all() and (result["dv"][:, HIDDEN] == 0).all()
+
+
+@pytest.mark.parametrize("option", ["mask", "bias", "bias of keys"])
+def test_scores_that_overflow_where_nobody_sees_them(device: str, head_dim: int, option: str) -> None:
+    """Sums of Inf and -Inf, or Inf, and gradients of scores likewise."""
+    bias = (key_bias_of if "keys" in option else bias_of)(device, torch.bfloat16)
+    mask = mask_of(device)
+    bias[..., HIDDEN], mask[..., HIDDEN] = -torch.inf, False
+    call = call_of(device, torch.bfloat16, head_dim, **({"mask": mask} if option == "mask" else {"bias": bias}))
+    expected = run_library(call, QKV)
+    call.q[..., :9], call.k[..., :9] = call.q[..., :9] * 2.0**60, call.k[..., :9] * 2.0**-60
+    call.k[:, HIDDEN, :, ::2], call.k[:, HIDDEN, :, 1::2] = 2.0**100, -(2.0**100)
+    call.v[:, HIDDEN] = 2.0**127
+    result = run_library(call, QKV)
+    torch.testing.assert_close(result["dv"], expected["dv"], rtol=2e-2, atol=2e-2)
+    assert all(result[name].isfinite().all() for name in ("out", "dq", "dv"))
+    assert (result["dk"][:, HIDDEN] == 0).all() and (result["dv"][:, HIDDEN] == 0).all()
