@@ -16,13 +16,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles 
 
 # The main kernel of each operation; what prepares it, clears and converts is beside the point.
 MAIN_KERNEL = re.compile(
-    r"flash_ext::(?P<arch>sm\d+)::(?P<name>(?:general_)?forward(?:_f32)?|backward(?:_options|_wide|_f32)?|slab_dq|"
+    r"flash_ext::(?P<arch>sm\d+)::(?P<name>(?:general_)?forward(?:_f32)?|backward(?:_options|_wide|_f32_halves|_f32)?|slab_dq|"
     r"bias_gradient|decode|weights(?:_dq)?)_kernel\b"
 )
 ROOM = {
     "general_forward": "forward",
     "backward_options": "backward",
     "backward_wide": "backward",
+    "backward_f32_halves": "backward_f32",
     "slab_dq": "backward",
     "weights_dq": "weights",
 }
