@@ -131,6 +131,24 @@ def test_strided_parts(device: str) -> None:
     assert_merge_matches(*strided)
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e-4], ids=["different", "nearly equal"])
+def test_parts_along_a_strided_dimension(device: str, spread: float) -> None:
+    """Parts that agree almost everywhere: the gradient of their lse is a small difference of large numbers."""
+    whole = random(1, 9, 2, 4, 24, device=device)
+    outs = (whole + spread * random(3, 9, 2, 4, 24, device=device)).transpose(1, 2).transpose(0, 1).contiguous()
+    outs, lses = outs.transpose(0, 1), random(2, 3, 4, 9, device=device).transpose(0, 1)
+    leaves = [t.detach().requires_grad_() for t in (outs, lses)]
+    doubles = [t.detach().double().requires_grad_() for t in (outs, lses)]
+    out, lse = flash_ext.merge(*leaves)
+    expected_out, expected_lse = reference.merge(*doubles)
+    torch.testing.assert_close(out, expected_out.float())
+    torch.testing.assert_close(lse, expected_lse.float())
+    got = torch.autograd.grad(out.square().sum() + lse.sum(), leaves)
+    want = torch.autograd.grad(expected_out.square().sum() + expected_lse.sum(), doubles)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=3e-5)
+
+
 def test_empty_parts(device: str) -> None:
     for shape in [(0, 9, 4, 24), (2, 0, 4, 24)]:
         out, lse = flash_ext.merge(*parts(3, torch.float32, device, shape))

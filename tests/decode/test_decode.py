@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+import flash_ext
 from tests.decode_oracle import Decode, assert_decode_matches, fill_unused_rows, make_decode, packed_queries, paged
-from tests.oracle import DTYPE, FLOATS, HALF, dtypes_of, int32, random
+from tests.oracle import DTYPE, FLOATS, HALF, dtypes_of, int32, random, values_are_checked
 
 pytestmark = pytest.mark.op("attention_decode")
 
@@ -284,6 +285,66 @@ def test_rotary_and_pages(device: str) -> None:
 
 
 @pytest.mark.op("attention_decode_append")
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("window_right", [-1, 0])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_of_packed_queries(device: str, interleaved: bool, window_right: int, page_size: int | None) -> None:
+    """Sequences have different numbers of queries, none included: each turns by its own cache's length."""
+    angles = torch.rand(90, 8, device=device) * 6
+    lengths = int32([60, 0, 40, 9], device)
+    call = make_decode(
+        4, seqlen_new=2, cache_seqlens=lengths, window_right=window_right, rotary_interleaved=interleaved, device=device
+    )
+    call.options |= {"rotary_cos": angles.cos().to(call.q.dtype), "rotary_sin": angles.sin().to(call.q.dtype)}
+    call = packed_queries(call, [1, 4, 0, 9])
+    assert_decode_matches(call if page_size is None else paged(call, page_size), num_splits=2)
+
+
+def test_rotary_tables_must_reach_the_last_query(device: str) -> None:
+    """The cached rows and the new one fit into the table, later queries do not."""
+    q, k = random(1, 6, 2, 16, device=device), random(1, 1, 2, 16, device=device)
+    caches = [torch.zeros(1, 32, 2, 16, device=device) for _ in "kv"]
+    angles = torch.rand(12, 8, device=device)
+    if not values_are_checked(device):
+        pytest.skip("values on the device are not read")
+    with pytest.raises(RuntimeError, match="rotary_cos"):
+        flash_ext.decode(
+            q, *caches, k=k, v=k, cache_seqlens=int32([10], device), rotary_cos=angles.cos(), rotary_sin=angles.sin(),
+            causal=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_append_refuses_caches_that_overlap(device: str, name: str) -> None:
+    q, k, v = (random(2, 1, 2, 16, device=device) for _ in "qkv")
+    caches = {n: torch.zeros(2, 8, 2, 16, device=device) for n in ("k_cache", "v_cache")}
+    caches[name] = torch.zeros(1, 8, 2, 16, device=device).expand(2, -1, -1, -1)
+    with pytest.raises(RuntimeError, match=rf"{name}.*overlap"):
+        flash_ext.decode(q, **caches, k=k, v=v, cache_seqlens=int32([1, 2], device))
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_score_of_infinity(device: str, num_splits: int) -> None:
+    """Its row is NaN and its lse +inf, whichever split it lies in; the other sequence is untouched."""
+    call = make_decode(2, 2, 300, head_dim=64, device=device)
+    call.q[..., 0] = 1
+    call.k_cache[0, 200, :, 0] = torch.inf
+    out, lse = call.run(num_splits=num_splits)
+    assert torch.isposinf(lse[0]).all() or (device == "cuda" and lse[0].isnan().all())
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+def test_append_counts_as_a_change_of_both_caches(device: str) -> None:
+    for name in ("k_cache", "v_cache"):
+        q, k, v = (torch.randn(2, 1, 4, 16, device=device) for _ in "qkv")
+        caches = {n: torch.randn(2, 32, 4, 16, device=device) for n in ("k_cache", "v_cache")}
+        factor = torch.randn(2, 32, 4, 16, device=device, requires_grad=True)
+        product = factor * caches[name]
+        flash_ext.decode(q, **caches, k=k, v=v, cache_seqlens=int32([3, 4], device))
+        with pytest.raises(RuntimeError, match="inplace"):
+            product.sum().backward()
+
+
 @pytest.mark.parametrize("rotary", [False, True])
 def test_append_behind_left_padding(device: str, rotary: bool) -> None:
     call = with_new_keys(device, 2, 2, window_right=0, cache_leftpad=int32([7, 0, 39], device))

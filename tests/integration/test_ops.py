@@ -326,6 +326,17 @@ def test_autocast_follows_the_cache(device: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_autocast_of_rotary_tables(device: str) -> None:
+    """They follow the cache, as q does, whatever autocast would make of them."""
+    caches = [torch.randn(2, 32, 4, 16, device=device).bfloat16() for _ in "kv"]
+    q, k, v = (torch.randn(2, 1, 4, 16, device=device) for _ in "qkv")
+    angles = torch.rand(40, 8, device=device)
+    tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    with torch.autocast(device, dtype=torch.float16):
+        out = flash_ext.decode(q, *caches, k=k, v=v, cache_seqlens=int32([3, 4], device), **tables)
+    assert out.dtype == torch.bfloat16
+
+
 def test_autocast_in_a_compiled_function(device: str) -> None:
     q, k, v = qkv(device)
 
@@ -443,6 +454,21 @@ def test_gradient_of_a_shared_option_per_sample(device: str, name: str) -> None:
     torch.testing.assert_close(per_sample, torch.stack(expected))
 
 
+def test_vmap_beside_a_block_mask_per_entry(device: str) -> None:
+    """The mask has a list of its own for each entry of the inner batch, which vmap folds with the outer one."""
+    see = torch.rand(2, 4, 9, 13, device=device) < 0.6
+    block_mask = flash_ext.BlockMask.from_dense(see, (4, 32))
+    q, k, v = (torch.randn(3, 2, *shape, device=device) for shape in [(9, 4, 16), (13, 2, 16), (13, 2, 24)])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_ext.attention(q, k, v, block_mask=block_mask)
+
+    mapped = torch.vmap(attend)(q, k, v)
+    for entry, out in enumerate(mapped):
+        expected, _, _ = reference.attention(q[entry], k[entry], v[entry], reference.Options(mask=see))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_vmap_of_weights_and_merge(device: str) -> None:
     q, k, v = (torch.stack([t, -t, t * 2]).detach() for t in qkv(device))
 
@@ -546,7 +572,18 @@ def test_deterministic_reaches_the_backward(device: str) -> None:
         out = flash_ext.attention(q, k, v, deterministic=deterministic)
         with Spy():
             out.sum().backward()
-    assert seen == [True, False, False]
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = flash_ext.attention(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with Spy():
+        out.sum().backward()
+    for flag in (True, False):
+        out = flash_ext.flash_attn_func(q, k, v, deterministic=flag)
+        with Spy():
+            out.sum().backward()
+    assert seen == [True, False, False, True, True, False]
 
 
 def test_function_modes_see_calls_that_need_gradients(device: str) -> None:

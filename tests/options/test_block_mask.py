@@ -56,6 +56,14 @@ def test_the_oracle_packs_what_it_unpacks(block: tuple[int, int]) -> None:
     assert torch.equal(reference.block_mask_visible(tensors, SEQLEN_Q, SEQLEN_K), see)
 
 
+@pytest.mark.parametrize("block", [(1, 32), (20, 32), (33, 64), (100, 96)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_beside_blocks_of_odd_sizes(device: str, dtype: torch.dtype, block: tuple[int, int]) -> None:
+    """Random bits are drawn for eight rows at a time, which these blocks cut through."""
+    call = make_blocked(device, block=block, dtype=dtype, dropout_p=0.3, rng_state=random_rng(device))
+    assert_matches_oracle(call)
+
+
 @pytest.mark.parametrize("block", [(16, 32), (32, 64), (64, 64), (128, 128), (64, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_block_sizes(device: str, dtype: torch.dtype, block: tuple[int, int]) -> None:
