@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.py").exists())
 README = (ROOT / "README.md").read_text()
 PERFORMANCE = "docs/performance.md"
 TIMES = "\N{MULTIPLICATION SIGN}"
