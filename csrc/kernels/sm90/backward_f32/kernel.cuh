@@ -18,6 +18,7 @@
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/float_rows.cuh"
+#include "kernels/sm90/forward/shape.h"
 
 namespace flash_ext::sm90 {
 
