@@ -1,7 +1,12 @@
 """Exact attention for PyTorch that never writes the score matrix to memory."""
 
 from flash_ext._build_info import build_info
-from flash_ext.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_ext.bert_padding import (
+    index_first_axis,
+    pad_input,
+    unpad_input,
+    unpad_input_for_concatenated_sequences,
+)
 from flash_ext.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -48,4 +53,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "supports",
     "unpad_input",
+    "unpad_input_for_concatenated_sequences",
 ]

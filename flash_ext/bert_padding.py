@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_ext.argument_checks import as_size, check_tensors
+
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
@@ -23,6 +25,7 @@ def unpad_input(
 
     Raises:
         ValueError: a mask of another shape than (batch, seqlen), or neither bool nor integer.
+        TypeError: an argument is no tensor.
     """
     _check_mask("attention_mask", attention_mask, hidden_states)
     if unused_mask is not None:
@@ -31,9 +34,42 @@ def unpad_input(
     lengths = kept.sum(dim=-1, dtype=torch.int32)
     seqused = attention_mask.sum(dim=-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
-    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max()) if lengths.numel() > 0 else 0
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, seqused
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, *_boundaries(lengths), seqused
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Packs a batch whose rows hold several sequences each, one behind the other from the row's start.
+
+    Args:
+        hidden_states: (batch, seqlen, ...).
+        attention_mask_in_length: integer (batch, seqlen): the lengths of a row's sequences, and zeros. A row of
+            2, 3, 0, 0, 0, 0 holds a sequence of two tokens, one of three, and one place of padding.
+
+    Returns:
+        (tokens (total, ...); indices int64 (total), their places in the flattened batch; cu_seqlens int32
+        (num_sequences + 1); the longest sequence).
+
+    Raises:
+        ValueError: attention_mask_in_length has another shape than (batch, seqlen), is not integer, holds a negative
+            number, or more tokens than a row has places.
+        TypeError: an argument is no tensor.
+    """
+    _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
+    if attention_mask_in_length.dtype == torch.bool:
+        raise ValueError("attention_mask_in_length must hold lengths, integers, got torch.bool")
+    seqlen = hidden_states.shape[1]
+    tokens = attention_mask_in_length.sum(dim=-1, keepdim=True)
+    if bool((attention_mask_in_length < 0).any() | (tokens > seqlen).any()):
+        raise ValueError(
+            f"attention_mask_in_length must hold lengths >= 0 that add up to at most seqlen = {seqlen} in each row, "
+            f"got rows of {tokens.flatten().tolist()} tokens"
+        )
+    is_token = torch.arange(seqlen, device=tokens.device) < tokens
+    lengths = attention_mask_in_length[attention_mask_in_length > 0]
+    packed, indices, _, _, _ = unpad_input(hidden_states, is_token)
+    return packed, indices, *_boundaries(lengths)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -41,26 +77,50 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Args:
         hidden_states: (total, ...), the tokens.
-        indices: int64 (total), their places in the flattened batch, as ``unpad_input`` returns them.
+        indices: int64 or int32 (total), their places in the flattened batch, as ``unpad_input`` returns them.
         batch, seqlen: of the padded batch.
 
     Returns:
         (batch, seqlen, ...), 0 where there is no token.
 
     Raises:
-        RuntimeError, IndexError: torch's own, where indices do not fit the tokens or lie outside of the batch.
+        ValueError: indices is no list of as many integers as there are tokens, or batch or seqlen is negative.
+        RuntimeError, IndexError: torch's own, where indices lie outside of the batch.
+        TypeError: an argument is of a type that it cannot have.
     """
+    check_tensors(hidden_states=hidden_states, indices=indices)
+    _check_indices(indices)
+    batch, seqlen = as_size("batch", batch), as_size("seqlen", seqlen)
+    if hidden_states.dim() < 1 or len(hidden_states) != len(indices):
+        raise ValueError(
+            f"indices must have one entry for each of hidden_states' tokens, got shapes {tuple(indices.shape)} and "
+            f"{tuple(hidden_states.shape)}"
+        )
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    return padded.index_copy(0, indices.long(), hidden_states).unflatten(0, (batch, seqlen))
+
+
+def _boundaries(lengths: Tensor) -> tuple[Tensor, int]:
+    """cu_seqlens and the longest of sequences with these lengths."""
+    longest = int(lengths.max()) if lengths.numel() > 0 else 0
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), longest
 
 
 def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
+    check_tensors(**{"hidden_states": hidden_states, name: mask})
+    if hidden_states.dim() < 2:
+        raise ValueError(f"hidden_states must be (batch, seqlen, ...), got shape {tuple(hidden_states.shape)}")
     expected = tuple(hidden_states.shape[:2])
     if tuple(mask.shape) != expected or mask.is_floating_point() or mask.is_complex():
         raise ValueError(
             f"{name} must be bool or integer with the first two sizes of hidden_states, {expected}, "
             f"got {mask.dtype} {tuple(mask.shape)}"
         )
+
+
+def _check_indices(indices: Tensor) -> None:
+    if indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
+        raise ValueError(f"indices must be int32 or int64 (total), got {indices.dtype} {tuple(indices.shape)}")
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -74,6 +134,12 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
         (total, ...), input's rows at indices.
 
     Raises:
+        ValueError: indices is no list of integers, or input has no rows.
         RuntimeError, IndexError: torch's own, where indices lie outside of the rows.
+        TypeError: an argument is no tensor.
     """
+    check_tensors(input=input, indices=indices)
+    _check_indices(indices)
+    if input.dim() < 1:
+        raise ValueError("input must be (rows, ...), got shape ()")
     return input.index_select(0, indices)

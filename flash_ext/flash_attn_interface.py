@@ -3,7 +3,10 @@
 Beyond flash-attn: float32 (and float64 on CPU), a head_dim of v that differs, pages of any size, and a ``softmax_lse``
 that is differentiable. Differences: queries that see nothing have softmax_lse -inf, where flash-attn says +inf;
 ``S_dmask`` holds the true probabilities and is not rounded up in size. Deterministic algorithms are also used where
-``torch.use_deterministic_algorithms`` asks for them.
+``torch.use_deterministic_algorithms`` asks for them. Of negative numbers, -1 in window_size means unlimited, and any
+other raises, in softcap too.
+
+As in flash-attn, an integer may be a tensor of one, and window_size a tensor of two: the host reads them.
 """
 
 from __future__ import annotations
@@ -13,11 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.argument_checks import INTEGERS, check_numbers, check_tensors, check_window
+from flash_ext.argument_checks import as_flag, as_integer, as_number, as_pair, check_tensors, errors_name
 from flash_ext.functional import attention, attention_weights, decode, draw_rng_state
 from flash_ext.head_dims import HEAD_DIM_MULTIPLE, check_head_dims, cut_head_dim, pad_head_dim
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
+Integer = int | Tensor
+Window = tuple[Integer, Integer] | Tensor
+
+_errors_name_qkv = errors_name(q="qkv", k="qkv", v="qkv")
+_errors_name_packed_qkv = errors_name(
+    q="qkv", k="qkv", v="qkv",
+    cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen",
+)  # fmt: skip
+_errors_name_kv = errors_name(k="kv", v="kv")
+_errors_name_pages = errors_name(k_cache="k", v_cache="v", cache_seqlens="cu_seqlens_k")
 
 
 def flash_attn_func(
@@ -27,7 +40,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -40,9 +53,9 @@ def flash_attn_func(
         dropout_p: 0.0 in evaluation.
         softmax_scale: default 1 / sqrt(headdim).
         causal: aligned to the bottom right: the last query sees the last key.
-        window_size: (left, right), negative = unlimited: query i sees keys from i + seqlen_k - seqlen_q - left to
+        window_size: (left, right), -1 = unlimited: query i sees keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right.
-        softcap: > 0 caps the scores by softcap * tanh(score / softcap).
+        softcap: > 0 caps the scores by softcap * tanh(score / softcap), 0 = off.
         alibi_slopes: float32 (nheads) or (batch, nheads); -slope * |i + seqlen_k - seqlen_q - j| is added.
         deterministic: the backward gives the same bits every time.
         return_attn_probs: also return softmax_lse and S_dmask.
@@ -70,12 +83,13 @@ def flash_attn_func(
     )
 
 
+@_errors_name_qkv
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -110,13 +124,14 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@_errors_name_kv
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -158,12 +173,12 @@ def flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -178,7 +193,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), where each sequence begins and ends.
         max_seqlen_q, max_seqlen_k: the longest sequences.
         block_table: int32 (batch, max_num_blocks_per_seq), the pages of each sequence; their keys count from 0 as
-            many as cu_seqlens_k says. Without dropout, and not differentiable.
+            many as cu_seqlens_k says. Without dropout, and without a derivative: the backward raises.
         The others: as for ``flash_attn_func``.
 
     Returns:
@@ -187,9 +202,13 @@ def flash_attn_varlen_func(
 
     Raises:
         RuntimeError, ValueError, TypeError: as ``flash_ext.attention``.
-        RuntimeError: with block_table, if q, k or v requires a gradient and gradients are enabled.
+        RuntimeError: in the backward of a call with block_table.
         ValueError: dropout_p > 0 with block_table, or a max_seqlen_k that its pages do not hold.
     """
+    if not type(cu_seqlens_q) is type(cu_seqlens_k) is Tensor:
+        check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if not type(max_seqlen_q) is type(max_seqlen_k) is int:
+        max_seqlen_q, max_seqlen_k = _integer("max_seqlen_q", max_seqlen_q), _integer("max_seqlen_k", max_seqlen_k)
     options: dict[str, Any] = dict(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -202,35 +221,22 @@ def flash_attn_varlen_func(
     if block_table is None:
         options |= dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k)
         return _attend(q, k, v, return_attn_probs, dropout_p=dropout_p, deterministic=deterministic, **options)
-    if dropout_p != 0:
+    if as_number("dropout_p", dropout_p) != 0:
         raise ValueError(f"dropout_p must be 0 with block_table, got {dropout_p}")
-    check_tensors(block_table=block_table)
-    check_head_dims({"q": q, "k": k}, {"v": v})
-    if k.dim() != 4 or block_table.dim() != 2:
-        raise ValueError(
-            "k must be (num_blocks, page_block_size, nheads_k, headdim) and block_table (batch, max_num_blocks_per_seq)"
-            f", got {tuple(k.shape)} and {tuple(block_table.shape)}"
-        )
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        raise RuntimeError("q, k and v must not require a gradient with block_table, which is not differentiable")
-    if max_seqlen_k > block_table.shape[1] * k.shape[1]:
-        raise ValueError(
-            f"max_seqlen_k must be at most what block_table's {block_table.shape[1]} pages of {k.shape[1]} keys hold, "
-            f"got {max_seqlen_k}"
-        )
-    _check_cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
-    out, lse = _decode(q, k, v, cache_seqlens=cu_seqlens_k.diff(), block_table=block_table, **options)
-    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+    as_flag("deterministic", deterministic)  # there is no backward
+    out, lse = _attend_to_pages(q, k, v, block_table, cu_seqlens_k, max_seqlen_k, **options)
+    return (out, lse, out.new_empty(0)) if as_flag("return_attn_probs", return_attn_probs) else out
 
 
+@_errors_name_packed_qkv
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
-    max_seqlen: int,
+    max_seqlen: Integer,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -271,17 +277,18 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
+@_errors_name_kv
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: Integer,
+    max_seqlen_k: Integer,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -335,11 +342,11 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
+    num_splits: Integer = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of q (batch, seqlen_q, nheads, headdim) over a cache, to which k and v are appended first.
@@ -369,8 +376,10 @@ def flash_attn_with_kvcache(
     """
     new_k, new_v = ({} if x is None else {name: x} for name, x in (("k", k), ("v", v)))
     check_head_dims({"q": q, "k_cache": k_cache, **new_k}, {"v_cache": v_cache, **new_v})
-    if isinstance(cache_seqlens, INTEGERS) and not isinstance(cache_seqlens, bool):
-        cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = _lengths(cache_seqlens, q.shape[0], k_cache.device)
+    if type(return_softmax_lse) is not bool:
+        return_softmax_lse = as_flag("return_softmax_lse", return_softmax_lse)
     out, lse = _decode(
         q,
         k_cache,
@@ -389,12 +398,13 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
-        num_splits=num_splits,
+        num_splits=num_splits if type(num_splits) is int else _integer("num_splits", num_splits),
     )
     return (out, lse) if return_softmax_lse else out
 
 
 def _unpack(name: str, packed: Tensor, num_dims: int, count: int) -> tuple[Tensor, ...]:
+    check_tensors(**{name: packed})
     if packed.dim() != num_dims or packed.shape[-3] != count:
         raise ValueError(
             f"{name} must have {num_dims} dimensions and size {count} in the third from last, "
@@ -403,9 +413,36 @@ def _unpack(name: str, packed: Tensor, num_dims: int, count: int) -> tuple[Tenso
     return packed.unbind(-3)
 
 
+def _integer(name: str, value: Any) -> int:
+    """An int; of a tensor, the one integer that it holds."""
+    if isinstance(value, Tensor):
+        check_tensors(**{name: value})
+        if value.numel() == 1:
+            value = value.item()
+    return as_integer(name, value)
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    """A pair of ints; of tensors, the integers that they hold."""
+    if type(window_size) is tuple and [type(side) for side in window_size] == [int, int]:
+        return window_size
+    if isinstance(window_size, Tensor):
+        check_tensors(window_size=window_size)
+        window_size = window_size.tolist()  # one wait for the device, not two
+    left, right = as_pair("window_size", "(left, right)", window_size)
+    return _integer("window_size[0]", left), _integer("window_size[1]", right)
+
+
+def _lengths(rows: Any, batch: int, device: torch.device) -> Tensor:
+    """``cache_seqlens`` of one integer, which is that of all sequences."""
+    number = as_integer("cache_seqlens", rows, "an integer, a Tensor or None")
+    if not 0 <= number < 2**31:
+        raise ValueError(f"cache_seqlens must be from 0 to 2^31 - 1, got {number}")
+    return torch.full((batch,), number, dtype=torch.int32, device=device)
+
+
 def _check_cu_seqlens_k(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_k: int) -> None:
     """What decoding would refuse under another name (it is given lengths), and max_seqlen_k, which it is not given."""
-    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
             f"cu_seqlens_k must be int32 with the shape of cu_seqlens_q, {tuple(cu_seqlens_q.shape)}, "
@@ -423,18 +460,6 @@ def _check_cu_seqlens_k(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_k
         )
 
 
-def _normalise(q: Tensor, options: dict[str, Any]) -> None:
-    """The default scale, which padding must not change, and flash-attn's rules of what is off: a softcap <= 0 and a
-    window below 0."""
-    check_numbers(softcap=options["softcap"])
-    left, right = check_window(options["window_size"])
-    options["window_size"] = (max(left, -1), max(right, -1))
-    if options["softmax_scale"] is None:
-        options["softmax_scale"] = q.shape[-1] ** -0.5
-    if options["softcap"] < 0:
-        options["softcap"] = 0.0
-
-
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -443,14 +468,21 @@ def _attend(
     *,
     dropout_p: float,
     deterministic: bool,
+    softmax_scale: float | None,
+    window_size: Window,
     **options: Any,
 ) -> Result:
     check_head_dims({"q": q, "k": k}, {"v": v})
-    check_numbers(dropout_p=dropout_p)
-    _normalise(q, options)
-    options["dropout_p"] = dropout_p
+    if not type(deterministic) is type(return_attn_probs) is bool:
+        deterministic = as_flag("deterministic", deterministic)
+        return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
+    if type(dropout_p) is not float:
+        dropout_p = as_number("dropout_p", dropout_p)
     if dropout_p > 0:
         options["rng_state"] = draw_rng_state(q.device)
+    options["dropout_p"] = dropout_p
+    options["softmax_scale"] = _scale(q, softmax_scale)
+    options["window_size"] = _window(window_size)
     q, k, padded_v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
     out, lse = attention(q, k, padded_v, deterministic=deterministic or None, return_lse=True, **options)
     out = cut_head_dim(out, v.shape[-1])
@@ -462,10 +494,53 @@ def _attend(
         return out, lse, attention_weights(q, k, lse, signed=True, **options)
 
 
-def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k: Tensor | None = None, v: Tensor | None = None, **options: Any
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    """The default is that of q before padding."""
+    return float(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
+
+
+@_errors_name_pages
+def _attend_to_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_k: int,
+    *,
+    cu_seqlens_q: Tensor,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    _normalise(q, options)
+    check_tensors(block_table=block_table)
+    check_head_dims({"q": q, "k": k}, {"v": v})
+    if k.dim() != 4 or block_table.dim() != 2:
+        raise ValueError(
+            "k must be (num_blocks, page_block_size, nheads_k, headdim) and block_table (batch, max_num_blocks_per_seq)"
+            f", got {tuple(k.shape)} and {tuple(block_table.shape)}"
+        )
+    if max_seqlen_k > block_table.shape[1] * k.shape[1]:
+        raise ValueError(
+            f"max_seqlen_k must be at most what block_table's {block_table.shape[1]} pages of {k.shape[1]} keys hold, "
+            f"got {max_seqlen_k}"
+        )
+    _check_cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
+    lengths = cu_seqlens_k.diff()
+    return _decode(q, k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=lengths, block_table=block_table, **options)
+
+
+def _decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    softmax_scale: float | None,
+    window_size: Window,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    options["softmax_scale"] = _scale(q, softmax_scale)
+    options["window_size"] = _window(window_size)
     # A cache is written to in place: one that the kernels can take as it is must not become a copy.
     caches = [x if x.shape[-1] % HEAD_DIM_MULTIPLE == 0 else pad_head_dim(x) for x in (k_cache, v_cache)]
     new_k, new_v = (None if x is None else pad_head_dim(x) for x in (k, v))

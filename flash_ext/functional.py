@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from flash_ext.argument_checks import check_names, check_numbers, check_optional_tensors, check_tensors, check_window
+from flash_ext.argument_checks import (
+    as_flag,
+    as_integer,
+    as_number,
+    check_device,
+    check_names,
+    check_optional_tensors,
+    check_tensors,
+    check_window,
+    describe,
+)
 from flash_ext.masks import BlockMask
 from flash_ext.ops import ScoreOptions, call
+from flash_ext.torch_private import FLEX_BLOCK_MASK, TORCH_SDPA, in_context_parallel, is_instance
 
 _OPS = torch.ops.flash_ext
 _FORWARD = _OPS.attention_forward.default  # looking one up takes a while
@@ -67,7 +79,8 @@ def attention(
         causal: no key to the right of the diagonal, the same as a right window of 0.
         window_size: (left, right): key j is visible where i + offset - left <= j <= i + offset + right; -1 = unlimited.
         top_left: the diagonal starts at the first query and key, and not where it ends at the last ones.
-        softmax_scale: default 1 / sqrt(head_dim).
+        softmax_scale: default 1 / sqrt(head_dim). A number, as softcap and dropout_p are: a scale that is learned
+            multiplies q.
         softcap: 0 = off.
         alibi_slopes: float32 (heads_q) or (batch, heads_q) (Press et al. 2021).
         bias: added to the scores, (batch|1, heads_q|1, seqlen_q|1, seqlen_k|1), any floating dtype. Differentiable.
@@ -96,15 +109,18 @@ def attention(
 
     Raises:
         RuntimeError: an argument has a wrong type, shape, device or value, or is not supported; ``supports`` tells
-            beforehand. Differentiating twice, or in forward mode, raises too.
+            beforehand. Differentiating twice, or in forward mode, raises too, and so does a call inside of
+            torch.distributed's ``context_parallel``.
         ValueError: window_size is no pair, or block_mask is made for other lengths.
-        TypeError: an argument is of a type that it cannot have.
+        TypeError: an argument is of a type that it cannot have. Of subclasses of Tensor, those without a
+            ``__torch_dispatch__`` are refused (but for Parameter), and so are DTensor, nested and masked tensors.
     """
-    check_tensors(q=q, k=k, v=v)
-    if dropout_p != 0:
-        check_numbers(dropout_p=dropout_p)
-        if dropout_p > 0 and rng_state is None:
-            rng_state = draw_rng_state(q.device)
+    if not type(q) is type(k) is type(v) is Tensor or q.is_nested or k.is_nested or v.is_nested:
+        check_tensors(q=q, k=k, v=v)
+    if type(dropout_p) is not float:
+        dropout_p = as_number("dropout_p", dropout_p)
+    if dropout_p > 0 and rng_state is None:
+        rng_state = draw_rng_state(q.device)
     options = _score_options(
         q,
         k,
@@ -129,6 +145,8 @@ def attention(
     )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    if not type(deterministic) is type(return_lse) is bool:
+        deterministic, return_lse = as_flag("deterministic", deterministic), as_flag("return_lse", return_lse)
     if deterministic:
         options = (*ScoreOptions(*options), deterministic)
     out, lse = call(_FORWARD, q, k, v, *options)
@@ -163,7 +181,8 @@ def attention_weights(
     if options.get("sink") is not None:
         raise TypeError("attention_weights() takes no sink: it is part of lse")
     check_tensors(q=q, k=k, lse=lse)
-    check_numbers(dropout_p=dropout_p)
+    dropout_p = as_number("dropout_p", dropout_p)
+    signed = as_flag("signed", signed)
     dropout_mode = 0 if dropout_p == 0 else 2 if signed else 1
     arguments = _score_options(q, k, dropout_p=dropout_p, **options)
     weights: Tensor = call(_OPS.attention_weights.default, q, k, lse, dropout_mode, *arguments)
@@ -224,9 +243,14 @@ def decode(
         ValueError: only one of k and v, or window_size is no pair.
         TypeError: an argument is of a type that it cannot have.
     """
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    if not type(q) is type(k_cache) is type(v_cache) is Tensor or q.is_nested or k_cache.is_nested or v_cache.is_nested:
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together, got only {'v' if k is None else 'k'}")
+    if k is not None:
+        check_tensors(k=k, v=v)
+    if type(return_lse) is not bool:
+        return_lse = as_flag("return_lse", return_lse)
     options = _decode_options(
         q,
         cache_seqlens,
@@ -288,7 +312,9 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
 
     Raises:
         RuntimeError: torch's own, where there is no such device.
+        TypeError: device names none.
     """
+    check_device(device)
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
@@ -316,6 +342,12 @@ def _score_options(
 ) -> tuple[Any, ...]:
     """ScoreOptions, but for those at the end where all have their defaults: operators fill them in faster than torch
     hands them over."""
+    if F.scaled_dot_product_attention is not TORCH_SDPA:
+        _refuse_context_parallel()
+    if not type(causal) is type(top_left) is bool:
+        causal, top_left = as_flag("causal", causal), as_flag("top_left", top_left)
+    if not type(softcap) is type(dropout_p) is float:
+        softcap, dropout_p = as_number("softcap", softcap), as_number("dropout_p", dropout_p)
     left, right = _window(causal, window_size)
     allow_tf32 = _allow_tf32(q)
     often_given = (_scale(q, softmax_scale), left, right, top_left)
@@ -348,16 +380,14 @@ def _score_options(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
     )
-    check_numbers(dropout_p=dropout_p, softcap=softcap)
     blocks: tuple[Tensor | None, ...] = (None,) * 4
     mask_shapes = [t.shape for t in (bias, mask) if t is not None]
     if block_mask is not None:
-        if not isinstance(block_mask, BlockMask):
-            raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
+        _check_type_of_block_mask(block_mask)
         blocks = block_mask.tensors
         mask_shapes.append(torch.Size(block_mask.shape))
-    max_seqlen_q = _max_seqlen(max_seqlen_q, cu_seqlens_q, q, 2, mask_shapes)
-    max_seqlen_k = _max_seqlen(max_seqlen_k, cu_seqlens_k, k, 3, mask_shapes)
+    max_seqlen_q = _max_seqlen(max_seqlen_q, "max_seqlen_q", cu_seqlens_q, q, 2, mask_shapes)
+    max_seqlen_k = _max_seqlen(max_seqlen_k, "max_seqlen_k", cu_seqlens_k, k, 3, mask_shapes)
     if block_mask is not None:
         _check_block_mask(block_mask, q, k, cu_seqlens_q is not None, max_seqlen_q, max_seqlen_k)
     return (
@@ -404,6 +434,15 @@ def _decode_options(
     batch_invariant: bool = False,
 ) -> tuple[Any, ...]:
     """DecodeOptions, shortened likewise."""
+    if F.scaled_dot_product_attention is not TORCH_SDPA:
+        _refuse_context_parallel()
+    if not type(causal) is type(rotary_interleaved) is type(batch_invariant) is bool:
+        causal, rotary_interleaved = as_flag("causal", causal), as_flag("rotary_interleaved", rotary_interleaved)
+        batch_invariant = as_flag("batch_invariant", batch_invariant)
+    if type(softcap) is not float:
+        softcap = as_number("softcap", softcap)
+    if type(num_splits) is not int or num_splits != 0:
+        num_splits = as_integer("num_splits", num_splits)
     left, right = _window(causal, window_size)
     allow_tf32 = _allow_tf32(q)
     often_given = (_scale(q, softmax_scale), left, right, cache_seqlens, block_table)
@@ -431,7 +470,6 @@ def _decode_options(
         sink=sink,
         cu_seqlens_q=cu_seqlens_q,
     )
-    check_numbers(softcap=softcap)
     return (
         *often_given,
         cache_batch_idx,
@@ -439,7 +477,7 @@ def _decode_options(
         rotary_sin,
         rotary_interleaved,
         cu_seqlens_q,
-        _max_seqlen(max_seqlen_q, cu_seqlens_q, q, 2, ()),
+        _max_seqlen(max_seqlen_q, "max_seqlen_q", cu_seqlens_q, q, 2, ()),
         softcap,
         sink,
         alibi_slopes,
@@ -470,22 +508,40 @@ _torch_allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
     left, right = check_window(window_size)
-    return left, 0 if causal else right
+    if not causal:
+        return left, right
+    if right < -1:  # what operators say of a right window that they see
+        raise RuntimeError(f"window_size[1] must be >= -1 (-1 = unlimited), got {right}")
+    return left, 0
 
 
 def _scale(q: Tensor, softmax_scale: float | None) -> float:
     if softmax_scale is not None:
-        return softmax_scale
-    head_dim = q.shape[-1]
+        if type(softmax_scale) is float:
+            return softmax_scale
+        return as_number("softmax_scale", softmax_scale, "multiply q by it, which gives it its gradient too")
+    shape = q.shape
+    head_dim = shape[-1] if shape else 0
     return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
 
 
+def _refuse_context_parallel() -> None:
+    if in_context_parallel():
+        raise RuntimeError(
+            "flash_ext does not take part in torch.distributed's context_parallel, which is active: each rank would "
+            "attend to its own part of the keys alone. Leave it, attend to each rank's part in turn with "
+            "return_lse=True, and combine the parts by flash_ext.merge"
+        )
+
+
 def _max_seqlen(
-    given: int | None, cu_seqlens: Tensor | None, rows: Tensor, dim: int, scores: Sequence[torch.Size]
+    given: int | None, name: str, cu_seqlens: Tensor | None, rows: Tensor, dim: int, scores: Sequence[torch.Size]
 ) -> int:
     """``scores``: the shapes of what there is of bias and masks."""
-    if given is not None or cu_seqlens is None:
-        return given or 0
+    if given is not None:
+        return as_integer(name, given)
+    if cu_seqlens is None:
+        return 0
     for shape in scores:
         if len(shape) == 4 and shape[dim] != 1:
             return shape[dim]
@@ -498,6 +554,18 @@ def _longest(cu_seqlens: Tensor, total: int) -> int:
         return total
     lengths = cu_seqlens.diff()
     return max(0, int(lengths.max())) if lengths.numel() > 0 else 0
+
+
+def _check_type_of_block_mask(block_mask: Any) -> None:
+    if isinstance(block_mask, BlockMask):
+        if not all(type(t) is Tensor for t in block_mask.tensors):
+            names = ("offsets", "indices", "bitmap_ids", "bitmaps")
+            check_tensors(**{f"block_mask.{name}": getattr(block_mask, name) for name in names})
+        return
+    way_out = ""
+    if is_instance(block_mask, FLEX_BLOCK_MASK):
+        way_out = ": make one of its predicate, BlockMask.from_mask_mod(block_mask.mask_mod, seqlen_q, seqlen_k, ...)"
+    raise TypeError(f"block_mask must be a flash_ext.BlockMask, got {describe(block_mask)}{way_out}")
 
 
 def _check_block_mask(
@@ -521,13 +589,16 @@ def _check_block_mask(
 def _stack(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
     """One tensor of all parts. Of different dtypes torch.stack would silently make one."""
     if isinstance(parts, Tensor):
+        if type(parts) is not Tensor or parts.is_nested:
+            check_tensors(**{name: parts})
         return parts
+    if not isinstance(parts, Iterable):
+        raise TypeError(f"{name} must be a Tensor or a sequence of Tensors, got {describe(parts)}")
     parts = tuple(parts)
     if not parts:
         raise ValueError(f"{name} must hold at least one part, got an empty sequence")
     for i, part in enumerate(parts):
-        if not isinstance(part, Tensor):
-            raise TypeError(f"{name}[{i}] must be a Tensor, got {type(part).__name__}")
+        check_tensors(**{f"{name}[{i}]": part})
         if part.dtype != parts[0].dtype or part.shape != parts[0].shape:
             raise RuntimeError(
                 f"{name}[{i}] must have the shape and dtype of {name}[0]: expected {tuple(parts[0].shape)} "

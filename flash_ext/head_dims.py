@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from flash_ext.argument_checks import check_tensors
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8  # of the kernels
@@ -19,8 +22,8 @@ def check_head_dims(*groups: Mapping[str, Tensor]) -> None:
     for group in groups:
         first, expected = "", 0
         for name, x in group.items():
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+            if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided:
+                check_tensors(**{name: x})
             shape = x.shape
             size = shape[-1] if shape else 0
             if not 1 <= size <= MAX_HEAD_DIM:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from flash_ext.argument_checks import (
+    as_flag,
+    as_integer,
+    as_pair,
+    as_size,
+    check_device,
+    check_tensors,
+    check_window,
+    describe,
+)
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Visibility of index tensors (batch, head, query, key) that broadcast against each other, as bool."""
@@ -54,6 +66,7 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same mask with its tensors on ``device``."""
+        check_device(device)
         offsets, indices, bitmap_ids, bitmaps = (t.to(device) for t in self.tensors)
         return replace(self, offsets=offsets, indices=indices, bitmap_ids=bitmap_ids, bitmaps=bitmaps)
 
@@ -91,8 +104,9 @@ class BlockMask:
 
         Raises:
             ValueError: visible or block_size is none of these.
+            TypeError: visible is no tensor, or block_size not of integers.
         """
-        _check_block_size(block_size)
+        check_tensors(visible=visible)
         if visible.dtype != torch.bool or visible.dim() not in (2, 4):
             raise ValueError(
                 "visible must be bool (seqlen_q, seqlen_k) or (batch|1, heads_q|1, seqlen_q, seqlen_k), "
@@ -121,8 +135,11 @@ class BlockMask:
 
         Raises:
             ValueError: blocks is of another dtype or shape, or block_size not allowed.
+            TypeError: an argument is of a type that it cannot have.
         """
-        _check_block_size(block_size)
+        check_tensors(blocks=blocks)
+        block_size = _as_block_size(block_size)
+        seqlen_q, seqlen_k = as_size("seqlen_q", seqlen_q), as_size("seqlen_k", seqlen_k)
         expected = (_ceil_div(seqlen_q, block_size[0]), _ceil_div(seqlen_k, block_size[1]))
         if blocks.dtype != torch.bool or blocks.dim() not in (2, 4) or tuple(blocks.shape[-2:]) != expected:
             raise ValueError(
@@ -160,10 +177,16 @@ class BlockMask:
             A ``BlockMask``.
 
         Raises:
-            ValueError: block_size is not allowed.
+            ValueError: block_size or a length is not allowed, or mask_mod returns something of another dtype, shape or
+                device.
+            TypeError: an argument is of a type that it cannot have, or mask_mod does not return a tensor.
         """
-        _check_block_size(block_size)
-        block_m, block_n = block_size
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mod must be a function of (batch, head, query, key), got {describe(mask_mod)}")
+        block_m, block_n = _as_block_size(block_size)
+        seqlen_q, seqlen_k = as_size("seqlen_q", seqlen_q), as_size("seqlen_k", seqlen_k)
+        batch, heads = as_size("batch", batch), as_size("heads", heads)
+        check_device(device)
         b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
         h = torch.arange(heads, device=device).view(1, -1, 1, 1)
         j = torch.arange(seqlen_k, device=device)
@@ -172,7 +195,7 @@ class BlockMask:
         bitmaps = [torch.zeros(0, block_m, block_n // 32, dtype=torch.int32, device=device)]
         for start in range(0, seqlen_q, block_m):
             i = torch.arange(start, min(start + block_m, seqlen_q), device=device)[:, None]
-            blocks = _to_blocks(mask_mod(b, h, i, j).expand(batch, heads, len(i), seqlen_k), block_n)
+            blocks = _to_blocks(_evaluate(mask_mod, b, h, i, j), block_n)
             any_pair = blocks.any(-1).any(-1)
             partial = any_pair & ~_is_full(blocks, seqlen_k)
             row_ids = torch.full(partial.shape, -1, device=device)
@@ -209,7 +232,8 @@ class BlockMask:
             A ``BlockMask`` for all batch entries and heads.
 
         Raises:
-            ValueError: block_size is not allowed.
+            ValueError: a number that is not allowed.
+            TypeError: an argument is of a type that it cannot have.
         """
         return BlockMask.sliding_window(
             seqlen_q, seqlen_k, (-1, 0), block_size=block_size, top_left=top_left, device=device
@@ -244,10 +268,15 @@ class BlockMask:
             A ``BlockMask`` for all batch entries and heads.
 
         Raises:
-            ValueError: block_size is not allowed.
+            ValueError: a number that is not allowed.
+            TypeError: an argument is of a type that it cannot have.
         """
-        left, right = window_size
-        causal = causal or right == 0
+        left, right = check_window(window_size)
+        if left < -1 or right < -1:
+            raise ValueError(f"window_size must be (left, right), each >= -1 (-1 = unlimited), got {window_size!r}")
+        seqlen_q, seqlen_k = as_size("seqlen_q", seqlen_q), as_size("seqlen_k", seqlen_k)
+        num_global = as_size("num_global", num_global)
+        top_left, causal = as_flag("top_left", top_left), as_flag("causal", causal) or right == 0
         offset = 0 if top_left else seqlen_k - seqlen_q
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -279,9 +308,18 @@ class BlockMask:
             A ``BlockMask`` on the device of ``ids_q``, for all heads.
 
         Raises:
-            ValueError: shapes of ids_q and ids_k that do not fit together, or a block_size that is not allowed.
+            ValueError: ids_q or ids_k is not integer, their shapes or devices do not fit together, or a block_size that
+                is not allowed.
+            TypeError: an argument is of a type that it cannot have.
         """
         ids_k = ids_q if ids_k is None else ids_k
+        check_tensors(ids_q=ids_q, ids_k=ids_k)
+        causal = as_flag("causal", causal)
+        for name, ids in (("ids_q", ids_q), ("ids_k", ids_k)):
+            if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+                raise ValueError(f"{name} must be integer, got {ids.dtype}")
+        if ids_k.device != ids_q.device:
+            raise ValueError(f"ids_k must be on the device of ids_q, {ids_q.device}, got {ids_k.device}")
         if ids_q.dim() != ids_k.dim() or ids_q.dim() not in (1, 2) or ids_q.shape[:-1] != ids_k.shape[:-1]:
             raise ValueError(
                 "ids_q and ids_k must be (seqlen) or (batch, seqlen) with the same batch, "
@@ -301,10 +339,29 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _check_block_size(block_size: tuple[int, int]) -> None:
-    block_m, block_n = block_size
+def _as_block_size(block_size: Any) -> tuple[int, int]:
+    block_m, block_n = as_pair("block_size", "(rows, keys)", block_size)
+    block_m, block_n = as_integer("block_size[0]", block_m), as_integer("block_size[1]", block_n)
     if block_m < 1 or block_n < 32 or block_n % 32 != 0:
         raise ValueError(f"block_size must be (rows >= 1, keys a multiple of 32), got {block_size}")
+    return block_m, block_n
+
+
+def _evaluate(mask_mod: MaskMod, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Visibility of all pairs of the index tensors, bool (batch, heads, rows, seqlen_k)."""
+    visible: Any = mask_mod(b, h, i, j)
+    if not isinstance(visible, Tensor):
+        raise TypeError(f"mask_mod must return a bool Tensor, got {describe(visible)}")
+    check_tensors(**{"mask_mod(...)": visible})
+    shape = (len(b), h.shape[1], len(i), len(j))
+    sizes = (1,) * (4 - visible.dim()) + tuple(visible.shape)
+    fits = len(sizes) == 4 and all(size in (1, full) for size, full in zip(sizes, shape, strict=True))
+    if visible.dtype != torch.bool or visible.device != j.device or not fits:
+        raise ValueError(
+            f"mask_mod must return a bool Tensor on {j.device} that broadcasts to (batch, heads, rows, seqlen_k) = "
+            f"{shape}, got {visible.dtype} {tuple(visible.shape)} on {visible.device}"
+        )
+    return visible.expand(shape)
 
 
 def _to_blocks(strip: Tensor, block_n: int) -> Tensor:

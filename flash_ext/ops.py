@@ -18,6 +18,7 @@ from torch.overrides import has_torch_function
 
 from flash_ext import _vmap
 from flash_ext._build_info import require_torch
+from flash_ext.argument_checks import check_dense
 
 
 def _load_libraries() -> None:
@@ -110,6 +111,15 @@ def call(op: Any, *args: Any) -> Any:
     Where nothing asks for a derivative, autograd is left out. Else the derivative is recorded here, unless somebody
     else has to see the call first.
     """
+    try:
+        return _call(op, args)
+    except NotImplementedError as error:
+        if str(error).startswith("Could not run"):
+            _refuse_backend(op, args)
+        raise
+
+
+def _call(op: Any, args: tuple[Any, ...]) -> Any:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return op(*args)  # they have to see it all
     if has_torch_function(args):
@@ -120,6 +130,19 @@ def call(op: Any, *args: Any) -> Any:
             return op(*args)
         return record(_call_below_autograd, op, *args)
     return _call_below_autograd(op, *args)
+
+
+def _refuse_backend(op: Any, args: tuple[Any, ...]) -> None:
+    """Says of which argument the dispatcher found no kernel, in place of its list of all backends that there are."""
+    named = [(a.name, t) for a, t in zip(op._schema.arguments, args, strict=False) if type(t) is Tensor]
+    for name, t in named:
+        check_dense(name, t)
+    for name, t in named:
+        if t.device.type != "cpu":
+            raise RuntimeError(
+                f"flash_ext: {name} must be on a device that this build has kernels for (flash_ext.build_info()), "
+                f"got {t.device}"
+            ) from None
 
 
 def _call_below_autograd(op: Any, *args: Any) -> Any:
@@ -406,7 +429,8 @@ for _name, _reason in {
     "attention_backward": _TWICE,
     "attention_weights_backward": _TWICE,
     "merge_backward": "merging can be differentiated once",
-    "attention_decode": "attention over a cache is for inference, flash_ext.attention is differentiable",
+    "attention_decode": "attention over a cache or pages (block_table) is for inference, "
+    "flash_ext.attention is differentiable",
 }.items():
     _register_autograd(_name, _save_nothing, _refuse_backward(_name, _reason))
 _LIBRARY.impl("attention_forward_plain", _differentiate_plain, "Autograd", with_keyset=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flash_ext._plan as _plan
 from flash_ext._build_info import build_info
-from flash_ext.argument_checks import check_names, check_tensors
+from flash_ext.argument_checks import as_flag, check_names, check_optional_tensors, check_tensors, describe
 from flash_ext.functional import DECODE_OPTIONS, SCORE_OPTIONS, _decode_options, _score_options
 from flash_ext.ops import DecodeOptions, ScoreOptions, call
 
@@ -52,6 +52,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **o
     _check_options("supports()", operation, options)
     try:
         check_tensors(q=q, k=k, v=v)
+        _check_flags(options)
         ok, reason = _plan.supports(_plan.Problem(operation=operation, **_device_and_dtype(q)))
         if ok:
             with torch.no_grad():
@@ -102,19 +103,41 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **op
 
     Raises:
         ValueError: the planner has no plan for these sizes, numbers, dtype and device, or no such operation.
-        TypeError: an option that the function does not have.
+        RuntimeError: q, k or v has another number of dimensions.
+        TypeError: an option that the function does not have, or one of a type that it cannot have.
     """
     _check_options("explain()", operation, options)
     check_tensors(q=q, k=k, v=v)
+    _check_flags(options)
+    _check_dimensions(q, k, v, options)
     problem = _problem_of_decode if operation == "decode" else _problem_of_attention
     described = problem(q, k, v, operation, **options)
     return Explanation(described, _plan.make_plan(described))
 
 
 def _check_options(function: str, operation: str, options: dict[str, Any]) -> None:
+    if not isinstance(operation, str):
+        raise TypeError(f"operation must be a str, got {describe(operation)}")
     if operation not in _OPTIONS:
         raise ValueError(f"operation must be one of {', '.join(_OPTIONS)}, got {operation!r}")
     check_names(f"{function} of {operation}", options, _OPTIONS[operation])
+
+
+def _check_flags(options: dict[str, Any]) -> None:
+    """Those that functions look at themselves, and operators never see."""
+    if options.get("deterministic") is not None:
+        as_flag("deterministic", options["deterministic"])
+    for name in ("return_lse", "signed"):
+        as_flag(name, options.get(name, False))
+
+
+def _check_dimensions(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+    cu_seqlens = {name: options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    check_optional_tensors(**cu_seqlens)
+    num_dims_q, num_dims_k = (4 if given is None else 3 for given in cu_seqlens.values())
+    for name, x, expected in (("q", q, num_dims_q), ("k", k, num_dims_k), ("v", v, num_dims_k)):
+        if x.dim() != expected:
+            raise RuntimeError(f"{name} must be {expected}-dimensional, got shape {tuple(x.shape)}")
 
 
 def _check_call(q: Tensor, k: Tensor, v: Tensor, operation: str, options: dict[str, Any]) -> None:

@@ -87,10 +87,11 @@ def test_dense(device: str, head_dim: int, causal: bool) -> None:
     assert isinstance(flash_ext.flash_attn_func(q, k, v), Tensor)
 
 
-@pytest.mark.parametrize("softcap", [0.0, -1.0])
-def test_softcap_up_to_zero_is_off(device: str, softcap: float) -> None:
+def test_softcap_of_zero_is_off(device: str) -> None:
     q, k, v = (random(2, 9, 4, 16, device=device) for _ in range(3))
-    assert torch.equal(flash_ext.flash_attn_func(q, k, v, softcap=softcap), flash_ext.flash_attn_func(q, k, v))
+    assert torch.equal(flash_ext.flash_attn_func(q, k, v, softcap=0), flash_ext.flash_attn_func(q, k, v))
+    with pytest.raises(RuntimeError, match=r"softcap must be .* got -1"):
+        flash_ext.flash_attn_func(q, k, v, softcap=-1.0)
 
 
 def test_last_dimension_of_any_stride(device: str) -> None:
@@ -276,15 +277,25 @@ def test_narrower_rows_are_not_written_into_a_cache(device: str, name: str) -> N
     assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True))
 
 
-def test_any_negative_window_is_unlimited(device: str) -> None:
+@pytest.mark.parametrize("window_size", [(-5, 2), (2, -2)], ids=str)
+def test_only_minus_one_is_an_unlimited_window(device: str, window_size: tuple[int, int]) -> None:
     q, k, v = (random(2, 9, 2, 16, device=device) for _ in range(3))
-    expected = flash_ext.flash_attn_func(q, k, v, window_size=(-1, 2))
-    assert torch.equal(flash_ext.flash_attn_func(q, k, v, window_size=(-5, 2)), expected)
-    with pytest.raises(TypeError, match="window_size"):
-        flash_ext.flash_attn_func(q, k, v, window_size=(1.5, 2))  # type: ignore[arg-type]
-    for name in ("dropout_p", "softcap"):
-        with pytest.raises(TypeError, match=f"{name} must be a number, got None"):
-            flash_ext.flash_attn_func(q, k, v, **{name: None})  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"window_size\[.\].* must be >= -1 \(-1 = unlimited\), got -"):
+        flash_ext.flash_attn_func(q, k, v, window_size=window_size)
+
+
+def test_integers_may_be_tensors(device: str) -> None:
+    """flash-attn's own tests draw windows by torch.randint, and models take max_seqlen as a maximum of tensors."""
+    q, k, v = (random(9, 2, 16, device=device) for _ in range(3))
+    cu = cumulative([4, 5], device)
+    expected = flash_ext.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, window_size=(3, 1))
+    window = torch.tensor([3, 1], device=device)
+    for given in (window, tuple(window), list(window), window.cpu().numpy(), tuple(window.cpu().numpy())):
+        out = flash_ext.flash_attn_varlen_func(q, k, v, cu, cu, cu.diff().max(), window[0] + 2, window_size=given)
+        assert torch.equal(out, expected)
+    for wrong in (window.float(), window[:1], window[0], window > 0):
+        with pytest.raises((TypeError, ValueError), match="window_size"):
+            flash_ext.flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, window_size=wrong)
 
 
 @pytest.mark.op("attention_decode")
@@ -294,8 +305,11 @@ def test_cache_seqlens_may_be_any_integer(device: str) -> None:
     integer = torch.tensor(5).numpy()[()]
     assert torch.equal(flash_ext.flash_attn_with_kvcache(q, *caches, cache_seqlens=integer), expected)
     for wrong in (True, [5, 5], 5.0):
-        with pytest.raises(TypeError, match="cache_seqlens must be a Tensor or None"):
+        with pytest.raises(TypeError, match="cache_seqlens must be an integer, a Tensor or None"):
             flash_ext.flash_attn_with_kvcache(q, *caches, cache_seqlens=wrong)  # type: ignore[arg-type]
+    for wrong in (-1, 2**31):
+        with pytest.raises(ValueError, match="cache_seqlens must be from 0"):
+            flash_ext.flash_attn_with_kvcache(q, *caches, cache_seqlens=wrong)
 
 
 @pytest.mark.op("attention_decode")
@@ -318,11 +332,19 @@ def test_block_table_errors(device: str) -> None:
     if device == "cpu":
         with pytest.raises(ValueError, match=r"^max_seqlen_k must not be less than .* 6, got 2"):
             attend(cumulative([6], device), 2)
-    learning = q.clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="must not require a gradient with block_table"):
-        attend(cumulative([6], device), q=learning)
-    with torch.no_grad():
-        attend(cumulative([6], device), q=learning)
+
+
+@pytest.mark.op("attention_decode")
+def test_pages_run_forward_where_a_gradient_is_wanted(device: str) -> None:
+    q, pages = random(1, 4, 16, device=device), [random(4, 4, 2, 16, device=device) for _ in range(2)]
+    cu_q, cu_k, table = cumulative([1], device), cumulative([6], device), int32([[1, 2]], device)
+    expected = flash_ext.flash_attn_varlen_func(q, *pages, cu_q, cu_k, 1, 6, block_table=table)
+    for t in (q, *pages):
+        t.requires_grad_()
+    out = flash_ext.flash_attn_varlen_func(q, *pages, cu_q, cu_k, 1, 6, block_table=table)
+    assert torch.equal(out, expected)
+    with pytest.raises(RuntimeError, match=r"no derivative: attention over a cache or pages \(block_table\)"):
+        out.sum().backward()
 
 
 @pytest.mark.op("attention_decode")
@@ -370,6 +392,40 @@ def test_unpad_refuses_masks_that_do_not_fit(device: str) -> None:
             flash_ext.unpad_input(states, bad)
         with pytest.raises(ValueError, match=r"^unused_mask must be bool or integer"):
             flash_ext.unpad_input(states, good, bad)
+
+
+def test_unpad_rows_of_several_sequences(device: str) -> None:
+    states = random(3, 6, 2, device=device).requires_grad_()
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [0] * 6, [6, 0, 0, 0, 0, 0]], device=device)
+    tokens, indices, cu_seqlens, longest = flash_ext.unpad_input_for_concatenated_sequences(states, lengths)
+    assert indices.tolist() == [0, 1, 2, 3, 4, 12, 13, 14, 15, 16, 17]
+    assert torch.equal(tokens, states.flatten(0, 1)[indices])
+    assert cu_seqlens.tolist() == [0, 2, 5, 11] and cu_seqlens.dtype == torch.int32
+    assert longest == 6 and isinstance(longest, int)
+    padded = flash_ext.pad_input(tokens, indices, 3, 6)
+    (found,) = torch.autograd.grad(padded.sum(), states)
+    assert torch.equal(padded, states * found) and found.sum() == 2 * len(indices)
+    nothing = flash_ext.unpad_input_for_concatenated_sequences(states, torch.zeros_like(lengths))
+    assert [t.tolist() for t in nothing[1:3]] == [[], [0]] and nothing[3] == 0
+
+
+def test_unpad_refuses_lengths_that_do_not_fit(device: str) -> None:
+    states, lengths = random(2, 4, 3, device=device), torch.tensor([[2, 2, 0, 0], [1, 0, 0, 0]], device=device)
+    for bad in (lengths + 1, lengths - 1, lengths.bool(), lengths.float(), lengths[:1]):
+        with pytest.raises(ValueError, match=r"^attention_mask_in_length must"):
+            flash_ext.unpad_input_for_concatenated_sequences(states, bad)
+
+
+def test_pad_by_indices_of_32_bits(device: str) -> None:
+    tokens = random(3, 2, device=device)
+    indices = torch.tensor([0, 3, 5], device=device)
+    expected = flash_ext.pad_input(tokens, indices, 2, 3)
+    assert torch.equal(flash_ext.pad_input(tokens, indices.int(), 2, 3), expected)
+    for bad in (indices[:2], indices[:, None], indices.float()):
+        with pytest.raises(ValueError, match=r"^indices must"):
+            flash_ext.pad_input(tokens, bad, 2, 3)
+    with pytest.raises(ValueError, match=r"^batch must be at least 0, got -2"):
+        flash_ext.pad_input(tokens, indices, -2, 3)
 
 
 def test_index_first_axis(device: str) -> None:

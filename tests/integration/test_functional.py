@@ -211,7 +211,7 @@ def test_merge_of_parts_that_do_not_fit(device: str) -> None:
         flash_ext.merge([out, out.half()], [lse, lse])
     with pytest.raises(RuntimeError, match=r"lses\[1\] must have the shape"):
         flash_ext.merge([out, out], [lse, lse[:1]])
-    with pytest.raises(TypeError, match=r"outs\[0\] must be a Tensor, got NoneType"):
+    with pytest.raises(TypeError, match=r"outs\[0\] must be a Tensor, got None"):
         flash_ext.merge([None], [lse])  # type: ignore[list-item]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -155,5 +157,35 @@ def test_errors() -> None:
         BlockMask.from_dense(torch.ones(2, 3, 4).bool())
     with pytest.raises(ValueError, match=r"blocks must be bool \(3, 2\)"):
         BlockMask.from_blocks(torch.ones(2, 3).bool(), 40, 64, (16, 32))
+    with pytest.raises(ValueError, match="ids_k must be integer"):
+        BlockMask.document(torch.zeros(3).int(), torch.zeros(3))
     with pytest.raises(ValueError, match="ids_q and ids_k"):
-        BlockMask.document(torch.zeros(2, 3), torch.zeros(4))
+        BlockMask.document(torch.zeros(2, 3).int(), torch.zeros(4).int())
+
+
+@pytest.mark.parametrize("window_size", [(-5, -5), (-2, 0), (0, -2)], ids=str)
+def test_only_minus_one_is_unlimited(window_size: tuple[int, int]) -> None:
+    """As for ``attention``, which refuses the rest too."""
+    q = torch.zeros(1, 64, 1, 8)
+    for causal in (False, True):
+        with pytest.raises(ValueError, match=r"window_size must .*\(-1 = unlimited\), got"):
+            BlockMask.sliding_window(64, 64, window_size, causal=causal)
+        with pytest.raises(RuntimeError, match=r"window_size\[.\].* must be >= -1 \(-1 = unlimited\), got -"):
+            flash_ext.attention(q, q, q, window_size=window_size, causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (True, TypeError, "mask_mod must return a bool Tensor, got bool True"),
+        (1.0, TypeError, "mask_mod must return a bool Tensor, got float 1.0"),
+        (torch.ones(64, 64), ValueError, r"mask_mod must return a bool Tensor .* got torch.float32"),
+        (torch.ones(64, 3, dtype=torch.bool), ValueError, r"= \(1, 1, 64, 64\), got torch.bool \(64, 3\)"),
+        (torch.ones(1, 1, 1, 64, 64, dtype=torch.bool), ValueError, r"mask_mod must .* got torch.bool \(1, 1, 1, 64"),
+        (torch.ones(64, 64, dtype=torch.bool, device="meta"), ValueError, "mask_mod must .* on cpu .* on meta"),
+    ],
+    ids=["bool", "float", "float tensor", "shape", "dimensions", "device"],
+)
+def test_predicates_that_do_not_say_what_is_visible(result: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        BlockMask.from_mask_mod(lambda b, h, i, j: result, 64, 64)
