@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, rename_arguments
 from flash_ext.functional import attention
 from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim
+from flash_ext.torch_private import CAUSAL_BIAS, is_instance
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "bias": "attn_mask", "mask": "attn_mask"}
 
 
 def scaled_dot_product_attention(
@@ -31,7 +37,8 @@ def scaled_dot_product_attention(
         key: (..., heads, S, E). Dimensions before the last two broadcast.
         value: (..., heads, S, Ev).
         attn_mask: bool (True = visible) or floating (added to the scores, differentiable), broadcasts to
-            (..., heads, L, S).
+            (..., heads, L, S); or a ``torch.nn.attention.bias.CausalBias`` for L and S, which costs what is_causal
+            does.
         dropout_p: applied whenever it is > 0.
         is_causal: key j is visible to query i where j <= i, also when L != S.
         scale: default 1 / sqrt(E).
@@ -42,8 +49,14 @@ def scaled_dot_product_attention(
 
     Raises:
         RuntimeError: attn_mask together with is_causal, or arguments that do not fit together.
-        TypeError: query, key or value is no tensor, or dropout_p no number.
+        TypeError: an argument is of a type that it cannot have.
     """
+    if not type(is_causal) is type(enable_gqa) is bool:
+        is_causal, enable_gqa = as_flag("is_causal", is_causal), as_flag("enable_gqa", enable_gqa)
+    if type(dropout_p) is not float:
+        dropout_p = as_number("dropout_p", dropout_p)
+    if scale is not None and type(scale) is not float:
+        scale = as_number("scale", scale, "multiply query by it, which gives it its gradient too")
     _check(query, key, value, attn_mask, is_causal)
     if query.dim() == 2:
         query, key, value = query[None], key[None], value[None]
@@ -53,19 +66,28 @@ def scaled_dot_product_attention(
     lead = _broadcast("dimensions before the heads", query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v = (_to_rows(x, lead) for x in _match_heads(query, key, value, enable_gqa))
     visible = bias = None
+    top_left = True
     if attn_mask is not None:
-        visible, bias = _split_mask(attn_mask, lead, (*lead, q.shape[2], q.shape[1], k.shape[1]))
-    out = attention(
-        q,
-        k,
-        v,
-        causal=is_causal,
-        top_left=True,
-        softmax_scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        mask=visible,
-        bias=bias,
-        dropout_p=dropout_p,
-    )
+        if type(attn_mask) is not Tensor and is_instance(attn_mask, CAUSAL_BIAS):
+            # A rule and not a mask: what such a tensor holds means nothing.
+            is_causal, top_left = True, _starts_at_top_left(attn_mask, q.shape[1], k.shape[1])
+        else:
+            visible, bias = _split_mask(attn_mask, lead, (*lead, q.shape[2], q.shape[1], k.shape[1]))
+    try:
+        out = attention(
+            q,
+            k,
+            v,
+            causal=is_causal,
+            top_left=top_left,
+            softmax_scale=float(query.shape[-1]) ** -0.5 if scale is None else scale,
+            mask=visible,
+            bias=bias,
+            dropout_p=dropout_p,
+        )
+    except (RuntimeError, ValueError, TypeError) as error:
+        rename_arguments(error, _NAMES)
+        raise
     assert isinstance(out, Tensor)
     out = cut_head_dim(out, value.shape[-1]).transpose(1, 2)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
@@ -86,10 +108,25 @@ def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
         return
     if is_causal:
         raise RuntimeError("attn_mask must be None with is_causal=True")
+    if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout is not torch.strided:
+        if is_instance(attn_mask, CAUSAL_BIAS):
+            return
+        check_optional_tensors(attn_mask=attn_mask)
     if not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         raise RuntimeError(f"attn_mask must be bool or floating, got {attn_mask.dtype}")
     if attn_mask.dim() < 2:
         raise RuntimeError(f"attn_mask must broadcast to (..., L, S), got shape {tuple(attn_mask.shape)}")
+
+
+def _starts_at_top_left(causal_bias: Any, num_queries: int, num_keys: int) -> bool:
+    """Where the diagonal lies, top left or bottom right. Raises unless the bias is made for these lengths."""
+    made_for = (causal_bias.seq_len_q, causal_bias.seq_len_kv)
+    if made_for != (num_queries, num_keys):
+        raise RuntimeError(
+            f"attn_mask must be made for the lengths of query and key, {(num_queries, num_keys)}, "
+            f"got a CausalBias for {made_for}"
+        )
+    return bool(causal_bias.variant.name == "UPPER_LEFT")
 
 
 def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:

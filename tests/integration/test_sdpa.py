@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flash_ext
 from tests.oracle import random
@@ -165,6 +166,44 @@ def test_empty(device: str, lead: tuple[int, ...], lengths: tuple[int, int]) -> 
         assert not out.any()
 
 
+BIASES = {"upper_left": causal_upper_left, "lower_right": causal_lower_right}
+
+
+@pytest.mark.parametrize("seqlens", [(9, 9), (9, 13), (13, 9), (1, 7)], ids=str)
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
+def test_causal_bias(device: str, name: str, seqlens: tuple[int, int]) -> None:
+    """Torch's rule, which is a tensor without content. Queries that see nothing give 0."""
+    query, key, value = (t.requires_grad_() for t in qkv(device, seqlens=seqlens))
+    visible = BIASES[name](*seqlens)._materialize(torch.device(device))
+    dense = flash_ext.scaled_dot_product_attention(query, key, value, visible)
+    out = flash_ext.scaled_dot_product_attention(query, key, value, BIASES[name](*seqlens))
+    found, expected = ([t, *torch.autograd.grad(t.sum(), (query, key, value))] for t in (out, dense))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if visible.any(-1).all():
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            theirs = F.scaled_dot_product_attention(query, key, value, visible)
+        torch.testing.assert_close(out, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_causal_bias_compiles(device: str) -> None:
+    """One function for both: what the bias says is guarded."""
+    query, key, value = qkv(device)
+    compiled = torch.compile(flash_ext.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    for make in (*BIASES.values(), causal_upper_left):
+        expected = flash_ext.scaled_dot_product_attention(query, key, value, make(9, 13))
+        torch.testing.assert_close(compiled(query, key, value, make(9, 13)), expected)
+
+
+def test_causal_bias_of_other_lengths(device: str) -> None:
+    query, key, value = qkv(device)
+    for wrong in (causal_upper_left(9, 9), causal_lower_right(13, 9), causal_lower_right(5, 5)):
+        with pytest.raises(RuntimeError, match=r"attn_mask must be made for .* \(9, 13\), got a CausalBias for"):
+            flash_ext.scaled_dot_product_attention(query, key, value, wrong)
+    with pytest.raises(RuntimeError, match="attn_mask must be None with is_causal"):
+        flash_ext.scaled_dot_product_attention(query, key, value, causal_upper_left(9, 13), is_causal=True)
+
+
 def test_errors(device: str) -> None:
     query, key, value = qkv(device)
     mask = torch.ones(9, 13, dtype=torch.bool, device=device)
@@ -185,7 +224,7 @@ def test_errors(device: str) -> None:
         sdpa(query, key, value[..., :5, :])
     with pytest.raises(TypeError, match="key must be a Tensor"):
         sdpa(query, None, value)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="dropout_p must be a number"):
+    with pytest.raises(TypeError, match="dropout_p must be a number, got None"):
         sdpa(query, key, value, dropout_p=None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="must divide query's, got 4, 3 and 3"):
         sdpa(query, key[:, :3], value[:, :3], enable_gqa=True)
