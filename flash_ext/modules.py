@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flash_ext.argument_checks import as_flag, check_optional_tensors, check_tensors, describe
 from flash_ext.functional import attention, attention_weights, draw_rng_state
 from flash_ext.head_dims import MAX_HEAD_DIM, cut_head_dim, pad_head_dim
 
@@ -92,8 +93,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             alone = query is key and key is value and key_padding_mask is None and attn_mask is None
             if not alone or need_weights or self.bias_k is not None or self.add_zero_attn:
                 raise AssertionError(
-                    "MultiheadAttention supports nested tensors for self-attention only: one tensor as query, key and "
-                    "value, no masks, need_weights=False, no add_bias_kv, no add_zero_attn."
+                    "MultiheadAttention does not support NestedTensor outside of its fast path, self-attention: one "
+                    "tensor as query, key and value, no masks, need_weights=False, no add_bias_kv, no add_zero_attn."
                 )
             return self._forward_nested(query, is_causal), None
 
@@ -233,17 +234,39 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> None:
-        """Raises, before anything is computed, what ``nn.MultiheadAttention`` raises."""
+        """Raises, before anything is computed, what ``nn.MultiheadAttention`` raises: its messages are part of its
+        interface, and torch's tests look for them. Raises TypeError of classes of tensors that it would misread."""
+        if not type(query) is type(key) is type(value) is Tensor:
+            check_tensors(query=query, key=key, value=value)
+        if key_padding_mask is not None or attn_mask is not None:
+            check_optional_tensors(key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        if type(is_causal) is not bool:
+            as_flag("is_causal", is_causal)
         num_dims = query.dim()
-        if num_dims not in (2, 3) or key.dim() != num_dims or value.dim() != num_dims:
-            dims = f"{query.dim()}-D, {key.dim()}-D and {value.dim()}-D"
-            raise AssertionError(f"query, key and value should be all 2-D (unbatched) or all 3-D, but got {dims}")
+        if num_dims not in (2, 3):
+            raise AssertionError(
+                f"query should be unbatched 2D or batched 3D tensor but received {num_dims}-D query tensor"
+            )
+        kind = "batched" if num_dims == 3 else "unbatched"
+        expected = f"For {kind} ({num_dims}-D) `query`, expected"
+        if key.dim() != num_dims or value.dim() != num_dims:
+            raise AssertionError(
+                f"{expected} `key` and `value` to be {num_dims}-D "
+                f"but found {key.dim()}-D and {value.dim()}-D tensors respectively"
+            )
         if key_padding_mask is not None and key_padding_mask.dim() != num_dims - 1:
             raise AssertionError(
-                f"expected key_padding_mask to be {num_dims - 1}-D, but got {key_padding_mask.dim()}-D"
+                f"{expected} `key_padding_mask` to be `None` or {num_dims - 1}-D "
+                f"but found {key_padding_mask.dim()}-D tensor instead"
             )
         if attn_mask is not None and attn_mask.dim() not in (2, 3):
-            raise AssertionError(f"expected attn_mask to be 2-D or 3-D, but got {attn_mask.dim()}-D")
+            raise AssertionError(
+                f"{expected} `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor instead"
+            )
+        if num_dims == 2 and attn_mask is not None and attn_mask.dim() == 3:
+            shape = (self.num_heads, query.shape[0], key.shape[0])
+            if attn_mask.shape != shape:
+                raise AssertionError(f"Expected `attn_mask` shape to be {shape} but got {tuple(attn_mask.shape)}")
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise AssertionError(f"only bool and floating types of {name} are supported, but got {mask.dtype}")
@@ -301,8 +324,12 @@ def convert(model: nn.Module, *, report: Callable[[str], object] = print) -> nn.
         ``model``.
 
     Raises:
-        Nothing of its own: what cannot be converted is reported.
+        TypeError: model is no module. What cannot be converted is reported.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {describe(model)}")
+    if not callable(report):
+        raise TypeError(f"report must be a function of a line, got {describe(report)}")
     converted = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or isinstance(module, MultiheadAttention):

@@ -306,6 +306,10 @@ class TestMasks:
             torch.testing.assert_close(ours(query, poisoned, poisoned, **call), theirs(query, memory, memory, **call))
 
 
+class OtherTensor(torch.Tensor):
+    """Of a class that says nothing of what it holds."""
+
+
 class TestErrors:
     """Torch's, word for word or nearly so, and before anything is computed."""
 
@@ -337,6 +341,46 @@ class TestErrors:
             for module in twins(torch.float32, batch_first=True):
                 with pytest.raises(AssertionError):
                     module(query, key, value)
+
+    @pytest.mark.parametrize(
+        ("shapes", "call", "message"),
+        [
+            ([(4,)] * 3, {}, "query should be unbatched 2D or batched 3D tensor but received 1-D query tensor"),
+            ([(2, 4, 4, 8)] * 3, {}, "query should be unbatched 2D or batched 3D tensor but received 4-D query tensor"),
+            ([(4, 4, 8), (4, 8), (4, 4, 8)], {}, "to be 3-D but found 2-D and 3-D tensors respectively"),
+            ([(4, 4, 8), (4, 4, 8), (4, 8)], {}, "to be 3-D but found 3-D and 2-D tensors respectively"),
+            ([(4, 8), (4, 4, 8), (4, 8)], {}, "`key` and `value` to be 2-D but found 3-D and 2-D tensors respectively"),
+            ([(4, 4, 8)] * 3, {"key_padding_mask": (4,)}, "`None` or 2-D but found 1-D tensor instead"),
+            ([(4, 8)] * 3, {"key_padding_mask": (1, 4)}, "`None` or 1-D but found 2-D tensor instead"),
+            ([(4, 4, 8)] * 3, {"attn_mask": (4,)}, "`attn_mask` to be `None`, 2-D or 3-D but found 1-D tensor instead"),
+            ([(4, 8)] * 3, {"attn_mask": (4,)}, "`attn_mask` to be `None`, 2-D or 3-D but found 1-D tensor instead"),
+            ([(4, 8)] * 3, {"attn_mask": (5, 4, 4)}, r"Expected `attn_mask` shape to be \(2, 4, 4\)"),
+            ([(4, 3, 8)] * 3, {"attn_mask": (5, 4)}, r"The shape of the 2D attn_mask is .*5, 4.* should be \(4, 4\)"),
+            ([(4, 3, 7)] * 3, {}, "was expecting embedding dimension of 8, but got 7"),
+        ],
+        ids=str,
+    )
+    def test_torchs_messages(
+        self, shapes: list[tuple[int, ...]], call: dict[str, tuple[int, ...]], message: str
+    ) -> None:
+        """What torch's own tests look for: both modules say it."""
+        masks = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in call.items()}
+        for make in (nn.MultiheadAttention, flash_ext.MultiheadAttention):
+            with pytest.raises((AssertionError, RuntimeError), match=message):
+                make(8, 2)(*map(torch.zeros, shapes), **masks)
+
+    @pytest.mark.parametrize("name", ["query", "key", "value", "key_padding_mask", "attn_mask"])
+    def test_classes_of_tensors(self, name: str) -> None:
+        x = torch.randn(2, 5, EMBED_DIM)
+        call = dict(query=x, key=x, value=x, key_padding_mask=torch.zeros(2, 5), attn_mask=torch.zeros(5, 5))
+        call[name] = call[name].as_subclass(OtherTensor)
+        with pytest.raises(TypeError, match=f"^{name} must be .*OtherTensor"):
+            twins(torch.float32, batch_first=True)[1](**call)
+
+    def test_the_hint_is_a_bool(self) -> None:
+        x = torch.randn(2, 5, EMBED_DIM)
+        with pytest.raises(TypeError, match=r"^is_causal must be True or False, got str 'no'"):
+            twins(torch.float32, batch_first=True)[1](x, x, x, attn_mask=torch.zeros(5, 5), is_causal="no")
 
     def test_constructor(self) -> None:
         with pytest.raises(AssertionError, match="divisible"):
@@ -506,7 +550,7 @@ class TestModuleBehaviour:
         out, _ = ours(nested, nested, nested, need_weights=False)
         for part, x in zip(out.unbind(), sequences, strict=True):
             torch.testing.assert_close(part, ours(x, x, x)[0])
-        with pytest.raises(AssertionError, match="nested tensors for self-attention only"):
+        with pytest.raises(AssertionError, match="does not support NestedTensor outside of its fast path"):
             ours(nested, nested, nested, need_weights=True)
 
     def test_nested_tensors_with_the_causal_rule(self) -> None:
