@@ -21,6 +21,7 @@ void read_key(const Argument& q, const Argument& k, const ScoreOptions& options,
           options.max_seqlen_k);
   }
   const int64_t rows = g.varlen_k ? 0 : 1;
+  k.counts(rows, "rows").counts(rows + 1, "heads");
   g.total_k = k.tensor().size(rows);
   g.heads_kv = k.tensor().size(rows + 1);
   k.size_is(rows + 2, g.head_dim, g.varlen_q ? "q.size(2)" : "q.size(3)");

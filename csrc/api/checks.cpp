@@ -1,6 +1,7 @@
 #include "checks.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace flash_ext::api {
@@ -114,6 +115,13 @@ const Argument& Argument::shape_broadcasts_to(const Shape& expected, const char*
 const Argument& Argument::size_is(int64_t dim, int64_t expected, const char* whose) const {
   check(tensor_.size(dim) == expected, name_, ".size(", dim, ") must equal ", whose, ": expected ", expected, ", got ",
         tensor_.size(dim));
+  return *this;
+}
+
+const Argument& Argument::counts(int64_t dim, const char* what) const {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  check(tensor_.size(dim) <= kMost, name_, ".size(", dim, "), the number of ", what, ", must be at most ", kMost,
+        ", got ", tensor_.size(dim));
   return *this;
 }
 

@@ -67,6 +67,9 @@ class Argument {
   /// `whose` says where the expected size comes from: "q.size(3)".
   const Argument& size_is(int64_t dim, int64_t expected, const char* whose) const;
 
+  /// `what` says what a dimension counts: "pages". Kernels count all of them in 32 bits, as index tensors do.
+  const Argument& counts(int64_t dim, const char* what) const;
+
   const Argument& last_dim_contiguous() const;
   const Argument& contiguous() const;
   const Argument& no_internal_overlap() const;

@@ -31,15 +31,17 @@ const char* batch_source(const Geometry& g) { return g.varlen_q ? "cu_seqlens_q.
 
 void check_block_table(const Argument& q, const Argument& table, const Geometry& g) {
   table.same_device_as(q).dtype_is(ScalarType::Int).rank_is(2, "(batch, max_pages)").last_dim_contiguous();
-  table.size_is(0, g.batch, batch_source(g));
+  table.size_is(0, g.batch, batch_source(g)).counts(1, "pages of a sequence");
 }
 
 CacheShape cache_shape(const Argument& q, const Tensor& k_cache, const DecodeOptions& options, const Geometry& g) {
   CacheShape cache;
+  const Argument k("k_cache", k_cache);
   cache.paged = options.block_table.has_value();
   if (cache.paged) {
     check(!options.cache_batch_idx, "cache_batch_idx belongs to a contiguous cache: expected None with block_table");
     check_block_table(q, Argument("block_table", *options.block_table), g);
+    k.counts(0, "pages").counts(1, "rows of a page");
     cache.num_pages = k_cache.size(0);
     cache.page_size = k_cache.size(1);
     cache.max_pages = options.block_table->size(1);
@@ -48,10 +50,11 @@ CacheShape cache_shape(const Argument& q, const Tensor& k_cache, const DecodeOpt
     check(cache.num_pages > 0 || cache.capacity == 0 || g.batch == 0,
           "k_cache.size(0), the number of pages, must be >= 1 where block_table has columns, got 0");
   } else {
+    k.counts(0, "batch entries").counts(1, "rows");
     cache.cache_batch = k_cache.size(0);
     cache.capacity = k_cache.size(1);
     check(cache.cache_batch > 0 || g.batch == 0, "k_cache.size(0) must be >= 1 with cache_batch_idx, got 0");
-    if (!options.cache_batch_idx) Argument("k_cache", k_cache).size_is(0, g.batch, batch_source(g));
+    if (!options.cache_batch_idx) k.size_is(0, g.batch, batch_source(g));
   }
   return cache;
 }
@@ -112,7 +115,7 @@ CacheShape read_cache(const Argument& q, const Tensor& k_cache, const Tensor& v_
   check_v_cache(k_cache, v, append);
   g.seqlen_k = cache.capacity;
   g.total_k = k_cache.size(1);
-  g.heads_kv = k_cache.size(2);
+  g.heads_kv = k.counts(2, "heads").tensor().size(2);
   g.head_dim_v = v_cache.size(3);
   return cache;
 }

@@ -61,9 +61,9 @@ void check_block_shapes(const Geometry& g, const ScoreOptions& options) {
   const Argument indices("block_indices", *options.block_indices);
   const Argument ids("block_bitmap_ids", *options.block_bitmap_ids);
   const Argument bitmaps("block_bitmaps", *options.block_bitmaps);
-  indices.contiguous();
+  indices.contiguous().counts(0, "blocks");
   ids.contiguous().size_is(0, indices.tensor().size(0), "block_indices.size(0)");
-  bitmaps.contiguous();
+  bitmaps.contiguous().counts(0, "bitmaps");
   const int64_t block_m = bitmaps.tensor().size(1), words = bitmaps.tensor().size(2);
   if (block_m == 0 || words == 0) {
     fail(
@@ -169,6 +169,7 @@ void read_query(const Argument& q, const OptionalTensor& cu_seqlens_q, int64_t m
   }
   q.last_dim_contiguous();
   const int64_t rows = g.varlen_q ? 0 : 1;
+  q.counts(rows, "rows").counts(rows + 1, "heads");
   g.total_q = q.tensor().size(rows);
   g.heads_q = q.tensor().size(rows + 1);
   g.head_dim = q.tensor().size(rows + 2);

@@ -56,6 +56,7 @@ Support check_sizes(const Problem& p) {
   if (p.heads_q < 1 || p.heads_kv < 1) {
     return refuse("heads must be >= 1, got ", p.heads_q, " heads in q and ", p.heads_kv, " in k and v");
   }
+  if (p.heads_q > kMaxSize) return refuse("the heads of q must be at most ", kMaxSize, ", got ", p.heads_q);
   if (p.heads_q % p.heads_kv != 0) {
     return refuse("the heads of k and v must divide those of q: got ", p.heads_q, " heads in q and ", p.heads_kv,
                   " in k and v");
@@ -126,6 +127,11 @@ Support check_device(const Problem& p) {
                {"seqlen_k", p.seqlen_k, kMaxCudaSeqlenK}};
   for (const auto& size : sizes) {
     if (size.value > size.most) return refuse(size.name, " on CUDA must be at most ", size.most, ", got ", size.value);
+  }
+  const int64_t rows_of_key_head = p.seqlen_q * (p.heads_q / p.heads_kv);
+  if (p.operation == Operation::kDecode && rows_of_key_head > kMaxSize) {
+    return refuse("decoding on CUDA takes at most ", kMaxSize, " queries and heads with the same key head, got ",
+                  p.seqlen_q, " queries of ", p.heads_q / p.heads_kv, " heads");
   }
   return {};
 }

@@ -79,24 +79,38 @@ void append_keys(const AppendParams& p, ParallelFor parallel_for) {
   });
 }
 
+/// A row of q: packed, batch entry 0 of the tensor, but a sequence of its own.
+struct QueryRow {
+  int64_t sequence, t;  // query t of a sequence; sequence -1 = no sequence has this row
+};
+
+QueryRow query_row(const AppendParams& p, int64_t row) {
+  const int32_t* const cu_seqlens = p.seq.cu_seqlens_q;
+  if (!cu_seqlens) return {row / p.seqlen_q, row % p.seqlen_q};
+  const int64_t sequence = std::upper_bound(cu_seqlens, cu_seqlens + p.batch, row) - cu_seqlens - 1;
+  if (sequence < 0 || row >= cu_seqlens[sequence + 1]) return {-1, 0};
+  return {sequence, row - cu_seqlens[sequence]};
+}
+
+/// The rows that there are in memory: packed, seqlen_q may be as long as all sequences together.
 template <class T>
 void rotate_queries(const AppendParams& p, ParallelFor parallel_for) {
-  const int64_t rows = p.batch * p.seqlen_q * p.heads_q;
+  const bool packed = p.seq.cu_seqlens_q != nullptr;
+  const int64_t rows = packed ? p.total_q : p.batch * p.seqlen_q;
   const int64_t scratch_bytes = p.head_dim * static_cast<int64_t>(sizeof(T));
-  for_range_with_scratch(rows, kGrainRows, scratch_bytes, parallel_for, [&p](int64_t begin, int64_t end, void* memory) {
+  const auto rotate_some = [&](int64_t begin, int64_t end, void* memory) {
     T* scratch = static_cast<T*>(memory);
-    const int32_t* cu_seqlens = p.seq.cu_seqlens_q;
     for (int64_t n = begin; n < end; ++n) {
-      const int64_t head = n % p.heads_q, t = n / p.heads_q % p.seqlen_q, batch = n / p.heads_q / p.seqlen_q;
-      const int64_t first = cu_seqlens ? clamp_index(cu_seqlens[batch], 0, p.total_q) : 0;
-      if (cu_seqlens && first + t >= clamp_index(cu_seqlens[batch + 1], 0, p.total_q)) continue;
-      const int64_t row = first + t;
-      const int64_t entry = cu_seqlens ? 0 : batch;
-      const int64_t position = cached_rows(p, batch) + (p.rotate_q_by_position ? t : 0);
-      rotate_row(p, position, row_of(p.q, p.dtype, entry, row, head), row_of(p.q_rotated, p.dtype, entry, row, head),
-                 scratch);
+      const int64_t head = n % p.heads_q, row = n / p.heads_q;
+      const auto [sequence, t] = query_row(p, row);
+      if (sequence < 0) continue;
+      const int64_t entry = packed ? 0 : sequence, row_of_entry = packed ? row : t;
+      const int64_t position = cached_rows(p, sequence) + (p.rotate_q_by_position ? t : 0);
+      rotate_row(p, position, row_of(p.q, p.dtype, entry, row_of_entry, head),
+                 row_of(p.q_rotated, p.dtype, entry, row_of_entry, head), scratch);
     }
-  });
+  };
+  for_range_with_scratch(rows * p.heads_q, kGrainRows, scratch_bytes, parallel_for, rotate_some);
 }
 
 template <class T>

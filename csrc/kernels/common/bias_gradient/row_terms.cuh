@@ -43,7 +43,7 @@ template <class Element>
 void launch_bias_row_terms(const BackwardParams& p, float* delta, cudaStream_t stream) {
   const int64_t row_blocks = (p.seqlen_q + kRowTermRows - 1) / kRowTermRows;
   launch("sm80/bias_gradient", bias_row_terms_kernel<Element>,
-         {dim3(grid_size(row_blocks * p.batch * p.heads_q)), dim3(kBiasRowTermThreads)}, stream, p, delta,
+         {grid_of(row_blocks * p.batch * p.heads_q), dim3(kBiasRowTermThreads)}, stream, p, delta,
          static_cast<int>(row_blocks));
 }
 

@@ -82,15 +82,15 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   using Element = typename Config::Element;
   constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
-  const LaunchShape rows{dim3(grid_size(RowTileOfBlock::blocks(p, kBlockM))), dim3(kRowTermThreads)};
+  const LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
   launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
 
   if (p.dq.data || p.dk.data || p.dv.data) {
     const VisibilityTiles& visibility = workspace.visibility;
-    const LaunchShape tiles{dim3(grid_size(visibility.num_states())), dim3(kVisibilityThreads)};
+    const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
     launch("sm80/backward masks", mask_tiles_kernel<kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
     const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
-    const LaunchShape keys{dim3(grid_size(key_tiles * p.heads_kv * p.batch)), dim3(Config::kThreads),
+    const LaunchShape keys{grid_of(key_tiles * p.heads_kv * p.batch), dim3(Config::kThreads),
                            static_cast<size_t>(backward_shared_bytes<Config>(p))};
     launch("sm80/backward", backward_kernel<Config>, keys, stream, p, workspace, static_cast<unsigned>(key_tiles),
            can_stage_bias(p.bias));
@@ -100,7 +100,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
            workspace);
   }
   if (p.dsink) {
-    const LaunchShape heads{dim3(static_cast<unsigned>(p.heads_q)), dim3(kRowTermThreads)};
+    const LaunchShape heads{grid_of(p.heads_q), dim3(kRowTermThreads)};
     launch("sm80/backward sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace);
   }
 }

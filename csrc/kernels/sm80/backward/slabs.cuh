@@ -112,17 +112,17 @@ struct SlabBackward {
     const Workspace workspace(p, memory);
     const int row_blocks = static_cast<int>((p.seqlen_q + kScoreThreads / 32 - 1) / (kScoreThreads / 32));
     launch("sm80/backward slabs", bias_row_terms_kernel<Element>,
-           {dim3(grid_size(int64_t{row_blocks} * p.batch * p.heads_q)), dim3(kScoreThreads)}, stream, p,
-           workspace.delta, row_blocks);
+           {grid_of(int64_t{row_blocks} * p.batch * p.heads_q), dim3(kScoreThreads)}, stream, p, workspace.delta,
+           row_blocks);
     if (p.dq.data) run(slab_dq_kernel<Element>, p, workspace.delta, p.head_dim, p.seqlen_q, p.heads_q, stream);
     if (p.dk.data) run(slab_dkv_kernel<Element, false>, p, workspace.delta, p.head_dim, p.seqlen_k, p.heads_kv, stream);
     if (p.dv.data)
       run(slab_dkv_kernel<Element, true>, p, workspace.delta, p.head_dim_v, p.seqlen_k, p.heads_kv, stream);
     if (!p.dsink) return;
     launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kScoreRows>,
-           {dim3(grid_size(RowTileOfBlock::blocks(p, kScoreRows))), dim3(kRowTermThreads)}, stream, p, workspace.tiles);
-    launch("sm80/backward sink", sink_gradient_kernel<kScoreRows>,
-           {dim3(static_cast<unsigned>(p.heads_q)), dim3(kRowTermThreads)}, stream, p, workspace.tiles);
+           {grid_of(RowTileOfBlock::blocks(p, kScoreRows)), dim3(kRowTermThreads)}, stream, p, workspace.tiles);
+    launch("sm80/backward sink", sink_gradient_kernel<kScoreRows>, {grid_of(p.heads_q), dim3(kRowTermThreads)}, stream,
+           p, workspace.tiles);
   }
 
  private:
@@ -138,8 +138,8 @@ struct SlabBackward {
                   int64_t columns, int64_t length, int64_t heads, cudaStream_t stream) {
     const int64_t slabs = (columns + kScoreSlab - 1) / kScoreSlab, tiles = score_tiles(length);
     launch("sm80/backward slabs", kernel,
-           {dim3(grid_size(slabs * tiles * p.batch * heads)), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes},
-           stream, p, delta, static_cast<int>(slabs), static_cast<int>(tiles));
+           {grid_of(slabs * tiles * p.batch * heads), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes}, stream, p,
+           delta, static_cast<int>(slabs), static_cast<int>(tiles));
   }
 };
 

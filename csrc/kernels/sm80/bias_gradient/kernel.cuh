@@ -98,15 +98,15 @@ void run_bias_gradient(const BackwardParams& p, void* memory, cudaStream_t strea
   const BiasTiles tiles = BiasTiles::of<Element>(p);
   const BiasWorkspace workspace(p, tiles, memory);
   if (workspace.delta) launch_bias_row_terms<Element>(p, workspace.delta, stream);
-  const unsigned count = grid_size(tiles.count());
+  const dim3 count = grid_of(tiles.count());
   const BiasShared plan = bias_shared<Element>(p);
   launch("sm80/bias_gradient", bias_gradient_kernel<Element>,
-         {dim3(count, static_cast<unsigned>(tiles.chunks)), dim3(Shape::kThreads), static_cast<size_t>(plan.bytes)},
-         stream, p, tiles, plan, workspace.delta, workspace.shares);
+         {grid_of(tiles.count(), tiles.chunks), dim3(Shape::kThreads), static_cast<size_t>(plan.bytes)}, stream, p,
+         tiles, plan, workspace.delta, workspace.shares);
   if (workspace.shares) {
     constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys;
     launch("sm80/bias_gradient", bias_chunks_kernel<kRows, kKeys>,
-           {dim3(count), dim3(kScoreThreads), BiasSum<kRows, kKeys, kScoreThreads>::kBytes}, stream, p, tiles,
+           {count, dim3(kScoreThreads), BiasSum<kRows, kKeys, kScoreThreads>::kBytes}, stream, p, tiles,
            workspace.shares);
   }
 }

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/common/divisor.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/launch.h"
 #include "kernels/params.h"
@@ -17,6 +18,24 @@
 namespace flash_ext::sm80 {
 
 constexpr int kAppendWarps = 4;
+
+struct RowOfHead {
+  int batch, row, head;
+};
+
+/// (batch, rows, heads), the last one fastest, and how a flat number is taken apart.
+struct RowsOfHeads {
+  int64_t count;
+  LongDivisor rows, heads;
+
+  RowsOfHeads(int64_t batch, int64_t rows, int64_t heads) : count(batch * rows * heads), rows(rows), heads(heads) {}
+
+  __device__ __forceinline__ RowOfHead locate(int64_t n) const {
+    const uint64_t row = heads.quotient(n), batch = rows.quotient(row);
+    return {static_cast<int>(batch), static_cast<int>(row - batch * rows.value),
+            static_cast<int>(n - row * heads.value)};
+  }
+};
 
 /// Rows of a sequence of the cache before the call, as far as the new ones find room.
 __device__ __forceinline__ int64_t cached_rows(const AppendParams& p, int64_t batch) {
@@ -65,56 +84,73 @@ __device__ __forceinline__ void rotate_row(const AppendParams& p, int64_t positi
 
 /// The n-th row of k and v, over (batch, seqlen_new, heads_kv).
 template <class Element>
-__device__ __forceinline__ void append_row(const AppendParams& p, uint32_t n, int lane) {
-  const uint32_t heads = static_cast<uint32_t>(p.heads_kv), seqlen = static_cast<uint32_t>(p.seqlen_new);
-  const uint32_t head = n % heads, t = n / heads % seqlen, batch = n / heads / seqlen;
-  const int64_t row = cached_rows(p, batch) + t;
-  const Element* k = row_of<Element>(p.k, batch, t, head);
-  Element* k_cache = cache_row_of<Element>(p, p.k_cache, batch, row, head);
+__device__ __forceinline__ void append_row(const AppendParams& p, const RowsOfHeads& rows, int64_t n, int lane) {
+  const RowOfHead place = rows.locate(n);
+  const int64_t row = cached_rows(p, place.batch) + place.row;
+  const Element* k = row_of<Element>(p.k, place.batch, place.row, place.head);
+  Element* k_cache = cache_row_of<Element>(p, p.k_cache, place.batch, row, place.head);
   if (p.cos) {
     rotate_row(p, row, k, k_cache, lane);
   } else {
     copy_row(k, k_cache, 0, p.head_dim, lane);
   }
-  copy_row(row_of<Element>(p.v, batch, t, head), cache_row_of<Element>(p, p.v_cache, batch, row, head), 0, p.head_dim_v,
-           lane);
+  copy_row(row_of<Element>(p.v, place.batch, place.row, place.head),
+           cache_row_of<Element>(p, p.v_cache, place.batch, row, place.head), 0, p.head_dim_v, lane);
 }
 
-/// The n-th row of q, over (batch, seqlen_q, heads_q).
+/// How many of the first `count` numbers, which do not decrease, are at most `row`. By one warp, whose lanes look at 32
+/// of them at a time.
+__device__ __forceinline__ int count_up_to(const int32_t* numbers, int count, int row, int lane) {
+  int low = 0, high = count;
+  while (low < high) {
+    const int step = (high - low + 31) / 32, at = low + lane * step;
+    const int found = __popc(__ballot_sync(~0u, at < high && numbers[at] <= row));
+    high = min(low + found * step, high);
+    low += found > 0 ? (found - 1) * step + 1 : 0;
+  }
+  return low;
+}
+
+/// The n-th row of q, over (batch, seqlen_q, heads_q) or, packed, the rows that there are in memory: seqlen_q may be as
+/// long as all sequences together.
 template <class Element>
-__device__ __forceinline__ void rotate_query(const AppendParams& p, uint32_t n, int lane) {
-  const uint32_t heads = static_cast<uint32_t>(p.heads_q), seqlen = static_cast<uint32_t>(p.seqlen_q);
-  const uint32_t head = n % heads, t = n / heads % seqlen, batch = n / heads / seqlen;
-  const int32_t* cu_seqlens = p.seq.cu_seqlens_q;
-  const int64_t row = (cu_seqlens ? clamp_index(cu_seqlens[batch], 0, p.total_q) : 0) + t;
-  if (cu_seqlens && row >= clamp_index(cu_seqlens[batch + 1], 0, p.total_q)) return;
-  const int64_t entry = cu_seqlens ? 0 : batch;
+__device__ __forceinline__ void rotate_query(const AppendParams& p, const RowsOfHeads& rows, int64_t n, int lane) {
+  const RowOfHead place = rows.locate(n);
+  int batch = place.batch, t = place.row;
+  if (const int32_t* const cu_seqlens = p.seq.cu_seqlens_q) {
+    batch = count_up_to(cu_seqlens, static_cast<int>(p.batch), place.row, lane) - 1;
+    if (batch < 0 || place.row >= cu_seqlens[batch + 1]) return;
+    t -= cu_seqlens[batch];
+  }
   const int64_t position = cached_rows(p, batch) + (p.rotate_q_by_position ? t : 0);
-  rotate_row(p, position, row_of<Element>(p.q, entry, row, head), row_of<Element>(p.q_rotated, entry, row, head), lane);
+  rotate_row(p, position, row_of<Element>(p.q, place.batch, place.row, place.head),
+             row_of<Element>(p.q_rotated, place.batch, place.row, place.head), lane);
 }
 
 template <class Element>
 __global__ void __launch_bounds__(32 * kAppendWarps)
-    append_kernel(const __grid_constant__ AppendParams p, uint32_t key_rows, uint32_t query_rows) {
+    append_kernel(const __grid_constant__ AppendParams p, const __grid_constant__ RowsOfHeads keys,
+                  const __grid_constant__ RowsOfHeads queries) {
   ptx::launch_dependents();
   const int lane = threadIdx.x % 32;
-  const uint32_t n = blockIdx.x * kAppendWarps + threadIdx.x / 32;
+  const int64_t n = int64_t{blockIdx.x} * kAppendWarps + threadIdx.x / 32;
   if (n < p.batch && lane == 0) p.seqused_k_after[n] = static_cast<int32_t>(cached_rows(p, n) + p.seqlen_new);
-  if (n < key_rows) {
-    append_row<Element>(p, n, lane);
-  } else if (n - key_rows < query_rows) {
-    rotate_query<Element>(p, n - key_rows, lane);
+  if (n < keys.count) {
+    append_row<Element>(p, keys, n, lane);
+  } else if (n - keys.count < queries.count) {
+    rotate_query<Element>(p, queries, n - keys.count, lane);
   }
 }
 
 template <class Element>
 void run_append(const AppendParams& p, cudaStream_t stream) {
-  const int64_t key_rows = p.batch * p.seqlen_new * p.heads_kv;
-  const int64_t query_rows = p.q_rotated.data ? p.batch * p.seqlen_q * p.heads_q : 0;
-  const int64_t warps = std::max(key_rows + query_rows, p.batch);
+  const RowsOfHeads keys(p.batch, p.seqlen_new, p.heads_kv);
+  const bool packed = p.seq.cu_seqlens_q != nullptr;
+  const int64_t entries = packed ? 1 : p.batch, rows = packed ? p.total_q : p.seqlen_q;
+  const RowsOfHeads queries(entries, p.q_rotated.data ? rows : 0, p.heads_q);
+  const int64_t warps = std::max(keys.count + queries.count, p.batch);
   const int64_t blocks = (warps + kAppendWarps - 1) / kAppendWarps;
-  launch("append", append_kernel<Element>, {dim3(grid_size(blocks)), dim3(32 * kAppendWarps)}, stream, p,
-         static_cast<uint32_t>(key_rows), static_cast<uint32_t>(query_rows));
+  launch("append", append_kernel<Element>, {grid_of(blocks), dim3(32 * kAppendWarps)}, stream, p, keys, queries);
 }
 
 }  // namespace flash_ext::sm80

@@ -135,7 +135,7 @@ void run_combine(const ForwardParams& params, const DecodeGrid& grid, const Deco
   const int most = kMaxCombineThreads / threads_per_part;
   const int wanted = (static_cast<int>(grid.splits.value) + kCombineUnroll - 1) / kCombineUnroll;
   const int parts = grid.split_size.value > 0 ? most : std::min(most, wanted);
-  LaunchShape shape{dim3(grid_size(blocks)), dim3(static_cast<unsigned>(parts * threads_per_part))};
+  LaunchShape shape{grid_of(blocks), dim3(static_cast<unsigned>(parts * threads_per_part))};
   shape.overlaps_previous = true;
   launch("combine", combine_kernel<Element>, shape, stream, params, grid, partials);
 }

@@ -443,7 +443,7 @@ template <class Config>
 void launch_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
                    bool behind_append, cudaStream_t stream) {
   const int64_t blocks = grid.tiles(params.batch) * grid.blocks.value;
-  LaunchShape shape{dim3(grid_size(blocks)), dim3(Config::kThreads), Config::kSharedBytes};
+  LaunchShape shape{grid_of(blocks), dim3(Config::kThreads), Config::kSharedBytes};
   shape.overlaps_previous = behind_append;
   launch("decode", decode_kernel<Config>, shape, stream, params, grid, partials);
 }

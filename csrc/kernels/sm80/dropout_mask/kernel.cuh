@@ -50,8 +50,8 @@ inline void run_dropout_mask(const DropoutMaskParams& params, cudaStream_t strea
   const int64_t key_groups = dropout_draws_along(params.seqlen_k, 32);
   const int64_t draws = params.batch * params.heads_q * query_groups * key_groups;
   const int64_t blocks = std::min<int64_t>((draws + kDropoutMaskThreads - 1) / kDropoutMaskThreads, INT32_MAX);
-  launch("dropout_mask", dropout_mask_kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kDropoutMaskThreads)}, stream,
-         params, dropout_threshold(params.dropout.p), query_groups, key_groups);
+  launch("dropout_mask", dropout_mask_kernel, {grid_of(blocks), dim3(kDropoutMaskThreads)}, stream, params,
+         dropout_threshold(params.dropout.p), query_groups, key_groups);
 }
 
 }  // namespace flash_ext::sm80

@@ -469,9 +469,9 @@ void launch_forward(const ForwardParams& p, const MaskBits& mask, cudaStream_t s
   ForwardSchedule schedule = schedule_heads(p, sizeof(typename Config::Element));
   const int64_t shared_bytes = plan_options<Config>(schedule, p);
   if constexpr (Config::kMasks) schedule.mask = mask;
-  const auto size = [](int64_t n) { return static_cast<unsigned>(n); };
-  const dim3 grid(size(schedule.heads * schedule.batches), size((p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM),
-                  size(schedule.batch_groups * schedule.groups));
+  const dim3 grid =
+      grid_of(int64_t{schedule.heads} * schedule.batches, (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM,
+              int64_t{schedule.batch_groups} * schedule.groups);
   launch("sm80/forward", forward_kernel<Config>, {grid, dim3(Config::kThreads), static_cast<size_t>(shared_bytes)},
          stream, p, schedule);
 }

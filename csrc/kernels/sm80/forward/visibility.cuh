@@ -53,7 +53,7 @@ inline MaskBits make_mask_bits(const AttentionParams& p, void* memory, cudaStrea
   const MaskSizes sizes(p);
   const MaskBits bits = sizes.views(memory);
   constexpr int64_t kUnitsOfBlock = kMaskBitsThreads / 32;
-  const dim3 blocks(grid_size((sizes.units() + kUnitsOfBlock - 1) / kUnitsOfBlock));
+  const dim3 blocks = grid_of((sizes.units() + kUnitsOfBlock - 1) / kUnitsOfBlock);
   launch("sm80/mask_bits", mask_bits_kernel, {blocks, dim3(kMaskBitsThreads)}, stream, p, sizes, bits);
   return bits;
 }

@@ -182,7 +182,7 @@ inline LaunchShape merge_launch_shape(const MergeParams& p) {
   constexpr int64_t kMaxBlocks = INT32_MAX;
   const int64_t rows = p.batch * p.seqlen * p.heads;
   const int64_t blocks = std::min((rows + kMergeWarps - 1) / kMergeWarps, kMaxBlocks);
-  return {dim3(static_cast<unsigned>(blocks)), dim3(kMergeWarps * kMergeWarpSize)};
+  return {grid_of(blocks), dim3(kMergeWarps * kMergeWarpSize)};
 }
 
 template <class T>

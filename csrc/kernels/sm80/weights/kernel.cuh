@@ -52,7 +52,7 @@ void run_weights(const WeightsParams& p, cudaStream_t stream) {
   const int64_t query_tiles = score_tiles(p.seqlen_q), key_tiles = score_tiles(p.seqlen_k);
   const int64_t blocks = p.batch * p.heads_q * query_tiles * key_tiles;
   launch("sm80/weights", weights_kernel<Element>,
-         {dim3(grid_size(blocks)), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes}, stream, p,
+         {grid_of(blocks), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes}, stream, p,
          static_cast<int>(query_tiles), static_cast<int>(key_tiles));
 }
 

@@ -76,7 +76,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(State);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
-  const LaunchShape rows{dim3(grid_size(RowTileOfBlock::blocks(p, kBlockM))), dim3(kRowTermThreads)};
+  const LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
   launch("sm90/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
 
   if (p.dq.data || p.dk.data || p.dv.data) {
@@ -89,7 +89,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
       if constexpr (!kIsWide<Config>) launch_backward_options<Config>(p, maps, workspace, schedule, stream);
     } else {
       const int64_t blocks = int64_t{Config::kCluster} * schedule.key_tiles * schedule.heads;
-      const LaunchShape keys{dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes, kOverlaps};
+      const LaunchShape keys{grid_of(blocks), dim3(Config::kThreads), kSharedBytes, kOverlaps};
       launch("sm90/backward", backward_kernel_of<Config>(), keys, stream, p, maps, workspace, schedule,
              static_cast<float>(p.softmax_scale) * kLog2E);
     }
@@ -101,7 +101,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
            stream, p, workspace);
   }
   if (p.dsink) {
-    const LaunchShape heads{dim3(static_cast<unsigned>(p.heads_q)), dim3(kRowTermThreads)};
+    const LaunchShape heads{grid_of(p.heads_q), dim3(kRowTermThreads)};
     launch("sm90/backward sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace);
   }
 }

@@ -77,9 +77,9 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, 
     throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
   const CUtensorMap bias_map = layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{};
   const VisibilityTiles& visibility = workspace.visibility;
-  const LaunchShape tiles{dim3(grid_size(visibility.num_states())), dim3(kVisibilityThreads)};
+  const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
-  const LaunchShape blocks{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads)), dim3(Config::kThreads),
+  const LaunchShape blocks{grid_of(int64_t{schedule.key_tiles} * schedule.heads), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
   with_kernel_of_options<kNoteSloped, kNoteCapped, kNoteBiased, kNoteKeyBiased, kNoteMasked, kNoteDrops,
                          kNoteBiased | kNoteKeyBiased, kNoteDrops | kNoteKeyBiased>(p, layout, [&](auto options) {

@@ -133,7 +133,7 @@ void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& wo
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32State<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const BackwardSchedule schedule = schedule_backward<Config>(p);
-  const LaunchShape keys{dim3(grid_size(int64_t{schedule.key_tiles} * schedule.heads * Config::kCluster)),
+  const LaunchShape keys{grid_of(int64_t{schedule.key_tiles} * schedule.heads * Config::kCluster),
                          dim3(Config::kThreads), kSharedBytes, true};
   if constexpr (Config::kCluster > 1) {
     launch("sm90/backward_f32", backward_f32_halves_kernel<Config>, keys, stream, p, workspace, schedule);
@@ -146,7 +146,7 @@ template <int kHeadDim>
 void run_backward_f32(const BackwardParams& p, void* memory, cudaStream_t stream) {
   constexpr int kBlockM = kBackwardF32BlockM;
   const BackwardF32Workspace workspace(p, memory);
-  LaunchShape rows{dim3(grid_size(RowTileOfBlock::blocks(p, kBlockM))), dim3(kRowTermThreads)};
+  LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
   launch("sm90/backward_f32 rows", backward_f32_rows_kernel<kHeadDim>, rows, stream, p, workspace);
   // Each kernel starts while the one before still runs, and waits for it by itself.
   if (p.dq.data || p.dk.data || p.dv.data) {
@@ -160,7 +160,7 @@ void run_backward_f32(const BackwardParams& p, void* memory, cudaStream_t stream
            p, workspace.rows);
   }
   if (p.dsink) {
-    const LaunchShape heads{dim3(static_cast<unsigned>(p.heads_q)), dim3(kRowTermThreads)};
+    const LaunchShape heads{grid_of(p.heads_q), dim3(kRowTermThreads)};
     launch("sm90/backward_f32 sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace.rows);
   }
 }

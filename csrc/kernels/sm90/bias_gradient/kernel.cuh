@@ -116,13 +116,13 @@ void run_bias_gradient(const BackwardParams& p, void* memory, cudaStream_t strea
                          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kKeys),
                          encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, Config::kRows)};
   const int64_t blocks = std::min<int64_t>(works.count, device_attribute(cudaDevAttrMultiProcessorCount));
-  const LaunchShape shape{dim3(grid_size(blocks)), dim3(Config::kThreads),
+  const LaunchShape shape{grid_of(blocks), dim3(Config::kThreads),
                           static_cast<size_t>(kFixedBytes + works.buffers * bias_bytes)};
   launch("sm90/bias_gradient", bias_gradient_kernel<Config>, shape, stream, p, maps, works, workspace.delta);
   if (workspace.shares) {
     const int64_t rows = p.dbias.row_stride == 0 ? 1 : p.seqlen_q;
     const int64_t blocks = (int64_t{tiles.batches} * tiles.heads * rows * p.seqlen_k + 255) / 256;
-    launch("sm90/bias_gradient", bias_shares_kernel, {dim3(grid_size(blocks)), dim3(256)}, stream, p, works,
+    launch("sm90/bias_gradient", bias_shares_kernel, {grid_of(blocks), dim3(256)}, stream, p, works,
            workspace.num_shares);
   }
 }

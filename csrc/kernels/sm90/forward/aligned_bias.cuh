@@ -60,7 +60,7 @@ inline ScoreView align_bias(const AttentionParams& p, void* memory, cudaStream_t
   constexpr int64_t kMostBlocks = 1 << 20;
   const AlignedBias to(p, memory);
   const int64_t count = to.batch * to.heads * to.rows * to.columns;
-  const dim3 grid(static_cast<unsigned>(std::min((count + kBiasCopyThreads - 1) / kBiasCopyThreads, kMostBlocks)));
+  const dim3 grid = grid_of(std::min((count + kBiasCopyThreads - 1) / kBiasCopyThreads, kMostBlocks));
   launch("sm90/align_bias", align_bias_kernel, {grid, dim3(kBiasCopyThreads)}, stream, p.bias, to, p.seqlen_k);
   return to.view;
 }

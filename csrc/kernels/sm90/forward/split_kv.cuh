@@ -150,7 +150,7 @@ inline unsigned forward_blocks(const CutSchedule& schedule) {
 template <class Config>
 void merge_parts(const ForwardParams& p, const CutSchedule& schedule, cudaStream_t stream) {
   if (schedule.cut.works == 0) return;
-  LaunchShape shape = {dim3(static_cast<unsigned>(schedule.cut.works * Config::kGroups)), dim3(kGroupThreads)};
+  LaunchShape shape = {grid_of(int64_t{schedule.cut.works} * Config::kGroups), dim3(kGroupThreads)};
   shape.overlaps_previous = true;
   launch("sm90/forward", merge_parts_kernel<Config>, shape, stream, p, schedule);
 }

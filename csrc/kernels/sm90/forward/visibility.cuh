@@ -180,9 +180,9 @@ inline ForwardVisibility find_visibility(const AttentionParams& p, char* memory,
   const VisibilitySizes sizes(p);
   const ForwardVisibility found = sizes.views(memory);
   if (sizes.places == 0) return found;
-  const auto grid = [](int64_t work, int64_t of_block) { return dim3(grid_size((work + of_block - 1) / of_block)); };
+  const auto grid = [](int64_t work, int64_t of_block) { return grid_of((work + of_block - 1) / of_block); };
   if (sizes.by_pairs) {
-    const dim3 blocks(grid_size(sizes.places / sizes.groups * ((sizes.groups + kPairGroups - 1) / kPairGroups)));
+    const dim3 blocks = grid_of(sizes.places / sizes.groups * ((sizes.groups + kPairGroups - 1) / kPairGroups));
     launch("sm90/visible_pairs", visible_pairs_kernel, {blocks, dim3(kPairThreads)}, stream, p, sizes, found);
   } else {
     launch("sm90/block_places", block_places_kernel, {grid(sizes.places, kPlaceThreads), dim3(kPlaceThreads)}, stream,

@@ -301,7 +301,7 @@ void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t st
   if (workspace) clear_forward_workspace(workspace, stream);
   const int64_t works = static_cast<int64_t>(schedule.heads) * schedule.blocks_m;
   const int64_t blocks = std::min<int64_t>(works, device_attribute(cudaDevAttrMultiProcessorCount));
-  LaunchShape shape = {dim3(grid_size(blocks)), dim3(Config::kThreads), kSharedBytes};
+  LaunchShape shape = {grid_of(blocks), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = workspace != nullptr;
   launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule);
 }
