@@ -54,11 +54,12 @@ __device__ __forceinline__ void exponentiate_with(float (&s)[1][kN][4], float sc
   });
 }
 
-/// Products to base-2 scores, but for the terms that are added. kPolynomial: softcap by products where it can be.
+/// Products to base-2 scores, but for the terms that are added. kPolynomial: softcap by products where it can be. What
+/// nobody sees must not have a say in that, so only where all scores are `visible` are they asked.
 template <bool kPolynomial, class Element, int kN>
 __device__ __forceinline__ void scale_and_cap(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
-                                              const SoftcapPolynomial& softcap) {
-  if (kPolynomial && rules.cap > 0.0f && softcap.serves(s)) {
+                                              const SoftcapPolynomial& softcap, bool visible) {
+  if (kPolynomial && rules.cap > 0.0f && visible && softcap.serves(s)) {
     for_each_score(s, [&](float& x, int, int, int) {
       float u;
       x = softcap.factor(x, u) * u;

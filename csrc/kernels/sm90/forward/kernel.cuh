@@ -99,6 +99,23 @@ class ForwardGroup {
     if (!work.has_rows(group_)) return;
     ptx::mbarrier_wait(address(state_.q_full[query_tile()]), q_at_.parity());
     query_ = QueryTile::lower_half(s_tiles_ + query_tile() * Config::kQueryBytes);
+    if constexpr (Config::kOptions || Config::kGeneral) {
+      const int rows = work.end_query - (work.first_query + group_ * kGroupRows);
+      if (terms_.cap > 0.0f && rows < kGroupRows) clear_query_rows(rows);
+    }
+  }
+
+  /// Rows of Q from `first` on, which are not the sequence's. By which way scores are capped is a vote of all rows.
+  __device__ __forceinline__ void clear_query_rows(int first) const {
+    constexpr int kPieces = kPanelRowBytes / 16;
+    auto* const s_query = static_cast<uint4*>(__cvta_shared_to_generic(s_tiles_ + query_tile() * Config::kQueryBytes));
+#pragma unroll 1
+    for (int panel = 0; panel < panels(kHeadDim); ++panel)
+#pragma unroll 1
+      for (int at = first * kPieces + warp_ * 32 + lane_; at < kGroupRows * kPieces; at += kGroupThreads)
+        s_query[panel * kGroupRows * kPieces + at] = uint4{0, 0, 0, 0};
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_any<kGroupThreads>(1 + group_, false);
   }
 
   /// Of all places and warpgroups.
@@ -239,17 +256,21 @@ class ForwardGroup {
     return __any_sync(~0u, repeat);
   }
 
-  __device__ __forceinline__ void hide(Scores& s, const Work& work, int tile) const {
+  /// Whether window and lengths hide nothing of a tile.
+  __device__ __forceinline__ bool is_full(const Work& work, int tile) const {
     const TileSpan& rows = work.rows[group_];
-    if (tile >= rows.full_begin && tile < rows.full_end) return;
-    hide_outside_window(s, coordinates(work, tile), work.sequence);
+    return tile >= rows.full_begin && tile < rows.full_end;
+  }
+
+  __device__ __forceinline__ void hide(Scores& s, const Work& work, int tile) const {
+    if (!is_full(work, tile)) hide_outside_window(s, coordinates(work, tile), work.sequence);
   }
 
   /// Products to base-2 scores; hiding comes after.
   __device__ __forceinline__ void apply_options(Scores& s, const Work& work, int tile) const {
     if constexpr (Config::kOptions) {
       const ScoreRules<Element> rules = this->rules(work);
-      scale_and_cap<Config::kCapsByProducts>(s, rules, terms_.softcap);
+      scale_and_cap<Config::kCapsByProducts>(s, rules, terms_.softcap, is_full(work, tile));
       rules.add_alibi(s, coordinates(work, tile));
     }
   }

@@ -194,7 +194,7 @@ class GeneralGroup : public ForwardGroup<Config> {
     ptx::wgmma_wait<0>();
     pin(s);
     if constexpr (!Config::kDrops) release_keys();
-    scale_first(s, work, note);
+    scale_first(s, work, note, !kBias && !hides && this->is_full(work, note.tile));
     if constexpr (kBias) {
       if (work.careful) {
         add_bias<true>(s, bias);
@@ -448,11 +448,11 @@ class GeneralGroup : public ForwardGroup<Config> {
            lane % 4 * 2;
   }
 
-  /// Products to scores, where a bias cannot be added to products.
-  __device__ __forceinline__ void scale_first(Scores& s, const Work& work, const TileNote& note) const {
+  /// Products to scores, where a bias cannot be added to products. A bias may hide some, so it counts as if it did.
+  __device__ __forceinline__ void scale_first(Scores& s, const Work& work, const TileNote& note, bool visible) const {
     if (kSingle || !options_.scales_first) return;
     const ScoreRules<Element> rules = this->rules(work);
-    scale_and_cap<Config::kCapsByProducts>(s, rules, options_.terms.softcap);
+    scale_and_cap<Config::kCapsByProducts>(s, rules, options_.terms.softcap, visible);
     if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work, note.tile));
   }
 

@@ -118,8 +118,7 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
 
   /// The same with softcap alone, as long as all scores of the warpgroup stay near 0; what they are is not asked before
   /// the exponentials, but beside them. A tile with others is computed again, and the rest of the work is
-  /// settled_steps()'. Rows behind the end of a sequence are asked too, as no predicate tells them: what lies there may
-  /// change the way taken, between two that agree to the polynomials' error.
+  /// settled_steps()'. Rows behind the end of a sequence are asked too, as no predicate tells them: they are 0.
   __device__ __forceinline__ int steps_near_zero(const Work& work, int tile, int last, Weights& p) {
     const auto rules = this->rules(work);
 #pragma unroll 1
