@@ -8,9 +8,9 @@
 // rescaling of the output. The row sums keep watch: a tile whose sum passes kSumLimit raises the reference by the
 // exponent of the sum, while P is still in float.
 //
-// What seldom happens is found out at the end, and the block then starts again, carefully, with the running maximum:
-// when even a float overflowed, when a row's sum came to nothing beside its reference, and when Inf or NaN in V met a
-// hidden weight, for 0 * Inf is NaN.
+// What seldom happens is found out at the end, and the block then starts again: carefully, with the running maximum,
+// when even a float overflowed, or a row's sum came to nothing beside its reference; and with V sanitised when Inf or
+// NaN in it met a hidden weight, for 0 * Inf is NaN.
 //
 // A step, for tile n of the keys, from the last to the first, with one stage of shared memory for K and one for V:
 //   wait for K(n), barrier: everybody is done with V(n + 1); issue V(n)
@@ -292,6 +292,13 @@ struct ForwardBlock {
     rows.template exponentiate<kRounds>(s, schedule.scale, terms, hide);
   }
 
+  /// V of this step, which has arrived. All warps come here or none, from either kind of step.
+  __device__ __forceinline__ void sanitise_value() const {
+    const int thread = Config::kMasks ? copying_thread() : static_cast<int>(threadIdx.x);
+    if (take_out_non_finite<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0), thread)) work.met_non_finite = true;
+    ptx::barrier_sync<1, kThreads>();
+  }
+
   /// A tile that no window cuts, and whose scores the references are good for.
   __device__ __forceinline__ void full_step(MaskedTile at, MaskedTile next, const Visibility& visible) {
     Scores s;
@@ -299,6 +306,7 @@ struct ForwardBlock {
     multiply_qk(s, ahead, at.tile);
     release_key(next);
     const RowTerms terms = options().apply(s, at, visible, phase);
+    if (Config::kMasks && work.sanitised) sanitise_value();
     exponentiate<false>(s, terms);
     finish_step(s, ahead, at.tile, next.tile);
   }
@@ -314,20 +322,20 @@ struct ForwardBlock {
     if (outside_window) hide_outside_window(s, options().coordinates(at.tile), work.sequence);
     const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };
     rows.raise_reference(s, schedule.scale, terms, lift, first);
-    const bool exact = rows.some_without_reference();
+    const bool exact = rows.some_without_reference(rows_left());
     exponentiate<Config::kBiases>(s, terms);
     if (!Config::kMasks && Config::kStages > 1 && first) {
       ptx::cp_async_wait<1>();  // for V
       __syncthreads();
     }
-    if (work.careful) {
-      const bool hidden = outside_window || options().masked();
-      if (hidden && take_out_non_finite<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0)))
-        work.met_non_finite = true;
-      __syncthreads();
-    }
+    if (work.sanitised && (Config::kMasks || outside_window)) sanitise_value();
     finish_step(s, ahead, at.tile, next.tile);
     return exact;
+  }
+
+  /// Rows of the sequence from this lane's first one on. Seldom: what follows from the lane is not kept for it.
+  __device__ __forceinline__ int rows_left() const {
+    return work.sequence.seqlen_q - (work.first_query + ptx::reread(warp_row) + ptx::reread(lane) / 4);
   }
 
   /// Q, and the first tiles of K, V and the bias, which do not have to wait for anybody: `work` need not be what lies
@@ -352,7 +360,7 @@ struct ForwardBlock {
   /// All tiles, from the start. Warps may differ in what step they take: either has the same barriers.
   __device__ __forceinline__ void visit() {
     MaskedTile at = options().find_first(phase, seen);
-    if (Config::kMasks || work.careful) begin(work, at.tile);
+    if (Config::kMasks || work.sanitised) begin(work, at.tile);
     rows.clear();
     bool exact = true;
 #pragma unroll 1
@@ -378,7 +386,12 @@ struct ForwardBlock {
   __device__ __forceinline__ bool must_repeat() const {
     const TileSpan& tiles = work.tiles;
     const bool hides = options().masked() || tiles.full_begin > tiles.begin || tiles.full_end < tiles.end;
-    return __syncthreads_or(rows.lost() || (hides && !rows.out_is_finite()));
+    const bool lost = __syncthreads_or(rows.lost(rows_left()));
+    if (!lost && !__syncthreads_or(!work.sanitised && hides && !rows.out_is_finite())) return false;
+    const int thread = static_cast<int>(threadIdx.x);
+    if ((Config::kFullPrecision ? ptx::reread(thread) : thread) == 0) work.sanitised = true, work.careful = lost;
+    __syncthreads();
+    return true;
   }
 
   __device__ __forceinline__ void run() {
@@ -387,11 +400,6 @@ struct ForwardBlock {
     do {
       visit();
       repeat = !work.careful && must_repeat();
-      if (repeat) {
-        const int thread = static_cast<int>(threadIdx.x);
-        if ((Config::kFullPrecision ? ptx::reread(thread) : thread) == 0) work.careful = true;
-        __syncthreads();
-      }
       phase = 0;
     } while (repeat);
     store();

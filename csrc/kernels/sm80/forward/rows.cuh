@@ -53,10 +53,13 @@ struct ForwardRows {
       }
   }
 
-  __device__ __forceinline__ bool some_without_reference() const {
+  /// Of the rows that there are: 16 m + 8 r below rows_left.
+  __device__ __forceinline__ bool some_without_reference(int rows_left) const {
     bool missing = false;
 #pragma unroll
-    for (int m = 0; m < kM; ++m) missing |= reference[m][0] == -INFINITY || reference[m][1] == -INFINITY;
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) missing |= reference[m][r] == -INFINITY && 16 * m + 8 * r < rows_left;
     return __any_sync(~0u, missing);
   }
 
@@ -96,17 +99,19 @@ struct ForwardRows {
       for (int r = 0; r < 2; ++r) sum[m][r] += of_tile[m][r];
   }
 
-  /// Whether rows have to be worked out again: a sum overflowed, or came to nothing as its reference was too high.
-  __device__ __forceinline__ bool lost() const {
-    bool bad = false;
+  /// Whether rows that there are have to be worked out again: a sum overflowed, or came to nothing as its reference was
+  /// too high.
+  __device__ __forceinline__ bool lost(int rows_left) const {
+    bool any = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        bad |= !(sum[m][r] < INFINITY);
+        bool bad = !(sum[m][r] < INFINITY);
         if constexpr (Config::kOptions) bad |= row_sum(m, r) < Config::kLeastSum && reference[m][r] > -INFINITY;
+        any |= bad && 16 * m + 8 * r < rows_left;
       }
-    return bad;
+    return any;
   }
 
   __device__ __forceinline__ bool out_is_finite() const {
@@ -143,7 +148,9 @@ struct ForwardRows {
       for (int r = 0; r < 2; ++r) {
         of_tile[m][r] = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kN; ++n) of_tile[m][r] += p[m][n][2 * r] + p[m][n][2 * r + 1];
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) of_tile[m][r] += p[m][n][2 * r + c];  // in the order of exponentiate()
       }
   }
 

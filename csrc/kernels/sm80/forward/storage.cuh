@@ -142,8 +142,10 @@ struct ForwardWork {
   std::conditional_t<Config::kDropout, ForwardOptions<Element>, NoOptions> options;
   int first_query;
   TileSpan tiles;
-  bool careful = false;         // again, with the running maximum, and without Inf and NaN in V
-  bool met_non_finite = false;  // in a tile that is not visible to all
+  // Again, with V sanitised, and else as before, so that what is hidden leaves no trace in the bits; and if sums
+  // overflowed, carefully, with the running maximum.
+  bool sanitised = false, careful = false;
+  bool met_non_finite = false;  // in V, when it was sanitised
   std::conditional_t<Config::kMasks, BlockMaskWords, NoMaskWords> mask;
 
   __device__ __forceinline__ ForwardWork(const ForwardParams& p, int batch, int head, int first_query)

@@ -23,8 +23,8 @@ struct ScoreTerms {
 };
 
 /// Of base-2 scores divided by `scale`. With kPlain, a row without a reference, whose scores were -inf until now, gets
-/// a sum that must_repeat() notices. kRounds: the scaled score is rounded, as the reference was. Else the rounding of a
-/// reference beyond 2^30 or so is an exponent of its own, and overflows.
+/// a sum that look_for_failure() notices. kRounds: the scaled score is rounded, as the reference was. Else the rounding
+/// of a reference beyond 2^30 or so is an exponent of its own, and overflows.
 template <bool kPlain, bool kRounds = false, int kN>
 __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&reference)[2],
                                              float (&sum)[2]) {

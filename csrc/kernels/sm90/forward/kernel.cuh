@@ -12,8 +12,8 @@
 // The reference r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It is
 // the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
 // rescaling of the output. What overflows leaves an Inf or NaN, or a huge sum, whatever comes after it: sum and out are
-// looked at once, at the end, and the block then takes up the tile of queries again, carefully: with the running
-// maximum, and with V freed of Inf and NaN, which a weight of 0 does not hide.
+// looked at once, at the end, and the block then takes up the tile of queries again: with V sanitised, as a weight of 0
+// does not hide Inf and NaN; and where that is not all, carefully, with the running maximum.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -68,9 +68,9 @@ class ForwardGroup {
     while (Work* const work = queue.front()) {
       clear();
       visit(*work);
-      if (!work->careful && must_repeat(*work)) work->failed = true;
+      if (!work->careful) look_for_failure(*work);
       store(*work);
-      if (work->careful && met_non_finite_) add_hidden_non_finite(*work, p_);
+      if (work->met_non_finite) add_hidden_non_finite(*work, p_);
       queue.pop(lane_);
     }
   }
@@ -83,7 +83,6 @@ class ForwardGroup {
   }
 
   __device__ __forceinline__ void clear() {
-    met_non_finite_ = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       reference_[r] = -INFINITY;
@@ -125,13 +124,13 @@ class ForwardGroup {
     const TileSpan& rows = work.rows[group_];
     int tile = work.tiles.end - 1;
     wait_for_query(work);
-    for (; tile >= rows.end; --tile) pass(work, tile);
+    for (; tile >= rows.end; --tile) pass();
     if (work.careful) {
 #pragma unroll 1
       for (; tile >= rows.begin; --tile) {
         Weights p;
         weigh_keys<Raise::kMore>(work, tile, p);
-        add_values(work, tile, p);
+        add_values(p);
       }
     } else if (tile >= rows.begin) {
       Weights p;
@@ -144,9 +143,9 @@ class ForwardGroup {
           step<Raise::kMore>(work, tile, p);
         }
       }
-      add_values(work, tile + 1, p);
+      add_values(p);
     }
-    for (; tile >= work.tiles.begin; --tile) pass(work, tile);
+    for (; tile >= work.tiles.begin; --tile) pass();
   }
 
   __device__ __forceinline__ void wait_for_keys() const {
@@ -160,12 +159,8 @@ class ForwardGroup {
     if (Config::kOutInRings && tile == work.last_tile(group_)) release(state_.q_empty[group_]);
   }
 
-  __device__ __forceinline__ void wait_for_values(bool cleaned) {
+  __device__ __forceinline__ void wait_for_values() const {
     ptx::mbarrier_wait(address(state_.v_full[v_at_.stage()]), v_at_.parity());
-    if (!cleaned) return;
-    ptx::mbarrier_wait(address(state_.v_clean[v_at_.stage()]), clean_parities_ >> v_at_.stage() & 1);
-    clean_parities_ ^= 1u << v_at_.stage();
-    met_non_finite_ |= state_.met_non_finite[v_at_.stage()] != 0;
   }
 
   __device__ __forceinline__ void release_values() {
@@ -187,8 +182,8 @@ class ForwardGroup {
   }
 
   /// P V of a tile.
-  __device__ __forceinline__ void add_values(const Work& work, int tile, const Weights& p) {
-    wait_for_values(work.is_cleaned(tile));
+  __device__ __forceinline__ void add_values(const Weights& p) {
+    wait_for_values();
     start_pv(p);
     ptx::wgmma_wait<0>();
     pin_out();
@@ -201,7 +196,7 @@ class ForwardGroup {
     Scores s;
     wait_for_keys();
     start_qk(s);
-    wait_for_values(Config::kOptions ? work.is_cleaned(tile + 1) : tile + 1 == work.tail_tile);
+    wait_for_values();
     start_pv(p);
     ptx::wgmma_wait<1>();
     pin(s);
@@ -230,30 +225,40 @@ class ForwardGroup {
   }
 
   /// A tile that other warpgroups see. Their use of the barriers must not fall behind ours by a whole turn, so we wait.
-  __device__ __forceinline__ void pass(const Work& work, int tile) {
+  __device__ __forceinline__ void pass() {
     wait_for_keys();
     release(state_.k_empty[k_at_.stage()]);
     k_at_.advance();
-    ptx::mbarrier_wait(address(state_.v_full[v_at_.stage()]), v_at_.parity());
-    if (work.is_cleaned(tile)) clean_parities_ ^= 1u << v_at_.stage();
+    wait_for_values();
     release_values();
   }
 
-  /// Whether something overflowed or met Inf or NaN, or a row that sees keys found no reference, in this warp's rows. A
-  /// quad of lanes shares a row, and its sum: the limit leaves room for theirs, and for a sink's.
-  __device__ __forceinline__ bool must_repeat(const Work& work) const {
-    constexpr float kMostSum = 0x1p100f;
+  /// Whether something overflowed or met Inf or NaN, or a row that sees keys found no reference, in this warp's rows.
+  __device__ __forceinline__ void look_for_failure(Work& work) const {
     const TileCoordinates<false> at = coordinates(work, 0);
-    bool repeat = false;
+    bool failed = false, overflowed = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = at.row(0, 2 * r);
-      const float trace = fmaf(0.0f, row_sum_[r], trace_of_row(out_, r));
+      if (row >= work.end_query) continue;
       const bool sees_keys = work.sequence.keys_begin(row) < work.sequence.keys_end(row);
-      const bool lost = trace != 0.0f || row_sum_[r] > kMostSum || (reference_[r] == -INFINITY && sees_keys);
-      repeat |= lost && row < work.end_query;
+      const bool met = trace_of_row(out_, r) != 0.0f;
+      failed |= met;
+      overflowed |= has_overflowed(row_sum_[r], met) || (reference_[r] == -INFINITY && sees_keys);
     }
-    return __any_sync(~0u, repeat);
+    note_failure(work, failed, overflowed);
+  }
+
+  /// By a lane's share of a row's sum. A quad of lanes shares a row: the limit leaves room for theirs, and for a
+  /// sink's. `met`: out is not finite; so weights may have been too large for an Element.
+  __device__ __forceinline__ static bool has_overflowed(float sum, bool met) {
+    constexpr float kMostSum = 0x1p100f, kMostWeight = std::is_same_v<Element, __half> ? 65504.0f : kMostSum;
+    return !(sum <= (met ? kMostWeight : kMostSum));
+  }
+
+  __device__ __forceinline__ static void note_failure(Work& work, bool failed, bool overflowed) {
+    if (__any_sync(~0u, failed | overflowed)) work.failed = true;
+    if (__any_sync(~0u, overflowed)) work.overflowed = true;
   }
 
   /// Whether window and lengths hide nothing of a tile.
@@ -358,10 +363,10 @@ class ForwardGroup {
     if (first_row < work.end_query) finish_rows(work, scale, lse);
     if (work.has_out_slots()) {
       wait_for_keys();
-      wait_for_values(false);
+      wait_for_values();
     }
     if (first_row < work.end_query) {
-      const bool copies_out = work.copies_out(group_) && !met_non_finite_;
+      const bool copies_out = work.copies_out(group_) && !work.met_non_finite;
       if (copies_out) {
         const int offset = out_offset<Config>(group_, q_at_.stage(), k_at_.stage(), v_at_.stage());
         write_out_tile<Element>(s_tiles_ + offset, out_, scale, warp_ * 16,
@@ -463,8 +468,6 @@ class ForwardGroup {
   RingPosition<Config::kPlaces> q_at_;
   RingPosition<Config::kKeyStages> k_at_;
   RingPosition<Config::kValueStages> v_at_;
-  uint32_t clean_parities_ = 0;  // bit s: of v_clean[s]
-  bool met_non_finite_ = false;
 
   float out_[kD][4];
   float reference_[2];  // base 2; -inf while the row has seen no key
@@ -495,7 +498,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::give_up_registers<Config::kLoaderRegisters>();
     if (warp == 0) loader.load_keys();
     if (warp == 1) loader.load_queries_and_store_out();
-    if (warp == 2) loader.clean_values();
+    if (warp == 2) loader.sanitise_values();
     if (warp == 3 && lane == 0) loader.schedule_work(schedule);
   } else {
     ptx::take_registers<Config::kRegisters>();

@@ -38,14 +38,14 @@ struct GeneralOptions {
 };
 
 /// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it, bit kCut +
-/// g that the window does, or that V is freed of Inf and NaN. From bit kRun on, how many of the tiles behind this one
-/// need no note but for kPartly: but for masks, all rows see all of them, and none of them is the last of the work.
+/// g that the window does. From bit kRun on, how many of the tiles behind this one need no note but for kPartly: but
+/// for masks, all rows see all of them, and none of them is the last of the work.
 struct alignas(8) TileNote {  // one load, which the branch that K is let go of behind waits for
   static constexpr int kPartly = 8, kCut = 16, kRun = 24;
-  static constexpr uint32_t kAll = (1u << kPartly) - 1, kMostRun = 31, kClean = 1u << 30, kLast = 1u << 31;
+  static constexpr uint32_t kAll = (1u << kPartly) - 1, kMostRun = 31, kSanitised = 1u << 30, kLast = 1u << 31;
 
   int tile;
-  uint32_t flags;  // kClean: V is freed of Inf and NaN; kLast: of a work
+  uint32_t flags;  // kSanitised: V is; kLast: of a work
 
   __device__ __forceinline__ bool any() const { return flags & kAll; }
   __device__ __forceinline__ bool visible(int group) const { return flags >> group & 1; }

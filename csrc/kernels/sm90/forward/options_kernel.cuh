@@ -55,10 +55,9 @@ class GeneralGroup : public ForwardGroup<Config> {
   static constexpr bool kHasStep = !kBias || kAsksForBias;
   // Base 2. A bias that pads with -10000, or with the lowest number of float16, leaves references below it.
   static constexpr float kLowReference = -8192.0f;
-  // This warp raises references in the next tile; P of the tile before waits for its V; tiles may take steps; V of the
-  // tile before has been cleaned; cleaning met Inf or NaN in this work; a tile of a run that is left.
-  static constexpr uint32_t kRaises = 1, kWaits = 2, kHurries = 4, kCleaned = 8, kMetNonFinite = 16, kRun = 32;
-  static constexpr uint32_t kKept = kRaises | kMetNonFinite;  // whatever the next tile
+  // This warp raises references in the next tile; P of the tile before waits for its V; tiles may take steps; a tile of
+  // a run that is left.
+  static constexpr uint32_t kRaises = 1, kWaits = 2, kHurries = 4, kRun = 8;
 
  public:
   __device__ __forceinline__ GeneralGroup(const ForwardParams& p, const GeneralOptions& options,
@@ -77,9 +76,9 @@ class GeneralGroup : public ForwardGroup<Config> {
     while (Work* const work = queue.front()) {
       this->clear();
       visit(*work);
-      if (!work->careful && must_repeat(*work)) work->failed = true;
+      if (!work->careful) look_for_failure(*work);
       store(*work);
-      if (work->careful && (mode_ & kMetNonFinite)) this->add_hidden_non_finite(*work, p_);
+      if (work->met_non_finite) this->add_hidden_non_finite(*work, p_);
       queue.pop(lane_);
     }
   }
@@ -117,10 +116,9 @@ class GeneralGroup : public ForwardGroup<Config> {
       const TileNote note = state_.k_notes[k_at_.stage()];
       flags = note.flags;
       if (!note.visible(group_)) {
-        pass(note);
+        pass();
         continue;
       }
-      mode_ = (mode_ & kKept) | (flags & TileNote::kClean ? kCleaned : 0);
       Weights p;
       weigh_keys<kBias>(p, work, note);
       add_values(p);
@@ -152,11 +150,11 @@ class GeneralGroup : public ForwardGroup<Config> {
   template <bool kBias>
   __device__ __forceinline__ void visit_alone(Weights& p, const Work& work, const TileNote& note) {
     if (mode_ & kWaits) add_values(p);
-    if (!note.visible(group_)) return pass(note);
-    mode_ = (mode_ & kKept) | kWaits | (note.flags & TileNote::kClean ? kCleaned : 0);
+    if (!note.visible(group_)) return pass();
+    mode_ = (mode_ & kRaises) | kWaits;
     weigh_keys<kBias>(p, work, note);
     const bool may_hurry = kHasStep<kBias> && (kSingle || !options_.scales_first) && !work.careful;
-    if (may_hurry && !(mode_ & kCleaned) && !some_warp_raises()) mode_ |= kHurries;
+    if (may_hurry && !some_warp_raises()) mode_ |= kHurries;
   }
 
   __device__ __forceinline__ void release_query(const Work& work) const {
@@ -173,12 +171,11 @@ class GeneralGroup : public ForwardGroup<Config> {
     k_at_.advance();
   }
 
-  __device__ __forceinline__ void pass(const TileNote& note) {
+  __device__ __forceinline__ void pass() {
     __syncwarp();  // all lanes have read the note
-    mode_ &= kKept;
+    mode_ &= kRaises;
     release_keys();
-    ptx::mbarrier_wait(address(state_.v_full[v_at_.stage()]), v_at_.parity());
-    if (note.flags & TileNote::kClean) this->clean_parities_ ^= 1u << v_at_.stage();
+    wait_for_values();
     release_values();
   }
 
@@ -212,7 +209,9 @@ class GeneralGroup : public ForwardGroup<Config> {
     } else {
       exponentiate<false>(s, this->scale_, reference_, sum);
     }
-    add_sums(s, sum);
+    add_sums(s, sum, [&] {
+      if constexpr (kBias) hide_by_bias(s);
+    });
     if constexpr (kBias) release_bias();
     this->pack(p, s);
     if constexpr (Config::kDrops) drop_weights(p);
@@ -220,9 +219,7 @@ class GeneralGroup : public ForwardGroup<Config> {
 
   /// P V of the tile before.
   __device__ __forceinline__ void add_values(const Weights& p) {
-    wait_for_values(mode_ & kCleaned);
-    if (__any_sync(~0u, this->met_non_finite_)) mode_ |= kMetNonFinite;
-    this->met_non_finite_ = false;  // a register less
+    wait_for_values();
     start_pv(p);
     ptx::wgmma_wait<0>();
     pin_out();
@@ -252,7 +249,7 @@ class GeneralGroup : public ForwardGroup<Config> {
       if constexpr (!kOnlyBias) ask_for_bits(terms.visible);
       const bool partly = !kOnlyBias && state_.k_notes[k_at_.stage()].partly(group_);
       start_qk(s);
-      if (!terms.v_came) wait_for_values(false);
+      if (!terms.v_came) wait_for_values();
       start_pv(p);
       terms.hides = !kOnlyBias && __any_sync(~0u, partly && hide_something(terms.visible));
       ptx::wgmma_wait<1>();
@@ -270,7 +267,10 @@ class GeneralGroup : public ForwardGroup<Config> {
         terms.v_came = ptx::mbarrier_test(address(state_.v_full[v_at_.stage()]), v_at_.parity());
       }
       if constexpr (kBias) bias_came = next_bias_came();
-      add_sums(s, sum);
+      add_sums(s, sum, [&] {
+        if constexpr (kBias) hide_by_bias(s);
+        if constexpr (kOnlyMask) hide_weights(s, terms.visible);
+      });
       if constexpr (kBias) {
         release_bias();
         if (goes_on) ask_for_bias(terms.bias, bias_came);
@@ -360,12 +360,37 @@ class GeneralGroup : public ForwardGroup<Config> {
     }
   }
 
-  /// Of a tile's P.
-  __device__ __forceinline__ void add_sums(Scores& s, float (&sum)[2]) {
+  /// Of a tile's P. `hide` makes 0 of the weights of hidden pairs that an option made NaN of: what is added to a score
+  /// hides it by -inf, unless the score is NaN.
+  template <class Hide>
+  __device__ __forceinline__ void add_sums(Scores& s, float (&sum)[2], Hide hide) {
     // Inf and NaN too.
-    if (__any_sync(~0u, !(sum[0] + sum[1] <= kSumLimit))) lower(s, sum);
+    if (__any_sync(~0u, !(sum[0] + sum[1] <= kSumLimit))) {
+      hide();
+      sum_up(s, sum);
+      lower(s, sum);
+    }
     row_sum_[0] += sum[0];
     row_sum_[1] += sum[1];
+  }
+
+  /// In the order of exponentiate().
+  __device__ __forceinline__ static void sum_up(Scores& s, float (&sum)[2]) {
+    sum[0] = sum[1] = 0.0f;
+    for_each_score(s, [&](float& x, int, int, int e) { sum[e / 2] += x; });
+  }
+
+  __device__ __forceinline__ static void hide_weights(Scores& s, const uint32_t (&visible)[kParts][2]) {
+    for_each_score(s, [&](float& x, int, int n, int e) {
+      if (!(visible[n / 8][e / 2] >> (2 * (n % 8) + e % 2) & 1u)) x = 0.0f;
+    });
+  }
+
+  __device__ __forceinline__ void hide_by_bias(Scores& s) const {
+    const auto hide = [](float& x, float b) {
+      if (b == -INFINITY) x = 0.0f;
+    };
+    is_half_bias() ? add_parts<__half>(s, hide) : add_parts<__nv_bfloat16>(s, hide);
   }
 
   __device__ __forceinline__ bool some_reference_is_low(const Work& work) const {
@@ -377,7 +402,7 @@ class GeneralGroup : public ForwardGroup<Config> {
   }
 
   /// Takes the exponent of sums beyond the limit into the reference, as long as a power of 2 can undo it. Else the sum
-  /// becomes Inf, which must_repeat() notices.
+  /// becomes Inf, which look_for_failure() notices.
   __device__ __forceinline__ void lower(Scores& s, float (&sum)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -402,18 +427,19 @@ class GeneralGroup : public ForwardGroup<Config> {
   }
 
   /// As ForwardGroup's. Rows that masks leave nothing of have no reference; who found none was raised until the end.
-  __device__ __forceinline__ bool must_repeat(const Work& work) const {
-    constexpr float kMostSum = 0x1p100f;
+  __device__ __forceinline__ void look_for_failure(Work& work) const {
     const TileCoordinates<false> at = this->coordinates(work, 0);
-    bool repeat = false;
+    bool failed = false, overflowed = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float trace = 0.0f * row_sum_[r];
+      float trace = 0.0f;
 #pragma unroll
       for (int d = 0; d < kD; ++d) trace = fmaf(0.0f, out_[d][2 * r], fmaf(0.0f, out_[d][2 * r + 1], trace));
-      repeat |= (trace != 0.0f || row_sum_[r] > kMostSum) && at.row(0, 2 * r) < work.end_query;
+      const bool exists = at.row(0, 2 * r) < work.end_query, met = trace != 0.0f;
+      failed |= exists && met;
+      overflowed |= exists && Base::has_overflowed(row_sum_[r], met);
     }
-    return __any_sync(~0u, repeat);
+    Base::note_failure(work, failed, overflowed);
   }
 
   /// What masks leave of this lane's rows, which came with K; whether they hide something from this warp. That is asked

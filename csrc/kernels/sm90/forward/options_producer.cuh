@@ -83,9 +83,8 @@ class TileList {
       flags |= (flag_of(g, tile) | static_cast<uint32_t>(cut) << TileNote::kCut) << g;
     }
     if (!(flags & TileNote::kAll)) return 0;
-    const bool masked_carefully = work_.careful && visible_.places;
-    if (!masked_carefully && !work_.is_cleaned(tile)) return flags;
-    return flags | TileNote::kClean | TileNote::kAll << TileNote::kCut;
+    const bool may_be_masked = work_.sanitised && visible_.places;
+    return may_be_masked || work_.is_sanitised(tile) ? flags | TileNote::kSanitised : flags;
   }
 
   /// Those of a warpgroup 0.
@@ -168,25 +167,23 @@ class GeneralLoader : public ForwardLoader<Config> {
     }
   }
 
-  /// V of the tiles in the list, which this warp frees of Inf and NaN where they are hidden. Its own arrival says that
+  /// V of the tiles in the list, which this warp sanitises where Inf and NaN may be hidden. Its own arrival says that
   /// it has done with a tile.
   __device__ __forceinline__ void load_values() {
     WorkQueue<ForwardState<Config>> queue(state_);
     RingPosition<Config::kValueStages> at;
-    while (const Work* const work = queue.front()) {
+    while (Work* const work = queue.front()) {
       List list(options_.visible, *work, lane_);
       TileNote note;
       do {
         note = list.take();
+        const bool sanitised = note.flags & TileNote::kSanitised;
         ptx::mbarrier_wait(address(state_.v_empty[at.stage()]), at.parity() ^ 1);
         if (lane_ == 0)
-          load_tile<Base::kValuePanels>(note, this->maps_.v, state_.v_full[at.stage()],
+          load_tile<Base::kValuePanels>(note, this->maps_.v, (sanitised ? state_.v_raw : state_.v_full)[at.stage()],
                                         this->s_v_ + at.stage() * Config::kValueBytes, work->sequence);
         __syncwarp();
-        if (note.flags & TileNote::kClean) {
-          ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
-          this->clean_tile(*work, note.tile, at.stage());
-        }
+        if (sanitised) this->sanitise_tile(*work, note.tile, at.stage());
         __syncwarp();
         if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
         at.advance();

@@ -1,5 +1,5 @@
 // The warps that bring work and tiles to those that compute: one takes up work, one loads Q and stores out, one loads K
-// and V, and one frees V of Inf and NaN where they are hidden.
+// and V, and one sanitises V where Inf and NaN may be hidden.
 #pragma once
 
 #include <new>
@@ -97,7 +97,7 @@ class ForwardLoader {
     int k_stage = 0, v_stage = 0;
     state_.out = {};
     while (const Work* const work = queue.front()) {
-      if (work->careful) {  // what failed writes the same rows: first
+      if (work->sanitised) {  // what failed writes the same rows: first
         store_out(out_parities);
         __syncwarp();
         state_.out.exists = false;
@@ -158,7 +158,7 @@ class ForwardLoader {
       const int announced = min(begin + kTilesAhead, work->tiles.end - 1);
       for (int place = work->tiles.end - 1; place >= begin; --place) {
         if (place == announced && lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
-        const int row = first_row + work->tile_at(place) * Config::kBlockN;
+        const int tile = work->tile_at(place), row = first_row + tile * Config::kBlockN;
         wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
         if (lane_ == 0) {
           load<kPanels>(maps_.k, address(state_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
@@ -169,8 +169,9 @@ class ForwardLoader {
         is_first = false;
         wait_for_stage(state_.v_empty, state_.out_left_values, v_at, v_slots);
         if (lane_ == 0) {
-          load<kValuePanels>(maps_.v, address(state_.v_full[v_at.stage()]), s_v_ + v_at.stage() * Config::kValueBytes,
-                             Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
+          const uint64_t& came = (work->is_sanitised(tile) ? state_.v_raw : state_.v_full)[v_at.stage()];
+          load<kValuePanels>(maps_.v, address(came), s_v_ + v_at.stage() * Config::kValueBytes, Config::kBlockN, row,
+                             s.head_kv, s.batch, p_.seq.cu_seqlens_k);
         }
         v_at.advance();
         __syncwarp();
@@ -191,17 +192,20 @@ class ForwardLoader {
 
   /// Takes Inf and NaN out of V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. For each tile it
   /// waits, and lets go of it: the parity cannot tell a phase from the one before the last.
-  __device__ __forceinline__ void clean_values() {
+  __device__ __forceinline__ void sanitise_values() {
     WorkQueue<ForwardState<Config>> queue(state_);
     RingPosition<Config::kValueStages> at;
     OutSlots slots;
-    while (const Work* const work = queue.front()) {
+    while (Work* const work = queue.front()) {
       const int begin = work->tiles.begin;
       for (int place = work->tiles.end - 1; place >= begin; --place, at.advance()) {
         const int tile = work->tile_at(place);
-        ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
         slots.take_back(at.stage());
-        if (work->is_cleaned(tile)) clean_tile(*work, tile, at.stage());
+        if (work->is_sanitised(tile)) {
+          sanitise_tile(*work, tile, at.stage());
+        } else {
+          ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
+        }
         __syncwarp();
         if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
       }
@@ -239,13 +243,12 @@ class ForwardLoader {
   }
 
   __device__ __forceinline__ void hand_out_again(const RingPosition<Config::kSlots>& failed) {
-    state_.work_in(failed.stage()).failed = false;
+    state_.work_in(failed.stage()).repeat();
     // Seldom, and by bytes: a copy of the whole takes registers that the loader lacks, words would alias its members.
     const auto* const s_from = reinterpret_cast<const unsigned char*>(&state_.work_in(failed.stage()));
     auto* const s_to = reinterpret_cast<unsigned char*>(&state_.work_in(slot_.stage()));
 #pragma unroll 1
     for (int at = 0; at < static_cast<int>(sizeof(Work)); ++at) s_to[at] = s_from[at];
-    state_.work_in(slot_.stage()).careful = true;
     hand_out();
   }
 
@@ -259,15 +262,18 @@ class ForwardLoader {
     ptx::mbarrier_wait(address(state_.work_loaded), parity);
   }
 
-  __device__ __forceinline__ void clean_tile(const Work& work, int tile, int stage) const {
+  /// A tile of V under way to `stage`, which is full behind it.
+  __device__ __forceinline__ void sanitise_tile(Work& work, int tile, int stage) {
+    ptx::mbarrier_wait(address(state_.v_raw[stage]), raw_parities_ >> stage & 1);
+    raw_parities_ ^= 1u << stage;
     uint4* const s_tile = v_ + stage * (Config::kValueBytes / 16);
     if (tile == work.tail_tile) clear_rows(s_tile, work.sequence.seqlen_k - tile * Config::kBlockN);
-    const bool any = __any_sync(~0u, work.careful && take_out_non_finite(s_tile));
+    const bool any = __any_sync(~0u, work.sanitised && take_out_non_finite(s_tile));
     ptx::fence_proxy_async_shared();
     __syncwarp();  // what all lanes wrote comes before the arrival
     if (lane_ != 0) return;
-    state_.met_non_finite[stage] = any;
-    ptx::mbarrier_arrive(address(state_.v_clean[stage]));
+    if (any) work.met_non_finite = true;
+    ptx::mbarrier_arrive(address(state_.v_full[stage]));
   }
 
   /// Which stages of a ring out goes through: bit s of `used`. Bit s of `parities` is that of the barrier that tells
@@ -386,6 +392,7 @@ class ForwardLoader {
   const uint32_t s_q_, s_k_, s_v_;
   uint4* const v_;
   const int lane_;
+  uint32_t raw_parities_ = 0;                    // bit s: of v_raw[s]
   RingPosition<Config::kSlots> slot_;            // to be filled next
   bool made_first_ = false, has_first_ = false;  // by make_first_work(): it looked for one, and found one
 };

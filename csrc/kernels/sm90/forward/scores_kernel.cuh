@@ -30,9 +30,9 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
       this->clear();
       near_zero_ = Config::kCapsNearZero && this->terms_.near_zero.shift < 0.0f && work->slope == 0.0f;
       visit(*work);
-      if (!work->careful && this->must_repeat(*work)) work->failed = true;
+      if (!work->careful) this->look_for_failure(*work);
       this->store(*work);
-      if (work->careful && this->met_non_finite_) add_hidden_non_finite(*work);
+      if (work->met_non_finite) add_hidden_non_finite(*work);
       queue.pop(this->lane_);
     }
   }
@@ -45,7 +45,7 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
     int tile = work.first_tile(), last = work.tiles.begin;
 #pragma unroll 1
     while (true) {
-      for (; tile >= max(rows.end, last); --tile) this->pass(work, tile);
+      for (; tile >= max(rows.end, last); --tile) this->pass();
       const int stop = max(rows.begin, last);
       if (tile >= stop) {
         Weights p;
@@ -63,9 +63,9 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
             --tile;
           }
         }
-        this->add_values(work, tile + 1, p);
+        this->add_values(p);
       }
-      for (; tile >= last; --tile) this->pass(work, tile);
+      for (; tile >= last; --tile) this->pass();
       if (last > work.first_tile()) break;
       tile = work.tiles.end - 1, last = work.first_tile() + 1;
     }
@@ -75,14 +75,13 @@ class ForwardScoresGroup : public ForwardGroup<Config> {
   __device__ __forceinline__ void start_settled_step(Scores& s, Weights& p) {
     this->wait_for_keys();
     this->start_qk(s);
-    this->wait_for_values(false);
+    this->wait_for_values();
     this->start_pv(p);
     ptx::wgmma_wait<1>();
     this->pin(s);
   }
 
-  /// Of the tiles from `tile` down to `last`, which raise no references, and V of the one before which was not cleaned.
-  /// Returns the one behind.
+  /// Of the tiles from `tile` down to `last`, which raise no references. Returns the one behind.
   __device__ __forceinline__ int settled_steps(const Work& work, int tile, int last, Weights& p) {
     const auto rules = this->rules(work);
     const TileCoordinates<false> at = this->coordinates(work, tile);

@@ -57,8 +57,11 @@ struct ForwardWork : WorkOptions<Config::kOptions>, WorkPart<Config::kCuts> {
   int raised_begin[Config::kGroups];
   int plain_begin[Config::kGroups];  // nor do those from this one on
   int tail_tile;                     // whose memory holds rows of K and V that are not the sequence's; or -1
-  bool careful;
-  bool failed;  // some warp says: carefully again
+  // A work that failed comes again: with V sanitised, and else as before, so that what is hidden leaves no trace in the
+  // bits; and if sums overflowed, or it fails once more, carefully, with the running maximum.
+  bool sanitised, careful;
+  bool failed, overflowed;  // some warp says
+  bool met_non_finite;      // in V; written before its v_full
 
   __device__ __forceinline__ ForwardWork(const AttentionParams& p, const Sequence& sequence, int first_query,
                                          int end_query, bool tail_in_memory)
@@ -67,8 +70,11 @@ struct ForwardWork : WorkOptions<Config::kOptions>, WorkPart<Config::kCuts> {
         end_query(end_query),
         tiles(span(first_query, end_query)),
         tail_tile(tail_in_memory && tiles.end * Config::kBlockN > sequence.seqlen_k ? tiles.end - 1 : -1),
+        sanitised(false),
         careful(false),
-        failed(false) {
+        failed(false),
+        overflowed(false),
+        met_non_finite(false) {
 #pragma unroll 1
     for (int g = 0; g < Config::kGroups; ++g) {
       const int first = first_query + g * kGroupRows;
@@ -105,13 +111,13 @@ struct ForwardWork : WorkOptions<Config::kOptions>, WorkPart<Config::kCuts> {
 
   /// The tiles from `tile` down to the one returned, but not beyond `stop`, raise no references of a warpgroup: all its
   /// rows see all of them, and have references. Behind the wrap they have if a full tile came before it. None: behind
-  /// `tile`. So that where the tile before was cleaned.
+  /// `tile`.
   __device__ __forceinline__ int settled_from(int group, int tile, int stop) const {
     const TileSpan& seen = rows[group];
     const bool wrapped = tile > first_tile();
     const int end = wrapped ? (seen.full_begin <= first_tile() ? seen.full_end : 0) : raised_begin[group];
     const int begin = max(wrapped ? seen.full_begin : plain_begin[group], stop);
-    return careful || tile >= end || tile + 1 == tail_tile ? tile + 1 : min(begin, tile + 1);
+    return careful || tile >= end ? tile + 1 : min(begin, tile + 1);
   }
 
   /// Of all tiles, those of [begin, end).
@@ -141,10 +147,17 @@ struct ForwardWork : WorkOptions<Config::kOptions>, WorkPart<Config::kCuts> {
   /// Whether a stage of K and one of V for out follow the tiles.
   __device__ __forceinline__ bool has_out_slots() const { return Config::kOutInRings && tiles.begin < tiles.end; }
 
-  /// Whether V of the tile is freed of Inf and NaN: carefully where some row does not see all of the tile, else of the
-  /// tail alone. All rows of a part see all keys that there are.
-  __device__ __forceinline__ bool is_cleaned(int tile) const {
-    return careful && !this->part ? tile < tiles.full_begin || tile >= tiles.full_end : tile == tail_tile;
+  /// Whether V of the tile is sanitised: after a failure where some row does not see all of the tile, else of the tail
+  /// alone. All rows of a part see all keys that there are.
+  __device__ __forceinline__ bool is_sanitised(int tile) const {
+    return sanitised && !this->part ? tile < tiles.full_begin || tile >= tiles.full_end : tile == tail_tile;
+  }
+
+  /// Of one that failed: what is to be done again, and how.
+  __device__ __forceinline__ void repeat() {
+    careful = overflowed || sanitised;
+    sanitised = true;
+    failed = overflowed = met_non_finite = false;
   }
 
  private:
@@ -245,15 +258,14 @@ struct ForwardState {
   uint64_t q_empty[kGroups];  // with one place; else who stores out knows
   uint64_t k_full[kKeyStages], k_empty[kKeyStages];
   uint64_t v_full[kValueStages], v_empty[kValueStages];
-  uint64_t v_clean[kValueStages];  // counts cleaned tiles alone
+  uint64_t v_raw[kValueStages];  // of tiles that are to be sanitised: they came, and are `full` when that is done
   // kOutInRings: out has left this stage. Of each stage, as two slots may follow each other, and a phase must be waited
   // for before the next one ends.
   uint64_t out_left_keys[kKeyStages], out_left_values[kValueStages];
   uint64_t work_full[kSlots], work_empty[kSlots];
-  uint64_t work_loaded;                   // most of K and V of it
-  uint32_t met_non_finite[kValueStages];  // beside v_clean
-  OutTiles out;                           // of the warp that stores it
-  uint32_t out_is_here[kTiles];           // beside out_full: it has not been written by other ways
+  uint64_t work_loaded;          // most of K and V of it
+  OutTiles out;                  // of the warp that stores it
+  uint32_t out_is_here[kTiles];  // beside out_full: it has not been written by other ways
   int has_work[kSlots];
   __align__(8) unsigned char work[kSlots][sizeof(ForwardWork<Config>)];
 
@@ -280,7 +292,7 @@ struct ForwardState {
     init_all(k_empty, kConsumers);
     init_all(v_full, 1);
     init_all(v_empty, kConsumers + 1);
-    init_all(v_clean, 1);
+    init_all(v_raw, 1);
     init_all(out_left_keys, 1);
     init_all(out_left_values, 1);
     ptx::mbarrier_init(ptx::shared_address(&work_loaded), 1);
