@@ -209,11 +209,11 @@ class GradientTile {
         dp *= load(factors + at);
         store(probability, p * load(factors + at));
       }
-      // Where P is 0 the rest may be NaN, from keys or rows that this query has nothing to do with.
-      const Vec<T> product = p * (dp - load(term + c));
-      const Vec<T> ds = p == T(0) ? Vec<T>{} : product;
+      // Where P is 0 the rest may be NaN, the slope too, from keys or rows that this query has nothing to do with.
+      const auto unless_hidden = [&](const Vec<T>& x) { return p == T(0) ? Vec<T>{} : x; };
+      const Vec<T> ds = unless_hidden(p * (dp - load(term + c)));
       if (sum != nullptr) store(sum + c, load(sum + c) + ds);
-      store(gradients_of_panel + at, slopes != nullptr ? ds * load(slopes + at) : ds);
+      store(gradients_of_panel + at, slopes != nullptr ? unless_hidden(ds * load(slopes + at)) : ds);
     });
   }
 

@@ -1,0 +1,183 @@
+"""What nobody may see has no influence: not on one bit of out, lse and gradients, whatever it is.
+
+Kernels look for quick ways through a tile: scores that are all small, sums that do not overflow, values that are
+finite. What is hidden must not have a say in that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracle import Call, Result, cumulative, int32, make_call, random, random_rng, run_library
+
+BATCH, QUERIES, KEYS, HEADS = 2, 210, 330, 2
+HALF_SIZES = [(dtype, head_dim) for dtype in (torch.bfloat16, torch.float16) for head_dim in (64, 128, 256)]
+SIZES = [*HALF_SIZES, (torch.bfloat16, 96), (torch.bfloat16, 192), (torch.float32, 64), (torch.float32, 128),
+         (torch.float32, 256)]  # fmt: skip
+Places = dict[str, Any]  # index by tensor: "q" (and the gradient of out), "kv", "k"
+
+
+def by_used_keys(call: Call) -> tuple[Call, Places]:
+    used = int32([KEYS - 30, 75], str(call.q.device))
+    return call.with_options(seqused_k=used), {"kv": [(0, slice(KEYS - 30, None)), (1, slice(75, None))]}
+
+
+def by_used_queries(call: Call) -> tuple[Call, Places]:
+    used = int32([QUERIES, 70], str(call.q.device))
+    return call.with_options(seqused_q=used), {"q": [(1, slice(70, None))]}
+
+
+def by_window(call: Call) -> tuple[Call, Places]:
+    """Keys behind the last query's, and within tiles that some queries see."""
+    return call.with_options(causal=True, top_left=True), {"kv": [(slice(None), slice(QUERIES, None))]}
+
+
+def by_left_window(call: Call) -> tuple[Call, Places]:
+    first = KEYS - QUERIES - 20
+    return call.with_options(window_size=(20, -1)), {"kv": [(slice(None), slice(0, first))]}
+
+
+def by_key_mask(call: Call) -> tuple[Call, Places]:
+    mask = torch.ones(BATCH, 1, 1, KEYS, dtype=torch.bool, device=call.q.device)
+    mask[0, ..., 5:90:3] = mask[1, ..., 200:] = False
+    return call.with_options(mask=mask), {"kv": [(0, slice(5, 90, 3)), (1, slice(200, None))]}
+
+
+def by_full_mask(call: Call) -> tuple[Call, Places]:
+    mask = torch.rand(BATCH, 1, QUERIES, KEYS, device=call.q.device) < 0.7
+    mask[..., 100:130] = mask[..., 7] = False
+    mask[..., 0] = True
+    return call.with_options(mask=mask), {"kv": [(slice(None), slice(100, 130)), (slice(None), 7)]}
+
+
+def by_bias(call: Call) -> tuple[Call, Places]:
+    """Keys alone: a bias of -inf is a number, which makes the weight 0."""
+    bias = call.options.get("bias")
+    bias = (
+        random(BATCH, 1, QUERIES, KEYS, dtype=call.dtype, device=str(call.q.device)) if bias is None else bias.clone()
+    )
+    bias[..., 40:60] = bias[..., 300] = -torch.inf
+    return call.with_options(bias=bias), {"k": [(slice(None), slice(40, 60)), (slice(None), 300)]}
+
+
+HIDE = {f.__name__: f for f in (by_used_keys, by_used_queries, by_window, by_left_window, by_key_mask, by_full_mask,
+                                by_bias)}  # fmt: skip
+
+
+def options_of(name: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    def bias(*shape: int) -> Tensor:
+        return random(*shape, dtype=dtype, device=device)
+
+    slopes = torch.tensor([0.02, 0.3], device=device)
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "softcap": {"softcap": 30.0},
+        "softcap_and_alibi": {"softcap": 30.0, "alibi_slopes": slopes},
+        "softcap_and_bias": {"softcap": 30.0, "bias": bias(1, HEADS, QUERIES, KEYS)},
+        "alibi": {"alibi_slopes": slopes},
+        "bias": {"bias": bias(BATCH, HEADS, QUERIES, KEYS)},
+        "key_bias": {"bias": bias(BATCH, 1, 1, KEYS)},
+        "dropout": {"dropout_p": 0.2, "rng_state": random_rng(device)},
+        "negative_scale": {"softmax_scale": -0.2},
+        "sink": {"sink": bias(HEADS)},
+    }
+    return options[name]
+
+
+OPTIONS = ["plain", "softcap", "softcap_and_alibi", "softcap_and_bias", "alibi", "bias", "key_bias", "dropout",
+           "negative_scale", "sink"]  # fmt: skip
+
+
+def poisons(dtype: torch.dtype) -> list[float]:
+    return [3e4 if dtype == torch.float16 else 1e30, torch.inf, -torch.inf, torch.nan]
+
+
+def with_poison(call: Call, places: Places, poison: float) -> Call:
+    tensors = {name: getattr(call, name).clone() for name in ("q", "k", "v", "grad_out")}
+    names = {"q": ("q", "grad_out"), "kv": ("k", "v"), "k": ("k",)}
+    for where, indices in places.items():
+        for name in names[where]:
+            for index in indices:
+                tensors[name][index] = poison
+    return Call(**tensors, options=call.options, block_visible=call.block_visible, grad_lse=call.grad_lse)
+
+
+def assert_same_bits(got: Result, expected: Result, poison: float) -> None:
+    for name, value in expected.items():
+        assert not value.isnan().any(), f"{name} is NaN without poison"
+        differing = int((got[name] != value).sum())
+        assert differing == 0, f"{name}: {poison} where nobody sees it changes {differing} of {value.numel()} numbers"
+
+
+def check_all_poisons(call: Call, places: Places) -> None:
+    call = call.with_random_gradients().with_options(deterministic=True)
+    gradients_of = tuple(call.inputs())
+    expected = run_library(call, gradients_of)
+    for poison in poisons(call.dtype):
+        assert_same_bits(run_library(with_poison(call, places, poison), gradients_of), expected, poison)
+
+
+def skip_on_cpu(device: str, dtype: torch.dtype, head_dim: int) -> None:
+    if device == "cpu" and (dtype, head_dim) not in [(torch.bfloat16, 64), (torch.float32, 64)]:
+        pytest.skip("a CPU has one kernel for all")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("hide", HIDE.values(), ids=HIDE.keys())
+@pytest.mark.parametrize(("dtype", "head_dim"), SIZES, ids=str)
+def test_hidden_keys_and_rows(
+    device: str, dtype: torch.dtype, head_dim: int, hide: Callable[[Call], tuple[Call, Places]], option: str
+) -> None:
+    skip_on_cpu(device, dtype, head_dim)
+    if hide is by_bias and option == "key_bias":
+        pytest.skip("a bias of its own")
+    call = make_call(BATCH, QUERIES, KEYS, HEADS, 1, head_dim, dtype=dtype, device=device,
+                     **options_of(option, dtype, device))  # fmt: skip
+    call.q *= 0.5
+    check_all_poisons(*hide(call))
+
+
+@pytest.mark.parametrize("option", ["plain", "softcap", "alibi", "negative_scale"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "head_dim"), SIZES, ids=str)
+def test_rows_between_packed_sequences(
+    device: str, dtype: torch.dtype, head_dim: int, causal: bool, option: str
+) -> None:
+    """And behind the last one: what a tile has of the memory behind a sequence's end."""
+    skip_on_cpu(device, dtype, head_dim)
+    call = make_call(seqlen_q=300, seqlen_k=420, heads_q=HEADS, heads_kv=1, head_dim=head_dim, dtype=dtype,
+                     device=device, causal=causal, cu_seqlens_q=cumulative([90, 5, 180], device),
+                     cu_seqlens_k=cumulative([130, 64, 200], device), seqused_q=int32([77, 5, 150], device),
+                     seqused_k=int32([100, 50, 200], device), max_seqlen_q=180, max_seqlen_k=200,
+                     **options_of(option, dtype, device))  # fmt: skip
+    call.q *= 0.5
+    rows = [slice(77, 90), slice(245, None)]
+    keys = [slice(100, 130), slice(180, 194), slice(394, None)]
+    check_all_poisons(call, {"q": rows, "kv": keys})
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.5, 8.0])
+@pytest.mark.parametrize("hide", [by_used_keys, by_used_queries, by_window, by_key_mask], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("dtype", "head_dim"), HALF_SIZES, ids=str)
+def test_softcap_at_all_sizes_of_scores(
+    device: str, dtype: torch.dtype, head_dim: int, hide: Callable[[Call], tuple[Call, Places]], scale: float
+) -> None:
+    """Small scores have a formula of their own, which large ones of others must not take away; nor the reverse."""
+    skip_on_cpu(device, dtype, head_dim)
+    call = make_call(BATCH, QUERIES, KEYS, HEADS, 1, head_dim, dtype=dtype, device=device, softcap=20.0)
+    call.q *= scale
+    call, places = hide(call)
+    check_all_poisons(call, places)
+    small = {name: getattr(call, name) for name in ("q", "k", "v")}
+    smaller = {name: t.clone() for name, t in small.items()}
+    for where, indices in places.items():
+        for name in "q" if where == "q" else "kv":
+            for index in indices:
+                smaller[name][index] = 0.0
+    expected, got = run_library(call), run_library(Call(**smaller, options=call.options))
+    assert_same_bits(got, expected, 0.0)
