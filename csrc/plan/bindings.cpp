@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "kernels/common/mask/tile_range.h"
+#include "kernels/common/work_order.h"
 #include "plan.h"
 
 namespace py = pybind11;
@@ -163,6 +165,39 @@ void bind_tiles(py::module_& m) {
         "i + offset - left <= j <= i + offset + right with offset = seqlen_k - seqlen_q, or 0 when top_left.");
 }
 
+std::vector<std::tuple<int32_t, int32_t, int32_t>> work_list(const std::vector<int64_t>& rows,
+                                                             const std::vector<int64_t>& other_rows, int block,
+                                                             int heads, int head_group, bool last_tile_first,
+                                                             int64_t rows_in_l2) {
+  if (rows.size() != other_rows.size() || block < 64 || heads < 1 || head_group < 1 || heads % head_group != 0 ||
+      rows_in_l2 < 1) {
+    throw py::value_error(
+        "work_list: rows and other_rows must be as many, block >= 64, and head_group must divide heads");
+  }
+  const WorkOrder order{block, heads, head_group, last_tile_first, rows_in_l2};
+  std::vector<std::tuple<int32_t, int32_t, int32_t>> works;
+  for (const ListedTile& entry : list_tiles(order, rows, other_rows)) {
+    for (int head = 0; head < heads; ++head) {
+      const WorkTile tile = work_tile_of(order, entry, head);
+      works.emplace_back(tile.sequence, tile.head, tile.tile);
+    }
+  }
+  return works;
+}
+
+void bind_work_list(py::module_& m) {
+  m.def("work_list", &work_list, py::arg("rows"), py::arg("other_rows"), py::arg("block") = 128, py::arg("heads") = 1,
+        py::arg("head_group") = 1, py::arg("last_tile_first") = false, py::arg("rows_in_l2") = 1,
+        "The work tiles (sequence, head, tile) of packed sequences in the order in which CUDA blocks take them up:\n"
+        "rows of the side that is cut into tiles of `block` rows, other_rows of the other side. rows_in_l2: of the\n"
+        "other side and a head, that fit into L2; head_group: heads that share them.");
+  m.def("most_tiles", &most_tiles, py::arg("batch"), py::arg("longest"), py::arg("rows"), py::arg("block"),
+        "A bound on the tiles of packed sequences of `rows` rows in all, each of `longest` rows at most.");
+  m.def("lists_tiles", &lists_tiles, py::arg("batch"), py::arg("longest"), py::arg("rows"), py::arg("block"),
+        py::arg("heads"),
+        "Whether CUDA kernels list the tiles of packed sequences, instead of a grid of all there can be.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_plan, m) {
@@ -170,6 +205,7 @@ PYBIND11_MODULE(_plan, m) {
   bind_problem(m);
   bind_plan(m);
   bind_tiles(m);
+  bind_work_list(m);
   m.attr("MIN_SPLIT_SIZE") = kMinSplitSize;
   m.attr("MAX_SPLITS") = kMaxSplits;
   m.attr("BATCH_INVARIANT_SPLIT_SIZE") = kBatchInvariantSplitSize;

@@ -1,0 +1,181 @@
+// In which order blocks take up the tiles of sequences whose lengths only the device knows. Host and device share it:
+// the kernel that lists the tiles (work_list.cuh), the plan, and tests.
+//
+// Sequences stand longest first. Neighbours whose rows of the other side fit into L2 together, for all heads, are a
+// section; a sequence that does not fit is a section of its own. Of a section, the tiles that cost the most come first,
+// those of all its sequences and heads side by side: that balances the tail wave, and what is read by several tiles is
+// read at one time. In a section of one long sequence as many heads go side by side as fit.
+//
+// Under a causal mask the last queries of a sequence see the most keys, and its first keys the most queries. So the
+// rank of a tile within its sequence counts from one end, and its cost is what is left to the other one.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "host_device.h"
+
+namespace flash_ext {
+
+/// What the host says about the order.
+struct WorkOrder {
+  int32_t block = 1;             // rows of a tile
+  int32_t heads = 1;             // of work tiles, of a sequence
+  int32_t head_group = 1;        // those that read the same rows of the other side; divides heads
+  bool last_tile_first = false;  // of a sequence: the tile that costs the most
+  int64_t rows_in_l2 = 1;        // of the other side and one head, that fit there
+};
+
+/// A tile of a sequence, for all heads.
+struct alignas(16) ListedTile {
+  int32_t sequence;
+  int32_t tile;
+  int32_t tiles;          // of the sequence
+  int32_t section_heads;  // in a section of its own: heads side by side. 0: all, and other sequences may be among them
+};
+
+/// A work tile.
+struct WorkTile {
+  int32_t sequence;
+  int32_t head;
+  int32_t tile;
+};
+
+/// Sequences that are sorted together. More of them than that are listed chunk by chunk.
+constexpr int kWorkListChunk = 4096;
+
+// A sequence as it is sorted: longest first, then by the other side's rows, then in their order.
+constexpr int kSequenceBits = 12, kOtherRowsBits = 25, kOtherRowsUnit = 4;
+static_assert(1 << kSequenceBits == kWorkListChunk);
+
+/// sequence: counted from the first of the chunk.
+FLASH_EXT_HOST_DEVICE uint64_t sequence_key(int64_t tiles, int64_t other_rows, int sequence) {
+  const uint64_t units = static_cast<uint64_t>((other_rows + kOtherRowsUnit - 1) / kOtherRowsUnit);
+  const uint64_t most = (uint64_t{1} << kOtherRowsBits) - 1;
+  return static_cast<uint64_t>(tiles) << (kOtherRowsBits + kSequenceBits) |
+         (units < most ? units : most) << kSequenceBits | static_cast<uint64_t>(kWorkListChunk - 1 - sequence);
+}
+FLASH_EXT_HOST_DEVICE int32_t tiles_of_key(uint64_t key) {
+  return static_cast<int32_t>(key >> (kOtherRowsBits + kSequenceBits));
+}
+FLASH_EXT_HOST_DEVICE int64_t other_rows_of_key(uint64_t key) {
+  return static_cast<int64_t>(key >> kSequenceBits & ((uint64_t{1} << kOtherRowsBits) - 1)) * kOtherRowsUnit;
+}
+FLASH_EXT_HOST_DEVICE int sequence_of_key(uint64_t key) {
+  return kWorkListChunk - 1 - static_cast<int>(key & (kWorkListChunk - 1));
+}
+
+FLASH_EXT_HOST_DEVICE int64_t tiles_of_rows(int64_t rows, int64_t block) { return (rows + block - 1) / block; }
+
+/// Whether the rows of the other side of all heads are too many to be read side by side.
+FLASH_EXT_HOST_DEVICE bool has_own_section(const WorkOrder& order, int64_t other_rows) {
+  return other_rows * (order.heads / order.head_group) > order.rows_in_l2;
+}
+
+/// Heads side by side in a section of one sequence; equally many in all but the last. 0: all, as it is where
+/// work_tile_of() could not count the work tiles.
+FLASH_EXT_HOST_DEVICE int32_t section_heads_of(const WorkOrder& order, int64_t tiles, int64_t other_rows) {
+  if (!has_own_section(order, other_rows) || tiles * order.heads > INT32_MAX) return 0;
+  const int64_t groups = order.heads / order.head_group, fitting = order.rows_in_l2 / other_rows;
+  const int64_t sections = (groups + (fitting > 1 ? fitting : 1) - 1) / (fitting > 1 ? fitting : 1);
+  return static_cast<int32_t>((groups + sections - 1) / sections) * order.head_group;
+}
+
+/// Number of the section by the other side's rows, in units of a head, of all sequences before this one in the order.
+FLASH_EXT_HOST_DEVICE int64_t section_number(const WorkOrder& order, int64_t rows_before) {
+  const int64_t rows = order.rows_in_l2 / (order.heads / order.head_group);
+  return rows_before / (rows > 1 ? rows : 1);
+}
+
+/// Whether a section begins with a sequence. Keys and rows before: of it, and of the one before it in the order.
+FLASH_EXT_HOST_DEVICE bool begins_section(const WorkOrder& order, uint64_t key, uint64_t previous_key,
+                                          int64_t rows_before) {
+  const int64_t previous_rows = other_rows_of_key(previous_key);
+  return has_own_section(order, other_rows_of_key(key)) || has_own_section(order, previous_rows) ||
+         section_number(order, rows_before) != section_number(order, rows_before - previous_rows);
+}
+
+/// The tile of a sequence that has a rank among its tiles, 0 = costs the most; and back.
+FLASH_EXT_HOST_DEVICE int32_t tile_of_rank(const WorkOrder& order, int32_t tiles, int32_t rank) {
+  return order.last_tile_first ? tiles - 1 - rank : rank;
+}
+
+/// Where the tile of a rank of a sequence stands in its section. The section's sequences are those of the sorted keys
+/// [begin, end); tiles_before counts those of all sequences before one.
+FLASH_EXT_HOST_DEVICE int64_t place_in_section(const uint64_t* keys, const int64_t* tiles_before, int begin, int end,
+                                               int sequence, int32_t rank) {
+  const int32_t cost = tiles_of_key(keys[sequence]) - rank;
+  // Sequences with more tiles than that have some which cost more.
+  int low = begin, high = end;
+  if (tiles_of_key(keys[end - 1]) > cost) low = end;
+  if (tiles_of_key(keys[begin]) <= cost) high = begin;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (tiles_of_key(keys[middle]) > cost) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return tiles_before[low] - tiles_before[begin] - int64_t{low - begin} * cost + sequence - begin;
+}
+
+/// The work tile of a head's turn at an entry: in a section of one long sequence, another head and tile of it.
+FLASH_EXT_HOST_DEVICE WorkTile work_tile_of(const WorkOrder& order, const ListedTile& entry, int32_t head) {
+  if (entry.section_heads == 0) return {entry.sequence, head, entry.tile};
+  const uint32_t heads = static_cast<uint32_t>(order.heads), tiles = static_cast<uint32_t>(entry.tiles);
+  const uint32_t place =
+      static_cast<uint32_t>(tile_of_rank(order, entry.tiles, entry.tile)) * heads + static_cast<uint32_t>(head);
+  const uint32_t of_section = tiles * static_cast<uint32_t>(entry.section_heads), section = place / of_section;
+  const uint32_t first_head = section * static_cast<uint32_t>(entry.section_heads), left = heads - first_head;
+  const uint32_t width = left < static_cast<uint32_t>(entry.section_heads) ? left : entry.section_heads;
+  const uint32_t rest = place - section * of_section, rank = rest / width;
+  return {entry.sequence, static_cast<int32_t>(first_head + rest - rank * width),
+          tile_of_rank(order, entry.tiles, static_cast<int32_t>(rank))};
+}
+
+/// Tiles that sequences can have: `rows` rows in memory, each sequence no longer than `longest`.
+FLASH_EXT_HOST_DEVICE int64_t most_tiles(int64_t batch, int64_t longest, int64_t rows, int64_t block) {
+  const int64_t by_length = batch * tiles_of_rows(longest, block);
+  const int64_t by_rows = (rows + batch * (block - 1)) / block;  // each sequence has one that is not whole
+  return by_length < by_rows ? by_length : by_rows;
+}
+
+/// Whether tiles are listed: a list takes some 4 microseconds, and a place of a grid without a tile half of one, of one
+/// of the SMs. `rows`: of packed sequences; without, the lengths are those of the grid, or not much shorter.
+inline bool lists_tiles(int64_t batch, int64_t longest, int64_t rows, int64_t block, int64_t heads) {
+  constexpr int64_t kWorthAList = 1024;
+  return (batch * tiles_of_rows(longest, block) - most_tiles(batch, longest, rows, block)) * heads > kWorthAList;
+}
+
+/// The list, as the device makes it, of sequences with these rows.
+inline std::vector<ListedTile> list_tiles(const WorkOrder& order, const std::vector<int64_t>& rows,
+                                          const std::vector<int64_t>& other_rows) {
+  std::vector<ListedTile> list;
+  for (size_t first = 0; first < rows.size(); first += kWorkListChunk) {
+    const int size = static_cast<int>(std::min<size_t>(rows.size() - first, kWorkListChunk));
+    std::vector<uint64_t> keys(size);
+    for (int k = 0; k < size; ++k)
+      keys[k] = sequence_key(tiles_of_rows(rows[first + k], order.block), other_rows[first + k], k);
+    std::sort(keys.rbegin(), keys.rend());
+    std::vector<int64_t> tiles_before(size + 1), rows_before(size + 1);
+    for (int k = 0; k < size; ++k) {
+      tiles_before[k + 1] = tiles_before[k] + tiles_of_key(keys[k]);
+      rows_before[k + 1] = rows_before[k] + other_rows_of_key(keys[k]);
+    }
+    const size_t base = list.size();
+    list.resize(base + tiles_before[size]);
+    for (int begin = 0, end = 0; begin < size; begin = end) {
+      for (end = begin + 1; end < size && !begins_section(order, keys[end], keys[end - 1], rows_before[end]);) ++end;
+      for (int k = begin; k < end; ++k)
+        for (int rank = 0; rank < tiles_of_key(keys[k]); ++rank)
+          list[base + tiles_before[begin] + place_in_section(keys.data(), tiles_before.data(), begin, end, k, rank)] = {
+              static_cast<int32_t>(first) + sequence_of_key(keys[k]), tile_of_rank(order, tiles_of_key(keys[k]), rank),
+              tiles_of_key(keys[k]), section_heads_of(order, tiles_of_key(keys[k]), other_rows_of_key(keys[k]))};
+    }
+  }
+  return list;
+}
+
+}  // namespace flash_ext
