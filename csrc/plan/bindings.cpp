@@ -174,14 +174,11 @@ std::vector<std::tuple<int32_t, int32_t, int32_t>> work_list(const std::vector<i
     throw py::value_error(
         "work_list: rows and other_rows must be as many, block >= 64, and head_group must divide heads");
   }
-  const WorkOrder order{block, heads, head_group, last_tile_first, rows_in_l2};
+  const WorkOrder order = work_order(block, heads, head_group, last_tile_first, rows_in_l2);
   std::vector<std::tuple<int32_t, int32_t, int32_t>> works;
-  for (const ListedTile& entry : list_tiles(order, rows, other_rows)) {
-    for (int head = 0; head < heads; ++head) {
-      const WorkTile tile = work_tile_of(order, entry, head);
-      works.emplace_back(tile.sequence, tile.head, tile.tile);
-    }
-  }
+  for (const ListedTile& entry : list_tiles(order, rows, other_rows))
+    for (int head = 0; head < order.bundle_heads; ++head)
+      works.emplace_back(entry.sequence, entry.first_head + head, entry.tile);
   return works;
 }
 
@@ -190,7 +187,7 @@ void bind_work_list(py::module_& m) {
         py::arg("head_group") = 1, py::arg("last_tile_first") = false, py::arg("rows_in_l2") = 1,
         "The work tiles (sequence, head, tile) of packed sequences in the order in which CUDA blocks take them up:\n"
         "rows of the side that is cut into tiles of `block` rows, other_rows of the other side. rows_in_l2: of the\n"
-        "other side and a head, that fit into L2; head_group: heads that share them.");
+        "other side, for a head group, that fit into L2; head_group: heads that share them.");
   m.def("most_tiles", &most_tiles, py::arg("batch"), py::arg("longest"), py::arg("rows"), py::arg("block"),
         "A bound on the tiles of packed sequences of `rows` rows in all, each of `longest` rows at most.");
   m.def("lists_tiles", &lists_tiles, py::arg("batch"), py::arg("longest"), py::arg("rows"), py::arg("block"),

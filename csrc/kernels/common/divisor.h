@@ -5,6 +5,18 @@
 
 namespace flash_ext {
 
+/// For dividends below 2^31.
+struct Divisor {
+  uint32_t value, multiplier, shift;
+
+  explicit Divisor(int64_t divisor) : value(static_cast<uint32_t>(divisor)), multiplier(1), shift(0) {
+    while ((uint64_t{1} << shift) < value) ++shift;
+    if (value > 0) multiplier += static_cast<uint32_t>((((uint64_t{1} << shift) - value) << 32) / value);
+  }
+
+  __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+};
+
 /// For dividends below 2^63.
 struct LongDivisor {
   uint64_t value, multiplier = 1;

@@ -3,18 +3,18 @@
 //
 // A kernel that has a work tile per (sequence, tile of `block` rows, head) uses it like this:
 //
-//   host    const WorkListPlan plan(p, WorkListSide::kKeys, order);   // order: WorkOrder
+//   host    const WorkListPlan plan(p, WorkListSide::kKeys, work_order(...));
 //           workspace bytes += plan.bytes();                          // 0: all tiles of the grid are as good as there
 //           WorkList list = plan.view(memory);                        // memory at a multiple of 128 bytes
 //           fill_work_list(p, plan, list, stream);                    // launches the kernel that writes it
-//           grid = plan.capacity * order.heads, or fewer persistent blocks
+//           grid = plan.most_works() blocks, or fewer persistent ones
 //   device  // The list must be there: wait_for_previous_grid(), where nothing else has waited for the kernel above.
-//           if (position >= list.size()) return;                      // capacity is a bound, the size is on the device
 //           const WorkTile tile = list.locate(position);              // one load of 16 bytes
+//           if (tile.tile == kNoTile) return;                         // the host knows a bound: behind all tiles
 //
-// list.taken is a counter for persistent blocks that the same kernel clears. The kernel that fills the list lets the
-// next one start early (ptx::launch_dependents()). Without a list (plan.listed is false), position and work tile are
-// the launcher's matter, as ever.
+// list.head->taken is a counter for persistent blocks that the same kernel clears. The kernel that fills the list lets
+// the next one start early (ptx::launch_dependents()). Without a list (plan.listed is false), position and work tile
+// are the launcher's matter, as ever.
 //
 // cu_seqlens that are no cumulative lengths may list too many tiles: those that find no room are left out. What is
 // listed is within its sequence, as Sequence clamps it.
@@ -32,8 +32,7 @@ enum class WorkListSide { kQueries, kKeys };  // whose tiles are listed
 
 /// Before the entries in memory.
 struct alignas(128) WorkListHead {
-  int32_t count;             // of entries
-  unsigned long long taken;  // by persistent blocks, besides the first of each
+  unsigned long long taken;  // positions taken by persistent blocks, besides the first of each
 };
 
 /// As a kernel sees it.
@@ -41,15 +40,14 @@ struct WorkList {
   WorkListHead* head = nullptr;  // null: no list
   ListedTile* entries = nullptr;
   WorkOrder order;
-  LongDivisor heads = LongDivisor(1);
+  Divisor bundle_heads = Divisor(1);
 
   __device__ __forceinline__ explicit operator bool() const { return head != nullptr; }
-  /// Work tiles.
-  __device__ __forceinline__ int64_t size() const { return int64_t{head->count} * order.heads; }
-  __device__ __forceinline__ WorkTile locate(int64_t position) const {
-    const int64_t at = static_cast<int64_t>(heads.quotient(static_cast<uint64_t>(position)));
+  /// Below WorkListPlan::most_works().
+  __device__ __forceinline__ WorkTile locate(int position) const {
+    const int at = static_cast<int>(bundle_heads.quotient(static_cast<uint32_t>(position)));
     const int4 entry = *reinterpret_cast<const int4*>(entries + at);
-    return work_tile_of(order, {entry.x, entry.y, entry.z, entry.w}, static_cast<int32_t>(position - at * order.heads));
+    return {entry.x, entry.z + position - at * static_cast<int>(bundle_heads.value), entry.y};
   }
 };
 
@@ -57,7 +55,7 @@ struct WorkList {
 struct WorkListPlan {
   WorkListSide side;
   WorkOrder order;
-  int64_t capacity;  // entries at most; with or without a list, no more tiles exist
+  int64_t most_tiles;  // that can exist, with or without a list
   bool listed;
 
   WorkListPlan(const AttentionParams& p, WorkListSide side, const WorkOrder& order) : side(side), order(order) {
@@ -65,17 +63,19 @@ struct WorkListPlan {
     const bool packed = (keys ? p.seq.cu_seqlens_k : p.seq.cu_seqlens_q) != nullptr;
     const int64_t longest = keys ? p.seqlen_k : p.seqlen_q, rows = keys ? p.total_k : p.total_q;
     const int64_t rows_in_memory = packed ? rows : p.batch * longest;
-    capacity = most_tiles(p.batch, longest, rows_in_memory, order.block);
+    most_tiles = flash_ext::most_tiles(p.batch, longest, rows_in_memory, order.block);
     listed = packed && lists_tiles(p.batch, longest, rows_in_memory, order.block, order.heads);
   }
 
+  int64_t most_entries() const { return most_tiles * order.bundles; }
+  int64_t most_works() const { return most_tiles * order.heads; }
   int64_t bytes() const {
-    return listed ? static_cast<int64_t>(sizeof(WorkListHead) + capacity * sizeof(ListedTile)) : 0;
+    return listed ? static_cast<int64_t>(sizeof(WorkListHead) + most_entries() * sizeof(ListedTile)) : 0;
   }
   WorkList view(void* memory) const {
     if (!listed) return {};
     auto* const head = static_cast<WorkListHead*>(memory);
-    return {head, reinterpret_cast<ListedTile*>(head + 1), order, LongDivisor(order.heads)};
+    return {head, reinterpret_cast<ListedTile*>(head + 1), order, Divisor(order.bundle_heads)};
   }
 };
 

@@ -4,7 +4,8 @@
 // Sequences stand longest first. Neighbours whose rows of the other side fit into L2 together, for all heads, are a
 // section; a sequence that does not fit is a section of its own. Of a section, the tiles that cost the most come first,
 // those of all its sequences and heads side by side: that balances the tail wave, and what is read by several tiles is
-// read at one time. In a section of one long sequence as many heads go side by side as fit.
+// read at one time. In a section of one long sequence as many heads go side by side as fit, in whole bundles: an entry
+// of the list is a tile of a bundle of heads.
 //
 // Under a causal mask the last queries of a sequence see the most keys, and its first keys the most queries. So the
 // rank of a tile within its sequence counts from one end, and its cost is what is left to the other one.
@@ -20,27 +21,46 @@ namespace flash_ext {
 
 /// What the host says about the order.
 struct WorkOrder {
-  int32_t block = 1;             // rows of a tile
-  int32_t heads = 1;             // of work tiles, of a sequence
-  int32_t head_group = 1;        // those that read the same rows of the other side; divides heads
-  bool last_tile_first = false;  // of a sequence: the tile that costs the most
-  int64_t rows_in_l2 = 1;        // of the other side and one head, that fit there
+  int32_t block;         // rows of a tile
+  int32_t heads;         // of work tiles, of a sequence
+  int32_t bundle_heads;  // of an entry; divides heads
+  int32_t bundles;       // of all heads
+  bool last_tile_first;  // of a sequence: the tile that costs the most
+  int64_t rows_in_l2;    // of the other side, for a bundle of heads, that fit there
 };
 
-/// A tile of a sequence, for all heads.
+/// `head_group`: heads that read the same rows of the other side. rows_in_l2: for one such group. Bundles have whole
+/// groups, and there are at most kMostBundles: more make a longer list, fewer read more heads at a time than fit.
+inline WorkOrder work_order(int64_t block, int64_t heads, int64_t head_group, bool last_tile_first,
+                            int64_t rows_in_l2) {
+  constexpr int64_t kMostBundles = 4;
+  const int64_t groups = heads / head_group;
+  int64_t bundle = 1;
+  while (groups % bundle != 0 || groups / bundle > kMostBundles) ++bundle;
+  return {static_cast<int32_t>(block),
+          static_cast<int32_t>(heads),
+          static_cast<int32_t>(bundle * head_group),
+          static_cast<int32_t>(groups / bundle),
+          last_tile_first,
+          std::max<int64_t>(1, rows_in_l2 / bundle)};
+}
+
+/// A tile of a sequence, for the heads of a bundle.
 struct alignas(16) ListedTile {
   int32_t sequence;
   int32_t tile;
-  int32_t tiles;          // of the sequence
-  int32_t section_heads;  // in a section of its own: heads side by side. 0: all, and other sequences may be among them
+  int32_t first_head;
+  int32_t tiles;  // of the sequence
 };
 
 /// A work tile.
 struct WorkTile {
   int32_t sequence;
   int32_t head;
-  int32_t tile;
+  int32_t tile;  // kNoTile: there is none, and none behind it in a list
 };
+
+constexpr int32_t kNoTile = INT32_MAX;
 
 /// Sequences that are sorted together. More of them than that are listed chunk by chunk.
 constexpr int kWorkListChunk = 4096;
@@ -68,24 +88,14 @@ FLASH_EXT_HOST_DEVICE int sequence_of_key(uint64_t key) {
 
 FLASH_EXT_HOST_DEVICE int64_t tiles_of_rows(int64_t rows, int64_t block) { return (rows + block - 1) / block; }
 
-/// Whether the rows of the other side of all heads are too many to be read side by side.
+/// Whether the rows of the other side are too many to be read side by side for all heads.
 FLASH_EXT_HOST_DEVICE bool has_own_section(const WorkOrder& order, int64_t other_rows) {
-  return other_rows * (order.heads / order.head_group) > order.rows_in_l2;
+  return other_rows * order.bundles > order.rows_in_l2;
 }
 
-/// Heads side by side in a section of one sequence; equally many in all but the last. 0: all, as it is where
-/// work_tile_of() could not count the work tiles.
-FLASH_EXT_HOST_DEVICE int32_t section_heads_of(const WorkOrder& order, int64_t tiles, int64_t other_rows) {
-  if (!has_own_section(order, other_rows) || tiles * order.heads > INT32_MAX) return 0;
-  const int64_t groups = order.heads / order.head_group, fitting = order.rows_in_l2 / other_rows;
-  const int64_t sections = (groups + (fitting > 1 ? fitting : 1) - 1) / (fitting > 1 ? fitting : 1);
-  return static_cast<int32_t>((groups + sections - 1) / sections) * order.head_group;
-}
-
-/// Number of the section by the other side's rows, in units of a head, of all sequences before this one in the order.
+/// Number of the section by the other side's rows of all sequences before this one in the order.
 FLASH_EXT_HOST_DEVICE int64_t section_number(const WorkOrder& order, int64_t rows_before) {
-  const int64_t rows = order.rows_in_l2 / (order.heads / order.head_group);
-  return rows_before / (rows > 1 ? rows : 1);
+  return rows_before * order.bundles / order.rows_in_l2;
 }
 
 /// Whether a section begins with a sequence. Keys and rows before: of it, and of the one before it in the order.
@@ -96,15 +106,15 @@ FLASH_EXT_HOST_DEVICE bool begins_section(const WorkOrder& order, uint64_t key, 
          section_number(order, rows_before) != section_number(order, rows_before - previous_rows);
 }
 
-/// The tile of a sequence that has a rank among its tiles, 0 = costs the most; and back.
+/// The tile of a sequence that has a rank among its tiles, 0 = costs the most.
 FLASH_EXT_HOST_DEVICE int32_t tile_of_rank(const WorkOrder& order, int32_t tiles, int32_t rank) {
   return order.last_tile_first ? tiles - 1 - rank : rank;
 }
 
-/// Where the tile of a rank of a sequence stands in its section. The section's sequences are those of the sorted keys
-/// [begin, end); tiles_before counts those of all sequences before one.
-FLASH_EXT_HOST_DEVICE int64_t place_in_section(const uint64_t* keys, const int64_t* tiles_before, int begin, int end,
-                                               int sequence, int32_t rank) {
+/// Where the tile of a rank of a sequence stands among the tiles of its section. The section's sequences are those of
+/// the sorted keys [begin, end); tiles_before counts the tiles of all sequences before one.
+FLASH_EXT_HOST_DEVICE int64_t place_among_tiles(const uint64_t* keys, const int64_t* tiles_before, int begin, int end,
+                                                int sequence, int32_t rank) {
   const int32_t cost = tiles_of_key(keys[sequence]) - rank;
   // Sequences with more tiles than that have some which cost more.
   int low = begin, high = end;
@@ -121,18 +131,16 @@ FLASH_EXT_HOST_DEVICE int64_t place_in_section(const uint64_t* keys, const int64
   return tiles_before[low] - tiles_before[begin] - int64_t{low - begin} * cost + sequence - begin;
 }
 
-/// The work tile of a head's turn at an entry: in a section of one long sequence, another head and tile of it.
-FLASH_EXT_HOST_DEVICE WorkTile work_tile_of(const WorkOrder& order, const ListedTile& entry, int32_t head) {
-  if (entry.section_heads == 0) return {entry.sequence, head, entry.tile};
-  const uint32_t heads = static_cast<uint32_t>(order.heads), tiles = static_cast<uint32_t>(entry.tiles);
-  const uint32_t place =
-      static_cast<uint32_t>(tile_of_rank(order, entry.tiles, entry.tile)) * heads + static_cast<uint32_t>(head);
-  const uint32_t of_section = tiles * static_cast<uint32_t>(entry.section_heads), section = place / of_section;
-  const uint32_t first_head = section * static_cast<uint32_t>(entry.section_heads), left = heads - first_head;
-  const uint32_t width = left < static_cast<uint32_t>(entry.section_heads) ? left : entry.section_heads;
-  const uint32_t rest = place - section * of_section, rank = rest / width;
-  return {entry.sequence, static_cast<int32_t>(first_head + rest - rank * width),
-          tile_of_rank(order, entry.tiles, static_cast<int32_t>(rank))};
+/// Where a section has the entry of a bundle of a tile, by the tile's rank and its place among the section's tiles.
+FLASH_EXT_HOST_DEVICE int64_t place_in_section(const WorkOrder& order, uint64_t key, int32_t rank, int64_t place,
+                                               int32_t bundle) {
+  const int64_t other_rows = other_rows_of_key(key);
+  if (!has_own_section(order, other_rows)) return place * order.bundles + bundle;
+  const int64_t fitting = order.rows_in_l2 / other_rows;
+  const int32_t together = fitting > 1 ? static_cast<int32_t>(fitting) : 1;  // bundles
+  const int32_t first = bundle / together * together, left = order.bundles - first;
+  const int32_t width = left < together ? left : together;
+  return int64_t{first} * tiles_of_key(key) + int64_t{rank} * width + (bundle - first);
 }
 
 /// Tiles that sequences can have: `rows` rows in memory, each sequence no longer than `longest`.
@@ -165,14 +173,17 @@ inline std::vector<ListedTile> list_tiles(const WorkOrder& order, const std::vec
       rows_before[k + 1] = rows_before[k] + other_rows_of_key(keys[k]);
     }
     const size_t base = list.size();
-    list.resize(base + tiles_before[size]);
+    list.resize(base + tiles_before[size] * order.bundles);
     for (int begin = 0, end = 0; begin < size; begin = end) {
       for (end = begin + 1; end < size && !begins_section(order, keys[end], keys[end - 1], rows_before[end]);) ++end;
       for (int k = begin; k < end; ++k)
-        for (int rank = 0; rank < tiles_of_key(keys[k]); ++rank)
-          list[base + tiles_before[begin] + place_in_section(keys.data(), tiles_before.data(), begin, end, k, rank)] = {
-              static_cast<int32_t>(first) + sequence_of_key(keys[k]), tile_of_rank(order, tiles_of_key(keys[k]), rank),
-              tiles_of_key(keys[k]), section_heads_of(order, tiles_of_key(keys[k]), other_rows_of_key(keys[k]))};
+        for (int rank = 0; rank < tiles_of_key(keys[k]); ++rank) {
+          const int64_t place = place_among_tiles(keys.data(), tiles_before.data(), begin, end, k, rank);
+          for (int bundle = 0; bundle < order.bundles; ++bundle)
+            list[base + tiles_before[begin] * order.bundles + place_in_section(order, keys[k], rank, place, bundle)] = {
+                static_cast<int32_t>(first) + sequence_of_key(keys[k]),
+                tile_of_rank(order, tiles_of_key(keys[k]), rank), bundle * order.bundle_heads, tiles_of_key(keys[k])};
+        }
     }
   }
   return list;

@@ -156,7 +156,7 @@ __device__ __forceinline__ int64_t tiles_before_chunk(const AttentionParams& p, 
 }
 
 __global__ void __launch_bounds__(kListThreads)
-    work_list_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ WorkListPlan plan,
+    work_list_kernel(const __grid_constant__ AttentionParams p, WorkListSide side, int64_t most_entries,
                      const __grid_constant__ WorkList list) {
   extern __shared__ __align__(16) char shared[];
   auto& s = *reinterpret_cast<ChunkState*>(shared);
@@ -164,21 +164,26 @@ __global__ void __launch_bounds__(kListThreads)
   const WorkOrder& order = list.order;
   const int first = static_cast<int>(blockIdx.x) * kWorkListChunk;
   const int size = min(static_cast<int>(p.batch) - first, kWorkListChunk);
-  const int64_t base = tiles_before_chunk(p, plan.side, order.block, first, s);
-  find_keys(p, plan.side, order.block, first, size, s);
+  const int64_t base = tiles_before_chunk(p, side, order.block, first, s);
+  find_keys(p, side, order.block, first, size, s);
   const int64_t tiles = find_sections(order, size, s);
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
-    *list.head = {static_cast<int32_t>(min(base + tiles, plan.capacity)), 0};
+  if (blockIdx.x == gridDim.x - 1) {
+    if (threadIdx.x == 0) list.head->taken = 0;
+    for (int64_t place = (base + tiles) * order.bundles + threadIdx.x; place < most_entries; place += kListThreads)
+      *reinterpret_cast<int4*>(list.entries + place) = make_int4(0, kNoTile, 0, 0);
+  }
   for (int64_t tile = threadIdx.x; tile < tiles; tile += kListThreads) {
     const int k = sequence_of_tile(s, size, tile), begin = s.section_begin[k], end = s.section_end[begin];
     const uint64_t key = s.keys[k];
     const int32_t rank = static_cast<int32_t>(tile - s.tiles_before[k]);
-    const int64_t place = base + s.tiles_before[begin] + place_in_section(s.keys, s.tiles_before, begin, end, k, rank);
-    if (place >= plan.capacity) continue;
+    const int64_t section = (base + s.tiles_before[begin]) * order.bundles;
+    const int64_t among_tiles = place_among_tiles(s.keys, s.tiles_before, begin, end, k, rank);
     const int32_t tiles_here = tiles_of_key(key);
-    *reinterpret_cast<int4*>(list.entries + place) =
-        make_int4(first + sequence_of_key(key), tile_of_rank(order, tiles_here, rank), tiles_here,
-                  section_heads_of(order, tiles_here, other_rows_of_key(key)));
+    int4 entry = make_int4(first + sequence_of_key(key), tile_of_rank(order, tiles_here, rank), 0, tiles_here);
+    for (int bundle = 0; bundle < order.bundles; ++bundle, entry.z += order.bundle_heads) {
+      const int64_t place = section + place_in_section(order, key, rank, among_tiles, bundle);
+      if (place < most_entries) *reinterpret_cast<int4*>(list.entries + place) = entry;
+    }
   }
 }
 
@@ -188,7 +193,7 @@ void fill_work_list(const AttentionParams& p, const WorkListPlan& plan, const Wo
   if (!plan.listed) return;
   const int64_t chunks = (p.batch + kWorkListChunk - 1) / kWorkListChunk;
   launch("work list", work_list_kernel, {dim3(grid_size(chunks)), dim3(kListThreads), sizeof(ChunkState)}, stream, p,
-         plan, list);
+         plan.side, plan.most_entries(), list);
 }
 
 }  // namespace flash_ext

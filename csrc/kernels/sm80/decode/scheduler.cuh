@@ -6,24 +6,12 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/common/divisor.h"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/arithmetic.h"
 
 namespace flash_ext::sm80 {
-
-/// Division by a number that the host knows: no kernel starts with a row of slow ones (Granlund and Montgomery, 1994).
-/// For dividends below 2^31.
-struct Divisor {
-  uint32_t value, multiplier, shift;
-
-  explicit Divisor(int64_t divisor) : value(static_cast<uint32_t>(divisor)), multiplier(1), shift(0) {
-    while ((uint64_t{1} << shift) < value) ++shift;
-    if (value > 0) multiplier += static_cast<uint32_t>((((uint64_t{1} << shift) - value) << 32) / value);
-  }
-
-  __device__ __forceinline__ uint32_t quotient(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
-};
 
 constexpr int kMaxDecodeRows = 64;  // of a tile
 

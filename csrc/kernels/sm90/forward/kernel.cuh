@@ -18,6 +18,7 @@
 
 #include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/barrier.h"
+#include "kernels/ptx/lane.h"
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/ptx/wgmma.h"
@@ -485,7 +486,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                    const ScheduleOf<Config> schedule, const __grid_constant__ ScoreTerms terms) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<ForwardState<Config>*>(shared + Config::kTilesBytes);
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = Config::kOptions ? ptx::lane_id() : static_cast<int>(threadIdx.x) % 32;  // read once: registers
   ForwardLoader<Config> loader(p, maps, state, shared, lane);
   if (threadIdx.x == 0) state.init_barriers();
   if (warp == 1 && lane == 0) {
@@ -515,8 +517,13 @@ template <class Config>
 void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardState<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
-  const ScheduleOf<Config> schedule = make_schedule<Config>(p, workspace);
-  if (schedule.taken) clear_forward_workspace(workspace, stream);
+  const WorkListPlan list = forward_work_list(p, Config::kBlockM);
+  const ScheduleOf<Config> schedule = make_schedule<Config>(p, list, workspace);
+  if (list.listed) {
+    fill_work_list(p, list, schedule.list, stream);
+  } else if (schedule.taken) {
+    clear_forward_workspace(workspace, stream);
+  }
   LaunchShape shape = {dim3(forward_blocks(schedule)), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = schedule.taken != nullptr;
   launch("sm90/forward", forward_kernel<Config>, shape, stream, p, encode_maps<Config>(p), schedule, ScoreTerms(p));

@@ -18,8 +18,7 @@ ForwardMaps encode_maps(const ForwardParams& p) {
 }
 
 inline unsigned forward_blocks(const ForwardSchedule& schedule) {
-  const int64_t works = static_cast<int64_t>(schedule.heads) * schedule.blocks_m;
-  return grid_size(std::min<int64_t>(works, device_attribute(cudaDevAttrMultiProcessorCount)));
+  return grid_size(std::min<int64_t>(schedule.works, device_attribute(cudaDevAttrMultiProcessorCount)));
 }
 
 }  // namespace flash_ext::sm90

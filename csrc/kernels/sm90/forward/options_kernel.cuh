@@ -581,12 +581,15 @@ struct GeneralSchedule : ForwardSchedule {
         heads_q(static_cast<int>(p.heads_q)),
         batch_first(p.bias.data && p.bias.batch_stride == 0 && p.bias.head_stride != 0 && p.bias.row_stride != 0) {}
 
-  __device__ __forceinline__ void locate(int64_t position, int& head, int& block) const {
-    ForwardSchedule here = *this;
+  __device__ __forceinline__ WorkTile locate(int64_t position) const {
+    if (list) return list.locate(static_cast<int>(position));
+    GeneralSchedule here = *this;
     // What follows from them is computed once a work: the loaders lack the registers to keep it.
     here.blocks_m = ptx::reread(blocks_m), here.section_heads = ptx::reread(section_heads);
-    here.locate(position, head, block);
+    int head, block;
+    here.locate_in_sections(position, head, block);
     if (batch_first) head = head % batch * heads_q + head / batch;
+    return of_entry(head, block);
   }
 };
 
@@ -640,8 +643,14 @@ void launch_general_forward(const ForwardParams& p, const ForwardVisibility& vis
                             cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(GeneralState<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
-  const GeneralSchedule schedule = {schedule_forward<Config>(p, workspace), p};
-  clear_forward_workspace(workspace, stream);
+  const WorkListPlan list = forward_work_list(p, Config::kBlockM);
+  GeneralSchedule schedule = {schedule_forward<Config>(p, workspace), p};
+  use_list(schedule, list, workspace);
+  if (list.listed) {
+    fill_work_list(p, list, schedule.list, stream);
+  } else {
+    clear_forward_workspace(workspace, stream);
+  }
   GeneralOptions options = general_options(p);
   options.visible = visible;
   const CUtensorMap bias_map =

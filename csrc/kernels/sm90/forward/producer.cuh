@@ -41,14 +41,12 @@ class ForwardLoader {
   /// nobody has had a slot, and barriers need not be there yet.
   template <bool kFirst, class Schedule>
   __device__ __forceinline__ bool make_work(const Schedule& schedule, int64_t position) {
-    int head, block;
-    schedule.locate(position, head, block);
-    const int batch = static_cast<int>(schedule.heads_of_entry.quotient(head));
-    const Sequence sequence(p_, batch, head - batch * static_cast<int>(schedule.heads_of_entry.value));
+    const WorkTile tile = schedule.locate(position);
+    const Sequence sequence(p_, tile.sequence, tile.head);
     const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-    if (block >= blocks) return false;
-    const int first_query = first_query_of(block, blocks, sequence.seqlen_q);
-    const int end_query = first_query_of(block + 1, blocks, sequence.seqlen_q);
+    if (tile.tile >= blocks) return false;
+    const int first_query = first_query_of(tile.tile, blocks, sequence.seqlen_q);
+    const int end_query = first_query_of(tile.tile + 1, blocks, sequence.seqlen_q);
     if (!kFirst)
       while (wait_for_slot(slot_)) hand_out_again(slot_);
     const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
@@ -69,6 +67,7 @@ class ForwardLoader {
   __device__ __forceinline__ void make_first_work(const Schedule& schedule) {
     state_.clear_slots();
     made_first_ = true;
+    if (schedule.list) ptx::wait_for_previous_grid();  // which lists the tiles
     has_first_ = make_work<true>(schedule, blockIdx.x);
   }
 
@@ -78,7 +77,11 @@ class ForwardLoader {
     if (has_first_) hand_out();
     for (int64_t position = made_first_ ? schedule.take() : blockIdx.x; position < schedule.size();
          position = schedule.take())
-      if (make_work<false>(schedule, position)) hand_out();
+      if (make_work<false>(schedule, position)) {
+        hand_out();
+      } else if (schedule.list) {
+        break;  // without one, a sequence has fewer tiles than the longest
+      }
     // Whoever of the last ones fails comes again into the slot that has been free for longest.
     RingPosition<Config::kSlots> at = slot_;
     for (int k = 0; k < Config::kSlots; ++k, at.advance())

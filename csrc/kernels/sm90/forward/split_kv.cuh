@@ -35,8 +35,8 @@ struct CutSchedule : ForwardSchedule {
   __device__ __forceinline__ int64_t size() const { return positions; }
   __device__ __forceinline__ int64_t take() const { return taken ? ForwardSchedule::take() : size(); }
 
-  __device__ __forceinline__ void locate(int64_t position, int& head, int& block) const {
-    ForwardSchedule::locate(position < cut.whole ? position : cut.whole + place(position) % cut.works, head, block);
+  __device__ __forceinline__ WorkTile locate(int64_t position) const {
+    return ForwardSchedule::locate(position < cut.whole ? position : cut.whole + place(position) % cut.works);
   }
 
   /// Leaves a work that was made for a position what it shall do of it.
@@ -62,11 +62,12 @@ struct CutSchedule : ForwardSchedule {
 };
 
 template <class Config>
-CutSchedule schedule_cut_forward(const AttentionParams& p, void* workspace) {
+CutSchedule schedule_cut_forward(const AttentionParams& p, const WorkListPlan& list, void* workspace) {
   const ForwardCut cut = cut_forward(p, Config::kShape, {Config::kHeadDim, Config::kHeadDimV});
   CutSchedule schedule = {schedule_forward<Config>(p, workspace), cut, nullptr, PartTile<Config>::kWorkPieces};
   if (workspace) schedule.parts = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPartsOffset);
   if (cut.positions() <= device_attribute(cudaDevAttrMultiProcessorCount)) schedule.taken = nullptr;
+  use_list(schedule, list, workspace);
   return schedule;
 }
 
@@ -74,11 +75,13 @@ template <class Config>
 using ScheduleOf = std::conditional_t<Config::kCuts, CutSchedule, ForwardSchedule>;
 
 template <class Config>
-ScheduleOf<Config> make_schedule(const AttentionParams& p, void* workspace) {
+ScheduleOf<Config> make_schedule(const AttentionParams& p, const WorkListPlan& list, void* workspace) {
   if constexpr (Config::kCuts) {
-    return schedule_cut_forward<Config>(p, workspace);
+    return schedule_cut_forward<Config>(p, list, workspace);
   } else {
-    return schedule_forward<Config>(p, workspace);
+    ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
+    use_list(schedule, list, workspace);
+    return schedule;
   }
 }
 
@@ -91,15 +94,13 @@ __global__ void __launch_bounds__(kGroupThreads)
   const int work = static_cast<int>(blockIdx.x) / Config::kGroups,
             group = static_cast<int>(blockIdx.x) % Config::kGroups;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int heads_q = static_cast<int>(p.heads_q);
-  int head, block;
-  schedule.locate(schedule.cut.whole + work, head, block);
-  const Sequence sequence(p, head / heads_q, head % heads_q);
+  const WorkTile tile = schedule.locate(schedule.cut.whole + work);
+  const Sequence sequence(p, tile.sequence, tile.head);
   const auto first_query_of = [&](int block) {
     return ForwardLoader<Config>::first_query_of(block, schedule.blocks_m, sequence.seqlen_q);
   };
-  const int end_query = first_query_of(block + 1);
-  const int first_row = first_query_of(block) + group * kGroupRows + warp * 16;
+  const int end_query = first_query_of(tile.tile + 1);
+  const int first_row = first_query_of(tile.tile) + group * kGroupRows + warp * 16;
   ptx::wait_for_previous_grid();
   if (first_row >= end_query) return;
 
@@ -144,7 +145,8 @@ __global__ void __launch_bounds__(kGroupThreads)
 }
 
 inline unsigned forward_blocks(const CutSchedule& schedule) {
-  return grid_size(std::min<int64_t>(schedule.cut.positions(), device_attribute(cudaDevAttrMultiProcessorCount)));
+  const int64_t positions = schedule.list.head ? schedule.works : schedule.cut.positions();
+  return grid_size(std::min<int64_t>(positions, device_attribute(cudaDevAttrMultiProcessorCount)));
 }
 
 template <class Config>

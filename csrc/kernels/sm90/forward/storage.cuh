@@ -8,6 +8,7 @@
 #include "kernels/common/ring.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
+#include "kernels/common/work_list.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/cp_async.h"
 #include "kernels/ptx/grid.h"
@@ -168,7 +169,8 @@ struct ForwardWork : WorkOptions<Config::kOptions>, WorkPart<Config::kCuts> {
 
 /// In which order the blocks take up their work: sections of heads whose keys stay in L2, in a section the tiles of
 /// queries with the most keys first. Each block takes the next tile when it has loaded most of its last one: that
-/// balances a causal mask, sequences of different lengths, and SMs of different speed.
+/// balances a causal mask, sequences of different lengths, and SMs of different speed. Or as a list says
+/// (common/work_list.cuh).
 struct ForwardSchedule {
   int blocks_m;       // of the longest sequence
   int heads;          // of all batch entries
@@ -179,8 +181,9 @@ struct ForwardSchedule {
   // Of positions, and of those of a section, but the last.
   LongDivisor section_works = LongDivisor(int64_t{section_heads} * blocks_m);
   LongDivisor section_width = LongDivisor(section_heads), last_width = LongDivisor(heads - last_section);
-  int64_t works = int64_t{heads} * blocks_m;
+  int64_t works = int64_t{heads} * blocks_m;    // with a list: at most
   LongDivisor heads_of_entry = LongDivisor(1);  // of a batch entry
+  WorkList list = {};  // of packed sequences; then nothing above but `taken` and `works` counts
 
   __device__ __forceinline__ int64_t take() const {
     if (!taken) return size();
@@ -193,8 +196,23 @@ struct ForwardSchedule {
   template <class Work>
   __device__ __forceinline__ void trim(int64_t, Work&) const {}
 
-  /// Position in the order -> head of all batch entries, tile of queries.
-  __device__ __forceinline__ void locate(int64_t position, int& head, int& block) const {
+  /// Position in the order -> tile of queries.
+  __device__ __forceinline__ WorkTile locate(int64_t position) const {
+    if (list) return list.locate(static_cast<int>(position));
+    int head, block;
+    locate_in_sections(position, head, block);
+    return of_entry(head, block);
+  }
+
+ protected:
+  /// Head of all batch entries -> of its entry.
+  __device__ __forceinline__ WorkTile of_entry(int head, int block) const {
+    const int batch = static_cast<int>(heads_of_entry.quotient(head));
+    return {batch, head - batch * static_cast<int>(heads_of_entry.value), block};
+  }
+
+  /// Head of all batch entries, tile of queries.
+  __device__ __forceinline__ void locate_in_sections(int64_t position, int& head, int& block) const {
     const int section = static_cast<int>(section_works.quotient(position));
     const int first_head = min(section * section_heads, last_section);
     const LongDivisor& width = first_head < last_section ? section_width : last_width;
@@ -204,6 +222,22 @@ struct ForwardSchedule {
     head = first_head + static_cast<int>(rest - row * width.value);
   }
 };
+
+/// The list of a call, if its tiles are listed. The keys of a section fit into L2.
+inline WorkListPlan forward_work_list(const AttentionParams& p, int block_m) {
+  constexpr int64_t kKeyBytesInL2 = 32 << 20;
+  const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t rows_in_l2 = kKeyBytesInL2 / ((p.head_dim + p.head_dim_v) * element_bytes);
+  return {p, WorkListSide::kQueries, work_order(block_m, p.heads_q, p.heads_q / p.heads_kv, true, rows_in_l2)};
+}
+
+/// What a schedule becomes where tiles are listed, in its workspace.
+inline void use_list(ForwardSchedule& schedule, const WorkListPlan& plan, void* workspace) {
+  if (!plan.listed) return;
+  schedule.list = plan.view(workspace);
+  schedule.taken = &schedule.list.head->taken;
+  schedule.works = grid_size(plan.most_works());
+}
 
 /// Where all sequences have the same lengths, the tiles of queries of one key head stand side by side: blocks that
 /// start together then read the same keys, and memory is asked for as much at one time as at another. What balances the

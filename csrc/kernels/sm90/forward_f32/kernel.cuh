@@ -65,7 +65,9 @@ class ForwardF32Group {
  private:
   __device__ __forceinline__ int first_row(const Work& work) const { return work.first_query + group_ * kGroupRows; }
 
-  __device__ __forceinline__ void wait_for_group() const { ptx::barrier_any<kGroupThreads>(1 + group_, false); }
+  __device__ __forceinline__ void wait_for_group() const {
+    ptx::barrier_any<kGroupThreads>(ptx::reread(static_cast<int>(threadIdx.x)) / kGroupThreads, false);
+  }
 
   __device__ __forceinline__ void load_query(const Work& work, char* s_query) const {
     wait_for_group();  // all are done with what was there
@@ -297,10 +299,14 @@ template <class Config>
 void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardF32State<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
-  const ForwardSchedule schedule = schedule_forward_f32<Config>(p, workspace);
-  if (workspace) clear_forward_workspace(workspace, stream);
-  const int64_t works = static_cast<int64_t>(schedule.heads) * schedule.blocks_m;
-  const int64_t blocks = std::min<int64_t>(works, device_attribute(cudaDevAttrMultiProcessorCount));
+  const WorkListPlan list = forward_work_list(p, Config::kBlockM);
+  const ForwardSchedule schedule = schedule_forward_f32<Config>(p, list, workspace);
+  if (list.listed) {
+    fill_work_list(p, list, schedule.list, stream);
+  } else if (workspace) {
+    clear_forward_workspace(workspace, stream);
+  }
+  const int64_t blocks = std::min<int64_t>(schedule.works, device_attribute(cudaDevAttrMultiProcessorCount));
   LaunchShape shape = {grid_of(blocks), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = workspace != nullptr;
   launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule);

@@ -41,15 +41,18 @@ struct ForwardF32Config {
 
 /// As schedule_forward(), but that all tiles of queries go by their length, the last ones too.
 template <class Config>
-ForwardSchedule schedule_forward_f32(const AttentionParams& p, void* workspace) {
+ForwardSchedule schedule_forward_f32(const AttentionParams& p, const WorkListPlan& list, void* workspace) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
   const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 4);
   const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
   const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, std::min(ratio, heads), heads);
   const int64_t last = (heads - 1) / fitting * fitting;
-  return {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(fitting),
-          static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
+  ForwardSchedule schedule = {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(fitting),
+                              static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
+  schedule.heads_of_entry = LongDivisor(p.heads_q);
+  use_list(schedule, list, workspace);
+  return schedule;
 }
 
 /// A tile of queries of one head, and the tiles of keys that it sees.
@@ -123,17 +126,18 @@ class ForwardF32Queue : public WorkQueue<ForwardF32State<Config>> {
 
   /// By one thread: the next work, or that there is none.
   __device__ __forceinline__ void push(const ForwardParams& p, const ForwardSchedule& schedule) {
-    const int slot = at_.stage(), heads_q = static_cast<int>(p.heads_q);
+    const int slot = at_.stage();
     ptx::mbarrier_wait(ptx::shared_address(&state_.work_empty[slot]), at_.parity() ^ 1);
     int64_t position = state_.position;
     bool found = false;
+    if (schedule.list) ptx::wait_for_previous_grid();  // which lists the tiles
     for (; !found && position < schedule.size(); position = schedule.take()) {
-      int head, block;
-      schedule.locate(position, head, block);
-      const Sequence sequence(p, head / heads_q, head % heads_q);
+      const WorkTile tile = schedule.locate(position);
+      const Sequence sequence(p, tile.sequence, tile.head);
       const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-      found = block < blocks;
-      if (found) new (&state_.work_in(slot)) Work(sequence, blocks, block);
+      found = tile.tile < blocks;
+      if (found) new (&state_.work_in(slot)) Work(sequence, blocks, tile.tile);
+      if (!found && schedule.list) break;  // there are no more
     }
     state_.position = position;
     state_.has_work[slot] = found;

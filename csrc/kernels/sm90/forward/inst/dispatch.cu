@@ -4,6 +4,7 @@
 #include "kernels/sm90/forward/aligned_bias.cuh"
 #include "kernels/sm90/forward/forward.h"
 #include "kernels/sm90/forward/split_kv.h"
+#include "kernels/sm90/forward/storage.cuh"
 #include "kernels/sm90/forward/visibility.cuh"
 
 namespace flash_ext::sm90 {
@@ -14,12 +15,21 @@ __global__ void clear_counter(unsigned long long* counter) {
   *counter = 0;
 }
 
-/// Of the general class: the counter of the schedule; an aligned bias; what masks leave.
+/// Queries of a tile of the general class.
+int general_block_m(const ForwardParams& p) {
+  const GeneralCall call = {dropout_threshold(p.dropout.p) > 0, p.bias.data != nullptr, p.bias.dtype == p.dtype,
+                            p.mask.data || p.blocks.offsets,
+                            scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)};
+  return general_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), general_class(call)).groups * kGroupRows;
+}
+
+/// Of the general class: the counter of the schedule, or the list that has it; an aligned bias; what masks leave.
 struct GeneralWorkspace {
-  int64_t bias_offset = 16, visibility_offset, bytes;
+  int64_t bias_offset, visibility_offset, bytes;
 
   explicit GeneralWorkspace(const ForwardParams& p)
-      : visibility_offset(bias_offset + AlignedBias(p, nullptr).bytes),
+      : bias_offset(std::max<int64_t>(16, forward_work_list(p, general_block_m(p)).bytes())),
+        visibility_offset(bias_offset + AlignedBias(p, nullptr).bytes),
         bytes(visibility_offset + VisibilitySizes(p).bytes()) {}
 };
 
@@ -40,6 +50,8 @@ int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n) {
   if (is_general(params)) return GeneralWorkspace(params).bytes;
   const HeadDims dims = forward_head_dims(params.head_dim, params.head_dim_v);
   const ForwardShape shape = forward_shape_with(dims, block_n);
+  const WorkListPlan list = forward_work_list(params, shape.groups * kGroupRows);
+  if (list.listed) return list.bytes();
   return cut_workspace_bytes(cut_forward(params, shape, dims), shape, dims);
 }
 
