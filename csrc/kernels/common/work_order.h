@@ -150,11 +150,12 @@ FLASH_EXT_HOST_DEVICE int64_t most_tiles(int64_t batch, int64_t longest, int64_t
   return by_length < by_rows ? by_length : by_rows;
 }
 
-/// Whether tiles are listed: a list takes some 4 microseconds, and a place of a grid without a tile half of one, of one
-/// of the SMs. `rows`: of packed sequences; without, the lengths are those of the grid, or not much shorter.
-inline bool lists_tiles(int64_t batch, int64_t longest, int64_t rows, int64_t block, int64_t heads) {
-  constexpr int64_t kWorthAList = 1024;
-  return (batch * tiles_of_rows(longest, block) - most_tiles(batch, longest, rows, block)) * heads > kWorthAList;
+/// Whether the tiles of packed sequences are listed: a list takes some 4 microseconds, and a place of a grid without a
+/// tile half of one, of one of the SMs. And a grid of three dimensions can count to kMostGridRows in the second one.
+FLASH_EXT_HOST_DEVICE bool lists_tiles(int64_t batch, int64_t longest, int64_t rows, int64_t block, int64_t heads) {
+  constexpr int64_t kWorthAList = 1024, kMostGridRows = 65535;
+  const int64_t tiles = tiles_of_rows(longest, block);
+  return tiles > kMostGridRows || (batch * tiles - most_tiles(batch, longest, rows, block)) * heads > kWorthAList;
 }
 
 /// The list, as the device makes it, of sequences with these rows.

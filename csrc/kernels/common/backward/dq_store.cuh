@@ -83,10 +83,10 @@ template <class Element, class Layout, int kBlockM, int kHeadDim>
 __global__ void __launch_bounds__(kStoreDqThreads)
     store_dq_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
   ptx::wait_for_previous_grid();
-  const RowTileOfBlock block(p, kBlockM);
+  const RowTileOfBlock block(p, workspace.row_tiles);
   const Sequence sequence(p, block.batch, block.head);
   const int first = block.tile * kBlockM;
-  if (first >= sequence.seqlen_q) return;
+  if (block.tile < 0 || first >= sequence.seqlen_q) return;
   const auto rows = query_rows<Element>(p.dq, sequence);
   const int64_t tile = workspace.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
   const float* const g_tile = workspace.dq + tile * kBlockM * kHeadDim;

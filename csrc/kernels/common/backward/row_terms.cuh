@@ -31,19 +31,27 @@ __device__ __forceinline__ bool is_finite(const uint4& piece) {
   return !(Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w));
 }
 
-/// The tile of rows that a block works on: blocks count tiles of a sequence, heads, batch entries.
+/// The tile of rows that a block works on: blocks count tiles of a sequence, heads, batch entries, or, where tiles are
+/// numbered by rows, numbers and heads.
 struct RowTileOfBlock {
-  int tile, head, batch;
+  int tile, head, batch;  // tile: it may be below 0, or behind the end of the sequence
 
-  __device__ __forceinline__ RowTileOfBlock(const AttentionParams& p, int block_m) {
-    const int tiles = static_cast<int>((p.seqlen_q + block_m - 1) / block_m);
-    const int heads = static_cast<int>(p.heads_q);
-    tile = blockIdx.x % tiles;
-    head = blockIdx.x / tiles % heads;
-    batch = blockIdx.x / tiles / heads;
+  /// By whole warps.
+  __device__ __forceinline__ RowTileOfBlock(const AttentionParams& p, const TileNumbers& numbers) {
+    const unsigned heads = static_cast<unsigned>(p.heads_q);
+    if (numbers.by_rows) {
+      const unsigned count = static_cast<unsigned>(numbers.count);
+      head = static_cast<int>(blockIdx.x / count);
+      numbers.find(p, blockIdx.x % count, batch, tile);
+    } else {
+      const unsigned tiles = static_cast<unsigned>(numbers.tiles_of_longest);
+      tile = static_cast<int>(blockIdx.x % tiles);
+      head = static_cast<int>(blockIdx.x / tiles % heads);
+      batch = static_cast<int>(blockIdx.x / tiles / heads);
+    }
   }
   static int64_t blocks(const AttentionParams& p, int block_m) {
-    return (p.seqlen_q + block_m - 1) / block_m * p.heads_q * p.batch;
+    return TileNumbers(p, WorkListSide::kQueries, block_m, p.heads_q).count * p.heads_q;
   }
 };
 
@@ -52,13 +60,16 @@ template <class Element, int kHeadDim, int kBlockM>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace) {
   constexpr int kPiece = 16 / sizeof(Element);
   constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
-  const RowTileOfBlock block(p, kBlockM);
+  const RowTileOfBlock block(p, workspace.row_tiles);
   const Sequence sequence(p, block.batch, block.head);
   const int first = block.tile * kBlockM;
   if (workspace.ticket && blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
-  if (first >= sequence.seqlen_q) return;
   const int64_t tile = workspace.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
-  if (workspace.turns && threadIdx.x < kDqWarps) workspace.turns[tile * kDqWarps + threadIdx.x] = 0;
+  // Numbered by rows, those of all places: whatever cu_seqlens holds, nobody waits for a turn that never comes.
+  const bool exists = block.tile >= 0 && first < sequence.seqlen_q;
+  if (workspace.turns && (exists || workspace.row_tiles.by_rows) && threadIdx.x < kDqWarps)
+    workspace.turns[tile * kDqWarps + threadIdx.x] = 0;
+  if (!exists) return;
 
   const auto out = query_rows<const Element>(p.out, sequence);
   const auto grad_out = query_rows<const Element>(p.grad_out, sequence);

@@ -7,6 +7,7 @@
 
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/host_device.h"
+#include "kernels/common/tile_numbers.cuh"
 #include "kernels/params.h"
 
 namespace flash_ext {
@@ -73,10 +74,11 @@ struct BackwardWorkspace {
   // D, dS, dQ and dK are kept in units of what dropout multiplies kept weights by, so that dP - D is what one product
   // sums up: 1 without dropout, and where nothing is kept.
   float unit = 1.0f;
+  TileNumbers row_tiles;  // by which the kernels before and after the main one go through tiles of queries
   int64_t bytes = 0;
 
   BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory)
-      : visibility(p, block_m, block_n) {
+      : visibility(p, block_m, block_n), row_tiles(p, WorkListSide::kQueries, block_m, p.heads_q) {
     if (const double keep_scale = dropout_keep_scale(p.dropout.p); keep_scale > 0)
       unit = static_cast<float>(keep_scale);
     tiles_per_head = p.seq.cu_seqlens_q ? p.total_q / block_m + p.batch : p.batch * tiles_of(p.seqlen_q, block_m);

@@ -33,11 +33,12 @@
 namespace flash_ext::sm80 {
 
 /// Blocks of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the
-/// most queries see, come first. Deterministic: blocks draw numbers, so that whoever waits waits for one that runs.
+/// most queries see, come first. Or as a list says. Deterministic: blocks draw numbers, so that whoever waits waits for
+/// one that runs, and of a head the last keys have the first number.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace,
-                    unsigned key_tiles, bool copies_bias) {
+                    const __grid_constant__ WorkList list, unsigned key_tiles, bool copies_bias) {
   extern __shared__ __align__(128) char shared[];
   auto* const s_work = reinterpret_cast<BackwardWork<Config>*>(shared + Config::kSharedBytes - Config::kWorkBytes);
   auto* const s_ticket = reinterpret_cast<unsigned*>(s_work);
@@ -48,17 +49,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     number = *s_ticket;
     __syncthreads();
   }
-  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv), heads = gridDim.x / key_tiles;
-  const unsigned key_tile = workspace.turns ? key_tiles - 1 - number / heads : number % key_tiles;
-  const unsigned head = workspace.turns ? number % heads : number / key_tiles;
-  const int batch = static_cast<int>(head / heads_kv);
-  const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
-  const Sequence sequence(p, batch, head_q);
-  const int first_key = static_cast<int>(key_tile) * Config::kBlockN;
+  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
+  WorkTile tile;
+  if (list) {
+    tile = list.locate(static_cast<int>(number));
+    if (tile.tile == kNoTile) return;
+  } else {
+    const unsigned heads = gridDim.x / key_tiles, head = workspace.turns ? number % heads : number / key_tiles;
+    tile = {static_cast<int>(head / heads_kv), static_cast<int>(head % heads_kv),
+            static_cast<int>(workspace.turns ? key_tiles - 1 - number / heads : number % key_tiles)};
+  }
+  const int head_q = tile.head * static_cast<int>(static_cast<unsigned>(p.heads_q) / heads_kv);
+  const Sequence sequence(p, tile.sequence, head_q);
+  const int first_key = tile.tile * Config::kBlockN;
   if (first_key >= sequence.seqlen_k) return;
   BackwardBlock<Config> block(p, workspace, copies_bias, *s_work, shared);
   block.load_keys(sequence, first_key);
-  const BackwardWork<Config> work(p, workspace, sequence, static_cast<int>(key_tile));
+  const BackwardWork<Config> work(p, workspace, sequence, tile.tile);
   block.load_first_queries(work);
   if (threadIdx.x == 0) *s_work = work;
   __syncthreads();
@@ -68,6 +75,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 template <class Config>
 BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
   return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kHeadDim, memory);
+}
+
+/// Which lies behind the workspace.
+template <class Config>
+WorkListPlan backward_list(const BackwardParams& p) {
+  return backward_work_list(p, Config::kBlockN, p.deterministic);
 }
 
 /// Of a block's shared memory.
@@ -89,10 +102,14 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
     const VisibilityTiles& visibility = workspace.visibility;
     const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
     launch("sm80/backward masks", mask_tiles_kernel<kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
-    const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
-    const LaunchShape keys{grid_of(key_tiles * p.heads_kv * p.batch), dim3(Config::kThreads),
+    const int64_t key_tiles = tiles_of_rows(p.seqlen_k, Config::kBlockN);
+    const WorkListPlan plan = backward_list<Config>(p);
+    const WorkList list = plan.view(static_cast<char*>(memory) + workspace.bytes);
+    fill_work_list(p, plan, list, stream);
+    const int64_t blocks = plan.listed ? plan.most_works() : key_tiles * p.heads_kv * p.batch;
+    const LaunchShape keys{grid_of(blocks), dim3(Config::kThreads),
                            static_cast<size_t>(backward_shared_bytes<Config>(p))};
-    launch("sm80/backward", backward_kernel<Config>, keys, stream, p, workspace, static_cast<unsigned>(key_tiles),
+    launch("sm80/backward", backward_kernel<Config>, keys, stream, p, workspace, list, static_cast<unsigned>(key_tiles),
            can_stage_bias(p.bias));
   }
   if (p.dq.data) {
@@ -112,7 +129,9 @@ inline bool is_plain_backward(const BackwardParams& p) {
 
 template <class Config>
 struct TiledBackward {
-  static int64_t bytes(const BackwardParams& p) { return backward_workspace<Config>(p, nullptr).bytes; }
+  static int64_t bytes(const BackwardParams& p) {
+    return backward_workspace<Config>(p, nullptr).bytes + backward_list<Config>(p).bytes();
+  }
   static void run(const BackwardParams& p, void* memory, cudaStream_t stream) {
     launch_backward<Config>(p, memory, stream);
   }

@@ -29,12 +29,12 @@ __device__ __forceinline__ void attention_product_gradient(ScoreFragment& ds, co
 
 template <class Element>
 __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
-    slab_dq_kernel(const __grid_constant__ BackwardParams p, const float* delta, int slabs, int query_tiles) {
+    slab_dq_kernel(const __grid_constant__ BackwardParams p, const float* delta, const TileNumbers numbers, int slabs) {
   extern __shared__ __align__(128) char shared[];
-  const SlabIndex index(slabs, query_tiles, static_cast<int>(p.heads_q));
+  const SlabIndex index(p, numbers, slabs);
   const Sequence sequence(p, index.batch, index.head);
   const int first_query = index.tile * kScoreRows, columns = static_cast<int>(p.head_dim);
-  if (first_query >= sequence.seqlen_q) return;
+  if (index.tile < 0 || first_query >= sequence.seqlen_q) return;
   const TileRange range = tile_range(first_query, min(first_query + kScoreRows, sequence.seqlen_q), sequence.seqlen_k,
                                      sequence.window(), kScoreKeys);
   const auto keys = key_rows<Element, false>(p, p.k, sequence);
@@ -55,13 +55,14 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerS
 /// dK, or dV: a slab of a tile of keys, summed over the queries of all heads of the group.
 template <class Element, bool kValues>
 __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
-    slab_dkv_kernel(const __grid_constant__ BackwardParams p, const float* delta, int slabs, int key_tiles) {
+    slab_dkv_kernel(const __grid_constant__ BackwardParams p, const float* delta, const TileNumbers numbers,
+                    int slabs) {
   extern __shared__ __align__(128) char shared[];
-  const SlabIndex index(slabs, key_tiles, static_cast<int>(p.heads_kv));
+  const SlabIndex index(p, numbers, slabs);
   const int group = static_cast<int>(p.heads_q / p.heads_kv), first_head = index.head * group;
   const Sequence of_group(p, index.batch, first_head);
   const int first_key = index.tile * kScoreKeys, columns = static_cast<int>(kValues ? p.head_dim_v : p.head_dim);
-  if (first_key >= of_group.seqlen_k) return;
+  if (index.tile < 0 || first_key >= of_group.seqlen_k) return;
   const TileRange range = tile_range(first_key, min(first_key + kScoreKeys, of_group.seqlen_k), of_group.seqlen_q,
                                      transposed(of_group.window()), kScoreRows);
   const bool has_rows = !kValues || p.grad_out.data;  // no gradient of out is one of zeros
@@ -110,14 +111,10 @@ struct SlabBackward {
 
   static void run(const BackwardParams& p, void* memory, cudaStream_t stream) {
     const Workspace workspace(p, memory);
-    const int row_blocks = static_cast<int>((p.seqlen_q + kScoreThreads / 32 - 1) / (kScoreThreads / 32));
-    launch("sm80/backward slabs", bias_row_terms_kernel<Element>,
-           {grid_of(int64_t{row_blocks} * p.batch * p.heads_q), dim3(kScoreThreads)}, stream, p, workspace.delta,
-           row_blocks);
-    if (p.dq.data) run(slab_dq_kernel<Element>, p, workspace.delta, p.head_dim, p.seqlen_q, p.heads_q, stream);
-    if (p.dk.data) run(slab_dkv_kernel<Element, false>, p, workspace.delta, p.head_dim, p.seqlen_k, p.heads_kv, stream);
-    if (p.dv.data)
-      run(slab_dkv_kernel<Element, true>, p, workspace.delta, p.head_dim_v, p.seqlen_k, p.heads_kv, stream);
+    launch_bias_row_terms<Element>(p, workspace.delta, stream);
+    if (p.dq.data) run(slab_dq_kernel<Element>, p, workspace.delta, p.head_dim, WorkListSide::kQueries, stream);
+    if (p.dk.data) run(slab_dkv_kernel<Element, false>, p, workspace.delta, p.head_dim, WorkListSide::kKeys, stream);
+    if (p.dv.data) run(slab_dkv_kernel<Element, true>, p, workspace.delta, p.head_dim_v, WorkListSide::kKeys, stream);
     if (!p.dsink) return;
     launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kScoreRows>,
            {grid_of(RowTileOfBlock::blocks(p, kScoreRows)), dim3(kRowTermThreads)}, stream, p, workspace.tiles);
@@ -134,12 +131,15 @@ struct SlabBackward {
     return p;
   }
 
-  static void run(void (*kernel)(BackwardParams, const float*, int, int), const BackwardParams& p, const float* delta,
-                  int64_t columns, int64_t length, int64_t heads, cudaStream_t stream) {
-    const int64_t slabs = (columns + kScoreSlab - 1) / kScoreSlab, tiles = score_tiles(length);
+  static void run(void (*kernel)(BackwardParams, const float*, TileNumbers, int), const BackwardParams& p,
+                  const float* delta, int64_t columns, WorkListSide side, cudaStream_t stream) {
+    static_assert(kScoreRows == kScoreKeys);
+    const int64_t heads = side == WorkListSide::kKeys ? p.heads_kv : p.heads_q;
+    const int64_t slabs = (columns + kScoreSlab - 1) / kScoreSlab;
+    const TileNumbers numbers(p, side, kScoreRows, heads);
     launch("sm80/backward slabs", kernel,
-           {grid_of(slabs * tiles * p.batch * heads), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes}, stream, p,
-           delta, static_cast<int>(slabs), static_cast<int>(tiles));
+           {grid_of(slabs * numbers.count * heads), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes},
+           stream, p, delta, numbers, static_cast<int>(slabs));
   }
 };
 

@@ -443,23 +443,32 @@ struct ForwardBlock {
 
 /// A grid of (heads of a group x batch entries that share a bias, blocks of queries, groups of both), scheduled in this
 /// order: the blocks with the most keys first, which balances a causal mask, of no more heads than whose keys stay in
-/// L2, and what reads the same bias side by side.
+/// L2, and what reads the same bias side by side. Or a list, and a grid of as many blocks as it may have work tiles.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
-    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardSchedule schedule) {
-  extern __shared__ __align__(128) char shared[];
-  const int first_query = static_cast<int>(gridDim.y - 1 - blockIdx.y) * Config::kBlockM;
+__device__ __forceinline__ WorkTile tile_of_block(const ForwardParams& p, const ForwardSchedule& schedule) {
+  if (schedule.list) return schedule.list.locate(static_cast<int>(blockIdx.x));
   int batch = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.x);
+  int tile = static_cast<int>(gridDim.y - 1 - blockIdx.y);
   if (Config::kBiases && schedule.batches > 1) {
     const int group = batch / schedule.batch_groups;
     batch = batch % schedule.batch_groups * schedule.batches + head % schedule.batches;
     head = group * schedule.heads + head / schedule.batches;
-    if (head >= static_cast<int>(p.heads_q) || batch >= static_cast<int>(p.batch)) return;
+    if (head >= static_cast<int>(p.heads_q) || batch >= static_cast<int>(p.batch)) tile = kNoTile;
   } else if (schedule.groups > 1) {
     head += batch % schedule.groups * schedule.heads;
     batch /= schedule.groups;
-    if (head >= static_cast<int>(p.heads_q)) return;
+    if (head >= static_cast<int>(p.heads_q)) tile = kNoTile;
   }
+  return {batch, head, tile};
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardSchedule schedule) {
+  extern __shared__ __align__(128) char shared[];
+  const WorkTile tile = tile_of_block<Config>(p, schedule);
+  if (tile.tile == kNoTile) return;
+  const int batch = tile.sequence, head = tile.head, first_query = tile.tile * Config::kBlockM;
   ForwardWork<Config> work(p, batch, head, first_query);
   work.mask.find(schedule.mask, batch, head, first_query);
   if (first_query >= work.sequence.seqlen_q) return;
@@ -473,26 +482,30 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
 }
 
 template <class Config>
-void launch_forward(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
+void launch_forward(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
   ForwardSchedule schedule = schedule_heads(p, sizeof(typename Config::Element));
   const int64_t shared_bytes = plan_options<Config>(schedule, p);
   if constexpr (Config::kMasks) schedule.mask = mask;
-  const dim3 grid =
-      grid_of(int64_t{schedule.heads} * schedule.batches, (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM,
-              int64_t{schedule.batch_groups} * schedule.groups);
+  const WorkListPlan plan = forward_work_list(p, Config::kBlockM);
+  schedule.list = plan.view(list);
+  fill_work_list(p, plan, schedule.list, stream);
+  const dim3 grid = plan.listed ? grid_of(plan.most_works())
+                                : grid_of(int64_t{schedule.heads} * schedule.batches,
+                                          tiles_of_rows(p.seqlen_q, Config::kBlockM),
+                                          int64_t{schedule.batch_groups} * schedule.groups);
   launch("sm80/forward", forward_kernel<Config>, {grid, dim3(Config::kThreads), static_cast<size_t>(shared_bytes)},
          stream, p, schedule);
 }
 
 template <class Element, int kHeadDim, bool kSmall>
-void run_forward_as(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
+void run_forward_as(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
   // Branches cost little where a tile of scores is worked on for long, as it is at head dim 256 and in float32.
   constexpr bool kOneOption = sizeof(Element) == 2 && kHeadDim <= 128;
   const auto run = [&](auto of_class) {
     constexpr ForwardClass kWanted = decltype(of_class)::value, kAble = kOneOption ? kWanted : with_branches(kWanted);
     constexpr bool kBranches = kAble == ForwardClass::kComputes && sizeof(Element) != 2;
     constexpr ForwardClass kClass = kBranches ? ForwardClass::kReads : kAble;
-    launch_forward<ForwardConfig<Element, kHeadDim, kClass, kSmall>>(p, mask, stream);
+    launch_forward<ForwardConfig<Element, kHeadDim, kClass, kSmall>>(p, mask, list, stream);
   };
   switch (class_of(p)) {
     case ForwardClass::kPlain:
@@ -515,17 +528,18 @@ void run_forward_as(const ForwardParams& p, const MaskBits& mask, cudaStream_t s
 }
 
 /// At head dim 256 two blocks of 64 queries on an SM beat one of 128, where an SM has the shared memory for them.
+/// `list`: memory for the work list.
 template <class Element, int kHeadDim>
-void run_forward(const ForwardParams& p, const MaskBits& mask, cudaStream_t stream) {
+void run_forward(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
   using Large = ForwardConfig<Element, kHeadDim, ForwardClass::kPlain, false>;
   using Small = ForwardConfig<Element, kHeadDim, ForwardClass::kPlain, true>;
   if constexpr (Large::kSharedBytes <= kSmallestSharedBytes) {
-    run_forward_as<Element, kHeadDim, false>(p, mask, stream);
+    run_forward_as<Element, kHeadDim, false>(p, mask, list, stream);
   } else {
     const bool large_fits = shared_bytes_per_block() >= Large::kSharedBytes;
     const bool two_small_fit = shared_bytes_per_sm() >= 2 * (Small::kSharedBytes + kReservedSharedBytes);
-    large_fits && !two_small_fit ? run_forward_as<Element, kHeadDim, false>(p, mask, stream)
-                                 : run_forward_as<Element, kHeadDim, true>(p, mask, stream);
+    large_fits && !two_small_fit ? run_forward_as<Element, kHeadDim, false>(p, mask, list, stream)
+                                 : run_forward_as<Element, kHeadDim, true>(p, mask, list, stream);
   }
 }
 

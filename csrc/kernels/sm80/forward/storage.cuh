@@ -4,6 +4,7 @@
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/tile.cuh"
+#include "kernels/common/work_list.cuh"
 #include "kernels/sm80/common/config.h"
 #include "visibility.h"
 
@@ -93,6 +94,7 @@ struct ForwardSchedule {
   int bias_offset, words_offset;  // there; words of a block mask
   MaskBits mask;
   uint32_t last_dropped;  // by dropout, as the high half of a word, whatever the low half is
+  WorkList list;          // of packed sequences; then no heads, groups and batches count
 };
 
 /// What the options of one head come to.

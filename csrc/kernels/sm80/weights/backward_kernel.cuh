@@ -8,6 +8,7 @@
 // A block owns one slab of columns of dq or dk: beyond head_dim 64, dS is computed once for each slab.
 #pragma once
 
+#include "kernels/common/tile_numbers.cuh"
 #include "kernels/sm80/common/gradient_tile.cuh"
 
 namespace flash_ext::sm80 {
@@ -21,6 +22,14 @@ struct SlabIndex {
         tile(blockIdx.x / slabs % tiles),
         head(blockIdx.x / slabs / tiles % heads),
         batch(blockIdx.x / slabs / tiles / heads) {}
+
+  /// Of numbered tiles. By whole warps.
+  __device__ __forceinline__ SlabIndex(const AttentionParams& p, const TileNumbers& numbers, int slabs)
+      : slab(blockIdx.x % slabs) {
+    const unsigned n = blockIdx.x / slabs, count = static_cast<unsigned>(numbers.count);
+    head = static_cast<int>(n / count);
+    numbers.find(p, n % count, batch, tile);
+  }
 };
 
 /// The gradient of the products q . k, and what the rows of dS sum up to.

@@ -47,10 +47,11 @@ __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, 
                                                        const BackwardSchedule& schedule) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<BackwardF32State<Config>*>(shared + Config::kTilesBytes);
-  const BackwardKeyTile keys = schedule.locate(blockIdx.x / Config::kCluster);
-  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
-  const Sequence sequence = keys.sequence(p);
+  const WorkTile keys = workspace.key_tile(p, schedule, blockIdx.x / Config::kCluster);
   ptx::launch_dependents();
+  if (keys.tile == kNoTile) return ptx::wait_for_previous_grid();
+  const int first_key = keys.tile * Config::kBlockN;
+  const Sequence sequence(p, keys.sequence, keys.head * (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv)));
   if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const int group = warp / kGroupWarps, thread = static_cast<int>(threadIdx.x) % kGroupThreads;
@@ -111,10 +112,10 @@ __global__ void __launch_bounds__(kRowTermThreads)
   constexpr int kBlockBytes = panels(kHeadDim / kBlocks) * kPieceBytes;
   static_assert(kRowTermThreads == 2 * kGroupThreads);
   ptx::launch_dependents();
-  const RowTileOfBlock block(p, kBlockM);
+  const RowTileOfBlock block(p, workspace.rows.row_tiles);
   const Sequence sequence(p, block.batch, block.head);
   const int first = block.tile * kBlockM;
-  if (first >= sequence.seqlen_q) return;
+  if (block.tile < 0 || first >= sequence.seqlen_q) return;
   const int64_t tile = workspace.rows.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
   const bool is_grad = threadIdx.x >= kGroupThreads;
   const TensorView& view = is_grad ? p.grad_out : p.q;
@@ -133,8 +134,9 @@ void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& wo
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32State<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const BackwardSchedule schedule = schedule_backward<Config>(p);
-  const LaunchShape keys{grid_of(int64_t{schedule.key_tiles} * schedule.heads * Config::kCluster),
-                         dim3(Config::kThreads), kSharedBytes, true};
+  const WorkListPlan list = backward_f32_list(p);
+  const int64_t tiles = list.listed ? list.most_works() : int64_t{schedule.key_tiles} * schedule.heads;
+  const LaunchShape keys{grid_of(tiles * Config::kCluster), dim3(Config::kThreads), kSharedBytes, true};
   if constexpr (Config::kCluster > 1) {
     launch("sm90/backward_f32", backward_f32_halves_kernel<Config>, keys, stream, p, workspace, schedule);
   } else {
@@ -146,6 +148,7 @@ template <int kHeadDim>
 void run_backward_f32(const BackwardParams& p, void* memory, cudaStream_t stream) {
   constexpr int kBlockM = kBackwardF32BlockM;
   const BackwardF32Workspace workspace(p, memory);
+  fill_work_list(p, backward_f32_list(p), workspace.list, stream);
   LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
   launch("sm90/backward_f32 rows", backward_f32_rows_kernel<kHeadDim>, rows, stream, p, workspace);
   // Each kernel starts while the one before still runs, and waits for it by itself.

@@ -45,10 +45,16 @@ struct BackwardF32Config {
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
-/// Scratch memory: that of all backwards, and Q and dO as pieces, in the order of its tiles.
+/// The tiles of keys of a call, if they are listed.
+inline WorkListPlan backward_f32_list(const BackwardParams& p) {
+  return backward_work_list(p, kBackwardF32BlockN, /*last_tile_first=*/false);
+}
+
+/// Scratch memory: that of all backwards, Q and dO as pieces, in the order of its tiles, and a work list.
 struct BackwardF32Workspace {
   BackwardWorkspace rows;
   char *queries, *grads;
+  WorkList list;
   int64_t bytes;
 
   BackwardF32Workspace(const BackwardParams& p, void* memory)
@@ -56,7 +62,19 @@ struct BackwardF32Workspace {
     const int64_t size = p.heads_q * rows.tiles_per_head * tile_bytes_of(p);
     queries = static_cast<char*>(memory) + rows.bytes;
     grads = queries + size;
-    bytes = rows.bytes + 2 * size;
+    const WorkListPlan plan = backward_f32_list(p);
+    list = plan.view(grads + size);
+    bytes = rows.bytes + 2 * size + plan.bytes();
+  }
+
+  /// The tile of keys of a key head that a block or a cluster has.
+  __device__ __forceinline__ WorkTile key_tile(const BackwardParams& p, const BackwardSchedule& schedule,
+                                               unsigned position) const {
+    if (list) return list.locate(static_cast<int>(position));
+    const BackwardKeyTile keys = schedule.locate(position);
+    const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
+    return {static_cast<int>(keys.head / heads_kv), static_cast<int>(keys.head % heads_kv),
+            static_cast<int>(keys.index)};
   }
 
  private:

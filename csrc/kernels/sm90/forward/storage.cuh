@@ -223,14 +223,6 @@ struct ForwardSchedule {
   }
 };
 
-/// The list of a call, if its tiles are listed. The keys of a section fit into L2.
-inline WorkListPlan forward_work_list(const AttentionParams& p, int block_m) {
-  constexpr int64_t kKeyBytesInL2 = 32 << 20;
-  const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
-  const int64_t rows_in_l2 = kKeyBytesInL2 / ((p.head_dim + p.head_dim_v) * element_bytes);
-  return {p, WorkListSide::kQueries, work_order(block_m, p.heads_q, p.heads_q / p.heads_kv, true, rows_in_l2)};
-}
-
 /// What a schedule becomes where tiles are listed, in its workspace.
 inline void use_list(ForwardSchedule& schedule, const WorkListPlan& plan, void* workspace) {
   if (!plan.listed) return;

@@ -1,3 +1,6 @@
+#include <algorithm>
+
+#include "kernels/common/work_list.cuh"
 #include "kernels/sm80/common/dispatch.h"
 #include "kernels/sm80/forward/forward.h"
 #include "kernels/sm80/forward/visibility.cuh"
@@ -6,14 +9,25 @@ namespace flash_ext::sm80 {
 
 // Instantiated in the files beside this one.
 template <class Element, int kHeadDim>
-void run_forward(const ForwardParams& params, const MaskBits& mask, cudaStream_t stream);
+void run_forward(const ForwardParams& params, const MaskBits& mask, void* list, cudaStream_t stream);
 
-int64_t forward_workspace_bytes(const ForwardParams& params) { return MaskSizes(params).bytes(); }
+namespace {
+
+/// Of the work list, whichever tile of queries the kernel has.
+int64_t list_bytes(const ForwardParams& params) {
+  int64_t bytes = 0;
+  for (const int block_m : {32, 64, 128}) bytes = std::max(bytes, forward_work_list(params, block_m).bytes());
+  return (bytes + 127) / 128 * 128;
+}
+
+}  // namespace
+
+int64_t forward_workspace_bytes(const ForwardParams& params) { return list_bytes(params) + MaskSizes(params).bytes(); }
 
 void forward(const ForwardParams& params, void* workspace, cudaStream_t stream) {
-  const MaskBits mask = make_mask_bits(params, workspace, stream);
+  const MaskBits mask = make_mask_bits(params, static_cast<char*>(workspace) + list_bytes(params), stream);
   with_kernel_types(params, [&](auto element, auto head_dim) {
-    run_forward<decltype(element), decltype(head_dim)::value>(params, mask, stream);
+    run_forward<decltype(element), decltype(head_dim)::value>(params, mask, workspace, stream);
   });
 }
 

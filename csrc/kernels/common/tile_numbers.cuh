@@ -1,0 +1,71 @@
+// Tiles of the rows of all sequences by numbers that need no list: for kernels whose tiles cost all the same, so that
+// their order does not matter, and for places in workspaces.
+//
+// Where all sequences may be as long as the longest, a sequence has as many numbers as that. Packed sequences in a grid
+// that would be mostly holes (lists_tiles()) are numbered by their rows in memory: one that begins at row r has the
+// numbers from r / block + sequence on, which leaves each room for one tile that is not whole. Who has a number finds
+// its sequence in cu_seqlens: by a warp, 32 places at a time.
+#pragma once
+
+#include "sequence.cuh"
+#include "work_list.cuh"
+
+namespace flash_ext {
+
+/// The last of `count` places whose value, which rises, is at most `value`; 0 if there is none. By a whole warp.
+template <class ValueAt>
+__device__ __forceinline__ int last_place_up_to(int64_t value, int count, ValueAt value_at) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int first = 0;
+  while (count > 1) {
+    const int step = (count + 31) / 32, place = lane * step;
+    const uint32_t votes = __ballot_sync(~0u, place < count && value_at(first + place) <= value);
+    const int steps = max(__popc(votes) - 1, 0);
+    first += steps * step;
+    count = min(step, count - steps * step);
+  }
+  return first;
+}
+
+/// Of one side of a call. heads: work tiles that share a number. scale: rows of a tile that a row in memory counts for.
+struct TileNumbers {
+  WorkListSide side;
+  int32_t block;
+  int32_t scale;
+  bool by_rows;  // else by the longest sequence
+  int64_t tiles_of_longest;
+  int64_t count;
+
+  TileNumbers(const AttentionParams& p, WorkListSide side, int64_t block, int64_t heads, int64_t scale = 1)
+      : side(side), block(static_cast<int32_t>(block)), scale(static_cast<int32_t>(scale)) {
+    const bool keys = side == WorkListSide::kKeys;
+    const bool packed = (keys ? p.seq.cu_seqlens_k : p.seq.cu_seqlens_q) != nullptr;
+    const int64_t longest = scale * (keys ? p.seqlen_k : p.seqlen_q), rows = scale * (keys ? p.total_k : p.total_q);
+    tiles_of_longest = tiles_of_rows(longest, block);
+    by_rows = packed && lists_tiles(p.batch, longest, rows, block, heads);
+    count = by_rows ? rows / block + p.batch : p.batch * tiles_of_longest;
+  }
+
+  /// Of tile 0 of a sequence that begins at row `begin`.
+  __device__ __forceinline__ int64_t first_of(int sequence, int64_t begin) const {
+    return by_rows ? scale * begin / block + sequence : sequence * tiles_of_longest;
+  }
+
+  /// The sequence of a number, and the tile, which its length may leave out: below 0, or behind its end. By a whole
+  /// warp.
+  __device__ __forceinline__ void find(const AttentionParams& p, int64_t number, int& sequence, int& tile) const {
+    if (!by_rows) {
+      sequence = static_cast<int>(number / tiles_of_longest);
+      tile = static_cast<int>(number % tiles_of_longest);
+      return;
+    }
+    const bool keys = side == WorkListSide::kKeys;
+    const int32_t* const cu_seqlens = keys ? p.seq.cu_seqlens_k : p.seq.cu_seqlens_q;
+    const int64_t total = keys ? p.total_k : p.total_q;
+    const auto first = [&](int k) { return first_of(k, clamp_index(cu_seqlens[k], 0, total)); };
+    sequence = last_place_up_to(number, static_cast<int>(p.batch), first);
+    tile = static_cast<int>(number - first(sequence));
+  }
+};
+
+}  // namespace flash_ext
