@@ -168,7 +168,8 @@ def _problem_of_attention(
     o = ScoreOptions(*_score_options(q, k, **options))
     return _plan.Problem(
         **_common(q, k, operation, o),
-        seqlen_k=k.shape[1] if o.cu_seqlens_k is None else min(o.max_seqlen_k, k.shape[0]),
+        seqlen_k=k.shape[1] if o.cu_seqlens_k is None else _longest(o.cu_seqlens_k, o.max_seqlen_k, k.shape[0]),
+        total_k=0 if o.cu_seqlens_k is None else k.shape[0],
         head_dim_v=(k if operation in ("weights", "weights_backward") else v).shape[-1],
         top_left=o.top_left,
         dropout_p=o.dropout_p,
@@ -199,12 +200,12 @@ def _problem_of_decode(
 
 
 def _common(q: Tensor, k: Tensor, operation: str, o: ScoreOptions | DecodeOptions) -> dict[str, Any]:
-    packed = o.cu_seqlens_q is not None
     return dict(
         operation=operation,
         **_device_and_dtype(q),
         batch=q.shape[0] if o.cu_seqlens_q is None else o.cu_seqlens_q.shape[0] - 1,
-        seqlen_q=min(o.max_seqlen_q, q.shape[0]) if packed else q.shape[1],
+        seqlen_q=q.shape[1] if o.cu_seqlens_q is None else _longest(o.cu_seqlens_q, o.max_seqlen_q, q.shape[0]),
+        total_q=0 if o.cu_seqlens_q is None else q.shape[0],
         heads_q=q.shape[-2],
         heads_kv=k.shape[-2],
         head_dim=q.shape[-1],
@@ -216,6 +217,14 @@ def _common(q: Tensor, k: Tensor, operation: str, o: ScoreOptions | DecodeOption
         has_sink=o.sink is not None,
         allow_tf32=o.allow_tf32,
     )
+
+
+def _longest(cu_seqlens: Tensor, max_seqlen: int, total: int) -> int:
+    """The longest packed sequence, as far as a call knows it: by its values on a CPU, else a bound."""
+    bound = min(max_seqlen, total)
+    if cu_seqlens.device.type != "cpu" or cu_seqlens.numel() < 2:
+        return bound
+    return min(bound, max(0, int(cu_seqlens.diff().max())))
 
 
 def _device_and_dtype(q: Tensor) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+
 #include "device.h"
 
 namespace flash_ext::api {
@@ -7,6 +9,13 @@ namespace flash_ext::api {
 void describe_device(const Tensor&, plan::Problem& problem) {
   problem.device = plan::Device::kCpu;
   problem.num_workers = torch::stable::get_num_threads();
+}
+
+int64_t longest_sequence(const Tensor& cu_seqlens, int64_t bound) {
+  const auto* const values = static_cast<const int32_t*>(cu_seqlens.const_data_ptr());
+  int64_t longest = 0;
+  for (int64_t b = 0; b + 1 < cu_seqlens.size(0); ++b) longest = std::max(longest, int64_t{values[b + 1]} - values[b]);
+  return std::min(longest, bound);
 }
 
 int64_t row_alignment() { return 1; }

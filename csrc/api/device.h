@@ -9,6 +9,9 @@ namespace flash_ext::api {
 /// Fills in the device of a problem: what it is and how many can work at the same time.
 void describe_device(const Tensor& q, plan::Problem& problem);
 
+/// The longest packed sequence as far as the host can know it: the values of cu_seqlens on a CPU, else the bound.
+int64_t longest_sequence(const Tensor& cu_seqlens, int64_t bound);
+
 /// Bytes that the rows of q, k, v and their like must be aligned to.
 int64_t row_alignment();
 

@@ -100,8 +100,12 @@ void check_block_mask(const Argument& q, const Geometry& g, const ScoreOptions& 
 }
 
 /// A loose max_seqlen costs nothing: it is the shape of bias, mask and weights, while work follows the rows there are.
-int64_t longest_query(const Geometry& g) { return g.varlen_q ? std::min(g.seqlen_q, g.total_q) : g.seqlen_q; }
-int64_t longest_key(const Geometry& g) { return g.varlen_k ? std::min(g.seqlen_k, g.total_k) : g.seqlen_k; }
+int64_t longest_query(const Geometry& g, const ScoreOptions& options) {
+  return g.varlen_q ? longest_sequence(*options.cu_seqlens_q, std::min(g.seqlen_q, g.total_q)) : g.seqlen_q;
+}
+int64_t longest_key(const Geometry& g, const ScoreOptions& options) {
+  return g.varlen_k ? longest_sequence(*options.cu_seqlens_k, std::min(g.seqlen_k, g.total_k)) : g.seqlen_k;
+}
 
 SequenceParams sequence_params(const ScoreOptions& options) {
   SequenceParams seq;
@@ -190,8 +194,10 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
   problem.batch = g.batch;
   problem.heads_q = g.heads_q;
   problem.heads_kv = g.heads_kv;
-  problem.seqlen_q = longest_query(g);
-  problem.seqlen_k = longest_key(g);
+  problem.seqlen_q = longest_query(g, options);
+  problem.seqlen_k = longest_key(g, options);
+  problem.total_q = g.varlen_q ? g.total_q : 0;
+  problem.total_k = g.varlen_k ? g.total_k : 0;
   problem.head_dim = g.head_dim;
   problem.head_dim_v = g.head_dim_v > 0 ? g.head_dim_v : g.head_dim;
   problem.softmax_scale = options.softmax_scale;
@@ -226,8 +232,8 @@ AttentionParams to_params(const Tensor& q, const Geometry& g, const ScoreOptions
   params.heads_kv = g.heads_kv;
   params.head_dim = g.head_dim;
   params.head_dim_v = g.head_dim_v;
-  params.seqlen_q = longest_query(g);
-  params.seqlen_k = longest_key(g);
+  params.seqlen_q = longest_query(g, options);
+  params.seqlen_k = longest_key(g, options);
   params.total_q = g.total_q;
   params.total_k = g.total_k;
   params.q = view_rows(owned.emplace_back(with_aligned_rows(q)));

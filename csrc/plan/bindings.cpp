@@ -72,8 +72,9 @@ void bind_problem(py::module_& m) {
   py::class_<Problem> problem(
       m, "Problem",
       "One call: shapes, options, device. Problem(**fields) sets the fields that are named.\n"
-      "operation, device, dtype and bias_dtype are strings. For varlen, seqlen_q and seqlen_k are the\n"
-      "largest ones; for decode, seqlen_k is what a sequence of the cache can hold.");
+      "operation, device, dtype and bias_dtype are strings. Of packed sequences, seqlen_q and seqlen_k\n"
+      "are bounds on the longest, total_q and total_k their rows; for decode, seqlen_k is what a sequence of the\n"
+      "cache can hold.");
   bind_named(problem, "operation", &Problem::operation, kOperations);
   bind_named(problem, "device", &Problem::device, kDevices);
   bind_named(problem, "dtype", &Problem::dtype, kDTypes);
@@ -88,6 +89,8 @@ void bind_problem(py::module_& m) {
       .def_readwrite("heads_kv", &Problem::heads_kv)
       .def_readwrite("seqlen_q", &Problem::seqlen_q)
       .def_readwrite("seqlen_k", &Problem::seqlen_k)
+      .def_readwrite("total_q", &Problem::total_q, "packed: rows of all sequences, else 0")
+      .def_readwrite("total_k", &Problem::total_k)
       .def_readwrite("head_dim", &Problem::head_dim, "of q and k")
       .def_readwrite("head_dim_v", &Problem::head_dim_v)
       .def_readwrite("softmax_scale", &Problem::softmax_scale)

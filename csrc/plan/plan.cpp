@@ -10,6 +10,7 @@
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/head_dim.h"
 #include "kernels/common/mask/tile_range.h"
+#include "kernels/common/work_order.h"
 #include "kernels/cpu/tile_sizes.h"
 #include "kernels/sm90/backward/shape.h"
 #include "kernels/sm90/backward_f32/shape.h"
@@ -25,7 +26,7 @@ constexpr int64_t kHeadDimStep = 8;
 constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();  // what cu_seqlens can count to
 constexpr int64_t kFirstCapability = 80;
 constexpr int64_t kMaxCudaBatch = 65535;               // what a grid can count to
-constexpr int64_t kMaxCudaSeqlenQ = 65535 * 32;        // the same, in blocks of the fewest queries
+constexpr int64_t kMaxCudaSeqlenQ = 65535 * 32;        // the same, in blocks of the fewest queries; not of packed ones
 constexpr int64_t kMaxCudaSeqlenK = int64_t{1} << 29;  // positions, offsets and windows then add up within 32 bits
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -123,7 +124,7 @@ Support check_device(const Problem& p) {
     const char* name;
     int64_t value, most;
   } sizes[] = {{"batch", p.batch, kMaxCudaBatch},
-               {"seqlen_q", p.seqlen_q, kMaxCudaSeqlenQ},
+               {"seqlen_q", p.seqlen_q, p.total_q > 0 ? kMaxCudaSeqlenK : kMaxCudaSeqlenQ},
                {"seqlen_k", p.seqlen_k, kMaxCudaSeqlenK}};
   for (const auto& size : sizes) {
     if (size.value > size.most) return refuse(size.name, " on CUDA must be at most ", size.most, ", got ", size.value);
@@ -221,6 +222,14 @@ bool limits_right(const Problem& p) {
   return p.varlen || p.window_right < p.seqlen_k - 1 - first_row;
 }
 
+/// The length that decisions on CUDA are taken by: that of all sequences or, packed, their mean. The host knows no more
+/// than that, and a bound on the longest must not change what runs.
+int64_t typical_length(const Problem& p, int64_t length, int64_t total) {
+  return total > 0 && p.device == Device::kCuda ? ceil_div(total, std::max<int64_t>(1, p.batch)) : length;
+}
+int64_t typical_queries(const Problem& p) { return typical_length(p, p.seqlen_q, p.total_q); }
+int64_t typical_keys(const Problem& p) { return typical_length(p, p.seqlen_k, p.total_k); }
+
 /// Takes the decisions one after the other; later ones build on earlier ones. Reasons are put into words only where
 /// somebody will read them.
 class Planner {
@@ -235,6 +244,7 @@ class Planner {
     choose_splits();
     choose_tiles();
     choose_chunks();
+    explain_work_list();
     return std::move(plan_);
   }
 
@@ -403,7 +413,7 @@ class Planner {
   }
 
   int64_t query_tiles(int64_t block_m) const {
-    return p_.batch * (p_.heads_q / plan_.head_group) * ceil_div(p_.seqlen_q * plan_.head_group, block_m);
+    return p_.batch * (p_.heads_q / plan_.head_group) * ceil_div(typical_queries(p_) * plan_.head_group, block_m);
   }
 
   void choose_splits() {
@@ -420,7 +430,7 @@ class Planner {
       because(counted(plan_.num_splits, "split"), ": num_splits = ", p_.num_splits, ", at most ", most, " for ",
               p_.seqlen_k, " keys in tiles of ", kCpuBlockN);
     } else if (is_cuda_prefill()) {
-      because("1 split: ", p_.seqlen_q,
+      because("1 split: ", typical_queries(p_),
               " queries a sequence are enough work, and fill the tiles of the forward kernel");
     } else if (p_.device == Device::kCuda) {
       const int64_t tiles = query_tiles(cuda_decode_block_m()), keys = keys_seen();
@@ -442,14 +452,15 @@ class Planner {
   /// Decoding so many queries, parts of prompts, that products are what costs, not reading the keys.
   bool is_cuda_prefill() const {
     if (p_.operation != Operation::kDecode || p_.device != Device::kCuda || p_.batch_invariant) return false;
-    const int64_t tiles = p_.batch * p_.heads_q * ceil_div(p_.seqlen_q, kCudaPrefillRows);
-    return p_.num_splits <= 1 && p_.seqlen_q >= kCudaPrefillRows && tiles >= p_.num_workers;
+    const int64_t queries = typical_queries(p_);
+    const int64_t tiles = p_.batch * p_.heads_q * ceil_div(queries, kCudaPrefillRows);
+    return p_.num_splits <= 1 && queries >= kCudaPrefillRows && tiles >= p_.num_workers;
   }
 
   /// Rows of a tile of CUDA decoding: more rows read the keys less often.
   int64_t cuda_decode_block_m() const {
     if (is_cuda_prefill()) return kCudaPrefillRows;
-    const bool few_rows = p_.seqlen_q * plan_.head_group <= kCudaDecodeFewRows;
+    const bool few_rows = typical_queries(p_) * plan_.head_group <= kCudaDecodeFewRows;
     return few_rows || p_.batch_invariant || p_.dtype == DType::kFloat32 ? kCudaDecodeFewRows : kCudaDecodeManyRows;
   }
 
@@ -463,7 +474,7 @@ class Planner {
   /// By a tile of queries, at most.
   int64_t keys_seen() const {
     if (p_.window_left < 0 || p_.window_right < 0) return p_.seqlen_k;
-    return std::min(p_.seqlen_k, p_.window_left + p_.window_right + p_.seqlen_q);
+    return std::min(p_.seqlen_k, p_.window_left + p_.window_right + typical_queries(p_));
   }
 
   void choose_tiles() {
@@ -545,15 +556,16 @@ class Planner {
     return chosen;
   }
 
-  /// Keys of the tiles that a warpgroup visits, on average over some of them; sequences taken as the longest.
+  /// Keys of the tiles that a warpgroup visits, on average over some of them; sequences of the typical length.
   double hopper_keys(int64_t block_n) const {
     constexpr int64_t kRows = sm90::kGroupRows, kMostGroups = 8;
-    const Window window = make_window(p_.window_left, p_.window_right, p_.top_left, p_.seqlen_q, p_.seqlen_k);
-    const int64_t groups = ceil_div(p_.seqlen_q, kRows), step = ceil_div(groups, kMostGroups);
+    const int64_t queries = typical_queries(p_), keys = typical_keys(p_);
+    const Window window = make_window(p_.window_left, p_.window_right, p_.top_left, queries, keys);
+    const int64_t groups = ceil_div(queries, kRows), step = ceil_div(groups, kMostGroups);
     int64_t tiles = 0, looked_at = 0;
     for (int64_t group = 0; group < groups; group += step, ++looked_at) {
-      const int64_t first = group * kRows, end = std::min(first + kRows, p_.seqlen_q);
-      const TileRange range = tile_range(first, end, p_.seqlen_k, window, block_n);
+      const int64_t first = group * kRows, end = std::min(first + kRows, queries);
+      const TileRange range = tile_range(first, end, keys, window, block_n);
       tiles += range.end - range.begin;
     }
     return static_cast<double>(tiles * block_n) / static_cast<double>(looked_at);
@@ -571,6 +583,26 @@ class Planner {
       plan_.num_chunks = std::max<int64_t>(1, std::min(most, ceil_div(kWorkItems, heads)));
       because(counted(plan_.num_chunks, "key chunk"), " per head: ", heads, " pairs of batch and head, ", p_.seqlen_k,
               " keys; shapes alone decide, so the result does not depend on the number of threads");
+    }
+  }
+
+  /// For the reader: launches ask lists_tiles() themselves, with the tiles of the kernel that runs.
+  void explain_work_list() {
+    constexpr int64_t kUsualBlock = 128;
+    const bool backward = p_.operation == Operation::kBackward;
+    const bool forward = p_.operation == Operation::kForward || is_cuda_prefill();
+    const int64_t rows = backward ? p_.total_k : p_.total_q, longest = backward ? p_.seqlen_k : p_.seqlen_q;
+    if (p_.device == Device::kCpu || rows == 0 || !(backward || forward)) return;
+    const int64_t planned = backward ? plan_.block_n : plan_.block_m, block = planned > 0 ? planned : kUsualBlock;
+    const int64_t heads = backward ? p_.heads_kv : p_.heads_q, grid = p_.batch * ceil_div(longest, block);
+    const int64_t most = most_tiles(p_.batch, longest, rows, block);
+    const char* const what = backward ? " keys" : " queries";
+    if (lists_tiles(p_.batch, longest, rows, block, heads)) {
+      because("packed: tiles of ", block, what, " are listed on the device, longest first; ", most,
+              " a head at most, where the bound on the lengths allows ", grid);
+    } else {
+      because("packed: a grid of ", counted(grid, "tile"), " of ", block, what, " a head, ", most,
+              " of which exist at most: a list is not worth its time");
     }
   }
 

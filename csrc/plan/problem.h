@@ -23,8 +23,10 @@ struct Problem {
   int64_t batch = 1;
   int64_t heads_q = 1;
   int64_t heads_kv = 1;
-  int64_t seqlen_q = 1;  // varlen: max_seqlen_q
-  int64_t seqlen_k = 1;  // varlen: max_seqlen_k; decode: the rows that a sequence of the cache can hold
+  int64_t seqlen_q = 1;  // packed: a bound on the longest sequence; on a CPU its length
+  int64_t seqlen_k = 1;  // the same of k; decode: the rows that a sequence of the cache can hold
+  int64_t total_q = 0;   // packed: rows of all sequences; else 0
+  int64_t total_k = 0;
   int64_t head_dim = 64;
   int64_t head_dim_v = 64;
 

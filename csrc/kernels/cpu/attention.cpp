@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 #include "scratch.h"
@@ -96,6 +97,13 @@ int64_t tile_rows_of(const AttentionParams& p) {
   return p.block_m > 0 && p.block_m < kMaxTileRows ? p.block_m : kMaxTileRows;
 }
 
+/// Tiles of a head, in the sequences before each; at the end those of all.
+std::vector<int64_t> tiles_before(const Kernels& kernels, const AttentionParams& p, int64_t tile_rows, int64_t group) {
+  std::vector<int64_t> before(p.batch + 1);
+  for (int64_t b = 0; b < p.batch; ++b) before[b + 1] = before[b] + kernels.count_tiles(p, b, tile_rows, group);
+  return before;
+}
+
 /// Of q, for each head.
 int64_t rows_in_memory(const AttentionParams& p) {
   return p.seq.cu_seqlens_q != nullptr ? p.total_q : p.batch * p.seqlen_q;
@@ -120,7 +128,8 @@ void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
       params.split_size > 0 ? (params.seqlen_k + params.split_size - 1) / params.split_size : params.num_splits;
   if (job.splits < 1) job.splits = 1;
   job.tile_rows = tile_rows_of(params);
-  job.tiles = kernels.count_tiles(params, job.tile_rows, job.group);
+  const std::vector<int64_t> tiles = tiles_before(kernels, params, job.tile_rows, job.group);
+  job.tiles_before = tiles.data();
   // With ranges of a fixed size even a single one is merged: the bits must not depend on how many there might be.
   if (job.splits == 1 && job.split_size == 0) {
     run(kernels.forward, job, product_flops(params), parallel_for);
@@ -142,7 +151,11 @@ void attention_weights(const WeightsParams& params, ParallelFor parallel_for) {
   WeightsJob job;
   job.params = params;
   job.tile_rows = tile_rows_of(params);
-  job.tiles = kernels.count_tiles(params, job.tile_rows, 1);
+  // Of dense rows all weights are written, of packed ones they are zero beforehand.
+  AttentionParams written = params;
+  if (params.seq.cu_seqlens_q == nullptr) written.seq.seqused_q = nullptr;
+  const std::vector<int64_t> tiles = tiles_before(kernels, written, job.tile_rows, 1);
+  job.tiles_before = tiles.data();
   run(kernels.weights, job, product_flops(params), parallel_for);
 }
 
@@ -154,7 +167,8 @@ void attention_backward(const BackwardParams& params, ParallelFor parallel_for) 
   run(kernels.clear_backward, job, query_elements(params), parallel_for);
 
   job.tile_rows = tile_rows_of(params);
-  job.tiles = kernels.count_tiles(params, job.tile_rows, 1);
+  const std::vector<int64_t> tiles = tiles_before(kernels, params, job.tile_rows, 1);
+  job.tiles_before = tiles.data();
   // dlse sums over all keys of a query, so a single item has to see them all.
   job.chunks = of_weights || params.num_chunks < 1 ? 1 : params.num_chunks;
 

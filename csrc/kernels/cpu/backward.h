@@ -161,7 +161,9 @@ void gradient_item(const BackwardJob& job, int64_t item, void* scratch) {
   BackwardChunk<T>(job, scratch).run(BackwardItem(job, item));
 }
 
-inline int64_t reduce_dq_items(const BackwardJob& job) { return job.params.batch * job.params.heads_q * job.tiles; }
+inline int64_t reduce_dq_items(const BackwardJob& job) {
+  return job.params.heads_q * job.tiles_before[job.params.batch];
+}
 
 template <class T>
 int64_t reduce_dq_scratch(const BackwardJob& job) {
@@ -185,9 +187,9 @@ void reduce_dq_row(const BackwardJob& job, const Sequence& seq, int64_t head, in
 template <class T>
 void reduce_dq_item(const BackwardJob& job, int64_t item, void* scratch) {
   const BackwardParams& p = job.params;
-  const int64_t first = item % job.tiles * job.tile_rows;
-  const int64_t head = item / job.tiles % p.heads_q;
-  const Sequence seq = sequence_of(p, item / job.tiles / p.heads_q);
+  const ItemOfSequence of(job.tiles_before, p.batch, p.heads_q, item);
+  const int64_t first = of.index % of.tiles * job.tile_rows, head = of.index / of.tiles;
+  const Sequence seq = sequence_of(p, of.batch);
   const int64_t end = min(first + job.tile_rows, seq.seqlen_q);
   for (int64_t i = first; i < end; ++i) reduce_dq_row(job, seq, head, i, static_cast<T*>(scratch));
 }

@@ -53,8 +53,10 @@ class BiasRectangle {
     __builtin_memset(sum_, 0, sum_size() * sizeof(T));
     for (int64_t b = batches.begin; b < batches.end; ++b) {
       const Sequence seq = sequence_of(p_, b);
+      if (keys_.begin >= seq.seqlen_k) continue;
+      const int64_t end_tile = min(query_tiles.end, tiles.count_for(seq.seqlen_q));
       for (int64_t h = heads.begin; h < heads.end; ++h) {
-        for (int64_t n = query_tiles.begin; n < query_tiles.end; ++n) {
+        for (int64_t n = query_tiles.begin; n < end_tile; ++n) {
           const Interval rows = tiles.rows(n, seq.seqlen_q);
           if (rows.begin < rows.end) add_queries(seq, {rows.begin, rows.end - rows.begin, h, 1});
         }

@@ -22,15 +22,14 @@ struct ForwardItem {
   int64_t batch, first_head, split, tile;
 
   ForwardItem(const ForwardJob& job, int64_t item) {
-    // Late tiles first: under a causal mask they are the heavy ones, and light ones fill the gaps at the end.
-    tile = job.tiles - 1 - item % job.tiles;
-    item /= job.tiles;
-    // Heads before splits: the keys of neighbouring heads share pages and prefetched lines.
     const int64_t head_groups = job.params.heads_q / job.group;
-    first_head = item % head_groups * job.group;
-    item /= head_groups;
-    split = item % job.splits;
-    batch = item / job.splits;
+    const ItemOfSequence of(job.tiles_before, job.params.batch, head_groups * job.splits, item);
+    batch = of.batch;
+    // Late tiles first: under a causal mask they are the heavy ones, and light ones fill the gaps at the end.
+    tile = of.tiles - 1 - of.index % of.tiles;
+    // Heads before splits: the keys of neighbouring heads share pages and prefetched lines.
+    first_head = of.index / of.tiles % head_groups * job.group;
+    split = of.index / of.tiles / head_groups;
   }
 };
 
@@ -225,12 +224,12 @@ class ForwardTile {
   LaneLayout out_layout_{};
 };
 
-inline int64_t count_tiles(const AttentionParams& p, int64_t tile_rows, int64_t group) {
-  return RowTiles(p, tile_rows, group).count;
+inline int64_t count_tiles(const AttentionParams& p, int64_t batch, int64_t tile_rows, int64_t group) {
+  return RowTiles(p, tile_rows, group).count_for(sequence_of(p, batch).seqlen_q * group);
 }
 
 inline int64_t forward_items(const ForwardJob& job) {
-  return job.params.batch * (job.params.heads_q / job.group) * job.splits * job.tiles;
+  return job.params.heads_q / job.group * job.splits * job.tiles_before[job.params.batch];
 }
 
 template <class T>

@@ -14,7 +14,7 @@ struct ForwardJob {
   ForwardParams params;
   int64_t group = 1;  // heads whose rows share a tile: 1, or all that share a key head
   int64_t tile_rows = 0;
-  int64_t tiles = 0;
+  const int64_t* tiles_before = nullptr;  // (batch + 1): tiles of a head, in the sequences before each
   int64_t splits = 1;
   int64_t split_size = 0;       // 0: the keys of a sequence in `splits` equal parts
   void* partial_out = nullptr;  // (splits, heads_q, rows of q, head_dim_v), accumulate type; null without splits
@@ -24,7 +24,7 @@ struct ForwardJob {
 struct WeightsJob {
   WeightsParams params;
   int64_t tile_rows = 0;
-  int64_t tiles = 0;
+  const int64_t* tiles_before = nullptr;
 };
 
 /// Row terms, sum of dq: an item is (batch, head, tile of rows). Gradients: (batch, key head, chunk of keys). Bias: see
@@ -32,7 +32,7 @@ struct WeightsJob {
 struct BackwardJob {
   BackwardParams params;
   int64_t tile_rows = 0;
-  int64_t tiles = 0;
+  const int64_t* tiles_before = nullptr;
   int64_t chunks = 1;
   void* row_term = nullptr;    // (heads_q, rows of q): rowsum(dO * O) - dlse
   void* partial_dq = nullptr;  // (chunks, heads_q, rows of q, head_dim); null with one chunk
@@ -49,7 +49,7 @@ struct Operation {
 /// The operations for one accumulate type.
 struct Kernels {
   int64_t accumulate_bytes;
-  int64_t (*count_tiles)(const AttentionParams&, int64_t tile_rows, int64_t group);
+  int64_t (*count_tiles)(const AttentionParams&, int64_t batch, int64_t tile_rows, int64_t group);  // of a sequence
 
   Operation<ForwardJob> clear_forward;
   Operation<ForwardJob> forward;

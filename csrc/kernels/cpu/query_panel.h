@@ -31,7 +31,11 @@ struct RowTiles {
     tile_rows = rows_per_tile;
     block_m = p.blocks.offsets != nullptr ? p.blocks.block_m : 0;
     seqlen_q = p.seqlen_q * group;
-    count = block_m == 0 ? ceil_div(seqlen_q, tile_rows) : ceil_div(seqlen_q, block_m) * ceil_div(block_m, tile_rows);
+    count = count_for(seqlen_q);
+  }
+
+  int64_t count_for(int64_t rows) const {
+    return block_m == 0 ? ceil_div(rows, tile_rows) : ceil_div(rows, block_m) * ceil_div(block_m, tile_rows);
   }
 
   Interval rows(int64_t tile, int64_t length) const {
@@ -44,6 +48,28 @@ struct RowTiles {
       end = min(begin + tile_rows, block_begin + block_m);
     }
     return {min(begin, length), min(end, length)};
+  }
+};
+
+/// The sequence of an item, where each of its tiles of rows has `items_of_tile` items.
+struct ItemOfSequence {
+  int64_t batch;
+  int64_t tiles;  // of the sequence
+  int64_t index;  // among its items
+
+  ItemOfSequence(const int64_t* tiles_before, int64_t batches, int64_t items_of_tile, int64_t item) {
+    int64_t low = 0, high = batches;  // the last that begins at or before the item
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      if (tiles_before[middle] * items_of_tile <= item) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    batch = low;
+    tiles = tiles_before[low + 1] - tiles_before[low];
+    index = item - tiles_before[low] * items_of_tile;
   }
 };
 

@@ -3,11 +3,14 @@
 #pragma once
 
 #include "kernels.h"
+#include "query_panel.h"
 #include "sequence.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
-inline int64_t row_term_items(const BackwardJob& job) { return job.params.batch * job.params.heads_q * job.tiles; }
+inline int64_t row_term_items(const BackwardJob& job) {
+  return job.params.heads_q * job.tiles_before[job.params.batch];
+}
 
 template <class T>
 int64_t row_term_scratch(const BackwardJob& job) {
@@ -26,9 +29,9 @@ FLASH_EXT_INLINE T dot(const T* a, const T* b, int64_t dim) {
 template <class T>
 void row_term_item(const BackwardJob& job, int64_t item, void* scratch) {
   const BackwardParams& p = job.params;
-  const int64_t first = item % job.tiles * job.tile_rows;
-  const int64_t head = item / job.tiles % p.heads_q;
-  const Sequence seq = sequence_of(p, item / job.tiles / p.heads_q);
+  const ItemOfSequence of(job.tiles_before, p.batch, p.heads_q, item);
+  const int64_t first = of.index % of.tiles * job.tile_rows, head = of.index / of.tiles;
+  const Sequence seq = sequence_of(p, of.batch);
   T* grad_out = static_cast<T*>(scratch);
   T* out = grad_out + round_up(p.head_dim_v, Shape<T>::kLanes);
   __builtin_memset(scratch, 0, row_term_scratch<T>(job));

@@ -29,10 +29,11 @@ class WeightsTile {
 
   void run(int64_t item) {
     const RowTiles tiles(p_, job_.tile_rows);
-    const int64_t head = item / job_.tiles % p_.heads_q;
-    seq_ = sequence_of(p_, item / job_.tiles / p_.heads_q);
-    clear(head, tiles.rows(item % job_.tiles, p_.seqlen_q));
-    const Interval rows = tiles.rows(item % job_.tiles, seq_.seqlen_q);
+    const ItemOfSequence of(job_.tiles_before, p_.batch, p_.heads_q, item);
+    const int64_t head = of.index / of.tiles, tile = of.index % of.tiles;
+    seq_ = sequence_of(p_, of.batch);
+    const Interval rows = tiles.rows(tile, seq_.seqlen_q);
+    if (p_.seq.cu_seqlens_q == nullptr) clear(head, tiles.rows(tile, p_.seqlen_q));
     rows_ = {rows.begin, rows.end - rows.begin, head, 1};
     if (rows_.count <= 0) return;
     load_queries();
@@ -119,7 +120,7 @@ class WeightsTile {
   Panel<T> panel_;
 };
 
-inline int64_t weights_items(const WeightsJob& job) { return job.params.batch * job.params.heads_q * job.tiles; }
+inline int64_t weights_items(const WeightsJob& job) { return job.params.heads_q * job.tiles_before[job.params.batch]; }
 
 template <class T>
 int64_t weights_scratch(const WeightsJob& job) {
