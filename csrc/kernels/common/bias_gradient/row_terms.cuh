@@ -1,6 +1,7 @@
 // What dS of attention needs of every row:   delta = rowsum(dO * O) - grad_lse
 #pragma once
 
+#include "kernels/common/divisor.h"
 #include "kernels/common/sequence.cuh"
 #include "kernels/launch.h"
 
@@ -13,11 +14,12 @@ constexpr int kRowTermRows = kBiasRowTermThreads / kRowTermLanes;
 /// Of all rows in memory, whatever sequence has them. static, as backward_row_terms_kernel is.
 template <class Element>
 static __global__ void __launch_bounds__(kBiasRowTermThreads)
-    bias_row_terms_kernel(const __grid_constant__ BackwardParams p, float* delta, unsigned row_blocks) {
+    bias_row_terms_kernel(const __grid_constant__ BackwardParams p, float* delta, unsigned row_blocks,
+                          const __grid_constant__ LongDivisor rows_of_entry) {
   constexpr int kPiece = 16 / sizeof(Element);
   const int64_t rows = rows_of_head(p), head = blockIdx.x / row_blocks;
   const int64_t n = int64_t{blockIdx.x % row_blocks} * kRowTermRows + threadIdx.x / kRowTermLanes;
-  const int64_t batch = p.seq.cu_seqlens_q || n >= rows ? 0 : n / p.seqlen_q, i = n - batch * p.seqlen_q;
+  const int64_t batch = static_cast<int64_t>(rows_of_entry.quotient(n)), i = n - batch * rows_of_entry.value;
   const int lane = threadIdx.x % kRowTermLanes;
   float sum = 0.0f;
   if (p.grad_out.data && n < rows) {
@@ -47,9 +49,10 @@ static __global__ void __launch_bounds__(kBiasRowTermThreads)
 template <class Element>
 void launch_bias_row_terms(const BackwardParams& p, float* delta, cudaStream_t stream) {
   const int64_t row_blocks = (rows_of_head(p) + kRowTermRows - 1) / kRowTermRows;
+  const LongDivisor rows_of_entry(p.seq.cu_seqlens_q ? p.total_q : p.seqlen_q);
   launch("sm80/bias_gradient", bias_row_terms_kernel<Element>,
          {grid_of(row_blocks * p.heads_q), dim3(kBiasRowTermThreads)}, stream, p, delta,
-         static_cast<unsigned>(row_blocks));
+         static_cast<unsigned>(row_blocks), rows_of_entry);
 }
 
 }  // namespace flash_ext

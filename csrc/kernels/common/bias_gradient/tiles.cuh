@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "kernels/common/work_order.h"
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/arithmetic.h"
 
@@ -25,13 +26,15 @@ struct BiasShape {
   static constexpr int kBlocksPerSm = 2;
 };
 
-/// How dbias is cut. The number of chunks depends on the shapes alone, and thereby the order of the sum.
+/// How dbias is cut. The number of chunks depends on the shapes alone, of packed sequences on their number and rows,
+/// and thereby the order of the sum.
 struct BiasTiles {
   static constexpr int64_t kMaxChunks = 65535;  // of gridDim.y
 
-  int rows, keys;                                              // of a tile
-  int batches, heads, query_tiles, key_tiles;                  // of dbias
-  int sum_batches, sum_heads, sum_query_tiles, sum_key_tiles;  // of scores, that fall on one tile of dbias
+  int rows, keys;                              // of a tile
+  int batches, heads, query_tiles, key_tiles;  // of dbias
+  int sum_batches, sum_heads;                  // whose scores fall on one tile of dbias
+  bool sums_queries, sums_keys;                // as do those of all tiles of them
   int64_t chunks;
 
   BiasTiles(const BackwardParams& p, int rows, int keys, int64_t wanted_blocks) : rows(rows), keys(keys) {
@@ -41,10 +44,18 @@ struct BiasTiles {
     };
     cut(p.dbias.batch_stride, p.batch, batches, sum_batches);
     cut(p.dbias.head_stride, p.heads_q, heads, sum_heads);
-    cut(p.dbias.row_stride, (p.seqlen_q + rows - 1) / rows, query_tiles, sum_query_tiles);
-    cut(p.dbias.col_stride, (p.seqlen_k + keys - 1) / keys, key_tiles, sum_key_tiles);
+    sums_queries = p.dbias.row_stride == 0, sums_keys = p.dbias.col_stride == 0;
+    query_tiles = static_cast<int>(sums_queries ? 1 : tiles_of_rows(p.seqlen_q, rows));
+    key_tiles = static_cast<int>(sums_keys ? 1 : tiles_of_rows(p.seqlen_k, keys));
+    // Packed sequences count as of mean length: a bound on it must change no bits.
+    const auto length = [&](const int32_t* cu_seqlens, int64_t longest, int64_t total) {
+      return cu_seqlens ? tiles_of_rows(total, std::max<int64_t>(1, p.batch)) : longest;
+    };
+    int64_t summed = int64_t{sum_batches} * sum_heads;
+    if (sums_queries) summed *= tiles_of_rows(length(p.seq.cu_seqlens_q, p.seqlen_q, p.total_q), rows);
+    if (sums_keys) summed *= tiles_of_rows(length(p.seq.cu_seqlens_k, p.seqlen_k, p.total_k), keys);
     const int64_t wanted = wanted_blocks / std::max<int64_t>(1, count());
-    chunks = std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(summed(), 1, kMaxChunks));
+    chunks = std::clamp<int64_t>(wanted, 1, std::clamp<int64_t>(summed, 1, kMaxChunks));
   }
   template <class Element>
   static BiasTiles of(const BackwardParams& p) {
@@ -53,9 +64,6 @@ struct BiasTiles {
   }
 
   FLASH_EXT_HOST_DEVICE int64_t count() const { return int64_t{batches} * heads * query_tiles * key_tiles; }
-  FLASH_EXT_HOST_DEVICE int64_t summed() const {
-    return int64_t{sum_batches} * sum_heads * sum_query_tiles * sum_key_tiles;
-  }
   FLASH_EXT_HOST_DEVICE int64_t tile_elements() const { return int64_t{rows} * keys; }
 };
 
@@ -93,28 +101,69 @@ struct DbiasTile {
       : DbiasTile(n, tiles.key_tiles, tiles.query_tiles, tiles.heads) {}
 };
 
-/// The tiles of scores that fall on a tile of dbias, one after the other from the n-th to before the end-th.
+/// The tiles of scores that fall on a tile of dbias, one after the other: those of a chunk. A sequence has the tiles
+/// within its lengths. All chunks have as many sequences: where that is no whole number, of the first and the last a
+/// share of its lines, which are tiles of queries with all tiles of keys or, where queries are not summed, tiles of
+/// keys.
 struct Summands {
-  DbiasTile first, offset;
-  int64_t left;
+  DbiasTile first;
+  int batch, head = 0, query = 0, key = 0;  // of the current one, counted from `first`
+  int query_tiles = 0, key_tiles = 0;       // of the current sequence
+  uint32_t lines = 0;                       // of it, that are left; 0: nothing is left at all
 
-  __device__ __forceinline__ Summands(const BiasTiles& tiles, const DbiasTile& first, int64_t n, int64_t end)
-      : first(first), offset(n, tiles.sum_key_tiles, tiles.sum_query_tiles, tiles.sum_heads), left(end - n) {}
+  __device__ __forceinline__ Summands(const BackwardParams& p, const BiasTiles& tiles, const DbiasTile& first,
+                                      uint32_t chunk)
+      : first(first), batch(static_cast<int>(tiles.sum_batches * chunk / static_cast<uint32_t>(tiles.chunks))) {
+    find_sequence(p, tiles, chunk);
+  }
 
-  __device__ __forceinline__ int key_tile() const { return first.key + offset.key; }
-  __device__ __forceinline__ int query_tile() const { return first.query + offset.query; }
-  __device__ __forceinline__ int head() const { return first.head + offset.head; }
-  __device__ __forceinline__ int batch() const { return first.batch + offset.batch; }
+  __device__ __forceinline__ bool any() const { return lines > 0; }
+  __device__ __forceinline__ int key_tile() const { return first.key + key; }
+  __device__ __forceinline__ int query_tile() const { return first.query + query; }
+  __device__ __forceinline__ int head_q() const { return first.head + head; }
+  __device__ __forceinline__ int entry() const { return first.batch + batch; }
 
-  __device__ __forceinline__ void next(const BiasTiles& tiles) {
-    --left;
-    if (++offset.key < tiles.sum_key_tiles) return;
-    offset.key = 0;
-    if (++offset.query < tiles.sum_query_tiles) return;
-    offset.query = 0;
-    if (++offset.head < tiles.sum_heads) return;
-    offset.head = 0;
-    ++offset.batch;
+  __device__ __forceinline__ void next(const BackwardParams& p, const BiasTiles& tiles, uint32_t chunk) {
+    if (tiles.sums_queries) {
+      if (++key < key_tiles) return;
+      key = 0;
+      if (++query == query_tiles) query = 0, ++head;
+    } else if (++key == key_tiles) {
+      key = 0, ++head;
+    }
+    if (--lines > 0) return;
+    ++batch;
+    find_sequence(p, tiles, chunk);
+  }
+
+ private:
+  /// The first from this one on that has lines of the chunk, if there is one.
+  __device__ __forceinline__ void find_sequence(const BackwardParams& p, const BiasTiles& tiles, uint32_t chunk) {
+    const uint32_t chunks = static_cast<uint32_t>(tiles.chunks);
+    // In parts of a sequence; fewer than 2^32, as there are fewer than 2^16 chunks and sequences.
+    const uint32_t begin = tiles.sum_batches * chunk, end = begin + tiles.sum_batches;
+    for (; batch * chunks < end; ++batch) {
+      const Sequence sequence(p, entry(), 0);
+      query_tiles = tiles.sums_queries ? (sequence.seqlen_q + tiles.rows - 1) / tiles.rows
+                                       : first.query * tiles.rows < sequence.seqlen_q;
+      key_tiles = tiles.sums_keys ? (sequence.seqlen_k + tiles.keys - 1) / tiles.keys
+                                  : first.key * tiles.keys < sequence.seqlen_k;
+      if (query_tiles == 0 || key_tiles == 0) continue;
+      const uint32_t of_head = tiles.sums_queries ? query_tiles : key_tiles, all = tiles.sum_heads * of_head;
+      const uint32_t before = batch * chunks;
+      const uint32_t at = begin > before ? share(all, begin - before, chunks) : 0;
+      lines = (end - before < chunks ? share(all, end - before, chunks) : all) - at;
+      if (lines == 0) continue;
+      head = static_cast<int>(at / of_head);
+      (tiles.sums_queries ? query : key) = static_cast<int>(at % of_head);
+      return;
+    }
+    lines = 0;
+  }
+
+  /// all * part / parts, without a division of 64 bits. There are fewer than 2^16 parts.
+  __device__ __forceinline__ static uint32_t share(uint32_t all, uint32_t part, uint32_t parts) {
+    return all / parts * part + all % parts * part / parts;
   }
 };
 

@@ -96,8 +96,8 @@ struct BiasBlock {
     if (!has_masks() && threadIdx.x != 0) return;
     BiasSummand& found = summand_at(summand);
     Summands ahead = this->ahead();
-    for (; ahead.left > 0; ahead.next(tiles)) {
-      const Sequence sequence(p, ahead.batch(), ahead.head());
+    for (; ahead.any(); ahead.next(p, tiles, blockIdx.y)) {
+      const Sequence sequence(p, ahead.entry(), ahead.head_q());
       const int first_query = ahead.query_tile() * kRows, first_key = ahead.key_tile() * kKeys;
       const int end_query = min(first_query + kRows, sequence.seqlen_q);
       const Window window = sequence.window();
@@ -129,7 +129,7 @@ struct BiasBlock {
                  p.grad_out.data ? query_rows<const Element>(p.grad_out, sequence).base : nullptr,
                  static_cast<const float*>(p.lse.data) + sequence.lse_offset(p.lse),
                  delta ? delta + row_of_head(p, sequence, 0) : nullptr};
-        ahead.next(tiles);
+        ahead.next(p, tiles, blockIdx.y);
         this->ahead() = ahead;
       }
       return;
@@ -347,9 +347,9 @@ struct BiasBlock {
               make_float2(sum[m][n][2 * r], sum[m][n][2 * r + 1]);
   }
 
-  /// Adds the summands [begin, end) of a tile of dbias.
-  __device__ __forceinline__ void run(Fragment& sum, const DbiasTile& mine, int64_t begin, int64_t end) {
-    if (threadIdx.x == 0) ahead() = Summands(tiles, mine, begin, end);
+  /// Adds the summands of a tile of dbias that are in the chunk blockIdx.y.
+  __device__ __forceinline__ void run(Fragment& sum, const DbiasTile& mine) {
+    if (threadIdx.x == 0) ahead() = Summands(p, tiles, mine, blockIdx.y);
     load_bias(mine);
     __syncthreads();
     seek(0);

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(BiasShape<Element>::kThreads, BiasShape<Elemen
   Block block(p, tiles, plan, delta, shared);
   typename Block::Fragment sum;
   for_each_score(sum, [](float& x, int, int, int) { x = 0.0f; });
-  block.run(sum, mine(), tiles.summed() * blockIdx.y / gridDim.y, tiles.summed() * (blockIdx.y + 1) / gridDim.y);
+  block.run(sum, mine());
 
   const typename Block::Sum result{reinterpret_cast<float*>(shared)};
   block.store(result, sum);

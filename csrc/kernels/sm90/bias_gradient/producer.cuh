@@ -1,6 +1,8 @@
 // The warps that bring summands to those that compute: three find them and their rows' terms, one loads slabs.
 #pragma once
 
+#include <new>
+
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/tma.h"
 #include "storage.cuh"
@@ -25,11 +27,16 @@ class BiasLoader {
     RingCount<Config::kSlots> at;
     for (int work = blockIdx.x; work < works_.count; work += gridDim.x) {
       const BiasTiles& tiles = works_.tiles;
-      const int64_t chunk = works_.chunk(work);
-      Summands summands(tiles, works_.tile(work), tiles.summed() * chunk / tiles.chunks,
-                        tiles.summed() * (chunk + 1) / tiles.chunks);
-      for (; summands.left > 0; summands.next(tiles)) {
+      const uint32_t chunk = works_.chunk(work);
+      // In shared memory: a finder has few registers.
+      Summands& summands = *reinterpret_cast<Summands*>(state_.summands[finder]);
+      if (lane_ == 0) new (&summands) Summands(p_, tiles, works_.tile(work), chunk);
+      __syncwarp();
+      while (summands.any()) {
         if (is_visible(summands)) add(at, finder, [&] { fill_slot(at.stage(), summands, delta); });
+        __syncwarp();
+        if (lane_ == 0) summands.next(p_, tiles, chunk);
+        __syncwarp();
       }
       add(at, finder, [&] {
         if (lane_ == 0) state_.steps[at.stage()].ends_work = true;
@@ -72,7 +79,7 @@ class BiasLoader {
 
   /// Whether some pair is.
   __device__ __forceinline__ bool is_visible(const Summands& summands) const {
-    const Sequence sequence(p_, summands.batch(), summands.head());
+    const Sequence sequence(p_, summands.entry(), summands.head_q());
     const int first_query = summands.query_tile() * Config::kRows, first_key = summands.key_tile() * Config::kKeys;
     const Interval keys = visible_keys(first_query, min(first_query + Config::kRows, sequence.seqlen_q),
                                        sequence.seqlen_k, sequence.window());
@@ -81,7 +88,7 @@ class BiasLoader {
 
   __device__ __forceinline__ void fill_slot(uint32_t slot, const Summands& summands, const float* delta) const {
     constexpr int kRows = Config::kRows, kKeys = Config::kKeys;
-    const Sequence sequence(p_, summands.batch(), summands.head());
+    const Sequence sequence(p_, summands.entry(), summands.head_q());
     const int first_query = summands.query_tile() * kRows, first_key = summands.key_tile() * kKeys;
     const Interval every =
         common_keys(first_query, min(first_query + kRows, sequence.seqlen_q), sequence.seqlen_k, sequence.window());

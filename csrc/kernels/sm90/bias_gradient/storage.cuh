@@ -71,6 +71,7 @@ struct BiasState {
   float lse[kSlots][Config::kRows];  // -inf for rows that are not there or see nothing
   float delta[kSlots][Config::kRows];
   float columns[Config::kWarps][Config::kKeys];  // sums of each warp's rows
+  __align__(8) unsigned char summands[Config::kFinders][sizeof(Summands)];
 
   static constexpr int bytes() { return (sizeof(BiasState) + 127) / 128 * 128; }
 
