@@ -12,14 +12,16 @@
 
 namespace flash_ext {
 
-/// The last of `count` places whose value, which rises, is at most `value`; 0 if there is none. By a whole warp.
+/// The last of `count` places whose value, which rises, is at most `value`; 0 if there is none. By a whole warp, or by
+/// all threads of a block that has fewer.
 template <class ValueAt>
 __device__ __forceinline__ int last_place_up_to(int64_t value, int count, ValueAt value_at) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, lanes = min(static_cast<int>(blockDim.x), 32);
+  const uint32_t all_lanes = ~0u >> (32 - lanes);
   int first = 0;
   while (count > 1) {
-    const int step = (count + 31) / 32, place = lane * step;
-    const uint32_t votes = __ballot_sync(~0u, place < count && value_at(first + place) <= value);
+    const int step = (count + lanes - 1) / lanes, place = lane * step;
+    const uint32_t votes = __ballot_sync(all_lanes, place < count && value_at(first + place) <= value);
     const int steps = max(__popc(votes) - 1, 0);
     first += steps * step;
     count = min(step, count - steps * step);
@@ -30,14 +32,14 @@ __device__ __forceinline__ int last_place_up_to(int64_t value, int count, ValueA
 /// Of one side of a call. heads: work tiles that share a number. scale: rows of a tile that a row in memory counts for.
 struct TileNumbers {
   WorkListSide side;
-  int32_t block;
+  LongDivisor block;
   int32_t scale;
   bool by_rows;  // else by the longest sequence
   int64_t tiles_of_longest;
   int64_t count;
 
   TileNumbers(const AttentionParams& p, WorkListSide side, int64_t block, int64_t heads, int64_t scale = 1)
-      : side(side), block(static_cast<int32_t>(block)), scale(static_cast<int32_t>(scale)) {
+      : side(side), block(block), scale(static_cast<int32_t>(scale)) {
     const bool keys = side == WorkListSide::kKeys;
     const bool packed = (keys ? p.seq.cu_seqlens_k : p.seq.cu_seqlens_q) != nullptr;
     const int64_t longest = scale * (keys ? p.seqlen_k : p.seqlen_q), rows = scale * (keys ? p.total_k : p.total_q);
@@ -48,7 +50,7 @@ struct TileNumbers {
 
   /// Of tile 0 of a sequence that begins at row `begin`.
   __device__ __forceinline__ int64_t first_of(int sequence, int64_t begin) const {
-    return by_rows ? scale * begin / block + sequence : sequence * tiles_of_longest;
+    return by_rows ? static_cast<int64_t>(block.quotient(scale * begin)) + sequence : sequence * tiles_of_longest;
   }
 
   /// The sequence of a number, and the tile, which its length may leave out: below 0, or behind its end. By a whole

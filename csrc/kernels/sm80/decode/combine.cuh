@@ -85,20 +85,48 @@ __host__ __device__ __forceinline__ int combine_threads_per_part(int columns) {
   return columns <= 64 ? 16 : columns <= 128 ? 32 : 64;
 }
 
+/// Blocks count rows of a group, groups, batch entries or, where tiles are numbered by rows, heads of rows in memory.
+struct RowOfBlock {
+  int batch, group;
+  int row;  // of the group; it may be below 0, or behind the end
+
+  /// By whole warps.
+  __device__ __forceinline__ RowOfBlock(const ForwardParams& p, const DecodeGrid& grid) {
+    const uint32_t heads_of_group = grid.group.value;
+    if (grid.tiles.by_rows) {
+      const uint32_t heads = static_cast<uint32_t>(p.heads_q), in_memory = blockIdx.x / heads;
+      const uint32_t head = blockIdx.x - in_memory * heads;
+      const auto first_row = [&](int k) { return clamp_index(p.seq.cu_seqlens_q[k], 0, p.total_q); };
+      batch = last_place_up_to(in_memory, static_cast<int>(p.batch), first_row);
+      group = static_cast<int>(grid.group.quotient(head));
+      const int query = static_cast<int>(in_memory - first_row(batch));
+      row = query * static_cast<int>(heads_of_group) + static_cast<int>(head - group * heads_of_group);
+      if (query < 0) row = -1;
+    } else {
+      const uint32_t rows = static_cast<uint32_t>(p.seqlen_q) * heads_of_group, flat_group = blockIdx.x / rows;
+      batch = static_cast<int>(grid.groups.quotient(flat_group));
+      group = static_cast<int>(flat_group) - batch * static_cast<int>(grid.groups.value);
+      row = static_cast<int>(blockIdx.x - flat_group * rows);
+    }
+  }
+
+  static int64_t blocks(const ForwardParams& p, const DecodeGrid& grid) {
+    return p.heads_q * (grid.tiles.by_rows ? p.total_q : p.batch * p.seqlen_q);
+  }
+};
+
 template <class Element>
 __global__ void __launch_bounds__(kMaxCombineThreads)
     combine_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodeGrid grid,
                    const __grid_constant__ DecodePartials partials) {
   __shared__ CombinedPart s_parts[kMaxCombineThreads];
-  const uint32_t rows = static_cast<uint32_t>(p.seqlen_q) * grid.group.value;
-  const uint32_t flat_group = blockIdx.x / rows, batch = grid.groups.quotient(flat_group);
-  const int flat = static_cast<int>(blockIdx.x - flat_group * rows);
-  const DecodeTile tile(p, grid, static_cast<int>(batch), static_cast<int>(flat_group - batch * grid.groups.value),
-                        flat / grid.block_m);
+  const RowOfBlock at(p, grid);
+  const int flat = at.row;
+  const DecodeTile tile(p, grid, at.batch, at.group, flat / grid.block_m);
   const int row = flat % grid.block_m;
   // Before any return: else this grid could end, and what follows it start, while the previous one still writes.
   ptx::wait_for_previous_grid();
-  if (row >= tile.rows || !tile.is_cut()) return;
+  if (flat < 0 || row >= tile.rows || !tile.is_cut()) return;
 
   const int columns = static_cast<int>(p.head_dim_v), threads_per_part = combine_threads_per_part(columns);
   const int parts = static_cast<int>(blockDim.x) / threads_per_part;
@@ -129,7 +157,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
 template <class Element>
 void run_combine(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
                  cudaStream_t stream) {
-  const int64_t blocks = params.batch * params.heads_q * params.seqlen_q;
+  const int64_t blocks = RowOfBlock::blocks(params, grid);
   // Where splits have a fixed size, their number is the largest possible one, which must not matter.
   const int threads_per_part = combine_threads_per_part(static_cast<int>(params.head_dim_v));
   const int most = kMaxCombineThreads / threads_per_part;

@@ -421,12 +421,19 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
   ptx::launch_dependents();
   // Neighbouring blocks read neighbouring heads of the same keys, then tiles of queries that see the same keys.
   const uint32_t range = grid.groups.quotient(blockIdx.x), part = grid.row_tiles.quotient(range);
-  const uint32_t batch = grid.blocks.quotient(part);
-  const int first = static_cast<int>(part - batch * grid.blocks.value);
+  const int group = static_cast<int>(blockIdx.x - range * grid.groups.value);
+  int row_tile = static_cast<int>(range - part * grid.row_tiles.value), batch, first;
+  if (grid.tiles.by_rows) {
+    first = static_cast<int>(part);
+    if (threadIdx.x < 32) grid.tiles.find(p, row_tile, batch, row_tile);
+  } else {
+    batch = static_cast<int>(grid.blocks.quotient(part));
+    first = static_cast<int>(part) - batch * static_cast<int>(grid.blocks.value);
+  }
   DecodeTile& tile = *reinterpret_cast<DecodeTile*>(shared);
   if (threadIdx.x == 0) {
-    new (&tile) DecodeTile(p, grid, static_cast<int>(batch), static_cast<int>(blockIdx.x - range * grid.groups.value),
-                           static_cast<int>(range - part * grid.row_tiles.value));
+    new (&tile) DecodeTile(p, grid, batch, group, row_tile);
+    if (row_tile < 0) tile.rows = 0;
   }
   __syncthreads();
   if (tile.rows <= 0) return;
@@ -442,7 +449,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
 template <class Config>
 void launch_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
                    bool behind_append, cudaStream_t stream) {
-  const int64_t blocks = grid.tiles(params.batch) * grid.blocks.value;
+  const int64_t blocks = grid.all_tiles() * grid.blocks.value;
   LaunchShape shape{grid_of(blocks), dim3(Config::kThreads), Config::kSharedBytes};
   shape.overlaps_previous = behind_append;
   launch("decode", decode_kernel<Config>, shape, stream, params, grid, partials);

@@ -9,6 +9,7 @@
 #include "kernels/common/divisor.h"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
+#include "kernels/common/tile_numbers.cuh"
 #include "kernels/ptx/arithmetic.h"
 
 namespace flash_ext::sm80 {
@@ -20,7 +21,8 @@ struct DecodeGrid {
   Divisor group;       // heads that share a tile
   Divisor groups;      // of heads
   Divisor key_groups;  // of those, with the same key head
-  Divisor row_tiles;   // of a group, at most
+  TileNumbers tiles;   // of rows, of a group
+  Divisor row_tiles;   // of the longest sequence; numbered by rows: of all sequences
   Divisor splits;      // ranges of keys, at most
   Divisor split_size;  // > 0: of exactly this many keys, else of equal size
   Divisor blocks;      // that share the splits of a tile
@@ -34,11 +36,12 @@ struct DecodeGrid {
       : group(p.head_group),
         groups(p.heads_q / p.head_group),
         key_groups(p.heads_q / p.heads_kv / p.head_group),
-        row_tiles((p.seqlen_q * p.head_group + p.block_m - 1) / p.block_m),
+        tiles(p, WorkListSide::kQueries, p.block_m, p.heads_q / p.head_group, p.head_group),
+        row_tiles(tiles.by_rows ? tiles.count : tiles.tiles_of_longest),
         splits(std::max<int64_t>(1, p.split_size > 0 ? (p.seqlen_k + p.split_size - 1) / p.split_size : p.num_splits)),
         split_size(p.split_size),
-        blocks(p.split_size > 0 ? blocks_per_tile(p.batch * row_tiles.value * groups.value) : splits.value),
-        min_split_size(smallest_split(p.batch * row_tiles.value * groups.value)),
+        blocks(p.split_size > 0 ? blocks_per_tile(typical_tiles(p)) : splits.value),
+        min_split_size(smallest_split(typical_tiles(p))),
         block_m(static_cast<int>(p.block_m)),
         tile_rows(static_cast<int>(std::min(p.seqlen_q * p.head_group, p.block_m))),
         scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
@@ -56,8 +59,14 @@ struct DecodeGrid {
     return std::clamp<int64_t>(kBlocks / std::max<int64_t>(tiles, 1), 1, splits.value);
   }
 
-  int64_t tiles(int64_t batch) const { return batch * row_tiles.value * groups.value; }
-  int64_t partial_rows(int64_t batch) const { return splits.value > 1 ? tiles(batch) * splits.value * tile_rows : 0; }
+  /// Packed sequences count as of mean length: a bound on it decides nothing.
+  int64_t typical_tiles(const ForwardParams& p) const {
+    const int64_t queries = p.seq.cu_seqlens_q ? tiles_of_rows(p.total_q, std::max<int64_t>(1, p.batch)) : p.seqlen_q;
+    return p.batch * tiles_of_rows(queries * p.head_group, p.block_m) * groups.value;
+  }
+
+  int64_t all_tiles() const { return tiles.count * groups.value; }
+  int64_t partial_rows() const { return splits.value > 1 ? all_tiles() * splits.value * tile_rows : 0; }
 };
 
 /// Partial results of a tile's rows over each range: out is normalised, lse to base 2. Splits of a tile lie together.
@@ -77,7 +86,7 @@ struct DecodeTile {
 
   __device__ __forceinline__ DecodeTile(const ForwardParams& p, const DecodeGrid& grid, int batch, int group, int tile)
       : sequence(p, batch, group * static_cast<int>(grid.group.value)),
-        index((static_cast<int64_t>(batch) * grid.row_tiles.value + tile) * grid.groups.value + group),
+        index((grid.tiles.first_of(batch, sequence.q_begin) + tile) * grid.groups.value + group),
         first_row(tile * grid.block_m),
         rows(min(grid.block_m, sequence.seqlen_q * static_cast<int>(grid.group.value) - first_row)) {
     sequence.head_kv = static_cast<int>(grid.key_groups.quotient(group));  // without a division by what varies

@@ -36,6 +36,10 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerS
   const int key_tile = blockIdx.x % key_tiles, query_tile = blockIdx.x / key_tiles % query_tiles;
   const int batch_head = blockIdx.x / key_tiles / query_tiles, heads_q = static_cast<int>(p.heads_q);
   const Sequence sequence(p, batch_head / heads_q, batch_head % heads_q);
+  // Weights of packed sequences are 0 beforehand.
+  if (p.seq.cu_seqlens_q &&
+      (query_tile * kScoreRows >= sequence.seqlen_q || key_tile * kScoreKeys >= sequence.seqlen_k))
+    return;
   ScoreTile<Element> tile(p, sequence, query_tile * kScoreRows, key_tile * kScoreKeys, shared);
   ScoreFragment w = {};
   if (tile.sees_any()) {

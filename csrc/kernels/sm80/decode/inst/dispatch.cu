@@ -19,7 +19,7 @@ template <class Element>
 void run(const ForwardParams& params, void* workspace, bool behind_append, cudaStream_t stream) {
   const DecodeGrid grid(params);
   float* out = static_cast<float*>(workspace);
-  const DecodePartials partials{out, out + grid.partial_rows(params.batch) * params.head_dim_v};
+  const DecodePartials partials{out, out + grid.partial_rows() * params.head_dim_v};
   with_kernel_head_dim(params.head_dim, params.head_dim_v, [&](auto head_dim) {
     run_decode<Element, decltype(head_dim)::value>(params, grid, partials, behind_append, stream);
   });
@@ -36,7 +36,7 @@ bool is_empty(const ForwardParams& params) { return params.batch == 0 || params.
 int64_t decode_workspace_bytes(const ForwardParams& params) {
   if (is_empty(params)) return 0;
   if (goes_forward(params)) return forward_workspace_bytes(params);
-  return DecodeGrid(params).partial_rows(params.batch) * (params.head_dim_v + 1) * static_cast<int64_t>(sizeof(float));
+  return DecodeGrid(params).partial_rows() * (params.head_dim_v + 1) * static_cast<int64_t>(sizeof(float));
 }
 
 void decode(const ForwardParams& params, void* workspace, cudaStream_t stream, bool behind_append) {
