@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(kListThreads)
 void fill_work_list(const AttentionParams& p, const WorkListPlan& plan, const WorkList& list, cudaStream_t stream) {
   if (!plan.listed) return;
   const int64_t chunks = (p.batch + kWorkListChunk - 1) / kWorkListChunk;
-  launch("work list", work_list_kernel, {dim3(grid_size(chunks)), dim3(kListThreads), sizeof(ChunkState)}, stream, p,
-         plan.side, plan.most_entries(), list);
+  launch("work list", work_list_kernel, {grid_of(chunks), dim3(kListThreads), sizeof(ChunkState)}, stream, p, plan.side,
+         plan.most_entries(), list);
 }
 
 }  // namespace flash_ext

@@ -138,8 +138,8 @@ struct SlabBackward {
     const int64_t slabs = (columns + kScoreSlab - 1) / kScoreSlab;
     const TileNumbers numbers(p, side, kScoreRows, heads);
     launch("sm80/backward slabs", kernel,
-           {grid_of(slabs * numbers.count * heads), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes},
-           stream, p, delta, numbers, static_cast<int>(slabs));
+           {grid_of(slabs * numbers.count * heads), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes}, stream, p,
+           delta, numbers, static_cast<int>(slabs));
   }
 };
 

@@ -489,10 +489,10 @@ void launch_forward(const ForwardParams& p, const MaskBits& mask, void* list, cu
   const WorkListPlan plan = forward_work_list(p, Config::kBlockM);
   schedule.list = plan.view(list);
   fill_work_list(p, plan, schedule.list, stream);
-  const dim3 grid = plan.listed ? grid_of(plan.most_works())
-                                : grid_of(int64_t{schedule.heads} * schedule.batches,
-                                          tiles_of_rows(p.seqlen_q, Config::kBlockM),
-                                          int64_t{schedule.batch_groups} * schedule.groups);
+  const dim3 grid =
+      plan.listed ? grid_of(plan.most_works())
+                  : grid_of(int64_t{schedule.heads} * schedule.batches, tiles_of_rows(p.seqlen_q, Config::kBlockM),
+                            int64_t{schedule.batch_groups} * schedule.groups);
   launch("sm80/forward", forward_kernel<Config>, {grid, dim3(Config::kThreads), static_cast<size_t>(shared_bytes)},
          stream, p, schedule);
 }
