@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flash_ext
 from tests.oracle import Call, Result, cumulative, int32, make_call, random, random_rng, run_library
 
 BATCH, QUERIES, KEYS, HEADS = 2, 210, 330, 2
@@ -181,3 +182,29 @@ def test_softcap_at_all_sizes_of_scores(
                 smaller[name][index] = 0.0
     expected, got = run_library(call), run_library(Call(**smaller, options=call.options))
     assert_same_bits(got, expected, 0.0)
+
+
+def weights_and_gradients(call: Call, lse: Tensor, grad_weights: Tensor) -> Result:
+    leaves = {name: t.detach().requires_grad_() for name, t in {"q": call.q, "k": call.k, "lse": lse}.items()}
+    weights = flash_ext.attention_weights(**leaves, **call.options)
+    found = torch.autograd.grad(weights, list(leaves.values()), grad_weights)
+    return {"weights": weights.detach(), **{"d" + name: g for name, g in zip(leaves, found, strict=True)}}
+
+
+@pytest.mark.parametrize("option", ["plain", "softcap", "alibi", "bias"])
+@pytest.mark.parametrize("hide", HIDE.values(), ids=HIDE.keys())
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 64), (torch.float32, 64)], ids=str)
+def test_weights_of_hidden_keys_and_rows(
+    device: str, dtype: torch.dtype, head_dim: int, hide: Callable[[Call], tuple[Call, Places]], option: str
+) -> None:
+    call, places = hide(
+        make_call(BATCH, QUERIES, KEYS, HEADS, 1, head_dim, dtype=dtype, device=device,
+                  **options_of(option, dtype, device))
+    )  # fmt: skip
+    call = call.with_random_gradients()
+    lse = run_library(call)["lse"]
+    grad_weights = random(BATCH, HEADS, QUERIES, KEYS, dtype=dtype, device=device)
+    expected = weights_and_gradients(call, lse, grad_weights)
+    for poison in poisons(dtype):
+        poisoned = weights_and_gradients(with_poison(call, places, poison), lse, grad_weights)
+        assert_same_bits(poisoned, expected, poison)

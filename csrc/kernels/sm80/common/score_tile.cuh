@@ -150,9 +150,11 @@ struct ScoreTile {
     return view.col_stride == 1 && (start | stride) % 16 == 0;
   }
 
+  /// The slope at a hidden score may be NaN.
   __device__ __forceinline__ void times_cap_slope(ScoreFragment& s) const {
     if (p.softcap == 0.0) return;
-    for_each_score(s, [&](float& x, int, int n, int e) { x *= load_shared<float>(own_place(n, e)); });
+    for_each_score(
+        s, [&](float& x, int, int n, int e) { x = x == 0.0f ? 0.0f : x * load_shared<float>(own_place(n, e)); });
   }
 
   /// s = A B^T, for rows [first, + 64) of both. What lies beyond num_rows counts as 0.
