@@ -37,6 +37,7 @@ BackwardCall new_backward_call(AttentionCall attention, const Tensor& q, const S
   BackwardCall call{attention.plan, {attention.params},        none(), none(), none(), none(), none(),
                     none(),         std::move(attention.owned)};
   call.params.num_chunks = call.plan.num_chunks;
+  call.params.schedule = call.plan.schedule;
   if (needed.dbias) {
     // Packed sequences may all end before the last rows and columns of bias.
     const Tensor& bias = *options.bias;

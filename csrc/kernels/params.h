@@ -134,6 +134,14 @@ struct WeightsParams : AttentionParams {
   int dropout_mode = kDropoutIgnore;
 };
 
+/// How CTAs of the backward on CUDA take up tiles of keys, and share them: see common/backward_order.h.
+struct KeyTileSchedule {
+  int64_t section_heads = 1;  // key heads, of all batch entries, whose tiles stand side by side
+  int64_t head_splits = 1;    // of a tile, along the query heads of its group; divides them
+  int64_t query_splits = 1;   // of each of these, along the tiles of queries; at most
+  int64_t whole_tiles = 0;    // from the first of the order on, that are not split
+};
+
 struct BackwardParams : AttentionParams {
   TensorView out;  // null where the forward is attention_weights (see grad_weights)
   LseView lse;
@@ -153,6 +161,7 @@ struct BackwardParams : AttentionParams {
   LseView dlse;           // only with grad_weights
   bool deterministic = false;  // for devices where the fastest order of sums varies; a CPU always is
   int64_t num_chunks = 1;      // key ranges per head that are worked on independently
+  KeyTileSchedule schedule;    // the plan's choice
 };
 
 /// Partial results over disjoint keys and what they merge to. Varlen counts as one batch entry of total rows.

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "backward_schedule.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/common/work_order.h"
 #include "plan.h"
@@ -114,6 +115,11 @@ void bind_problem(py::module_& m) {
 }
 
 void bind_plan(py::module_& m) {
+  py::class_<KeyTileSchedule>(m, "KeyTileSchedule", "How CTAs of the backward on CUDA take up tiles of keys.")
+      .def_readonly("section_heads", &KeyTileSchedule::section_heads, "key heads whose tiles stand side by side")
+      .def_readonly("head_splits", &KeyTileSchedule::head_splits, "of a tile, along the heads of a group")
+      .def_readonly("query_splits", &KeyTileSchedule::query_splits, "of each of these, along the queries, at most")
+      .def_readonly("whole_tiles", &KeyTileSchedule::whole_tiles, "from the first on, that are not split");
   py::class_<Plan>(m, "Plan", "How a problem runs, and why.")
       .def_readonly("kernel", &Plan::kernel, "path below csrc/kernels")
       .def_readonly("bias_kernel", &Plan::bias_kernel, "CUDA, backward: the same of the gradient of bias")
@@ -124,6 +130,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("num_splits", &Plan::num_splits, "key ranges whose results are merged")
       .def_readonly("split_size", &Plan::split_size, "keys per range where that is fixed, else 0")
       .def_readonly("num_chunks", &Plan::num_chunks, "backward: key ranges per head worked on independently")
+      .def_readonly("schedule", &Plan::schedule, "backward on CUDA: the order of tiles of keys, and how they are split")
       .def_readonly("reasons", &Plan::reasons);
 
   m.def(
@@ -168,6 +175,24 @@ void bind_tiles(py::module_& m) {
         "i + offset - left <= j <= i + offset + right with offset = seqlen_k - seqlen_q, or 0 when top_left.");
 }
 
+using BackwardCtaTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, double>;
+
+std::vector<BackwardCtaTuple> ctas_of_backward(const Problem& problem) {
+  const Plan plan = make_plan(problem, false);
+  if (problem.device != Device::kCuda || problem.operation != Operation::kBackward)
+    throw py::value_error("backward_ctas: expected operation backward on cuda");
+  std::vector<BackwardCtaTuple> ctas;
+  for (const BackwardCta& cta : backward_ctas(problem, plan.kernel, plan.schedule))
+    ctas.emplace_back(cta.batch, cta.first_head, cta.heads, cta.key_tile, cta.begin, cta.end, cta.cycles);
+  return ctas;
+}
+
+void bind_backward_schedule(py::module_& m) {
+  m.def("backward_ctas", &ctas_of_backward, py::arg("problem"),
+        "What the CTAs of the backward of a dense problem on CUDA, or clusters of them, go over, in their order:\n"
+        "(batch, first query head, heads, tile of keys, first tile of queries, end of these, cycles as planned).");
+}
+
 std::vector<std::tuple<int32_t, int32_t, int32_t>> work_list(const std::vector<int64_t>& rows,
                                                              const std::vector<int64_t>& other_rows, int block,
                                                              int heads, int head_group, bool last_tile_first,
@@ -206,6 +231,7 @@ PYBIND11_MODULE(_plan, m) {
   bind_plan(m);
   bind_tiles(m);
   bind_work_list(m);
+  bind_backward_schedule(m);
   m.attr("MIN_SPLIT_SIZE") = kMinSplitSize;
   m.attr("MAX_SPLITS") = kMaxSplits;
   m.attr("BATCH_INVARIANT_SPLIT_SIZE") = kBatchInvariantSplitSize;

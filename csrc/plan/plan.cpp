@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "backward_schedule.h"
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/head_dim.h"
 #include "kernels/common/mask/tile_range.h"
@@ -245,6 +246,7 @@ class Planner {
     choose_tiles();
     choose_chunks();
     explain_work_list();
+    choose_backward_schedule();
     return std::move(plan_);
   }
 
@@ -604,6 +606,13 @@ class Planner {
       because("packed: a grid of ", counted(grid, "tile"), " of ", block, what, " a head, ", most,
               " of which exist at most: a list is not worth its time");
     }
+  }
+
+  void choose_backward_schedule() {
+    if (p_.device != Device::kCuda || p_.operation != Operation::kBackward || empty_tensors()) return;
+    const BackwardSchedulePlan chosen = plan_backward_schedule(p_, plan_.kernel, explain_);
+    plan_.schedule = chosen.schedule;
+    because(chosen.reason);
   }
 
   const Problem& p_;

@@ -6,6 +6,8 @@
 
 #if defined(__CUDACC__)
 #define FLASH_EXT_HOST_DEVICE __host__ __device__ __forceinline__
+#define FLASH_EXT_HOST_DEVICE_MEMBER FLASH_EXT_HOST_DEVICE
 #else
 #define FLASH_EXT_HOST_DEVICE static inline
+#define FLASH_EXT_HOST_DEVICE_MEMBER  // of a class that the CPU kernels do not use
 #endif

@@ -89,9 +89,25 @@ struct Sequence {
     return tiles;
   }
 
+  /// The same of the queries that see the keys [first, end).
+  template <int kBlockM>
+  __device__ __forceinline__ TileSpan query_tiles(int first, int end) const {
+    const int some_begin = queries_begin(first), some_end = queries_end(end - 1);
+    if (first >= end || some_begin >= some_end) return {0, 0, 0, 0};
+    TileSpan tiles;
+    tiles.begin = some_begin / kBlockM;
+    tiles.end = (some_end + kBlockM - 1) / kBlockM;
+    tiles.full_begin = min((queries_begin(end - 1) + kBlockM - 1) / kBlockM, tiles.end);
+    tiles.full_end = max(max(queries_end(first), 0) / kBlockM, tiles.full_begin);
+    return tiles;
+  }
+
   /// The keys that query i sees: [keys_begin, keys_end), empty where they cross.
   __device__ __forceinline__ int keys_begin(int i) const { return max(i + offset - left, 0); }
   __device__ __forceinline__ int keys_end(int i) const { return min(i + offset + right + 1, seqlen_k); }
+  /// The queries that see key j.
+  __device__ __forceinline__ int queries_begin(int j) const { return max(j - offset - right, 0); }
+  __device__ __forceinline__ int queries_end(int j) const { return min(j - offset + left + 1, seqlen_q); }
 
  private:
   __device__ __forceinline__ int reach(int64_t side) const {

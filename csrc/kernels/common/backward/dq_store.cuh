@@ -2,6 +2,7 @@
 // that an addition of a warp is one contiguous piece; and its conversion to rows at the end.
 #pragma once
 
+#include "kernels/common/row_piece.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/flag.h"
@@ -63,18 +64,6 @@ struct DqLayout {
     }
   }
 };
-
-/// Eight neighbours of a row of the result.
-template <class Element>
-__device__ __forceinline__ void store_row_piece(Element* g_target, const float (&x)[4][4], int first, float factor) {
-  constexpr int kElements = 16 / sizeof(Element);
-  alignas(16) Element piece[8];
-#pragma unroll
-  for (int k = 0; k < 8; ++k) piece[k] = static_cast<Element>(x[k / 2][first + k % 2] * factor);
-#pragma unroll
-  for (int k = 0; k < 8; k += kElements)
-    *reinterpret_cast<uint4*>(g_target + k) = *reinterpret_cast<const uint4*>(piece + k);
-}
 
 constexpr int kStoreDqThreads = 256;
 

@@ -7,6 +7,7 @@
 #include "kernels/common/backward/options.cuh"
 #include "kernels/common/backward/visibility.cuh"
 #include "kernels/common/backward/workspace.h"
+#include "kernels/common/backward_sums.cuh"
 #include "kernels/common/sanitise_tile.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
@@ -41,9 +42,9 @@ struct BackwardBlock {
   static constexpr int kDqTiles = Config::kFloat ? 2 : Config::kGeneral && Dq::kN > 4 ? 4 : Dq::kN;
   static constexpr int kUnrollDq = Config::kFloat ? 8 : 1;  // as ptxas gets by without spills
 #if __CUDA_ARCH__ >= 900
-  static constexpr bool kValueAgain = false;  // likewise
+  static constexpr bool kKeysAgain = !Config::kGeneral, kValueAgain = false;  // likewise
 #else
-  static constexpr bool kValueAgain = kHeadDim == 128 && !Config::kFloat;
+  static constexpr bool kKeysAgain = false, kValueAgain = kHeadDim == 128 && !Config::kFloat;
 #endif
   static constexpr int kRoleThreads = kThreads / 2;
   static constexpr bool kQueriesHoldKeys = 2 * kBlockM >= kBlockN;  // the stages of Q have room for dK
@@ -555,7 +556,11 @@ struct BackwardBlock {
   __device__ __forceinline__ void make_weights(const PreparedStep& now, int n) {
     float s[kM][kN][4] = {};
     if (!makes_p) for_each_with_term(s, s_minus_delta, [](float& x, float term) { x = term; });
-    multiply_rows(s, makes_p ? s_key : kValueAgain ? again(s_value) : s_value, makes_p ? query_stage(n) : s_grad_out);
+    const uint32_t s_keys = kKeysAgain    ? ptx::reread(s_key) + (makes_p ? 0 : Config::kKeyBytes)
+                            : makes_p     ? s_key
+                            : kValueAgain ? again(s_value)
+                                          : s_value;
+    multiply_rows(s, s_keys, makes_p ? query_stage(n) : s_grad_out);
     if (!makes_p) {
       differentiate(s, now, n);
       store_weights(gradient_tile(n), s);
@@ -638,6 +643,7 @@ struct BackwardBlock {
   /// dV goes through the tile of V, which is done with, and dK through those of Q once the dS warps are: so they leave
   /// in 16-byte pieces.
   __device__ __forceinline__ void store_sums() {
+    if (work.sums) return store_split();
     const int lane = again(this->lane);
     const uint32_t s_tile = makes_p ? again(s_key) + Config::kKeyBytes : kQueriesHoldKeys ? s_query : s_key;
     const float unit = Config::kGeneral ? workspace.unit : 1.0f;
@@ -663,6 +669,21 @@ struct BackwardBlock {
     store_rows<Element, kHeadDim>(s_tile, key_rows<Element, false>(p, view, work.sequence),
                                   warp % Config::kRoleWarps * kRowsOfWarp, kRowsOfWarp, work.first_key,
                                   work.sequence.seqlen_k, static_cast<int>(makes_p ? p.head_dim_v : p.head_dim), lane);
+  }
+
+  /// Of a split.
+  __device__ __forceinline__ void store_split() const {
+    const int thread = ptx::reread(static_cast<int>(threadIdx.x)), warp = thread / 32;
+    const bool is_value = warp < Config::kRoleWarps;
+    const float unit = Config::kGeneral ? workspace.unit : 1.0f;
+    const float factor = is_value ? unit : unit * static_cast<float>(p.softmax_scale);
+    const int row = warp % Config::kKeyGroups * kM, column = warp % Config::kRoleWarps / Config::kKeyGroups * kD;
+    float* const g_sums = work.sums + (is_value ? kBlockN * kHeadDim : 0);
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int d = 0; d < kD; ++d)
+        store_fragment(sum_fragment<kHeadDim>(g_sums, row + m, column + d), sum[m][d], factor, thread % 32);
   }
 
   __device__ __forceinline__ void sync_role() const {

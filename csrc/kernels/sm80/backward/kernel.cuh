@@ -25,6 +25,7 @@
 
 #include "consumer.cuh"
 #include "kernels/common/backward/row_terms.cuh"
+#include "kernels/common/backward_sums.cuh"
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/launch.h"
 #include "kernels/sm80/common/config.h"
@@ -38,7 +39,7 @@ namespace flash_ext::sm80 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace,
-                    const __grid_constant__ WorkList list, unsigned key_tiles, bool copies_bias) {
+                    const __grid_constant__ BackwardSchedule schedule, bool copies_bias) {
   extern __shared__ __align__(128) char shared[];
   auto* const s_work = reinterpret_cast<BackwardWork<Config>*>(shared + Config::kSharedBytes - Config::kWorkBytes);
   auto* const s_ticket = reinterpret_cast<unsigned*>(s_work);
@@ -49,23 +50,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     number = *s_ticket;
     __syncthreads();
   }
-  const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
-  WorkTile tile;
-  if (list) {
-    tile = list.locate(static_cast<int>(number));
-    if (tile.tile == kNoTile) return;
-  } else {
-    const unsigned heads = gridDim.x / key_tiles, head = workspace.turns ? number % heads : number / key_tiles;
-    tile = {static_cast<int>(head / heads_kv), static_cast<int>(head % heads_kv),
-            static_cast<int>(workspace.turns ? key_tiles - 1 - number / heads : number % key_tiles)};
-  }
-  const int head_q = tile.head * static_cast<int>(static_cast<unsigned>(p.heads_q) / heads_kv);
-  const Sequence sequence(p, tile.sequence, head_q);
-  const int first_key = tile.tile * Config::kBlockN;
-  if (first_key >= sequence.seqlen_k) return;
+  const BackwardTask<Config::kBlockM, Config::kBlockN> task(p, schedule, schedule.locate(number));
+  if (!task.exists()) return;
   BackwardBlock<Config> block(p, workspace, copies_bias, *s_work, shared);
-  block.load_keys(sequence, first_key);
-  const BackwardWork<Config> work(p, workspace, sequence, tile.tile);
+  block.load_keys(task.sequence, task.first_key);
+  const BackwardWork<Config> work(p, workspace, schedule, task);
   block.load_first_queries(work);
   if (threadIdx.x == 0) *s_work = work;
   __syncthreads();
@@ -76,11 +65,11 @@ template <class Config>
 BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
   return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kHeadDim, memory);
 }
-
-/// Which lies behind the workspace.
+/// Behind the workspace in the same memory.
 template <class Config>
-WorkListPlan backward_list(const BackwardParams& p) {
-  return backward_work_list(p, Config::kBlockN, p.deterministic);
+BackwardSchedule backward_schedule(const BackwardParams& p, const BackwardWorkspace& workspace, void* memory) {
+  return BackwardSchedule(p, Config::kBlockN, Config::kHeadDim, workspace.turns != nullptr,
+                          static_cast<char*>(memory) + workspace.bytes);
 }
 
 /// Of a block's shared memory.
@@ -95,6 +84,8 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   using Element = typename Config::Element;
   constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
+  const BackwardSchedule schedule = backward_schedule<Config>(p, workspace, memory);
+  fill_work_list(p, schedule.listing, schedule.list, stream);
   const LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
   launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
 
@@ -102,15 +93,10 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
     const VisibilityTiles& visibility = workspace.visibility;
     const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
     launch("sm80/backward masks", mask_tiles_kernel<kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
-    const int64_t key_tiles = tiles_of_rows(p.seqlen_k, Config::kBlockN);
-    const WorkListPlan plan = backward_list<Config>(p);
-    const WorkList list = plan.view(static_cast<char*>(memory) + workspace.bytes);
-    fill_work_list(p, plan, list, stream);
-    const int64_t blocks = plan.listed ? plan.most_works() : key_tiles * p.heads_kv * p.batch;
-    const LaunchShape keys{grid_of(blocks), dim3(Config::kThreads),
+    const LaunchShape keys{grid_of(schedule.positions()), dim3(Config::kThreads),
                            static_cast<size_t>(backward_shared_bytes<Config>(p))};
-    launch("sm80/backward", backward_kernel<Config>, keys, stream, p, workspace, list, static_cast<unsigned>(key_tiles),
-           can_stage_bias(p.bias));
+    launch("sm80/backward", backward_kernel<Config>, keys, stream, p, workspace, schedule, can_stage_bias(p.bias));
+    combine_splits<Element, kBlockM, Config::kBlockN, kHeadDim>(p, schedule, false, stream);
   }
   if (p.dq.data) {
     launch("sm80/backward dq", store_dq_kernel<Element, typename Config::Dq, kBlockM, kHeadDim>, rows, stream, p,
@@ -130,7 +116,8 @@ inline bool is_plain_backward(const BackwardParams& p) {
 template <class Config>
 struct TiledBackward {
   static int64_t bytes(const BackwardParams& p) {
-    return backward_workspace<Config>(p, nullptr).bytes + backward_list<Config>(p).bytes();
+    const BackwardWorkspace workspace = backward_workspace<Config>(p, nullptr);
+    return workspace.bytes + backward_schedule<Config>(p, workspace, nullptr).bytes;
   }
   static void run(const BackwardParams& p, void* memory, cudaStream_t stream) {
     launch_backward<Config>(p, memory, stream);

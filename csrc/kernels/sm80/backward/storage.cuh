@@ -4,9 +4,11 @@
 #include "kernels/common/backward/dq_store.cuh"
 #include "kernels/common/backward/options.cuh"
 #include "kernels/common/backward/workspace.h"
+#include "kernels/common/backward_schedule.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/warp_products.cuh"
+#include "kernels/sm80/backward_shape.h"
 #include "kernels/sm80/common/config.h"
 
 namespace flash_ext::sm80 {
@@ -20,19 +22,12 @@ struct BackwardConfig {
   static constexpr bool kGeneral = kGeneral_;
   // dK and dV of the block's keys are 128 registers of a thread, 64 at head_dim 64.
   static constexpr bool kFloat = sizeof(Element) == 4;
-  static constexpr bool kThin = kFloat && (kHeadDim == 256 || (kHeadDim == 128 && kSmall_));
-  static constexpr int kWarps = kSmall_ || kThin ? 4 : 8;
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim, kFloat, kGeneral, kSmall_);
+  static constexpr int kWarps = kShape.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRoleWarps = kWarps / 2;
   static constexpr int kWarpKeys = 32;  // as many as one Philox call and one word of visibility cover
-  // In float, options leave registers for half as many columns of dK and dV.
-  static constexpr bool kHalf = kHeadDim == 256 || (kFloat && kGeneral && !kSmall_);
-  static constexpr int kBlockN = kThin ? 32 : (kHalf ? 64 : 128) / (kSmall_ ? 2 : 1);
-  // As many queries as registers have room for; options need some too.
-  static constexpr int kBlockM = kFloat                       ? (kHeadDim == 64 && !kSmall_ ? 64 : 32)
-                                 : kHeadDim == 64 && !kSmall_ ? 128
-                                 : kHeadDim > 64 && kSmall_   ? 32
-                                                              : 64;
+  static constexpr int kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kBlocksPerSm = 1;
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
@@ -89,7 +84,7 @@ struct PreparedStep {
 template <class Config>
 struct BackwardWork {
   using Element = typename Config::Element;
-  Sequence sequence;  // its head is the first of the group
+  Sequence sequence;  // its head is the first of those below
   RowSource<const Element, false> queries, grad_out;
   int key_tile, first_key;
   int heads;       // of the group
@@ -99,20 +94,25 @@ struct BackwardWork {
   float scale;             // of scores, to base 2
   std::conditional_t<Config::kGeneral, BackwardOptions, NoBackwardOptions> options;
   PreparedStep ring[Config::kGeneral ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
+  float* sums;                                  // where a split leaves dK, and dV behind it; null: they are complete
 
   __device__ __forceinline__ BackwardWork(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                          const Sequence& sequence, int key_tile)
-      : sequence(sequence),
+                                          const BackwardSchedule& schedule,
+                                          const BackwardTask<Config::kBlockM, Config::kBlockN>& task)
+      : sequence(task.sequence),
         queries(query_rows<const Element>(p.q, sequence)),
         grad_out(query_rows<const Element>(p.grad_out, sequence)),
-        key_tile(key_tile),
-        first_key(key_tile * Config::kBlockN),
-        heads(static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv)),
+        key_tile(task.first_key / Config::kBlockN),
+        first_key(task.first_key),
+        heads(task.heads),
+        tiles(task.tiles),
         workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
         scale(static_cast<float>(p.softmax_scale) * kLog2E),
-        options(p, sequence) {
+        options(p, sequence),
+        sums(task.sums(schedule)) {
     static_assert(sizeof(BackwardWork) <= Config::kWorkBytes, "the shared-memory plan has room for it");
-    tiles = query_tiles(min(first_key + Config::kBlockN, sequence.seqlen_k));
+    // Keys past the end are hidden from everybody.
+    if (first_key + Config::kBlockN > sequence.seqlen_k) tiles.full_begin = tiles.full_end = tiles.end;
     const int count = tiles.end - tiles.begin;
     first_tile = tiles.begin + (count > 0 && !workspace.turns ? key_tile % count : 0);
   }
@@ -127,26 +127,6 @@ struct BackwardWork {
     const int first = tile * Config::kBlockM;
     const int end = min(first + Config::kBlockM, sequence.seqlen_q);
     return sequence.template key_tiles<Config::kBlockN>(first, end).end - 1 - key_tile;
-  }
-
- private:
-  /// The tiles of queries that see some key of [first_key, end_key), and those that see them all.
-  __device__ __forceinline__ TileSpan query_tiles(int end_key) const {
-    constexpr int kBlockM = Config::kBlockM;
-    const int some_begin = queries_begin(first_key), some_end = queries_end(end_key - 1);
-    if (first_key >= end_key || some_begin >= some_end) return {0, 0, 0, 0};
-    TileSpan span;
-    span.begin = some_begin / kBlockM;
-    span.end = (some_end + kBlockM - 1) / kBlockM;
-    span.full_begin = span.full_end = span.end;
-    if (end_key - first_key < Config::kBlockN) return span;  // keys past the end are hidden from everybody
-    span.full_begin = min((queries_begin(end_key - 1) + kBlockM - 1) / kBlockM, span.end);
-    span.full_end = max(max(queries_end(first_key), 0) / kBlockM, span.full_begin);
-    return span;
-  }
-  __device__ __forceinline__ int queries_begin(int j) const { return max(j - sequence.offset - sequence.right, 0); }
-  __device__ __forceinline__ int queries_end(int j) const {
-    return min(j - sequence.offset + sequence.left + 1, sequence.seqlen_q);
   }
 };
 

@@ -33,8 +33,8 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
         if (++head == work_.heads) break;
       }
     }
-    this->store(p_.dv, dv_, 1.0f);
-    this->store(p_.dk, dk_, static_cast<float>(p_.softmax_scale));
+    this->store_dv(dv_, 1.0f);
+    this->store_dk(dk_, static_cast<float>(p_.softmax_scale));
   }
 
  protected:

@@ -2,6 +2,7 @@
 // where sums go.
 #pragma once
 
+#include "kernels/common/backward_sums.cuh"
 #include "kernels/ptx/barrier.h"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "products.cuh"
@@ -91,9 +92,16 @@ class BackwardKeys {
     clean_tile<Element, Config::kQueryBytes, kComputing>(s_query + Config::kStages * Config::kQueryBytes, thread);
   }
 
-  /// dK or dV.
-  __device__ __forceinline__ void store(const TensorView& view, const Sum& sum, float scale) const {
+  __device__ __forceinline__ void store_dk(const Sum& sum, float scale) const { store(p_.dk, 0, sum, scale); }
+  __device__ __forceinline__ void store_dv(const Sum& sum, float scale) const {
+    store(p_.dv, Config::kBlockN * kHeadDim, sum, scale);
+  }
+
+ private:
+  /// `sums_offset`: where it begins in a split's slot.
+  __device__ __forceinline__ void store(const TensorView& view, int sums_offset, const Sum& sum, float scale) const {
     if (!view.data) return;
+    if (work_.sums) return store_split(work_.sums + sums_offset, sum, scale);
     const Sequence& sequence = work_.sequence;
     const auto rows = key_rows<Element, false>(p_, view, sequence);
 #pragma unroll
@@ -104,6 +112,13 @@ class BackwardKeys {
     }
   }
 
+  __device__ __forceinline__ void store_split(float* g_sums, const Sum& sum, float scale) const {
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; ++d)
+      store_fragment(sum_fragment<kHeadDim>(g_sums, group_ * kGroupWarps + warp_, d), sum[d], scale, lane_);
+  }
+
+ protected:
   const BackwardParams& p_;
   State& state_;
   const BackwardWork<Config>& work_;

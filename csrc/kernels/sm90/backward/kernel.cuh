@@ -10,6 +10,7 @@
 #include "consumer.cuh"
 #include "kernels/common/backward/dq_store.cuh"
 #include "kernels/common/backward/row_terms.cuh"
+#include "kernels/common/backward_sums.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/setmaxnreg.h"
@@ -24,18 +25,17 @@ namespace flash_ext::sm90 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
-                    const __grid_constant__ BackwardWorkspace workspace, const BackwardSchedule schedule, float scale) {
+                    const __grid_constant__ BackwardWorkspace workspace,
+                    const __grid_constant__ BackwardSchedule schedule, float scale) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<BackwardState<Config>*>(shared + Config::kTilesBytes);
-  const BackwardKeyTile keys = schedule.locate(blockIdx.x);
-  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
-  const Sequence sequence = keys.sequence(p);
   ptx::launch_dependents();
-  if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
+  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x));
+  if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     state.init();
-    state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
+    state.work() = BackwardWork<Config>(p, workspace, schedule, task);
   }
   __syncthreads();
   if (warp < kGroupWarps) {
@@ -51,6 +51,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <class Config>
 BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
   return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory);
+}
+/// Behind the workspace in the same memory.
+template <class Config>
+BackwardSchedule backward_schedule(const BackwardParams& p, const BackwardWorkspace& workspace, void* memory) {
+  return BackwardSchedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes);
 }
 
 /// Whether dK and dV are too much for one warpgroup: wide_kernel.cuh.
@@ -76,6 +81,8 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(State);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
+  const BackwardSchedule schedule = backward_schedule<Config>(p, workspace, memory);
+  fill_work_list(p, schedule.listing, schedule.list, stream);
   const LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
   launch("sm90/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
 
@@ -84,15 +91,15 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
                                encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
-    const BackwardSchedule schedule = schedule_backward<Config>(p);
     if (!kIsWide<Config> && has_options(p)) {
       if constexpr (!kIsWide<Config>) launch_backward_options<Config>(p, maps, workspace, schedule, stream);
     } else {
-      const int64_t blocks = int64_t{Config::kCluster} * schedule.key_tiles * schedule.heads;
-      const LaunchShape keys{grid_of(blocks), dim3(Config::kThreads), kSharedBytes, kOverlaps};
+      const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads),
+                             kSharedBytes, kOverlaps};
       launch("sm90/backward", backward_kernel_of<Config>(), keys, stream, p, maps, workspace, schedule,
              static_cast<float>(p.softmax_scale) * kLog2E);
     }
+    combine_splits<Element, kBlockM, Config::kBlockN, Config::kHeadDim>(p, schedule, kOverlaps, stream);
   }
   if (p.dq.data) {
     LaunchShape overlapping = rows;
@@ -112,7 +119,9 @@ using BackwardConfigOf = std::conditional_t<(kHeadDim > kMostWholeHeadDim), Back
 
 template <class Element, int kHeadDim>
 int64_t backward_bytes(const BackwardParams& p) {
-  return backward_workspace<BackwardConfigOf<Element, kHeadDim>>(p, nullptr).bytes;
+  using Config = BackwardConfigOf<Element, kHeadDim>;
+  const BackwardWorkspace workspace = backward_workspace<Config>(p, nullptr);
+  return workspace.bytes + backward_schedule<Config>(p, workspace, nullptr).bytes;
 }
 
 template <class Element, int kHeadDim>

@@ -45,8 +45,8 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
         at_.advance();
       } while (!(note.flags & kNotePast));
     }
-    this->store(p_.dv, Base::dv_, unit);
-    this->store(p_.dk, Base::dk_, static_cast<float>(p_.softmax_scale) * unit);
+    this->store_dv(Base::dv_, unit);
+    this->store_dk(Base::dk_, static_cast<float>(p_.softmax_scale) * unit);
   }
 
  private:

@@ -23,19 +23,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_options_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
                             const __grid_constant__ CUtensorMap bias_map,
                             const __grid_constant__ BackwardWorkspace workspace,
-                            const __grid_constant__ OptionsLayout layout, const BackwardSchedule schedule) {
+                            const __grid_constant__ OptionsLayout layout,
+                            const __grid_constant__ BackwardSchedule schedule) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<OptionsState<Config>*>(shared + Config::kTilesBytes);
-  const BackwardKeyTile keys = schedule.locate(blockIdx.x);
-  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
-  const Sequence sequence = keys.sequence(p);
   ptx::launch_dependents();
-  if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
+  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x));
+  if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     state.init(layout);
-    state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
-    state.options() = BackwardOptions(p, sequence);
+    state.work() = BackwardWork<Config>(p, workspace, schedule, task);
+    state.options() = BackwardOptions(p, state.work().sequence);
   }
   __syncthreads();
   if (warp < kGroupWarps) {
@@ -79,7 +78,7 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, 
   const VisibilityTiles& visibility = workspace.visibility;
   const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
-  const LaunchShape blocks{grid_of(int64_t{schedule.key_tiles} * schedule.heads), dim3(Config::kThreads),
+  const LaunchShape blocks{grid_of(schedule.positions()), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
   with_kernel_of_options<kNoteSloped, kNoteCapped, kNoteBiased, kNoteKeyBiased, kNoteMasked, kNoteDrops,
                          kNoteBiased | kNoteKeyBiased, kNoteDrops | kNoteKeyBiased>(p, layout, [&](auto options) {

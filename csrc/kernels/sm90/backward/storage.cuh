@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/common/backward/workspace.h"
+#include "kernels/common/backward_schedule.cuh"
 #include "kernels/common/ring.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/sm90/common/barriers.h"
@@ -75,27 +76,33 @@ struct BackwardStep {
   int head, tile;
 };
 
-/// A tile of keys of a key head, and the tiles of queries that see it, of each head of the group.
+template <class Config>
+using BackwardTaskOf = BackwardTask<Config::kBlockM, Config::kBlockN>;
+
+/// A tile of keys of a key head, and the tiles of queries that see it, of heads of the group: of all, or a split's.
 template <class Config>
 struct BackwardWork {
-  Sequence sequence;  // its head is the first of the group
+  Sequence sequence;  // its head is the first of those below
   int heads;          // of the group
   int first_key;
   TileSpan tiles;                    // of queries; full: every one sees all of the keys that are there
   TileSpan groups[Config::kGroups];  // that see the keys of a warpgroup; full: nothing is hidden from them
   int64_t workspace_tile;            // of query 0 of the first head
+  float* sums;                       // where a split leaves dK, and dV behind it; null: they are complete
 
   __device__ __forceinline__ BackwardWork(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                          const Sequence& sequence, int first_key)
-      : sequence(sequence),
-        heads(static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv)),
-        first_key(first_key),
-        tiles(query_tiles(first_key, min(first_key + Config::kBlockN, sequence.seqlen_k))),
-        workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)) {
+                                          const BackwardSchedule& schedule, const BackwardTaskOf<Config>& task)
+      : sequence(task.sequence),
+        heads(task.heads),
+        first_key(task.first_key),
+        tiles(task.tiles),
+        workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
+        sums(task.sums(schedule)) {
     for (int g = 0; g < Config::kGroups; ++g) {
       const int first = first_key + g * kGroupRows, end = first + kGroupRows;
-      groups[g] = query_tiles(first, min(end, sequence.seqlen_k));
+      groups[g] = sequence.query_tiles<Config::kBlockM>(first, min(end, sequence.seqlen_k));
       if (end > sequence.seqlen_k) groups[g].full_begin = groups[g].full_end = groups[g].end;
+      groups[g].begin = max(groups[g].begin, tiles.begin), groups[g].end = min(groups[g].end, tiles.end);
     }
   }
 
@@ -113,66 +120,7 @@ struct BackwardWork {
   __device__ __forceinline__ bool is_cleaned(int tile) const {
     return tile < tiles.full_begin || tile >= tiles.full_end;
   }
-
- private:
-  /// The tiles of queries that see some key of [first, end), and those that see them all.
-  __device__ __forceinline__ TileSpan query_tiles(int first, int end) const {
-    constexpr int kBlockM = Config::kBlockM;
-    if (first >= end) return {0, 0, 0, 0};
-    const int some_begin = queries_begin(first), some_end = queries_end(end - 1);
-    if (some_begin >= some_end) return {0, 0, 0, 0};
-    TileSpan span;
-    span.begin = some_begin / kBlockM;
-    span.end = (some_end + kBlockM - 1) / kBlockM;
-    span.full_begin = min((queries_begin(end - 1) + kBlockM - 1) / kBlockM, span.end);
-    span.full_end = max(max(queries_end(first), 0) / kBlockM, span.full_begin);
-    return span;
-  }
-  __device__ __forceinline__ int queries_begin(int j) const { return max(j - sequence.offset - sequence.right, 0); }
-  __device__ __forceinline__ int queries_end(int j) const {
-    return min(j - sequence.offset + sequence.left + 1, sequence.seqlen_q);
-  }
 };
-
-/// A tile of keys of a key head.
-struct BackwardKeyTile {
-  unsigned head, index;  // head: of all batch entries
-
-  /// With the first head of the group.
-  __device__ __forceinline__ Sequence sequence(const BackwardParams& p) const {
-    const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
-    const int head_q = static_cast<int>(head % heads_kv * (static_cast<unsigned>(p.heads_q) / heads_kv));
-    return Sequence(p, static_cast<int>(head / heads_kv), head_q);
-  }
-};
-
-/// In which order blocks take up tiles of keys: sections of heads, in a section the tiles of keys that a causal mask
-/// shows to the most queries first, so that no long one is left at the end.
-struct BackwardSchedule {
-  unsigned key_tiles;  // of the longest sequence
-  unsigned heads;      // of all batch entries
-  unsigned section_heads;
-
-  __device__ __forceinline__ BackwardKeyTile locate(unsigned position) const {
-    const unsigned section_size = section_heads * key_tiles;
-    const unsigned section = position / section_size, rest = position % section_size;
-    const unsigned first_head = section * section_heads, width = min(section_heads, heads - first_head);
-    const unsigned key_tile = rest / width;
-    return {first_head + rest % width, key_tile};
-  }
-};
-
-/// Without a causal mask, blocks of a head run side by side, so that its queries stay in L2; with one, those of several
-/// heads, the longest ones first.
-template <class Config>
-BackwardSchedule schedule_backward(const BackwardParams& p) {
-  constexpr int64_t kCausalHeads = 8;
-  const int64_t key_tiles = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN, heads = p.heads_kv * p.batch;
-  const int64_t together = p.window.right < 0 ? 1 : std::min(heads, kCausalHeads);
-  const int64_t sections = (heads + together - 1) / together;
-  return {static_cast<unsigned>(key_tiles), static_cast<unsigned>(heads),
-          static_cast<unsigned>((heads + sections - 1) / sections)};
-}
 
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>

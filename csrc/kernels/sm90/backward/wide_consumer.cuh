@@ -100,7 +100,7 @@ class BackwardWideValues : BackwardWideKeys<Config> {
     Products::clear(sum_);
     clean_keys();  // waits for them, too, lest the copy engine outlives a block that has no queries
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
-    this->store(Base::p_.dv, sum_, 1.0f);
+    this->store_dv(sum_, 1.0f);
   }
 
  private:
@@ -164,7 +164,7 @@ class BackwardWideGradients : BackwardWideKeys<Config> {
     Products::clear(sum_);
     clean_keys();
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
-    this->store(Base::p_.dk, sum_, static_cast<float>(Base::p_.softmax_scale));
+    this->store_dk(sum_, static_cast<float>(Base::p_.softmax_scale));
   }
 
  private:

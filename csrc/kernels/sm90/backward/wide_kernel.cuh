@@ -13,23 +13,21 @@ namespace flash_ext::sm90 {
 template <class Config>
 __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
     backward_wide_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
-                         const __grid_constant__ BackwardWorkspace workspace, const BackwardSchedule schedule,
-                         float scale) {
+                         const __grid_constant__ BackwardWorkspace workspace,
+                         const __grid_constant__ BackwardSchedule schedule, float scale) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<BackwardWideState<Config>*>(shared + Config::kTilesBytes);
-  const BackwardKeyTile keys = schedule.locate(blockIdx.x / Config::kCluster);
-  const int first_key = static_cast<int>(keys.index) * Config::kBlockN;
-  const Sequence sequence = keys.sequence(p);
-  if (first_key >= sequence.seqlen_k) return;
+  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x / Config::kCluster));
+  if (!task.exists()) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const int rank = static_cast<int>(ptx::cluster_rank());
   const uint32_t s_tiles = ptx::shared_address(shared);
   // Keys come while the rest is still being worked out.
   if (threadIdx.x == 0) {
     state.init();
-    load_wide_keys<Config>(p, maps, state, s_tiles, sequence, first_key, rank);
+    load_wide_keys<Config>(p, maps, state, s_tiles, task.sequence, task.first_key, rank);
   }
-  if (threadIdx.x == kGroupThreads) state.work() = BackwardWork<Config>(p, workspace, sequence, first_key);
+  if (threadIdx.x == kGroupThreads) state.work() = BackwardWork<Config>(p, workspace, schedule, task);
   ptx::cluster_sync();
   if (warp < kGroupWarps) {
     ptx::give_up_registers<Config::kShape.dq_registers>();

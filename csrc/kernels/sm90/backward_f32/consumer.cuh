@@ -161,7 +161,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
       visit(step);
       at_.advance();
     }
-    this->store(p_.dv, sum_, 1.0f, p_.head_dim_v);
+    this->store_dv(sum_, 1.0f);
   }
 
  private:
@@ -268,7 +268,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
       visit(step);
       at_.advance();
     }
-    this->store(p_.dk, sum_, static_cast<float>(p_.softmax_scale), p_.head_dim);
+    this->store_dk(sum_, static_cast<float>(p_.softmax_scale));
   }
 
  private:

@@ -47,28 +47,26 @@ __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, 
                                                        const BackwardSchedule& schedule) {
   extern __shared__ __align__(1024) char shared[];
   auto& state = *reinterpret_cast<BackwardF32State<Config>*>(shared + Config::kTilesBytes);
-  const WorkTile keys = workspace.key_tile(p, schedule, blockIdx.x / Config::kCluster);
   ptx::launch_dependents();
-  if (keys.tile == kNoTile) return ptx::wait_for_previous_grid();
-  const int first_key = keys.tile * Config::kBlockN;
-  const Sequence sequence(p, keys.sequence, keys.head * (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv)));
-  if (first_key >= sequence.seqlen_k) return ptx::wait_for_previous_grid();  // the next kernel relies on that
+  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x / Config::kCluster));
+  if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const int group = warp / kGroupWarps, thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const int rank = Config::kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
   const uint32_t s_tiles = ptx::shared_address(shared);
   if (threadIdx.x == 0) {
     state.init();
-    state.work() = BackwardWork<Config>(p, workspace.rows, sequence, first_key);
+    state.work() = BackwardWork<Config>(p, workspace.rows, schedule, task);
   }
   // K meets weights of 0, which Inf must not turn into NaN. What a query does see of it, its lse knows.
   if (group == 1)
-    load_block_pieces<Config::kHeadDim, true>(shared, key_rows<const float, false>(p, p.k, sequence), rank, first_key,
-                                              sequence.seqlen_k, static_cast<int>(p.head_dim), thread);
+    load_block_pieces<Config::kHeadDim, true>(shared, key_rows<const float, false>(p, p.k, task.sequence), rank,
+                                              task.first_key, task.sequence.seqlen_k, static_cast<int>(p.head_dim),
+                                              thread);
   if (group == 2)
-    load_block_pieces<Config::kHeadDim, false>(shared + Config::kValuesOffset,
-                                               key_rows<const float, false>(p, p.v, sequence), rank, first_key,
-                                               sequence.seqlen_k, static_cast<int>(p.head_dim_v), thread);
+    load_block_pieces<Config::kHeadDim, false>(
+        shared + Config::kValuesOffset, key_rows<const float, false>(p, p.v, task.sequence), rank, task.first_key,
+        task.sequence.seqlen_k, static_cast<int>(p.head_dim_v), thread);
   ptx::fence_proxy_async_shared();
   sync_cluster<Config>();
   if (group == 0) {
@@ -89,7 +87,8 @@ __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_f32_kernel(const __grid_constant__ BackwardParams p,
-                        const __grid_constant__ BackwardF32Workspace workspace, const BackwardSchedule schedule) {
+                        const __grid_constant__ BackwardF32Workspace workspace,
+                        const __grid_constant__ BackwardSchedule schedule) {
   run_backward_f32_block<Config>(p, workspace, schedule);
 }
 
@@ -98,7 +97,7 @@ template <class Config>
 __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
     backward_f32_halves_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ BackwardF32Workspace workspace,
-                               const BackwardSchedule schedule) {
+                               const __grid_constant__ BackwardSchedule schedule) {
   run_backward_f32_block<Config>(p, workspace, schedule);
 }
 
@@ -130,13 +129,12 @@ __global__ void __launch_bounds__(kRowTermThreads)
 }
 
 template <class Config>
-void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& workspace, cudaStream_t stream) {
+void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& workspace,
+                         const BackwardSchedule& schedule, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32State<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
-  const BackwardSchedule schedule = schedule_backward<Config>(p);
-  const WorkListPlan list = backward_f32_list(p);
-  const int64_t tiles = list.listed ? list.most_works() : int64_t{schedule.key_tiles} * schedule.heads;
-  const LaunchShape keys{grid_of(tiles * Config::kCluster), dim3(Config::kThreads), kSharedBytes, true};
+  const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads), kSharedBytes,
+                         true};
   if constexpr (Config::kCluster > 1) {
     launch("sm90/backward_f32", backward_f32_halves_kernel<Config>, keys, stream, p, workspace, schedule);
   } else {
@@ -148,14 +146,16 @@ template <int kHeadDim>
 void run_backward_f32(const BackwardParams& p, void* memory, cudaStream_t stream) {
   constexpr int kBlockM = kBackwardF32BlockM;
   const BackwardF32Workspace workspace(p, memory);
-  fill_work_list(p, backward_f32_list(p), workspace.list, stream);
+  const BackwardSchedule schedule = backward_f32_schedule(p, workspace, memory);
+  fill_work_list(p, schedule.listing, schedule.list, stream);
   LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
   launch("sm90/backward_f32 rows", backward_f32_rows_kernel<kHeadDim>, rows, stream, p, workspace);
   // Each kernel starts while the one before still runs, and waits for it by itself.
   if (p.dq.data || p.dk.data || p.dv.data) {
     has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)
-        ? launch_backward_f32<BackwardF32Config<kHeadDim, true>>(p, workspace, stream)
-        : launch_backward_f32<BackwardF32Config<kHeadDim, false>>(p, workspace, stream);
+        ? launch_backward_f32<BackwardF32Config<kHeadDim, true>>(p, workspace, schedule, stream)
+        : launch_backward_f32<BackwardF32Config<kHeadDim, false>>(p, workspace, schedule, stream);
+    combine_splits<float, kBlockM, kBackwardF32BlockN, kHeadDim>(p, schedule, true, stream);
   }
   if (p.dq.data) {
     rows.overlaps_previous = true;

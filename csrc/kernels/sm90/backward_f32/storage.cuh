@@ -1,6 +1,7 @@
 // What a block of the float32 backward has in shared memory, and where the parts of Q and dO lie in memory.
 #pragma once
 
+#include "kernels/common/backward_sums.cuh"
 #include "kernels/ptx/bulk.h"
 #include "kernels/ptx/cluster.h"
 #include "kernels/sm90/backward/storage.cuh"
@@ -45,16 +46,10 @@ struct BackwardF32Config {
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
-/// The tiles of keys of a call, if they are listed.
-inline WorkListPlan backward_f32_list(const BackwardParams& p) {
-  return backward_work_list(p, kBackwardF32BlockN, /*last_tile_first=*/false);
-}
-
-/// Scratch memory: that of all backwards, Q and dO as pieces, in the order of its tiles, and a work list.
+/// Scratch memory: that of all backwards, and Q and dO as pieces, in the order of its tiles.
 struct BackwardF32Workspace {
   BackwardWorkspace rows;
   char *queries, *grads;
-  WorkList list;
   int64_t bytes;
 
   BackwardF32Workspace(const BackwardParams& p, void* memory)
@@ -62,19 +57,7 @@ struct BackwardF32Workspace {
     const int64_t size = p.heads_q * rows.tiles_per_head * tile_bytes_of(p);
     queries = static_cast<char*>(memory) + rows.bytes;
     grads = queries + size;
-    const WorkListPlan plan = backward_f32_list(p);
-    list = plan.view(grads + size);
-    bytes = rows.bytes + 2 * size + plan.bytes();
-  }
-
-  /// The tile of keys of a key head that a block or a cluster has.
-  __device__ __forceinline__ WorkTile key_tile(const BackwardParams& p, const BackwardSchedule& schedule,
-                                               unsigned position) const {
-    if (list) return list.locate(static_cast<int>(position));
-    const BackwardKeyTile keys = schedule.locate(position);
-    const unsigned heads_kv = static_cast<unsigned>(p.heads_kv);
-    return {static_cast<int>(keys.head / heads_kv), static_cast<int>(keys.head % heads_kv),
-            static_cast<int>(keys.index)};
+    bytes = rows.bytes + 2 * size;
   }
 
  private:
@@ -83,6 +66,13 @@ struct BackwardF32Workspace {
     return int64_t{backward_f32_blocks(head_dim)} * panels(head_dim / backward_f32_blocks(head_dim)) * kPieceBytes;
   }
 };
+
+/// Behind the workspace in the same memory.
+inline BackwardSchedule backward_f32_schedule(const BackwardParams& p, const BackwardF32Workspace& workspace,
+                                              void* memory) {
+  return BackwardSchedule(p, kBackwardF32BlockN, backward_f32_head_dim(p.head_dim, p.head_dim_v), false,
+                          static_cast<char*>(memory) + workspace.bytes);
+}
 
 /// Barriers of the halves of S and dP that the blocks of a cluster exchange: none for one block.
 template <int kCluster>
@@ -246,9 +236,27 @@ class BackwardF32Warp {
     return rank() * Config::kColumns + panel * kPanelColumns;
   }
 
-  /// dK or dV.
-  __device__ __forceinline__ void store(const TensorView& view, const Sums& sum, float scale, int64_t columns) const {
+  __device__ __forceinline__ void store_dk(const Sums& sum, float scale) const {
+    store(p_.dk, 0, sum, scale, p_.head_dim);
+  }
+  __device__ __forceinline__ void store_dv(const Sums& sum, float scale) const {
+    store(p_.dv, Config::kBlockN * Config::kHeadDim, sum, scale, p_.head_dim_v);
+  }
+
+  const BackwardParams& p_;
+  const BackwardF32Workspace& workspace_;
+  State& state_;
+  const BackwardWork<Config>& work_;
+  const uint32_t s_tiles_;
+  const int warp_, lane_;
+  BackwardF32Position<Config> at_;
+
+ private:
+  /// `sums_offset`: where it begins in a split's slot.
+  __device__ __forceinline__ void store(const TensorView& view, int sums_offset, const Sums& sum, float scale,
+                                        int64_t columns) const {
     if (!view.data) return;
+    if (work_.sums) return store_split(work_.sums + sums_offset, sum, scale);
     const Sequence& sequence = work_.sequence;
     const auto rows = key_rows<float, false>(p_, view, sequence);
 #pragma unroll
@@ -266,15 +274,12 @@ class BackwardF32Warp {
     }
   }
 
-  const BackwardParams& p_;
-  const BackwardF32Workspace& workspace_;
-  State& state_;
-  const BackwardWork<Config>& work_;
-  const uint32_t s_tiles_;
-  const int warp_, lane_;
-  BackwardF32Position<Config> at_;
-
- private:
+  __device__ __forceinline__ void store_split(float* g_sums, const Sums& sum, float scale) const {
+#pragma unroll
+    for (int n = 0; n < Config::kColumns / 8; ++n)
+      store_fragment(sum_fragment<Config::kHeadDim>(g_sums, warp_, rank() * (Config::kColumns / 8) + n), sum.eight(n),
+                     scale, lane_);
+  }
   __device__ __forceinline__ void load_piece(int offset, const char* g_pieces, int64_t tile, int panel,
                                              const uint64_t& full) const {
     ptx::bulk_load(s_tiles_ + offset + at_.place(panel) * kPieceBytes,

@@ -8,7 +8,8 @@ template <int kHeadDim>
 void run_backward_f32(const BackwardParams& params, void* workspace, cudaStream_t stream);
 
 int64_t backward_f32_workspace_bytes(const BackwardParams& params) {
-  return BackwardF32Workspace(params, nullptr).bytes;
+  const BackwardF32Workspace workspace(params, nullptr);
+  return workspace.bytes + backward_f32_schedule(params, workspace, nullptr).bytes;
 }
 
 void backward_f32(const BackwardParams& params, void* workspace, cudaStream_t stream) {

@@ -1,0 +1,116 @@
+// In which order CTAs of the backward take up tiles of keys, and how several of them share one. Host and device: the
+// kernels, the plan, and the tests that simulate a schedule.
+//
+// Without a causal mask, the tiles of a head stand side by side, so that its queries stay in L2. With one, those of the
+// heads of a section do, the first keys first, which the most queries see: no long CTA is left at the end.
+//
+// Where there are too few tiles of keys to keep all SMs busy, a tile is split: each split goes over some heads of the
+// group and some of the tiles of queries, and leaves its dK and dV in float, in a slot of scratch memory. A kernel
+// behind the main one adds them up, in the order of the splits (backward_sums.cuh).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "host_device.h"
+#include "kernels/params.h"
+
+namespace flash_ext {
+
+/// What a CTA has: a tile of keys of a key head, or one split of it.
+struct KeyTileWork {
+  static constexpr int32_t kWhole = -1;
+  static constexpr int32_t kPast = 1 << 23;  // a tile behind all keys
+
+  int32_t batch, head_kv, tile;
+  int32_t split = 0;
+  int32_t slot = kWhole;  // of the split's sums
+};
+
+/// The query heads of a group, counted from its first, and the tiles of queries that a CTA goes over.
+struct QueryShare {
+  int32_t first_head, heads;  // no heads: a tile that few queries see has fewer splits
+  int32_t begin, end;
+  bool whole;  // all there is: dK and dV are complete
+};
+
+/// Positions are those of CTAs, or clusters of them.
+struct BackwardOrder {
+  uint32_t key_tiles = 0;      // of the longest sequence
+  uint32_t heads = 0;          // key heads of all batch entries
+  uint32_t heads_kv = 1;       // of one
+  uint32_t section_heads = 1;  // that stand side by side
+  bool last_keys_first = false;
+  int32_t group = 1;         // query heads of a key head
+  uint32_t whole_tiles = 0;  // from the first of the order on, that are not split
+  int32_t head_splits = 1;   // divides the group
+  int32_t query_splits = 1;
+
+  FLASH_EXT_HOST_DEVICE_MEMBER uint32_t splits() const { return static_cast<uint32_t>(head_splits * query_splits); }
+  FLASH_EXT_HOST_DEVICE_MEMBER bool has_whole(uint32_t position) const { return position < whole_tiles; }
+
+  /// Of the CTA at a position: where its tile stands in the order of tiles; which tile that is; what of it.
+  FLASH_EXT_HOST_DEVICE_MEMBER uint32_t tile_position(uint32_t position) const {
+    return has_whole(position) ? position : whole_tiles + (position - whole_tiles) / splits();
+  }
+  FLASH_EXT_HOST_DEVICE_MEMBER KeyTileWork tile_at(uint32_t tile_position) const {
+    const uint32_t section_size = section_heads * key_tiles;
+    const uint32_t section = tile_position / section_size, rest = tile_position % section_size;
+    const uint32_t first_head = section * section_heads, left = heads - first_head;
+    const uint32_t width = section_heads < left ? section_heads : left;
+    const uint32_t rank = rest / width, head = first_head + rest % width;
+    return {static_cast<int32_t>(head / heads_kv), static_cast<int32_t>(head % heads_kv),
+            static_cast<int32_t>(last_keys_first ? key_tiles - 1 - rank : rank)};
+  }
+  FLASH_EXT_HOST_DEVICE_MEMBER KeyTileWork split_at(KeyTileWork tile, uint32_t position) const {
+    if (has_whole(position)) return tile;
+    const uint32_t slot = position - whole_tiles;
+    tile.slot = static_cast<int32_t>(slot);
+    tile.split = static_cast<int32_t>(slot % splits());
+    return tile;
+  }
+  FLASH_EXT_HOST_DEVICE_MEMBER KeyTileWork locate(uint32_t position) const {
+    return split_at(tile_at(tile_position(position)), position);
+  }
+
+  /// Splits along the queries of a tile of keys that so many tiles of queries see: none of them is empty.
+  FLASH_EXT_HOST_DEVICE_MEMBER int32_t query_splits_of(int32_t tiles) const {
+    return tiles >= query_splits ? query_splits : tiles > 1 ? tiles : 1;
+  }
+  /// Slots with sums of a tile that is split; a single one is none, as its CTA has all there is.
+  FLASH_EXT_HOST_DEVICE_MEMBER int32_t splits_of(int32_t tiles) const { return head_splits * query_splits_of(tiles); }
+
+  /// What is a CTA's of a tile of keys that the tiles [begin, end) of queries see.
+  FLASH_EXT_HOST_DEVICE_MEMBER QueryShare share(const KeyTileWork& work, int32_t begin, int32_t end) const {
+    if (work.slot == KeyTileWork::kWhole) return {0, group, begin, end, true};
+    const int32_t tiles = end - begin, parts = query_splits_of(tiles), part = work.split / head_splits;
+    if (part >= parts) return {0, 0, begin, begin, false};
+    const int32_t shared_heads = group / head_splits;
+    return {work.split % head_splits * shared_heads, shared_heads, begin + tiles * part / parts,
+            begin + tiles * (part + 1) / parts, splits_of(tiles) == 1};
+  }
+
+  /// Of so many tiles of keys.
+  int64_t positions(int64_t tiles) const { return tiles + split_tiles(tiles) * (splits() - 1); }
+  int64_t split_tiles(int64_t tiles) const { return splits() == 1 ? 0 : std::max<int64_t>(tiles - whole_tiles, 0); }
+};
+
+inline BackwardOrder backward_order(int64_t batch, int64_t heads_q, int64_t heads_kv, int64_t seqlen_k, int64_t block_n,
+                                    const KeyTileSchedule& schedule, bool last_keys_first) {
+  const int64_t heads = batch * heads_kv;
+  const int64_t together = last_keys_first ? std::max<int64_t>(heads, 1) : schedule.section_heads;
+  const int64_t sections = (heads + together - 1) / together;
+  BackwardOrder order;
+  order.key_tiles = static_cast<uint32_t>((seqlen_k + block_n - 1) / block_n);
+  order.heads = static_cast<uint32_t>(heads);
+  order.heads_kv = static_cast<uint32_t>(heads_kv);
+  order.section_heads = static_cast<uint32_t>(sections > 0 ? (heads + sections - 1) / sections : 1);
+  order.last_keys_first = last_keys_first;
+  order.group = static_cast<int32_t>(heads_q / heads_kv);
+  order.head_splits = static_cast<int32_t>(schedule.head_splits);
+  order.query_splits = static_cast<int32_t>(schedule.query_splits);
+  order.whole_tiles = order.splits() == 1 ? UINT32_MAX : static_cast<uint32_t>(schedule.whole_tiles);
+  return order;
+}
+
+}  // namespace flash_ext

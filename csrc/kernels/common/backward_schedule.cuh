@@ -1,0 +1,101 @@
+// What CTAs of the backward find out before anything else: their tile of keys, and which queries of those that see it.
+#pragma once
+
+#include <algorithm>
+
+#include "backward_order.h"
+#include "kernels/ptx/grid_dependency.h"
+#include "sequence.cuh"
+#include "work_list.cuh"
+
+namespace flash_ext {
+
+/// Of a call. It lies in scratch memory behind what else the call needs.
+struct BackwardSchedule {
+  BackwardOrder order;
+  WorkListPlan listing;   // of the tiles of keys
+  WorkList list;          // none: the order alone says where tiles are
+  int64_t tiles;          // of keys, at most
+  int64_t slot_elements;  // dK and dV of a tile of keys
+  float* sums;            // (slots, slot_elements) of the splits
+  int64_t bytes;
+
+  /// `last_keys_first`: of all heads, for CTAs that add to dQ in turns.
+  BackwardSchedule(const BackwardParams& p, int block_n, int head_dim, bool last_keys_first, void* memory)
+      : order(backward_order(p.batch, p.heads_q, p.heads_kv, p.seqlen_k, block_n, p.schedule, last_keys_first)),
+        listing(list_tiles(p, order, block_n)),
+        list(listing.view(memory)),
+        tiles(listing.listed ? listing.most_works() : int64_t{order.key_tiles} * order.heads),
+        slot_elements(int64_t{2} * block_n * head_dim) {
+    const int64_t list_bytes = (listing.bytes() + 127) / 128 * 128;
+    sums = reinterpret_cast<float*>(static_cast<char*>(memory) + list_bytes);
+    bytes =
+        list_bytes + order.split_tiles(tiles) * order.splits() * slot_elements * static_cast<int64_t>(sizeof(float));
+  }
+
+  int64_t positions() const { return order.positions(tiles); }
+
+  __device__ __forceinline__ KeyTileWork tile_at(uint32_t tile_position) const {
+    if (!list) return order.tile_at(tile_position);
+    const WorkTile tile = list.locate(static_cast<int>(tile_position));
+    if (tile.tile == kNoTile) return {0, 0, KeyTileWork::kPast};
+    return {tile.sequence, tile.head, tile.tile};
+  }
+  __device__ __forceinline__ KeyTileWork locate(uint32_t position) const {
+    if (list) ptx::wait_for_previous_grid();  // it has listed the tiles
+    return order.split_at(tile_at(order.tile_position(position)), position);
+  }
+
+ private:
+  static WorkListPlan list_tiles(const BackwardParams& p, const BackwardOrder& order, int block_n) {
+    WorkListPlan plan = backward_work_list(p, block_n, order.last_keys_first);
+    // Each split of a tile has a slot, whether the tile exists or not.
+    const bool has_spare = plan.most_tiles < int64_t{order.key_tiles} * p.batch;
+    plan.listed = plan.listed || (order.splits() > 1 && has_spare);
+    return plan;
+  }
+};
+
+/// The tile of keys at a position of the order of tiles, and the tiles of queries that see some of it.
+template <int kBlockM, int kBlockN>
+struct KeyTile {
+  Sequence sequence;  // its head is the first of the group
+  int first_key;
+  TileSpan tiles;  // of queries; full: they see all keys that are there
+
+  __device__ __forceinline__ KeyTile(const BackwardParams& p, const BackwardOrder& order, const KeyTileWork& work)
+      : sequence(p, work.batch, work.head_kv * order.group),
+        first_key(work.tile * kBlockN),
+        tiles(sequence.query_tiles<kBlockM>(first_key, min(first_key + kBlockN, sequence.seqlen_k))) {}
+
+  __device__ __forceinline__ bool exists() const { return first_key < sequence.seqlen_k; }
+};
+
+/// What a CTA goes over: all of a tile of keys, or a split.
+template <int kBlockM, int kBlockN>
+struct BackwardTask : KeyTile<kBlockM, kBlockN> {
+  using Base = KeyTile<kBlockM, kBlockN>;
+  using Base::sequence;  // its head is the first of these
+  using Base::tiles;
+  int heads;  // of the group; none: the tile has fewer splits
+  int slot;   // of a split's sums
+
+  __device__ __forceinline__ BackwardTask(const BackwardParams& p, const BackwardSchedule& schedule,
+                                          const KeyTileWork& work)
+      : Base(p, schedule.order, work) {
+    const QueryShare share = schedule.order.share(work, tiles.begin, tiles.end);
+    sequence.head += share.first_head;
+    tiles.begin = share.begin, tiles.end = share.end;
+    heads = share.heads;
+    slot = share.whole ? KeyTileWork::kWhole : work.slot;
+  }
+
+  __device__ __forceinline__ bool exists() const { return Base::exists() && heads > 0; }
+
+  /// Where a split leaves its dK, and dV behind it; null: dK and dV are complete.
+  __device__ __forceinline__ float* sums(const BackwardSchedule& schedule) const {
+    return slot == KeyTileWork::kWhole ? nullptr : schedule.sums + slot * schedule.slot_elements;
+  }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,240 @@
+#include "backward_schedule.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <sstream>
+
+#include "kernels/common/backward_order.h"
+#include "kernels/common/head_dim.h"
+#include "kernels/common/mask/tile_range.h"
+#include "kernels/common/work_order.h"
+#include "kernels/sm80/backward_shape.h"
+#include "kernels/sm90/backward/shape.h"
+#include "kernels/sm90/backward_f32/shape.h"
+
+namespace flash_ext::plan {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// ---- What things cost: cycles of an H200 at full load
+// -----------------------------------------------------------------
+
+constexpr double kStoreBytes = 40;       // a clock, of an SM that stores a split's dK and dV
+constexpr double kCombineBytes = 2400;   // a clock, of all SMs that add them up
+constexpr double kCombineLaunch = 2500;  // cycles
+
+/// Tiles of a kernel, and what a CTA costs, or the CTAs of a cluster together.
+struct BackwardTiles {
+  int64_t block_m, block_n, head_dim;
+  double step;          // a tile of queries of a head
+  double cta;           // beside its steps
+  int64_t cluster = 1;  // CTAs
+  bool in_sections = true;
+
+  double slot_bytes() const { return static_cast<double>(2 * block_n * head_dim * 4); }
+  double cta_of_split() const { return cta + slot_bytes() / static_cast<double>(cluster) / kStoreBytes; }
+};
+
+BackwardTiles hopper_tiles(const Problem& p) {
+  const int head_dim = sm90::backward_head_dim(p.head_dim);
+  const int64_t block_n = sm90::kGroupRows * sm90::backward_shape(head_dim).groups;
+  const double step = head_dim == 64 ? 3670 : head_dim == 128 ? 4170 : head_dim == 192 ? 3700 : 4800;
+  return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMostWholeHeadDim ? 2 : 1};
+}
+
+BackwardTiles hopper_float_tiles(const Problem& p) {
+  const int head_dim = sm90::backward_f32_head_dim(p.head_dim, p.head_dim_v);
+  const double step = head_dim == 64 ? 5200 : head_dim == 128 ? 9800 : head_dim == 192 ? 9600 : 10900;
+  return {sm90::kBackwardF32BlockM,           sm90::kBackwardF32BlockN, head_dim, step, 6000,
+          sm90::backward_f32_blocks(head_dim)};
+}
+
+BackwardTiles portable_tiles(const Problem& p) {
+  const bool is_float = p.dtype == DType::kFloat32;
+  const bool general = p.softmax_scale <= 0 || p.softcap != 0 || p.has_alibi || p.has_bias || p.has_mask ||
+                       p.has_block_mask || p.dropout_p > 0;
+  const int head_dim = kernel_head_dim(p.head_dim, p.head_dim_v);
+  const sm80::BackwardShape shape = sm80::backward_shape(head_dim, is_float, general, false);
+  // mma.sync has about half of the rate of wgmma, and in float a fifth of that.
+  const double step = static_cast<double>(shape.block_m * shape.block_n * head_dim) / (is_float ? 25 : 128);
+  return {shape.block_m, shape.block_n, head_dim, step, 10000, 1, false};
+}
+
+BackwardTiles tiles_of(const Problem& p, const std::string& kernel) {
+  if (kernel == "sm90/backward") return hopper_tiles(p);
+  return kernel == "sm90/backward_f32" ? hopper_float_tiles(p) : portable_tiles(p);
+}
+
+// ---- What there is to be done
+// -----------------------------------------------------------------------------------------
+
+/// Of a packed sequence, as if all were equally long.
+int64_t mean_length(const Problem& p, int64_t longest, int64_t total) {
+  return total > 0 ? std::clamp<int64_t>(ceil_div(total, p.batch), 1, longest) : longest;
+}
+
+/// The tiles of queries that see a tile of keys.
+TileRange query_tiles(const Problem& p, const BackwardTiles& tiles, int64_t seqlen_q, int64_t seqlen_k,
+                      int64_t key_tile) {
+  const Window window = make_window(p.window_left, p.window_right, p.top_left, seqlen_q, seqlen_k);
+  const int64_t first = key_tile * tiles.block_n, end = std::min(first + tiles.block_n, seqlen_k);
+  return tile_range(first, end, seqlen_q, transposed(window), tiles.block_m);
+}
+
+struct KeyTiles {
+  int64_t count = 0;  // of all heads and batch entries
+  int64_t of_sequence = 0;
+  int64_t most_queries = 0;  // tiles of queries of a head that see one of them
+  double mean_queries = 0;
+
+  KeyTiles(const Problem& p, const BackwardTiles& tiles) {
+    constexpr int64_t kMostSamples = 16;
+    const int64_t seqlen_q = mean_length(p, p.seqlen_q, p.total_q), seqlen_k = mean_length(p, p.seqlen_k, p.total_k);
+    const int64_t rows = p.total_k > 0 ? p.total_k : p.batch * p.seqlen_k;
+    count = p.heads_kv * most_tiles(p.batch, p.seqlen_k, rows, tiles.block_n);
+    of_sequence = ceil_div(seqlen_k, tiles.block_n);
+    const int64_t stride = ceil_div(of_sequence, kMostSamples);
+    int64_t sum = 0, samples = 0;
+    for (int64_t tile = 0; tile < of_sequence; tile += stride, ++samples) {
+      const TileRange range = query_tiles(p, tiles, seqlen_q, seqlen_k, tile);
+      most_queries = std::max(most_queries, range.end - range.begin);
+      sum += range.end - range.begin;
+    }
+    mean_queries = static_cast<double>(sum) / static_cast<double>(samples);
+  }
+};
+
+// ---- How long that takes
+// ----------------------------------------------------------------------------------------------
+
+/// The end of `count` CTAs, if the first one takes `longest` cycles, the last one `shortest`, those between fall
+/// evenly, and each of `slots` SMs takes up the next one when it is free. A wave evens out the one before it: who had a
+/// longer CTA then gets a shorter one.
+double makespan(double count, double slots, double longest, double shortest) {
+  const double waves = count / slots;
+  const auto at = [&](double wave) { return longest - (longest - shortest) * wave / waves; };
+  double cycles = 0, wave = 0;
+  for (; wave + 2 <= waves; wave += 2) cycles += at(wave) + at(wave + 2);
+  if (waves - wave > 1) return cycles + std::max(at(wave), 2 * at(wave + 1));
+  return waves > wave ? cycles + at(wave) : cycles;
+}
+
+class SplitChoice {
+ public:
+  SplitChoice(const Problem& p, const BackwardTiles& tiles, const KeyTiles& keys)
+      : tiles_(tiles),
+        group_(p.heads_q / p.heads_kv),
+        slots_(std::max<int64_t>(p.num_workers / tiles.cluster, 1)),
+        keys_(keys),
+        longest_(tiles.step * static_cast<double>(group_ * keys.most_queries)),
+        mean_(tiles.step * static_cast<double>(group_) * keys.mean_queries) {}
+
+  int64_t slots() const { return slots_; }
+
+  /// Of the whole backward but for row terms and dQ's conversion.
+  double cycles(const KeyTileSchedule& schedule) const {
+    const double slots = static_cast<double>(slots_), count = static_cast<double>(keys_.count);
+    const double splits = static_cast<double>(schedule.head_splits * schedule.query_splits);
+    const double shortest = std::max(2 * mean_ - longest_, 0.0);
+    if (splits == 1) return makespan(count, slots, tiles_.cta + longest_, tiles_.cta + shortest);
+    const double whole = static_cast<double>(schedule.whole_tiles), cta = tiles_.cta_of_split();
+    const double ctas = (count - whole) * splits;
+    const int64_t most_queries = ceil_div(keys_.most_queries, schedule.query_splits);
+    const double longest = tiles_.step * static_cast<double>(group_ / schedule.head_splits * most_queries);
+    return whole / slots * (tiles_.cta + longest_) +
+           makespan(ctas, slots, cta + longest, cta + (is_even() ? longest : shortest / splits)) + kCombineLaunch +
+           ctas * tiles_.slot_bytes() / kCombineBytes;
+  }
+
+  /// Tiles are split where that is worth a few percent.
+  KeyTileSchedule best(const KeyTileSchedule& unsplit) const {
+    constexpr double kWorthSplitting = 0.97;
+    constexpr int64_t kMostSplits = 32;
+    const double busy = static_cast<double>(keys_.count) / static_cast<double>(slots_) * (tiles_.cta + mean_);
+    double least = kWorthSplitting * cycles(unsplit);
+    if (least <= busy) return unsplit;
+    const int64_t full_waves = is_even() ? keys_.count / slots_ : 0;  // may stay whole
+    KeyTileSchedule found = unsplit;
+    for (int64_t splits = 2; splits <= kMostSplits; ++splits) {
+      KeyTileSchedule tried = unsplit;
+      tried.head_splits = std::gcd(splits, group_);
+      tried.query_splits = splits / tried.head_splits;
+      if (tried.query_splits > keys_.most_queries) continue;
+      for (const int64_t waves : {int64_t{0}, full_waves - 1, full_waves}) {
+        tried.whole_tiles = waves * slots_;
+        if (waves < 0 || tried.whole_tiles == keys_.count) continue;
+        if (const double taken = cycles(tried); taken < least) least = taken, found = tried;
+      }
+    }
+    return found;
+  }
+
+ private:
+  /// Whether all tiles cost about the same.
+  bool is_even() const { return mean_ > 0.95 * longest_; }
+
+  const BackwardTiles& tiles_;
+  const int64_t group_, slots_;
+  const KeyTiles& keys_;
+  const double longest_, mean_;  // cycles of a tile's steps
+};
+
+std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, const KeyTiles& keys,
+                      const KeyTileSchedule& schedule) {
+  constexpr double kCyclesOfMicrosecond = 1700;
+  const KeyTileSchedule unsplit{schedule.section_heads};
+  const auto microseconds = [&](const KeyTileSchedule& tried) {
+    return std::llround(choice.cycles(tried) / kCyclesOfMicrosecond);
+  };
+  std::ostringstream out;
+  out << keys.count << " tiles of keys on " << choice.slots() << (tiles.cluster > 1 ? " pairs of SMs" : " SMs")
+      << " take some " << microseconds(unsplit) << " us";
+  if (schedule.head_splits * schedule.query_splits == 1) {
+    out << ": none is split";
+  } else {
+    out << ", and " << microseconds(schedule) << " if"
+        << (schedule.whole_tiles > 0 ? " those behind full waves" : " they") << " are split: by "
+        << schedule.head_splits << " along the heads of a group, by " << schedule.query_splits << " along its queries";
+  }
+  return out.str();
+}
+
+}  // namespace
+
+BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const std::string& kernel, bool explain) {
+  const BackwardTiles tiles = tiles_of(problem, kernel);
+  const KeyTiles keys(problem, tiles);
+  const SplitChoice choice(problem, tiles, keys);
+  KeyTileSchedule schedule;
+  if (tiles.in_sections && problem.window_right >= 0) {
+    // A section has a wave of tiles at least: its last ones are short, and even out the SMs' ends.
+    constexpr int64_t kFewestHeads = 8;
+    schedule.section_heads = std::max(kFewestHeads, ceil_div(choice.slots(), keys.of_sequence));
+  }
+  schedule = choice.best(schedule);
+  return {schedule, explain ? reason_of(choice, tiles, keys, schedule) : ""};
+}
+
+std::vector<BackwardCta> backward_ctas(const Problem& problem, const std::string& kernel,
+                                       const KeyTileSchedule& schedule) {
+  const BackwardTiles tiles = tiles_of(problem, kernel);
+  const bool takes_turns = kernel == "sm80/backward" && problem.deterministic;
+  const BackwardOrder order = backward_order(problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_k,
+                                             tiles.block_n, schedule, takes_turns);
+  const int64_t count = order.positions(int64_t{order.key_tiles} * order.heads);
+  std::vector<BackwardCta> ctas;
+  for (int64_t position = 0; position < count; ++position) {
+    const KeyTileWork work = order.locate(static_cast<uint32_t>(position));
+    const TileRange range = query_tiles(problem, tiles, problem.seqlen_q, problem.seqlen_k, work.tile);
+    const QueryShare share = order.share(work, static_cast<int32_t>(range.begin), static_cast<int32_t>(range.end));
+    if (share.heads == 0) continue;
+    const double steps = static_cast<double>(share.heads) * (share.end - share.begin);
+    ctas.push_back({work.batch, int64_t{work.head_kv} * order.group + share.first_head, share.heads, work.tile,
+                    share.begin, share.end, tiles.step * steps + (share.whole ? tiles.cta : tiles.cta_of_split())});
+  }
+  return ctas;
+}
+
+}  // namespace flash_ext::plan
