@@ -134,7 +134,7 @@ struct WeightsParams : AttentionParams {
   int dropout_mode = kDropoutIgnore;
 };
 
-/// How CTAs of the backward on CUDA take up tiles of keys, and share them: see common/backward_order.h.
+/// How CTAs of the backward on CUDA take up tiles of keys, and share them: see common/backward/order.h.
 struct KeyTileSchedule {
   int64_t section_heads = 1;  // key heads, of all batch entries, whose tiles stand side by side
   int64_t head_splits = 1;    // of a tile, along the query heads of its group; divides them

@@ -5,11 +5,11 @@
 #include <numeric>
 #include <sstream>
 
-#include "kernels/common/backward_order.h"
+#include "kernels/common/backward/order.h"
 #include "kernels/common/head_dim.h"
 #include "kernels/common/mask/tile_range.h"
-#include "kernels/common/work_order.h"
-#include "kernels/sm80/backward_shape.h"
+#include "kernels/common/scheduler/work_order.h"
+#include "kernels/sm80/backward/shape.h"
 #include "kernels/sm90/backward/shape.h"
 #include "kernels/sm90/backward_f32/shape.h"
 

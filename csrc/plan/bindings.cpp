@@ -11,7 +11,7 @@
 
 #include "backward_schedule.h"
 #include "kernels/common/mask/tile_range.h"
-#include "kernels/common/work_order.h"
+#include "kernels/common/scheduler/work_order.h"
 #include "plan.h"
 
 namespace py = pybind11;

@@ -11,7 +11,7 @@
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/head_dim.h"
 #include "kernels/common/mask/tile_range.h"
-#include "kernels/common/work_order.h"
+#include "kernels/common/scheduler/work_order.h"
 #include "kernels/cpu/tile_sizes.h"
 #include "kernels/sm90/backward/shape.h"
 #include "kernels/sm90/backward_f32/shape.h"

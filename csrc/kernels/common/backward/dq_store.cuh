@@ -2,12 +2,12 @@
 // that an addition of a warp is one contiguous piece; and its conversion to rows at the end.
 #pragma once
 
-#include "kernels/common/row_piece.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/flag.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/reduction.h"
+#include "row_piece.cuh"
 #include "row_terms.cuh"
 #include "workspace.h"
 

@@ -7,7 +7,7 @@
 
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/host_device.h"
-#include "kernels/common/tile_numbers.cuh"
+#include "kernels/common/scheduler/tile_numbers.cuh"
 #include "kernels/params.h"
 
 namespace flash_ext {

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
+#include "kernels/common/scheduler/work_order.h"
 #include "kernels/common/sequence.cuh"
-#include "kernels/common/work_order.h"
 #include "kernels/ptx/arithmetic.h"
 
 namespace flash_ext {

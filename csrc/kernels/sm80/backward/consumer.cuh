@@ -5,9 +5,9 @@
 
 #include "kernels/common/backward/dq_store.cuh"
 #include "kernels/common/backward/options.cuh"
+#include "kernels/common/backward/split_sums.cuh"
 #include "kernels/common/backward/visibility.cuh"
 #include "kernels/common/backward/workspace.h"
-#include "kernels/common/backward_sums.cuh"
 #include "kernels/common/sanitise_tile.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"

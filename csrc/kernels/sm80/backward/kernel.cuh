@@ -25,7 +25,7 @@
 
 #include "consumer.cuh"
 #include "kernels/common/backward/row_terms.cuh"
-#include "kernels/common/backward_sums.cuh"
+#include "kernels/common/backward/split_sums.cuh"
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/launch.h"
 #include "kernels/sm80/common/config.h"

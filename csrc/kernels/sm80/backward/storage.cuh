@@ -3,13 +3,13 @@
 
 #include "kernels/common/backward/dq_store.cuh"
 #include "kernels/common/backward/options.cuh"
+#include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/workspace.h"
-#include "kernels/common/backward_schedule.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/warp_products.cuh"
-#include "kernels/sm80/backward_shape.h"
 #include "kernels/sm80/common/config.h"
+#include "shape.h"
 
 namespace flash_ext::sm80 {
 

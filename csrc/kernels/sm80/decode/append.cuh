@@ -11,7 +11,7 @@
 
 #include "kernels/common/divisor.h"
 #include "kernels/common/mask/tile_range.h"
-#include "kernels/common/tile_numbers.cuh"
+#include "kernels/common/scheduler/tile_numbers.cuh"
 #include "kernels/launch.h"
 #include "kernels/params.h"
 #include "kernels/ptx/grid_dependency.h"

@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "kernels/common/divisor.h"
+#include "kernels/common/scheduler/tile_numbers.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
-#include "kernels/common/tile_numbers.cuh"
 #include "kernels/ptx/arithmetic.h"
 
 namespace flash_ext::sm80 {

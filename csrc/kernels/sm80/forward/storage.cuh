@@ -1,10 +1,10 @@
 // Tiles and shared memory of the forward, and what a block of it works on.
 #pragma once
 
+#include "kernels/common/scheduler/work_list.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/tile.cuh"
-#include "kernels/common/work_list.cuh"
 #include "kernels/sm80/common/config.h"
 #include "visibility.h"
 

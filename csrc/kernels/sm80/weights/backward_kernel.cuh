@@ -8,7 +8,7 @@
 // A block owns one slab of columns of dq or dk: beyond head_dim 64, dS is computed once for each slab.
 #pragma once
 
-#include "kernels/common/tile_numbers.cuh"
+#include "kernels/common/scheduler/tile_numbers.cuh"
 #include "kernels/sm80/common/gradient_tile.cuh"
 
 namespace flash_ext::sm80 {

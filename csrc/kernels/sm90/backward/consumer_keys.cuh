@@ -2,7 +2,7 @@
 // where sums go.
 #pragma once
 
-#include "kernels/common/backward_sums.cuh"
+#include "kernels/common/backward/split_sums.cuh"
 #include "kernels/ptx/barrier.h"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "products.cuh"

@@ -10,7 +10,7 @@
 #include "consumer.cuh"
 #include "kernels/common/backward/dq_store.cuh"
 #include "kernels/common/backward/row_terms.cuh"
-#include "kernels/common/backward_sums.cuh"
+#include "kernels/common/backward/split_sums.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/setmaxnreg.h"
@@ -94,8 +94,8 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
     if (!kIsWide<Config> && has_options(p)) {
       if constexpr (!kIsWide<Config>) launch_backward_options<Config>(p, maps, workspace, schedule, stream);
     } else {
-      const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads),
-                             kSharedBytes, kOverlaps};
+      const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads), kSharedBytes,
+                             kOverlaps};
       launch("sm90/backward", backward_kernel_of<Config>(), keys, stream, p, maps, workspace, schedule,
              static_cast<float>(p.softmax_scale) * kLog2E);
     }

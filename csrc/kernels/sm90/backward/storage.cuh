@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/workspace.h"
-#include "kernels/common/backward_schedule.cuh"
 #include "kernels/common/ring.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/sm90/common/barriers.h"

@@ -133,8 +133,7 @@ void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& wo
                          const BackwardSchedule& schedule, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32State<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
-  const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads), kSharedBytes,
-                         true};
+  const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads), kSharedBytes, true};
   if constexpr (Config::kCluster > 1) {
     launch("sm90/backward_f32", backward_f32_halves_kernel<Config>, keys, stream, p, workspace, schedule);
   } else {

@@ -1,7 +1,7 @@
 // What a block of the float32 backward has in shared memory, and where the parts of Q and dO lie in memory.
 #pragma once
 
-#include "kernels/common/backward_sums.cuh"
+#include "kernels/common/backward/split_sums.cuh"
 #include "kernels/ptx/bulk.h"
 #include "kernels/ptx/cluster.h"
 #include "kernels/sm90/backward/storage.cuh"

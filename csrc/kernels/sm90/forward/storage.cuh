@@ -6,9 +6,9 @@
 #include "config.h"
 #include "kernels/common/divisor.h"
 #include "kernels/common/ring.cuh"
+#include "kernels/common/scheduler/work_list.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
-#include "kernels/common/work_list.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/cp_async.h"
 #include "kernels/ptx/grid.h"
@@ -170,7 +170,7 @@ struct ForwardWork : WorkOptions<Config::kOptions>, WorkPart<Config::kCuts> {
 /// In which order the blocks take up their work: sections of heads whose keys stay in L2, in a section the tiles of
 /// queries with the most keys first. Each block takes the next tile when it has loaded most of its last one: that
 /// balances a causal mask, sequences of different lengths, and SMs of different speed. Or as a list says
-/// (common/work_list.cuh).
+/// (common/scheduler/work_list.cuh).
 struct ForwardSchedule {
   int blocks_m;       // of the longest sequence
   int heads;          // of all batch entries

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "kernels/common/work_list.cuh"
+#include "kernels/common/scheduler/work_list.cuh"
 #include "kernels/sm80/common/dispatch.h"
 #include "kernels/sm80/forward/forward.h"
 #include "kernels/sm80/forward/visibility.cuh"

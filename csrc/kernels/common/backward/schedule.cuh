@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-#include "backward_order.h"
+#include "kernels/common/scheduler/work_list.cuh"
+#include "kernels/common/sequence.cuh"
 #include "kernels/ptx/grid_dependency.h"
-#include "sequence.cuh"
-#include "work_list.cuh"
+#include "order.h"
 
 namespace flash_ext {
 

@@ -7,7 +7,7 @@
 // its sequence in cu_seqlens: by a warp, 32 places at a time.
 #pragma once
 
-#include "sequence.cuh"
+#include "kernels/common/sequence.cuh"
 #include "work_list.cuh"
 
 namespace flash_ext {

@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "host_device.h"
+#include "kernels/common/host_device.h"
 
 namespace flash_ext {
 

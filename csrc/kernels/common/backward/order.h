@@ -6,13 +6,13 @@
 //
 // Where there are too few tiles of keys to keep all SMs busy, a tile is split: each split goes over some heads of the
 // group and some of the tiles of queries, and leaves its dK and dV in float, in a slot of scratch memory. A kernel
-// behind the main one adds them up, in the order of the splits (backward_sums.cuh).
+// behind the main one adds them up, in the order of the splits (split_sums.cuh).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "host_device.h"
+#include "kernels/common/host_device.h"
 #include "kernels/params.h"
 
 namespace flash_ext {

@@ -22,7 +22,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "divisor.h"
+#include "kernels/common/divisor.h"
 #include "kernels/params.h"
 #include "work_order.h"
 

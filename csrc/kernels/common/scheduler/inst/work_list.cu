@@ -1,9 +1,9 @@
-// The kernel that writes a work list (work_list.cuh). A block sorts a chunk of sequences, finds their sections and
-// where each tile stands, and writes the entries; what the chunks before it have, it counts for itself.
+// The kernel that writes a work list (common/scheduler/work_list.cuh). A block sorts a chunk of sequences, finds their
+// sections and where each tile stands, and writes the entries; what the chunks before it have, it counts for itself.
 #include <climits>
 
+#include "kernels/common/scheduler/work_list.cuh"
 #include "kernels/common/sequence.cuh"
-#include "kernels/common/work_list.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 

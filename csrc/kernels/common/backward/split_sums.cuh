@@ -4,10 +4,10 @@
 // A fragment is what a warp has of 16 keys and 8 columns: four floats of each lane, side by side.
 #pragma once
 
-#include "backward_schedule.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "row_piece.cuh"
+#include "schedule.cuh"
 
 namespace flash_ext {
 
