@@ -30,7 +30,7 @@ class OptionsSteps {
     }
     const uint32_t tile = left_ & -left_;
     left_ ^= tile;
-    BackwardNote note{window_.tile + __ffs(static_cast<int>(tile)) - 1, window_.head, layout_.flags, slope_ * kLog2E};
+    BackwardNote note{window_.tile + __ffs(static_cast<int>(tile)) - 1, window_.head, layout_.flags, slope() * kLog2E};
     const bool has_words = !Config::kAny || layout_.words_bytes > 0;
     if (Config::may_have(kNoteMasked) && has_words && (masked_ & tile)) note.flags |= kNoteMasked;
     const bool hides = Config::template has<kNoteMasked>(note.flags) || Config::template has<kNoteBiased>(note.flags) ||
@@ -40,6 +40,11 @@ class OptionsSteps {
   }
 
  private:
+  /// ALiBi's, of the head of the window. The kernel of all options reads it for each step: it has no register for it.
+  __device__ __forceinline__ float slope() const { return Config::kAny ? slope_of_head() : slope_; }
+  __device__ __forceinline__ float slope_of_head() const {
+    return Config::template has<kNoteSloped>(layout_.flags) ? options_.slopes[window_.head] : 0.0f;
+  }
   __device__ __forceinline__ bool is_past(const BackwardStep& window) const { return window.head >= work_.heads; }
   __device__ __forceinline__ BackwardStep after(BackwardStep window) const {
     window.tile += 32;
@@ -68,7 +73,7 @@ class OptionsSteps {
     masked_ = __ballot_sync(~0u, coming_state_ == kTileMasked);
     unclean_ = __ballot_sync(~0u, coming_unclean_ != 0);
     if (is_past(window_)) return;
-    if (Config::template has<kNoteSloped>(layout_.flags)) slope_ = options_.slopes[window_.head];
+    if (!Config::kAny) slope_ = slope_of_head();
     ask(after(window_));
   }
 
@@ -79,8 +84,8 @@ class OptionsSteps {
   const int lane_;
   BackwardStep window_;                           // its first tile
   uint32_t left_ = 0, masked_ = 0, unclean_ = 0;  // bits of its tiles
-  float slope_ = 0.0f;
-  int coming_state_ = 0, coming_unclean_ = 0;  // of the window after it, of this lane's tile
+  float slope_ = 0.0f;                            // see slope()
+  int coming_state_ = 0, coming_unclean_ = 0;     // of the window after it, of this lane's tile
 };
 
 }  // namespace flash_ext::sm90
