@@ -23,6 +23,8 @@ from flash_ext.functional import (
     draw_rng_state,
     merge,
 )
+from flash_ext.integrations import flop_counter as _flop_counter
+from flash_ext.integrations.sdpa_provider import activate, activated, deactivate
 from flash_ext.masks import BlockMask
 from flash_ext.modules import MultiheadAttention, convert
 from flash_ext.planning import explain, supports
@@ -33,10 +35,13 @@ __version__: str = build_info()["version"]
 __all__ = [
     "BlockMask",
     "MultiheadAttention",
+    "activate",
+    "activated",
     "attention",
     "attention_weights",
     "build_info",
     "convert",
+    "deactivate",
     "decode",
     "draw_rng_state",
     "explain",

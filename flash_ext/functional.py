@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_ext import nested
 from flash_ext.argument_checks import (
     as_flag,
     as_integer,
@@ -72,7 +73,8 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) or, packed, (total_q, heads_q, head_dim). float32, float16, bfloat16,
             on CPU also float64. head_dim is a multiple of 8 up to 256. Products of float32 are accurate to float32,
-            unless ``torch.set_float32_matmul_precision`` allows CUDA to round to TF32.
+            unless ``torch.set_float32_matmul_precision`` allows CUDA to round to TF32. Or a nested tensor of the jagged
+            layout (batch, jagged seqlen, heads_q, head_dim), and then k and v are, too.
         k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim); heads_kv divides heads_q, and
             neighbouring query heads share a key head (GQA, Ainslie et al. 2023).
         v: like k, with a head_dim_v of its own.
@@ -105,7 +107,7 @@ def attention(
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, heads_q, head_dim_v) in q's dtype, or (out, lse) with
         lse (batch, heads_q, seqlen_q) or (heads_q, total_q), float32 (float64 for float64), natural logarithm,
-        differentiable.
+        differentiable. Of nested tensors both are nested, with the offsets of q.
 
     Raises:
         RuntimeError: an argument has a wrong type, shape, device or value, or is not supported; ``supports`` tells
@@ -116,6 +118,33 @@ def attention(
             ``__torch_dispatch__`` are refused (but for Parameter), and so are DTensor, nested and masked tensors.
     """
     if not type(q) is type(k) is type(v) is Tensor or q.is_nested or k.is_nested or v.is_nested:
+        if isinstance(q, Tensor) and q.is_nested:
+            return nested.attend(
+                attention,
+                q,
+                k,
+                v,
+                causal=causal,
+                window_size=window_size,
+                top_left=top_left,
+                softmax_scale=softmax_scale,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+                bias=bias,
+                mask=mask,
+                sink=sink,
+                dropout_p=dropout_p,
+                rng_state=rng_state,
+                block_mask=block_mask,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+                seqused_q=seqused_q,
+                seqused_k=seqused_k,
+                deterministic=deterministic,
+                return_lse=return_lse,
+            )
         check_tensors(q=q, k=k, v=v)
     if type(dropout_p) is not float:
         dropout_p = as_number("dropout_p", dropout_p)

@@ -10,6 +10,7 @@ from torch import Tensor
 from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, rename_arguments
 from flash_ext.functional import attention
 from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim
+from flash_ext.nested import attend_heads_first
 from flash_ext.torch_private import CAUSAL_BIAS, is_instance
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "bias": "attn_mask", "mask": "attn_mask"}
@@ -57,6 +58,18 @@ def scaled_dot_product_attention(
         dropout_p = as_number("dropout_p", dropout_p)
     if scale is not None and type(scale) is not float:
         scale = as_number("scale", scale, "multiply query by it, which gives it its gradient too")
+    if isinstance(query, Tensor) and query.is_nested:
+        return attend_heads_first(
+            attention,
+            query,
+            key,
+            value,
+            attn_mask,
+            causal=is_causal,
+            top_left=True,
+            softmax_scale=scale,
+            dropout_p=dropout_p,
+        )
     _check(query, key, value, attn_mask, is_causal)
     if query.dim() == 2:
         query, key, value = query[None], key[None], value[None]

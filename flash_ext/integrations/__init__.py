@@ -1,0 +1,1 @@
+"""Where this library plugs into others: one module for each of them."""

@@ -1,0 +1,196 @@
+"""Which way a call of ``scaled_dot_product_attention`` goes; ``sdpa_provider`` says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
+
+from flash_ext.functional import attention
+from flash_ext.head_dims import cut_head_dim, pad_head_dim
+from flash_ext.integrations.aten_attention import unsupported
+from flash_ext.integrations.layouts import BY_HEADS, BY_ROWS, Arrangement, arrangement_of, can_merge, in_order_of
+from flash_ext.sdpa import scaled_dot_product_attention
+
+_CHOICE = torch.ops.aten._fused_sdp_choice.default._handle
+_MATH, _FLASH = SDPBackend.MATH.value, SDPBackend.FLASH_ATTENTION.value
+_EFFICIENT, _CUDNN = SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
+_ENABLED: dict[int, Callable[[], bool]] = {
+    _FLASH: torch._C._get_flash_sdp_enabled,
+    _EFFICIENT: torch._C._get_mem_efficient_sdp_enabled,
+    _CUDNN: torch._C._get_cudnn_sdp_enabled,
+}
+_TRACERS = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
+
+
+def serve(
+    device_type: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    """Torch's function by ours, in the memory order that torch would have given; or ``NotImplemented`` where torch's
+    own way is right, by its fused operators or by math, and where the call is wrong or not supported."""
+    if not (_is_plain(query) and _is_plain(key) and _is_plain(value) and _is_plain(attn_mask)) or _is_observed():
+        return NotImplemented
+    if query.dtype != key.dtype or query.dtype != value.dtype or query.is_nested:
+        return NotImplemented
+    keys = DispatchKeySet(DispatchKey.CUDA if device_type == "cuda" else DispatchKey.CPU)
+    backend = _CHOICE.redispatch_boxed(
+        keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if backend == _MATH:
+        if _wants_math(device_type):
+            return NotImplemented
+    elif backend not in _ENABLED or (dropout_p == 0 and (attn_mask is None or _suits_torch(attn_mask))):
+        return NotImplemented
+    if not 0.0 <= dropout_p <= 1.0 or not _fits(query, key, value, attn_mask, is_causal, enable_gqa):
+        return NotImplemented
+    if _has_one_batch(query, key, value, enable_gqa):
+        return _attend(backend, query, key, value, attn_mask, dropout_p, is_causal, scale)
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return out.contiguous()  # as from math: torch's backends do not take such shapes
+
+
+# ---- Whether to -----------------------------------------------------------------------------------------------------
+
+
+def _is_plain(x: Tensor | None) -> bool:
+    return x is None or type(x) is Tensor or _has_plain_type(type(x))
+
+
+@cache
+def _has_plain_type(kind: type[Tensor]) -> bool:
+    """Whether such a tensor's storage holds its values, or it is a compiler's stand-in for one of which that is so."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or kind.__module__ in _TRACERS
+
+
+def _is_observed() -> bool:
+    """By those who have to see torch's own operators."""
+    return (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch.compiler.is_exporting()
+    )
+
+
+def _wants_math(device_type: str) -> bool:
+    """Whether math is what somebody asked for, not just what is left: nothing fused is allowed, or not before math."""
+    if device_type == "cpu":
+        return not torch._C._get_flash_sdp_enabled()
+    order = torch._C._get_sdp_priority_order()
+    before_math = order[: order.index(_MATH)]
+    return not any(enabled() for backend, enabled in _ENABLED.items() if backend in before_math)
+
+
+def _suits_torch(attn_mask: Tensor) -> bool:
+    """Whether torch's fused operators do with a mask what ours would, or have to be seen."""
+    watched = torch._C._len_torch_dispatch_stack() > 0
+    return watched or (attn_mask.dtype != torch.bool and not attn_mask.is_cuda)
+
+
+def _fits(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> bool:
+    """Whether our function takes the call, and means the same by it. What is wrong with a call is for torch to say."""
+    dims = query.dim(), key.dim(), value.dim()
+    if min(dims) < 2 or (min(dims) == 2 and max(dims) > 2):
+        return False
+    if query.device != key.device or query.device != value.device:
+        return False
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2] or unsupported(query, value):
+        return False
+    lead = _leading_dimensions(query, key, value, enable_gqa)
+    if lead is None:
+        return False
+    if attn_mask is None:
+        return True
+    if is_causal or attn_mask.device != query.device or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return False
+    scores = (*lead, query.shape[-2], key.shape[-2])
+    if not 2 <= attn_mask.dim() <= len(scores):
+        return False
+    return all(given in (1, full) for given, full in zip(reversed(attn_mask.shape), reversed(scores), strict=False))
+
+
+def _leading_dimensions(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...] | None:
+    """The dimensions of the scores before the last two, or None where those of the inputs do not go together."""
+    if not enable_gqa or query.dim() == 2:
+        return _broadcast(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    heads, heads_k, heads_v = query.shape[-3], key.shape[-3], value.shape[-3]
+    if heads_k == 0 or heads_v == 0 or heads % heads_k != 0 or heads % heads_v != 0:
+        return None
+    lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    return None if lead is None else (*lead, heads)
+
+
+def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    if shapes[0] == shapes[1] == shapes[2]:
+        return shapes[0]
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
+
+
+def _has_one_batch(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether nothing is broadcast but heads in groups."""
+    if query.dim() != 4 or key.shape[:2] != value.shape[:2] or query.shape[0] != key.shape[0]:
+        return False
+    return enable_gqa or query.shape[1] == key.shape[1]
+
+
+# ---- How ------------------------------------------------------------------------------------------------------------
+
+
+def _attend(
+    backend: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """(batch, heads, seqlen, head_dim) tensors, recorded for autograd."""
+    scores = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]
+    arrangement = _arrangement(backend, query, key, value, scores)
+    if scores is not None:
+        scores = arrangement.to_scores(scores)
+    is_bool = scores is not None and scores.dtype == torch.bool
+    out = attention(
+        *(pad_head_dim(arrangement.to_rows(x)) for x in (query, key, value)),
+        causal=is_causal,
+        top_left=True,
+        softmax_scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        mask=scores if is_bool else None,
+        bias=None if is_bool else scores,
+        dropout_p=dropout_p,
+    )
+    assert isinstance(out, Tensor)
+    rows = cut_head_dim(out, value.shape[-1]).contiguous()
+    out = arrangement.from_rows(rows, (query.shape[0], query.shape[1]))
+    if backend == _MATH:
+        return out.contiguous()
+    return out if backend == _EFFICIENT else in_order_of(out, query)
+
+
+def _arrangement(backend: int, query: Tensor, key: Tensor, value: Tensor, scores: Tensor | None) -> Arrangement:
+    """The one whose result has the memory order of the backend's."""
+    if backend == _EFFICIENT:
+        return BY_ROWS
+    if backend == _MATH:
+        return BY_HEADS if can_merge(query, key, value, scores) else BY_ROWS
+    return arrangement_of(query, key, value, scores)
