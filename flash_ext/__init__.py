@@ -7,6 +7,7 @@ from flash_ext.bert_padding import (
     unpad_input,
     unpad_input_for_concatenated_sequences,
 )
+from flash_ext.diagnosis import doctor
 from flash_ext.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -43,6 +44,7 @@ __all__ = [
     "convert",
     "deactivate",
     "decode",
+    "doctor",
     "draw_rng_state",
     "explain",
     "flash_attn_func",

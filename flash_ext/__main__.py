@@ -1,4 +1,5 @@
-"""``python -m flash_ext``: trains a small GPT, lets it write, and measures, all beside torch's own attention."""
+"""``python -m flash_ext``: trains a small GPT, lets it write, and measures, all beside torch's own attention.
+``python -m flash_ext doctor``: what is installed, what runs where, and what is wrong."""
 
 from __future__ import annotations
 
@@ -106,6 +107,9 @@ def cuda_obstacle() -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if list(arguments[:1]) == ["doctor"]:
+        sys.exit(examine(arguments[1:]))
     options = parse(arguments)
     print(f"flash_ext {flash_ext.__version__}, torch {torch.__version__}, {describe(options.device)}")
 
@@ -121,6 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.plot is not None:
         report.plot(options.plot, runs, measured)
         print(f"\nLoss and memory curves: {options.plot}")
+
+
+def examine(arguments: Sequence[str]) -> int:
+    """Prints what the doctor finds; 1 if there are problems."""
+    argparse.ArgumentParser(
+        prog="python -m flash_ext doctor",
+        description="Says what is installed, which kernels run on which device, and what is wrong, with its mend.",
+    ).parse_args(arguments)
+    diagnosis = flash_ext.doctor()
+    print(diagnosis)
+    return 1 if diagnosis.problems else 0
 
 
 def describe(device: torch.device) -> str:

@@ -25,9 +25,10 @@ Rejected: overriding ``_fused_sdp_choice`` has no effect, as torch asks a table 
 ``_scaled_dot_product_attention_math`` would give its direct callers, who want its second result, the attention weights,
 something else; replacing the Python function misses calls from C++ and those who imported it before.
 
-Tensor subclasses with a ``__torch_dispatch__`` of their own, transforms of ``torch.func`` and forward-mode derivatives
-go to torch's implementation, whose fused operators then come here or not. Second derivatives are not supported: where
-torch would have computed by math, ask for that.
+Tensor subclasses with a ``__torch_dispatch__`` of their own, transforms of ``torch.func``, forward-mode derivatives and
+exporters get torch's implementation, whose fused operators then come here or not. So do calls under
+``torch.inference_mode``, which pass by the key of autograd, where the function is replaced; under ``torch.no_grad`` they
+do not. Second derivatives are not supported: where torch would have computed by math, ask for that.
 """
 
 from __future__ import annotations
@@ -161,8 +162,9 @@ class Activation:
             for operator, kernel in KERNELS[key].items():
                 if hasattr(torch.ops.aten, operator):
                     self._put(operator, key, _with_torchs(operator, key, getattr(aten_attention, kernel)))
-            for sdpa_key in (f"Autograd{key}", key):
-                self._put(_SDPA, sdpa_key, _routed(key, sdpa_key))
+            # Not at the device's own key: what has a kernel there is no composition to torch's tracers any more, and
+            # exported programs would keep it whole.
+            self._put(_SDPA, f"Autograd{key}", _routed(key))
 
     def _put(self, operator: str, key: str, kernel: Callable[..., Any]) -> None:
         self._library.impl(operator, kernel, key)
@@ -197,12 +199,13 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
     return run
 
 
-def _routed(device_key: str, key: str) -> Callable[..., Any]:
+def _routed(device_key: str) -> Callable[..., Any]:
     """The same for scaled_dot_product_attention."""
     from flash_ext.integrations.sdpa_routing import serve
 
-    torchs = torch.library.get_kernel(f"aten::{_SDPA}", key).call_boxed
-    keys = DispatchKeySet(torch._C.DispatchKey.__members__[key])
+    autograd_key = torch._C.DispatchKey.__members__[f"Autograd{device_key}"]
+    torchs = torch.library.get_kernel(f"aten::{_SDPA}", autograd_key).call_boxed
+    keys = DispatchKeySet(autograd_key)
     device_type = device_key.lower()
 
     def run(
