@@ -25,6 +25,7 @@ from flash_ext.functional import (
     merge,
 )
 from flash_ext.integrations import flop_counter as _flop_counter
+from flash_ext.integrations import sdpa_provider as _sdpa_provider
 from flash_ext.integrations.sdpa_provider import activate, activated, deactivate
 from flash_ext.masks import BlockMask
 from flash_ext.modules import MultiheadAttention, convert
@@ -32,6 +33,9 @@ from flash_ext.planning import explain, supports
 from flash_ext.sdpa import scaled_dot_product_attention
 
 __version__: str = build_info()["version"]
+
+_flop_counter.register()
+_sdpa_provider.register()
 
 __all__ = [
     "BlockMask",

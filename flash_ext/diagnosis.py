@@ -53,9 +53,7 @@ class Diagnosis:
             "Replaced in this process": self.replaced or ("nothing",),
             "Problems": self.problems or ("none",),
         }
-        return "\n".join(
-            f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items()
-        )
+        return "\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())
 
     __repr__ = __str__
 

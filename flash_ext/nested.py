@@ -62,14 +62,14 @@ def attend_heads_first(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not x.is_nested or x.layout != torch.jagged or x.dim() != 4:
             raise RuntimeError(
-                f"{name} must be a jagged nested tensor (batch, heads, jagged seqlen, head_dim) as query is, got {_name(x)}"
+                f"{name} must be a jagged nested tensor (batch, heads, jagged seqlen, head_dim), got {_name(x)}"
             )
         rows.append(x.transpose(1, 2))
     out: Tensor = attend(attention, *rows, **options)
     return out.transpose(1, 2)
 
 
-def _check(name: str, x: Tensor) -> None:
+def _check(name: str, x: Any) -> None:
     if not x.is_nested:
         raise TypeError(f"{name} must be a nested tensor, as q is, got {_name(x)}")
     if x.layout != torch.jagged:
@@ -77,9 +77,9 @@ def _check(name: str, x: Tensor) -> None:
             f"{name} must be a nested tensor with layout=torch.jagged, got {x.layout}: "
             "torch.nested.as_nested_tensor(x.unbind(), layout=torch.jagged) makes one"
         )
-    if x.dim() != 4 or x._ragged_idx != 1:  # type: ignore[attr-defined]
+    if x.dim() != 4 or x._ragged_idx != 1:
         raise RuntimeError(
-            f"{name} must be {_SHAPE}, got {x.dim()} dimensions, of which number {x._ragged_idx} is jagged"  # type: ignore[attr-defined]
+            f"{name} must be {_SHAPE}, got {x.dim()} dimensions, of which number {x._ragged_idx} is jagged"
         )
 
 
@@ -87,7 +87,7 @@ def _name(x: Tensor) -> str:
     return f"a {x.layout} nested tensor of {x.dim()} dimensions" if x.is_nested else f"shape {tuple(x.shape)}"
 
 
-def _check_same_sequences(k: Tensor, v: Tensor) -> None:
+def _check_same_sequences(k: Any, v: Any) -> None:
     """torch tells by the offsets' identity whether two nested tensors are of one structure. So do we."""
     if k.offsets() is v.offsets() or k.shape[1] == v.shape[1]:
         return
@@ -96,21 +96,21 @@ def _check_same_sequences(k: Tensor, v: Tensor) -> None:
     )
 
 
-def _lengths(letter: str, x: Tensor) -> dict[str, Any]:
-    lengths = x.lengths()  # type: ignore[attr-defined]
+def _lengths(letter: str, x: Any) -> dict[str, Any]:
+    lengths = x.lengths()
     return {
         f"cu_seqlens_{letter}": x.offsets().to(device=x.device, dtype=torch.int32),
-        f"max_seqlen_{letter}": x._maybe_max_seqlen if lengths is None else None,  # type: ignore[attr-defined]
+        f"max_seqlen_{letter}": x._maybe_max_seqlen if lengths is None else None,
         f"seqused_{letter}": None if lengths is None else lengths.to(device=x.device, dtype=torch.int32),
     }
 
 
-def _like(q: Tensor, values: Tensor, jagged_dim: int) -> Tensor:
+def _like(q: Any, values: Tensor, jagged_dim: int) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(
         values,
         offsets=q.offsets(),
-        lengths=q.lengths(),  # type: ignore[attr-defined]
+        lengths=q.lengths(),
         jagged_dim=jagged_dim,
-        min_seqlen=q._maybe_min_seqlen,  # type: ignore[attr-defined]
-        max_seqlen=q._maybe_max_seqlen,  # type: ignore[attr-defined]
+        min_seqlen=q._maybe_min_seqlen,
+        max_seqlen=q._maybe_max_seqlen,
     )

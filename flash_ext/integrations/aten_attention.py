@@ -153,11 +153,11 @@ def _differentiate(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias, all (batch, heads, ...)."""
-    sizes, sizes_kv = query.shape[:2], key.shape[:2]
+    sizes, sizes_kv = (query.shape[0], query.shape[1]), (key.shape[0], key.shape[1])
     scores = None if bias is None else arrangement.to_scores(bias)
     options = _options(query, _scale(query, scale), _window(causal), top_left, scores)
-    rows = [pad_head_dim(arrangement.to_rows(x)) for x in (grad_out, query, key, value, out)]
-    dq, dk, dv, dbias = _run_backward(*rows, arrangement.to_lse(lse), options, need_dbias)  # type: ignore[arg-type]
+    grad_rows, q, k, v, out_rows = (pad_head_dim(arrangement.to_rows(x)) for x in (grad_out, query, key, value, out))
+    dq, dk, dv, dbias = _run_backward(grad_rows, q, k, v, out_rows, arrangement.to_lse(lse), options, need_dbias)
     return (
         arrangement.from_rows(_cut(dq, query.shape[-1]), sizes),
         arrangement.from_rows(_cut(dk, key.shape[-1]), sizes_kv),

@@ -3,8 +3,8 @@
 Counted as torch counts its own attention: the matrix products alone, two operations for each multiplication with its
 addition, and all pairs of queries and keys, visible or not. So the numbers of a model are the same with either.
 
-torch's module is one that most programs never import, and a slow one where it finds Triton. A counter copies the formulas
-that there are when it is made. So ours are entered right behind that module's import, whenever it comes.
+Most programs never import torch's module, which is slow where it finds Triton. A counter copies the formulas that there
+are when it is made. So ours are entered right behind that module's import, whenever it comes.
 """
 
 from __future__ import annotations
@@ -128,6 +128,3 @@ def register() -> None:
         _enter(module)
     else:
         sys.meta_path.insert(0, _BehindImport())
-
-
-register()

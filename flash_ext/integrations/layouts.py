@@ -1,4 +1,4 @@
-"""(batch, heads, seqlen, head_dim) as torch has it, in and out of the layout of this library's operators, without a copy.
+"""torch's (batch, heads, seqlen, head_dim), in and out of the layout of this library's operators, without a copy.
 
 Operators take (batch, seqlen, heads, head_dim) with any strides, and their results are contiguous. torch's attention
 gives its results the memory order of the query. Three orders occur, and in each of them an operator's own result is in

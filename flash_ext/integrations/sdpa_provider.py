@@ -1,34 +1,39 @@
-"""``torch.nn.functional.scaled_dot_product_attention`` and all that stands on it, computed by this library.
+"""``torch.nn.functional.scaled_dot_product_attention`` (SDPA), and what is built on it, computed by this library.
 
-``activate()`` puts kernels of this library where torch's dispatcher has its own; the model's code stays as it is.
-What they do not support goes on to torch's kernel, which is kept beside them. Two layers are replaced, for two reasons.
+``activate()`` registers kernels in torch's dispatcher. The model's code does not change. A call that a kernel does
+not support goes on to torch's own kernel, which is kept beside ours. Two layers are overridden.
 
-**aten's fused operators** (``aten_attention``): flash, efficient, cuDNN and the CPU's flash with their backwards, and the
-operators on packed sequences that nested tensors and ``torch.nn.attention.varlen`` call. torch decides by its own rules
-which of them a call goes to, so ``sdpa_kernel(...)``, the switches of ``torch.backends.cuda`` and their order hold as
-ever. Calls keep their names: DTensor's rules, ``context_parallel``, activation checkpointing by operator, FLOP counters
-and compilers see the operators they know, and torch's own autograd formulas and meta functions stay in force. Compiled
-and exported programs look kernels up when they run, and so find these, and torch's own again after ``deactivate()``.
+**aten's fused operators** (kernels in ``aten_attention``): flash, efficient, cuDNN and the CPU's flash, each with its
+backward, and the operators on packed sequences that nested tensors and ``torch.nn.attention.varlen`` call.
 
-**scaled_dot_product_attention itself** (``sdpa_routing``), for calls that the fused operators cannot carry:
+- torch's own rules choose the operator, so ``sdpa_kernel(...)``, the switches of ``torch.backends.cuda`` and the
+  priority order keep their meaning.
+- Graphs and handlers see the operators they know: DTensor, ``context_parallel``, selective checkpointing, FLOP
+  counters, Inductor. torch's autograd formulas and meta functions stay in force.
+- Compiled and exported programs look a kernel up when they run: they use ours while it is active.
 
-- what torch would compute by its unfused math because no backend of its own takes it: dropout on a CPU, a mask that
-  needs a gradient there, a v of another head_dim, broadcast batches, three dimensions, heads in groups with a mask. If
-  math was asked for, by ``sdpa_kernel(SDPBackend.MATH)`` or by its place in the order, torch computes it.
-- dropout, see ``aten_attention``. The random numbers come from torch's generators, but others than torch draws of them.
-- bool masks, which torch would turn into numbers that are added (for cuDNN -65504 and not -inf, and then a query that
-  sees nothing gets a mean of values), and on CUDA floating ones, which it would pad and repeat for each batch and head:
-  the gradient of one bias for a whole batch would be made for each sample first. Where a ``TorchDispatchMode`` looks on,
-  as in a compiler or selective checkpointing, masks go through torch's operators nevertheless.
+**SDPA itself** (``sdpa_routing``), at the autograd key, for calls that the fused operators cannot express:
 
-Rejected: overriding ``_fused_sdp_choice`` has no effect, as torch asks a table behind it; overriding
-``_scaled_dot_product_attention_math`` would give its direct callers, who want its second result, the attention weights,
-something else; replacing the Python function misses calls from C++ and those who imported it before.
+- Calls that torch leaves to its unfused math because none of its backends takes them: on CPU dropout, a mask that
+  needs a gradient, a head_dim of v that differs; anywhere 3 dimensions, broadcast batches, GQA with a mask. Where the
+  user asked for math, by ``sdpa_kernel(SDPBackend.MATH)`` or by priority, torch's math runs.
+- Dropout; ``aten_attention`` says why not through the operators. The seed comes from torch's generator of the device,
+  but the weights that are dropped are not those that torch would drop.
+- Boolean masks. torch turns them into additive ones; for cuDNN with -65504 instead of -inf, and then a query that
+  sees no key gets a mean of values instead of 0.
+- On CUDA, additive masks. torch pads them and expands them to every batch and head, so that the gradient of a shared
+  bias is materialised per sample before it is summed. Under a ``TorchDispatchMode`` (compilers, selective
+  checkpointing) masks take torch's way nevertheless, so that the mode sees aten's operator.
 
-Tensor subclasses with a ``__torch_dispatch__`` of their own, transforms of ``torch.func``, forward-mode derivatives and
-exporters get torch's implementation, whose fused operators then come here or not. So do calls under
-``torch.inference_mode``, which pass by the key of autograd, where the function is replaced; under ``torch.no_grad`` they
-do not. Second derivatives are not supported: where torch would have computed by math, ask for that.
+Rejected designs. ``_fused_sdp_choice``: SDPA reads a C++ dispatch stub, not the operator, so an override changes
+nothing. ``_scaled_dot_product_attention_math``: its direct callers want the attention weights, its second result.
+``F.scaled_dot_product_attention`` in Python: calls from C++, and whoever imported the function before, would miss it.
+SDPA at the device's own key: tracers then no longer decompose it, and exported programs keep it whole.
+
+torch's implementation also runs for tensor subclasses with a ``__torch_dispatch__``, under ``torch.func`` transforms,
+in forward-mode AD, in ``torch.export`` and in ``torch.inference_mode`` (which skips the autograd key;
+``torch.no_grad`` does not). Its fused operators are still overridden there. Second derivatives are not supported; ask
+for math.
 """
 
 from __future__ import annotations
@@ -81,32 +86,31 @@ _SDPA = "scaled_dot_product_attention"
 
 
 def activate() -> None:
-    """From now on ``F.scaled_dot_product_attention`` and all that stands on it run by this library.
+    """Computes ``F.scaled_dot_product_attention`` and what is built on it by this library, from now on.
 
-    That is ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer`` and every model that calls torch's function, on
-    CUDA and on a CPU, forward and backward: masks, biases with gradient, float32, dropout, heads in groups, a v of
-    another head_dim. What is not supported runs by torch as before. ``sdpa_kernel(...)`` holds: who restricts calls to
-    math gets torch's math. Twice is as good as once. Another implementation in torch's registry of flash attention is
-    replaced, as ``torch.nn.attention.activate_flash_attention_impl("flash_ext")``, which is the same, would do it.
+    This covers ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer`` and every model that calls torch's function,
+    on CUDA and CPU, forward and backward: masks, biases with gradient, float32, dropout, GQA, a head_dim of v that
+    differs. What is not supported runs by torch as before. ``sdpa_kernel(...)`` keeps its meaning: math is torch's math.
 
-    What ``torch.compile`` compiled before keeps the way that it was compiled for, where that was not one of torch's fused
-    operators; ``torch.compiler.reset()`` compiles anew.
+    The same as ``torch.nn.attention.activate_flash_attention_impl("flash_ext")``; it replaces another implementation of
+    that registry. A second call does nothing. Functions that ``torch.compile`` compiled before keep the operators they
+    were compiled to; ``torch.compiler.reset()`` compiles them anew.
     """
     if not is_active():
         _registry.activate_flash_attention_impl(NAME)
 
 
 def deactivate() -> None:
-    """Torch's own kernels are back. Without ``activate()`` before, nothing happens."""
+    """Puts torch's own kernels back. Does nothing if they are in place."""
     if is_active():
         _restore()
 
 
 @contextmanager
 def activated() -> Iterator[None]:
-    """``activate()`` for the time of a ``with`` block; what was active before is active again afterwards.
+    """``activate()`` for a ``with`` block. Afterwards the implementation that was active before is active again.
 
-    It holds for the whole process, other threads included. The backward of what ran inside may run outside.
+    It acts on the whole process, other threads included. The backward of a forward inside may run outside.
     """
     before = _registry.current_flash_attention_impl()
     activate()
@@ -120,7 +124,7 @@ def activated() -> Iterator[None]:
 
 
 def is_active() -> bool:
-    """Whether torch's kernels are replaced now."""
+    """Whether torch's kernels are overridden now."""
     return Activation.current is not None
 
 
@@ -128,7 +132,7 @@ def is_active() -> bool:
 
 
 class Activation:
-    """The kernels in place of torch's, until ``remove()``: a handle of torch's registry."""
+    """Our kernels in torch's dispatcher, until ``remove()``. A handle as torch's registry wants it."""
 
     current: Activation | None = None
 
@@ -162,8 +166,7 @@ class Activation:
             for operator, kernel in KERNELS[key].items():
                 if hasattr(torch.ops.aten, operator):
                     self._put(operator, key, _with_torchs(operator, key, getattr(aten_attention, kernel)))
-            # Not at the device's own key: what has a kernel there is no composition to torch's tracers any more, and
-            # exported programs would keep it whole.
+            # Not at the device's own key: tracers do not decompose what has a kernel there.
             self._put(_SDPA, f"Autograd{key}", _routed(key))
 
     def _put(self, operator: str, key: str, kernel: Callable[..., Any]) -> None:
@@ -171,17 +174,17 @@ class Activation:
         self.overridden.append((operator, key))
 
     def _forget_dispatch(self) -> None:
-        """Tracers remember on each operator where it goes."""
+        """Clears what the Python dispatcher, which tracers use, has cached on each operator."""
         for operator, _ in self.overridden:
             getattr(torch.ops.aten, operator).default._dispatch_cache.clear()
 
 
 def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Our kernel, and torch's for what it does not support."""
+    """Our kernel, with torch's as fallback."""
     qualified = f"aten::{operator}"
-    torchs = None
+    torch_kernel = None
     if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key):
-        torchs = torch.library.get_kernel(qualified, key).call_boxed
+        torch_kernel = torch.library.get_kernel(qualified, key).call_boxed
     keys = DispatchKeySet(torch._C.DispatchKey.__members__[key])
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -189,22 +192,22 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
         if results is not NotImplemented:
             calls_served[operator] += 1
             return results
-        if torchs is None:
+        if torch_kernel is None:
             raise NotImplementedError(
                 f"{qualified}: torch has no {key} kernel, and flash_ext does not support these arguments"
             )
         calls_passed_on[operator] += 1
-        return torchs(keys, *args, **kwargs)
+        return torch_kernel(keys, *args, **kwargs)
 
     return run
 
 
 def _routed(device_key: str) -> Callable[..., Any]:
-    """The same for scaled_dot_product_attention."""
+    """The kernel of SDPA, with torch's composition as fallback."""
     from flash_ext.integrations.sdpa_routing import serve
 
     autograd_key = torch._C.DispatchKey.__members__[f"Autograd{device_key}"]
-    torchs = torch.library.get_kernel(f"aten::{_SDPA}", autograd_key).call_boxed
+    torch_kernel = torch.library.get_kernel(f"aten::{_SDPA}", autograd_key).call_boxed
     keys = DispatchKeySet(autograd_key)
     device_type = device_key.lower()
 
@@ -221,7 +224,9 @@ def _routed(device_key: str) -> Callable[..., Any]:
     ) -> Any:
         out = serve(device_type, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is NotImplemented:
-            return torchs(keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return torch_kernel(
+                keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         calls_served[_SDPA] += 1
         return out
 
@@ -229,8 +234,8 @@ def _routed(device_key: str) -> Callable[..., Any]:
 
 
 def _tag_caches(active: bool) -> None:
-    """What is compiled while active must not be found in torch's caches on disk by those who are not, and neither the
-    other way round: the function that is compiled looks the same."""
+    """Keeps torch's compile caches on disk apart. Their key is the graph before SDPA is lowered, which is the same with
+    and without us, while the compiled code is not."""
     config = torch.compiler.config
     tag = f"+{NAME}"
     plain = config.cache_key_tag.replace(tag, "")
@@ -241,12 +246,12 @@ def _tag_caches(active: bool) -> None:
 
 
 def _restore() -> None:
-    if _registry.current_flash_attention_impl() != NAME:  # another one took the name over, without asking us to leave
+    if _registry.current_flash_attention_impl() != NAME:  # torch 2.10 activates another one without removing ours
         if Activation.current is not None:
             Activation.current.remove()
     elif hasattr(_registry, "restore_flash_attention_impl"):
         _registry.restore_flash_attention_impl()
-    else:  # torch 2.10 can only be told so
+    else:  # torch 2.10 has no function for it
         assert Activation.current is not None
         Activation.current.remove()
         _registry._FLASH_ATTENTION_ACTIVE = None
@@ -255,6 +260,3 @@ def _restore() -> None:
 def register() -> None:
     """Enters ``flash_ext`` in torch's registry, without activating it."""
     _registry.register_flash_attention_impl(NAME, register_fn=Activation)
-
-
-register()

@@ -1,0 +1,771 @@
+"""``flash_ext.activate()``: torch's own functions, modules and operators, computed by this library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, _registry, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flash_ext
+from flash_ext.integrations import sdpa_provider
+from tests.oracle import cumulative, random
+
+SDPA = "scaled_dot_product_attention"
+CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+ORDERS = {"rows": (0, 2, 1, 3), "heads": (0, 1, 2, 3), "sequence": (2, 0, 1, 3)}  # of (batch, heads, seqlen) in memory
+
+
+@pytest.fixture
+def active() -> Iterator[None]:
+    with flash_ext.activated():
+        forget_calls()
+        yield
+
+
+def forget_calls() -> None:
+    sdpa_provider.calls_served.clear()
+    sdpa_provider.calls_passed_on.clear()
+
+
+def served() -> set[str]:
+    """The operators that this library computed since the last question."""
+    names = {name for name, count in sdpa_provider.calls_served.items() if count}
+    assert not sdpa_provider.calls_passed_on
+    forget_calls()
+    return names
+
+
+def in_order(x: Tensor, order: str) -> Tensor:
+    permutation = ORDERS[order]
+    back = sorted(range(4), key=permutation.__getitem__)
+    return x.permute(permutation).contiguous().permute(back)
+
+
+def qkv(
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (4, 4),
+    seqlens: tuple[int, int] = (37, 53),
+    dims: tuple[int, int] = (16, 16),
+    order: str = "rows",
+    requires_grad: bool = True,
+) -> list[Tensor]:
+    shapes = [
+        (batch, heads[0], seqlens[0], dims[0]),
+        (batch, heads[1], seqlens[1], dims[0]),
+        (batch, heads[1], seqlens[1], dims[1]),
+    ]
+    tensors = [in_order(random(*shape, dtype=dtype, device=device), order) for shape in shapes]
+    return [t.requires_grad_(requires_grad) for t in tensors]
+
+
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False, bottom_right: bool = False
+) -> Tensor:
+    """Attention in plain torch, in the dtype of its inputs."""
+    if q.dim() > 2:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+    if is_causal:
+        offset = k.shape[-2] - q.shape[-2] if bottom_right else 0
+        hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(offset + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+def gradients(out: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+    return list(torch.autograd.grad((out * weight).sum(), leaves))
+
+
+def assert_right(out: Tensor, leaves: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kw: Any) -> None:
+    """``out`` and its gradients against plain torch in float64, as exact as plain torch in their own dtype."""
+    results = [[out, *gradients(out, leaves)]]
+    for dtype in (torch.float64, out.dtype):
+        given = {id(x): x.detach().to(dtype if x.is_floating_point() else x.dtype) for x in (q, k, v, *args)}
+        asked = [given[id(leaf)].requires_grad_() for leaf in leaves]
+        expected = by_hand(*(given[id(x)] for x in (q, k, v, *args)), **kw)
+        results.append([expected, *gradients(expected, asked)])
+    for found, exact, low in zip(*results, strict=True):
+        error = (found.double() - exact).abs().max()
+        rounding = (64 if out.dtype in (torch.float32, torch.float64) else 4) * torch.finfo(out.dtype).eps
+        allowed = 2 * (low.double() - exact).abs().max() + rounding * exact.abs().max()
+        assert error <= allowed, f"{error} > {allowed}"
+
+
+def dtypes(device: str) -> tuple[torch.dtype, ...]:
+    return (torch.float64, torch.bfloat16) if device == "cpu" else (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_mask(kind: str, device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
+    if kind == "none":
+        return None
+    visible = torch.rand(shape, device=device) < 0.7
+    visible[..., 0] = True
+    return visible if kind == "bool" else random(*shape, dtype=dtype, device=device)
+
+
+# ---- Right results, and by this library -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("options", ["plain", "causal", "bool", "float", "float per head"])
+def test_results(device: str, options: str, heads: tuple[int, int], order: str) -> None:
+    for dtype in dtypes(device):
+        q, k, v = qkv(device, dtype, heads=heads, order=order)
+        causal = options == "causal"
+        shape = (1, 4, 37, 53) if options == "float per head" else (37, 53)
+        mask = make_mask("none" if options in ("plain", "causal") else options.split()[0], device, dtype, shape)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=heads[0] != heads[1])
+        masks = () if mask is None else (mask,)
+        assert_right(out, (q, k, v), q, k, v, *masks, is_causal=causal)
+    assert served()
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize(
+    "shape", [(37, 53), (1, 53), (2, 1, 1, 53), (1, 4, 37, 53), (2, 4, 37, 53), (4, 37, 53), (1, 1, 37, 53)], ids=str
+)
+@pytest.mark.parametrize("order", ["rows", "heads"])
+def test_gradient_of_a_bias(device: str, shape: tuple[int, ...], order: str) -> None:
+    for dtype in dtypes(device):
+        q, k, v = qkv(device, dtype, order=order)
+        bias = random(*shape, dtype=dtype, device=device).requires_grad_()
+        out = F.scaled_dot_product_attention(q, k, v, bias)
+        assert_right(out, (q, k, v, bias), q, k, v, bias)
+    assert served() >= {SDPA}
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("dims", [(16, 24), (24, 16), (5, 5), (12, 20)], ids=str)
+def test_head_dims(device: str, dims: tuple[int, int]) -> None:
+    for dtype in dtypes(device):
+        q, k, v = qkv(device, dtype, dims=dims)
+        assert_right(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), q, k, v, is_causal=True)
+    assert served()
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3, 4)], ids=str)
+def test_dimensions_that_torch_leaves_to_math(device: str, lead: tuple[int, ...]) -> None:
+    q, k, v = (random(*lead, 9, 16, device=device).requires_grad_() for _ in range(3))
+    assert_right(F.scaled_dot_product_attention(q, k, v), (q, k, v), *(x for x in (q, k, v)))
+    assert served() == {SDPA}
+
+
+@pytest.mark.usefixtures("active")
+def test_batches_that_broadcast(device: str) -> None:
+    q, k, v = random(2, 4, 9, 16, device=device), random(1, 4, 7, 16, device=device), random(4, 7, 16, device=device)
+    out = F.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(out, by_hand(q, k, v), rtol=1e-4, atol=1e-4)
+    assert served() == {SDPA}
+
+
+@pytest.mark.usefixtures("active")
+def test_query_that_sees_nothing(device: str) -> None:
+    q, k, v = qkv(device)
+    visible = torch.ones(37, 53, dtype=torch.bool, device=device)
+    visible[3] = False
+    out = F.scaled_dot_product_attention(q, k, v, visible)
+    assert not out[:, :, 3].any()
+    assert all(gradient.isfinite().all() for gradient in gradients(out, (q, k, v)))
+    assert served() == {SDPA}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize(("heads", "dims"), [((4, 4), (16, 16)), ((4, 2), (16, 16)), ((4, 4), (16, 24))], ids=str)
+def test_memory_order_is_torchs(
+    device: str, kind: str, heads: tuple[int, int], dims: tuple[int, int], order: str
+) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = qkv(device, dtype, heads=heads, dims=dims, order=order)
+    mask = make_mask(kind, device, dtype, (37, 53))
+    strides = []
+    for activate in (False, True):
+        if activate:
+            flash_ext.activate()
+        try:
+            strides.append(F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=heads[0] != heads[1]).stride())
+        finally:
+            flash_ext.deactivate()
+    assert strides[0] == strides[1]
+
+
+# ---- Backends and their restrictions --------------------------------------------------------------------------------
+
+
+CUDA_BACKENDS = {
+    SDPBackend.FLASH_ATTENTION: "_scaled_dot_product_flash_attention",
+    SDPBackend.EFFICIENT_ATTENTION: "_scaled_dot_product_efficient_attention",
+    SDPBackend.CUDNN_ATTENTION: "_scaled_dot_product_cudnn_attention",
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("backend", CUDA_BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_backend_on_cuda(backend: SDPBackend, order: str) -> None:
+    for causal in (False, True):
+        q, k, v = qkv("cuda", torch.bfloat16, seqlens=(128, 128), dims=(64, 64), order=order)
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            assert_right(out, (q, k, v), q, k, v, is_causal=causal)
+        assert served() == {CUDA_BACKENDS[backend], f"{CUDA_BACKENDS[backend]}_backward"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("active")
+def test_float32_on_cuda_goes_through_the_efficient_operator() -> None:
+    q, k, v = qkv("cuda")
+    assert_right(F.scaled_dot_product_attention(q, k, v), (q, k, v), q, k, v)
+    name = "_scaled_dot_product_efficient_attention"
+    assert served() == {name, f"{name}_backward"}
+
+
+def test_math_is_torchs_where_it_is_asked_for(device: str) -> None:
+    q, k, v = qkv(device)
+    mask = torch.rand(37, 53, device=device) < 0.7
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(q, k, v, mask)
+        with flash_ext.activated():
+            forget_calls()
+            assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), expected)
+            torch.manual_seed(1)
+            dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert not served()
+    torch.manual_seed(1)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), dropped)
+
+
+@pytest.mark.usefixtures("active")
+def test_math_first_in_the_order(device: str) -> None:
+    q, k, v = (random(9, 16, device=device) for _ in range(3))  # torch has nothing but math for it
+    backends = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(backends, set_priority=True):
+        F.scaled_dot_product_attention(q, k, v)
+    assert served() == ({SDPA} if device == "cpu" else set())  # a CPU has no order
+    with sdpa_kernel(backends[::-1], set_priority=True):
+        F.scaled_dot_product_attention(q, k, v)
+    assert served() == {SDPA}
+
+
+@pytest.mark.usefixtures("active")
+def test_flash_is_not_served_where_it_is_switched_off() -> None:
+    q, k, v = qkv("cpu")
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        F.scaled_dot_product_attention(q, k, v)
+    assert not served()
+
+
+@pytest.mark.usefixtures("active")
+def test_errors_are_torchs(device: str) -> None:
+    q, k, v = qkv(device)
+    mask = torch.ones(37, 53, dtype=torch.bool, device=device)
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((q, k.double() if device == "cpu" else k.half(), v), {}),
+        ((q, k, v, mask.int()), {}),
+        ((q, k, v, mask[:5]), {}),
+        ((q, k[..., :8], v), {}),
+        ((q[0, 0], k, v[:, :1]), {"attn_mask": mask.expand(3, 2, 37, 53)}),
+        ((q, k[:, :3], v[:, :3]), {"enable_gqa": True, "attn_mask": mask}),
+        ((q, k, v), {"dropout_p": 1.5}),
+    ]
+    for args, options in wrong:
+        with pytest.raises((RuntimeError, ValueError)):
+            F.scaled_dot_product_attention(*args, **options)
+    assert not served()
+
+
+# ---- What goes on to torch ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("active")
+def test_large_head_dims_go_on_to_torch(device: str) -> None:
+    q, k, v = qkv(device, dims=(264, 264))
+    assert_right(F.scaled_dot_product_attention(q, k, v), (q, k, v), q, k, v)
+    assert not sdpa_provider.calls_served
+    passed_on = {name: count for name, count in sdpa_provider.calls_passed_on.items() if count}
+    if device == "cpu":
+        assert passed_on == {CPU_FLASH: 1, f"{CPU_FLASH}_backward": 1}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("active")
+def test_what_has_no_kernels_goes_on_to_torch() -> None:
+    q, k, v = qkv("cuda", torch.float64)
+    assert_right(F.scaled_dot_product_attention(q, k, v), (q, k, v), q, k, v)
+    assert not served()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", [*CUDA_BACKENDS.values()])
+def test_dropout_through_an_operator_is_torchs(name: str) -> None:
+    """Forward and backward, whether active or not."""
+    if name.endswith("cudnn_attention") and not torch.backends.cudnn.is_available():
+        pytest.skip("needs cuDNN")
+    operator = getattr(torch.ops.aten, name)
+    q, k, v = qkv("cuda", torch.bfloat16, seqlens=(128, 128), dims=(64, 64))
+    extra: tuple[Any, ...] = () if name.endswith("flash_attention") else (None, True)
+    results = []
+    for activate in (False, True):
+        torch.manual_seed(0)
+        if activate:
+            flash_ext.activate()
+        try:
+            out = operator(q, k, v, *extra, 0.5)[0]
+        finally:
+            flash_ext.deactivate()
+        results.append([out, *gradients(out, (q, k, v))])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+# ---- Dropout --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_dropout(device: str, kind: str) -> None:
+    q, k, v = qkv(device, seqlens=(64, 96), order="rows")
+    ones = torch.ones_like(v).requires_grad_()
+    mask = make_mask(kind, device, q.dtype, (64, 96))
+    torch.manual_seed(3)
+    out = F.scaled_dot_product_attention(q, k, ones, mask, dropout_p=0.25)
+    other = F.scaled_dot_product_attention(q, k, ones, mask, dropout_p=0.25)
+    assert abs(out.mean().item() - 1.0) < 0.02
+    assert not torch.equal(out, other)
+    torch.manual_seed(3)
+    assert torch.equal(F.scaled_dot_product_attention(q, k, ones, mask, dropout_p=0.25), out)
+    # What the backward drops is what the forward dropped: out is linear in v.
+    (gradient,) = torch.autograd.grad(out.sum(), ones)
+    torch.testing.assert_close((gradient * ones).sum(), out.sum(), rtol=1e-4, atol=1e-2)
+    assert served() == {SDPA}
+
+
+def test_backward_with_dropout_after_deactivation(device: str) -> None:
+    q, k, _ = qkv(device)
+    v = torch.ones_like(k).requires_grad_()
+    with flash_ext.activated():
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    (gradient,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(gradient.sum(), out.sum(), rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("active_first", [True, False])
+def test_forward_and_backward_by_different_kernels(device: str, active_first: bool) -> None:
+    for dtype in dtypes(device):
+        q, k, v = qkv(device, dtype, seqlens=(48, 48), dims=(32, 32))
+        if active_first:
+            with flash_ext.activated():
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            assert_right(out, (q, k, v), q, k, v, is_causal=True)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            with flash_ext.activated():
+                assert_right(out, (q, k, v), q, k, v, is_causal=True)
+
+
+# ---- Activation -----------------------------------------------------------------------------------------------------
+
+
+def registrations() -> list[str]:
+    names = {name for kernels in sdpa_provider.KERNELS.values() for name in kernels} | {SDPA, "_fused_sdp_choice"}
+    return [torch._C._dispatch_dump_table(f"aten::{name}") for name in sorted(names) if hasattr(torch.ops.aten, name)]
+
+
+def test_deactivation_restores_torch(device: str) -> None:
+    q, k, v = qkv(device)
+    before, table, tag = F.scaled_dot_product_attention(q, k, v), registrations(), torch.compiler.config.cache_key_tag
+    flash_ext.activate()
+    flash_ext.activate()
+    assert registrations() != table
+    assert not torch.equal(F.scaled_dot_product_attention(q, k, v), before) or device == "cpu"
+    assert torch.compiler.config.cache_key_tag != tag
+    flash_ext.deactivate()
+    flash_ext.deactivate()
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v), before)
+    assert registrations() == table
+    assert torch.compiler.config.cache_key_tag == tag
+
+
+def test_nested_activation() -> None:
+    assert not sdpa_provider.is_active()
+    with flash_ext.activated():
+        with flash_ext.activated():
+            assert sdpa_provider.is_active()
+        assert sdpa_provider.is_active()
+    assert not sdpa_provider.is_active()
+    with pytest.raises(ValueError, match="out"), flash_ext.activated():
+        raise ValueError("out")
+    assert not sdpa_provider.is_active()
+
+
+def test_torchs_registry() -> None:
+    assert "flash_ext" in torch.nn.attention.list_flash_attention_impls()
+    torch.nn.attention.activate_flash_attention_impl("flash_ext")  # type: ignore[arg-type]
+    try:
+        assert sdpa_provider.is_active()
+        assert torch.nn.attention.current_flash_attention_impl() == "flash_ext"
+    finally:
+        flash_ext.deactivate()
+    assert not sdpa_provider.is_active()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.skipif(not hasattr(_registry, "restore_flash_attention_impl"), reason="this torch cannot restore")
+def test_another_implementation_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = []
+
+    class Handle:
+        def remove(self) -> None:
+            log.append("removed")
+
+    def register() -> Handle:
+        log.append("registered")
+        return Handle()
+
+    monkeypatch.setattr(_registry, "_FLASH_ATTENTION_IMPLS", dict(_registry._FLASH_ATTENTION_IMPLS))
+    _registry.register_flash_attention_impl("other", register_fn=register)
+    _registry.activate_flash_attention_impl("other")
+    with flash_ext.activated():
+        assert log == ["registered", "removed"]
+    assert log == ["registered", "removed", "registered"]
+    assert _registry.current_flash_attention_impl() == "other"
+    _registry.restore_flash_attention_impl()
+
+
+def test_import_activates_nothing() -> None:
+    program = (
+        "import sys, torch\n"
+        "name = 'aten::scaled_dot_product_attention'\n"
+        "before = torch._C._dispatch_dump_table(name)\n"
+        "import flash_ext\n"
+        "assert torch._C._dispatch_dump_table(name) == before\n"
+        "assert torch.nn.attention.current_flash_attention_impl() is None\n"
+        "late = ('aten_attention', 'sdpa_routing')\n"
+        "assert not [m for m in sys.modules if m.split('.')[-1] in late], 'imported too early'\n"
+        "assert 'torch.utils.flop_counter' not in sys.modules and 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+# ---- What stands on it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_multihead_attention_in_training(device: str, batch_first: bool, masked: bool) -> None:
+    module = nn.MultiheadAttention(32, 4, batch_first=batch_first, device=device)
+    x = torch.randn(3, 9, 32, device=device)
+    padding = torch.arange(9, device=device) >= torch.tensor([9, 5, 7], device=device)[:, None] if masked else None
+    x = x if batch_first else x.transpose(0, 1)
+    expected, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
+    with flash_ext.activated():
+        forget_calls()
+        found, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
+        assert served()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert found.stride() == expected.stride()
+
+
+def test_transformer_layer_in_training(device: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True, device=device)
+    x = torch.randn(2, 9, 32, device=device, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    with flash_ext.activated():
+        forget_calls()
+        (found,) = torch.autograd.grad(layer(x).square().sum(), x)
+        assert served()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("active")
+def test_autocast(device: str) -> None:
+    q, k, v = qkv(device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+    assert out.dtype == dropped.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), by_hand(q, k, v, is_causal=True), rtol=3e-2, atol=3e-2)
+    assert served() >= {SDPA}
+
+
+@pytest.mark.usefixtures("active")
+def test_operators_keep_their_dtype_under_autocast() -> None:
+    q, k, v = qkv("cpu", requires_grad=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    assert out.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_checkpointing(device: str, use_reentrant: bool, dropout_p: float) -> None:
+    q, k, v = qkv(device)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, dropout_p=dropout_p)
+
+    torch.manual_seed(5)
+    expected = gradients(attend(q, k, v), (q, k, v))
+    torch.manual_seed(5)
+    out = torch.utils.checkpoint.checkpoint(attend, q, k, v, use_reentrant=use_reentrant)
+    for found, right in zip(gradients_by_backward(out, (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+
+
+def gradients_by_backward(out: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """As ``gradients``; checkpointing of the reentrant kind works with ``backward()`` alone."""
+    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+    (out * weight).sum().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_who_looks_on_sees_torchs_operators(device: str, kind: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = qkv(device, dtype)
+    mask = make_mask(kind, device, dtype, (37, 53))
+    with Names() as names:
+        F.scaled_dot_product_attention(q, k, v, mask)
+    assert any(name.startswith("aten::_scaled_dot_product_") for name in names.seen)
+    assert not any(name.startswith("flash_ext") for name in names.seen)
+    assert served()
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("options", ["plain", "causal", "bool", "bias", "dims", "gqa"])
+def test_compile(device: str, backend: str, options: str) -> None:
+    if backend == "inductor" and device == "cpu" and options not in ("plain", "bias"):
+        pytest.skip("compiling takes seconds")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    heads = (4, 2) if options == "gqa" else (4, 4)
+    q, k, v = qkv(device, dtype, dims=(16, 24 if options == "dims" else 16), order="heads", heads=heads)
+    mask = make_mask({"bool": "bool", "bias": "float"}.get(options, "none"), device, dtype, (1, 4, 37, 53))
+    leaves = [q, k, v] if mask is None or options == "bool" else [q, k, v, mask.requires_grad_()]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return 2 * F.scaled_dot_product_attention(
+            q + 1, k, v, mask, is_causal=options == "causal", enable_gqa=options == "gqa"
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    out, expected = compiled(q, k, v, mask), attend(q, k, v, mask)
+    assert out.stride() == expected.stride()
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if device == "cpu" else {"rtol": 5e-2, "atol": 5e-2}
+    for found, right in zip([out, *gradients(out, leaves)], [expected, *gradients(expected, leaves)], strict=True):
+        torch.testing.assert_close(found, right, **tolerance)
+    assert served()
+
+
+@pytest.mark.usefixtures("active")
+def test_compile_with_dropout_survives_deactivation(device: str) -> None:
+    q, k, _ = qkv(device, seqlens=(64, 64))
+    v = torch.ones_like(k).requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), fullgraph=True, backend="aot_eager"
+    )
+    out = compiled(q, k, v)
+    assert served() == {SDPA}
+    assert not torch.equal(compiled(q, k, v), out)
+    (gradient,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(gradient.sum(), out.sum(), rtol=1e-4, atol=1e-2)
+    flash_ext.deactivate()
+    assert abs(compiled(q, k, v).mean().item() - 1.0) < 0.05
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask) + F.scaled_dot_product_attention(q, k, v)
+
+
+def test_export_is_what_it_is_without(device: str) -> None:
+    q, k, v = qkv(device, requires_grad=False)
+    inputs = (q, k, v, torch.rand(37, 53, device=device) < 0.9)
+    graphs = []
+    for activate in (False, True):
+        if activate:
+            flash_ext.activate()
+        try:
+            program = torch.export.export(Attention(), inputs)
+            decomposed = program.run_decompositions()
+            torch.testing.assert_close(decomposed.module()(*inputs), Attention()(*inputs), rtol=1e-3, atol=1e-3)
+        finally:
+            flash_ext.deactivate()
+        graphs.append([[str(node.target) for node in p.graph.nodes] for p in (program, decomposed)])
+    assert graphs[0] == graphs[1]
+
+
+@pytest.mark.usefixtures("active")
+def test_transforms(device: str) -> None:
+    q, k, v = qkv(device, requires_grad=False)
+
+    def loss(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(by_hand(leaf, k, v, is_causal=True).square().sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(q), expected, rtol=1e-3, atol=1e-3)
+    samples = torch.stack([q, q + 1])
+    out = torch.vmap(lambda q: F.scaled_dot_product_attention(q, k, v))(samples)
+    torch.testing.assert_close(out, torch.stack([by_hand(x, k, v) for x in samples]), rtol=1e-3, atol=1e-3)
+    with sdpa_kernel(SDPBackend.MATH):
+        _, tangent = torch.func.jvp(loss, (q,), (q,))
+    torch.testing.assert_close(tangent, (expected * q).sum(), rtol=1e-3, atol=1e-1)
+
+
+@pytest.mark.usefixtures("active")
+def test_inference_mode(device: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.inference_mode():
+        q, k, v = qkv(device, dtype, requires_grad=False)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.testing.assert_close(out, by_hand(q, k, v, is_causal=True), rtol=3e-2, atol=3e-2)
+    assert served()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nested_tensors(device: str, is_causal: bool) -> None:
+    if is_causal and device == "cpu":
+        pytest.skip("torch has no causal attention of nested tensors on a CPU")
+    for dtype in (torch.float32,) if device == "cpu" else (torch.bfloat16, torch.float32):
+        offsets = cumulative([5, 11, 3], device).long()
+        leaves = [random(19, 4, 16, dtype=dtype, device=device).requires_grad_() for _ in range(3)]
+        results = []
+        for activate in (False, True):
+            if activate:
+                flash_ext.activate()
+                forget_calls()
+            try:
+                nested = [torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in leaves]
+                out = F.scaled_dot_product_attention(*nested, is_causal=is_causal).transpose(1, 2).values()
+                results.append([out, *gradients(out, leaves)])
+                if activate and device == "cuda":
+                    assert served()
+            finally:
+                flash_ext.deactivate()
+        tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("active")
+def test_cuda_graph() -> None:
+    q, k, v = qkv("cuda", torch.bfloat16, seqlens=(128, 128), dims=(64, 64))
+
+    def step() -> list[Tensor]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        q.copy_(random(2, 4, 128, 64, device="cuda"))
+    graph.replay()
+    for found, expected in zip(captured, step(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+# ---- varlen_attn ----------------------------------------------------------------------------------------------------
+
+
+varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+
+def varlen_attn(*args: Any, window_size: tuple[int, int]) -> Tensor:
+    """Of any torch: those up to 2.10 have is_causal and not windows."""
+    if "window_size" in varlen.varlen_attn.__annotations__:
+        out: Tensor = varlen.varlen_attn(*args, window_size=window_size)
+        return out
+    if window_size not in ((-1, -1), (-1, 0)):
+        pytest.skip("this torch's varlen_attn has no windows")
+    out = varlen.varlen_attn(*args, is_causal=window_size == (-1, 0))
+    return out
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (5, 0)], ids=str)
+def test_varlen_attn(device: str, window_size: tuple[int, int]) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    cu_q, cu_k = cumulative([5, 11, 3], device), cumulative([7, 11, 8], device)
+    q, k, v = (random(n, 4, 16, dtype=dtype, device=device).requires_grad_() for n in (19, 26, 26))
+    out = varlen_attn(q, k, v, cu_q, cu_k, 11, 11, window_size=window_size)
+    expected = flash_ext.attention(q, k, v, window_size=window_size, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    assert isinstance(expected, Tensor)
+    for found, right in zip(
+        [out, *gradients(out, (q, k, v))], [expected, *gradients(expected, (q, k, v))], strict=True
+    ):
+        torch.testing.assert_close(found, right)
+    assert served() == {"_flash_attention_forward", "_flash_attention_backward"}
+
+
+@pytest.mark.usefixtures("active")
+def test_varlen_attn_over_pages(device: str) -> None:
+    if "block_table" not in varlen.varlen_attn.__annotations__:
+        pytest.skip("this torch's varlen_attn has no pages")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q = random(19, 4, 16, dtype=dtype, device=device)
+    k, v = (random(6, 256, 2, 16, dtype=dtype, device=device) for _ in range(2))
+    table = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
+    lengths, cu_seqlens = torch.tensor([300, 31, 7], dtype=torch.int32, device=device), cumulative([5, 11, 3], device)
+    out = varlen.varlen_attn(
+        q, k, v, cu_seqlens, None, 11, 512, window_size=(-1, 0), enable_gqa=True, seqused_k=lengths, block_table=table
+    )
+    expected = flash_ext.decode(
+        q, k, v, cache_seqlens=lengths, block_table=table, cu_seqlens_q=cu_seqlens, max_seqlen_q=11, causal=True
+    )
+    torch.testing.assert_close(out, expected)
+    assert served() == {"_flash_attention_forward"}
+
+
+@pytest.mark.usefixtures("active")
+def test_varlen_attn_out(device: str) -> None:
+    if not hasattr(varlen, "varlen_attn_out"):
+        pytest.skip("this torch has no varlen_attn_out")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    cu_seqlens = cumulative([5, 11, 3], device)
+    q, k, v = (random(19, 4, 16, dtype=dtype, device=device) for _ in range(3))
+    out = torch.empty_like(q)
+    varlen.varlen_attn_out(out, q, k, v, cu_seqlens, cu_seqlens, 11, 11)
+    torch.testing.assert_close(out, flash_ext.attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens))
+    assert served() == {"_flash_attention_forward_no_dropout_inplace"}
