@@ -90,7 +90,7 @@ def activate() -> None:
 
     This covers ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer`` and every model that calls torch's function,
     on CUDA and CPU, forward and backward: masks, biases with gradient, float32, dropout, GQA, a head_dim of v that
-    differs. What is not supported runs by torch as before. ``sdpa_kernel(...)`` keeps its meaning: math is torch's math.
+    differs. What is not supported runs by torch as before. ``sdpa_kernel(...)`` keeps its meaning: math is torch's.
 
     The same as ``torch.nn.attention.activate_flash_attention_impl("flash_ext")``; it replaces another implementation of
     that registry. A second call does nothing. Functions that ``torch.compile`` compiled before keep the operators they
