@@ -18,7 +18,7 @@ import flash_ext._plan as _plan
 from flash_ext._build_info import build_info
 from flash_ext.functional import attention
 from flash_ext.integrations import sdpa_provider
-from flash_ext.planning import describe
+from flash_ext.planning import describe_device
 
 _OPERATIONS = ("forward", "backward", "decode")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -122,7 +122,7 @@ def _kernels_of(device: torch.device) -> Iterator[str]:
 
 def _kernel(operation: str, device: torch.device, dtype: torch.dtype) -> str:
     """Of a plain call, or an empty string."""
-    described = _plan.Problem(operation=operation, **describe(device, dtype), **_PROBE, softmax_scale=1.0)
+    described = _plan.Problem(operation=operation, **describe_device(device, dtype), **_PROBE, softmax_scale=1.0)
     if not _has_library(device) or not _plan.supports(described)[0]:
         return ""
     kernel: str = _plan.make_plan(described).kernel
@@ -205,7 +205,7 @@ def _problems_of_settings() -> Iterator[Problem]:
 def _problems_of(device: torch.device) -> Iterator[Problem]:
     if not _has_library(device):
         return  # the build's problem
-    described = describe(device, torch.bfloat16)
+    described = describe_device(device, torch.bfloat16)
     ok, reason = _plan.supports(_plan.Problem(operation="forward", **described))
     if not ok:
         yield Problem(f"{_name(device)} has no kernels ({reason})", "torch's own attention runs there")

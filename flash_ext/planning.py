@@ -53,7 +53,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **o
     try:
         check_tensors(q=q, k=k, v=v)
         _check_flags(options)
-        ok, reason = _plan.supports(_plan.Problem(operation=operation, **describe(q.device, q.dtype)))
+        ok, reason = _plan.supports(_plan.Problem(operation=operation, **describe_device(q.device, q.dtype)))
         if ok:
             with torch.no_grad():
                 _check_call(q, k, v, operation, options)
@@ -202,7 +202,7 @@ def _problem_of_decode(
 def _common(q: Tensor, k: Tensor, operation: str, o: ScoreOptions | DecodeOptions) -> dict[str, Any]:
     return dict(
         operation=operation,
-        **describe(q.device, q.dtype),
+        **describe_device(q.device, q.dtype),
         batch=q.shape[0] if o.cu_seqlens_q is None else o.cu_seqlens_q.shape[0] - 1,
         seqlen_q=q.shape[1] if o.cu_seqlens_q is None else _longest(o.cu_seqlens_q, o.max_seqlen_q, q.shape[0]),
         total_q=0 if o.cu_seqlens_q is None else q.shape[0],
@@ -227,7 +227,7 @@ def _longest(cu_seqlens: Tensor, max_seqlen: int, total: int) -> int:
     return min(bound, max(0, int(cu_seqlens.diff().max())))
 
 
-def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def describe_device(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """What the planner wants to know of them."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return dict(

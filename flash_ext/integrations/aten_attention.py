@@ -25,7 +25,7 @@ from flash_ext.functional import _allow_tf32
 from flash_ext.head_dims import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, cut_head_dim, pad_head_dim
 from flash_ext.integrations.layouts import BY_ROWS, Arrangement, arrangement_of, in_order_of
 from flash_ext.ops import DecodeOptions, ScoreOptions
-from flash_ext.planning import describe
+from flash_ext.planning import describe_device
 
 _OPS = torch.ops.flash_ext
 _FORWARD, _PLAIN = _OPS.attention_forward.default._handle, _OPS.attention_forward_plain.default._handle
@@ -44,7 +44,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @cache
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    described = describe(device, dtype)
+    described = describe_device(device, dtype)
     return all(_plan.supports(_plan.Problem(operation=name, **described))[0] for name in ("forward", "backward"))
 
 
