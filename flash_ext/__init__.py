@@ -26,6 +26,7 @@ from flash_ext.functional import (
 )
 from flash_ext.integrations import flop_counter as _flop_counter
 from flash_ext.integrations import sdpa_provider as _sdpa_provider
+from flash_ext.integrations.flash_attn import as_flash_attn
 from flash_ext.integrations.sdpa_provider import activate, activated, deactivate
 from flash_ext.masks import BlockMask
 from flash_ext.modules import MultiheadAttention, convert
@@ -42,6 +43,7 @@ __all__ = [
     "MultiheadAttention",
     "activate",
     "activated",
+    "as_flash_attn",
     "attention",
     "attention_weights",
     "build_info",

@@ -1,0 +1,175 @@
+"""``flash_attn.flash_attn_interface`` of version 2.8: what ``flash_ext`` has under these names, and the passes that
+ring attention and context parallelism are built of."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_ext import flash_attn_interface as own
+from flash_ext.integrations.flash_attn.passes import backward_pass, forward_pass, score_options
+
+USE_TRITON_ROCM = False
+
+Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
+
+
+def _takes_tensors_as_window(function: Callable[..., Any]) -> Callable[..., Any]:
+    """flash-attn takes a tensor of two integers where a window is meant."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("window_size"), Tensor):
+            kwargs["window_size"] = tuple(operator.index(side) for side in kwargs["window_size"])
+        return function(*args, **kwargs)
+
+    return call
+
+
+flash_attn_func = _takes_tensors_as_window(own.flash_attn_func)
+flash_attn_kvpacked_func = _takes_tensors_as_window(own.flash_attn_kvpacked_func)
+flash_attn_qkvpacked_func = _takes_tensors_as_window(own.flash_attn_qkvpacked_func)
+flash_attn_varlen_func = _takes_tensors_as_window(own.flash_attn_varlen_func)
+flash_attn_varlen_kvpacked_func = _takes_tensors_as_window(own.flash_attn_varlen_kvpacked_func)
+flash_attn_varlen_qkvpacked_func = _takes_tensors_as_window(own.flash_attn_varlen_qkvpacked_func)
+flash_attn_with_kvcache = _takes_tensors_as_window(own.flash_attn_with_kvcache)
+
+
+def _flash_attn_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> Forward:
+    """(out, softmax_lse, S_dmask, rng_state) of (batch, seqlen, heads, headdim), not recorded by autograd."""
+    window = (window_size_left, window_size_right)
+    options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes)
+    return forward_pass(q, k, v, dropout_p, return_softmax, options)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """Writes dq, dk and dv. Returns softmax_d, (batch, heads, seqlen_q), without the padding of flash-attn's."""
+    window = (window_size_left, window_size_right)
+    options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes)
+    return backward_pass(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+    num_splits: int = 0,
+) -> Forward:
+    """The same of packed sequences, with block_table of paged keys. zero_tensors: every row is written anyway."""
+    window = (window_size_left, window_size_right)
+    lengths: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
+    if block_table is None:
+        if leftpad_k is not None:
+            raise NotImplementedError("flash_ext: leftpad_k is supported with block_table only")
+        lengths |= dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k)
+        options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes, **lengths)
+        return forward_pass(q, k, v, dropout_p, return_softmax, options)
+    if dropout_p > 0:
+        raise NotImplementedError(f"flash_ext: dropout_p must be 0 with block_table, got {dropout_p}")
+    cache_seqlens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    lengths |= dict(cache_seqlens=cache_seqlens, block_table=block_table, cache_leftpad=leftpad_k)
+    options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes, **lengths)
+    with torch.no_grad():
+        out, lse = own._decode(q, k, v, num_splits=num_splits, **options)
+    return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """Writes dq, dk and dv. Returns softmax_d, (heads, total_q), without the padding of flash-attn's."""
+    window = (window_size_left, window_size_right)
+    lengths = dict(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+    )
+    options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes, **lengths)
+    return backward_pass(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def maybe_contiguous(x: Tensor | None) -> Tensor | None:
+    return x.contiguous() if x is not None and x.stride(-1) != 1 else x
+
+
+def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """The width of flash-attn's tiles of keys, to which its S_dmask is scaled. This one's is not: any width will do."""
+    return 128 if head_dim <= 64 else 64

@@ -1,0 +1,109 @@
+"""The forward and the backward on their own, as code calls them that merges and differentiates by itself.
+
+Neither is recorded by autograd. Queries that see nothing have lse -inf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_ext.argument_checks import check_tensors
+from flash_ext.functional import _score_options, attention, attention_weights, draw_rng_state
+from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim
+from flash_ext.ops import ScoreOptions, call
+
+_BACKWARD = torch.ops.flash_ext.attention_backward.default
+
+
+def score_options(
+    q: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float | None,
+    alibi_slopes: Tensor | None = None,
+    **lengths: Any,
+) -> dict[str, Any]:
+    """Options of ``flash_ext.attention``: the default scale is that of the head_dim that came, a softcap <= 0 is off
+    and so is a window below 0. ``lengths``: cu_seqlens_*, max_seqlen_*, seqused_*."""
+    return dict(
+        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        causal=causal,
+        window_size=(max(window[0], -1), max(window[1], -1)),
+        softcap=max(softcap or 0.0, 0.0),
+        alibi_slopes=alibi_slopes,
+        **lengths,
+    )
+
+
+def forward_pass(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, return_softmax: bool, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, softmax_lse, S_dmask, rng_state).
+
+    S_dmask is empty unless it is asked for and something is dropped; rng_state is int64 (2), what the backward has to
+    be given to drop the same.
+    """
+    check_head_dims({"q": q, "k": k}, {"v": v})
+    with torch.no_grad():
+        rng_state = draw_rng_state(q.device) if dropout_p > 0 else q.new_zeros(2, dtype=torch.int64)
+        if dropout_p > 0:
+            options = options | dict(dropout_p=dropout_p, rng_state=rng_state)
+        padded_q, padded_k = pad_head_dim(q), pad_head_dim(k)
+        out, lse = attention(padded_q, padded_k, pad_head_dim(v), return_lse=True, **options)
+        weights = q.new_empty(0)
+        if return_softmax and dropout_p > 0:
+            weights = attention_weights(padded_q, padded_k, lse, signed=True, **options)
+        return cut_head_dim(out, v.shape[-1]), lse, weights, rng_state
+
+
+def backward_pass(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    dropout_p: float,
+    deterministic: bool,
+    rng_state: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Writes dq, dk and dv into ``gradients``, those that are there, and returns the rows of dout * out, summed.
+
+    ``out`` and ``softmax_lse`` may be those of attention to more keys than k: the gradients are then its share.
+    """
+    check_tensors(dout=dout, out=out, softmax_lse=softmax_lse)
+    check_head_dims({"q": q, "k": k}, {"v": v, "out": out, "dout": dout})
+    with torch.no_grad():
+        if dropout_p > 0:
+            if rng_state is None:
+                raise ValueError("rng_state must be that of the forward with dropout_p > 0, got None")
+            options = options | dict(dropout_p=dropout_p, rng_state=rng_state)
+        padded_q, padded_k, padded_v, padded_out, padded_dout = (pad_head_dim(x) for x in (q, k, v, out, dout))
+        scores = ScoreOptions(*_score_options(padded_q, padded_k, **options))
+        needed = [x is not None for x in gradients]
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        made = call(
+            _BACKWARD,
+            padded_dout,
+            None,
+            padded_q,
+            padded_k,
+            padded_v,
+            padded_out,
+            softmax_lse.contiguous(),
+            deterministic,
+            *needed,
+            False,
+            False,
+            *scores,
+        )
+        for gradient, result, x in zip(gradients, made, (q, k, v), strict=False):
+            if gradient is not None:
+                gradient.copy_(cut_head_dim(result, x.shape[-1]))
+        return (dout * out).sum(-1, dtype=torch.float32).transpose(-1, -2).contiguous()

@@ -1,0 +1,435 @@
+"""flash_ext under the names of FlashAttention: what libraries import, and what it computes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from tests import reference
+from tests.oracle import cumulative, int32, random, random_rng
+
+
+@pytest.fixture
+def names() -> Iterator[None]:
+    with flash_ext.as_flash_attn(force=True):
+        yield
+
+
+def into_pages(caches: tuple[Tensor, Tensor], page_size: int) -> tuple[list[Tensor], Tensor]:
+    """(caches (pages, page_size, heads, head_dim) with their pages in another order, block_table)."""
+    batch, seqlen, *rest = caches[0].shape
+    order = torch.randperm(batch * seqlen // page_size, device=caches[0].device)
+    pages = [cache.reshape(-1, page_size, *rest)[order].contiguous() for cache in caches]
+    return pages, order.argsort().view(batch, -1).to(torch.int32)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+# ---- The names ------------------------------------------------------------------------------------------------------
+
+
+def test_what_libraries_import(names: None) -> None:
+    import flash_attn  # type: ignore[import-not-found]
+    import flash_attn_interface  # type: ignore[import-not-found]
+    from flash_attn.bert_padding import (  # type: ignore[import-not-found]  # noqa: F401
+        index_first_axis,
+        index_put_first_axis,
+        pad_input,
+        unpad_input,
+    )
+    from flash_attn.flash_attn_interface import (  # type: ignore[import-not-found]
+        _flash_attn_backward,
+        _flash_attn_forward,
+        _flash_attn_varlen_backward,
+        _flash_attn_varlen_forward,
+        _wrapped_flash_attn_backward,
+        _wrapped_flash_attn_forward,
+    )
+    from flash_attn.layers.rotary import apply_rotary_emb  # type: ignore[import-not-found]  # noqa: F401
+    from flash_attn.ops.triton.rotary import apply_rotary  # type: ignore[import-not-found]  # noqa: F401
+
+    assert flash_attn.__version__.startswith("2.8") and flash_attn_interface.__version__.startswith("3.")
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
+        ours, theirs = (inspect.signature(f) for f in (getattr(flash_ext, name), getattr(flash_attn, name)))
+        assert ours == theirs
+    for function in (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward):
+        assert inspect.isfunction(function)  # ring attention reads their arguments
+    assert list(inspect.signature(_flash_attn_varlen_backward).parameters)[:9] == [
+        *("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"),
+    ]
+    assert _wrapped_flash_attn_forward is _flash_attn_forward and _wrapped_flash_attn_backward is _flash_attn_backward
+    with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.losses"):
+        importlib.import_module("flash_attn.losses")
+
+
+def test_metadata(names: None) -> None:
+    for name in ("flash-attn", "flash_attn", "Flash.Attn"):
+        assert importlib.metadata.version(name).startswith("2.8")
+    assert importlib.metadata.version("flash-attn-3").startswith("3.")
+    packages = importlib.metadata.packages_distributions()
+    assert "flash-attn" in packages["flash_attn"] and "flash-attn-3" in packages["flash_attn_interface"]
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn_interface"):
+        assert importlib.util.find_spec(name) is not None
+
+
+def make_installation(folder: Path) -> None:
+    package = folder / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("real = True\n")
+    (package / "part.py").write_text("")
+
+
+def test_a_real_installation_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finders = list(sys.meta_path)
+    make_installation(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(RuntimeError, match=r"flash_attn is installed already .*force=True"):
+        flash_ext.as_flash_attn()
+    real = importlib.import_module("flash_attn")
+    part = importlib.import_module("flash_attn.part")
+    names = flash_ext.as_flash_attn(force=True)
+    assert importlib.import_module("flash_attn").flash_attn_func and "flash_attn.part" not in sys.modules
+    names.undo()
+    assert sys.modules["flash_attn"] is real and sys.modules["flash_attn.part"] is part
+    names.undo()
+    assert sys.meta_path == finders
+    for name in ("flash_attn", "flash_attn.part"):
+        del sys.modules[name]
+
+
+def test_twice_and_undone() -> None:
+    with flash_ext.as_flash_attn(force=True):
+        module = sys.modules["flash_attn"]
+        with flash_ext.as_flash_attn():
+            assert sys.modules["flash_attn"] is module
+        assert sys.modules["flash_attn"] is module
+    assert sys.modules.get("flash_attn") is not module
+
+
+def test_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    import transformers.utils.import_utils as memory
+
+    monkeypatch.setattr(memory, "is_torch_cuda_available", lambda: True)
+    installed = memory._is_package_available("flash_attn")[0]
+    assert memory.is_flash_attn_2_available() == installed  # remembered
+    with flash_ext.as_flash_attn(force=True):
+        assert memory.is_flash_attn_2_available() and memory.is_flash_attn_3_available()
+    assert memory.is_flash_attn_2_available() == installed
+    memory.is_flash_attn_2_available.cache_clear()
+    memory.is_flash_attn_3_available.cache_clear()
+
+
+# ---- Version 2: the passes ------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (5, 3)},
+    "softcap": {"softcap": 3.0, "causal": True},
+    "alibi": {"alibi": True},
+    "dropout": {"dropout_p": 0.3},
+}
+
+
+def passes(varlen: bool) -> tuple[Any, Any]:
+    from flash_attn import flash_attn_interface as f
+
+    if varlen:
+        return f._flash_attn_varlen_forward, f._flash_attn_varlen_backward
+    return f._flash_attn_forward, f._flash_attn_backward
+
+
+@pytest.mark.parametrize("head_dim", [32, 19])
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_passes(names: None, kind: str, varlen: bool, head_dim: int, device: str) -> None:
+    """Forward and backward on their own are those of ``flash_attn_func``."""
+    given = OPTIONS[kind]
+    lead_q, lead_k = ((2, 33), (2, 41)) if not varlen else ((66,), (82,))
+    q = random(*lead_q, 4, head_dim, device=device).requires_grad_()
+    k, v = (random(*lead_k, 2, head_dim, device=device).requires_grad_() for _ in range(2))
+    dout = random(*q.shape, device=device)
+    slopes = torch.rand(4, device=device) if given.get("alibi") else None
+    lengths: tuple[Any, ...] = ()
+    if varlen:
+        lengths = (cumulative([20, 46], device), cumulative([50, 32], device), 46, 50)
+    causal, window, softcap = given.get("causal", False), given.get("window", (-1, -1)), given.get("softcap", 0.0)
+    dropout_p = given.get("dropout_p", 0.0)
+    rest = (dropout_p, head_dim**-0.5, causal, *window, softcap, slopes)
+
+    forward, backward = passes(varlen)
+    with torch.no_grad():
+        out, lse, weights, rng_state = forward(q, k, v, *lengths, *rest, return_softmax=dropout_p > 0)
+        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+        rows = backward(dout, q, k, v, out, lse, dq, dk, dv, *lengths, *rest, False, rng_state)
+    assert out.shape == q.shape and rng_state.shape == (2,) and rng_state.dtype == torch.int64
+    assert_same(rows, (dout * out).sum(-1).transpose(-1, -2))
+    assert weights.numel() == 0 if dropout_p == 0 else (weights < 0).any()
+
+    options: dict[str, Any] = dict(causal=causal, window_size=window, softcap=softcap, alibi_slopes=slopes)
+    if varlen:
+        keys = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        options |= dict(zip(keys, lengths, strict=True))
+    if dropout_p:
+        options |= dict(dropout_p=dropout_p, rng_state=rng_state)
+    pad = -head_dim % 8
+    padded = (torch.nn.functional.pad(x, (0, pad)) for x in (q, k, v))
+    expected, expected_lse = flash_ext.attention(*padded, softmax_scale=head_dim**-0.5, return_lse=True, **options)
+    expected = expected[..., :head_dim]
+    assert_same(out, expected)
+    assert_same(lse, expected_lse)
+    for found, wanted in zip((dq, dk, dv), torch.autograd.grad(expected, (q, k, v), dout), strict=True):
+        assert_same(found, wanted)
+
+
+def test_passes_over_parts_of_the_keys(names: None, device: str) -> None:
+    """What ring attention does: forwards merged, and backwards with the lse of all keys, summed."""
+    forward, backward = passes(False)
+    q, k, v, dout = (random(1, 24, 2, 16, device=device) for _ in range(4))
+    rest = (0.0, 0.25, False, -1, -1, 0.0, None)
+    halves = [slice(0, 10), slice(10, 24)]
+    parts = [forward(q, k[:, keys], v[:, keys], *rest, False)[:2] for keys in halves]
+    out, lse = flash_ext.merge(*zip(*parts, strict=True))
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for keys in halves:
+        share = torch.empty_like(q)
+        backward(dout, q, k[:, keys], v[:, keys], out, lse, share, dk[:, keys], dv[:, keys], *rest, False)
+        dq += share
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = flash_ext.attention(*leaves)
+    assert_same(out, expected)
+    for found, wanted in zip((dq, dk, dv), torch.autograd.grad(expected, leaves, dout), strict=True):
+        assert_same(found, wanted)
+
+
+def test_only_gradients_that_are_asked_for(names: None, device: str) -> None:
+    forward, backward = passes(False)
+    q, k, v, dout = (random(1, 24, 2, 16, device=device) for _ in range(4))
+    rest = (0.0, 0.25, True, -1, -1, 0.0, None)
+    out, lse, *_ = forward(q, k, v, *rest, False)
+    everything = [torch.empty_like(x) for x in (q, k, v)]
+    backward(dout, q, k, v, out, lse, *everything, *rest, False)
+    dk = torch.empty_like(k)
+    backward(dout, q, k, v, out, lse, None, dk, None, *rest, False)
+    assert_same(dk, everything[1])
+    with pytest.raises(ValueError, match="rng_state must be that of the forward"):
+        backward(dout, q, k, v, out, lse, None, dk, None, 0.5, *rest[1:], False)
+
+
+@pytest.mark.op("attention_decode")
+def test_varlen_forward_over_pages(names: None, device: str) -> None:
+    forward, _ = passes(True)
+    lengths = [50, 17]
+    k, v = (random(2, 64, 2, 32, device=device) for _ in range(2))
+    (k_pages, v_pages), block_table = into_pages((k, v), 16)
+    q = random(5, 4, 32, device=device)
+    cu_seqlens_q, used = cumulative([2, 3], device), int32(lengths, device)
+    arguments = (cu_seqlens_q, cumulative(lengths, device), 3, 64, 0.0, 32**-0.5, True)
+    out, lse, _, _ = forward(q, k_pages, v_pages, *arguments, block_table=block_table, seqused_k=used)
+    rows = torch.cat([k[0, :50], k[1, :17]]), torch.cat([v[0, :50], v[1, :17]])
+    expected, expected_lse, _, _ = forward(q, *rows, *arguments)
+    assert_same(out, expected)
+    assert_same(lse, expected_lse)
+
+
+def test_windows_that_are_tensors(names: None, device: str) -> None:
+    from flash_attn import flash_attn_func
+
+    q, k, v = (random(1, 24, 2, 16, device=device) for _ in range(3))
+    found = flash_attn_func(q, k, v, window_size=torch.tensor([3, 5]))
+    assert torch.equal(found, flash_ext.flash_attn_func(q, k, v, window_size=(3, 5)))
+
+
+# ---- Version 3 ------------------------------------------------------------------------------------------------------
+
+
+def test_3_fourth_argument_is_the_scale(names: None, device: str) -> None:
+    import flash_attn_interface as fa3
+
+    q = random(2, 33, 4, 24, device=device).requires_grad_()
+    k, v = (random(2, 41, 2, 24, device=device).requires_grad_() for _ in range(2))
+    out, lse = fa3.flash_attn_func(q, k, v, 0.3, True, window_size=(9, 0), softcap=2.0, return_attn_probs=True)
+    options: dict[str, Any] = dict(softmax_scale=0.3, window_size=(9, 0), softcap=2.0, return_lse=True)
+    expected, expected_lse = flash_ext.attention(q, k, v, **options)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    tuned = fa3.flash_attn_func(q, k, v, 0.3, True, window_size=(9, 0), softcap=2.0, num_splits=3, pack_gqa=True)
+    assert torch.equal(tuned, out)
+    (dk,) = torch.autograd.grad(tuned.sum(), k)
+    assert_same(dk, torch.autograd.grad(expected.sum(), k)[0])
+    qkv = torch.stack([q, q, q], dim=2)
+    assert_same(fa3.flash_attn_qkvpacked_func(qkv, 0.3), flash_ext.attention(q, q, q, softmax_scale=0.3))
+    heads = torch.cat([q, k[:, :33], v[:, :33]], dim=2)
+    grouped = fa3.flash_attn_qkvpacked_func(heads, 0.3, num_heads_q=4)
+    assert_same(grouped, flash_ext.attention(q, k[:, :33], v[:, :33], softmax_scale=0.3))
+
+
+@pytest.mark.parametrize("dense", ["neither", "queries", "keys"])
+def test_3_varlen(names: None, dense: str, device: str) -> None:
+    import flash_attn_interface as fa3
+
+    lengths_q, lengths_k = ([20, 20], [32, 32]) if dense != "neither" else ([13, 27], [50, 14])
+    q = random(40, 4, 32, device=device)
+    k, v = (random(64, 2, 32, device=device) for _ in range(2))
+    cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
+    used = int32([11, 9], device)
+    expected, expected_lse = flash_ext.attention(
+        q, k, v, causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, seqused_k=used, return_lse=True
+    )
+    given: list[Any] = [q, k, v, cu_q, cu_k, max(lengths_q), max(lengths_k)]
+    if dense == "queries":
+        given[0], given[3], given[5] = q.unflatten(0, (2, 20)), None, None
+        expected, expected_lse = expected.unflatten(0, (2, 20)), expected_lse.unflatten(1, (2, 20)).transpose(0, 1)
+    if dense == "keys":
+        given[1:3] = k.unflatten(0, (2, 32)), v.unflatten(0, (2, 32))
+        given[4] = given[6] = None
+    out, lse = fa3.flash_attn_varlen_func(*given, seqused_k=used, causal=True, return_attn_probs=True)
+    assert_same(out, expected)
+    assert_same(lse, expected_lse)
+
+
+@pytest.mark.op("attention_decode_append")
+@pytest.mark.parametrize("packed", [False, True])
+def test_3_kvcache(names: None, packed: bool, device: str) -> None:
+    import flash_attn_interface as fa3
+
+    k, v = (random(2, 64, 2, 32, device=device) for _ in range(2))
+    (k_pages, v_pages), page_table = into_pages((k, v), 16)
+    cache_seqlens = int32([33, 7], device)
+    metadata = fa3.get_scheduler_metadata(2, 1, 64, 4, 2, 32, cache_seqlens)
+    options: dict[str, Any] = dict(causal=True, scheduler_metadata=metadata, return_softmax_lse=True)
+    if packed:
+        q, queries = random(5, 4, 32, device=device), dict(cu_seqlens_q=cumulative([2, 3], device), max_seqlen_q=3)
+        found = fa3.flash_attn_with_kvcache(
+            q, k_pages, v_pages, cache_seqlens=cache_seqlens, page_table=page_table, **queries, **options
+        )
+        expected = flash_ext.decode(q, k, v, cache_seqlens=cache_seqlens, causal=True, return_lse=True, **queries)
+    else:
+        q, new = random(2, 1, 4, 32, device=device), random(2, 2, 1, 2, 32, device=device)
+        found = fa3.flash_attn_with_kvcache(
+            q, k_pages, v_pages, *new, cache_seqlens=cache_seqlens, rotary_seqlens=cache_seqlens, page_table=page_table,
+            **options,
+        )  # fmt: skip
+        new_k, new_v = new
+        expected = flash_ext.decode(
+            q, k, v, k=new_k, v=new_v, cache_seqlens=cache_seqlens, causal=True, return_lse=True
+        )
+    out, lse, *rest = found
+    assert_same(out, expected[0])
+    assert_same(lse, expected[1])
+    assert len(rest) == 2
+
+
+@pytest.mark.op("merge")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_3_combine(names: None, dtype: torch.dtype, device: str) -> None:
+    import flash_attn_interface as fa3
+
+    outs = torch.randn(6, 2, 4, 9, 32, device=device).transpose(2, 3)[:3]
+    lses = torch.randn(3, 2, 8, 9, device=device).transpose(-1, -2)[..., :4]
+    out, lse = fa3.flash_attn_combine(outs, lses, out_dtype=dtype)
+    expected, expected_lse = reference.merge(outs, lses.transpose(-1, -2))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected.to(dtype))
+    assert_same(lse, expected_lse.transpose(-1, -2))
+    buffer = torch.empty_like(out)
+    assert fa3.flash_attn_combine(outs, lses, buffer)[0] is buffer
+    torch.testing.assert_close(buffer, out)
+
+
+def test_3_passes(names: None, device: str) -> None:
+    import flash_attn_interface as fa3
+
+    q = random(1, 24, 4, 16, device=device).requires_grad_()
+    k, v = (random(1, 24, 2, 16, device=device).requires_grad_() for _ in range(2))
+    dout = random(1, 24, 4, 16, device=device)
+    out, lse, *_ = fa3._flash_attn_forward(q, k, v, softmax_scale=0.3, causal=True)
+    assert not out.requires_grad
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    fa3._flash_attn_backward(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, softmax_scale=0.3, is_causal=True)
+    expected = flash_ext.attention(q, k, v, softmax_scale=0.3, causal=True)
+    for found, wanted in zip((dq, dk, dv), torch.autograd.grad(expected, (q, k, v), dout), strict=True):
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("argument", ["qv", "q_descale", "k_descale", "v_descale", "attention_chunk"])
+def test_3_refuses_by_name(names: None, argument: str) -> None:
+    import flash_attn_interface as fa3
+
+    q = random(1, 8, 2, 16)
+    value: Any = 4 if argument == "attention_chunk" else torch.ones(1, 2)
+    lengths = (cumulative([8]), cumulative([8]), 8, 8)
+    for call in (
+        lambda **given: fa3.flash_attn_func(q, q, q, **given),
+        lambda **given: fa3.flash_attn_varlen_func(q[0], q[0], q[0], *lengths, **given),
+        lambda **given: fa3.flash_attn_with_kvcache(q, q, q, **given),
+        lambda **given: fa3._flash_attn_forward(q, q, q, **given),
+    ):
+        with pytest.raises(NotImplementedError, match=f"flash_ext: {argument} is not supported, got"):
+            call(**{argument: value})
+
+
+# ---- Rotary and padding ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rotary(names: None, interleaved: bool, inplace: bool, device: str) -> None:
+    from flash_attn.layers.rotary import apply_rotary_emb
+    from flash_attn.ops.triton.rotary import apply_rotary
+
+    x = random(2, 9, 3, 32, device=device)
+    angle = torch.rand(40, 8, device=device) * 6
+    cos, sin = angle.cos(), angle.sin()
+    offsets = int32([3, 11], device)
+    rows = torch.arange(9, device=device)
+    expected = torch.stack([reference.rotate(x[b], cos, sin, rows + int(offsets[b]), interleaved) for b in range(2)])
+    given = x.clone()
+    found = apply_rotary_emb(given, cos, sin, interleaved, inplace, offsets)
+    assert_same(found, expected)
+    assert (found is given) == inplace
+    back = apply_rotary(found.clone(), cos, sin, seqlen_offsets=offsets, interleaved=interleaved, conjugate=True)
+    assert_same(back, x)
+
+    packed = torch.cat([x[0, :4], x[1]])
+    found = apply_rotary_emb(packed, cos, sin, interleaved, cu_seqlens=cumulative([4, 9], device))
+    each = [apply_rotary_emb(part[None], cos, sin, interleaved)[0] for part in (x[0, :4], x[1])]
+    assert_same(found, torch.cat(each))
+
+
+def test_padding_of_concatenated_sequences(names: None) -> None:
+    from flash_attn.bert_padding import index_put_first_axis, unpad_input_for_concatenated_sequences
+
+    x = random(3, 6, 2)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    tokens, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and longest == 6
+    assert torch.equal(tokens, torch.cat([x[0, :5], x[1, :5], x[2]]))
+    padded = index_put_first_axis(tokens, indices, 18).unflatten(0, (3, 6))
+    assert torch.equal(padded[0, :5], x[0, :5]) and not padded[:2, 5].any()
+
+
+def test_dropout_of_the_passes_is_drawn(names: None) -> None:
+    """The state that comes back is the one that dropped."""
+    forward, _ = passes(False)
+    q, k, v = (random(1, 24, 2, 16) for _ in range(3))
+    out, _, _, rng_state = forward(q, k, v, 0.5, 0.25, False, -1, -1, 0.0, None, True)
+    again = flash_ext.attention(q, k, v, softmax_scale=0.25, dropout_p=0.5, rng_state=rng_state)
+    assert torch.equal(out, again)
+    other = flash_ext.attention(q, k, v, softmax_scale=0.25, dropout_p=0.5, rng_state=random_rng())
+    assert not torch.equal(out, other)
