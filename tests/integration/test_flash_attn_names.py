@@ -248,14 +248,6 @@ def test_varlen_forward_over_pages(names: None, device: str) -> None:
     assert_same(lse, expected_lse)
 
 
-def test_windows_that_are_tensors(names: None, device: str) -> None:
-    from flash_attn import flash_attn_func
-
-    q, k, v = (random(1, 24, 2, 16, device=device) for _ in range(3))
-    found = flash_attn_func(q, k, v, window_size=torch.tensor([3, 5]))
-    assert torch.equal(found, flash_ext.flash_attn_func(q, k, v, window_size=(3, 5)))
-
-
 # ---- Version 3 ------------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +260,8 @@ def test_3_fourth_argument_is_the_scale(names: None, device: str) -> None:
     options: dict[str, Any] = dict(softmax_scale=0.3, window_size=(9, 0), softcap=2.0, return_lse=True)
     expected, expected_lse = flash_ext.attention(q, k, v, **options)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    tuned = fa3.flash_attn_func(q, k, v, 0.3, True, window_size=(9, 0), softcap=2.0, num_splits=3, pack_gqa=True)
+    window = torch.tensor([9, 0])
+    tuned = fa3.flash_attn_func(q, k, v, 0.3, True, window_size=window, softcap=2.0, num_splits=3, pack_gqa=True)
     assert torch.equal(tuned, out)
     (dk,) = torch.autograd.grad(tuned.sum(), k)
     assert_same(dk, torch.autograd.grad(expected.sum(), k)[0])
@@ -329,6 +322,12 @@ def test_3_kvcache(names: None, packed: bool, device: str) -> None:
         expected = flash_ext.decode(
             q, k, v, k=new_k, v=new_v, cache_seqlens=cache_seqlens, causal=True, return_lse=True
         )
+        swapped = fa3.flash_attn_with_kvcache(
+            q.flip(0), k_pages, v_pages, cache_seqlens=cache_seqlens.flip(0) + 1, page_table=page_table, causal=True,
+            cache_batch_idx=int32([1, 0], device),
+        )  # fmt: skip
+        longer = cache_seqlens + 1  # with the row that has been appended
+        assert_same(swapped.flip(0), flash_ext.decode(q, k, v, cache_seqlens=longer, causal=True))
     out, lse, *rest = found
     assert_same(out, expected[0])
     assert_same(lse, expected[1])

@@ -3,41 +3,36 @@ ring attention and context parallelism are built of."""
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_ext import flash_attn_interface as own
+from flash_ext.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 from flash_ext.integrations.flash_attn.passes import backward_pass, forward_pass, score_options
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 USE_TRITON_ROCM = False
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
-
-
-def _takes_tensors_as_window(function: Callable[..., Any]) -> Callable[..., Any]:
-    """flash-attn takes a tensor of two integers where a window is meant."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("window_size"), Tensor):
-            kwargs["window_size"] = tuple(operator.index(side) for side in kwargs["window_size"])
-        return function(*args, **kwargs)
-
-    return call
-
-
-flash_attn_func = _takes_tensors_as_window(own.flash_attn_func)
-flash_attn_kvpacked_func = _takes_tensors_as_window(own.flash_attn_kvpacked_func)
-flash_attn_qkvpacked_func = _takes_tensors_as_window(own.flash_attn_qkvpacked_func)
-flash_attn_varlen_func = _takes_tensors_as_window(own.flash_attn_varlen_func)
-flash_attn_varlen_kvpacked_func = _takes_tensors_as_window(own.flash_attn_varlen_kvpacked_func)
-flash_attn_varlen_qkvpacked_func = _takes_tensors_as_window(own.flash_attn_varlen_qkvpacked_func)
-flash_attn_with_kvcache = _takes_tensors_as_window(own.flash_attn_with_kvcache)
 
 
 def _flash_attn_forward(

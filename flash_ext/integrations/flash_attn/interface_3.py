@@ -7,6 +7,7 @@ FlashAttention-3 how to use a GPU and change no result; here the planner decides
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from flash_ext import flash_attn_interface as own
 from flash_ext.argument_checks import check_tensors
 from flash_ext.functional import attention, merge
 from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim
-from flash_ext.integrations.flash_attn.interface_2 import _takes_tensors_as_window, maybe_contiguous
+from flash_ext.integrations.flash_attn.interface_2 import maybe_contiguous
 from flash_ext.integrations.flash_attn.passes import backward_pass, score_options
 
 __all__ = [
@@ -40,7 +41,6 @@ def _show(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-@_takes_tensors_as_window
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -66,7 +66,6 @@ def flash_attn_func(
     return _attend(q, k, v, deterministic, return_attn_probs, options)
 
 
-@_takes_tensors_as_window
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -176,7 +175,6 @@ def _attend(
     return (out, lse) if return_lse else out
 
 
-@_takes_tensors_as_window
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -217,6 +215,8 @@ def flash_attn_with_kvcache(
         _refuse(rotary_seqlens=rotary_seqlens)
     new_k, new_v = ({} if x is None else {name: x} for name, x in (("k", k), ("v", v)))
     check_head_dims({"q": q, "k_cache": k_cache, **new_k}, {"v_cache": v_cache, **new_v})
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
@@ -236,7 +236,7 @@ def flash_attn_with_kvcache(
         max_seqlen_q=max_seqlen_q,
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=window_size,
+        window_size=(operator.index(window_size[0]), operator.index(window_size[1])),
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
@@ -328,12 +328,12 @@ def _flash_attn_forward(
     """(out, softmax_lse, and two empty tensors), not recorded by autograd."""
     _refuse(out_=out_)
     window = (window_size_left, window_size_right)
-    refused = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refused: dict[str, Any] = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     cached = (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin)
     with torch.no_grad():
         if any(x is not None for x in cached):
             _refuse(cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
-            return flash_attn_with_kvcache(
+            result: Any = flash_attn_with_kvcache(
                 q,
                 k,
                 v,
@@ -359,6 +359,7 @@ def _flash_attn_forward(
                 return_softmax_lse=True,
                 **refused,
             )
+            return result
         out, lse = flash_attn_varlen_func(
             q,
             k,

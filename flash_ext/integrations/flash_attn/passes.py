@@ -5,6 +5,7 @@ Neither is recorded by autograd. Queries that see nothing have lse -inf.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ def score_options(
     alibi_slopes: Tensor | None = None,
     **lengths: Any,
 ) -> dict[str, Any]:
-    """Options of ``flash_ext.attention``: the default scale is that of the head_dim that came, a softcap <= 0 is off
-    and so is a window below 0. ``lengths``: cu_seqlens_*, max_seqlen_*, seqused_*."""
+    """Options of ``flash_ext.attention``.
+
+    The default scale is that of the head_dim that came; a softcap <= 0 is off, and so is a side of the window below 0,
+    which may be a tensor of one number. ``lengths``: cu_seqlens_*, max_seqlen_*, seqused_*.
+    """
     return dict(
         softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         causal=causal,
-        window_size=(max(window[0], -1), max(window[1], -1)),
+        window_size=(max(operator.index(window[0]), -1), max(operator.index(window[1]), -1)),
         softcap=max(softcap or 0.0, 0.0),
         alibi_slopes=alibi_slopes,
         **lengths,
