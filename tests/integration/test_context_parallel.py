@@ -1,0 +1,490 @@
+"""Attention over ranks: each has a shard of the sequence, and together they are held against the oracle."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import flash_ext
+from flash_ext.integrations.distributed import context_parallel_attention, join_sequence, split_sequence
+from flash_ext.integrations.distributed.gather import _visited_chunks
+from flash_ext.integrations.distributed.passes import own_rng_state
+from flash_ext.integrations.distributed.shards import Problem, needed_chunks, pieces_by_chunk, pieces_of_shard
+from tests import reference
+from tests.oracle import (
+    Call,
+    Result,
+    assert_within_bound,
+    cancellation,
+    collect_gradients,
+    compute_dtype,
+    cumulative,
+    make_call,
+    random_rng,
+    rounding_of_products,
+    rounding_of_scores,
+    run_reference,
+    score_options,
+)
+
+METHODS = ("ring", "gather", "ulysses")
+LAYOUTS = ("contiguous", "zigzag")
+OF_ROWS = ("bias", "mask")  # options of which a rank has its own rows
+SUMMED = ("bias", "sink")  # of which all ranks have a copy, if it has no rows
+
+
+# ---- Processes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Task:
+    call: Call
+    layout: str
+    method: str
+    gradients_of: tuple[str, ...]
+
+
+def on_rank(task: Task, device: str) -> Result:
+    """What one rank computes of it."""
+
+    def to(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor | flash_ext.BlockMask) else x
+
+    def own(x: Tensor, dim: int) -> Tensor:
+        return split_sequence(to(x), None, layout=task.layout, dim=dim).contiguous()  # type: ignore[arg-type]
+
+    call, dim = task.call, 0 if task.call.varlen else 1
+    options = {name: to(value) for name, value in call.options.items()}
+    for name in OF_ROWS:
+        if name in options and options[name].shape[2] > 1:
+            options[name] = own(options[name], 2)
+    if options.get("cu_seqlens_q") is not None and torch.equal(options["cu_seqlens_q"], options["cu_seqlens_k"]):
+        options["cu_seqlens_k"] = options["cu_seqlens_q"]
+    mine = replace(
+        call,
+        q=own(call.q, dim),
+        k=own(call.k, dim),
+        v=own(call.v, dim),
+        options=options,
+        grad_out=None if call.grad_out is None else own(call.grad_out, dim),
+        grad_lse=None if call.grad_lse is None else own(call.grad_lse, 1 if call.varlen else 2),
+    )
+    leaves = {name: x.detach().requires_grad_(name in task.gradients_of) for name, x in mine.inputs().items()}
+    given = {**options, **leaves}
+    out, lse = context_parallel_attention(
+        given.pop("q"),
+        given.pop("k"),
+        given.pop("v"),
+        None,
+        layout=task.layout,  # type: ignore[arg-type]
+        method=task.method,  # type: ignore[arg-type]
+        return_lse=True,
+        **given,
+    )
+    return collect_gradients(mine, out, lse, {name: leaves[name] for name in task.gradients_of})
+
+
+def join(task: Task, name: str, x: Tensor) -> Tensor:
+    """A result of all ranks, of those that each of them has."""
+    if name[1:] in SUMMED and (name == "dsink" or task.call.options["bias"].shape[2] == 1):
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+    packed = task.call.varlen
+    dim = {"lse": 1 if packed else 2, "dbias": 2}.get(name, 0 if packed else 1)
+    return join_sequence(x, None, layout=task.layout, dim=dim)  # type: ignore[arg-type]
+
+
+def serve(rank: int, world: int, device: str, store: str, tasks: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    while (task := tasks.get()) is not None:
+        try:
+            if isinstance(task, Task):
+                found = on_rank(task, device)
+                answer: Any = {name: join(task, name, x).cpu() for name, x in found.items()}
+            else:
+                answer = task(device)
+        except Exception as error:
+            answer = (type(error), str(error), traceback.format_exc())
+        results.put((rank, answer))
+    dist.destroy_process_group()
+
+
+class Pool:
+    """Processes of one group, which live as long as the tests of this file."""
+
+    def __init__(self, world: int, device: str, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self.world = world
+        self._results = context.Queue()
+        self._tasks = [context.Queue() for _ in range(world)]
+        store = str(folder / "store")
+        self._processes = [
+            context.Process(target=serve, args=(rank, world, device, store, self._tasks[rank], self._results))
+            for rank in range(world)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, task: Task | Callable[[str], Any]) -> Any:
+        """What rank 0 answers; an error of any rank is raised."""
+        for queue in self._tasks:
+            queue.put(task)
+        answers = dict(self._results.get(timeout=120) for _ in range(self.world))
+        for rank in range(self.world):
+            if isinstance(answers[rank], tuple):
+                kind, message, trace = answers[rank]
+                raise kind(f"{message}\non rank {rank}: {trace}")
+        return answers[0]
+
+    def close(self) -> None:
+        for queue in self._tasks:
+            queue.put(None)
+        for process in self._processes:
+            process.join(timeout=30)
+            if process.is_alive():
+                process.kill()
+
+
+_pools: dict[tuple[int, str], Pool] = {}
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, str], Pool]]:
+    def get(world: int, device: str) -> Pool:
+        if device == "cuda" and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs")
+        if (world, device) not in _pools:
+            _pools[world, device] = Pool(world, device, tmp_path_factory.mktemp("group"))
+        return _pools[world, device]
+
+    yield get
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
+
+
+# ---- Against the oracle ---------------------------------------------------------------------------------------------
+
+
+def assert_matches(
+    pool: Pool, call: Call, layout: str, method: str, gradients_of: tuple[str, ...] | None = None
+) -> None:
+    """``assert_matches_oracle``, of the result that the ranks have together."""
+    gradients_of = tuple(call.inputs()) if gradients_of is None else gradients_of
+    call = call if call.grad_out is not None or call.grad_lse is not None else call.with_random_gradients()
+    found = pool.run(Task(call, layout, method, gradients_of))
+    ref = run_reference(call, torch.float64, gradients_of)
+    low = run_reference(call, call.dtype, gradients_of)
+    if call.dtype == torch.bfloat16:
+        low["lse"] = run_reference(call, torch.float32)["lse"]
+    factor = 3.0 if call.options.get("softcap") else 2.0
+    assert found.keys() == ref.keys()
+    for name in ref:
+        slack = rounding_of_scores(call.lse_dtype, ref["lse"], ref[name])
+        if name not in ("out", "lse"):
+            slack += rounding_of_products(call, ref[name])
+        if name not in ("out", "lse", "dv"):
+            slack += cancellation(call, ref["out"])
+        if name == "dsink":
+            slack += 1e-3 * float(ref[name].abs().max())  # a sum over all rows, in another order
+        assert found[name].shape == ref[name].shape
+        assert_within_bound(name, found[name], ref[name], low[name], compute_dtype(call, name), factor, slack)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (7, 0)},
+    "window of both sides": {"window_size": (5, 9)},
+    "narrow window": {"window_size": (1, 1)},
+    "softcap": {"causal": True, "softcap": 2.0, "softmax_scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_masks(pools: Any, kind: str, layout: str, method: str, device: str) -> None:
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    call = make_call(1, 48, 48, heads_q=4, heads_kv=2, head_dim=16, dtype=dtype, **OPTIONS[kind])
+    assert_matches(pools(2, device), call, layout, method)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_dtypes(pools: Any, method: str, dtype: torch.dtype, device: str) -> None:
+    call = make_call(2, 64, 64, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16, dtype=dtype, causal=True)
+    assert_matches(pools(2, device), call, "zigzag", method)
+
+
+@pytest.mark.parametrize(("layout", "method"), [("zigzag", "ring"), ("contiguous", "gather"), ("zigzag", "ulysses")])
+@pytest.mark.parametrize("kind", ["causal", "window of both sides"])
+def test_three_ranks(pools: Any, kind: str, layout: str, method: str, device: str) -> None:
+    call = make_call(1, 60, 60, heads_q=6, heads_kv=3, head_dim=16, dtype=torch.float32, **OPTIONS[kind])
+    assert_matches(pools(3, device), call, layout, method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(16, 48), (48, 16)])
+@pytest.mark.parametrize("top_left", [False, True])
+def test_queries_and_keys_of_other_lengths(
+    pools: Any, seqlen_q: int, seqlen_k: int, top_left: bool, method: str, device: str
+) -> None:
+    options: dict[str, Any] = dict(causal=True, top_left=top_left)
+    call = make_call(1, seqlen_q, seqlen_k, heads_q=2, heads_kv=2, head_dim=16, dtype=torch.float32, **options)
+    assert_matches(pools(2, device), call, "contiguous", method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(1, 4, 48, 48), (2, 1, 48, 48), (2, 4, 1, 48), (1, 1, 48, 1)])
+def test_bias_and_sink(pools: Any, shape: tuple[int, ...], layout: str, method: str, device: str) -> None:
+    options = dict(causal=True, bias=torch.randn(shape), sink=torch.randn(4))
+    call = make_call(2, 48, 48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, **options)
+    assert_matches(pools(2, device), call, layout, method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_mask(pools: Any, method: str, device: str) -> None:
+    mask = torch.rand(2, 1, 48, 48) < 0.6
+    mask[:, :, 5] = False  # a query that sees nothing
+    call = make_call(2, 48, 48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, mask=mask, sink=torch.randn(4))
+    assert_matches(pools(2, device), call, "zigzag", method)
+    keys = torch.rand(2, 1, 1, 48) < 0.6
+    assert_matches(pools(2, device), call.with_options(mask=keys), "contiguous", method)
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["causal", "window", "full", "alibi", "sink"])
+def test_varlen(pools: Any, kind: str, layout: str, method: str, device: str) -> None:
+    """Sequences of which some lie on both ranks, and some are empty."""
+    options: dict[str, Any] = {"alibi": {"causal": True, "alibi_slopes": torch.rand(4)}, **OPTIONS}.get(kind, {})
+    if kind == "sink":
+        options = {"causal": True, "sink": torch.randn(4)}
+    cu_seqlens = cumulative([5, 0, 30, 1, 12])
+    lengths = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=30, max_seqlen_k=30)
+    call = make_call(
+        seqlen_q=48, seqlen_k=48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, **lengths, **options
+    )
+    assert_matches(pools(2, device), call, layout, method)
+
+
+@pytest.mark.parametrize(("top_left", "method"), [(False, "gather"), (False, "ulysses"), (True, "ulysses")])
+def test_varlen_of_other_lengths(pools: Any, top_left: bool, method: str, device: str) -> None:
+    lengths_q, lengths_k = [5, 30, 13], [20, 4, 8]
+    options: dict[str, Any] = dict(cu_seqlens_q=cumulative(lengths_q), cu_seqlens_k=cumulative(lengths_k))
+    options |= dict(max_seqlen_q=30, max_seqlen_k=20, causal=True, top_left=top_left)
+    call = make_call(seqlen_q=48, seqlen_k=32, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, **options)
+    assert_matches(pools(2, device), call, "contiguous", method)
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_block_mask(pools: Any, heads: int, method: str, device: str) -> None:
+    visible = torch.rand(1, heads, 128, 128) < 0.3
+    visible &= (torch.rand(1, heads, 4, 4) < 0.5).repeat_interleave(32, 2).repeat_interleave(32, 3)
+    mask = flash_ext.BlockMask.from_dense(visible, (32, 32))
+    call = make_call(1, 128, 128, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, block_mask=mask)
+    assert_matches(pools(2, device), replace(call, block_visible=visible), "zigzag", method)
+
+
+def test_alibi(pools: Any, device: str) -> None:
+    call = make_call(1, 48, 48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32)
+    call = call.with_options(causal=True, alibi_slopes=torch.rand(4), window_size=(20, 0))
+    for layout, method in itertools.product(LAYOUTS, ("auto", "ulysses")):
+        assert_matches(pools(2, device), call, layout, method)
+    assert_matches(pools(2, device), call.with_options(causal=False, window_size=(-1, -1)), "zigzag", "ulysses")
+
+
+@pytest.mark.parametrize("needed", [("q",), ("k",), ("v", "sink"), ("bias",)])
+@pytest.mark.parametrize("method", METHODS)
+def test_some_gradients(pools: Any, method: str, needed: tuple[str, ...], device: str) -> None:
+    options = dict(causal=True, bias=torch.randn(1, 4, 48, 48), sink=torch.randn(4))
+    call = make_call(1, 48, 48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, **options)
+    assert_matches(pools(2, device), call, "zigzag", method, needed)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradient_of_lse_alone(pools: Any, method: str, device: str) -> None:
+    call = make_call(1, 48, 48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, causal=True)
+    call = replace(call.with_random_gradients(), grad_out=None)
+    assert_matches(pools(2, device), call, "contiguous", method, ("q", "k"))
+
+
+@pytest.mark.parametrize(("layout", "method"), [("zigzag", "ring"), ("contiguous", "ring"), ("contiguous", "gather")])
+def test_dropout(pools: Any, layout: str, method: str, device: str) -> None:
+    """Each piece draws bits of its own; put together, they are the mask that out and gradients have."""
+    world, rows, p, rng_state = 2, 24, 0.4, random_rng()
+    call = make_call(1, 48, 48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, causal=True)
+    call = call.with_options(dropout_p=p, rng_state=rng_state).with_random_gradients()
+    problem = Problem(world, layout, rows, rows, -1, 0, False)  # type: ignore[arg-type]
+    keep = torch.zeros(1, 4, 48, 48, dtype=torch.bool)
+    everything = split_of(torch.arange(48), world, layout)
+    for rank, owner in itertools.product(range(world), repeat=2):
+        here = everything[owner].chunk(problem.chunks_per_rank)
+        needed = needed_chunks(problem, rank, owner)
+        columns = torch.cat([here[n] for n in needed]) if needed else torch.zeros(0, dtype=torch.long)
+        pieces = [(piece, columns) for piece in pieces_of_shard(problem, rank, owner)]
+        if method == "gather":  # one piece for each rank, of all keys up to its last query
+            whole = torch.arange((rank + 1) * rows)
+            piece = problem_piece(problem, rank)
+            pieces = [(piece, whole)] if owner == 0 else []
+        for piece, where in pieces:
+            i, j = everything[rank][piece.rows], where[piece.keys]
+            state = own_rng_state(rng_state, piece.number)
+            keep[:, :, i[:, None], j] = reference.dropout_keep(state, p, 1, 4, len(i), len(j))
+    found = pools(world, device).run(Task(call, layout, method, ("q", "k", "v")))
+    leaves = {name: x.double().requires_grad_() for name, x in call.inputs().items()}
+    options = replace(score_options(call.with_options(dropout_p=0.0), leaves), keep=keep, dropout_p=p)
+    out, lse, _ = reference.attention(leaves["q"], leaves["k"], leaves["v"], options)
+    expected = collect_gradients(call, out, lse, leaves)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=1e-4, atol=1e-4)
+
+
+def problem_piece(problem: Problem, rank: int) -> Any:
+    from flash_ext.integrations.distributed.shards import band
+
+    return band(problem, rank * problem.rows_q, problem.rows_q, 0, (rank + 1) * problem.rows_k)
+
+
+def test_dropout_of_ulysses(pools: Any, device: str) -> None:
+    call = make_call(1, 48, 48, heads_q=4, heads_kv=4, head_dim=16, dtype=torch.float32)
+    v = torch.ones_like(call.v)
+    call = replace(call, v=v).with_options(dropout_p=0.5, rng_state=random_rng())
+    found = pools(2, device).run(Task(call, "contiguous", "ulysses", ()))["out"]
+    halves = found[:, :, :2], found[:, :, 2:]
+    assert abs(found.mean().item() - 1) < 0.1 and not torch.equal(*halves)
+
+
+# ---- Refusals and neighbours ----------------------------------------------------------------------------------------
+
+
+def refusal(pool: Pool, call: Call, **how: Any) -> str:
+    how = {"layout": "contiguous", "method": "ring", **how}
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        pool.run(Task(call, how["layout"], how["method"], ()))
+    return str(error.value)
+
+
+def test_refusals(pools: Any, device: str) -> None:
+    pool = pools(2, device)
+    call = make_call(1, 48, 48, heads_q=3, heads_kv=3, head_dim=16, dtype=torch.float32)
+    assert "method must be one of auto, ring, gather, ulysses, got 'rink'" in refusal(pool, call, method="rink")
+    assert "q must have a number of heads that 2 ranks divide" in refusal(pool, call, method="ulysses")
+    alibi = call.with_options(alibi_slopes=torch.rand(3))
+    assert "alibi_slopes is not supported with method 'ring', but with 'gather'" in refusal(pool, alibi)
+    assert "alibi_slopes without a causal mask" in refusal(pool, alibi, method="gather")
+    odd = make_call(1, 50, 50, heads_q=2, heads_kv=2, head_dim=16, dtype=torch.float32)
+    assert "x must have a multiple of 4 rows" in refusal(pool, odd, layout="zigzag")
+    used = call.with_options(seqused_k=torch.tensor([3], dtype=torch.int32))
+    assert "seqused_k is not supported with method 'ring', but with 'ulysses'" in refusal(pool, used)
+    mask = flash_ext.BlockMask.causal(48, 48, (32, 32))
+    assert "must have rows of blocks that divide the 24 queries" in refusal(
+        pool, call.with_options(block_mask=mask), method="gather"
+    )
+
+
+def train(device: str) -> float:
+    """Loss of a step in which only some ranks' results are used, and attention is recomputed in the backward."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 16, 2, 16, device=device, requires_grad=True)
+
+    def attend(x: Tensor) -> Tensor:
+        out = context_parallel_attention(x, x, x, None, layout="zigzag", causal=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    out = torch.utils.checkpoint.checkpoint(attend, x, use_reentrant=False)
+    (out.sum() * dist.get_rank()).backward()
+    assert x.grad is not None and bool(x.grad.isfinite().all())
+    return float(x.grad.abs().sum())
+
+
+def test_checkpoint_and_unused_results(pools: Any, device: str) -> None:
+    assert pools(2, device).run(train) > 0  # rank 0's keys, by what rank 1 made of them
+
+
+def test_docstrings_name_their_arguments() -> None:
+    for function in (context_parallel_attention, split_sequence, join_sequence):
+        text = function.__doc__ or ""
+        assert "Returns:" in text and "Raises:" in text and "layout" in text
+
+
+# ---- Plans, without processes ---------------------------------------------------------------------------------------
+
+
+def split_of(x: Tensor, world: int, layout: str) -> list[Tensor]:
+    """Of a vector, each rank's part."""
+    if layout == "contiguous":
+        return list(x.chunk(world))
+    chunks = x.chunk(2 * world)
+    return [torch.cat([chunks[rank], chunks[2 * world - 1 - rank]]) for rank in range(world)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_pieces_cover_what_is_visible(world: int, layout: str) -> None:
+    """Every visible pair is in one piece, every other one in none, and what is not needed does not travel."""
+    sizes = [(8, 8), (4, 12), (12, 4)]
+    windows = [(-1, -1), (-1, 0), (0, 0), (3, 0), (9, 0), (2, 5), (-1, 3), (20, -1), (0, 7)]
+    for (rows_q, rows_k), (left, right), top_left in itertools.product(sizes, windows, (False, True)):
+        problem = Problem(world, layout, rows_q, rows_k, left, right, top_left)  # type: ignore[arg-type]
+        i, j = torch.arange(world * rows_q)[:, None], torch.arange(world * rows_k)
+        distance = j - i - problem.offset
+        visible = ((distance >= -left) | (left < 0)) & ((distance <= right) | (right < 0))
+        queries, keys = split_of(i[:, 0], world, layout), split_of(j, world, layout)
+        for ways in (pieces_of_shard, lambda *x: [piece for piece, _ in pieces_by_chunk(*x)]):
+            count = torch.zeros(visible.shape, dtype=torch.long)
+            for rank, owner in itertools.product(range(world), repeat=2):
+                chunks = keys[owner].chunk(problem.chunks_per_rank)
+                here = [chunks[n] for n in needed_chunks(problem, rank, owner)]
+                for piece in ways(problem, rank, owner):
+                    rows, columns = queries[rank][piece.rows], torch.cat(here)[piece.keys]
+                    a, b = torch.arange(len(rows))[:, None], torch.arange(len(columns))
+                    inside = b - a - (0 if piece.top_left else len(columns) - len(rows))
+                    lower, upper = piece.window
+                    assert lower >= -1 and upper >= -1
+                    shown = ((inside >= -lower) | (lower < 0)) & ((inside <= upper) | (upper < 0))
+                    count[rows[:, None], columns] += shown
+            assert torch.equal(count, visible.long()), (problem, ways)
+
+
+def test_only_what_is_needed_travels() -> None:
+    causal = Problem(4, "contiguous", 8, 8, -1, 0, False)
+    assert [[needed_chunks(causal, r, o) for o in range(4)] for r in (0, 2)] == [
+        [(0,), (), (), ()],
+        [(0,), (0,), (0,), ()],
+    ]
+    window = Problem(4, "contiguous", 8, 8, 3, 0, False)
+    assert [needed_chunks(window, 2, o) for o in range(4)] == [(), (0,), (0,), ()]
+    zigzag = Problem(2, "zigzag", 8, 8, -1, 0, False)
+    # Rank 0 has chunks 0 and 3, rank 1 has 1 and 2: rank 1 needs of rank 0 the first half alone.
+    assert needed_chunks(zigzag, 1, 0) == (0,) and needed_chunks(zigzag, 0, 1) == (0, 1)
+    assert len(pieces_of_shard(zigzag, 0, 1)) == len(pieces_of_shard(zigzag, 1, 0)) == 1
+
+
+def test_visited_chunks_of_a_block_mask() -> None:
+    visible = torch.rand(2, 3, 256, 256) < 0.01
+    visible &= (torch.rand(2, 3, 8, 8) < 0.2).repeat_interleave(32, 2).repeat_interleave(32, 3)
+    mask = flash_ext.BlockMask.from_dense(visible, (32, 96))
+    problem = Problem(4, "contiguous", 64, 64, -1, -1, False)
+    blocks = torch.nn.functional.pad(visible, (0, 32)).view(2, 3, 8, 32, 3, 96).any(5).any(3)  # as the kernel visits
+    keys = blocks.repeat_interleave(96, 3)[..., :256].view(2, 3, 4, 2, 4, 64)
+    assert _visited_chunks(mask, problem) == keys.any(5).any(3).any(1).any(0).tolist()
