@@ -488,3 +488,16 @@ def test_visited_chunks_of_a_block_mask() -> None:
     blocks = torch.nn.functional.pad(visible, (0, 32)).view(2, 3, 8, 32, 3, 96).any(5).any(3)  # as the kernel visits
     keys = blocks.repeat_interleave(96, 3)[..., :256].view(2, 3, 4, 2, 4, 64)
     assert _visited_chunks(mask, problem) == keys.any(5).any(3).any(1).any(0).tolist()
+
+
+def test_benchmark(tmp_path: Path) -> None:
+    from benchmarks.context_parallel import main
+    from benchmarks.report import read
+
+    sizes = ["--seqlen", "64", "--heads", "2", "--head-dim", "16", "--dtype", "float32"]
+    file = tmp_path / "run.json"
+    how = ["--device", "cpu", "--ranks", "2", "--rounds", "1", "--methods", "ring", "gather", "--json", str(file)]
+    assert main([*how, *sizes]) == 0
+    (row,) = read(file).rows
+    assert set(row.measured) == {"flash_ext", "flash_ext, gather", "flash_ext, one"}
+    assert row.figures["x one"] > 0 and row.figures["x one at 64"] > 0

@@ -23,7 +23,7 @@ from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
 from flash_ext.integrations.distributed.ulysses import ulysses
 
-__all__ = ["context_parallel_attention", "join_sequence", "split_sequence"]
+__all__ = ["Layout", "Method", "context_parallel_attention", "join_sequence", "split_sequence"]
 
 Method = Literal["auto", "ring", "gather", "ulysses"]
 
