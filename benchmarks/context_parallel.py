@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import spawn
+from torch.multiprocessing.spawn import spawn
 
 import flash_ext
 from benchmarks import report

@@ -501,3 +501,83 @@ def test_benchmark(tmp_path: Path) -> None:
     (row,) = read(file).rows
     assert set(row.measured) == {"flash_ext", "flash_ext, gather", "flash_ext, one"}
     assert row.figures["x one"] > 0 and row.figures["x one at 64"] > 0
+
+
+# ---- DTensor and FSDP -----------------------------------------------------------------------------------------------
+
+
+def on_dtensors(device: str) -> None:
+    """Batch entries or heads stay where they are, and so do gradients; a bias of all has its gradient summed."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    from flash_ext.integrations.distributed.dtensor import register_dtensor
+
+    register_dtensor()
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    q = torch.randn(2, 16, 4, 16, device=device)
+    k, v = torch.randn(2, 2, 12, 2, 16, device=device)
+    bias, sink = torch.randn(1, 4, 16, 12, device=device), torch.randn(4, device=device)
+    grad = torch.randn(2, 16, 4, 16, device=device)
+    for with_options, side in itertools.product((False, True), (0, 2, 1)):
+        plain = [x.clone().requires_grad_() for x in (q, k, v, bias, sink)]
+        shards = [Shard(side)] * 3 + [Shard(1) if side == 2 else Replicate(), Shard(0) if side == 2 else Replicate()]
+        leaves = [
+            distribute_tensor(x, mesh, [place]).requires_grad_()
+            for x, place in zip((q, k, v, bias, sink), shards, strict=True)
+        ]
+        results = []
+        for tensors in (plain, leaves):
+            options: dict[str, Any] = dict(bias=tensors[3], sink=tensors[4]) if with_options else {}
+            out = flash_ext.attention(*tensors[:3], causal=True, **options)
+            assert isinstance(out, Tensor)
+            given = grad if tensors is plain else distribute_tensor(grad, mesh, [Shard(side)])
+            wanted = tensors if with_options else tensors[:3]
+            results.append([out, *torch.autograd.grad(out, wanted, given)])
+        for found, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-4, atol=1e-4)
+        if side != 1:
+            assert results[1][0].placements == (Shard(side),) and results[1][2].placements == (Shard(side),)
+
+
+def test_dtensors(pools: Any, device: str) -> None:
+    pools(2, device).run(on_dtensors)
+
+
+class Attend(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(32, 96)
+
+    def forward(self, x: Tensor, group: Any = None, parallel: bool = False) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 16)).unbind(-3)
+        if parallel:
+            out = context_parallel_attention(q, k, v, group, layout="zigzag", causal=True)
+        else:
+            out = flash_ext.attention(q, k, v, causal=True)
+        assert isinstance(out, Tensor)
+        return out.flatten(-2)
+
+
+def fsdp_step(device: str) -> None:
+    """A sharded model on shards of the sequence has the gradient of the whole model on the whole sequence."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    world = dist.get_world_size()
+    torch.manual_seed(0)
+    whole = Attend().to(device)
+    sharded = Attend().to(device)
+    sharded.load_state_dict(whole.state_dict())
+    fully_shard(sharded, mesh=init_device_mesh(device, (world,)))
+    x = torch.randn(1, 32, 32, device=device)
+    whole(x).square().sum().backward()
+    mine = split_sequence(x, None, layout="zigzag")
+    (sharded(mine, parallel=True).square().sum() * world).backward()  # FSDP means what it sums
+    for name, parameter in sharded.named_parameters():
+        expected = whole.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=1e-4, atol=1e-4)  # type: ignore
+
+
+def test_fsdp(pools: Any, device: str) -> None:
+    pools(2, device).run(fsdp_step)

@@ -1,0 +1,127 @@
+"""How operators compute on ``DTensor`` (tensor parallelism): by batch entries, by heads, or all on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from flash_ext.ops import ScoreOptions
+
+_OPS = torch.ops.flash_ext
+_Placements = list[Any]
+_Strategy = tuple[_Placements, _Placements]  # of results, of arguments (None for what is no tensor)
+
+# Of each option that is a tensor: its dimensions of batch and of heads, where it has them.
+_DIMS: dict[str, tuple[int | None, int | None]] = {
+    "bias": (0, 1),
+    "mask": (0, 1),
+    "sink": (None, 0),
+    "seqused_q": (0, None),
+    "seqused_k": (0, None),
+    "block_offsets": (0, 1),
+}
+_registered = False
+
+
+def register_dtensor() -> None:
+    """Lets ``flash_ext.attention`` and its backward take DTensors, without gathering those that are sharded by batch
+    entries or heads. Shards of the sequence are gathered first: ``context_parallel_attention`` computes with them.
+
+    Raises:
+        Nothing of its own.
+    """
+    global _registered
+    if _registered:
+        return
+    register_sharding(_OPS.attention_forward_plain.default)(_forward)
+    register_sharding(_OPS.attention_forward.default)(_forward)
+    register_sharding(_OPS.attention_backward.default)(_backward)
+    _registered = True
+
+
+def _forward(q: Any, k: Any, v: Any, *rest: Any) -> Sequence[_Strategy]:
+    options = ScoreOptions(*rest[: len(ScoreOptions._fields)])
+    everywhere = [Replicate(), Replicate()], [Replicate()] * 3 + _all(rest)
+    strategies: list[_Strategy] = [everywhere]
+    packed = options.cu_seqlens_q is not None
+    for side in _sides(q, k, options):
+        rows, lse = _dims_of(side, packed)
+        strategies.append(([Shard(rows), Shard(lse)], [Shard(rows)] * 3 + _sharded(rest, options, side)))
+    return strategies
+
+
+def _backward(
+    grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any
+) -> Sequence[_Strategy]:
+    flags, given = rest[:6], rest[6:]  # deterministic, and which gradients are needed
+    options, needed = ScoreOptions(*given), flags[1:]
+    packed = options.cu_seqlens_q is not None
+    tensors = (grad_out, grad_lse, q, k, v, out, lse)
+    nones = [None] * len(flags)
+    everywhere = [Replicate()] * 5, [*_all(tensors), *nones, *_all(given)]
+    strategies: list[_Strategy] = [everywhere]
+    for side in _sides(q, k, options):
+        rows, of_lse = (Shard(dim) for dim in _dims_of(side, packed))
+        places = (rows, of_lse, rows, rows, rows, rows, of_lse)
+        arguments = [None if t is None else place for t, place in zip(tensors, places, strict=True)]
+        gradients = [rows, rows, rows, _of_option("bias", options, side), _of_option("sink", options, side)]
+        # What is not needed comes back empty.
+        results = [place if need else Replicate() for place, need in zip(gradients, needed, strict=True)]
+        strategies.append((results, [*arguments, *nones, *_sharded(given, options, side)]))
+    return strategies
+
+
+def _sides(q: Any, k: Any, options: ScoreOptions) -> list[str]:
+    """What can be sharded: "batch", "heads". Dropout counts both from the start of what it is given."""
+    if options.dropout_p > 0:
+        return []
+    largest = max(q.mesh.shape)
+    found = ["batch"] if options.cu_seqlens_q is None and options.alibi_slopes is None else []
+    whole = all(x.shape[-2] % largest == 0 for x in (q, k))
+    return found + (["heads"] if whole and options.alibi_slopes is None else [])
+
+
+def _dims_of(side: str, packed: bool) -> tuple[int, int]:
+    """(of q, k, v and out; of lse)."""
+    if side == "batch":
+        return 0, 0
+    return (1, 0) if packed else (2, 1)
+
+
+def _all(values: Sequence[Any]) -> list[Any]:
+    """Everything on each rank."""
+    return [Replicate() if _is_tensor(value) else None for value in values]
+
+
+def _sharded(values: Sequence[Any], options: ScoreOptions, side: str) -> list[Any]:
+    names = [*ScoreOptions._fields, "deterministic"]
+    places: list[Any] = []
+    for name, value in zip(names, values, strict=False):
+        if not _is_tensor(value):
+            places.append(None)
+            continue
+        dim = _dim_of(name, value, side)
+        places.append(Replicate() if dim is None else Shard(dim))
+    return places
+
+
+def _of_option(name: str, options: ScoreOptions, side: str) -> Any:
+    """The gradient of a bias or sink: of one that all share, each rank has a part."""
+    value = getattr(options, name)
+    if value is None:
+        return Replicate()
+    dim = _dim_of(name, value, side)
+    return Partial() if dim is None else Shard(dim)
+
+
+def _dim_of(name: str, value: Any, side: str) -> int | None:
+    dim = _DIMS.get(name, (None, None))[side == "heads"]
+    return None if dim is None or value.shape[dim] == 1 else dim
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "placements")
