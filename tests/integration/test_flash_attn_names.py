@@ -121,6 +121,12 @@ def test_twice_and_undone() -> None:
     assert sys.modules.get("flash_attn") is not module
 
 
+@pytest.mark.parametrize("force", [None, "False", 1, torch.tensor(True)], ids=str)
+def test_force_is_a_bool(force: Any) -> None:
+    with pytest.raises(TypeError, match="force must be True or False, got "):
+        flash_ext.as_flash_attn(force=force)
+
+
 def test_transformers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     import transformers.utils.import_utils as memory

@@ -83,8 +83,11 @@ def as_flash_attn(*, force: bool = False) -> FlashAttnNames:
 
     Raises:
         RuntimeError: FlashAttention itself is installed or imported, and ``force`` is not given.
+        TypeError: force is no bool.
     """
     global _in_place
+    if not isinstance(force, bool):
+        raise TypeError(f"force must be True or False, got {type(force).__name__} {force!r}")
     if _in_place is not None:
         return FlashAttnNames(None, {})
     if not force:
