@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -436,7 +437,12 @@ def test_continuous_batching(device: str, monkeypatch: pytest.MonkeyPatch) -> No
     if "paged|sdpa" not in transformers.AttentionInterface._global_mapping:
         monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", integration.attention_forward)
         ours.set_attn_implementation("sdpa")  # type: ignore[operator]
-    results = ours.generate_batch(prompts, generation_config=options, progress_bar=False)  # type: ignore[operator]
+    settings = dict(num_blocks=16, max_batch_tokens=64, auto_switch_to_flash=False)  # not all that a GPU has
+    known = {field.name for field in dataclasses.fields(transformers.ContinuousBatchingConfig)}
+    batching = transformers.ContinuousBatchingConfig(**{name: settings[name] for name in known & settings.keys()})
+    results = ours.generate_batch(  # type: ignore[operator]
+        prompts, generation_config=options, continuous_batching_config=batching, progress_bar=False
+    )
     assert [result.generated_tokens for result in results.values()] == expected
     assert calls
 
