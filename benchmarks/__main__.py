@@ -3,7 +3,7 @@
 python -m benchmarks forward                       the training table on a GPU, or a small one on a CPU
 python -m benchmarks backward --head-dim 128 --causal --json run.json --plot run.png
 python -m benchmarks training                      both, on the same tensors
-python -m benchmarks decode | options | memory | host
+python -m benchmarks decode | options | module | memory | host
 python -m benchmarks compare before.json after.json
 """
 
@@ -12,17 +12,18 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks import decode, forward_backward, host, memory, options, report
+from benchmarks import decode, forward_backward, host, memory, module, options, report
 from benchmarks.arguments import common_arguments, effort_of, settle
 from benchmarks.ceilings import higher, measure_ceilings
 from benchmarks.contest import Setting, Work
+from benchmarks.gpu_state import GpuState
 from benchmarks.provenance import provenance
 from benchmarks.timing import make_clock, progress
 
@@ -37,6 +38,10 @@ class Question(NamedTuple):
     add_arguments: Callable[[argparse.ArgumentParser], None]
     work: Callable[[argparse.Namespace, Setting], list[Work]]
     ceiling_dtypes: Callable[[argparse.Namespace], Iterable[torch.dtype]] | None = None
+    also_peers: Sequence[str] = ()  # that it asks besides the usual ones
+    own_peers: Mapping[str, str] = {}  # titles of those that it brings itself, whatever --peers says
+    asks_peers: bool = True
+    loops: bool = True  # takes --sustained
 
 
 def _training(help: str, *directions: str) -> Question:
@@ -54,12 +59,20 @@ QUESTIONS = {
         decode.dtypes,
     ),
     "options": Question(
-        "what bias, masks, dropout ... cost", "ms", "ms", "option", options.add_arguments, options.work, options.dtypes
+        "what bias, masks, dropout ... cost", "ms", "ms", "option", options.add_arguments, options.work, options.dtypes,
+        also_peers=options.ALSO_PEERS,
+    ),
+    "module": Question(
+        "nn.MultiheadAttention as people call it", "ms", "ms", "call", module.add_arguments, module.work,
+        own_peers=module.PEERS, asks_peers=False,
     ),
     "memory": Question(
-        "peak memory over the sequence length", "MiB", "MiB", "seqlen", memory.add_arguments, memory.work
+        "peak memory over the sequence length", "MiB", "MiB", "seqlen", memory.add_arguments, memory.work,
+        own_peers={memory.UNFUSED_NAME: memory.UNFUSED.title}, loops=False,
     ),
-    "host": Question("CPU time of one call", "us", "us", "call", host.add_arguments, host.work),
+    "host": Question(
+        "CPU time of one call", "us", "us", "call", host.add_arguments, host.work, own_peers=host.PEERS, loops=False
+    ),
 }  # fmt: skip
 
 
@@ -68,8 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     subparsers = parser.add_subparsers(dest="question", required=True)
-    common = common_arguments()
     for name, question in QUESTIONS.items():
+        common = common_arguments(question.asks_peers, question.loops)
         question.add_arguments(subparsers.add_parser(name, parents=[common], help=question.help))
     sub = subparsers.add_parser("compare", help="two records of the same question")
     sub.add_argument("before", type=Path)
@@ -86,18 +99,19 @@ def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
     clock = make_clock(chosen.device)
     dtypes = None if question.ceiling_dtypes is None else list(question.ceiling_dtypes(chosen))
     found = {} if dtypes is None else measure_ceilings(clock, chosen.device, dtypes)
-    setting = Setting(chosen.device, clock, effort_of(chosen), chosen.peers, found)
+    effort, sustained_s = effort_of(chosen), chosen.sustained if question.loops else None
+    setting = Setting(chosen.device, clock, effort, chosen.peers, found, sustained_s)
     work = question.work(chosen, setting)
     rows: list[report.Row] = []
-    with progress(len(work), chosen.question) as bar:
+    with GpuState(chosen.device) as state, progress(len(work), chosen.question) as bar:
         for piece in work:
             rows += piece()
             bar.update()
     if dtypes is not None:
         found = higher(found, measure_ceilings(clock, chosen.device, dtypes))
     forward_backward.add_ceiling(rows, found)
-    titles = {name: peer.title for name, peer in chosen.peers.items()}
-    origin = provenance(command, chosen.device, titles)
+    origin = provenance(command, chosen.device, chosen.peers, question.own_peers, effort, chosen.trial)
+    origin |= {"sustained_s": sustained_s, "gpu_state": state.summary()}
     return report.Record(chosen.question, question.unit, question.shown_unit, question.label_title, origin, found, rows)
 
 
@@ -108,7 +122,7 @@ def main(arguments: Sequence[str] | None = None, preset: Sequence[str] = (), mod
     chosen = parser.parse_args([*preset, *arguments])
     if chosen.question == "compare":
         return compare(parser, chosen)
-    settle(parser, chosen)
+    settle(parser, chosen, QUESTIONS[chosen.question].also_peers)
     record = run(chosen, [module, *arguments])
     print(report.markdown(record))
     if chosen.json is not None:

@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.peers import PEERS, find_peers
+from benchmarks.provenance import RECORD_ROUNDS, why_no_record
 from benchmarks.timing import Effort
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-EFFORT = Effort(most=30, fewest=5, budget_ms=100)
+EFFORT = Effort(most=30, fewest=RECORD_ROUNDS, budget_ms=100)
 QUICK_EFFORT = Effort(most=15, fewest=3, budget_ms=60)
+SUSTAINED_S = 1.0
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 
@@ -51,24 +53,42 @@ def batch_and_seqlen(argument: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"must look like 8x8192, got {argument}") from None
 
 
-def common_arguments() -> argparse.ArgumentParser:
-    """What every question that measures takes."""
+def seconds(argument: str) -> float:
+    number = float(argument)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {number}")
+    return number
+
+
+def common_arguments(with_peers: bool, with_loops: bool) -> argparse.ArgumentParser:
+    """What every question that measures takes; who else takes part, and how it is timed, is settled in some."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     common.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), help="default: bfloat16; on a CPU float32")
-    common.add_argument("--peers", nargs="*", choices=tuple(PEERS), help="default: all that can be imported")
+    if with_peers:
+        common.add_argument("--peers", nargs="*", choices=tuple(PEERS), help="default: all that can be imported")
     common.add_argument("--quick", action="store_true", help="fewer rows and rounds: for a look, not for a record")
     common.add_argument("--rounds", type=positive, help="timed calls of each contestant, at most")
+    if with_loops:
+        common.add_argument(
+            "--sustained", type=seconds, nargs="?", const=SUSTAINED_S, metavar="S",
+            help="also time each contestant in loops of S seconds without pause (%(const)s)",
+        )  # fmt: skip
     common.add_argument("--threads", type=positive, help="of torch, on a CPU")
     common.add_argument("--seed", type=int, default=0)
     common.add_argument("--allow-tf32", action="store_true", help="let float32 matrix products use TF32, all of them")
-    common.add_argument("--json", type=Path, metavar="FILE", help="keep the run here")
+    common.add_argument("--json", type=Path, metavar="FILE", help="keep the run here, if it can be a record")
+    common.add_argument("--trial", action="store_true", help="keep it although it is none: uncommitted, or few rounds")
     common.add_argument("--plot", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
     return common
 
 
-def settle(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
-    """Settles device, peers and torch's settings; ends with an error for what would otherwise fail after the run."""
+def settle(parser: argparse.ArgumentParser, chosen: argparse.Namespace, also: Sequence[str] = ()) -> None:
+    """Settles device, peers and torch's settings; ends with an error for what would otherwise fail after the run.
+
+    Args:
+        also: peers that the question asks besides the usual ones, where they can be had.
+    """
     if chosen.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no GPU")
     chosen.device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -76,13 +96,15 @@ def settle(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
         path = getattr(chosen, option)
         if path is not None and not path.parent.is_dir():
             parser.error(f"argument --{option}: there is no folder {path.parent}")
+    if chosen.json is not None and not chosen.trial and (reason := why_no_record(effort_of(chosen))):
+        parser.error(f"argument --json: this would be no record: {reason} (--trial keeps it, marked as a trial)")
     if chosen.plot is not None:
         if chosen.plot.suffix not in PLOT_SUFFIXES:
             parser.error(f"argument --plot: must end in {', '.join(PLOT_SUFFIXES)}, got {chosen.plot}")
         if importlib.util.find_spec("matplotlib") is None:
             parser.error("argument --plot: needs matplotlib, which is not installed: pip install matplotlib")
     try:
-        chosen.peers = find_peers(chosen.peers, chosen.device)
+        chosen.peers = find_peers(chosen.peers, chosen.device, also) if "peers" in chosen else {}
     except ValueError as error:
         parser.error(f"argument --peers: {error}")
     if chosen.threads is not None:

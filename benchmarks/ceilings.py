@@ -12,7 +12,7 @@ from benchmarks.timing import Clock, Contestant, Effort, take_turns
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
 READ_BYTES = {"cuda": 2**31, "cpu": 2**25}
 SHORT_ROW, LONG_ROW = 1024, 8192  # floats
-EFFORT = Effort(most=10, fewest=3, budget_ms=60)
+EFFORT = Effort(most=12, fewest=12, budget_ms=60)
 
 
 def measure_ceilings(clock: Clock, device: torch.device, dtypes: Iterable[torch.dtype]) -> dict[str, float]:
@@ -31,7 +31,7 @@ def measure_ceilings(clock: Clock, device: torch.device, dtypes: Iterable[torch.
 
 def _matmul_tflops(clock: Clock, device: torch.device, dtype: torch.dtype, size: int) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    ms = take_turns(clock, {"matmul": Contestant(lambda: a @ b)}, EFFORT)["matmul"]
+    ms = take_turns(clock, {"matmul": Contestant(lambda: a @ b)}, EFFORT)["matmul"].median
     return 2 * size**3 / ms / 1e9
 
 
@@ -51,7 +51,7 @@ def read_ms(clock: Clock, tensor: Tensor, effort: Effort) -> float:
     if words.numel() % LONG_ROW == 0:
         readers["maxima of rows"] = Contestant(lambda: words.view(torch.int64).view(-1, LONG_ROW // 2).amax(1))
     readers = {name: clock.repeatable(reader) for name, reader in readers.items()}
-    return min(take_turns(clock, readers, effort).values())
+    return min(sample.median for sample in take_turns(clock, readers, effort).values())
 
 
 def higher(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from tests import oracle, reference
 
 CHUNK_SCORES = 2**25  # scores of the reference that are in memory at a time, times about ten for its intermediates
 ROUNDING = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 32, torch.float64: 4096}  # in eps of the largest number
+AVERAGE_WITHIN = 0.05  # of one, the projection of what dropout left
+AVERAGE_NOISE = 4  # over the root of how many numbers there are: what dropout adds to that at most
 HEAD_DIMENSION_OF_OPTION = {"bias": 1, "mask": 1, "alibi_slopes": -1, "sink": 0}
 
 Result = dict[str, Tensor]  # "out" and, for each input that has a gradient, "d" + its name
@@ -27,6 +30,11 @@ Result = dict[str, Tensor]  # "out" and, for each input that has a gradient, "d"
 
 class WrongOutput(RuntimeError):
     """An output misses the bound."""
+
+
+class Check(Protocol):
+    def check(self, who: str, result: Result) -> None:
+        """Raises WrongOutput."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class Expected:
     def _share(self, head_kv: int) -> _Share:
         cut = _cut_call(self._call, head_kv, self._batch)
         exact = torch.float64 if cut.dtype in (torch.float32, torch.float64) else torch.float32
-        with _exact_matmuls():
+        with exact_matmuls():
             ref = _run(cut, exact, self._gradients_of)
         return _Share(head_kv, ref, _run(cut, cut.dtype, self._gradients_of))
 
@@ -66,13 +74,45 @@ class Expected:
         factor = 3.0 if self._call.options.get("softcap") else 2.0
         for share in self._shares:
             for name, got in _cut_result(self._call, result, share.head_kv, self._batch).items():
-                _check_bound(f"{who}: {name}", got, share.ref[name], share.low[name], factor)
-        for name, tensor in result.items():
-            if not tensor.isfinite().all():
-                raise WrongOutput(f"{who}: {name} is not finite everywhere")
+                check_bound(f"{who}: {name}", got, share.ref[name], share.low[name], factor)
+        check_finite(who, result)
+
+    def check_on_average(self, who: str, result: Result) -> None:
+        """Raises WrongOutput where the result is not this one with noise of mean zero added."""
+        for share in self._shares:
+            for name, got in _cut_result(self._call, result, share.head_kv, self._batch).items():
+                check_share(f"{who}: {name}", got, share.ref[name])
+        check_finite(who, result)
 
 
-def _check_bound(what: str, got: Tensor, ref: Tensor, low: Tensor, factor: float) -> None:
+@dataclass(frozen=True)
+class OnAverage:
+    """What dropout makes of a result, whose numbers are its own: without bias, it is what there is without dropout."""
+
+    without_dropout: Expected
+
+    def check(self, who: str, result: Result) -> None:
+        self.without_dropout.check_on_average(who, result)
+
+
+def check_share(what: str, got: Tensor, ref: Tensor) -> None:
+    """Raises WrongOutput where ``got`` is not ``ref`` and noise, whose projection onto ``ref`` is near one."""
+    if got.shape != ref.shape:
+        raise WrongOutput(f"{what} has shape {tuple(got.shape)}, expected {tuple(ref.shape)}")
+    share = float((got.to(ref.dtype) * ref).sum() / ref.square().sum())
+    if not abs(share - 1) <= AVERAGE_WITHIN + AVERAGE_NOISE / ref.numel() ** 0.5:
+        raise WrongOutput(f"{what} is {share:.2f} times what is expected on average")
+
+
+def check_finite(who: str, result: Result) -> None:
+    """Raises WrongOutput."""
+    for name, tensor in result.items():
+        if not tensor.isfinite().all():
+            raise WrongOutput(f"{who}: {name} is not finite everywhere")
+
+
+def check_bound(what: str, got: Tensor, ref: Tensor, low: Tensor, factor: float = 2.0) -> None:
+    """Raises WrongOutput where an error is above ``factor`` times that of ``low``, and rounding."""
     if got.shape != ref.shape:
         raise WrongOutput(f"{what} has shape {tuple(got.shape)}, expected {tuple(ref.shape)}")
     error, low_error = (_largest(t.to(ref.dtype) - ref) for t in (got, low))
@@ -86,7 +126,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 @contextmanager
-def _exact_matmuls() -> Iterator[None]:
+def exact_matmuls() -> Iterator[None]:
     """No TF32 in the reference, whatever the contestants may use."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

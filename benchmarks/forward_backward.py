@@ -21,7 +21,7 @@ from benchmarks.checks import Expected, Result
 from benchmarks.contest import Contest, Setting, Work
 from benchmarks.peers import OURS, Peer, ours
 from benchmarks.report import Row
-from benchmarks.timing import Contestant
+from benchmarks.timing import Contestant, Timings
 from tests.oracle import Call
 
 HEAD_DIMS: Sequence[int] = (64, 128, 256)
@@ -199,14 +199,14 @@ def obstacle(name: str, peer: Peer, call: Call, directions: Iterable[str]) -> st
     return None
 
 
-def row_of(problem: Problem, direction: str, ms: dict[str, float], missing: dict[str, str]) -> Row:
+def row_of(problem: Problem, direction: str, ms: Timings, missing: dict[str, str]) -> Row:
     flops = problem.flops(direction)
-    return Row(
+    return Row.timed(
+        ms,
         table=f"{direction}, {problem.heading}",
         label=problem.label,
         problem={**asdict(problem), "direction": direction},
-        measured=ms,
-        shown={name: flops / value / 1e9 for name, value in ms.items()},
+        shown={name: flops / value / 1e9 for name, value in ms.medians().items()},
         missing=missing,
     )
 

@@ -1,13 +1,12 @@
 """``host``: microseconds of CPU time that one eager call takes, on a problem too small to matter otherwise.
 
-The calls of a batch follow each other without waiting for the GPU; the figure is the median over batches of the mean of
-a batch, and the contestants take turns. On a CPU the computation itself is in it.
+The calls of a batch follow each other without waiting for the GPU; a reading is the mean of a batch, the figure the
+median over batches, and the contestants take turns. On a CPU the computation itself is in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +21,15 @@ from benchmarks.ceilings import name_of
 from benchmarks.checks import Expected, Result
 from benchmarks.contest import Contest, Setting, Work
 from benchmarks.forward_backward import obstacle
-from benchmarks.peers import OURS, Peer, ours, sdpa
+from benchmarks.peers import OURS, Peer, Step, ours, sdpa, sdpa_decode
 from benchmarks.report import Row
-from benchmarks.timing import WARM_UP_CALLS, Contestant, host_microseconds
+from benchmarks.timing import WARM_UP_CALLS, Contestant, Sample, Timings, host_microseconds
 from tests.oracle import Call
 
 SHAPE = (1, 128, 4, 64)  # batch, seqlen, heads, head_dim
 CPU_SHAPE = (1, 8, 1, 64)
-CALLS, BATCHES = 200, 9
+CALLS, BATCHES = 200, 12
+PEERS = {"sdpa": "what torch SDPA chooses"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def ways(plain: Call) -> list[Way]:
         return lambda: torch.autograd.grad(attend(), (q_leaf, k_leaf, v_leaf), grad)[0]
 
     def decode(peer: Peer) -> Callable[[], Tensor]:
-        return partial(peer.decode, one, k, v)
+        return peer.decode(Step(one, k, v))
 
     forward = Expected(Call(q, k, v))
     return [
@@ -106,17 +106,17 @@ def measure(shape: tuple[int, int, int, int], dtype: torch.dtype, calls: int, se
 def measure_way(way: Way, plain: Call, calls: int, setting: Setting) -> Row:
     mine = {OURS: ours()} if way.operation == "decode" else ours_by_its_names()
     contest = Contest()
-    for name, peer in {**mine, "sdpa": Peer("what torch SDPA chooses", sdpa, sdpa), **setting.peers}.items():
+    for name, peer in {**mine, "sdpa": Peer(PEERS["sdpa"], sdpa, sdpa_decode), **setting.peers}.items():
         if reason := obstacle(OURS if name in mine else name, peer, plain, [way.operation]):
             contest.leave_out(name, reason)
         else:
             enter(contest, name, Contestant(way.call_of(peer), peer.around), way, required=name in mine)
     shape = list(plain.q.shape)
-    return Row(
+    return Row.timed(
+        Timings(take_turns(contest.contestants, calls, setting.device)),
         table=f"{name_of(plain.dtype)}, {' x '.join(map(str, shape))}",
         label=way.name,
         problem={"shape": shape, "dtype": name_of(plain.dtype), "calls": calls},
-        measured=take_turns(contest.contestants, calls, setting.device),
         missing=contest.missing,
     )
 
@@ -128,12 +128,12 @@ def enter(contest: Contest, name: str, contestant: Contestant, way: Way, require
     contest.enter(name, contestant, way.expected, result, required=required)
 
 
-def take_turns(contestants: Mapping[str, Contestant], calls: int, device: torch.device) -> dict[str, float]:
-    """Median microseconds of each."""
+def take_turns(contestants: Mapping[str, Contestant], calls: int, device: torch.device) -> dict[str, Sample]:
+    """Microseconds of a call of each, a reading for each batch. Every other round goes backwards."""
     for contestant in contestants.values():
         host_microseconds(device, contestant, WARM_UP_CALLS)
     batches: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(BATCHES):
-        for name, contestant in contestants.items():
-            batches[name].append(host_microseconds(device, contestant, calls))
-    return {name: statistics.median(values) for name, values in batches.items()}
+    for turn in range(BATCHES):
+        for name in contestants if turn % 2 == 0 else reversed(list(contestants)):
+            batches[name].append(host_microseconds(device, contestants[name], calls))
+    return {name: Sample(tuple(values)) for name, values in batches.items()}

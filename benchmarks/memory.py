@@ -23,6 +23,7 @@ from benchmarks.ceilings import name_of
 from benchmarks.checks import Expected
 from benchmarks.contest import Setting, Work, first_line
 from benchmarks.forward_backward import Problem, make_call, obstacle
+from benchmarks.option_calls import cannot
 from benchmarks.peers import OURS, Peer, ours
 from benchmarks.report import Row
 from benchmarks.timing import finish
@@ -44,7 +45,10 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
 
 
-UNFUSED = Peer("plain PyTorch, one operation at a time", unfused, unfused, stores_scores=True)
+UNFUSED_NAME = "unfused"
+UNFUSED = Peer(
+    "plain PyTorch, one operation at a time", unfused, lambda step: cannot("is not asked to decode"), stores_scores=True
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def measure(problem: Problem, setting: Setting) -> list[Row]:
     """A row for forward and one for forward and backward."""
     found: dict[str, Peak] = {}
     missing: dict[str, str] = {}
-    for name, peer in {OURS: ours(), **setting.peers, "unfused": UNFUSED}.items():
+    for name, peer in {OURS: ours(), **setting.peers, UNFUSED_NAME: UNFUSED}.items():
         call = make_call(problem, setting.device, with_gradients=True)
         reason = obstacle(name, peer, call, ["forward", "backward"])
         # A GPU that runs out of memory says so; a CPU makes the system end the process.

@@ -1,4 +1,8 @@
-"""``options``: what each option of the scores costs, in percent of the plain call's time.
+"""``options``: how long a call with each option takes, beside the peers, and what the option costs in percent of the
+plain call's time.
+
+Peers take part where they have the option: torch's SDPA gets masks, windows, biases and ALiBi as its attn_mask, made
+before the clock starts, FlexAttention as rules. The plain call takes turns with each variant, to measure the cost.
 
 "pairs" is the number of query-key pairs that a variant works on, over that of the plain call; the cost is measured
 from the plain call's time for as many pairs. "MB" are the bytes of bias or mask that all batch entries and heads
@@ -8,9 +12,9 @@ together look at, and "% net" is the cost without the time in which the measured
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,11 +23,11 @@ from torch import Tensor
 import flash_ext
 from benchmarks.arguments import dtypes_of, on_cpu, positive
 from benchmarks.ceilings import name_of
-from benchmarks.checks import Expected, Result
+from benchmarks.checks import Check, Expected, OnAverage, Result
 from benchmarks.contest import Contest, Setting, Work
-from benchmarks.peers import OURS
+from benchmarks.peers import OURS, Peer, ours
 from benchmarks.report import Row
-from benchmarks.timing import Contestant
+from benchmarks.timing import Contestant, Timings
 from tests.oracle import Call
 
 PLAIN = "plain"
@@ -32,6 +36,7 @@ HEAD_DIMS, SEQLEN, TOKENS, HIDDEN = (64, 128), 4096, 16384, 2048
 CPU_HEAD_DIMS, CPU_SEQLEN, CPU_TOKENS, CPU_HIDDEN = (64,), 512, 1024, 256
 DROPOUT = 0.1
 SHARE_VISIBLE = 0.9  # of the random masks
+ALSO_PEERS = ("flex",)
 UNEVEN = (1, 2, 5, 8)  # lengths of packed sequences, in sixteenths of the tokens
 
 
@@ -71,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seqlen", type=positive, help=f"default: {SEQLEN}")
     parser.add_argument("--tokens", type=positive, help=f"batch x seqlen, default: {TOKENS}")
     parser.add_argument("--hidden", type=positive, help=f"heads x head_dim, default: {HIDDEN}")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="options whose names contain one of these")
 
 
 dtypes = dtypes_of
@@ -86,7 +92,9 @@ def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:
         for dtype in dtypes_of(chosen)
         for head_dim in chosen.head_dim or (CPU_HEAD_DIMS if cpu else HEAD_DIMS)
     ]
-    return [partial(measure, size, direction, setting) for size in sizes for direction in chosen.directions]
+    return [
+        partial(measure, size, direction, chosen.only, setting) for size in sizes for direction in chosen.directions
+    ]
 
 
 def variants(size: Size) -> list[Variant]:
@@ -176,62 +184,89 @@ def with_lengths(plain: Variant, name: str, lengths: Sequence[int], size: Size) 
     return replace(plain, name=name, call=Call(q, k, v, options, grad_out=grad), pairs=pairs)
 
 
-def measure(size: Size, direction: str, setting: Setting) -> list[Row]:
-    """A row for each variant; all of them take turns."""
-    contest = Contest()
+def measure(size: Size, direction: str, only: Sequence[str] | None, setting: Setting) -> list[Row]:
+    """A row for each variant; in each, the plain call, the variant and its peers take turns."""
     listed = [v for v in variants(size) if direction == "backward" or not v.only_backward]
-    for variant in listed:
-        enter(contest, variant, direction)
-    ms = contest.measure(setting)
-    return [row_of(size, direction, variant, ms, contest.missing, setting.ceilings["read_tbps"]) for variant in listed]
+    plain, chosen = listed[0], [v for v in listed if only is None or any(text in v.name for text in only)]
+    alone = Contest()
+    add(alone, PLAIN, ours(), plain, direction, expected_of(plain, direction))
+    return [measure_variant(size, direction, variant, alone.contestants, setting) for variant in chosen]
 
 
-def enter(contest: Contest, variant: Variant, direction: str) -> None:
-    call = variant.call
-    supported, reason = flash_ext.supports(call.q, call.k, call.v, operation=direction, **call.options)
+def measure_variant(
+    size: Size, direction: str, variant: Variant, plain: Mapping[str, Contestant], setting: Setting
+) -> Row:
+    """``plain``: the plain call, where it is supported."""
+    expected = expected_of(variant, direction)
+    by_peers: Check = expected
+    if variant.call.options.get("dropout_p"):  # theirs draw other numbers
+        undropped = replace(variant, call=variant.call.with_options(dropout_p=0.0, rng_state=None))
+        by_peers = OnAverage(expected_of(undropped, direction))
+    contest = Contest({} if variant.name == PLAIN else dict(plain))
+    add(contest, OURS, ours(), variant, direction, expected)
+    for name, peer in setting.peers.items():
+        add(contest, name, peer, variant, direction, by_peers)
+    return row_of(size, direction, variant, contest.measure(setting), contest.missing, setting.ceilings["read_tbps"])
+
+
+def expected_of(variant: Variant, direction: str) -> Expected:
+    gradients_of = variant.gradients_of if direction == "backward" else ()
+    return Expected(variant.call, gradients_of, variant.heads_kv, variant.batch_entries)
+
+
+def add(contest: Contest, name: str, peer: Peer, variant: Variant, direction: str, expected: Check) -> None:
+    """Checks what the peer makes of the variant, and lets it take part."""
+    call, own = variant.call, name in (OURS, PLAIN)
+    if own:
+        supported, reason = flash_ext.supports(call.q, call.k, call.v, operation=direction, **call.options)
+    else:
+        supported = call.varlen or not peer.is_too_large(call.q, call.k)
+        reason = "its scores would take more than 2 GiB"
     if not supported:
-        contest.leave_out(variant.name, reason)
+        contest.leave_out(name, reason)
         return
     gradients_of = variant.gradients_of if direction == "backward" else ()
-    expected = Expected(call, gradients_of, variant.heads_kv, variant.batch_entries)
     leaves = {name: t.detach().requires_grad_(name in gradients_of) for name, t in call.inputs().items()}
-    arguments = {**call.options, **leaves}
+    prepare = cache(partial(peer.with_options, call))  # where it fails, it fails in the contest
 
     def attend() -> Tensor:
-        out = flash_ext.attention(**arguments)
-        assert isinstance(out, Tensor)
-        return out
+        return prepare()(leaves)
 
     if direction == "forward":
-        contest.enter(variant.name, Contestant(torch.no_grad()(attend)), expected, required=True)
+        contest.enter(name, Contestant(torch.no_grad()(attend), peer.around), expected, required=own)
         return
-    out = attend()
     inputs = [leaves[name] for name in gradients_of]
+    kept: list[Tensor] = []
 
     def differentiate() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, inputs, call.grad_out, retain_graph=True)
+        return torch.autograd.grad(kept[0], inputs, call.grad_out, retain_graph=True)
 
     def out_and_gradients() -> Result:
-        return {"out": out.detach(), **{f"d{n}": g for n, g in zip(gradients_of, differentiate(), strict=True)}}
+        with peer.around():
+            kept[:] = [attend()]
+            gradients = zip(gradients_of, differentiate(), strict=True)
+            return {"out": kept[0].detach(), **{f"d{name}": gradient for name, gradient in gradients}}
 
-    contest.enter(variant.name, Contestant(differentiate), expected, out_and_gradients, required=True)
+    contest.enter(name, Contestant(differentiate, peer.around), expected, out_and_gradients, required=own)
 
 
 def row_of(
-    size: Size, direction: str, variant: Variant, ms: dict[str, float], missing: dict[str, str], read_tbps: float
+    size: Size, direction: str, variant: Variant, timings: Timings, missing: Mapping[str, str], read_tbps: float
 ) -> Row:
     figures: dict[str, float] = {}
-    if variant.name in ms and PLAIN in ms:
-        plain = ms[PLAIN] * variant.pairs
+    ms = timings.medians()
+    if OURS in ms:
+        plain = ms.get(PLAIN, ms[OURS]) * variant.pairs
         reading = variant.bytes_read / read_tbps / 1e9
         figures = {
-            "% cost": 100 * (ms[variant.name] / plain - 1),
-            "% net": 100 * ((ms[variant.name] - reading) / plain - 1),
+            "% cost": 100 * (ms[OURS] / plain - 1),
+            "% net": 100 * ((ms[OURS] - reading) / plain - 1),
             "pairs": variant.pairs,
             "MB": variant.bytes_read / 1e6,
         }
     shape = f"{size.batch} x {size.seqlen} x {size.heads} x {size.head_dim}"
-    return Row(
+    return Row.timed(
+        timings.without(PLAIN),
         table=f"{direction}, {name_of(size.dtype)}, {shape}",
         label=variant.name,
         problem={
@@ -242,7 +277,6 @@ def row_of(
             "head_dim": size.head_dim,
             "dtype": name_of(size.dtype),
         },
-        measured={OURS: ms[variant.name]} if variant.name in ms else {},
         figures=figures,
-        missing={OURS: missing[variant.name]} if variant.name in missing else {},
+        missing=dict(missing),
     )

@@ -1,12 +1,15 @@
-"""Who else computes attention here: torch's own backends, and the flash-attn packages where they can be imported."""
+"""Who else computes attention here: torch's own backends and FlexAttention, and the flash-attn packages where they can
+be imported."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,9 +18,39 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
+from benchmarks.option_calls import (
+    Attend,
+    cannot,
+    first,
+    flex_plain,
+    flex_with_options,
+    package_with_options,
+    sdpa_with_options,
+)
+from benchmarks.origins import package_origin, torch_origin
+from tests.oracle import Call
 
 OURS = "flash_ext"
 STORED_SCORES_LIMIT = 2**31  # bytes of scores up to which it is worth waiting for those that store them
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of decoding as a serving engine has it: one new token a sequence, over caches that have room for more."""
+
+    q: Tensor  # (batch, 1, heads_q, head_dim)
+    k_cache: Tensor  # (batch, seqlen, heads_kv, head_dim)
+    v_cache: Tensor
+    cache_seqlens: Tensor | None = None  # int32 (batch), rows that are in use, the new one not; None: all
+    k: Tensor | None = None  # (batch, 1, heads_kv, head_dim), to be appended
+    v: Tensor | None = None
+    row: Tensor | None = None  # int64 (1), where the new row goes in every sequence
+    rotary: tuple[Tensor, Tensor] | None = None  # cos and sin, (seqlen, head_dim / 2)
+    ragged: bool = False  # not all rows are in use, the new one counted
+
+
+Decode = Callable[[], Tensor]
+NO_OPTIONS = cannot("takes no options")
 
 
 @dataclass(frozen=True)
@@ -26,9 +59,11 @@ class Peer:
 
     title: str
     attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # q, k, v, causal
-    decode: Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k_cache, v_cache, all of which is in use
+    decode: Callable[[Step], Decode]  # what a step prepares once for all layers is prepared; the rest is in the call
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # where it runs
     stores_scores: bool = False
+    with_options: Callable[[Call], Attend] = NO_OPTIONS
+    origin: Mapping[str, str] = field(default_factory=dict)  # versions, commits
 
     def is_too_large(self, q: Tensor, k: Tensor) -> bool:
         scores = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
@@ -42,29 +77,56 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     return F.scaled_dot_product_attention(q_, k_, v_, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
 
+def sdpa_decode(step: Step) -> Decode:
+    """torch's has neither lengths nor rotary embedding; a new row is copied into the caches before it."""
+    if step.rotary is not None:
+        return cannot("torch SDPA has no rotary embedding")
+    if step.ragged:
+        return cannot("torch SDPA takes no lengths of caches")
+    if step.k is None or step.v is None or step.row is None:
+        return partial(sdpa, step.q, step.k_cache, step.v_cache)
+    copies = ((step.k_cache, step.k), (step.v_cache, step.v))
+    row = step.row
+
+    def append_and_attend() -> Tensor:
+        for cache, fresh in copies:
+            cache.index_copy_(1, row, fresh)
+        return sdpa(step.q, step.k_cache, step.v_cache)
+
+    return append_and_attend
+
+
+def serving_arguments(step: Step) -> dict[str, Any]:
+    """Of ``decode`` and of flash_attn_with_kvcache, besides q and the caches."""
+    arguments: dict[str, Any] = {"cache_seqlens": step.cache_seqlens, "k": step.k, "v": step.v}
+    if step.rotary is not None:
+        cos, sin = step.rotary
+        arguments |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def ours() -> Peer:
     def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return _first(flash_ext.attention(q, k, v, causal=causal))
+        return first(flash_ext.attention(q, k, v, causal=causal))
 
-    def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        return _first(flash_ext.decode(q, k_cache, v_cache))
+    def decode(step: Step) -> Decode:
+        arguments = serving_arguments(step)
+        return lambda: first(flash_ext.decode(step.q, step.k_cache, step.v_cache, **arguments))
 
-    return Peer("flash_ext", attention, decode)
+    def with_options(call: Call) -> Attend:
+        return lambda leaves: first(flash_ext.attention(**{**call.options, **leaves}))
 
-
-def _first(result: Any) -> Tensor:
-    """``out``, where some functions, or some versions of them, return (out, lse)."""
-    out = result if isinstance(result, Tensor) else result[0]
-    assert isinstance(out, Tensor)
-    return out
+    return Peer("flash_ext", attention, decode, with_options=with_options)
 
 
 def _sdpa_backend(title: str, backend: SDPBackend, stores_scores: bool = False) -> Peer:
-    return Peer(title, sdpa, sdpa, partial(sdpa_kernel, backend), stores_scores)
+    around = partial(sdpa_kernel, backend)
+    origin = torch_origin(cudnn=backend == SDPBackend.CUDNN_ATTENTION)
+    return Peer(title, sdpa, sdpa_decode, around, stores_scores, sdpa_with_options, origin)
 
 
-def _flash_attn_package(title: str, module_name: str) -> Peer | None:
-    """FlashAttention-2 and -3 have functions of the same names."""
+def _flash_attn_package(title: str, module_name: str, distribution: str, extension: str) -> Peer | None:
+    """FlashAttention-2 and -3 have functions of the same names. ``extension``: the module that holds the kernels."""
     try:
         module = importlib.import_module(module_name)
         function, with_kvcache = module.flash_attn_func, module.flash_attn_with_kvcache
@@ -72,38 +134,68 @@ def _flash_attn_package(title: str, module_name: str) -> Peer | None:
         return None
 
     def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        return _first(function(q, k, v, causal=causal))
+        return first(function(q, k, v, causal=causal))
 
-    def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        return _first(with_kvcache(q, k_cache, v_cache))
+    def decode(step: Step) -> Decode:
+        arguments = {**serving_arguments(step), **_scheduler_metadata(module, step)}
+        return lambda: first(with_kvcache(step.q, step.k_cache, step.v_cache, **arguments))
 
-    return Peer(title, attention, decode)
+    with_options = partial(package_with_options, module)
+    origin = package_origin(distribution, sys.modules.get(extension))
+    return Peer(title, attention, decode, with_options=with_options, origin=origin)
+
+
+def _scheduler_metadata(module: ModuleType, step: Step) -> dict[str, Tensor]:
+    """FlashAttention-3 can cut the work beforehand; a serving engine does so once a step, for all layers."""
+    if step.cache_seqlens is None or not hasattr(module, "get_scheduler_metadata"):
+        return {}
+    (batch, seqlen_q, heads_q, head_dim), (_, seqlen_k, heads_kv, _) = step.q.shape, step.k_cache.shape
+    new = 0 if step.k is None else step.k.shape[1]
+    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
+    metadata = module.get_scheduler_metadata(*sizes, step.cache_seqlens, qkv_dtype=step.q.dtype, max_seqlen_k_new=new)
+    return {"scheduler_metadata": metadata}
+
+
+def _flex() -> Peer:
+    def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        attend = flex_plain(causal, tuple(q.shape), tuple(k.shape), str(q.device))
+        return attend({"q": q, "k": k, "v": v})
+
+    def decode(step: Step) -> Decode:
+        return cannot("FlexAttention is not asked to decode")
+
+    return Peer("FlexAttention, compiled", attention, decode, with_options=flex_with_options, origin=torch_origin())
 
 
 PEERS: dict[str, Callable[[], Peer | None]] = {
     "fa2": lambda: _sdpa_backend("FlashAttention-2 in torch SDPA", SDPBackend.FLASH_ATTENTION),
     "cudnn": lambda: _sdpa_backend("cuDNN in torch SDPA", SDPBackend.CUDNN_ATTENTION),
-    "fa3": lambda: _flash_attn_package("FlashAttention-3", "flash_attn_interface"),
-    "flash_attn": lambda: _flash_attn_package("the flash-attn package", "flash_attn"),
+    "fa3": lambda: _flash_attn_package("FlashAttention-3", "flash_attn_interface", "flash_attn_3", "flash_attn_3._C"),
+    "flash_attn": lambda: _flash_attn_package(
+        "the flash-attn package", "flash_attn", "flash_attn", "flash_attn_2_cuda"
+    ),
     "efficient": lambda: _sdpa_backend("memory-efficient attention in torch SDPA", SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa": lambda: Peer("what torch SDPA chooses", sdpa, sdpa),
+    "flex": _flex,
+    "sdpa": lambda: Peer(
+        "what torch SDPA chooses", sdpa, sdpa_decode, with_options=sdpa_with_options, origin=torch_origin()
+    ),
     "math": lambda: _sdpa_backend("torch SDPA with the scores in memory", SDPBackend.MATH, stores_scores=True),
 }
 DEFAULT_PEERS = {
     "cuda": ("fa2", "cudnn", "fa3", "flash_attn", "efficient", "math"),
     "cpu": ("sdpa", "math"),
 }
-NEEDS_CUDA = frozenset({"fa2", "cudnn", "fa3", "flash_attn", "efficient"})
+NEEDS_CUDA = frozenset({"fa2", "cudnn", "fa3", "flash_attn", "efficient", "flex"})
 
 
-def find_peers(names: Sequence[str] | None, device: torch.device) -> dict[str, Peer]:
-    """Those that can be imported; None: all that make sense on the device.
+def find_peers(names: Sequence[str] | None, device: torch.device, also: Sequence[str] = ()) -> dict[str, Peer]:
+    """Those that can be imported; None: all that make sense on the device, and ``also`` where they can.
 
     Raises:
         ValueError: a peer that was named is not to be had.
     """
     found: dict[str, Peer] = {}
-    for name in DEFAULT_PEERS[device.type] if names is None else names:
+    for name in (*DEFAULT_PEERS[device.type], *also) if names is None else names:
         peer = None if name in NEEDS_CUDA and device.type != "cuda" else PEERS[name]()
         if peer is not None:
             found[name] = peer

@@ -1,7 +1,8 @@
 """A run as it is printed, drawn, kept and compared.
 
 Every figure that is measured is one of which less is better: milliseconds, microseconds, MiB. A ratio is always what a
-peer needs over what flash_ext needs: above 1, flash_ext is ahead.
+peer needs over what flash_ext needs: above 1, flash_ext is faster. That nobody is faster is claimed only where the
+lower quartile of the rounds' ratios is above 1, too.
 """
 
 from __future__ import annotations
@@ -9,17 +10,32 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from benchmarks.peers import OURS
 from benchmarks.provenance import headline
+from benchmarks.timing import Sample, Timings
 
-SCHEMA = "flash_ext.benchmarks/1"
+SCHEMA = "flash_ext.benchmarks/2"
+READABLE_SCHEMAS = ("flash_ext.benchmarks/1", SCHEMA)  # the first has no spread, ratios and sustained
 DRAWN_AS_BARS = frozenset({"options", "host"})
 DRAWN_LOGARITHMIC = frozenset({"memory", "decode"})
 PANELS_IN_A_ROW = 4
+
+
+class Spread(TypedDict):
+    """Quartiles of what was measured, and of how many readings."""
+
+    lower: float
+    upper: float
+    calls: int
+
+
+def spread_of(sample: Sample) -> Spread:
+    lower, upper = sample.quartiles
+    return {"lower": lower, "upper": upper, "calls": len(sample.values)}
 
 
 @dataclass
@@ -33,6 +49,23 @@ class Row:
     shown: dict[str, float] = field(default_factory=dict)  # the same in the record's shown_unit; empty: as measured
     figures: dict[str, float] = field(default_factory=dict)  # other columns
     missing: dict[str, str] = field(default_factory=dict)  # contestants that did not take part, and why
+    spread: dict[str, Spread] = field(default_factory=dict)  # of measured
+    ratio_spread: dict[str, Spread] = field(default_factory=dict)  # by peer: of the rounds' ratios
+    sustained: dict[str, float] = field(default_factory=dict)  # as measured, in loops without pause; often not asked
+
+    @staticmethod
+    def timed(timings: Timings, **fields_of_row: Any) -> Row:
+        """A row of what was timed; ``fields_of_row``: the others."""
+        samples = timings.bursts
+        mine = samples.get(OURS)
+        peers = {} if mine is None else {name: sample for name, sample in samples.items() if not is_ours(name)}
+        return Row(
+            measured=timings.medians(),
+            spread={name: spread_of(sample) for name, sample in samples.items()},
+            ratio_spread={name: spread_of(sample.over(samples[OURS])) for name, sample in peers.items()},
+            sustained=dict(timings.sustained),
+            **fields_of_row,
+        )
 
     def ratios(self) -> dict[str, float]:
         """By peer; other forms of ours are none."""
@@ -40,6 +73,10 @@ class Row:
         if mine is None:
             return {}
         return {name: value / mine for name, value in self.measured.items() if not is_ours(name)}
+
+    def lower_ratios(self) -> dict[str, float]:
+        """By peer: the lower quartile of the ratios; their median of a record that has no quartiles."""
+        return {name: self.ratio_spread[name]["lower"] if self.ratio_spread else r for name, r in self.ratios().items()}
 
 
 @dataclass
@@ -60,7 +97,7 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """A record that ``Record.write`` wrote.
+    """A record that ``Record.write`` wrote, now or when its rows had fewer fields.
 
     Raises:
         ValueError: it is something else.
@@ -69,7 +106,7 @@ def read(path: Path) -> Record:
         content = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+    if not isinstance(content, dict) or content.get("schema") not in READABLE_SCHEMAS:
         raise ValueError(f"{path} is not a record of this tool ({SCHEMA})")
     _check_fields(path, "the record", content, Record)
     for number, row in enumerate(content["rows"]):
@@ -78,9 +115,10 @@ def read(path: Path) -> Record:
 
 
 def _check_fields(path: Path, what: str, content: Mapping[str, Any], of: type[Record] | type[Row]) -> None:
-    expected = {f.name for f in fields(of)}
-    if set(content) != expected:
-        raise ValueError(f"{path}: {what} has the fields {sorted(content)}, expected {sorted(expected)}")
+    known = {f.name for f in fields(of)}
+    required = {f.name for f in fields(of) if f.default is MISSING and f.default_factory is MISSING}
+    if not required <= set(content) <= known:
+        raise ValueError(f"{path}: {what} has the fields {sorted(content)}, expected {sorted(known)}")
 
 
 def markdown(record: Record) -> str:
@@ -112,7 +150,8 @@ def table_of(rows: Sequence[Row], label_title: str) -> list[str]:
     peers = any(row.ratios() for row in rows)
     figures = list(dict.fromkeys(name for row in rows for name in row.figures))
     ratios = ["/ best peer"] + (["/ fa2"] if "fa2" in contestants else []) if peers else []
-    titles = [*contestants, *ratios, *figures]
+    sustained = [name for name in contestants if any(name in row.sustained for row in rows)]
+    titles = [*contestants, *ratios, *figures, *(f"{name}, sustained" for name in sustained)]
     lines = [line([label_title, *titles]), "| --- |" + " ---: |" * len(titles)]
     for row in rows:
         values = row.shown or row.measured
@@ -120,8 +159,16 @@ def table_of(rows: Sequence[Row], label_title: str) -> list[str]:
         if peers:
             cells.append(ratio(best_ratio(row)))
             cells += [ratio(row.ratios().get("fa2"))] if "fa2" in contestants else []
-        lines.append(line([*cells, *(number(row.figures.get(name)) for name in figures)]))
+        cells += [number(row.figures.get(name)) for name in figures]
+        lines.append(line([*cells, *(number(shown_sustained(row, name)) for name in sustained)]))
     return lines
+
+
+def shown_sustained(row: Row, name: str) -> float | None:
+    """In the unit of what is shown: a rate falls as the time grows."""
+    if name not in row.sustained:
+        return None
+    return row.shown[name] * row.measured[name] / row.sustained[name] if row.shown else row.sustained[name]
 
 
 def contestants_of(rows: Iterable[Row]) -> list[str]:
@@ -157,7 +204,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def summary(record: Record) -> list[str]:
-    """Geometric mean and smallest of the ratios, for each heading and over all."""
+    """Geometric mean and smallest of the ratios, for each heading and over all, and in how many rows none is faster."""
     peers = [name for name in contestants_of(record.rows) if not is_ours(name)]
     groups = [(title, [row for row in record.rows if row.table == title]) for title in tables(record)]
     groups += [("all", record.rows)] if len(groups) > 1 else []
@@ -169,7 +216,16 @@ def summary(record: Record) -> list[str]:
         columns.append([value for row in rows if (value := best_ratio(row)) is not None])
         found |= any(columns)
         lines.append(line([title, *(f"{geometric_mean(c):.2f} ({min(c):.2f})" if c else "-" for c in columns)]))
-    return lines if found else []
+    return [*lines, "", none_faster(record.rows)] if found else []
+
+
+def none_faster(rows: Iterable[Row]) -> str:
+    """In how many rows flash_ext is faster than every peer by its median, and in how many the spread bears it out."""
+    contested = [row for row in rows if row.ratios()]
+    by_median = sum(min(row.ratios().values()) > 1 for row in contested)
+    for_certain = sum(min(row.lower_ratios().values()) > 1 for row in contested)
+    spread = f", in {for_certain} by the lower quartile too" if any(row.ratio_spread for row in contested) else ""
+    return f"no peer is faster in {by_median} of {len(contested)} rows{spread}"
 
 
 def _missing(record: Record) -> list[str]:
@@ -187,16 +243,18 @@ def _missing(record: Record) -> list[str]:
 def compare(before: Record, after: Record) -> tuple[str, float | None]:
     """What became of each row, in a table, and the smallest of the ratios (None: no row is in both).
 
-    The peers of both runs tell how much of it is the machine: "steady" is the ratio over theirs.
+    The peers of both runs tell how much of it is the machine: "steady" is the ratio over theirs. "moved" says what
+    became faster or slower by more than its spread: with the machine's part taken out, the quartiles of the two runs
+    enclose ranges that do not overlap.
     """
     if before.question != after.question:
         raise ValueError(f"cannot compare {before.question} with {after.question}")
     lines = [f"before: {headline(before.provenance)}", f"after:  {headline(after.provenance)}"]
     lines += [f"{before.question}: {OURS} before over after, in {before.unit}; above 1, it became better", ""]
-    lines += [line(["table", before.label_title, "before", "after", "before / after", "peers", "steady"])]
-    lines += ["| --- | --- |" + " ---: |" * 5]
+    lines += [line(["table", before.label_title, "before", "after", "before / after", "peers", "steady", "moved"])]
+    lines += ["| --- | --- |" + " ---: |" * 5 + " --- |"]
     earlier = {_key(row): row for row in before.rows}
-    ratios = []
+    ratios, moved = [], []
     for row in after.rows:
         old = earlier.get(_key(row))
         if old is None or OURS not in old.measured or OURS not in row.measured:
@@ -205,14 +263,27 @@ def compare(before: Record, after: Record) -> tuple[str, float | None]:
         common = [old.measured[name] / row.measured[name] for name in row.ratios() if name in old.measured]
         peers = geometric_mean(common) if common else None
         ratios.append(change)
+        moved.append(_moved(old, row, peers or 1.0))
         cells = [number(old.measured[OURS]), number(row.measured[OURS]), ratio(change), ratio(peers)]
-        lines.append(line([row.table, row.label, *cells, ratio(change / peers if peers else None)]))
+        lines.append(line([row.table, row.label, *cells, ratio(change / peers if peers else None), moved[-1]]))
     if not ratios:
         return "\n".join([*lines, "", "no row is in both records"]), None
     lines += ["", f"geometric mean {geometric_mean(ratios):.3f}, smallest {min(ratios):.3f}, {len(ratios)} rows"]
+    if "-" not in moved:
+        lines += [f"more than their spread: {moved.count('faster')} faster, {moved.count('slower')} slower"]
     alone = len(before.rows) + len(after.rows) - 2 * len(ratios)
     lines += [f"{alone} rows are in one record only"] if alone else []
     return "\n".join(lines), min(ratios)
+
+
+def _moved(before: Row, after: Row, machine: float) -> str:
+    """``machine``: what the peers needed before over what they need now."""
+    if OURS not in before.spread or OURS not in after.spread:
+        return "-"
+    old, new = before.spread[OURS], after.spread[OURS]
+    if new["upper"] < old["lower"] / machine:
+        return "faster"
+    return "slower" if new["lower"] > old["upper"] / machine else ""
 
 
 def _key(row: Row) -> str:

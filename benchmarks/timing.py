@@ -2,16 +2,20 @@
 
 On a GPU a call is timed by events on the stream, after a buffer larger than the L2 cache was written (what
 triton.testing.do_bench does): the call finds its inputs in memory, as it would in a model, and the host runs ahead of
-the GPU. On a CPU it is timed by the wall clock. The figure is the median.
+the GPU. On a CPU it is timed by the wall clock. The figure is the median; quartiles tell how far readings spread.
+
+These are bursts: between them the GPU writes a buffer, and cools. ``sustain`` measures what is left of their speed when
+a call is repeated without pause, until power and temperature limit the clock.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -48,9 +52,57 @@ class Effort:
         return max(self.fewest, min(self.most, int(self.budget_ms / max(call_ms, 1e-6))))
 
 
+@dataclass(frozen=True)
+class Sample:
+    """What a contestant needed in each round, in the order of the rounds; in any unit."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The lower and the upper one: half of the readings lie between them."""
+        if len(self.values) < 2:
+            return self.median, self.median
+        lower, _, upper = statistics.quantiles(self.values, n=4, method="inclusive")
+        return lower, upper
+
+    def scaled(self, factor: float) -> Sample:
+        return Sample(tuple(factor * value for value in self.values))
+
+    def over(self, other: Sample) -> Sample:
+        """Ratios round by round, of the rounds that both took part in: a clock that drifts is in both readings."""
+        return Sample(tuple(mine / theirs for mine, theirs in zip(self.values, other.values, strict=False)))
+
+
+@dataclass(frozen=True)
+class Timings:
+    """What was measured of the contestants, by name."""
+
+    bursts: Mapping[str, Sample]
+    sustained: Mapping[str, float] = field(default_factory=dict)  # of a call, repeated without pause; often not asked
+
+    def medians(self) -> dict[str, float]:
+        return {name: sample.median for name, sample in self.bursts.items()}
+
+    def scaled(self, factor: float) -> Timings:
+        bursts = {name: sample.scaled(factor) for name, sample in self.bursts.items()}
+        return Timings(bursts, {name: factor * value for name, value in self.sustained.items()})
+
+    def without(self, name: str) -> Timings:
+        bursts = {kept: sample for kept, sample in self.bursts.items() if kept != name}
+        return Timings(bursts, {kept: value for kept, value in self.sustained.items() if kept != name})
+
+
 class Clock(Protocol):
     def time(self, contestant: Contestant) -> Reading:
         """Runs the contestant, or puts it on the stream."""
+
+    def time_loop(self, contestant: Contestant, calls: int) -> Reading:
+        """Runs the contestant ``calls`` times without pause, or puts that on the stream; milliseconds of them all."""
 
     def wait(self) -> None:
         """Until all readings can be read."""
@@ -61,9 +113,13 @@ class Clock(Protocol):
 
 class CpuClock:
     def time(self, contestant: Contestant) -> Reading:
+        return self.time_loop(contestant, 1)
+
+    def time_loop(self, contestant: Contestant, calls: int) -> Reading:
         with contestant.around():
             start = time.perf_counter()
-            contestant.call()
+            for _ in range(calls):
+                contestant.call()
             elapsed = 1e3 * (time.perf_counter() - start)
         return lambda: elapsed
 
@@ -80,11 +136,15 @@ class CudaClock:
         self._flush = torch.empty(max(2 * l2_bytes, FLUSH_BYTES), dtype=torch.int8, device="cuda")
 
     def time(self, contestant: Contestant) -> Reading:
+        self._flush.zero_()
+        return self.time_loop(contestant, 1)
+
+    def time_loop(self, contestant: Contestant, calls: int) -> Reading:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with contestant.around():
-            self._flush.zero_()
             start.record()
-            contestant.call()
+            for _ in range(calls):
+                contestant.call()
             end.record()
         return lambda: start.elapsed_time(end)
 
@@ -114,8 +174,8 @@ def make_clock(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-def take_turns(clock: Clock, contestants: Mapping[str, Contestant], effort: Effort) -> dict[str, float]:
-    """Median milliseconds of each. Every other round goes backwards, so that nobody always follows the same one."""
+def take_turns(clock: Clock, contestants: Mapping[str, Contestant], effort: Effort) -> dict[str, Sample]:
+    """Milliseconds of each. Every other round goes backwards, so that nobody always follows the same one."""
     for contestant in contestants.values():
         for _ in range(WARM_UP_CALLS):
             contestant()
@@ -132,7 +192,23 @@ def take_turns(clock: Clock, contestants: Mapping[str, Contestant], effort: Effo
         if turn % ROUNDS_IN_FLIGHT == ROUNDS_IN_FLIGHT - 1:
             clock.wait()
     clock.wait()
-    return {name: statistics.median(reading() for reading in taken) for name, taken in readings.items()}
+    return {name: Sample(tuple(reading() for reading in taken)) for name, taken in readings.items()}
+
+
+def sustain(
+    clock: Clock, contestants: Mapping[str, Contestant], call_ms: Mapping[str, float], seconds: float
+) -> dict[str, float]:
+    """Mean milliseconds of a call in a loop of ``seconds``, each contestant's alone, there and back through the list.
+
+    ``call_ms``: about how long a call takes, by name.
+    """
+    calls = {name: max(1, math.ceil(1e3 * seconds / call_ms[name])) for name in contestants}
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for name in (*contestants, *reversed(list(contestants))):
+        reading = clock.time_loop(contestants[name], calls[name])
+        clock.wait()
+        found[name].append(reading() / calls[name])
+    return {name: statistics.fmean(means) for name, means in found.items()}
 
 
 def host_microseconds(device: torch.device, contestant: Contestant, calls: int) -> float:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
+import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,24 +15,42 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from benchmarks import ceilings, checks, counters, cpu, decode, forward_backward, peers, provenance, report, timing
+from benchmarks import (
+    arguments,
+    ceilings,
+    checks,
+    counters,
+    cpu,
+    decode,
+    forward_backward,
+    gpu_state,
+    option_calls,
+    options,
+    origins,
+    peers,
+    provenance,
+    report,
+    timing,
+)
 from benchmarks.__main__ import main, make_parser
-from benchmarks.checks import Expected, WrongOutput
+from benchmarks.checks import Expected, OnAverage, WrongOutput
 from benchmarks.contest import Contest
 from benchmarks.forward_backward import Problem
-from benchmarks.peers import OURS, Peer, sdpa
+from benchmarks.peers import OURS, Peer, Step, sdpa, sdpa_decode
 from benchmarks.report import Record, Row
-from benchmarks.timing import Contestant, CpuClock, Effort
+from benchmarks.timing import Contestant, CpuClock, Effort, Sample, Timings
 from tests import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
-FAST = ["--device", "cpu", "--rounds", "2"]
+PEER_OF = {"module": "torch"}
+FAST = ["--device", "cpu", "--rounds", "2", "--trial"]
 COMMANDS = {
     "forward": ["--shapes", "2x40x4/2x16", "--dtype", "float32", "bfloat16"],
     "backward": ["--head-dim", "16", "--seqlen", "16", "32", "--tokens", "64", "--hidden", "32", "--causal"],
     "training": ["--shapes", "1x33x2x16", "--full"],
     "decode": ["--heads", "4/2", "--contexts", "2x48", "--head-dim", "16"],
     "options": ["--seqlen", "32", "--tokens", "64", "--hidden", "32", "--head-dim", "16"],
+    "module": ["--sizes", "2x24x32/4"],
     "memory": ["--seqlen", "64", "--heads", "1", "--head-dim", "16"],
     "host": ["--calls", "2"],
 }
@@ -47,6 +68,10 @@ def run(question: str, *more: str) -> int:
 
 def row(label: str = "1", table: str = "t", **measured: float) -> Row:
     return Row(table, label, {"seqlen": 1}, measured)
+
+
+def timings(**values: list[float]) -> Timings:
+    return Timings({name: Sample(tuple(taken)) for name, taken in values.items()})
 
 
 def record(*rows: Row, question: str = "forward") -> Record:
@@ -72,11 +97,14 @@ def test_question(question: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert report.markdown(kept) == printed.rstrip("\n")
     assert kept.question == question and kept.rows
     for kept_row in kept.rows:
-        assert kept_row.missing == {}
+        assert question == "options" or kept_row.missing == {}
         assert all(value > 0 for value in (*kept_row.measured.values(), *kept_row.shown.values()))
         assert OURS in kept_row.measured
-        assert question == "options" or "sdpa" in kept_row.measured
-    if question not in ("memory", "host"):
+        assert (PEER_OF.get(question, "sdpa") in kept_row.measured) != ("sdpa" in kept_row.missing)
+        assert set(kept_row.spread) == (set() if question == "memory" else set(kept_row.measured))
+        assert set(kept_row.ratio_spread) == (set() if question == "memory" else set(kept_row.ratios()))
+        assert all(spread["lower"] <= spread["upper"] for spread in kept_row.spread.values())
+    if question not in ("memory", "host", "module"):
         assert kept.ceilings["read_tbps"] > 0 and kept.ceilings["matmul_float32_tflops"] > 0
 
 
@@ -86,9 +114,14 @@ def test_provenance_names_no_place_and_nobody(tmp_path: Path) -> None:
     assert not re.search(r"""["\s]/\w""", text) and str(Path.home()) not in text
     origin = json.loads(text)["provenance"]
     assert origin["command"].startswith("python -m benchmarks host --device cpu")
-    assert origin["command"].endswith("--json run.json")
-    software = {"python", "torch", "float32_matmul_precision", "flash_ext", "peers", "packages", "commit"}
-    assert set(origin) == {"command", "date", "device", "cpu", "isa", "threads"} | software
+    assert origin["command"].endswith("--trial --calls 2 --json run.json")
+    software = {"python", "torch", "torch_commit", "flash_ext", "peers", "peer_origins", "packages", "commit"}
+    machine = {"device", "cpu", "isa", "threads", "gpu_state"}
+    how = {"command", "date", "environment", "float32_matmul_precision", "trial", "rounds", "sustained_s"}
+    assert set(origin) == software | machine | how
+    assert set(origin["peers"]) == {"sdpa", "math"} == set(origin["peer_origins"])
+    assert origin["peer_origins"]["math"] == {"torch": torch.__version__, "commit": origin["torch_commit"]}
+    assert origin["trial"] and origin["rounds"] == {"fewest": 2, "most": 2}
 
 
 def test_command_is_printed_without_folders() -> None:
@@ -113,17 +146,136 @@ def test_plot(question: str, tmp_path: Path) -> None:
 
 
 def test_preset_of_the_cpu(tmp_path: Path) -> None:
-    main(["--shapes", "1x16x1x16", "--json", str(tmp_path / "run.json")], preset=cpu.PRESET, module="benchmarks.cpu")
+    asked = ["--shapes", "1x16x1x16", "--trial", "--json", str(tmp_path / "run.json")]
+    main(asked, preset=cpu.PRESET, module="benchmarks.cpu")
     kept = report.read(tmp_path / "run.json")
-    assert kept.provenance["command"] == "python -m benchmarks.cpu --shapes 1x16x1x16 --json run.json"
+    assert kept.provenance["command"] == "python -m benchmarks.cpu --shapes 1x16x1x16 --trial --json run.json"
     assert [set(kept_row.measured) for kept_row in kept.rows] == [{OURS, "sdpa"}] * 4
 
 
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+
+
 def test_recorded_runs_can_be_read() -> None:
-    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    assert results
-    for path in results:
+    assert RESULTS
+    for path in RESULTS:
         assert report.read(path).rows
+
+
+def test_recorded_runs_can_be_relied_on() -> None:
+    """But for those of the first schema, which did not say."""
+    for kept in (report.read(path) for path in RESULTS):
+        if kept.schema != report.SCHEMA:
+            continue
+        origin = kept.provenance
+        assert not origin["trial"] and not origin["commit"].endswith("dirty")
+        assert origin["rounds"]["fewest"] >= provenance.RECORD_ROUNDS
+        for kept_row in kept.rows:
+            assert all(s["calls"] >= provenance.RECORD_ROUNDS for s in kept_row.spread.values())
+
+
+# What is a record
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A repository with a kernel and a page, whose libraries are built."""
+    for file in ("csrc/kernel.cpp", "docs/page.md"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text("first")
+    git(tmp_path, "init")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    built_from = git(tmp_path, "rev-parse", "HEAD").strip()
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(flash_ext, "build_info", lambda: {"git_commit": built_from})
+    return tmp_path
+
+
+ENOUGH = Effort(most=30, fewest=12, budget_ms=1)
+
+
+def test_what_is_committed_and_built_is_a_record(checkout: Path) -> None:
+    assert provenance.why_no_record(ENOUGH) is None
+    (checkout / "docs" / "page.md").write_text("second")
+    git(checkout, "commit", "-am", "second")
+    assert provenance.why_no_record(ENOUGH) is None
+
+
+def test_few_rounds_are_no_record(checkout: Path) -> None:
+    assert provenance.why_no_record(Effort(most=11, fewest=11, budget_ms=1)) == "11 rounds are fewer than 12"
+    assert arguments.EFFORT.fewest >= 12 > arguments.QUICK_EFFORT.fewest
+
+
+def test_a_changed_checkout_is_no_record(checkout: Path) -> None:
+    (checkout / "csrc" / "other.cpp").write_text("untracked")
+    assert provenance.why_no_record(ENOUGH) == "no commit holds csrc/other.cpp"
+    (checkout / "docs" / "page.md").write_text("changed")
+    assert "the sources differ from their commit" in (provenance.why_no_record(ENOUGH) or "")
+
+
+def test_libraries_of_other_sources_are_no_record(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkout / "csrc" / "kernel.cpp").write_text("second")
+    git(checkout, "commit", "-am", "second")
+    assert (provenance.why_no_record(ENOUGH) or "").endswith("whose sources are others: build again")
+    for built_from, reason in (
+        (None, "nobody knows which commit the libraries are from"),
+        ("1+dirty", "the libraries"),
+    ):
+        monkeypatch.setattr(flash_ext, "build_info", lambda built_from=built_from: {"git_commit": built_from})
+        assert reason in (provenance.why_no_record(ENOUGH) or "")
+
+
+def test_what_is_no_record_is_kept_as_a_trial_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arguments, "why_no_record", lambda effort: "for some reason")
+    asked = ["host", "--device", "cpu", "--calls", "1", "--json", str(tmp_path / "run.json")]
+    with pytest.raises(SystemExit):
+        main(asked)
+    assert "this would be no record: for some reason (--trial keeps it" in capsys.readouterr().err
+    assert main([*asked, "--trial"]) == 0
+    assert report.read(tmp_path / "run.json").provenance["trial"]
+
+
+def test_environment_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_EXT_HOPPER", "0")
+    monkeypatch.setenv("FLASH_EXT_CACHE", "/home/me/cache")
+    found = provenance.environment()
+    assert found["FLASH_EXT_HOPPER"] == "0" and found["FLASH_EXT_CACHE"] == "cache"
+    assert all(name.startswith("FLASH_EXT_") for name in found)
+
+
+def test_origin_of_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert origins.package_origin("attention-of-somebody", None) == {}
+    info = tmp_path / "attention_of_somebody-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: attention-of-somebody\nVersion: 1.2\n")
+    (info / "direct_url.json").write_text('{"vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}}')
+    found = origins.package_origin("attention-of-somebody", report)
+    assert found["version"] == "1.2" and found["commit"] == "0123456789ab" and len(found["sha256"]) == 12
+
+
+def test_state_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        gpu_state, "_command", lambda fields: ["sh", "-c", "printf '1980, 3201, 600.5, 50\n1755, 32'; :"]
+    )
+    with gpu_state.GpuState(torch.device("cuda")) as state:
+        assert state._process is not None
+        state._process.wait()
+    summary = state.summary()
+    assert summary["readings"] == 1 and summary["sm_clock_mhz"] == [1980, 1980, 1980] and summary["power_w"][1] == 600.5
+    monkeypatch.setattr(gpu_state, "_command", lambda fields: ["there-is-no-such-program"])
+    for device in ("cuda", "cpu"):
+        with gpu_state.GpuState(torch.device(device)) as state:
+            pass
+        assert state.summary() == {}
 
 
 # What is asked
@@ -187,7 +339,7 @@ def test_flops() -> None:
     assert full.flops("backward") == 2.5 * full.flops("forward")
     causal = Problem(2, 1024, 16, 4, 64, True, "bfloat16")
     assert causal.flops("forward") == full.flops("forward") / 2
-    measured = forward_backward.row_of(full, "forward", {OURS: 2.0}, {})
+    measured = forward_backward.row_of(full, "forward", timings(flash_ext=[2.0]), {})
     assert measured.shown[OURS] == pytest.approx(full.flops("forward") / 2e-3 / 1e12)
     forward_backward.add_ceiling([measured], {"matmul_bfloat16_tflops": 2 * measured.shown[OURS]})
     assert measured.figures["% of matmul"] == pytest.approx(50)
@@ -196,7 +348,11 @@ def test_flops() -> None:
 def test_bytes_of_a_cache() -> None:
     problem = decode.Problem(3, 512, 16, 2, 128, "bfloat16")
     assert problem.kv_bytes == 2 * 3 * 512 * 2 * 128 * 2
-    assert decode.row_of(problem, 16, {OURS: 0.5}, None, {}).figures["TB/s"] == pytest.approx(problem.kv_bytes / 5e8)
+    measured = decode.row_of(problem, 16, timings(flash_ext=[0.5]), None, {})
+    assert measured.figures["TB/s"] == pytest.approx(problem.kv_bytes / 5e8)
+    assert "workload" not in measured.problem
+    ragged = dataclasses.replace(problem, workload="ragged")
+    assert ragged.lengths == [64, 288, 512] and ragged.kv_bytes == problem.kv_bytes * (64 + 288 + 512) // (3 * 512)
 
 
 # What is right
@@ -273,7 +429,7 @@ def test_reference_in_chunks(causal: bool, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_wrong_peer_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = Peer("wrong", lambda q, k, v, causal: sdpa(q, k, v, causal) * 1.01, sdpa)
+    wrong = Peer("wrong", lambda q, k, v, causal: sdpa(q, k, v, causal) * 1.01, sdpa_decode)
     monkeypatch.setitem(peers.PEERS, "sdpa", lambda: wrong)
     assert run("forward") == 0
     captured = capsys.readouterr()
@@ -281,11 +437,137 @@ def test_wrong_peer_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "- sdpa: not in forward" in captured.out and "math" in captured.out
 
 
+def test_wrong_module_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = flash_ext.MultiheadAttention.forward
+
+    def forward(*args: object, **options: object) -> object:
+        out, weights = right(*args, **options)
+        return out * 1.01, weights
+
+    monkeypatch.setattr(flash_ext.MultiheadAttention, "forward", forward)
+    with pytest.raises(WrongOutput, match="out is off by"):
+        run("module")
+
+
+def test_a_row_that_is_not_appended_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: object) -> object:
+        caches = (t.nan_to_num() if "k" in options else t for t in (k_cache, v_cache))
+        return original_decode(q, *caches, **options)
+
+    monkeypatch.setattr(flash_ext, "decode", attend)
+    run("decode")
+    with pytest.raises(WrongOutput, match="k_cache does not hold the new row"):
+        run("decode", "--workloads", "append")
+
+
+def test_a_call_that_spoils_the_next_is_noticed() -> None:
+    class Stale(CpuClock):
+        def repeatable(self, contestant: Contestant) -> Contestant:
+            out = contestant()
+            return Contestant(lambda: out)
+
+    call = oracle.Call(*(torch.randn(1, 4, 1, 8) for _ in range(3)))
+    attend = Contestant(lambda: original_attention(call.q, call.k, call.v))
+    Contest().enter(OURS, attend, Expected(call), repeated_by=CpuClock(), required=True)
+    with pytest.raises(WrongOutput):
+        Contest().enter(OURS, attend, Expected(call), repeated_by=Stale(), required=True)
+
+
+def test_dropout_is_right_on_average() -> None:
+    torch.manual_seed(0)
+    call = oracle.Call(*(torch.randn(2, 64, 2, 32) for _ in range(3)))
+    expected = OnAverage(Expected(call))
+    for p in (0.0, 0.3):
+        out = original_attention(call.q, call.k, call.v, dropout_p=p)
+        assert isinstance(out, Tensor)
+        expected.check("right", {"out": out})
+    with pytest.raises(WrongOutput, match=r"out is 0\.\d+ times what is expected on average"):
+        expected.check("not scaled", {"out": 0.7 * out})
+
+
+def test_every_workload_of_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = partial(peers._flash_attn_package, "a package", "flash_ext", "of-nobody", "no.module")
+    monkeypatch.setitem(peers.PEERS, "flash_attn", package)
+    monkeypatch.setattr(peers, "NEEDS_CUDA", frozenset())
+    file = tmp_path / "run.json"
+    asked = ["--workloads", *decode.WORKLOADS, "--peers", "sdpa", "flash_attn", "--json", str(file)]
+    run("decode", "--dtype", "float32", "bfloat16", *asked)
+    measured = {kept.table.rpartition(", ")[2]: set(kept.measured) for kept in report.read(file).rows}
+    assert {"ragged", "append", "rotary"} < set(measured) and len(measured) == 4
+    assert all({OURS, "flash_attn"} <= names for names in measured.values()), measured
+    assert "sdpa" in measured["append"] and "sdpa" not in measured["ragged"] | measured["rotary"]
+
+
+def test_default_rows_of_decoding() -> None:
+    found = decode.problems(chosen("decode"))
+    assert {p.workload for p in found} == set(decode.WORKLOADS)
+    assert any(p.head_dim == 256 and p.heads_q > p.heads_kv for p in found)
+    assert len(set(found)) == len(found)
+    asked = decode.problems(chosen("decode", "--contexts", "1x512", "--heads", "4/2", "--workloads", "append"))
+    assert asked == [decode.Problem(1, 512, 4, 2, 128, "bfloat16", "append")]
+
+
+def test_scheduler_metadata_is_made_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    class Package:
+        @staticmethod
+        def get_scheduler_metadata(*sizes: object, **options: object) -> str:
+            given.append((sizes[:6], options))
+            return "metadata"
+
+    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
+    lengths = torch.full((2,), 31, dtype=torch.int32)
+    step = Step(q, cache, cache, lengths, k=cache[:, :1], v=cache[:, :1])
+    assert peers._scheduler_metadata(Package, step) == {"scheduler_metadata": "metadata"}  # type: ignore[arg-type]
+    assert given == [((2, 1, 32, 4, 2, 16), {"qkv_dtype": torch.float32, "max_seqlen_k_new": 1})]
+    assert peers._scheduler_metadata(peers, step) == {}
+
+
+def test_options_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = partial(peers._flash_attn_package, "a package", "flash_ext", "of-nobody", "no.module")
+    monkeypatch.setitem(peers.PEERS, "flash_attn", package)
+    assert names_of_options_with("flash_attn", monkeypatch, tmp_path / "run.json") == {
+        "plain", "softcap", "ALiBi", "dropout 0.1", "causal", "window 4", "varlen, even", "varlen, uneven",
+        "deterministic",
+    }  # fmt: skip
+
+
+def test_options_of_flex_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(option_calls, "flex_attention", lambda: flex_attention)  # compiling takes minutes
+    forward = ("--directions", "forward")  # it has no backward on a CPU
+    assert names_of_options_with("flex", monkeypatch, tmp_path / "run.json", *forward) == {
+        "plain", "bias (1, h, q, k)", "bias (1, 1, q, k)", "bias (b, 1, 1, k)", "mask (1, 1, q, k)", "mask (b, 1, 1, k)", "softcap", "ALiBi", "causal", "window 4",
+    }  # fmt: skip
+
+
+def names_of_options_with(peer: str, monkeypatch: pytest.MonkeyPatch, file: Path, *more: str) -> set[str]:
+    """Of those that the peer takes part in, in all directions that they have."""
+    monkeypatch.setattr(peers, "NEEDS_CUDA", frozenset())
+    run("options", "--peers", peer, "--json", str(file), *more)
+    rows = report.read(file).rows
+    taken = {kept.label for kept in rows if peer in kept.measured}
+    assert not taken & {kept.label for kept in rows if peer in kept.missing}
+    return taken
+
+
+def test_selected_options(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    run("options", "--only", "softcap", "plain", "--directions", "forward", "--json", str(file))
+    plain, softcap = report.read(file).rows
+    assert plain.label == options.PLAIN and plain.figures["% cost"] == 0
+    assert softcap.label == "softcap" and softcap.figures["% cost"] != 0
+
+
 def test_peer_that_cannot_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def cannot(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
         raise RuntimeError("no kernel for this\nand a long explanation")
 
-    monkeypatch.setitem(peers.PEERS, "sdpa", lambda: Peer("cannot", cannot, cannot))
+    monkeypatch.setitem(
+        peers.PEERS, "sdpa", lambda: Peer("cannot", cannot, lambda step: partial(cannot, *[step.q] * 3))
+    )
     assert run("decode") == 0
     assert "no kernel for this" in capsys.readouterr().out
 
@@ -330,8 +612,42 @@ def test_contestants_take_turns() -> None:
     clock = FakeClock()
     contestants = {name: Contestant(lambda name=name, ms=ms: (name, ms)) for name, ms in (("a", 1.0), ("b", 4.0))}
     found = timing.take_turns(clock, contestants, Effort(most=6, fewest=2, budget_ms=12.0))
-    assert found == {"a": 1.0, "b": 4.0}
+    assert found == {"a": Sample((1.0,) * 6), "b": Sample((4.0,) * 3)}
     assert "".join(clock.order) == "ab" + "ab" + "ba" + "ab" + "aaa"
+
+
+def test_sustained_loops() -> None:
+    class LoopClock(CpuClock):
+        def __init__(self) -> None:
+            self.loops: list[tuple[str, int]] = []
+
+        def time_loop(self, contestant: Contestant, calls: int) -> timing.Reading:
+            name, ms = contestant.call()
+            self.loops.append((name, calls))
+            return lambda: calls * ms
+
+    clock = LoopClock()
+    contestants = {name: Contestant(lambda name=name, ms=ms: (name, ms)) for name, ms in (("a", 2.0), ("b", 500.0))}
+    found = timing.sustain(clock, contestants, {"a": 1.0, "b": 400.0}, seconds=0.1)
+    assert found == {"a": 2.0, "b": 500.0}
+    assert clock.loops == [("a", 100), ("b", 1), ("b", 1), ("a", 100)]
+
+
+def test_sustained_is_shown_beside_bursts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("forward", "--sustained", "0.001", "--json", str(tmp_path / "run.json"))
+    assert "flash_ext, sustained | sdpa, sustained" in capsys.readouterr().out
+    kept = report.read(tmp_path / "run.json")
+    assert kept.provenance["sustained_s"] == 0.001
+    assert all(set(kept_row.sustained) == set(kept_row.measured) for kept_row in kept.rows)
+    rate = Row("t", "1", {}, {OURS: 2.0}, shown={OURS: 300.0}, sustained={OURS: 3.0})
+    assert report.shown_sustained(rate, OURS) == pytest.approx(200)
+
+
+def test_quartiles() -> None:
+    sample = Sample((5.0, 1.0, 2.0, 3.0, 4.0))
+    assert sample.median == 3.0 and sample.quartiles == (2.0, 4.0)
+    assert Sample((7.0,)).quartiles == (7.0, 7.0)
+    assert Sample((6.0, 4.0, 9.0)).over(Sample((2.0, 4.0))) == Sample((3.0, 1.0))
 
 
 def test_rounds_fit_the_budget() -> None:
@@ -350,6 +666,34 @@ def test_table_and_summary() -> None:
     assert "| t | 3.00 (1.50) | 0.50 (0.50) | 1.73 (0.50) |" in text
 
 
+def test_spread_of_a_row() -> None:
+    drifting = [1.0, 2.0, 4.0, 8.0, 16.0]
+    kept = Row.timed(
+        timings(flash_ext=drifting, fa2=[1.5 * ms for ms in drifting], cudnn=[1.1, 1.9, 4.4, 8.8, 15.0]),
+        table="t", label="1", problem={},
+    )  # fmt: skip
+    assert kept.measured == {"flash_ext": 4.0, "fa2": 6.0, "cudnn": 4.4}
+    assert kept.spread["flash_ext"] == {"lower": 2.0, "upper": 8.0, "calls": 5}
+    assert kept.ratio_spread["fa2"] == {"lower": 1.5, "upper": 1.5, "calls": 5}
+    assert kept.lower_ratios() == {"fa2": 1.5, "cudnn": pytest.approx(0.95)}
+    assert report.none_faster([kept]) == "no peer is faster in 1 of 1 rows, in 0 by the lower quartile too"
+    assert report.none_faster([row(flash_ext=1.0, fa2=2.0)]) == "no peer is faster in 1 of 1 rows"
+
+
+def test_compare_tells_what_moved_from_what_scatters() -> None:
+    def one(name: str, scale: float = 1.0, machine: float = 1.0) -> Row:
+        ours = [machine * scale * ms for ms in (0.98, 1.0, 1.0, 1.02)]
+        return Row.timed(timings(flash_ext=ours, fa2=[machine] * 4), table="t", label=name, problem={})
+
+    before = record(one("same"), one("faster"), one("slower"))
+    after = record(one("same", 1.005, 1.1), one("faster", 0.9, 1.1), one("slower", 1.1, 1.1))
+    text, smallest = report.compare(before, after)
+    assert [line.split("|")[-2].strip() for line in text.splitlines() if line.startswith("| t ")] == [
+        "", "faster", "slower",
+    ]  # fmt: skip
+    assert "more than their spread: 1 faster, 1 slower" in text and smallest == pytest.approx(1 / 1.21)
+
+
 def test_other_forms_of_ours_are_no_peers() -> None:
     assert row(flash_ext=2.0, **{"flash_ext paged": 1.0}).ratios() == {}
 
@@ -360,8 +704,8 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(row("1", flash_ext=1.0, fa2=3.2), row("2", flash_ext=1.25)).write(after)
     assert main(["compare", str(before), str(after)]) == 0
     printed = capsys.readouterr().out
-    assert "| t | 1 | 2.00 | 1.00 | 2.00 | 1.25 | 1.60 |" in printed
-    assert "| t | 2 | 1.00 | 1.25 | 0.80 | - | - |" in printed
+    assert "| t | 1 | 2.00 | 1.00 | 2.00 | 1.25 | 1.60 | - |" in printed
+    assert "| t | 2 | 1.00 | 1.25 | 0.80 | - | - | - |" in printed
     assert "geometric mean 1.265, smallest 0.800, 2 rows" in printed
     assert "1 rows are in one record only" in printed
     assert main(["compare", str(before), str(after), "--at-least", "0.75"]) == 0
@@ -380,6 +724,20 @@ def test_what_is_no_record(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         report.read(tmp_path / "bad.json")
+
+
+def test_record_of_the_first_schema(tmp_path: Path) -> None:
+    content = json.loads(json.dumps(dataclasses.asdict(record(row(flash_ext=1.0)))))
+    content["schema"] = "flash_ext.benchmarks/1"
+    for name in ("spread", "ratio_spread", "sustained"):
+        del content["rows"][0][name]
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    (kept,) = report.read(tmp_path / "old.json").rows
+    assert kept == row(flash_ext=1.0)
+    content["rows"][0]["surprise"] = 1
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="row 0 has the fields"):
+        report.read(tmp_path / "other.json")
 
 
 def test_records_of_different_questions(tmp_path: Path) -> None:
