@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -67,10 +68,15 @@ def _numbers(line: str) -> Sequence[float] | None:
 def query_gpu(fields: Iterable[str]) -> list[str] | None:
     """Values of nvidia-smi's fields for torch's current GPU."""
     answer = output_of(*_command(fields))
-    return None if answer is None else [word.strip() for word in answer.split(",")]
+    return None if not answer else [word.strip() for word in answer.splitlines()[0].split(",")]
 
 
 def _command(fields: Iterable[str]) -> list[str]:
-    uuid = getattr(torch.cuda.get_device_properties(), "uuid", None)  # torch counts the visible ones, nvidia-smi all
-    chosen = [] if uuid is None else [f"--id=GPU-{uuid}"]
-    return ["nvidia-smi", *chosen, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    return ["nvidia-smi", *_selection(), f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+
+
+@cache
+def _selection() -> Sequence[str]:
+    """Torch counts the GPUs that are visible, nvidia-smi all: it is told which, where it knows it by that name."""
+    chosen = [f"--id=GPU-{getattr(torch.cuda.get_device_properties(), 'uuid', None)}"]
+    return chosen if output_of("nvidia-smi", *chosen, "--query-gpu=uuid", "--format=csv") else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -74,7 +75,7 @@ def printable_command(command: Sequence[str]) -> str:
             words.append(f"{option}={Path(value).name}")
         else:
             words.append(word)
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def environment() -> dict[str, str]:

@@ -125,8 +125,9 @@ def test_provenance_names_no_place_and_nobody(tmp_path: Path) -> None:
 
 
 def test_command_is_printed_without_folders() -> None:
-    command = ["benchmarks", "forward", "--json", "/home/me/a.json", "--plot=/home/me/b.png", "--causal"]
-    assert provenance.printable_command(command) == "python -m benchmarks forward --json a.json --plot=b.png --causal"
+    command = ["benchmarks", "options", "--json", "/home/me/a.json", "--plot=/home/me/b.png", "--only", "bias (1, h"]
+    printed = provenance.printable_command(command)
+    assert printed == "python -m benchmarks options --json a.json --plot=b.png --only 'bias (1, h'"
 
 
 def test_commit_outside_of_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -539,7 +540,8 @@ def test_options_of_flex_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(option_calls, "flex_attention", lambda: flex_attention)  # compiling takes minutes
     forward = ("--directions", "forward")  # it has no backward on a CPU
     assert names_of_options_with("flex", monkeypatch, tmp_path / "run.json", *forward) == {
-        "plain", "bias (1, h, q, k)", "bias (1, 1, q, k)", "bias (b, 1, 1, k)", "mask (1, 1, q, k)", "mask (b, 1, 1, k)", "softcap", "ALiBi", "causal", "window 4",
+        "plain", "bias (1, h, q, k)", "bias (1, 1, q, k)", "bias (b, 1, 1, k)", "mask (1, 1, q, k)",
+        "mask (b, 1, 1, k)", "softcap", "ALiBi", "causal", "window 4",
     }  # fmt: skip
 
 
