@@ -32,7 +32,7 @@ class WrongOutput(RuntimeError):
     """An output misses the bound."""
 
 
-class Check(Protocol):
+class Checker(Protocol):
     def check(self, who: str, result: Result) -> None:
         """Raises WrongOutput."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.checks import Check, Result, WrongOutput
+from benchmarks.checks import Checker, Result, WrongOutput
 from benchmarks.peers import Peer
 from benchmarks.report import Row
 from benchmarks.timing import Clock, Contestant, Effort, Timings, sustain, take_turns
@@ -40,7 +40,7 @@ class Contest:
         self,
         name: str,
         contestant: Contestant,
-        expected: Check,
+        expected: Checker,
         result: Callable[[], Result] | None = None,
         repeated_by: Clock | None = None,
         required: bool = False,

@@ -23,7 +23,7 @@ from torch import Tensor
 import flash_ext
 from benchmarks.arguments import dtypes_of, on_cpu, positive
 from benchmarks.ceilings import name_of
-from benchmarks.checks import Check, Expected, OnAverage, Result
+from benchmarks.checks import Checker, Expected, OnAverage, Result
 from benchmarks.contest import Contest, Setting, Work
 from benchmarks.peers import OURS, Peer, ours
 from benchmarks.report import Row
@@ -198,7 +198,7 @@ def measure_variant(
 ) -> Row:
     """``plain``: the plain call, where it is supported."""
     expected = expected_of(variant, direction)
-    by_peers: Check = expected
+    by_peers: Checker = expected
     if variant.call.options.get("dropout_p"):  # theirs draw other numbers
         undropped = replace(variant, call=variant.call.with_options(dropout_p=0.0, rng_state=None))
         by_peers = OnAverage(expected_of(undropped, direction))
@@ -214,7 +214,7 @@ def expected_of(variant: Variant, direction: str) -> Expected:
     return Expected(variant.call, gradients_of, variant.heads_kv, variant.batch_entries)
 
 
-def add(contest: Contest, name: str, peer: Peer, variant: Variant, direction: str, expected: Check) -> None:
+def add(contest: Contest, name: str, peer: Peer, variant: Variant, direction: str, expected: Checker) -> None:
     """Checks what the peer makes of the variant, and lets it take part."""
     call, own = variant.call, name in (OURS, PLAIN)
     if own:
@@ -255,8 +255,9 @@ def row_of(
 ) -> Row:
     figures: dict[str, float] = {}
     ms = timings.medians()
-    if OURS in ms:
-        plain = ms.get(PLAIN, ms[OURS]) * variant.pairs
+    base = OURS if variant.name == PLAIN else PLAIN
+    if {OURS, base} <= ms.keys():
+        plain = ms[base] * variant.pairs
         reading = variant.bytes_read / read_tbps / 1e9
         figures = {
             "% cost": 100 * (ms[OURS] / plain - 1),
