@@ -3,7 +3,7 @@
 python -m benchmarks forward                       the training table on a GPU, or a small one on a CPU
 python -m benchmarks backward --head-dim 128 --causal --json run.json --plot run.png
 python -m benchmarks training                      both, on the same tensors
-python -m benchmarks decode | options | module | memory | host
+python -m benchmarks decode | options | module | encoder | memory | host
 python -m benchmarks compare before.json after.json
 """
 
@@ -13,19 +13,20 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks import decode, forward_backward, host, memory, module, options, report
+from benchmarks import decode, encoder, forward_backward, host, memory, module, options, report
 from benchmarks.arguments import common_arguments, effort_of, settle
 from benchmarks.ceilings import higher, measure_ceilings
 from benchmarks.contest import Setting, Work
 from benchmarks.gpu_state import GpuState
 from benchmarks.provenance import provenance
-from benchmarks.timing import make_clock, progress
+from benchmarks.timing import Progress, make_clock
 
 
 class Question(NamedTuple):
@@ -66,6 +67,10 @@ QUESTIONS = {
         "nn.MultiheadAttention as people call it", "ms", "ms", "call", module.add_arguments, module.work,
         own_peers=module.PEERS, asks_peers=False,
     ),
+    "encoder": Question(
+        "an evaluated nn.TransformerEncoder", "ms", "ms", "batch x seqlen, embed_dim / heads", encoder.add_arguments,
+        encoder.work, own_peers=encoder.PEERS, asks_peers=False,
+    ),
     "memory": Question(
         "peak memory over the sequence length", "MiB", "MiB", "seqlen", memory.add_arguments, memory.work,
         own_peers={memory.UNFUSED_NAME: memory.UNFUSED.title}, loops=False,
@@ -98,17 +103,22 @@ def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
     question = QUESTIONS[chosen.question]
     clock = make_clock(chosen.device)
     dtypes = None if question.ceiling_dtypes is None else list(question.ceiling_dtypes(chosen))
-    found = {} if dtypes is None else measure_ceilings(clock, chosen.device, dtypes)
     effort, sustained_s = effort_of(chosen), chosen.sustained if question.loops else None
-    setting = Setting(chosen.device, clock, effort, chosen.peers, found, sustained_s)
-    work = question.work(chosen, setting)
     rows: list[report.Row] = []
-    with GpuState(chosen.device) as state, progress(len(work), chosen.question) as bar:
+    found: dict[str, float] = {}
+    with closing(Progress(chosen.question)) as progress, GpuState(chosen.device) as state:
+        if dtypes is not None:
+            progress.say("ceilings of the machine")
+            found = measure_ceilings(clock, chosen.device, dtypes)
+        setting = Setting(chosen.device, clock, effort, chosen.peers, found, sustained_s)
+        work = question.work(chosen, setting)
+        progress.expect(len(work))
         for piece in work:
             rows += piece()
-            bar.update()
-    if dtypes is not None:
-        found = higher(found, measure_ceilings(clock, chosen.device, dtypes))
+            progress.update()
+        if dtypes is not None:
+            progress.say("ceilings again")
+            found = higher(found, measure_ceilings(clock, chosen.device, dtypes))
     forward_backward.add_ceiling(rows, found)
     origin = provenance(command, chosen.device, chosen.peers, question.own_peers, effort, chosen.trial)
     origin |= {"sustained_s": sustained_s, "gpu_state": state.summary()}

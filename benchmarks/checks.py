@@ -38,6 +38,18 @@ class Checker(Protocol):
 
 
 @dataclass(frozen=True)
+class ExpectedOutput:
+    """The right "out", in a wider dtype, and what plain PyTorch makes in the dtype that is timed."""
+
+    ref: Tensor
+    low: Tensor
+
+    def check(self, who: str, result: Result) -> None:
+        """Raises WrongOutput."""
+        check_bound(f"{who}: out", result["out"], self.ref, self.low)
+
+
+@dataclass(frozen=True)
 class _Share:
     """What a key head's share of the result has to be."""
 

@@ -20,7 +20,7 @@ from benchmarks.ceilings import matmul_name, name_of
 from benchmarks.checks import Expected, Result
 from benchmarks.contest import Contest, Setting, Work
 from benchmarks.peers import OURS, Peer, ours
-from benchmarks.report import Row
+from benchmarks.report import OF_MATMUL, Row
 from benchmarks.timing import Contestant, Timings
 from tests.oracle import Call
 
@@ -216,4 +216,4 @@ def add_ceiling(rows: Iterable[Row], ceilings: dict[str, float]) -> None:
     for row in rows:
         ceiling = ceilings.get(matmul_name(row.problem["dtype"]))
         if OURS in row.shown and ceiling:
-            row.figures["% of matmul"] = 100 * row.shown[OURS] / ceiling
+            row.figures[OF_MATMUL] = 100 * row.shown[OURS] / ceiling

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from tqdm import tqdm
 
 WARM_UP_CALLS = 2
 FLUSH_BYTES = 512 * 2**20  # at least; writing them also takes longer than the host takes to launch a call
+SECONDS_BETWEEN_LINES = 10  # of progress
 ROUNDS_IN_FLIGHT = 16  # the launch queue of a stream holds about a thousand entries
 
 Reading = Callable[[], float]  # milliseconds, once the clock has waited
@@ -229,8 +231,33 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@contextmanager
-def progress(total: int, title: str) -> Iterator[tqdm[Any]]:
-    """A bar on stderr, where there is somebody to see it."""
-    with tqdm(total=total, desc=title, unit="row", dynamic_ncols=True, disable=None) as bar:
-        yield bar
+class Progress:
+    """How many rows are done, on stderr: a bar in a terminal, elsewhere a line now and then."""
+
+    def __init__(self, title: str) -> None:
+        self._bar = tqdm(total=0, desc=title, unit="row", dynamic_ncols=True, disable=None)
+        self._title, self._total, self._done = title, 0, 0
+        self._start = self._said = time.monotonic()
+
+    def expect(self, total: int) -> None:
+        self._total = self._bar.total = total
+        self._bar.refresh()
+
+    def say(self, what: str) -> None:
+        """What is going on before the first row and behind the last one."""
+        if self._bar.disable:
+            print(f"{self._title}: {what}", file=sys.stderr, flush=True)
+        else:
+            self._bar.set_postfix_str(what)
+
+    def update(self) -> None:
+        self._done += 1
+        self._bar.set_postfix_str("", refresh=False)
+        self._bar.update()
+        now = time.monotonic()
+        if self._bar.disable and (now - self._said >= SECONDS_BETWEEN_LINES or self._done == self._total):
+            self._said = now
+            self.say(f"{self._done} of {self._total} rows, {now - self._start:.0f} s")
+
+    def close(self) -> None:
+        self._bar.close()

@@ -7,6 +7,7 @@ import json
 import platform
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from build_support import toolchain
 from build_support.ninja_file import Object, SharedLibrary, ninja_text
 
 ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
 
 # Said also to compilers that default to a later x86-64: the libraries run on any, and pick better kernels at run time.
 BASELINE_FLAGS = ["-march=x86-64"] if platform.machine() in ("x86_64", "AMD64") else []
@@ -87,10 +89,21 @@ def _cuda_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch)
     return SharedLibrary(output, objects, link, nvcc=True)
 
 
-def _plan_module(extension: Extension, output: Path) -> SharedLibrary:
+def _pybind11_headers() -> Path:
+    """A copy in the build folder: an isolated build has pybind11 in a folder of its own, another one each time."""
     import pybind11
 
-    includes = ["-isystem", sysconfig.get_path("include"), "-isystem", pybind11.get_include()]
+    kept = BUILD / f"pybind11-{pybind11.__version__}"
+    if not kept.exists():
+        unfinished = kept.with_suffix(".part")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(pybind11.get_include(), unfinished)
+        unfinished.rename(kept)
+    return kept
+
+
+def _plan_module(extension: Extension, output: Path) -> SharedLibrary:
+    includes = ["-isystem", sysconfig.get_path("include"), "-isystem", str(_pybind11_headers())]
     binds = "csrc/plan/bindings.cpp"
     objects = [Object(ROOT / s, CXX_FLAGS + (includes if s == binds else [])) for s in extension.sources]
     return SharedLibrary(output, objects, [])
@@ -118,6 +131,12 @@ class BuildLibraries(build_ext):
             return str(Path(*parts).with_suffix(".so"))
         return super().get_ext_filename(fullname)
 
+    def finalize_options(self) -> None:
+        """Objects go to one folder, whatever the kind of build: setuptools gives an editable install one in /tmp."""
+        chosen = self.build_temp
+        super().finalize_options()
+        self.build_temp = chosen or str(BUILD / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
+
     def run(self) -> None:
         torch = toolchain.require_torch()
         compiler = toolchain.cxx_version()
@@ -126,7 +145,7 @@ class BuildLibraries(build_ext):
             print(f"flash-ext: no CUDA kernels in this build ({toolchain.missing_nvcc()})")
         else:
             print(f"flash-ext: CUDA kernels for {';'.join(toolchain.archs())} with {nvcc.path} {nvcc.version}")
-        with _locked(ROOT / "build"):
+        with _locked(BUILD):
             self._drop_cuda_library_of_earlier_build(nvcc)
             self._compile(self._libraries(torch, nvcc), nvcc)
             self._write_build_info(torch, compiler, nvcc)

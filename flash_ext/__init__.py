@@ -1,5 +1,6 @@
 """Exact attention for PyTorch that never writes the score matrix to memory."""
 
+import flash_ext._torch  # noqa: F401  before all that imports torch
 from flash_ext._build_info import build_info
 from flash_ext.bert_padding import (
     index_first_axis,
@@ -7,6 +8,7 @@ from flash_ext.bert_padding import (
     unpad_input,
     unpad_input_for_concatenated_sequences,
 )
+from flash_ext.conversion import convert
 from flash_ext.diagnosis import doctor
 from flash_ext.flash_attn_interface import (
     flash_attn_func,
@@ -29,7 +31,7 @@ from flash_ext.integrations import sdpa_provider as _sdpa_provider
 from flash_ext.integrations.flash_attn import as_flash_attn
 from flash_ext.integrations.sdpa_provider import activate, activated, deactivate
 from flash_ext.masks import BlockMask
-from flash_ext.modules import MultiheadAttention, convert
+from flash_ext.modules import MultiheadAttention
 from flash_ext.planning import explain, supports
 from flash_ext.sdpa import scaled_dot_product_attention
 

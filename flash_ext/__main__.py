@@ -145,11 +145,11 @@ def describe(device: torch.device) -> str:
 def train_both(options: argparse.Namespace) -> dict[str, training.Training]:
     """One model with our attention and one with torch's, alike in all else."""
     train_text, held_out = text.split(text.standard_library())
-    runs = {}
-    for name in ("flash_ext", "SDPA"):
-        model = training.make_model(options.seqlen, SEED, options.device, with_flash_ext=name == "flash_ext")
-        runs[name] = training.train(model, train_text, held_out, options.steps, SEED, f"{name:>9}")
-    return runs
+    models = {
+        name: training.make_model(options.seqlen, SEED, options.device, with_flash_ext=name == "flash_ext")
+        for name in ("flash_ext", "SDPA")
+    }
+    return training.train(models, train_text, held_out, options.steps, SEED)
 
 
 def write(model: GPT) -> None:

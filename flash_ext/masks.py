@@ -24,9 +24,13 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Visibility of index tensors (batch, head, query, key) that broadcast against each other, as bool."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
     """Visibility of (batch|1, heads_q|1, seqlen_q, seqlen_k) in blocks of (block_m, block_n); a 1 is for all.
+
+    Two are equal (``==``) if they have one shape and block size and let the same pairs see each other, on whatever
+    device. The host waits for that; it reads the lists, and of masks that are written differently also the pairs, a row
+    of blocks at a time: seqlen_q * seqlen_k operations.
 
     Attributes:
         offsets: int32 (batch|1, heads_q|1, num_row_blocks + 1), where the blocks of each row begin in the lists.
@@ -64,11 +68,38 @@ class BlockMask:
         blocks = rows * _ceil_div(self.seqlen_k, self.block_size[1])
         return self.indices.shape[0] / blocks if blocks else 0.0
 
-    def to(self, device: torch.device | str) -> BlockMask:
+    def __repr__(self) -> str:
+        blocks = f"block_size={self.block_size}, blocks={self.indices.shape[0]}, density={self.density:.3g}"
+        return f"BlockMask(shape={self.shape}, {blocks}, device='{self.offsets.device}')"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if (self.shape, self.block_size) != (other.shape, other.block_size):
+            return False
+        other = other.to(self.offsets.device)
+        if all(map(torch.equal, self.tensors, other.tensors)):
+            return True
+        rows = range(self.offsets.shape[2] - 1)
+        return all(torch.equal(self._row(row).to_dense(), other._row(row).to_dense()) for row in rows)
+
+    def __hash__(self) -> int:
+        """Of what the host knows without looking at the device."""
+        return hash((BlockMask, self.shape, self.block_size))
+
+    def to(self, device: torch.device | str | int) -> BlockMask:
         """The same mask with its tensors on ``device``."""
         check_device(device)
         offsets, indices, bitmap_ids, bitmaps = (t.to(device) for t in self.tensors)
         return replace(self, offsets=offsets, indices=indices, bitmap_ids=bitmap_ids, bitmaps=bitmaps)
+
+    def cpu(self) -> BlockMask:
+        """The same mask with its tensors in the host's memory."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | int | None = None) -> BlockMask:
+        """The same mask with its tensors on a GPU; None: the current one."""
+        return self.to("cuda" if device is None else device)
 
     def to_dense(self) -> Tensor:
         """The mask as bool (batch|1, heads_q|1, seqlen_q, seqlen_k), True = visible."""
@@ -82,6 +113,11 @@ class BlockMask:
         grid[row, self.indices[entry].long()] = blocks
         dense = grid.view(batch, heads, rows, cols, block_m, block_n).transpose(3, 4)
         return dense.reshape(batch, heads, rows * block_m, cols * block_n)[..., : self.seqlen_q, : self.seqlen_k]
+
+    def _row(self, row: int) -> BlockMask:
+        """One row of blocks."""
+        seqlen_q = min(self.block_size[0], self.seqlen_q - row * self.block_size[0])
+        return replace(self, offsets=self.offsets[..., row : row + 2], seqlen_q=seqlen_q)
 
     def _entries(self) -> tuple[Tensor, Tensor]:
         """Of each visited block: its row of blocks, counted through batch and heads, and its place in the lists."""

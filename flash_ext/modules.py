@@ -1,17 +1,15 @@
-"""``MultiheadAttention``: torch's module with attention that never writes the score matrix; ``convert`` puts it into a
-model that exists."""
+"""``MultiheadAttention``: torch's module with attention that never writes the score matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_ext.argument_checks import as_flag, check_optional_tensors, check_tensors, describe
+from flash_ext import packing
+from flash_ext.argument_checks import as_flag, check_optional_tensors, check_tensors
 from flash_ext.functional import attention, attention_weights, draw_rng_state
 from flash_ext.head_dims import MAX_HEAD_DIM, cut_head_dim, pad_head_dim
 
@@ -54,9 +52,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        if obstacle := _obstacle_of_head_dim(self):
+        if obstacle := obstacle_of_head_dim(self):
             raise ValueError(f"embed_dim / num_heads: {obstacle}")
-        _refuse_to_be_bypassed(self)
+        refuse_to_be_bypassed(self)
 
     def forward(
         self,
@@ -89,6 +87,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             AssertionError, RuntimeError: what ``nn.MultiheadAttention`` raises of the same arguments.
         """
+        if not type(need_weights) is type(average_attn_weights) is type(is_causal) is bool:
+            need_weights = as_flag("need_weights", need_weights)
+            average_attn_weights = as_flag("average_attn_weights", average_attn_weights)
+            is_causal = as_flag("is_causal", is_causal)
         if query.is_nested or key.is_nested or value.is_nested:
             alone = query is key and key is value and key_padding_mask is None and attn_mask is None
             if not alone or need_weights or self.bias_k is not None or self.add_zero_attn:
@@ -98,6 +100,30 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
             return self._forward_nested(query, is_causal), None
 
+        out, weights = self._attend_batch(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        is_batched = query.dim() == 3
+        out = self._from_batch(out, is_batched).contiguous()
+        if weights is not None:
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+            weights = weights if is_batched else weights[0]
+        return out, weights
+
+    def _attend_batch(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What ``forward`` returns, of batches that are padded and not nested.
+
+        Returns:
+            The output, (batch, seqlen_q, embed_dim) whatever the layout of the inputs, and the weights of each head,
+            (batch, num_heads, seqlen_q, seqlen_k), or None.
+        """
         self._check_inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
         is_batched = query.dim() == 3
         q, k, v = (self._to_batch(x) for x in self._project(query, key, value))
@@ -111,40 +137,38 @@ class MultiheadAttention(nn.MultiheadAttention):
         k, v, key_padding_mask, attn_mask = self._append_keys(k, v, key_padding_mask, attn_mask)
         k, v, mask, bias = self._mask_and_bias(k, v, key_padding_mask, attn_mask)
         out, weights = self._attend(q, k, v, need_weights, causal=causal, top_left=causal, mask=mask, bias=bias)
+        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias), weights
 
-        out = self._from_batch(out.flatten(-2), is_batched)
-        out = F.linear(out, self.out_proj.weight, self.out_proj.bias)
-        if weights is not None:
-            weights = weights.mean(dim=1) if average_attn_weights else weights
-            weights = weights if is_batched else weights[0]
-        return out, weights
+    def _attend_packed(self, rows: Tensor, spans: dict[str, Any], causal: bool) -> Tensor:
+        """Self-attention of packed sequences, (total, embed_dim). ``spans``: cu_seqlens and what goes with them."""
+        q, k, v = self._project(rows, rows, rows)
+        out, _ = self._attend(q, k, v, False, causal=causal, top_left=causal, **spans)
+        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 
     def _forward_nested(self, x: Tensor, causal: bool) -> Tensor:
         """Self-attention of each sequence of a nested tensor, packed."""
-        sequences = x.unbind()
-        lengths = [sequence.shape[0] for sequence in sequences]
-        packed = torch.cat(sequences)
-        q, k, v = self._project(packed, packed, packed)
-        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=packed.device)
-        spans: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-        longest = max(lengths)
-        spans |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        out, _ = self._attend(q, k, v, False, causal=causal, top_left=causal, **spans)
-        out = F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
-        return torch.nested.as_nested_tensor(list(torch.split(out, lengths)), layout=x.layout)
+        if x.size(0) == 0:
+            return x
+        rows, spans, like_x = packing.pack(x)
+        return like_x(self._attend_packed(rows, spans, causal))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v in the layout of the inputs, (..., num_heads, head_dim)."""
-        if self.in_proj_weight is not None and query is key and key is value:
-            # One product; the three are views of it, which the kernels read as they lie.
-            projected = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-            return list(torch.unflatten(projected, -1, (3, self.num_heads, self.head_dim)).unbind(-3))
-        packed = self.in_proj_weight
+        # One product of what has one input; its parts are views, which the kernels read as they lie.
+        packed, bias = self.in_proj_weight, self.in_proj_bias
+        head_shape = (self.num_heads, self.head_dim)
+        if packed is not None and query is key and key is value:
+            return list(torch.unflatten(F.linear(query, packed, bias), -1, (3, *head_shape)).unbind(-3))
+        if packed is not None and key is value:
+            of_query, of_key = slice(None, self.embed_dim), slice(self.embed_dim, None)
+            q = F.linear(query, packed[of_query], None if bias is None else bias[of_query])
+            kv = F.linear(key, packed[of_key], None if bias is None else bias[of_key])
+            return [torch.unflatten(q, -1, head_shape), *torch.unflatten(kv, -1, (2, *head_shape)).unbind(-3)]
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weights = separate if packed is None else packed.chunk(3)
-        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
         projections = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-        return [torch.unflatten(x, -1, (self.num_heads, self.head_dim)) for x in projections]
+        return [torch.unflatten(x, -1, head_shape) for x in projections]
 
     def _to_batch(self, x: Tensor) -> Tensor:
         """(batch, seqlen, heads, head_dim) of a projection in the layout of the inputs."""
@@ -292,7 +316,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise RuntimeError(f"The shape of the {kind} is {tuple(attn_mask.shape)}, but should be {expected}.")
 
 
-def _refuse_to_be_bypassed(module: nn.MultiheadAttention) -> None:
+def refuse_to_be_bypassed(module: nn.MultiheadAttention) -> None:
     """Keeps ``nn.TransformerEncoderLayer`` from running its fused evaluation layer on the weights of ``module``.
 
     Torch calls the modules of a layer one by one as soon as one of them has a forward hook, whatever the hook does.
@@ -304,58 +328,16 @@ def _no_change(module: nn.Module, args: tuple[Any, ...]) -> None:
     pass
 
 
-def convert(model: nn.Module, *, report: Callable[[str], object] = print) -> nn.Module:
-    """Makes every ``nn.MultiheadAttention`` inside ``model`` (or ``model`` itself) compute with flash_ext, in place.
-
-    The modules change their class, and keep all else: identity, Parameters, hooks, device, dtype and training mode, so
-    that optimizers, ``state_dict`` and references from elsewhere go on working. They gain one forward pre-hook, which
-    does nothing: it is what makes ``nn.TransformerEncoderLayer`` call its modules in evaluation too, instead of a fused
-    layer of torch's that would bypass them. Convert before ``torch.compile``.
-
-    Left alone are subclasses of ``nn.MultiheadAttention`` (theirs may be another forward: among them quantizable and
-    parametrized modules) and modules with ``embed_dim / num_heads`` above 256.
-
-    Args:
-        model: any module.
-        report: is called with each line of what was changed and what was left alone, and why; ``print`` by default,
-            ``logging.info``, ``lines.append`` or ``lambda line: None`` serve as well.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        TypeError: model is no module. What cannot be converted is reported.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {describe(model)}")
-    if not callable(report):
-        raise TypeError(f"report must be a function of a line, got {describe(report)}")
-    converted = []
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.MultiheadAttention) or isinstance(module, MultiheadAttention):
-            continue
-        obstacle = _why_not_convert(module)
-        if obstacle:
-            report(f"flash_ext.convert: left {name or 'the model itself'} alone: {obstacle}")
-            continue
-        module.__class__ = MultiheadAttention
-        _refuse_to_be_bypassed(module)
-        converted.append(name or "the model itself")
-    report(f"flash_ext.convert: {len(converted)} nn.MultiheadAttention converted" + _listing(converted))
-    return model
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook could see or change what the module computes; the one above does neither."""
+    if module._forward_hooks:
+        return True
+    return bool(module._forward_pre_hooks) and any(
+        hook is not _no_change for hook in module._forward_pre_hooks.values()
+    )
 
 
-def _why_not_convert(module: nn.MultiheadAttention) -> str:
-    if type(module) is not nn.MultiheadAttention:
-        return f"{type(module).__qualname__} is a subclass of nn.MultiheadAttention, whose forward may differ"
-    return _obstacle_of_head_dim(module)
-
-
-def _obstacle_of_head_dim(module: nn.MultiheadAttention) -> str:
+def obstacle_of_head_dim(module: nn.MultiheadAttention) -> str:
     if module.head_dim > MAX_HEAD_DIM:
         return f"head_dim is {module.head_dim}, at most {MAX_HEAD_DIM} is supported"
     return ""
-
-
-def _listing(names: list[str]) -> str:
-    return ": " + ", ".join(names) if names else ""

@@ -122,6 +122,8 @@ def call(op: Any, *args: Any) -> Any:
 def _call(op: Any, args: tuple[Any, ...]) -> Any:
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return op(*args)  # they have to see it all
+    if torch._C._is_tracing():
+        return op(*args)  # one and the same operator in the graph, whatever requires a gradient while tracing
     if has_torch_function(args):
         return op(*args)  # what it calls may want derivatives
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):

@@ -1,10 +1,12 @@
-"""Trains a GPT and keeps the losses."""
+"""Trains GPTs side by side and keeps the losses."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ LEARNING_RATE = 1.5e-3
 # full steps; this keeps it small, so that two equal models stay equal.
 ADAM_EPSILON = 1e-5
 WARM_UP = 20  # steps
+LINES = 10  # of progress, where the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -41,27 +44,51 @@ def make_model(seqlen: int, seed: int, device: torch.device, with_flash_ext: boo
     return model
 
 
-def train(model: GPT, text: Tensor, held_out: Tensor, steps: int, seed: int, label: str) -> Training:
-    """Minimises the cross entropy of the next byte by AdamW with warm-up and a cosine."""
-    device, seqlen = model.head.weight.device, model.max_seqlen
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPSILON)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate(step, steps))
-    losses, seconds = [], []
+def train(models: Mapping[str, GPT], text: Tensor, held_out: Tensor, steps: int, seed: int) -> dict[str, Training]:
+    """Minimises the cross entropy of the next byte by AdamW with warm-up and a cosine.
+
+    All models see the same batches, and take turns at every step, so that the machine is as busy for each of them. The
+    order changes from step to step.
+    """
+    seqlen = next(iter(models.values())).max_seqlen
     source = batches(text, batch_size(seqlen), seqlen, seed)
-    progress = tqdm(range(steps), desc=label, unit="step", dynamic_ncols=True)
-    for _ in progress:
+    learners = {name: _Learner(model, steps) for name, model in models.items()}
+    with tqdm(range(steps), desc="training", unit="step", dynamic_ncols=True, disable=None) as progress:
+        for step in progress:
+            batch = next(source)
+            for name in list(learners) if step % 2 == 0 else reversed(learners):
+                learners[name].learn(*batch)
+            losses = {name: f"{learner.losses[-1]:.3f}" for name, learner in learners.items()}
+            progress.set_postfix(losses)
+            if progress.disable and (step + 1) % max(1, steps // LINES) == 0:  # nobody watches: a log
+                print(f"step {step + 1} of {steps}: loss " + ", ".join(map(" ".join, losses.items())), flush=True)
+    return {
+        name: Training(learner.model, learner.losses, evaluate(learner.model, held_out, seed), median(learner.seconds))
+        for name, learner in learners.items()
+    }
+
+
+class _Learner:
+    """A model on its way."""
+
+    def __init__(self, model: GPT, steps: int) -> None:
+        self.model = model
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPSILON)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: _learning_rate(step, steps))
+
+    def learn(self, tokens: Tensor, following: Tensor) -> None:
         start = time.perf_counter()
-        tokens, following = (x.to(device) for x in next(source))
-        loss = loss_of(model, tokens, following)
-        optimizer.zero_grad()
+        device = self.model.head.weight.device
+        loss = loss_of(self.model, tokens.to(device), following.to(device))
+        self._optimizer.zero_grad()
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
-        progress.set_postfix(loss=f"{losses[-1]:.3f}")
-    return Training(model, losses, evaluate(model, held_out, seed), sorted(seconds)[len(seconds) // 2])
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._schedule.step()
+        self.losses.append(loss.item())  # waits for a GPU, so that none of the step is left for the next model
+        self.seconds.append(time.perf_counter() - start)
 
 
 @torch.inference_mode()

@@ -42,7 +42,7 @@ from benchmarks.timing import Contestant, CpuClock, Effort, Sample, Timings
 from tests import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
-PEER_OF = {"module": "torch"}
+PEER_OF = {"module": "torch", "encoder": "torch"}
 FAST = ["--device", "cpu", "--rounds", "2", "--trial"]
 COMMANDS = {
     "forward": ["--shapes", "2x40x4/2x16", "--dtype", "float32", "bfloat16"],
@@ -51,6 +51,7 @@ COMMANDS = {
     "decode": ["--heads", "4/2", "--contexts", "2x48", "--head-dim", "16"],
     "options": ["--seqlen", "32", "--tokens", "64", "--hidden", "32", "--head-dim", "16"],
     "module": ["--sizes", "2x24x32/4"],
+    "encoder": ["--shapes", "2x8x16/2", "2x8x16/2p", "--layers", "1"],
     "memory": ["--seqlen", "64", "--heads", "1", "--head-dim", "16"],
     "host": ["--calls", "2"],
 }
@@ -104,7 +105,7 @@ def test_question(question: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert set(kept_row.spread) == (set() if question == "memory" else set(kept_row.measured))
         assert set(kept_row.ratio_spread) == (set() if question == "memory" else set(kept_row.ratios()))
         assert all(spread["lower"] <= spread["upper"] for spread in kept_row.spread.values())
-    if question not in ("memory", "host", "module"):
+    if question not in ("memory", "host", "module", "encoder"):
         assert kept.ceilings["read_tbps"] > 0 and kept.ceilings["matmul_float32_tflops"] > 0
 
 
@@ -144,6 +145,15 @@ def test_plot(question: str, tmp_path: Path) -> None:
     del rows[0].measured["fa2"]
     report.plot(record(*rows, question=question), tmp_path / "run.svg")
     assert (tmp_path / "run.svg").stat().st_size > 0
+
+
+def test_encoder_compiled(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(suppress_errors=True):  # there may be no compiler: then it runs as it is
+        assert run("encoder", "--compiled", "--json", str(tmp_path / "run.json")) == 0
+    assert [kept_row.problem["compiled"] for kept_row in report.read(tmp_path / "run.json").rows] == [False] * 2 + [
+        True
+    ] * 2
 
 
 def test_preset_of_the_cpu(tmp_path: Path) -> None:
@@ -344,6 +354,48 @@ def test_flops() -> None:
     assert measured.shown[OURS] == pytest.approx(full.flops("forward") / 2e-3 / 1e12)
     forward_backward.add_ceiling([measured], {"matmul_bfloat16_tflops": 2 * measured.shown[OURS]})
     assert measured.figures["% of matmul"] == pytest.approx(50)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "share", "marked"),
+    [
+        ("cpu", "float32", 112, True),
+        ("cpu", "float32", 99, False),
+        ("cuda", "float32", 180, False),
+        ("cuda", "bfloat16", 101, True),
+    ],
+)
+def test_more_than_the_ceiling_is_marked(kind: str, dtype: str, share: float, marked: bool) -> None:
+    measured = row(flash_ext=1.0)
+    measured.problem["dtype"] = dtype
+    measured.figures[report.OF_MATMUL] = share
+    kept = record(measured)
+    gpu = {"gpu": "g", "driver": "1", "cuda": "1", "cudnn": "1"}
+    kept.provenance |= {"device": kind} | gpu
+    text = report.markdown(kept)
+    assert (f"{share:.0f}* |" in text) == ("* the machine was busy" in text) == marked
+
+
+class TestProgress:
+    def test_lines_where_there_is_no_terminal(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        now = 0.0
+        monkeypatch.setattr(timing.time, "monotonic", lambda: now)
+        progress = timing.Progress("forward")
+        progress.say("ceilings")
+        progress.expect(40)
+        for _ in range(40):
+            now += 1.0
+            progress.update()
+        progress.close()
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == "forward: ceilings" and lines[1] == "forward: 10 of 40 rows, 10 s" and len(lines) == 5
+
+    def test_the_tool_shows_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run("forward")
+        err = capsys.readouterr().err
+        assert "forward: ceilings of the machine" in err and "forward: 4 of 4 rows" in err
 
 
 def test_bytes_of_a_cache() -> None:
@@ -574,7 +626,7 @@ def test_peer_that_cannot_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no kernel for this" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("question", COMMANDS)
+@pytest.mark.parametrize("question", sorted(set(COMMANDS) - {"encoder"}))  # convert does not ask
 def test_peers_alone_where_ours_is_not_supported(
     question: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,9 +18,10 @@ from flash_ext.demo import gpt, measure, text, training
 TINY = ["--device", "cpu", "--steps", "2", "--seqlen", "16", "--lengths", "64", "96"]
 
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_demo(*arguments: str, first_on_path: Path | None = None) -> subprocess.CompletedProcess[str]:
     package = Path(flash_ext.__file__).parent
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(package.parent)}
+    path = os.pathsep.join(str(folder) for folder in (first_on_path, package.parent) if folder is not None)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "flash_ext", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -31,7 +32,8 @@ def test_tiny_run_says_everything_and_draws(tmp_path: Path) -> None:
     ran = run_demo(*TINY, "--plot", str(picture))
     assert ran.returncode == 0, ran.stderr
     assert f"{gpt.NUM_LAYERS} nn.MultiheadAttention converted" in ran.stdout
-    assert re.search(r"100%.*2/2.*loss=", ran.stderr), "a progress bar"
+    assert ran.stderr == "", "a progress bar is for a terminal"
+    assert re.search(r"^step 2 of 2: loss flash_ext \S+, SDPA \S+$", ran.stdout, re.MULTILINE)
     assert "bytes decoded" in ran.stdout
     furthest = re.search(r"furthest apart\s+(\S+)", ran.stdout)
     assert furthest and float(furthest[1]) < 1e-4
@@ -39,6 +41,31 @@ def test_tiny_run_says_everything_and_draws(tmp_path: Path) -> None:
         assert name in ran.stdout
     assert re.search(r"^ *64 \|", ran.stdout, re.MULTILINE) and re.search(r"^ *96 \|", ran.stdout, re.MULTILINE)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_numpy_nothing_is_said_of_it(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')")
+    ran = run_demo(*TINY, first_on_path=tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int] = []
+    loss_of = training.loss_of
+
+    def watched(model: gpt.GPT, *batch: torch.Tensor) -> torch.Tensor:
+        if model.training and torch.is_grad_enabled():
+            order.append(id(model))
+        return loss_of(model, *batch)
+
+    monkeypatch.setattr(training, "loss_of", watched)
+    cpu = torch.device("cpu")
+    models = {name: training.make_model(16, 0, cpu, with_flash_ext=name == "ours") for name in ("ours", "theirs")}
+    words = text.standard_library()
+    runs = training.train(models, words, words, steps=4, seed=0)
+    ours, theirs = (id(model) for model in models.values())
+    assert order == [ours, theirs, theirs, ours] * 2
+    assert runs["ours"].losses == pytest.approx(runs["theirs"].losses, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from flash_ext.integrations import aten_attention, layouts
-
-from tests.oracle import cumulative, random
 from tests.integration.test_sdpa_provider import ORDERS, assert_right, by_hand, qkv
+from tests.oracle import cumulative, random
 
 FORWARD = {
     "flash": ("_scaled_dot_product_flash_attention", aten_attention.flash_forward, ()),

@@ -140,6 +140,63 @@ def test_to_device(device: str) -> None:
     assert block_mask.to_dense().device.type == device
 
 
+def test_on_the_host_and_on_a_gpu(device: str) -> None:
+    mask = BlockMask.causal(100, 70)
+    there = mask.cuda() if device == "cuda" else mask.to(device)
+    assert {t.device.type for t in there.tensors} == {device}
+    assert {t.device.type for t in there.cpu().tensors} == {"cpu"}
+    assert there == mask and mask == there and hash(there) == hash(mask)
+
+
+def test_equality_is_of_what_is_visible() -> None:
+    """However it is written: with a bitmap for a full block, with a block that shows nothing, in lists with gaps."""
+    visible = torch.rand(2, 3, 70, 100) < 0.5
+    visible[:, :, :32, :64] = True
+    visible[:, :, 32:64, :32] = False
+    mask = BlockMask.from_dense(visible, (32, 32))
+    assert mask == BlockMask.from_dense(visible, (32, 32)) and not mask != BlockMask.from_dense(visible, (32, 32))
+    offsets, indices, ids, bitmaps = (t.clone() for t in mask.tensors)
+    full = torch.full((1, 32, 1), -1, dtype=torch.int32)
+    written_out = BlockMask(
+        torch.arange(0, 2 * 3 * 12 + 1, 4, dtype=torch.int32).unfold(0, 4, 3).reshape(2, 3, 4),
+        torch.arange(4, dtype=torch.int32).repeat(18),
+        torch.arange(18 * 4, dtype=torch.int32),
+        _bitmaps_of_all_blocks(visible),
+        70,
+        100,
+    )
+    assert torch.equal(written_out.to_dense(), visible) and written_out == mask and hash(written_out) == hash(mask)
+    shifted = BlockMask(
+        offsets + 1, *(torch.cat([t[:1], t]) for t in (indices, ids)), torch.cat([bitmaps, full]), 70, 100
+    )
+    assert shifted == mask
+    for changed in (visible.clone(), visible[:1], visible[..., :99]):
+        if changed.shape == visible.shape:
+            changed[1, 2, 69, 99] ^= True
+        assert BlockMask.from_dense(changed, (32, 32)) != mask
+    assert BlockMask.from_dense(visible, (64, 32)) != mask and mask != "a mask"
+
+
+def _bitmaps_of_all_blocks(visible: Tensor) -> Tensor:
+    """int32 (blocks, 32, 1) of blocks of 32 x 32, every bit beyond the lengths set."""
+    padded = torch.nn.functional.pad(visible, (0, 28, 0, 26), value=True)
+    blocks = padded.unflatten(3, (4, 32)).unflatten(2, (3, 32)).transpose(3, 4).reshape(-1, 32, 1, 32)
+    words = (blocks.long() << torch.arange(32)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def test_usable_as_a_key() -> None:
+    masks = {BlockMask.causal(64, 64): "causal", BlockMask.causal(64, 96): "longer"}
+    assert masks[BlockMask.causal(64, 64)] == "causal" and len(masks) == 2
+
+
+def test_repr_is_a_line() -> None:
+    mask = BlockMask.causal(1024, 1024)
+    shown = "BlockMask(shape=(1, 1, 1024, 1024), block_size=(128, 128), blocks=36, density=0.562, device='cpu')"
+    assert repr(mask) == shown
+    assert repr(BlockMask.causal(0, 0)).startswith("BlockMask(shape=(1, 1, 0, 0)")
+
+
 def test_attention_with_a_built_mask(device: str) -> None:
     q, k, v = (random(2, n, 4, 16, device=device) for n in (100, 150, 150))
     block_mask = BlockMask.sliding_window(100, 150, (20, 0), 4, (16, 32), device=device)

@@ -1,0 +1,173 @@
+"""``encoder``: an evaluated ``nn.TransformerEncoder``, as torch evaluates it and as ``flash_ext.convert`` makes it.
+
+Torch has fused operators for this, and nested tensors for a padded batch. Padded batches here have lengths from half of
+the longest on. The call is timed as it is, the host's part included, in inference_mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import flash_ext
+from benchmarks.arguments import DTYPES, dtypes_of, on_cpu, positive
+from benchmarks.ceilings import name_of
+from benchmarks.checks import ExpectedOutput
+from benchmarks.contest import Contest, Setting, Work
+from benchmarks.peers import OURS
+from benchmarks.report import Row
+from benchmarks.timing import Contestant
+
+TORCH = "torch"
+PEERS = {TORCH: "nn.TransformerEncoder, evaluated by torch"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An encoder and its input. ``vision``: as in ViT, normalised first, with GELU; else as torch has it by default."""
+
+    batch: int
+    seqlen: int
+    embed_dim: int
+    heads: int
+    layers: int
+    padded: bool
+    vision: bool
+    compiled: bool
+    dtype: str
+
+    @property
+    def label(self) -> str:
+        kind = ", ViT" if self.vision else ", padded" if self.padded else ""
+        return f"{self.batch} x {self.seqlen}, {self.embed_dim} / {self.heads}{kind}"
+
+    @property
+    def heading(self) -> str:
+        return f"{self.dtype}, {self.layers} layers, {'compiled' if self.compiled else 'eager'}"
+
+
+# batch, seqlen, embed_dim, heads, padded, vision
+SIZES = (
+    (64, 128, 1024, 16, False, False),
+    (32, 512, 1024, 16, False, False),
+    (32, 512, 1024, 16, True, False),
+    (8, 2048, 512, 8, True, False),
+    (64, 197, 768, 12, False, True),
+)
+CPU_SIZES = (
+    (8, 128, 256, 4, False, False),
+    (4, 512, 256, 4, False, False),
+    (4, 512, 256, 4, True, False),
+    (2, 1024, 256, 4, True, False),
+    (4, 197, 384, 6, False, True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=positive, help="default: 4; on a CPU 2")
+    parser.add_argument("--shapes", type=size, nargs="+", metavar="BxSxE/H", help="batch x seqlen x embed_dim / heads")
+    parser.add_argument("--compiled", action="store_true", help="also by torch.compile, both")
+
+
+def size(argument: str) -> tuple[int, int, int, int, bool, bool]:
+    """One of SIZES from BxSxE/H, with a p behind it where the batch is padded."""
+    padded = argument.endswith("p")
+    try:
+        batch, seqlen, width = argument.removesuffix("p").split("x")
+        embed_dim, heads = map(positive, width.split("/"))
+        return positive(batch), positive(seqlen), embed_dim, heads, padded, False
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must look like 32x512x1024/16 or 32x512x1024/16p, got {argument}") from None
+
+
+def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:
+    sizes = chosen.shapes or (CPU_SIZES if on_cpu(chosen) else SIZES)[:: 2 if chosen.quick else 1]
+    layers = chosen.layers or (2 if on_cpu(chosen) else 4)
+    problems = [
+        Problem(batch, seqlen, embed_dim, heads, layers, padded, vision, compiled, name_of(dtype))
+        for compiled in ((False, True) if chosen.compiled else (False,))
+        for dtype in dtypes_of(chosen)
+        for batch, seqlen, embed_dim, heads, padded, vision in sizes
+    ]
+    return [partial(measure, problem, chosen.seed, setting) for problem in problems]
+
+
+@torch.inference_mode()
+def measure(problem: Problem, seed: int, setting: Setting) -> list[Row]:
+    device, dtype = setting.device, DTYPES[problem.dtype]
+    theirs = make_encoder(problem, device).to(dtype)
+    x = torch.randn(problem.batch, problem.seqlen, problem.embed_dim, device=device, dtype=dtype)
+    padding = make_padding(problem, seed, device) if problem.padded else None
+    seen = slice(None) if padding is None else ~padding
+    expected = expected_output(theirs, x, padding, seen)
+    ours = flash_ext.convert(copy.deepcopy(theirs), report=lambda line: None)
+    contest = Contest()
+    for name, model in {OURS: ours, TORCH: theirs}.items():
+        call = evaluation(model, x, padding, problem.compiled)
+        result = lambda call=call: {"out": call()[seen]}  # noqa: E731
+        contest.enter(name, Contestant(call), expected, result, required=name == OURS)
+    row = {"table": problem.heading, "label": problem.label, "problem": asdict(problem), "missing": contest.missing}
+    return [Row.timed(contest.measure(setting), **row)]
+
+
+def make_encoder(problem: Problem, device: torch.device) -> nn.TransformerEncoder:
+    """In float32, with a feed-forward network of four times the width."""
+    layer = nn.TransformerEncoderLayer(
+        problem.embed_dim,
+        problem.heads,
+        4 * problem.embed_dim,
+        activation="gelu" if problem.vision else "relu",
+        norm_first=problem.vision,
+        batch_first=True,
+        device=device,
+    )
+    return nn.TransformerEncoder(layer, problem.layers, enable_nested_tensor=not problem.vision).eval()
+
+
+def make_padding(problem: Problem, seed: int, device: torch.device) -> Tensor:
+    """bool (batch, seqlen), True = padding."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(problem.seqlen // 2, problem.seqlen + 1, (problem.batch, 1), generator=generator)
+    lengths[0] = problem.seqlen
+    return (torch.arange(problem.seqlen) >= lengths).to(device)
+
+
+def evaluation(model: nn.Module, x: Tensor, padding: Tensor | None, compiled: bool) -> Callable[[], Tensor]:
+    options = {} if padding is None else {"src_key_padding_mask": padding}
+    if not compiled:
+        return lambda: model(x, **options)
+    torch._dynamo.reset()
+    function = torch.compile(model)
+    return lambda: function(x, **options)
+
+
+def expected_output(
+    encoder: nn.TransformerEncoder, x: Tensor, padding: Tensor | None, seen: Tensor | slice
+) -> ExpectedOutput:
+    """Of torch's modules one by one, in a wider dtype and in that of the encoder; ``seen``: where it is compared."""
+    exact = torch.float64 if x.dtype == torch.float32 else torch.float32
+    with nothing_fused(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ref, low = (
+            model(x.to(dtype), src_key_padding_mask=padding)[seen]
+            for model, dtype in ((copy.deepcopy(encoder).to(exact), exact), (encoder, x.dtype))
+        )
+    return ExpectedOutput(ref, low)
+
+
+@contextmanager
+def nothing_fused() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

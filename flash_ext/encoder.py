@@ -1,0 +1,233 @@
+"""``nn.TransformerEncoder`` and its layer in evaluation, which ``convert`` puts in the place of torch's.
+
+Torch evaluates these modules by fused operators. Here is the same around our attention: few kernels, no copies, and a
+padded batch packed once for all layers. What torch does not fuse (training, gradients, hooks, submodules that are not
+torch's own any more) takes torch's Python forward, and so does ``torch.compile``, which fuses by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import has_torch_function
+
+from flash_ext import packing
+from flash_ext.modules import MultiheadAttention, is_hooked
+
+# What makes up a layer beside its attention, as torch makes it.
+PARTS = {
+    "linear1": nn.Linear,
+    "linear2": nn.Linear,
+    "norm1": nn.LayerNorm,
+    "norm2": nn.LayerNorm,
+    "dropout": nn.Dropout,
+    "dropout1": nn.Dropout,
+    "dropout2": nn.Dropout,
+}
+
+
+class TransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """``nn.TransformerEncoderLayer`` (Vaswani et al. 2017) whose ``self_attn`` is a ``flash_ext.MultiheadAttention``.
+
+    In bfloat16 and float16 on CUDA the evaluation has GELU in its tanh form, as torch's fused one has.
+    """
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As ``nn.TransformerEncoderLayer.forward``."""
+        masked = src_mask is not None or src_key_padding_mask is not None
+        if not _can_evaluate(self, src) or (src.is_nested and masked):
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        if src.is_nested:
+            return _evaluate_nested([self], src, is_causal)
+        attn: Any = self.self_attn
+
+        def attend(x: Tensor) -> Tensor:
+            out, _ = attn._attend_batch(x, x, x, src_key_padding_mask, False, src_mask, is_causal)
+            return attn._from_batch(out, x.dim() == 3)
+
+        return self._evaluate(src, attend)
+
+    def _evaluate(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """The layer of (..., embed_dim). ``attend`` is its self-attention, all else is for each token alone."""
+        if self.norm_first:
+            x = _add(attend(_normalise(x, self.norm1)), x)
+            return _add(self._feed_forward(_normalise(x, self.norm2)), x)
+        x = _normalise(_add(attend(x), x), self.norm1)
+        return _normalise(_add(self._feed_forward(x), x), self.norm2)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        hidden = _linear_and_activation(x, self.linear1, self.activation)
+        return F.linear(hidden, self.linear2.weight, self.linear2.bias)
+
+
+class TransformerEncoder(nn.TransformerEncoder):
+    """``nn.TransformerEncoder`` of such layers, none of which computes what is padding.
+
+    Where torch goes over to nested tensors, the tokens of a padded batch are packed before the first layer, and padding
+    is zeros behind the last one, as it is with torch. For that the host waits for the device once, as it does with
+    torch. While a CUDA graph is captured it must not: each layer then gets the padding mask, and padding is not zeros.
+    """
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """As ``nn.TransformerEncoder.forward``."""
+        padding = src_key_padding_mask
+        if torch.compiler.is_compiling() or mask is not None or src.is_nested == (padding is not None):
+            return super().forward(src, mask, padding, is_causal)
+        if padding is not None and _must_not_wait(src):
+            return self._finish(self._run(src, padding, is_causal))
+        if not all(_is_own(layer, TransformerEncoderLayer) and _can_evaluate(layer, src) for layer in self.layers):
+            return super().forward(src, mask, padding, is_causal)
+        if padding is None:
+            return self._finish(_evaluate_nested(self.layers, src, bool(is_causal)))
+        if is_causal or not self._packs(src):
+            return super().forward(src, mask, padding, is_causal)
+        tokens = _find_tokens(padding, getattr(self, "mask_check", True))
+        if tokens is None:
+            return self._finish(self._run(src, padding, is_causal))
+        indices, spans = tokens
+        if len(indices) == padding.numel():
+            return self._finish(self._run(src, None, is_causal))
+        rows = _evaluate_packed(self.layers, src.flatten(0, 1).index_select(0, indices), spans, causal=False)
+        padded = rows.new_zeros(padding.numel(), rows.shape[-1]).index_copy_(0, indices, rows)
+        return self._finish(padded.view(src.shape))
+
+    def _packs(self, src: Tensor) -> bool:
+        """Whether torch would make a nested tensor, as far as ``_can_evaluate`` does not say so already."""
+        wanted = getattr(self, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
+        return wanted and src.dim() == 3 and not torch.is_autocast_enabled() and not has_torch_function((src,))
+
+    def _run(self, x: Tensor, padding: Tensor | None, is_causal: bool | None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, src_key_padding_mask=padding, is_causal=bool(is_causal))
+        return x
+
+    def _finish(self, x: Tensor) -> Tensor:
+        return x if self.norm is None else self.norm(x)
+
+
+def _evaluate_nested(layers: Any, src: Tensor, causal: bool) -> Tensor:
+    if src.size(0) == 0:
+        return src
+    rows, spans, like_src = packing.pack(src)
+    return like_src(_evaluate_packed(layers, rows, spans, causal))
+
+
+def _evaluate_packed(layers: Any, x: Tensor, spans: dict[str, Any], causal: bool) -> Tensor:
+    """All layers of (total, embed_dim); ``spans`` are the options of ``attention`` that say where sequences lie."""
+    for layer in layers:
+        attn = layer.self_attn
+        x = layer._evaluate(x, lambda x, attn=attn: attn._attend_packed(x, spans, causal))
+    return x
+
+
+def _find_tokens(padding: Tensor, must_be_left_aligned: bool) -> tuple[Tensor, dict[str, Any]] | None:
+    """Which rows of the batch are tokens, int64 (total), and where their sequences lie once they are packed.
+
+    None where torch would not take the mask, (batch, seqlen), bool or floating: there are tokens right of padding.
+    """
+    is_token = padding.logical_not()
+    lengths = is_token.sum(1, dtype=torch.int32)
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    gaps = (is_token[:, 1:] & padding[:, :-1].bool()).any()
+    total, num_gaps = torch.stack([cu_seqlens[-1], gaps]).tolist()  # the only time that the host waits
+    if num_gaps and must_be_left_aligned:
+        return None
+    spans = {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": padding.shape[1],
+        "max_seqlen_k": padding.shape[1],
+    }
+    return torch.nonzero_static(is_token.flatten(), size=total).flatten(), spans
+
+
+def _must_not_wait(src: Tensor) -> bool:
+    """Whether reading from the device would be an error, or become a constant of a trace."""
+    return torch._C._is_tracing() or (src.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+# ---- When ----------------------------------------------------------------------------------------------------------
+
+
+def _can_evaluate(layer: nn.TransformerEncoderLayer, src: Tensor) -> bool:
+    """Whether the layer may be computed from its parameters, past its submodules, and nobody wants a gradient."""
+    if layer.training or torch.compiler.is_compiling() or torch._C._is_tracing() or _has_any_global_hook():
+        return False
+    if torch._C._are_functorch_transforms_active() or not (src.is_nested or type(src) in (Tensor, nn.Parameter)):
+        return False
+    parts = layer._modules
+    if not all(_is_own(parts[name], kind) for name, kind in PARTS.items()):
+        return False
+    attn: Any = parts["self_attn"]
+    if not _is_own(attn, MultiheadAttention) or attn.bias_k is not None or attn.add_zero_attn:
+        return False
+    return not torch.is_grad_enabled() or not torch._C._any_requires_grad(src, *layer.parameters())
+
+
+def _is_own(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether it is evaluated as its class says: no subclass (parametrized, quantized), no hook, no other forward."""
+    return type(module) is kind and not (module.training or is_hooked(module) or "forward" in module.__dict__)
+
+
+# ---- What ----------------------------------------------------------------------------------------------------------
+
+
+def _normalise(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+def _add(out: Tensor, x: Tensor) -> Tensor:
+    """x + out, in the place of ``out``, which nobody else holds; but in the layout of ``x``."""
+    return out.add_(x) if out.dtype == x.dtype and out.is_contiguous() else x + out
+
+
+def _linear_and_activation(x: Tensor, linear: nn.Linear, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    weight, bias = linear.weight, linear.bias
+    approximate = _approximation(activation)
+    is_relu = activation is F.relu or _is_own_activation(activation, nn.ReLU)
+    if x.is_cuda and bias is not None and (is_relu or _may_be_tanh(approximate, x.dtype)) and _is_plain(weight):
+        # The product's epilogue adds the bias and activates.
+        hidden = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=not is_relu)
+        return hidden.view(*x.shape[:-1], weight.shape[0])
+    hidden = F.linear(x, weight, bias)
+    if is_relu:
+        return hidden.relu_()
+    return activation(hidden) if approximate is None else torch.ops.aten.gelu_(hidden, approximate=approximate)
+
+
+def _approximation(activation: Any) -> str | None:
+    """Which form of GELU it is, "none" or "tanh"; None: another function."""
+    if activation is F.gelu:
+        return "none"
+    return activation.approximate if _is_own_activation(activation, nn.GELU) else None
+
+
+def _may_be_tanh(approximate: str | None, dtype: torch.dtype) -> bool:
+    """The epilogue's GELU is the tanh form. 16 bits hardly tell; torch's fused evaluation takes it in all dtypes."""
+    return approximate == "tanh" or (approximate == "none" and dtype in (torch.bfloat16, torch.float16))
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a raw product may take it: no tensor subclass, no autocast that has to cast it first."""
+    return type(weight) in (nn.Parameter, Tensor) and not torch._C._is_any_autocast_enabled()
+
+
+def _is_own_activation(activation: Any, kind: type[nn.Module]) -> bool:
+    return type(activation) is kind and not (is_hooked(activation) or "forward" in activation.__dict__)

@@ -1,0 +1,97 @@
+"""Nested tensors through ``MultiheadAttention``: values, gradients, offsets, compilation, and batches of nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+
+EMBED_DIM, NUM_HEADS = 16, 2
+LENGTHS = [3, 0, 1, 6]
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+
+
+def make_module(device: str) -> flash_ext.MultiheadAttention:
+    return flash_ext.MultiheadAttention(EMBED_DIM, NUM_HEADS, batch_first=True, device=device)
+
+
+def make_nested(device: str, lengths: list[int] = LENGTHS, layout: torch.layout = torch.jagged) -> Tensor:
+    sequences = [torch.randn(length, EMBED_DIM, device=device) for length in lengths]
+    return torch.nested.nested_tensor(sequences, layout=layout, requires_grad=True)
+
+
+def with_residual(module: flash_ext.MultiheadAttention, x: Tensor, causal: bool = False) -> Tensor:
+    return x + module(x, x, x, need_weights=False, is_causal=causal)[0]
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_sequence_attends_to_itself(device: str, layout: torch.layout, causal: bool) -> None:
+    module = make_module(device)
+    x = make_nested(device, layout=layout)
+    out = with_residual(module, x, causal)
+    torch.cat(out.unbind()).square().sum().backward()
+    for part, alone, gradient in zip(out.unbind(), x.detach().unbind(), x.grad.unbind(), strict=True):
+        alone = alone.clone().requires_grad_()
+        hidden = torch.ones(2 * (len(alone),), dtype=torch.bool, device=device).triu(1) if causal else None
+        expected = alone + module(alone, alone, alone, attn_mask=hidden)[0]
+        expected.square().sum().backward()
+        torch.testing.assert_close(part, expected)
+        torch.testing.assert_close(gradient, alone.grad)
+
+
+def test_jagged_result_has_the_offsets_of_the_input(device: str) -> None:
+    x = make_nested(device)
+    out, _ = make_module(device)(x, x, x, need_weights=False)
+    assert out.layout == torch.jagged and out.shape == x.shape and out.offsets() is x.offsets()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_jagged_compiles_in_one_graph(device: str, causal: bool) -> None:
+    module = make_module(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: with_residual(module, x, causal), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for lengths in (LENGTHS, [5, 2]):
+        x = make_nested(device, lengths)
+        gradients = []
+        for function in (compiled, lambda x: with_residual(module, x, causal)):
+            x.grad = None
+            out = function(x)
+            out.values().square().sum().backward()
+            gradients.append((out.values(), x.grad.values()))
+        torch.testing.assert_close(*gradients)
+
+
+def test_jagged_with_rows_between_the_sequences(device: str) -> None:
+    """Such as torch.nested.narrow makes."""
+    module = make_module(device)
+    starts, lengths = (torch.tensor(values, device=device) for values in ([0, 1], [3, 4]))
+    x = torch.nested.narrow(torch.randn(2, 6, EMBED_DIM, device=device), 1, starts, lengths, layout=torch.jagged)
+    for part, alone in zip(module(x, x, x, need_weights=False)[0].unbind(), x.unbind(), strict=True):
+        torch.testing.assert_close(part, module(alone, alone, alone)[0])
+
+
+def test_jagged_in_another_dimension_raises(device: str) -> None:
+    x = make_nested(device).transpose(1, 2)
+    with pytest.raises(AssertionError, match="jagged in dimension 1"):
+        make_module(device)(x, x, x, need_weights=False)
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_empty_sequences(device: str, layout: torch.layout) -> None:
+    x = make_nested(device, [0, 0], layout)
+    assert [part.shape for part in with_residual(make_module(device), x).unbind()] == [(0, EMBED_DIM)] * 2
+
+
+def test_empty_batch(device: str) -> None:
+    module = make_module(device)
+    offsets = torch.zeros(1, dtype=torch.int64, device=device)
+    jagged = torch.nested.nested_tensor_from_jagged(torch.randn(0, EMBED_DIM, device=device), offsets)
+    strided = torch.nested.nested_tensor([], device=device)
+    assert module(jagged, jagged, jagged, need_weights=False)[0].shape[0] == 0
+    assert module(strided, strided, strided, need_weights=False)[0].size(0) == 0
