@@ -165,11 +165,22 @@ def with_blocks(plain: Variant, name: str, mask: flash_ext.BlockMask, pairs: flo
 
 
 def packed(plain: Variant, size: Size) -> list[Variant]:
-    tokens = size.batch * size.seqlen
-    uneven = [tokens * share // sum(UNEVEN) for share in UNEVEN]
+    """Each with the longest length given, and without: then the tokens of all are the only bound on it."""
+    tokens, short = size.batch * size.seqlen, max(1, size.seqlen // 16)
+    packs = {
+        "even": [size.seqlen] * size.batch,
+        "uneven": [tokens * share // sum(UNEVEN) for share in UNEVEN],
+        "short": [short] * (tokens // short),
+        "one long": [size.seqlen, *[16] * ((tokens - size.seqlen) // 16)],
+    }
+    given = {name: with_lengths(plain, f"varlen, {name}", lengths, size) for name, lengths in packs.items()}
     return [
-        with_lengths(plain, "varlen, even", [size.seqlen] * size.batch, size),
-        with_lengths(plain, "varlen, uneven", uneven, size),
+        found
+        for variant in given.values()
+        for found in (
+            variant,
+            with_options(variant, f"{variant.name}, no max_seqlen", max_seqlen_q=None, max_seqlen_k=None),
+        )
     ]
 
 

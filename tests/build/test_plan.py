@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -627,3 +628,39 @@ def test_other_gpus_run_the_kernel_for_all(fields: dict[str, Any]) -> None:
     found = hopper_plan(**fields)
     assert found.kernel == "sm80/forward"
     assert any("FLASH_EXT_HOPPER" in reason for reason in found.reasons) == ("hopper_kernels" in fields)
+
+
+# --- packed sequences ----------------------------------------------------------------------------------------------
+
+PACKED: dict[str, Any] = dict(
+    device="cuda", compute_capability=90, num_workers=132, dtype="bfloat16", varlen=True,
+    batch=4096, total_q=4096 * 256, total_k=4096 * 256, seqlen_q=256, seqlen_k=256, heads_q=8, heads_kv=8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward", "decode", "weights", "weights_backward"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("window_right", [-1, 0])
+def test_a_bound_on_packed_sequences_decides_nothing(operation: str, head_dim: int, window_right: int) -> None:
+    fields = PACKED | dict(operation=operation, head_dim=head_dim, head_dim_v=head_dim, window_right=window_right)
+    keys = 256 if operation == "decode" else None  # there it is what the cache holds, and no bound
+    exact = plan(**fields)
+    for bound in (300, 4096, 2**20, 2**28):
+        loose = plan(**fields | dict(seqlen_q=bound, seqlen_k=keys or bound))
+        for name in ("kernel", "mask_class", "block_m", "block_n", "head_group", "num_splits", "split_size"):
+            assert getattr(loose, name) == getattr(exact, name), name
+
+
+def test_the_mean_length_of_packed_sequences_decides() -> None:
+    short = plan(**PACKED, head_dim=128, head_dim_v=128)
+    long = plan(**PACKED | dict(batch=64, seqlen_q=2**14, seqlen_k=2**14), head_dim=128, head_dim_v=128)
+    assert short.block_n < long.block_n
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_the_plan_says_whether_tiles_are_listed(operation: str) -> None:
+    tight = plan(**PACKED, operation=operation).reasons[-1]
+    loose = plan(**PACKED | dict(seqlen_q=2**20, seqlen_k=2**20), operation=operation).reasons[-1]
+    assert re.match(r"packed: a grid of \d+ tiles of \d+ (queries|keys) a head", tight)
+    assert re.match(r"packed: tiles of \d+ (queries|keys) are listed on the device, longest first; \d+ a head", loose)
+    assert not any(reason.startswith("packed") for reason in plan(device="cuda", compute_capability=90).reasons)
