@@ -31,6 +31,21 @@ TOKENS = 16384  # batch = tokens / seqlen
 HIDDEN = 2048  # heads = hidden / head_dim
 GQA_GROUP, GQA_HEAD_DIM = 4, 128
 GQA_SEQLENS: Sequence[int] = (2048, 8192)
+# (batch, seqlen, query heads, key heads, head_dim), and whether causal: fewer tiles of keys than keep all SMs busy.
+FEW_KEY_HEADS = (
+    ((1, 8192, 8, 1, 128), (False,)),
+    ((1, 4096, 16, 4, 128), (True,)),
+    ((2, 2048, 32, 4, 128), (True,)),
+    ((1, 4096, 64, 8, 64), (True,)),
+    ((1, 6007, 20, 4, 128), (False,)),
+    ((1, 16384, 28, 4, 128), (True,)),
+    ((1, 8192, 32, 8, 128), (True,)),
+    ((1, 32768, 8, 1, 128), (False, True)),
+    ((8, 1024, 40, 8, 128), (False, True)),
+    ((2, 5000, 9, 3, 256), (False, True)),
+)
+SHORT_SEQLENS: Sequence[int] = (64, 128, 197, 256, 384)
+SHORT_TOKENS, SHORT_HEADS, SHORT_HEAD_DIM = 8192, 16, 64
 FLOAT32_HEAD_DIMS: Sequence[int] = (64, 128, 256)
 FLOAT32_SEQLENS: Sequence[int] = (1024, 4096)
 CPU_DTYPES = (torch.float32, torch.bfloat16)
@@ -86,7 +101,10 @@ def work(directions: Sequence[str], chosen: argparse.Namespace, setting: Setting
 
 
 def problems(chosen: argparse.Namespace) -> list[Problem]:
-    """What was asked for; else the training table with grouped heads and some float32, or the CPU's."""
+    """What was asked for; else the training table with grouped heads and some float32, or the CPU's.
+
+    The backward's has rows with few key heads, and with short sequences, besides.
+    """
     asked = chosen.head_dim is not None or chosen.seqlen is not None
     if chosen.shapes is not None:
         return shape_table(chosen.shapes, chosen.masks, dtypes_of(chosen))
@@ -100,6 +118,8 @@ def problems(chosen: argparse.Namespace) -> list[Problem]:
     kept = slice(int(chosen.quick), None)
     for dtype in dtypes_of(chosen):
         found += training_table([GQA_HEAD_DIM], GQA_SEQLENS[kept], dtype=dtype, group=GQA_GROUP, **sizes)
+    if chosen.question == "backward" and not chosen.quick:
+        found += [row for dtype in dtypes_of(chosen) for row in few_and_short(chosen.masks, dtype)]
     if chosen.dtype is None:
         found += training_table(FLOAT32_HEAD_DIMS[kept], FLOAT32_SEQLENS[kept], dtype=torch.float32, **sizes)
     return found
@@ -123,6 +143,17 @@ def training_table(
         for seqlen in seqlens
         if seqlen <= tokens and heads % group == 0 and heads > 0
     ]
+
+
+def few_and_short(masks: Sequence[bool], dtype: torch.dtype) -> list[Problem]:
+    """What the backward, whose CTAs go along the keys, finds hard to spread over a GPU."""
+
+    def rows(shape: tuple[int, int, int, int, int], of_shape: Sequence[bool]) -> list[Problem]:
+        return shape_table([shape], [causal for causal in of_shape if causal in masks], [dtype])
+
+    heads = (SHORT_HEADS, SHORT_HEADS, SHORT_HEAD_DIM)
+    few = [row for shape, of_shape in FEW_KEY_HEADS for row in rows(shape, of_shape)]
+    return few + [row for seqlen in SHORT_SEQLENS for row in rows((SHORT_TOKENS // seqlen, seqlen, *heads), (False,))]
 
 
 def shape_table(

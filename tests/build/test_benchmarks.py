@@ -313,6 +313,16 @@ def test_training_table_is_the_default() -> None:
     assert 0 < len(quick) < len(problems) / 2
 
 
+def test_the_backward_has_rows_with_few_key_heads_and_short_ones() -> None:
+    table, problems = (forward_backward.problems(chosen(question)) for question in ("forward", "backward"))
+    besides = [problem for problem in problems if problem not in table]
+    assert Problem(1, 8192, 8, 1, 128, False, "bfloat16") in besides
+    assert Problem(8, 1024, 40, 8, 128, True, "bfloat16") in besides
+    assert {p.seqlen for p in besides if p.head_dim == 64 and p.heads_q == 16} == {64, 128, 197, 256, 384}
+    full = forward_backward.problems(chosen("backward", "--full"))
+    assert besides and not any(problem.causal for problem in full)
+
+
 def test_selection() -> None:
     asked = ("forward", "--head-dim", "64", "--seqlen", "512", "1024", "--causal", "--dtype", "float16")
     assert forward_backward.problems(chosen(*asked)) == [
