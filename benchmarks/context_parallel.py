@@ -32,7 +32,8 @@ from benchmarks.arguments import DTYPES, positive
 from benchmarks.checks import Expected
 from benchmarks.forward_backward import Problem, make_call
 from benchmarks.peers import OURS
-from benchmarks.provenance import provenance
+from benchmarks.provenance import RECORD_ROUNDS, provenance
+from benchmarks.timing import Effort
 from flash_ext.integrations.distributed import (
     Layout,
     Method,
@@ -95,7 +96,9 @@ def run(rank: int, chosen: argparse.Namespace, arguments: Sequence[str], store: 
     if rank > 0:
         return
     add_rates(rows)
-    origin = provenance(["benchmarks.context_parallel", *arguments], device, {})
+    effort = Effort(most=chosen.rounds, fewest=chosen.rounds, budget_ms=0)
+    is_trial = chosen.rounds < RECORD_ROUNDS
+    origin = provenance(["benchmarks.context_parallel", *arguments], device, {}, {}, effort, is_trial)
     record = report.Record("context_parallel", "ms", "TFLOP/s", "seqlen", origin, {}, rows)
     print(report.markdown(record))
     if chosen.json is not None:

@@ -24,13 +24,19 @@ R = TypeVar("R")
 
 # ---- Tensors --------------------------------------------------------------------------------------------------------
 
-# With what to pass in their place. A class that has learnt the operators is taken out here.
+# With what to pass in their place. A class that learns the operators is taken out by allow_class().
 _REFUSED_CLASSES = {
-    DTENSOR: "pass its to_local() where batch or heads are sharded; of a sharded sequence see flash_ext.merge",
+    DTENSOR: "pass its to_local() where batch or heads are sharded, or call register_dtensor() of "
+    "flash_ext.integrations.distributed.dtensor; of a sharded sequence see context_parallel_attention there",
     NESTED_TENSOR: "torch.cat(x.unbind()) packs its sequences, for functions that take cu_seqlens",
     MASKED_TENSOR: "pass its get_data(), and a mask",
     CAUSAL_BIAS: "causal=True with top_left=True or False means the same, and scaled_dot_product_attention takes it",
 }
+
+
+def allow_class(name: str) -> None:
+    """From now on tensors of that class answer for themselves."""
+    _REFUSED_CLASSES.pop(name, None)
 
 
 def check_tensors(**arguments: Any) -> None:

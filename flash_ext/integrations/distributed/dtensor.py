@@ -9,7 +9,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from flash_ext.argument_checks import allow_class
 from flash_ext.ops import ScoreOptions
+from flash_ext.torch_private import DTENSOR
 
 _OPS = torch.ops.flash_ext
 _Placements = list[Any]
@@ -40,6 +42,7 @@ def register_dtensor() -> None:
     register_sharding(_OPS.attention_forward_plain.default)(_forward)
     register_sharding(_OPS.attention_forward.default)(_forward)
     register_sharding(_OPS.attention_backward.default)(_backward)
+    allow_class(DTENSOR)
     _registered = True
 
 

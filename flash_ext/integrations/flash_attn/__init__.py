@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flash_ext.argument_checks import as_flag
+
 VERSION = "2.8.3"  # of the interface
 VERSION_3 = "3.0.0"
 _HERE = "flash_ext.integrations.flash_attn"
@@ -86,8 +88,7 @@ def as_flash_attn(*, force: bool = False) -> FlashAttnNames:
         TypeError: force is no bool.
     """
     global _in_place
-    if not isinstance(force, bool):
-        raise TypeError(f"force must be True or False, got {type(force).__name__} {force!r}")
+    force = as_flag("force", force)
     if _in_place is not None:
         return FlashAttnNames(None, {})
     if not force:
