@@ -5,12 +5,12 @@
 
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "kernels/params.h"
+#include "plan/text.h"
 
 namespace flash_ext::api {
 
@@ -22,10 +22,7 @@ using OptionalTensor = std::optional<Tensor>;
 /// (STD_TORCH_CHECK would put the path of the source file in front.)
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  message << "flash_ext: ";
-  ((message << parts), ...);
-  throw std::runtime_error(message.str());
+  throw std::runtime_error(text("flash_ext: ", parts...));
 }
 
 /// For messages whose parts cost nothing to have ready.

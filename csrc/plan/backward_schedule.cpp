@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <sstream>
 
 #include "kernels/common/backward/order.h"
 #include "kernels/common/head_dim.h"
@@ -12,6 +11,7 @@
 #include "kernels/sm80/backward/shape.h"
 #include "kernels/sm90/backward/shape.h"
 #include "kernels/sm90/backward_f32/shape.h"
+#include "text.h"
 
 namespace flash_ext::plan {
 namespace {
@@ -188,17 +188,13 @@ std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, con
   const auto microseconds = [&](const KeyTileSchedule& tried) {
     return std::llround(choice.cycles(tried) / kCyclesOfMicrosecond);
   };
-  std::ostringstream out;
-  out << keys.count << " tiles of keys on " << choice.slots() << (tiles.cluster > 1 ? " pairs of SMs" : " SMs")
-      << " take some " << microseconds(unsplit) << " us";
-  if (schedule.head_splits * schedule.query_splits == 1) {
-    out << ": none is split";
-  } else {
-    out << ", and " << microseconds(schedule) << " if"
-        << (schedule.whole_tiles > 0 ? " those behind full waves" : " they") << " are split: by "
-        << schedule.head_splits << " along the heads of a group, by " << schedule.query_splits << " along its queries";
-  }
-  return out.str();
+  const std::string unsplit_time =
+      text(keys.count, " tiles of keys on ", choice.slots(), tiles.cluster > 1 ? " pairs of SMs" : " SMs",
+           " take some ", microseconds(unsplit), " us");
+  if (schedule.head_splits * schedule.query_splits == 1) return unsplit_time + ": none is split";
+  return text(unsplit_time, ", and ", microseconds(schedule), " if",
+              schedule.whole_tiles > 0 ? " those behind full waves" : " they", " are split: by ", schedule.head_splits,
+              " along the heads of a group, by ", schedule.query_splits, " along its queries");
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -18,6 +17,7 @@
 #include "kernels/sm90/bias_gradient/shape.h"
 #include "kernels/sm90/forward/shape.h"
 #include "kernels/sm90/forward_f32/shape.h"
+#include "text.h"
 
 namespace flash_ext::plan {
 namespace {
@@ -31,13 +31,6 @@ constexpr int64_t kMaxCudaSeqlenQ = 65535 * 32;        // the same, in blocks of
 constexpr int64_t kMaxCudaSeqlenK = int64_t{1} << 29;  // positions, offsets and windows then add up within 32 bits
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-template <class... Parts>
-std::string text(const Parts&... parts) {
-  std::ostringstream out;
-  ((out << parts), ...);
-  return out.str();
-}
 
 template <class... Parts>
 Support refuse(const Parts&... parts) {

@@ -169,6 +169,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "convert": lambda: dict(model=nn.MultiheadAttention(8, 2)),
     "BlockMask.to": lambda: dict(self=flash_ext.BlockMask.causal(3, 3), device="cpu"),
+    "BlockMask.cuda": lambda: dict(self=flash_ext.BlockMask.causal(3, 3), device="cpu"),
     "BlockMask.from_dense": lambda: dict(visible=torch.ones(3, 3) > 0),
     "BlockMask.from_blocks": lambda: dict(blocks=torch.ones(1, 1) > 0, seqlen_q=3, seqlen_k=3),
     "BlockMask.from_mask_mod": lambda: dict(mask_mod=lambda b, h, i, j: i >= j, seqlen_q=3, seqlen_k=3),
@@ -176,7 +177,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "BlockMask.sliding_window": lambda: dict(seqlen_q=3, seqlen_k=3, window_size=(1, 1)),
     "BlockMask.document": lambda: dict(ids_q=int32([0, 0, 1], "cpu")),
 }
-WITHOUT_ARGUMENTS = {"build_info", "BlockMask.to_dense"}
+WITHOUT_ARGUMENTS = {"build_info", "BlockMask.to_dense", "BlockMask.cpu"}
 OF_THE_PROCESS = {"as_flash_attn"}  # a good call of it changes what later tests import: tests/integration has it
 TORCHS = {"MultiheadAttention.forward"}  # raises what torch's module does: tests/test_modules.py
 

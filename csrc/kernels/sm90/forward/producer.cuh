@@ -82,10 +82,14 @@ class ForwardLoader {
       } else if (schedule.list) {
         break;  // without one, a sequence has fewer tiles than the longest
       }
-    // Whoever of the last ones fails comes again into the slot that has been free for longest.
+    // One of the last ones that fails is requeued into the slot that has been free for longest, and looked at again
+    // there: it may fail twice.
     RingPosition<Config::kSlots> at = slot_;
-    for (int k = 0; k < Config::kSlots; ++k, at.advance())
-      if (wait_for_slot(at)) hand_out_again(at);
+    for (int unchecked = Config::kSlots; unchecked > 0; --unchecked, at.advance())
+      if (wait_for_slot(at)) {
+        hand_out_again(at);
+        ++unchecked;
+      }
     wait_for_slot(slot_);
     state_.has_work[slot_.stage()] = false;
     ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));
