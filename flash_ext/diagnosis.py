@@ -64,6 +64,9 @@ def doctor() -> Diagnosis:
     Returns:
         A ``Diagnosis``, to be printed, with a line for each problem that says how it is mended.
         ``python -m flash_ext doctor`` prints it.
+
+    Raises:
+        Nothing: what goes wrong becomes a problem in the result.
     """
     devices = list(_devices())
     problems = [

@@ -95,13 +95,26 @@ def activate() -> None:
     The same as ``torch.nn.attention.activate_flash_attention_impl("flash_ext")``; it replaces another implementation of
     that registry. A second call does nothing. Functions that ``torch.compile`` compiled before keep the operators they
     were compiled to; ``torch.compiler.reset()`` compiles them anew.
+
+    Returns:
+        Nothing. ``flash_ext.doctor()`` lists what is overridden and how many calls were served.
+
+    Raises:
+        RuntimeError: torch lacks an operator that is to be overridden; nothing is then.
     """
     if not is_active():
         _registry.activate_flash_attention_impl(NAME)
 
 
 def deactivate() -> None:
-    """Puts torch's own kernels back. Does nothing if they are in place."""
+    """Puts torch's own kernels back, bit for bit. Does nothing if they are in place.
+
+    Returns:
+        Nothing.
+
+    Raises:
+        Nothing of its own.
+    """
     if is_active():
         _restore()
 
@@ -111,6 +124,12 @@ def activated() -> Iterator[None]:
     """``activate()`` for a ``with`` block. Afterwards the implementation that was active before is active again.
 
     It acts on the whole process, other threads included. The backward of a forward inside may run outside.
+
+    Returns:
+        A context manager, which yields nothing.
+
+    Raises:
+        RuntimeError: as ``activate``.
     """
     before = _registry.current_flash_attention_impl()
     activate()
