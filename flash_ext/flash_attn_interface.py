@@ -203,7 +203,7 @@ def flash_attn_varlen_func(
     Raises:
         RuntimeError, ValueError, TypeError: as ``flash_ext.attention``.
         RuntimeError: in the backward of a call with block_table.
-        ValueError: dropout_p > 0 with block_table, or a max_seqlen_k that its pages do not hold.
+        ValueError: dropout_p > 0 with block_table.
     """
     if not type(cu_seqlens_q) is type(cu_seqlens_k) is Tensor:
         check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -517,11 +517,6 @@ def _attend_to_pages(
         raise ValueError(
             "k must be (num_blocks, page_block_size, nheads_k, headdim) and block_table (batch, max_num_blocks_per_seq)"
             f", got {tuple(k.shape)} and {tuple(block_table.shape)}"
-        )
-    if max_seqlen_k > block_table.shape[1] * k.shape[1]:
-        raise ValueError(
-            f"max_seqlen_k must be at most what block_table's {block_table.shape[1]} pages of {k.shape[1]} keys hold, "
-            f"got {max_seqlen_k}"
         )
     _check_cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
     lengths = cu_seqlens_k.diff()

@@ -191,8 +191,8 @@ void check_device_values(const Geometry& g, const CacheShape& cache, const Score
                       on_host(options.block_table), g.batch, cache.capacity, cache.cache_batch, cache.num_pages,
                       cache.page_size, append, seqlen_new});
   if (options.rotary_cos) {
-    const int64_t tokens_q = rotates_by_position(options) ? g.seqlen_q : std::min<int64_t>(g.seqlen_q, 1);
-    check_rotary_positions(cache_seqlens, std::max(seqlen_new, tokens_q), options.rotary_cos->size(0));
+    check_rotary_positions({cache_seqlens, on_host(options.cu_seqlens_q), g.seqlen_q, seqlen_new,
+                            rotates_by_position(options), options.rotary_cos->size(0)});
   }
 }
 

@@ -171,11 +171,14 @@ void check_cache_values(const CacheIndices& cache) {
   if (cache.block_table && cache.append) check_distinct_pages(cache);
 }
 
-void check_rotary_positions(const OptionalTensor& cache_seqlens, int64_t tokens, int64_t rotary_rows) {
-  const int32_t* used = int32_address(cache_seqlens);
-  for (int64_t b = 0; b < cache_seqlens->size(0); ++b) {
-    check(used[b] + tokens <= rotary_rows, "rotary_cos and rotary_sin must have a row for each position: expected at ",
-          "least ", used[b] + tokens, " rows for batch entry ", b, ", got ", rotary_rows);
+void check_rotary_positions(const RotaryPositions& p) {
+  const int32_t* const used = int32_address(p.cache_seqlens);
+  const int32_t* const cu_seqlens_q = int32_address(p.cu_seqlens_q);
+  for (int64_t b = 0; b < p.cache_seqlens->size(0); ++b) {
+    const int64_t queries = cu_seqlens_q ? cu_seqlens_q[b + 1] - cu_seqlens_q[b] : p.seqlen_q;
+    const int64_t positions = std::max(p.seqlen_new, p.turns_by_position ? queries : std::min<int64_t>(queries, 1));
+    check(used[b] + positions <= p.rows, "rotary_cos and rotary_sin must have a row for each position: expected at ",
+          "least ", used[b] + positions, " rows for batch entry ", b, ", got ", p.rows);
   }
 }
 

@@ -29,7 +29,16 @@ struct CacheIndices {
 
 void check_cache_values(const CacheIndices& cache);
 
-/// Rotary embedding reads row cache_seqlens + tokens - 1 of cos and sin.
-void check_rotary_positions(const OptionalTensor& cache_seqlens, int64_t tokens, int64_t rotary_rows);
+/// Which rows of cos and sin rotary embedding reads. Tensors lie on the host.
+struct RotaryPositions {
+  OptionalTensor cache_seqlens;
+  OptionalTensor cu_seqlens_q;
+  int64_t seqlen_q;        // of queries that are not packed
+  int64_t seqlen_new;      // rows of k that are turned
+  bool turns_by_position;  // query t as the t-th new key; else all as the first
+  int64_t rows;
+};
+
+void check_rotary_positions(const RotaryPositions& positions);
 
 }  // namespace flash_ext::api
