@@ -7,7 +7,7 @@ torch's own any more) takes torch's Python forward, and so does ``torch.compile`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from torch.overrides import has_torch_function
 
 from flash_ext import packing
 from flash_ext.modules import MultiheadAttention, is_hooked
+from flash_ext.ops import call
+
+_ADD_LAYER_NORM = torch.ops.flash_ext.add_layer_norm.default
 
 # What makes up a layer beside its attention, as torch makes it.
 PARTS = {
@@ -50,21 +53,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         if src.is_nested:
             return _evaluate_nested([self], src, is_causal)
-        attn: Any = self.self_attn
-
-        def attend(x: Tensor) -> Tensor:
-            out, _ = attn._attend_batch(x, x, x, src_key_padding_mask, False, src_mask, is_causal)
-            return attn._from_batch(out, x.dim() == 3)
-
-        return self._evaluate(src, attend)
-
-    def _evaluate(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """The layer of (..., embed_dim). ``attend`` is its self-attention, all else is for each token alone."""
-        if self.norm_first:
-            x = _add(attend(_normalise(x, self.norm1)), x)
-            return _add(self._feed_forward(_normalise(x, self.norm2)), x)
-        x = _normalise(_add(attend(x), x), self.norm1)
-        return _normalise(_add(self._feed_forward(x), x), self.norm2)
+        return _evaluate([self], src, lambda attn, x: _attend(attn, x, src_key_padding_mask, src_mask, is_causal))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         hidden = _linear_and_activation(x, self.linear1, self.activation)
@@ -88,32 +77,38 @@ class TransformerEncoder(nn.TransformerEncoder):
     ) -> Tensor:
         """As ``nn.TransformerEncoder.forward``."""
         padding = src_key_padding_mask
-        if torch.compiler.is_compiling() or mask is not None or src.is_nested == (padding is not None):
+        if torch.compiler.is_compiling() or mask is not None or (src.is_nested and padding is not None):
             return super().forward(src, mask, padding, is_causal)
         if padding is not None and _must_not_wait(src):
             return self._finish(self._run(src, padding, is_causal))
         if not all(_is_own(layer, TransformerEncoderLayer) and _can_evaluate(layer, src) for layer in self.layers):
             return super().forward(src, mask, padding, is_causal)
-        if padding is None:
+        if src.is_nested:
             return self._finish(_evaluate_nested(self.layers, src, bool(is_causal)))
-        if is_causal or not self._packs(src):
+        if is_causal or (padding is not None and not self._packs(src, padding)):
             return super().forward(src, mask, padding, is_causal)
+        if padding is None:
+            return self._finish(_evaluate(self.layers, src, _attend))
         tokens = _find_tokens(padding, getattr(self, "mask_check", True))
         if tokens is None:
             return self._finish(self._run(src, padding, is_causal))
         indices, spans = tokens
         if len(indices) == padding.numel():
-            return self._finish(self._run(src, None, is_causal))
+            return self._finish(_evaluate(self.layers, src, _attend))
         rows = _evaluate_packed(self.layers, src.flatten(0, 1).index_select(0, indices), spans, causal=False)
         padded = rows.new_zeros(padding.numel(), rows.shape[-1]).index_copy_(0, indices, rows)
         return self._finish(padded.view(src.shape))
 
-    def _packs(self, src: Tensor) -> bool:
+    def _packs(self, src: Tensor, padding: Tensor) -> bool:
         """Whether torch would make a nested tensor, as far as ``_can_evaluate`` does not say so already."""
-        wanted = getattr(self, "use_nested_tensor", False) and torch.backends.mha.get_fastpath_enabled()
-        return wanted and src.dim() == 3 and not torch.is_autocast_enabled() and not has_torch_function((src,))
+        if not getattr(self, "use_nested_tensor", False) or not torch.backends.mha.get_fastpath_enabled():
+            return False
+        if torch.is_autocast_enabled() or has_torch_function((src, padding)):
+            return False
+        is_mask = padding.dtype == torch.bool or padding.is_floating_point()
+        return src.dim() == 3 and is_mask and padding.shape == src.shape[:2]
 
-    def _run(self, x: Tensor, padding: Tensor | None, is_causal: bool | None) -> Tensor:
+    def _run(self, x: Tensor, padding: Tensor, is_causal: bool | None) -> Tensor:
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=padding, is_causal=bool(is_causal))
         return x
@@ -122,19 +117,55 @@ class TransformerEncoder(nn.TransformerEncoder):
         return x if self.norm is None else self.norm(x)
 
 
-def _evaluate_nested(layers: Any, src: Tensor, causal: bool) -> Tensor:
+# ---- Layers one after another ----------------------------------------------------------------------------------------
+
+
+def _evaluate(layers: Iterable[Any], x: Tensor, attend: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    """All layers of (..., embed_dim).
+
+    ``attend(attn, x)`` is the self-attention of a layer, all else is for each token alone. An addition goes together
+    with the normalisation of its result, where there is one, be it the next layer's.
+    """
+    layers = list(layers)
+    normalised: Tensor | None = None  # x, by the norm that comes next
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        if not layer.norm_first:
+            _, x = _add_and_normalise(attend(layer.self_attn, x), x, layer.norm1, need_sum=False)
+            _, x = _add_and_normalise(layer._feed_forward(x), x, layer.norm2, need_sum=False)
+            continue
+        if normalised is None:
+            normalised = _normalise(x, layer.norm1)
+        x, normalised = _add_and_normalise(attend(layer.self_attn, normalised), x, layer.norm2)
+        out = layer._feed_forward(normalised)
+        if following is not None and following.norm_first:
+            x, normalised = _add_and_normalise(out, x, following.norm1)
+        else:
+            x, normalised = _add(out, x), None
+    return x
+
+
+def _evaluate_packed(layers: Iterable[Any], x: Tensor, spans: dict[str, Any], causal: bool) -> Tensor:
+    """All layers of (total, embed_dim); ``spans`` are the options of ``attention`` that say where sequences lie."""
+    return _evaluate(layers, x, lambda attn, x: attn._attend_packed(x, spans, causal))
+
+
+def _evaluate_nested(layers: Iterable[Any], src: Tensor, causal: bool) -> Tensor:
     if src.size(0) == 0:
         return src
     rows, spans, like_src = packing.pack(src)
     return like_src(_evaluate_packed(layers, rows, spans, causal))
 
 
-def _evaluate_packed(layers: Any, x: Tensor, spans: dict[str, Any], causal: bool) -> Tensor:
-    """All layers of (total, embed_dim); ``spans`` are the options of ``attention`` that say where sequences lie."""
-    for layer in layers:
-        attn = layer.self_attn
-        x = layer._evaluate(x, lambda x, attn=attn: attn._attend_packed(x, spans, causal))
-    return x
+def _attend(
+    attn: MultiheadAttention,
+    x: Tensor,
+    padding: Tensor | None = None,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Self-attention in the layout of ``x``, but not necessarily contiguous."""
+    out, _ = attn._attend_batch(x, x, x, padding, False, mask, is_causal)
+    return attn._from_batch(out, x.dim() == 3)
 
 
 def _find_tokens(padding: Tensor, must_be_left_aligned: bool) -> tuple[Tensor, dict[str, Any]] | None:
@@ -196,6 +227,25 @@ def _normalise(x: Tensor, norm: nn.LayerNorm) -> Tensor:
 def _add(out: Tensor, x: Tensor) -> Tensor:
     """x + out, in the place of ``out``, which nobody else holds; but in the layout of ``x``."""
     return out.add_(x) if out.dtype == x.dtype and out.is_contiguous() else x + out
+
+
+def _add_and_normalise(out: Tensor, x: Tensor, norm: nn.LayerNorm, need_sum: bool = True) -> tuple[Tensor, Tensor]:
+    """(x + out, its layer norm); ``out`` belongs to nobody else. Without ``need_sum`` the sum may be anything."""
+    if _is_one_kernel(out, x, norm):
+        total, normalised = call(_ADD_LAYER_NORM, out, x, norm.weight, norm.bias, norm.eps, need_sum)
+        return total, normalised
+    total = _add(out, x)
+    return total, _normalise(total, norm)
+
+
+def _is_one_kernel(out: Tensor, x: Tensor, norm: nn.LayerNorm) -> bool:
+    """Whether ``add_layer_norm`` takes them as they lie. On a CPU torch's two are as good."""
+    if not x.is_cuda or norm.normalized_shape != x.shape[-1:]:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not (x.is_contiguous() and out.is_contiguous()):
+        return False
+    parameters = [p for p in (norm.weight, norm.bias) if p is not None]
+    return out.dtype == x.dtype and all(p.dtype == x.dtype and _is_plain(p) for p in parameters)
 
 
 def _linear_and_activation(x: Tensor, linear: nn.Linear, activation: Callable[[Tensor], Tensor]) -> Tensor:

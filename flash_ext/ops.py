@@ -252,6 +252,13 @@ def _(
     return outs.new_empty(outs.shape), lses.new_empty(lses.shape)
 
 
+@_fake("add_layer_norm")
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, need_sum: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if need_sum else (0,)), x.new_empty(x.shape)
+
+
 @_fake("dropout_mask")
 def _(rng: Tensor, dropout_p: float, batch: int, heads_q: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     return rng.new_empty((batch, heads_q, seqlen_q, seqlen_k), dtype=torch.bool)
@@ -431,6 +438,7 @@ for _name, _reason in {
     "attention_backward": _TWICE,
     "attention_weights_backward": _TWICE,
     "merge_backward": "merging can be differentiated once",
+    "add_layer_norm": "it is for evaluation, torch's addition and layer_norm are differentiable",
     "attention_decode": "attention over a cache or pages (block_table) is for inference, "
     "flash_ext.attention is differentiable",
 }.items():
@@ -536,5 +544,5 @@ _fold_attention("attention_backward", 7, num_flags=6, num_unfoldable=2)
 _fold_attention("attention_weights", 3, num_flags=1)
 _fold_attention("attention_weights_backward", 4, num_flags=5, num_unfoldable=1)
 _loop_over("attention_decode_append", written=slice(1, 3))
-for _name in ("attention_decode", "merge", "merge_backward", "dropout_mask"):
+for _name in ("add_layer_norm", "attention_decode", "merge", "merge_backward", "dropout_mask"):
     _loop_over(_name)

@@ -4,10 +4,12 @@
 
 #include <tuple>
 
+#include "add_layer_norm.h"
 #include "attention.h"
 #include "attention_args.h"
 #include "decode.h"
 #include "dropout.h"
+#include "kernels/cpu/add_layer_norm.h"
 #include "kernels/cpu/append.h"
 #include "kernels/cpu/attention.h"
 #include "kernels/cpu/dropout_mask.h"
@@ -108,6 +110,13 @@ Tensors2 merge_backward(const OptionalTensor& grad_out, const OptionalTensor& gr
   return {call.grad_outs, call.grad_lses};
 }
 
+Tensors2 add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, bool need_sum) {
+  const AddLayerNormCall call = prepare_add_layer_norm(x, residual, weight, bias, eps, need_sum);
+  cpu::add_layer_norm(call.params, parallel_for);
+  return {call.sum, call.out};
+}
+
 Tensor dropout_mask(const Tensor& rng, double dropout_p, int64_t batch, int64_t heads_q, int64_t seqlen_q,
                     int64_t seqlen_k) {
   const DropoutMaskCall call = prepare_dropout_mask(rng, dropout_p, batch, heads_q, seqlen_q, seqlen_k);
@@ -129,6 +138,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
   m.impl("attention_decode_check", TORCH_BOX(&attention_decode_check));
   m.impl("merge", TORCH_BOX(&merge));
   m.impl("merge_backward", TORCH_BOX(&merge_backward));
+  m.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
 }
 

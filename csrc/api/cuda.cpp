@@ -3,8 +3,10 @@
 
 #include <tuple>
 
+#include "add_layer_norm.h"
 #include "cuda_device.h"
 #include "dropout.h"
+#include "kernels/sm80/add_layer_norm/add_layer_norm.h"
 #include "kernels/sm80/dropout_mask/dropout_mask.h"
 #include "kernels/sm80/merge/merge.h"
 #include "merge.h"
@@ -35,6 +37,15 @@ Tensors2 merge_backward(const OptionalTensor& grad_out, const OptionalTensor& gr
   return {call.grad_outs, call.grad_lses};
 }
 
+Tensors2 add_layer_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, bool need_sum) {
+  check_dtype("x", x);
+  const CudaDevice device(x);
+  const AddLayerNormCall call = prepare_add_layer_norm(x, residual, weight, bias, eps, need_sum);
+  sm80::add_layer_norm(call.params, device.stream());
+  return {call.sum, call.out};
+}
+
 Tensor dropout_mask(const Tensor& rng, double dropout_p, int64_t batch, int64_t heads_q, int64_t seqlen_q,
                     int64_t seqlen_k) {
   const CudaDevice device(rng);
@@ -48,6 +59,7 @@ Tensor dropout_mask(const Tensor& rng, double dropout_p, int64_t batch, int64_t 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
   m.impl("merge", TORCH_BOX(&merge));
   m.impl("merge_backward", TORCH_BOX(&merge_backward));
+  m.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
 }
 

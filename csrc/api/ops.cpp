@@ -61,6 +61,12 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
       "merge_backward(Tensor? grad_out, Tensor? grad_lse, Tensor outs, Tensor lses, Tensor out, Tensor lse)"
       " -> (Tensor grad_outs, Tensor grad_lses)");
 
+  // sum = x + residual and out = layer_norm(sum), (..., width), without a derivative; weight and bias (width). A sum
+  // that is not needed is an empty tensor of shape (0).
+  m.def(
+      "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, bool need_sum)"
+      " -> (Tensor sum, Tensor out)");
+
   // Which scores dropout keeps, bool (batch, heads_q, seqlen_q, seqlen_k), on rng's device.
   m.def(
       "dropout_mask(Tensor rng, float dropout_p, SymInt batch, SymInt heads_q, SymInt seqlen_q, SymInt seqlen_k)"

@@ -219,6 +219,20 @@ struct AppendParams {
   int32_t* seqused_k_after = nullptr;  // (batch): written, rows in use after the call
 };
 
+/// out = layer norm of x + residual; rows are contiguous and follow each other.
+struct AddLayerNormParams {
+  DType dtype = DType::kFloat32;  // of all tensors
+  int64_t rows = 0;
+  int64_t width = 0;
+  const void* x = nullptr;         // (rows, width)
+  const void* residual = nullptr;  // (rows, width)
+  const void* weight = nullptr;    // (width), null = 1
+  const void* bias = nullptr;      // (width), null = 0
+  double eps = 0.0;
+  void* sum = nullptr;  // (rows, width), x + residual; null = not wanted
+  void* out = nullptr;  // (rows, width)
+};
+
 struct DropoutMaskParams {
   DropoutParams dropout;
   int64_t batch = 0;

@@ -171,11 +171,34 @@ def test_a_layer_is_nothing_but_what_it_has_to_be(kind: str, device: str) -> Non
     counts = {event.key.removeprefix("aten::"): event.count for event in profile.key_averages()}
     layers = 2 if kind == "encoder" else 1
     activated = {"linear": 3, "_addmm_activation": 1} if device == "cuda" else {"linear": 4, "relu_": 1}
-    for name, count in {**activated, "add_": 2, "native_layer_norm": 2}.items():
+    added = {"flash_ext::add_layer_norm": 2} if device == "cuda" else {"add_": 2, "native_layer_norm": 2}
+    for name, count in {**activated, **added}.items():
         assert counts[name] == count * layers
     assert counts["flash_ext::attention_forward_plain"] == layers
     unwanted = {"contiguous", "cat", "clone", "relu", "dropout", "add", "index"}
     assert not unwanted & set(counts)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@torch.inference_mode()
+def test_additions_and_norms_in_one_kernel(
+    norm_first: bool, padded: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA; between layers that are normalised first, too."""
+    monkeypatch.setattr(encoder_module, "_is_one_kernel", lambda *args: True)
+    theirs = make_encoder(device, norm_first=norm_first)
+    ours, x, padding = convert_copy(theirs), make_input(device), make_padding(device) if padded else None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        out = ours(x, src_key_padding_mask=padding)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    if not norm_first:
+        assert counts["flash_ext::add_layer_norm"] == 4 and "aten::native_layer_norm" not in counts
+    elif not padded:
+        assert (
+            counts["flash_ext::add_layer_norm"] == 3 and counts["aten::native_layer_norm"] == counts["aten::add_"] == 1
+        )
+    assert_equal(out, theirs(x, src_key_padding_mask=padding))
 
 
 class TestPadding:
@@ -247,6 +270,15 @@ class TestPadding:
         if by != "autocast" or device == "cuda":
             assert all(options.get("cu_seqlens_q") is None for _, options in attention_calls)
             assert (out[padding] != 0).any()
+
+    @pytest.mark.parametrize("padding", ["shape", "dtype"])
+    @torch.inference_mode()
+    def test_wrong_masks_are_refused_as_by_torch(self, padding: str, device: str) -> None:
+        mask = make_padding(device)[:, 1:] if padding == "shape" else make_padding(device).int()
+        theirs = make_encoder(device)
+        for model in (theirs, convert_copy(theirs)):
+            with pytest.raises((AssertionError, RuntimeError)):
+                model(make_input(device), src_key_padding_mask=mask)
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
     @torch.inference_mode()
