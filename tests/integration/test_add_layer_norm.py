@@ -104,9 +104,7 @@ def test_errors(change: dict[str, Any], message: str) -> None:
         OP(**(dict(x=x, residual=residual, weight=weight, bias=bias, eps=EPS, need_sum=True) | change))
 
 
-def test_operator(device: str) -> None:
+def test_has_no_derivative(device: str) -> None:
     x, residual, weight, bias = make(device, torch.float32, 4, 64)
-    for arguments in ((x, residual, weight, bias, EPS, True), (x, residual, None, None, EPS, False)):
-        torch.library.opcheck(OP, arguments)
     with pytest.raises(RuntimeError, match="no derivative"):
         OP(x.requires_grad_(), residual, weight, bias, EPS, True)[1].sum().backward()

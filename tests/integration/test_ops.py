@@ -143,6 +143,13 @@ def test_opcheck_dropout_mask(device: str) -> None:
     opcheck(OPS.dropout_mask.default, random_rng(device), 0.3, 2, 3, 9, 11)
 
 
+@pytest.mark.op("add_layer_norm")
+def test_opcheck_add_layer_norm(device: str) -> None:
+    x, residual, weight, bias = (random(*shape, device=device) for shape in [(4, 64), (4, 64), (64,), (64,)])
+    opcheck(OPS.add_layer_norm.default, x, residual, weight, bias, 1e-5, True)
+    opcheck(OPS.add_layer_norm.default, x, residual, None, None, 1e-5, False)
+
+
 def test_every_operator_is_checked() -> None:
     """A new operator needs a fake, an autograd rule, and a test above."""
     names = {
@@ -158,6 +165,7 @@ def test_every_operator_is_checked() -> None:
         "merge",
         "merge_backward",
         "dropout_mask",
+        "add_layer_norm",
     }
     registered = torch._C._dispatch_get_all_op_names()
     assert {name.removeprefix("flash_ext::") for name in registered if name.startswith("flash_ext::")} == names
