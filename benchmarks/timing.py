@@ -241,7 +241,7 @@ class Progress:
 
     def expect(self, total: int) -> None:
         self._total = self._bar.total = total
-        self._bar.refresh()
+        self._bar.set_postfix_str("")
 
     def say(self, what: str) -> None:
         """What is going on before the first row and behind the last one."""
