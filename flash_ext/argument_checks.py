@@ -160,8 +160,8 @@ def _is_numpy_bool(value: Any) -> bool:
 
 def check_device(device: Any) -> None:
     """Raises TypeError of what cannot name a device: None would be torch's default one, wherever that is."""
-    if not isinstance(device, (torch.device, str)):
-        raise TypeError(f"device must be a torch.device or a str, got {describe(device)}")
+    if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
+        raise TypeError(f"device must be a torch.device, a str or a number, got {describe(device)}")
 
 
 # ---- Words ----------------------------------------------------------------------------------------------------------

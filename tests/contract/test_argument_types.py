@@ -83,6 +83,11 @@ PAIR_TENSORS: dict[str, Callable[[], Any]] = {"tensor": lambda: torch.tensor([64
 NO_TEXT: dict[str, Callable[[], Any]] = {**NONE, "number": lambda: 3.5, "list": lambda: []}
 NO_FUNCTIONS: dict[str, Callable[[], Any]] = {**NONE, "number": lambda: 3}
 
+NO_DEVICE: dict[str, Callable[[], Any]] = {
+    "fraction": lambda: 3.5,
+    "list": lambda: ["cpu"],
+    "tensor": lambda: torch.ones(1),
+}
 WRONG: dict[str, dict[str, Callable[[], Any]]] = {
     "Tensor": NO_TENSORS | NONE,
     "Tensor | None": NO_TENSORS,
@@ -108,6 +113,8 @@ WRONG: dict[str, dict[str, Callable[[], Any]]] = {
         "of a class of its own": lambda: block_mask_of_other_tensors(),
     },
     "torch.device | str": NO_TEXT,
+    "torch.device | str | int": NO_DEVICE | NONE,
+    "torch.device | str | int | None": NO_DEVICE,
     "str": NO_TEXT,
     "MaskMod": NO_FUNCTIONS,
     "Callable[[str], object]": NO_FUNCTIONS,
@@ -177,8 +184,8 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "BlockMask.sliding_window": lambda: dict(seqlen_q=3, seqlen_k=3, window_size=(1, 1)),
     "BlockMask.document": lambda: dict(ids_q=int32([0, 0, 1], "cpu")),
 }
-WITHOUT_ARGUMENTS = {"build_info", "BlockMask.to_dense", "BlockMask.cpu"}
-OF_THE_PROCESS = {"as_flash_attn"}  # a good call of it changes what later tests import: tests/integration has it
+WITHOUT_ARGUMENTS = {"build_info", "doctor", "BlockMask.to_dense", "BlockMask.cpu"}
+OF_THE_PROCESS = {"as_flash_attn", "activate", "activated", "deactivate"}  # they change what later tests call
 TORCHS = {"MultiheadAttention.forward"}  # raises what torch's module does: tests/test_modules.py
 
 TAKEN = {("scaled_dot_product_attention", "attn_mask", "causal bias")}
@@ -432,7 +439,6 @@ PAGED: dict[str, tuple[str, Callable[[], Any]]] = {
     "on another device": ("v", lambda: random(4, 4, 2, 8).to("meta")),
     "no such page": ("block_table", lambda: int32([0, 9], "cpu").view(2, 1)),
     "decreasing": ("cu_seqlens_k", lambda: int32([0, 5, 3], "cpu")),
-    "more than pages hold": ("max_seqlen_k", lambda: 5),
 }
 
 

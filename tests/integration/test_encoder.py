@@ -406,7 +406,8 @@ class TestFallback:
             model(x).square().sum().backward()
             gradients.append([x.grad, *(p.grad for p in model.parameters())])
         for mine, expected in zip(*gradients, strict=True):
-            torch.testing.assert_close(mine, expected)
+            # Other kernels add in another order: what cancels leaves the last bit of its largest terms.
+            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize("transform", ["vmap", "functional_call"])
     def test_transforms(self, transform: str, device: str) -> None:

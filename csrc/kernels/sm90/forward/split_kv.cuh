@@ -68,6 +68,7 @@ CutSchedule schedule_cut_forward(const AttentionParams& p, const WorkListPlan& l
   if (workspace) schedule.parts = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPartsOffset);
   if (cut.positions() <= device_attribute(cudaDevAttrMultiProcessorCount)) schedule.taken = nullptr;
   use_list(schedule, list, workspace);
+  if (list.listed) schedule.positions = schedule.works;  // what the bound allows may be more than the list has room for
   return schedule;
 }
 
@@ -145,8 +146,7 @@ __global__ void __launch_bounds__(kGroupThreads)
 }
 
 inline unsigned forward_blocks(const CutSchedule& schedule) {
-  const int64_t positions = schedule.list.head ? schedule.works : schedule.cut.positions();
-  return grid_size(std::min<int64_t>(positions, device_attribute(cudaDevAttrMultiProcessorCount)));
+  return grid_size(std::min<int64_t>(schedule.positions, device_attribute(cudaDevAttrMultiProcessorCount)));
 }
 
 template <class Config>
