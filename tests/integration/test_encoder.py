@@ -87,7 +87,7 @@ def nothing_fused() -> Iterator[None]:
 
 
 def assert_equal(ours: Tensor, theirs: Tensor) -> None:
-    tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}[theirs.dtype]
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4}[theirs.dtype]
     torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
@@ -406,8 +406,7 @@ class TestFallback:
             model(x).square().sum().backward()
             gradients.append([x.grad, *(p.grad for p in model.parameters())])
         for mine, expected in zip(*gradients, strict=True):
-            # Other kernels add in another order: what cancels leaves the last bit of its largest terms.
-            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+            assert_equal(mine, expected)
 
     @pytest.mark.parametrize("transform", ["vmap", "functional_call"])
     def test_transforms(self, transform: str, device: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ EMBED_DIM, NUM_HEADS = 16, 2
 LENGTHS = [3, 0, 1, 6]
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+assert_close = partial(torch.testing.assert_close, atol=1e-4, rtol=1e-4)  # products of other shapes round otherwise
 
 
 def make_module(device: str) -> flash_ext.MultiheadAttention:
@@ -39,8 +42,8 @@ def test_each_sequence_attends_to_itself(device: str, layout: torch.layout, caus
         hidden = torch.ones(2 * (len(alone),), dtype=torch.bool, device=device).triu(1) if causal else None
         expected = alone + module(alone, alone, alone, attn_mask=hidden)[0]
         expected.square().sum().backward()
-        torch.testing.assert_close(part, expected)
-        torch.testing.assert_close(gradient, alone.grad)
+        assert_close(part, expected)
+        assert_close(gradient, alone.grad)
 
 
 def test_jagged_result_has_the_offsets_of_the_input(device: str) -> None:
@@ -64,7 +67,7 @@ def test_jagged_compiles_in_one_graph(device: str, causal: bool) -> None:
             out = function(x)
             out.values().square().sum().backward()
             gradients.append((out.values(), x.grad.values()))
-        torch.testing.assert_close(*gradients)
+        assert_close(*gradients)
 
 
 def test_jagged_with_rows_between_the_sequences(device: str) -> None:
@@ -73,7 +76,7 @@ def test_jagged_with_rows_between_the_sequences(device: str) -> None:
     starts, lengths = (torch.tensor(values, device=device) for values in ([0, 1], [3, 4]))
     x = torch.nested.narrow(torch.randn(2, 6, EMBED_DIM, device=device), 1, starts, lengths, layout=torch.jagged)
     for part, alone in zip(module(x, x, x, need_weights=False)[0].unbind(), x.unbind(), strict=True):
-        torch.testing.assert_close(part, module(alone, alone, alone)[0])
+        assert_close(part, module(alone, alone, alone)[0])
 
 
 def test_jagged_in_another_dimension_raises(device: str) -> None:
