@@ -125,7 +125,7 @@ def _other_attention(model: nn.Module, alone: bool) -> list[str]:
         lines.append(
             f"{_class_of(transformers[0])} is a model of transformers, which chooses attention by name: call "
             "flash_ext.integrations.transformers.register(), and make the model with "
-            'attn_implementation="flashext", or call its set_attn_implementation("flashext")'
+            'attn_implementation="fext", or call its set_attn_implementation("fext")'
         )
         inside = {id(part) for module in transformers for part in module.modules()}
         others = [module for module in others if id(module) not in inside]

@@ -195,7 +195,12 @@ class TestOtherAttention:
     def test_transformers(self) -> None:
         other = report_of(nn.Sequential(BertModel()))[1:]
         assert len(other) == 1 and REGISTER in other[0] and f"{__name__}.BertModel" in other[0]
-        assert 'attn_implementation="flashext"' in other[0]
+        assert 'attn_implementation="fext"' in other[0]
+
+    def test_names_that_it_points_to_exist(self) -> None:
+        integration = pytest.importorskip("flash_ext.integrations.transformers")
+        assert callable(flash_ext.activate) and callable(integration.register)
+        assert f'attn_implementation="{integration.NAME}"' in report_of(BertModel())[1]
 
     def test_no_attention(self) -> None:
         assert report_of(nn.Linear(2, 2))[1] == "found neither nn.MultiheadAttention nor other attention in the model"
