@@ -592,7 +592,7 @@ def test_options_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setitem(peers.PEERS, "flash_attn", package)
     assert names_of_options_with("flash_attn", monkeypatch, tmp_path / "run.json") == {
         "plain", "softcap", "ALiBi", "dropout 0.1", "causal", "window 4", "varlen, even", "varlen, uneven",
-        "deterministic",
+        "varlen, short", "varlen, one long", "deterministic",
     }  # fmt: skip
 
 
