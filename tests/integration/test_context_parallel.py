@@ -490,17 +490,25 @@ def test_visited_chunks_of_a_block_mask() -> None:
     assert _visited_chunks(mask, problem) == keys.any(5).any(3).any(1).any(0).tolist()
 
 
-def test_benchmark(tmp_path: Path) -> None:
-    from benchmarks.context_parallel import main
-    from benchmarks.report import read
+def benchmark_of(device: str) -> dict[str, Any]:
+    """What ``benchmarks.context_parallel`` does in each of its processes."""
+    from benchmarks import context_parallel
 
-    sizes = ["--seqlen", "64", "--heads", "2", "--head-dim", "16", "--dtype", "float32"]
-    file = tmp_path / "run.json"
-    how = ["--device", "cpu", "--ranks", "2", "--rounds", "1", "--methods", "ring", "gather", "--json", str(file)]
-    assert main([*how, *sizes]) == 0
-    (row,) = read(file).rows
-    assert set(row.measured) == {"flash_ext", "flash_ext, gather", "flash_ext, one"}
-    assert row.figures["x one"] > 0 and row.figures["x one at 64"] > 0
+    sizes = ["--seqlen", "64", "--heads", "2", "--head-dim", "16", "--dtype", "float32", "--rounds", "1"]
+    how = ["--device", device, "--ranks", "2", "--methods", "ring", "gather"]
+    chosen = context_parallel.make_parser().parse_args([*sizes, *how])
+    here = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
+    for method in chosen.methods:
+        context_parallel.check(context_parallel.problem_of(chosen, 64), method, here)
+    row = context_parallel.measure(context_parallel.problem_of(chosen, 64), chosen, here)
+    context_parallel.add_rates([row])
+    return {"measured": row.measured, "figures": row.figures}
+
+
+def test_benchmark(pools: Any, device: str) -> None:
+    row = pools(2, device).run(benchmark_of)
+    assert set(row["measured"]) == {"flash_ext", "flash_ext, gather", "flash_ext, one"}
+    assert row["figures"]["x one"] > 0 and row["figures"]["x one at 64"] > 0
 
 
 # ---- DTensor and FSDP -----------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def model_of(name: str) -> tuple[type, Any]:
         ),
         "gpt_oss": lambda: (
             t.GptOssForCausalLM,
-            t.GptOssConfig(**DECODER, **HALF_WINDOWED, num_local_experts=2, num_experts_per_tok=1),
+            t.GptOssConfig(**DECODER, **HALF_WINDOWED, num_local_experts=2, num_experts_per_tok=2),
         ),
         "bert": lambda: (t.BertForMaskedLM, t.BertConfig(**SMALL)),
         "t5": lambda: (
@@ -105,14 +105,16 @@ def build(cls: type, config: Any, implementation: str, device: str = "cpu", dtyp
     return model.to(device=device, dtype=dtype).eval()
 
 
-def make_pair(name: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+def make_pair(
+    name: str, device: str, dtype: torch.dtype = torch.float32, deviation: float = 0.15
+) -> tuple[nn.Module, nn.Module]:
     """(eager, ours) with the same weights, large enough for attention to be far from an average."""
     cls, config = model_of(name)
     eager, ours = (build(cls, config, implementation, device, dtype) for implementation in ("eager", "fext"))
     with torch.no_grad():
         for parameter_name, parameter in eager.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.15)
+                parameter.normal_(std=deviation)
             if "sinks" in parameter_name:
                 parameter.normal_()
     ours.load_state_dict(eager.state_dict())
@@ -186,15 +188,20 @@ def test_logits_and_gradients(name: str, kind: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
 def test_bfloat16_is_as_accurate_as_eager(name: str, device: str) -> None:
-    low, ours = make_pair(name, device, torch.bfloat16)
+    """The logits, and the gradient as one vector: a single number of it depends on which side of 0 the input of a ReLU
+    is rounded to, and a router's on differences of nearly equal numbers."""
+    low, ours = make_pair(name, device, torch.bfloat16, deviation=0.08)
     reference = copy.deepcopy(low).float()
     inputs, real = inputs_of(name, "right", device)
     with torch.no_grad():
         weights = torch.randn_like(reference(**inputs).logits)
     wanted, rounded, found = (run(model, inputs, real, weights) for model in (reference, low, ours))
-    for key, value in wanted.items():
-        allowed = 2 * (rounded[key].float() - value).abs().max() + 2e-2 * value.abs().max()
-        assert (found[key].float() - value).abs().max() <= allowed, key
+    for names in (["logits"], wanted.keys() - {"logits"}):
+        error, allowed = (
+            sum(float((result[n].float() - wanted[n]).square().sum()) for n in names) ** 0.5
+            for result in (found, rounded)
+        )
+        assert error <= 2 * allowed
 
 
 def test_loss_of_a_padded_batch(device: str) -> None:
