@@ -134,7 +134,9 @@ def _attend(
     options = _options(query, _scale(query, scale), _window(causal), top_left, scores)
     q, k, v = (pad_head_dim(arrangement.to_rows(x)) for x in (query, key, value))
     out, lse = _run_forward(q, k, v, options)
-    return arrangement.from_rows(_cut(out, head_dim_v), sizes), lse.view(*sizes, query.shape[2])
+    if arrangement is not BY_ROWS:
+        lse = lse.view(*sizes, query.shape[2])
+    return arrangement.from_rows(_cut(out, head_dim_v), sizes), lse
 
 
 def _differentiate(

@@ -162,6 +162,8 @@ class Activation:
             for key in ("CPU", "CUDA"):
                 if torch._C._dispatch_has_kernel_for_dispatch_key("flash_ext::attention_backward", key):
                     self._override(key)
+                elif torch.cuda.is_available():
+                    warnings.warn("flash_ext has no CUDA kernels in this build: torch's stay in place", stacklevel=4)
         except BaseException:
             self._library._destroy()
             raise
