@@ -20,7 +20,7 @@ Tensor gradient(const Tensor& input, bool needed) {
   return needed ? new_empty(input, shape_of(input), input.scalar_type()) : no_gradient(input);
 }
 
-/// The gradient of out as the copy engine reads it: it must be there, and takes no stride of 0.
+/// The gradient of out as TMA reads it: it must be there, and takes no stride of 0.
 Tensor for_copy_engine(const OptionalTensor& grad_out, const Tensor& out) {
   if (!grad_out) return new_zeros(out, shape_of(out), out.scalar_type());
   return is_broadcast(*grad_out) ? torch::stable::contiguous(*grad_out) : *grad_out;

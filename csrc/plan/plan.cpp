@@ -289,7 +289,7 @@ class Planner {
     }
   }
 
-  /// What asks for the general class of the forward for Hopper.
+  /// What asks for the forward's variant with options for Hopper.
   std::string general_options() const {
     const bool drops = dropout_threshold(p_.dropout_p) > 0;
     return text(p_.has_bias ? " bias" : "", p_.has_mask ? " mask" : "", p_.has_block_mask ? " block mask" : "",

@@ -8,7 +8,7 @@
 
 namespace flash_ext::plan {
 
-/// What the visibility rule asks of the inner loop; a template axis of the kernels.
+/// What the visibility rule asks of the inner loop, for the reader of a plan.
 enum class MaskClass {
   kFull,     // every query sees every key of its sequence
   kCausal,   // right = 0 and nothing else

@@ -1,4 +1,4 @@
-// Copies and reductions of contiguous memory by the copy engine, in multiples of 16 bytes at multiples of 16 (PTX ISA,
+// Copies and reductions of contiguous memory by TMA, in multiples of 16 bytes at multiples of 16 (PTX ISA,
 // "cp.async.bulk", "cp.reduce.async.bulk").
 #pragma once
 

@@ -37,7 +37,7 @@ __device__ __forceinline__ void cluster_store(uint32_t target, const float (&x)[
       : "memory");
 }
 
-/// Copies to a block of the cluster by the copy engine; the bytes count among those that arrive at a barrier there.
+/// Copies to a block of the cluster by TMA; the bytes count among those that arrive at a barrier there.
 __device__ __forceinline__ void cluster_copy(uint32_t target, uint32_t s_source, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),

@@ -1,4 +1,4 @@
-// Maps of tensors, as the copy engine reads them (PTX ISA, "prefetch{.tensormap}").
+// Maps of tensors, as TMA reads them (PTX ISA, "prefetch{.tensormap}").
 #pragma once
 
 #include <cuda.h>

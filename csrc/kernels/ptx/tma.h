@@ -1,4 +1,4 @@
-// Copies by the copy engine (PTX ISA, "cp.async.bulk.tensor").
+// Copies by TMA (PTX ISA, "cp.async.bulk.tensor").
 #pragma once
 
 #include <cuda.h>
@@ -33,7 +33,7 @@ __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.b
 /// Until this thread's stores are done.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-/// Orders this thread's writes to shared memory before later reads of it by wgmma and the copy engine, which go another
+/// Orders this thread's writes to shared memory before later reads of it by wgmma and TMA, which go another
 /// way to memory. To be followed by what tells the reader.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -8,9 +8,9 @@
 // rescaling of the output. The row sums keep watch: a tile whose sum passes kSumLimit raises the reference by the
 // exponent of the sum, while P is still in float.
 //
-// What seldom happens is found out at the end, and the block then starts again: carefully, with the running maximum,
-// when even a float overflowed, or a row's sum came to nothing beside its reference; and with V sanitised when Inf or
-// NaN in it met a hidden weight, for 0 * Inf is NaN.
+// What seldom happens is found out at the end, and the block then starts again: on the safe path, with the running
+// maximum, when even a float overflowed, or a row's sum came to nothing beside its reference; and with V sanitised when
+// Inf or NaN in it met a hidden weight, for 0 * Inf is NaN.
 //
 // A step, for tile n of the keys, from the last to the first, with one stage of shared memory for K and one for V:
 //   wait for K(n), barrier: everybody is done with V(n + 1); issue V(n)

@@ -145,7 +145,7 @@ struct ForwardWork {
   int first_query;
   TileSpan tiles;
   // Again, with V sanitised, and else as before, so that what is hidden leaves no trace in the bits; and if sums
-  // overflowed, carefully, with the running maximum.
+  // overflowed, on the safe path, with the running maximum.
   bool sanitised = false, careful = false;
   bool met_non_finite = false;  // in V, when it was sanitised
   std::conditional_t<Config::kMasks, BlockMaskWords, NoMaskWords> mask;

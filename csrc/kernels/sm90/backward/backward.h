@@ -1,4 +1,4 @@
-// Attention backward on wgmma and the copy engine.
+// Attention backward on wgmma and TMA.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -71,7 +71,7 @@ class OptionsDq : BackwardDq<Config, OptionsState<Config>> {
   }
 
   /// Whether all threads bring what comes with steps, with registers that a product beside has no room for; else the
-  /// copy engine does.
+  /// TMA does.
   __device__ __forceinline__ bool by_threads() const {
     return Config::kAny ? layout_.by_threads : Config::may_have(kNoteMasked) && layout_.makes_words;
   }

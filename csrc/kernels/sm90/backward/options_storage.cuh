@@ -60,11 +60,11 @@ struct OptionsLayout {
   int dropped_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a place
   int bias_places = 0;
   bool copies_bias = false;     // by pieces of 16 bytes
-  bool bias_by_panels = false;  // by the copy engine
+  bool bias_by_panels = false;  // by TMA
   bool bias_by_pairs = false;   // in 16 bits
   bool makes_words = false;     // of bitmaps of blocks
   bool bias_of_keys = false, mask_of_keys = false;
-  bool by_threads = false;  // are words made or a bias copied, and not all of it by the copy engine
+  bool by_threads = false;  // are words made or a bias copied, and not all of it by TMA
   int flags = 0;            // of all notes
   int bytes = 0;
   DropLimit drop_limit;

@@ -1,4 +1,4 @@
-// What brings tiles of the backward through the copy engine.
+// What brings tiles of the backward through TMA.
 #pragma once
 
 #include "kernels/ptx/bulk.h"

@@ -110,7 +110,7 @@ class BackwardDq : protected BackwardLoader<Config, State> {
       for (int e = 0; e < 4; ++e) ptx::pin(sum[n][e]);
   }
 
-  /// Through this warp's shared memory for the panel, which the copy engine may still be reading.
+  /// Through this warp's shared memory for the panel, which TMA may still be reading.
   __device__ __forceinline__ void send(const Step& step, int panel, const Sum& sum) const {
     const uint32_t s_sum = s_tiles_ + Config::kDqOffset + (warp_ * kPanels + panel) * Config::kDqPieceBytes;
     const uint32_t s_lane = s_sum + ptx::reread(lane_) * 16;

@@ -98,7 +98,7 @@ class BackwardWideValues : BackwardWideKeys<Config> {
 
   __device__ __forceinline__ void run() {
     Products::clear(sum_);
-    clean_keys();  // waits for them, too, lest the copy engine outlives a block that has no queries
+    clean_keys();  // waits for them, too, lest TMA outlives a block that has no queries
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dv(sum_, 1.0f);
   }

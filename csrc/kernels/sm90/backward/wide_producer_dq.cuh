@@ -1,4 +1,4 @@
-// The warpgroup that brings tiles through the copy engine, and computes dQ and adds it to memory: for head dims above
+// The warpgroup that brings tiles through TMA, and computes dQ and adds it to memory: for head dims above
 // 128, where a block computes some of the columns, from the dS of both blocks of its cluster.
 #pragma once
 

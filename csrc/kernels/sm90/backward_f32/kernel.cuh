@@ -4,7 +4,7 @@
 //   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
 // A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). Q and dO are split
-// once, by the kernel before, into pieces that the copy engine brings as they lie; K and V by the block that has their
+// once, by the kernel before, into pieces that TMA brings as they lie; K and V by the block that has their
 // 64 keys. The products are divided among three warpgroups: consumer.cuh. Beyond 128 two blocks of a cluster have half
 // of the columns each, and exchange halves of the sums S^T and dP^T.
 #pragma once

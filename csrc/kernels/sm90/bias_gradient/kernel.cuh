@@ -8,7 +8,7 @@
 //
 // Warpgroups 1 and 2 compute, 64 queries each: sum, S and dP in registers; P is made while dP is multiplied. Of
 // warpgroup 0,
-//   warp 0 brings slabs of 64 columns through the copy engine: of each summand those of Q and K, then of dO and V;
+//   warp 0 brings slabs of 64 columns through TMA: of each summand those of Q and K, then of dO and V;
 //   warps 1 to 3 find the summands of which some pair is visible, and their rows' terms, every third each.
 // The bias of a tile is the same for all summands; each computing warp copies its own part, a tile ahead.
 //

@@ -40,7 +40,7 @@ void with_forward_head_dims(const AttentionParams& p, Run run) {
   run(HeadDim<kDims.qk>(), HeadDim<kDims.v>());
 }
 
-/// Whether the general class of the forward serves a call.
+/// Whether the forward's variant with options serves a call.
 inline bool is_general(const AttentionParams& p) {
   return p.bias.data || p.mask.data || p.blocks.offsets || dropout_threshold(p.dropout.p) > 0;
 }

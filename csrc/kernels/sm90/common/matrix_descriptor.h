@@ -1,4 +1,4 @@
-// Tiles in shared memory as the copy engine writes them and wgmma reads them: panels of 64 columns (128 bytes of 16-bit
+// Tiles in shared memory as TMA writes them and wgmma reads them: panels of 64 columns (128 bytes of 16-bit
 // elements), one behind the other, each of all rows. Within a panel the 16-byte pieces of a row are exchanged by the
 // last three bits of the row ("128-byte swizzle"), so eight rows of 128 bytes are the unit, to which tiles are aligned.
 #pragma once

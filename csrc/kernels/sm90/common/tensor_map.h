@@ -1,4 +1,4 @@
-// Descriptions of tensors for the copy engine.
+// Descriptions of tensors for TMA.
 #pragma once
 
 #include <cuda.h>

@@ -1,4 +1,4 @@
-// Attention forward on wgmma and the copy engine.
+// Attention forward on wgmma and TMA.
 #pragma once
 
 #include <cuda_runtime_api.h>

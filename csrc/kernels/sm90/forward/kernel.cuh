@@ -2,7 +2,7 @@
 //
 // A block goes through tiles of kBlockM queries of one head, each from the last tile of keys that it sees to the first.
 // Two to four warpgroups compute, 64 queries each, and wait for nobody but the loads; the warps of one more bring
-// work, Q, K and V through the copy engine, and take out away by it (producer.cuh). A warpgroup's step, for tile n
+// work, Q, K and V through TMA, and take out away by it (producer.cuh). A warpgroup's step, for tile n
 // of the keys, with P of tile n + 1 in registers:
 //   wait for K(n); start S = Q K(n)^T; wait for V(n + 1); start O += P V(n + 1)
 //   S is there: K(n) is free; 2^(S - r); O is there: V(n + 1) is free; P = 2^(S - r)
@@ -13,7 +13,7 @@
 // the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
 // rescaling of the output. What overflows leaves an Inf or NaN, or a huge sum, whatever comes after it: sum and out are
 // looked at once, at the end, and the block then takes up the tile of queries again: with V sanitised, as a weight of 0
-// does not hide Inf and NaN; and where that is not all, carefully, with the running maximum.
+// does not hide Inf and NaN; and where that is not all, on the safe path, with the running maximum.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -420,7 +420,7 @@ class ForwardGroup {
     }
   }
 
-  /// To the copy engine (producer.cuh).
+  /// To TMA (producer.cuh).
   __device__ __forceinline__ void hand_out_over(bool copies_out) {
     state_.out_is_here[query_tile()] = copies_out;
     // By every thread, for what it wrote. The fence before the copy is that of who starts it.

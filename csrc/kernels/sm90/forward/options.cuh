@@ -1,4 +1,4 @@
-// What the options of a call do to the scores of a warp: the general class of the forward.
+// What the options of a call do to the scores of a warp: the forward's variant with options.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -11,7 +11,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Of the general class.
+/// Of the variant with options.
 template <class Element, int kHeadDim_, ForwardClass kClass>
 struct GeneralConfig : ForwardConfig<Element, kHeadDim_, kHeadDim_, kClass> {
   using Base = ForwardConfig<Element, kHeadDim_, kHeadDim_, kClass>;
@@ -55,7 +55,7 @@ struct alignas(8) TileNote {  // one load, which the branch that K is let go of 
   __device__ __forceinline__ int run() const { return static_cast<int>(flags >> kRun & kMostRun); }
 };
 
-/// What the warps of the general class share besides. Parts of a bias: 64 queries, 64 keys.
+/// What the warps of the variant with options share besides. Parts of a bias: 64 queries, 64 keys.
 template <class Config>
 struct GeneralState : ForwardState<Config> {
   uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
@@ -73,7 +73,7 @@ struct GeneralState : ForwardState<Config> {
   }
 };
 
-/// A part of a bias in shared memory: rows of 128 bytes with the swizzle of the copy engine, or one for all queries.
+/// A part of a bias in shared memory: rows of 128 bytes with the swizzle of TMA, or one for all queries.
 struct BiasPart {
   uint32_t s_part;
   bool one_row;

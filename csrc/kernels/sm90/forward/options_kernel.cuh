@@ -1,4 +1,4 @@
-// The general class of the forward: bias, masks and dropout beside what the others serve (kernel.cuh).
+// The forward's variant with options: bias, masks and dropout beside what the others serve (kernel.cuh).
 //
 // It differs from them in five things. A list of tiles drives the loads, made from what masks leave
 // (common/mask/visibility.cuh), and each tile comes with a note that says which warpgroups visit it. Tiles that ask for
@@ -443,7 +443,7 @@ class GeneralGroup : public ForwardGroup<Config> {
   }
 
   /// What masks leave of this lane's rows, which came with K; whether they hide something from this warp. That is asked
-  /// before K is released: an arrival does not wait for loads under way, and the copy engine may then be faster.
+  /// before K is released: an arrival does not wait for loads under way, and TMA may then be faster.
   __device__ __forceinline__ bool look(const TileNote& note, uint32_t (&visible)[kParts][2]) const {
     if (kOnlyBias || !note.partly(group_)) return false;
     ask_for_bits(visible);

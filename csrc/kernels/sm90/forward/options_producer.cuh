@@ -1,4 +1,4 @@
-// The warps that load, in the general class of the forward: a list of tiles drives them, and says with each tile who
+// The warps that load, in the forward's variant with options: a list of tiles drives them, and says with each tile who
 // visits it.
 #pragma once
 

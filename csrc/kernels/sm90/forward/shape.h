@@ -17,7 +17,7 @@ struct HeadDims {
 /// filled up by zeros in shared memory, never in the tensors.
 constexpr HeadDims kForwardHeadDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
-/// Those that the general class is instantiated for, which also takes bias, masks and dropout.
+/// Those that the variant with options is instantiated for, which also takes bias, masks and dropout.
 constexpr HeadDims kGeneralHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
 
 template <int kCount>
@@ -41,8 +41,8 @@ struct ForwardShape {
   bool out_in_rings;     // out leaves through a stage of K and one of V, else through Q's place, of which there are two
   int registers;         // of a thread that computes
   int loader_registers;  // of the others
-  // The general class: parts of a bias that each warpgroup has room for, and whether out has none in shared memory.
-  // With dropout there are fewer parts (GeneralConfig).
+  // The variant with options: parts of a bias that each warpgroup has room for, and whether out has none in shared
+  // memory. With dropout there are fewer parts (GeneralConfig).
   int bias_slots = 0;
   bool stores_registers = false;
 };
@@ -91,7 +91,7 @@ enum class ForwardClass {
   kDropout,  // all of these, and dropout
 };
 
-/// What a call of the general class asks for.
+/// What a call of the variant with options asks for.
 struct GeneralCall {
   bool drops, has_bias, has_bias_dtype_of_inputs, has_mask;  // a mask of any kind
   bool scales_first;                                         // scales_first()
@@ -102,8 +102,8 @@ constexpr bool is_normal_scale(double softmax_scale) {
   return scale > 0x1p-60f && scale < 0x1p60f;
 }
 
-/// Whether the general class scales scores before anything is added: softcap and ALiBi want that, and a scale that a
-/// bias cannot be divided by.
+/// Whether the variant with options scales scores before anything is added: softcap and ALiBi want that, and a scale
+/// that a bias cannot be divided by.
 constexpr bool scales_first(double softcap, bool has_alibi, double softmax_scale) {
   return softcap > 0 || has_alibi || !is_normal_scale(softmax_scale);
 }
@@ -115,7 +115,7 @@ constexpr ForwardClass general_class(const GeneralCall& call) {
   return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardClass::kBias : ForwardClass::kGeneral;
 }
 
-/// Of the general class. Tiles are made of groups of 64 keys, in which masks and biases come; out, P and S leave
+/// Of the variant with options. Tiles are made of groups of 64 keys, in which masks and biases come; out, P and S leave
 /// registers for what the options take. A third stage lets warpgroups wait less for each other than a second place of Q
 /// does.
 constexpr ForwardShape general_shape(const HeadDims& dims, ForwardClass general) {

@@ -59,7 +59,7 @@ struct ForwardWork : WorkOptions<Config::kOptions>, WorkPart<Config::kCuts> {
   int plain_begin[Config::kGroups];  // nor do those from this one on
   int tail_tile;                     // whose memory holds rows of K and V that are not the sequence's; or -1
   // A work that failed comes again: with V sanitised, and else as before, so that what is hidden leaves no trace in the
-  // bits; and if sums overflowed, or it fails once more, carefully, with the running maximum.
+  // bits; and if sums overflowed, or it fails once more, on the safe path, with the running maximum.
   bool sanitised, careful;
   bool failed, overflowed;  // some warp says
   bool met_non_finite;      // in V; written before its v_full
@@ -234,8 +234,8 @@ inline void use_list(ForwardSchedule& schedule, const WorkListPlan& plan, void* 
 /// Where all sequences have the same lengths, the tiles of queries of one key head stand side by side: blocks that
 /// start together then read the same keys, and memory is asked for as much at one time as at another. What balances the
 /// end is the order of the last turns: the tiles with the most keys first or, where all see all keys, those that are no
-/// whole ones last. Else, and in the general class with a window, sections of heads whose keys fit into L2, equally
-/// large, so that the last one is no small one.
+/// whole ones last. Else, and in the variant with options with a window, sections of heads whose keys fit into L2,
+/// equally large, so that the last one is no small one.
 template <class Config>
 ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;

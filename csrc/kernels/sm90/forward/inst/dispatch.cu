@@ -15,7 +15,7 @@ __global__ void clear_counter(unsigned long long* counter) {
   *counter = 0;
 }
 
-/// Queries of a tile of the general class.
+/// Queries of a tile of the variant with options.
 int general_block_m(const ForwardParams& p) {
   const GeneralCall call = {dropout_threshold(p.dropout.p) > 0, p.bias.data != nullptr, p.bias.dtype == p.dtype,
                             p.mask.data || p.blocks.offsets,
@@ -23,7 +23,8 @@ int general_block_m(const ForwardParams& p) {
   return general_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), general_class(call)).groups * kGroupRows;
 }
 
-/// Of the general class: the counter of the schedule, or the list that has it; an aligned bias; what masks leave.
+/// Of the variant with options: the counter of the schedule, or the list that has it; an aligned bias; what masks
+/// leave.
 struct GeneralWorkspace {
   int64_t bias_offset, visibility_offset, bytes;
 
