@@ -278,8 +278,8 @@ class Planner {
     plan_.bias_kernel = "sm80/bias_gradient";
     if (p_.compute_capability != kHopperCapability || !p_.hopper_kernels) return;
     std::string obstacle = obstacle_without_masks();
-    if (obstacle.empty() && kernel_head_dim(p_.head_dim, p_.head_dim_v) > sm90::kMostBiasHeadDim) {
-      obstacle = text("head_dim beyond ", sm90::kMostBiasHeadDim);
+    if (obstacle.empty() && kernel_head_dim(p_.head_dim, p_.head_dim_v) > sm90::kMaxBiasHeadDim) {
+      obstacle = text("head_dim beyond ", sm90::kMaxBiasHeadDim);
     }
     if (obstacle.empty()) {
       plan_.bias_kernel = "sm90/bias_gradient";
@@ -296,10 +296,10 @@ class Planner {
                 drops ? " dropout" : "");
   }
 
-  sm90::ForwardClass hopper_general_class() const {
-    return sm90::general_class({dropout_threshold(p_.dropout_p) > 0, p_.has_bias, p_.bias_dtype == p_.dtype,
-                                p_.has_mask || p_.has_block_mask,
-                                sm90::scales_first(p_.softcap, p_.has_alibi, p_.softmax_scale)});
+  sm90::ForwardVariant hopper_general_class() const {
+    return sm90::forward_variant({dropout_threshold(p_.dropout_p) > 0, p_.has_bias, p_.bias_dtype == p_.dtype,
+                                  p_.has_mask || p_.has_block_mask,
+                                  sm90::scales_first(p_.softcap, p_.has_alibi, p_.softmax_scale)});
   }
 
   bool has_wide_bias() const {
@@ -333,12 +333,12 @@ class Planner {
     if (p_.head_dim != p_.head_dim_v) return text("head_dim ", p_.head_dim_v, " of v beside ", p_.head_dim);
     // Shared memory has no room for all of them; a bias of keys takes none, but strides are not looked at here.
     const bool fills = has_wide_bias() && (p_.has_mask || p_.has_block_mask || p_.dropout_p > 0);
-    if (fills && p_.head_dim > 64 && p_.head_dim <= sm90::kMostWholeHeadDim)
+    if (fills && p_.head_dim > 64 && p_.head_dim <= sm90::kMaxNarrowHeadDim)
       return "bias of 32 bits or more beside masks or dropout beyond head_dim 64";
-    if (p_.head_dim <= sm90::kMostWholeHeadDim) return hopper_obstacle();
-    if (p_.has_bias) return text("bias beyond head_dim ", sm90::kMostWholeHeadDim);
-    if (p_.softcap > 0) return text("softcap beyond head_dim ", sm90::kMostWholeHeadDim);
-    if (p_.has_alibi) return text("ALiBi beyond head_dim ", sm90::kMostWholeHeadDim);
+    if (p_.head_dim <= sm90::kMaxNarrowHeadDim) return hopper_obstacle();
+    if (p_.has_bias) return text("bias beyond head_dim ", sm90::kMaxNarrowHeadDim);
+    if (p_.softcap > 0) return text("softcap beyond head_dim ", sm90::kMaxNarrowHeadDim);
+    if (p_.has_alibi) return text("ALiBi beyond head_dim ", sm90::kMaxNarrowHeadDim);
     return obstacle_without_masks();
   }
 
@@ -484,19 +484,19 @@ class Planner {
       const bool general = !general_options().empty();
       const sm90::HeadDims dims = sm90::forward_head_dims(p_.head_dim, p_.head_dim_v, general);
       const sm90::ForwardShape shape =
-          general ? sm90::general_shape(dims, hopper_general_class()) : choose_hopper_shape(dims);
-      plan_.block_m = sm90::kGroupRows * shape.groups;
+          general ? sm90::forward_options_shape(dims, hopper_general_class()) : choose_hopper_shape(dims);
+      plan_.block_m = sm90::kWarpgroupRows * shape.groups;
       plan_.block_n = shape.block_n;
-      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kWarpgroupRows,
               " queries, for head dims up to ", dims.qk, dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
       return;
     }
     if (plan_.kernel == "sm90/forward_f32") {
       const int head_dim = sm90::forward_f32_head_dim(p_.head_dim, p_.head_dim_v);
       const sm90::ForwardF32Shape shape = sm90::forward_f32_shape(head_dim);
-      plan_.block_m = sm90::kGroupRows * shape.groups;
+      plan_.block_m = sm90::kWarpgroupRows * shape.groups;
       plan_.block_n = shape.keys;
-      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kGroupRows,
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kWarpgroupRows,
               " queries, for head dims up to ", head_dim);
       return;
     }
@@ -513,10 +513,10 @@ class Planner {
       const int head_dim = sm90::backward_head_dim(p_.head_dim);
       const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
       plan_.block_m = sm90::kBackwardBlockM;
-      plan_.block_n = sm90::kGroupRows * shape.groups;
+      plan_.block_n = sm90::kWarpgroupRows * shape.groups;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups,
-              head_dim > sm90::kMostWholeHeadDim ? " blocks of a cluster, " : " warpgroups of ", sm90::kGroupRows,
-              " keys", head_dim > sm90::kMostWholeHeadDim ? " each" : "", ", for head dims up to ", head_dim);
+              head_dim > sm90::kMaxNarrowHeadDim ? " blocks of a cluster, " : " warpgroups of ", sm90::kWarpgroupRows,
+              " keys", head_dim > sm90::kMaxNarrowHeadDim ? " each" : "", ", for head dims up to ", head_dim);
       return;
     }
     if (p_.device == Device::kCuda) return;  // the kernel's own configuration decides, which knows the shared memory
@@ -553,7 +553,7 @@ class Planner {
 
   /// Keys of the tiles that a warpgroup visits, on average over some of them; sequences of the typical length.
   double hopper_keys(int64_t block_n) const {
-    constexpr int64_t kRows = sm90::kGroupRows, kMostGroups = 8;
+    constexpr int64_t kRows = sm90::kWarpgroupRows, kMostGroups = 8;
     const int64_t queries = typical_queries(p_), keys = typical_keys(p_);
     const Window window = make_window(p_.window_left, p_.window_right, p_.top_left, queries, keys);
     const int64_t groups = ceil_div(queries, kRows), step = ceil_div(groups, kMostGroups);
