@@ -197,7 +197,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     if constexpr (Config::kScoreOptions) {
       softmax_step_with_options(s, step, s_lse);
     } else {
-      Tile::softmax_step(s, s_lse, static_cast<float>(p_.softmax_scale) * kLog2E, lane_);
+      Tile::template softmax_step<ScoreUnit<float>>(s, s_lse, static_cast<float>(p_.softmax_scale), lane_);
       hide(s, step);
       publish(s);
     }
@@ -211,7 +211,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     Scores weights;
     for_each_score(s, [&](float& x, int, int n, int e) { weights[0][n][e] = x; });
     rules.add_alibi(weights, TileCoordinates<true>::of_lane(first_key(), step.tile * Config::kBlockM, lane_));
-    Tile::softmax_step(weights, s_lse, 1.0f, lane_);
+    Tile::template softmax_step<ScoreUnit<float>>(weights, s_lse, 1.0f, lane_);
     hide(weights, step);
     const float cap = rules.cap, inverse = cap > 0.0f ? 1.0f / cap : 0.0f;
     for_each_score(s, [&](float& x, int, int n, int e) {
