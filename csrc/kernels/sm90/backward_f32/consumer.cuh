@@ -56,19 +56,19 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     if constexpr (Config::kHasHalf) Products::clear(sum_.half);
   }
 
-  /// x = A B^T; `wait` is for a piece of B. Many columns are two sums, as tensor cores round towards zero whatever they
-  /// add to.
+  /// x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T: lse was made of them. `wait` is for a piece of
+  /// B. Many columns are two sums, as tensor cores round towards zero whatever they add to.
   template <class Wait, class PieceOfA, class PieceOfB>
   __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, PieceOfA a, PieceOfB b) {
     Products::Tile rest, second;
     wait(0);
-    Products::start<true>(x, rest, a(0), b(0));
+    Products::start<true, true>(x, rest, a(0), b(0));
     if constexpr (kPanels == 2) {
       wait(1);
       if constexpr (Config::kCluster > 1) {
-        Products::start<true, Config::kLastColumns, false>(second, rest, a(1), b(1));
+        Products::start<true, true, Config::kLastColumns, false>(second, rest, a(1), b(1));
       } else {
-        Products::start<false>(x, rest, a(1), b(1));
+        Products::start<false, true>(x, rest, a(1), b(1));
       }
     }
     ptx::wgmma_wait<0>();
