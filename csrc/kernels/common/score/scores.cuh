@@ -27,13 +27,13 @@ struct BaseTwoUnit {
   /// The exponential of a difference of scores.
   __device__ __forceinline__ static float exp(float x) { return ptx::exp2_approx(x); }
   __device__ __forceinline__ static float log(float x) { return log2f(x); }
-  __device__ __forceinline__ static float multiply(float x, float factor) { return x * factor; }
+  __device__ __forceinline__ static float multiply(float x, float y) { return x * y; }
   /// The weight of product * scale in a row of this lse.
   __device__ __forceinline__ static float weight(float product, float scale, float lse) {
     return ptx::exp2_approx(fmaf(product, scale, -lse));
   }
   /// The weight of a score, by lse in natural units. One rounding: that of lse * log2(e) alone would shift a whole row.
-  __device__ __forceinline__ static float weight(float score, float natural_lse) {
+  __device__ __forceinline__ static float weight_of_score(float score, float natural_lse) {
     return ptx::exp2_approx(fmaf(natural_lse, -kLog2E, score));
   }
 };
@@ -50,11 +50,11 @@ struct NaturalUnit {
     return ptx::exp2_approx(x * (scale * kLog2E));
   }
   __device__ __forceinline__ static float log(float x) { return logf(x); }
-  __device__ __forceinline__ static float multiply(float x, float factor) { return __fmul_rn(x, factor); }
+  __device__ __forceinline__ static float multiply(float x, float y) { return __fmul_rn(x, y); }
   __device__ __forceinline__ static float weight(float product, float scale, float lse) {
     return exp(multiply(product, scale) - lse);
   }
-  __device__ __forceinline__ static float weight(float score, float lse) { return exp(score - lse); }
+  __device__ __forceinline__ static float weight_of_score(float score, float lse) { return exp(score - lse); }
 };
 
 template <class Element>
@@ -173,7 +173,7 @@ struct ScoreRules {
   template <int kM, int kN>
   __device__ __forceinline__ void scale_and_cap(float (&s)[kM][kN][4]) const {
     if (cap > 0.0f) {
-      for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(tanh(x * scale), cap); });
+      for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(cap, tanh(x * scale)); });
     } else {
       for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, scale); });
     }

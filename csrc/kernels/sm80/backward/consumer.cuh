@@ -182,7 +182,8 @@ struct BackwardBlock {
     if (thread < kBlockM / 4) ptx::cp_async_16(s_terms + 16 * thread, terms + 4 * thread);
   }
 
-  /// c += A B^T for the warp's rows of A and its queries of B.
+  /// c += A B^T for the warp's rows of A and its queries of B. With the bits of the forward's Q K^T: lse was made of
+  /// them.
   __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t s_a, uint32_t s_b) const {
     const int lane = rematerialise(this->lane);
     const uint32_t s_lane_a = s_a + Rows::lane_a(lane) + rematerialise(first_row) * Rows::kRowBytes;
@@ -197,7 +198,7 @@ struct BackwardBlock {
         typename Rows::B b;
         Rows::load_b(b, s_lane_b, 8 * n, step);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) Rows::multiply(c[m][n], c[m][n + 1], a[m], b);
+        for (int m = 0; m < kM; ++m) Rows::multiply_transposed(c[m][n], c[m][n + 1], a[m], b);
       }
     }
   }

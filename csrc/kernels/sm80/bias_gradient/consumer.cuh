@@ -233,7 +233,7 @@ struct BiasBlock {
     for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, scale); });
     if (p.bias.data) bias_tile().add(s, Unit::kPerNatural);
     for_each_score(s, [&](float& x, int m, int n, int e) {
-      x = Unit::weight(x, stabiliser[m][e / 2]);
+      x = Unit::weight_of_score(x, stabiliser[m][e / 2]);
       if (x != 0.0f) sum[m][n][e] = fmaf(x, dp[m][n][e], sum[m][n][e]);
     });
   }
@@ -258,7 +258,7 @@ struct BiasBlock {
     for_each_score(s, [&](float& x, int m, int, int e) {
       // Hidden scores first: an lse of NaN must not reach them.
       const float l = lse[m][e / 2];
-      x = l == -INFINITY || x == -INFINITY ? 0.0f : Unit::weight(x, l);
+      x = l == -INFINITY || x == -INFINITY ? 0.0f : Unit::weight_of_score(x, l);
     });
     if (plan.stages_bias) bias_tile().hide(s);
     if (p.grad_weights.data) {

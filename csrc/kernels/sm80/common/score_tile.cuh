@@ -381,7 +381,7 @@ struct WeightRows {
 
   __device__ __forceinline__ float weight(float score, int r) const {
     // Hidden scores first: an lse of NaN must not reach them.
-    return lse[r] == -INFINITY || score == -INFINITY ? 0.0f : Unit::weight(score, lse[r]);
+    return lse[r] == -INFINITY || score == -INFINITY ? 0.0f : Unit::weight_of_score(score, lse[r]);
   }
 };
 

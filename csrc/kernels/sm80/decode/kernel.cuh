@@ -217,9 +217,9 @@ struct DecodeWarp {
   __device__ __forceinline__ void finish_scores(float (&s)[kN][4], int first_key, int end_key, bool mixed) const {
     const int first_column = first_key + lane % 4 * 2;
     if (cap > 0.0f) {
-      for_each(s, [&](float& x, int, int) { x = Unit::multiply(tanh(x * scale), cap); });
+      for_each(s, [&](float& x, int, int) { x = Unit::multiply(cap, tanh(x * scale)); });
     } else {
-      for_each(s, [&](float& x, int, int) { x = Unit::multiply(x, scale); });
+      for_each(s, [&](float& x, int, int) { x = Unit::multiply(scale, x); });
     }
     if (p.alibi_slopes) {
       for_each(s, [&](float& x, int r, int column) {
