@@ -121,12 +121,28 @@ def test_gradient_of_a_bias(device: str, head_dim: int, scale: float, softcap: f
     assert torch.equal(dbias, expected)
 
 
+def integers(*shape: int, device: str) -> Tensor:
+    """Any order of summation gives the same products: rounding scores is all that a kernel does."""
+    return torch.randint(-511, 512, shape, device=device).float()
+
+
+def floats(*shape: int, device: str) -> Tensor:
+    """Products are rounded as they are summed: forward and backward have to do so in the same way."""
+    return torch.randn(*shape, device=device) * 300.0
+
+
+def tolerance_of_sums(numbers: Callable[..., Tensor], head_dim: int, top: float) -> float:
+    """Of a weight that the backward recomputes. On Hopper it sums the columns of wide heads otherwise than the forward:
+    scores differ in the last place."""
+    return 8 * torch.finfo(torch.float32).eps * top if numbers is floats and head_dim > 128 else 1e-6
+
+
+@pytest.mark.parametrize("numbers", [integers, floats])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_random_products_that_are_exact(device: str, head_dim: int, causal: bool) -> None:
-    """Integers: any order of summation gives the same scores, so that rounding them is all that a kernel does."""
+def test_rows_with_a_clear_maximum(device: str, head_dim: int, causal: bool, numbers: Callable[..., Tensor]) -> None:
     rows, keys, heads = 200, 300, 2
-    q, k = (torch.randint(-511, 512, (1, n, heads, head_dim), device=device).float() for n in (rows, keys))
+    q, k = (numbers(1, n, heads, head_dim, device=device) for n in (rows, keys))
     v = short_numbers(1, keys, heads, head_dim, dtype=torch.float32, device=device).requires_grad_()
     scale = 0.0971 / head_dim**0.5
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * scale  # of 8000 or so
@@ -143,9 +159,12 @@ def test_random_products_that_are_exact(device: str, head_dim: int, causal: bool
     grad_out = short_numbers(*out.shape, dtype=torch.float32, device=device)
     grad_out *= alone.transpose(1, 2)[..., None]
     (dv,) = torch.autograd.grad(out, v, grad_out)
-    expected = torch.zeros_like(v, dtype=torch.float64).transpose(1, 2)
-    expected.scatter_add_(2, chosen[..., None].expand(-1, -1, -1, head_dim), grad_out.double().transpose(1, 2))
-    torch.testing.assert_close(dv.double().transpose(1, 2), expected, rtol=1e-6, atol=1e-6)
+    at = chosen[..., None].expand(-1, -1, -1, head_dim)
+    summands = grad_out.double().transpose(1, 2)
+    zeros = torch.zeros(1, heads, keys, head_dim, dtype=torch.float64, device=device)
+    expected, sizes = (zeros.scatter_add(2, at, x) for x in (summands, summands.abs()))
+    tolerance = tolerance_of_sums(numbers, head_dim, highest.values.max().item())
+    assert ((dv.double().transpose(1, 2) - expected).abs() <= tolerance * (sizes + 1e-3)).all()
 
 
 @pytest.mark.parametrize("scale", SCALES)
