@@ -71,6 +71,11 @@ struct Products {
     ptx::mma_m16n8k16<Element>(left, a.r, b.r[0], b.r[1]);
     ptx::mma_m16n8k16<Element>(right, a.r, b.r[2], b.r[3]);
   }
+  /// As the product of B and A, to its bits: a matter of floats, which are split.
+  __device__ __forceinline__ static void multiply_transposed(float (&left)[4], float (&right)[4], const A& a,
+                                                             const B& b) {
+    multiply(left, right, a, b);
+  }
 
   /// Where a lane's two neighbours in row `row` of the `tile`-th 8 columns of accumulators belong in a tile.
   __device__ __forceinline__ static uint32_t pair_at(int row, int tile, int lane) {

@@ -103,9 +103,10 @@ struct Tf32Products {
 
   __device__ __forceinline__ static void multiply(float (&left)[4], float (&right)[4], const A& a, const B& b) {
     if constexpr (kCompensated) {
-      const Parts parts_a[2] = {split(a, 0), split(a, 1)}, parts_b[2] = {split(b, 0), split(b, 1)};
-      add_compensated(left, parts_a, parts_b, 0);
-      add_compensated(right, parts_a, parts_b, 1);
+      const Parts parts_a[2] = {round_and_split(a, 0), round_and_split(a, 1)};
+      const Parts parts_b[2] = {truncate_and_split(b, 0), truncate_and_split(b, 1)};
+      add_compensated<false>(left, parts_a, parts_b, 0);
+      add_compensated<false>(right, parts_a, parts_b, 1);
     } else {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -113,6 +114,19 @@ struct Tf32Products {
         add_product(left, round_a, round_b, 0);
         add_product(right, round_a, round_b, 1);
       }
+    }
+  }
+
+  /// The same with the parts and the order of the product of B and A: to its bits.
+  __device__ __forceinline__ static void multiply_transposed(float (&left)[4], float (&right)[4], const A& a,
+                                                             const B& b) {
+    if constexpr (kCompensated) {
+      const Parts parts_a[2] = {truncate_and_split(a, 0), truncate_and_split(a, 1)};
+      const Parts parts_b[2] = {round_and_split(b, 0), round_and_split(b, 1)};
+      add_compensated<true>(left, parts_a, parts_b, 0);
+      add_compensated<true>(right, parts_a, parts_b, 1);
+    } else {
+      multiply(left, right, a, b);
     }
   }
 
@@ -168,7 +182,8 @@ struct Tf32Products {
   };
 
   /// Rounded to nearest, so that errors average out.
-  __device__ __forceinline__ static Parts split(const A& a, int k) {
+  template <class AB>
+  __device__ __forceinline__ static Parts round_and_split(const AB& a, int k) {
     Parts parts;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -179,7 +194,8 @@ struct Tf32Products {
     return parts;
   }
   /// Truncated: one instruction less, and no overflow. With the other operand rounded to nearest that does no harm.
-  __device__ __forceinline__ static Parts split(const B& b, int k) {
+  template <class AB>
+  __device__ __forceinline__ static Parts truncate_and_split(const AB& b, int k) {
     Parts parts;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -201,13 +217,15 @@ struct Tf32Products {
     ptx::mma_m16n8k8_tf32(c, a.r, b.r[2 * tile], b.r[2 * tile + 1]);
   }
 
+  template <bool kTransposed>
   __device__ __forceinline__ static void add_compensated(float (&c)[4], const Parts (&a)[2], const Parts (&b)[2],
                                                          int tile) {
     float sum[4] = {};
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      add_product(sum, a[k].low, b[k].high, tile);
+      if (!kTransposed) add_product(sum, a[k].low, b[k].high, tile);
       add_product(sum, a[k].high, b[k].low, tile);
+      if (kTransposed) add_product(sum, a[k].low, b[k].high, tile);
     }
 #pragma unroll
     for (int k = 0; k < 2; ++k) add_product(sum, a[k].high, b[k].high, tile);

@@ -19,17 +19,19 @@ namespace flash_ext {
 
 /// What holds for all tiles of a CTA, computed once.
 struct BackwardOptions {
-  float scale;          // of products, to base 2; with softcap: to the argument of tanh
-  float cap;            // base 2; 0 = off
+  float scale;          // of products; with softcap: to the argument of tanh
+  float cap;            // 0 = off
   const float* slopes;  // ALiBi's, of the first head; null = none
   bool biased, masks, hides, drops;
   uint32_t batch_head;  // Philox's, of the first head
   uint32_t last_dropped;
   PhiloxKey key;
 
-  __device__ __forceinline__ BackwardOptions(const AttentionParams& p, const Sequence& sequence)
-      : scale(static_cast<float>(p.softcap > 0.0 ? p.softmax_scale / p.softcap : p.softmax_scale * kLog2E)),
-        cap(static_cast<float>(p.softcap) * kLog2E),
+  /// `per_natural`: of the unit of scores.
+  __device__ __forceinline__ BackwardOptions(const AttentionParams& p, const Sequence& sequence,
+                                             float per_natural = BaseTwoUnit::kPerNatural)
+      : scale(static_cast<float>(p.softcap > 0.0 ? p.softmax_scale / p.softcap : p.softmax_scale * per_natural)),
+        cap(static_cast<float>(p.softcap) * per_natural),
         slopes(p.alibi_slopes ? p.alibi_slopes + sequence.batch * p.alibi_batch_stride + sequence.head : nullptr),
         biased(p.bias.data),
         masks(p.mask.data || p.blocks.offsets),
@@ -43,10 +45,10 @@ struct BackwardOptions {
 };
 
 struct NoBackwardOptions {
-  __device__ __forceinline__ NoBackwardOptions(const AttentionParams&, const Sequence&) {}
+  __device__ __forceinline__ NoBackwardOptions(const AttentionParams&, const Sequence&, float) {}
 };
 
-/// `slope` to base 2; `first` is how far the lane's first key lies before what its first query is aligned with.
+/// `first` is how far the lane's first key lies before what its first query is aligned with.
 template <int kN>
 __device__ __forceinline__ void add_alibi(float (&s)[2][kN][4], float slope, int first) {
   const float distance = static_cast<float>(first);
@@ -56,7 +58,7 @@ __device__ __forceinline__ void add_alibi(float (&s)[2][kN][4], float slope, int
 }
 
 /// The tile of the bias in shared memory: rows are queries, of kKeys elements, as they lie in memory.
-template <class T, int kKeys>
+template <class T, class Unit, int kKeys>
 struct BiasRowsInShared {
   using Layout = TileLayout<T, kKeys>;
 
@@ -78,8 +80,8 @@ struct BiasRowsInShared {
           for (int k = 0; k < 4; ++k) {
             const float2 b = ptx::unpack2<T>(bias.r[k]);
             float* const x = s[m][n + k / 2] + k % 2 * 2;
-            x[0] = fmaf(b.x, kLog2E, x[0]);
-            x[1] = fmaf(b.y, kLog2E, x[1]);
+            x[0] = fmaf(b.x, Unit::kPerNatural, x[0]);
+            x[1] = fmaf(b.y, Unit::kPerNatural, x[1]);
           }
         }
       }
@@ -94,23 +96,23 @@ struct BiasRowsInShared {
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
             float& x = s[k / 2][n][k % 2 * 2 + c];
-            x = fmaf(load_shared<float>(s_first + 8 * n * Layout::kRowBytes), kLog2E, x);
+            x = fmaf(load_shared<float>(s_first + 8 * n * Layout::kRowBytes), Unit::kPerNatural, x);
           }
         }
     }
   }
 };
 
-template <int kKeys, int kN>
+template <class Unit, int kKeys, int kN>
 __device__ __forceinline__ void add_bias(float (&s)[2][kN][4], DType dtype, uint32_t s_tile, int first_query,
                                          int first_key, int lane) {
   switch (dtype) {
     case DType::kFloat16:
-      return BiasRowsInShared<__half, kKeys>::add(s, s_tile, first_query, first_key, lane);
+      return BiasRowsInShared<__half, Unit, kKeys>::add(s, s_tile, first_query, first_key, lane);
     case DType::kBFloat16:
-      return BiasRowsInShared<__nv_bfloat16, kKeys>::add(s, s_tile, first_query, first_key, lane);
+      return BiasRowsInShared<__nv_bfloat16, Unit, kKeys>::add(s, s_tile, first_query, first_key, lane);
     default:
-      return BiasRowsInShared<float, kKeys>::add(s, s_tile, first_query, first_key, lane);
+      return BiasRowsInShared<float, Unit, kKeys>::add(s, s_tile, first_query, first_key, lane);
   }
 }
 

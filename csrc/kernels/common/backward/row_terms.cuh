@@ -1,5 +1,5 @@
-// What the backward needs once per query row, before its main kernel: D = rowsum(dO * O) - dlse and the log-sum-exp to
-// base 2; and from these, dsink = -sum exp(sink - lse) D. The workspace that later additions go to is cleared.
+// What the backward needs once per query row, before its main kernel: D = rowsum(dO * O) - dlse and the log-sum-exp in
+// units of scores; and from these, dsink = -sum exp(sink - lse) D. The workspace that later additions go to is cleared.
 #pragma once
 
 #include "kernels/common/sanitise_tile.cuh"
@@ -135,7 +135,8 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     if (g_grad_lse && lse != -INFINITY) sum -= g_grad_lse[i];
     workspace.minus_delta[tile * kBlockM + row] = -sum / workspace.unit;
     // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
-    workspace.lse[tile * kBlockM + row] = weightless ? INFINITY : finite && lse != INFINITY ? lse * kLog2E : NAN;
+    const float of_scores = finite && lse != INFINITY ? lse * ScoreUnit<Element>::kPerNatural : NAN;
+    workspace.lse[tile * kBlockM + row] = weightless ? INFINITY : of_scores;
   }
   if (!workspace.unclean) return;
   const bool unclean = __syncthreads_or(!clean);

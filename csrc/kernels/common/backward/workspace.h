@@ -64,7 +64,7 @@ struct VisibilityTiles {
 
 struct BackwardWorkspace {
   int64_t tiles_per_head = 0;
-  float* lse = nullptr;          // (heads_q, tiles_per_head, block_m), to base 2; inf where a row has no weights
+  float* lse = nullptr;  // (heads_q, tiles_per_head, block_m), in units of scores; inf where a row has no weights
   float* minus_delta = nullptr;  // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
   float* dq = nullptr;           // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh
   int32_t* turns = nullptr;      // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far

@@ -1,13 +1,14 @@
 // What a score goes through between the product q k^T and the exponential, on tiles of accumulators, and how a row
 // ends.
-//
-// Scores are kept to base 2: x = s * log2(e), so that p = 2^(x - r).
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "kernels/common/dropout/philox.h"
+#include "kernels/common/host_device.h"
 #include "kernels/common/sequence.cuh"
 #include "kernels/params.h"
 #include "kernels/ptx/arithmetic.h"
@@ -16,6 +17,48 @@ namespace flash_ext {
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+
+/// What scores of 16-bit inputs and of TF32 are counted in: x = s * log2(e), so that a weight 2^(x - r) takes one FMA
+/// and one exponential.
+struct BaseTwoUnit {
+  static constexpr bool kNatural = false;
+  static constexpr float kPerNatural = kLog2E, kNaturalPer = kLn2;
+
+  /// The exponential of a difference of scores.
+  __device__ __forceinline__ static float exp(float x) { return ptx::exp2_approx(x); }
+  __device__ __forceinline__ static float log(float x) { return log2f(x); }
+  __device__ __forceinline__ static float multiply(float x, float y) { return x * y; }
+  /// The weight of product * scale in a row of this lse.
+  __device__ __forceinline__ static float weight(float product, float scale, float lse) {
+    return ptx::exp2_approx(fmaf(product, scale, -lse));
+  }
+  /// The weight of a score, by lse in natural units. One rounding: that of lse * log2(e) alone would shift a whole row.
+  __device__ __forceinline__ static float weight_of_score(float score, float natural_lse) {
+    return ptx::exp2_approx(fmaf(natural_lse, -kLog2E, score));
+  }
+};
+
+/// What scores of floats are counted in: as lse is. Times log2(e), a score of 1e4 and its lse would be rounded once
+/// more, by 1e-3 each, and a bias near the largest float would overflow. A score is rounded before lse is taken off, so
+/// that forward and backward have the same: no FMA may take the product in.
+struct NaturalUnit {
+  static constexpr bool kNatural = true;
+  static constexpr float kPerNatural = 1.0f, kNaturalPer = 1.0f;
+
+  /// Of a difference that `scale` makes one of scores.
+  __device__ __forceinline__ static float exp(float x, float scale = 1.0f) {
+    return ptx::exp2_approx(x * (scale * kLog2E));
+  }
+  __device__ __forceinline__ static float log(float x) { return logf(x); }
+  __device__ __forceinline__ static float multiply(float x, float y) { return __fmul_rn(x, y); }
+  __device__ __forceinline__ static float weight(float product, float scale, float lse) {
+    return exp(multiply(product, scale) - lse);
+  }
+  __device__ __forceinline__ static float weight_of_score(float score, float lse) { return exp(score - lse); }
+};
+
+template <class Element>
+using ScoreUnit = std::conditional_t<std::is_same_v<Element, float>, NaturalUnit, BaseTwoUnit>;
 
 /// Where the elements of a lane's accumulators lie: element e of tile (m, n) is query i(m, n, e) and key j(m, n, e).
 /// kTransposed: rows of the accumulators are keys.
@@ -83,21 +126,39 @@ class BiasRows {
   DType dtype_;
 };
 
+/// What a call's scale and softcap come to. Doubles are divided: where registers are short the host does it, and
+/// kernels find the result in constant memory.
+template <class Unit>
+struct ScoreFactors {
+  float scale;  // of products; with softcap: to the argument of tanh
+  float cap;    // 0 = off
+
+  FLASH_EXT_HOST_DEVICE explicit ScoreFactors(const AttentionParams& p)
+      : scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
+                              : static_cast<float>(p.softmax_scale) * Unit::kPerNatural),
+        cap(static_cast<float>(p.softcap) * Unit::kPerNatural) {}
+};
+
 /// Scale, softcap, ALiBi and bias of one head. Visibility is not its matter.
 template <class Element>
 struct ScoreRules {
-  float scale;   // of products, to base 2; with softcap: to the argument of tanh
-  float cap;     // base 2; 0 = off
-  float slope;   // base 2
+  using Unit = ScoreUnit<Element>;
+
+  float scale, cap;  // of ScoreFactors
+  float slope;
   int diagonal;  // key that query 0 is aligned with
   int seqlen_q, seqlen_k;
   BiasRows bias;
 
   __device__ __forceinline__ ScoreRules(const AttentionParams& p, const Sequence& sequence)
-      : scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
-                              : static_cast<float>(p.softmax_scale) * kLog2E),
-        cap(static_cast<float>(p.softcap) * kLog2E),
-        slope(p.alibi_slopes ? p.alibi_slopes[sequence.batch * p.alibi_batch_stride + sequence.head] * kLog2E : 0.0f),
+      : ScoreRules(p, sequence, ScoreFactors<Unit>(p)) {}
+
+  __device__ __forceinline__ ScoreRules(const AttentionParams& p, const Sequence& sequence,
+                                        const ScoreFactors<Unit>& factors)
+      : scale(factors.scale),
+        cap(factors.cap),
+        slope(p.alibi_slopes ? p.alibi_slopes[sequence.batch * p.alibi_batch_stride + sequence.head] * Unit::kPerNatural
+                             : 0.0f),
         diagonal(sequence.offset),
         seqlen_q(sequence.seqlen_q),
         seqlen_k(sequence.seqlen_k),
@@ -108,13 +169,13 @@ struct ScoreRules {
     return ptx::tanh_approx(x);
   }
 
-  /// Products to base-2 scores, but for the terms that are added.
+  /// Products to scores, but for the terms that are added.
   template <int kM, int kN>
   __device__ __forceinline__ void scale_and_cap(float (&s)[kM][kN][4]) const {
     if (cap > 0.0f) {
-      for_each_score(s, [&](float& x, int, int, int) { x = cap * tanh(x * scale); });
+      for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(cap, tanh(x * scale)); });
     } else {
-      for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
+      for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, scale); });
     }
   }
 
@@ -141,7 +202,7 @@ struct ScoreRules {
         const int i = at.query(m, n, e), j = at.key(m, n, e);
         if (i >= seqlen_q || j >= seqlen_k) return;
         const float b = bias.template load<decltype(type)>(i, j);
-        x = b == -INFINITY ? -INFINITY : x + b * kLog2E;  // hides even a score of NaN
+        x = b == -INFINITY ? -INFINITY : x + b * Unit::kPerNatural;  // hides even a score of NaN
       });
     });
   }
@@ -240,17 +301,18 @@ struct RowEnd {
   float lse;
 };
 
-/// `sum` is of 2^(x - stabiliser), `sink` a natural logarithm, -inf = none. A row that saw nothing has sum 0; one with
-/// an infinite score has the weights Inf / Inf, and an infinite lse.
+/// `sum` is of exponentials of scores less `reference`, `sink` a natural logarithm, -inf = none. A row that saw nothing
+/// has sum 0; one with an infinite score has the weights Inf / Inf, and an infinite lse.
+template <class Unit = BaseTwoUnit>
 __device__ __forceinline__ RowEnd finish_row(float reference, float sum, float sink) {
   if (sum == 0.0f) return {0.0f, -INFINITY};
   if (reference == INFINITY) return {NAN, INFINITY};
-  if (sink == -INFINITY) return {1.0f / sum, reference * kLn2 + logf(sum)};
+  if (sink == -INFINITY) return {1.0f / sum, reference * Unit::kNaturalPer + logf(sum)};
   if (sink == INFINITY) return {0.0f, INFINITY};
-  const float base = fmaxf(reference, sink * kLog2E);
-  const float shrink = ptx::exp2_approx(reference - base);
-  const float total = sum * shrink + ptx::exp2_approx(sink * kLog2E - base);
-  return {shrink / total, base * kLn2 + logf(total)};
+  const float of_sink = sink * Unit::kPerNatural, base = fmaxf(reference, of_sink);
+  const float shrink = Unit::exp(reference - base);
+  const float total = sum * shrink + Unit::exp(of_sink - base);
+  return {shrink / total, base * Unit::kNaturalPer + logf(total)};
 }
 
 }  // namespace flash_ext

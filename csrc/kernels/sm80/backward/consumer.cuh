@@ -30,6 +30,7 @@ __device__ __forceinline__ To as_operand(const From& from) {
 template <class Config>
 struct BackwardBlock {
   using Element = typename Config::Element;
+  using Unit = ScoreUnit<Element>;
   static constexpr int kHeadDim = Config::kHeadDim, kThreads = Config::kThreads;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   static constexpr int kM = Config::kWarpKeys / 16, kN = Config::kWarpQueries / 8, kD = Config::kWarpColumns / 8;
@@ -181,7 +182,8 @@ struct BackwardBlock {
     if (thread < kBlockM / 4) ptx::cp_async_16(s_terms + 16 * thread, terms + 4 * thread);
   }
 
-  /// c += A B^T for the warp's rows of A and its queries of B.
+  /// c += A B^T for the warp's rows of A and its queries of B. With the bits of the forward's Q K^T: lse was made of
+  /// them.
   __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t s_a, uint32_t s_b) const {
     const int lane = rematerialise(this->lane);
     const uint32_t s_lane_a = s_a + Rows::lane_a(lane) + rematerialise(first_row) * Rows::kRowBytes;
@@ -196,7 +198,7 @@ struct BackwardBlock {
         typename Rows::B b;
         Rows::load_b(b, s_lane_b, 8 * n, step);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) Rows::multiply(c[m][n], c[m][n + 1], a[m], b);
+        for (int m = 0; m < kM; ++m) Rows::multiply_transposed(c[m][n], c[m][n + 1], a[m], b);
       }
     }
   }
@@ -299,7 +301,7 @@ struct BackwardBlock {
   /// P^T in place of S^T.
   __device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4], const BackwardStep& step, int n) const {
     const float scale = work_tile.scale;
-    for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = ptx::exp2_approx(fmaf(x, scale, -lse)); });
+    for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = Unit::weight(x, scale, lse); });
     if (is_partial(step)) hide(s, coordinates(step, lane), 0.0f);
   }
 
@@ -356,13 +358,14 @@ struct BackwardBlock {
     const BackwardOptions& options = work_tile.options;
     const int lane = rematerialise(this->lane);
     const TileCoordinates<true> at = coordinates(now.step, lane);
-    scale_and_subtract_lse(s, n);
+    scale_and_cap(s, n);
     if (now.slope != 0.0f) add_alibi(s, now.slope, at.first_column + work_tile.sequence.offset - at.first_row);
-    if (options.biased) add_bias<kBlockN>(s, p.bias.dtype, s_bias, first_column, first_row, lane);
+    if (options.biased) add_bias<Unit, kBlockN>(s, p.bias.dtype, s_bias, first_column, first_row, lane);
+    if constexpr (Unit::kNatural) for_each_with_term(s, lse_stage(n), [](float& x, float lse) { x -= lse; });
     if (now.flags & kStepPartial) hide(s, at, -INFINITY);
     if (now.flags & kStepMasked)
       hide_by_words(s, s_words + 4 * (first_row / 32 * kBlockM + first_column + 2 * (lane % 4)), lane);
-    for_each_score(s, [](float& x, int, int, int) { x = ptx::exp2_approx(x); });
+    for_each_score(s, [](float& x, int, int, int) { x = Unit::exp(x); });
 
     if constexpr (kPacked) keep_weights(s);
     if (options.drops) {
@@ -377,12 +380,13 @@ struct BackwardBlock {
     }
   }
 
-  /// Exponents out of products, but for what is added. The derivative of the softcap waits where it will be needed.
-  __device__ __forceinline__ void scale_and_subtract_lse(float (&s)[kM][kN][4], int n) const {
+  /// Scores out of products, but for what is added; to base 2 less lse, which costs nothing there. Natural ones have to
+  /// be rounded as those of the forward were. The derivative of the softcap waits where it will be needed.
+  __device__ __forceinline__ void scale_and_cap(float (&s)[kM][kN][4], int n) const {
     const BackwardOptions& options = work_tile.options;
     const float scale = options.scale, cap = options.cap;
     // A sum that overflowed must not make a NaN of what is hidden: what a query does see of it, its lse knows.
-    const auto scaled = [&](float x) { return fminf(x * scale, FLT_MAX); };
+    const auto scaled = [&](float x) { return fminf(Unit::multiply(x, scale), FLT_MAX); };
     if (cap > 0.0f) {
       const uint32_t s_lane = gradient_tile(n) + lane_of_scores();
       for_each_score(s, [&](float& x, int, int, int) { x = ScoreRules<Element>::tanh(scaled(x)); });
@@ -399,7 +403,13 @@ struct BackwardBlock {
           Scores::store_c(s_lane, 16 * m, first_pair() + column / 2, slope[0], slope[1]);
         }
       __syncwarp();
-      for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = fmaf(x, cap, -lse); });
+      if constexpr (Unit::kNatural) {
+        for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, cap); });
+      } else {
+        for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = fmaf(x, cap, -lse); });
+      }
+    } else if constexpr (Unit::kNatural) {
+      for_each_score(s, [&](float& x, int, int, int) { x = scaled(x); });
     } else if (options.biased) {
       for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = scaled(x) - lse; });
     } else {
@@ -517,7 +527,7 @@ struct BackwardBlock {
     if constexpr (Config::kScoreOptions) {
       const BackwardOptions& options = work_tile.options;
       if (is_past(step)) return {step, kStepPast, 0.0f};
-      if (options.slopes) prepared.slope = options.slopes[step.head] * kLog2E;
+      if (options.slopes) prepared.slope = options.slopes[step.head] * Unit::kPerNatural;
       if (is_partial(step)) prepared.flags |= kStepPartial;
       if (options.biased) prepared.flags |= kStepMayHide;
       if (options.masks) {

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerS
       ScoreFragment s;
       if constexpr (kValues) {
         tile.template scores<false>(s);
-        to_weights(s, p, sequence, p.lse, kDropoutApply, tile.coordinates());
+        to_weights<ScoreUnit<Element>>(s, p, sequence, p.lse, kDropoutApply, tile.coordinates());
       } else {
         attention_product_gradient(s, tile, p, delta);
       }

@@ -76,7 +76,7 @@ enum StepFlags : int {
 struct PreparedStep {
   BackwardStep step;
   int flags;
-  float slope;  // ALiBi's, to base 2
+  float slope;  // ALiBi's
 };
 
 /// What a CTA works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
@@ -91,7 +91,7 @@ struct BackwardWorkTile {
   TileSpan tiles;          // of queries
   int first_tile;          // of the walk: CTAs of a head begin at different ones, lest they add to the same dQ at once
   int64_t workspace_tile;  // in the workspace, of the first head
-  float scale;             // of scores, to base 2
+  float scale;             // of scores
   std::conditional_t<Config::kScoreOptions, BackwardOptions, NoBackwardOptions> options;
   PreparedStep ring[Config::kScoreOptions ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
   float* sums;  // where a split leaves dK, and dV behind it; null: they are complete
@@ -107,8 +107,8 @@ struct BackwardWorkTile {
         heads(task.heads),
         tiles(task.tiles),
         workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
-        scale(static_cast<float>(p.softmax_scale) * kLog2E),
-        options(p, sequence),
+        scale(static_cast<float>(p.softmax_scale) * ScoreUnit<Element>::kPerNatural),
+        options(p, sequence, ScoreUnit<Element>::kPerNatural),
         sums(task.sums(schedule)) {
     static_assert(sizeof(BackwardWorkTile) <= Config::kWorkTileBytes, "the shared-memory plan has room for it");
     // Keys past the end are hidden from everybody.

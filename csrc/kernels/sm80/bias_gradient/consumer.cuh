@@ -28,6 +28,7 @@ struct BiasScoreTile {
 template <class Element>
 struct BiasBlock {
   using Shape = BiasShape<Element>;
+  using Unit = ScoreUnit<Element>;
   static constexpr int kSlab = 64;  // columns that are loaded at a time
   using Products = flash_ext::Products<Element, kSlab>;
   static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kM = Shape::kM, kN = Shape::kN;
@@ -222,17 +223,17 @@ struct BiasBlock {
 
   /// sum += dS, from S and f dP - delta, where nothing but a bias without -inf is added to scores.
   __device__ __forceinline__ void add_plain(Fragment& sum, Fragment& s, const Fragment& dp, const RowTerms& lse) const {
-    const float scale = static_cast<float>(p.softmax_scale) * kLog2E;
+    const float scale = static_cast<float>(p.softmax_scale) * Unit::kPerNatural;
     // What cannot be seen has weight 0 by a stabiliser of inf.
     RowTerms stabiliser;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) stabiliser[m][r] = lse[m][r] == -INFINITY ? INFINITY : lse[m][r];
-    for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
-    if (p.bias.data) bias_tile().add(s, kLog2E);
+    for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, scale); });
+    if (p.bias.data) bias_tile().add(s, Unit::kPerNatural);
     for_each_score(s, [&](float& x, int m, int n, int e) {
-      x = ptx::exp2_approx(fmaf(stabiliser[m][e / 2], -kLog2E, x));
+      x = Unit::weight_of_score(x, stabiliser[m][e / 2]);
       if (x != 0.0f) sum[m][n][e] = fmaf(x, dp[m][n][e], sum[m][n][e]);
     });
   }
@@ -247,7 +248,7 @@ struct BiasBlock {
       rules.scale_and_cap(s);
       rules.add_alibi(s, at);
       if (plan.stages_bias) {
-        bias_tile().add(s, kLog2E);
+        bias_tile().add(s, Unit::kPerNatural);
       } else if (p.bias.data) {
         rules.add_bias(s, at);
       }
@@ -257,7 +258,7 @@ struct BiasBlock {
     for_each_score(s, [&](float& x, int m, int, int e) {
       // Hidden scores first: an lse of NaN must not reach them.
       const float l = lse[m][e / 2];
-      x = l == -INFINITY || x == -INFINITY ? 0.0f : ptx::exp2_approx(fmaf(l, -kLog2E, x));
+      x = l == -INFINITY || x == -INFINITY ? 0.0f : Unit::weight_of_score(x, l);
     });
     if (plan.stages_bias) bias_tile().hide(s);
     if (p.grad_weights.data) {

@@ -1,6 +1,6 @@
 // The gradient of an additive bias: dS, summed over the dimensions in which the bias is broadcast.
 //
-//   dS = P * (f dP - delta)    dP = dO V^T,  P = 2^(S - lse),  f: dropout      or, of attention_weights,  W * G
+//   dS = P * (f dP - delta)    dP = dO V^T,  P = e^(S - lse),  f: dropout      or, of attention_weights,  W * G
 //
 // A CTA owns a tile of dbias: one batch entry and head of it, and kRows x kKeys of its rows and columns; where dbias
 // is broadcast, all of that dimension. It recomputes dS of every tile of scores that falls on it, in a fixed order, and

@@ -32,7 +32,7 @@ __device__ __forceinline__ void compute_ds(ScoreFragment& s, const ScoreTile<Ele
                        static_cast<int>(p.head_dim_v));
   }
   apply_dropout(dp, p, sequence, kDropoutApply, at);
-  const WeightRows rows(p.lse, sequence, at.row(0, 0));
+  const WeightRows<ScoreUnit<Element>> rows(p.lse, sequence, at.row(0, 0));
   float term[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -32,6 +32,7 @@ static_assert(kScoreRows == kScoreKeys && kScoreSlab == kScoreKeys,
 template <class Element>
 struct ScoreTile {
   using Products = flash_ext::Products<Element, kScoreSlab>;
+  using Unit = ScoreUnit<Element>;
   using Rows = RowSource<Element, false>;
   static constexpr int kTileBytes = Products::Layout::bytes(kScoreRows);
   static constexpr int kStages = 2;
@@ -87,25 +88,25 @@ struct ScoreTile {
     return visible.any;
   }
 
-  /// Scores to base 2, -inf where hidden. kKeepCapSlope: slabs 2 and 3 then hold what times_cap_slope needs.
+  /// Scores, -inf where hidden. kKeepCapSlope: slabs 2 and 3 then hold what times_cap_slope needs.
   template <bool kKeepCapSlope>
   __device__ __forceinline__ void scores(ScoreFragment& s) const {
     const ScoreRules<Element> rules(p, sequence);
     multiply_rows(s, query_rows<Element>(p.q, sequence), first_query, sequence.seqlen_q,
                   key_rows<Element, false>(p, p.k, sequence), first_key, sequence.seqlen_k,
                   static_cast<int>(p.head_dim));
-    for_each_score(s, [&](float& x, int, int, int) { x *= rules.scale; });
+    for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, rules.scale); });
     if (rules.cap > 0.0f) {
       for_each_score(s, [&](float& x, int, int n, int e) {
         x = rules.tanh(x);
         if constexpr (kKeepCapSlope) store_shared(own_slot(n, e), 1.0f - x * x);
-        x *= rules.cap;
+        x = Unit::multiply(x, rules.cap);
       });
     }
     rules.add_alibi(s, coordinates());
     if (rules.bias.present()) {
       rules.bias.with_type([&](auto type) { load_matrix<decltype(type)>(p.bias); });
-      for_each_in_matrix(s, [](float& x, float b) { x = b == -INFINITY ? -INFINITY : x + b * kLog2E; });
+      for_each_in_matrix(s, [](float& x, float b) { x = b == -INFINITY ? -INFINITY : x + b * Unit::kPerNatural; });
     }
     hide(s);
   }
@@ -365,6 +366,7 @@ __device__ __forceinline__ void apply_dropout(ScoreFragment& w, const AttentionP
 }
 
 /// Weights out of scores, e^(s - lse), by the row's lse.
+template <class Unit>
 struct WeightRows {
   float lse[2];  // -inf for rows that are not there or see nothing
 
@@ -378,16 +380,16 @@ struct WeightRows {
   }
 
   __device__ __forceinline__ float weight(float score, int r) const {
-    // Hidden scores first: an lse of NaN must not reach them. One rounding: that of lse * log2(e) alone would shift a
-    // whole row.
-    return lse[r] == -INFINITY || score == -INFINITY ? 0.0f : ptx::exp2_approx(fmaf(lse[r], -kLog2E, score));
+    // Hidden scores first: an lse of NaN must not reach them.
+    return lse[r] == -INFINITY || score == -INFINITY ? 0.0f : Unit::weight_of_score(score, lse[r]);
   }
 };
 
 /// Scores become weights, after dropout.
+template <class Unit>
 __device__ __forceinline__ void to_weights(ScoreFragment& s, const AttentionParams& p, const Sequence& sequence,
                                            const LseView& lse, int dropout_mode, const TileCoordinates<false>& at) {
-  const WeightRows rows(lse, sequence, at.row(0, 0));
+  const WeightRows<Unit> rows(lse, sequence, at.row(0, 0));
   for_each_score(s, [&](float& x, int, int, int e) { x = rows.weight(x, e / 2); });
   apply_dropout(s, p, sequence, dropout_mode, at);
 }

@@ -1,4 +1,4 @@
-// The sum of the splits of decoding:   lse = log(e^sink + sum_s 2^lse_s),   out = sum_s 2^(lse_s - lse) out_s
+// The sum of the splits of decoding:   lse = log(e^sink + sum_s e^lse_s),   out = sum_s e^(lse_s - lse) out_s
 //
 // A CTA owns a row. Its threads share the columns, four each, and the splits, of which each takes every kth; all of a
 // thread's loads are independent. The order of the sums is that of the splits a row has, so that nothing else matters.
@@ -15,7 +15,8 @@ constexpr int kMaxCombineThreads = 512;
 constexpr int kCombineColumns = 4;  // of a thread
 constexpr int kCombineUnroll = 8;   // splits that a thread reads at once
 
-/// A sum of 2^(lse_s - maximum) out_s over some splits.
+/// A sum of e^(lse_s - maximum) out_s over some splits.
+template <class Unit>
 struct CombinedPart {
   float maximum, sum;
   float4 out;
@@ -27,11 +28,11 @@ struct CombinedPart {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) grown = fmaxf(grown, parts[n].maximum);
     const float stabiliser = grown == -INFINITY ? 0.0f : grown;
-    scale(ptx::exp2_approx(maximum - stabiliser));
+    scale(Unit::exp(maximum - stabiliser));
     maximum = grown;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      const float factor = ptx::exp2_approx(parts[n].maximum - stabiliser);
+      const float factor = Unit::exp(parts[n].maximum - stabiliser);
       sum += factor * parts[n].sum;  // NaN even if nothing of the part is
       if (factor == 0.0f) continue;
       const float4& other = parts[n].out;
@@ -49,13 +50,14 @@ struct CombinedPart {
 constexpr float4 kNoColumns = {0.0f, 0.0f, 0.0f, 0.0f};
 
 /// Splits part, part + parts, ... of a row.
-__device__ __forceinline__ CombinedPart combine_splits(const DecodePartials& partials, const DecodeGrid& grid,
-                                                       const DecodeTile& tile, int row, int column, int columns,
-                                                       int part, int parts) {
+template <class Unit>
+__device__ __forceinline__ CombinedPart<Unit> combine_splits(const DecodePartials& partials, const DecodeGrid& grid,
+                                                             const DecodeTile& tile, int row, int column, int columns,
+                                                             int part, int parts) {
   const int num_splits = tile.num_splits();
-  CombinedPart total{-INFINITY, 0.0f, kNoColumns};
+  CombinedPart<Unit> total{-INFINITY, 0.0f, kNoColumns};
   for (int first = part; first < num_splits; first += parts * kCombineUnroll) {
-    CombinedPart splits[kCombineUnroll];
+    CombinedPart<Unit> splits[kCombineUnroll];
 #pragma unroll
     for (int n = 0; n < kCombineUnroll; ++n) {
       const bool exists = first + n * parts < num_splits;
@@ -119,7 +121,8 @@ template <class Element>
 __global__ void __launch_bounds__(kMaxCombineThreads)
     combine_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodeGrid grid,
                    const __grid_constant__ DecodePartials partials) {
-  __shared__ CombinedPart s_parts[kMaxCombineThreads];
+  using Unit = ScoreUnit<Element>;
+  __shared__ CombinedPart<Unit> s_parts[kMaxCombineThreads];
   const RowOfBlock at(p, grid);
   const int flat = at.row;
   const DecodeTile tile(p, grid, at.batch, at.group, flat / grid.block_m);
@@ -132,15 +135,15 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   const int parts = static_cast<int>(blockDim.x) / threads_per_part;
   const int part = threadIdx.x / threads_per_part;
   const int column = threadIdx.x % threads_per_part * kCombineColumns;
-  CombinedPart total{-INFINITY, 0.0f, kNoColumns};
-  if (column < columns) total = combine_splits(partials, grid, tile, row, column, columns, part, parts);
+  CombinedPart<Unit> total{-INFINITY, 0.0f, kNoColumns};
+  if (column < columns) total = combine_splits<Unit>(partials, grid, tile, row, column, columns, part, parts);
   if (parts > 1) {
     s_parts[threadIdx.x] = total;
     __syncthreads();
   }
   if (part > 0 || column >= columns) return;
   for (int first = 1; first < parts; first += kCombineUnroll) {
-    CombinedPart others[kCombineUnroll];
+    CombinedPart<Unit> others[kCombineUnroll];
 #pragma unroll
     for (int n = 0; n < kCombineUnroll; ++n) {
       others[n] = s_parts[min(first + n, parts - 1) * threads_per_part + threadIdx.x];
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
     total.add(others);
   }
   const DecodeRow<Element> target(p, grid, tile.sequence, flat);
-  const RowEnd end = finish_row(total.maximum, total.sum, sink_of(p, target.head));
+  const RowEnd end = finish_row<Unit>(total.maximum, total.sum, sink_of(p, target.head));
   if (column == 0) *target.lse = end.lse;
   store_four(target.out + column, total.out, end.scale);
 }

@@ -38,6 +38,7 @@ __device__ __forceinline__ void finish(const float* s_out, const float2* s_softm
                                        const DecodeGrid& grid, const DecodePartials& partials, const DecodeTile& tile,
                                        int split) {
   using Element = typename Config::Element;
+  using Unit = ScoreUnit<Element>;
   constexpr int kColumns = 8;
   const int pieces = static_cast<int>(p.head_dim_v) / kColumns;
 #pragma unroll 1
@@ -52,7 +53,7 @@ __device__ __forceinline__ void finish(const float* s_out, const float2* s_softm
     for (int w = 0; w < Config::kKeyWarps; ++w) {
       const int slot = w * Config::kBlockM + row;
       const float2 state = s_softmax_state[slot];
-      const float factor = ptx::exp2_approx(state.x - stabiliser);
+      const float factor = Unit::exp(state.x - stabiliser);
       sum += state.y * factor;
       if (factor == 0.0f) continue;
       const float4* s_values = reinterpret_cast<const float4*>(s_out + slot * Config::kOutStride + column);
@@ -63,11 +64,11 @@ __device__ __forceinline__ void finish(const float* s_out, const float2* s_softm
     }
     if (tile.is_split()) {
       const int64_t part = tile.partial_row(grid, split, row);
-      if (column == 0) partials.lse[part] = sum == 0.0f ? -INFINITY : stabiliser + log2f(sum);
+      if (column == 0) partials.lse[part] = sum == 0.0f ? -INFINITY : stabiliser + Unit::log(sum);
       store_eight(partials.out + part * p.head_dim_v + column, values, sum == 0.0f ? 0.0f : __fdividef(1.0f, sum));
     } else {
       const DecodeRow<Element> target(p, grid, tile.sequence, tile.first_row + row);
-      const RowEnd end = finish_row(stabiliser, sum, sink_of(p, target.head));
+      const RowEnd end = finish_row<Unit>(stabiliser, sum, sink_of(p, target.head));
       if (column == 0) *target.lse = end.lse;
       store_eight(target.out + column, values, end.scale);
     }

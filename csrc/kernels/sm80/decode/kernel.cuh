@@ -1,4 +1,4 @@
-// Attention over a key-value cache on mma.sync:   out_r = sum_j p_rj v_j / l_r,   p_rj = 2^(s_rj - m_r),   l_r = sum_j
+// Attention over a key-value cache on mma.sync:   out_r = sum_j p_rj v_j / l_r,   p_rj = e^(s_rj - m_r),   l_r = sum_j
 // p_rj
 //
 // Decoding reads each key and value once and does little with it, so all is arranged to keep reads under way. The heads
@@ -12,7 +12,7 @@
 // A step, for tile n:
 //   wait for K(n) and V(n), barrier of those who share it     everybody is done with tile n - 1
 //   issue K and V of tile n + kStages - 1 into the stage of tile n - 1
-//   S = Q K^T, m grows where it must, P = 2^(S - m), O += P V
+//   S = Q K^T, m grows where it must, P = e^(S - m), O += P V
 #pragma once
 
 #include <new>
@@ -78,7 +78,7 @@ struct DecodeConfig {
 struct alignas(16) DecodeRowRules {
   int begin, end;  // keys that it sees
   int position;    // the key that it is aligned with
-  float slope;     // of ALiBi, base 2
+  float slope;     // of ALiBi
 };
 
 template <class Config>
@@ -89,21 +89,24 @@ __device__ __forceinline__ void write_rules(DecodeRowRules* s_rules, const Forwa
     const int query = static_cast<int>(grid.group.quotient(tile.first_row + row));
     const int head = sequence.head + tile.first_row + row - query * static_cast<int>(grid.group.value);
     s_rules[row] = {sequence.keys_begin(query), sequence.keys_end(query), query + sequence.offset, 0.0f};
-    if (p.alibi_slopes) s_rules[row].slope = p.alibi_slopes[sequence.batch * p.alibi_batch_stride + head] * kLog2E;
+    if (p.alibi_slopes)
+      s_rules[row].slope = p.alibi_slopes[sequence.batch * p.alibi_batch_stride + head] *
+                           ScoreUnit<typename Config::Element>::kPerNatural;
   }
 }
 
 template <class Config>
 struct DecodeWarp {
   using Element = typename Config::Element;
+  using Unit = ScoreUnit<Element>;
   using Products = flash_ext::Products<Element, Config::kHeadDim>;
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kN = Config::kBlockN / 8;
   static constexpr int kColumns = kHeadDim / Config::kColumnWarps;
   static constexpr int kD = kColumns / 8;
   static constexpr int kSteps = kHeadDim / Products::kDepth;
-  // Out is rescaled when a maximum has grown by this much (base 2): until then P stays small enough for 16 bits.
-  static constexpr float kMaxGrowth = 8.0f;
+  // Out is rescaled when a maximum has grown by this much, 8 to base 2: until then P stays small enough for 16 bits.
+  static constexpr float kMaxGrowth = 8.0f * (Unit::kNatural ? kLn2 : 1.0f);
 
   const ForwardParams& p;
   const int lane, warp, row_warp, column_warp, key_warp;
@@ -210,13 +213,13 @@ struct DecodeWarp {
     if constexpr (kHalves) for_each(s, [&](float& x, int r, int column) { x += odd[column / 8][2 * r + column % 2]; });
   }
 
-  /// Products to base-2 scores, -inf where the row does not see the key.
+  /// Products to scores, -inf where the row does not see the key.
   __device__ __forceinline__ void finish_scores(float (&s)[kN][4], int first_key, int end_key, bool mixed) const {
     const int first_column = first_key + lane % 4 * 2;
     if (cap > 0.0f) {
-      for_each(s, [&](float& x, int, int) { x = cap * tanh(x * scale); });
+      for_each(s, [&](float& x, int, int) { x = Unit::multiply(cap, tanh(x * scale)); });
     } else {
-      for_each(s, [&](float& x, int, int) { x *= scale; });
+      for_each(s, [&](float& x, int, int) { x = Unit::multiply(scale, x); });
     }
     if (p.alibi_slopes) {
       for_each(s, [&](float& x, int r, int column) {
@@ -263,7 +266,7 @@ struct DecodeWarp {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       if (largest > maximum[r] + kMaxGrowth) {
-        factor[r] = ptx::exp2_approx(maximum[r] - largest);
+        factor[r] = Unit::exp(maximum[r] - largest);
         maximum[r] = largest;
         grown = true;
       }
@@ -286,7 +289,7 @@ struct DecodeWarp {
       for (int n = 0; n < kN; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          s[n][2 * r + c] = ptx::exp2_approx(s[n][2 * r + c] - stabiliser);
+          s[n][2 * r + c] = Unit::exp(s[n][2 * r + c] - stabiliser);
           row_sum[r] += s[n][2 * r + c];
         }
     }

@@ -29,10 +29,11 @@ struct DecodeGrid {
   int min_split_size;  // of ranges of equal size
   int block_m;         // rows of a tile
   int tile_rows;       // that a tile can have, at most block_m
-  float scale;         // of products, to base 2; with softcap: to the argument of tanh
-  float cap;           // base 2; 0 = off
+  float scale;         // of products; with softcap: to the argument of tanh
+  float cap;           // 0 = off
 
-  explicit DecodeGrid(const ForwardParams& p)
+  /// `per_natural`: of the unit of scores.
+  explicit DecodeGrid(const ForwardParams& p, float per_natural = BaseTwoUnit::kPerNatural)
       : group(p.head_group),
         groups(p.heads_q / p.head_group),
         key_groups(p.heads_q / p.heads_kv / p.head_group),
@@ -45,8 +46,8 @@ struct DecodeGrid {
         block_m(static_cast<int>(p.block_m)),
         tile_rows(static_cast<int>(std::min(p.seqlen_q * p.head_group, p.block_m))),
         scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
-                              : static_cast<float>(p.softmax_scale) * kLog2E),
-        cap(static_cast<float>(p.softcap) * kLog2E) {}
+                              : static_cast<float>(p.softmax_scale) * per_natural),
+        cap(static_cast<float>(p.softcap) * per_natural) {}
 
   /// 64 keys are a tile for each warp of a CTA. Where there are many tiles anyway, a sequence much shorter than the
   /// cache could hold had better not be cut up.
@@ -69,7 +70,8 @@ struct DecodeGrid {
   int64_t partial_rows() const { return splits.value > 1 ? all_tiles() * splits.value * tile_rows : 0; }
 };
 
-/// Partial results of a tile's rows over each range: out is normalised, lse to base 2. Splits of a tile lie together.
+/// Partial results of a tile's rows over each range: out is normalised, lse in units of scores. Splits of a tile lie
+/// together.
 struct DecodePartials {
   float* out;  // (tiles, splits, tile_rows, head_dim_v)
   float* lse;  // (tiles, splits, tile_rows)

@@ -45,6 +45,7 @@ namespace flash_ext::sm80 {
 template <class Config>
 struct ForwardBlock {
   using Element = typename Config::Element;
+  using Unit = ScoreUnit<Element>;
   using Products = flash_ext::Products<Element, Config::kHeadDim>;
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kBlockM = Config::kBlockM;
@@ -425,7 +426,7 @@ struct ForwardBlock {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const RowEnd end = finish_row(rows.stabiliser[m][r], rows.row_sum(m, r), sink);
+        const RowEnd end = finish_row<Unit>(rows.stabilising_score(m, r, schedule.scale), rows.row_sum(m, r), sink);
         const int row = warp_row + 16 * m + 8 * r + lane / 4;
         if (lane % 4 == 0 && first_query + row < sequence.seqlen_q) g_lse[first_query + row] = end.lse;
         const float factor = end.scale * keep_scale;

@@ -39,8 +39,9 @@ int64_t bias_bytes(const AttentionParams& p) {
 /// The options, and the shared memory that the kernel needs in all.
 template <class Config>
 int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
+  using Unit = ScoreUnit<typename Config::Element>;
   int64_t shared_bytes = Config::kSharedBytes;
-  schedule.scale = schedule.first_scale = static_cast<float>(p.softmax_scale) * kLog2E;
+  schedule.scale = schedule.first_scale = static_cast<float>(p.softmax_scale) * Unit::kPerNatural;
   if constexpr (Config::kReads) {
     schedule.blocks_mask = p.blocks.offsets != nullptr;
     schedule.masked = schedule.blocks_mask || MaskSizes(p).units() > 0;
@@ -63,10 +64,11 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
     schedule.adds_alibi = p.alibi_slopes != nullptr;
     schedule.drops = dropout_threshold(p.dropout.p) > 0;
     schedule.caps = p.softcap > 0.0;
-    schedule.cap = static_cast<float>(p.softcap) * kLog2E;
+    schedule.cap = static_cast<float>(p.softcap) * Unit::kPerNatural;
     if (schedule.caps) schedule.first_scale = static_cast<float>(p.softmax_scale / p.softcap);
     const float last = schedule.caps ? schedule.cap : schedule.first_scale;
-    schedule.scales_first = schedule.reads_bias || !(last > 0x1p-60f && last < 0x1p60f);
+    const bool rounds = Unit::kNatural && (schedule.stages_bias || schedule.adds_alibi);
+    schedule.scales_first = rounds || schedule.reads_bias || !(last > 0x1p-60f && last < 0x1p60f);
     schedule.scale = schedule.scales_first ? 1.0f : last;
     schedule.per_unit = 1.0f / schedule.scale;
   }

@@ -19,6 +19,7 @@ template <class Config>
 struct OptionTiles {
   using Element = typename Config::Element;
   using Rules = ScoreRules<Element>;
+  using Unit = ScoreUnit<Element>;
   using WarpBias = std::conditional_t<Config::kOneBias,
                                       StartingBias<typename Config::BiasElement, Config::kWarpRows, Config::kBlockN>,
                                       BiasTile<Config::kWarpRows, Config::kBlockN>>;
@@ -63,14 +64,15 @@ struct OptionTiles {
     if constexpr (Config::kOptionBranches) {
       if (schedule.caps) {
         for_each_score(s, [&](float& x, int, int, int) { x = Rules::tanh(x * schedule.first_scale); });
-        if (schedule.scales_first) for_each_score(s, [&](float& x, int, int, int) { x *= schedule.cap; });
+        if (schedule.scales_first)
+          for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, schedule.cap); });
       } else if (schedule.scales_first) {
-        for_each_score(s, [&](float& x, int, int, int) { x *= schedule.first_scale; });
+        for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, schedule.first_scale); });
       }
       if (schedule.adds_alibi) terms = add_alibi(s, at.tile);
     }
     if constexpr (Config::kReads) {
-      if (schedule.stages_bias) bias().add(s, kLog2E * schedule.per_unit);
+      if (schedule.stages_bias) bias().add(s, Unit::kPerNatural * schedule.per_unit);
       if (schedule.reads_bias) work_tile.options.rules.add_bias(s, coordinates(at.tile));
       if (at.partly) {
         if (schedule.blocks_mask) WarpMask::hide(s, words_of(words), lane);
@@ -223,16 +225,18 @@ struct OptionTiles {
   }
 
   /// -slope * distance. On one side of the diagonal it is linear: the keys' part is added, the rows' part returned.
+  /// Natural scores are rounded once, as in the backward.
   template <int kM, int kN>
   __device__ __forceinline__ RowTerms add_alibi(float (&s)[kM][kN][4], int tile) const {
     const TileCoordinates<false> at = coordinates(tile);
     const float per_key = work_tile.options.rules.slope;
     const int diagonal = work_tile.sequence.offset, first_key = tile * kBlockN;
     const int warp_query = work_tile.first_query + warp_row + diagonal;
+    constexpr bool kOnce = Unit::kNatural;
     const bool before = first_key + kBlockN - 1 <= warp_query;
     const bool after = first_key >= warp_query + Config::kWarpRows - 1;
     const float first = static_cast<float>(at.first_row + diagonal - at.first_column);
-    if (before || after) {
+    if (!kOnce && (before || after)) {
       const float slope = before ? per_key : -per_key, along = slope * schedule.per_unit;
       for_each_score(s, [&](float& x, int, int n, int e) { x = fmaf(static_cast<float>(8 * n + e % 2), along, x); });
       return {-slope * first, slope};

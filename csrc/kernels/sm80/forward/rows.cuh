@@ -11,10 +11,11 @@ struct ForwardRows {
   static constexpr int kM = Config::kWarpRows / 16;
   static constexpr int kN = Config::kBlockN / 8;
   static constexpr int kD = Config::kHeadDim / 8;
+  using Unit = ScoreUnit<typename Config::Element>;
   using Scores = float[kM][kN][4];
 
   float out[kM][kD][4];
-  float stabiliser[kM][2];  // base 2; -inf while the row has seen no key
+  float stabiliser[kM][2];  // a score to base 2, or, of floats, a product; -inf while the row has seen no key
   float sum[kM][2];
 
   __device__ __forceinline__ void clear() {
@@ -43,11 +44,11 @@ struct ForwardRows {
         float largest = -INFINITY;
 #pragma unroll
         for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
-        largest = fmaf(largest, scale, terms.of(m, r));
+        if constexpr (!Unit::kNatural) largest = fmaf(largest, scale, terms.of(m, r));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
         const float raised = fmaxf(stabiliser[m][r], largest + lift(m, r));
-        const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(stabiliser[m][r] - raised);
+        const float factor = raised == -INFINITY ? 1.0f : shrink(stabiliser[m][r] - raised, scale);
         stabiliser[m][r] = raised;
         if (Config::kRunningMaximum || !first) multiply(m, r, factor);
       }
@@ -80,8 +81,7 @@ struct ForwardRows {
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             const float score = s[m][n][2 * r + c];
-            const float x =
-                ptx::exp2_approx(kRounds ? fmaf(score, scale, term) - base : fmaf(score, scale, term - base));
+            const float x = weight<kRounds>(score, scale, term, base);
             s[m][n][2 * r + c] = x;
             of_tile[m][r] += x;
           }
@@ -90,13 +90,19 @@ struct ForwardRows {
     if constexpr (Config::kReads || !Config::kRunningMaximum) {
       if (__any_sync(~0u, !(total <= Config::kSumLimit))) {
         if (hide(s)) add_up(s, of_tile);
-        if constexpr (!Config::kRunningMaximum) lower(s, of_tile);
+        if constexpr (!Config::kRunningMaximum) lower(s, of_tile, scale);
       }
     }
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) sum[m][r] += of_tile[m][r];
+  }
+
+  /// The stabiliser of a row as a score.
+  __device__ __forceinline__ float stabilising_score(int m, int r, float scale) const {
+    if constexpr (Unit::kNatural) return Unit::multiply(stabiliser[m][r], scale);
+    return stabiliser[m][r];
   }
 
   /// Whether rows that there are have to be worked out again: a sum overflowed, or came to nothing as its stabiliser
@@ -132,6 +138,26 @@ struct ForwardRows {
   }
 
  private:
+  /// The weight of a product. Of floats the difference comes before the scale, so that no large score is rounded; then
+  /// there are no row terms.
+  template <bool kRounds>
+  __device__ __forceinline__ static float weight(float product, float scale, float term, float base) {
+    if constexpr (Unit::kNatural) {
+      return Unit::exp(product - base, scale);
+    } else {
+      return Unit::exp(kRounds ? fmaf(product, scale, term) - base : fmaf(product, scale, term - base));
+    }
+  }
+
+  /// What a row is multiplied by when its stabiliser changes by -difference.
+  __device__ __forceinline__ static float shrink(float difference, float scale) {
+    if constexpr (Unit::kNatural) {
+      return Unit::exp(difference, scale);
+    } else {
+      return Unit::exp(difference);
+    }
+  }
+
   __device__ __forceinline__ void multiply(int m, int r, float factor) {
     sum[m][r] *= factor;
 #pragma unroll
@@ -156,7 +182,7 @@ struct ForwardRows {
 
   /// Takes the exponent of sums beyond the limit into the stabiliser, as long as a power of 2 can undo it. Else the sum
   /// becomes Inf, which shows in the end.
-  __device__ __forceinline__ void lower(Scores& p, float (&of_tile)[kM][2]) {
+  __device__ __forceinline__ void lower(Scores& p, float (&of_tile)[kM][2], float scale) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -165,8 +191,12 @@ struct ForwardRows {
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
         const bool beyond = largest > Config::kSumLimit && largest < 0x1p120f;
         const float exponent = beyond ? floorf(log2f(largest)) : 0.0f;
-        const float factor = ptx::exp2_approx(-exponent);
-        stabiliser[m][r] += exponent;
+        const float before = stabiliser[m][r];
+        stabiliser[m][r] += Unit::kNatural ? __fdividef(exponent, scale * kLog2E) : exponent;
+        // A product may be rounded in the sum; who has seen no key has no stabiliser.
+        const float factor = !Unit::kNatural ? Unit::exp(-exponent)
+                             : beyond        ? shrink(before - stabiliser[m][r], scale)
+                                             : 1.0f;
         of_tile[m][r] = largest >= 0x1p120f ? INFINITY : of_tile[m][r] * factor;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {

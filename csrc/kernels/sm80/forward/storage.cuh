@@ -83,11 +83,11 @@ struct ForwardConfig {
 struct ForwardSchedule {
   int heads, groups;          // heads of q whose CTAs run side by side, and how many such groups make up the heads
   int batches, batch_groups;  // the same of batch entries
-  // A product becomes a score to base 2 by `scale`. With softcap, or with terms that cannot be added to products
-  // because `scale` is no number to divide by or the bias is read element by element, it goes first through
-  // `first_scale`.
+  // A product becomes a score by `scale`. With softcap, or with terms that cannot be added to products because `scale`
+  // is no number to divide by, the bias is read element by element, or scores are natural and rounded as those of the
+  // backward, it goes first through `first_scale`.
   float first_scale, scale;
-  float cap;       // base 2
+  float cap;
   float per_unit;  // of what is added before `scale`: its inverse
   bool caps, scales_first, adds_alibi, reads_bias, drops, masked, blocks_mask;
   bool stages_bias;               // through shared memory: there is room for it
@@ -124,7 +124,7 @@ struct NoMaskWords {
   __device__ __forceinline__ void find(const MaskBits&, int, int, int) {}
 };
 
-/// A tile's terms that are the same for a whole row, base 2: those of a lane's row 16 m + 8 r, and of ALiBi what a key
+/// A tile's terms that are the same for a whole row: those of a lane's row 16 m + 8 r, and of ALiBi what a key
 /// further along adds.
 struct RowTerms {
   float first = 0.0f, slope = 0.0f;

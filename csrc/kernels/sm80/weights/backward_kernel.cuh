@@ -37,7 +37,7 @@ template <class Element>
 __device__ __forceinline__ void product_gradient(ScoreFragment& ds, const ScoreTile<Element>& tile,
                                                  const BackwardParams& p, float (&sum)[2]) {
   tile.template scores<true>(ds);
-  to_weights(ds, p, tile.sequence, p.lse, p.dropout_mode, tile.coordinates());
+  to_weights<ScoreUnit<Element>>(ds, p, tile.sequence, p.lse, p.dropout_mode, tile.coordinates());
   multiply_by_gradient(ds, tile, p.grad_weights);
   for_each_score(ds, [&](float& x, int, int, int e) { sum[e / 2] += x; });
   tile.times_cap_slope(ds);

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerS
   ScoreFragment w = {};
   if (tile.sees_any()) {
     tile.template scores<false>(w);
-    to_weights(w, p, sequence, p.lse, p.dropout_mode, tile.coordinates());
+    to_weights<ScoreUnit<Element>>(w, p, sequence, p.lse, p.dropout_mode, tile.coordinates());
   }
   tile.store_fragment(tile.slab(0), w);
   __syncwarp();

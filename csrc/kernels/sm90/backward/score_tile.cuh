@@ -34,10 +34,10 @@ struct BackwardTile {
     }
   }
 
-  /// P in place of products; `scale` and lse to base 2.
+  /// P in place of products; `scale` and lse in units of scores.
+  template <class Unit = BaseTwoUnit>
   __device__ __forceinline__ static void softmax_step(Scores& s, const float* s_lse, float scale, int lane) {
-    for_each_with_term(s, s_lse, lane,
-                       [&](float& x, float lse, int, int) { x = ptx::exp2_approx(fmaf(x, scale, -lse)); });
+    for_each_with_term(s, s_lse, lane, [&](float& x, float lse, int, int) { x = Unit::weight(x, scale, lse); });
   }
 
   /// What the window and the lengths leave, as a lane counts its keys and queries.

@@ -56,19 +56,19 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     if constexpr (Config::kHasHalf) Products::clear(sum_.half);
   }
 
-  /// x = A B^T; `wait` is for a piece of B. Many columns are two sums, as tensor cores round towards zero whatever they
-  /// add to.
+  /// x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T: lse was made of them. `wait` is for a piece of
+  /// B. Many columns are two sums, as tensor cores round towards zero whatever they add to.
   template <class Wait, class PieceOfA, class PieceOfB>
   __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, PieceOfA a, PieceOfB b) {
     Products::Tile rest, second;
     wait(0);
-    Products::start<true>(x, rest, a(0), b(0));
+    Products::start<true, true>(x, rest, a(0), b(0));
     if constexpr (kPanels == 2) {
       wait(1);
       if constexpr (Config::kCluster > 1) {
-        Products::start<true, Config::kLastColumns, false>(second, rest, a(1), b(1));
+        Products::start<true, true, Config::kLastColumns, false>(second, rest, a(1), b(1));
       } else {
-        Products::start<false>(x, rest, a(1), b(1));
+        Products::start<false, true>(x, rest, a(1), b(1));
       }
     }
     ptx::wgmma_wait<0>();
@@ -197,7 +197,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     if constexpr (Config::kScoreOptions) {
       softmax_step_with_options(s, step, s_lse);
     } else {
-      Tile::softmax_step(s, s_lse, static_cast<float>(p_.softmax_scale) * kLog2E, lane_);
+      Tile::template softmax_step<ScoreUnit<float>>(s, s_lse, static_cast<float>(p_.softmax_scale), lane_);
       hide(s, step);
       publish(s);
     }
@@ -211,7 +211,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     Scores weights;
     for_each_score(s, [&](float& x, int, int n, int e) { weights[0][n][e] = x; });
     rules.add_alibi(weights, TileCoordinates<true>::of_lane(first_key(), step.tile * Config::kBlockM, lane_));
-    Tile::softmax_step(weights, s_lse, 1.0f, lane_);
+    Tile::template softmax_step<ScoreUnit<float>>(weights, s_lse, 1.0f, lane_);
     hide(weights, step);
     const float cap = rules.cap, inverse = cap > 0.0f ? 1.0f / cap : 0.0f;
     for_each_score(s, [&](float& x, int, int n, int e) {

@@ -1,6 +1,6 @@
 // Attention backward in float32 on wgmma (FlashAttention-2, Dao 2023, algorithm 2), recomputing the weights from lse:
 //
-//   S^T = K Q^T,   P^T = 2^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)    D: common/backward/row_terms.cuh
+//   S^T = K Q^T,   P^T = e^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)    D: common/backward/row_terms.cuh
 //   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
 // A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). Q and dO are split

@@ -98,7 +98,7 @@ struct BackwardF32Storage : BackwardF32Exchange<Config::kCluster> {
   static constexpr int kQuerySlots = Config::kQuerySlots, kDsSlots = Config::kDsSlots;
   using WorkTile = BackwardWorkTile<Config>;
 
-  __align__(16) float lse[Config::kTiles][Config::kBlockM];  // base 2; brought by copies of 16 bytes
+  __align__(16) float lse[Config::kTiles][Config::kBlockM];  // brought by copies of 16 bytes
   float minus_delta[Config::kTiles][Config::kBlockM];
   uint64_t q_full[kQuerySlots], q_empty[kQuerySlots];  // the first panel's: with lse and minus_delta
   uint64_t do_full[kQuerySlots], do_empty[kQuerySlots];

@@ -19,12 +19,14 @@ struct FloatProductsOf {
   using Descriptor = DescriptorOfPiece<kSide>;
 
   /// A B^T of two pieces, or of some columns of them: s gets the largest products, rest all others, and without kFirst
-  /// or kFirstOfRest they are added. Under way when this returns.
-  template <bool kFirst, int kColumns = kSide, bool kFirstOfRest = kFirst>
+  /// or kFirstOfRest they are added. Under way when this returns. kTransposed: in the order of B A^T, to the same bits.
+  template <bool kFirst, bool kTransposed = false, int kColumns = kSide, bool kFirstOfRest = kFirst>
   __device__ __forceinline__ static void start(Tile& s, Tile& rest, uint32_t a_piece, uint32_t b_piece) {
     static_assert(kSide == kPieceRows);
     using Product = ptx::Wgmma<__nv_bfloat16, kPieceRows>;
     constexpr int kLast = kPartProducts - 1;
+    const auto of_a = [](int k) { return kTransposed ? part_of_b(k) : part_of_a(k); };
+    const auto of_b = [](int k) { return kTransposed ? part_of_a(k) : part_of_b(k); };
     const auto part = [](uint32_t piece, int part, int step) {
       return PieceDescriptor::at(piece, part * kPartBytes + PieceDescriptor::along_row(step));
     };
@@ -33,7 +35,7 @@ struct FloatProductsOf {
     for (int k = 0; k < kPartProducts; ++k)
 #pragma unroll
       for (int step = 0; step < kColumns / 16; ++step) {
-        const uint64_t a = part(a_piece, part_of_a(k), step), b = part(b_piece, part_of_b(k), step);
+        const uint64_t a = part(a_piece, of_a(k), step), b = part(b_piece, of_b(k), step);
         Tile& sum = k == kLast ? s : rest;
         if (step == 0 && ((kFirstOfRest && k == 0) || (kFirst && k == kLast))) {
           Product::template multiply<false>(sum, a, b);

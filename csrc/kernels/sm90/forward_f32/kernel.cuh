@@ -1,13 +1,13 @@
-// Attention forward in float32 on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
+// Attention forward in float32 on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = e^(s_ij - r_i),   l_i = sum_j p_ij
 //
 // A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). A CTA has kBlockM
 // queries of one head and goes through tiles of 64 or 32 keys, from the last that it sees to the first. Two or three
 // warpgroups compute, 64 queries each; one more reads K and V, splits them, and fills a ring of pieces of as many
 // columns as a tile has keys. A warpgroup's step:
 //   for each piece of K: wait for it; S += Q K^T, in several sums: that of the largest products and those of all others
-//   S is there: the pieces are free; r = max, P = 2^(S - r) in registers, split
+//   S is there: the pieces are free; r = max, P = e^(S - r) in registers, split
 //   for each piece of V: wait for it; its columns of P V, from zero
-//   they are there: the pieces are free; O = O 2^(old r - r) + P V
+//   they are there: the pieces are free; O = O e^(old r - r) + P V
 // While one warpgroup has its exponentials, tensor cores work for the others.
 //
 // Tensor cores round sums towards zero. No sum of theirs goes on for longer than the head dim or 64 keys.
@@ -18,7 +18,6 @@
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/float_products.cuh"
-#include "kernels/sm90/common/softmax.cuh"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {
@@ -38,14 +37,16 @@ class ForwardF32Consumer {
   using Tile = typename Products::Tile;
   using Weights = typename Products::Operand;
   using Scores = float[1][kEights][4];
+  using Unit = ScoreUnit<float>;
 
-  __device__ __forceinline__ ForwardF32Consumer(const ForwardParams& p, Storage& storage, char* shared, int group)
+  __device__ __forceinline__ ForwardF32Consumer(const ForwardParams& p, const ScoreFactors<Unit>& factors,
+                                                Storage& storage, char* shared, int group)
       : p_(p),
+        factors_(factors),
         storage_(storage),
         warpgroup_(group),
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
-        scale_(Config::kScoreOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E),
         query_(PieceDescriptor::lower_half(ptx::shared_address(shared) + group * Config::kQueryBytes)),
         ring_(PieceDescriptor::lower_half(ptx::shared_address(shared) + Config::kRingOffset)) {}
 
@@ -127,7 +128,7 @@ class ForwardF32Consumer {
       multiply_keys(s[0]);
     }
     if constexpr (Config::kScoreOptions) {
-      const ScoreRules<float> rules(p_, work_tile.sequence);
+      const ScoreRules<float> rules(p_, work_tile.sequence, factors_);
       rules.scale_and_cap(s);
       rules.add_alibi(s, coordinates(work_tile, tile));
     }
@@ -135,7 +136,7 @@ class ForwardF32Consumer {
     float factor[2];
     update_row_max(s, factor);
     float sum[2];
-    exponentiate<false>(s, scale_, stabiliser_, sum);
+    exponentiate(s, sum);
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_sum_[r] = fmaf(row_sum_[r], factor[r], sum[r]);
     Weights p;
@@ -192,9 +193,34 @@ class ForwardF32Consumer {
       for (int n = 0; n < kEights; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const float raised = fmaxf(stabiliser_[r], largest * scale_);
-      factor[r] = raised == -INFINITY ? 1.0f : ptx::exp2_approx(stabiliser_[r] - raised);
+      const float raised = fmaxf(stabiliser_[r], largest);
+      factor[r] = raised == -INFINITY ? 1.0f : weight(stabiliser_[r], raised);
       stabiliser_[r] = raised;
+    }
+  }
+
+  /// Of products; options have applied theirs.
+  __device__ __forceinline__ float scale() const { return Config::kScoreOptions ? 1.0f : factors_.scale; }
+
+  /// The exponential of the difference of two products, as scores. No rounding of a large score comes before it.
+  __device__ __forceinline__ float weight(float product, float stabiliser) const {
+    return Unit::exp(product - stabiliser, scale());
+  }
+
+  /// P in place of products, and the sums of this thread's share of the rows.
+  __device__ __forceinline__ void exponentiate(Scores& s, float (&sum)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float stabiliser = stabiliser_[r] == -INFINITY ? 0.0f : stabiliser_[r];
+      sum[r] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[0][n][2 * r + c];
+          x = weight(x, stabiliser);
+          sum[r] += x;
+        }
     }
   }
 
@@ -236,7 +262,7 @@ class ForwardF32Consumer {
       float sum = row_sum_[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd end = finish_row(stabiliser_[r], sum, sink);
+      const RowEnd end = finish_row<Unit>(Unit::multiply(stabiliser_[r], scale()), sum, sink);
       const int row = first_row(work_tile) + warp_ * 16 + 8 * r + lane_ / 4;
       if (row >= work_tile.end_query) continue;
       if (lane_ % 4 == 0) g_lse[row] = end.lse;
@@ -265,21 +291,22 @@ class ForwardF32Consumer {
   }
 
   const ForwardParams& p_;
+  const ScoreFactors<Unit>& factors_;
   Storage& storage_;
   const int warpgroup_, lane_, warp_;
-  const float scale_;  // of scores, to base 2; kScoreOptions applies its own
   const uint32_t query_, ring_;
   RingPosition<Config::kStages> next_, done_;
 
   float out_[kPanels][8][4];
-  float stabiliser_[2];  // base 2; -inf while the row has seen no key
+  float stabiliser_[2];  // before scale(); -inf while the row has seen no key
   float row_sum_[2];
 };
 
 /// Warpgroup 0 loads, the others compute.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    forward_f32_kernel(const __grid_constant__ ForwardParams p, const ForwardSchedule schedule) {
+    forward_f32_kernel(const __grid_constant__ ForwardParams p, const ForwardSchedule schedule,
+                       const __grid_constant__ ScoreFactors<ScoreUnit<float>> factors) {
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<ForwardF32Storage<Config>*>(shared + Config::kTilesBytes);
   if (threadIdx.x == 0) storage.init();
@@ -292,7 +319,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     Producer(p, storage, shared + Config::kRingOffset, thread_of_warpgroup()).run(schedule);
   } else {
     ptx::acquire_registers<Config::kRegisters>();
-    ForwardF32Consumer<Config>(p, storage, shared, group).run(shared + group * Config::kQueryBytes);
+    ForwardF32Consumer<Config>(p, factors, storage, shared, group).run(shared + group * Config::kQueryBytes);
   }
 }
 
@@ -313,7 +340,7 @@ void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t st
   const int64_t blocks = std::min<int64_t>(schedule.work_tiles, device_attribute(cudaDevAttrMultiProcessorCount));
   LaunchShape shape = {grid_of(blocks), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = workspace != nullptr;
-  launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule);
+  launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule, ScoreFactors<ScoreUnit<float>>(p));
 }
 
 template <int kHeadDim>

@@ -17,7 +17,7 @@ namespace {
 
 template <class Element>
 void run(const ForwardParams& params, void* workspace, bool behind_append, cudaStream_t stream) {
-  const DecodeGrid grid(params);
+  const DecodeGrid grid(params, ScoreUnit<Element>::kPerNatural);
   float* out = static_cast<float*>(workspace);
   const DecodePartials partials{out, out + grid.partial_rows() * params.head_dim_v};
   with_kernel_head_dim(params.head_dim, params.head_dim_v, [&](auto head_dim) {

@@ -1,0 +1,293 @@
+"""Scores of ten thousand and of a billion, and biases at the end of what a float holds.
+
+The last place of a float32 score of 1e4 is 1e-3, which is 1e-3 of its weight. A row with one key far above all others
+must not notice: its weight is 1 in the forward, in the backward and wherever it is recomputed from lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flash_ext
+from tests.oracle import FLOATS, HALF, dtypes_of, random
+
+WIDE = [torch.float32, torch.float64]
+HEAD_DIMS = [64, 96, 128, 192, 256]  # of the kernels for Hopper
+ROWS, KEYS = 64, 600  # a query for each of the first columns
+SIZE = 181.0  # its square, 32761, is exact in every dtype that sums
+SLOPE = 0.3 // 2**-24 * 2**-24  # slopes are float32, whatever the inputs are
+SCALES = [1.0, 0.3034, 0.0971]  # the product of an exact score and most numbers is rounded
+
+
+def skip_float64_on_cuda(device: str, dtype: torch.dtype) -> None:
+    if dtype not in dtypes_of(device):
+        pytest.skip(f"{dtype} is for the CPU")
+
+
+def short_numbers(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Random numbers of eight bits: products with a weight of 1 are exact, however a kernel splits them."""
+    return random(*shape, device=device).to(torch.bfloat16).to(dtype)
+
+
+def one_key_each(size: float, dtype: torch.dtype, head_dim: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, k, v, the key of each query): their product is size^2, all others are 0. Keys lie anywhere."""
+    keys = torch.randperm(KEYS, device=device)[:ROWS]
+    q = torch.zeros(1, ROWS, 1, head_dim, dtype=dtype, device=device)
+    k = torch.zeros(1, KEYS, 1, head_dim, dtype=dtype, device=device)
+    columns = torch.arange(ROWS, device=device)
+    q[0, columns, 0, columns] = size
+    k[0, keys, 0, columns] = size
+    return q, k, short_numbers(1, KEYS, 1, head_dim, dtype=dtype, device=device), keys
+
+
+def zero_bias(dtype: torch.dtype, device: str) -> Tensor:
+    return torch.zeros(1, 1, ROWS, 2 * KEYS, dtype=dtype, device=device)
+
+
+OPTIONS: dict[str, Callable[[torch.dtype, str], dict[str, Any]]] = {
+    "plain": lambda dtype, device: {},
+    "window": lambda dtype, device: {"window_size": (KEYS, KEYS)},
+    "sink": lambda dtype, device: {"sink": torch.zeros(1, dtype=lse_dtype(dtype), device=device)},
+    "ALiBi": lambda dtype, device: {"alibi_slopes": torch.full((1,), SLOPE, device=device)},
+    "mask": lambda dtype, device: {"mask": torch.ones(1, 1, ROWS, KEYS, dtype=torch.bool, device=device)},
+    "bias": lambda dtype, device: {"bias": zero_bias(dtype, device)[..., :KEYS]},
+    "strided bias": lambda dtype, device: {"bias": zero_bias(dtype, device)[..., ::2]},
+}
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def largest_scores(scale: float, option: str, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of each row, rounded as a number of the dtype is."""
+    scores = torch.full((ROWS,), SIZE * SIZE, dtype=dtype, device=keys.device) * torch.tensor(scale, dtype=dtype)
+    if option != "ALiBi":
+        return scores
+    diagonal = torch.arange(ROWS, device=keys.device) + KEYS - ROWS
+    return scores - SLOPE * (diagonal - keys).abs().to(dtype)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_one_key_far_above_all_others(
+    device: str, dtype: torch.dtype, head_dim: int, scale: float, option: str
+) -> None:
+    """Its weight is 1 to the last bit: in out, and, recomputed from lse, in the gradients of out and of lse."""
+    skip_float64_on_cuda(device, dtype)
+    q, k, v, keys = one_key_each(SIZE, dtype, head_dim, device)
+    options = OPTIONS[option](dtype, device)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = flash_ext.attention(q, k, v, softmax_scale=scale, return_lse=True, **options)
+    if option == "ALiBi":  # weights are taken from what the score will be on the diagonal
+        torch.testing.assert_close(out[0], v[0, keys], rtol=4 * torch.finfo(dtype).eps, atol=0)
+    else:
+        assert torch.equal(out[0], v[0, keys])
+    rtol = 2e-7 if dtype == torch.float32 else 1e-15
+    torch.testing.assert_close(lse[0, 0], largest_scores(scale, option, keys, dtype), rtol=rtol, atol=0)
+
+    grad_out = short_numbers(*out.shape, dtype=dtype, device=device)
+    dv = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)[2]
+    expected = torch.zeros_like(v)
+    expected[0, keys] = grad_out[0]
+    assert torch.equal(dv, expected)
+
+    grad_lse = short_numbers(*lse.shape, dtype=lse.dtype, device=device)
+    dq, dk = torch.autograd.grad(lse, leaves[:2], grad_lse)
+    of_rows = (grad_lse[0, 0] * scale).to(dtype)[:, None]
+    tight = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 0.0}
+    torch.testing.assert_close(dq[0, :, 0], k[0, keys, 0] * of_rows, **tight)
+    torch.testing.assert_close(dk[0, keys, 0], q[0, :, 0] * of_rows, **tight)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("softcap", [0.0, 5e4])
+def test_gradient_of_a_bias(device: str, head_dim: int, scale: float, softcap: float) -> None:
+    q, k, v, keys = one_key_each(SIZE, torch.float32, head_dim, device)
+    bias = torch.zeros(1, 1, ROWS, KEYS, device=device, requires_grad=True)
+    lse = flash_ext.attention(q, k, v, bias=bias, softmax_scale=scale, softcap=softcap, return_lse=True)[1]
+    grad_lse = short_numbers(*lse.shape, dtype=lse.dtype, device=device)
+    (dbias,) = torch.autograd.grad(lse, bias, grad_lse)
+    expected = torch.zeros_like(bias)
+    expected[0, 0, torch.arange(ROWS, device=device), keys] = grad_lse[0, 0]
+    assert torch.equal(dbias, expected)
+
+
+def integers(*shape: int, device: str) -> Tensor:
+    """Any order of summation gives the same products: rounding scores is all that a kernel does."""
+    return torch.randint(-511, 512, shape, device=device).float()
+
+
+def floats(*shape: int, device: str) -> Tensor:
+    """Products are rounded as they are summed: forward and backward have to do so in the same way."""
+    return torch.randn(*shape, device=device) * 300.0
+
+
+def tolerance_of_sums(numbers: Callable[..., Tensor], head_dim: int, top: float) -> float:
+    """Of a weight that the backward recomputes. On Hopper it sums the columns of wide heads otherwise than the forward:
+    scores differ in the last place."""
+    return 8 * torch.finfo(torch.float32).eps * top if numbers is floats and head_dim > 128 else 1e-6
+
+
+@pytest.mark.parametrize("numbers", [integers, floats])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_rows_with_a_clear_maximum(device: str, head_dim: int, causal: bool, numbers: Callable[..., Tensor]) -> None:
+    rows, keys, heads = 200, 300, 2
+    q, k = (numbers(1, n, heads, head_dim, device=device) for n in (rows, keys))
+    v = short_numbers(1, keys, heads, head_dim, dtype=torch.float32, device=device).requires_grad_()
+    scale = 0.0971 / head_dim**0.5
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) * scale  # of 8000 or so
+    if causal:
+        scores.masked_fill_(torch.ones(rows, keys, device=device, dtype=torch.bool).triu(keys - rows + 1), -torch.inf)
+    highest = scores.topk(2)
+    alone = highest.values[..., 0] > highest.values[..., 1] + 30  # (1, heads, rows): nearly all
+    assert alone.float().mean() > 0.8
+    out = flash_ext.attention(q, k, v, softmax_scale=scale, causal=causal)
+    chosen = highest.indices[..., 0]
+    values = v.detach().transpose(1, 2).gather(2, chosen[..., None].expand(-1, -1, -1, head_dim))
+    assert torch.equal(out.transpose(1, 2)[alone], values[alone])
+
+    grad_out = short_numbers(*out.shape, dtype=torch.float32, device=device)
+    grad_out *= alone.transpose(1, 2)[..., None]
+    (dv,) = torch.autograd.grad(out, v, grad_out)
+    at = chosen[..., None].expand(-1, -1, -1, head_dim)
+    summands = grad_out.double().transpose(1, 2)
+    zeros = torch.zeros(1, heads, keys, head_dim, dtype=torch.float64, device=device)
+    expected, sizes = (zeros.scatter_add(2, at, x) for x in (summands, summands.abs()))
+    tolerance = tolerance_of_sums(numbers, head_dim, highest.values.max().item())
+    assert ((dv.double().transpose(1, 2) - expected).abs() <= tolerance * (sizes + 1e-3)).all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("option", ["plain", "ALiBi", "bias"])
+@pytest.mark.op("attention_weights")
+def test_weights(device: str, head_dim: int, scale: float, option: str) -> None:
+    q, k, v, keys = one_key_each(SIZE, torch.float32, head_dim, device)
+    options = OPTIONS[option](torch.float32, device)
+    lse = flash_ext.attention(q, k, v, softmax_scale=scale, return_lse=True, **options)[1]
+    lse.requires_grad_()
+    weights = flash_ext.attention_weights(q, k, lse, softmax_scale=scale, **options)
+    at = 0, 0, torch.arange(ROWS, device=device), keys
+    expected = torch.zeros_like(weights)
+    expected[at] = 1
+    assert torch.equal(weights, expected)
+    gradient = short_numbers(*weights.shape, dtype=torch.float32, device=device)
+    (dlse,) = torch.autograd.grad(weights, lse, gradient)
+    assert torch.equal(dlse[0, 0], -gradient[at])
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("size", [SIZE, 2.0**20])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.op("attention_decode")
+def test_decode(device: str, rows: int, head_dim: int, scale: float, size: float, num_splits: int) -> None:
+    q, k, v, keys = one_key_each(size, torch.float32, head_dim, device)
+    out, lse = flash_ext.decode(
+        q[:, :rows], k, v, softmax_scale=scale, num_splits=num_splits, return_lse=True, causal=False
+    )
+    assert torch.equal(out[0], v[0, keys[:rows]])
+    torch.testing.assert_close(lse, torch.full_like(lse, size * size * scale), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("lse", [9940.4, 2.0**38, torch.finfo(torch.float32).max])
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.op("merge")
+def test_merge(device: str, head_dim: int, lse: float) -> None:
+    """One part has all the weight."""
+    outs = random(3, 1, ROWS, 2, head_dim, device=device).requires_grad_()
+    lses = torch.full((3, 1, 2, ROWS), -lse, device=device)
+    lses[1] = lse
+    lses.requires_grad_()
+    out, merged = flash_ext.merge(outs, lses)
+    assert torch.equal(out, outs[1]) and torch.equal(merged, lses[1])
+    grad_out, grad_lse = random(*out.shape, device=device), random(*merged.shape, device=device)
+    douts, dlses = torch.autograd.grad([out, merged], [outs, lses], [grad_out, grad_lse])
+    assert torch.equal(douts[1], grad_out) and douts[::2].count_nonzero() == 0
+    torch.testing.assert_close(dlses[1], grad_lse, rtol=0, atol=1e-4)  # and <d out, out_1 - out>, which is near 0
+    assert dlses[::2].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_scores_beyond_the_integers_of_a_float(device: str, dtype: torch.dtype, head_dim: int, option: str) -> None:
+    """At 2^31 and beyond, the rounding of a score is a large number itself."""
+    skip_float64_on_cuda(device, dtype)
+    size = 60000.0 if dtype == torch.float16 else 2.0**20
+    q, k, v, keys = one_key_each(size, dtype, head_dim, device)
+    v.requires_grad_()
+    out, lse = flash_ext.attention(q, k, v, softmax_scale=0.3034, return_lse=True, **OPTIONS[option](dtype, device))
+    assert torch.equal(out[0], v[0, keys])
+    assert lse.isfinite().all()
+    if dtype in HALF:
+        return
+    grad_out = short_numbers(*out.shape, dtype=dtype, device=device)
+    (dv,) = torch.autograd.grad(out, v, grad_out)
+    assert torch.equal(dv[0, keys], grad_out[0])
+
+
+BIAS_SHAPES = [(ROWS, KEYS), (1, KEYS)]
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["own_dtype", "float32"])
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_largest_bias_on_one_key(
+    device: str, dtype: torch.dtype, head_dim: int, shape: tuple[int, int], wide: bool
+) -> None:
+    skip_float64_on_cuda(device, dtype)
+    bias = torch.zeros(1, 1, *shape, dtype=torch.float32 if wide else dtype, device=device)
+    chosen = 417
+    bias[..., chosen] = torch.finfo(bias.dtype).max
+    bias.requires_grad_()
+    q, k, v = (short_numbers(1, n, 1, head_dim, dtype=dtype, device=device) for n in (ROWS, KEYS, KEYS))
+    leaves = [*(t.requires_grad_() for t in (q, k, v)), bias]
+    out, lse = flash_ext.attention(q, k, v, bias=bias, return_lse=True)
+    assert torch.equal(out[0], v[0, chosen].expand_as(out[0]))
+    assert lse.isfinite().all()
+    grad_out = short_numbers(*out.shape, dtype=dtype, device=device)
+    gradients = torch.autograd.grad(out, leaves, grad_out)
+    assert all(g.isfinite().all() for g in gradients)
+    if dtype in WIDE:
+        torch.testing.assert_close(gradients[2][0, chosen], grad_out[0].sum(0))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["own_dtype", "float32"])
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_lowest_bias_pads(
+    device: str, dtype: torch.dtype, head_dim: int, shape: tuple[int, int], wide: bool
+) -> None:
+    """As a mask, as long as another key is left; with none left all are alike, and no result is NaN."""
+    skip_float64_on_cuda(device, dtype)
+    bias = torch.zeros(1, 1, *shape, dtype=torch.float32 if wide else dtype, device=device)
+    bias[..., 100:] = torch.finfo(bias.dtype).min
+    padded = shape[0] > 1
+    if padded:
+        bias[..., :20, :] = torch.finfo(bias.dtype).min  # rows that have nothing but padding
+    q, k, v = (random(1, n, 1, head_dim, dtype=dtype, device=device) for n in (ROWS, KEYS, KEYS))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = flash_ext.attention(q, k, v, bias=bias)
+    masked = flash_ext.attention(q, k, v, mask=bias == 0)
+    rest = slice(20 if padded else 0, None)
+    tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(dtype, 1e-5)
+    torch.testing.assert_close(out[:, rest], masked[:, rest], atol=tolerance, rtol=tolerance)
+    if padded and torch.finfo(bias.dtype).max > 1e30:  # else scores are not lost beside it
+        mean = v.double().mean(1, keepdim=True).to(dtype)
+        torch.testing.assert_close(out[:, :20], mean.expand_as(out[:, :20]), atol=tolerance, rtol=tolerance)
+    gradients = torch.autograd.grad(out, leaves, random(*out.shape, dtype=dtype, device=device))
+    assert all(g.isfinite().all() for g in gradients)
