@@ -233,7 +233,7 @@ def describe_device(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     return dict(
         device=device.type,
         compute_capability=10 * properties.major + properties.minor if properties else 0,
-        hopper_kernels="90a" in build_info()["cuda_archs"] and _wants_hopper_kernels(),
+        own_kernels="90a" in build_info()["cuda_archs"] and _wants_hopper_kernels(),
         num_workers=properties.multi_processor_count if properties else torch.get_num_threads(),
         dtype=_name(dtype),
     )

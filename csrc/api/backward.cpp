@@ -78,7 +78,7 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
   };
   call.params.out = own_rows(out);
   call.params.lse = view_lse(own(lse));
-  if (call.plan.kernel == "sm90/backward") {
+  if (call.plan.reads_by_tma) {
     call.params.grad_out = own_rows(for_copy_engine(grad_out, out));
   } else if (grad_out) {
     call.params.grad_out = own_rows(*grad_out);

@@ -31,11 +31,11 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
     run(address(workspace));
   };
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.kernel == "sm90/forward") {
+  if (call.plan.kernel == plan::KernelId::kSm90Forward) {
     return with_workspace(sm90::forward_workspace_bytes(call.params, call.plan.block_n),
                           [&](void* workspace) { sm90::forward(call.params, call.plan.block_n, workspace, stream); });
   }
-  if (call.plan.kernel == "sm90/forward_f32") {
+  if (call.plan.kernel == plan::KernelId::kSm90ForwardF32) {
     return with_workspace(sm90::forward_f32_workspace_bytes(call.params),
                           [&](void* workspace) { sm90::forward_f32(call.params, workspace, stream); });
   }
@@ -65,7 +65,7 @@ Tensors2 attention_forward_plain(const Tensor& q, const Tensor& k, const Tensor&
 void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.bias_kernel == "sm90/bias_gradient" && sm90::serves_bias_gradient(call.params)) {
+  if (call.plan.bias_kernel == plan::KernelId::kSm90BiasGradient && sm90::serves_bias_gradient(call.params)) {
     const Tensor memory = workspace(sm90::bias_gradient_workspace_bytes(call.params));
     return sm90::bias_gradient(call.params, address(memory), stream);
   }
@@ -77,11 +77,11 @@ void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t s
 void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.kernel == "sm90/backward") {
+  if (call.plan.kernel == plan::KernelId::kSm90Backward) {
     const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
     return sm90::backward(call.params, address(memory), stream);
   }
-  if (call.plan.kernel == "sm90/backward_f32") {
+  if (call.plan.kernel == plan::KernelId::kSm90BackwardF32) {
     const Tensor memory = workspace(sm90::backward_f32_workspace_bytes(call.params));
     return sm90::backward_f32(call.params, address(memory), stream);
   }

@@ -38,7 +38,7 @@ void describe_device(const Tensor& q, plan::Problem& problem) {
   problem.compute_capability =
       10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
   static const bool use_hopper_kernels = kHopperKernels && read_switch("FLASH_EXT_HOPPER", true);
-  problem.hopper_kernels = use_hopper_kernels;
+  problem.own_kernels = use_hopper_kernels;
   problem.num_workers = attribute(cudaDevAttrMultiProcessorCount, device);
 }
 

@@ -82,8 +82,8 @@ void bind_problem(py::module_& m) {
   bind_named(problem, "bias_dtype", &Problem::bias_dtype, kDTypes);
   problem.def(py::init(&problem_from))
       .def_readwrite("compute_capability", &Problem::compute_capability, "CUDA: 90 for sm_90")
-      .def_readwrite("hopper_kernels", &Problem::hopper_kernels,
-                     "CUDA: kernels for compute capability 9.0 are there and may be used")
+      .def_readwrite("own_kernels", &Problem::own_kernels,
+                     "CUDA: kernels for this very compute capability are there and may be used")
       .def_readwrite("num_workers", &Problem::num_workers, "threads of a CPU, SMs of a GPU")
       .def_readwrite("batch", &Problem::batch)
       .def_readwrite("heads_q", &Problem::heads_q)
@@ -121,8 +121,11 @@ void bind_plan(py::module_& m) {
       .def_readonly("query_splits", &KeyTileSchedule::query_splits, "of each of these, along the queries, at most")
       .def_readonly("whole_tiles", &KeyTileSchedule::whole_tiles, "from the first on, that are not split");
   py::class_<Plan>(m, "Plan", "How a problem runs, and why.")
-      .def_readonly("kernel", &Plan::kernel, "path below csrc/kernels")
-      .def_readonly("bias_kernel", &Plan::bias_kernel, "CUDA, backward: the same of the gradient of bias")
+      .def_property_readonly(
+          "kernel", [](const Plan& plan) { return kernel_name(plan.kernel); }, "path below csrc/kernels")
+      .def_property_readonly(
+          "bias_kernel", [](const Plan& plan) { return kernel_name(plan.bias_kernel); },
+          "CUDA, backward: the same of the gradient of bias")
       .def_property_readonly("mask_class", [](const Plan& plan) { return name_of(kMaskClasses, plan.mask_class); })
       .def_readonly("block_m", &Plan::block_m, "query rows per tile, those of a head group together")
       .def_readonly("block_n", &Plan::block_n, "keys per tile; 0, and 0 rows: as the kernel's own configuration has it")
@@ -182,7 +185,8 @@ std::vector<BackwardCtaTuple> ctas_of_backward(const Problem& problem) {
   if (problem.device != Device::kCuda || problem.operation != Operation::kBackward)
     throw py::value_error("backward_ctas: expected operation backward on cuda");
   std::vector<BackwardCtaTuple> ctas;
-  for (const BackwardCta& cta : backward_ctas(problem, plan.kernel, plan.schedule))
+  const BackwardTiles tiles = row_of(plan.kernel).backward_tiles(problem);
+  for (const BackwardCta& cta : backward_ctas(problem, tiles, plan.schedule))
     ctas.emplace_back(cta.batch, cta.first_head, cta.heads, cta.key_tile, cta.begin, cta.end, cta.cycles);
   return ctas;
 }

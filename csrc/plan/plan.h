@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "kernel_table.h"
 #include "problem.h"
 
 namespace flash_ext::plan {
@@ -16,8 +17,9 @@ enum class MaskClass {
 };
 
 struct Plan {
-  std::string kernel;       // path below csrc/kernels: "cpu/forward"
-  std::string bias_kernel;  // backward on CUDA: what the gradient of bias takes beside it, if it is wanted
+  KernelId kernel = KernelId::kNone;
+  KernelId bias_kernel = KernelId::kNone;  // backward on CUDA: for the gradient of bias, if it is wanted
+  bool reads_by_tma = false;               // one of them does: grad_out must be there, and has no stride of 0
   MaskClass mask_class = MaskClass::kFull;
   int64_t block_m = 0;       // query rows per tile, those of a head group together
   int64_t block_n = 0;       // keys per tile; 0, and 0 rows: as the kernel's own configuration has it

@@ -16,7 +16,7 @@ struct Problem {
 
   Device device = Device::kCpu;
   int64_t compute_capability = 0;  // CUDA: 90 for sm_90
-  bool hopper_kernels = true;      // CUDA: those for compute capability 9.0 are there and may be used
+  bool own_kernels = true;         // CUDA: those for this very compute capability are there and may be used
   int64_t num_workers = 1;         // what can work at the same time: threads of a CPU, SMs of a GPU
 
   DType dtype = DType::kFloat32;

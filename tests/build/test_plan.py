@@ -404,7 +404,7 @@ def test_the_kernel_for_hopper_serves_options_that_need_no_memory(fields: dict[s
     found = hopper_plan(**fields)
     assert found.kernel == "sm90/forward"
     assert found.block_m % 64 == 0 and found.block_n % 16 == 0
-    assert not any("general class" in reason for reason in found.reasons)
+    assert not any("variant of the kernel" in reason for reason in found.reasons)
 
 
 @pytest.mark.parametrize(
@@ -417,12 +417,12 @@ def test_the_kernel_for_hopper_serves_options_that_need_no_memory(fields: dict[s
     ],
 )
 @pytest.mark.parametrize(("head_dim", "served"), [(8, 64), (72, 128), (128, 128), (136, 256), (192, 256)])
-def test_the_general_class_of_the_kernel_for_hopper(
+def test_the_variant_with_options_of_the_kernel_for_hopper(
     fields: dict[str, Any], option: str, head_dim: int, served: int
 ) -> None:
     found = hopper_plan(head_dim=head_dim, head_dim_v=8, **fields)
     assert found.kernel == "sm90/forward" and found.block_n % 64 == 0
-    assert any("general class" in reason and option in reason for reason in found.reasons)
+    assert any("variant of the kernel" in reason and option in reason for reason in found.reasons)
     assert any(reason.endswith(f"head dims up to {served}") for reason in found.reasons)
 
 
@@ -519,10 +519,10 @@ def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) ->
         ({"broadcast": True, "varlen": True, "has_sink": True, "window_left": 5}, ""),
         ({"allow_tf32": True}, "TF32"),
         ({"softcap": 3.0, "has_alibi": True, "softmax_scale": -1.0}, ""),
-        ({"has_bias": True}, "float32 with bias"),
-        ({"has_mask": True, "dropout_p": 0.1}, "float32 with mask dropout"),
-        ({"has_block_mask": True}, "float32 with block mask"),
-        ({"hopper_kernels": False}, "not in this build"),
+        ({"has_bias": True}, "bias"),
+        ({"has_mask": True, "dropout_p": 0.1}, "mask, dropout"),
+        ({"has_block_mask": True}, "block mask"),
+        ({"own_kernels": False}, "not in this build"),
     ],
 )
 @pytest.mark.parametrize("operation", ["forward", "backward"])
@@ -545,7 +545,7 @@ def test_wide_heads_of_float32_on_hopper(fields: dict[str, Any]) -> None:
     assert (forward.kernel, backward.kernel) == ("sm90/forward_f32", "sm90/backward_f32")
     assert (forward.block_m, forward.block_n) == (128, 32)
     assert (backward.block_m, backward.block_n) == (64, 64)
-    assert any("two blocks of a cluster" in reason for reason in backward.reasons)
+    assert any("two CTAs of a cluster" in reason for reason in backward.reasons)
 
 
 def test_the_backward_of_float32_in_one_order() -> None:
@@ -566,8 +566,8 @@ def test_the_backward_of_float32_in_one_order() -> None:
         ({"head_dim": 136, "head_dim_v": 136, "has_bias": True}, "bias beyond head_dim 128"),
         ({"head_dim": 136, "head_dim_v": 136, "softcap": 3.0}, "softcap beyond head_dim 128"),
         ({"head_dim": 136, "head_dim_v": 136, "has_alibi": True}, "ALiBi beyond head_dim 128"),
-        ({"head_dim": 136, "head_dim_v": 136, "has_mask": True}, "mask"),
-        ({"head_dim": 136, "head_dim_v": 136, "dropout_p": 0.1}, "dropout"),
+        ({"head_dim": 136, "head_dim_v": 136, "has_mask": True}, "mask beyond head_dim 128"),
+        ({"head_dim": 136, "head_dim_v": 136, "dropout_p": 0.1}, "dropout beyond head_dim 128"),
         ({"deterministic": True}, "deterministic"),
         ({"softmax_scale": -1.0}, "softmax_scale -1"),
         ({"head_dim_v": 64}, "head_dim 64 of v beside 128"),
@@ -575,7 +575,7 @@ def test_the_backward_of_float32_in_one_order() -> None:
         ({"head_dim": 256, "head_dim_v": 256}, ""),
         ({"broadcast": True}, "stride of 0"),
         ({"seqlen_q": 0}, "empty"),
-        ({"hopper_kernels": False}, "not in this build"),
+        ({"own_kernels": False}, "not in this build"),
     ],
 )
 def test_the_kernel_of_the_backward(fields: dict[str, Any], obstacle: str) -> None:
@@ -623,11 +623,11 @@ def test_the_kernel_of_the_gradient_of_bias(fields: dict[str, Any], obstacle: st
     assert ampere.bias_kernel == "sm80/bias_gradient"
 
 
-@pytest.mark.parametrize("fields", [{"compute_capability": 80}, {"compute_capability": 120}, {"hopper_kernels": False}])
+@pytest.mark.parametrize("fields", [{"compute_capability": 80}, {"compute_capability": 120}, {"own_kernels": False}])
 def test_other_gpus_run_the_kernel_for_all(fields: dict[str, Any]) -> None:
     found = hopper_plan(**fields)
     assert found.kernel == "sm80/forward"
-    assert any("FLASH_EXT_HOPPER" in reason for reason in found.reasons) == ("hopper_kernels" in fields)
+    assert any("FLASH_EXT_HOPPER" in reason for reason in found.reasons) == ("own_kernels" in fields)
 
 
 # --- packed sequences ----------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+#include "sm90_tiles.h"
+
+#include "features.h"
+#include "kernels/common/mask/tile_range.h"
+#include "kernels/sm90/backward/shape.h"
+#include "kernels/sm90/backward_f32/shape.h"
+#include "kernels/sm90/forward/shape.h"
+#include "kernels/sm90/forward_f32/shape.h"
+#include "lengths.h"
+
+namespace flash_ext::plan {
+namespace {
+
+/// Keys of the tiles that a warpgroup visits, on average over some of them; sequences of the typical length.
+double keys_visited(const Problem& p, int64_t block_n) {
+  constexpr int64_t kRows = sm90::kGroupRows, kMostGroups = 8;
+  const int64_t queries = typical_queries(p), keys = typical_keys(p);
+  const Window window = make_window(p.window_left, p.window_right, p.top_left, queries, keys);
+  const int64_t groups = ceil_div(queries, kRows), step = ceil_div(groups, kMostGroups);
+  int64_t tiles = 0, looked_at = 0;
+  for (int64_t group = 0; group < groups; group += step, ++looked_at) {
+    const int64_t first = group * kRows, end = std::min(first + kRows, queries);
+    const TileRange range = tile_range(first, end, keys, window, block_n);
+    tiles += range.end - range.begin;
+  }
+  return static_cast<double>(tiles * block_n) / static_cast<double>(looked_at);
+}
+
+/// By what a warpgroup's tile costs, in keys: those that it visits, and the latency of the first step and the last.
+/// Both factors are H200's at 512 to 16384 keys.
+sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
+  constexpr double kEnds = 1.25;  // in tiles
+  const Problem& p = draft.p;
+  const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardKeys::kMany);
+  const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardKeys::kFew);
+  if (!sm90::has_two_shapes(dims)) return many;
+  if (sm90::has_score_options(p.softcap, p.has_alibi, p.softmax_scale)) return many;
+  const double many_keys = keys_visited(p, many.block_n), few_keys = keys_visited(p, few.block_n);
+  const bool fewer = sm90::few_keys_cost(dims) * few_keys + kEnds * few.block_n < many_keys + kEnds * many.block_n;
+  const sm90::ForwardShape chosen = fewer ? few : many;
+  draft.because("tiles of ", chosen.block_n, " keys: a warpgroup visits ", few_keys, " in tiles of ", few.block_n,
+                " and ", many_keys, " in tiles of ", many.block_n,
+                "; few cost more each, but less at both ends of a sequence");
+  return chosen;
+}
+
+constexpr unsigned kServedByVariant = kBias | kMask | kBlockMask | kDropout;
+
+/// The variant of the forward with bias, masks or dropout.
+sm90::ForwardShape choose_variant_shape(Draft& draft, const sm90::HeadDims& dims, unsigned features) {
+  const Problem& p = draft.p;
+  const bool scales_first = sm90::scales_first(p.softcap, p.has_alibi, p.softmax_scale);
+  const bool masked = (features & (kMask | kBlockMask)) != 0;
+  const sm90::GeneralCall call = {(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked,
+                                  scales_first};
+  draft.because("variant of the kernel with", draft.explain ? words_of_all(features & kServedByVariant, p) : "",
+                ": measured faster than sm80/forward");
+  return sm90::general_shape(dims, sm90::general_class(call));
+}
+
+}  // namespace
+
+void choose_sm90_forward_tiles(Draft& draft) {
+  const Problem& p = draft.p;
+  const unsigned features = features_of(p);
+  const bool variant = (features & kServedByVariant) != 0;
+  const sm90::HeadDims dims = sm90::forward_head_dims(p.head_dim, p.head_dim_v, variant);
+  const sm90::ForwardShape shape =
+      variant ? choose_variant_shape(draft, dims, features) : choose_forward_shape(draft, dims);
+  draft.plan.block_m = sm90::kGroupRows * shape.groups;
+  draft.plan.block_n = shape.block_n;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
+                sm90::kGroupRows, " queries, for head dims up to ", dims.qk,
+                dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+}
+
+void choose_sm90_forward_f32_tiles(Draft& draft) {
+  const int head_dim = sm90::forward_f32_head_dim(draft.p.head_dim, draft.p.head_dim_v);
+  const sm90::ForwardF32Shape shape = sm90::forward_f32_shape(head_dim);
+  draft.plan.block_m = sm90::kGroupRows * shape.groups;
+  draft.plan.block_n = shape.keys;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
+                sm90::kGroupRows, " queries, for head dims up to ", head_dim);
+}
+
+void choose_sm90_backward_tiles(Draft& draft) {
+  const int head_dim = sm90::backward_head_dim(draft.p.head_dim);
+  const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
+  const bool wide = head_dim > sm90::kMostWholeHeadDim;
+  draft.plan.block_m = sm90::kBackwardBlockM;
+  draft.plan.block_n = sm90::kGroupRows * shape.groups;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
+                wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kGroupRows, " keys", wide ? " each" : "",
+                ", for head dims up to ", head_dim);
+}
+
+void choose_sm90_backward_f32_tiles(Draft& draft) {
+  const int head_dim = sm90::backward_f32_head_dim(draft.p.head_dim, draft.p.head_dim_v);
+  draft.plan.block_m = sm90::kBackwardF32BlockM;
+  draft.plan.block_n = sm90::kBackwardF32BlockN;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": three warpgroups share its products, ",
+                sm90::backward_f32_blocks(head_dim) > 1 ? "two CTAs of a cluster its columns, " : "",
+                "for head dims up to ", head_dim);
+}
+
+BackwardTiles sm90_backward_tiles(const Problem& p) {
+  const int head_dim = sm90::backward_head_dim(p.head_dim);
+  const int64_t block_n = sm90::kGroupRows * sm90::backward_shape(head_dim).groups;
+  const double step = head_dim == 64 ? 3670 : head_dim == 128 ? 4170 : head_dim == 192 ? 3700 : 4800;
+  return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMostWholeHeadDim ? 2 : 1};
+}
+
+BackwardTiles sm90_backward_f32_tiles(const Problem& p) {
+  const int head_dim = sm90::backward_f32_head_dim(p.head_dim, p.head_dim_v);
+  const double step = head_dim == 64 ? 5200 : head_dim == 128 ? 9800 : head_dim == 192 ? 9600 : 10900;
+  return {sm90::kBackwardF32BlockM,           sm90::kBackwardF32BlockN, head_dim, step, 6000,
+          sm90::backward_f32_blocks(head_dim)};
+}
+
+}  // namespace flash_ext::plan
