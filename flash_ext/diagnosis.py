@@ -18,7 +18,7 @@ import flash_ext._plan as _plan
 from flash_ext._build_info import build_info
 from flash_ext.functional import attention
 from flash_ext.integrations import sdpa_provider
-from flash_ext.planning import describe_device
+from flash_ext.planning import describe_device, problem_of
 
 _OPERATIONS = ("forward", "backward", "decode")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -125,9 +125,13 @@ def _kernels_of(device: torch.device) -> Iterator[str]:
 
 def _kernel(operation: str, device: torch.device, dtype: torch.dtype) -> str:
     """Of a plain call, or an empty string."""
-    described = _plan.Problem(operation=operation, **describe_device(device, dtype), **_PROBE, softmax_scale=1.0)
-    if not _has_library(device) or not _plan.supports(described)[0]:
+    probe = _plan.Problem(operation=operation, **describe_device(device, dtype))
+    if not _has_library(device) or not _plan.supports(probe)[0]:
         return ""
+    x = torch.empty(1, 1, 1, 8, device=device, dtype=dtype)
+    described = problem_of(x, x, x, operation)
+    for name, size in _PROBE.items():
+        setattr(described, name, size)
     kernel: str = _plan.make_plan(described).kernel
     return kernel
 

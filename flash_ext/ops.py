@@ -6,9 +6,10 @@ rule and its vmap rule, all registered with the dispatcher, so that the raw oper
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from torch.overrides import has_torch_function
 from flash_ext import _vmap
 from flash_ext._build_info import require_torch
 from flash_ext.argument_checks import check_dense
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def _load_libraries() -> None:
@@ -43,54 +47,32 @@ _OPS = torch.ops.flash_ext
 _LIBRARY = torch.library.Library("flash_ext", "FRAGMENT")  # what is registered lives as long as this object
 
 
-class ScoreOptions(NamedTuple):
-    """What attention operators share, in the order and with the defaults of their schemas."""
-
-    softmax_scale: float
-    window_left: int = -1
-    window_right: int = -1
-    top_left: bool = False
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    bias: Tensor | None = None
-    mask: Tensor | None = None
-    softcap: float = 0.0
-    sink: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    dropout_p: float = 0.0
-    rng_state: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    block_offsets: Tensor | None = None
-    block_indices: Tensor | None = None
-    block_bitmap_ids: Tensor | None = None
-    block_bitmaps: Tensor | None = None
-    allow_tf32: bool = False
+def _options_of(name: str, op: Any) -> Any:
+    """A named tuple of what ``op`` takes from softmax_scale on, in the order and with the defaults of its schema."""
+    arguments = op._schema.arguments
+    first = [argument.name for argument in arguments].index("softmax_scale")
+    names = [argument.name for argument in arguments[first:]]
+    defaults = [argument.default_value for argument in arguments[first + 1 :]]
+    return namedtuple(name, names, defaults=defaults, module=__name__)
 
 
-class DecodeOptions(NamedTuple):
-    """What decoding operators share, in the order and with the defaults of their schemas."""
+if TYPE_CHECKING:
 
-    softmax_scale: float
-    window_left: int = -1
-    window_right: int = -1
-    cache_seqlens: Tensor | None = None
-    block_table: Tensor | None = None
-    cache_batch_idx: Tensor | None = None
-    rotary_cos: Tensor | None = None
-    rotary_sin: Tensor | None = None
-    rotary_interleaved: bool = False
-    cu_seqlens_q: Tensor | None = None
-    max_seqlen_q: int = 0
-    softcap: float = 0.0
-    sink: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    cache_leftpad: Tensor | None = None
-    num_splits: int = 0
-    batch_invariant: bool = False
-    allow_tf32: bool = False
+    class _Options(tuple[Any, ...]):
+        _fields: ClassVar[tuple[str, ...]]
+
+        def __new__(cls, softmax_scale: float, *args: Any, **kwargs: Any) -> Self: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def _replace(self, **changes: Any) -> Self: ...
+
+    class ScoreOptions(_Options): ...
+
+    class DecodeOptions(_Options): ...
+
+else:
+    # What attention operators share, and what decoding operators do.
+    ScoreOptions = _options_of("ScoreOptions", _OPS.attention_check.default)
+    DecodeOptions = _options_of("DecodeOptions", _OPS.attention_decode_check.default)
 
 
 _NUM_OPTIONS = len(ScoreOptions._fields)
@@ -457,7 +439,7 @@ def _autocast_first(count: int) -> Callable[[list[Any], str], None]:
     def cast(args: list[Any], device_type: str) -> None:
         dtype = torch.get_autocast_dtype(device_type)
         for i, t in enumerate(args[:count]):
-            if t.is_floating_point() and t.dtype != torch.float64 and t.device.type == device_type:
+            if t is not None and t.is_floating_point() and t.dtype != torch.float64 and t.device.type == device_type:
                 args[i] = t.to(dtype)
 
     return cast
@@ -496,7 +478,9 @@ _register_autocast("attention_forward", _autocast_first(3))
 _register_autocast("attention_forward_plain", _autocast_first(3))
 _register_autocast("attention_weights", _autocast_first(2))
 _register_autocast("attention_check", _autocast_first(3))
+_register_autocast("attention_describe", _autocast_first(3))
 _register_autocast("attention_decode_check", _follow_cache(0))
+_register_autocast("attention_decode_describe", _follow_cache(0))
 _register_autocast("attention_decode", _follow_cache(0))
 _ROTARY = (5 + DecodeOptions._fields.index(name) for name in ("rotary_cos", "rotary_sin"))
 _register_autocast("attention_decode_append", _follow_cache(0, 3, 4, *_ROTARY))  # q, k, v

@@ -2,6 +2,7 @@
 // wrote.
 #include <torch/csrc/stable/library.h>
 
+#include <string>
 #include <tuple>
 
 #include "attention.h"
@@ -104,6 +105,12 @@ Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor
   return {call.dq, call.dk, call.dv, call.dbias, finish_dsink(call, options)};
 }
 
+std::string attention_describe(const Tensor& q, const Tensor& k, const OptionalTensor& v, std::string operation,
+                               bool deterministic, FLASH_EXT_SCORE_PARAMETERS) {
+  const CudaDevice device(q);
+  return describe_in_text(operation, q, k, v, FLASH_EXT_SCORE_OPTIONS, deterministic);
+}
+
 void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS) {
   const CudaDevice device(q);
   prepare_attention(plan::Operation::kForward, q, k, v, FLASH_EXT_SCORE_OPTIONS);
@@ -115,6 +122,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
   m.impl("attention_forward_plain", TORCH_BOX(&attention_forward_plain));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_describe", TORCH_BOX(&attention_describe));
   m.impl("attention_check", TORCH_BOX(&attention_check));
 }
 

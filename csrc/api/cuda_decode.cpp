@@ -1,6 +1,7 @@
 // Attention over a key-value cache on CUDA: prepare the call, append, run the kernels on torch's current stream.
 #include <torch/csrc/stable/library.h>
 
+#include <string>
 #include <tuple>
 
 #include "cuda_device.h"
@@ -8,6 +9,7 @@
 #include "kernels/sm80/decode/append.h"
 #include "kernels/sm80/decode/decode.h"
 #include "op_arguments.h"
+#include "plan/problem_text.h"
 #include "tensors.h"
 
 namespace flash_ext::api {
@@ -40,6 +42,12 @@ Tensors2 attention_decode_append(const Tensor& q, const Tensor& k_cache, const T
   return run(call, device);
 }
 
+std::string attention_decode_describe(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                      FLASH_EXT_DECODE_PARAMETERS) {
+  const CudaDevice device(q);
+  return plan::text_of(describe_decode(q, k_cache, v_cache, FLASH_EXT_DECODE_OPTIONS));
+}
+
 void attention_decode_check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                             FLASH_EXT_DECODE_PARAMETERS) {
   const CudaDevice device(q);
@@ -51,6 +59,7 @@ void attention_decode_check(const Tensor& q, const Tensor& k_cache, const Tensor
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
   m.impl("attention_decode", TORCH_BOX(&attention_decode));
   m.impl("attention_decode_append", TORCH_BOX(&attention_decode_append));
+  m.impl("attention_decode_describe", TORCH_BOX(&attention_decode_describe));
   m.impl("attention_decode_check", TORCH_BOX(&attention_decode_check));
 }
 

@@ -5,6 +5,7 @@
 
 #include "cpu_tiles.h"
 #include "features.h"
+#include "names.h"
 #include "sm80_tiles.h"
 #include "sm90_tiles.h"
 #include "text.h"
@@ -105,20 +106,6 @@ bool fits(const KernelRow& row, const Problem& p, unsigned features) {
 
 // ---- Why one does not -----------------------------------------------------------------------------------------------
 
-const char* dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-  }
-  return "";
-}
-
 /// The widest heads with which the kernel of a row does take a feature; 0 if it never does.
 int64_t most_head_dim_with(const KernelRow& row, unsigned feature) {
   int64_t most = 0;
@@ -150,7 +137,7 @@ const KernelRow* closest_row(const Architecture& architecture, const Problem& p,
 }
 
 std::string obstacle(const KernelRow& row, const Problem& p) {
-  if (!has_dtype(row, p)) return dtype_name(p.dtype);
+  if (!has_dtype(row, p)) return name_of(p.dtype);
   return has_head_dims(row, p) ? features_not_taken(row, p) : text("head_dim beyond ", row.most_head_dim);
 }
 

@@ -587,7 +587,7 @@ def _paged_forward(
         block_table=block_table,
         alibi_slopes=alibi_slopes,
         allow_tf32=_allow_tf32(query),
-        **packed,  # type: ignore[arg-type]
+        **packed,
     )
     if not _passes(_DECODE_CHECK, query, key, value, *options):
         return NotImplemented

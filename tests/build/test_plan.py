@@ -58,6 +58,24 @@ def test_fields_that_do_not_exist_raise() -> None:
         _plan.Problem(colour=1)
 
 
+def test_a_problem_and_its_text() -> None:
+    problem = _plan.Problem(operation="decode", device="cuda", dtype="bfloat16", softmax_scale=1 / 3, window_left=HUGE)
+    problem.has_bias, problem.bias_dtype = True, "float64"
+    again = _plan.problem_of(str(problem))
+    assert str(again) == str(problem)
+    assert (again.softmax_scale, again.window_left, again.bias_dtype) == (1 / 3, HUGE, "float64")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(("batch 1\n", ""), "without batch"), (("batch 1", "batch"), "not a problem"), (("batch 1", "bat 1"), "batch"),
+     (("device cpu", "device abacus"), "device must be one of"), (("batch 1\n", "batch 1\ncolour 1\n"), "no colour")],
+)  # fmt: skip
+def test_a_text_of_no_problem_raises(change: tuple[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _plan.problem_of(str(_plan.Problem()).replace(*change))
+
+
 # --- support -------------------------------------------------------------------------------------------------------
 
 
