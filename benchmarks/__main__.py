@@ -3,7 +3,7 @@
 python -m benchmarks forward                       the training table on a GPU, or a small one on a CPU
 python -m benchmarks backward --head-dim 128 --causal --json run.json --plot run.png
 python -m benchmarks training                      both, on the same tensors
-python -m benchmarks decode | options | module | encoder | memory | host
+python -m benchmarks decode | options | module | encoder | models | memory | host
 python -m benchmarks compare before.json after.json
 """
 
@@ -20,16 +20,16 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import decode, encoder, forward_backward, host, memory, module, options, report
+from benchmarks import decode, encoder, forward_backward, host, memory, models, module, options, report
 from benchmarks.arguments import common_arguments, effort_of, settle
 from benchmarks.ceilings import higher, measure_ceilings
-from benchmarks.contest import Setting, Work
+from benchmarks.comparison import Setting, Work
 from benchmarks.gpu_state import GpuState
 from benchmarks.provenance import provenance
 from benchmarks.timing import Progress, make_clock
 
 
-class Question(NamedTuple):
+class Benchmark(NamedTuple):
     """What can be asked: ``work`` turns arguments into pieces of work, each of which returns rows."""
 
     help: str
@@ -45,37 +45,41 @@ class Question(NamedTuple):
     loops: bool = True  # takes --sustained
 
 
-def _training(help: str, *directions: str) -> Question:
+def _training(help: str, *directions: str) -> Benchmark:
     work = partial(forward_backward.work, directions)
     columns = ("ms", "TFLOP/s", "batch x seqlen")
-    return Question(help, *columns, forward_backward.add_arguments, work, forward_backward.dtypes)
+    return Benchmark(help, *columns, forward_backward.add_arguments, work, forward_backward.dtypes)
 
 
-QUESTIONS = {
+BENCHMARKS = {
     "forward": _training("TFLOP/s of the forward", "forward"),
     "backward": _training("TFLOP/s of the backward", "backward"),
     "training": _training("both, on the same tensors", "forward", "backward"),
-    "decode": Question(
+    "decode": Benchmark(
         "time of one token over a KV cache", "us", "us", "batch x context", decode.add_arguments, decode.work,
         decode.dtypes,
     ),
-    "options": Question(
+    "options": Benchmark(
         "what bias, masks, dropout ... cost", "ms", "ms", "option", options.add_arguments, options.work, options.dtypes,
         also_peers=options.ALSO_PEERS,
     ),
-    "module": Question(
+    "module": Benchmark(
         "nn.MultiheadAttention as people call it", "ms", "ms", "call", module.add_arguments, module.work,
         own_peers=module.PEERS, asks_peers=False,
     ),
-    "encoder": Question(
+    "encoder": Benchmark(
         "an evaluated nn.TransformerEncoder", "ms", "ms", "batch x seqlen, embed_dim / heads", encoder.add_arguments,
         encoder.work, own_peers=encoder.PEERS, asks_peers=False,
     ),
-    "memory": Question(
+    "models": Benchmark(
+        "a training step of whole models that call SDPA", "ms", "ms", "model", models.add_arguments, models.work,
+        own_peers=models.PEERS, asks_peers=False,
+    ),
+    "memory": Benchmark(
         "peak memory over the sequence length", "MiB", "MiB", "seqlen", memory.add_arguments, memory.work,
         own_peers={memory.UNFUSED_NAME: memory.UNFUSED.title}, loops=False,
     ),
-    "host": Question(
+    "host": Benchmark(
         "CPU time of one call", "us", "us", "call", host.add_arguments, host.work, own_peers=host.PEERS, loops=False
     ),
 }  # fmt: skip
@@ -85,11 +89,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    subparsers = parser.add_subparsers(dest="question", required=True)
-    for name, question in QUESTIONS.items():
-        common = common_arguments(question.asks_peers, question.loops)
-        question.add_arguments(subparsers.add_parser(name, parents=[common], help=question.help))
-    sub = subparsers.add_parser("compare", help="two records of the same question")
+    subparsers = parser.add_subparsers(dest="benchmark", required=True)
+    for name, benchmark in BENCHMARKS.items():
+        common = common_arguments(benchmark.asks_peers, benchmark.loops)
+        benchmark.add_arguments(subparsers.add_parser(name, parents=[common], help=benchmark.help))
+    sub = subparsers.add_parser("compare", help="two records of the same benchmark")
     sub.add_argument("before", type=Path)
     sub.add_argument("after", type=Path)
     sub.add_argument("--at-least", type=float, metavar="RATIO", help="exit with 1 if a row is below, e.g. 0.97")
@@ -100,18 +104,18 @@ def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
     """Measures what was asked for, and the ceilings before and after."""
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")  # autograd's thread, once, harmless
     torch.manual_seed(chosen.seed)
-    question = QUESTIONS[chosen.question]
+    benchmark = BENCHMARKS[chosen.benchmark]
     clock = make_clock(chosen.device)
-    dtypes = None if question.ceiling_dtypes is None else list(question.ceiling_dtypes(chosen))
-    effort, sustained_s = effort_of(chosen), chosen.sustained if question.loops else None
+    dtypes = None if benchmark.ceiling_dtypes is None else list(benchmark.ceiling_dtypes(chosen))
+    effort, sustained_s = effort_of(chosen), chosen.sustained if benchmark.loops else None
     rows: list[report.Row] = []
     found: dict[str, float] = {}
-    with closing(Progress(chosen.question)) as progress, GpuState(chosen.device) as state:
+    with closing(Progress(chosen.benchmark)) as progress, GpuState(chosen.device) as state:
         if dtypes is not None:
             progress.say("ceilings of the machine")
             found = measure_ceilings(clock, chosen.device, dtypes)
         setting = Setting(chosen.device, clock, effort, chosen.peers, found, sustained_s)
-        work = question.work(chosen, setting)
+        work = benchmark.work(chosen, setting)
         progress.expect(len(work))
         for piece in work:
             rows += piece()
@@ -120,9 +124,11 @@ def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
             progress.say("ceilings again")
             found = higher(found, measure_ceilings(clock, chosen.device, dtypes))
     forward_backward.add_ceiling(rows, found)
-    origin = provenance(command, chosen.device, chosen.peers, question.own_peers, effort, chosen.trial)
+    origin = provenance(command, chosen.device, chosen.peers, benchmark.own_peers, effort, chosen.trial)
     origin |= {"sustained_s": sustained_s, "gpu_state": state.summary()}
-    return report.Record(chosen.question, question.unit, question.shown_unit, question.label_title, origin, found, rows)
+    return report.Record(
+        chosen.benchmark, benchmark.unit, benchmark.shown_unit, benchmark.label_title, origin, found, rows
+    )
 
 
 def main(arguments: Sequence[str] | None = None, preset: Sequence[str] = (), module: str = "benchmarks") -> int:
@@ -130,9 +136,9 @@ def main(arguments: Sequence[str] | None = None, preset: Sequence[str] = (), mod
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser()
     chosen = parser.parse_args([*preset, *arguments])
-    if chosen.question == "compare":
+    if chosen.benchmark == "compare":
         return compare(parser, chosen)
-    settle(parser, chosen, QUESTIONS[chosen.question].also_peers)
+    settle(parser, chosen, BENCHMARKS[chosen.benchmark].also_peers)
     record = run(chosen, [module, *arguments])
     print(report.markdown(record))
     if chosen.json is not None:

@@ -1,4 +1,4 @@
-"""Arguments that questions have in common, and what they mean."""
+"""Arguments that benchmarks have in common, and what they mean."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def seconds(argument: str) -> float:
 
 
 def common_arguments(with_peers: bool, with_loops: bool) -> argparse.ArgumentParser:
-    """What every question that measures takes; who else takes part, and how it is timed, is settled in some."""
+    """What every benchmark that measures takes; who else takes part, and how it is timed, is settled in some."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     common.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), help="default: bfloat16; on a CPU float32")
     if with_peers:
         common.add_argument("--peers", nargs="*", choices=tuple(PEERS), help="default: all that can be imported")
     common.add_argument("--quick", action="store_true", help="fewer rows and rounds: for a look, not for a record")
-    common.add_argument("--rounds", type=positive, help="timed calls of each contestant, at most")
+    common.add_argument("--rounds", type=positive, help="timed calls of each candidate, at most")
     if with_loops:
         common.add_argument(
             "--sustained", type=seconds, nargs="?", const=SUSTAINED_S, metavar="S",
-            help="also time each contestant in loops of S seconds without pause (%(const)s)",
+            help="also time each candidate in loops of S seconds without pause (%(const)s)",
         )  # fmt: skip
     common.add_argument("--threads", type=positive, help="of torch, on a CPU")
     common.add_argument("--seed", type=int, default=0)
@@ -87,7 +87,7 @@ def settle(parser: argparse.ArgumentParser, chosen: argparse.Namespace, also: Se
     """Settles device, peers and torch's settings; ends with an error for what would otherwise fail after the run.
 
     Args:
-        also: peers that the question asks besides the usual ones, where they can be had.
+        also: peers that the benchmark asks besides the usual ones, where they can be had.
     """
     if chosen.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no GPU")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from benchmarks.timing import Clock, Contestant, Effort, take_turns
+from benchmarks.timing import Candidate, Clock, Effort, take_turns
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 512}
 READ_BYTES = {"cuda": 2**31, "cpu": 2**25}
@@ -31,7 +31,7 @@ def measure_ceilings(clock: Clock, device: torch.device, dtypes: Iterable[torch.
 
 def _matmul_tflops(clock: Clock, device: torch.device, dtype: torch.dtype, size: int) -> float:
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    ms = take_turns(clock, {"matmul": Contestant(lambda: a @ b)}, EFFORT)["matmul"].median
+    ms = take_turns(clock, {"matmul": Candidate(lambda: a @ b)}, EFFORT)["matmul"].median
     return 2 * size**3 / ms / 1e9
 
 
@@ -45,11 +45,11 @@ def read_ms(clock: Clock, tensor: Tensor, effort: Effort) -> float:
     Which reduction of torch's reads fastest depends on the size: the fastest counts.
     """
     words = tensor.view(torch.float32).flatten()
-    readers = {"sum": Contestant(words.sum)}
+    readers = {"sum": Candidate(words.sum)}
     if words.numel() % SHORT_ROW == 0:
-        readers["sums of rows"] = Contestant(lambda: words.view(-1, SHORT_ROW).sum(1))
+        readers["sums of rows"] = Candidate(lambda: words.view(-1, SHORT_ROW).sum(1))
     if words.numel() % LONG_ROW == 0:
-        readers["maxima of rows"] = Contestant(lambda: words.view(torch.int64).view(-1, LONG_ROW // 2).amax(1))
+        readers["maxima of rows"] = Candidate(lambda: words.view(torch.int64).view(-1, LONG_ROW // 2).amax(1))
     readers = {name: clock.repeatable(reader) for name, reader in readers.items()}
     return min(sample.median for sample in take_turns(clock, readers, effort).values())
 

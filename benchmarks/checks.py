@@ -139,7 +139,7 @@ def _largest(tensor: Tensor) -> float:
 
 @contextmanager
 def exact_matmuls() -> Iterator[None]:
-    """No TF32 in the reference, whatever the contestants may use."""
+    """No TF32 in the reference, whatever the candidates may use."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -60,16 +60,16 @@ class Shape(NamedTuple):
 def run_calls(shapes: Iterable[Shape], names: Sequence[str]) -> None:
     """What ncu watches: each implementation's call, the second one of its kind."""
     cudart = torch.cuda.cudart()
-    contestants = [ours(), *find_peers(names, torch.device("cuda")).values()]
+    candidates = [ours(), *find_peers(names, torch.device("cuda")).values()]
     for shape in shapes:
         size = (TOKENS // shape.seqlen, shape.seqlen, HIDDEN // shape.head_dim, shape.head_dim)
         q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        for contestant in contestants:
-            with contestant.around():
-                contestant.attention(q, k, v, shape.causal)
+        for candidate in candidates:
+            with candidate.around():
+                candidate.attention(q, k, v, shape.causal)
                 torch.cuda.synchronize()
                 cudart.cudaProfilerStart()
-                contestant.attention(q, k, v, shape.causal)
+                candidate.attention(q, k, v, shape.causal)
                 torch.cuda.synchronize()
                 cudart.cudaProfilerStop()
 

@@ -23,10 +23,10 @@ import flash_ext
 from benchmarks.arguments import DTYPES, batch_and_seqlen, dtypes_of, head_pair, on_cpu, positive
 from benchmarks.ceilings import name_of, read_ms
 from benchmarks.checks import Expected, Result, WrongOutput
-from benchmarks.contest import Contest, Setting, Work
+from benchmarks.comparison import Comparison, Setting, Work
 from benchmarks.peers import OURS, Peer, Step, ours
 from benchmarks.report import Row
-from benchmarks.timing import Contestant, Timings
+from benchmarks.timing import Candidate, Timings
 from tests import reference
 from tests.oracle import Call
 
@@ -144,14 +144,14 @@ def measure(problem: Problem, page_size: int, setting: Setting) -> list[Row]:
     step, both_caches = make_step(problem, setting.device)
     call = call_of(problem, step)
     expected = Expected(call)
-    contest = Contest()
+    comparison = Comparison()
     for name, peer in {OURS: ours(), **setting.peers}.items():
-        add(contest, name, peer, step, call, expected, setting)
+        add(comparison, name, peer, step, call, expected, setting)
     if problem.workload == "full":
-        add_paged(contest, call, page_size, setting)
+        add_paged(comparison, call, page_size, setting)
     attended = both_caches.flatten()[: problem.kv_bytes // both_caches.element_size()]
     floor = read_ms(setting.clock, attended, setting.effort)
-    return [row_of(problem, page_size, contest.measure(setting), floor, contest.missing)]
+    return [row_of(problem, page_size, comparison.measure(setting), floor, comparison.missing)]
 
 
 def make_step(problem: Problem, device: torch.device) -> tuple[Step, Tensor]:
@@ -198,12 +198,14 @@ def rotated(x: Tensor, tables: tuple[Tensor, Tensor], position: int) -> Tensor:
     return torch.stack([reference.rotate(entry.float(), cos, sin, at, False) for entry in x]).to(x.dtype)
 
 
-def add(contest: Contest, name: str, peer: Peer, step: Step, call: Call, expected: Expected, setting: Setting) -> None:
+def add(
+    comparison: Comparison, name: str, peer: Peer, step: Step, call: Call, expected: Expected, setting: Setting
+) -> None:
     """Checks what the peer returns and appends, and lets it take part."""
     if reason := obstacle(name, peer, step):
-        contest.leave_out(name, reason)
+        comparison.leave_out(name, reason)
         return
-    prepare = cache(partial(peer.decode, step))  # where it fails, it fails in the contest
+    prepare = cache(partial(peer.decode, step))  # where it fails, it fails in the comparison
     rows = tuple(t[:, -1:].clone() for t in (step.k_cache, step.v_cache))  # as they have to be
 
     def decode() -> Tensor:
@@ -221,9 +223,9 @@ def add(contest: Contest, name: str, peer: Peer, step: Step, call: Call, expecte
                 step.k_cache[:, -1:], step.v_cache[:, -1:] = rows
             return {"out": out}
 
-    contestant = Contestant(decode, peer.around)
+    candidate = Candidate(decode, peer.around)
     own = name == OURS
-    contest.enter(name, contestant, expected, decode_and_look, repeated_by=setting.clock, required=own)
+    comparison.add(name, candidate, expected, decode_and_look, repeated_by=setting.clock, required=own)
 
 
 def obstacle(name: str, peer: Peer, step: Step) -> str | None:
@@ -245,11 +247,11 @@ def check_rows(who: str, step: Step, expected: Sequence[Tensor]) -> None:
             raise WrongOutput(f"{who}: {name} does not hold the new row")
 
 
-def add_paged(contest: Contest, call: Call, page_size: int, setting: Setting) -> None:
+def add_paged(comparison: Comparison, call: Call, page_size: int, setting: Setting) -> None:
     """The same cache as pages that lie anywhere; what is attended to are other keys than those of ``call``, then."""
     batch, seqlen, heads_kv, head_dim = call.k.shape
     if seqlen % page_size != 0:
-        contest.leave_out(PAGED, f"{seqlen} keys are no multiple of a page of {page_size}")
+        comparison.leave_out(PAGED, f"{seqlen} keys are no multiple of a page of {page_size}")
         return
     k_pages, v_pages = (t.view(-1, page_size, heads_kv, head_dim) for t in (call.k, call.v))
     block_table = torch.randperm(len(k_pages), device=call.q.device).view(batch, -1)
@@ -257,11 +259,11 @@ def add_paged(contest: Contest, call: Call, page_size: int, setting: Setting) ->
     options: dict[str, Any] = {"block_table": block_table.to(torch.int32), "cache_seqlens": lengths}
     supported, reason = flash_ext.supports(call.q, k_pages, v_pages, operation="decode", **options)
     if not supported:
-        contest.leave_out(PAGED, reason)
+        comparison.leave_out(PAGED, reason)
         return
     gathered = Call(call.q, k_pages[block_table].view(call.k.shape), v_pages[block_table].view(call.v.shape))
-    contestant = Contestant(partial(flash_ext.decode, call.q, k_pages, v_pages, **options))
-    contest.enter(PAGED, contestant, Expected(gathered), repeated_by=setting.clock, required=True)
+    candidate = Candidate(partial(flash_ext.decode, call.q, k_pages, v_pages, **options))
+    comparison.add(PAGED, candidate, Expected(gathered), repeated_by=setting.clock, required=True)
 
 
 def row_of(problem: Problem, page_size: int, timings: Timings, floor_ms: float | None, missing: dict[str, str]) -> Row:

@@ -21,10 +21,10 @@ import flash_ext
 from benchmarks.arguments import DTYPES, dtypes_of, on_cpu, positive
 from benchmarks.ceilings import name_of
 from benchmarks.checks import ExpectedOutput
-from benchmarks.contest import Contest, Setting, Work
+from benchmarks.comparison import Comparison, Setting, Work
 from benchmarks.peers import OURS
 from benchmarks.report import Row
-from benchmarks.timing import Contestant
+from benchmarks.timing import Candidate
 
 TORCH = "torch"
 PEERS = {TORCH: "nn.TransformerEncoder, evaluated by torch"}
@@ -109,13 +109,13 @@ def measure(problem: Problem, seed: int, setting: Setting) -> list[Row]:
     seen = slice(None) if padding is None else ~padding
     expected = expected_output(theirs, x, padding, seen)
     ours = flash_ext.convert(copy.deepcopy(theirs), report=lambda line: None)
-    contest = Contest()
+    comparison = Comparison()
     for name, model in {OURS: ours, TORCH: theirs}.items():
         call = evaluation(model, x, padding, problem.compiled)
         result = lambda call=call: {"out": call()[seen]}  # noqa: E731
-        contest.enter(name, Contestant(call), expected, result, required=name == OURS)
-    row = {"table": problem.heading, "label": problem.label, "problem": asdict(problem), "missing": contest.missing}
-    return [Row.timed(contest.measure(setting), **row)]
+        comparison.add(name, Candidate(call), expected, result, required=name == OURS)
+    row = {"table": problem.heading, "label": problem.label, "problem": asdict(problem), "missing": comparison.missing}
+    return [Row.timed(comparison.measure(setting), **row)]
 
 
 def make_encoder(problem: Problem, device: torch.device) -> nn.TransformerEncoder:

@@ -18,10 +18,10 @@ import flash_ext
 from benchmarks.arguments import DTYPES, dtypes_of, on_cpu, positive, shape
 from benchmarks.ceilings import matmul_name, name_of
 from benchmarks.checks import Expected, Result
-from benchmarks.contest import Contest, Setting, Work
+from benchmarks.comparison import Comparison, Setting, Work
 from benchmarks.peers import OURS, Peer, ours
 from benchmarks.report import OF_MATMUL, Row
-from benchmarks.timing import Contestant, Timings
+from benchmarks.timing import Candidate, Timings
 from tests.oracle import Call
 
 HEAD_DIMS: Sequence[int] = (64, 128, 256)
@@ -118,7 +118,7 @@ def problems(chosen: argparse.Namespace) -> list[Problem]:
     kept = slice(int(chosen.quick), None)
     for dtype in dtypes_of(chosen):
         found += training_table([GQA_HEAD_DIM], GQA_SEQLENS[kept], dtype=dtype, group=GQA_GROUP, **sizes)
-    if chosen.question == "backward" and not chosen.quick:
+    if chosen.benchmark == "backward" and not chosen.quick:
         found += [row for dtype in dtypes_of(chosen) for row in few_and_short(chosen.masks, dtype)]
     if chosen.dtype is None:
         found += training_table(FLOAT32_HEAD_DIMS[kept], FLOAT32_SEQLENS[kept], dtype=torch.float32, **sizes)
@@ -167,11 +167,12 @@ def measure(problem: Problem, directions: Sequence[str], setting: Setting) -> li
     """A row for each direction."""
     call = make_call(problem, setting.device, with_gradients="backward" in directions)
     expected = Expected(call, INPUTS if "backward" in directions else ())
-    contests = {direction: Contest() for direction in directions}
+    comparisons = {direction: Comparison() for direction in directions}
     for name, peer in {OURS: ours(), **setting.peers}.items():
-        enter(name, peer, call, expected, contests)
+        add(name, peer, call, expected, comparisons)
     return [
-        row_of(problem, direction, contest.measure(setting), contest.missing) for direction, contest in contests.items()
+        row_of(problem, direction, comparison.measure(setting), comparison.missing)
+        for direction, comparison in comparisons.items()
     ]
 
 
@@ -186,11 +187,11 @@ def make_call(problem: Problem, device: torch.device, with_gradients: bool) -> C
     return Call(q, k, v, {"causal": problem.causal}, grad_out=grad if with_gradients else None)
 
 
-def enter(name: str, peer: Peer, call: Call, expected: Expected, contests: dict[str, Contest]) -> None:
-    """Checks the peer's output and gradients, and enters it for the directions."""
-    if reason := obstacle(name, peer, call, list(contests)):
-        for contest in contests.values():
-            contest.leave_out(name, reason)
+def add(name: str, peer: Peer, call: Call, expected: Expected, comparisons: dict[str, Comparison]) -> None:
+    """Checks the peer's output and gradients, and adds it for the directions."""
+    if reason := obstacle(name, peer, call, list(comparisons)):
+        for comparison in comparisons.values():
+            comparison.leave_out(name, reason)
         return
     kept: list[Tensor] = []
 
@@ -213,9 +214,9 @@ def enter(name: str, peer: Peer, call: Call, expected: Expected, contests: dict[
         "forward": (attend_without_grad, None),
         "backward": (differentiate, out_and_gradients),
     }
-    for direction, contest in contests.items():
+    for direction, comparison in comparisons.items():
         function, result = calls[direction]
-        contest.enter(name, Contestant(function, peer.around), expected, result, required=name == OURS)
+        comparison.add(name, Candidate(function, peer.around), expected, result, required=name == OURS)
 
 
 def obstacle(name: str, peer: Peer, call: Call, directions: Iterable[str]) -> str | None:

@@ -1,7 +1,7 @@
 """``host``: microseconds of CPU time that one eager call takes, on a problem too small to matter otherwise.
 
 The calls of a batch follow each other without waiting for the GPU; a reading is the mean of a batch, the figure the
-median over batches, and the contestants take turns. On a CPU the computation itself is in it.
+median over batches, and the candidates take turns. On a CPU the computation itself is in it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import flash_ext
 from benchmarks.arguments import dtypes_of, on_cpu, positive
 from benchmarks.ceilings import name_of
 from benchmarks.checks import Expected, Result
-from benchmarks.contest import Contest, Setting, Work
+from benchmarks.comparison import Comparison, Setting, Work
 from benchmarks.forward_backward import obstacle
 from benchmarks.peers import OURS, Peer, Step, ours, sdpa, sdpa_decode
 from benchmarks.report import Row
-from benchmarks.timing import WARM_UP_CALLS, Contestant, Sample, Timings, host_microseconds
+from benchmarks.timing import WARM_UP_CALLS, Candidate, Sample, Timings, host_microseconds
 from tests.oracle import Call
 
 SHAPE = (1, 128, 4, 64)  # batch, seqlen, heads, head_dim
@@ -105,35 +105,35 @@ def measure(shape: tuple[int, int, int, int], dtype: torch.dtype, calls: int, se
 
 def measure_way(way: Way, plain: Call, calls: int, setting: Setting) -> Row:
     mine = {OURS: ours()} if way.operation == "decode" else ours_by_its_names()
-    contest = Contest()
+    comparison = Comparison()
     for name, peer in {**mine, "sdpa": Peer(PEERS["sdpa"], sdpa, sdpa_decode), **setting.peers}.items():
         if reason := obstacle(OURS if name in mine else name, peer, plain, [way.operation]):
-            contest.leave_out(name, reason)
+            comparison.leave_out(name, reason)
         else:
-            enter(contest, name, Contestant(way.call_of(peer), peer.around), way, required=name in mine)
+            add(comparison, name, Candidate(way.call_of(peer), peer.around), way, required=name in mine)
     shape = list(plain.q.shape)
     return Row.timed(
-        Timings(take_turns(contest.contestants, calls, setting.device)),
+        Timings(take_turns(comparison.candidates, calls, setting.device)),
         table=f"{name_of(plain.dtype)}, {' x '.join(map(str, shape))}",
         label=way.name,
         problem={"shape": shape, "dtype": name_of(plain.dtype), "calls": calls},
-        missing=contest.missing,
+        missing=comparison.missing,
     )
 
 
-def enter(contest: Contest, name: str, contestant: Contestant, way: Way, required: bool) -> None:
+def add(comparison: Comparison, name: str, candidate: Candidate, way: Way, required: bool) -> None:
     def result() -> Result:
-        return {way.output: contestant().detach()}
+        return {way.output: candidate().detach()}
 
-    contest.enter(name, contestant, way.expected, result, required=required)
+    comparison.add(name, candidate, way.expected, result, required=required)
 
 
-def take_turns(contestants: Mapping[str, Contestant], calls: int, device: torch.device) -> dict[str, Sample]:
+def take_turns(candidates: Mapping[str, Candidate], calls: int, device: torch.device) -> dict[str, Sample]:
     """Microseconds of a call of each, a reading for each batch. Every other round goes backwards."""
-    for contestant in contestants.values():
-        host_microseconds(device, contestant, WARM_UP_CALLS)
-    batches: dict[str, list[float]] = {name: [] for name in contestants}
+    for candidate in candidates.values():
+        host_microseconds(device, candidate, WARM_UP_CALLS)
+    batches: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(BATCHES):
-        for name in contestants if turn % 2 == 0 else reversed(list(contestants)):
-            batches[name].append(host_microseconds(device, contestants[name], calls))
+        for name in candidates if turn % 2 == 0 else reversed(list(candidates)):
+            batches[name].append(host_microseconds(device, candidates[name], calls))
     return {name: Sample(tuple(values)) for name, values in batches.items()}

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.arguments import dtypes_of, on_cpu, positive
 from benchmarks.ceilings import name_of
 from benchmarks.checks import Expected
-from benchmarks.contest import Setting, Work, first_line
+from benchmarks.comparison import Setting, Work, first_line
 from benchmarks.forward_backward import Problem, make_call, obstacle
 from benchmarks.option_calls import cannot
 from benchmarks.peers import OURS, Peer, ours

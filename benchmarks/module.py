@@ -20,10 +20,10 @@ import flash_ext
 from benchmarks.arguments import dtypes_of, on_cpu, positive
 from benchmarks.ceilings import name_of
 from benchmarks.checks import Result, check_bound, check_finite, check_share, exact_matmuls
-from benchmarks.contest import Contest, Setting, Work
+from benchmarks.comparison import Comparison, Setting, Work
 from benchmarks.peers import OURS
 from benchmarks.report import Row
-from benchmarks.timing import Contestant
+from benchmarks.timing import Candidate
 
 SITUATIONS = ("inference", "forward", "backward")
 SIZES: Sequence[tuple[int, int, int, int]] = ((32, 512, 768, 12), (4, 4096, 1024, 16))
@@ -119,16 +119,16 @@ def measure(size: Size, usage: Usage, situation: str, setting: Setting) -> list[
     shape = (size.batch, size.seqlen, size.embed_dim)
     x, grad = (torch.randn(shape, device=size.device, dtype=size.dtype) for _ in range(2))
     expected = expected_of(module, x, grad, usage, situation == "backward")
-    contest = Contest()
+    comparison = Comparison()
     if reason := obstacle(size, situation):
-        contest.leave_out(OURS, reason)
+        comparison.leave_out(OURS, reason)
     else:
         ours = flash_ext.convert(copy.deepcopy(module), report=lambda line: None)
-        add(contest, OURS, ours, x, grad, usage, situation, expected)
-    add(contest, TORCH, module, x, grad, usage, situation, expected)
+        add(comparison, OURS, ours, x, grad, usage, situation, expected)
+    add(comparison, TORCH, module, x, grad, usage, situation, expected)
     return [
         Row.timed(
-            contest.measure(setting),
+            comparison.measure(setting),
             table=f"{situation}, {name_of(size.dtype)}, {size}",
             label=usage.name,
             problem={
@@ -140,7 +140,7 @@ def measure(size: Size, usage: Usage, situation: str, setting: Setting) -> list[
                 "dtype": name_of(size.dtype),
                 "dropout": usage.dropout,
             },
-            missing=contest.missing,
+            missing=comparison.missing,
         )
     ]
 
@@ -211,7 +211,7 @@ def result_of(
 
 
 def add(
-    contest: Contest,
+    comparison: Comparison,
     name: str,
     module: nn.Module,
     x: Tensor,
@@ -226,10 +226,10 @@ def add(
     if situation == "inference":
         call = torch.no_grad()(call)
     result = partial(result_of, call, module, leaf, grad if situation == "backward" else None)
-    contestant = Contestant(call)
+    candidate = Candidate(call)
     if situation == "backward":
-        contestant = Contestant(_backward_of(call, module, leaf, grad))
-    contest.enter(name, contestant, expected, result, required=name == OURS)
+        candidate = Candidate(_backward_of(call, module, leaf, grad))
+    comparison.add(name, candidate, expected, result, required=name == OURS)
 
 
 def _backward_of(

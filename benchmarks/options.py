@@ -24,10 +24,10 @@ import flash_ext
 from benchmarks.arguments import dtypes_of, on_cpu, positive
 from benchmarks.ceilings import name_of
 from benchmarks.checks import Checker, Expected, OnAverage, Result
-from benchmarks.contest import Contest, Setting, Work
+from benchmarks.comparison import Comparison, Setting, Work
 from benchmarks.peers import OURS, Peer, ours
 from benchmarks.report import Row
-from benchmarks.timing import Contestant, Timings
+from benchmarks.timing import Candidate, Timings
 from tests.oracle import Call
 
 PLAIN = "plain"
@@ -199,13 +199,13 @@ def measure(size: Size, direction: str, only: Sequence[str] | None, setting: Set
     """A row for each variant; in each, the plain call, the variant and its peers take turns."""
     listed = [v for v in variants(size) if direction == "backward" or not v.only_backward]
     plain, chosen = listed[0], [v for v in listed if only is None or any(text in v.name for text in only)]
-    alone = Contest()
+    alone = Comparison()
     add(alone, PLAIN, ours(), plain, direction, expected_of(plain, direction))
-    return [measure_variant(size, direction, variant, alone.contestants, setting) for variant in chosen]
+    return [measure_variant(size, direction, variant, alone.candidates, setting) for variant in chosen]
 
 
 def measure_variant(
-    size: Size, direction: str, variant: Variant, plain: Mapping[str, Contestant], setting: Setting
+    size: Size, direction: str, variant: Variant, plain: Mapping[str, Candidate], setting: Setting
 ) -> Row:
     """``plain``: the plain call, where it is supported."""
     expected = expected_of(variant, direction)
@@ -213,11 +213,13 @@ def measure_variant(
     if variant.call.options.get("dropout_p"):  # theirs draw other numbers
         undropped = replace(variant, call=variant.call.with_options(dropout_p=0.0, rng_state=None))
         by_peers = OnAverage(expected_of(undropped, direction))
-    contest = Contest({} if variant.name == PLAIN else dict(plain))
-    add(contest, OURS, ours(), variant, direction, expected)
+    comparison = Comparison({} if variant.name == PLAIN else dict(plain))
+    add(comparison, OURS, ours(), variant, direction, expected)
     for name, peer in setting.peers.items():
-        add(contest, name, peer, variant, direction, by_peers)
-    return row_of(size, direction, variant, contest.measure(setting), contest.missing, setting.ceilings["read_tbps"])
+        add(comparison, name, peer, variant, direction, by_peers)
+    return row_of(
+        size, direction, variant, comparison.measure(setting), comparison.missing, setting.ceilings["read_tbps"]
+    )
 
 
 def expected_of(variant: Variant, direction: str) -> Expected:
@@ -225,7 +227,7 @@ def expected_of(variant: Variant, direction: str) -> Expected:
     return Expected(variant.call, gradients_of, variant.heads_kv, variant.batch_entries)
 
 
-def add(contest: Contest, name: str, peer: Peer, variant: Variant, direction: str, expected: Checker) -> None:
+def add(comparison: Comparison, name: str, peer: Peer, variant: Variant, direction: str, expected: Checker) -> None:
     """Checks what the peer makes of the variant, and lets it take part."""
     call, own = variant.call, name in (OURS, PLAIN)
     if own:
@@ -234,17 +236,17 @@ def add(contest: Contest, name: str, peer: Peer, variant: Variant, direction: st
         supported = call.varlen or not peer.is_too_large(call.q, call.k)
         reason = "its scores would take more than 2 GiB"
     if not supported:
-        contest.leave_out(name, reason)
+        comparison.leave_out(name, reason)
         return
     gradients_of = variant.gradients_of if direction == "backward" else ()
     leaves = {name: t.detach().requires_grad_(name in gradients_of) for name, t in call.inputs().items()}
-    prepare = cache(partial(peer.with_options, call))  # where it fails, it fails in the contest
+    prepare = cache(partial(peer.with_options, call))  # where it fails, it fails in the comparison
 
     def attend() -> Tensor:
         return prepare()(leaves)
 
     if direction == "forward":
-        contest.enter(name, Contestant(torch.no_grad()(attend), peer.around), expected, required=own)
+        comparison.add(name, Candidate(torch.no_grad()(attend), peer.around), expected, required=own)
         return
     inputs = [leaves[name] for name in gradients_of]
     kept: list[Tensor] = []
@@ -258,7 +260,7 @@ def add(contest: Contest, name: str, peer: Peer, variant: Variant, direction: st
             gradients = zip(gradients_of, differentiate(), strict=True)
             return {"out": kept[0].detach(), **{f"d{name}": gradient for name, gradient in gradients}}
 
-    contest.enter(name, Contestant(differentiate, peer.around), expected, out_and_gradients, required=own)
+    comparison.add(name, Candidate(differentiate, peer.around), expected, out_and_gradients, required=own)
 
 
 def row_of(

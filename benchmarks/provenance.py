@@ -25,7 +25,7 @@ PATH_ARGUMENTS = ("--json", "--plot")
 ENVIRONMENT = "FLASH_EXT_"  # what begins so chooses kernels and checks
 SOURCES = ("csrc", "flash_ext")  # of what is measured
 BUILT_SOURCES = ("csrc", "setup.py", "build_support")  # of the libraries
-RECORD_ROUNDS = 12  # at least, of every contestant
+RECORD_ROUNDS = 12  # at least, of every candidate
 
 
 def provenance(

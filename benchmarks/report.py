@@ -42,15 +42,15 @@ def spread_of(sample: Sample) -> Spread:
 
 @dataclass
 class Row:
-    """One problem, and what each contestant needed for it."""
+    """One problem, and what each candidate needed for it."""
 
     table: str  # under which heading it stands
     label: str  # what tells it from the others of the table
     problem: dict[str, Any]  # every number that defines it
-    measured: dict[str, float]  # by contestant, in the record's unit
+    measured: dict[str, float]  # by candidate, in the record's unit
     shown: dict[str, float] = field(default_factory=dict)  # the same in the record's shown_unit; empty: as measured
     figures: dict[str, float] = field(default_factory=dict)  # other columns
-    missing: dict[str, str] = field(default_factory=dict)  # contestants that did not take part, and why
+    missing: dict[str, str] = field(default_factory=dict)  # candidates that did not take part, and why
     spread: dict[str, Spread] = field(default_factory=dict)  # of measured
     ratio_spread: dict[str, Spread] = field(default_factory=dict)  # by peer: of the rounds' ratios
     sustained: dict[str, float] = field(default_factory=dict)  # as measured, in loops without pause; often not asked
@@ -85,7 +85,7 @@ class Row:
 class Record:
     """A whole run. ``unit`` and ``shown_unit``: of ``Row.measured`` and ``Row.shown``."""
 
-    question: str
+    benchmark: str
     unit: str
     shown_unit: str
     label_title: str
@@ -160,19 +160,19 @@ def _beats_ceiling(row: Row, device: str) -> bool:
 
 def table_of(rows: Sequence[Row], label_title: str, device: str) -> list[str]:
     """A markdown table of rows with the same heading."""
-    contestants = contestants_of(rows)
+    candidates = candidates_of(rows)
     peers = any(row.ratios() for row in rows)
     figures = list(dict.fromkeys(name for row in rows for name in row.figures))
-    ratios = ["/ best peer"] + (["/ fa2"] if "fa2" in contestants else []) if peers else []
-    sustained = [name for name in contestants if any(name in row.sustained for row in rows)]
-    titles = [*contestants, *ratios, *figures, *(f"{name}, sustained" for name in sustained)]
+    ratios = ["/ best peer"] + (["/ fa2"] if "fa2" in candidates else []) if peers else []
+    sustained = [name for name in candidates if any(name in row.sustained for row in rows)]
+    titles = [*candidates, *ratios, *figures, *(f"{name}, sustained" for name in sustained)]
     lines = [line([label_title, *titles]), "| --- |" + " ---: |" * len(titles)]
     for row in rows:
         values = row.shown or row.measured
-        cells = [row.label, *(number(values.get(name)) for name in contestants)]
+        cells = [row.label, *(number(values.get(name)) for name in candidates)]
         if peers:
             cells.append(ratio(best_ratio(row)))
-            cells += [ratio(row.ratios().get("fa2"))] if "fa2" in contestants else []
+            cells += [ratio(row.ratios().get("fa2"))] if "fa2" in candidates else []
         busy = {OF_MATMUL: BUSY} if _beats_ceiling(row, device) else {}
         cells += [number(row.figures.get(name)) + busy.get(name, "") for name in figures]
         lines.append(line([*cells, *(number(shown_sustained(row, name)) for name in sustained)]))
@@ -186,7 +186,7 @@ def shown_sustained(row: Row, name: str) -> float | None:
     return row.shown[name] * row.measured[name] / row.sustained[name] if row.shown else row.sustained[name]
 
 
-def contestants_of(rows: Iterable[Row]) -> list[str]:
+def candidates_of(rows: Iterable[Row]) -> list[str]:
     """Ours first, the others in the order of the first row that has them."""
     names = dict.fromkeys(name for row in rows for name in row.measured)
     return sorted(names, key=lambda name: not is_ours(name))
@@ -220,7 +220,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def summary(record: Record) -> list[str]:
     """Geometric mean and smallest of the ratios, for each heading and over all, and in how many rows none is faster."""
-    peers = [name for name in contestants_of(record.rows) if not is_ours(name)]
+    peers = [name for name in candidates_of(record.rows) if not is_ours(name)]
     groups = [(title, [row for row in record.rows if row.table == title]) for title in tables(record)]
     groups += [("all", record.rows)] if len(groups) > 1 else []
     lines = ["", "**peer over flash_ext: geometric mean (smallest)**", "", line(["", *peers, "best peer"])]
@@ -236,11 +236,11 @@ def summary(record: Record) -> list[str]:
 
 def none_faster(rows: Iterable[Row]) -> str:
     """In how many rows flash_ext is faster than every peer by its median, and in how many the spread bears it out."""
-    contested = [row for row in rows if row.ratios()]
-    by_median = sum(min(row.ratios().values()) > 1 for row in contested)
-    for_certain = sum(min(row.lower_ratios().values()) > 1 for row in contested)
-    spread = f", in {for_certain} by the lower quartile too" if any(row.ratio_spread for row in contested) else ""
-    return f"no peer is faster in {by_median} of {len(contested)} rows{spread}"
+    compared = [row for row in rows if row.ratios()]
+    by_median = sum(min(row.ratios().values()) > 1 for row in compared)
+    for_certain = sum(min(row.lower_ratios().values()) > 1 for row in compared)
+    spread = f", in {for_certain} by the lower quartile too" if any(row.ratio_spread for row in compared) else ""
+    return f"no peer is faster in {by_median} of {len(compared)} rows{spread}"
 
 
 def _missing(record: Record) -> list[str]:
@@ -262,10 +262,10 @@ def compare(before: Record, after: Record) -> tuple[str, float | None]:
     became faster or slower by more than its spread: with the machine's part taken out, the quartiles of the two runs
     enclose ranges that do not overlap.
     """
-    if before.question != after.question:
-        raise ValueError(f"cannot compare {before.question} with {after.question}")
+    if before.benchmark != after.benchmark:
+        raise ValueError(f"cannot compare {before.benchmark} with {after.benchmark}")
     lines = [f"before: {headline(before.provenance)}", f"after:  {headline(after.provenance)}"]
-    lines += [f"{before.question}: {OURS} before over after, in {before.unit}; above 1, it became better", ""]
+    lines += [f"{before.benchmark}: {OURS} before over after, in {before.unit}; above 1, it became better", ""]
     lines += [line(["table", before.label_title, "before", "after", "before / after", "peers", "steady", "moved"])]
     lines += ["| --- | --- |" + " ---: |" * 5 + " --- |"]
     earlier = {_key(row): row for row in before.rows}
@@ -315,7 +315,7 @@ def plot(record: Record, path: Path) -> None:
     figure = Figure(figsize=(5 * across, 3.6 * down), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).flat
     for axes, title in zip(panels, titles, strict=False):
-        draw = _bars if record.question in DRAWN_AS_BARS else _lines
+        draw = _bars if record.benchmark in DRAWN_AS_BARS else _lines
         draw(axes, record, [row for row in record.rows if row.table == title])
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.3)
@@ -327,19 +327,19 @@ def plot(record: Record, path: Path) -> None:
 
 
 def _lines(axes: Any, record: Record, rows: Sequence[Row]) -> None:
-    for name in contestants_of(rows):
+    for name in candidates_of(rows):
         values = [(row.shown or row.measured).get(name, math.nan) for row in rows]
         axes.plot(range(len(rows)), values, "o-", label=name, linewidth=2.5 if name == OURS else 1.2)
     axes.set_xticks(range(len(rows)), [row.label for row in rows], rotation=45, ha="right", fontsize=8)
     axes.set(xlabel=record.label_title, ylabel=record.shown_unit)
-    if record.question in DRAWN_LOGARITHMIC:
+    if record.benchmark in DRAWN_LOGARITHMIC:
         axes.set_yscale("log")
     else:
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 def _bars(axes: Any, record: Record, rows: Sequence[Row]) -> None:
-    names = contestants_of(rows)
+    names = candidates_of(rows)
     height = 0.8 / len(names)
     for number_of_bar, name in enumerate(names):
         values = [(row.shown or row.measured).get(name, math.nan) for row in rows]

@@ -1,4 +1,4 @@
-"""How long calls take. Contestants take turns, so that a clock that drifts drifts for all of them alike.
+"""How long calls take. Candidates take turns, so that a clock that drifts drifts for all of them alike.
 
 On a GPU a call is timed by events on the stream, after a buffer larger than the L2 cache was written (what
 triton.testing.do_bench does): the call finds its inputs in memory, as it would in a model, and the host runs ahead of
@@ -31,7 +31,7 @@ Reading = Callable[[], float]  # milliseconds, once the clock has waited
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """A call that is timed; ``around`` is entered before the clock starts and left after it stopped."""
 
     call: Callable[[], Any]
@@ -44,7 +44,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Effort:
-    """Timed calls of each contestant: ``most``, or as many as fit in ``budget_ms``, but ``fewest`` in any case."""
+    """Timed calls of each candidate: ``most``, or as many as fit in ``budget_ms``, but ``fewest`` in any case."""
 
     most: int
     fewest: int
@@ -56,7 +56,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a contestant needed in each round, in the order of the rounds; in any unit."""
+    """What a candidate needed in each round, in the order of the rounds; in any unit."""
 
     values: tuple[float, ...]
 
@@ -82,7 +82,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Timings:
-    """What was measured of the contestants, by name."""
+    """What was measured of the candidates, by name."""
 
     bursts: Mapping[str, Sample]
     sustained: Mapping[str, float] = field(default_factory=dict)  # of a call, repeated without pause; often not asked
@@ -100,36 +100,36 @@ class Timings:
 
 
 class Clock(Protocol):
-    def time(self, contestant: Contestant) -> Reading:
-        """Runs the contestant, or puts it on the stream."""
+    def time(self, candidate: Candidate) -> Reading:
+        """Runs the candidate, or puts it on the stream."""
 
-    def time_loop(self, contestant: Contestant, calls: int) -> Reading:
-        """Runs the contestant ``calls`` times without pause, or puts that on the stream; milliseconds of them all."""
+    def time_loop(self, candidate: Candidate, calls: int) -> Reading:
+        """Runs the candidate ``calls`` times without pause, or puts that on the stream; milliseconds of them all."""
 
     def wait(self) -> None:
         """Until all readings can be read."""
 
-    def repeatable(self, contestant: Contestant) -> Contestant:
+    def repeatable(self, candidate: Candidate) -> Candidate:
         """The same work with as little of the host in it as there can be."""
 
 
 class CpuClock:
-    def time(self, contestant: Contestant) -> Reading:
-        return self.time_loop(contestant, 1)
+    def time(self, candidate: Candidate) -> Reading:
+        return self.time_loop(candidate, 1)
 
-    def time_loop(self, contestant: Contestant, calls: int) -> Reading:
-        with contestant.around():
+    def time_loop(self, candidate: Candidate, calls: int) -> Reading:
+        with candidate.around():
             start = time.perf_counter()
             for _ in range(calls):
-                contestant.call()
+                candidate.call()
             elapsed = 1e3 * (time.perf_counter() - start)
         return lambda: elapsed
 
     def wait(self) -> None:
         pass
 
-    def repeatable(self, contestant: Contestant) -> Contestant:
-        return contestant
+    def repeatable(self, candidate: Candidate) -> Candidate:
+        return candidate
 
 
 class CudaClock:
@@ -137,60 +137,60 @@ class CudaClock:
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         self._flush = torch.empty(max(2 * l2_bytes, FLUSH_BYTES), dtype=torch.int8, device="cuda")
 
-    def time(self, contestant: Contestant) -> Reading:
+    def time(self, candidate: Candidate) -> Reading:
         self._flush.zero_()
-        return self.time_loop(contestant, 1)
+        return self.time_loop(candidate, 1)
 
-    def time_loop(self, contestant: Contestant, calls: int) -> Reading:
+    def time_loop(self, candidate: Candidate, calls: int) -> Reading:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with contestant.around():
+        with candidate.around():
             start.record()
             for _ in range(calls):
-                contestant.call()
+                candidate.call()
             end.record()
         return lambda: start.elapsed_time(end)
 
     def wait(self) -> None:
         torch.cuda.synchronize()
 
-    def repeatable(self, contestant: Contestant) -> Contestant:
+    def repeatable(self, candidate: Candidate) -> Candidate:
         """A CUDA graph of the call, to be replayed."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_CALLS):
-                contestant()
+                candidate()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = contestant()
+            kept = candidate()
 
         def replay() -> Any:
             graph.replay()
             return kept
 
-        return Contestant(replay)
+        return Candidate(replay)
 
 
 def make_clock(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-def take_turns(clock: Clock, contestants: Mapping[str, Contestant], effort: Effort) -> dict[str, Sample]:
+def take_turns(clock: Clock, candidates: Mapping[str, Candidate], effort: Effort) -> dict[str, Sample]:
     """Milliseconds of each. Every other round goes backwards, so that nobody always follows the same one."""
-    for contestant in contestants.values():
+    for candidate in candidates.values():
         for _ in range(WARM_UP_CALLS):
-            contestant()
+            candidate()
     clock.wait()
-    estimates = {name: clock.time(contestant) for name, contestant in contestants.items()}
+    estimates = {name: clock.time(candidate) for name, candidate in candidates.items()}
     clock.wait()
     rounds = {name: effort.rounds(reading()) for name, reading in estimates.items()}
-    readings: dict[str, list[Reading]] = {name: [] for name in contestants}
-    names = list(contestants)
+    readings: dict[str, list[Reading]] = {name: [] for name in candidates}
+    names = list(candidates)
     for turn in range(max(rounds.values(), default=0)):
         for name in names if turn % 2 == 0 else reversed(names):
             if turn < rounds[name]:
-                readings[name].append(clock.time(contestants[name]))
+                readings[name].append(clock.time(candidates[name]))
         if turn % ROUNDS_IN_FLIGHT == ROUNDS_IN_FLIGHT - 1:
             clock.wait()
     clock.wait()
@@ -198,28 +198,28 @@ def take_turns(clock: Clock, contestants: Mapping[str, Contestant], effort: Effo
 
 
 def sustain(
-    clock: Clock, contestants: Mapping[str, Contestant], call_ms: Mapping[str, float], seconds: float
+    clock: Clock, candidates: Mapping[str, Candidate], call_ms: Mapping[str, float], seconds: float
 ) -> dict[str, float]:
-    """Mean milliseconds of a call in a loop of ``seconds``, each contestant's alone, there and back through the list.
+    """Mean milliseconds of a call in a loop of ``seconds``, each candidate's alone, there and back through the list.
 
     ``call_ms``: about how long a call takes, by name.
     """
-    calls = {name: max(1, math.ceil(1e3 * seconds / call_ms[name])) for name in contestants}
-    found: dict[str, list[float]] = {name: [] for name in contestants}
-    for name in (*contestants, *reversed(list(contestants))):
-        reading = clock.time_loop(contestants[name], calls[name])
+    calls = {name: max(1, math.ceil(1e3 * seconds / call_ms[name])) for name in candidates}
+    found: dict[str, list[float]] = {name: [] for name in candidates}
+    for name in (*candidates, *reversed(list(candidates))):
+        reading = clock.time_loop(candidates[name], calls[name])
         clock.wait()
         found[name].append(reading() / calls[name])
     return {name: statistics.fmean(means) for name, means in found.items()}
 
 
-def host_microseconds(device: torch.device, contestant: Contestant, calls: int) -> float:
+def host_microseconds(device: torch.device, candidate: Candidate, calls: int) -> float:
     """Mean wall-clock time of the host for one of ``calls`` calls in a row, GPU work left unfinished."""
-    with contestant.around():
+    with candidate.around():
         finish(device)
         start = time.perf_counter()
         for _ in range(calls):
-            contestant.call()
+            candidate.call()
         elapsed = time.perf_counter() - start
         finish(device)
     return 1e6 * elapsed / calls

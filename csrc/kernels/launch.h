@@ -25,7 +25,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-/// Shared memory of the current device: what a block can have, and an SM for all its blocks, each of which costs
+/// Shared memory of the current device: what a CTA can have, and an SM for all its CTAs, each of which costs
 /// kReservedSharedBytes more.
 inline int shared_bytes_per_block() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 inline int shared_bytes_per_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }
@@ -45,7 +45,7 @@ struct LoadedKernel {
 };
 
 /// Loads a kernel, and allows it as much dynamic shared memory as the device has beside its static one. That only
-/// permits: what a launch gets, and how many blocks share an SM, follows from its own shared_bytes.
+/// permits: what a launch gets, and how many CTAs share an SM, follows from its own shared_bytes.
 inline LoadedKernel load_kernel(const void* kernel, const char* name) {
   cudaFuncAttributes attributes = {};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
@@ -73,7 +73,7 @@ inline LoadedKernel loaded_kernel(const void* kernel, const char* name) {
   return loaded;
 }
 
-/// A number of blocks as a dimension of a grid; `most` is what that dimension can count to.
+/// A number of CTAs as a dimension of a grid; `most` is what that dimension can count to.
 inline unsigned grid_size(int64_t blocks, int64_t most = INT32_MAX) {
   if (blocks < 0 || blocks > most) {
     throw std::runtime_error("flash_ext: too much work for one launch: batch, heads and lengths make " +
@@ -88,7 +88,7 @@ inline dim3 grid_of(int64_t x, int64_t y = 1, int64_t z = 1) {
   return dim3(grid_size(x), grid_size(y, kMostInYAndZ), grid_size(z, kMostInYAndZ));
 }
 
-/// A grid without blocks launches nothing.
+/// A grid without CTAs launches nothing.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
             Arguments&&... arguments) {

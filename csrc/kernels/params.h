@@ -64,7 +64,7 @@ struct WindowParams {
 /// Block-sparse visibility, a CSR list of key blocks for each block of query rows; ANDed with all else.
 struct BlockMaskParams {
   const int32_t* offsets = nullptr;     // (batch|1, heads_q|1, num_row_blocks + 1), into indices
-  const int32_t* indices = nullptr;     // (num_blocks): key block, ascending within a row
+  const int32_t* indices = nullptr;     // (num_blocks): key CTA, ascending within a row
   const int32_t* bitmap_ids = nullptr;  // (num_blocks): -1 = every pair visible, else a bitmap
   const int32_t* bitmaps = nullptr;     // (num_bitmaps, block_m, block_n / 32): bit b of word w is key 32 w + b
   int64_t offsets_batch_stride = 0;
@@ -134,12 +134,12 @@ struct WeightsParams : AttentionParams {
   int dropout_mode = kDropoutIgnore;
 };
 
-/// How CTAs of the backward on CUDA take up tiles of keys, and share them: see common/backward/order.h.
+/// How CTAs of the backward on CUDA acquire tiles of keys, and share them: see common/backward/order.h.
 struct KeyTileSchedule {
   int64_t section_heads = 1;  // key heads, of all batch entries, whose tiles stand side by side
   int64_t head_splits = 1;    // of a tile, along the query heads of its group; divides them
   int64_t query_splits = 1;   // of each of these, along the tiles of queries; at most
-  int64_t whole_tiles = 0;    // from the first of the order on, that are not split
+  int64_t unsplit_tiles = 0;  // from the first of the order on, that are not split
 };
 
 struct BackwardParams : AttentionParams {

@@ -89,7 +89,7 @@ class SplitChoice {
     const double splits = static_cast<double>(schedule.head_splits * schedule.query_splits);
     const double shortest = std::max(2 * mean_ - longest_, 0.0);
     if (splits == 1) return makespan(count, slots, tiles_.cta + longest_, tiles_.cta + shortest);
-    const double whole = static_cast<double>(schedule.whole_tiles), cta = tiles_.cta_of_split();
+    const double whole = static_cast<double>(schedule.unsplit_tiles), cta = tiles_.cta_of_split();
     const double ctas = (count - whole) * splits;
     const int64_t most_queries = ceil_div(keys_.most_queries, schedule.query_splits);
     const double longest = tiles_.step * static_cast<double>(group_ / schedule.head_splits * most_queries);
@@ -113,8 +113,8 @@ class SplitChoice {
       tried.query_splits = splits / tried.head_splits;
       if (tried.query_splits > keys_.most_queries) continue;
       for (const int64_t waves : {int64_t{0}, full_waves - 1, full_waves}) {
-        tried.whole_tiles = waves * slots_;
-        if (waves < 0 || tried.whole_tiles == keys_.count) continue;
+        tried.unsplit_tiles = waves * slots_;
+        if (waves < 0 || tried.unsplit_tiles == keys_.count) continue;
         if (const double taken = cycles(tried); taken < least) least = taken, found = tried;
       }
     }
@@ -143,8 +143,8 @@ std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, con
            " take some ", microseconds(unsplit), " us");
   if (schedule.head_splits * schedule.query_splits == 1) return unsplit_time + ": none is split";
   return text(unsplit_time, ", and ", microseconds(schedule), " if",
-              schedule.whole_tiles > 0 ? " those behind full waves" : " they", " are split: by ", schedule.head_splits,
-              " along the heads of a group, by ", schedule.query_splits, " along its queries");
+              schedule.unsplit_tiles > 0 ? " those behind full waves" : " they", " are split: by ",
+              schedule.head_splits, " along the heads of a group, by ", schedule.query_splits, " along its queries");
 }
 
 }  // namespace
@@ -171,13 +171,13 @@ std::vector<BackwardCta> backward_ctas(const Problem& problem, const BackwardTil
   const int64_t count = order.positions(int64_t{order.key_tiles} * order.heads);
   std::vector<BackwardCta> ctas;
   for (int64_t position = 0; position < count; ++position) {
-    const KeyTileWork work = order.locate(static_cast<uint32_t>(position));
+    const KeyWorkTile work = order.locate(static_cast<uint32_t>(position));
     const TileRange range = query_tiles(problem, tiles, problem.seqlen_q, problem.seqlen_k, work.tile);
     const QueryShare share = order.share(work, static_cast<int32_t>(range.begin), static_cast<int32_t>(range.end));
     if (share.heads == 0) continue;
     const double steps = static_cast<double>(share.heads) * (share.end - share.begin);
     ctas.push_back({work.batch, int64_t{work.head_kv} * order.group + share.first_head, share.heads, work.tile,
-                    share.begin, share.end, tiles.step * steps + (share.whole ? tiles.cta : tiles.cta_of_split())});
+                    share.begin, share.end, tiles.step * steps + (share.unsplit ? tiles.cta : tiles.cta_of_split())});
   }
   return ctas;
 }

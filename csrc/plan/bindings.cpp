@@ -55,7 +55,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("section_heads", &KeyTileSchedule::section_heads, "key heads whose tiles stand side by side")
       .def_readonly("head_splits", &KeyTileSchedule::head_splits, "of a tile, along the heads of a group")
       .def_readonly("query_splits", &KeyTileSchedule::query_splits, "of each of these, along the queries, at most")
-      .def_readonly("whole_tiles", &KeyTileSchedule::whole_tiles, "from the first on, that are not split");
+      .def_readonly("unsplit_tiles", &KeyTileSchedule::unsplit_tiles, "from the first on, that are not split");
   py::class_<Plan>(m, "Plan", "How a problem runs, and why.")
       .def_property_readonly(
           "kernel", [](const Plan& plan) { return kernel_name(plan.kernel); }, "path below csrc/kernels")

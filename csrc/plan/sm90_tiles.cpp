@@ -13,7 +13,7 @@ namespace {
 
 /// Keys of the tiles that a warpgroup visits, on average over some of them; sequences of the typical length.
 double keys_visited(const Problem& p, int64_t block_n) {
-  constexpr int64_t kRows = sm90::kGroupRows, kMostGroups = 8;
+  constexpr int64_t kRows = sm90::kWarpgroupRows, kMostGroups = 8;
   const int64_t queries = typical_queries(p), keys = typical_keys(p);
   const Window window = make_window(p.window_left, p.window_right, p.top_left, queries, keys);
   const int64_t groups = ceil_div(queries, kRows), step = ceil_div(groups, kMostGroups);
@@ -51,11 +51,11 @@ sm90::ForwardShape choose_variant_shape(Draft& draft, const sm90::HeadDims& dims
   const Problem& p = draft.p;
   const bool scales_first = sm90::scales_first(p.softcap, p.has_alibi, p.softmax_scale);
   const bool masked = (features & (kMask | kBlockMask)) != 0;
-  const sm90::GeneralCall call = {(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked,
-                                  scales_first};
+  const sm90::VariantOptions call = {(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked,
+                                     scales_first};
   draft.because("variant of the kernel with", draft.explain ? words_of_all(features & kServedByVariant, p) : "",
                 ": measured faster than sm80/forward");
-  return sm90::general_shape(dims, sm90::general_class(call));
+  return sm90::forward_options_shape(dims, sm90::forward_variant(call));
 }
 
 }  // namespace
@@ -67,30 +67,30 @@ void choose_sm90_forward_tiles(Draft& draft) {
   const sm90::HeadDims dims = sm90::forward_head_dims(p.head_dim, p.head_dim_v, variant);
   const sm90::ForwardShape shape =
       variant ? choose_variant_shape(draft, dims, features) : choose_forward_shape(draft, dims);
-  draft.plan.block_m = sm90::kGroupRows * shape.groups;
+  draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
   draft.plan.block_n = shape.block_n;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
-                sm90::kGroupRows, " queries, for head dims up to ", dims.qk,
+                sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
                 dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
 }
 
 void choose_sm90_forward_f32_tiles(Draft& draft) {
   const int head_dim = sm90::forward_f32_head_dim(draft.p.head_dim, draft.p.head_dim_v);
   const sm90::ForwardF32Shape shape = sm90::forward_f32_shape(head_dim);
-  draft.plan.block_m = sm90::kGroupRows * shape.groups;
+  draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
   draft.plan.block_n = shape.keys;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
-                sm90::kGroupRows, " queries, for head dims up to ", head_dim);
+                sm90::kWarpgroupRows, " queries, for head dims up to ", head_dim);
 }
 
 void choose_sm90_backward_tiles(Draft& draft) {
   const int head_dim = sm90::backward_head_dim(draft.p.head_dim);
   const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
-  const bool wide = head_dim > sm90::kMostWholeHeadDim;
+  const bool wide = head_dim > sm90::kMaxNarrowHeadDim;
   draft.plan.block_m = sm90::kBackwardBlockM;
-  draft.plan.block_n = sm90::kGroupRows * shape.groups;
+  draft.plan.block_n = sm90::kWarpgroupRows * shape.groups;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
-                wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kGroupRows, " keys", wide ? " each" : "",
+                wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kWarpgroupRows, " keys", wide ? " each" : "",
                 ", for head dims up to ", head_dim);
 }
 
@@ -105,9 +105,9 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
 
 BackwardTiles sm90_backward_tiles(const Problem& p) {
   const int head_dim = sm90::backward_head_dim(p.head_dim);
-  const int64_t block_n = sm90::kGroupRows * sm90::backward_shape(head_dim).groups;
+  const int64_t block_n = sm90::kWarpgroupRows * sm90::backward_shape(head_dim).groups;
   const double step = head_dim == 64 ? 3670 : head_dim == 128 ? 4170 : head_dim == 192 ? 3700 : 4800;
-  return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMostWholeHeadDim ? 2 : 1};
+  return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1};
 }
 
 BackwardTiles sm90_backward_f32_tiles(const Problem& p) {

@@ -71,14 +71,14 @@ def test_no_sm_is_idle_for_long(shape: tuple[int, int, int, int, int, bool], dty
 def test_heads_of_a_group_are_shared_where_tiles_of_keys_are_few() -> None:
     few = problem(1, 8192, 8, 1, 128, False)
     found = _plan.make_plan(few)
-    assert (found.schedule.head_splits, found.schedule.query_splits, found.schedule.whole_tiles) == (2, 1, 0)
+    assert (found.schedule.head_splits, found.schedule.query_splits, found.schedule.unsplit_tiles) == (2, 1, 0)
     assert any("64 tiles of keys on 132 SMs" in reason and "by 2 along the heads" in reason for reason in found.reasons)
     assert len(_plan.backward_ctas(few)) == 128
 
 
 def test_tiles_of_full_waves_stay_whole() -> None:
     found = _plan.make_plan(problem(1, 6007, 20, 4, 128, False)).schedule
-    assert found.whole_tiles == SMS and found.query_splits > 1
+    assert found.unsplit_tiles == SMS and found.query_splits > 1
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -34,11 +34,11 @@ from benchmarks import (
 )
 from benchmarks.__main__ import main, make_parser
 from benchmarks.checks import Expected, OnAverage, WrongOutput
-from benchmarks.contest import Contest
+from benchmarks.comparison import Comparison
 from benchmarks.forward_backward import Problem
 from benchmarks.peers import OURS, Peer, Step, sdpa, sdpa_decode
 from benchmarks.report import Record, Row
-from benchmarks.timing import Contestant, CpuClock, Effort, Sample, Timings
+from benchmarks.timing import Candidate, CpuClock, Effort, Sample, Timings
 from tests import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +63,8 @@ def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ceilings.READ_BYTES, "cpu", 2**16)
 
 
-def run(question: str, *more: str) -> int:
-    return main([question, *FAST, *COMMANDS[question], *more])
+def run(benchmark: str, *more: str) -> int:
+    return main([benchmark, *FAST, *COMMANDS[benchmark], *more])
 
 
 def row(label: str = "1", table: str = "t", **measured: float) -> Row:
@@ -75,7 +75,7 @@ def timings(**values: list[float]) -> Timings:
     return Timings({name: Sample(tuple(taken)) for name, taken in values.items()})
 
 
-def record(*rows: Row, question: str = "forward") -> Record:
+def record(*rows: Row, benchmark: str = "forward") -> Record:
     origin = {
         "device": "cpu",
         "cpu": "c",
@@ -86,26 +86,26 @@ def record(*rows: Row, question: str = "forward") -> Record:
         "date": "d",
         "peers": {},
     }
-    return Record(question, "ms", "ms", "seqlen", {**origin, "command": "python"}, {}, list(rows))
+    return Record(benchmark, "ms", "ms", "seqlen", {**origin, "command": "python"}, {}, list(rows))
 
 
-@pytest.mark.parametrize("question", COMMANDS)
-def test_question(question: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("benchmark", COMMANDS)
+def test_question(benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
-    assert run(question, "--json", str(file)) == 0
+    assert run(benchmark, "--json", str(file)) == 0
     printed = capsys.readouterr().out
     kept = report.read(file)
     assert report.markdown(kept) == printed.rstrip("\n")
-    assert kept.question == question and kept.rows
+    assert kept.benchmark == benchmark and kept.rows
     for kept_row in kept.rows:
-        assert question == "options" or kept_row.missing == {}
+        assert benchmark == "options" or kept_row.missing == {}
         assert all(value > 0 for value in (*kept_row.measured.values(), *kept_row.shown.values()))
         assert OURS in kept_row.measured
-        assert (PEER_OF.get(question, "sdpa") in kept_row.measured) != ("sdpa" in kept_row.missing)
-        assert set(kept_row.spread) == (set() if question == "memory" else set(kept_row.measured))
-        assert set(kept_row.ratio_spread) == (set() if question == "memory" else set(kept_row.ratios()))
+        assert (PEER_OF.get(benchmark, "sdpa") in kept_row.measured) != ("sdpa" in kept_row.missing)
+        assert set(kept_row.spread) == (set() if benchmark == "memory" else set(kept_row.measured))
+        assert set(kept_row.ratio_spread) == (set() if benchmark == "memory" else set(kept_row.ratios()))
         assert all(spread["lower"] <= spread["upper"] for spread in kept_row.spread.values())
-    if question not in ("memory", "host", "module", "encoder"):
+    if benchmark not in ("memory", "host", "module", "encoder"):
         assert kept.ceilings["read_tbps"] > 0 and kept.ceilings["matmul_float32_tflops"] > 0
 
 
@@ -138,12 +138,12 @@ def test_commit_outside_of_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert provenance.commit() == flash_ext.build_info()["git_commit"]
 
 
-@pytest.mark.parametrize("question", ["forward", "options", "host"])
-def test_plot(question: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("benchmark", ["forward", "options", "host"])
+def test_plot(benchmark: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [row(label, table, flash_ext=1.0, fa2=2.0) for table in "abcde" for label in "12"]
     del rows[0].measured["fa2"]
-    report.plot(record(*rows, question=question), tmp_path / "run.svg")
+    report.plot(record(*rows, benchmark=benchmark), tmp_path / "run.svg")
     assert (tmp_path / "run.svg").stat().st_size > 0
 
 
@@ -314,7 +314,7 @@ def test_training_table_is_the_default() -> None:
 
 
 def test_the_backward_has_rows_with_few_key_heads_and_short_ones() -> None:
-    table, problems = (forward_backward.problems(chosen(question)) for question in ("forward", "backward"))
+    table, problems = (forward_backward.problems(chosen(benchmark)) for benchmark in ("forward", "backward"))
     besides = [problem for problem in problems if problem not in table]
     assert Problem(1, 8192, 8, 1, 128, False, "bfloat16") in besides
     assert Problem(8, 1024, 40, 8, 128, True, "bfloat16") in besides
@@ -440,22 +440,22 @@ class WrongGradient(torch.autograd.Function):
 original_attention, original_decode = flash_ext.attention, flash_ext.decode
 
 
-@pytest.mark.parametrize("question", ["forward", "backward", "training", "options", "memory", "host"])
-def test_wrong_output_ends_the_run(question: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("benchmark", ["forward", "backward", "training", "options", "memory", "host"])
+def test_wrong_output_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(flash_ext, "attention", off_by_a_percent)
     with pytest.raises(WrongOutput, match="out is off by"):
-        run(question, "--json", str(tmp_path / "run.json"))
+        run(benchmark, "--json", str(tmp_path / "run.json"))
     assert not (tmp_path / "run.json").exists()
 
 
-@pytest.mark.parametrize("question", ["backward", "options", "memory", "host"])
-def test_wrong_gradient_ends_the_run(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("benchmark", ["backward", "options", "memory", "host"])
+def test_wrong_gradient_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def attention(q: Tensor, *args: Tensor, **options: object) -> object:
         return original_attention(WrongGradient.apply(q), *args, **options)
 
     monkeypatch.setattr(flash_ext, "attention", attention)
     with pytest.raises(WrongOutput, match="dq is off by"):
-        run(question)
+        run(benchmark)
 
 
 def test_wrong_decode_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,15 +525,15 @@ def test_a_row_that_is_not_appended_ends_the_run(monkeypatch: pytest.MonkeyPatch
 
 def test_a_call_that_spoils_the_next_is_noticed() -> None:
     class Stale(CpuClock):
-        def repeatable(self, contestant: Contestant) -> Contestant:
-            out = contestant()
-            return Contestant(lambda: out)
+        def repeatable(self, candidate: Candidate) -> Candidate:
+            out = candidate()
+            return Candidate(lambda: out)
 
     call = oracle.Call(*(torch.randn(1, 4, 1, 8) for _ in range(3)))
-    attend = Contestant(lambda: original_attention(call.q, call.k, call.v))
-    Contest().enter(OURS, attend, Expected(call), repeated_by=CpuClock(), required=True)
+    attend = Candidate(lambda: original_attention(call.q, call.k, call.v))
+    Comparison().add(OURS, attend, Expected(call), repeated_by=CpuClock(), required=True)
     with pytest.raises(WrongOutput):
-        Contest().enter(OURS, attend, Expected(call), repeated_by=Stale(), required=True)
+        Comparison().add(OURS, attend, Expected(call), repeated_by=Stale(), required=True)
 
 
 def test_dropout_is_right_on_average() -> None:
@@ -636,12 +636,12 @@ def test_peer_that_cannot_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no kernel for this" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("question", sorted(set(COMMANDS) - {"encoder"}))  # convert does not ask
+@pytest.mark.parametrize("benchmark", sorted(set(COMMANDS) - {"encoder"}))  # convert does not ask
 def test_peers_alone_where_ours_is_not_supported(
-    question: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(flash_ext, "supports", lambda *args, **options: (False, "not yet"))
-    assert run(question, "--json", str(tmp_path / "run.json")) == 0
+    assert run(benchmark, "--json", str(tmp_path / "run.json")) == 0
     assert "not yet" in capsys.readouterr().out
     for kept_row in report.read(tmp_path / "run.json").rows:
         assert kept_row.missing[OURS] == "not yet"
@@ -654,28 +654,28 @@ def test_ours_that_fails_ends_the_run() -> None:
 
     call = oracle.Call(*(torch.randn(1, 4, 1, 8) for _ in range(3)))
     with pytest.raises(RuntimeError, match="broken"):
-        Contest().enter(OURS, Contestant(fails), Expected(call), required=True)
+        Comparison().add(OURS, Candidate(fails), Expected(call), required=True)
 
 
 # How it is timed
 
 
 class FakeClock(CpuClock):
-    """Time is what the contestant returns."""
+    """Time is what the candidate returns."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
 
-    def time(self, contestant: Contestant) -> timing.Reading:
-        name, ms = contestant.call()
+    def time(self, candidate: Candidate) -> timing.Reading:
+        name, ms = candidate.call()
         self.order.append(name)
         return lambda: ms
 
 
-def test_contestants_take_turns() -> None:
+def test_candidates_take_turns() -> None:
     clock = FakeClock()
-    contestants = {name: Contestant(lambda name=name, ms=ms: (name, ms)) for name, ms in (("a", 1.0), ("b", 4.0))}
-    found = timing.take_turns(clock, contestants, Effort(most=6, fewest=2, budget_ms=12.0))
+    candidates = {name: Candidate(lambda name=name, ms=ms: (name, ms)) for name, ms in (("a", 1.0), ("b", 4.0))}
+    found = timing.take_turns(clock, candidates, Effort(most=6, fewest=2, budget_ms=12.0))
     assert found == {"a": Sample((1.0,) * 6), "b": Sample((4.0,) * 3)}
     assert "".join(clock.order) == "ab" + "ab" + "ba" + "ab" + "aaa"
 
@@ -685,14 +685,14 @@ def test_sustained_loops() -> None:
         def __init__(self) -> None:
             self.loops: list[tuple[str, int]] = []
 
-        def time_loop(self, contestant: Contestant, calls: int) -> timing.Reading:
-            name, ms = contestant.call()
+        def time_loop(self, candidate: Candidate, calls: int) -> timing.Reading:
+            name, ms = candidate.call()
             self.loops.append((name, calls))
             return lambda: calls * ms
 
     clock = LoopClock()
-    contestants = {name: Contestant(lambda name=name, ms=ms: (name, ms)) for name, ms in (("a", 2.0), ("b", 500.0))}
-    found = timing.sustain(clock, contestants, {"a": 1.0, "b": 400.0}, seconds=0.1)
+    candidates = {name: Candidate(lambda name=name, ms=ms: (name, ms)) for name, ms in (("a", 2.0), ("b", 500.0))}
+    found = timing.sustain(clock, candidates, {"a": 1.0, "b": 400.0}, seconds=0.1)
     assert found == {"a": 2.0, "b": 500.0}
     assert clock.loops == [("a", 100), ("b", 1), ("b", 1), ("a", 100)]
 
@@ -806,7 +806,7 @@ def test_record_of_the_first_schema(tmp_path: Path) -> None:
 
 def test_records_of_different_questions(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot compare forward with decode"):
-        report.compare(record(), record(question="decode"))
+        report.compare(record(), record(benchmark="decode"))
 
 
 def raw_page(*kernels: dict[str, str]) -> str:

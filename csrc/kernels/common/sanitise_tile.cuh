@@ -10,7 +10,7 @@ namespace flash_ext {
 /// loaded by load_tile with the same template arguments: its own copies have landed once it waited for them. True if
 /// there were some.
 template <class Element, int kColumns, int kThreads, int kRows, bool kBounded = false>
-__device__ __forceinline__ bool take_out_non_finite(uint32_t s_tile, int thread = static_cast<int>(threadIdx.x)) {
+__device__ __forceinline__ bool remove_non_finite(uint32_t s_tile, int thread = static_cast<int>(threadIdx.x)) {
   using Layout = TileLayout<Element, kColumns>;
   using Test = NonFinite<Element>;
   constexpr int kTotal = kRows * Layout::kPieces;

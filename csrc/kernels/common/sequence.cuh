@@ -76,7 +76,7 @@ struct Sequence {
 
   __device__ __forceinline__ Window window() const { return {left, right, offset}; }
 
-  /// tile_range() of the queries [first, end), in 32 bits: it stands at the start of every block.
+  /// tile_range() of the queries [first, end), in 32 bits: it stands at the start of every CTA.
   template <int kBlockN>
   __device__ __forceinline__ TileSpan key_tiles(int first, int end) const {
     const int some_begin = keys_begin(first), some_end = keys_end(end - 1);

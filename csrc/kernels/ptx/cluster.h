@@ -17,9 +17,9 @@ __device__ __forceinline__ void cluster_sync() {
 }
 
 /// The same place of another block's shared memory, as the instructions below take it.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t s_place, uint32_t rank) {
+__device__ __forceinline__ uint32_t cluster_address(uint32_t s_slot, uint32_t rank) {
   uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(s_place), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(s_slot), "r"(rank));
   return address;
 }
 

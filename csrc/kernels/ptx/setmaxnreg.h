@@ -5,12 +5,12 @@ namespace flash_ext::ptx {
 
 /// Waits until the registers have been given up by others.
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void acquire_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters) : "memory");
 }
 
 template <int kRegisters>
-__device__ __forceinline__ void give_up_registers() {
+__device__ __forceinline__ void release_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters) : "memory");
 }
 

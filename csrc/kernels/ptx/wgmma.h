@@ -26,7 +26,7 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 /// No use of the register moves over this place: the compiler knows nothing of who else writes and reads it.
-__device__ __forceinline__ void pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+__device__ __forceinline__ void fence_operand(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 
 /// A and B are descriptors of tiles in shared memory (sm90/common/matrix_descriptor.h).
 template <class Element, int kN>

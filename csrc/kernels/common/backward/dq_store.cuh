@@ -1,4 +1,4 @@
-// dQ while it is summed up, in float, by many blocks: in the order of the accumulators of the warps that add to it, so
+// dQ while it is summed up, in float, by many CTAs: in the order of the accumulators of the warps that add to it, so
 // that an addition of a warp is one contiguous piece; and its conversion to rows at the end.
 #pragma once
 

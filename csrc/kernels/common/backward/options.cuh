@@ -17,7 +17,7 @@
 
 namespace flash_ext {
 
-/// What holds for all tiles of a block, computed once.
+/// What holds for all tiles of a CTA, computed once.
 struct BackwardOptions {
   float scale;          // of products, to base 2; with softcap: to the argument of tanh
   float cap;            // base 2; 0 = off
@@ -114,7 +114,7 @@ __device__ __forceinline__ void add_bias(float (&s)[2][kN][4], DType dtype, uint
   }
 }
 
-/// Without waiting, by the first kThreads of the block. What lies beyond the lengths becomes 0.
+/// Without waiting, by the first kThreads of the CTA. What lies beyond the lengths becomes 0.
 template <class T, int kThreads, int kRows, int kKeys>
 __device__ __forceinline__ void copy_bias(uint32_t s_tile, const T* g_head, int64_t row_stride,
                                           const Sequence& sequence, int first_query, int first_key) {

@@ -1,4 +1,4 @@
-// In which order CTAs of the backward take up tiles of keys, and how several of them share one. Host and device: the
+// In which order CTAs of the backward acquire tiles of keys, and how several of them share one. Host and device: the
 // kernels, the plan, and the tests that simulate a schedule.
 //
 // Without a causal mask, the tiles of a head stand side by side, so that its queries stay in L2. With one, those of the
@@ -18,20 +18,20 @@
 namespace flash_ext {
 
 /// What a CTA has: a tile of keys of a key head, or one split of it.
-struct KeyTileWork {
-  static constexpr int32_t kWhole = -1;
+struct KeyWorkTile {
+  static constexpr int32_t kUnsplit = -1;
   static constexpr int32_t kPast = 1 << 23;  // a tile behind all keys
 
   int32_t batch, head_kv, tile;
   int32_t split = 0;
-  int32_t slot = kWhole;  // of the split's sums
+  int32_t slot = kUnsplit;  // of the split's sums
 };
 
 /// The query heads of a group, counted from its first, and the tiles of queries that a CTA goes over.
 struct QueryShare {
   int32_t first_head, heads;  // no heads: a tile that few queries see has fewer splits
   int32_t begin, end;
-  bool whole;  // all there is: dK and dV are complete
+  bool unsplit;  // all there is: dK and dV are complete
 };
 
 /// Positions are those of CTAs, or clusters of them.
@@ -41,19 +41,19 @@ struct BackwardOrder {
   uint32_t heads_kv = 1;       // of one
   uint32_t section_heads = 1;  // that stand side by side
   bool last_keys_first = false;
-  int32_t group = 1;         // query heads of a key head
-  uint32_t whole_tiles = 0;  // from the first of the order on, that are not split
-  int32_t head_splits = 1;   // divides the group
+  int32_t group = 1;           // query heads of a key head
+  uint32_t unsplit_tiles = 0;  // from the first of the order on, that are not split
+  int32_t head_splits = 1;     // divides the group
   int32_t query_splits = 1;
 
   FLASH_EXT_HOST_DEVICE_MEMBER uint32_t splits() const { return static_cast<uint32_t>(head_splits * query_splits); }
-  FLASH_EXT_HOST_DEVICE_MEMBER bool has_whole(uint32_t position) const { return position < whole_tiles; }
+  FLASH_EXT_HOST_DEVICE_MEMBER bool is_unsplit(uint32_t position) const { return position < unsplit_tiles; }
 
   /// Of the CTA at a position: where its tile stands in the order of tiles; which tile that is; what of it.
   FLASH_EXT_HOST_DEVICE_MEMBER uint32_t tile_position(uint32_t position) const {
-    return has_whole(position) ? position : whole_tiles + (position - whole_tiles) / splits();
+    return is_unsplit(position) ? position : unsplit_tiles + (position - unsplit_tiles) / splits();
   }
-  FLASH_EXT_HOST_DEVICE_MEMBER KeyTileWork tile_at(uint32_t tile_position) const {
+  FLASH_EXT_HOST_DEVICE_MEMBER KeyWorkTile tile_at(uint32_t tile_position) const {
     const uint32_t section_size = section_heads * key_tiles;
     const uint32_t section = tile_position / section_size, rest = tile_position % section_size;
     const uint32_t first_head = section * section_heads, left = heads - first_head;
@@ -62,14 +62,14 @@ struct BackwardOrder {
     return {static_cast<int32_t>(head / heads_kv), static_cast<int32_t>(head % heads_kv),
             static_cast<int32_t>(last_keys_first ? key_tiles - 1 - rank : rank)};
   }
-  FLASH_EXT_HOST_DEVICE_MEMBER KeyTileWork split_at(KeyTileWork tile, uint32_t position) const {
-    if (has_whole(position)) return tile;
-    const uint32_t slot = position - whole_tiles;
+  FLASH_EXT_HOST_DEVICE_MEMBER KeyWorkTile split_at(KeyWorkTile tile, uint32_t position) const {
+    if (is_unsplit(position)) return tile;
+    const uint32_t slot = position - unsplit_tiles;
     tile.slot = static_cast<int32_t>(slot);
     tile.split = static_cast<int32_t>(slot % splits());
     return tile;
   }
-  FLASH_EXT_HOST_DEVICE_MEMBER KeyTileWork locate(uint32_t position) const {
+  FLASH_EXT_HOST_DEVICE_MEMBER KeyWorkTile locate(uint32_t position) const {
     return split_at(tile_at(tile_position(position)), position);
   }
 
@@ -81,18 +81,18 @@ struct BackwardOrder {
   FLASH_EXT_HOST_DEVICE_MEMBER int32_t splits_of(int32_t tiles) const { return head_splits * query_splits_of(tiles); }
 
   /// What is a CTA's of a tile of keys that the tiles [begin, end) of queries see.
-  FLASH_EXT_HOST_DEVICE_MEMBER QueryShare share(const KeyTileWork& work, int32_t begin, int32_t end) const {
-    if (work.slot == KeyTileWork::kWhole) return {0, group, begin, end, true};
-    const int32_t tiles = end - begin, parts = query_splits_of(tiles), part = work.split / head_splits;
+  FLASH_EXT_HOST_DEVICE_MEMBER QueryShare share(const KeyWorkTile& work_tile, int32_t begin, int32_t end) const {
+    if (work_tile.slot == KeyWorkTile::kUnsplit) return {0, group, begin, end, true};
+    const int32_t tiles = end - begin, parts = query_splits_of(tiles), part = work_tile.split / head_splits;
     if (part >= parts) return {0, 0, begin, begin, false};
     const int32_t shared_heads = group / head_splits;
-    return {work.split % head_splits * shared_heads, shared_heads, begin + tiles * part / parts,
+    return {work_tile.split % head_splits * shared_heads, shared_heads, begin + tiles * part / parts,
             begin + tiles * (part + 1) / parts, splits_of(tiles) == 1};
   }
 
   /// Of so many tiles of keys.
   int64_t positions(int64_t tiles) const { return tiles + split_tiles(tiles) * (splits() - 1); }
-  int64_t split_tiles(int64_t tiles) const { return splits() == 1 ? 0 : std::max<int64_t>(tiles - whole_tiles, 0); }
+  int64_t split_tiles(int64_t tiles) const { return splits() == 1 ? 0 : std::max<int64_t>(tiles - unsplit_tiles, 0); }
 };
 
 inline BackwardOrder backward_order(int64_t batch, int64_t heads_q, int64_t heads_kv, int64_t seqlen_k, int64_t block_n,
@@ -109,7 +109,7 @@ inline BackwardOrder backward_order(int64_t batch, int64_t heads_q, int64_t head
   order.group = static_cast<int32_t>(heads_q / heads_kv);
   order.head_splits = static_cast<int32_t>(schedule.head_splits);
   order.query_splits = static_cast<int32_t>(schedule.query_splits);
-  order.whole_tiles = order.splits() == 1 ? UINT32_MAX : static_cast<uint32_t>(schedule.whole_tiles);
+  order.unsplit_tiles = order.splits() == 1 ? UINT32_MAX : static_cast<uint32_t>(schedule.unsplit_tiles);
   return order;
 }
 

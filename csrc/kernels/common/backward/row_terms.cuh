@@ -31,7 +31,7 @@ __device__ __forceinline__ bool is_finite(const uint4& piece) {
   return !(Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w));
 }
 
-/// The tile of rows that a block works on: blocks count tiles of a sequence, heads, batch entries, or, where tiles are
+/// The tile of rows that a CTA works on: CTAs count tiles of a sequence, heads, batch entries, or, where tiles are
 /// numbered by rows, numbers and heads.
 struct RowTileOfBlock {
   int tile, head, batch;  // tile: it may be below 0, or behind the end of the sequence
@@ -55,7 +55,7 @@ struct RowTileOfBlock {
   }
 };
 
-/// Those of a tile, by a block of kRowTermThreads.
+/// Those of a tile, by a CTA of kRowTermThreads.
 template <class Element, int kHeadDim, int kBlockM>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace) {
   constexpr int kPiece = 16 / sizeof(Element);
@@ -65,7 +65,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
   const int first = block.tile * kBlockM;
   if (workspace.ticket && blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
   const int64_t tile = workspace.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
-  // Numbered by rows, those of all places: whatever cu_seqlens holds, nobody waits for a turn that never comes.
+  // Numbered by rows, those of all slots: whatever cu_seqlens holds, nobody waits for a turn that never comes.
   const bool exists = block.tile >= 0 && first < sequence.seqlen_q;
   if (workspace.turns && (exists || workspace.row_tiles.by_rows) && threadIdx.x < kDqWarps)
     workspace.turns[tile * kDqWarps + threadIdx.x] = 0;
@@ -130,7 +130,7 @@ static __global__ void __launch_bounds__(kRowTermThreads)
   write_row_terms<Element, kHeadDim, kBlockM>(p, workspace);
 }
 
-/// One block per head, which adds in a fixed order.
+/// One CTA per head, which adds in a fixed order.
 template <int kBlockM>
 static __global__ void __launch_bounds__(kRowTermThreads)
     sink_gradient_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {

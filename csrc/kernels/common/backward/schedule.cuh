@@ -25,7 +25,7 @@ struct BackwardSchedule {
       : order(backward_order(p.batch, p.heads_q, p.heads_kv, p.seqlen_k, block_n, p.schedule, last_keys_first)),
         listing(list_tiles(p, order, block_n)),
         list(listing.view(memory)),
-        tiles(listing.listed ? listing.most_works() : int64_t{order.key_tiles} * order.heads),
+        tiles(listing.listed ? listing.max_work_tiles() : int64_t{order.key_tiles} * order.heads),
         slot_elements(int64_t{2} * block_n * head_dim) {
     const int64_t list_bytes = (listing.bytes() + 127) / 128 * 128;
     sums = reinterpret_cast<float*>(static_cast<char*>(memory) + list_bytes);
@@ -35,13 +35,13 @@ struct BackwardSchedule {
 
   int64_t positions() const { return order.positions(tiles); }
 
-  __device__ __forceinline__ KeyTileWork tile_at(uint32_t tile_position) const {
+  __device__ __forceinline__ KeyWorkTile tile_at(uint32_t tile_position) const {
     if (!list) return order.tile_at(tile_position);
-    const WorkTile tile = list.locate(static_cast<int>(tile_position));
-    if (tile.tile == kNoTile) return {0, 0, KeyTileWork::kPast};
+    const TileIndex tile = list.locate(static_cast<int>(tile_position));
+    if (tile.tile == kNoTile) return {0, 0, KeyWorkTile::kPast};
     return {tile.sequence, tile.head, tile.tile};
   }
-  __device__ __forceinline__ KeyTileWork locate(uint32_t position) const {
+  __device__ __forceinline__ KeyWorkTile locate(uint32_t position) const {
     if (list) ptx::wait_for_previous_grid();  // it has listed the tiles
     return order.split_at(tile_at(order.tile_position(position)), position);
   }
@@ -63,9 +63,9 @@ struct KeyTile {
   int first_key;
   TileSpan tiles;  // of queries; full: they see all keys that are there
 
-  __device__ __forceinline__ KeyTile(const BackwardParams& p, const BackwardOrder& order, const KeyTileWork& work)
-      : sequence(p, work.batch, work.head_kv * order.group),
-        first_key(work.tile * kBlockN),
+  __device__ __forceinline__ KeyTile(const BackwardParams& p, const BackwardOrder& order, const KeyWorkTile& work_tile)
+      : sequence(p, work_tile.batch, work_tile.head_kv * order.group),
+        first_key(work_tile.tile * kBlockN),
         tiles(sequence.query_tiles<kBlockM>(first_key, min(first_key + kBlockN, sequence.seqlen_k))) {}
 
   __device__ __forceinline__ bool exists() const { return first_key < sequence.seqlen_k; }
@@ -81,20 +81,20 @@ struct BackwardTask : KeyTile<kBlockM, kBlockN> {
   int slot;   // of a split's sums
 
   __device__ __forceinline__ BackwardTask(const BackwardParams& p, const BackwardSchedule& schedule,
-                                          const KeyTileWork& work)
-      : Base(p, schedule.order, work) {
-    const QueryShare share = schedule.order.share(work, tiles.begin, tiles.end);
+                                          const KeyWorkTile& work_tile)
+      : Base(p, schedule.order, work_tile) {
+    const QueryShare share = schedule.order.share(work_tile, tiles.begin, tiles.end);
     sequence.head += share.first_head;
     tiles.begin = share.begin, tiles.end = share.end;
     heads = share.heads;
-    slot = share.whole ? KeyTileWork::kWhole : work.slot;
+    slot = share.unsplit ? KeyWorkTile::kUnsplit : work_tile.slot;
   }
 
   __device__ __forceinline__ bool exists() const { return Base::exists() && heads > 0; }
 
   /// Where a split leaves its dK, and dV behind it; null: dK and dV are complete.
   __device__ __forceinline__ float* sums(const BackwardSchedule& schedule) const {
-    return slot == KeyTileWork::kWhole ? nullptr : schedule.sums + slot * schedule.slot_elements;
+    return slot == KeyWorkTile::kUnsplit ? nullptr : schedule.sums + slot * schedule.slot_elements;
   }
 };
 

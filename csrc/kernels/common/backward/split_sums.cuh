@@ -42,7 +42,7 @@ __device__ __forceinline__ void sum_splits(float (&x)[4][4], const float* g_frag
 
 constexpr int kCombineThreads = 256;
 
-/// Blocks of the kernel below for dK of a tile of keys, and as many for dV.
+/// CTAs of the kernel below for dK of a tile of keys, and as many for dV.
 template <int kBlockN, int kHeadDim>
 constexpr int combine_blocks() {
   static_assert(kBlockN * kHeadDim % (16 * kCombineThreads) == 0, "a thread has 16 elements");
@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(kCombineThreads)
   const bool is_value = blockIdx.x / kBlocks % 2 != 0;
   const TensorView& view = is_value ? p.dv : p.dk;
   const BackwardOrder& order = schedule.order;
-  const KeyTile<kBlockM, kBlockN> keys(p, order, schedule.tile_at(order.whole_tiles + split_tile));
+  const KeyTile<kBlockM, kBlockN> keys(p, order, schedule.tile_at(order.unsplit_tiles + split_tile));
   const int splits = order.splits_of(keys.tiles.end - keys.tiles.begin);
   if (!keys.exists() || splits == 1 || !view.data) return;
 

@@ -68,7 +68,7 @@ struct BackwardWorkspace {
   float* minus_delta = nullptr;  // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
   float* dq = nullptr;           // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh
   int32_t* turns = nullptr;      // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far
-  int32_t* ticket = nullptr;     // (1): blocks started so far
+  int32_t* ticket = nullptr;     // (1): CTAs started so far
   int32_t* unclean = nullptr;    // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
   VisibilityTiles visibility;
   // D, dS, dQ and dK are kept in units of what dropout multiplies kept weights by, so that dP - D is what one product

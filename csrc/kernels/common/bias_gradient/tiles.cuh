@@ -12,12 +12,12 @@
 
 namespace flash_ext {
 
-/// Of a block: a tile of dbias and of scores, by warps of kM x kN accumulators.
+/// Of a CTA: a tile of dbias and of scores, by warps of kM x kN accumulators.
 template <class Element>
 struct BiasShape {
   static constexpr bool kFloat = sizeof(Element) == 4;
   // Larger tiles are loaded less often. Sums, scores and dP of 32 x 64 are 192 registers of a thread; products of
-  // floats leave no more than half of that. What a block does beside products hides behind those of the other.
+  // floats leave no more than half of that. What a CTA does beside products hides behind those of the other.
   static constexpr int kRows = 64, kKeys = kFloat ? 64 : 128;
   static constexpr int kWarpRows = kFloat ? 16 : 32, kWarpKeys = 64;
   static constexpr int kM = kWarpRows / 16, kN = kWarpKeys / 8;
@@ -38,12 +38,12 @@ struct BiasTiles {
   int64_t chunks;
 
   BiasTiles(const BackwardParams& p, int rows, int keys, int64_t wanted_blocks) : rows(rows), keys(keys) {
-    const auto cut = [](int64_t stride, int64_t size, int& tiles, int& summed) {
+    const auto count_tiles = [](int64_t stride, int64_t size, int& tiles, int& summed) {
       tiles = static_cast<int>(stride == 0 ? 1 : size);
       summed = static_cast<int>(stride == 0 ? size : 1);
     };
-    cut(p.dbias.batch_stride, p.batch, batches, sum_batches);
-    cut(p.dbias.head_stride, p.heads_q, heads, sum_heads);
+    count_tiles(p.dbias.batch_stride, p.batch, batches, sum_batches);
+    count_tiles(p.dbias.head_stride, p.heads_q, heads, sum_heads);
     sums_queries = p.dbias.row_stride == 0, sums_keys = p.dbias.col_stride == 0;
     query_tiles = static_cast<int>(sums_queries ? 1 : tiles_of_rows(p.seqlen_q, rows));
     key_tiles = static_cast<int>(sums_keys ? 1 : tiles_of_rows(p.seqlen_k, keys));
@@ -105,14 +105,14 @@ struct DbiasTile {
 /// within its lengths. All chunks have as many sequences: where that is no whole number, of the first and the last a
 /// share of its lines, which are tiles of queries with all tiles of keys or, where queries are not summed, tiles of
 /// keys.
-struct Summands {
+struct ScoreTiles {
   DbiasTile first;
   int batch, head = 0, query = 0, key = 0;  // of the current one, counted from `first`
   int query_tiles = 0, key_tiles = 0;       // of the current sequence
   uint32_t lines = 0;                       // of it, that are left; 0: nothing is left at all
 
-  __device__ __forceinline__ Summands(const BackwardParams& p, const BiasTiles& tiles, const DbiasTile& first,
-                                      uint32_t chunk)
+  __device__ __forceinline__ ScoreTiles(const BackwardParams& p, const BiasTiles& tiles, const DbiasTile& first,
+                                        uint32_t chunk)
       : first(first), batch(static_cast<int>(tiles.sum_batches * chunk / static_cast<uint32_t>(tiles.chunks))) {
     find_sequence(p, tiles, chunk);
   }
@@ -210,14 +210,14 @@ struct BiasSum {
     const int first_row = tile.query * kRows, first_column = tile.key * kKeys;
     const int64_t first = tile.batch * d.batch_stride + tile.head * d.head_stride + first_row * d.row_stride +
                           first_column * d.col_stride;
-    const bool whole = first_row + kRows <= p.seqlen_q && first_column + kKeys <= p.seqlen_k;
+    const bool is_full = first_row + kRows <= p.seqlen_q && first_column + kKeys <= p.seqlen_k;
     switch (d.dtype) {
       case DType::kFloat16:
-        return store_as(p, static_cast<__half*>(d.data) + first, first_row, first_column, whole);
+        return store_as(p, static_cast<__half*>(d.data) + first, first_row, first_column, is_full);
       case DType::kBFloat16:
-        return store_as(p, static_cast<__nv_bfloat16*>(d.data) + first, first_row, first_column, whole);
+        return store_as(p, static_cast<__nv_bfloat16*>(d.data) + first, first_row, first_column, is_full);
       case DType::kFloat32:
-        return store_as(p, static_cast<float*>(d.data) + first, first_row, first_column, whole);
+        return store_as(p, static_cast<float*>(d.data) + first, first_row, first_column, is_full);
       case DType::kFloat64:
         return store_elements(p, static_cast<double*>(d.data) + first, first_row, first_column);
     }
@@ -226,10 +226,10 @@ struct BiasSum {
  private:
   template <class T>
   __device__ __forceinline__ void store_as(const BackwardParams& p, T* g_tile, int first_row, int first_column,
-                                           bool whole) const {
+                                           bool is_full) const {
     const ScoreView& d = p.dbias;
     const auto start = reinterpret_cast<uint64_t>(g_tile), stride = static_cast<uint64_t>(d.row_stride) * sizeof(T);
-    if (!whole || d.row_stride == 0 || d.col_stride != 1 || (start | stride) % 16 != 0)
+    if (!is_full || d.row_stride == 0 || d.col_stride != 1 || (start | stride) % 16 != 0)
       return store_elements(p, g_tile, first_row, first_column);
     constexpr int kPieces = kKeys / kPiece;
 #pragma unroll 4

@@ -18,7 +18,7 @@ __device__ __forceinline__ PhiloxKey uniform_seeds(const DropoutParams& p) {
 }
 
 /// The keys of the rounds, for a head.
-struct DrawKey {
+struct RandomKey {
   PhiloxKey seeds;
   uint32_t batch_head;
 
@@ -40,21 +40,21 @@ struct PhiloxProduct {
 };
 
 /// What the calls for a group of queries share: the first product of the second round.
-struct QueryDraws {
+struct QueryRandomBits {
   PhiloxProduct product;
 
-  __device__ __forceinline__ static QueryDraws of(const DrawKey& key, uint32_t query_group) {
+  __device__ __forceinline__ static QueryRandomBits of(const RandomKey& key, uint32_t query_group) {
     return {PhiloxProduct::first(PhiloxProduct::second(key.batch_head).high ^ query_group ^ key.key0(0))};
   }
 };
 
 /// What the calls for a group of keys share: of the second round and the third all but one product each.
-struct alignas(16) KeyDraws {
+struct alignas(16) KeyRandomBits {
   uint32_t mixed;         // with the query's product: what the third round's second product is of
   uint32_t word0, word2;  // the third round's words, but for that product, and for the query's
   uint32_t word3;
 
-  __device__ __forceinline__ static KeyDraws of(const DrawKey& key, uint32_t key_group) {
+  __device__ __forceinline__ static KeyRandomBits of(const RandomKey& key, uint32_t key_group) {
     const PhiloxProduct first = PhiloxProduct::first(key_group);
     const PhiloxProduct second = PhiloxProduct::second(first.high ^ key.seeds.offset_lo ^ key.key1(0));
     const PhiloxProduct third =
@@ -64,7 +64,8 @@ struct alignas(16) KeyDraws {
 };
 
 /// As philox4x32_10().
-__device__ __forceinline__ PhiloxWords draw_words(const DrawKey& key, const QueryDraws& query, const KeyDraws& keys) {
+__device__ __forceinline__ PhiloxWords random_words(const RandomKey& key, const QueryRandomBits& query,
+                                                    const KeyRandomBits& keys) {
   const PhiloxProduct product = PhiloxProduct::second(query.product.high ^ keys.mixed);
   uint32_t c0 = product.high ^ keys.word0, c1 = product.low, c2 = query.product.low ^ keys.word2, c3 = keys.word3;
 #pragma unroll
@@ -79,12 +80,12 @@ __device__ __forceinline__ PhiloxWords draw_words(const DrawKey& key, const Quer
 }
 
 /// The same for two groups of queries, 8 apart, side by side: a round waits for the one before it.
-__device__ __forceinline__ void draw_words(PhiloxWords (&words)[2], const DrawKey& key, uint32_t query_group,
-                                           const KeyDraws& keys) {
+__device__ __forceinline__ void random_words(PhiloxWords (&words)[2], const RandomKey& key, uint32_t query_group,
+                                             const KeyRandomBits& keys) {
   uint32_t c[2][4];
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    const QueryDraws query = QueryDraws::of(key, query_group + 8 * m);
+    const QueryRandomBits query = QueryRandomBits::of(key, query_group + 8 * m);
     const PhiloxProduct product = PhiloxProduct::second(query.product.high ^ keys.mixed);
     c[m][0] = product.high ^ keys.word0, c[m][1] = product.low;
     c[m][2] = query.product.low ^ keys.word2, c[m][3] = keys.word3;

@@ -1,10 +1,10 @@
 // Tiles of the rows of all sequences by numbers that need no list: for kernels whose tiles cost all the same, so that
-// their order does not matter, and for places in workspaces.
+// their order does not matter, and for slots in workspaces.
 //
 // Where all sequences may be as long as the longest, a sequence has as many numbers as that. Packed sequences in a grid
 // that would be mostly holes (lists_tiles()) are numbered by their rows in memory: one that begins at row r has the
 // numbers from r / block + sequence on, which leaves each room for one tile that is not whole. Who has a number finds
-// its sequence in cu_seqlens: by a warp, 32 places at a time.
+// its sequence in cu_seqlens: by a warp, 32 slots at a time.
 #pragma once
 
 #include "kernels/common/sequence.cuh"
@@ -12,16 +12,16 @@
 
 namespace flash_ext {
 
-/// The last of `count` places whose value, which rises, is at most `value`; 0 if there is none. By a whole warp, or by
-/// all threads of a block that has fewer.
+/// The last of `count` slots whose value, which rises, is at most `value`; 0 if there is none. By a whole warp, or by
+/// all threads of a CTA that has fewer.
 template <class ValueAt>
-__device__ __forceinline__ int last_place_up_to(int64_t value, int count, ValueAt value_at) {
+__device__ __forceinline__ int last_index_up_to(int64_t value, int count, ValueAt value_at) {
   const int lane = static_cast<int>(threadIdx.x) % 32, lanes = min(static_cast<int>(blockDim.x), 32);
   const uint32_t all_lanes = ~0u >> (32 - lanes);
   int first = 0;
   while (count > 1) {
-    const int step = (count + lanes - 1) / lanes, place = lane * step;
-    const uint32_t votes = __ballot_sync(all_lanes, place < count && value_at(first + place) <= value);
+    const int step = (count + lanes - 1) / lanes, index = lane * step;
+    const uint32_t votes = __ballot_sync(all_lanes, index < count && value_at(first + index) <= value);
     const int steps = max(__popc(votes) - 1, 0);
     first += steps * step;
     count = min(step, count - steps * step);
@@ -65,7 +65,7 @@ struct TileNumbers {
     const int32_t* const cu_seqlens = keys ? p.seq.cu_seqlens_k : p.seq.cu_seqlens_q;
     const int64_t total = keys ? p.total_k : p.total_q;
     const auto first = [&](int k) { return first_of(k, clamp_index(cu_seqlens[k], 0, total)); };
-    sequence = last_place_up_to(number, static_cast<int>(p.batch), first);
+    sequence = last_index_up_to(number, static_cast<int>(p.batch), first);
     tile = static_cast<int>(number - first(sequence));
   }
 };

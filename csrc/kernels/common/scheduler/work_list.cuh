@@ -7,12 +7,12 @@
 //           workspace bytes += plan.bytes();                          // 0: all tiles of the grid are as good as there
 //           WorkList list = plan.view(memory);                        // memory at a multiple of 128 bytes
 //           fill_work_list(p, plan, list, stream);                    // launches the kernel that writes it
-//           grid = plan.most_works() blocks, or fewer persistent ones
+//           grid = plan.max_work_tiles() CTAs, or fewer persistent ones
 //   device  // The list must be there: wait_for_previous_grid(), where nothing else has waited for the kernel above.
-//           const WorkTile tile = list.locate(position);              // one load of 16 bytes
+//           const TileIndex tile = list.locate(position);              // one load of 16 bytes
 //           if (tile.tile == kNoTile) return;                         // the host knows a bound: behind all tiles
 //
-// list.head->taken is a counter for persistent blocks that the same kernel clears. The kernel that fills the list lets
+// list.head->taken is a counter for persistent CTAs that the same kernel clears. The kernel that fills the list lets
 // the next one start early (ptx::launch_dependents()). Without a list (plan.listed is false), position and work tile
 // are the launcher's matter, as ever.
 //
@@ -32,7 +32,7 @@ enum class WorkListSide { kQueries, kKeys };  // whose tiles are listed
 
 /// Before the entries in memory.
 struct alignas(128) WorkListHead {
-  unsigned long long taken;  // positions taken by persistent blocks, besides the first of each
+  unsigned long long taken;  // positions taken by persistent CTAs, besides the first of each
 };
 
 /// As a kernel sees it.
@@ -43,8 +43,8 @@ struct WorkList {
   Divisor bundle_heads = Divisor(1);
 
   __device__ __forceinline__ explicit operator bool() const { return head != nullptr; }
-  /// Below WorkListPlan::most_works().
-  __device__ __forceinline__ WorkTile locate(int position) const {
+  /// Below WorkListPlan::max_work_tiles().
+  __device__ __forceinline__ TileIndex locate(int position) const {
     const int at = static_cast<int>(bundle_heads.quotient(static_cast<uint32_t>(position)));
     const int4 entry = *reinterpret_cast<const int4*>(entries + at);
     return {entry.x, entry.z + position - at * static_cast<int>(bundle_heads.value), entry.y};
@@ -68,7 +68,7 @@ struct WorkListPlan {
   }
 
   int64_t most_entries() const { return most_tiles * order.bundles; }
-  int64_t most_works() const { return most_tiles * order.heads; }
+  int64_t max_work_tiles() const { return most_tiles * order.heads; }
   int64_t bytes() const {
     return listed ? static_cast<int64_t>(sizeof(WorkListHead) + most_entries() * sizeof(ListedTile)) : 0;
   }

@@ -1,4 +1,4 @@
-// In which order blocks take up the tiles of sequences whose lengths only the device knows. Host and device share it:
+// In which order CTAs acquire the tiles of sequences whose lengths only the device knows. Host and device share it:
 // the kernel that lists the tiles (work_list.cuh), the plan, and tests.
 //
 // Sequences stand longest first. Neighbours whose rows of the other side fit into L2 together, for all heads, are a
@@ -54,7 +54,7 @@ struct alignas(16) ListedTile {
 };
 
 /// A work tile.
-struct WorkTile {
+struct TileIndex {
   int32_t sequence;
   int32_t head;
   int32_t tile;  // kNoTile: there is none, and none behind it in a list
@@ -113,7 +113,7 @@ FLASH_EXT_HOST_DEVICE int32_t tile_of_rank(const WorkOrder& order, int32_t tiles
 
 /// Where the tile of a rank of a sequence stands among the tiles of its section. The section's sequences are those of
 /// the sorted keys [begin, end); tiles_before counts the tiles of all sequences before one.
-FLASH_EXT_HOST_DEVICE int64_t place_among_tiles(const uint64_t* keys, const int64_t* tiles_before, int begin, int end,
+FLASH_EXT_HOST_DEVICE int64_t index_among_tiles(const uint64_t* keys, const int64_t* tiles_before, int begin, int end,
                                                 int sequence, int32_t rank) {
   const int32_t cost = tiles_of_key(keys[sequence]) - rank;
   // Sequences with more tiles than that have some which cost more.
@@ -131,11 +131,11 @@ FLASH_EXT_HOST_DEVICE int64_t place_among_tiles(const uint64_t* keys, const int6
   return tiles_before[low] - tiles_before[begin] - int64_t{low - begin} * cost + sequence - begin;
 }
 
-/// Where a section has the entry of a bundle of a tile, by the tile's rank and its place among the section's tiles.
-FLASH_EXT_HOST_DEVICE int64_t place_in_section(const WorkOrder& order, uint64_t key, int32_t rank, int64_t place,
+/// Where a section has the entry of a bundle of a tile, by the tile's rank and its slot among the section's tiles.
+FLASH_EXT_HOST_DEVICE int64_t index_in_section(const WorkOrder& order, uint64_t key, int32_t rank, int64_t index,
                                                int32_t bundle) {
   const int64_t other_rows = other_rows_of_key(key);
-  if (!has_own_section(order, other_rows)) return place * order.bundles + bundle;
+  if (!has_own_section(order, other_rows)) return index * order.bundles + bundle;
   const int64_t fitting = order.rows_in_l2 / other_rows;
   const int32_t together = fitting > 1 ? static_cast<int32_t>(fitting) : 1;  // bundles
   const int32_t first = bundle / together * together, left = order.bundles - first;
@@ -179,9 +179,9 @@ inline std::vector<ListedTile> list_tiles(const WorkOrder& order, const std::vec
       for (end = begin + 1; end < size && !begins_section(order, keys[end], keys[end - 1], rows_before[end]);) ++end;
       for (int k = begin; k < end; ++k)
         for (int rank = 0; rank < tiles_of_key(keys[k]); ++rank) {
-          const int64_t place = place_among_tiles(keys.data(), tiles_before.data(), begin, end, k, rank);
+          const int64_t index = index_among_tiles(keys.data(), tiles_before.data(), begin, end, k, rank);
           for (int bundle = 0; bundle < order.bundles; ++bundle)
-            list[base + tiles_before[begin] * order.bundles + place_in_section(order, keys[k], rank, place, bundle)] = {
+            list[base + tiles_before[begin] * order.bundles + index_in_section(order, keys[k], rank, index, bundle)] = {
                 static_cast<int32_t>(first) + sequence_of_key(keys[k]),
                 tile_of_rank(order, tiles_of_key(keys[k]), rank), bundle * order.bundle_heads, tiles_of_key(keys[k])};
         }

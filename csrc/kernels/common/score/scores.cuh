@@ -240,7 +240,7 @@ struct RowEnd {
   float lse;
 };
 
-/// `sum` is of 2^(x - reference), `sink` a natural logarithm, -inf = none. A row that saw nothing has sum 0; one with
+/// `sum` is of 2^(x - stabiliser), `sink` a natural logarithm, -inf = none. A row that saw nothing has sum 0; one with
 /// an infinite score has the weights Inf / Inf, and an infinite lse.
 __device__ __forceinline__ RowEnd finish_row(float reference, float sum, float sink) {
   if (sum == 0.0f) return {0.0f, -INFINITY};

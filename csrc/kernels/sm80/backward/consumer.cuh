@@ -1,4 +1,4 @@
-// A block of the backward's main kernel: what its warps do with tiles, and when. See kernel.cuh.
+// A CTA of the backward's main kernel: what its warps do with tiles, and when. See kernel.cuh.
 #pragma once
 
 #include <cfloat>
@@ -36,15 +36,15 @@ struct BackwardBlock {
   using Rows = Products<Element, kHeadDim>;   // K, V, Q, dO
   using Scores = Products<Element, kBlockM>;  // P^T, dS^T
   using Dq = typename Config::Dq;
-  using Work = BackwardWork<Config>;
+  using WorkTile = BackwardWorkTile<Config>;
   static constexpr int kUnroll = Config::kUnroll;
   // Tiles of 8 columns of dQ that a warp makes at once.
-  static constexpr int kDqTiles = Config::kFloat ? 2 : Config::kGeneral && Dq::kN > 4 ? 4 : Dq::kN;
+  static constexpr int kDqTiles = Config::kFloat ? 2 : Config::kScoreOptions && Dq::kN > 4 ? 4 : Dq::kN;
   static constexpr int kUnrollDq = Config::kFloat ? 8 : 1;  // as ptxas gets by without spills
 #if __CUDA_ARCH__ >= 900
-  static constexpr bool kKeysAgain = !Config::kGeneral, kValueAgain = false;  // likewise
+  static constexpr bool kRematerialisesKeys = !Config::kScoreOptions, kRematerialisesValue = false;  // likewise
 #else
-  static constexpr bool kKeysAgain = false, kValueAgain = kHeadDim == 128 && !Config::kFloat;
+  static constexpr bool kRematerialisesKeys = false, kRematerialisesValue = kHeadDim == 128 && !Config::kFloat;
 #endif
   static constexpr int kRoleThreads = kThreads / 2;
   static constexpr bool kQueriesHoldKeys = 2 * kBlockM >= kBlockN;  // the stages of Q have room for dK
@@ -57,7 +57,7 @@ struct BackwardBlock {
   const BackwardParams& p;
   const BackwardWorkspace& workspace;
   const bool copies_bias;
-  BackwardWork<Config>& work;
+  BackwardWorkTile<Config>& work_tile;
   const int warp, lane;
   const bool makes_p;
   const int first_row;     // of the warp's keys in the tile
@@ -68,11 +68,11 @@ struct BackwardBlock {
   typename Rows::A r_weights[kWeightSteps][kM];  // P^T or dS^T, from one half-step to the next
 
   __device__ __forceinline__ BackwardBlock(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                           bool copies_bias, BackwardWork<Config>& work, char* shared)
+                                           bool copies_bias, BackwardWorkTile<Config>& work_tile, char* shared)
       : p(p),
         workspace(workspace),
         copies_bias(copies_bias),
-        work(work),
+        work_tile(work_tile),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         makes_p(warp < Config::kRoleWarps),
@@ -91,8 +91,8 @@ struct BackwardBlock {
 
   /// x: but what depends on it is not computed before the loop, for which options leave no registers.
   template <class T>
-  __device__ __forceinline__ static T again(T x) {
-    return Config::kGeneral ? ptx::reread(x) : x;
+  __device__ __forceinline__ static T rematerialise(T x) {
+    return Config::kScoreOptions ? ptx::reread(x) : x;
   }
   __device__ __forceinline__ static int role_thread() { return static_cast<int>(threadIdx.x) % kRoleThreads; }
   __device__ __forceinline__ uint32_t query_stage(int n) const { return s_query + n % 2 * Config::kQueryBytes; }
@@ -104,12 +104,12 @@ struct BackwardBlock {
     return Config::kScoreTiles == 2 ? gradient_tile(n) : s_scores + 2 * Config::kScoreBytes;
   }
 
-  __device__ __forceinline__ int64_t tile_index(const BackwardStep& step) const { return tile_index(work, step); }
-  __device__ __forceinline__ int64_t tile_index(const Work& of, const BackwardStep& step) const {
+  __device__ __forceinline__ int64_t tile_index(const BackwardStep& step) const { return tile_index(work_tile, step); }
+  __device__ __forceinline__ int64_t tile_index(const WorkTile& of, const BackwardStep& step) const {
     return of.workspace_tile + step.head * workspace.tiles_per_head + step.tile;
   }
   __device__ __forceinline__ bool is_partial(const BackwardStep& step) const {
-    return step.tile < work.tiles.full_begin || step.tile >= work.tiles.full_end;
+    return step.tile < work_tile.tiles.full_begin || step.tile >= work_tile.tiles.full_end;
   }
 
   __device__ __forceinline__ void load_keys(const Sequence& sequence, int first_key) const {
@@ -124,30 +124,30 @@ struct BackwardBlock {
                                                         static_cast<int>(columns), role_thread());
   }
   /// `of` is what `work` is, or will be.
-  __device__ __forceinline__ void load_queries(const Work& of, const BackwardStep& step, int n) const {
+  __device__ __forceinline__ void load_queries(const WorkTile& of, const BackwardStep& step, int n) const {
     load_rows(query_stage(n), of.queries, step.head * p.q.head_stride, step, of.sequence.seqlen_q, p.head_dim);
     load_terms(lse_stage(n), workspace.lse + tile_index(of, step) * kBlockM);
   }
   /// Without options the first tile is known before anything else is.
-  __device__ __forceinline__ void load_first_queries(const Work& of) const {
+  __device__ __forceinline__ void load_first_queries(const WorkTile& of) const {
     const BackwardStep step = of.first_step();
-    if (!Config::kGeneral && makes_p && step.head < of.heads) load_queries(of, step, 0);
+    if (!Config::kScoreOptions && makes_p && step.head < of.heads) load_queries(of, step, 0);
   }
   /// What the P warps need of a step; bias and words are free again once they have made its P.
   __device__ __forceinline__ void load_for_weights(const PreparedStep& prepared, int n) const {
-    load_queries(work, prepared.step, n);
-    if constexpr (Config::kGeneral) {
-      if (!work.options.hides) return;
-      Sequence sequence = work.sequence;
+    load_queries(work_tile, prepared.step, n);
+    if constexpr (Config::kScoreOptions) {
+      if (!work_tile.options.hides) return;
+      Sequence sequence = work_tile.sequence;
       sequence.head += prepared.step.head;
       const int first_query = prepared.step.tile * kBlockM;
-      if (work.options.biased) {
+      if (work_tile.options.biased) {
         flash_ext::load_bias<kRoleThreads, kBlockM, kBlockN>(s_bias, p.bias, copies_bias, sequence, first_query,
-                                                             work.first_key);
+                                                             work_tile.first_key);
       }
       if (prepared.flags & kStepMasked) {
         load_words<kRoleThreads, kBlockM, kBlockN>(s_words, p, workspace.visibility, sequence, prepared.step.tile,
-                                                   work.key_tile);
+                                                   work_tile.key_tile);
       }
     }
   }
@@ -157,22 +157,23 @@ struct BackwardBlock {
   }
   /// By the dS warps, while P of the step before is made.
   __device__ __forceinline__ void draw_dropped(const PreparedStep& prepared, int n) const {
-    if constexpr (Config::kGeneral) {
-      if (!work.options.drops || prepared.flags & kStepPast) return;
-      const TileCoordinates<true> at = coordinates(prepared.step, again(lane));
+    if constexpr (Config::kScoreOptions) {
+      if (!work_tile.options.drops || prepared.flags & kStepPast) return;
+      const TileCoordinates<true> at = coordinates(prepared.step, rematerialise(lane));
 #pragma unroll 1
       for (int word = 0; word < kDroppedWords; ++word) {
         DroppedWeights dropped{0};
 #pragma unroll
         for (int piece = 0; piece < (kN > 2 ? 2 : 1); ++piece)
-          dropped.draw(piece, work.options, prepared.step.head, at.first_column + 32 * word + 16 * piece, at.first_row);
+          dropped.draw(piece, work_tile.options, prepared.step.head, at.first_column + 32 * word + 16 * piece,
+                       at.first_row);
         store_shared(dropped_at(n, word), dropped.bits);
       }
     }
   }
   __device__ __forceinline__ void load_grad_out(const BackwardStep& step) const {
-    load_rows(s_grad_out, work.grad_out, step.head * p.grad_out.head_stride, step,
-              p.grad_out.data ? work.sequence.seqlen_q : 0, p.head_dim_v);
+    load_rows(s_grad_out, work_tile.grad_out, step.head * p.grad_out.head_stride, step,
+              p.grad_out.data ? work_tile.sequence.seqlen_q : 0, p.head_dim_v);
     load_terms(s_minus_delta, workspace.minus_delta + tile_index(step) * kBlockM);
   }
   __device__ __forceinline__ static void load_terms(uint32_t s_terms, const float* terms) {
@@ -182,8 +183,8 @@ struct BackwardBlock {
 
   /// c += A B^T for the warp's rows of A and its queries of B.
   __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t s_a, uint32_t s_b) const {
-    const int lane = again(this->lane);
-    const uint32_t s_lane_a = s_a + Rows::lane_a(lane) + again(first_row) * Rows::kRowBytes;
+    const int lane = rematerialise(this->lane);
+    const uint32_t s_lane_a = s_a + Rows::lane_a(lane) + rematerialise(first_row) * Rows::kRowBytes;
     const uint32_t s_lane_b = s_b + Rows::lane_b(lane) + first_column * Rows::kRowBytes;
 #pragma unroll kUnroll
     for (int step = 0; step < kHeadDim / Rows::kDepth; ++step) {
@@ -204,9 +205,9 @@ struct BackwardBlock {
   /// own are used up: each step takes the first and moves up the others, as registers cannot be indexed in a loop.
   __device__ __forceinline__ void accumulate(uint32_t s_weights, uint32_t s_b) {
     const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (Config::kWarpColumns / 16);
-    const int lane = again(this->lane);
+    const int lane = rematerialise(this->lane);
     const uint32_t s_lane_b = s_b + Rows::lane_b_transposed(lane);
-    const uint32_t s_lane_a = s_weights + Scores::lane_a_of_c(lane) + again(first_row) * Scores::kRowBytes;
+    const uint32_t s_lane_a = s_weights + Scores::lane_a_of_c(lane) + rematerialise(first_row) * Scores::kRowBytes;
 #pragma unroll kUnroll
     for (int step = 0; step < kBlockM / Rows::kDepth; ++step) {
       typename Rows::A a[kM];
@@ -246,7 +247,7 @@ struct BackwardBlock {
     if (workspace.turns) end_turn(step);
   }
   __device__ __forceinline__ void multiply_dq(float (&c)[Dq::kM][kDqTiles][4], uint32_t s_gradients, int first) const {
-    const int lane = again(this->lane);
+    const int lane = rematerialise(this->lane);
     const uint32_t s_lane_a = s_gradients + Scores::lane_a_transposed(lane);
     const uint32_t s_lane_b = s_key + Rows::lane_b_transposed(lane);
     const int first_m = Dq::first_row(warp) / 16, first_d = Dq::first_column(warp) / 16 + first / 2;
@@ -269,7 +270,7 @@ struct BackwardBlock {
     return workspace.turns + tile_index(step) * kDqWarps + warp;
   }
   __device__ __forceinline__ void wait_for_turn(const BackwardStep& step) const {
-    const int turn = work.turn(step.tile);
+    const int turn = work_tile.turn(step.tile);
     if (lane == 0) {
       // `<`: lengths that make no sense may count past it, and must not hang.
       while (ptx::load_acquire(turn_of(step)) < turn) __nanosleep(20);
@@ -283,7 +284,7 @@ struct BackwardBlock {
   }
 
   __device__ __forceinline__ TileCoordinates<true> coordinates(const BackwardStep& step, int lane) const {
-    return TileCoordinates<true>::of_lane(work.first_key + first_row, step.tile * kBlockM + first_column, lane);
+    return TileCoordinates<true>::of_lane(work_tile.first_key + first_row, step.tile * kBlockM + first_column, lane);
   }
   /// What a lane adds to s_minus_delta or a stage of lse for its queries of a column of accumulators.
   __device__ __forceinline__ uint32_t term_at(int column) const {
@@ -291,13 +292,13 @@ struct BackwardBlock {
   }
   /// What a lane adds to weight_tile() or gradient_tile() for its accumulators.
   __device__ __forceinline__ uint32_t lane_of_scores() const {
-    return Scores::lane_c(lane) + again(first_row) * Scores::kRowBytes;
+    return Scores::lane_c(lane) + rematerialise(first_row) * Scores::kRowBytes;
   }
   __device__ __forceinline__ int first_pair() const { return Config::kSides == 1 ? 0 : first_column / 16; }
 
   /// P^T in place of S^T.
   __device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4], const BackwardStep& step, int n) const {
-    const float scale = work.scale;
+    const float scale = work_tile.scale;
     for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = ptx::exp2_approx(fmaf(x, scale, -lse)); });
     if (is_partial(step)) hide(s, coordinates(step, lane), 0.0f);
   }
@@ -306,7 +307,7 @@ struct BackwardBlock {
   /// because of another key. Queries past the end have none, by their lse.
   __device__ __forceinline__ void hide(float (&weights)[kM][kN][4], const TileCoordinates<true>& at,
                                        float hidden) const {
-    const Sequence& sequence = work.sequence;
+    const Sequence& sequence = work_tile.sequence;
     const int end = at.first_column + sequence.offset + sequence.right + 1 - at.first_row;
     const int end_of_all = sequence.seqlen_k - at.first_row;
     for_each_score(weights, [&](float& x, int m, int n, int e) {
@@ -352,11 +353,11 @@ struct BackwardBlock {
   /// The same under all options. What is stored for dS^T, where that will be, is P^T times the derivative of the
   /// softcap, of dropped weights too.
   __device__ __forceinline__ void exponentiate_general(float (&s)[kM][kN][4], const PreparedStep& now, int n) {
-    const BackwardOptions& options = work.options;
-    const int lane = again(this->lane);
+    const BackwardOptions& options = work_tile.options;
+    const int lane = rematerialise(this->lane);
     const TileCoordinates<true> at = coordinates(now.step, lane);
     scale_and_subtract_lse(s, n);
-    if (now.slope != 0.0f) add_alibi(s, now.slope, at.first_column + work.sequence.offset - at.first_row);
+    if (now.slope != 0.0f) add_alibi(s, now.slope, at.first_column + work_tile.sequence.offset - at.first_row);
     if (options.biased) add_bias<kBlockN>(s, p.bias.dtype, s_bias, first_column, first_row, lane);
     if (now.flags & kStepPartial) hide(s, at, -INFINITY);
     if (now.flags & kStepMasked)
@@ -378,7 +379,7 @@ struct BackwardBlock {
 
   /// Exponents out of products, but for what is added. The derivative of the softcap waits where it will be needed.
   __device__ __forceinline__ void scale_and_subtract_lse(float (&s)[kM][kN][4], int n) const {
-    const BackwardOptions& options = work.options;
+    const BackwardOptions& options = work_tile.options;
     const float scale = options.scale, cap = options.cap;
     // A sum that overflowed must not make a NaN of what is hidden: what a query does see of it, its lse knows.
     const auto scaled = [&](float x) { return fminf(x * scale, FLT_MAX); };
@@ -410,7 +411,8 @@ struct BackwardBlock {
   template <bool kCaps, bool kDrops>
   __device__ __forceinline__ void store_for_gradient(float (&s)[kM][kN][4], int n) {
     const uint32_t s_lane = gradient_tile(n) + lane_of_scores();
-    const uint32_t s_slopes = gradient_tile(n) + Scores::lane_a_of_c(lane) + again(first_row) * Scores::kRowBytes;
+    const uint32_t s_slopes =
+        gradient_tile(n) + Scores::lane_a_of_c(lane) + rematerialise(first_row) * Scores::kRowBytes;
 #pragma unroll
     for (int column = 0; column < kN; column += 2) {
       const DroppedWeights dropped{kDrops ? load_shared<uint32_t>(dropped_at(n, column / 4)) : 0};
@@ -446,8 +448,8 @@ struct BackwardBlock {
 
   /// dS^T in place of dP^T - D.
   template <class F>
-  __device__ __forceinline__ void differentiate(float (&s)[kM][kN][4], int n, F gradient) const {
-    const uint32_t s_lane = (Config::kGeneral ? gradient_tile(n) : weight_tile(n)) + lane_of_scores();
+  __device__ __forceinline__ void compute_ds(float (&s)[kM][kN][4], int n, F gradient) const {
+    const uint32_t s_lane = (Config::kScoreOptions ? gradient_tile(n) : weight_tile(n)) + lane_of_scores();
 #pragma unroll
     for (int column = 0; column < kN; column += 2)
 #pragma unroll
@@ -463,13 +465,13 @@ struct BackwardBlock {
 
   /// Where P is 0 the rest may be NaN, from keys that the query does not see; in a full tile it sees them all. The
   /// gradient of a dropped weight is 0.
-  __device__ __forceinline__ void differentiate(float (&s)[kM][kN][4], const PreparedStep& now, int n) const {
-    if constexpr (Config::kGeneral) {
-      if (work.options.drops) {
+  __device__ __forceinline__ void compute_ds(float (&s)[kM][kN][4], const PreparedStep& now, int n) const {
+    if constexpr (Config::kScoreOptions) {
+      if (work_tile.options.drops) {
         uint32_t dropped[kDroppedWords];
 #pragma unroll
         for (int word = 0; word < kDroppedWords; ++word) dropped[word] = load_shared<uint32_t>(dropped_at(n, word));
-        return differentiate(s, n, [&](float& x, float weight, int m, int column, int e) {
+        return compute_ds(s, n, [&](float& x, float weight, int m, int column, int e) {
           const float2 minus_delta = load_shared<float2>(s_minus_delta + term_at(column));
           const int pair = DroppedWeights::pair(column / 2, m, column % 2, e / 2);
           const bool is_dropped = DroppedWeights{dropped[column / 4]}.is_dropped(pair, e % 2);
@@ -479,31 +481,31 @@ struct BackwardBlock {
       }
     }
     if (has(now, kStepPartial | kStepMayHide)) {
-      differentiate(s, n, [](float& x, float weight, int, int, int) { x = weight == 0.0f ? 0.0f : weight * x; });
+      compute_ds(s, n, [](float& x, float weight, int, int, int) { x = weight == 0.0f ? 0.0f : weight * x; });
     } else {
-      differentiate(s, n, [](float& x, float weight, int, int, int) { x *= weight; });
+      compute_ds(s, n, [](float& x, float weight, int, int, int) { x *= weight; });
     }
   }
 
   /// The tile after `step`, among those that some key sees; past the last, head is past the group.
   __device__ __forceinline__ BackwardStep next(BackwardStep step) const {
-    if (++step.tile == work.tiles.end) step.tile = work.tiles.begin;
-    if (step.tile == work.first_tile) ++step.head;
+    if (++step.tile == work_tile.tiles.end) step.tile = work_tile.tiles.begin;
+    if (step.tile == work_tile.first_tile) ++step.head;
     return step;
   }
 
   __device__ __forceinline__ BackwardStep previous(BackwardStep step) const {
-    if (step.tile == work.first_tile) --step.head;
-    if (step.tile == work.tiles.begin) step.tile = work.tiles.end;
+    if (step.tile == work_tile.first_tile) --step.head;
+    if (step.tile == work_tile.tiles.begin) step.tile = work_tile.tiles.end;
     --step.tile;
     return step;
   }
 
-  __device__ __forceinline__ bool is_past(const BackwardStep& step) const { return step.head >= work.heads; }
+  __device__ __forceinline__ bool is_past(const BackwardStep& step) const { return step.head >= work_tile.heads; }
 
   /// Whether one of the flags is set; without options they are not looked up, but computed.
   __device__ __forceinline__ bool has(const PreparedStep& now, int flags) const {
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::kScoreOptions) {
       return (now.flags & flags) != 0;
     } else {
       return (flags & kStepPast && is_past(now.step)) || (flags & kStepPartial && is_partial(now.step));
@@ -512,20 +514,20 @@ struct BackwardBlock {
 
   __device__ __forceinline__ PreparedStep prepare(const BackwardStep& step) const {
     PreparedStep prepared{step, 0, 0.0f};
-    if constexpr (Config::kGeneral) {
-      const BackwardOptions& options = work.options;
+    if constexpr (Config::kScoreOptions) {
+      const BackwardOptions& options = work_tile.options;
       if (is_past(step)) return {step, kStepPast, 0.0f};
       if (options.slopes) prepared.slope = options.slopes[step.head] * kLog2E;
       if (is_partial(step)) prepared.flags |= kStepPartial;
       if (options.biased) prepared.flags |= kStepMayHide;
       if (options.masks) {
         const VisibilityTiles& tiles = workspace.visibility;
-        const int state = tiles.states_of(work.sequence.batch, work.sequence.head + step.head,
-                                          work.key_tile)[tiles.query_tiles > 1 ? step.tile : 0];
+        const int state = tiles.states_of(work_tile.sequence.batch, work_tile.sequence.head + step.head,
+                                          work_tile.key_tile)[tiles.query_tiles > 1 ? step.tile : 0];
         if (state == kTileHidden) prepared.flags |= kStepHidden;
         if (state == kTileMasked) prepared.flags |= kStepMasked | kStepMayHide;
       }
-      if (options.hides && workspace.unclean[tile_index(step)]) prepared.flags |= kStepUnclean;
+      if (options.hides && workspace.unclean[tile_index(step)]) prepared.flags |= kStepNonFinite;
     }
     return prepared;
   }
@@ -533,10 +535,10 @@ struct BackwardBlock {
   __device__ __forceinline__ void put_step(const BackwardStep& step, int n) const {
     PreparedStep prepared = prepare(step);
     while (prepared.flags & kStepHidden) prepared = prepare(next(prepared.step));
-    if (lane == 0) work.ring[n % 8] = prepared;
+    if (lane == 0) work_tile.ring[n % 8] = prepared;
     __syncwarp();
   }
-  __device__ __forceinline__ bool prepares() const { return Config::kGeneral && warp == Config::kRoleWarps; }
+  __device__ __forceinline__ bool prepares() const { return Config::kScoreOptions && warp == Config::kRoleWarps; }
 
   /// Tiles that are skipped are not waited for.
   __device__ __forceinline__ void pass_turns(BackwardStep step, const BackwardStep& end) const {
@@ -546,25 +548,26 @@ struct BackwardBlock {
     }
   }
   __device__ __forceinline__ void pass_turns_before(int n) const {
-    if constexpr (Config::kGeneral) {
-      if (workspace.turns && work.options.masks)
-        pass_turns(n == 0 ? work.first_step() : next(work.ring[(n - 1) % 8].step), work.ring[n % 8].step);
+    if constexpr (Config::kScoreOptions) {
+      if (workspace.turns && work_tile.options.masks)
+        pass_turns(n == 0 ? work_tile.first_step() : next(work_tile.ring[(n - 1) % 8].step),
+                   work_tile.ring[n % 8].step);
     }
   }
 
   /// S^T and P^T, or dP^T and dS^T.
-  __device__ __forceinline__ void make_weights(const PreparedStep& now, int n) {
+  __device__ __forceinline__ void compute_p(const PreparedStep& now, int n) {
     float s[kM][kN][4] = {};
     if (!makes_p) for_each_with_term(s, s_minus_delta, [](float& x, float term) { x = term; });
-    const uint32_t s_keys = kKeysAgain    ? ptx::reread(s_key) + (makes_p ? 0 : Config::kKeyBytes)
-                            : makes_p     ? s_key
-                            : kValueAgain ? again(s_value)
-                                          : s_value;
+    const uint32_t s_keys = kRematerialisesKeys    ? ptx::reread(s_key) + (makes_p ? 0 : Config::kKeyBytes)
+                            : makes_p              ? s_key
+                            : kRematerialisesValue ? rematerialise(s_value)
+                                                   : s_value;
     multiply_rows(s, s_keys, makes_p ? query_stage(n) : s_grad_out);
     if (!makes_p) {
-      differentiate(s, now, n);
+      compute_ds(s, now, n);
       store_weights(gradient_tile(n), s);
-    } else if constexpr (Config::kGeneral) {
+    } else if constexpr (Config::kScoreOptions) {
       exponentiate_general(s, now, n);
     } else {
       exponentiate(s, now.step, n);
@@ -573,7 +576,7 @@ struct BackwardBlock {
   }
 
   /// The second products: of tile n for the P warps, of the one before for the dS warps; and dQ of the one before.
-  __device__ __forceinline__ void use_weights(const PreparedStep& now, const BackwardStep& before, int n) {
+  __device__ __forceinline__ void consume_p(const PreparedStep& now, const BackwardStep& before, int n) {
     const bool wanted = makes_p ? p.dv.data && !has(now, kStepPast) : p.dk.data && n > 0;
     if (wanted) {
       accumulate(makes_p ? weight_tile(n) : gradient_tile(n - 1), makes_p ? s_grad_out : query_stage(n - 1));
@@ -586,54 +589,53 @@ struct BackwardBlock {
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::kScoreOptions) {
       if (prepares()) {
-        put_step(work.first_step(), 0);
-        put_step(next(work.ring[0].step), 1);
+        put_step(work_tile.first_step(), 0);
+        put_step(next(work_tile.ring[0].step), 1);
       }
       __syncthreads();
-      if (!makes_p) draw_dropped(work.ring[0], 0);
-      if (makes_p && !has(work.ring[0], kStepPast)) load_for_weights(work.ring[0], 0);
+      if (!makes_p) draw_dropped(work_tile.ring[0], 0);
+      if (makes_p && !has(work_tile.ring[0], kStepPast)) load_for_weights(work_tile.ring[0], 0);
     }
     ptx::cp_async_commit();
-    PreparedStep walked = prepare(work.first_step());
+    PreparedStep walked = prepare(work_tile.first_step());
     int half = 0;
 #pragma unroll 1
     for (;; ++half) {
       const int n = half / 2;
       const bool odd = half % 2 != 0;
-      const PreparedStep& now = Config::kGeneral ? work.ring[n % 8] : walked;
+      const PreparedStep& now = Config::kScoreOptions ? work_tile.ring[n % 8] : walked;
       const bool past = has(now, kStepPast);
       // Who loads a tile uses it first, in the next half-step; those who wait for nothing have loaded nothing.
       const bool makes_weights = makes_p != odd && !past;
       if (makes_p || half != 0) ptx::cp_async_wait<0>();
       if (makes_weights) {
-        if (half == 0) take_out_non_finite<Element, kHeadDim, kRoleThreads, kBlockN, true>(s_key, role_thread());
+        if (half == 0) remove_non_finite<Element, kHeadDim, kRoleThreads, kBlockN, true>(s_key, role_thread());
         // A hidden pair has weight 0, and 0 * NaN is NaN. What a query does see, its lse or its D knows.
-        if (has(now, kStepPartial | kStepUnclean)) {
-          take_out_non_finite<Element, kHeadDim, kRoleThreads, kBlockM>(odd ? s_grad_out : query_stage(n),
-                                                                        role_thread());
+        if (has(now, kStepPartial | kStepNonFinite)) {
+          remove_non_finite<Element, kHeadDim, kRoleThreads, kBlockM>(odd ? s_grad_out : query_stage(n), role_thread());
         }
       }
       __syncthreads();
       if (makes_weights) {
-        make_weights(now, n);
+        compute_p(now, n);
       } else {
         if (makes_p) {
-          const PreparedStep then = Config::kGeneral ? work.ring[(n + 1) % 8] : prepare(next(now.step));
+          const PreparedStep then = Config::kScoreOptions ? work_tile.ring[(n + 1) % 8] : prepare(next(now.step));
           if (odd && !has(then, kStepPast)) load_for_weights(then, n + 1);
         } else {
           if (!past) load_grad_out(now.step);
         }
         ptx::cp_async_commit();
-        if (Config::kGeneral && !makes_p && !past) {
-          if (prepares()) put_step(next(work.ring[(n + 1) % 8].step), n + 2);
-          draw_dropped(work.ring[(n + 1) % 8], n + 1);
+        if (Config::kScoreOptions && !makes_p && !past) {
+          if (prepares()) put_step(next(work_tile.ring[(n + 1) % 8].step), n + 2);
+          draw_dropped(work_tile.ring[(n + 1) % 8], n + 1);
         }
-        use_weights(now, Config::kGeneral ? work.ring[(n + 7) % 8].step : previous(now.step), n);
+        consume_p(now, Config::kScoreOptions ? work_tile.ring[(n + 7) % 8].step : previous(now.step), n);
       }
       if (past) break;
-      if (!Config::kGeneral && odd) walked = prepare(next(walked.step));
+      if (!Config::kScoreOptions && odd) walked = prepare(next(walked.step));
     }
     ptx::cp_async_wait<0>();
     __syncthreads();  // V may still have been under way, or K is still read
@@ -643,13 +645,13 @@ struct BackwardBlock {
   /// dV goes through the tile of V, which is done with, and dK through those of Q once the dS warps are: so they leave
   /// in 16-byte pieces.
   __device__ __forceinline__ void store_sums() {
-    if (work.sums) return store_split();
-    const int lane = again(this->lane);
-    const uint32_t s_tile = makes_p ? again(s_key) + Config::kKeyBytes : kQueriesHoldKeys ? s_query : s_key;
-    const float unit = Config::kGeneral ? workspace.unit : 1.0f;
+    if (work_tile.sums) return store_split();
+    const int lane = rematerialise(this->lane);
+    const uint32_t s_tile = makes_p ? rematerialise(s_key) + Config::kKeyBytes : kQueriesHoldKeys ? s_query : s_key;
+    const float unit = Config::kScoreOptions ? workspace.unit : 1.0f;
     const float factor = makes_p ? unit : unit * static_cast<float>(p.softmax_scale);
     const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (kD / 2);
-    const uint32_t s_lane = s_tile + Rows::lane_c(lane) + again(first_row) * Rows::kRowBytes;
+    const uint32_t s_lane = s_tile + Rows::lane_c(lane) + rematerialise(first_row) * Rows::kRowBytes;
     if (!makes_p) sync_role();
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -666,19 +668,20 @@ struct BackwardBlock {
     const TensorView& view = makes_p ? p.dv : p.dk;
     if (!view.data) return;
     constexpr int kRowsOfWarp = kBlockN / Config::kRoleWarps;
-    store_rows<Element, kHeadDim>(s_tile, key_rows<Element, false>(p, view, work.sequence),
-                                  warp % Config::kRoleWarps * kRowsOfWarp, kRowsOfWarp, work.first_key,
-                                  work.sequence.seqlen_k, static_cast<int>(makes_p ? p.head_dim_v : p.head_dim), lane);
+    store_rows<Element, kHeadDim>(s_tile, key_rows<Element, false>(p, view, work_tile.sequence),
+                                  warp % Config::kRoleWarps * kRowsOfWarp, kRowsOfWarp, work_tile.first_key,
+                                  work_tile.sequence.seqlen_k, static_cast<int>(makes_p ? p.head_dim_v : p.head_dim),
+                                  lane);
   }
 
   /// Of a split.
   __device__ __forceinline__ void store_split() const {
     const int thread = ptx::reread(static_cast<int>(threadIdx.x)), warp = thread / 32;
     const bool is_value = warp < Config::kRoleWarps;
-    const float unit = Config::kGeneral ? workspace.unit : 1.0f;
+    const float unit = Config::kScoreOptions ? workspace.unit : 1.0f;
     const float factor = is_value ? unit : unit * static_cast<float>(p.softmax_scale);
     const int row = warp % Config::kKeyGroups * kM, column = warp % Config::kRoleWarps / Config::kKeyGroups * kD;
-    float* const g_sums = work.sums + (is_value ? kBlockN * kHeadDim : 0);
+    float* const g_sums = work_tile.sums + (is_value ? kBlockN * kHeadDim : 0);
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll

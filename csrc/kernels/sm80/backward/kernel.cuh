@@ -3,10 +3,10 @@
 //   S^T = K Q^T,   P^T = 2^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)         D:
 //   common/backward/row_terms.cuh dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
-// A block owns kBlockN keys of one key head, and walks all tiles of queries that see them, of all heads of the group.
+// A CTA owns kBlockN keys of one key head, and walks all tiles of queries that see them, of all heads of the group.
 // Half of its warps, the P warps, make S^T, P^T and dV; the others, the dS warps, make dP^T, dS^T and dK. A warp owns
 // kWarpKeys keys of S^T or dP^T, so what it computes is, without leaving its registers, the A operand of its second
-// product. P^T goes to the dS warps through a tile in shared memory, in which they leave dS^T in its place (a warp
+// product. P^T goes to the dS warps through a tile in shared memory, in which they leave dS^T in its slot (a warp
 // reads and writes the same elements); from there all warps make dQ, each a part of the tile of queries.
 //
 // Half-steps, with a barrier before each; m counts tiles of queries:
@@ -19,8 +19,8 @@
 // Options: the derivative of the softcap, which only P knows, is multiplied into the P^T that the dS warps get; which
 // weights are dropped they draw themselves, for P as well, half a step before.
 //
-// dQ is summed over the blocks by atomic additions to float tiles (common/backward/dq_store.cuh). Deterministic:
-// additions to a tile take turns, from its last keys to its first, which is the order in which blocks draw their keys.
+// dQ is summed over the CTAs by atomic additions to float tiles (common/backward/dq_store.cuh). Deterministic:
+// additions to a tile take turns, from its last keys to its first, which is the order in which CTAs draw their keys.
 #pragma once
 
 #include "consumer.cuh"
@@ -34,15 +34,16 @@
 namespace flash_ext::sm80 {
 
 /// Blocks of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the
-/// most queries see, come first. Or as a list says. Deterministic: blocks draw numbers, so that whoever waits waits for
+/// most queries see, come first. Or as a list says. Deterministic: CTAs draw numbers, so that whoever waits waits for
 /// one that runs, and of a head the last keys have the first number.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ BackwardSchedule schedule, bool copies_bias) {
   extern __shared__ __align__(128) char shared[];
-  auto* const s_work = reinterpret_cast<BackwardWork<Config>*>(shared + Config::kSharedBytes - Config::kWorkBytes);
-  auto* const s_ticket = reinterpret_cast<unsigned*>(s_work);
+  auto* const s_work_tile =
+      reinterpret_cast<BackwardWorkTile<Config>*>(shared + Config::kSharedBytes - Config::kWorkTileBytes);
+  auto* const s_ticket = reinterpret_cast<unsigned*>(s_work_tile);
   unsigned number = blockIdx.x;
   if (workspace.turns) {
     if (threadIdx.x == 0) *s_ticket = static_cast<unsigned>(atomicAdd(workspace.ticket, 1));
@@ -52,11 +53,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
   const BackwardTask<Config::kBlockM, Config::kBlockN> task(p, schedule, schedule.locate(number));
   if (!task.exists()) return;
-  BackwardBlock<Config> block(p, workspace, copies_bias, *s_work, shared);
+  BackwardBlock<Config> block(p, workspace, copies_bias, *s_work_tile, shared);
   block.load_keys(task.sequence, task.first_key);
-  const BackwardWork<Config> work(p, workspace, schedule, task);
-  block.load_first_queries(work);
-  if (threadIdx.x == 0) *s_work = work;
+  const BackwardWorkTile<Config> work_tile(p, workspace, schedule, task);
+  block.load_first_queries(work_tile);
+  if (threadIdx.x == 0) *s_work_tile = work_tile;
   __syncthreads();
   block.run();
 }
@@ -72,11 +73,11 @@ BackwardSchedule backward_schedule(const BackwardParams& p, const BackwardWorksp
                           static_cast<char*>(memory) + workspace.bytes);
 }
 
-/// Of a block's shared memory.
+/// Of a CTA's shared memory.
 template <class Config>
 int64_t backward_shared_bytes(const BackwardParams& p) {
   const int64_t bias = p.bias.data ? bias_tile_bytes(p.bias.dtype, Config::kBlockM, Config::kBlockN) : 0;
-  return Config::kSharedBytes + (Config::kGeneral ? bias : 0);
+  return Config::kSharedBytes + (Config::kScoreOptions ? bias : 0);
 }
 
 template <class Config>

@@ -1,5 +1,5 @@
 // Attention backward where the tiles of kernel.cuh do not fit into shared memory: float beyond head_dim 128 on GPUs
-// with less than 173 KB a block. Made of 64 x 64 scores (sm80/common/score_tile.cuh), which take any head dim in slabs
+// with less than 173 KB a CTA. Made of 64 x 64 scores (sm80/common/score_tile.cuh), which take any head dim in slabs
 // of columns, and slow: S and dP are computed again for each slab of each of dQ, dK and dV. Sums have a fixed order.
 #pragma once
 
@@ -14,7 +14,7 @@ template <class Element>
 __device__ __forceinline__ void attention_product_gradient(ScoreFragment& ds, const ScoreTile<Element>& tile,
                                                            const BackwardParams& p, const float* delta) {
   tile.template scores<false>(ds);
-  differentiate(ds, tile, p, delta);
+  compute_ds(ds, tile, p, delta);
   if (p.softcap == 0.0) return;
   const ScoreRules<Element> rules(p, tile.sequence);
   ScoreFragment products;

@@ -1,4 +1,4 @@
-// The shapes of the backward's tiles, and what one of its blocks works on.
+// The shapes of the backward's tiles, and what one of its CTAs works on.
 #pragma once
 
 #include "kernels/common/backward/dq_store.cuh"
@@ -13,16 +13,16 @@
 
 namespace flash_ext::sm80 {
 
-/// kGeneral: scores that are more than scaled products within a window (bias, mask, softcap, ALiBi, dropout).
+/// kScoreOptions: scores that are more than scaled products within a window (bias, mask, softcap, ALiBi, dropout).
 /// kSmall: fits into the shared memory of every GPU.
 template <class Element_, int kHeadDim_, bool kGeneral_, bool kSmall_>
 struct BackwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kGeneral = kGeneral_;
-  // dK and dV of the block's keys are 128 registers of a thread, 64 at head_dim 64.
+  static constexpr bool kScoreOptions = kGeneral_;
+  // dK and dV of the CTA's keys are 128 registers of a thread, 64 at head_dim 64.
   static constexpr bool kFloat = sizeof(Element) == 4;
-  static constexpr BackwardShape kShape = backward_shape(kHeadDim, kFloat, kGeneral, kSmall_);
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim, kFloat, kScoreOptions, kSmall_);
   static constexpr int kWarps = kShape.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRoleWarps = kWarps / 2;
@@ -45,15 +45,15 @@ struct BackwardConfig {
   static constexpr int kQueryBytes = Layout::bytes(kBlockM);
   static constexpr int kScoreBytes = ScoreLayout::bytes(kBlockN);
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
-  static constexpr int kWordBytes = kGeneral ? kBlockM * kKeyGroups * 4 : 0;
+  static constexpr int kWordBytes = kScoreOptions ? kBlockM * kKeyGroups * 4 : 0;
   // A bit for each weight, whole words for each lane of the P warps.
-  static constexpr int kDroppedBytes = kGeneral ? (kWarpQueries + 31) / 32 * kThreads / 2 * 4 : 0;
+  static constexpr int kDroppedBytes = kScoreOptions ? (kWarpQueries + 31) / 32 * kThreads / 2 * 4 : 0;
   // Where warps share keys, P^T is read for dV while dS^T is written: it has a tile of its own.
   static constexpr int kScoreTiles = kSides == 1 ? 2 : 3;
   static constexpr int kTilesBytes = 2 * kKeyBytes + 3 * kQueryBytes + kScoreTiles * kScoreBytes;
-  static constexpr int kWorkBytes = 512;
+  static constexpr int kWorkTileBytes = 512;
   static constexpr int kSharedBytes =
-      kTilesBytes + 3 * kTermBytes + kWordBytes + 2 * kDroppedBytes + kWorkBytes;  // without a bias
+      kTilesBytes + 3 * kTermBytes + kWordBytes + 2 * kDroppedBytes + kWorkTileBytes;  // without a bias
   static_assert(!kSmall_ || kSharedBytes + TileLayout<float, kBlockN>::bytes(kBlockM) <= kSmallestSharedBytes,
                 "every GPU must be able to launch it, with a bias too");
 };
@@ -65,12 +65,12 @@ struct BackwardStep {
 
 /// What is known of a step beforehand.
 enum StepFlags : int {
-  kStepPast = 1,      // there is none left
-  kStepPartial = 2,   // window or lengths hide some pair
-  kStepMasked = 4,    // masks do
-  kStepMayHide = 8,   // masks or bias may
-  kStepUnclean = 16,  // so they may, and some row holds Inf or NaN
-  kStepHidden = 32,   // masks hide all
+  kStepPast = 1,        // there is none left
+  kStepPartial = 2,     // window or lengths hide some pair
+  kStepMasked = 4,      // masks do
+  kStepMayHide = 8,     // masks or bias may
+  kStepNonFinite = 16,  // so they may, and some row holds Inf or NaN
+  kStepHidden = 32,     // masks hide all
 };
 
 struct PreparedStep {
@@ -79,26 +79,26 @@ struct PreparedStep {
   float slope;  // ALiBi's, to base 2
 };
 
-/// What a block works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
+/// What a CTA works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
 /// seldom.
 template <class Config>
-struct BackwardWork {
+struct BackwardWorkTile {
   using Element = typename Config::Element;
   Sequence sequence;  // its head is the first of those below
   RowSource<const Element, false> queries, grad_out;
   int key_tile, first_key;
-  int heads;       // of the group
-  TileSpan tiles;  // of queries
-  int first_tile;  // of the walk: blocks of a head begin at different ones, lest they add to the same dQ at once
+  int heads;               // of the group
+  TileSpan tiles;          // of queries
+  int first_tile;          // of the walk: CTAs of a head begin at different ones, lest they add to the same dQ at once
   int64_t workspace_tile;  // in the workspace, of the first head
   float scale;             // of scores, to base 2
-  std::conditional_t<Config::kGeneral, BackwardOptions, NoBackwardOptions> options;
-  PreparedStep ring[Config::kGeneral ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
-  float* sums;                                  // where a split leaves dK, and dV behind it; null: they are complete
+  std::conditional_t<Config::kScoreOptions, BackwardOptions, NoBackwardOptions> options;
+  PreparedStep ring[Config::kScoreOptions ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
+  float* sums;  // where a split leaves dK, and dV behind it; null: they are complete
 
-  __device__ __forceinline__ BackwardWork(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                          const BackwardSchedule& schedule,
-                                          const BackwardTask<Config::kBlockM, Config::kBlockN>& task)
+  __device__ __forceinline__ BackwardWorkTile(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                              const BackwardSchedule& schedule,
+                                              const BackwardTask<Config::kBlockM, Config::kBlockN>& task)
       : sequence(task.sequence),
         queries(query_rows<const Element>(p.q, sequence)),
         grad_out(query_rows<const Element>(p.grad_out, sequence)),
@@ -110,7 +110,7 @@ struct BackwardWork {
         scale(static_cast<float>(p.softmax_scale) * kLog2E),
         options(p, sequence),
         sums(task.sums(schedule)) {
-    static_assert(sizeof(BackwardWork) <= Config::kWorkBytes, "the shared-memory plan has room for it");
+    static_assert(sizeof(BackwardWorkTile) <= Config::kWorkTileBytes, "the shared-memory plan has room for it");
     // Keys past the end are hidden from everybody.
     if (first_key + Config::kBlockN > sequence.seqlen_k) tiles.full_begin = tiles.full_end = tiles.end;
     const int count = tiles.end - tiles.begin;
@@ -122,7 +122,7 @@ struct BackwardWork {
     return {tiles.begin < tiles.end ? 0 : heads, first_tile};
   }
 
-  /// How many blocks add to a tile of dQ before this one.
+  /// How many CTAs add to a tile of dQ before this one.
   __device__ __forceinline__ int turn(int tile) const {
     const int first = tile * Config::kBlockM;
     const int end = min(first + Config::kBlockM, sequence.seqlen_q);

@@ -1,4 +1,4 @@
-// A block of the gradient of the bias: the sum of dS over the tiles of scores that fall on its tile of dbias. See
+// A CTA of the gradient of the bias: the sum of dS over the tiles of scores that fall on its tile of dbias. See
 // kernel.cuh.
 #pragma once
 
@@ -8,19 +8,19 @@
 
 namespace flash_ext::sm80 {
 
-/// A block's shared memory: stages of slabs; the bias; of each summand under way what it is, and masks' words.
+/// A block's shared memory: stages of slabs; the bias; of each score tile under way what it is, and masks' words.
 struct BiasShared {
   int stages;
   bool stages_bias;
-  int bias_at, search_at, summands_at, words_at, bytes;
+  int bias_at, search_at, score_tiles_at, words_at, bytes;
 };
 
 /// A tile of scores that falls on the block's tile, and some pair of which is visible.
-struct BiasSummand {
+struct BiasScoreTile {
   int batch, head, first_query, first_key, seqlen_q, seqlen_k;
   bool valid;
   bool outside_window, masked;  // whether some pair of it is hidden thereby
-  bool whole;                   // has no rows beyond the queries
+  bool is_full;                 // has no rows beyond the queries
   const void *q, *k, *v, *grad_out;
   const float *lse, *delta;  // null without
 };
@@ -69,17 +69,17 @@ struct BiasBlock {
   __device__ __forceinline__ int all_slabs() const {
     return score_slabs() + (p.grad_out.data && !p.grad_weights.data ? slabs(p.head_dim_v) : 0);
   }
-  /// Of the n-th slabs of all summands.
+  /// Of the n-th slabs of all score tiles.
   __device__ __forceinline__ uint32_t stage(int n) const {
     return ptx::shared_address(shared) + n % plan.stages * kStageBytes;
   }
   /// Summands under way are as many as stages at most, and one more is sought.
-  __device__ __forceinline__ int slot(int summand) const { return summand % (plan.stages + 1); }
-  __device__ __forceinline__ BiasSummand& summand_at(int summand) const {
-    return reinterpret_cast<BiasSummand*>(shared + plan.summands_at)[slot(summand)];
+  __device__ __forceinline__ int slot(int score_tile) const { return score_tile % (plan.stages + 1); }
+  __device__ __forceinline__ BiasScoreTile& score_tile_at(int score_tile) const {
+    return reinterpret_cast<BiasScoreTile*>(shared + plan.score_tiles_at)[slot(score_tile)];
   }
-  __device__ __forceinline__ uint32_t* words_of(int summand) const {
-    return reinterpret_cast<uint32_t*>(shared + plan.words_at + slot(summand) * kWordBytes);
+  __device__ __forceinline__ uint32_t* words_of(int score_tile) const {
+    return reinterpret_cast<uint32_t*>(shared + plan.words_at + slot(score_tile) * kWordBytes);
   }
   __device__ __forceinline__ bool has_masks() const { return p.mask.data || p.blocks.offsets; }
   __device__ __forceinline__ Bias bias_tile() const {
@@ -88,14 +88,16 @@ struct BiasBlock {
             p.bias, lane};
   }
 
-  /// Where the search for summands has come to; touched by thread 0 alone, unless there are masks.
-  __device__ __forceinline__ Summands& ahead() const { return *reinterpret_cast<Summands*>(shared + plan.search_at); }
+  /// Where the search for score tiles has come to; touched by thread 0 alone, unless there are masks.
+  __device__ __forceinline__ ScoreTiles& ahead() const {
+    return *reinterpret_cast<ScoreTiles*>(shared + plan.search_at);
+  }
 
-  /// The next summand with a visible pair. By all threads if there are masks, else by one.
-  __device__ __forceinline__ void seek(int summand) const {
+  /// The next score tile with a visible pair. By all threads if there are masks, else by one.
+  __device__ __forceinline__ void seek(int score_tile) const {
     if (!has_masks() && threadIdx.x != 0) return;
-    BiasSummand& found = summand_at(summand);
-    Summands ahead = this->ahead();
+    BiasScoreTile& found = score_tile_at(score_tile);
+    ScoreTiles ahead = this->ahead();
     for (; ahead.any(); ahead.next(p, tiles, blockIdx.y)) {
       const Sequence sequence(p, ahead.entry(), ahead.head_q());
       const int first_query = ahead.query_tile() * kRows, first_key = ahead.key_tile() * kKeys;
@@ -107,7 +109,7 @@ struct BiasBlock {
       bool masked = false;
       if (has_masks()) {
         const TileVisibility visible = build_visibility<kThreads, kRows, kKeys>(
-            words_of(summand), MaskRows(p.mask, sequence), BlockMaskRows(p.blocks, sequence), first_query, first_key,
+            words_of(score_tile), MaskRows(p.mask, sequence), BlockMaskRows(p.blocks, sequence), first_query, first_key,
             sequence.seqlen_q, sequence.seqlen_k);
         if (!visible.any) continue;
         masked = !visible.all;
@@ -141,17 +143,18 @@ struct BiasBlock {
   }
   /// The n-th slabs, as a group of copies, empty when there are none.
   __device__ __forceinline__ void load(int n) const {
-    const BiasSummand& summand = summand_at(n / all_slabs());
-    if (summand.valid) {
-      const int slab_of_summand = n % all_slabs();
-      const bool of_scores = slab_of_summand < score_slabs();
-      const int slab = of_scores ? slab_of_summand : slab_of_summand - score_slabs();
+    const BiasScoreTile& score_tile = score_tile_at(n / all_slabs());
+    if (score_tile.valid) {
+      const int slab_of_score_tile = n % all_slabs();
+      const bool of_scores = slab_of_score_tile < score_slabs();
+      const int slab = of_scores ? slab_of_score_tile : slab_of_score_tile - score_slabs();
       const int columns = static_cast<int>(of_scores ? p.head_dim : p.head_dim_v) - slab * kSlab;
-      load_slab<kRows>(stage(n), of_scores ? summand.q : summand.grad_out,
-                       of_scores ? p.q.row_stride : p.grad_out.row_stride, slab, summand.first_query, summand.seqlen_q,
+      load_slab<kRows>(stage(n), of_scores ? score_tile.q : score_tile.grad_out,
+                       of_scores ? p.q.row_stride : p.grad_out.row_stride, slab, score_tile.first_query,
+                       score_tile.seqlen_q, columns);
+      load_slab<kKeys>(stage(n) + kRowBytes, of_scores ? score_tile.k : score_tile.v,
+                       of_scores ? p.k.row_stride : p.v.row_stride, slab, score_tile.first_key, score_tile.seqlen_k,
                        columns);
-      load_slab<kKeys>(stage(n) + kRowBytes, of_scores ? summand.k : summand.v,
-                       of_scores ? p.k.row_stride : p.v.row_stride, slab, summand.first_key, summand.seqlen_k, columns);
     }
     ptx::cp_async_commit();
   }
@@ -196,21 +199,22 @@ struct BiasBlock {
     }
   }
 
-  __device__ __forceinline__ TileCoordinates<false> coordinates(const BiasSummand& summand) const {
-    return TileCoordinates<false>::of_lane(summand.first_query + warp_row, summand.first_key + warp_key, lane);
+  __device__ __forceinline__ TileCoordinates<false> coordinates(const BiasScoreTile& score_tile) const {
+    return TileCoordinates<false>::of_lane(score_tile.first_query + warp_row, score_tile.first_key + warp_key, lane);
   }
 
   /// lse of the lane's rows, -inf for those that are not there or see nothing; and -delta.
-  __device__ __forceinline__ void load_terms(RowTerms& lse, RowTerms& minus_delta, const BiasSummand& summand) const {
-    const TileCoordinates<false> at = coordinates(summand);
-    const float* const g_lse = summand.lse;
-    const float* const g_delta = summand.delta;
+  __device__ __forceinline__ void load_terms(RowTerms& lse, RowTerms& minus_delta,
+                                             const BiasScoreTile& score_tile) const {
+    const TileCoordinates<false> at = coordinates(score_tile);
+    const float* const g_lse = score_tile.lse;
+    const float* const g_delta = score_tile.delta;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int i = at.row(m, 2 * r);
-        const bool there = i < summand.seqlen_q;
+        const bool there = i < score_tile.seqlen_q;
         lse[m][r] = there ? g_lse[i] : -INFINITY;
         minus_delta[m][r] = there && g_delta ? -g_delta[i] : 0.0f;
       }
@@ -219,25 +223,25 @@ struct BiasBlock {
   /// sum += dS, from S and f dP - delta, where nothing but a bias without -inf is added to scores.
   __device__ __forceinline__ void add_plain(Fragment& sum, Fragment& s, const Fragment& dp, const RowTerms& lse) const {
     const float scale = static_cast<float>(p.softmax_scale) * kLog2E;
-    // What cannot be seen has weight 0 by a reference of inf.
-    RowTerms reference;
+    // What cannot be seen has weight 0 by a stabiliser of inf.
+    RowTerms stabiliser;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) reference[m][r] = lse[m][r] == -INFINITY ? INFINITY : lse[m][r];
+      for (int r = 0; r < 2; ++r) stabiliser[m][r] = lse[m][r] == -INFINITY ? INFINITY : lse[m][r];
     for_each_score(s, [&](float& x, int, int, int) { x *= scale; });
     if (p.bias.data) bias_tile().add(s, kLog2E);
     for_each_score(s, [&](float& x, int m, int n, int e) {
-      x = ptx::exp2_approx(fmaf(reference[m][e / 2], -kLog2E, x));
+      x = ptx::exp2_approx(fmaf(stabiliser[m][e / 2], -kLog2E, x));
       if (x != 0.0f) sum[m][n][e] = fmaf(x, dp[m][n][e], sum[m][n][e]);
     });
   }
 
   /// The same with all options.
   __device__ __forceinline__ void add(Fragment& sum, Fragment& s, Fragment& dp, const RowTerms& lse,
-                                      const BiasSummand& summand, int number) const {
-    const Sequence sequence(p, summand.batch, summand.head);
-    const TileCoordinates<false> at = coordinates(summand);
+                                      const BiasScoreTile& score_tile, int number) const {
+    const Sequence sequence(p, score_tile.batch, score_tile.head);
+    const TileCoordinates<false> at = coordinates(score_tile);
     {
       const ScoreRules<Element> rules(p, sequence);
       rules.scale_and_cap(s);
@@ -248,8 +252,8 @@ struct BiasBlock {
         rules.add_bias(s, at);
       }
     }
-    if (summand.outside_window) hide_outside_window(s, at, sequence);
-    if (summand.masked) hide_by_words(s, words_of(number));
+    if (score_tile.outside_window) hide_outside_window(s, at, sequence);
+    if (score_tile.masked) hide_by_words(s, words_of(number));
     for_each_score(s, [&](float& x, int m, int, int e) {
       // Hidden scores first: an lse of NaN must not reach them.
       const float l = lse[m][e / 2];
@@ -263,8 +267,8 @@ struct BiasBlock {
     } else {
       if (drops()) {
         drop(dp, sequence, kDropoutApply, at);
-        RowTerms again, minus_delta;
-        load_terms(again, minus_delta, summand);
+        RowTerms rematerialise, minus_delta;
+        load_terms(rematerialise, minus_delta, score_tile);
         for_each_score(dp, [&](float& x, int m, int, int e) { x += minus_delta[m][e / 2]; });
       }
       // Where the weight is 0 the rest may be NaN, from keys or rows that this query has nothing to do with.
@@ -347,9 +351,9 @@ struct BiasBlock {
               make_float2(sum[m][n][2 * r], sum[m][n][2 * r + 1]);
   }
 
-  /// Adds the summands of a tile of dbias that are in the chunk blockIdx.y.
+  /// Adds the score tiles of a tile of dbias that are in the chunk blockIdx.y.
   __device__ __forceinline__ void run(Fragment& sum, const DbiasTile& mine) {
-    if (threadIdx.x == 0) ahead() = Summands(p, tiles, mine, blockIdx.y);
+    if (threadIdx.x == 0) ahead() = ScoreTiles(p, tiles, mine, blockIdx.y);
     load_bias(mine);
     __syncthreads();
     seek(0);
@@ -364,14 +368,14 @@ struct BiasBlock {
 #pragma unroll 1
     for (int number = 0;; ++number) {
       wait_for_slabs();
-      const BiasSummand& summand = summand_at(number);
-      if (!summand.valid) return;
+      const BiasScoreTile& score_tile = score_tile_at(number);
+      if (!score_tile.valid) return;
       seek(number + plan.stages);  // now that registers are free
       Fragment s, dp;
       for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
       if (number == 0) plain = plain && !bias_hides(s);
       RowTerms lse, minus_delta;
-      load_terms(lse, minus_delta, summand);
+      load_terms(lse, minus_delta, score_tile);
       for (int slab = 0;;) {
         load(at + plan.stages - 1);
         multiply(s, stage(at++));
@@ -385,10 +389,10 @@ struct BiasBlock {
         load(at + plan.stages - 1);
         multiply(dp, stage(at++));
       }
-      if (plain && summand.whole && !summand.outside_window && !summand.masked) {
+      if (plain && score_tile.is_full && !score_tile.outside_window && !score_tile.masked) {
         add_plain(sum, s, dp, lse);
       } else {
-        add(sum, s, dp, lse, summand, number);
+        add(sum, s, dp, lse, score_tile, number);
       }
     }
   }

@@ -2,10 +2,10 @@
 //
 //   dS = P * (f dP - delta)    dP = dO V^T,  P = 2^(S - lse),  f: dropout      or, of attention_weights,  W * G
 //
-// A block owns a tile of dbias: one batch entry and head of it, and kRows x kKeys of its rows and columns; where dbias
+// A CTA owns a tile of dbias: one batch entry and head of it, and kRows x kKeys of its rows and columns; where dbias
 // is broadcast, all of that dimension. It recomputes dS of every tile of scores that falls on it, in a fixed order, and
 // adds up in registers, so that neither atomics nor an N x N buffer are needed. Where dbias has few tiles, each has
-// several blocks with a chunk of the sum each, and the chunks are added in order afterwards.
+// several CTAs with a chunk of the sum each, and the chunks are added in order afterwards.
 //
 //   row terms:  delta = rowsum(dO * O) - grad_lse       for attention alone
 //   tiles:      dbias, or each chunk's share of it
@@ -13,7 +13,7 @@
 //
 // Of a tile of scores, slabs of 64 columns of Q and K, then of dO and V go through a ring of stages, with copies under
 // way for all stages but the one that is multiplied, whatever the head dim. There is a barrier for each stage. The
-// bias of a block's tile is the same for all that falls on it, and is copied once.
+// bias of a CTA's tile is the same for all that falls on it, and is copied once.
 #pragma once
 
 #include "consumer.cuh"
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(BiasShape<Element>::kThreads, BiasShape<Elemen
   }
 }
 
-/// A block per tile of dbias.
+/// A CTA per tile of dbias.
 template <int kRows, int kKeys>
 __global__ void __launch_bounds__(kScoreThreads)
     bias_chunks_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasTiles tiles,
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kScoreThreads)
   result.store(p, DbiasTile(tiles, blockIdx.x));
 }
 
-/// As many stages as fit beside the bias, best with another block; the bias stays where it is if nothing fits.
+/// As many stages as fit beside the bias, best with another CTA; the bias stays where it is if nothing fits.
 template <class Element>
 BiasShared bias_shared(const BackwardParams& p) {
   using Block = BiasBlock<Element>;
@@ -77,9 +77,9 @@ BiasShared bias_shared(const BackwardParams& p) {
     plan.bias_at = stages * Block::kStageBytes;
     plan.search_at = plan.bias_at;
     if (stages_bias) plan.search_at += static_cast<int>(Block::Bias::bytes(p.bias)) * (Block::kThreads / 32);
-    plan.summands_at = plan.search_at + static_cast<int>(sizeof(Summands) + 15) / 16 * 16;
+    plan.score_tiles_at = plan.search_at + static_cast<int>(sizeof(ScoreTiles) + 15) / 16 * 16;
     const int slots = stages + 1;
-    plan.words_at = plan.summands_at + (slots * static_cast<int>(sizeof(BiasSummand)) + 127) / 128 * 128;
+    plan.words_at = plan.score_tiles_at + (slots * static_cast<int>(sizeof(BiasScoreTile)) + 127) / 128 * 128;
     plan.bytes = plan.words_at + (p.mask.data || p.blocks.offsets ? slots * Block::kWordBytes : 0);
     return plan;
   };

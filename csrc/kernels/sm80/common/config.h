@@ -3,7 +3,7 @@
 
 namespace flash_ext::sm80 {
 
-/// Shared memory that a block can have on every GPU since Ampere: 99 KB on those of the RTX line.
+/// Shared memory that a CTA can have on every GPU since Ampere: 99 KB on those of the RTX line.
 constexpr int kSmallestSharedBytes = 99 * 1024;
 
 }  // namespace flash_ext::sm80

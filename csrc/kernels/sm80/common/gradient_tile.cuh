@@ -21,8 +21,8 @@ __device__ __forceinline__ void multiply_by_gradient(ScoreFragment& w, const Sco
 
 /// Scores become dS of attention. `delta` holds a number for each (head, row of q in memory).
 template <class Element>
-__device__ __forceinline__ void differentiate(ScoreFragment& s, const ScoreTile<Element>& tile, const BackwardParams& p,
-                                              const float* delta) {
+__device__ __forceinline__ void compute_ds(ScoreFragment& s, const ScoreTile<Element>& tile, const BackwardParams& p,
+                                           const float* delta) {
   const Sequence& sequence = tile.sequence;
   const TileCoordinates<false> at = tile.coordinates();
   ScoreFragment dp = {};

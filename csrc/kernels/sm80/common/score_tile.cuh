@@ -1,4 +1,4 @@
-// A tile of scores of 64 queries and 64 keys, worked on by one block: what attention_weights, its backward and the
+// A tile of scores of 64 queries and 64 keys, worked on by one CTA: what attention_weights, its backward and the
 // gradient of the bias are made of.
 //
 // Rows go through shared memory in slabs of kScoreSlab columns, two stages of an A and a B slab, so that one kernel
@@ -98,7 +98,7 @@ struct ScoreTile {
     if (rules.cap > 0.0f) {
       for_each_score(s, [&](float& x, int, int n, int e) {
         x = rules.tanh(x);
-        if constexpr (kKeepCapSlope) store_shared(own_place(n, e), 1.0f - x * x);
+        if constexpr (kKeepCapSlope) store_shared(own_slot(n, e), 1.0f - x * x);
         x *= rules.cap;
       });
     }
@@ -153,8 +153,8 @@ struct ScoreTile {
   /// The slope at a hidden score may be NaN.
   __device__ __forceinline__ void times_cap_slope(ScoreFragment& s) const {
     if (p.softcap == 0.0) return;
-    for_each_score(
-        s, [&](float& x, int, int n, int e) { x = x == 0.0f ? 0.0f : x * load_shared<float>(own_place(n, e)); });
+    for_each_score(s,
+                   [&](float& x, int, int n, int e) { x = x == 0.0f ? 0.0f : x * load_shared<float>(own_slot(n, e)); });
   }
 
   /// s = A B^T, for rows [first, + 64) of both. What lies beyond num_rows counts as 0.
@@ -184,7 +184,7 @@ struct ScoreTile {
   /// since a loop over it in registers would have to be unrolled, and then loads all of B at once.
   __device__ __forceinline__ void accumulate(ScoreFragment& c, ScoreFragment& s, const Rows& rows, int first,
                                              int num_rows, int columns, int n) const {
-    for_each_score(s, [&](float& x, int, int tile, int e) { store_shared(own_place(tile, e), x); });
+    for_each_score(s, [&](float& x, int, int tile, int e) { store_shared(own_slot(tile, e), x); });
     load_finite_slab(slab(0), rows, first, num_rows, columns, n);
     __syncthreads();
     const uint32_t s_lane = slab(0) + Products::lane_b_transposed(lane);
@@ -194,7 +194,7 @@ struct ScoreTile {
       float part[kTiles][4];
 #pragma unroll
       for (int k = 0; k < 4 * kTiles; ++k)
-        part[k / 4][k % 4] = load_shared<float>(own_place(step * kTiles + k / 4, k % 4));
+        part[k / 4][k % 4] = load_shared<float>(own_slot(step * kTiles + k / 4, k % 4));
       typename Products::A a;
       Products::a_from_accumulators(a, part, 0);
       multiply_step(c, a, s_lane, step);
@@ -241,7 +241,7 @@ struct ScoreTile {
 
  private:
   /// In slabs 2 and 3, a place of this thread alone for each of its accumulators.
-  __device__ __forceinline__ uint32_t own_place(int n, int e) const {
+  __device__ __forceinline__ uint32_t own_slot(int n, int e) const {
     return slab(2) + ((4 * n + e) * kScoreThreads + threadIdx.x) * 4;
   }
 
@@ -310,7 +310,7 @@ struct ScoreTile {
     load_slab(s_slab, rows, first, num_rows, columns, n);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
-    take_out_non_finite<Element, kScoreSlab, kScoreThreads, kScoreRows>(s_slab);
+    remove_non_finite<Element, kScoreSlab, kScoreThreads, kScoreRows>(s_slab);
   }
 
   __device__ __forceinline__ void multiply_slabs(ScoreFragment& s, uint32_t s_a, uint32_t s_b) const {

@@ -86,17 +86,17 @@ __device__ __forceinline__ void rotate_row(const AppendParams& p, int64_t positi
 /// The n-th row of k and v, over (batch, seqlen_new, heads_kv).
 template <class Element>
 __device__ __forceinline__ void append_row(const AppendParams& p, const RowsOfHeads& rows, int64_t n, int lane) {
-  const RowOfHead place = rows.locate(n);
-  const int64_t row = cached_rows(p, place.batch) + place.row;
-  const Element* k = row_of<Element>(p.k, place.batch, place.row, place.head);
-  Element* k_cache = cache_row_of<Element>(p, p.k_cache, place.batch, row, place.head);
+  const RowOfHead location = rows.locate(n);
+  const int64_t row = cached_rows(p, location.batch) + location.row;
+  const Element* k = row_of<Element>(p.k, location.batch, location.row, location.head);
+  Element* k_cache = cache_row_of<Element>(p, p.k_cache, location.batch, row, location.head);
   if (p.cos) {
     rotate_row(p, row, k, k_cache, lane);
   } else {
     copy_row(k, k_cache, 0, p.head_dim, lane);
   }
-  copy_row(row_of<Element>(p.v, place.batch, place.row, place.head),
-           cache_row_of<Element>(p, p.v_cache, place.batch, row, place.head), 0, p.head_dim_v, lane);
+  copy_row(row_of<Element>(p.v, location.batch, location.row, location.head),
+           cache_row_of<Element>(p, p.v_cache, location.batch, row, location.head), 0, p.head_dim_v, lane);
 }
 
 /// How many of the first `count` numbers, which do not decrease, are at most `row`. By one warp, whose lanes look at 32
@@ -116,16 +116,16 @@ __device__ __forceinline__ int count_up_to(const int32_t* numbers, int count, in
 /// long as all sequences together.
 template <class Element>
 __device__ __forceinline__ void rotate_query(const AppendParams& p, const RowsOfHeads& rows, int64_t n, int lane) {
-  const RowOfHead place = rows.locate(n);
-  int batch = place.batch, t = place.row;
+  const RowOfHead location = rows.locate(n);
+  int batch = location.batch, t = location.row;
   if (const int32_t* const cu_seqlens = p.seq.cu_seqlens_q) {
-    batch = count_up_to(cu_seqlens, static_cast<int>(p.batch), place.row, lane) - 1;
-    if (batch < 0 || place.row >= cu_seqlens[batch + 1]) return;
+    batch = count_up_to(cu_seqlens, static_cast<int>(p.batch), location.row, lane) - 1;
+    if (batch < 0 || location.row >= cu_seqlens[batch + 1]) return;
     t -= cu_seqlens[batch];
   }
   const int64_t position = cached_rows(p, batch) + (p.rotate_q_by_position ? t : 0);
-  rotate_row(p, position, row_of<Element>(p.q, place.batch, place.row, place.head),
-             row_of<Element>(p.q_rotated, place.batch, place.row, place.head), lane);
+  rotate_row(p, position, row_of<Element>(p.q, location.batch, location.row, location.head),
+             row_of<Element>(p.q_rotated, location.batch, location.row, location.head), lane);
 }
 
 template <class Element>

@@ -1,6 +1,6 @@
 // The sum of the splits of decoding:   lse = log(e^sink + sum_s 2^lse_s),   out = sum_s 2^(lse_s - lse) out_s
 //
-// A block owns a row. Its threads share the columns, four each, and the splits, of which each takes every kth; all of a
+// A CTA owns a row. Its threads share the columns, four each, and the splits, of which each takes every kth; all of a
 // thread's loads are independent. The order of the sums is that of the splits a row has, so that nothing else matters.
 #pragma once
 
@@ -26,12 +26,12 @@ struct CombinedPart {
     float grown = maximum;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) grown = fmaxf(grown, parts[n].maximum);
-    const float reference = grown == -INFINITY ? 0.0f : grown;
-    scale(ptx::exp2_approx(maximum - reference));
+    const float stabiliser = grown == -INFINITY ? 0.0f : grown;
+    scale(ptx::exp2_approx(maximum - stabiliser));
     maximum = grown;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      const float factor = ptx::exp2_approx(parts[n].maximum - reference);
+      const float factor = ptx::exp2_approx(parts[n].maximum - stabiliser);
       sum += factor * parts[n].sum;  // NaN even if nothing of the part is
       if (factor == 0.0f) continue;
       const float4& other = parts[n].out;
@@ -85,7 +85,7 @@ __host__ __device__ __forceinline__ int combine_threads_per_part(int columns) {
   return columns <= 64 ? 16 : columns <= 128 ? 32 : 64;
 }
 
-/// Blocks count rows of a group, groups, batch entries or, where tiles are numbered by rows, heads of rows in memory.
+/// CTAs count rows of a group, groups, batch entries or, where tiles are numbered by rows, heads of rows in memory.
 struct RowOfBlock {
   int batch, group;
   int row;  // of the group; it may be below 0, or behind the end
@@ -97,7 +97,7 @@ struct RowOfBlock {
       const uint32_t heads = static_cast<uint32_t>(p.heads_q), in_memory = blockIdx.x / heads;
       const uint32_t head = blockIdx.x - in_memory * heads;
       const auto first_row = [&](int k) { return clamp_index(p.seq.cu_seqlens_q[k], 0, p.total_q); };
-      batch = last_place_up_to(in_memory, static_cast<int>(p.batch), first_row);
+      batch = last_index_up_to(in_memory, static_cast<int>(p.batch), first_row);
       group = static_cast<int>(grid.group.quotient(head));
       const int query = static_cast<int>(in_memory - first_row(batch));
       row = query * static_cast<int>(heads_of_group) + static_cast<int>(head - group * heads_of_group);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   const int row = flat % grid.block_m;
   // Before any return: else this grid could end, and what follows it start, while the previous one still writes.
   ptx::wait_for_previous_grid();
-  if (flat < 0 || row >= tile.rows || !tile.is_cut()) return;
+  if (flat < 0 || row >= tile.rows || !tile.is_split()) return;
 
   const int columns = static_cast<int>(p.head_dim_v), threads_per_part = combine_threads_per_part(columns);
   const int parts = static_cast<int>(blockDim.x) / threads_per_part;

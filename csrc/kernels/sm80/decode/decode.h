@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm80 {
 
-/// Device memory that decode() needs for partial results, uninitialised; 0 where nothing is cut.
+/// Device memory that decode() needs for partial results, uninitialised; 0 where nothing is split.
 int64_t decode_workspace_bytes(const ForwardParams& params);
 
 /// out and lse of every row. float16, bfloat16, float32; rows of q, k, v and out start at multiples of 16 bytes.

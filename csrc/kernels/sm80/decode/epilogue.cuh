@@ -1,4 +1,4 @@
-// The end of a block of decoding: what its warps found lies in shared memory and becomes the result, or a part of it.
+// The end of a CTA of decoding: what its warps found lies in shared memory and becomes the result, or a part of it.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -7,7 +7,7 @@
 namespace flash_ext::sm80 {
 
 /// Adds to the rows of out the non-finite values that they see among keys that others do not see: those were taken out
-/// of the products. Slow and rare. By the whole block, between barriers.
+/// of the products. Slow and rare. By the whole CTA, between barriers.
 template <class Config>
 __device__ __forceinline__ void add_non_finite(float* s_out, const ForwardParams& p, const DecodeGrid& grid,
                                                const DecodeTile& tile, int split) {
@@ -32,9 +32,9 @@ __device__ __forceinline__ void add_non_finite(float* s_out, const ForwardParams
   }
 }
 
-/// Adds up what the warps handed over, and writes the result or, where the tile has other splits, this part of it.
+/// Adds up what the warps published, and writes the result or, where the tile has other splits, this part of it.
 template <class Config>
-__device__ __forceinline__ void finish(const float* s_out, const float2* s_state, const ForwardParams& p,
+__device__ __forceinline__ void finish(const float* s_out, const float2* s_softmax_state, const ForwardParams& p,
                                        const DecodeGrid& grid, const DecodePartials& partials, const DecodeTile& tile,
                                        int split) {
   using Element = typename Config::Element;
@@ -43,16 +43,16 @@ __device__ __forceinline__ void finish(const float* s_out, const float2* s_state
 #pragma unroll 1
   for (int flat = threadIdx.x; flat < tile.rows * pieces; flat += Config::kThreads) {
     const int row = flat / pieces, column = flat % pieces * kColumns;
-    float maximum = s_state[row].x;
+    float maximum = s_softmax_state[row].x;
 #pragma unroll
-    for (int w = 1; w < Config::kKeyWarps; ++w) maximum = fmaxf(maximum, s_state[w * Config::kBlockM + row].x);
-    const float reference = maximum == -INFINITY ? 0.0f : maximum;
+    for (int w = 1; w < Config::kKeyWarps; ++w) maximum = fmaxf(maximum, s_softmax_state[w * Config::kBlockM + row].x);
+    const float stabiliser = maximum == -INFINITY ? 0.0f : maximum;
     float sum = 0.0f, values[kColumns] = {};
 #pragma unroll
     for (int w = 0; w < Config::kKeyWarps; ++w) {
       const int slot = w * Config::kBlockM + row;
-      const float2 state = s_state[slot];
-      const float factor = ptx::exp2_approx(state.x - reference);
+      const float2 state = s_softmax_state[slot];
+      const float factor = ptx::exp2_approx(state.x - stabiliser);
       sum += state.y * factor;
       if (factor == 0.0f) continue;
       const float4* s_values = reinterpret_cast<const float4*>(s_out + slot * Config::kOutStride + column);
@@ -61,13 +61,13 @@ __device__ __forceinline__ void finish(const float* s_out, const float2* s_state
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) values[c] += factor * parts[c];
     }
-    if (tile.is_cut()) {
+    if (tile.is_split()) {
       const int64_t part = tile.partial_row(grid, split, row);
-      if (column == 0) partials.lse[part] = sum == 0.0f ? -INFINITY : reference + log2f(sum);
+      if (column == 0) partials.lse[part] = sum == 0.0f ? -INFINITY : stabiliser + log2f(sum);
       store_eight(partials.out + part * p.head_dim_v + column, values, sum == 0.0f ? 0.0f : __fdividef(1.0f, sum));
     } else {
       const DecodeRow<Element> target(p, grid, tile.sequence, tile.first_row + row);
-      const RowEnd end = finish_row(reference, sum, sink_of(p, target.head));
+      const RowEnd end = finish_row(stabiliser, sum, sink_of(p, target.head));
       if (column == 0) *target.lse = end.lse;
       store_eight(target.out + column, values, end.scale);
     }

@@ -2,7 +2,7 @@
 // p_rj
 //
 // Decoding reads each key and value once and does little with it, so all is arranged to keep reads under way. The heads
-// that share a key head are rows of one tile (scheduler.cuh), and the keys of a tile are cut into splits, one block
+// that share a key head are rows of one tile (scheduler.cuh), and the keys of a tile are cut into splits, one CTA
 // each.
 //
 // Few rows (kRowWarps = 1): every warp (of float heads of 256: every two) walks over key tiles of its own, with a ring
@@ -50,7 +50,7 @@ struct DecodeConfig {
   // 16 keys are the depth of a product; short rows allow 32, which share the work on maxima.
   static constexpr int kBlockN = (kRowWarps > 1 && !kWide) || Layout::kRowBytes <= 128 ? 32 : 16;
   static constexpr int kStageBytes = 2 * Layout::bytes(kBlockN);
-  // The ring's size: 64 KB have to be under way on an SM, several blocks share it, and RTX cards have 99 KB.
+  // The ring's size: 64 KB have to be under way on an SM, several CTAs share it, and RTX cards have 99 KB.
   static constexpr int kStages = kQueryInRegisters ? 3 : 2;
   static constexpr int kKeyWarps = kTeam > 1 ? 1 : (32 * 1024 / kStageBytes < 4 ? 32 * 1024 / kStageBytes : 4);
   static constexpr int kThreads = 32 * kTeam * kKeyWarps;
@@ -66,9 +66,9 @@ struct DecodeConfig {
   static constexpr int kQueryOffset = kQueryInRegisters ? kRingOffset + (kStages - 1) * kStageBytes : kLoopOffset;
   static constexpr int kLoopEnd = kRingOffset + kRingBytes;
   static constexpr int kOutStride = kHeadDim + 8;  // floats: rows shift by 8 banks
-  static constexpr int kStateOffset = kLoopOffset + kKeyWarps * kBlockM * kOutStride * 4;
-  static constexpr int kStateEnd = kStateOffset + kKeyWarps * kBlockM * 8;
-  static constexpr int kSharedBytes = kLoopEnd > kStateEnd ? kLoopEnd : kStateEnd;
+  static constexpr int kStorageOffset = kLoopOffset + kKeyWarps * kBlockM * kOutStride * 4;
+  static constexpr int kStorageEnd = kStorageOffset + kKeyWarps * kBlockM * 8;
+  static constexpr int kSharedBytes = kLoopEnd > kStorageEnd ? kLoopEnd : kStorageEnd;
   static_assert(!kQueryInRegisters || kQueryBytes <= kStageBytes, "Q passes through the stage that is filled last");
   static_assert(sizeof(DecodeTile) <= kTileBytes, "the shared-memory plan has room for it");
   static_assert(kSharedBytes <= 99 * 1024, "every GPU must be able to launch it");
@@ -144,7 +144,7 @@ struct DecodeWarp {
   /// One tile of keys, as far as they lie below end_key; `mixed`: some row sees what another does not.
   __device__ __forceinline__ void visit(uint32_t s_stage, int first_key, int end_key, bool mixed) {
     const uint32_t s_v = s_stage + Config::kStageBytes / 2;
-    if (mixed) take_out_non_finite(s_v);
+    if (mixed) remove_non_finite(s_v);
     float s[kN][4] = {};
     score(s, s_stage);
     finish_scores(s, first_key, end_key, mixed);
@@ -162,16 +162,16 @@ struct DecodeWarp {
   }
 
  private:
-  __device__ __forceinline__ void take_out_non_finite(uint32_t s_v) {
+  __device__ __forceinline__ void remove_non_finite(uint32_t s_v) {
     if constexpr (Config::kTeam == 1) {
-      take_out(s_v, lane, 32);
+      remove_non_finite_of(s_v, lane, 32);
     } else {
-      take_out(s_v, threadIdx.x, Config::kThreads);
+      remove_non_finite_of(s_v, threadIdx.x, Config::kThreads);
     }
     meet();
   }
 
-  __device__ __forceinline__ void take_out(uint32_t s_v, int first, int step) {
+  __device__ __forceinline__ void remove_non_finite_of(uint32_t s_v, int first, int step) {
     using Test = NonFinite<Element>;
 #pragma unroll 1
     for (int flat = first; flat < Config::kStageBytes / 2 / 16; flat += step) {
@@ -281,12 +281,12 @@ struct DecodeWarp {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float reference = maximum[r] == -INFINITY ? 0.0f : maximum[r];
+      const float stabiliser = maximum[r] == -INFINITY ? 0.0f : maximum[r];
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          s[n][2 * r + c] = ptx::exp2_approx(s[n][2 * r + c] - reference);
+          s[n][2 * r + c] = ptx::exp2_approx(s[n][2 * r + c] - stabiliser);
           row_sum[r] += s[n][2 * r + c];
         }
     }
@@ -308,8 +308,8 @@ struct DecodeWarp {
   }
 
  public:
-  /// Maximum, sum and out to shared memory, where the block adds them up.
-  __device__ __forceinline__ void hand_over(float* s_out, float2* s_state, int rows) {
+  /// Maximum, sum and out to shared memory, where the CTA adds them up.
+  __device__ __forceinline__ void publish(float* s_out, float2* s_softmax_state, int rows) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float sum = row_sum[r];
@@ -318,7 +318,7 @@ struct DecodeWarp {
       const int row = row_warp * 16 + lane / 4 + 8 * r;
       if (row >= rows) continue;
       const int slot = key_warp * Config::kBlockM + row;
-      if (lane % 4 == 0 && column_warp == 0) s_state[slot] = make_float2(maximum[r], sum);
+      if (lane % 4 == 0 && column_warp == 0) s_softmax_state[slot] = make_float2(maximum[r], sum);
 #pragma unroll
       for (int d = 0; d < kD; ++d) {
         const int column = column_warp * kColumns + 8 * d + lane % 4 * 2;
@@ -329,7 +329,7 @@ struct DecodeWarp {
   }
 };
 
-/// The queries of a tile, zeros in rows that it does not have. By the whole block.
+/// The queries of a tile, zeros in rows that it does not have. By the whole CTA.
 template <class Config>
 __device__ __forceinline__ void load_query(uint32_t s_q, const ForwardParams& p, const DecodeGrid& grid,
                                            const DecodeTile& tile) {
@@ -357,10 +357,10 @@ __device__ __forceinline__ void visit_keys(DecodeWarp<Config>& warp, const Forwa
   const uint32_t s_ring = s_rings + warp.key_warp * Config::kStages * Config::kStageBytes;
   int first_key = tile.split_begin(split) + warp.key_warp * Config::kBlockN;
   const int end_key = tile.split_end(split);
-  KeyLoader<Config> loader(p, tile.sequence, first_key, end_key, warp.warp % Config::kTeam, warp.lane);
+  KeyProducer<Config> producer(p, tile.sequence, first_key, end_key, warp.warp % Config::kTeam, warp.lane);
 #pragma unroll 1
   for (int stage = 0; stage < kAhead; ++stage) {
-    if (first_key + stage * kStep < end_key) loader.load_next(s_ring + stage * Config::kStageBytes, kStep);
+    if (first_key + stage * kStep < end_key) producer.load_next(s_ring + stage * Config::kStageBytes, kStep);
     if (stage == 0) load_rows();
     ptx::cp_async_commit();
   }
@@ -378,7 +378,7 @@ __device__ __forceinline__ void visit_keys(DecodeWarp<Config>& warp, const Forwa
     ptx::cp_async_wait<kAhead - 1>();
     DecodeWarp<Config>::meet();
     const int free_stage = stage == 0 ? kAhead : stage - 1;
-    if (first_key + kAhead * kStep < end_key) loader.load_next(s_ring + free_stage * Config::kStageBytes, kStep);
+    if (first_key + kAhead * kStep < end_key) producer.load_next(s_ring + free_stage * Config::kStageBytes, kStep);
     ptx::cp_async_commit();
     const bool mixed = first_key < common_begin || min(first_key + Config::kBlockN, end_key) > common_end;
     warp.visit(s_ring + stage * Config::kStageBytes, first_key, end_key, mixed);
@@ -401,14 +401,14 @@ __device__ __forceinline__ void run_split(unsigned char* shared, const ForwardPa
   ptx::cp_async_wait<0>();
   const bool patch = __syncthreads_or(warp.met_non_finite) != 0;
   float* s_out = reinterpret_cast<float*>(shared + Config::kLoopOffset);
-  float2* s_state = reinterpret_cast<float2*>(shared + Config::kStateOffset);
-  warp.hand_over(s_out, s_state, tile.rows);
+  float2* s_softmax_state = reinterpret_cast<float2*>(shared + Config::kStorageOffset);
+  warp.publish(s_out, s_softmax_state, tile.rows);
   __syncthreads();
   if (patch) {
     add_non_finite<Config>(s_out, p, grid, tile, split);
     __syncthreads();
   }
-  finish<Config>(s_out, s_state, p, grid, partials, tile, split);
+  finish<Config>(s_out, s_softmax_state, p, grid, partials, tile, split);
 }
 
 template <class Config>
@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
   // In this order: the combination may then read what the append wrote before it waits for this kernel.
   ptx::wait_for_previous_grid();
   ptx::launch_dependents();
-  // Neighbouring blocks read neighbouring heads of the same keys, then tiles of queries that see the same keys.
+  // Neighbouring CTAs read neighbouring heads of the same keys, then tiles of queries that see the same keys.
   const uint32_t range = grid.groups.quotient(blockIdx.x), part = grid.row_tiles.quotient(range);
   const int group = static_cast<int>(blockIdx.x - range * grid.groups.value);
   int row_tile = static_cast<int>(range - part * grid.row_tiles.value), batch, first;

@@ -9,14 +9,14 @@ namespace flash_ext::sm80 {
 
 /// Where the row of a key lies. A lane looks up one row for its warp, a tile ahead of the copies, so that nothing waits
 /// for the page table.
-struct KeyPlace {
+struct KeyLocation {
   int page = 0;
   int slot = -1;  // -1 = no such key
 };
 
 /// Copies tile after tile, each warp of a team its share of the rows.
 template <class Config>
-class KeyLoader {
+class KeyProducer {
   using Element = typename Config::Element;
   using Layout = typename Config::Layout;
   static constexpr int kRows = Config::kBlockN / Config::kTeam;  // of a tile, by one warp
@@ -25,8 +25,8 @@ class KeyLoader {
   static constexpr int kStepPieces = kPieces < 32 ? kPieces : 32;
 
  public:
-  __device__ __forceinline__ KeyLoader(const ForwardParams& p, const Sequence& sequence, int begin, int end,
-                                       int team_warp, int lane)
+  __device__ __forceinline__ KeyProducer(const ForwardParams& p, const Sequence& sequence, int begin, int end,
+                                         int team_warp, int lane)
       : p_(p),
         table_(p.seq.block_table ? p.seq.block_table + sequence.batch * p.seq.block_table_stride : nullptr),
         leftpad_(sequence.leftpad),
@@ -44,15 +44,15 @@ class KeyLoader {
   /// K and V of the next tile, and moves on by `step` keys.
   __device__ __forceinline__ void load_next(uint32_t s_stage, int step) {
     if (in_one_piece_ && tile_ + kRows <= end_) {
-      copy_whole_rows(s_stage, k_, p_.k.row_stride);
-      copy_whole_rows(s_stage + Config::kStageBytes / 2, v_, p_.v.row_stride);
+      copy_full_rows(s_stage, k_, p_.k.row_stride);
+      copy_full_rows(s_stage + Config::kStageBytes / 2, v_, p_.v.row_stride);
       move_on(step);
       return;
     }
-    const KeyPlace place = place_;
-    const char* k_row = k_ + (place.page * p_.k.batch_stride + place.slot * p_.k.row_stride) * sizeof(Element);
-    const char* v_row = v_ + (place.page * p_.v.batch_stride + place.slot * p_.v.row_stride) * sizeof(Element);
-    const uint32_t existing = __ballot_sync(~0u, place.slot >= 0) >> lane_ / kStepPieces;
+    const KeyLocation location = location_;
+    const char* k_row = k_ + (location.page * p_.k.batch_stride + location.slot * p_.k.row_stride) * sizeof(Element);
+    const char* v_row = v_ + (location.page * p_.v.batch_stride + location.slot * p_.v.row_stride) * sizeof(Element);
+    const uint32_t existing = __ballot_sync(~0u, location.slot >= 0) >> lane_ / kStepPieces;
     move_on(step);
     copy_rows(s_stage, k_row, existing, static_cast<int>(p_.head_dim));
     copy_rows(s_stage + Config::kStageBytes / 2, v_row, existing, static_cast<int>(p_.head_dim_v));
@@ -73,17 +73,17 @@ class KeyLoader {
   }
 
   __device__ __forceinline__ void look_up() {
-    place_.slot = next_ < end_ ? next_ : -1;
+    location_.slot = next_ < end_ ? next_ : -1;
     if (table_ && next_ < end_) {
       const uint32_t position = leftpad_ + next_, page_size = static_cast<uint32_t>(p_.seq.page_size);
       const uint32_t page = position / page_size;
-      place_.slot = static_cast<int>(position - page * page_size);
-      place_.page = min(max(table_[page], 0), static_cast<int>(p_.seq.num_pages) - 1);
+      location_.slot = static_cast<int>(position - page * page_size);
+      location_.page = min(max(table_[page], 0), static_cast<int>(p_.seq.num_pages) - 1);
     }
   }
 
   /// The common case, in few instructions: rows that all exist, at equal distances, and fill the tile's columns.
-  __device__ __forceinline__ void copy_whole_rows(uint32_t s_tile, const char* base, int64_t row_stride) {
+  __device__ __forceinline__ void copy_full_rows(uint32_t s_tile, const char* base, int64_t row_stride) {
     const int lane_row = lane_ / kStepPieces, lane_piece = lane_ % kStepPieces;
     const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof(Element));
     const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_piece);
@@ -129,7 +129,7 @@ class KeyLoader {
   bool in_one_piece_;
   int tile_;  // the key of this warp's first row in the next tile
   int next_;  // the key of the row that this lane looks up, in the next tile
-  KeyPlace place_;
+  KeyLocation location_;
 };
 
 }  // namespace flash_ext::sm80

@@ -1,4 +1,4 @@
-// How decoding is cut into blocks of work: tiles of query rows, and ranges of the keys that a tile sees.
+// How decoding is cut into CTAs of work: tiles of query rows, and ranges of the keys that a tile sees.
 //
 // A row is a query and a head: row = query * group + head, where the heads of a group share their keys.
 #pragma once
@@ -48,12 +48,12 @@ struct DecodeGrid {
                               : static_cast<float>(p.softmax_scale) * kLog2E),
         cap(static_cast<float>(p.softcap) * kLog2E) {}
 
-  /// 64 keys are a tile for each warp of a block. Where there are many tiles anyway, a sequence much shorter than the
+  /// 64 keys are a tile for each warp of a CTA. Where there are many tiles anyway, a sequence much shorter than the
   /// cache could hold had better not be cut up.
   static int smallest_split(int64_t tiles) { return tiles < 32 ? 64 : tiles < 128 ? 256 : 1024; }
 
-  /// Splits of a fixed size: as many as the cache could hold, and most sequences are shorter. A block without keys
-  /// costs a microsecond, so there are not as many blocks.
+  /// Splits of a fixed size: as many as the cache could hold, and most sequences are shorter. A CTA without keys
+  /// costs a microsecond, so there are not as many CTAs.
   int64_t blocks_per_tile(int64_t tiles) const {
     constexpr int64_t kBlocks = 2048;
     return std::clamp<int64_t>(kBlocks / std::max<int64_t>(tiles, 1), 1, splits.value);
@@ -92,7 +92,7 @@ struct DecodeTile {
     sequence.head_kv = static_cast<int>(grid.key_groups.quotient(group));  // without a division by what varies
     begin = rows > 0 ? sequence.keys_begin(first_query(grid)) : 0;
     end = rows > 0 ? max(sequence.keys_end(last_query(grid)), begin) : 0;
-    // Where the size is fixed, so are the places: a sequence must not notice how long the cache or the others are.
+    // Where the size is fixed, so are the slots: a sequence must not notice how long the cache or the others are.
     // Equal ranges are whole tiles.
     constexpr int kRound = 16;
     const int equal = static_cast<int>(grid.splits.quotient(end - begin + grid.splits.value - 1));
@@ -128,7 +128,7 @@ struct DecodeTile {
   __device__ __forceinline__ int split_end(int split) const { return min(origin + (split + 1) * split_size, end); }
 
   /// Whether more than one split has keys.
-  __device__ __forceinline__ bool is_cut() const { return end - origin > (first_split + 1) * split_size; }
+  __device__ __forceinline__ bool is_split() const { return end - origin > (first_split + 1) * split_size; }
 
   /// How many splits have keys.
   __device__ __forceinline__ int num_splits() const {

@@ -15,16 +15,16 @@ namespace flash_ext::sm80 {
 constexpr int64_t kDropoutMaskThreads = 256;
 
 /// Draws along a sequence: 8 per group of positions, whose other members share them.
-inline int64_t dropout_draws_along(int64_t seqlen, int64_t group) { return (seqlen + group - 1) / group * 8; }
+inline int64_t dropout_bits_along(int64_t seqlen, int64_t group) { return (seqlen + group - 1) / group * 8; }
 
 /// One thread per draw, which decides the queries {i, i + 8} of 16 and the keys {j, j + 8, j + 16, j + 24} of 32.
 static __global__ void __launch_bounds__(kDropoutMaskThreads)
     dropout_mask_kernel(const __grid_constant__ DropoutMaskParams p, uint32_t threshold, int64_t query_groups,
                         int64_t key_groups) {
   const PhiloxKey key = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
-  const int64_t draws = p.batch * p.heads_q * query_groups * key_groups;
+  const int64_t random_bits = p.batch * p.heads_q * query_groups * key_groups;
   const int64_t stride = gridDim.x * kDropoutMaskThreads;
-  for (int64_t draw = blockIdx.x * kDropoutMaskThreads + threadIdx.x; draw < draws; draw += stride) {
+  for (int64_t draw = blockIdx.x * kDropoutMaskThreads + threadIdx.x; draw < random_bits; draw += stride) {
     const int64_t key_group = draw % key_groups;
     const int64_t query_group = draw / key_groups % query_groups;
     const int64_t batch_head = draw / key_groups / query_groups;
@@ -46,10 +46,10 @@ static __global__ void __launch_bounds__(kDropoutMaskThreads)
 }
 
 inline void run_dropout_mask(const DropoutMaskParams& params, cudaStream_t stream) {
-  const int64_t query_groups = dropout_draws_along(params.seqlen_q, 16);
-  const int64_t key_groups = dropout_draws_along(params.seqlen_k, 32);
-  const int64_t draws = params.batch * params.heads_q * query_groups * key_groups;
-  const int64_t blocks = std::min<int64_t>((draws + kDropoutMaskThreads - 1) / kDropoutMaskThreads, INT32_MAX);
+  const int64_t query_groups = dropout_bits_along(params.seqlen_q, 16);
+  const int64_t key_groups = dropout_bits_along(params.seqlen_k, 32);
+  const int64_t random_bits = params.batch * params.heads_q * query_groups * key_groups;
+  const int64_t blocks = std::min<int64_t>((random_bits + kDropoutMaskThreads - 1) / kDropoutMaskThreads, INT32_MAX);
   launch("dropout_mask", dropout_mask_kernel, {grid_of(blocks), dim3(kDropoutMaskThreads)}, stream, params,
          dropout_threshold(params.dropout.p), query_groups, key_groups);
 }

@@ -29,7 +29,7 @@ struct StartingBias {
     const auto s_row = [&](int k) {
       return (s_first ^ (static_cast<uint32_t>((k * kStep) & 7) << 4)) + k * kStep * Layout::kRowBytes;
     };
-    // Where the bias is the same for all queries its row is read once; all blocks asking L2 for it by every row take
+    // Where the bias is the same for all queries its row is read once; all CTAs asking L2 for it by every row take
     // four times as long.
     if (bias.row_stride == 0 && first_key + kKeys <= sequence.seqlen_k) {
       const uint4 of_all = __ldg(reinterpret_cast<const uint4*>(g_piece));

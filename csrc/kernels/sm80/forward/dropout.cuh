@@ -7,11 +7,11 @@
 
 namespace flash_ext::sm80 {
 
-struct NoDraws {};
+struct NoRandomBits {};
 
 /// The draws of a warp for a tile: a call for 32 keys, two rows of a lane (m), and every second of its keys (c).
 template <class Config>
-struct WarpDraws {
+struct WarpRandomBits {
   static constexpr int kM = Config::kWarpRows / 16;
   static constexpr int kCalls = 2 * kM;  // for 32 keys
 
@@ -20,29 +20,29 @@ struct WarpDraws {
     PhiloxWords words[kCalls];
   };
 
-  DrawKey key;
+  RandomKey key;
   uint32_t query_group;  // of the lane's first rows
-  uint32_t s_keys;       // KeyDraws of the lane's first keys
+  uint32_t s_keys;       // KeyRandomBits of the lane's first keys
 
-  __device__ __forceinline__ WarpDraws(const ForwardWork<Config>& work, const PhiloxKey& seeds, uint32_t s_tile,
-                                       int warp_row, int lane)
-      : key{{seeds.seed_lo, seeds.seed_hi, 0u}, work.options.dropout.batch_head},
-        query_group(static_cast<uint32_t>((work.first_query + warp_row) / 2 + lane / 4)),
-        s_keys(s_tile + 2 * (lane % 4) * static_cast<uint32_t>(sizeof(KeyDraws))) {}
+  __device__ __forceinline__ WarpRandomBits(const ForwardWorkTile<Config>& work_tile, const PhiloxKey& seeds,
+                                            uint32_t s_tile, int warp_row, int lane)
+      : key{{seeds.seed_lo, seeds.seed_hi, 0u}, work_tile.options.dropout.batch_head},
+        query_group(static_cast<uint32_t>((work_tile.first_query + warp_row) / 2 + lane / 4)),
+        s_keys(s_tile + 2 * (lane % 4) * static_cast<uint32_t>(sizeof(KeyRandomBits))) {}
 
-  /// What the draws for the keys of a tile share, by the first threads of the block. A barrier must follow.
-  __device__ __forceinline__ static void share(const ForwardWork<Config>& work, const PhiloxKey& seeds, uint32_t s_tile,
-                                               int tile) {
+  /// What the draws for the keys of a tile share, by the first threads of the CTA. A barrier must follow.
+  __device__ __forceinline__ static void share(const ForwardWorkTile<Config>& work_tile, const PhiloxKey& seeds,
+                                               uint32_t s_tile, int tile) {
     constexpr uint32_t kGroups = Config::kBlockN / 4;
     if (threadIdx.x >= kGroups) return;
-    const Dropout& dropout = work.options.dropout;
-    const DrawKey key = {{seeds.seed_lo, seeds.seed_hi, dropout.key.offset_lo}, dropout.batch_head};
-    store_shared(s_tile + threadIdx.x * sizeof(KeyDraws), KeyDraws::of(key, tile * kGroups + threadIdx.x));
+    const Dropout& dropout = work_tile.options.dropout;
+    const RandomKey key = {{seeds.seed_lo, seeds.seed_hi, dropout.key.offset_lo}, dropout.batch_head};
+    store_shared(s_tile + threadIdx.x * sizeof(KeyRandomBits), KeyRandomBits::of(key, tile * kGroups + threadIdx.x));
   }
 
   __device__ __forceinline__ PhiloxWords draw(int half, int call) const {
-    const auto keys = load_shared<KeyDraws>(s_keys + (8 * half + call / kM) * sizeof(KeyDraws));
-    return draw_words(key, QueryDraws::of(key, query_group + 8 * (call % kM)), keys);
+    const auto keys = load_shared<KeyRandomBits>(s_keys + (8 * half + call / kM) * sizeof(KeyRandomBits));
+    return random_words(key, QueryRandomBits::of(key, query_group + 8 * (call % kM)), keys);
   }
 
   /// The same, here and not where the words are needed.

@@ -1,16 +1,16 @@
 // Attention forward on mma.sync:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
 //
-// A block owns kBlockM queries of one head; each of its warps owns kWarpRows of them and walks all keys that they see,
+// A CTA owns kBlockM queries of one head; each of its warps owns kWarpRows of them and walks all keys that they see,
 // so that warps share nothing but the loads. K and V tiles come through cp.async, one tile ahead.
 //
-// The reference r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It is
-// the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
-// rescaling of the output. The row sums keep watch: a tile whose sum passes kSumLimit raises the reference by the
+// The stabiliser r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It
+// is the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
+// rescaling of the output. The row sums keep watch: a tile whose sum passes kSumLimit raises the row stabiliser by the
 // exponent of the sum, while P is still in float.
 //
-// What seldom happens is found out at the end, and the block then starts again: on the safe path, with the running
-// maximum, when even a float overflowed, or a row's sum came to nothing beside its reference; and with V sanitised when
-// Inf or NaN in it met a hidden weight, for 0 * Inf is NaN.
+// What seldom happens is found out at the end, and the CTA then starts again: on the safe path, with the running
+// maximum, when even a float overflowed, or a row's sum came to nothing beside its stabiliser; and with V sanitised
+// when Inf or NaN in it met a hidden weight, for 0 * Inf is NaN.
 //
 // A step, for tile n of the keys, from the last to the first, with one stage of shared memory for K and one for V:
 //   wait for K(n), barrier: everybody is done with V(n + 1); issue V(n)
@@ -57,13 +57,14 @@ struct ForwardBlock {
   static constexpr int kUnroll = Config::kUnroll;
   using Scores = typename ForwardRows<Config>::Scores;
   using Visibility = typename OptionTiles<Config>::Visibility;
-  using Draws = WarpDraws<Config>;
-  static constexpr bool kDrawsAhead = Config::kOneDropout && kHeadDim == 64;  // at 128 there are no registers for it
-  using DrawnAhead = std::conditional_t<kDrawsAhead, typename Draws::Ahead, NoDraws>;
+  using RandomBits = WarpRandomBits<Config>;
+  static constexpr bool kRandomBitsAhead =
+      Config::kOneDropout && kHeadDim == 64;  // at 128 there are no registers for it
+  using DrawnAhead = std::conditional_t<kRandomBitsAhead, typename RandomBits::Ahead, NoRandomBits>;
 
   const ForwardParams& p;
   const ForwardSchedule& schedule;
-  ForwardWork<Config>& work;
+  ForwardWorkTile<Config>& work_tile;
   int warp_row, lane;
   const uint32_t s_q, s_k, s_v;
   int phase = 0;          // which stage the K of this step is in
@@ -74,10 +75,10 @@ struct ForwardBlock {
   typename Products::A r_q[Config::kQueryInRegisters ? kSteps : 1][kM];
 
   __device__ __forceinline__ ForwardBlock(const ForwardParams& p, const ForwardSchedule& schedule,
-                                          ForwardWork<Config>& work, char* shared)
+                                          ForwardWorkTile<Config>& work_tile, char* shared)
       : p(p),
         schedule(schedule),
-        work(work),
+        work_tile(work_tile),
         warp_row(threadIdx.x / 32 * Config::kWarpRows),
         lane(threadIdx.x % 32),
         s_q(ptx::shared_address(shared)),
@@ -90,26 +91,29 @@ struct ForwardBlock {
     if constexpr (!Config::kOneDropout) return {};
     return uniform_seeds(p.dropout);
   }
-  __device__ __forceinline__ OptionTiles<Config> options() const { return {p, schedule, work, s_q, warp_row, lane}; }
+  __device__ __forceinline__ OptionTiles<Config> options() const {
+    return {p, schedule, work_tile, s_q, warp_row, lane};
+  }
   /// K or V of the current step, or of the one after it.
   __device__ __forceinline__ uint32_t stage(uint32_t s_ring, int steps_ahead) const {
     return s_ring + (Config::kStages == 1 ? 0u : static_cast<uint32_t>((phase + steps_ahead) & 1)) * Config::kTileBytes;
   }
 
-  __device__ __forceinline__ void load_query(const ForwardWork<Config>& work, int thread) const {
-    load_tile<Element, kHeadDim, kThreads, kBlockM>(s_q, query_rows<Element>(p.q, work.sequence), work.first_query,
-                                                    work.sequence.seqlen_q, static_cast<int>(p.head_dim), thread);
+  __device__ __forceinline__ void load_query(const ForwardWorkTile<Config>& work_tile, int thread) const {
+    load_tile<Element, kHeadDim, kThreads, kBlockM>(s_q, query_rows<Element>(p.q, work_tile.sequence),
+                                                    work_tile.first_query, work_tile.sequence.seqlen_q,
+                                                    static_cast<int>(p.head_dim), thread);
   }
   /// What the copies of a step ask of shared memory: asked for before a wait, which then hides how long that takes.
   struct Source {
     RowSource<Element, Config::kReads> rows;
     int seqlen_k;
   };
-  __device__ __forceinline__ Source keys_of(const ForwardWork<Config>& work) const {
-    return {with_known(work.keys, p.k), work.sequence.seqlen_k};
+  __device__ __forceinline__ Source keys_of(const ForwardWorkTile<Config>& work_tile) const {
+    return {with_known(work_tile.keys, p.k), work_tile.sequence.seqlen_k};
   }
-  __device__ __forceinline__ Source values_of(const ForwardWork<Config>& work) const {
-    return {with_known(work.values, p.v), work.sequence.seqlen_k};
+  __device__ __forceinline__ Source values_of(const ForwardWorkTile<Config>& work_tile) const {
+    return {with_known(work_tile.values, p.v), work_tile.sequence.seqlen_k};
   }
   /// What constant memory knows need not be asked for.
   template <class Rows>
@@ -125,15 +129,15 @@ struct ForwardBlock {
   __device__ __forceinline__ static int copying_thread() {
     const int thread = static_cast<int>(threadIdx.x);
 #if __CUDA_ARCH__ >= 900
-    constexpr bool kForgets = Config::kForgetsThread;
+    constexpr bool kForgets = Config::kRematerialisesThread;
 #else
-    constexpr bool kForgets = Config::kForgetsThread && Config::kOneMask;
+    constexpr bool kForgets = Config::kRematerialisesThread && Config::kOneMask;
 #endif
     if constexpr (kForgets) return ptx::reread(thread);
     return thread;
   }
   __device__ __forceinline__ void forget_lane() {
-    if constexpr (!Config::kForgetsLane) return;
+    if constexpr (!Config::kRematerialisesLane) return;
     lane = ptx::reread(lane);
     warp_row = ptx::reread(warp_row);
   }
@@ -158,9 +162,10 @@ struct ForwardBlock {
     options().start(s);
 #pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
-      if constexpr (kDrawsAhead) {
-        constexpr int kEvery = kSteps / Draws::kCalls;
-        if (step % kEvery == 0) options().draws(seeds, tile).draw_now(ahead.words[step / kEvery], 0, step / kEvery);
+      if constexpr (kRandomBitsAhead) {
+        constexpr int kEvery = kSteps / RandomBits::kCalls;
+        if (step % kEvery == 0)
+          options().random_bits(seeds, tile).draw_now(ahead.words[step / kEvery], 0, step / kEvery);
       }
       typename Products::A loaded[kM];
       if constexpr (!Config::kQueryInRegisters) query_fragments(step, loaded);
@@ -209,20 +214,20 @@ struct ForwardBlock {
   /// beside the products of the first.
   __device__ __forceinline__ void multiply_pv(const Scores& s, const DrawnAhead& ahead, int tile) {
     static_assert(kBlockN == 64, "two halves");
-    constexpr int kPairSteps = kBlockN / Products::kDepth, kEvery = kD / Draws::kCalls;
+    constexpr int kPairSteps = kBlockN / Products::kDepth, kEvery = kD / RandomBits::kCalls;
     const uint32_t s_lane = stage(s_v, 0) + Products::lane_b_transposed(lane);
-    const Draws draws = options().draws(seeds, tile);
+    const RandomBits random_bits = options().random_bits(seeds, tile);
     typename Products::A a[kPairSteps][kM];
 #pragma unroll
     for (int step = 0; step < kPairSteps; ++step)
 #pragma unroll
       for (int m = 0; m < kM; ++m) Products::a_from_accumulators(a[step][m], s[m], step);
 #pragma unroll
-    for (int call = 0; call < Draws::kCalls; ++call) {
-      if constexpr (kDrawsAhead) {
-        Draws::drop(a, ahead.words[call], schedule.last_dropped, 0, call);
+    for (int call = 0; call < RandomBits::kCalls; ++call) {
+      if constexpr (kRandomBitsAhead) {
+        RandomBits::drop(a, ahead.words[call], schedule.last_dropped, 0, call);
       } else {
-        Draws::drop(a, draws.draw(0, call), schedule.last_dropped, 0, call);
+        RandomBits::drop(a, random_bits.draw(0, call), schedule.last_dropped, 0, call);
       }
     }
 #pragma unroll
@@ -231,7 +236,7 @@ struct ForwardBlock {
       for (int d = 0; d < kD; d += 2) {
         const int turn = step * kD + d;
         if (turn < 2 * kD && turn % (2 * kEvery) == 0)
-          Draws::drop(a, draws.draw(1, turn / (2 * kEvery)), schedule.last_dropped, 1, turn / (2 * kEvery));
+          RandomBits::drop(a, random_bits.draw(1, turn / (2 * kEvery)), schedule.last_dropped, 1, turn / (2 * kEvery));
         typename Products::B b;
         Products::load_b_transposed(b, s_lane, d / 2, step);
 #pragma unroll
@@ -243,8 +248,8 @@ struct ForwardBlock {
 
   /// What is under way arrives, and the next tile to visit is found.
   __device__ __forceinline__ MaskedTile begin_step(int tile, bool first, int last_tile) {
-    const Source keys = keys_of(work), values = values_of(work);
-    options().share_draws(seeds, tile);
+    const Source keys = keys_of(work_tile), values = values_of(work_tile);
+    options().share_random_bits(seeds, tile);
     if (!Config::kMasks && first) {
       ptx::cp_async_wait<1>();  // for Q and K
     } else {
@@ -266,7 +271,7 @@ struct ForwardBlock {
     if constexpr (Config::kStages == 1) {
       ptx::cp_async_wait<0>();
       ptx::barrier_sync<1, kThreads>();
-      if (next.tile >= work.tiles.begin) load_key(keys_of(work), next.tile, 1, copying_thread());
+      if (next.tile >= work_tile.tiles.begin) load_key(keys_of(work_tile), next.tile, 1, copying_thread());
       ptx::cp_async_commit();
     }
   }
@@ -274,7 +279,7 @@ struct ForwardBlock {
   __device__ __forceinline__ void finish_step(Scores& s, const DrawnAhead& ahead, int tile, int next) {
     if (Config::kOneBias || (Config::kReads && schedule.stages_bias)) {
       __syncwarp();  // all lanes have read their part of this tile's bias
-      options().load_bias(work, next);
+      options().load_bias(work_tile, next);
       ptx::cp_async_commit();
     }
     if constexpr (Config::kOneDropout) {
@@ -295,59 +300,59 @@ struct ForwardBlock {
   /// V of this step, which has arrived. All warps come here or none, from either kind of step.
   __device__ __forceinline__ void sanitise_value() const {
     const int thread = Config::kMasks ? copying_thread() : static_cast<int>(threadIdx.x);
-    if (take_out_non_finite<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0), thread)) work.met_non_finite = true;
+    if (remove_non_finite<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0), thread)) work_tile.met_non_finite = true;
     ptx::barrier_sync<1, kThreads>();
   }
 
-  /// A tile that no window cuts, and whose scores the references are good for.
+  /// A tile that no window cuts, and whose scores the stabilisers are good for.
   __device__ __forceinline__ void full_step(MaskedTile at, MaskedTile next, const Visibility& visible) {
     Scores s;
     DrawnAhead ahead;
     multiply_qk(s, ahead, at.tile);
     release_key(next);
     const RowTerms terms = options().apply(s, at, visible, phase);
-    if (Config::kMasks && work.sanitised) sanitise_value();
+    if (Config::kMasks && work_tile.sanitised) sanitise_value();
     exponentiate<false>(s, terms);
     finish_step(s, ahead, at.tile, next.tile);
   }
 
-  /// Any tile. True if the next step has to raise references too, as some row has none.
+  /// Any tile. True if the next step has to update the row stabilisers too, as some row has none.
   __device__ __forceinline__ bool partial_step(MaskedTile at, MaskedTile next, const Visibility& visible, bool first) {
     Scores s;
     DrawnAhead ahead;
     multiply_qk(s, ahead, at.tile);
     release_key(next);
     const RowTerms terms = options().apply(s, at, visible, phase);
-    const bool outside_window = at.tile < work.tiles.full_begin || at.tile >= work.tiles.full_end;
-    if (outside_window) hide_outside_window(s, options().coordinates(at.tile), work.sequence);
+    const bool outside_window = at.tile < work_tile.tiles.full_begin || at.tile >= work_tile.tiles.full_end;
+    if (outside_window) hide_outside_window(s, options().coordinates(at.tile), work_tile.sequence);
     const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };
-    rows.raise_reference(s, schedule.scale, terms, lift, first);
-    const bool exact = rows.some_without_reference(rows_left());
+    rows.update_row_max(s, schedule.scale, terms, lift, first);
+    const bool exact = rows.some_without_stabiliser(rows_left());
     exponentiate<Config::kBiases>(s, terms);
     if (!Config::kMasks && Config::kStages > 1 && first) {
       ptx::cp_async_wait<1>();  // for V
       __syncthreads();
     }
-    if (work.sanitised && (Config::kMasks || outside_window)) sanitise_value();
+    if (work_tile.sanitised && (Config::kMasks || outside_window)) sanitise_value();
     finish_step(s, ahead, at.tile, next.tile);
     return exact;
   }
 
   /// Rows of the sequence from this lane's first one on. Seldom: what follows from the lane is not kept for it.
   __device__ __forceinline__ int rows_left() const {
-    return work.sequence.seqlen_q - (work.first_query + ptx::reread(warp_row) + ptx::reread(lane) / 4);
+    return work_tile.sequence.seqlen_q - (work_tile.first_query + ptx::reread(warp_row) + ptx::reread(lane) / 4);
   }
 
   /// Q, and the first tiles of K, V and the bias, which do not have to wait for anybody: `work` need not be what lies
   /// in shared memory.
-  __device__ __forceinline__ void begin(const ForwardWork<Config>& work, int tile) {
-    if (tile < work.tiles.begin) return;
+  __device__ __forceinline__ void begin(const ForwardWorkTile<Config>& work_tile, int tile) {
+    if (tile < work_tile.tiles.begin) return;
     const int thread = ptx::reread(static_cast<int>(threadIdx.x));
-    load_query(work, thread);
-    load_key(keys_of(work), tile, 0, thread);
-    options().load_bias(work, tile);
+    load_query(work_tile, thread);
+    load_key(keys_of(work_tile), tile, 0, thread);
+    options().load_bias(work_tile, tile);
     ptx::cp_async_commit();
-    load_value(values_of(work), tile, 0, thread);
+    load_value(values_of(work_tile), tile, 0, thread);
     ptx::cp_async_commit();
     if constexpr (Config::kQueryInRegisters) {
       ptx::cp_async_wait<1>();
@@ -360,12 +365,12 @@ struct ForwardBlock {
   /// All tiles, from the start. Warps may differ in what step they take: either has the same barriers.
   __device__ __forceinline__ void visit() {
     MaskedTile at = options().find_first(phase, seen);
-    if (Config::kMasks || work.sanitised) begin(work, at.tile);
+    if (Config::kMasks || work_tile.sanitised) begin(work_tile, at.tile);
     rows.clear();
     bool exact = true;
 #pragma unroll 1
-    while (at.tile >= work.tiles.begin) {
-      const TileSpan tiles = work.tiles;
+    while (at.tile >= work_tile.tiles.begin) {
+      const TileSpan tiles = work_tile.tiles;
       const bool first = at.tile == tiles.end - 1;
       const bool full = !Config::kRunningMaximum && !exact && at.tile >= tiles.full_begin && at.tile < tiles.full_end;
       forget_lane();
@@ -376,20 +381,21 @@ struct ForwardBlock {
       if (full) {
         full_step(at, next, visible);
       } else {
-        exact = partial_step(at, next, visible, first) || work.careful;
+        exact = partial_step(at, next, visible, first) || work_tile.safe_path;
       }
       at = next;
     }
   }
 
   /// Also when Inf or NaN came into out where something is hidden: a hidden weight is 0, and 0 * Inf is NaN.
-  __device__ __forceinline__ bool must_repeat() const {
-    const TileSpan& tiles = work.tiles;
+  __device__ __forceinline__ bool needs_recompute() const {
+    const TileSpan& tiles = work_tile.tiles;
     const bool hides = options().masked() || tiles.full_begin > tiles.begin || tiles.full_end < tiles.end;
     const bool lost = __syncthreads_or(rows.lost(rows_left()));
-    if (!lost && !__syncthreads_or(!work.sanitised && hides && !rows.out_is_finite())) return false;
+    if (!lost && !__syncthreads_or(!work_tile.sanitised && hides && !rows.out_is_finite())) return false;
     const int thread = static_cast<int>(threadIdx.x);
-    if ((Config::kFullPrecision ? ptx::reread(thread) : thread) == 0) work.sanitised = true, work.careful = lost;
+    if ((Config::kFullPrecision ? ptx::reread(thread) : thread) == 0)
+      work_tile.sanitised = true, work_tile.safe_path = lost;
     __syncthreads();
     return true;
   }
@@ -399,7 +405,7 @@ struct ForwardBlock {
 #pragma unroll 1
     do {
       visit();
-      repeat = !work.careful && must_repeat();
+      repeat = !work_tile.safe_path && needs_recompute();
       phase = 0;
     } while (repeat);
     store();
@@ -408,18 +414,18 @@ struct ForwardBlock {
   /// Normalises the rows; out goes through the warp's own rows of Q in shared memory, so that it leaves in 16-byte
   /// pieces.
   __device__ __forceinline__ void store() {
-    const Sequence& sequence = work.sequence;
-    const int first_query = work.first_query;
+    const Sequence& sequence = work_tile.sequence;
+    const int first_query = work_tile.first_query;
     __syncwarp();
     const float sink = p.sink ? static_cast<const float*>(p.sink)[sequence.head] : -INFINITY;
     float keep_scale = 1.0f;
-    if constexpr (Config::kDropout) keep_scale = work.options.dropout.keep_scale;
+    if constexpr (Config::kDropout) keep_scale = work_tile.options.dropout.keep_scale;
     float* g_lse = static_cast<float*>(p.lse.data) + sequence.lse_offset(p.lse);
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const RowEnd end = finish_row(rows.reference[m][r], rows.row_sum(m, r), sink);
+        const RowEnd end = finish_row(rows.stabiliser[m][r], rows.row_sum(m, r), sink);
         const int row = warp_row + 16 * m + 8 * r + lane / 4;
         if (lane % 4 == 0 && first_query + row < sequence.seqlen_q) g_lse[first_query + row] = end.lse;
         const float factor = end.scale * keep_scale;
@@ -433,19 +439,19 @@ struct ForwardBlock {
     store_rows<Element, kHeadDim>(s_q, g_rows, warp_row, Config::kWarpRows, first_query, sequence.seqlen_q,
                                   static_cast<int>(p.head_dim_v), lane);
     __syncthreads();  // out is written
-    if (work.met_non_finite) {
-      add_non_finite<Element, kThreads>(p, sequence, g_rows, work.values, first_query,
-                                        min(first_query + kBlockM, sequence.seqlen_q), work.tiles.begin * kBlockN,
-                                        min(work.tiles.end * kBlockN, sequence.seqlen_k));
+    if (work_tile.met_non_finite) {
+      add_non_finite<Element, kThreads>(p, sequence, g_rows, work_tile.values, first_query,
+                                        min(first_query + kBlockM, sequence.seqlen_q), work_tile.tiles.begin * kBlockN,
+                                        min(work_tile.tiles.end * kBlockN, sequence.seqlen_k));
     }
   }
 };
 
-/// A grid of (heads of a group x batch entries that share a bias, blocks of queries, groups of both), scheduled in this
+/// A grid of (heads of a group x batch entries that share a bias, CTAs of queries, groups of both), scheduled in this
 /// order: the blocks with the most keys first, which balances a causal mask, of no more heads than whose keys stay in
-/// L2, and what reads the same bias side by side. Or a list, and a grid of as many blocks as it may have work tiles.
+/// L2, and what reads the same bias side by side. Or a list, and a grid of as many CTAs as it may have work tiles.
 template <class Config>
-__device__ __forceinline__ WorkTile tile_of_block(const ForwardParams& p, const ForwardSchedule& schedule) {
+__device__ __forceinline__ TileIndex tile_of_block(const ForwardParams& p, const ForwardSchedule& schedule) {
   if (schedule.list) return schedule.list.locate(static_cast<int>(blockIdx.x));
   int batch = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.x);
   int tile = static_cast<int>(gridDim.y - 1 - blockIdx.y);
@@ -466,17 +472,17 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardSchedule schedule) {
   extern __shared__ __align__(128) char shared[];
-  const WorkTile tile = tile_of_block<Config>(p, schedule);
+  const TileIndex tile = tile_of_block<Config>(p, schedule);
   if (tile.tile == kNoTile) return;
   const int batch = tile.sequence, head = tile.head, first_query = tile.tile * Config::kBlockM;
-  ForwardWork<Config> work(p, batch, head, first_query);
-  work.mask.find(schedule.mask, batch, head, first_query);
-  if (first_query >= work.sequence.seqlen_q) return;
-  auto* const s_work = reinterpret_cast<ForwardWork<Config>*>(shared + Config::kTilesBytes);
-  if (threadIdx.x == 0) new (s_work) ForwardWork<Config>(work);
-  ForwardBlock<Config> block(p, schedule, *s_work, shared);
+  ForwardWorkTile<Config> work_tile(p, batch, head, first_query);
+  work_tile.mask.find(schedule.mask, batch, head, first_query);
+  if (first_query >= work_tile.sequence.seqlen_q) return;
+  auto* const s_work_tile = reinterpret_cast<ForwardWorkTile<Config>*>(shared + Config::kTilesBytes);
+  if (threadIdx.x == 0) new (s_work_tile) ForwardWorkTile<Config>(work_tile);
+  ForwardBlock<Config> block(p, schedule, *s_work_tile, shared);
   // A mask may leave nothing of the first tiles.
-  if constexpr (!Config::kMasks) block.begin(work, work.tiles.end - 1);
+  if constexpr (!Config::kMasks) block.begin(work_tile, work_tile.tiles.end - 1);
   __syncthreads();
   block.run();
 }
@@ -490,7 +496,7 @@ void launch_forward(const ForwardParams& p, const MaskBits& mask, void* list, cu
   schedule.list = plan.view(list);
   fill_work_list(p, plan, schedule.list, stream);
   const dim3 grid =
-      plan.listed ? grid_of(plan.most_works())
+      plan.listed ? grid_of(plan.max_work_tiles())
                   : grid_of(int64_t{schedule.heads} * schedule.batches, tiles_of_rows(p.seqlen_q, Config::kBlockM),
                             int64_t{schedule.batch_groups} * schedule.groups);
   launch("sm80/forward", forward_kernel<Config>, {grid, dim3(Config::kThreads), static_cast<size_t>(shared_bytes)},
@@ -501,29 +507,30 @@ template <class Element, int kHeadDim, bool kSmall>
 void run_forward_as(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
   // Branches cost little where a tile of scores is worked on for long, as it is at head dim 256 and in float32.
   constexpr bool kOneOption = sizeof(Element) == 2 && kHeadDim <= 128;
-  const auto run = [&](auto of_class) {
-    constexpr ForwardClass kWanted = decltype(of_class)::value, kAble = kOneOption ? kWanted : with_branches(kWanted);
-    constexpr bool kBranches = kAble == ForwardClass::kComputes && sizeof(Element) != 2;
-    constexpr ForwardClass kClass = kBranches ? ForwardClass::kReads : kAble;
-    launch_forward<ForwardConfig<Element, kHeadDim, kClass, kSmall>>(p, mask, list, stream);
+  const auto run = [&](auto of_variant) {
+    constexpr ForwardVariant kWanted = decltype(of_variant)::value,
+                             kAble = kOneOption ? kWanted : with_branches(kWanted);
+    constexpr bool kBranches = kAble == ForwardVariant::kComputes && sizeof(Element) != 2;
+    constexpr ForwardVariant kVariant = kBranches ? ForwardVariant::kReads : kAble;
+    launch_forward<ForwardConfig<Element, kHeadDim, kVariant, kSmall>>(p, mask, list, stream);
   };
-  switch (class_of(p)) {
-    case ForwardClass::kPlain:
-      return run(std::integral_constant<ForwardClass, ForwardClass::kPlain>());
-    case ForwardClass::kComputes:
-      return run(std::integral_constant<ForwardClass, ForwardClass::kComputes>());
-    case ForwardClass::kReads:
-      return run(std::integral_constant<ForwardClass, ForwardClass::kReads>());
-    case ForwardClass::kBias:
-      return run(std::integral_constant<ForwardClass, ForwardClass::kBias>());
-    case ForwardClass::kFloatBias:
+  switch (variant_of(p)) {
+    case ForwardVariant::kPlain:
+      return run(std::integral_constant<ForwardVariant, ForwardVariant::kPlain>());
+    case ForwardVariant::kComputes:
+      return run(std::integral_constant<ForwardVariant, ForwardVariant::kComputes>());
+    case ForwardVariant::kReads:
+      return run(std::integral_constant<ForwardVariant, ForwardVariant::kReads>());
+    case ForwardVariant::kBias:
+      return run(std::integral_constant<ForwardVariant, ForwardVariant::kBias>());
+    case ForwardVariant::kFloatBias:
       if constexpr (kOneOption && kHeadDim == 64)  // at 128 it lacks a register
-        return run(std::integral_constant<ForwardClass, ForwardClass::kFloatBias>());
-      return run(std::integral_constant<ForwardClass, ForwardClass::kReads>());
-    case ForwardClass::kMask:
-      return run(std::integral_constant<ForwardClass, ForwardClass::kMask>());
-    case ForwardClass::kDrops:
-      return run(std::integral_constant<ForwardClass, ForwardClass::kDrops>());
+        return run(std::integral_constant<ForwardVariant, ForwardVariant::kFloatBias>());
+      return run(std::integral_constant<ForwardVariant, ForwardVariant::kReads>());
+    case ForwardVariant::kMask:
+      return run(std::integral_constant<ForwardVariant, ForwardVariant::kMask>());
+    case ForwardVariant::kDrops:
+      return run(std::integral_constant<ForwardVariant, ForwardVariant::kDrops>());
   }
 }
 
@@ -531,8 +538,8 @@ void run_forward_as(const ForwardParams& p, const MaskBits& mask, void* list, cu
 /// `list`: memory for the work list.
 template <class Element, int kHeadDim>
 void run_forward(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
-  using Large = ForwardConfig<Element, kHeadDim, ForwardClass::kPlain, false>;
-  using Small = ForwardConfig<Element, kHeadDim, ForwardClass::kPlain, true>;
+  using Large = ForwardConfig<Element, kHeadDim, ForwardVariant::kPlain, false>;
+  using Small = ForwardConfig<Element, kHeadDim, ForwardVariant::kPlain, true>;
   if constexpr (Large::kSharedBytes <= kSmallestSharedBytes) {
     run_forward_as<Element, kHeadDim, false>(p, mask, list, stream);
   } else {

@@ -30,7 +30,7 @@ inline ForwardSchedule schedule_heads(const ForwardParams& p, int64_t element_by
   return schedule;
 }
 
-/// Shared memory for the bias tiles of a block's warps.
+/// Shared memory for the bias tiles of a CTA's warps.
 template <class Config>
 int64_t bias_bytes(const AttentionParams& p) {
   return Config::kWarps * BiasTile<Config::kWarpRows, Config::kBlockN>::bytes(p.bias);
@@ -57,9 +57,9 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
   if constexpr (Config::kOneBias) schedule.per_unit = 1.0f / schedule.scale;
   if constexpr (Config::kOneDropout) {
     schedule.last_dropped = (dropout_threshold(p.dropout.p) - 1) << 16 | 0xFFFFu;
-    shared_bytes += 2 * Config::kDrawBytes;
+    shared_bytes += 2 * Config::kRandomBytes;
   }
-  if constexpr (Config::kOptions) {
+  if constexpr (Config::kOptionBranches) {
     schedule.adds_alibi = p.alibi_slopes != nullptr;
     schedule.drops = dropout_threshold(p.dropout.p) > 0;
     schedule.caps = p.softcap > 0.0;
@@ -80,29 +80,29 @@ inline bool adds_to_products(const AttentionParams& p) {
 }
 
 /// The class that serves a call best.
-inline ForwardClass class_of(const AttentionParams& p) {
+inline ForwardVariant variant_of(const AttentionParams& p) {
   const bool scaled = static_cast<float>(p.softmax_scale) > 0.0f && p.softcap == 0 && !p.alibi_slopes;
   const bool drops = dropout_threshold(p.dropout.p) > 0, plain = scaled && !drops;
-  if (p.blocks.offsets || p.seq.block_table || (p.bias.data && p.mask.data)) return ForwardClass::kReads;
+  if (p.blocks.offsets || p.seq.block_table || (p.bias.data && p.mask.data)) return ForwardVariant::kReads;
   if (p.bias.data) {
-    if (!plain || !adds_to_products(p)) return ForwardClass::kReads;
-    return p.bias.dtype == p.dtype           ? ForwardClass::kBias
-           : p.bias.dtype == DType::kFloat32 ? ForwardClass::kFloatBias
-                                             : ForwardClass::kReads;
+    if (!plain || !adds_to_products(p)) return ForwardVariant::kReads;
+    return p.bias.dtype == p.dtype           ? ForwardVariant::kBias
+           : p.bias.dtype == DType::kFloat32 ? ForwardVariant::kFloatBias
+                                             : ForwardVariant::kReads;
   }
-  if (p.mask.data) return plain ? ForwardClass::kMask : ForwardClass::kReads;
-  return plain ? ForwardClass::kPlain : scaled ? ForwardClass::kDrops : ForwardClass::kComputes;
+  if (p.mask.data) return plain ? ForwardVariant::kMask : ForwardVariant::kReads;
+  return plain ? ForwardVariant::kPlain : scaled ? ForwardVariant::kDrops : ForwardVariant::kComputes;
 }
 
 /// The class that stands in for one that an element type or a head dim has not.
-constexpr ForwardClass with_branches(ForwardClass wanted) {
+constexpr ForwardVariant with_branches(ForwardVariant wanted) {
   switch (wanted) {
-    case ForwardClass::kBias:
-    case ForwardClass::kFloatBias:
-    case ForwardClass::kMask:
-      return ForwardClass::kReads;
-    case ForwardClass::kDrops:
-      return ForwardClass::kComputes;
+    case ForwardVariant::kBias:
+    case ForwardVariant::kFloatBias:
+    case ForwardVariant::kMask:
+      return ForwardVariant::kReads;
+    case ForwardVariant::kDrops:
+      return ForwardVariant::kComputes;
     default:
       return wanted;
   }

@@ -12,7 +12,7 @@ struct WarpVisibility {
   static constexpr int kUnits = kKeys / kMaskKeys;
   uint32_t words[kUnits];
 
-  /// `g_block`: the words of the block's queries.
+  /// `g_block`: the words of the CTA's queries.
   __device__ __forceinline__ void load(const MaskBits& bits, const uint32_t* g_block, int warp_row, int first_key,
                                        int lane) {
     const int unit = warp_row / kMaskRows * bits.row_stride + first_key / kMaskKeys;

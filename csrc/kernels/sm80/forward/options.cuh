@@ -29,12 +29,12 @@ struct OptionTiles {
 
   const ForwardParams& p;
   const ForwardSchedule& schedule;
-  ForwardWork<Config>& work;
-  uint32_t s_begin;  // of the block's shared memory
+  ForwardWorkTile<Config>& work_tile;
+  uint32_t s_begin;  // of the CTA's shared memory
   int warp_row, lane;
 
   __device__ __forceinline__ TileCoordinates<false> coordinates(int tile) const {
-    return TileCoordinates<false>::of_lane(work.first_query + warp_row, tile * kBlockN, lane);
+    return TileCoordinates<false>::of_lane(work_tile.first_query + warp_row, tile * kBlockN, lane);
   }
 
   /// What products are added to: nothing, or the bias.
@@ -51,7 +51,7 @@ struct OptionTiles {
   __device__ __forceinline__ void look_at_mask(Visibility& visible, MaskedTile at) const {
     if constexpr (Config::kMasks) {
       if (Config::kOneMask || ((Config::kFloat || at.partly) && schedule.mask.words))
-        visible.load(schedule.mask, work.mask.words, warp_row, at.tile * kBlockN, lane);
+        visible.load(schedule.mask, work_tile.mask.words, warp_row, at.tile * kBlockN, lane);
     }
   }
 
@@ -60,7 +60,7 @@ struct OptionTiles {
   __device__ __forceinline__ RowTerms apply(float (&s)[kM][kN][4], MaskedTile at, const Visibility& visible,
                                             int words) const {
     RowTerms terms;
-    if constexpr (Config::kOptions) {
+    if constexpr (Config::kOptionBranches) {
       if (schedule.caps) {
         for_each_score(s, [&](float& x, int, int, int) { x = Rules::tanh(x * schedule.first_scale); });
         if (schedule.scales_first) for_each_score(s, [&](float& x, int, int, int) { x *= schedule.cap; });
@@ -71,7 +71,7 @@ struct OptionTiles {
     }
     if constexpr (Config::kReads) {
       if (schedule.stages_bias) bias().add(s, kLog2E * schedule.per_unit);
-      if (schedule.reads_bias) work.options.rules.add_bias(s, coordinates(at.tile));
+      if (schedule.reads_bias) work_tile.options.rules.add_bias(s, coordinates(at.tile));
       if (at.partly) {
         if (schedule.blocks_mask) WarpMask::hide(s, words_of(words), lane);
         if (schedule.mask.words) visible.hide(s);
@@ -81,14 +81,14 @@ struct OptionTiles {
     return terms;
   }
 
-  /// How much ALiBi will lift keys that are nearer to the row than this tile's. A reference that counts on it need not
+  /// How much ALiBi will lift keys that are nearer to the row than this tile's. A stabiliser that counts on it need not
   /// be raised tile by tile.
   __device__ __forceinline__ float alibi_to_come(int tile, int m, int r) const {
-    if constexpr (Config::kOptions) {
-      if (work.careful || !schedule.adds_alibi) return 0.0f;
-      const float slope = fmaxf(work.options.rules.slope, 0.0f);
-      const int i = work.first_query + warp_row + 16 * m + 8 * r + lane / 4;
-      const int nearest = max(i + work.sequence.offset, work.sequence.keys_begin(i));
+    if constexpr (Config::kOptionBranches) {
+      if (work_tile.safe_path || !schedule.adds_alibi) return 0.0f;
+      const float slope = fmaxf(work_tile.options.rules.slope, 0.0f);
+      const int i = work_tile.first_query + warp_row + 16 * m + 8 * r + lane / 4;
+      const int nearest = max(i + work_tile.sequence.offset, work_tile.sequence.keys_begin(i));
       return slope * static_cast<float>(max(tile * kBlockN - nearest, 0));
     }
     return 0.0f;
@@ -107,26 +107,26 @@ struct OptionTiles {
 
   template <int kM, int kN>
   __device__ __forceinline__ void drop(float (&weights)[kM][kN][4], int tile) const {
-    if constexpr (Config::kOptions) {
-      if (schedule.drops) work.options.dropout.drop(weights, coordinates(tile));
+    if constexpr (Config::kOptionBranches) {
+      if (schedule.drops) work_tile.options.dropout.drop(weights, coordinates(tile));
     }
   }
 
   /// What the draws for the keys of `tile` share, for the barrier that follows.
-  __device__ __forceinline__ void share_draws(const PhiloxKey& seeds, int tile) const {
-    if constexpr (Config::kOneDropout) WarpDraws<Config>::share(work, seeds, s_draws(tile), tile);
+  __device__ __forceinline__ void share_random_bits(const PhiloxKey& seeds, int tile) const {
+    if constexpr (Config::kOneDropout) WarpRandomBits<Config>::share(work_tile, seeds, s_random_bits(tile), tile);
   }
-  __device__ __forceinline__ WarpDraws<Config> draws(const PhiloxKey& seeds, int tile) const {
-    return {work, seeds, s_draws(tile), warp_row, lane};
+  __device__ __forceinline__ WarpRandomBits<Config> random_bits(const PhiloxKey& seeds, int tile) const {
+    return {work_tile, seeds, s_random_bits(tile), warp_row, lane};
   }
 
   /// Without waiting, once the warp is done with what was there.
-  __device__ __forceinline__ void load_bias(const ForwardWork<Config>& work, int tile) const {
+  __device__ __forceinline__ void load_bias(const ForwardWorkTile<Config>& work_tile, int tile) const {
     if constexpr (Config::kBiases) {
-      if (!(Config::kOneBias || schedule.stages_bias) || tile < work.tiles.begin) return;
+      if (!(Config::kOneBias || schedule.stages_bias) || tile < work_tile.tiles.begin) return;
       WarpBias next = bias();
       if constexpr (Config::kWide && Config::kFullPrecision) next.lane = ptx::reread(next.lane);
-      next.load(work.sequence, work.first_query + warp_row, tile * kBlockN);
+      next.load(work_tile.sequence, work_tile.first_query + warp_row, tile * kBlockN);
     }
   }
 
@@ -151,23 +151,23 @@ struct OptionTiles {
     return {tile, partly};
   }
 
-  /// The first tile to visit, which the block's list of tiles ends with from here on.
+  /// The first tile to visit, which the CTA's list of tiles ends with from here on.
   __device__ __forceinline__ MaskedTile find_first(int words, uint32_t& seen) const {
-    const int last = work.tiles.end - 1;
+    const int last = work_tile.tiles.end - 1;
     if (!masked()) return {last, false};
     if constexpr (Config::kMasks) {
       if (schedule.mask.words && last >= 0) seen = visible_tiles_of(last / 32);
     }
-    const MaskedTile found = find(last, work.tiles.begin, words, seen);
-    if (ptx::reread(static_cast<int>(threadIdx.x)) == 0) work.tiles.end = found.tile + 1;
+    const MaskedTile found = find(last, work_tile.tiles.begin, words, seen);
+    if (ptx::reread(static_cast<int>(threadIdx.x)) == 0) work_tile.tiles.end = found.tile + 1;
     __syncthreads();
     return found;
   }
 
  private:
-  /// A place for each group of keys, by turns of the tiles, of which none is left out.
-  __device__ __forceinline__ uint32_t s_draws(int tile) const {
-    return s_begin + Config::kSharedBytes + (tile & 1) * Config::kDrawBytes;
+  /// A slot for each group of keys, by turns of the tiles, of which none is left out.
+  __device__ __forceinline__ uint32_t s_random_bits(int tile) const {
+    return s_begin + Config::kSharedBytes + (tile & 1) * Config::kRandomBytes;
   }
   __device__ __forceinline__ WarpBias bias() const {
     int bytes;
@@ -184,7 +184,7 @@ struct OptionTiles {
     return all + (words & 1) * (Config::kVisibilityBytes / 4) + warp_row * WarpMask::kGroups;
   }
   __device__ __forceinline__ uint32_t visible_tiles_of(int group) const {
-    return visible_tiles<kBlockM, kBlockN>(schedule.mask, work.sequence, work.first_query, group, lane);
+    return visible_tiles<kBlockM, kBlockN>(schedule.mask, work_tile.sequence, work_tile.first_query, group, lane);
   }
 
   /// The mask's part. All threads come to the same, without a barrier.
@@ -203,14 +203,14 @@ struct OptionTiles {
   }
 
   __device__ __forceinline__ MaskedTile find_by_words(int tile, int words, uint32_t& seen) const {
-    const Sequence& sequence = work.sequence;
+    const Sequence& sequence = work_tile.sequence;
     uint32_t* const of_warp = words_of(words);
-    for (; tile >= work.tiles.begin; --tile) {
-      if (schedule.mask.words) tile = find_by_bits(tile, work.tiles.begin, seen);
-      if (tile < work.tiles.begin) break;
+    for (; tile >= work_tile.tiles.begin; --tile) {
+      if (schedule.mask.words) tile = find_by_bits(tile, work_tile.tiles.begin, seen);
+      if (tile < work_tile.tiles.begin) break;
       const TileVisibility visible = build_visibility<kThreads, kBlockM, kBlockN>(
           of_warp - warp_row * WarpMask::kGroups, MaskRows(ScoreView(), sequence), BlockMaskRows(p.blocks, sequence),
-          work.first_query, tile * kBlockN, sequence.seqlen_q, sequence.seqlen_k);
+          work_tile.first_query, tile * kBlockN, sequence.seqlen_q, sequence.seqlen_k);
       if (!visible.any) continue;
       if (!visible.all) {
         for (int k = lane; k < Config::kWarpRows * WarpMask::kGroups; k += 32) of_warp[k] = in_lane_order(of_warp[k]);
@@ -226,9 +226,9 @@ struct OptionTiles {
   template <int kM, int kN>
   __device__ __forceinline__ RowTerms add_alibi(float (&s)[kM][kN][4], int tile) const {
     const TileCoordinates<false> at = coordinates(tile);
-    const float per_key = work.options.rules.slope;
-    const int diagonal = work.sequence.offset, first_key = tile * kBlockN;
-    const int warp_query = work.first_query + warp_row + diagonal;
+    const float per_key = work_tile.options.rules.slope;
+    const int diagonal = work_tile.sequence.offset, first_key = tile * kBlockN;
+    const int warp_query = work_tile.first_query + warp_row + diagonal;
     const bool before = first_key + kBlockN - 1 <= warp_query;
     const bool after = first_key >= warp_query + Config::kWarpRows - 1;
     const float first = static_cast<float>(at.first_row + diagonal - at.first_column);

@@ -1,4 +1,4 @@
-// What a warp of the forward keeps of its rows: out, the reference that exponents are taken from, and the sum.
+// What a warp of the forward keeps of its rows: out, the stabiliser that exponents are taken from, and the sum.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -14,7 +14,7 @@ struct ForwardRows {
   using Scores = float[kM][kN][4];
 
   float out[kM][kD][4];
-  float reference[kM][2];  // base 2; -inf while the row has seen no key
+  float stabiliser[kM][2];  // base 2; -inf while the row has seen no key
   float sum[kM][2];
 
   __device__ __forceinline__ void clear() {
@@ -22,7 +22,7 @@ struct ForwardRows {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        reference[m][r] = -INFINITY;
+        stabiliser[m][r] = -INFINITY;
         sum[m][r] = 0.0f;
       }
 #pragma unroll
@@ -32,10 +32,10 @@ struct ForwardRows {
     }
   }
 
-  /// Makes the maximum so far, and what lift(m, r) adds to it, the reference of each row.
+  /// Makes the maximum so far, and what lift(m, r) adds to it, the stabiliser of each row.
   template <class Lift>
-  __device__ __forceinline__ void raise_reference(const Scores& s, float scale, const RowTerms& terms, Lift lift,
-                                                  bool first) {
+  __device__ __forceinline__ void update_row_max(const Scores& s, float scale, const RowTerms& terms, Lift lift,
+                                                 bool first) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -46,25 +46,25 @@ struct ForwardRows {
         largest = fmaf(largest, scale, terms.of(m, r));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        const float raised = fmaxf(reference[m][r], largest + lift(m, r));
-        const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(reference[m][r] - raised);
-        reference[m][r] = raised;
+        const float raised = fmaxf(stabiliser[m][r], largest + lift(m, r));
+        const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(stabiliser[m][r] - raised);
+        stabiliser[m][r] = raised;
         if (Config::kRunningMaximum || !first) multiply(m, r, factor);
       }
   }
 
   /// Of the rows that there are: 16 m + 8 r below rows_left.
-  __device__ __forceinline__ bool some_without_reference(int rows_left) const {
+  __device__ __forceinline__ bool some_without_stabiliser(int rows_left) const {
     bool missing = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) missing |= reference[m][r] == -INFINITY && 16 * m + 8 * r < rows_left;
+      for (int r = 0; r < 2; ++r) missing |= stabiliser[m][r] == -INFINITY && 16 * m + 8 * r < rows_left;
     return __any_sync(~0u, missing);
   }
 
   /// P in place of S. `hide` takes hidden weights out of P where they turned out to be NaN. kRounds: scores are rounded
-  /// as the reference was. Else the rounding of a reference that a bias made huge is an exponent of its own, and
+  /// as the stabiliser was. Else the rounding of a stabiliser that a bias made huge is an exponent of its own, and
   /// overflows.
   template <bool kRounds, class Hide>
   __device__ __forceinline__ void exponentiate(Scores& s, float scale, const RowTerms& terms, Hide hide) {
@@ -73,7 +73,7 @@ struct ForwardRows {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float base = reference[m][r] == -INFINITY ? 0.0f : reference[m][r], term = terms.of(m, r);
+        const float base = stabiliser[m][r] == -INFINITY ? 0.0f : stabiliser[m][r], term = terms.of(m, r);
         of_tile[m][r] = 0.0f;
 #pragma unroll
         for (int n = 0; n < kN; ++n)
@@ -99,8 +99,8 @@ struct ForwardRows {
       for (int r = 0; r < 2; ++r) sum[m][r] += of_tile[m][r];
   }
 
-  /// Whether rows that there are have to be worked out again: a sum overflowed, or came to nothing as its reference was
-  /// too high.
+  /// Whether rows that there are have to be worked out again: a sum overflowed, or came to nothing as its stabiliser
+  /// was too high.
   __device__ __forceinline__ bool lost(int rows_left) const {
     bool any = false;
 #pragma unroll
@@ -108,7 +108,7 @@ struct ForwardRows {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         bool bad = !(sum[m][r] < INFINITY);
-        if constexpr (Config::kOptions) bad |= row_sum(m, r) < Config::kLeastSum && reference[m][r] > -INFINITY;
+        if constexpr (Config::kOptionBranches) bad |= row_sum(m, r) < Config::kLeastSum && stabiliser[m][r] > -INFINITY;
         any |= bad && 16 * m + 8 * r < rows_left;
       }
     return any;
@@ -154,7 +154,7 @@ struct ForwardRows {
       }
   }
 
-  /// Takes the exponent of sums beyond the limit into the reference, as long as a power of 2 can undo it. Else the sum
+  /// Takes the exponent of sums beyond the limit into the stabiliser, as long as a power of 2 can undo it. Else the sum
   /// becomes Inf, which shows in the end.
   __device__ __forceinline__ void lower(Scores& p, float (&of_tile)[kM][2]) {
 #pragma unroll
@@ -166,7 +166,7 @@ struct ForwardRows {
         const bool beyond = largest > Config::kSumLimit && largest < 0x1p120f;
         const float exponent = beyond ? floorf(log2f(largest)) : 0.0f;
         const float factor = ptx::exp2_approx(-exponent);
-        reference[m][r] += exponent;
+        stabiliser[m][r] += exponent;
         of_tile[m][r] = largest >= 0x1p120f ? INFINITY : of_tile[m][r] * factor;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {

@@ -1,4 +1,4 @@
-// Tiles and shared memory of the forward, and what a block of it works on.
+// Tiles and shared memory of the forward, and what a CTA of it works on.
 #pragma once
 
 #include "kernels/common/scheduler/work_list.cuh"
@@ -12,7 +12,7 @@ namespace flash_ext::sm80 {
 
 /// What a kernel can do. Each option costs registers, of which head dim 128 has none to spare, and the branches around
 /// it cost time. So those that take the most have a class of their own for calls with nothing else; kReads can do all.
-enum class ForwardClass {
+enum class ForwardVariant {
   kPlain,      // scaled products within a window
   kComputes,   // softcap, ALiBi, dropout, any scale
   kReads,      // these, bias, masks, and keys that do not lie in one piece
@@ -23,18 +23,18 @@ enum class ForwardClass {
 };
 
 /// kSmall: fits into the shared memory of every GPU.
-template <class Element_, int kHeadDim_, ForwardClass kClass, bool kSmall_>
+template <class Element_, int kHeadDim_, ForwardVariant kVariant, bool kSmall_>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kReads = kClass == ForwardClass::kReads;
-  static constexpr bool kOptions = kReads || kClass == ForwardClass::kComputes;  // by branches
-  static constexpr bool kOneBias = kClass == ForwardClass::kBias || kClass == ForwardClass::kFloatBias;
-  static constexpr bool kOneDropout = kClass == ForwardClass::kDrops;
-  using BiasElement = std::conditional_t<kClass == ForwardClass::kFloatBias, float, Element>;  // of kOneBias
-  static constexpr bool kOneMask = kClass == ForwardClass::kMask;
+  static constexpr bool kReads = kVariant == ForwardVariant::kReads;
+  static constexpr bool kOptionBranches = kReads || kVariant == ForwardVariant::kComputes;  // by branches
+  static constexpr bool kOneBias = kVariant == ForwardVariant::kBias || kVariant == ForwardVariant::kFloatBias;
+  static constexpr bool kOneDropout = kVariant == ForwardVariant::kDrops;
+  using BiasElement = std::conditional_t<kVariant == ForwardVariant::kFloatBias, float, Element>;  // of kOneBias
+  static constexpr bool kOneMask = kVariant == ForwardVariant::kMask;
   static constexpr bool kBiases = kReads || kOneBias, kMasks = kReads || kOneMask;
-  static constexpr bool kDropout = kOptions || kOneDropout;
+  static constexpr bool kDropout = kOptionBranches || kOneDropout;
   static constexpr bool kFloat = sizeof(Element) == 4;
   static constexpr bool kWide = kHeadDim == 256;
   // 32 rows a warp halve the shared-memory reads of K and V per product; at 256 the accumulators leave no room for it.
@@ -49,15 +49,15 @@ struct ForwardConfig {
   static constexpr bool kQueryInRegisters = kHeadDim == 64 && !kFloat;
   // Where addresses must be computed again in every step, of the copies or of all that a lane reads.
   static constexpr bool kFullPrecision = std::is_same_v<Element, float>;
-  static constexpr bool kForgetsThread =
-      (kHeadDim == 128 && kClass != ForwardClass::kPlain && !kReads && !kOneBias) || (kWide && kFullPrecision);
-  static constexpr bool kForgetsLane =
-      (kWide && kFullPrecision && kClass == ForwardClass::kPlain) || (kHeadDim == 128 && kOneMask);
+  static constexpr bool kRematerialisesThread =
+      (kHeadDim == 128 && kVariant != ForwardVariant::kPlain && !kReads && !kOneBias) || (kWide && kFullPrecision);
+  static constexpr bool kRematerialisesLane =
+      (kWide && kFullPrecision && kVariant == ForwardVariant::kPlain) || (kHeadDim == 128 && kOneMask);
   static constexpr bool kLooksEarly = kHeadDim == 64;  // at what a mask leaves: in registers while a step begins
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
   static constexpr bool kFenced = kUnroll == 1 && kWide;
-  static constexpr bool kRunningMaximum = kFloat && (kOptions || kWide);
+  static constexpr bool kRunningMaximum = kFloat && (kOptionBranches || kWide);
   // P must stay finite as an Element, l and out in float.
   static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;
   // A smaller sum of a row has lost what it is a sum of.
@@ -67,10 +67,10 @@ struct ForwardConfig {
   static constexpr int kQueryBytes = Layout::bytes(kBlockM);
   static constexpr int kTileBytes = Layout::bytes(kBlockN);
   static constexpr int kTilesBytes = kQueryBytes + 2 * kStages * kTileBytes;
-  static constexpr int kWorkBytes = 384;                         // a multiple of 128, to which tiles are aligned
-  static constexpr int kSharedBytes = kTilesBytes + kWorkBytes;  // without what options need
+  static constexpr int kWorkTileBytes = 384;                         // a multiple of 128, to which tiles are aligned
+  static constexpr int kSharedBytes = kTilesBytes + kWorkTileBytes;  // without what options need
   static constexpr int kVisibilityBytes = kBlockM * (kBlockN / 32) * 4;  // words of a block mask for a tile
-  static constexpr int kDrawBytes = kBlockN / 4 * 16;                    // what draws for the keys of a tile share
+  static constexpr int kRandomBytes = kBlockN / 4 * 16;                  // what draws for the keys of a tile share
   static_assert(!kSmall_ || kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");
   static_assert(!kSmall_ || kSharedBytes + 2 * kVisibilityBytes <= kSmallestSharedBytes, "with masks as well");
   static_assert(!kOneBias ||
@@ -81,7 +81,7 @@ struct ForwardConfig {
 /// What the host makes of a call. Kernels find it in constant memory, where a look costs nothing: a step has too little
 /// time to ask shared memory for each option.
 struct ForwardSchedule {
-  int heads, groups;          // heads of q whose blocks run side by side, and how many such groups make up the heads
+  int heads, groups;          // heads of q whose CTAs run side by side, and how many such groups make up the heads
   int batches, batch_groups;  // the same of batch entries
   // A product becomes a score to base 2 by `scale`. With softcap, or with terms that cannot be added to products
   // because `scale` is no number to divide by or the bias is read element by element, it goes first through
@@ -134,10 +134,10 @@ struct RowTerms {
   }
 };
 
-/// What a block works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
+/// What a CTA works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
 /// seldom.
 template <class Config>
-struct ForwardWork {
+struct ForwardWorkTile {
   using Element = typename Config::Element;
   Sequence sequence;
   RowSource<Element, Config::kReads> keys, values;
@@ -146,18 +146,18 @@ struct ForwardWork {
   TileSpan tiles;
   // Again, with V sanitised, and else as before, so that what is hidden leaves no trace in the bits; and if sums
   // overflowed, on the safe path, with the running maximum.
-  bool sanitised = false, careful = false;
+  bool sanitised = false, safe_path = false;
   bool met_non_finite = false;  // in V, when it was sanitised
   std::conditional_t<Config::kMasks, BlockMaskWords, NoMaskWords> mask;
 
-  __device__ __forceinline__ ForwardWork(const ForwardParams& p, int batch, int head, int first_query)
+  __device__ __forceinline__ ForwardWorkTile(const ForwardParams& p, int batch, int head, int first_query)
       : sequence(p, batch, head),
         keys(key_rows<Element, Config::kReads>(p, p.k, sequence)),
         values(key_rows<Element, Config::kReads>(p, p.v, sequence)),
         options(p, sequence),
         first_query(first_query) {
     tiles = sequence.key_tiles<Config::kBlockN>(first_query, min(first_query + Config::kBlockM, sequence.seqlen_q));
-    static_assert(sizeof(ForwardWork) <= Config::kWorkBytes, "the shared-memory plan has room for it");
+    static_assert(sizeof(ForwardWorkTile) <= Config::kWorkTileBytes, "the shared-memory plan has room for it");
   }
 };
 

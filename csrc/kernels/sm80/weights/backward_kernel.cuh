@@ -5,7 +5,7 @@
 // One kernel walks the keys of a tile of queries for dq and dlse, another the queries of a tile of keys, of all heads
 // of its group, for dk: both add up in a fixed order.
 //
-// A block owns one slab of columns of dq or dk: beyond head_dim 64, dS is computed once for each slab.
+// A CTA owns one slab of columns of dq or dk: beyond head_dim 64, dS is computed once for each slab.
 #pragma once
 
 #include "kernels/common/scheduler/tile_numbers.cuh"
@@ -13,7 +13,7 @@
 
 namespace flash_ext::sm80 {
 
-/// The slab, tile, head and batch entry of a block; blocks of one tile lie side by side.
+/// The slab, tile, head and batch entry of a CTA; CTAs of one tile lie side by side.
 struct SlabIndex {
   int slab, tile, head, batch;
 

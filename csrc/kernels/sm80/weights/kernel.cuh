@@ -1,6 +1,6 @@
 // The attention weights themselves:   w_ij = e^(s_ij - lse_i), 0 where j is hidden from i;   lse is an input.
 //
-// A block owns a tile of queries and keys.
+// A CTA owns a tile of queries and keys.
 #pragma once
 
 #include "kernels/sm80/common/score_tile.cuh"

@@ -6,10 +6,10 @@
 namespace flash_ext::sm90 {
 
 /// What one warp of them does.
-template <class Config, class State = BackwardState<Config>>
-class BackwardGroup : protected BackwardKeys<Config, State> {
+template <class Config, class Storage = BackwardStorage<Config>>
+class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
  public:
-  using Base = BackwardKeys<Config, State>;
+  using Base = BackwardKeysConsumer<Config, Storage>;
   using typename Base::Element;
   using typename Base::Products;
   using typename Base::Scores;
@@ -17,20 +17,20 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
   using typename Base::Tile;
   using typename Base::Weights;
 
-  __device__ __forceinline__ BackwardGroup(const BackwardParams& p, State& state, uint32_t s_tiles, float scale,
-                                           int group, int lane)
-      : Base(p, state, s_tiles, group * panel_bytes(kGroupRows), scale, group, lane) {}
+  __device__ __forceinline__ BackwardConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles, float scale,
+                                              int group, int lane)
+      : Base(p, storage, s_tiles, group * panel_bytes(kWarpgroupRows), scale, group, lane) {}
 
   __device__ __forceinline__ void run() {
-    clear_sums();
-    if (work_.tiles.begin < work_.tiles.end) {
-      clean_keys();
+    zero_sums();
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) {
+      sanitise_keys();
 #pragma unroll 1
-      for (int head = 0, tile = work_.tiles.begin;;) {
+      for (int head = 0, tile = work_tile_.tiles.begin;;) {
         visit(tile);
-        if (++tile < work_.tiles.end) continue;
-        tile = work_.tiles.begin;
-        if (++head == work_.heads) break;
+        if (++tile < work_tile_.tiles.end) continue;
+        tile = work_tile_.tiles.begin;
+        if (++head == work_tile_.heads) break;
       }
     }
     this->store_dv(dv_, 1.0f);
@@ -39,22 +39,22 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
 
  protected:
   using Base::at_;
-  using Base::group_;
   using Base::lane_;
   using Base::p_;
   using Base::s_tiles_;
-  using Base::state_;
+  using Base::storage_;
   using Base::warp_;
-  using Base::work_;
+  using Base::warpgroup_;
+  using Base::work_tile_;
   static constexpr uint32_t kValues = Config::kKeyBytes / 16;  // behind K, in a descriptor
 
-  __device__ __forceinline__ void clear_sums() {
+  __device__ __forceinline__ void zero_sums() {
     Products::clear(dk_);
     Products::clear(dv_);
   }
 
   __device__ __forceinline__ void visit(int tile) {
-    if (work_.is_cleaned(tile)) clean_rows();
+    if (work_tile_.is_sanitised(tile)) sanitise_rows();
     if (this->sees(tile)) {
       step(tile, this->hides(tile));
     } else {
@@ -70,8 +70,8 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
     this->wait_for_grad();
     this->release_grad();
     wait_for_ds_room();
-    this->clear_ds(s_ds());
-    hand_ds_over();
+    this->zero_ds(s_ds());
+    publish_ds();
   }
 
   /// A tile of which this warpgroup's keys see something; `hides`: but not all. Scores and their gradients take the
@@ -81,19 +81,19 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
     Weights p, ds;
     this->wait_for_query();
     Products::multiply(s, Base::keys_, this->query_tile());
-    this->weigh(s);
+    this->softmax_step(s);
     if (hides) this->hide(s, tile);
     pack_operand<Element>(p, s);
 
     multiply_grads(s);
-    this->differentiate(ds, s, p, hides);
-    hand_over(ds);
+    this->compute_ds(ds, s, p, hides);
+    publish(ds);
     add_up(p, ds, [] {});
   }
 
   /// dP
   __device__ __forceinline__ void multiply_grads(Scores& s) const {
-    wait_for(state_.v_full, 0);
+    wait_for(storage_.v_full, 0);
     this->wait_for_grad();
     Products::multiply(s, Base::keys_ + kValues, this->grad_tile());
   }
@@ -105,39 +105,41 @@ class BackwardGroup : protected BackwardKeys<Config, State> {
     Products::start_sum(dk_, ds, this->query_tile());
     meanwhile();
     ptx::wgmma_wait<1>();
-    Products::pin(dv_);
+    Products::fence_operand(dv_);
     this->release_grad();
     ptx::wgmma_wait<0>();
-    Products::pin(dk_);
+    Products::fence_operand(dk_);
     this->release_query();
   }
 
   /// Of this warpgroup's keys.
   __device__ __forceinline__ uint32_t s_ds() const {
-    return s_tiles_ + Config::kDsOffset + at_.stage() * Config::kDsBytes + group_ * Config::kDsPanelBytes;
+    return s_tiles_ + Config::kDsOffset + at_.stage() * Config::kDsBytes + warpgroup_ * Config::kDsPanelBytes;
   }
-  __device__ __forceinline__ void wait_for_ds_room() const { wait_for(state_.ds_empty[at_.stage()], at_.parity() ^ 1); }
-  __device__ __forceinline__ void hand_over(const Weights& ds) const {
+  __device__ __forceinline__ void wait_for_ds_room() const {
+    wait_for(storage_.ds_empty[at_.stage()], at_.parity() ^ 1);
+  }
+  __device__ __forceinline__ void publish(const Weights& ds) const {
     wait_for_ds_room();
     Tile::store(Tile::row_of_lane(s_ds(), warp_, lane_), ds);
-    hand_ds_over();
+    publish_ds();
   }
-  __device__ __forceinline__ void hand_ds_over() const {
+  __device__ __forceinline__ void publish_ds() const {
     ptx::fence_proxy_async_shared();
-    this->release(state_.ds_full[at_.stage()]);
+    this->release(storage_.ds_full[at_.stage()]);
   }
 
   /// K of this warpgroup. What a query does see, its lse knows, or it is a score of -inf still.
-  __device__ __forceinline__ void clean_keys() const {
-    wait_for(state_.k_full, 0);
+  __device__ __forceinline__ void sanitise_keys() const {
+    wait_for(storage_.k_full, 0);
 #pragma unroll 1
     for (int panel = 0; panel < panels(Config::kHeadDim); ++panel)
-      clean_tile<Element, panel_bytes(kGroupRows), kGroupThreads>(
-          s_tiles_ + panel * panel_bytes(Config::kBlockN) + group_ * panel_bytes(kGroupRows), this->thread());
-    ptx::barrier_any<kGroupThreads>(2 + group_, false);
+      sanitise_tile<Element, panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
+          s_tiles_ + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows), this->thread());
+    ptx::barrier_any<kWarpgroupThreads>(2 + warpgroup_, false);
   }
-  __device__ __forceinline__ void clean_rows() const {
-    Base::clean_rows(group_ * kGroupThreads + this->thread());
+  __device__ __forceinline__ void sanitise_rows() const {
+    Base::sanitise_rows(warpgroup_ * kWarpgroupThreads + this->thread());
     ptx::barrier_sync<1, Base::kComputing>();
   }
 

@@ -13,12 +13,12 @@
 namespace flash_ext::sm90 {
 
 /// One warp of them.
-template <class Config, class State>
-class BackwardKeys {
+template <class Config, class Storage>
+class BackwardKeysConsumer {
  protected:
   using Element = typename Config::Element;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
-  static constexpr int kComputing = Config::kThreads - kGroupThreads;  // threads that compute
+  static constexpr int kComputing = Config::kThreads - kWarpgroupThreads;  // threads that compute
   using Tile = BackwardTile<Element, kBlockM>;
   using Products = BackwardProducts<Element, kHeadDim, Config::kLoadedKeys, kBlockM>;
   using Scores = typename Tile::Scores;
@@ -26,13 +26,13 @@ class BackwardKeys {
   using Sum = typename Products::Sum;
 
   /// `keys_offset`: of the keys' rows of K, or of V, in shared memory.
-  __device__ __forceinline__ BackwardKeys(const BackwardParams& p, State& state, uint32_t s_tiles, int keys_offset,
-                                          float scale, int group, int lane)
+  __device__ __forceinline__ BackwardKeysConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                                  int keys_offset, float scale, int group, int lane)
       : p_(p),
-        state_(state),
-        work_(state.work()),
-        group_(group),
-        warp_(static_cast<int>(threadIdx.x) / 32 % kGroupWarps),
+        storage_(storage),
+        work_tile_(storage.work_tile()),
+        warpgroup_(group),
+        warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
         lane_(lane),
         s_tiles_(s_tiles),
         scale_(scale),
@@ -40,22 +40,24 @@ class BackwardKeys {
         queries_(Products::QueryTile::lower_half(without_rank<Config>(s_tiles) + Config::kQueriesOffset)) {}
 
   __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
-  __device__ __forceinline__ void release_query() const { release(state_.q_empty[at_.stage()]); }
-  __device__ __forceinline__ void release_grad() const { release(state_.do_empty[at_.stage()]); }
-  __device__ __forceinline__ void wait_for_query() const { wait_for(state_.q_full[at_.stage()], at_.parity()); }
-  __device__ __forceinline__ void wait_for_grad() const { wait_for(state_.do_full[at_.stage()], at_.parity()); }
+  __device__ __forceinline__ void release_query() const { release(storage_.q_empty[at_.stage()]); }
+  __device__ __forceinline__ void release_grad() const { release(storage_.do_empty[at_.stage()]); }
+  __device__ __forceinline__ void wait_for_query() const { wait_for(storage_.q_full[at_.stage()], at_.parity()); }
+  __device__ __forceinline__ void wait_for_grad() const { wait_for(storage_.do_full[at_.stage()], at_.parity()); }
 
   /// In the warpgroup.
   __device__ __forceinline__ int thread() const { return warp_ * 32 + lane_; }
-  __device__ __forceinline__ int first_key() const { return work_.first_key + group_ * kGroupRows + warp_ * 16; }
+  __device__ __forceinline__ int first_key() const {
+    return work_tile_.first_key + warpgroup_ * kWarpgroupRows + warp_ * 16;
+  }
 
   /// Tiles of queries of which the keys see something; and where something is hidden from some key, too.
   __device__ __forceinline__ bool sees(int tile) const {
-    const TileSpan& seen = work_.groups[group_];
+    const TileSpan& seen = work_tile_.groups[warpgroup_];
     return tile >= seen.begin && tile < seen.end;
   }
   __device__ __forceinline__ bool hides(int tile) const {
-    const TileSpan& seen = work_.groups[group_];
+    const TileSpan& seen = work_tile_.groups[warpgroup_];
     return tile < seen.full_begin || tile >= seen.full_end;
   }
 
@@ -65,31 +67,33 @@ class BackwardKeys {
     return query_tile() + Config::kStages * (Config::kQueryBytes / 16);
   }
 
-  __device__ __forceinline__ void weigh(Scores& s) const { Tile::weigh(s, state_.lse[at_.stage()], scale_, lane_); }
+  __device__ __forceinline__ void softmax_step(Scores& s) const {
+    Tile::softmax_step(s, storage_.lse[at_.stage()], scale_, lane_);
+  }
   /// Scores, or pairs of weights.
   template <class Numbers>
   __device__ __forceinline__ void hide(Numbers& numbers, int tile) const {
-    Tile::hide(numbers, work_.sequence, first_key(), tile * kBlockM, lane_);
+    Tile::hide(numbers, work_tile_.sequence, first_key(), tile * kBlockM, lane_);
   }
-  __device__ __forceinline__ void differentiate(Weights& ds, const Scores& dp, const Weights& p, bool hides) const {
-    Tile::differentiate(ds, dp, p, state_.minus_delta[at_.stage()], lane_, hides);
+  __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p, bool hides) const {
+    Tile::compute_ds(ds, dp, p, storage_.minus_delta[at_.stage()], lane_, hides);
   }
 
   /// dS of keys that see nothing.
-  __device__ __forceinline__ void clear_ds(uint32_t s_panel) const {
+  __device__ __forceinline__ void zero_ds(uint32_t s_panel) const {
 #pragma unroll
-    for (int k = 0; k < panel_bytes(kBlockM) / 16 / kGroupThreads; ++k)
-      store_shared(s_panel + (k * kGroupThreads + thread()) * 16, uint4{0, 0, 0, 0});
+    for (int k = 0; k < panel_bytes(kBlockM) / 16 / kWarpgroupThreads; ++k)
+      store_shared(s_panel + (k * kWarpgroupThreads + thread()) * 16, uint4{0, 0, 0, 0});
   }
 
   /// Q and dO of a tile that some key is hidden from, by all that compute together; this is the `thread`th of them.
   /// They then wait for each other.
-  __device__ __forceinline__ void clean_rows(int thread) const {
+  __device__ __forceinline__ void sanitise_rows(int thread) const {
     wait_for_query();
     wait_for_grad();
     const uint32_t s_query = s_tiles_ + Config::kQueriesOffset + at_.stage() * Config::kQueryBytes;
-    clean_tile<Element, Config::kQueryBytes, kComputing>(s_query, thread);
-    clean_tile<Element, Config::kQueryBytes, kComputing>(s_query + Config::kStages * Config::kQueryBytes, thread);
+    sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_query, thread);
+    sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_query + Config::kStages * Config::kQueryBytes, thread);
   }
 
   __device__ __forceinline__ void store_dk(const Sum& sum, float scale) const { store(p_.dk, 0, sum, scale); }
@@ -101,8 +105,8 @@ class BackwardKeys {
   /// `sums_offset`: where it begins in a split's slot.
   __device__ __forceinline__ void store(const TensorView& view, int sums_offset, const Sum& sum, float scale) const {
     if (!view.data) return;
-    if (work_.sums) return store_split(work_.sums + sums_offset, sum, scale);
-    const Sequence& sequence = work_.sequence;
+    if (work_tile_.sums) return store_split(work_tile_.sums + sums_offset, sum, scale);
+    const Sequence& sequence = work_tile_.sequence;
     const auto rows = key_rows<Element, false>(p_, view, sequence);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -115,14 +119,14 @@ class BackwardKeys {
   __device__ __forceinline__ void store_split(float* g_sums, const Sum& sum, float scale) const {
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; ++d)
-      store_fragment(sum_fragment<kHeadDim>(g_sums, group_ * kGroupWarps + warp_, d), sum[d], scale, lane_);
+      store_fragment(sum_fragment<kHeadDim>(g_sums, warpgroup_ * kWarpgroupWarps + warp_, d), sum[d], scale, lane_);
   }
 
  protected:
   const BackwardParams& p_;
-  State& state_;
-  const BackwardWork<Config>& work_;
-  const int group_, warp_, lane_;  // group_: of keys, in the block or the cluster
+  Storage& storage_;
+  const BackwardWorkTile<Config>& work_tile_;
+  const int warpgroup_, warp_, lane_;  // warpgroup_: of keys, in the CTA or the cluster
   const uint32_t s_tiles_;
   const float scale_;              // of scores, to base 2
   const uint32_t keys_, queries_;  // lower halves of descriptors

@@ -28,23 +28,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ BackwardSchedule schedule, float scale) {
   extern __shared__ __align__(1024) char shared[];
-  auto& state = *reinterpret_cast<BackwardState<Config>*>(shared + Config::kTilesBytes);
+  auto& storage = *reinterpret_cast<BackwardStorage<Config>*>(shared + Config::kTilesBytes);
   ptx::launch_dependents();
   const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x));
   if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
-    state.init();
-    state.work() = BackwardWork<Config>(p, workspace, schedule, task);
+    storage.init();
+    storage.work_tile() = BackwardWorkTile<Config>(p, workspace, schedule, task);
   }
   __syncthreads();
-  if (warp < kGroupWarps) {
-    ptx::give_up_registers<Config::kShape.dq_registers>();
+  if (warp < kWarpgroupWarps) {
+    ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms and cleared sums
-    BackwardDq<Config>(p, maps, workspace, state, ptx::shared_address(shared), warp, lane).run();
+    BackwardDq<Config>(p, maps, workspace, storage, ptx::shared_address(shared), warp, lane).run();
   } else {
-    ptx::take_registers<Config::kShape.registers>();
-    BackwardGroup<Config>(p, state, ptx::shared_address(shared), scale, warp / kGroupWarps - 1, lane).run();
+    ptx::acquire_registers<Config::kShape.registers>();
+    BackwardConsumer<Config>(p, storage, ptx::shared_address(shared), scale, warp / kWarpgroupWarps - 1, lane).run();
   }
 }
 
@@ -60,7 +60,7 @@ BackwardSchedule backward_schedule(const BackwardParams& p, const BackwardWorksp
 
 /// Whether dK and dV are too much for one warpgroup: wide_kernel.cuh.
 template <class Config>
-constexpr bool kIsWide = Config::kHeadDim > kMostWholeHeadDim;
+constexpr bool kIsWide = Config::kHeadDim > kMaxNarrowHeadDim;
 
 template <class Config>
 constexpr auto backward_kernel_of() {
@@ -74,11 +74,11 @@ constexpr auto backward_kernel_of() {
 template <class Config>
 void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Element = typename Config::Element;
-  using State = std::conditional_t<kIsWide<Config>, BackwardWideState<Config>, BackwardState<Config>>;
+  using Storage = std::conditional_t<kIsWide<Config>, BackwardWideStorage<Config>, BackwardStorage<Config>>;
   constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kDqHeadDim;
   // Kernels start while the one before still runs, and wait for it by themselves; wide ones lose by it.
   constexpr bool kOverlaps = !kIsWide<Config>;
-  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(State);
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(Storage);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
   const BackwardSchedule schedule = backward_schedule<Config>(p, workspace, memory);
@@ -114,7 +114,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
 }
 
 template <class Element, int kHeadDim>
-using BackwardConfigOf = std::conditional_t<(kHeadDim > kMostWholeHeadDim), BackwardWideConfig<Element, kHeadDim>,
+using BackwardConfigOf = std::conditional_t<(kHeadDim > kMaxNarrowHeadDim), BackwardWideConfig<Element, kHeadDim>,
                                             BackwardConfig<Element, kHeadDim>>;
 
 template <class Element, int kHeadDim>

@@ -13,10 +13,10 @@ namespace flash_ext::sm90 {
 
 /// What one warp of them does.
 template <class Config>
-class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
+class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<Config>> {
  public:
-  using State = OptionsState<Config>;
-  using Base = BackwardGroup<Config, State>;
+  using Storage = BackwardOptionsStorage<Config>;
+  using Base = BackwardConsumer<Config, Storage>;
   using typename Base::Element;
   using typename Base::Products;
   using typename Base::Scores;
@@ -24,26 +24,26 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
   using typename Base::Weights;
   static constexpr int kFirstPairBarrier = 2 + Config::kGroups;  // of two warps
   // Whether dS is made of P times the derivative of the softcap. Where there may be dropout, it comes last.
-  static constexpr bool kSlopesFirst = !Config::kAny && Config::may_have(kNoteCapped);
+  static constexpr bool kSlopesFirst = !Config::kAny && Config::may_have(kStepSoftcapped);
   static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
 
-  __device__ __forceinline__ OptionsGroup(const BackwardParams& p, const OptionsLayout& layout, State& state,
-                                          uint32_t s_tiles, int group, int lane)
-      : Base(p, state, s_tiles, 0.0f, group, lane), layout_(layout) {}
+  __device__ __forceinline__ BackwardOptionsConsumer(const BackwardParams& p, const BackwardOptionsLayout& layout,
+                                                     Storage& storage, uint32_t s_tiles, int group, int lane)
+      : Base(p, storage, s_tiles, 0.0f, group, lane), layout_(layout) {}
 
   /// `unit`: of the workspace.
   __device__ __forceinline__ void run(float unit) {
-    this->clear_sums();
-    BackwardNote note = read_note(at_);
-    if (!(note.flags & kNotePast)) {
-      this->clean_keys();
-      if (Config::template has<kNoteKeyBiased>(note.flags)) load_key_bias(note.head);
-      if (Config::template has<kNoteDrops>(note.flags) && this->sees(note.tile)) draw(note, at_);
+    this->zero_sums();
+    StepMetadata metadata = read_metadata(at_);
+    if (!(metadata.flags & kStepPast)) {
+      this->sanitise_keys();
+      if (Config::template has<kStepKeyBiased>(metadata.flags)) load_key_bias(metadata.head);
+      if (Config::template has<kStepDrops>(metadata.flags) && this->sees(metadata.tile)) draw(metadata, at_);
 #pragma unroll 1
       do {
-        note = visit(note);
+        metadata = visit(metadata);
         at_.advance();
-      } while (!(note.flags & kNotePast));
+      } while (!(metadata.flags & kStepPast));
     }
     this->store_dv(Base::dv_, unit);
     this->store_dk(Base::dk_, static_cast<float>(p_.softmax_scale) * unit);
@@ -51,40 +51,43 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
 
  private:
   using Base::at_;
-  using Base::group_;
   using Base::lane_;
   using Base::p_;
-  using Base::state_;
+  using Base::storage_;
   using Base::warp_;
-  using Base::work_;
+  using Base::warpgroup_;
+  using Base::work_tile_;
 
-  __device__ __forceinline__ const BackwardOptions& options() const { return state_.options(); }
-  __device__ __forceinline__ uint32_t behind_state(int offset) const { return ptx::shared_address(&state_) + offset; }
+  __device__ __forceinline__ const BackwardOptions& options() const { return storage_.options(); }
+  __device__ __forceinline__ uint32_t behind_storage(int offset) const {
+    return ptx::shared_address(&storage_) + offset;
+  }
 
   using At = RingCount<Config::kStages>;
 
-  __device__ __forceinline__ BackwardNote read_note(At at) const {
-    wait_for(state_.note_full[at.stage()], at.parity());
-    return state_.notes[at.stage()];
+  __device__ __forceinline__ StepMetadata read_metadata(At at) const {
+    wait_for(storage_.metadata_full[at.stage()], at.parity());
+    return storage_.step_metadata[at.stage()];
   }
 
   /// The note after this one: it is read, and its weights are drawn in part, beside the last products of the step.
-  __device__ __forceinline__ BackwardNote visit(const BackwardNote& note) {
-    BackwardNote after;
+  __device__ __forceinline__ StepMetadata visit(const StepMetadata& metadata) {
+    StepMetadata after;
     const auto look_ahead = [&] {
       At next = at_;
       next.advance();
-      after = read_note(next);
-      if (Config::template has<kNoteKeyBiased>(after.flags) && after.head != note.head && !(after.flags & kNotePast))
+      after = read_metadata(next);
+      if (Config::template has<kStepKeyBiased>(after.flags) && after.head != metadata.head &&
+          !(after.flags & kStepPast))
         load_key_bias(after.head);
-      if (!(after.flags & kNotePast) && Config::template has<kNoteDrops>(after.flags) && this->sees(after.tile))
+      if (!(after.flags & kStepPast) && Config::template has<kStepDrops>(after.flags) && this->sees(after.tile))
         draw(after, next);
     };
-    if (note.flags & kNoteCleaned) this->clean_rows();
-    if (this->sees(note.tile)) {
-      step(note, this->hides(note.tile), look_ahead);
+    if (metadata.flags & kStepSanitised) this->sanitise_rows();
+    if (this->sees(metadata.tile)) {
+      step(metadata, this->hides(metadata.tile), look_ahead);
     } else {
-      if (Config::template has<kNoteBiased>(note.flags)) wait_for_bias();
+      if (Config::template has<kStepBiased>(metadata.flags)) wait_for_bias();
       this->pass();
       look_ahead();
     }
@@ -93,52 +96,52 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
 
   /// The plain step, and what options make of its scores and weights.
   template <class LookAhead>
-  __device__ __forceinline__ void step(const BackwardNote& note, bool hides, LookAhead look_ahead) {
+  __device__ __forceinline__ void step(const StepMetadata& metadata, bool hides, LookAhead look_ahead) {
     Scores s;
     Weights p, ds;
     this->wait_for_query();
     Products::start(s, Base::keys_, this->query_tile());
     Products::finish(s);
     if constexpr (kSlopesFirst) {
-      weigh_capped(p, ds, s);
+      softmax_step_softcap(p, ds, s);
       if (hides) {
-        this->hide(p, note.tile);
-        this->hide(ds, note.tile);
+        this->hide(p, metadata.tile);
+        this->hide(ds, metadata.tile);
       }
     } else {
-      weigh(s, note);
-      if (hides) this->hide(s, note.tile);
+      softmax_step(s, metadata);
+      if (hides) this->hide(s, metadata.tile);
       pack_operand<Element>(p, s);
     }
     const bool may_hide =
-        Config::template has<kNoteMasked>(note.flags) || Config::template has<kNoteBiased>(note.flags);
+        Config::template has<kStepIsMasked>(metadata.flags) || Config::template has<kStepBiased>(metadata.flags);
     uint32_t dropped = 0;
-    hide_by_options(p, note, hides);
-    if (Config::template has<kNoteDrops>(note.flags)) dropped = dropped_weights();
+    hide_by_options(p, metadata, hides);
+    if (Config::template has<kStepDrops>(metadata.flags)) dropped = dropped_weights();
     this->multiply_grads(s);
     if constexpr (kSlopesFirst) {
-      this->differentiate(ds, s, ds, hides);
-    } else if (Config::template has<kNoteDrops>(note.flags)) {
-      Tile::template differentiate_kept<Config::kAny>(
-          ds, s, p, state_.minus_delta[at_.stage()], lane_,
+      this->compute_ds(ds, s, ds, hides);
+    } else if (Config::template has<kStepDrops>(metadata.flags)) {
+      Tile::template compute_ds_kept<Config::kAny>(
+          ds, s, p, storage_.minus_delta[at_.stage()], lane_,
           [&](int n, int r, uint32_t pair) { return keep(dropped, n, r, pair); });
-      if (!Config::kAny && hides) this->hide(ds, note.tile);
+      if (!Config::kAny && hides) this->hide(ds, metadata.tile);
     } else {
-      this->differentiate(ds, s, p, hides || (Config::kAny && may_hide));
+      this->compute_ds(ds, s, p, hides || (Config::kAny && may_hide));
     }
-    if (!kSlopesFirst && Config::template has<kNoteCapped>(note.flags))
+    if (!kSlopesFirst && Config::template has<kStepSoftcapped>(metadata.flags))
       multiply_by_slopes(ds, hides || (Config::kAny && may_hide));
-    if (!Config::kAny && may_hide && !hides && holds_nan(ds)) clear_hidden(ds, p);
-    if (Config::template has<kNoteKeyBiased>(note.flags) && __any_sync(~0u, hides_keys())) clear_hidden_keys(p, ds);
-    this->hand_over(ds);
+    if (!Config::kAny && may_hide && !hides && holds_nan(ds)) zero_hidden(ds, p);
+    if (Config::template has<kStepKeyBiased>(metadata.flags) && __any_sync(~0u, hides_keys())) zero_hidden_keys(p, ds);
+    this->publish(ds);
     this->add_up(p, ds, look_ahead);
   }
 
   /// What bias and masks hide. A kernel without tests looks for NaN in dS instead, where the window hides nothing.
-  __device__ __forceinline__ void hide_by_options(Weights& weights, const BackwardNote& note, bool hides) const {
-    if ((Config::kAny || hides) && Config::template has<kNoteBiased>(note.flags) && bias_by_pairs())
+  __device__ __forceinline__ void hide_by_options(Weights& weights, const StepMetadata& metadata, bool hides) const {
+    if ((Config::kAny || hides) && Config::template has<kStepBiased>(metadata.flags) && bias_by_pairs())
       hide_by_bias(weights);
-    if (Config::template has<kNoteMasked>(note.flags)) hide_by_words(weights);
+    if (Config::template has<kStepIsMasked>(metadata.flags)) hide_by_words(weights);
   }
 
   /// Of an operand: f(k, e) for each register. 4 k + e is 2 n + r.
@@ -151,20 +154,20 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
   }
 
   /// Weights in place of products. What one option makes of scores is one pass with their exponentials.
-  __device__ __forceinline__ void weigh(Scores& s, const BackwardNote& note) const {
+  __device__ __forceinline__ void softmax_step(Scores& s, const StepMetadata& metadata) const {
     float scale = options().scale;
-    if (Config::template has<kNoteCapped>(note.flags)) {
+    if (Config::template has<kStepSoftcapped>(metadata.flags)) {
       cap(s, scale);
       scale = options().cap;
     }
-    const float* const lse = state_.lse[at_.stage()];
-    const AlibiOfLane alibi = alibi_of(note);
-    const bool is_sloped = Config::template has<kNoteSloped>(note.flags);
+    const float* const lse = storage_.lse[at_.stage()];
+    const AlibiOfLane alibi = alibi_of(metadata);
+    const bool is_sloped = Config::template has<kStepAlibi>(metadata.flags);
     if (bias_by_pairs()) {
       const auto sloped = [&](float x, int n, int e) { return alibi.add(x, n, e); };
       const auto level = [](float x, int, int) { return x; };
-      is_sloped ? weigh_biased(s, scale, sloped) : weigh_biased(s, scale, level);
-    } else if (Config::template has<kNoteBiased>(note.flags)) {
+      is_sloped ? softmax_step_bias(s, scale, sloped) : softmax_step_bias(s, scale, level);
+    } else if (Config::template has<kStepBiased>(metadata.flags)) {
       // A sum that overflowed must not make a NaN of what is hidden: what a query does see of it, its lse knows.
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int n, int e) {
         x = alibi.add(fminf(x * scale, FLT_MAX) - term, n, e);
@@ -175,20 +178,20 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int n, int e) {
         x = ptx::exp2_approx(alibi.add(fmaf(x, scale, rest_of(term, e)), n, e));
       });
-    } else if (Config::may_have(kNoteKeyBiased)) {
+    } else if (Config::may_have(kStepKeyBiased)) {
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int, int e) {
         x = ptx::exp2_approx(fmaf(x, scale, rest_of(term, e)));
       });
     } else {
-      Tile::weigh(s, lse, scale, lane_);
+      Tile::softmax_step(s, lse, scale, lane_);
     }
   }
 
   /// Where scores are capped and no more: P, and P times the derivative of the softcap.
-  __device__ __forceinline__ void weigh_capped(Weights& p, Weights& sloped, Scores& s) const {
+  __device__ __forceinline__ void softmax_step_softcap(Weights& p, Weights& sloped, Scores& s) const {
     const float scale = options().scale, cap = options().cap;
     for_each_score(s, [&](float& x, int, int, int) { x = ScoreRules<Element>::tanh(x * scale); });
-    const float* const s_lane = state_.lse[at_.stage()] + 2 * (ptx::reread(lane_) % 4);
+    const float* const s_lane = storage_.lse[at_.stage()] + 2 * (ptx::reread(lane_) % 4);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
@@ -205,7 +208,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
   }
   /// What is added to a scaled score before ALiBi.
   __device__ __forceinline__ float rest_of(float term, int e) const {
-    return Config::may_have(kNoteKeyBiased) ? key_bias_[e / 2] - term : -term;
+    return Config::may_have(kStepKeyBiased) ? key_bias_[e / 2] - term : -term;
   }
 
   /// Scores over the cap, capped. The derivative waits where dS will be.
@@ -253,39 +256,39 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
       return fmaf(-slope, fabsf(distance + static_cast<float>(8 * n + e % 2 - 8 * (e / 2))), x);
     }
   };
-  __device__ __forceinline__ AlibiOfLane alibi_of(const BackwardNote& note) const {
+  __device__ __forceinline__ AlibiOfLane alibi_of(const StepMetadata& metadata) const {
     const int lane = ptx::reread(lane_);
-    const int first_query = note.tile * kBlockM + 2 * (lane % 4), first_key = this->first_key() + lane / 4;
-    return {note.slope, static_cast<float>(first_query + work_.sequence.offset - first_key)};
+    const int first_query = metadata.tile * kBlockM + 2 * (lane % 4), first_key = this->first_key() + lane / 4;
+    return {metadata.slope, static_cast<float>(first_query + work_tile_.sequence.offset - first_key)};
   }
 
-  __device__ __forceinline__ uint32_t bias_place() const { return layout_.bias_places > 1 ? at_.stage() : 0; }
+  __device__ __forceinline__ uint32_t bias_slot() const { return layout_.bias_slots > 1 ? at_.stage() : 0; }
   __device__ __forceinline__ void wait_for_bias() const {
-    const uint32_t parity = layout_.bias_places > 1 ? at_.parity() : at_.count % 2;
-    wait_for(state_.bias_full[bias_place()], parity);
+    const uint32_t parity = layout_.bias_slots > 1 ? at_.parity() : at_.count % 2;
+    wait_for(storage_.bias_full[bias_slot()], parity);
   }
   /// Of this warpgroup.
   __device__ __forceinline__ uint32_t s_bias() const {
-    return behind_state(layout_.bias + bias_place() * layout_.bias_bytes +
-                        group_ * (layout_.bias_bytes / Config::kGroups));
+    return behind_storage(layout_.bias + bias_slot() * layout_.bias_bytes +
+                          warpgroup_ * (layout_.bias_bytes / Config::kGroups));
   }
   /// Of 16 bits; the kernels of certain options serve that of the inputs alone.
   __device__ __forceinline__ bool bias_by_pairs() const {
-    return Config::kAny ? layout_.bias_by_pairs : Config::may_have(kNoteBiased);
+    return Config::kAny ? layout_.bias_by_pairs : Config::may_have(kStepBiased);
   }
   __device__ __forceinline__ bool bias_is_half() const {
     return Config::kAny ? p_.bias.dtype == DType::kFloat16 : std::is_same_v<Element, __half>;
   }
   template <class Added>
-  __device__ __forceinline__ void weigh_biased(Scores& s, float scale, Added added) const {
-    bias_is_half() ? weigh_biased<__half>(s, scale, added) : weigh_biased<__nv_bfloat16>(s, scale, added);
+  __device__ __forceinline__ void softmax_step_bias(Scores& s, float scale, Added added) const {
+    bias_is_half() ? softmax_step_bias<__half>(s, scale, added) : softmax_step_bias<__nv_bfloat16>(s, scale, added);
   }
   template <class T, class Added>
-  __device__ __forceinline__ void weigh_biased(Scores& s, float scale, Added added) const {
+  __device__ __forceinline__ void softmax_step_bias(Scores& s, float scale, Added added) const {
     Weights bias;
     wait_for_bias();
     Tile::load(bias, row_of_lane(s_bias()));
-    Tile::for_each_with_term(s, state_.lse[at_.stage()], lane_, [&](float& x, float term, int n, int e) {
+    Tile::for_each_with_term(s, storage_.lse[at_.stage()], lane_, [&](float& x, float term, int n, int e) {
       const float2 pair = ptx::unpack2<T>(bias[n / 2][n % 2 * 2 + e / 2]);
       const float rest = fmaf(e % 2 ? pair.y : pair.x, kLog2E, -term);
       x = ptx::exp2_approx(added(fmaf(x, scale, rest), n, e));
@@ -309,7 +312,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
   __device__ __forceinline__ void add_bias_32(Scores& s) const {
     wait_for_bias();
     const uint32_t s_panel = s_bias();
-    using Layout = TileLayout<float, kGroupRows>;
+    using Layout = TileLayout<float, kWarpgroupRows>;
     const int lane = ptx::reread(lane_), key = 16 * warp_ + lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -329,8 +332,8 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
   __device__ __forceinline__ void hide_by_words(Weights& p) const {
     const int lane = ptx::reread(lane_), shift = 7 - lane / 4;
     const uint32_t keys_of_warp = warp_ % 2 ? 0x7632 : 0x5410;  // of two words, as __byte_perm takes them
-    const uint32_t s_words = behind_state(layout_.words + at_.stage() * layout_.words_bytes) +
-                             4 * ((2 * group_ + warp_ / 2) * kBlockM + 2 * (lane % 4));
+    const uint32_t s_words = behind_storage(layout_.words + at_.stage() * layout_.words_bytes) +
+                             4 * ((2 * warpgroup_ + warp_ / 2) * kBlockM + 2 * (lane % 4));
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const uint2 words = load_shared<uint2>(s_words + 32 * n);
@@ -347,14 +350,14 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     return __any_sync(~0u, ptx::differs<Element>(sum, sum) != 0);
   }
   /// dS where the weight is 0: dP may be NaN there, and so may P be where a bias hides.
-  __device__ __forceinline__ void clear_hidden(Weights& ds, Weights& p) const {
+  __device__ __forceinline__ void zero_hidden(Weights& ds, Weights& p) const {
     if (bias_by_pairs()) hide_by_bias(p);
     for_each_pair([&](int k, int e) { ds[k][e] &= ptx::differs<Element>(p[k][e], 0); });
   }
 
   /// Of a head, for this lane's keys, to base 2.
   __device__ __forceinline__ void load_key_bias(int head) {
-    Sequence sequence = work_.sequence;
+    Sequence sequence = work_tile_.sequence;
     sequence.head += head;
     // Behind the last key there are no weights. Branches of single lanes would take what is the same for all of them
     // out of uniform registers.
@@ -376,7 +379,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
   }
   __device__ __forceinline__ bool hides_keys() const { return fminf(key_bias_[0], key_bias_[1]) == -INFINITY; }
   /// Where the bias of a key is -inf. Weights and dS may be NaN there.
-  __device__ __forceinline__ void clear_hidden_keys(Weights& p, Weights& ds) const {
+  __device__ __forceinline__ void zero_hidden_keys(Weights& p, Weights& ds) const {
     const uint32_t kept[2] = {key_bias_[0] == -INFINITY ? 0u : ~0u, key_bias_[1] == -INFINITY ? 0u : ~0u};
     for_each_pair([&](int k, int e) {
       p[k][e] &= kept[e % 2];
@@ -388,17 +391,17 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
   /// and the queries i, i + 8; so each of the two draws for 32 queries and both. They then wait for each other: what
   /// they left there two steps before has been read. A lane has a word for each 32 queries: byte 2 h + c has those of
   /// the queries 16 m + 8 h + 2 (lane % 4) + c and the keys lane / 4 + 8 r, at bit 3 - 2 m - r.
-  __device__ __forceinline__ void draw(const BackwardNote& note, At at) const {
+  __device__ __forceinline__ void draw(const StepMetadata& metadata, At at) const {
     const unsigned warp = ptx::reread(warp_), lane = ptx::reread(lane_), pair = warp / 2, half = warp % 2;
-    const DrawKey key{options().key, options().batch_head + note.head};
-    const uint32_t key_group = (work_.first_key + group_ * kGroupRows) / 4 + 8 * pair + lane / 4;
-    const uint32_t query_group = (note.tile * (kBlockM / 16) + 2 * half) * 8 + 2 * (lane % 4);
-    const KeyDraws keys = KeyDraws::of(key, key_group);
+    const RandomKey key{options().key, options().batch_head + metadata.head};
+    const uint32_t key_group = (work_tile_.first_key + warpgroup_ * kWarpgroupRows) / 4 + 8 * pair + lane / 4;
+    const uint32_t query_group = (metadata.tile * (kBlockM / 16) + 2 * half) * 8 + 2 * (lane % 4);
+    const KeyRandomBits keys = KeyRandomBits::of(key, key_group);
     uint32_t bits[2] = {0, 0};
 #pragma unroll
     for (int c = 1; c >= 0; --c) {
       PhiloxWords words[2];
-      draw_words(words, key, query_group + c, keys);
+      random_words(words, key, query_group + c, keys);
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -409,12 +412,12 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     }
 #pragma unroll
     for (int w = 0; w < 2; ++w) store_shared(s_dropped(2 * pair + w, at) + 4 * half, bits[w]);
-    ptx::barrier_any<64>(kFirstPairBarrier + 2 * group_ + pair, false);
+    ptx::barrier_any<64>(kFirstPairBarrier + 2 * warpgroup_ + pair, false);
   }
   /// This lane's words of a warp of the warpgroup.
   __device__ __forceinline__ uint32_t s_dropped(int warp, At at) const {
-    return behind_state(layout_.dropped + at.stage() * layout_.dropped_bytes) +
-           8 * (group_ * kGroupThreads + warp * 32 + ptx::reread(lane_));
+    return behind_storage(layout_.dropped + at.stage() * layout_.dropped_bytes) +
+           8 * (warpgroup_ * kWarpgroupThreads + warp * 32 + ptx::reread(lane_));
   }
 
   /// Of this lane: byte 2 h + c has those of 64 queries, at bit 3 - 2 m - r those of the first 32.
@@ -428,7 +431,7 @@ class OptionsGroup : BackwardGroup<Config, OptionsState<Config>> {
     return pair & ~(n % 2 ? ptx::spread_byte_signs<1>(at_signs) : ptx::spread_byte_signs<0>(at_signs));
   }
 
-  const OptionsLayout& layout_;
+  const BackwardOptionsLayout& layout_;
   float key_bias_[2] = {0.0f, 0.0f};
 };
 

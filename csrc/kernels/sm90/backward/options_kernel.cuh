@@ -1,7 +1,7 @@
 // The backward on wgmma with softcap, ALiBi, bias, masks and dropout: see kernel.cuh.
 //
 // The warpgroup that loads finds the steps of which masks leave something. It notes each one two steps ahead, and
-// brings its bias and words of visibility.
+// loads its bias and words of visibility.
 #pragma once
 
 #include <stdexcept>
@@ -23,27 +23,29 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_options_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
                             const __grid_constant__ CUtensorMap bias_map,
                             const __grid_constant__ BackwardWorkspace workspace,
-                            const __grid_constant__ OptionsLayout layout,
+                            const __grid_constant__ BackwardOptionsLayout layout,
                             const __grid_constant__ BackwardSchedule schedule) {
   extern __shared__ __align__(1024) char shared[];
-  auto& state = *reinterpret_cast<OptionsState<Config>*>(shared + Config::kTilesBytes);
+  auto& storage = *reinterpret_cast<BackwardOptionsStorage<Config>*>(shared + Config::kTilesBytes);
   ptx::launch_dependents();
   const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x));
   if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
-    state.init(layout);
-    state.work() = BackwardWork<Config>(p, workspace, schedule, task);
-    state.options() = BackwardOptions(p, state.work().sequence);
+    storage.init(layout);
+    storage.work_tile() = BackwardWorkTile<Config>(p, workspace, schedule, task);
+    storage.options() = BackwardOptions(p, storage.work_tile().sequence);
   }
   __syncthreads();
-  if (warp < kGroupWarps) {
-    ptx::give_up_registers<Config::kShape.dq_registers>();
+  if (warp < kWarpgroupWarps) {
+    ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms and cleared sums
-    OptionsDq<Config>(p, maps, bias_map, workspace, layout, state, ptx::shared_address(shared), warp, lane).run();
+    BackwardOptionsDq<Config>(p, maps, bias_map, workspace, layout, storage, ptx::shared_address(shared), warp, lane)
+        .run();
   } else {
-    ptx::take_registers<Config::kShape.registers>();
-    OptionsGroup<Config>(p, layout, state, ptx::shared_address(shared), warp / kGroupWarps - 1, ptx::lane_id())
+    ptx::acquire_registers<Config::kShape.registers>();
+    BackwardOptionsConsumer<Config>(p, layout, storage, ptx::shared_address(shared), warp / kWarpgroupWarps - 1,
+                                    ptx::lane_id())
         .run(workspace.unit);
   }
 }
@@ -55,8 +57,8 @@ inline bool has_options(const BackwardParams& p) {
 /// Calls run(std::integral_constant<int, options>()) for what serves a call: the kernel of its options, if they are one
 /// of kOptions, or that of any.
 template <int... kOptions, class Run>
-void with_kernel_of_options(const BackwardParams& p, const OptionsLayout& layout, Run run) {
-  const int options = layout.flags | (masks_pairs(p) ? kNoteMasked : 0);
+void with_kernel_of_options(const BackwardParams& p, const BackwardOptionsLayout& layout, Run run) {
+  const int options = layout.flags | (masks_pairs(p) ? kStepIsMasked : 0);
   const bool is_plain_bias = !p.bias.data || layout.bias_of_keys || (layout.bias_by_panels && p.bias.dtype == p.dtype);
   const auto serve = [&](auto option) {
     if (options != option() || !is_plain_bias) return false;
@@ -70,9 +72,9 @@ template <class Config>
 void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
                              const BackwardSchedule& schedule, cudaStream_t stream) {
   constexpr int kMostBytes = 227 * 1024 - Config::kTilesBytes;
-  constexpr int kStateBytes = sizeof(OptionsState<OptionsConfig<Config, kAnyOptions>>);
-  const OptionsLayout layout = OptionsLayout::of<Config>(p, kStateBytes, kMostBytes);
-  if ((layout.flags & kNoteBiased) && layout.bias_places == 0)
+  constexpr int kStorageBytes = sizeof(BackwardOptionsStorage<BackwardOptionsConfig<Config, kAnyOptions>>);
+  const BackwardOptionsLayout layout = BackwardOptionsLayout::of<Config>(p, kStorageBytes, kMostBytes);
+  if ((layout.flags & kStepBiased) && layout.bias_slots == 0)
     throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
   const CUtensorMap bias_map = layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{};
   const VisibilityTiles& visibility = workspace.visibility;
@@ -80,9 +82,9 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, 
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   const LaunchShape blocks{grid_of(schedule.positions()), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
-  with_kernel_of_options<kNoteSloped, kNoteCapped, kNoteBiased, kNoteKeyBiased, kNoteMasked, kNoteDrops,
-                         kNoteBiased | kNoteKeyBiased, kNoteDrops | kNoteKeyBiased>(p, layout, [&](auto options) {
-    launch("sm90/backward", backward_options_kernel<OptionsConfig<Config, options()>>, blocks, stream, p, maps,
+  with_kernel_of_options<kStepAlibi, kStepSoftcapped, kStepBiased, kStepKeyBiased, kStepIsMasked, kStepDrops,
+                         kStepBiased | kStepKeyBiased, kStepDrops | kStepKeyBiased>(p, layout, [&](auto options) {
+    launch("sm90/backward", backward_options_kernel<BackwardOptionsConfig<Config, options()>>, blocks, stream, p, maps,
            bias_map, workspace, layout, schedule);
   });
 }

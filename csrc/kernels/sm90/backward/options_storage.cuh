@@ -1,4 +1,4 @@
-// What the warps of a block of the backward share besides, where a call has options: notes on the steps to come, and
+// What the warps of a CTA of the backward share besides, where a call has options: notes on the steps to come, and
 // what is copied or drawn for them.
 #pragma once
 
@@ -13,15 +13,15 @@
 
 namespace flash_ext::sm90 {
 
-enum BackwardNoteFlags : int {
-  kNotePast = 1,     // there is no such step
-  kNoteCleaned = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
-  kNoteMasked = 4,   // masks hide some pair
-  kNoteBiased = 8,   // and a bias may, of queries and keys
-  kNoteCapped = 16,
-  kNoteDrops = 32,
-  kNoteSloped = 64,
-  kNoteKeyBiased = 128,  // a bias or a mask that is the same for all queries
+enum StepFlags : int {
+  kStepPast = 1,       // there is no such step
+  kStepSanitised = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
+  kStepIsMasked = 4,   // masks hide some pair
+  kStepBiased = 8,     // and a bias may, of queries and keys
+  kStepSoftcapped = 16,
+  kStepDrops = 32,
+  kStepAlibi = 64,
+  kStepKeyBiased = 128,  // a bias or a mask that is the same for all queries
 };
 
 constexpr int kAnyOptions = -1;
@@ -30,7 +30,7 @@ constexpr int kAnyOptions = -1;
 /// products of a warpgroup that waits for both, and all of them cost a fifth of a step; so calls with one option,
 /// or one of two pairs, have a kernel without tests.
 template <class Base, int kOptions_>
-struct OptionsConfig : Base {
+struct BackwardOptionsConfig : Base {
   static constexpr int kOptions = kOptions_;
   static constexpr bool kAny = kOptions == kAnyOptions;
 
@@ -38,12 +38,12 @@ struct OptionsConfig : Base {
   /// Whether a step has it; masks leave tiles whole.
   template <int kOption>
   __device__ __forceinline__ static bool has(int flags) {
-    return may_have(kOption) && ((!kAny && kOption != kNoteMasked) || (flags & kOption) != 0);
+    return may_have(kOption) && ((!kAny && kOption != kStepIsMasked) || (flags & kOption) != 0);
   }
 };
 
 /// A step, as the warps that compute find it: all that they must know to begin, in one read.
-struct alignas(16) BackwardNote {
+struct alignas(16) StepMetadata {
   int tile, head, flags;
   float slope;  // ALiBi's, to base 2
 };
@@ -54,11 +54,11 @@ inline bool same_for_all_queries(const ScoreView& view) { return view.data && vi
 inline bool masks_keys(const AttentionParams& p) { return same_for_all_queries(p.mask) && !p.blocks.offsets; }
 inline bool masks_pairs(const AttentionParams& p) { return (p.mask.data || p.blocks.offsets) && !masks_keys(p); }
 
-/// Behind the state in shared memory, in bytes from it on. Bits of dropout and words of masks have kStages places.
-struct OptionsLayout {
+/// Behind the state in shared memory, in bytes from it on. Bits of dropout and words of masks have kStages slots.
+struct BackwardOptionsLayout {
   int dropped = 0, words = 0, bias = 0;
-  int dropped_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a place
-  int bias_places = 0;
+  int dropped_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a slot
+  int bias_slots = 0;
   bool copies_bias = false;     // by pieces of 16 bytes
   bool bias_by_panels = false;  // by TMA
   bool bias_by_pairs = false;   // in 16 bits
@@ -69,11 +69,11 @@ struct OptionsLayout {
   int bytes = 0;
   DropLimit drop_limit;
 
-  /// At most `available` bytes, where a bias may have fewer places.
+  /// At most `available` bytes, where a bias may have fewer slots.
   template <class Config>
-  static OptionsLayout of(const BackwardParams& p, int state_bytes, int available) {
-    OptionsLayout layout;
-    layout.bytes = (state_bytes + 127) / 128 * 128;
+  static BackwardOptionsLayout of(const BackwardParams& p, int storage_bytes, int available) {
+    BackwardOptionsLayout layout;
+    layout.bytes = (storage_bytes + 127) / 128 * 128;
     const auto take = [&](int bytes) { return std::exchange(layout.bytes, layout.bytes + bytes); };
     const uint32_t threshold = dropout_threshold(p.dropout.p);
     layout.bias_of_keys = same_for_all_queries(p.bias);
@@ -81,25 +81,25 @@ struct OptionsLayout {
     const bool of_pairs = p.bias.data && !layout.bias_of_keys;
     if (threshold > 0) {
       layout.drop_limit = DropLimit(threshold);
-      layout.dropped_bytes = Config::kGroups * kGroupThreads * 8;
-      layout.flags |= kNoteDrops;
+      layout.dropped_bytes = Config::kGroups * kWarpgroupThreads * 8;
+      layout.flags |= kStepDrops;
     }
     layout.makes_words = p.blocks.offsets;
-    if (p.softcap > 0) layout.flags |= kNoteCapped;
-    if (of_pairs) layout.flags |= kNoteBiased;
-    if (layout.bias_of_keys || layout.mask_of_keys) layout.flags |= kNoteKeyBiased;
-    if (p.alibi_slopes) layout.flags |= kNoteSloped;
+    if (p.softcap > 0) layout.flags |= kStepSoftcapped;
+    if (of_pairs) layout.flags |= kStepBiased;
+    if (layout.bias_of_keys || layout.mask_of_keys) layout.flags |= kStepKeyBiased;
+    if (p.alibi_slopes) layout.flags |= kStepAlibi;
     if (masks_pairs(p)) layout.words_bytes = Config::kBlockM * (Config::kBlockN / 32) * 4;
     if (of_pairs)
       layout.bias_bytes =
-          Config::kGroups * static_cast<int>(bias_tile_bytes(p.bias.dtype, Config::kBlockM, kGroupRows));
+          Config::kGroups * static_cast<int>(bias_tile_bytes(p.bias.dtype, Config::kBlockM, kWarpgroupRows));
     layout.dropped = take(Config::kStages * layout.dropped_bytes);
     layout.words = take(Config::kStages * layout.words_bytes);
     if (of_pairs) {
       layout.bytes = (layout.bytes + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
-      layout.bias_places = std::min((available - layout.bytes) / layout.bias_bytes, Config::kStages);
+      layout.bias_slots = std::min((available - layout.bytes) / layout.bias_bytes, Config::kStages);
     }
-    layout.bias = take(layout.bias_places * layout.bias_bytes);
+    layout.bias = take(layout.bias_slots * layout.bias_bytes);
     layout.copies_bias = of_pairs && can_stage_bias(p.bias);
     layout.bias_by_panels = layout.copies_bias && p.bias.dtype != DType::kFloat32;
     layout.bias_by_pairs = of_pairs && (p.bias.dtype == DType::kFloat16 || p.bias.dtype == DType::kBFloat16);
@@ -109,11 +109,11 @@ struct OptionsLayout {
 };
 
 template <class Config>
-struct OptionsState : BackwardState<Config> {
+struct BackwardOptionsStorage : BackwardStorage<Config> {
   static constexpr int kStages = Config::kStages;
 
-  uint64_t note_full[kStages], bias_full[kStages];  // with bits and words
-  BackwardNote notes[kStages];
+  uint64_t metadata_full[kStages], bias_full[kStages];  // with bits and words
+  StepMetadata step_metadata[kStages];
   __align__(8) unsigned char options_bytes[sizeof(BackwardOptions)];
 
   __device__ __forceinline__ BackwardOptions& options() { return *reinterpret_cast<BackwardOptions*>(options_bytes); }
@@ -122,10 +122,10 @@ struct OptionsState : BackwardState<Config> {
   }
 
   /// By one thread.
-  __device__ __forceinline__ void init(const OptionsLayout& layout) {
-    init_barriers(note_full, layout.makes_words ? kGroupWarps : 1);
-    init_barriers(bias_full, layout.bias_by_panels ? 1 : kGroupThreads + kGroupWarps);
-    BackwardState<Config>::init();
+  __device__ __forceinline__ void init(const BackwardOptionsLayout& layout) {
+    init_barriers(metadata_full, layout.makes_words ? kWarpgroupWarps : 1);
+    init_barriers(bias_full, layout.bias_by_panels ? 1 : kWarpgroupThreads + kWarpgroupWarps);
+    BackwardStorage<Config>::init();
   }
 };
 

@@ -1,4 +1,4 @@
-// What brings tiles of the backward through TMA.
+// What loads tiles of the backward through TMA.
 #pragma once
 
 #include "kernels/ptx/bulk.h"
@@ -33,37 +33,38 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtenso
 }
 
 /// One warp of the warpgroup that makes dQ; the first one loads.
-template <class Config, class State>
-class BackwardLoader {
+template <class Config, class Storage>
+class BackwardProducer {
  protected:
   using Step = BackwardStep;
   static constexpr int kBlockM = Config::kBlockM;
 
-  __device__ __forceinline__ BackwardLoader(const BackwardParams& p, const BackwardMaps& maps,
-                                            const BackwardWorkspace& workspace, State& state, uint32_t s_tiles,
-                                            int warp, int lane)
+  __device__ __forceinline__ BackwardProducer(const BackwardParams& p, const BackwardMaps& maps,
+                                              const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
+                                              int warp, int lane)
       : p_(p),
         maps_(maps),
         workspace_(workspace),
-        state_(state),
-        work_(state.work()),
+        storage_(storage),
+        work_tile_(storage.work_tile()),
         warp_(warp),
         lane_(lane),
         s_tiles_(s_tiles) {}
 
   __device__ __forceinline__ void load_queries(const Step& step) const {
     const uint32_t stage = at_.stage();
-    load_rows(maps_.q, address(state_.q_full[stage]), Config::kQueriesOffset, workspace_.lse, state_.lse[stage], step);
+    load_rows(maps_.q, address(storage_.q_full[stage]), Config::kQueriesOffset, workspace_.lse, storage_.lse[stage],
+              step);
   }
   __device__ __forceinline__ void load_grads(const Step& step) const {
     const uint32_t stage = at_.stage();
-    load_rows(maps_.grad_out, address(state_.do_full[stage]), Config::kGradsOffset, workspace_.minus_delta,
-              state_.minus_delta[stage], step);
+    load_rows(maps_.grad_out, address(storage_.do_full[stage]), Config::kGradsOffset, workspace_.minus_delta,
+              storage_.minus_delta[stage], step);
   }
   /// Of the second step, if there is one.
   __device__ __forceinline__ void load_second(const Step& step) {
     at_.advance();
-    if (step.head < work_.heads) {
+    if (step.head < work_tile_.heads) {
       load_queries(step);
       load_grads(step);
     }
@@ -71,21 +72,21 @@ class BackwardLoader {
   }
   /// What takes the places of a step's tiles when that is over.
   __device__ __forceinline__ void load_after(Step step) const {
-    for (int k = 0; k < Config::kStages; ++k) work_.advance(step);
+    for (int k = 0; k < Config::kStages; ++k) work_tile_.advance(step);
     load_in_place(step);
   }
   __device__ __forceinline__ void load_in_place(const Step& step) const {
-    if (step.head >= work_.heads) return;
-    wait_for(state_.do_empty[at_.stage()], at_.parity());
+    if (step.head >= work_tile_.heads) return;
+    wait_for(storage_.do_empty[at_.stage()], at_.parity());
     load_grads(step);
-    wait_for(state_.q_empty[at_.stage()], at_.parity());
+    wait_for(storage_.q_empty[at_.stage()], at_.parity());
     load_queries(step);
   }
 
   __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
 
   __device__ __forceinline__ int64_t workspace_tile(const Step& step) const {
-    return work_.workspace_tile + step.head * workspace_.tiles_per_head + step.tile;
+    return work_tile_.workspace_tile + step.head * workspace_.tiles_per_head + step.tile;
   }
   /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
   __device__ __forceinline__ float* dq_piece(const Step& step, int panel) const {
@@ -96,8 +97,8 @@ class BackwardLoader {
   const BackwardParams& p_;
   const BackwardMaps& maps_;
   const BackwardWorkspace& workspace_;
-  State& state_;
-  const BackwardWork<Config>& work_;
+  Storage& storage_;
+  const BackwardWorkTile<Config>& work_tile_;
   const int warp_, lane_;
   const uint32_t s_tiles_;
   RingCount<Config::kStages> at_;
@@ -107,7 +108,7 @@ class BackwardLoader {
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t s_full, int offset, const float* terms,
                                             const float* s_terms, const Step& step) const {
     if (lane_ == 0) {
-      const Sequence& sequence = work_.sequence;
+      const Sequence& sequence = work_tile_.sequence;
       ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
       load_panels(map, s_full, s_tiles_ + offset + at_.stage() * Config::kQueryBytes, kBlockM, 0,
                   panels(Config::kHeadDim), static_cast<int>(sequence.q_begin) + step.tile * kBlockM,

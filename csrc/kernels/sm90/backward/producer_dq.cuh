@@ -1,4 +1,4 @@
-// The warpgroup that brings tiles, and computes dQ and adds it to memory.
+// The warpgroup that loads tiles, and computes dQ and adds it to memory.
 #pragma once
 
 #include "kernels/common/tile.cuh"
@@ -10,10 +10,10 @@
 namespace flash_ext::sm90 {
 
 /// What one warp of it does.
-template <class Config, class State = BackwardState<Config>>
-class BackwardDq : protected BackwardLoader<Config, State> {
+template <class Config, class Storage = BackwardStorage<Config>>
+class BackwardDq : protected BackwardProducer<Config, Storage> {
  public:
-  using Base = BackwardLoader<Config, State>;
+  using Base = BackwardProducer<Config, Storage>;
   using Element = typename Config::Element;
   using Step = BackwardStep;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kPanels = panels(Config::kHeadDim);
@@ -23,21 +23,21 @@ class BackwardDq : protected BackwardLoader<Config, State> {
   using DsTile = TileDescriptor<kBlockM>;
 
   __device__ __forceinline__ BackwardDq(const BackwardParams& p, const BackwardMaps& maps,
-                                        const BackwardWorkspace& workspace, State& state, uint32_t s_tiles, int warp,
-                                        int lane)
-      : Base(p, maps, workspace, state, s_tiles, warp, lane),
+                                        const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
+                                        int warp, int lane)
+      : Base(p, maps, workspace, storage, s_tiles, warp, lane),
         keys_(KeyTile::lower_half(s_tiles)),
         ds_(DsTile::lower_half(s_tiles + Config::kDsOffset)) {}
 
   __device__ __forceinline__ void run() {
-    if (warp_ == 0 && work_.tiles.begin < work_.tiles.end) {
-      const Step first = work_.first_step();
+    if (warp_ == 0 && work_tile_.tiles.begin < work_tile_.tiles.end) {
+      const Step first = work_tile_.first_step();
       Step second = first;
-      work_.advance(second);
+      work_tile_.advance(second);
       load_first(first, second);
     }
 #pragma unroll 1
-    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
       add(step, [] {});
       if (warp_ == 0) this->load_after(step);
       at_.advance();
@@ -51,22 +51,23 @@ class BackwardDq : protected BackwardLoader<Config, State> {
   using Base::maps_;
   using Base::p_;
   using Base::s_tiles_;
-  using Base::state_;
+  using Base::storage_;
   using Base::warp_;
-  using Base::work_;
+  using Base::work_tile_;
   using Base::workspace_;
 
   /// What comes first is needed first.
   __device__ __forceinline__ void load_first(const Step& first, const Step& second) {
-    load_keys(maps_.k, state_.k_full, 0);
+    load_keys(maps_.k, storage_.k_full, 0);
     this->load_queries(first);
-    load_keys(maps_.v, state_.v_full, Config::kValuesOffset);
+    load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
     this->load_grads(first);
     this->load_second(second);
   }
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
     if (lane_ == 0)
-      sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_.sequence, work_.first_key, 0, kPanels);
+      sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_tile_.sequence, work_tile_.first_key, 0,
+                              kPanels);
     __syncwarp();
   }
 
@@ -74,10 +75,10 @@ class BackwardDq : protected BackwardLoader<Config, State> {
   template <class Meanwhile>
   __device__ __forceinline__ void add(const Step& step, Meanwhile meanwhile) {
     const uint32_t stage = at_.stage();
-    wait_for(state_.ds_full[stage], at_.parity());
+    wait_for(storage_.ds_full[stage], at_.parity());
     if (!workspace_.dq) {
       meanwhile();
-      return this->release(state_.ds_empty[stage]);
+      return this->release(storage_.ds_empty[stage]);
     }
 
     const uint32_t ds = ds_ + stage * (Config::kDsBytes / 16);
@@ -87,7 +88,7 @@ class BackwardDq : protected BackwardLoader<Config, State> {
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
       if (panel == 0) meanwhile();
       finish(sum);
-      if (panel + 1 == kPanels) this->release(state_.ds_empty[stage]);
+      if (panel + 1 == kPanels) this->release(storage_.ds_empty[stage]);
       send(step, panel, sum);
     }
   }
@@ -107,7 +108,7 @@ class BackwardDq : protected BackwardLoader<Config, State> {
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::pin(sum[n][e]);
+      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
   }
 
   /// Through this warp's shared memory for the panel, which TMA may still be reading.

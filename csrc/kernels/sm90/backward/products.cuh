@@ -35,7 +35,7 @@ struct BackwardProducts {
   }
   __device__ __forceinline__ static void finish(Scores& s) {
     ptx::wgmma_wait<0>();
-    for_each_score(s, [](float& x, int, int, int) { ptx::pin(x); });
+    for_each_score(s, [](float& x, int, int, int) { ptx::fence_operand(x); });
   }
 
   /// sum += weights rows, of P and dO or of dS and Q. To be waited for, and pinned.
@@ -54,11 +54,11 @@ struct BackwardProducts {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[d][e] = 0.0f;
   }
-  __device__ __forceinline__ static void pin(Sum& sum) {
+  __device__ __forceinline__ static void fence_operand(Sum& sum) {
 #pragma unroll
     for (int d = 0; d < kD; ++d)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::pin(sum[d][e]);
+      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[d][e]);
   }
 };
 

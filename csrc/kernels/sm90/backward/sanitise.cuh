@@ -11,7 +11,7 @@ namespace flash_ext::sm90 {
 
 /// kCount pieces of 16 bytes, kStep bytes apart.
 template <class Element, int kCount, int kStep>
-__device__ __forceinline__ void take_out_non_finite(uint32_t s_first) {
+__device__ __forceinline__ void remove_non_finite(uint32_t s_first) {
   using Test = NonFinite<Element>;
   uint32_t found = 0;
 #pragma unroll 4
@@ -31,10 +31,10 @@ __device__ __forceinline__ void take_out_non_finite(uint32_t s_first) {
 
 /// kBytes from s_tile on, by kThreads threads.
 template <class Element, int kBytes, int kThreads>
-__device__ __forceinline__ void clean_tile(uint32_t s_tile, int thread) {
-  constexpr int kPieces = kBytes / 16, kWhole = kPieces / kThreads, kRest = kPieces % kThreads;
-  take_out_non_finite<Element, kWhole, kThreads * 16>(s_tile + thread * 16);
-  if (kRest != 0 && thread < kRest) take_out_non_finite<Element, 1, 0>(s_tile + (kWhole * kThreads + thread) * 16);
+__device__ __forceinline__ void sanitise_tile(uint32_t s_tile, int thread) {
+  constexpr int kPieces = kBytes / 16, kFullPieces = kPieces / kThreads, kRest = kPieces % kThreads;
+  remove_non_finite<Element, kFullPieces, kThreads * 16>(s_tile + thread * 16);
+  if (kRest != 0 && thread < kRest) remove_non_finite<Element, 1, 0>(s_tile + (kFullPieces * kThreads + thread) * 16);
 }
 
 }  // namespace flash_ext::sm90

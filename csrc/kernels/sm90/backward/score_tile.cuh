@@ -35,7 +35,7 @@ struct BackwardTile {
   }
 
   /// P in place of products; `scale` and lse to base 2.
-  __device__ __forceinline__ static void weigh(Scores& s, const float* s_lse, float scale, int lane) {
+  __device__ __forceinline__ static void softmax_step(Scores& s, const float* s_lse, float scale, int lane) {
     for_each_with_term(s, s_lse, lane,
                        [&](float& x, float lse, int, int) { x = ptx::exp2_approx(fmaf(x, scale, -lse)); });
   }
@@ -83,8 +83,8 @@ struct BackwardTile {
 
   /// dS of dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see:
   /// `hides` says that there may be such pairs.
-  __device__ __forceinline__ static void differentiate(Weights& ds, const Scores& dp, const Weights& p,
-                                                       const float* s_minus_delta, int lane, bool hides) {
+  __device__ __forceinline__ static void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
+                                                    const float* s_minus_delta, int lane, bool hides) {
     const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
     if (hides) {
       for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight == 0.0f ? 0.0f : weight * x; });
@@ -96,8 +96,8 @@ struct BackwardTile {
   /// The same where dropout was: keep(n, r, pair) drops of a pair of weights, whose dP then is 0. p becomes what is
   /// kept. kClears: dS where the weight is 0; else it may be NaN where something hides.
   template <bool kClears, class Keep>
-  __device__ __forceinline__ static void differentiate_kept(Weights& ds, const Scores& dp, Weights& p,
-                                                            const float* s_minus_delta, int lane, Keep keep) {
+  __device__ __forceinline__ static void compute_ds_kept(Weights& ds, const Scores& dp, Weights& p,
+                                                         const float* s_minus_delta, int lane, Keep keep) {
     const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -105,12 +105,12 @@ struct BackwardTile {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         uint32_t& pair = p[n / 2][n % 2 * 2 + r];
-        const float2 whole = ptx::unpack2<Element>(pair);
+        const float2 p_pair = ptx::unpack2<Element>(pair);
         const uint32_t seen = kClears ? ptx::differs<Element>(pair, 0) : ~0u;
         pair = keep(n, r, pair);
         const float2 kept = ptx::unpack2<Element>(pair);
-        const uint32_t gradients = ptx::pack2<Element>(fmaf(kept.x, dp[0][n][2 * r], whole.x * term.x),
-                                                       fmaf(kept.y, dp[0][n][2 * r + 1], whole.y * term.y));
+        const uint32_t gradients = ptx::pack2<Element>(fmaf(kept.x, dp[0][n][2 * r], p_pair.x * term.x),
+                                                       fmaf(kept.y, dp[0][n][2 * r + 1], p_pair.y * term.y));
         ds[n / 2][n % 2 * 2 + r] = gradients & seen;
       }
     }

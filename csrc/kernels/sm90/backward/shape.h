@@ -6,10 +6,10 @@
 namespace flash_ext::sm90 {
 
 constexpr int kBackwardBlockM = 64;     // queries of a tile
-constexpr int kMostWholeHeadDim = 128;  // at which a warpgroup has both dK and dV of its keys
+constexpr int kMaxNarrowHeadDim = 128;  // at which a warpgroup has both dK and dV of its keys
 
 struct BackwardShape {
-  int groups;        // of kGroupRows keys: warpgroups that compute scores, or blocks of a cluster
+  int groups;        // of kWarpgroupRows keys: warpgroups that compute scores, or CTAs of a cluster
   int registers;     // of a thread of a warpgroup that computes scores
   int dq_registers;  // of the warpgroup that computes dQ and loads
 };
@@ -21,8 +21,8 @@ constexpr int backward_head_dim(int64_t head_dim) {
 
 constexpr BackwardShape backward_shape(int head_dim) {
   // dK and dV are 128 registers of a thread at head_dim 128, 64 at 64. Above that a warpgroup has one of them, and the
-  // two groups of keys are the two blocks of a cluster.
-  if (head_dim > kMostWholeHeadDim) return {2, 208, 96};
+  // two groups of keys are the two CTAs of a cluster.
+  if (head_dim > kMaxNarrowHeadDim) return {2, 208, 96};
   return head_dim == 64 ? BackwardShape{3, 144, 80} : BackwardShape{2, 216, 72};
 }
 

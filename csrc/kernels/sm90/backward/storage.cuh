@@ -1,4 +1,4 @@
-// What the warps of a block of the backward share: the shapes of its tiles, what it works on, and the barriers.
+// What the warps of a CTA of the backward share: the shapes of its tiles, what it works on, and the barriers.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,10 @@ struct BackwardConfig {
   static constexpr BackwardShape kShape = backward_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kBackwardBlockM;
-  static constexpr int kBlockN = kGroups * kGroupRows;
+  static constexpr int kBlockN = kGroups * kWarpgroupRows;
   static constexpr int kStages = 2;  // of Q, dO and dS
-  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-  static constexpr int kCluster = 1;  // blocks that share kBlockN keys
+  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kCluster = 1;  // CTAs that share kBlockN keys
   static constexpr int kLoadedKeys = kBlockN;
   static constexpr int kDqHeadDim = kHeadDim;  // of the workspace
 
@@ -38,15 +38,15 @@ struct BackwardConfig {
   static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
   static constexpr int kDsOffset = kGradsOffset + kStages * kQueryBytes;
   static constexpr int kDqOffset = kDsOffset + kStages * kDsBytes;
-  static constexpr int kTilesBytes = kDqOffset + kGroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kTilesBytes = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqPieceBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
-  static_assert(kGroupRows == kPanelColumns, "dS of a warpgroup's keys is a panel");
+  static_assert(kWarpgroupRows == kPanelColumns, "dS of a warpgroup's keys is a panel");
   static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
-/// The address as descriptors take it. In a cluster its upper bits are the block's rank, which would change what they
+/// The address as descriptors take it. In a cluster its upper bits are the CTA's rank, which would change what they
 /// say of panels.
 template <class Config>
 __device__ __forceinline__ uint32_t without_rank(uint32_t s_tile) {
@@ -81,7 +81,7 @@ using BackwardTaskOf = BackwardTask<Config::kBlockM, Config::kBlockN>;
 
 /// A tile of keys of a key head, and the tiles of queries that see it, of heads of the group: of all, or a split's.
 template <class Config>
-struct BackwardWork {
+struct BackwardWorkTile {
   Sequence sequence;  // its head is the first of those below
   int heads;          // of the group
   int first_key;
@@ -90,8 +90,8 @@ struct BackwardWork {
   int64_t workspace_tile;            // of query 0 of the first head
   float* sums;                       // where a split leaves dK, and dV behind it; null: they are complete
 
-  __device__ __forceinline__ BackwardWork(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                          const BackwardSchedule& schedule, const BackwardTaskOf<Config>& task)
+  __device__ __forceinline__ BackwardWorkTile(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                              const BackwardSchedule& schedule, const BackwardTaskOf<Config>& task)
       : sequence(task.sequence),
         heads(task.heads),
         first_key(task.first_key),
@@ -99,7 +99,7 @@ struct BackwardWork {
         workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
         sums(task.sums(schedule)) {
     for (int g = 0; g < Config::kGroups; ++g) {
-      const int first = first_key + g * kGroupRows, end = first + kGroupRows;
+      const int first = first_key + g * kWarpgroupRows, end = first + kWarpgroupRows;
       groups[g] = sequence.query_tiles<Config::kBlockM>(first, min(end, sequence.seqlen_k));
       if (end > sequence.seqlen_k) groups[g].full_begin = groups[g].full_end = groups[g].end;
       groups[g].begin = max(groups[g].begin, tiles.begin), groups[g].end = min(groups[g].end, tiles.end);
@@ -117,14 +117,14 @@ struct BackwardWork {
   }
 
   /// Whether some query of the tile does not see some key, and so must not meet what is not finite in it.
-  __device__ __forceinline__ bool is_cleaned(int tile) const {
+  __device__ __forceinline__ bool is_sanitised(int tile) const {
     return tile < tiles.full_begin || tile >= tiles.full_end;
   }
 };
 
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
-struct BackwardState {
+struct BackwardStorage {
   static constexpr int kStages = Config::kStages;
 
   float lse[kStages][Config::kBlockM];  // base 2
@@ -133,18 +133,18 @@ struct BackwardState {
   uint64_t q_full[kStages], q_empty[kStages];    // with lse
   uint64_t do_full[kStages], do_empty[kStages];  // with minus_delta
   uint64_t ds_full[kStages], ds_empty[kStages];
-  __align__(8) unsigned char work_bytes[sizeof(BackwardWork<Config>)];
+  __align__(8) unsigned char work_tile_bytes[sizeof(BackwardWorkTile<Config>)];
 
-  __device__ __forceinline__ BackwardWork<Config>& work() {
-    return *reinterpret_cast<BackwardWork<Config>*>(work_bytes);
+  __device__ __forceinline__ BackwardWorkTile<Config>& work_tile() {
+    return *reinterpret_cast<BackwardWorkTile<Config>*>(work_tile_bytes);
   }
-  __device__ __forceinline__ const BackwardWork<Config>& work() const {
-    return *reinterpret_cast<const BackwardWork<Config>*>(work_bytes);
+  __device__ __forceinline__ const BackwardWorkTile<Config>& work_tile() const {
+    return *reinterpret_cast<const BackwardWorkTile<Config>*>(work_tile_bytes);
   }
 
   /// By one thread.
   __device__ __forceinline__ void init() {
-    constexpr int kConsumers = Config::kGroups * kGroupWarps;
+    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
     init_barrier(k_full, 1);
     init_barrier(v_full, 1);
     init_barriers(q_full, 1);
@@ -152,7 +152,7 @@ struct BackwardState {
     init_barriers(do_full, 1);
     init_barriers(do_empty, kConsumers);
     init_barriers(ds_full, kConsumers);
-    init_barriers(ds_empty, kGroupWarps);
+    init_barriers(ds_empty, kWarpgroupWarps);
     ptx::mbarrier_init_fence();
   }
 };

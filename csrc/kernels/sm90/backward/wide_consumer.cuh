@@ -1,4 +1,4 @@
-// The warpgroups that compute scores and dV, and gradients of scores and dK, of the 64 keys of a block: for head dims
+// The warpgroups that compute scores and dV, and gradients of scores and dK, of the 64 keys of a CTA: for head dims
 // above 128, where dK or dV alone fills the registers of one.
 #pragma once
 
@@ -9,16 +9,16 @@ namespace flash_ext::sm90 {
 
 /// What one warp of either has in common with the other's.
 template <class Config>
-class BackwardWideKeys : protected BackwardKeys<Config, BackwardWideState<Config>> {
+class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, BackwardWideStorage<Config>> {
  protected:
-  using State = BackwardWideState<Config>;
-  using Base = BackwardKeys<Config, State>;
+  using Storage = BackwardWideStorage<Config>;
+  using Base = BackwardKeysConsumer<Config, Storage>;
   using Base::at_;
   using Base::Base;
   using Base::p_;
   using Base::s_tiles_;
-  using Base::state_;
-  using Base::work_;
+  using Base::storage_;
+  using Base::work_tile_;
   using typename Base::Element;
   using typename Base::Products;
   using typename Base::Scores;
@@ -26,186 +26,186 @@ class BackwardWideKeys : protected BackwardKeys<Config, BackwardWideState<Config
   using typename Base::Tile;
   using typename Base::Weights;
 
-  /// step(tile) for the tiles of a head that this block's keys see, pass() for those that only the other's do. Barriers
+  /// step(tile) for the tiles of a head that this CTA's keys see, pass() for those that only the other's do. Barriers
   /// are waited for there all the same, lest one gets ahead by two phases.
   template <class Step, class Pass>
   __device__ __forceinline__ void visit_heads(Step step, Pass pass) {
 #pragma unroll 1
-    for (int head = 0; head < work_.heads; ++head) visit_head(step, pass);
+    for (int head = 0; head < work_tile_.heads; ++head) visit_head(step, pass);
   }
 
   /// Q and dO, if some key is hidden from some query; `first`: thread of those that clean.
   __device__ __forceinline__ void clean(int tile, int first) {
-    if (!work_.is_cleaned(tile)) return;
-    this->clean_rows(first + this->thread());
-    this->release(state_.cleaned);
-    wait_for(state_.cleaned, cleaned_parity_);
-    cleaned_parity_ ^= 1;
+    if (!work_tile_.is_sanitised(tile)) return;
+    this->sanitise_rows(first + this->thread());
+    this->release(storage_.cleaned);
+    wait_for(storage_.cleaned, sanitised_parity_);
+    sanitised_parity_ ^= 1;
   }
 
   /// sum_ += weights rows
   __device__ __forceinline__ void add_up(const Weights& weights, uint32_t rows) {
     Products::start_sum(sum_, weights, rows);
     ptx::wgmma_wait<0>();
-    Products::pin(sum_);
+    Products::fence_operand(sum_);
   }
 
   /// P and then dS of this warp: this lane's row.
   __device__ __forceinline__ uint32_t s_weights() const {
     return Tile::row_of_lane(s_tiles_ + Config::kDsOffset, Base::warp_, Base::lane_);
   }
-  __device__ __forceinline__ void hand_p_over() const { this->release(state_.p_full); }
-  __device__ __forceinline__ void hand_ds_over() const {
+  __device__ __forceinline__ void publish_p() const { this->release(storage_.p_full); }
+  __device__ __forceinline__ void publish_ds() const {
     ptx::fence_proxy_async_shared();
-    this->release(state_.ds_full);
+    this->release(storage_.ds_full);
   }
 
   Sum sum_;  // dV or dK
 
  private:
-  uint32_t cleaned_parity_ = 0;
+  uint32_t sanitised_parity_ = 0;
 
   template <class Step, class Pass>
   __device__ __forceinline__ void visit_head(Step step, Pass pass) {
-    const TileSpan& seen = work_.groups[Base::group_];
+    const TileSpan& seen = work_tile_.groups[Base::warpgroup_];
     const bool sees = seen.begin < seen.end;
-    int tile = work_.tiles.begin;
+    int tile = work_tile_.tiles.begin;
 #pragma unroll 1
-    for (const int end = sees ? seen.begin : work_.tiles.end; tile < end; ++tile) pass(tile);
+    for (const int end = sees ? seen.begin : work_tile_.tiles.end; tile < end; ++tile) pass(tile);
     if (!sees) return;
 #pragma unroll 1
     for (; tile < seen.end; ++tile) step(tile);
 #pragma unroll 1
-    for (; tile < work_.tiles.end; ++tile) pass(tile);
+    for (; tile < work_tile_.tiles.end; ++tile) pass(tile);
   }
 };
 
 /// What one warp does of those that compute S, P and dV.
 template <class Config>
-class BackwardWideValues : BackwardWideKeys<Config> {
+class BackwardWideValues : BackwardWideKeysConsumer<Config> {
  public:
-  using Base = BackwardWideKeys<Config>;
+  using Base = BackwardWideKeysConsumer<Config>;
   using typename Base::Element;
   using typename Base::Products;
   using typename Base::Scores;
-  using typename Base::State;
+  using typename Base::Storage;
   using typename Base::Tile;
   using typename Base::Weights;
 
-  __device__ __forceinline__ BackwardWideValues(const BackwardParams& p, State& state, uint32_t s_tiles, float scale,
-                                                int rank, int lane)
-      : Base(p, state, s_tiles, 0, scale, rank, lane) {}
+  __device__ __forceinline__ BackwardWideValues(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                                float scale, int rank, int lane)
+      : Base(p, storage, s_tiles, 0, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
     Products::clear(sum_);
-    clean_keys();  // waits for them, too, lest TMA outlives a block that has no queries
+    sanitise_keys();  // waits for them, too, lest TMA outlives a CTA that has no queries
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dv(sum_, 1.0f);
   }
 
  private:
   using Base::at_;
-  using Base::state_;
+  using Base::storage_;
   using Base::sum_;
 
-  /// Without kSees, a tile of which only the other block's keys see something. What lets go of Q lets go of lse, too:
+  /// Without kSees, a tile of which only the other CTA's keys see something. What releases Q releases lse, too:
   /// P, made of it, is stored before.
   template <bool kSees>
   __device__ __forceinline__ void step(int tile) {
     Weights p;
     this->clean(tile, 0);
     this->wait_for_query();
-    if constexpr (kSees) weigh_tile(p, tile);
+    if constexpr (kSees) softmax_tile(p, tile);
     wait_for_p_room();
     if constexpr (kSees) Tile::store(this->s_weights(), p);
     this->release_query();
-    this->hand_p_over();
+    this->publish_p();
     this->wait_for_grad();
     if constexpr (kSees) this->add_up(p, this->grad_tile());
     this->release_grad();
     at_.advance();
   }
 
-  __device__ __forceinline__ void weigh_tile(Weights& p, int tile) const {
+  __device__ __forceinline__ void softmax_tile(Weights& p, int tile) const {
     Scores s;
     Products::multiply(s, Base::keys_, this->query_tile());
-    this->weigh(s);
+    this->softmax_step(s);
     if (this->hides(tile)) this->hide(s, tile);
     pack_operand<Element>(p, s);
   }
 
-  __device__ __forceinline__ void wait_for_p_room() const { wait_for(state_.ds_empty, at_.count % 2 ^ 1); }
+  __device__ __forceinline__ void wait_for_p_room() const { wait_for(storage_.ds_empty, at_.count % 2 ^ 1); }
 
   /// K.
-  __device__ __forceinline__ void clean_keys() const {
-    wait_for(state_.k_full, 0);
-    clean_tile<Element, Config::kKeyBytes, kGroupThreads>(Base::s_tiles_, this->thread());
-    ptx::barrier_any<kGroupThreads>(2, false);
+  __device__ __forceinline__ void sanitise_keys() const {
+    wait_for(storage_.k_full, 0);
+    sanitise_tile<Element, Config::kKeyBytes, kWarpgroupThreads>(Base::s_tiles_, this->thread());
+    ptx::barrier_any<kWarpgroupThreads>(2, false);
   }
 };
 
 /// What one warp does of those that compute dP, dS and dK.
 template <class Config>
-class BackwardWideGradients : BackwardWideKeys<Config> {
+class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
  public:
-  using Base = BackwardWideKeys<Config>;
+  using Base = BackwardWideKeysConsumer<Config>;
   using typename Base::Element;
   using typename Base::Products;
   using typename Base::Scores;
-  using typename Base::State;
+  using typename Base::Storage;
   using typename Base::Tile;
   using typename Base::Weights;
 
-  __device__ __forceinline__ BackwardWideGradients(const BackwardParams& p, State& state, uint32_t s_tiles, float scale,
-                                                   int rank, int lane)
-      : Base(p, state, s_tiles, Config::kValuesOffset, scale, rank, lane) {}
+  __device__ __forceinline__ BackwardWideGradients(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                                   float scale, int rank, int lane)
+      : Base(p, storage, s_tiles, Config::kValuesOffset, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
     Products::clear(sum_);
-    clean_keys();
+    sanitise_keys();
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dk(sum_, static_cast<float>(Base::p_.softmax_scale));
   }
 
  private:
   using Base::at_;
-  using Base::state_;
+  using Base::storage_;
   using Base::sum_;
 
-  /// As above. What lets go of dO lets go of D, too: dS, made of it, is stored before. It takes the registers and the
+  /// As above. What releases dO releases D, too: dS, made of it, is stored before. It takes the registers and the
   /// place of P.
   template <bool kSees>
   __device__ __forceinline__ void step(int tile) {
     Scores dp;
     Weights weights;
-    this->clean(tile, kGroupThreads);
+    this->clean(tile, kWarpgroupThreads);
     this->wait_for_grad();
     if constexpr (kSees) Products::multiply(dp, Base::keys_, this->grad_tile());
     wait_for_p();
     if constexpr (kSees) {
       const uint32_t s_weights = this->s_weights();
       Tile::load(weights, s_weights);
-      this->differentiate(weights, dp, weights, this->hides(tile));
+      this->compute_ds(weights, dp, weights, this->hides(tile));
       Tile::store(s_weights, weights);
     } else {
-      this->clear_ds(Base::s_tiles_ + Config::kDsOffset);
+      this->zero_ds(Base::s_tiles_ + Config::kDsOffset);
     }
     this->release_grad();
-    this->hand_ds_over();
+    this->publish_ds();
     this->wait_for_query();
     if constexpr (kSees) this->add_up(weights, this->query_tile());
     this->release_query();
     at_.advance();
   }
 
-  __device__ __forceinline__ void wait_for_p() const { wait_for(state_.p_full, at_.count % 2); }
+  __device__ __forceinline__ void wait_for_p() const { wait_for(storage_.p_full, at_.count % 2); }
 
-  /// What dQ needs of the other block's K; and V is there afterwards.
-  __device__ __forceinline__ void clean_keys() const {
-    wait_for(state_.other_k_full, 0);
-    clean_tile<Element, Config::kOtherPanels * panel_bytes(kGroupRows), kGroupThreads>(
+  /// What dQ needs of the other CTA's K; and V is there afterwards.
+  __device__ __forceinline__ void sanitise_keys() const {
+    wait_for(storage_.other_k_full, 0);
+    sanitise_tile<Element, Config::kOtherPanels * panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
         Base::s_tiles_ + Config::kOtherKeysOffset, this->thread());
-    wait_for(state_.v_full, 0);
+    wait_for(storage_.v_full, 0);
   }
 };
 

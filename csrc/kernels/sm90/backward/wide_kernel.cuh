@@ -1,5 +1,5 @@
 // The kernel of kernel.cuh for head dims above 128. What fills registers is divided among warpgroups by products: one
-// computes S and dV, one dP and dK, one dQ. What fills shared memory, 64 keys a block, is divided among the blocks of a
+// computes S and dV, one dP and dK, one dQ. What fills shared memory, 64 keys a CTA, is divided among the CTAs of a
 // cluster: they exchange dS, and each computes some of the columns of dQ, of all 128 keys.
 #pragma once
 
@@ -16,7 +16,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
                          const __grid_constant__ BackwardWorkspace workspace,
                          const __grid_constant__ BackwardSchedule schedule, float scale) {
   extern __shared__ __align__(1024) char shared[];
-  auto& state = *reinterpret_cast<BackwardWideState<Config>*>(shared + Config::kTilesBytes);
+  auto& storage = *reinterpret_cast<BackwardWideStorage<Config>*>(shared + Config::kTilesBytes);
   const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x / Config::kCluster));
   if (!task.exists()) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
@@ -24,22 +24,22 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   const uint32_t s_tiles = ptx::shared_address(shared);
   // Keys come while the rest is still being worked out.
   if (threadIdx.x == 0) {
-    state.init();
-    load_wide_keys<Config>(p, maps, state, s_tiles, task.sequence, task.first_key, rank);
+    storage.init();
+    load_wide_keys<Config>(p, maps, storage, s_tiles, task.sequence, task.first_key, rank);
   }
-  if (threadIdx.x == kGroupThreads) state.work() = BackwardWork<Config>(p, workspace, schedule, task);
+  if (threadIdx.x == kWarpgroupThreads) storage.work_tile() = BackwardWorkTile<Config>(p, workspace, schedule, task);
   ptx::cluster_sync();
-  if (warp < kGroupWarps) {
-    ptx::give_up_registers<Config::kShape.dq_registers>();
-    BackwardWideDq<Config>(p, maps, workspace, state, s_tiles, rank, warp, lane).run();
-  } else if (warp < 2 * kGroupWarps) {
-    ptx::take_registers<Config::kShape.registers>();
-    BackwardWideValues<Config>(p, state, s_tiles, scale, rank, lane).run();
+  if (warp < kWarpgroupWarps) {
+    ptx::release_registers<Config::kShape.dq_registers>();
+    BackwardWideDq<Config>(p, maps, workspace, storage, s_tiles, rank, warp, lane).run();
+  } else if (warp < 2 * kWarpgroupWarps) {
+    ptx::acquire_registers<Config::kShape.registers>();
+    BackwardWideValues<Config>(p, storage, s_tiles, scale, rank, lane).run();
   } else {
-    ptx::take_registers<Config::kGradientRegisters>();
-    BackwardWideGradients<Config>(p, state, s_tiles, scale, rank, lane).run();
+    ptx::acquire_registers<Config::kGradientRegisters>();
+    BackwardWideGradients<Config>(p, storage, s_tiles, scale, rank, lane).run();
   }
-  ptx::cluster_sync();  // the other block may still arrive here
+  ptx::cluster_sync();  // the other CTA may still arrive here
 }
 
 }  // namespace flash_ext::sm90

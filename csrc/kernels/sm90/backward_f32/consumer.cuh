@@ -13,8 +13,8 @@
 namespace flash_ext::sm90 {
 
 /// Where P of a warp lies on its way to the warp that makes dS of it: in float, where two of the parts of that dS will
-/// lie, so that no other warp's places are touched.
-struct WeightPlaces {
+/// lie, so that no other warp's slots are touched.
+struct WeightLayout {
   /// Of accumulators n of a lane. Two lanes take a row's two pieces of 16 bytes, eight rows all banks twice.
   __device__ __forceinline__ static uint32_t of(uint32_t s_ds, int n, int warp, int lane) {
     const int chunk = n * 32 + lane, row = chunk / 2 % kPieceRows;
@@ -23,11 +23,11 @@ struct WeightPlaces {
   }
 };
 
-/// Where the other block's halves come: of S where P will lie, of dP to the third part of dS and behind it. A warp's
+/// Where the other CTA's halves come: of S where P will lie, of dP to the third part of dS and behind it. A warp's
 /// are contiguous, as its stores go through the network by lines, and so lie in other warps' places of P and dS.
-struct HalfPlaces {
+struct HalfLayout {
   static constexpr int kOfGradients = 2 * kPartBytes;
-  static constexpr int kWarpBytes = kGroupRows * kPieceRows * 4 / kGroupWarps;
+  static constexpr int kWarpBytes = kWarpgroupRows * kPieceRows * 4 / kWarpgroupWarps;
 
   /// Of accumulators n of a lane.
   __device__ __forceinline__ static uint32_t of(uint32_t s_halves, int n, int warp, int lane) {
@@ -49,10 +49,10 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   using Base::at_;
   using Base::lane_;
   using Base::warp_;
-  using Base::work_;
+  using Base::work_tile_;
 
-  __device__ __forceinline__ void clear_sums() {
-    for (Products::Tile& sum : sum_.whole) Products::clear(sum);
+  __device__ __forceinline__ void zero_sums() {
+    for (Products::Tile& sum : sum_.full_panels) Products::clear(sum);
     if constexpr (Config::kHasHalf) Products::clear(sum_.half);
   }
 
@@ -72,30 +72,30 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
       }
     }
     ptx::wgmma_wait<0>();
-    Products::pin(x);
-    Products::pin(rest);
+    Products::fence_operand(x);
+    Products::fence_operand(rest);
     if constexpr (Config::kCluster > 1) {
-      Products::pin(second);
+      Products::fence_operand(second);
       Products::add(x, second);
     }
     Products::add(x, rest);
   }
 
-  /// x += what the other block has for x, of its columns. Both add the same two numbers, so they go on with the same.
+  /// x += what the other CTA has for x, of its columns. Both add the same two numbers, so they go on with the same.
   __device__ __forceinline__ void add_other_half(Products::Tile& x, int halves,
-                                                 const uint64_t (&half_full)[kGroupWarps]) const {
+                                                 const uint64_t (&half_full)[kWarpgroupWarps]) const {
     const int lane = ptx::reread(lane_);
     const uint32_t s_halves = this->s_ds() + halves, other_halves = this->in_other(s_halves);
     const uint32_t s_full = address(half_full[warp_]), other_full = this->in_other(s_full);
-    if (lane == 0) ptx::mbarrier_arrive_expect(s_full, HalfPlaces::kWarpBytes);
-    wait_for(this->state_.other_empty, at_.parity() ^ 1);
+    if (lane == 0) ptx::mbarrier_arrive_expect(s_full, HalfLayout::kWarpBytes);
+    wait_for(this->storage_.other_empty, at_.parity() ^ 1);
 #pragma unroll
     for (int n = 0; n < Products::kEights; ++n)
-      ptx::cluster_store(HalfPlaces::of(other_halves, n, warp_, lane), x[n], other_full);
+      ptx::cluster_store(HalfLayout::of(other_halves, n, warp_, lane), x[n], other_full);
     ptx::mbarrier_wait(s_full, at_.parity());
 #pragma unroll
     for (int n = 0; n < Products::kEights; ++n) {
-      const float4 other = load_shared<float4>(HalfPlaces::of(s_halves, n, warp_, lane));
+      const float4 other = load_shared<float4>(HalfLayout::of(s_halves, n, warp_, lane));
       x[n][0] += other.x, x[n][1] += other.y, x[n][2] += other.z, x[n][3] += other.w;
     }
   }
@@ -103,7 +103,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   /// Until all warps have read their halves, over which they may write then.
   template <int kBarrier>
   __device__ __forceinline__ static void wait_for_halves() {
-    if constexpr (Config::kCluster > 1) ptx::barrier_sync<kBarrier, kGroupThreads>();
+    if constexpr (Config::kCluster > 1) ptx::barrier_sync<kBarrier, kWarpgroupThreads>();
   }
 
   /// The sums grow by A B. The places of B are this warpgroup's to fill again, as it is the last to read them: `load`
@@ -116,26 +116,25 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
       wait(panel);
       Products::start(sum, a, b(panel));
       ptx::wgmma_wait<0>();
-      Products::pin(sum);
-      const uint64_t& place_empty = empty[at_.place(panel)];
-      this->release(place_empty);
-      if (warp_ == 0) fill_again(step, panel, place_empty, load);
+      Products::fence_operand(sum);
+      const uint64_t& slot_empty = empty[at_.slot(panel)];
+      this->release(slot_empty);
+      if (warp_ == 0) fill_again(step, panel, slot_empty, load);
       Products::add(total, sum);
     };
 #pragma unroll
-    for (int panel = 0; panel < Config::kWholePanels; ++panel) add_panel(sum_.whole[panel], panel);
-    if constexpr (Config::kHasHalf) add_panel(sum_.half, Config::kWholePanels);
+    for (int panel = 0; panel < Config::kFullPanels; ++panel) add_panel(sum_.full_panels[panel], panel);
+    if constexpr (Config::kHasHalf) add_panel(sum_.half, Config::kFullPanels);
   }
 
   typename Base::Sums sum_;
 
  private:
   template <class Load>
-  __device__ __forceinline__ void fill_again(const Step& step, int panel, const uint64_t& place_empty,
-                                             Load load) const {
+  __device__ __forceinline__ void fill_again(const Step& step, int panel, const uint64_t& slot_empty, Load load) const {
     const Step after = this->step_after(step);
-    if (lane_ == 0 && after.head < work_.heads) {
-      wait_for(place_empty, at_.parity());
+    if (lane_ == 0 && after.head < work_tile_.heads) {
+      wait_for(slot_empty, at_.parity());
       load(after, panel);
     }
     __syncwarp();
@@ -155,9 +154,9 @@ class BackwardF32Values : BackwardF32Sums<Config> {
   using Tile = BackwardTile<__nv_bfloat16, Config::kBlockM>;
 
   __device__ __forceinline__ void run() {
-    this->clear_sums();
+    this->zero_sums();
 #pragma unroll 1
-    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
       visit(step);
       at_.advance();
     }
@@ -168,17 +167,17 @@ class BackwardF32Values : BackwardF32Sums<Config> {
   using Base::at_;
   using Base::lane_;
   using Base::p_;
-  using Base::state_;
+  using Base::storage_;
   using Base::sum_;
   using Base::warp_;
-  using Base::work_;
+  using Base::work_tile_;
 
   __device__ __forceinline__ void visit(const Step& step) {
     Products::Operand p;
     {
       Scores s;
       multiply(s[0]);
-      weigh(s, step);
+      softmax_step(s, step);
       Products::pack(p, s[0]);
     }
     add_up(p, step);
@@ -189,64 +188,64 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     Base::multiply(
         s, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->key_piece(panel); },
         [&](int panel) { return this->query_piece(panel); });
-    if constexpr (Config::kCluster > 1) this->add_other_half(s, 0, state_.s_half_full);
+    if constexpr (Config::kCluster > 1) this->add_other_half(s, 0, storage_.s_half_full);
   }
 
-  /// P in place of S; and P, with the derivative of a softcap, handed over.
-  __device__ __forceinline__ void weigh(Scores& s, const Step& step) const {
-    const float* const s_lse = state_.lse[at_.tile()];
-    if constexpr (Config::kOptions) {
-      weigh_with_options(s, step, s_lse);
+  /// P in place of S; and P, with the derivative of a softcap, published.
+  __device__ __forceinline__ void softmax_step(Scores& s, const Step& step) const {
+    const float* const s_lse = storage_.lse[at_.tile()];
+    if constexpr (Config::kScoreOptions) {
+      softmax_step_with_options(s, step, s_lse);
     } else {
-      Tile::weigh(s, s_lse, static_cast<float>(p_.softmax_scale) * kLog2E, lane_);
+      Tile::softmax_step(s, s_lse, static_cast<float>(p_.softmax_scale) * kLog2E, lane_);
       hide(s, step);
-      hand_over(s);
+      publish(s);
     }
   }
 
-  __device__ __forceinline__ void weigh_with_options(Scores& s, const Step& step, const float* s_lse) const {
-    Sequence sequence = work_.sequence;
+  __device__ __forceinline__ void softmax_step_with_options(Scores& s, const Step& step, const float* s_lse) const {
+    Sequence sequence = work_tile_.sequence;
     sequence.head += step.head;
     const ScoreRules<float> rules(p_, sequence);
     rules.scale_and_cap(s);
     Scores weights;
     for_each_score(s, [&](float& x, int, int n, int e) { weights[0][n][e] = x; });
     rules.add_alibi(weights, TileCoordinates<true>::of_lane(first_key(), step.tile * Config::kBlockM, lane_));
-    Tile::weigh(weights, s_lse, 1.0f, lane_);
+    Tile::softmax_step(weights, s_lse, 1.0f, lane_);
     hide(weights, step);
     const float cap = rules.cap, inverse = cap > 0.0f ? 1.0f / cap : 0.0f;
     for_each_score(s, [&](float& x, int, int n, int e) {
       const float t = x * inverse, weight = weights[0][n][e];
       x = weight == 0.0f ? 0.0f : weight * fmaf(-t, t, 1.0f);
     });
-    hand_over(s);
+    publish(s);
     for_each_score(s, [&](float& x, int, int n, int e) { x = weights[0][n][e]; });
   }
 
-  __device__ __forceinline__ int first_key() const { return work_.first_key + warp_ * 16; }
+  __device__ __forceinline__ int first_key() const { return work_tile_.first_key + warp_ * 16; }
 
   __device__ __forceinline__ void hide(Scores& s, const Step& step) const {
-    const TileSpan& seen = work_.groups[0];
+    const TileSpan& seen = work_tile_.groups[0];
     if (step.tile >= seen.full_begin && step.tile < seen.full_end) return;
-    Tile::hide(s, work_.sequence, first_key(), step.tile * Config::kBlockM, lane_);
+    Tile::hide(s, work_tile_.sequence, first_key(), step.tile * Config::kBlockM, lane_);
   }
 
-  __device__ __forceinline__ void hand_over(const Scores& s) const {
-    wait_for(state_.ds_empty[at_.tile()], at_.parity() ^ 1);
+  __device__ __forceinline__ void publish(const Scores& s) const {
+    wait_for(storage_.ds_empty[at_.tile()], at_.parity() ^ 1);
     this->template wait_for_halves<1>();
     const int lane = ptx::reread(lane_);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
-      store_shared(WeightPlaces::of(this->s_ds(), n, warp_, lane),
+      store_shared(WeightLayout::of(this->s_ds(), n, warp_, lane),
                    float4{s[0][n][0], s[0][n][1], s[0][n][2], s[0][n][3]});
-    this->release(state_.p_full[at_.tile()]);
+    this->release(storage_.p_full[at_.tile()]);
   }
 
   /// dV += P dO
   __device__ __forceinline__ void add_up(const Products::Operand& p, const Step& step) {
     Base::add_up(
         p, step, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->grad_piece(panel); },
-        state_.do_empty, [&](const Step& after, int panel) { this->load_grad(after, panel); });
+        storage_.do_empty, [&](const Step& after, int panel) { this->load_grad(after, panel); });
   }
 };
 
@@ -262,9 +261,9 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
   using Tile = BackwardTile<__nv_bfloat16, Config::kBlockM>;
 
   __device__ __forceinline__ void run() {
-    this->clear_sums();
+    this->zero_sums();
 #pragma unroll 1
-    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
       visit(step);
       at_.advance();
     }
@@ -275,20 +274,20 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
   using Base::at_;
   using Base::lane_;
   using Base::p_;
-  using Base::state_;
+  using Base::storage_;
   using Base::sum_;
   using Base::warp_;
-  using Base::work_;
+  using Base::work_tile_;
 
   __device__ __forceinline__ void visit(const Step& step) {
     Products::Operand ds;
     {
       Products::Tile x;
       multiply(x);
-      differentiate(x);
+      compute_ds(x);
       Products::pack(ds, x);
     }
-    hand_over(ds);
+    publish(ds);
     add_up(ds, step);
   }
 
@@ -298,19 +297,19 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
         dp, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->value_piece(panel); },
         [&](int panel) { return this->grad_piece(panel); });
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) this->release(state_.do_empty[at_.place(panel)]);
-    if constexpr (Config::kCluster > 1) this->add_other_half(dp, HalfPlaces::kOfGradients, state_.dp_half_full);
+    for (int panel = 0; panel < kPanels; ++panel) this->release(storage_.do_empty[at_.slot(panel)]);
+    if constexpr (Config::kCluster > 1) this->add_other_half(dp, HalfLayout::kOfGradients, storage_.dp_half_full);
   }
 
   /// dS in place of dP. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
-  __device__ __forceinline__ void differentiate(Products::Tile& x) const {
+  __device__ __forceinline__ void compute_ds(Products::Tile& x) const {
     const int lane = ptx::reread(lane_);
     this->wait_for_query(0);
-    wait_for(state_.p_full[at_.tile()], at_.parity());
-    const float* const s_terms = state_.minus_delta[at_.tile()] + 2 * (lane % 4);
+    wait_for(storage_.p_full[at_.tile()], at_.parity());
+    const float* const s_terms = storage_.minus_delta[at_.tile()] + 2 * (lane % 4);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float4 weight = load_shared<float4>(WeightPlaces::of(this->s_ds(), n, warp_, lane));
+      const float4 weight = load_shared<float4>(WeightLayout::of(this->s_ds(), n, warp_, lane));
       const float2 term = *reinterpret_cast<const float2*>(s_terms + 8 * n);
       const auto gradient = [](float weight, float dp) { return weight == 0.0f ? 0.0f : weight * dp; };
       x[n][0] = gradient(weight.x, x[n][0] + term.x);
@@ -321,21 +320,21 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
   }
 
   /// Over the weights of this warp, which all its lanes have read.
-  __device__ __forceinline__ void hand_over(const Products::Operand& ds) const {
+  __device__ __forceinline__ void publish(const Products::Operand& ds) const {
     const uint32_t s_row = Tile::row_of_lane(this->s_ds(), warp_, lane_);
     ptx::wait_for_fragments(ds[0]);
     this->template wait_for_halves<2>();
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) Tile::store(s_row + part * kPartBytes, ds[part]);
+    for (int part = 0; part < kFloatParts; ++part) Tile::store(s_row + part * kPartBytes, ds[part]);
     ptx::fence_proxy_async_shared();
-    this->release(state_.ds_full[at_.tile()]);
+    this->release(storage_.ds_full[at_.tile()]);
   }
 
   /// dK += dS Q: who handed P over is done with Q and lse.
   __device__ __forceinline__ void add_up(const Products::Operand& ds, const Step& step) {
     Base::add_up(
         ds, step, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->query_piece(panel); },
-        state_.q_empty, [&](const Step& after, int panel) { this->load_query(after, panel); });
+        storage_.q_empty, [&](const Step& after, int panel) { this->load_query(after, panel); });
   }
 };
 
@@ -353,7 +352,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
     if (warp_ == 0 && lane_ == 0) load_first();
     __syncwarp();
 #pragma unroll 1
-    for (Step step = work_.first_step(); step.head < work_.heads; work_.advance(step)) {
+    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
       add(step);
       at_.advance();
     }
@@ -362,39 +361,39 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
  private:
   using Base::at_;
   using Base::lane_;
-  using Base::state_;
+  using Base::storage_;
   using Base::warp_;
-  using Base::work_;
+  using Base::work_tile_;
 
   __device__ __forceinline__ void load_first() {
-    Step step = work_.first_step();
+    Step step = work_tile_.first_step();
 #pragma unroll
     for (int tile = 0; tile < Config::kTiles; ++tile) {
-      if (step.head >= work_.heads) break;
+      if (step.head >= work_tile_.heads) break;
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         this->load_query(step, panel);
         this->load_grad(step, panel);
       }
-      work_.advance(step);
+      work_tile_.advance(step);
       at_.advance();
     }
     at_.count = 0;
   }
 
-  /// dQ += dS K. dS goes to registers, so that its place is soon free.
+  /// dQ += dS K. dS goes to registers, so that its slot is soon free.
   __device__ __forceinline__ void add(const Step& step) const {
     Products::Operand ds;
-    wait_for(state_.ds_full[at_.tile()], at_.parity());
+    wait_for(storage_.ds_full[at_.tile()], at_.parity());
     read(ds);
-    this->release(state_.ds_empty[at_.tile()]);
+    this->release(storage_.ds_empty[at_.tile()]);
     if constexpr (Config::kCluster > 1) {
-      if (lane_ == 0) ptx::cluster_arrive(this->in_other(address(state_.other_empty)));
+      if (lane_ == 0) ptx::cluster_arrive(this->in_other(address(storage_.other_empty)));
     }
     if (!this->workspace_.rows.dq) return;
 #pragma unroll
-    for (int panel = 0; panel < Config::kWholePanels; ++panel) add_panel<kPanelColumns / 8>(step, panel, ds);
-    if constexpr (Config::kHasHalf) add_panel<kPanelColumns / 16>(step, Config::kWholePanels, ds);
+    for (int panel = 0; panel < Config::kFullPanels; ++panel) add_panel<kPanelColumns / 8>(step, panel, ds);
+    if constexpr (Config::kHasHalf) add_panel<kPanelColumns / 16>(step, Config::kFullPanels, ds);
   }
 
   template <int kN>
@@ -402,7 +401,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
     float sum[kN][4];
     Products::start(sum, ds, this->key_piece(panel));
     ptx::wgmma_wait<0>();
-    Products::pin(sum);
+    Products::fence_operand(sum);
     send(step, panel, sum);
   }
 
@@ -411,7 +410,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
     const int lane = ptx::reread(lane_), row = 16 * warp_ + lane % 16;
     const uint32_t s_row = this->s_ds() + row * kPanelRowBytes;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < kFloatParts; ++part) {
 #pragma unroll
       for (int k = 0; k < Products::kSteps; ++k)
         ptx::ldmatrix_x4(ds[part][k], s_row + part * kPartBytes + ((2 * k + lane / 16) ^ (lane % 8)) * 16);

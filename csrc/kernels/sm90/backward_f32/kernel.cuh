@@ -4,8 +4,8 @@
 //   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
 // A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). Q and dO are split
-// once, by the kernel before, into pieces that TMA brings as they lie; K and V by the block that has their
-// 64 keys. The products are divided among three warpgroups: consumer.cuh. Beyond 128 two blocks of a cluster have half
+// once, by the kernel before, into pieces that TMA loads as they lie; K and V by the CTA that has their
+// 64 keys. The products are divided among three warpgroups: consumer.cuh. Beyond 128 two CTAs of a cluster have half
 // of the columns each, and exchange halves of the sums S^T and dP^T.
 #pragma once
 
@@ -22,7 +22,7 @@
 
 namespace flash_ext::sm90 {
 
-/// The pieces of a block of a cluster: 64 rows from first_row on, of its columns.
+/// The pieces of a CTA of a cluster: 64 rows from first_row on, of its columns.
 template <int kHeadDim, bool kBounded>
 __device__ __forceinline__ void load_block_pieces(char* pieces, RowSource<const float, false> rows, int rank,
                                                   int first_row, int end_row, int columns, int thread) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_block_pieces(char* pieces, RowSource<const 
   load_pieces<panels(kColumns), kBounded>(pieces, rows, first_row, end_row, columns - rank * kColumns, thread);
 }
 
-/// All threads of the blocks that work together.
+/// All threads of the CTAs that work together.
 template <class Config>
 __device__ __forceinline__ void sync_cluster() {
   if constexpr (Config::kCluster > 1) {
@@ -41,22 +41,22 @@ __device__ __forceinline__ void sync_cluster() {
   }
 }
 
-/// What a block does. Warpgroup 0 makes dQ, 1 dV, 2 dK.
+/// What a CTA does. Warpgroup 0 makes dQ, 1 dV, 2 dK.
 template <class Config>
 __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, const BackwardF32Workspace& workspace,
                                                        const BackwardSchedule& schedule) {
   extern __shared__ __align__(1024) char shared[];
-  auto& state = *reinterpret_cast<BackwardF32State<Config>*>(shared + Config::kTilesBytes);
+  auto& storage = *reinterpret_cast<BackwardF32Storage<Config>*>(shared + Config::kTilesBytes);
   ptx::launch_dependents();
   const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x / Config::kCluster));
   if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
-  const int group = warp / kGroupWarps, thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int group = warp / kWarpgroupWarps, thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
   const int rank = Config::kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
   const uint32_t s_tiles = ptx::shared_address(shared);
   if (threadIdx.x == 0) {
-    state.init();
-    state.work() = BackwardWork<Config>(p, workspace.rows, schedule, task);
+    storage.init();
+    storage.work_tile() = BackwardWorkTile<Config>(p, workspace.rows, schedule, task);
   }
   // K meets weights of 0, which Inf must not turn into NaN. What a query does see of it, its lse knows.
   if (group == 1)
@@ -70,18 +70,18 @@ __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, 
   ptx::fence_proxy_async_shared();
   sync_cluster<Config>();
   if (group == 0) {
-    ptx::give_up_registers<Config::kDqRegisters>();
+    ptx::release_registers<Config::kDqRegisters>();
     ptx::wait_for_previous_grid();  // for row terms, parts and cleared sums; it loads what comes first
-    BackwardF32Dq<Config>(p, workspace, state, s_tiles, warp, lane).run();
+    BackwardF32Dq<Config>(p, workspace, storage, s_tiles, warp, lane).run();
   } else {
-    ptx::take_registers<Config::kRegisters>();
+    ptx::acquire_registers<Config::kRegisters>();
     if (group == 1) {
-      BackwardF32Values<Config>(p, workspace, state, s_tiles, warp, lane).run();
+      BackwardF32Values<Config>(p, workspace, storage, s_tiles, warp, lane).run();
     } else {
-      BackwardF32Gradients<Config>(p, workspace, state, s_tiles, warp, lane).run();
+      BackwardF32Gradients<Config>(p, workspace, storage, s_tiles, warp, lane).run();
     }
   }
-  if constexpr (Config::kCluster > 1) ptx::cluster_sync();  // the other block may still arrive here
+  if constexpr (Config::kCluster > 1) ptx::cluster_sync();  // the other CTA may still arrive here
 }
 
 template <class Config>
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   run_backward_f32_block<Config>(p, workspace, schedule);
 }
 
-/// Of blocks that have half of the columns each.
+/// Of CTAs that have half of the columns each.
 template <class Config>
 __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
     backward_f32_halves_kernel(const __grid_constant__ BackwardParams p,
@@ -102,21 +102,21 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
 }
 
 /// The row terms of a tile, and the pieces of its Q, by one warpgroup, and of its dO, by the other. Inf and NaN become
-/// what 0 can be multiplied by: the row's lse is NaN then, and brings them to what sees the row.
+/// what 0 can be multiplied by: the row's lse is NaN then, and loads them to what sees the row.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kRowTermThreads)
     backward_f32_rows_kernel(const __grid_constant__ BackwardParams p,
                              const __grid_constant__ BackwardF32Workspace workspace) {
   constexpr int kBlockM = kBackwardF32BlockM, kBlocks = backward_f32_blocks(kHeadDim);
   constexpr int kBlockBytes = panels(kHeadDim / kBlocks) * kPieceBytes;
-  static_assert(kRowTermThreads == 2 * kGroupThreads);
+  static_assert(kRowTermThreads == 2 * kWarpgroupThreads);
   ptx::launch_dependents();
   const RowTileOfBlock block(p, workspace.rows.row_tiles);
   const Sequence sequence(p, block.batch, block.head);
   const int first = block.tile * kBlockM;
   if (block.tile < 0 || first >= sequence.seqlen_q) return;
   const int64_t tile = workspace.rows.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
-  const bool is_grad = threadIdx.x >= kGroupThreads;
+  const bool is_grad = threadIdx.x >= kWarpgroupThreads;
   const TensorView& view = is_grad ? p.grad_out : p.q;
   const auto rows = query_rows<const float>(view, sequence);
 #pragma unroll 1
@@ -124,14 +124,14 @@ __global__ void __launch_bounds__(kRowTermThreads)
     load_block_pieces<kHeadDim, true>(
         (is_grad ? workspace.grads : workspace.queries) + (tile * kBlocks + rank) * kBlockBytes, rows, rank, first,
         view.data ? sequence.seqlen_q : 0, static_cast<int>(is_grad ? p.head_dim_v : p.head_dim),
-        static_cast<int>(threadIdx.x) % kGroupThreads);
+        static_cast<int>(threadIdx.x) % kWarpgroupThreads);
   write_row_terms<float, kHeadDim, kBlockM>(p, workspace.rows);
 }
 
 template <class Config>
 void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& workspace,
                          const BackwardSchedule& schedule, cudaStream_t stream) {
-  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32State<Config>);
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32Storage<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads), kSharedBytes, true};
   if constexpr (Config::kCluster > 1) {

@@ -8,15 +8,15 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kBackwardF32BlockM = 64;          // queries of a tile
-constexpr int kBackwardF32BlockN = kGroupRows;  // keys of a block: one warpgroup has their dV, another one their dK
+constexpr int kBackwardF32BlockM = 64;              // queries of a tile
+constexpr int kBackwardF32BlockN = kWarpgroupRows;  // keys of a CTA: one warpgroup has their dV, another one their dK
 
 /// The head dim of the kernel that serves q and k of head_dim and v of head_dim_v.
 constexpr int backward_f32_head_dim(int64_t head_dim, int64_t head_dim_v) {
   return backward_head_dim(std::max(head_dim, head_dim_v));
 }
 
-/// Blocks of a cluster that have some of the columns each.
+/// CTAs of a cluster that have some of the columns each.
 constexpr int backward_f32_blocks(int head_dim) { return head_dim > 128 ? 2 : 1; }
 
 }  // namespace flash_ext::sm90

@@ -1,4 +1,4 @@
-// What a block of the float32 backward has in shared memory, and where the parts of Q and dO lie in memory.
+// What a CTA of the float32 backward has in shared memory, and where the parts of Q and dO lie in memory.
 #pragma once
 
 #include "kernels/common/backward/split_sums.cuh"
@@ -12,35 +12,35 @@ namespace flash_ext::sm90 {
 
 template <int kHeadDim_, bool kOptions_>
 struct BackwardF32Config {
-  static constexpr int kHeadDim = kHeadDim_;   // of q, k and v, and of the workspace
-  static constexpr bool kOptions = kOptions_;  // softcap, ALiBi, any scale
+  static constexpr int kHeadDim = kHeadDim_;        // of q, k and v, and of the workspace
+  static constexpr bool kScoreOptions = kOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
   static constexpr int kGroups = 1;  // of keys
   static constexpr int kCluster = backward_f32_blocks(kHeadDim);
-  static constexpr int kColumns = kHeadDim / kCluster;  // of a block
-  static constexpr int kPanels = panels(kColumns);      // of a block, counted from its first column
-  static constexpr int kWholePanels = kColumns / kPanelColumns;
-  static constexpr bool kHasHalf = kPanels > kWholePanels;  // the last panel has half of the columns
+  static constexpr int kColumns = kHeadDim / kCluster;  // of a CTA
+  static constexpr int kPanels = panels(kColumns);      // of a CTA, counted from its first column
+  static constexpr int kFullPanels = kColumns / kPanelColumns;
+  static constexpr bool kHasHalf = kPanels > kFullPanels;  // the last panel has half of the columns
   static constexpr int kLastColumns = kHasHalf ? kPanelColumns / 2 : kPanelColumns;
-  static constexpr int kThreads = 3 * kGroupThreads;
+  static constexpr int kThreads = 3 * kWarpgroupThreads;
   // With less than 136, ptxas has the products of half a panel of dQ wait for each other.
   static constexpr int kRegisters = kHasHalf ? 184 : 192, kDqRegisters = kHasHalf ? 136 : 120;
 
   // Q and dO have two places of a piece each: those of one tile at head_dim 128, of two at 64.
-  static constexpr int kPlaces = 2, kTiles = kPlaces / kPanels;
-  static constexpr int kDsPlaces = kTiles;  // of P, and then of dS
+  static constexpr int kQuerySlots = 2, kTiles = kQuerySlots / kPanels;
+  static constexpr int kDsSlots = kTiles;  // of P, and then of dS
   static constexpr int kKeyBytes = kPanels * kPieceBytes;
   static constexpr int kValuesOffset = kKeyBytes;
   static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
-  static constexpr int kGradsOffset = kQueriesOffset + kPlaces * kPieceBytes;
-  static constexpr int kDsOffset = kGradsOffset + kPlaces * kPieceBytes;
-  // Behind dS: what its place does not hold of the other block's halves of S and dP.
+  static constexpr int kGradsOffset = kQueriesOffset + kQuerySlots * kPieceBytes;
+  static constexpr int kDsOffset = kGradsOffset + kQuerySlots * kPieceBytes;
+  // Behind dS: what its slot does not hold of the other CTA's halves of S and dP.
   static constexpr int kHalvesBytes = kCluster > 1 ? kPartBytes : 0;
-  static constexpr int kTilesBytes = kDsOffset + kDsPlaces * kPieceBytes + kHalvesBytes;
+  static constexpr int kTilesBytes = kDsOffset + kDsSlots * kPieceBytes + kHalvesBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
-  static_assert(kBlockM == kPieceRows && kBlockN == kPieceRows && kTiles * kPanels == kPlaces);
-  static_assert(kCluster == 1 || kDsPlaces == 1);
+  static_assert(kBlockM == kPieceRows && kBlockN == kPieceRows && kTiles * kPanels == kQuerySlots);
+  static_assert(kCluster == 1 || kDsSlots == 1);
   static_assert(!kHasHalf || kColumns % kPanelColumns == kPanelColumns / 2);
   static_assert(2 * kRegisters + kDqRegisters <= 65536 / kThreads / 8 * 8 * 3,
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
@@ -74,7 +74,7 @@ inline BackwardSchedule backward_f32_schedule(const BackwardParams& p, const Bac
                           static_cast<char*>(memory) + workspace.bytes);
 }
 
-/// Barriers of the halves of S and dP that the blocks of a cluster exchange: none for one block.
+/// Barriers of the halves of S and dP that the CTAs of a cluster exchange: none for one CTA.
 template <int kCluster>
 struct BackwardF32Exchange {
   __device__ __forceinline__ void init() {}
@@ -82,40 +82,40 @@ struct BackwardF32Exchange {
 
 template <>
 struct BackwardF32Exchange<2> {
-  uint64_t s_half_full[kGroupWarps], dp_half_full[kGroupWarps];  // of a warp, here
-  uint64_t other_empty;                                          // the places for halves in the other block
+  uint64_t s_half_full[kWarpgroupWarps], dp_half_full[kWarpgroupWarps];  // of a warp, here
+  uint64_t other_empty;                                                  // the slots for halves in the other CTA
 
   __device__ __forceinline__ void init() {
     init_barriers(s_half_full, 1);
     init_barriers(dp_half_full, 1);
-    init_barrier(other_empty, kGroupWarps);
+    init_barrier(other_empty, kWarpgroupWarps);
   }
 };
 
 /// Behind the pieces in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
-struct BackwardF32State : BackwardF32Exchange<Config::kCluster> {
-  static constexpr int kPlaces = Config::kPlaces, kDsPlaces = Config::kDsPlaces;
-  using Work = BackwardWork<Config>;
+struct BackwardF32Storage : BackwardF32Exchange<Config::kCluster> {
+  static constexpr int kQuerySlots = Config::kQuerySlots, kDsSlots = Config::kDsSlots;
+  using WorkTile = BackwardWorkTile<Config>;
 
   __align__(16) float lse[Config::kTiles][Config::kBlockM];  // base 2; brought by copies of 16 bytes
   float minus_delta[Config::kTiles][Config::kBlockM];
-  uint64_t q_full[kPlaces], q_empty[kPlaces];  // the first panel's: with lse and minus_delta
-  uint64_t do_full[kPlaces], do_empty[kPlaces];
-  uint64_t p_full[kDsPlaces], ds_full[kDsPlaces], ds_empty[kDsPlaces];
-  __align__(8) unsigned char work_bytes[sizeof(Work)];
+  uint64_t q_full[kQuerySlots], q_empty[kQuerySlots];  // the first panel's: with lse and minus_delta
+  uint64_t do_full[kQuerySlots], do_empty[kQuerySlots];
+  uint64_t p_full[kDsSlots], ds_full[kDsSlots], ds_empty[kDsSlots];
+  __align__(8) unsigned char work_tile_bytes[sizeof(WorkTile)];
 
-  __device__ __forceinline__ Work& work() { return *reinterpret_cast<Work*>(work_bytes); }
+  __device__ __forceinline__ WorkTile& work_tile() { return *reinterpret_cast<WorkTile*>(work_tile_bytes); }
 
   /// By one thread.
   __device__ __forceinline__ void init() {
     init_barriers(q_full, 1);
-    init_barriers(q_empty, kGroupWarps);
+    init_barriers(q_empty, kWarpgroupWarps);
     init_barriers(do_full, 1);
-    init_barriers(do_empty, 2 * kGroupWarps);
-    init_barriers(p_full, kGroupWarps);
-    init_barriers(ds_full, kGroupWarps);
-    init_barriers(ds_empty, kGroupWarps);
+    init_barriers(do_empty, 2 * kWarpgroupWarps);
+    init_barriers(p_full, kWarpgroupWarps);
+    init_barriers(ds_full, kWarpgroupWarps);
+    init_barriers(ds_empty, kWarpgroupWarps);
     BackwardF32Exchange<Config::kCluster>::init();
     ptx::mbarrier_init_fence();
   }
@@ -128,57 +128,57 @@ struct BackwardF32Position {
 
   __device__ __forceinline__ void advance() { ++count; }
   __device__ __forceinline__ uint32_t tile() const { return count % Config::kTiles; }
-  __device__ __forceinline__ uint32_t place(int panel) const { return tile() * Config::kPanels + panel; }
+  __device__ __forceinline__ uint32_t slot(int panel) const { return tile() * Config::kPanels + panel; }
   __device__ __forceinline__ uint32_t parity() const { return count / Config::kTiles % 2; }
 };
 
-/// dV or dK of a block's columns.
-template <int kWholePanels, bool kHasHalf>
+/// dV or dK of a CTA's columns.
+template <int kFullPanels, bool kHasHalf>
 struct ColumnSums {
-  float whole[kWholePanels][8][4];
+  float full_panels[kFullPanels][8][4];
 
   /// Of columns [8 n, + 8).
-  __device__ __forceinline__ const float (&eight(int n) const)[4] { return whole[n / 8][n % 8]; }
+  __device__ __forceinline__ const float (&eight(int n) const)[4] { return full_panels[n / 8][n % 8]; }
 };
 
-template <int kWholePanels>
-struct ColumnSums<kWholePanels, true> {
-  float whole[kWholePanels][8][4];
+template <int kFullPanels>
+struct ColumnSums<kFullPanels, true> {
+  float full_panels[kFullPanels][8][4];
   float half[4][4];
 
   __device__ __forceinline__ const float (&eight(int n) const)[4] {
-    return n / 8 < kWholePanels ? whole[n / 8][n % 8] : half[n % 4];
+    return n / 8 < kFullPanels ? full_panels[n / 8][n % 8] : half[n % 4];
   }
 };
 
-/// One warp of the block.
+/// One warp of the CTA.
 template <class Config>
 class BackwardF32Warp {
  public:
-  using State = BackwardF32State<Config>;
+  using Storage = BackwardF32Storage<Config>;
 
   __device__ __forceinline__ BackwardF32Warp(const BackwardParams& p, const BackwardF32Workspace& workspace,
-                                             State& state, uint32_t s_tiles, int warp, int lane)
+                                             Storage& storage, uint32_t s_tiles, int warp, int lane)
       : p_(p),
         workspace_(workspace),
-        state_(state),
-        work_(state.work()),
+        storage_(storage),
+        work_tile_(storage.work_tile()),
         s_tiles_(s_tiles),
-        warp_(warp % kGroupWarps),
+        warp_(warp % kWarpgroupWarps),
         lane_(lane) {}
 
  protected:
   using Step = BackwardStep;
-  using Sums = ColumnSums<Config::kWholePanels, Config::kHasHalf>;
+  using Sums = ColumnSums<Config::kFullPanels, Config::kHasHalf>;
   static constexpr int kPanels = Config::kPanels, kBlockM = Config::kBlockM;
 
-  /// Of the block in its cluster.
+  /// Of the CTA in its cluster.
   __device__ __forceinline__ static int rank() {
     return Config::kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
   }
-  /// The same place in the other block.
-  __device__ __forceinline__ uint32_t in_other(uint32_t s_place) const {
-    return ptx::cluster_address(s_place, static_cast<uint32_t>(rank() ^ 1));
+  /// The same place in the other CTA.
+  __device__ __forceinline__ uint32_t in_other(uint32_t s_slot) const {
+    return ptx::cluster_address(s_slot, static_cast<uint32_t>(rank() ^ 1));
   }
 
   __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
@@ -190,43 +190,43 @@ class BackwardF32Warp {
   __device__ __forceinline__ uint32_t key_piece(int panel) const { return piece(0, panel); }
   __device__ __forceinline__ uint32_t value_piece(int panel) const { return piece(Config::kValuesOffset, panel); }
   __device__ __forceinline__ uint32_t query_piece(int panel) const {
-    return piece(Config::kQueriesOffset, at_.place(panel));
+    return piece(Config::kQueriesOffset, at_.slot(panel));
   }
   __device__ __forceinline__ uint32_t grad_piece(int panel) const {
-    return piece(Config::kGradsOffset, at_.place(panel));
+    return piece(Config::kGradsOffset, at_.slot(panel));
   }
   __device__ __forceinline__ uint32_t s_ds() const { return s_tiles_ + Config::kDsOffset + at_.tile() * kPieceBytes; }
 
   __device__ __forceinline__ void wait_for_query(int panel) const {
-    wait_for(state_.q_full[at_.place(panel)], at_.parity());
+    wait_for(storage_.q_full[at_.slot(panel)], at_.parity());
   }
   __device__ __forceinline__ void wait_for_grad(int panel) const {
-    wait_for(state_.do_full[at_.place(panel)], at_.parity());
+    wait_for(storage_.do_full[at_.slot(panel)], at_.parity());
   }
 
   __device__ __forceinline__ int64_t workspace_tile(const Step& step) const {
-    return work_.workspace_tile + step.head * workspace_.rows.tiles_per_head + step.tile;
+    return work_tile_.workspace_tile + step.head * workspace_.rows.tiles_per_head + step.tile;
   }
 
   /// The step whose tile takes the places of this one's.
   __device__ __forceinline__ Step step_after(Step step) const {
-    for (int k = 0; k < Config::kTiles; ++k) work_.advance(step);
+    for (int k = 0; k < Config::kTiles; ++k) work_tile_.advance(step);
     return step;
   }
 
   /// A piece of Q, with lse and D beside the first one. By one thread.
   __device__ __forceinline__ void load_query(const Step& step, int panel) const {
-    const uint64_t& full = state_.q_full[at_.place(panel)];
+    const uint64_t& full = storage_.q_full[at_.slot(panel)];
     const int64_t tile = workspace_tile(step);
     ptx::mbarrier_arrive_expect(address(full), kPieceBytes + (panel == 0 ? 2 * Config::kTermBytes : 0));
     load_piece(Config::kQueriesOffset, workspace_.queries, tile, panel, full);
     if (panel != 0) return;
-    load_terms(state_.lse[at_.tile()], workspace_.rows.lse, tile, full);
-    load_terms(state_.minus_delta[at_.tile()], workspace_.rows.minus_delta, tile, full);
+    load_terms(storage_.lse[at_.tile()], workspace_.rows.lse, tile, full);
+    load_terms(storage_.minus_delta[at_.tile()], workspace_.rows.minus_delta, tile, full);
   }
   /// A piece of dO. By one thread.
   __device__ __forceinline__ void load_grad(const Step& step, int panel) const {
-    const uint64_t& full = state_.do_full[at_.place(panel)];
+    const uint64_t& full = storage_.do_full[at_.slot(panel)];
     ptx::mbarrier_arrive_expect(address(full), kPieceBytes);
     load_piece(Config::kGradsOffset, workspace_.grads, workspace_tile(step), panel, full);
   }
@@ -245,8 +245,8 @@ class BackwardF32Warp {
 
   const BackwardParams& p_;
   const BackwardF32Workspace& workspace_;
-  State& state_;
-  const BackwardWork<Config>& work_;
+  Storage& storage_;
+  const BackwardWorkTile<Config>& work_tile_;
   const uint32_t s_tiles_;
   const int warp_, lane_;
   BackwardF32Position<Config> at_;
@@ -256,12 +256,12 @@ class BackwardF32Warp {
   __device__ __forceinline__ void store(const TensorView& view, int sums_offset, const Sums& sum, float scale,
                                         int64_t columns) const {
     if (!view.data) return;
-    if (work_.sums) return store_split(work_.sums + sums_offset, sum, scale);
-    const Sequence& sequence = work_.sequence;
+    if (work_tile_.sums) return store_split(work_tile_.sums + sums_offset, sum, scale);
+    const Sequence& sequence = work_tile_.sequence;
     const auto rows = key_rows<float, false>(p_, view, sequence);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = work_.first_key + warp_ * 16 + 8 * r + lane_ / 4;
+      const int row = work_tile_.first_key + warp_ * 16 + 8 * r + lane_ / 4;
       if (row >= sequence.seqlen_k) continue;
       float* const g_row = rows.row(row);
 #pragma unroll
@@ -282,7 +282,7 @@ class BackwardF32Warp {
   }
   __device__ __forceinline__ void load_piece(int offset, const char* g_pieces, int64_t tile, int panel,
                                              const uint64_t& full) const {
-    ptx::bulk_load(s_tiles_ + offset + at_.place(panel) * kPieceBytes,
+    ptx::bulk_load(s_tiles_ + offset + at_.slot(panel) * kPieceBytes,
                    g_pieces + ((tile * Config::kCluster + rank()) * kPanels + panel) * kPieceBytes, kPieceBytes,
                    address(full));
   }

@@ -14,44 +14,44 @@ namespace flash_ext::sm90 {
 
 /// What one warp of those that compute does.
 template <class Config>
-class BiasGroup {
+class BiasConsumer {
  public:
   using Element = typename Config::Element;
-  using State = BiasState<Config>;
+  using Storage = BiasStorage<Config>;
   using Bias = typename Config::Bias;
   static constexpr int kN = Config::kKeys / 8;
-  static constexpr int kComputing = Config::kGroups * kGroupThreads;
+  static constexpr int kComputing = Config::kGroups * kWarpgroupThreads;
   using Fragment = float[1][kN][4];
   using RowTile = TileDescriptor<Config::kRows>;
   using KeyTile = TileDescriptor<Config::kKeys>;
 
-  __device__ __forceinline__ BiasGroup(const BackwardParams& p, const BiasWorks& works, State& state, uint32_t s_slabs,
-                                       uint32_t s_bias, int warp, int lane)
+  __device__ __forceinline__ BiasConsumer(const BackwardParams& p, const BiasWorkTiles& work_tiles, Storage& storage,
+                                          uint32_t s_slabs, uint32_t s_bias, int warp, int lane)
       : p_(p),
-        works_(works),
-        state_(state),
+        work_tiles_(work_tiles),
+        storage_(storage),
         lane_(lane),
         first_row_(warp * 16),
         s_bias_(s_bias + warp * bias_bytes()),
-        rows_(RowTile::lower_half(s_slabs + warp / kGroupWarps * panel_bytes(kGroupRows))),
+        rows_(RowTile::lower_half(s_slabs + warp / kWarpgroupWarps * panel_bytes(kWarpgroupRows))),
         keys_(KeyTile::lower_half(s_slabs + Config::kRowBytes)) {}
 
   __device__ __forceinline__ void run() {
-    int work = blockIdx.x;
-    if (works_.buffers > 1) load_bias(work, s_bias_);
+    int work_tile = blockIdx.x;
+    if (work_tiles_.buffers > 1) load_bias(work_tile, s_bias_);
 #pragma unroll 1
-    for (; work < works_.count; work += gridDim.x) {
-      if (works_.buffers > 1) {
-        load_bias(work + gridDim.x, s_other_bias());
+    for (; work_tile < work_tiles_.count; work_tile += gridDim.x) {
+      if (work_tiles_.buffers > 1) {
+        load_bias(work_tile + gridDim.x, s_other_bias());
         ptx::cp_async_wait<1>();
       } else {
-        load_bias(work, s_bias_);
+        load_bias(work_tile, s_bias_);
         ptx::cp_async_wait<0>();
       }
       __syncwarp();
       add_up();
-      store(work);
-      if (works_.buffers > 1) s_bias_ = s_other_bias();
+      store(work_tile);
+      if (work_tiles_.buffers > 1) s_bias_ = s_other_bias();
     }
   }
 
@@ -62,15 +62,15 @@ class BiasGroup {
   __device__ __forceinline__ Bias bias_tile() const { return {s_bias_, p_.bias, lane_}; }
   /// Of the buffer that is not in use.
   __device__ __forceinline__ uint32_t s_other_bias() const {
-    const uint32_t s_first = ptx::shared_address(&state_) + State::bytes() + first_row_ / 16 * bias_bytes();
+    const uint32_t s_first = ptx::shared_address(&storage_) + Storage::bytes() + first_row_ / 16 * bias_bytes();
     return 2 * s_first + Config::kWarps * bias_bytes() - s_bias_;
   }
 
-  /// Of a work. For all sequences: a bias may be there for rows and keys that the first one has not.
-  __device__ __forceinline__ void load_bias(int work, uint32_t s_target) const {
-    if (work < works_.count) {
+  /// Of a work tile. For all sequences: a bias may be there for rows and keys that the first one has not.
+  __device__ __forceinline__ void load_bias(int work_tile, uint32_t s_target) const {
+    if (work_tile < work_tiles_.count) {
       __syncwarp();
-      const DbiasTile tile = works_.tile(work);
+      const DbiasTile tile = work_tiles_.tile(work_tile);
       Sequence sequence(p_, tile.batch, tile.head);
       sequence.seqlen_q = static_cast<int>(p_.seqlen_q);
       sequence.seqlen_k = static_cast<int>(p_.seqlen_k);
@@ -104,17 +104,17 @@ class BiasGroup {
     return found;
   }
 
-  /// The sum of a work.
+  /// The sum of a work tile.
   __device__ __forceinline__ void add_up() {
     for_each_score(sum_, [](float& x, int, int, int) { x = 0.0f; });
     const bool plain = bias_is_finite() && p_.softcap == 0.0 && !p_.alibi_slopes;
 #pragma unroll 1
     while (true) {
-      wait_for(state_.step_full[step_at_.stage()], step_at_.parity());
-      const BiasStep& step = state_.steps[step_at_.stage()];
-      const bool ends = step.ends_work;
+      wait_for(storage_.step_full[step_at_.stage()], step_at_.parity());
+      const BiasStep& step = storage_.steps[step_at_.stage()];
+      const bool ends = step.ends_work_tiles;
       if (!ends) add(step, plain && step.all_visible);
-      arrive_as_warp(state_.step_empty[step_at_.stage()], lane_);
+      arrive_as_warp(storage_.step_empty[step_at_.stage()], lane_);
       step_at_.advance();
       if (ends) return;
     }
@@ -134,16 +134,16 @@ class BiasGroup {
       ptx::wgmma_wait<1>();
       release(first);
     }
-    for_each_score(s, [](float& x, int, int, int) { ptx::pin(x); });
+    for_each_score(s, [](float& x, int, int, int) { ptx::fence_operand(x); });
     if (plain) {
-      make_plain_weights(s);
+      compute_plain_p(s);
     } else {
-      make_weights(s, step);
+      compute_p(s, step);
     }
     ptx::wgmma_wait<0>();
-    for_each_score(dp, [](float& x, int, int, int) { ptx::pin(x); });
+    for_each_score(dp, [](float& x, int, int, int) { ptx::fence_operand(x); });
     release(second);
-    const float* const s_delta = state_.delta[step_at_.stage()] + first_row_ + lane_ / 4;
+    const float* const s_delta = storage_.delta[step_at_.stage()] + first_row_ + lane_ / 4;
     const float delta[2] = {s_delta[0], s_delta[8]};
     if (plain) {
       for_each_score(s, [&](float& x, int m, int n, int e) {
@@ -162,7 +162,7 @@ class BiasGroup {
     using Product = ptx::Wgmma<Element, Config::kKeys>;
 #pragma unroll
     for (int slab = 0; slab < Config::kSlabs; ++slab) {
-      wait_for(state_.slab_full[slab_at_.stage()], slab_at_.parity());
+      wait_for(storage_.slab_full[slab_at_.stage()], slab_at_.parity());
       const uint32_t offset = slab_at_.stage() * (Config::kStageBytes / 16);
       const uint32_t row = rows_ + offset, key = keys_ + offset;
       if (slab == 0) {
@@ -182,19 +182,19 @@ class BiasGroup {
   __device__ __forceinline__ void release(RingCount<Config::kStages> at) const {
 #pragma unroll
     for (int slab = 0; slab < Config::kSlabs; ++slab) {
-      arrive_as_warp(state_.slab_empty[at.stage()], lane_);
+      arrive_as_warp(storage_.slab_empty[at.stage()], lane_);
       at.advance();
     }
   }
 
   __device__ __forceinline__ void load_lse(float (&lse)[2]) const {
-    const float* const s_lse = state_.lse[step_at_.stage()] + first_row_ + lane_ / 4;
+    const float* const s_lse = storage_.lse[step_at_.stage()] + first_row_ + lane_ / 4;
     lse[0] = s_lse[0];
     lse[1] = s_lse[8];
   }
 
   /// P in place of Q K^T, where nothing but a bias without -inf is added to scores.
-  __device__ __forceinline__ void make_plain_weights(Fragment& s) const {
+  __device__ __forceinline__ void compute_plain_p(Fragment& s) const {
     const float scale = static_cast<float>(p_.softmax_scale) * kLog2E;
     float lse[2];
     load_lse(lse);
@@ -206,7 +206,7 @@ class BiasGroup {
     for_each_score(s, [](float& x, int, int, int) { x = ptx::exp2_approx(x); });
   }
 
-  __device__ __forceinline__ void make_weights(Fragment& s, const BiasStep& step) const {
+  __device__ __forceinline__ void compute_p(Fragment& s, const BiasStep& step) const {
     const Sequence sequence(p_, step.batch, step.head);
     const auto at = TileCoordinates<false>::of_lane(step.first_query + first_row_, step.first_key, ptx::reread(lane_));
     const ScoreRules<Element> rules(p_, sequence);
@@ -225,14 +225,14 @@ class BiasGroup {
   }
 
   /// To dbias, or to the share of a chunk.
-  __device__ __forceinline__ void store(int work) {
-    const DbiasTile tile = works_.tile(work);
+  __device__ __forceinline__ void store(int work_tile) {
+    const DbiasTile tile = work_tiles_.tile(work_tile);
     const int64_t keys = p_.seqlen_k, rows = p_.dbias.row_stride == 0 ? 1 : p_.seqlen_q;
     ScoreView target = p_.dbias;
-    if (works_.shares) {
-      const BiasTiles& tiles = works_.tiles;
-      const int64_t share = works_.chunk(work);
-      target = {works_.shares + share * tiles.batches * tiles.heads * rows * keys,
+    if (work_tiles_.shares) {
+      const BiasTiles& tiles = work_tiles_.tiles;
+      const int64_t share = work_tiles_.chunk(work_tile);
+      target = {work_tiles_.shares + share * tiles.batches * tiles.heads * rows * keys,
                 DType::kFloat32,
                 tiles.heads * rows * keys,
                 rows * keys,
@@ -261,7 +261,7 @@ class BiasGroup {
     }
   }
 
-  /// The sums over all rows of the block. By all warps that compute.
+  /// The sums over all rows of the CTA. By all warps that compute.
   __device__ __forceinline__ void store_columns(float* g_columns, int num_keys) {
     constexpr int kBarrier = 1;
     const int warp = first_row_ / 16;
@@ -272,14 +272,14 @@ class BiasGroup {
         float x = sum_[0][n][c] + sum_[0][n][2 + c];
 #pragma unroll
         for (int lanes = 16; lanes >= 4; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
-        if (lane_ < 4) state_.columns[warp][8 * n + 2 * lane_ + c] = x;
+        if (lane_ < 4) storage_.columns[warp][8 * n + 2 * lane_ + c] = x;
       }
     ptx::barrier_sync<kBarrier, kComputing>();
     const int column = warp * 32 + lane_;
     if (column < num_keys) {
       float sum = 0.0f;
 #pragma unroll
-      for (int k = 0; k < Config::kWarps; ++k) sum += state_.columns[k][column];
+      for (int k = 0; k < Config::kWarps; ++k) sum += storage_.columns[k][column];
       g_columns[column] = sum;
     }
     ptx::barrier_sync<kBarrier, kComputing>();  // the sums have been read
@@ -323,9 +323,9 @@ class BiasGroup {
   }
 
   const BackwardParams& p_;
-  const BiasWorks& works_;
-  State& state_;
-  const int lane_, first_row_;  // first_row_: of the warp in the block's rows
+  const BiasWorkTiles& work_tiles_;
+  Storage& storage_;
+  const int lane_, first_row_;  // first_row_: of the warp in the CTA's rows
   uint32_t s_bias_;             // of the warp's part of what is in use
   const uint32_t rows_, keys_;  // lower halves of descriptors
   RingCount<Config::kStages> slab_at_;

@@ -2,17 +2,17 @@
 //
 //   dS = P * (dP - delta)    P = 2^(S - lse),  S = Q K^T,  dP = dO V^T,  delta: common/bias_gradient/row_terms.cuh
 //
-// A block owns a tile of dbias, 128 queries x 128 keys, and recomputes dS of all tiles of scores that fall on it, its
-// summands, in a fixed order. Blocks go through works: tiles, or, where there are few, chunks of their sums, which are
-// added up afterwards.
+// A CTA owns a tile of dbias, 128 queries x 128 keys, and recomputes dS of all tiles of scores that fall on it, its
+// score tiles, in a fixed order. CTAs go through work tiles: tiles, or, where there are few, chunks of their sums,
+// which are added up afterwards.
 //
 // Warpgroups 1 and 2 compute, 64 queries each: sum, S and dP in registers; P is made while dP is multiplied. Of
 // warpgroup 0,
-//   warp 0 brings slabs of 64 columns through TMA: of each summand those of Q and K, then of dO and V;
-//   warps 1 to 3 find the summands of which some pair is visible, and their rows' terms, every third each.
-// The bias of a tile is the same for all summands; each computing warp copies its own part, a tile ahead.
+//   warp 0 loads slabs of 64 columns through TMA: of each score tile those of Q and K, then of dO and V;
+//   warps 1 to 3 find the score tiles of which some pair is visible, and their rows' terms, every third each.
+// The bias of a tile is the same for all score tiles; each computing warp copies its own part, a tile ahead.
 //
-//   step_full, step_empty     a slot holds a summand, or the end of a work; all warps have read it
+//   step_full, step_empty     a slot holds a score tile, or the end of a work tile; all warps have read it
 //   slab_full, slab_empty     a stage holds slabs; the computing warps have multiplied them
 #pragma once
 
@@ -30,36 +30,37 @@ namespace flash_ext::sm90 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     bias_gradient_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasMaps maps,
-                         const __grid_constant__ BiasWorks works, const float* delta) {
+                         const __grid_constant__ BiasWorkTiles work_tiles, const float* delta) {
   extern __shared__ __align__(1024) char shared[];
-  auto& state = *reinterpret_cast<BiasState<Config>*>(shared + Config::kSlabsBytes);
+  auto& storage = *reinterpret_cast<BiasStorage<Config>*>(shared + Config::kSlabsBytes);
   const uint32_t s_slabs = ptx::shared_address(shared);
-  const uint32_t s_bias = s_slabs + Config::kSlabsBytes + BiasState<Config>::bytes();
+  const uint32_t s_bias = s_slabs + Config::kSlabsBytes + BiasStorage<Config>::bytes();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
-  if (threadIdx.x == 0) state.init();
+  if (threadIdx.x == 0) storage.init();
   __syncthreads();
-  if (warp < kGroupWarps) {
-    ptx::give_up_registers<Config::kLoaderRegisters>();
-    BiasLoader<Config> loader(p, maps, works, state, s_slabs, lane);
-    if (warp == 0) loader.load_slabs();
-    if (warp > 0) loader.find_steps(delta, static_cast<uint32_t>(warp - 1));
+  if (warp < kWarpgroupWarps) {
+    ptx::release_registers<Config::kProducerRegisters>();
+    BiasProducer<Config> producer(p, maps, work_tiles, storage, s_slabs, lane);
+    if (warp == 0) producer.load_slabs();
+    if (warp > 0) producer.find_steps(delta, static_cast<uint32_t>(warp - 1));
   } else {
-    ptx::take_registers<Config::kRegisters>();
-    BiasGroup<Config>(p, works, state, s_slabs, s_bias, warp - kGroupWarps, lane).run();
+    ptx::acquire_registers<Config::kRegisters>();
+    BiasConsumer<Config>(p, work_tiles, storage, s_slabs, s_bias, warp - kWarpgroupWarps, lane).run();
   }
 }
 
 /// dbias from the shares of chunks. A thread per element.
 static __global__ void __launch_bounds__(256)
-    bias_shares_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasWorks works, int shares) {
+    bias_shares_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasWorkTiles work_tiles,
+                       int shares) {
   const ScoreView& d = p.dbias;
   const int64_t keys = p.seqlen_k, rows = d.row_stride == 0 ? 1 : p.seqlen_q;
-  const int64_t total = works.tiles.batches * works.tiles.heads * rows * keys;
+  const int64_t total = work_tiles.tiles.batches * work_tiles.tiles.heads * rows * keys;
   for (int64_t n = int64_t{blockIdx.x} * 256 + threadIdx.x; n < total; n += int64_t{gridDim.x} * 256) {
     float sum = 0.0f;
-    for (int share = 0; share < shares; ++share) sum += works.shares[share * total + n];
+    for (int share = 0; share < shares; ++share) sum += work_tiles.shares[share * total + n];
     const int64_t row = n / keys, head = row / rows;
-    const int64_t at = head / works.tiles.heads * d.batch_stride + head % works.tiles.heads * d.head_stride +
+    const int64_t at = head / work_tiles.tiles.heads * d.batch_stride + head % work_tiles.tiles.heads * d.head_stride +
                        row % rows * d.row_stride + n % keys;
     switch (d.dtype) {
       case DType::kFloat16:
@@ -77,8 +78,8 @@ static __global__ void __launch_bounds__(256)
 template <class Element>
 inline BiasTiles bias_tiles(const BackwardParams& p) {
   using Config = BiasConfig<Element, 64>;
-  constexpr int64_t kWantedWorks = 528;  // four for each SM
-  return {p, Config::kRows, Config::kKeys, kWantedWorks};
+  constexpr int64_t kWantedWorkTiles = 528;  // four for each SM
+  return {p, Config::kRows, Config::kKeys, kWantedWorkTiles};
 }
 
 /// Memory beside the tensors.
@@ -105,24 +106,24 @@ void run_bias_gradient(const BackwardParams& p, void* memory, cudaStream_t strea
   const BiasTiles tiles = bias_tiles<Element>(p);
   const BiasMemory workspace(p, tiles, memory);
   launch_bias_row_terms<Element>(p, workspace.delta, stream);
-  BiasWorks works{tiles, workspace.shares, 0, static_cast<int>(grid_size(tiles.count() * tiles.chunks))};
-  if (works.count == 0) return;
+  BiasWorkTiles work_tiles{tiles, workspace.shares, 0, static_cast<int>(grid_size(tiles.count() * tiles.chunks))};
+  if (work_tiles.count == 0) return;
 
-  constexpr int64_t kFixedBytes = Config::kSlabsBytes + BiasState<Config>::bytes();
+  constexpr int64_t kFixedBytes = Config::kSlabsBytes + BiasStorage<Config>::bytes();
   const int64_t bias_bytes = Config::kWarps * Config::Bias::bytes(p.bias);
-  works.buffers = kFixedBytes + 2 * bias_bytes <= shared_bytes_per_block() ? 2 : 1;
+  work_tiles.buffers = kFixedBytes + 2 * bias_bytes <= shared_bytes_per_block() ? 2 : 1;
   const BiasMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, Config::kRows),
                          encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kKeys),
                          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kKeys),
                          encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, Config::kRows)};
-  const int64_t blocks = std::min<int64_t>(works.count, device_attribute(cudaDevAttrMultiProcessorCount));
+  const int64_t blocks = std::min<int64_t>(work_tiles.count, device_attribute(cudaDevAttrMultiProcessorCount));
   const LaunchShape shape{grid_of(blocks), dim3(Config::kThreads),
-                          static_cast<size_t>(kFixedBytes + works.buffers * bias_bytes)};
-  launch("sm90/bias_gradient", bias_gradient_kernel<Config>, shape, stream, p, maps, works, workspace.delta);
+                          static_cast<size_t>(kFixedBytes + work_tiles.buffers * bias_bytes)};
+  launch("sm90/bias_gradient", bias_gradient_kernel<Config>, shape, stream, p, maps, work_tiles, workspace.delta);
   if (workspace.shares) {
     const int64_t rows = p.dbias.row_stride == 0 ? 1 : p.seqlen_q;
     const int64_t blocks = (int64_t{tiles.batches} * tiles.heads * rows * p.seqlen_k + 255) / 256;
-    launch("sm90/bias_gradient", bias_shares_kernel, {grid_of(blocks), dim3(256)}, stream, p, works,
+    launch("sm90/bias_gradient", bias_shares_kernel, {grid_of(blocks), dim3(256)}, stream, p, work_tiles,
            workspace.num_shares);
   }
 }

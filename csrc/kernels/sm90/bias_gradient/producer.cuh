@@ -1,4 +1,4 @@
-// The warps that bring summands to those that compute: three find them and their rows' terms, one loads slabs.
+// The warps that load score_tiles to those that compute: three find them and their rows' terms, one loads slabs.
 #pragma once
 
 #include <new>
@@ -14,32 +14,32 @@ struct BiasMaps {
 };
 
 template <class Config>
-class BiasLoader {
+class BiasProducer {
  public:
-  using State = BiasState<Config>;
+  using Storage = BiasStorage<Config>;
 
-  __device__ __forceinline__ BiasLoader(const BackwardParams& p, const BiasMaps& maps, const BiasWorks& works,
-                                        State& state, uint32_t s_slabs, int lane)
-      : p_(p), maps_(maps), works_(works), state_(state), s_slabs_(s_slabs), lane_(lane) {}
+  __device__ __forceinline__ BiasProducer(const BackwardParams& p, const BiasMaps& maps,
+                                          const BiasWorkTiles& work_tiles, Storage& storage, uint32_t s_slabs, int lane)
+      : p_(p), maps_(maps), work_tiles_(work_tiles), storage_(storage), s_slabs_(s_slabs), lane_(lane) {}
 
   /// By warp `finder` of kFinders.
   __device__ __forceinline__ void find_steps(const float* delta, uint32_t finder) {
     RingCount<Config::kSlots> at;
-    for (int work = blockIdx.x; work < works_.count; work += gridDim.x) {
-      const BiasTiles& tiles = works_.tiles;
-      const uint32_t chunk = works_.chunk(work);
+    for (int work_tile = blockIdx.x; work_tile < work_tiles_.count; work_tile += gridDim.x) {
+      const BiasTiles& tiles = work_tiles_.tiles;
+      const uint32_t chunk = work_tiles_.chunk(work_tile);
       // In shared memory: a finder has few registers.
-      Summands& summands = *reinterpret_cast<Summands*>(state_.summands[finder]);
-      if (lane_ == 0) new (&summands) Summands(p_, tiles, works_.tile(work), chunk);
+      ScoreTiles& score_tiles = *reinterpret_cast<ScoreTiles*>(storage_.score_tiles[finder]);
+      if (lane_ == 0) new (&score_tiles) ScoreTiles(p_, tiles, work_tiles_.tile(work_tile), chunk);
       __syncwarp();
-      while (summands.any()) {
-        if (is_visible(summands)) add(at, finder, [&] { fill_slot(at.stage(), summands, delta); });
+      while (score_tiles.any()) {
+        if (is_visible(score_tiles)) add(at, finder, [&] { fill_slot(at.stage(), score_tiles, delta); });
         __syncwarp();
-        if (lane_ == 0) summands.next(p_, tiles, chunk);
+        if (lane_ == 0) score_tiles.next(p_, tiles, chunk);
         __syncwarp();
       }
       add(at, finder, [&] {
-        if (lane_ == 0) state_.steps[at.stage()].ends_work = true;
+        if (lane_ == 0) storage_.steps[at.stage()].ends_work_tiles = true;
       });
     }
   }
@@ -48,19 +48,19 @@ class BiasLoader {
   __device__ __forceinline__ void load_slabs() {
     RingCount<Config::kSlots> at;
     RingCount<Config::kStages> stage;
-    for (int work = blockIdx.x; work < works_.count; work += gridDim.x) {
+    for (int work_tile = blockIdx.x; work_tile < work_tiles_.count; work_tile += gridDim.x) {
       while (true) {
-        wait_for(state_.step_full[at.stage()], at.parity());
-        const BiasStep step = state_.steps[at.stage()];
-        const bool ends_work = step.ends_work;
-        if (!ends_work) {
+        wait_for(storage_.step_full[at.stage()], at.parity());
+        const BiasStep step = storage_.steps[at.stage()];
+        const bool ends_work_tiles = step.ends_work_tiles;
+        if (!ends_work_tiles) {
           for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.q, maps_.k, step, slab);
           for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.grad_out, maps_.v, step, slab);
         }
         // An arrival waits for no loads under way: the slot is free once they have been used.
-        arrive_as_warp(state_.step_empty[at.stage()], lane_);
+        arrive_as_warp(storage_.step_empty[at.stage()], lane_);
         at.advance();
-        if (ends_work) break;
+        if (ends_work_tiles) break;
       }
     }
   }
@@ -70,31 +70,32 @@ class BiasLoader {
   template <class Fill>
   __device__ __forceinline__ void add(RingCount<Config::kSlots>& at, uint32_t finder, Fill fill) const {
     if (at.count % Config::kFinders == finder) {
-      wait_for(state_.step_empty[at.stage()], at.parity() ^ 1);
+      wait_for(storage_.step_empty[at.stage()], at.parity() ^ 1);
       fill();
-      arrive_as_warp(state_.step_full[at.stage()], lane_);
+      arrive_as_warp(storage_.step_full[at.stage()], lane_);
     }
     at.advance();
   }
 
   /// Whether some pair is.
-  __device__ __forceinline__ bool is_visible(const Summands& summands) const {
-    const Sequence sequence(p_, summands.entry(), summands.head_q());
-    const int first_query = summands.query_tile() * Config::kRows, first_key = summands.key_tile() * Config::kKeys;
+  __device__ __forceinline__ bool is_visible(const ScoreTiles& score_tiles) const {
+    const Sequence sequence(p_, score_tiles.entry(), score_tiles.head_q());
+    const int first_query = score_tiles.query_tile() * Config::kRows,
+              first_key = score_tiles.key_tile() * Config::kKeys;
     const Interval keys = visible_keys(first_query, min(first_query + Config::kRows, sequence.seqlen_q),
                                        sequence.seqlen_k, sequence.window());
     return first_key < keys.end && first_key + Config::kKeys > keys.begin;
   }
 
-  __device__ __forceinline__ void fill_slot(uint32_t slot, const Summands& summands, const float* delta) const {
+  __device__ __forceinline__ void fill_slot(uint32_t slot, const ScoreTiles& score_tiles, const float* delta) const {
     constexpr int kRows = Config::kRows, kKeys = Config::kKeys;
-    const Sequence sequence(p_, summands.entry(), summands.head_q());
-    const int first_query = summands.query_tile() * kRows, first_key = summands.key_tile() * kKeys;
+    const Sequence sequence(p_, score_tiles.entry(), score_tiles.head_q());
+    const int first_query = score_tiles.query_tile() * kRows, first_key = score_tiles.key_tile() * kKeys;
     const Interval every =
         common_keys(first_query, min(first_query + kRows, sequence.seqlen_q), sequence.seqlen_k, sequence.window());
     if (lane_ == 0) {
-      BiasStep& step = state_.steps[slot];
-      step.ends_work = false;
+      BiasStep& step = storage_.steps[slot];
+      step.ends_work_tiles = false;
       step.all_visible =
           first_query + kRows <= sequence.seqlen_q && every.begin <= first_key && first_key + kKeys <= every.end;
       step.batch = sequence.batch;
@@ -113,17 +114,17 @@ class BiasLoader {
     for (int row = lane_; row < kRows; row += 32) {
       const int i = first_query + row;
       const bool there = i < sequence.seqlen_q;
-      state_.lse[slot][row] = there ? g_lse[i] : -INFINITY;
-      state_.delta[slot][row] = there ? g_delta[i] : 0.0f;
+      storage_.lse[slot][row] = there ? g_lse[i] : -INFINITY;
+      storage_.delta[slot][row] = there ? g_delta[i] : 0.0f;
     }
   }
 
   /// A slab of Q and of K, or of dO and of V.
   __device__ __forceinline__ void load_pair(RingCount<Config::kStages>& at, const CUtensorMap& row_map,
                                             const CUtensorMap& key_map, const BiasStep& step, int slab) const {
-    wait_for(state_.slab_empty[at.stage()], at.parity() ^ 1);
+    wait_for(storage_.slab_empty[at.stage()], at.parity() ^ 1);
     if (lane_ == 0) {
-      const uint32_t s_full = address(state_.slab_full[at.stage()]);
+      const uint32_t s_full = address(storage_.slab_full[at.stage()]);
       const uint32_t s_rows = s_slabs_ + at.stage() * Config::kStageBytes;
       const int column = slab * kPanelColumns;
       ptx::mbarrier_arrive_expect(s_full, Config::kStageBytes);
@@ -136,8 +137,8 @@ class BiasLoader {
 
   const BackwardParams& p_;
   const BiasMaps& maps_;
-  const BiasWorks& works_;
-  State& state_;
+  const BiasWorkTiles& work_tiles_;
+  Storage& storage_;
   const uint32_t s_slabs_;
   const int lane_;
 };

@@ -3,6 +3,6 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kMostBiasHeadDim = 128;  // beyond it registers do not hold the addresses of so many slabs
+constexpr int kMaxBiasHeadDim = 128;  // beyond it registers do not hold the addresses of so many slabs
 
 }  // namespace flash_ext::sm90

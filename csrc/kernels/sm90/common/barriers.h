@@ -1,4 +1,4 @@
-// Barriers of ptx/mbarrier.h as members of what a block keeps in shared memory.
+// Barriers of ptx/mbarrier.h as members of what a CTA keeps in shared memory.
 #pragma once
 
 #include <cstdint>

@@ -41,13 +41,13 @@ void with_forward_head_dims(const AttentionParams& p, Run run) {
 }
 
 /// Whether the forward's variant with options serves a call.
-inline bool is_general(const AttentionParams& p) {
+inline bool has_forward_options(const AttentionParams& p) {
   return p.bias.data || p.mask.data || p.blocks.offsets || dropout_threshold(p.dropout.p) > 0;
 }
 
 /// Calls run(Element(), HeadDim<n>()) for that class.
 template <class Run>
-void with_general_types(const AttentionParams& p, Run run) {
+void with_forward_options_types(const AttentionParams& p, Run run) {
   const int head_dim = forward_head_dims(p.head_dim, p.head_dim_v, true).qk;
   with_element(p, [&](auto element) {
     if (head_dim == 64) return run(element, HeadDim<64>());

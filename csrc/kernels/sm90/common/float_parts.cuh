@@ -18,7 +18,7 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kParts = 3;
+constexpr int kFloatParts = 3;
 
 /// A product is the sum of those of these parts, the smallest ones first. Tensor cores round towards zero whatever they
 /// add to: the last product alone is added to what is large.
@@ -32,7 +32,7 @@ struct Piece {
   static_assert(kSide == 64 || kSide == 32, "the rows that swizzles are made for");
   static constexpr int kRowBytes = 2 * kSide;
   static constexpr int kPartBytes = kSide * kRowBytes;
-  static constexpr int kBytes = kParts * kPartBytes;
+  static constexpr int kBytes = kFloatParts * kPartBytes;
 };
 
 /// 64 rows of 64 columns: a part is a panel (matrix_descriptor.h).
@@ -63,7 +63,7 @@ template <int kSide>
 using DescriptorOfPiece = std::conditional_t<kSide == kPieceRows, PieceDescriptor, SmallPieceDescriptor>;
 
 /// Parts of two floats, `x` in the low half. Of Inf and NaN, part 0 may be any of them; part 1 is NaN.
-__device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts]) {
+__device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kFloatParts]) {
   const uint32_t x_bits = __float_as_uint(x), y_bits = __float_as_uint(y);
   parts[0] = __byte_perm(x_bits, y_bits, 0x7632);
   x -= __uint_as_float(x_bits & 0xFFFF0000u);
@@ -74,10 +74,10 @@ __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts
 }
 
 /// Eight columns of a row.
-struct FloatOctet {
+struct Float8 {
   float4 low, high;
 
-  __device__ __forceinline__ static FloatOctet load(const float* g_source, bool valid) {
+  __device__ __forceinline__ static Float8 load(const float* g_source, bool valid) {
     const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const auto* const g_quads = reinterpret_cast<const float4*>(g_source);
     return {valid ? __ldg(g_quads) : zero, valid ? __ldg(g_quads + 1) : zero};
@@ -89,12 +89,12 @@ struct FloatOctet {
 template <int kSide>
 struct ThreadOfPiece {
   static constexpr int kThreadsOfRow = kSide / 8;
-  static constexpr int kRowStep = kGroupThreads / kThreadsOfRow;
-  static constexpr int kOctets = kSide / kRowStep;
+  static constexpr int kRowStep = kWarpgroupThreads / kThreadsOfRow;
+  static constexpr int kFloat8s = kSide / kRowStep;
   static constexpr int kRowBytes = Piece<kSide>::kRowBytes;
   static constexpr int kPartBytes = Piece<kSide>::kPartBytes;
 
-  int row, column;   // of the first octet
+  int row, column;   // of the first group of 8 floats
   uint32_t address;  // of it, within a part
 
   __device__ __forceinline__ explicit ThreadOfPiece(int thread)
@@ -105,13 +105,13 @@ struct ThreadOfPiece {
   /// Of the swizzle, which takes bits 7 and up of an address.
   __device__ __forceinline__ static int exchange(int row) { return row / (kPanelRowBytes / kRowBytes) % kThreadsOfRow; }
 
-  __device__ __forceinline__ char* place(char* s_piece, int octet) const {
-    return s_piece + address + octet * kRowStep * kRowBytes;
+  __device__ __forceinline__ char* address_of(char* s_piece, int float8_index) const {
+    return s_piece + address + float8_index * kRowStep * kRowBytes;
   }
 
   /// Writes the parts. NaN in `trace` if there is Inf or NaN.
-  __device__ __forceinline__ void store(char* s_piece, int octet, const FloatOctet& x, __nv_bfloat162& trace) const {
-    uint32_t words[4][kParts];
+  __device__ __forceinline__ void store(char* s_piece, int float8_index, const Float8& x, __nv_bfloat162& trace) const {
+    uint32_t words[4][kFloatParts];
     split(x.low.x, x.low.y, words[0]);
     split(x.low.z, x.low.w, words[1]);
     split(x.high.x, x.high.y, words[2]);
@@ -119,19 +119,19 @@ struct ThreadOfPiece {
 #pragma unroll
     for (int k = 0; k < 4; ++k) trace = __hmax2_nan(trace, reinterpret_cast<const __nv_bfloat162&>(words[k][1]));
 #pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      *reinterpret_cast<uint4*>(place(s_piece, octet) + part * kPartBytes) =
+    for (int part = 0; part < kFloatParts; ++part)
+      *reinterpret_cast<uint4*>(address_of(s_piece, float8_index) + part * kPartBytes) =
           uint4{words[0][part], words[1][part], words[2][part], words[3][part]};
   }
 
   /// Makes Inf and NaN among what the thread wrote 0.
-  __device__ __forceinline__ void take_out_non_finite(char* s_piece) const {
+  __device__ __forceinline__ void remove_non_finite(char* s_piece) const {
 #pragma unroll 1
-    for (int word = 0; word < 4 * kOctets; ++word) {
-      char* const s_word = place(s_piece, word / 4) + word % 4 * 4;
+    for (int word = 0; word < 4 * kFloat8s; ++word) {
+      char* const s_word = address_of(s_piece, word / 4) + word % 4 * 4;
       const auto part = [&](int k) -> uint32_t& { return *reinterpret_cast<uint32_t*>(s_word + k * kPartBytes); };
       const uint32_t finite = ~((NonFinite<__nv_bfloat16>::in_word(part(1)) >> 15) * 0xFFFFu);
-      for (int k = 0; k < kParts; ++k) part(k) &= finite;
+      for (int k = 0; k < kFloatParts; ++k) part(k) &= finite;
     }
   }
 };

@@ -14,8 +14,8 @@ template <int kSide>
 struct FloatProductsOf {
   static constexpr int kSteps = kSide / 16;  // along a piece
   static constexpr int kEights = kSide / 8;
-  using Tile = float[kEights][4];               // 64 x kSide accumulators of a warpgroup
-  using Operand = uint32_t[kParts][kSteps][4];  // what was such a tile
+  using Tile = float[kEights][4];                    // 64 x kSide accumulators of a warpgroup
+  using Operand = uint32_t[kFloatParts][kSteps][4];  // what was such a tile
   using Descriptor = DescriptorOfPiece<kSide>;
 
   /// A B^T of two pieces, or of some columns of them: s gets the largest products, rest all others, and without kFirst
@@ -51,10 +51,10 @@ struct FloatProductsOf {
     float pairs[2 * kEights][4];  // a0 b1 + a1 b0, and beside it a0 b2 + a1 b1
     Tile last;                    // a2 b0
 
-    __device__ __forceinline__ void pin() {
-      FloatProductsOf::pin(largest);
-      FloatProductsOf::pin(pairs);
-      FloatProductsOf::pin(last);
+    __device__ __forceinline__ void fence_operand() {
+      FloatProductsOf::fence_operand(largest);
+      FloatProductsOf::fence_operand(pairs);
+      FloatProductsOf::fence_operand(last);
     }
     __device__ __forceinline__ void add_up(Tile& s) const {
 #pragma unroll
@@ -116,11 +116,11 @@ struct FloatProductsOf {
   }
 
   template <int kN>
-  __device__ __forceinline__ static void pin(float (&x)[kN][4]) {
+  __device__ __forceinline__ static void fence_operand(float (&x)[kN][4]) {
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::pin(x[n][e]);
+      for (int e = 0; e < 4; ++e) ptx::fence_operand(x[n][e]);
   }
 
   template <int kN>
@@ -146,10 +146,10 @@ struct FloatProductsOf {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float(&pair)[4] = x[2 * step + e / 2];
-        uint32_t parts[kParts];
+        uint32_t parts[kFloatParts];
         split(pair[e % 2 * 2], pair[e % 2 * 2 + 1], parts);
 #pragma unroll
-        for (int k = 0; k < kParts; ++k) a[k][step][e] = parts[k];
+        for (int k = 0; k < kFloatParts; ++k) a[k][step][e] = parts[k];
       }
   }
 };

@@ -7,7 +7,7 @@
 namespace flash_ext::sm90 {
 
 /// NaN made 0, and Inf a large number (NonFinite::bounded()).
-__device__ __forceinline__ FloatOctet bounded(FloatOctet x) {
+__device__ __forceinline__ Float8 bounded(Float8 x) {
   const auto bound = [](float& y) { y = __uint_as_float(NonFinite<float>::bounded(__float_as_uint(y))); };
   for (float4* const quad : {&x.low, &x.high}) bound(quad->x), bound(quad->y), bound(quad->z), bound(quad->w);
   return x;
@@ -22,16 +22,17 @@ __device__ __forceinline__ void load_pieces(char* pieces, const RowSource<Elemen
   __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);  // of no account here
 #pragma unroll 1
   for (int panel = 0; panel < kPanels; ++panel) {
-    FloatOctet x[PieceThread::kOctets];
+    Float8 x[PieceThread::kFloat8s];
     const int column = panel * kPanelColumns + at.column;
 #pragma unroll
-    for (int octet = 0; octet < PieceThread::kOctets; ++octet) {
-      const int row = first_row + at.row + octet * PieceThread::kRowStep;
-      x[octet] = FloatOctet::load(rows.row(row) + column, row < end_row && column < columns);
+    for (int float8_index = 0; float8_index < PieceThread::kFloat8s; ++float8_index) {
+      const int row = first_row + at.row + float8_index * PieceThread::kRowStep;
+      x[float8_index] = Float8::load(rows.row(row) + column, row < end_row && column < columns);
     }
 #pragma unroll
-    for (int octet = 0; octet < PieceThread::kOctets; ++octet)
-      at.store(pieces + panel * kPieceBytes, octet, kBounded ? bounded(x[octet]) : x[octet], trace);
+    for (int float8_index = 0; float8_index < PieceThread::kFloat8s; ++float8_index)
+      at.store(pieces + panel * kPieceBytes, float8_index, kBounded ? bounded(x[float8_index]) : x[float8_index],
+               trace);
   }
 }
 

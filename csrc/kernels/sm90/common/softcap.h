@@ -56,16 +56,16 @@ struct SoftcapPolynomial {
 /// The same for |x| <= 1/5: tanh(x) = x P(x^2), P of degree 1 and of least relative error, 2.6e-5. With
 /// w = s^2 + shift, which is below 0 in that range alone, s (constant + linear w) is cap * tanh(s * scale): three
 /// instructions a score, and the check that it serves is one for two signs.
-struct SoftcapNearZero {
+struct SoftcapSmallScores {
   static constexpr double kRange = 0.2;  // of x
 
   float shift = 0.0f;  // minus the square of the largest score; 0: it serves none
   float constant = 0.0f, linear = 0.0f;
 
-  SoftcapNearZero() = default;
+  SoftcapSmallScores() = default;
 
   /// As SoftcapPolynomial's. For numbers whose powers leave the range of a float it serves none.
-  SoftcapNearZero(double scale, double cap) {
+  SoftcapSmallScores(double scale, double cap) {
     constexpr double kEnd = kRange * kRange, kConstant = 0.9999738, kLinear = -0.32807637;  // of x^2, and of P
     constexpr double kLeast = 0x1p-100, kMost = 0x1p100;
     const auto has_room = [](double x) { return x > kLeast && x < kMost; };

@@ -1,4 +1,4 @@
-// From scores to weights: 2^(x - reference) in their place, and the sums of this thread's share of the rows.
+// From scores to weights: 2^(x - stabiliser) in their place, and the sums of this thread's share of the rows.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -10,7 +10,7 @@ namespace flash_ext::sm90 {
 struct ScoreTerms {
   float scale, cap;  // of ScoreRules
   SoftcapPolynomial softcap;
-  SoftcapNearZero near_zero;
+  SoftcapSmallScores small_scores;
 
   explicit ScoreTerms(const AttentionParams& p)
       : scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
@@ -18,19 +18,19 @@ struct ScoreTerms {
         cap(static_cast<float>(p.softcap) * kLog2E),
         softcap(p.softcap > 0.0 ? SoftcapPolynomial(p.softmax_scale / p.softcap, p.softcap * kLog2E)
                                 : SoftcapPolynomial()),
-        near_zero(p.softcap > 0.0 ? SoftcapNearZero(p.softmax_scale / p.softcap, p.softcap * kLog2E)
-                                  : SoftcapNearZero()) {}
+        small_scores(p.softcap > 0.0 ? SoftcapSmallScores(p.softmax_scale / p.softcap, p.softcap * kLog2E)
+                                     : SoftcapSmallScores()) {}
 };
 
-/// Of base-2 scores divided by `scale`. With kPlain, a row without a reference, whose scores were -inf until now, gets
-/// a sum that look_for_failure() notices. kRounds: the scaled score is rounded, as the reference was. Else the rounding
-/// of a reference beyond 2^30 or so is an exponent of its own, and overflows.
+/// Of base-2 scores divided by `scale`. With kPlain, a row without a stabiliser, whose scores were -inf until now, gets
+/// a sum that look_for_failure() notices. kRounds: the scaled score is rounded, as the stabiliser was. Else the
+/// rounding of a stabiliser beyond 2^30 or so is an exponent of its own, and overflows.
 template <bool kPlain, bool kRounds = false, int kN>
-__device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&reference)[2],
+__device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&stabiliser)[2],
                                              float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float shift = !kPlain && reference[r] == -INFINITY ? 0.0f : reference[r];
+    const float shift = !kPlain && stabiliser[r] == -INFINITY ? 0.0f : stabiliser[r];
     sum[r] = 0.0f;
 #pragma unroll
     for (int n = 0; n < kN; ++n)
@@ -44,7 +44,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, 
   }
 }
 
-/// Of products, to each of which, scaled, added(n, e) is added: base 2, with the reference taken off.
+/// Of products, to each of which, scaled, added(n, e) is added: base 2, with the stabiliser taken off.
 template <int kN, class F>
 __device__ __forceinline__ void exponentiate_with(float (&s)[1][kN][4], float scale, float (&sum)[2], F added) {
   sum[0] = sum[1] = 0.0f;
@@ -82,11 +82,11 @@ enum class Cap { kNone, kPolynomial, kTanh };
 template <Cap kCap, bool kAlibi, class Element, int kN>
 __device__ __forceinline__ void exponentiate_by_rules(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
                                                       const SoftcapPolynomial& softcap, const AlibiLine& line,
-                                                      const float (&reference)[2], float (&sum)[2]) {
+                                                      const float (&stabiliser)[2], float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float first =
-        kAlibi ? fmaf(line.slope, static_cast<float>(line.distance - 8 * r), -reference[r]) : -reference[r];
+        kAlibi ? fmaf(line.slope, static_cast<float>(line.distance - 8 * r), -stabiliser[r]) : -stabiliser[r];
     sum[r] = 0.0f;
 #pragma unroll
     for (int n = 0; n < kN; ++n)
@@ -115,23 +115,23 @@ __device__ __forceinline__ void exponentiate_by_rules(float (&s)[1][kN][4], cons
 template <bool kPolynomial, class Element, int kN>
 __device__ __forceinline__ void exponentiate_beside_diagonal(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
                                                              const SoftcapPolynomial& softcap, const AlibiLine& line,
-                                                             const float (&reference)[2], float (&sum)[2]) {
+                                                             const float (&stabiliser)[2], float (&sum)[2]) {
   if (rules.cap == 0.0f) {
-    exponentiate_by_rules<Cap::kNone, true>(s, rules, softcap, line, reference, sum);
+    exponentiate_by_rules<Cap::kNone, true>(s, rules, softcap, line, stabiliser, sum);
   } else if (!kPolynomial || !softcap.serves(s)) {
-    exponentiate_by_rules<Cap::kTanh, true>(s, rules, softcap, line, reference, sum);
+    exponentiate_by_rules<Cap::kTanh, true>(s, rules, softcap, line, stabiliser, sum);
   } else if (line.slope != 0.0f) {
-    exponentiate_by_rules<Cap::kPolynomial, true>(s, rules, softcap, line, reference, sum);
+    exponentiate_by_rules<Cap::kPolynomial, true>(s, rules, softcap, line, stabiliser, sum);
   } else {
-    exponentiate_by_rules<Cap::kPolynomial, false>(s, rules, softcap, line, reference, sum);
+    exponentiate_by_rules<Cap::kPolynomial, false>(s, rules, softcap, line, stabiliser, sum);
   }
 }
 
 /// Of products that nothing but softcap goes before. Returns whether all of this thread's are in its range; else what
 /// is left in their place is of no use.
 template <int kN>
-__device__ __forceinline__ bool exponentiate_near_zero(float (&s)[1][kN][4], const SoftcapNearZero& softcap,
-                                                       const float (&reference)[2], float (&sum)[2]) {
+__device__ __forceinline__ bool exponentiate_small_scores(float (&s)[1][kN][4], const SoftcapSmallScores& softcap,
+                                                          const float (&stabiliser)[2], float (&sum)[2]) {
   int signs = -1;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ bool exponentiate_near_zero(float (&s)[1][kN][4], con
       for (int c = 0; c < 2; ++c) {
         float& x = s[0][n][2 * r + c];
         const float factor = softcap.factor(x, w[c]);
-        x = ptx::exp2_approx(fmaf(factor, x, -reference[r]));
+        x = ptx::exp2_approx(fmaf(factor, x, -stabiliser[r]));
         sum[r] += x;
       }
       signs &= __float_as_int(w[0]) & __float_as_int(w[1]);

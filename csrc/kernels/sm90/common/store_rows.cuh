@@ -24,14 +24,14 @@ __device__ __forceinline__ float trace_of_row(const float (&out)[kD][4], int r) 
 
 /// finish_row() without a sink, to a unit or two in the last place, and without branches. The sum is 0 or at least the
 /// least normal number.
-__device__ __forceinline__ RowEnd finish_row_approx(float reference, float sum) {
-  const bool none = sum == 0.0f, infinite = reference == INFINITY;
+__device__ __forceinline__ RowEnd finish_row_approx(float stabiliser, float sum) {
+  const bool none = sum == 0.0f, infinite = stabiliser == INFINITY;
   const float scale = infinite ? NAN : ptx::reciprocal_approx(sum);
-  const float lse = infinite ? INFINITY : (reference + ptx::log2_approx(sum)) * kLn2;
+  const float lse = infinite ? INFINITY : (stabiliser + ptx::log2_approx(sum)) * kLn2;
   return {none ? 0.0f : scale, none ? -INFINITY : lse};
 }
 
-/// To rows [first_row, + 16) of a tile of panels with kGroupRows rows. A lane names a row of one of four 8 x 8
+/// To rows [first_row, + 16) of a tile of panels with kWarpgroupRows rows. A lane names a row of one of four 8 x 8
 /// matrices: two of rows by two of columns.
 template <class Element, int kD>
 __device__ __forceinline__ void write_out_tile(uint32_t s_tile, const float (&out)[kD][4], const float (&scale)[2],
@@ -46,7 +46,7 @@ __device__ __forceinline__ void write_out_tile(uint32_t s_tile, const float (&ou
       w[k] =
           ptx::pack2<Element>(out[d + k / 2][k % 2 * 2] * scale[k % 2], out[d + k / 2][k % 2 * 2 + 1] * scale[k % 2]);
     const uint32_t piece = (d % 8 + right) ^ (row & 7);
-    ptx::stmatrix_x4(s_row + d / 8 * panel_bytes(kGroupRows) + piece * 16, w[0], w[1], w[2], w[3]);
+    ptx::stmatrix_x4(s_row + d / 8 * panel_bytes(kWarpgroupRows) + piece * 16, w[0], w[1], w[2], w[3]);
   }
 }
 

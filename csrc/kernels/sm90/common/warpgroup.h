@@ -3,8 +3,8 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kGroupThreads = 128;  // a warpgroup
-constexpr int kGroupWarps = 4;
-constexpr int kGroupRows = 64;  // of one wgmma
+constexpr int kWarpgroupThreads = 128;  // a warpgroup
+constexpr int kWarpgroupWarps = 4;
+constexpr int kWarpgroupRows = 64;  // of one wgmma
 
 }  // namespace flash_ext::sm90

@@ -1,6 +1,6 @@
 // A bias as TMA can read it: rows made of pieces of 16 bytes. One that is not is copied before the forward
 // runs; a dimension that is the same for all stays so, but for the keys: of those a copy has as many as one part of a
-// bias, which the loader takes for every tile.
+// bias, which the producer takes for every tile.
 #pragma once
 
 #include "kernels/common/score/bias_tile.cuh"

@@ -13,60 +13,63 @@
 
 namespace flash_ext::sm90 {
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, ForwardClass kClass, ForwardKeys kKeys = ForwardKeys::kMany>
+template <class Element_, int kHeadDim_, int kHeadDimV_, ForwardVariant kVariant,
+          ForwardKeys kKeys = ForwardKeys::kMany>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;    // of q and k
   static constexpr int kHeadDimV = kHeadDimV_;  // of v and out
-  static constexpr bool kOptions = kClass == ForwardClass::kOptions, kDrops = kClass == ForwardClass::kDropout;
-  static constexpr bool kOnlyBias = kClass == ForwardClass::kBias, kOnlyMask = kClass == ForwardClass::kMask;
-  static constexpr bool kGeneral = kClass == ForwardClass::kGeneral || kOnlyBias || kOnlyMask || kDrops;
-  // A work may have a part of the keys alone (split_kv.cuh). Others have no registers left for that at head_dim 256.
-  static constexpr bool kCuts = kClass == ForwardClass::kPlain;
+  static constexpr bool kScoreOptions = kVariant == ForwardVariant::kScoreOptions,
+                        kDrops = kVariant == ForwardVariant::kDropout;
+  static constexpr bool kOnlyBias = kVariant == ForwardVariant::kBias, kOnlyMask = kVariant == ForwardVariant::kMask;
+  static constexpr bool kGeneral = kVariant == ForwardVariant::kGeneral || kOnlyBias || kOnlyMask || kDrops;
+  // A work tile may have a part of the keys alone (split_kv.cuh). Others have no registers left for that at head_dim
+  // 256.
+  static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain;
   static constexpr ForwardShape kShape =
-      kGeneral ? general_shape({kHeadDim, kHeadDimV}, kClass) : forward_shape({kHeadDim, kHeadDimV}, kKeys);
+      kGeneral ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant) : forward_shape({kHeadDim, kHeadDimV}, kKeys);
   static constexpr int kGroups = kShape.groups;
-  static constexpr int kBlockM = kGroups * kGroupRows;
+  static constexpr int kBlockM = kGroups * kWarpgroupRows;
   static constexpr int kBlockN = kShape.block_n;
   static constexpr int kKeyStages = kShape.key_stages;
   static constexpr int kValueStages = kShape.value_stages;
   static constexpr int kRegisters = kShape.registers;
-  static constexpr int kLoaderRegisters = kShape.loader_registers;
-  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  static constexpr int kProducerRegisters = kShape.producer_registers;
+  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
   // Softcap without the unit that exponentials need. At 256 that has time for both, and the registers are taken.
   static constexpr bool kCapsByProducts = kHeadDim <= 192;
   // And by fewer of them while scores are small, for which K stays until the exponentials are done: in rings of three
   // or more.
-  static constexpr bool kCapsNearZero = kHeadDim <= 128;
+  static constexpr bool kSoftcapsSmallScores = kHeadDim <= 128;
   // Of work: loads run ahead of what is computed, by short sequences too. Where there is no room for so many, 2.
   static constexpr int kSlots = kGeneral && kHeadDim > 128 ? 2 : 4;
 
-  static constexpr int kQueryBytes = tile_bytes(kGroupRows, kHeadDim);  // of a warpgroup
-  static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);       // of a tile
+  static constexpr int kQueryBytes = tile_bytes(kWarpgroupRows, kHeadDim);  // of a warpgroup
+  static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);           // of a tile
   static constexpr int kValueBytes = tile_bytes(kBlockN, kHeadDimV);
-  static constexpr int kOutBytes = tile_bytes(kGroupRows, kHeadDimV);
+  static constexpr int kOutBytes = tile_bytes(kWarpgroupRows, kHeadDimV);
   static constexpr bool kOutInRings = kShape.out_in_rings, kOutInShared = !kShape.stores_registers;
   static constexpr int kBiasSlots = kShape.bias_slots;
-  // Places of Q: while out of a tile of queries leaves through its Q's place, the next Q comes into the other.
-  static constexpr int kPlaces = kOutInRings || !kOutInShared ? 1 : 2;
-  // In each place Q of each warpgroup; stages of K; of V; bias of each warpgroup.
-  static constexpr int kPlaceBytes = kGroups * kQueryBytes;
-  static constexpr int kKeysOffset = kPlaces * kPlaceBytes;
+  // Places of Q: while out of a tile of queries leaves through its Q's slot, the next Q comes into the other.
+  static constexpr int kQuerySlots = kOutInRings || !kOutInShared ? 1 : 2;
+  // In each slot Q of each warpgroup; stages of K; of V; bias of each warpgroup.
+  static constexpr int kQuerySlotBytes = kGroups * kQueryBytes;
+  static constexpr int kKeysOffset = kQuerySlots * kQuerySlotBytes;
   static constexpr int kValuesOffset = kKeysOffset + kKeyStages * kKeyBytes;
   static constexpr int kBiasOffset = kValuesOffset + kValueStages * kValueBytes;
-  static constexpr int kBiasPartBytes = panel_bytes(kGroupRows);
+  static constexpr int kBiasPartBytes = panel_bytes(kWarpgroupRows);
   // What masks leave of a tile, for each warpgroup and 64 keys; kKeyStages of them.
   static constexpr int kBitsOffset = kBiasOffset + kGroups * kBiasSlots * kBiasPartBytes;
-  static constexpr int kBitsBytes = kGeneral ? kGroups * (kBlockN / 64) * kGroupRows * 8 : 0;
+  static constexpr int kBitsBytes = kGeneral ? kGroups * (kBlockN / 64) * kWarpgroupRows * 8 : 0;
   static constexpr int kTilesBytes = kBitsOffset + kKeyStages * kBitsBytes;
 
-  // A score 11 above the reference overflows P in float16. Some models give a sequence's first key that much, so the
-  // last tile that is visited raises references too: what overflows has to be computed again.
-  static constexpr bool kRaisesInLast = std::is_same_v<Element, __half>;
+  // A score 11 above the stabiliser overflows P in float16. Some models give a sequence's first key that much, so the
+  // last tile that is visited updates the row stabilisers too: what overflows has to be computed again.
+  static constexpr bool kUpdatesRowMaxInLast = std::is_same_v<Element, __half>;
 
   static_assert(panel_bytes(kBlockN) % kSwizzleBytes == 0 && kBlockN % 16 == 0,
                 "tiles are aligned, steps of P V whole");
-  static_assert(kGroups * kRegisters + kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+  static_assert(kGroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg "
                 "waits for ever");
   static_assert(kOutInRings || kOutBytes <= kQueryBytes, "out has room where Q was");
@@ -76,12 +79,12 @@ struct ForwardConfig {
 
 /// Where a warpgroup's tile of out lies behind the first tile.
 template <class Config>
-FLASH_EXT_HOST_DEVICE constexpr int out_offset(int group, int place, int k_stage, int v_stage) {
+FLASH_EXT_HOST_DEVICE constexpr int out_offset(int group, int rank, int k_stage, int v_stage) {
   if (Config::kOutInRings) {
     return group == 0 ? Config::kKeysOffset + k_stage * Config::kKeyBytes
                       : Config::kValuesOffset + v_stage * Config::kValueBytes;
   }
-  return place * Config::kPlaceBytes + group * Config::kQueryBytes;
+  return rank * Config::kQuerySlotBytes + group * Config::kQueryBytes;
 }
 
 }  // namespace flash_ext::sm90

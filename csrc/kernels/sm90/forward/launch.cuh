@@ -11,14 +11,14 @@ namespace flash_ext::sm90 {
 
 template <class Config>
 ForwardMaps encode_maps(const ForwardParams& p) {
-  return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kGroupRows),
+  return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kWarpgroupRows),
           encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
           encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
-          encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kGroupRows)};
+          encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kWarpgroupRows)};
 }
 
 inline unsigned forward_blocks(const ForwardSchedule& schedule) {
-  return grid_size(std::min<int64_t>(schedule.works, device_attribute(cudaDevAttrMultiProcessorCount)));
+  return grid_size(std::min<int64_t>(schedule.work_tiles, device_attribute(cudaDevAttrMultiProcessorCount)));
 }
 
 }  // namespace flash_ext::sm90

@@ -12,11 +12,11 @@
 namespace flash_ext::sm90 {
 
 /// Of the variant with options.
-template <class Element, int kHeadDim_, ForwardClass kClass>
-struct GeneralConfig : ForwardConfig<Element, kHeadDim_, kHeadDim_, kClass> {
-  using Base = ForwardConfig<Element, kHeadDim_, kHeadDim_, kClass>;
-  static constexpr int kParts = Base::kBlockN / kKeyGroup;             // of a tile
-  static constexpr int kDraws = Base::kDrops ? Base::kBlockN / 4 : 1;  // groups of keys of Philox, in a tile
+template <class Element, int kHeadDim_, ForwardVariant kVariant>
+struct ForwardOptionsConfig : ForwardConfig<Element, kHeadDim_, kHeadDim_, kVariant> {
+  using Base = ForwardConfig<Element, kHeadDim_, kHeadDim_, kVariant>;
+  static constexpr int kKeyParts = Base::kBlockN / kKeyGroup;              // of a tile
+  static constexpr int kDrawsBits = Base::kDrops ? Base::kBlockN / 4 : 1;  // groups of keys of Philox, in a tile
   // Room for what draws share comes from the bias.
   static constexpr int kBiasSlots = Base::kBiasSlots - (Base::kDrops && Base::kBiasSlots != 3 ? 1 : 0);
   static constexpr int kBitsOffset = Base::kBiasOffset + Base::kGroups * kBiasSlots * Base::kBiasPartBytes;
@@ -24,7 +24,7 @@ struct GeneralConfig : ForwardConfig<Element, kHeadDim_, kHeadDim_, kClass> {
 };
 
 /// What the host makes of a call. Kernels find it in constant memory.
-struct GeneralOptions {
+struct ForwardOptionsTerms {
   ScoreTerms terms;
   // A product becomes a score to base 2 by `scale`. With softcap, with ALiBi, or where what is added cannot be divided
   // by it, that is done first, and `scale` is 1.
@@ -37,39 +37,41 @@ struct GeneralOptions {
   ForwardVisibility visible;
 };
 
-/// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it, bit kCut +
-/// g that the window does. From bit kRun on, how many of the tiles behind this one need no note but for kPartly: but
-/// for masks, all rows see all of them, and none of them is the last of the work.
-struct alignas(8) TileNote {  // one load, which the branch that K is let go of behind waits for
-  static constexpr int kPartly = 8, kCut = 16, kRun = 24;
+/// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it, bit
+/// kPartial + g that the window does. From bit kRun on, how many of the tiles behind this one need no note but for
+/// kPartly: but for masks, all rows see all of them, and none of them is the last of the work.
+struct alignas(8) TileMetadata {  // one load, which the branch that K is release behind waits for
+  static constexpr int kPartly = 8, kPartial = 16, kRun = 24;
   static constexpr uint32_t kAll = (1u << kPartly) - 1, kMostRun = 31, kSanitised = 1u << 30, kLast = 1u << 31;
 
   int tile;
-  uint32_t flags;  // kSanitised: V is; kLast: of a work
+  uint32_t flags;  // kSanitised: V is; kLast: of a work tile
 
   __device__ __forceinline__ bool any() const { return flags & kAll; }
   __device__ __forceinline__ bool visible(int group) const { return flags >> group & 1; }
   /// But for masks.
-  __device__ __forceinline__ bool whole(int group) const { return (flags >> group & (1u | 1u << kCut)) == 1u; }
+  __device__ __forceinline__ bool is_full_for(int group) const {
+    return (flags >> group & (1u | 1u << kPartial)) == 1u;
+  }
   __device__ __forceinline__ bool partly(int group) const { return flags >> (kPartly + group) & 1; }
   __device__ __forceinline__ int run() const { return static_cast<int>(flags >> kRun & kMostRun); }
 };
 
 /// What the warps of the variant with options share besides. Parts of a bias: 64 queries, 64 keys.
 template <class Config>
-struct GeneralState : ForwardState<Config> {
+struct ForwardOptionsStorage : ForwardStorage<Config> {
   uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
-  TileNote k_notes[Config::kKeyStages];                    // beside k_full
-  KeyDraws key_draws[Config::kKeyStages][Config::kDraws];  // with the notes
+  TileMetadata k_metadata[Config::kKeyStages];                            // beside k_full
+  KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // with the notes
 
   /// By one thread.
   __device__ __forceinline__ void init() {
     for (int g = 0; g < Config::kGroups; ++g)
       for (int k = 0; k < Config::kBiasSlots; ++k) {
         ptx::mbarrier_init(ptx::shared_address(&bias_full[g][k]), 1);
-        ptx::mbarrier_init(ptx::shared_address(&bias_empty[g][k]), kGroupWarps);
+        ptx::mbarrier_init(ptx::shared_address(&bias_empty[g][k]), kWarpgroupWarps);
       }
-    ForwardState<Config>::init();
+    ForwardStorage<Config>::init();
   }
 };
 
@@ -112,8 +114,8 @@ struct BiasPart {
 };
 
 /// By what a lane has of PairBits: 64 keys of each of its two rows.
-template <int kN, int kParts>
-__device__ __forceinline__ void hide_by_bits(float (&s)[1][kN][4], const uint32_t (&visible)[kParts][2]) {
+template <int kN, int kKeyParts>
+__device__ __forceinline__ void hide_by_bits(float (&s)[1][kN][4], const uint32_t (&visible)[kKeyParts][2]) {
 #pragma unroll
   for (int n = 0; n < kN; ++n)
 #pragma unroll

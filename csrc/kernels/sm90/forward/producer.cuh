@@ -1,4 +1,4 @@
-// The warps that bring work and tiles to those that compute: one takes up work, one loads Q and stores out, one loads K
+// The warps that load work and tiles to those that compute: one acquires work, one loads Q and stores out, one loads K
 // and V, and one sanitises V where Inf and NaN may be hidden.
 #pragma once
 
@@ -16,42 +16,42 @@ struct ForwardMaps {
 };
 
 template <class Config>
-class ForwardLoader {
+class ForwardProducer {
  public:
-  using State = ForwardState<Config>;
-  using Work = ForwardWork<Config>;
-  // Work is taken up when so many tiles of keys of the one before are still to be loaded: what a block takes early is
+  using Storage = ForwardStorage<Config>;
+  using WorkTile = ForwardWorkTile<Config>;
+  // Work is taken up when so many tiles of keys of the one before are still to be loaded: what a CTA takes early is
   // spread less evenly, but its loads do not wait for it.
   static constexpr int kTilesAhead = 3;
   static constexpr int kPanels = panels(Config::kHeadDim);
   static constexpr int kValuePanels = panels(Config::kHeadDimV);
 
-  __device__ __forceinline__ ForwardLoader(const ForwardParams& p, const ForwardMaps& maps, State& state, char* tiles,
-                                           int lane)
+  __device__ __forceinline__ ForwardProducer(const ForwardParams& p, const ForwardMaps& maps, Storage& storage,
+                                             char* tiles, int lane)
       : p_(p),
         maps_(maps),
-        state_(state),
+        storage_(storage),
         s_q_(ptx::shared_address(tiles)),
         s_k_(s_q_ + Config::kKeysOffset),
         s_v_(s_q_ + Config::kValuesOffset),
         v_(reinterpret_cast<uint4*>(tiles + Config::kValuesOffset)),
         lane_(lane) {}
 
-  /// Into the slot that is to be filled next; says whether there is such a work: shorter sequences have fewer. kFirst:
-  /// nobody has had a slot, and barriers need not be there yet.
+  /// Into the slot that is to be filled next; says whether there is such a work tile: shorter sequences have fewer.
+  /// kFirst: nobody has had a slot, and barriers need not be there yet.
   template <bool kFirst, class Schedule>
-  __device__ __forceinline__ bool make_work(const Schedule& schedule, int64_t position) {
-    const WorkTile tile = schedule.locate(position);
+  __device__ __forceinline__ bool make_work_tile(const Schedule& schedule, int64_t position) {
+    const TileIndex tile = schedule.locate(position);
     const Sequence sequence(p_, tile.sequence, tile.head);
     const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
     if (tile.tile >= blocks) return false;
     const int first_query = first_query_of(tile.tile, blocks, sequence.seqlen_q);
     const int end_query = first_query_of(tile.tile + 1, blocks, sequence.seqlen_q);
     if (!kFirst)
-      while (wait_for_slot(slot_)) hand_out_again(slot_);
+      while (wait_for_slot(slot_)) requeue_tile(slot_);
     const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
-    new (&state_.work_in(slot_.stage())) Work(p_, sequence, first_query, end_query, tail_in_memory);
-    schedule.trim(position, state_.work_in(slot_.stage()));
+    new (&storage_.work_tile_in(slot_.stage())) WorkTile(p_, sequence, first_query, end_query, tail_in_memory);
+    schedule.trim(position, storage_.work_tile_in(slot_.stage()));
     return true;
   }
 
@@ -62,23 +62,23 @@ class ForwardLoader {
     ptx::prefetch_tensor_map(&maps_.out);
   }
 
-  /// By the thread that will schedule work, before the block waits for its barriers: making a work takes long.
+  /// By the thread that will schedule work, before the CTA waits for its barriers: making a work tile takes long.
   template <class Schedule>
-  __device__ __forceinline__ void make_first_work(const Schedule& schedule) {
-    state_.clear_slots();
+  __device__ __forceinline__ void make_first_work_tile(const Schedule& schedule) {
+    storage_.zero_slots();
     made_first_ = true;
     if (schedule.list) ptx::wait_for_previous_grid();  // which lists the tiles
-    has_first_ = make_work<true>(schedule, blockIdx.x);
+    has_first_ = make_work_tile<true>(schedule, blockIdx.x);
   }
 
-  /// Fills the slots with the works of this block, and with those that failed once more. By one thread.
+  /// Fills the slots with the work tiles of this CTA, and with those that failed once more. By one thread.
   template <class Schedule>
-  __device__ __forceinline__ void schedule_work(const Schedule& schedule) {
-    if (has_first_) hand_out();
+  __device__ __forceinline__ void schedule_work_tiles(const Schedule& schedule) {
+    if (has_first_) publish_tile();
     for (int64_t position = made_first_ ? schedule.take() : blockIdx.x; position < schedule.size();
          position = schedule.take())
-      if (make_work<false>(schedule, position)) {
-        hand_out();
+      if (make_work_tile<false>(schedule, position)) {
+        publish_tile();
       } else if (schedule.list) {
         break;  // without one, a sequence has fewer tiles than the longest
       }
@@ -87,61 +87,62 @@ class ForwardLoader {
     RingPosition<Config::kSlots> at = slot_;
     for (int unchecked = Config::kSlots; unchecked > 0; --unchecked, at.advance())
       if (wait_for_slot(at)) {
-        hand_out_again(at);
+        requeue_tile(at);
         ++unchecked;
       }
     wait_for_slot(slot_);
-    state_.has_work[slot_.stage()] = false;
-    ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));
+    storage_.has_work_tile[slot_.stage()] = false;
+    ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
   }
 
-  /// Q of each warpgroup as soon as there is a place for it; then out of the work before.
+  /// Q of each warpgroup as soon as there is a slot for it; then out of the work tile before.
   __device__ __forceinline__ void load_queries_and_store_out() {
-    WorkQueue<ForwardState<Config>> queue(state_);
+    WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     uint32_t parities = 0;      // bit g: of q_empty[g]
-    uint32_t places = 0;        // bit g: of the next Q of warpgroup g
+    uint32_t query_slots = 0;   // bit g: of the next Q of warpgroup g
     uint32_t out_parities = 0;  // bit k: of out_full[k]
     int k_stage = 0, v_stage = 0;
-    state_.out = {};
-    while (const Work* const work = queue.front()) {
-      if (work->sanitised) {  // what failed writes the same rows: first
+    storage_.out = {};
+    while (const WorkTile* const work_tile = queue.front()) {
+      if (work_tile->sanitised) {  // what failed writes the same rows: first
         store_out(out_parities);
         __syncwarp();
-        state_.out.exists = false;
+        storage_.out.exists = false;
         ptx::tma_store_wait();
         __syncwarp();
       }
-      const Sequence& s = work->sequence;
-      const int first_row = static_cast<int>(s.q_begin) + work->first_query;
+      const Sequence& s = work_tile->sequence;
+      const int first_row = static_cast<int>(s.q_begin) + work_tile->first_query;
 #pragma unroll
       for (int g = 0; g < Config::kGroups; ++g) {
-        if (!work->has_rows(g)) continue;
-        // With two places, the out that was in this one has left: it was that of the work before the last.
-        if constexpr (Config::kPlaces == 1) {
-          ptx::mbarrier_wait(address(state_.q_empty[g]), (parities >> g & 1) ^ 1);
+        if (!work_tile->has_rows(g)) continue;
+        // With two slots, the out that was in this one has left: it was that of the work tile before the last.
+        if constexpr (Config::kQuerySlots == 1) {
+          ptx::mbarrier_wait(address(storage_.q_empty[g]), (parities >> g & 1) ^ 1);
           parities ^= 1u << g;
         }
         if (lane_ == 0) {
-          const int tile = tile_of(places, g);
-          load<kPanels>(maps_.q, address(state_.q_full[tile]), s_q_ + tile * Config::kQueryBytes, kGroupRows,
-                        first_row + g * kGroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
+          const int tile = tile_of(query_slots, g);
+          load<kPanels>(maps_.q, address(storage_.q_full[tile]), s_q_ + tile * Config::kQueryBytes, kWarpgroupRows,
+                        first_row + g * kWarpgroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
         }
         __syncwarp();  // no lane falls behind by phases, whose parity repeats
       }
       store_out(out_parities);
-      const int tiles = work->tiles.end - work->tiles.begin;
+      const int tiles = work_tile->tiles.end - work_tile->tiles.begin;
       if constexpr (Config::kOutInRings) {
         k_stage = (k_stage + tiles) % Config::kKeyStages;
         v_stage = (v_stage + tiles) % Config::kValueStages;
       }
       uint32_t groups = 0;
 #pragma unroll
-      for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work->hands_over(g)) << g;
+      for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work_tile->publishes(g)) << g;
       __syncwarp();  // lane 0 has done with what was there
-      state_.out = {true, groups, places, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch, k_stage, v_stage};
+      storage_.out = {true,    groups, query_slots, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch,
+                      k_stage, v_stage};
       __syncwarp();
-      if constexpr (!Config::kOutInRings) places ^= groups;
-      if (work->has_out_slots()) {
+      if constexpr (!Config::kOutInRings) query_slots ^= groups;
+      if (work_tile->has_out_slots()) {
         k_stage = (k_stage + 1) % Config::kKeyStages;
         v_stage = (v_stage + 1) % Config::kValueStages;
       }
@@ -151,46 +152,47 @@ class ForwardLoader {
   }
 
   /// K and V of all tiles, in the order of the visits. With kOutInRings, a slot of each for out comes after the last.
-  /// That of V is handed over by the warp that cleans, as it is free later than the stage of the next K. Waiting for it
-  /// is not needed here: a stage is free when the one before it in the ring is, and between two slots there is a tile.
+  /// That of V is published by the warp that sanitises, as it is free later than the stage of the next K. Waiting for
+  /// it is not needed here: a stage is free when the one before it in the ring is, and between two slots there is a
+  /// tile.
   __device__ __forceinline__ void load_keys() {
-    WorkQueue<ForwardState<Config>> queue(state_);
+    WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kKeyStages> k_at;
     RingPosition<Config::kValueStages> v_at;
     OutSlots k_slots, v_slots;
-    bool is_first = true;  // of all tiles: what the first products need comes before V, as all blocks start at once
-    while (const Work* const work = queue.front()) {
-      const Sequence& s = work->sequence;
-      const int begin = work->tiles.begin, first_row = static_cast<int>(s.k_begin);
-      const int announced = min(begin + kTilesAhead, work->tiles.end - 1);
-      for (int place = work->tiles.end - 1; place >= begin; --place) {
-        if (place == announced && lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
-        const int tile = work->tile_at(place), row = first_row + tile * Config::kBlockN;
-        wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
+    bool is_first = true;  // of all tiles: what the first products need comes before V, as all CTAs start at once
+    while (const WorkTile* const work_tile = queue.front()) {
+      const Sequence& s = work_tile->sequence;
+      const int begin = work_tile->tiles.begin, first_row = static_cast<int>(s.k_begin);
+      const int announced = min(begin + kTilesAhead, work_tile->tiles.end - 1);
+      for (int rank = work_tile->tiles.end - 1; rank >= begin; --rank) {
+        if (rank == announced && lane_ == 0) ptx::mbarrier_arrive(address(storage_.work_tile_loaded));
+        const int tile = work_tile->tile_at(rank), row = first_row + tile * Config::kBlockN;
+        wait_for_stage(storage_.k_empty, storage_.out_left_keys, k_at, k_slots);
         if (lane_ == 0) {
-          load<kPanels>(maps_.k, address(state_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
+          load<kPanels>(maps_.k, address(storage_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
                         Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
         }
         k_at.advance();
-        if (is_first) wait_for_queries(*work);
+        if (is_first) wait_for_queries(*work_tile);
         is_first = false;
-        wait_for_stage(state_.v_empty, state_.out_left_values, v_at, v_slots);
+        wait_for_stage(storage_.v_empty, storage_.out_left_values, v_at, v_slots);
         if (lane_ == 0) {
-          const uint64_t& came = (work->is_sanitised(tile) ? state_.v_raw : state_.v_full)[v_at.stage()];
+          const uint64_t& came = (work_tile->is_sanitised(tile) ? storage_.v_raw : storage_.v_full)[v_at.stage()];
           load<kValuePanels>(maps_.v, address(came), s_v_ + v_at.stage() * Config::kValueBytes, Config::kBlockN, row,
                              s.head_kv, s.batch, p_.seq.cu_seqlens_k);
         }
         v_at.advance();
         __syncwarp();
       }
-      if (announced < begin && lane_ == 0) ptx::mbarrier_arrive(address(state_.work_loaded));
-      if (work->has_out_slots()) {
-        wait_for_stage(state_.k_empty, state_.out_left_keys, k_at, k_slots);
-        if (lane_ == 0) ptx::mbarrier_arrive(address(state_.k_full[k_at.stage()]));
-        k_slots.mark(k_at.stage(), work->copies_out(0));
+      if (announced < begin && lane_ == 0) ptx::mbarrier_arrive(address(storage_.work_tile_loaded));
+      if (work_tile->has_out_slots()) {
+        wait_for_stage(storage_.k_empty, storage_.out_left_keys, k_at, k_slots);
+        if (lane_ == 0) ptx::mbarrier_arrive(address(storage_.k_full[k_at.stage()]));
+        k_slots.mark(k_at.stage(), work_tile->copies_out(0));
         k_at.advance();
-        v_slots.take_back(v_at.stage());
-        v_slots.mark(v_at.stage(), work->copies_out(1));
+        v_slots.reclaim(v_at.stage());
+        v_slots.mark(v_at.stage(), work_tile->copies_out(1));
         v_at.advance();
       }
       queue.pop(lane_);
@@ -198,31 +200,31 @@ class ForwardLoader {
   }
 
   /// Takes Inf and NaN out of V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. For each tile it
-  /// waits, and lets go of it: the parity cannot tell a phase from the one before the last.
+  /// waits, and releases it: the parity cannot tell a phase from the one before the last.
   __device__ __forceinline__ void sanitise_values() {
-    WorkQueue<ForwardState<Config>> queue(state_);
+    WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
     OutSlots slots;
-    while (Work* const work = queue.front()) {
-      const int begin = work->tiles.begin;
-      for (int place = work->tiles.end - 1; place >= begin; --place, at.advance()) {
-        const int tile = work->tile_at(place);
-        slots.take_back(at.stage());
-        if (work->is_sanitised(tile)) {
-          sanitise_tile(*work, tile, at.stage());
+    while (WorkTile* const work_tile = queue.front()) {
+      const int begin = work_tile->tiles.begin;
+      for (int rank = work_tile->tiles.end - 1; rank >= begin; --rank, at.advance()) {
+        const int tile = work_tile->tile_at(rank);
+        slots.reclaim(at.stage());
+        if (work_tile->is_sanitised(tile)) {
+          sanitise_tile(*work_tile, tile, at.stage());
         } else {
-          ptx::mbarrier_wait(address(state_.v_full[at.stage()]), at.parity());
+          ptx::mbarrier_wait(address(storage_.v_full[at.stage()]), at.parity());
         }
         __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
+        if (lane_ == 0) ptx::mbarrier_arrive(address(storage_.v_empty[at.stage()]));
       }
-      if (work->has_out_slots()) {
-        wait_for_stage(state_.v_empty, state_.out_left_values, at, slots);
-        slots.mark(at.stage(), work->copies_out(1));
+      if (work_tile->has_out_slots()) {
+        wait_for_stage(storage_.v_empty, storage_.out_left_values, at, slots);
+        slots.mark(at.stage(), work_tile->copies_out(1));
         __syncwarp();
         if (lane_ == 0) {
-          ptx::mbarrier_arrive(address(state_.v_full[at.stage()]));
-          ptx::mbarrier_arrive(address(state_.v_empty[at.stage()]));
+          ptx::mbarrier_arrive(address(storage_.v_full[at.stage()]));
+          ptx::mbarrier_arrive(address(storage_.v_empty[at.stage()]));
         }
         at.advance();
       }
@@ -236,8 +238,8 @@ class ForwardLoader {
   __device__ __forceinline__ static int first_query_of(int block, int blocks, int seqlen_q) {
     if (Config::kGeneral) return min(block * Config::kBlockM, seqlen_q);
     const int query = max(seqlen_q - (blocks - block) * Config::kBlockM, 0);
-    const bool lends = Config::kGroups > 2 && block == 1 && blocks > 1 && query <= kGroupRows;
-    return lends ? query + kGroupRows : query;
+    const bool lends = Config::kGroups > 2 && block == 1 && blocks > 1 && query <= kWarpgroupRows;
+    return lends ? query + kWarpgroupRows : query;
   }
 
  protected:
@@ -245,42 +247,42 @@ class ForwardLoader {
 
   /// Until all are done with what was in a slot; says whether that failed.
   __device__ __forceinline__ bool wait_for_slot(const RingPosition<Config::kSlots>& at) const {
-    ptx::mbarrier_wait(address(state_.work_empty[at.stage()]), at.parity() ^ 1);
-    return state_.work_in(at.stage()).failed;
+    ptx::mbarrier_wait(address(storage_.work_tile_empty[at.stage()]), at.parity() ^ 1);
+    return storage_.work_tile_in(at.stage()).failed;
   }
 
-  __device__ __forceinline__ void hand_out_again(const RingPosition<Config::kSlots>& failed) {
-    state_.work_in(failed.stage()).repeat();
-    // Seldom, and by bytes: a copy of the whole takes registers that the loader lacks, words would alias its members.
-    const auto* const s_from = reinterpret_cast<const unsigned char*>(&state_.work_in(failed.stage()));
-    auto* const s_to = reinterpret_cast<unsigned char*>(&state_.work_in(slot_.stage()));
+  __device__ __forceinline__ void requeue_tile(const RingPosition<Config::kSlots>& failed) {
+    storage_.work_tile_in(failed.stage()).repeat();
+    // Seldom, and by bytes: a copy of the whole takes registers that the producer lacks, words would alias its members.
+    const auto* const s_from = reinterpret_cast<const unsigned char*>(&storage_.work_tile_in(failed.stage()));
+    auto* const s_to = reinterpret_cast<unsigned char*>(&storage_.work_tile_in(slot_.stage()));
 #pragma unroll 1
-    for (int at = 0; at < static_cast<int>(sizeof(Work)); ++at) s_to[at] = s_from[at];
-    hand_out();
+    for (int at = 0; at < static_cast<int>(sizeof(WorkTile)); ++at) s_to[at] = s_from[at];
+    publish_tile();
   }
 
-  /// The work in slot_. Returns when most of its loads are issued: it is then time to take up another.
-  __device__ __forceinline__ void hand_out() {
-    state_.has_work[slot_.stage()] = true;
-    ptx::mbarrier_arrive(address(state_.work_full[slot_.stage()]));
+  /// The work tile in slot_. Returns when most of its loads are issued: it is then time to acquire another.
+  __device__ __forceinline__ void publish_tile() {
+    storage_.has_work_tile[slot_.stage()] = true;
+    ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
     static_assert(Config::kSlots % 2 == 0, "the parity of a stage is that of all works before it");
     const uint32_t parity = slot_.stage() & 1;
     slot_.advance();
-    ptx::mbarrier_wait(address(state_.work_loaded), parity);
+    ptx::mbarrier_wait(address(storage_.work_tile_loaded), parity);
   }
 
   /// A tile of V under way to `stage`, which is full behind it.
-  __device__ __forceinline__ void sanitise_tile(Work& work, int tile, int stage) {
-    ptx::mbarrier_wait(address(state_.v_raw[stage]), raw_parities_ >> stage & 1);
+  __device__ __forceinline__ void sanitise_tile(WorkTile& work_tile, int tile, int stage) {
+    ptx::mbarrier_wait(address(storage_.v_raw[stage]), raw_parities_ >> stage & 1);
     raw_parities_ ^= 1u << stage;
     uint4* const s_tile = v_ + stage * (Config::kValueBytes / 16);
-    if (tile == work.tail_tile) clear_rows(s_tile, work.sequence.seqlen_k - tile * Config::kBlockN);
-    const bool any = __any_sync(~0u, work.sanitised && take_out_non_finite(s_tile));
+    if (tile == work_tile.tail_tile) zero_rows(s_tile, work_tile.sequence.seqlen_k - tile * Config::kBlockN);
+    const bool any = __any_sync(~0u, work_tile.sanitised && remove_non_finite(s_tile));
     ptx::fence_proxy_async_shared();
     __syncwarp();  // what all lanes wrote comes before the arrival
     if (lane_ != 0) return;
-    if (any) work.met_non_finite = true;
-    ptx::mbarrier_arrive(address(state_.v_full[stage]));
+    if (any) work_tile.met_non_finite = true;
+    ptx::mbarrier_arrive(address(storage_.v_full[stage]));
   }
 
   /// Which stages of a ring out goes through: bit s of `used`. Bit s of `parities` is that of the barrier that tells
@@ -289,7 +291,7 @@ class ForwardLoader {
     uint32_t used = 0, parities = 0;
 
     /// Whether out went through the stage before its next use.
-    __device__ __forceinline__ bool take_back(int stage) {
+    __device__ __forceinline__ bool reclaim(int stage) {
       const bool was_used = used >> stage & 1;
       used &= ~(1u << stage);
       parities ^= static_cast<uint32_t>(was_used) << stage;
@@ -303,29 +305,29 @@ class ForwardLoader {
   __device__ __forceinline__ void wait_for_stage(const uint64_t (&empty)[kStages], const uint64_t (&out_left)[kStages],
                                                  const RingPosition<kStages>& at, OutSlots& slots) const {
     ptx::mbarrier_wait(address(empty[at.stage()]), at.parity() ^ 1);
-    if (!Config::kOutInRings || !slots.take_back(at.stage())) return;
+    if (!Config::kOutInRings || !slots.reclaim(at.stage())) return;
     ptx::mbarrier_wait(address(out_left[at.stage()]), slots.last_parity(at.stage()));
   }
 
-  __device__ __forceinline__ static int tile_of(uint32_t places, int g) {
-    return static_cast<int>(places >> g & 1) * Config::kGroups + g;
+  __device__ __forceinline__ static int tile_of(uint32_t query_slots, int g) {
+    return static_cast<int>(query_slots >> g & 1) * Config::kGroups + g;
   }
 
-  /// state_.out. Returns when all has been read.
+  /// storage_.out. Returns when all has been read.
   __device__ __forceinline__ void store_out(uint32_t& parities) const {
-    if (!state_.out.exists) return;
+    if (!storage_.out.exists) return;
 #pragma unroll
     for (int g = 0; g < Config::kGroups; ++g) {
-      if (!(state_.out.groups >> g & 1)) continue;
-      const int tile = tile_of(state_.out.places, g);
-      ptx::mbarrier_wait(address(state_.out_full[tile]), parities >> tile & 1);
+      if (!(storage_.out.groups >> g & 1)) continue;
+      const int tile = tile_of(storage_.out.query_slots, g);
+      ptx::mbarrier_wait(address(storage_.out_full[tile]), parities >> tile & 1);
       parities ^= 1u << tile;
       if (lane_ == 0) {
-        if (state_.out_is_here[tile]) store_tile(g);
+        if (storage_.out_is_here[tile]) store_tile(g);
         if constexpr (Config::kOutInRings) {
-          const OutTiles& out = state_.out;
+          const OutTiles& out = storage_.out;
           ptx::mbarrier_arrive(
-              address(g == 0 ? state_.out_left_keys[out.k_stage] : state_.out_left_values[out.v_stage]));
+              address(g == 0 ? storage_.out_left_keys[out.k_stage] : storage_.out_left_values[out.v_stage]));
         }
       }
       __syncwarp();
@@ -333,23 +335,23 @@ class ForwardLoader {
   }
 
   __device__ __forceinline__ void store_tile(int g) const {
-    const OutTiles& out = state_.out;
+    const OutTiles& out = storage_.out;
     // It orders what others wrote too, as they arrived at out_full after it. The warpgroups need not wait for it.
     ptx::fence_proxy_async_shared();
-    const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.places >> g & 1, out.k_stage, out.v_stage);
+    const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.query_slots >> g & 1, out.k_stage, out.v_stage);
 #pragma unroll
     for (int panel = 0; panel < kValuePanels; ++panel)
-      ptx::tma_store(&maps_.out, s_tile + panel * panel_bytes(kGroupRows), panel * kPanelColumns,
-                     out.first_row + g * kGroupRows, out.head, out.batch);
+      ptx::tma_store(&maps_.out, s_tile + panel * panel_bytes(kWarpgroupRows), panel * kPanelColumns,
+                     out.first_row + g * kWarpgroupRows, out.head, out.batch);
     ptx::tma_store_commit();
     ptx::tma_store_wait_read();
   }
 
-  /// Those of the first work.
-  __device__ __forceinline__ void wait_for_queries(const Work& work) const {
+  /// Those of the first work tile.
+  __device__ __forceinline__ void wait_for_queries(const WorkTile& work_tile) const {
 #pragma unroll
     for (int g = 0; g < Config::kGroups; ++g)
-      if (work.rows[g].begin < work.rows[g].end) ptx::mbarrier_wait(address(state_.q_full[g]), 0);
+      if (work_tile.rows[g].begin < work_tile.rows[g].end) ptx::mbarrier_wait(address(storage_.q_full[g]), 0);
   }
 
   /// kCount panels of rows from `row` on of a head. Packed sequences are one batch entry.
@@ -364,7 +366,7 @@ class ForwardLoader {
   }
 
   /// True if this lane found some.
-  __device__ __forceinline__ bool take_out_non_finite(uint4* s_tile) const {
+  __device__ __forceinline__ bool remove_non_finite(uint4* s_tile) const {
     using Test = NonFinite<typename Config::Element>;
     constexpr int kPieces = Config::kValueBytes / 16;
     uint32_t found = 0;
@@ -383,7 +385,7 @@ class ForwardLoader {
   }
 
   /// Rows from `first` on. Nobody sees them, so what they hold is of no account.
-  __device__ __forceinline__ void clear_rows(uint4* s_tile, int first) const {
+  __device__ __forceinline__ void zero_rows(uint4* s_tile, int first) const {
     constexpr int kPieces = kPanelRowBytes / 16;
 #pragma unroll 1
     for (int panel = 0; panel < kValuePanels; ++panel)
@@ -395,13 +397,13 @@ class ForwardLoader {
 
   const ForwardParams& p_;
   const ForwardMaps& maps_;
-  State& state_;
+  Storage& storage_;
   const uint32_t s_q_, s_k_, s_v_;
   uint4* const v_;
   const int lane_;
   uint32_t raw_parities_ = 0;                    // bit s: of v_raw[s]
   RingPosition<Config::kSlots> slot_;            // to be filled next
-  bool made_first_ = false, has_first_ = false;  // by make_first_work(): it looked for one, and found one
+  bool made_first_ = false, has_first_ = false;  // by make_first_work_tile(): it looked for one, and found one
 };
 
 }  // namespace flash_ext::sm90

@@ -18,7 +18,7 @@ struct HeadDims {
 constexpr HeadDims kForwardHeadDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
 /// Those that the variant with options is instantiated for, which also takes bias, masks and dropout.
-constexpr HeadDims kGeneralHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
+constexpr HeadDims kForwardOptionsHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
 
 template <int kCount>
 constexpr HeadDims first_that_serves(const HeadDims (&table)[kCount], int64_t head_dim, int64_t head_dim_v) {
@@ -29,7 +29,7 @@ constexpr HeadDims first_that_serves(const HeadDims (&table)[kCount], int64_t he
 
 /// Those of the kernel which serves q, k of head_dim and v of head_dim_v.
 constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v, bool general = false) {
-  return general ? first_that_serves(kGeneralHeadDims, head_dim, head_dim_v)
+  return general ? first_that_serves(kForwardOptionsHeadDims, head_dim, head_dim_v)
                  : first_that_serves(kForwardHeadDims, head_dim, head_dim_v);
 }
 
@@ -38,11 +38,11 @@ struct ForwardShape {
   int block_n;  // keys of a tile
   int key_stages;
   int value_stages;
-  bool out_in_rings;     // out leaves through a stage of K and one of V, else through Q's place, of which there are two
-  int registers;         // of a thread that computes
-  int loader_registers;  // of the others
+  bool out_in_rings;  // out leaves through a stage of K and one of V, else through Q's slot, of which there are two
+  int registers;      // of a thread that computes
+  int producer_registers;  // of the others
   // The variant with options: parts of a bias that each warpgroup has room for, and whether out has none in shared
-  // memory. With dropout there are fewer parts (GeneralConfig).
+  // memory. With dropout there are fewer parts (ForwardOptionsConfig).
   int bias_slots = 0;
   bool stores_registers = false;
 };
@@ -82,17 +82,17 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = Fo
 }
 
 /// What a kernel of the forward can do. Each class costs registers, and what it tests, time between products.
-enum class ForwardClass {
-  kPlain,    // products scaled by a positive number, within a window
-  kOptions,  // softcap, ALiBi, any scale
-  kBias,     // a bias of the inputs' dtype (options_kernel.cuh)
-  kMask,     // masks
-  kGeneral,  // all of these
-  kDropout,  // all of these, and dropout
+enum class ForwardVariant {
+  kPlain,         // products scaled by a positive number, within a window
+  kScoreOptions,  // softcap, ALiBi, any scale
+  kBias,          // a bias of the inputs' dtype (options_kernel.cuh)
+  kMask,          // masks
+  kGeneral,       // all of these
+  kDropout,       // all of these, and dropout
 };
 
 /// What a call of the variant with options asks for.
-struct GeneralCall {
+struct VariantOptions {
   bool drops, has_bias, has_bias_dtype_of_inputs, has_mask;  // a mask of any kind
   bool scales_first;                                         // scales_first()
 };
@@ -108,21 +108,21 @@ constexpr bool scales_first(double softcap, bool has_alibi, double softmax_scale
   return softcap > 0 || has_alibi || !is_normal_scale(softmax_scale);
 }
 
-constexpr ForwardClass general_class(const GeneralCall& call) {
-  if (call.drops) return ForwardClass::kDropout;
-  if (call.scales_first) return ForwardClass::kGeneral;
-  if (!call.has_bias) return ForwardClass::kMask;
-  return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardClass::kBias : ForwardClass::kGeneral;
+constexpr ForwardVariant forward_variant(const VariantOptions& call) {
+  if (call.drops) return ForwardVariant::kDropout;
+  if (call.scales_first) return ForwardVariant::kGeneral;
+  if (!call.has_bias) return ForwardVariant::kMask;
+  return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardVariant::kBias : ForwardVariant::kGeneral;
 }
 
 /// Of the variant with options. Tiles are made of groups of 64 keys, in which masks and biases come; out, P and S leave
 /// registers for what the options take. A third stage lets warpgroups wait less for each other than a second place of Q
 /// does.
-constexpr ForwardShape general_shape(const HeadDims& dims, ForwardClass general) {
-  const bool alone = general == ForwardClass::kBias || general == ForwardClass::kMask;
+constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVariant general) {
+  const bool alone = general == ForwardVariant::kBias || general == ForwardVariant::kMask;
   switch (dims.qk) {
     case 64:
-      if (general == ForwardClass::kDropout) return {3, 128, 3, 3, false, 160, 32, 4, true};
+      if (general == ForwardVariant::kDropout) return {3, 128, 3, 3, false, 160, 32, 4, true};
       // Bound by what a warp waits for itself: a fourth warpgroup, where registers suffice.
       if (alone) return {4, 64, 4, 4, false, 112, 32, 3, true};
       return {3, 64, 4, 4, false, 160, 32, 4, true};

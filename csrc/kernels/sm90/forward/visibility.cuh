@@ -10,11 +10,11 @@
 
 namespace flash_ext::sm90 {
 
-/// A place in ForwardVisibility::places.
-struct VisibilityPlace {
+/// A slot in ForwardVisibility::slots.
+struct VisibilityEntry {
   int batch, head, row_group, group;
 
-  __device__ __forceinline__ VisibilityPlace(const VisibilitySizes& sizes, int64_t row, int64_t group)
+  __device__ __forceinline__ VisibilityEntry(const VisibilitySizes& sizes, int64_t row, int64_t group)
       : batch(static_cast<int>(row / sizes.row_groups / sizes.heads)),
         head(static_cast<int>(row / sizes.row_groups % sizes.heads)),
         row_group(static_cast<int>(row % sizes.row_groups)),
@@ -46,14 +46,14 @@ __device__ __forceinline__ uint32_t mask_word(const bool* g_row, int64_t col_str
   return bits;
 }
 
-constexpr int kMissing = -2, kWhole = -1;
+constexpr int kMissing = -2, kFullBlock = -1;
 
-/// A block of a block mask: where it stands in the lists, and its bitmap, or kMissing, or kWhole.
+/// A block of a block mask: where it stands in the lists, and its bitmap, or kMissing, or kFullBlock.
 struct FoundBlock {
   int entry, bitmap;
 };
 
-__device__ __forceinline__ FoundBlock find_block(const BlockMaskParams& p, const VisibilityPlace& at, int row_block,
+__device__ __forceinline__ FoundBlock find_block(const BlockMaskParams& p, const VisibilityEntry& at, int row_block,
                                                  int key_block) {
   constexpr FoundBlock kNone = {INT_MAX, kMissing};
   if (row_block >= p.num_row_blocks) return kNone;
@@ -63,30 +63,30 @@ __device__ __forceinline__ FoundBlock find_block(const BlockMaskParams& p, const
   const int end = min(max(offsets[row_block + 1], begin), num_blocks);
   const int found = first_block_from(p.indices, begin, end, key_block);
   if (found >= end || p.indices[found] != key_block) return kNone;
-  return {found, max(min(p.bitmap_ids[found], static_cast<int32_t>(p.num_bitmaps) - 1), kWhole)};
+  return {found, max(min(p.bitmap_ids[found], static_cast<int32_t>(p.num_bitmaps) - 1), kFullBlock)};
 }
 
 /// Keys [key, + 32) that a row of the block mask leaves, as bits. `entry` becomes that of their block, if it is lower.
-__device__ __forceinline__ uint32_t block_word(const BlockMaskParams& p, const VisibilityPlace& at, int row, int key,
+__device__ __forceinline__ uint32_t block_word(const BlockMaskParams& p, const VisibilityEntry& at, int row, int key,
                                                int& entry) {
   const int block_m = static_cast<int>(p.block_m), block_n = static_cast<int>(p.block_n);
   const FoundBlock found = find_block(p, at, row / block_m, key / block_n);
   const int64_t bitmap = found.bitmap;
   entry = min(entry, found.entry);
-  if (bitmap < 0) return bitmap == kWhole ? ~0u : 0u;
+  if (bitmap < 0) return bitmap == kFullBlock ? ~0u : 0u;
   return static_cast<uint32_t>(p.bitmaps[(bitmap * block_m + row % block_m) * (block_n / 32) + key % block_n / 32]);
 }
 
 /// By one block.
 __device__ __forceinline__ void write_constants(PairBits* bits) {
-  if (blockIdx.x > 0 || threadIdx.x >= kGroupRows) return;
+  if (blockIdx.x > 0 || threadIdx.x >= kWarpgroupRows) return;
   bits[kNonePairs].rows[threadIdx.x] = {0, 0};
   bits[kAllPairs].rows[threadIdx.x] = {~0u, ~0u};
 }
 
 /// Where the PairBits of a group of queries and one of keys stand. With by_lists: by the first block in the lists that
 /// has a part of them, and by which of all groups that this block has a part of they are.
-__device__ __forceinline__ int64_t own_pairs(const VisibilitySizes& sizes, const VisibilityPlace& at, int64_t row,
+__device__ __forceinline__ int64_t own_pairs(const VisibilitySizes& sizes, const VisibilityEntry& at, int64_t row,
                                              int entry, int64_t num_blocks) {
   if (!sizes.by_lists) return kFirstPairs + row * sizes.groups + at.group;
   const int64_t block = (row / sizes.row_groups) * num_blocks + entry;
@@ -94,9 +94,9 @@ __device__ __forceinline__ int64_t own_pairs(const VisibilitySizes& sizes, const
   return kFirstPairs + of_rows * sizes.touched_keys + at.group % sizes.touched_keys;
 }
 
-constexpr int kPairThreads = 256, kPairGroups = kPairThreads / kGroupRows;  // of keys
+constexpr int kPairThreads = 256, kPairGroups = kPairThreads / kWarpgroupRows;  // of keys
 
-/// Bits and places by all pairs of a mask, and of a block mask. A warp has 32 queries and a group of keys.
+/// Bits and slots by all pairs of a mask, and of a block mask. A warp has 32 queries and a group of keys.
 static __global__ void __launch_bounds__(kPairThreads)
     visible_pairs_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ VisibilitySizes sizes,
                          const __grid_constant__ ForwardVisibility to) {
@@ -104,10 +104,10 @@ static __global__ void __launch_bounds__(kPairThreads)
   __shared__ int s_entry[2][kPairGroups];
   write_constants(to.bits);
   const int64_t parts = (sizes.groups + kPairGroups - 1) / kPairGroups;
-  const int half = static_cast<int>(threadIdx.x) / 32 % 2, in_block = static_cast<int>(threadIdx.x) / kGroupRows;
-  const VisibilityPlace at(sizes, blockIdx.x / parts, blockIdx.x % parts * kPairGroups + in_block);
+  const int half = static_cast<int>(threadIdx.x) / 32 % 2, in_block = static_cast<int>(threadIdx.x) / kWarpgroupRows;
+  const VisibilityEntry at(sizes, blockIdx.x / parts, blockIdx.x % parts * kPairGroups + in_block);
   const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
-  const int in_group = static_cast<int>(threadIdx.x) % kGroupRows, row = at.row_group * kGroupRows + in_group;
+  const int in_group = static_cast<int>(threadIdx.x) % kWarpgroupRows, row = at.row_group * kWarpgroupRows + in_group;
   const int first_key = at.group * kKeyGroup;
   // A mask that is the same for all queries is looked at for one group of them, which may be longer than the sequence.
   const bool exists = row < seqlen_q || (p.mask.row_stride == 0 && !p.blocks.offsets);
@@ -136,59 +136,59 @@ static __global__ void __launch_bounds__(kPairThreads)
       own_pairs(sizes, at, blockIdx.x / parts, min(s_entry[0][in_block], s_entry[1][in_block]), p.blocks.num_blocks);
   const bool none_here = !s_some[0][in_block] && !s_some[1][in_block],
              all_here = s_all[0][in_block] && s_all[1][in_block];
-  const int64_t place = none_here ? kNonePairs : all_here ? kAllPairs : own;
-  if (place == own) to.bits[own].rows[in_group] = pair_bits(words[0], words[1]);
-  if (in_group == 0) to.row(at.batch, at.head, at.row_group)[at.group] = static_cast<int>(place);
+  const int64_t found_entry = none_here ? kNonePairs : all_here ? kAllPairs : own;
+  if (found_entry == own) to.bits[own].rows[in_group] = pair_bits(words[0], words[1]);
+  if (in_group == 0) to.row(at.batch, at.head, at.row_group)[at.group] = static_cast<int>(found_entry);
 }
 
-constexpr int kPlaceThreads = 256;
+constexpr int kEntryThreads = 256;
 
 __device__ __forceinline__ int64_t flat_thread() {
-  return static_cast<int64_t>(blockIdx.x) * kPlaceThreads + threadIdx.x;
+  return static_cast<int64_t>(blockIdx.x) * kEntryThreads + threadIdx.x;
 }
 
 /// Places by the list of blocks, each made of whole groups.
-static __global__ void __launch_bounds__(kPlaceThreads)
-    block_places_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ VisibilitySizes sizes,
-                        const __grid_constant__ ForwardVisibility to) {
+static __global__ void __launch_bounds__(kEntryThreads)
+    block_entries_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ VisibilitySizes sizes,
+                         const __grid_constant__ ForwardVisibility to) {
   write_constants(to.bits);
-  if (flat_thread() >= sizes.places) return;
-  const VisibilityPlace at(sizes, flat_thread() / sizes.groups, flat_thread() % sizes.groups);
+  if (flat_thread() >= sizes.entries) return;
+  const VisibilityEntry at(sizes, flat_thread() / sizes.groups, flat_thread() % sizes.groups);
   const int block_m = static_cast<int>(p.blocks.block_m), block_n = static_cast<int>(p.blocks.block_n);
-  const int row = at.row_group * kGroupRows, key = at.group * kKeyGroup;
+  const int row = at.row_group * kWarpgroupRows, key = at.group * kKeyGroup;
   const int64_t bitmap = find_block(p.blocks, at, row / block_m, key / block_n).bitmap;
-  const int row_groups = block_m / kGroupRows, groups = block_n / kKeyGroup;
-  const int64_t pairs = (bitmap * row_groups + row % block_m / kGroupRows) * groups + key % block_n / kKeyGroup;
-  to.row(at.batch, at.head, at.row_group)[at.group] = bitmap == kMissing ? kNonePairs
-                                                      : bitmap == kWhole ? kAllPairs
-                                                                         : kFirstPairs + static_cast<int>(pairs);
+  const int row_groups = block_m / kWarpgroupRows, groups = block_n / kKeyGroup;
+  const int64_t pairs = (bitmap * row_groups + row % block_m / kWarpgroupRows) * groups + key % block_n / kKeyGroup;
+  to.row(at.batch, at.head, at.row_group)[at.group] = bitmap == kMissing     ? kNonePairs
+                                                      : bitmap == kFullBlock ? kAllPairs
+                                                                             : kFirstPairs + static_cast<int>(pairs);
 }
 
 /// Bits of the bitmaps; a thread has a row of one and a group of keys.
-static __global__ void __launch_bounds__(kPlaceThreads)
+static __global__ void __launch_bounds__(kEntryThreads)
     bitmap_pairs_kernel(const __grid_constant__ BlockMaskParams blocks, PairBits* g_bits) {
   const int64_t groups = blocks.block_n / kKeyGroup;
   const int64_t group = flat_thread() % groups, row = flat_thread() / groups;  // of all bitmaps
   if (row >= blocks.num_bitmaps * blocks.block_m) return;
   const uint32_t low = static_cast<uint32_t>(blocks.bitmaps[(row * groups + group) * 2]);
   const uint32_t high = static_cast<uint32_t>(blocks.bitmaps[(row * groups + group) * 2 + 1]);
-  g_bits[kFirstPairs + row / kGroupRows * groups + group].rows[row % kGroupRows] = pair_bits(low, high);
+  g_bits[kFirstPairs + row / kWarpgroupRows * groups + group].rows[row % kWarpgroupRows] = pair_bits(low, high);
 }
 
 /// In `memory`, which has the bytes that VisibilitySizes asks for.
 inline ForwardVisibility find_visibility(const AttentionParams& p, char* memory, cudaStream_t stream) {
   const VisibilitySizes sizes(p);
   const ForwardVisibility found = sizes.views(memory);
-  if (sizes.places == 0) return found;
-  const auto grid = [](int64_t work, int64_t of_block) { return grid_of((work + of_block - 1) / of_block); };
+  if (sizes.entries == 0) return found;
+  const auto grid = [](int64_t work_tile, int64_t of_block) { return grid_of((work_tile + of_block - 1) / of_block); };
   if (sizes.by_pairs) {
-    const dim3 blocks = grid_of(sizes.places / sizes.groups * ((sizes.groups + kPairGroups - 1) / kPairGroups));
+    const dim3 blocks = grid_of(sizes.entries / sizes.groups * ((sizes.groups + kPairGroups - 1) / kPairGroups));
     launch("sm90/visible_pairs", visible_pairs_kernel, {blocks, dim3(kPairThreads)}, stream, p, sizes, found);
   } else {
-    launch("sm90/block_places", block_places_kernel, {grid(sizes.places, kPlaceThreads), dim3(kPlaceThreads)}, stream,
+    launch("sm90/block_places", block_entries_kernel, {grid(sizes.entries, kEntryThreads), dim3(kEntryThreads)}, stream,
            p, sizes, found);
     const int64_t rows = p.blocks.num_bitmaps * p.blocks.block_m * (p.blocks.block_n / kKeyGroup);
-    launch("sm90/bitmap_pairs", bitmap_pairs_kernel, {grid(rows, kPlaceThreads), dim3(kPlaceThreads)}, stream, p.blocks,
+    launch("sm90/bitmap_pairs", bitmap_pairs_kernel, {grid(rows, kEntryThreads), dim3(kEntryThreads)}, stream, p.blocks,
            found.bits);
   }
   return found;

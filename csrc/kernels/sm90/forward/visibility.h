@@ -17,7 +17,7 @@ constexpr int kKeyGroup = 64;
 struct PairBits {
   struct alignas(8) Row {
     uint32_t x, y;
-  } rows[kGroupRows];
+  } rows[kWarpgroupRows];
 };
 
 /// Which PairBits belong to which queries and keys. The first two are constants.
@@ -25,12 +25,12 @@ constexpr int kNonePairs = 0, kAllPairs = 1, kFirstPairs = 2;
 
 struct ForwardVisibility {
   PairBits* bits = nullptr;
-  int* places = nullptr;  // in bits, by group of queries and group of keys; null: all is visible
+  int* entries = nullptr;  // in bits, by group of queries and group of keys; null: all is visible
   int64_t batch_stride = 0, head_stride = 0;
   int row_stride = 0;  // 0 broadcasts, as do those of batch and head
 
   FLASH_EXT_HOST_DEVICE int* row(int batch, int head, int row_group) const {
-    return places + batch * batch_stride + head * head_stride + static_cast<int64_t>(row_group) * row_stride;
+    return entries + batch * batch_stride + head * head_stride + static_cast<int64_t>(row_group) * row_stride;
   }
 };
 
@@ -48,38 +48,38 @@ struct VisibilitySizes {
   bool by_pairs;                   // the bits are made pair by pair; else bitmaps of a block mask become bits
   bool by_lists;                   // pair by pair, and there is room only for what the lists of a block mask may touch
   int touched_rows, touched_keys;  // groups, by one block
-  int64_t places, pairs;
+  int64_t entries, pairs;
 
   explicit VisibilitySizes(const AttentionParams& p) {
     const auto distinct = [](int64_t size, int64_t stride, int64_t other) {
       return stride == 0 && other == 0 ? 1 : size;
     };
-    const bool whole_blocks = p.blocks.block_m % kGroupRows == 0 && p.blocks.block_n % kKeyGroup == 0;
+    const bool whole_blocks = p.blocks.block_m % kWarpgroupRows == 0 && p.blocks.block_n % kKeyGroup == 0;
     groups = (p.seqlen_k + 2 * kKeyGroup - 1) / (2 * kKeyGroup) * 2;
-    row_groups = p.mask.row_stride == 0 && !p.blocks.offsets ? 1 : (p.seqlen_q + kGroupRows - 1) / kGroupRows;
+    row_groups = p.mask.row_stride == 0 && !p.blocks.offsets ? 1 : (p.seqlen_q + kWarpgroupRows - 1) / kWarpgroupRows;
     batch = distinct(p.batch, p.mask.batch_stride, p.blocks.offsets_batch_stride);
     heads = distinct(p.heads_q, p.mask.head_stride, p.blocks.offsets_head_stride);
     by_pairs = p.mask.data || !whole_blocks;
     const bool any = p.mask.data || p.blocks.offsets;
-    const int64_t in_bitmap = (p.blocks.block_m / kGroupRows) * (p.blocks.block_n / kKeyGroup);
-    places = any ? batch * heads * row_groups * groups : 0;
+    const int64_t in_bitmap = (p.blocks.block_m / kWarpgroupRows) * (p.blocks.block_n / kKeyGroup);
+    entries = any ? batch * heads * row_groups * groups : 0;
     touched_rows = groups_touched(p.blocks.block_m), touched_keys = groups_touched(p.blocks.block_n);
     // Heads may share what they list, but not what becomes of it: 64 queries may have other blocks beside.
     const int64_t in_lists = batch * heads * p.blocks.num_blocks * touched_rows * touched_keys;
-    by_lists = by_pairs && !p.mask.data && in_lists < places;
-    pairs = !any ? 0 : kFirstPairs + (by_lists ? in_lists : by_pairs ? places : p.blocks.num_bitmaps * in_bitmap);
+    by_lists = by_pairs && !p.mask.data && in_lists < entries;
+    pairs = !any ? 0 : kFirstPairs + (by_lists ? in_lists : by_pairs ? entries : p.blocks.num_bitmaps * in_bitmap);
   }
 
   int64_t bytes() const {
-    return pairs * static_cast<int64_t>(sizeof(PairBits)) + places * static_cast<int64_t>(sizeof(int));
+    return pairs * static_cast<int64_t>(sizeof(PairBits)) + entries * static_cast<int64_t>(sizeof(int));
   }
 
   ForwardVisibility views(char* memory) const {
     ForwardVisibility all;
-    if (places == 0) return all;
+    if (entries == 0) return all;
     const int64_t head = row_groups * groups;
     all.bits = reinterpret_cast<PairBits*>(memory);
-    all.places = reinterpret_cast<int*>(all.bits + pairs);
+    all.entries = reinterpret_cast<int*>(all.bits + pairs);
     all.batch_stride = batch > 1 ? heads * head : 0;
     all.head_stride = heads > 1 ? head : 0;
     all.row_stride = static_cast<int>(row_groups > 1 ? groups : 0);

@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Scratch memory that forward_f32() needs: none where each block has one tile of queries at most.
+/// Scratch memory that forward_f32() needs: none where each CTA has one tile of queries at most.
 int64_t forward_f32_workspace_bytes(const ForwardParams& params);
 
 /// out and lse of every row that a sequence covers. float32, in full precision; no bias, mask or

@@ -1,6 +1,6 @@
 // Attention forward in float32 on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
 //
-// A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). A block has kBlockM
+// A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). A CTA has kBlockM
 // queries of one head and goes through tiles of 64 or 32 keys, from the last that it sees to the first. Two or three
 // warpgroups compute, 64 queries each; one more reads K and V, splits them, and fills a ring of pieces of as many
 // columns as a tile has keys. A warpgroup's step:
@@ -23,14 +23,14 @@
 
 namespace flash_ext::sm90 {
 
-__device__ __forceinline__ int thread_of_group() { return static_cast<int>(threadIdx.x) % kGroupThreads; }
+__device__ __forceinline__ int thread_of_warpgroup() { return static_cast<int>(threadIdx.x) % kWarpgroupThreads; }
 
 /// What one warpgroup does.
 template <class Config>
-class ForwardF32Group {
+class ForwardF32Consumer {
  public:
-  using State = ForwardF32State<Config>;
-  using Work = ForwardF32Work<Config>;
+  using Storage = ForwardF32Storage<Config>;
+  using WorkTile = ForwardF32WorkTile<Config>;
   static constexpr int kPanels = Config::kPanels;
   static constexpr int kPieces = Config::kPieces;
   using Products = FloatProductsOf<Config::kBlockN>;
@@ -39,57 +39,59 @@ class ForwardF32Group {
   using Weights = typename Products::Operand;
   using Scores = float[1][kEights][4];
 
-  __device__ __forceinline__ ForwardF32Group(const ForwardParams& p, State& state, char* shared, int group)
+  __device__ __forceinline__ ForwardF32Consumer(const ForwardParams& p, Storage& storage, char* shared, int group)
       : p_(p),
-        state_(state),
-        group_(group),
+        storage_(storage),
+        warpgroup_(group),
         lane_(static_cast<int>(threadIdx.x) % 32),
-        warp_(static_cast<int>(threadIdx.x) / 32 % kGroupWarps),
-        scale_(Config::kOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E),
+        warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
+        scale_(Config::kScoreOptions ? 1.0f : static_cast<float>(p.softmax_scale) * kLog2E),
         query_(PieceDescriptor::lower_half(ptx::shared_address(shared) + group * Config::kQueryBytes)),
         ring_(PieceDescriptor::lower_half(ptx::shared_address(shared) + Config::kRingOffset)) {}
 
   __device__ __forceinline__ void run(char* s_query) {
-    ForwardF32Queue<Config> queue(state_);
+    ForwardF32Queue<Config> queue(storage_);
 #pragma unroll 1
-    while (const Work* const work = queue.front()) {
-      load_query(*work, s_query);
+    while (const WorkTile* const work_tile = queue.front()) {
+      load_query(*work_tile, s_query);
       clear();
-      visit(*work);
-      store(*work);
-      if (work->met_non_finite) add_hidden_non_finite(*work);
+      visit(*work_tile);
+      store(*work_tile);
+      if (work_tile->met_non_finite) add_hidden_non_finite(*work_tile);
       queue.pop(lane_);
     }
   }
 
  private:
-  __device__ __forceinline__ int first_row(const Work& work) const { return work.first_query + group_ * kGroupRows; }
-
-  __device__ __forceinline__ void wait_for_group() const {
-    ptx::barrier_any<kGroupThreads>(ptx::reread(static_cast<int>(threadIdx.x)) / kGroupThreads, false);
+  __device__ __forceinline__ int first_row(const WorkTile& work_tile) const {
+    return work_tile.first_query + warpgroup_ * kWarpgroupRows;
   }
 
-  __device__ __forceinline__ void load_query(const Work& work, char* s_query) const {
-    wait_for_group();  // all are done with what was there
-    load_pieces<kPanels, false>(s_query, query_rows<float>(p_.q, work.sequence), first_row(work), work.end_query,
-                                static_cast<int>(p_.head_dim), ptx::reread(thread_of_group()));
+  __device__ __forceinline__ void wait_for_warpgroup() const {
+    ptx::barrier_any<kWarpgroupThreads>(ptx::reread(static_cast<int>(threadIdx.x)) / kWarpgroupThreads, false);
+  }
+
+  __device__ __forceinline__ void load_query(const WorkTile& work_tile, char* s_query) const {
+    wait_for_warpgroup();  // all are done with what was there
+    load_pieces<kPanels, false>(s_query, query_rows<float>(p_.q, work_tile.sequence), first_row(work_tile),
+                                work_tile.end_query, static_cast<int>(p_.head_dim), ptx::reread(thread_of_warpgroup()));
     ptx::fence_proxy_async_shared();
-    wait_for_group();
+    wait_for_warpgroup();
   }
 
-  __device__ __forceinline__ void visit(const Work& work) {
-    const TileSpan tiles = work.tiles, rows = work.rows[group_];
+  __device__ __forceinline__ void visit(const WorkTile& work_tile) {
+    const TileSpan tiles = work_tile.tiles, rows = work_tile.rows[warpgroup_];
     int tile = tiles.end - 1;
     for (; tile >= rows.end; --tile) pass();
 #pragma unroll 1
-    for (; tile >= rows.begin; --tile) step(work, tile, tile < rows.full_begin || tile >= rows.full_end);
+    for (; tile >= rows.begin; --tile) step(work_tile, tile, tile < rows.full_begin || tile >= rows.full_end);
     for (; tile >= tiles.begin; --tile) pass();
   }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      reference_[r] = -INFINITY;
+      stabiliser_[r] = -INFINITY;
       row_sum_[r] = 0.0f;
     }
     for_each_score(out_, [](float& x, int, int, int) { x = 0.0f; });
@@ -97,14 +99,14 @@ class ForwardF32Group {
 
   /// The descriptor of the next piece, which is there then.
   __device__ __forceinline__ uint32_t wait_for_piece() {
-    ptx::mbarrier_wait(ptx::shared_address(&state_.full[next_.stage()]), next_.parity());
+    ptx::mbarrier_wait(ptx::shared_address(&storage_.full[next_.stage()]), next_.parity());
     const uint32_t piece = ring_ + next_.stage() * (Config::kStageBytes / 16);
     next_.advance();
     return piece;
   }
 
   __device__ __forceinline__ void release_piece() {
-    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.empty[done_.stage()]));
+    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&storage_.empty[done_.stage()]));
     done_.advance();
   }
 
@@ -117,23 +119,23 @@ class ForwardF32Group {
     }
   }
 
-  __device__ __forceinline__ void step(const Work& work, int tile, bool partial) {
+  __device__ __forceinline__ void step(const WorkTile& work_tile, int tile, bool partial) {
     Scores s;
     if constexpr (Config::kSmallPieces) {
       multiply_few_keys(s[0]);
     } else {
       multiply_keys(s[0]);
     }
-    if constexpr (Config::kOptions) {
-      const ScoreRules<float> rules(p_, work.sequence);
+    if constexpr (Config::kScoreOptions) {
+      const ScoreRules<float> rules(p_, work_tile.sequence);
       rules.scale_and_cap(s);
-      rules.add_alibi(s, coordinates(work, tile));
+      rules.add_alibi(s, coordinates(work_tile, tile));
     }
-    if (partial) hide_outside_window(s, coordinates(work, tile), work.sequence);
+    if (partial) hide_outside_window(s, coordinates(work_tile, tile), work_tile.sequence);
     float factor[2];
-    raise_reference(s, factor);
+    update_row_max(s, factor);
     float sum[2];
-    exponentiate<false>(s, scale_, reference_, sum);
+    exponentiate<false>(s, scale_, stabiliser_, sum);
 #pragma unroll
     for (int r = 0; r < 2; ++r) row_sum_[r] = fmaf(row_sum_[r], factor[r], sum[r]);
     Weights p;
@@ -141,8 +143,8 @@ class ForwardF32Group {
     add_values(p, factor);
   }
 
-  __device__ __forceinline__ TileCoordinates<false> coordinates(const Work& work, int tile) const {
-    return TileCoordinates<false>::of_lane(first_row(work) + warp_ * 16, tile * Config::kBlockN, lane_);
+  __device__ __forceinline__ TileCoordinates<false> coordinates(const WorkTile& work_tile, int tile) const {
+    return TileCoordinates<false>::of_lane(first_row(work_tile) + warp_ * 16, tile * Config::kBlockN, lane_);
   }
 
   /// S = Q K^T
@@ -155,8 +157,8 @@ class ForwardF32Group {
       release_piece();
     }
     ptx::wgmma_wait<0>();
-    Products::pin(s);
-    Products::pin(rest);
+    Products::fence_operand(s);
+    Products::fence_operand(rest);
     release_piece();
     Products::add(s, rest);
   }
@@ -176,13 +178,13 @@ class ForwardF32Group {
       release_piece();
     }
     ptx::wgmma_wait<0>();
-    sums.pin();
+    sums.fence_operand();
     release_piece();
     sums.add_up(s);
   }
 
-  /// Makes the maximum so far the reference of each row. `factor`: what out of it is to be multiplied by.
-  __device__ __forceinline__ void raise_reference(const Scores& s, float (&factor)[2]) {
+  /// Makes the maximum so far the stabiliser of each row. `factor`: what out of it is to be multiplied by.
+  __device__ __forceinline__ void update_row_max(const Scores& s, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = -INFINITY;
@@ -190,9 +192,9 @@ class ForwardF32Group {
       for (int n = 0; n < kEights; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const float raised = fmaxf(reference_[r], largest * scale_);
-      factor[r] = raised == -INFINITY ? 1.0f : ptx::exp2_approx(reference_[r] - raised);
-      reference_[r] = raised;
+      const float raised = fmaxf(stabiliser_[r], largest * scale_);
+      factor[r] = raised == -INFINITY ? 1.0f : ptx::exp2_approx(stabiliser_[r] - raised);
+      stabiliser_[r] = raised;
     }
   }
 
@@ -205,14 +207,14 @@ class ForwardF32Group {
     for (int piece = 1; piece < kPieces; ++piece) {
       Products::start(sum[piece % kSums], p, wait_for_piece());
       ptx::wgmma_wait<1>();
-      finish_weighing(sum[(piece - 1) % kSums], piece - 1, factor);
+      finish_softmax(sum[(piece - 1) % kSums], piece - 1, factor);
     }
     ptx::wgmma_wait<0>();
-    finish_weighing(sum[(kPieces - 1) % kSums], kPieces - 1, factor);
+    finish_softmax(sum[(kPieces - 1) % kSums], kPieces - 1, factor);
   }
 
-  __device__ __forceinline__ void finish_weighing(Tile& sum, int piece, const float (&factor)[2]) {
-    Products::pin(sum);
+  __device__ __forceinline__ void finish_softmax(Tile& sum, int piece, const float (&factor)[2]) {
+    Products::fence_operand(sum);
     release_piece();
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
@@ -224,8 +226,8 @@ class ForwardF32Group {
   }
 
   /// Normalises the rows and writes them.
-  __device__ __forceinline__ void store(const Work& work) const {
-    const Sequence& sequence = work.sequence;
+  __device__ __forceinline__ void store(const WorkTile& work_tile) const {
+    const Sequence& sequence = work_tile.sequence;
     const float sink = p_.sink ? static_cast<const float*>(p_.sink)[sequence.head] : -INFINITY;
     const auto rows = query_rows<float>(p_.out, sequence);
     float* const g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
@@ -234,9 +236,9 @@ class ForwardF32Group {
       float sum = row_sum_[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd end = finish_row(reference_[r], sum, sink);
-      const int row = first_row(work) + warp_ * 16 + 8 * r + lane_ / 4;
-      if (row >= work.end_query) continue;
+      const RowEnd end = finish_row(stabiliser_[r], sum, sink);
+      const int row = first_row(work_tile) + warp_ * 16 + 8 * r + lane_ / 4;
+      if (row >= work_tile.end_query) continue;
       if (lane_ % 4 == 0) g_lse[row] = end.lse;
       float* const g_row = rows.row(row);
 #pragma unroll
@@ -251,25 +253,26 @@ class ForwardF32Group {
   }
 
   /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
-  __device__ __forceinline__ void add_hidden_non_finite(const Work& work) const {
-    const Sequence& sequence = work.sequence;
-    const TileSpan tiles = work.rows[group_];
-    wait_for_group();  // out is written
-    add_non_finite<float, kGroupThreads>(
-        p_, sequence, query_rows<float>(p_.out, sequence), key_rows<float, false>(p_, p_.v, sequence), first_row(work),
-        min(first_row(work) + kGroupRows, work.end_query), tiles.begin * Config::kBlockN,
-        min(tiles.end * Config::kBlockN, sequence.seqlen_k), ptx::reread(thread_of_group()));
+  __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile) const {
+    const Sequence& sequence = work_tile.sequence;
+    const TileSpan tiles = work_tile.rows[warpgroup_];
+    wait_for_warpgroup();  // out is written
+    add_non_finite<float, kWarpgroupThreads>(
+        p_, sequence, query_rows<float>(p_.out, sequence), key_rows<float, false>(p_, p_.v, sequence),
+        first_row(work_tile), min(first_row(work_tile) + kWarpgroupRows, work_tile.end_query),
+        tiles.begin * Config::kBlockN, min(tiles.end * Config::kBlockN, sequence.seqlen_k),
+        ptx::reread(thread_of_warpgroup()));
   }
 
   const ForwardParams& p_;
-  State& state_;
-  const int group_, lane_, warp_;
-  const float scale_;  // of scores, to base 2; kOptions applies its own
+  Storage& storage_;
+  const int warpgroup_, lane_, warp_;
+  const float scale_;  // of scores, to base 2; kScoreOptions applies its own
   const uint32_t query_, ring_;
   RingPosition<Config::kStages> next_, done_;
 
   float out_[kPanels][8][4];
-  float reference_[2];  // base 2; -inf while the row has seen no key
+  float stabiliser_[2];  // base 2; -inf while the row has seen no key
   float row_sum_[2];
 };
 
@@ -278,26 +281,27 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_f32_kernel(const __grid_constant__ ForwardParams p, const ForwardSchedule schedule) {
   extern __shared__ __align__(1024) char shared[];
-  auto& state = *reinterpret_cast<ForwardF32State<Config>*>(shared + Config::kTilesBytes);
-  if (threadIdx.x == 0) state.init();
+  auto& storage = *reinterpret_cast<ForwardF32Storage<Config>*>(shared + Config::kTilesBytes);
+  if (threadIdx.x == 0) storage.init();
   __syncthreads();
-  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0) - 1;
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0) - 1;
   if (group < 0) {
-    ptx::give_up_registers<Config::kLoaderRegisters>();
-    using Loader = std::conditional_t<Config::kSmallPieces, ForwardF32RowLoader<Config>, ForwardF32Loader<Config>>;
-    Loader(p, state, shared + Config::kRingOffset, thread_of_group()).run(schedule);
+    ptx::release_registers<Config::kProducerRegisters>();
+    using Producer =
+        std::conditional_t<Config::kSmallPieces, ForwardF32RowProducer<Config>, ForwardF32Producer<Config>>;
+    Producer(p, storage, shared + Config::kRingOffset, thread_of_warpgroup()).run(schedule);
   } else {
-    ptx::take_registers<Config::kRegisters>();
-    ForwardF32Group<Config>(p, state, shared, group).run(shared + group * Config::kQueryBytes);
+    ptx::acquire_registers<Config::kRegisters>();
+    ForwardF32Consumer<Config>(p, storage, shared, group).run(shared + group * Config::kQueryBytes);
   }
 }
 
-/// Clears the counter of works, beside which the kernel behind it starts.
+/// Clears the counter of work tiles, beside which the kernel behind it starts.
 void clear_forward_workspace(void* workspace, cudaStream_t stream);
 
 template <class Config>
 void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t stream) {
-  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardF32State<Config>);
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardF32Storage<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const WorkListPlan list = forward_work_list(p, Config::kBlockM);
   const ForwardSchedule schedule = schedule_forward_f32<Config>(p, list, workspace);
@@ -306,7 +310,7 @@ void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t st
   } else if (workspace) {
     clear_forward_workspace(workspace, stream);
   }
-  const int64_t blocks = std::min<int64_t>(schedule.works, device_attribute(cudaDevAttrMultiProcessorCount));
+  const int64_t blocks = std::min<int64_t>(schedule.work_tiles, device_attribute(cudaDevAttrMultiProcessorCount));
   LaunchShape shape = {grid_of(blocks), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = workspace != nullptr;
   launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule);

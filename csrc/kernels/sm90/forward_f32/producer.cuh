@@ -10,45 +10,45 @@ namespace flash_ext::sm90 {
 
 /// What fills the ring: of each tile, from the last to the first, the pieces of K, then those of V.
 template <class Config>
-class ForwardF32LoaderBase {
+class ForwardF32ProducerBase {
  public:
-  using State = ForwardF32State<Config>;
-  using Work = ForwardF32Work<Config>;
+  using Storage = ForwardF32Storage<Config>;
+  using WorkTile = ForwardF32WorkTile<Config>;
 
-  /// Takes up works, as one thread of the block, and calls load(work) for each.
+  /// Acquires work tiles, as one thread of the CTA, and calls load(work) for each.
   template <class Load>
-  __device__ __forceinline__ void for_each_work(const ForwardSchedule& schedule, Load load) {
-    ForwardF32Queue<Config> queue(state_);
+  __device__ __forceinline__ void for_each_work_tile(const ForwardSchedule& schedule, Load load) {
+    ForwardF32Queue<Config> queue(storage_);
 #pragma unroll 1
     while (true) {
       if (threadIdx.x == 0) queue.push(p_, schedule);
       __syncwarp();
-      Work* const work = queue.front();
-      if (!work) return;
-      load(*work);
+      WorkTile* const work_tile = queue.front();
+      if (!work_tile) return;
+      load(*work_tile);
       queue.pop(lane_);
     }
   }
 
  protected:
-  __device__ __forceinline__ ForwardF32LoaderBase(const ForwardParams& p, State& state, char* s_ring, int thread)
-      : p_(p), state_(state), s_ring_(s_ring), lane_(thread % 32) {}
+  __device__ __forceinline__ ForwardF32ProducerBase(const ForwardParams& p, Storage& storage, char* s_ring, int thread)
+      : p_(p), storage_(storage), s_ring_(s_ring), lane_(thread % 32) {}
 
-  __device__ __forceinline__ char* place() const { return s_ring_ + ring_.stage() * Config::kStageBytes; }
+  __device__ __forceinline__ char* stage_address() const { return s_ring_ + ring_.stage() * Config::kStageBytes; }
 
-  __device__ __forceinline__ void wait_for_place() const {
-    ptx::mbarrier_wait(ptx::shared_address(&state_.empty[ring_.stage()]), ring_.parity() ^ 1);
+  __device__ __forceinline__ void wait_for_slot() const {
+    ptx::mbarrier_wait(ptx::shared_address(&storage_.empty[ring_.stage()]), ring_.parity() ^ 1);
   }
 
-  __device__ __forceinline__ void hand_over() {
+  __device__ __forceinline__ void publish() {
     ptx::fence_proxy_async_shared();
     __syncwarp();  // what all lanes wrote comes before the arrival
-    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&state_.full[ring_.stage()]));
+    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&storage_.full[ring_.stage()]));
     ring_.advance();
   }
 
   const ForwardParams& p_;
-  State& state_;
+  Storage& storage_;
   char* const s_ring_;
   const int lane_;
   RingPosition<Config::kStages> ring_;
@@ -56,32 +56,32 @@ class ForwardF32LoaderBase {
 
 /// Pieces of 64 rows: the next one is on its way to registers.
 template <class Config>
-class ForwardF32Loader : public ForwardF32LoaderBase<Config> {
-  using Base = ForwardF32LoaderBase<Config>;
+class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
+  using Base = ForwardF32ProducerBase<Config>;
 
  public:
-  using typename Base::State;
-  static constexpr int kOctets = PieceThread::kOctets;
+  using typename Base::Storage;
+  static constexpr int kFloat8s = PieceThread::kFloat8s;
 
-  __device__ __forceinline__ ForwardF32Loader(const ForwardParams& p, State& state, char* s_ring, int thread)
-      : Base(p, state, s_ring, thread), at_(thread) {}
+  __device__ __forceinline__ ForwardF32Producer(const ForwardParams& p, Storage& storage, char* s_ring, int thread)
+      : Base(p, storage, s_ring, thread), at_(thread) {}
 
   __device__ __forceinline__ void run(const ForwardSchedule& schedule) {
-    Base::for_each_work(schedule, [&](Work& work) { load_keys(work); });
+    Base::for_each_work_tile(schedule, [&](WorkTile& work_tile) { load_keys(work_tile); });
   }
 
  private:
   using Base::p_;
-  using typename Base::Work;
+  using typename Base::WorkTile;
 
-  __device__ __forceinline__ void load_keys(Work& work) {
-    const TileSpan tiles = work.tiles;
-    const int seqlen_k = work.sequence.seqlen_k;
+  __device__ __forceinline__ void load_keys(WorkTile& work_tile) {
+    const TileSpan tiles = work_tile.tiles;
+    const int seqlen_k = work_tile.sequence.seqlen_k;
     int tile = tiles.end - 1;
     if (tile < tiles.begin) return;
-    const Source keys = source(key_rows<float, false>(p_, p_.k, work.sequence), p_.head_dim);
-    const Source values = source(key_rows<float, false>(p_, p_.v, work.sequence), p_.head_dim_v);
-    FloatOctet x[kOctets];
+    const Source keys = source(key_rows<float, false>(p_, p_.k, work_tile.sequence), p_.head_dim);
+    const Source values = source(key_rows<float, false>(p_, p_.v, work_tile.sequence), p_.head_dim_v);
+    Float8 x[kFloat8s];
     load(x, keys, 0, tile, seqlen_k);
 #pragma unroll 1
     for (; tile >= tiles.begin; --tile) {
@@ -94,13 +94,13 @@ class ForwardF32Loader : public ForwardF32LoaderBase<Config> {
         const int rows = next_tile < tiles.begin ? INT32_MIN : seqlen_k;  // rows before 0 are none either
         const bool met = pass_on(x, choose(next_is_value, values, keys), next % Config::kPanels, next_tile, rows,
                                  is_value && partial);
-        if (met) work.met_non_finite = true;
-        Base::hand_over();
+        if (met) work_tile.met_non_finite = true;
+        Base::publish();
       }
     }
   }
 
-  /// Rows of K or V, from the thread's first octet on.
+  /// Rows of K or V, from the thread's first group of 8 floats on.
   struct Source {
     const float* first;
     int64_t row_stride;
@@ -117,32 +117,34 @@ class ForwardF32Loader : public ForwardF32LoaderBase<Config> {
     return {first ? a.first : b.first, first ? a.row_stride : b.row_stride, first ? a.columns : b.columns};
   }
 
-  __device__ __forceinline__ FloatOctet load(const Source& source, int panel, int tile, int num_rows, int octet) const {
-    const int row = tile * Config::kBlockN + octet * PieceThread::kRowStep;
+  __device__ __forceinline__ Float8 load(const Source& source, int panel, int tile, int num_rows,
+                                         int float8_index) const {
+    const int row = tile * Config::kBlockN + float8_index * PieceThread::kRowStep;
     const bool valid = at_.row + row < num_rows && panel * kPanelColumns < source.columns;
-    return FloatOctet::load(source.first + row * source.row_stride + panel * kPanelColumns, valid);
+    return Float8::load(source.first + row * source.row_stride + panel * kPanelColumns, valid);
   }
 
-  __device__ __forceinline__ void load(FloatOctet (&x)[kOctets], const Source& source, int panel, int tile,
+  __device__ __forceinline__ void load(Float8 (&x)[kFloat8s], const Source& source, int panel, int tile,
                                        int num_rows) const {
 #pragma unroll
-    for (int octet = 0; octet < kOctets; ++octet) x[octet] = load(source, panel, tile, num_rows, octet);
+    for (int float8_index = 0; float8_index < kFloat8s; ++float8_index)
+      x[float8_index] = load(source, panel, tile, num_rows, float8_index);
   }
 
   /// A piece that is in registers to the ring; the next one then comes to registers. Whether Inf or NaN was taken out.
-  __device__ __forceinline__ bool pass_on(FloatOctet (&x)[kOctets], const Source& next, int panel, int tile,
-                                          int num_rows, bool may_be_hidden) const {
-    char* const s_piece = Base::place();
+  __device__ __forceinline__ bool pass_on(Float8 (&x)[kFloat8s], const Source& next, int panel, int tile, int num_rows,
+                                          bool may_be_hidden) const {
+    char* const s_piece = Base::stage_address();
     __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);
-    Base::wait_for_place();
+    Base::wait_for_slot();
 #pragma unroll
-    for (int octet = 0; octet < kOctets; ++octet) {
-      const FloatOctet current = x[octet];
-      x[octet] = load(next, panel, tile, num_rows, octet);
-      at_.store(s_piece, octet, current, trace);
+    for (int float8_index = 0; float8_index < kFloat8s; ++float8_index) {
+      const Float8 current = x[float8_index];
+      x[float8_index] = load(next, panel, tile, num_rows, float8_index);
+      at_.store(s_piece, float8_index, current, trace);
     }
     const bool met = may_be_hidden && is_nan(trace);
-    if (met) at_.take_out_non_finite(s_piece);
+    if (met) at_.remove_non_finite(s_piece);
     return met;
   }
 
@@ -152,24 +154,24 @@ class ForwardF32Loader : public ForwardF32LoaderBase<Config> {
 /// Pieces of 32 rows, which are done with so soon that several must be under way: half of those of a tile of K, or of
 /// V. A thread has one row of the tile.
 template <class Config>
-class ForwardF32RowLoader : public ForwardF32LoaderBase<Config> {
-  using Base = ForwardF32LoaderBase<Config>;
+class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
+  using Base = ForwardF32ProducerBase<Config>;
 
  public:
-  using typename Base::State;
+  using typename Base::Storage;
   static constexpr int kAhead = Config::kPieces / 2;
   static_assert(Config::kPieces % 2 == 0);
 
-  __device__ __forceinline__ ForwardF32RowLoader(const ForwardParams& p, State& state, char* s_ring, int thread)
-      : Base(p, state, s_ring, thread), at_(thread) {}
+  __device__ __forceinline__ ForwardF32RowProducer(const ForwardParams& p, Storage& storage, char* s_ring, int thread)
+      : Base(p, storage, s_ring, thread), at_(thread) {}
 
   __device__ __forceinline__ void run(const ForwardSchedule& schedule) {
-    Base::for_each_work(schedule, [&](Work& work) { load_keys(work); });
+    Base::for_each_work_tile(schedule, [&](WorkTile& work_tile) { load_keys(work_tile); });
   }
 
  private:
   using Base::p_;
-  using typename Base::Work;
+  using typename Base::WorkTile;
 
   /// From the thread's first column on.
   struct Row {
@@ -177,58 +179,59 @@ class ForwardF32RowLoader : public ForwardF32LoaderBase<Config> {
     int columns;  // 0: not a row of the sequence
   };
 
-  __device__ __forceinline__ Row row_of(const Work& work, const TensorView& view, int64_t columns, int tile) const {
+  __device__ __forceinline__ Row row_of(const WorkTile& work_tile, const TensorView& view, int64_t columns,
+                                        int tile) const {
     const int row = tile * Config::kBlockN + at_.row;
-    const bool exists = tile >= work.tiles.begin && row < work.sequence.seqlen_k;
-    return {key_rows<float, false>(p_, view, work.sequence).row(row) + at_.column,
+    const bool exists = tile >= work_tile.tiles.begin && row < work_tile.sequence.seqlen_k;
+    return {key_rows<float, false>(p_, view, work_tile.sequence).row(row) + at_.column,
             exists ? static_cast<int>(columns) - at_.column : 0};
   }
-  __device__ __forceinline__ Row key_row(const Work& work, int tile) const {
-    return row_of(work, p_.k, p_.head_dim, tile);
+  __device__ __forceinline__ Row key_row(const WorkTile& work_tile, int tile) const {
+    return row_of(work_tile, p_.k, p_.head_dim, tile);
   }
-  __device__ __forceinline__ Row value_row(const Work& work, int tile) const {
-    return row_of(work, p_.v, p_.head_dim_v, tile);
+  __device__ __forceinline__ Row value_row(const WorkTile& work_tile, int tile) const {
+    return row_of(work_tile, p_.v, p_.head_dim_v, tile);
   }
 
-  __device__ __forceinline__ static FloatOctet load(const Row& row, int piece) {
+  __device__ __forceinline__ static Float8 load(const Row& row, int piece) {
     const int column = piece * Config::kBlockN;
-    return FloatOctet::load(row.first + column, column < row.columns);
+    return Float8::load(row.first + column, column < row.columns);
   }
 
-  __device__ __forceinline__ void load_keys(Work& work) {
-    int tile = work.tiles.end - 1;
-    if (tile < work.tiles.begin) return;
-    Row row = key_row(work, tile);
-    FloatOctet x[kAhead];
+  __device__ __forceinline__ void load_keys(WorkTile& work_tile) {
+    int tile = work_tile.tiles.end - 1;
+    if (tile < work_tile.tiles.begin) return;
+    Row row = key_row(work_tile, tile);
+    Float8 x[kAhead];
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) x[k] = load(row, k);
 #pragma unroll 1
-    for (; tile >= work.tiles.begin; --tile) {
-      const bool partial = tile < work.tiles.full_begin || tile >= work.tiles.full_end;
+    for (; tile >= work_tile.tiles.begin; --tile) {
+      const bool partial = tile < work_tile.tiles.full_begin || tile >= work_tile.tiles.full_end;
 #pragma unroll 1
       for (int is_value = 0; is_value < 2; ++is_value) {
-        pass_on(x, row, kAhead, is_value && partial, work);
-        row = is_value ? key_row(work, tile - 1) : value_row(work, tile);
-        pass_on(x, row, 0, is_value && partial, work);
+        pass_on(x, row, kAhead, is_value && partial, work_tile);
+        row = is_value ? key_row(work_tile, tile - 1) : value_row(work_tile, tile);
+        pass_on(x, row, 0, is_value && partial, work_tile);
       }
     }
   }
 
   /// The pieces that are in registers to the ring; those of `next` from first_piece on then come to registers.
-  __device__ __forceinline__ void pass_on(FloatOctet (&x)[kAhead], const Row& next, int first_piece, bool may_be_hidden,
-                                          Work& work) {
+  __device__ __forceinline__ void pass_on(Float8 (&x)[kAhead], const Row& next, int first_piece, bool may_be_hidden,
+                                          WorkTile& work_tile) {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);
-      char* const s_piece = Base::place();
-      Base::wait_for_place();
+      char* const s_piece = Base::stage_address();
+      Base::wait_for_slot();
       at_.store(s_piece, 0, x[k], trace);
       if (may_be_hidden && is_nan(trace)) {
-        at_.take_out_non_finite(s_piece);
-        work.met_non_finite = true;
+        at_.remove_non_finite(s_piece);
+        work_tile.met_non_finite = true;
       }
       x[k] = load(next, first_piece + k);  // not before the look at `trace`: registers are short
-      Base::hand_over();
+      Base::publish();
     }
   }
 

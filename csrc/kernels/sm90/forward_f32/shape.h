@@ -8,11 +8,11 @@
 namespace flash_ext::sm90 {
 
 struct ForwardF32Shape {
-  int keys;              // of a tile
-  int groups;            // warpgroups that compute
-  int stages;            // pieces of the ring of K and V
-  int registers;         // of a thread that computes
-  int loader_registers;  // of the others
+  int keys;                // of a tile
+  int groups;              // warpgroups that compute
+  int stages;              // pieces of the ring of K and V
+  int registers;           // of a thread that computes
+  int producer_registers;  // of the others
 };
 
 /// The head dims that there are kernels for.

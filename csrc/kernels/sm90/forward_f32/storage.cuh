@@ -1,4 +1,4 @@
-// Tiles, registers and shared memory of the float32 forward, and what a block of it works on.
+// Tiles, registers and shared memory of the float32 forward, and what a CTA of it works on.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,15 @@ namespace flash_ext::sm90 {
 
 template <int kHeadDim_, bool kOptions_>
 struct ForwardF32Config {
-  static constexpr int kHeadDim = kHeadDim_;   // of q, k and v
-  static constexpr bool kOptions = kOptions_;  // softcap, ALiBi, any scale
+  static constexpr int kHeadDim = kHeadDim_;        // of q, k and v
+  static constexpr bool kScoreOptions = kOptions_;  // softcap, ALiBi, any scale
   static constexpr ForwardF32Shape kShape = forward_f32_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
-  static constexpr int kBlockM = kGroups * kGroupRows;
+  static constexpr int kBlockM = kGroups * kWarpgroupRows;
   static constexpr int kBlockN = kShape.keys;
   static constexpr int kStages = kShape.stages;
-  static constexpr int kRegisters = kShape.registers, kLoaderRegisters = kShape.loader_registers;
-  static constexpr int kThreads = (kGroups + 1) * kGroupThreads;
+  static constexpr int kRegisters = kShape.registers, kProducerRegisters = kShape.producer_registers;
+  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
   static constexpr int kPanels = panels(kHeadDim);  // pieces of Q of a warpgroup
   static constexpr bool kSmallPieces = kBlockN == kSmallPieceRows;
   static constexpr int kPieces = kHeadDim / kBlockN;  // of K of a tile, and as many of V
@@ -34,8 +34,8 @@ struct ForwardF32Config {
   static constexpr int kQueryBytes = kPanels * kPieceBytes;  // of a warpgroup
   static constexpr int kRingOffset = kGroups * kQueryBytes;
   static constexpr int kTilesBytes = kRingOffset + kStages * kStageBytes;
-  static_assert(kGroupRows == kPieceRows);
-  static_assert(kGroups * kRegisters + kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+  static_assert(kWarpgroupRows == kPieceRows);
+  static_assert(kGroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
@@ -57,7 +57,7 @@ ForwardSchedule schedule_forward_f32(const AttentionParams& p, const WorkListPla
 
 /// A tile of queries of one head, and the tiles of keys that it sees.
 template <class Config>
-struct ForwardF32Work {
+struct ForwardF32WorkTile {
   Sequence sequence;
   int first_query, end_query;
   TileSpan tiles;                  // of all rows: these are loaded
@@ -65,15 +65,15 @@ struct ForwardF32Work {
   bool met_non_finite;             // in V of a tile that not all rows see in full; written before its `full`
 
   /// The tile that is no whole one stands first, where a causal mask leaves the fewest keys.
-  __device__ __forceinline__ ForwardF32Work(const Sequence& sequence, int blocks, int block)
+  __device__ __forceinline__ ForwardF32WorkTile(const Sequence& sequence, int blocks, int block)
       : sequence(sequence),
         end_query(sequence.seqlen_q - (blocks - 1 - block) * Config::kBlockM),
         met_non_finite(false) {
     first_query = max(end_query - Config::kBlockM, 0);
     tiles = span(first_query, end_query);
     for (int g = 0; g < Config::kGroups; ++g) {
-      const int first = first_query + g * kGroupRows;
-      rows[g] = span(first, min(first + kGroupRows, end_query));
+      const int first = first_query + g * kWarpgroupRows;
+      rows[g] = span(first, min(first + kWarpgroupRows, end_query));
       if (rows[g].begin == rows[g].end) rows[g].begin = rows[g].end = tiles.begin;
     }
   }
@@ -86,62 +86,62 @@ struct ForwardF32Work {
 
 /// Behind the pieces in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
-struct ForwardF32State {
+struct ForwardF32Storage {
   static constexpr int kSlots = 2;
-  using Work = ForwardF32Work<Config>;
+  using WorkTile = ForwardF32WorkTile<Config>;
 
   uint64_t full[Config::kStages], empty[Config::kStages];
-  uint64_t work_full[kSlots], work_empty[kSlots];
-  int has_work[kSlots];
-  int64_t position;  // of the next work in the schedule
-  __align__(8) unsigned char work[kSlots][sizeof(Work)];
+  uint64_t work_tile_full[kSlots], work_tile_empty[kSlots];
+  int has_work_tile[kSlots];
+  int64_t position;  // of the next work tile in the schedule
+  __align__(8) unsigned char work_tile[kSlots][sizeof(WorkTile)];
 
-  __device__ __forceinline__ Work& work_in(int slot) { return *reinterpret_cast<Work*>(work[slot]); }
+  __device__ __forceinline__ WorkTile& work_tile_in(int slot) { return *reinterpret_cast<WorkTile*>(work_tile[slot]); }
 
   /// By one thread.
   __device__ __forceinline__ void init() {
-    constexpr int kConsumers = Config::kGroups * kGroupWarps;
+    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
     position = blockIdx.x;
     for (int k = 0; k < Config::kStages; ++k) {
-      ptx::mbarrier_init(ptx::shared_address(&full[k]), kGroupWarps);
+      ptx::mbarrier_init(ptx::shared_address(&full[k]), kWarpgroupWarps);
       ptx::mbarrier_init(ptx::shared_address(&empty[k]), kConsumers);
     }
     for (int k = 0; k < kSlots; ++k) {
-      ptx::mbarrier_init(ptx::shared_address(&work_full[k]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&work_empty[k]), kConsumers + kGroupWarps);
+      ptx::mbarrier_init(ptx::shared_address(&work_tile_full[k]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&work_tile_empty[k]), kConsumers + kWarpgroupWarps);
     }
   }
 };
 
-/// The works of a block, as each of its warps goes through them.
+/// The work tiles of a CTA, as each of its warps goes through them.
 template <class Config>
-class ForwardF32Queue : public WorkQueue<ForwardF32State<Config>> {
-  using Base = WorkQueue<ForwardF32State<Config>>;
+class ForwardF32Queue : public WorkTileQueue<ForwardF32Storage<Config>> {
+  using Base = WorkTileQueue<ForwardF32Storage<Config>>;
   using Base::at_;
-  using Base::state_;
+  using Base::storage_;
 
  public:
   using Base::Base;
-  using typename Base::Work;
+  using typename Base::WorkTile;
 
-  /// By one thread: the next work, or that there is none.
+  /// By one thread: the next work tile, or that there is none.
   __device__ __forceinline__ void push(const ForwardParams& p, const ForwardSchedule& schedule) {
     const int slot = at_.stage();
-    ptx::mbarrier_wait(ptx::shared_address(&state_.work_empty[slot]), at_.parity() ^ 1);
-    int64_t position = state_.position;
+    ptx::mbarrier_wait(ptx::shared_address(&storage_.work_tile_empty[slot]), at_.parity() ^ 1);
+    int64_t position = storage_.position;
     bool found = false;
     if (schedule.list) ptx::wait_for_previous_grid();  // which lists the tiles
     for (; !found && position < schedule.size(); position = schedule.take()) {
-      const WorkTile tile = schedule.locate(position);
+      const TileIndex tile = schedule.locate(position);
       const Sequence sequence(p, tile.sequence, tile.head);
       const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
       found = tile.tile < blocks;
-      if (found) new (&state_.work_in(slot)) Work(sequence, blocks, tile.tile);
+      if (found) new (&storage_.work_tile_in(slot)) WorkTile(sequence, blocks, tile.tile);
       if (!found && schedule.list) break;  // there are no more
     }
-    state_.position = position;
-    state_.has_work[slot] = found;
-    ptx::mbarrier_arrive(ptx::shared_address(&state_.work_full[slot]));
+    storage_.position = position;
+    storage_.has_work_tile[slot] = found;
+    ptx::mbarrier_arrive(ptx::shared_address(&storage_.work_tile_full[slot]));
   }
 };
 

@@ -1,4 +1,4 @@
-// The kernel that writes a work list (common/scheduler/work_list.cuh). A block sorts a chunk of sequences, finds their
+// The kernel that writes a work list (common/scheduler/work_list.cuh). A CTA sorts a chunk of sequences, finds their
 // sections and where each tile stands, and writes the entries; what the chunks before it have, it counts for itself.
 #include <climits>
 
@@ -169,20 +169,20 @@ __global__ void __launch_bounds__(kListThreads)
   const int64_t tiles = find_sections(order, size, s);
   if (blockIdx.x == gridDim.x - 1) {
     if (threadIdx.x == 0) list.head->taken = 0;
-    for (int64_t place = (base + tiles) * order.bundles + threadIdx.x; place < most_entries; place += kListThreads)
-      *reinterpret_cast<int4*>(list.entries + place) = make_int4(0, kNoTile, 0, 0);
+    for (int64_t index = (base + tiles) * order.bundles + threadIdx.x; index < most_entries; index += kListThreads)
+      *reinterpret_cast<int4*>(list.entries + index) = make_int4(0, kNoTile, 0, 0);
   }
   for (int64_t tile = threadIdx.x; tile < tiles; tile += kListThreads) {
     const int k = sequence_of_tile(s, size, tile), begin = s.section_begin[k], end = s.section_end[begin];
     const uint64_t key = s.keys[k];
     const int32_t rank = static_cast<int32_t>(tile - s.tiles_before[k]);
     const int64_t section = (base + s.tiles_before[begin]) * order.bundles;
-    const int64_t among_tiles = place_among_tiles(s.keys, s.tiles_before, begin, end, k, rank);
+    const int64_t among_tiles = index_among_tiles(s.keys, s.tiles_before, begin, end, k, rank);
     const int32_t tiles_here = tiles_of_key(key);
     int4 entry = make_int4(first + sequence_of_key(key), tile_of_rank(order, tiles_here, rank), 0, tiles_here);
     for (int bundle = 0; bundle < order.bundles; ++bundle, entry.z += order.bundle_heads) {
-      const int64_t place = section + place_in_section(order, key, rank, among_tiles, bundle);
-      if (place < most_entries) *reinterpret_cast<int4*>(list.entries + place) = entry;
+      const int64_t index = section + index_in_section(order, key, rank, among_tiles, bundle);
+      if (index < most_entries) *reinterpret_cast<int4*>(list.entries + index) = entry;
     }
   }
 }

@@ -12,7 +12,7 @@ extern template void run_bias_gradient<__half, 64>(const BackwardParams&, void*,
 extern template void run_bias_gradient<__half, 128>(const BackwardParams&, void*, cudaStream_t);
 
 bool serves_bias_gradient(const BackwardParams& p) {
-  if (kernel_head_dim(p.head_dim, p.head_dim_v) > kMostBiasHeadDim) return false;
+  if (kernel_head_dim(p.head_dim, p.head_dim_v) > kMaxBiasHeadDim) return false;
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return false;
   if (p.mask.data || p.blocks.offsets || p.dropout.p > 0 || p.grad_weights.data || !p.grad_out.data) return false;
   if (p.batch == 0 || p.seqlen_q == 0 || p.seqlen_k == 0 || p.seq.block_table) return false;
@@ -33,7 +33,7 @@ int64_t bias_gradient_workspace_bytes(const BackwardParams& p) {
 
 void bias_gradient(const BackwardParams& p, void* workspace, cudaStream_t stream) {
   with_kernel_types(p, [&](auto element, auto head_dim) {
-    if constexpr (decltype(head_dim)::value <= kMostBiasHeadDim) {
+    if constexpr (decltype(head_dim)::value <= kMaxBiasHeadDim) {
       run_bias_gradient<decltype(element), decltype(head_dim)::value>(p, workspace, stream);
     }
   });

@@ -17,18 +17,19 @@ __global__ void clear_counter(unsigned long long* counter) {
 
 /// Queries of a tile of the variant with options.
 int general_block_m(const ForwardParams& p) {
-  const GeneralCall call = {dropout_threshold(p.dropout.p) > 0, p.bias.data != nullptr, p.bias.dtype == p.dtype,
-                            p.mask.data || p.blocks.offsets,
-                            scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)};
-  return general_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), general_class(call)).groups * kGroupRows;
+  const VariantOptions call = {dropout_threshold(p.dropout.p) > 0, p.bias.data != nullptr, p.bias.dtype == p.dtype,
+                               p.mask.data || p.blocks.offsets,
+                               scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)};
+  return forward_options_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), forward_variant(call)).groups *
+         kWarpgroupRows;
 }
 
 /// Of the variant with options: the counter of the schedule, or the list that has it; an aligned bias; what masks
 /// leave.
-struct GeneralWorkspace {
+struct ForwardOptionsWorkspace {
   int64_t bias_offset, visibility_offset, bytes;
 
-  explicit GeneralWorkspace(const ForwardParams& p)
+  explicit ForwardOptionsWorkspace(const ForwardParams& p)
       : bias_offset(std::max<int64_t>(16, forward_work_list(p, general_block_m(p)).bytes())),
         visibility_offset(bias_offset + AlignedBias(p, nullptr).bytes),
         bytes(visibility_offset + VisibilitySizes(p).bytes()) {}
@@ -44,32 +45,32 @@ void clear_forward_workspace(void* workspace, cudaStream_t stream) {
 template <class Element, int kHeadDim, int kHeadDimV>
 void run_forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream);
 template <class Element, int kHeadDim>
-void run_general_forward(const ForwardParams& params, const ForwardVisibility& visible, void* workspace,
+void run_forward_options(const ForwardParams& params, const ForwardVisibility& visible, void* workspace,
                          cudaStream_t stream);
 
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n) {
-  if (is_general(params)) return GeneralWorkspace(params).bytes;
+  if (has_forward_options(params)) return ForwardOptionsWorkspace(params).bytes;
   const HeadDims dims = forward_head_dims(params.head_dim, params.head_dim_v);
   const ForwardShape shape = forward_shape_with(dims, block_n);
-  const WorkListPlan list = forward_work_list(params, shape.groups * kGroupRows);
+  const WorkListPlan list = forward_work_list(params, shape.groups * kWarpgroupRows);
   if (list.listed) return list.bytes();
-  return cut_workspace_bytes(cut_forward(params, shape, dims), shape, dims);
+  return split_kv_workspace_bytes(split_forward(params, shape, dims), shape, dims);
 }
 
 void forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream) {
-  if (!is_general(params)) {
+  if (!has_forward_options(params)) {
     return with_forward_types(params, [&](auto element, auto head_dim, auto head_dim_v) {
       run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, workspace,
                                                                                              stream);
     });
   }
   char* const memory = static_cast<char*>(workspace);
-  const GeneralWorkspace places(params);
+  const ForwardOptionsWorkspace entries(params);
   ForwardParams p = params;
-  p.bias = align_bias(params, memory + places.bias_offset, stream);
-  const ForwardVisibility visible = find_visibility(p, memory + places.visibility_offset, stream);
-  with_general_types(p, [&](auto element, auto head_dim) {
-    run_general_forward<decltype(element), decltype(head_dim)::value>(p, visible, workspace, stream);
+  p.bias = align_bias(params, memory + entries.bias_offset, stream);
+  const ForwardVisibility visible = find_visibility(p, memory + entries.visibility_offset, stream);
+  with_forward_options_types(p, [&](auto element, auto head_dim) {
+    run_forward_options<decltype(element), decltype(head_dim)::value>(p, visible, workspace, stream);
   });
 }
 

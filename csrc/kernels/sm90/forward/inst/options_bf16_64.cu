@@ -2,7 +2,7 @@
 
 namespace flash_ext::sm90 {
 
-template void run_general_forward<__nv_bfloat16, 64>(const ForwardParams&, const ForwardVisibility&, void*,
+template void run_forward_options<__nv_bfloat16, 64>(const ForwardParams&, const ForwardVisibility&, void*,
                                                      cudaStream_t);
 
 }  // namespace flash_ext::sm90

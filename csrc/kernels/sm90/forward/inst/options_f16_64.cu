@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm90 {
 
-template void run_general_forward<__half, 64>(const ForwardParams&, const ForwardVisibility&, void*, cudaStream_t);
+template void run_forward_options<__half, 64>(const ForwardParams&, const ForwardVisibility&, void*, cudaStream_t);
 
 }  // namespace flash_ext::sm90

@@ -12,7 +12,7 @@ import torch
 from benchmarks.checks import Checker, Result, WrongOutput
 from benchmarks.peers import Peer
 from benchmarks.report import Row
-from benchmarks.timing import Clock, Contestant, Effort, Timings, sustain, take_turns
+from benchmarks.timing import Candidate, Clock, Effort, Timings, sustain, take_turns
 
 Work = Callable[[], list[Row]]
 
@@ -30,25 +30,25 @@ class Setting:
 
 
 @dataclass
-class Contest:
-    """The contestants of one row or more, by name, and why others are missing."""
+class Comparison:
+    """The candidates of one row or more, by name, and why others are missing."""
 
-    contestants: dict[str, Contestant] = field(default_factory=dict)
+    candidates: dict[str, Candidate] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def enter(
+    def add(
         self,
         name: str,
-        contestant: Contestant,
+        candidate: Candidate,
         expected: Checker,
         result: Callable[[], Result] | None = None,
         repeated_by: Clock | None = None,
         required: bool = False,
     ) -> None:
-        """Checks what the contestant returns; one that is wrong, or that cannot, is left out unless it is required.
+        """Checks what the candidate returns; one that is wrong, or that cannot, is left out unless it is required.
 
         Args:
-            result: runs the contestant's work once; None: the contestant itself returns "out".
+            result: runs the candidate's work once; None: the candidate itself returns "out".
             repeated_by: time not the call but its ``Clock.repeatable`` form, whose output is checked as well.
 
         Raises:
@@ -58,11 +58,11 @@ class Contest:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # SDPA's, about every backend that it does not use
-                expected.check(name, {"out": contestant()} if result is None else result())
+                expected.check(name, {"out": candidate()} if result is None else result())
                 if repeated_by is not None:
-                    contestant = repeated_by.repeatable(contestant)
+                    candidate = repeated_by.repeatable(candidate)
                     for _ in range(2):  # what the first call leaves behind must not spoil the second
-                        out = contestant()
+                        out = candidate()
                         expected.check(name, {"out": out})
                         out.fill_(torch.nan)
         except Exception as error:  # whatever a peer raises, it is the peer that is left out
@@ -72,18 +72,18 @@ class Contest:
                 print(f"warning: {error}; it is left out", file=sys.stderr)
             self.missing[name] = first_line(error)
             return
-        self.contestants[name] = contestant
+        self.candidates[name] = candidate
 
     def leave_out(self, name: str, reason: str) -> None:
         self.missing[name] = reason
 
     def measure(self, setting: Setting) -> Timings:
         """Milliseconds of each."""
-        bursts = take_turns(setting.clock, self.contestants, setting.effort)
+        bursts = take_turns(setting.clock, self.candidates, setting.effort)
         if setting.sustained_s is None:
             return Timings(bursts)
         call_ms = Timings(bursts).medians()
-        return Timings(bursts, sustain(setting.clock, self.contestants, call_ms, setting.sustained_s))
+        return Timings(bursts, sustain(setting.clock, self.candidates, call_ms, setting.sustained_s))
 
 
 def first_line(error: BaseException) -> str:
