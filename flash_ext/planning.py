@@ -70,7 +70,6 @@ class Explanation:
     def __repr__(self) -> str:
         problem, plan = self.problem, self.plan
         splits = f"{plan.num_splits}" + (f" of {plan.split_size} keys" if plan.split_size else "")
-        # CUDA kernels choose tiles by the shared memory that they find.
         tiles = (
             f"tiles of {plan.block_m} queries x {plan.block_n} keys" if plan.block_n else "tiles of the kernel's own"
         )
@@ -79,7 +78,7 @@ class Explanation:
             f"  q ({problem.batch}, {problem.seqlen_q}, {problem.heads_q}, {problem.head_dim}), "
             f"k ({problem.batch}, {problem.seqlen_k}, {problem.heads_kv}, {problem.head_dim}), "
             f"head_dim of v {problem.head_dim_v}",
-            f"  mask class {plan.mask_class}, {tiles}",
+            f"  mask class {plan.mask_class}, {tiles}" + (f", variant for {plan.variant}" if plan.variant else ""),
             f"  key ranges: {splits} forward, {plan.num_chunks} backward",
         ]
         return "\n".join(lines + [f"  - {reason}" for reason in plan.reasons])

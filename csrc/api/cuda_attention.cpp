@@ -66,7 +66,7 @@ Tensors2 attention_forward_plain(const Tensor& q, const Tensor& k, const Tensor&
 void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.bias_kernel == plan::KernelId::kSm90BiasGradient && sm90::serves_bias_gradient(call.params)) {
+  if (call.plan.bias_kernel == plan::KernelId::kSm90BiasGradient) {
     const Tensor memory = workspace(sm90::bias_gradient_workspace_bytes(call.params));
     return sm90::bias_gradient(call.params, address(memory), stream);
   }

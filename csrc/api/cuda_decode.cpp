@@ -6,8 +6,10 @@
 
 #include "cuda_device.h"
 #include "decode.h"
+#include "kernels/sm80/clear/clear.h"
 #include "kernels/sm80/decode/append.h"
 #include "kernels/sm80/decode/decode.h"
+#include "kernels/sm80/forward/forward.h"
 #include "op_arguments.h"
 #include "plan/problem_text.h"
 #include "tensors.h"
@@ -18,10 +20,17 @@ namespace {
 using Tensors2 = std::tuple<Tensor, Tensor>;
 
 Tensors2 run(DecodeCall& call, const CudaDevice& device) {
+  const bool forward = call.plan.kernel == plan::KernelId::kSm80Forward;  // parts of prompts: it reads caches too
+  const int64_t bytes =
+      forward ? sm80::forward_workspace_bytes(call.params) : sm80::decode_workspace_bytes(call.params);
   void* workspace = nullptr;  // one split needs none
-  if (const int64_t bytes = sm80::decode_workspace_bytes(call.params); bytes > 0)
-    workspace = address(call.owned.emplace_back(new_empty(call.out, {bytes}, ScalarType::Byte)));
-  sm80::decode(call.params, workspace, device.stream(), call.append.has_value());
+  if (bytes > 0) workspace = address(call.owned.emplace_back(new_empty(call.out, {bytes}, ScalarType::Byte)));
+  if (forward) {
+    sm80::clear_forward(call.params, device.stream());
+    sm80::forward(call.params, workspace, device.stream());
+  } else {
+    sm80::decode(call.params, workspace, device.stream(), call.append.has_value());
+  }
   return {call.out, call.lse};
 }
 

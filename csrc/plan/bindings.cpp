@@ -62,6 +62,7 @@ void bind_plan(py::module_& m) {
       .def_property_readonly(
           "bias_kernel", [](const Plan& plan) { return kernel_name(plan.bias_kernel); },
           "CUDA, backward: the same of the gradient of bias")
+      .def_readonly("variant", &Plan::variant, "of the kernel, where it has several: the options that it has code for")
       .def_property_readonly("mask_class", [](const Plan& plan) { return name_of(plan.mask_class); })
       .def_readonly("block_m", &Plan::block_m, "query rows per tile, those of a head group together")
       .def_readonly("block_n", &Plan::block_n, "keys per tile; 0, and 0 rows: as the kernel's own configuration has it")

@@ -15,6 +15,12 @@ struct Draft {
   const bool explain;
   Plan plan;
 
+  /// Of a kernel that has several.
+  void take_variant(const char* name) {
+    plan.variant = name;
+    because("variant for ", name);
+  }
+
   /// Notes a reason. It is put into words only where somebody will read it.
   template <class... Parts>
   void because(const Parts&... parts) {

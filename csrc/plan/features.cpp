@@ -40,6 +40,8 @@ constexpr FeatureRow kFeatures[] = {
     {kEmptyTensors, "empty tensors", has_empty_tensors},
     {kTf32, "TF32", [](const Problem& p) { return p.dtype == DType::kFloat32 && p.allow_tf32; }},
     {kDeterministic, "deterministic", [](const Problem& p) { return p.deterministic; }},
+    {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
+     [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
     {kFewQueries, "so few queries", asks_for_few_queries},
 };
 

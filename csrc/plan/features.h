@@ -23,8 +23,9 @@ enum Feature : unsigned {
   kEmptyTensors = 1 << 11,
   kTf32 = 1 << 12,
   kDeterministic = 1 << 13,
-  kFewQueries = 1 << 14,  // decode on CUDA: not enough of them to fill the tiles of a forward
-  kAllFeatures = (1 << 15) - 1,
+  kFewQueries = 1 << 14,     // decode on CUDA: not enough of them to fill the tiles of a forward
+  kBiasOfOddRows = 1 << 15,  // that cannot be copied in pieces of 16 bytes
+  kAllFeatures = (1 << 16) - 1,
 };
 
 /// Those of a problem, as bits.

@@ -32,16 +32,15 @@ constexpr unsigned kWeights = bits(Task::kWeights), kWeightsBackward = bits(Task
 constexpr unsigned kBiasGradient = bits(Task::kBiasGradient);
 
 // A kernel that takes no bias takes no wide one either: naming it once is enough.
-constexpr unsigned kOnlyWithBias = kWideBias | kWideBiasBesideMasks;
+constexpr unsigned kOnlyWithBias = kWideBias | kWideBiasBesideMasks | kBiasOfOddRows;
 constexpr unsigned kNotByTma = kStrideOfZero | kEmptyTensors;
 constexpr unsigned kSm90F32 = kOnlyWithBias | kSoftcap | kAlibi | kNotPositiveScale | kOwnValueDim | kStrideOfZero;
 constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
 constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministic | kNotPositiveScale | kOwnValueDim | kNotByTma);
-constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kNotByTma);
+constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
 constexpr char kWgmma[] = "wgmma, for compute capability 9.0";
 constexpr char kWgmmaAndTma[] = "wgmma and TMA, for compute capability 9.0";
-constexpr char kBiasByTma[] = "if the rows of bias are made of pieces of 16 bytes";
 constexpr char kSixInBf16[] = "six in bfloat16", kThreeInTf32[] = "three in TF32";
 
 // Of one task the first row that fits is taken. Rows of one kernel differ in what wider heads leave room for.
@@ -59,8 +58,8 @@ constexpr KernelRow kTable[] = {
      choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
     {KernelId::kSm90BackwardF32, "sm90/backward_f32", &kHopper, kBackward, kFloat, 256, kSm90F32, kWgmma,
      choose_sm90_backward_f32_tiles, sm90_backward_f32_tiles, kSixInBf16, true},
-    {KernelId::kSm90BiasGradient, "sm90/bias_gradient", &kHopper, kBiasGradient, kHalf, 128, kSm90BiasGradient,
-     kBiasByTma, nullptr, nullptr, nullptr, false, true},
+    {KernelId::kSm90BiasGradient, "sm90/bias_gradient", &kHopper, kBiasGradient, kHalf, 128, kSm90BiasGradient, kWgmma,
+     nullptr, nullptr, nullptr, false, true},
 
     // Parts of prompts fill the tiles of the forward, which reads caches too.
     {KernelId::kSm80Forward, "sm80/forward", &kAnyGpu, kForward | kDecode, kUpToFloat, 256, kAllFeatures & ~kFewQueries,
@@ -68,7 +67,7 @@ constexpr KernelRow kTable[] = {
     {KernelId::kSm80Decode, "sm80/decode", &kAnyGpu, kDecode, kUpToFloat, 256, kAllFeatures, nullptr,
      choose_sm80_decode_tiles, nullptr, kThreeInTf32},
     {KernelId::kSm80Backward, "sm80/backward", &kAnyGpu, kBackward, kUpToFloat, 256, kAllFeatures, nullptr,
-     leave_tiles_to_the_kernel, sm80_backward_tiles, kThreeInTf32, true},
+     choose_sm80_backward_tiles, sm80_backward_tiles, kThreeInTf32, true},
     {KernelId::kSm80Weights, "sm80/weights", &kAnyGpu, kWeights | kWeightsBackward, kUpToFloat, 256, kAllFeatures,
      nullptr, leave_tiles_to_the_kernel, nullptr, kThreeInTf32},
     {KernelId::kSm80BiasGradient, "sm80/bias_gradient", &kAnyGpu, kBiasGradient, kUpToFloat, 256, kAllFeatures, nullptr,

@@ -16,6 +16,9 @@ void for_each_field(Visit visit) {
   visit("own_kernels", &Problem::own_kernels,
         "CUDA: kernels for this very compute capability are there and may be used");
   visit("num_workers", &Problem::num_workers, "threads of a CPU, SMs of a GPU");
+  visit("shared_bytes_per_cta", &Problem::shared_bytes_per_cta,
+        "CUDA: shared memory that a CTA can have; 0 = not known");
+  visit("shared_bytes_per_sm", &Problem::shared_bytes_per_sm, "CUDA: that of all CTAs of an SM");
   visit("dtype", &Problem::dtype, "of q, k and v: float16, bfloat16, float32, float64");
   visit("batch", &Problem::batch, "");
   visit("heads_q", &Problem::heads_q, "");
@@ -38,7 +41,10 @@ void for_each_field(Visit visit) {
   visit("paged", &Problem::paged, "decode: the cache has a block_table");
   visit("has_bias", &Problem::has_bias, "");
   visit("bias_dtype", &Problem::bias_dtype, "with has_bias");
+  visit("bias_in_pieces", &Problem::bias_in_pieces, "its rows can be copied in pieces of 16 bytes");
+  visit("bias_per_key", &Problem::bias_per_key, "the same for all queries");
   visit("has_mask", &Problem::has_mask, "");
+  visit("mask_per_key", &Problem::mask_per_key, "the same for all queries");
   visit("has_block_mask", &Problem::has_block_mask, "");
   visit("has_alibi", &Problem::has_alibi, "");
   visit("has_sink", &Problem::has_sink, "");

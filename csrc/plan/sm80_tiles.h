@@ -9,8 +9,8 @@ namespace flash_ext::plan {
 /// The kernel's own configuration decides, which knows the shared memory.
 void leave_tiles_to_the_kernel(Draft& draft);
 void choose_sm80_decode_tiles(Draft& draft);
-/// Of sm80/forward, which serves parts of prompts too.
 void choose_sm80_forward_tiles(Draft& draft);
+void choose_sm80_backward_tiles(Draft& draft);
 
 BackwardTiles sm80_backward_tiles(const Problem& p);
 

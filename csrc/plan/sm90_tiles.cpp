@@ -1,8 +1,10 @@
 #include "sm90_tiles.h"
 
 #include "features.h"
+#include "kernels/common/dropout/philox.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/sm90/backward/shape.h"
+#include "kernels/sm90/backward/variant.h"
 #include "kernels/sm90/backward_f32/shape.h"
 #include "kernels/sm90/forward/shape.h"
 #include "kernels/sm90/forward_f32/shape.h"
@@ -26,6 +28,8 @@ double keys_visited(const Problem& p, int64_t block_n) {
   return static_cast<double>(tiles * block_n) / static_cast<double>(looked_at);
 }
 
+bool has_score_options(const Problem& p) { return sm90::has_score_options(p.softcap, p.has_alibi, p.softmax_scale); }
+
 /// By what a warpgroup's tile costs, in keys: those that it visits, and the latency of the first step and the last.
 /// Both factors are H200's at 512 to 16384 keys.
 sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
@@ -34,7 +38,7 @@ sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims
   const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardKeys::kMany);
   const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardKeys::kFew);
   if (!sm90::has_two_shapes(dims)) return many;
-  if (sm90::has_score_options(p.softcap, p.has_alibi, p.softmax_scale)) return many;
+  if (has_score_options(p)) return many;
   const double many_keys = keys_visited(p, many.block_n), few_keys = keys_visited(p, few.block_n);
   const bool fewer = sm90::few_keys_cost(dims) * few_keys + kEnds * few.block_n < many_keys + kEnds * many.block_n;
   const sm90::ForwardShape chosen = fewer ? few : many;
@@ -44,18 +48,79 @@ sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims
   return chosen;
 }
 
-constexpr unsigned kServedByVariant = kBias | kMask | kBlockMask | kDropout;
+constexpr unsigned kNeedsOptionsVariant = kBias | kMask | kBlockMask | kDropout;
 
-/// The variant of the forward with bias, masks or dropout.
-sm90::ForwardShape choose_variant_shape(Draft& draft, const sm90::HeadDims& dims, unsigned features) {
+const char* name_of(sm90::ForwardVariant variant) {
+  switch (variant) {
+    case sm90::ForwardVariant::kPlain:
+      return "scaled products";
+    case sm90::ForwardVariant::kScoreOptions:
+      return "softcap, ALiBi and any scale";
+    case sm90::ForwardVariant::kBias:
+      return "bias alone";
+    case sm90::ForwardVariant::kMask:
+      return "masks alone";
+    case sm90::ForwardVariant::kGeneral:
+      return "all options but dropout";
+    case sm90::ForwardVariant::kDropout:
+      return "all options";
+  }
+  return "";
+}
+
+/// The variant with bias, masks or dropout.
+sm90::ForwardVariant choose_options_variant(Draft& draft, unsigned features) {
   const Problem& p = draft.p;
   const bool scales_first = sm90::scales_first(p.softcap, p.has_alibi, p.softmax_scale);
   const bool masked = (features & (kMask | kBlockMask)) != 0;
-  const sm90::VariantOptions call = {(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked,
-                                     scales_first};
-  draft.because("variant of the kernel with", draft.explain ? words_of_all(features & kServedByVariant, p) : "",
+  draft.because("variant of the kernel with", draft.explain ? words_of_all(features & kNeedsOptionsVariant, p) : "",
                 ": measured faster than sm80/forward");
-  return sm90::forward_options_shape(dims, sm90::forward_variant(call));
+  if ((features & kBiasOfOddRows) != 0) draft.because("bias is copied first, to rows made of pieces of 16 bytes");
+  return sm90::forward_variant({(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked, scales_first});
+}
+
+/// What the variant of the backward that serves a problem is for.
+const char* backward_variant(const Problem& p) {
+  if (p.head_dim > sm90::kMaxNarrowHeadDim) return "wide heads";
+  const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
+  const bool key_padding = p.mask_per_key && !p.has_block_mask;
+  const bool drops = dropout_threshold(p.dropout_p) > 0;
+  const sm90::BackwardAsked asked = {p.softcap > 0,
+                                     p.has_alibi,
+                                     drops,
+                                     p.has_bias,
+                                     p.has_bias && p.bias_per_key,
+                                     p.has_mask && key_padding,
+                                     (p.has_mask || p.has_block_mask) && !key_padding,
+                                     pieces && p.bias_dtype != DType::kFloat32,
+                                     p.bias_dtype == p.dtype};
+  switch (sm90::serving_options(asked)) {
+    case 0:
+      return "scaled products";
+    case sm90::kStepAlibi:
+      return "ALiBi alone";
+    case sm90::kStepSoftcapped:
+      return "softcap alone";
+    case sm90::kStepBiased:
+      return "bias alone";
+    case sm90::kStepKeyBiased:
+      return "per-key bias or key-padding mask alone";
+    case sm90::kStepIsMasked:
+      return "masks alone";
+    case sm90::kStepDrops:
+      return "dropout alone";
+    case sm90::kStepBiased | sm90::kStepKeyBiased:
+      return "bias and key-padding mask alone";
+    case sm90::kStepDrops | sm90::kStepKeyBiased:
+      return "dropout and key-padding mask alone";
+    default:
+      return "all options";
+  }
+}
+
+void take_score_variant(Draft& draft) {
+  draft.take_variant(
+      name_of(has_score_options(draft.p) ? sm90::ForwardVariant::kScoreOptions : sm90::ForwardVariant::kPlain));
 }
 
 }  // namespace
@@ -63,10 +128,17 @@ sm90::ForwardShape choose_variant_shape(Draft& draft, const sm90::HeadDims& dims
 void choose_sm90_forward_tiles(Draft& draft) {
   const Problem& p = draft.p;
   const unsigned features = features_of(p);
-  const bool variant = (features & kServedByVariant) != 0;
-  const sm90::HeadDims dims = sm90::forward_head_dims(p.head_dim, p.head_dim_v, variant);
-  const sm90::ForwardShape shape =
-      variant ? choose_variant_shape(draft, dims, features) : choose_forward_shape(draft, dims);
+  const bool options = (features & kNeedsOptionsVariant) != 0;
+  const sm90::HeadDims dims = sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
+  sm90::ForwardShape shape;
+  if (options) {
+    const sm90::ForwardVariant variant = choose_options_variant(draft, features);
+    draft.take_variant(name_of(variant));
+    shape = sm90::forward_options_shape(dims, variant);
+  } else {
+    take_score_variant(draft);
+    shape = choose_forward_shape(draft, dims);
+  }
   draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
   draft.plan.block_n = shape.block_n;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
@@ -76,6 +148,7 @@ void choose_sm90_forward_tiles(Draft& draft) {
 
 void choose_sm90_forward_f32_tiles(Draft& draft) {
   const int head_dim = sm90::forward_f32_head_dim(draft.p.head_dim, draft.p.head_dim_v);
+  take_score_variant(draft);
   const sm90::ForwardF32Shape shape = sm90::forward_f32_shape(head_dim);
   draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
   draft.plan.block_n = shape.keys;
@@ -87,6 +160,7 @@ void choose_sm90_backward_tiles(Draft& draft) {
   const int head_dim = sm90::backward_head_dim(draft.p.head_dim);
   const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
   const bool wide = head_dim > sm90::kMaxNarrowHeadDim;
+  draft.take_variant(backward_variant(draft.p));
   draft.plan.block_m = sm90::kBackwardBlockM;
   draft.plan.block_n = sm90::kWarpgroupRows * shape.groups;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
@@ -96,6 +170,7 @@ void choose_sm90_backward_tiles(Draft& draft) {
 
 void choose_sm90_backward_f32_tiles(Draft& draft) {
   const int head_dim = sm90::backward_f32_head_dim(draft.p.head_dim, draft.p.head_dim_v);
+  take_score_variant(draft);
   draft.plan.block_m = sm90::kBackwardF32BlockM;
   draft.plan.block_n = sm90::kBackwardF32BlockN;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": three warpgroups share its products, ",

@@ -14,16 +14,12 @@ import flash_ext
 from tests.oracle import random
 
 BATCH, HEADS_Q, HEADS_KV, SEQLEN_Q, SEQLEN_K = 2, 4, 2, 9, 13
-FIELDS = (
-    "batch heads_q heads_kv seqlen_q seqlen_k total_q total_k head_dim head_dim_v softmax_scale softcap window_left "
-    "window_right top_left dropout_p broadcast varlen paged has_bias bias_dtype has_mask has_block_mask has_alibi "
-    "has_sink deterministic num_splits batch_invariant"
-).split()
 DEFAULTS: dict[str, Any] = dict(
     batch=BATCH, heads_q=HEADS_Q, heads_kv=HEADS_KV, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, total_q=0, total_k=0,
     head_dim=16, head_dim_v=24, softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=-1, top_left=False,
-    dropout_p=0.0, broadcast=False, varlen=False, paged=False, has_bias=False, bias_dtype="float16", has_mask=False,
-    has_block_mask=False, has_alibi=False, has_sink=False, deterministic=False, num_splits=1, batch_invariant=False,
+    dropout_p=0.0, broadcast=False, varlen=False, paged=False, has_bias=False, bias_dtype="float16",
+    bias_in_pieces=True, bias_per_key=False, has_mask=False, mask_per_key=False, has_block_mask=False,
+    has_alibi=False, has_sink=False, deterministic=False, num_splits=1, batch_invariant=False,
 )  # fmt: skip
 
 
@@ -44,10 +40,16 @@ CASES: dict[str, Case] = {
                {"window_left": 3, "window_right": 5, "top_left": True}),
     "scale": (lambda device: {"softmax_scale": 1 / 3, "softcap": 1e-7}, {"softmax_scale": 1 / 3, "softcap": 1e-7}),
     "bias": (lambda device: {"bias": random(1, 1, SEQLEN_Q, SEQLEN_K, device=device)},
-             {"has_bias": True, "bias_dtype": "float32"}),
+             {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False}),
+    "bias in pieces": (lambda device: {"bias": random(1, HEADS_Q, SEQLEN_Q, 16, device=device)[..., :SEQLEN_K]},
+                       {"has_bias": True, "bias_dtype": "float32"}),
+    "per-key bias": (lambda device: {"bias": random(BATCH, 1, 1, 16, device=device)[..., :SEQLEN_K]},
+                     {"has_bias": True, "bias_dtype": "float32", "bias_per_key": True}),
+    "a bias that begins off": (lambda device: {"bias": random(1, HEADS_Q, SEQLEN_Q, 16, device=device)[..., 1:14]},
+                               {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False}),
     "masks": (lambda device: {"mask": torch.ones(1, 1, 1, SEQLEN_K, dtype=torch.bool, device=device),
                               "block_mask": flash_ext.BlockMask.causal(SEQLEN_Q, SEQLEN_K, device=device)},
-              {"has_mask": True, "has_block_mask": True}),
+              {"has_mask": True, "mask_per_key": True, "has_block_mask": True}),
     "alibi and sink": (lambda device: {"alibi_slopes": random(HEADS_Q, device=device),
                                        "sink": random(HEADS_Q, device=device)},
                        {"has_alibi": True, "has_sink": True}),
@@ -57,7 +59,7 @@ CASES: dict[str, Case] = {
 
 
 def fields_of(problem: Any) -> dict[str, Any]:
-    return {name: getattr(problem, name) for name in FIELDS}
+    return {name: getattr(problem, name) for name in DEFAULTS}
 
 
 def check(device: str, operation: str, tensors: list[Tensor], options: dict[str, Any], **expected: Any) -> None:

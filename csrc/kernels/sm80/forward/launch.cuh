@@ -73,39 +73,10 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
   return shared_bytes;
 }
 
-/// Whether a bias can be added to products, all of it.
-inline bool adds_to_products(const AttentionParams& p) {
-  const float scale = static_cast<float>(p.softmax_scale);
-  return can_stage_bias(p.bias) && scale > 0x1p-60f && scale < 0x1p60f;
-}
-
-/// The class that serves a call best.
 inline ForwardVariant variant_of(const AttentionParams& p) {
-  const bool scaled = static_cast<float>(p.softmax_scale) > 0.0f && p.softcap == 0 && !p.alibi_slopes;
-  const bool drops = dropout_threshold(p.dropout.p) > 0, plain = scaled && !drops;
-  if (p.blocks.offsets || p.seq.block_table || (p.bias.data && p.mask.data)) return ForwardVariant::kReads;
-  if (p.bias.data) {
-    if (!plain || !adds_to_products(p)) return ForwardVariant::kReads;
-    return p.bias.dtype == p.dtype           ? ForwardVariant::kBias
-           : p.bias.dtype == DType::kFloat32 ? ForwardVariant::kFloatBias
-                                             : ForwardVariant::kReads;
-  }
-  if (p.mask.data) return plain ? ForwardVariant::kMask : ForwardVariant::kReads;
-  return plain ? ForwardVariant::kPlain : scaled ? ForwardVariant::kDrops : ForwardVariant::kComputes;
-}
-
-/// The class that stands in for one that an element type or a head dim has not.
-constexpr ForwardVariant with_branches(ForwardVariant wanted) {
-  switch (wanted) {
-    case ForwardVariant::kBias:
-    case ForwardVariant::kFloatBias:
-    case ForwardVariant::kMask:
-      return ForwardVariant::kReads;
-    case ForwardVariant::kDrops:
-      return ForwardVariant::kComputes;
-    default:
-      return wanted;
-  }
+  return variant_of({p.softmax_scale, p.softcap, p.alibi_slopes != nullptr, dropout_threshold(p.dropout.p) > 0,
+                     p.mask.data != nullptr, p.blocks.offsets != nullptr, p.seq.block_table != nullptr,
+                     p.bias.data != nullptr, can_stage_bias(p.bias), p.dtype, p.bias.dtype});
 }
 
 }  // namespace flash_ext::sm80
