@@ -10,8 +10,9 @@ from torch import Tensor
 
 import flash_ext._plan as _plan
 from flash_ext.argument_checks import as_flag, check_names, check_tensors, describe
+from flash_ext.eager import call
 from flash_ext.functional import DECODE_OPTIONS, SCORE_OPTIONS, _decode_options, _score_options
-from flash_ext.ops import ScoreOptions, call
+from flash_ext.ops import ScoreOptions
 
 _OPS = torch.ops.flash_ext
 _ATTENTION = SCORE_OPTIONS | {"deterministic", "return_lse"}
