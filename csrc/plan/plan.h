@@ -16,6 +16,13 @@ enum class MaskClass {
   kGeneral,  // windows, masks, block masks
 };
 
+/// Split-KV of the tail wave: where the work tiles that are left for it would leave SMs idle, each is split along the
+/// keys, and the parts are merged afterwards.
+struct TailWave {
+  int64_t tiles = 0;  // that are split; 0: none
+  int64_t parts = 1;  // of each
+};
+
 struct Plan {
   KernelId kernel = KernelId::kNone;
   KernelId bias_kernel = KernelId::kNone;  // backward on CUDA: for the gradient of bias, if it is wanted
@@ -27,6 +34,7 @@ struct Plan {
   int64_t head_group = 1;    // heads with the same key head whose rows share a tile
   int64_t num_splits = 1;    // key ranges with results of their own, merged afterwards
   int64_t split_size = 0;    // > 0: keys per range, whatever the length; then num_splits is how many fit at most
+  TailWave tail_wave;        // forward on Hopper
   int64_t num_chunks = 1;    // backward: key ranges per head worked on independently
   KeyTileSchedule schedule;  // backward on CUDA
   std::vector<std::string> reasons;  // where asked for

@@ -7,6 +7,7 @@
 #include "kernels/sm90/backward/variant.h"
 #include "kernels/sm90/backward_f32/shape.h"
 #include "kernels/sm90/forward/shape.h"
+#include "kernels/sm90/forward/split_kv.h"
 #include "kernels/sm90/forward_f32/shape.h"
 #include "lengths.h"
 
@@ -125,6 +126,23 @@ void take_score_variant(Draft& draft) {
 
 }  // namespace
 
+namespace {
+
+/// Of the variant for scaled products.
+void split_tail_wave(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
+  const Problem& p = draft.p;
+  const bool window = p.window_left >= 0 || p.window_right >= 0;
+  const sm90::SplitKvCall call = {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q, !has_score_options(p),
+                                  window,     !p.varlen};
+  const sm90::SplitKv split = sm90::split_forward(call, shape, dims, p.num_workers);
+  if (split.work_tiles == 0) return;
+  draft.plan.tail_wave = {split.work_tiles, split.parts};
+  draft.because("tail wave: the last ", split.work_tiles, " work tiles, behind ", split.unsplit, " on ", p.num_workers,
+                " SMs, are split along the keys into ", split.parts, " parts each, which are merged afterwards");
+}
+
+}  // namespace
+
 void choose_sm90_forward_tiles(Draft& draft) {
   const Problem& p = draft.p;
   const unsigned features = features_of(p);
@@ -141,6 +159,7 @@ void choose_sm90_forward_tiles(Draft& draft) {
   }
   draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
   draft.plan.block_n = shape.block_n;
+  if (!options) split_tail_wave(draft, dims, shape);
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
                 sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
                 dims.v < dims.qk ? text(", of v up to ", dims.v) : "");

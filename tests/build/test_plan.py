@@ -774,6 +774,59 @@ def test_tiles_of_the_forward_for_all(capability: int, rows: int) -> None:
     assert sm80_tile("forward", capability, head_dim=256)[1:] == (rows, 64)
 
 
+# --- split-KV of the tail wave -------------------------------------------------------------------------------------
+
+FULL_WAVES: dict[str, Any] = dict(batch=1, heads_q=132, heads_kv=132, seqlen_q=192, seqlen_k=8192)  # a tile an SM
+
+
+def tail_wave(**fields: Any) -> tuple[int, int]:
+    found = hopper_plan(**{**FULL_WAVES, **fields})
+    assert any(reason.startswith("tail wave: ") for reason in found.reasons) == (found.tail_wave.tiles > 0)
+    return found.tail_wave.tiles, found.tail_wave.parts
+
+
+def test_full_waves_are_not_split() -> None:
+    assert tail_wave() == (0, 1)
+    assert tail_wave(heads_q=264, heads_kv=264) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tiles", "parts"), [(1, 1, 15), (2, 2, 15), (66, 66, 2), (44, 44, 3), (100, 100, 2), (132 + 66, 66, 2)]
+)
+def test_a_tail_wave_is_split_over_idle_sms(heads: int, tiles: int, parts: int) -> None:
+    assert tail_wave(heads_q=heads, heads_kv=heads) == (tiles, parts)
+    assert tiles * parts <= 132 or heads > 66
+
+
+def test_the_parts_of_a_tail_wave_leave_few_sms_idle() -> None:
+    for heads in range(1, 132):
+        tiles, parts = tail_wave(heads_q=heads, heads_kv=heads, seqlen_k=2**17)
+        if tiles and heads <= 66:
+            assert parts in (132 // heads, 16) or tiles * parts > 132 * 0.5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"window_right": 0},
+        {"window_left": 5},
+        {"varlen": True},
+        {"softcap": 3.0},
+        {"has_alibi": True},
+        {"softmax_scale": -1.0},
+        {"has_bias": True},
+        {"has_mask": True},
+        {"dropout_p": 0.1},
+        {"seqlen_k": 512},  # what merging costs is more
+        {"dtype": "float32"},
+        {"compute_capability": 80},
+    ],
+    ids=str,
+)
+def test_a_tail_wave_that_is_not_split(fields: dict[str, Any]) -> None:
+    assert tail_wave(heads_q=66, heads_kv=66, **fields) == (0, 1)
+
+
 # --- packed sequences ----------------------------------------------------------------------------------------------
 
 PACKED: dict[str, Any] = dict(
