@@ -2,7 +2,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <map>
 
 #include "device.h"
 #include "kernels/launch.h"
@@ -14,27 +13,6 @@ int attribute(cudaDeviceAttr name, int device) {
   int value = 0;
   check_cuda(cudaDeviceGetAttribute(&value, name, device), "cudaDeviceGetAttribute");
   return value;
-}
-
-/// What never changes about a device.
-struct DeviceFacts {
-  int64_t compute_capability, num_sms, shared_bytes_per_cta, shared_bytes_per_sm;
-};
-
-DeviceFacts ask(int device) {
-  return {
-      10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device),
-      attribute(cudaDevAttrMultiProcessorCount, device),
-      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-      attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-  };
-}
-
-/// Asked once for each device: every call needs them.
-const DeviceFacts& facts_of(int device) {
-  thread_local std::map<int, DeviceFacts> known;
-  const auto found = known.find(device);
-  return found != known.end() ? found->second : known.emplace(device, ask(device)).first->second;
 }
 
 /// An environment variable that is 0 or 1, or unset.
@@ -55,14 +33,15 @@ constexpr bool kHopperKernels = true;
 }  // namespace
 
 void describe_device(const Tensor& q, plan::Problem& problem) {
-  const DeviceFacts& facts = facts_of(q.get_device_index());
-  static const bool use_hopper_kernels = kHopperKernels && read_switch("FLASH_EXT_HOPPER", true);
+  const int device = q.get_device_index();
   problem.device = plan::Device::kCuda;
-  problem.compute_capability = facts.compute_capability;
+  problem.compute_capability =
+      10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
+  static const bool use_hopper_kernels = kHopperKernels && read_switch("FLASH_EXT_HOPPER", true);
   problem.own_kernels = use_hopper_kernels;
-  problem.num_workers = facts.num_sms;
-  problem.shared_bytes_per_cta = facts.shared_bytes_per_cta;
-  problem.shared_bytes_per_sm = facts.shared_bytes_per_sm;
+  problem.num_workers = attribute(cudaDevAttrMultiProcessorCount, device);
+  problem.shared_bytes_per_cta = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  problem.shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
 }
 
 int64_t longest_sequence(const Tensor& /*cu_seqlens*/, int64_t bound) { return bound; }
