@@ -180,6 +180,7 @@ PYBIND11_MODULE(_plan, m) {
   bind_tiles(m);
   bind_work_list(m);
   bind_backward_schedule(m);
+  m.attr("KERNELS") = py::tuple(py::cast(kernel_names()));
   m.attr("MIN_SPLIT_SIZE") = kMinSplitSize;
   m.attr("MAX_SPLITS") = kMaxSplits;
   m.attr("BATCH_INVARIANT_SPLIT_SIZE") = kBatchInvariantSplitSize;

@@ -172,6 +172,13 @@ const KernelRow& row_of(KernelId id) {
 
 const char* kernel_name(KernelId id) { return id == KernelId::kNone ? "" : row_of(id).name; }
 
+std::vector<const char*> kernel_names() {
+  std::vector<const char*> names;
+  for (const KernelRow& row : kTable)
+    if (&row_of(row.id) == &row) names.push_back(row.name);
+  return names;
+}
+
 int64_t first_compute_capability() {
   int64_t first = kTable[0].architecture->compute_capability;
   for (const KernelRow& row : kTable)

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "problem.h"
 
@@ -77,6 +78,9 @@ const KernelRow& row_of(KernelId id);
 
 /// Path below csrc/kernels; empty for kNone.
 const char* kernel_name(KernelId id);
+
+/// All of them, each once.
+std::vector<const char*> kernel_names();
 
 /// The earliest GPUs that kernels run on.
 int64_t first_compute_capability();

@@ -22,7 +22,7 @@ void choose_bias_kernel(Draft& draft) {
   if (p.operation != Operation::kBackward || p.device == Device::kCpu || !p.has_bias) return;
   const KernelRow& row = choose_kernel(p, Task::kBiasGradient);
   draft.plan.bias_kernel = row.id;
-  draft.plan.reads_by_tma = draft.plan.reads_by_tma || row.reads_by_tma;
+  draft.plan.bias_reads_by_tma = row.reads_by_tma;
   if (!draft.explain) return;
   const std::string obstacle = why_not_special(p, Task::kBiasGradient, row);
   if (!obstacle.empty()) draft.because("gradient of bias: ", row.name, ", as ", obstacle);

@@ -26,7 +26,8 @@ struct TailWave {
 struct Plan {
   KernelId kernel = KernelId::kNone;
   KernelId bias_kernel = KernelId::kNone;  // backward on CUDA: for the gradient of bias, if it is wanted
-  bool reads_by_tma = false;               // one of them does: grad_out must be there, and has no stride of 0
+  bool reads_by_tma = false;               // kernel: grad_out must be there, and has no stride of 0
+  bool bias_reads_by_tma = false;          // bias_kernel: the same
   const char* variant = "";                // of the kernel, where it has several: which options it has code for
   MaskClass mask_class = MaskClass::kFull;
   int64_t block_m = 0;       // query rows per tile, those of a head group together

@@ -43,6 +43,21 @@ const char* name_of(sm80::ForwardVariant variant) {
   return "";
 }
 
+void explain_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::ForwardShape& shape, int head_dim) {
+  const Problem& p = draft.p;
+  const bool reads = variant == sm80::ForwardVariant::kReads;
+  const int bytes = sm80::forward_shared_bytes(shape, head_dim, is_float(p)) +
+                    (reads && p.has_block_mask ? sm80::block_mask_bytes(shape) : 0);
+  const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
+  const int available = static_cast<int>(p.shared_bytes_per_cta);
+  if (pieces && sm80::has_room_for_bias(shape, bytes, p.bias_dtype, available)) {
+    draft.because("bias: its tiles come to shared memory ahead of time");
+  } else {
+    draft.because("bias: read element by element, ",
+                  pieces ? "for want of shared memory" : "as its rows are not made of pieces of 16 bytes");
+  }
+}
+
 /// Where the shared memory is not known, as if there were enough of it.
 sm80::BackwardTiling backward_tiling(const Problem& p, int head_dim) {
   const bool plain = p.softmax_scale > 0 && p.softcap == 0 && !p.has_alibi && !p.has_bias && !p.has_mask &&
@@ -85,6 +100,7 @@ void choose_sm80_forward_tiles(Draft& draft) {
   draft.because("tile ", shape.block_m(), " x ", shape.block_n, ": ", shape.warps, " warps of ", shape.warp_rows,
                 " queries, for head dims up to ", head_dim,
                 small ? text("; two CTAs of an SM, of whose shared memory they need a half each") : "");
+  if (p.has_bias) explain_bias_tiles(draft, variant, shape, head_dim);
 }
 
 void choose_sm80_backward_tiles(Draft& draft) {

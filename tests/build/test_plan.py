@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -649,6 +650,41 @@ def test_other_gpus_run_the_kernel_for_all(fields: dict[str, Any]) -> None:
     found = hopper_plan(**fields)
     assert found.kernel == "sm80/forward"
     assert any("FLASH_EXT_HOPPER" in reason for reason in found.reasons) == ("own_kernels" in fields)
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_has_a_room_and_a_problem() -> None:
+    assert len(set(_plan.KERNELS)) == len(_plan.KERNELS)
+    folder = Path(__file__).resolve().parents[2] / "csrc" / "kernels"
+    rooms = {name for name in _plan.KERNELS if not name.startswith("cpu/")}
+    assert all(list((folder / room / "inst").glob("*.cu")) for room in rooms)
+    found = set()
+    for operation, device, capability, dtype, seqlen_q in itertools.product(
+        ["forward", "backward", "weights", "weights_backward", "decode"], ["cpu", "cuda"], [80, 90],
+        ["bfloat16", "float32"], [1, 4096],
+    ):  # fmt: skip
+        fields = {"compute_capability": capability, "dtype": dtype, "seqlen_q": seqlen_q, "has_bias": True}
+        for has_bias in (False, operation == "backward"):
+            chosen = plan(operation=operation, device=device, **{**fields, "has_bias": has_bias})
+            found |= {chosen.kernel, chosen.bias_kernel}
+    assert found - {""} == set(_plan.KERNELS)
+
+
+def test_the_tiles_of_a_bias_for_all() -> None:
+    def reason(capability: int, **fields: Any) -> str:
+        per_cta, per_sm = SHARED[capability]
+        sizes = {"compute_capability": capability, "own_kernels": False, "has_bias": True}
+        shared = {"shared_bytes_per_cta": per_cta, "shared_bytes_per_sm": per_sm}
+        return next(r for r in hopper_plan(**{**sizes, **shared, **fields}).reasons if r.startswith("bias: "))
+
+    assert "ahead of time" in reason(80, bias_dtype="bfloat16")
+    assert "ahead of time" in reason(89, bias_dtype="float32", has_mask=True)
+    assert "pieces of 16 bytes" in reason(80, bias_dtype="bfloat16", bias_in_pieces=False)
+    assert "pieces of 16 bytes" in reason(80, bias_dtype="float64")
+    wide = {"head_dim": 256, "head_dim_v": 256, "dtype": "float32", "bias_dtype": "float32"}
+    assert "shared memory" in reason(89, **wide, has_block_mask=True)
 
 
 # --- variants ------------------------------------------------------------------------------------------------------

@@ -97,6 +97,17 @@ constexpr int forward_shared_bytes(const ForwardShape& shape, int head_dim, bool
   return (shape.block_m() + 2 * shape.stages * shape.block_n) * row_bytes + kForwardWorkTileBytes;
 }
 
+/// Of the words that say what a block mask leaves of a tile, two tiles of them.
+constexpr int block_mask_bytes(const ForwardShape& shape) { return 2 * shape.block_m() * (shape.block_n / 32) * 4; }
+
+/// Whether there is room for a tile of bias for each warp: else it is read element by element.
+constexpr bool has_room_for_bias(const ForwardShape& shape, int shared_bytes, DType bias_dtype, int available) {
+  const int row_bytes = bias_dtype == DType::kFloat32 ? shape.block_n * 4
+                        : shape.block_n * 2 > 128     ? shape.block_n * 2
+                                                      : 128;
+  return shared_bytes + shape.block_m() * row_bytes <= available;
+}
+
 /// Whether a kernel has two shapes of CTAs: else the one there is fits into the shared memory of every GPU.
 constexpr bool has_small_forward(int head_dim, bool is_float) {
   const ForwardShape large = forward_shape(head_dim, is_float, ForwardVariant::kPlain, false);
