@@ -36,6 +36,9 @@ enum class KernelId {
 enum class Task { kForward, kBackward, kWeights, kWeightsBackward, kDecode, kBiasGradient };
 
 constexpr Task task_of(Operation operation) { return static_cast<Task>(operation); }
+static_assert(task_of(Operation::kForward) == Task::kForward && task_of(Operation::kDecode) == Task::kDecode &&
+                  task_of(Operation::kWeightsBackward) == Task::kWeightsBackward,
+              "operations come first, in their order");
 
 struct Architecture {
   const char* family;  // of GPUs: "Hopper"
