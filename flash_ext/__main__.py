@@ -15,6 +15,7 @@ import torch
 import flash_ext
 from flash_ext.demo import measure, report, text, training
 from flash_ext.demo.gpt import GPT, generate
+from flash_ext.torch_private import has_kernel
 
 PROMPT = b"    def "
 TEMPERATURE = 0.5
@@ -96,7 +97,7 @@ def cuda_obstacle() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     for operator in ("attention_forward", "attention_backward", "attention_decode_append"):
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"flash_ext::{operator}", "CUDA"):
+        if not has_kernel(f"flash_ext::{operator}", "CUDA"):
             return f"{operator} has no CUDA kernel in this build"
     probe = torch.zeros(1, 1, measure.HEADS, measure.HEAD_DIM, device="cuda")
     for operation in ("forward", "backward", "decode"):

@@ -12,13 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.nn.attention import _registry
 
 import flash_ext._plan as _plan
 from flash_ext._build_info import build_info
 from flash_ext.functional import attention
 from flash_ext.integrations import sdpa_provider
-from flash_ext.planning import describe_device
+from flash_ext.planning import describe_device, problem_of
+from flash_ext.torch_private import attention_registry, has_kernel
 
 _OPERATIONS = ("forward", "backward", "decode")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -125,15 +125,19 @@ def _kernels_of(device: torch.device) -> Iterator[str]:
 
 def _kernel(operation: str, device: torch.device, dtype: torch.dtype) -> str:
     """Of a plain call, or an empty string."""
-    described = _plan.Problem(operation=operation, **describe_device(device, dtype), **_PROBE, softmax_scale=1.0)
-    if not _has_library(device) or not _plan.supports(described)[0]:
+    probe = _plan.Problem(operation=operation, **describe_device(device, dtype))
+    if not _has_library(device) or not _plan.supports(probe)[0]:
         return ""
+    x = torch.empty(1, 1, 1, 8, device=device, dtype=dtype)
+    described = problem_of(x, x, x, operation)
+    for name, size in _PROBE.items():
+        setattr(described, name, size)
     kernel: str = _plan.make_plan(described).kernel
     return kernel
 
 
 def _has_library(device: torch.device) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key("flash_ext::attention_forward", device.type.upper())
+    return has_kernel("flash_ext::attention_forward", device.type.upper())
 
 
 # ---- What is replaced -----------------------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ def _replaced() -> Iterator[str]:
             operators = [f"aten::{operator}" for operator, at in activation.overridden if at.endswith(key)]
             if operators:
                 yield f"torch on {key}: {', '.join(operators)}; flash_ext.deactivate() puts them back"
-    other = _registry.current_flash_attention_impl()
+    other = attention_registry.current_flash_attention_impl()
     if other not in (None, sdpa_provider.NAME):
         yield f"torch's flash attention on CUDA: by {other}"
     for title, calls in (("served", sdpa_provider.calls_served), ("gone on to torch", sdpa_provider.calls_passed_on)):
@@ -247,9 +251,9 @@ def _error_of_a_call(device: torch.device) -> str:
 def _problems_of_the_provider() -> Iterator[Problem]:
     if not sdpa_provider.is_active():
         return
-    if _registry.current_flash_attention_impl() != sdpa_provider.NAME:
+    if attention_registry.current_flash_attention_impl() != sdpa_provider.NAME:
         yield Problem(
-            f"{_registry.current_flash_attention_impl()} was put in place of flash_ext's flash operators",
+            f"{attention_registry.current_flash_attention_impl()} was put in place of flash_ext's flash operators",
             "flash_ext.deactivate(), or torch.nn.attention.activate_flash_attention_impl('flash_ext')",
         )
     backends = torch.backends.cuda

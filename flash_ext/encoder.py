@@ -13,12 +13,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import has_torch_function
 
 from flash_ext import packing
+from flash_ext.eager import call
 from flash_ext.modules import MultiheadAttention, is_hooked
-from flash_ext.ops import call
+from flash_ext.torch_private import (
+    addmm_activation,
+    any_requires_grad,
+    has_any_global_hook,
+    is_any_autocast_enabled,
+    is_functorch_active,
+    is_tracing,
+)
 
 _ADD_LAYER_NORM = torch.ops.flash_ext.add_layer_norm.default
 
@@ -191,7 +198,7 @@ def _find_tokens(padding: Tensor, must_be_left_aligned: bool) -> tuple[Tensor, d
 
 def _must_not_wait(src: Tensor) -> bool:
     """Whether reading from the device would be an error, or become a constant of a trace."""
-    return torch._C._is_tracing() or (src.is_cuda and torch.cuda.is_current_stream_capturing())
+    return is_tracing() or (src.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 # ---- When ----------------------------------------------------------------------------------------------------------
@@ -199,9 +206,9 @@ def _must_not_wait(src: Tensor) -> bool:
 
 def _can_evaluate(layer: nn.TransformerEncoderLayer, src: Tensor) -> bool:
     """Whether the layer may be computed from its parameters, past its submodules, and nobody wants a gradient."""
-    if layer.training or torch.compiler.is_compiling() or torch._C._is_tracing() or _has_any_global_hook():
+    if layer.training or torch.compiler.is_compiling() or is_tracing() or has_any_global_hook():
         return False
-    if torch._C._are_functorch_transforms_active() or not (src.is_nested or type(src) in (Tensor, nn.Parameter)):
+    if is_functorch_active() or not (src.is_nested or type(src) in (Tensor, nn.Parameter)):
         return False
     parts = layer._modules
     if not all(_is_own(parts[name], kind) for name, kind in PARTS.items()):
@@ -209,7 +216,7 @@ def _can_evaluate(layer: nn.TransformerEncoderLayer, src: Tensor) -> bool:
     attn: Any = parts["self_attn"]
     if not _is_own(attn, MultiheadAttention) or attn.bias_k is not None or attn.add_zero_attn:
         return False
-    return not torch.is_grad_enabled() or not torch._C._any_requires_grad(src, *layer.parameters())
+    return not torch.is_grad_enabled() or not any_requires_grad(src, *layer.parameters())
 
 
 def _is_own(module: nn.Module | None, kind: type[nn.Module]) -> bool:
@@ -254,7 +261,7 @@ def _linear_and_activation(x: Tensor, linear: nn.Linear, activation: Callable[[T
     is_relu = activation is F.relu or _is_own_activation(activation, nn.ReLU)
     if x.is_cuda and bias is not None and (is_relu or _may_be_tanh(approximate, x.dtype)) and _is_plain(weight):
         # The product's epilogue adds the bias and activates.
-        hidden = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=not is_relu)
+        hidden = addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=not is_relu)
         return hidden.view(*x.shape[:-1], weight.shape[0])
     hidden = F.linear(x, weight, bias)
     if is_relu:
@@ -276,7 +283,7 @@ def _may_be_tanh(approximate: str | None, dtype: torch.dtype) -> bool:
 
 def _is_plain(weight: Tensor) -> bool:
     """Whether a raw product may take it: no tensor subclass, no autocast that has to cast it first."""
-    return type(weight) in (nn.Parameter, Tensor) and not torch._C._is_any_autocast_enabled()
+    return type(weight) in (nn.Parameter, Tensor) and not is_any_autocast_enabled()
 
 
 def _is_own_activation(activation: Any, kind: type[nn.Module]) -> bool:

@@ -28,8 +28,9 @@ from flash_ext.argument_checks import (
     check_window,
     describe,
 )
+from flash_ext.eager import call
 from flash_ext.masks import BlockMask
-from flash_ext.ops import ScoreOptions, call
+from flash_ext.ops import ScoreOptions
 from flash_ext.torch_private import FLEX_BLOCK_MASK, TORCH_SDPA, in_context_parallel, is_instance
 
 _OPS = torch.ops.flash_ext

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_ext.torch_private import jagged_dim, known_seqlens
+
 _SHAPE = "(batch, jagged seqlen, heads, head_dim)"
 _TAKEN_FROM_INPUTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
 
@@ -77,9 +79,9 @@ def _check(name: str, x: Any) -> None:
             f"{name} must be a nested tensor with layout=torch.jagged, got {x.layout}: "
             "torch.nested.as_nested_tensor(x.unbind(), layout=torch.jagged) makes one"
         )
-    if x.dim() != 4 or x._ragged_idx != 1:
+    if x.dim() != 4 or jagged_dim(x) != 1:
         raise RuntimeError(
-            f"{name} must be {_SHAPE}, got {x.dim()} dimensions, of which number {x._ragged_idx} is jagged"
+            f"{name} must be {_SHAPE}, got {x.dim()} dimensions, of which number {jagged_dim(x)} is jagged"
         )
 
 
@@ -100,17 +102,18 @@ def _lengths(letter: str, x: Any) -> dict[str, Any]:
     lengths = x.lengths()
     return {
         f"cu_seqlens_{letter}": x.offsets().to(device=x.device, dtype=torch.int32),
-        f"max_seqlen_{letter}": x._maybe_max_seqlen if lengths is None else None,
+        f"max_seqlen_{letter}": known_seqlens(x)[1] if lengths is None else None,
         f"seqused_{letter}": None if lengths is None else lengths.to(device=x.device, dtype=torch.int32),
     }
 
 
 def _like(q: Any, values: Tensor, jagged_dim: int) -> Tensor:
+    shortest, longest = known_seqlens(q)
     return torch.nested.nested_tensor_from_jagged(
         values,
         offsets=q.offsets(),
         lengths=q.lengths(),
         jagged_dim=jagged_dim,
-        min_seqlen=q._maybe_min_seqlen,
-        max_seqlen=q._maybe_max_seqlen,
+        min_seqlen=shortest,
+        max_seqlen=longest,
     )

@@ -6,157 +6,72 @@ rule and its vmap rule, all registered with the dispatcher, so that the raw oper
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
-from torch.overrides import has_torch_function
 
 from flash_ext import _vmap
-from flash_ext._build_info import require_torch
-from flash_ext.argument_checks import check_dense
+from flash_ext.eager import call, recorders
+from flash_ext.libraries import OPS
+from flash_ext.torch_private import (
+    KEYS_BELOW_AUTOGRAD,
+    KEYS_BELOW_INPLACE_OR_VIEW,
+    BelowAutograd,
+    BelowInplaceOrView,
+    DispatchKey,
+    DispatchKeySet,
+    WithoutKeys,
+    any_requires_grad,
+    arguments_of,
+    enable_single_level_autograd_function,
+    is_forward_mode,
+    set_forward_mode,
+)
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-def _load_libraries() -> None:
-    """The CUDA library goes only into a torch that has CUDA: it needs symbols that no other has."""
-    require_torch(torch.__version__)
-    folder = Path(__file__).parent / "lib"
-    names = ["libflash_ext_cpu.so"]
-    if torch.version.cuda is not None and (folder / "libflash_ext_cuda.so").exists():
-        names.append("libflash_ext_cuda.so")
-    for name in names:
-        try:
-            torch.ops.load_library(str(folder / name))
-        except OSError as error:
-            raise ImportError(
-                f"flash_ext: {folder / name} does not load under torch {torch.__version__} "
-                f"(CUDA {torch.version.cuda}): {error.__cause__ or error}. Build flash_ext again against this torch."
-            ) from error
-
-
-_load_libraries()
-_OPS = torch.ops.flash_ext
+_FORWARD, _PLAIN = OPS.attention_forward.default, OPS.attention_forward_plain.default
 _LIBRARY = torch.library.Library("flash_ext", "FRAGMENT")  # what is registered lives as long as this object
 
 
-class ScoreOptions(NamedTuple):
-    """What attention operators share, in the order and with the defaults of their schemas."""
-
-    softmax_scale: float
-    window_left: int = -1
-    window_right: int = -1
-    top_left: bool = False
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    bias: Tensor | None = None
-    mask: Tensor | None = None
-    softcap: float = 0.0
-    sink: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    dropout_p: float = 0.0
-    rng_state: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    block_offsets: Tensor | None = None
-    block_indices: Tensor | None = None
-    block_bitmap_ids: Tensor | None = None
-    block_bitmaps: Tensor | None = None
-    allow_tf32: bool = False
+def _options_of(name: str, op: Any) -> Any:
+    """A named tuple of what ``op`` takes from softmax_scale on, in the order and with the defaults of its schema."""
+    arguments = arguments_of(op)
+    first = [argument.name for argument in arguments].index("softmax_scale")
+    names = [argument.name for argument in arguments[first:]]
+    defaults = [argument.default_value for argument in arguments[first + 1 :]]
+    return namedtuple(name, names, defaults=defaults, module=__name__)
 
 
-class DecodeOptions(NamedTuple):
-    """What decoding operators share, in the order and with the defaults of their schemas."""
+if TYPE_CHECKING:
 
-    softmax_scale: float
-    window_left: int = -1
-    window_right: int = -1
-    cache_seqlens: Tensor | None = None
-    block_table: Tensor | None = None
-    cache_batch_idx: Tensor | None = None
-    rotary_cos: Tensor | None = None
-    rotary_sin: Tensor | None = None
-    rotary_interleaved: bool = False
-    cu_seqlens_q: Tensor | None = None
-    max_seqlen_q: int = 0
-    softcap: float = 0.0
-    sink: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    cache_leftpad: Tensor | None = None
-    num_splits: int = 0
-    batch_invariant: bool = False
-    allow_tf32: bool = False
+    class _Options(tuple[Any, ...]):
+        _fields: ClassVar[tuple[str, ...]]
+
+        def __new__(cls, softmax_scale: float, *args: Any, **kwargs: Any) -> Self: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def _replace(self, **changes: Any) -> Self: ...
+
+    class ScoreOptions(_Options): ...
+
+    class DecodeOptions(_Options): ...
+
+else:
+    # What attention operators share, and what decoding operators do.
+    ScoreOptions = _options_of("ScoreOptions", OPS.attention_check.default)
+    DecodeOptions = _options_of("DecodeOptions", OPS.attention_decode_check.default)
 
 
 _NUM_OPTIONS = len(ScoreOptions._fields)
 _BIAS, _SINK, _ALIBI_SLOPES = (ScoreOptions._fields.index(name) for name in ("bias", "sink", "alibi_slopes"))
 
 
-# ---- Calling --------------------------------------------------------------------------------------------------------
-
-
-_FORWARD, _PLAIN = _OPS.attention_forward.default, _OPS.attention_forward_plain.default
-_NUM_PLAIN = len(_PLAIN._schema.arguments)
-_derivatives: dict[Any, Callable[..., Any]] = {}  # of an operator: the same call, recorded for autograd
-
-
-def call(op: Any, *args: Any) -> Any:
-    """``op(*args)``, past what the dispatcher would do in Python where that is known beforehand: half of a small call.
-
-    Where nothing asks for a derivative, autograd is left out. Else the derivative is recorded here, unless somebody
-    else has to see the call first.
-    """
-    try:
-        return _call(op, args)
-    except NotImplementedError as error:
-        if str(error).startswith("Could not run"):
-            _refuse_backend(op, args)
-        raise
-
-
-def _call(op: Any, args: tuple[Any, ...]) -> Any:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return op(*args)  # they have to see it all
-    if torch._C._is_tracing():
-        return op(*args)  # one and the same operator in the graph, whatever requires a gradient while tracing
-    if has_torch_function(args):
-        return op(*args)  # what it calls may want derivatives
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        record = _derivatives.get(op)
-        if record is None or torch._C._is_any_autocast_enabled():
-            return op(*args)
-        return record(_call_below_autograd, op, *args)
-    return _call_below_autograd(op, *args)
-
-
-def _refuse_backend(op: Any, args: tuple[Any, ...]) -> None:
-    """Says of which argument the dispatcher found no kernel, in place of its list of all backends that there are."""
-    named = [(a.name, t) for a, t in zip(op._schema.arguments, args, strict=False) if type(t) is Tensor]
-    for name, t in named:
-        check_dense(name, t)
-    for name, t in named:
-        if t.device.type != "cpu":
-            raise RuntimeError(
-                f"flash_ext: {name} must be on a device that this build has kernels for (flash_ext.build_info()), "
-                f"got {t.device}"
-            ) from None
-
-
-def _call_below_autograd(op: Any, *args: Any) -> Any:
-    if op is _FORWARD and len(args) == _NUM_PLAIN and torch._C._len_torch_dispatch_stack() == 0:
-        op = _PLAIN  # who watches operators gets to see one and not two
-    with torch._C._AutoDispatchBelowAutograd():
-        return op._op(*args)  # what op(*args) does, a frame later
-
-
 def _differentiates(args: tuple[Any, ...]) -> bool:
-    forward_mode = forward_ad._current_level >= 0
-    return forward_mode or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
+    return is_forward_mode() or (torch.is_grad_enabled() and any_requires_grad(*args))
 
 
 # ---- Fakes ----------------------------------------------------------------------------------------------------------
@@ -164,7 +79,7 @@ def _differentiates(args: tuple[Any, ...]) -> bool:
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a fake. As meta tensors run it too, it must see to devices: one of them would hide all the others."""
-    arguments = [argument.name for argument in getattr(_OPS, name).default._schema.arguments]
+    arguments = [argument.name for argument in arguments_of(getattr(OPS, name).default)]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         def fake(*args: Any) -> Any:
@@ -275,14 +190,14 @@ def _register_autograd(
     The dispatcher calls the kernel once per level of ``torch.func``. Lower levels differentiate as well, so their
     modes, which ``torch.autograd.Function`` turns off inside of forward, are turned on again.
     """
-    op = getattr(_OPS, name).default
+    op = getattr(OPS, name).default
 
     def redispatch(keyset: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        with BelowAutograd():
+            return op.redispatch(keyset & KEYS_BELOW_AUTOGRAD, *args)
 
     def redispatch_with_lower_levels(keyset: Any, *args: Any) -> Any:
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        with torch.enable_grad(), set_forward_mode(True):
             return redispatch(keyset, *args)
 
     class Derivative(torch.autograd.Function):
@@ -310,7 +225,7 @@ def _register_autograd(
             return record(redispatch_with_lower_levels, keyset, *args)
 
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
-    _derivatives[op] = record
+    recorders[op] = record
 
 
 def _needs(ctx: Any) -> tuple[bool, ...]:
@@ -351,7 +266,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     needed = [needs[position] for position in positions]
     needed[2] = needed[2] and grad_out is not None
     gradients = call(
-        _OPS.attention_backward.default, grad_out, grad_lse, q, k, v, *outputs, deterministic, *needed, *options
+        OPS.attention_backward.default, grad_out, grad_lse, q, k, v, *outputs, deterministic, *needed, *options
     )
     return _gradients(ctx, _only(needed, positions, gradients))
 
@@ -367,7 +282,7 @@ def _weights_backward(ctx: Any, grad_weights: Tensor | None) -> tuple[Tensor | N
     _, (q, k, lse, dropout_mode, *options) = _saved(ctx)
     needs, positions = _needs(ctx), (0, 1, 2, 4 + _BIAS)
     needed = [needs[position] for position in positions]
-    gradients = call(_OPS.attention_weights_backward.default, grad_weights, q, k, lse, dropout_mode, *needed, *options)
+    gradients = call(OPS.attention_weights_backward.default, grad_weights, q, k, lse, dropout_mode, *needed, *options)
     return _gradients(ctx, _only(needed, positions, gradients))
 
 
@@ -379,7 +294,7 @@ def _merge_backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) 
     if grad_out is None and grad_lse is None:
         return _gradients(ctx, {})
     outputs, inputs = _saved(ctx)
-    gradients = call(_OPS.merge_backward.default, grad_out, grad_lse, *inputs, *outputs)
+    gradients = call(OPS.merge_backward.default, grad_out, grad_lse, *inputs, *outputs)
     return _gradients(ctx, _only(_needs(ctx), (0, 1), gradients))
 
 
@@ -409,8 +324,8 @@ def _differentiate_plain(keyset: Any, *args: Any) -> Any:
     """The derivative is attention_forward's: callers of this library are below autograd here, or there already."""
     if _differentiates(args):
         return _FORWARD(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _PLAIN.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    with BelowAutograd():
+        return _PLAIN.redispatch(keyset & KEYS_BELOW_AUTOGRAD, *args)
 
 
 def _refuse_append(keyset: Any, *args: Any) -> Any:
@@ -419,15 +334,15 @@ def _refuse_append(keyset: Any, *args: Any) -> Any:
             "flash_ext::attention_decode_append writes into the cache and has no derivative: "
             "call it under torch.no_grad(), or with tensors that do not require a gradient"
         )
-    with torch._C._AutoDispatchBelowAutograd():
-        return _OPS.attention_decode_append.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    with BelowAutograd():
+        return OPS.attention_decode_append.default.redispatch(keyset & KEYS_BELOW_AUTOGRAD, *args)
 
 
 def _count_append(keyset: Any, *args: Any) -> Any:
     """Tells autograd that the caches are no longer what they were, should it have saved them."""
     torch.autograd.graph.increment_version(args[1:3])
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return _OPS.attention_decode_append.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+    with BelowInplaceOrView():
+        return OPS.attention_decode_append.default.redispatch(keyset & KEYS_BELOW_INPLACE_OR_VIEW, *args)
 
 
 _TWICE = "attention can be differentiated once"
@@ -457,7 +372,7 @@ def _autocast_first(count: int) -> Callable[[list[Any], str], None]:
     def cast(args: list[Any], device_type: str) -> None:
         dtype = torch.get_autocast_dtype(device_type)
         for i, t in enumerate(args[:count]):
-            if t.is_floating_point() and t.dtype != torch.float64 and t.device.type == device_type:
+            if t is not None and t.is_floating_point() and t.dtype != torch.float64 and t.device.type == device_type:
                 args[i] = t.to(dtype)
 
     return cast
@@ -475,13 +390,13 @@ def _follow_cache(*positions: int) -> Callable[[list[Any], str], None]:
 
 
 def _register_autocast(name: str, cast: Callable[[list[Any], str], None]) -> None:
-    op = getattr(_OPS, name).default
+    op = getattr(OPS, name).default
 
     def register(device_type: str, key: str) -> None:
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        keys = DispatchKeySet(getattr(DispatchKey, key))
 
         def kernel(*args: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(keys):
+            with WithoutKeys(keys):
                 changed = list(args)
                 cast(changed, device_type)
                 return op(*changed)
@@ -496,7 +411,9 @@ _register_autocast("attention_forward", _autocast_first(3))
 _register_autocast("attention_forward_plain", _autocast_first(3))
 _register_autocast("attention_weights", _autocast_first(2))
 _register_autocast("attention_check", _autocast_first(3))
+_register_autocast("attention_describe", _autocast_first(3))
 _register_autocast("attention_decode_check", _follow_cache(0))
+_register_autocast("attention_decode_describe", _follow_cache(0))
 _register_autocast("attention_decode", _follow_cache(0))
 _ROTARY = (5 + DecodeOptions._fields.index(name) for name in ("rotary_cos", "rotary_sin"))
 _register_autocast("attention_decode_append", _follow_cache(0, 3, 4, *_ROTARY))  # q, k, v
@@ -507,7 +424,7 @@ _register_autocast("attention_decode_append", _follow_cache(0, 3, 4, *_ROTARY)) 
 
 def _fold_attention(name: str, num_tensors: int, num_flags: int = 0, num_unfoldable: int = 0) -> None:
     """vmap by the batch dimension, of (tensors, flags, options); the last ``num_unfoldable`` flags must be False."""
-    op = getattr(_OPS, name).default
+    op = getattr(OPS, name).default
     begin = num_tensors + num_flags
     end = begin + _NUM_OPTIONS
 
@@ -527,7 +444,7 @@ def _fold_attention(name: str, num_tensors: int, num_flags: int = 0, num_unfolda
 
 def _loop_over(name: str, written: slice = slice(0)) -> None:
     """vmap by one call per sample; arguments that are written to must differ between the samples."""
-    op = getattr(_OPS, name).default
+    op = getattr(OPS, name).default
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         if None in in_dims[written]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_ext.torch_private import jagged_dim, known_seqlens
+
 
 def pack(x: Any) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
     """The rows of a nested tensor.
@@ -24,7 +26,7 @@ def pack(x: Any) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
         AssertionError: x is jagged in another dimension than the second.
     """
     if x.layout == torch.jagged:
-        if x._ragged_idx != 1:
+        if jagged_dim(x) != 1:
             raise AssertionError(f"nested tensors must be (batch, j, ...), jagged in dimension 1, got {tuple(x.shape)}")
         if x.lengths() is None:
             return _pack_jagged(x)
@@ -33,7 +35,7 @@ def pack(x: Any) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
 
 def _pack_jagged(x: Any) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
     """They lie packed already. The result keeps the very offsets of ``x``, by which torch knows that sizes match."""
-    offsets, shortest, longest = x.offsets(), x._maybe_min_seqlen, x._maybe_max_seqlen
+    offsets, (shortest, longest) = x.offsets(), known_seqlens(x)
 
     def like_x(rows: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(rows, offsets, min_seqlen=shortest, max_seqlen=longest)

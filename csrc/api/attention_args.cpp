@@ -1,5 +1,7 @@
 #include "attention_args.h"
 
+#include "plan/names.h"
+#include "plan/problem_text.h"
 #include "tensors.h"
 #include "value_checks.h"
 
@@ -39,11 +41,9 @@ void read_value(const Argument& q, const Argument& k, const Argument& v, Geometr
 
 }  // namespace
 
-AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
-                                const ScoreOptions& options, bool deterministic) {
-  AttentionCall call;
-  call.owned.reserve(4);  // q, k, v and sink
-  Geometry& g = call.geometry;
+DescribedCall describe_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
+                                 const ScoreOptions& options, bool deterministic) {
+  Geometry g;
   const Argument q_arg("q", q), k_arg("k", k);
   check(options.cu_seqlens_q.has_value() == options.cu_seqlens_k.has_value(),
         "cu_seqlens_q and cu_seqlens_k must be given together, got only ",
@@ -56,7 +56,23 @@ AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, cons
   plan::Problem problem = describe(operation, q, g, options);
   problem.deterministic = deterministic;
   problem.broadcast = is_broadcast(q) || is_broadcast(k) || (v && is_broadcast(*v));
-  call.plan = plan_or_fail(problem);
+  return {g, problem};
+}
+
+std::string describe_in_text(const std::string& operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
+                             const ScoreOptions& options, bool deterministic) {
+  const auto named = plan::value_of<plan::Operation>("operation", operation);
+  const bool backward = named == plan::Operation::kBackward;
+  return plan::text_of(describe_attention(named, q, k, v, options, deterministic && backward).problem);
+}
+
+AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
+                                const ScoreOptions& options, bool deterministic) {
+  const DescribedCall described = describe_attention(operation, q, k, v, options, deterministic);
+  AttentionCall call;
+  call.owned.reserve(4);  // q, k, v and sink
+  const Geometry& g = call.geometry = described.geometry;
+  call.plan = plan_or_fail(described.problem);
   if (wants_value_checks(q)) check_values(g, options);
   call.params = to_params(q, g, options, call.plan, call.owned);
   call.params.k = view_rows(call.owned.emplace_back(with_aligned_rows(k)));

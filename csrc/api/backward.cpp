@@ -21,7 +21,7 @@ Tensor gradient(const Tensor& input, bool needed) {
 }
 
 /// The gradient of out as TMA reads it: it must be there, and takes no stride of 0.
-Tensor for_copy_engine(const OptionalTensor& grad_out, const Tensor& out) {
+Tensor for_tma(const OptionalTensor& grad_out, const Tensor& out) {
   if (!grad_out) return new_zeros(out, shape_of(out), out.scalar_type());
   return is_broadcast(*grad_out) ? torch::stable::contiguous(*grad_out) : *grad_out;
 }
@@ -78,8 +78,8 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
   };
   call.params.out = own_rows(out);
   call.params.lse = view_lse(own(lse));
-  if (call.plan.kernel == "sm90/backward") {
-    call.params.grad_out = own_rows(for_copy_engine(grad_out, out));
+  if (call.plan.reads_by_tma || (needed.dbias && call.plan.bias_reads_by_tma)) {
+    call.params.grad_out = own_rows(for_tma(grad_out, out));
   } else if (grad_out) {
     call.params.grad_out = own_rows(*grad_out);
   }

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <string>
 #include <tuple>
 
 #include "add_layer_norm.h"
@@ -16,6 +17,7 @@
 #include "kernels/cpu/merge.h"
 #include "merge.h"
 #include "op_arguments.h"
+#include "plan/problem_text.h"
 
 namespace flash_ext::api {
 namespace {
@@ -88,8 +90,18 @@ Tensors2 attention_decode_append(const Tensor& q, const Tensor& k_cache, const T
   return run(prepare_decode(q, k_cache, v_cache, NewTokens{k, v}, FLASH_EXT_DECODE_OPTIONS));
 }
 
+std::string attention_describe(const Tensor& q, const Tensor& k, const OptionalTensor& v, std::string operation,
+                               bool deterministic, FLASH_EXT_SCORE_PARAMETERS) {
+  return describe_in_text(operation, q, k, v, FLASH_EXT_SCORE_OPTIONS, deterministic);
+}
+
 void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS) {
   prepare_attention(plan::Operation::kForward, q, k, v, FLASH_EXT_SCORE_OPTIONS);
+}
+
+std::string attention_decode_describe(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                      FLASH_EXT_DECODE_PARAMETERS) {
+  return plan::text_of(describe_decode(q, k_cache, v_cache, FLASH_EXT_DECODE_OPTIONS));
 }
 
 void attention_decode_check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -134,7 +146,9 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
   m.impl("attention_weights_backward", TORCH_BOX(&attention_weights_backward));
   m.impl("attention_decode", TORCH_BOX(&attention_decode));
   m.impl("attention_decode_append", TORCH_BOX(&attention_decode_append));
+  m.impl("attention_describe", TORCH_BOX(&attention_describe));
   m.impl("attention_check", TORCH_BOX(&attention_check));
+  m.impl("attention_decode_describe", TORCH_BOX(&attention_decode_describe));
   m.impl("attention_decode_check", TORCH_BOX(&attention_decode_check));
   m.impl("merge", TORCH_BOX(&merge));
   m.impl("merge_backward", TORCH_BOX(&merge_backward));

@@ -2,6 +2,7 @@
 // wrote.
 #include <torch/csrc/stable/library.h>
 
+#include <string>
 #include <tuple>
 
 #include "attention.h"
@@ -31,11 +32,11 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
     run(address(workspace));
   };
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.kernel == "sm90/forward") {
+  if (call.plan.kernel == plan::KernelId::kSm90Forward) {
     return with_workspace(sm90::forward_workspace_bytes(call.params, call.plan.block_n),
                           [&](void* workspace) { sm90::forward(call.params, call.plan.block_n, workspace, stream); });
   }
-  if (call.plan.kernel == "sm90/forward_f32") {
+  if (call.plan.kernel == plan::KernelId::kSm90ForwardF32) {
     return with_workspace(sm90::forward_f32_workspace_bytes(call.params),
                           [&](void* workspace) { sm90::forward_f32(call.params, workspace, stream); });
   }
@@ -65,7 +66,7 @@ Tensors2 attention_forward_plain(const Tensor& q, const Tensor& k, const Tensor&
 void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.bias_kernel == "sm90/bias_gradient" && sm90::serves_bias_gradient(call.params)) {
+  if (call.plan.bias_kernel == plan::KernelId::kSm90BiasGradient) {
     const Tensor memory = workspace(sm90::bias_gradient_workspace_bytes(call.params));
     return sm90::bias_gradient(call.params, address(memory), stream);
   }
@@ -77,11 +78,11 @@ void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t s
 void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
 #ifndef FLASH_EXT_NO_HOPPER
-  if (call.plan.kernel == "sm90/backward") {
+  if (call.plan.kernel == plan::KernelId::kSm90Backward) {
     const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
     return sm90::backward(call.params, address(memory), stream);
   }
-  if (call.plan.kernel == "sm90/backward_f32") {
+  if (call.plan.kernel == plan::KernelId::kSm90BackwardF32) {
     const Tensor memory = workspace(sm90::backward_f32_workspace_bytes(call.params));
     return sm90::backward_f32(call.params, address(memory), stream);
   }
@@ -104,6 +105,12 @@ Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor
   return {call.dq, call.dk, call.dv, call.dbias, finish_dsink(call, options)};
 }
 
+std::string attention_describe(const Tensor& q, const Tensor& k, const OptionalTensor& v, std::string operation,
+                               bool deterministic, FLASH_EXT_SCORE_PARAMETERS) {
+  const CudaDevice device(q);
+  return describe_in_text(operation, q, k, v, FLASH_EXT_SCORE_OPTIONS, deterministic);
+}
+
 void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS) {
   const CudaDevice device(q);
   prepare_attention(plan::Operation::kForward, q, k, v, FLASH_EXT_SCORE_OPTIONS);
@@ -115,6 +122,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&attention_forward));
   m.impl("attention_forward_plain", TORCH_BOX(&attention_forward_plain));
   m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_describe", TORCH_BOX(&attention_describe));
   m.impl("attention_check", TORCH_BOX(&attention_check));
 }
 

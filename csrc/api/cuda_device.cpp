@@ -38,8 +38,10 @@ void describe_device(const Tensor& q, plan::Problem& problem) {
   problem.compute_capability =
       10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
   static const bool use_hopper_kernels = kHopperKernels && read_switch("FLASH_EXT_HOPPER", true);
-  problem.hopper_kernels = use_hopper_kernels;
+  problem.own_kernels = use_hopper_kernels;
   problem.num_workers = attribute(cudaDevAttrMultiProcessorCount, device);
+  problem.shared_bytes_per_cta = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  problem.shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
 }
 
 int64_t longest_sequence(const Tensor& /*cu_seqlens*/, int64_t bound) { return bound; }

@@ -173,8 +173,8 @@ ScoreOptions score_options(const DecodeOptions& options) {
   return scores;
 }
 
-plan::Problem describe_decode(const Tensor& q, const Geometry& g, const CacheShape& cache, const ScoreOptions& scores,
-                              const DecodeOptions& options) {
+plan::Problem problem_of(const Tensor& q, const Geometry& g, const CacheShape& cache, const ScoreOptions& scores,
+                         const DecodeOptions& options) {
   plan::Problem problem = describe(plan::Operation::kDecode, q, g, scores);
   problem.varlen = problem.varlen || options.cache_seqlens || options.cache_leftpad;
   problem.paged = cache.paged;
@@ -252,10 +252,16 @@ AppendParams append_params(const Tensor& q, const NewTokens& tokens, const Geome
   return append;
 }
 
-}  // namespace
+/// A checked call.
+struct DescribedDecode {
+  Geometry geometry;
+  CacheShape cache;
+  ScoreOptions scores;
+  plan::Problem problem;
+};
 
-DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                          const std::optional<NewTokens>& tokens, const DecodeOptions& options) {
+DescribedDecode check_and_describe(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                   const std::optional<NewTokens>& tokens, const DecodeOptions& options) {
   const Argument q_arg("q", q);
   const bool append = tokens.has_value();
   Geometry g;
@@ -264,9 +270,24 @@ DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& 
   check_cache_indices(q_arg, g.batch, options);
   if (append) check_new_tokens(q_arg, g, *tokens, options);
   check_rotary(q_arg, g, append, options);
-  const ScoreOptions scores = score_options(options);
+  ScoreOptions scores = score_options(options);
   check_options(q_arg, g, scores);
-  const plan::Plan plan = plan_or_fail(describe_decode(q, g, cache, scores, options));
+  plan::Problem problem = problem_of(q, g, cache, scores, options);
+  return {g, cache, std::move(scores), problem};
+}
+
+}  // namespace
+
+plan::Problem describe_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                              const DecodeOptions& options) {
+  return check_and_describe(q, k_cache, v_cache, std::nullopt, options).problem;
+}
+
+DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                          const std::optional<NewTokens>& tokens, const DecodeOptions& options) {
+  const bool append = tokens.has_value();
+  const auto [g, cache, scores, problem] = check_and_describe(q, k_cache, v_cache, tokens, options);
+  const plan::Plan plan = plan_or_fail(problem);
   if (wants_value_checks(q)) check_device_values(g, cache, scores, append, append ? tokens->k.size(1) : 0, options);
 
   DecodeCall call{plan,

@@ -5,20 +5,8 @@
 
 namespace flash_ext::api {
 
-/// In the order of ops.cpp.
 struct DecodeOptions {
-  double softmax_scale = 1.0;
-  int64_t window_left = -1, window_right = -1;
-  OptionalTensor cache_seqlens, block_table, cache_batch_idx;
-  OptionalTensor rotary_cos, rotary_sin;
-  bool rotary_interleaved = false;
-  OptionalTensor cu_seqlens_q;
-  int64_t max_seqlen_q = 0;
-  double softcap = 0.0;
-  OptionalTensor sink, alibi_slopes, cache_leftpad;
-  int64_t num_splits = 0;
-  bool batch_invariant = false;
-  bool allow_tf32 = false;
+  FLASH_EXT_DECODE_OPTION_LIST(FLASH_EXT_FIRST_MEMBER, FLASH_EXT_MEMBER)
 };
 
 /// New keys and values, (batch, seqlen_new, heads_kv, head_dim or head_dim_v).
@@ -35,6 +23,10 @@ struct DecodeCall {
   Tensor lse;
   std::vector<Tensor> owned;
 };
+
+/// Of a checked call that appends nothing.
+plan::Problem describe_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                              const DecodeOptions& options);
 
 DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                           const std::optional<NewTokens>& tokens, const DecodeOptions& options);

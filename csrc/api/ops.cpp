@@ -4,24 +4,19 @@
 // head_dim; varlen drops the batch dimension and brings cu_seqlens. All operators but `*_append` are functional.
 // A gradient that is not asked for comes back as an empty tensor of shape (0). allow_tf32 lets products of float32 on
 // CUDA be those of TF32: operators cannot see torch's own setting.
-//
-// Options stand in the order of how often they are given: torch takes a quarter of a microsecond and more to hand over
-// an argument, so callers leave out those at the end that have their defaults.
 #include <torch/csrc/stable/library.h>
 
-#define SCORE_OPTIONS                                                                                       \
-  "float softmax_scale, int window_left=-1, int window_right=-1, bool top_left=False, "                     \
-  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, "    \
-  "Tensor? bias=None, Tensor? mask=None, float softcap=0.0, Tensor? sink=None, Tensor? alibi_slopes=None, " \
-  "float dropout_p=0.0, Tensor? rng_state=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "           \
-  "Tensor? block_offsets=None, Tensor? block_indices=None, Tensor? block_bitmap_ids=None, "                 \
-  "Tensor? block_bitmaps=None, bool allow_tf32=False"
-#define DECODE_OPTIONS                                                                                         \
-  "float softmax_scale, int window_left=-1, int window_right=-1, Tensor? cache_seqlens=None, "                 \
-  "Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? rotary_cos=None, Tensor? rotary_sin=None, " \
-  "bool rotary_interleaved=False, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0, float softcap=0.0, "       \
-  "Tensor? sink=None, Tensor? alibi_slopes=None, Tensor? cache_leftpad=None, int num_splits=0, "               \
-  "bool batch_invariant=False, bool allow_tf32=False"
+#include "option_lists.h"
+
+#define SCHEMA_FLOAT "float "
+#define SCHEMA_INT "int "
+#define SCHEMA_SYMINT "SymInt "
+#define SCHEMA_BOOL "bool "
+#define SCHEMA_TENSOR "Tensor? "
+#define FIRST_IN_SCHEMA(KIND, name, value) SCHEMA_##KIND #name
+#define IN_SCHEMA(KIND, name, value) ", " SCHEMA_##KIND #name "=" #value
+#define SCORE_OPTIONS FLASH_EXT_SCORE_OPTION_LIST(FIRST_IN_SCHEMA, IN_SCHEMA)
+#define DECODE_OPTIONS FLASH_EXT_DECODE_OPTION_LIST(FIRST_IN_SCHEMA, IN_SCHEMA)
 
 STABLE_TORCH_LIBRARY(flash_ext, m) {
   // deterministic is for the backward that autograd will run; the forward always is.
@@ -49,6 +44,11 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
   m.def(
       "attention_decode_append(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor "
       "v, " DECODE_OPTIONS ") -> (Tensor out, Tensor lse)");
+
+  // The plan::Problem of a call, as the planner's text (plan/problem_text.h): v is None for the attention weights.
+  m.def("attention_describe(Tensor q, Tensor k, Tensor? v, str operation, bool deterministic, " SCORE_OPTIONS
+        ") -> str");
+  m.def("attention_decode_describe(Tensor q, Tensor k_cache, Tensor v_cache, " DECODE_OPTIONS ") -> str");
 
   // Raise what attention_forward and attention_decode would raise of these arguments, and compute nothing.
   m.def("attention_check(Tensor q, Tensor k, Tensor v, " SCORE_OPTIONS ") -> ()");

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "device.h"
+#include "kernels/common/score/bias_view.h"
 #include "tensors.h"
 
 namespace flash_ext::api {
@@ -209,8 +210,14 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
   problem.allow_tf32 = options.allow_tf32;
   problem.varlen = g.varlen_q || g.varlen_k || options.seqused_q || options.seqused_k;
   problem.has_bias = options.bias.has_value();
-  if (options.bias) problem.bias_dtype = *kernel_dtype(options.bias->scalar_type());
+  if (options.bias) {
+    const ScoreView bias = view_scores(*options.bias);
+    problem.bias_dtype = bias.dtype;
+    problem.bias_in_pieces = can_stage_bias(bias);
+    problem.bias_per_key = same_for_all_queries(bias);
+  }
   problem.has_mask = options.mask.has_value();
+  problem.mask_per_key = options.mask && same_for_all_queries(view_scores(*options.mask));
   problem.has_block_mask = options.block_offsets.has_value();
   problem.has_alibi = options.alibi_slopes.has_value();
   problem.has_sink = options.sink.has_value();

@@ -2,25 +2,13 @@
 #pragma once
 
 #include "checks.h"
+#include "option_lists.h"
 #include "plan/plan.h"
 
 namespace flash_ext::api {
 
-/// In the order of ops.cpp.
 struct ScoreOptions {
-  double softmax_scale = 1.0;
-  int64_t window_left = -1, window_right = -1;
-  bool top_left = false;
-  OptionalTensor cu_seqlens_q, cu_seqlens_k;
-  int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // varlen; dense: 0 or the length itself
-  OptionalTensor bias, mask;
-  double softcap = 0.0;
-  OptionalTensor sink, alibi_slopes;
-  double dropout_p = 0.0;
-  OptionalTensor rng_state;
-  OptionalTensor seqused_q, seqused_k;
-  OptionalTensor block_offsets, block_indices, block_bitmap_ids, block_bitmaps;
-  bool allow_tf32 = false;
+  FLASH_EXT_SCORE_OPTION_LIST(FLASH_EXT_FIRST_MEMBER, FLASH_EXT_MEMBER)
 };
 
 /// The sizes of a call, as q, k and v agree upon them.

@@ -5,70 +5,21 @@
 #include <numeric>
 
 #include "kernels/common/backward/order.h"
-#include "kernels/common/head_dim.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/common/scheduler/work_order.h"
-#include "kernels/sm80/backward/shape.h"
-#include "kernels/sm90/backward/shape.h"
-#include "kernels/sm90/backward_f32/shape.h"
+#include "lengths.h"
 #include "text.h"
 
 namespace flash_ext::plan {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// ---- What things cost: cycles of an H200 at full load
-// -----------------------------------------------------------------
+// ---- What things cost: cycles of an H200 at full load ---------------------------------------------------------------
 
 constexpr double kStoreBytes = 40;       // a clock, of an SM that stores a split's dK and dV
 constexpr double kCombineBytes = 2400;   // a clock, of all SMs that add them up
 constexpr double kCombineLaunch = 2500;  // cycles
 
-/// Tiles of a kernel, and what a CTA costs, or the CTAs of a cluster together.
-struct BackwardTiles {
-  int64_t block_m, block_n, head_dim;
-  double step;          // a tile of queries of a head
-  double cta;           // beside its steps
-  int64_t cluster = 1;  // CTAs
-  bool in_sections = true;
-
-  double slot_bytes() const { return static_cast<double>(2 * block_n * head_dim * 4); }
-  double cta_of_split() const { return cta + slot_bytes() / static_cast<double>(cluster) / kStoreBytes; }
-};
-
-BackwardTiles hopper_tiles(const Problem& p) {
-  const int head_dim = sm90::backward_head_dim(p.head_dim);
-  const int64_t block_n = sm90::kWarpgroupRows * sm90::backward_shape(head_dim).groups;
-  const double step = head_dim == 64 ? 3670 : head_dim == 128 ? 4170 : head_dim == 192 ? 3700 : 4800;
-  return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1};
-}
-
-BackwardTiles hopper_float_tiles(const Problem& p) {
-  const int head_dim = sm90::backward_f32_head_dim(p.head_dim, p.head_dim_v);
-  const double step = head_dim == 64 ? 5200 : head_dim == 128 ? 9800 : head_dim == 192 ? 9600 : 10900;
-  return {sm90::kBackwardF32BlockM,           sm90::kBackwardF32BlockN, head_dim, step, 6000,
-          sm90::backward_f32_blocks(head_dim)};
-}
-
-BackwardTiles portable_tiles(const Problem& p) {
-  const bool is_float = p.dtype == DType::kFloat32;
-  const bool general = p.softmax_scale <= 0 || p.softcap != 0 || p.has_alibi || p.has_bias || p.has_mask ||
-                       p.has_block_mask || p.dropout_p > 0;
-  const int head_dim = kernel_head_dim(p.head_dim, p.head_dim_v);
-  const sm80::BackwardShape shape = sm80::backward_shape(head_dim, is_float, general, false);
-  // mma.sync has about half of the rate of wgmma, and in float a fifth of that.
-  const double step = static_cast<double>(shape.block_m * shape.block_n * head_dim) / (is_float ? 25 : 128);
-  return {shape.block_m, shape.block_n, head_dim, step, 10000, 1, false};
-}
-
-BackwardTiles tiles_of(const Problem& p, const std::string& kernel) {
-  if (kernel == "sm90/backward") return hopper_tiles(p);
-  return kernel == "sm90/backward_f32" ? hopper_float_tiles(p) : portable_tiles(p);
-}
-
-// ---- What there is to be done
-// -----------------------------------------------------------------------------------------
+// ---- What there is to be done ---------------------------------------------------------------------------------------
 
 /// Of a packed sequence, as if all were equally long.
 int64_t mean_length(const Problem& p, int64_t longest, int64_t total) {
@@ -106,8 +57,7 @@ struct KeyTiles {
   }
 };
 
-// ---- How long that takes
-// ----------------------------------------------------------------------------------------------
+// ---- How long that takes --------------------------------------------------------------------------------------------
 
 /// The end of `count` CTAs, if the first one takes `longest` cycles, the last one `shortest`, those between fall
 /// evenly, and each of `slots` SMs takes up the next one when it is free. A wave evens out the one before it: who had a
@@ -199,8 +149,9 @@ std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, con
 
 }  // namespace
 
-BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const std::string& kernel, bool explain) {
-  const BackwardTiles tiles = tiles_of(problem, kernel);
+double BackwardTiles::cta_of_split() const { return cta + slot_bytes() / static_cast<double>(cluster) / kStoreBytes; }
+
+BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const BackwardTiles& tiles, bool explain) {
   const KeyTiles keys(problem, tiles);
   const SplitChoice choice(problem, tiles, keys);
   KeyTileSchedule schedule;
@@ -213,12 +164,10 @@ BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const std::s
   return {schedule, explain ? reason_of(choice, tiles, keys, schedule) : ""};
 }
 
-std::vector<BackwardCta> backward_ctas(const Problem& problem, const std::string& kernel,
+std::vector<BackwardCta> backward_ctas(const Problem& problem, const BackwardTiles& tiles,
                                        const KeyTileSchedule& schedule) {
-  const BackwardTiles tiles = tiles_of(problem, kernel);
-  const bool takes_turns = kernel == "sm80/backward" && problem.deterministic;
   const BackwardOrder order = backward_order(problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_k,
-                                             tiles.block_n, schedule, takes_turns);
+                                             tiles.block_n, schedule, /*takes_turns=*/problem.deterministic);
   const int64_t count = order.positions(int64_t{order.key_tiles} * order.heads);
   std::vector<BackwardCta> ctas;
   for (int64_t position = 0; position < count; ++position) {

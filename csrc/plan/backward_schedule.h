@@ -9,13 +9,25 @@
 
 namespace flash_ext::plan {
 
+/// Tiles of a kernel, and what a CTA costs, or the CTAs of a cluster together: cycles of an H200 at full load.
+struct BackwardTiles {
+  int64_t block_m, block_n, head_dim;
+  double step;          // a tile of queries of a head
+  double cta;           // beside its steps
+  int64_t cluster = 1;  // CTAs
+  bool in_sections = true;
+
+  double slot_bytes() const { return static_cast<double>(2 * block_n * head_dim * 4); }
+  double cta_of_split() const;
+};
+
 struct BackwardSchedulePlan {
   KeyTileSchedule schedule;
   std::string reason;  // where asked for
 };
 
-/// For a problem that csrc/kernels/`kernel` serves, on CUDA and not empty.
-BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const std::string& kernel, bool explain);
+/// For a problem on CUDA that is not empty, and the tiles of the kernel that serves it.
+BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const BackwardTiles& tiles, bool explain);
 
 /// What a CTA, or a cluster of them, goes over: tiles [begin, end) of queries of some heads.
 struct BackwardCta {
@@ -24,7 +36,7 @@ struct BackwardCta {
 };
 
 /// Those of a dense problem, in the order in which SMs, or clusters, take them up.
-std::vector<BackwardCta> backward_ctas(const Problem& problem, const std::string& kernel,
+std::vector<BackwardCta> backward_ctas(const Problem& problem, const BackwardTiles& tiles,
                                        const KeyTileSchedule& schedule);
 
 }  // namespace flash_ext::plan

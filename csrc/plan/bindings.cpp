@@ -12,7 +12,9 @@
 #include "backward_schedule.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/common/scheduler/work_order.h"
+#include "names.h"
 #include "plan.h"
+#include "problem_text.h"
 
 namespace py = pybind11;
 using namespace flash_ext;
@@ -20,46 +22,16 @@ using namespace flash_ext::plan;
 
 namespace {
 
-template <class Enum>
-using Names = std::vector<std::pair<const char*, Enum>>;
-
-const Names<Operation> kOperations = {{"forward", Operation::kForward},
-                                      {"backward", Operation::kBackward},
-                                      {"weights", Operation::kWeights},
-                                      {"weights_backward", Operation::kWeightsBackward},
-                                      {"decode", Operation::kDecode}};
-const Names<Device> kDevices = {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}};
-const Names<DType> kDTypes = {{"float16", DType::kFloat16},
-                              {"bfloat16", DType::kBFloat16},
-                              {"float32", DType::kFloat32},
-                              {"float64", DType::kFloat64}};
-const Names<MaskClass> kMaskClasses = {
-    {"full", MaskClass::kFull}, {"causal", MaskClass::kCausal}, {"general", MaskClass::kGeneral}};
-
-template <class Enum>
-std::string name_of(const Names<Enum>& names, Enum value) {
-  for (const auto& [name, known] : names) {
-    if (known == value) return name;
+/// A field of an enum type is a string in Python.
+template <class Value>
+void bind_field(py::class_<Problem>& binding, const char* name, Value Problem::*field, const char* meaning) {
+  if constexpr (std::is_enum_v<Value>) {
+    binding.def_property(
+        name, [field](const Problem& p) { return name_of(p.*field); },
+        [field, name](Problem& p, const std::string& text) { p.*field = value_of<Value>(name, text); }, meaning);
+  } else {
+    binding.def_readwrite(name, field, meaning);
   }
-  throw std::logic_error("a value without a name");
-}
-
-template <class Enum>
-Enum value_of(const Names<Enum>& names, const std::string& what, const std::string& text) {
-  std::string allowed;
-  for (const auto& [name, value] : names) {
-    if (text == name) return value;
-    allowed += (allowed.empty() ? "" : ", ") + std::string(name);
-  }
-  throw py::value_error(what + " must be one of " + allowed + ", got " + text);
-}
-
-/// A field of an enum type, which Python reads and writes as a string.
-template <class Enum>
-void bind_named(py::class_<Problem>& binding, const char* field, Enum Problem::*member, const Names<Enum>& names) {
-  binding.def_property(
-      field, [member, &names](const Problem& p) { return name_of(names, p.*member); },
-      [member, &names, field](Problem& p, const std::string& text) { p.*member = value_of(names, field, text); });
 }
 
 Problem problem_from(const py::kwargs& fields) {
@@ -70,48 +42,12 @@ Problem problem_from(const py::kwargs& fields) {
 }
 
 void bind_problem(py::module_& m) {
-  py::class_<Problem> problem(
-      m, "Problem",
-      "One call: shapes, options, device. Problem(**fields) sets the fields that are named.\n"
-      "operation, device, dtype and bias_dtype are strings. Of packed sequences, seqlen_q and seqlen_k\n"
-      "are bounds on the longest, total_q and total_k their rows; for decode, seqlen_k is what a sequence of the\n"
-      "cache can hold.");
-  bind_named(problem, "operation", &Problem::operation, kOperations);
-  bind_named(problem, "device", &Problem::device, kDevices);
-  bind_named(problem, "dtype", &Problem::dtype, kDTypes);
-  bind_named(problem, "bias_dtype", &Problem::bias_dtype, kDTypes);
-  problem.def(py::init(&problem_from))
-      .def_readwrite("compute_capability", &Problem::compute_capability, "CUDA: 90 for sm_90")
-      .def_readwrite("hopper_kernels", &Problem::hopper_kernels,
-                     "CUDA: kernels for compute capability 9.0 are there and may be used")
-      .def_readwrite("num_workers", &Problem::num_workers, "threads of a CPU, SMs of a GPU")
-      .def_readwrite("batch", &Problem::batch)
-      .def_readwrite("heads_q", &Problem::heads_q)
-      .def_readwrite("heads_kv", &Problem::heads_kv)
-      .def_readwrite("seqlen_q", &Problem::seqlen_q)
-      .def_readwrite("seqlen_k", &Problem::seqlen_k)
-      .def_readwrite("total_q", &Problem::total_q, "packed: rows of all sequences, else 0")
-      .def_readwrite("total_k", &Problem::total_k)
-      .def_readwrite("head_dim", &Problem::head_dim, "of q and k")
-      .def_readwrite("head_dim_v", &Problem::head_dim_v)
-      .def_readwrite("softmax_scale", &Problem::softmax_scale)
-      .def_readwrite("softcap", &Problem::softcap, "0 = off")
-      .def_readwrite("window_left", &Problem::window_left, "-1 = unlimited")
-      .def_readwrite("window_right", &Problem::window_right, "-1 = unlimited, causal = 0")
-      .def_readwrite("top_left", &Problem::top_left)
-      .def_readwrite("dropout_p", &Problem::dropout_p)
-      .def_readwrite("allow_tf32", &Problem::allow_tf32, "CUDA, float32: products may be those of TF32")
-      .def_readwrite("broadcast", &Problem::broadcast, "q, k or v has a stride of 0")
-      .def_readwrite("varlen", &Problem::varlen, "lengths come from cu_seqlens or seqused")
-      .def_readwrite("paged", &Problem::paged, "decode: the cache has a block_table")
-      .def_readwrite("has_bias", &Problem::has_bias)
-      .def_readwrite("has_mask", &Problem::has_mask)
-      .def_readwrite("has_block_mask", &Problem::has_block_mask)
-      .def_readwrite("has_alibi", &Problem::has_alibi)
-      .def_readwrite("has_sink", &Problem::has_sink)
-      .def_readwrite("deterministic", &Problem::deterministic)
-      .def_readwrite("num_splits", &Problem::num_splits, "decode: 0 = the plan decides")
-      .def_readwrite("batch_invariant", &Problem::batch_invariant);
+  py::class_<Problem> problem(m, "Problem",
+                              "One call: shapes, options, device. Problem(**fields) sets the fields that are named.");
+  problem.def(py::init(&problem_from));
+  for_each_field([&](const char* name, auto field, const char* meaning) { bind_field(problem, name, field, meaning); });
+  problem.def("__str__", &text_of, "A line for each field.");
+  m.def("problem_of", &problem_of, py::arg("text"), "The problem that an operator describes, or str(problem).");
 }
 
 void bind_plan(py::module_& m) {
@@ -120,15 +56,23 @@ void bind_plan(py::module_& m) {
       .def_readonly("head_splits", &KeyTileSchedule::head_splits, "of a tile, along the heads of a group")
       .def_readonly("query_splits", &KeyTileSchedule::query_splits, "of each of these, along the queries, at most")
       .def_readonly("unsplit_tiles", &KeyTileSchedule::unsplit_tiles, "from the first on, that are not split");
+  py::class_<TailWave>(m, "TailWave", "Split-KV of the work tiles that do not fill a wave of SMs.")
+      .def_readonly("tiles", &TailWave::tiles, "that are split; 0: none")
+      .def_readonly("parts", &TailWave::parts, "of each, along the keys");
   py::class_<Plan>(m, "Plan", "How a problem runs, and why.")
-      .def_readonly("kernel", &Plan::kernel, "path below csrc/kernels")
-      .def_readonly("bias_kernel", &Plan::bias_kernel, "CUDA, backward: the same of the gradient of bias")
-      .def_property_readonly("mask_class", [](const Plan& plan) { return name_of(kMaskClasses, plan.mask_class); })
+      .def_property_readonly(
+          "kernel", [](const Plan& plan) { return kernel_name(plan.kernel); }, "path below csrc/kernels")
+      .def_property_readonly(
+          "bias_kernel", [](const Plan& plan) { return kernel_name(plan.bias_kernel); },
+          "CUDA, backward: the same of the gradient of bias")
+      .def_readonly("variant", &Plan::variant, "of the kernel, where it has several: the options that it has code for")
+      .def_property_readonly("mask_class", [](const Plan& plan) { return name_of(plan.mask_class); })
       .def_readonly("block_m", &Plan::block_m, "query rows per tile, those of a head group together")
       .def_readonly("block_n", &Plan::block_n, "keys per tile; 0, and 0 rows: as the kernel's own configuration has it")
       .def_readonly("head_group", &Plan::head_group, "heads with the same key head whose rows share a tile")
       .def_readonly("num_splits", &Plan::num_splits, "key ranges whose results are merged")
       .def_readonly("split_size", &Plan::split_size, "keys per range where that is fixed, else 0")
+      .def_readonly("tail_wave", &Plan::tail_wave, "forward on Hopper: the last work tiles, split along the keys")
       .def_readonly("num_chunks", &Plan::num_chunks, "backward: key ranges per head worked on independently")
       .def_readonly("schedule", &Plan::schedule, "backward on CUDA: the order of tiles of keys, and how they are split")
       .def_readonly("reasons", &Plan::reasons);
@@ -182,7 +126,8 @@ std::vector<BackwardCtaTuple> ctas_of_backward(const Problem& problem) {
   if (problem.device != Device::kCuda || problem.operation != Operation::kBackward)
     throw py::value_error("backward_ctas: expected operation backward on cuda");
   std::vector<BackwardCtaTuple> ctas;
-  for (const BackwardCta& cta : backward_ctas(problem, plan.kernel, plan.schedule))
+  const BackwardTiles tiles = row_of(plan.kernel).backward_tiles(problem);
+  for (const BackwardCta& cta : backward_ctas(problem, tiles, plan.schedule))
     ctas.emplace_back(cta.batch, cta.first_head, cta.heads, cta.key_tile, cta.begin, cta.end, cta.cycles);
   return ctas;
 }
@@ -235,6 +180,7 @@ PYBIND11_MODULE(_plan, m) {
   bind_tiles(m);
   bind_work_list(m);
   bind_backward_schedule(m);
+  m.attr("KERNELS") = py::tuple(py::cast(kernel_names()));
   m.attr("MIN_SPLIT_SIZE") = kMinSplitSize;
   m.attr("MAX_SPLITS") = kMaxSplits;
   m.attr("BATCH_INVARIANT_SPLIT_SIZE") = kBatchInvariantSplitSize;

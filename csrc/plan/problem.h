@@ -15,9 +15,11 @@ struct Problem {
   Operation operation = Operation::kForward;
 
   Device device = Device::kCpu;
-  int64_t compute_capability = 0;  // CUDA: 90 for sm_90
-  bool hopper_kernels = true;      // CUDA: those for compute capability 9.0 are there and may be used
-  int64_t num_workers = 1;         // what can work at the same time: threads of a CPU, SMs of a GPU
+  int64_t compute_capability = 0;    // CUDA: 90 for sm_90
+  bool own_kernels = true;           // CUDA: those for this very compute capability are there and may be used
+  int64_t num_workers = 1;           // what can work at the same time: threads of a CPU, SMs of a GPU
+  int64_t shared_bytes_per_cta = 0;  // CUDA: shared memory that a CTA can have, and an SM for all of its CTAs; 0 = not
+  int64_t shared_bytes_per_sm = 0;   // known, and tiles that depend on it are not named
 
   DType dtype = DType::kFloat32;
   int64_t batch = 1;
@@ -43,7 +45,10 @@ struct Problem {
   bool paged = false;      // block_table
   bool has_bias = false;
   DType bias_dtype = DType::kFloat16;  // with has_bias
+  bool bias_in_pieces = true;          // its rows can be copied in pieces of 16 bytes
+  bool bias_per_key = false;           // the same for all queries
   bool has_mask = false;
+  bool mask_per_key = false;  // the same for all queries
   bool has_block_mask = false;
   bool has_alibi = false;
   bool has_sink = false;

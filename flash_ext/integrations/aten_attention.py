@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
 
 import flash_ext._plan as _plan
 from flash_ext.functional import _allow_tf32
@@ -26,12 +25,13 @@ from flash_ext.head_dims import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, cut_head_dim, p
 from flash_ext.integrations.layouts import BY_ROWS, Arrangement, arrangement_of, in_order_of
 from flash_ext.ops import DecodeOptions, ScoreOptions
 from flash_ext.planning import describe_device
+from flash_ext.torch_private import DispatchKey, DispatchKeySet, handle_of
 
 _OPS = torch.ops.flash_ext
-_FORWARD, _PLAIN = _OPS.attention_forward.default._handle, _OPS.attention_forward_plain.default._handle
-_BACKWARD = _OPS.attention_backward.default._handle
-_DECODE = _OPS.attention_decode.default._handle
-_CHECK, _DECODE_CHECK = _OPS.attention_check.default._handle, _OPS.attention_decode_check.default._handle
+_FORWARD, _PLAIN = handle_of(_OPS.attention_forward.default), handle_of(_OPS.attention_forward_plain.default)
+_BACKWARD = handle_of(_OPS.attention_backward.default)
+_DECODE = handle_of(_OPS.attention_decode.default)
+_CHECK, _DECODE_CHECK = handle_of(_OPS.attention_check.default), handle_of(_OPS.attention_decode_check.default)
 _KEYS = {"cpu": DispatchKeySet(DispatchKey.CPU), "cuda": DispatchKeySet(DispatchKey.CUDA)}
 _EFFICIENT_LSE_MULTIPLE = 32  # torch pads the rows of its log-sum-exp up to this
 _EFFICIENT_BIAS_MULTIPLE = 16  # and those of the gradient of a bias up to this
@@ -587,7 +587,7 @@ def _paged_forward(
         block_table=block_table,
         alibi_slopes=alibi_slopes,
         allow_tf32=_allow_tf32(query),
-        **packed,  # type: ignore[arg-type]
+        **packed,
     )
     if not _passes(_DECODE_CHECK, query, key, value, *options):
         return NotImplemented

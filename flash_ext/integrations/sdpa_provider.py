@@ -46,8 +46,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKeySet
-from torch.nn.attention import _registry
+
+from flash_ext.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    attention_registry,
+    forget_attention_implementation,
+    forget_dispatch,
+    has_kernel,
+)
 
 NAME = "flash_ext"  # in torch's registry of flash attention implementations
 
@@ -103,7 +110,7 @@ def activate() -> None:
         RuntimeError: torch lacks an operator that is to be overridden; nothing is then.
     """
     if not is_active():
-        _registry.activate_flash_attention_impl(NAME)
+        attention_registry.activate_flash_attention_impl(NAME)
 
 
 def deactivate() -> None:
@@ -131,7 +138,7 @@ def activated() -> Iterator[None]:
     Raises:
         RuntimeError: as ``activate``.
     """
-    before = _registry.current_flash_attention_impl()
+    before = attention_registry.current_flash_attention_impl()
     activate()
     try:
         yield
@@ -139,7 +146,7 @@ def activated() -> Iterator[None]:
         if before != NAME:
             deactivate()
             if before is not None:
-                _registry.activate_flash_attention_impl(before)
+                attention_registry.activate_flash_attention_impl(before)
 
 
 def is_active() -> bool:
@@ -160,7 +167,7 @@ class Activation:
         self._library = torch.library.Library("aten", "IMPL")
         try:
             for key in ("CPU", "CUDA"):
-                if torch._C._dispatch_has_kernel_for_dispatch_key("flash_ext::attention_backward", key):
+                if has_kernel("flash_ext::attention_backward", key):
                     self._override(key)
                 elif torch.cuda.is_available():
                     warnings.warn("flash_ext has no CUDA kernels in this build: torch's stay in place", stacklevel=4)
@@ -197,16 +204,16 @@ class Activation:
     def _forget_dispatch(self) -> None:
         """Clears what the Python dispatcher, which tracers use, has cached on each operator."""
         for operator, _ in self.overridden:
-            getattr(torch.ops.aten, operator).default._dispatch_cache.clear()
+            forget_dispatch(getattr(torch.ops.aten, operator).default)
 
 
 def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Our kernel, with torch's as fallback."""
     qualified = f"aten::{operator}"
     torch_kernel = None
-    if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, key):
+    if has_kernel(qualified, key):
         torch_kernel = torch.library.get_kernel(qualified, key).call_boxed
-    keys = DispatchKeySet(torch._C.DispatchKey.__members__[key])
+    keys = DispatchKeySet(DispatchKey.__members__[key])
 
     def run(*args: Any, **kwargs: Any) -> Any:
         results = kernel(*args, **kwargs)
@@ -227,7 +234,7 @@ def _routed(device_key: str) -> Callable[..., Any]:
     """The kernel of SDPA, with torch's composition as fallback."""
     from flash_ext.integrations.sdpa_routing import serve
 
-    autograd_key = torch._C.DispatchKey.__members__[f"Autograd{device_key}"]
+    autograd_key = DispatchKey.__members__[f"Autograd{device_key}"]
     torch_kernel = torch.library.get_kernel(f"aten::{_SDPA}", autograd_key).call_boxed
     keys = DispatchKeySet(autograd_key)
     device_type = device_key.lower()
@@ -267,17 +274,18 @@ def _tag_caches(active: bool) -> None:
 
 
 def _restore() -> None:
-    if _registry.current_flash_attention_impl() != NAME:  # torch 2.10 activates another one without removing ours
+    # Torch 2.10 activates another one without removing ours.
+    if attention_registry.current_flash_attention_impl() != NAME:
         if Activation.current is not None:
             Activation.current.remove()
-    elif hasattr(_registry, "restore_flash_attention_impl"):
-        _registry.restore_flash_attention_impl()
+    elif hasattr(attention_registry, "restore_flash_attention_impl"):
+        attention_registry.restore_flash_attention_impl()
     else:  # torch 2.10 has no function for it
         assert Activation.current is not None
         Activation.current.remove()
-        _registry._FLASH_ATTENTION_ACTIVE = None
+        forget_attention_implementation()
 
 
 def register() -> None:
     """Enters ``flash_ext`` in torch's registry, without activating it."""
-    _registry.register_flash_attention_impl(NAME, register_fn=Activation)
+    attention_registry.register_flash_attention_impl(NAME, register_fn=Activation)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from flash_ext.functional import attention
@@ -17,16 +15,29 @@ from flash_ext.head_dims import cut_head_dim, pad_head_dim
 from flash_ext.integrations.aten_attention import unsupported
 from flash_ext.integrations.layouts import BY_HEADS, BY_ROWS, Arrangement, arrangement_of, can_merge, in_order_of
 from flash_ext.sdpa import scaled_dot_product_attention
+from flash_ext.torch_private import (
+    SDP_CHOICE,
+    TRACERS,
+    DispatchKey,
+    DispatchKeySet,
+    handle_of,
+    is_cudnn_sdp_enabled,
+    is_efficient_sdp_enabled,
+    is_flash_sdp_enabled,
+    is_forward_mode,
+    is_functorch_active,
+    num_dispatch_modes,
+    sdp_priority_order,
+)
 
-_CHOICE = torch.ops.aten._fused_sdp_choice.default._handle
+_CHOICE = handle_of(SDP_CHOICE)
 _MATH, _FLASH = SDPBackend.MATH.value, SDPBackend.FLASH_ATTENTION.value
 _EFFICIENT, _CUDNN = SDPBackend.EFFICIENT_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value
 _ENABLED: dict[int, Callable[[], bool]] = {
-    _FLASH: torch._C._get_flash_sdp_enabled,
-    _EFFICIENT: torch._C._get_mem_efficient_sdp_enabled,
-    _CUDNN: torch._C._get_cudnn_sdp_enabled,
+    _FLASH: is_flash_sdp_enabled,
+    _EFFICIENT: is_efficient_sdp_enabled,
+    _CUDNN: is_cudnn_sdp_enabled,
 }
-_TRACERS = ("torch._subclasses.fake_tensor", "torch._subclasses.functional_tensor")
 
 
 def serve(
@@ -75,28 +86,26 @@ def _is_plain(x: Tensor | None) -> bool:
 @cache
 def _has_plain_type(kind: type[Tensor]) -> bool:
     """Whether such a tensor's storage holds its values, or it is a compiler's stand-in for one of which that is so."""
-    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or kind.__module__ in _TRACERS
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or kind.__module__ in TRACERS
 
 
 def _is_observed() -> bool:
     """By those who have to see torch's own operators."""
-    return (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch.compiler.is_exporting()
-    )
+    return is_functorch_active() or is_forward_mode() or torch.compiler.is_exporting()
 
 
 def _wants_math(device_type: str) -> bool:
     """Whether math is what somebody asked for, not just what is left: nothing fused is allowed, or not before math."""
     if device_type == "cpu":
-        return not torch._C._get_flash_sdp_enabled()
-    order = torch._C._get_sdp_priority_order()
+        return not is_flash_sdp_enabled()
+    order = sdp_priority_order()
     before_math = order[: order.index(_MATH)]
     return not any(enabled() for backend, enabled in _ENABLED.items() if backend in before_math)
 
 
 def _suits_torch(attn_mask: Tensor) -> bool:
     """Whether torch's fused operators do with a mask what ours would, or have to be seen."""
-    watched = torch._C._len_torch_dispatch_stack() > 0
+    watched = num_dispatch_modes() > 0
     return watched or (attn_mask.dtype != torch.bool and not attn_mask.is_cuda)
 
 

@@ -17,6 +17,8 @@ import transformers.masking_utils as hf
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from flash_ext.torch_private import without_torch_function
+
 MaskFunction = Callable[..., Any]
 
 
@@ -184,7 +186,7 @@ class VisibilityMask(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"VisibilityMask({tuple(self.shape)}, {self.visibility})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = without_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

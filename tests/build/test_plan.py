@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,24 @@ def test_names_that_do_not_exist_raise(field: str, value: str) -> None:
 def test_fields_that_do_not_exist_raise() -> None:
     with pytest.raises(AttributeError, match="colour"):
         _plan.Problem(colour=1)
+
+
+def test_a_problem_and_its_text() -> None:
+    problem = _plan.Problem(operation="decode", device="cuda", dtype="bfloat16", softmax_scale=1 / 3, window_left=HUGE)
+    problem.has_bias, problem.bias_dtype = True, "float64"
+    again = _plan.problem_of(str(problem))
+    assert str(again) == str(problem)
+    assert (again.softmax_scale, again.window_left, again.bias_dtype) == (1 / 3, HUGE, "float64")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(("batch 1\n", ""), "without batch"), (("batch 1", "batch"), "not a problem"), (("batch 1", "bat 1"), "batch"),
+     (("device cpu", "device abacus"), "device must be one of"), (("batch 1\n", "batch 1\ncolour 1\n"), "no colour")],
+)  # fmt: skip
+def test_a_text_of_no_problem_raises(change: tuple[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _plan.problem_of(str(_plan.Problem()).replace(*change))
 
 
 # --- support -------------------------------------------------------------------------------------------------------
@@ -404,7 +423,7 @@ def test_the_kernel_for_hopper_serves_options_that_need_no_memory(fields: dict[s
     found = hopper_plan(**fields)
     assert found.kernel == "sm90/forward"
     assert found.block_m % 64 == 0 and found.block_n % 16 == 0
-    assert not any("general class" in reason for reason in found.reasons)
+    assert not any("variant of the kernel" in reason for reason in found.reasons)
 
 
 @pytest.mark.parametrize(
@@ -417,12 +436,12 @@ def test_the_kernel_for_hopper_serves_options_that_need_no_memory(fields: dict[s
     ],
 )
 @pytest.mark.parametrize(("head_dim", "served"), [(8, 64), (72, 128), (128, 128), (136, 256), (192, 256)])
-def test_the_general_class_of_the_kernel_for_hopper(
+def test_the_variant_with_options_of_the_kernel_for_hopper(
     fields: dict[str, Any], option: str, head_dim: int, served: int
 ) -> None:
     found = hopper_plan(head_dim=head_dim, head_dim_v=8, **fields)
     assert found.kernel == "sm90/forward" and found.block_n % 64 == 0
-    assert any("general class" in reason and option in reason for reason in found.reasons)
+    assert any("variant of the kernel" in reason and option in reason for reason in found.reasons)
     assert any(reason.endswith(f"head dims up to {served}") for reason in found.reasons)
 
 
@@ -519,10 +538,10 @@ def test_what_the_kernel_for_hopper_cannot_do_is_said(fields: dict[str, Any]) ->
         ({"broadcast": True, "varlen": True, "has_sink": True, "window_left": 5}, ""),
         ({"allow_tf32": True}, "TF32"),
         ({"softcap": 3.0, "has_alibi": True, "softmax_scale": -1.0}, ""),
-        ({"has_bias": True}, "float32 with bias"),
-        ({"has_mask": True, "dropout_p": 0.1}, "float32 with mask dropout"),
-        ({"has_block_mask": True}, "float32 with block mask"),
-        ({"hopper_kernels": False}, "not in this build"),
+        ({"has_bias": True}, "bias"),
+        ({"has_mask": True, "dropout_p": 0.1}, "mask, dropout"),
+        ({"has_block_mask": True}, "block mask"),
+        ({"own_kernels": False}, "not in this build"),
     ],
 )
 @pytest.mark.parametrize("operation", ["forward", "backward"])
@@ -545,7 +564,7 @@ def test_wide_heads_of_float32_on_hopper(fields: dict[str, Any]) -> None:
     assert (forward.kernel, backward.kernel) == ("sm90/forward_f32", "sm90/backward_f32")
     assert (forward.block_m, forward.block_n) == (128, 32)
     assert (backward.block_m, backward.block_n) == (64, 64)
-    assert any("two blocks of a cluster" in reason for reason in backward.reasons)
+    assert any("two CTAs of a cluster" in reason for reason in backward.reasons)
 
 
 def test_the_backward_of_float32_in_one_order() -> None:
@@ -566,8 +585,8 @@ def test_the_backward_of_float32_in_one_order() -> None:
         ({"head_dim": 136, "head_dim_v": 136, "has_bias": True}, "bias beyond head_dim 128"),
         ({"head_dim": 136, "head_dim_v": 136, "softcap": 3.0}, "softcap beyond head_dim 128"),
         ({"head_dim": 136, "head_dim_v": 136, "has_alibi": True}, "ALiBi beyond head_dim 128"),
-        ({"head_dim": 136, "head_dim_v": 136, "has_mask": True}, "mask"),
-        ({"head_dim": 136, "head_dim_v": 136, "dropout_p": 0.1}, "dropout"),
+        ({"head_dim": 136, "head_dim_v": 136, "has_mask": True}, "mask beyond head_dim 128"),
+        ({"head_dim": 136, "head_dim_v": 136, "dropout_p": 0.1}, "dropout beyond head_dim 128"),
         ({"deterministic": True}, "deterministic"),
         ({"softmax_scale": -1.0}, "softmax_scale -1"),
         ({"head_dim_v": 64}, "head_dim 64 of v beside 128"),
@@ -575,7 +594,7 @@ def test_the_backward_of_float32_in_one_order() -> None:
         ({"head_dim": 256, "head_dim_v": 256}, ""),
         ({"broadcast": True}, "stride of 0"),
         ({"seqlen_q": 0}, "empty"),
-        ({"hopper_kernels": False}, "not in this build"),
+        ({"own_kernels": False}, "not in this build"),
     ],
 )
 def test_the_kernel_of_the_backward(fields: dict[str, Any], obstacle: str) -> None:
@@ -609,12 +628,15 @@ def test_the_backward_with_a_bias_beside_masks(
         ({"has_mask": True}, "mask"),
         ({"dropout_p": 0.1}, "dropout"),
         ({"head_dim": 136}, "head_dim"),
+        ({"bias_in_pieces": False}, "a bias whose rows are not made of pieces of 16 bytes"),
+        ({"bias_dtype": "float64"}, "a bias whose rows are not made of pieces of 16 bytes"),
+        ({"deterministic": True, "head_dim_v": 64}, ""),
     ],
 )
 def test_the_kernel_of_the_gradient_of_bias(fields: dict[str, Any], obstacle: str) -> None:
     found = hopper_plan(operation="backward", has_bias=True, **fields)
     assert found.bias_kernel == ("sm80/bias_gradient" if obstacle else "sm90/bias_gradient")
-    said = f"does not serve {obstacle}" if obstacle else "if the rows of bias are made of pieces of 16 bytes"
+    said = f"does not serve {obstacle}" if obstacle else "wgmma"
     assert any(
         reason.startswith(f"gradient of bias: {found.bias_kernel}") and said in reason for reason in found.reasons
     )
@@ -623,11 +645,222 @@ def test_the_kernel_of_the_gradient_of_bias(fields: dict[str, Any], obstacle: st
     assert ampere.bias_kernel == "sm80/bias_gradient"
 
 
-@pytest.mark.parametrize("fields", [{"compute_capability": 80}, {"compute_capability": 120}, {"hopper_kernels": False}])
+@pytest.mark.parametrize("fields", [{"compute_capability": 80}, {"compute_capability": 120}, {"own_kernels": False}])
 def test_other_gpus_run_the_kernel_for_all(fields: dict[str, Any]) -> None:
     found = hopper_plan(**fields)
     assert found.kernel == "sm80/forward"
-    assert any("FLASH_EXT_HOPPER" in reason for reason in found.reasons) == ("hopper_kernels" in fields)
+    assert any("FLASH_EXT_HOPPER" in reason for reason in found.reasons) == ("own_kernels" in fields)
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_has_a_room_and_a_problem() -> None:
+    assert len(set(_plan.KERNELS)) == len(_plan.KERNELS)
+    folder = Path(__file__).resolve().parents[2] / "csrc" / "kernels"
+    rooms = {name for name in _plan.KERNELS if not name.startswith("cpu/")}
+    assert all(list((folder / room / "inst").glob("*.cu")) for room in rooms)
+    found = set()
+    for operation, device, capability, dtype, seqlen_q in itertools.product(
+        ["forward", "backward", "weights", "weights_backward", "decode"], ["cpu", "cuda"], [80, 90],
+        ["bfloat16", "float32"], [1, 4096],
+    ):  # fmt: skip
+        fields = {"compute_capability": capability, "dtype": dtype, "seqlen_q": seqlen_q, "has_bias": True}
+        for has_bias in (False, operation == "backward"):
+            chosen = plan(operation=operation, device=device, **{**fields, "has_bias": has_bias})
+            found |= {chosen.kernel, chosen.bias_kernel}
+    assert found - {""} == set(_plan.KERNELS)
+
+
+def test_the_tiles_of_a_bias_for_all() -> None:
+    def reason(capability: int, **fields: Any) -> str:
+        per_cta, per_sm = SHARED[capability]
+        sizes = {"compute_capability": capability, "own_kernels": False, "has_bias": True}
+        shared = {"shared_bytes_per_cta": per_cta, "shared_bytes_per_sm": per_sm}
+        return next(r for r in hopper_plan(**{**sizes, **shared, **fields}).reasons if r.startswith("bias: "))
+
+    assert "ahead of time" in reason(80, bias_dtype="bfloat16")
+    assert "ahead of time" in reason(89, bias_dtype="float32", has_mask=True)
+    assert "pieces of 16 bytes" in reason(80, bias_dtype="bfloat16", bias_in_pieces=False)
+    assert "pieces of 16 bytes" in reason(80, bias_dtype="float64")
+    wide = {"head_dim": 256, "head_dim_v": 256, "dtype": "float32", "bias_dtype": "float32"}
+    assert "shared memory" in reason(89, **wide, has_block_mask=True)
+
+
+# --- variants ------------------------------------------------------------------------------------------------------
+
+# What a CTA can have of shared memory, and an SM: of an H200, an A100 and an RTX 4090.
+SHARED = {90: (232448, 233472), 80: (166912, 167936), 89: (101376, 102400)}
+
+
+def variant(operation: str, capability: int, **fields: Any) -> str:
+    return hopper_plan(operation=operation, compute_capability=capability, **fields).variant
+
+
+@pytest.mark.parametrize(
+    ("fields", "forward", "backward"),
+    [
+        ({}, "scaled products", "scaled products"),
+        ({"softcap": 3.0}, "softcap, ALiBi and any scale", "softcap alone"),
+        ({"has_alibi": True}, "softcap, ALiBi and any scale", "ALiBi alone"),
+        ({"has_alibi": True, "softcap": 3.0}, "softcap, ALiBi and any scale", "all options"),
+        ({"has_bias": True}, "bias alone", "bias alone"),
+        ({"has_bias": True, "bias_in_pieces": False}, "bias alone", "all options"),
+        ({"has_bias": True, "bias_dtype": "float16"}, "all options but dropout", "all options"),
+        ({"has_bias": True, "bias_per_key": True}, "bias alone", "per-key bias or key-padding mask alone"),
+        ({"has_mask": True}, "masks alone", "masks alone"),
+        ({"has_block_mask": True}, "masks alone", "masks alone"),
+        ({"has_mask": True, "mask_per_key": True}, "masks alone", "per-key bias or key-padding mask alone"),
+        ({"has_mask": True, "mask_per_key": True, "has_block_mask": True}, "masks alone", "masks alone"),
+        ({"has_mask": True, "has_bias": True}, "all options but dropout", "all options"),
+        ({"has_mask": True, "mask_per_key": True, "has_bias": True}, "all options but dropout",
+         "bias and key-padding mask alone"),
+        ({"dropout_p": 0.1}, "all options", "dropout alone"),
+        ({"dropout_p": 0.1, "has_mask": True, "mask_per_key": True}, "all options",
+         "dropout and key-padding mask alone"),
+        ({"dropout_p": 2.0**-20}, "scaled products", "scaled products"),  # rounds to 0
+        ({"head_dim": 256, "head_dim_v": 256}, "scaled products", "wide heads"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_variants_of_the_kernels_for_hopper(fields: dict[str, Any], forward: str, backward: str) -> None:
+    fields = {"bias_dtype": "bfloat16", **fields}
+    assert variant("forward", 90, **fields) == forward
+    assert variant("backward", 90, **fields) == backward
+    reasons = hopper_plan(**fields).reasons
+    assert any("copied first" in reason for reason in reasons) != fields.get("bias_in_pieces", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({}, "scaled products"),
+        ({"has_bias": True, "bias_dtype": "bfloat16"}, "bias alone"),
+        ({"has_bias": True, "bias_dtype": "bfloat16", "bias_in_pieces": False}, "all options and pages"),
+        ({"has_bias": True, "bias_dtype": "bfloat16", "softmax_scale": 1e-30}, "all options and pages"),
+        ({"has_bias": True, "bias_dtype": "float32"}, "all options and pages"),
+        ({"has_bias": True, "bias_dtype": "float32", "head_dim": 64, "head_dim_v": 64}, "float32 bias alone"),
+        ({"has_bias": True, "bias_dtype": "float64", "head_dim": 64, "head_dim_v": 64}, "all options and pages"),
+        ({"has_bias": True, "bias_dtype": "bfloat16", "has_mask": True}, "all options and pages"),
+        ({"has_mask": True}, "mask alone"),
+        ({"has_mask": True, "head_dim": 256}, "all options and pages"),
+        ({"has_mask": True, "dropout_p": 0.1}, "all options and pages"),
+        ({"has_block_mask": True}, "all options and pages"),
+        ({"dropout_p": 0.1}, "dropout alone"),
+        ({"dropout_p": 0.1, "head_dim": 256}, "softcap, ALiBi, dropout and any scale"),
+        ({"softcap": 3.0}, "softcap, ALiBi, dropout and any scale"),
+        ({"softmax_scale": 0.0}, "softcap, ALiBi, dropout and any scale"),
+        ({"softcap": 3.0, "dtype": "float32"}, "all options and pages"),
+        ({"operation": "decode", "seqlen_q": 4096}, "scaled products"),
+        ({"operation": "decode", "seqlen_q": 4096, "paged": True}, "all options and pages"),
+    ],
+    ids=str,
+)
+def test_variants_of_the_forward_for_all(fields: dict[str, Any], found: str) -> None:
+    assert variant(**{"operation": "forward", **fields}, capability=80) == found
+
+
+def sm80_tile(operation: str, capability: int, **fields: Any) -> tuple[str, int, int]:
+    per_cta, per_sm = SHARED[capability]
+    sizes = {"head_dim_v": fields.get("head_dim", 128), "own_kernels": False, "compute_capability": capability}
+    shared = {"shared_bytes_per_cta": per_cta, "shared_bytes_per_sm": per_sm}
+    found = hopper_plan(operation=operation, **{**sizes, **shared, **fields})
+    assert found.kernel == f"sm80/{operation}"
+    assert any(reason.startswith(f"tile {found.block_m} x {found.block_n}: ") for reason in found.reasons)
+    return found.variant, found.block_m, found.block_n
+
+
+@pytest.mark.parametrize(
+    ("capability", "fields", "found"),
+    [
+        (80, {"head_dim": 64}, ("scaled products", 128, 128)),
+        (89, {"head_dim": 64}, ("all options in little shared memory", 64, 64)),
+        (80, {}, ("scaled products", 64, 128)),
+        (90, {}, ("scaled products", 64, 128)),
+        (89, {}, ("all options in little shared memory", 32, 64)),
+        (80, {"has_mask": True}, ("all options", 64, 128)),
+        (90, {"has_bias": True, "head_dim": 256}, ("all options", 64, 64)),
+        (80, {"has_bias": True, "head_dim": 256}, ("all options in little shared memory", 32, 32)),
+        (90, {"dtype": "float32"}, ("scaled products", 32, 128)),
+        (90, {"dtype": "float32", "softcap": 3.0}, ("all options", 32, 64)),
+    ],
+    ids=str,
+)
+def test_tiles_of_the_backward_for_all_fit_the_shared_memory(
+    capability: int, fields: dict[str, Any], found: tuple[str, int, int]
+) -> None:
+    assert sm80_tile("backward", capability, **fields) == found
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_wide_float32_heads_of_the_backward_for_all(capability: int) -> None:
+    per_cta, per_sm = SHARED[capability]
+    found = hopper_plan(
+        operation="backward", dtype="float32", head_dim=256, own_kernels=False, compute_capability=capability,
+        shared_bytes_per_cta=per_cta, shared_bytes_per_sm=per_sm,
+    )  # fmt: skip
+    assert (found.variant == "all options in slabs of columns") == (per_cta < 173 * 1024)
+    assert (found.block_m > 0) == (per_cta >= 173 * 1024)
+
+
+@pytest.mark.parametrize(("capability", "rows"), [(90, 64), (80, 128), (89, 64)])
+def test_tiles_of_the_forward_for_all(capability: int, rows: int) -> None:
+    assert sm80_tile("forward", capability) == ("scaled products", 128, 64)
+    assert sm80_tile("forward", capability, dtype="float32") == ("scaled products", 128, 32)
+    assert sm80_tile("forward", capability, head_dim=256)[1:] == (rows, 64)
+
+
+# --- split-KV of the tail wave -------------------------------------------------------------------------------------
+
+FULL_WAVES: dict[str, Any] = dict(batch=1, heads_q=132, heads_kv=132, seqlen_q=192, seqlen_k=8192)  # a tile an SM
+
+
+def tail_wave(**fields: Any) -> tuple[int, int]:
+    found = hopper_plan(**{**FULL_WAVES, **fields})
+    assert any(reason.startswith("tail wave: ") for reason in found.reasons) == (found.tail_wave.tiles > 0)
+    return found.tail_wave.tiles, found.tail_wave.parts
+
+
+def test_full_waves_are_not_split() -> None:
+    assert tail_wave() == (0, 1)
+    assert tail_wave(heads_q=264, heads_kv=264) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tiles", "parts"), [(1, 1, 15), (2, 2, 15), (66, 66, 2), (44, 44, 3), (100, 100, 2), (132 + 66, 66, 2)]
+)
+def test_a_tail_wave_is_split_over_idle_sms(heads: int, tiles: int, parts: int) -> None:
+    assert tail_wave(heads_q=heads, heads_kv=heads) == (tiles, parts)
+    assert tiles * parts <= 132 or heads > 66
+
+
+def test_the_parts_of_a_tail_wave_leave_few_sms_idle() -> None:
+    for heads in range(1, 132):
+        tiles, parts = tail_wave(heads_q=heads, heads_kv=heads, seqlen_k=2**17)
+        if tiles and heads <= 66:
+            assert parts in (132 // heads, 16) or tiles * parts > 132 * 0.5
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"window_right": 0},
+        {"window_left": 5},
+        {"varlen": True},
+        {"softcap": 3.0},
+        {"has_alibi": True},
+        {"softmax_scale": -1.0},
+        {"has_bias": True},
+        {"has_mask": True},
+        {"dropout_p": 0.1},
+        {"seqlen_k": 512},  # what merging costs is more
+        {"dtype": "float32"},
+        {"compute_capability": 80},
+    ],
+    ids=str,
+)
+def test_a_tail_wave_that_is_not_split(fields: dict[str, Any]) -> None:
+    assert tail_wave(heads_q=66, heads_kv=66, **fields) == (0, 1)
 
 
 # --- packed sequences ----------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,186 @@ def assert_names_a_class(full_name: str) -> None:
     module, _, name = full_name.rpartition(".")
     cls = getattr(importlib.import_module(module), name)
     assert torch_private.full_name(cls) == full_name
+
+
+# ---- Every other name, by what it is used for -----------------------------------------------------------------------
+
+
+def test_tracing_and_transforms_are_seen() -> None:
+    seen: dict[str, bool] = {}
+
+    def traced(x: Tensor) -> Tensor:
+        seen["trace"] = torch_private.is_tracing()
+        return x + 1
+
+    def transformed(x: Tensor) -> Tensor:
+        seen["vmap"] = torch_private.is_functorch_active()
+        return x + 1
+
+    torch.jit.trace(traced, (torch.zeros(2),), check_trace=False)
+    torch.func.vmap(transformed)(torch.zeros(2))
+    assert seen == {"trace": True, "vmap": True}
+    assert not torch_private.is_tracing() and not torch_private.is_functorch_active()
+
+
+def test_forward_mode_is_seen() -> None:
+    assert not torch_private.is_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert torch_private.is_forward_mode()
+        x = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with torch_private.set_forward_mode(False):
+            assert torch.autograd.forward_ad.unpack_dual(x * 2).tangent is None
+        with torch_private.set_forward_mode(True):
+            assert torch.autograd.forward_ad.unpack_dual(x * 2).tangent is not None
+
+
+def test_modes_autocast_and_gradients_are_seen() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert torch_private.num_dispatch_modes() == 0 and not torch_private.is_any_autocast_enabled()
+    with TorchDispatchMode():
+        assert torch_private.num_dispatch_modes() == 1
+    with torch.autocast("cpu"):
+        assert torch_private.is_any_autocast_enabled()
+    x = torch.zeros(1)
+    assert not torch_private.any_requires_grad(x, None, 3)
+    assert torch_private.any_requires_grad(1.5, x.requires_grad_())
+
+
+def test_hooks_of_all_modules_are_seen() -> None:
+    assert not torch_private.has_any_global_hook()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert torch_private.has_any_global_hook()
+    handle.remove()
+    assert not torch_private.has_any_global_hook()
+
+
+def test_a_torch_function_that_does_nothing() -> None:
+    class Plain(Tensor):
+        __torch_function__ = torch_private.without_torch_function  # type: ignore[assignment]
+
+    assert type(torch.ones(2).as_subclass(Plain) + 1) is Tensor
+
+
+def test_calls_that_begin_behind_a_key() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch_private.BelowAutograd():
+        assert (x * 2).grad_fn is None
+    version = x._version
+    with torch.no_grad(), torch_private.BelowInplaceOrView():
+        torch.ops.aten.add_.Scalar(x, 1)
+    assert x._version == version
+    autocast = torch_private.DispatchKeySet(torch_private.DispatchKey.AutocastCPU)
+    with torch.autocast("cpu"), torch_private.WithoutKeys(autocast):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_sets_of_keys() -> None:
+    key = torch_private.DispatchKey
+    keys = torch_private.DispatchKeySet(key.CPU) | torch_private.DispatchKeySet(key.AutogradCPU)
+    keys = keys | torch_private.DispatchKeySet(key.ADInplaceOrView)
+    below_autograd = keys & torch_private.KEYS_BELOW_AUTOGRAD
+    assert below_autograd.has(key.CPU) and below_autograd.has(key.ADInplaceOrView)
+    assert not below_autograd.has(key.AutogradCPU)
+    below_both = keys & torch_private.KEYS_BELOW_INPLACE_OR_VIEW
+    assert below_both.has(key.CPU) and not below_both.has(key.ADInplaceOrView)
+
+
+def test_a_function_of_autograd_below_torch_func() -> None:
+    with torch_private.enable_single_level_autograd_function():
+        pass
+
+
+def test_operators() -> None:
+    op = torch.ops.aten.add.Tensor
+    names = [argument.name for argument in torch_private.arguments_of(op)]
+    assert names == ["self", "other", "alpha"]
+    alpha = torch_private.arguments_of(op)[2]
+    assert alpha.has_default_value() and alpha.default_value == 1
+    x = torch.ones(2)
+    keys = torch_private.DispatchKeySet(torch_private.DispatchKey.CPU)
+    assert torch.equal(torch_private.handle_of(op).redispatch_boxed(keys, x, x), x + x)
+    assert torch.equal(op._op(x, x), x + x)  # in the fast path, where a function would cost a frame
+    torch_private.forget_dispatch(op)
+    assert torch.equal(op(x, x), x + x)
+    assert torch_private.has_kernel("aten::add.Tensor", "CPU")
+    assert not torch_private.has_kernel("flash_ext::attention_forward", "MPS")
+
+
+def test_backends_of_sdpa() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = torch_private.sdp_priority_order()
+    assert SDPBackend.MATH.value in order and SDPBackend.FLASH_ATTENTION.value in order
+    enabled = (
+        torch_private.is_flash_sdp_enabled,
+        torch_private.is_efficient_sdp_enabled,
+        torch_private.is_cudnn_sdp_enabled,
+    )
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not any(each() for each in enabled)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+        assert all(each() for each in enabled)
+    query = torch.ones(1, 1, 2, 8)
+    assert torch_private.SDP_CHOICE(query, query, query) in order
+
+
+def test_the_registry_of_implementations() -> None:
+    registry = torch_private.attention_registry
+    assert all(hasattr(registry, f"{verb}_flash_attention_impl") for verb in ("register", "activate", "current"))
+    assert registry.current_flash_attention_impl() is None
+
+
+@pytest.mark.skipif(
+    hasattr(torch_private.attention_registry, "restore_flash_attention_impl"), reason="this torch restores by itself"
+)
+def test_the_registry_forgets() -> None:
+    registry = torch_private.attention_registry
+    before, registry._FLASH_ATTENTION_ACTIVE = registry._FLASH_ATTENTION_ACTIVE, "somebody's"
+    assert registry.current_flash_attention_impl() == "somebody's"
+    torch_private.forget_attention_implementation()
+    assert registry.current_flash_attention_impl() is None
+    registry._FLASH_ATTENTION_ACTIVE = before
+
+
+@pytest.mark.parametrize("use_gelu", [False, True])
+def test_a_product_that_activates(use_gelu: bool) -> None:
+    bias, x, weight = random(5), random(3, 4), random(4, 5)
+    expected = F.gelu(bias + x @ weight, approximate="tanh") if use_gelu else F.relu(bias + x @ weight)
+    found = torch_private.addmm_activation(bias, x, weight, use_gelu=use_gelu)
+    # On a CPU it has the exact form of GELU.
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_jagged_tensors() -> None:
+    x = torch.nested.nested_tensor_from_jagged(random(7, 2, 4), torch.tensor([0, 3, 7]), min_seqlen=3, max_seqlen=4)
+    assert torch_private.jagged_dim(x) == 1
+    assert torch_private.jagged_dim(x.transpose(1, 2)) == 2
+    assert torch_private.known_seqlens(x) == (3, 4)
+    unknown = torch.nested.nested_tensor_from_jagged(random(7, 2, 4), torch.tensor([0, 3, 7]))
+    assert torch_private.known_seqlens(unknown) == (None, None)
+
+
+# What of torch is named elsewhere: public, or a name that is tested above.
+PRIVATE = re.compile(
+    r"torch\._C\b|\btorch\._(?!_version__)\w|from torch[\w.]* import [^\n]*(?<![\w.])_\w|from torch\._\w"
+    r"|forward_ad\._|\._(ragged_idx|maybe_\w+_seqlen|schema|handle|dispatch_cache|FLASH_ATTENTION_ACTIVE)\b"
+)
+
+
+def test_no_other_file_has_such_names() -> None:
+    package = Path(flash_ext.__file__).parent
+    found = [
+        f"{path.relative_to(package)}:{number}: {line.strip()}"
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "torch_private.py"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if PRIVATE.search(line.partition("#")[0])
+    ]
+    assert not found, "\n".join(found)
+
+
+# ---- torch's function -----------------------------------------------------------------------------------------------
 
 
 def test_torchs_function() -> None:

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles 
 
 # The main kernel of each operation; what prepares it, clears and converts is beside the point.
 MAIN_KERNEL = re.compile(
-    r"flash_ext::(?P<arch>sm\d+)::(?P<name>(?:general_)?forward(?:_f32)?|backward(?:_options|_wide|_f32_halves|_f32)?|slab_dq|"
+    r"flash_ext::(?P<arch>sm\d+)::(?P<name>forward(?:_options|_f32)?|backward(?:_options|_wide|_f32_halves|_f32)?|slab_dq|"
     r"bias_gradient|decode|weights(?:_dq)?)_kernel\b"
 )
 ROOM = {
-    "general_forward": "forward",
+    "forward_options": "forward",
     "backward_options": "backward",
     "backward_wide": "backward",
     "backward_f32_halves": "backward_f32",
@@ -89,6 +89,26 @@ def test_attention(dtype: torch.dtype, head_dim: int, head_dim_v: int, option: s
     explained = flash_ext.explain(call.q, call.k, call.v, operation="backward", **options)
     expected = {explained.plan.kernel} | ({explained.plan.bias_kernel} - {""})
     assert kernels_of(backward) == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_gradient_of_bias(in_pieces: bool, deterministic: bool) -> None:
+    """Whose rows cannot be copied in pieces of 16 bytes, or beside a backward that needs no TMA for itself; and a
+    gradient of out with strides of 0."""
+    call = make_call(2, 256, 256, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    rows = torch.randn(2, 4, 256, 264, device="cuda", dtype=torch.bfloat16)
+    bias = (rows[..., :256] if in_pieces else rows[..., 1:257]).requires_grad_()
+    explanation = flash_ext.explain(
+        call.q, call.k, call.v, operation="backward", bias=bias, deterministic=deterministic
+    )
+    explained, problem = explanation.plan, explanation.problem
+    out = flash_ext.attention(call.q, call.k, call.v, bias=bias, deterministic=deterministic)
+    found = kernels_of(lambda: torch.autograd.grad(out.sum(), bias))
+    assert explained.bias_kernel in found
+    assert found <= {explained.kernel, explained.bias_kernel}
+    if problem.compute_capability == 90 and problem.own_kernels:
+        assert explained.bias_kernel == ("sm90/bias_gradient" if in_pieces else "sm80/bias_gradient")
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 4, 64, 512])

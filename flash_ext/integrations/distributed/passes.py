@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flash_ext.eager import call
 from flash_ext.functional import _score_options, attention
 from flash_ext.integrations.distributed.shards import Piece, Problem, Ranks, needed_chunks, rows_of, rows_of_chunks
-from flash_ext.ops import ScoreOptions, call
+from flash_ext.ops import ScoreOptions
 
 _BACKWARD = torch.ops.flash_ext.attention_backward.default
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from flash_ext.argument_checks import check_tensors
+from flash_ext.eager import call
 from flash_ext.functional import _score_options, attention, attention_weights, draw_rng_state
 from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim
-from flash_ext.ops import ScoreOptions, call
+from flash_ext.ops import ScoreOptions
 
 _BACKWARD = torch.ops.flash_ext.attention_backward.default
 

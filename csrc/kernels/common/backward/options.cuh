@@ -148,11 +148,6 @@ __device__ __forceinline__ void load_bias_elements(uint32_t s_tile, const T* g_h
   }
 }
 
-inline int64_t bias_tile_bytes(DType dtype, int rows, int keys) {
-  const bool wide = dtype == DType::kFloat32 || dtype == DType::kFloat64;
-  return wide ? 4 * rows * keys : rows * std::max(2 * keys, 128);  // rows are at least 128 bytes
-}
-
 /// A tile of the bias to shared memory.
 template <int kThreads, int kRows, int kKeys>
 __device__ __forceinline__ void load_bias(uint32_t s_tile, const ScoreView& bias, bool by_copies,

@@ -6,29 +6,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "bias_view.h"
 #include "kernels/common/tile.cuh"
 #include "kernels/ptx/ldmatrix.h"
 #include "scores.cuh"
 
 namespace flash_ext {
-
-inline int64_t bias_element_bytes(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
-
-/// Whether the rows of what is `bytes` an element can be copied in pieces of 16 bytes.
-inline bool has_rows_of_pieces(const ScoreView& view, int64_t bytes) {
-  if (!view.data || view.col_stride != 1) return false;
-  const int64_t strides[] = {view.batch_stride, view.head_stride, view.row_stride};
-  bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
-  for (const int64_t stride : strides) aligned = aligned && stride * bytes % 16 == 0;
-  return aligned;
-}
-
-/// Whether tiles can be copied, of elements of 2 or 4 bytes.
-inline bool can_stage_bias(const ScoreView& bias) {
-  return bias.dtype != DType::kFloat64 && has_rows_of_pieces(bias, bias_element_bytes(bias.dtype));
-}
 
 /// kRows queries and kKeys keys. One row stands for all where the bias is the same for every query.
 template <int kRows, int kKeys>

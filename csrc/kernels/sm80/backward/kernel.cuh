@@ -128,15 +128,21 @@ struct TiledBackward {
 /// Calls run with the implementation that serves a call on the current device.
 template <class Element, int kHeadDim, class Run>
 void with_backward(const BackwardParams& p, Run run) {
+  constexpr bool kFloat = sizeof(Element) == 4;
   using Plain = BackwardConfig<Element, kHeadDim, false, false>;
   using General = BackwardConfig<Element, kHeadDim, true, false>;
-  const int available = shared_bytes_per_block();
-  if (is_plain_backward(p) && available >= Plain::kSharedBytes) return run(TiledBackward<Plain>());
-  if (available >= backward_shared_bytes<General>(p)) return run(TiledBackward<General>());
-  if constexpr (sizeof(Element) == 4 && kHeadDim == 256) {
-    run(SlabBackward<Element, kHeadDim>());
-  } else {
-    run(TiledBackward<BackwardConfig<Element, kHeadDim, true, true>>());
+  const int64_t bias_bytes = backward_shared_bytes<General>(p) - General::kSharedBytes;
+  switch (choose_backward_tiling(kHeadDim, kFloat, is_plain_backward(p), bias_bytes, shared_bytes_per_block())) {
+    case BackwardTiling::kPlain:
+      return run(TiledBackward<Plain>());
+    case BackwardTiling::kGeneral:
+      return run(TiledBackward<General>());
+    case BackwardTiling::kSmall:
+      if constexpr (!kFloat || kHeadDim != 256) run(TiledBackward<BackwardConfig<Element, kHeadDim, true, true>>());
+      return;
+    case BackwardTiling::kSlabs:
+      if constexpr (kFloat && kHeadDim == 256) run(SlabBackward<Element, kHeadDim>());
+      return;
   }
 }
 

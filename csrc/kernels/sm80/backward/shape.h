@@ -1,5 +1,8 @@
-// Tiles of the backward, in one place that the plan reads too.
+// Tiles and shared memory of the backward, in one place that the plan reads too.
 #pragma once
+
+#include <algorithm>
+#include <cstdint>
 
 namespace flash_ext::sm80 {
 
@@ -22,6 +25,41 @@ constexpr BackwardShape backward_shape(int head_dim, bool is_float, bool general
                       : head_dim > 64 && small   ? 32
                                                  : 64;
   return {small || thin ? 4 : 8, block_m, block_n};
+}
+
+/// Which of its shapes.
+enum class BackwardTiling {
+  kPlain,    // scaled products within a window
+  kGeneral,  // all options
+  kSmall,    // the same in the shared memory of every GPU
+  kSlabs,    // where no shape fits: slow (slabs.cuh)
+};
+
+constexpr BackwardShape backward_shape(int head_dim, bool is_float, BackwardTiling tiling) {
+  return backward_shape(head_dim, is_float, tiling != BackwardTiling::kPlain, tiling == BackwardTiling::kSmall);
+}
+
+/// Of a CTA, without a tile of bias; BackwardConfig says what they are.
+constexpr int backward_shared_bytes(int head_dim, bool is_float, BackwardTiling tiling) {
+  const BackwardShape shape = backward_shape(head_dim, is_float, tiling);
+  const bool general = tiling != BackwardTiling::kPlain;
+  const int element = is_float ? 4 : 2, row = head_dim * element, score_row = std::max(shape.block_m * element, 128);
+  const int key_groups = shape.block_n / 32, sides = shape.warps / 2 / key_groups;
+  const int tiles = (2 * shape.block_n + 3 * shape.block_m) * row + (sides == 1 ? 2 : 3) * shape.block_n * score_row;
+  const int words = shape.block_m * key_groups * 4;
+  const int dropped = (shape.block_m / sides + 31) / 32 * 32 * shape.warps / 2 * 4;
+  return tiles + 3 * shape.block_m * 4 + (general ? words + 2 * dropped : 0) + 512;
+}
+
+/// The tiling that serves a call on a GPU of which a CTA can have so much shared memory. bias_bytes: of a tile of
+/// kGeneral.
+constexpr BackwardTiling choose_backward_tiling(int head_dim, bool is_float, bool plain, int64_t bias_bytes,
+                                                int64_t available) {
+  if (plain && available >= backward_shared_bytes(head_dim, is_float, BackwardTiling::kPlain))
+    return BackwardTiling::kPlain;
+  if (available >= backward_shared_bytes(head_dim, is_float, BackwardTiling::kGeneral) + bias_bytes)
+    return BackwardTiling::kGeneral;
+  return is_float && head_dim == 256 ? BackwardTiling::kSlabs : BackwardTiling::kSmall;
 }
 
 }  // namespace flash_ext::sm80

@@ -54,6 +54,10 @@ struct BackwardConfig {
   static constexpr int kWorkTileBytes = 512;
   static constexpr int kSharedBytes =
       kTilesBytes + 3 * kTermBytes + kWordBytes + 2 * kDroppedBytes + kWorkTileBytes;  // without a bias
+  static constexpr BackwardTiling kTiling = kSmall_         ? BackwardTiling::kSmall
+                                            : kScoreOptions ? BackwardTiling::kGeneral
+                                                            : BackwardTiling::kPlain;
+  static_assert(kSharedBytes == backward_shared_bytes(kHeadDim, kFloat, kTiling), "which the plan goes by");
   static_assert(!kSmall_ || kSharedBytes + TileLayout<float, kBlockN>::bytes(kBlockM) <= kSmallestSharedBytes,
                 "every GPU must be able to launch it, with a bias too");
 };

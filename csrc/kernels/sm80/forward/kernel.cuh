@@ -506,13 +506,8 @@ void launch_forward(const ForwardParams& p, const MaskBits& mask, void* list, cu
 
 template <class Element, int kHeadDim, bool kSmall>
 void run_forward_as(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
-  // Branches cost little where a tile of scores is worked on for long, as it is at head dim 256 and in float32.
-  constexpr bool kOneOption = sizeof(Element) == 2 && kHeadDim <= 128;
-  const auto run = [&](auto of_variant) {
-    constexpr ForwardVariant kWanted = decltype(of_variant)::value,
-                             kAble = kOneOption ? kWanted : with_branches(kWanted);
-    constexpr bool kBranches = kAble == ForwardVariant::kComputes && sizeof(Element) != 2;
-    constexpr ForwardVariant kVariant = kBranches ? ForwardVariant::kReads : kAble;
+  const auto run = [&](auto wanted) {
+    constexpr ForwardVariant kVariant = available_variant(decltype(wanted)::value, sizeof(Element) == 4, kHeadDim);
     launch_forward<ForwardConfig<Element, kHeadDim, kVariant, kSmall>>(p, mask, list, stream);
   };
   switch (variant_of(p)) {
@@ -525,9 +520,7 @@ void run_forward_as(const ForwardParams& p, const MaskBits& mask, void* list, cu
     case ForwardVariant::kBias:
       return run(std::integral_constant<ForwardVariant, ForwardVariant::kBias>());
     case ForwardVariant::kFloatBias:
-      if constexpr (kOneOption && kHeadDim == 64)  // at 128 it lacks a register
-        return run(std::integral_constant<ForwardVariant, ForwardVariant::kFloatBias>());
-      return run(std::integral_constant<ForwardVariant, ForwardVariant::kReads>());
+      return run(std::integral_constant<ForwardVariant, ForwardVariant::kFloatBias>());
     case ForwardVariant::kMask:
       return run(std::integral_constant<ForwardVariant, ForwardVariant::kMask>());
     case ForwardVariant::kDrops:
@@ -535,20 +528,15 @@ void run_forward_as(const ForwardParams& p, const MaskBits& mask, void* list, cu
   }
 }
 
-/// At head dim 256 two blocks of 64 queries on an SM beat one of 128, where an SM has the shared memory for them.
 /// `list`: memory for the work list.
 template <class Element, int kHeadDim>
 void run_forward(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
-  using Large = ForwardConfig<Element, kHeadDim, ForwardVariant::kPlain, false>;
-  using Small = ForwardConfig<Element, kHeadDim, ForwardVariant::kPlain, true>;
-  if constexpr (Large::kSharedBytes <= kSmallestSharedBytes) {
-    run_forward_as<Element, kHeadDim, false>(p, mask, list, stream);
-  } else {
-    const bool large_fits = shared_bytes_per_block() >= Large::kSharedBytes;
-    const bool two_small_fit = shared_bytes_per_sm() >= 2 * (Small::kSharedBytes + kReservedSharedBytes);
-    large_fits && !two_small_fit ? run_forward_as<Element, kHeadDim, false>(p, mask, list, stream)
-                                 : run_forward_as<Element, kHeadDim, true>(p, mask, list, stream);
+  constexpr bool kFloat = sizeof(Element) == 4;
+  if constexpr (has_small_forward(kHeadDim, kFloat)) {
+    if (takes_small_forward(kHeadDim, kFloat, shared_bytes_per_block(), shared_bytes_per_sm()))
+      return run_forward_as<Element, kHeadDim, true>(p, mask, list, stream);
   }
+  run_forward_as<Element, kHeadDim, false>(p, mask, list, stream);
 }
 
 }  // namespace flash_ext::sm80

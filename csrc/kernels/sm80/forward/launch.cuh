@@ -50,7 +50,8 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
   }
   if constexpr (Config::kBiases) {
     const int64_t with_bias = shared_bytes + bias_bytes<Config>(p);
-    schedule.stages_bias = can_stage_bias(p.bias) && with_bias <= shared_bytes_per_block();
+    schedule.stages_bias = can_stage_bias(p.bias) && has_room_for_bias(Config::kShape, static_cast<int>(shared_bytes),
+                                                                       p.bias.dtype, shared_bytes_per_block());
     schedule.reads_bias = p.bias.data && !schedule.stages_bias;
     schedule.bias_offset = static_cast<int>(shared_bytes);
     if (schedule.stages_bias) shared_bytes = with_bias;
@@ -75,39 +76,10 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
   return shared_bytes;
 }
 
-/// Whether a bias can be added to products, all of it.
-inline bool adds_to_products(const AttentionParams& p) {
-  const float scale = static_cast<float>(p.softmax_scale);
-  return can_stage_bias(p.bias) && scale > 0x1p-60f && scale < 0x1p60f;
-}
-
-/// The class that serves a call best.
 inline ForwardVariant variant_of(const AttentionParams& p) {
-  const bool scaled = static_cast<float>(p.softmax_scale) > 0.0f && p.softcap == 0 && !p.alibi_slopes;
-  const bool drops = dropout_threshold(p.dropout.p) > 0, plain = scaled && !drops;
-  if (p.blocks.offsets || p.seq.block_table || (p.bias.data && p.mask.data)) return ForwardVariant::kReads;
-  if (p.bias.data) {
-    if (!plain || !adds_to_products(p)) return ForwardVariant::kReads;
-    return p.bias.dtype == p.dtype           ? ForwardVariant::kBias
-           : p.bias.dtype == DType::kFloat32 ? ForwardVariant::kFloatBias
-                                             : ForwardVariant::kReads;
-  }
-  if (p.mask.data) return plain ? ForwardVariant::kMask : ForwardVariant::kReads;
-  return plain ? ForwardVariant::kPlain : scaled ? ForwardVariant::kDrops : ForwardVariant::kComputes;
-}
-
-/// The class that stands in for one that an element type or a head dim has not.
-constexpr ForwardVariant with_branches(ForwardVariant wanted) {
-  switch (wanted) {
-    case ForwardVariant::kBias:
-    case ForwardVariant::kFloatBias:
-    case ForwardVariant::kMask:
-      return ForwardVariant::kReads;
-    case ForwardVariant::kDrops:
-      return ForwardVariant::kComputes;
-    default:
-      return wanted;
-  }
+  return variant_of({p.softmax_scale, p.softcap, p.alibi_slopes != nullptr, dropout_threshold(p.dropout.p) > 0,
+                     p.mask.data != nullptr, p.blocks.offsets != nullptr, p.seq.block_table != nullptr,
+                     p.bias.data != nullptr, can_stage_bias(p.bias), p.dtype, p.bias.dtype});
 }
 
 }  // namespace flash_ext::sm80

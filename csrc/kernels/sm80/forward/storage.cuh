@@ -6,21 +6,10 @@
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/tile.cuh"
 #include "kernels/sm80/common/config.h"
+#include "shape.h"
 #include "visibility.h"
 
 namespace flash_ext::sm80 {
-
-/// What a kernel can do. Each option costs registers, of which head dim 128 has none to spare, and the branches around
-/// it cost time. So those that take the most have a class of their own for calls with nothing else; kReads can do all.
-enum class ForwardVariant {
-  kPlain,      // scaled products within a window
-  kComputes,   // softcap, ALiBi, dropout, any scale
-  kReads,      // these, bias, masks, and keys that do not lie in one piece
-  kBias,       // plain, and a bias of the type of q, in pieces of 16 bytes
-  kFloatBias,  // plain, and a bias of floats, in pieces of 16 bytes
-  kMask,       // plain, and a boolean mask
-  kDrops,      // plain, and dropout
-};
 
 /// kSmall: fits into the shared memory of every GPU.
 template <class Element_, int kHeadDim_, ForwardVariant kVariant, bool kSmall_>
@@ -37,14 +26,13 @@ struct ForwardConfig {
   static constexpr bool kDropout = kOptionBranches || kOneDropout;
   static constexpr bool kFloat = sizeof(Element) == 4;
   static constexpr bool kWide = kHeadDim == 256;
-  // 32 rows a warp halve the shared-memory reads of K and V per product; at 256 the accumulators leave no room for it.
-  static constexpr int kWarpRows = kWide || (kFloat && kReads && kHeadDim == 128) ? 16 : 32;
-  static constexpr int kWarps = kFloat ? (kWide && kSmall_ ? 2 : 4) : kWide && !kSmall_ ? 8 : 4;
+  static constexpr ForwardShape kShape = forward_shape(kHeadDim, kFloat, kVariant, kSmall_);
+  static constexpr int kWarpRows = kShape.warp_rows;
+  static constexpr int kWarps = kShape.warps;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBlockM = kWarps * kWarpRows;
-  static constexpr int kBlockN = kFloat || (kHeadDim == 128 && kReads) ? 32 : 64;
-  // K of the next tile comes while P is computed and multiplied; at 64 that is too short a time.
-  static constexpr int kStages = (kHeadDim == 64 || (kHeadDim == 128 && kReads)) && !kFloat ? 2 : 1;
+  static constexpr int kBlockM = kShape.block_m();
+  static constexpr int kBlockN = kShape.block_n;
+  static constexpr int kStages = kShape.stages;
   static constexpr int kBlocksPerSm = kWide && !kSmall_ ? 1 : 2;
   static constexpr bool kQueryInRegisters = kHeadDim == 64 && !kFloat;
   // Where addresses must be computed again in every step, of the copies or of all that a lane reads.
@@ -67,8 +55,9 @@ struct ForwardConfig {
   static constexpr int kQueryBytes = Layout::bytes(kBlockM);
   static constexpr int kTileBytes = Layout::bytes(kBlockN);
   static constexpr int kTilesBytes = kQueryBytes + 2 * kStages * kTileBytes;
-  static constexpr int kWorkTileBytes = 384;                         // a multiple of 128, to which tiles are aligned
+  static constexpr int kWorkTileBytes = kForwardWorkTileBytes;
   static constexpr int kSharedBytes = kTilesBytes + kWorkTileBytes;  // without what options need
+  static_assert(kSharedBytes == forward_shared_bytes(kShape, kHeadDim, kFloat), "which the plan goes by");
   static constexpr int kVisibilityBytes = kBlockM * (kBlockN / 32) * 4;  // words of a block mask for a tile
   static constexpr int kRandomBytes = kBlockN / 4 * 16;                  // what draws for the keys of a tile share
   static_assert(!kSmall_ || kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");

@@ -4,6 +4,7 @@
 // loads its bias and words of visibility.
 #pragma once
 
+#include <iterator>
 #include <stdexcept>
 #include <type_traits>
 
@@ -54,18 +55,15 @@ inline bool has_options(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || p.dropout.p > 0;
 }
 
-/// Calls run(std::integral_constant<int, options>()) for what serves a call: the kernel of its options, if they are one
-/// of kOptions, or that of any.
-template <int... kOptions, class Run>
-void with_kernel_of_options(const BackwardParams& p, const BackwardOptionsLayout& layout, Run run) {
-  const int options = layout.flags | (masks_pairs(p) ? kStepIsMasked : 0);
-  const bool is_plain_bias = !p.bias.data || layout.bias_of_keys || (layout.bias_by_panels && p.bias.dtype == p.dtype);
-  const auto serve = [&](auto option) {
-    if (options != option() || !is_plain_bias) return false;
-    run(option);
-    return true;
-  };
-  if (!(serve(std::integral_constant<int, kOptions>()) || ...)) run(std::integral_constant<int, kAnyOptions>());
+/// Calls run(std::integral_constant<int, options>()) for the variant that serves a call.
+template <size_t kIndex = 0, class Run>
+void with_option_variant(int options, Run run) {
+  if constexpr (kIndex == std::size(kOptionVariants)) {
+    run(std::integral_constant<int, kAnyOptions>());
+  } else {
+    if (options == kOptionVariants[kIndex]) return run(std::integral_constant<int, kOptionVariants[kIndex]>());
+    with_option_variant<kIndex + 1>(options, run);
+  }
 }
 
 template <class Config>
@@ -82,8 +80,10 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, 
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   const LaunchShape blocks{grid_of(schedule.positions()), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
-  with_kernel_of_options<kStepAlibi, kStepSoftcapped, kStepBiased, kStepKeyBiased, kStepIsMasked, kStepDrops,
-                         kStepBiased | kStepKeyBiased, kStepDrops | kStepKeyBiased>(p, layout, [&](auto options) {
+  const BackwardAsked asked = {p.softcap > 0,          p.alibi_slopes != nullptr, (layout.flags & kStepDrops) != 0,
+                               p.bias.data != nullptr, layout.bias_of_keys,       layout.mask_of_keys,
+                               masks_pairs(p),         layout.bias_by_panels,     p.bias.dtype == p.dtype};
+  with_option_variant(serving_options(asked), [&](auto options) {
     launch("sm90/backward", backward_options_kernel<BackwardOptionsConfig<Config, options()>>, blocks, stream, p, maps,
            bias_map, workspace, layout, schedule);
   });

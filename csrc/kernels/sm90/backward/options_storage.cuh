@@ -10,25 +10,11 @@
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/sm90/common/dropout_flags.cuh"
 #include "storage.cuh"
+#include "variant.h"
 
 namespace flash_ext::sm90 {
 
-enum StepFlags : int {
-  kStepPast = 1,       // there is no such step
-  kStepSanitised = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
-  kStepIsMasked = 4,   // masks hide some pair
-  kStepBiased = 8,     // and a bias may, of queries and keys
-  kStepSoftcapped = 16,
-  kStepDrops = 32,
-  kStepAlibi = 64,
-  kStepKeyBiased = 128,  // a bias or a mask that is the same for all queries
-};
-
-constexpr int kAnyOptions = -1;
-
-/// Options that a kernel serves, as flags of notes: these and no others, or any. A test of flags lies between two
-/// products of a warpgroup that waits for both, and all of them cost a fifth of a step; so calls with one option,
-/// or one of two pairs, have a kernel without tests.
+/// Options that a variant serves, as flags of steps: these and no others, or any.
 template <class Base, int kOptions_>
 struct BackwardOptionsConfig : Base {
   static constexpr int kOptions = kOptions_;
@@ -47,8 +33,6 @@ struct alignas(16) StepMetadata {
   int tile, head, flags;
   float slope;  // ALiBi's, to base 2
 };
-
-inline bool same_for_all_queries(const ScoreView& view) { return view.data && view.row_stride == 0; }
 
 /// A mask of keys, which is a bias of 0 and -inf; else masks are of pairs.
 inline bool masks_keys(const AttentionParams& p) { return same_for_all_queries(p.mask) && !p.blocks.offsets; }

@@ -6,6 +6,7 @@
 // of the sums is that of the keys, whoever computed them.
 #pragma once
 
+#include "kernels/launch.h"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "producer.cuh"
 #include "split_kv.h"
@@ -64,11 +65,12 @@ struct SplitKvSchedule : ForwardSchedule {
 
 template <class Config>
 SplitKvSchedule schedule_split_forward(const AttentionParams& p, const WorkListPlan& list, void* workspace) {
-  const SplitKv split = split_forward(p, Config::kShape, {Config::kHeadDim, Config::kHeadDimV});
+  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
+  const SplitKv split = split_forward(p, Config::kShape, {Config::kHeadDim, Config::kHeadDimV}, num_sms);
   SplitKvSchedule schedule = {schedule_forward<Config>(p, workspace), split, nullptr,
                               PartTile<Config>::kWorkTilePieces};
   if (workspace) schedule.parts = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPartsOffset);
-  if (split.positions() <= device_attribute(cudaDevAttrMultiProcessorCount)) schedule.taken = nullptr;
+  if (split.positions() <= num_sms) schedule.taken = nullptr;
   use_list(schedule, list, workspace);
   if (list.listed)
     schedule.positions = schedule.work_tiles;  // what the bound allows may be more than the list has room for

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "kernels/common/host_device.h"
-#include "kernels/launch.h"
 #include "kernels/params.h"
 #include "shape.h"
 
@@ -20,7 +19,7 @@ struct SplitKv {
   uint32_t parts = 1;
   int short_tiles = 0, long_tiles = 0;
 
-  FLASH_EXT_HOST_DEVICE int64_t positions() const { return unsplit + int64_t{work_tiles} * parts; }
+  FLASH_EXT_HOST_DEVICE_MEMBER int64_t positions() const { return unsplit + int64_t{work_tiles} * parts; }
 };
 
 /// Cycles of a tile of queries and one of keys: products of 16 bits, or the exponentials and what goes with them, which
@@ -67,19 +66,30 @@ constexpr ForwardShape forward_shape_with(const HeadDims& dims, int64_t block_n)
   return few.block_n == block_n ? few : forward_shape(dims, ForwardKeys::kMany);
 }
 
-/// Whether the work tiles of a call may be split: all see all keys, and no class but kPlain is needed.
-inline bool can_split(const AttentionParams& p) {
-  return !has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale) && p.window.left < 0 &&
-         p.window.right < 0 && !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k && !p.seq.seqused_q && !p.seq.seqused_k &&
-         !p.seq.leftpad_k;
+/// What the splits of a call follow from. It may be split where all work tiles see all keys, and no variant but kPlain
+/// is needed.
+struct SplitKvCall {
+  int64_t seqlen_q, seqlen_k, heads;  // heads of all batch entries
+  bool plain, window, known_lengths;
+};
+
+inline SplitKv split_forward(const SplitKvCall& call, const ForwardShape& shape, const HeadDims& dims,
+                             int64_t num_sms) {
+  const int64_t block_m = shape.groups * kWarpgroupRows;
+  const int64_t work_tiles = (call.seqlen_q + block_m - 1) / block_m * call.heads;
+  if (!call.plain || call.window || !call.known_lengths) return {work_tiles};
+  return split_tail_wave(work_tiles, (call.seqlen_k + shape.block_n - 1) / shape.block_n, num_sms,
+                         tile_cycles(shape, dims));
 }
 
-inline SplitKv split_forward(const AttentionParams& p, const ForwardShape& shape, const HeadDims& dims) {
-  const int64_t block_m = shape.groups * kWarpgroupRows;
-  const int64_t work_tiles = (p.seqlen_q + block_m - 1) / block_m * p.batch * p.heads_q;
-  if (!can_split(p)) return {work_tiles};
-  return split_tail_wave(work_tiles, (p.seqlen_k + shape.block_n - 1) / shape.block_n,
-                         device_attribute(cudaDevAttrMultiProcessorCount), tile_cycles(shape, dims));
+inline SplitKv split_forward(const AttentionParams& p, const ForwardShape& shape, const HeadDims& dims,
+                             int64_t num_sms) {
+  const bool plain = !has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale);
+  const bool known_lengths =
+      !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k && !p.seq.seqused_q && !p.seq.seqused_k && !p.seq.leftpad_k;
+  const bool window = p.window.left >= 0 || p.window.right >= 0;
+  return split_forward({p.seqlen_q, p.seqlen_k, p.batch * p.heads_q, plain, window, known_lengths}, shape, dims,
+                       num_sms);
 }
 
 /// What a warp leaves of a part, in pieces of 16 bytes: its rows of out, their stabilisers and sums.
@@ -88,11 +98,12 @@ constexpr int part_pieces_of_warp(const HeadDims& dims) { return (dims.v / 8 + 1
 /// The workspace holds the counter of the schedule, and the parts.
 constexpr int64_t kPartsOffset = 128;
 
-inline int64_t split_kv_workspace_bytes(const SplitKv& split, const ForwardShape& shape, const HeadDims& dims) {
+inline int64_t split_kv_workspace_bytes(const SplitKv& split, const ForwardShape& shape, const HeadDims& dims,
+                                        int64_t num_sms) {
   constexpr int64_t kPieceBytes = 16;
   const int64_t part = int64_t{shape.groups} * kWarpgroupWarps * part_pieces_of_warp(dims) * kPieceBytes;
   if (split.work_tiles > 0) return kPartsOffset + int64_t{split.work_tiles} * split.parts * part;
-  return split.unsplit > device_attribute(cudaDevAttrMultiProcessorCount) ? sizeof(unsigned long long) : 0;
+  return split.unsplit > num_sms ? sizeof(unsigned long long) : 0;
 }
 
 }  // namespace flash_ext::sm90

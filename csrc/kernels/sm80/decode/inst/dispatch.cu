@@ -5,7 +5,6 @@
 #include "kernels/sm80/decode/combine.cuh"
 #include "kernels/sm80/decode/decode.h"
 #include "kernels/sm80/decode/scheduler.cuh"
-#include "kernels/sm80/forward/forward.h"
 
 namespace flash_ext::sm80 {
 
@@ -26,23 +25,18 @@ void run(const ForwardParams& params, void* workspace, bool behind_append, cudaS
   if (grid.splits.value > 1) run_combine<Element>(params, grid, partials, stream);
 }
 
-// Planned for the forward kernel, which reads caches too.
-bool goes_forward(const ForwardParams& params) { return params.block_m > kMaxDecodeRows; }
-
 bool is_empty(const ForwardParams& params) { return params.batch == 0 || params.seqlen_q == 0; }
 
 }  // namespace
 
 int64_t decode_workspace_bytes(const ForwardParams& params) {
   if (is_empty(params)) return 0;
-  if (goes_forward(params)) return forward_workspace_bytes(params);
   return DecodeGrid(params).partial_rows() * (params.head_dim_v + 1) * static_cast<int64_t>(sizeof(float));
 }
 
 void decode(const ForwardParams& params, void* workspace, cudaStream_t stream, bool behind_append) {
   if (params.seq.cu_seqlens_q) clear_forward(params, stream);
   if (is_empty(params)) return;
-  if (goes_forward(params)) return forward(params, workspace, stream);
   with_element(params.dtype, [&](auto element) { run<decltype(element)>(params, workspace, behind_append, stream); });
 }
 

@@ -54,7 +54,8 @@ int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n) {
   const ForwardShape shape = forward_shape_with(dims, block_n);
   const WorkListPlan list = forward_work_list(params, shape.groups * kWarpgroupRows);
   if (list.listed) return list.bytes();
-  return split_kv_workspace_bytes(split_forward(params, shape, dims), shape, dims);
+  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
+  return split_kv_workspace_bytes(split_forward(params, shape, dims, num_sms), shape, dims, num_sms);
 }
 
 void forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream) {

@@ -1,0 +1,128 @@
+// Variants, tiles and shared memory of the forward, in one place that the plan reads too.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/params.h"
+#include "kernels/sm80/common/config.h"
+
+namespace flash_ext::sm80 {
+
+/// What a kernel can do. Each option costs registers, of which head dim 128 has none to spare, and the branches around
+/// it cost time. So those that take the most have a variant of their own for calls with nothing else; kReads can do
+/// all.
+enum class ForwardVariant {
+  kPlain,      // scaled products within a window
+  kComputes,   // softcap, ALiBi, dropout, any scale
+  kReads,      // these, bias, masks, and keys that do not lie in one piece
+  kBias,       // plain, and a bias of the type of q, in pieces of 16 bytes
+  kFloatBias,  // plain, and a bias of floats, in pieces of 16 bytes
+  kMask,       // plain, and a boolean mask
+  kDrops,      // plain, and dropout
+};
+
+/// What a call asks for.
+struct ForwardAsked {
+  double softmax_scale, softcap;
+  bool alibi, drops, mask, block_mask, paged;
+  bool bias, bias_in_pieces;  // of 16 bytes
+  DType dtype, bias_dtype;
+};
+
+/// The variant that serves a call best.
+constexpr ForwardVariant variant_of(const ForwardAsked& call) {
+  const float scale = static_cast<float>(call.softmax_scale);
+  const bool scaled = scale > 0.0f && call.softcap == 0 && !call.alibi, plain = scaled && !call.drops;
+  if (call.block_mask || call.paged || (call.bias && call.mask)) return ForwardVariant::kReads;
+  if (call.bias) {
+    // Added to products: the scale must be one to divide by.
+    if (!plain || !call.bias_in_pieces || !(scale > 0x1p-60f && scale < 0x1p60f)) return ForwardVariant::kReads;
+    return call.bias_dtype == call.dtype        ? ForwardVariant::kBias
+           : call.bias_dtype == DType::kFloat32 ? ForwardVariant::kFloatBias
+                                                : ForwardVariant::kReads;
+  }
+  if (call.mask) return plain ? ForwardVariant::kMask : ForwardVariant::kReads;
+  return plain ? ForwardVariant::kPlain : scaled ? ForwardVariant::kDrops : ForwardVariant::kComputes;
+}
+
+/// The variant with branches that stands in for one with a single option.
+constexpr ForwardVariant with_branches(ForwardVariant wanted) {
+  switch (wanted) {
+    case ForwardVariant::kBias:
+    case ForwardVariant::kFloatBias:
+    case ForwardVariant::kMask:
+      return ForwardVariant::kReads;
+    case ForwardVariant::kDrops:
+      return ForwardVariant::kComputes;
+    default:
+      return wanted;
+  }
+}
+
+/// The variant that kernels of an element type and a head dim have in the place of one that is wanted. Branches cost
+/// little where a tile of scores is worked on for long, as it is at head dim 256 and in float32.
+constexpr ForwardVariant available_variant(ForwardVariant wanted, bool is_float, int head_dim) {
+  const bool has_single_options = !is_float && head_dim <= 128;
+  if (wanted == ForwardVariant::kFloatBias && head_dim != 64) return ForwardVariant::kReads;  // it lacks a register
+  const ForwardVariant found = has_single_options ? wanted : with_branches(wanted);
+  return is_float && found == ForwardVariant::kComputes ? ForwardVariant::kReads : found;
+}
+
+struct ForwardShape {
+  int warps;
+  int warp_rows;  // queries of a warp
+  int block_n;    // keys of a tile
+  int stages;     // of K
+
+  constexpr int block_m() const { return warps * warp_rows; }
+};
+
+/// `small`: fits into the shared memory of every GPU.
+constexpr ForwardShape forward_shape(int head_dim, bool is_float, ForwardVariant variant, bool small) {
+  const bool wide = head_dim == 256, reads = variant == ForwardVariant::kReads;
+  // 32 rows a warp halve the shared-memory reads of K and V per product; at 256 the accumulators leave no room for it.
+  const int warp_rows = wide || (is_float && reads && head_dim == 128) ? 16 : 32;
+  const int warps = is_float ? (wide && small ? 2 : 4) : wide && !small ? 8 : 4;
+  const int block_n = is_float || (head_dim == 128 && reads) ? 32 : 64;
+  // K of the next tile comes while P is computed and multiplied; at 64 that is too short a time.
+  const int stages = (head_dim == 64 || (head_dim == 128 && reads)) && !is_float ? 2 : 1;
+  return {warps, warp_rows, block_n, stages};
+}
+
+constexpr int kForwardWorkTileBytes = 384;  // a multiple of 128, to which tiles are aligned
+
+/// Of a CTA, without what options need.
+constexpr int forward_shared_bytes(const ForwardShape& shape, int head_dim, bool is_float) {
+  const int row_bytes = head_dim * (is_float ? 4 : 2);
+  return (shape.block_m() + 2 * shape.stages * shape.block_n) * row_bytes + kForwardWorkTileBytes;
+}
+
+/// Of the words that say what a block mask leaves of a tile, two tiles of them.
+constexpr int block_mask_bytes(const ForwardShape& shape) { return 2 * shape.block_m() * (shape.block_n / 32) * 4; }
+
+/// Whether there is room for a tile of bias for each warp: else it is read element by element.
+constexpr bool has_room_for_bias(const ForwardShape& shape, int shared_bytes, DType bias_dtype, int available) {
+  const int row_bytes = bias_dtype == DType::kFloat32 ? shape.block_n * 4
+                        : shape.block_n * 2 > 128     ? shape.block_n * 2
+                                                      : 128;
+  return shared_bytes + shape.block_m() * row_bytes <= available;
+}
+
+/// Whether a kernel has two shapes of CTAs: else the one there is fits into the shared memory of every GPU.
+constexpr bool has_small_forward(int head_dim, bool is_float) {
+  const ForwardShape large = forward_shape(head_dim, is_float, ForwardVariant::kPlain, false);
+  return forward_shared_bytes(large, head_dim, is_float) > kSmallestSharedBytes;
+}
+
+/// At head dim 256 two CTAs of 64 queries on an SM beat one of 128, where an SM has the shared memory for them.
+constexpr bool takes_small_forward(int head_dim, bool is_float, int shared_bytes_per_block, int shared_bytes_per_sm) {
+  constexpr int kReservedBytes = 1024;  // that each CTA costs more
+  if (!has_small_forward(head_dim, is_float)) return false;
+  const ForwardShape large = forward_shape(head_dim, is_float, ForwardVariant::kPlain, false);
+  const ForwardShape small = forward_shape(head_dim, is_float, ForwardVariant::kPlain, true);
+  const bool large_fits = shared_bytes_per_block >= forward_shared_bytes(large, head_dim, is_float);
+  const bool two_fit = shared_bytes_per_sm >= 2 * (forward_shared_bytes(small, head_dim, is_float) + kReservedBytes);
+  return !large_fits || two_fit;
+}
+
+}  // namespace flash_ext::sm80

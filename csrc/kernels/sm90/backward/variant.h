@@ -1,0 +1,63 @@
+// Which variant of the backward serves a call with options, for the plan too.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext::sm90 {
+
+enum StepFlags : int {
+  kStepPast = 1,       // there is no such step
+  kStepSanitised = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
+  kStepIsMasked = 4,   // masks hide some pair
+  kStepBiased = 8,     // and a bias may, of queries and keys
+  kStepSoftcapped = 16,
+  kStepDrops = 32,
+  kStepAlibi = 64,
+  kStepKeyBiased = 128,  // a bias or a mask that is the same for all queries
+};
+
+constexpr int kAnyOptions = -1;
+
+/// Options that have a variant of their own: a test of flags lies between two products of a warpgroup that waits for
+/// both, and all of them cost a fifth of a step; so calls with one option, or one of two pairs, have a kernel without
+/// tests.
+constexpr int kOptionVariants[] = {kStepAlibi,
+                                   kStepSoftcapped,
+                                   kStepBiased,
+                                   kStepKeyBiased,
+                                   kStepIsMasked,
+                                   kStepDrops,
+                                   kStepBiased | kStepKeyBiased,
+                                   kStepDrops | kStepKeyBiased};
+
+/// What a call asks for.
+struct BackwardAsked {
+  bool softcap, alibi, drops;
+  bool bias, bias_of_keys;   // the same for all queries
+  bool mask_of_keys, masks;  // of keys alone; of pairs
+  bool bias_by_panels;       // of 16 bits, in pieces of 16 bytes: TMA brings it
+  bool bias_dtype_of_inputs;
+};
+
+constexpr int options_of(const BackwardAsked& call) {
+  int flags = 0;
+  if (call.drops) flags |= kStepDrops;
+  if (call.softcap) flags |= kStepSoftcapped;
+  if (call.bias && !call.bias_of_keys) flags |= kStepBiased;
+  if ((call.bias && call.bias_of_keys) || call.mask_of_keys) flags |= kStepKeyBiased;
+  if (call.alibi) flags |= kStepAlibi;
+  if (call.masks) flags |= kStepIsMasked;
+  return flags;
+}
+
+/// The options of the variant that serves a call: its own, or any; 0: it has none.
+constexpr int serving_options(const BackwardAsked& call) {
+  const bool simple_bias = !call.bias || call.bias_of_keys || (call.bias_by_panels && call.bias_dtype_of_inputs);
+  const int options = options_of(call);
+  if (options == 0) return 0;
+  for (const int own : kOptionVariants)
+    if (simple_bias && options == own) return own;
+  return kAnyOptions;
+}
+
+}  // namespace flash_ext::sm90

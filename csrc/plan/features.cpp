@@ -1,0 +1,72 @@
+#include "features.h"
+
+#include "decode.h"
+#include "kernels/common/dropout/philox.h"
+#include "lengths.h"
+#include "text.h"
+
+namespace flash_ext::plan {
+namespace {
+
+bool drops(const Problem& p) { return dropout_threshold(p.dropout_p) > 0; }
+
+bool has_wide_bias(const Problem& p) {
+  return p.has_bias && p.bias_dtype != DType::kFloat16 && p.bias_dtype != DType::kBFloat16;
+}
+
+bool asks_for_few_queries(const Problem& p) {
+  return p.operation == Operation::kDecode && p.device == Device::kCuda && !is_prefill(p);
+}
+
+struct FeatureRow {
+  Feature feature;
+  const char* words;
+  bool (*asked)(const Problem&);
+};
+
+constexpr FeatureRow kFeatures[] = {
+    {kBias, "bias", [](const Problem& p) { return p.has_bias; }},
+    {kWideBias, "bias of 32 bits or more", has_wide_bias},
+    {kMask, "mask", [](const Problem& p) { return p.has_mask; }},
+    {kBlockMask, "block mask", [](const Problem& p) { return p.has_block_mask; }},
+    {kDropout, "dropout", drops},
+    {kWideBiasBesideMasks, "bias of 32 bits or more beside masks or dropout",
+     [](const Problem& p) { return has_wide_bias(p) && (p.has_mask || p.has_block_mask || drops(p)); }},
+    {kSoftcap, "softcap", [](const Problem& p) { return p.softcap > 0; }},
+    {kAlibi, "ALiBi", [](const Problem& p) { return p.has_alibi; }},
+    {kNotPositiveScale, "softmax_scale", [](const Problem& p) { return p.softmax_scale <= 0; }},
+    {kOwnValueDim, "head_dim", [](const Problem& p) { return p.head_dim != p.head_dim_v; }},
+    {kStrideOfZero, "a stride of 0", [](const Problem& p) { return p.broadcast; }},
+    {kEmptyTensors, "empty tensors", has_empty_tensors},
+    {kTf32, "TF32", [](const Problem& p) { return p.dtype == DType::kFloat32 && p.allow_tf32; }},
+    {kDeterministic, "deterministic", [](const Problem& p) { return p.deterministic; }},
+    {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
+     [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
+    {kFewQueries, "so few queries", asks_for_few_queries},
+};
+
+}  // namespace
+
+unsigned features_of(const Problem& problem) {
+  unsigned found = 0;
+  for (const FeatureRow& row : kFeatures)
+    if (row.asked(problem)) found |= row.feature;
+  return found;
+}
+
+std::string words_of_all(unsigned features, const Problem& problem) {
+  std::string words;
+  for (const FeatureRow& row : kFeatures)
+    if ((features & row.feature) != 0) words += text(" ", words_of(row.feature, problem));
+  return words;
+}
+
+std::string words_of(Feature feature, const Problem& problem) {
+  if (feature == kNotPositiveScale) return text("softmax_scale ", problem.softmax_scale);
+  if (feature == kOwnValueDim) return text("head_dim ", problem.head_dim_v, " of v beside ", problem.head_dim);
+  for (const FeatureRow& row : kFeatures)
+    if (row.feature == feature) return row.words;
+  return "";
+}
+
+}  // namespace flash_ext::plan

@@ -1,0 +1,40 @@
+// What a call asks of a kernel beside products of q, k and v with a positive scale, within windows, packed or not, and
+// with sinks: those are served by every kernel.
+#pragma once
+
+#include <string>
+
+#include "problem.h"
+
+namespace flash_ext::plan {
+
+enum Feature : unsigned {
+  kBias = 1 << 0,
+  kWideBias = 1 << 1,  // of 32 bits or more
+  kMask = 1 << 2,
+  kBlockMask = 1 << 3,
+  kDropout = 1 << 4,
+  kWideBiasBesideMasks = 1 << 5,  // or beside dropout
+  kSoftcap = 1 << 6,
+  kAlibi = 1 << 7,
+  kNotPositiveScale = 1 << 8,
+  kOwnValueDim = 1 << 9,  // v has another head dim than q and k
+  kStrideOfZero = 1 << 10,
+  kEmptyTensors = 1 << 11,
+  kTf32 = 1 << 12,
+  kDeterministic = 1 << 13,
+  kFewQueries = 1 << 14,     // decode on CUDA: not enough of them to fill the tiles of a forward
+  kBiasOfOddRows = 1 << 15,  // that cannot be copied in pieces of 16 bytes
+  kAllFeatures = (1 << 16) - 1,
+};
+
+/// Those of a problem, as bits.
+unsigned features_of(const Problem& problem);
+
+/// One of them in words: "softmax_scale -1".
+std::string words_of(Feature feature, const Problem& problem);
+
+/// Several, each behind a space.
+std::string words_of_all(unsigned features, const Problem& problem);
+
+}  // namespace flash_ext::plan

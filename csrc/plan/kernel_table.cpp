@@ -1,0 +1,189 @@
+#include "kernel_table.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "cpu_tiles.h"
+#include "features.h"
+#include "names.h"
+#include "sm80_tiles.h"
+#include "sm90_tiles.h"
+#include "text.h"
+
+namespace flash_ext::plan {
+namespace {
+
+// ---- The table ------------------------------------------------------------------------------------------------------
+
+constexpr Architecture kHopper = {"Hopper", Device::kCuda, 90, false, "90a", "FLASH_EXT_HOPPER"};
+constexpr Architecture kAnyGpu = {"Ampere", Device::kCuda, 80, true, nullptr, nullptr};
+constexpr Architecture kAnyCpu = {"CPU", Device::kCpu, 0, true, nullptr, nullptr};
+
+template <class... Enum>
+constexpr unsigned bits(Enum... values) {
+  return ((1u << static_cast<unsigned>(values)) | ...);
+}
+
+constexpr unsigned kHalf = bits(DType::kFloat16, DType::kBFloat16), kFloat = bits(DType::kFloat32);
+constexpr unsigned kUpToFloat = kHalf | kFloat, kUpToDouble = kUpToFloat | bits(DType::kFloat64);
+
+constexpr unsigned kForward = bits(Task::kForward), kBackward = bits(Task::kBackward), kDecode = bits(Task::kDecode);
+constexpr unsigned kWeights = bits(Task::kWeights), kWeightsBackward = bits(Task::kWeightsBackward);
+constexpr unsigned kBiasGradient = bits(Task::kBiasGradient);
+
+// A kernel that takes no bias takes no wide one either: naming it once is enough.
+constexpr unsigned kOnlyWithBias = kWideBias | kWideBiasBesideMasks | kBiasOfOddRows;
+constexpr unsigned kNotByTma = kStrideOfZero | kEmptyTensors;
+constexpr unsigned kSm90F32 = kOnlyWithBias | kSoftcap | kAlibi | kNotPositiveScale | kOwnValueDim | kStrideOfZero;
+constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
+constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministic | kNotPositiveScale | kOwnValueDim | kNotByTma);
+constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
+
+constexpr char kWgmma[] = "wgmma, for compute capability 9.0";
+constexpr char kWgmmaAndTma[] = "wgmma and TMA, for compute capability 9.0";
+constexpr char kSixInBf16[] = "six in bfloat16", kThreeInTf32[] = "three in TF32";
+
+// Of one task the first row that fits is taken. Rows of one kernel differ in what wider heads leave room for.
+constexpr KernelRow kTable[] = {
+    {KernelId::kSm90Forward, "sm90/forward", &kHopper, kForward, kHalf, 256, kSm90Forward, kWgmmaAndTma,
+     choose_sm90_forward_tiles, nullptr, nullptr, false, true},
+    {KernelId::kSm90ForwardF32, "sm90/forward_f32", &kHopper, kForward, kFloat, 256, kSm90F32 | kDeterministic, kWgmma,
+     choose_sm90_forward_f32_tiles, nullptr, kSixInBf16, true},
+    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 64, kSm90Backward, kWgmmaAndTma,
+     choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
+    // Shared memory has no room for all of them; a bias of keys takes none, but strides are not looked at here.
+    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 128, kSm90Backward & ~kWideBiasBesideMasks,
+     kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
+    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 256, kOnlyWithBias, kWgmmaAndTma,
+     choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
+    {KernelId::kSm90BackwardF32, "sm90/backward_f32", &kHopper, kBackward, kFloat, 256, kSm90F32, kWgmma,
+     choose_sm90_backward_f32_tiles, sm90_backward_f32_tiles, kSixInBf16, true},
+    {KernelId::kSm90BiasGradient, "sm90/bias_gradient", &kHopper, kBiasGradient, kHalf, 128, kSm90BiasGradient, kWgmma,
+     nullptr, nullptr, nullptr, false, true},
+
+    // Parts of prompts fill the tiles of the forward, which reads caches too.
+    {KernelId::kSm80Forward, "sm80/forward", &kAnyGpu, kForward | kDecode, kUpToFloat, 256, kAllFeatures & ~kFewQueries,
+     nullptr, choose_sm80_forward_tiles, nullptr, kThreeInTf32, true},
+    {KernelId::kSm80Decode, "sm80/decode", &kAnyGpu, kDecode, kUpToFloat, 256, kAllFeatures, nullptr,
+     choose_sm80_decode_tiles, nullptr, kThreeInTf32},
+    {KernelId::kSm80Backward, "sm80/backward", &kAnyGpu, kBackward, kUpToFloat, 256, kAllFeatures, nullptr,
+     choose_sm80_backward_tiles, sm80_backward_tiles, kThreeInTf32, true},
+    {KernelId::kSm80Weights, "sm80/weights", &kAnyGpu, kWeights | kWeightsBackward, kUpToFloat, 256, kAllFeatures,
+     nullptr, leave_tiles_to_the_kernel, nullptr, kThreeInTf32},
+    {KernelId::kSm80BiasGradient, "sm80/bias_gradient", &kAnyGpu, kBiasGradient, kUpToFloat, 256, kAllFeatures, nullptr,
+     nullptr, nullptr},
+
+    {KernelId::kCpuForward, "cpu/forward", &kAnyCpu, kForward | kDecode, kUpToDouble, 256, kAllFeatures, nullptr,
+     choose_cpu_forward_tiles, nullptr},
+    {KernelId::kCpuBackward, "cpu/backward", &kAnyCpu, kBackward | kWeightsBackward, kUpToDouble, 256, kAllFeatures,
+     nullptr, choose_cpu_backward_tiles, nullptr},
+    {KernelId::kCpuWeights, "cpu/weights", &kAnyCpu, kWeights, kUpToDouble, 256, kAllFeatures, nullptr,
+     choose_cpu_forward_tiles, nullptr},
+};
+
+// ---- Which row fits -------------------------------------------------------------------------------------------------
+
+bool is_for(const Architecture& architecture, const Problem& p) {
+  if (architecture.device != p.device) return false;
+  return architecture.later_ones_too ? p.compute_capability >= architecture.compute_capability
+                                     : p.compute_capability == architecture.compute_capability;
+}
+
+bool is_there(const Architecture& architecture, const Problem& p) {
+  return architecture.later_ones_too || p.own_kernels;
+}
+
+bool has_task(const KernelRow& row, Task task) { return (row.tasks & bits(task)) != 0; }
+bool has_dtype(const KernelRow& row, const Problem& p) { return (row.dtypes & bits(p.dtype)) != 0; }
+bool has_head_dims(const KernelRow& row, const Problem& p) {
+  return std::max(p.head_dim, p.head_dim_v) <= row.most_head_dim;
+}
+
+bool fits(const KernelRow& row, const Problem& p, unsigned features) {
+  return is_there(*row.architecture, p) && has_dtype(row, p) && has_head_dims(row, p) && (features & ~row.takes) == 0;
+}
+
+// ---- Why one does not -----------------------------------------------------------------------------------------------
+
+/// The widest heads with which the kernel of a row does take a feature; 0 if it never does.
+int64_t most_head_dim_with(const KernelRow& row, unsigned feature) {
+  int64_t most = 0;
+  for (const KernelRow& other : kTable)
+    if (other.id == row.id && (other.takes & feature) != 0) most = std::max(most, other.most_head_dim);
+  return most;
+}
+
+/// "a mask, dropout beyond head_dim 128"
+std::string features_not_taken(const KernelRow& row, const Problem& p) {
+  std::string listed;
+  for (unsigned missing = features_of(p) & ~row.takes; missing != 0; missing &= missing - 1) {
+    const auto feature = static_cast<Feature>(missing & ~(missing - 1));
+    const int64_t most = most_head_dim_with(row, feature);
+    listed += text(listed.empty() ? "" : ", ", words_of(feature, p), most > 0 ? text(" beyond head_dim ", most) : "");
+  }
+  return listed;
+}
+
+/// The row of an architecture that comes closest to serving a problem: that of its dtype and head dims.
+const KernelRow* closest_row(const Architecture& architecture, const Problem& p, Task task) {
+  const KernelRow* closest = nullptr;
+  for (const KernelRow& row : kTable) {
+    if (row.architecture != &architecture || !has_task(row, task)) continue;
+    if (closest == nullptr || has_dtype(row, p)) closest = &row;
+    if (has_dtype(row, p) && has_head_dims(row, p)) return &row;
+  }
+  return closest;
+}
+
+std::string obstacle(const KernelRow& row, const Problem& p) {
+  if (!has_dtype(row, p)) return name_of(p.dtype);
+  return has_head_dims(row, p) ? features_not_taken(row, p) : text("head_dim beyond ", row.most_head_dim);
+}
+
+}  // namespace
+
+const KernelRow& choose_kernel(const Problem& problem, Task task) {
+  const unsigned features = features_of(problem);
+  for (const KernelRow& row : kTable)
+    if (has_task(row, task) && is_for(*row.architecture, problem) && fits(row, problem, features)) return row;
+  throw std::logic_error("a supported problem that no kernel serves");
+}
+
+std::string why_not_special(const Problem& problem, Task task, const KernelRow& chosen) {
+  for (const KernelRow& row : kTable) {
+    const Architecture& special = *row.architecture;
+    if (&special == chosen.architecture) break;
+    if (!has_task(row, task) || !is_for(special, problem)) continue;
+    if (!is_there(special, problem)) {
+      return text("kernels for ", special.family, " are not in this build (architecture ", special.target, "), or ",
+                  special.environment, "=0");
+    }
+    return text("the kernel for ", special.family, " does not serve ",
+                obstacle(*closest_row(special, problem, task), problem));
+  }
+  return "";
+}
+
+const KernelRow& row_of(KernelId id) {
+  for (const KernelRow& row : kTable)
+    if (row.id == id) return row;
+  throw std::logic_error("no kernel has this id");
+}
+
+const char* kernel_name(KernelId id) { return id == KernelId::kNone ? "" : row_of(id).name; }
+
+std::vector<const char*> kernel_names() {
+  std::vector<const char*> names;
+  for (const KernelRow& row : kTable)
+    if (&row_of(row.id) == &row) names.push_back(row.name);
+  return names;
+}
+
+int64_t first_compute_capability() {
+  int64_t first = kTable[0].architecture->compute_capability;
+  for (const KernelRow& row : kTable)
+    if (row.architecture->device == Device::kCuda) first = std::min(first, row.architecture->compute_capability);
+  return first;
+}
+
+}  // namespace flash_ext::plan

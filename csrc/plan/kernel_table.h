@@ -1,0 +1,91 @@
+// Which kernels there are and what each one serves. The first row that fits a problem is taken.
+//
+// A kernel for another architecture is one more row, an entry of KernelId, and a line of kArchitectures: nothing else
+// in this folder compares kernels or compute capabilities.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "problem.h"
+
+namespace flash_ext::plan {
+
+struct BackwardTiles;
+struct Draft;
+
+enum class KernelId {
+  kNone,
+  kCpuForward,
+  kCpuBackward,
+  kCpuWeights,
+  kSm80Forward,
+  kSm80Backward,
+  kSm80Decode,
+  kSm80Weights,
+  kSm80BiasGradient,
+  kSm90Forward,
+  kSm90ForwardF32,
+  kSm90Backward,
+  kSm90BackwardF32,
+  kSm90BiasGradient,
+};
+
+/// What a kernel is chosen for: an operation, or a part of one that has kernels of its own.
+enum class Task { kForward, kBackward, kWeights, kWeightsBackward, kDecode, kBiasGradient };
+
+constexpr Task task_of(Operation operation) { return static_cast<Task>(operation); }
+static_assert(task_of(Operation::kForward) == Task::kForward && task_of(Operation::kDecode) == Task::kDecode &&
+                  task_of(Operation::kWeightsBackward) == Task::kWeightsBackward,
+              "operations come first, in their order");
+
+struct Architecture {
+  const char* family;  // of GPUs: "Hopper"
+  Device device;
+  int64_t compute_capability;
+  bool later_ones_too;      // else its kernels run on that compute capability alone
+  const char* target;       // as FLASH_EXT_ARCHS names it
+  const char* environment;  // the variable that turns its kernels off
+};
+
+struct KernelRow {
+  KernelId id;
+  const char* name;  // path below csrc/kernels
+  const Architecture* architecture;
+  unsigned tasks;   // bits 1 << Task
+  unsigned dtypes;  // bits 1 << DType
+  int64_t most_head_dim;
+  unsigned takes;      // Features
+  const char* reason;  // to take it before those that follow; null where it is the only one
+
+  /// Fills in block_m, block_n and what depends on them.
+  void (*choose_tiles)(Draft&);
+  /// Backward on CUDA: what its tiles cost.
+  BackwardTiles (*backward_tiles)(const Problem&);
+
+  const char* float_products = nullptr;  // what stands for a product of float32
+  bool has_tf32_setting = false;         // torch's float32 matmul setting decides about products
+  bool reads_by_tma = false;             // tensors must be there and take steps: TMA knows no stride of 0
+};
+
+/// The first row that serves a task of a supported problem.
+const KernelRow& choose_kernel(const Problem& problem, Task task);
+
+/// Why no row of a more special architecture was taken instead: "the kernel for Hopper does not serve a mask"; empty
+/// where there is none.
+std::string why_not_special(const Problem& problem, Task task, const KernelRow& chosen);
+
+/// A row of a kernel that has an id; throws for kNone.
+const KernelRow& row_of(KernelId id);
+
+/// Path below csrc/kernels; empty for kNone.
+const char* kernel_name(KernelId id);
+
+/// All of them, each once.
+std::vector<const char*> kernel_names();
+
+/// The earliest GPUs that kernels run on.
+int64_t first_compute_capability();
+
+}  // namespace flash_ext::plan

@@ -1,0 +1,144 @@
+#include "sm80_tiles.h"
+
+#include "decode.h"
+#include "kernels/common/dropout/philox.h"
+#include "kernels/common/head_dim.h"
+#include "kernels/common/score/bias_view.h"
+#include "kernels/sm80/backward/shape.h"
+#include "kernels/sm80/forward/shape.h"
+#include "lengths.h"
+
+namespace flash_ext::plan {
+namespace {
+
+constexpr int64_t kFewRows = 16, kManyRows = 64;  // of a tile of decoding
+
+bool is_float(const Problem& p) { return p.dtype == DType::kFloat32; }
+
+sm80::ForwardVariant forward_variant(const Problem& p, int head_dim) {
+  const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
+  const sm80::ForwardVariant wanted =
+      sm80::variant_of({p.softmax_scale, p.softcap, p.has_alibi, dropout_threshold(p.dropout_p) > 0, p.has_mask,
+                        p.has_block_mask, p.paged, p.has_bias, pieces, p.dtype, p.bias_dtype});
+  return sm80::available_variant(wanted, is_float(p), head_dim);
+}
+
+const char* name_of(sm80::ForwardVariant variant) {
+  switch (variant) {
+    case sm80::ForwardVariant::kPlain:
+      return "scaled products";
+    case sm80::ForwardVariant::kComputes:
+      return "softcap, ALiBi, dropout and any scale";
+    case sm80::ForwardVariant::kReads:
+      return "all options and pages";
+    case sm80::ForwardVariant::kBias:
+      return "bias alone";
+    case sm80::ForwardVariant::kFloatBias:
+      return "float32 bias alone";
+    case sm80::ForwardVariant::kMask:
+      return "mask alone";
+    case sm80::ForwardVariant::kDrops:
+      return "dropout alone";
+  }
+  return "";
+}
+
+void explain_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::ForwardShape& shape, int head_dim) {
+  const Problem& p = draft.p;
+  const bool reads = variant == sm80::ForwardVariant::kReads;
+  const int bytes = sm80::forward_shared_bytes(shape, head_dim, is_float(p)) +
+                    (reads && p.has_block_mask ? sm80::block_mask_bytes(shape) : 0);
+  const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
+  const int available = static_cast<int>(p.shared_bytes_per_cta);
+  if (pieces && sm80::has_room_for_bias(shape, bytes, p.bias_dtype, available)) {
+    draft.because("bias: its tiles come to shared memory ahead of time");
+  } else {
+    draft.because("bias: read element by element, ",
+                  pieces ? "for want of shared memory" : "as its rows are not made of pieces of 16 bytes");
+  }
+}
+
+/// Where the shared memory is not known, as if there were enough of it.
+sm80::BackwardTiling backward_tiling(const Problem& p, int head_dim) {
+  const bool plain = p.softmax_scale > 0 && p.softcap == 0 && !p.has_alibi && !p.has_bias && !p.has_mask &&
+                     !p.has_block_mask && p.dropout_p == 0;
+  if (p.shared_bytes_per_cta == 0) return plain ? sm80::BackwardTiling::kPlain : sm80::BackwardTiling::kGeneral;
+  const sm80::BackwardShape general = sm80::backward_shape(head_dim, is_float(p), sm80::BackwardTiling::kGeneral);
+  const int64_t bias = p.has_bias ? bias_tile_bytes(p.bias_dtype, general.block_m, general.block_n) : 0;
+  return sm80::choose_backward_tiling(head_dim, is_float(p), plain, bias, p.shared_bytes_per_cta);
+}
+
+const char* name_of(sm80::BackwardTiling tiling) {
+  switch (tiling) {
+    case sm80::BackwardTiling::kPlain:
+      return "scaled products";
+    case sm80::BackwardTiling::kGeneral:
+      return "all options";
+    case sm80::BackwardTiling::kSmall:
+      return "all options in little shared memory";
+    case sm80::BackwardTiling::kSlabs:
+      return "all options in slabs of columns";
+  }
+  return "";
+}
+
+}  // namespace
+
+void leave_tiles_to_the_kernel(Draft&) {}
+
+void choose_sm80_forward_tiles(Draft& draft) {
+  const Problem& p = draft.p;
+  const int head_dim = kernel_head_dim(p.head_dim, p.head_dim_v);
+  const sm80::ForwardVariant variant = forward_variant(p, head_dim);
+  draft.take_variant(name_of(variant));
+  if (p.shared_bytes_per_cta == 0) return;
+  const bool small = sm80::takes_small_forward(head_dim, is_float(p), static_cast<int>(p.shared_bytes_per_cta),
+                                               static_cast<int>(p.shared_bytes_per_sm));
+  const sm80::ForwardShape shape = sm80::forward_shape(head_dim, is_float(p), variant, small);
+  draft.plan.block_m = shape.block_m();
+  draft.plan.block_n = shape.block_n;
+  draft.because("tile ", shape.block_m(), " x ", shape.block_n, ": ", shape.warps, " warps of ", shape.warp_rows,
+                " queries, for head dims up to ", head_dim,
+                small ? "; two CTAs share the memory of an SM" : "");
+  if (p.has_bias) explain_bias_tiles(draft, variant, shape, head_dim);
+}
+
+void choose_sm80_backward_tiles(Draft& draft) {
+  const Problem& p = draft.p;
+  const int head_dim = kernel_head_dim(p.head_dim, p.head_dim_v);
+  const sm80::BackwardTiling tiling = backward_tiling(p, head_dim);
+  draft.take_variant(name_of(tiling));
+  if (p.shared_bytes_per_cta == 0 || tiling == sm80::BackwardTiling::kSlabs) return;
+  const sm80::BackwardShape shape = sm80::backward_shape(head_dim, is_float(p), tiling);
+  draft.plan.block_m = shape.block_m;
+  draft.plan.block_n = shape.block_n;
+  draft.because("tile ", shape.block_m, " x ", shape.block_n, ": ", shape.warps, " warps, for head dims up to ",
+                head_dim, ", with ", p.shared_bytes_per_cta, " bytes of shared memory a CTA");
+}
+
+void choose_sm80_decode_tiles(Draft& draft) {
+  draft.plan.block_m = sm80_decode_rows(draft.p, draft.plan.head_group);
+  draft.because("tile ", draft.plan.block_m,
+                " rows: ", draft.p.batch_invariant ? "batch_invariant" : "by the number of queries");
+}
+
+int64_t sm80_decode_rows(const Problem& p, int64_t group) {
+  const bool few = typical_queries(p) * group <= kFewRows;
+  return few || p.batch_invariant || p.dtype == DType::kFloat32 ? kFewRows : kManyRows;
+}
+
+int64_t sm80_decode_ctas_per_sm(const Problem& p, int64_t rows) {
+  const bool wide = std::max(p.head_dim, p.head_dim_v) > 128, exact = p.dtype == DType::kFloat32;
+  if (wide || exact) return wide && exact ? 2 : 3;
+  return rows == kManyRows ? 2 : 1;
+}
+
+BackwardTiles sm80_backward_tiles(const Problem& p) {
+  const int head_dim = kernel_head_dim(p.head_dim, p.head_dim_v);
+  const sm80::BackwardShape shape = sm80::backward_shape(head_dim, is_float(p), backward_tiling(p, head_dim));
+  // mma.sync has about half of the rate of wgmma, and in float a fifth of that.
+  const double step = static_cast<double>(shape.block_m * shape.block_n * head_dim) / (is_float(p) ? 25 : 128);
+  return {shape.block_m, shape.block_n, head_dim, step, 10000, 1, false};
+}
+
+}  // namespace flash_ext::plan

@@ -1,0 +1,214 @@
+#include "sm90_tiles.h"
+
+#include "features.h"
+#include "kernels/common/dropout/philox.h"
+#include "kernels/common/mask/tile_range.h"
+#include "kernels/sm90/backward/shape.h"
+#include "kernels/sm90/backward/variant.h"
+#include "kernels/sm90/backward_f32/shape.h"
+#include "kernels/sm90/forward/shape.h"
+#include "kernels/sm90/forward/split_kv.h"
+#include "kernels/sm90/forward_f32/shape.h"
+#include "lengths.h"
+
+namespace flash_ext::plan {
+namespace {
+
+/// Keys of the tiles that a warpgroup visits, on average over some of them; sequences of the typical length.
+double keys_visited(const Problem& p, int64_t block_n) {
+  constexpr int64_t kRows = sm90::kWarpgroupRows, kMostGroups = 8;
+  const int64_t queries = typical_queries(p), keys = typical_keys(p);
+  const Window window = make_window(p.window_left, p.window_right, p.top_left, queries, keys);
+  const int64_t groups = ceil_div(queries, kRows), step = ceil_div(groups, kMostGroups);
+  int64_t tiles = 0, looked_at = 0;
+  for (int64_t group = 0; group < groups; group += step, ++looked_at) {
+    const int64_t first = group * kRows, end = std::min(first + kRows, queries);
+    const TileRange range = tile_range(first, end, keys, window, block_n);
+    tiles += range.end - range.begin;
+  }
+  return static_cast<double>(tiles * block_n) / static_cast<double>(looked_at);
+}
+
+bool has_score_options(const Problem& p) { return sm90::has_score_options(p.softcap, p.has_alibi, p.softmax_scale); }
+
+/// By what a warpgroup's tile costs, in keys: those that it visits, and the latency of the first step and the last.
+/// Both factors are H200's at 512 to 16384 keys.
+sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
+  constexpr double kEnds = 1.25;  // in tiles
+  const Problem& p = draft.p;
+  const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardKeys::kMany);
+  const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardKeys::kFew);
+  if (!sm90::has_two_shapes(dims)) return many;
+  if (has_score_options(p)) return many;
+  const double many_keys = keys_visited(p, many.block_n), few_keys = keys_visited(p, few.block_n);
+  const bool fewer = sm90::few_keys_cost(dims) * few_keys + kEnds * few.block_n < many_keys + kEnds * many.block_n;
+  const sm90::ForwardShape chosen = fewer ? few : many;
+  draft.because("tiles of ", chosen.block_n, " keys: a warpgroup visits ", few_keys, " in tiles of ", few.block_n,
+                " and ", many_keys, " in tiles of ", many.block_n,
+                "; few cost more each, but less at both ends of a sequence");
+  return chosen;
+}
+
+constexpr unsigned kNeedsOptionsVariant = kBias | kMask | kBlockMask | kDropout;
+
+const char* name_of(sm90::ForwardVariant variant) {
+  switch (variant) {
+    case sm90::ForwardVariant::kPlain:
+      return "scaled products";
+    case sm90::ForwardVariant::kScoreOptions:
+      return "softcap, ALiBi and any scale";
+    case sm90::ForwardVariant::kBias:
+      return "bias alone";
+    case sm90::ForwardVariant::kMask:
+      return "masks alone";
+    case sm90::ForwardVariant::kGeneral:
+      return "all options but dropout";
+    case sm90::ForwardVariant::kDropout:
+      return "all options";
+  }
+  return "";
+}
+
+/// The variant with bias, masks or dropout.
+sm90::ForwardVariant choose_options_variant(Draft& draft, unsigned features) {
+  const Problem& p = draft.p;
+  const bool scales_first = sm90::scales_first(p.softcap, p.has_alibi, p.softmax_scale);
+  const bool masked = (features & (kMask | kBlockMask)) != 0;
+  draft.because("variant of the kernel with", draft.explain ? words_of_all(features & kNeedsOptionsVariant, p) : "",
+                ": measured faster than sm80/forward");
+  if ((features & kBiasOfOddRows) != 0) draft.because("bias is copied first, to rows made of pieces of 16 bytes");
+  return sm90::forward_variant({(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked, scales_first});
+}
+
+/// What the variant of the backward that serves a problem is for.
+const char* backward_variant(const Problem& p) {
+  if (p.head_dim > sm90::kMaxNarrowHeadDim) return "wide heads";
+  const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
+  const bool key_padding = p.mask_per_key && !p.has_block_mask;
+  const bool drops = dropout_threshold(p.dropout_p) > 0;
+  const sm90::BackwardAsked asked = {p.softcap > 0,
+                                     p.has_alibi,
+                                     drops,
+                                     p.has_bias,
+                                     p.has_bias && p.bias_per_key,
+                                     p.has_mask && key_padding,
+                                     (p.has_mask || p.has_block_mask) && !key_padding,
+                                     pieces && p.bias_dtype != DType::kFloat32,
+                                     p.bias_dtype == p.dtype};
+  switch (sm90::serving_options(asked)) {
+    case 0:
+      return "scaled products";
+    case sm90::kStepAlibi:
+      return "ALiBi alone";
+    case sm90::kStepSoftcapped:
+      return "softcap alone";
+    case sm90::kStepBiased:
+      return "bias alone";
+    case sm90::kStepKeyBiased:
+      return "per-key bias or key-padding mask alone";
+    case sm90::kStepIsMasked:
+      return "masks alone";
+    case sm90::kStepDrops:
+      return "dropout alone";
+    case sm90::kStepBiased | sm90::kStepKeyBiased:
+      return "bias and key-padding mask alone";
+    case sm90::kStepDrops | sm90::kStepKeyBiased:
+      return "dropout and key-padding mask alone";
+    default:
+      return "all options";
+  }
+}
+
+void take_score_variant(Draft& draft) {
+  draft.take_variant(
+      name_of(has_score_options(draft.p) ? sm90::ForwardVariant::kScoreOptions : sm90::ForwardVariant::kPlain));
+}
+
+}  // namespace
+
+namespace {
+
+/// Of the variant for scaled products.
+void split_tail_wave(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
+  const Problem& p = draft.p;
+  const bool window = p.window_left >= 0 || p.window_right >= 0;
+  const sm90::SplitKvCall call = {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q, !has_score_options(p),
+                                  window,     !p.varlen};
+  const sm90::SplitKv split = sm90::split_forward(call, shape, dims, p.num_workers);
+  if (split.work_tiles == 0) return;
+  draft.plan.tail_wave = {split.work_tiles, split.parts};
+  draft.because("tail wave: the last ", split.work_tiles, " work tiles, behind ", split.unsplit, " on ", p.num_workers,
+                " SMs, are split along the keys into ", split.parts, " parts each, which are merged afterwards");
+}
+
+}  // namespace
+
+void choose_sm90_forward_tiles(Draft& draft) {
+  const Problem& p = draft.p;
+  const unsigned features = features_of(p);
+  const bool options = (features & kNeedsOptionsVariant) != 0;
+  const sm90::HeadDims dims = sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
+  sm90::ForwardShape shape;
+  if (options) {
+    const sm90::ForwardVariant variant = choose_options_variant(draft, features);
+    draft.take_variant(name_of(variant));
+    shape = sm90::forward_options_shape(dims, variant);
+  } else {
+    take_score_variant(draft);
+    shape = choose_forward_shape(draft, dims);
+  }
+  draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
+  draft.plan.block_n = shape.block_n;
+  if (!options) split_tail_wave(draft, dims, shape);
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
+                sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
+                dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+}
+
+void choose_sm90_forward_f32_tiles(Draft& draft) {
+  const int head_dim = sm90::forward_f32_head_dim(draft.p.head_dim, draft.p.head_dim_v);
+  take_score_variant(draft);
+  const sm90::ForwardF32Shape shape = sm90::forward_f32_shape(head_dim);
+  draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
+  draft.plan.block_n = shape.keys;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
+                sm90::kWarpgroupRows, " queries, for head dims up to ", head_dim);
+}
+
+void choose_sm90_backward_tiles(Draft& draft) {
+  const int head_dim = sm90::backward_head_dim(draft.p.head_dim);
+  const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
+  const bool wide = head_dim > sm90::kMaxNarrowHeadDim;
+  draft.take_variant(backward_variant(draft.p));
+  draft.plan.block_m = sm90::kBackwardBlockM;
+  draft.plan.block_n = sm90::kWarpgroupRows * shape.groups;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
+                wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kWarpgroupRows, " keys", wide ? " each" : "",
+                ", for head dims up to ", head_dim);
+}
+
+void choose_sm90_backward_f32_tiles(Draft& draft) {
+  const int head_dim = sm90::backward_f32_head_dim(draft.p.head_dim, draft.p.head_dim_v);
+  take_score_variant(draft);
+  draft.plan.block_m = sm90::kBackwardF32BlockM;
+  draft.plan.block_n = sm90::kBackwardF32BlockN;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": three warpgroups share its products, ",
+                sm90::backward_f32_blocks(head_dim) > 1 ? "two CTAs of a cluster its columns, " : "",
+                "for head dims up to ", head_dim);
+}
+
+BackwardTiles sm90_backward_tiles(const Problem& p) {
+  const int head_dim = sm90::backward_head_dim(p.head_dim);
+  const int64_t block_n = sm90::kWarpgroupRows * sm90::backward_shape(head_dim).groups;
+  const double step = head_dim == 64 ? 3670 : head_dim == 128 ? 4170 : head_dim == 192 ? 3700 : 4800;
+  return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1};
+}
+
+BackwardTiles sm90_backward_f32_tiles(const Problem& p) {
+  const int head_dim = sm90::backward_f32_head_dim(p.head_dim, p.head_dim_v);
+  const double step = head_dim == 64 ? 5200 : head_dim == 128 ? 9800 : head_dim == 192 ? 9600 : 10900;
+  return {sm90::kBackwardF32BlockM,           sm90::kBackwardF32BlockN, head_dim, step, 6000,
+          sm90::backward_f32_blocks(head_dim)};
+}
+
+}  // namespace flash_ext::plan

@@ -1,0 +1,17 @@
+// Tiles of the kernels for Hopper.
+#pragma once
+
+#include "backward_schedule.h"
+#include "draft.h"
+
+namespace flash_ext::plan {
+
+void choose_sm90_forward_tiles(Draft& draft);
+void choose_sm90_forward_f32_tiles(Draft& draft);
+void choose_sm90_backward_tiles(Draft& draft);
+void choose_sm90_backward_f32_tiles(Draft& draft);
+
+BackwardTiles sm90_backward_tiles(const Problem& p);
+BackwardTiles sm90_backward_f32_tiles(const Problem& p);
+
+}  // namespace flash_ext::plan
