@@ -91,6 +91,14 @@ def test_attention(dtype: torch.dtype, head_dim: int, head_dim_v: int, option: s
     assert kernels_of(backward) == expected
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_strides_of_zero(which: str) -> None:
+    call = make_call(2, 256, 256, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    setattr(call, which, getattr(call, which)[:1].expand(2, -1, -1, -1))
+    explained = flash_ext.explain(call.q, call.k, call.v)
+    assert kernels_of(lambda: flash_ext.attention(call.q, call.k, call.v)) == {explained.plan.kernel}
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 4, 64, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_decode(dtype: torch.dtype, seqlen_q: int) -> None:
