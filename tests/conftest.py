@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import shlex
 import zlib
+from typing import Any
 
 import hypothesis
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 SEED_VARIABLE = "FLASH_EXT_TEST_SEED"
 SLOW_VARIABLE = "FLASH_EXT_SLOW_TESTS"
+REQUIRE_CUDA_VARIABLE = "FLASH_EXT_REQUIRE_CUDA"
 
 hypothesis.settings.register_profile("quick", max_examples=40, deadline=None)
 hypothesis.settings.register_profile("long", max_examples=1500, deadline=None)
@@ -29,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(2**31)))
     if run_slow(config):
         os.environ[SLOW_VARIABLE] = "1"
+    if os.environ.get(REQUIRE_CUDA_VARIABLE, "0") == "1":
+        require_cuda()
     hypothesis.settings.load_profile("long" if run_slow(config) else "quick")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
@@ -37,6 +42,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def run_slow(config: pytest.Config) -> bool:
     return config.getoption("--run-slow") or os.environ.get(SLOW_VARIABLE, "0") == "1"
+
+
+def require_cuda() -> None:
+    """A run that is meant for a GPU does not pass by leaving out all that needs one."""
+    if devices("attention_forward") != ["cpu", "cuda"]:
+        raise pytest.UsageError(
+            f"{REQUIRE_CUDA_VARIABLE}=1, but there is no GPU (torch.cuda.is_available() is "
+            f"{torch.cuda.is_available()}) or the build has no CUDA kernels"
+        )
 
 
 def fill_fresh_memory_with_garbage() -> None:
@@ -74,3 +88,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Every run draws other numbers; the same seed and test draw the same."""
     torch.manual_seed(int(os.environ[SEED_VARIABLE]) ^ zlib.crc32(item.nodeid.encode()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """A test that fails says how to run it again, with the numbers and problems that it drew."""
+    report = yield
+    if report.failed:
+        report.sections.append(("again", replay_command(item)))
+    return report
+
+
+def replay_command(item: pytest.Item) -> str:
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("FLASH_EXT_")}
+    return (
+        f"{' '.join(f'{name}={value}' for name, value in settings.items())} python -m pytest {shlex.quote(item.nodeid)}"
+    )

@@ -8,6 +8,7 @@ original ones it is the "same mathematics in low precision" that the error bound
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -236,11 +237,25 @@ def varlen_attention(
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf)
+    for rows_q, rows_k, local in sequences(cu_seqlens_q, cu_seqlens_k, options, seqused_q, seqused_k, q.device):
+        o, row_lse, _ = attention(q[rows_q][None], k[rows_k][None], v[rows_k][None], local)
+        out = out.index_copy(0, rows_q, o[0].to(out.dtype))
+        lse = lse.index_copy(1, rows_q, row_lse[0].to(lse.dtype))
+    return out, lse
+
+
+def sequences(
+    cu_seqlens_q: list[int],
+    cu_seqlens_k: list[int],
+    options: Options,
+    seqused_q: list[int] | None,
+    seqused_k: list[int] | None,
+    device: torch.device,
+) -> Iterator[tuple[Tensor, Tensor, Options]]:
+    """(rows of its queries, rows of its keys, options cut to its lengths) of each sequence that has queries."""
     for b in range(len(cu_seqlens_q) - 1):
         len_q = seqused_q[b] if seqused_q is not None else cu_seqlens_q[b + 1] - cu_seqlens_q[b]
         len_k = seqused_k[b] if seqused_k is not None else cu_seqlens_k[b + 1] - cu_seqlens_k[b]
-        rows_q = torch.arange(cu_seqlens_q[b], cu_seqlens_q[b] + len_q, device=q.device)
-        rows_k = torch.arange(cu_seqlens_k[b], cu_seqlens_k[b] + len_k, device=q.device)
         if len_q == 0:
             continue
 
@@ -257,10 +272,34 @@ def varlen_attention(
         local = replace(
             options, bias=cut(options.bias), mask=cut(options.mask), keep=cut(options.keep), alibi_slopes=slopes
         )
-        o, row_lse, _ = attention(q[rows_q][None], k[rows_k][None], v[rows_k][None], local)
-        out = out.index_copy(0, rows_q, o[0].to(out.dtype))
-        lse = lse.index_copy(1, rows_q, row_lse[0].to(lse.dtype))
-    return out, lse
+        rows_q = torch.arange(cu_seqlens_q[b], cu_seqlens_q[b] + len_q, device=device)
+        rows_k = torch.arange(cu_seqlens_k[b], cu_seqlens_k[b] + len_k, device=device)
+        yield rows_q, rows_k, local
+
+
+def largest_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options = Options()) -> Tensor:
+    """The largest weight of each row before dropout, (batch, heads_q, seqlen_q); 0 where nothing is visible."""
+    if k.shape[1] == 0:
+        return torch.zeros_like(lse)
+    largest, _ = scores(q, k, options)[0].max(-1)
+    return torch.where(torch.isneginf(lse), 0, torch.exp(largest - lse))
+
+
+def varlen_largest_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: list[int],
+    cu_seqlens_k: list[int],
+    options: Options = Options(),
+    seqused_q: list[int] | None = None,
+    seqused_k: list[int] | None = None,
+) -> Tensor:
+    """The same of packed sequences, (hq, total_q)."""
+    largest = torch.zeros_like(lse)
+    for rows_q, rows_k, local in sequences(cu_seqlens_q, cu_seqlens_k, options, seqused_q, seqused_k, q.device):
+        largest[:, rows_q] = largest_weights(q[rows_q][None], k[rows_k][None], lse[:, rows_q][None], local)[0]
+    return largest
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

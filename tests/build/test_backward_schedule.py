@@ -129,6 +129,7 @@ def test_every_tile_of_scores_is_some_ctas() -> None:
         block_m, block_n = tiles_of(p)
         found: list[tuple[int, int, int, int]] = []
         for batch, first_head, heads, key_tile, begin, end, _ in _plan.backward_ctas(p):
+            assert heads > 0
             found += [(batch, first_head + h, m, key_tile) for h in range(heads) for m in range(begin, end)]
         rows = _plan.key_tiles(
             p.seqlen_q, p.seqlen_k, (p.window_left, p.window_right), p.top_left, block_m=block_m, block_n=block_n

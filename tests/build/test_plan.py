@@ -14,7 +14,7 @@ from flash_ext import _plan, planning
 
 WINDOWS = [(-1, -1), (-1, 0), (0, -1), (0, 0), (3, 0), (0, 5), (7, 7), (-1, 4), (4, -1), (40, 1), (1000, 1000)]
 LENGTHS = [(1, 1), (1, 37), (37, 1), (13, 13), (5, 29), (29, 5), (32, 64), (31, 33), (0, 9), (9, 0)]
-HUGE = 2**62
+HUGE = 2**63 - 1
 
 
 def plan(**fields: Any) -> _plan.Plan:
@@ -137,6 +137,26 @@ def test_reasons_name_the_argument_and_what_came(fields: dict[str, Any], named: 
     assert named in reason and came in reason
 
 
+HOPPER: dict[str, Any] = dict(device="cuda", dtype="bfloat16", compute_capability=90, num_workers=132)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "fields"),
+    [
+        ("batch", 65535, {}),
+        ("seqlen_q", 65535 * 32, {}),
+        ("seqlen_q", 2**29, {"total_q": 5, "varlen": True}),
+        ("seqlen_k", 2**29, {}),
+    ],
+    ids=str,
+)
+def test_the_largest_sizes_on_cuda(name: str, most: int, fields: dict[str, Any]) -> None:
+    """What a grid and 32 bits can count to; packed, the grid is as long as the rows that there are."""
+    assert _plan.supports(_plan.Problem(**HOPPER, **fields, **{name: most})) == (True, "")
+    reason = refusal(**HOPPER, **fields, **{name: most + 1})
+    assert reason == f"{name} on CUDA must be at most {most}, got {most + 1}"
+
+
 # --- mask classes --------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +208,7 @@ def check_mask_class(window: tuple[int, int], lengths: tuple[int, int], top_left
         ({"seqlen_q": 1, "window_right": 0}, "full"),
         # ... unless only the device knows the lengths.
         ({"window_left": 16, "window_right": 16, "varlen": True}, "general"),
+        ({"window_left": 16, "varlen": True}, "general"),
         ({"seqlen_q": 1, "window_right": 0, "varlen": True}, "causal"),
     ],
     ids=str,
@@ -586,9 +607,11 @@ def test_the_backward_of_float32_in_one_order() -> None:
         ({"head_dim": 136, "head_dim_v": 136, "softcap": 3.0}, "softcap beyond head_dim 128"),
         ({"head_dim": 136, "head_dim_v": 136, "has_alibi": True}, "ALiBi beyond head_dim 128"),
         ({"head_dim": 136, "head_dim_v": 136, "has_mask": True}, "mask beyond head_dim 128"),
+        ({"head_dim": 136, "head_dim_v": 136, "has_block_mask": True}, "block mask beyond head_dim 128"),
         ({"head_dim": 136, "head_dim_v": 136, "dropout_p": 0.1}, "dropout beyond head_dim 128"),
         ({"deterministic": True}, "deterministic"),
         ({"softmax_scale": -1.0}, "softmax_scale -1"),
+        ({"softmax_scale": 0.0}, "softmax_scale 0"),
         ({"head_dim_v": 64}, "head_dim 64 of v beside 128"),
         ({"head_dim": 136, "head_dim_v": 136}, ""),
         ({"head_dim": 256, "head_dim_v": 256}, ""),
@@ -626,11 +649,13 @@ def test_the_backward_with_a_bias_beside_masks(
         ({"window_left": 9, "softcap": 3.0, "has_alibi": True, "varlen": True}, ""),
         ({"dtype": "float32"}, "float32"),
         ({"has_mask": True}, "mask"),
+        ({"has_block_mask": True}, "block mask"),
         ({"dropout_p": 0.1}, "dropout"),
         ({"head_dim": 136}, "head_dim"),
         ({"bias_in_pieces": False}, "a bias whose rows are not made of pieces of 16 bytes"),
         ({"bias_dtype": "float64"}, "a bias whose rows are not made of pieces of 16 bytes"),
         ({"deterministic": True, "head_dim_v": 64}, ""),
+        ({"head_dim_v": 136}, "head_dim"),
     ],
 )
 def test_the_kernel_of_the_gradient_of_bias(fields: dict[str, Any], obstacle: str) -> None:

@@ -111,6 +111,14 @@ def test_gradient_of_bias(in_pieces: bool, deterministic: bool) -> None:
         assert explained.bias_kernel == ("sm90/bias_gradient" if in_pieces else "sm80/bias_gradient")
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_strides_of_zero(which: str) -> None:
+    call = make_call(2, 256, 256, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+    setattr(call, which, getattr(call, which)[:1].expand(2, -1, -1, -1))
+    explained = flash_ext.explain(call.q, call.k, call.v)
+    assert kernels_of(lambda: flash_ext.attention(call.q, call.k, call.v)) == {explained.plan.kernel}
+
+
 @pytest.mark.parametrize("seqlen_q", [1, 4, 64, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_decode(dtype: torch.dtype, seqlen_q: int) -> None:

@@ -148,6 +148,22 @@ def test_packed_queries(device: str, num_splits: int, page_size: int | None) -> 
     assert_decode_matches(call if page_size is None else paged(call, page_size), num_splits=num_splits)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", ["heads first", "gaps"])
+def test_strided_queries(device: str, layout: str, packed: bool) -> None:
+    """Rows of another order, and rows with gaps of NaN between them."""
+    call = make_decode(3, 5, device=device, cache_seqlens=int32([75, 2, 40], device), window_right=0)
+    call = packed_queries(call, [4, 0, 9]) if packed else call
+    if layout == "heads first":
+        call.q = call.q.transpose(-3, -2).contiguous().transpose(-3, -2)
+    else:
+        wide = call.q.new_full((*call.q.shape[:-1], 2 * call.q.shape[-1]), torch.nan)
+        wide[..., : call.q.shape[-1]] = call.q
+        call.q = wide[..., : call.q.shape[-1]]
+    assert not call.q.is_contiguous()
+    assert_decode_matches(call)
+
+
 def test_strided_queries_and_caches(device: str) -> None:
     call = make_decode(seqlen_q=3, device=device, cache_seqlens=int32([75, 2, 40], device), window_right=0)
     call.q = call.q.transpose(1, 2).contiguous().transpose(1, 2)

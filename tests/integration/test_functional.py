@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import _plan
+from flash_ext import _plan, functional
+from flash_ext.ops import DecodeOptions, ScoreOptions
 from tests import reference
 from tests.oracle import cumulative, int32, random, values_are_checked
 
@@ -38,6 +39,56 @@ def test_window_of_any_integers(device: str) -> None:
     expected = flash_ext.attention(*tensors, window_size=(3, 1))
     pair = torch.tensor([3, 1]).numpy()
     assert torch.equal(flash_ext.attention(*tensors, window_size=tuple(pair)), expected)
+
+
+def test_causal_does_not_hide_a_wrong_window(device: str) -> None:
+    """Its right side is 0 then, whatever was given; what was given is looked at all the same."""
+    with pytest.raises(RuntimeError, match=r"window_size\[1\] must be >= -1"):
+        flash_ext.attention(*qkv(device), causal=True, window_size=(3, -5))
+
+
+def tensor_or_number(name: str, device: str) -> Any:
+    """A value of an option that is not its default."""
+    if name in ("rotary_interleaved", "batch_invariant", "top_left"):
+        return True
+    if name in ("softmax_scale", "softcap", "dropout_p"):
+        return 0.5
+    if name in ("num_splits", "window_left", "window_right", "max_seqlen_q", "max_seqlen_k"):
+        return 3
+    return torch.ones(2, device=device)
+
+
+def fields_of(options: type, without: set[str]) -> list[str]:
+    return [name for name in options._fields if name not in without]  # type: ignore[attr-defined]
+
+
+# Given in other words, or only beside other options; allow_tf32 is torch's own setting.
+OF_ATTENTION = fields_of(ScoreOptions, {"window_left", "window_right", "max_seqlen_q", "max_seqlen_k", "allow_tf32"})
+OF_ATTENTION = [name for name in OF_ATTENTION if not name.startswith("block_")]
+OF_DECODE = fields_of(DecodeOptions, {"window_left", "window_right", "max_seqlen_q", "allow_tf32"})
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [*(("attention", name) for name in OF_ATTENTION), *(("decode", name) for name in OF_DECODE)],
+    ids=str,
+)
+def test_an_option_alone_reaches_the_operator(
+    function: str, name: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Options at the end of the list are left out where all of them have their defaults, and nowhere else."""
+    sent: list[tuple[Any, ...]] = []
+
+    def call(op: Any, *arguments: Any) -> tuple[None, None]:
+        sent.append(arguments[3:])
+        return None, None
+
+    monkeypatch.setattr(functional, "call", call)
+    value = tensor_or_number(name, device)
+    q, k, v = qkv(device)
+    getattr(flash_ext, function)(q, k, v, **{name: value})
+    options = (ScoreOptions if function == "attention" else DecodeOptions)(*sent[0])
+    assert getattr(options, name) is value
 
 
 @pytest.mark.parametrize("given", [(None, None), (5, 7)], ids=str)
@@ -216,6 +267,14 @@ def test_merge_of_parts_that_do_not_fit(device: str) -> None:
 
 
 @pytest.mark.op("attention_decode")
+@pytest.mark.parametrize("given", ["k", "v"])
+def test_decode_appends_keys_and_values_together(device: str, given: str) -> None:
+    q, k, v = qkv(device)
+    missing = "v" if given == "k" else "k"
+    with pytest.raises(ValueError, match=f"must be given together, got only {given}"):
+        flash_ext.decode(q[:, :1], k, v, **{given: (k if given == "k" else v)[:, :1]}, **{missing: None})
+
+
 def test_decode_of_packed_queries(device: str) -> None:
     q = random(5, 4, 16, device=device)
     caches = [random(2, 32, 2, 16, device=device) for _ in range(2)]

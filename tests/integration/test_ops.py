@@ -567,6 +567,33 @@ def test_expanded_and_strided_output_gradients(device: str) -> None:
     assert_all_equal(torch.autograd.grad(out, (q, k, v), turned), expected)
 
 
+class Arguments(torch.utils._python_dispatch.TorchDispatchMode):
+    """What an operator is called with."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op = op
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self.op:
+            self.seen.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_that_do_not_come_are_none(device: str) -> None:
+    """Not zeros, which would be read and multiplied; v then gets none either."""
+    q, k, v = (t.requires_grad_() for t in qkv(device))
+    need_dv = 10
+    for name in ("out", "lse"):
+        out, lse = flash_ext.attention(q, k, v, return_lse=True)
+        with Arguments(OPS.attention_backward.default) as arguments:
+            (out if name == "out" else lse).sum().backward()
+        (seen,) = arguments.seen
+        assert (seen[0] is None, seen[1] is None) == (name == "lse", name == "out")
+        assert seen[need_dv] is (name == "out")
+
+
 def test_deterministic_reaches_the_backward(device: str) -> None:
     q, k, v = qkv(device)
     seen = []
@@ -671,6 +698,9 @@ def test_alibi_slopes_refuse_a_gradient(device: str) -> None:
     q, k, v = qkv(device)
     with pytest.raises(RuntimeError, match="alibi_slopes has no gradient"):
         flash_ext.attention(q, k, v, alibi_slopes=torch.rand(4, device=device).requires_grad_())
+    lse = flash_ext.attention(q, k, v, return_lse=True)[1].detach()
+    with pytest.raises(RuntimeError, match="alibi_slopes has no gradient"):
+        flash_ext.attention_weights(q, k, lse, alibi_slopes=torch.rand(4, device=device).requires_grad_())
 
 
 @pytest.mark.op("attention_decode")

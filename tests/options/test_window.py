@@ -49,7 +49,7 @@ def test_windows_across_tiles(
     assert_matches_oracle(call)
 
 
-@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**40, 2**62])
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1])
 def test_huge_windows_see_everything(device: str, size: int) -> None:
     call = make_call(device=device)
     assert torch.equal(run_library(call.with_options(window_size=(size, size)))["out"], run_library(call)["out"])

@@ -1,0 +1,291 @@
+"""Plants bugs one at a time and sees that the tests catch them.
+
+    python tools/mutants.py                 # all bugs of Python, plan, api and CPU kernels
+    python tools/mutants.py --quick         # ten that take seconds each
+    python tools/mutants.py --cuda          # those of the CUDA kernels, on a machine with a GPU
+    python tools/mutants.py --only softcap  # whose file or text matches a regular expression
+    python tools/mutants.py --list          # whether each can still be planted; nothing is run
+
+Each bug is planted in a copy of the tree, never in the checkout. What depends on it is compiled anew, without
+optimisation that takes long, and linked with the checkout's other objects: build in the tree first. Then the tests
+that are expected to catch it run.
+
+The lists are in tools/planted. "= file" names the file of the bugs that follow. Of each bug, lines that begin with "- "
+are the text as it is, those with "+ " the text with the bug, and "? " the arguments of pytest; "! " says that it is
+one of the quick ones, and "* " which of the CUDA objects that see the file are compiled, as a regular expression. A bug
+that changes no result that the contract speaks of does not belong there.
+
+Fails where a bug survives, where its text is gone from the sources (then the list
+has to follow), where it does not compile, and where its tests do not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from build_support import toolchain  # noqa: E402
+
+TEST_SECONDS = 300  # a bug that makes a test wait for ever is caught, too
+NINJA = toolchain.ninja()
+
+
+@dataclass(frozen=True)
+class Bug:
+    file: str
+    before: str
+    after: str
+    tests: str  # arguments of pytest
+    quick: bool = False
+    objects: str = ""  # CUDA: which of the objects that see the file are compiled, as a regular expression
+
+    @property
+    def name(self) -> str:
+        change = " ".join(self.before.split()), " ".join(self.after.split())
+        return f"{self.file}: {change[0][:70]} -> {change[1][:70]}"
+
+    def obstacle(self) -> str:
+        """Why it cannot be planted; empty if it can."""
+        path = ROOT / self.file
+        if not path.exists():
+            return "no such file"
+        count = path.read_text().count(self.before)
+        return "" if count == 1 else f"its text is there {count} times, expected once"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    bug: Bug
+    outcome: str  # "killed", or what is wrong
+    by: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "killed"
+
+
+# ---- What is built from what ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Build:
+    """The checkout's build folder, as ninja knows it."""
+
+    folder: Path
+    commands: dict[str, str] = field(default_factory=dict)  # of each object and library
+    sources: dict[str, set[str]] = field(default_factory=dict)  # that an object depends on, relative to the checkout
+
+    @classmethod
+    def of_checkout(cls) -> Build:
+        folders = sorted((ROOT / "build").glob(f"temp.*{sys.implementation.cache_tag}"))
+        if not folders:
+            raise SystemExit("mutants: no build in this tree: run python setup.py build_ext --inplace")
+        build = cls(folders[0])
+        pending = build._ninja("-n").stdout
+        if "no work to do" not in pending:
+            raise SystemExit("mutants: the build is older than the sources: run python setup.py build_ext --inplace")
+        rules = ("cxx", "link", "nvcc", "nvcc_cxx", "nvcc_link")
+        for entry in json.loads(build._ninja("-t", "compdb", *rules).stdout):
+            build.commands[entry["output"]] = entry["command"]
+        build._read_dependencies(build._ninja("-t", "deps").stdout)
+        return build
+
+    def _ninja(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [NINJA, "-f", str(self.folder / "build.ninja"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True)
+
+    def _read_dependencies(self, text: str) -> None:
+        target = ""
+        for line in text.splitlines():
+            if line.startswith(" "):
+                path = ROOT / line.strip()  # ccache makes them relative
+                if path.is_relative_to(ROOT):
+                    self.sources[target].add(path.relative_to(ROOT).as_posix())
+            elif line:
+                target = line.partition(": #deps")[0]
+                self.sources[target] = set()
+
+    def objects_of(self, bug: Bug) -> list[str]:
+        """Those that see the file. Of the CPU kernels' instruction sets one will do: tests run that one."""
+        seen = [name for name, sources in self.sources.items() if bug.file in sources and name in self.commands]
+        if bug.objects:
+            return [name for name in seen if re.search(bug.objects, name)]
+        host = [name for name in seen if "/libflash_ext_cuda/" not in name]
+        return [name for name in host if "/isa_" not in name or f"/isa_{isa()}." in name]
+
+    def libraries_of(self, objects: Iterable[str]) -> list[str]:
+        wanted = set(objects)
+        return [name for name, command in self.commands.items() if name.endswith(".so") and wanted & {*command.split()}]
+
+
+def isa() -> str:
+    """Of the CPU kernels. AVX2 compiles quickly, and most machines have it."""
+    flags = Path("/proc/cpuinfo")
+    return "avx2" if flags.exists() and " avx2 " in flags.read_text() else "baseline"
+
+
+# ---- A copy of the tree ---------------------------------------------------------------------------------------------
+
+
+class Copy:
+    """A copy of the tree with what is built, in which bugs are planted one after the other."""
+
+    def __init__(self, root: Path, build: Build | None) -> None:
+        self.root, self.build = root, build
+        listed = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        built = [path for name in ("*.so", "lib/*.so", "_build_info.json") for path in (ROOT / "flash_ext").glob(name)]
+        for path in [*(ROOT / name for name in listed.stdout.split("\0") if name), *built]:
+            if path.is_file():
+                self._copy(path)
+        if build is not None:
+            shutil.copytree(ROOT / "build", root / "build", dirs_exist_ok=True)
+
+    def _copy(self, path: Path) -> None:
+        target = self.root / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+
+    def try_out(self, bug: Bug) -> Verdict:
+        start = time.monotonic()
+        path = self.root / bug.file
+        path.write_text((ROOT / bug.file).read_text().replace(bug.before, bug.after))
+        changed = [ROOT / bug.file]
+        try:
+            if bug.file.startswith("csrc/"):
+                assert self.build is not None
+                objects = self.build.objects_of(bug)
+                outputs = [*objects, *self.build.libraries_of(objects)]
+                changed += map(Path, outputs)
+                if error := self._compile(outputs):
+                    return Verdict(bug, "does not build", error, time.monotonic() - start)
+            outcome, by = self._test(bug.tests)
+            return Verdict(bug, outcome, by, time.monotonic() - start)
+        finally:
+            for original in changed:
+                self._copy(original)
+
+    def _compile(self, outputs: list[str]) -> str:
+        """The compiler's first complaint, or nothing."""
+        assert self.build is not None
+        if not outputs:
+            return "nothing is built of that file"
+        for output in outputs:
+            command = self.build.commands[output].replace(str(ROOT), str(self.root)).replace(" -O3 ", " -O1 ")
+            result = subprocess.run(command, shell=True, cwd=self.root, capture_output=True, text=True)
+            if result.returncode:
+                errors = [line for line in result.stderr.splitlines() if "error" in line]
+                return errors[0] if errors else f"exit status {result.returncode}"
+        return ""
+
+    def _test(self, tests: str) -> tuple[str, str]:
+        """(outcome, which test)."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "-p", "no:cacheprovider", *shlex.split(tests)]
+        settings = {
+            "OMP_NUM_THREADS": "1",
+            "FLASH_EXT_CPU_ISA": isa(),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(self.root / ".hypothesis"),
+        }
+        try:
+            result = subprocess.run(
+                command,
+                cwd=self.root,
+                env={**os.environ, **settings},
+                capture_output=True,
+                text=True,
+                timeout=TEST_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return "killed", f"still running after {TEST_SECONDS} s"
+        if result.returncode == 0:
+            return "SURVIVED", tests
+        if result.returncode in (3, 4, 5):  # pytest's own errors: it ran no test
+            return "has no tests", tests
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+        return "killed", failed[0] if failed else f"exit status {result.returncode}"
+
+
+# ---- All of them ----------------------------------------------------------------------------------------------------
+
+
+def planted(arguments: argparse.Namespace) -> list[Bug]:
+    names = ("cuda",) if arguments.cuda else ("python", "plan", "common", "api", "cpu")
+    bugs = [bug for name in names for bug in read_list(ROOT / "tools" / "planted" / f"{name}.txt")]
+    bugs = [bug for bug in bugs if bug.quick or not arguments.quick]
+    return [bug for bug in bugs if re.search(arguments.only, f"{bug.file}: {bug.before} -> {bug.after}")]
+
+
+def read_list(path: Path) -> Iterator[Bug]:
+    file = ""
+    for paragraph in path.read_text().split("\n\n"):
+        lines: dict[str, list[str]] = {mark: [] for mark in "=-+?!*"}
+        for line in paragraph.strip("\n").splitlines():
+            lines[line[0]].append(line[2:])
+        file = lines["="][0] if lines["="] else file
+        if lines["-"]:
+            before, after, objects = ("\n".join(lines[mark]) for mark in "-+*")
+            yield Bug(file, before, after, " ".join(lines["?"] + lines["!"]), bool(lines["!"]), objects)
+
+
+def try_all(bugs: list[Bug], jobs: int) -> Iterator[Verdict]:
+    build = Build.of_checkout() if any(bug.file.startswith("csrc/") for bug in bugs) else None
+    with tempfile.TemporaryDirectory(prefix="mutants.") as folder, ThreadPoolExecutor(jobs) as pool:
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for n in range(jobs):
+            copies.put(Copy(Path(folder) / str(n), build))
+
+        def one(bug: Bug) -> Verdict:
+            copy = copies.get()
+            try:
+                return copy.try_out(bug)
+            finally:
+                copies.put(copy)
+
+        yield from pool.map(one, bugs)
+
+
+def report(verdict: Verdict) -> None:
+    print(f"{verdict.outcome:>14} {verdict.seconds:5.0f} s  {verdict.bug.name}\n{'':>24}{verdict.by}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="ten that take seconds each")
+    parser.add_argument("--cuda", action="store_true", help="those of the CUDA kernels, where there is a GPU")
+    parser.add_argument("--only", metavar="PATTERN", default="", help="regular expression over file and text")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="copies of the tree to work in")
+    parser.add_argument("--list", action="store_true", help="say whether each can be planted, and run nothing")
+    arguments = parser.parse_args()
+    bugs = planted(arguments)
+    wrong = [Verdict(bug, "does not apply", obstacle) for bug in bugs if (obstacle := bug.obstacle())]
+    for verdict in wrong:
+        report(verdict)
+    bugs = [bug for bug in bugs if not bug.obstacle()]
+    if not arguments.list:
+        for verdict in try_all(bugs, arguments.jobs):
+            report(verdict)
+            wrong += [] if verdict.ok else [verdict]
+    print(f"{len(bugs)} bugs, {len(wrong)} of them not killed" if not arguments.list else f"{len(bugs)} bugs apply")
+    return 1 if wrong or not bugs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Calls of every CUDA kernel on small tensors, for tools/sanitize.sh: python tools/sanitized_calls.py [PATTERN]."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import flash_ext
+from tests.decode_oracle import make_decode, packed_queries, paged
+from tests.oracle import int32, make_call, make_varlen_call, random, random_rng, run_library
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = ((64, 64), (128, 128), (192, 192), (256, 256), (40, 88), (192, 128))
+LENGTHS = (170, 300)  # more than a tile, and no whole number of them
+
+Options = Callable[[torch.dtype], dict[str, Any]]
+
+
+def scores(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return random(*shape, dtype=dtype, device="cuda")
+
+
+OPTIONS: dict[str, Options] = {
+    "plain": lambda dtype: {},
+    "causal": lambda dtype: {"causal": True},
+    "window": lambda dtype: {"window_size": (70, 5), "top_left": True},
+    "deterministic": lambda dtype: {"deterministic": True, "causal": True},
+    "softcap": lambda dtype: {"softcap": 5.0},
+    "alibi": lambda dtype: {"alibi_slopes": torch.rand(2, 4, device="cuda")},
+    "negative scale": lambda dtype: {"softmax_scale": -0.1},
+    "sink": lambda dtype: {"sink": scores(4)},
+    "bias": lambda dtype: {"bias": scores(2, 4, *LENGTHS, dtype=dtype)},
+    "float32 bias of keys": lambda dtype: {"bias": scores(2, 1, 1, LENGTHS[1])},
+    "mask": lambda dtype: {"mask": torch.rand(1, 4, *LENGTHS, device="cuda") < 0.6},
+    "block mask": lambda dtype: {
+        "block_mask": flash_ext.BlockMask.sliding_window(*LENGTHS, (90, 20), block_size=(64, 64), device="cuda")
+    },
+    "dropout": lambda dtype: {"dropout_p": 0.3, "rng_state": random_rng("cuda")},
+    "lengths": lambda dtype: {"seqused_q": int32([100, 0], "cuda"), "seqused_k": int32([1, 300], "cuda")},
+    "all": lambda dtype: {
+        "bias": scores(1, 4, *LENGTHS, dtype=dtype), "mask": torch.rand(2, 1, *LENGTHS, device="cuda") < 0.6,
+        "softcap": 5.0, "sink": scores(4), "causal": True, "dropout_p": 0.3, "rng_state": random_rng("cuda"),
+    },
+}  # fmt: skip
+
+
+def attention_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Forward and backward."""
+    for dtype, dims, name in itertools.product(DTYPES, HEAD_DIMS, OPTIONS):
+
+        def run(dtype: torch.dtype = dtype, dims: tuple[int, int] = dims, name: str = name) -> object:
+            options = OPTIONS[name](dtype)
+            call = make_call(2, *LENGTHS, 4, 2, *dims, dtype=dtype, device="cuda", **options).with_random_gradients()
+            return run_library(call, tuple(call.inputs()))
+
+        yield f"attention {name} {dtype} {dims}", run
+
+
+def packed_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    for dtype, dims, causal in itertools.product(DTYPES, HEAD_DIMS, (False, True)):
+
+        def run(dtype: torch.dtype = dtype, dims: tuple[int, int] = dims, causal: bool = causal) -> object:
+            call = make_varlen_call(
+                [130, 0, 64, 1], [70, 9, 257, 1], "cuda", heads_q=4, heads_kv=2, head_dim=dims[0], head_dim_v=dims[1],
+                dtype=dtype, causal=causal, spare=3,
+            )  # fmt: skip
+            return run_library(call.with_random_gradients(), ("q", "k", "v"))
+
+        yield f"packed causal={causal} {dtype} {dims}", run
+
+
+def wild_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Lengths and indices that make no sense are clamped."""
+
+    def wild(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
+
+    for dtype in DTYPES:
+
+        def lengths(dtype: torch.dtype = dtype) -> object:
+            call = make_varlen_call([130, 0, 64], [70, 9, 257], "cuda", head_dim=64, dtype=dtype)
+            call = call.with_options(cu_seqlens_q=wild(4), cu_seqlens_k=wild(4)).with_random_gradients()
+            return run_library(call, ("q", "k", "v"))
+
+        def blocks(dtype: torch.dtype = dtype) -> object:
+            mask = OPTIONS["block mask"](dtype)["block_mask"]
+            offsets, indices, ids = (wild(*t.shape) for t in mask.tensors[:3])
+            mask = flash_ext.BlockMask(offsets, indices, ids, mask.bitmaps, *LENGTHS)
+            call = make_call(2, *LENGTHS, 4, 2, 64, dtype=dtype, device="cuda", block_mask=mask)
+            return run_library(call.with_random_gradients(), ("q", "k", "v"))
+
+        def cache(dtype: torch.dtype = dtype) -> object:
+            call = make_decode(2, 1, 75, seqlen_new=2, dtype=dtype, device="cuda", cache_seqlens=int32([7, 5], "cuda"))
+            call = paged(call, 16)
+            return call.run(block_table=wild(2, 5), cache_seqlens=wild(2), cache_leftpad=wild(2), num_splits=2)
+
+        yield from ((f"wild {f.__name__} {dtype}", f) for f in (lengths, blocks, cache))
+
+
+def decode_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    for dtype, dims, queries, pages in itertools.product(DTYPES, HEAD_DIMS, (1, 5, 70), (None, 16)):
+
+        def run(dtype: torch.dtype = dtype, dims: tuple[int, int] = dims, n: int = queries, pages: Any = pages) -> None:
+            call = make_decode(
+                2, n, 500, 8, 2, *dims, seqlen_new=2, dtype=dtype, device="cuda", window_right=0,
+                cache_seqlens=int32([498, 3], "cuda"), sink=scores(8),
+            )  # fmt: skip
+            angles = torch.rand(600, 8, device="cuda")
+            call.options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
+            call = call if pages is None else paged(call, pages)
+            for num_splits, batch_invariant in ((1, False), (4, False), (0, True)):
+                call.run(num_splits=num_splits, batch_invariant=batch_invariant)
+            packed_queries(call, [n, 0]).run(num_splits=3)
+
+        yield f"decode {dtype} {dims} queries={queries} pages={pages}", run
+
+
+def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    for dtype in DTYPES:
+
+        def weights(dtype: torch.dtype = dtype) -> object:
+            call = make_call(2, *LENGTHS, 4, 2, 64, dtype=dtype, device="cuda", causal=True)
+            leaves = [t.requires_grad_() for t in (call.q, call.k, run_library(call)["lse"])]
+            return torch.autograd.grad(flash_ext.attention_weights(*leaves, causal=True).sum(), leaves)
+
+        def merge(dtype: torch.dtype = dtype) -> object:
+            leaves = [random(3, 2, 70, 4, 72, dtype=dtype, device="cuda"), scores(3, 2, 4, 70)]
+            wanted = [t.requires_grad_() for t in leaves]
+            return torch.autograd.grad(flash_ext.merge(*wanted)[0].sum(), wanted)
+
+        def add_layer_norm(dtype: torch.dtype = dtype) -> object:
+            x = random(70, 200, dtype=dtype, device="cuda")
+            return torch.ops.flash_ext.add_layer_norm(x, x, x[0], x[0], 1e-5, True)
+
+        yield from ((f"{f.__name__} {dtype}", f) for f in (weights, merge, add_layer_norm))
+    yield "dropout_mask", lambda: torch.ops.flash_ext.dropout_mask(random_rng("cuda"), 0.5, 2, 3, 65, 130)
+
+
+def main() -> int:
+    pattern = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
+    count = 0
+    for calls in (attention_calls, packed_calls, wild_calls, decode_calls, other_calls):
+        for name, run in calls():
+            if pattern.search(name):
+                print(name, flush=True)
+                run()
+                torch.cuda.synchronize()
+                count += 1
+    print(f"{count} calls")
+    return 0 if count else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
