@@ -17,6 +17,7 @@
 #include "kernels/sm90/bias_gradient/shape.h"
 #include "kernels/sm90/forward/shape.h"
 #include "kernels/sm90/forward_f32/shape.h"
+#include "key_splits.h"
 #include "text.h"
 
 namespace flash_ext::plan {
@@ -489,6 +490,7 @@ class Planner {
       plan_.block_n = shape.block_n;
       because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kWarpgroupRows,
               " queries, for head dims up to ", dims.qk, dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+      if (!general) choose_key_splits(dims, shape);
       return;
     }
     if (plan_.kernel == "sm90/forward_f32") {
@@ -535,20 +537,49 @@ class Planner {
     }
   }
 
+  /// Where the host knows all lengths, and for the plain variant: others have no registers left for parts.
+  void choose_key_splits(const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
+    if (p_.varlen || sm90::has_score_options(p_.softcap, p_.has_alibi, p_.softmax_scale)) return;
+    const KeySplitsPlan chosen = plan_key_splits(p_, dims, shape, explain_);
+    plan_.key_splits = chosen.splits;
+    if (!chosen.reason.empty()) because(chosen.reason);
+  }
+
   /// By what a warpgroup's tile costs, in keys: those that it visits, and the latency of the first step and the last.
   /// Both factors are H200's at 512 to 16384 keys.
   sm90::ForwardShape choose_hopper_shape(const sm90::HeadDims& dims) {
     constexpr double kEnds = 1.25;  // in tiles
-    const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardKeys::kMany);
-    const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardKeys::kFew);
-    if (!sm90::has_two_shapes(dims)) return many;
+    const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardTiles::kManyKeys);
+    const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewKeys);
     if (sm90::has_score_options(p_.softcap, p_.has_alibi, p_.softmax_scale)) return many;
+    if (has_few_queries(dims, many)) return few_queries_shape(dims);
+    if (!sm90::has_tiles(dims, sm90::ForwardTiles::kFewKeys)) return many;
     const double many_keys = hopper_keys(many.block_n), few_keys = hopper_keys(few.block_n);
     const bool fewer = sm90::few_keys_cost(dims) * few_keys + kEnds * few.block_n < many_keys + kEnds * many.block_n;
     const sm90::ForwardShape chosen = fewer ? few : many;
     because("tiles of ", chosen.block_n, " keys: a warpgroup visits ", few_keys, " in tiles of ", few.block_n, " and ",
             many_keys, " in tiles of ", many.block_n, "; few cost more each, but less at both ends of a sequence");
     return chosen;
+  }
+
+  /// Whether tiles of many queries would leave too many warpgroups without rows. Measured on H200.
+  bool has_few_queries(const sm90::HeadDims& dims, const sm90::ForwardShape& many) const {
+    if (!sm90::has_tiles(dims, sm90::ForwardTiles::kFewQueries)) return false;
+    const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewQueries);
+    const int64_t queries = typical_queries(p_), keys = typical_keys(p_);
+    const auto rows_of = [&](const sm90::ForwardShape& shape) {
+      const int64_t block_m = shape.groups * sm90::kWarpgroupRows;
+      return static_cast<double>(ceil_div(queries, block_m) * block_m);
+    };
+    constexpr double kFewerRows = 0.8;
+    return rows_of(few) <= kFewerRows * rows_of(many) && std::max(queries, keys) <= sm90::most_of_few_queries(dims);
+  }
+
+  sm90::ForwardShape few_queries_shape(const sm90::HeadDims& dims) {
+    const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewQueries);
+    because(few.ctas_per_sm, " CTAs on an SM: sequences of ", typical_queries(p_),
+            " queries would leave warpgroups of a large one without rows");
+    return few;
   }
 
   /// Keys of the tiles that a warpgroup visits, on average over some of them; sequences of the typical length.

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/sm90/forward/key_splits.h"
 #include "problem.h"
 
 namespace flash_ext::plan {
@@ -26,6 +27,7 @@ struct Plan {
   int64_t split_size = 0;    // > 0: keys per range, whatever the length; then num_splits is how many fit at most
   int64_t num_chunks = 1;    // backward: key ranges per head worked on independently
   KeyTileSchedule schedule;  // backward on CUDA
+  sm90::KeySplits key_splits;  // forward on Hopper
   std::vector<std::string> reasons;  // where asked for
 };
 

@@ -157,17 +157,27 @@ class ForwardScoresConsumer : public ForwardConsumer<Config> {
   bool small_scores_;  // all scores of this work tile so far, as far as is known; and softcap alone goes before them
 };
 
+template <ForwardTiles kTiles>
+using TilesOf = std::integral_constant<ForwardTiles, kTiles>;
+
 template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>
-void run_forward(const ForwardParams& p, [[maybe_unused]] int64_t block_n, void* workspace, cudaStream_t stream) {
+void run_forward(const ForwardParams& p, [[maybe_unused]] int64_t block_n, const KeySplits& splits, void* workspace,
+                 cudaStream_t stream) {
   if (has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale))
     return launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kScoreOptions>>(p, workspace,
                                                                                                       stream);
-  using Plain = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain>;
-  if constexpr (has_two_shapes({kHeadDim, kHeadDimV})) {
-    using ForFewKeys = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain, ForwardKeys::kFew>;
-    if (block_n == ForFewKeys::kBlockN) return launch_forward<ForFewKeys>(p, workspace, stream);
-  }
-  launch_forward<Plain>(p, workspace, stream);
+  const auto launch_plain = [&](auto tiles) {
+    constexpr ForwardTiles kTiles = decltype(tiles)::value;
+    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain, kTiles>;
+    const bool chosen = p.block_m == Config::kBlockM && block_n == Config::kBlockN;
+    if (chosen) launch_forward<Config>(p, splits, workspace, stream);
+    return chosen;
+  };
+  if constexpr (has_tiles({kHeadDim, kHeadDimV}, ForwardTiles::kFewKeys))
+    if (launch_plain(TilesOf<ForwardTiles::kFewKeys>())) return;
+  if constexpr (has_tiles({kHeadDim, kHeadDimV}, ForwardTiles::kFewQueries))
+    if (launch_plain(TilesOf<ForwardTiles::kFewQueries>())) return;
+  launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain>>(p, splits, workspace, stream);
 }
 
 }  // namespace flash_ext::sm90
