@@ -34,9 +34,8 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
   if (call.plan.kernel == "sm90/forward") {
     const int64_t block_n = call.plan.block_n;
     const sm90::KeySplits& splits = call.plan.key_splits;
-    return with_workspace(sm90::forward_workspace_bytes(call.params, block_n, splits), [&](void* workspace) {
-      sm90::forward(call.params, block_n, splits, workspace, stream);
-    });
+    return with_workspace(sm90::forward_workspace_bytes(call.params, block_n, splits),
+                          [&](void* workspace) { sm90::forward(call.params, block_n, splits, workspace, stream); });
   }
   if (call.plan.kernel == "sm90/forward_f32") {
     return with_workspace(sm90::forward_f32_workspace_bytes(call.params),

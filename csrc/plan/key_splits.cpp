@@ -13,17 +13,17 @@ namespace {
 using sm90::KeySplits;
 
 // Cycles of an H200. A call that leaves few SMs idle runs at the power limit: SMs that wait save watts for the others.
-constexpr double kEnds = 4500;                   // of a query tile or a part, beside its key tiles
-constexpr double kCombine = 2000;                // of a call whose parts are added up,
-constexpr double kCombinedBytes = 1000;          // a clock, of parts that are written and read
-constexpr double kLoadedFrom = 0.7;              // of all cycles of all SMs; from there on idle SMs are worth less,
-constexpr double kMoreOfLoaded = 20000;          // by so much where none is idle
-constexpr double kShareOfAnyRows = 0.2;          // of a tile's cycles, which warpgroups without rows do not save
-constexpr int64_t kMostParts = 16;               // of a query tile
-constexpr int64_t kMostShortParts = 3;           // of a query tile
-constexpr int64_t kMostTurns = 16;               // short parts that one CTA takes
-constexpr int64_t kFewestKeyTiles = 4;           // of a part
-constexpr double kWorthLeavingWhole = 0.85;      // of the cycles of other tiles
+constexpr double kEnds = 4500;               // of a query tile or a part, beside its key tiles
+constexpr double kCombine = 2000;            // of a call whose parts are added up,
+constexpr double kCombinedBytes = 1000;      // a clock, of parts that are written and read
+constexpr double kLoadedFrom = 0.7;          // of all cycles of all SMs; from there on idle SMs are worth less,
+constexpr double kMoreOfLoaded = 20000;      // by so much where none is idle
+constexpr double kShareOfAnyRows = 0.2;      // of a tile's cycles, which warpgroups without rows do not save
+constexpr int64_t kMostParts = 16;           // of a query tile
+constexpr int64_t kMostShortParts = 3;       // of a query tile
+constexpr int64_t kMostTurns = 16;           // short parts that one CTA takes
+constexpr int64_t kFewestKeyTiles = 4;       // of a part
+constexpr double kWorthLeavingWhole = 0.85;  // of the cycles of other tiles
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -81,7 +81,8 @@ class KeySplitsPlanner {
     take_tail(makespan, 0, tail_ - rest(), 1.0);
     const int64_t split_end = tail_ - splits.whole_behind;
     const double one = KeySplits::kWholeShare, short_share = splits.short_share / one;
-    const double long_share = splits.long_parts > 0 ? (1.0 - splits.short_parts * short_share) / splits.long_parts : 1.0;
+    const double long_share =
+        splits.long_parts > 0 ? (1.0 - splits.short_parts * short_share) / splits.long_parts : 1.0;
     for (int part = 0; part < std::max(splits.long_parts, 1); ++part)
       take_tail(makespan, tail_ - rest(), split_end, long_share);
     take_tail(makespan, split_end, tail_, 1.0);
@@ -118,8 +119,8 @@ class KeySplitsPlanner {
   }
 
   double combine_cycles() const {
-    const double whole_waves = static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) *
-                               (rows_.front().cycles + kEnds);
+    const double whole_waves =
+        static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEnds);
     const double loaded = (whole_waves + least_end()) / (whole_waves + end({}));
     return kCombine + kMoreOfLoaded * std::max(loaded - kLoadedFrom, 0.0) / (1.0 - kLoadedFrom);
   }
@@ -216,10 +217,10 @@ KeySplitsPlan plan_key_splits(const Problem& problem, const sm90::HeadDims& dims
   const KeySplits splits = planner.choose();
   if (!explain || splits.tiles == 0) return {splits, ""};
   const int64_t share = splits.short_parts > 0 ? KeySplits::kWholeShare / std::max(splits.short_share, 1) : 0;
-  return {splits, text("split-KV: ", planner.all_tiles(), " query tiles on ", planner.ctas(), " CTAs; the keys of ",
-                       splits.tiles, " are split into ", splits.long_parts, " long part", splits.long_parts == 1 ? "" : "s",
-                       splits.short_parts == 0 ? text("")
-                                               : text(" and ", splits.short_parts, " of 1/", share, " of them"))};
+  return {splits,
+          text("split-KV: ", planner.all_tiles(), " query tiles on ", planner.ctas(), " CTAs; the keys of ",
+               splits.tiles, " are split into ", splits.long_parts, " long part", splits.long_parts == 1 ? "" : "s",
+               splits.short_parts == 0 ? text("") : text(" and ", splits.short_parts, " of 1/", share, " of them"))};
 }
 
 }  // namespace flash_ext::plan

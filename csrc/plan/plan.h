@@ -20,13 +20,13 @@ struct Plan {
   std::string kernel;       // path below csrc/kernels: "cpu/forward"
   std::string bias_kernel;  // backward on CUDA: what the gradient of bias takes beside it, if it is wanted
   MaskClass mask_class = MaskClass::kFull;
-  int64_t block_m = 0;       // query rows per tile, those of a head group together
-  int64_t block_n = 0;       // keys per tile; 0, and 0 rows: as the kernel's own configuration has it
-  int64_t head_group = 1;    // heads with the same key head whose rows share a tile
-  int64_t num_splits = 1;    // key ranges with results of their own, merged afterwards
-  int64_t split_size = 0;    // > 0: keys per range, whatever the length; then num_splits is how many fit at most
-  int64_t num_chunks = 1;    // backward: key ranges per head worked on independently
-  KeyTileSchedule schedule;  // backward on CUDA
+  int64_t block_m = 0;         // query rows per tile, those of a head group together
+  int64_t block_n = 0;         // keys per tile; 0, and 0 rows: as the kernel's own configuration has it
+  int64_t head_group = 1;      // heads with the same key head whose rows share a tile
+  int64_t num_splits = 1;      // key ranges with results of their own, merged afterwards
+  int64_t split_size = 0;      // > 0: keys per range, whatever the length; then num_splits is how many fit at most
+  int64_t num_chunks = 1;      // backward: key ranges per head worked on independently
+  KeyTileSchedule schedule;    // backward on CUDA
   sm90::KeySplits key_splits;  // forward on Hopper
   std::vector<std::string> reasons;  // where asked for
 };

@@ -46,7 +46,9 @@ struct SplitKvSchedule : ForwardSchedule {
 
   int64_t positions = work_tiles + splits.more_positions();
   uint32_t long_positions = splits.long_parts * splits.tiles;
-  int32_t long_share = splits.long_parts == 0 ? 0 : (KeySplits::kWholeShare - splits.short_parts * splits.short_share) / splits.long_parts;
+  int32_t long_share = splits.long_parts == 0
+                           ? 0
+                           : (KeySplits::kWholeShare - splits.short_parts * splits.short_share) / splits.long_parts;
 
   FLASH_EXT_HOST_DEVICE int64_t size() const { return positions; }
   __device__ __forceinline__ int64_t next(int64_t position) const {
@@ -99,7 +101,8 @@ struct SplitKvSchedule : ForwardSchedule {
   __device__ __forceinline__ int begin_of(int part, const TileSpan& tiles) const {
     const int behind = splits.parts() - part;  // parts
     if (behind == 0) return tiles.end;
-    const uint32_t share = part < splits.short_parts ? part * splits.short_share : KeySplits::kWholeShare - behind * long_share;
+    const uint32_t share =
+        part < splits.short_parts ? part * splits.short_share : KeySplits::kWholeShare - behind * long_share;
     return tiles.begin + static_cast<int>(__umulhi(tiles.end - tiles.begin, share << 16));
   }
 };

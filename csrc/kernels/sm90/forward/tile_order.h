@@ -16,7 +16,8 @@ constexpr int64_t last_section(int64_t heads, int64_t head_group, int64_t tiles_
                                bool all_see_all) {
   constexpr int64_t kTailWaves = 2;
   const int64_t tail_tiles = kTailWaves * ctas;
-  const int64_t tail_heads = all_see_all ? tail_tiles / tiles_of_head : (tail_tiles + tiles_of_head - 1) / tiles_of_head;
+  const int64_t tail_heads =
+      all_see_all ? tail_tiles / tiles_of_head : (tail_tiles + tiles_of_head - 1) / tiles_of_head;
   return std::max<int64_t>(heads - tail_heads, 0) / head_group * head_group;
 }
 

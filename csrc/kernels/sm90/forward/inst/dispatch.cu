@@ -62,8 +62,8 @@ void forward(const ForwardParams& params, int64_t block_n, const KeySplits& spli
              cudaStream_t stream) {
   if (!has_forward_options(params)) {
     return with_forward_types(params, [&](auto element, auto head_dim, auto head_dim_v) {
-      run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, splits, workspace,
-                                                                                             stream);
+      run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, splits,
+                                                                                             workspace, stream);
     });
   }
   char* const memory = static_cast<char*>(workspace);
