@@ -14,10 +14,9 @@ using sm90::KeySplits;
 
 // Cycles of an H200. A call that leaves few SMs idle runs at the power limit: SMs that wait save watts for the others.
 constexpr double kEnds = 4500;               // of a query tile or a part, beside its key tiles
-constexpr double kCombine = 2000;            // of a call whose parts are added up,
 constexpr double kCombinedBytes = 1000;      // a clock, of parts that are written and read
-constexpr double kLoadedFrom = 0.7;          // of all cycles of all SMs; from there on idle SMs are worth less,
-constexpr double kMoreOfLoaded = 20000;      // by so much where none is idle
+constexpr double kLoadedFrom = 0.75;         // of all cycles of all SMs; from there on idle SMs are worth less,
+constexpr double kSavedByIdle = 32000;       // by so much where none is idle
 constexpr double kShareOfAnyRows = 0.2;      // of a tile's cycles, which warpgroups without rows do not save
 constexpr int64_t kMostParts = 16;           // of a query tile
 constexpr int64_t kMostShortParts = 3;       // of a query tile
@@ -94,7 +93,7 @@ class KeySplitsPlanner {
   KeySplits choose() const {
     KeySplits best;
     if (rest() == 0) return best;
-    double best_end = end(best) - combine_cycles();  // and the bytes of parts
+    double best_end = end(best) - loaded_cycles();  // and the bytes of parts
     if (best_end <= least_end()) return best;
     for (const int64_t behind : {int64_t{0}, cheap_tiles()})
       for_each_split(behind, [&](const KeySplits& splits) {
@@ -118,11 +117,11 @@ class KeySplitsPlanner {
     return cycles / static_cast<double>(ctas_);
   }
 
-  double combine_cycles() const {
+  double loaded_cycles() const {
     const double whole_waves =
         static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEnds);
     const double loaded = (whole_waves + least_end()) / (whole_waves + end({}));
-    return kCombine + kMoreOfLoaded * std::max(loaded - kLoadedFrom, 0.0) / (1.0 - kLoadedFrom);
+    return kSavedByIdle * std::max(loaded - kLoadedFrom, 0.0) / (1.0 - kLoadedFrom);
   }
 
   double cycles_of_tile(int64_t tile) const {

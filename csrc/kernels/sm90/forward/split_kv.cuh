@@ -100,6 +100,7 @@ struct SplitKvSchedule : ForwardSchedule {
   /// Of a part, the one of the first keys being 0.
   __device__ __forceinline__ int begin_of(int part, const TileSpan& tiles) const {
     const int behind = splits.parts() - part;  // parts
+    if (part == 0) return tiles.begin;
     if (behind == 0) return tiles.end;
     const uint32_t share =
         part < splits.short_parts ? part * splits.short_share : KeySplits::kWholeShare - behind * long_share;
