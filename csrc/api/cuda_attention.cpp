@@ -33,8 +33,10 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
   };
 #ifndef FLASH_EXT_NO_HOPPER
   if (call.plan.kernel == plan::KernelId::kSm90Forward) {
-    return with_workspace(sm90::forward_workspace_bytes(call.params, call.plan.block_n),
-                          [&](void* workspace) { sm90::forward(call.params, call.plan.block_n, workspace, stream); });
+    const int64_t block_n = call.plan.block_n;
+    const sm90::KeySplits& splits = call.plan.key_splits;
+    return with_workspace(sm90::forward_workspace_bytes(call.params, block_n, splits),
+                          [&](void* workspace) { sm90::forward(call.params, block_n, splits, workspace, stream); });
   }
   if (call.plan.kernel == plan::KernelId::kSm90ForwardF32) {
     return with_workspace(sm90::forward_f32_workspace_bytes(call.params),

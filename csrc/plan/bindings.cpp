@@ -56,9 +56,15 @@ void bind_plan(py::module_& m) {
       .def_readonly("head_splits", &KeyTileSchedule::head_splits, "of a tile, along the heads of a group")
       .def_readonly("query_splits", &KeyTileSchedule::query_splits, "of each of these, along the queries, at most")
       .def_readonly("unsplit_tiles", &KeyTileSchedule::unsplit_tiles, "from the first on, that are not split");
-  py::class_<TailWave>(m, "TailWave", "Split-KV of the work tiles that do not fill a wave of SMs.")
-      .def_readonly("tiles", &TailWave::tiles, "that are split; 0: none")
-      .def_readonly("parts", &TailWave::parts, "of each, along the keys");
+  py::class_<sm90::KeySplits>(m, "KeySplits",
+                              "How the forward on Hopper splits the keys of its last query tiles over CTAs.")
+      .def_readonly("first_tile", &sm90::KeySplits::first_tile, "query tiles of the order before those that are split")
+      .def_readonly("tiles", &sm90::KeySplits::tiles, "that are split; 0: none")
+      .def_readonly("whole_behind", &sm90::KeySplits::whole_behind, "tiles that follow these, and are whole")
+      .def_readonly("long_parts", &sm90::KeySplits::long_parts, "of each tile, of its last keys")
+      .def_readonly("short_parts", &sm90::KeySplits::short_parts, "of each tile, of its first keys")
+      .def_property_readonly(
+          "short_share", [](const sm90::KeySplits& s) { return static_cast<double>(s.short_share) / s.kWholeShare; });
   py::class_<Plan>(m, "Plan", "How a problem runs, and why.")
       .def_property_readonly(
           "kernel", [](const Plan& plan) { return kernel_name(plan.kernel); }, "path below csrc/kernels")
@@ -72,9 +78,9 @@ void bind_plan(py::module_& m) {
       .def_readonly("head_group", &Plan::head_group, "heads with the same key head whose rows share a tile")
       .def_readonly("num_splits", &Plan::num_splits, "key ranges whose results are merged")
       .def_readonly("split_size", &Plan::split_size, "keys per range where that is fixed, else 0")
-      .def_readonly("tail_wave", &Plan::tail_wave, "forward on Hopper: the last work tiles, split along the keys")
       .def_readonly("num_chunks", &Plan::num_chunks, "backward: key ranges per head worked on independently")
       .def_readonly("schedule", &Plan::schedule, "backward on CUDA: the order of tiles of keys, and how they are split")
+      .def_readonly("key_splits", &Plan::key_splits, "forward on Hopper: tiles whose keys several CTAs share")
       .def_readonly("reasons", &Plan::reasons);
 
   m.def(

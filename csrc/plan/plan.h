@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernel_table.h"
+#include "kernels/sm90/forward/key_splits.h"
 #include "problem.h"
 
 namespace flash_ext::plan {
@@ -16,13 +17,6 @@ enum class MaskClass {
   kGeneral,  // windows, masks, block masks
 };
 
-/// Split-KV of the tail wave: where the work tiles that are left for it would leave SMs idle, each is split along the
-/// keys, and the parts are merged afterwards.
-struct TailWave {
-  int64_t tiles = 0;  // that are split; 0: none
-  int64_t parts = 1;  // of each
-};
-
 struct Plan {
   KernelId kernel = KernelId::kNone;
   KernelId bias_kernel = KernelId::kNone;  // backward on CUDA: for the gradient of bias, if it is wanted
@@ -30,14 +24,14 @@ struct Plan {
   bool bias_reads_by_tma = false;          // bias_kernel: the same
   const char* variant = "";                // of the kernel, where it has several: which options it has code for
   MaskClass mask_class = MaskClass::kFull;
-  int64_t block_m = 0;       // query rows per tile, those of a head group together
-  int64_t block_n = 0;       // keys per tile; 0, and 0 rows: as the kernel's own configuration has it
-  int64_t head_group = 1;    // heads with the same key head whose rows share a tile
-  int64_t num_splits = 1;    // key ranges with results of their own, merged afterwards
-  int64_t split_size = 0;    // > 0: keys per range, whatever the length; then num_splits is how many fit at most
-  TailWave tail_wave;        // forward on Hopper
-  int64_t num_chunks = 1;    // backward: key ranges per head worked on independently
-  KeyTileSchedule schedule;  // backward on CUDA
+  int64_t block_m = 0;         // query rows per tile, those of a head group together
+  int64_t block_n = 0;         // keys per tile; 0, and 0 rows: as the kernel's own configuration has it
+  int64_t head_group = 1;      // heads with the same key head whose rows share a tile
+  int64_t num_splits = 1;      // key ranges with results of their own, merged afterwards
+  int64_t split_size = 0;      // > 0: keys per range, whatever the length; then num_splits is how many fit at most
+  int64_t num_chunks = 1;      // backward: key ranges per head worked on independently
+  KeyTileSchedule schedule;    // backward on CUDA
+  sm90::KeySplits key_splits;  // forward on Hopper
   std::vector<std::string> reasons;  // where asked for
 };
 

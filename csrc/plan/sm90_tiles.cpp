@@ -7,8 +7,8 @@
 #include "kernels/sm90/backward/variant.h"
 #include "kernels/sm90/backward_f32/shape.h"
 #include "kernels/sm90/forward/shape.h"
-#include "kernels/sm90/forward/split_kv.h"
 #include "kernels/sm90/forward_f32/shape.h"
+#include "key_splits.h"
 #include "lengths.h"
 
 namespace flash_ext::plan {
@@ -31,15 +31,36 @@ double keys_visited(const Problem& p, int64_t block_n) {
 
 bool has_score_options(const Problem& p) { return sm90::has_score_options(p.softcap, p.has_alibi, p.softmax_scale); }
 
+/// Whether tiles of many queries would leave too many warpgroups without rows. Measured on H200.
+bool has_few_queries(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& many) {
+  constexpr double kFewerRows = 0.8;
+  if (!sm90::has_tiles(dims, sm90::ForwardTiles::kFewQueries)) return false;
+  const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewQueries);
+  const int64_t queries = typical_queries(p), keys = typical_keys(p);
+  const auto rows_of = [&](const sm90::ForwardShape& shape) {
+    const int64_t block_m = shape.groups * sm90::kWarpgroupRows;
+    return static_cast<double>(ceil_div(queries, block_m) * block_m);
+  };
+  return rows_of(few) <= kFewerRows * rows_of(many) && std::max(queries, keys) <= sm90::most_of_few_queries(dims);
+}
+
+sm90::ForwardShape few_queries_shape(Draft& draft, const sm90::HeadDims& dims) {
+  const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewQueries);
+  draft.because(few.ctas_per_sm, " CTAs on an SM: sequences of ", typical_queries(draft.p),
+                " queries would leave warpgroups of a large one without rows");
+  return few;
+}
+
 /// By what a warpgroup's tile costs, in keys: those that it visits, and the latency of the first step and the last.
 /// Both factors are H200's at 512 to 16384 keys.
 sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
   constexpr double kEnds = 1.25;  // in tiles
   const Problem& p = draft.p;
-  const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardKeys::kMany);
-  const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardKeys::kFew);
-  if (!sm90::has_two_shapes(dims)) return many;
+  const sm90::ForwardShape many = sm90::forward_shape(dims, sm90::ForwardTiles::kManyKeys);
+  const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewKeys);
   if (has_score_options(p)) return many;
+  if (has_few_queries(p, dims, many)) return few_queries_shape(draft, dims);
+  if (!sm90::has_tiles(dims, sm90::ForwardTiles::kFewKeys)) return many;
   const double many_keys = keys_visited(p, many.block_n), few_keys = keys_visited(p, few.block_n);
   const bool fewer = sm90::few_keys_cost(dims) * few_keys + kEnds * few.block_n < many_keys + kEnds * many.block_n;
   const sm90::ForwardShape chosen = fewer ? few : many;
@@ -124,21 +145,12 @@ void take_score_variant(Draft& draft) {
       name_of(has_score_options(draft.p) ? sm90::ForwardVariant::kScoreOptions : sm90::ForwardVariant::kPlain));
 }
 
-}  // namespace
-
-namespace {
-
-/// Of the variant for scaled products.
-void split_tail_wave(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
-  const Problem& p = draft.p;
-  const bool window = p.window_left >= 0 || p.window_right >= 0;
-  const sm90::SplitKvCall call = {p.seqlen_q, p.seqlen_k, p.batch * p.heads_q, !has_score_options(p),
-                                  window,     !p.varlen};
-  const sm90::SplitKv split = sm90::split_forward(call, shape, dims, p.num_workers);
-  if (split.work_tiles == 0) return;
-  draft.plan.tail_wave = {split.work_tiles, split.parts};
-  draft.because("tail wave: the last ", split.work_tiles, " work tiles, behind ", split.unsplit, " on ", p.num_workers,
-                " SMs, are split along the keys into ", split.parts, " parts each, which are merged afterwards");
+/// Where the host knows all lengths, and for the plain variant: others have no registers left for parts.
+void choose_key_splits(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
+  if (draft.p.varlen || has_score_options(draft.p)) return;
+  const KeySplitsPlan chosen = plan_key_splits(draft.p, dims, shape, draft.explain);
+  draft.plan.key_splits = chosen.splits;
+  if (!chosen.reason.empty()) draft.because(chosen.reason);
 }
 
 }  // namespace
@@ -159,10 +171,10 @@ void choose_sm90_forward_tiles(Draft& draft) {
   }
   draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
   draft.plan.block_n = shape.block_n;
-  if (!options) split_tail_wave(draft, dims, shape);
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
                 sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
                 dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+  if (!options) choose_key_splits(draft, dims, shape);
 }
 
 void choose_sm90_forward_f32_tiles(Draft& draft) {

@@ -835,57 +835,35 @@ def test_tiles_of_the_forward_for_all(capability: int, rows: int) -> None:
     assert sm80_tile("forward", capability, head_dim=256)[1:] == (rows, 64)
 
 
-# --- split-KV of the tail wave -------------------------------------------------------------------------------------
+# --- calls whose keys are not split --------------------------------------------------------------------------------
 
 FULL_WAVES: dict[str, Any] = dict(batch=1, heads_q=132, heads_kv=132, seqlen_q=192, seqlen_k=8192)  # a tile an SM
 
 
-def tail_wave(**fields: Any) -> tuple[int, int]:
-    found = hopper_plan(**{**FULL_WAVES, **fields})
-    assert any(reason.startswith("tail wave: ") for reason in found.reasons) == (found.tail_wave.tiles > 0)
-    return found.tail_wave.tiles, found.tail_wave.parts
+def tiles_that_are_split(**fields: Any) -> int:
+    return int(hopper_plan(**{**FULL_WAVES, **fields}).key_splits.tiles)
 
 
 def test_full_waves_are_not_split() -> None:
-    assert tail_wave() == (0, 1)
-    assert tail_wave(heads_q=264, heads_kv=264) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("heads", "tiles", "parts"), [(1, 1, 15), (2, 2, 15), (66, 66, 2), (44, 44, 3), (100, 100, 2), (132 + 66, 66, 2)]
-)
-def test_a_tail_wave_is_split_over_idle_sms(heads: int, tiles: int, parts: int) -> None:
-    assert tail_wave(heads_q=heads, heads_kv=heads) == (tiles, parts)
-    assert tiles * parts <= 132 or heads > 66
-
-
-def test_the_parts_of_a_tail_wave_leave_few_sms_idle() -> None:
-    for heads in range(1, 132):
-        tiles, parts = tail_wave(heads_q=heads, heads_kv=heads, seqlen_k=2**17)
-        if tiles and heads <= 66:
-            assert parts in (132 // heads, 16) or tiles * parts > 132 * 0.5
+    assert tiles_that_are_split() == 0
+    assert tiles_that_are_split(heads_q=264, heads_kv=264) == 0
+    assert tiles_that_are_split(heads_q=66, heads_kv=66) == 66
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"window_right": 0},
-        {"window_left": 5},
-        {"varlen": True},
-        {"softcap": 3.0},
-        {"has_alibi": True},
         {"softmax_scale": -1.0},
-        {"has_bias": True},
         {"has_mask": True},
         {"dropout_p": 0.1},
-        {"seqlen_k": 512},  # what merging costs is more
+        {"seqlen_k": 128},  # a part has four tiles of keys at least
         {"dtype": "float32"},
         {"compute_capability": 80},
     ],
     ids=str,
 )
 def test_a_tail_wave_that_is_not_split(fields: dict[str, Any]) -> None:
-    assert tail_wave(heads_q=66, heads_kv=66, **fields) == (0, 1)
+    assert tiles_that_are_split(**{"heads_q": 66, "heads_kv": 66, **fields}) == 0
 
 
 # --- packed sequences ----------------------------------------------------------------------------------------------
@@ -924,3 +902,87 @@ def test_the_plan_says_whether_tiles_are_listed(operation: str) -> None:
     assert any(re.match(grid, reason) for reason in tight)
     assert any(re.match(listed, reason) for reason in loose)
     assert not any(reason.startswith("packed") for reason in plan(device="cuda", compute_capability=90).reasons)
+
+
+# --- split keys of the forward on Hopper ---------------------------------------------------------------------------
+
+
+def plan_of_forward(
+    batch: int, queries: int, keys: int, heads: int, heads_kv: int, head_dim: int, causal: bool = True, **fields: Any
+) -> _plan.Plan:
+    sizes = {"batch": batch, "seqlen_q": queries, "seqlen_k": keys, "heads_q": heads, "heads_kv": heads_kv}
+    scale, right = head_dim**-0.5, 0 if causal else -1
+    numbers = {"head_dim": head_dim, "head_dim_v": head_dim, "softmax_scale": scale, "window_right": right}
+    device = {"operation": "forward", "device": "cuda", "compute_capability": 90, "num_workers": 132}
+    return plan(**{**device, **sizes, **numbers, "dtype": "bfloat16", **fields})
+
+
+# batch, queries, keys, heads of q and of k: whole tiles behind those that are split, long parts, short parts.
+CHUNKS = {
+    (1, 512, 32768, 32, 8): (32, 1, 1),
+    (1, 1024, 16384, 32, 8): (0, 2, 1),
+    (1, 2048, 65536, 32, 8): (0, 1, 2),
+    (2, 512, 8192, 16, 4): (32, 1, 1),
+    (1, 256, 8192, 32, 8): (0, 1, 1),
+    (1, 1024, 4096, 32, 8): (0, 1, 1),
+}
+
+
+@pytest.mark.parametrize(("sizes", "expected"), CHUNKS.items(), ids=str)
+def test_chunks_of_prompts_split_their_keys(sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    chosen = plan_of_forward(*sizes, 128)
+    splits, batch, queries, heads = chosen.key_splits, sizes[0], sizes[1], sizes[3]
+    tiles = batch * heads * math.ceil(queries / chosen.block_m)
+    assert (splits.whole_behind, splits.long_parts, splits.short_parts) == expected
+    assert splits.first_tile == tiles - tiles % 132 and splits.first_tile + splits.tiles + splits.whole_behind == tiles
+    assert splits.short_parts * splits.short_share < 1
+    assert any(reason.startswith(f"split-KV: {tiles} query tiles on 132 CTAs") for reason in chosen.reasons)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads", [1, 3, 32, 33, 131, 132, 133, 200])
+@pytest.mark.parametrize("queries", [1, 64, 200, 512])
+@pytest.mark.parametrize("window", [{}, {"window_left": 9000}, {"causal": False}], ids=str)
+def test_parts_are_few_and_not_short(head_dim: int, heads: int, queries: int, window: dict[str, Any]) -> None:
+    chosen = plan_of_forward(1, queries, 20000, heads, heads, head_dim, **window)
+    splits = chosen.key_splits
+    if splits.tiles == 0:
+        return
+    assert splits.long_parts >= 1 and splits.tiles * splits.long_parts <= 132
+    assert splits.long_parts <= 16 and splits.short_parts <= 3, "bounds the workspace"
+    rest = 1 - splits.short_parts * splits.short_share
+    assert rest / splits.long_parts >= 0.99 * splits.short_share
+    assert splits.short_parts == 0 or splits.short_share * 20000 >= 4 * chosen.block_n
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [512, 1024, 2048, 4096])
+def test_full_waves_of_short_sequences_stay_whole(head_dim: int, causal: bool, length: int) -> None:
+    heads = 2048 // head_dim
+    assert plan_of_forward(16384 // length, length, length, heads, heads, head_dim, causal).key_splits.tiles == 0
+
+
+@pytest.mark.parametrize("fields", [{"varlen": True}, {"softcap": 30.0}, {"has_alibi": True}, {"has_bias": True}])
+def test_what_needs_another_variant_is_not_split(fields: dict[str, Any]) -> None:
+    assert plan_of_forward(1, 512, 32768, 32, 8, 128, **fields).key_splits.tiles == 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "tile"),
+    [
+        (64, 64, (64, 64)),
+        (64, 128, (64, 64)),
+        (64, 197, (256, 64)),
+        (64, 256, (256, 64)),
+        (64, 384, (64, 64)),
+        (64, 512, (256, 64)),
+        (128, 128, (192, 64)),
+        (128, 197, (256, 32)),
+        (128, 256, (256, 32)),
+        (128, 512, (192, 64)),
+    ],
+)
+def test_tiles_for_few_queries(head_dim: int, length: int, tile: tuple[int, int]) -> None:
+    chosen = plan_of_forward(64, length, length, 16, 16, head_dim, False)
+    assert (chosen.block_m, chosen.block_n) == tile

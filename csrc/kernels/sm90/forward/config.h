@@ -14,7 +14,7 @@
 namespace flash_ext::sm90 {
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, ForwardVariant kVariant,
-          ForwardKeys kKeys = ForwardKeys::kMany>
+          ForwardTiles kTiles = ForwardTiles::kManyKeys>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;    // of q and k
@@ -27,7 +27,7 @@ struct ForwardConfig {
   // 256.
   static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain;
   static constexpr ForwardShape kShape =
-      kGeneral ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant) : forward_shape({kHeadDim, kHeadDimV}, kKeys);
+      kGeneral ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant) : forward_shape({kHeadDim, kHeadDimV}, kTiles);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kWarpgroupRows;
   static constexpr int kBlockN = kShape.block_n;
@@ -36,6 +36,10 @@ struct ForwardConfig {
   static constexpr int kRegisters = kShape.registers;
   static constexpr int kProducerRegisters = kShape.producer_registers;
   static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kCtasPerSm = kShape.ctas_per_sm;
+  static constexpr bool kOverlaps = kShape.overlaps;
+  // The first V of a CTA waits for its first Q: 2 % of short causal calls at 256; below, it costs 1 to 3 %.
+  static constexpr bool kValuesWait = kHeadDim > 128;
   // Softcap without the unit that exponentials need. At 256 that has time for both, and the registers are taken.
   static constexpr bool kCapsByProducts = kHeadDim <= 192;
   // And by fewer of them while scores are small, for which K stays until the exponentials are done: in rings of three
@@ -69,7 +73,7 @@ struct ForwardConfig {
 
   static_assert(panel_bytes(kBlockN) % kSwizzleBytes == 0 && kBlockN % 16 == 0,
                 "tiles are aligned, steps of P V whole");
-  static_assert(kGroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+  static_assert(kGroups * kRegisters + kProducerRegisters <= 65536 / (kThreads * kCtasPerSm) / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg "
                 "waits for ever");
   static_assert(kOutInRings || kOutBytes <= kQueryBytes, "out has room where Q was");

@@ -71,7 +71,7 @@ class ForwardConsumer {
       visit(*work_tile);
       if (!work_tile->safe_path) look_for_failure(*work_tile);
       store(*work_tile);
-      if (work_tile->met_non_finite) add_hidden_non_finite(*work_tile, p_);
+      if (work_tile->met_non_finite && !work_tile->part) add_hidden_non_finite(*work_tile, p_);
       queue.pop(lane_);
     }
   }
@@ -126,7 +126,9 @@ class ForwardConsumer {
     int tile = work_tile.tiles.end - 1;
     wait_for_query(work_tile);
     for (; tile >= rows.end; --tile) pass();
-    if (work_tile.safe_path) {
+    if (!Config::kOverlaps && !work_tile.safe_path) {
+      visit_without_overlap(work_tile, tile);
+    } else if (work_tile.safe_path) {
 #pragma unroll 1
       for (; tile >= rows.begin; --tile) {
         Weights p;
@@ -147,6 +149,22 @@ class ForwardConsumer {
       add_values(p);
     }
     for (; tile >= work_tile.tiles.begin; --tile) pass();
+  }
+
+  /// The products of a tile, one after the other: other CTAs on the SM fill the waits.
+  __device__ __forceinline__ void visit_without_overlap(const WorkTile& work_tile, int& tile) {
+    const TileSpan& rows = work_tile.rows[warpgroup_];
+#pragma unroll 1
+    for (; tile >= rows.begin; --tile) {
+      Weights p;
+      const bool has_stabilisers = tile < rows.end - 1 && tile < work_tile.raised_begin[warpgroup_];
+      if (has_stabilisers && tile >= work_tile.plain_begin[warpgroup_]) {
+        softmax_tile<RowMaxUpdate::kNone>(work_tile, tile, p);
+      } else {
+        softmax_tile<RowMaxUpdate::kMore>(work_tile, tile, p);
+      }
+      add_values(p);
+    }
   }
 
   __device__ __forceinline__ void wait_for_keys() const {
@@ -243,7 +261,8 @@ class ForwardConsumer {
     for (int r = 0; r < 2; ++r) {
       const int row = at.row(0, 2 * r);
       if (row >= work_tile.end_query) continue;
-      const bool sees_keys = work_tile.sequence.keys_begin(row) < work_tile.sequence.keys_end(row);
+      const bool sees_keys = max(work_tile.sequence.keys_begin(row), work_tile.tiles.begin * kBlockN) <
+                             min(work_tile.sequence.keys_end(row), work_tile.tiles.end * kBlockN);
       const bool met = trace_of_row(out_, r) != 0.0f;
       failed |= met;
       overflowed |= has_overflowed(row_sum_[r], met) || (stabiliser_[r] == -INFINITY && sees_keys);
@@ -444,7 +463,8 @@ class ForwardConsumer {
     float4* const g_part = PartTile<Config>::of_lane(work_tile.part, warpgroup_, warp_, lane_);
 #pragma unroll
     for (int d = 0; d < kD; ++d) g_part[d * 32] = float4{out_[d][0], out_[d][1], out_[d][2], out_[d][3]};
-    g_part[kD * 32] = float4{stabiliser_[0], stabiliser_[1], row_sum_[0], row_sum_[1]};
+    *PartTile<Config>::state(g_part) = float4{stabiliser_[0], stabiliser_[1], row_sum_[0], row_sum_[1]};
+    if (lane_ == 0) *PartTile<Config>::met_non_finite(g_part, lane_) = work_tile.met_non_finite;
   }
 
   /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
@@ -482,7 +502,7 @@ class ForwardScoresConsumer;
 
 /// Warpgroup 0 loads, the others compute.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardMaps maps,
                    const ScheduleOf<Config> schedule, const __grid_constant__ ScoreTerms terms) {
   extern __shared__ __align__(1024) char shared[];
@@ -497,6 +517,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   if (warp == 3 && lane == 0) producer.make_first_work_tile(schedule);
   __syncthreads();
+  if constexpr (Config::kSplitsKv)
+    if (!schedule.taken) ptx::wait_for_previous_grid();  // beside whose end this one starts, up to here
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kProducerRegisters>();
     if (warp == 0) producer.load_keys();
@@ -515,20 +537,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 void clear_forward_workspace(void* workspace, cudaStream_t stream);
 
 template <class Config>
-void launch_forward(const ForwardParams& p, void* workspace, cudaStream_t stream) {
+void launch_forward(const ForwardParams& p, const KeySplits& splits, void* workspace, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardStorage<Config>);
   static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const WorkListPlan list = forward_work_list(p, Config::kBlockM);
-  const ScheduleOf<Config> schedule = make_schedule<Config>(p, list, workspace);
+  const ScheduleOf<Config> schedule = make_schedule<Config>(p, splits, list, workspace);
   if (list.listed) {
     fill_work_list(p, list, schedule.list, stream);
   } else if (schedule.taken) {
     clear_forward_workspace(workspace, stream);
   }
-  LaunchShape shape = {dim3(forward_blocks(schedule)), dim3(Config::kThreads), kSharedBytes};
-  shape.overlaps_previous = schedule.taken != nullptr;
+  LaunchShape shape = {dim3(forward_ctas<Config>(schedule)), dim3(Config::kThreads), kSharedBytes};
+  // Without a counter it waits by itself, before it reads anything but lengths that lie on the device.
+  shape.overlaps_previous = schedule.taken || (Config::kSplitsKv && has_equal_lengths(p));
   launch("sm90/forward", forward_kernel<Config>, shape, stream, p, encode_maps<Config>(p), schedule, ScoreTerms(p));
-  if constexpr (Config::kSplitsKv) merge_parts<Config>(p, schedule, stream);
+  if constexpr (Config::kSplitsKv) combine_splits<Config>(p, schedule, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -17,8 +17,10 @@ ForwardMaps encode_maps(const ForwardParams& p) {
           encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kWarpgroupRows)};
 }
 
-inline unsigned forward_blocks(const ForwardSchedule& schedule) {
-  return grid_size(std::min<int64_t>(schedule.work_tiles, device_attribute(cudaDevAttrMultiProcessorCount)));
+/// CTAs, each of which goes through several work tiles.
+template <class Config, class Schedule>
+unsigned forward_ctas(const Schedule& schedule) {
+  return grid_size(std::min<int64_t>(schedule.size(), ctas_at_a_time(Config::kShape)));
 }
 
 }  // namespace flash_ext::sm90

@@ -662,7 +662,7 @@ void launch_forward_options(const ForwardParams& p, const ForwardVisibility& vis
   const CUtensorMap bias_map =
       options.adds_bias ? encode_bias_map(p, p.bias.row_stride == 0 ? 1 : kWarpgroupRows) : CUtensorMap{};
   launch("sm90/forward", forward_options_kernel<Config>,
-         {dim3(forward_blocks(schedule)), dim3(Config::kThreads), kSharedBytes}, stream, p, options,
+         {dim3(forward_ctas<Config>(schedule)), dim3(Config::kThreads), kSharedBytes}, stream, p, options,
          encode_maps<Config>(p), bias_map, schedule);
 }
 

@@ -75,8 +75,8 @@ class ForwardProducer {
   template <class Schedule>
   __device__ __forceinline__ void schedule_work_tiles(const Schedule& schedule) {
     if (has_first_) publish_tile();
-    for (int64_t position = made_first_ ? schedule.take() : blockIdx.x; position < schedule.size();
-         position = schedule.take())
+    for (int64_t position = made_first_ ? schedule.next(blockIdx.x) : blockIdx.x; position < schedule.size();
+         position = schedule.next(position))
       if (make_work_tile<false>(schedule, position)) {
         publish_tile();
       } else if (schedule.list) {
@@ -174,7 +174,7 @@ class ForwardProducer {
                         Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
         }
         k_at.advance();
-        if (is_first) wait_for_queries(*work_tile);
+        if (Config::kValuesWait && is_first) wait_for_queries(*work_tile);
         is_first = false;
         wait_for_stage(storage_.v_empty, storage_.out_left_values, v_at, v_slots);
         if (lane_ == 0) {
@@ -232,14 +232,10 @@ class ForwardProducer {
     }
   }
 
-  /// Of a tile of queries. The one that is no whole one stands first, where a causal mask leaves the fewest keys; last
-  /// where options know groups of queries. One warpgroup alone would take more than half as long as three: where it
-  /// would be, the second tile lends it the rows of another.
+  /// Of a tile of queries. The one that is no whole one stands last where options know groups of queries.
   __device__ __forceinline__ static int first_query_of(int block, int blocks, int seqlen_q) {
     if (Config::kGeneral) return min(block * Config::kBlockM, seqlen_q);
-    const int query = max(seqlen_q - (blocks - block) * Config::kBlockM, 0);
-    const bool lends = Config::kGroups > 2 && block == 1 && blocks > 1 && query <= kWarpgroupRows;
-    return lends ? query + kWarpgroupRows : query;
+    return first_query_of_tile(block, blocks, seqlen_q, Config::kBlockM);
   }
 
  protected:

@@ -157,17 +157,32 @@ class ForwardScoresConsumer : public ForwardConsumer<Config> {
   bool small_scores_;  // all scores of this work tile so far, as far as is known; and softcap alone goes before them
 };
 
-template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>
-void run_forward(const ForwardParams& p, [[maybe_unused]] int64_t block_n, void* workspace, cudaStream_t stream) {
-  if (has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale))
-    return launch_forward<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kScoreOptions>>(p, workspace,
-                                                                                                      stream);
-  using Plain = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain>;
-  if constexpr (has_two_shapes({kHeadDim, kHeadDimV})) {
-    using ForFewKeys = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain, ForwardKeys::kFew>;
-    if (block_n == ForFewKeys::kBlockN) return launch_forward<ForFewKeys>(p, workspace, stream);
+/// The plain variant in the shape that the plan chose.
+template <class Element, int kHeadDim, int kHeadDimV, ForwardTiles kTiles = ForwardTiles::kManyKeys>
+bool launch_plain_forward(const ForwardParams& p, int64_t block_n, const KeySplits& splits, void* workspace,
+                          cudaStream_t stream) {
+  if constexpr (has_tiles({kHeadDim, kHeadDimV}, kTiles)) {
+    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain, kTiles>;
+    if (p.block_m != Config::kBlockM || block_n != Config::kBlockN) return false;
+    launch_forward<Config>(p, splits, workspace, stream);
+    return true;
   }
-  launch_forward<Plain>(p, workspace, stream);
+  return false;
+}
+
+template <class Element, int kHeadDim, int kHeadDimV = kHeadDim>
+void run_forward(const ForwardParams& p, int64_t block_n, const KeySplits& splits, void* workspace,
+                 cudaStream_t stream) {
+  using Scores = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kScoreOptions>;
+  if (has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale))
+    return launch_forward<Scores>(p, splits, workspace, stream);
+  const auto launch = [&](auto tiles) {
+    return launch_plain_forward<Element, kHeadDim, kHeadDimV, tiles.value>(p, block_n, splits, workspace, stream);
+  };
+  using std::integral_constant;
+  if (launch(integral_constant<ForwardTiles, ForwardTiles::kFewQueries>())) return;
+  if (launch(integral_constant<ForwardTiles, ForwardTiles::kFewKeys>())) return;
+  launch(integral_constant<ForwardTiles, ForwardTiles::kManyKeys>());
 }
 
 }  // namespace flash_ext::sm90

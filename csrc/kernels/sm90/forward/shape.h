@@ -1,6 +1,7 @@
 // Tiles, stages and registers of the forward, in one table that the plan reads too.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/sm90/common/warpgroup.h"
@@ -45,13 +46,24 @@ struct ForwardShape {
   // memory. With dropout there are fewer parts (ForwardOptionsConfig).
   int bias_slots = 0;
   bool stores_registers = false;
+  int ctas_per_sm = 1;
+  // S of a tile beside P V of the one before. Several CTAs on an SM hide each other's waits, and need no more
+  // registers.
+  bool overlaps = true;
 };
 
-/// Which of a kernel's shapes.
-enum class ForwardKeys { kMany, kFew };
+/// Which of a kernel's shapes: for many keys; for few, which fill smaller tiles better; for sequences of few queries,
+/// which leave warpgroups of a large CTA without rows.
+enum class ForwardTiles { kManyKeys, kFewKeys, kFewQueries };
 
-/// Whether they differ.
-constexpr bool has_two_shapes(const HeadDims& dims) { return dims.qk == 128 || dims.qk == 256; }
+/// Whether a kernel has a shape of its own for them.
+constexpr bool has_tiles(const HeadDims& dims, ForwardTiles tiles) {
+  if (tiles == ForwardTiles::kFewQueries) return dims.qk == 64 || dims.qk == 128;
+  return tiles == ForwardTiles::kManyKeys || dims.qk == 128 || dims.qk == 256;
+}
+
+/// Queries and keys up to which tiles for few queries are faster, where they fill warpgroups better. Measured on H200.
+constexpr int64_t most_of_few_queries(const HeadDims& dims) { return dims.qk == 64 ? 384 : 256; }
 
 /// What a key costs in tiles of few, over one in tiles of many. Measured on H200.
 constexpr double few_keys_cost(const HeadDims& dims) { return dims.qk == 256 ? 1.06 : 1.03; }
@@ -61,24 +73,37 @@ constexpr bool has_score_options(double softcap, bool alibi, double softmax_scal
   return softcap > 0.0 || alibi || static_cast<float>(softmax_scale) <= 0.0f;
 }
 
-constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardKeys keys = ForwardKeys::kMany) {
+constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardTiles tiles = ForwardTiles::kManyKeys) {
   switch (dims.qk) {
-    case 64:  // bound by the exponentials: four warpgroups hide the most of what else a tile costs
+    case 64:
+      // A sequence takes little more than what its ends cost: one warpgroup alone, and four CTAs on an SM.
+      if (tiles == ForwardTiles::kFewQueries) return {1, 64, 2, 2, false, 96, 32, 0, false, 4, false};
+      // Bound by the exponentials: four warpgroups hide the most of what else a tile costs.
       return {4, 64, 4, 4, false, 112, 32};
     case 96:  // a third stage is worth more than the 112 keys that registers allow, and short sequences fill 80 better
       return {3, 80, 3, 3, false, 160, 32};
     case 128:  // 64 registers of out, 40 of S, 20 of P and what addresses need are what three warpgroups can have
       // Few keys fill tiles of 64 better, and wait less for the first tile and the last.
-      if (keys == ForwardKeys::kFew) return {3, 64, 4, 4, false, 160, 32};
+      if (tiles == ForwardTiles::kFewKeys) return {3, 64, 4, 4, false, 160, 32};
+      // A sequence of up to 256 queries in one tile. More keys would take registers that four warpgroups have not.
+      if (tiles == ForwardTiles::kFewQueries) return {4, 32, 6, 6, false, 112, 32, 0, false, 1, false};
       return {3, 80, 3, 3, false, 160, 32};
     case 192:  // out takes 64 or 96 registers beside those of S: two warpgroups
       if (dims.v <= 128) return {2, 128, 2, 2, true, 232, 40};
       // Memory of its own for out is worth more than 112 keys.
       return {2, 80, 2, 2, false, 232, 40};
     default:  // out takes 128 registers, so two warpgroups; shared memory has room for two stages of 80 keys
-      if (keys == ForwardKeys::kFew) return {2, 64, 3, 2, true, 232, 40};
+      if (tiles == ForwardTiles::kFewKeys) return {2, 64, 3, 2, true, 232, 40};
       return {2, 80, 2, 2, true, 232, 40};
   }
+}
+
+/// Cycles of a tile of queries and one of keys: products of 16 bits, or the exponentials and what goes with them, which
+/// bind at head_dim 64.
+constexpr double tile_cycles(const ForwardShape& shape, const HeadDims& dims) {
+  constexpr double kFlopPerCycle = 4096, kScoresPerCycle = 9.6;
+  const double scores = 1.0 * shape.groups * kWarpgroupRows * shape.block_n;
+  return std::max(2.0 * scores * (dims.qk + dims.v) / kFlopPerCycle, scores / kScoresPerCycle);
 }
 
 /// What a kernel of the forward can do. Each class costs registers, and what it tests, time between products.

@@ -1,12 +1,15 @@
-// Works that are split along the keys (split_kv.h): their order, and the merging of their parts.
+// Query tiles whose keys are split over CTAs: their order, and the combination of their parts.
 //
 //   r = max_k r_k,   l = sum_k 2^(r_k - r) l_k,   out = sum_k 2^(r_k - r) O_k / l
+//
+// Too few tiles leave SMs without work: all of them, or the tail wave. So some tiles are split (csrc/plan decides which
+// and how). In the order that CTAs take them come whole tiles, the long parts of the tiles that are split, whole tiles
+// that cost less, and the short parts, with which SMs that had no long part end when the others end with theirs.
 //
 // A part leaves O, r and l in float, as its lanes hold them: a warp's 16 rows lie side by side, lane by lane. The order
 // of the sums is that of the keys, whoever computed them.
 #pragma once
 
-#include "kernels/launch.h"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "producer.cuh"
 #include "split_kv.h"
@@ -23,57 +26,105 @@ struct PartTile {
   __device__ __forceinline__ static float4* of_lane(float4* g_part, int group, int warp, int lane) {
     return g_part + (group * kWarpgroupWarps + warp) * kPieces + lane;
   }
+  /// The stabilisers and sums of its two rows.
+  template <class Piece>
+  __device__ __forceinline__ static Piece* state(Piece* g_lane) {
+    return g_lane + kD * 32;
+  }
+  /// Whether V held Inf or NaN that some rows do not see; the same for all lanes.
+  template <class Piece>
+  __device__ __forceinline__ static auto* met_non_finite(Piece* g_lane, int lane) {
+    return reinterpret_cast<std::conditional_t<std::is_const_v<Piece>, const int, int>*>(state(g_lane) + 32 - lane);
+  }
 };
 
-/// ForwardSchedule, whose last work tiles are split.
+/// ForwardSchedule, some of whose work tiles are split.
 struct SplitKvSchedule : ForwardSchedule {
-  SplitKv split;
-  float4* parts;  // work by work
+  KeySplits splits;
+  float4* parts;  // work tile by work tile
   uint64_t part_pieces;
 
-  int64_t positions = split.positions();
+  int64_t positions = work_tiles + splits.more_positions();
+  uint32_t long_positions = splits.long_parts * splits.tiles;
+  int32_t long_share = splits.long_parts == 0
+                           ? 0
+                           : (KeySplits::kWholeShare - splits.short_parts * splits.short_share) / splits.long_parts;
 
-  __device__ __forceinline__ int64_t size() const { return positions; }
-  __device__ __forceinline__ int64_t take() const { return taken ? ForwardSchedule::take() : size(); }
+  FLASH_EXT_HOST_DEVICE int64_t size() const { return positions; }
+  __device__ __forceinline__ int64_t next(int64_t position) const {
+    if (in_turn) return turn_after(position);
+    return taken ? ForwardSchedule::take() : size();
+  }
 
   __device__ __forceinline__ TileIndex locate(int64_t position) const {
-    return ForwardSchedule::locate(position < split.unsplit ? position
-                                                            : split.unsplit + slot(position) % split.work_tiles);
+    if (position >= splits.first_tile) {
+      const Place place = place_of(position);
+      position = splits.first_tile + (place.rank < 0 ? splits.tiles : 0) + place.tile;
+    }
+    return ForwardSchedule::locate(position);
   }
 
   /// Leaves a work tile that was made for a position what it shall do of it.
   template <class WorkTile>
   __device__ __forceinline__ void trim(int64_t position, WorkTile& work_tile) const {
-    if (position < split.unsplit) return;
-    const uint32_t at = slot(position);
-    const int part = split.parts - 1 - static_cast<int>(at / split.work_tiles);
-    const int begin = part == 0 ? 0 : split.short_tiles + (part - 1) * split.long_tiles;
-    work_tile.keep_tiles(begin, part == 0 ? split.short_tiles : begin + split.long_tiles);
-    work_tile.part = part_of(at % split.work_tiles, part);
+    if (position < splits.first_tile) return;
+    const Place place = place_of(position);
+    if (place.rank < 0) return;
+    const int part = splits.parts() - 1 - place.rank;
+    const TileSpan& tiles = work_tile.tiles;
+    const int begin = begin_of(part, tiles), end = begin_of(part + 1, tiles);
+    work_tile.keep_tiles(begin, end);
+    work_tile.part = part_of(place.tile, part);
   }
 
   __device__ __forceinline__ float4* part_of(uint32_t work_tile, uint32_t part) const {
-    return parts + (work_tile * split.parts + part) * part_pieces;
+    return parts + (work_tile * splits.parts() + part) * part_pieces;
   }
 
  private:
-  /// Among the parts.
-  __device__ __forceinline__ uint32_t slot(int64_t position) const {
-    return static_cast<uint32_t>(position - split.unsplit);
+  /// Behind the first whole tiles. rank: of the part, the one of the last keys being 0; -1 for a whole tile.
+  struct Place {
+    int tile, rank;
+  };
+
+  __device__ __forceinline__ Place place_of(int64_t position) const {
+    uint32_t at = static_cast<uint32_t>(position - splits.first_tile);
+    if (at >= long_positions) {
+      at -= splits.whole_behind;
+      if (static_cast<int32_t>(at) < static_cast<int32_t>(long_positions))
+        return {static_cast<int>(at + splits.whole_behind - long_positions), -1};
+    }
+    return {static_cast<int>(at % splits.tiles), static_cast<int>(at / splits.tiles)};
+  }
+
+  /// Of a part, the one of the first keys being 0.
+  __device__ __forceinline__ int begin_of(int part, const TileSpan& tiles) const {
+    const int behind = splits.parts() - part;  // parts
+    if (part == 0) return tiles.begin;
+    if (behind == 0) return tiles.end;
+    const uint32_t share =
+        part < splits.short_parts ? part * splits.short_share : KeySplits::kWholeShare - behind * long_share;
+    return tiles.begin + static_cast<int>(__umulhi(tiles.end - tiles.begin, share << 16));
   }
 };
 
 template <class Config>
-SplitKvSchedule schedule_split_forward(const AttentionParams& p, const WorkListPlan& list, void* workspace) {
-  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
-  const SplitKv split = split_forward(p, Config::kShape, {Config::kHeadDim, Config::kHeadDimV}, num_sms);
-  SplitKvSchedule schedule = {schedule_forward<Config>(p, workspace), split, nullptr,
+SplitKvSchedule schedule_split_forward(const AttentionParams& p, const KeySplits& splits, const WorkListPlan& list,
+                                       void* workspace) {
+  SplitKvSchedule schedule = {schedule_forward<Config>(p, workspace), splits, nullptr,
                               PartTile<Config>::kWorkTilePieces};
+  if (schedule.splits.tiles == 0) schedule.splits.first_tile = schedule.work_tiles;
   if (workspace) schedule.parts = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPartsOffset);
-  if (split.positions() <= num_sms) schedule.taken = nullptr;
+  if (needs_no_counter(p, Config::kShape, splits)) {
+    schedule.taken = nullptr;
+    schedule.in_turn = schedule.positions > ctas_at_a_time(Config::kShape);
+  }
   use_list(schedule, list, workspace);
-  if (list.listed)
+  if (list.listed) {
+    schedule.in_turn = false;
     schedule.positions = schedule.work_tiles;  // what the bound allows may be more than the list has room for
+    schedule.splits.first_tile = schedule.positions;
+  }
   return schedule;
 }
 
@@ -81,9 +132,10 @@ template <class Config>
 using ScheduleOf = std::conditional_t<Config::kSplitsKv, SplitKvSchedule, ForwardSchedule>;
 
 template <class Config>
-ScheduleOf<Config> make_schedule(const AttentionParams& p, const WorkListPlan& list, void* workspace) {
+ScheduleOf<Config> make_schedule(const AttentionParams& p, const KeySplits& splits, const WorkListPlan& list,
+                                 void* workspace) {
   if constexpr (Config::kSplitsKv) {
-    return schedule_split_forward<Config>(p, list, workspace);
+    return schedule_split_forward<Config>(p, splits, list, workspace);
   } else {
     ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
     use_list(schedule, list, workspace);
@@ -91,44 +143,52 @@ ScheduleOf<Config> make_schedule(const AttentionParams& p, const WorkListPlan& l
   }
 }
 
-/// A CTA for 64 rows of a cut work tile.
+/// Columns of out that a CTA combines: what write_out_row() exchanges. More CTAs have more loads under way.
+constexpr int kCombinedColumns = 32;
+
+/// A CTA for 64 rows of a work tile that was split, and kCombinedColumns columns.
 template <class Config>
 __global__ void __launch_bounds__(kWarpgroupThreads)
     combine_splits_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ SplitKvSchedule schedule) {
   using Element = typename Config::Element;
   using Tile = PartTile<Config>;
+  constexpr int kD = kCombinedColumns / 8;
   const int work_tile = static_cast<int>(blockIdx.x) / Config::kGroups,
-            group = static_cast<int>(blockIdx.x) % Config::kGroups;
+            group = static_cast<int>(blockIdx.x) % Config::kGroups, first_column = blockIdx.y * kCombinedColumns;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const TileIndex tile = schedule.locate(schedule.split.unsplit + work_tile);
+  const TileIndex tile = schedule.locate(schedule.splits.first_tile + work_tile);
   const Sequence sequence(p, tile.sequence, tile.head);
   const auto first_query_of = [&](int block) {
     return ForwardProducer<Config>::first_query_of(block, schedule.blocks_m, sequence.seqlen_q);
   };
   const int end_query = first_query_of(tile.tile + 1);
-  const int first_row = first_query_of(tile.tile) + group * kWarpgroupRows + warp * 16;
+  const int first_query = first_query_of(tile.tile) + group * kWarpgroupRows, first_row = first_query + warp * 16;
   ptx::wait_for_previous_grid();
-  if (first_row >= end_query) return;
+  if (first_query >= end_query) return;
 
-  const int parts = schedule.split.parts;
+  const int parts = schedule.splits.parts();
   const auto part_of = [&](int part) { return Tile::of_lane(schedule.part_of(work_tile, part), group, warp, lane); };
   float stabiliser[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+  bool met_non_finite = false;
+#pragma unroll 4
   for (int part = 0; part < parts; ++part) {
-    const float4 state = part_of(part)[Tile::kD * 32];
+    const float4 state = *Tile::state(part_of(part));
     stabiliser[0] = fmaxf(stabiliser[0], state.x);
     stabiliser[1] = fmaxf(stabiliser[1], state.y);
+    met_non_finite |= Tile::met_non_finite(part_of(part), lane)[0] != 0;
   }
-  float out[Tile::kD][4] = {};
+  float out[kD][4] = {};
+#pragma unroll 4
   for (int part = 0; part < parts; ++part) {
     const float4* const g_part = part_of(part);
-    const float4 state = g_part[Tile::kD * 32];
+    const float4 state = *Tile::state(g_part);
     const float factor[2] = {state.x == stabiliser[0] ? 1.0f : ptx::exp2_approx(state.x - stabiliser[0]),
                              state.y == stabiliser[1] ? 1.0f : ptx::exp2_approx(state.y - stabiliser[1])};
     sum[0] = fmaf(factor[0], state.z, sum[0]);
     sum[1] = fmaf(factor[1], state.w, sum[1]);
 #pragma unroll
-    for (int d = 0; d < Tile::kD; ++d) {
-      const float4 piece = g_part[d * 32];
+    for (int d = 0; d < kD; ++d) {
+      const float4 piece = g_part[(first_column / 8 + d) * 32];
       out[d][0] = fmaf(factor[0], piece.x, out[d][0]);
       out[d][1] = fmaf(factor[0], piece.y, out[d][1]);
       out[d][2] = fmaf(factor[1], piece.z, out[d][2]);
@@ -136,7 +196,9 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
     }
   }
   const float sink = p.sink ? static_cast<const float*>(p.sink)[sequence.head] : -INFINITY;
-  const auto rows = query_rows<Element>(p.out, sequence);
+  auto rows = query_rows<Element>(p.out, sequence);
+  rows.base += first_column;
+  const int columns = static_cast<int>(p.head_dim_v) - first_column;
   float* const g_lse = static_cast<float*>(p.lse.data) + sequence.lse_offset(p.lse);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -145,19 +207,29 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
     const RowEnd end = finish_row(stabiliser[r], sum[r], sink);
     const int row = first_row + 8 * r + lane / 4;
     const bool exists = row < end_query;
-    write_out_row(exists ? rows.row(row) : nullptr, out, r, end.scale, lane, static_cast<int>(p.head_dim_v));
-    if (exists && lane % 4 == 0) g_lse[row] = end.lse;
+    write_out_row(exists ? rows.row(row) : nullptr, out, r, end.scale, lane, columns);
+    if (exists && first_column == 0 && lane % 4 == 0) g_lse[row] = end.lse;
   }
-}
 
-inline unsigned forward_blocks(const SplitKvSchedule& schedule) {
-  return grid_size(std::min<int64_t>(schedule.positions, device_attribute(cudaDevAttrMultiProcessorCount)));
+  // The parts had them taken out of V where some rows do not see them.
+  if (!__syncthreads_or(met_non_finite)) return;
+  AttentionParams columns_alone;
+  columns_alone.head_dim_v = min(columns, kCombinedColumns);
+  auto values = key_rows<Element, false>(p, p.v, sequence);
+  values.base += first_column;
+  const int end_row = min(first_query + kWarpgroupRows, end_query);
+  const TileSpan keys = sequence.template key_tiles<Config::kBlockN>(first_query, end_row);
+  add_non_finite<Element, kWarpgroupThreads>(columns_alone, sequence, rows, values, first_query, end_row,
+                                             keys.begin * Config::kBlockN,
+                                             min(keys.end * Config::kBlockN, sequence.seqlen_k));
 }
 
 template <class Config>
-void merge_parts(const ForwardParams& p, const SplitKvSchedule& schedule, cudaStream_t stream) {
-  if (schedule.split.work_tiles == 0) return;
-  LaunchShape shape = {grid_of(int64_t{schedule.split.work_tiles} * Config::kGroups), dim3(kWarpgroupThreads)};
+void combine_splits(const ForwardParams& p, const SplitKvSchedule& schedule, cudaStream_t stream) {
+  if (schedule.splits.tiles == 0) return;
+  LaunchShape shape = {grid_of(int64_t{schedule.splits.tiles} * Config::kGroups,
+                               (p.head_dim_v + kCombinedColumns - 1) / kCombinedColumns),
+                       dim3(kWarpgroupThreads)};
   shape.overlaps_previous = true;
   launch("sm90/forward", combine_splits_kernel<Config>, shape, stream, p, schedule);
 }

@@ -14,6 +14,8 @@
 #include "kernels/ptx/grid.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/mbarrier.h"
+#include "split_kv.h"
+#include "tile_order.h"
 
 namespace flash_ext::sm90 {
 
@@ -151,9 +153,9 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>, WorkTileSplit<C
   __device__ __forceinline__ bool has_out_slots() const { return Config::kOutInRings && tiles.begin < tiles.end; }
 
   /// Whether V of the tile is sanitised: after a failure where some row does not see all of the tile, else of the tail
-  /// alone. All rows of a part see all keys that there are.
+  /// alone.
   __device__ __forceinline__ bool is_sanitised(int tile) const {
-    return sanitised && !this->part ? tile < tiles.full_begin || tile >= tiles.full_end : tile == tail_tile;
+    return sanitised ? tile < tiles.full_begin || tile >= tiles.full_end : tile == tail_tile;
   }
 
   /// Of one that failed: what is to be done again, and how.
@@ -185,7 +187,8 @@ struct ForwardSchedule {
   LongDivisor section_width = LongDivisor(section_heads), last_width = LongDivisor(heads - last_section);
   int64_t work_tiles = int64_t{heads} * blocks_m;  // with a list: at most
   LongDivisor heads_of_entry = LongDivisor(1);     // of a batch entry
-  WorkList list = {};  // of packed sequences; then nothing above but `taken` and `works` counts
+  WorkList list = {};    // of packed sequences; then nothing above but `taken` and `works` counts
+  bool in_turn = false;  // every so many positions, which nobody takes
 
   __device__ __forceinline__ int64_t take() const {
     if (!taken) return size();
@@ -193,7 +196,10 @@ struct ForwardSchedule {
     return static_cast<int64_t>(ptx::grid_blocks() + atomicAdd(taken, 1ull));
   }
 
-  __device__ __forceinline__ int64_t size() const { return work_tiles; }
+  /// The position of a CTA that comes after `position`.
+  __device__ __forceinline__ int64_t next(int64_t position) const { return in_turn ? turn_after(position) : take(); }
+
+  FLASH_EXT_HOST_DEVICE int64_t size() const { return work_tiles; }
 
   template <class WorkTile>
   __device__ __forceinline__ void trim(int64_t, WorkTile&) const {}
@@ -207,6 +213,12 @@ struct ForwardSchedule {
   }
 
  protected:
+  /// To and fro over the CTAs, so that who has a long tile now has a short one then.
+  __device__ __forceinline__ static int64_t turn_after(int64_t position) {
+    const uint32_t ctas = ptx::grid_blocks();
+    return position + 2 * (ctas - 1 - static_cast<uint32_t>(position) % ctas) + 1;
+  }
+
   /// Head of all batch entries -> of its entry.
   __device__ __forceinline__ TileIndex of_entry(int head, int block) const {
     const int batch = static_cast<int>(heads_of_entry.quotient(head));
@@ -241,23 +253,18 @@ inline void use_list(ForwardSchedule& schedule, const WorkListPlan& plan, void* 
 template <class Config>
 ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
-  constexpr int kTailWaves = 2;
   const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
   const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
   const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, ratio, heads);
   const int64_t sections = (heads + fitting - 1) / fitting;
   const int64_t even = ((heads + sections - 1) / sections + ratio - 1) / ratio * ratio;
-  const bool equal_lengths =
-      !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k && !p.seq.seqused_q && !p.seq.seqused_k && !p.seq.leftpad_k;
+  const bool equal_lengths = has_equal_lengths(p);
   const bool equal_tiles = equal_lengths && p.window.left < 0 && p.window.right < 0;
   const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   const int64_t section = equal_tiles || (equal_lengths && !Config::kGeneral) ? ratio : even;
   int64_t last = (heads - 1) / section * section;
-  if (equal_lengths && !Config::kGeneral && !(equal_tiles && p.seqlen_q % Config::kBlockM == 0)) {
-    const int64_t tail_tiles = int64_t{kTailWaves} * device_attribute(cudaDevAttrMultiProcessorCount);
-    const int64_t last_heads = equal_tiles ? tail_tiles / blocks_m : (tail_tiles + blocks_m - 1) / blocks_m;
-    last = std::min(last, std::max<int64_t>(heads - last_heads, 0) / section * section);
-  }
+  if (equal_lengths && !Config::kGeneral && !(equal_tiles && p.seqlen_q % Config::kBlockM == 0))
+    last = std::min(last, last_section(heads, section, blocks_m, ctas_at_a_time(Config::kShape), equal_tiles));
   ForwardSchedule schedule = {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(section),
                               static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
   schedule.heads_of_entry = LongDivisor(p.heads_q);

@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm90 {
 
-template void run_forward<__nv_bfloat16, 192>(const ForwardParams&, int64_t, void*, cudaStream_t);
+template void run_forward<__nv_bfloat16, 192>(const ForwardParams&, int64_t, const KeySplits&, void*, cudaStream_t);
 
 }  // namespace flash_ext::sm90

@@ -43,26 +43,27 @@ void clear_forward_workspace(void* workspace, cudaStream_t stream) {
 
 // Instantiated in the files beside this one.
 template <class Element, int kHeadDim, int kHeadDimV>
-void run_forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream);
+void run_forward(const ForwardParams& params, int64_t block_n, const KeySplits& splits, void* workspace,
+                 cudaStream_t stream);
 template <class Element, int kHeadDim>
 void run_forward_options(const ForwardParams& params, const ForwardVisibility& visible, void* workspace,
                          cudaStream_t stream);
 
-int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n) {
+int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits) {
   if (has_forward_options(params)) return ForwardOptionsWorkspace(params).bytes;
   const HeadDims dims = forward_head_dims(params.head_dim, params.head_dim_v);
-  const ForwardShape shape = forward_shape_with(dims, block_n);
+  const ForwardShape shape = forward_shape_with(dims, params.block_m, block_n);
   const WorkListPlan list = forward_work_list(params, shape.groups * kWarpgroupRows);
   if (list.listed) return list.bytes();
-  const int num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
-  return split_kv_workspace_bytes(split_forward(params, shape, dims, num_sms), shape, dims, num_sms);
+  return split_kv_workspace_bytes(params, shape, dims, splits);
 }
 
-void forward(const ForwardParams& params, int64_t block_n, void* workspace, cudaStream_t stream) {
+void forward(const ForwardParams& params, int64_t block_n, const KeySplits& splits, void* workspace,
+             cudaStream_t stream) {
   if (!has_forward_options(params)) {
     return with_forward_types(params, [&](auto element, auto head_dim, auto head_dim_v) {
-      run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, workspace,
-                                                                                             stream);
+      run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, splits,
+                                                                                             workspace, stream);
     });
   }
   char* const memory = static_cast<char*>(workspace);

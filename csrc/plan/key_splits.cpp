@@ -1,0 +1,225 @@
+#include "key_splits.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "kernels/common/mask/tile_range.h"
+#include "kernels/sm90/forward/tile_order.h"
+#include "text.h"
+
+namespace flash_ext::plan {
+namespace {
+
+using sm90::KeySplits;
+
+// Cycles of an H200. A call that leaves few SMs idle runs at the power limit: SMs that wait save watts for the others.
+constexpr double kEnds = 4500;               // of a query tile or a part, beside its key tiles
+constexpr double kCombinedBytes = 1000;      // a clock, of parts that are written and read
+constexpr double kLoadedFrom = 0.75;         // of all cycles of all SMs; from there on idle SMs are worth less,
+constexpr double kSavedByIdle = 32000;       // by so much where none is idle
+constexpr double kShareOfAnyRows = 0.2;      // of a tile's cycles, which warpgroups without rows do not save
+constexpr int64_t kMostParts = 16;           // of a query tile
+constexpr int64_t kMostShortParts = 3;       // of a query tile
+constexpr int64_t kMostTurns = 16;           // short parts that one CTA takes
+constexpr int64_t kFewestKeyTiles = 4;       // of a part
+constexpr double kWorthLeavingWhole = 0.85;  // of the cycles of other tiles
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/// Query tiles that cost the same.
+struct EqualTiles {
+  int64_t count;
+  double cycles;  // of the key tiles of each
+};
+
+/// CTAs that take what is next when they are free.
+class Makespan {
+ public:
+  explicit Makespan(int64_t ctas) : free_{{0.0, ctas}} {}
+
+  void take(int64_t count, double cycles) {
+    while (count > 0) {
+      const int64_t ctas = std::min(count, free_.front().ctas);
+      const double end = free_.front().time + cycles + kEnds;
+      free_.front().ctas -= ctas;
+      if (free_.front().ctas == 0) free_.erase(free_.begin());
+      const auto later = [](double time, const Free& free) { return time < free.time; };
+      free_.insert(std::upper_bound(free_.begin(), free_.end(), end, later), {end, ctas});
+      end_ = std::max(end_, end);
+      count -= ctas;
+    }
+  }
+  double end() const { return end_; }
+
+ private:
+  struct Free {
+    double time;
+    int64_t ctas;
+  };
+  std::vector<Free> free_;  // the first ones first
+  double end_ = 0;
+};
+
+class KeySplitsPlanner {
+ public:
+  KeySplitsPlanner(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& shape)
+      : p_(p),
+        shape_(shape),
+        cycles_(sm90::tile_cycles(shape, dims)),
+        part_cycles_(static_cast<double>(shape.groups * sm90::kWarpgroupRows * dims.v * 4) / kCombinedBytes),
+        ctas_(p.num_workers * shape.ctas_per_sm),
+        block_m_(sm90::kWarpgroupRows * shape.groups),
+        tiles_of_head_(ceil_div(p.seqlen_q, block_m_)),
+        all_tiles_(tiles_of_head_ * p.batch * p.heads_q) {
+    list_tail();
+  }
+
+  /// Cycles of the last two waves, or of all tiles.
+  double end(const KeySplits& splits) const {
+    Makespan makespan(ctas_);
+    take_tail(makespan, 0, tail_ - rest(), 1.0);
+    const int64_t split_end = tail_ - splits.whole_behind;
+    const double one = KeySplits::kWholeShare, short_share = splits.short_share / one;
+    const double long_share =
+        splits.long_parts > 0 ? (1.0 - splits.short_parts * short_share) / splits.long_parts : 1.0;
+    for (int part = 0; part < std::max(splits.long_parts, 1); ++part)
+      take_tail(makespan, tail_ - rest(), split_end, long_share);
+    take_tail(makespan, split_end, tail_, 1.0);
+    for (int part = 0; part < splits.short_parts; ++part) take_tail(makespan, tail_ - rest(), split_end, short_share);
+    return makespan.end();
+  }
+
+  /// Of those that save the most, all tiles whole if none saves what combining costs.
+  KeySplits choose() const {
+    KeySplits best;
+    if (rest() == 0) return best;
+    double best_end = end(best) - loaded_cycles();  // and the bytes of parts
+    if (best_end <= least_end()) return best;
+    for (const int64_t behind : {int64_t{0}, cheap_tiles()})
+      for_each_split(behind, [&](const KeySplits& splits) {
+        const double split_end = end(splits) + static_cast<double>(splits.tiles * splits.parts()) * part_cycles_;
+        if (split_end < best_end) best = splits, best_end = split_end;
+      });
+    return best;
+  }
+
+  int64_t all_tiles() const { return all_tiles_; }
+  int64_t ctas() const { return ctas_; }
+
+ private:
+  /// Tiles behind the whole waves.
+  int64_t rest() const { return all_tiles_ % ctas_; }
+
+  /// If nobody waited.
+  double least_end() const {
+    double cycles = 0;
+    for (const EqualTiles& tiles : rows_) cycles += static_cast<double>(tiles.count) * (tiles.cycles + kEnds);
+    return cycles / static_cast<double>(ctas_);
+  }
+
+  double loaded_cycles() const {
+    const double whole_waves =
+        static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEnds);
+    const double loaded = (whole_waves + least_end()) / (whole_waves + end({}));
+    return kSavedByIdle * std::max(loaded - kLoadedFrom, 0.0) / (1.0 - kLoadedFrom);
+  }
+
+  double cycles_of_tile(int64_t tile) const {
+    const auto first_query_of = [&](int64_t t) {
+      return sm90::first_query_of_tile(static_cast<int>(t), static_cast<int>(tiles_of_head_),
+                                       static_cast<int>(p_.seqlen_q), static_cast<int>(block_m_));
+    };
+    const int64_t first = first_query_of(tile), end = first_query_of(tile + 1);
+    const Window window = make_window(p_.window_left, p_.window_right, p_.top_left, p_.seqlen_q, p_.seqlen_k);
+    const TileRange keys = tile_range(first, end, p_.seqlen_k, window, shape_.block_n);
+    const double groups = static_cast<double>(ceil_div(end - first, sm90::kWarpgroupRows)) / shape_.groups;
+    return static_cast<double>(keys.end - keys.begin) * cycles_ * (kShareOfAnyRows + (1 - kShareOfAnyRows) * groups);
+  }
+
+  /// The last whole wave and what is behind it, in the order in which CTAs take tiles: those of all heads side by side,
+  /// the last of each sequence first.
+  void list_tail() {
+    tail_ = std::min(all_tiles_, rest() + ctas_);
+    const int64_t heads = p_.batch * p_.heads_q, group = p_.heads_q / p_.heads_kv;
+    const bool all_see_all = p_.window_left < 0 && p_.window_right < 0;
+    const bool all_equal = all_see_all && p_.seqlen_q % block_m_ == 0;
+    const int64_t width =
+        all_equal ? tail_ : heads - sm90::last_section(heads, group, tiles_of_head_, ctas_, all_see_all);
+    int64_t left = tail_;
+    for (int64_t tile = 0; left > 0; ++tile) {
+      const bool last = tile + 1 == tiles_of_head_;
+      const int64_t count = last ? left : std::min(left, width);
+      rows_.insert(rows_.begin(), {count, cycles_of_tile(tile)});
+      left -= count;
+    }
+  }
+
+  /// Those of the tail from `begin` to `end`, or a share of each.
+  void take_tail(Makespan& makespan, int64_t begin, int64_t end, double share) const {
+    int64_t first = 0;
+    for (const EqualTiles& tiles : rows_) {
+      const int64_t from = std::max(first, begin), to = std::min(first + tiles.count, end);
+      if (from < to) makespan.take(to - from, tiles.cycles * share);
+      first += tiles.count;
+    }
+  }
+
+  /// The last tiles of the order, that have fewer rows or keys: they may stay whole beside parts of others.
+  int64_t cheap_tiles() const {
+    if (rows_.size() < 2) return 0;
+    const EqualTiles& last = rows_.back();
+    const bool cheap = last.cycles < kWorthLeavingWhole * rows_[rows_.size() - 2].cycles;
+    return cheap && last.count < rest() ? last.count : 0;
+  }
+
+  /// As many long parts as give no CTA two of them, or one fewer, and short parts, so that a CTA without a long one
+  /// ends with several of them when the others end with theirs.
+  template <class F>
+  void for_each_split(int64_t behind, F use) const {
+    const int64_t tiles = rest() - behind, key_tiles = ceil_div(p_.seqlen_k, shape_.block_n);
+    const int64_t most_long = std::clamp<int64_t>((ctas_ - behind) / tiles, 1, kMostParts);
+    const auto use_parts = [&](int64_t long_parts, int64_t short_parts, int64_t turns) {
+      const int64_t shares = long_parts * turns + short_parts;  // a long part has so many as short ones in turn
+      if (long_parts + short_parts < 2 || key_tiles < shares * kFewestKeyTiles) return;
+      KeySplits splits;
+      splits.first_tile = all_tiles_ - rest();
+      splits.tiles = static_cast<int32_t>(tiles);
+      splits.whole_behind = static_cast<int32_t>(behind);
+      splits.long_parts = static_cast<int32_t>(long_parts);
+      splits.short_parts = static_cast<int32_t>(short_parts);
+      splits.short_share = short_parts == 0 ? 0 : static_cast<int32_t>(KeySplits::kWholeShare / shares);
+      use(splits);
+    };
+    for (int64_t long_parts = std::max<int64_t>(most_long - 1, 1); long_parts <= most_long; ++long_parts) {
+      use_parts(long_parts, 0, 1);
+      const int64_t idle = ctas_ - long_parts * tiles;
+      for (int64_t short_parts = 1; idle > 0 && short_parts <= kMostShortParts; ++short_parts)
+        if (const int64_t turns = ceil_div(short_parts * tiles, idle); turns <= kMostTurns)
+          for (int64_t t = std::max<int64_t>(turns - 1, 1); t <= turns + 1; ++t) use_parts(long_parts, short_parts, t);
+    }
+  }
+
+  const Problem& p_;
+  const sm90::ForwardShape& shape_;
+  const double cycles_;       // of a query tile and a key tile
+  const double part_cycles_;  // of its bytes
+  const int64_t ctas_, block_m_, tiles_of_head_, all_tiles_;
+  int64_t tail_ = 0;
+  std::vector<EqualTiles> rows_;
+};
+
+}  // namespace
+
+KeySplitsPlan plan_key_splits(const Problem& problem, const sm90::HeadDims& dims, const sm90::ForwardShape& shape,
+                              bool explain) {
+  const KeySplitsPlanner planner(problem, dims, shape);
+  const KeySplits splits = planner.choose();
+  if (!explain || splits.tiles == 0) return {splits, ""};
+  const int64_t share = splits.short_parts > 0 ? KeySplits::kWholeShare / std::max(splits.short_share, 1) : 0;
+  return {splits,
+          text("split-KV: ", planner.all_tiles(), " query tiles on ", planner.ctas(), " CTAs; the keys of ",
+               splits.tiles, " are split into ", splits.long_parts, " long part", splits.long_parts == 1 ? "" : "s",
+               splits.short_parts == 0 ? text("") : text(" and ", splits.short_parts, " of 1/", share, " of them"))};
+}
+
+}  // namespace flash_ext::plan

@@ -1,0 +1,21 @@
+// How the forward on Hopper splits the keys of its last query tiles over CTAs: where too few tiles leave SMs idle.
+#pragma once
+
+#include <string>
+
+#include "kernels/sm90/forward/key_splits.h"
+#include "kernels/sm90/forward/shape.h"
+#include "problem.h"
+
+namespace flash_ext::plan {
+
+struct KeySplitsPlan {
+  sm90::KeySplits splits;
+  std::string reason;  // where asked for
+};
+
+/// For a problem that the plain variant of sm90/forward serves in tiles of this shape, not empty.
+KeySplitsPlan plan_key_splits(const Problem& problem, const sm90::HeadDims& dims, const sm90::ForwardShape& shape,
+                              bool explain);
+
+}  // namespace flash_ext::plan
