@@ -196,13 +196,13 @@ void bind_backward_schedule(py::module_& m) {
 std::vector<std::tuple<int32_t, int32_t, int32_t>> work_list(const std::vector<int64_t>& rows,
                                                              const std::vector<int64_t>& other_rows, int block,
                                                              int heads, int head_group, bool last_tile_first,
-                                                             int64_t rows_in_l2) {
+                                                             int64_t rows_in_l2, int64_t section_part) {
   if (rows.size() != other_rows.size() || block < 64 || heads < 1 || head_group < 1 || heads % head_group != 0 ||
-      rows_in_l2 < 1) {
+      rows_in_l2 < 1 || section_part < 1) {
     throw py::value_error(
         "work_list: rows and other_rows must be as many, block >= 64, and head_group must divide heads");
   }
-  const WorkOrder order = work_order(block, heads, head_group, last_tile_first, rows_in_l2);
+  const WorkOrder order = work_order(block, heads, head_group, last_tile_first, rows_in_l2, section_part);
   std::vector<std::tuple<int32_t, int32_t, int32_t>> works;
   for (const ListedTile& entry : list_tiles(order, rows, other_rows))
     for (int head = 0; head < order.bundle_heads; ++head)
@@ -211,11 +211,14 @@ std::vector<std::tuple<int32_t, int32_t, int32_t>> work_list(const std::vector<i
 }
 
 void bind_work_list(py::module_& m) {
-  m.def("work_list", &work_list, py::arg("rows"), py::arg("other_rows"), py::arg("block") = 128, py::arg("heads") = 1,
-        py::arg("head_group") = 1, py::arg("last_tile_first") = false, py::arg("rows_in_l2") = 1,
-        "The work tiles (sequence, head, tile) of packed sequences in the order in which CUDA blocks take them up:\n"
-        "rows of the side that is cut into tiles of `block` rows, other_rows of the other side. rows_in_l2: of the\n"
-        "other side, for a head group, that fit into L2; head_group: heads that share them.");
+  m.def(
+      "work_list", &work_list, py::arg("rows"), py::arg("other_rows"), py::arg("block") = 128, py::arg("heads") = 1,
+      py::arg("head_group") = 1, py::arg("last_tile_first") = false, py::arg("rows_in_l2") = 1,
+      py::arg("section_part") = 1,
+      "The work tiles (sequence, head, tile) of packed sequences in the order in which CUDA blocks take them up:\n"
+      "rows of the side that is cut into tiles of `block` rows, other_rows of the other side. rows_in_l2: of the\n"
+      "other side, for a head group, that fit into L2; head_group: heads that share them; section_part: a section of\n"
+      "several sequences has one in so many of them.");
   m.def("most_tiles", &most_tiles, py::arg("batch"), py::arg("longest"), py::arg("rows"), py::arg("block"),
         "A bound on the tiles of packed sequences of `rows` rows in all, each of `longest` rows at most.");
   m.def("lists_tiles", &lists_tiles, py::arg("batch"), py::arg("longest"), py::arg("rows"), py::arg("block"),

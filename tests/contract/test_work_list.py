@@ -69,6 +69,13 @@ def test_sections_read_no_more_than_fits() -> None:
         assert len({sequence for sequence, _, _ in works[first : first + of_section]}) == 2
 
 
+def test_sections_of_several_sequences_may_be_smaller_than_what_fits() -> None:
+    works = _plan.work_list([128] * 64, [128] * 64, 64, heads=4, rows_in_l2=8 * 4 * 128, section_part=4)
+    assert works == _plan.work_list([128] * 64, [128] * 64, 64, heads=4, rows_in_l2=2 * 4 * 128)
+    long = dict(rows=[640], other_rows=[640], block=64, heads=8, head_group=2, rows_in_l2=1300)
+    assert _plan.work_list(**long, section_part=4) == _plan.work_list(**long)
+
+
 def test_a_long_sequence_goes_by_heads_that_fit() -> None:
     works = _plan.work_list([640], [640], 64, heads=8, head_group=2, rows_in_l2=1300)
     assert [head for _, head, _ in works[:40]] == [0, 1, 2, 3] * 10

@@ -68,17 +68,15 @@ struct DqLayout {
 constexpr int kStoreDqThreads = 256;
 constexpr int kStoreDqBlocks = 4;  // an SM's at least: with 40 registers, ptxas' own choice, sm_80 spills
 
-/// dQ = softmax_scale * sums, in units of the workspace, of a tile of rows.
+/// dQ = softmax_scale * sums, in units of the workspace, of a tile of rows of a head.
 template <class Element, class Layout, int kBlockM, int kHeadDim>
-__global__ void __launch_bounds__(kStoreDqThreads, kStoreDqBlocks)
-    store_dq_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace) {
-  ptx::wait_for_previous_grid();
-  const RowTileOfBlock block(p, workspace.row_tiles);
-  const Sequence sequence(p, block.batch, block.head);
+__device__ __forceinline__ void store_dq(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                         const volatile RowTileOfBlock& block, int head) {
+  const Sequence sequence(p, block.batch, head);
   const int first = block.tile * kBlockM;
   if (block.tile < 0 || first >= sequence.seqlen_q) return;
   const auto rows = query_rows<Element>(p.dq, sequence);
-  const int64_t tile = workspace.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
+  const int64_t tile = workspace.tile_index(p, block.batch, head, sequence.q_begin, block.tile, kBlockM);
   const float* const g_tile = workspace.dq + tile * kBlockM * kHeadDim;
   const float scale = static_cast<float>(p.softmax_scale) * workspace.unit;
 #pragma unroll 2
@@ -93,6 +91,16 @@ __global__ void __launch_bounds__(kStoreDqThreads, kStoreDqBlocks)
     store_row_piece(rows.row(i) + column, x, 0, scale);
     if (i + 8 < sequence.seqlen_q) store_row_piece(rows.row(i + 8) + column, x, 2, scale);
   }
+}
+
+template <class Element, class Layout, int kBlockM, int kHeadDim>
+__global__ void __launch_bounds__(kStoreDqThreads, kStoreDqBlocks)
+    store_dq_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace) {
+  ptx::wait_for_previous_grid();
+  const volatile RowTileOfBlock& block = RowTileOfBlock::find(p, workspace.row_tiles);
+#pragma unroll 1
+  for (int head = block.first_head; head < block.end_head; ++head)
+    store_dq<Element, Layout, kBlockM, kHeadDim>(p, workspace, block, head);
 }
 
 }  // namespace flash_ext

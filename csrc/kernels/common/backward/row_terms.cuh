@@ -12,6 +12,7 @@
 namespace flash_ext {
 
 constexpr int kRowTermThreads = 256;
+constexpr int kRowTermBlocks = 4;  // an SM's at least: ptxas' own choice of registers spills
 
 /// Dot product of pieces of 16 bytes.
 template <class Element>
@@ -39,42 +40,62 @@ __device__ __forceinline__ int term_position(int row) {
   return (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1);
 }
 
-/// The tile of rows that a CTA works on: CTAs count tiles of a sequence, heads, batch entries, or, where tiles are
-/// numbered by rows, numbers and heads.
+/// The tile of rows that a CTA works on, of one head or several. CTAs count tiles of a sequence, heads, batch entries,
+/// or, where tiles are numbered by rows, numbers and groups of heads: to find the sequence of a number takes as long as
+/// the rows of some heads, so that these share it.
 struct RowTileOfBlock {
-  int tile, head, batch;  // tile: it may be below 0, or behind the end of the sequence
+  int tile, batch;  // tile: it may be below 0, or behind the end of the sequence
+  int first_head, end_head;
 
-  /// By whole warps.
-  __device__ __forceinline__ RowTileOfBlock(const AttentionParams& p, const TileNumbers& numbers) {
-    const unsigned heads = static_cast<unsigned>(p.heads_q);
-    if (numbers.by_rows) {
-      const unsigned count = static_cast<unsigned>(numbers.count);
-      head = static_cast<int>(blockIdx.x / count);
-      numbers.find(p, blockIdx.x % count, batch, tile);
-    } else {
-      const unsigned tiles = static_cast<unsigned>(numbers.tiles_of_longest);
-      tile = static_cast<int>(blockIdx.x % tiles);
-      head = static_cast<int>(blockIdx.x / tiles % heads);
-      batch = static_cast<int>(blockIdx.x / tiles / heads);
+  /// As warp 0 finds it, in shared memory: a loop over the heads has no registers to keep it.
+  __device__ __forceinline__ static const volatile RowTileOfBlock& find(const AttentionParams& p,
+                                                                        const TileNumbers& numbers) {
+    __shared__ RowTileOfBlock s_found;
+    if (threadIdx.x < 32) {
+      const RowTileOfBlock found = of_block(p, numbers);
+      if (threadIdx.x == 0) s_found = found;
     }
+    __syncthreads();
+    return s_found;
   }
   static int64_t blocks(const AttentionParams& p, int block_m) {
-    return TileNumbers(p, WorkListSide::kQueries, block_m, p.heads_q).count * p.heads_q;
+    const TileNumbers numbers(p, WorkListSide::kQueries, block_m, p.heads_q);
+    return numbers.count * (numbers.by_rows ? (p.heads_q + kHeadsOfNumber - 1) / kHeadsOfNumber : p.heads_q);
+  }
+
+ private:
+  static constexpr int kHeadsOfNumber = 8;
+
+  /// By a whole warp.
+  __device__ __forceinline__ static RowTileOfBlock of_block(const AttentionParams& p, const TileNumbers& numbers) {
+    const unsigned heads = static_cast<unsigned>(p.heads_q);
+    if (!numbers.by_rows) {
+      const unsigned tiles = static_cast<unsigned>(numbers.tiles_of_longest), flat_head = blockIdx.x / tiles;
+      const int head = static_cast<int>(flat_head % heads);
+      return {static_cast<int>(blockIdx.x % tiles), static_cast<int>(flat_head / heads), head, head + 1};
+    }
+    const unsigned count = static_cast<unsigned>(numbers.count);
+    RowTileOfBlock found;
+    found.first_head = static_cast<int>(blockIdx.x / count) * kHeadsOfNumber;
+    found.end_head = min(found.first_head + kHeadsOfNumber, static_cast<int>(heads));
+    numbers.find(p, blockIdx.x % count, found.batch, found.tile);
+    return found;
   }
 };
 
-/// Those of a tile, by a CTA of kRowTermThreads.
+/// Those of a tile of a head, by a CTA of kRowTermThreads.
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
-__device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace) {
+__device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                                const volatile RowTileOfBlock& block, int head) {
   constexpr int kPiece = 16 / sizeof(Element);
   constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
-  const RowTileOfBlock block(p, workspace.row_tiles);
-  const Sequence sequence(p, block.batch, block.head);
-  const int first = block.tile * kBlockM;
+  const int block_tile = block.tile, batch = block.batch;
+  const Sequence sequence(p, batch, head);
+  const int first = block_tile * kBlockM;
   if (workspace.ticket && blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
-  const int64_t tile = workspace.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
+  const int64_t tile = workspace.tile_index(p, batch, head, sequence.q_begin, block_tile, kBlockM);
   // Numbered by rows, those of all slots: whatever cu_seqlens holds, nobody waits for a turn that never comes.
-  const bool exists = block.tile >= 0 && first < sequence.seqlen_q;
+  const bool exists = block_tile >= 0 && first < sequence.seqlen_q;
   if (workspace.turns && (exists || workspace.row_tiles.by_rows) && threadIdx.x < kDqWarps)
     workspace.turns[tile * kDqWarps + threadIdx.x] = 0;
   if (!exists) return;
@@ -85,7 +106,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
   const float* const g_grad_lse =
       p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
   const auto queries = query_rows<const Element>(p.q, sequence);
-  const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[block.head] == INFINITY;
+  const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[head] == INFINITY;
   const int lane = threadIdx.x % kLanes;
   bool clean = true;
 #pragma unroll 2
@@ -133,10 +154,13 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
 /// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are
 /// weak, and other GPUs might get that image.
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
-static __global__ void __launch_bounds__(kRowTermThreads)
+static __global__ void __launch_bounds__(kRowTermThreads, kRowTermBlocks)
     backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
   ptx::launch_dependents();
-  write_row_terms<Element, kHeadDim, kBlockM, kPermuted>(p, workspace);
+  const volatile RowTileOfBlock& block = RowTileOfBlock::find(p, workspace.row_tiles);
+#pragma unroll 1
+  for (int head = block.first_head; head < block.end_head; ++head)
+    write_row_terms<Element, kHeadDim, kBlockM, kPermuted>(p, workspace, block, head);
 }
 
 /// One CTA per head, which adds in a fixed order.
@@ -153,7 +177,8 @@ static __global__ void __launch_bounds__(kRowTermThreads)
     const int64_t first = workspace.tile_index(p, batch, head, sequence.q_begin, 0, kBlockM) * kBlockM;
     float sum = 0.0f;
     for (int i = threadIdx.x; i < sequence.seqlen_q; i += kRowTermThreads) {
-      if (g_lse[i] != -INFINITY) sum += expf(sink - g_lse[i]) * workspace.minus_delta[first + term_position<kPermuted>(i)];
+      if (g_lse[i] != -INFINITY)
+        sum += expf(sink - g_lse[i]) * workspace.minus_delta[first + term_position<kPermuted>(i)];
     }
     total += sum;
   }

@@ -85,18 +85,19 @@ inline WorkListPlan forward_work_list(const AttentionParams& p, int64_t block_m)
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
   const int64_t row_bytes = (p.head_dim + p.head_dim_v) * (p.dtype == DType::kFloat32 ? 4 : 2);
   const int64_t head_group = p.heads_q / p.heads_kv;
-  return {p, WorkListSide::kQueries, work_order(block_m, p.heads_q, head_group, true, kKeyBytesInL2 / row_bytes)};
+  return {p, WorkListSide::kQueries, work_order(block_m, p.heads_q, head_group, true, kKeyBytesInL2 / row_bytes, 1)};
 }
 
 /// The list of a backward: tiles of keys, of key heads. The queries, the gradients of out and the sums of dQ in float
-/// of a section fit into L2. The first tile of keys, which the most queries see under a causal mask, comes first; or
-/// the last one, as additions that take turns want it.
+/// of a section fit into L2; sections of several sequences are a quarter of that, so that the tiles of a head, which
+/// add to the same dQ, run in one wave. The first tile of keys, which the most queries see under a causal mask, comes
+/// first; or the last one, as additions that take turns want it.
 inline WorkListPlan backward_work_list(const AttentionParams& p, int64_t block_n, bool last_tile_first) {
   constexpr int64_t kQueryBytesInL2 = 32 << 20;
   const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
   const int64_t row_bytes = (p.head_dim + p.head_dim_v) * element_bytes + p.head_dim * 4;
   const int64_t rows_in_l2 = kQueryBytesInL2 / (row_bytes * (p.heads_q / p.heads_kv));
-  return {p, WorkListSide::kKeys, work_order(block_n, p.heads_kv, 1, last_tile_first, rows_in_l2)};
+  return {p, WorkListSide::kKeys, work_order(block_n, p.heads_kv, 1, last_tile_first, rows_in_l2, 4)};
 }
 
 /// Writes the list, if there is one. Launches no kernel otherwise.

@@ -1,11 +1,11 @@
 // In which order CTAs acquire the tiles of sequences whose lengths only the device knows. Host and device share it:
 // the kernel that lists the tiles (work_list.cuh), the plan, and tests.
 //
-// Sequences stand longest first. Neighbours whose rows of the other side fit into L2 together, for all heads, are a
-// section; a sequence that does not fit is a section of its own. Of a section, the tiles that cost the most come first,
-// those of all its sequences and heads side by side: that balances the tail wave, and what is read by several tiles is
-// read at one time. In a section of one long sequence as many heads go side by side as fit, in whole bundles: an entry
-// of the list is a tile of a bundle of heads.
+// Sequences stand longest first. Neighbours whose rows of the other side fit into L2 together, for all heads, or into a
+// part of it, are a section; a sequence that does not fit is a section of its own. Of a section, the tiles that cost
+// the most come first, those of all its sequences and heads side by side: that balances the tail wave, and what is read
+// by several tiles is read at one time. In a section of one long sequence as many heads go side by side as fit, in
+// whole bundles: an entry of the list is a tile of a bundle of heads.
 //
 // Under a causal mask the last queries of a sequence see the most keys, and its first keys the most queries. So the
 // rank of a tile within its sequence counts from one end, and its cost is what is left to the other one.
@@ -27,12 +27,14 @@ struct WorkOrder {
   int32_t bundles;       // of all heads
   bool last_tile_first;  // of a sequence: the tile that costs the most
   int64_t rows_in_l2;    // of the other side, for a bundle of heads, that fit there
+  int64_t section_rows;  // the same, of a section of several sequences: at most rows_in_l2
 };
 
 /// `head_group`: heads that read the same rows of the other side. rows_in_l2: for one such group. Bundles have whole
 /// groups, and there are at most kMostBundles: more make a longer list, fewer read more heads at a time than fit.
-inline WorkOrder work_order(int64_t block, int64_t heads, int64_t head_group, bool last_tile_first,
-                            int64_t rows_in_l2) {
+/// section_part: a section of several sequences has one in so many of the rows that fit.
+inline WorkOrder work_order(int64_t block, int64_t heads, int64_t head_group, bool last_tile_first, int64_t rows_in_l2,
+                            int64_t section_part) {
   constexpr int64_t kMostBundles = 4;
   const int64_t groups = heads / head_group;
   int64_t bundle = 1;
@@ -42,7 +44,8 @@ inline WorkOrder work_order(int64_t block, int64_t heads, int64_t head_group, bo
           static_cast<int32_t>(bundle * head_group),
           static_cast<int32_t>(groups / bundle),
           last_tile_first,
-          std::max<int64_t>(1, rows_in_l2 / bundle)};
+          std::max<int64_t>(1, rows_in_l2 / bundle),
+          std::max<int64_t>(1, rows_in_l2 / bundle / section_part)};
 }
 
 /// A tile of a sequence, for the heads of a bundle.
@@ -95,7 +98,7 @@ FLASH_EXT_HOST_DEVICE bool has_own_section(const WorkOrder& order, int64_t other
 
 /// Number of the section by the other side's rows of all sequences before this one in the order.
 FLASH_EXT_HOST_DEVICE int64_t section_number(const WorkOrder& order, int64_t rows_before) {
-  return rows_before * order.bundles / order.rows_in_l2;
+  return rows_before * order.bundles / order.section_rows;
 }
 
 /// Whether a section begins with a sequence. Keys and rows before: of it, and of the one before it in the order.

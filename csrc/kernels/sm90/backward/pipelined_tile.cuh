@@ -17,8 +17,8 @@ struct BackwardPipelinedTile {
   static constexpr int kSteps = Base::kSteps;
   /// lse or D: step k has those of queries 16 k + 2 t, + 1, + 8 and + 9, with t = lane % 4.
   using Terms = float4[kSteps];
-  /// Of keys g and g + 8, with g = lane / 4: bit 15 - n says whether query 8 n + 2 t sees it, bit 31 - n the same of the
-  /// query behind that.
+  /// Of keys g and g + 8, with g = lane / 4: bit 15 - n says whether query 8 n + 2 t sees it, bit 31 - n the same of
+  /// the query behind that.
   using Visible = uint32_t[2];
 
   __device__ __forceinline__ static void load(Terms& terms, const float* s_terms, int lane) {
@@ -67,8 +67,8 @@ struct BackwardPipelinedTile {
     }
   }
 
-  /// Weights, or gradients, of pairs that are hidden become 0, whatever they are: a query may have an lse of NaN because
-  /// of another key, and what a hidden key has in V makes its dP.
+  /// Weights, or gradients, of pairs that are hidden become 0, whatever they are: a query may have an lse of NaN
+  /// because of another key, and what a hidden key has in V makes its dP.
   __device__ __forceinline__ static void hide(Weights& pairs, const Visible& visible) {
     for_each_pair([&](int k, int e, int n, int r) { pairs[k][e] &= ptx::spread_signs(visible[r] << n); });
   }

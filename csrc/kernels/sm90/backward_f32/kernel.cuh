@@ -101,21 +101,18 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   run_backward_f32_block<Config>(p, workspace, schedule);
 }
 
-/// The row terms of a tile, and the pieces of its Q, by one warpgroup, and of its dO, by the other. Inf and NaN become
-/// what 0 can be multiplied by: the row's lse is NaN then, and loads them to what sees the row.
+/// The row terms of a tile of a head, and the pieces of its Q, by one warpgroup, and of its dO, by the other. Inf and
+/// NaN become what 0 can be multiplied by: the row's lse is NaN then, and carries them to what sees the row.
 template <int kHeadDim>
-__global__ void __launch_bounds__(kRowTermThreads)
-    backward_f32_rows_kernel(const __grid_constant__ BackwardParams p,
-                             const __grid_constant__ BackwardF32Workspace workspace) {
+__device__ __forceinline__ void write_float_rows(const BackwardParams& p, const BackwardF32Workspace& workspace,
+                                                 const volatile RowTileOfBlock& block, int head) {
   constexpr int kBlockM = kBackwardF32BlockM, kBlocks = backward_f32_blocks(kHeadDim);
   constexpr int kBlockBytes = panels(kHeadDim / kBlocks) * kPieceBytes;
   static_assert(kRowTermThreads == 2 * kWarpgroupThreads);
-  ptx::launch_dependents();
-  const RowTileOfBlock block(p, workspace.rows.row_tiles);
-  const Sequence sequence(p, block.batch, block.head);
+  const Sequence sequence(p, block.batch, head);
   const int first = block.tile * kBlockM;
   if (block.tile < 0 || first >= sequence.seqlen_q) return;
-  const int64_t tile = workspace.rows.tile_index(p, block.batch, block.head, sequence.q_begin, block.tile, kBlockM);
+  const int64_t tile = workspace.rows.tile_index(p, block.batch, head, sequence.q_begin, block.tile, kBlockM);
   const bool is_grad = threadIdx.x >= kWarpgroupThreads;
   const TensorView& view = is_grad ? p.grad_out : p.q;
   const auto rows = query_rows<const float>(view, sequence);
@@ -125,7 +122,18 @@ __global__ void __launch_bounds__(kRowTermThreads)
         (is_grad ? workspace.grads : workspace.queries) + (tile * kBlocks + rank) * kBlockBytes, rows, rank, first,
         view.data ? sequence.seqlen_q : 0, static_cast<int>(is_grad ? p.head_dim_v : p.head_dim),
         static_cast<int>(threadIdx.x) % kWarpgroupThreads);
-  write_row_terms<float, kHeadDim, kBlockM>(p, workspace.rows);
+  write_row_terms<float, kHeadDim, kBlockM>(p, workspace.rows, block, head);
+}
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kRowTermThreads)
+    backward_f32_rows_kernel(const __grid_constant__ BackwardParams p,
+                             const __grid_constant__ BackwardF32Workspace workspace) {
+  ptx::launch_dependents();
+  const volatile RowTileOfBlock& block = RowTileOfBlock::find(p, workspace.rows.row_tiles);
+#pragma unroll 1
+  for (int head = block.first_head; head < block.end_head; ++head)
+    write_float_rows<kHeadDim>(p, workspace, block, head);
 }
 
 template <class Config>

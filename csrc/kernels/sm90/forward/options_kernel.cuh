@@ -159,7 +159,7 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
   }
 
   __device__ __forceinline__ void release_query(const WorkTile& work_tile) const {
-    if (Config::kSlots == 1 && work_tile.has_rows(warpgroup_)) release(storage_.q_empty[warpgroup_]);
+    if (Config::kQuerySlots == 1 && work_tile.has_rows(warpgroup_)) release(storage_.q_empty[warpgroup_]);
   }
 
   /// Of the warpgroup: products are started by all four, so they take the same way to them.
