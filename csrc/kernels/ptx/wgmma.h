@@ -68,45 +68,45 @@ struct Wgmma;
 #define FLASH_EXT_D128 FLASH_EXT_D120, FLASH_EXT_D4(30), FLASH_EXT_D4(31)
 
 // kN columns, its accumulators, the numbers of the five operands behind them.
-#define FLASH_EXT_WGMMA(ELEMENT, TYPE, COLUMNS, REGISTERS, A0, A1, A2, A3, B)                                         \
-  template <>                                                                                                         \
-  struct Wgmma<ELEMENT, COLUMNS> {                                                                                    \
-    /* A and B: rows along the depth. */                                                                              \
-    template <bool kAccumulate>                                                                                       \
-    __device__ __forceinline__ static void multiply(float (&d)[COLUMNS / 8][4], uint64_t a, uint64_t b) {             \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS  \
-                   "}, %" #A0 ", %" #A1 ", %" #A2 ", 1, 1, 0, 0;"                                                     \
-                   : FLASH_EXT_D##REGISTERS                                                                           \
-                   : "l"(a), "l"(b), "n"(kAccumulate)                                                                 \
-                   : "memory");                                                                                       \
-    }                                                                                                                 \
-    /* A: rows along the depth; B: rows across it. */                                                                 \
-    template <bool kAccumulate>                                                                                       \
-    __device__ __forceinline__ static void multiply_across(float (&d)[COLUMNS / 8][4], uint64_t a, uint64_t b) {      \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS  \
-                   "}, %" #A0 ", %" #A1 ", %" #A2 ", 1, 1, 0, 1;"                                                     \
-                   : FLASH_EXT_D##REGISTERS                                                                           \
-                   : "l"(a), "l"(b), "n"(kAccumulate)                                                                 \
-                   : "memory");                                                                                       \
-    }                                                                                                                 \
-    /* A and B: rows across the depth. */                                                                             \
-    template <bool kAccumulate>                                                                                       \
-    __device__ __forceinline__ static void multiply_both_across(float (&d)[COLUMNS / 8][4], uint64_t a, uint64_t b) { \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS  \
-                   "}, %" #A0 ", %" #A1 ", %" #A2 ", 1, 1, 1, 1;"                                                     \
-                   : FLASH_EXT_D##REGISTERS                                                                           \
-                   : "l"(a), "l"(b), "n"(kAccumulate)                                                                 \
-                   : "memory");                                                                                       \
-    }                                                                                                                 \
-    /* A in registers; B: rows across the depth. */                                                                   \
-    __device__ __forceinline__ static void accumulate_transposed(float (&d)[COLUMNS / 8][4], const uint32_t (&a)[4],  \
-                                                                 uint64_t b) {                                        \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS  \
-                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 1;"                                \
-                   : FLASH_EXT_D##REGISTERS                                                                           \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                               \
-                   : "memory");                                                                                       \
-    }                                                                                                                 \
+#define FLASH_EXT_WGMMA(ELEMENT, TYPE, COLUMNS, REGISTERS, A0, A1, A2, A3, B)                                        \
+  template <>                                                                                                        \
+  struct Wgmma<ELEMENT, COLUMNS> {                                                                                   \
+    /* A and B: rows along the depth. */                                                                             \
+    template <bool kAccumulate>                                                                                      \
+    __device__ __forceinline__ static void multiply(float (&d)[COLUMNS / 8][4], uint64_t a, uint64_t b) {            \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS \
+                   "}, %" #A0 ", %" #A1 ", %" #A2 ", 1, 1, 0, 0;"                                                    \
+                   : FLASH_EXT_D##REGISTERS                                                                          \
+                   : "l"(a), "l"(b), "n"(kAccumulate)                                                                \
+                   : "memory");                                                                                      \
+    }                                                                                                                \
+    /* A: rows along the depth; B: rows across it. */                                                                \
+    template <bool kAccumulate>                                                                                      \
+    __device__ __forceinline__ static void multiply_across(float (&d)[COLUMNS / 8][4], uint64_t a, uint64_t b) {     \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS \
+                   "}, %" #A0 ", %" #A1 ", %" #A2 ", 1, 1, 0, 1;"                                                    \
+                   : FLASH_EXT_D##REGISTERS                                                                          \
+                   : "l"(a), "l"(b), "n"(kAccumulate)                                                                \
+                   : "memory");                                                                                      \
+    }                                                                                                                \
+    /* A and B: rows across the depth. */                                                                            \
+    template <bool kAccumulate>                                                                                      \
+    __device__ __forceinline__ static void multiply_transposed(float (&d)[COLUMNS / 8][4], uint64_t a, uint64_t b) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS \
+                   "}, %" #A0 ", %" #A1 ", %" #A2 ", 1, 1, 1, 1;"                                                    \
+                   : FLASH_EXT_D##REGISTERS                                                                          \
+                   : "l"(a), "l"(b), "n"(kAccumulate)                                                                \
+                   : "memory");                                                                                      \
+    }                                                                                                                \
+    /* A in registers; B: rows across the depth. */                                                                  \
+    __device__ __forceinline__ static void accumulate_transposed(float (&d)[COLUMNS / 8][4], const uint32_t (&a)[4], \
+                                                                 uint64_t b) {                                       \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS \
+                   "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 1;"                               \
+                   : FLASH_EXT_D##REGISTERS                                                                          \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                              \
+                   : "memory");                                                                                      \
+    }                                                                                                                \
   };
 
 #define FLASH_EXT_WGMMA_16BIT(...)                    \

@@ -140,11 +140,11 @@ class BackwardPipelinedDq {
   __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
     using Product = ptx::Wgmma<Element, kPanelColumns>;
     ptx::wgmma_fence();
-    Product::template multiply_both_across<false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
+    Product::template multiply_transposed<false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
 #pragma unroll
     for (int k = 1; k < kBlockN / 16; ++k)
-      Product::template multiply_both_across<true>(sum, DsTile::at(ds, DsTile::down_rows(k)),
-                                                   KeyTile::at(keys, KeyTile::down_rows(k)));
+      Product::template multiply_transposed<true>(sum, DsTile::at(ds, DsTile::down_rows(k)),
+                                                  KeyTile::at(keys, KeyTile::down_rows(k)));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ static void finish(Sum& sum) {
