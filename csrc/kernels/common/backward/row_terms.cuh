@@ -32,6 +32,14 @@ __device__ __forceinline__ bool is_finite(const uint4& piece) {
   return !(Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w));
 }
 
+/// Where the term of a row stands in its tile. Permuted, a lane that has accumulators of a transposed tile finds those
+/// of its four queries of sixteen, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, side by side.
+template <bool kPermuted>
+__device__ __forceinline__ int term_position(int row) {
+  if constexpr (!kPermuted) return row;
+  return (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1);
+}
+
 /// The tile of rows that a CTA works on, of one head or several. CTAs count tiles of a sequence, heads, batch entries,
 /// or, where tiles are numbered by rows, numbers and groups of heads: to find the sequence of a number takes as long as
 /// the rows of some heads, so that these share it.
@@ -76,7 +84,7 @@ struct RowTileOfBlock {
 };
 
 /// Those of a tile of a head, by a CTA of kRowTermThreads.
-template <class Element, int kHeadDim, int kBlockM>
+template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                 const volatile RowTileOfBlock& block, int head) {
   constexpr int kPiece = 16 / sizeof(Element);
@@ -133,10 +141,11 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     if (lane != 0) continue;
     const bool weightless = lse == -INFINITY || (lse == INFINITY && sink_takes_all);
     if (g_grad_lse && lse != -INFINITY) sum -= g_grad_lse[i];
-    workspace.minus_delta[tile * kBlockM + row] = -sum / workspace.unit;
+    const int64_t position = tile * kBlockM + term_position<kPermuted>(row);
+    workspace.minus_delta[position] = -sum / workspace.unit;
     // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
     const float of_scores = finite && lse != INFINITY ? lse * ScoreUnit<Element>::kPerNatural : NAN;
-    workspace.lse[tile * kBlockM + row] = weightless ? INFINITY : of_scores;
+    workspace.lse[position] = weightless ? INFINITY : of_scores;
   }
   if (!workspace.unclean) return;
   const bool unclean = __syncthreads_or(!clean);
@@ -145,18 +154,18 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
 
 /// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are
 /// weak, and other GPUs might get that image.
-template <class Element, int kHeadDim, int kBlockM>
+template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
 static __global__ void __launch_bounds__(kRowTermThreads, kRowTermBlocks)
     backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
   ptx::launch_dependents();
   const volatile RowTileOfBlock& block = RowTileOfBlock::find(p, workspace.row_tiles);
 #pragma unroll 1
   for (int head = block.first_head; head < block.end_head; ++head)
-    write_row_terms<Element, kHeadDim, kBlockM>(p, workspace, block, head);
+    write_row_terms<Element, kHeadDim, kBlockM, kPermuted>(p, workspace, block, head);
 }
 
 /// One CTA per head, which adds in a fixed order.
-template <int kBlockM>
+template <int kBlockM, bool kPermuted = false>
 static __global__ void __launch_bounds__(kRowTermThreads)
     sink_gradient_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
   __shared__ double s_sums[kRowTermThreads];
@@ -169,7 +178,8 @@ static __global__ void __launch_bounds__(kRowTermThreads)
     const int64_t first = workspace.tile_index(p, batch, head, sequence.q_begin, 0, kBlockM) * kBlockM;
     float sum = 0.0f;
     for (int i = threadIdx.x; i < sequence.seqlen_q; i += kRowTermThreads) {
-      if (g_lse[i] != -INFINITY) sum += expf(sink - g_lse[i]) * workspace.minus_delta[first + i];
+      if (g_lse[i] != -INFINITY)
+        sum += expf(sink - g_lse[i]) * workspace.minus_delta[first + term_position<kPermuted>(i)];
     }
     total += sum;
   }

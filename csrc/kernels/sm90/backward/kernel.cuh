@@ -16,19 +16,37 @@
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/tensor_map.h"
 #include "options_kernel.cuh"
+#include "pipelined_consumer.cuh"
+#include "pipelined_producer_dq.cuh"
 #include "producer_dq.cuh"
 #include "wide_kernel.cuh"
 
 namespace flash_ext::sm90 {
 
+/// What the warps of a CTA do, and share.
+template <class Config_>
+struct BackwardRoles {
+  using Config = Config_;
+  using Storage = BackwardStorage<Config>;
+  using Dq = BackwardDq<Config>;
+  using Consumer = BackwardConsumer<Config>;
+};
+template <class Config_>
+struct BackwardPipelinedRoles {
+  using Config = Config_;
+  using Storage = BackwardPipelinedStorage<Config>;
+  using Dq = BackwardPipelinedDq<Config>;
+  using Consumer = BackwardPipelinedConsumer<Config>;
+};
+
 /// Warpgroup 0 loads and makes dQ, the others compute.
-template <class Config>
+template <class Roles, class Config = typename Roles::Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ BackwardSchedule schedule, float scale) {
   extern __shared__ __align__(1024) char shared[];
-  auto& storage = *reinterpret_cast<BackwardStorage<Config>*>(shared + Config::kTilesBytes);
+  auto& storage = *reinterpret_cast<typename Roles::Storage*>(shared + Config::kTilesBytes);
   ptx::launch_dependents();
   const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x));
   if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
@@ -41,10 +59,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms and cleared sums
-    BackwardDq<Config>(p, maps, workspace, storage, ptx::shared_address(shared), warp, lane).run();
+    typename Roles::Dq(p, maps, workspace, storage, ptx::shared_address(shared), warp, lane).run();
   } else {
     ptx::acquire_registers<Config::kShape.registers>();
-    BackwardConsumer<Config>(p, storage, ptx::shared_address(shared), scale, warp / kWarpgroupWarps - 1, lane).run();
+    typename Roles::Consumer(p, storage, ptx::shared_address(shared), scale, warp / kWarpgroupWarps - 1, lane).run();
   }
 }
 
@@ -62,42 +80,55 @@ BackwardSchedule backward_schedule(const BackwardParams& p, const BackwardWorksp
 template <class Config>
 constexpr bool kIsWide = Config::kHeadDim > kMaxNarrowHeadDim;
 
-template <class Config>
-constexpr auto backward_kernel_of() {
+/// The main kernel of calls without options. kPipelined: products of a step overlap those of the next.
+template <class Config, bool kPipelined>
+void launch_plain_backward(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
+                           const BackwardSchedule& schedule, bool overlaps_previous, cudaStream_t stream) {
+  const auto run = [&](auto kernel, size_t shared_bytes) {
+    const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads), shared_bytes,
+                           overlaps_previous};
+    launch("sm90/backward", kernel, keys, stream, p, maps, workspace, schedule,
+           static_cast<float>(p.softmax_scale) * kLog2E);
+  };
+  constexpr size_t kMaxSharedBytes = 227 * 1024;  // of a CTA
   if constexpr (kIsWide<Config>) {
-    return backward_wide_kernel<Config>;
+    constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardWideStorage<Config>);
+    static_assert(kSharedBytes <= kMaxSharedBytes);
+    run(backward_wide_kernel<Config>, kSharedBytes);
   } else {
-    return backward_kernel<Config>;
+    using Pipelined = BackwardPipelinedConfig<typename Config::Element, Config::kHeadDim>;
+    using Roles = std::conditional_t<kPipelined, BackwardPipelinedRoles<Pipelined>, BackwardRoles<Config>>;
+    constexpr size_t kSharedBytes = Roles::Config::kTilesBytes + sizeof(typename Roles::Storage);
+    static_assert(kSharedBytes <= kMaxSharedBytes && Roles::Config::kBlockN == Config::kBlockN);
+    run(backward_kernel<Roles>, kSharedBytes);
   }
 }
 
-template <class Config>
+/// kPipelined: of calls without options alone.
+template <class Config, bool kPipelined>
 void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Element = typename Config::Element;
-  using Storage = std::conditional_t<kIsWide<Config>, BackwardWideStorage<Config>, BackwardStorage<Config>>;
   constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kDqHeadDim;
   // Kernels start while the one before still runs, and wait for it by themselves; wide ones lose by it.
   constexpr bool kOverlaps = !kIsWide<Config>;
-  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(Storage);
-  static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
   const BackwardSchedule schedule = backward_schedule<Config>(p, workspace, memory);
   fill_work_list(p, schedule.listing, schedule.list, stream);
   const LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
-  launch("sm90/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
+  launch("sm90/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM, kPipelined>, rows, stream, p,
+         workspace);
 
   if (p.dq.data || p.dk.data || p.dv.data) {
     const BackwardMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kBlockM),
                                encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
-    if (!kIsWide<Config> && has_options(p)) {
-      if constexpr (!kIsWide<Config>) launch_backward_options<Config>(p, maps, workspace, schedule, stream);
-    } else {
-      const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads), kSharedBytes,
-                             kOverlaps};
-      launch("sm90/backward", backward_kernel_of<Config>(), keys, stream, p, maps, workspace, schedule,
-             static_cast<float>(p.softmax_scale) * kLog2E);
+    if constexpr (kPipelined || kIsWide<Config>) {
+      launch_plain_backward<Config, kPipelined>(p, maps, workspace, schedule, kOverlaps, stream);
+    } else if (has_options(p)) {
+      launch_backward_options<Config>(p, maps, workspace, schedule, stream);
+    } else if constexpr (!is_pipelined(kHeadDim)) {
+      launch_plain_backward<Config, false>(p, maps, workspace, schedule, kOverlaps, stream);
     }
     combine_splits<Element, kBlockM, Config::kBlockN, Config::kHeadDim>(p, schedule, kOverlaps, stream);
   }
@@ -109,7 +140,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   }
   if (p.dsink) {
     const LaunchShape heads{grid_of(p.heads_q), dim3(kRowTermThreads)};
-    launch("sm90/backward sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace);
+    launch("sm90/backward sink", sink_gradient_kernel<kBlockM, kPipelined>, heads, stream, p, workspace);
   }
 }
 
@@ -126,7 +157,11 @@ int64_t backward_bytes(const BackwardParams& p) {
 
 template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  launch_backward<BackwardConfigOf<Element, kHeadDim>>(p, memory, stream);
+  using Config = BackwardConfigOf<Element, kHeadDim>;
+  if constexpr (is_pipelined(kHeadDim)) {
+    if (!has_options(p)) return launch_backward<Config, true>(p, memory, stream);
+  }
+  launch_backward<Config, false>(p, memory, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -26,4 +26,8 @@ constexpr BackwardShape backward_shape(int head_dim) {
   return head_dim == 64 ? BackwardShape{3, 144, 80} : BackwardShape{2, 216, 72};
 }
 
+/// Whether products of a step overlap those of the next where a call has no options. At head_dim 64, whose consumers
+/// are three, that takes other tiles, which lose in short sequences.
+constexpr bool is_pipelined(int head_dim) { return head_dim == 128; }
+
 }  // namespace flash_ext::sm90

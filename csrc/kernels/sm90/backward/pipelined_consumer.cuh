@@ -1,0 +1,258 @@
+// The warpgroups that compute scores and their gradients, dK and dV: 64 keys each. The products of a step overlap
+// those of the next: dP is under way together with dV, and the next S with dK, so that dS is made beside dV and the
+// exponentials beside dK.
+#pragma once
+
+#include "kernels/common/backward/split_sums.cuh"
+#include "kernels/ptx/barrier.h"
+#include "kernels/ptx/wgmma.h"
+#include "kernels/sm90/common/store_rows.cuh"
+#include "pipelined_storage.cuh"
+#include "pipelined_tile.cuh"
+#include "sanitise.cuh"
+
+namespace flash_ext::sm90 {
+
+/// What one warp of them does.
+template <class Config>
+class BackwardPipelinedConsumer {
+ public:
+  using Element = typename Config::Element;
+  using Storage = BackwardPipelinedStorage<Config>;
+  using Steps = BackwardPipelinedSteps<Config>;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
+
+  __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                                       float scale, int warpgroup, int lane)
+      : p_(p),
+        storage_(storage),
+        work_tile_(storage.work_tile()),
+        warpgroup_(warpgroup),
+        warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
+        lane_(lane),
+        s_tiles_(s_tiles),
+        scale_(scale),
+        keys_(KeyTile::lower_half(s_tiles + warpgroup * panel_bytes(kWarpgroupRows))),
+        queries_(QueryTile::lower_half(s_tiles + Config::kQueriesOffset)) {}
+
+  __device__ __forceinline__ void run() {
+    zero(dk_);
+    zero(dv_);
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up();
+    store(p_.dv, Config::kBlockN * kHeadDim, dv_, 1.0f);
+    store(p_.dk, 0, dk_, static_cast<float>(p_.softmax_scale));
+  }
+
+ private:
+  using Tile = BackwardPipelinedTile<Element, kBlockM>;
+  using Scores = typename Tile::Scores;
+  using Weights = typename Tile::Weights;
+  using Terms = typename Tile::Terms;
+  using Visible = typename Tile::Visible;
+  using Sum = float[kHeadDim / 8][4];
+  using KeyTile = TileDescriptor<Config::kBlockN>;
+  using QueryTile = TileDescriptor<kBlockM>;
+  using DsTile = TileDescriptor<Config::kBlockN>;
+  static constexpr int kComputing = Config::kGroups * kWarpgroupThreads;  // threads that compute
+  static constexpr uint32_t kStage = Config::kQueryBytes / 16;            // in a descriptor
+  static constexpr uint32_t kGrads = Config::kStages * kStage;            // behind Q
+  static constexpr uint32_t kValues = Config::kKeyBytes / 16;             // behind K
+
+  /// Of which nothing is hidden.
+  struct FullTiles {
+    int begin, end;
+    __device__ __forceinline__ explicit FullTiles(const TileSpan& tiles)
+        : begin(ptx::uniform(tiles.full_begin)), end(ptx::uniform(tiles.full_end)) {}
+    __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
+  };
+
+  __device__ __forceinline__ void sum_up() {
+    Scores s;  // and then dP
+    Weights p, ds;
+    Terms terms;  // lse, and then D
+    Visible visible;
+    const FullTiles full(work_tile_.tiles), full_of_keys(work_tile_.groups[warpgroup_]);
+    Steps step(work_tile_);
+    RingCount<Config::kDsStages> ds_at;
+
+    sanitise_keys();
+    start_scores(s, terms, step, full, false);
+    bool hides = find_visible(visible, step, full_of_keys);
+    ptx::wgmma_wait<0>();
+    fence_operands(s[0]);
+    wait_for(storage_.v_full, 0);
+#pragma unroll 1
+    do {
+      // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
+      const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.stage]), step.parity);
+      Tile::softmax_step(p, s, terms, scale_);
+      if (hides) Tile::hide(p, visible);
+      fence_operands(p);
+      fence_operands(s[0]);
+      if (!has_grads) wait_for(storage_.do_full[step.stage], step.parity);
+      const uint32_t queries = queries_ + step.stage * kStage;
+      start_product(s, keys_ + kValues, queries + kGrads);
+      start_sum(dv_, p, queries + kGrads);
+
+      Tile::load(terms, storage_.minus_delta[step.stage], lane_);
+      step.advance();
+      const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
+      const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
+      ptx::wgmma_wait<1>();
+      fence_operands(s[0]);
+      if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
+      Tile::compute_ds(ds, s, p, terms);
+      if (hides) Tile::hide(ds, visible);
+      const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
+      Tile::store(s_ds, warp_, ds, lane_);
+      fence_operands(ds);
+      ptx::fence_proxy_async_shared();
+      arrive_as_warp(storage_.ds_full[ds_at.stage()], lane_);
+
+      start_scores(s, terms, step, full, has_queries || step.is_past_end());
+      start_ds_sum(dk_, ds, DsTile::lower_half(s_ds), queries);
+      hides = find_visible(visible, step, full_of_keys);
+      ds_at.advance();
+      ptx::wgmma_wait<1>();
+      fence_operands(s[0]);
+    } while (!step.is_past_end());
+    ptx::wgmma_wait<0>();
+    fence_operands(dk_);
+    fence_operands(dv_);
+  }
+
+  /// S of a step, and its lse; behind the last step, of what lies there, for nobody.
+  __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, const Steps& step, const FullTiles& full,
+                                               bool has_queries) const {
+    if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
+    Tile::load(lse, storage_.lse[step.stage], lane_);
+    if (!full.has(step.tile) && !step.is_past_end() && (p_.sink || Tile::has_non_finite(lse))) sanitise_rows(step);
+    start_product(s, keys_, queries_ + step.stage * kStage);
+  }
+  /// Whether pairs are hidden, and which are not.
+  __device__ __forceinline__ bool find_visible(Visible& visible, const Steps& step,
+                                               const FullTiles& full_of_keys) const {
+    if (full_of_keys.has(step.tile)) return false;
+    Tile::find_visible(visible, work_tile_.sequence, first_key(), step.tile * kBlockM, lane_);
+    return true;
+  }
+
+  // ---- Products: to be waited for, and what they have written fenced
+
+  /// s = keys queries^T, of K and Q or of V and dO.
+  __device__ __forceinline__ static void start_product(Scores& s, uint32_t keys, uint32_t queries) {
+    using Product = ptx::Wgmma<Element, kBlockM>;
+    ptx::wgmma_fence();
+    Product::template multiply<false>(s[0], KeyTile::at(keys, 0), QueryTile::at(queries, 0));
+#pragma unroll
+    for (int k = 1; k < kHeadDim / 16; ++k)
+      Product::template multiply<true>(s[0], KeyTile::at(keys, KeyTile::along_row(k)),
+                                       QueryTile::at(queries, QueryTile::along_row(k)));
+    ptx::wgmma_commit();
+  }
+  /// dV += P dO
+  __device__ __forceinline__ static void start_sum(Sum& sum, const Weights& p, uint32_t grads) {
+#pragma unroll
+    for (int k = 0; k < Tile::kSteps; ++k)
+      ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, p[k], QueryTile::at(grads, QueryTile::down_rows(k)));
+    ptx::wgmma_commit();
+  }
+  /// dK += dS Q; a warp reads those rows of dS in shared memory that it has written.
+  __device__ __forceinline__ static void start_ds_sum(Sum& sum, const Weights& ds, uint32_t ds_rows, uint32_t queries) {
+    using Product = ptx::Wgmma<Element, kHeadDim>;
+#pragma unroll
+    for (int k = 0; k < Tile::kSteps; ++k) {
+      const uint64_t rows = QueryTile::at(queries, QueryTile::down_rows(k));
+      if (k < Config::kDsSteps) {
+        Product::accumulate_transposed(sum, ds[k], rows);
+      } else {
+        Product::template multiply_across<true>(sum, DsTile::at(ds_rows, DsTile::along_row(k)), rows);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ static void fence_operands(float (&x)[kCount][4]) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ptx::fence_operand(x[n][e]);
+  }
+  __device__ __forceinline__ static void fence_operands(Weights& pairs) {
+#pragma unroll
+    for (int k = 0; k < Tile::kSteps; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) pairs[k][e] = ptx::reread(pairs[k][e]);
+  }
+  __device__ __forceinline__ static void zero(Sum& sum) {
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[d][e] = 0.0f;
+  }
+
+  // ---- Keys of this warpgroup, and what is not finite
+
+  __device__ __forceinline__ int first_key() const {
+    return work_tile_.first_key + warpgroup_ * kWarpgroupRows + warp_ * 16;
+  }
+  __device__ __forceinline__ uint32_t s_ds_of_stage(uint32_t stage) const {
+    return s_tiles_ + Config::kDsOffset + stage * Config::kDsBytes + warpgroup_ * panel_bytes(kWarpgroupRows);
+  }
+
+  /// K of this warpgroup. What a query does see, its lse knows, or it is a score of -inf still.
+  __device__ __forceinline__ void sanitise_keys() const {
+    wait_for(storage_.k_full, 0);
+#pragma unroll 1
+    for (int panel = 0; panel < panels(kHeadDim); ++panel)
+      sanitise_tile<Element, panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
+          s_tiles_ + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows),
+          warp_ * 32 + lane_);
+    ptx::barrier_any<kWarpgroupThreads>(2 + warpgroup_, false);
+  }
+  /// Q and dO of a tile that some key is hidden from, by all that compute, who then wait for each other. A query whose
+  /// lse is finite has finite Q and dO (row_terms.cuh), but that of a sink may hide scores of -inf. All warps see the
+  /// same lse, and so come here together.
+  __device__ __forceinline__ void sanitise_rows(const Steps& step) const {
+    wait_for(storage_.do_full[step.stage], step.parity);
+    const int thread = warpgroup_ * kWarpgroupThreads + warp_ * 32 + lane_;
+    uint32_t s_tile = s_tiles_ + Config::kQueriesOffset + step.stage * Config::kQueryBytes;
+#pragma unroll 1
+    for (int tile = 0; tile < 2; ++tile, s_tile += Config::kStages * Config::kQueryBytes)
+      sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_tile, thread);
+    ptx::barrier_sync<1, kComputing>();
+  }
+
+  // ---- Where sums go
+
+  /// `sums_offset`: where it begins in a split's slot.
+  __device__ __forceinline__ void store(const TensorView& view, int sums_offset, const Sum& sum, float scale) const {
+    if (!view.data) return;
+    if (work_tile_.sums) return store_split(work_tile_.sums + sums_offset, sum, scale);
+    const Sequence& sequence = work_tile_.sequence;
+    const auto rows = key_rows<Element, false>(p_, view, sequence);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_key() + 8 * r + lane_ / 4;
+      Element* const g_row = row < sequence.seqlen_k ? rows.row(row) : nullptr;
+      write_out_row(g_row, sum, r, scale, lane_, static_cast<int>(p_.head_dim));
+    }
+  }
+  __device__ __forceinline__ void store_split(float* g_sums, const Sum& sum, float scale) const {
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; ++d)
+      store_fragment(sum_fragment<kHeadDim>(g_sums, warpgroup_ * kWarpgroupWarps + warp_, d), sum[d], scale, lane_);
+  }
+
+  const BackwardParams& p_;
+  Storage& storage_;
+  const BackwardWorkTile<Config>& work_tile_;
+  const int warpgroup_, warp_, lane_;
+  const uint32_t s_tiles_;
+  const float scale_;              // of scores, to base 2
+  const uint32_t keys_, queries_;  // lower halves of descriptors
+  Sum dk_, dv_;
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,95 @@
+// What the warps of a CTA share where the products of a step overlap those of the next: three stages of Q and dO.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/ptx/lane.h"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Element_, int kHeadDim_>
+struct BackwardPipelinedConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim);
+  static constexpr int kGroups = kShape.groups;
+  static constexpr int kBlockM = kBackwardBlockM;
+  static constexpr int kBlockN = kGroups * kWarpgroupRows;
+  static constexpr int kStages = 3;    // of Q and dO
+  static constexpr int kDsStages = 2;  // of dS, whose rows are keys
+  static constexpr int kDsSteps = 2;   // of dK's product, that take dS from registers: there are not enough for all
+  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kLoadedKeys = kBlockN;
+
+  static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);    // K, V
+  static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);  // a stage of Q or dO
+  static constexpr int kDsBytes = tile_bytes(kBlockN, kBlockM);
+  static constexpr int kDqPieceBytes = 16 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
+  static constexpr int kValuesOffset = kKeyBytes;
+  static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
+  static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
+  static constexpr int kDsOffset = kGradsOffset + kStages * kQueryBytes;
+  static constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
+  static constexpr int kTilesBytes = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
+
+  static_assert(kBlockM == kPanelColumns, "dS is one panel");
+  static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+                "no more registers than the launch allocates, else setmaxnreg waits for ever");
+};
+
+/// The tiles of queries that a CTA goes over, of one head after the other, and the stage of their Q and dO. In
+/// registers that the lanes of a warp share, from which TMA takes its operands without a detour.
+template <class Config>
+struct BackwardPipelinedSteps {
+  const int begin, end, end_head;
+  int head, tile;
+  uint32_t stage = 0, parity = 0;
+
+  __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
+      : begin(ptx::uniform(work_tile.tiles.begin)),
+        end(ptx::uniform(work_tile.tiles.end)),
+        end_head(ptx::uniform(work_tile.sequence.head + work_tile.heads)),
+        head(ptx::uniform(work_tile.sequence.head)),
+        tile(begin) {}
+
+  __device__ __forceinline__ bool is_past_end() const { return head >= end_head; }
+  __device__ __forceinline__ void advance() {
+    if (++tile == end) tile = begin, ++head;
+    if (++stage == Config::kStages) stage = 0, parity ^= 1;
+  }
+};
+
+/// Behind the tiles in shared memory. A barrier's name says what the end of its phase means. Q and dO have no barriers
+/// that say that a stage is free: that dS of a step is complete says so of the step before.
+template <class Config>
+struct BackwardPipelinedStorage {
+  __align__(16) float lse[Config::kStages][Config::kBlockM];  // base 2; permuted, as minus_delta: row_terms.cuh
+  __align__(16) float minus_delta[Config::kStages][Config::kBlockM];
+  uint64_t k_full, v_full;
+  uint64_t q_full[Config::kStages];   // with lse
+  uint64_t do_full[Config::kStages];  // with minus_delta
+  uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
+  __align__(8) unsigned char work_tile_bytes[sizeof(BackwardWorkTile<Config>)];
+
+  __device__ __forceinline__ BackwardWorkTile<Config>& work_tile() {
+    return *reinterpret_cast<BackwardWorkTile<Config>*>(work_tile_bytes);
+  }
+  __device__ __forceinline__ const BackwardWorkTile<Config>& work_tile() const {
+    return *reinterpret_cast<const BackwardWorkTile<Config>*>(work_tile_bytes);
+  }
+
+  /// By one thread.
+  __device__ __forceinline__ void init() {
+    init_barrier(k_full, 1);
+    init_barrier(v_full, 1);
+    init_barriers(q_full, 1);
+    init_barriers(do_full, 1);
+    init_barriers(ds_full, Config::kGroups * kWarpgroupWarps);
+    init_barriers(ds_empty, kWarpgroupWarps);
+    ptx::mbarrier_init_fence();
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,107 @@
+// A tile of scores as a warp has it in registers, transposed: 16 keys (rows) by kBlockM queries. What it goes through
+// between the products, where these overlap those of the next step: row terms are in registers before they are needed.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/ptx/stmatrix.h"
+#include "score_tile.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Element, int kBlockM>
+struct BackwardPipelinedTile {
+  using Base = BackwardTile<Element, kBlockM>;
+  using Scores = typename Base::Scores;
+  using Weights = typename Base::Weights;
+  static constexpr int kSteps = Base::kSteps;
+  /// lse or D: step k has those of queries 16 k + 2 t, + 1, + 8 and + 9, with t = lane % 4.
+  using Terms = float4[kSteps];
+  /// Of keys g and g + 8, with g = lane / 4: bit 15 - n says whether query 8 n + 2 t sees it, bit 31 - n the same of
+  /// the query behind that.
+  using Visible = uint32_t[2];
+
+  __device__ __forceinline__ static void load(Terms& terms, const float* s_terms, int lane) {
+    const float4* const s_lane = reinterpret_cast<const float4*>(s_terms) + ptx::reread(lane) % 4;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) terms[k] = s_lane[4 * k];
+  }
+
+  /// Whether some query of the tile has an lse that is Inf or NaN. By a whole warp.
+  __device__ __forceinline__ static bool has_non_finite(const Terms& lse) {
+    float trace = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+      trace = fmaf(0.0f, lse[k].x, fmaf(0.0f, lse[k].y, fmaf(0.0f, lse[k].z, fmaf(0.0f, lse[k].w, trace))));
+    return __any_sync(~0u, trace != 0.0f);
+  }
+
+  /// P of products; `scale` and lse to base 2.
+  __device__ __forceinline__ static void softmax_step(Weights& p, const Scores& s, const Terms& lse, float scale) {
+    for_each_pair([&](int k, int e, int n, int r) {
+      const float2 term = pair_of(lse[k], e / 2);
+      p[k][e] = ptx::pack2<Element>(ptx::exp2_approx(fmaf(s[0][n][2 * r], scale, -term.x)),
+                                    ptx::exp2_approx(fmaf(s[0][n][2 * r + 1], scale, -term.y)));
+    });
+  }
+
+  /// dS = P (dP - D)
+  __device__ __forceinline__ static void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
+                                                    const Terms& minus_delta) {
+    for_each_pair([&](int k, int e, int n, int r) {
+      const float2 term = pair_of(minus_delta[k], e / 2), weight = ptx::unpack2<Element>(p[k][e]);
+      ds[k][e] = ptx::pack2<Element>(weight.x * (dp[0][n][2 * r] + term.x), weight.y * (dp[0][n][2 * r + 1] + term.y));
+    });
+  }
+
+  /// What the window and the lengths leave.
+  __device__ __forceinline__ static void find_visible(Visible& visible, const Sequence& sequence, int first_key,
+                                                      int first_query, int lane) {
+    const typename Base::Bounds bounds(sequence, first_key, first_query, lane);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // The queries [begin, end) see the key, counted from the lane's first.
+      const int begin = 8 * r - bounds.first_end + 1;
+      const int end = 8 * r < bounds.end_of_all ? min(8 * r - bounds.first_begin + 1, bounds.queries) : 0;
+      visible[r] = bits_between(begin, end) | bits_between(begin - 1, end - 1) << 16;
+    }
+  }
+
+  /// Weights, or gradients, of pairs that are hidden become 0, whatever they are: a query may have an lse of NaN
+  /// because of another key, and what a hidden key has in V makes its dP.
+  __device__ __forceinline__ static void hide(Weights& pairs, const Visible& visible) {
+    for_each_pair([&](int k, int e, int n, int r) { pairs[k][e] &= ptx::spread_signs(visible[r] << n); });
+  }
+
+  /// To a panel whose rows are keys and whose columns are the queries; a warp has 16 rows of it. A lane names a row of
+  /// one of four 8 x 8 matrices: two of keys by two of queries.
+  __device__ __forceinline__ static void store(uint32_t s_panel, int warp, const Weights& pairs, int lane) {
+    const int at = ptx::reread(lane), row = warp * 16 + at % 16;
+    const uint32_t s_piece = s_panel + row * kPanelRowBytes + ((at / 16) ^ (row % 8)) * 16;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+      ptx::stmatrix_x4(s_piece ^ (k * 32), pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3]);
+  }
+
+ private:
+  static_assert(kBlockM <= kPanelColumns, "a tile is a panel, and has a bit for each of a lane's queries");
+
+  /// f(step, element of the operand, n, r): elements 2 r and 2 r + 1 of accumulator n are the pair.
+  template <class F>
+  __device__ __forceinline__ static void for_each_pair(F f) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(k, e, 2 * k + e / 2, e % 2);
+  }
+  __device__ __forceinline__ static float2 pair_of(const float4& four, int half) {
+    return half ? float2{four.z, four.w} : float2{four.x, four.y};
+  }
+  /// Bits 15 - n of those n with begin <= 8 n < end.
+  __device__ __forceinline__ static uint32_t bits_between(int begin, int end) {
+    const int first = min(max((begin + 7) >> 3, 0), 16), behind = min(max((end + 7) >> 3, 0), 16);
+    return 0xFFFFu >> first & ~(0xFFFFu >> behind);
+  }
+};
+
+}  // namespace flash_ext::sm90
