@@ -35,8 +35,8 @@ def short_numbers(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def one_key_each(size: float, dtype: torch.dtype, head_dim: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, k, v, the key of each query): their product is size^2, all others are 0. Keys lie anywhere."""
-    keys = torch.randperm(KEYS, device=device)[:ROWS]
+    """(q, k, v, the key of each query): their product is size^2, all others are 0. Keys lie anywhere but at the end."""
+    keys = torch.randperm(KEYS - 1, device=device)[:ROWS]
     q = torch.zeros(1, ROWS, 1, head_dim, dtype=dtype, device=device)
     k = torch.zeros(1, KEYS, 1, head_dim, dtype=dtype, device=device)
     columns = torch.arange(ROWS, device=device)
@@ -105,6 +105,26 @@ def test_one_key_far_above_all_others(
     tight = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 0.0}
     torch.testing.assert_close(dq[0, :, 0], k[0, keys, 0] * of_rows, **tight)
     torch.testing.assert_close(dk[0, keys, 0], q[0, :, 0] * of_rows, **tight)
+
+
+@pytest.mark.parametrize("below", [5.0, 38.0, 60.0])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_maximum_behind_the_first_tile(device: str, head_dim: int, scale: float, below: float) -> None:
+    """The last key, which a kernel may visit first and take weights from, is below the highest one by a little."""
+    q, k, v, _ = one_key_each(SIZE, torch.float32, head_dim, device)
+    k[0, -1, 0] = SIZE - below / (SIZE * scale)
+    v.requires_grad_()
+    out = flash_ext.attention(q, k, v, softmax_scale=scale)
+    grad_out = short_numbers(*out.shape, dtype=torch.float32, device=device)
+    (dv,) = torch.autograd.grad(out, v, grad_out)
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double())[0, 0].float() * scale
+    tolerance = 2e-3 if below < 10 else 1e-6  # with two weights that matter, lse is no score
+    weights = scores.double().softmax(-1)
+    found, values = out[0, :, 0].double(), v[0, :, 0].detach().double()
+    torch.testing.assert_close(found, weights @ values, rtol=0, atol=10 * tolerance)
+    expected = weights.T @ grad_out[0, :, 0].double()
+    torch.testing.assert_close(dv[0, :-1, 0].double(), expected[:-1], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -426,7 +426,8 @@ struct ForwardBlock {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const RowEnd end = finish_row<Unit>(rows.stabilising_score(m, r, schedule.scale), rows.row_sum(m, r), sink);
+        const float scale = Unit::kNatural ? schedule.scale : 1.0f;
+        const RowEnd end = finish_row<Unit>(rows.stabiliser[m][r], rows.row_sum(m, r), sink, scale);
         const int row = warp_row + 16 * m + 8 * r + lane / 4;
         if (lane % 4 == 0 && first_query + row < sequence.seqlen_q) g_lse[first_query + row] = end.lse;
         const float factor = end.scale * keep_scale;

@@ -99,12 +99,6 @@ struct ForwardRows {
       for (int r = 0; r < 2; ++r) sum[m][r] += of_tile[m][r];
   }
 
-  /// The stabiliser of a row as a score.
-  __device__ __forceinline__ float stabilising_score(int m, int r, float scale) const {
-    if constexpr (Unit::kNatural) return Unit::multiply(stabiliser[m][r], scale);
-    return stabiliser[m][r];
-  }
-
   /// Whether rows that there are have to be worked out again: a sum overflowed, or came to nothing as its stabiliser
   /// was too high.
   __device__ __forceinline__ bool lost(int rows_left) const {
@@ -138,8 +132,8 @@ struct ForwardRows {
   }
 
  private:
-  /// The weight of a product. Of floats the difference comes before the scale, so that no large score is rounded; then
-  /// there are no row terms.
+  /// The weight of a product. Of floats the difference comes before the scale, so that no large score is rounded; they
+  /// have no row terms.
   template <bool kRounds>
   __device__ __forceinline__ static float weight(float product, float scale, float term, float base) {
     if constexpr (Unit::kNatural) {

@@ -262,7 +262,7 @@ class ForwardF32Consumer {
       float sum = row_sum_[r];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd end = finish_row<Unit>(Unit::multiply(stabiliser_[r], scale()), sum, sink);
+      const RowEnd end = finish_row<Unit>(stabiliser_[r], sum, sink, scale());
       const int row = first_row(work_tile) + warp_ * 16 + 8 * r + lane_ / 4;
       if (row >= work_tile.end_query) continue;
       if (lane_ % 4 == 0) g_lse[row] = end.lse;
