@@ -98,8 +98,7 @@ void choose_sm80_forward_tiles(Draft& draft) {
   draft.plan.block_m = shape.block_m();
   draft.plan.block_n = shape.block_n;
   draft.because("tile ", shape.block_m(), " x ", shape.block_n, ": ", shape.warps, " warps of ", shape.warp_rows,
-                " queries, for head dims up to ", head_dim,
-                small ? "; two CTAs share the memory of an SM" : "");
+                " queries, for head dims up to ", head_dim, small ? "; two CTAs share the memory of an SM" : "");
   if (p.has_bias) explain_bias_tiles(draft, variant, shape, head_dim);
 }
 
