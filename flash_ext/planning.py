@@ -13,6 +13,7 @@ from flash_ext.argument_checks import as_flag, check_names, check_tensors, descr
 from flash_ext.eager import call
 from flash_ext.functional import DECODE_OPTIONS, SCORE_OPTIONS, _decode_options, _score_options
 from flash_ext.ops import ScoreOptions
+from flash_ext.torch_private import TRACERS
 
 _OPS = torch.ops.flash_ext
 _ATTENTION = SCORE_OPTIONS | {"deterministic", "return_lse"}
@@ -102,7 +103,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **op
     Raises:
         ValueError: the planner has no plan for these sizes, numbers, dtype and device, or no such operation.
         RuntimeError: the tensors do not fit together, or there are no kernels for their device.
-        TypeError: an option that the function does not have, or one of a type that it cannot have.
+        TypeError: an option that the function does not have, or one of a type that it cannot have; a fake or meta
+            tensor.
     """
     _check_options("explain()", operation, options)
     problem = problem_of(q, k, v, operation, **options)
@@ -125,6 +127,7 @@ def problem_of(
     Args and what it raises: as for ``explain``, but for what only the planner refuses.
     """
     check_tensors(q=q, k=k, v=v)
+    _check_memory(q=q, k=k, v=v)
     _check_flags(dict(deterministic=deterministic, return_lse=return_lse, signed=signed))
     if operation == "decode":
         return _plan.problem_of(call(_OPS.attention_decode_describe.default, q, k, v, *_decode_options(q, **options)))
@@ -133,6 +136,15 @@ def problem_of(
     value = None if operation in _WITHOUT_VALUES else v
     scores = _with_seed(_score_options(q, k, **options), q)
     return _plan.problem_of(call(_OPS.attention_describe.default, q, k, value, operation, deterministic, *scores))
+
+
+def _check_memory(**tensors: Tensor) -> None:
+    for name, t in tensors.items():
+        if t.is_meta or type(t).__module__ in TRACERS:
+            raise TypeError(
+                f"{name} must be a tensor in memory, as the operator itself describes the call, "
+                f"got {describe(t)} on {t.device}"
+            )
 
 
 def _with_seed(given: tuple[Any, ...], q: Tensor) -> tuple[Any, ...]:

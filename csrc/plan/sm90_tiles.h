@@ -11,6 +11,9 @@ void choose_sm90_forward_f32_tiles(Draft& draft);
 void choose_sm90_backward_tiles(Draft& draft);
 void choose_sm90_backward_f32_tiles(Draft& draft);
 
+/// Of kernels that have one variant for scaled products, and one for softcap, ALiBi and any scale.
+void take_score_variant(Draft& draft);
+
 BackwardTiles sm90_backward_tiles(const Problem& p);
 BackwardTiles sm90_backward_f32_tiles(const Problem& p);
 

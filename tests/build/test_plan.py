@@ -804,6 +804,8 @@ def sm80_tile(operation: str, capability: int, **fields: Any) -> tuple[str, int,
         (90, {}, ("scaled products", 64, 128)),
         (89, {}, ("all options in little shared memory", 32, 64)),
         (80, {"has_mask": True}, ("all options", 64, 128)),
+        (80, {"has_bias": True}, ("all options in little shared memory", 32, 64)),  # a tile of it is too much
+        (90, {"has_bias": True}, ("all options", 64, 128)),
         (90, {"has_bias": True, "head_dim": 256}, ("all options", 64, 64)),
         (80, {"has_bias": True, "head_dim": 256}, ("all options in little shared memory", 32, 32)),
         (90, {"dtype": "float32"}, ("scaled products", 32, 128)),

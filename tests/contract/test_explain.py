@@ -147,6 +147,16 @@ def test_nothing_is_drawn(device: str) -> None:
     assert torch.equal(torch.rand(3, device=device), expected)
 
 
+def test_tensors_without_memory_are_refused(device: str) -> None:
+    q, k, v = qkv(device)
+    with pytest.raises(TypeError, match=r"k must be a tensor in memory.*on meta"):
+        flash_ext.explain(q, k.to("meta"), v)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        fakes = [torch.empty(t.shape, device=device) for t in (q, k, v)]
+        with pytest.raises(TypeError, match=r"q must be a tensor in memory.*FakeTensor"):
+            flash_ext.explain(*fakes)
+
+
 def test_tensors_that_do_not_fit_raise_what_the_call_raises(device: str) -> None:
     q, k, v = qkv(device)
     with pytest.raises(RuntimeError) as expected:

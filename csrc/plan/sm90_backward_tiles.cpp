@@ -1,0 +1,88 @@
+// Tiles, variants and costs of the backward for Hopper.
+#include "kernels/common/dropout/philox.h"
+#include "kernels/sm90/backward/shape.h"
+#include "kernels/sm90/backward/variant.h"
+#include "kernels/sm90/backward_f32/shape.h"
+#include "sm90_tiles.h"
+
+namespace flash_ext::plan {
+namespace {
+
+/// What the variant of the backward that serves a problem is for.
+const char* backward_variant(const Problem& p) {
+  if (p.head_dim > sm90::kMaxNarrowHeadDim) return "wide heads";
+  const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
+  const bool key_padding = p.mask_per_key && !p.has_block_mask;
+  const bool drops = dropout_threshold(p.dropout_p) > 0;
+  const sm90::BackwardAsked asked = {p.softcap > 0,
+                                     p.has_alibi,
+                                     drops,
+                                     p.has_bias,
+                                     p.has_bias && p.bias_per_key,
+                                     p.has_mask && key_padding,
+                                     (p.has_mask || p.has_block_mask) && !key_padding,
+                                     pieces && p.bias_dtype != DType::kFloat32,
+                                     p.bias_dtype == p.dtype};
+  switch (sm90::serving_options(asked)) {
+    case 0:
+      return "scaled products";
+    case sm90::kStepAlibi:
+      return "ALiBi alone";
+    case sm90::kStepSoftcapped:
+      return "softcap alone";
+    case sm90::kStepBiased:
+      return "bias alone";
+    case sm90::kStepKeyBiased:
+      return "per-key bias or key-padding mask alone";
+    case sm90::kStepIsMasked:
+      return "masks alone";
+    case sm90::kStepDrops:
+      return "dropout alone";
+    case sm90::kStepBiased | sm90::kStepKeyBiased:
+      return "bias and key-padding mask alone";
+    case sm90::kStepDrops | sm90::kStepKeyBiased:
+      return "dropout and key-padding mask alone";
+    default:
+      return "all options";
+  }
+}
+
+}  // namespace
+
+void choose_sm90_backward_tiles(Draft& draft) {
+  const int head_dim = sm90::backward_head_dim(draft.p.head_dim);
+  const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
+  const bool wide = head_dim > sm90::kMaxNarrowHeadDim;
+  draft.take_variant(backward_variant(draft.p));
+  draft.plan.block_m = sm90::kBackwardBlockM;
+  draft.plan.block_n = sm90::kWarpgroupRows * shape.groups;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
+                wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kWarpgroupRows, " keys", wide ? " each" : "",
+                ", for head dims up to ", head_dim);
+}
+
+void choose_sm90_backward_f32_tiles(Draft& draft) {
+  const int head_dim = sm90::backward_f32_head_dim(draft.p.head_dim, draft.p.head_dim_v);
+  take_score_variant(draft);
+  draft.plan.block_m = sm90::kBackwardF32BlockM;
+  draft.plan.block_n = sm90::kBackwardF32BlockN;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": three warpgroups share its products, ",
+                sm90::backward_f32_blocks(head_dim) > 1 ? "two CTAs of a cluster its columns, " : "",
+                "for head dims up to ", head_dim);
+}
+
+BackwardTiles sm90_backward_tiles(const Problem& p) {
+  const int head_dim = sm90::backward_head_dim(p.head_dim);
+  const int64_t block_n = sm90::kWarpgroupRows * sm90::backward_shape(head_dim).groups;
+  const double step = head_dim == 64 ? 3670 : head_dim == 128 ? 4170 : head_dim == 192 ? 3700 : 4800;
+  return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1};
+}
+
+BackwardTiles sm90_backward_f32_tiles(const Problem& p) {
+  const int head_dim = sm90::backward_f32_head_dim(p.head_dim, p.head_dim_v);
+  const double step = head_dim == 64 ? 5200 : head_dim == 128 ? 9800 : head_dim == 192 ? 9600 : 10900;
+  return {sm90::kBackwardF32BlockM,           sm90::kBackwardF32BlockN, head_dim, step, 6000,
+          sm90::backward_f32_blocks(head_dim)};
+}
+
+}  // namespace flash_ext::plan
