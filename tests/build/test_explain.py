@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import _plan
+from flash_ext import _plan, planning
 from tests.oracle import cumulative, int32, random
 
 FIELDS = [name for name in dir(_plan.Problem) if not name.startswith("_")]
@@ -75,6 +75,16 @@ def test_the_number_of_threads() -> None:
             assert flash_ext.explain(*qkv()).problem.num_workers == count
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("", True), ("1", True), ("0", False)])
+def test_the_switch_of_kernels_for_hopper(value: str, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_EXT_HOPPER", value)
+    planning._wants_hopper_kernels.cache_clear()
+    try:
+        assert planning._wants_hopper_kernels() == wanted
+    finally:
+        planning._wants_hopper_kernels.cache_clear()
 
 
 def test_the_global_switch_of_determinism() -> None:

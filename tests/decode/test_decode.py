@@ -330,11 +330,15 @@ def test_rotary_tables_must_reach_the_last_query(device: str) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("overlap", ["expanded", "in part"])
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
-def test_append_refuses_caches_that_overlap(device: str, name: str) -> None:
+def test_append_refuses_caches_that_overlap(device: str, name: str, overlap: str) -> None:
     q, k, v = (random(2, 1, 2, 16, device=device) for _ in "qkv")
     caches = {n: torch.zeros(2, 8, 2, 16, device=device) for n in ("k_cache", "v_cache")}
-    caches[name] = torch.zeros(1, 8, 2, 16, device=device).expand(2, -1, -1, -1)
+    if overlap == "expanded":
+        caches[name] = torch.zeros(1, 8, 2, 16, device=device).expand(2, -1, -1, -1)
+    else:
+        caches[name] = torch.zeros(1000, device=device).as_strided((2, 8, 2, 16), (128, 32, 16, 1))
     with pytest.raises(RuntimeError, match=rf"{name}.*overlap"):
         flash_ext.decode(q, **caches, k=k, v=v, cache_seqlens=int32([1, 2], device))
 

@@ -92,14 +92,15 @@ def test_bias_counts_from_the_start_of_each_sequence(device: str) -> None:
     )
 
 
-def test_holes_between_sequences(device: str) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_holes_between_sequences(device: str, causal: bool) -> None:
     padded = random(3, 9, 4, 16, device=device)
     lengths = torch.tensor([3, 9, 5], device=device)
     x = torch.nested.narrow(padded, 1, torch.zeros_like(lengths), lengths, layout=torch.jagged)
     assert x.lengths() is not None
-    out = flash_ext.attention(x, x, x, causal=True)
+    out = flash_ext.attention(x, x, x, causal=causal)
     for found, rows in zip(out.unbind(), x.unbind(), strict=True):
-        assert_same([found[None]], [flash_ext.attention(*[rows[None]] * 3, causal=True)])
+        assert_same([found[None]], [flash_ext.attention(*[rows[None]] * 3, causal=causal)])
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

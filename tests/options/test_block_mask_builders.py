@@ -110,10 +110,20 @@ def test_documents(causal: bool) -> None:
     assert_shows(BlockMask.document(ids[1], block_size=(16, 32), causal=causal), expected[1])
 
 
-def test_documents_of_queries_and_keys() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents_of_queries_and_keys(causal: bool) -> None:
+    """The diagonal ends at the last query and the last key."""
     ids_q, ids_k = torch.randint(-1, 4, (2, 30)), torch.randint(-1, 4, (2, 45))
-    expected = (ids_q[:, :, None] == ids_k[:, None]) & (ids_q >= 0)[:, :, None]
-    assert_shows(BlockMask.document(ids_q, ids_k, (16, 32)), expected[:, None])
+    i, j = indices(30, 45)
+    expected = (ids_q[:, :, None] == ids_k[:, None]) & (ids_q >= 0)[:, :, None] & ((j <= i + 15) | (not causal))
+    assert_shows(BlockMask.document(ids_q, ids_k, (16, 32), causal=causal), expected[:, None])
+
+
+def test_a_causal_window_has_no_right_side() -> None:
+    """Whatever it was given, and not for global tokens either."""
+    i, j = indices(50, 70)
+    expected = ((j >= i + 20 - 3) | (j < 2) | (i + 20 < 2)) & (j <= i + 20)
+    assert_shows(BlockMask.sliding_window(50, 70, (3, 5), 2, (16, 32), causal=True), expected)
 
 
 def test_from_mask_mod() -> None:
@@ -174,6 +184,8 @@ def test_equality_is_of_what_is_visible() -> None:
         if changed.shape == visible.shape:
             changed[1, 2, 69, 99] ^= True
         assert BlockMask.from_dense(changed, (32, 32)) != mask
+    for block_size in ((32, 64), (16, 32)):
+        assert BlockMask.from_dense(visible, block_size) != mask
     assert BlockMask.from_dense(visible, (64, 32)) != mask and mask != "a mask"
 
 
