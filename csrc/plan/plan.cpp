@@ -488,8 +488,9 @@ class Planner {
           general ? sm90::forward_options_shape(dims, hopper_general_class()) : choose_hopper_shape(dims);
       plan_.block_m = sm90::kWarpgroupRows * shape.groups;
       plan_.block_n = shape.block_n;
-      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", shape.groups, " warpgroups of ", sm90::kWarpgroupRows,
-              " queries, for head dims up to ", dims.qk, dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+      because("tile ", plan_.block_m, " x ", plan_.block_n, ": ", counted(shape.groups, "warpgroup"), " of ",
+              sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
+              dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
       if (!general) choose_key_splits(dims, shape);
       return;
     }
@@ -577,8 +578,9 @@ class Planner {
 
   sm90::ForwardShape few_queries_shape(const sm90::HeadDims& dims) {
     const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewQueries);
-    because(few.ctas_per_sm, " CTAs on an SM: sequences of ", typical_queries(p_),
-            " queries would leave warpgroups of a large one without rows");
+    because("tiles for few queries, in ", counted(few.ctas_per_sm, "CTA"),
+            " an SM: with more or fewer rows, sequences of ", typical_queries(p_),
+            " queries would leave more warpgroups without any");
     return few;
   }
 
