@@ -17,6 +17,7 @@ constexpr double kEnds = 4500;               // of a query tile or a part, besid
 constexpr double kCombinedBytes = 1000;      // a clock, of parts that are written and read
 constexpr double kLoadedFrom = 0.75;         // of all cycles of all SMs; from there on idle SMs are worth less,
 constexpr double kSavedByIdle = 32000;       // by so much where none is idle
+constexpr double kWorthSplitting = 20000;    // of the longest query tile
 constexpr double kShareOfAnyRows = 0.2;      // of a tile's cycles, which warpgroups without rows do not save
 constexpr int64_t kMostParts = 16;           // of a query tile
 constexpr int64_t kMostShortParts = 2;       // of a query tile
@@ -94,14 +95,15 @@ class KeySplitsPlanner {
   /// Of those that save the most, all tiles whole if none saves what combining costs.
   KeySplits choose() const {
     KeySplits best;
-    if (rest() == 0 || rows_.size() > kMostRows) return best;
-    double best_end = end(best) - loaded_cycles();  // and the bytes of parts
+    if (rest() == 0 || rows_.size() > kMostRows || longest() < kWorthSplitting) return best;
+    double best_end = end(best) - loaded_cycles();
     if (best_end <= least_end()) return best;
-    for (const int64_t behind : {int64_t{0}, cheap_tiles()})
-      for_each_split(behind, [&](const KeySplits& splits) {
-        const double split_end = end(splits) + static_cast<double>(splits.tiles * splits.parts()) * part_cycles_;
-        if (split_end < best_end) best = splits, best_end = split_end;
-      });
+    const auto consider = [&](const KeySplits& splits) {
+      const double split_end = end(splits) + static_cast<double>(splits.tiles * splits.parts()) * part_cycles_;
+      if (split_end < best_end) best = splits, best_end = split_end;
+    };
+    for_each_split(0, consider);
+    if (const int64_t behind = cheap_tiles(); behind > 0) for_each_split(behind, consider);
     return best;
   }
 
@@ -112,6 +114,13 @@ class KeySplitsPlanner {
   /// Tiles behind the whole waves.
   int64_t rest() const { return all_tiles_ % ctas_; }
 
+  /// Cycles of the longest tile.
+  double longest() const {
+    double cycles = 0;
+    for (const EqualTiles& tiles : rows_) cycles = std::max(cycles, tiles.cycles);
+    return cycles;
+  }
+
   /// If nobody waited.
   double least_end() const {
     double cycles = 0;
@@ -119,6 +128,7 @@ class KeySplitsPlanner {
     return cycles / static_cast<double>(ctas_);
   }
 
+  /// What SMs that wait are worth: nothing where many do.
   double loaded_cycles() const {
     const double whole_waves =
         static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEnds);
