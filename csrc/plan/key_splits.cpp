@@ -17,12 +17,15 @@ constexpr double kEnds = 4500;               // of a query tile or a part, besid
 constexpr double kCombinedBytes = 1000;      // a clock, of parts that are written and read
 constexpr double kLoadedFrom = 0.75;         // of all cycles of all SMs; from there on idle SMs are worth less,
 constexpr double kSavedByIdle = 32000;       // by so much where none is idle
+constexpr double kWorthSplitting = 20000;    // of the longest query tile
 constexpr double kShareOfAnyRows = 0.2;      // of a tile's cycles, which warpgroups without rows do not save
 constexpr int64_t kMostParts = 16;           // of a query tile
-constexpr int64_t kMostShortParts = 3;       // of a query tile
+constexpr int64_t kMostShortParts = 2;       // of a query tile
 constexpr int64_t kMostTurns = 16;           // short parts that one CTA takes
 constexpr int64_t kFewestKeyTiles = 4;       // of a part
 constexpr double kWorthLeavingWhole = 0.85;  // of the cycles of other tiles
+constexpr double kAboutTheSame = 1.1;        // times the cycles of other tiles
+constexpr size_t kMostRows = 16;  // of tiles that cost the same; more are a causal mask, balanced by its order
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -92,14 +95,15 @@ class KeySplitsPlanner {
   /// Of those that save the most, all tiles whole if none saves what combining costs.
   KeySplits choose() const {
     KeySplits best;
-    if (rest() == 0) return best;
-    double best_end = end(best) - loaded_cycles();  // and the bytes of parts
+    if (rest() == 0 || rows_.size() > kMostRows || longest() < kWorthSplitting) return best;
+    double best_end = end(best) - loaded_cycles();
     if (best_end <= least_end()) return best;
-    for (const int64_t behind : {int64_t{0}, cheap_tiles()})
-      for_each_split(behind, [&](const KeySplits& splits) {
-        const double split_end = end(splits) + static_cast<double>(splits.tiles * splits.parts()) * part_cycles_;
-        if (split_end < best_end) best = splits, best_end = split_end;
-      });
+    const auto consider = [&](const KeySplits& splits) {
+      const double split_end = end(splits) + static_cast<double>(splits.tiles * splits.parts()) * part_cycles_;
+      if (split_end < best_end) best = splits, best_end = split_end;
+    };
+    for_each_split(0, consider);
+    if (const int64_t behind = cheap_tiles(); behind > 0) for_each_split(behind, consider);
     return best;
   }
 
@@ -110,6 +114,13 @@ class KeySplitsPlanner {
   /// Tiles behind the whole waves.
   int64_t rest() const { return all_tiles_ % ctas_; }
 
+  /// Cycles of the longest tile.
+  double longest() const {
+    double cycles = 0;
+    for (const EqualTiles& tiles : rows_) cycles = std::max(cycles, tiles.cycles);
+    return cycles;
+  }
+
   /// If nobody waited.
   double least_end() const {
     double cycles = 0;
@@ -117,6 +128,7 @@ class KeySplitsPlanner {
     return cycles / static_cast<double>(ctas_);
   }
 
+  /// What SMs that wait are worth: nothing where many do.
   double loaded_cycles() const {
     const double whole_waves =
         static_cast<double>(all_tiles_ - tail_) / static_cast<double>(ctas_) * (rows_.front().cycles + kEnds);
@@ -149,9 +161,19 @@ class KeySplitsPlanner {
     for (int64_t tile = 0; left > 0; ++tile) {
       const bool last = tile + 1 == tiles_of_head_;
       const int64_t count = last ? left : std::min(left, width);
-      rows_.insert(rows_.begin(), {count, cycles_of_tile(tile)});
+      add_row({count, cycles_of_tile(tile)});
       left -= count;
     }
+    std::reverse(rows_.begin(), rows_.end());
+  }
+
+  /// Rows that cost about the same are one, with their mean: there may be hundreds.
+  void add_row(const EqualTiles& row) {
+    if (rows_.empty() || row.cycles > kAboutTheSame * rows_.back().cycles) return rows_.push_back(row);
+    EqualTiles& before = rows_.back();
+    const double all = static_cast<double>(before.count) * before.cycles + static_cast<double>(row.count) * row.cycles;
+    before.count += row.count;
+    before.cycles = all / static_cast<double>(before.count);
   }
 
   /// Those of the tail from `begin` to `end`, or a share of each.

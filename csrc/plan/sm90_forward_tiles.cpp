@@ -42,8 +42,9 @@ bool has_few_queries(const Problem& p, const sm90::HeadDims& dims, const sm90::F
 
 sm90::ForwardShape few_queries_shape(Draft& draft, const sm90::HeadDims& dims) {
   const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewQueries);
-  draft.because(few.ctas_per_sm, " CTAs on an SM: sequences of ", typical_queries(draft.p),
-                " queries would leave warpgroups of a large one without rows");
+  draft.because("tiles for few queries, in ", counted(few.ctas_per_sm, "CTA"),
+                " an SM: with more or fewer rows, sequences of ", typical_queries(draft.p),
+                " queries would leave more warpgroups without any");
   return few;
 }
 
@@ -128,8 +129,8 @@ void choose_sm90_forward_tiles(Draft& draft) {
   }
   draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
   draft.plan.block_n = shape.block_n;
-  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
-                sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", counted(shape.groups, "warpgroup"),
+                " of ", sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
                 dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
   if (!options) choose_key_splits(draft, dims, shape);
 }

@@ -923,7 +923,7 @@ def plan_of_forward(
 CHUNKS = {
     (1, 512, 32768, 32, 8): (32, 1, 1),
     (1, 1024, 16384, 32, 8): (0, 2, 1),
-    (1, 2048, 65536, 32, 8): (0, 1, 2),
+    (1, 2048, 65536, 32, 8): (0, 1, 1),
     (2, 512, 8192, 16, 4): (32, 1, 1),
     (1, 256, 8192, 32, 8): (0, 1, 1),
     (1, 1024, 4096, 32, 8): (0, 1, 1),
@@ -951,7 +951,7 @@ def test_parts_are_few_and_not_short(head_dim: int, heads: int, queries: int, wi
     if splits.tiles == 0:
         return
     assert splits.long_parts >= 1 and splits.tiles * splits.long_parts <= 132
-    assert splits.long_parts <= 16 and splits.short_parts <= 3, "bounds the workspace"
+    assert splits.long_parts <= 16 and splits.short_parts <= 2, "bounds the workspace"
     rest = 1 - splits.short_parts * splits.short_share
     assert rest / splits.long_parts >= 0.99 * splits.short_share
     assert splits.short_parts == 0 or splits.short_share * 20000 >= 4 * chosen.block_n

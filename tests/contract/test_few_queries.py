@@ -90,6 +90,24 @@ def test_packed_sequences(device: str, bound: int, mask: dict[str, Any]) -> None
     check(call.with_options(max_seqlen_q=min(bound, call.q.shape[0]), max_seqlen_k=min(bound, call.k.shape[0])), 64)
 
 
+def test_a_captured_graph_of_copies_and_calls(device: str) -> None:
+    """A call behind a copy, a fill and another call: it starts beside the end of none but the last."""
+    if device == "cpu":
+        pytest.skip("graphs are CUDA's")
+    x = random(40, 128, 8, 64, dtype=torch.bfloat16, device=device)
+    expected = flash_ext.attention(flash_ext.attention(x, x, x), x, x)
+    place, out = torch.empty_like(x), torch.empty_like(x)
+    flash_ext.attention(x, x, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        place.zero_()
+        place.copy_(x)
+        out.copy_(flash_ext.attention(flash_ext.attention(place, place, place), place, place))
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
 def test_calls_that_follow_each_other(device: str) -> None:
     """Each starts beside the end of the one before, whose out it reads."""
     x = random(sequences(device), 128, 8, 64, dtype=torch.bfloat16, device=device)

@@ -151,7 +151,7 @@ class ForwardConsumer {
     for (; tile >= work_tile.tiles.begin; --tile) pass();
   }
 
-  /// The products of a tile, one after the other: other CTAs on the SM fill the waits.
+  /// The products of a tile, one after the other: other warpgroups fill the waits.
   __device__ __forceinline__ void visit_without_overlap(const WorkTile& work_tile, int& tile) {
     const TileSpan& rows = work_tile.rows[warpgroup_];
 #pragma unroll 1

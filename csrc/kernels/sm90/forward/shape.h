@@ -47,8 +47,7 @@ struct ForwardShape {
   int bias_slots = 0;
   bool stores_registers = false;
   int ctas_per_sm = 1;
-  // S of a tile beside P V of the one before. Several CTAs on an SM hide each other's waits, and need no more
-  // registers.
+  // S of a tile beside P V of the one before; else one after the other, where registers have no room for both.
   bool overlaps = true;
 };
 

@@ -40,8 +40,9 @@ inline bool has_equal_lengths(const AttentionParams& p) {
 /// Whether no CTA has more than one position, or each knows all of its own: then there is no counter. Tiles of few
 /// queries cost little more than taking one.
 inline bool needs_no_counter(const AttentionParams& p, const ForwardShape& shape, const KeySplits& splits) {
-  const bool in_turn = shape.ctas_per_sm > 1 && has_equal_lengths(p);
-  return in_turn || forward_positions(p, shape, splits) <= ctas_at_a_time(shape);
+  const int64_t positions = forward_positions(p, shape, splits);
+  const bool in_turn = shape.ctas_per_sm > 1 && has_equal_lengths(p) && positions < INT32_MAX;
+  return in_turn || positions <= ctas_at_a_time(shape);
 }
 
 /// What a warp leaves of a part, in pieces of 16 bytes: its rows of out, their stabilisers and sums, and whether V held

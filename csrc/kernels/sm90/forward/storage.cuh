@@ -264,7 +264,7 @@ ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   const int64_t section = equal_tiles || (equal_lengths && !Config::kGeneral) ? ratio : even;
   int64_t last = (heads - 1) / section * section;
   if (equal_lengths && !Config::kGeneral && !(equal_tiles && p.seqlen_q % Config::kBlockM == 0))
-    last = std::min(last, last_section(heads, section, blocks_m, ctas_at_a_time(Config::kShape), equal_tiles));
+    last = last_section(heads, section, blocks_m, ctas_at_a_time(Config::kShape), equal_tiles);
   ForwardSchedule schedule = {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(section),
                               static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
   schedule.heads_of_entry = LongDivisor(p.heads_q);

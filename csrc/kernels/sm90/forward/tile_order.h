@@ -9,16 +9,16 @@
 
 namespace flash_ext::sm90 {
 
-/// Where all sequences have the same lengths, and the tiles do not all cost the same: the head from which on, of all
-/// batch entries, the tiles of all heads stand longest first. These are the last two waves, or as much of them as whole
-/// heads make. A multiple of `head_group`. all_see_all: every query sees every key.
+/// Where all sequences have the same lengths, and not all tiles cost the same: the head from which on, of all batch
+/// entries, the tiles of all heads stand longest first. These are about the last two waves. A multiple of `head_group`,
+/// and never the number of all heads. all_see_all: every query sees every key.
 constexpr int64_t last_section(int64_t heads, int64_t head_group, int64_t tiles_of_head, int64_t ctas,
                                bool all_see_all) {
   constexpr int64_t kTailWaves = 2;
   const int64_t tail_tiles = kTailWaves * ctas;
   const int64_t tail_heads =
       all_see_all ? tail_tiles / tiles_of_head : (tail_tiles + tiles_of_head - 1) / tiles_of_head;
-  return std::max<int64_t>(heads - tail_heads, 0) / head_group * head_group;
+  return std::clamp<int64_t>(heads - tail_heads, 0, heads - 1) / head_group * head_group;
 }
 
 /// The first query of a tile of block_m queries, of `tiles` of a sequence. The one that is no whole one stands first,
