@@ -37,10 +37,18 @@ struct BackwardTiles {
   double cta_of_split() const { return cta + slot_bytes() / static_cast<double>(cluster) / kStoreBytes; }
 };
 
+bool has_options(const Problem& p) {
+  return p.softcap != 0 || p.has_alibi || p.has_bias || p.has_mask || p.has_block_mask || p.dropout_p > 0;
+}
+
 BackwardTiles hopper_tiles(const Problem& p) {
   const int head_dim = sm90::backward_head_dim(p.head_dim);
   const int64_t block_n = sm90::kWarpgroupRows * sm90::backward_shape(head_dim).groups;
-  const double step = head_dim == 64 ? 3670 : head_dim == 128 ? 4170 : head_dim == 192 ? 3700 : 4800;
+  const bool pipelined = sm90::is_pipelined(head_dim) && !has_options(p);
+  const double step = head_dim == 64    ? 3670
+                      : head_dim == 128 ? (pipelined ? 3260 : 4170)
+                      : head_dim == 192 ? 3700
+                                        : 4800;
   return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1};
 }
 
@@ -53,8 +61,7 @@ BackwardTiles hopper_float_tiles(const Problem& p) {
 
 BackwardTiles portable_tiles(const Problem& p) {
   const bool is_float = p.dtype == DType::kFloat32;
-  const bool general = p.softmax_scale <= 0 || p.softcap != 0 || p.has_alibi || p.has_bias || p.has_mask ||
-                       p.has_block_mask || p.dropout_p > 0;
+  const bool general = p.softmax_scale <= 0 || has_options(p);
   const int head_dim = kernel_head_dim(p.head_dim, p.head_dim_v);
   const sm80::BackwardShape shape = sm80::backward_shape(head_dim, is_float, general, false);
   // mma.sync has about half of the rate of wgmma, and in float a fifth of that.
