@@ -8,9 +8,8 @@
 namespace flash_ext::plan {
 namespace {
 
-/// What the variant of the backward that serves a problem is for.
-const char* backward_variant(const Problem& p) {
-  if (p.head_dim > sm90::kMaxNarrowHeadDim) return "wide heads";
+/// The options of the variant that serves a problem.
+int serving_options(const Problem& p) {
   const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
   const bool key_padding = p.mask_per_key && !p.has_block_mask;
   const bool drops = dropout_threshold(p.dropout_p) > 0;
@@ -23,7 +22,13 @@ const char* backward_variant(const Problem& p) {
                                      (p.has_mask || p.has_block_mask) && !key_padding,
                                      pieces && p.bias_dtype != DType::kFloat32,
                                      p.bias_dtype == p.dtype};
-  switch (sm90::serving_options(asked)) {
+  return sm90::serving_options(asked);
+}
+
+/// What the variant of the backward that serves a problem is for.
+const char* backward_variant(const Problem& p) {
+  if (p.head_dim > sm90::kMaxNarrowHeadDim) return "wide heads";
+  switch (serving_options(p)) {
     case 0:
       return "scaled products";
     case sm90::kStepAlibi:
@@ -74,7 +79,9 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
 BackwardTiles sm90_backward_tiles(const Problem& p) {
   const int head_dim = sm90::backward_head_dim(p.head_dim);
   const int64_t block_n = sm90::kWarpgroupRows * sm90::backward_shape(head_dim).groups;
-  const double step = head_dim == 64 ? 3670 : head_dim == 128 ? 4170 : head_dim == 192 ? 3700 : 4800;
+  const bool pipelined = sm90::is_pipelined(head_dim) && serving_options(p) == 0;
+  const double step_of_128 = pipelined ? 3260 : 4170;
+  const double step = head_dim == 64 ? 3670 : head_dim == 128 ? step_of_128 : head_dim == 192 ? 3700 : 4800;
   return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1};
 }
 

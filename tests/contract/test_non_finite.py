@@ -81,6 +81,29 @@ def test_one_query_poisons_itself_and_the_keys_it_sees(call: Call, poison: str) 
         assert result[name][:, hidden].isfinite().all(), name
 
 
+@pytest.mark.parametrize("poison", ["nan_in_q", "nan_in_grad_out", "scores_of_minus_infinity_beside_a_sink"])
+def test_one_query_poisons_no_hidden_key_of_whole_tiles(
+    device: str, dtype: torch.dtype, head_dim: int, poison: str
+) -> None:
+    """A tile that is seen in part, and has no rows behind the end, which alone would have it cleaned."""
+    query, length = 150, 256
+    sink = torch.zeros(4, device=device) if "sink" in poison else None
+    call = make_call(1, length, length, dtype=dtype, head_dim=head_dim, device=device, causal=True, sink=sink)
+    call = call.with_random_gradients()
+    assert call.grad_out is not None
+    if poison == "nan_in_q":
+        call.q[:, query] = torch.nan
+    elif poison == "nan_in_grad_out":
+        call.grad_out[:, query] = torch.nan
+    else:
+        call.q[:, query, :, 0], call.k[..., 0] = torch.inf, -1.0
+    result = run_library(call, ("q", "k", "v"))
+    others = [i for i in range(length) if i != query]
+    assert result["dq"][:, others].isfinite().all()
+    for name in ("dk", "dv"):
+        assert result[name][:, query + 1 :].isfinite().all(), name
+
+
 def test_one_key_poisons_itself_and_the_queries_that_see_it(call: Call) -> None:
     call.k[:, KEY] = torch.nan
     result = run_library(call, ("q", "k", "v"))

@@ -80,24 +80,6 @@ struct Wgmma;
                    : "l"(a), "l"(b), "n"(kAccumulate)                                                                \
                    : "memory");                                                                                      \
     }                                                                                                                \
-    /* A: rows along the depth; B: rows across it. */                                                                \
-    template <bool kAccumulate>                                                                                      \
-    __device__ __forceinline__ static void multiply_across(float (&d)[COLUMNS / 8][4], uint64_t a, uint64_t b) {     \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS \
-                   "}, %" #A0 ", %" #A1 ", %" #A2 ", 1, 1, 0, 1;"                                                    \
-                   : FLASH_EXT_D##REGISTERS                                                                          \
-                   : "l"(a), "l"(b), "n"(kAccumulate)                                                                \
-                   : "memory");                                                                                      \
-    }                                                                                                                \
-    /* A and B: rows across the depth. */                                                                            \
-    template <bool kAccumulate>                                                                                      \
-    __device__ __forceinline__ static void multiply_transposed(float (&d)[COLUMNS / 8][4], uint64_t a, uint64_t b) { \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" FLASH_EXT_R##REGISTERS \
-                   "}, %" #A0 ", %" #A1 ", %" #A2 ", 1, 1, 1, 1;"                                                    \
-                   : FLASH_EXT_D##REGISTERS                                                                          \
-                   : "l"(a), "l"(b), "n"(kAccumulate)                                                                \
-                   : "memory");                                                                                      \
-    }                                                                                                                \
     /* A in registers; B: rows across the depth. */                                                                  \
     __device__ __forceinline__ static void accumulate_transposed(float (&d)[COLUMNS / 8][4], const uint32_t (&a)[4], \
                                                                  uint64_t b) {                                       \

@@ -6,6 +6,7 @@
 #include "kernels/common/backward/split_sums.cuh"
 #include "kernels/ptx/barrier.h"
 #include "kernels/ptx/wgmma.h"
+#include "kernels/ptx/wgmma_across.h"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "pipelined_storage.cuh"
 #include "pipelined_tile.cuh"
@@ -159,14 +160,13 @@ class BackwardPipelinedConsumer {
   }
   /// dK += dS Q; a warp reads those rows of dS in shared memory that it has written.
   __device__ __forceinline__ static void start_ds_sum(Sum& sum, const Weights& ds, uint32_t ds_rows, uint32_t queries) {
-    using Product = ptx::Wgmma<Element, kHeadDim>;
 #pragma unroll
     for (int k = 0; k < Tile::kSteps; ++k) {
       const uint64_t rows = QueryTile::at(queries, QueryTile::down_rows(k));
       if (k < Config::kDsSteps) {
-        Product::accumulate_transposed(sum, ds[k], rows);
+        ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, ds[k], rows);
       } else {
-        Product::template multiply_across<true>(sum, DsTile::at(ds_rows, DsTile::along_row(k)), rows);
+        ptx::wgmma_across<Element, true>(sum, DsTile::at(ds_rows, DsTile::along_row(k)), rows);
       }
     }
     ptx::wgmma_commit();

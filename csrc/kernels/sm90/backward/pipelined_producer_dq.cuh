@@ -4,6 +4,7 @@
 #include "kernels/common/tile.cuh"
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/wgmma.h"
+#include "kernels/ptx/wgmma_across.h"
 #include "pipelined_storage.cuh"
 #include "producer.cuh"
 
@@ -138,13 +139,12 @@ class BackwardPipelinedDq {
 
   /// 64 columns of it.
   __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
-    using Product = ptx::Wgmma<Element, kPanelColumns>;
     ptx::wgmma_fence();
-    Product::template multiply_transposed<false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
+    ptx::wgmma_transposed<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
 #pragma unroll
     for (int k = 1; k < kBlockN / 16; ++k)
-      Product::template multiply_transposed<true>(sum, DsTile::at(ds, DsTile::down_rows(k)),
-                                                  KeyTile::at(keys, KeyTile::down_rows(k)));
+      ptx::wgmma_transposed<Element, true>(sum, DsTile::at(ds, DsTile::down_rows(k)),
+                                           KeyTile::at(keys, KeyTile::down_rows(k)));
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ static void finish(Sum& sum) {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/ptx/lane.h"
+#include "kernels/ptx/uniform.h"
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
