@@ -194,7 +194,12 @@ def test_layout_of_grad_out(device: str, which: str) -> None:
 
 def test_layout_of_grad_lse(device: str) -> None:
     call = make_call(device=device).with_random_gradients()
-    for grad_lse in (call.grad_lse.transpose(1, 2).contiguous().transpose(1, 2), call.grad_lse[:1].expand(2, -1, -1)):
+    lse = call.grad_lse
+    wide = torch.cat([lse, torch.full_like(lse, torch.nan)], dim=2)[..., : lse.shape[2]]
+    heads_first = lse.transpose(0, 1).contiguous().transpose(0, 1)
+    for grad_lse in (
+        lse.transpose(1, 2).contiguous().transpose(1, 2), lse[:1].expand(2, -1, -1), wide, heads_first
+    ):  # fmt: skip
         call.grad_lse = grad_lse
         assert_matches_oracle(call)
 

@@ -293,6 +293,16 @@ def test_rotary(device: str, dtype: torch.dtype, interleaved: bool, rotary_dim: 
 
 
 @pytest.mark.op("attention_decode_append")
+@pytest.mark.parametrize("wide", ["rotary_cos", "rotary_sin"])
+def test_rotary_tables_of_other_strides(device: str, wide: str) -> None:
+    """One of them is a slice of a wider table."""
+    angles = torch.rand(80, 8, device=device) * 6
+    tables = {"rotary_cos": angles.cos().to(DTYPE), "rotary_sin": angles.sin().to(DTYPE)}
+    tables[wide] = torch.cat([tables[wide], torch.full_like(tables[wide], torch.nan)], dim=1)[:, :8]
+    assert_decode_matches(with_new_keys(device, 3, 3, window_right=0, **tables))
+
+
+@pytest.mark.op("attention_decode_append")
 def test_rotary_and_pages(device: str) -> None:
     angles = torch.rand(80, 8, device=device) * 6
     rotary = {"rotary_cos": angles.cos().to(DTYPE), "rotary_sin": angles.sin().to(DTYPE)}

@@ -47,6 +47,16 @@ def test_causal_does_not_hide_a_wrong_window(device: str) -> None:
         flash_ext.attention(*qkv(device), causal=True, window_size=(3, -5))
 
 
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_bound_on_lengths_belongs_to_packed_sequences(device: str, name: str) -> None:
+    tensors = qkv(device)
+    lengths = {"max_seqlen_q": 9, "max_seqlen_k": 13}
+    flash_ext.attention(*tensors, **{name: lengths[name]})
+    for wrong in (lengths[name] - 1, lengths[name] + 1):
+        with pytest.raises(RuntimeError, match=f"{name} belongs to cu_seqlens_{name[-1]}.*got {wrong}"):
+            flash_ext.attention(*tensors, **{name: wrong})
+
+
 def tensor_or_number(name: str, device: str) -> Any:
     """A value of an option that is not its default."""
     if name in ("rotary_interleaved", "batch_invariant", "top_left"):
