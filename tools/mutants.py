@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 from build_support import toolchain  # noqa: E402
 
-TEST_SECONDS = 300  # a bug that makes a test wait for ever is caught, too
+TEST_SECONDS = 120  # a bug that makes a test wait for ever is caught, too
 NINJA = toolchain.ninja()
 
 
