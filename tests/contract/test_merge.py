@@ -47,13 +47,24 @@ def assert_merge_matches(
 
     ref = run(reference.merge, torch.float64, torch.float64)
     low = run(reference.merge, outs.dtype, outs.dtype if outs.dtype not in HALF else torch.float32)
+    slack = {"dlses": rounding_of_out(ref, lses, grads[0], outs.dtype)}
     with poisoned_outputs():
         poisoned = run(flash_ext.merge, outs.dtype, lses.dtype)
     for got in (run(flash_ext.merge, outs.dtype, lses.dtype), poisoned):
         for name in ref:
             exact = lses.dtype if name == "lse" else outs.dtype
-            assert_within_bound(name, got[name], ref[name], low[name], exact)
+            assert_within_bound(name, got[name], ref[name], low[name], exact, slack=slack.get(name, 0.0))
         assert got["out"].dtype == outs.dtype and got["lse"].dtype == lses.dtype
+
+
+def rounding_of_out(
+    ref: dict[str, torch.Tensor], lses: torch.Tensor, grad_out: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """What the rounding of ``out`` may add to the gradient of each part's lse, which is its weight times the product of
+    grad_out and (its out - out): the backward reads ``out`` as it was returned."""
+    weights = (lses.double() - ref["lse"]).exp().nan_to_num(0.0)
+    products = (grad_out.double().abs() * ref["out"].abs()).sum(-1).transpose(-1, -2)
+    return 0.5 * torch.finfo(dtype).eps * weights * products
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
