@@ -187,6 +187,9 @@ PYBIND11_MODULE(_plan, m) {
   bind_work_list(m);
   bind_backward_schedule(m);
   m.attr("KERNELS") = py::tuple(py::cast(kernel_names()));
+  m.attr("MAX_CUDA_BATCH") = kMaxCudaBatch;
+  m.attr("MAX_CUDA_SEQLEN_Q") = kMaxCudaSeqlenQ;
+  m.attr("MAX_CUDA_SEQLEN_K") = kMaxCudaSeqlenK;
   m.attr("MIN_SPLIT_SIZE") = kMinSplitSize;
   m.attr("MAX_SPLITS") = kMaxSplits;
   m.attr("BATCH_INVARIANT_SPLIT_SIZE") = kBatchInvariantSplitSize;

@@ -35,6 +35,10 @@ struct Plan {
   std::vector<std::string> reasons;  // where asked for
 };
 
+constexpr int64_t kMaxCudaBatch = 65535;               // what a grid can count to
+constexpr int64_t kMaxCudaSeqlenQ = 65535 * 32;        // the same, in tiles of the fewest queries; not of packed ones
+constexpr int64_t kMaxCudaSeqlenK = int64_t{1} << 29;  // positions, offsets and windows then add up within 32 bits
+
 struct Support {
   bool ok = true;
   std::string reason;  // empty when ok

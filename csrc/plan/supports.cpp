@@ -12,9 +12,6 @@ namespace {
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kHeadDimStep = 8;
 constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();  // what cu_seqlens can count to
-constexpr int64_t kMaxCudaBatch = 65535;                           // what a grid can count to
-constexpr int64_t kMaxCudaSeqlenQ = 65535 * 32;        // the same, in tiles of the fewest queries; not of packed ones
-constexpr int64_t kMaxCudaSeqlenK = int64_t{1} << 29;  // positions, offsets and windows then add up within 32 bits
 
 /// A compute capability as NVIDIA writes it: "9.0".
 std::string dotted(int64_t capability) { return text(capability / 10, ".", capability % 10); }

@@ -56,6 +56,13 @@ def unsupported(query: Tensor, value: Tensor) -> str:
     return "" if _has_kernels(query.device, query.dtype) else f"no kernels for {query.dtype} on {query.device}"
 
 
+def exceeds_sizes(device: torch.device, batch: int, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether a call on CUDA has more batch entries, queries or keys than our kernels count to."""
+    return device.type == "cuda" and (
+        batch > _plan.MAX_CUDA_BATCH or seqlen_q > _plan.MAX_CUDA_SEQLEN_Q or seqlen_k > _plan.MAX_CUDA_SEQLEN_K
+    )
+
+
 def _served(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> bool:
     """Whether (batch, heads, seqlen, head_dim) tensors are ours. What is wrong with them is for torch to say."""
     if dropout_p > 0 or not query.dim() == key.dim() == value.dim() == 4:
@@ -68,6 +75,7 @@ def _served(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> bool
         and key.shape[2] == value.shape[2]
         and query.shape[3] == key.shape[3]
         and query.dtype == key.dtype == value.dtype
+        and not exceeds_sizes(query.device, query.shape[0], query.shape[2], key.shape[2])
         and not unsupported(query, value)
     )
 
@@ -338,7 +346,9 @@ def efficient_backward(
 ) -> Any:
     if not _served(query, key, value, dropout_p) or not _may_add(attn_bias, query):
         return NotImplemented
-    need_dbias = attn_bias is not None and grad_input_mask[3]
+    need_dbias = grad_input_mask[3]
+    if need_dbias and attn_bias is None:
+        return NotImplemented  # torch says what is wrong
     dq, dk, dv, dbias = _differentiate(
         grad_out_,
         query,
@@ -353,7 +363,7 @@ def efficient_backward(
         top_left=True,
         scale=scale,
     )
-    if not need_dbias or attn_bias is None:
+    if attn_bias is None or not need_dbias:
         return dq, dk, dv, None
     return dq, dk, dv, _padded_gradient(dbias.view(attn_bias.shape))
 
@@ -669,6 +679,8 @@ def packed_efficient_backward(
 ) -> Any:
     if dropout_p > 0 or shared_storage_dqdkdv or window_size is not None or _any_given(later):
         return NotImplemented
+    if bias is None and bias_requires_grad:
+        return NotImplemented  # torch says what is wrong
     call = _packed_efficient_call(
         query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, custom_mask_type, scale
     )

@@ -97,7 +97,8 @@ def activate() -> None:
 
     This covers ``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer`` and every model that calls torch's function,
     on CUDA and CPU, forward and backward: masks, biases with gradient, float32, dropout, GQA, a head_dim of v that
-    differs. What is not supported runs by torch as before. ``sdpa_kernel(...)`` keeps its meaning: math is torch's.
+    differs. What is not supported runs by torch as before. ``sdpa_kernel(...)`` keeps its meaning: math is torch's,
+    and so is dropout where it leaves one fused backend, whose random numbers somebody may count on.
 
     The same as ``torch.nn.attention.activate_flash_attention_impl("flash_ext")``; it replaces another implementation of
     that registry. A second call does nothing. Functions that ``torch.compile`` compiled before keep the operators they

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from flash_ext.functional import attention
 from flash_ext.head_dims import cut_head_dim, pad_head_dim
-from flash_ext.integrations.aten_attention import unsupported
+from flash_ext.integrations.aten_attention import exceeds_sizes, unsupported
 from flash_ext.integrations.layouts import BY_HEADS, BY_ROWS, Arrangement, arrangement_of, can_merge, in_order_of
 from flash_ext.sdpa import scaled_dot_product_attention
 from flash_ext.torch_private import (
@@ -66,6 +67,8 @@ def serve(
             return NotImplemented
     elif backend not in _ENABLED or (dropout_p == 0 and (attn_mask is None or _suits_torch(attn_mask))):
         return NotImplemented
+    elif dropout_p > 0 and _is_alone(backend):
+        return NotImplemented
     if not 0.0 <= dropout_p <= 1.0 or not _fits(query, key, value, attn_mask, is_causal, enable_gqa):
         return NotImplemented
     if _has_one_batch(query, key, value, enable_gqa):
@@ -103,6 +106,11 @@ def _wants_math(device_type: str) -> bool:
     return not any(enabled() for backend, enabled in _ENABLED.items() if backend in before_math)
 
 
+def _is_alone(backend: int) -> bool:
+    """Whether ``sdpa_kernel`` leaves this fused backend and no other: who asks for one means its random numbers too."""
+    return not any(enabled() for other, enabled in _ENABLED.items() if other != backend)
+
+
 def _suits_torch(attn_mask: Tensor) -> bool:
     """Whether torch's fused operators do with a mask what ours would, or have to be seen."""
     watched = num_dispatch_modes() > 0
@@ -121,7 +129,7 @@ def _fits(
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2] or unsupported(query, value):
         return False
     lead = _leading_dimensions(query, key, value, enable_gqa)
-    if lead is None:
+    if lead is None or exceeds_sizes(query.device, math.prod(lead[:-1]), query.shape[-2], key.shape[-2]):
         return False
     if attn_mask is None:
         return True

@@ -286,3 +286,26 @@ def test_memory_order_follows(order: str, like: str) -> None:
     found = layouts.in_order_of(x, target)
     assert torch.equal(found, x)
     assert found.stride() == torch.empty_like(target).stride()
+
+
+# ---- What is not ours -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(2**16, 1, 1), (1, 65535 * 32 + 1, 1), (1, 1, 2**29 + 1)], ids=str)
+def test_more_than_a_grid_counts_is_not_served(sizes: tuple[int, int, int]) -> None:
+    cuda = torch.device("cuda")
+    assert aten_attention.exceeds_sizes(cuda, *sizes)
+    assert not aten_attention.exceeds_sizes(torch.device("cpu"), *sizes)
+    assert not aten_attention.exceeds_sizes(cuda, *(size - 1 for size in sizes))
+
+
+def test_the_gradient_of_a_bias_that_is_not_there_is_torchs_to_refuse(device: str) -> None:
+    q, k, v = qkv(device, low_precision(device), requires_grad=False)
+    out, lse, seed, offset = aten_attention.efficient_forward(q, k, v, None, True)
+    wanted = aten_attention.efficient_backward(out, q, k, v, None, out, lse, seed, offset, 0.0, [True] * 4)
+    assert wanted is NotImplemented
+    rows = [x.transpose(1, 2).contiguous() for x in (q, k, v, out)]
+    packed = aten_attention.packed_efficient_backward(
+        rows[3], *rows[:3], None, rows[3], None, None, 37, 53, lse, 0.0, seed, offset, 0, True
+    )
+    assert packed is NotImplemented

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -341,7 +342,30 @@ def test_dropout_through_an_operator_is_torchs(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("active")
+def test_more_batch_entries_than_a_grid_counts_go_on_to_torch() -> None:
+    q, k, v = qkv("cuda", torch.bfloat16, batch=2**16, heads=(1, 1), seqlens=(1, 2), dims=(8, 8))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v)
+    assert_right(out, (q, k, v), q, k, v)
+
+
 # ---- Dropout --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION])
+def test_dropout_of_a_backend_that_was_asked_for_is_torchs(backend: SDPBackend) -> None:
+    """Its random numbers are part of what ``sdpa_kernel`` asks for."""
+    q, k, v = qkv("cuda", torch.bfloat16, seqlens=(128, 128), dims=(64, 64), requires_grad=False)
+    results = []
+    with sdpa_kernel(backend):
+        for context in (nullcontext, flash_ext.activated):
+            torch.manual_seed(0)
+            with context():
+                results.append(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5))
+    assert torch.equal(*results)
 
 
 @pytest.mark.usefixtures("active")
