@@ -1,7 +1,7 @@
 """Plants bugs one at a time and sees that the tests catch them.
 
     python tools/mutants.py                 # all bugs of Python, plan, api and CPU kernels
-    python tools/mutants.py --quick         # ten that take seconds each
+    python tools/mutants.py --quick         # eleven that take seconds each
     python tools/mutants.py --cuda          # those of the CUDA kernels, on a machine with a GPU
     python tools/mutants.py --only softcap  # whose file or text matches a regular expression
     python tools/mutants.py --list          # whether each can still be planted; nothing is run
@@ -268,7 +268,7 @@ def report(verdict: Verdict) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="ten that take seconds each")
+    parser.add_argument("--quick", action="store_true", help="eleven that take seconds each")
     parser.add_argument("--cuda", action="store_true", help="those of the CUDA kernels, where there is a GPU")
     parser.add_argument("--only", metavar="PATTERN", default="", help="regular expression over file and text")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="copies of the tree to work in")

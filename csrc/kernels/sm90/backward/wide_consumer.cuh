@@ -38,8 +38,8 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   __device__ __forceinline__ void clean(int tile, int first) {
     if (!work_tile_.is_sanitised(tile)) return;
     this->sanitise_rows(first + this->thread());
-    this->release(storage_.cleaned);
-    wait_for(storage_.cleaned, sanitised_parity_);
+    this->release(storage_.sanitised);
+    wait_for(storage_.sanitised, sanitised_parity_);
     sanitised_parity_ ^= 1;
   }
 

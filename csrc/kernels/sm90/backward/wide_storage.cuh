@@ -51,7 +51,7 @@ struct BackwardWideStorage {
   uint64_t q_full[kStages], q_empty[kStages];    // with lse
   uint64_t do_full[kStages], do_empty[kStages];  // with minus_delta
   uint64_t p_full, ds_full, other_ds_full, ds_empty;
-  uint64_t cleaned;  // Q and dO of a tile that some key is hidden from
+  uint64_t sanitised;  // Q and dO of a tile that some key is hidden from
   __align__(8) unsigned char work_tile_bytes[sizeof(BackwardWorkTile<Config>)];
 
   __device__ __forceinline__ BackwardWorkTile<Config>& work_tile() {
@@ -66,7 +66,7 @@ struct BackwardWideStorage {
     init_barriers(q_empty, kReaders);
     init_barriers(do_full, 1);
     init_barriers(do_empty, kReaders);
-    init_barrier(cleaned, kReaders);
+    init_barrier(sanitised, kReaders);
     init_barrier(p_full, kWarpgroupWarps);
     init_barrier(ds_full, kWarpgroupWarps);
     init_barrier(ds_empty, kWarpgroupWarps * Config::kGroups);
