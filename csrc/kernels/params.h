@@ -64,7 +64,7 @@ struct WindowParams {
 /// Block-sparse visibility, a CSR list of key blocks for each block of query rows; ANDed with all else.
 struct BlockMaskParams {
   const int32_t* offsets = nullptr;     // (batch|1, heads_q|1, num_row_blocks + 1), into indices
-  const int32_t* indices = nullptr;     // (num_blocks): key CTA, ascending within a row
+  const int32_t* indices = nullptr;     // (num_blocks): key block, ascending within a row
   const int32_t* bitmap_ids = nullptr;  // (num_blocks): -1 = every pair visible, else a bitmap
   const int32_t* bitmaps = nullptr;     // (num_bitmaps, block_m, block_n / 32): bit b of word w is key 32 w + b
   int64_t offsets_batch_stride = 0;

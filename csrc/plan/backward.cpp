@@ -34,8 +34,8 @@ void plan_backward(Draft& draft) {
   keep_keys_together(draft);
   draft.kernel.choose_tiles(draft);
   if (draft.p.device == Device::kCpu) return choose_chunks(draft);
-  explain_work_list(draft, PackedSide::kKeys);
   choose_schedule(draft);
+  explain_work_list(draft, PackedSide::kKeys);
 }
 
 }  // namespace flash_ext::plan

@@ -35,7 +35,8 @@ TileRange query_tiles(const Problem& p, const BackwardTiles& tiles, int64_t seql
 }
 
 struct KeyTiles {
-  int64_t count = 0;  // of all heads and batch entries
+  bool packed = false;  // then lengths are their mean: a bound on the longest decides nothing
+  int64_t count = 0;    // of all heads and batch entries
   int64_t of_sequence = 0;
   int64_t most_queries = 0;  // tiles of queries of a head that see one of them
   double mean_queries = 0;
@@ -43,9 +44,9 @@ struct KeyTiles {
   KeyTiles(const Problem& p, const BackwardTiles& tiles) {
     constexpr int64_t kMostSamples = 16;
     const int64_t seqlen_q = mean_length(p, p.seqlen_q, p.total_q), seqlen_k = mean_length(p, p.seqlen_k, p.total_k);
-    const int64_t rows = p.total_k > 0 ? p.total_k : p.batch * p.seqlen_k;
-    count = p.heads_kv * most_tiles(p.batch, p.seqlen_k, rows, tiles.block_n);
+    packed = p.total_k > 0;
     of_sequence = ceil_div(seqlen_k, tiles.block_n);
+    count = p.heads_kv * p.batch * of_sequence;
     const int64_t stride = ceil_div(of_sequence, kMostSamples);
     int64_t sum = 0, samples = 0;
     for (int64_t tile = 0; tile < of_sequence; tile += stride, ++samples) {
@@ -105,7 +106,8 @@ class SplitChoice {
     const double busy = static_cast<double>(keys_.count) / static_cast<double>(slots_) * (tiles_.cta + mean_);
     double least = kWorthSplitting * cycles(unsplit);
     if (least <= busy) return unsplit;
-    const int64_t full_waves = is_even() ? keys_.count / slots_ : 0;  // may stay whole
+    // May stay whole. Of packed sequences, which tiles come first depends on whether they are listed.
+    const int64_t full_waves = is_even() && !keys_.packed ? keys_.count / slots_ : 0;
     KeyTileSchedule found = unsplit;
     for (int64_t splits = 2; splits <= kMostSplits; ++splits) {
       KeyTileSchedule tried = unsplit;

@@ -1,6 +1,9 @@
 #include "key_splits.h"
 
 #include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "kernels/common/mask/tile_range.h"
@@ -230,13 +233,31 @@ class KeySplitsPlanner {
   std::vector<EqualTiles> rows_;
 };
 
+/// What the splits follow from.
+struct KeySplitsKey {
+  std::array<int64_t, 14> values;
+
+  KeySplitsKey(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& shape)
+      : values{p.batch,    p.heads_q,     p.heads_kv, p.seqlen_q, p.seqlen_k,   p.window_left, p.window_right,
+               p.top_left, p.num_workers, dims.qk,    dims.v,     shape.groups, shape.block_n, shape.ctas_per_sm} {}
+  bool operator==(const KeySplitsKey& other) const { return values == other.values; }
+};
+
+/// The choice takes up to 25 microseconds, and a model asks for the same one in every layer.
+KeySplits choose_once(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
+  thread_local std::optional<std::pair<KeySplitsKey, KeySplits>> last;
+  const KeySplitsKey key(p, dims, shape);
+  if (!last || !(last->first == key)) last.emplace(key, KeySplitsPlanner(p, dims, shape).choose());
+  return last->second;
+}
+
 }  // namespace
 
 KeySplitsPlan plan_key_splits(const Problem& problem, const sm90::HeadDims& dims, const sm90::ForwardShape& shape,
                               bool explain) {
-  const KeySplitsPlanner planner(problem, dims, shape);
-  const KeySplits splits = planner.choose();
+  const KeySplits splits = choose_once(problem, dims, shape);
   if (!explain || splits.tiles == 0) return {splits, ""};
+  const KeySplitsPlanner planner(problem, dims, shape);
   const int64_t share = splits.short_parts > 0 ? KeySplits::kWholeShare / std::max(splits.short_share, 1) : 0;
   return {splits,
           text("split-KV: ", planner.all_tiles(), " query tiles on ", planner.ctas(), " CTAs; the keys of ",

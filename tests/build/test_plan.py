@@ -889,6 +889,29 @@ def test_a_bound_on_packed_sequences_decides_nothing(operation: str, head_dim: i
             assert getattr(loose, name) == getattr(exact, name), name
 
 
+@pytest.mark.parametrize(("sequences", "length", "heads_q"), [(8, 128, 16), (4, 192, 16), (16, 512, 16), (2, 4096, 8)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_bound_on_packed_sequences_splits_nothing(sequences: int, length: int, heads_q: int, dtype: str) -> None:
+    fields = PACKED | dict(operation="backward", dtype=dtype, batch=sequences, heads_q=heads_q, heads_kv=heads_q // 4)
+    fields |= dict(head_dim=128, head_dim_v=128, total_q=sequences * length, total_k=sequences * length)
+
+    def schedule(bound: int) -> tuple[int, ...]:
+        found = plan(**fields | dict(seqlen_q=bound, seqlen_k=bound)).schedule
+        return found.section_heads, found.head_splits, found.query_splits, found.unsplit_tiles
+
+    exact = schedule(length)
+    assert exact[3] == 0, "which tiles come first depends on whether they are listed"
+    for bound in (length + 1, 2 * length, sequences * length, 2**28):
+        assert schedule(bound) == exact
+
+
+def test_splits_are_a_reason_to_list_tiles() -> None:
+    fields = PACKED | dict(operation="backward", batch=2, heads_q=4, heads_kv=1, head_dim=128, head_dim_v=128)
+    found = plan(**fields | dict(total_q=2048, total_k=2048, seqlen_q=1124, seqlen_k=1124))
+    assert found.schedule.head_splits * found.schedule.query_splits > 1
+    assert any("listed on the device" in reason and "as they are split" in reason for reason in found.reasons)
+
+
 def test_the_mean_length_of_packed_sequences_decides() -> None:
     short = plan(**PACKED, head_dim=128, head_dim_v=128)
     long = plan(**PACKED | dict(batch=64, seqlen_q=2**14, seqlen_k=2**14), head_dim=128, head_dim_v=128)
@@ -939,6 +962,15 @@ def test_chunks_of_prompts_split_their_keys(sizes: tuple[int, ...], expected: tu
     assert splits.first_tile == tiles - tiles % 132 and splits.first_tile + splits.tiles + splits.whole_behind == tiles
     assert splits.short_parts * splits.short_share < 1
     assert any(reason.startswith(f"split-KV: {tiles} query tiles on 132 CTAs") for reason in chosen.reasons)
+
+
+def test_splits_that_are_kept_are_those_of_the_call() -> None:
+    calls = list(CHUNKS)
+    fresh = {call: plan_of_forward(*call, 128).key_splits for call in calls}
+    for call in [*calls, *reversed(calls), calls[0], calls[0]]:
+        again, expected = plan_of_forward(*call, 128).key_splits, fresh[call]
+        for name in ("first_tile", "tiles", "whole_behind", "long_parts", "short_parts", "short_share"):
+            assert getattr(again, name) == getattr(expected, name)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

@@ -1,7 +1,7 @@
 // The backward on wgmma with softcap, ALiBi, bias, masks and dropout: see kernel.cuh.
 //
-// The warpgroup that loads finds the steps of which masks leave something. It notes each one two steps ahead, and
-// loads its bias and words of visibility.
+// The warpgroup that loads finds the steps of which masks leave something. It writes the metadata of each two steps
+// ahead, and loads its bias and words of visibility.
 #pragma once
 
 #include <iterator>

@@ -1,4 +1,4 @@
-// What the warps of a CTA of the backward share besides, where a call has options: notes on the steps to come, and
+// What the warps of a CTA of the backward share besides, where a call has options: metadata of the next steps, and
 // what is copied or drawn for them.
 #pragma once
 
@@ -38,7 +38,7 @@ struct alignas(16) StepMetadata {
 inline bool masks_keys(const AttentionParams& p) { return same_for_all_queries(p.mask) && !p.blocks.offsets; }
 inline bool masks_pairs(const AttentionParams& p) { return (p.mask.data || p.blocks.offsets) && !masks_keys(p); }
 
-/// Behind the state in shared memory, in bytes from it on. Bits of dropout and words of masks have kStages slots.
+/// Behind the storage in shared memory, in bytes from it on. Bits of dropout and words of masks have kStages slots.
 struct BackwardOptionsLayout {
   int dropped = 0, words = 0, bias = 0;
   int dropped_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a slot
@@ -49,7 +49,7 @@ struct BackwardOptionsLayout {
   bool makes_words = false;     // of bitmaps of blocks
   bool bias_of_keys = false, mask_of_keys = false;
   bool by_threads = false;  // are words made or a bias copied, and not all of it by TMA
-  int flags = 0;            // of all notes
+  int flags = 0;            // of all steps
   int bytes = 0;
   DropLimit drop_limit;
 

@@ -158,7 +158,8 @@ class BackwardPipelinedConsumer {
       ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, p[k], QueryTile::at(grads, QueryTile::down_rows(k)));
     ptx::wgmma_commit();
   }
-  /// dK += dS Q; a warp reads those rows of dS in shared memory that it has written.
+  /// dK += dS Q. A warp reads those rows of dS in shared memory that it has written, behind its own proxy fence alone:
+  /// PTX does not promise that a warp of a warpgroup reads no other rows of A; GPUs of compute capability 9.0 do so.
   __device__ __forceinline__ static void start_ds_sum(Sum& sum, const Weights& ds, uint32_t ds_rows, uint32_t queries) {
 #pragma unroll
     for (int k = 0; k < Tile::kSteps; ++k) {

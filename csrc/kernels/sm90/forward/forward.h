@@ -8,8 +8,9 @@
 
 namespace flash_ext::sm90 {
 
-/// Scratch memory that forward() needs. None where each CTA has one tile of queries at most, work tiles are not cut
-/// along the keys (split_kv.h), and no more is asked for than scaled products, softcap and ALiBi.
+/// Scratch memory that forward() needs. None where each CTA has one tile of queries at most, or takes its tiles in
+/// turn, work tiles are not split along the keys (split_kv.h), and no more is asked for than scaled products, softcap
+/// and ALiBi.
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits);
 
 /// out and lse of every row that a sequence covers. float16 and bfloat16; all options, a bias of 16 bits, any lengths,

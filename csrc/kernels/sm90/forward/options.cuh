@@ -62,7 +62,7 @@ template <class Config>
 struct ForwardOptionsStorage : ForwardStorage<Config> {
   uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
   TileMetadata k_metadata[Config::kKeyStages];                            // beside k_full
-  KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // with the notes
+  KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // with the metadata
 
   /// By one thread.
   __device__ __forceinline__ void init() {

@@ -137,7 +137,7 @@ class ForwardOptionsProducer : public ForwardProducer<Config> {
         s_bias_(ptx::shared_address(tiles) + Config::kBiasOffset),
         s_bits_(ptx::shared_address(tiles) + Config::kBitsOffset) {}
 
-  /// K of the tiles in the list, what masks leave of them, what their draws share, and the notes.
+  /// K of the tiles in the list, what masks leave of them, what their draws share, and the metadata.
   __device__ __forceinline__ void load_keys() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kKeyStages> at;

@@ -182,7 +182,8 @@ void run_forward(const ForwardParams& p, int64_t block_n, const KeySplits& split
   using std::integral_constant;
   if (launch(integral_constant<ForwardTiles, ForwardTiles::kFewQueries>())) return;
   if (launch(integral_constant<ForwardTiles, ForwardTiles::kFewKeys>())) return;
-  launch(integral_constant<ForwardTiles, ForwardTiles::kManyKeys>());
+  if (!launch(integral_constant<ForwardTiles, ForwardTiles::kManyKeys>()))
+    throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned");
 }
 
 }  // namespace flash_ext::sm90

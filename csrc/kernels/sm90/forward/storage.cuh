@@ -180,14 +180,14 @@ struct ForwardSchedule {
   int heads;          // of all batch entries
   int section_heads;  // of which so many run side by side
   int last_section;   // from this one on, all; a multiple of the above
-  // Positions taken, besides the first of each CTA. Null where there are no more than those.
+  // Positions taken, besides the first of each CTA. Null where there are no more than those, or in_turn.
   unsigned long long* taken;
   // Of positions, and of those of a section, but the last.
   LongDivisor section_tiles = LongDivisor(int64_t{section_heads} * blocks_m);
   LongDivisor section_width = LongDivisor(section_heads), last_width = LongDivisor(heads - last_section);
   int64_t work_tiles = int64_t{heads} * blocks_m;  // with a list: at most
   LongDivisor heads_of_entry = LongDivisor(1);     // of a batch entry
-  WorkList list = {};    // of packed sequences; then nothing above but `taken` and `works` counts
+  WorkList list = {};    // of packed sequences; then nothing above but `taken` and `work_tiles` counts
   bool in_turn = false;  // every so many positions, which nobody takes
 
   __device__ __forceinline__ int64_t take() const {
