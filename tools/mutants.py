@@ -127,12 +127,15 @@ class Build:
         seen = [name for name, sources in self.sources.items() if bug.file in sources and name in self.commands]
         if bug.objects:
             return [name for name in seen if re.search(bug.objects, name)]
-        host = [name for name in seen if "/libflash_ext_cuda/" not in name]
+        # The planner's Python module takes its objects from the CUDA library, where there is one.
+        host = [name for name in seen if "/libflash_ext_cuda/" not in name or "/csrc/plan/" in name]
         return [name for name in host if "/isa_" not in name or f"/isa_{isa()}." in name]
 
-    def libraries_of(self, objects: Iterable[str]) -> list[str]:
+    def libraries_of(self, bug: Bug, objects: Iterable[str]) -> list[str]:
+        """Those that hold the objects; the CUDA library, which takes long to link, for bugs of CUDA kernels alone."""
         wanted = set(objects)
-        return [name for name, command in self.commands.items() if name.endswith(".so") and wanted & {*command.split()}]
+        found = [n for n, command in self.commands.items() if n.endswith(".so") and wanted & {*command.split()}]
+        return [name for name in found if bug.objects or "libflash_ext_cuda" not in name]
 
 
 def isa() -> str:
@@ -173,7 +176,7 @@ class Copy:
             if bug.file.startswith("csrc/"):
                 assert self.build is not None
                 objects = self.build.objects_of(bug)
-                outputs = [*objects, *self.build.libraries_of(objects)]
+                outputs = [*objects, *self.build.libraries_of(bug, objects)]
                 changed += map(Path, outputs)
                 if error := self._compile(outputs):
                     return Verdict(bug, "does not build", error, time.monotonic() - start)
