@@ -23,6 +23,7 @@ from flash_ext.torch_private import (
     BelowInplaceOrView,
     DispatchKey,
     DispatchKeySet,
+    SingleLevelFunction,
     WithoutKeys,
     any_requires_grad,
     arguments_of,
@@ -200,7 +201,7 @@ def _register_autograd(
         with torch.enable_grad(), set_forward_mode(True):
             return redispatch(keyset, *args)
 
-    class Derivative(torch.autograd.Function):
+    class Derivative(SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, compute: Callable[..., Any], how: Any, *args: Any) -> Any:
             output = compute(how, *args)
@@ -216,7 +217,7 @@ def _register_autograd(
             raise NotImplementedError(f"flash_ext::{name} has no forward-mode derivative (jvp)")
 
     Derivative.__name__ = f"Derivative_of_{name}"
-    record = super(torch.autograd.Function, Derivative).apply  # Function.apply itself refuses to run below torch.func
+    record = Derivative.apply  # type: ignore[attr-defined]  # Function.apply refuses to run below torch.func
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if not _differentiates(args):

@@ -41,6 +41,9 @@ def full_name(cls: type) -> str:
 is_tracing = torch._C._is_tracing
 """Whether ``torch.jit.trace`` records."""
 
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+"""What ``torch.autograd.Function`` derives from, and what runs below the transforms of torch.func."""
+
 is_functorch_active = torch._C._are_functorch_transforms_active
 """Whether a transform of torch.func, vmap included, is active."""
 

@@ -122,8 +122,20 @@ def test_sets_of_keys() -> None:
 
 
 def test_a_function_of_autograd_below_torch_func() -> None:
+    class Double(torch_private.SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return 2 * grad
+
+    assert issubclass(torch.autograd.Function, torch_private.SingleLevelFunction)
+    x = torch.ones(2, requires_grad=True)
     with torch_private.enable_single_level_autograd_function():
-        pass
+        Double.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
 
 
 def test_operators() -> None:
