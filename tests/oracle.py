@@ -25,7 +25,7 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Units in the last place that are no error. In float64 ``low`` is ``ref`` itself, so this is all there is.
 ROUNDING = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 16, torch.float64: 4096}
-LARGE_SCORE = 16.0  # from here on the last bits of a score are more than the units above
+LARGE_SCORE = 8.0  # from here on the last bits of a score are more than the units above
 SINGLE_KEY = 0.9  # the weight of a key that has nearly all of its row
 INPUTS = ("q", "k", "v", "bias", "sink")  # what can have a gradient
 # Of q, k and v where a test does not say: on CUDA the kernels of bfloat16 are others than those of float32.
@@ -334,7 +334,7 @@ def slack_of_rows(call: Call, ref: Result, gradients_of: Sequence[str]) -> Resul
     """What single rows may be off where plain PyTorch is right by luck, in the shapes of the results; else 0."""
     lse = ref["lse"].nan_to_num(0, 0, 0)
     slack = {name: torch.zeros_like(t) for name, t in ref.items()}
-    large = rounding_of_large_scores(call.lse_dtype, lse)
+    large = rounding_of_large_scores(call.lse_dtype, lse, call.q.shape[-1])
     if large.any():
         for name in slack.keys() - {"lse"}:
             slack[name] += (large if name in ("out", "dq") else large.max()) * largest_of(ref[name])
@@ -344,13 +344,15 @@ def slack_of_rows(call: Call, ref: Result, gradients_of: Sequence[str]) -> Resul
     return slack
 
 
-def rounding_of_large_scores(lse_dtype: torch.dtype, lse: Tensor) -> Tensor:
-    """The last bit of a score of a thousand is 1e-4 of its weight, and which way it is rounded is luck.
+def rounding_of_large_scores(lse_dtype: torch.dtype, lse: Tensor, head_dim: int) -> Tensor:
+    """The last bit of a score of a thousand is 1e-4 of its weight, and which way it is rounded is luck; the more
+    products are summed up, the more bits it is.
 
     Per row, (batch, seqlen_q, heads_q, 1) or (total_q, heads_q, 1), as a part of 1; 0 where scores are small.
     """
     size = lse.nan_to_num(0, 0, 0).abs().transpose(-1, -2)[..., None]
-    return torch.where(size >= LARGE_SCORE, 4 * torch.finfo(lse_dtype).eps * size, 0)
+    units = max(4.0, 0.5 * math.sqrt(head_dim))
+    return torch.where(size >= LARGE_SCORE, units * torch.finfo(lse_dtype).eps * size, 0)
 
 
 def noise_of_single_keys(call: Call, ref: Result, gradients_of: Sequence[str]) -> Result:

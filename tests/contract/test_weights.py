@@ -59,7 +59,7 @@ def assert_weights_match(call: Call, signed: bool = False) -> torch.Tensor:
         poisoned = run_weights(call, lse, flash_ext.attention_weights, call.dtype, signed)
     assert got["weights"].shape == shape and got["weights"].dtype == call.dtype
     factor = 3.0 if call.options.get("softcap") else 2.0
-    large = rounding_of_large_scores(call.lse_dtype, lse)
+    large = rounding_of_large_scores(call.lse_dtype, lse, call.q.shape[-1])
     for name in ref:
         part = large.transpose(1, 2) if name == "weights" else large if name == "dq" else large.max()
         for result in (got, poisoned):
