@@ -166,7 +166,7 @@ void bind_work_list(py::module_& m) {
       "work_list", &work_list, py::arg("rows"), py::arg("other_rows"), py::arg("block") = 128, py::arg("heads") = 1,
       py::arg("head_group") = 1, py::arg("last_tile_first") = false, py::arg("rows_in_l2") = 1,
       py::arg("section_part") = 1,
-      "The work tiles (sequence, head, tile) of packed sequences in the order in which CUDA blocks take them up:\n"
+      "The work tiles (sequence, head, tile) of packed sequences in the order in which CTAs acquire them:\n"
       "rows of the side that is cut into tiles of `block` rows, other_rows of the other side. rows_in_l2: of the\n"
       "other side, for a head group, that fit into L2; head_group: heads that share them; section_part: a section of\n"
       "several sequences has one in so many of them.");

@@ -1,4 +1,4 @@
-// How decoding is cut into CTAs of work: tiles of query rows, and ranges of the keys that a tile sees.
+// How decoding is divided into work tiles: tiles of query rows, and ranges of the keys that a tile sees.
 //
 // A row is a query and a head: row = query * group + head, where the heads of a group share their keys.
 #pragma once

@@ -344,8 +344,8 @@ struct ForwardBlock {
     return work_tile.sequence.seqlen_q - (work_tile.first_query + ptx::reread(warp_row) + ptx::reread(lane) / 4);
   }
 
-  /// Q, and the first tiles of K, V and the bias, which do not have to wait for anybody: `work` need not be what lies
-  /// in shared memory.
+  /// Q, and the first tiles of K, V and the bias, which do not have to wait for anybody: `work_tile` need not be what
+  /// lies in shared memory.
   __device__ __forceinline__ void begin(const ForwardWorkTile<Config>& work_tile, int tile) {
     if (tile < work_tile.tiles.begin) return;
     const int thread = ptx::reread(static_cast<int>(threadIdx.x));

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
-    ptx::wait_for_previous_grid();  // for row terms and cleared sums
+    ptx::wait_for_previous_grid();  // for row terms and zeroed sums
     typename Roles::Dq(p, maps, workspace, storage, ptx::shared_address(shared), warp, lane).run();
   } else {
     ptx::acquire_registers<Config::kShape.registers>();

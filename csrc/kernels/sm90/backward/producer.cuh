@@ -70,7 +70,7 @@ class BackwardProducer {
     }
     at_.count = 0;
   }
-  /// What takes the places of a step's tiles when that is over.
+  /// What takes the stages of a step's tiles when that is over.
   __device__ __forceinline__ void load_after(Step step) const {
     for (int k = 0; k < Config::kStages; ++k) work_tile_.advance(step);
     load_in_place(step);

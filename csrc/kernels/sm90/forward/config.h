@@ -45,7 +45,7 @@ struct ForwardConfig {
   // And by fewer of them while scores are small, for which K stays until the exponentials are done: in rings of three
   // or more.
   static constexpr bool kSoftcapsSmallScores = kHeadDim <= 128;
-  // Of work: loads run ahead of what is computed, by short sequences too. Where there is no room for so many, 2.
+  // Of work tiles: loads run ahead of what is computed, by short sequences too. Where there is no room for so many, 2.
   static constexpr int kSlots = kGeneral && kHeadDim > 128 ? 2 : 4;
 
   static constexpr int kQueryBytes = tile_bytes(kWarpgroupRows, kHeadDim);  // of a warpgroup

@@ -39,7 +39,7 @@ struct ForwardOptionsTerms {
 
 /// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it, bit
 /// kPartial + g that the window does. From bit kRun on, how many of the tiles behind this one need no note but for
-/// kPartly: but for masks, all rows see all of them, and none of them is the last of the work.
+/// kPartly: but for masks, all rows see all of them, and none of them is the last of the work tile.
 struct alignas(8) TileMetadata {  // one load, which the branch that K is release behind waits for
   static constexpr int kPartly = 8, kPartial = 16, kRun = 24;
   static constexpr uint32_t kAll = (1u << kPartly) - 1, kMostRun = 31, kSanitised = 1u << 30, kLast = 1u << 31;

@@ -129,7 +129,7 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
 
   template <bool kBias>
   __device__ __forceinline__ void visit_pipelined(const WorkTile& work_tile) {
-    Weights p = {};  // or its registers are taken from one work to the next, as those of the bias in a step
+    Weights p = {};  // or its registers are taken from one work tile to the next, as those of the bias in a step
     uint32_t flags;
 #pragma unroll 1
     do {
@@ -343,7 +343,7 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
     ptx::wait_for_loaded(read);
   }
 
-  /// Of the work.
+  /// Of the work tile.
   __device__ __forceinline__ void prepare_random_bits(const WorkTile& work_tile) {
     draw_key_.batch_head =
         static_cast<uint32_t>(work_tile.sequence.batch * static_cast<int>(p_.heads_q) + work_tile.sequence.head);

@@ -63,7 +63,7 @@ class TileList {
   __device__ __forceinline__ uint32_t run() const {
     const uint32_t partial = left_ & ~full_lanes_;
     const uint32_t before_partial = partial ? left_ & ((partial & -partial) - 1) : left_;
-    // The last one that was looked at may be the last of the work.
+    // The last one that was looked at may be the last of the work tile.
     return max(__popc(before_partial) - (partial ? 0 : 1), 0);
   }
 

@@ -1,4 +1,4 @@
-// The warps that load work and tiles to those that compute: one acquires work, one loads Q and stores out, one loads K
+// The warps that feed those that compute: one acquires work tiles, one loads Q and stores out, one loads K
 // and V, and one sanitises V where Inf and NaN may be hidden.
 #pragma once
 

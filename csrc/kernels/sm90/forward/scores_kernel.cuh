@@ -118,7 +118,7 @@ class ForwardScoresConsumer : public ForwardConsumer<Config> {
   }
 
   /// The same with softcap alone, as long as all scores of the warpgroup stay near 0; what they are is not asked before
-  /// the exponentials, but beside them. A tile with others is computed again, and the rest of the work is
+  /// the exponentials, but beside them. A tile with others is computed again, and the rest of the work tile is
   /// fixed_max_steps()'. Rows behind the end of a sequence are asked too, as no predicate tells them: they are 0.
   __device__ __forceinline__ int steps_of_small_scores(const WorkTile& work_tile, int tile, int last, Weights& p) {
     const auto rules = this->rules(work_tile);

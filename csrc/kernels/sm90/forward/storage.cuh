@@ -171,7 +171,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>, WorkTileSplit<C
   }
 };
 
-/// In which order the CTAs acquire their work: sections of heads whose keys stay in L2, in a section the tiles of
+/// In which order the CTAs acquire their work tiles: sections of heads whose keys stay in L2, in a section the tiles of
 /// queries with the most keys first. Each CTA takes the next tile when it has loaded most of its last one: that
 /// balances a causal mask, sequences of different lengths, and SMs of different speed. Or as a list says
 /// (common/scheduler/work_list.cuh).
@@ -343,7 +343,7 @@ struct ForwardStorage {
   }
 };
 
-/// The work of a CTA as one of its warps goes through it.
+/// The work tiles of a CTA as one of its warps goes through it.
 template <class Storage>
 class WorkTileQueue {
  public:
