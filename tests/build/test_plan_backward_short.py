@@ -9,6 +9,7 @@ import pytest
 from tests.build.test_plan import hopper_plan
 
 SHORT: dict[str, Any] = {"operation": "backward", "head_dim": 64, "head_dim_v": 64, "seqlen_q": 197, "seqlen_k": 197}
+SHORT |= {"heads_q": 4, "heads_kv": 4}
 
 
 @pytest.mark.parametrize(
