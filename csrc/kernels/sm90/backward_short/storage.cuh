@@ -12,15 +12,17 @@
 
 namespace flash_ext::sm90 {
 
-template <class Element_, int kGroups_>
+template <class Element_, int kBlocks_>
 struct BackwardShortConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kBackwardShortHeadDim;
-  static constexpr int kGroups = kGroups_;
-  static constexpr int kRows = kGroups * kWarpgroupRows;
+  static constexpr int kBlocks = kBlocks_;
+  static constexpr int kGroups = backward_short_groups(kBlocks);
+  static constexpr int kBlockM = backward_short_block_m(kBlocks);  // queries of a step of the keys' part
+  static constexpr int kRows = kBlocks * kWarpgroupRows;
+  static constexpr int kLoadedRows = kRows <= 256 ? kRows : kRows / 2;  // by one copy, which takes no more than 256
   static constexpr int kThreads = kGroups * kWarpgroupThreads;
-  // An SM has registers for four warpgroups of 128 registers a thread: what one loads, others compute meanwhile.
-  static constexpr int kCtasPerSm = kGroups == 1 ? 4 : kGroups == 2 ? 2 : 1;
+  static constexpr int kCtasPerSm = kGroups == 1 ? 4 : kGroups == 2 ? 2 : 1;  // what one loads, others compute meanwhile
 
   static constexpr int kTileBytes = tile_bytes(kRows, kHeadDim);
   static constexpr int kKeysOffset = 0;
@@ -29,7 +31,8 @@ struct BackwardShortConfig {
   static constexpr int kGradsOffset = 3 * kTileBytes;
   static constexpr int kTilesBytes = 4 * kTileBytes;
 
-  static_assert(panels(kHeadDim) == 1, "64 rows of a tile are contiguous");
+  static_assert(panels(kHeadDim) == 1, "rows of a tile are contiguous");
+  static_assert(kRows <= kBackwardShortMostRows);
 };
 
 struct BackwardShortMaps {
@@ -67,7 +70,9 @@ struct BackwardShortStorage {
  private:
   __device__ __forceinline__ static void load_tile(const CUtensorMap& map, const uint64_t& barrier, uint32_t s_tile,
                                                    int row, int head, int batch) {
-    ptx::tma_load(s_tile, &map, address(barrier), 0, row, head, batch);
+#pragma unroll
+    for (int first = 0; first < Config::kRows; first += Config::kLoadedRows)
+      ptx::tma_load(s_tile + panel_bytes(first), &map, address(barrier), 0, row + first, head, batch);
   }
 };
 
