@@ -25,7 +25,7 @@ bool asks_for_few_queries(const Problem& p) {
   return p.operation == Operation::kDecode && p.device == Device::kCuda && !is_prefill(p);
 }
 
-static_assert(sm90::kBackwardShortMostRows == 384, "the words of kManyRows say so");
+static_assert(sm90::kBackwardShortMostRows == 256, "the words of kManyRows say so");
 
 struct FeatureRow {
   Feature feature;
@@ -51,7 +51,7 @@ constexpr FeatureRow kFeatures[] = {
     {kDeterministic, "deterministic", [](const Problem& p) { return p.deterministic; }},
     {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
      [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
-    {kManyRows, "more than 384 queries or keys", has_many_rows},
+    {kManyRows, "more than 256 queries or keys", has_many_rows},
     {kPacked, "packed sequences", [](const Problem& p) { return p.total_q > 0 || p.total_k > 0; }},
     {kGroupedHeads, "grouped heads", [](const Problem& p) { return p.heads_q != p.heads_kv; }},
     {kFewQueries, "so few queries", asks_for_few_queries},

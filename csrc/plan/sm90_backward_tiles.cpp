@@ -68,9 +68,8 @@ void choose_sm90_backward_tiles(Draft& draft) {
 }
 
 void choose_sm90_backward_short_tiles(Draft& draft) {
-  const int blocks = sm90::backward_short_blocks(draft.p.seqlen_q, draft.p.seqlen_k);
-  const int groups = sm90::backward_short_groups(blocks);
-  draft.plan.block_m = draft.plan.block_n = blocks * sm90::kWarpgroupRows;
+  const int groups = sm90::backward_short_groups(draft.p.seqlen_q, draft.p.seqlen_k);
+  draft.plan.block_m = draft.plan.block_n = groups * sm90::kWarpgroupRows;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": all queries and keys of a head, ", groups,
                 groups == 1 ? " warpgroup" : " warpgroups");
 }

@@ -20,7 +20,7 @@ SHORT |= {"heads_q": 4, "heads_kv": 4}
         {"window_left": 5, "window_right": 0, "top_left": True},
         {"has_sink": True, "varlen": True},  # lengths in use
         {"head_dim": 8, "head_dim_v": 8},
-        {"seqlen_q": 1, "seqlen_k": 384},
+        {"seqlen_q": 1, "seqlen_k": 256},
     ],
 )
 def test_served(fields: dict[str, Any]) -> None:
@@ -34,8 +34,8 @@ def test_served(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "kernel"),
     [
-        ({"seqlen_q": 385}, "sm90/backward"),
-        ({"seqlen_k": 385}, "sm90/backward"),
+        ({"seqlen_q": 257}, "sm90/backward"),
+        ({"seqlen_k": 257}, "sm90/backward"),
         ({"total_q": 1000, "total_k": 1000, "varlen": True}, "sm90/backward"),
         ({"heads_q": 4, "heads_kv": 2}, "sm90/backward"),
         ({"head_dim": 72, "head_dim_v": 72}, "sm90/backward"),
@@ -59,4 +59,4 @@ def test_beside_it(fields: dict[str, Any], kernel: str) -> None:
 def test_the_obstacle_is_that_of_the_closest_kernel() -> None:
     found = hopper_plan(**{**SHORT, "softmax_scale": -1.0, "seqlen_k": 4096})
     assert any("Hopper" in reason and "softmax_scale -1" in reason for reason in found.reasons)
-    assert not any("384 queries" in reason for reason in found.reasons)
+    assert not any("256 queries" in reason for reason in found.reasons)

@@ -1,5 +1,5 @@
 """Backward of sequences whose rows fit into one CTA, which has a kernel of its own on Hopper: heads that are not
-grouped, head dims up to 64, up to 384 queries and keys."""
+grouped, head dims up to 64, up to 256 queries and keys."""
 
 from __future__ import annotations
 
@@ -20,19 +20,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "left": {"window_size": (20, -1)},
 }
 # Around whole tiles of 64, and where queries and keys need different numbers of them.
-LENGTHS = [
-    (1, 1),
-    (33, 64),
-    (64, 63),
-    (65, 128),
-    (128, 100),
-    (197, 197),
-    (256, 256),
-    (256, 40),
-    (9, 250),
-    (300, 310),
-    (384, 384),
-]
+LENGTHS = [(1, 1), (33, 64), (64, 63), (65, 128), (128, 100), (197, 197), (256, 256), (256, 40), (9, 250)]
 
 
 def short_call(
@@ -132,7 +120,7 @@ def test_each_run_gives_the_same_bits(device: str, mask: dict[str, Any]) -> None
         assert all(torch.equal(first[name], again[name]) for name in ("dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("change", [{"seqlen_q": 385}, {"seqlen_k": 385}, {"heads_kv": 1}, {"head_dim": 72}], ids=str)
+@pytest.mark.parametrize("change", [{"seqlen_q": 257}, {"seqlen_k": 257}, {"heads_kv": 1}, {"head_dim": 72}], ids=str)
 def test_calls_beside_them(device: str, change: dict[str, int]) -> None:
     """Those that the kernel does not serve."""
     sizes = {"seqlen_q": 130, "seqlen_k": 130, "heads_q": 3, "heads_kv": 3, "head_dim": 64, **change}

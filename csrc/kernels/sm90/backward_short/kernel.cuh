@@ -1,7 +1,7 @@
 // Attention backward of short sequences on wgmma (FlashAttention-2, Dao 2023, algorithm 2): one kernel, a CTA for each
 // head, whose Q, K, V and dO lie in shared memory whole.
 //
-//   warpgroup of block b:  row terms of queries [64 b, + 64)  |  dK, dV of keys [64 b, + 64)  |  dQ of those queries
+//   warpgroup g:  row terms of queries [64 g, + 64)  |  dK, dV of keys [64 g, + 64)  |  dQ of queries [64 g, + 64)
 //
 // Nothing is added to in memory, and no warpgroup waits for another once the tiles are there.
 #pragma once
@@ -50,24 +50,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   float* const g_minus_delta =
       p.dsink ? workspace.minus_delta + workspace.tile_index(p, batch, sequence.head, 0, 0, kWarpgroupRows) * kWarpgroupRows
               : nullptr;
-#pragma unroll 1
-  for (int block = group; block < Config::kBlocks; block += Config::kGroups)
-    write_short_terms<Config>(p, sequence, storage, g_minus_delta, block * kWarpgroupRows,
-                              static_cast<int>(threadIdx.x) % kWarpgroupThreads);
+  write_short_terms<Config>(p, sequence, storage, g_minus_delta, group * kWarpgroupRows,
+                            static_cast<int>(threadIdx.x) % kWarpgroupThreads);
   __syncthreads();  // barriers are initialised, terms written
   wait_for(storage.scores_full, 0);
   wait_for(storage.grads_full, 0);
   sanitise_short_tiles<Config>(p, s_tiles);
   __syncthreads();
 
-  // Under a causal mask the first keys have the most queries, and the last queries the most keys: together, each
-  // warpgroup has as much to do.
-#pragma unroll 1
-  for (int block = group; block < Config::kBlocks; block += Config::kGroups) {
-    if (p.dk.data || p.dv.data)
-      BackwardShortKeys<Config>(p, storage, s_tiles, scale, block, warp_of_group, lane).run();
-    if (p.dq.data) BackwardShortQueries<Config>(p, storage, s_tiles, scale, block, warp_of_group, lane).run();
-  }
+  if (p.dk.data || p.dv.data)
+    BackwardShortKeys<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane).run();
+  BackwardShortQueries<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane).run();
 }
 
 inline BackwardWorkspace backward_short_workspace(const BackwardParams& p, void* memory) {
@@ -80,7 +73,7 @@ template <class Config>
 void launch_backward_short(const BackwardParams& p, void* memory, cudaStream_t stream) {
   const BackwardWorkspace workspace = backward_short_workspace(p, memory);
   const auto map_of = [&](const TensorView& view, const TensorShape& shape) {
-    return encode_tensor_map(view, shape, p.dtype, Config::kLoadedRows);
+    return encode_tensor_map(view, shape, p.dtype, Config::kRows);
   };
   const BackwardShortMaps maps = {map_of(p.q, query_shape(p, p.head_dim)), map_of(p.k, key_shape(p, p.head_dim)),
                                   map_of(p.v, key_shape(p, p.head_dim_v)),
@@ -95,9 +88,9 @@ void launch_backward_short(const BackwardParams& p, void* memory, cudaStream_t s
   }
 }
 
-template <class Element, int kBlocks>
+template <class Element, int kGroups>
 void run_backward_short(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  launch_backward_short<BackwardShortConfig<Element, kBlocks>>(p, memory, stream);
+  launch_backward_short<BackwardShortConfig<Element, kGroups>>(p, memory, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -11,24 +11,24 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardShortKeys {
   using Element = typename Config::Element;
-  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = 32;
   using Tile = BackwardTile<Element, kBlockM>;
   using Products = BackwardProducts<Element, kHeadDim, kWarpgroupRows, kBlockM>;
   using Storage = BackwardShortStorage<Config>;
 
  public:
   __device__ __forceinline__ BackwardShortKeys(const BackwardParams& p, const Storage& storage, uint32_t s_tiles, float scale,
-                                               int block, int warp, int lane)
+                                               int group, int warp, int lane)
       : p_(p),
         storage_(storage),
         tiles_(Products::KeyTile::lower_half(s_tiles)),
         scale_(scale),
-        block_(block),
-        first_key_(block * kWarpgroupRows + warp * 16),
+        group_(group),
+        first_key_(group * kWarpgroupRows + warp * 16),
         lane_(lane) {}
 
   __device__ __forceinline__ void run() {
-    const int first = block_ * kWarpgroupRows, end = min(first + kWarpgroupRows, sequence().seqlen_k);
+    const int first = group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, sequence().seqlen_k);
     if (first >= end) return;
     const TileSpan seen = sequence().template query_tiles<kBlockM>(first, end);
     Products::clear(dk_);
@@ -43,7 +43,7 @@ class BackwardShortKeys {
   __device__ __forceinline__ const Sequence& sequence() const { return storage_.sequence(); }
   /// Lower halves of descriptors: of this warpgroup's keys, and of a tile of queries.
   __device__ __forceinline__ uint32_t keys_at(int offset) const {
-    return tiles_ + (offset + block_ * panel_bytes(kWarpgroupRows)) / 16;
+    return tiles_ + (offset + group_ * panel_bytes(kWarpgroupRows)) / 16;
   }
   __device__ __forceinline__ uint32_t queries_at(int offset, int tile) const {
     return tiles_ + (offset + tile * panel_bytes(kBlockM)) / 16;
@@ -84,7 +84,7 @@ class BackwardShortKeys {
   const Storage& storage_;
   const uint32_t tiles_;  // lower half of the descriptor of all tiles
   const float scale_;     // of scores, to base 2
-  const int block_, first_key_, lane_;
+  const int group_, first_key_, lane_;
   typename Products::Sum dk_, dv_;
 };
 

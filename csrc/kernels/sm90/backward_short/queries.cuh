@@ -21,18 +21,18 @@ class BackwardShortQueries {
 
  public:
   __device__ __forceinline__ BackwardShortQueries(const BackwardParams& p, const Storage& storage, uint32_t s_tiles, float scale,
-                                               int block, int warp, int lane)
+                                               int group, int warp, int lane)
       : p_(p),
         storage_(storage),
         tiles_(Products::KeyTile::lower_half(s_tiles)),
         scale_(scale),
-        block_(block),
-        first_query_(block * kWarpgroupRows + warp * 16 + lane / 4),
+        group_(group),
+        first_query_(group * kWarpgroupRows + warp * 16 + lane / 4),
         lane_(lane) {}
 
   __device__ __forceinline__ void run() {
-    const int first = block_ * kWarpgroupRows, end = min(first + kWarpgroupRows, sequence().seqlen_q);
-    if (first >= end) return;
+    const int first = group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, sequence().seqlen_q);
+    if (first >= end || !p_.dq.data) return;
     const TileSpan seen = sequence().template key_tiles<kBlockN>(first, end);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -58,8 +58,8 @@ class BackwardShortQueries {
     Scores s, dp;
     Weights ds;
     const uint32_t keys = rows_at(Config::kKeysOffset, tile);
-    Products::start(s, rows_at(Config::kQueriesOffset, block_), keys);
-    Products::start(dp, rows_at(Config::kGradsOffset, block_), rows_at(Config::kValuesOffset, tile));
+    Products::start(s, rows_at(Config::kQueriesOffset, group_), keys);
+    Products::start(dp, rows_at(Config::kGradsOffset, group_), rows_at(Config::kValuesOffset, tile));
     ptx::wgmma_wait<1>();
     for_each_score(s, [&](float& x, int, int, int e) {
       ptx::fence_operand(x);
@@ -107,7 +107,7 @@ class BackwardShortQueries {
   const Storage& storage_;
   const uint32_t tiles_;  // lower half of the descriptor of all tiles
   const float scale_;     // of scores, to base 2
-  const int block_, first_query_, lane_;
+  const int group_, first_query_, lane_;
   float lse_[2], minus_delta_[2];  // of this lane's rows
   typename Products::Sum dq_;
 };

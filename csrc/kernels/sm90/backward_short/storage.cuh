@@ -12,17 +12,15 @@
 
 namespace flash_ext::sm90 {
 
-template <class Element_, int kBlocks_>
+template <class Element_, int kGroups_>
 struct BackwardShortConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kBackwardShortHeadDim;
-  static constexpr int kBlocks = kBlocks_;
-  static constexpr int kGroups = backward_short_groups(kBlocks);
-  static constexpr int kBlockM = backward_short_block_m(kBlocks);  // queries of a step of the keys' part
-  static constexpr int kRows = kBlocks * kWarpgroupRows;
-  static constexpr int kLoadedRows = kRows <= 256 ? kRows : kRows / 2;  // by one copy, which takes no more than 256
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kRows = kGroups * kWarpgroupRows;
   static constexpr int kThreads = kGroups * kWarpgroupThreads;
-  static constexpr int kCtasPerSm = kGroups == 1 ? 4 : kGroups == 2 ? 2 : 1;  // what one loads, others compute meanwhile
+  // An SM has registers for four warpgroups of 128 registers a thread: what one loads, others compute meanwhile.
+  static constexpr int kCtasPerSm = kGroups == 1 ? 4 : kGroups == 2 ? 2 : 1;
 
   static constexpr int kTileBytes = tile_bytes(kRows, kHeadDim);
   static constexpr int kKeysOffset = 0;
@@ -31,8 +29,7 @@ struct BackwardShortConfig {
   static constexpr int kGradsOffset = 3 * kTileBytes;
   static constexpr int kTilesBytes = 4 * kTileBytes;
 
-  static_assert(panels(kHeadDim) == 1, "rows of a tile are contiguous");
-  static_assert(kRows <= kBackwardShortMostRows);
+  static_assert(panels(kHeadDim) == 1, "64 rows of a tile are contiguous");
 };
 
 struct BackwardShortMaps {
@@ -70,9 +67,7 @@ struct BackwardShortStorage {
  private:
   __device__ __forceinline__ static void load_tile(const CUtensorMap& map, const uint64_t& barrier, uint32_t s_tile,
                                                    int row, int head, int batch) {
-#pragma unroll
-    for (int first = 0; first < Config::kRows; first += Config::kLoadedRows)
-      ptx::tma_load(s_tile + panel_bytes(first), &map, address(barrier), 0, row + first, head, batch);
+    ptx::tma_load(s_tile, &map, address(barrier), 0, row, head, batch);
   }
 };
 

@@ -6,7 +6,5 @@ template void run_backward_short<__nv_bfloat16, 1>(const BackwardParams&, void*,
 template void run_backward_short<__nv_bfloat16, 2>(const BackwardParams&, void*, cudaStream_t);
 template void run_backward_short<__nv_bfloat16, 3>(const BackwardParams&, void*, cudaStream_t);
 template void run_backward_short<__nv_bfloat16, 4>(const BackwardParams&, void*, cudaStream_t);
-template void run_backward_short<__nv_bfloat16, 5>(const BackwardParams&, void*, cudaStream_t);
-template void run_backward_short<__nv_bfloat16, 6>(const BackwardParams&, void*, cudaStream_t);
 
 }  // namespace flash_ext::sm90

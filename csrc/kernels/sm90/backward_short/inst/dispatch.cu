@@ -6,7 +6,7 @@
 namespace flash_ext::sm90 {
 
 // Instantiated in the files beside this one.
-template <class Element, int kBlocks>
+template <class Element, int kGroups>
 void run_backward_short(const BackwardParams& params, void* workspace, cudaStream_t stream);
 
 int64_t backward_short_workspace_bytes(const BackwardParams& params) {
@@ -18,19 +18,15 @@ int64_t backward_short_workspace_bytes(const BackwardParams& params) {
 void backward_short(const BackwardParams& params, void* workspace, cudaStream_t stream) {
   with_element(params, [&](auto element) {
     using Element = decltype(element);
-    switch (backward_short_blocks(params.seqlen_q, params.seqlen_k)) {
+    switch (backward_short_groups(params.seqlen_q, params.seqlen_k)) {
       case 1:
         return run_backward_short<Element, 1>(params, workspace, stream);
       case 2:
         return run_backward_short<Element, 2>(params, workspace, stream);
       case 3:
         return run_backward_short<Element, 3>(params, workspace, stream);
-      case 4:
-        return run_backward_short<Element, 4>(params, workspace, stream);
-      case 5:
-        return run_backward_short<Element, 5>(params, workspace, stream);
       default:
-        return run_backward_short<Element, 6>(params, workspace, stream);
+        return run_backward_short<Element, 4>(params, workspace, stream);
     }
   });
 }

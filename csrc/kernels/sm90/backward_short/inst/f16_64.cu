@@ -6,7 +6,5 @@ template void run_backward_short<__half, 1>(const BackwardParams&, void*, cudaSt
 template void run_backward_short<__half, 2>(const BackwardParams&, void*, cudaStream_t);
 template void run_backward_short<__half, 3>(const BackwardParams&, void*, cudaStream_t);
 template void run_backward_short<__half, 4>(const BackwardParams&, void*, cudaStream_t);
-template void run_backward_short<__half, 5>(const BackwardParams&, void*, cudaStream_t);
-template void run_backward_short<__half, 6>(const BackwardParams&, void*, cudaStream_t);
 
 }  // namespace flash_ext::sm90
