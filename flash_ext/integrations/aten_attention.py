@@ -176,6 +176,21 @@ def _differentiate(
     )
 
 
+_constants: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], Tensor] = {}
+
+
+def _constant(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that nobody reads or writes, made once: three of them would be a third of a small call."""
+    key = device, dtype, shape
+    found = _constants.get(key)
+    if found is None:
+        with torch.inference_mode(False):  # or later calls could not save it for their backward
+            found = torch.empty(shape, dtype=dtype, device=device)
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):  # memory of that graph
+            _constants[key] = found
+    return found
+
+
 def _cut(rows: Tensor, head_dim: int) -> Tensor:
     """Without what padding added, and dense again."""
     return cut_head_dim(rows, head_dim).contiguous()
@@ -204,7 +219,7 @@ def flash_forward(
     arrangement = arrangement_of(query, key, value)
     out, lse = _attend(query, key, value, arrangement, causal=is_causal, top_left=False, scale=scale)
     rng_state, unused = _flash_rng(query)
-    no_mask = query.new_empty(0)
+    no_mask = _constant(query.device, query.dtype, (0,))
     return in_order_of(out, query), lse, None, None, query.shape[2], key.shape[2], rng_state, unused, no_mask
 
 
@@ -241,8 +256,7 @@ def _in_order_of_inputs(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple
 
 def _flash_rng(query: Tensor) -> tuple[Tensor, Tensor]:
     """What torch's flash kernel leaves for dropout, without dropout."""
-    device = query.device
-    return torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device)
+    return _constant(query.device, torch.uint64, (2,)), _constant(query.device, torch.uint64, ())
 
 
 # ---- aten::_scaled_dot_product_flash_attention_for_cpu --------------------------------------------------------------
@@ -369,7 +383,7 @@ def efficient_backward(
 
 
 def _no_seed(query: Tensor) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=query.device)
+    return _constant(query.device, torch.int64, ())
 
 
 def _padded_lse(lse: Tensor) -> Tensor:
