@@ -17,9 +17,7 @@ bool has_wide_bias(const Problem& p) {
   return p.has_bias && p.bias_dtype != DType::kFloat16 && p.bias_dtype != DType::kBFloat16;
 }
 
-bool has_many_rows(const Problem& p) {
-  return std::max(p.seqlen_q, p.seqlen_k) > sm90::kBackwardShortMostRows;
-}
+bool has_many_rows(const Problem& p) { return std::max(p.seqlen_q, p.seqlen_k) > sm90::kBackwardShortMostRows; }
 
 bool asks_for_few_queries(const Problem& p) {
   return p.operation == Operation::kDecode && p.device == Device::kCuda && !is_prefill(p);

@@ -36,7 +36,8 @@ constexpr unsigned kBiasGradient = bits(Task::kBiasGradient);
 constexpr unsigned kOnlyWithBias = kWideBias | kWideBiasBesideMasks | kBiasOfOddRows;
 constexpr unsigned kNotByTma = kStrideOfZero | kEmptyTensors;
 constexpr unsigned kAnyShape = kManyRows | kPacked | kGroupedHeads;
-constexpr unsigned kSm90F32 = kAnyShape | kOnlyWithBias | kSoftcap | kAlibi | kNotPositiveScale | kOwnValueDim | kStrideOfZero;
+constexpr unsigned kSm90F32 =
+    kAnyShape | kOnlyWithBias | kSoftcap | kAlibi | kNotPositiveScale | kOwnValueDim | kStrideOfZero;
 constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
 constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministic | kNotPositiveScale | kOwnValueDim | kNotByTma);
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);

@@ -48,8 +48,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     storage.load(maps, sequence, s_tiles);
   }
   float* const g_minus_delta =
-      p.dsink ? workspace.minus_delta + workspace.tile_index(p, batch, sequence.head, 0, 0, kWarpgroupRows) * kWarpgroupRows
-              : nullptr;
+      p.dsink
+          ? workspace.minus_delta + workspace.tile_index(p, batch, sequence.head, 0, 0, kWarpgroupRows) * kWarpgroupRows
+          : nullptr;
   write_short_terms<Config>(p, sequence, storage, g_minus_delta, group * kWarpgroupRows,
                             static_cast<int>(threadIdx.x) % kWarpgroupThreads);
   __syncthreads();  // barriers are initialised, terms written
@@ -58,8 +59,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   sanitise_short_tiles<Config>(p, s_tiles);
   __syncthreads();
 
-  if (p.dk.data || p.dv.data)
-    BackwardShortKeys<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane).run();
+  if (p.dk.data || p.dv.data) BackwardShortKeys<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane).run();
   BackwardShortQueries<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane).run();
 }
 

@@ -20,8 +20,8 @@ class BackwardShortQueries {
   using Storage = BackwardShortStorage<Config>;
 
  public:
-  __device__ __forceinline__ BackwardShortQueries(const BackwardParams& p, const Storage& storage, uint32_t s_tiles, float scale,
-                                               int group, int warp, int lane)
+  __device__ __forceinline__ BackwardShortQueries(const BackwardParams& p, const Storage& storage, uint32_t s_tiles,
+                                                  float scale, int group, int warp, int lane)
       : p_(p),
         storage_(storage),
         tiles_(Products::KeyTile::lower_half(s_tiles)),

@@ -37,8 +37,7 @@ __device__ __forceinline__ void write_short_terms(const BackwardParams& p, const
     }
     if (lane != 0) continue;
     const float grad_lse = inside && g_grad_lse ? g_grad_lse[i] : 0.0f;
-    const RowTerms terms =
-        row_terms_of<Element>(sum - grad_lse, finite, inside ? g_lse[i] : -INFINITY, sink_takes_all);
+    const RowTerms terms = row_terms_of<Element>(sum - grad_lse, finite, inside ? g_lse[i] : -INFINITY, sink_takes_all);
     storage.lse[i] = terms.lse;
     storage.minus_delta[i] = terms.minus_delta;
     if (g_minus_delta && inside) g_minus_delta[i] = terms.minus_delta;
