@@ -38,11 +38,11 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
     }
 #pragma unroll 1
     for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
-      add(step, [] {});
+      add<true>(step, [] {});
       if (warp_ == 0) this->load_after(step);
       at_.advance();
     }
-    if (lane_ == 0) ptx::tma_store_wait();
+    end_additions();
   }
 
  protected:
@@ -71,8 +71,9 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
     __syncwarp();
   }
 
-  /// dQ += dS K of the next tile of queries. meanwhile() once dS is there, beside the first product.
-  template <class Meanwhile>
+  /// dQ += dS K of the next tile of queries. meanwhile() once dS is there, beside the first product; kOverlapsTurns:
+  /// the turn ends beside the first product of the next step, for which it takes registers.
+  template <bool kOverlapsTurns, class Meanwhile>
   __device__ __forceinline__ void add(const Step& step, Meanwhile meanwhile) {
     const uint32_t stage = at_.stage();
     wait_for(storage_.ds_full[stage], at_.parity());
@@ -81,16 +82,49 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
       return this->release(storage_.ds_empty[stage]);
     }
 
+    if (!kOverlapsTurns) wait_for_turn<false>(step);
     const uint32_t ds = ds_ + stage * (Config::kDsBytes / 16);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
-      if (panel == 0) meanwhile();
+      if (panel == 0) {
+        meanwhile();
+        if (kOverlapsTurns) advance_turn(step);
+      }
       finish(sum);
       if (panel + 1 == kPanels) this->release(storage_.ds_empty[stage]);
+      if (panel == 0 && kOverlapsTurns) wait_for_turn<true>(step);
       send(step, panel, sum);
     }
+    if (!kOverlapsTurns) end_turn(step);
+  }
+
+  // ---- Turns of this warp's additions: these end beside the next step's product, or at once
+
+  /// Of a tile.
+  __device__ __forceinline__ int turn_slot(const Step& step) const {
+    return static_cast<int>(this->workspace_tile(step)) * kDqWarps + warp_;
+  }
+  __device__ __forceinline__ void advance_turn(const Step& step) {
+    if (workspace_.turns) turns_.advance(workspace_.turns, turn_slot(step), work_tile_.turn(step.tile), lane_);
+  }
+  template <bool kOverlapsTurns>
+  __device__ __forceinline__ void wait_for_turn(const Step& step) const {
+    if (!workspace_.turns) return;
+    const int turn = work_tile_.turn(step.tile);
+    if constexpr (kOverlapsTurns) {
+      turns_.wait(workspace_.turns, turn);
+    } else {
+      flash_ext::wait_for_turn(workspace_.turns + turn_slot(step), turn);
+    }
+  }
+  __device__ __forceinline__ void end_turn(const Step& step) const {
+    if (workspace_.turns) flash_ext::end_turn(workspace_.turns + turn_slot(step), lane_);
+  }
+  __device__ __forceinline__ void end_additions() {
+    turns_.end(workspace_.turns, lane_);
+    if (lane_ == 0) ptx::bulk_wait();
   }
 
   /// 64 columns of it.
@@ -128,6 +162,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
   }
 
   const uint32_t keys_, ds_;  // lower halves of descriptors
+  DqTurns turns_;
 };
 
 }  // namespace flash_ext::sm90
