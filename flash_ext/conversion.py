@@ -16,6 +16,7 @@ from flash_ext.modules import MultiheadAttention, obstacle_of_head_dim, refuse_t
 
 FSDP = ("FullyShardedDataParallel", "FSDPModule")  # by name: to import them is to import all of torch.distributed
 SDPA = "scaled_dot_product_attention"
+CALLS = frozenset({SDPA, "dispatch_attention_fn"})  # the latter is diffusers', which calls the former by default
 ATTENTION_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 
@@ -167,8 +168,8 @@ def _functions_of(owner: object) -> list[FunctionType]:
 def _names_sdpa(function: FunctionType) -> bool:
     """Itself, or through a function of its file that it calls."""
     names = function.__code__.co_names
-    called = [function.__globals__.get(name) for name in names]
-    return SDPA in names or any(isinstance(f, FunctionType) and SDPA in f.__code__.co_names for f in called)
+    called = [f for name in names if isinstance(f := function.__globals__.get(name), FunctionType)]
+    return any(CALLS.intersection(code) for code in (names, *(f.__code__.co_names for f in called)))
 
 
 def _classes(modules: list[nn.Module]) -> str:

@@ -151,6 +151,22 @@ class CallsThroughObject(nn.Module):
         self.processor = Processor()
 
 
+def dispatch_attention_fn(x: Tensor) -> Tensor:
+    """As diffusers' looks from outside: which function it calls stands in a table."""
+    return {"native": torch.square}["native"](x)
+
+
+class DispatchingProcessor:
+    def __call__(self, x: Tensor) -> Tensor:
+        return dispatch_attention_fn(x)
+
+
+class CallsThroughDispatcher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = DispatchingProcessor()
+
+
 class WindowAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.mT).softmax(-1) @ x
@@ -174,7 +190,9 @@ class BertModel(PreTrainedModel):
 
 
 class TestOtherAttention:
-    @pytest.mark.parametrize("cls", [CallsByModule, CallsByName, CallsThroughFunction, CallsThroughObject])
+    @pytest.mark.parametrize(
+        "cls", [CallsByModule, CallsByName, CallsThroughFunction, CallsThroughObject, CallsThroughDispatcher]
+    )
     def test_callers_of_sdpa(self, cls: type[nn.Module]) -> None:
         converted, other = report_of(nn.ModuleList([cls(), cls()]))
         assert converted == "0 nn.MultiheadAttention converted"
