@@ -25,7 +25,7 @@ def latents(channels: int = 4) -> Tensor:
     return torch.randn(2, channels, 8, 8)
 
 
-# ---- Models: each has two layers of attention, unless its name says how many ------------------------------------------
+# ---- Models: each has two layers of attention, unless its name says how many ----------------------------------------
 
 
 def timm_vit() -> Model:
