@@ -11,13 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import flash_ext
 from flash_ext.integrations import sdpa_provider
 from flash_ext.integrations.distributed.dtensor import register_dtensor
+from tests.oracle import cumulative
 from tests.processes import needs_gpus, run_processes
 
 KINDS = ("sdpa", "attention")
@@ -148,33 +150,30 @@ def test_strategies_of_torch(device: str) -> None:
 # ---- DTensor --------------------------------------------------------------------------------------------------------
 
 
-def attend_to_dtensors(device: str, mesh: Any) -> None:
-    """Every strategy that is registered: the result stays where the inputs are, and nothing is gathered."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.debug import CommDebugMode
-
+def attend_to_packed_dtensors(device: str, mesh: Any) -> None:
+    """Packed sequences by heads, whose lengths each rank has: nothing travels."""
     register_dtensor()
-    q, k, v, grad_out = (torch.randn(4, 10, 4, 16, device=device) for _ in range(4))
-    bias, sink = torch.randn(1, 4, 10, 10, device=device), torch.randn(4, device=device)
-    inputs = dict(q=q, k=k, v=v, bias=bias, sink=sink)
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    expected = flash_ext.attention(**leaves, causal=True)
-    right = torch.autograd.grad(expected, list(leaves.values()), grad_out)
-    by_heads = dict(q=Shard(2), k=Shard(2), v=Shard(2), bias=Shard(1), sink=Shard(0))
-    by_batch = dict(q=Shard(0), k=Shard(0), v=Shard(0), bias=Replicate(), sink=Replicate())
-    for places in (by_heads, by_batch, dict.fromkeys(inputs, Replicate())):
-        given = {name: distribute_tensor(x, mesh, [places[name]]).requires_grad_() for name, x in inputs.items()}
-        with CommDebugMode() as communication:
-            out = flash_ext.attention(**given, causal=True)
-        assert communication.get_total_counts() == 0
-        assert isinstance(out, DTensor) and out.placements == (places["q"],)
-        found = torch.autograd.grad(out, list(given.values()), distribute_tensor(grad_out, mesh, [places["q"]]))
-        assert_same([x.full_tensor() for x in (out, *found)], [expected, *right])
+    q, k, v, grad_out = torch.randn(4, 20, 4, 16, device=device)
+    ends = cumulative([7, 0, 13], device)
+    lengths = dict(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=13, max_seqlen_k=13)
+    plain = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = flash_ext.attention(*plain, causal=True, **lengths)
+    assert isinstance(expected, Tensor)
+    right = torch.autograd.grad(expected, plain, grad_out)
+    sharded = [distribute_tensor(x, mesh, [Shard(1)]).requires_grad_() for x in (q, k, v)]
+    copies = {name: distribute_tensor(x, mesh) if isinstance(x, Tensor) else x for name, x in lengths.items()}
+    of_out = distribute_tensor(grad_out, mesh, [Shard(1)])
+    with CommDebugMode() as communication:
+        out = flash_ext.attention(*sharded, causal=True, **copies)
+        assert isinstance(out, DTensor) and out.placements == (Shard(1),)
+        found = torch.autograd.grad(out, sharded, of_out)
+    assert communication.get_total_counts() == 0
+    assert_same([x.full_tensor() for x in (out, *found)], [expected, *right])
 
 
-def test_dtensors(device: str) -> None:
+def test_packed_dtensors(device: str) -> None:
     needs_gpus(device)
-    run_processes(device, attend_to_dtensors)
+    run_processes(device, attend_to_packed_dtensors)
 
 
 # ---- Libraries ------------------------------------------------------------------------------------------------------
