@@ -31,10 +31,25 @@ __all__ = [
 ]
 
 
+_WAYS_OUT = {
+    "qv": "concatenate it with q, and v with k, up to a head_dim of 256",
+    "q_descale": "multiply q by it in bfloat16",
+    "k_descale": "multiply k by it in bfloat16",
+    "v_descale": "multiply v by it in bfloat16",
+    "attention_chunk": "call flash_ext.attention with a block_mask of the chunks",
+    "cu_seqlens_k_new": "pad the new keys to (batch, seqlen_new, heads, headdim)",
+    "rotary_seqlens": "give the tensor that is cache_seqlens, or rotate before the call",
+    "cu_seqlens_k": "a cache has its lengths in seqused_k",
+    "seqused_q": "pack q, with cu_seqlens_q",
+    "out": "copy the result",
+    "out_": "copy the result",
+}
+
+
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and not (isinstance(value, int) and value == 0):
-            raise NotImplementedError(f"flash_ext: {name} is not supported, got {_show(value)}")
+            raise NotImplementedError(f"flash_ext: {name} is not supported, got {_show(value)}: {_WAYS_OUT[name]}")
 
 
 def _show(value: Any) -> str:
