@@ -799,3 +799,26 @@ def test_varlen_attn_out(device: str) -> None:
     varlen.varlen_attn_out(out, q, k, v, cu_seqlens, cu_seqlens, 11, 11)
     torch.testing.assert_close(out, flash_ext.attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens))
     assert served() == {"_flash_attention_forward_no_dropout_inplace"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("active")
+def test_varlen_attn_in_a_cuda_graph() -> None:
+    """Captured with some lengths, replayed with others."""
+    q, k, v = (random(26, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    cu_seqlens = cumulative([5, 11, 10], "cuda")
+
+    def attend() -> Tensor:
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, 26, 26, window_size=(-1, 0))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for lengths in ([5, 11, 10], [26, 0, 0], [1, 24, 1]):
+        cu_seqlens.copy_(cumulative(lengths, "cuda"))
+        graph.replay()
+        torch.testing.assert_close(captured, attend(), rtol=2e-2, atol=2e-2)
