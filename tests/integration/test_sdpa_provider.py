@@ -267,6 +267,24 @@ def test_math_first_in_the_order(device: str) -> None:
     assert served() == {SDPA}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("first", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_order_of_backends_chooses_the_operator(first: str) -> None:
+    """``torch._fused_sdp_choice`` says the same with and without us, and the operator that it says is what runs."""
+    backend = getattr(SDPBackend, first)
+    q, k, v = qkv("cuda", torch.bfloat16, seqlens=(128, 128), dims=(64, 64), requires_grad=False)
+    order = [backend, *(b for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if b != backend)]
+    with sdpa_kernel([*order, SDPBackend.MATH], set_priority=True):
+        chosen = torch._fused_sdp_choice(q, k, v)
+        assert chosen == backend.value
+        with flash_ext.activated():
+            forget_calls()
+            assert torch._fused_sdp_choice(q, k, v) == chosen
+            F.scaled_dot_product_attention(q, k, v)
+            name = first.removesuffix("_ATTENTION").lower()
+            assert served() == {f"_scaled_dot_product_{name}_attention"}
+
+
 @pytest.mark.usefixtures("active")
 def test_flash_is_not_served_where_it_is_switched_off() -> None:
     q, k, v = qkv("cpu")
