@@ -167,6 +167,14 @@ class CallsThroughDispatcher(nn.Module):
         self.processor = DispatchingProcessor()
 
 
+class PackedAttention(nn.Module):
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        out: Tensor = varlen_attn(x, x, x, ends, ends, 8, 8)
+        return out
+
+
 class WindowAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.mT).softmax(-1) @ x
@@ -200,6 +208,10 @@ class TestOtherAttention:
             other.startswith(f"2 {__name__}.{cls.__name__}: F.scaled_dot_product_attention is called")
             and ACTIVATE in other
         )
+
+    def test_callers_of_varlen_attn(self) -> None:
+        other = report_of(PackedAttention())[1]
+        assert "PackedAttention: torch.nn.attention.varlen.varlen_attn is called there" in other and ACTIVATE in other
 
     def test_callers_of_sdpa_beside_modules_that_were_converted(self) -> None:
         converted, other = report_of(nn.ModuleList([CallsByModule(), nn.MultiheadAttention(8, 2)]))

@@ -230,6 +230,7 @@ def test_llama_of_torchtitan(device: str) -> None:
         (diffusers_unet_with_8, "call flash_ext.activate()"),
         (diffusers_flux, "call flash_ext.activate()"),
         (torchvision_vit, "2 nn.MultiheadAttention converted"),
+        (torchtitan_sdpa, "call flash_ext.activate()"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
