@@ -95,7 +95,7 @@ def test_dtypes(device: str, dtype: torch.dtype) -> None:
     model = Attend(causal=True)
     found, expected = export(model, q, k, v).module()(q, k, v), model(q, k, v)
     assert [x.dtype for x in found] == [x.dtype for x in expected]
-    assert_close(found, expected, 1e-10 if dtype == torch.float64 else 1e-2)
+    assert_close(found, expected, 1e-10 if dtype == torch.float64 else 2e-2)
 
 
 PACKED: dict[str, Callable[[], dict[str, Any]]] = {
