@@ -788,21 +788,35 @@ def test_varlen_attn(device: str, window_size: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("active")
-def test_varlen_attn_over_pages(device: str) -> None:
+@pytest.mark.parametrize("num_splits", [None, 1, 2])
+def test_varlen_attn_over_pages(device: str, num_splits: int | None) -> None:
     if "block_table" not in varlen.varlen_attn.__annotations__:
         pytest.skip("this torch's varlen_attn has no pages")
+    splits = {} if num_splits is None else {"num_splits": num_splits}
+    if not varlen.varlen_attn.__annotations__.keys() >= splits.keys():
+        pytest.skip("this torch's varlen_attn has no num_splits")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q = random(19, 4, 16, dtype=dtype, device=device)
     k, v = (random(6, 256, 2, 16, dtype=dtype, device=device) for _ in range(2))
     table = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
     lengths, cu_seqlens = torch.tensor([300, 31, 7], dtype=torch.int32, device=device), cumulative([5, 11, 3], device)
+    pages = dict(seqused_k=lengths, block_table=table)
     out = varlen.varlen_attn(
-        q, k, v, cu_seqlens, None, 11, 512, window_size=(-1, 0), enable_gqa=True, seqused_k=lengths, block_table=table
+        q, k, v, cu_seqlens, None, 11, 512, window_size=(-1, 0), enable_gqa=True, **pages, **splits
     )
     expected = flash_ext.decode(
-        q, k, v, cache_seqlens=lengths, block_table=table, cu_seqlens_q=cu_seqlens, max_seqlen_q=11, causal=True
+        q,
+        k,
+        v,
+        cache_seqlens=lengths,
+        block_table=table,
+        cu_seqlens_q=cu_seqlens,
+        max_seqlen_q=11,
+        causal=True,
+        num_splits=num_splits or 0,
+        batch_invariant=num_splits == 1,
     )
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
     assert served() == {"_flash_attention_forward"}
 
 
