@@ -762,6 +762,15 @@ def test_variants_of_the_kernels_for_hopper(fields: dict[str, Any], forward: str
     assert any("copied first" in reason for reason in reasons) != fields.get("bias_in_pieces", True)
 
 
+def test_additions_in_turn_beside_options() -> None:
+    """They leave no registers where two options have a kernel together: that of all options serves them."""
+    alone = {"dropout_p": 0.1, "deterministic": True}
+    both = {**alone, "has_bias": True, "bias_dtype": "bfloat16", "bias_per_key": True}
+    assert variant("backward", 90, **alone) == "dropout alone"
+    assert variant("backward", 90, **both) == "all options"
+    assert variant("backward", 90, **{**both, "deterministic": False}) == "dropout and key-padding mask alone"
+
+
 @pytest.mark.parametrize(
     ("fields", "found"),
     [

@@ -80,9 +80,16 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, 
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   const LaunchShape blocks{grid_of(schedule.positions()), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
-  const BackwardAsked asked = {p.softcap > 0,          p.alibi_slopes != nullptr, (layout.flags & kStepDrops) != 0,
-                               p.bias.data != nullptr, layout.bias_of_keys,       layout.mask_of_keys,
-                               masks_pairs(p),         layout.bias_by_panels,     p.bias.dtype == p.dtype};
+  const BackwardAsked asked = {p.softcap > 0,
+                               p.alibi_slopes != nullptr,
+                               (layout.flags & kStepDrops) != 0,
+                               p.bias.data != nullptr,
+                               layout.bias_of_keys,
+                               layout.mask_of_keys,
+                               masks_pairs(p),
+                               layout.bias_by_panels,
+                               p.bias.dtype == p.dtype,
+                               workspace.turns != nullptr};
   with_option_variant(serving_options(asked), [&](auto options) {
     launch("sm90/backward", backward_options_kernel<BackwardOptionsConfig<Config, options()>>, blocks, stream, p, maps,
            bias_map, workspace, layout, schedule);

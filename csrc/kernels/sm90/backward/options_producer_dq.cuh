@@ -14,11 +14,11 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
   using Storage = BackwardOptionsStorage<Config>;
   using Base = BackwardDq<Config, Storage>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kGroups = Config::kGroups;
-  static constexpr int kTeller = 1;  // the warp that tells of steps; warp 0 loads Q and dO
-  // Steps are found, and turns end, beside a product, where ptxas has registers for it: not with all options, and with
-  // one option alone.
-  static constexpr bool kFindsOverlapped = !Config::kAny;
-  static constexpr bool kOverlapsTurns = !Config::kAny && (Config::kOptions & (Config::kOptions - 1)) == 0;
+  static constexpr int kTeller = 1;                        // the warp that tells of steps; warp 0 loads Q and dO
+  static constexpr bool kFindsOverlapped = !Config::kAny;  // a product; ptxas has no registers for it with all options
+  static constexpr BackwardTurns kTurns = !may_take_turns(Config::kOptions) ? BackwardTurns::kNone
+                                          : Config::kAny                    ? BackwardTurns::kAtOnce
+                                                                            : BackwardTurns::kOverlapped;
 
   __device__ __forceinline__ BackwardOptionsDq(const BackwardParams& p, const BackwardMaps& maps,
                                                const CUtensorMap& bias_map, const BackwardWorkspace& workspace,
@@ -41,7 +41,7 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
         wait_for(storage_.ds_full[at_.stage()], at_.parity());
         prepare<true>(next, after);
       }
-      this->template add<kOverlapsTurns>(step_of(now), [&] {
+      this->template add<kTurns>(step_of(now), [&] {
         if (by_threads()) return;
         if (kFindsOverlapped) after = steps.next();
         prepare<false>(next, after);
