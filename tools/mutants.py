@@ -209,6 +209,7 @@ class Copy:
     def _make(self, output: str) -> str:
         assert self.build is not None
         command = self.build.commands[output].replace(str(ROOT), str(self.root)).replace(" -O3 ", " -O1 ")
+        command = command.partition(".o.ptxas ")[2] or command  # what a bug costs in registers is beside the point
         with self._compilers:
             result = subprocess.run(command, shell=True, cwd=self.root, capture_output=True, text=True)
         errors = [line for line in result.stderr.splitlines() if "error" in line]
