@@ -38,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -155,6 +155,16 @@ def isa() -> str:
     return "avx2" if flags.exists() and " avx2 " in flags.read_text() else "baseline"
 
 
+def sources() -> list[Path]:
+    """What is no output of a build; of an unpacked archive, what its folders hold."""
+    if not (ROOT / ".git").exists():
+        folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in ("build", ".git")]
+        return [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*") if path.suffix != ".pyc")]
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name]
+
+
 # ---- A copy of the tree ---------------------------------------------------------------------------------------------
 
 
@@ -163,13 +173,9 @@ class Copy:
 
     def __init__(self, root: Path, build: Build | None, compilers: threading.Semaphore) -> None:
         self.root, self.build, self._compilers = root, build, compilers
-        listed = subprocess.run(
-            ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
         built = [path for name in ("*.so", "lib/*.so", "_build_info.json") for path in (ROOT / "flash_ext").glob(name)]
-        for path in [*(ROOT / name for name in listed.stdout.split("\0") if name), *built]:
-            if path.is_file():
-                self._copy(path)
+        for path in filter(Path.is_file, [*sources(), *built]):
+            self._copy(path)
         if build is not None:
             shutil.copytree(ROOT / "build", root / "build", dirs_exist_ok=True)
 
@@ -300,7 +306,8 @@ def try_all(bugs: list[Bug], jobs: int, tests: bool) -> Iterator[Verdict]:
             finally:
                 copies.put(copy)
 
-        yield from pool.map(one, bugs)
+        for tried in as_completed([pool.submit(one, bug) for bug in bugs]):
+            yield tried.result()
 
 
 def report(verdict: Verdict) -> None:
