@@ -13,6 +13,7 @@
 #include "kernels/sm80/forward/forward.h"
 #include "kernels/sm90/backward/backward.h"
 #include "kernels/sm90/backward_f32/backward_f32.h"
+#include "kernels/sm90/backward_short/backward_short.h"
 #include "kernels/sm90/bias_gradient/bias_gradient.h"
 #include "kernels/sm90/forward/forward.h"
 #include "kernels/sm90/forward_f32/forward_f32.h"
@@ -83,6 +84,10 @@ void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream
   if (call.plan.kernel == plan::KernelId::kSm90Backward) {
     const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
     return sm90::backward(call.params, address(memory), stream);
+  }
+  if (call.plan.kernel == plan::KernelId::kSm90BackwardShort) {
+    const Tensor memory = workspace(sm90::backward_short_workspace_bytes(call.params));
+    return sm90::backward_short(call.params, address(memory), stream);
   }
   if (call.plan.kernel == plan::KernelId::kSm90BackwardF32) {
     const Tensor memory = workspace(sm90::backward_f32_workspace_bytes(call.params));

@@ -34,6 +34,7 @@ void plan_backward(Draft& draft) {
   keep_keys_together(draft);
   draft.kernel.choose_tiles(draft);
   if (draft.p.device == Device::kCpu) return choose_chunks(draft);
+  if (draft.kernel.backward_tiles == nullptr) return;  // a CTA for each head
   choose_schedule(draft);
   explain_work_list(draft, PackedSide::kKeys);
 }

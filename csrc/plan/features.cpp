@@ -1,7 +1,10 @@
 #include "features.h"
 
+#include <algorithm>
+
 #include "decode.h"
 #include "kernels/common/dropout/philox.h"
+#include "kernels/sm90/backward_short/shape.h"
 #include "lengths.h"
 #include "text.h"
 
@@ -14,9 +17,13 @@ bool has_wide_bias(const Problem& p) {
   return p.has_bias && p.bias_dtype != DType::kFloat16 && p.bias_dtype != DType::kBFloat16;
 }
 
+bool has_many_rows(const Problem& p) { return std::max(p.seqlen_q, p.seqlen_k) > sm90::kBackwardShortMostRows; }
+
 bool asks_for_few_queries(const Problem& p) {
   return p.operation == Operation::kDecode && p.device == Device::kCuda && !is_prefill(p);
 }
+
+static_assert(sm90::kBackwardShortMostRows == 256, "the words of kManyRows say so");
 
 struct FeatureRow {
   Feature feature;
@@ -42,6 +49,9 @@ constexpr FeatureRow kFeatures[] = {
     {kDeterministic, "deterministic", [](const Problem& p) { return p.deterministic; }},
     {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
      [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
+    {kManyRows, "more than 256 queries or keys", has_many_rows},
+    {kPacked, "packed sequences", [](const Problem& p) { return p.total_q > 0 || p.total_k > 0; }},
+    {kGroupedHeads, "grouped heads", [](const Problem& p) { return p.heads_q != p.heads_kv; }},
     {kFewQueries, "so few queries", asks_for_few_queries},
 };
 

@@ -25,7 +25,10 @@ enum Feature : unsigned {
   kDeterministic = 1 << 13,
   kFewQueries = 1 << 14,     // decode on CUDA: not enough of them to fill the tiles of a forward
   kBiasOfOddRows = 1 << 15,  // that cannot be copied in pieces of 16 bytes
-  kAllFeatures = (1 << 16) - 1,
+  kManyRows = 1 << 16,       // more queries or keys than the kernel of short sequences keeps in shared memory
+  kPacked = 1 << 17,         // lengths that only the device knows bound the rows of a sequence
+  kGroupedHeads = 1 << 18,   // fewer heads of k and v than of q
+  kAllFeatures = (1 << 19) - 1,
 };
 
 /// Those of a problem, as bits.

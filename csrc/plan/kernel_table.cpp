@@ -5,6 +5,7 @@
 
 #include "cpu_tiles.h"
 #include "features.h"
+#include "kernels/sm90/backward_short/shape.h"
 #include "names.h"
 #include "sm80_tiles.h"
 #include "sm90_tiles.h"
@@ -34,7 +35,9 @@ constexpr unsigned kBiasGradient = bits(Task::kBiasGradient);
 // A kernel that takes no bias takes no wide one either: naming it once is enough.
 constexpr unsigned kOnlyWithBias = kWideBias | kWideBiasBesideMasks | kBiasOfOddRows;
 constexpr unsigned kNotByTma = kStrideOfZero | kEmptyTensors;
-constexpr unsigned kSm90F32 = kOnlyWithBias | kSoftcap | kAlibi | kNotPositiveScale | kOwnValueDim | kStrideOfZero;
+constexpr unsigned kAnyShape = kManyRows | kPacked | kGroupedHeads;
+constexpr unsigned kSm90F32 =
+    kAnyShape | kOnlyWithBias | kSoftcap | kAlibi | kNotPositiveScale | kOwnValueDim | kStrideOfZero;
 constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
 constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministic | kNotPositiveScale | kOwnValueDim | kNotByTma);
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
@@ -49,12 +52,16 @@ constexpr KernelRow kTable[] = {
      choose_sm90_forward_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90ForwardF32, "sm90/forward_f32", &kHopper, kForward, kFloat, 256, kSm90F32 | kDeterministic, kWgmma,
      choose_sm90_forward_f32_tiles, nullptr, kSixInBf16, true},
+    // dQ is complete in the CTA that has all keys, so that nothing is added up in memory.
+    {KernelId::kSm90BackwardShort, "sm90/backward_short", &kHopper, kBackward, kHalf, sm90::kBackwardShortHeadDim,
+     kDeterministic | kOnlyWithBias, "wgmma and TMA, for compute capability 9.0; a head's rows fit into shared memory",
+     choose_sm90_backward_short_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 64, kSm90Backward, kWgmmaAndTma,
      choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
     // Shared memory has no room for all of them; a bias of keys takes none, but strides are not looked at here.
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 128, kSm90Backward & ~kWideBiasBesideMasks,
      kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
-    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 256, kOnlyWithBias, kWgmmaAndTma,
+    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 256, kAnyShape | kOnlyWithBias, kWgmmaAndTma,
      choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
     {KernelId::kSm90BackwardF32, "sm90/backward_f32", &kHopper, kBackward, kFloat, 256, kSm90F32, kWgmma,
      choose_sm90_backward_f32_tiles, sm90_backward_f32_tiles, kSixInBf16, true},
@@ -124,13 +131,21 @@ std::string features_not_taken(const KernelRow& row, const Problem& p) {
   return listed;
 }
 
-/// The row of an architecture that comes closest to serving a problem: that of its dtype and head dims.
+/// How far a row is from serving a problem: its dtype counts most, then head dims, then the number of features.
+int distance(const KernelRow& row, const Problem& p) {
+  if (!has_dtype(row, p)) return 1000;
+  if (!has_head_dims(row, p)) return 100;
+  int missing = 0;
+  for (unsigned features = features_of(p) & ~row.takes; features != 0; features &= features - 1) ++missing;
+  return missing;
+}
+
+/// The row of an architecture that comes closest to serving a problem.
 const KernelRow* closest_row(const Architecture& architecture, const Problem& p, Task task) {
   const KernelRow* closest = nullptr;
   for (const KernelRow& row : kTable) {
     if (row.architecture != &architecture || !has_task(row, task)) continue;
-    if (closest == nullptr || has_dtype(row, p)) closest = &row;
-    if (has_dtype(row, p) && has_head_dims(row, p)) return &row;
+    if (closest == nullptr || distance(row, p) < distance(*closest, p)) closest = &row;
   }
   return closest;
 }

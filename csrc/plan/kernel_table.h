@@ -28,6 +28,7 @@ enum class KernelId {
   kSm90Forward,
   kSm90ForwardF32,
   kSm90Backward,
+  kSm90BackwardShort,
   kSm90BackwardF32,
   kSm90BiasGradient,
 };

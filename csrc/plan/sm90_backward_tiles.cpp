@@ -3,6 +3,7 @@
 #include "kernels/sm90/backward/shape.h"
 #include "kernels/sm90/backward/variant.h"
 #include "kernels/sm90/backward_f32/shape.h"
+#include "kernels/sm90/backward_short/shape.h"
 #include "sm90_tiles.h"
 
 namespace flash_ext::plan {
@@ -64,6 +65,13 @@ void choose_sm90_backward_tiles(Draft& draft) {
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
                 wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kWarpgroupRows, " keys", wide ? " each" : "",
                 ", for head dims up to ", head_dim);
+}
+
+void choose_sm90_backward_short_tiles(Draft& draft) {
+  const int groups = sm90::backward_short_groups(draft.p.seqlen_q, draft.p.seqlen_k);
+  draft.plan.block_m = draft.plan.block_n = groups * sm90::kWarpgroupRows;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": all queries and keys of a head, ", groups,
+                groups == 1 ? " warpgroup" : " warpgroups");
 }
 
 void choose_sm90_backward_f32_tiles(Draft& draft) {

@@ -9,6 +9,7 @@ namespace flash_ext::plan {
 void choose_sm90_forward_tiles(Draft& draft);
 void choose_sm90_forward_f32_tiles(Draft& draft);
 void choose_sm90_backward_tiles(Draft& draft);
+void choose_sm90_backward_short_tiles(Draft& draft);
 void choose_sm90_backward_f32_tiles(Draft& draft);
 
 /// Of kernels that have one variant for scaled products, and one for softcap, ALiBi and any scale.

@@ -8,6 +8,7 @@ that order, if batch and heads are handed over in the right way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -90,18 +91,27 @@ def in_order_of(x: Tensor, like: Tensor) -> Tensor:
         x: dense; its last dimension, which may be of another size than that of ``like``, is contiguous.
         like: any strides.
     """
-    if x.stride() == like.stride():
+    strides, like_strides = x.stride(), like.stride()
+    if strides == like_strides:
         return x
-    order = _memory_order(like)
-    if order == _memory_order(x) or x.numel() == 0:
+    order = _new_order(x.shape, strides, like.shape, like_strides)
+    if order is None:
         return x
     back = sorted(range(len(order)), key=order.__getitem__)
     return x.permute(order).contiguous().permute(back)
 
 
-def _memory_order(x: Tensor) -> list[int]:
+@lru_cache(maxsize=4096)
+def _new_order(
+    shape: torch.Size, strides: tuple[int, ...], like_shape: torch.Size, like_strides: tuple[int, ...]
+) -> list[int] | None:
+    """The dimensions in the other tensor's memory order, or None where that is the one they have."""
+    order = _memory_order(like_shape, like_strides)
+    return None if 0 in shape or order == _memory_order(shape, strides) else order
+
+
+def _memory_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
     """Dimensions from the outermost to the innermost one. Those of size 1 lie anywhere; they are put first."""
-    strides, sizes = x.stride(), x.shape
     if 0 in strides:
-        strides = torch.empty_like(x, device="meta").stride()
-    return sorted(range(x.dim()), key=lambda dim: (sizes[dim] != 1, -strides[dim] if sizes[dim] != 1 else 0))
+        strides = torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
+    return sorted(range(len(sizes)), key=lambda dim: (sizes[dim] != 1, -strides[dim] if sizes[dim] != 1 else 0))

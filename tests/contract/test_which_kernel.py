@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles 
 
 # The main kernel of each operation; what prepares it, clears and converts is beside the point.
 MAIN_KERNEL = re.compile(
-    r"flash_ext::(?P<arch>sm\d+)::(?P<name>forward(?:_options|_f32)?|backward(?:_options|_wide|_f32_halves|_f32)?|slab_dq|"
+    r"flash_ext::(?P<arch>sm\d+)::(?P<name>forward(?:_options|_f32)?|backward(?:_options|_wide|_short|_f32_halves|_f32)?|slab_dq|"
     r"bias_gradient|decode|weights(?:_dq)?)_kernel\b"
 )
 ROOM = {
@@ -89,6 +89,16 @@ def test_attention(dtype: torch.dtype, head_dim: int, head_dim_v: int, option: s
     explained = flash_ext.explain(call.q, call.k, call.v, operation="backward", **options)
     expected = {explained.plan.kernel} | ({explained.plan.bias_kernel} - {""})
     assert kernels_of(backward) == expected
+
+
+@pytest.mark.parametrize("seqlen", [64, 256, 257])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_short_sequences(seqlen: int, heads_kv: int) -> None:
+    call = make_call(2, seqlen, seqlen, 4, heads_kv, 64, dtype=torch.bfloat16, device="cuda")
+    leaves = [t.requires_grad_() for t in (call.q, call.k, call.v)]
+    explained = flash_ext.explain(call.q, call.k, call.v, operation="backward")
+    out = flash_ext.attention(call.q, call.k, call.v)
+    assert kernels_of(lambda: torch.autograd.grad(out.float().sum(), leaves)) == {explained.plan.kernel}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -32,6 +32,20 @@ __device__ __forceinline__ bool is_finite(const uint4& piece) {
   return !(Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w));
 }
 
+struct RowTerms {
+  float lse;          // in units of scores; inf where the row has no weights
+  float minus_delta;  // dlse - rowsum(dO * O)
+};
+
+/// delta: rowsum(dO * O) - dlse; `finite`: dO is; lse in natural units, -inf outside of the sequence.
+template <class Element>
+__device__ __forceinline__ RowTerms row_terms_of(float delta, bool finite, float lse, bool sink_takes_all) {
+  const bool weightless = lse == -INFINITY || (lse == INFINITY && sink_takes_all);
+  // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
+  const float of_scores = finite && lse != INFINITY ? lse * ScoreUnit<Element>::kPerNatural : NAN;
+  return {weightless ? INFINITY : of_scores, lse == -INFINITY ? 0.0f : -delta};
+}
+
 /// Where the term of a row stands in its tile. Permuted, a lane that has accumulators of a transposed tile finds those
 /// of its four queries of sixteen, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, side by side.
 template <bool kPermuted>
@@ -137,15 +151,12 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
       finite &= __shfl_xor_sync(~0u, static_cast<int>(finite), step) != 0;
     }
     clean &= finite;
-    if (lse == -INFINITY) sum = 0.0f;
     if (lane != 0) continue;
-    const bool weightless = lse == -INFINITY || (lse == INFINITY && sink_takes_all);
-    if (g_grad_lse && lse != -INFINITY) sum -= g_grad_lse[i];
+    if (g_grad_lse && inside) sum -= g_grad_lse[i];
+    const RowTerms terms = row_terms_of<Element>(sum, finite, lse, sink_takes_all);
     const int64_t position = tile * kBlockM + term_position<kPermuted>(row);
-    workspace.minus_delta[position] = -sum / workspace.unit;
-    // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
-    const float of_scores = finite && lse != INFINITY ? lse * ScoreUnit<Element>::kPerNatural : NAN;
-    workspace.lse[position] = weightless ? INFINITY : of_scores;
+    workspace.minus_delta[position] = terms.minus_delta / workspace.unit;
+    workspace.lse[position] = terms.lse;
   }
   if (!workspace.unclean) return;
   const bool unclean = __syncthreads_or(!clean);

@@ -1,0 +1,20 @@
+// Which calls the backward of short sequences serves, for the plan too.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/sm90/common/warpgroup.h"
+
+namespace flash_ext::sm90 {
+
+constexpr int kBackwardShortHeadDim = 64;
+constexpr int kBackwardShortMostRows = 256;  // of Q and of K: a CTA has both, V and dO in shared memory
+
+/// Warpgroups of a CTA, each with 64 keys and 64 queries.
+constexpr int backward_short_groups(int64_t seqlen_q, int64_t seqlen_k) {
+  const int64_t rows = std::max<int64_t>({seqlen_q, seqlen_k, 1});
+  return static_cast<int>((rows + kWarpgroupRows - 1) / kWarpgroupRows);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,74 @@
+// What the warps of a CTA of the short backward share: Q, K, V and dO of a head, whole, and the terms of its rows.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/backward/row_terms.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/ptx/tma.h"
+#include "kernels/sm90/common/barriers.h"
+#include "kernels/sm90/common/matrix_descriptor.h"
+#include "shape.h"
+
+namespace flash_ext::sm90 {
+
+template <class Element_, int kGroups_>
+struct BackwardShortConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kBackwardShortHeadDim;
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kRows = kGroups * kWarpgroupRows;
+  static constexpr int kThreads = kGroups * kWarpgroupThreads;
+  // An SM has registers for four warpgroups of 128 registers a thread: what one loads, others compute meanwhile.
+  static constexpr int kCtasPerSm = kGroups == 1 ? 4 : kGroups == 2 ? 2 : 1;
+
+  static constexpr int kTileBytes = tile_bytes(kRows, kHeadDim);
+  static constexpr int kKeysOffset = 0;
+  static constexpr int kValuesOffset = kTileBytes;
+  static constexpr int kQueriesOffset = 2 * kTileBytes;
+  static constexpr int kGradsOffset = 3 * kTileBytes;
+  static constexpr int kTilesBytes = 4 * kTileBytes;
+
+  static_assert(panels(kHeadDim) == 1, "64 rows of a tile are contiguous");
+};
+
+struct BackwardShortMaps {
+  CUtensorMap q, k, v, grad_out;
+};
+
+template <class Config>
+struct BackwardShortStorage {
+  float lse[Config::kRows];          // in units of scores; inf where a row has no weights
+  float minus_delta[Config::kRows];  // dlse - rowsum(dO * O)
+  uint64_t scores_full;              // arrives: the loading thread (1 + bytes); orders: Q and K before who reads them
+  uint64_t grads_full;               // the same of V and dO
+  alignas(Sequence) char sequence_memory[sizeof(Sequence)];
+
+  /// Of the CTA: loops have no registers to keep it.
+  __device__ __forceinline__ Sequence& sequence() { return *reinterpret_cast<Sequence*>(sequence_memory); }
+  __device__ __forceinline__ const Sequence& sequence() const {
+    return *reinterpret_cast<const Sequence*>(sequence_memory);
+  }
+
+  /// By one thread. Rows behind the tensors become 0.
+  __device__ __forceinline__ void load(const BackwardShortMaps& maps, const Sequence& sequence, uint32_t s_tiles) {
+    init_barrier(scores_full, 1);
+    init_barrier(grads_full, 1);
+    ptx::mbarrier_init_fence();
+    const int first_key = sequence.leftpad;
+    ptx::mbarrier_arrive_expect(address(scores_full), 2 * Config::kTileBytes);
+    load_tile(maps.k, scores_full, s_tiles + Config::kKeysOffset, first_key, sequence.head_kv, sequence.cache_row);
+    load_tile(maps.q, scores_full, s_tiles + Config::kQueriesOffset, 0, sequence.head, sequence.batch);
+    ptx::mbarrier_arrive_expect(address(grads_full), 2 * Config::kTileBytes);
+    load_tile(maps.v, grads_full, s_tiles + Config::kValuesOffset, first_key, sequence.head_kv, sequence.cache_row);
+    load_tile(maps.grad_out, grads_full, s_tiles + Config::kGradsOffset, 0, sequence.head, sequence.batch);
+  }
+
+ private:
+  __device__ __forceinline__ static void load_tile(const CUtensorMap& map, const uint64_t& barrier, uint32_t s_tile,
+                                                   int row, int head, int batch) {
+    ptx::tma_load(s_tile, &map, address(barrier), 0, row, head, batch);
+  }
+};
+
+}  // namespace flash_ext::sm90
