@@ -16,6 +16,11 @@ from flash_ext.modules import MultiheadAttention, obstacle_of_head_dim, refuse_t
 
 FSDP = ("FullyShardedDataParallel", "FSDPModule")  # by name: to import them is to import all of torch.distributed
 SDPA = "scaled_dot_product_attention"
+CALLS = {  # what activate() serves, by the names that call it; the second is diffusers'
+    SDPA: f"F.{SDPA}",
+    "dispatch_attention_fn": f"F.{SDPA}",
+    "varlen_attn": "torch.nn.attention.varlen.varlen_attn",
+}
 ATTENTION_NAME = re.compile("attention|attn", re.IGNORECASE)
 
 
@@ -129,11 +134,13 @@ def _other_attention(model: nn.Module, alone: bool) -> list[str]:
         )
         inside = {id(part) for module in transformers for part in module.modules()}
         others = [module for module in others if id(module) not in inside]
-    if callers := [module for module in others if _calls_sdpa(module)]:
-        lines.append(
-            f"{_classes(callers)}: F.{SDPA} is called there, which convert cannot reach; call flash_ext.activate(), "
-            "which makes that function compute with flash_ext"
-        )
+    called = [(module, _torch_attention_of(module)) for module in others]
+    for function in dict.fromkeys(CALLS.values()):
+        if callers := [module for module, functions in called if function in functions]:
+            lines.append(
+                f"{_classes(callers)}: {function} is called there, which convert cannot reach; call "
+                "flash_ext.activate(), which makes that function compute with flash_ext"
+            )
     if lines or not alone:
         return lines
     if suspects := [module for module in others if ATTENTION_NAME.search(type(module).__name__)]:
@@ -150,10 +157,11 @@ def _is_transformers_model(module: nn.Module) -> bool:
     )
 
 
-def _calls_sdpa(module: nn.Module) -> bool:
-    """Whether its class, or that of an object it keeps to attend by (diffusers' processors), names the function."""
+def _torch_attention_of(module: nn.Module) -> set[str]:
+    """Which of torch's functions its class calls, or an object that it keeps to attend by (diffusers' processors)."""
     helpers = [value for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
-    return any(_names_sdpa(function) for owner in (module, *helpers) for function in _functions_of(owner))
+    functions = [function for owner in (module, *helpers) for function in _functions_of(owner)]
+    return {CALLS[name] for function in functions for name in _names_of(function) if name in CALLS}
 
 
 def _functions_of(owner: object) -> list[FunctionType]:
@@ -164,11 +172,11 @@ def _functions_of(owner: object) -> list[FunctionType]:
     return [value for cls in classes for value in vars(cls).values() if isinstance(value, FunctionType)]
 
 
-def _names_sdpa(function: FunctionType) -> bool:
-    """Itself, or through a function of its file that it calls."""
+def _names_of(function: FunctionType) -> list[str]:
+    """What its code names, and that of functions of its file that it calls."""
     names = function.__code__.co_names
-    called = [function.__globals__.get(name) for name in names]
-    return SDPA in names or any(isinstance(f, FunctionType) and SDPA in f.__code__.co_names for f in called)
+    called = [f for name in names if isinstance(f := function.__globals__.get(name), FunctionType)]
+    return [*names, *(name for f in called for name in f.__code__.co_names)]
 
 
 def _classes(modules: list[nn.Module]) -> str:

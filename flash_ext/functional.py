@@ -559,8 +559,9 @@ def _refuse_context_parallel() -> None:
     if in_context_parallel():
         raise RuntimeError(
             "flash_ext does not take part in torch.distributed's context_parallel, which is active: each rank would "
-            "attend to its own part of the keys alone. Leave it, attend to each rank's part in turn with "
-            "return_lse=True, and combine the parts by flash_ext.merge"
+            "attend to its own part of the keys alone. Leave it and call context_parallel_attention of "
+            "flash_ext.integrations.distributed, or stay and call F.scaled_dot_product_attention under "
+            "flash_ext.activate()"
         )
 
 

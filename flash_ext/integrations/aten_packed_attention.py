@@ -60,14 +60,28 @@ def packed_flash_forward(
     seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     block_table: Tensor | None = None,
+    num_splits: int | None = None,
     **later: Any,
 ) -> Any:
+    """``num_splits`` is served over pages, where 1 means what torch means by it: the same bits in any batch."""
+    if num_splits is not None and block_table is None:
+        return NotImplemented
     if return_debug_mask or dropout_p > 0 or _any_given(later) or not _multiple_of_8(query, value):
         return NotImplemented
     window = _flash_window(is_causal, window_size_left, window_size_right)
     if block_table is not None:
         results = _paged_forward(
-            query, key, value, cum_seq_q, max_q, scale_of(query, scale), window, seqused_k, block_table, alibi_slopes
+            query,
+            key,
+            value,
+            cum_seq_q,
+            max_q,
+            scale_of(query, scale),
+            window,
+            seqused_k,
+            block_table,
+            alibi_slopes,
+            num_splits,
         )
     else:
         options = _packed_options(
@@ -170,6 +184,7 @@ def _paged_forward(
     seqused_k: Tensor | None,
     block_table: Tensor,
     alibi_slopes: Tensor | None,
+    num_splits: int | None,
 ) -> Any:
     """Keys and values in pages (num_pages, page_size, heads_kv, head_dim)."""
     packed = {} if cum_seq_q is None else {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
@@ -179,6 +194,8 @@ def _paged_forward(
         cache_seqlens=seqused_k,
         block_table=block_table,
         alibi_slopes=alibi_slopes,
+        num_splits=num_splits or 0,
+        batch_invariant=num_splits == 1,
         allow_tf32=_allow_tf32(query),
         **packed,
     )

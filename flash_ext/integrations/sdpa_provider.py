@@ -227,7 +227,8 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
             return results
         if torch_kernel is None:
             raise NotImplementedError(
-                f"{qualified}: torch has no {key} kernel, and flash_ext does not support these arguments"
+                f"{qualified}: torch has no {key} kernel, and flash_ext does not support these arguments; "
+                "flash_ext.attention says which"
             )
         calls_passed_on[operator] += 1
         return torch_kernel(keys, *args, **kwargs)

@@ -111,7 +111,10 @@ def attention_forward(
         NotImplementedError: sinks of a form that it does not have, or weights or a position_bias with cu_seq_lens_*.
     """
     if kwargs.get("sinks") is not None:
-        raise NotImplementedError("flash_ext: sinks that differ between queries are not supported, only s_aux (heads)")
+        raise NotImplementedError(
+            "flash_ext: sinks that differ between queries are not supported, only s_aux (heads): use "
+            "attn_implementation='eager'"
+        )
     options: dict[str, Any] = dict(softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         options["softcap"] = softcap
@@ -138,7 +141,8 @@ def attention_forward(
     if lengths is not None:
         if output_attentions or position_bias is not None:
             raise NotImplementedError(
-                "flash_ext: cu_seq_lens_q and cu_seq_lens_k without a mask, with position_bias or output_attentions"
+                "flash_ext: cu_seq_lens_q and cu_seq_lens_k without a mask are not supported with position_bias or "
+                "output_attentions: give position_ids, of which transformers makes a mask, in their place"
             )
         options |= lengths | _window_of(attention_mask, is_causal, sliding_window)
         out = _attend_packed(q, k, v, options)
@@ -314,7 +318,8 @@ def _update_paged_cache(
         return key, value, kwargs
     if kwargs.get("block_table") is not None:
         raise NotImplementedError(
-            f"flash_ext: block_table of continuous batching needs transformers 5.20, got {transformers.__version__}"
+            f"flash_ext: block_table of continuous batching needs transformers 5.20, got {transformers.__version__}: "
+            "pip install -U transformers"
         )
     kind = "sliding_attention" if getattr(module, "sliding_window", None) else "full_attention"
     for name in ("cu_seq_lens_k", "max_seqlen_k", "max_length_k"):

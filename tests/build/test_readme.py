@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,34 @@ def test_recipes_run() -> None:
     names: dict[str, object] = {}
     for recipe in recipes:
         exec(compile(recipe, "README.md", "exec"), names)
+
+
+# The tensors, and the group of one process, that the recipes of integrations.md speak of.
+PRELUDE = """
+import torch, flash_ext
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group, mesh = dist.group.WORLD, dist.device_mesh.init_device_mesh("cpu", (1,))
+ids = torch.randint(100, (2, 8))
+"""
+BEFORE_EACH = """
+x = torch.randn(2, 8, 64)
+q, k, v = torch.randn(3, 1, 8, 4, 16)
+"""
+
+
+def test_recipes_of_integrations_run() -> None:
+    """In the order of the page, in a process of their own: some of them change it."""
+    pytest.importorskip("transformers")
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    recipes = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(recipes) >= 8
+    if importlib.util.find_spec("onnxscript") is None:
+        recipes = [recipe.partition("written = ")[0] for recipe in recipes]
+    program = PRELUDE + "".join(BEFORE_EACH + recipe for recipe in recipes) + "dist.destroy_process_group()\n"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_readme_is_short() -> None:

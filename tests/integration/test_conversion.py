@@ -151,6 +151,30 @@ class CallsThroughObject(nn.Module):
         self.processor = Processor()
 
 
+def dispatch_attention_fn(x: Tensor) -> Tensor:
+    """As diffusers' looks from outside: which function it calls stands in a table."""
+    return {"native": torch.square}["native"](x)
+
+
+class DispatchingProcessor:
+    def __call__(self, x: Tensor) -> Tensor:
+        return dispatch_attention_fn(x)
+
+
+class CallsThroughDispatcher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = DispatchingProcessor()
+
+
+class PackedAttention(nn.Module):
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        out: Tensor = varlen_attn(x, x, x, ends, ends, 8, 8)
+        return out
+
+
 class WindowAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.mT).softmax(-1) @ x
@@ -174,7 +198,9 @@ class BertModel(PreTrainedModel):
 
 
 class TestOtherAttention:
-    @pytest.mark.parametrize("cls", [CallsByModule, CallsByName, CallsThroughFunction, CallsThroughObject])
+    @pytest.mark.parametrize(
+        "cls", [CallsByModule, CallsByName, CallsThroughFunction, CallsThroughObject, CallsThroughDispatcher]
+    )
     def test_callers_of_sdpa(self, cls: type[nn.Module]) -> None:
         converted, other = report_of(nn.ModuleList([cls(), cls()]))
         assert converted == "0 nn.MultiheadAttention converted"
@@ -182,6 +208,10 @@ class TestOtherAttention:
             other.startswith(f"2 {__name__}.{cls.__name__}: F.scaled_dot_product_attention is called")
             and ACTIVATE in other
         )
+
+    def test_callers_of_varlen_attn(self) -> None:
+        other = report_of(PackedAttention())[1]
+        assert "PackedAttention: torch.nn.attention.varlen.varlen_attn is called there" in other and ACTIVATE in other
 
     def test_callers_of_sdpa_beside_modules_that_were_converted(self) -> None:
         converted, other = report_of(nn.ModuleList([CallsByModule(), nn.MultiheadAttention(8, 2)]))

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flash_ext
 from flash_ext.integrations import aten_attention, sdpa_provider
+from tests.processes import needs_gpus, run_processes
 
 WORLD = 2
-
-
-def run_processes(device: str, work: Callable[..., None], *args: Any) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(start, args=(device, port, work, *args), nprocs=WORLD)
-
-
-def start(rank: int, device: str, port: int, work: Callable[..., None], *args: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    torch.set_num_threads(1)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=WORLD)
-    try:
-        torch.manual_seed(0)
-        work(device, init_device_mesh(device, (WORLD,)), *args)
-    finally:
-        dist.destroy_process_group()
-
-
-def needs_gpus(device: str) -> None:
-    if device == "cuda" and torch.cuda.device_count() < WORLD:
-        pytest.skip(f"needs {WORLD} GPUs")
 
 
 def tensors(device: str, seqlen: int = 64) -> list[Tensor]:

@@ -266,6 +266,24 @@ def test_math_first_in_the_order(device: str) -> None:
     assert served() == {SDPA}
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("first", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_order_of_backends_chooses_the_operator(first: str) -> None:
+    """``torch._fused_sdp_choice`` says the same with and without us, and the operator that it says is what runs."""
+    backend = getattr(SDPBackend, first)
+    q, k, v = qkv("cuda", torch.bfloat16, seqlens=(128, 128), dims=(64, 64), requires_grad=False)
+    order = [backend, *(b for b in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if b != backend)]
+    with sdpa_kernel([*order, SDPBackend.MATH], set_priority=True):
+        chosen = torch._fused_sdp_choice(q, k, v)
+        assert chosen == backend.value
+        with flash_ext.activated():
+            forget_calls()
+            assert torch._fused_sdp_choice(q, k, v) == chosen
+            F.scaled_dot_product_attention(q, k, v)
+            name = first.removesuffix("_ATTENTION").lower()
+            assert served() == {f"_scaled_dot_product_{name}_attention"}
+
+
 @pytest.mark.usefixtures("active")
 def test_flash_is_not_served_where_it_is_switched_off() -> None:
     q, k, v = qkv("cpu")
@@ -530,21 +548,35 @@ def test_varlen_attn(device: str, window_size: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("active")
-def test_varlen_attn_over_pages(device: str) -> None:
+@pytest.mark.parametrize("num_splits", [None, 1, 2])
+def test_varlen_attn_over_pages(device: str, num_splits: int | None) -> None:
     if "block_table" not in varlen.varlen_attn.__annotations__:
         pytest.skip("this torch's varlen_attn has no pages")
+    splits = {} if num_splits is None else {"num_splits": num_splits}
+    if not varlen.varlen_attn.__annotations__.keys() >= splits.keys():
+        pytest.skip("this torch's varlen_attn has no num_splits")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q = random(19, 4, 16, dtype=dtype, device=device)
     k, v = (random(6, 256, 2, 16, dtype=dtype, device=device) for _ in range(2))
     table = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
     lengths, cu_seqlens = torch.tensor([300, 31, 7], dtype=torch.int32, device=device), cumulative([5, 11, 3], device)
+    pages = dict(seqused_k=lengths, block_table=table)
     out = varlen.varlen_attn(
-        q, k, v, cu_seqlens, None, 11, 512, window_size=(-1, 0), enable_gqa=True, seqused_k=lengths, block_table=table
+        q, k, v, cu_seqlens, None, 11, 512, window_size=(-1, 0), enable_gqa=True, **pages, **splits
     )
     expected = flash_ext.decode(
-        q, k, v, cache_seqlens=lengths, block_table=table, cu_seqlens_q=cu_seqlens, max_seqlen_q=11, causal=True
+        q,
+        k,
+        v,
+        cache_seqlens=lengths,
+        block_table=table,
+        cu_seqlens_q=cu_seqlens,
+        max_seqlen_q=11,
+        causal=True,
+        num_splits=num_splits or 0,
+        batch_invariant=num_splits == 1,
     )
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
     assert served() == {"_flash_attention_forward"}
 
 
@@ -559,3 +591,26 @@ def test_varlen_attn_out(device: str) -> None:
     varlen.varlen_attn_out(out, q, k, v, cu_seqlens, cu_seqlens, 11, 11)
     torch.testing.assert_close(out, flash_ext.attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens))
     assert served() == {"_flash_attention_forward_no_dropout_inplace"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("active")
+def test_varlen_attn_in_a_cuda_graph() -> None:
+    """Captured with some lengths, replayed with others."""
+    q, k, v = (random(26, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    cu_seqlens = cumulative([5, 11, 10], "cuda")
+
+    def attend() -> Tensor:
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, 26, 26, window_size=(-1, 0))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for lengths in ([5, 11, 10], [26, 0, 0], [1, 24, 1]):
+        cu_seqlens.copy_(cumulative(lengths, "cuda"))
+        graph.replay()
+        torch.testing.assert_close(captured, attend(), rtol=2e-2, atol=2e-2)

@@ -107,12 +107,16 @@ def _flash_attn_varlen_forward(
     lengths: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     if block_table is None:
         if leftpad_k is not None:
-            raise NotImplementedError("flash_ext: leftpad_k is supported with block_table only")
+            raise NotImplementedError(
+                "flash_ext: leftpad_k is supported with block_table only: drop the padding of k and v"
+            )
         lengths |= dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k)
         options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes, **lengths)
         return forward_pass(q, k, v, dropout_p, return_softmax, options)
     if dropout_p > 0:
-        raise NotImplementedError(f"flash_ext: dropout_p must be 0 with block_table, got {dropout_p}")
+        raise NotImplementedError(
+            f"flash_ext: dropout_p must be 0 with block_table, got {dropout_p}: gather the pages to drop weights"
+        )
     cache_seqlens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     lengths |= dict(cache_seqlens=cache_seqlens, block_table=block_table, cache_leftpad=leftpad_k)
     options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes, **lengths)

@@ -31,10 +31,25 @@ __all__ = [
 ]
 
 
+_WAYS_OUT = {
+    "qv": "concatenate it with q, and v with k, up to a head_dim of 256",
+    "q_descale": "multiply q by it in bfloat16",
+    "k_descale": "multiply k by it in bfloat16",
+    "v_descale": "multiply v by it in bfloat16",
+    "attention_chunk": "call flash_ext.attention with a block_mask of the chunks",
+    "cu_seqlens_k_new": "pad the new keys to (batch, seqlen_new, heads, headdim)",
+    "rotary_seqlens": "give the tensor that is cache_seqlens, or rotate before the call",
+    "cu_seqlens_k": "a cache has its lengths in seqused_k",
+    "seqused_q": "pack q, with cu_seqlens_q",
+    "out": "copy the result",
+    "out_": "copy the result",
+}
+
+
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and not (isinstance(value, int) and value == 0):
-            raise NotImplementedError(f"flash_ext: {name} is not supported, got {_show(value)}")
+            raise NotImplementedError(f"flash_ext: {name} is not supported, got {_show(value)}: {_WAYS_OUT[name]}")
 
 
 def _show(value: Any) -> str:
@@ -324,10 +339,14 @@ def _flash_attn_forward(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    *,
+    out: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, and two empty tensors), not recorded by autograd."""
-    _refuse(out_=out_)
-    window = (window_size_left, window_size_right)
+    """(out, softmax_lse, and two empty tensors), not recorded by autograd. ``out`` and ``window_size`` are what out_,
+    window_size_left and window_size_right were called by earlier releases."""
+    _refuse(out=out, out_=out_)
+    window = (window_size_left, window_size_right) if window_size is None else window_size
     refused: dict[str, Any] = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     cached = (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin)
     with torch.no_grad():
@@ -360,7 +379,7 @@ def _flash_attn_forward(
                 **refused,
             )
             return result
-        out, lse = flash_attn_varlen_func(
+        result = flash_attn_varlen_func(
             q,
             k,
             v,
@@ -378,7 +397,8 @@ def _flash_attn_forward(
             return_attn_probs=True,
             **refused,
         )
-    return out, lse, lse.new_empty(0), lse.new_empty(0)
+    attended, lse = result
+    return attended, lse, lse.new_empty(0), lse.new_empty(0)
 
 
 def _flash_attn_backward(
@@ -404,13 +424,20 @@ def _flash_attn_backward(
     softcap: float = 0.0,
     deterministic: bool = False,
     sm_margin: int = 0,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Writes dq, dk and dv. Returns softmax_d, (batch, heads, seqlen_q) or (heads, total_q), without padding."""
+    """Writes dq, dk and dv. Returns softmax_d, (batch, heads, seqlen_q) or (heads, total_q), without padding.
+
+    ``causal`` and ``window_size`` are what is_causal, window_size_left and window_size_right were called by earlier
+    releases.
+    """
     lengths: dict[str, Any] = dict(seqused_q=sequed_q, seqused_k=sequed_k)
     if cu_seqlens_q is not None:
         lengths |= dict(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
         )
-    window = (window_size_left, window_size_right)
-    options = score_options(q, softmax_scale, is_causal, window, softcap, **lengths)
+    window = (window_size_left, window_size_right) if window_size is None else window_size
+    options = score_options(q, softmax_scale, is_causal or causal, window, softcap, **lengths)
     return backward_pass(dout, q, k, v, out, softmax_lse, (dq, dk, dv), 0.0, deterministic, None, options)
