@@ -213,7 +213,7 @@ def grouped_cells(header: list[str], line: list[str]) -> list[str]:
 
 def decode_cells(header: list[str], line: list[str]) -> list[str]:
     names = [NAMES[title] for title in header if title in NAMES]
-    labels = line[: -len(names)]
+    labels = line[: len(header) - len(names)]  # a column that is new has no cells yet
     heads_q, heads_kv, batch, seqlen = map(int, re.findall(r"\d+", " ".join(labels)))
     shape = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": 128, "batch": batch, "seqlen": seqlen}
     measured = find(rows_of("h200_decode.json"), **shape, workload=None)["measured"]
