@@ -43,6 +43,8 @@ class BackwardOptionsSteps {
   }
 
  private:
+  static constexpr bool kTakesTurns = may_take_turns(Config::kOptions);
+
   /// ALiBi's, of the head of the window. The kernel of all options reads it for each step: it has no register for it.
   __device__ __forceinline__ float slope() const { return Config::kAny ? slope_of_head() : slope_; }
   __device__ __forceinline__ float slope_of_head() const {
@@ -52,14 +54,14 @@ class BackwardOptionsSteps {
   __device__ __forceinline__ BackwardStep after(BackwardStep window) const {
     window.tile = tile_of(window, 32);
     if (has(window.tile)) return window;
-    return {window.head + 1, work_tile_.order.first};
+    return {window.head + 1, kTakesTurns ? work_tile_.order.first : work_tile_.tiles.begin};
   }
   /// The n-th of a window.
   __device__ __forceinline__ int tile_of(const BackwardStep& window, int n) const {
-    return window.tile + work_tile_.order.stride * n;
+    return window.tile + (kTakesTurns ? work_tile_.order.stride * n : n);
   }
   __device__ __forceinline__ bool has(int tile) const {
-    return tile >= work_tile_.tiles.begin && tile < work_tile_.tiles.end;
+    return (!kTakesTurns || tile >= work_tile_.tiles.begin) && tile < work_tile_.tiles.end;
   }
 
   /// What memory says of a window's tiles. It is asked while those before it go by: behind the additions to dQ an
