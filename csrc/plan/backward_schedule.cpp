@@ -162,7 +162,7 @@ BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const Backwa
     constexpr int64_t kFewestHeads = 8;
     schedule.section_heads = std::max(kFewestHeads, ceil_div(choice.slots(), keys.of_sequence));
   }
-  schedule = choice.best(schedule);
+  if (tiles.splits) schedule = choice.best(schedule);
   return {schedule, explain ? reason_of(choice, tiles, keys, schedule) : ""};
 }
 

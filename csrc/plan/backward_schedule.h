@@ -16,6 +16,7 @@ struct BackwardTiles {
   double cta;           // beside its steps
   int64_t cluster = 1;  // CTAs
   bool in_sections = true;
+  bool splits = true;  // whether a tile of keys may be split
 
   double slot_bytes() const { return static_cast<double>(2 * block_n * head_dim * 4); }
   double cta_of_split() const;
