@@ -3,7 +3,7 @@
 python -m benchmarks forward                       the training table on a GPU, or a small one on a CPU
 python -m benchmarks backward --head-dim 128 --causal --json run.json --plot run.png
 python -m benchmarks training                      both, on the same tensors
-python -m benchmarks decode | options | module | encoder | models | memory | host
+python -m benchmarks decode | options | sparse | module | encoder | models | memory | host
 python -m benchmarks compare before.json after.json
 """
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import decode, encoder, forward_backward, host, memory, models, module, options, report
+from benchmarks import decode, encoder, forward_backward, host, memory, models, module, options, report, sparse
 from benchmarks.arguments import common_arguments, effort_of, settle
 from benchmarks.ceilings import higher, measure_ceilings
 from benchmarks.comparison import Setting, Work
@@ -62,6 +62,10 @@ BENCHMARKS = {
     "options": Benchmark(
         "what bias, masks, dropout ... cost", "ms", "ms", "option", options.add_arguments, options.work, options.dtypes,
         also_peers=options.ALSO_PEERS,
+    ),
+    "sparse": Benchmark(
+        "block masks, by their density", "ms", "ms", "mask", sparse.add_arguments, sparse.work, sparse.dtypes,
+        also_peers=sparse.ALSO_PEERS,
     ),
     "module": Benchmark(
         "nn.MultiheadAttention as people call it", "ms", "ms", "call", module.add_arguments, module.work,

@@ -132,7 +132,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 FLEX_SCORES = frozenset({"bias", "softcap", "alibi_slopes"})
-FLEX_MASKS = frozenset({"mask", "window_size", "causal"})
+FLEX_MASKS = frozenset({"mask", "block_mask", "window_size", "causal"})
 
 
 @cache
@@ -196,6 +196,8 @@ def _entry_of(table: Tensor) -> MaskMod:
 def _block_mask(call: Call, options: Mapping[str, Any]) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
+    if "block_mask" in options:  # the same blocks
+        return options["block_mask"].to_flex()
     mask = options.get("mask")
     batch = None if mask is None or mask.shape[0] == 1 else mask.shape[0]
     heads = None if mask is None or mask.shape[1] == 1 else mask.shape[1]

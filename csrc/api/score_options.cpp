@@ -219,6 +219,10 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
   problem.has_mask = options.mask.has_value();
   problem.mask_per_key = options.mask && same_for_all_queries(view_scores(*options.mask));
   problem.has_block_mask = options.block_offsets.has_value();
+  if (options.block_bitmaps) {
+    problem.block_m = options.block_bitmaps->size(1);
+    problem.block_n = options.block_bitmaps->size(2) * 32;
+  }
   problem.has_alibi = options.alibi_slopes.has_value();
   problem.has_sink = options.sink.has_value();
   return problem;

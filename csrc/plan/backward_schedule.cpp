@@ -171,7 +171,7 @@ BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const Backwa
   const SplitChoice choice(problem, tiles, keys);
   KeyTileSchedule schedule;
   if (tiles.in_sections) schedule.section_heads = section_heads(problem, choice.slots(), keys.of_sequence);
-  schedule = choice.best(schedule);
+  if (tiles.splits) schedule = choice.best(schedule);
   return {schedule, explain ? reason_of(choice, tiles, keys, schedule) : ""};
 }
 

@@ -16,6 +16,7 @@ struct BackwardTiles {
   double cta;               // beside its steps
   int64_t cluster = 1;      // CTAs
   bool in_sections = true;  // of heads, whose tiles of keys stand side by side
+  bool splits = true;       // whether a tile of keys may be split
 
   /// Additions to dQ that take turns do so from the last keys on: without sections these come first.
   bool last_keys_first(const Problem& problem) const { return problem.deterministic && !in_sections; }

@@ -50,6 +50,8 @@ struct Problem {
   bool has_mask = false;
   bool mask_per_key = false;  // the same for all queries
   bool has_block_mask = false;
+  int64_t block_m = 0;  // with has_block_mask: queries and keys of a block
+  int64_t block_n = 0;
   bool has_alibi = false;
   bool has_sink = false;
 

@@ -46,6 +46,8 @@ void for_each_field(Visit visit) {
   visit("has_mask", &Problem::has_mask, "");
   visit("mask_per_key", &Problem::mask_per_key, "the same for all queries");
   visit("has_block_mask", &Problem::has_block_mask, "");
+  visit("block_m", &Problem::block_m, "with has_block_mask: queries of a block");
+  visit("block_n", &Problem::block_n, "with has_block_mask: keys of a block");
   visit("has_alibi", &Problem::has_alibi, "");
   visit("has_sink", &Problem::has_sink, "");
   visit("deterministic", &Problem::deterministic, "backward");

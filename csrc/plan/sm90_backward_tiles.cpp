@@ -27,8 +27,22 @@ int serving_options(const Problem& p) {
   return sm90::serving_options(asked);
 }
 
+/// Whether lists that are made of a block mask say which steps there are.
+bool lists_blocks(const Problem& p) {
+  const bool others =
+      p.has_bias || p.has_mask || dropout_threshold(p.dropout_p) > 0 || p.softcap > 0 || p.has_alibi || p.deterministic;
+  const bool window = p.window_left >= 0 || p.window_right >= 0;
+  return sm90::lists_blocks(
+      sm90::BackwardBlocksCall{p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window, !p.varlen, p.head_dim});
+}
+
+sm90::BackwardShape shape_of(const Problem& p) {
+  return lists_blocks(p) ? sm90::backward_blocks_shape() : sm90::backward_shape(sm90::backward_head_dim(p.head_dim));
+}
+
 /// What the variant of the backward that serves a problem is for.
 const char* backward_variant(const Problem& p) {
+  if (lists_blocks(p)) return "block mask alone";
   if (p.head_dim > sm90::kMaxNarrowHeadDim) return "wide heads";
   switch (serving_options(p)) {
     case 0:
@@ -58,7 +72,7 @@ const char* backward_variant(const Problem& p) {
 
 void choose_sm90_backward_tiles(Draft& draft) {
   const int head_dim = sm90::backward_head_dim(draft.p.head_dim);
-  const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
+  const sm90::BackwardShape shape = shape_of(draft.p);
   const bool wide = head_dim > sm90::kMaxNarrowHeadDim;
   draft.take_variant(backward_variant(draft.p));
   draft.plan.block_m = sm90::kBackwardBlockM;
@@ -87,11 +101,14 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
 
 BackwardTiles sm90_backward_tiles(const Problem& p) {
   const int head_dim = sm90::backward_head_dim(p.head_dim);
-  const int64_t block_n = sm90::kWarpgroupRows * sm90::backward_shape(head_dim).groups;
-  const bool pipelined = sm90::is_pipelined(head_dim) && serving_options(p) == 0;
+  const int64_t block_n = sm90::kWarpgroupRows * shape_of(p).groups;
+  const bool pipelined = sm90::is_pipelined(head_dim) && (serving_options(p) == 0 || lists_blocks(p));
   const double step_of_128 = pipelined ? 3260 : 4170;
   const double step = head_dim == 64 ? 3670 : head_dim == 128 ? step_of_128 : head_dim == 192 ? 3700 : 4800;
-  return {sm90::kBackwardBlockM, block_n, head_dim, step, 8000, head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1};
+  BackwardTiles tiles = {sm90::kBackwardBlockM, block_n, head_dim, step, 8000};
+  tiles.cluster = head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1;
+  tiles.splits = !lists_blocks(p);
+  return tiles;
 }
 
 BackwardTiles sm90_backward_f32_tiles(const Problem& p) {

@@ -83,6 +83,8 @@ const char* name_of(sm90::ForwardVariant variant) {
       return "all options but dropout";
     case sm90::ForwardVariant::kDropout:
       return "all options";
+    case sm90::ForwardVariant::kBlocks:
+      return "block mask alone";
   }
   return "";
 }
@@ -96,6 +98,23 @@ sm90::ForwardVariant choose_options_variant(Draft& draft, unsigned features) {
                 ": measured faster than sm80/forward");
   if ((features & kBiasOfOddRows) != 0) draft.because("bias is copied first, to rows made of pieces of 16 bytes");
   return sm90::forward_variant({(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked, scales_first});
+}
+
+/// Whether the lists of a block mask drive the loads; else a mask's tiles are looked for among all.
+bool lists_blocks(const Problem& p, unsigned features) {
+  const bool others = (features & (kNeedsOptionsVariant & ~kBlockMask)) != 0 ||
+                      sm90::scales_first(p.softcap, p.has_alibi, p.softmax_scale);
+  const bool window = p.window_left >= 0 || p.window_right >= 0;
+  return sm90::lists_blocks(
+      {p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window, !p.varlen, p.head_dim, p.head_dim_v});
+}
+
+sm90::ForwardShape blocks_shape(Draft& draft, const sm90::HeadDims& dims) {
+  draft.take_variant(name_of(sm90::ForwardVariant::kBlocks));
+  const sm90::ForwardShape shape = sm90::forward_blocks_shape(dims);
+  draft.because("the lists of the block mask drive the loads: blocks of ", draft.p.block_m, " x ", draft.p.block_n,
+                " are made of whole tiles; tiles of queries with the most blocks first");
+  return shape;
 }
 
 /// Where the host knows all lengths, and for the plain variant: others have no registers left for parts.
@@ -117,9 +136,13 @@ void choose_sm90_forward_tiles(Draft& draft) {
   const Problem& p = draft.p;
   const unsigned features = features_of(p);
   const bool options = (features & kNeedsOptionsVariant) != 0;
-  const sm90::HeadDims dims = sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
+  const bool lists = lists_blocks(p, features);
+  const sm90::HeadDims dims = lists ? sm90::first_that_serves(sm90::kForwardBlocksHeadDims, p.head_dim, p.head_dim_v)
+                                    : sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
   sm90::ForwardShape shape;
-  if (options) {
+  if (lists) {
+    shape = blocks_shape(draft, dims);
+  } else if (options) {
     const sm90::ForwardVariant variant = choose_options_variant(draft, features);
     draft.take_variant(name_of(variant));
     shape = sm90::forward_options_shape(dims, variant);

@@ -27,7 +27,13 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 FUNCTIONS = dict(public_functions())
-SHORT = {"BlockMask.to", "BlockMask.cpu", "BlockMask.cuda", "BlockMask.to_dense"}  # a sentence says it all
+SHORT = {
+    "BlockMask.to",
+    "BlockMask.cpu",
+    "BlockMask.cuda",
+    "BlockMask.to_dense",
+    "BlockMask.to_flex",
+}  # a sentence says it all
 
 
 def test_there_are_functions() -> None:

@@ -117,6 +117,8 @@ WRONG: dict[str, dict[str, Callable[[], Any]]] = {
     "torch.device | str | int | None": NO_DEVICE,
     "str": NO_TEXT,
     "MaskMod": NO_FUNCTIONS,
+    "torch.Generator | None": {"number": lambda: 3},
+    "Any": {**NONE, "number": lambda: 3, "of our own": lambda: flash_ext.BlockMask.causal(3, 3)},
     "Callable[[str], object]": NO_FUNCTIONS,
     "nn.Module": NO_FUNCTIONS,
 }
@@ -183,8 +185,24 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "BlockMask.causal": lambda: dict(seqlen_q=3, seqlen_k=3),
     "BlockMask.sliding_window": lambda: dict(seqlen_q=3, seqlen_k=3, window_size=(1, 1)),
     "BlockMask.document": lambda: dict(ids_q=int32([0, 0, 1], "cpu")),
+    "BlockMask.documents": lambda: dict(cu_seqlens=int32([0, 2, 3], "cpu"), seqlen=3),
+    "BlockMask.prefix_lm": lambda: dict(prefix=int32([2], "cpu"), seqlen_q=3, seqlen_k=3),
+    "BlockMask.bidirectional_spans": lambda: dict(spans=int32([[0, 2]], "cpu"), seqlen=3),
+    "BlockMask.dilated": lambda: dict(seqlen_q=3, seqlen_k=3, blocks=1, dilation=2),
+    "BlockMask.strided": lambda: dict(seqlen_q=3, seqlen_k=3, local_blocks=1, stride=2),
+    "BlockMask.random": lambda: dict(seqlen_q=3, seqlen_k=3, blocks=1),
+    "BlockMask.top_k": lambda: dict(q=random(2, 3, 2, 8), k=random(2, 3, 2, 8), blocks=1),
+    "BlockMask.plot": lambda: dict(self=flash_ext.BlockMask.causal(3, 3)),
+    "BlockMask.from_flex": lambda: dict(block_mask=flex_block_mask()),
 }
-WITHOUT_ARGUMENTS = {"build_info", "doctor", "BlockMask.to_dense", "BlockMask.cpu"}
+WITHOUT_ARGUMENTS = {
+    "build_info",
+    "doctor",
+    "BlockMask.to_dense",
+    "BlockMask.cpu",
+    "BlockMask.transpose",
+    "BlockMask.to_flex",
+}
 OF_THE_PROCESS = {"as_flash_attn", "activate", "activated", "deactivate"}  # they change what later tests call
 TORCHS = {"MultiheadAttention.forward"}  # raises what torch's module does: tests/test_modules.py
 

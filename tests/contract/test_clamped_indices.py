@@ -171,11 +171,12 @@ def test_rotary_tables_that_are_too_short(dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("block_size", [(64, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("part", ["offsets", "indices", "bitmap_ids"])
-def test_lists_of_block_masks(part: str, dtype: torch.dtype) -> None:
+def test_lists_of_block_masks(part: str, block_size: tuple[int, int], dtype: torch.dtype) -> None:
     """They may show anything, and leave the next call alone."""
     call = make_call(2, 200, 200, head_dim=64, dtype=dtype, device="cuda").with_random_gradients()
-    mask = flash_ext.BlockMask.sliding_window(200, 200, (70, 5), block_size=(64, 64), device="cuda")
+    mask = flash_ext.BlockMask.sliding_window(200, 200, (70, 5), block_size=block_size, device="cuda")
     before = run_library(call.with_options(block_mask=mask))["out"]
     for low, high in ((LOWEST, HIGHEST), (-5, 5), (0, 10_000)):
         wild = torch.randint(low, high, getattr(mask, part).shape, dtype=torch.int32, device="cuda")

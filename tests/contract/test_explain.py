@@ -19,6 +19,7 @@ DEFAULTS: dict[str, Any] = dict(
     head_dim=16, head_dim_v=24, softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=-1, top_left=False,
     dropout_p=0.0, broadcast=False, varlen=False, paged=False, has_bias=False, bias_dtype="float16",
     bias_in_pieces=True, bias_per_key=False, has_mask=False, mask_per_key=False, has_block_mask=False,
+    block_m=0, block_n=0,
     has_alibi=False, has_sink=False, deterministic=False, num_splits=1, batch_invariant=False,
 )  # fmt: skip
 
@@ -49,7 +50,7 @@ CASES: dict[str, Case] = {
                                {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False}),
     "masks": (lambda device: {"mask": torch.ones(1, 1, 1, SEQLEN_K, dtype=torch.bool, device=device),
                               "block_mask": flash_ext.BlockMask.causal(SEQLEN_Q, SEQLEN_K, device=device)},
-              {"has_mask": True, "mask_per_key": True, "has_block_mask": True}),
+              {"has_mask": True, "mask_per_key": True, "has_block_mask": True, "block_m": 128, "block_n": 128}),
     "alibi and sink": (lambda device: {"alibi_slopes": random(HEADS_Q, device=device),
                                        "sink": random(HEADS_Q, device=device)},
                        {"has_alibi": True, "has_sink": True}),

@@ -16,11 +16,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles 
 
 # The main kernel of each operation; what prepares it, clears and converts is beside the point.
 MAIN_KERNEL = re.compile(
-    r"flash_ext::(?P<arch>sm\d+)::(?P<name>forward(?:_options|_f32)?|backward(?:_options|_wide|_short|_f32_halves|_f32)?|slab_dq|"
+    r"flash_ext::(?P<arch>sm\d+)::(?P<name>forward(?:_options|_blocks|_f32)?|backward(?:_options|_wide|_short|_f32_halves|_f32)?|slab_dq|"
     r"bias_gradient|decode|weights(?:_dq)?)_kernel\b"
 )
 ROOM = {
     "forward_options": "forward",
+    "forward_blocks": "forward",
     "backward_options": "backward",
     "backward_wide": "backward",
     "backward_f32_halves": "backward_f32",

@@ -70,6 +70,36 @@ def test_block_sizes(device: str, dtype: torch.dtype, block: tuple[int, int]) ->
     assert_matches_oracle(make_blocked(device, block=block, dtype=dtype))
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (40, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("block", [(128, 128), (256, 128), (128, 256), (128, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize("heads", [1, 4])
+def test_blocks_of_whole_tiles(
+    device: str, heads: int, block: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
+    """Several tiles, the last one of which is cut, rows and columns without any block, heads that share keys."""
+    seqlen_q, seqlen_k = 450, 700
+    rows, cols = -(-seqlen_q // block[0]), -(-seqlen_k // block[1])
+    kind = torch.randint(0, 3, (1, heads, rows, cols), device=device)
+    kind[:, :, rows // 2] = kind[..., cols // 2] = 0
+    kind = kind.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)[:, :, :seqlen_q, :seqlen_k]
+    see = (kind == 2) | ((kind == 1) & (torch.rand(kind.shape, device=device) < 0.5))
+    call = make_call(1, seqlen_q, seqlen_k, 4, 2, head_dim, device=device, dtype=dtype, sink=random(4, device=device))
+    assert_matches_oracle(blocked(call, see, *block))
+
+
+def test_rows_of_many_blocks(device: str) -> None:
+    """More than a warp looks at in one go, on both sides."""
+    for seqlen_q, seqlen_k in ((130, 4800), (4800, 130)):
+        see = torch.rand(1, 1, -(-seqlen_q // 128), -(-seqlen_k // 128), device=device) < 0.9
+        see = see.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :seqlen_q, :seqlen_k].clone()
+        see[..., :7, 200:300] = False
+        assert_matches_oracle(
+            blocked(make_call(1, seqlen_q, seqlen_k, 2, 1, 64, device=device, dtype=torch.bfloat16), see, 128, 128)
+        )
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("block", [(96, 96), (16, 32), (200, 32), (48, 160), (64, 96), (1, 32)], ids=str)
 def test_few_blocks_of_odd_sizes(device: str, block: tuple[int, int], heads: int) -> None:

@@ -9,6 +9,7 @@
 #include "kernels/common/host_device.h"
 #include "kernels/common/scheduler/tile_numbers.cuh"
 #include "kernels/params.h"
+#include "query_lists.h"
 
 namespace flash_ext {
 
@@ -71,6 +72,7 @@ struct BackwardWorkspace {
   int32_t* ticket = nullptr;     // (1): CTAs started so far
   int32_t* unclean = nullptr;    // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
   VisibilityTiles visibility;
+  QueryLists query_lists;  // where a kernel is driven by them
   // D, dS, dQ and dK are kept in units of what dropout multiplies kept weights by, so that dP - D is what one product
   // sums up: 1 without dropout, and where nothing is kept.
   float unit = 1.0f;

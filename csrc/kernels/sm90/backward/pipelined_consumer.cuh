@@ -20,7 +20,7 @@ class BackwardPipelinedConsumer {
  public:
   using Element = typename Config::Element;
   using Storage = BackwardPipelinedStorage<Config>;
-  using Steps = BackwardPipelinedSteps<Config>;
+  using Steps = BackwardStepsOf<Config>;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
 
   __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
@@ -127,14 +127,45 @@ class BackwardPipelinedConsumer {
                                                bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
     Tile::load(lse, storage_.lse[step.stage], lane_);
-    if (!full.has(step.tile) && !step.is_past_end() && (p_.sink || Tile::has_non_finite(lse))) sanitise_rows(step);
+    if (may_hide(step, full) && !step.is_past_end() && (p_.sink || Tile::has_non_finite(lse))) sanitise_rows(step);
     start_product(s, keys_, queries_ + step.stage * kStage);
   }
   /// Whether pairs are hidden, and which are not.
   __device__ __forceinline__ bool find_visible(Visible& visible, const Steps& step,
                                                const FullTiles& full_of_keys) const {
-    if (full_of_keys.has(step.tile)) return false;
-    Tile::find_visible(visible, work_tile_.sequence, first_key(), step.tile * kBlockM, lane_);
+    if constexpr (Config::kListsBlocks) {
+      return find_listed(visible, step);
+    } else {
+      if (full_of_keys.has(step.tile)) return false;
+      Tile::find_visible(visible, work_tile_.sequence, first_key(), step.tile * kBlockM, lane_);
+      return true;
+    }
+  }
+  /// Whether some key may be hidden from some query.
+  __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full) const {
+    if constexpr (Config::kListsBlocks) {
+      return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.told[step.stage].visible >= 0;
+    } else {
+      return !full.has(step.tile);
+    }
+  }
+  /// By a bitmap, and by the ends of the sequences.
+  __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {
+    if (step.is_past_end()) return false;
+    const ListedQueries told = storage_.told[step.stage];
+    const int first_query = ptx::uniform(told.tile) * kBlockM, of_bitmap = ptx::uniform(told.visible);
+    const Sequence& sequence = work_tile_.sequence;
+    const bool cut =
+        first_query + kBlockM > sequence.seqlen_q || work_tile_.first_key + Config::kBlockN > sequence.seqlen_k;
+    if (!cut && of_bitmap < 0) return false;
+    visible[0] = visible[1] = ~0u;
+    if (cut) Tile::find_visible(visible, sequence, first_key(), first_query, lane_);
+    if (of_bitmap >= 0) {
+      const uint2* const g_warp = work_tile_.visible + int64_t{of_bitmap} * work_tile_.visible_stride;
+      const uint2 bits = __ldg(g_warp + (warpgroup_ * kWarpgroupWarps + warp_) * 32 + lane_);
+      visible[0] &= bits.x;
+      visible[1] &= bits.y;
+    }
     return true;
   }
 

@@ -16,7 +16,7 @@ class BackwardPipelinedDq {
  public:
   using Element = typename Config::Element;
   using Storage = BackwardPipelinedStorage<Config>;
-  using Steps = BackwardPipelinedSteps<Config>;
+  using Steps = BackwardStepsOf<Config>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kPanels = panels(Config::kHeadDim);
 
   __device__ __forceinline__ BackwardPipelinedDq(const BackwardParams& p, const BackwardMaps& maps,
@@ -41,7 +41,7 @@ class BackwardPipelinedDq {
     if (lane_ == 0) ptx::tma_store_wait();
   }
 
- private:
+ protected:
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = TileDescriptor<kBlockN>;
   using Sum = float[kPanelColumns / 8][4];
@@ -102,9 +102,11 @@ class BackwardPipelinedDq {
     }
   }
   /// A tile of Q with its lse, or of dO with its D.
+  template <class AnyLoads>
   __device__ __forceinline__ void load_tile(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
                                             int tiles_offset, const float* g_terms,
-                                            const float (&terms)[Config::kStages][kBlockM], const Loads& loads) const {
+                                            const float (&terms)[Config::kStages][kBlockM],
+                                            const AnyLoads& loads) const {
     const uint32_t stage = loads.step.stage, s_full = address(full[0]) + stage * sizeof(uint64_t);
     if (lane_ == 0) {
       ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
@@ -115,14 +117,16 @@ class BackwardPipelinedDq {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ int64_t first_term(const Steps& step) const {
+  template <class Step>
+  __device__ __forceinline__ int64_t first_term(const Step& step) const {
     return (first_tile_ + step.head * workspace_.tiles_per_head + step.tile) * kBlockM;
   }
 
   // ---- dQ
 
   /// dQ += dS K
-  __device__ __forceinline__ void add(const Steps& step) {
+  template <class Step>
+  __device__ __forceinline__ void add(const Step& step) {
     const uint32_t ds = ds_ + at_.stage() * (Config::kDsBytes / 16);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -191,7 +195,8 @@ class BackwardPipelinedDq {
     turns_.wait(workspace_.turns, turn);
   }
   /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
-  __device__ __forceinline__ float* dq_piece(const Steps& step, int panel) const {
+  template <class Step>
+  __device__ __forceinline__ float* dq_piece(const Step& step, int panel) const {
     return workspace_.dq + (first_term(step) + warp_ * 16) * Config::kHeadDim + panel * (16 * kPanelColumns);
   }
 

@@ -2,17 +2,20 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/ptx/uniform.h"
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
-template <class Element_, int kHeadDim_>
+/// kListsBlocks: a block mask's lists say which steps there are.
+template <class Element_, int kHeadDim_, bool kListsBlocks_ = false>
 struct BackwardPipelinedConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr BackwardShape kShape = backward_shape(kHeadDim);
+  static constexpr bool kListsBlocks = kListsBlocks_;
+  static constexpr BackwardShape kShape = kListsBlocks ? backward_blocks_shape() : backward_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kBackwardBlockM;
   static constexpr int kBlockN = kGroups * kWarpgroupRows;
@@ -71,10 +74,38 @@ struct BackwardPipelinedSteps {
   }
 };
 
+/// The same where a list says which tiles those are: a step is told beside Q.
+template <class Config>
+struct BackwardListedSteps {
+  int left;
+  uint32_t stage = 0, parity = 0;
+
+  __device__ __forceinline__ explicit BackwardListedSteps(const BackwardWorkTile<Config>& work_tile)
+      : left(ptx::uniform(work_tile.tiles.end)) {}
+
+  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (++stage == Config::kStages) stage = 0, parity ^= 1;
+  }
+};
+
+template <class Config>
+using BackwardStepsOf =
+    std::conditional_t<Config::kListsBlocks, BackwardListedSteps<Config>, BackwardPipelinedSteps<Config>>;
+
+/// What is told of steps, by stages.
+template <class Config, bool kListsBlocks = Config::kListsBlocks>
+struct BackwardToldSteps {};
+template <class Config>
+struct BackwardToldSteps<Config, true> {
+  ListedQueries told[Config::kStages];
+};
+
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means. Q and dO have no barriers
 /// that say that a stage is free: that dS of a step is complete says so of the step before.
 template <class Config>
-struct BackwardPipelinedStorage {
+struct BackwardPipelinedStorage : BackwardToldSteps<Config> {
   __align__(16) float lse[Config::kStages][Config::kBlockM];  // base 2; permuted, as minus_delta: row_terms.cuh
   __align__(16) float minus_delta[Config::kStages][Config::kBlockM];
   uint64_t k_full, v_full;

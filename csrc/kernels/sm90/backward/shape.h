@@ -1,6 +1,8 @@
 // Tiles and registers of the backward, in one table that the plan reads too.
 #pragma once
 
+#include <cstdint>
+
 #include "kernels/sm90/common/warpgroup.h"
 
 namespace flash_ext::sm90 {
@@ -24,6 +26,22 @@ constexpr BackwardShape backward_shape(int head_dim) {
   // two groups of keys are the two CTAs of a cluster.
   if (head_dim > kMaxNarrowHeadDim) return {2, 208, 96};
   return head_dim == 64 ? BackwardShape{3, 144, 80} : BackwardShape{2, 216, 72};
+}
+
+/// Of the variant of block masks: tiles of keys divide its blocks.
+constexpr BackwardShape backward_blocks_shape() { return {2, 216, 72}; }
+
+/// What decides whether that variant serves a call.
+struct BackwardBlocksCall {
+  int64_t block_m, block_n;  // 0: no block mask
+  bool only_blocks;          // no bias, other mask, dropout, softcap, ALiBi, window; not deterministic
+  bool equal_lengths;        // the host knows them all
+  int64_t head_dim;
+};
+
+constexpr bool lists_blocks(const BackwardBlocksCall& call) {
+  return call.block_m > 0 && call.only_blocks && call.equal_lengths && call.head_dim <= kMaxNarrowHeadDim &&
+         call.block_m % kBackwardBlockM == 0 && call.block_n % (backward_blocks_shape().groups * kWarpgroupRows) == 0;
 }
 
 /// Whether products of a step overlap those of the next where a call has no options. At head_dim 64, whose consumers

@@ -18,6 +18,7 @@ namespace flash_ext::sm90 {
 template <class Element_, int kHeadDim_>
 struct BackwardConfig {
   using Element = Element_;
+  static constexpr bool kListsBlocks = false;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
@@ -80,9 +81,19 @@ struct BackwardStep {
 template <class Config>
 using BackwardTaskOf = BackwardTask<Config::kBlockM, Config::kBlockN>;
 
+/// Which steps a block mask leaves of a tile of keys (common/backward/query_lists.h).
+template <bool kListsBlocks>
+struct WorkTileSteps {};
+template <>
+struct WorkTileSteps<true> {
+  const ListedQueries* steps;
+  const uint2* visible;  // by bitmaps: that of the first lane, for the first step that bitmaps have
+  int visible_stride;    // between steps of bitmaps
+};
+
 /// A tile of keys of a key head, and the tiles of queries that see it, of heads of the group: of all, or a split's.
 template <class Config>
-struct BackwardWorkTile {
+struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
   Sequence sequence;  // its head is the first of those below
   int heads;          // of the group
   int first_key;
@@ -107,6 +118,7 @@ struct BackwardWorkTile {
       if (end > sequence.seqlen_k) groups[g].full_begin = groups[g].full_end = groups[g].end;
       groups[g].begin = max(groups[g].begin, tiles.begin), groups[g].end = min(groups[g].end, tiles.end);
     }
+    if constexpr (Config::kListsBlocks) list_steps(p, workspace.query_lists);
   }
 
   __device__ __forceinline__ BackwardStep first_step() const {
@@ -134,6 +146,17 @@ struct BackwardWorkTile {
   /// Whether some query of the tile does not see some key, and so must not meet what is not finite in it.
   __device__ __forceinline__ bool is_sanitised(int tile) const {
     return tile < tiles.full_begin || tile >= tiles.full_end;
+  }
+
+ private:
+  /// Tiles are then counted along the list.
+  __device__ __forceinline__ void list_steps(const AttentionParams& p, const QueryLists& lists) {
+    const int64_t list = lists.index(sequence.batch, sequence.head_kv, first_key / Config::kBlockN);
+    tiles.begin = tiles.full_begin = tiles.full_end = 0;
+    tiles.end = lists.counts[list];
+    this->steps = lists.steps + list * lists.most_steps;
+    this->visible = lists.visible + first_key % static_cast<int>(p.blocks.block_n) / 16 * 32;
+    this->visible_stride = static_cast<int>(p.blocks.block_n) / 16 * 32;
   }
 };
 

@@ -8,6 +8,7 @@ namespace flash_ext::sm90 {
 template <class Element_, int kHeadDim_>
 struct BackwardWideConfig {
   using Element = Element_;
+  static constexpr bool kListsBlocks = false;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;  // CTAs of a cluster

@@ -55,6 +55,13 @@ void with_forward_options_types(const AttentionParams& p, Run run) {
   });
 }
 
+/// The same for that of block masks.
+template <class Run>
+void with_forward_blocks_types(const AttentionParams& p, Run run) {
+  const int head_dim = first_that_serves(kForwardBlocksHeadDims, p.head_dim, p.head_dim_v).qk;
+  with_element(p, [&](auto element) { head_dim == 64 ? run(element, HeadDim<64>()) : run(element, HeadDim<128>()); });
+}
+
 /// Calls run(Element(), HeadDim<n>(), HeadDim<n>()).
 template <class Run>
 void with_forward_types(const AttentionParams& p, Run run) {

@@ -23,11 +23,13 @@ struct ForwardConfig {
                         kDrops = kVariant == ForwardVariant::kDropout;
   static constexpr bool kOnlyBias = kVariant == ForwardVariant::kBias, kOnlyMask = kVariant == ForwardVariant::kMask;
   static constexpr bool kGeneral = kVariant == ForwardVariant::kGeneral || kOnlyBias || kOnlyMask || kDrops;
+  static constexpr bool kListsBlocks = kVariant == ForwardVariant::kBlocks;
   // A work tile may have a part of the keys alone (split_kv.cuh). Others have no registers left for that at head_dim
   // 256.
   static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain;
-  static constexpr ForwardShape kShape =
-      kGeneral ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant) : forward_shape({kHeadDim, kHeadDimV}, kTiles);
+  static constexpr ForwardShape kShape = kListsBlocks ? forward_blocks_shape({kHeadDim, kHeadDimV})
+                                         : kGeneral   ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
+                                                      : forward_shape({kHeadDim, kHeadDimV}, kTiles);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kWarpgroupRows;
   static constexpr int kBlockN = kShape.block_n;

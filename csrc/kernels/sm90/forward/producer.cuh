@@ -234,7 +234,7 @@ class ForwardProducer {
 
   /// Of a tile of queries. The one that is no whole one stands last where options know groups of queries.
   __device__ __forceinline__ static int first_query_of(int block, int blocks, int seqlen_q) {
-    if (Config::kGeneral) return min(block * Config::kBlockM, seqlen_q);
+    if (Config::kGeneral || Config::kListsBlocks) return min(block * Config::kBlockM, seqlen_q);
     return first_query_of_tile(block, blocks, seqlen_q, Config::kBlockM);
   }
 

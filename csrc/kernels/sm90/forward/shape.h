@@ -21,6 +21,9 @@ constexpr HeadDims kForwardHeadDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 1
 /// Those that the variant with options is instantiated for, which also takes bias, masks and dropout.
 constexpr HeadDims kForwardOptionsHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
 
+/// Those that the variant of block masks is instantiated for.
+constexpr HeadDims kForwardBlocksHeadDims[] = {{64, 64}, {128, 128}};
+
 template <int kCount>
 constexpr HeadDims first_that_serves(const HeadDims (&table)[kCount], int64_t head_dim, int64_t head_dim_v) {
   for (const HeadDims& dims : table)
@@ -113,6 +116,7 @@ enum class ForwardVariant {
   kMask,          // masks
   kGeneral,       // all of these
   kDropout,       // all of these, and dropout
+  kBlocks,        // a block mask alone, whose blocks are made of whole tiles (blocks_kernel.cuh)
 };
 
 /// What a call of the variant with options asks for.
@@ -155,6 +159,29 @@ constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVarian
     default:
       return {2, 64, 2, 2, false, 232, 40, 2, true};
   }
+}
+
+/// Of block masks. A tile has the queries of one block, so that both warpgroups visit what is listed and nothing else:
+/// tiles of 192 queries visit what any of two blocks lists.
+constexpr ForwardShape forward_blocks_shape(const HeadDims& dims) {
+  // Two CTAs on an SM fill each other's waits, as four warpgroups of one do in the plain kernel.
+  if (dims.qk == 64) return {2, 64, 4, 4, false, 104, 32, 0, false, 2, false};
+  return {2, 64, 5, 5, false, 232, 40};
+}
+
+/// What decides whether the variant of block masks serves a call.
+struct BlocksCall {
+  int64_t block_m, block_n;  // 0: no block mask
+  bool only_blocks;          // no bias, other mask, dropout, softcap, ALiBi, window; a normal scale
+  bool equal_lengths;        // the host knows them all
+  int64_t head_dim, head_dim_v;
+};
+
+constexpr bool lists_blocks(const BlocksCall& call) {
+  const HeadDims dims = first_that_serves(kForwardBlocksHeadDims, call.head_dim, call.head_dim_v);
+  if (call.block_m == 0 || dims.qk == 0 || !call.only_blocks || !call.equal_lengths) return false;
+  const ForwardShape shape = forward_blocks_shape(dims);
+  return call.block_m % (shape.groups * kWarpgroupRows) == 0 && call.block_n % shape.block_n == 0;
 }
 
 }  // namespace flash_ext::sm90

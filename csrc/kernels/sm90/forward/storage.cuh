@@ -29,6 +29,14 @@ struct WorkTileSplit<false> {
   static constexpr float4* part = nullptr;
 };
 
+/// Which entries of a block mask's lists a work tile has: [first_entry, first_entry + blocks).
+template <bool kListsBlocks>
+struct WorkTileBlocks {};
+template <>
+struct WorkTileBlocks<true> {
+  int first_entry, blocks;
+};
+
 /// What score options add to a work tile. Without them, the tile that is visited first is the last one.
 template <bool kScoreOptions>
 struct WorkTileOptions {
@@ -51,7 +59,9 @@ struct WorkTileOptions<true> {
 /// A tile of queries of one head, and the tiles of keys that it sees. These are visited from the first one down to
 /// `tiles.begin`, and then from the last one down to the one behind the first.
 template <class Config>
-struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>, WorkTileSplit<Config::kSplitsKv> {
+struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
+                         WorkTileSplit<Config::kSplitsKv>,
+                         WorkTileBlocks<Config::kListsBlocks> {
   Sequence sequence;
   int first_query, end_query;
   TileSpan tiles;                  // of all rows: these are loaded
@@ -125,6 +135,16 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>, WorkTileSplit<C
     return safe_path || tile >= end ? tile + 1 : min(begin, tile + 1);
   }
 
+  /// With kListsBlocks: tiles are those of the list, counted along it. All of them are full, or are hidden by bits.
+  __device__ __forceinline__ void list_blocks(int first_entry, int blocks, int tiles_of_block) {
+    this->first_entry = first_entry;
+    this->blocks = blocks;
+    tiles = {0, blocks * tiles_of_block, 0, blocks * tiles_of_block};
+#pragma unroll 1
+    for (int g = 0; g < Config::kGroups; ++g)
+      rows[g] = first_query + g * kWarpgroupRows < end_query ? tiles : TileSpan{0, 0, 0, 0};
+  }
+
   /// Of all tiles, those of [begin, end).
   __device__ __forceinline__ void keep_tiles(int begin, int end) {
     const auto keep = [=](TileSpan& span) {
@@ -155,6 +175,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>, WorkTileSplit<C
   /// Whether V of the tile is sanitised: after a failure where some row does not see all of the tile, else of the tail
   /// alone.
   __device__ __forceinline__ bool is_sanitised(int tile) const {
+    if constexpr (Config::kListsBlocks) return sanitised;
     return sanitised ? tile < tiles.full_begin || tile >= tiles.full_end : tile == tail_tile;
   }
 

@@ -2,6 +2,7 @@
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/sm90/common/dispatch.h"
 #include "kernels/sm90/forward/aligned_bias.cuh"
+#include "kernels/sm90/forward/blocks.h"
 #include "kernels/sm90/forward/forward.h"
 #include "kernels/sm90/forward/split_kv.h"
 #include "kernels/sm90/forward/storage.cuh"
@@ -48,8 +49,11 @@ void run_forward(const ForwardParams& params, int64_t block_n, const KeySplits& 
 template <class Element, int kHeadDim>
 void run_forward_options(const ForwardParams& params, const ForwardVisibility& visible, void* workspace,
                          cudaStream_t stream);
+template <class Element, int kHeadDim>
+void run_forward_blocks(const ForwardParams& params, void* workspace, cudaStream_t stream);
 
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits) {
+  if (lists_blocks(blocks_call(params))) return forward_blocks_order(params, params.block_m).bytes();
   if (has_forward_options(params)) return ForwardOptionsWorkspace(params).bytes;
   const HeadDims dims = forward_head_dims(params.head_dim, params.head_dim_v);
   const ForwardShape shape = forward_shape_with(dims, params.block_m, block_n);
@@ -60,6 +64,11 @@ int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, co
 
 void forward(const ForwardParams& params, int64_t block_n, const KeySplits& splits, void* workspace,
              cudaStream_t stream) {
+  if (lists_blocks(blocks_call(params))) {
+    return with_forward_blocks_types(params, [&](auto element, auto head_dim) {
+      run_forward_blocks<decltype(element), decltype(head_dim)::value>(params, workspace, stream);
+    });
+  }
   if (!has_forward_options(params)) {
     return with_forward_types(params, [&](auto element, auto head_dim, auto head_dim_v) {
       run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, splits,

@@ -1,0 +1,51 @@
+// Which calls the backward's variant of block masks serves, and its scratch memory.
+#pragma once
+
+#include "kernels/common/backward/schedule.cuh"
+#include "kernels/common/backward/workspace.h"
+#include "kernels/common/dropout/philox.h"
+#include "kernels/common/scheduler/longest_first.h"
+#include "shape.h"
+
+namespace flash_ext::sm90 {
+
+inline BackwardBlocksCall blocks_call(const BackwardParams& p) {
+  const bool other_options = p.bias.data || p.mask.data || dropout_threshold(p.dropout.p) > 0 || p.softcap > 0 ||
+                             p.alibi_slopes || p.deterministic;
+  const bool equal_lengths =
+      !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k && !p.seq.seqused_q && !p.seq.seqused_k && !p.seq.leftpad_k;
+  return {p.blocks.offsets ? p.blocks.block_m : 0, p.blocks.block_n,
+          !other_options && p.window.left < 0 && p.window.right < 0, equal_lengths, p.head_dim};
+}
+
+/// All that a call needs beside the tensors: row terms and dQ, the lists, and the order of tiles of keys by them.
+struct BackwardBlocksWorkspace {
+  BackwardWorkspace rows;
+  LongestFirst order;
+  BackwardSchedule schedule;
+  int64_t bytes;
+
+  BackwardBlocksWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory)
+      : rows(p, block_m, block_n, head_dim, memory),
+        order(order_of(rows.query_lists = QueryLists(p, block_m, block_n, static_cast<char*>(memory) + rows.bytes), p)),
+        schedule(p, block_n, head_dim, false, nullptr) {
+    const int64_t lists_end = rows.bytes + rows.query_lists.bytes;
+    schedule.list = order.view(static_cast<char*>(memory) + lists_end);
+    bytes = lists_end + order.bytes();
+    rows.unclean = nullptr;  // lse says it
+  }
+
+ private:
+  static LongestFirst order_of(const QueryLists& lists, const BackwardParams& p) {
+    const TileCosts costs = {lists.counts,
+                             false,
+                             lists.batches > 1 ? int64_t{lists.heads_kv} * lists.key_tiles : 0,
+                             lists.heads_kv > 1 ? lists.key_tiles : 0,
+                             1,
+                             1};
+    // Q and dO in 16 bits, dQ in float.
+    return {costs, p.batch, p.heads_kv, lists.key_tiles, lists.most_steps, p.seqlen_q * p.head_dim * 8 * lists.group};
+  }
+};
+
+}  // namespace flash_ext::sm90

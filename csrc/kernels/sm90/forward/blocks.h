@@ -1,0 +1,37 @@
+// Which calls the forward's variant of block masks serves, and in which order it takes tiles of queries.
+#pragma once
+
+#include "kernels/common/dropout/philox.h"
+#include "kernels/common/scheduler/longest_first.h"
+#include "shape.h"
+#include "split_kv.h"
+
+namespace flash_ext::sm90 {
+
+inline BlocksCall blocks_call(const AttentionParams& p) {
+  const bool other_options = p.bias.data || p.mask.data || dropout_threshold(p.dropout.p) > 0 ||
+                             scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale);
+  return {p.blocks.offsets ? p.blocks.block_m : 0,
+          p.blocks.block_n,
+          !other_options && p.window.left < 0 && p.window.right < 0,
+          has_equal_lengths(p),
+          p.head_dim,
+          p.head_dim_v};
+}
+
+inline LongestFirst forward_blocks_order(const AttentionParams& p, int64_t block_m) {
+  const TileCosts costs = {p.blocks.offsets,
+                           true,
+                           p.blocks.offsets_batch_stride,
+                           p.blocks.offsets_head_stride,
+                           static_cast<int32_t>(p.blocks.block_m / block_m),
+                           1};
+  return {costs,
+          p.batch,
+          p.heads_q,
+          (p.seqlen_q + block_m - 1) / block_m,
+          (p.seqlen_k + p.blocks.block_n - 1) / p.blocks.block_n,
+          p.seqlen_k * (p.head_dim + p.head_dim_v) * 2 * p.heads_kv / p.heads_q};
+}
+
+}  // namespace flash_ext::sm90
