@@ -87,7 +87,10 @@ class BackwardPipelinedConsumer {
       // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
       const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.stage]), step.parity);
       Tile::softmax_step(p, s, terms, scale_);
-      if (hides) Tile::hide(p, visible);
+      if (hides) {
+        Tile::hide(p, visible);
+        if (work_tile_.large) Tile::bound(p);
+      }
       fence_operands(p);
       fence_operands(s[0]);
       if (!has_grads) wait_for(storage_.do_full[step.stage], step.parity);
