@@ -4,7 +4,8 @@
 not support goes on to torch's own kernel, which is kept beside ours. Two layers are overridden.
 
 **aten's fused operators** (kernels in ``aten_attention``): flash, efficient, cuDNN and the CPU's flash, each with its
-backward, and the operators on packed sequences that nested tensors and ``torch.nn.attention.varlen`` call.
+backward, and the operators on packed sequences (``aten_packed_attention``) that nested tensors and
+``torch.nn.attention.varlen`` call.
 
 - torch's own rules choose the operator, so ``sdpa_kernel(...)``, the switches of ``torch.backends.cuda`` and the
   priority order keep their meaning.
@@ -61,8 +62,9 @@ NAME = "flash_ext"  # in torch's registry of flash attention implementations
 calls_served: Counter[str] = Counter()  # by operator, since the process started
 calls_passed_on: Counter[str] = Counter()  # to torch's kernel
 
-# Of aten's operators, by device, the name of our kernel in aten_attention. Those that a torch lacks are left out. A CPU
-# gets the operators on packed sequences too, which torch has for CUDA alone.
+# Of aten's operators, by device, the name of our kernel in aten_attention or, of those on packed sequences, in
+# aten_packed_attention. Those that a torch lacks are left out. A CPU gets the packed ones too, which torch has for CUDA
+# alone.
 _PACKED = {
     "_flash_attention_forward": "packed_flash_forward",
     "_flash_attention_forward_no_dropout_inplace": "packed_flash_forward_into",
@@ -188,13 +190,15 @@ class Activation:
         Activation.current = None
 
     def _override(self, key: str) -> None:
-        from flash_ext.integrations import aten_attention
+        from flash_ext.integrations import aten_attention, aten_packed_attention
+
+        kernels = {**vars(aten_attention), **vars(aten_packed_attention)}
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for operator, kernel in KERNELS[key].items():
                 if hasattr(torch.ops.aten, operator):
-                    self._put(operator, key, _with_torchs(operator, key, getattr(aten_attention, kernel)))
+                    self._put(operator, key, _with_torchs(operator, key, kernels[kernel]))
             # Not at the device's own key: tracers do not decompose what has a kernel there.
             self._put(_SDPA, f"Autograd{key}", _routed(key))
 

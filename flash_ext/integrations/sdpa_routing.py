@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from flash_ext.functional import attention
 from flash_ext.head_dims import cut_head_dim, pad_head_dim
-from flash_ext.integrations.aten_attention import exceeds_sizes, unsupported
+from flash_ext.integrations.aten_calls import exceeds_sizes, unsupported
 from flash_ext.integrations.layouts import BY_HEADS, BY_ROWS, Arrangement, arrangement_of, can_merge, in_order_of
 from flash_ext.sdpa import scaled_dot_product_attention
 from flash_ext.torch_private import (

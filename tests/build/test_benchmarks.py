@@ -7,39 +7,30 @@ import dataclasses
 import json
 import re
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import flash_ext
 from benchmarks import (
     arguments,
     ceilings,
-    checks,
     counters,
     cpu,
     decode,
     forward_backward,
     gpu_state,
-    option_calls,
-    options,
     origins,
-    peers,
     provenance,
     report,
     timing,
 )
 from benchmarks.__main__ import main, make_parser
-from benchmarks.checks import Expected, OnAverage, WrongOutput
-from benchmarks.comparison import Comparison
 from benchmarks.forward_backward import Problem
-from benchmarks.peers import OURS, Peer, Step, sdpa, sdpa_decode
+from benchmarks.peers import OURS
 from benchmarks.report import Record, Row
 from benchmarks.timing import Candidate, CpuClock, Effort, Sample, Timings
-from tests import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER_OF = {"module": "torch", "encoder": "torch"}
@@ -416,245 +407,6 @@ def test_bytes_of_a_cache() -> None:
     assert "workload" not in measured.problem
     ragged = dataclasses.replace(problem, workload="ragged")
     assert ragged.lengths == [64, 288, 512] and ragged.kv_bytes == problem.kv_bytes * (64 + 288 + 512) // (3 * 512)
-
-
-# What is right
-
-
-def off_by_a_percent(*args: Tensor, **options: object) -> Tensor:
-    out = original_attention(*args, **options)
-    assert isinstance(out, Tensor)
-    return out * 1.01
-
-
-class WrongGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient * 1.01
-
-
-original_attention, original_decode = flash_ext.attention, flash_ext.decode
-
-
-@pytest.mark.parametrize("benchmark", ["forward", "backward", "training", "options", "memory", "host"])
-def test_wrong_output_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(flash_ext, "attention", off_by_a_percent)
-    with pytest.raises(WrongOutput, match="out is off by"):
-        run(benchmark, "--json", str(tmp_path / "run.json"))
-    assert not (tmp_path / "run.json").exists()
-
-
-@pytest.mark.parametrize("benchmark", ["backward", "options", "memory", "host"])
-def test_wrong_gradient_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def attention(q: Tensor, *args: Tensor, **options: object) -> object:
-        return original_attention(WrongGradient.apply(q), *args, **options)
-
-    monkeypatch.setattr(flash_ext, "attention", attention)
-    with pytest.raises(WrongOutput, match="dq is off by"):
-        run(benchmark)
-
-
-def test_wrong_decode_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_ext, "decode", lambda *args, **options: original_decode(*args, **options) * 1.01)
-    with pytest.raises(WrongOutput, match="out is off by"):
-        run("decode")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zeros_are_noticed_where_the_result_is_small(dtype: torch.dtype) -> None:
-    call = oracle.Call(*(torch.randn(1, 2048, 1, 16, dtype=dtype) for _ in range(3)))
-    with pytest.raises(WrongOutput):
-        Expected(call).check("zeros", {"out": torch.zeros(1, 2048, 1, 16, dtype=dtype)})
-
-
-def test_nan_in_a_head_that_is_not_compared() -> None:
-    call = oracle.Call(*(torch.randn(1, 8, 3, 16) for _ in range(3)))
-    out = original_attention(call.q, call.k, call.v)
-    assert isinstance(out, Tensor)
-    out[0, 3, 1] = torch.nan
-    with pytest.raises(WrongOutput, match="not finite"):
-        Expected(call).check("nan", {"out": out})
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_reference_in_chunks(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, grad = (torch.randn(2, 50, 1, 16, dtype=torch.float64) for _ in range(4))
-    call = oracle.Call(q, k, v, {"causal": causal}, grad_out=grad)
-    whole = oracle.run_reference(call, torch.float64, ("q", "k", "v"))
-    monkeypatch.setattr(checks, "CHUNK_SCORES", 2 * 50 * 7)
-    chunked = checks._run_in_chunks(call, torch.float64, with_gradients=True)
-    for name, value in chunked.items():
-        torch.testing.assert_close(value, whole[name])
-
-
-def test_wrong_peer_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = Peer("wrong", lambda q, k, v, causal: sdpa(q, k, v, causal) * 1.01, sdpa_decode)
-    monkeypatch.setitem(peers.PEERS, "sdpa", lambda: wrong)
-    assert run("forward") == 0
-    captured = capsys.readouterr()
-    assert "warning: sdpa: out is off by" in captured.err
-    assert "- sdpa: not in forward" in captured.out and "math" in captured.out
-
-
-def test_wrong_module_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = flash_ext.MultiheadAttention.forward
-
-    def forward(*args: object, **options: object) -> object:
-        out, weights = right(*args, **options)
-        return out * 1.01, weights
-
-    monkeypatch.setattr(flash_ext.MultiheadAttention, "forward", forward)
-    with pytest.raises(WrongOutput, match="out is off by"):
-        run("module")
-
-
-def test_a_row_that_is_not_appended_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: object) -> object:
-        caches = (t.nan_to_num() if "k" in options else t for t in (k_cache, v_cache))
-        return original_decode(q, *caches, **options)
-
-    monkeypatch.setattr(flash_ext, "decode", attend)
-    run("decode")
-    with pytest.raises(WrongOutput, match="k_cache does not hold the new row"):
-        run("decode", "--workloads", "append")
-
-
-def test_a_call_that_spoils_the_next_is_noticed() -> None:
-    class Stale(CpuClock):
-        def repeatable(self, candidate: Candidate) -> Candidate:
-            out = candidate()
-            return Candidate(lambda: out)
-
-    call = oracle.Call(*(torch.randn(1, 4, 1, 8) for _ in range(3)))
-    attend = Candidate(lambda: original_attention(call.q, call.k, call.v))
-    Comparison().add(OURS, attend, Expected(call), repeated_by=CpuClock(), required=True)
-    with pytest.raises(WrongOutput):
-        Comparison().add(OURS, attend, Expected(call), repeated_by=Stale(), required=True)
-
-
-def test_dropout_is_right_on_average() -> None:
-    torch.manual_seed(0)
-    call = oracle.Call(*(torch.randn(2, 64, 2, 32) for _ in range(3)))
-    expected = OnAverage(Expected(call))
-    for p in (0.0, 0.3):
-        out = original_attention(call.q, call.k, call.v, dropout_p=p)
-        assert isinstance(out, Tensor)
-        expected.check("right", {"out": out})
-    with pytest.raises(WrongOutput, match=r"out is 0\.\d+ times what is expected on average"):
-        expected.check("not scaled", {"out": 0.7 * out})
-
-
-def test_every_workload_of_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = partial(peers._flash_attn_package, "a package", "flash_ext", "of-nobody", "no.module")
-    monkeypatch.setitem(peers.PEERS, "flash_attn", package)
-    monkeypatch.setattr(peers, "NEEDS_CUDA", frozenset())
-    file = tmp_path / "run.json"
-    asked = ["--workloads", *decode.WORKLOADS, "--peers", "sdpa", "flash_attn", "--json", str(file)]
-    run("decode", "--dtype", "float32", "bfloat16", *asked)
-    measured = {kept.table.rpartition(", ")[2]: set(kept.measured) for kept in report.read(file).rows}
-    assert {"ragged", "append", "rotary"} < set(measured) and len(measured) == 4
-    assert all({OURS, "flash_attn"} <= names for names in measured.values()), measured
-    assert "sdpa" in measured["append"] and "sdpa" not in measured["ragged"] | measured["rotary"]
-
-
-def test_default_rows_of_decoding() -> None:
-    found = decode.problems(chosen("decode"))
-    assert {p.workload for p in found} == set(decode.WORKLOADS)
-    assert any(p.head_dim == 256 and p.heads_q > p.heads_kv for p in found)
-    assert len(set(found)) == len(found)
-    asked = decode.problems(chosen("decode", "--contexts", "1x512", "--heads", "4/2", "--workloads", "append"))
-    assert asked == [decode.Problem(1, 512, 4, 2, 128, "bfloat16", "append")]
-
-
-def test_scheduler_metadata_is_made_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[object] = []
-
-    class Package:
-        @staticmethod
-        def get_scheduler_metadata(*sizes: object, **options: object) -> str:
-            given.append((sizes[:6], options))
-            return "metadata"
-
-    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
-    lengths = torch.full((2,), 31, dtype=torch.int32)
-    step = Step(q, cache, cache, lengths, k=cache[:, :1], v=cache[:, :1])
-    assert peers._scheduler_metadata(Package, step) == {"scheduler_metadata": "metadata"}  # type: ignore[arg-type]
-    assert given == [((2, 1, 32, 4, 2, 16), {"qkv_dtype": torch.float32, "max_seqlen_k_new": 1})]
-    assert peers._scheduler_metadata(peers, step) == {}
-
-
-def test_options_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = partial(peers._flash_attn_package, "a package", "flash_ext", "of-nobody", "no.module")
-    monkeypatch.setitem(peers.PEERS, "flash_attn", package)
-    assert names_of_options_with("flash_attn", monkeypatch, tmp_path / "run.json") == {
-        "plain", "softcap", "ALiBi", "dropout 0.1", "causal", "window 4", "varlen, even", "varlen, uneven",
-        "varlen, short", "varlen, one long", "deterministic",
-    }  # fmt: skip
-
-
-def test_options_of_flex_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    monkeypatch.setattr(option_calls, "flex_attention", lambda: flex_attention)  # compiling takes minutes
-    forward = ("--directions", "forward")  # it has no backward on a CPU
-    assert names_of_options_with("flex", monkeypatch, tmp_path / "run.json", *forward) == {
-        "plain", "bias (1, h, q, k)", "bias (1, 1, q, k)", "bias (b, 1, 1, k)", "mask (1, 1, q, k)",
-        "mask (b, 1, 1, k)", "softcap", "ALiBi", "causal", "window 4",
-    }  # fmt: skip
-
-
-def names_of_options_with(peer: str, monkeypatch: pytest.MonkeyPatch, file: Path, *more: str) -> set[str]:
-    """Of those that the peer takes part in, in all directions that they have."""
-    monkeypatch.setattr(peers, "NEEDS_CUDA", frozenset())
-    run("options", "--peers", peer, "--json", str(file), *more)
-    rows = report.read(file).rows
-    taken = {kept.label for kept in rows if peer in kept.measured}
-    assert not taken & {kept.label for kept in rows if peer in kept.missing}
-    return taken
-
-
-def test_selected_options(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    run("options", "--only", "softcap", "plain", "--directions", "forward", "--json", str(file))
-    plain, softcap = report.read(file).rows
-    assert plain.label == options.PLAIN and plain.figures["% cost"] == 0
-    assert softcap.label == "softcap" and softcap.figures["% cost"] != 0
-
-
-def test_peer_that_cannot_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def cannot(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-        raise RuntimeError("no kernel for this\nand a long explanation")
-
-    monkeypatch.setitem(
-        peers.PEERS, "sdpa", lambda: Peer("cannot", cannot, lambda step: partial(cannot, *[step.q] * 3))
-    )
-    assert run("decode") == 0
-    assert "no kernel for this" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("benchmark", sorted(set(COMMANDS) - {"encoder"}))  # convert does not ask
-def test_peers_alone_where_ours_is_not_supported(
-    benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(flash_ext, "supports", lambda *args, **options: (False, "not yet"))
-    assert run(benchmark, "--json", str(tmp_path / "run.json")) == 0
-    assert "not yet" in capsys.readouterr().out
-    for kept_row in report.read(tmp_path / "run.json").rows:
-        assert kept_row.missing[OURS] == "not yet"
-        assert not any(name.startswith(OURS) for name in kept_row.measured)
-
-
-def test_ours_that_fails_ends_the_run() -> None:
-    def fails() -> None:
-        raise RuntimeError("broken")
-
-    call = oracle.Call(*(torch.randn(1, 4, 1, 8) for _ in range(3)))
-    with pytest.raises(RuntimeError, match="broken"):
-        Comparison().add(OURS, Candidate(fails), Expected(call), required=True)
 
 
 # How it is timed

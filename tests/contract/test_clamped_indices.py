@@ -95,9 +95,11 @@ def test_caches(name: str, num_splits: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.op("attention_decode")
 @DTYPES
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_pages(num_splits: int, dtype: torch.dtype) -> None:
-    call = paged(make_decode(BATCH, 2, 75, dtype=dtype, device="cuda"), 16)
+@pytest.mark.parametrize(
+    ("seqlen_q", "heads_q", "num_splits"), [(2, 4, 1), (2, 4, 3), (200, 36, 1)], ids=["one", "splits", "prompt"]
+)
+def test_pages(seqlen_q: int, heads_q: int, num_splits: int, dtype: torch.dtype) -> None:
+    call = paged(make_decode(BATCH, seqlen_q, 75, heads_q, dtype=dtype, device="cuda"), 16)
     call.k_cache.nan_to_num_(0.5), call.v_cache.nan_to_num_(0.5)
     table = call.options["block_table"].clone()
     wrong, right = table.clone(), table.clone()

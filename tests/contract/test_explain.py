@@ -132,6 +132,15 @@ def test_decode_of_pages(device: str) -> None:
     check(device, "decode", [q, k, v], {"block_table": table}, num_splits=0, paged=True, seqlen_k=5 * SEQLEN_K)
 
 
+def test_the_gpu_is_that_of_torch(device: str) -> None:
+    """Else its own kernels would never run, and nobody would notice but by the time."""
+    if device == "cpu":
+        pytest.skip("a CPU is described by its instruction set")
+    problem, gpu = flash_ext.explain(*qkv(device)).problem, torch.cuda.get_device_properties(device)
+    assert problem.compute_capability == 10 * gpu.major + gpu.minor
+    assert problem.num_workers == gpu.multi_processor_count
+
+
 def test_autocast(device: str) -> None:
     """The call casts, so its plan is that of what it casts to."""
     with torch.autocast(device, dtype=torch.bfloat16):

@@ -142,6 +142,14 @@ def test_strided_parts(device: str) -> None:
     assert_merge_matches(*strided)
 
 
+def test_parts_an_odd_number_of_elements_apart(device: str) -> None:
+    """The first is aligned, the others are not."""
+    outs, lses = parts(3, torch.float32, device)
+    apart = outs[0].numel() + 1
+    spaced = outs.new_full((3 * apart,), torch.nan).as_strided(outs.shape, (apart, *outs.stride()[1:]))
+    assert_merge_matches(spaced.copy_(outs), lses)
+
+
 @pytest.mark.parametrize("spread", [1.0, 1e-4], ids=["different", "nearly equal"])
 def test_parts_along_a_strided_dimension(device: str, spread: float) -> None:
     """Parts that agree almost everywhere: the gradient of their lse is a small difference of large numbers."""

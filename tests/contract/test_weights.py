@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flash_ext
+from flash_ext.functional import _score_options
 from tests import reference
 from tests.options.test_block_mask import make_blocked
 from tests.oracle import (
@@ -184,6 +185,39 @@ def test_weights_times_v_is_the_output(device: str) -> None:
 def test_rows_that_see_nothing_have_no_weights(device: str) -> None:
     weights = assert_weights_match(make_call(2, 47, 33, device=device, causal=True))
     assert (weights[:, :, :14] == 0).all()
+
+
+def test_rows_of_an_lse_of_minus_infinity_have_no_weights(device: str) -> None:
+    """Whatever their scores are: such an lse says that the row saw nothing."""
+    call = make_call(device=device, causal=True)
+    lse = run_library(call)["lse"]
+    lse[:, :, ::3] = -torch.inf
+    leaves = [t.requires_grad_() for t in (call.q, call.k, lse)]
+    weights = flash_ext.attention_weights(*leaves, causal=True)
+    assert not weights[:, :, ::3].any()
+    grad_weights = random(*weights.shape, device=device)
+    dq, dk, dlse = torch.autograd.grad(weights, leaves, grad_weights, retain_graph=True)
+    assert not dq[:, ::3].any() and not dlse[:, :, ::3].any()
+    grad_weights[:, :, ::3] = 0
+    for got, want in zip((dq, dk, dlse), torch.autograd.grad(weights, leaves, grad_weights), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_rows_that_are_not_in_use_have_no_weights(device: str) -> None:
+    call = make_call(device=device, causal=True, seqused_q=int32([33, 5], device))
+    lse = run_library(call)["lse"]
+    with poisoned_outputs():
+        weights = flash_ext.attention_weights(call.q, call.k, lse, **call.options)
+    assert weights[:, :, :5].any() and not weights[1, :, 5:].any()
+
+
+def test_dropout_that_is_to_be_ignored(device: str) -> None:
+    """dropout_mode 0 of the operator: the weights that dropout would act on."""
+    call = make_call(device=device, causal=True)
+    lse = run_library(call)["lse"]
+    options = _score_options(call.q, call.k, causal=True, dropout_p=0.4, rng_state=random_rng(device))
+    weights = torch.ops.flash_ext.attention_weights(call.q, call.k, lse, 0, *options)
+    assert torch.equal(weights, flash_ext.attention_weights(call.q, call.k, lse, causal=True))
 
 
 def test_hidden_keys_may_hold_nan(device: str) -> None:

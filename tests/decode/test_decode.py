@@ -385,6 +385,14 @@ def test_append_behind_left_padding(device: str, rotary: bool) -> None:
 
 
 @pytest.mark.op("attention_decode_append")
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(32, 64), (72, 24)])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_append_of_another_head_dim_of_v(device: str, head_dim: int, head_dim_v: int, page_size: int | None) -> None:
+    call = with_new_keys(device, 2, 3, head_dim=head_dim, head_dim_v=head_dim_v, window_right=0)
+    assert_decode_matches(call if page_size is None else paged(call, page_size))
+
+
+@pytest.mark.op("attention_decode_append")
 def test_append_through_a_batch_index(device: str) -> None:
     call = with_new_keys(device, 1, 2, window_right=0)
     large = make_decode(6, device=device)

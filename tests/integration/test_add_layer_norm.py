@@ -74,6 +74,16 @@ def test_strides_and_odd_addresses(device: str) -> None:
         check(odd, residual[:, 0], weight, bias)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_is_of_the_rounded_sum(dtype: torch.dtype, device: str) -> None:
+    """What rounds away in the sum is gone: all numbers of a row are equal then."""
+    large = 0.5 / torch.finfo(dtype).eps
+    x, residual, weight, bias = make(device, dtype, 6, 96)
+    x, residual = torch.full_like(x, large), torch.rand_like(residual) * 0.2
+    assert torch.equal(x + residual, x)
+    assert torch.equal(OP(x, residual, weight, bias, EPS, False)[1], bias.expand_as(x))
+
+
 def test_large_mean(device: str) -> None:
     """The variance is of distances to the mean, not a difference of squares."""
     x, residual, weight, bias = make(device, torch.float32, 4, 512)

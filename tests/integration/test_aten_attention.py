@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext.integrations import aten_attention, layouts
+from flash_ext.integrations import aten_attention, aten_calls, aten_packed_attention, layouts
 from tests.integration.test_sdpa_provider import ORDERS, assert_right, by_hand, qkv
 from tests.oracle import cumulative, random
 
@@ -110,9 +110,11 @@ def test_form_of_packed_results(device: str) -> None:
     q, k, v = (random(19, 4, 16, dtype=low_precision(device), device=device) for _ in range(3))
     cu_seqlens = cumulative([5, 11, 3], device)
     args = (q, k, v, cu_seqlens, cu_seqlens, 11, 11, 0.0, True, False)
-    assert_same_form(aten_attention.packed_flash_forward(*args), on_meta("_flash_attention_forward", *args))
+    assert_same_form(aten_packed_attention.packed_flash_forward(*args), on_meta("_flash_attention_forward", *args))
     args = (q[None], k[None], v[None], None, cu_seqlens, cu_seqlens, 11, 11, 0.0, 1, True)
-    assert_same_form(aten_attention.packed_efficient_forward(*args), on_meta("_efficient_attention_forward", *args))
+    assert_same_form(
+        aten_packed_attention.packed_efficient_forward(*args), on_meta("_efficient_attention_forward", *args)
+    )
 
 
 # ---- Numbers --------------------------------------------------------------------------------------------------------
@@ -190,8 +192,8 @@ def test_packed_efficient(device: str, custom_mask_type: int) -> None:
     q, k, v = (random(1, sum(n), 4, 16, device=device).requires_grad_() for n in (lengths_q, lengths_k, lengths_k))
     sequences = (None, cu_q, cu_k, 40, 33)
     out = Recorded.apply(
-        lambda *t: aten_attention.packed_efficient_forward(*t, *sequences, 0.0, custom_mask_type, True),
-        lambda g, t, r: aten_attention.packed_efficient_backward(
+        lambda *t: aten_packed_attention.packed_efficient_forward(*t, *sequences, 0.0, custom_mask_type, True),
+        lambda g, t, r: aten_packed_attention.packed_efficient_backward(
             g, *t, None, r[0], cu_q, cu_k, 40, 33, r[1], 0.0, r[2], r[3], custom_mask_type, False
         )[:3],
         q,
@@ -219,7 +221,9 @@ def test_packed_efficient(device: str, custom_mask_type: int) -> None:
 def test_lse_of_packed_sequences_is_padded(device: str) -> None:
     cu_seqlens = cumulative([5, 0, 3], device)
     q = random(1, 8, 2, 16, device=device)
-    _, lse, *_ = aten_attention.packed_efficient_forward(q, q, q, None, cu_seqlens, cu_seqlens, 5, 5, 0.0, 0, True)
+    _, lse, *_ = aten_packed_attention.packed_efficient_forward(
+        q, q, q, None, cu_seqlens, cu_seqlens, 5, 5, 0.0, 0, True
+    )
     assert lse.shape == (3, 2, 32)
     scores = torch.einsum("qhd,khd->hqk", q[0, :5], q[0, :5]) / 4
     torch.testing.assert_close(lse[0, :, :5], scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
@@ -242,11 +246,11 @@ def test_not_supported(device: str) -> None:
         aten_attention.efficient_forward(q, k, v, None, True, 0.1),
         aten_attention.cudnn_forward(q, k, v, None, True, 0.1),
         aten_attention.cpu_forward(q, k, v, 0.1),
-        aten_attention.packed_flash_forward(packed, packed, packed, *sequences, 0.1, False, False),
-        aten_attention.packed_flash_forward(packed, packed, packed, *sequences, 0.0, False, False, num_splits=1),
-        aten_attention.packed_flash_forward(packed, packed, packed[:, :3], *sequences, 0.0, False, False),
-        aten_attention.packed_efficient_forward(q, k, v, None, None, None, None, None, 0.1, 0),
-        aten_attention.packed_efficient_forward(q, k, v, None, None, None, None, None, 0.0, 7),
+        aten_packed_attention.packed_flash_forward(packed, packed, packed, *sequences, 0.1, False, False),
+        aten_packed_attention.packed_flash_forward(packed, packed, packed, *sequences, 0.0, False, False, num_splits=1),
+        aten_packed_attention.packed_flash_forward(packed, packed, packed[:, :3], *sequences, 0.0, False, False),
+        aten_packed_attention.packed_efficient_forward(q, k, v, None, None, None, None, None, 0.1, 0),
+        aten_packed_attention.packed_efficient_forward(q, k, v, None, None, None, None, None, 0.0, 7),
     ]
     assert all(results is NotImplemented for results in refused)
 
@@ -294,9 +298,9 @@ def test_memory_order_follows(order: str, like: str) -> None:
 @pytest.mark.parametrize("sizes", [(2**16, 1, 1), (1, 65535 * 32 + 1, 1), (1, 1, 2**29 + 1)], ids=str)
 def test_more_than_a_grid_counts_is_not_served(sizes: tuple[int, int, int]) -> None:
     cuda = torch.device("cuda")
-    assert aten_attention.exceeds_sizes(cuda, *sizes)
-    assert not aten_attention.exceeds_sizes(torch.device("cpu"), *sizes)
-    assert not aten_attention.exceeds_sizes(cuda, *(size - 1 for size in sizes))
+    assert aten_calls.exceeds_sizes(cuda, *sizes)
+    assert not aten_calls.exceeds_sizes(torch.device("cpu"), *sizes)
+    assert not aten_calls.exceeds_sizes(cuda, *(size - 1 for size in sizes))
 
 
 def test_the_gradient_of_a_bias_that_is_not_there_is_torchs_to_refuse(device: str) -> None:
@@ -305,7 +309,7 @@ def test_the_gradient_of_a_bias_that_is_not_there_is_torchs_to_refuse(device: st
     wanted = aten_attention.efficient_backward(out, q, k, v, None, out, lse, seed, offset, 0.0, [True] * 4)
     assert wanted is NotImplemented
     rows = [x.transpose(1, 2).contiguous() for x in (q, k, v, out)]
-    packed = aten_attention.packed_efficient_backward(
+    packed = aten_packed_attention.packed_efficient_backward(
         rows[3], *rows[:3], None, rows[3], None, None, 37, 53, lse, 0.0, seed, offset, 0, True
     )
     assert packed is NotImplemented

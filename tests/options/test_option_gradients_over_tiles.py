@@ -200,6 +200,24 @@ def test_what_nobody_sees_reaches_no_gradient(
     assert (result["dk"][:, HIDDEN] == 0).all() and (result["dv"][:, HIDDEN] == 0).all()
 
 
+@pytest.mark.parametrize("poisoned", ["q", "grad_out"])
+@pytest.mark.parametrize("option", ["mask", "bias, mask", "mask, dropout"])
+def test_a_query_of_nan_reaches_no_key_that_a_mask_hides_from_it(
+    device: str, dtype: torch.dtype, head_dim: int, option: str, poisoned: str
+) -> None:
+    """In tiles that the window leaves whole, and whose other queries see the key."""
+    query = 41
+    call = call_of(device, dtype, head_dim, **OPTIONS[option](device, dtype))
+    call.options["mask"][:, :, query] = True
+    call.options["mask"][:, :, query, HIDDEN] = False
+    getattr(call, poisoned)[:, query] = torch.nan
+    result = run_library(call, QKV)
+    assert result["dk"][:, HIDDEN].isfinite().all() and result["dv"][:, HIDDEN].isfinite().all()
+    assert result["dk"][:, HIDDEN.stop :].isnan().all()
+    others = torch.arange(call.q.shape[1]) != query
+    assert result["dq"][:, others].isfinite().all()
+
+
 @pytest.mark.parametrize("option", ["mask", "bias", "bias of keys"])
 def test_scores_that_overflow_where_nobody_sees_them(device: str, head_dim: int, option: str) -> None:
     """Sums of Inf and -Inf, or Inf, and gradients of scores likewise."""

@@ -1,0 +1,420 @@
+"""Figures on the pages: every one is computed from the records, and put where it belongs.
+
+python -m benchmarks.pages           what the pages say, and what the records say where it is something else
+python -m benchmarks.pages --write   puts the records' figures into the pages
+
+Words are nobody's but the author's: after new records read what stands around the figures that moved. Fails where a
+figure is not the record's, where a sentence or a table is gone, and where a claim that has no figure does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README, PERFORMANCE = "README.md", "docs/performance.md"
+FORWARD_PAGE, BACKWARD_PAGE = "docs/tuning/forward_sm90.md", "docs/tuning/backward_sm90.md"
+TIMES = "\N{MULTIPLICATION SIGN}"
+HIDDEN, TRAINING_ROWS = 2048, 36
+NAMES = {"flash-ext": "flash_ext", "FlashAttention-3": "fa3", "FA3": "fa3", "FA2": "fa2", "cuDNN": "cudnn"}
+FOUR = ("flash_ext", "fa3", "cudnn", "fa2")
+OPTIONS_IN_README = {
+    "and its gradient": "bias (1, h, q, k), its gradient",
+    "key padding": "mask (b, 1, 1, k)",
+}
+COMMAND = r"`([^`]*python -m benchmarks[^`]*)`,\s+(?:in\s+)?`benchmarks/results/([\w.]+)`"
+
+Row = dict[str, Any]
+
+
+class Gone(ValueError):
+    """What a figure stands in is not on the page any more."""
+
+
+# ---- Records --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(file: str) -> list[Row]:
+    rows: list[Row] = json.loads((RESULTS / file).read_text())["rows"]
+    return rows
+
+
+def find(rows: Iterable[Row], **problem: Any) -> Row:
+    (row,) = (r for r in rows if all(r["problem"].get(name) == value for name, value in problem.items()))
+    return row
+
+
+def training_row(direction: str, head_dim: int, size: str, mask: str, dtype: str = "bfloat16") -> Row:
+    """Of a cell; ``size`` is "batch x seqlen", or the length alone."""
+    shape = {"head_dim": head_dim, "seqlen": int(size.split(TIMES)[-1]), "heads_kv": HIDDEN // head_dim}
+    return find(rows_of(f"h200_{direction}.json"), dtype=dtype, causal=mask == "causal", **shape)
+
+
+def training_means(direction: str) -> dict[str, float]:
+    """By peer, the geometric mean of its time over ours."""
+    rows = [r for r in rows_of(f"h200_{direction}.json") if r["problem"]["dtype"] == "bfloat16"]
+    rows = [r for r in rows if r["problem"]["batch"] * r["problem"]["seqlen"] == 16384 and _is_training(r["problem"])]
+    assert len(rows) == TRAINING_ROWS, f"{len(rows)} rows of training"
+    ratios = {peer: [r["measured"][peer] / r["measured"]["flash_ext"] for r in rows] for peer in rows[0]["measured"]}
+    return {peer: math.exp(sum(map(math.log, values)) / len(values)) for peer, values in ratios.items()}
+
+
+def _is_training(problem: Row) -> bool:
+    return bool(problem["heads_q"] == problem["heads_kv"] == HIDDEN // problem["head_dim"])
+
+
+def means(direction: str) -> list[str]:
+    found = training_means(direction)
+    return [*(f"{found[peer]:.2f}" for peer in ("fa3", "cudnn", "fa2")), f"{found['efficient']:.1f}"]
+
+
+def means_in_readme() -> list[str]:
+    return [f"{training_means(d)[peer]:.2f}" for d in ("forward", "backward") for peer in ("fa3", "cudnn")]
+
+
+def costs(label: str, direction: str) -> list[str]:
+    """In percent, head_dim 64 and 128."""
+    rows = [r for r in rows_of("h200_options.json") if r["problem"]["direction"] == direction and r["label"] == label]
+    return [f"{row['figures']['% cost']:.0f}" for row in sorted(rows, key=lambda row: int(row["problem"]["head_dim"]))]
+
+
+def deterministic_times() -> list[str]:
+    return [f"{1 + int(cost) / 100:.1f}" for cost in costs("deterministic", "backward")]
+
+
+def window_costs() -> list[str]:
+    labels = ("window 512", "block mask, window 512", "causal")
+    return [cost for label in labels for direction in ("forward", "backward") for cost in costs(label, direction)]
+
+
+def bounds(ratios: Sequence[float], digits: int) -> list[str]:
+    return [f"{value:.{digits}f}" for value in (min(ratios), max(ratios))]
+
+
+def decode_bounds(peer: str) -> list[str]:
+    """Of full caches at head_dim 128."""
+    rows = [row for row in rows_of("h200_decode.json") if row["problem"]["head_dim"] == 128]
+    measured = [row["measured"] for row in rows if "workload" not in row["problem"]]
+    return bounds([row[peer] / row["flash_ext"] for row in measured], 2)
+
+
+def host(call: str, *names: str) -> list[str]:
+    (row,) = (row for row in rows_of("h200_host.json") if row["label"] == call)
+    return [f"{row['measured'][name]:.0f}" for name in names]
+
+
+def host_in_readme() -> list[str]:
+    drop_in = "flash_ext.scaled_dot_product_attention"
+    return [
+        *host("without grad", drop_in, "sdpa"),
+        *host("with grad", drop_in, "sdpa"),
+        *host("forward and backward", "flash_ext", "sdpa"),
+    ]
+
+
+def peak_memory() -> list[str]:
+    peak = find(rows_of("h200_memory.json"), seqlen=65536, direction="forward and backward")["measured"]
+    return [f"{round(peak[name])}" for name in ("flash_ext", "fa2")]
+
+
+def cpu_ratios(direction: str, **problem: Any) -> list[float]:
+    """torch's time over ours."""
+    wanted = {"direction": direction, **problem}.items()
+    rows = [row["measured"] for row in rows_of("cpu_xeon_avx512.json") if wanted <= row["problem"].items()]
+    return [row["sdpa"] / row["flash_ext"] for row in rows]
+
+
+def cpu_float32() -> list[str]:
+    ratios = [cpu_ratios(direction, dtype="float32", head_dim=128) for direction in ("forward", "backward")]
+    return [bound for of_direction in ratios for bound in bounds(of_direction, 2)]
+
+
+def slowest_on_a_cpu(*directions: str) -> list[str]:
+    """How many times as fast torch is at most, in bfloat16."""
+    return [f"{1 / min(cpu_ratios(direction, dtype='bfloat16')):.1f}" for direction in directions]
+
+
+def software() -> list[str]:
+    """Of all records of the H200 alike, as far as a sentence names them: torch, cuDNN, CUDA."""
+    origins = [report.read(path).provenance for path in RESULTS.glob("h200_*.json")]
+    (found,) = {(o["torch"][:4], ".".join(o["cudnn"].split(".")[:2]), o["cuda"]) for o in origins}
+    return list(found)
+
+
+def cpu_software() -> list[str]:
+    return [report.read(RESULTS / "cpu_xeon_avx512.json").provenance["torch"][:4]]
+
+
+def faster_forwards() -> list[str]:
+    """Rows of bfloat16 in which the lower quartile of a peer's ratio is not above 1: pages say that there is none."""
+    rows = report.read(RESULTS / "h200_forward.json").rows
+    contested = [row for row in rows if row.problem["dtype"] == "bfloat16"]
+    return [
+        f"{row.table}, {row.label}: {row.lower_ratios()}" for row in contested if min(row.lower_ratios().values()) <= 1
+    ]
+
+
+# ---- Lines of tables: (header, cells of a line) -> the cells as recorded ---------------------------------------------
+
+
+def training_cells(direction: str) -> Callable[[list[str], list[str]], list[str]]:
+    def cells(header: list[str], line: list[str]) -> list[str]:
+        head_dim, mask = line[0].split()
+        shown = [training_row(direction, int(head_dim), seqlen, mask)["shown"] for seqlen in header[1:]]
+        return [line[0], *(" / ".join(f"{of[name]:.0f}" for name in FOUR) for of in shown)]
+
+    return cells
+
+
+def readme_training_cells(header: list[str], line: list[str]) -> list[str]:
+    head_dim, size = line[0].split(", ")
+    rows = [training_row(direction, int(head_dim), size, "causal") for direction in ("forward", "backward")]
+    return [line[0], *(" + ".join(f"{row['measured'][NAMES[title]]:.2f}" for row in rows) for title in header[1:])]
+
+
+def readme_float32_cells(header: list[str], line: list[str]) -> list[str]:
+    rows = [training_row(d, int(line[0]), "4096", "full", "float32") for d in ("forward", "backward")]
+    names = ("flash_ext", "efficient")
+    return [line[0], *(" + ".join(f"{row['measured'][name]:.2f}" for row in rows) for name in names)]
+
+
+def float32_cells(header: list[str], line: list[str]) -> list[str]:
+    head_dim, mask = line[0].split()
+    found = [line[0]]
+    for title in header[1:]:
+        direction, size = title.split(", ")
+        measured = training_row(direction, int(head_dim), size, mask, "float32")["measured"]
+        found.append(" / ".join(f"{measured[name]:.2f}" for name in ("flash_ext", "efficient")))
+    return found
+
+
+def grouped_cells(header: list[str], line: list[str]) -> list[str]:
+    direction, mask = line[0].split()
+    rows, found = rows_of(f"h200_{direction}.json"), [line[0]]
+    for size in header[1:]:
+        batch, seqlen = map(int, size.split(f" {TIMES} "))
+        shape = {"batch": batch, "seqlen": seqlen, "heads_q": 16, "heads_kv": 4, "head_dim": 128}
+        shown = find(rows, **shape, causal=mask == "causal")["shown"]
+        found.append(" / ".join(f"{shown[name]:.0f}" for name in FOUR))
+    return found
+
+
+def decode_cells(header: list[str], line: list[str]) -> list[str]:
+    names = [NAMES[title] for title in header if title in NAMES]
+    labels = line[: len(header) - len(names)]  # a column that is new has no cells yet
+    heads_q, heads_kv, batch, seqlen = map(int, re.findall(r"\d+", " ".join(labels)))
+    shape = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": 128, "batch": batch, "seqlen": seqlen}
+    measured = find(rows_of("h200_decode.json"), **shape, workload=None)["measured"]
+    return [*labels, *(f"{measured[name]:.1f}" for name in names)]
+
+
+def option_cells(file: str) -> Callable[[list[str], list[str]], list[str]]:
+    def cells(header: list[str], line: list[str]) -> list[str]:
+        rows = [row for row in rows_of(file) if row["problem"]["direction"] == line[0]]
+        found = [[row["figures"]["% cost"] for row in rows if row["label"] == label] for label in header[1:]]
+        return [line[0], *(" / ".join(f"{cost:.0f}" for cost in of_label) for of_label in found)]
+
+    return cells
+
+
+def readme_option_cells(header: list[str], line: list[str]) -> list[str]:
+    rows = [r for r in rows_of("h200_options.json") if r["problem"]["direction"] == line[0]]
+    times = {row["label"]: row["measured"]["flash_ext"] for row in rows if row["problem"]["head_dim"] == 128}
+    found = [times.get(OPTIONS_IN_README.get(label, label)) for label in header[1:]]
+    return [line[0], *("" if time is None else f"{time:.2f}" for time in found)]
+
+
+def host_cells(header: list[str], line: list[str]) -> list[str]:
+    return [line[0], *(cell for call in header[1:] for cell in host(call, line[0]))]
+
+
+def cpu_cells(header: list[str], line: list[str]) -> list[str]:
+    size, mask = line[:2]
+    batch, seqlen, heads, head_dim = map(int, size.split(f" {TIMES} "))
+    shape = {"batch": batch, "seqlen": seqlen, "heads_q": heads, "head_dim": head_dim, "dtype": "float32"}
+    found = [size, mask]
+    for direction in ("forward", "backward"):
+        rows = rows_of("cpu_xeon_avx512.json")
+        measured = find(rows, **shape, causal=mask == "causal", direction=direction)["measured"]
+        ours, theirs = measured["flash_ext"], measured["sdpa"]
+        found += [f"{ours:.1f}", f"{theirs:.1f}", f"{theirs / ours:.2f}{TIMES}"]
+    return found
+
+
+# ---- Where they stand -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first table behind a mention."""
+
+    page: str
+    behind: str
+    cells: Callable[[list[str], list[str]], list[str]]
+
+    def __str__(self) -> str:
+        return f"{self.page}: the table behind {self.behind.strip()!r}"
+
+    def place(self, text: str) -> tuple[int, int]:
+        found = re.compile(r"(?:^\|.*\n?)+", re.MULTILINE).search(text, max(0, text.find(self.behind)))
+        if self.behind not in text or found is None:
+            raise Gone(f"{self} is not there")
+        return found.span()
+
+    def apply(self, text: str) -> str:
+        start, end = self.place(text)
+        header, rule, *lines = text[start:end].splitlines()
+        titles = cells_of(header)
+        filled = [line_of(self.cells(titles, cells_of(line))) for line in lines]
+        return text[:start] + "\n".join([header, rule, *filled]) + "\n" * text[start:end].endswith("\n") + text[end:]
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Words with figures in them, a group for each."""
+
+    page: str
+    pattern: str
+    values: Callable[[], list[str]]
+    behind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.pattern}"
+
+    def apply(self, text: str) -> str:
+        found = re.compile(self.pattern).search(text, max(0, text.find(self.behind)))
+        if self.behind not in text or found is None:
+            raise Gone(f"{self.page} does not say {self.pattern!r} any more")
+        return substituted(text, found, self.values())
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Beside a file, the command that recorded it."""
+
+    page: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: commands"
+
+    def apply(self, text: str) -> str:
+        for found in reversed(list(re.finditer(COMMAND, text))):
+            recorded = report.read(RESULTS / found[2]).provenance["command"]
+            text = substituted(text, found, [re.sub(r" --json \S+", "", recorded), found[2]])
+        return text
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def line_of(cells: Iterable[str]) -> str:
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+
+def substituted(text: str, found: re.Match[str], values: Sequence[str]) -> str:
+    """The groups replaced, from the last to the first."""
+    assert len(values) == len(found.groups()), (found.re.pattern, values)
+    for n in range(len(values), 0, -1):
+        text = text[: found.start(n)] + values[n - 1] + text[found.end(n) :]
+    return text
+
+
+PAIR = r"(\d+) / (\d+)"
+NUMBER = r"([\d.]+) times\s+"
+MEANS = rf"over the 36: {NUMBER}FlashAttention-3, {NUMBER}cuDNN, {NUMBER}FA2, {NUMBER}efficient"
+FIGURES: tuple[Table | Sentence | Commands, ...] = (
+    Table(README, "Training, causal", readme_training_cells),
+    Table(README, "float32, full, 4", readme_float32_cells),
+    Table(README, "h200_options.json", readme_option_cells),
+    Table(README, "h200_decode.json", decode_cells),
+    Sentence(
+        README,
+        r"\(([\d.]+) and ([\d.]+) times as a mean\); the backward is at ([\d.]+) and ([\d.]+) times",
+        means_in_readme,
+    ),
+    Sentence(README, r"up to ([\d.]+) times as fast there", lambda: slowest_on_a_cpu("forward")),
+    Sentence(README, r"on Hopper: ([\d.]+) to ([\d.]+) times the backward", deterministic_times),
+    Sentence(
+        README,
+        r"`scaled_dot_product_attention`: (\d+) µs of host time, torch's own (\d+); (\d+) and (\d+) where gradients "
+        r"are recorded; forward and backward of `attention` (\d+), of torch's own (\d+)",
+        host_in_readme,
+    ),
+    Sentence(README, r"torch ([\d.]+), cuDNN ([\d.]+);", lambda: software()[:2]),
+    Table(PERFORMANCE, "h200_forward.json", training_cells("forward")),
+    Table(PERFORMANCE, "h200_backward.json", training_cells("backward")),
+    Table(PERFORMANCE, "\n## Grouped heads\n", grouped_cells),
+    Table(PERFORMANCE, "\n## float32\n", float32_cells),
+    Table(PERFORMANCE, "h200_decode.json", decode_cells),
+    Table(PERFORMANCE, "h200_options.json", option_cells("h200_options.json")),
+    Table(PERFORMANCE, "h200_options_sm80.json", option_cells("h200_options_sm80.json")),
+    Table(PERFORMANCE, "\n## Host and memory\n", host_cells),
+    Table(PERFORMANCE, "cpu_xeon_avx512.json", cpu_cells),
+    Sentence(PERFORMANCE, MEANS, lambda: means("forward"), behind="\n## Forward\n"),
+    Sentence(PERFORMANCE, MEANS, lambda: means("backward"), behind="\n## Backward\n"),
+    Sentence(PERFORMANCE, r"torch ([\d.]+), cuDNN ([\d.]+), CUDA ([\d.]+)\.", software),
+    Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as FA2", lambda: decode_bounds("fa2")),
+    Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as cuDNN", lambda: decode_bounds("cudnn")),
+    Sentence(
+        PERFORMANCE,
+        rf"gradient of a bias takes the backward to {PAIR} %",
+        lambda: costs("bias (1, h, q, k), its gradient", "backward"),
+    ),
+    Sentence(PERFORMANCE, rf"`deterministic` to {PAIR} %", lambda: costs("deterministic", "backward")),
+    Sentence(
+        PERFORMANCE,
+        rf"a window of 512 costs {PAIR} % forward and {PAIR} % backward, the same window as a block mask {PAIR} and "
+        rf"{PAIR}, a causal mask {PAIR} and {PAIR}\.",
+        window_costs,
+    ),
+    Sentence(PERFORMANCE, r"at 65536 tokens take (\d+) MiB beside their\s+inputs, FA2 (\d+)", peak_memory),
+    Sentence(PERFORMANCE, r"ratios are ([\d.]+) to ([\d.]+) forward and ([\d.]+) to ([\d.]+) backward", cpu_float32),
+    Sentence(PERFORMANCE, r"AVX-512, torch ([\d.]+), ms", cpu_software),
+    Sentence(
+        PERFORMANCE,
+        r"up to ([\d.]+) times as fast forward and ([\d.]+) times backward",
+        lambda: slowest_on_a_cpu("forward", "backward"),
+    ),
+    Commands(PERFORMANCE),
+    Table(FORWARD_PAGE, "h200_forward.json", training_cells("forward")),
+    Table(BACKWARD_PAGE, "h200_backward.json", training_cells("backward")),
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the records' figures into the pages")
+    chosen = parser.parse_args()
+    wrong = [f"a peer's forward may be faster: {row}" for row in faster_forwards()]
+    for page in dict.fromkeys(figure.page for figure in FIGURES):
+        before = after = (ROOT / page).read_text()
+        for figure in (figure for figure in FIGURES if figure.page == page):
+            try:
+                after = figure.apply(after)
+            except Gone as error:
+                wrong.append(str(error))
+        if after != before:
+            changes = difflib.unified_diff(before.splitlines(), after.splitlines(), page, "as recorded", "", "", 0, "")
+            print("\n".join(changes))
+            wrong += [] if chosen.write else [f"{page} does not say what the records say"]
+        if chosen.write:
+            (ROOT / page).write_text(after)
+    print("\n".join(wrong) or "the pages say what the records say", file=sys.stderr if wrong else sys.stdout)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What the kernels with aten's schemas share: which calls are ours, the way to our operators, the forms of results.
+
+The operators are called straight at the device's kernel: autograd and autocast have had their turn.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flash_ext._plan as _plan
+from flash_ext.functional import _allow_tf32
+from flash_ext.head_dims import MAX_HEAD_DIM
+from flash_ext.integrations.layouts import in_order_of
+from flash_ext.ops import ScoreOptions
+from flash_ext.planning import describe_device
+from flash_ext.torch_private import DispatchKey, DispatchKeySet, handle_of
+
+_OPS = torch.ops.flash_ext
+_FORWARD, _PLAIN = handle_of(_OPS.attention_forward.default), handle_of(_OPS.attention_forward_plain.default)
+_BACKWARD = handle_of(_OPS.attention_backward.default)
+KEYS = {"cpu": DispatchKeySet(DispatchKey.CPU), "cuda": DispatchKeySet(DispatchKey.CUDA)}
+_EFFICIENT_LSE_MULTIPLE = 32  # torch pads the rows of its log-sum-exp up to this
+_EFFICIENT_BIAS_MULTIPLE = 16  # and those of the gradient of a bias up to this
+
+
+# ---- What is supported ----------------------------------------------------------------------------------------------
+
+
+@cache
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    described = describe_device(device, dtype)
+    return all(_plan.supports(_plan.Problem(operation=name, **described))[0] for name in ("forward", "backward"))
+
+
+def unsupported(query: Tensor, value: Tensor) -> str:
+    """Why there are no kernels for such a query and value, or an empty string."""
+    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
+        return f"head_dim must be from 1 to {MAX_HEAD_DIM}, got {head_dim} of query and {head_dim_v} of value"
+    return "" if _has_kernels(query.device, query.dtype) else f"no kernels for {query.dtype} on {query.device}"
+
+
+def exceeds_sizes(device: torch.device, batch: int, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether a call on CUDA has more batch entries, queries or keys than our kernels count to."""
+    return device.type == "cuda" and (
+        batch > _plan.MAX_CUDA_BATCH or seqlen_q > _plan.MAX_CUDA_SEQLEN_Q or seqlen_k > _plan.MAX_CUDA_SEQLEN_K
+    )
+
+
+# ---- Calling our operators -------------------------------------------------------------------------------------------
+
+
+def options_of(
+    query: Tensor, scale: float, window: tuple[int, int], top_left: bool, bias: Tensor | None = None, **more: Any
+) -> tuple[Any, ...]:
+    """The options of an operator, those at the end left out where all have their defaults."""
+    if bias is None and not more and not _allow_tf32(query):
+        return (scale, *window, top_left)
+    return ScoreOptions(scale, *window, top_left, bias=bias, allow_tf32=_allow_tf32(query), **more)
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Straight to the kernel of the device: autograd and autocast have had their turn."""
+    kernel = _PLAIN if len(options) == 4 else _FORWARD
+    out, lse = kernel.redispatch_boxed(KEYS[q.device.type], q, k, v, *options)
+    return out, lse
+
+
+def run_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: tuple[Any, ...],
+    need_dbias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    needed = (True, True, True, need_dbias, False)
+    dq, dk, dv, dbias, _ = _BACKWARD.redispatch_boxed(
+        KEYS[q.device.type], grad_out, None, q, k, v, out, lse, deterministic, *needed, *options
+    )
+    return dq, dk, dv, dbias
+
+
+def scale_of(query: Tensor, scale: float | None) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def window_of(causal: bool) -> tuple[int, int]:
+    return (-1, 0) if causal else (-1, -1)
+
+
+# ---- Forms of results ------------------------------------------------------------------------------------------------
+
+
+_constants: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], Tensor] = {}
+
+
+def constant(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that nobody reads or writes, made once: three of them would be a third of a small call."""
+    key = device, dtype, shape
+    found = _constants.get(key)
+    if found is None:
+        with torch.inference_mode(False):  # or later calls could not save it for their backward
+            found = torch.empty(shape, dtype=dtype, device=device)
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):  # memory of that graph
+            _constants[key] = found
+    return found
+
+
+def in_order_of_inputs(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(in_order_of(gradient, like) for gradient, like in zip(gradients, inputs, strict=False))
+
+
+def flash_rng(query: Tensor) -> tuple[Tensor, Tensor]:
+    """What torch's flash kernel leaves for dropout, without dropout."""
+    return constant(query.device, torch.uint64, (2,)), constant(query.device, torch.uint64, ())
+
+
+def no_seed(query: Tensor) -> Tensor:
+    return constant(query.device, torch.int64, ())
+
+
+def padded_lse(lse: Tensor) -> Tensor:
+    """(batch, heads, seqlen_q) with rows of a length that is a multiple of 32."""
+    missing = -lse.shape[-1] % _EFFICIENT_LSE_MULTIPLE
+    return torch.nn.functional.pad(lse, (0, missing), value=torch.inf) if missing else lse
+
+
+def padded_gradient(dbias: Tensor) -> Tensor:
+    """The same, in memory whose rows are a multiple of 16 long."""
+    seqlen_k = dbias.shape[-1]
+    missing = -seqlen_k % _EFFICIENT_BIAS_MULTIPLE
+    if not missing:
+        return dbias
+    padded = dbias.new_empty((*dbias.shape[:-1], seqlen_k + missing))[..., :seqlen_k]
+    return padded.copy_(dbias)
