@@ -149,6 +149,19 @@ std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, con
               schedule.head_splits, " along the heads of a group, by ", schedule.query_splits, " along its queries");
 }
 
+/// Whose tiles of keys stand side by side.
+int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
+  // Additions to dQ take turns: the fewer tiles of a head start together, the sooner all of them have had their first
+  // one. Under a causal mask those that start later end sooner, so that the next ones start together again; unless
+  // heads of a group, which come before the next tile of queries, keep them apart.
+  constexpr int64_t kFewestHeads = 8, kTilesOfHead = 4;
+  const bool causal = p.window_right >= 0;
+  if (!causal) return p.deterministic ? kFewestHeads : 1;
+  // A section has a wave of tiles at least: its last ones are short, and even out the SMs' ends.
+  const int64_t of_wave = std::max(kFewestHeads, ceil_div(slots, tiles_of_head));
+  return p.deterministic && p.heads_q == p.heads_kv ? std::max(of_wave, ceil_div(slots, kTilesOfHead)) : of_wave;
+}
+
 }  // namespace
 
 double BackwardTiles::cta_of_split() const { return cta + slot_bytes() / static_cast<double>(cluster) / kStoreBytes; }
@@ -157,11 +170,7 @@ BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const Backwa
   const KeyTiles keys(problem, tiles);
   const SplitChoice choice(problem, tiles, keys);
   KeyTileSchedule schedule;
-  if (tiles.in_sections && problem.window_right >= 0) {
-    // A section has a wave of tiles at least: its last ones are short, and even out the SMs' ends.
-    constexpr int64_t kFewestHeads = 8;
-    schedule.section_heads = std::max(kFewestHeads, ceil_div(choice.slots(), keys.of_sequence));
-  }
+  if (tiles.in_sections) schedule.section_heads = section_heads(problem, choice.slots(), keys.of_sequence);
   if (tiles.splits) schedule = choice.best(schedule);
   return {schedule, explain ? reason_of(choice, tiles, keys, schedule) : ""};
 }
@@ -169,7 +178,7 @@ BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const Backwa
 std::vector<BackwardCta> backward_ctas(const Problem& problem, const BackwardTiles& tiles,
                                        const KeyTileSchedule& schedule) {
   const BackwardOrder order = backward_order(problem.batch, problem.heads_q, problem.heads_kv, problem.seqlen_k,
-                                             tiles.block_n, schedule, /*takes_turns=*/problem.deterministic);
+                                             tiles.block_n, schedule, tiles.last_keys_first(problem));
   const int64_t count = order.positions(int64_t{order.key_tiles} * order.heads);
   std::vector<BackwardCta> ctas;
   for (int64_t position = 0; position < count; ++position) {

@@ -12,11 +12,14 @@ namespace flash_ext::plan {
 /// Tiles of a kernel, and what a CTA costs, or the CTAs of a cluster together: cycles of an H200 at full load.
 struct BackwardTiles {
   int64_t block_m, block_n, head_dim;
-  double step;          // a tile of queries of a head
-  double cta;           // beside its steps
-  int64_t cluster = 1;  // CTAs
-  bool in_sections = true;
-  bool splits = true;  // whether a tile of keys may be split
+  double step;              // a tile of queries of a head
+  double cta;               // beside its steps
+  int64_t cluster = 1;      // CTAs
+  bool in_sections = true;  // of heads, whose tiles of keys stand side by side
+  bool splits = true;       // whether a tile of keys may be split
+
+  /// Additions to dQ that take turns do so from the last keys on: without sections these come first.
+  bool last_keys_first(const Problem& problem) const { return problem.deterministic && !in_sections; }
 
   double slot_bytes() const { return static_cast<double>(2 * block_n * head_dim * 4); }
   double cta_of_split() const;

@@ -47,6 +47,8 @@ constexpr FeatureRow kFeatures[] = {
     {kEmptyTensors, "empty tensors", has_empty_tensors},
     {kTf32, "TF32", [](const Problem& p) { return p.dtype == DType::kFloat32 && p.allow_tf32; }},
     {kDeterministic, "deterministic", [](const Problem& p) { return p.deterministic; }},
+    {kDeterministicBesideMasks, "deterministic beside masks",
+     [](const Problem& p) { return p.deterministic && (p.has_mask || p.has_block_mask); }},
     {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
      [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
     {kManyRows, "more than 256 queries or keys", has_many_rows},

@@ -32,14 +32,16 @@ constexpr unsigned kForward = bits(Task::kForward), kBackward = bits(Task::kBack
 constexpr unsigned kWeights = bits(Task::kWeights), kWeightsBackward = bits(Task::kWeightsBackward);
 constexpr unsigned kBiasGradient = bits(Task::kBiasGradient);
 
-// A kernel that takes no bias takes no wide one either: naming it once is enough.
+// A kernel that takes no bias takes no wide one either: naming it once is enough. The same of `deterministic` and of
+// masks.
 constexpr unsigned kOnlyWithBias = kWideBias | kWideBiasBesideMasks | kBiasOfOddRows;
 constexpr unsigned kNotByTma = kStrideOfZero | kEmptyTensors;
 constexpr unsigned kAnyShape = kManyRows | kPacked | kGroupedHeads;
-constexpr unsigned kSm90F32 =
-    kAnyShape | kOnlyWithBias | kSoftcap | kAlibi | kNotPositiveScale | kOwnValueDim | kStrideOfZero;
+constexpr unsigned kSm90F32 = kAnyShape | kOnlyWithBias | kDeterministicBesideMasks | kSoftcap | kAlibi |
+                              kNotPositiveScale | kOwnValueDim | kStrideOfZero;
 constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
-constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministic | kNotPositiveScale | kOwnValueDim | kNotByTma);
+constexpr unsigned kSm90Backward =
+    kAllFeatures & ~(kDeterministicBesideMasks | kNotPositiveScale | kOwnValueDim | kNotByTma);
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
 constexpr char kWgmma[] = "wgmma, for compute capability 9.0";
@@ -54,15 +56,17 @@ constexpr KernelRow kTable[] = {
      choose_sm90_forward_f32_tiles, nullptr, kSixInBf16, true},
     // dQ is complete in the CTA that has all keys, so that nothing is added up in memory.
     {KernelId::kSm90BackwardShort, "sm90/backward_short", &kHopper, kBackward, kHalf, sm90::kBackwardShortHeadDim,
-     kDeterministic | kOnlyWithBias, "wgmma and TMA, for compute capability 9.0; a head's rows fit into shared memory",
+     kDeterministic | kDeterministicBesideMasks | kOnlyWithBias,
+     "wgmma and TMA, for compute capability 9.0; a head's rows fit into shared memory",
      choose_sm90_backward_short_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 64, kSm90Backward, kWgmmaAndTma,
      choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
     // Shared memory has no room for all of them; a bias of keys takes none, but strides are not looked at here.
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 128, kSm90Backward & ~kWideBiasBesideMasks,
      kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
-    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 256, kAnyShape | kOnlyWithBias, kWgmmaAndTma,
-     choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
+    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 256,
+     kAnyShape | kOnlyWithBias | kDeterministic | kDeterministicBesideMasks, kWgmmaAndTma, choose_sm90_backward_tiles,
+     sm90_backward_tiles, nullptr, false, true},
     {KernelId::kSm90BackwardF32, "sm90/backward_f32", &kHopper, kBackward, kFloat, 256, kSm90F32, kWgmma,
      choose_sm90_backward_f32_tiles, sm90_backward_f32_tiles, kSixInBf16, true},
     {KernelId::kSm90BiasGradient, "sm90/bias_gradient", &kHopper, kBiasGradient, kHalf, 128, kSm90BiasGradient, kWgmma,

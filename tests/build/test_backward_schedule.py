@@ -99,14 +99,14 @@ def test_lengths_that_the_host_does_not_know() -> None:
     assert splits_of(problem(4, 4096, 8, 1, 128, False)) == 1
 
 
-def random_problem(rng: random.Random) -> _plan.Problem:
+def random_problem(rng: random.Random, **fields: Any) -> _plan.Problem:
     group, heads_kv = rng.choice([1, 2, 3, 4, 5, 7, 8, 16]), rng.choice([1, 2, 4, 8])
     window = {"window_left": rng.choice([-1, 0, 100, 700]), "window_right": rng.choice([-1, 0, 0, 90])}
     return problem(
         rng.choice([1, 1, 2, 3]), rng.choice([1, 64, 300, 512, 1000, 2048, 3001]), group * heads_kv, heads_kv,
-        rng.choice([64, 128, 192, 256]), False, dtype=rng.choice(["bfloat16", "float32"]), **window,
-        seqlen_k=rng.choice([1, 65, 300, 512, 1000, 2048, 3001]), top_left=rng.random() < 0.3,
-        deterministic=rng.random() < 0.3, compute_capability=rng.choice([80, 90]),
+        rng.choice([64, 128, 192, 256]), False, **{"dtype": rng.choice(["bfloat16", "float32"]), **window,
+        "seqlen_k": rng.choice([1, 65, 300, 512, 1000, 2048, 3001]), "top_left": rng.random() < 0.3,
+        "deterministic": rng.random() < 0.3, "compute_capability": rng.choice([80, 90]), **fields},
     )  # fmt: skip
 
 
@@ -162,3 +162,59 @@ def test_splits_shorten_the_makespan() -> None:
         if splits_of(p) > 1:
             slots = slots_of(p)
             assert simulate([cta[-1] for cta in ctas], slots) < 1.05 * simulate(list(whole.values()), slots)
+
+
+# --- additions to dQ that take turns ------------------------------------------------------------------------------
+
+
+def tiles_in_turn(p: _plan.Problem, cta: tuple[int, int, int, int, int, int, float]) -> list[tuple[int, int, int]]:
+    """(batch, head, tile of queries) in the order in which a CTA adds to them: all heads of the last tile first."""
+    batch, first_head, heads, _, begin, end, _ = cta
+    return [(batch, first_head + h, m) for m in range(end - 1, begin - 1, -1) for h in range(heads)]
+
+
+def simulate_turns(p: _plan.Problem, lag: float) -> float:
+    """As simulate(), where a CTA adds to a tile `lag` steps after the one before has, and two steps may wait."""
+    free, ready, last = [0.0] * slots_of(p), dict[tuple[int, int, int], float](), 0.0
+    for cta in _plan.backward_ctas(p):
+        tiles = tiles_in_turn(p, cta)
+        step = (cta[-1] - CTA_CYCLES) / max(len(tiles), 1)
+        computed = heapq.heappop(free) + CTA_CYCLES
+        added = [0.0, 0.0]
+        for tile in tiles:
+            computed = max(computed + step, added[0])
+            added = [added[1], max(computed, ready.get(tile, 0.0))]
+            ready[tile] = added[1] + lag * step
+        heapq.heappush(free, max(computed, added[1]))
+        last = max(last, free[0], computed, added[1])
+    return last
+
+
+CTA_CYCLES = 8000
+DETERMINISTIC = [
+    (2, 4096, heads, heads_kv, head_dim, causal)
+    for head_dim, heads, heads_kv in [(64, 32, 32), (64, 32, 8), (128, 16, 16), (128, 32, 8), (256, 8, 8), (256, 16, 4)]
+    for causal in (False, True)
+]
+
+
+@pytest.mark.parametrize("shape", DETERMINISTIC, ids=str)
+def test_turns_come_in_time(shape: tuple[int, int, int, int, int, bool]) -> None:
+    p = problem(*shape, deterministic=True)
+    default = simulate([cta[-1] for cta in _plan.backward_ctas(problem(*shape))], slots_of(p))
+    assert simulate_turns(p, 1.25) < 1.08 * default
+
+
+def test_turns_go_the_way_in_which_ctas_start() -> None:
+    """Else a CTA might wait for one that has no SM."""
+    rng = random.Random(10)
+    for _ in range(100):
+        p = random_problem(rng, deterministic=True, dtype="bfloat16", compute_capability=90)
+        assert _plan.make_plan(p).kernel in ("sm90/backward", "sm90/backward_short")
+        if _plan.make_plan(p).kernel != "sm90/backward":
+            continue
+        seen: dict[tuple[int, int, int], int] = {}
+        for cta in _plan.backward_ctas(p):
+            for tile in tiles_in_turn(p, cta):
+                assert seen.get(tile, -1) < cta[3]
+                seen[tile] = cta[3]

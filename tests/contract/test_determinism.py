@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.decode_oracle import make_decode
-from tests.oracle import DTYPE, Call, Result, int32, make_call, random, random_rng, run_library
+from tests.oracle import (
+    DTYPE,
+    Call,
+    Result,
+    assert_matches_oracle,
+    int32,
+    make_call,
+    make_varlen_call,
+    random,
+    random_rng,
+    run_library,
+)
 
 RUNS = 30
+BF16 = torch.bfloat16  # which Hopper has kernels of its own for
 
 
 def demanding_call(device: str, dtype: torch.dtype = DTYPE) -> Call:
@@ -62,6 +75,68 @@ def test_head_dims(device: str, head_dim: int, dtype: torch.dtype, threads: None
     first = run_library(call, ("q", "k", "v"))
     for _ in range(runs):
         assert_same_bits(run_library(call, ("q", "k", "v")), first)
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "top_left": {"causal": True, "top_left": True},
+    "window": {"window_size": (150, 30)},
+    "open window": {"window_size": (150, -1)},
+}
+
+
+def assert_turns(call: Call) -> None:
+    """The gradients of q, k and v are right, and have the same bits in many runs."""
+    inputs = ("q", "k", "v")
+    call = call.with_options(deterministic=True).with_random_gradients()
+    first = assert_matches_oracle(call, inputs)
+    for _ in range(2 if call.q.device.type == "cpu" else 100):
+        assert_same_bits(run_library(call, inputs), first)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_masks_and_groups(device: str, head_dim: int, group: int, mask: dict[str, Any]) -> None:
+    batch, seqlen_q, seqlen_k = (1, 130, 200) if device == "cpu" else (2, 900, 1100)
+    assert_turns(make_call(batch, seqlen_q, seqlen_k, 4, 4 // group, head_dim, dtype=BF16, device=device, **mask))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_sequences(device: str, head_dim: int, causal: bool) -> None:
+    lengths = [1, 70, 0, 150, 33] if device == "cpu" else [1, 700, 64, 0, 1500, 333, 128, 5]
+    call = make_varlen_call(
+        lengths, lengths, device, head_dim=head_dim, heads_q=8, heads_kv=2, dtype=BF16, causal=causal
+    )
+    assert_turns(call)
+    assert_turns(call.with_options(max_seqlen_q=None, max_seqlen_k=None))
+
+
+def option(name: str, device: str, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
+    makers: dict[str, Callable[[], dict[str, Any]]] = {
+        "softcap": lambda: {"softcap": 20.0},
+        "alibi": lambda: {"alibi_slopes": torch.rand(4, device=device)},
+        "bias": lambda: {"bias": random(1, 4, seqlen_q, seqlen_k, dtype=BF16, device=device)},
+        "per-key bias": lambda: {"bias": random(2, 1, 1, seqlen_k, dtype=BF16, device=device)},
+        "dropout": lambda: {"dropout_p": 0.2, "rng_state": random_rng(device)},
+        "sink": lambda: {"sink": random(4, device=device)},
+        "mask": lambda: {"mask": torch.rand(2, 1, seqlen_q, seqlen_k, device=device) < 0.7},
+    }
+    return makers[name]()
+
+
+OPTIONS = ["softcap", "alibi", "bias", "per-key bias", "dropout", "sink", "mask"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("names", [*([name] for name in OPTIONS), ["softcap", "alibi", "bias"]], ids="+".join)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_options(device: str, head_dim: int, names: list[str], causal: bool) -> None:
+    seqlen_q, seqlen_k = (90, 130) if device == "cpu" else (700, 1000)
+    options = {k: v for name in names for k, v in option(name, device, seqlen_q, seqlen_k).items()}
+    assert_turns(make_call(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=BF16, device=device, causal=causal, **options))
 
 
 def test_the_global_switch_is_obeyed(device: str) -> None:

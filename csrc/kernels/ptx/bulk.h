@@ -23,6 +23,12 @@ __device__ __forceinline__ void bulk_reduce_add(float* g_target, uint32_t s_sour
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
+/// Orders what this thread knows of global memory before its later reductions, which go another way to it.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+/// Until this thread's groups are done: what they added is in memory.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 /// Until this thread's groups have read their sources, but for the last kPending.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {

@@ -23,6 +23,12 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t s_slot, uint32_t ra
   return address;
 }
 
+__device__ __forceinline__ uint32_t cluster_load(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
 /// At a barrier of a block of the cluster. Says nothing of earlier writes.
 __device__ __forceinline__ void cluster_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");

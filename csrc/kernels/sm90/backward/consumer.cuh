@@ -26,12 +26,8 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
       sanitise_keys();
 #pragma unroll 1
-      for (int head = 0, tile = work_tile_.tiles.begin;;) {
-        visit(tile);
-        if (++tile < work_tile_.tiles.end) continue;
-        tile = work_tile_.tiles.begin;
-        if (++head == work_tile_.heads) break;
-      }
+      for (BackwardStep step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step))
+        visit(step.tile);
     }
     this->store_dv(dv_, 1.0f);
     this->store_dk(dk_, static_cast<float>(p_.softmax_scale));

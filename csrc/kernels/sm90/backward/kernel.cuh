@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<typename Roles::Storage*>(shared + Config::kTilesBytes);
   ptx::launch_dependents();
-  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x));
+  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cta(workspace, storage)));
   if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {

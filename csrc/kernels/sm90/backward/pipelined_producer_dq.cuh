@@ -70,6 +70,7 @@ class BackwardPipelinedDq {
       advance(loads);
     }
     send();
+    turns_.end(workspace_.turns, lane_);
   }
 
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
@@ -82,8 +83,8 @@ class BackwardPipelinedDq {
 
   __device__ __forceinline__ void advance(Loads& loads) const {
     loads.step.advance();
-    loads.first_term =
-        loads.step.tile == loads.step.begin ? first_term(loads.step) : loads.first_term + int64_t{kBlockM};
+    const bool is_next = !loads.step.takes_turns() && loads.step.tile != loads.step.first;
+    loads.first_term = is_next ? loads.first_term + int64_t{kBlockM} : first_term(loads.step);
   }
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
     if (lane_ == 0)
@@ -132,6 +133,7 @@ class BackwardPipelinedDq {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
       // Its fence waits for stores, which are slow beside other warpgroups' products: meanwhile this one is under way.
+      if (panel == 1) wait_for_turn(step);
       send();
       finish(sum);
       if (panel + 1 == kPanels) arrive_as_warp(storage_.ds_empty[at_.stage()], lane_);
@@ -183,6 +185,15 @@ class BackwardPipelinedDq {
     }
     __syncwarp();
   }
+  /// Of this warp's additions to a tile, of which the first panel is sent next. The turn of the step before, whose last
+  /// panel was sent half a step ago, ends.
+  __device__ __forceinline__ void wait_for_turn(const Steps& step) {
+    static_assert(kPanels == 2);
+    if (!workspace_.turns) return;
+    const int slot = static_cast<int>(first_term(step) / kBlockM) * kDqWarps + warp_, turn = work_tile_.turn(step.tile);
+    turns_.advance(workspace_.turns, slot, turn, lane_);
+    turns_.wait(workspace_.turns, turn);
+  }
   /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
   template <class Step>
   __device__ __forceinline__ float* dq_piece(const Step& step, int panel) const {
@@ -202,6 +213,7 @@ class BackwardPipelinedDq {
   RingCount<Config::kDsStages> at_;
   float* g_target_ = nullptr;  // where what was staged last goes
   uint32_t s_source_ = 0;
+  DqTurns turns_;
 };
 
 }  // namespace flash_ext::sm90

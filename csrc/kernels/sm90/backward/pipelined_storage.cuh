@@ -42,24 +42,34 @@ struct BackwardPipelinedConfig {
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
-/// The tiles of queries that a CTA goes over, of one head after the other, and the stage of their Q and dO. In
-/// registers that the lanes of a warp share, from which TMA takes its operands without a detour.
+/// The tiles of queries that a CTA goes over, and the stage of their Q and dO. In registers that the lanes of a warp
+/// share, from which TMA takes its operands without a detour.
 template <class Config>
 struct BackwardPipelinedSteps {
-  const int begin, end, end_head;
-  int head, tile;
+  const int first, past, stride, first_head, end_head;
+  int head, tile, left;
   uint32_t stage = 0, parity = 0;
 
   __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
-      : begin(ptx::uniform(work_tile.tiles.begin)),
-        end(ptx::uniform(work_tile.tiles.end)),
+      : first(ptx::uniform(work_tile.order.first)),
+        past(ptx::uniform(work_tile.order.past)),
+        stride(ptx::uniform(work_tile.order.stride)),
+        first_head(ptx::uniform(work_tile.sequence.head)),
         end_head(ptx::uniform(work_tile.sequence.head + work_tile.heads)),
-        head(ptx::uniform(work_tile.sequence.head)),
-        tile(begin) {}
+        head(first_head),
+        tile(first),
+        left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin))) {}
 
-  __device__ __forceinline__ bool is_past_end() const { return head >= end_head; }
+  __device__ __forceinline__ bool takes_turns() const { return stride < 0; }
+  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
-    if (++tile == end) tile = begin, ++head;
+    --left;
+    if (takes_turns()) {
+      if (++head == end_head) head = first_head, tile += stride;
+    } else {
+      tile += stride;
+      if (tile == past) tile = first, ++head;
+    }
     if (++stage == Config::kStages) stage = 0, parity ^= 1;
   }
 };

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/common/backward/schedule.cuh"
+#include "kernels/common/backward/turns.cuh"
 #include "kernels/common/backward/workspace.h"
 #include "kernels/common/ring.cuh"
 #include "kernels/common/sequence.cuh"
@@ -97,6 +98,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
   int heads;          // of the group
   int first_key;
   TileSpan tiles;                    // of queries; full: every one sees all of the keys that are there
+  QueryTileOrder order;              // of these
   TileSpan groups[Config::kGroups];  // that see the keys of a warpgroup; full: nothing is hidden from them
   int64_t workspace_tile;            // of query 0 of the first head
   float* sums;                       // where a split leaves dK, and dV behind it; null: they are complete
@@ -107,6 +109,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
         heads(task.heads),
         first_key(task.first_key),
         tiles(task.tiles),
+        order(tiles.begin, tiles.end, workspace.turns != nullptr),
         workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
         sums(task.sums(schedule)) {
     for (int g = 0; g < Config::kGroups; ++g) {
@@ -119,13 +122,25 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
   }
 
   __device__ __forceinline__ BackwardStep first_step() const {
-    return {tiles.begin < tiles.end ? 0 : heads, tiles.begin};
+    return {tiles.begin < tiles.end ? 0 : heads, order.first};
   }
   /// Past the last one, head is past the group.
   __device__ __forceinline__ void advance(BackwardStep& step) const {
-    if (++step.tile < tiles.end) return;
-    step.tile = tiles.begin;
+    if (order.takes_turns()) {
+      if (step.head >= heads || ++step.head < heads) return;
+      step.tile += order.stride;
+      if (step.tile != order.past) step.head = 0;
+      return;
+    }
+    step.tile += order.stride;
+    if (step.tile != order.past) return;
+    step.tile = order.first;
     ++step.head;
+  }
+
+  /// How many tiles of keys a tile of queries sees before these.
+  __device__ __forceinline__ int turn(int tile) const {
+    return first_key / Config::kBlockN - sequence.keys_begin(tile * Config::kBlockM) / Config::kBlockN;
   }
 
   /// Whether some query of the tile does not see some key, and so must not meet what is not finite in it.
@@ -144,6 +159,18 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
     this->visible_stride = static_cast<int>(p.blocks.block_n) / 16 * 32;
   }
 };
+
+/// The place of a CTA in the order of tiles. Where additions to dQ take turns, that in which CTAs start.
+template <class Storage>
+__device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& workspace, Storage& storage) {
+  if (!workspace.turns) return blockIdx.x;
+  auto& number = *reinterpret_cast<uint32_t*>(storage.work_tile_bytes);
+  if (threadIdx.x == 0) number = draw_number(workspace);
+  __syncthreads();
+  const uint32_t drawn = number;
+  __syncthreads();
+  return drawn;
+}
 
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>

@@ -9,6 +9,19 @@
 
 namespace flash_ext::sm90 {
 
+/// As position_of_cta().
+template <class Config>
+__device__ __forceinline__ uint32_t position_of_cluster(const BackwardWorkspace& workspace,
+                                                        BackwardWideStorage<Config>& storage) {
+  if (!workspace.turns) return blockIdx.x / Config::kCluster;
+  auto& number = *reinterpret_cast<uint32_t*>(storage.work_tile_bytes);
+  if (threadIdx.x == 0 && ptx::cluster_rank() == 0) number = draw_number(workspace);
+  ptx::cluster_sync();
+  const uint32_t drawn = ptx::cluster_load(ptx::cluster_address(ptx::shared_address(&number), 0));
+  ptx::cluster_sync();
+  return drawn;
+}
+
 /// Warpgroup 0 loads and makes dQ, 1 makes dV, 2 makes dK.
 template <class Config>
 __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
@@ -17,7 +30,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
                          const __grid_constant__ BackwardSchedule schedule, float scale) {
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<BackwardWideStorage<Config>*>(shared + Config::kTilesBytes);
-  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x / Config::kCluster));
+  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cluster<Config>(workspace, storage)));
   if (!task.exists()) return;
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const int rank = static_cast<int>(ptx::cluster_rank());

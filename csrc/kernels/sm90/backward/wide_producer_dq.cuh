@@ -59,6 +59,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       if (warp_ == 0) this->load_after(step);
       at_.advance();
     }
+    turns_.end(Base::workspace_.turns, lane_);
   }
 
  private:
@@ -100,8 +101,9 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
 
     const bool second = Config::kTakesTurns ? parity != static_cast<uint32_t>(rank_) : rank_ != 0;
     const int end = second ? kPanels : (kPanels + 1) / 2;
+    const int first = second ? (kPanels + 1) / 2 : 0;
 #pragma unroll 1
-    for (int panel = second ? (kPanels + 1) / 2 : 0; panel < end; ++panel) {
+    for (int panel = first; panel < end; ++panel) {
       Sum sum;
 #pragma unroll
       for (int n = 0; n < kN; ++n)
@@ -111,6 +113,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       multiply(sum, ds[0], keys_ + panel * kPanel);
       multiply(sum, ds[1], other_keys_ + panel * kPanel);
       ptx::wgmma_commit();
+      if (panel == first) wait_for_turn(step, second);
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (int n = 0; n < kN; ++n)
@@ -137,6 +140,14 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       ptx::Wgmma<Element, kPanelColumns>::accumulate_transposed(sum, ds[k], Tile::at(keys, Tile::down_rows(k)));
   }
 
+  /// Of this warp's additions to a tile; `second`: to the last columns of it, which have a counter of their own.
+  __device__ __forceinline__ void wait_for_turn(const Step& step, bool second) {
+    if (!Base::workspace_.turns) return;
+    const int part = (second ? kWarpgroupWarps : 0) + warp_, turn = work_tile_.turn(step.tile);
+    turns_.advance(Base::workspace_.turns, static_cast<int>(this->workspace_tile(step)) * kDqWarps + part, turn, lane_);
+    turns_.wait(Base::workspace_.turns, turn);
+  }
+
   __device__ __forceinline__ void send(const Step& step, int panel, const Sum& sum) const {
     float* const g_lane = this->dq_piece(step, panel) + lane_ * 4;
 #if __CUDA_ARCH__ >= 900
@@ -147,6 +158,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
 
   const int rank_;
   const uint32_t keys_, other_keys_;  // lower halves of descriptors
+  DqTurns turns_;
 };
 
 }  // namespace flash_ext::sm90

@@ -1,0 +1,84 @@
+// Additions to dQ in an order that is the same in every run: CTAs take turns.
+//
+// A tile of queries gets its parts of dQ from the tiles of keys that it sees, first keys first. A counter for each warp
+// that adds says how many of them have been added. CTAs take their tiles of keys in the same order, by numbers that
+// they draw when they start: whoever waits for its turn waits for CTAs that have started before, so that some CTA can
+// always go on.
+//
+// Turns come without waiting where CTAs that start together begin with the tile of queries that all of them see, and go
+// the same way: from the last tile of queries to the first one. Then each follows the one before at the distance that
+// an addition takes.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/ptx/bulk.h"
+#include "kernels/ptx/flag.h"
+#include "kernels/ptx/grid_dependency.h"
+#include "workspace.h"
+
+namespace flash_ext {
+
+/// The number of a CTA among those that have started, drawn by one thread. Row terms begin to count.
+__device__ __forceinline__ uint32_t draw_number(const BackwardWorkspace& workspace) {
+  ptx::wait_for_previous_grid();
+  return static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
+}
+
+/// The tiles of queries that a CTA goes over, from `first` on; `past` is behind the last one. Of one head after the
+/// other; where additions take turns, of all heads before the next tile: else a CTA whose keys fewer tiles see would be
+/// done with a head, and wait in the next one for those whose keys more see.
+struct QueryTileOrder {
+  int first, past, stride;
+
+  __device__ __forceinline__ QueryTileOrder(int begin, int end, bool takes_turns)
+      : first(takes_turns ? end - 1 : begin), past(takes_turns ? begin - 1 : end), stride(takes_turns ? -1 : 1) {}
+
+  __device__ __forceinline__ bool takes_turns() const { return stride < 0; }
+};
+
+// What follows is for whole warps, whose lanes go the same way: ptxas must see that, or it parts the lanes around every
+// product of the loop.
+
+/// Until `turn` additions have been counted, and are in memory.
+__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn) {
+  // `<`: lengths that make no sense may count past it, and must not hang.
+  while (__any_sync(~0u, ptx::load_acquire(counter) < turn)) continue;
+  ptx::fence_proxy_async_global();
+}
+/// Counts what the lanes have added.
+__device__ __forceinline__ void end_turn(int32_t* counter, int lane) {
+  ptx::bulk_wait();
+  __syncwarp();
+  if (lane == 0) ptx::add_release(counter, 1);
+}
+
+/// The same for turns that follow each other, of which one ends where the next one may already have come: what has to
+/// be waited for is under way for a while then. `counters`: of the workspace; a slot is that of one.
+class DqTurns {
+ public:
+  /// Ends the last turn, if there is one, and looks whether the next one has come.
+  __device__ __forceinline__ void advance(int32_t* counters, int slot, int turn, int lane) {
+    const int32_t count = ptx::load_relaxed(counters + slot);
+    ptx::bulk_wait();
+    __syncwarp();
+    ptx::fence_acquire_release();
+    if (slot_ >= 0 && lane == 0) ptx::add_relaxed(counters + slot_, 1);
+    slot_ = slot;
+    has_come_ = __all_sync(~0u, count >= turn);
+  }
+  __device__ __forceinline__ void wait(const int32_t* counters, int turn) const {
+    if (has_come_) return ptx::fence_proxy_async_global();
+    wait_for_turn(counters + slot_, turn);
+  }
+  __device__ __forceinline__ void end(int32_t* counters, int lane) {
+    if (slot_ >= 0) end_turn(counters + slot_, lane);
+    slot_ = -1;
+  }
+
+ private:
+  int slot_ = -1;  // of the turn that has not ended
+  bool has_come_ = false;
+};
+
+}  // namespace flash_ext
