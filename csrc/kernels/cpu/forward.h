@@ -2,8 +2,8 @@
 //
 // A tile of up to 128 queries walks over its tiles of 64 keys. For each panel of queries the scores S^T = K Q^T are a
 // small block (keys x queries, one query per vector lane) that stays in the L1 cache while it becomes P^T and is
-// multiplied: O^T = alpha O^T + V^T P^T. A tile of up to four queries does the same along the head dim (few_rows.h).
-// With split keys, each split writes its own normalised result and lse; the merge
+// multiplied: O^T = alpha O^T + V^T P^T. A sequence of up to four queries does the same along the head dim
+// (few_rows.h). With split keys, each split writes its own normalised result and lse; the merge
 //   lse = log(exp(sink) + sum_s exp(lse_s)),   out = sum_s exp(lse_s - lse) out_s
 // follows in the order of the splits.
 #pragma once
@@ -84,7 +84,9 @@ class ForwardTile {
  private:
   void start() {
     num_panels_ = ceil_div(rows_.count, kPanel);
-    few_ = rows_.count <= kFewRows<T>;
+    // Not of a longer sequence's last rows: the backward's scores of those must have the same bits, for lse is taken
+    // off.
+    few_ = seq_.seqlen_q * job_.group <= kFewRows<T>;
     q_layout_ = few_ ? LaneLayout{rows_.count, 1, k_.stride} : kPanelLayout<T>;
     out_layout_ = few_ ? LaneLayout{rows_.count, 1, v_.stride} : kPanelLayout<T>;
     __builtin_memset(q_, 0, num_panels_ * p_.head_dim * kPanel * sizeof(T));

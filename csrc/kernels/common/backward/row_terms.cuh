@@ -12,6 +12,7 @@
 namespace flash_ext {
 
 constexpr int kRowTermThreads = 256;
+static_assert(kRowTermThreads / 32 == kLargeParts, "each warp has a flag of a tile");
 constexpr int kRowTermBlocks = 4;  // an SM's at least: ptxas' own choice of registers spills
 
 /// Dot product of pieces of 16 bytes.
@@ -35,6 +36,7 @@ __device__ __forceinline__ bool is_finite(const uint4& piece) {
 struct RowTerms {
   float lse;          // in units of scores; inf where the row has no weights
   float minus_delta;  // dlse - rowsum(dO * O)
+  bool large;         // the row has a LargeLse
 };
 
 /// delta: rowsum(dO * O) - dlse; `finite`: dO is; lse in natural units, -inf outside of the sequence.
@@ -43,7 +45,9 @@ __device__ __forceinline__ RowTerms row_terms_of(float delta, bool finite, float
   const bool weightless = lse == -INFINITY || (lse == INFINITY && sink_takes_all);
   // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
   const float of_scores = finite && lse != INFINITY ? lse * ScoreUnit<Element>::kPerNatural : NAN;
-  return {weightless ? INFINITY : of_scores, lse == -INFINITY ? 0.0f : -delta};
+  const bool large = !ScoreUnit<Element>::kNatural && LargeLse::is(of_scores);
+  const float taken_off = large ? of_scores - LargeLse::slack(of_scores) : of_scores;
+  return {weightless ? INFINITY : taken_off, lse == -INFINITY ? 0.0f : -delta, large};
 }
 
 /// Where the term of a row stands in its tile. Permuted, a lane that has accumulators of a transposed tile finds those
@@ -122,7 +126,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
   const auto queries = query_rows<const Element>(p.q, sequence);
   const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[head] == INFINITY;
   const int lane = threadIdx.x % kLanes;
-  bool clean = true;
+  bool clean = true, large = false;
 #pragma unroll 2
   for (int row = threadIdx.x / kLanes; row < kBlockM; row += kRowTermThreads / kLanes) {
     const int i = first + row;
@@ -157,6 +161,11 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     const int64_t position = tile * kBlockM + term_position<kPermuted>(row);
     workspace.minus_delta[position] = terms.minus_delta / workspace.unit;
     workspace.lse[position] = terms.lse;
+    large |= terms.large;
+  }
+  if (workspace.large) {
+    large = __any_sync(~0u, large);
+    if (threadIdx.x % 32 == 0) workspace.large[tile * kLargeParts + threadIdx.x / 32] = large;
   }
   if (!workspace.unclean) return;
   const bool unclean = __syncthreads_or(!clean);

@@ -63,6 +63,8 @@ struct VisibilityTiles {
   }
 };
 
+constexpr int kLargeParts = 8;  // of a tile of rows: eight flags are read at once
+
 struct BackwardWorkspace {
   int64_t tiles_per_head = 0;
   float* lse = nullptr;  // (heads_q, tiles_per_head, block_m), in units of scores; inf where a row has no weights
@@ -71,6 +73,7 @@ struct BackwardWorkspace {
   int32_t* turns = nullptr;      // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far
   int32_t* ticket = nullptr;     // (1): CTAs started so far
   int32_t* unclean = nullptr;    // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
+  uint8_t* large = nullptr;      // (heads_q, tiles_per_head, kLargeParts): whether a row has a LargeLse; not of floats
   VisibilityTiles visibility;
   QueryLists query_lists;  // where a kernel is driven by them
   // D, dS, dQ and dK are kept in units of what dropout multiplies kept weights by, so that dP - D is what one product
@@ -91,6 +94,7 @@ struct BackwardWorkspace {
       turns = take<int32_t>(memory, tiles * kDqWarps);
       ticket = take<int32_t>(memory, 1);
     }
+    if (p.dtype != DType::kFloat32 || p.allow_tf32) large = take<uint8_t>(memory, tiles * kLargeParts);
     if (hides_pairs(p)) unclean = take<int32_t>(memory, tiles);
     visibility.states = take<uint8_t>(memory, visibility.num_states());
     visibility.words = take<uint32_t>(memory, visibility.num_words());

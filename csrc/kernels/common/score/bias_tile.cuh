@@ -13,6 +13,22 @@
 
 namespace flash_ext {
 
+/// saturate_bias() of all elements of a warp's tile in shared memory, `bytes` of it. Slow: for rows that are computed
+/// again.
+template <class T>
+__device__ __forceinline__ void saturate_tile(uint32_t s_tile, int bytes, float most, int lane) {
+#pragma unroll 1
+  for (int at = 4 * lane; at < bytes; at += 4 * 32) {
+    if constexpr (sizeof(T) == 4) {
+      store_shared(s_tile + at, saturate_bias(load_shared<float>(s_tile + at), most));
+    } else {
+      const float2 pair = ptx::unpack2<T>(load_shared<uint32_t>(s_tile + at));
+      store_shared(s_tile + at, ptx::pack2<T>(saturate_bias(pair.x, most), saturate_bias(pair.y, most)));
+    }
+  }
+  __syncwarp();
+}
+
 /// kRows queries and kKeys keys. One row stands for all where the bias is the same for every query.
 template <int kRows, int kKeys>
 struct BiasTile {
@@ -34,6 +50,12 @@ struct BiasTile {
   template <int kM, int kN>
   __device__ __forceinline__ void add(float (&s)[kM][kN][4], float factor) const {
     for_each(s, [&](float& x, float b) { x = fmaf(b, factor, x); });
+  }
+
+  /// See saturate_tile(). float16 has no number that is too large.
+  __device__ __forceinline__ void saturate(float most) const {
+    if (bias.dtype == DType::kFloat32) saturate_tile<float>(s_tile, kBytes32, most, lane);
+    if (bias.dtype == DType::kBFloat16) saturate_tile<__nv_bfloat16>(s_tile, kBytes16, most, lane);
   }
 
   /// 0 in place of weights that the bias hides by -inf: even of those that are NaN, for scores of hidden keys may be.

@@ -51,6 +51,7 @@ struct BackwardBlock {
   static constexpr bool kQueriesHoldKeys = 2 * kBlockM >= kBlockN;  // the stages of Q have room for dK
   static constexpr bool kWeightsInRegisters = Config::kSides == 1;
   using Kept = KeptTile<kBlockM>;
+  static constexpr bool kBoundsWeights = !Unit::kNatural;  // where there is a LargeLse
   // Options work on packed weights, which leave registers for that.
   static constexpr bool kPacked = kWeightsInRegisters && !Config::kFloat;
   static constexpr int kWeightSteps = kWeightsInRegisters ? kBlockM / Rows::kDepth : 1;
@@ -313,7 +314,9 @@ struct BackwardBlock {
   __device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4], const BackwardStep& step, int n) const {
     const float scale = work_tile.scale;
     for_each_with_term(s, lse_stage(n), [&](float& x, float lse) { x = Unit::weight(x, scale, lse); });
-    if (is_partial(step)) hide(s, coordinates(step, lane), 0.0f);
+    if (!is_partial(step)) return;
+    hide(s, coordinates(step, lane), 0.0f);
+    if (kBoundsWeights && work_tile.large) for_each_score(s, [](float& x, int, int, int) { x = LargeLse::bound(x); });
   }
 
   /// Replaces the weights outside of the window, or their exponents, whatever they are: a query may have an lse of NaN
@@ -373,7 +376,11 @@ struct BackwardBlock {
     if (now.slope != 0.0f) add_alibi(s, now.slope, at.first_column + work_tile.sequence.offset - at.first_row);
     if (options.biased) add_bias<Unit, kBlockN>(s, p.bias.dtype, s_bias, first_column, first_row, lane);
     if constexpr (Unit::kNatural) for_each_with_term(s, lse_stage(n), [](float& x, float lse) { x -= lse; });
-    if (now.flags & kStepPartial) hide(s, at, -INFINITY);
+    if (now.flags & kStepPartial) {
+      hide(s, at, -INFINITY);
+      if (kBoundsWeights && work_tile.large)
+        for_each_score(s, [](float& x, int, int, int) { x = ptx::min_or_nan(x, 0.0f); });
+    }
     if (now.flags & kStepMasked)
       hide_by_words(s, s_words + 4 * (first_row / 32 * kBlockM + first_column + 2 * (lane % 4)), lane);
     for_each_score(s, [](float& x, int, int, int) { x = Unit::exp(x); });

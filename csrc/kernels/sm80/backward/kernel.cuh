@@ -24,6 +24,7 @@
 #pragma once
 
 #include "consumer.cuh"
+#include "kernels/common/backward/large_lse.cuh"
 #include "kernels/common/backward/row_terms.cuh"
 #include "kernels/common/backward/split_sums.cuh"
 #include "kernels/common/score/bias_tile.cuh"
@@ -58,6 +59,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const BackwardWorkTile<Config> work_tile(p, workspace, schedule, task);
   block.load_first_queries(work_tile);
   if (threadIdx.x == 0) *s_work_tile = work_tile;
+  if constexpr (BackwardBlock<Config>::kBoundsWeights) {
+    const TileSpan& tiles = work_tile.tiles;
+    const bool large = finds_large_lse(workspace, work_tile.workspace_tile + tiles.begin, tiles.end - tiles.begin,
+                                       work_tile.heads, static_cast<int>(threadIdx.x), Config::kThreads);
+    if (__syncthreads_or(large) && threadIdx.x == 0) s_work_tile->take_large_lse();
+  }
   __syncthreads();
   block.run();
 }

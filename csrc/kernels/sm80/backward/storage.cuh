@@ -98,7 +98,8 @@ struct BackwardWorkTile {
   float scale;             // of scores
   std::conditional_t<Config::kScoreOptions, BackwardOptions, NoBackwardOptions> options;
   PreparedStep ring[Config::kScoreOptions ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
-  float* sums;  // where a split leaves dK, and dV behind it; null: they are complete
+  float* sums;         // where a split leaves dK, and dV behind it; null: they are complete
+  bool large = false;  // some row has a LargeLse; then no tile is full
 
   __device__ __forceinline__ BackwardWorkTile(const BackwardParams& p, const BackwardWorkspace& workspace,
                                               const BackwardSchedule& schedule,
@@ -119,6 +120,12 @@ struct BackwardWorkTile {
     if (first_key + Config::kBlockN > sequence.seqlen_k) tiles.full_begin = tiles.full_end = tiles.end;
     const int count = tiles.end - tiles.begin;
     first_tile = tiles.begin + (count > 0 && !workspace.turns ? key_tile % count : 0);
+  }
+
+  /// Weights are to be bounded.
+  __device__ __forceinline__ void take_large_lse() {
+    large = true;
+    tiles.full_begin = tiles.full_end = tiles.end;
   }
 
   /// The first that sees some key; past the group if there is none.

@@ -216,7 +216,7 @@ struct BiasBlock {
       for (int r = 0; r < 2; ++r) {
         const int i = at.row(m, 2 * r);
         const bool there = i < score_tile.seqlen_q;
-        lse[m][r] = there ? g_lse[i] : -INFINITY;
+        lse[m][r] = there ? Unit::lse_with_slack(g_lse[i]) : -INFINITY;
         minus_delta[m][r] = there && g_delta ? -g_delta[i] : 0.0f;
       }
   }

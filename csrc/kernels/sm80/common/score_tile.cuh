@@ -106,7 +106,7 @@ struct ScoreTile {
     rules.add_alibi(s, coordinates());
     if (rules.bias.present()) {
       rules.bias.with_type([&](auto type) { load_matrix<decltype(type)>(p.bias); });
-      for_each_in_matrix(s, [](float& x, float b) { x = b == -INFINITY ? -INFINITY : x + b * Unit::kPerNatural; });
+      for_each_in_matrix(s, [](float& x, float b) { x = b == -INFINITY ? -INFINITY : x + Unit::of_bias(b); });
     }
     hide(s);
   }
@@ -375,7 +375,7 @@ struct WeightRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int i = first_row + 8 * r;
-      lse[r] = i < sequence.seqlen_q ? g_lse[i] : -INFINITY;
+      lse[r] = i < sequence.seqlen_q ? Unit::lse_with_slack(g_lse[i]) : -INFINITY;
     }
   }
 

@@ -2,6 +2,7 @@
 // as BiasTile is, and brought there as early.
 #pragma once
 
+#include "kernels/common/score/bias_tile.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/tile.cuh"
 #include "kernels/ptx/arithmetic.h"
@@ -56,6 +57,9 @@ struct StartingBias {
   __device__ __forceinline__ void fill(float (&s)[kM][kN][4], float factor) const {
     for_each(s, [&](float& x, float b) { x = b * factor; });
   }
+
+  /// See saturate_tile().
+  __device__ __forceinline__ void saturate(float most) const { saturate_tile<Element>(s_tile, kBytes, most, lane); }
 
   /// 0 in place of weights that the bias hides by -inf: even of those that are NaN, for scores of hidden keys may be.
   template <int kM, int kN>

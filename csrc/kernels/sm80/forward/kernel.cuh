@@ -136,7 +136,12 @@ struct ForwardBlock {
     return thread;
   }
   __device__ __forceinline__ void forget_lane() {
-    if constexpr (!Config::kRematerialisesLane) return;
+#if __CUDA_ARCH__ >= 900
+    constexpr bool kForgets = Config::kRematerialisesLane || (kHeadDim == 128 && Config::kOneBias);
+#else
+    constexpr bool kForgets = Config::kRematerialisesLane;
+#endif
+    if constexpr (!kForgets) return;
     lane = ptx::reread(lane);
     warp_row = ptx::reread(warp_row);
   }
@@ -303,6 +308,7 @@ struct ForwardBlock {
 
   /// Any tile. True if the next step has to update the row stabilisers too, as some row has none.
   __device__ __forceinline__ bool partial_step(MaskedTile at, MaskedTile next, const Visibility& visible, bool first) {
+    if (Config::kBiases && work_tile.safe_path) options().saturate_bias();
     Scores s;
     KeptWeights kept;
     multiply_qk(s, kept, at.tile);
@@ -313,7 +319,7 @@ struct ForwardBlock {
     const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };
     rows.update_row_max(s, schedule.scale, terms, lift, first);
     const bool exact = rows.some_without_stabiliser(rows_left());
-    exponentiate<Config::kBiases>(s, terms);
+    exponentiate<true>(s, terms);
     if (!Config::kMasks && Config::kStages > 1 && first) {
       ptx::cp_async_wait<1>();  // for V
       __syncthreads();
@@ -376,7 +382,7 @@ struct ForwardBlock {
   __device__ __forceinline__ bool needs_recompute() const {
     const TileSpan& tiles = work_tile.tiles;
     const bool hides = options().masked() || tiles.full_begin > tiles.begin || tiles.full_end < tiles.end;
-    const bool lost = __syncthreads_or(rows.lost(rows_left()));
+    const bool lost = __syncthreads_or(rows.lost(rows_left(), options().stages_bias()));
     if (!lost && !__syncthreads_or(!work_tile.sanitised && hides && !rows.out_is_finite())) return false;
     const int thread = static_cast<int>(threadIdx.x);
     if ((Config::kFullPrecision ? ptx::reread(thread) : thread) == 0)

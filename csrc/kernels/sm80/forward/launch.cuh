@@ -70,6 +70,7 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
     schedule.scale = schedule.scales_first ? 1.0f : last;
     schedule.per_unit = 1.0f / schedule.scale;
   }
+  schedule.most_bias = most_bias(Unit::kPerNatural * schedule.per_unit);
   return shared_bytes;
 }
 

@@ -96,6 +96,14 @@ struct OptionTiles {
     return 0.0f;
   }
 
+  /// The warp's bias of this tile, which has come, so that no score overflows by it. Natural ones do not.
+  __device__ __forceinline__ void saturate_bias() const {
+    if constexpr (Config::kBiases && !Unit::kNatural) {
+      if (!(Config::kOneBias || schedule.stages_bias)) return;
+      bias().saturate(schedule.most_bias);
+    }
+  }
+
   /// A bias of -inf hides even a score that is NaN. Rare. True if it looked.
   template <int kM, int kN>
   __device__ __forceinline__ bool hide_by_bias(float (&weights)[kM][kN][4]) const {
@@ -105,6 +113,11 @@ struct OptionTiles {
       return staged;
     }
     return false;
+  }
+
+  /// Whether a bias comes through shared memory. One that is read element by element is not saturated: that spills.
+  __device__ __forceinline__ bool stages_bias() const {
+    return Config::kOneBias || (Config::kReads && schedule.stages_bias);
   }
 
   template <int kM, int kN>

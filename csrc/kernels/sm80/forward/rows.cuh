@@ -65,8 +65,7 @@ struct ForwardRows {
   }
 
   /// P in place of S. `hide` takes hidden weights out of P where they turned out to be NaN. kRounds: scores are rounded
-  /// as the stabiliser was. Else the rounding of a stabiliser that a bias made huge is an exponent of its own, and
-  /// overflows.
+  /// as the stabiliser was. Else see FixedStabiliser.
   template <bool kRounds, class Hide>
   __device__ __forceinline__ void exponentiate(Scores& s, float scale, const RowTerms& terms, Hide hide) {
     float of_tile[kM][2], total = 0.0f;
@@ -100,8 +99,9 @@ struct ForwardRows {
   }
 
   /// Whether rows that there are have to be worked out again: a sum overflowed, or came to nothing as its stabiliser
-  /// was too high.
-  __device__ __forceinline__ bool lost(int rows_left) const {
+  /// was too high, or the stabiliser is too large. `biased`: a row without keys may have one whose bias was -inf only
+  /// as a score.
+  __device__ __forceinline__ bool lost(int rows_left, bool biased) const {
     bool any = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -109,6 +109,10 @@ struct ForwardRows {
       for (int r = 0; r < 2; ++r) {
         bool bad = !(sum[m][r] < INFINITY);
         if constexpr (Config::kOptionBranches) bad |= row_sum(m, r) < Config::kLeastSum && stabiliser[m][r] > -INFINITY;
+        if constexpr (!Unit::kNatural) {
+          bad |= !FixedStabiliser<typename Config::Element>::serves(stabiliser[m][r]);
+          bad |= biased && stabiliser[m][r] == -INFINITY;
+        }
         any |= bad && 16 * m + 8 * r < rows_left;
       }
     return any;

@@ -79,7 +79,8 @@ struct ForwardSchedule {
   // backward, it goes first through `first_scale`.
   float first_scale, scale;
   float cap;
-  float per_unit;  // of what is added before `scale`: its inverse
+  float per_unit;   // of what is added before `scale`: its inverse
+  float most_bias;  // of saturate_bias()
   bool caps, scales_first, adds_alibi, reads_bias, drops, masked, blocks_mask;
   bool stages_bias;               // through shared memory: there is room for it
   int bias_offset, words_offset;  // there; words of a block mask

@@ -78,7 +78,7 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     this->wait_for_query();
     Products::multiply(s, Base::keys_, this->query_tile());
     this->softmax_step(s);
-    if (hides) this->hide(s, tile);
+    if (hides) this->hide_weights(s, tile);
     pack_operand<Element>(p, s);
 
     multiply_grads(s);

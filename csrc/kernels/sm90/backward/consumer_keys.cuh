@@ -75,6 +75,11 @@ class BackwardKeysConsumer {
   __device__ __forceinline__ void hide(Numbers& numbers, int tile) const {
     Tile::hide(numbers, work_tile_.sequence, first_key(), tile * kBlockM, lane_);
   }
+  /// P of a tile that is not full: without what is hidden, and bounded.
+  __device__ __forceinline__ void hide_weights(Scores& p, int tile) const {
+    hide(p, tile);
+    if (work_tile_.large) for_each_score(p, [](float& x, int, int, int) { x = LargeLse::bound(x); });
+  }
   __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p, bool hides) const {
     Tile::compute_ds(ds, dp, p, storage_.minus_delta[at_.stage()], lane_, hides);
   }

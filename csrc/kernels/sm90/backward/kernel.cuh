@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     typename Roles::Dq(p, maps, workspace, storage, ptx::shared_address(shared), warp, lane).run();
   } else {
     ptx::acquire_registers<Config::kShape.registers>();
+    find_large_lse(workspace, storage.work_tile(), warp / kWarpgroupWarps - 1, lane);
     typename Roles::Consumer(p, storage, ptx::shared_address(shared), scale, warp / kWarpgroupWarps - 1, lane).run();
   }
 }

@@ -111,7 +111,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
       }
     } else {
       softmax_step(s, metadata);
-      if (hides) this->hide(s, metadata.tile);
+      if (hides) this->hide_weights(s, metadata.tile);
       pack_operand<Element>(p, s);
     }
     const bool may_hide =

@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         .run();
   } else {
     ptx::acquire_registers<Config::kShape.registers>();
+    find_large_lse(workspace, storage.work_tile(), warp / kWarpgroupWarps - 1, lane);
     BackwardOptionsConsumer<Config>(p, layout, storage, ptx::shared_address(shared), warp / kWarpgroupWarps - 1,
                                     ptx::lane_id())
         .run(workspace.unit);

@@ -87,7 +87,10 @@ class BackwardPipelinedConsumer {
       // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
       const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.stage]), step.parity);
       Tile::softmax_step(p, s, terms, scale_);
-      if (hides) Tile::hide(p, visible);
+      if (hides) {
+        Tile::hide(p, visible);
+        if (work_tile_.large) Tile::bound(p);
+      }
       fence_operands(p);
       fence_operands(s[0]);
       if (!has_grads) wait_for(storage_.do_full[step.stage], step.parity);
@@ -157,7 +160,7 @@ class BackwardPipelinedConsumer {
     const Sequence& sequence = work_tile_.sequence;
     const bool cut =
         first_query + kBlockM > sequence.seqlen_q || work_tile_.first_key + Config::kBlockN > sequence.seqlen_k;
-    if (!cut && of_bitmap < 0) return false;
+    if (!cut && of_bitmap < 0 && !work_tile_.large) return false;
     visible[0] = visible[1] = ~0u;
     if (cut) Tile::find_visible(visible, sequence, first_key(), first_query, lane_);
     if (of_bitmap >= 0) {

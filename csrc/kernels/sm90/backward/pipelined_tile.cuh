@@ -73,6 +73,14 @@ struct BackwardPipelinedTile {
     for_each_pair([&](int k, int e, int n, int r) { pairs[k][e] &= ptx::spread_signs(visible[r] << n); });
   }
 
+  /// By 1, as LargeLse asks for.
+  __device__ __forceinline__ static void bound(Weights& p) {
+    for_each_pair([&](int k, int e, int, int) {
+      const float2 pair = ptx::unpack2<Element>(p[k][e]);
+      p[k][e] = ptx::pack2<Element>(LargeLse::bound(pair.x), LargeLse::bound(pair.y));
+    });
+  }
+
   /// To a panel whose rows are keys and whose columns are the queries; a warp has 16 rows of it. A lane names a row of
   /// one of four 8 x 8 matrices: two of keys by two of queries.
   __device__ __forceinline__ static void store(uint32_t s_panel, int warp, const Weights& pairs, int lane) {

@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/common/backward/large_lse.cuh"
 #include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/turns.cuh"
 #include "kernels/common/backward/workspace.h"
 #include "kernels/common/ring.cuh"
 #include "kernels/common/sequence.cuh"
+#include "kernels/ptx/grid_dependency.h"
 #include "kernels/sm90/common/barriers.h"
 #include "kernels/sm90/common/matrix_descriptor.h"
 #include "shape.h"
@@ -102,6 +104,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
   TileSpan groups[Config::kGroups];  // that see the keys of a warpgroup; full: nothing is hidden from them
   int64_t workspace_tile;            // of query 0 of the first head
   float* sums;                       // where a split leaves dK, and dV behind it; null: they are complete
+  bool large = false;                // some row has a LargeLse; then nothing of `groups` is full
 
   __device__ __forceinline__ BackwardWorkTile(const BackwardParams& p, const BackwardWorkspace& workspace,
                                               const BackwardSchedule& schedule, const BackwardTaskOf<Config>& task)
@@ -170,6 +173,23 @@ __device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& wor
   const uint32_t drawn = number;
   __syncthreads();
   return drawn;
+}
+
+/// By each warp that computes, of warpgroup `group`, before its first look at a tile. All of them find and write the
+/// same.
+template <class Config>
+__device__ __forceinline__ void find_large_lse(const BackwardWorkspace& workspace, BackwardWorkTile<Config>& work_tile,
+                                               int group, int lane) {
+  ptx::wait_for_previous_grid();  // for row terms
+  TileSpan looked_at = work_tile.tiles;
+  if constexpr (Config::kListsBlocks)  // those are counted along the list
+    looked_at.begin = 0, looked_at.end = (work_tile.sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+  const int tiles = looked_at.end - looked_at.begin;
+  const int64_t first_tile = work_tile.workspace_tile + looked_at.begin;
+  if (!__any_sync(~0u, finds_large_lse(workspace, first_tile, tiles, work_tile.heads, lane, 32))) return;
+  TileSpan& seen = work_tile.groups[group];
+  if (lane == 0) work_tile.large = true, seen.full_begin = seen.full_end = seen.end;
+  __syncwarp();
 }
 
 /// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.

@@ -140,7 +140,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
     Scores s;
     Products::multiply(s, Base::keys_, this->query_tile());
     this->softmax_step(s);
-    if (this->hides(tile)) this->hide(s, tile);
+    if (this->hides(tile)) this->hide_weights(s, tile);
     pack_operand<Element>(p, s);
   }
 

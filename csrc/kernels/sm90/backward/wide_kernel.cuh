@@ -47,6 +47,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     BackwardWideDq<Config>(p, maps, workspace, storage, s_tiles, rank, warp, lane).run();
   } else if (warp < 2 * kWarpgroupWarps) {
     ptx::acquire_registers<Config::kShape.registers>();
+    find_large_lse(workspace, storage.work_tile(), rank, lane);
     BackwardWideValues<Config>(p, storage, s_tiles, scale, rank, lane).run();
   } else {
     ptx::acquire_registers<Config::kGradientRegisters>();

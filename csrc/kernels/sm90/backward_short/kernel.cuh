@@ -51,16 +51,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
       p.dsink
           ? workspace.minus_delta + workspace.tile_index(p, batch, sequence.head, 0, 0, kWarpgroupRows) * kWarpgroupRows
           : nullptr;
-  write_short_terms<Config>(p, sequence, storage, g_minus_delta, group * kWarpgroupRows,
-                            static_cast<int>(threadIdx.x) % kWarpgroupThreads);
-  __syncthreads();  // barriers are initialised, terms written
+  const bool found = write_short_terms<Config>(p, sequence, storage, g_minus_delta, group * kWarpgroupRows,
+                                               static_cast<int>(threadIdx.x) % kWarpgroupThreads);
+  const bool large = __syncthreads_or(found);  // barriers are initialised, terms written
   wait_for(storage.scores_full, 0);
   wait_for(storage.grads_full, 0);
   sanitise_short_tiles<Config>(p, s_tiles);
   __syncthreads();
 
-  if (p.dk.data || p.dv.data) BackwardShortKeys<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane).run();
-  BackwardShortQueries<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane).run();
+  if (p.dk.data || p.dv.data)
+    BackwardShortKeys<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane, large).run();
+  BackwardShortQueries<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane, large).run();
 }
 
 inline BackwardWorkspace backward_short_workspace(const BackwardParams& p, void* memory) {

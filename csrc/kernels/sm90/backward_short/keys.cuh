@@ -18,14 +18,15 @@ class BackwardShortKeys {
 
  public:
   __device__ __forceinline__ BackwardShortKeys(const BackwardParams& p, const Storage& storage, uint32_t s_tiles,
-                                               float scale, int group, int warp, int lane)
+                                               float scale, int group, int warp, int lane, bool large)
       : p_(p),
         storage_(storage),
         tiles_(Products::KeyTile::lower_half(s_tiles)),
         scale_(scale),
         group_(group),
         first_key_(group * kWarpgroupRows + warp * 16),
-        lane_(lane) {}
+        lane_(lane),
+        large_(large) {}
 
   __device__ __forceinline__ void run() {
     const int first = group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, sequence().seqlen_k);
@@ -34,7 +35,8 @@ class BackwardShortKeys {
     Products::clear(dk_);
     Products::clear(dv_);
 #pragma unroll 1
-    for (int tile = seen.begin; tile < seen.end; ++tile) step(tile, tile < seen.full_begin || tile >= seen.full_end);
+    for (int tile = seen.begin; tile < seen.end; ++tile)
+      step(tile, large_ || tile < seen.full_begin || tile >= seen.full_end);
     store(p_.dv, dv_, 1.0f);
     store(p_.dk, dk_, static_cast<float>(p_.softmax_scale));
   }
@@ -49,14 +51,18 @@ class BackwardShortKeys {
     return tiles_ + (offset + tile * panel_bytes(kBlockM)) / 16;
   }
 
-  /// `hides`: some pair of the tile. Scores and their gradients take the same registers.
+  /// `hides`: some pair of the tile, or a weight may have to be bounded. Scores and their gradients take the same
+  /// registers.
   __device__ __forceinline__ void step(int tile, bool hides) {
     typename Tile::Scores s;
     typename Tile::Weights p;  // then dS
     const uint32_t queries = queries_at(Config::kQueriesOffset, tile), grads = queries_at(Config::kGradsOffset, tile);
     Products::multiply(s, keys_at(Config::kKeysOffset), queries);
     Tile::softmax_step(s, storage_.lse + tile * kBlockM, scale_, lane_);
-    if (hides) Tile::hide(s, sequence(), first_key_, tile * kBlockM, lane_);
+    if (hides) {
+      Tile::hide(s, sequence(), first_key_, tile * kBlockM, lane_);
+      if (large_) for_each_score(s, [](float& x, int, int, int) { x = LargeLse::bound(x); });
+    }
     pack_operand<Element>(p, s);
 
     Products::start(s, keys_at(Config::kValuesOffset), grads);
@@ -85,6 +91,7 @@ class BackwardShortKeys {
   const uint32_t tiles_;  // lower half of the descriptor of all tiles
   const float scale_;     // of scores, to base 2
   const int group_, first_key_, lane_;
+  const bool large_;  // some row has a LargeLse
   typename Products::Sum dk_, dv_;
 };
 

@@ -21,14 +21,15 @@ class BackwardShortQueries {
 
  public:
   __device__ __forceinline__ BackwardShortQueries(const BackwardParams& p, const Storage& storage, uint32_t s_tiles,
-                                                  float scale, int group, int warp, int lane)
+                                                  float scale, int group, int warp, int lane, bool large)
       : p_(p),
         storage_(storage),
         tiles_(Products::KeyTile::lower_half(s_tiles)),
         scale_(scale),
         group_(group),
         first_query_(group * kWarpgroupRows + warp * 16 + lane / 4),
-        lane_(lane) {}
+        lane_(lane),
+        large_(large) {}
 
   __device__ __forceinline__ void run() {
     const int first = group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, sequence().seqlen_q);
@@ -42,7 +43,8 @@ class BackwardShortQueries {
     }
     Products::clear(dq_);
 #pragma unroll 1
-    for (int tile = seen.begin; tile < seen.end; ++tile) step(tile, tile < seen.full_begin || tile >= seen.full_end);
+    for (int tile = seen.begin; tile < seen.end; ++tile)
+      step(tile, large_ || tile < seen.full_begin || tile >= seen.full_end);
     store();
   }
 
@@ -53,7 +55,7 @@ class BackwardShortQueries {
     return tiles_ + (offset + index * panel_bytes(kWarpgroupRows)) / 16;
   }
 
-  /// `hides`: some pair of the tile.
+  /// `hides`: some pair of the tile, or a weight may have to be bounded.
   __device__ __forceinline__ void step(int tile, bool hides) {
     Scores s, dp;
     Weights ds;
@@ -77,7 +79,7 @@ class BackwardShortQueries {
     Products::fence_operand(dq_);
   }
 
-  /// Weights that the window or the lengths hide become 0, whatever they are.
+  /// Weights that the window or the lengths hide become 0, whatever they are; others are bounded.
   __device__ __forceinline__ void hide(Scores& s, int tile) const {
     const int first_key = tile * kBlockN + 2 * (lane_ % 4);
     int begin[2], end[2];
@@ -91,6 +93,7 @@ class BackwardShortQueries {
       const int column = 8 * n + e % 2;
       if (column < begin[e / 2] || column >= end[e / 2]) x = 0.0f;
     });
+    if (large_) for_each_score(s, [](float& x, int, int, int) { x = LargeLse::bound(x); });
   }
 
   __device__ __forceinline__ void store() const {
@@ -108,6 +111,7 @@ class BackwardShortQueries {
   const uint32_t tiles_;  // lower half of the descriptor of all tiles
   const float scale_;     // of scores, to base 2
   const int group_, first_query_, lane_;
+  const bool large_;               // some row has a LargeLse
   float lse_[2], minus_delta_[2];  // of this lane's rows
   typename Products::Sum dq_;
 };

@@ -6,8 +6,9 @@
 namespace flash_ext::sm90 {
 
 /// Of the 64 queries of a warpgroup, while tiles are loaded. g_minus_delta: of the head, null = not wanted in memory.
+/// Returns whether this thread found a LargeLse.
 template <class Config>
-__device__ __forceinline__ void write_short_terms(const BackwardParams& p, const Sequence& sequence,
+__device__ __forceinline__ bool write_short_terms(const BackwardParams& p, const Sequence& sequence,
                                                   BackwardShortStorage<Config>& storage, float* g_minus_delta,
                                                   int first_query, int thread) {
   using Element = typename Config::Element;
@@ -19,6 +20,7 @@ __device__ __forceinline__ void write_short_terms(const BackwardParams& p, const
       p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
   const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[sequence.head] == INFINITY;
   const int lane = thread % kLanes, column = lane * kPiece;
+  bool large = false;
 #pragma unroll
   for (int row = thread / kLanes; row < kWarpgroupRows; row += kStep) {
     const int i = first_query + row;
@@ -38,10 +40,12 @@ __device__ __forceinline__ void write_short_terms(const BackwardParams& p, const
     if (lane != 0) continue;
     const float grad_lse = inside && g_grad_lse ? g_grad_lse[i] : 0.0f;
     const RowTerms terms = row_terms_of<Element>(sum - grad_lse, finite, inside ? g_lse[i] : -INFINITY, sink_takes_all);
+    large |= terms.large;
     storage.lse[i] = terms.lse;
     storage.minus_delta[i] = terms.minus_delta;
     if (g_minus_delta && inside) g_minus_delta[i] = terms.minus_delta;
   }
+  return large;
 }
 
 }  // namespace flash_ext::sm90

@@ -203,7 +203,7 @@ class BiasConsumer {
                             lse[1] == -INFINITY ? -INFINITY : -kLog2E * lse[1]};
     for_each_score(s, [&](float& x, int, int, int e) { x = fmaf(x, scale, shift[e / 2]); });
     bias_tile().add(s, kLog2E);
-    for_each_score(s, [](float& x, int, int, int) { x = ptx::exp2_approx(x); });
+    for_each_score(s, [](float& x, int, int, int) { x = LargeLse::bound(ptx::exp2_approx(x)); });
   }
 
   __device__ __forceinline__ void compute_p(Fragment& s, const BiasStep& step) const {
@@ -219,7 +219,7 @@ class BiasConsumer {
     for_each_score(s, [&](float& x, int, int, int e) {
       // Hidden scores first: an lse of NaN must not reach them.
       const float l = lse[e / 2];
-      x = l == -INFINITY || x == -INFINITY ? 0.0f : ptx::exp2_approx(fmaf(l, -kLog2E, x));
+      x = l == -INFINITY || x == -INFINITY ? 0.0f : BaseTwoUnit::weight_of_score(x, l);
     });
     bias_tile().hide(s);
   }

@@ -114,7 +114,7 @@ class BiasProducer {
     for (int row = lane_; row < kRows; row += 32) {
       const int i = first_query + row;
       const bool there = i < sequence.seqlen_q;
-      storage_.lse[slot][row] = there ? g_lse[i] : -INFINITY;
+      storage_.lse[slot][row] = there ? BaseTwoUnit::lse_with_slack(g_lse[i]) : -INFINITY;
       storage_.delta[slot][row] = there ? g_delta[i] : 0.0f;
     }
   }

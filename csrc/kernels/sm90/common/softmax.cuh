@@ -23,8 +23,8 @@ struct ScoreTerms {
 };
 
 /// Of base-2 scores divided by `scale`. With kPlain, a row without a stabiliser, whose scores were -inf until now, gets
-/// a sum that look_for_failure() notices. kRounds: the scaled score is rounded, as the stabiliser was. Else the
-/// rounding of a stabiliser beyond 2^30 or so is an exponent of its own, and overflows.
+/// a sum that look_for_failure() notices. kRounds: the scaled score is rounded, as the stabiliser was. Else see
+/// FixedStabiliser.
 template <bool kPlain, bool kRounds = false, int kN>
 __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&stabiliser)[2],
                                              float (&sum)[2]) {

@@ -132,7 +132,7 @@ class ForwardConsumer {
 #pragma unroll 1
       for (; tile >= rows.begin; --tile) {
         Weights p;
-        softmax_tile<RowMaxUpdate::kMore>(work_tile, tile, p);
+        softmax_tile<RowMaxUpdate::kMore, true>(work_tile, tile, p);
         add_values(p);
       }
     } else if (tile >= rows.begin) {
@@ -187,8 +187,8 @@ class ForwardConsumer {
     v_at_.advance();
   }
 
-  /// S and P of a tile.
-  template <RowMaxUpdate kRowMaxUpdate>
+  /// S and P of a tile. kRounds: on the safe path, which serves scores of any size.
+  template <RowMaxUpdate kRowMaxUpdate, bool kRounds = false>
   __device__ __forceinline__ void softmax_tile(const WorkTile& work_tile, int tile, Weights& p) {
     Scores s;
     wait_for_keys();
@@ -196,7 +196,7 @@ class ForwardConsumer {
     ptx::wgmma_wait<0>();
     fence_operand(s);
     release_keys(work_tile, tile);
-    softmax_step<kRowMaxUpdate>(s, work_tile, tile);
+    softmax_step<kRowMaxUpdate, kRounds>(s, work_tile, tile);
     pack(p, s);
   }
 
@@ -230,7 +230,7 @@ class ForwardConsumer {
   }
 
   /// S to P, whose sums are added up.
-  template <RowMaxUpdate kRowMaxUpdate>
+  template <RowMaxUpdate kRowMaxUpdate, bool kRounds = false>
   __device__ __forceinline__ void softmax_step(Scores& s, const WorkTile& work_tile, int tile) {
     constexpr bool kPlain = kRowMaxUpdate == RowMaxUpdate::kNone;
     float sum[2];
@@ -239,7 +239,7 @@ class ForwardConsumer {
       hide(s, work_tile, tile);
       update_row_max<kRowMaxUpdate == RowMaxUpdate::kFirst>(s);
     }
-    exponentiate<kPlain>(s, scale_, stabiliser_, sum);
+    exponentiate<kPlain, kRounds>(s, scale_, stabiliser_, sum);
     row_sum_[0] += sum[0];
     row_sum_[1] += sum[1];
   }
@@ -253,7 +253,8 @@ class ForwardConsumer {
     release_values();
   }
 
-  /// Whether something overflowed or met Inf or NaN, or a row that sees keys found no stabiliser, in this warp's rows.
+  /// Whether something overflowed or met Inf or NaN, or a row that sees keys found no stabiliser, or one that is too
+  /// large, in this warp's rows.
   __device__ __forceinline__ void look_for_failure(WorkTile& work_tile) const {
     const TileCoordinates<false> at = coordinates(work_tile, 0);
     bool failed = false, overflowed = false;
@@ -261,13 +262,19 @@ class ForwardConsumer {
     for (int r = 0; r < 2; ++r) {
       const int row = at.row(0, 2 * r);
       if (row >= work_tile.end_query) continue;
-      const bool sees_keys = max(work_tile.sequence.keys_begin(row), work_tile.tiles.begin * kBlockN) <
-                             min(work_tile.sequence.keys_end(row), work_tile.tiles.end * kBlockN);
       const bool met = trace_of_row(out_, r) != 0.0f;
       failed |= met;
-      overflowed |= has_overflowed(row_sum_[r], met) || (stabiliser_[r] == -INFINITY && sees_keys);
+      const bool too_large = !FixedStabiliser<Element>::serves(stabiliser_[r]);
+      overflowed |= has_overflowed(row_sum_[r], met);
+      overflowed |= sees_keys(work_tile, row) && (stabiliser_[r] == -INFINITY || too_large);
     }
     record_failure(work_tile, failed, overflowed);
+  }
+
+  /// As far as the window goes.
+  __device__ __forceinline__ static bool sees_keys(const WorkTile& work_tile, int row) {
+    return max(work_tile.sequence.keys_begin(row), work_tile.tiles.begin * kBlockN) <
+           min(work_tile.sequence.keys_end(row), work_tile.tiles.end * kBlockN);
   }
 
   /// By a lane's share of a row's sum. A quad of lanes shares a row: the limit leaves room for theirs, and for a

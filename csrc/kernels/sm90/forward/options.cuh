@@ -30,6 +30,7 @@ struct ForwardOptionsTerms {
   // by it, that is done first, and `scale` is 1.
   float scale;
   float bias_factor;  // of a bias, which is added before `scale`
+  float most_bias;    // of saturate_bias()
   float keep_scale;   // of dropout
   bool scales_first, adds_alibi, adds_bias;
   ForwardVisibility visible;

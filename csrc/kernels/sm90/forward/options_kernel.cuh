@@ -92,12 +92,14 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
     this->wait_for_query(work_tile);
     mode_ = kUpdatesRowMax;
     if constexpr (Config::kDrops) prepare_random_bits(work_tile);
-    if (kOnlyBias || (!kOnlyMask && options_.adds_bias)) {
+    if (has_bias()) {
       visit_tiles<true>(work_tile);
     } else {
       visit_tiles<false>(work_tile);
     }
   }
+
+  __device__ __forceinline__ bool has_bias() const { return kOnlyBias || (!kOnlyMask && options_.adds_bias); }
 
   /// A loop with a bias and one without: registers for what comes ahead of S would have to be cleared in each tile.
   template <bool kBias>
@@ -443,7 +445,7 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
   }
 
   /// As ForwardConsumer's. Rows that masks leave nothing of have no stabiliser; who found none was raised until the
-  /// end.
+  /// end, and so was who found a low one. Where there is a bias, the lowest of finite numbers may have been -inf.
   __device__ __forceinline__ void look_for_failure(WorkTile& work_tile) const {
     const TileCoordinates<false> at = this->coordinates(work_tile, 0);
     bool failed = false, overflowed = false;
@@ -452,9 +454,12 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
       float trace = 0.0f;
 #pragma unroll
       for (int d = 0; d < kD; ++d) trace = fmaf(0.0f, out_[d][2 * r], fmaf(0.0f, out_[d][2 * r + 1], trace));
-      const bool exists = at.row(0, 2 * r) < work_tile.end_query, met = trace != 0.0f;
+      const int row = at.row(0, 2 * r);
+      const bool exists = row < work_tile.end_query, met = trace != 0.0f;
       failed |= exists && met;
-      overflowed |= exists && Base::has_overflowed(row_sum_[r], met);
+      overflowed |=
+          exists && (Base::has_overflowed(row_sum_[r], met) || stabiliser_[r] > FixedStabiliser<Element>::kHighest ||
+                     (stabiliser_[r] == -INFINITY && has_bias() && Base::sees_keys(work_tile, row)));
     }
     Base::record_failure(work_tile, failed, overflowed);
   }
@@ -517,17 +522,17 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
     return kOnlyBias ? std::is_same_v<Element, __half> : p_.bias.dtype == DType::kFloat16;
   }
 
-  /// kHides: -inf hides even a score that is NaN.
-  template <bool kHides>
+  /// kSafe: -inf hides even a score that is NaN, and nothing overflows.
+  template <bool kSafe>
   __device__ __forceinline__ void add_bias(Scores& s, const BiasPairs& bias) const {
-    is_half_bias() ? add_bias_of<__half, kHides>(s, bias) : add_bias_of<__nv_bfloat16, kHides>(s, bias);
+    is_half_bias() ? add_bias_of<__half, kSafe>(s, bias) : add_bias_of<__nv_bfloat16, kSafe>(s, bias);
   }
 
-  template <class BiasElement, bool kHides>
+  template <class BiasElement, bool kSafe>
   __device__ __forceinline__ void add_bias_of(Scores& s, const BiasPairs& bias) const {
     const auto add = [this](float& x, float b) {
-      x = fmaf(b, options_.bias_factor, x);
-      if (kHides && b == -INFINITY) x = -INFINITY;
+      x = fmaf(kSafe ? saturate_bias(b, options_.most_bias) : b, options_.bias_factor, x);
+      if (kSafe && b == -INFINITY) x = -INFINITY;
     };
     if constexpr (kAsksForBias) {
 #pragma unroll
@@ -652,6 +657,7 @@ inline ForwardOptionsTerms forward_options_terms(const ForwardParams& p) {
   options.scales_first = scales_first(p.softcap, options.adds_alibi, p.softmax_scale);
   options.scale = options.scales_first ? 1.0f : scale;
   options.bias_factor = kLog2E / options.scale;
+  options.most_bias = most_bias(options.bias_factor);
   options.keep_scale = static_cast<float>(p.dropout.rule.keep_scale);
   return options;
 }
