@@ -50,7 +50,7 @@ def flash_attn_func(
 
     Args:
         q, k, v: nheads_k divides nheads; headdim is anything up to 256.
-        dropout_p: 0.0 in evaluation.
+        dropout_p: 0.0 in evaluation. Rounded to a multiple of 1/256 (see ``flash_ext.attention``).
         softmax_scale: default 1 / sqrt(headdim).
         causal: aligned to the bottom right: the last query sees the last key.
         window_size: (left, right), -1 = unlimited: query i sees keys from i + seqlen_k - seqlen_q - left to

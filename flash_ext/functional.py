@@ -90,8 +90,8 @@ def attention(
         mask: bool, True = visible, shaped like bias.
         sink: (heads_q), adds exp(sink) to the softmax denominator (Xiao et al. 2023, in the form of gpt-oss).
             Differentiable.
-        dropout_p: probability of dropping a weight, in [0, 1], rounded to a multiple of 2^-16; those that stay are
-            scaled by 1 / (1 - dropout_p).
+        dropout_p: probability of dropping a weight, in [0, 1], rounded to a multiple of 1/256, and never to 0 or 1 if
+            it is neither; those that stay are scaled by 1 / (1 - p) of that p, so that the expectation is exact.
         rng_state: int64 (2) on q's device, the Philox seed and offset that decide what is dropped, whatever the device
             (see ``draw_rng_state``); None draws one. Only with dropout.
         block_mask: block-sparse visibility, made for the lengths of q and k; of packed sequences for max_seqlen_q and
@@ -332,7 +332,8 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> t
 def draw_rng_state(device: torch.device | str) -> Tensor:
     """A seed and offset for dropout, from torch's default generator of the device.
 
-    Philox4x32-10 (Salmon et al. 2011) makes of them which weights are dropped: the same ones on every device.
+    Philox4x32-7 (Salmon et al. 2011) makes of them which weights are dropped: the same ones on every device, but not in
+    every version of this library.
 
     Args:
         device: where the tensor lies; calls want it where q does.

@@ -25,7 +25,8 @@ class MultiheadAttention(nn.MultiheadAttention):
       be of different kinds (bool and float) without a warning.
     - The ``is_causal`` hint is believed beside a ``key_padding_mask`` too, if query and key are equally long: the
       causal rule is then computed, and ``attn_mask`` is not read.
-    - Which weights dropout drops comes from the library's own generator (seeded by torch's), not from ``F.dropout``.
+    - Which weights dropout drops comes from the library's own generator (seeded by torch's), not from ``F.dropout``;
+      the probability is rounded to a multiple of 1/256.
     - Nested tensors are accepted for self-attention in training as well, and computed without padding; ``is_causal``
       then needs no ``attn_mask`` and is the causal rule of each sequence.
     - ``torch.jit.script`` is not supported.

@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
         attn_mask: bool (True = visible) or floating (added to the scores, differentiable), broadcasts to
             (..., heads, L, S); or a ``torch.nn.attention.bias.CausalBias`` for L and S, which costs what is_causal
             does.
-        dropout_p: applied whenever it is > 0.
+        dropout_p: applied whenever it is > 0; rounded to a multiple of 1/256 (see ``flash_ext.attention``).
         is_causal: key j is visible to query i where j <= i, also when L != S.
         scale: default 1 / sqrt(E).
         enable_gqa: query's heads may be a multiple of key's and value's.

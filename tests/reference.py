@@ -32,24 +32,34 @@ class Options:
     dropout_p: float = 0.0
 
 
-def philox4x32_10(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+def philox4x32_7(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Salmon et al. 2011, on Python integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(7):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return c0, c1, c2, c3
 
 
+def dropped_of_256(p: float) -> int:
+    """Of 256 weights, how many dropout drops on average: all or none only where p says so."""
+    return int(p) * 256 if p in (0, 1) else min(max(int(p * 256 + 0.5), 1), 255)
+
+
 def dropout_keeps(seed: int, offset: int, p: float, batch_head: int, i: int, j: int) -> bool:
-    """Whether dropout keeps score (i, j) of a head; ``batch_head`` is batch * heads_q + head."""
+    """Whether dropout keeps score (i, j) of a head; ``batch_head`` is batch * heads_q + head.
+
+    The eight words of two calls have one bit each of the weight's number.
+    """
     seed, offset = seed & (2**64 - 1), offset & (2**64 - 1)
-    counter = ((j >> 5) * 8 + (j & 7), (i >> 4) * 8 + (i & 7), batch_head, offset & 0xFFFFFFFF)
-    words = philox4x32_10(counter, (seed & 0xFFFFFFFF, (seed >> 32) ^ (offset >> 32)))
-    bits = (words[(j >> 3) & 3] >> (16 * ((i >> 3) & 1))) & 0xFFFF
-    return bits >= int(p * 65536.0 + 0.5)
+    key = (seed & 0xFFFFFFFF, (seed >> 32) ^ (offset >> 32))
+    keys, queries = j // 64 * 4 + j % 8 // 2, i // 16 * 8 + i % 8
+    first, second = (philox4x32_7((keys, 2 * queries + n, batch_head, offset & 0xFFFFFFFF), key) for n in (0, 1))
+    bit = i // 8 % 2 * 16 + j // 8 % 2 * 8 + 7 - j % 2 * 4 - j // 16 % 4
+    number = sum((word >> bit & 1) << n for n, word in enumerate(first + second))
+    return number >= dropped_of_256(p)
 
 
 def dropout_keep(rng: Tensor, p: float, batch: int, heads_q: int, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -60,19 +70,19 @@ def dropout_keep(rng: Tensor, p: float, batch: int, heads_q: int, seqlen_q: int,
     bh = torch.arange(batch * heads_q, device=rng.device).view(batch, heads_q, 1, 1)
     i = torch.arange(seqlen_q, device=rng.device)[:, None]
     j = torch.arange(seqlen_k, device=rng.device)[None, :]
-    shape = (batch, heads_q, seqlen_q, seqlen_k)
-    c0 = ((j >> 5) * 8 + (j & 7)).expand(shape)
-    c1 = ((i >> 4) * 8 + (i & 7)).expand(shape)
-    c2, c3 = bh.expand(shape), torch.full(shape, offset & word, device=rng.device)
-    k0, k1 = seed & word, key_hi
-    for _ in range(10):
-        # The products wrap at 64 bits, which leaves both of their halves right.
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((p1 >> 32) & word) ^ c1 ^ k0, p1 & word, ((p0 >> 32) & word) ^ c3 ^ k1, p0 & word
-        k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
-    words = torch.stack([c0, c1, c2, c3])
-    chosen = words.gather(0, ((j >> 3) & 3).expand(shape)[None])[0]
-    return ((chosen >> (16 * ((i >> 3) & 1))) & 0xFFFF) >= int(p * 65536.0 + 0.5)
+    bit = i // 8 % 2 * 16 + j // 8 % 2 * 8 + 7 - j % 2 * 4 - j // 16 % 4
+    number = torch.zeros(batch, heads_q, seqlen_q, seqlen_k, dtype=torch.int64, device=rng.device)
+    for call in range(2):
+        c0, c1, c2, c3 = j // 64 * 4 + j % 8 // 2, 2 * (i // 16 * 8 + i % 8) + call, bh, offset & word
+        k0, k1 = seed & word, key_hi
+        for _ in range(7):
+            # The products wrap at 64 bits, which leaves both of their halves right.
+            p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+            c0, c1, c2, c3 = ((p1 >> 32) & word) ^ c1 ^ k0, p1 & word, ((p0 >> 32) & word) ^ c3 ^ k1, p0 & word
+            k0, k1 = (k0 + 0x9E3779B9) & word, (k1 + 0xBB67AE85) & word
+        for n, drawn in enumerate((c0, c1, c2, c3)):
+            number |= (drawn >> bit & 1) << (4 * call + n)
+    return number >= dropped_of_256(p)
 
 
 def block_mask_tensors(see: Tensor, block_m: int, block_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -191,8 +201,8 @@ def drop(p: Tensor, options: Options, signed: bool = False) -> Tensor:
         return p
     if signed:
         return torch.where(options.keep, p, -p)
-    rounded = int(options.dropout_p * 65536.0 + 0.5) / 65536.0  # as dropout_keeps rounds it
-    return torch.where(options.keep, p, 0) * (1.0 / (1.0 - rounded) if rounded < 1 else 0.0)
+    kept = 256 - dropped_of_256(options.dropout_p)
+    return torch.where(options.keep, p, 0) * (256 / kept if kept else 0.0)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options = Options()) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ DropoutMaskCall prepare_dropout_mask(const Tensor& rng, double dropout_p, int64_
   for (size_t d = 0; d < shape.size(); ++d) check(shape[d] >= 0, names[d], " must be >= 0, got ", shape[d]);
 
   DropoutMaskCall call{{}, new_empty(rng, shape, ScalarType::Bool)};
-  call.params.dropout = {static_cast<const int64_t*>(rng.const_data_ptr()), dropout_p};
+  call.params.dropout = {static_cast<const int64_t*>(rng.const_data_ptr()), dropout_rule(dropout_p)};
   call.params.batch = batch;
   call.params.heads_q = heads_q;
   call.params.seqlen_q = seqlen_q;

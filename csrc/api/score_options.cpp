@@ -263,7 +263,7 @@ AttentionParams to_params(const Tensor& q, const Geometry& g, const ScoreOptions
   params.seq = sequence_params(options);
   params.window = {options.window_left, options.window_right, options.top_left};
   params.blocks = block_mask_params(options);
-  params.dropout.p = options.dropout_p;
+  params.dropout.rule = dropout_rule(options.dropout_p);
   params.allow_tf32 = options.allow_tf32;
   if (options.rng_state) params.dropout.rng = static_cast<const int64_t*>(options.rng_state->const_data_ptr());
   params.block_m = plan.block_m;

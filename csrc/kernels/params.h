@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "kernels/common/dropout/philox.h"
+
 namespace flash_ext {
 
 enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
@@ -77,8 +79,8 @@ struct BlockMaskParams {
 };
 
 struct DropoutParams {
-  const int64_t* rng = nullptr;  // (2): Philox seed and offset, see common/dropout/philox.h
-  double p = 0.0;
+  const int64_t* rng = nullptr;  // (2): Philox seed and offset
+  DropoutRule rule;
 };
 
 /// Everything that turns q and k into scores. Shared by all operations.
@@ -117,7 +119,7 @@ struct AttentionParams {
   int64_t head_group = 1;  // heads with the same key head whose rows share a tile: row = i * head_group + head
 };
 
-/// What attention_weights does with a dropped weight; kDropoutApply alone scales kept ones, by dropout_keep_scale.
+/// What attention_weights does with a dropped weight; kDropoutApply alone scales kept ones, by DropoutRule::keep_scale.
 enum DropoutMode : int { kDropoutIgnore = 0, kDropoutApply = 1, kDropoutNegate = 2 };
 
 struct ForwardParams : AttentionParams {

@@ -27,18 +27,18 @@ def library_mask(rng: torch.Tensor, p: float, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
-        ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0,) * 4, (0,) * 2, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
         (
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
         ),
     ],
 )
 def test_the_oracle_knows_the_published_vectors(counter: tuple, key: tuple, words: tuple) -> None:
-    """Known answers of Random123 1.14 (kat_vectors, philox4x32 10)."""
-    assert reference.philox4x32_10(counter, key) == words
+    """Known answers of Random123 1.14 (kat_vectors, philox4x32 7)."""
+    assert reference.philox4x32_7(counter, key) == words
 
 
 def test_the_oracle_agrees_with_itself() -> None:
@@ -50,8 +50,8 @@ def test_the_oracle_agrees_with_itself() -> None:
 
 
 @pytest.mark.op("dropout_mask")
-@pytest.mark.parametrize("p", [0.0, 2**-16, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 37, 71), (1, 2, 130, 65), (3, 1, 16, 32)], ids=str)
+@pytest.mark.parametrize("p", [0.0, 2**-20, 0.1, 0.5, 0.9, 1 - 2**-20, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 37, 71), (1, 2, 130, 65), (3, 1, 16, 64)], ids=str)
 def test_mask_equals_the_oracle_bit_for_bit(device: str, p: float, shape: tuple[int, ...]) -> None:
     rng = random_rng(device)
     mask = library_mask(rng, p, *shape)
@@ -79,15 +79,46 @@ def test_seeds_and_offsets_draw_different_masks(device: str) -> None:
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.8])
 def test_keep_rate(device: str, p: float) -> None:
     kept = library_mask(random_rng(device), p, 2, 4, 256, 256).float()
+    p = round(256 * p) / 256
     deviation = (p * (1 - p) / kept.numel()) ** 0.5
-    assert abs(kept.mean().item() - (1 - p)) < 6 * deviation + 2**-16
-    per_key = kept.mean(dim=(0, 1, 2)) - (1 - p)
-    assert per_key.abs().max() < 6.5 * (p * (1 - p) / (2 * 4 * 256)) ** 0.5
+    assert abs(kept.mean().item() - (1 - p)) < 6 * deviation
+    for others in ((0, 1, 2), (0, 1, 3)):
+        each = kept.mean(dim=others) - (1 - p)
+        assert each.abs().max() < 6.5 * (p * (1 - p) / (2 * 4 * 256)) ** 0.5
 
 
-@pytest.mark.parametrize(("p", "rounded"), [(0.9999, 65529 / 65536), (0.3, 19661 / 65536), (2**-18, 0.0)])
-def test_kept_weights_are_scaled_by_the_rounded_p(device: str, p: float, rounded: float) -> None:
-    """One key of value 1: out is 0 or the scale."""
+@pytest.mark.op("dropout_mask")
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("dim", [0, 1, 2, 3], ids=["batch", "heads", "queries", "keys"])
+def test_neighbours_are_independent(device: str, dim: int, p: float) -> None:
+    """Weights that share a call of Philox, words of it, or places in words, and those of other calls: none of them
+    says anything of another. The mean product of n independent numbers of variance 1 has a deviation of 1 / sqrt(n)."""
+    kept = library_mask(random_rng(device), p, 4, 4, 512, 512).float()
+    p = round(256 * p) / 256
+    normal = (kept - (1 - p)) / (p * (1 - p)) ** 0.5
+    for distance in (1, 2, 3) if dim < 2 else (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 24, 32, 48, 63, 64, 65, 128):
+        count = kept.shape[dim] - distance
+        product = normal.narrow(dim, 0, count) * normal.narrow(dim, distance, count)
+        assert abs(product.mean().item()) < 6 / product.numel() ** 0.5, distance
+
+
+@pytest.mark.op("dropout_mask")
+def test_every_pair_of_weights_of_a_group_is_independent(device: str) -> None:
+    """The 1024 weights of 16 queries and 64 keys, over many groups: their covariance is the identity."""
+    p, groups = 0.25, 4096
+    kept = library_mask(random_rng(device), p, 1, 1, 16 * 64, 64 * 64).float()
+    normal = (kept - (1 - p)) / (p * (1 - p)) ** 0.5
+    of_group = normal.reshape(64, 16, 64, 64).transpose(1, 2).reshape(groups, 1024)
+    covariance = of_group.T @ of_group / groups - torch.eye(1024, device=device)
+    assert covariance.abs().max() < 6.5 / groups**0.5
+    assert abs(covariance.square().mean().item() * groups - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("p", "rounded"), [(0.3, 77 / 256), (0.5, 0.5), (2**-18, 1 / 256), (0.002, 1 / 256), (0.9999, 255 / 256)]
+)
+def test_the_mean_is_exact(device: str, p: float, rounded: float) -> None:
+    """One key of value 1: out is 0 or the scale, which is that of the p that is drawn and not of the one asked for."""
     q, one = torch.zeros(1, 4096, 16, 8, device=device), torch.ones(1, 1, 16, 8, device=device)
     out = flash_ext.attention(q, one, one, dropout_p=p, rng_state=random_rng(device))
     kept = out[out != 0]
@@ -95,18 +126,11 @@ def test_kept_weights_are_scaled_by_the_rounded_p(device: str, p: float, rounded
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - rounded)), rtol=1e-6, atol=0)
 
 
-def test_p_that_rounds_to_zero_drops_nothing(device: str) -> None:
-    call = make_call(device=device)
-    inputs = tuple(call.inputs())
-    plain = run_library(call.with_random_gradients(), inputs)
-    call = call.with_options(dropout_p=2.0**-18, rng_state=random_rng(device))
-    result = assert_matches_oracle(call.with_random_gradients())
-    assert result["dv"].abs().max() > 0.1 * plain["dv"].abs().max()
-
-
-def test_p_that_rounds_to_one_drops_everything(device: str) -> None:
-    call = make_call(device=device, dropout_p=1 - 2**-20, rng_state=random_rng(device))
-    assert (run_library(call)["out"] == 0).all()
+@pytest.mark.parametrize("p", [2.0**-18, 1 - 2.0**-20])
+def test_p_near_the_ends_drops_some_and_keeps_some(device: str, p: float) -> None:
+    keep = library_mask(random_rng(device), p, 1, 1, 64, 256)
+    assert keep.any() and not keep.all()
+    assert_matches_oracle(make_call(device=device, dropout_p=p, rng_state=random_rng(device)).with_random_gradients())
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -118,7 +142,7 @@ def test_out_and_gradients_match_the_oracle_with_that_mask(device: str, dtype: t
     assert_matches_oracle(call)
 
 
-@pytest.mark.parametrize("p", [2**-16, 0.1, 0.5, 0.5 + 2**-16, 1 - 2**-16])
+@pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 129 / 256, 255 / 256])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_attention_keeps_what_the_mask_says(device: str, dtype: torch.dtype, head_dim: int, p: float) -> None:

@@ -1,8 +1,8 @@
 // Dropout of a panel: one factor for a kept score, another for a dropped one, drawn by coordinates
 // (common/dropout/philox.h).
 //
-// A Philox call decides the queries {i, i + 8} and the keys {j, j + 8, j + 16, j + 24}. Eight neighbouring queries are
-// therefore eight independent generators that run side by side in a vector.
+// A group has the queries {i, i + 8} and 16 of 64 keys. Eight neighbouring queries are therefore eight independent
+// generators that run side by side in a vector.
 #pragma once
 
 #include "kernels/common/dropout/philox.h"
@@ -26,13 +26,13 @@ FLASH_EXT_INLINE void multiply_high(const GroupWords& a, uint32_t b, GroupWords*
 #endif
 }
 
-/// philox4x32_10 for eight values of the second counter word.
-FLASH_EXT_INLINE void group_philox(uint32_t key_group, const GroupWords& query_groups, uint32_t batch_head,
+/// philox4x32 for eight values of the second counter word.
+FLASH_EXT_INLINE void group_philox(uint32_t key_group, const GroupWords& second_words, uint32_t batch_head,
                                    const PhiloxKey& key, GroupWords* words) {
-  GroupWords c0 = key_group - GroupWords{}, c1 = query_groups, c2 = batch_head - GroupWords{};
+  GroupWords c0 = key_group - GroupWords{}, c1 = second_words, c2 = batch_head - GroupWords{};
   GroupWords c3 = key.offset_lo - GroupWords{};
   uint32_t k0 = key.seed_lo, k1 = key.seed_hi;
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     GroupWords high0, high1;
     multiply_high(c0, 0xD2511F53u, &high0);
     multiply_high(c2, 0xCD9E8D57u, &high1);
@@ -55,15 +55,15 @@ class Dropout {
  public:
   static constexpr int kPanel = Shape<T>::kPanel;
 
-  explicit Dropout(const AttentionParams& p) : active_(p.dropout.rng != nullptr && p.dropout.p > 0) {
-    if (!active_) return;
-    key_ = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
-    threshold_ = dropout_threshold(p.dropout.p);
-    kept_scale_ = static_cast<T>(dropout_keep_scale(p.dropout.p));
+  explicit Dropout(const AttentionParams& p)
+      : active_(p.dropout.rng != nullptr && p.dropout.rule.threshold > 0),
+        rule_(p.dropout.rule),
+        kept_scale_(static_cast<T>(rule_.keep_scale)) {
+    if (active_) key_ = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
   }
 
   bool active() const { return active_; }
-  /// dropout_keep_scale, 1 without dropout.
+  /// DropoutRule::keep_scale, 1 without dropout.
   T kept_scale() const { return kept_scale_; }
 
   /// factors[n][lane] = kept or dropped, for the rows of `scores`. All lanes are queries of one head, in order.
@@ -73,10 +73,10 @@ class Dropout {
       draw_one_by_one(factors, scores, panel, batch_head, first_key, kept, dropped);
       return;
     }
-    // Whole groups of 32 keys; rows outside the panel are drawn and not written.
+    // Whole groups of 64 keys; rows outside the panel are drawn and not written.
     const Interval keys{first_key + scores.begin, first_key + scores.end};
-    for (int64_t group = keys.begin & ~int64_t{31}; group < keys.end; group += 32) {
-      for (int64_t j = group; j < group + 8; ++j) {
+    for (int64_t group = keys.begin / kDropoutKeys * kDropoutKeys; group < keys.end; group += kDropoutKeys) {
+      for (int64_t j = group; j < group + 8; j += 2) {
         for (int lane = 0; lane < kPanel;) {
           const int64_t i = panel.query[0] + lane;
           const int groups = i % (2 * kGroup) == 0 && lane + 2 * kGroup <= kPanel ? 2 : 1;
@@ -88,25 +88,33 @@ class Dropout {
   }
 
  private:
-  /// The queries [i, i + 8 * groups) and the keys {j, j + 8, j + 16, j + 24}: one or both halves of the words of a
-  /// call.
+  /// The queries [i, i + 8 * groups) and the keys {j, j + 1} + {0, 8, ..., 56}: one or both halves of the words.
   FLASH_EXT_INLINE void draw_groups(T* factors, int groups, const Interval& keys, int64_t first_key, int64_t j,
                                     int64_t i, int64_t batch_head, T kept, T dropped) const {
-    const GroupWords lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-    const GroupWords query_groups = lanes + static_cast<uint32_t>((i >> 4) * 8);
-    const uint32_t key_group = static_cast<uint32_t>((j >> 5) * 8 + (j & 7));
-    GroupWords words[4];
-    group_philox(key_group, query_groups, static_cast<uint32_t>(batch_head), key_, words);
-    for (int w = 0; w < 4; ++w) {
-      const int64_t key = j + 8 * w;
-      if (key < keys.begin || key >= keys.end) continue;
-      for (int group = 0; group < groups; ++group) {
-        const uint32_t half = static_cast<uint32_t>(((i >> 3) + group) & 1);
-        const GroupWords bits = (words[w] >> (16 * half)) & 0xFFFFu;
-        T* to = factors + (key - first_key) * kPanel + group * kGroup;
-        for (int l = 0; l < kGroup; ++l) to[l] = bits[l] >= threshold_ ? kept : dropped;
+    GroupWords flags;
+    draw_flags(i, j, batch_head, &flags);
+    for (int n = 0; n < kDropoutKeys / 8; ++n) {
+      for (int64_t key = j + 8 * n; key < j + 8 * n + 2; ++key) {
+        if (key < keys.begin || key >= keys.end) continue;
+        for (int group = 0; group < groups; ++group) {
+          const GroupWords bits = flags & 1u << dropout_bit(i + group * kGroup, key);
+          T* to = factors + (key - first_key) * kPanel + group * kGroup;
+          for (int l = 0; l < kGroup; ++l) to[l] = bits[l] != 0 ? kept : dropped;
+        }
       }
     }
+  }
+
+  /// draw_kept_weights() for eight queries from i on.
+  FLASH_EXT_INLINE void draw_flags(int64_t i, int64_t j, int64_t batch_head, GroupWords* flags) const {
+    const GroupWords lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    const GroupWords query_groups = lanes + dropout_query_group(i & ~int64_t{7});
+    GroupWords words[8];
+    for (uint32_t call = 0; call < 2; ++call)
+      group_philox(dropout_key_group(j), 2 * query_groups + call, static_cast<uint32_t>(batch_head), key_,
+                   words + 4 * call);
+    *flags = rule_.start - GroupWords{};
+    for (int k = 0; k < 8; ++k) *flags = (*flags & words[k]) | (rule_.takes_or[k] & (*flags | words[k]));
   }
 
   void draw_one_by_one(T* factors, const ScorePanel<T>& scores, const Panel<T>& panel, int64_t batch_head,
@@ -115,16 +123,16 @@ class Dropout {
       const int64_t j = first_key + n;
       for (int lane = 0; lane < kPanel; ++lane) {
         const int64_t i = panel.query[0] + lane;
-        const bool keep = dropout_bits(dropout_words(key_, batch_head, i, j), i, j) >= threshold_;
-        factors[n * kPanel + lane] = keep ? kept : dropped;
+        const uint32_t flags = draw_kept_weights(rule_, key_, batch_head, i, j);
+        factors[n * kPanel + lane] = flags >> dropout_bit(i, j) & 1u ? kept : dropped;
       }
     }
   }
 
   bool active_;
+  DropoutRule rule_;
   PhiloxKey key_{};
-  uint32_t threshold_ = 0;
-  T kept_scale_ = 1;
+  T kept_scale_;
 };
 
 }  // namespace flash_ext::cpu::FLASH_EXT_ISA

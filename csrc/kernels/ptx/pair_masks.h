@@ -16,19 +16,10 @@ __device__ __forceinline__ uint32_t spread_low_signs(uint32_t x) {
   return y;
 }
 
-/// The sign of byte 2 kHalf of x in all bits of the low half, that of the byte above it in all bits of the high half.
-template <int kHalf>
-__device__ __forceinline__ uint32_t spread_byte_signs(uint32_t x) {
-  uint32_t y;
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "n"(0x9988 + kHalf * 0x2222));
-  return y;
-}
-
-/// The sign of half kHalf of x in all bits of the low half, that of y in all bits of the high half.
-template <int kHalf>
-__device__ __forceinline__ uint32_t pair_signs(uint32_t x, uint32_t y) {
+/// The sign of a byte of x in all bits of the low half, that of the same byte of y in all bits of the high half.
+__device__ __forceinline__ uint32_t pair_byte_signs(uint32_t x, uint32_t y, int byte) {
   uint32_t z;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "n"(0xDD99 + kHalf * 0x2222));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0xCC88 + byte * 0x1111));
   return z;
 }
 

@@ -24,7 +24,6 @@ struct BackwardOptions {
   const float* slopes;  // ALiBi's, of the first head; null = none
   bool biased, masks, hides, drops;
   uint32_t batch_head;  // Philox's, of the first head
-  uint32_t last_dropped;
   PhiloxKey key;
 
   /// `per_natural`: of the unit of scores.
@@ -36,9 +35,8 @@ struct BackwardOptions {
         biased(p.bias.data),
         masks(p.mask.data || p.blocks.offsets),
         hides(hides_pairs(p)),
-        drops(dropout_threshold(p.dropout.p) > 0),
+        drops(p.dropout.rule.threshold > 0),
         batch_head(static_cast<uint32_t>(sequence.batch * p.heads_q + sequence.head)),
-        last_dropped((dropout_threshold(p.dropout.p) << 16) - 1),
         key{} {
     if (drops) key = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
   }
@@ -192,34 +190,6 @@ __device__ __forceinline__ void hide_by_words(float (&exponents)[2][kN][4], uint
     }
   }
 }
-
-/// Which of a lane's weights in 32 queries are dropped, by a bit for each: of neighbours, which lie in one register of
-/// an operand, the second one's is 16 higher.
-struct DroppedWeights {
-  uint32_t bits;
-
-  /// Of the pair r of the h-th 8 queries of sixteen, of which `piece` are the first or second, and the m-th 16 keys.
-  __device__ __forceinline__ static constexpr int pair(int piece, int m, int h, int r) {
-    return 8 * (piece % 2) + 4 * m + 2 * h + r;
-  }
-  __device__ __forceinline__ bool is_dropped(int pair, int element) const { return bits >> (pair + 16 * element) & 1u; }
-  /// A mask of those of a pair of 16-bit weights.
-  __device__ __forceinline__ uint32_t mask(int pair) const { return ptx::spread_signs(bits << (15 - pair)); }
-
-  /// One call of Philox decides the queries i, i + 8 and the keys j, j + 8, j + 16, j + 24.
-  __device__ __forceinline__ void draw(int piece, const BackwardOptions& options, int head, int i, int j) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const PhiloxWords words = dropout_words(options.key, options.batch_head + head, i + c, j);
-#pragma unroll
-      for (int w = 0; w < 4; ++w)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if ((h ? words.word[w] : words.word[w] << 16) <= options.last_dropped)
-            bits |= 1u << (pair(piece, w / 2, h, w % 2) + 16 * c);
-    }
-  }
-};
 
 /// Two products of 16-bit numbers.
 template <class Element>

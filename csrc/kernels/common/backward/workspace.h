@@ -84,8 +84,7 @@ struct BackwardWorkspace {
 
   BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory)
       : visibility(p, block_m, block_n), row_tiles(p, WorkListSide::kQueries, block_m, p.heads_q) {
-    if (const double keep_scale = dropout_keep_scale(p.dropout.p); keep_scale > 0)
-      unit = static_cast<float>(keep_scale);
+    if (const double keep_scale = p.dropout.rule.keep_scale; keep_scale > 0) unit = static_cast<float>(keep_scale);
     tiles_per_head = p.seq.cu_seqlens_q ? p.total_q / block_m + p.batch : p.batch * tiles_of(p.seqlen_q, block_m);
     const int64_t tiles = p.heads_q * tiles_per_head;
     lse = take<float>(memory, tiles * block_m);

@@ -1,9 +1,13 @@
-// Philox4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1, 2, 3") addressed by coordinates.
+// Philox4x32-7 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1, 2, 3") addressed by coordinates.
 //
-// Whether dropout keeps score (batch, head, i, j) depends on nothing but (seed, offset) and those four numbers, so
-// every tiling on every device draws the same mask. One call decides eight scores with 16 bits each:
-// the queries {i, i + 8} of a 16-row group and the keys {j, j + 8, j + 16, j + 24} of a 32-key group, which is what
-// one thread holds of a score tile in the accumulator layout of mma.sync and wgmma.
+// Whether dropout keeps weight (batch, head, i, j) depends on nothing but (seed, offset) and those four numbers, so
+// every tiling on every device draws the same mask. Two calls decide 32 weights with eight bits each: the queries
+// {i, i + 8} of a 16-row group and the keys {j, j + 1} + {0, 8, ..., 56} of a 64-key group, j even. That is what one
+// thread of a forward holds of 64 keys in the accumulator layout of mma.sync and wgmma.
+//
+// Word k of the two calls holds bit k of all 32 numbers. So comparing them with a threshold takes one logical operation
+// a word (kept_weights), and leaves a bit for each weight. Its place (dropout_bit) is chosen for what makes masks of
+// such bits: shifted left by 0 to 7, a word has the bits of {i, i + 8} x {j, j + 8} in the signs of its four bytes.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +15,9 @@
 #include "kernels/common/host_device.h"
 
 namespace flash_ext {
+
+constexpr int kPhiloxRounds = 7;  // the fewest that the paper has through BigCrush
+constexpr int kDropoutKeys = 64;  // of a group
 
 struct PhiloxKey {
   uint32_t seed_lo, seed_hi, offset_lo;
@@ -27,9 +34,12 @@ FLASH_EXT_HOST_DEVICE PhiloxKey philox_key(int64_t seed, int64_t offset) {
           static_cast<uint32_t>(o)};
 }
 
-FLASH_EXT_HOST_DEVICE PhiloxWords philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
-                                                uint32_t k1) {
-  for (int round = 0; round < 10; ++round) {
+FLASH_EXT_HOST_DEVICE PhiloxWords philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
+                                             uint32_t k1) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0;
     const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
     c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
@@ -42,25 +52,69 @@ FLASH_EXT_HOST_DEVICE PhiloxWords philox4x32_10(uint32_t c0, uint32_t c1, uint32
   return {{c0, c1, c2, c3}};
 }
 
-/// The words that decide the group of (i, j); element (i, j) reads half (i % 16) / 8 of word (j % 32) / 8.
-FLASH_EXT_HOST_DEVICE PhiloxWords dropout_words(const PhiloxKey& key, int64_t batch_head, int64_t i, int64_t j) {
-  const uint32_t key_group = static_cast<uint32_t>((j >> 5) * 8 + (j & 7));
-  const uint32_t query_group = static_cast<uint32_t>((i >> 4) * 8 + (i & 7));
-  return philox4x32_10(key_group, query_group, static_cast<uint32_t>(batch_head), key.offset_lo, key.seed_lo,
-                       key.seed_hi);
+/// A weight is kept when its eight bits are at least this: p in multiples of 1/256. A p between 0 and 1 drops some
+/// weights and keeps some, however near it is to either.
+FLASH_EXT_HOST_DEVICE uint32_t dropout_threshold(double p) {
+  if (p <= 0.0) return 0;
+  if (p >= 1.0) return 256;
+  const uint32_t nearest = static_cast<uint32_t>(p * 256.0 + 0.5);
+  return nearest < 1 ? 1 : nearest > 255 ? 255 : nearest;
 }
 
-FLASH_EXT_HOST_DEVICE uint32_t dropout_bits(const PhiloxWords& words, int64_t i, int64_t j) {
-  return (words.word[(j >> 3) & 3] >> (((i >> 3) & 1) * 16)) & 0xFFFFu;
+/// What dropout does, made of p.
+struct DropoutRule {
+  uint32_t threshold = 0;  // of dropout_threshold()
+  // kept_weights() takes `or` for bit k where that is 0 in the threshold, else `and`: all ones or 0. It starts from
+  // all weights, or, at a threshold of 256, from none.
+  uint32_t start = ~0u, takes_or[8] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
+  double keep_scale = 1.0;  // of kept weights, so that the expectation is right: 1 / (1 - p) of the p that is drawn
+};
+
+FLASH_EXT_HOST_DEVICE DropoutRule dropout_rule(double p) {
+  DropoutRule rule;
+  rule.threshold = dropout_threshold(p);
+  const bool drops_all = rule.threshold == 256;
+  rule.start = drops_all ? 0u : ~0u;
+  for (int k = 0; k < 8; ++k) rule.takes_or[k] = drops_all || (rule.threshold >> k & 1u) ? 0u : ~0u;
+  rule.keep_scale = drops_all ? 0.0 : 256.0 / (256.0 - rule.threshold);
+  return rule;
 }
 
-/// A score is kept when its 16 bits are at least this; p is thereby rounded to a multiple of 2^-16.
-FLASH_EXT_HOST_DEVICE uint32_t dropout_threshold(double p) { return static_cast<uint32_t>(p * 65536.0 + 0.5); }
+/// Four bits of each number, from first_bit on, after those below them: a 1 over a 0 of the threshold is enough, a 0
+/// below a 1 is too little.
+FLASH_EXT_HOST_DEVICE uint32_t compare_bits(const DropoutRule& rule, uint32_t kept, const PhiloxWords& words,
+                                            int first_bit) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int k = 0; k < 4; ++k) kept = (kept & words.word[k]) | (rule.takes_or[first_bit + k] & (kept | words.word[k]));
+  return kept;
+}
 
-/// What kept scores are multiplied by so that the expectation is right: 1 / (1 - p) of the rounded p, 0 for p = 1.
-FLASH_EXT_HOST_DEVICE double dropout_keep_scale(double p) {
-  const uint32_t threshold = dropout_threshold(p);
-  return threshold < 65536u ? 65536.0 / (65536.0 - threshold) : 0.0;
+/// A bit for each weight of a group: whether its number, of which words k have bit k, is at least the threshold.
+FLASH_EXT_HOST_DEVICE uint32_t kept_weights(const DropoutRule& rule, const PhiloxWords& low, const PhiloxWords& high) {
+  return compare_bits(rule, compare_bits(rule, rule.start, low, 0), high, 4);
+}
+
+/// Of query i. Two calls have it as their second counter, twice, and twice and 1.
+FLASH_EXT_HOST_DEVICE uint32_t dropout_query_group(int64_t i) { return static_cast<uint32_t>((i >> 4) * 8 + (i & 7)); }
+/// Of key j: the first counter.
+FLASH_EXT_HOST_DEVICE uint32_t dropout_key_group(int64_t j) {
+  return static_cast<uint32_t>((j >> 6) * 4 + ((j >> 1) & 3));
+}
+/// Where the weight (i, j) has its bit.
+FLASH_EXT_HOST_DEVICE int dropout_bit(int64_t i, int64_t j) {
+  return static_cast<int>(16 * ((i >> 3) & 1) + 8 * ((j >> 3) & 1) + 7 - 4 * (j & 1) - ((j >> 4) & 3));
+}
+
+/// kept_weights() of the group of (i, j).
+FLASH_EXT_HOST_DEVICE uint32_t draw_kept_weights(const DropoutRule& rule, const PhiloxKey& key, int64_t batch_head,
+                                                 int64_t i, int64_t j) {
+  const uint32_t query = 2 * dropout_query_group(i), keys = dropout_key_group(j);
+  const uint32_t head = static_cast<uint32_t>(batch_head);
+  const PhiloxWords low = philox4x32(keys, query, head, key.offset_lo, key.seed_lo, key.seed_hi);
+  const PhiloxWords high = philox4x32(keys, query + 1, head, key.offset_lo, key.seed_lo, key.seed_hi);
+  return kept_weights(rule, low, high);
 }
 
 }  // namespace flash_ext

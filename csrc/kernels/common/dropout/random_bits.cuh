@@ -1,10 +1,11 @@
-// Dropout's draws. A call of Philox (philox.h) is 10 rounds of two products. What it starts from is the group of the
-// query, that of the key, the head and the offset, which a round mixes in pairs only: the products of the first three
-// rounds depend on the query alone, or on the key alone, but for one. So a call costs a lane that is given what belongs
-// to the keys 15 products instead of 20.
+// Dropout's random bits. Two calls of Philox (philox.h), 7 rounds of two products each, decide 32 weights. What a call
+// starts from is the group of the query, that of the key, the head and the offset, which a round mixes in pairs only:
+// the products of the first three rounds depend on the query alone, or on the key alone, but for one. So a call costs a
+// lane that is given what belongs to query and keys 9 products instead of 14.
 #pragma once
 
 #include "kernels/params.h"
+#include "kernels/ptx/pair_masks.h"
 #include "philox.h"
 
 namespace flash_ext {
@@ -39,12 +40,13 @@ struct PhiloxProduct {
   }
 };
 
-/// What the calls for a group of queries share: the first product of the second round.
+/// What the calls for a group of queries share: the first product of the second round, of both calls.
 struct QueryRandomBits {
-  PhiloxProduct product;
+  PhiloxProduct product[2];
 
   __device__ __forceinline__ static QueryRandomBits of(const RandomKey& key, uint32_t query_group) {
-    return {PhiloxProduct::first(PhiloxProduct::second(key.batch_head).high ^ query_group ^ key.key0(0))};
+    const uint32_t of_head = PhiloxProduct::second(key.batch_head).high ^ key.key0(0);
+    return {{PhiloxProduct::first(of_head ^ 2 * query_group), PhiloxProduct::first(of_head ^ (2 * query_group + 1))}};
   }
 };
 
@@ -63,13 +65,13 @@ struct alignas(16) KeyRandomBits {
   }
 };
 
-/// As philox4x32_10().
-__device__ __forceinline__ PhiloxWords random_words(const RandomKey& key, const QueryRandomBits& query,
+/// Of one call, as philox4x32().
+__device__ __forceinline__ PhiloxWords random_words(const RandomKey& key, const PhiloxProduct& query,
                                                     const KeyRandomBits& keys) {
-  const PhiloxProduct product = PhiloxProduct::second(query.product.high ^ keys.mixed);
-  uint32_t c0 = product.high ^ keys.word0, c1 = product.low, c2 = query.product.low ^ keys.word2, c3 = keys.word3;
+  const PhiloxProduct product = PhiloxProduct::second(query.high ^ keys.mixed);
+  uint32_t c0 = product.high ^ keys.word0, c1 = product.low, c2 = query.low ^ keys.word2, c3 = keys.word3;
 #pragma unroll
-  for (int round = 3; round < 10; ++round) {
+  for (int round = 3; round < kPhiloxRounds; ++round) {
     const PhiloxProduct p0 = PhiloxProduct::first(c0), p1 = PhiloxProduct::second(c2);
     c0 = p1.high ^ c1 ^ key.key0(round);
     c1 = p1.low;
@@ -79,31 +81,48 @@ __device__ __forceinline__ PhiloxWords random_words(const RandomKey& key, const 
   return {{c0, c1, c2, c3}};
 }
 
-/// The same for two groups of queries, 8 apart, side by side: a round waits for the one before it.
-__device__ __forceinline__ void random_words(PhiloxWords (&words)[2], const RandomKey& key, uint32_t query_group,
-                                             const KeyRandomBits& keys) {
-  uint32_t c[2][4];
-#pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    const QueryRandomBits query = QueryRandomBits::of(key, query_group + 8 * m);
-    const PhiloxProduct product = PhiloxProduct::second(query.product.high ^ keys.mixed);
-    c[m][0] = product.high ^ keys.word0, c[m][1] = product.low;
-    c[m][2] = query.product.low ^ keys.word2, c[m][3] = keys.word3;
-  }
-#pragma unroll
-  for (int round = 3; round < 10; ++round)
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const PhiloxProduct p0 = PhiloxProduct::first(c[m][0]), p1 = PhiloxProduct::second(c[m][2]);
-      c[m][0] = p1.high ^ c[m][1] ^ key.key0(round);
-      c[m][1] = p1.low;
-      c[m][2] = p0.high ^ c[m][3] ^ key.key1(round);
-      c[m][3] = p0.low;
-    }
-#pragma unroll
-  for (int m = 0; m < 2; ++m)
-#pragma unroll
-    for (int w = 0; w < 4; ++w) words[m].word[w] = c[m][w];
+/// As draw_kept_weights().
+__device__ __forceinline__ uint32_t draw_kept_weights(const DropoutRule& rule, const RandomKey& key,
+                                                      const QueryRandomBits& query, const KeyRandomBits& keys) {
+  return kept_weights(rule, random_words(key, query.product[0], keys), random_words(key, query.product[1], keys));
 }
+
+/// A pair of weights of 16 bits, or 0 where `byte` of x, and of y for the second, has no sign.
+__device__ __forceinline__ uint32_t keep_pair(uint32_t pair, uint32_t x, uint32_t y, int byte) {
+  return pair & ptx::pair_byte_signs(x, y, byte);
+}
+
+/// Packed weights as accumulators lie whose rows are queries: of 64 keys, in steps of 16, of which register 2 r + h has
+/// the keys 8 r + 2 (lane % 4) + {0, 1} of row lane / 4 + 8 h.
+__device__ __forceinline__ void keep_weights(uint32_t (&step)[4], uint32_t kept, int number_of_step) {
+  const uint32_t x = kept << number_of_step, y = kept << (number_of_step + 4);
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) step[2 * r + h] = keep_pair(step[2 * r + h], x, y, 2 * h + r);
+}
+
+/// Words of kept weights of a tile of kQueries in shared memory, for accumulators whose rows are keys: a lane has few
+/// keys of a word there, so its warps draw the words together.
+template <int kQueries>
+struct KeptTile {
+  static constexpr int kWordsOfGroup = kQueries * 2;  // of 64 keys
+  static constexpr int bytes(int keys) { return (keys + kDropoutKeys - 1) / kDropoutKeys * kWordsOfGroup * 4; }
+
+  /// The first query and the first key of a word, from the tile's on, whose keys count from a whole group.
+  __device__ __forceinline__ static int query(uint32_t word) { return word % kWordsOfGroup / 32 * 16 + word % 8; }
+  __device__ __forceinline__ static int key(uint32_t word) {
+    return word / kWordsOfGroup * kDropoutKeys + word / 8 % 4 * 2;
+  }
+  /// Where a lane finds the two words of its queries of sixteen, 2 (lane % 4) and the next, which it shifts by shift().
+  __device__ __forceinline__ static uint32_t at(uint32_t key_group, uint32_t lane) {
+    return 4 * (key_group * kWordsOfGroup + lane / 8 * 8 + lane % 4 * 2);
+  }
+  static constexpr uint32_t kStepBytes = 32 * 4;  // to the next sixteen queries
+  /// For the lane's keys in the 16 from first_key on: bytes 2 h + r then have the signs of query h * 8 and key r * 8.
+  __device__ __forceinline__ static int shift(uint32_t first_key, uint32_t lane) {
+    return lane / 4 % 2 * 4 + first_key / 16 % 4;
+  }
+};
 
 }  // namespace flash_ext

@@ -12,6 +12,7 @@
 #include "kernels/common/sequence.cuh"
 #include "kernels/params.h"
 #include "kernels/ptx/arithmetic.h"
+#include "kernels/ptx/reread.h"
 
 namespace flash_ext {
 
@@ -303,14 +304,12 @@ __device__ __forceinline__ void hide_outside_window(float (&s)[kM][kN][4], const
 struct Dropout {
   bool active;
   float keep_scale;
-  uint32_t threshold;
   PhiloxKey key;
   uint32_t batch_head;
 
   __device__ __forceinline__ Dropout(const AttentionParams& p, const Sequence& sequence)
-      : active(dropout_threshold(p.dropout.p) > 0),
-        keep_scale(static_cast<float>(dropout_keep_scale(p.dropout.p))),
-        threshold(dropout_threshold(p.dropout.p)),
+      : active(p.dropout.rule.threshold > 0),
+        keep_scale(static_cast<float>(p.dropout.rule.keep_scale)),
         key{},
         batch_head(static_cast<uint32_t>(sequence.batch * p.heads_q + sequence.head)) {
     if (active) key = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
@@ -318,30 +317,45 @@ struct Dropout {
 
   /// Zeroes what is dropped; kept weights are scaled by the caller.
   template <int kM, int kN>
-  __device__ __forceinline__ void drop(float (&s)[kM][kN][4], const TileCoordinates<false>& at) const {
-    for_each_dropped(s, at, [](float& x) { x = 0.0f; });
+  __device__ __forceinline__ void drop(float (&s)[kM][kN][4], const DropoutRule& rule,
+                                       const TileCoordinates<false>& at) const {
+    for_each_dropped(s, rule, at, [](float& x) { x = 0.0f; });
   }
 
-  /// Calls f(x) for what is dropped. Rows are queries, tiles start at multiples of 16 queries and 32 keys: then a call
-  /// of Philox decides eight weights of one lane.
+  /// Calls f(x) for what is dropped. Rows are queries, tiles start at multiples of 16 queries and of 64 keys, or have
+  /// 32 keys: then all weights of a word, or half of them, are those of one lane.
   template <int kM, int kN, class F>
-  __device__ __forceinline__ void for_each_dropped(float (&s)[kM][kN][4], const TileCoordinates<false>& at, F f) const {
-    static_assert(kN % 4 == 0, "one call covers 32 keys");
-    // As the high half of a word, whatever the low half is.
-    const uint32_t last_dropped = (threshold - 1) << 16 | 0xFFFFu;
+  __device__ __forceinline__ void for_each_dropped(float (&s)[kM][kN][4], const DropoutRule& rule,
+                                                   const TileCoordinates<false>& at, F f) const {
+    constexpr int kTogether = kN < kDropoutKeys / 8 ? kN : kDropoutKeys / 8;
+    static_assert(kN % kTogether == 0 && (kDropoutKeys / 8) % kTogether == 0 && kTogether % 4 == 0);
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int n = 0; n < kN; n += 4)
+      for (int first = 0; first < kN; first += kTogether) {
+        // There are no registers for what would follow from them outside of a loop.
+        const int i = ptx::reread(at.row(m, 0)), j = ptx::reread(at.column(first, 0));
+        const uint32_t kept = draw(rule, i, j) << (j / 16 % 4);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const PhiloxWords words = dropout_words(key, batch_head, at.row(m, 0), at.column(n, c));
+        for (int n = 0; n < kTogether; ++n)
 #pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            if (words.word[w] << 16 <= last_dropped) f(s[m][n + w][c]);
-            if (words.word[w] <= last_dropped) f(s[m][n + w][2 + c]);
-          }
-        }
+          for (int e = 0; e < 4; ++e)
+            if (!(kept >> dropout_bit(8 * (e / 2), 8 * n + e % 2) & 1u)) f(s[m][first + n][e]);
+      }
+  }
+
+ private:
+  /// draw_kept_weights(), one call after the other: many kernels have no registers for both at once.
+  __device__ __forceinline__ uint32_t draw(const DropoutRule& rule, int i, int j) const {
+    uint32_t kept = rule.start;
+#pragma unroll
+    for (int call = 0; call < 2; ++call) {
+      const uint32_t query = ptx::reread(2 * dropout_query_group(i) + call);
+      const PhiloxWords words =
+          philox4x32(dropout_key_group(j), query, batch_head, key.offset_lo, key.seed_lo, key.seed_hi);
+      kept = ptx::reread(compare_bits(rule, kept, words, 4 * call));
+    }
+    return kept;
   }
 };
 

@@ -50,7 +50,7 @@ struct BackwardBlock {
   static constexpr int kRoleThreads = kThreads / 2;
   static constexpr bool kQueriesHoldKeys = 2 * kBlockM >= kBlockN;  // the stages of Q have room for dK
   static constexpr bool kWeightsInRegisters = Config::kSides == 1;
-  static constexpr int kDroppedWords = (kN + 3) / 4;
+  using Kept = KeptTile<kBlockM>;
   static constexpr bool kBoundsWeights = !Unit::kNatural;  // where there is a LargeLse
   // Options work on packed weights, which leave registers for that.
   static constexpr bool kPacked = kWeightsInRegisters && !Config::kFloat;
@@ -64,7 +64,7 @@ struct BackwardBlock {
   const bool makes_p;
   const int first_row;     // of the warp's keys in the tile
   const int first_column;  // of the warp's queries in the tile
-  const uint32_t s_key, s_value, s_query, s_grad_out, s_scores, s_lse, s_minus_delta, s_words, s_dropped, s_bias;
+  const uint32_t s_key, s_value, s_query, s_grad_out, s_scores, s_lse, s_minus_delta, s_words, s_kept, s_bias;
 
   float sum[kM][kD][4] = {};                     // dV or dK
   typename Rows::A r_weights[kWeightSteps][kM];  // P^T or dS^T, from one half-step to the next
@@ -88,7 +88,7 @@ struct BackwardBlock {
         s_lse(s_scores + Config::kScoreTiles * Config::kScoreBytes),
         s_minus_delta(s_lse + 2 * Config::kTermBytes),
         s_words(s_minus_delta + Config::kTermBytes),
-        s_dropped(s_words + Config::kWordBytes),
+        s_kept(s_words + Config::kWordBytes),
         s_bias(s_key + Config::kSharedBytes) {}
 
   /// x: but what depends on it is not computed before the loop, for which options leave no registers.
@@ -153,25 +153,36 @@ struct BackwardBlock {
       }
     }
   }
-  /// Of a lane of the P warps and the one of the dS warps that has the same scores.
-  __device__ __forceinline__ uint32_t dropped_at(int n, int word) const {
-    return s_dropped + n % 2 * Config::kDroppedBytes + 4 * (word * kRoleThreads + role_thread());
-  }
-  /// By the dS warps, while P of the step before is made.
-  __device__ __forceinline__ void draw_dropped(const PreparedStep& prepared, int n) const {
+  /// Words of kept weights, by the dS warps for all, while P of the step before is made.
+  __device__ __forceinline__ void draw_kept(const PreparedStep& prepared, int n) const {
     if constexpr (Config::kScoreOptions) {
-      if (!work_tile.options.drops || prepared.flags & kStepPast) return;
-      const TileCoordinates<true> at = coordinates(prepared.step, rematerialise(lane));
+      const BackwardOptions& options = work_tile.options;
+      if (!options.drops || prepared.flags & kStepPast) return;
 #pragma unroll 1
-      for (int word = 0; word < kDroppedWords; ++word) {
-        DroppedWeights dropped{0};
-#pragma unroll
-        for (int piece = 0; piece < (kN > 2 ? 2 : 1); ++piece)
-          dropped.draw(piece, work_tile.options, prepared.step.head, at.first_column + 32 * word + 16 * piece,
-                       at.first_row);
-        store_shared(dropped_at(n, word), dropped.bits);
+      for (int word = role_thread(); word < Config::kKeptBytes / 4; word += kRoleThreads) {
+        const int i = prepared.step.tile * kBlockM + Kept::query(word);
+        const int j = work_tile.first_key / kDropoutKeys * kDropoutKeys + Kept::key(word);
+        store_shared(s_kept + n % 2 * Config::kKeptBytes + 4 * word,
+                     draw_kept_weights(p.dropout.rule, options.key, options.batch_head + prepared.step.head, i, j));
       }
     }
+  }
+  /// What is kept of a lane's weights in 64 queries: x has those of its queries 2 (lane % 4) of each 8, y those of the
+  /// next ones. Shifted by 2 (sixteen of the queries) + (sixteen of the keys), bytes have signs as keep_pair() wants.
+  __device__ __forceinline__ uint2 kept_weights(int n, int first_sixteen) const {
+    static_assert(kM == 2);
+    constexpr uint32_t kBothKeys = 0xC0C0C0C0u;
+    const int lane = rematerialise(this->lane), shift = Kept::shift(work_tile.first_key + first_row, lane);
+    const uint32_t s_lane = s_kept + n % 2 * Config::kKeptBytes + Kept::at(first_row / kDropoutKeys, lane) +
+                            (first_column / 16 + first_sixteen) * Kept::kStepBytes;
+    uint2 kept = {0, 0};
+#pragma unroll 1
+    for (int k = 0; k < (kN < 8 ? kN / 2 : 4); ++k) {
+      const auto words = load_shared<uint2>(s_lane + k * Kept::kStepBytes);
+      kept.x |= (words.x << shift & kBothKeys) >> 2 * k;
+      kept.y |= (words.y << shift & kBothKeys) >> 2 * k;
+    }
+    return kept;
   }
   __device__ __forceinline__ void load_grad_out(const BackwardStep& step) const {
     load_rows(s_grad_out, work_tile.grad_out, step.head * p.grad_out.head_stride, step,
@@ -430,13 +441,13 @@ struct BackwardBlock {
     const uint32_t s_lane = gradient_tile(n) + lane_of_scores();
     const uint32_t s_slopes =
         gradient_tile(n) + Scores::lane_a_of_c(lane) + rematerialise(first_row) * Scores::kRowBytes;
+    uint2 kept = {};
 #pragma unroll
     for (int column = 0; column < kN; column += 2) {
-      const DroppedWeights dropped{kDrops ? load_shared<uint32_t>(dropped_at(n, column / 4)) : 0};
+      if (kDrops && column % 8 == 0) kept = kept_weights(n, column / 2);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        const int pair = first_pair() + column / 2;
-        const int first = DroppedWeights::pair(column / 2, m, 0, 0);
+        const int pair = first_pair() + column / 2, shift = column % 8 + m;
         if constexpr (kPacked) {
           uint32_t(&weights)[4] = r_weights[column / 2][m].r;
           uint32_t stored[4] = {weights[0], weights[1], weights[2], weights[3]};
@@ -445,7 +456,7 @@ struct BackwardBlock {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             if constexpr (kCaps) stored[k] = multiply_pairs<Element>(stored[k], slopes.r[k]);
-            if constexpr (kDrops) weights[k] &= ~dropped.mask(first + k);
+            if constexpr (kDrops) weights[k] = keep_pair(weights[k], kept.x << shift, kept.y << shift, k);
           }
           Scores::store_a_as_c(s_lane, 16 * m, pair, stored);
         } else {
@@ -455,7 +466,7 @@ struct BackwardBlock {
           for (int k = 0; k < 8; ++k) {
             float& weight = s[m][column + k / 4][k % 4];
             stored[k / 4][k % 4] = kCaps ? stored[k / 4][k % 4] * weight : weight;
-            if (kDrops && dropped.is_dropped(first + k / 2, k % 2)) weight = 0.0f;
+            if (kDrops && !((k % 2 ? kept.y : kept.x) >> (k / 2 * 8 + 7 - shift) & 1u)) weight = 0.0f;
           }
           Scores::store_c(s_lane, 16 * m, pair, stored[0], stored[1]);
         }
@@ -485,14 +496,13 @@ struct BackwardBlock {
   __device__ __forceinline__ void compute_ds(float (&s)[kM][kN][4], const PreparedStep& now, int n) const {
     if constexpr (Config::kScoreOptions) {
       if (work_tile.options.drops) {
-        uint32_t dropped[kDroppedWords];
-#pragma unroll
-        for (int word = 0; word < kDroppedWords; ++word) dropped[word] = load_shared<uint32_t>(dropped_at(n, word));
+        uint2 kept;
         return compute_ds(s, n, [&](float& x, float weight, int m, int column, int e) {
           const float2 minus_delta = load_shared<float2>(s_minus_delta + term_at(column));
-          const int pair = DroppedWeights::pair(column / 2, m, column % 2, e / 2);
-          const bool is_dropped = DroppedWeights{dropped[column / 4]}.is_dropped(pair, e % 2);
-          const float ds = weight * (is_dropped ? e % 2 ? minus_delta.y : minus_delta.x : x);
+          if (column % 8 == 0 && m == 0 && e == 0) kept = kept_weights(n, column / 2);
+          const int bit = column % 2 * 16 + e / 2 * 8 + 7 - (column % 8 / 2 * 2 + m);
+          const bool is_kept = (e % 2 ? kept.y : kept.x) >> bit & 1u;
+          const float ds = weight * (is_kept ? x : e % 2 ? minus_delta.y : minus_delta.x);
           x = weight == 0.0f ? 0.0f : ds;
         });
       }
@@ -612,7 +622,7 @@ struct BackwardBlock {
         put_step(next(work_tile.ring[0].step), 1);
       }
       __syncthreads();
-      if (!makes_p) draw_dropped(work_tile.ring[0], 0);
+      if (!makes_p) draw_kept(work_tile.ring[0], 0);
       if (makes_p && !has(work_tile.ring[0], kStepPast)) load_for_weights(work_tile.ring[0], 0);
     }
     ptx::cp_async_commit();
@@ -647,7 +657,7 @@ struct BackwardBlock {
         ptx::cp_async_commit();
         if (Config::kScoreOptions && !makes_p && !past) {
           if (prepares()) put_step(next(work_tile.ring[(n + 1) % 8].step), n + 2);
-          draw_dropped(work_tile.ring[(n + 1) % 8], n + 1);
+          draw_kept(work_tile.ring[(n + 1) % 8], n + 1);
         }
         consume_p(now, Config::kScoreOptions ? work_tile.ring[(n + 7) % 8].step : previous(now.step), n);
       }

@@ -118,7 +118,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
 
 inline bool is_plain_backward(const BackwardParams& p) {
   const bool plain_scores = p.softmax_scale > 0 && p.softcap == 0 && !p.alibi_slopes;
-  return plain_scores && !hides_pairs(p) && p.dropout.p == 0;
+  return plain_scores && !hides_pairs(p) && p.dropout.rule.threshold == 0;
 }
 
 template <class Config>

@@ -47,8 +47,8 @@ constexpr int backward_shared_bytes(int head_dim, bool is_float, BackwardTiling 
   const int key_groups = shape.block_n / 32, sides = shape.warps / 2 / key_groups;
   const int tiles = (2 * shape.block_n + 3 * shape.block_m) * row + (sides == 1 ? 2 : 3) * shape.block_n * score_row;
   const int words = shape.block_m * key_groups * 4;
-  const int dropped = (shape.block_m / sides + 31) / 32 * 32 * shape.warps / 2 * 4;
-  return tiles + 3 * shape.block_m * 4 + (general ? words + 2 * dropped : 0) + 512;
+  const int kept = (shape.block_n + 63) / 64 * shape.block_m * 8;
+  return tiles + 3 * shape.block_m * 4 + (general ? words + 2 * kept : 0) + 512;
 }
 
 /// The tiling that serves a call on a GPU of which a CTA can have so much shared memory. bias_bytes: of a tile of

@@ -5,6 +5,7 @@
 #include "kernels/common/backward/options.cuh"
 #include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/workspace.h"
+#include "kernels/common/dropout/random_bits.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/warp_products.cuh"
@@ -26,7 +27,7 @@ struct BackwardConfig {
   static constexpr int kWarps = kShape.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRoleWarps = kWarps / 2;
-  static constexpr int kWarpKeys = 32;  // as many as one Philox call and one word of visibility cover
+  static constexpr int kWarpKeys = 32;  // as many as one word of visibility covers
   static constexpr int kBlockM = kShape.block_m, kBlockN = kShape.block_n;
   static constexpr int kBlocksPerSm = 1;
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
@@ -46,14 +47,13 @@ struct BackwardConfig {
   static constexpr int kScoreBytes = ScoreLayout::bytes(kBlockN);
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
   static constexpr int kWordBytes = kScoreOptions ? kBlockM * kKeyGroups * 4 : 0;
-  // A bit for each weight, whole words for each lane of the P warps.
-  static constexpr int kDroppedBytes = kScoreOptions ? (kWarpQueries + 31) / 32 * kThreads / 2 * 4 : 0;
+  static constexpr int kKeptBytes = kScoreOptions ? KeptTile<kBlockM>::bytes(kBlockN) : 0;  // of dropout
   // Where warps share keys, P^T is read for dV while dS^T is written: it has a tile of its own.
   static constexpr int kScoreTiles = kSides == 1 ? 2 : 3;
   static constexpr int kTilesBytes = 2 * kKeyBytes + 3 * kQueryBytes + kScoreTiles * kScoreBytes;
   static constexpr int kWorkTileBytes = 512;
   static constexpr int kSharedBytes =
-      kTilesBytes + 3 * kTermBytes + kWordBytes + 2 * kDroppedBytes + kWorkTileBytes;  // without a bias
+      kTilesBytes + 3 * kTermBytes + kWordBytes + 2 * kKeptBytes + kWorkTileBytes;  // without a bias
   static constexpr BackwardTiling kTiling = kSmall_         ? BackwardTiling::kSmall
                                             : kScoreOptions ? BackwardTiling::kGeneral
                                                             : BackwardTiling::kPlain;

@@ -279,7 +279,7 @@ struct BiasBlock {
     }
   }
 
-  __device__ __forceinline__ bool drops() const { return dropout_threshold(p.dropout.p) > 0; }
+  __device__ __forceinline__ bool drops() const { return p.dropout.rule.threshold > 0; }
   __device__ __forceinline__ static void hide_by_words(Fragment& s, const uint32_t* s_words, int row, int key,
                                                        int lane) {
     const uint32_t* const s_lane = s_words + (row + lane / 4) * kWordsPerRow + key / 32;
@@ -298,10 +298,10 @@ struct BiasBlock {
     if (!drops() || mode == kDropoutIgnore) return;
     const Dropout dropout(p, sequence);
     if (mode == kDropoutNegate) {
-      dropout.for_each_dropped(w, at, [](float& x) { x = -x; });
+      dropout.for_each_dropped(w, p.dropout.rule, at, [](float& x) { x = -x; });
     } else {
       for_each_score(w, [&](float& x, int, int, int) { x *= dropout.keep_scale; });
-      dropout.drop(w, at);
+      dropout.drop(w, p.dropout.rule, at);
     }
   }
 

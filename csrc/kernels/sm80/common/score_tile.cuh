@@ -358,10 +358,10 @@ __device__ __forceinline__ void apply_dropout(ScoreFragment& w, const AttentionP
   const Dropout dropout(p, sequence);
   if (!dropout.active || mode == kDropoutIgnore) return;
   if (mode == kDropoutNegate) {
-    dropout.for_each_dropped(w, at, [](float& x) { x = -x; });
+    dropout.for_each_dropped(w, p.dropout.rule, at, [](float& x) { x = -x; });
   } else {
     for_each_score(w, [&](float& x, int, int, int) { x *= dropout.keep_scale; });
-    dropout.drop(w, at);
+    dropout.drop(w, p.dropout.rule, at);
   }
 }
 

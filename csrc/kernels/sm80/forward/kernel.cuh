@@ -59,9 +59,7 @@ struct ForwardBlock {
   using Scores = typename ForwardRows<Config>::Scores;
   using Visibility = typename OptionTiles<Config>::Visibility;
   using RandomBits = WarpRandomBits<Config>;
-  static constexpr bool kRandomBitsAhead =
-      Config::kOneDropout && kHeadDim == 64;  // at 128 there are no registers for it
-  using DrawnAhead = std::conditional_t<kRandomBitsAhead, typename RandomBits::Ahead, NoRandomBits>;
+  using KeptWeights = std::conditional_t<Config::kOneDropout, typename RandomBits::Kept, NoRandomBits>;
 
   const ForwardParams& p;
   const ForwardSchedule& schedule;
@@ -162,16 +160,15 @@ struct ForwardBlock {
     for (int m = 0; m < kM; ++m) Products::load_a(a[m], s_lane, warp_row + 16 * m, step);
   }
 
-  /// S = Q K^T. Beside it what is to be dropped of the first 32 keys is drawn.
-  __device__ __forceinline__ void multiply_qk(Scores& s, DrawnAhead& ahead, int tile) const {
+  /// S = Q K^T. Beside it dropout draws what it keeps.
+  __device__ __forceinline__ void multiply_qk(Scores& s, KeptWeights& kept, int tile) const {
     const uint32_t s_lane = stage(s_k, 0) + Products::lane_b(lane);
     options().start(s);
 #pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
-      if constexpr (kRandomBitsAhead) {
+      if constexpr (Config::kOneDropout) {
         constexpr int kEvery = kSteps / RandomBits::kCalls;
-        if (step % kEvery == 0)
-          options().random_bits(seeds, tile).draw_now(ahead.words[step / kEvery], 0, step / kEvery);
+        if (step % kEvery == 0) options().random_bits(seeds, tile).draw(kept, p.dropout.rule, step / kEvery);
       }
       typename Products::A loaded[kM];
       if constexpr (!Config::kQueryInRegisters) query_fragments(step, loaded);
@@ -216,33 +213,20 @@ struct ForwardBlock {
     }
   }
 
-  /// The same with dropout. P is packed first: registers then suffice to draw for the second half of the tile's keys
-  /// beside the products of the first.
-  __device__ __forceinline__ void multiply_pv(const Scores& s, const DrawnAhead& ahead, int tile) {
-    static_assert(kBlockN == 64, "two halves");
-    constexpr int kPairSteps = kBlockN / Products::kDepth, kEvery = kD / RandomBits::kCalls;
+  /// The same with dropout, on packed P.
+  __device__ __forceinline__ void multiply_pv(const Scores& s, const KeptWeights& kept) {
+    constexpr int kPairSteps = kBlockN / Products::kDepth;
     const uint32_t s_lane = stage(s_v, 0) + Products::lane_b_transposed(lane);
-    const RandomBits random_bits = options().random_bits(seeds, tile);
     typename Products::A a[kPairSteps][kM];
 #pragma unroll
     for (int step = 0; step < kPairSteps; ++step)
 #pragma unroll
       for (int m = 0; m < kM; ++m) Products::a_from_accumulators(a[step][m], s[m], step);
-#pragma unroll
-    for (int call = 0; call < RandomBits::kCalls; ++call) {
-      if constexpr (kRandomBitsAhead) {
-        RandomBits::drop(a, ahead.words[call], schedule.last_dropped, 0, call);
-      } else {
-        RandomBits::drop(a, random_bits.draw(0, call), schedule.last_dropped, 0, call);
-      }
-    }
+    RandomBits::drop(a, kept);
 #pragma unroll
     for (int step = 0; step < kPairSteps; ++step)
 #pragma unroll
       for (int d = 0; d < kD; d += 2) {
-        const int turn = step * kD + d;
-        if (turn < 2 * kD && turn % (2 * kEvery) == 0)
-          RandomBits::drop(a, random_bits.draw(1, turn / (2 * kEvery)), schedule.last_dropped, 1, turn / (2 * kEvery));
         typename Products::B b;
         Products::load_b_transposed(b, s_lane, d / 2, step);
 #pragma unroll
@@ -282,14 +266,14 @@ struct ForwardBlock {
     }
   }
 
-  __device__ __forceinline__ void finish_step(Scores& s, const DrawnAhead& ahead, int tile, int next) {
+  __device__ __forceinline__ void finish_step(Scores& s, const KeptWeights& kept, int tile, int next) {
     if (Config::kOneBias || (Config::kReads && schedule.stages_bias)) {
       __syncwarp();  // all lanes have read their part of this tile's bias
       options().load_bias(work_tile, next);
       ptx::cp_async_commit();
     }
     if constexpr (Config::kOneDropout) {
-      multiply_pv(s, ahead, tile);
+      multiply_pv(s, kept);
     } else {
       options().drop(s, tile);
       multiply_pv(s);
@@ -313,21 +297,21 @@ struct ForwardBlock {
   /// A tile that no window cuts, and whose scores the stabilisers are good for.
   __device__ __forceinline__ void full_step(MaskedTile at, MaskedTile next, const Visibility& visible) {
     Scores s;
-    DrawnAhead ahead;
-    multiply_qk(s, ahead, at.tile);
+    KeptWeights kept;
+    multiply_qk(s, kept, at.tile);
     release_key(next);
     const RowTerms terms = options().apply(s, at, visible, phase);
     if (Config::kMasks && work_tile.sanitised) sanitise_value();
     exponentiate<false>(s, terms);
-    finish_step(s, ahead, at.tile, next.tile);
+    finish_step(s, kept, at.tile, next.tile);
   }
 
   /// Any tile. True if the next step has to update the row stabilisers too, as some row has none.
   __device__ __forceinline__ bool partial_step(MaskedTile at, MaskedTile next, const Visibility& visible, bool first) {
     if (Config::kBiases && work_tile.safe_path) options().saturate_bias();
     Scores s;
-    DrawnAhead ahead;
-    multiply_qk(s, ahead, at.tile);
+    KeptWeights kept;
+    multiply_qk(s, kept, at.tile);
     release_key(next);
     const RowTerms terms = options().apply(s, at, visible, phase);
     const bool outside_window = at.tile < work_tile.tiles.full_begin || at.tile >= work_tile.tiles.full_end;
@@ -341,7 +325,7 @@ struct ForwardBlock {
       __syncthreads();
     }
     if (work_tile.sanitised && (Config::kMasks || outside_window)) sanitise_value();
-    finish_step(s, ahead, at.tile, next.tile);
+    finish_step(s, kept, at.tile, next.tile);
     return exact;
   }
 

@@ -57,13 +57,10 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
     if (schedule.stages_bias) shared_bytes = with_bias;
   }
   if constexpr (Config::kOneBias) schedule.per_unit = 1.0f / schedule.scale;
-  if constexpr (Config::kOneDropout) {
-    schedule.last_dropped = (dropout_threshold(p.dropout.p) - 1) << 16 | 0xFFFFu;
-    shared_bytes += 2 * Config::kRandomBytes;
-  }
+  if constexpr (Config::kOneDropout) shared_bytes += 2 * Config::kRandomBytes;
   if constexpr (Config::kOptionBranches) {
     schedule.adds_alibi = p.alibi_slopes != nullptr;
-    schedule.drops = dropout_threshold(p.dropout.p) > 0;
+    schedule.drops = p.dropout.rule.threshold > 0;
     schedule.caps = p.softcap > 0.0;
     schedule.cap = static_cast<float>(p.softcap) * Unit::kPerNatural;
     if (schedule.caps) schedule.first_scale = static_cast<float>(p.softmax_scale / p.softcap);
@@ -78,7 +75,7 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
 }
 
 inline ForwardVariant variant_of(const AttentionParams& p) {
-  return variant_of({p.softmax_scale, p.softcap, p.alibi_slopes != nullptr, dropout_threshold(p.dropout.p) > 0,
+  return variant_of({p.softmax_scale, p.softcap, p.alibi_slopes != nullptr, p.dropout.rule.threshold > 0,
                      p.mask.data != nullptr, p.blocks.offsets != nullptr, p.seq.block_table != nullptr,
                      p.bias.data != nullptr, can_stage_bias(p.bias), p.dtype, p.bias.dtype});
 }

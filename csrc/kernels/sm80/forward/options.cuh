@@ -122,8 +122,8 @@ struct OptionTiles {
 
   template <int kM, int kN>
   __device__ __forceinline__ void drop(float (&weights)[kM][kN][4], int tile) const {
-    if constexpr (Config::kOptionBranches) {
-      if (schedule.drops) work_tile.options.dropout.drop(weights, coordinates(tile));
+    if constexpr (Config::kDropsByBranch) {
+      if (schedule.drops) work_tile.options.dropout.drop(weights, p.dropout.rule, coordinates(tile));
     }
   }
 
@@ -132,7 +132,7 @@ struct OptionTiles {
     if constexpr (Config::kOneDropout) WarpRandomBits<Config>::share(work_tile, seeds, s_random_bits(tile), tile);
   }
   __device__ __forceinline__ WarpRandomBits<Config> random_bits(const PhiloxKey& seeds, int tile) const {
-    return {work_tile, seeds, s_random_bits(tile), warp_row, lane};
+    return {work_tile, seeds, s_random_bits(tile), ptx::reread(warp_row), ptx::reread(lane)};
   }
 
   /// Without waiting, once the warp is done with what was there.

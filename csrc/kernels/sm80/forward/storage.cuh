@@ -24,6 +24,7 @@ struct ForwardConfig {
   static constexpr bool kOneMask = kVariant == ForwardVariant::kMask;
   static constexpr bool kBiases = kReads || kOneBias, kMasks = kReads || kOneMask;
   static constexpr bool kDropout = kOptionBranches || kOneDropout;
+  static constexpr bool kDropsByBranch = kReads || (kOptionBranches && kHeadDim_ == 256);  // as variant_of() says
   static constexpr bool kFloat = sizeof(Element) == 4;
   static constexpr bool kWide = kHeadDim == 256;
   static constexpr ForwardShape kShape = forward_shape(kHeadDim, kFloat, kVariant, kSmall_);
@@ -40,7 +41,8 @@ struct ForwardConfig {
   static constexpr bool kRematerialisesThread =
       (kHeadDim == 128 && kVariant != ForwardVariant::kPlain && !kReads && !kOneBias) || (kWide && kFullPrecision);
   static constexpr bool kRematerialisesLane =
-      (kWide && kFullPrecision && kVariant == ForwardVariant::kPlain) || (kHeadDim == 128 && kOneMask);
+      (kWide && kFullPrecision && kVariant == ForwardVariant::kPlain) ||
+      (kHeadDim == 128 && (kOneMask || kOneDropout || kVariant == ForwardVariant::kComputes));
   static constexpr bool kLooksEarly = kHeadDim == 64;  // at what a mask leaves: in registers while a step begins
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
@@ -59,7 +61,7 @@ struct ForwardConfig {
   static constexpr int kSharedBytes = kTilesBytes + kWorkTileBytes;  // without what options need
   static_assert(kSharedBytes == forward_shared_bytes(kShape, kHeadDim, kFloat), "which the plan goes by");
   static constexpr int kVisibilityBytes = kBlockM * (kBlockN / 32) * 4;  // words of a block mask for a tile
-  static constexpr int kRandomBytes = kBlockN / 4 * 16;                  // what draws for the keys of a tile share
+  static constexpr int kRandomBytes = kBlockN / 16 * 16;                 // KeyRandomBits of a tile
   static_assert(!kSmall_ || kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");
   static_assert(!kSmall_ || kSharedBytes + 2 * kVisibilityBytes <= kSmallestSharedBytes, "with masks as well");
   static_assert(!kOneBias ||
@@ -83,8 +85,7 @@ struct ForwardSchedule {
   bool stages_bias;               // through shared memory: there is room for it
   int bias_offset, words_offset;  // there; words of a block mask
   MaskBits mask;
-  uint32_t last_dropped;  // by dropout, as the high half of a word, whatever the low half is
-  WorkList list;          // of packed sequences; then no heads, groups and batches count
+  WorkList list;  // of packed sequences; then no heads, groups and batches count
 };
 
 /// What the options of one head come to.

@@ -10,8 +10,8 @@
 namespace flash_ext::sm90 {
 
 inline BackwardBlocksCall blocks_call(const BackwardParams& p) {
-  const bool other_options = p.bias.data || p.mask.data || dropout_threshold(p.dropout.p) > 0 || p.softcap > 0 ||
-                             p.alibi_slopes || p.deterministic;
+  const bool other_options =
+      p.bias.data || p.mask.data || p.dropout.rule.threshold > 0 || p.softcap > 0 || p.alibi_slopes || p.deterministic;
   const bool equal_lengths =
       !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k && !p.seq.seqused_q && !p.seq.seqused_k && !p.seq.leftpad_k;
   return {p.blocks.offsets ? p.blocks.block_m : 0, p.blocks.block_n,

@@ -89,9 +89,16 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
 
   /// dP
   __device__ __forceinline__ void multiply_grads(Scores& s) const {
+    multiply_grads(s, [] {});
+  }
+  /// Beside meanwhile().
+  template <class Meanwhile>
+  __device__ __forceinline__ void multiply_grads(Scores& s, Meanwhile meanwhile) const {
     wait_for(storage_.v_full, 0);
     this->wait_for_grad();
-    Products::multiply(s, Base::keys_ + kValues, this->grad_tile());
+    Products::start(s, Base::keys_ + kValues, this->grad_tile());
+    meanwhile();
+    Products::finish(s);
   }
 
   /// dV += P dO, dK += dS Q: under way together, beside meanwhile(), and over when this returns.

@@ -22,14 +22,16 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
   using typename Base::Scores;
   using typename Base::Tile;
   using typename Base::Weights;
-  static constexpr int kFirstPairBarrier = 2 + Config::kGroups;  // of two warps
+  static constexpr int kFirstKeptBarrier = 2 + Config::kGroups;  // of a warpgroup
   // Whether dS is made of P times the derivative of the softcap. Where there may be dropout, it comes last.
   static constexpr bool kSlopesFirst = !Config::kAny && Config::may_have(kStepSoftcapped);
   static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
 
   __device__ __forceinline__ BackwardOptionsConsumer(const BackwardParams& p, const BackwardOptionsLayout& layout,
                                                      Storage& storage, uint32_t s_tiles, int group, int lane)
-      : Base(p, storage, s_tiles, 0.0f, group, lane), layout_(layout) {}
+      : Base(p, storage, s_tiles, 0.0f, group, lane), layout_(layout) {
+    if (Config::may_have(kStepDrops) && p.dropout.rng) seeds_ = uniform_seeds(p.dropout);
+  }
 
   /// `unit`: of the workspace.
   __device__ __forceinline__ void run(float unit) {
@@ -38,7 +40,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     if (!(metadata.flags & kStepPast)) {
       this->sanitise_keys();
       if (Config::template has<kStepKeyBiased>(metadata.flags)) load_key_bias(metadata.head);
-      if (Config::template has<kStepDrops>(metadata.flags) && this->sees(metadata.tile)) draw(metadata, at_);
+      if (Config::template has<kStepDrops>(metadata.flags)) draw(metadata, at_);
 #pragma unroll 1
       do {
         metadata = visit(metadata);
@@ -70,7 +72,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     return storage_.step_metadata[at.stage()];
   }
 
-  /// The note after this one: it is read, and its weights are drawn in part, beside the last products of the step.
+  /// The metadata after this one: they are read, and kept weights are drawn, beside the last products of the step.
   __device__ __forceinline__ StepMetadata visit(const StepMetadata& metadata) {
     StepMetadata after;
     const auto look_ahead = [&] {
@@ -80,8 +82,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
       if (Config::template has<kStepKeyBiased>(after.flags) && after.head != metadata.head &&
           !(after.flags & kStepPast))
         load_key_bias(after.head);
-      if (!(after.flags & kStepPast) && Config::template has<kStepDrops>(after.flags) && this->sees(after.tile))
-        draw(after, next);
+      if (!(after.flags & kStepPast) && Config::template has<kStepDrops>(after.flags)) draw(after, next);
     };
     if (metadata.flags & kStepSanitised) this->sanitise_rows();
     if (this->sees(metadata.tile)) {
@@ -115,16 +116,22 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     }
     const bool may_hide =
         Config::template has<kStepIsMasked>(metadata.flags) || Config::template has<kStepBiased>(metadata.flags);
-    uint32_t dropped = 0;
     hide_by_options(p, metadata, hides);
-    if (Config::template has<kStepDrops>(metadata.flags)) dropped = dropped_weights();
-    this->multiply_grads(s);
+    uint2 kept[kSteps];
+    this->multiply_grads(s, [&] {
+      if (!Config::kAny && Config::template has<kStepDrops>(metadata.flags)) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) kept[k] = load_kept(k);
+      }
+    });
     if constexpr (kSlopesFirst) {
       this->compute_ds(ds, s, ds, hides);
     } else if (Config::template has<kStepDrops>(metadata.flags)) {
       Tile::template compute_ds_kept<Config::kAny>(
-          ds, s, p, storage_.minus_delta[at_.stage()], lane_,
-          [&](int n, int r, uint32_t pair) { return keep(dropped, n, r, pair); });
+          ds, s, p, storage_.minus_delta[at_.stage()], lane_, [&](int n, int r, uint32_t pair) {
+            if (Config::kAny && n % 2 == 0 && r == 0) kept[n / 2] = load_kept(n / 2);  // no registers for it before
+            return keep_pair(pair, kept[n / 2].x, kept[n / 2].y, n % 2 * 2 + r);
+          });
       if (!Config::kAny && hides) this->hide(ds, metadata.tile);
     } else {
       this->compute_ds(ds, s, p, hides || (Config::kAny && may_hide));
@@ -387,52 +394,40 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     });
   }
 
-  /// Which weights of a step are dropped, while the one before adds up. A call of Philox decides the keys of two warps
-  /// and the queries i, i + 8; so each of the two draws for 32 queries and both. They then wait for each other: what
-  /// they left there two steps before has been read. A lane has a word for each 32 queries: byte 2 h + c has those of
-  /// the queries 16 m + 8 h + 2 (lane % 4) + c and the keys lane / 4 + 8 r, at bit 3 - 2 m - r.
+  /// A word has 32 weights, of which a lane has four: so each lane of the warpgroup draws one.
+  __device__ __forceinline__ uint32_t word_of_lane() const {
+    static_assert(KeptTile<kBlockM>::kWordsOfGroup == kWarpgroupThreads);
+    return 32 * ptx::reread(static_cast<uint32_t>(warp_)) + ptx::reread(static_cast<uint32_t>(lane_));
+  }
+  /// Which weights of a step are kept, while the one before adds up. The warps then wait for each other, in steps too
+  /// in which they see nothing: what they left there two steps before has been read.
   __device__ __forceinline__ void draw(const StepMetadata& metadata, At at) const {
-    const unsigned warp = ptx::reread(warp_), lane = ptx::reread(lane_), pair = warp / 2, half = warp % 2;
-    const RandomKey key{options().key, options().batch_head + metadata.head};
-    const uint32_t key_group = (work_tile_.first_key + warpgroup_ * kWarpgroupRows) / 4 + 8 * pair + lane / 4;
-    const uint32_t query_group = (metadata.tile * (kBlockM / 16) + 2 * half) * 8 + 2 * (lane % 4);
-    const KeyRandomBits keys = KeyRandomBits::of(key, key_group);
-    uint32_t bits[2] = {0, 0};
-#pragma unroll
-    for (int c = 1; c >= 0; --c) {
-      PhiloxWords words[2];
-      random_words(words, key, query_group + c, keys);
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const int shift = c == 0 && m == 0 && w % 2 == 0 ? 5 : 1;  // from the other c's byte
-          bits[w / 2] = (bits[w / 2] << shift) + layout_.drop_limit.flags(words[m].word[w]);
-        }
+    if (this->sees(metadata.tile)) {
+      const uint32_t word = word_of_lane();
+      const int i = metadata.tile * kBlockM + KeptTile<kBlockM>::query(word);
+      const int j = work_tile_.first_key + warpgroup_ * kWarpgroupRows + KeptTile<kBlockM>::key(word);
+      const RandomKey key{seeds_, options().batch_head + metadata.head};
+      const auto query = QueryRandomBits::of(key, dropout_query_group(i));
+      const auto keys = KeyRandomBits::of(key, dropout_key_group(j));
+      store_shared(s_kept(at) + 4 * (warpgroup_ * kWarpgroupThreads + word),
+                   draw_kept_weights(p_.dropout.rule, key, query, keys));
     }
-#pragma unroll
-    for (int w = 0; w < 2; ++w) store_shared(s_dropped(2 * pair + w, at) + 4 * half, bits[w]);
-    ptx::barrier_any<64>(kFirstPairBarrier + 2 * warpgroup_ + pair, false);
+    ptx::barrier_sync<kWarpgroupThreads>(kFirstKeptBarrier + warpgroup_);
   }
-  /// This lane's words of a warp of the warpgroup.
-  __device__ __forceinline__ uint32_t s_dropped(int warp, At at) const {
-    return behind_storage(layout_.dropped + at.stage() * layout_.dropped_bytes) +
-           8 * (warpgroup_ * kWarpgroupThreads + warp * 32 + ptx::reread(lane_));
+  __device__ __forceinline__ uint32_t s_kept(At at) const {
+    return behind_storage(layout_.kept + at.stage() * layout_.kept_bytes);
   }
-
-  /// Of this lane: byte 2 h + c has those of 64 queries, at bit 3 - 2 m - r those of the first 32.
-  __device__ __forceinline__ uint32_t dropped_weights() const {
-    const auto halves = load_shared<uint2>(s_dropped(warp_, at_));
-    return halves.x + (halves.y << 4);
-  }
-  /// What is left of the pair of n and r.
-  __device__ __forceinline__ static uint32_t keep(uint32_t dropped, int n, int r, uint32_t pair) {
-    const uint32_t at_signs = dropped << (4 - n / 4 * 4 + n / 2 % 2 * 2 + r);
-    return pair & ~(n % 2 ? ptx::spread_byte_signs<1>(at_signs) : ptx::spread_byte_signs<0>(at_signs));
+  /// Words of two queries that follow each other, of the k-th sixteen, as keep_pair() wants them.
+  __device__ __forceinline__ uint2 load_kept(int k) const {
+    const uint32_t lane = static_cast<uint32_t>(lane_), s_lane = s_kept(at_) + KeptTile<kBlockM>::at(warpgroup_, lane);
+    const int shift = KeptTile<kBlockM>::shift(16 * warp_, lane);
+    const auto words = load_shared<uint2>(s_lane + k * KeptTile<kBlockM>::kStepBytes);
+    return {words.x << shift, words.y << shift};
   }
 
   const BackwardOptionsLayout& layout_;
   float key_bias_[2] = {0.0f, 0.0f};
+  PhiloxKey seeds_ = {};
 };
 
 }  // namespace flash_ext::sm90

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 inline bool has_options(const BackwardParams& p) {
-  return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || dropout_threshold(p.dropout.p) > 0;
+  return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || p.dropout.rule.threshold > 0;
 }
 
 /// Calls run(std::integral_constant<int, options>()) for the variant that serves a call.

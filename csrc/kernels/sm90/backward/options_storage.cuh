@@ -7,8 +7,8 @@
 
 #include "kernels/common/backward/options.cuh"
 #include "kernels/common/backward/visibility.cuh"
+#include "kernels/common/dropout/random_bits.cuh"
 #include "kernels/common/score/bias_tile.cuh"
-#include "kernels/sm90/common/dropout_flags.cuh"
 #include "storage.cuh"
 #include "variant.h"
 
@@ -38,10 +38,10 @@ struct alignas(16) StepMetadata {
 inline bool masks_keys(const AttentionParams& p) { return same_for_all_queries(p.mask) && !p.blocks.offsets; }
 inline bool masks_pairs(const AttentionParams& p) { return (p.mask.data || p.blocks.offsets) && !masks_keys(p); }
 
-/// Behind the storage in shared memory, in bytes from it on. Bits of dropout and words of masks have kStages slots.
+/// Behind the storage in shared memory, in bytes from it on. Words of dropout and of masks have kStages slots.
 struct BackwardOptionsLayout {
-  int dropped = 0, words = 0, bias = 0;
-  int dropped_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a slot
+  int kept = 0, words = 0, bias = 0;
+  int kept_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a slot
   int bias_slots = 0;
   bool copies_bias = false;     // by pieces of 16 bytes
   bool bias_by_panels = false;  // by TMA
@@ -51,7 +51,6 @@ struct BackwardOptionsLayout {
   bool by_threads = false;  // are words made or a bias copied, and not all of it by TMA
   int flags = 0;            // of all steps
   int bytes = 0;
-  DropLimit drop_limit;
 
   /// At most `available` bytes, where a bias may have fewer slots.
   template <class Config>
@@ -59,13 +58,11 @@ struct BackwardOptionsLayout {
     BackwardOptionsLayout layout;
     layout.bytes = (storage_bytes + 127) / 128 * 128;
     const auto take = [&](int bytes) { return std::exchange(layout.bytes, layout.bytes + bytes); };
-    const uint32_t threshold = dropout_threshold(p.dropout.p);
     layout.bias_of_keys = same_for_all_queries(p.bias);
     layout.mask_of_keys = masks_keys(p);
     const bool of_pairs = p.bias.data && !layout.bias_of_keys;
-    if (threshold > 0) {
-      layout.drop_limit = DropLimit(threshold);
-      layout.dropped_bytes = Config::kGroups * kWarpgroupThreads * 8;
+    if (p.dropout.rule.threshold > 0) {
+      layout.kept_bytes = KeptTile<Config::kBlockM>::bytes(Config::kBlockN);
       layout.flags |= kStepDrops;
     }
     layout.makes_words = p.blocks.offsets;
@@ -77,7 +74,7 @@ struct BackwardOptionsLayout {
     if (of_pairs)
       layout.bias_bytes =
           Config::kGroups * static_cast<int>(bias_tile_bytes(p.bias.dtype, Config::kBlockM, kWarpgroupRows));
-    layout.dropped = take(Config::kStages * layout.dropped_bytes);
+    layout.kept = take(Config::kStages * layout.kept_bytes);
     layout.words = take(Config::kStages * layout.words_bytes);
     if (of_pairs) {
       layout.bytes = (layout.bytes + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;

@@ -42,7 +42,7 @@ void with_forward_head_dims(const AttentionParams& p, Run run) {
 
 /// Whether the forward's variant with options serves a call.
 inline bool has_forward_options(const AttentionParams& p) {
-  return p.bias.data || p.mask.data || p.blocks.offsets || dropout_threshold(p.dropout.p) > 0;
+  return p.bias.data || p.mask.data || p.blocks.offsets || p.dropout.rule.threshold > 0;
 }
 
 /// Calls run(Element(), HeadDim<n>()) for that class.

@@ -9,7 +9,7 @@
 namespace flash_ext::sm90 {
 
 inline BlocksCall blocks_call(const AttentionParams& p) {
-  const bool other_options = p.bias.data || p.mask.data || dropout_threshold(p.dropout.p) > 0 ||
+  const bool other_options = p.bias.data || p.mask.data || p.dropout.rule.threshold > 0 ||
                              scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale);
   return {p.blocks.offsets ? p.blocks.block_m : 0,
           p.blocks.block_n,

@@ -1,10 +1,10 @@
 // What the options of a call do to the scores of a warp: the forward's variant with options.
 #pragma once
 
+#include "kernels/common/dropout/random_bits.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/ldmatrix.h"
 #include "kernels/ptx/load_shared.h"
-#include "kernels/sm90/common/dropout_flags.cuh"
 #include "kernels/sm90/common/softmax.cuh"
 #include "storage.cuh"
 #include "visibility.h"
@@ -15,8 +15,8 @@ namespace flash_ext::sm90 {
 template <class Element, int kHeadDim_, ForwardVariant kVariant>
 struct ForwardOptionsConfig : ForwardConfig<Element, kHeadDim_, kHeadDim_, kVariant> {
   using Base = ForwardConfig<Element, kHeadDim_, kHeadDim_, kVariant>;
-  static constexpr int kKeyParts = Base::kBlockN / kKeyGroup;              // of a tile
-  static constexpr int kDrawsBits = Base::kDrops ? Base::kBlockN / 4 : 1;  // groups of keys of Philox, in a tile
+  static constexpr int kKeyParts = Base::kBlockN / kKeyGroup;               // of a tile
+  static constexpr int kDrawsBits = Base::kDrops ? Base::kBlockN / 16 : 1;  // groups of keys of Philox, in a tile
   // Room for what draws share comes from the bias.
   static constexpr int kBiasSlots = Base::kBiasSlots - (Base::kDrops && Base::kBiasSlots != 3 ? 1 : 0);
   static constexpr int kBitsOffset = Base::kBiasOffset + Base::kGroups * kBiasSlots * Base::kBiasPartBytes;
@@ -29,11 +29,9 @@ struct ForwardOptionsTerms {
   // A product becomes a score to base 2 by `scale`. With softcap, with ALiBi, or where what is added cannot be divided
   // by it, that is done first, and `scale` is 1.
   float scale;
-  float bias_factor;         // of a bias, which is added before `scale`
-  float most_bias;           // of saturate_bias()
-  float keep_scale;          // of dropout
-  uint32_t minus_threshold;  // of dropout, in both halves
-  bool drops_most;
+  float bias_factor;  // of a bias, which is added before `scale`
+  float most_bias;    // of saturate_bias()
+  float keep_scale;   // of dropout
   bool scales_first, adds_alibi, adds_bias;
   ForwardVisibility visible;
 };

@@ -45,7 +45,10 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
   // P must stay finite as an Element, l and out in float.
   static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;
   static constexpr float kMostExponent = 0x1p120f;
-  using BiasPairs = uint32_t[kKeyParts][16];  // 64 keys of both rows
+  using BiasPairs = uint32_t[kKeyParts][16];          // 64 keys of both rows
+  using SharedRandomBits = KeyRandomBits[kKeyParts];  // of this lane's keys
+  using KeptWeights = uint32_t[kKeyParts];
+  static_assert(kKeyGroup == kDropoutKeys);
   // S of a tile beside P V of the one before. Not where 128 keys are worth more.
   static constexpr bool kOverlapsPv = kKeyParts == 1;
   // A bias, asked for before S is waited for, takes registers that dropout needs.
@@ -188,12 +191,15 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
     Scores s;
     uint32_t visible[kKeyParts][2] = {};
     BiasPairs bias;
+    SharedRandomBits random_bits;
+    if constexpr (Config::kDrops) ask_for_random_bits(random_bits);
     start_qk(s);
     const bool hides = look(metadata, visible);
     if constexpr (kBias && kAsksForBias) ask_for_bias(bias);
     ptx::wgmma_wait<0>();
     fence_operand(s);
-    if constexpr (!Config::kDrops) release_keys();
+    if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
+    release_keys();
     scale_first(s, work_tile, metadata, !kBias && !hides && this->is_full(work_tile, metadata.tile));
     if constexpr (kBias) {
       if (work_tile.safe_path) {
@@ -217,7 +223,11 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
     });
     if constexpr (kBias) release_bias();
     this->pack(p, s);
-    if constexpr (Config::kDrops) drop_weights(p);
+    if constexpr (Config::kDrops) {
+      KeptWeights kept;
+      draw(kept, random_bits);
+      drop(p, kept);
+    }
   }
 
   /// P V of the tile before.
@@ -249,6 +259,8 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
 #pragma unroll 1
     while (true) {
       Scores s;
+      SharedRandomBits random_bits;
+      if constexpr (Config::kDrops) ask_for_random_bits(random_bits);
       if constexpr (!kOnlyBias) ask_for_bits(terms.visible);
       const bool partly = !kOnlyBias && storage_.k_metadata[k_at_.stage()].partly(warpgroup_);
       start_qk(s);
@@ -257,19 +269,20 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
       terms.hides = !kOnlyBias && __any_sync(~0u, partly && hide_something(terms.visible));
       ptx::wgmma_wait<1>();
       fence_operand(s);
-      if constexpr (!Config::kDrops) release_keys();
+      if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
+      release_keys();
       const bool goes_on = mode_ >= kRun;
       float sum[2];
       softmax_step(s, terms, sum);
       ptx::wgmma_wait<0>();
       fence_out();
       release_values();
-      bool k_came = false, bias_came = false;
-      if constexpr (!Config::kDrops) {  // which has K still
-        k_came = ptx::mbarrier_test(address(storage_.k_full[k_at_.stage()]), k_at_.parity());
-        terms.v_came = ptx::mbarrier_test(address(storage_.v_full[v_at_.stage()]), v_at_.parity());
-      }
+      bool bias_came = false;
+      const bool k_came = ptx::mbarrier_test(address(storage_.k_full[k_at_.stage()]), k_at_.parity());
+      terms.v_came = ptx::mbarrier_test(address(storage_.v_full[v_at_.stage()]), v_at_.parity());
       if constexpr (kBias) bias_came = next_bias_came();
+      KeptWeights kept;
+      if constexpr (Config::kDrops) draw(kept, random_bits);
       add_sums(s, sum, [&] {
         if constexpr (kBias) hide_by_bias(s);
         if constexpr (kOnlyMask) hide_weights(s, terms.visible);
@@ -279,7 +292,7 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
         if (goes_on) ask_for_bias(terms.bias, bias_came);
       }
       this->pack(p, s);
-      if constexpr (Config::kDrops) drop_weights(p);
+      if constexpr (Config::kDrops) drop(p, kept);
       if (!goes_on) break;
       mode_ -= kRun;
       if (!k_came) this->wait_for_keys();
@@ -317,40 +330,42 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
     }
   }
 
-  /// K, which has been used, is released behind it.
-  __device__ __forceinline__ void drop_weights(Weights& p) {
-    options_.drops_most ? drop<true>(p) : drop<false>(p);
-    release_keys();
+  /// What random bits of a tile's keys share, which came with K. Before products hold up shared memory.
+  __device__ __forceinline__ void ask_for_random_bits(SharedRandomBits& random_bits) const {
+    const KeyRandomBits* const s_keys = storage_.key_random_bits[k_at_.stage()] + lane_ % 4;
+#pragma unroll
+    for (int part = 0; part < kKeyParts; ++part) random_bits[part] = s_keys[4 * part];
   }
 
-  /// Beside K is what the draws of its keys share.
-  template <bool kDropsMost>
-  __device__ __forceinline__ void drop(Weights& p) const {
-    const KeyRandomBits* const s_keys = storage_.key_random_bits[k_at_.stage()] + lane_ % 4 * 2;
+  /// Before K is released. What is made of them comes behind S, between the exponentials, which leave the time for it.
+  __device__ __forceinline__ static void wait_for_random_bits(SharedRandomBits& random_bits) {
     uint32_t read = 0;
 #pragma unroll
-    for (int group = 0; group < kBlockN / 32; ++group) {  // of 32 keys
-      const PhiloxWords even = random_words(draw_key_, query_random_bits_, s_keys[8 * group]);
-      const PhiloxWords odd = random_words(draw_key_, query_random_bits_, s_keys[8 * group + 1]);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        uint32_t(&pairs)[4] = p[2 * group + w / 2];
-        const uint32_t x = below_threshold<kDropsMost>(even.word[w], options_.minus_threshold);
-        const uint32_t y = below_threshold<kDropsMost>(odd.word[w], options_.minus_threshold);
-        pairs[w % 2 * 2] &= ~ptx::pair_signs<0>(x, y);
-        pairs[w % 2 * 2 + 1] &= ~ptx::pair_signs<1>(x, y);
-      }
-      read ^= p[2 * group][0];
+    for (int part = 0; part < kKeyParts; ++part) {
+      random_bits[part].mixed = ptx::reread(random_bits[part].mixed);
+      read ^= random_bits[part].mixed;
     }
     ptx::wait_for_loaded(read);
+  }
+
+  /// Here, and not where they are needed.
+  __device__ __forceinline__ void draw(KeptWeights& kept, const SharedRandomBits& random_bits) const {
+#pragma unroll
+    for (int part = 0; part < kKeyParts; ++part)
+      kept[part] = ptx::reread(draw_kept_weights(p_.dropout.rule, draw_key_, query_random_bits_, random_bits[part]));
+  }
+
+  __device__ __forceinline__ static void drop(Weights& p, const KeptWeights& kept) {
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) keep_weights(p[step], kept[step / 4], step % 4);
   }
 
   /// Of the work tile.
   __device__ __forceinline__ void prepare_random_bits(const WorkTile& work_tile) {
     draw_key_.batch_head =
         static_cast<uint32_t>(work_tile.sequence.batch * static_cast<int>(p_.heads_q) + work_tile.sequence.head);
-    const int sixteen = (work_tile.first_query + warpgroup_ * kWarpgroupRows) / 16 + warp_;  // rows
-    query_random_bits_ = QueryRandomBits::of(draw_key_, static_cast<uint32_t>(sixteen * 8 + lane_ / 4));
+    const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows + 16 * warp_;
+    query_random_bits_ = QueryRandomBits::of(draw_key_, dropout_query_group(first_row + lane_ / 4));
   }
 
   /// The parts of this tile, behind a branch on the sum of what was made of them.
@@ -643,10 +658,7 @@ inline ForwardOptionsTerms forward_options_terms(const ForwardParams& p) {
   options.scale = options.scales_first ? 1.0f : scale;
   options.bias_factor = kLog2E / options.scale;
   options.most_bias = most_bias(options.bias_factor);
-  options.keep_scale = static_cast<float>(dropout_keep_scale(p.dropout.p));
-  const uint32_t threshold = dropout_threshold(p.dropout.p);
-  options.drops_most = threshold > 0x8000u;
-  options.minus_threshold = (0x10000u - threshold) * 0x10001u;
+  options.keep_scale = static_cast<float>(p.dropout.rule.keep_scale);
   return options;
 }
 
@@ -675,7 +687,7 @@ void launch_forward_options(const ForwardParams& p, const ForwardVisibility& vis
 template <class Element, int kHeadDim>
 void run_forward_options(const ForwardParams& p, const ForwardVisibility& visible, void* workspace,
                          cudaStream_t stream) {
-  const bool drops = dropout_threshold(p.dropout.p) > 0;
+  const bool drops = p.dropout.rule.threshold > 0;
   const auto launch = [&](auto config) { launch_forward_options<decltype(config)>(p, visible, workspace, stream); };
   switch (forward_variant({drops, p.bias.data != nullptr, p.bias.dtype == p.dtype, p.mask.data || p.blocks.offsets,
                            forward_options_terms(p).scales_first})) {

@@ -150,9 +150,8 @@ constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVarian
   const bool alone = general == ForwardVariant::kBias || general == ForwardVariant::kMask;
   switch (dims.qk) {
     case 64:
-      if (general == ForwardVariant::kDropout) return {3, 128, 3, 3, false, 160, 32, 4, true};
       // Bound by what a warp waits for itself: a fourth warpgroup, where registers suffice.
-      if (alone) return {4, 64, 4, 4, false, 112, 32, 3, true};
+      if (alone || general == ForwardVariant::kDropout) return {4, 64, 4, 4, false, 112, 32, 3, true};
       return {3, 64, 4, 4, false, 160, 32, 4, true};
     case 128:
       return {3, 64, 3, 3, false, 160, 32, 3, true};

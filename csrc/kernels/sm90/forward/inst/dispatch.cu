@@ -18,7 +18,7 @@ __global__ void clear_counter(unsigned long long* counter) {
 
 /// Queries of a tile of the variant with options.
 int general_block_m(const ForwardParams& p) {
-  const VariantOptions call = {dropout_threshold(p.dropout.p) > 0, p.bias.data != nullptr, p.bias.dtype == p.dtype,
+  const VariantOptions call = {p.dropout.rule.threshold > 0, p.bias.data != nullptr, p.bias.dtype == p.dtype,
                                p.mask.data || p.blocks.offsets,
                                scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)};
   return forward_options_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), forward_variant(call)).groups *
