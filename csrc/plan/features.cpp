@@ -19,6 +19,10 @@ bool has_wide_bias(const Problem& p) {
 
 bool has_many_rows(const Problem& p) { return std::max(p.seqlen_q, p.seqlen_k) > sm90::kBackwardShortMostRows; }
 
+bool asks_for_order_beside_options(const Problem& p) {
+  return p.deterministic && (p.has_bias || p.has_mask || p.has_block_mask || p.has_alibi || p.softcap > 0 || drops(p));
+}
+
 bool asks_for_few_queries(const Problem& p) {
   return p.operation == Operation::kDecode && p.device == Device::kCuda && !is_prefill(p);
 }
@@ -47,8 +51,7 @@ constexpr FeatureRow kFeatures[] = {
     {kEmptyTensors, "empty tensors", has_empty_tensors},
     {kTf32, "TF32", [](const Problem& p) { return p.dtype == DType::kFloat32 && p.allow_tf32; }},
     {kDeterministic, "deterministic", [](const Problem& p) { return p.deterministic; }},
-    {kDeterministicBesideMasks, "deterministic beside masks",
-     [](const Problem& p) { return p.deterministic && (p.has_mask || p.has_block_mask); }},
+    {kDeterministicBesideOptions, "deterministic beside options", asks_for_order_beside_options},
     {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
      [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
     {kManyRows, "more than 256 queries or keys", has_many_rows},

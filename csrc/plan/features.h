@@ -28,7 +28,7 @@ enum Feature : unsigned {
   kManyRows = 1 << 16,       // more queries or keys than the kernel of short sequences keeps in shared memory
   kPacked = 1 << 17,         // lengths that only the device knows bound the rows of a sequence
   kGroupedHeads = 1 << 18,   // fewer heads of k and v than of q
-  kDeterministicBesideMasks = 1 << 19,
+  kDeterministicBesideOptions = 1 << 19,
   kAllFeatures = (1 << 20) - 1,
 };
 

@@ -37,11 +37,11 @@ constexpr unsigned kBiasGradient = bits(Task::kBiasGradient);
 constexpr unsigned kOnlyWithBias = kWideBias | kWideBiasBesideMasks | kBiasOfOddRows;
 constexpr unsigned kNotByTma = kStrideOfZero | kEmptyTensors;
 constexpr unsigned kAnyShape = kManyRows | kPacked | kGroupedHeads;
-constexpr unsigned kSm90F32 = kAnyShape | kOnlyWithBias | kDeterministicBesideMasks | kSoftcap | kAlibi |
+constexpr unsigned kSm90F32 = kAnyShape | kOnlyWithBias | kDeterministicBesideOptions | kSoftcap | kAlibi |
                               kNotPositiveScale | kOwnValueDim | kStrideOfZero;
 constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
 constexpr unsigned kSm90Backward =
-    kAllFeatures & ~(kDeterministicBesideMasks | kNotPositiveScale | kOwnValueDim | kNotByTma);
+    kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kOwnValueDim | kNotByTma);
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
 constexpr char kWgmma[] = "wgmma, for compute capability 9.0";
@@ -56,7 +56,7 @@ constexpr KernelRow kTable[] = {
      choose_sm90_forward_f32_tiles, nullptr, kSixInBf16, true},
     // dQ is complete in the CTA that has all keys, so that nothing is added up in memory.
     {KernelId::kSm90BackwardShort, "sm90/backward_short", &kHopper, kBackward, kHalf, sm90::kBackwardShortHeadDim,
-     kDeterministic | kDeterministicBesideMasks | kOnlyWithBias,
+     kDeterministic | kDeterministicBesideOptions | kOnlyWithBias,
      "wgmma and TMA, for compute capability 9.0; a head's rows fit into shared memory",
      choose_sm90_backward_short_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 64, kSm90Backward, kWgmmaAndTma,
@@ -65,7 +65,7 @@ constexpr KernelRow kTable[] = {
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 128, kSm90Backward & ~kWideBiasBesideMasks,
      kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 256,
-     kAnyShape | kOnlyWithBias | kDeterministic | kDeterministicBesideMasks, kWgmmaAndTma, choose_sm90_backward_tiles,
+     kAnyShape | kOnlyWithBias | kDeterministic | kDeterministicBesideOptions, kWgmmaAndTma, choose_sm90_backward_tiles,
      sm90_backward_tiles, nullptr, false, true},
     {KernelId::kSm90BackwardF32, "sm90/backward_f32", &kHopper, kBackward, kFloat, 256, kSm90F32, kWgmma,
      choose_sm90_backward_f32_tiles, sm90_backward_f32_tiles, kSixInBf16, true},

@@ -25,9 +25,7 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     zero_sums();
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
       sanitise_keys();
-#pragma unroll 1
-      for (BackwardStep step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step))
-        visit(step.tile);
+      visit_all();
     }
     this->store_dv(dv_, 1.0f);
     this->store_dk(dk_, static_cast<float>(p_.softmax_scale));
@@ -47,6 +45,22 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
   __device__ __forceinline__ void zero_sums() {
     Products::clear(dk_);
     Products::clear(dv_);
+  }
+
+  __device__ __forceinline__ void visit_all() {
+    if constexpr (Config::kInTurns) {
+#pragma unroll 1
+      for (BackwardStep step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step))
+        visit(step.tile);
+    } else {
+#pragma unroll 1
+      for (int head = 0, tile = work_tile_.tiles.begin;;) {
+        visit(tile);
+        if (++tile < work_tile_.tiles.end) continue;
+        tile = work_tile_.tiles.begin;
+        if (++head == work_tile_.heads) break;
+      }
+    }
   }
 
   __device__ __forceinline__ void visit(int tile) {

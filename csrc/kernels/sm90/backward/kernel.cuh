@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<typename Roles::Storage*>(shared + Config::kTilesBytes);
   ptx::launch_dependents();
-  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cta(workspace, storage)));
+  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cta<Config>(workspace, storage)));
   if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
@@ -66,6 +66,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     typename Roles::Consumer(p, storage, ptx::shared_address(shared), scale, warp / kWarpgroupWarps - 1, lane).run();
   }
 }
+
+template <class Element, int kHeadDim, bool kInTurns = false>
+using BackwardConfigOf =
+    std::conditional_t<(kHeadDim > kMaxNarrowHeadDim), BackwardWideConfig<Element, kHeadDim, kInTurns>,
+                       BackwardConfig<Element, kHeadDim, kInTurns>>;
 
 template <class Config>
 BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
@@ -92,17 +97,24 @@ void launch_plain_backward(const BackwardParams& p, const BackwardMaps& maps, co
            static_cast<float>(p.softmax_scale) * kLog2E);
   };
   constexpr size_t kMaxSharedBytes = 227 * 1024;  // of a CTA
-  if constexpr (kIsWide<Config>) {
-    constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardWideStorage<Config>);
-    static_assert(kSharedBytes <= kMaxSharedBytes);
-    run(backward_wide_kernel<Config>, kSharedBytes);
-  } else {
-    using Pipelined = BackwardPipelinedConfig<typename Config::Element, Config::kHeadDim>;
-    using Roles = std::conditional_t<kPipelined, BackwardPipelinedRoles<Pipelined>, BackwardRoles<Config>>;
-    constexpr size_t kSharedBytes = Roles::Config::kTilesBytes + sizeof(typename Roles::Storage);
-    static_assert(kSharedBytes <= kMaxSharedBytes && Roles::Config::kBlockN == Config::kBlockN);
-    run(backward_kernel<Roles>, kSharedBytes);
+  const auto run_config = [&](auto config) {
+    using Chosen = decltype(config);
+    if constexpr (kIsWide<Chosen>) {
+      constexpr size_t kSharedBytes = Chosen::kTilesBytes + sizeof(BackwardWideStorage<Chosen>);
+      static_assert(kSharedBytes <= kMaxSharedBytes);
+      run(backward_wide_kernel<Chosen>, kSharedBytes);
+    } else {
+      using Pipelined = BackwardPipelinedConfig<typename Chosen::Element, Chosen::kHeadDim>;
+      using Roles = std::conditional_t<kPipelined, BackwardPipelinedRoles<Pipelined>, BackwardRoles<Chosen>>;
+      constexpr size_t kSharedBytes = Roles::Config::kTilesBytes + sizeof(typename Roles::Storage);
+      static_assert(kSharedBytes <= kMaxSharedBytes && Roles::Config::kBlockN == Config::kBlockN);
+      run(backward_kernel<Roles>, kSharedBytes);
+    }
+  };
+  if constexpr (!kPipelined) {
+    if (workspace.turns) return run_config(BackwardConfigOf<typename Config::Element, Config::kHeadDim, true>());
   }
+  run_config(Config());
 }
 
 /// kPipelined: of calls without options alone.
@@ -144,10 +156,6 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
     launch("sm90/backward sink", sink_gradient_kernel<kBlockM, kPipelined>, heads, stream, p, workspace);
   }
 }
-
-template <class Element, int kHeadDim>
-using BackwardConfigOf = std::conditional_t<(kHeadDim > kMaxNarrowHeadDim), BackwardWideConfig<Element, kHeadDim>,
-                                            BackwardConfig<Element, kHeadDim>>;
 
 template <class Element, int kHeadDim>
 int64_t backward_bytes(const BackwardParams& p) {

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<BackwardOptionsStorage<Config>*>(shared + Config::kTilesBytes);
   ptx::launch_dependents();
-  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cta(workspace, storage)));
+  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x));
   if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
@@ -81,16 +81,9 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, 
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   const LaunchShape blocks{grid_of(schedule.positions()), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
-  const BackwardAsked asked = {p.softcap > 0,
-                               p.alibi_slopes != nullptr,
-                               (layout.flags & kStepDrops) != 0,
-                               p.bias.data != nullptr,
-                               layout.bias_of_keys,
-                               layout.mask_of_keys,
-                               masks_pairs(p),
-                               layout.bias_by_panels,
-                               p.bias.dtype == p.dtype,
-                               workspace.turns != nullptr};
+  const BackwardAsked asked = {p.softcap > 0,          p.alibi_slopes != nullptr, (layout.flags & kStepDrops) != 0,
+                               p.bias.data != nullptr, layout.bias_of_keys,       layout.mask_of_keys,
+                               masks_pairs(p),         layout.bias_by_panels,     p.bias.dtype == p.dtype};
   with_option_variant(serving_options(asked), [&](auto options) {
     launch("sm90/backward", backward_options_kernel<BackwardOptionsConfig<Config, options()>>, blocks, stream, p, maps,
            bias_map, workspace, layout, schedule);

@@ -16,9 +16,6 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kGroups = Config::kGroups;
   static constexpr int kTeller = 1;                        // the warp that tells of steps; warp 0 loads Q and dO
   static constexpr bool kFindsOverlapped = !Config::kAny;  // a product; ptxas has no registers for it with all options
-  static constexpr BackwardTurns kTurns = !may_take_turns(Config::kOptions) ? BackwardTurns::kNone
-                                          : Config::kAny                    ? BackwardTurns::kAtOnce
-                                                                            : BackwardTurns::kOverlapped;
 
   __device__ __forceinline__ BackwardOptionsDq(const BackwardParams& p, const BackwardMaps& maps,
                                                const CUtensorMap& bias_map, const BackwardWorkspace& workspace,
@@ -41,7 +38,7 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
         wait_for(storage_.ds_full[at_.stage()], at_.parity());
         prepare<true>(next, after);
       }
-      this->template add<kTurns>(step_of(now), [&] {
+      this->add(step_of(now), [&] {
         if (by_threads()) return;
         if (kFindsOverlapped) after = steps.next();
         prepare<false>(next, after);

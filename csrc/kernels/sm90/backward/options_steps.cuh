@@ -31,7 +31,7 @@ class BackwardOptionsSteps {
     }
     const uint32_t tile = left_ & -left_;
     left_ ^= tile;
-    StepMetadata metadata{tile_of(window_, __ffs(static_cast<int>(tile)) - 1), window_.head, layout_.flags,
+    StepMetadata metadata{window_.tile + __ffs(static_cast<int>(tile)) - 1, window_.head, layout_.flags,
                           slope() * kLog2E};
     const bool has_words = !Config::kAny || layout_.words_bytes > 0;
     if (Config::may_have(kStepIsMasked) && has_words && (masked_ & tile)) metadata.flags |= kStepIsMasked;
@@ -43,8 +43,6 @@ class BackwardOptionsSteps {
   }
 
  private:
-  static constexpr bool kTakesTurns = may_take_turns(Config::kOptions);
-
   /// ALiBi's, of the head of the window. The kernel of all options reads it for each step: it has no register for it.
   __device__ __forceinline__ float slope() const { return Config::kAny ? slope_of_head() : slope_; }
   __device__ __forceinline__ float slope_of_head() const {
@@ -52,24 +50,17 @@ class BackwardOptionsSteps {
   }
   __device__ __forceinline__ bool is_past(const BackwardStep& window) const { return window.head >= work_tile_.heads; }
   __device__ __forceinline__ BackwardStep after(BackwardStep window) const {
-    window.tile = tile_of(window, 32);
-    if (has(window.tile)) return window;
-    return {window.head + 1, kTakesTurns ? work_tile_.order.first : work_tile_.tiles.begin};
-  }
-  /// The n-th of a window.
-  __device__ __forceinline__ int tile_of(const BackwardStep& window, int n) const {
-    return window.tile + (kTakesTurns ? work_tile_.order.stride * n : n);
-  }
-  __device__ __forceinline__ bool has(int tile) const {
-    return (!kTakesTurns || tile >= work_tile_.tiles.begin) && tile < work_tile_.tiles.end;
+    window.tile += 32;
+    if (window.tile < work_tile_.tiles.end) return window;
+    return {window.head + 1, work_tile_.tiles.begin};
   }
 
   /// What memory says of a window's tiles. It is asked while those before it go by: behind the additions to dQ an
   /// answer comes late.
   __device__ __forceinline__ void ask(const BackwardStep& window) {
-    const int tile = tile_of(window, lane_);
+    const int tile = window.tile + lane_;
     coming_storage_ = kTileHidden;
-    if (is_past(window) || !has(tile)) return;
+    if (is_past(window) || tile >= work_tile_.tiles.end) return;
     coming_storage_ = kTileVisible;
     if (Config::may_have(kStepIsMasked | kStepKeyBiased) && options_.masks) {
       const VisibilityTiles& tiles = workspace_.visibility;

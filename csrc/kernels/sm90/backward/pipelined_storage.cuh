@@ -15,6 +15,7 @@ struct BackwardPipelinedConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kListsBlocks = kListsBlocks_;
+  static constexpr bool kInTurns = !kListsBlocks;  // if a call asks for it
   static constexpr BackwardShape kShape = kListsBlocks ? backward_blocks_shape() : backward_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kBackwardBlockM;

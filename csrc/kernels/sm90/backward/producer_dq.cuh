@@ -9,10 +9,6 @@
 
 namespace flash_ext::sm90 {
 
-/// When turns of a kernel end, if additions to dQ take turns: with the step, or beside the first product of the next
-/// one, which takes registers.
-enum class BackwardTurns { kNone, kAtOnce, kOverlapped };
-
 /// What one warp of it does.
 template <class Config, class Storage = BackwardStorage<Config>>
 class BackwardDq : protected BackwardProducer<Config, Storage> {
@@ -42,7 +38,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
     }
 #pragma unroll 1
     for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
-      add<BackwardTurns::kOverlapped>(step, [] {});
+      add(step, [] {});
       if (warp_ == 0) this->load_after(step);
       at_.advance();
     }
@@ -76,7 +72,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
   }
 
   /// dQ += dS K of the next tile of queries. meanwhile() once dS is there, beside the first product.
-  template <BackwardTurns kTurns, class Meanwhile>
+  template <class Meanwhile>
   __device__ __forceinline__ void add(const Step& step, Meanwhile meanwhile) {
     const uint32_t stage = at_.stage();
     wait_for(storage_.ds_full[stage], at_.parity());
@@ -85,7 +81,6 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
       return this->release(storage_.ds_empty[stage]);
     }
 
-    if constexpr (kTurns == BackwardTurns::kAtOnce) wait_for_turn<kTurns>(step);
     const uint32_t ds = ds_ + stage * (Config::kDsBytes / 16);
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -93,42 +88,32 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
       if (panel == 0) {
         meanwhile();
-        if constexpr (kTurns == BackwardTurns::kOverlapped) advance_turn(step);
+        if constexpr (Config::kInTurns) advance_turn(step);
       }
       finish(sum);
       if (panel + 1 == kPanels) this->release(storage_.ds_empty[stage]);
-      if constexpr (kTurns == BackwardTurns::kOverlapped)
-        if (panel == 0) wait_for_turn<kTurns>(step);
+      if constexpr (Config::kInTurns)
+        if (panel == 0) wait_for_turn(step);
       send(step, panel, sum);
     }
-    if constexpr (kTurns == BackwardTurns::kAtOnce) end_turn(step);
   }
 
-  // ---- Turns of this warp's additions
+  // ---- Turns of this warp's additions: a turn ends beside the first product of the next step
 
-  /// Of a tile.
-  __device__ __forceinline__ int turn_slot(const Step& step) const {
-    return static_cast<int>(this->workspace_tile(step)) * kDqWarps + warp_;
-  }
   __device__ __forceinline__ void advance_turn(const Step& step) {
-    if (workspace_.turns) turns_.advance(workspace_.turns, turn_slot(step), work_tile_.turn(step.tile), lane_);
+    const int slot = static_cast<int>(this->workspace_tile(step)) * kDqWarps + warp_;
+    turns_.advance(workspace_.turns, slot, work_tile_.turn(step.tile), lane_);
   }
-  template <BackwardTurns kTurns>
   __device__ __forceinline__ void wait_for_turn(const Step& step) const {
-    if (!workspace_.turns) return;
-    const int turn = work_tile_.turn(step.tile);
-    if constexpr (kTurns == BackwardTurns::kOverlapped) {
-      turns_.wait(workspace_.turns, turn);
-    } else {
-      flash_ext::wait_for_turn(workspace_.turns + turn_slot(step), turn);
-    }
-  }
-  __device__ __forceinline__ void end_turn(const Step& step) const {
-    if (workspace_.turns) flash_ext::end_turn(workspace_.turns + turn_slot(step), lane_);
+    turns_.wait(workspace_.turns, work_tile_.turn(step.tile));
   }
   __device__ __forceinline__ void end_additions() {
-    turns_.end(workspace_.turns, lane_);
-    if (lane_ == 0) ptx::bulk_wait();
+    if constexpr (Config::kInTurns) {
+      turns_.end(workspace_.turns, lane_);
+      if (lane_ == 0) ptx::bulk_wait();
+    } else {
+      if (lane_ == 0) ptx::tma_store_wait();
+    }
   }
 
   /// 64 columns of it.

@@ -17,10 +17,13 @@
 
 namespace flash_ext::sm90 {
 
-template <class Element_, int kHeadDim_>
+/// kInTurns: additions to dQ take turns. A kernel of its own, as a loop that can go either way costs the others a
+/// tenth.
+template <class Element_, int kHeadDim_, bool kInTurns_ = false>
 struct BackwardConfig {
   using Element = Element_;
   static constexpr bool kListsBlocks = false;
+  static constexpr bool kInTurns = kInTurns_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
@@ -112,7 +115,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
         heads(task.heads),
         first_key(task.first_key),
         tiles(task.tiles),
-        order(tiles.begin, tiles.end, workspace.turns != nullptr),
+        order(tiles.begin, tiles.end, Config::kInTurns && workspace.turns),
         workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
         sums(task.sums(schedule)) {
     for (int g = 0; g < Config::kGroups; ++g) {
@@ -125,10 +128,16 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
   }
 
   __device__ __forceinline__ BackwardStep first_step() const {
-    return {tiles.begin < tiles.end ? 0 : heads, order.first};
+    return {tiles.begin < tiles.end ? 0 : heads, Config::kInTurns ? order.first : tiles.begin};
   }
   /// Past the last one, head is past the group.
   __device__ __forceinline__ void advance(BackwardStep& step) const {
+    if constexpr (!Config::kInTurns) {
+      if (++step.tile < tiles.end) return;
+      step.tile = tiles.begin;
+      ++step.head;
+      return;
+    }
     if (order.takes_turns()) {
       if (step.head >= heads || ++step.head < heads) return;
       step.tile += order.stride;
@@ -164,9 +173,9 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
 };
 
 /// The place of a CTA in the order of tiles. Where additions to dQ take turns, that in which CTAs start.
-template <class Storage>
+template <class Config, class Storage>
 __device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& workspace, Storage& storage) {
-  if (!workspace.turns) return blockIdx.x;
+  if (!Config::kInTurns || !workspace.turns) return blockIdx.x;
   auto& number = *reinterpret_cast<uint32_t*>(storage.work_tile_bytes);
   if (threadIdx.x == 0) number = draw_number(workspace);
   __syncthreads();

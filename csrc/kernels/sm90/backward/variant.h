@@ -30,9 +30,6 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
 
-/// Whether additions to dQ can take turns. Two options beside each other leave ptxas no registers for it.
-constexpr bool may_take_turns(int options) { return options == kAnyOptions || (options & (options - 1)) == 0; }
-
 /// What a call asks for.
 struct BackwardAsked {
   bool softcap, alibi, drops;
@@ -40,7 +37,6 @@ struct BackwardAsked {
   bool mask_of_keys, masks;  // of keys alone; of pairs
   bool bias_by_panels;       // of 16 bits, in pieces of 16 bytes: TMA brings it
   bool bias_dtype_of_inputs;
-  bool takes_turns;  // additions to dQ do
 };
 
 constexpr int options_of(const BackwardAsked& call) {
@@ -60,7 +56,7 @@ constexpr int serving_options(const BackwardAsked& call) {
   const int options = options_of(call);
   if (options == 0) return 0;
   for (const int own : kOptionVariants)
-    if (simple_bias && options == own && (!call.takes_turns || may_take_turns(own))) return own;
+    if (simple_bias && options == own) return own;
   return kAnyOptions;
 }
 

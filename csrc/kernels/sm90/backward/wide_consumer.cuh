@@ -30,9 +30,9 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   /// are waited for there all the same, lest one gets ahead by two phases.
   template <class Step, class Pass>
   __device__ __forceinline__ void visit_heads(Step step, Pass pass) {
+    if constexpr (Config::kInTurns) return visit_in_turns(step, pass);
 #pragma unroll 1
-    for (int head = work_tile_.order.takes_turns() ? work_tile_.heads - 1 : 0; head < work_tile_.heads; ++head)
-      visit_head(step, pass);
+    for (int head = 0; head < work_tile_.heads; ++head) visit_head(step, pass);
   }
 
   /// Q and dO, if some key is hidden from some query; `first`: thread of those that clean.
@@ -70,23 +70,25 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   __device__ __forceinline__ void visit_head(Step step, Pass pass) {
     const TileSpan& seen = work_tile_.groups[Base::warpgroup_];
     const bool sees = seen.begin < seen.end;
-    const QueryTileOrder& order = work_tile_.order;
-    const bool backwards = order.stride < 0;
-    int tile = order.first;
+    int tile = work_tile_.tiles.begin;
 #pragma unroll 1
-    for (const int end = !sees ? order.past : backwards ? seen.end - 1 : seen.begin; tile != end; tile += order.stride)
-      repeat(pass, tile);
+    for (const int end = sees ? seen.begin : work_tile_.tiles.end; tile < end; ++tile) pass(tile);
     if (!sees) return;
 #pragma unroll 1
-    for (const int end = backwards ? seen.begin - 1 : seen.end; tile != end; tile += order.stride) repeat(step, tile);
+    for (; tile < seen.end; ++tile) step(tile);
 #pragma unroll 1
-    for (; tile != order.past; tile += order.stride) repeat(pass, tile);
+    for (; tile < work_tile_.tiles.end; ++tile) pass(tile);
   }
-  /// For all heads, where these come before the next tile.
-  template <class F>
-  __device__ __forceinline__ void repeat(F f, int tile) {
+  /// From the last tile to the first one, all heads before the next tile.
+  template <class Step, class Pass>
+  __device__ __forceinline__ void visit_in_turns(Step step, Pass pass) {
+    const TileSpan& seen = work_tile_.groups[Base::warpgroup_];
+    const int seen_begin = seen.begin, seen_end = max(seen.end, seen_begin);
 #pragma unroll 1
-    for (int head = work_tile_.order.takes_turns() ? 0 : work_tile_.heads - 1; head < work_tile_.heads; ++head) f(tile);
+    for (int tile = work_tile_.tiles.end - 1; tile >= work_tile_.tiles.begin; --tile)
+#pragma unroll 1
+      for (int head = 0; head < work_tile_.heads; ++head)
+        tile >= seen_begin&& tile < seen_end ? step(tile) : pass(tile);
   }
 };
 

@@ -13,7 +13,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 __device__ __forceinline__ uint32_t position_of_cluster(const BackwardWorkspace& workspace,
                                                         BackwardWideStorage<Config>& storage) {
-  if (!workspace.turns) return blockIdx.x / Config::kCluster;
+  if constexpr (!Config::kInTurns) return blockIdx.x / Config::kCluster;
   auto& number = *reinterpret_cast<uint32_t*>(storage.work_tile_bytes);
   if (threadIdx.x == 0 && ptx::cluster_rank() == 0) number = draw_number(workspace);
   ptx::cluster_sync();

@@ -59,7 +59,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       if (warp_ == 0) this->load_after(step);
       at_.advance();
     }
-    turns_.end(Base::workspace_.turns, lane_);
+    if constexpr (Config::kInTurns) turns_.end(Base::workspace_.turns, lane_);
   }
 
  private:
@@ -113,7 +113,8 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       multiply(sum, ds[0], keys_ + panel * kPanel);
       multiply(sum, ds[1], other_keys_ + panel * kPanel);
       ptx::wgmma_commit();
-      if (panel == first) wait_for_turn(step, second);
+      if constexpr (Config::kInTurns)
+        if (panel == first) wait_for_turn(step, second);
       ptx::wgmma_wait<0>();
 #pragma unroll
       for (int n = 0; n < kN; ++n)
@@ -142,7 +143,6 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
 
   /// Of this warp's additions to a tile; `second`: to the last columns of it, which have a counter of their own.
   __device__ __forceinline__ void wait_for_turn(const Step& step, bool second) {
-    if (!Base::workspace_.turns) return;
     const int part = (second ? kWarpgroupWarps : 0) + warp_, turn = work_tile_.turn(step.tile);
     turns_.advance(Base::workspace_.turns, static_cast<int>(this->workspace_tile(step)) * kDqWarps + part, turn, lane_);
     turns_.wait(Base::workspace_.turns, turn);

@@ -5,10 +5,10 @@
 
 namespace flash_ext::sm90 {
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, bool kInTurns_ = false>
 struct BackwardWideConfig {
   using Element = Element_;
-  static constexpr bool kListsBlocks = false;
+  static constexpr bool kListsBlocks = false, kInTurns = kInTurns_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;  // CTAs of a cluster
