@@ -54,6 +54,13 @@ def test_documents(device: str, block_size: tuple[int, int], causal: bool, lengt
     assert_shows(BlockMask.documents(cu_seqlens.long(), seqlen, block_size, causal=causal), expected)
 
 
+def test_long_documents_share_bitmaps(device: str) -> None:
+    """A row of blocks in which one ends and the next begins sees all columns in part, by few bitmaps."""
+    i, j = pairs(2000, 2000, device)
+    mask = BlockMask.documents(int32([0, 1000, 2000], device), 2000, (64, 64))
+    assert_shows(mask, (i < 1000) == (j < 1000))
+
+
 def test_random_documents(device: str) -> None:
     for _ in range(10):
         seqlen = int(torch.randint(1, 2000, ()))

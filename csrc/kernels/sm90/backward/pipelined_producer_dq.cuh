@@ -133,7 +133,9 @@ class BackwardPipelinedDq {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
       // Its fence waits for stores, which are slow beside other warpgroups' products: meanwhile this one is under way.
-      if (panel == 1) wait_for_turn(step);
+      if constexpr (!Config::kListsBlocks) {  // whose additions take no turns
+        if (panel == 1) wait_for_turn(step);
+      }
       send();
       finish(sum);
       if (panel + 1 == kPanels) arrive_as_warp(storage_.ds_empty[at_.stage()], lane_);
