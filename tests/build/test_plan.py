@@ -637,6 +637,7 @@ def test_additions_in_turn_beside_options() -> None:
         ({"dropout_p": 0.1}, "dropout alone"),
         ({"dropout_p": 0.1, "head_dim": 256}, "softcap, ALiBi, dropout and any scale"),
         ({"softcap": 3.0}, "softcap, ALiBi, dropout and any scale"),
+        ({"softcap": 3.0, "dropout_p": 0.1}, "all options and pages"),
         ({"softmax_scale": 0.0}, "softcap, ALiBi, dropout and any scale"),
         ({"softcap": 3.0, "dtype": "float32"}, "all options and pages"),
         ({"operation": "decode", "seqlen_q": 4096}, "scaled products"),
