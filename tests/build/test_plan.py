@@ -630,6 +630,7 @@ def test_variants_of_the_kernels_for_hopper(fields: dict[str, Any], forward: str
         ({"dropout_p": 0.1}, "dropout alone"),
         ({"dropout_p": 0.1, "head_dim": 256}, "softcap, ALiBi, dropout and any scale"),
         ({"softcap": 3.0}, "softcap, ALiBi, dropout and any scale"),
+        ({"softcap": 3.0, "dropout_p": 0.1}, "all options and pages"),
         ({"softmax_scale": 0.0}, "softcap, ALiBi, dropout and any scale"),
         ({"softcap": 3.0, "dtype": "float32"}, "all options and pages"),
         ({"operation": "decode", "seqlen_q": 4096}, "scaled products"),

@@ -137,7 +137,8 @@ struct ForwardBlock {
   }
   __device__ __forceinline__ void forget_lane() {
 #if __CUDA_ARCH__ >= 900
-    constexpr bool kForgets = Config::kRematerialisesLane || (kHeadDim == 128 && Config::kOneBias);
+    constexpr bool kForgets =
+        Config::kRematerialisesLane || (kHeadDim == 128 && (Config::kOneBias || Config::kComputes));
 #else
     constexpr bool kForgets = Config::kRematerialisesLane;
 #endif

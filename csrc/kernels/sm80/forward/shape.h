@@ -13,7 +13,7 @@ namespace flash_ext::sm80 {
 /// all.
 enum class ForwardVariant {
   kPlain,      // scaled products within a window
-  kComputes,   // softcap, ALiBi, dropout, any scale
+  kComputes,   // softcap, ALiBi, any scale; at head dim 256 dropout alone
   kReads,      // these, bias, masks, and keys that do not lie in one piece
   kBias,       // plain, and a bias of the type of q, in pieces of 16 bytes
   kFloatBias,  // plain, and a bias of floats, in pieces of 16 bytes

@@ -21,7 +21,7 @@ struct ForwardConfig {
   static constexpr bool kOneBias = kVariant == ForwardVariant::kBias || kVariant == ForwardVariant::kFloatBias;
   static constexpr bool kOneDropout = kVariant == ForwardVariant::kDrops;
   using BiasElement = std::conditional_t<kVariant == ForwardVariant::kFloatBias, float, Element>;  // of kOneBias
-  static constexpr bool kOneMask = kVariant == ForwardVariant::kMask;
+  static constexpr bool kOneMask = kVariant == ForwardVariant::kMask, kComputes = kVariant == ForwardVariant::kComputes;
   static constexpr bool kBiases = kReads || kOneBias, kMasks = kReads || kOneMask;
   static constexpr bool kDropout = kOptionBranches || kOneDropout;
   static constexpr bool kDropsByBranch = kReads || (kOptionBranches && kHeadDim_ == 256);  // as variant_of() says
@@ -41,12 +41,11 @@ struct ForwardConfig {
   static constexpr bool kRematerialisesThread =
       (kHeadDim == 128 && kVariant != ForwardVariant::kPlain && !kReads && !kOneBias) || (kWide && kFullPrecision);
   static constexpr bool kRematerialisesLane =
-      (kWide && kFullPrecision && kVariant == ForwardVariant::kPlain) ||
-      (kHeadDim == 128 && (kOneMask || kOneDropout || kVariant == ForwardVariant::kComputes));
+      (kWide && kFullPrecision && kVariant == ForwardVariant::kPlain) || (kHeadDim == 128 && (kOneMask || kOneDropout));
   static constexpr bool kLooksEarly = kHeadDim == 64;  // at what a mask leaves: in registers while a step begins
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
-  static constexpr bool kFenced = kUnroll == 1 && kWide;
+  static constexpr bool kFenced = (kUnroll == 1 && kWide) || (kHeadDim == 128 && kComputes);
   static constexpr bool kRunningMaximum = kFloat && (kOptionBranches || kWide);
   // P must stay finite as an Element, l and out in float.
   static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;

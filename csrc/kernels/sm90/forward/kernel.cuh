@@ -484,7 +484,7 @@ class ForwardConsumer {
     add_non_finite<Element, kWarpgroupThreads>(p, sequence, rows, key_rows<Element, false>(p_, p_.v, sequence),
                                                first_row, min(first_row + kWarpgroupRows, work_tile.end_query),
                                                tiles.begin * kBlockN, min(tiles.end * kBlockN, sequence.seqlen_k),
-                                               static_cast<int>(threadIdx.x) % kWarpgroupThreads);
+                                               32 * warp_ + ptx::reread(lane_));
   }
 
   const ForwardParams& p_;
