@@ -285,7 +285,8 @@ class ForwardOptionsConsumer : public ForwardConsumer<Config> {
       if constexpr (Config::kDrops) draw(kept, random_bits);
       add_sums(s, sum, [&] {
         if constexpr (kBias) hide_by_bias(s);
-        if constexpr (kOnlyMask) hide_weights(s, terms.visible);
+        if constexpr (kOnlyMask)
+          if (terms.hides) hide_weights(s, terms.visible);  // else there are no bits of this tile
       });
       if constexpr (kBias) {
         release_bias();
