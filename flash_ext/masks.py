@@ -284,8 +284,8 @@ class BlockMask:
 
         Args:
             visible: bool (seqlen_q, seqlen_k) or (batch|1, heads_q|1, seqlen_q, seqlen_k), True = visible.
-            block_size: (block_m, block_n): any number of queries, a multiple of 32 keys. Multiples of 64 each are the
-                quickest on GPUs.
+            block_size: (block_m, block_n): any number of queries, a multiple of 32 keys. Multiples of 128 each are the
+                quickest on Hopper.
 
         Returns:
             A ``BlockMask`` on the device of ``visible``.

@@ -4,8 +4,8 @@
 products, exponentials and sums in its place: ``exported.run_decompositions(decompositions())``. The score matrix is in
 memory again then, and keys that nobody sees must hold finite numbers.
 
-Not written out are backwards, caches that are written to, pages, and dropout, whose random bits no plain operator has.
-They are refused by name when the table meets them.
+Not written out are pages and dropout, whose random bits no plain operator has: they are refused by name when the table
+meets them. Backwards, and decoding that appends to its cache, stay as nodes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ namespace flash_ext::sm90 {
 
 template <int kHeadDim_, bool kOptions_>
 struct BackwardF32Config {
-  static constexpr bool kListsBlocks = false;
+  static constexpr bool kListsBlocks = false, kInTurns = false;
   static constexpr int kHeadDim = kHeadDim_;        // of q, k and v, and of the workspace
   static constexpr bool kScoreOptions = kOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
