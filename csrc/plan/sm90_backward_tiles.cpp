@@ -22,7 +22,8 @@ int serving_options(const Problem& p) {
                                      p.has_mask && key_padding,
                                      (p.has_mask || p.has_block_mask) && !key_padding,
                                      pieces && p.bias_dtype != DType::kFloat32,
-                                     p.bias_dtype == p.dtype};
+                                     p.bias_dtype == p.dtype,
+                                     p.softcap > sm90::kLargestSoftcapAlone};
   return sm90::serving_options(asked);
 }
 

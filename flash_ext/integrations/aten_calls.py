@@ -100,32 +100,18 @@ def window_of(causal: bool) -> tuple[int, int]:
 # ---- Forms of results ------------------------------------------------------------------------------------------------
 
 
-_constants: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], Tensor] = {}
-
-
-def constant(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that nobody reads or writes, made once: three of them would be a third of a small call."""
-    key = device, dtype, shape
-    found = _constants.get(key)
-    if found is None:
-        with torch.inference_mode(False):  # or later calls could not save it for their backward
-            found = torch.empty(shape, dtype=dtype, device=device)
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):  # memory of that graph
-            _constants[key] = found
-    return found
-
-
 def in_order_of_inputs(gradients: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(in_order_of(gradient, like) for gradient, like in zip(gradients, inputs, strict=False))
 
 
 def flash_rng(query: Tensor) -> tuple[Tensor, Tensor]:
     """What torch's flash kernel leaves for dropout, without dropout."""
-    return constant(query.device, torch.uint64, (2,)), constant(query.device, torch.uint64, ())
+    device = query.device
+    return torch.empty(2, dtype=torch.uint64, device=device), torch.empty((), dtype=torch.uint64, device=device)
 
 
 def no_seed(query: Tensor) -> Tensor:
-    return constant(query.device, torch.int64, ())
+    return torch.empty((), dtype=torch.int64, device=query.device)
 
 
 def padded_lse(lse: Tensor) -> Tensor:

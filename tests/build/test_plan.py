@@ -568,6 +568,12 @@ def variant(operation: str, capability: int, **fields: Any) -> str:
     return hopper_plan(operation=operation, compute_capability=capability, **fields).variant
 
 
+def test_a_large_softcap_goes_to_the_kernel_of_any_options() -> None:
+    """Which bounds weights that are recomputed from a large lse."""
+    assert variant("backward", 90, softcap=4e4) == "softcap alone"
+    assert variant("backward", 90, softcap=5e4) == "all options"
+
+
 @pytest.mark.parametrize(
     ("fields", "forward", "backward"),
     [

@@ -53,12 +53,17 @@ def zero_bias(dtype: torch.dtype, device: str) -> Tensor:
     return torch.zeros(1, 1, ROWS, 2 * KEYS, dtype=dtype, device=device)
 
 
+def every_block(device: str) -> flash_ext.BlockMask:
+    return flash_ext.BlockMask.from_blocks(torch.ones(1, 5, dtype=torch.bool, device=device), ROWS, KEYS)
+
+
 OPTIONS: dict[str, Callable[[torch.dtype, str], dict[str, Any]]] = {
     "plain": lambda dtype, device: {},
     "window": lambda dtype, device: {"window_size": (KEYS, KEYS)},
     "sink": lambda dtype, device: {"sink": torch.zeros(1, dtype=lse_dtype(dtype), device=device)},
     "ALiBi": lambda dtype, device: {"alibi_slopes": torch.full((1,), SLOPE, device=device)},
     "mask": lambda dtype, device: {"mask": torch.ones(1, 1, ROWS, KEYS, dtype=torch.bool, device=device)},
+    "block mask": lambda dtype, device: {"block_mask": every_block(device)},
     "bias": lambda dtype, device: {"bias": zero_bias(dtype, device)[..., :KEYS]},
     "strided bias": lambda dtype, device: {"bias": zero_bias(dtype, device)[..., ::2]},
 }

@@ -75,15 +75,23 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, 
   const BackwardOptionsLayout layout = BackwardOptionsLayout::of<Config>(p, kStorageBytes, kMostBytes);
   if ((layout.flags & kStepBiased) && layout.bias_slots == 0)
     throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
+  if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward: no turns beside options");
   const CUtensorMap bias_map = layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{};
   const VisibilityTiles& visibility = workspace.visibility;
   const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   const LaunchShape blocks{grid_of(schedule.positions()), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
-  const BackwardAsked asked = {p.softcap > 0,          p.alibi_slopes != nullptr, (layout.flags & kStepDrops) != 0,
-                               p.bias.data != nullptr, layout.bias_of_keys,       layout.mask_of_keys,
-                               masks_pairs(p),         layout.bias_by_panels,     p.bias.dtype == p.dtype};
+  const BackwardAsked asked = {p.softcap > 0,
+                               p.alibi_slopes != nullptr,
+                               (layout.flags & kStepDrops) != 0,
+                               p.bias.data != nullptr,
+                               layout.bias_of_keys,
+                               layout.mask_of_keys,
+                               masks_pairs(p),
+                               layout.bias_by_panels,
+                               p.bias.dtype == p.dtype,
+                               p.softcap > kLargestSoftcapAlone};
   with_option_variant(serving_options(asked), [&](auto options) {
     launch("sm90/backward", backward_options_kernel<BackwardOptionsConfig<Config, options()>>, blocks, stream, p, maps,
            bias_map, workspace, layout, schedule);

@@ -138,16 +138,9 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
       ++step.head;
       return;
     }
-    if (order.takes_turns()) {
-      if (step.head >= heads || ++step.head < heads) return;
-      step.tile += order.stride;
-      if (step.tile != order.past) step.head = 0;
-      return;
-    }
+    if (step.head >= heads || ++step.head < heads) return;
     step.tile += order.stride;
-    if (step.tile != order.past) return;
-    step.tile = order.first;
-    ++step.head;
+    if (step.tile != order.past) step.head = 0;
   }
 
   /// How many tiles of keys a tile of queries sees before these.
@@ -190,12 +183,19 @@ template <class Config>
 __device__ __forceinline__ void find_large_lse(const BackwardWorkspace& workspace, BackwardWorkTile<Config>& work_tile,
                                                int group, int lane) {
   ptx::wait_for_previous_grid();  // for row terms
-  TileSpan looked_at = work_tile.tiles;
-  if constexpr (Config::kListsBlocks)  // those are counted along the list
-    looked_at.begin = 0, looked_at.end = (work_tile.sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  const int tiles = looked_at.end - looked_at.begin;
-  const int64_t first_tile = work_tile.workspace_tile + looked_at.begin;
-  if (!__any_sync(~0u, finds_large_lse(workspace, first_tile, tiles, work_tile.heads, lane, 32))) return;
+  bool found = false;
+  if constexpr (Config::kListsBlocks) {
+    for (int step = lane; step < work_tile.tiles.end; step += 32) {
+      const ListedQueries queries = work_tile.steps[step];
+      const int64_t tile = work_tile.workspace_tile + queries.head * workspace.tiles_per_head + queries.tile;
+      found |= finds_large_lse(workspace, tile, 1, 1, 0, 1);
+    }
+  } else {
+    const int tiles = work_tile.tiles.end - work_tile.tiles.begin;
+    const int64_t first_tile = work_tile.workspace_tile + work_tile.tiles.begin;
+    found = finds_large_lse(workspace, first_tile, tiles, work_tile.heads, lane, 32);
+  }
+  if (!__any_sync(~0u, found)) return;
   TileSpan& seen = work_tile.groups[group];
   if (lane == 0) work_tile.large = true, seen.full_begin = seen.full_end = seen.end;
   __syncwarp();

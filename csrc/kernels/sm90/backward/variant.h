@@ -30,6 +30,9 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
 
+/// Beyond it an lse may have to be bounded (LargeLse), which the variant for softcap alone has no room for.
+constexpr double kLargestSoftcapAlone = 4e4;
+
 /// What a call asks for.
 struct BackwardAsked {
   bool softcap, alibi, drops;
@@ -37,6 +40,7 @@ struct BackwardAsked {
   bool mask_of_keys, masks;  // of keys alone; of pairs
   bool bias_by_panels;       // of 16 bits, in pieces of 16 bytes: TMA brings it
   bool bias_dtype_of_inputs;
+  bool large_softcap;  // beyond kLargestSoftcapAlone
 };
 
 constexpr int options_of(const BackwardAsked& call) {
@@ -55,6 +59,7 @@ constexpr int serving_options(const BackwardAsked& call) {
   const bool simple_bias = !call.bias || call.bias_of_keys || (call.bias_by_panels && call.bias_dtype_of_inputs);
   const int options = options_of(call);
   if (options == 0) return 0;
+  if (call.large_softcap) return kAnyOptions;
   for (const int own : kOptionVariants)
     if (simple_bias && options == own) return own;
   return kAnyOptions;

@@ -87,8 +87,10 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
 #pragma unroll 1
     for (int tile = work_tile_.tiles.end - 1; tile >= work_tile_.tiles.begin; --tile)
 #pragma unroll 1
-      for (int head = 0; head < work_tile_.heads; ++head)
-        tile >= seen_begin&& tile < seen_end ? step(tile) : pass(tile);
+      for (int head = 0; head < work_tile_.heads; ++head) {
+        const bool sees = tile >= seen_begin && tile < seen_end;
+        sees ? step(tile) : pass(tile);
+      }
   }
 };
 

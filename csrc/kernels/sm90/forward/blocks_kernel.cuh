@@ -72,7 +72,7 @@ class ForwardBlocksConsumer : public ForwardConsumer<Config> {
       for (; rank >= 0; --rank) {
         Weights p;
         wait_for_keys();
-        softmax_tile<false>(p, work_tile, listed(), rank);
+        softmax_tile<false, true>(p, work_tile, listed(), rank);
         this->add_values(p);
       }
     } else if constexpr (Config::kOverlaps) {
@@ -107,7 +107,6 @@ class ForwardBlocksConsumer : public ForwardConsumer<Config> {
     wait_for_keys();
     ListedKeys keys = listed();
     softmax_tile<true>(p, work_tile, keys, rank);
-    // From here on every row has seen a key.
     bool has_stabilisers = keys.bitmap == ListedKeys::kFull;
     for (--rank; rank >= 0;) {
       // Full tiles of a run do not ask what they are.
@@ -136,8 +135,8 @@ class ForwardBlocksConsumer : public ForwardConsumer<Config> {
     return {keys.x, keys.y, keys.z, keys.w};
   }
 
-  /// S and P of a tile, with a running row max. kFirst: of the work tile.
-  template <bool kFirst>
+  /// S and P of a tile, with a running row max. kFirst: of the work tile. kRounds: see exponentiate().
+  template <bool kFirst, bool kRounds = false>
   __device__ __forceinline__ void softmax_tile(Weights& p, const WorkTile& work_tile, const ListedKeys& keys,
                                                int rank) {
     Scores s;
@@ -147,7 +146,7 @@ class ForwardBlocksConsumer : public ForwardConsumer<Config> {
     ptx::wgmma_wait<0>();
     fence_operand(s);
     this->release_keys(work_tile, rank);
-    running_softmax_step<kFirst>(s, work_tile, keys, visible);
+    running_softmax_step<kFirst, kRounds>(s, work_tile, keys, visible);
     this->pack(p, s);
   }
 
@@ -172,7 +171,7 @@ class ForwardBlocksConsumer : public ForwardConsumer<Config> {
   }
 
   /// With a running row max.
-  template <bool kFirst>
+  template <bool kFirst, bool kRounds = false>
   __device__ __forceinline__ void running_softmax_step(Scores& s, const WorkTile& work_tile, const ListedKeys& keys,
                                                        const Visible& visible) {
     float sum[2];
@@ -180,7 +179,7 @@ class ForwardBlocksConsumer : public ForwardConsumer<Config> {
     if ((keys.tile + 1) * kBlockN > work_tile.sequence.seqlen_k)
       hide_outside_window(s, this->coordinates(work_tile, keys.tile), work_tile.sequence);
     this->template update_row_max<kFirst>(s);
-    exponentiate<false>(s, this->scale_, stabiliser_, sum);
+    exponentiate<false, kRounds>(s, this->scale_, stabiliser_, sum);
     row_sum_[0] += sum[0];
     row_sum_[1] += sum[1];
   }
@@ -217,7 +216,7 @@ class ForwardBlocksConsumer : public ForwardConsumer<Config> {
       if (at.row(0, 2 * r) >= work_tile.end_query) continue;
       const bool met = trace_of_row(out_, r) != 0.0f;
       failed |= met;
-      overflowed |= Base::has_overflowed(row_sum_[r], met);
+      overflowed |= Base::has_overflowed(row_sum_[r], met) || !FixedStabiliser<Element>::serves(stabiliser_[r]);
     }
     Base::record_failure(work_tile, failed, overflowed);
   }
