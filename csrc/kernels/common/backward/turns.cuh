@@ -19,7 +19,8 @@
 
 namespace flash_ext {
 
-/// The number of a CTA among those that have started, drawn by one thread. The kernel of row terms has set the ticket to 0.
+/// The number of a CTA among those that have started, drawn by one thread. The kernel of row terms has set the ticket
+/// to 0.
 __device__ __forceinline__ uint32_t draw_number(const BackwardWorkspace& workspace) {
   ptx::wait_for_previous_grid();
   return static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
