@@ -1,71 +1,53 @@
 // dK and dV: what a warpgroup makes of 64 keys and all queries that see them, keys as rows of its tiles.
 #pragma once
 
-#include "kernels/sm90/backward/products.cuh"
-#include "kernels/sm90/common/store_rows.cuh"
-#include "storage.cuh"
+#include "block.cuh"
 
 namespace flash_ext::sm90 {
 
 /// One warp of them.
 template <class Config>
-class BackwardShortKeys {
-  using Element = typename Config::Element;
+class BackwardShortKeys : BackwardShortBlock<Config> {
+  using Base = BackwardShortBlock<Config>;
+  using typename Base::Element;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = 32;
   using Tile = BackwardTile<Element, kBlockM>;
   using Products = BackwardProducts<Element, kHeadDim, kWarpgroupRows, kBlockM>;
-  using Storage = BackwardShortStorage<Config>;
 
  public:
-  __device__ __forceinline__ BackwardShortKeys(const BackwardParams& p, const Storage& storage, uint32_t s_tiles,
-                                               float scale, int group, int warp, int lane, bool large)
-      : p_(p),
-        storage_(storage),
-        tiles_(Products::KeyTile::lower_half(s_tiles)),
-        scale_(scale),
-        group_(group),
-        first_key_(group * kWarpgroupRows + warp * 16),
-        lane_(lane),
-        large_(large) {}
+  using Base::Base;
 
   __device__ __forceinline__ void run() {
-    const int first = group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, sequence().seqlen_k);
+    const int first = this->group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, this->sequence().seqlen_k);
     if (first >= end) return;
-    const TileSpan seen = sequence().template query_tiles<kBlockM>(first, end);
+    const TileSpan seen = this->sequence().template query_tiles<kBlockM>(first, end);
     Products::clear(dk_);
     Products::clear(dv_);
-#pragma unroll 1
-    for (int tile = seen.begin; tile < seen.end; ++tile)
-      step(tile, large_ || tile < seen.full_begin || tile >= seen.full_end);
+    this->visit(seen, [&](int tile, bool hides) { step(tile, hides); });
     store(p_.dv, dv_, 1.0f);
     store(p_.dk, dk_, static_cast<float>(p_.softmax_scale));
   }
 
  private:
-  __device__ __forceinline__ const Sequence& sequence() const { return storage_.sequence(); }
-  /// Lower halves of descriptors: of this warpgroup's keys, and of a tile of queries.
-  __device__ __forceinline__ uint32_t keys_at(int offset) const {
-    return tiles_ + (offset + group_ * panel_bytes(kWarpgroupRows)) / 16;
-  }
-  __device__ __forceinline__ uint32_t queries_at(int offset, int tile) const {
-    return tiles_ + (offset + tile * panel_bytes(kBlockM)) / 16;
-  }
+  using Base::lane_;
+  using Base::p_;
+  using Base::storage_;
 
-  /// `hides`: some pair of the tile, or a weight may have to be bounded. Scores and their gradients take the same
-  /// registers.
+  /// Scores and their gradients take the same registers.
   __device__ __forceinline__ void step(int tile, bool hides) {
     typename Tile::Scores s;
     typename Tile::Weights p;  // then dS
-    const uint32_t queries = queries_at(Config::kQueriesOffset, tile), grads = queries_at(Config::kGradsOffset, tile);
-    Products::multiply(s, keys_at(Config::kKeysOffset), queries);
-    Tile::softmax_step(s, storage_.lse + tile * kBlockM, scale_, lane_);
+    const uint32_t queries = this->rows_at(Config::kQueriesOffset, tile * kBlockM);
+    const uint32_t grads = this->rows_at(Config::kGradsOffset, tile * kBlockM);
+    Products::multiply(s, this->own_rows_at(Config::kKeysOffset), queries);
+    Tile::softmax_step(s, storage_.lse + tile * kBlockM, this->scale_, lane_);
     if (hides) {
-      Tile::hide(s, sequence(), first_key_, tile * kBlockM, lane_);
-      if (large_) for_each_score(s, [](float& x, int, int, int) { x = LargeLse::bound(x); });
+      Tile::hide(s, this->sequence(), this->first_row_, tile * kBlockM, lane_);
+      this->bound(s);
     }
     pack_operand<Element>(p, s);
 
-    Products::start(s, keys_at(Config::kValuesOffset), grads);
+    Products::start(s, this->own_rows_at(Config::kValuesOffset), grads);
     Products::start_sum(dv_, p, grads);
     Products::finish(s);
     Products::fence_operand(dv_);
@@ -76,22 +58,10 @@ class BackwardShortKeys {
   }
 
   __device__ __forceinline__ void store(const TensorView& view, const typename Products::Sum& sum, float scale) const {
-    if (!view.data) return;
-    const auto rows = key_rows<Element, false>(p_, view, sequence());
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first_key_ + 8 * r + lane_ / 4;
-      Element* const g_row = row < sequence().seqlen_k ? rows.row(row) : nullptr;
-      write_out_row(g_row, sum, r, scale, lane_, static_cast<int>(p_.head_dim));
-    }
+    if (view.data)
+      Base::store(key_rows<Element, false>(p_, view, this->sequence()), this->sequence().seqlen_k, sum, scale);
   }
 
-  const BackwardParams& p_;
-  const Storage& storage_;
-  const uint32_t tiles_;  // lower half of the descriptor of all tiles
-  const float scale_;     // of scores, to base 2
-  const int group_, first_key_, lane_;
-  const bool large_;  // some row has a LargeLse
   typename Products::Sum dk_, dv_;
 };
 

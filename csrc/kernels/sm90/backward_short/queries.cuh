@@ -3,71 +3,56 @@
 // no warpgroup waits for another, and dS needs no shared memory.
 #pragma once
 
-#include "kernels/sm90/backward/products.cuh"
-#include "kernels/sm90/common/store_rows.cuh"
-#include "storage.cuh"
+#include "block.cuh"
 
 namespace flash_ext::sm90 {
 
 /// One warp of them.
 template <class Config>
-class BackwardShortQueries {
-  using Element = typename Config::Element;
+class BackwardShortQueries : BackwardShortBlock<Config> {
+  using Base = BackwardShortBlock<Config>;
+  using typename Base::Element;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockN = kWarpgroupRows;
   using Products = BackwardProducts<Element, kHeadDim, kWarpgroupRows, kBlockN>;
   using Scores = typename Products::Scores;
   using Weights = typename Products::Weights;
-  using Storage = BackwardShortStorage<Config>;
 
  public:
-  __device__ __forceinline__ BackwardShortQueries(const BackwardParams& p, const Storage& storage, uint32_t s_tiles,
-                                                  float scale, int group, int warp, int lane, bool large)
-      : p_(p),
-        storage_(storage),
-        tiles_(Products::KeyTile::lower_half(s_tiles)),
-        scale_(scale),
-        group_(group),
-        first_query_(group * kWarpgroupRows + warp * 16 + lane / 4),
-        lane_(lane),
-        large_(large) {}
+  using Base::Base;
 
   __device__ __forceinline__ void run() {
-    const int first = group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, sequence().seqlen_q);
+    const int first = this->group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, this->sequence().seqlen_q);
     if (first >= end || !p_.dq.data) return;
-    const TileSpan seen = sequence().template key_tiles<kBlockN>(first, end);
+    const TileSpan seen = this->sequence().template key_tiles<kBlockN>(first, end);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = first_query_ + 8 * r;
-      lse_[r] = storage_.lse[i];
-      minus_delta_[r] = storage_.minus_delta[i];
+      lse_[r] = this->storage_.lse[this->row(r)];
+      minus_delta_[r] = this->storage_.minus_delta[this->row(r)];
     }
     Products::clear(dq_);
-#pragma unroll 1
-    for (int tile = seen.begin; tile < seen.end; ++tile)
-      step(tile, large_ || tile < seen.full_begin || tile >= seen.full_end);
-    store();
+    this->visit(seen, [&](int tile, bool hides) { step(tile, hides); });
+    this->store(query_rows<Element>(p_.dq, this->sequence()), this->sequence().seqlen_q, dq_,
+                static_cast<float>(p_.softmax_scale));
   }
 
  private:
-  __device__ __forceinline__ const Sequence& sequence() const { return storage_.sequence(); }
-  /// The lower half of the descriptor of 64 rows.
-  __device__ __forceinline__ uint32_t rows_at(int offset, int index) const {
-    return tiles_ + (offset + index * panel_bytes(kWarpgroupRows)) / 16;
-  }
+  using Base::p_;
 
-  /// `hides`: some pair of the tile, or a weight may have to be bounded.
   __device__ __forceinline__ void step(int tile, bool hides) {
     Scores s, dp;
     Weights ds;
-    const uint32_t keys = rows_at(Config::kKeysOffset, tile);
-    Products::start(s, rows_at(Config::kQueriesOffset, group_), keys);
-    Products::start(dp, rows_at(Config::kGradsOffset, group_), rows_at(Config::kValuesOffset, tile));
+    const uint32_t keys = this->rows_at(Config::kKeysOffset, tile * kBlockN);
+    Products::start(s, this->own_rows_at(Config::kQueriesOffset), keys);
+    Products::start(dp, this->own_rows_at(Config::kGradsOffset), this->rows_at(Config::kValuesOffset, tile * kBlockN));
     ptx::wgmma_wait<1>();
     for_each_score(s, [&](float& x, int, int, int e) {
       ptx::fence_operand(x);
-      x = BaseTwoUnit::weight(x, scale_, lse_[e / 2]);
+      x = BaseTwoUnit::weight(x, this->scale_, lse_[e / 2]);
     });
-    if (hides) hide(s, tile);
+    if (hides) {
+      hide(s, tile);
+      this->bound(s);
+    }
     Products::finish(dp);
     for_each_score(s, [&](float& x, int, int n, int e) {
       const float gradient = x * (dp[0][n][e] + minus_delta_[e / 2]);
@@ -79,39 +64,21 @@ class BackwardShortQueries {
     Products::fence_operand(dq_);
   }
 
-  /// Weights that the window or the lengths hide become 0, whatever they are; others are bounded.
+  /// Weights that the window or the lengths hide become 0, whatever they are.
   __device__ __forceinline__ void hide(Scores& s, int tile) const {
-    const int first_key = tile * kBlockN + 2 * (lane_ % 4);
+    const int first_key = tile * kBlockN + 2 * (this->lane_ % 4);
     int begin[2], end[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = first_query_ + 8 * r;
-      begin[r] = sequence().keys_begin(i) - first_key;
-      end[r] = sequence().keys_end(i) - first_key;
+      begin[r] = this->sequence().keys_begin(this->row(r)) - first_key;
+      end[r] = this->sequence().keys_end(this->row(r)) - first_key;
     }
     for_each_score(s, [&](float& x, int, int n, int e) {
       const int column = 8 * n + e % 2;
       if (column < begin[e / 2] || column >= end[e / 2]) x = 0.0f;
     });
-    if (large_) for_each_score(s, [](float& x, int, int, int) { x = LargeLse::bound(x); });
   }
 
-  __device__ __forceinline__ void store() const {
-    const auto rows = query_rows<Element>(p_.dq, sequence());
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int i = first_query_ + 8 * r;
-      Element* const g_row = i < sequence().seqlen_q ? rows.row(i) : nullptr;
-      write_out_row(g_row, dq_, r, static_cast<float>(p_.softmax_scale), lane_, static_cast<int>(p_.head_dim));
-    }
-  }
-
-  const BackwardParams& p_;
-  const Storage& storage_;
-  const uint32_t tiles_;  // lower half of the descriptor of all tiles
-  const float scale_;     // of scores, to base 2
-  const int group_, first_query_, lane_;
-  const bool large_;               // some row has a LargeLse
   float lse_[2], minus_delta_[2];  // of this lane's rows
   typename Products::Sum dq_;
 };

@@ -1,0 +1,68 @@
+// What the two parts of a block, keys.cuh and queries.cuh, have in common: its rows, and where tiles lie.
+#pragma once
+
+#include "kernels/sm90/backward/products.cuh"
+#include "kernels/sm90/common/store_rows.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+/// One warp of a block's warpgroup, which has 16 rows of it.
+template <class Config>
+class BackwardShortBlock {
+ public:
+  __device__ __forceinline__ BackwardShortBlock(const BackwardParams& p, const BackwardShortStorage<Config>& storage,
+                                                uint32_t s_tiles, float scale, int group, int warp, int lane,
+                                                bool large)
+      : p_(p),
+        storage_(storage),
+        tiles_(TileDescriptor<kWarpgroupRows>::lower_half(s_tiles)),
+        scale_(scale),
+        group_(group),
+        first_row_(group * kWarpgroupRows + warp * 16),
+        lane_(lane),
+        large_(large) {}
+
+ protected:
+  using Element = typename Config::Element;
+
+  __device__ __forceinline__ const Sequence& sequence() const { return storage_.sequence(); }
+  /// The lower half of the descriptor of rows of a tile.
+  __device__ __forceinline__ uint32_t rows_at(int offset, int first_row) const {
+    return tiles_ + (offset + panel_bytes(first_row)) / 16;
+  }
+  __device__ __forceinline__ uint32_t own_rows_at(int offset) const { return rows_at(offset, group_ * kWarpgroupRows); }
+
+  /// step(tile, whether a pair of it is hidden or a weight may have to be bounded)
+  template <class Step>
+  __device__ __forceinline__ void visit(const TileSpan& seen, Step step) const {
+#pragma unroll 1
+    for (int tile = seen.begin; tile < seen.end; ++tile)
+      step(tile, large_ || tile < seen.full_begin || tile >= seen.full_end);
+  }
+
+  template <class Scores>
+  __device__ __forceinline__ void bound(Scores& p) const {
+    if (large_) for_each_score(p, [](float& x, int, int, int) { x = LargeLse::bound(x); });
+  }
+
+  /// One of this lane's two rows of accumulators.
+  __device__ __forceinline__ int row(int r) const { return first_row_ + lane_ / 4 + 8 * r; }
+  template <class Rows, class Sum>
+  __device__ __forceinline__ void store(const Rows& rows, int num_rows, const Sum& sum, float scale) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Element* const g_row = row(r) < num_rows ? rows.row(row(r)) : nullptr;
+      write_out_row(g_row, sum, r, scale, lane_, static_cast<int>(p_.head_dim));
+    }
+  }
+
+  const BackwardParams& p_;
+  const BackwardShortStorage<Config>& storage_;
+  const uint32_t tiles_;  // lower half of the descriptor of all tiles
+  const float scale_;     // of scores, to base 2
+  const int group_, first_row_, lane_;
+  const bool large_;  // some row has a LargeLse
+};
+
+}  // namespace flash_ext::sm90
