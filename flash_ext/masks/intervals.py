@@ -92,8 +92,7 @@ def lists_of_edges(edges: Edges, changes: Tensor, blocks: Blocks, room: int) -> 
     Args:
         edges: of each query.
         changes: int32 (batch, rows, n), the keys at which blocks of a row may begin to look different, the first and
-            the last one of what is listed among them, ascending or not: one that is lower than the one before counts
-            as equal.
+            the last one of what is listed among them. They ascend, but that some columns may come again.
         room: for how many blocks, at least as many as there are.
     """
     batch, rows = changes.shape[0], blocks.rows

@@ -155,7 +155,8 @@ def _changes(window: Window, offset: int, blocks: Blocks, device: torch.device |
     first_keys = torch.arange(last, last + 2 * blocks.block_n, blocks.block_n, dtype=torch.int32, device=device)
     if last > 0:
         first_keys = torch.nn.functional.pad(first_keys, (1, 0))
-    return torch.cat([first_keys.expand(blocks.rows, -1), changes], 1)
+    # The window of a query among them begins and ends before the last of them.
+    return torch.cat([first_keys.expand(blocks.rows, -1), changes], 1).sort(-1).values
 
 
 def _room(window: Window, offset: int, blocks: Blocks) -> int:

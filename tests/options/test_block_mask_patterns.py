@@ -31,6 +31,14 @@ def assert_shows(block_mask: BlockMask, visible: Tensor) -> None:
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in block_mask.tensors)
 
 
+def between(low: int, high: int) -> int:
+    return int(torch.randint(low, high + 1, ()))
+
+
+def random_block_size() -> tuple[int, int]:
+    return between(8, 150), 32 * between(1, 5)
+
+
 def whole_blocks(blocks: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]) -> Tensor:
     dense = blocks.repeat_interleave(block_size[0], -2).repeat_interleave(block_size[1], -1)
     return dense[..., :seqlen_q, :seqlen_k]
@@ -62,14 +70,58 @@ def test_long_documents_share_bitmaps(device: str) -> None:
 
 
 def test_random_documents(device: str) -> None:
-    for _ in range(10):
-        seqlen = int(torch.randint(1, 2000, ()))
-        bounds = torch.randint(0, seqlen + 1, (int(torch.randint(1, 60, ())),)).sort().values
+    """Some of them empty, some of a token, tokens before the first one and behind the last one."""
+    for _ in range(15):
+        seqlen, causal = between(1, 1000), bool(between(0, 1))
+        bounds = torch.randint(0, seqlen + 1, (between(1, 60),)).sort().values
         document = torch.searchsorted(bounds, torch.arange(seqlen), right=True)
         inside = (document > 0) & (document < len(bounds))
         expected = (document[:, None] == document) & inside
-        mask = BlockMask.documents(bounds.to(device), seqlen, (64, 64))
-        assert_shows(mask, expected.to(device))
+        expected = expected.tril() if causal else expected
+        mask = BlockMask.documents(bounds.to(device), seqlen, random_block_size(), causal=causal)
+        assert_is(mask, expected.to(device))
+
+
+def test_random_windows(device: str) -> None:
+    """Wider than the sequence, narrower than a block, with more global tokens than there are keys."""
+    for _ in range(30):
+        lengths, top_left, causal = (between(1, 400), between(1, 400)), bool(between(0, 1)), bool(between(0, 1))
+        left, right = (min(between(-40, 500), between(-1, 60)) for _ in range(2))
+        left, right = max(left, -1), max(right, -1)
+        num_global = between(0, 1) * between(0, 450)
+        i, j = pairs(*lengths, device)
+        at = i + (0 if top_left else lengths[1] - lengths[0])
+        expected = ((left < 0) | (j >= at - left)) & ((right < 0) | (j <= at + right))
+        expected |= (j < num_global) | ((at >= 0) & (at < num_global))
+        expected = expected & (j <= at) if causal or right == 0 else expected
+        options = dict(causal=causal, top_left=top_left, device=device)
+        mask = BlockMask.sliding_window(*lengths, (left, right), num_global, random_block_size(), **options)
+        assert_is(mask, expected)
+
+
+def test_random_prefixes_and_spans(device: str) -> None:
+    for _ in range(15):
+        lengths, batch = (between(1, 400), between(1, 400)), between(1, 3)
+        i, j = pairs(*lengths, device)
+        prefix = torch.randint(0, 450, (batch,), device=device)
+        expected = (j <= i + lengths[1] - lengths[0]) | (j < prefix[:, None, None])
+        assert_is(BlockMask.prefix_lm(prefix, *lengths, random_block_size()), expected[:, None])
+        seqlen = lengths[0]
+        ends = torch.randint(0, seqlen + 1, (batch, 2 * between(0, 6))).sort().values.unflatten(1, (-1, 2))
+        i, j = pairs(seqlen, seqlen, device)
+        begin, end = ends.to(device)[..., None, None].unbind(2)
+        expected = (j <= i) | ((i >= begin) & (i < end) & (j >= begin) & (j < end)).any(1)
+        assert_is(BlockMask.bidirectional_spans(ends.to(device), seqlen, random_block_size()), expected[:, None])
+
+
+def assert_is(mask: BlockMask, visible: Tensor) -> None:
+    """That it shows this, and lists the blocks that a mask from the dense one does, full or not."""
+    assert torch.equal(mask.to_dense(), visible if visible.dim() == 4 else visible[None, None])
+    expected = BlockMask.from_dense(visible, mask.block_size)
+    assert torch.equal(mask.offsets, expected.offsets)
+    count = mask.num_blocks
+    assert torch.equal(mask.indices[:count], expected.indices[:count])
+    assert torch.equal(mask.bitmap_ids[:count] < 0, expected.bitmap_ids[:count] < 0)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
