@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import BlockMask
+from flash_ext.masks import intervals, lists
 from tests import reference
 from tests.oracle import int32, random
 
@@ -304,6 +305,60 @@ def test_builders_do_not_wait_for_the_gpu(device: str) -> None:
         whole & causal, whole | causal, causal.transpose(), whole.to_flex()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def lists_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room behind the last block, and bitmaps that are there twice: nobody waits to cut them."""
+    for module in (intervals, lists):
+        monkeypatch.setattr(module, "compacted", lambda made: made)
+
+
+def test_what_is_made_of_lists_with_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = masks(device)
+    lists_as_on_a_gpu(monkeypatch)
+    loose = masks(device)[:2] + [mask.transpose().transpose() for mask in cut[2:]]
+    if device == "cpu":
+        assert sum(len(mask.indices) > mask.num_blocks for mask in loose) > 1
+    for mask, expected in zip(loose[:2], cut[:2], strict=True):
+        assert mask == expected and mask.to_dense().equal(expected.to_dense())
+    for first in loose:
+        assert_shows(first.transpose(), first.to_dense().transpose(2, 3))
+        for second in loose:
+            assert_shows(first & second, first.to_dense() & second.to_dense())
+            assert_shows(first | second, first.to_dense() | second.to_dense())
+
+
+def test_there_is_room_for_what_there_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for a band not much more."""
+    lists_as_on_a_gpu(monkeypatch)
+    for _ in range(50):
+        lengths, top_left, causal = (between(1, 900), between(1, 900)), bool(between(0, 1)), bool(between(0, 1))
+        window, num_global = (between(-1, 900), between(-1, 90)), between(0, 1) * between(0, 900)
+        options = dict(causal=causal, top_left=top_left, device=device)
+        mask = BlockMask.sliding_window(*lengths, window, num_global, random_block_size(), **options)
+        assert mask.num_blocks <= len(mask.indices) == len(mask.bitmap_ids)
+    band = BlockMask.sliding_window(8192, 8192, (256, 0), device=device)
+    causal_mask = BlockMask.causal(8192, 8192, device=device)
+    assert len(band.indices) < band.num_blocks + 2 * 64
+    assert len(causal_mask.indices) < causal_mask.num_blocks + 2 * 64
+
+
+def test_attention_by_builders_with_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists_as_on_a_gpu(monkeypatch)
+    q, k, v = (random(1, 300, 4, 64, device=device) for _ in range(3))
+    cu_seqlens = int32([0, 100, 100, 260], device)
+    for mask in (
+        BlockMask.sliding_window(300, 300, (70, 0), 4, (64, 64), device=device),
+        BlockMask.sliding_window(300, 300, (70, 20), 4, (128, 64), device=device),
+        BlockMask.documents(cu_seqlens, 300, (64, 128)),
+        BlockMask.documents(cu_seqlens, 300, (64, 64), causal=True).transpose(),
+    ):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = flash_ext.attention(*inputs, block_mask=mask)
+        expected = reference.attention(*inputs, reference.Options(mask=mask.to_dense()))[0]
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        got, want = (torch.autograd.grad(result.square().sum(), inputs) for result in (out, expected))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_attention_by_lists_with_room(device: str) -> None:
