@@ -86,7 +86,7 @@ class DocumentBuilders(Mask):
             )
         blocks = Blocks(seqlen, seqlen, *block_size)
         cu_seqlens = cu_seqlens.int()
-        token = blocks.positions(0, cu_seqlens.device)
+        token = blocks.positions(0, cu_seqlens.device)[None]
         # A token before the first document or behind the last one finds an empty one.
         bounds = torch.cat([cu_seqlens[:1], cu_seqlens, cu_seqlens[-1:]])
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
@@ -95,7 +95,7 @@ class DocumentBuilders(Mask):
             end = torch.minimum(end, token + 1)
             begin = torch.minimum(begin, end)
         room = blocks.most_below(1) if causal else blocks.rows * blocks.columns
-        return cls._of_lists(_lists_of_spans(begin[None], end[None], 0, blocks, room), seqlen, seqlen)
+        return cls._of_lists(_lists_of_spans(begin, end, 0, blocks, room), seqlen, seqlen)
 
     @classmethod
     def prefix_lm(cls, prefix: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)) -> Self:

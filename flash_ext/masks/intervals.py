@@ -68,15 +68,15 @@ class Blocks(NamedTuple):
         return at if self.seqlen_q % self.block_m == 0 else at.clamp_(max=first + self.seqlen_q - 1)
 
     def moving(self, firsts: Sequence[int], device: torch.device | str) -> Tensor:
-        """int32 (rows, n): the keys at which blocks of a row may begin to look different, as edges lie there that move
-        by a key a query and are at ``firsts`` for the first query; FAR, -FAR: behind and before all, alone."""
+        """int32 (1, rows, n): the keys at which blocks of a row may begin to look different because of edges that move
+        by a key a query, and are at ``firsts`` for the first query; FAR, -FAR: a key behind and before all."""
         columns = []
         for first in firsts:
             count = 1 if abs(first) == FAR else self.crossed + 1
             end = first + count * self.block_n
             columns.append(torch.arange(first, end, self.block_n, dtype=torch.int32, device=device))
         rows = torch.arange(0, self.seqlen_q, self.block_m, dtype=torch.int32, device=device)
-        return rows[:, None] + (columns[0] if len(columns) == 1 else torch.cat(columns))
+        return rows.view(1, -1, 1) + (columns[0] if len(columns) == 1 else torch.cat(columns))
 
 
 class Edges(NamedTuple):
@@ -103,7 +103,7 @@ def lists_of_edges(edges: Edges, changes: Tensor, blocks: Blocks, room: int) -> 
     bitmaps = _bits(edges, first, blocks)
     words = bitmaps.flatten(1)
     lengths = (end - first).view(-1).mul_(words.any(-1))
-    ids = entries(len(bitmaps), bitmaps).masked_fill_((words == -1).all(-1), FULL)
+    is_full = (words == -1).all(-1)
     starts = running_sum(lengths)
     entry = entries(room, bitmaps)
     segment = owners(starts, entry)
@@ -111,7 +111,7 @@ def lists_of_edges(edges: Edges, changes: Tensor, blocks: Blocks, room: int) -> 
     lists = Lists(
         offsets_of_rows(starts, (batch, 1, rows), first.shape[-1]),
         shift.index_select(0, segment).add_(entry),
-        ids.index_select(0, segment),
+        segment.masked_fill(is_full.index_select(0, segment), FULL),
         bitmaps,
     )
     return compacted(lists) if bitmaps.device.type == "cpu" else lists
@@ -121,7 +121,7 @@ def _bits(edges: Edges, columns: Tensor, blocks: Blocks) -> Tensor:
     """int32 (batch * rows * n, block_m, block_n / 32): what the queries of a row see of the blocks in its columns, of
     shape (batch, rows, n)."""
     words = torch.arange(0, blocks.block_n, 32, dtype=torch.int32, device=columns.device)
-    first_keys = (columns * blocks.block_n).view(*columns.shape, 1, 1) + words
+    first_keys = torch.add(words, columns.view(*columns.shape, 1, 1), alpha=blocks.block_n)
     bits: Tensor | None = None
     for edge in edges.at:
         if blocks.seqlen_k % blocks.block_n:  # keys that are not there do not keep a block from being full

@@ -91,8 +91,8 @@ def grid_of_lists(offsets: Tensor, indices: Tensor, bitmap_ids: Tensor, columns:
         return torch.full((*shape, columns), HIDDEN, dtype=torch.int32, device=offsets.device)
     # A row has one entry a column at most. What is not there goes to a column behind all.
     entry = offsets[..., :-1, None] + entries(columns, offsets)
-    exists = entry < offsets[..., 1:, None]
+    missing = entry >= offsets[..., 1:, None]
     entry.clamp_(max=len(indices) - 1)
-    column = indices[entry].where(exists, columns).long()
+    column = indices[entry].masked_fill_(missing, columns).long()
     grid = torch.full((*shape, columns + 1), HIDDEN, dtype=torch.int32, device=offsets.device)
     return grid.scatter_(3, column, bitmap_ids[entry])[..., :columns]

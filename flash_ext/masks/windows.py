@@ -109,7 +109,7 @@ def lists_of_causal(blocks: Blocks, device: torch.device | str) -> Lists:
 def lists_of_window(window: Window, offset: int, blocks: Blocks, device: torch.device | str) -> Lists:
     """Query i is at position i + offset."""
     changes = _changes(window, offset, blocks, device)
-    return lists_of_edges(_edges(window, offset, blocks, device), changes[None], blocks, _room(window, offset, blocks))
+    return lists_of_edges(_edges(window, offset, blocks, device), changes, blocks, _room(window, offset, blocks))
 
 
 def _edges(window: Window, offset: int, blocks: Blocks, device: torch.device | str) -> Edges:
@@ -142,7 +142,7 @@ def _with_global(
 
 
 def _changes(window: Window, offset: int, blocks: Blocks, device: torch.device | str) -> Tensor:
-    """int32 (rows, n): see ``lists_of_edges``."""
+    """int32 (1, rows, n): see ``lists_of_edges``."""
     left, right, count = window.left, window.right, window.num_global
     firsts = [-FAR] if left is None else [offset - left]
     firsts += [] if right is None else [offset + right + 1]
@@ -156,7 +156,7 @@ def _changes(window: Window, offset: int, blocks: Blocks, device: torch.device |
     if last > 0:
         first_keys = torch.nn.functional.pad(first_keys, (1, 0))
     # The window of a query among them begins and ends before the last of them.
-    return torch.cat([first_keys.expand(blocks.rows, -1), changes], 1).sort(-1).values
+    return torch.cat([first_keys.expand(1, blocks.rows, -1), changes], 2).sort(-1).values
 
 
 def _room(window: Window, offset: int, blocks: Blocks) -> int:
