@@ -361,6 +361,21 @@ def test_attention_by_builders_with_room(device: str, monkeypatch: pytest.Monkey
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+def test_masks_of_a_deterministic_run(device: str) -> None:
+    """No operator that they use is refused there."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = masks(device)
+        BlockMask.documents(int32([0, 100, 260], device), 300, causal=True)
+        BlockMask.bidirectional_spans(int32([[10, 60], [100, 290]], device), 300)
+        BlockMask.strided(300, 300, 1, 4, causal=True, device=device)
+        for mask in made:
+            assert_shows(mask.transpose(), mask.to_dense().transpose(2, 3))
+            assert_shows(mask & made[0], mask.to_dense() & made[0].to_dense())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_attention_by_lists_with_room(device: str) -> None:
     """Lists longer than what `offsets` say."""
     q, k, v = (random(1, n, 4, 64, device=device) for n in (300, 400, 400))
