@@ -74,6 +74,7 @@ extern const InstructionSet kBaseline;
 #if defined(__x86_64__)
 extern const InstructionSet kAvx2;
 extern const InstructionSet kAvx512;
+extern const Kernels kAmxKernels;  // for bfloat16, beside kAvx512
 #endif
 
 }  // namespace flash_ext::cpu
