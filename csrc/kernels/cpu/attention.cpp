@@ -40,13 +40,12 @@ std::string wanted_instruction_set() {
 
 /// Kernels by dtype.
 struct KernelSet {
-  const char* name;
   const Kernels& for_float;
   const Kernels& for_double;
   const Kernels& for_bfloat16;
 };
 
-KernelSet same_for_all(const InstructionSet& set) { return {set.name, set.for_float, set.for_double, set.for_float}; }
+KernelSet same_for_all(const InstructionSet& set) { return {set.for_float, set.for_double, set.for_float}; }
 
 /// The best set that the machine has, up to the wanted one.
 KernelSet detect_kernels() {
@@ -55,7 +54,7 @@ KernelSet detect_kernels() {
   __builtin_cpu_init();
 #if defined(FLASH_EXT_HAS_AMX)
   if (wish == "amx" && has_avx512() && may_use_matrix_units()) {
-    return {"amx", kAvx512.for_float, kAvx512.for_double, kAmxKernels};
+    return {kAvx512.for_float, kAvx512.for_double, kAmxKernels};
   }
 #endif
   if ((wish == "amx" || wish == "avx512") && has_avx512()) return same_for_all(kAvx512);
@@ -130,7 +129,7 @@ bool is_empty(const AttentionParams& p) { return p.batch == 0 || p.heads_q == 0 
 
 }  // namespace
 
-const char* instruction_set() { return current_kernels().name; }
+bool uses_matrix_units() { return &current_kernels().for_bfloat16 != &current_kernels().for_float; }
 
 void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
   const Kernels& kernels = kernels_for(params);

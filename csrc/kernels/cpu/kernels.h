@@ -65,7 +65,6 @@ struct Kernels {
 
 /// One instruction set.
 struct InstructionSet {
-  const char* name;
   Kernels for_float;
   Kernels for_double;
 };

@@ -1,8 +1,8 @@
 // Products on the matrix units of a CPU (Intel AMX): bfloat16 operands, sums in float32.
 //
-// A tile register holds 16 rows of 64 bytes. One instruction adds A B to a tile C of 16 x 16 floats, where A has 16 rows
-// of 32 numbers, and row r of B holds the numbers 2r and 2r + 1 of each of 16 columns side by side: B is made of pairs.
-// Eight registers: four of C (32 x 32 floats), two of A, two of B, so each operand that is loaded is used twice.
+// A tile register holds 16 rows of 64 bytes. One instruction adds A B to a tile C of 16 x 16 floats, where A has 16
+// rows of 32 numbers, and row r of B holds the numbers 2r and 2r + 1 of each of 16 columns side by side: B is made of
+// pairs. Eight registers: four of C (32 x 32 floats), two of A, two of B, so each operand that is loaded is used twice.
 //
 //   scores      S^T = K Q^T       A = rows of K,       B = pairs along head_dim of the queries
 //   forward     O^T += V^T P^T    A = V transposed,    B = pairs of keys
@@ -15,8 +15,8 @@
 
 #include "convert.h"
 #include "kernels/common/mask/tile_range.h"
-#include "transpose.h"
 #include "tile_sizes.h"
+#include "transpose.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
@@ -28,12 +28,12 @@ template <class T>
 constexpr bool kHasMatrixUnits = false;
 #endif
 
-constexpr int64_t kTileSide = 16;                                 // rows of a tile; columns of C
-constexpr int64_t kTileDepth = 32;                                // numbers in a row of A
-constexpr int64_t kTileBytes = 1024;                              // of a whole tile
-constexpr int64_t kTileWords = kTileBytes / sizeof(uint32_t);     // pairs in a tile of B
-constexpr int64_t kBlockSide = 2 * kTileSide;                     // rows and columns of the four tiles of C
-constexpr int64_t kKeyTileDepths = kBlockN / kTileDepth;          // depths of a tile of keys
+constexpr int64_t kTileSide = 16;                                   // rows of a tile; columns of C
+constexpr int64_t kTileDepth = 32;                                  // numbers in a row of A
+constexpr int64_t kTileBytes = 1024;                                // of a whole tile
+constexpr int64_t kTileWords = kTileBytes / sizeof(uint32_t);       // pairs in a tile of B
+constexpr int64_t kBlockSide = 2 * kTileSide;                       // rows and columns of the four tiles of C
+constexpr int64_t kKeyTileDepths = kBlockN / kTileDepth;            // depths of a tile of keys
 constexpr int64_t kKeyPairWords = kKeyTileDepths * 2 * kTileWords;  // pairs of keys of a panel
 
 /// Numbers that a row of `dim` takes as an operand: whole depths, the rest zero.
@@ -46,11 +46,10 @@ FLASH_EXT_INLINE int64_t padded_dim(int64_t dim) { return round_up(dim, kTileDep
 template <int kCols>
 void multiply_tiles(float* s, const uint16_t* a, int64_t stride, const uint32_t* b, int64_t depths, int64_t begin,
                     int64_t end);
-/// O[0:num_rows] += A P over the keys [begin, end): row d of A holds number d of all keys of a tile, P their pairs, zero
-/// outside. Whole blocks of 32 rows of O.
+/// O[0:num_rows] += A P over the keys [begin, end): row d of A holds number d of all keys of a tile, P their pairs,
+/// zero outside. Whole blocks of 32 rows of O.
 template <int kCols>
-void accumulate_key_pairs(float* o, const uint16_t* a, const uint32_t* p, int64_t begin, int64_t end,
-                          int64_t num_rows);
+void accumulate_key_pairs(float* o, const uint16_t* a, const uint32_t* p, int64_t begin, int64_t end, int64_t num_rows);
 /// C[0:num_rows, 0:num_cols] += sum over panels of A[panel] B[panel], whole blocks of 32 rows: A has a tile's keys as
 /// rows and a panel's queries as columns, zero outside keys[panel]; B the pairs of a panel's queries.
 inline void accumulate_query_pairs(float* c, int64_t stride, const uint16_t* a, const Interval* keys,
@@ -187,8 +186,8 @@ void accumulate_key_pairs(float* o, const uint16_t* a, const uint32_t* p, int64_
   finish_stores();
 }
 
-void accumulate_query_pairs(float* c, int64_t stride, const uint16_t* a, const Interval* keys,
-                                   int64_t num_panels, const uint32_t* b, int64_t num_rows, int64_t num_cols) {
+void accumulate_query_pairs(float* c, int64_t stride, const uint16_t* a, const Interval* keys, int64_t num_panels,
+                            const uint32_t* b, int64_t num_rows, int64_t num_cols) {
   finish_stores();
   constexpr int64_t kRowBytes = kBlockSide * sizeof(uint16_t);
   const int64_t panel_words = num_cols / kTileSide * kTileWords;
