@@ -1,6 +1,6 @@
 // Forward: out = softmax(S) V and lse = logsumexp(S) for tiles of queries (FlashAttention-2, Dao 2023, algorithm 1).
 //
-// A tile of up to 128 queries walks over its tiles of 64 keys. For each panel of queries the scores S^T = K Q^T are a
+// A tile of up to 256 queries walks over its tiles of 64 keys. For each panel of queries the scores S^T = K Q^T are a
 // small block (keys x queries, one query per vector lane) that stays in the L1 cache while it becomes P^T and is
 // multiplied: O^T = alpha O^T + V^T P^T. A sequence of up to four queries does the same along the head dim
 // (few_rows.h). With split keys, each split writes its own normalised result and lse; the merge
