@@ -29,7 +29,7 @@ SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "a lane more than half a panel": (17, 65, {}),
     "one key": (40, 1, {}),
     "several tiles of queries": (300, 70, {"causal": True}),
-    "a window that begins within a tile": (150, 333, {"window_size": (37, 11)}),
+    "a window that ends within a pair of keys": (150, 333, {"window_size": (77, 12)}),
     "a window narrower than a tile's depth": (90, 90, {"window_size": (3, 0)}),
     "softcap": (70, 100, {"softcap": 5.0}),
     "dropout": (70, 100, {"dropout_p": 0.3, "rng_state": torch.tensor([11, 13])}),
@@ -82,12 +82,24 @@ def test_rows_with_nan_or_inf_reach_those_alone_that_see_them(name: str, value: 
         others = [i for i in range(96) if i != row]
         assert torch.equal(result["out"][:, others], expected["out"][:, others])
         assert torch.equal(result["dq"][:, others], expected["dq"][:, others])
-        assert torch.equal(result["dv"][:, row + 1 :], expected["dv"][:, row + 1 :])
+        for gradient in ("dk", "dv"):  # of keys that the row does not see
+            assert torch.equal(result[gradient][:, row + 1 :], expected[gradient][:, row + 1 :])
     else:
         assert torch.equal(result["out"][:, :row], expected["out"][:, :row])
         assert torch.equal(result["dq"][:, :row], expected["dq"][:, :row])
     if value != torch.inf or name == "v":  # an Inf in a key may hide it
         assert not result["out"][:, row].isfinite().all()
+
+
+def test_a_gradient_that_is_not_finite_reaches_those_alone_that_its_row_sees() -> None:
+    call = make_call(1, 96, 96, 2, 2, 64, dtype=BFLOAT16, causal=True).with_random_gradients()
+    expected = run_library(call, ("q", "k", "v"))
+    assert call.grad_out is not None
+    call.grad_out[:, 50, :, 3] = torch.nan
+    result = run_library(call, ("q", "k", "v"))
+    for gradient in ("dk", "dv"):
+        assert torch.equal(result[gradient][:, 51:], expected[gradient][:, 51:])
+        assert result[gradient][:, :51].isnan().any()
 
 
 def test_scores_of_the_forward_have_the_bits_of_the_backward() -> None:
