@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,10 +44,9 @@ def served() -> set[str]:
     return names
 
 
-def in_order(x: Tensor, order: str) -> Tensor:
-    permutation = ORDERS[order]
-    back = sorted(range(4), key=permutation.__getitem__)
-    return x.permute(permutation).contiguous().permute(back)
+def in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    back = sorted(range(4), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(back)
 
 
 def qkv(
@@ -65,7 +65,7 @@ def qkv(
         (batch, heads[1], seqlens[1], dims[0]),
         (batch, heads[1], seqlens[1], dims[1]),
     ]
-    tensors = [in_order(random(*shape, dtype=dtype, device=device), order) for shape in shapes]
+    tensors = [in_order(random(*shape, dtype=dtype, device=device), ORDERS[order]) for shape in shapes]
     return [t.requires_grad_(requires_grad) for t in tensors]
 
 
@@ -184,6 +184,16 @@ def test_query_that_sees_nothing(device: str) -> None:
     assert not out[:, :, 3].any()
     assert all(gradient.isfinite().all() for gradient in gradients(out, (q, k, v)))
     assert served() == {SDPA}
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_last_dimension_of_any_stride(device: str, kind: str) -> None:
+    """Also where it is padded."""
+    for order in itertools.permutations(range(4)):
+        q, k, v = (in_order(x, order).detach().requires_grad_() for x in qkv(device, dims=(20, 20)))
+        masks = [] if kind == "none" else [make_mask(kind, device, q.dtype, (37, 53))]
+        assert_right(F.scaled_dot_product_attention(q, k, v, *masks), (q, k, v), q, k, v, *masks)
 
 
 @pytest.mark.parametrize("order", ORDERS)
