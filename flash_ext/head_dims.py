@@ -38,9 +38,9 @@ def check_head_dims(*groups: Mapping[str, Tensor]) -> None:
 
 
 def pad_head_dim(x: Tensor) -> Tensor:
-    """``x`` with zeros behind its last dimension up to the next size that kernels take, and that dimension contiguous.
+    """``x`` with zeros behind its last dimension up to the next size that kernels take, contiguous in that dimension.
 
-    Scores do not change. What F.pad returns need not be contiguous: it keeps the order of what looks like channels_last.
+    Scores do not change. F.pad alone would keep the memory order of what looks like channels_last.
     """
     missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
     if missing:
