@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -472,6 +473,40 @@ def test_nested_activation() -> None:
     assert not sdpa_provider.is_active()
     with pytest.raises(ValueError, match="out"), flash_ext.activated():
         raise ValueError("out")
+    assert not sdpa_provider.is_active()
+
+
+def test_overlapping_activation() -> None:
+    first, second, third = (flash_ext.activated() for _ in range(3))
+    for block in (first, second, third):
+        block.__enter__()
+    for block in (first, third):
+        block.__exit__(None, None, None)
+        assert sdpa_provider.is_active()
+    second.__exit__(None, None, None)
+    assert not sdpa_provider.is_active()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_activation_by_several_threads(device: str) -> None:
+    """Blocks of some begin and end while others are inside of theirs."""
+    q, k, v = qkv(device, requires_grad=False)
+    mask = make_mask("bool", device, q.dtype, (37, 53))
+    expected = flash_ext.scaled_dot_product_attention(q, k, v, mask)
+
+    def work(_: int) -> None:
+        with flash_ext.activated():
+            found = F.scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(200)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert served() == {SDPA}
     assert not sdpa_provider.is_active()
 
 
