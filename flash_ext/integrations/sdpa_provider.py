@@ -138,7 +138,9 @@ def activated() -> Iterator[None]:
     """``activate()`` for a ``with`` block. Afterwards the implementation that was active before is active again.
 
     It acts on the whole process, other threads included. Blocks of several threads may overlap: the last one to end
-    restores what was active before the first. The backward of a forward inside may run outside.
+    restores what was active before the first. No thread may be in a call of torch's attention while the first block
+    begins or the last one ends, as torch's dispatcher then changes kernels under it. The backward of a forward inside
+    may run outside.
 
     Returns:
         A context manager, which yields nothing.
