@@ -577,13 +577,15 @@ def _max_seqlen(
     for shape in scores:
         if len(shape) == 4 and shape[dim] != 1:
             return shape[dim]
-    return _longest(cu_seqlens, rows.shape[0])
+    return _longest(cu_seqlens, rows)
 
 
-def _longest(cu_seqlens: Tensor, total: int) -> int:
+def _longest(cu_seqlens: Tensor, rows: Tensor) -> int:
     """The longest sequence, or a bound on it where reading would wait for a device or stop a trace."""
+    if cu_seqlens.dim() != 1 or rows.dim() == 0 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
+        return 0  # operators say what is wrong
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return total
+        return rows.shape[0]
     lengths = cu_seqlens.diff()
     return max(0, int(lengths.max())) if lengths.numel() > 0 else 0
 
