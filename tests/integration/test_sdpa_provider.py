@@ -455,6 +455,26 @@ def test_forward_and_backward_by_different_kernels(device: str, active_first: bo
                 assert_right(out, (q, k, v), q, k, v, is_causal=True)
 
 
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("numbers", [{"scale": torch.inf}, {"scale": -1e39}, {"scale": torch.nan}, {"dropout_p": -1.0}])
+def test_numbers_that_are_for_torch_to_judge(device: str, numbers: dict[str, float], kind: str) -> None:
+    q, k, v = qkv(device)
+    mask = make_mask(kind, device, q.dtype, (37, 53))
+    results: list[list[Tensor] | type[Exception]] = []
+    for context in (nullcontext, flash_ext.activated):
+        with context():
+            try:
+                out = F.scaled_dot_product_attention(q, k, v, mask, **numbers)
+                results.append([out, *gradients(out, (q, k, v))])
+            except RuntimeError as error:
+                results.append(type(error))
+    torchs, ours = results
+    if isinstance(torchs, type) or "dropout_p" in numbers:
+        assert isinstance(torchs, type) == isinstance(ours, type)
+    else:
+        torch.testing.assert_close(ours, torchs, equal_nan=True)
+
+
 # ---- Activation -----------------------------------------------------------------------------------------------------
 
 
