@@ -29,8 +29,8 @@ def ceil_div(a: int, b: int) -> int:
 def from_grid(visited: Tensor, ids: Tensor | None, bitmaps: Tensor, waits: bool = False) -> Lists:
     """Which blocks are visited, bool (batch, heads, rows, columns), and the bitmap of each; None: all of them are full.
 
-    On a GPU, and in compiled code, the lists have room for all blocks, and zeros behind the last one, unless the host
-    waits to cut them.
+    On a GPU, in compiled code and of fake tensors, the lists have room for all blocks, and zeros behind the last one,
+    unless the host waits to cut them.
     """
     batch, heads, rows, columns = visited.shape
     ends = visited.flatten().cumsum(0)
@@ -44,8 +44,8 @@ def from_grid(visited: Tensor, ids: Tensor | None, bitmaps: Tensor, waits: bool 
     indices = _scatter(column.expand(visited.shape), place)
     bitmap_ids = torch.full_like(indices, -1) if ids is None else _scatter(ids.int(), place, -1)
     lists = Lists(offsets, indices, bitmap_ids, bitmaps)
-    cuts = waits or (visited.device.type == "cpu" and not torch.compiler.is_compiling())
-    return compacted(lists) if cuts else lists
+    has_values = type(visited) is Tensor and not torch.compiler.is_compiling()
+    return compacted(lists) if waits or (visited.device.type == "cpu" and has_values) else lists
 
 
 def _scatter(values: Tensor, place: Tensor, nothing: int = 0) -> Tensor:

@@ -598,7 +598,7 @@ def _check_type_of_block_mask(block_mask: Any) -> None:
         return
     way_out = ""
     if is_instance(block_mask, FLEX_BLOCK_MASK):
-        way_out = ": make one of its predicate, BlockMask.from_mask_mod(block_mask.mask_mod, seqlen_q, seqlen_k, ...)"
+        way_out = ": BlockMask.from_flex(block_mask) makes one of it"
     raise TypeError(f"block_mask must be a flash_ext.BlockMask, got {describe(block_mask)}{way_out}")
 
 
