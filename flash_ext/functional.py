@@ -577,13 +577,15 @@ def _max_seqlen(
     for shape in scores:
         if len(shape) == 4 and shape[dim] != 1:
             return shape[dim]
-    return _longest(cu_seqlens, rows.shape[0])
+    return _longest(cu_seqlens, rows)
 
 
-def _longest(cu_seqlens: Tensor, total: int) -> int:
+def _longest(cu_seqlens: Tensor, rows: Tensor) -> int:
     """The longest sequence, or a bound on it where reading would wait for a device or stop a trace."""
+    if cu_seqlens.dim() != 1 or rows.dim() == 0 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
+        return 0  # operators say what is wrong
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return total
+        return rows.shape[0]
     lengths = cu_seqlens.diff()
     return max(0, int(lengths.max())) if lengths.numel() > 0 else 0
 
@@ -596,7 +598,7 @@ def _check_type_of_block_mask(block_mask: Any) -> None:
         return
     way_out = ""
     if is_instance(block_mask, FLEX_BLOCK_MASK):
-        way_out = ": make one of its predicate, BlockMask.from_mask_mod(block_mask.mask_mod, seqlen_q, seqlen_k, ...)"
+        way_out = ": BlockMask.from_flex(block_mask) makes one of it"
     raise TypeError(f"block_mask must be a flash_ext.BlockMask, got {describe(block_mask)}{way_out}")
 
 

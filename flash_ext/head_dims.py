@@ -38,10 +38,13 @@ def check_head_dims(*groups: Mapping[str, Tensor]) -> None:
 
 
 def pad_head_dim(x: Tensor) -> Tensor:
-    """``x`` with zeros behind its last dimension up to the next size that kernels take. Scores do not change."""
+    """``x`` with zeros behind its last dimension up to the next size that kernels take, contiguous in that dimension.
+
+    Scores do not change. F.pad alone would keep the memory order of what looks like channels_last.
+    """
     missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
     if missing:
-        return F.pad(x, (0, missing))
+        x = F.pad(x, (0, missing))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -39,10 +39,12 @@ for math.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,8 +114,9 @@ def activate() -> None:
     Raises:
         RuntimeError: torch lacks an operator that is to be overridden; nothing is then.
     """
-    if not is_active():
-        attention_registry.activate_flash_attention_impl(NAME)
+    with _changing:
+        if not is_active():
+            attention_registry.activate_flash_attention_impl(NAME)
 
 
 def deactivate() -> None:
@@ -125,15 +128,19 @@ def deactivate() -> None:
     Raises:
         Nothing of its own.
     """
-    if is_active():
-        _restore()
+    with _changing:
+        if is_active():
+            _restore()
 
 
 @contextmanager
 def activated() -> Iterator[None]:
     """``activate()`` for a ``with`` block. Afterwards the implementation that was active before is active again.
 
-    It acts on the whole process, other threads included. The backward of a forward inside may run outside.
+    It acts on the whole process, other threads included. Blocks of several threads may overlap: the last one to end
+    restores what was active before the first. No thread may be in a call of torch's attention while the first block
+    begins or the last one ends, as torch's dispatcher then changes kernels under it. The backward of a forward inside
+    may run outside.
 
     Returns:
         A context manager, which yields nothing.
@@ -141,15 +148,40 @@ def activated() -> Iterator[None]:
     Raises:
         RuntimeError: as ``activate``.
     """
-    before = attention_registry.current_flash_attention_impl()
-    activate()
+    with _changing:
+        block = _Block(attention_registry.current_flash_attention_impl())
+        activate()
+        _open_blocks.append(block)
     try:
         yield
     finally:
-        if before != NAME:
-            deactivate()
-            if before is not None:
-                attention_registry.activate_flash_attention_impl(before)
+        with _changing:
+            _leave(block)
+
+
+@dataclass(eq=False)
+class _Block:
+    """An ``activated()`` that has not ended."""
+
+    before: str | None  # what it restores in the end; NAME: nothing, as another block does
+
+
+_open_blocks: list[_Block] = []  # in the order in which they began
+_changing = threading.RLock()  # them, or what is active: two activations at a time would call each other's kernels
+
+
+def _leave(block: _Block) -> None:
+    at = _open_blocks.index(block)
+    _open_blocks.pop(at)
+    if block.before == NAME:
+        return
+    heir = next((other for other in _open_blocks[at:] if other.before == NAME), None)
+    if heir is not None:
+        heir.before = block.before
+        return
+    deactivate()
+    if block.before is not None:
+        attention_registry.activate_flash_attention_impl(block.before)
 
 
 def is_active() -> bool:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from flash_ext.functional import attention
 from flash_ext.head_dims import cut_head_dim, pad_head_dim
-from flash_ext.integrations.aten_calls import exceeds_sizes, unsupported
+from flash_ext.integrations.aten_calls import exceeds_sizes, takes_scale, unsupported
 from flash_ext.integrations.layouts import BY_HEADS, BY_ROWS, Arrangement, arrangement_of, can_merge, in_order_of
 from flash_ext.sdpa import scaled_dot_product_attention
 from flash_ext.torch_private import (
@@ -69,7 +69,9 @@ def serve(
         return NotImplemented
     elif dropout_p > 0 and _is_alone(backend):
         return NotImplemented
-    if not 0.0 <= dropout_p <= 1.0 or not _fits(query, key, value, attn_mask, is_causal, enable_gqa):
+    if not 0.0 <= dropout_p <= 1.0 or not takes_scale(scale):
+        return NotImplemented
+    if not _fits(query, key, value, attn_mask, is_causal, enable_gqa):
         return NotImplemented
     if _has_one_batch(query, key, value, enable_gqa):
         return _attend(backend, query, key, value, attn_mask, dropout_p, is_causal, scale)

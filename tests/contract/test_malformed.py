@@ -212,13 +212,18 @@ def packed() -> dict[str, Any]:
 
 PACKED: list[Case] = [
     case("q", "four dimensions", q=lambda t: t[None]),
+    case("q", "no dimension", q=lambda t: t[0, 0, 0]),
     case("k", "four dimensions", k=lambda t: t[None]),
+    case("k", "no dimension", k=lambda t: t[0, 0, 0]),
     case("v", "other total", v=lambda t: t[:10]),
     *(
         made
         for name, bad in (("cu_seqlens_q", 9), ("cu_seqlens_k", 11))
         for made in (
             case(name, "int64", **{name: lambda t: t.long()}),
+            case(name, "NaN", **{name: lambda t: t / torch.zeros_like(t)}),
+            case(name, "complex", **{name: lambda t: t.to(torch.complex64)}),
+            case(name, "no dimension", **{name: lambda t: t[0]}),
             case(name, "two dimensions", **{name: lambda t: t[None]}),
             case(name, "empty", **{name: int32([])}),
             case(name, "decreasing", **{name: int32([0, 6, 4])}),
@@ -252,6 +257,20 @@ def test_packed_attention(name: str, wrong: str, change: Change) -> None:
     arguments = packed()
     flash_ext.attention(**arguments)
     assert_raises_naming(name, lambda: flash_ext.attention(**{**arguments, **change(arguments)}))
+
+
+# What the longest sequence is read from, where it is not given.
+UNBOUNDED = [made for made in PACKED if made[0] in ("q", "k", "cu_seqlens_q", "cu_seqlens_k")]
+
+
+@pytest.mark.parametrize(("name", "wrong", "change"), UNBOUNDED, ids=ids(UNBOUNDED))
+def test_packed_attention_of_unknown_lengths(name: str, wrong: str, change: Change) -> None:
+    arguments = packed() | dict(max_seqlen_q=None, max_seqlen_k=None)
+    flash_ext.attention(**arguments)
+    changed = {**arguments, **change(arguments)}
+    assert_raises_naming(name, lambda: flash_ext.attention(**changed))
+    ok, reason = flash_ext.supports(**changed)
+    assert not ok and re.search(rf"\b{name}\b", str(reason))
 
 
 # --- block masks: 2 x 2 blocks of 32 x 64 --------------------------------------------------------------------------

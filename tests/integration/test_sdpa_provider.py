@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,10 +45,9 @@ def served() -> set[str]:
     return names
 
 
-def in_order(x: Tensor, order: str) -> Tensor:
-    permutation = ORDERS[order]
-    back = sorted(range(4), key=permutation.__getitem__)
-    return x.permute(permutation).contiguous().permute(back)
+def in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    back = sorted(range(4), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(back)
 
 
 def qkv(
@@ -65,7 +66,7 @@ def qkv(
         (batch, heads[1], seqlens[1], dims[0]),
         (batch, heads[1], seqlens[1], dims[1]),
     ]
-    tensors = [in_order(random(*shape, dtype=dtype, device=device), order) for shape in shapes]
+    tensors = [in_order(random(*shape, dtype=dtype, device=device), ORDERS[order]) for shape in shapes]
     return [t.requires_grad_(requires_grad) for t in tensors]
 
 
@@ -184,6 +185,33 @@ def test_query_that_sees_nothing(device: str) -> None:
     assert not out[:, :, 3].any()
     assert all(gradient.isfinite().all() for gradient in gradients(out, (q, k, v)))
     assert served() == {SDPA}
+
+
+def test_rows_of_the_lowest_number(device: str) -> None:
+    """Their log-sum-exp has no room for log n. What comes of that is what torch's kernel makes of it."""
+    if device != "cpu":
+        pytest.skip("torch's kernels there differ from each other")
+    leaves = qkv(device)
+    mask = torch.zeros(37, 53)
+    mask[3] = torch.finfo(mask.dtype).min
+    results = []
+    for context in (nullcontext, flash_ext.activated):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), context():
+            out = F.scaled_dot_product_attention(*leaves, mask)
+            results.append([out, *gradients(out, leaves)])
+    for torchs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[1][0][:, :, 3], leaves[2].mean(2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_last_dimension_of_any_stride(device: str, kind: str) -> None:
+    """Also where it is padded."""
+    for order in itertools.permutations(range(4)):
+        q, k, v = (in_order(x, order).detach().requires_grad_() for x in qkv(device, dims=(20, 20)))
+        masks = [] if kind == "none" else [make_mask(kind, device, q.dtype, (37, 53))]
+        assert_right(F.scaled_dot_product_attention(q, k, v, *masks), (q, k, v), q, k, v, *masks)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -427,6 +455,26 @@ def test_forward_and_backward_by_different_kernels(device: str, active_first: bo
                 assert_right(out, (q, k, v), q, k, v, is_causal=True)
 
 
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("numbers", [{"scale": torch.inf}, {"scale": -1e39}, {"scale": torch.nan}, {"dropout_p": -1.0}])
+def test_numbers_that_are_for_torch_to_judge(device: str, numbers: dict[str, float], kind: str) -> None:
+    q, k, v = qkv(device)
+    mask = make_mask(kind, device, q.dtype, (37, 53))
+    results: list[list[Tensor] | type[Exception]] = []
+    for context in (nullcontext, flash_ext.activated):
+        with context():
+            try:
+                out = F.scaled_dot_product_attention(q, k, v, mask, **numbers)
+                results.append([out, *gradients(out, (q, k, v))])
+            except RuntimeError as error:
+                results.append(type(error))
+    torchs, ours = results
+    if isinstance(torchs, type) or "dropout_p" in numbers:
+        assert isinstance(torchs, type) == isinstance(ours, type)
+    else:
+        torch.testing.assert_close(ours, torchs, equal_nan=True)
+
+
 # ---- Activation -----------------------------------------------------------------------------------------------------
 
 
@@ -462,6 +510,40 @@ def test_nested_activation() -> None:
     assert not sdpa_provider.is_active()
     with pytest.raises(ValueError, match="out"), flash_ext.activated():
         raise ValueError("out")
+    assert not sdpa_provider.is_active()
+
+
+def test_overlapping_activation() -> None:
+    first, second, third = (flash_ext.activated() for _ in range(3))
+    for block in (first, second, third):
+        block.__enter__()
+    for block in (first, third):
+        block.__exit__(None, None, None)
+        assert sdpa_provider.is_active()
+    second.__exit__(None, None, None)
+    assert not sdpa_provider.is_active()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_activation_by_several_threads(device: str) -> None:
+    """Blocks of some begin and end while others are inside of theirs."""
+    q, k, v = qkv(device, requires_grad=False)
+    mask = make_mask("bool", device, q.dtype, (37, 53))
+    expected = flash_ext.scaled_dot_product_attention(q, k, v, mask)
+
+    def work(_: int) -> None:
+        with flash_ext.activated():
+            found = F.scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(200)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert served() == {SDPA}
     assert not sdpa_provider.is_active()
 
 
