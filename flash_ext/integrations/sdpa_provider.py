@@ -12,6 +12,8 @@ backward, and the operators on packed sequences (``aten_packed_attention``) that
 - Graphs and handlers see the operators they know: DTensor, ``context_parallel``, selective checkpointing, FLOP
   counters, Inductor. torch's autograd formulas and meta functions stay in force.
 - Compiled and exported programs look a kernel up when they run: they use ours while it is active.
+- The common calls of the fused operators are computed in C++, and what C++ does not take goes on to the kernels in
+  Python (``aten_cpp``). So it is with SDPA: C++ finds out which calls are torch's own matter.
 
 **SDPA itself** (``sdpa_routing``), at the autograd key, for calls that the fused operators cannot express:
 
@@ -48,8 +50,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from flash_ext.integrations import aten_cpp
 from flash_ext.torch_private import (
     DispatchKey,
     DispatchKeySet,
@@ -61,8 +63,8 @@ from flash_ext.torch_private import (
 
 NAME = "flash_ext"  # in torch's registry of flash attention implementations
 
-calls_served: Counter[str] = Counter()  # by operator, since the process started
-calls_passed_on: Counter[str] = Counter()  # to torch's kernel
+_served_in_python: Counter[str] = Counter()  # calls by operator
+_passed_on: Counter[str] = Counter()  # to torch's kernel
 
 # Of aten's operators, by device, the name of our kernel in aten_attention or, of those on packed sequences, in
 # aten_packed_attention. Those that a torch lacks are left out. A CPU gets the packed ones too, which torch has for CUDA
@@ -91,6 +93,7 @@ KERNELS = {
     },
 }
 _SDPA = "scaled_dot_product_attention"
+_UNTOUCHED, _PAST_CPP = "AutogradPrivateUse2", "AutogradPrivateUse3"
 
 
 # ---- What people call -----------------------------------------------------------------------------------------------
@@ -189,6 +192,26 @@ def is_active() -> bool:
     return Activation.current is not None
 
 
+# ---- What is counted ------------------------------------------------------------------------------------------------
+
+
+def calls_served() -> Counter[str]:
+    """How many calls of each operator this library computed, since the process started or ``forget_calls()``."""
+    return _served_in_python + aten_cpp.calls()
+
+
+def calls_passed_on() -> Counter[str]:
+    """How many calls of each operator went on to torch's kernel."""
+    return +_passed_on
+
+
+def forget_calls() -> None:
+    """Begins to count at 0."""
+    aten_cpp.forget_calls()
+    _served_in_python.clear()
+    _passed_on.clear()
+
+
 # ---- In torch's dispatcher ------------------------------------------------------------------------------------------
 
 
@@ -199,15 +222,16 @@ class Activation:
 
     def __init__(self) -> None:
         self.overridden: list[tuple[str, str]] = []  # (operator, dispatch key)
+        self._routes: dict[str, Callable[..., Any]] = {}  # SDPA's kernels in Python, by device
         self._library = torch.library.Library("aten", "IMPL")
         try:
-            for key in ("CPU", "CUDA"):
-                if has_kernel("flash_ext::attention_backward", key):
+            for key in KERNELS:
+                if key in aten_cpp.libraries():
                     self._override(key)
                 elif torch.cuda.is_available():
                     warnings.warn("flash_ext has no CUDA kernels in this build: torch's stay in place", stacklevel=4)
         except BaseException:
-            self._library._destroy()
+            self._restore()
             raise
         self._forget_dispatch()
         _tag_caches(True)
@@ -216,10 +240,14 @@ class Activation:
     def remove(self) -> None:
         if Activation.current is not self:
             return
-        self._library._destroy()
+        self._restore()
         self._forget_dispatch()
         _tag_caches(False)
         Activation.current = None
+
+    def _restore(self) -> None:
+        aten_cpp.restore()
+        self._library._destroy()
 
     def _override(self, key: str) -> None:
         from flash_ext.integrations import aten_attention, aten_packed_attention
@@ -230,9 +258,24 @@ class Activation:
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for operator, kernel in KERNELS[key].items():
                 if hasattr(torch.ops.aten, operator):
-                    self._put(operator, key, _with_torchs(operator, key, kernels[kernel]))
+                    run = _with_torchs(operator, key, kernels[kernel])
+                    self._put(operator, key, run)
+                    # Above it and not in its place: torch warns once of overriding, and only Python can be silenced.
+                    if aten_cpp.has_cpp_kernel(operator):
+                        aten_cpp.override(operator, key, run)
             # Not at the device's own key: tracers do not decompose what has a kernel there.
-            self._put(_SDPA, f"Autograd{key}", _routed(key))
+            run = _routed(key)
+            self._put(_SDPA, f"Autograd{key}", run)
+            self._route_in_cpp(key, run)
+
+    def _route_in_cpp(self, key: str, run: Callable[..., Any]) -> None:
+        """Above that kernel. Two keys that no tensor of ours has lead past it: ``_PAST_CPP`` to ours in Python, and
+        ``_UNTOUCHED`` to torch's composition."""
+        self._routes[key.lower()] = run
+        if len(self._routes) == 1:
+            self._put(_SDPA, _PAST_CPP, lambda query, *args, **kw: self._routes[query.device.type](query, *args, **kw))
+        composed, routed = (DispatchKeySet(DispatchKey.__members__[name]) for name in (_UNTOUCHED, _PAST_CPP))
+        aten_cpp.override_sdpa(f"Autograd{key}", composed, routed)
 
     def _put(self, operator: str, key: str, kernel: Callable[..., Any]) -> None:
         self._library.impl(operator, kernel, key)
@@ -255,14 +298,14 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
     def run(*args: Any, **kwargs: Any) -> Any:
         results = kernel(*args, **kwargs)
         if results is not NotImplemented:
-            calls_served[operator] += 1
+            _served_in_python[operator] += 1
             return results
         if torch_kernel is None:
             raise NotImplementedError(
                 f"{qualified}: torch has no {key} kernel, and flash_ext does not support these arguments; "
                 "flash_ext.attention says which"
             )
-        calls_passed_on[operator] += 1
+        _passed_on[operator] += 1
         return torch_kernel(keys, *args, **kwargs)
 
     return run
@@ -270,30 +313,21 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
 
 def _routed(device_key: str) -> Callable[..., Any]:
     """The kernel of SDPA, with torch's composition as fallback."""
-    from flash_ext.integrations.sdpa_routing import serve
+    from flash_ext.integrations.sdpa_routing import is_torchs, serve
 
     autograd_key = DispatchKey.__members__[f"Autograd{device_key}"]
     torch_kernel = torch.library.get_kernel(f"aten::{_SDPA}", autograd_key).call_boxed
     keys = DispatchKeySet(autograd_key)
     device_type = device_key.lower()
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        out = serve(device_type, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        """The arguments as they come: to name eight of them takes longer than the decision."""
+        if is_torchs(device_type, *args):
+            return torch_kernel(keys, *args, **kwargs)
+        out = serve(device_type, *args, **kwargs)
         if out is NotImplemented:
-            return torch_kernel(
-                keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        calls_served[_SDPA] += 1
+            return torch_kernel(keys, *args, **kwargs)
+        _served_in_python[_SDPA] += 1
         return out
 
     return run

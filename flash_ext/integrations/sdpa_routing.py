@@ -41,16 +41,46 @@ _ENABLED: dict[int, Callable[[], bool]] = {
 }
 
 
+def is_torchs(
+    device_type: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> bool:
+    """Whether this is one of the common calls that torch sends to a fused operator, or to math where math was asked
+    for. ``serve`` gives ``NotImplemented`` for them too, 5 microseconds later.
+
+    Plain tensors only: shapes that a compiler traces with must not be compared.
+    """
+    if attn_mask is not None or dropout_p != 0.0:
+        return False
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+        return False
+    shape, shape_k = query.shape, key.shape
+    if len(shape) != 4 or value.shape != shape_k:
+        return False
+    if shape != shape_k and (is_causal or shape[:2] != shape_k[:2] or shape[3:] != shape_k[3:]):
+        return False
+    if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        return False
+    # On CUDA this operator is the one that takes them all.
+    return device_type == "cpu" or is_efficient_sdp_enabled()
+
+
 def serve(
     device_type: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Any:
     """Torch's function by ours, in the memory order that torch would have given; or ``NotImplemented`` where torch's
     own way is right, by its fused operators or by math, and where the call is wrong or not supported."""

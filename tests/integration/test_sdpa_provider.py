@@ -28,20 +28,15 @@ ORDERS = {"rows": (0, 2, 1, 3), "heads": (0, 1, 2, 3), "sequence": (2, 0, 1, 3)}
 @pytest.fixture
 def active() -> Iterator[None]:
     with flash_ext.activated():
-        forget_calls()
+        sdpa_provider.forget_calls()
         yield
-
-
-def forget_calls() -> None:
-    sdpa_provider.calls_served.clear()
-    sdpa_provider.calls_passed_on.clear()
 
 
 def served() -> set[str]:
     """The operators that this library computed since the last question."""
-    names = {name for name, count in sdpa_provider.calls_served.items() if count}
-    assert not sdpa_provider.calls_passed_on
-    forget_calls()
+    names = {name for name, count in sdpa_provider.calls_served().items() if count}
+    assert not sdpa_provider.calls_passed_on()
+    sdpa_provider.forget_calls()
     return names
 
 
@@ -272,7 +267,7 @@ def test_math_is_torchs_where_it_is_asked_for(device: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(q, k, v, mask)
         with flash_ext.activated():
-            forget_calls()
+            sdpa_provider.forget_calls()
             assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), expected)
             torch.manual_seed(1)
             dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
@@ -305,7 +300,7 @@ def test_order_of_backends_chooses_the_operator(first: str) -> None:
         chosen = torch._fused_sdp_choice(q, k, v)
         assert chosen == backend.value
         with flash_ext.activated():
-            forget_calls()
+            sdpa_provider.forget_calls()
             assert torch._fused_sdp_choice(q, k, v) == chosen
             F.scaled_dot_product_attention(q, k, v)
             name = first.removesuffix("_ATTENTION").lower()
@@ -350,8 +345,8 @@ def test_large_head_dims_go_on_to_torch(device: str) -> None:
     out = F.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(out, by_hand(q, k, v), rtol=1e-3, atol=1e-3)
     gradients(out, (q, k, v))
-    assert not sdpa_provider.calls_served
-    passed_on = {name: count for name, count in sdpa_provider.calls_passed_on.items() if count}
+    assert not sdpa_provider.calls_served()
+    passed_on = {name: count for name, count in sdpa_provider.calls_passed_on().items() if count}
     if device == "cpu":
         assert passed_on == {CPU_FLASH: 1, f"{CPU_FLASH}_backward": 1}
 
@@ -489,7 +484,7 @@ def test_deactivation_restores_torch(device: str) -> None:
     flash_ext.activate()
     flash_ext.activate()
     assert registrations() != table
-    forget_calls()
+    sdpa_provider.forget_calls()
     F.scaled_dot_product_attention(q, k, v)
     assert served()
     assert torch.compiler.config.cache_key_tag != tag
