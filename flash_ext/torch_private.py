@@ -5,8 +5,6 @@ Nothing here imports what ``import torch`` does not: whoever has an object of on
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from typing import Any
 
 import torch
@@ -77,9 +75,6 @@ set_forward_mode = forward_ad._set_fwd_grad_enabled
 
 DispatchKey, DispatchKeySet = torch._C.DispatchKey, torch._C.DispatchKeySet
 
-number_of_keyset = DispatchKeySet.raw_repr
-"""What C++ has in the place of a DispatchKeySet."""
-
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
 BelowInplaceOrView = torch._C._AutoDispatchBelowADInplaceOrView
 """Contexts in which a call begins behind these keys."""
@@ -124,25 +119,6 @@ def forget_dispatch(op: Any) -> None:
 
 
 # ---- SDPA -----------------------------------------------------------------------------------------------------------
-
-SDPA_REDISPATCH = (
-    "_ZN2at4_ops28scaled_dot_product_attention10redispatchEN3c1014DispatchKeySetERKNS_6TensorES6_S6_"
-    "RKSt8optionalIS4_EdbS7_IdEb"
-)
-"""The dispatcher's way on to a kernel of SDPA, in C++: of at::_ops::scaled_dot_product_attention, Tensor redispatch(
-DispatchKeySet, Tensor const& query, Tensor const& key, Tensor const& value, optional<Tensor> const& attn_mask,
-double dropout_p, bool is_causal, optional<double> scale, bool enable_gqa)."""
-
-TENSOR_HAS_DISPATCH = "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE"
-"""Whether Python stands behind a tensor: at::impl::tensor_has_dispatch(Tensor const&) -> bool."""
-
-
-@cache
-def address_of(function: str) -> int | None:
-    """Of a C++ function of torch, by its mangled name, or None where this torch has none of that name."""
-    found = getattr(ctypes.CDLL(torch._C.__file__), function, None)
-    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value
-
 
 TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
 """``F.scaled_dot_product_attention`` as long as nobody has put another function in its place."""

@@ -33,6 +33,11 @@ bool has_head_dim(const Tensor& x) {
   return x.size(3) >= 1 && x.size(3) <= kMaxHeadDim && x.size(3) % kHeadDimMultiple == 0;
 }
 
+/// torch computes with Inf and NaN, too.
+bool takes_scale(const std::optional<double>& scale) {
+  return !scale || std::abs(*scale) <= static_cast<double>(std::numeric_limits<float>::max());
+}
+
 bool exceeds_sizes(const Tensor& q, const Tensor& k) {
   return q.is_cuda() &&
          (q.size(0) > plan::kMaxCudaBatch || q.size(2) > plan::kMaxCudaSeqlenQ || k.size(2) > plan::kMaxCudaSeqlenK);
@@ -56,7 +61,8 @@ bool may_add(const OptionalTensor& bias, const Tensor& q) {
 
 bool is_served(const Call& call) {
   const Tensor &q = call.q, &k = call.k, &v = call.v;
-  if (call.dropout_p > 0 || !rows_are_dense(q) || !rows_are_dense(k) || !rows_are_dense(v)) return false;
+  if (call.dropout_p != 0 || !takes_scale(call.scale)) return false;
+  if (!rows_are_dense(q) || !rows_are_dense(k) || !rows_are_dense(v)) return false;
   if (q.size(0) != k.size(0) || q.size(0) != v.size(0)) return false;
   const int64_t heads = k.size(1);
   if (heads == 0 || heads != v.size(1) || q.size(1) % heads != 0) return false;

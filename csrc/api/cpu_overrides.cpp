@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include "aten_overrides.h"
-#include "cpu_sdpa_override.h"
 
 namespace flash_ext::api {
 
@@ -10,7 +9,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CompositeExplicitAutograd, m) {
   m.impl("override_aten_by_cpu", TORCH_BOX(&override_aten));
   m.impl("restore_aten_by_cpu", TORCH_BOX(&restore_aten));
   m.impl("aten_calls_by_cpu", TORCH_BOX(&aten_calls));
-  m.impl("override_sdpa", TORCH_BOX(&override_sdpa));
 }
 
 }  // namespace flash_ext::api

@@ -80,6 +80,4 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
   m.def("restore_aten_by_cuda() -> ()");
   m.def("aten_calls_by_cpu(str op) -> int");
   m.def("aten_calls_by_cuda(str op) -> int");
-  // The same of scaled_dot_product_attention, on every device (cpu_sdpa_override.h).
-  m.def("override_sdpa(str dispatch_key, int composed, int routed, int redispatch, int has_dispatch) -> ()");
 }

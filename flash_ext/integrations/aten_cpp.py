@@ -18,12 +18,8 @@ from torch import Tensor
 from flash_ext.functional import _torch_allows_tf32
 from flash_ext.libraries import OPS
 from flash_ext.torch_private import (
-    SDPA_REDISPATCH,
-    TENSOR_HAS_DISPATCH,
-    address_of,
     form_of,
     has_kernel,
-    number_of_keyset,
     parse_schema,
     schema_of,
 )
@@ -94,20 +90,6 @@ def override(operator: str, key: str, kernel: Callable[..., Any]) -> None:
     """Puts the kernel in C++ in place for a device. ``kernel``, in Python, gets the calls that it does not take."""
     _make_callable_from_cpp(operator, key, kernel)
     _in_library("override_aten", key, operator, key)
-
-
-def override_sdpa(key: str, composed: Any, routed: Any) -> None:
-    """Puts in place, for a dispatch key, a kernel of SDPA in C++ that finds out whose matter a call is, if this torch
-    has the functions that it needs.
-
-    Args:
-        key: the one that the kernel in Python stands at too.
-        composed: the DispatchKeySet where the dispatcher finds torch's composition of operators.
-        routed: that where it finds our kernel in Python.
-    """
-    functions = [address_of(name) for name in (SDPA_REDISPATCH, TENSOR_HAS_DISPATCH)]
-    if None not in functions:
-        OPS.override_sdpa(key, number_of_keyset(composed), number_of_keyset(routed), *functions)
 
 
 def restore() -> None:

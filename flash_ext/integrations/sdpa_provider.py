@@ -93,7 +93,6 @@ KERNELS = {
     },
 }
 _SDPA = "scaled_dot_product_attention"
-_UNTOUCHED, _PAST_CPP = "AutogradPrivateUse2", "AutogradPrivateUse3"
 
 
 # ---- What people call -----------------------------------------------------------------------------------------------
@@ -222,7 +221,6 @@ class Activation:
 
     def __init__(self) -> None:
         self.overridden: list[tuple[str, str]] = []  # (operator, dispatch key)
-        self._routes: dict[str, Callable[..., Any]] = {}  # SDPA's kernels in Python, by device
         self._library = torch.library.Library("aten", "IMPL")
         try:
             for key in KERNELS:
@@ -264,18 +262,7 @@ class Activation:
                     if aten_cpp.has_cpp_kernel(operator):
                         aten_cpp.override(operator, key, run)
             # Not at the device's own key: tracers do not decompose what has a kernel there.
-            run = _routed(key)
-            self._put(_SDPA, f"Autograd{key}", run)
-            self._route_in_cpp(key, run)
-
-    def _route_in_cpp(self, key: str, run: Callable[..., Any]) -> None:
-        """Above that kernel. Two keys that no tensor of ours has lead past it: ``_PAST_CPP`` to ours in Python, and
-        ``_UNTOUCHED`` to torch's composition."""
-        self._routes[key.lower()] = run
-        if len(self._routes) == 1:
-            self._put(_SDPA, _PAST_CPP, lambda query, *args, **kw: self._routes[query.device.type](query, *args, **kw))
-        composed, routed = (DispatchKeySet(DispatchKey.__members__[name]) for name in (_UNTOUCHED, _PAST_CPP))
-        aten_cpp.override_sdpa(f"Autograd{key}", composed, routed)
+            self._put(_SDPA, f"Autograd{key}", _routed(key))
 
     def _put(self, operator: str, key: str, kernel: Callable[..., Any]) -> None:
         self._library.impl(operator, kernel, key)

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import flash_ext
-from flash_ext import torch_private
-from flash_ext.integrations import aten_attention, aten_cpp, sdpa_provider, sdpa_routing
+from flash_ext.integrations import aten_attention, aten_cpp, sdpa_provider
 from flash_ext.integrations.sdpa_routing import is_torchs
 from tests.integration.test_aten_attention import low_precision, strides
 from tests.integration.test_sdpa_provider import CPU_FLASH, ORDERS, SDPA, gradients, qkv
@@ -313,45 +312,6 @@ def test_threads(device: str) -> None:
 # ---- The way to the operators ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """Our kernels active; the queries of the calls of SDPA that came to Python."""
-    queries: list[Tensor] = []
-    ask = sdpa_routing.is_torchs
-
-    def recording(device_type: str, query: Tensor, *args: Any) -> bool:
-        queries.append(query)
-        return ask(device_type, query, *args)
-
-    monkeypatch.setattr(sdpa_routing, "is_torchs", recording)
-    with flash_ext.activated():
-        yield queries
-
-
-def test_common_calls_of_sdpa_do_not_come_to_python(device: str, asked: list[Tensor]) -> None:
-    q, k, v = qkv(device, torch.bfloat16, seqlens=(37, 37))
-    shorter, shorter_v = k[:, :, :9], v[:, :, :9]
-    F.scaled_dot_product_attention(q, k, v)
-    F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
-    F.scaled_dot_product_attention(q, shorter, shorter_v, enable_gqa=True)
-    assert not asked
-    mask = torch.ones(37, 37, dtype=torch.bool, device=device)
-    for args, options in (
-        ((q, k, v, mask), {}),
-        ((q, k, v), {"dropout_p": 0.1}),
-        ((q, k[:, :2], v[:, :2]), {"enable_gqa": True}),
-        ((q, k[:1], v[:1]), {}),
-        ((q, k, v[..., :8]), {}),
-        ((q[0], k[0], v[0]), {}),
-        ((q, shorter, shorter_v), {"is_causal": True}),
-        ((q, k.transpose(2, 3).contiguous().transpose(2, 3), v), {}),
-    ):
-        asked.clear()
-        out = F.scaled_dot_product_attention(*args, **options)
-        assert len(asked) == 1, options
-        assert out.shape == (*q.shape[-out.dim() : -1], args[2].shape[-1])
-
-
 @pytest.mark.usefixtures("deterministic")
 def test_results_of_sdpa_are_those_of_the_way_by_python(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(device, torch.bfloat16, order="heads")
@@ -363,7 +323,6 @@ def test_results_of_sdpa_are_those_of_the_way_by_python(device: str, monkeypatch
     with flash_ext.activated():
         found = step()
     monkeypatch.setattr(aten_cpp, "override", lambda *args: None)
-    monkeypatch.setattr(aten_cpp, "override_sdpa", lambda *args: None)
     with flash_ext.activated():
         sdpa_provider.forget_calls()
         expected = step()
@@ -376,13 +335,12 @@ class StopHere(Exception):
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-@pytest.mark.usefixtures("asked")
 def test_exceptions_of_hooks_pass(device: str, dropout_p: float) -> None:
     def stop(x: Tensor) -> Tensor:
         raise StopHere
 
     q, k, v = qkv(device, low_precision(device))
-    with torch.autograd.graph.saved_tensors_hooks(stop, lambda x: x), pytest.raises(StopHere):
+    with flash_ext.activated(), torch.autograd.graph.saved_tensors_hooks(stop, lambda x: x), pytest.raises(StopHere):
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
 
 
@@ -407,22 +365,6 @@ def test_sizes_that_are_traced_are_not_compared(device: str) -> None:
                 compiled(q, k, v)
         counts.append(len(graphs))
     assert counts[0] == counts[1]
-
-
-def test_a_torch_without_the_function_routes_in_python(
-    device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setattr(aten_cpp, "SDPA_REDISPATCH", "_ZN2at4_ops5other10redispatchEv")
-    asked = request.getfixturevalue("asked")
-    q, k, v = qkv(device, torch.bfloat16)
-    F.scaled_dot_product_attention(q, k, v)
-    assert len(asked) == 1
-    assert sum(aten_cpp.calls().values()) > 0
-
-
-def test_this_torch_has_the_functions() -> None:
-    assert torch_private.address_of(torch_private.SDPA_REDISPATCH)
-    assert torch_private.address_of(torch_private.TENSOR_HAS_DISPATCH)
 
 
 def test_common_calls_are_torchs_at_once() -> None:
