@@ -28,8 +28,6 @@ ROUNDING = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 16, torch.float6
 LARGE_SCORE = 8.0  # from here on the last bits of a score are more than the units above
 SINGLE_KEY = 0.9  # the weight of a key that has nearly all of its row
 INPUTS = ("q", "k", "v", "bias", "sink")  # what can have a gradient
-# Of q, k and v where a test does not say: on CUDA the kernels of bfloat16 are others than those of float32.
-DTYPE = getattr(torch, os.environ.get("FLASH_EXT_TEST_DTYPE", "float32"))
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
@@ -143,7 +141,7 @@ def make_call(
     heads_kv: int = 2,
     head_dim: int = 32,
     head_dim_v: int | None = None,
-    dtype: torch.dtype = DTYPE,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     **options: Any,
 ) -> Call:

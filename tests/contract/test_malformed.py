@@ -23,8 +23,6 @@ import flash_ext
 from tests import decode_oracle, oracle, reference
 from tests.decode_oracle import Decode, paged
 
-pytestmark = pytest.mark.skipif(oracle.DTYPE != torch.float32, reason="messages, not numbers: one dtype is enough")
-
 ON_CUDA = os.environ.get("FLASH_EXT_CHECK") == "1" and torch.cuda.is_available()
 DEVICE = "cuda" if ON_CUDA else "cpu"
 if ON_CUDA:

@@ -13,20 +13,14 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from tests.oracle import DTYPE, Call, assert_alike, make_call, run_library
+from tests.oracle import Call, assert_alike, make_call, run_library
 
-DTYPES = {torch.float32, torch.bfloat16, DTYPE}
 KEY, QUERY = 30, 35  # causal with as many keys: later queries see the key, later keys are hidden from the query
 OPTIONS: dict[str, Any] = {
     "plain": lambda device: {},
     "causal": lambda device: {"causal": True},
     "bias": lambda device: {"causal": True, "bias": torch.zeros(1, 1, 40, 40, device=device)},
 }
-
-
-@pytest.fixture(params=sorted(DTYPES, key=str), ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
 
 
 @pytest.fixture(params=[32, 96, 192])

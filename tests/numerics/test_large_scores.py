@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from tests.oracle import FLOATS, HALF, dtypes_of, random
+from tests.oracle import FLOATS, HALF, random
 
 HEAD_DIMS = [64, 96, 128, 192, 256]  # of the kernels for Hopper
 ROWS, KEYS = 64, 600  # a query for each of the first columns
 SIZE = 181.0  # its square, 32761, is exact in every dtype that sums
 SLOPE = 0.3 // 2**-24 * 2**-24  # slopes are float32, whatever the inputs are
 SCALES = [1.0, 0.3034, 0.0971]  # the product of an exact score and most numbers is rounded
-
-
-def skip_float64_on_cuda(device: str, dtype: torch.dtype) -> None:
-    if dtype not in dtypes_of(device):
-        pytest.skip(f"{dtype} is for the CPU")
 
 
 def weight_tolerance(dtype: torch.dtype) -> float:
@@ -91,7 +86,6 @@ def test_one_key_far_above_all_others(
 ) -> None:
     """Its weight is 1 to the last bit: in out, and, recomputed from lse, in the gradients of out and of lse; there,
     for 16-bit inputs, nearly so."""
-    skip_float64_on_cuda(device, dtype)
     q, k, v, keys = one_key_each(SIZE, dtype, head_dim, device)
     options = OPTIONS[option](dtype, device)
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -264,7 +258,6 @@ def test_merge(device: str, head_dim: int, lse: float) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_scores_beyond_the_integers_of_a_float(device: str, dtype: torch.dtype, head_dim: int, option: str) -> None:
     """At 2^31 and beyond, the rounding of a score is a large number itself."""
-    skip_float64_on_cuda(device, dtype)
     size = 60000.0 if dtype == torch.float16 else 2.0**20
     q, k, v, keys = one_key_each(size, dtype, head_dim, device)
     v.requires_grad_()
@@ -286,7 +279,6 @@ BIAS_SHAPES = [(ROWS, KEYS), (1, KEYS)]
 def test_the_largest_bias_on_one_key(
     device: str, dtype: torch.dtype, head_dim: int, shape: tuple[int, int], wide: bool
 ) -> None:
-    skip_float64_on_cuda(device, dtype)
     bias = torch.zeros(1, 1, *shape, dtype=torch.float32 if wide else dtype, device=device)
     chosen = 417
     bias[..., chosen] = torch.finfo(bias.dtype).max
@@ -310,7 +302,6 @@ def test_the_lowest_bias_pads(
     device: str, dtype: torch.dtype, head_dim: int, shape: tuple[int, int], wide: bool
 ) -> None:
     """As a mask, as long as another key is left; with none left all are alike, and no result is NaN."""
-    skip_float64_on_cuda(device, dtype)
     bias = torch.zeros(1, 1, *shape, dtype=torch.float32 if wide else dtype, device=device)
     bias[..., 100:] = torch.finfo(bias.dtype).min
     padded = shape[0] > 1
@@ -339,7 +330,6 @@ def test_random_numbers_with_huge_scores(
     device: str, dtype: torch.dtype, head_dim: int, causal: bool, packed: bool, rows: int, keys: int
 ) -> None:
     """Nearly every row is that of its largest score, here of 1e8 to 1e12; forward and backward."""
-    skip_float64_on_cuda(device, dtype)
     heads, groups = 4, 2
     size = 1e4 if dtype == torch.float16 else 1e6
     q = (random(1, rows, heads, head_dim, device=device) * size).to(dtype)

@@ -52,7 +52,6 @@ def allow_tf32_by(setting: str) -> None:
 
 @pytest.mark.usefixtures("restored_precision")
 @pytest.mark.parametrize("setting", ["set_float32_matmul_precision", "allow_tf32", "fp32_precision"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_setting_reaches_every_operator(device: str, dtype: torch.dtype, setting: str) -> None:
     q, k, v = (torch.randn(1, 9, 2, 16, device=device, dtype=dtype) for _ in range(3))
     expected = device == "cuda" and dtype == torch.float32
