@@ -40,19 +40,19 @@ def assert_first_rows_are_empty(call: Call) -> None:
 @pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN.keys())
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_rows_that_see_nothing(device: str, dtype: torch.dtype, hide: Any) -> None:
-    assert_first_rows_are_empty(hide(device, dtype=dtype))
+    assert_first_rows_are_empty(hide(device, dtype))
 
 
 @pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN.keys())
 @pytest.mark.parametrize("option", ["sink", "softcap", "dropout", "alibi"])
-def test_with_options(device: str, option: str, hide: Any) -> None:
+def test_with_options(device: str, dtype: torch.dtype, option: str, hide: Any) -> None:
     options: dict[str, Any] = {
         "sink": {"sink": random(4, device=device)},
         "softcap": {"softcap": 2.0},
         "dropout": {"dropout_p": 0.3, "rng_state": random_rng(device)},
         "alibi": {"alibi_slopes": torch.rand(4, device=device)},
     }[option]
-    assert_first_rows_are_empty(hide(device, **options))
+    assert_first_rows_are_empty(hide(device, dtype, **options))
 
 
 def test_everything_hidden(device: str, dtype: torch.dtype) -> None:

@@ -69,7 +69,7 @@ def test_which_sequence_a_packed_query_belongs_to(device: str, dtype: torch.dtyp
 
 def many(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[str], Tensor]:
     """-1 stands for TOO_MANY."""
-    return lambda device: torch.zeros(*(abs(n) for n in shape), dtype=dtype, device=device).expand(
+    return lambda device: torch.zeros(*(abs(n) for n in shape), device=device).expand(
         *(TOO_MANY if n == -1 else n for n in shape)
     )
 
@@ -86,8 +86,8 @@ def fails_with_cache(q: Tensor, cache: Tensor, match: str, **options: Any) -> No
      ((3, 16, -1, 8), r"k_cache.size\(2\), the number of heads")],
     ids=["pages", "page_size", "heads"],
 )  # fmt: skip
-def test_too_large_a_pool_of_pages(device: str, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> None:
-    q, table = random(1, 1, 2, 8, dtype=dtype, device=device), int32([[0]], device)
+def test_too_large_a_pool_of_pages(device: str, shape: tuple[int, ...], what: str) -> None:
+    q, table = random(1, 1, 2, 8, device=device), int32([[0]], device)
     match = f"{what}, must be at most 2147483647, got {TOO_MANY}"
     fails_with_cache(q, many(*shape)(device), match, block_table=table, cache_seqlens=int32([1], device))
 
@@ -99,8 +99,8 @@ def test_too_large_a_pool_of_pages(device: str, dtype: torch.dtype, shape: tuple
      ((1, -1, 2, 8), r"k_cache.size\(1\), the number of rows")],
     ids=["entries", "rows"],
 )  # fmt: skip
-def test_too_large_a_cache(device: str, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> None:
-    q = random(1, 1, 2, 8, dtype=dtype, device=device)
+def test_too_large_a_cache(device: str, shape: tuple[int, ...], what: str) -> None:
+    q = random(1, 1, 2, 8, device=device)
     match = f"{what}, must be at most 2147483647, got {TOO_MANY}"
     fails_with_cache(q, many(*shape)(device), match, cache_batch_idx=int32([0], device))
 
@@ -115,18 +115,16 @@ ATTENTION = {
 
 
 @pytest.mark.parametrize(("tensors", "what"), ATTENTION.values(), ids=ATTENTION.keys())
-def test_too_large_for_attention(
-    device: str, dtype: torch.dtype, tensors: dict[str, Callable[[str], Tensor]], what: str
-) -> None:
-    arguments = {name: random(1, 3, 2, 8, dtype=dtype, device=device) for name in "qkv"}
+def test_too_large_for_attention(device: str, tensors: dict[str, Callable[[str], Tensor]], what: str) -> None:
+    arguments = {name: random(1, 3, 2, 8, device=device) for name in "qkv"}
     arguments |= {name: make(device) for name, make in tensors.items()}
     with pytest.raises(RuntimeError, match=f"{what}.* must be at most"):
         flash_ext.attention(**arguments)
 
 
 @pytest.mark.parametrize("lengths", ["cu_seqlens_q", "cu_seqlens_k"])
-def test_too_many_packed_rows(device: str, dtype: torch.dtype, lengths: str) -> None:
-    arguments: dict[str, Any] = {name: random(3, 2, 8, dtype=dtype, device=device) for name in "qkv"}
+def test_too_many_packed_rows(device: str, lengths: str) -> None:
+    arguments: dict[str, Any] = {name: random(3, 2, 8, device=device) for name in "qkv"}
     arguments |= dict(cu_seqlens_q=int32([0, 3], device), cu_seqlens_k=int32([0, 3], device), max_seqlen_q=3,
                       max_seqlen_k=3)  # fmt: skip
     for name in "q" if lengths == "cu_seqlens_q" else "kv":

@@ -99,8 +99,8 @@ def test_broadcast_bias(device: str, dtype: torch.dtype, shape: tuple[int, ...])
 
 
 @pytest.mark.parametrize("block", [(16, 32), (64, 64), (128, 128), (1, 32)], ids=str)
-def test_block_mask(device: str, block: tuple[int, int]) -> None:
-    assert_weights_match(make_blocked(device, block=block, causal=True))
+def test_block_mask(device: str, dtype: torch.dtype, block: tuple[int, int]) -> None:
+    assert_weights_match(make_blocked(device, dtype, block=block, causal=True))
 
 
 def test_packed_sequences(device: str, dtype: torch.dtype) -> None:

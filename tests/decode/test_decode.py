@@ -291,7 +291,7 @@ def test_append(
 def test_rotary(device: str, dtype: torch.dtype, interleaved: bool, rotary_dim: int, window_right: int) -> None:
     """All queries at the cache's length; with a window, each at its own position."""
     angles = torch.rand(80, rotary_dim // 2, device=device) * 6
-    call = with_new_keys(device, 3, 3, dtype=dtype, window_right=window_right, rotary_interleaved=interleaved)
+    call = with_new_keys(device, dtype, 3, 3, window_right=window_right, rotary_interleaved=interleaved)
     call.options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
     assert_decode_matches(call)
 

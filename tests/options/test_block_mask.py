@@ -58,13 +58,13 @@ def test_the_oracle_packs_what_it_unpacks(block: tuple[int, int]) -> None:
 @pytest.mark.parametrize("block", [(1, 32), (20, 32), (33, 64), (100, 96)], ids=str)
 def test_dropout_beside_blocks_of_odd_sizes(device: str, dtype: torch.dtype, block: tuple[int, int]) -> None:
     """Random bits are drawn for eight rows at a time, which these blocks cut through."""
-    call = make_blocked(device, block=block, dtype=dtype, dropout_p=0.3, rng_state=random_rng(device))
+    call = make_blocked(device, dtype, block=block, dropout_p=0.3, rng_state=random_rng(device))
     assert_matches_oracle(call)
 
 
 @pytest.mark.parametrize("block", [(16, 32), (32, 64), (64, 64), (128, 128), (64, 256)], ids=str)
 def test_block_sizes(device: str, dtype: torch.dtype, block: tuple[int, int]) -> None:
-    assert_matches_oracle(make_blocked(device, block=block, dtype=dtype))
+    assert_matches_oracle(make_blocked(device, dtype, block=block))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_few_blocks_of_odd_sizes(device: str, block: tuple[int, int], heads: int
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dtypes(device: str, dtype: torch.dtype) -> None:
-    assert_matches_oracle(make_blocked(device, dtype=dtype, causal=True))
+    assert_matches_oracle(make_blocked(device, dtype, causal=True))
 
 
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 1), (1, 4), (2, 4)])
