@@ -277,6 +277,14 @@ def boundaries(call: Call) -> tuple[list[int], list[int]]:
     return starts_q, starts_k
 
 
+def assert_kernel_on_hopper(call: Call, kernel: str, operation: str = "forward") -> None:
+    """For tests that mean a kernel: where there are kernels for Hopper, the call runs by that one."""
+    explained = flash_ext.explain(call.q, call.k, call.v, operation=operation, **call.options)
+    problem = explained.problem
+    if problem.device == "cuda" and problem.compute_capability == 90 and problem.own_kernels:
+        assert explained.plan.kernel == kernel
+
+
 def assert_matches_oracle(call: Call, gradients_of: Sequence[str] | None = None) -> Result:
     """Out, lse and gradients against the oracle, with and without poisoned outputs; returns the library's result.
 
