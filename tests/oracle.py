@@ -93,7 +93,7 @@ class Call:
     grad_lse: Tensor | None = None
 
     def __repr__(self) -> str:
-        """Tensors by dtype and shape, integers in full: a random problem that fails is told by these."""
+        """Tensors by dtype and shape, integers in full: a random problem that fails is known by these."""
         given = {"q": self.q, "k": self.k, "v": self.v, **self.options, "block_visible": self.block_visible}
         return f"Call({', '.join(f'{name}={describe(value)}' for name, value in given.items() if value is not None)})"
 
@@ -327,11 +327,11 @@ class Oracle:
         dtype = compute_dtype(self.call, name)
         factor = 3.0 if self.call.options.get("softcap") else 2.0
         got, ref, low = (t.double() for t in (got, self.ref[name], self.low[name]))
-        assert_within_bound(name, got, ref, low, dtype, factor, self.slack[name], self.summands(name))
+        assert_within_bound(name, got, ref, low, dtype, factor, self.slack[name], self.addends(name))
         if dtype in HALF and name not in ("out", "lse"):
             assert_rms_within_bound(name, got, ref, low, dtype, factor, self.slack[name])
 
-    def summands(self, name: str) -> int:
+    def addends(self, name: str) -> int:
         """How many heads of q add up in a gradient of keys or values."""
         return self.call.q.shape[-2] // self.call.k.shape[-2] if name in ("dk", "dv") else 1
 
@@ -447,10 +447,10 @@ def assert_within_bound(
     dtype: torch.dtype,
     factor: float = 2.0,
     slack: Tensor | float = 0.0,
-    summands: int = 1,
+    addends: int = 1,
 ) -> None:
     """No element of ``got`` is further from ``ref`` than ``factor`` times the largest error of ``low``, some units in
-    the last place of the largest element (more where so many ``summands`` add up), and its ``slack``."""
+    the last place of the largest element (more where so many ``addends`` add up), and its ``slack``."""
     got, ref, low = got.double(), ref.double(), low.double()
     assert got.shape == ref.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
     assert not got.isnan().any(), f"{name}: {int(got.isnan().sum())} of {got.numel()} are NaN"
@@ -460,7 +460,7 @@ def assert_within_bound(
     if not finite.any():
         return
     low_error = error_of(low, ref).max().item()
-    rounding = ROUNDING[dtype] * torch.finfo(dtype).eps * math.sqrt(summands) * largest_of(ref)
+    rounding = ROUNDING[dtype] * torch.finfo(dtype).eps * math.sqrt(addends) * largest_of(ref)
     bound = factor * low_error + rounding
     error = error_of(got, ref)
     assert (error <= bound + slack).all(), (

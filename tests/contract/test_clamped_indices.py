@@ -147,7 +147,7 @@ def test_appended_rows_stay_in_the_pages(dtype: torch.dtype) -> None:
 
 @pytest.mark.op("attention_decode_append")
 def test_rotary_tables_that_are_too_short(dtype: torch.dtype) -> None:
-    """Later positions turn by the last row."""
+    """Later positions are rotated by the last row."""
     call = make_decode(BATCH, 3, 75, seqlen_new=2, dtype=dtype, device="cuda", window_right=0)
     call.options["cache_seqlens"] = int32([70, 3, 40], "cuda")
     fill_unused_rows(call, 0.5)

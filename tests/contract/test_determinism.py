@@ -64,7 +64,7 @@ def test_repeated_runs(device: str, dtype: torch.dtype, threads: None) -> None:
 
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
 def test_head_dims(device: str, head_dim: int, dtype: torch.dtype, threads: None) -> None:
-    """On CUDA the blocks of many keys add to the same dq, as fast as they can, in the order of their turns."""
+    """On CUDA the CTAs of many tiles of keys add to the same dq, in a fixed order."""
     torch.set_num_threads(2)
     batch, seqlen_q, seqlen_k, runs = (1, 130, 300, 5) if device == "cpu" else (2, 390, 1500, 100)
     call = make_call(batch, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=dtype, device=device, deterministic=True)
@@ -83,7 +83,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_turns(call: Call) -> None:
+def assert_repeatable(call: Call) -> None:
     """The gradients of q, k and v are right, and have the same bits in many runs."""
     inputs = ("q", "k", "v")
     call = call.with_options(deterministic=True).with_random_gradients()
@@ -97,7 +97,7 @@ def assert_turns(call: Call) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_masks_and_groups(device: str, head_dim: int, group: int, mask: dict[str, Any]) -> None:
     batch, seqlen_q, seqlen_k = (1, 130, 200) if device == "cpu" else (2, 900, 1100)
-    assert_turns(make_call(batch, seqlen_q, seqlen_k, 4, 4 // group, head_dim, dtype=BF16, device=device, **mask))
+    assert_repeatable(make_call(batch, seqlen_q, seqlen_k, 4, 4 // group, head_dim, dtype=BF16, device=device, **mask))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -107,8 +107,8 @@ def test_packed_sequences(device: str, head_dim: int, causal: bool) -> None:
     call = make_varlen_call(
         lengths, lengths, device, head_dim=head_dim, heads_q=8, heads_kv=2, dtype=BF16, causal=causal
     )
-    assert_turns(call)
-    assert_turns(call.with_options(max_seqlen_q=None, max_seqlen_k=None))
+    assert_repeatable(call)
+    assert_repeatable(call.with_options(max_seqlen_q=None, max_seqlen_k=None))
 
 
 def option(name: str, device: str, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
@@ -133,7 +133,9 @@ OPTIONS = ["softcap", "alibi", "bias", "per-key bias", "dropout", "sink", "mask"
 def test_options(device: str, head_dim: int, names: list[str], causal: bool) -> None:
     seqlen_q, seqlen_k = (90, 130) if device == "cpu" else (700, 1000)
     options = {k: v for name in names for k, v in option(name, device, seqlen_q, seqlen_k).items()}
-    assert_turns(make_call(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=BF16, device=device, causal=causal, **options))
+    assert_repeatable(
+        make_call(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=BF16, device=device, causal=causal, **options)
+    )
 
 
 def test_the_global_switch_is_obeyed(device: str, dtype: torch.dtype) -> None:

@@ -79,7 +79,7 @@ def test_one_query_poisons_itself_and_the_keys_it_sees(call: Call, poison: str) 
 def test_one_query_poisons_no_hidden_key_of_whole_tiles(
     device: str, dtype: torch.dtype, head_dim: int, poison: str
 ) -> None:
-    """A tile that is seen in part, and has no rows behind the end, which alone would have it cleaned."""
+    """A tile that is seen in part, and has no rows behind the end, which alone would have it sanitised."""
     query, length = 150, 256
     sink = torch.zeros(4, device=device) if "sink" in poison else None
     call = make_call(1, length, length, dtype=dtype, head_dim=head_dim, device=device, causal=True, sink=sink)

@@ -59,7 +59,7 @@ def test_which_sequence_a_packed_query_belongs_to(device: str, dtype: torch.dtyp
     used = torch.randint(0, 50, (batch,), device=device, dtype=torch.int32)
 
     def decode(q: Tensor, **options: Any) -> Tensor:
-        # A left window of any length: queries turn by their positions, and see all keys.
+        # A left window of any length: queries are rotated by their positions, and see all keys.
         return flash_ext.decode(q, *(t.clone() for t in cache), k=k, v=v, cache_seqlens=used, rotary_cos=cos,
                                 rotary_sin=sin, window_size=(1000, -1), **options)  # fmt: skip
 

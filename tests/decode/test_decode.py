@@ -321,7 +321,7 @@ def test_rotary_and_pages(device: str, dtype: torch.dtype) -> None:
 def test_rotary_of_packed_queries(
     device: str, dtype: torch.dtype, interleaved: bool, window_right: int, page_size: int | None
 ) -> None:
-    """Sequences have different numbers of queries, none included: each turns by its own cache's length."""
+    """Sequences have different numbers of queries, none included: each is rotated by its own cache's length."""
     angles = torch.rand(90, 8, device=device) * 6
     lengths = int32([60, 0, 40, 9], device)
     call = make_decode(

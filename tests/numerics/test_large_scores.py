@@ -187,9 +187,9 @@ def test_rows_with_a_clear_maximum(device: str, head_dim: int, causal: bool, num
     grad_out *= alone.transpose(1, 2)[..., None]
     (dv,) = torch.autograd.grad(out, v, grad_out)
     at = chosen[..., None].expand(-1, -1, -1, head_dim)
-    summands = grad_out.double().transpose(1, 2)
+    addends = grad_out.double().transpose(1, 2)
     zeros = torch.zeros(1, heads, keys, head_dim, dtype=torch.float64, device=device)
-    expected, sizes = (zeros.scatter_add(2, at, x) for x in (summands, summands.abs()))
+    expected, sizes = (zeros.scatter_add(2, at, x) for x in (addends, addends.abs()))
     tolerance = tolerance_of_sums(numbers, head_dim, highest.values.max().item())
     assert ((dv.double().transpose(1, 2) - expected).abs() <= tolerance * (sizes + 1e-3)).all()
 
@@ -359,9 +359,9 @@ def test_random_numbers_with_huge_scores(
     grad_out = short_numbers(*out.shape, dtype=dtype, device=device) * clear.transpose(1, 2)[..., None]
     gradients = torch.autograd.grad(out, leaves, grad_out)
     assert all(g.isfinite().all() for g in gradients)
-    summands = grad_out.double().transpose(1, 2)
+    addends = grad_out.double().transpose(1, 2)
     zeros = torch.zeros(1, heads, keys, head_dim, dtype=torch.float64, device=device)
-    of_heads = [zeros.scatter_add(2, at, x) for x in (summands, summands.abs())]
+    of_heads = [zeros.scatter_add(2, at, x) for x in (addends, addends.abs())]
     expected, sizes = (x.unflatten(1, (groups, -1)).sum(2).transpose(1, 2) for x in of_heads)
     found = gradients[2].double()
     assert ((found - expected).abs() <= 2 * torch.finfo(dtype).eps * sizes + 1e-6).all()

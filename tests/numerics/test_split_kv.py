@@ -1,5 +1,5 @@
-"""Full attention whose tiles of queries leave a GPU's last turn half empty: they are cut along the keys there, and what
-the parts find is merged. No result may tell."""
+"""Full attention whose tiles of queries leave the tail wave of a GPU half empty: those tiles are split along the keys,
+and the splits are combined. No result may show it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from tests.oracle import FLOATS, assert_matches_oracle, make_call, run_library
 
 HEAD_DIMS = [64, 96, 128, 192, 256]  # of the kernels for Hopper
-# batch, queries, keys, heads, on 132 SMs: one tile of queries alone; a few; a turn and a few; most of a turn. So many
-# keys that cutting is worth it.
+# batch, queries, keys, heads, on 132 SMs: one tile of queries alone; a few; a wave and a few; most of a wave. So many
+# keys that splitting is worth it.
 FEW, SOME = (1, 50, 6000, 1), (2, 300, 4500, 3)
-SIZES = {"one": FEW, "some": SOME, "little_over": (2, 200, 4500, 35), "most_of_a_turn": (3, 130, 7000, 31)}
+SIZES = {"one": FEW, "some": SOME, "little_over": (2, 200, 4500, 35), "most_of_a_wave": (3, 130, 7000, 31)}
 
 
 def on(device: str, size: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

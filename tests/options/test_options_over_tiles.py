@@ -1,5 +1,5 @@
-"""Bias, masks and dropout over many tiles of queries and keys: what a mask leaves to whom, what a bias does to the
-references of rows, and how each comes to the kernels."""
+"""Bias, masks and dropout over many tiles of queries and keys: which tiles a mask leaves, what a bias does to the
+row stabilisers, and how each comes to the kernels."""
 
 from __future__ import annotations
 
