@@ -23,12 +23,9 @@ from benchmarks.comparison import Comparison
 from benchmarks.peers import OURS, Peer, Step, sdpa, sdpa_decode
 from benchmarks.timing import Candidate, CpuClock
 from tests import oracle
-from tests.build.test_benchmarks import (
-    COMMANDS,
-    chosen,
-    run,
-    small_ceilings,  # noqa: F401  a fixture of all tests
-)
+from tests.build.benchmark_runs import COMMANDS, chosen, run
+
+pytestmark = pytest.mark.usefixtures("small_ceilings")
 
 
 def off_by_a_percent(*args: Tensor, **options: object) -> Tensor:
