@@ -137,6 +137,9 @@ def test_selection() -> None:
         ["forward", "--json", "/there/is/no/folder.json"],
         ["forward", "--plot", "picture.txt"],
         ["decode", "--contexts", "512"],
+        ["module", "--sizes", "2x8x10/3"],
+        ["encoder", "--shapes", "2x8x10/3p"],
+        ["encoder", "--shapes", "2x8x10"],
         ["compare", "missing.json", "missing.json"],
     ],
 )
