@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext.planning import Explanation
 
 from . import reference
 
@@ -277,12 +278,18 @@ def boundaries(call: Call) -> tuple[list[int], list[int]]:
     return starts_q, starts_k
 
 
-def assert_kernel_on_hopper(call: Call, kernel: str, operation: str = "forward") -> None:
-    """For tests that mean a kernel: where there are kernels for Hopper, the call runs by that one."""
+def explained_on_hopper(call: Call, operation: str = "forward") -> Explanation | None:
+    """How the call runs, where there are kernels for Hopper, or None."""
     explained = flash_ext.explain(call.q, call.k, call.v, operation=operation, **call.options)
     problem = explained.problem
-    if problem.device == "cuda" and problem.compute_capability == 90 and problem.own_kernels:
-        assert explained.plan.kernel == kernel
+    is_hopper = problem.device == "cuda" and problem.compute_capability == 90 and problem.own_kernels
+    return explained if is_hopper else None
+
+
+def assert_kernel_on_hopper(call: Call, kernel: str, operation: str = "forward") -> None:
+    """For tests that mean a kernel: it is the one that runs the call there."""
+    explained = explained_on_hopper(call, operation)
+    assert explained is None or explained.plan.kernel == kernel
 
 
 def assert_matches_oracle(call: Call, gradients_of: Sequence[str] | None = None) -> Result:
