@@ -292,6 +292,11 @@ def assert_kernel_on_hopper(call: Call, kernel: str, operation: str = "forward")
     assert explained is None or explained.plan.kernel == kernel
 
 
+def assert_hoppers_own_forward(call: Call) -> None:
+    """For tests of the edges of its tiles, and of the ways in which it sums."""
+    assert_kernel_on_hopper(call, "sm90/forward_f32" if call.dtype == torch.float32 else "sm90/forward")
+
+
 def assert_matches_oracle(call: Call, gradients_of: Sequence[str] | None = None) -> Result:
     """Out, lse and gradients against the oracle, with and without poisoned outputs; returns the library's result.
 
