@@ -418,13 +418,14 @@ def _attend(
         options["rng_state"] = draw_rng_state(q.device)
     options["dropout_p"] = dropout_p
     options["window_size"] = _window(window_size)
-    out, lse = head_dims.attend(q, k, v, deterministic=deterministic or None, **options)
+    options["deterministic"] = deterministic or None
+    out, lse = head_dims.attend(q, k, v, options)
     if not return_attn_probs:
         return out
     if dropout_p == 0:
         return out, lse, out.new_empty(0)
     with torch.no_grad():
-        return out, lse, head_dims.weights(q, k, lse, signed=True, **options)
+        return out, lse, head_dims.weights(q, k, lse, options)
 
 
 @_errors_name_pages

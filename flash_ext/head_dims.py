@@ -58,21 +58,19 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
     return float(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``attention``."""
+def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``attention``. A ``softmax_scale`` of None among the options becomes a number there."""
     check_head_dims({"q": q, "k": k}, {"v": v})
-    scale = scale_of(q, softmax_scale)
-    padded = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
-    out, lse = functional.attention(*padded, softmax_scale=scale, return_lse=True, **options)
+    if options["softmax_scale"] is None:
+        options["softmax_scale"] = scale_of(q, None)
+    out, lse = functional.attention(pad_head_dim(q), pad_head_dim(k), pad_head_dim(v), return_lse=True, **options)
     return cut_head_dim(out, v.shape[-1]), lse
 
 
-def weights(q: Tensor, k: Tensor, lse: Tensor, *, softmax_scale: float | None = None, **options: Any) -> Tensor:
-    """``attention_weights``."""
-    scale = scale_of(q, softmax_scale)
-    return functional.attention_weights(pad_head_dim(q), pad_head_dim(k), lse, softmax_scale=scale, **options)
+def weights(q: Tensor, k: Tensor, lse: Tensor, options: dict[str, Any]) -> Tensor:
+    """``attention_weights``, negative where dropout drops, with the options of ``attend``."""
+    scores = {name: value for name, value in options.items() if name != "deterministic"}
+    return functional.attention_weights(pad_head_dim(q), pad_head_dim(k), lse, signed=True, **scores)
 
 
 def decode(

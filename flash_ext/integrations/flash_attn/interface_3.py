@@ -182,7 +182,7 @@ def flash_attn_qkvpacked_func(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool, return_lse: bool, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    out, lse = head_dims.attend(q, k, v, deterministic=deterministic or None, **options)
+    out, lse = head_dims.attend(q, k, v, options | dict(deterministic=deterministic or None))
     return (out, lse) if return_lse else out
 
 

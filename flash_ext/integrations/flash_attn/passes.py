@@ -55,9 +55,9 @@ def forward_pass(
         rng_state = draw_rng_state(q.device) if dropout_p > 0 else q.new_zeros(2, dtype=torch.int64)
         if dropout_p > 0:
             options = options | dict(dropout_p=dropout_p, rng_state=rng_state)
-        out, lse = head_dims.attend(q, k, v, **options)
+        out, lse = head_dims.attend(q, k, v, options)
         with_weights = return_softmax and dropout_p > 0
-        weights = head_dims.weights(q, k, lse, signed=True, **options) if with_weights else q.new_empty(0)
+        weights = head_dims.weights(q, k, lse, options) if with_weights else q.new_empty(0)
         return out, lse, weights, rng_state
 
 
