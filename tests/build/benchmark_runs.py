@@ -18,6 +18,7 @@ COMMANDS = {
     "decode": ["--heads", "4/2", "--contexts", "2x48", "--head-dim", "16"],
     "options": ["--seqlen", "32", "--tokens", "64", "--hidden", "32", "--head-dim", "16"],
     "sparse": ["--heads", "1", "--densities", "0.3", "1"],
+    "masks": ["--seqlen", "300", "--calls", "1"],
     "module": ["--sizes", "2x24x32/4"],
     "encoder": ["--shapes", "2x8x16/2", "2x8x16/2p", "--layers", "1"],
     "memory": ["--seqlen", "64", "--heads", "1", "--head-dim", "16"],

@@ -64,9 +64,9 @@ def test_figures_are_those_of_the_records(figure: pages.Table | pages.Sentence |
     assert figure.apply(text) == text
 
 
-def test_nobody_has_a_faster_forward() -> None:
-    """As README and the page on performance say: by the lower quartile of the ratios, where the record has it."""
-    assert not pages.faster_forwards()
+def test_where_a_peer_may_have_the_faster_forward_it_is_by_one_percent() -> None:
+    """The page on performance says how many: by the lower quartile of the ratios, where the record has it."""
+    assert all(ratio >= 0.99 for ratio in pages.contested_forwards().values())
 
 
 @pytest.mark.parametrize("kind", [pages.Table, pages.Sentence])
