@@ -204,7 +204,7 @@ WITHOUT_ARGUMENTS = {
     "BlockMask.to_flex",
 }
 OF_THE_PROCESS = {"as_flash_attn", "activate", "activated", "deactivate"}  # they change what later tests call
-TORCHS = {"MultiheadAttention.forward"}  # raises what torch's module does: tests/test_modules.py
+TORCHS = {"MultiheadAttention.forward"}  # raises what torch's module does: tests/integration/test_modules.py
 
 TAKEN = {("scaled_dot_product_attention", "attn_mask", "causal bias")}
 ALONE = {"k": "v", "v": "k", "rotary_cos": "rotary_sin", "rotary_sin": "rotary_cos"}  # pairs of optional arguments
