@@ -102,8 +102,9 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
 BackwardTiles sm90_backward_tiles(const Problem& p) {
   const int head_dim = sm90::backward_head_dim(p.head_dim);
   const int64_t block_n = sm90::kWarpgroupRows * shape_of(p).groups;
-  const bool pipelined = sm90::is_pipelined(head_dim) && (serving_options(p) == 0 || lists_blocks(p));
-  const double step_of_128 = pipelined ? 3260 : 4170;
+  const int options = serving_options(p);
+  const bool plain = options == 0 || lists_blocks(p), pipelined = plain || sm90::pipelines(options);
+  const double step_of_128 = plain ? 3260 : pipelined ? 3500 : 4170;
   const double step = head_dim == 64 ? 3670 : head_dim == 128 ? step_of_128 : head_dim == 192 ? 3700 : 4800;
   BackwardTiles tiles = {sm90::kBackwardBlockM, block_n, head_dim, step, 8000};
   tiles.cluster = head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1;

@@ -17,6 +17,7 @@
 #include "kernels/sm90/common/tensor_map.h"
 #include "options_kernel.cuh"
 #include "pipelined_consumer.cuh"
+#include "pipelined_options.cuh"
 #include "pipelined_producer_dq.cuh"
 #include "producer_dq.cuh"
 #include "wide_kernel.cuh"
@@ -39,6 +40,14 @@ struct BackwardPipelinedRoles {
   using Consumer = BackwardPipelinedConsumer<Config>;
 };
 
+template <class Config_>
+struct BackwardPipelinedOptionsRoles {
+  using Config = Config_;
+  using Storage = BackwardPipelinedOptionsStorage<Config>;
+  using Dq = BackwardPipelinedDq<Config>;
+  using Consumer = BackwardPipelinedConsumer<Config, BackwardOptionScores<Config>>;
+};
+
 /// Warpgroup 0 loads and makes dQ, the others compute.
 template <class Roles, class Config = typename Roles::Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
@@ -54,8 +63,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) {
     storage.init();
     storage.work_tile() = BackwardWorkTile<Config>(p, workspace, schedule, task);
+    storage.prepare(p);
   }
   __syncthreads();
+  storage.find_hidden_keys(p);
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms and zeroed sums
@@ -117,7 +128,25 @@ void launch_plain_backward(const BackwardParams& p, const BackwardMaps& maps, co
   run_config(Config());
 }
 
-/// kPipelined: of calls without options alone.
+/// The main kernel of calls with options that the pipelined loop serves.
+template <class Config>
+void launch_pipelined_options(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
+                              const BackwardSchedule& schedule, cudaStream_t stream) {
+  if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward: no turns beside options");
+  // Of products, to base 2 or, where a softcap bounds them, to the argument of its tanh.
+  const double scale = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * double{kLog2E};
+  with_pipelined_options(serving_options(asked_of(p)), [&](auto options) {
+    using Roles = BackwardPipelinedOptionsRoles<
+        BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, options()>>;
+    constexpr size_t kSharedBytes = Roles::Config::kTilesBytes + sizeof(typename Roles::Storage);
+    static_assert(kSharedBytes <= 227 * 1024 && Roles::Config::kBlockN == Config::kBlockN);
+    const LaunchShape keys{grid_of(schedule.positions()), dim3(Config::kThreads), kSharedBytes, true};
+    launch("sm90/backward", backward_kernel<Roles>, keys, stream, p, maps, workspace, schedule,
+           static_cast<float>(scale));
+  });
+}
+
+/// kPipelined: of calls that pipelines() is true for alone.
 template <class Config, bool kPipelined>
 void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Element = typename Config::Element;
@@ -136,8 +165,11 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
                                encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
-    if constexpr (kPipelined || kIsWide<Config>) {
-      launch_plain_backward<Config, kPipelined>(p, maps, workspace, schedule, kOverlaps, stream);
+    if constexpr (kPipelined) {
+      has_options(p) ? launch_pipelined_options<Config>(p, maps, workspace, schedule, stream)
+                     : launch_plain_backward<Config, true>(p, maps, workspace, schedule, kOverlaps, stream);
+    } else if constexpr (kIsWide<Config>) {
+      launch_plain_backward<Config, false>(p, maps, workspace, schedule, kOverlaps, stream);
     } else if (has_options(p)) {
       launch_backward_options<Config>(p, maps, workspace, schedule, stream);
     } else if constexpr (!is_pipelined(kHeadDim)) {
@@ -168,7 +200,7 @@ template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardConfigOf<Element, kHeadDim>;
   if constexpr (is_pipelined(kHeadDim)) {
-    if (!has_options(p)) return launch_backward<Config, true>(p, memory, stream);
+    if (pipelines(serving_options(asked_of(p)))) return launch_backward<Config, true>(p, memory, stream);
   }
   launch_backward<Config, false>(p, memory, stream);
 }

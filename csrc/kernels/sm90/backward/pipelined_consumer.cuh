@@ -14,12 +14,45 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of them does.
+/// What options make of a warp's scores: nothing.
 template <class Config>
+class BackwardPlainScores {
+ public:
+  using Storage = BackwardPipelinedStorage<Config>;
+  using Tile = BackwardPipelinedTile<typename Config::Element, Config::kBlockM>;
+  using Scores = typename Tile::Scores;
+  using Weights = typename Tile::Weights;
+  using Terms = typename Tile::Terms;
+  static constexpr bool kDrops = false;
+  static constexpr bool kTwoWeights = false;  // those of dS are others than those of dV
+  static constexpr bool kHidesKeys = false;  // of all queries
+  static constexpr bool kLateLse = false;  // lse is read behind prepare(), which has more registers then
+  static constexpr int kEarlySteps = Tile::kSteps;  // of which D is asked for beside dP
+  static constexpr bool kBoundsScores = false;  // then a finite lse does not say that Q is finite
+
+  __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&) {}
+
+  __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
+  __device__ __forceinline__ bool may_hide() const { return false; }
+  /// Beside the product that makes the scores of a step.
+  __device__ __forceinline__ void prepare(const BackwardStepsOf<Config>&) {}
+  __device__ __forceinline__ void make_weights(Weights& p, Weights&, const Scores& s, const Terms& lse,
+                                               float scale) const {
+    Tile::softmax_step(p, s, lse, scale);
+  }
+  __device__ __forceinline__ void drop(Weights&, const Weights&) const {}
+  __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
+                                             const Terms& minus_delta) const {
+    Tile::compute_ds(ds, dp, p, minus_delta);
+  }
+};
+
+/// What one warp of them does. Rules: what options make of its scores.
+template <class Config, class Rules = BackwardPlainScores<Config>>
 class BackwardPipelinedConsumer {
  public:
   using Element = typename Config::Element;
-  using Storage = BackwardPipelinedStorage<Config>;
+  using Storage = typename Rules::Storage;
   using Steps = BackwardStepsOf<Config>;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
 
@@ -34,14 +67,15 @@ class BackwardPipelinedConsumer {
         s_tiles_(s_tiles),
         scale_(scale),
         keys_(KeyTile::lower_half(s_tiles + warpgroup * panel_bytes(kWarpgroupRows))),
-        queries_(QueryTile::lower_half(s_tiles + Config::kQueriesOffset)) {}
+        queries_(QueryTile::lower_half(s_tiles + Config::kQueriesOffset)),
+        rules_(p, storage) {}
 
   __device__ __forceinline__ void run() {
     zero(dk_);
     zero(dv_);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up();
-    store(p_.dv, Config::kBlockN * kHeadDim, dv_, 1.0f);
-    store(p_.dk, 0, dk_, static_cast<float>(p_.softmax_scale));
+    store(p_.dv, Config::kBlockN * kHeadDim, dv_, rules_.unit());
+    store(p_.dk, 0, dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }
 
  private:
@@ -78,7 +112,9 @@ class BackwardPipelinedConsumer {
 
     sanitise_keys();
     start_scores(s, terms, step, full, false);
+    rules_.prepare(step);
     bool hides = find_visible(visible, step, full_of_keys);
+    if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
     ptx::wgmma_wait<0>();
     fence_operands(s[0]);
     wait_for(storage_.v_full, 0);
@@ -86,26 +122,27 @@ class BackwardPipelinedConsumer {
     do {
       // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
       const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.stage]), step.parity);
-      Tile::softmax_step(p, s, terms, scale_);
-      if (hides) {
-        Tile::hide(p, visible);
-        if (work_tile_.large) Tile::bound(p);
-      }
+      rules_.make_weights(p, ds, s, terms, scale_);
+      if (hides) hide_weights(p, ds, visible);
+      rules_.drop(p, ds);
       fence_operands(p);
+      if constexpr (Rules::kTwoWeights) fence_operands(ds);
       fence_operands(s[0]);
       if (!has_grads) wait_for(storage_.do_full[step.stage], step.parity);
       const uint32_t queries = queries_ + step.stage * kStage;
       start_product(s, keys_ + kValues, queries + kGrads);
       start_sum(dv_, p, queries + kGrads);
 
-      Tile::load(terms, storage_.minus_delta[step.stage], lane_);
+      const float* const s_delta = storage_.minus_delta[step.stage];
+      Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
       step.advance();
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
       ptx::wgmma_wait<1>();
       fence_operands(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
-      Tile::compute_ds(ds, s, p, terms);
+      Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
+      rules_.compute_ds(ds, s, p, terms);
       if (hides) Tile::hide(ds, visible);
       const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
       Tile::store(s_ds, warp_, ds, lane_);
@@ -115,7 +152,9 @@ class BackwardPipelinedConsumer {
 
       start_scores(s, terms, step, full, has_queries || step.is_past_end());
       start_ds_sum(dk_, ds, DsTile::lower_half(s_ds), queries);
+      rules_.prepare(step);
       hides = find_visible(visible, step, full_of_keys);
+      if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
       ds_at.advance();
       ptx::wgmma_wait<1>();
       fence_operands(s[0]);
@@ -129,8 +168,12 @@ class BackwardPipelinedConsumer {
   __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, const Steps& step, const FullTiles& full,
                                                bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
-    Tile::load(lse, storage_.lse[step.stage], lane_);
-    if (may_hide(step, full) && !step.is_past_end() && (p_.sink || Tile::has_non_finite(lse))) sanitise_rows(step);
+    const auto load_lse = [&] { Tile::load(lse, storage_.lse[step.stage], lane_); };
+    if (!Rules::kLateLse) load_lse();
+    if (may_hide(step, full) && !step.is_past_end()) {
+      if (Rules::kLateLse) load_lse();
+      if (Rules::kBoundsScores || p_.sink || Tile::has_non_finite(lse)) sanitise_rows(step);
+    }
     start_product(s, keys_, queries_ + step.stage * kStage);
   }
   /// Whether pairs are hidden, and which are not.
@@ -138,6 +181,13 @@ class BackwardPipelinedConsumer {
                                                const FullTiles& full_of_keys) const {
     if constexpr (Config::kListsBlocks) {
       return find_listed(visible, step);
+    } else if constexpr (Rules::kHidesKeys) {
+      const bool cut = !full_of_keys.has(step.tile);
+      if (!cut && !rules_.hides_keys()) return false;
+      visible[0] = visible[1] = ~0u;
+      if (cut) Tile::find_visible(visible, work_tile_.sequence, first_key(), step.tile * kBlockM, lane_);
+      rules_.hide_keys(visible);
+      return true;
     } else {
       if (full_of_keys.has(step.tile)) return false;
       Tile::find_visible(visible, work_tile_.sequence, first_key(), step.tile * kBlockM, lane_);
@@ -149,7 +199,7 @@ class BackwardPipelinedConsumer {
     if constexpr (Config::kListsBlocks) {
       return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.told[step.stage].visible >= 0;
     } else {
-      return !full.has(step.tile);
+      return !full.has(step.tile) || rules_.may_hide();
     }
   }
   /// By a bitmap, and by the ends of the sequences.
@@ -170,6 +220,12 @@ class BackwardPipelinedConsumer {
       visible[1] &= bits.y;
     }
     return true;
+  }
+
+  __device__ __forceinline__ void hide_weights(Weights& p, Weights& ds, const Visible& visible) const {
+    Tile::hide(Rules::kDrops ? ds : p, visible);
+    if (Rules::kTwoWeights && !Rules::kDrops) Tile::hide(ds, visible);
+    if (work_tile_.large) Tile::bound(Rules::kDrops ? ds : p);
   }
 
   // ---- Products: to be waited for, and what they have written fenced
@@ -288,6 +344,7 @@ class BackwardPipelinedConsumer {
   const float scale_;              // of scores, to base 2
   const uint32_t keys_, queries_;  // lower halves of descriptors
   Sum dk_, dv_;
+  Rules rules_;
 };
 
 }  // namespace flash_ext::sm90

@@ -133,7 +133,7 @@ class BackwardPipelinedDq {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
       // Its fence waits for stores, which are slow beside other warpgroups' products: meanwhile this one is under way.
-      if constexpr (!Config::kListsBlocks) {  // whose additions take no turns
+      if constexpr (Config::kInTurns) {
         if (panel == 1) wait_for_turn(step);
       }
       send();

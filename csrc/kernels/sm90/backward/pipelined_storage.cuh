@@ -54,14 +54,14 @@ struct BackwardPipelinedSteps {
   __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
       : first(ptx::uniform(work_tile.order.first)),
         past(ptx::uniform(work_tile.order.past)),
-        stride(ptx::uniform(work_tile.order.stride)),
+        stride(Config::kInTurns ? ptx::uniform(work_tile.order.stride) : 1),
         first_head(ptx::uniform(work_tile.sequence.head)),
         end_head(ptx::uniform(work_tile.sequence.head + work_tile.heads)),
         head(first_head),
         tile(first),
         left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin))) {}
 
-  __device__ __forceinline__ bool takes_turns() const { return stride < 0; }
+  __device__ __forceinline__ bool takes_turns() const { return Config::kInTurns && stride < 0; }
   __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
     --left;
@@ -122,6 +122,9 @@ struct BackwardPipelinedStorage : BackwardToldSteps<Config> {
     return *reinterpret_cast<const BackwardWorkTile<Config>*>(work_tile_bytes);
   }
 
+  /// What options need beside the work tile, by the thread that has set it.
+  __device__ __forceinline__ void prepare(const BackwardParams&) {}
+  __device__ __forceinline__ void find_hidden_keys(const BackwardParams&) {}
   /// By one thread.
   __device__ __forceinline__ void init() {
     init_barrier(k_full, 1);

@@ -221,6 +221,9 @@ struct BackwardStorage {
     return *reinterpret_cast<const BackwardWorkTile<Config>*>(work_tile_bytes);
   }
 
+  /// What options need beside the work tile, by the thread that has set it.
+  __device__ __forceinline__ void prepare(const BackwardParams&) {}
+  __device__ __forceinline__ void find_hidden_keys(const BackwardParams&) {}
   /// By one thread.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;

@@ -30,6 +30,19 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
 
+/// Those that the pipelined loop serves, where a head_dim has it. The switch: with none of them, the options' own loop
+/// serves all.
+constexpr int kPipelinedOptions[] = {kStepAlibi, kStepSoftcapped, kStepKeyBiased, kStepDrops,
+                                     kStepDrops | kStepKeyBiased};
+constexpr bool kPipelinesOptions = true;
+
+/// Of what serving_options() gives.
+constexpr bool pipelines(int options) {
+  for (const int pipelined : kPipelinedOptions)
+    if (kPipelinesOptions && options == pipelined) return true;
+  return options == 0;
+}
+
 /// Beyond it an lse may have to be bounded (LargeLse), which the variant for softcap alone has no room for.
 constexpr double kLargestSoftcapAlone = 4e4;
 
