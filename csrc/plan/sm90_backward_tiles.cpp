@@ -103,7 +103,7 @@ BackwardTiles sm90_backward_tiles(const Problem& p) {
   const int head_dim = sm90::backward_head_dim(p.head_dim);
   const int64_t block_n = sm90::kWarpgroupRows * shape_of(p).groups;
   const int options = serving_options(p);
-  const bool plain = options == 0 || lists_blocks(p), pipelined = plain || sm90::pipelines(options);
+  const bool plain = options == 0 || lists_blocks(p), pipelined = plain || sm90::pipelines(options, p.has_block_mask);
   const double step_of_128 = plain ? 3260 : pipelined ? 3500 : 4170;
   const double step = head_dim == 64 ? 3670 : head_dim == 128 ? step_of_128 : head_dim == 192 ? 3700 : 4800;
   BackwardTiles tiles = {sm90::kBackwardBlockM, block_n, head_dim, step, 8000};

@@ -17,7 +17,7 @@
 #include "kernels/sm90/common/tensor_map.h"
 #include "options_kernel.cuh"
 #include "pipelined_consumer.cuh"
-#include "pipelined_options.cuh"
+#include "pipelined_masks_producer_dq.cuh"
 #include "pipelined_producer_dq.cuh"
 #include "producer_dq.cuh"
 #include "wide_kernel.cuh"
@@ -44,7 +44,7 @@ template <class Config_>
 struct BackwardPipelinedOptionsRoles {
   using Config = Config_;
   using Storage = BackwardPipelinedOptionsStorage<Config>;
-  using Dq = BackwardPipelinedDq<Config>;
+  using Dq = std::conditional_t<Config::kTellsSteps, BackwardMasksDq<Config>, BackwardPipelinedDq<Config, Storage>>;
   using Consumer = BackwardPipelinedConsumer<Config, BackwardOptionScores<Config>>;
 };
 
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     storage.prepare(p);
   }
   __syncthreads();
-  storage.find_hidden_keys(p);
+  storage.look_at_masks(p, workspace);
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms and zeroed sums
@@ -133,6 +133,12 @@ template <class Config>
 void launch_pipelined_options(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
                               const BackwardSchedule& schedule, cudaStream_t stream) {
   if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward: no turns beside options");
+  if (masks_pairs(p)) {
+    const VisibilityTiles& visibility = workspace.visibility;
+    const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
+    launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN, true>, tiles, stream, p,
+           visibility);
+  }
   // Of products, to base 2 or, where a softcap bounds them, to the argument of its tanh.
   const double scale = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * double{kLog2E};
   with_pipelined_options(serving_options(asked_of(p)), [&](auto options) {
@@ -200,7 +206,7 @@ template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardConfigOf<Element, kHeadDim>;
   if constexpr (is_pipelined(kHeadDim)) {
-    if (pipelines(serving_options(asked_of(p)))) return launch_backward<Config, true>(p, memory, stream);
+    if (pipelines(serving_options(asked_of(p)), p.blocks.offsets)) return launch_backward<Config, true>(p, memory, stream);
   }
   launch_backward<Config, false>(p, memory, stream);
 }

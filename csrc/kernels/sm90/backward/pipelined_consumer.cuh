@@ -107,7 +107,7 @@ class BackwardPipelinedConsumer {
     Terms terms;  // lse, and then D
     Visible visible;
     const FullTiles full(work_tile_.tiles), full_of_keys(work_tile_.groups[warpgroup_]);
-    Steps step(work_tile_);
+    Steps step(storage_);
     RingCount<Config::kDsStages> ds_at;
 
     sanitise_keys();
@@ -172,7 +172,7 @@ class BackwardPipelinedConsumer {
     if (!Rules::kLateLse) load_lse();
     if (may_hide(step, full) && !step.is_past_end()) {
       if (Rules::kLateLse) load_lse();
-      if (Rules::kBoundsScores || p_.sink || Tile::has_non_finite(lse)) sanitise_rows(step);
+      if (Rules::kBoundsScores || p_.sink || is_unclean(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
     }
     start_product(s, keys_, queries_ + step.stage * kStage);
   }
@@ -181,6 +181,8 @@ class BackwardPipelinedConsumer {
                                                const FullTiles& full_of_keys) const {
     if constexpr (Config::kListsBlocks) {
       return find_listed(visible, step);
+    } else if constexpr (Config::kTellsSteps) {
+      return find_told(visible, step, full_of_keys);
     } else if constexpr (Rules::kHidesKeys) {
       const bool cut = !full_of_keys.has(step.tile);
       if (!cut && !rules_.hides_keys()) return false;
@@ -194,13 +196,34 @@ class BackwardPipelinedConsumer {
       return true;
     }
   }
+  /// Whether Q or dO of a step that a mask hides pairs of holds what is not finite.
+  __device__ __forceinline__ bool is_unclean(const Steps& step) const {
+    if constexpr (Config::kTellsSteps) return storage_.told[step.slot].spare != 0;
+    return false;
+  }
   /// Whether some key may be hidden from some query.
   __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full) const {
     if constexpr (Config::kListsBlocks) {
       return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.told[step.stage].visible >= 0;
+    } else if constexpr (Config::kTellsSteps) {
+      if (step.is_past_end()) return false;
+      const ListedQueries told = storage_.told[step.slot];
+      return (told.visible >= 0 && told.spare != 0) || !full.has(told.tile);
     } else {
       return !full.has(step.tile) || rules_.may_hide();
     }
+  }
+  /// By the words of a mask, and by the window and the lengths.
+  __device__ __forceinline__ bool find_told(Visible& visible, const Steps& step, const FullTiles& full_of_keys) const {
+    if (step.is_past_end()) return false;
+    const ListedQueries told = storage_.told[step.slot];
+    const int tile = ptx::uniform(told.tile), words = ptx::uniform(told.visible);
+    const bool cut = !full_of_keys.has(tile);
+    if (!cut && words < 0) return false;
+    visible[0] = visible[1] = ~0u;
+    if (cut) Tile::find_visible(visible, work_tile_.sequence, first_key(), tile * kBlockM, lane_);
+    if (words >= 0) rules_.hide_pairs(visible, words);
+    return true;
   }
   /// By a bitmap, and by the ends of the sequences.
   __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {

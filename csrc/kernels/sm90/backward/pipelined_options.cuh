@@ -12,6 +12,7 @@ template <class Element, int kHeadDim, int kOptions>
 struct BackwardPipelinedOptionsConfig
     : BackwardOptionsConfig<BackwardPipelinedConfig<Element, kHeadDim>, kOptions> {
   static constexpr bool kInTurns = false;
+  static constexpr bool kTellsSteps = (kOptions & kStepIsMasked) != 0;
   static constexpr bool kTwoWeights = (kOptions & (kStepDrops | kStepSoftcapped)) != 0;
   static constexpr int kDsSteps = kTwoWeights ? 0 : BackwardPipelinedConfig<Element, kHeadDim>::kDsSteps;
 };
@@ -45,8 +46,31 @@ struct BackwardKeptWords<Config, true> {
   }
 };
 
+/// What a mask of pairs leaves of the CTA's steps.
+template <class Config, bool kTellsSteps = Config::kTellsSteps>
+struct BackwardFoundStepsOfCta {};
 template <class Config>
-struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>, BackwardKeptWords<Config> {
+struct BackwardFoundStepsOfCta<Config, true> {
+  // head: among all; visible: number of the tile's words, -1: none; spare: whether Q or dO may hold Inf or NaN
+  ListedQueries told[kToldSteps];
+  const uint32_t* words;  // of all tiles
+  int steps;
+};
+
+/// Of a head, counted from the CTA's first.
+template <class Config>
+__device__ __forceinline__ TileState state_of(const VisibilityTiles& tiles, const BackwardWorkTile<Config>& work_tile,
+                                              int head, int tile) {
+  const Sequence& sequence = work_tile.sequence;
+  const uint8_t* const g_states =
+      tiles.states_of(sequence.batch, sequence.head + head, work_tile.first_key / Config::kBlockN);
+  return static_cast<TileState>(g_states[tiles.query_tiles > 1 ? tile : 0]);
+}
+
+template <class Config>
+struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
+                                         BackwardKeptWords<Config>,
+                                         BackwardFoundStepsOfCta<Config> {
   float cap;        // of scores, to base 2
   bool hides_keys;  // some key is hidden from all queries of some head
 
@@ -55,7 +79,8 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>, Backw
     this->seed(p, this->work_tile().sequence);
   }
   /// By all threads of the CTA, which then has no steps if no head sees a key.
-  __device__ __forceinline__ void find_hidden_keys(const BackwardParams& p) {
+  __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
+    if constexpr (Config::kTellsSteps) count_steps(workspace);
     if constexpr (Config::may_have(kStepKeyBiased)) {
       bool sees = false, hides = false;
       if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile().first_key + threadIdx.x, sees, hides);
@@ -70,6 +95,28 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>, Backw
   }
 
  private:
+  __device__ __forceinline__ void count_steps(const BackwardWorkspace& workspace) {
+    ptx::wait_for_previous_grid();  // for states
+    const BackwardWorkTile<Config>& tile = this->work_tile();
+    const VisibilityTiles& tiles = workspace.visibility;
+    const int of_head = tile.tiles.end - tile.tiles.begin;
+    int count = 0;
+#pragma unroll 1
+    for (int first = 0; first < tile.heads * of_head; first += Config::kThreads) {
+      const int step = first + static_cast<int>(threadIdx.x);
+      bool left = false;
+      if (step < tile.heads * of_head)
+        left = state_of(tiles, tile, step / of_head, tile.tiles.begin + step % of_head) != kTileHidden;
+      count += __syncthreads_count(left);
+    }
+    if (threadIdx.x == 0) {
+      this->words = tiles.words;
+      this->steps = count;
+      if (count == 0) this->work_tile().tiles.end = tile.tiles.begin;
+    }
+    __syncthreads();
+  }
+
   __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) const {
     Sequence sequence = this->work_tile().sequence;
     if (key >= sequence.seqlen_k) return;
@@ -99,7 +146,7 @@ class BackwardOptionScores {
   static constexpr bool kTwoWeights = Config::kTwoWeights;
   static constexpr bool kBoundsScores = Config::may_have(kStepSoftcapped);
   static constexpr bool kHidesKeys = Config::may_have(kStepKeyBiased);
-  static constexpr bool kLateLse = kDrops || kHidesKeys;
+  static constexpr bool kLateLse = kDrops || kHidesKeys || Config::kTellsSteps;
   // Both weights leave room for half of D beside dP.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
 
@@ -113,6 +160,14 @@ class BackwardOptionScores {
 
   /// Of the CTA's keys, from all queries of some head.
   __device__ __forceinline__ bool may_hide() const { return kHidesKeys && storage_.hides_keys; }
+  /// What a mask of pairs leaves of the warp's.
+  __device__ __forceinline__ void hide_pairs(Visible& visible, int number) const {
+    constexpr int kWordsOfTile = kBlockM * (Config::kBlockN / 32);
+    const uint32_t word =
+        __ldg(storage_.words + int64_t{number} * kWordsOfTile + (ptx::reread(threadIdx.x) - kWarpgroupThreads));
+    visible[0] &= word;
+    visible[1] &= word << 8;
+  }
   /// Of the warp's keys.
   __device__ __forceinline__ bool hides_keys() const {
     return __any_sync(~0u, fminf(key_bias_[0], key_bias_[1]) == -INFINITY);

@@ -16,6 +16,7 @@ struct BackwardPipelinedConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kListsBlocks = kListsBlocks_;
   static constexpr bool kInTurns = !kListsBlocks;  // if a call asks for it
+  static constexpr bool kTellsSteps = false;       // those that a mask of pairs leaves, as they are found
   static constexpr BackwardShape kShape = kListsBlocks ? backward_blocks_shape() : backward_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kBackwardBlockM;
@@ -43,6 +44,10 @@ struct BackwardPipelinedConfig {
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
+/// Places where found steps are told: one more than stages of Q. Step m + 2 is told when dS of step m is complete. That
+/// says that dQ's warps have released dS of m - 2, and so read what was told of it, but not that they have begun m - 1.
+constexpr int kToldSteps = 4;
+
 /// The tiles of queries that a CTA goes over, and the stage of their Q and dO. In registers that the lanes of a warp
 /// share, from which TMA takes its operands without a detour.
 template <class Config>
@@ -51,7 +56,10 @@ struct BackwardPipelinedSteps {
   int head, tile, left;
   uint32_t stage = 0, parity = 0;
 
-  __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardPipelinedSteps(const Storage& storage)
+      : BackwardPipelinedSteps(storage.work_tile(), 0) {}
+  __device__ __forceinline__ BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile, int)
       : first(ptx::uniform(work_tile.order.first)),
         past(ptx::uniform(work_tile.order.past)),
         stride(Config::kInTurns ? ptx::uniform(work_tile.order.stride) : 1),
@@ -81,8 +89,9 @@ struct BackwardListedSteps {
   int left;
   uint32_t stage = 0, parity = 0;
 
-  __device__ __forceinline__ explicit BackwardListedSteps(const BackwardWorkTile<Config>& work_tile)
-      : left(ptx::uniform(work_tile.tiles.end)) {}
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardListedSteps(const Storage& storage)
+      : left(ptx::uniform(storage.work_tile().tiles.end)) {}
 
   __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
@@ -91,9 +100,27 @@ struct BackwardListedSteps {
   }
 };
 
+/// The same where steps are told as they are found; how many there are is known before.
 template <class Config>
-using BackwardStepsOf =
-    std::conditional_t<Config::kListsBlocks, BackwardListedSteps<Config>, BackwardPipelinedSteps<Config>>;
+struct BackwardFoundSteps {
+  int left;
+  uint32_t stage = 0, parity = 0, slot = 0;  // slot: where it is told
+
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardFoundSteps(const Storage& storage) : left(ptx::uniform(storage.steps)) {}
+
+  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (++stage == Config::kStages) stage = 0, parity ^= 1;
+    slot = (slot + 1) % kToldSteps;
+  }
+};
+
+template <class Config>
+using BackwardStepsOf = std::conditional_t<
+    Config::kListsBlocks, BackwardListedSteps<Config>,
+    std::conditional_t<Config::kTellsSteps, BackwardFoundSteps<Config>, BackwardPipelinedSteps<Config>>>;
 
 /// What is told of steps, by stages.
 template <class Config, bool kListsBlocks = Config::kListsBlocks>
@@ -124,7 +151,7 @@ struct BackwardPipelinedStorage : BackwardToldSteps<Config> {
 
   /// What options need beside the work tile, by the thread that has set it.
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
-  __device__ __forceinline__ void find_hidden_keys(const BackwardParams&) {}
+  __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// By one thread.
   __device__ __forceinline__ void init() {
     init_barrier(k_full, 1);

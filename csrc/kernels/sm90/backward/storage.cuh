@@ -223,7 +223,7 @@ struct BackwardStorage {
 
   /// What options need beside the work tile, by the thread that has set it.
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
-  __device__ __forceinline__ void find_hidden_keys(const BackwardParams&) {}
+  __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// By one thread.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;

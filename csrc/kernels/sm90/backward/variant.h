@@ -30,16 +30,16 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
 
-/// Those that the pipelined loop serves, where a head_dim has it. The switch: with none of them, the options' own loop
-/// serves all.
-constexpr int kPipelinedOptions[] = {kStepAlibi, kStepSoftcapped, kStepKeyBiased, kStepDrops,
+/// Those that the pipelined loop serves, where a head_dim has it.
+constexpr int kPipelinedOptions[] = {kStepAlibi, kStepSoftcapped, kStepKeyBiased, kStepIsMasked, kStepDrops,
                                      kStepDrops | kStepKeyBiased};
+/// The switch: else the options' own loop serves them.
 constexpr bool kPipelinesOptions = true;
 
-/// Of what serving_options() gives.
-constexpr bool pipelines(int options) {
+/// Of what serving_options() gives. A block mask, beside what makes it one of pairs, is the other loop's.
+constexpr bool pipelines(int options, bool has_blocks) {
   for (const int pipelined : kPipelinedOptions)
-    if (kPipelinesOptions && options == pipelined) return true;
+    if (kPipelinesOptions && options == pipelined && !has_blocks) return true;
   return options == 0;
 }
 
