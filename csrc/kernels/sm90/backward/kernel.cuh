@@ -17,6 +17,7 @@
 #include "kernels/sm90/common/tensor_map.h"
 #include "options_kernel.cuh"
 #include "pipelined_consumer.cuh"
+#include "pipelined_bias_producer_dq.cuh"
 #include "pipelined_masks_producer_dq.cuh"
 #include "pipelined_producer_dq.cuh"
 #include "producer_dq.cuh"
@@ -29,6 +30,7 @@ template <class Config_>
 struct BackwardRoles {
   using Config = Config_;
   using Storage = BackwardStorage<Config>;
+  using Maps = BackwardMaps;
   using Dq = BackwardDq<Config>;
   using Consumer = BackwardConsumer<Config>;
 };
@@ -36,6 +38,7 @@ template <class Config_>
 struct BackwardPipelinedRoles {
   using Config = Config_;
   using Storage = BackwardPipelinedStorage<Config>;
+  using Maps = BackwardMaps;
   using Dq = BackwardPipelinedDq<Config>;
   using Consumer = BackwardPipelinedConsumer<Config>;
 };
@@ -44,14 +47,17 @@ template <class Config_>
 struct BackwardPipelinedOptionsRoles {
   using Config = Config_;
   using Storage = BackwardPipelinedOptionsStorage<Config>;
-  using Dq = std::conditional_t<Config::kTellsSteps, BackwardMasksDq<Config>, BackwardPipelinedDq<Config, Storage>>;
+  using Maps = std::conditional_t<Config::kBiased, BackwardBiasMaps, BackwardMaps>;
+  using Dq = std::conditional_t<
+      Config::kBiased, BackwardBiasDq<Config>,
+      std::conditional_t<Config::kTellsSteps, BackwardMasksDq<Config>, BackwardPipelinedDq<Config, Storage>>>;
   using Consumer = BackwardPipelinedConsumer<Config, BackwardOptionScores<Config>>;
 };
 
 /// Warpgroup 0 loads and makes dQ, the others compute.
 template <class Roles, class Config = typename Roles::Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ typename Roles::Maps maps,
                     const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ BackwardSchedule schedule, float scale) {
   extern __shared__ __align__(1024) char shared[];
@@ -147,7 +153,9 @@ void launch_pipelined_options(const BackwardParams& p, const BackwardMaps& maps,
     constexpr size_t kSharedBytes = Roles::Config::kTilesBytes + sizeof(typename Roles::Storage);
     static_assert(kSharedBytes <= 227 * 1024 && Roles::Config::kBlockN == Config::kBlockN);
     const LaunchShape keys{grid_of(schedule.positions()), dim3(Config::kThreads), kSharedBytes, true};
-    launch("sm90/backward", backward_kernel<Roles>, keys, stream, p, maps, workspace, schedule,
+    typename Roles::Maps roles_maps{maps};
+    if constexpr (Roles::Config::kBiased) roles_maps.bias = encode_bias_map(p, Config::kBlockM);
+    launch("sm90/backward", backward_kernel<Roles>, keys, stream, p, roles_maps, workspace, schedule,
            static_cast<float>(scale));
   });
 }

@@ -30,16 +30,18 @@ class BackwardPlainScores {
   static constexpr int kEarlySteps = Tile::kSteps;  // of which D is asked for beside dP
   static constexpr bool kBoundsScores = false;  // then a finite lse does not say that Q is finite
 
-  __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&) {}
+  __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, uint32_t) {}
 
   __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
   __device__ __forceinline__ bool may_hide() const { return false; }
+  __device__ __forceinline__ bool is_unclean() const { return false; }
   /// Beside the product that makes the scores of a step.
   __device__ __forceinline__ void prepare(const BackwardStepsOf<Config>&) {}
   __device__ __forceinline__ void make_weights(Weights& p, Weights&, const Scores& s, const Terms& lse,
                                                float scale) const {
     Tile::softmax_step(p, s, lse, scale);
   }
+  __device__ __forceinline__ void clear_hidden(Weights&) const {}
   __device__ __forceinline__ void drop(Weights&, const Weights&) const {}
   __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
                                              const Terms& minus_delta) const {
@@ -68,7 +70,7 @@ class BackwardPipelinedConsumer {
         scale_(scale),
         keys_(KeyTile::lower_half(s_tiles + warpgroup * panel_bytes(kWarpgroupRows))),
         queries_(QueryTile::lower_half(s_tiles + Config::kQueriesOffset)),
-        rules_(p, storage) {}
+        rules_(p, storage, s_tiles) {}
 
   __device__ __forceinline__ void run() {
     zero(dk_);
@@ -121,19 +123,21 @@ class BackwardPipelinedConsumer {
 #pragma unroll 1
     do {
       // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
-      const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.stage]), step.parity);
+      const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.grad_stage()]), step.grad_parity());
       rules_.make_weights(p, ds, s, terms, scale_);
       if (hides) hide_weights(p, ds, visible);
+      rules_.clear_hidden(p);
       rules_.drop(p, ds);
       fence_operands(p);
       if constexpr (Rules::kTwoWeights) fence_operands(ds);
       fence_operands(s[0]);
-      if (!has_grads) wait_for(storage_.do_full[step.stage], step.parity);
+      if (!has_grads) wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
       const uint32_t queries = queries_ + step.stage * kStage;
-      start_product(s, keys_ + kValues, queries + kGrads);
-      start_sum(dv_, p, queries + kGrads);
+      const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
+      start_product(s, keys_ + kValues, grads);
+      start_sum(dv_, p, grads);
 
-      const float* const s_delta = storage_.minus_delta[step.stage];
+      const float* const s_delta = storage_.minus_delta[step.grad_stage()];
       Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
       step.advance();
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
@@ -144,6 +148,7 @@ class BackwardPipelinedConsumer {
       Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
       rules_.compute_ds(ds, s, p, terms);
       if (hides) Tile::hide(ds, visible);
+      rules_.clear_hidden(ds);
       const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
       Tile::store(s_ds, warp_, ds, lane_);
       fence_operands(ds);
@@ -199,7 +204,7 @@ class BackwardPipelinedConsumer {
   /// Whether Q or dO of a step that a mask hides pairs of holds what is not finite.
   __device__ __forceinline__ bool is_unclean(const Steps& step) const {
     if constexpr (Config::kTellsSteps) return storage_.told[step.slot].spare != 0;
-    return false;
+    return rules_.is_unclean();
   }
   /// Whether some key may be hidden from some query.
   __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full) const {
@@ -329,11 +334,14 @@ class BackwardPipelinedConsumer {
   /// lse is finite has finite Q and dO (row_terms.cuh), but that of a sink may hide scores of -inf. All warps see the
   /// same lse, and so come here together.
   __device__ __forceinline__ void sanitise_rows(const Steps& step) const {
-    wait_for(storage_.do_full[step.stage], step.parity);
+    wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
     const int thread = warpgroup_ * kWarpgroupThreads + warp_ * 32 + lane_;
     uint32_t s_tile = s_tiles_ + Config::kQueriesOffset + step.stage * Config::kQueryBytes;
+    const int to_grads =
+        Config::kStages * Config::kQueryBytes +
+        (Config::kBiased ? static_cast<int>(step.grad_stage() - step.stage) * Config::kQueryBytes : 0);
 #pragma unroll 1
-    for (int tile = 0; tile < 2; ++tile, s_tile += Config::kStages * Config::kQueryBytes)
+    for (int tile = 0; tile < 2; ++tile, s_tile += to_grads)
       sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_tile, thread);
     ptx::barrier_sync<1, kComputing>();
   }

@@ -9,18 +9,22 @@ namespace flash_ext::sm90 {
 /// Where weights of dS are others than those of dV, both wait for dP in registers, and dK's product takes all of dS from
 /// shared memory: none of it is in registers while the weights of the next step are made.
 template <class Element, int kHeadDim, int kOptions>
-struct BackwardPipelinedOptionsConfig
-    : BackwardOptionsConfig<BackwardPipelinedConfig<Element, kHeadDim>, kOptions> {
+using BackwardPipelinedOptionsBase =
+    BackwardOptionsConfig<BackwardPipelinedConfig<Element, kHeadDim, false, (kOptions & kStepBiased) != 0>, kOptions>;
+template <class Element, int kHeadDim, int kOptions>
+struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions> {
   static constexpr bool kInTurns = false;
   static constexpr bool kTellsSteps = (kOptions & kStepIsMasked) != 0;
   static constexpr bool kTwoWeights = (kOptions & (kStepDrops | kStepSoftcapped)) != 0;
-  static constexpr int kDsSteps = kTwoWeights ? 0 : BackwardPipelinedConfig<Element, kHeadDim>::kDsSteps;
+  static constexpr int kDsSteps = kTwoWeights ? 0 : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions>::kDsSteps;
 };
 
 /// What is added to a key's scores, to base 2, by a bias or a mask that is the same for all queries.
+/// kMaskAlone: a bias there may be is one of pairs.
+template <bool kMaskAlone>
 __device__ __forceinline__ float key_bias(const BackwardParams& p, const Sequence& sequence, int key) {
   float x = 0.0f;
-  if (p.bias.data) {
+  if (!kMaskAlone && p.bias.data) {
     const BiasRows bias(p.bias, sequence);
     bias.with_type([&](auto type) { x = bias.template load<decltype(type)>(0, key) * kLog2E; });
   }
@@ -71,8 +75,15 @@ template <class Config>
 struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
                                          BackwardKeptWords<Config>,
                                          BackwardFoundStepsOfCta<Config> {
+  uint64_t bias_full;
   float cap;        // of scores, to base 2
   bool hides_keys;  // some key is hidden from all queries of some head
+  bool unclean;     // Q or dO of some step may hold Inf or NaN
+
+  __device__ __forceinline__ void init() {
+    init_barrier(bias_full, 1);
+    BackwardPipelinedStorage<Config>::init();
+  }
 
   __device__ __forceinline__ void prepare(const BackwardParams& p) {
     if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
@@ -81,6 +92,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
   /// By all threads of the CTA, which then has no steps if no head sees a key.
   __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
     if constexpr (Config::kTellsSteps) count_steps(workspace);
+    if constexpr (Config::kBiased) find_unclean(workspace);
     if constexpr (Config::may_have(kStepKeyBiased)) {
       bool sees = false, hides = false;
       if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile().first_key + threadIdx.x, sees, hides);
@@ -117,13 +129,27 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     __syncthreads();
   }
 
+  /// A bias may hide any pair.
+  __device__ __forceinline__ void find_unclean(const BackwardWorkspace& workspace) {
+    ptx::wait_for_previous_grid();  // for row terms
+    const BackwardWorkTile<Config>& tile = this->work_tile();
+    bool found = false;
+#pragma unroll 1
+    for (int head = 0; head < tile.heads; ++head)
+      for (int k = tile.tiles.begin + static_cast<int>(threadIdx.x); k < tile.tiles.end; k += Config::kThreads)
+        found |= workspace.unclean[tile.workspace_tile + head * workspace.tiles_per_head + k] != 0;
+    found = __syncthreads_or(found);
+    if (threadIdx.x == 0) unclean = found;
+    __syncthreads();
+  }
+
   __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) const {
     Sequence sequence = this->work_tile().sequence;
     if (key >= sequence.seqlen_k) return;
     const int heads = p.mask.head_stride || p.bias.head_stride ? this->work_tile().heads : 1;
 #pragma unroll 1
     for (int head = 0; head < heads; ++head, ++sequence.head) {
-      const bool hidden = key_bias(p, sequence, key) == -INFINITY;
+      const bool hidden = key_bias<Config::kBiased>(p, sequence, key) == -INFINITY;
       sees |= !hidden;
       hides |= hidden;
     }
@@ -150,16 +176,19 @@ class BackwardOptionScores {
   // Both weights leave room for half of D beside dP.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
 
-  __device__ __forceinline__ BackwardOptionScores(const BackwardParams& p, Storage& storage)
-      : p_(p), storage_(storage) {}
+  __device__ __forceinline__ BackwardOptionScores(const BackwardParams& p, Storage& storage, uint32_t s_tiles)
+      : p_(p), storage_(storage), s_tiles_(s_tiles) {}
 
   __device__ __forceinline__ float unit() const {
     const double keep_scale = p_.dropout.rule.keep_scale;
     return kDrops && keep_scale > 0 ? static_cast<float>(keep_scale) : 1.0f;
   }
 
-  /// Of the CTA's keys, from all queries of some head.
-  __device__ __forceinline__ bool may_hide() const { return kHidesKeys && storage_.hides_keys; }
+  /// Some of the CTA's pairs, beside what the window and the lengths hide.
+  __device__ __forceinline__ bool may_hide() const {
+    return (kHidesKeys && storage_.hides_keys) || (Config::kBiased && storage_.unclean);
+  }
+  __device__ __forceinline__ bool is_unclean() const { return Config::kBiased && storage_.unclean; }
   /// What a mask of pairs leaves of the warp's.
   __device__ __forceinline__ void hide_pairs(Visible& visible, int number) const {
     constexpr int kWordsOfTile = kBlockM * (Config::kBlockN / 32);
@@ -181,13 +210,19 @@ class BackwardOptionScores {
     if constexpr (kHidesKeys) read_key_bias(step);
     if constexpr (kSlopes) read_slope(step);
     if constexpr (kBoundsScores) cap_ = storage_.cap;
+    if constexpr (Config::kBiased) bias_parity_ = step.count % 2;
     if constexpr (kDrops) draw(step);
   }
 
   __device__ __forceinline__ void make_weights(Weights& p, Weights& ds, const Scores& s, const Terms& lse,
                                                float scale) const {
     Weights& whole = kDrops ? ds : p;
-    if constexpr (kBoundsScores) {
+    if constexpr (Config::kBiased) {
+      wait_for(storage_.bias_full, bias_parity_);
+      Tile::softmax_step_bias(p, s, lse, scale, s_bias_row(), [&](float term, int r) {
+        return kHidesKeys ? key_bias_[r] - term : -term;
+      });
+    } else if constexpr (kBoundsScores) {
       Tile::softmax_step_softcap(p, ds, s, lse, scale, cap_);
     } else if constexpr (kSlopes) {
       Tile::softmax_step(whole, s, lse, [&](float x, float term, int n, int e) {
@@ -200,6 +235,13 @@ class BackwardOptionScores {
       });
     } else {
       Tile::softmax_step(whole, s, lse, scale);
+    }
+  }
+  /// Pairs of weights, or of gradients, that a bias of -inf hides: a sum that overflowed, or what a hidden key has in V,
+  /// may have made NaN of them. The bias lies there until dS is handed over.
+  __device__ __forceinline__ void clear_hidden(Weights& pairs) const {
+    if constexpr (Config::kBiased) {
+      if (Tile::holds_nan(pairs)) Tile::hide_by_bias(pairs, s_bias_row());
     }
   }
   __device__ __forceinline__ void drop(Weights& p, const Weights& ds) const {
@@ -221,6 +263,14 @@ class BackwardOptionScores {
   static constexpr bool kSlopes = Config::may_have(kStepAlibi);
   static constexpr int kKeptBarrier = 2 + Config::kGroups;  // of the first warpgroup
 
+  /// In the bias of this warpgroup's keys.
+  __device__ __forceinline__ uint32_t s_bias_row() const {
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
+    const uint32_t group = thread / kWarpgroupThreads;
+    return Tile::Base::row_of_lane(s_tiles_ + Config::kBiasOffset + group * Config::kBiasPanelBytes,
+                                   static_cast<int>(thread / 32 % kWarpgroupWarps), static_cast<int>(thread % 32));
+  }
+
   /// This lane's first key, among all.
   __device__ __forceinline__ int first_key() const {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
@@ -234,7 +284,7 @@ class BackwardOptionScores {
     sequence.head = min(step.head, step.end_head - 1);
     const int first = first_key();
 #pragma unroll
-    for (int r = 0; r < 2; ++r) key_bias_[r] = key_bias(p_, sequence, min(first + 8 * r, sequence.seqlen_k - 1));
+    for (int r = 0; r < 2; ++r) key_bias_[r] = key_bias<Config::kBiased>(p_, sequence, min(first + 8 * r, sequence.seqlen_k - 1));
   }
 
   /// ALiBi's, and how far the lane's first key lies before what its first query is aligned with. Behind the last step,
@@ -276,7 +326,9 @@ class BackwardOptionScores {
 
   const BackwardParams& p_;
   Storage& storage_;
+  const uint32_t s_tiles_;
   typename Tile::Kept kept_;
+  uint32_t bias_parity_;
   float key_bias_[2], slope_, distance_, cap_;
 };
 

@@ -9,8 +9,9 @@
 
 namespace flash_ext::sm90 {
 
-/// kListsBlocks: a block mask's lists say which steps there are.
-template <class Element_, int kHeadDim_, bool kListsBlocks_ = false>
+/// kListsBlocks: a block mask's lists say which steps there are. kBiased: a bias of query-key pairs has the room of a
+/// stage of dO.
+template <class Element_, int kHeadDim_, bool kListsBlocks_ = false, bool kBiased_ = false>
 struct BackwardPipelinedConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -21,7 +22,9 @@ struct BackwardPipelinedConfig {
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kBackwardBlockM;
   static constexpr int kBlockN = kGroups * kWarpgroupRows;
-  static constexpr int kStages = 3;    // of Q and dO
+  static constexpr bool kBiased = kBiased_;
+  static constexpr int kStages = 3;                     // of Q and dO
+  static constexpr int kGradStages = kBiased ? 2 : 3;  // of dO
   static constexpr int kDsStages = 2;  // of dS, whose rows are keys
   static constexpr int kDsSteps = 2;   // of dK's product, that take dS from registers: there are not enough for all
   static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
@@ -34,9 +37,11 @@ struct BackwardPipelinedConfig {
   static constexpr int kValuesOffset = kKeyBytes;
   static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
   static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
-  static constexpr int kDsOffset = kGradsOffset + kStages * kQueryBytes;
+  static constexpr int kDsOffset = kGradsOffset + kGradStages * kQueryBytes;
   static constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
-  static constexpr int kTilesBytes = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kBiasOffset = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kBiasPanelBytes = kBiased ? panel_bytes(kBlockM) : 0;  // of a warpgroup's keys, in 16 bits
+  static constexpr int kTilesBytes = kBiasOffset + kGroups * kBiasPanelBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
   static_assert(kBlockM == kPanelColumns, "dS is one panel");
@@ -55,6 +60,7 @@ struct BackwardPipelinedSteps {
   const int first, past, stride, first_head, end_head;
   int head, tile, left;
   uint32_t stage = 0, parity = 0;
+  uint32_t count = 0;  // of steps before
 
   template <class Storage>
   __device__ __forceinline__ explicit BackwardPipelinedSteps(const Storage& storage)
@@ -69,6 +75,9 @@ struct BackwardPipelinedSteps {
         tile(first),
         left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin))) {}
 
+  /// The same of dO and D.
+  __device__ __forceinline__ uint32_t grad_stage() const { return Config::kBiased ? count % 2 : stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return Config::kBiased ? count / 2 % 2 : parity; }
   __device__ __forceinline__ bool takes_turns() const { return Config::kInTurns && stride < 0; }
   __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
@@ -79,6 +88,7 @@ struct BackwardPipelinedSteps {
       tile += stride;
       if (tile == past) tile = first, ++head;
     }
+    ++count;
     if (++stage == Config::kStages) stage = 0, parity ^= 1;
   }
 };
@@ -93,6 +103,8 @@ struct BackwardListedSteps {
   __device__ __forceinline__ explicit BackwardListedSteps(const Storage& storage)
       : left(ptx::uniform(storage.work_tile().tiles.end)) {}
 
+  __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
   __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
     --left;
@@ -109,6 +121,8 @@ struct BackwardFoundSteps {
   template <class Storage>
   __device__ __forceinline__ explicit BackwardFoundSteps(const Storage& storage) : left(ptx::uniform(storage.steps)) {}
 
+  __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
   __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
     --left;

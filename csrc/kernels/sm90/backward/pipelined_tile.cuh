@@ -56,6 +56,43 @@ struct BackwardPipelinedTile {
     });
   }
 
+  /// P where a bias is added, of 16 bits, whose rows begin at s_row for this lane (BackwardTile::row_of_lane).
+  /// rest(lse, r): what else is added to the scores of the lane's key r.
+  template <class Rest>
+  __device__ __forceinline__ static void softmax_step_bias(Weights& p, const Scores& s, const Terms& lse, float scale,
+                                                           uint32_t s_row, Rest rest) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t bias[4];
+      Base::load(bias, s_row, k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int n = 2 * k + e / 2, r = e % 2;
+        const float2 term = pair_of(lse[k], e / 2), added = ptx::unpack2<Element>(bias[e]);
+        const float low = fmaf(added.x, kLog2E, rest(term.x, r)), high = fmaf(added.y, kLog2E, rest(term.y, r));
+        p[k][e] = ptx::pack2<Element>(ptx::exp2_approx(fmaf(s[0][n][2 * r], scale, low)),
+                                      ptx::exp2_approx(fmaf(s[0][n][2 * r + 1], scale, high)));
+      }
+    }
+  }
+  /// Whether some number of the warp is NaN, or two of them are infinite and differ.
+  __device__ __forceinline__ static bool holds_nan(const Weights& pairs) {
+    uint32_t sum = 0;
+    for_each_pair([&](int k, int e, int, int) { sum = ptx::add_pairs<Element>(sum, pairs[k][e]); });
+    return __any_sync(~0u, ptx::differs<Element>(sum, sum) != 0);
+  }
+  /// 0 where such a bias is -inf.
+  __device__ __forceinline__ static void hide_by_bias(Weights& pairs, uint32_t s_row) {
+    constexpr uint32_t kHidden = std::is_same_v<Element, __half> ? 0xFC00FC00u : 0xFF80FF80u;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t bias[4];
+      Base::load(bias, s_row, k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) pairs[k][e] &= ptx::differs<Element>(bias[e], kHidden);
+    }
+  }
+
   /// Of scores that a softcap bounds: P, and P times the derivative of the softcap. `scale`: of products to the
   /// argument of tanh; `cap` to base 2.
   __device__ __forceinline__ static void softmax_step_softcap(Weights& p, Weights& sloped, const Scores& s,

@@ -31,7 +31,13 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepDrops | kStepKeyBiased};
 
 /// Those that the pipelined loop serves, where a head_dim has it.
-constexpr int kPipelinedOptions[] = {kStepAlibi, kStepSoftcapped, kStepKeyBiased, kStepIsMasked, kStepDrops,
+constexpr int kPipelinedOptions[] = {kStepAlibi,
+                                     kStepSoftcapped,
+                                     kStepBiased,
+                                     kStepKeyBiased,
+                                     kStepIsMasked,
+                                     kStepDrops,
+                                     kStepBiased | kStepKeyBiased,
                                      kStepDrops | kStepKeyBiased};
 /// The switch: else the options' own loop serves them.
 constexpr bool kPipelinesOptions = true;
