@@ -134,7 +134,26 @@ void launch_plain_backward(const BackwardParams& p, const BackwardMaps& maps, co
   run_config(Config());
 }
 
-/// The main kernel of calls with options that the pipelined loop serves.
+inline BackwardMaps maps_of(const BackwardParams&, const BackwardMaps& maps, std::false_type) { return maps; }
+inline BackwardBiasMaps maps_of(const BackwardParams& p, const BackwardMaps& maps, std::true_type) {
+  return {maps, encode_bias_map(p, kBackwardBlockM)};
+}
+
+/// The main kernel of calls with these options.
+template <class Config>
+void launch_pipelined_variant(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
+                              const BackwardSchedule& schedule, cudaStream_t stream) {
+  using Roles = BackwardPipelinedOptionsRoles<Config>;
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(typename Roles::Storage);
+  static_assert(kSharedBytes <= 227 * 1024);
+  // Of products, to base 2 or, where a softcap bounds them, to the argument of its tanh.
+  const double scale = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * double{kLog2E};
+  const LaunchShape keys{grid_of(schedule.positions()), dim3(Config::kThreads), kSharedBytes, true};
+  launch("sm90/backward", backward_kernel<Roles>, keys, stream, p,
+         maps_of(p, maps, std::bool_constant<Config::kBiased>()), workspace, schedule, static_cast<float>(scale));
+}
+
+/// Those that the pipelined loop serves, and what their masks need.
 template <class Config>
 void launch_pipelined_options(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
                               const BackwardSchedule& schedule, cudaStream_t stream) {
@@ -145,18 +164,10 @@ void launch_pipelined_options(const BackwardParams& p, const BackwardMaps& maps,
     launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN, true>, tiles, stream, p,
            visibility);
   }
-  // Of products, to base 2 or, where a softcap bounds them, to the argument of its tanh.
-  const double scale = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * double{kLog2E};
   with_pipelined_options(serving_options(asked_of(p)), [&](auto options) {
-    using Roles = BackwardPipelinedOptionsRoles<
-        BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, options()>>;
-    constexpr size_t kSharedBytes = Roles::Config::kTilesBytes + sizeof(typename Roles::Storage);
-    static_assert(kSharedBytes <= 227 * 1024 && Roles::Config::kBlockN == Config::kBlockN);
-    const LaunchShape keys{grid_of(schedule.positions()), dim3(Config::kThreads), kSharedBytes, true};
-    typename Roles::Maps roles_maps{maps};
-    if constexpr (Roles::Config::kBiased) roles_maps.bias = encode_bias_map(p, Config::kBlockM);
-    launch("sm90/backward", backward_kernel<Roles>, keys, stream, p, roles_maps, workspace, schedule,
-           static_cast<float>(scale));
+    using Variant = BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, options()>;
+    static_assert(Variant::kBlockN == Config::kBlockN && Variant::kBlockM == Config::kBlockM);
+    launch_pipelined_variant<Variant>(p, maps, workspace, schedule, stream);
   });
 }
 
