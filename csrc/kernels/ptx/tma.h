@@ -18,13 +18,6 @@ __device__ __forceinline__ void tma_load(uint32_t s_target, const CUtensorMap* m
       : "memory");
 }
 
-/// The same box to L2 alone.
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
-               "r"(c2), "r"(c3)
-               : "memory");
-}
-
 /// The part of the box that lies within the tensor. To be committed.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t s_source, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),

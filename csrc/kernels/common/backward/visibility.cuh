@@ -35,30 +35,8 @@ __device__ __forceinline__ TileState block_mask_state(const BlockMaskRows& block
 
 constexpr int kVisibilityThreads = 128;
 
-/// Bits of a tile, of 16 keys a piece, as words of lanes that have scores of a piece with keys as rows: word (piece,
-/// lane). Of key g, with g = lane / 4, bit 15 - n says whether query 8 n + 2 (lane % 4) sees it, bit 31 - n the same of
-/// the query behind that; of key g + 8, the bits eight below.
-template <int kBlockM, int kPieces>
-__device__ __forceinline__ void store_words_of_lanes(uint32_t* g_words, const uint16_t (&pieces)[kBlockM][kPieces]) {
-  static_assert(kBlockM == 64, "eight bits of queries");
-#pragma unroll 1
-  for (int word = threadIdx.x; word < kPieces * 32; word += kVisibilityThreads) {
-    const int piece = word / 32, key = word % 32 / 4, query = 2 * (word % 4);
-    uint32_t bits = 0;
-#pragma unroll
-    for (int n = 0; n < kBlockM / 8; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const uint32_t keys = pieces[8 * n + query + c][piece] >> key;
-        bits |= (keys & 1u) << (15 - n + 16 * c) | (keys >> 8 & 1u) << (7 - n + 16 * c);
-      }
-    g_words[word] = bits;
-  }
-}
-
-/// A block makes the words and the state of one tile; kOfLanes: words as store_words_of_lanes() has them. static, as
-/// backward_row_terms_kernel is.
-template <int kBlockM, int kBlockN, bool kOfLanes = false>
+/// A block makes the words and the state of one tile. static, as backward_row_terms_kernel is.
+template <int kBlockM, int kBlockN>
 static __global__ void __launch_bounds__(kVisibilityThreads)
     mask_tiles_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ VisibilityTiles tiles) {
   constexpr int kPieces = kBlockN / 16;  // of a row of the mask, 16 bytes each
@@ -69,7 +47,6 @@ static __global__ void __launch_bounds__(kVisibilityThreads)
   const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
   const Sequence sequence(p, batch, head);
   bool any = true, all = true;
-  [[maybe_unused]] __shared__ uint16_t s_pieces[kOfLanes ? kBlockM : 1][kPieces];
   if (p.mask.data) {
     const MaskRows mask(p.mask, sequence);
     auto* const g_halves =
@@ -85,16 +62,10 @@ static __global__ void __launch_bounds__(kVisibilityThreads)
         any |= bits != 0;
         all &= bits == (0xFFFFu >> max(j + 16 - seqlen_k, 0));
       }
-      if constexpr (kOfLanes) {
-        s_pieces[row][piece] = static_cast<uint16_t>(bits);
-      } else {
-        g_halves[(piece / 2 * kBlockM + row) * 2 + piece % 2] = static_cast<uint16_t>(bits);
-      }
+      g_halves[(piece / 2 * kBlockM + row) * 2 + piece % 2] = static_cast<uint16_t>(bits);
     }
     any = __syncthreads_or(any);
     all = __syncthreads_and(all);
-    if constexpr (kOfLanes)
-      store_words_of_lanes<kBlockM, kPieces>(reinterpret_cast<uint32_t*>(g_halves), s_pieces);
   }
   if (threadIdx.x != 0) return;
   TileState state = !any ? kTileHidden : all ? kTileVisible : kTileMasked;

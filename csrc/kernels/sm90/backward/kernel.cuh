@@ -15,9 +15,10 @@
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/tensor_map.h"
+#include "mask_words.cuh"
 #include "options_kernel.cuh"
-#include "pipelined_consumer.cuh"
 #include "pipelined_bias_producer_dq.cuh"
+#include "pipelined_consumer.cuh"
 #include "pipelined_masks_producer_dq.cuh"
 #include "pipelined_producer_dq.cuh"
 #include "producer_dq.cuh"
@@ -161,8 +162,7 @@ void launch_pipelined_options(const BackwardParams& p, const BackwardMaps& maps,
   if (masks_pairs(p)) {
     const VisibilityTiles& visibility = workspace.visibility;
     const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
-    launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN, true>, tiles, stream, p,
-           visibility);
+    launch("sm90/backward masks", mask_words_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   }
   with_pipelined_options(serving_options(asked_of(p)), [&](auto options) {
     using Variant = BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, options()>;
@@ -225,7 +225,8 @@ template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardConfigOf<Element, kHeadDim>;
   if constexpr (is_pipelined(kHeadDim)) {
-    if (pipelines(serving_options(asked_of(p)), p.blocks.offsets)) return launch_backward<Config, true>(p, memory, stream);
+    if (pipelines(serving_options(asked_of(p)), p.blocks.offsets))
+      return launch_backward<Config, true>(p, memory, stream);
   }
   launch_backward<Config, false>(p, memory, stream);
 }

@@ -2,6 +2,7 @@
 // for one tile of it.
 #pragma once
 
+#include "kernels/ptx/tma_prefetch.h"
 #include "pipelined_options.cuh"
 #include "pipelined_producer_dq.cuh"
 
@@ -92,7 +93,8 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
     this->advance(loads);
   }
 
-  /// A panel for each warpgroup that computes. That of the step after is fetched to L2: from farther it would come late.
+  /// A panel for each warpgroup that computes. That of the step after is fetched to L2: from farther it would come
+  /// late.
   __device__ __forceinline__ void load_bias(const Steps& step) const {
     Steps after = step;
     after.advance();
@@ -111,9 +113,7 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
     __syncwarp();
   }
   __device__ __forceinline__ int head_of_bias(const Steps& step) const { return p_.bias.head_stride ? step.head : 0; }
-  __device__ __forceinline__ int batch_of_bias() const {
-    return p_.bias.batch_stride ? work_tile_.sequence.batch : 0;
-  }
+  __device__ __forceinline__ int batch_of_bias() const { return p_.bias.batch_stride ? work_tile_.sequence.batch : 0; }
   static constexpr int kBlockM = Config::kBlockM;
 
   const CUtensorMap& bias_map_;

@@ -14,7 +14,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What options make of a warp's scores: nothing.
+/// What options make of a warp's scores: nothing. BackwardOptionScores (pipelined_options.cuh) has the same members.
 template <class Config>
 class BackwardPlainScores {
  public:
@@ -24,15 +24,16 @@ class BackwardPlainScores {
   using Weights = typename Tile::Weights;
   using Terms = typename Tile::Terms;
   static constexpr bool kDrops = false;
-  static constexpr bool kTwoWeights = false;  // those of dS are others than those of dV
-  static constexpr bool kHidesKeys = false;  // of all queries
-  static constexpr bool kLateLse = false;  // lse is read behind prepare(), which has more registers then
+  static constexpr bool kTwoWeights = false;        // those of dS are others than those of dV
+  static constexpr bool kHidesKeys = false;         // of all queries
+  static constexpr bool kLateLse = false;           // lse is read behind prepare(), which has more registers then
   static constexpr int kEarlySteps = Tile::kSteps;  // of which D is asked for beside dP
-  static constexpr bool kBoundsScores = false;  // then a finite lse does not say that Q is finite
+  static constexpr bool kBoundsScores = false;      // then a finite lse does not say that Q is finite
 
   __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, uint32_t) {}
 
   __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
+  /// Some of the CTA's pairs, beside what the window and the lengths hide; and whether Q or dO may not be finite then.
   __device__ __forceinline__ bool may_hide() const { return false; }
   __device__ __forceinline__ bool is_unclean() const { return false; }
   /// Beside the product that makes the scores of a step.
@@ -41,6 +42,7 @@ class BackwardPlainScores {
                                                float scale) const {
     Tile::softmax_step(p, s, lse, scale);
   }
+  /// Weights, or gradients, that are NaN though hidden.
   __device__ __forceinline__ void clear_hidden(Weights&) const {}
   __device__ __forceinline__ void drop(Weights&, const Weights&) const {}
   __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
@@ -250,6 +252,7 @@ class BackwardPipelinedConsumer {
     return true;
   }
 
+  /// Of both, and bounded. Where weights are dropped, p is made of ds behind this.
   __device__ __forceinline__ void hide_weights(Weights& p, Weights& ds, const Visible& visible) const {
     Tile::hide(Rules::kDrops ? ds : p, visible);
     if (Rules::kTwoWeights && !Rules::kDrops) Tile::hide(ds, visible);
@@ -337,9 +340,8 @@ class BackwardPipelinedConsumer {
     wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
     const int thread = warpgroup_ * kWarpgroupThreads + warp_ * 32 + lane_;
     uint32_t s_tile = s_tiles_ + Config::kQueriesOffset + step.stage * Config::kQueryBytes;
-    const int to_grads =
-        Config::kStages * Config::kQueryBytes +
-        (Config::kBiased ? static_cast<int>(step.grad_stage() - step.stage) * Config::kQueryBytes : 0);
+    const int to_grads = Config::kStages * Config::kQueryBytes +
+                         (Config::kBiased ? static_cast<int>(step.grad_stage() - step.stage) * Config::kQueryBytes : 0);
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile, s_tile += to_grads)
       sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_tile, thread);

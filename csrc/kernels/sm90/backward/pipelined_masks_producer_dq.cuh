@@ -33,8 +33,8 @@ class BackwardStepFinder {
  private:
   __device__ __forceinline__ int words_of(int head, int tile) const {
     const VisibilityTiles& tiles = workspace_.visibility;
-    const int row = (tiles.word_batches > 1 ? work_tile_.sequence.batch : 0) * tiles.word_heads +
-                    (tiles.word_heads > 1 ? head : 0);
+    const int row =
+        (tiles.word_batches > 1 ? work_tile_.sequence.batch : 0) * tiles.word_heads + (tiles.word_heads > 1 ? head : 0);
     return (row * tiles.word_query_tiles + (tiles.word_query_tiles > 1 ? tile : 0)) * tiles.key_tiles +
            work_tile_.first_key / Config::kBlockN;
   }
@@ -49,8 +49,7 @@ class BackwardStepFinder {
     coming_state_ = kTileHidden;
     if (window.head >= work_tile_.heads || tile >= work_tile_.tiles.end) return;
     coming_state_ = state_of(workspace_.visibility, work_tile_, window.head, tile);
-    coming_unclean_ =
-        workspace_.unclean[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + tile];
+    coming_unclean_ = workspace_.unclean[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + tile];
   }
   __device__ __forceinline__ void take() {
     left_ = __ballot_sync(~0u, coming_state_ != kTileHidden);
@@ -62,9 +61,9 @@ class BackwardStepFinder {
   const BackwardWorkspace& workspace_;
   const BackwardWorkTile<Config>& work_tile_;
   const int lane_;
-  BackwardStep window_;                                // its first tile
-  uint32_t left_ = 0, masked_ = 0, unclean_ = 0;       // bits of its tiles
-  int coming_state_ = 0, coming_unclean_ = 0;          // of the window after it, of this lane's tile
+  BackwardStep window_;                           // its first tile
+  uint32_t left_ = 0, masked_ = 0, unclean_ = 0;  // bits of its tiles
+  int coming_state_ = 0, coming_unclean_ = 0;     // of the window after it, of this lane's tile
 };
 
 /// What one warp of it does.

@@ -1,4 +1,16 @@
 // The pipelined loop with options: what they make of scores, beside the products that overlap.
+//
+// What a step needs is prepared while the products of its scores and of the dK before are under way, in the longest wait
+// of a consumer: kept weights are drawn, slopes, key biases and words of masks are read. So it costs slots, but hardly
+// time. What is done to scores and to dS does cost time; each option has a kernel of its own.
+//
+// Who reads what, and when it may be written again:
+//   kept words  written in prepare(m) between two barriers of the warpgroup, read behind the second one. Those of m - 1
+//               have been read before the first one: a warp arrives there with them in registers, where dV took them.
+//   words of masks, key biases, slopes  from global memory; nobody writes them.
+//   bias        one tile in shared memory, by TMA. All reads of it lie before dS of the step is handed over, which is
+//               made of what was read; behind that the next one is loaded.
+//   told steps  BackwardFoundSteps.
 #pragma once
 
 #include "options_storage.cuh"
@@ -6,11 +18,14 @@
 
 namespace flash_ext::sm90 {
 
-/// Where weights of dS are others than those of dV, both wait for dP in registers, and dK's product takes all of dS from
-/// shared memory: none of it is in registers while the weights of the next step are made.
+/// Where weights of dS are others than those of dV, both wait for dP in registers, and dK's product takes all of dS
+/// from shared memory: none of it is in registers while the weights of the next step are made.
 template <class Element, int kHeadDim, int kOptions>
 using BackwardPipelinedOptionsBase =
     BackwardOptionsConfig<BackwardPipelinedConfig<Element, kHeadDim, false, (kOptions & kStepBiased) != 0>, kOptions>;
+/// kTwoWeights: dS is made of other weights than dV is, those before dropout or those times the derivative of a softcap.
+/// Both then wait for dP in registers, and dK's product takes all of dS from shared memory, as none of it may be in
+/// registers while the weights of the next step are made: 8 KB more of it a step.
 template <class Element, int kHeadDim, int kOptions>
 struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions> {
   static constexpr bool kInTurns = false;
@@ -219,9 +234,8 @@ class BackwardOptionScores {
     Weights& whole = kDrops ? ds : p;
     if constexpr (Config::kBiased) {
       wait_for(storage_.bias_full, bias_parity_);
-      Tile::softmax_step_bias(p, s, lse, scale, s_bias_row(), [&](float term, int r) {
-        return kHidesKeys ? key_bias_[r] - term : -term;
-      });
+      Tile::softmax_step_bias(p, s, lse, scale, s_bias_row(),
+                              [&](float term, int r) { return kHidesKeys ? key_bias_[r] - term : -term; });
     } else if constexpr (kBoundsScores) {
       Tile::softmax_step_softcap(p, ds, s, lse, scale, cap_);
     } else if constexpr (kSlopes) {
@@ -230,15 +244,14 @@ class BackwardOptionScores {
         return fmaf(-slope_, distance, fmaf(x, scale, -term));
       });
     } else if constexpr (kHidesKeys) {
-      Tile::softmax_step(whole, s, lse, [&](float x, float term, int, int e) {
-        return fmaf(x, scale, key_bias_[e / 2] - term);
-      });
+      Tile::softmax_step(whole, s, lse,
+                         [&](float x, float term, int, int e) { return fmaf(x, scale, key_bias_[e / 2] - term); });
     } else {
       Tile::softmax_step(whole, s, lse, scale);
     }
   }
-  /// Pairs of weights, or of gradients, that a bias of -inf hides: a sum that overflowed, or what a hidden key has in V,
-  /// may have made NaN of them. The bias lies there until dS is handed over.
+  /// Pairs of weights, or of gradients, that a bias of -inf hides: a sum that overflowed, or what a hidden key has in
+  /// V, may have made NaN of them. The bias lies there until dS is handed over.
   __device__ __forceinline__ void clear_hidden(Weights& pairs) const {
     if constexpr (Config::kBiased) {
       if (Tile::holds_nan(pairs)) Tile::hide_by_bias(pairs, s_bias_row());
@@ -277,14 +290,15 @@ class BackwardOptionScores {
     return storage_.work_tile().first_key + static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
   }
 
-  /// Of the lane's keys, once a step, from L1: registers are short. Behind the last key there are no weights, behind the
-  /// last step no head.
+  /// Of the lane's keys, once a step, from L1: registers are short. Behind the last key there are no weights, behind
+  /// the last step no head.
   __device__ __forceinline__ void read_key_bias(const Steps& step) {
     Sequence sequence = storage_.work_tile().sequence;
     sequence.head = min(step.head, step.end_head - 1);
     const int first = first_key();
 #pragma unroll
-    for (int r = 0; r < 2; ++r) key_bias_[r] = key_bias<Config::kBiased>(p_, sequence, min(first + 8 * r, sequence.seqlen_k - 1));
+    for (int r = 0; r < 2; ++r)
+      key_bias_[r] = key_bias<Config::kBiased>(p_, sequence, min(first + 8 * r, sequence.seqlen_k - 1));
   }
 
   /// ALiBi's, and how far the lane's first key lies before what its first query is aligned with. Behind the last step,

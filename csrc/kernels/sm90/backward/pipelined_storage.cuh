@@ -23,10 +23,10 @@ struct BackwardPipelinedConfig {
   static constexpr int kBlockM = kBackwardBlockM;
   static constexpr int kBlockN = kGroups * kWarpgroupRows;
   static constexpr bool kBiased = kBiased_;
-  static constexpr int kStages = 3;                     // of Q and dO
+  static constexpr int kStages = 3;                    // of Q and dO
   static constexpr int kGradStages = kBiased ? 2 : 3;  // of dO
-  static constexpr int kDsStages = 2;  // of dS, whose rows are keys
-  static constexpr int kDsSteps = 2;   // of dK's product, that take dS from registers: there are not enough for all
+  static constexpr int kDsStages = 2;                  // of dS, whose rows are keys
+  static constexpr int kDsSteps = 2;  // of dK's product, that take dS from registers: there are not enough for all
   static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
   static constexpr int kLoadedKeys = kBlockN;
 
@@ -163,7 +163,7 @@ struct BackwardPipelinedStorage : BackwardToldSteps<Config> {
     return *reinterpret_cast<const BackwardWorkTile<Config>*>(work_tile_bytes);
   }
 
-  /// What options need beside the work tile, by the thread that has set it.
+  /// What options need beside the work tile: by the thread that has set it, and then by all.
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
   __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// By one thread.

@@ -108,9 +108,8 @@ struct BackwardPipelinedTile {
 
   /// What dropout keeps of P.
   __device__ __forceinline__ static void keep(Weights& kept, const Weights& p, const Kept& words) {
-    for_each_pair([&](int k, int e, int n, int r) {
-      kept[k][e] = keep_pair(p[k][e], words[k].x, words[k].y, n % 2 * 2 + r);
-    });
+    for_each_pair(
+        [&](int k, int e, int n, int r) { kept[k][e] = keep_pair(p[k][e], words[k].x, words[k].y, n % 2 * 2 + r); });
   }
 
   /// dS = P (dP - D)

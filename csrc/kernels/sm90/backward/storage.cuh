@@ -221,7 +221,7 @@ struct BackwardStorage {
     return *reinterpret_cast<const BackwardWorkTile<Config>*>(work_tile_bytes);
   }
 
-  /// What options need beside the work tile, by the thread that has set it.
+  /// What options of the pipelined loop need beside the work tile.
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
   __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// By one thread.
