@@ -1,6 +1,6 @@
 // The pipelined loop with options: what they make of scores, beside the products that overlap.
 //
-// What a step needs is prepared while the products of its scores and of the dK before are under way, in the longest wait
+// What a step needs is prepared while the products of its scores and of the dK before are under way, the longest wait
 // of a consumer: kept weights are drawn, slopes, key biases and words of masks are read. So it costs slots, but hardly
 // time. What is done to scores and to dS does cost time; each option has a kernel of its own.
 //
@@ -23,7 +23,7 @@ namespace flash_ext::sm90 {
 template <class Element, int kHeadDim, int kOptions>
 using BackwardPipelinedOptionsBase =
     BackwardOptionsConfig<BackwardPipelinedConfig<Element, kHeadDim, false, (kOptions & kStepBiased) != 0>, kOptions>;
-/// kTwoWeights: dS is made of other weights than dV is, those before dropout or those times the derivative of a softcap.
+/// kTwoWeights: dS is made of other weights than dV, those before dropout or those times the derivative of a softcap.
 /// Both then wait for dP in registers, and dK's product takes all of dS from shared memory, as none of it may be in
 /// registers while the weights of the next step are made: 8 KB more of it a step.
 template <class Element, int kHeadDim, int kOptions>
