@@ -16,6 +16,7 @@ template <class Config_>
 struct BackwardBlocksRoles {
   using Config = Config_;
   using Storage = BackwardPipelinedStorage<Config>;
+  using Maps = BackwardMaps;
   using Dq = BackwardBlocksDq<Config>;
   using Consumer = BackwardPipelinedConsumer<Config>;
 };

@@ -47,7 +47,7 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   };
 
   __device__ __forceinline__ void load_and_add() {
-    Steps step(work_tile_);
+    Steps step(storage_);
     Next next{step, work_tile_.steps, *reinterpret_cast<const int4*>(work_tile_.steps)};
     if (warp_ == 0) this->load_keys(maps_.k, storage_.k_full, 0);
     if (warp_ == 1) this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);

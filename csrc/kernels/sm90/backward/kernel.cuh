@@ -15,8 +15,11 @@
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/tensor_map.h"
+#include "mask_words.cuh"
 #include "options_kernel.cuh"
+#include "pipelined_bias_producer_dq.cuh"
 #include "pipelined_consumer.cuh"
+#include "pipelined_masks_producer_dq.cuh"
 #include "pipelined_producer_dq.cuh"
 #include "producer_dq.cuh"
 #include "wide_kernel.cuh"
@@ -28,6 +31,7 @@ template <class Config_>
 struct BackwardRoles {
   using Config = Config_;
   using Storage = BackwardStorage<Config>;
+  using Maps = BackwardMaps;
   using Dq = BackwardDq<Config>;
   using Consumer = BackwardConsumer<Config>;
 };
@@ -35,14 +39,26 @@ template <class Config_>
 struct BackwardPipelinedRoles {
   using Config = Config_;
   using Storage = BackwardPipelinedStorage<Config>;
+  using Maps = BackwardMaps;
   using Dq = BackwardPipelinedDq<Config>;
   using Consumer = BackwardPipelinedConsumer<Config>;
+};
+
+template <class Config_>
+struct BackwardPipelinedOptionsRoles {
+  using Config = Config_;
+  using Storage = BackwardPipelinedOptionsStorage<Config>;
+  using Maps = std::conditional_t<Config::kBiased, BackwardBiasMaps, BackwardMaps>;
+  using Dq = std::conditional_t<
+      Config::kBiased, BackwardBiasDq<Config>,
+      std::conditional_t<Config::kTellsSteps, BackwardMasksDq<Config>, BackwardPipelinedDq<Config, Storage>>>;
+  using Consumer = BackwardPipelinedConsumer<Config, BackwardOptionScores<Config>>;
 };
 
 /// Warpgroup 0 loads and makes dQ, the others compute.
 template <class Roles, class Config = typename Roles::Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ typename Roles::Maps maps,
                     const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ BackwardSchedule schedule, float scale) {
   extern __shared__ __align__(1024) char shared[];
@@ -54,8 +70,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == 0) {
     storage.init();
     storage.work_tile() = BackwardWorkTile<Config>(p, workspace, schedule, task);
+    storage.prepare(p);
   }
   __syncthreads();
+  storage.look_at_masks(p, workspace);
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms and zeroed sums
@@ -117,7 +135,43 @@ void launch_plain_backward(const BackwardParams& p, const BackwardMaps& maps, co
   run_config(Config());
 }
 
-/// kPipelined: of calls without options alone.
+inline BackwardMaps maps_of(const BackwardParams&, const BackwardMaps& maps, std::false_type) { return maps; }
+inline BackwardBiasMaps maps_of(const BackwardParams& p, const BackwardMaps& maps, std::true_type) {
+  return {maps, encode_bias_map(p, kBackwardBlockM)};
+}
+
+/// The main kernel of calls with these options.
+template <class Config>
+void launch_pipelined_variant(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
+                              const BackwardSchedule& schedule, cudaStream_t stream) {
+  using Roles = BackwardPipelinedOptionsRoles<Config>;
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(typename Roles::Storage);
+  static_assert(kSharedBytes <= 227 * 1024);
+  // Of products, to base 2 or, where a softcap bounds them, to the argument of its tanh.
+  const double scale = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * double{kLog2E};
+  const LaunchShape keys{grid_of(schedule.positions()), dim3(Config::kThreads), kSharedBytes, true};
+  launch("sm90/backward", backward_kernel<Roles>, keys, stream, p,
+         maps_of(p, maps, std::bool_constant<Config::kBiased>()), workspace, schedule, static_cast<float>(scale));
+}
+
+/// Those that the pipelined loop serves, and what their masks need.
+template <class Config>
+void launch_pipelined_options(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
+                              const BackwardSchedule& schedule, cudaStream_t stream) {
+  if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward: no turns beside options");
+  if (masks_pairs(p)) {
+    const VisibilityTiles& visibility = workspace.visibility;
+    const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
+    launch("sm90/backward masks", mask_words_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
+  }
+  with_pipelined_options(serving_options(asked_of(p)), [&](auto options) {
+    using Variant = BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, options()>;
+    static_assert(Variant::kBlockN == Config::kBlockN && Variant::kBlockM == Config::kBlockM);
+    launch_pipelined_variant<Variant>(p, maps, workspace, schedule, stream);
+  });
+}
+
+/// kPipelined: of calls that pipelines() is true for alone.
 template <class Config, bool kPipelined>
 void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Element = typename Config::Element;
@@ -136,8 +190,11 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
                                encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
                                encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, kBlockM)};
-    if constexpr (kPipelined || kIsWide<Config>) {
-      launch_plain_backward<Config, kPipelined>(p, maps, workspace, schedule, kOverlaps, stream);
+    if constexpr (kPipelined) {
+      has_options(p) ? launch_pipelined_options<Config>(p, maps, workspace, schedule, stream)
+                     : launch_plain_backward<Config, true>(p, maps, workspace, schedule, kOverlaps, stream);
+    } else if constexpr (kIsWide<Config>) {
+      launch_plain_backward<Config, false>(p, maps, workspace, schedule, kOverlaps, stream);
     } else if (has_options(p)) {
       launch_backward_options<Config>(p, maps, workspace, schedule, stream);
     } else if constexpr (!is_pipelined(kHeadDim)) {
@@ -168,7 +225,8 @@ template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardConfigOf<Element, kHeadDim>;
   if constexpr (is_pipelined(kHeadDim)) {
-    if (!has_options(p)) return launch_backward<Config, true>(p, memory, stream);
+    if (pipelines(serving_options(asked_of(p)), p.blocks.offsets))
+      return launch_backward<Config, true>(p, memory, stream);
   }
   launch_backward<Config, false>(p, memory, stream);
 }

@@ -56,6 +56,20 @@ inline bool has_options(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || p.dropout.rule.threshold > 0;
 }
 
+inline BackwardAsked asked_of(const BackwardParams& p) {
+  const bool bias_of_keys = same_for_all_queries(p.bias);
+  return {p.softcap > 0,
+          p.alibi_slopes != nullptr,
+          p.dropout.rule.threshold > 0,
+          p.bias.data != nullptr,
+          bias_of_keys,
+          masks_keys(p),
+          masks_pairs(p),
+          p.bias.data && !bias_of_keys && can_stage_bias(p.bias) && p.bias.dtype != DType::kFloat32,
+          p.bias.dtype == p.dtype,
+          p.softcap > kLargestSoftcapAlone};
+}
+
 /// Calls run(std::integral_constant<int, options>()) for the variant that serves a call.
 template <size_t kIndex = 0, class Run>
 void with_option_variant(int options, Run run) {
@@ -64,6 +78,15 @@ void with_option_variant(int options, Run run) {
   } else {
     if (options == kOptionVariants[kIndex]) return run(std::integral_constant<int, kOptionVariants[kIndex]>());
     with_option_variant<kIndex + 1>(options, run);
+  }
+}
+
+/// The same for those that the pipelined loop serves.
+template <size_t kIndex = 0, class Run>
+void with_pipelined_options(int options, Run run) {
+  if constexpr (kIndex < std::size(kPipelinedOptions)) {
+    if (options == kPipelinedOptions[kIndex]) return run(std::integral_constant<int, kPipelinedOptions[kIndex]>());
+    with_pipelined_options<kIndex + 1>(options, run);
   }
 }
 
@@ -82,17 +105,7 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, 
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   const LaunchShape blocks{grid_of(schedule.positions()), dim3(Config::kThreads),
                            static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
-  const BackwardAsked asked = {p.softcap > 0,
-                               p.alibi_slopes != nullptr,
-                               (layout.flags & kStepDrops) != 0,
-                               p.bias.data != nullptr,
-                               layout.bias_of_keys,
-                               layout.mask_of_keys,
-                               masks_pairs(p),
-                               layout.bias_by_panels,
-                               p.bias.dtype == p.dtype,
-                               p.softcap > kLargestSoftcapAlone};
-  with_option_variant(serving_options(asked), [&](auto options) {
+  with_option_variant(serving_options(asked_of(p)), [&](auto options) {
     launch("sm90/backward", backward_options_kernel<BackwardOptionsConfig<Config, options()>>, blocks, stream, p, maps,
            bias_map, workspace, layout, schedule);
   });

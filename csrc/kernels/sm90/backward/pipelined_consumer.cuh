@@ -14,12 +14,49 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of them does.
+/// What options make of a warp's scores: nothing. BackwardOptionScores (pipelined_options.cuh) has the same members.
 template <class Config>
+class BackwardPlainScores {
+ public:
+  using Storage = BackwardPipelinedStorage<Config>;
+  using Tile = BackwardPipelinedTile<typename Config::Element, Config::kBlockM>;
+  using Scores = typename Tile::Scores;
+  using Weights = typename Tile::Weights;
+  using Terms = typename Tile::Terms;
+  static constexpr bool kDrops = false;
+  static constexpr bool kTwoWeights = false;        // those of dS are others than those of dV
+  static constexpr bool kHidesKeys = false;         // of all queries
+  static constexpr bool kLateLse = false;           // lse is read behind prepare(), which has more registers then
+  static constexpr int kEarlySteps = Tile::kSteps;  // of which D is asked for beside dP
+  static constexpr bool kBoundsScores = false;      // then a finite lse does not say that Q is finite
+
+  __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, uint32_t) {}
+
+  __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
+  /// Some of the CTA's pairs, beside what the window and the lengths hide; and whether Q or dO may not be finite then.
+  __device__ __forceinline__ bool may_hide() const { return false; }
+  __device__ __forceinline__ bool is_unclean() const { return false; }
+  /// Beside the product that makes the scores of a step.
+  __device__ __forceinline__ void prepare(const BackwardStepsOf<Config>&) {}
+  __device__ __forceinline__ void make_weights(Weights& p, Weights&, const Scores& s, const Terms& lse,
+                                               float scale) const {
+    Tile::softmax_step(p, s, lse, scale);
+  }
+  /// Weights, or gradients, that are NaN though hidden.
+  __device__ __forceinline__ void clear_hidden(Weights&) const {}
+  __device__ __forceinline__ void drop(Weights&, const Weights&) const {}
+  __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
+                                             const Terms& minus_delta) const {
+    Tile::compute_ds(ds, dp, p, minus_delta);
+  }
+};
+
+/// What one warp of them does. Rules: what options make of its scores.
+template <class Config, class Rules = BackwardPlainScores<Config>>
 class BackwardPipelinedConsumer {
  public:
   using Element = typename Config::Element;
-  using Storage = BackwardPipelinedStorage<Config>;
+  using Storage = typename Rules::Storage;
   using Steps = BackwardStepsOf<Config>;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
 
@@ -34,14 +71,15 @@ class BackwardPipelinedConsumer {
         s_tiles_(s_tiles),
         scale_(scale),
         keys_(KeyTile::lower_half(s_tiles + warpgroup * panel_bytes(kWarpgroupRows))),
-        queries_(QueryTile::lower_half(s_tiles + Config::kQueriesOffset)) {}
+        queries_(QueryTile::lower_half(s_tiles + Config::kQueriesOffset)),
+        rules_(p, storage, s_tiles) {}
 
   __device__ __forceinline__ void run() {
     zero(dk_);
     zero(dv_);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up();
-    store(p_.dv, Config::kBlockN * kHeadDim, dv_, 1.0f);
-    store(p_.dk, 0, dk_, static_cast<float>(p_.softmax_scale));
+    store(p_.dv, Config::kBlockN * kHeadDim, dv_, rules_.unit());
+    store(p_.dk, 0, dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }
 
  private:
@@ -73,40 +111,46 @@ class BackwardPipelinedConsumer {
     Terms terms;  // lse, and then D
     Visible visible;
     const FullTiles full(work_tile_.tiles), full_of_keys(work_tile_.groups[warpgroup_]);
-    Steps step(work_tile_);
+    Steps step(storage_);
     RingCount<Config::kDsStages> ds_at;
 
     sanitise_keys();
     start_scores(s, terms, step, full, false);
+    rules_.prepare(step);
     bool hides = find_visible(visible, step, full_of_keys);
+    if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
     ptx::wgmma_wait<0>();
     fence_operands(s[0]);
     wait_for(storage_.v_full, 0);
 #pragma unroll 1
     do {
       // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
-      const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.stage]), step.parity);
-      Tile::softmax_step(p, s, terms, scale_);
-      if (hides) {
-        Tile::hide(p, visible);
-        if (work_tile_.large) Tile::bound(p);
-      }
+      const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.grad_stage()]), step.grad_parity());
+      rules_.make_weights(p, ds, s, terms, scale_);
+      if (hides) hide_weights(p, ds, visible);
+      rules_.clear_hidden(p);
+      rules_.drop(p, ds);
       fence_operands(p);
+      if constexpr (Rules::kTwoWeights) fence_operands(ds);
       fence_operands(s[0]);
-      if (!has_grads) wait_for(storage_.do_full[step.stage], step.parity);
+      if (!has_grads) wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
       const uint32_t queries = queries_ + step.stage * kStage;
-      start_product(s, keys_ + kValues, queries + kGrads);
-      start_sum(dv_, p, queries + kGrads);
+      const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
+      start_product(s, keys_ + kValues, grads);
+      start_sum(dv_, p, grads);
 
-      Tile::load(terms, storage_.minus_delta[step.stage], lane_);
+      const float* const s_delta = storage_.minus_delta[step.grad_stage()];
+      Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
       step.advance();
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
       ptx::wgmma_wait<1>();
       fence_operands(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
-      Tile::compute_ds(ds, s, p, terms);
+      Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
+      rules_.compute_ds(ds, s, p, terms);
       if (hides) Tile::hide(ds, visible);
+      rules_.clear_hidden(ds);
       const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
       Tile::store(s_ds, warp_, ds, lane_);
       fence_operands(ds);
@@ -115,7 +159,9 @@ class BackwardPipelinedConsumer {
 
       start_scores(s, terms, step, full, has_queries || step.is_past_end());
       start_ds_sum(dk_, ds, DsTile::lower_half(s_ds), queries);
+      rules_.prepare(step);
       hides = find_visible(visible, step, full_of_keys);
+      if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
       ds_at.advance();
       ptx::wgmma_wait<1>();
       fence_operands(s[0]);
@@ -129,8 +175,12 @@ class BackwardPipelinedConsumer {
   __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, const Steps& step, const FullTiles& full,
                                                bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
-    Tile::load(lse, storage_.lse[step.stage], lane_);
-    if (may_hide(step, full) && !step.is_past_end() && (p_.sink || Tile::has_non_finite(lse))) sanitise_rows(step);
+    const auto load_lse = [&] { Tile::load(lse, storage_.lse[step.stage], lane_); };
+    if (!Rules::kLateLse) load_lse();
+    if (may_hide(step, full) && !step.is_past_end()) {
+      if (Rules::kLateLse) load_lse();
+      if (Rules::kBoundsScores || p_.sink || is_unclean(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
+    }
     start_product(s, keys_, queries_ + step.stage * kStage);
   }
   /// Whether pairs are hidden, and which are not.
@@ -138,19 +188,49 @@ class BackwardPipelinedConsumer {
                                                const FullTiles& full_of_keys) const {
     if constexpr (Config::kListsBlocks) {
       return find_listed(visible, step);
+    } else if constexpr (Config::kTellsSteps) {
+      return find_told(visible, step, full_of_keys);
+    } else if constexpr (Rules::kHidesKeys) {
+      const bool cut = !full_of_keys.has(step.tile);
+      if (!cut && !rules_.hides_keys()) return false;
+      visible[0] = visible[1] = ~0u;
+      if (cut) Tile::find_visible(visible, work_tile_.sequence, first_key(), step.tile * kBlockM, lane_);
+      rules_.hide_keys(visible);
+      return true;
     } else {
       if (full_of_keys.has(step.tile)) return false;
       Tile::find_visible(visible, work_tile_.sequence, first_key(), step.tile * kBlockM, lane_);
       return true;
     }
   }
+  /// Whether Q or dO of a step that a mask hides pairs of holds what is not finite.
+  __device__ __forceinline__ bool is_unclean(const Steps& step) const {
+    if constexpr (Config::kTellsSteps) return storage_.told[step.slot].spare != 0;
+    return rules_.is_unclean();
+  }
   /// Whether some key may be hidden from some query.
   __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full) const {
     if constexpr (Config::kListsBlocks) {
       return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.told[step.stage].visible >= 0;
+    } else if constexpr (Config::kTellsSteps) {
+      if (step.is_past_end()) return false;
+      const ListedQueries told = storage_.told[step.slot];
+      return (told.visible >= 0 && told.spare != 0) || !full.has(told.tile);
     } else {
-      return !full.has(step.tile);
+      return !full.has(step.tile) || rules_.may_hide();
     }
+  }
+  /// By the words of a mask, and by the window and the lengths.
+  __device__ __forceinline__ bool find_told(Visible& visible, const Steps& step, const FullTiles& full_of_keys) const {
+    if (step.is_past_end()) return false;
+    const ListedQueries told = storage_.told[step.slot];
+    const int tile = ptx::uniform(told.tile), words = ptx::uniform(told.visible);
+    const bool cut = !full_of_keys.has(tile);
+    if (!cut && words < 0) return false;
+    visible[0] = visible[1] = ~0u;
+    if (cut) Tile::find_visible(visible, work_tile_.sequence, first_key(), tile * kBlockM, lane_);
+    if (words >= 0) rules_.hide_pairs(visible, words);
+    return true;
   }
   /// By a bitmap, and by the ends of the sequences.
   __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {
@@ -170,6 +250,13 @@ class BackwardPipelinedConsumer {
       visible[1] &= bits.y;
     }
     return true;
+  }
+
+  /// Of both, and bounded. Where weights are dropped, p is made of ds behind this.
+  __device__ __forceinline__ void hide_weights(Weights& p, Weights& ds, const Visible& visible) const {
+    Tile::hide(Rules::kDrops ? ds : p, visible);
+    if (Rules::kTwoWeights && !Rules::kDrops) Tile::hide(ds, visible);
+    if (work_tile_.large) Tile::bound(Rules::kDrops ? ds : p);
   }
 
   // ---- Products: to be waited for, and what they have written fenced
@@ -250,11 +337,13 @@ class BackwardPipelinedConsumer {
   /// lse is finite has finite Q and dO (row_terms.cuh), but that of a sink may hide scores of -inf. All warps see the
   /// same lse, and so come here together.
   __device__ __forceinline__ void sanitise_rows(const Steps& step) const {
-    wait_for(storage_.do_full[step.stage], step.parity);
+    wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
     const int thread = warpgroup_ * kWarpgroupThreads + warp_ * 32 + lane_;
     uint32_t s_tile = s_tiles_ + Config::kQueriesOffset + step.stage * Config::kQueryBytes;
+    const int to_grads = Config::kStages * Config::kQueryBytes +
+                         (Config::kBiased ? static_cast<int>(step.grad_stage() - step.stage) * Config::kQueryBytes : 0);
 #pragma unroll 1
-    for (int tile = 0; tile < 2; ++tile, s_tile += Config::kStages * Config::kQueryBytes)
+    for (int tile = 0; tile < 2; ++tile, s_tile += to_grads)
       sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_tile, thread);
     ptx::barrier_sync<1, kComputing>();
   }
@@ -288,6 +377,7 @@ class BackwardPipelinedConsumer {
   const float scale_;              // of scores, to base 2
   const uint32_t keys_, queries_;  // lower halves of descriptors
   Sum dk_, dv_;
+  Rules rules_;
 };
 
 }  // namespace flash_ext::sm90

@@ -11,11 +11,11 @@
 namespace flash_ext::sm90 {
 
 /// What one warp of it does.
-template <class Config>
+template <class Config, class Storage_ = BackwardPipelinedStorage<Config>>
 class BackwardPipelinedDq {
  public:
   using Element = typename Config::Element;
-  using Storage = BackwardPipelinedStorage<Config>;
+  using Storage = Storage_;
   using Steps = BackwardStepsOf<Config>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kPanels = panels(Config::kHeadDim);
 
@@ -47,7 +47,7 @@ class BackwardPipelinedDq {
   using Sum = float[kPanelColumns / 8][4];
 
   __device__ __forceinline__ void load_and_add() {
-    Steps step(work_tile_);
+    Steps step(storage_);
     Loads loads{step, first_term(step)};
     if (warp_ == 0) load_keys(maps_.k, storage_.k_full, 0);
     if (warp_ == 1) load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
@@ -133,7 +133,7 @@ class BackwardPipelinedDq {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
       // Its fence waits for stores, which are slow beside other warpgroups' products: meanwhile this one is under way.
-      if constexpr (!Config::kListsBlocks) {  // whose additions take no turns
+      if constexpr (Config::kInTurns) {
         if (panel == 1) wait_for_turn(step);
       }
       send();

@@ -9,20 +9,24 @@
 
 namespace flash_ext::sm90 {
 
-/// kListsBlocks: a block mask's lists say which steps there are.
-template <class Element_, int kHeadDim_, bool kListsBlocks_ = false>
+/// kListsBlocks: a block mask's lists say which steps there are. kBiased: a bias of query-key pairs has the room of a
+/// stage of dO.
+template <class Element_, int kHeadDim_, bool kListsBlocks_ = false, bool kBiased_ = false>
 struct BackwardPipelinedConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kListsBlocks = kListsBlocks_;
   static constexpr bool kInTurns = !kListsBlocks;  // if a call asks for it
+  static constexpr bool kTellsSteps = false;       // those that a mask of pairs leaves, as they are found
   static constexpr BackwardShape kShape = kListsBlocks ? backward_blocks_shape() : backward_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kBackwardBlockM;
   static constexpr int kBlockN = kGroups * kWarpgroupRows;
-  static constexpr int kStages = 3;    // of Q and dO
-  static constexpr int kDsStages = 2;  // of dS, whose rows are keys
-  static constexpr int kDsSteps = 2;   // of dK's product, that take dS from registers: there are not enough for all
+  static constexpr bool kBiased = kBiased_;
+  static constexpr int kStages = 3;                    // of Q and dO
+  static constexpr int kGradStages = kBiased ? 2 : 3;  // of dO
+  static constexpr int kDsStages = 2;                  // of dS, whose rows are keys
+  static constexpr int kDsSteps = 2;  // of dK's product, that take dS from registers: there are not enough for all
   static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
   static constexpr int kLoadedKeys = kBlockN;
 
@@ -33,15 +37,21 @@ struct BackwardPipelinedConfig {
   static constexpr int kValuesOffset = kKeyBytes;
   static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
   static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
-  static constexpr int kDsOffset = kGradsOffset + kStages * kQueryBytes;
+  static constexpr int kDsOffset = kGradsOffset + kGradStages * kQueryBytes;
   static constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
-  static constexpr int kTilesBytes = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kBiasOffset = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kBiasPanelBytes = kBiased ? panel_bytes(kBlockM) : 0;  // of a warpgroup's keys, in 16 bits
+  static constexpr int kTilesBytes = kBiasOffset + kGroups * kBiasPanelBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
   static_assert(kBlockM == kPanelColumns, "dS is one panel");
   static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
+
+/// Places where found steps are told: one more than stages of Q. Step m + 2 is told when dS of step m is complete. That
+/// says that dQ's warps have released dS of m - 2, and so read what was told of it, but not that they have begun m - 1.
+constexpr int kToldSteps = 4;
 
 /// The tiles of queries that a CTA goes over, and the stage of their Q and dO. In registers that the lanes of a warp
 /// share, from which TMA takes its operands without a detour.
@@ -50,18 +60,25 @@ struct BackwardPipelinedSteps {
   const int first, past, stride, first_head, end_head;
   int head, tile, left;
   uint32_t stage = 0, parity = 0;
+  uint32_t count = 0;  // of steps before
 
-  __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardPipelinedSteps(const Storage& storage)
+      : BackwardPipelinedSteps(storage.work_tile(), 0) {}
+  __device__ __forceinline__ BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile, int)
       : first(ptx::uniform(work_tile.order.first)),
         past(ptx::uniform(work_tile.order.past)),
-        stride(ptx::uniform(work_tile.order.stride)),
+        stride(Config::kInTurns ? ptx::uniform(work_tile.order.stride) : 1),
         first_head(ptx::uniform(work_tile.sequence.head)),
         end_head(ptx::uniform(work_tile.sequence.head + work_tile.heads)),
         head(first_head),
         tile(first),
         left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin))) {}
 
-  __device__ __forceinline__ bool takes_turns() const { return stride < 0; }
+  /// The same of dO and D.
+  __device__ __forceinline__ uint32_t grad_stage() const { return Config::kBiased ? count % 2 : stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return Config::kBiased ? count / 2 % 2 : parity; }
+  __device__ __forceinline__ bool takes_turns() const { return Config::kInTurns && stride < 0; }
   __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
     --left;
@@ -71,6 +88,7 @@ struct BackwardPipelinedSteps {
       tile += stride;
       if (tile == past) tile = first, ++head;
     }
+    ++count;
     if (++stage == Config::kStages) stage = 0, parity ^= 1;
   }
 };
@@ -81,9 +99,12 @@ struct BackwardListedSteps {
   int left;
   uint32_t stage = 0, parity = 0;
 
-  __device__ __forceinline__ explicit BackwardListedSteps(const BackwardWorkTile<Config>& work_tile)
-      : left(ptx::uniform(work_tile.tiles.end)) {}
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardListedSteps(const Storage& storage)
+      : left(ptx::uniform(storage.work_tile().tiles.end)) {}
 
+  __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
   __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
     --left;
@@ -91,9 +112,29 @@ struct BackwardListedSteps {
   }
 };
 
+/// The same where steps are told as they are found; how many there are is known before.
 template <class Config>
-using BackwardStepsOf =
-    std::conditional_t<Config::kListsBlocks, BackwardListedSteps<Config>, BackwardPipelinedSteps<Config>>;
+struct BackwardFoundSteps {
+  int left;
+  uint32_t stage = 0, parity = 0, slot = 0;  // slot: where it is told
+
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardFoundSteps(const Storage& storage) : left(ptx::uniform(storage.steps)) {}
+
+  __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
+  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (++stage == Config::kStages) stage = 0, parity ^= 1;
+    slot = (slot + 1) % kToldSteps;
+  }
+};
+
+template <class Config>
+using BackwardStepsOf = std::conditional_t<
+    Config::kListsBlocks, BackwardListedSteps<Config>,
+    std::conditional_t<Config::kTellsSteps, BackwardFoundSteps<Config>, BackwardPipelinedSteps<Config>>>;
 
 /// What is told of steps, by stages.
 template <class Config, bool kListsBlocks = Config::kListsBlocks>
@@ -122,6 +163,9 @@ struct BackwardPipelinedStorage : BackwardToldSteps<Config> {
     return *reinterpret_cast<const BackwardWorkTile<Config>*>(work_tile_bytes);
   }
 
+  /// What options need beside the work tile: by the thread that has set it, and then by all.
+  __device__ __forceinline__ void prepare(const BackwardParams&) {}
+  __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// By one thread.
   __device__ __forceinline__ void init() {
     init_barrier(k_full, 1);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/dropout/random_bits.cuh"
 #include "kernels/ptx/stmatrix.h"
 #include "score_tile.cuh"
 
@@ -20,11 +21,15 @@ struct BackwardPipelinedTile {
   /// Of keys g and g + 8, with g = lane / 4: bit 15 - n says whether query 8 n + 2 t sees it, bit 31 - n the same of
   /// the query behind that.
   using Visible = uint32_t[2];
+  /// Words of kept weights of two queries that follow each other, of each sixteen, as keep_pair() wants them.
+  using Kept = uint2[kSteps];
 
+  /// Those of steps [kBegin, kEnd).
+  template <int kBegin = 0, int kEnd = kSteps>
   __device__ __forceinline__ static void load(Terms& terms, const float* s_terms, int lane) {
     const float4* const s_lane = reinterpret_cast<const float4*>(s_terms) + ptx::reread(lane) % 4;
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) terms[k] = s_lane[4 * k];
+    for (int k = kBegin; k < kEnd; ++k) terms[k] = s_lane[4 * k];
   }
 
   /// Whether some query of the tile has an lse that is Inf or NaN. By a whole warp.
@@ -38,11 +43,73 @@ struct BackwardPipelinedTile {
 
   /// P of products; `scale` and lse to base 2.
   __device__ __forceinline__ static void softmax_step(Weights& p, const Scores& s, const Terms& lse, float scale) {
+    softmax_step(p, s, lse, [&](float x, float term, int, int) { return fmaf(x, scale, -term); });
+  }
+  /// P of exponents to base 2: exponent(product, lse, n, e) for element e of accumulator n.
+  template <class Exponent>
+  __device__ __forceinline__ static void softmax_step(Weights& p, const Scores& s, const Terms& lse,
+                                                      Exponent exponent) {
     for_each_pair([&](int k, int e, int n, int r) {
       const float2 term = pair_of(lse[k], e / 2);
-      p[k][e] = ptx::pack2<Element>(ptx::exp2_approx(fmaf(s[0][n][2 * r], scale, -term.x)),
-                                    ptx::exp2_approx(fmaf(s[0][n][2 * r + 1], scale, -term.y)));
+      p[k][e] = ptx::pack2<Element>(ptx::exp2_approx(exponent(s[0][n][2 * r], term.x, n, 2 * r)),
+                                    ptx::exp2_approx(exponent(s[0][n][2 * r + 1], term.y, n, 2 * r + 1)));
     });
+  }
+
+  /// P where a bias is added, of 16 bits, whose rows begin at s_row for this lane (BackwardTile::row_of_lane).
+  /// rest(lse, r): what else is added to the scores of the lane's key r.
+  template <class Rest>
+  __device__ __forceinline__ static void softmax_step_bias(Weights& p, const Scores& s, const Terms& lse, float scale,
+                                                           uint32_t s_row, Rest rest) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t bias[4];
+      Base::load(bias, s_row, k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int n = 2 * k + e / 2, r = e % 2;
+        const float2 term = pair_of(lse[k], e / 2), added = ptx::unpack2<Element>(bias[e]);
+        const float low = fmaf(added.x, kLog2E, rest(term.x, r)), high = fmaf(added.y, kLog2E, rest(term.y, r));
+        p[k][e] = ptx::pack2<Element>(ptx::exp2_approx(fmaf(s[0][n][2 * r], scale, low)),
+                                      ptx::exp2_approx(fmaf(s[0][n][2 * r + 1], scale, high)));
+      }
+    }
+  }
+  /// Whether some number of the warp is NaN, or two of them are infinite and differ.
+  __device__ __forceinline__ static bool holds_nan(const Weights& pairs) {
+    uint32_t sum = 0;
+    for_each_pair([&](int k, int e, int, int) { sum = ptx::add_pairs<Element>(sum, pairs[k][e]); });
+    return __any_sync(~0u, ptx::differs<Element>(sum, sum) != 0);
+  }
+  /// 0 where such a bias is -inf.
+  __device__ __forceinline__ static void hide_by_bias(Weights& pairs, uint32_t s_row) {
+    constexpr uint32_t kHidden = std::is_same_v<Element, __half> ? 0xFC00FC00u : 0xFF80FF80u;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t bias[4];
+      Base::load(bias, s_row, k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) pairs[k][e] &= ptx::differs<Element>(bias[e], kHidden);
+    }
+  }
+
+  /// Of scores that a softcap bounds: P, and P times the derivative of the softcap. `scale`: of products to the
+  /// argument of tanh; `cap` to base 2.
+  __device__ __forceinline__ static void softmax_step_softcap(Weights& p, Weights& sloped, const Scores& s,
+                                                              const Terms& lse, float scale, float cap) {
+    for_each_pair([&](int k, int e, int n, int r) {
+      const float2 term = pair_of(lse[k], e / 2);
+      const float x = ptx::tanh_approx(s[0][n][2 * r] * scale), y = ptx::tanh_approx(s[0][n][2 * r + 1] * scale);
+      const float low = ptx::exp2_approx(fmaf(x, cap, -term.x)), high = ptx::exp2_approx(fmaf(y, cap, -term.y));
+      p[k][e] = ptx::pack2<Element>(low, high);
+      sloped[k][e] = ptx::pack2<Element>(low * fmaf(-x, x, 1.0f), high * fmaf(-y, y, 1.0f));
+    });
+  }
+
+  /// What dropout keeps of P.
+  __device__ __forceinline__ static void keep(Weights& kept, const Weights& p, const Kept& words) {
+    for_each_pair(
+        [&](int k, int e, int n, int r) { kept[k][e] = keep_pair(p[k][e], words[k].x, words[k].y, n % 2 * 2 + r); });
   }
 
   /// dS = P (dP - D)
@@ -51,6 +118,17 @@ struct BackwardPipelinedTile {
     for_each_pair([&](int k, int e, int n, int r) {
       const float2 term = pair_of(minus_delta[k], e / 2), weight = ptx::unpack2<Element>(p[k][e]);
       ds[k][e] = ptx::pack2<Element>(weight.x * (dp[0][n][2 * r] + term.x), weight.y * (dp[0][n][2 * r + 1] + term.y));
+    });
+  }
+
+  /// dS = P' dP - P D in place of P, where P' is what dropout kept of it. A dP that is NaN stays.
+  __device__ __forceinline__ static void compute_ds_kept(Weights& ds, const Scores& dp, const Weights& kept,
+                                                         const Terms& minus_delta) {
+    for_each_pair([&](int k, int e, int n, int r) {
+      const float2 term = pair_of(minus_delta[k], e / 2);
+      const float2 weight = ptx::unpack2<Element>(ds[k][e]), left = ptx::unpack2<Element>(kept[k][e]);
+      ds[k][e] = ptx::pack2<Element>(fmaf(left.x, dp[0][n][2 * r], weight.x * term.x),
+                                     fmaf(left.y, dp[0][n][2 * r + 1], weight.y * term.y));
     });
   }
 

@@ -221,6 +221,9 @@ struct BackwardStorage {
     return *reinterpret_cast<const BackwardWorkTile<Config>*>(work_tile_bytes);
   }
 
+  /// What options of the pipelined loop need beside the work tile.
+  __device__ __forceinline__ void prepare(const BackwardParams&) {}
+  __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// By one thread.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;

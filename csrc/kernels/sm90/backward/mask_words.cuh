@@ -1,0 +1,63 @@
+// A boolean mask of query-key pairs as the pipelined loop takes it: states of tiles (VisibilityTiles), and words of
+// bits as lanes have scores, which need no way through shared memory.
+#pragma once
+
+#include "kernels/common/backward/visibility.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Word (piece, lane) of a tile, for the lane's keys g and g + 8 of a piece of 16, with g = lane / 4. Of key g, bit 15
+/// - n says whether query 8 n + 2 (lane % 4) sees it, bit 31 - n the same of the query behind that; of key g + 8, the
+/// bits eight below. `pieces`: bits of keys, by queries.
+template <int kBlockM, int kPieces>
+__device__ __forceinline__ uint32_t word_of_lane(const uint16_t (&pieces)[kBlockM][kPieces], int word) {
+  static_assert(kBlockM == 64, "eight bits of queries");
+  const int piece = word / 32, key = word % 32 / 4, query = 2 * (word % 4);
+  uint32_t bits = 0;
+#pragma unroll
+  for (int n = 0; n < kBlockM / 8; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const uint32_t keys = pieces[8 * n + query + c][piece] >> key;
+      bits |= (keys & 1u) << (15 - n + 16 * c) | (keys >> 8 & 1u) << (7 - n + 16 * c);
+    }
+  return bits;
+}
+
+/// A CTA makes the words and the state of one tile, as mask_tiles_kernel does. static, as backward_row_terms_kernel is.
+template <int kBlockM, int kBlockN>
+static __global__ void __launch_bounds__(kVisibilityThreads)
+    mask_words_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ VisibilityTiles tiles) {
+  constexpr int kPieces = kBlockN / 16;  // of a row of the mask, 16 bytes each
+  __shared__ uint16_t s_pieces[kBlockM][kPieces];
+  const int query_tile = blockIdx.x % tiles.query_tiles, key_tile = blockIdx.x / tiles.query_tiles % tiles.key_tiles;
+  const int rest = blockIdx.x / tiles.query_tiles / tiles.key_tiles;
+  const int head = rest % tiles.heads, batch = rest / tiles.heads;
+  const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
+  const MaskRows mask(p.mask, Sequence(p, batch, head));
+  bool any = false, all = true;
+#pragma unroll 1
+  for (int flat = threadIdx.x; flat < kBlockM * kPieces; flat += kVisibilityThreads) {
+    const int row = flat / kPieces, piece = flat % kPieces;
+    const int i = query_tile * kBlockM + row, j = key_tile * kBlockN + 16 * piece;
+    uint32_t bits = 0;
+    if (i < seqlen_q && j < seqlen_k) {
+      bits = mask_bits(mask, i, j, seqlen_k);
+      any |= bits != 0;
+      all &= bits == (0xFFFFu >> max(j + 16 - seqlen_k, 0));
+    }
+    s_pieces[row][piece] = static_cast<uint16_t>(bits);
+  }
+  any = __syncthreads_or(any);
+  all = __syncthreads_and(all);
+  auto* const g_words = const_cast<uint32_t*>(tiles.words_of(batch, head, query_tile, key_tile));
+#pragma unroll 1
+  for (int word = threadIdx.x; word < kPieces * 32; word += kVisibilityThreads)
+    g_words[word] = word_of_lane(s_pieces, word);
+  if (threadIdx.x == 0)
+    const_cast<uint8_t*>(tiles.states_of(batch, head, key_tile))[query_tile] = !any  ? kTileHidden
+                                                                               : all ? kTileVisible
+                                                                                     : kTileMasked;
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,122 @@
+// The warpgroup that loads tiles and computes dQ, where there is a bias of query-key pairs: a stage of dO less has room
+// for one tile of it.
+#pragma once
+
+#include "kernels/ptx/tma_prefetch.h"
+#include "pipelined_options.cuh"
+#include "pipelined_producer_dq.cuh"
+
+namespace flash_ext::sm90 {
+
+struct BackwardBiasMaps : BackwardMaps {
+  CUtensorMap bias;
+};
+
+/// What one warp of it does. When dS of step m is complete, all have read the bias of m, and all products of m - 1 are
+/// over; so Q of m + 2 is loaded, dO of m + 1, and the bias of m + 1. Those are needed last: behind the product of S.
+template <class Config>
+class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
+  using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
+  using Base::at_;
+  using Base::batch_;
+  using Base::lane_;
+  using Base::maps_;
+  using Base::p_;
+  using Base::s_tiles_;
+  using Base::storage_;
+  using Base::warp_;
+  using Base::work_tile_;
+  using Base::workspace_;
+  using typename Base::Loads;
+  using typename Base::Steps;
+  static constexpr int kQueryWarp = 0, kGradWarp = 1, kBiasWarp = 2;
+
+ public:
+  __device__ __forceinline__ BackwardBiasDq(const BackwardParams& p, const BackwardBiasMaps& maps,
+                                            const BackwardWorkspace& workspace,
+                                            BackwardPipelinedOptionsStorage<Config>& storage, uint32_t s_tiles,
+                                            int warp, int lane)
+      : Base(p, maps, workspace, storage, s_tiles, warp, lane), bias_map_(maps.bias) {}
+
+  __device__ __forceinline__ void run() {
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) load_and_add();
+    if (lane_ == 0) ptx::tma_store_wait();
+  }
+
+ private:
+  /// Where Q or dO goes.
+  struct LoadedStep {
+    int head, tile;
+    uint32_t stage;
+  };
+  struct LoadedTile {
+    LoadedStep step;
+    int64_t first_term;
+  };
+
+  __device__ __forceinline__ void load_and_add() {
+    Steps step(storage_);
+    Loads loads{step, this->first_term(step)};  // of this warp, next
+    if (warp_ == kQueryWarp) this->load_keys(maps_.k, storage_.k_full, 0);
+    if (warp_ == kGradWarp) this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
+    load_next(loads);
+    if (warp_ != kBiasWarp) load_next(loads);
+    bool waits = warp_ == kGradWarp;  // for its first stage, whose dO all have multiplied a step later
+#pragma unroll 1
+    for (; !step.is_past_end(); step.advance()) {
+      wait_for(storage_.ds_full[at_.stage()], at_.parity());
+      if (!waits) load_next(loads);
+      waits = false;
+      if (workspace_.dq) {
+        this->add(step);
+      } else {
+        arrive_as_warp(storage_.ds_empty[at_.stage()], lane_);
+      }
+      at_.advance();
+    }
+    this->send();
+  }
+
+  __device__ __forceinline__ void load_next(Loads& loads) const {
+    if (warp_ > kBiasWarp || loads.step.is_past_end()) return;
+    const Steps& step = loads.step;
+    if (warp_ == kQueryWarp) {
+      const LoadedTile tile{{step.head, step.tile, step.stage}, loads.first_term};
+      this->load_tile(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, tile);
+    } else if (warp_ == kGradWarp) {
+      const LoadedTile tile{{step.head, step.tile, step.grad_stage()}, loads.first_term};
+      this->load_tile(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta,
+                      storage_.minus_delta, tile);
+    } else {
+      load_bias(step);
+    }
+    this->advance(loads);
+  }
+
+  /// A panel for each warpgroup that computes. That of the step after is fetched to L2: from farther it would come
+  /// late.
+  __device__ __forceinline__ void load_bias(const Steps& step) const {
+    Steps after = step;
+    after.advance();
+    if (lane_ == 0) {
+      const uint32_t s_full = address(storage_.bias_full);
+      ptx::mbarrier_arrive_expect(s_full, Config::kGroups * Config::kBiasPanelBytes);
+#pragma unroll
+      for (int group = 0; group < Config::kGroups; ++group) {
+        const int key = work_tile_.first_key + group * kWarpgroupRows;
+        ptx::tma_load(s_tiles_ + Config::kBiasOffset + group * Config::kBiasPanelBytes, &bias_map_, s_full, key,
+                      step.tile * kBlockM, head_of_bias(step), batch_of_bias());
+        if (!after.is_past_end())
+          ptx::tma_prefetch(&bias_map_, key, after.tile * kBlockM, head_of_bias(after), batch_of_bias());
+      }
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ int head_of_bias(const Steps& step) const { return p_.bias.head_stride ? step.head : 0; }
+  __device__ __forceinline__ int batch_of_bias() const { return p_.bias.batch_stride ? work_tile_.sequence.batch : 0; }
+  static constexpr int kBlockM = Config::kBlockM;
+
+  const CUtensorMap& bias_map_;
+};
+
+}  // namespace flash_ext::sm90
