@@ -341,6 +341,10 @@ def slack_of_rows(call: Call, ref: Result, gradients_of: Sequence[str]) -> Resul
     if gradients_of:
         for name, noise in noise_of_single_keys(call, ref, gradients_of).items():
             slack[name] += noise
+    if "bias" in gradients_of and call.options["bias"].shape[-1] == 1:
+        # A bias that all keys of a row share changes no weight. Its gradient is what rounding leaves of a difference.
+        every_row = torch.ones_like(lse, dtype=torch.bool)
+        slack["dbias"] += noise_of_rows(call, ref, every_row, ("bias",)).get("dbias", 0.0)
     return slack
 
 
@@ -366,8 +370,10 @@ def noise_of_single_keys(call: Call, ref: Result, gradients_of: Sequence[str]) -
     says where they go.
     """
     rows = reference_largest_weights(call, ref["lse"]) >= SINGLE_KEY
-    if not rows.any():
-        return {}
+    return noise_of_rows(call, ref, rows, gradients_of) if rows.any() else {}
+
+
+def noise_of_rows(call: Call, ref: Result, rows: Tensor, gradients_of: Sequence[str]) -> Result:
     eps, dropout = torch.finfo(call.lse_dtype).eps, call.options.get("dropout_p", 0.0) > 0
     norms_q, norms_k = (t.double().nan_to_num(0, 0, 0).norm(dim=-1) for t in (call.q, call.k))
     noise_p = rows * eps * softmax_scale(call) * norms_q.transpose(-1, -2) * norms_k.max()

@@ -3,11 +3,13 @@
 #include <algorithm>
 
 #include "device.h"
+#include "kernels/cpu/attention.h"
 
 namespace flash_ext::api {
 
 void describe_device(const Tensor&, plan::Problem& problem) {
   problem.device = plan::Device::kCpu;
+  problem.matrix_units = cpu::uses_matrix_units();
   problem.num_workers = torch::stable::get_num_threads();
 }
 

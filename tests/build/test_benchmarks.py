@@ -21,12 +21,14 @@ from benchmarks import (
     decode,
     forward_backward,
     gpu_state,
+    masks,
     origins,
     provenance,
     report,
     timing,
 )
 from benchmarks.__main__ import main, make_parser
+from benchmarks.checks import WrongOutput
 from benchmarks.forward_backward import Problem
 from benchmarks.peers import OURS
 from benchmarks.report import Record, Row
@@ -42,6 +44,7 @@ COMMANDS = {
     "decode": ["--heads", "4/2", "--contexts", "2x48", "--head-dim", "16"],
     "options": ["--seqlen", "32", "--tokens", "64", "--hidden", "32", "--head-dim", "16"],
     "sparse": ["--heads", "1", "--densities", "0.3", "1"],
+    "masks": ["--seqlen", "300", "--calls", "1"],
     "module": ["--sizes", "2x24x32/4"],
     "encoder": ["--shapes", "2x8x16/2", "2x8x16/2p", "--layers", "1"],
     "memory": ["--seqlen", "64", "--heads", "1", "--head-dim", "16"],
@@ -93,12 +96,29 @@ def test_question(benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert benchmark in ("options", "sparse") or kept_row.missing == {}
         assert all(value > 0 for value in (*kept_row.measured.values(), *kept_row.shown.values()))
         assert OURS in kept_row.measured
-        assert (PEER_OF.get(benchmark, "sdpa") in kept_row.measured) != ("sdpa" in kept_row.missing)
+        if benchmark != "masks":  # nobody else builds them
+            assert (PEER_OF.get(benchmark, "sdpa") in kept_row.measured) != ("sdpa" in kept_row.missing)
         assert set(kept_row.spread) == (set() if benchmark == "memory" else set(kept_row.measured))
         assert set(kept_row.ratio_spread) == (set() if benchmark == "memory" else set(kept_row.ratios()))
         assert all(spread["lower"] <= spread["upper"] for spread in kept_row.spread.values())
-    if benchmark not in ("memory", "host", "module", "encoder"):
+    if benchmark not in ("memory", "host", "masks", "module", "encoder"):
         assert kept.ceilings["read_tbps"] > 0 and kept.ceilings["matmul_float32_tflops"] > 0
+
+
+def test_masks_are_timed_on_host_and_device(tmp_path: Path) -> None:
+    """And counted: an operator of an eager builder is what the host spends its time on."""
+    run("masks", "--json", str(tmp_path / "run.json"))
+    rows = {kept_row.label: kept_row for kept_row in report.read(tmp_path / "run.json").rows}
+    assert {"causal", "window", "documents", "from_blocks", "causal, transposed"} <= rows.keys()
+    assert all(set(kept_row.figures) == {"device us", "operators", "blocks"} for kept_row in rows.values())
+    assert rows["causal"].figures["blocks"] == 6 and rows["from_blocks"].figures["operators"] > 10
+
+
+def test_a_mask_that_shows_other_pairs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = dataclasses.replace(masks.CAUSAL, rule=lambda n: lambda i, j: j < i)
+    monkeypatch.setattr(masks, "BUILDERS", [wrong])
+    with pytest.raises(WrongOutput, match="causal shows other pairs"):
+        run("masks")
 
 
 def test_provenance_names_no_place_and_nobody(tmp_path: Path) -> None:

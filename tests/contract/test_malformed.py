@@ -563,7 +563,7 @@ def test_an_unknown_instruction_set_raises() -> None:
     code = "import torch, flash_ext as f; q = torch.zeros(1, 2, 1, 8); f.attention(q, q, q)"
     environment = {**os.environ, "FLASH_EXT_CPU_ISA": "mmx"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert run.returncode != 0 and "FLASH_EXT_CPU_ISA must be avx512, avx2 or baseline, got mmx" in run.stderr
+    assert run.returncode != 0 and "FLASH_EXT_CPU_ISA must be amx, avx512, avx2 or baseline, got mmx" in run.stderr
 
 
 def test_unknown_arguments_raise() -> None:

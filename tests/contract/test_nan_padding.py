@@ -93,6 +93,21 @@ def test_values_that_tiles_show_in_part(device: str, poison: float, head_dim: in
     torch.testing.assert_close(after[~shown], before[~shown])
 
 
+@pytest.mark.parametrize("strides", ["contiguous", "heads of q with a stride of 0"])
+@pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
+def test_values_that_a_mask_alone_hides(device: str, dtype: torch.dtype, strides: str) -> None:
+    """In tiles that no window and no length cuts; a stride of 0 goes to other kernels on Hopper."""
+    q, k, v = (torch.randn(1, 300, 2, 64, device=device, dtype=dtype) for _ in range(3))
+    if strides != "contiguous":
+        q = q[:, :, :1].expand(-1, -1, 2, -1)
+    mask = torch.ones(1, 1, 300, 300, dtype=torch.bool, device=device)
+    hidden = [5, 70, 140, 290]
+    mask[..., hidden] = False
+    before = flash_ext.attention(q, k, v, mask=mask)
+    v[:, hidden] = torch.nan
+    torch.testing.assert_close(flash_ext.attention(q, k, v, mask=mask), before)
+
+
 def test_gaps_between_packed_tensors(device: str) -> None:
     call = make_call(seqlen_q=20, seqlen_k=30, device=device, cu_seqlens_q=cumulative([8, 12], device),
                      cu_seqlens_k=cumulative([9, 21], device), seqused_k=int32([4, 20], device),

@@ -32,9 +32,9 @@ def assert_shows(block_mask: BlockMask, visible: Tensor) -> None:
     for got, want in zip(block_mask.tensors[:2], expected[:2], strict=True):
         assert torch.equal(got, want)
     assert torch.equal(block_mask.bitmap_ids < 0, expected[2] < 0)
-    assert (
-        len(block_mask.bitmaps) == len(torch.unique(block_mask.bitmaps, dim=0)) == len(torch.unique(expected[3], dim=0))
-    )
+    assert len(block_mask.bitmaps) == len(torch.unique(block_mask.bitmaps, dim=0))
+    # Bits behind the last query and key say nothing: blocks there may share a bitmap with others.
+    assert len(block_mask.bitmaps) <= len(torch.unique(expected[3], dim=0))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
