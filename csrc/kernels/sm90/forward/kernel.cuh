@@ -75,7 +75,7 @@ class Lane {
   const int lane_ = read();
 };
 
-/// Launches with options make their first work tile later, and read the lane in each role: the role with the fewest
+/// Variants with options make their first work tile later, and read the lane in each role: the role with the fewest
 /// registers else takes both from all.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
