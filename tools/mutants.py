@@ -17,9 +17,9 @@ A CUDA bug is planted in the few objects that its tests reach; the others are as
 and one GPU the list takes two minutes.
 
 The lists are in tools/planted. "= file" names the file of the bugs that follow. Of each bug, lines that begin with "- "
-are the text as it is, those with "+ " the text with the bug, and "? " the arguments of pytest; "! " says that it is
-one of the quick ones, and "* " which of the CUDA objects that see the file are compiled, as a regular expression. A bug
-that changes no result that the contract speaks of does not belong there.
+are the text as it is, those with "+ " the text with the bug, and "? " the arguments of pytest, with stars in names of
+files; "! " says that it is one of the quick ones, and "* " which of the CUDA objects that see the file are compiled, as
+a regular expression. A bug that changes no result that the contract speaks of does not belong there.
 
 Fails where a bug survives, where its text is gone from the sources (then the list
 has to follow), where it does not compile, and where its tests do not exist.
@@ -206,7 +206,7 @@ class Copy:
                     return Verdict(bug, "does not build", error, time.monotonic() - start)
             if not tests:
                 return Verdict(bug, "builds", "", time.monotonic() - start)
-            found = judge(bug, run_tests(self.root, ["-x", *shlex.split(bug.tests)], bug, TEST_SECONDS))
+            found = judge(bug, run_tests(self.root, ["-x", *tests_of(bug)], bug, TEST_SECONDS))
             return Verdict(bug, *found, time.monotonic() - start)
         finally:
             for original in changed:
@@ -236,6 +236,12 @@ class Copy:
 class TestRun:
     status: int | None  # pytest's; None: it was stopped after TEST_SECONDS
     failed: tuple[str, ...]
+
+
+def tests_of(bug: Bug) -> Iterator[str]:
+    """Arguments of pytest, names of files spelled out."""
+    for word in shlex.split(bug.tests):
+        yield from sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(word)) if "*" in word else [word]
 
 
 def run_tests(root: Path, arguments: Iterable[str], bug: Bug, seconds: float | None = None) -> TestRun:

@@ -24,4 +24,6 @@ int64_t row_alignment() { return 1; }
 
 bool wants_value_checks(const Tensor&) { return true; }
 
+TorchSettings torch_settings(const Tensor&, bool /*backward*/) { return {}; }  // always deterministic, never TF32
+
 }  // namespace flash_ext::api

@@ -51,8 +51,10 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
         return int((self.offsets[..., -1:] - self.offsets[..., :1]).sum())
 
     def __repr__(self) -> str:
-        blocks = f"block_size={self.block_size}, blocks={self.num_blocks}, density={self.density:.3g}"
-        return f"BlockMask(shape={self.shape}, {blocks}, device='{self.offsets.device}')"
+        text = f"BlockMask(shape={self.shape}, block_size={self.block_size}"
+        if type(self.offsets) is Tensor and not self.offsets.is_meta:
+            text += f", blocks={self.num_blocks}, density={self.density:.3g}"
+        return f"{text}, device='{self.offsets.device}')"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):

@@ -17,6 +17,7 @@ from flash_ext.masks.bitmaps import no_bitmaps
 from flash_ext.masks.lists import (
     FULL,
     Lists,
+    can_read,
     ceil_div,
     compacted,
     entries,
@@ -114,7 +115,7 @@ def lists_of_edges(edges: Edges, changes: Tensor, blocks: Blocks, room: int) -> 
         segment.masked_fill(is_full.index_select(0, segment), FULL),
         bitmaps,
     )
-    return compacted(lists) if bitmaps.device.type == "cpu" else lists
+    return compacted(lists) if can_read(bitmaps) else lists
 
 
 def _bits(edges: Edges, columns: Tensor, blocks: Blocks) -> Tensor:

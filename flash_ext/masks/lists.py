@@ -1,5 +1,6 @@
 """The lists of a block mask, and grids of its blocks: torch operations on the device of their inputs, without a wait of
-the host. Shapes follow what the host knows; on a CPU lists are cut to what is there.
+the host. Shapes follow what the host knows; on a CPU lists are cut to what is there, but in compiled code and of fake
+tensors.
 
 A grid is int32 (batch, heads, rows, columns), batch and heads 1 where all are the same: of each block the number of its
 bitmap, ``FULL`` or ``HIDDEN``. `rows` and `columns` count blocks.
@@ -30,8 +31,8 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def lists_of_grid(grid: Tensor, bitmaps: Tensor, waits: bool = False) -> Lists:
-    """The lists of a grid. On a GPU they have room for all blocks, and anything behind the last one, unless the host
-    waits to cut them."""
+    """The lists of a grid. They have room for all blocks, and anything behind the last one, unless they are cut: where
+    that takes no waiting, or the host waits."""
     batch, heads, rows, columns = grid.shape
     if grid.numel() == 0:
         return no_blocks(batch, heads, rows, bitmaps)
@@ -40,7 +41,7 @@ def lists_of_grid(grid: Tensor, bitmaps: Tensor, waits: bool = False) -> Lists:
     block = owners(starts, entries(grid.numel(), grid))
     offsets = offsets_of_rows(starts, (batch, heads, rows), columns)
     lists = Lists(offsets, block % columns, blocks.index_select(0, block), bitmaps)
-    return compacted(lists) if waits or grid.device.type == "cpu" else lists
+    return compacted(lists) if waits or can_read(grid) else lists
 
 
 def no_blocks(batch: int, heads: int, rows: int, bitmaps: Tensor) -> Lists:
@@ -70,6 +71,11 @@ def offsets_of_rows(starts: Tensor, sizes: tuple[int, int, int], segments: int) 
     batch, heads, rows = sizes
     of_head = rows * segments
     return starts.as_strided((batch, heads, rows + 1), (heads * of_head, of_head, segments)).contiguous()
+
+
+def can_read(x: Tensor) -> bool:
+    """Whether the host knows values without waiting: none of a GPU, and none at all of what is only traced."""
+    return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 def compacted(lists: Lists) -> Lists:

@@ -202,6 +202,16 @@ def test_usable_as_a_key() -> None:
     assert masks[BlockMask.causal(64, 64)] == "causal" and len(masks) == 2
 
 
+def test_repr_of_what_has_no_values() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    line = "BlockMask(shape=(1, 1, 100, 100), block_size=(32, 32), device='{}')"
+    assert repr(BlockMask.causal(100, 100, (32, 32)).to("meta")) == line.format("meta")
+    with FakeTensorMode():
+        made = [BlockMask.causal(100, 100, (32, 32)), BlockMask.causal(100, 100, (32, 32)).transpose()]
+    assert [repr(mask) for mask in made] == 2 * [line.format("cpu")]
+
+
 def test_repr_is_a_line() -> None:
     mask = BlockMask.causal(1024, 1024)
     shown = "BlockMask(shape=(1, 1, 1024, 1024), block_size=(128, 128), blocks=36, density=0.562, device='cpu')"

@@ -385,3 +385,26 @@ def test_attention_by_lists_with_room(device: str) -> None:
     loose = BlockMask(mask.offsets, *room, mask.bitmaps, 300, 400)
     expected = reference.attention(q, k, v, reference.Options(mask=mask.to_dense()))[0]
     torch.testing.assert_close(flash_ext.attention(q, k, v, block_mask=loose), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["window", "dilated", "strided", "top_k", "transpose", "both"])
+def test_builders_compile_in_one_graph(device: str, pattern: str) -> None:
+    """Their lists have shapes that the compiler knows."""
+    size = (300, 300)
+    patterns: dict[str, Callable[[Tensor], BlockMask]] = {
+        "window": lambda x: BlockMask.sliding_window(*size, (70, 3), 5, (64, 64), device=device),
+        "dilated": lambda x: BlockMask.dilated(*size, 1, 2, (64, 64), causal=True, device=device),
+        "strided": lambda x: BlockMask.strided(*size, 1, 2, (64, 64), causal=True, device=device),
+        "top_k": lambda x: BlockMask.top_k(x, x, 2, (64, 64), causal=True),
+        "transpose": lambda x: BlockMask.causal(*size, (64, 64), device=device).transpose(),
+        "both": lambda x: patterns["window"](x) & patterns["strided"](x),
+    }
+    build = patterns[pattern]
+    x = random(1, 300, 2, 16, device=device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(x: Tensor) -> Tensor:
+        return flash_ext.attention(x, x, x, block_mask=build(x))
+
+    expected = flash_ext.attention(x, x, x, mask=build(x).to_dense())
+    torch.testing.assert_close(attend(x), expected, rtol=1e-4, atol=1e-5)

@@ -98,7 +98,7 @@ class TileRegisters {
 #if defined(__AMX_BF16__)
 
 /// Compilers know nothing of the memory that tile instructions read: what was stored before must be stored by then.
-FLASH_EXT_INLINE void finish_stores() { __asm__ volatile("" ::: "memory"); }
+FLASH_EXT_INLINE void finish_stores() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
 /// Where the tiles of an operand lie: its rows, its second tile, its next depth.
 struct TileOperand {
