@@ -23,7 +23,7 @@ struct ScoreTerms {
 };
 
 /// Of base-2 scores divided by `scale`. With kPlain, a row without a stabiliser, whose scores were -inf until now, gets
-/// a sum that look_for_failure() notices. kRounds: the scaled score is rounded, as the stabiliser was. Else see
+/// a sum that find_failures() notices. kRounds: the scaled score is rounded, as the stabiliser was. Else see
 /// FixedStabiliser.
 template <bool kPlain, bool kRounds = false, int kN>
 __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&stabiliser)[2],

@@ -37,6 +37,8 @@ struct ForwardConfig {
   static constexpr int kValueStages = kShape.value_stages;
   static constexpr int kRegisters = kShape.registers;
   static constexpr int kProducerRegisters = kShape.producer_registers;
+  static constexpr int kKeyParts = kBlockN / kKeyGroup;         // of a tile, in which masks and biases come
+  static constexpr int kDrawsBits = kDrops ? kBlockN / 16 : 1;  // groups of keys of Philox, in a tile
   static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
   static constexpr int kCtasPerSm = kShape.ctas_per_sm;
   static constexpr bool kOverlaps = kShape.overlaps;
@@ -55,7 +57,8 @@ struct ForwardConfig {
   static constexpr int kValueBytes = tile_bytes(kBlockN, kHeadDimV);
   static constexpr int kOutBytes = tile_bytes(kWarpgroupRows, kHeadDimV);
   static constexpr bool kOutInRings = kShape.out_in_rings, kOutInShared = !kShape.stores_registers;
-  static constexpr int kBiasSlots = kShape.bias_slots;
+  // Room for what draws share comes from the bias.
+  static constexpr int kBiasSlots = kShape.bias_slots - (kDrops && kShape.bias_slots != 3 ? 1 : 0);
   // Places of Q: while out of a tile of queries leaves through its Q's slot, the next Q comes into the other.
   static constexpr int kQuerySlots = kOutInRings || !kOutInShared ? 1 : 2;
   // In each slot Q of each warpgroup; stages of K; of V; bias of each warpgroup.
@@ -66,7 +69,7 @@ struct ForwardConfig {
   static constexpr int kBiasPartBytes = panel_bytes(kWarpgroupRows);
   // What masks leave of a tile, for each warpgroup and 64 keys; kKeyStages of them.
   static constexpr int kBitsOffset = kBiasOffset + kGroups * kBiasSlots * kBiasPartBytes;
-  static constexpr int kBitsBytes = kGeneral ? kGroups * (kBlockN / 64) * kWarpgroupRows * 8 : 0;
+  static constexpr int kBitsBytes = kGeneral ? kGroups * kKeyParts * kWarpgroupRows * 8 : 0;
   static constexpr int kTilesBytes = kBitsOffset + kKeyStages * kBitsBytes;
 
   // A score 11 above the stabiliser overflows P in float16. Some models give a sequence's first key that much, so the

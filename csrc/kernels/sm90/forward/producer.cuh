@@ -1,35 +1,29 @@
-// The warps that feed those that compute: one acquires work tiles, one loads Q and stores out, one loads K
-// and V, and one sanitises V where Inf and NaN may be hidden.
+// The warps that feed those that compute: one loads Q and stores out, one loads K and V, and one sanitises V where Inf
+// and NaN may be hidden.
 #pragma once
 
-#include <new>
-
+#include "arguments.cuh"
 #include "kernels/common/sanitise.cuh"
-#include "kernels/ptx/tensor_map.h"
 #include "kernels/ptx/tma.h"
+#include "key_tiles.cuh"
+#include "scheduler.cuh"
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
-struct ForwardMaps {
-  CUtensorMap q, k, v, out;
-};
-
 template <class Config>
 class ForwardProducer {
  public:
-  using Storage = ForwardStorage<Config>;
+  using Storage = ForwardStorageOf<Config>;
   using WorkTile = ForwardWorkTile<Config>;
-  // Work is taken up when so many tiles of keys of the one before are still to be loaded: what a CTA takes early is
-  // spread less evenly, but its loads do not wait for it.
-  static constexpr int kTilesAhead = 3;
+  using Tiles = std::conditional_t<Config::kListsBlocks, ListedTiles<Config>, RangeTiles<Config>>;
   static constexpr int kPanels = panels(Config::kHeadDim);
   static constexpr int kValuePanels = panels(Config::kHeadDimV);
 
-  __device__ __forceinline__ ForwardProducer(const ForwardParams& p, const ForwardMaps& maps, Storage& storage,
-                                             char* tiles, int lane)
-      : p_(p),
-        maps_(maps),
+  __device__ __forceinline__ ForwardProducer(const ForwardArguments<Config>& arguments, Storage& storage, char* tiles,
+                                             int lane)
+      : p_(arguments.call.p),
+        maps_(arguments.maps),
         storage_(storage),
         s_q_(ptx::shared_address(tiles)),
         s_k_(s_q_ + Config::kKeysOffset),
@@ -37,66 +31,18 @@ class ForwardProducer {
         v_(reinterpret_cast<uint4*>(tiles + Config::kValuesOffset)),
         lane_(lane) {}
 
-  /// Into the slot that is to be filled next; says whether there is such a work tile: shorter sequences have fewer.
-  /// kFirst: nobody has had a slot, and barriers need not be there yet.
-  template <bool kFirst, class Schedule>
-  __device__ __forceinline__ bool make_work_tile(const Schedule& schedule, int64_t position) {
-    const TileIndex tile = schedule.locate(position);
-    const Sequence sequence(p_, tile.sequence, tile.head);
-    const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-    if (tile.tile >= blocks) return false;
-    const int first_query = first_query_of(tile.tile, blocks, sequence.seqlen_q);
-    const int end_query = first_query_of(tile.tile + 1, blocks, sequence.seqlen_q);
-    if (!kFirst)
-      while (wait_for_slot(slot_)) requeue_tile(slot_);
-    const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
-    new (&storage_.work_tile_in(slot_.stage())) WorkTile(p_, sequence, first_query, end_query, tail_in_memory);
-    schedule.trim(position, storage_.work_tile_in(slot_.stage()));
-    return true;
-  }
-
-  __device__ __forceinline__ void prefetch_maps() const {
-    ptx::prefetch_tensor_map(&maps_.q);
-    ptx::prefetch_tensor_map(&maps_.k);
-    ptx::prefetch_tensor_map(&maps_.v);
-    ptx::prefetch_tensor_map(&maps_.out);
-  }
-
-  /// By the thread that will schedule work, before the CTA waits for its barriers: making a work tile takes long.
+  /// What one of the four warps does.
   template <class Schedule>
-  __device__ __forceinline__ void make_first_work_tile(const Schedule& schedule) {
-    storage_.zero_slots();
-    made_first_ = true;
-    if (schedule.list) ptx::wait_for_previous_grid();  // which lists the tiles
-    has_first_ = make_work_tile<true>(schedule, blockIdx.x);
+  __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule) {
+    if (warp == 0) run_keys();
+    if (warp == 1) run_queries();
+    if (warp == 2) run_values();
+    if (warp == 3 && lane_ == 0) scheduler.run(schedule);
   }
 
-  /// Fills the slots with the work tiles of this CTA, and with those that failed once more. By one thread.
-  template <class Schedule>
-  __device__ __forceinline__ void schedule_work_tiles(const Schedule& schedule) {
-    if (has_first_) publish_tile();
-    for (int64_t position = made_first_ ? schedule.next(blockIdx.x) : blockIdx.x; position < schedule.size();
-         position = schedule.next(position))
-      if (make_work_tile<false>(schedule, position)) {
-        publish_tile();
-      } else if (schedule.list) {
-        break;  // without one, a sequence has fewer tiles than the longest
-      }
-    // One of the last ones that fails is requeued into the slot that has been free for longest, and looked at again
-    // there: it may fail twice.
-    RingPosition<Config::kSlots> at = slot_;
-    for (int unchecked = Config::kSlots; unchecked > 0; --unchecked, at.advance())
-      if (wait_for_slot(at)) {
-        requeue_tile(at);
-        ++unchecked;
-      }
-    wait_for_slot(slot_);
-    storage_.has_work_tile[slot_.stage()] = false;
-    ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
-  }
-
-  /// Q of each warpgroup as soon as there is a slot for it; then out of the work tile before.
-  __device__ __forceinline__ void load_queries_and_store_out() {
+ protected:
+  /// Warp 1: Q of each warpgroup as soon as there is a slot for it; then out of the work tile before.
+  __device__ __forceinline__ void run_queries() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     uint32_t parities = 0;      // bit g: of q_empty[g]
     uint32_t query_slots = 0;   // bit g: of the next Q of warpgroup g
@@ -121,12 +67,7 @@ class ForwardProducer {
           ptx::mbarrier_wait(address(storage_.q_empty[g]), (parities >> g & 1) ^ 1);
           parities ^= 1u << g;
         }
-        if (lane_ == 0) {
-          const int tile = tile_of(query_slots, g);
-          load<kPanels>(maps_.q, address(storage_.q_full[tile]), s_q_ + tile * Config::kQueryBytes, kWarpgroupRows,
-                        first_row + g * kWarpgroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
-        }
-        __syncwarp();  // no lane falls behind by phases, whose parity repeats
+        load_query(*work_tile, g, first_row, query_slots);
       }
       store_out(out_parities);
       const int tiles = work_tile->tiles.end - work_tile->tiles.begin;
@@ -151,11 +92,11 @@ class ForwardProducer {
     store_out(out_parities);
   }
 
-  /// K and V of all tiles, in the order of the visits. With kOutInRings, a slot of each for out comes after the last.
-  /// That of V is published by the warp that sanitises, as it is free later than the stage of the next K. Waiting for
-  /// it is not needed here: a stage is free when the one before it in the ring is, and between two slots there is a
+  /// Warp 0: K and V of all tiles, in the order of the visits. With kOutInRings, a slot of each for out comes after the
+  /// last. That of V is published by the warp that sanitises, as it is free later than the stage of the next K. Waiting
+  /// for it is not needed here: a stage is free when the one before it in the ring is, and between two slots there is a
   /// tile.
-  __device__ __forceinline__ void load_keys() {
+  __device__ __forceinline__ void run_keys() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kKeyStages> k_at;
     RingPosition<Config::kValueStages> v_at;
@@ -163,24 +104,27 @@ class ForwardProducer {
     bool is_first = true;  // of all tiles: what the first products need comes before V, as all CTAs start at once
     while (const WorkTile* const work_tile = queue.front()) {
       const Sequence& s = work_tile->sequence;
-      const int begin = work_tile->tiles.begin, first_row = static_cast<int>(s.k_begin);
-      const int announced = min(begin + kTilesAhead, work_tile->tiles.end - 1);
+      Tiles tiles(p_, *work_tile, lane_);
+      const int begin = tiles.begin();
+      const int announced = min(begin + Tiles::kTilesAhead, work_tile->tiles.end - 1);
       for (int rank = work_tile->tiles.end - 1; rank >= begin; --rank) {
         if (rank == announced && lane_ == 0) ptx::mbarrier_arrive(address(storage_.work_tile_loaded));
-        const int tile = work_tile->tile_at(rank), row = first_row + tile * Config::kBlockN;
+        const auto keys = tiles.take(rank);
+        const int row = tiles.row(keys.tile);
         wait_for_stage(storage_.k_empty, storage_.out_left_keys, k_at, k_slots);
         if (lane_ == 0) {
+          if constexpr (Config::kListsBlocks) storage_.listed_keys[k_at.stage()] = keys;
           load<kPanels>(maps_.k, address(storage_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
-                        Config::kBlockN, row, s.head_kv, s.batch, p_.seq.cu_seqlens_k);
+                        Config::kBlockN, row, s.head_kv, s.batch, tiles.packed());
         }
         k_at.advance();
         if (Config::kValuesWait && is_first) wait_for_queries(*work_tile);
         is_first = false;
         wait_for_stage(storage_.v_empty, storage_.out_left_values, v_at, v_slots);
         if (lane_ == 0) {
-          const uint64_t& came = (work_tile->is_sanitised(tile) ? storage_.v_raw : storage_.v_full)[v_at.stage()];
+          const uint64_t& came = (work_tile->is_sanitised(keys.tile) ? storage_.v_raw : storage_.v_full)[v_at.stage()];
           load<kValuePanels>(maps_.v, address(came), s_v_ + v_at.stage() * Config::kValueBytes, Config::kBlockN, row,
-                             s.head_kv, s.batch, p_.seq.cu_seqlens_k);
+                             s.head_kv, s.batch, tiles.packed());
         }
         v_at.advance();
         __syncwarp();
@@ -199,9 +143,9 @@ class ForwardProducer {
     }
   }
 
-  /// Takes Inf and NaN out of V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. For each tile it
-  /// waits, and releases it: the parity cannot tell a phase from the one before the last.
-  __device__ __forceinline__ void sanitise_values() {
+  /// Warp 2: takes Inf and NaN out of V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. For each
+  /// tile it waits, and releases it: the parity cannot tell a phase from the one before the last.
+  __device__ __forceinline__ void run_values() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
     OutSlots slots;
@@ -232,40 +176,7 @@ class ForwardProducer {
     }
   }
 
-  /// Of a tile of queries. The one that is no whole one stands last where options know groups of queries.
-  __device__ __forceinline__ static int first_query_of(int block, int blocks, int seqlen_q) {
-    if (Config::kGeneral || Config::kListsBlocks) return min(block * Config::kBlockM, seqlen_q);
-    return first_query_of_tile(block, blocks, seqlen_q, Config::kBlockM);
-  }
-
- protected:
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
-
-  /// Until all are done with what was in a slot; says whether that failed.
-  __device__ __forceinline__ bool wait_for_slot(const RingPosition<Config::kSlots>& at) const {
-    ptx::mbarrier_wait(address(storage_.work_tile_empty[at.stage()]), at.parity() ^ 1);
-    return storage_.work_tile_in(at.stage()).failed;
-  }
-
-  __device__ __forceinline__ void requeue_tile(const RingPosition<Config::kSlots>& failed) {
-    storage_.work_tile_in(failed.stage()).repeat();
-    // Seldom, and by bytes: a copy of the whole takes registers that the producer lacks, words would alias its members.
-    const auto* const s_from = reinterpret_cast<const unsigned char*>(&storage_.work_tile_in(failed.stage()));
-    auto* const s_to = reinterpret_cast<unsigned char*>(&storage_.work_tile_in(slot_.stage()));
-#pragma unroll 1
-    for (int at = 0; at < static_cast<int>(sizeof(WorkTile)); ++at) s_to[at] = s_from[at];
-    publish_tile();
-  }
-
-  /// The work tile in slot_. Returns when most of its loads are issued: it is then time to acquire another.
-  __device__ __forceinline__ void publish_tile() {
-    storage_.has_work_tile[slot_.stage()] = true;
-    ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
-    static_assert(Config::kSlots % 2 == 0, "the parity of a stage is that of all works before it");
-    const uint32_t parity = slot_.stage() & 1;
-    slot_.advance();
-    ptx::mbarrier_wait(address(storage_.work_tile_loaded), parity);
-  }
 
   /// A tile of V under way to `stage`, which is full behind it.
   __device__ __forceinline__ void sanitise_tile(WorkTile& work_tile, int tile, int stage) {
@@ -303,6 +214,18 @@ class ForwardProducer {
     ptx::mbarrier_wait(address(empty[at.stage()]), at.parity() ^ 1);
     if (!Config::kOutInRings || !slots.reclaim(at.stage())) return;
     ptx::mbarrier_wait(address(out_left[at.stage()]), slots.last_parity(at.stage()));
+  }
+
+  /// Q of a warpgroup, into the slot that its bit of `query_slots` says.
+  __device__ __forceinline__ void load_query(const WorkTile& work_tile, int g, int first_row,
+                                             uint32_t query_slots) const {
+    const Sequence& s = work_tile.sequence;
+    if (lane_ == 0) {
+      const int tile = tile_of(query_slots, g);
+      load<kPanels>(maps_.q, address(storage_.q_full[tile]), s_q_ + tile * Config::kQueryBytes, kWarpgroupRows,
+                    first_row + g * kWarpgroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
+    }
+    __syncwarp();  // no lane falls behind by phases, whose parity repeats
   }
 
   __device__ __forceinline__ static int tile_of(uint32_t query_slots, int g) {
@@ -397,9 +320,7 @@ class ForwardProducer {
   const uint32_t s_q_, s_k_, s_v_;
   uint4* const v_;
   const int lane_;
-  uint32_t raw_parities_ = 0;                    // bit s: of v_raw[s]
-  RingPosition<Config::kSlots> slot_;            // to be filled next
-  bool made_first_ = false, has_first_ = false;  // by make_first_work_tile(): it looked for one, and found one
+  uint32_t raw_parities_ = 0;  // bit s: of v_raw[s]
 };
 
 }  // namespace flash_ext::sm90

@@ -46,7 +46,7 @@ struct ForwardShape {
   int registers;      // of a thread that computes
   int producer_registers;  // of the others
   // The variant with options: parts of a bias that each warpgroup has room for, and whether out has none in shared
-  // memory. With dropout there are fewer parts (ForwardOptionsConfig).
+  // memory. With dropout there are fewer parts (ForwardConfig).
   int bias_slots = 0;
   bool stores_registers = false;
   int ctas_per_sm = 1;
@@ -100,6 +100,9 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardTiles tiles = 
   }
 }
 
+/// Keys of a part of a tile, in which masks and biases come.
+constexpr int kKeyGroup = 64;
+
 /// Cycles of a tile of queries and one of keys: products of 16 bits, or the exponentials and what goes with them, which
 /// bind at head_dim 64.
 constexpr double tile_cycles(const ForwardShape& shape, const HeadDims& dims) {
@@ -112,11 +115,11 @@ constexpr double tile_cycles(const ForwardShape& shape, const HeadDims& dims) {
 enum class ForwardVariant {
   kPlain,         // products scaled by a positive number, within a window
   kScoreOptions,  // softcap, ALiBi, any scale
-  kBias,          // a bias of the inputs' dtype (options_kernel.cuh)
+  kBias,          // a bias of the inputs' dtype (traverse_visible.cuh)
   kMask,          // masks
   kGeneral,       // all of these
   kDropout,       // all of these, and dropout
-  kBlocks,        // a block mask alone, whose blocks are made of whole tiles (blocks_kernel.cuh)
+  kBlocks,        // a block mask alone, whose blocks are made of whole tiles (traverse_listed.cuh)
 };
 
 /// What a call of the variant with options asks for.

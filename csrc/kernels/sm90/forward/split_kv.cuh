@@ -10,9 +10,9 @@
 // of the sums is that of the keys, whoever computed them.
 #pragma once
 
+#include "kernels/common/sanitise.cuh"
 #include "kernels/sm90/common/store_rows.cuh"
-#include "producer.cuh"
-#include "split_kv.h"
+#include "scheduler.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -128,21 +128,6 @@ SplitKvSchedule schedule_split_forward(const AttentionParams& p, const KeySplits
   return schedule;
 }
 
-template <class Config>
-using ScheduleOf = std::conditional_t<Config::kSplitsKv, SplitKvSchedule, ForwardSchedule>;
-
-template <class Config>
-ScheduleOf<Config> make_schedule(const AttentionParams& p, const KeySplits& splits, const WorkListPlan& list,
-                                 void* workspace) {
-  if constexpr (Config::kSplitsKv) {
-    return schedule_split_forward<Config>(p, splits, list, workspace);
-  } else {
-    ForwardSchedule schedule = schedule_forward<Config>(p, workspace);
-    use_list(schedule, list, workspace);
-    return schedule;
-  }
-}
-
 /// Columns of out that a CTA combines: what write_out_row() exchanges. More CTAs have more loads under way.
 constexpr int kCombinedColumns = 32;
 
@@ -159,7 +144,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
   const TileIndex tile = schedule.locate(schedule.splits.first_tile + work_tile);
   const Sequence sequence(p, tile.sequence, tile.head);
   const auto first_query_of = [&](int block) {
-    return ForwardProducer<Config>::first_query_of(block, schedule.blocks_m, sequence.seqlen_q);
+    return ForwardWorkTile<Config>::first_query_of(block, schedule.blocks_m, sequence.seqlen_q);
   };
   const int end_query = first_query_of(tile.tile + 1);
   const int first_query = first_query_of(tile.tile) + group * kWarpgroupRows, first_row = first_query + warp * 16;

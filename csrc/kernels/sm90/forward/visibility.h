@@ -10,8 +10,6 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kKeyGroup = 64;
-
 /// The pairs of 64 queries and 64 keys that see each other. Four parts of 16 bits for a query; bit 2 n + c of part t is
 /// key 8 n + 2 t + c: what lane t of a quad holds of a row of scores.
 struct PairBits {

@@ -4,7 +4,7 @@
 
 #include "kernels/ptx/tma.h"
 #include "kernels/sm90/common/float_rows.cuh"
-#include "storage.cuh"
+#include "scheduler.cuh"
 
 namespace flash_ext::sm90 {
 

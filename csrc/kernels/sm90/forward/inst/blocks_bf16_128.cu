@@ -1,7 +1,7 @@
-#include "kernels/sm90/forward/blocks_kernel.cuh"
+#include "kernels/sm90/forward/variants.cuh"
 
 namespace flash_ext::sm90 {
 
-template void run_forward_blocks<__nv_bfloat16, 128>(const ForwardParams&, void*, cudaStream_t);
+template void run_forward<ForwardFamily::kBlocks, __nv_bfloat16, 128>(const ForwardCall&);
 
 }  // namespace flash_ext::sm90

@@ -1,11 +1,12 @@
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/sm90/common/dispatch.h"
+#include "kernels/sm90/common/schedule.cuh"
 #include "kernels/sm90/forward/aligned_bias.cuh"
-#include "kernels/sm90/forward/blocks.h"
 #include "kernels/sm90/forward/forward.h"
+#include "kernels/sm90/forward/forward_call.h"
 #include "kernels/sm90/forward/split_kv.h"
-#include "kernels/sm90/forward/storage.cuh"
+#include "kernels/sm90/forward/variant_of_call.h"
 #include "kernels/sm90/forward/visibility.cuh"
 
 namespace flash_ext::sm90 {
@@ -18,11 +19,8 @@ __global__ void clear_counter(unsigned long long* counter) {
 
 /// Queries of a tile of the variant with options.
 int general_block_m(const ForwardParams& p) {
-  const VariantOptions call = {p.dropout.rule.threshold > 0, p.bias.data != nullptr, p.bias.dtype == p.dtype,
-                               p.mask.data || p.blocks.offsets,
-                               scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)};
-  return forward_options_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), forward_variant(call)).groups *
-         kWarpgroupRows;
+  const ForwardVariant variant = forward_variant(variant_options(p));
+  return forward_options_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), variant).groups * kWarpgroupRows;
 }
 
 /// Of the variant with options: the counter of the schedule, or the list that has it; an aligned bias; what masks
@@ -42,16 +40,6 @@ void clear_forward_workspace(void* workspace, cudaStream_t stream) {
   launch("sm90/forward", clear_counter, {dim3(1), dim3(1)}, stream, static_cast<unsigned long long*>(workspace));
 }
 
-// Instantiated in the files beside this one.
-template <class Element, int kHeadDim, int kHeadDimV>
-void run_forward(const ForwardParams& params, int64_t block_n, const KeySplits& splits, void* workspace,
-                 cudaStream_t stream);
-template <class Element, int kHeadDim>
-void run_forward_options(const ForwardParams& params, const ForwardVisibility& visible, void* workspace,
-                         cudaStream_t stream);
-template <class Element, int kHeadDim>
-void run_forward_blocks(const ForwardParams& params, void* workspace, cudaStream_t stream);
-
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits) {
   if (lists_blocks(blocks_call(params))) return forward_blocks_order(params, params.block_m).bytes();
   if (has_forward_options(params)) return ForwardOptionsWorkspace(params).bytes;
@@ -64,24 +52,24 @@ int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, co
 
 void forward(const ForwardParams& params, int64_t block_n, const KeySplits& splits, void* workspace,
              cudaStream_t stream) {
+  ForwardCall call = {params, block_n, splits, {}, workspace, stream};
   if (lists_blocks(blocks_call(params))) {
     return with_forward_blocks_types(params, [&](auto element, auto head_dim) {
-      run_forward_blocks<decltype(element), decltype(head_dim)::value>(params, workspace, stream);
+      run_forward<ForwardFamily::kBlocks, decltype(element), decltype(head_dim)::value>(call);
     });
   }
   if (!has_forward_options(params)) {
     return with_forward_types(params, [&](auto element, auto head_dim, auto head_dim_v) {
-      run_forward<decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(params, block_n, splits,
-                                                                                             workspace, stream);
+      run_forward<ForwardFamily::kRange, decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(
+          call);
     });
   }
   char* const memory = static_cast<char*>(workspace);
   const ForwardOptionsWorkspace entries(params);
-  ForwardParams p = params;
-  p.bias = align_bias(params, memory + entries.bias_offset, stream);
-  const ForwardVisibility visible = find_visibility(p, memory + entries.visibility_offset, stream);
-  with_forward_options_types(p, [&](auto element, auto head_dim) {
-    run_forward_options<decltype(element), decltype(head_dim)::value>(p, visible, workspace, stream);
+  call.p.bias = align_bias(params, memory + entries.bias_offset, stream);
+  call.visible = find_visibility(call.p, memory + entries.visibility_offset, stream);
+  with_forward_options_types(call.p, [&](auto element, auto head_dim) {
+    run_forward<ForwardFamily::kOptions, decltype(element), decltype(head_dim)::value>(call);
   });
 }
 

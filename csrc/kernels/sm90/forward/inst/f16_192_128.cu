@@ -1,7 +1,7 @@
-#include "kernels/sm90/forward/scores_kernel.cuh"
+#include "kernels/sm90/forward/variants.cuh"
 
 namespace flash_ext::sm90 {
 
-template void run_forward<__half, 192, 128>(const ForwardParams&, int64_t, const KeySplits&, void*, cudaStream_t);
+template void run_forward<ForwardFamily::kRange, __half, 192, 128>(const ForwardCall&);
 
 }  // namespace flash_ext::sm90

@@ -1,8 +1,7 @@
-#include "kernels/sm90/forward/options_kernel.cuh"
+#include "kernels/sm90/forward/variants.cuh"
 
 namespace flash_ext::sm90 {
 
-template void run_forward_options<__nv_bfloat16, 128>(const ForwardParams&, const ForwardVisibility&, void*,
-                                                      cudaStream_t);
+template void run_forward<ForwardFamily::kOptions, __nv_bfloat16, 128>(const ForwardCall&);
 
 }  // namespace flash_ext::sm90

@@ -1,6 +1,6 @@
+#include "kernels/common/scheduler/work_list.cuh"
 #include "kernels/launch.h"
 #include "kernels/sm90/common/warpgroup.h"
-#include "kernels/sm90/forward/storage.cuh"
 #include "kernels/sm90/forward_f32/forward_f32.h"
 #include "kernels/sm90/forward_f32/shape.h"
 

@@ -1,4 +1,5 @@
-// Which calls the forward's variant of block masks serves, and in which order it takes tiles of queries.
+// What decides which variant of the forward serves a call (shape.h), and in which order that of block masks takes tiles
+// of queries.
 #pragma once
 
 #include "kernels/common/dropout/philox.h"
@@ -7,6 +8,11 @@
 #include "split_kv.h"
 
 namespace flash_ext::sm90 {
+
+inline VariantOptions variant_options(const AttentionParams& p) {
+  return {p.dropout.rule.threshold > 0, p.bias.data != nullptr, p.bias.dtype == p.dtype,
+          p.mask.data || p.blocks.offsets, scales_first(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)};
+}
 
 inline BlocksCall blocks_call(const AttentionParams& p) {
   const bool other_options = p.bias.data || p.mask.data || p.dropout.rule.threshold > 0 ||

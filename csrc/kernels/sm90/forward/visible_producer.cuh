@@ -1,144 +1,51 @@
-// The warps that load, in the forward's variant with options: a list of tiles drives them, and says with each tile who
-// visits it.
+// The warps that load, in the variants with options: a list of tiles drives them, and says with each tile who visits
+// it.
 #pragma once
 
+#include "kernels/common/dropout/random_bits.cuh"
 #include "kernels/ptx/bulk.h"
-#include "options.cuh"
 #include "producer.cuh"
+#include "visible_tiles.cuh"
 
 namespace flash_ext::sm90 {
 
-/// The tiles of a work tile that masks leave, from the last to the first. A warp looks at 32 at a time. Each warp that
-/// loads has its own, so that none of them waits for another. kFindsBits: it says where the bits of a mask stand.
-template <class Config, bool kFindsBits = false>
-class TileList {
- public:
-  static constexpr int kKeyParts = Config::kKeyParts, kEntries = Config::kGroups * kKeyParts;  // of a tile
-
-  __device__ __forceinline__ TileList(const ForwardVisibility& visible, const ForwardWorkTile<Config>& work_tile,
-                                      int lane)
-      : visible_(visible), work_tile_(work_tile), lane_(lane), first_(work_tile.tiles.end - 1) {
-    look();
-    skip();
-  }
-
-  /// The next one. With no tile at all, one that nobody visits.
-  __device__ __forceinline__ TileMetadata take() {
-    if (!left_) return {0, TileMetadata::kLast};
-    const int k = __ffs(static_cast<int>(left_)) - 1;
-    left_ &= left_ - 1;
-    TileMetadata metadata = {first_ - k, __shfl_sync(~0u, mine_, k)};
-    if (kFindsBits && visible_.entries) {
-#pragma unroll
-      for (int i = 0; i < kEntries; ++i) {
-        const int entry = __shfl_sync(~0u, entries_[i], k);
-        if (lane_ == i) entry_ = entry;
-      }
-    }
-    metadata.flags |= run() << TileMetadata::kRun;
-    skip();
-    if (!left_) metadata.flags |= TileMetadata::kLast;
-    return metadata;
-  }
-
-  /// Of the tile taken last: lane g * kKeyParts + k has the place of part k for warpgroup g, if that visits the tile.
-  __device__ __forceinline__ int entry() const { return entry_; }
-
- private:
-  __device__ __forceinline__ void look() {
-    mine_ = flags_of(first_ - lane_);
-    left_ = __ballot_sync(~0u, mine_ != 0);
-    full_lanes_ = __ballot_sync(~0u, is_full(mine_));
-  }
-
-  /// But for masks, and for every warpgroup that has rows.
-  __device__ __forceinline__ bool is_full(uint32_t flags) const {
-    if (flags & (TileMetadata::kAll << TileMetadata::kPartial)) return false;
-    for (int g = 0; g < Config::kGroups; ++g)
-      if (work_tile_.has_rows(g) && !(flags >> g & 1)) return false;
-    return true;
-  }
-
-  /// TileMetadata::run() of the tile taken last.
-  __device__ __forceinline__ uint32_t run() const {
-    const uint32_t partial = left_ & ~full_lanes_;
-    const uint32_t before_partial = partial ? left_ & ((partial & -partial) - 1) : left_;
-    // The last one that was looked at may be the last of the work tile.
-    return max(__popc(before_partial) - (partial ? 0 : 1), 0);
-  }
-
-  __device__ __forceinline__ void skip() {
-    while (!left_ && first_ - 32 >= work_tile_.tiles.begin) {
-      first_ -= 32;
-      look();
-    }
-  }
-
-  __device__ __forceinline__ uint32_t flags_of(int tile) {
-    if (tile < work_tile_.tiles.begin) return 0;
-    uint32_t flags = 0;
-#pragma unroll
-    for (int g = 0; g < Config::kGroups; ++g) {
-      if (tile < work_tile_.rows[g].begin || tile >= work_tile_.rows[g].end) continue;
-      const bool partial = tile < work_tile_.rows[g].full_begin || tile >= work_tile_.rows[g].full_end;
-      flags |= (flag_of(g, tile) | static_cast<uint32_t>(partial) << TileMetadata::kPartial) << g;
-    }
-    if (!(flags & TileMetadata::kAll)) return 0;
-    const bool may_be_masked = work_tile_.sanitised && visible_.entries;
-    return may_be_masked || work_tile_.is_sanitised(tile) ? flags | TileMetadata::kSanitised : flags;
-  }
-
-  /// Those of a warpgroup 0.
-  __device__ __forceinline__ uint32_t flag_of(int group, int tile) {
-    constexpr uint32_t kSeen = 1, kSeenPartly = 1 | 1u << TileMetadata::kPartly;
-    if (!visible_.entries) return kSeen;
-    const int* const g_entries = visible_.row(work_tile_.sequence.batch, work_tile_.sequence.head,
-                                              work_tile_.first_query / kWarpgroupRows + group) +
-                                 tile * kKeyParts;
-    bool none = true, all = true;
-#pragma unroll
-    for (int k = 0; k < kKeyParts; ++k) {
-      const int entry = __ldg(g_entries + k);
-      if constexpr (kFindsBits) entries_[group * kKeyParts + k] = entry;
-      none &= entry == kNonePairs;
-      all &= entry == kAllPairs;
-    }
-    return none ? 0 : all ? kSeen : kSeenPartly;
-  }
-
-  const ForwardVisibility& visible_;
-  const ForwardWorkTile<Config>& work_tile_;
-  const int lane_;
-  int first_;                                    // the tile of lane 0; that of the next lane is before it
-  uint32_t mine_, left_;                         // flags of this lane's; lanes whose tiles are to be visited
-  uint32_t full_lanes_;                          // lanes whose tiles need no note but for masks
-  int entries_[kFindsBits ? kEntries : 1] = {};  // of this lane's tile
-  int entry_ = 0;
-};
-
 template <class Config>
-class ForwardOptionsProducer : public ForwardProducer<Config> {
+class ForwardVisibleProducer : public ForwardProducer<Config> {
   using Base = ForwardProducer<Config>;
   using Base::address;
   using Base::lane_;
   using Base::p_;
   using WorkTile = ForwardWorkTile<Config>;
-  using List = TileList<Config>;
-  using ListOfBits = TileList<Config, true>;
+  using List = VisibleTiles<Config>;
+  using ListOfBits = VisibleTiles<Config, true>;
 
  public:
-  __device__ __forceinline__ ForwardOptionsProducer(const ForwardParams& p, const ForwardOptionsTerms& options,
-                                                    const ForwardMaps& maps, const CUtensorMap& bias_map,
-                                                    ForwardOptionsStorage<Config>& storage, char* tiles, int lane)
-      : Base(p, maps, storage, tiles, lane),
-        options_(options),
-        bias_map_(bias_map),
+  __device__ __forceinline__ ForwardVisibleProducer(const ForwardArguments<Config>& arguments,
+                                                    ForwardVisibleStorage<Config>& storage, char* tiles, int lane)
+      : Base(arguments, storage, tiles, lane),
+        options_(arguments.call.options),
+        bias_map_(arguments.maps.bias),
         storage_(storage),
         s_bias_(ptx::shared_address(tiles) + Config::kBiasOffset),
         s_bits_(ptx::shared_address(tiles) + Config::kBitsOffset) {}
 
-  /// K of the tiles in the list, what masks leave of them, what their draws share, and the metadata.
-  __device__ __forceinline__ void load_keys() {
+  /// What one of the four warps does.
+  template <class Schedule>
+  __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule) {
+    if (warp == 0) {
+      run_keys();
+    } else if (warp == 1) {
+      run_queries();
+    } else if (warp == 2) {
+      run_values();
+    } else if (lane_ == 0) {
+      scheduler.run(schedule);
+    }
+  }
+
+ private:
+  /// Warp 0: K of the tiles in the list, what masks leave of them, what their draws share, and the metadata.
+  __device__ __forceinline__ void run_keys() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kKeyStages> at;
     PhiloxKey seeds = {};
@@ -169,9 +76,9 @@ class ForwardOptionsProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// V of the tiles in the list, which this warp sanitises where Inf and NaN may be hidden. Its own arrival says that
-  /// it has done with a tile.
-  __device__ __forceinline__ void load_values() {
+  /// Warp 2: V of the tiles in the list, which this warp sanitises where Inf and NaN may be hidden. Its own arrival
+  /// says that it has done with a tile.
+  __device__ __forceinline__ void run_values() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
     while (WorkTile* const work_tile = queue.front()) {
@@ -195,8 +102,8 @@ class ForwardOptionsProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// Q of each warpgroup when it has computed its last S, and then the parts of a bias.
-  __device__ __forceinline__ void load_queries_and_bias() {
+  /// Warp 1: Q of each warpgroup when it has computed its last S, and then the parts of a bias.
+  __device__ __forceinline__ void run_queries() {
     static_assert(Config::kQuerySlots == 1 && !Config::kOutInShared);
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     uint32_t parities = 0;  // bit g: of q_empty[g]
@@ -224,25 +131,18 @@ class ForwardOptionsProducer : public ForwardProducer<Config> {
     }
   }
 
- private:
   __device__ __forceinline__ uint32_t head_of(const WorkTile& work_tile) const {
     return static_cast<uint32_t>(work_tile.sequence.batch * static_cast<int>(p_.heads_q) + work_tile.sequence.head);
   }
 
   __device__ __forceinline__ void load_queries(const WorkTile& work_tile, uint32_t& parities) const {
-    const Sequence& s = work_tile.sequence;
-    const int first_row = static_cast<int>(s.q_begin) + work_tile.first_query;
+    const int first_row = static_cast<int>(work_tile.sequence.q_begin) + work_tile.first_query;
 #pragma unroll
     for (int g = 0; g < Config::kGroups; ++g) {
       if (!work_tile.has_rows(g)) continue;
       ptx::mbarrier_wait(address(storage_.q_empty[g]), (parities >> g & 1) ^ 1);
       parities ^= 1u << g;
-      if (lane_ == 0) {
-        this->template load<Base::kPanels>(this->maps_.q, address(storage_.q_full[g]),
-                                           this->s_q_ + g * Config::kQueryBytes, kWarpgroupRows,
-                                           first_row + g * kWarpgroupRows, s.head, s.batch, p_.seq.cu_seqlens_q);
-      }
-      __syncwarp();  // no lane falls behind by phases, whose parity repeats
+      this->load_query(work_tile, g, first_row, 0);
     }
   }
 
@@ -288,7 +188,7 @@ class ForwardOptionsProducer : public ForwardProducer<Config> {
 
   const ForwardOptionsTerms& options_;
   const CUtensorMap& bias_map_;
-  ForwardOptionsStorage<Config>& storage_;
+  ForwardVisibleStorage<Config>& storage_;
   const uint32_t s_bias_, s_bits_;
 };
 

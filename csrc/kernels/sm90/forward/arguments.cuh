@@ -1,0 +1,112 @@
+// What the host makes of a call for the kernel, which finds it in constant memory.
+#pragma once
+
+#include "kernels/ptx/tensor_map.h"
+#include "kernels/sm90/common/softmax.cuh"
+#include "kernels/sm90/common/tensor_map.h"
+#include "split_kv.cuh"
+#include "visibility.h"
+
+namespace flash_ext::sm90 {
+
+struct ForwardMaps {
+  CUtensorMap q, k, v, out;
+
+  __device__ __forceinline__ void prefetch() const {
+    ptx::prefetch_tensor_map(&q);
+    ptx::prefetch_tensor_map(&k);
+    ptx::prefetch_tensor_map(&v);
+    ptx::prefetch_tensor_map(&out);
+  }
+};
+
+template <class Config>
+ForwardMaps encode_maps(const ForwardParams& p) {
+  return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kWarpgroupRows),
+          encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
+          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
+          encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kWarpgroupRows)};
+}
+
+/// What the host makes of a call. Kernels find it in constant memory.
+struct ForwardOptionsTerms {
+  ScoreTerms terms;
+  // A product becomes a score to base 2 by `scale`. With softcap, with ALiBi, or where what is added cannot be divided
+  // by it, that is done first, and `scale` is 1.
+  float scale;
+  float bias_factor;  // of a bias, which is added before `scale`
+  float most_bias;    // of saturate_bias()
+  float keep_scale;   // of dropout
+  bool scales_first, adds_alibi, adds_bias;
+  ForwardVisibility visible;
+};
+
+inline ForwardOptionsTerms forward_options_terms(const ForwardParams& p) {
+  ForwardOptionsTerms options{ScoreTerms(p)};
+  const float scale = static_cast<float>(p.softmax_scale) * kLog2E;
+  options.adds_alibi = p.alibi_slopes != nullptr;
+  options.adds_bias = p.bias.data != nullptr;
+  options.scales_first = scales_first(p.softcap, options.adds_alibi, p.softmax_scale);
+  options.scale = options.scales_first ? 1.0f : scale;
+  options.bias_factor = kLog2E / options.scale;
+  options.most_bias = most_bias(options.bias_factor);
+  options.keep_scale = static_cast<float>(p.dropout.rule.keep_scale);
+  return options;
+}
+
+template <class Config>
+using ForwardScheduleOf =
+    std::conditional_t<Config::kGeneral, ForwardOptionsSchedule,
+                       std::conditional_t<Config::kListsBlocks, ForwardBlocksSchedule,
+                                          std::conditional_t<Config::kSplitsKv, SplitKvSchedule, ForwardSchedule>>>;
+
+/// The parameters of the kernel, besides the schedule.
+template <class Config, bool kGeneral = Config::kGeneral>
+struct ForwardParameters {
+  struct Call {
+    ForwardParams p;
+  };
+  using Maps = ForwardMaps;
+  using Terms = ScoreTerms;
+};
+
+/// With options.
+template <class Config>
+struct ForwardParameters<Config, true> {
+  struct Call {
+    ForwardParams p;
+    ForwardOptionsTerms options;
+  };
+  struct Maps : ForwardMaps {
+    CUtensorMap bias;
+  };
+  struct Terms {};
+};
+
+/// The same as the roles of a CTA see them.
+template <class Config>
+struct ForwardArguments {
+  using Parameters = ForwardParameters<Config>;
+
+  const typename Parameters::Call& call;
+  const typename Parameters::Maps& maps;
+  const typename Parameters::Terms& terms;
+
+  __device__ __forceinline__ const ScoreTerms& score_terms() const {
+    if constexpr (Config::kGeneral) {
+      return call.options.terms;
+    } else {
+      return terms;
+    }
+  }
+  /// Of scores, to base 2. Score options apply theirs before.
+  __device__ __forceinline__ float scale() const {
+    if constexpr (Config::kGeneral) {
+      return call.options.scale;
+    } else {
+      return Config::kScoreOptions ? 1.0f : static_cast<float>(call.p.softmax_scale) * kLog2E;
+    }
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,196 @@
+// The end of a work tile: whether it needs recomputing, and its rows of out and lse.
+#pragma once
+
+#include "kernels/common/sanitise.cuh"
+#include "kernels/sm90/common/store_rows.cuh"
+#include "rows.cuh"
+#include "split_kv.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Config>
+class ForwardEpilogue : public ForwardRows<Config> {
+  using Base = ForwardRows<Config>;
+
+ protected:
+  using Base::address;
+  using Base::k_at_;
+  using Base::kBlockN;
+  using Base::kD;
+  using Base::lane_;
+  using Base::out_;
+  using Base::p_;
+  using Base::q_at_;
+  using Base::query_tile;
+  using Base::row_sum_;
+  using Base::s_tiles_;
+  using Base::stabiliser_;
+  using Base::storage_;
+  using Base::v_at_;
+  using Base::warp_;
+  using Base::warpgroup_;
+
+ public:
+  using Base::Base;
+  using typename Base::Element;
+  using typename Base::WorkTile;
+
+ protected:
+  /// Whether something overflowed or met Inf or NaN in this warp's rows, or a stabiliser is too large for them, or one
+  /// is missing though the row sees keys.
+  __device__ __forceinline__ void find_failures(WorkTile& work_tile) const {
+    const TileCoordinates<false> at = this->coordinates(work_tile, 0);
+    bool failed = false, overflowed = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = at.row(0, 2 * r);
+      if (row >= work_tile.end_query) continue;
+      const bool met = trace_of_row(out_, r) != 0.0f;
+      failed |= met;
+      if constexpr (Config::kListsBlocks) {
+        overflowed |= has_overflowed(row_sum_[r], met) || !FixedStabiliser<Element>::serves(stabiliser_[r]);
+      } else {
+        const bool too_large = !FixedStabiliser<Element>::serves(stabiliser_[r]);
+        overflowed |= has_overflowed(row_sum_[r], met);
+        overflowed |= sees_keys(work_tile, row) && (stabiliser_[r] == -INFINITY || too_large);
+      }
+    }
+    record_failures(work_tile, failed, overflowed);
+  }
+
+  __device__ __forceinline__ static void record_failures(WorkTile& work_tile, bool failed, bool overflowed) {
+    if (__any_sync(~0u, failed | overflowed)) work_tile.failed = true;
+    if (__any_sync(~0u, overflowed)) work_tile.overflowed = true;
+  }
+
+  /// As far as the window goes.
+  __device__ __forceinline__ static bool sees_keys(const WorkTile& work_tile, int row) {
+    return max(work_tile.sequence.keys_begin(row), work_tile.tiles.begin * kBlockN) <
+           min(work_tile.sequence.keys_end(row), work_tile.tiles.end * kBlockN);
+  }
+
+  /// By a lane's share of a row's sum. A quad of lanes shares a row: the limit leaves room for theirs, and for a
+  /// sink's. `met`: out is not finite; so weights may have been too large for an Element.
+  __device__ __forceinline__ static bool has_overflowed(float sum, bool met) {
+    constexpr float kMostSum = 0x1p100f, kMostWeight = std::is_same_v<Element, __half> ? 65504.0f : kMostSum;
+    return !(sum <= (met ? kMostWeight : kMostSum));
+  }
+
+  /// Normalises the rows and writes them: through shared memory, or from registers.
+  __device__ __forceinline__ void store(const WorkTile& work_tile) {
+    const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows;
+    float scale[2], lse[2];
+    if (first_row < work_tile.end_query) finish_rows(work_tile, scale, lse);
+    if (work_tile.has_out_slots()) {
+      this->wait_for_keys();
+      this->wait_for_values();
+    }
+    if (first_row < work_tile.end_query) {
+      const bool copies_out = work_tile.copies_out(warpgroup_) && !work_tile.met_non_finite;
+      if (copies_out) {
+        const int offset = out_offset<Config>(warpgroup_, q_at_.stage(), k_at_.stage(), v_at_.stage());
+        write_out_tile<Element>(s_tiles_ + offset, out_, scale, warp_ * 16,
+                                ptx::reread(lane_));  // or what follows from it takes registers in the loops
+      } else if (work_tile.part) {
+        store_part(work_tile);
+      } else {
+        store_rows(work_tile, first_row, scale);
+      }
+      if (work_tile.publishes(warpgroup_)) publish_out(copies_out);
+    }
+    if (work_tile.has_rows(warpgroup_)) q_at_.advance();
+    if (first_row < work_tile.end_query && !work_tile.part) store_lse(work_tile, first_row, lse);
+    if (work_tile.has_out_slots()) {
+      this->release(storage_.k_empty[k_at_.stage()]);
+      k_at_.advance();
+      this->release_values();
+    }
+  }
+
+  /// What normalises the rows of out, and their lse.
+  __device__ __forceinline__ void finish_rows(const WorkTile& work_tile, float (&scale)[2], float (&lse)[2]) const {
+    float sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = row_sum_[r] + __shfl_xor_sync(~0u, row_sum_[r], 1);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    RowEnd ends[2];
+    if (p_.sink) {
+      const float sink = static_cast<const float*>(p_.sink)[work_tile.sequence.head];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) ends[r] = finish_row(stabiliser_[r], sum[r], sink);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) ends[r] = finish_row_approx(stabiliser_[r], sum[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scale[r] = ends[r].scale;
+      lse[r] = ends[r].lse;
+    }
+  }
+
+  __device__ __forceinline__ void store_lse(const WorkTile& work_tile, int first_row, const float (&lse)[2]) const {
+    float* g_lse = static_cast<float*>(p_.lse.data) + work_tile.sequence.lse_offset(p_.lse);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + warp_ * 16 + 8 * r + lane_ / 4;
+      if (lane_ % 4 == 0 && row < work_tile.end_query) g_lse[row] = lse[r];
+    }
+  }
+
+  /// To TMA (producer.cuh).
+  __device__ __forceinline__ void publish_out(bool copies_out) {
+    storage_.out_is_here[query_tile()] = copies_out;
+    // By every thread, for what it wrote. The fence before the copy is that of who starts it.
+    ptx::mbarrier_arrive(address(storage_.out_full[query_tile()]));
+  }
+
+  /// From registers, in 16-byte pieces.
+  __device__ __forceinline__ void store_rows(const WorkTile& work_tile, int first_row, const float (&scale)[2]) const {
+    const auto rows = query_rows<Element>(p_.out, work_tile.sequence);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + warp_ * 16 + 8 * r + lane_ / 4;
+      Element* const g_row = row < work_tile.end_query ? rows.row(row) : nullptr;
+      write_out_row(g_row, out_, r, scale[r], lane_, static_cast<int>(p_.head_dim_v));
+    }
+  }
+
+  /// As the registers are, for combine_splits_kernel().
+  __device__ __forceinline__ void store_part(const WorkTile& work_tile) const {
+    float4* const g_part = PartTile<Config>::of_lane(work_tile.part, warpgroup_, warp_, lane_);
+#pragma unroll
+    for (int d = 0; d < kD; ++d) g_part[d * 32] = float4{out_[d][0], out_[d][1], out_[d][2], out_[d][3]};
+    *PartTile<Config>::state(g_part) = float4{stabiliser_[0], stabiliser_[1], row_sum_[0], row_sum_[1]};
+    if (lane_ == 0) *PartTile<Config>::met_non_finite(g_part, lane_) = work_tile.met_non_finite;
+  }
+
+  /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
+  __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile) const {
+    if constexpr (Config::kScoreOptions) {
+      // There are no masks, and what follows from them would take registers in the loops.
+      AttentionParams without_masks;
+      without_masks.head_dim_v = p_.head_dim_v;
+      add_hidden_non_finite(work_tile, without_masks);
+    } else {
+      add_hidden_non_finite(work_tile, p_);
+    }
+  }
+
+ private:
+  /// `p`: the masks that say who sees which keys.
+  __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile, const AttentionParams& p) const {
+    const Sequence& sequence = work_tile.sequence;
+    const TileSpan tiles = work_tile.rows[warpgroup_];
+    const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows;
+    const auto rows = query_rows<Element>(p_.out, sequence);
+    ptx::barrier_any<kWarpgroupThreads>(1 + warpgroup_, false);  // out is written
+    add_non_finite<Element, kWarpgroupThreads>(p, sequence, rows, key_rows<Element, false>(p_, p_.v, sequence),
+                                               first_row, min(first_row + kWarpgroupRows, work_tile.end_query),
+                                               tiles.begin * kBlockN, min(tiles.end * kBlockN, sequence.seqlen_k),
+                                               32 * warp_ + ptx::reread(lane_));
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,28 @@
+// A call of the forward as the files beside dispatch.cu serve it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/params.h"
+#include "key_splits.h"
+#include "visibility.h"
+
+namespace flash_ext::sm90 {
+
+struct ForwardCall {
+  ForwardParams p;
+  int64_t block_n;
+  KeySplits splits;
+  ForwardVisibility visible;  // with options
+  void* workspace;
+  cudaStream_t stream;
+};
+
+/// Kernels that are compiled together: plain and with options of scores; with bias, masks or dropout; of block masks.
+enum class ForwardFamily { kRange, kOptions, kBlocks };
+
+/// Instantiated in the files of inst/.
+template <ForwardFamily kFamily, class Element, int kHeadDim, int kHeadDimV = kHeadDim>
+void run_forward(const ForwardCall& call);
+
+}  // namespace flash_ext::sm90

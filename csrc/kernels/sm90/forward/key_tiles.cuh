@@ -1,0 +1,118 @@
+// Which tiles of keys the producer loads for a work tile: those of its range, or those of a block mask's list. Ranks
+// count them down to begin().
+#pragma once
+
+#include "work_tile.cuh"
+
+namespace flash_ext::sm90 {
+
+/// The tiles of a range, in the order of the visits.
+template <class Config>
+class RangeTiles {
+ public:
+  // A work tile is taken when so many tiles of keys of the one before are still to be loaded: what a CTA takes early is
+  // spread less evenly, but its loads do not wait for it.
+  static constexpr int kTilesAhead = 3;
+
+  struct Keys {
+    int tile;
+  };
+
+  __device__ __forceinline__ RangeTiles(const ForwardParams& p, const ForwardWorkTile<Config>& work_tile, int)
+      : p_(p),
+        work_tile_(work_tile),
+        begin_(work_tile.tiles.begin),
+        first_row_(static_cast<int>(work_tile.sequence.k_begin)) {}
+
+  __device__ __forceinline__ int begin() const { return begin_; }
+  __device__ __forceinline__ bool packed() const { return p_.seq.cu_seqlens_k; }
+  __device__ __forceinline__ int row(int tile) const { return first_row_ + tile * Config::kBlockN; }
+  __device__ __forceinline__ Keys take(int rank) const { return {work_tile_.tile_at(rank)}; }
+
+ private:
+  const ForwardParams& p_;
+  const ForwardWorkTile<Config>& work_tile_;
+  const int begin_, first_row_;
+};
+
+/// A tile of keys that is listed, as the warps that compute find it beside K.
+struct alignas(16) ListedKeys {
+  int tile;
+  int bitmap;  // that hides some of it; or kFull, or kCut: the sequence ends in it
+  int offset;  // of its first key in its block
+  int run;     // so many tiles behind it are full
+
+  static constexpr int kFull = -1, kCut = -2;
+};
+
+/// The tiles of a work tile, from the last one listed to the first. A warp looks at 32 blocks at a time, one ahead.
+template <class Config>
+class ListedTiles {
+ public:
+  // More than of a range: what is listed is looked up first, and a list may be short.
+  static constexpr int kTilesAhead = 8;
+
+  __device__ __forceinline__ ListedTiles(const ForwardParams& p, const ForwardWorkTile<Config>& work_tile, int lane)
+      : blocks_(p.blocks),
+        tiles_of_block_(static_cast<int>(blocks_.block_n) / Config::kBlockN),
+        seqlen_k_(work_tile.sequence.seqlen_k),
+        first_entry_(work_tile.first_entry),
+        lane_(lane),
+        left_(work_tile.blocks) {
+    ask();
+    take_chunk();
+  }
+
+  __device__ __forceinline__ static constexpr int begin() { return 0; }
+  __device__ __forceinline__ static constexpr bool packed() { return false; }
+  __device__ __forceinline__ static int row(int tile) { return tile * Config::kBlockN; }
+
+  /// The next one; there must be one.
+  __device__ __forceinline__ ListedKeys take(int) {
+    const int block = __shfl_sync(~0u, block_, at_), bitmap = __shfl_sync(~0u, bitmap_, at_);
+    const bool full = full_lanes_ >> at_ & 1;
+    const uint32_t behind = at_ == 31 ? 0u : ~0u << (at_ + 1);
+    const uint32_t stop = ~full_lanes_ & behind;  // lanes beyond the last block are not full
+    const int blocks = stop ? __ffs(static_cast<int>(stop)) - 2 - at_ : 31 - at_;
+    ListedKeys keys = {block * tiles_of_block_ + part_, full ? ListedKeys::kFull : bitmap, part_ * Config::kBlockN,
+                       blocks * tiles_of_block_ + (full ? part_ : 0)};
+    if (!full && part_ > 0) keys.run = 0;
+    if (--part_ < 0) {
+      part_ = tiles_of_block_ - 1;
+      if (++at_ == 32) take_chunk();
+    }
+    return keys;
+  }
+
+ private:
+  /// For the 32 blocks behind those that were taken.
+  __device__ __forceinline__ void ask() {
+    const int entry = left_ - 1 - lane_;
+    coming_block_ = coming_bitmap_ = 0;
+    if (entry < 0) return;
+    coming_block_ = __ldg(blocks_.indices + first_entry_ + entry);
+    coming_bitmap_ = __ldg(blocks_.bitmap_ids + first_entry_ + entry);
+  }
+  __device__ __forceinline__ void take_chunk() {
+    const int most = (seqlen_k_ - 1) / static_cast<int>(blocks_.block_n);
+    const bool exists = lane_ < left_;
+    block_ = min(max(coming_block_, 0), most);
+    bitmap_ = min(coming_bitmap_, static_cast<int>(blocks_.num_bitmaps) - 1);
+    if (bitmap_ < 0) bitmap_ = (block_ + 1) * static_cast<int>(blocks_.block_n) > seqlen_k_ ? ListedKeys::kCut : -1;
+    full_lanes_ = __ballot_sync(~0u, exists && bitmap_ == ListedKeys::kFull);
+    at_ = 0;
+    part_ = tiles_of_block_ - 1;
+    left_ -= 32;
+    ask();
+  }
+
+  const BlockMaskParams& blocks_;
+  const int tiles_of_block_, seqlen_k_, first_entry_, lane_;
+  int left_;            // blocks behind those in registers
+  int block_, bitmap_;  // of this lane
+  int coming_block_, coming_bitmap_;
+  uint32_t full_lanes_;
+  int at_, part_;  // the lane whose block is next, and which tile of it
+};
+
+}  // namespace flash_ext::sm90

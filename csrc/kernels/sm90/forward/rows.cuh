@@ -1,0 +1,305 @@
+// The rows of a consumer warpgroup: 64 queries whose S, P and O are in its registers, where it is in the rings of K and
+// V, and the parts that steps of all traversals are made of.
+#pragma once
+
+#include "arguments.cuh"
+#include "kernels/ptx/barrier.h"
+#include "kernels/ptx/reread.h"
+#include "kernels/ptx/tma.h"
+#include "kernels/ptx/wgmma.h"
+#include "kernels/sm90/common/score_operand.cuh"
+#include "kernels/sm90/common/softmax.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Whether a tile updates the row stabilisers: the first one of a work tile makes them. None: every row of the
+/// warpgroup sees all of the tile, and has a stabiliser.
+enum class RowMaxUpdate { kFirst, kMore, kNone };
+
+/// Barriers are arrived at by warps: wgmma's wait is one of each warp.
+template <class Config>
+class ForwardRows {
+ public:
+  using Element = typename Config::Element;
+  using Storage = ForwardStorage<Config>;
+  using WorkTile = ForwardWorkTile<Config>;
+  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kD = Config::kHeadDimV / 8;
+  static constexpr int kN = kBlockN / 8;
+  static constexpr int kSteps = kBlockN / 16;  // of P V
+  using Scores = float[1][kN][4];
+  using Weights = uint32_t[kSteps][4];  // P as an operand
+  using QueryTile = TileDescriptor<kWarpgroupRows>;
+  using KeyTile = TileDescriptor<kBlockN>;  // and of values
+
+  __device__ __forceinline__ ForwardRows(const ForwardArguments<Config>& arguments, Storage& storage, uint32_t s_tiles,
+                                         int group, int lane, float scale)
+      : p_(arguments.call.p),
+        terms_(arguments.score_terms()),
+        storage_(storage),
+        warpgroup_(group),
+        lane_(lane),
+        warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
+        scale_(scale),
+        keys_(KeyTile::lower_half(s_tiles + Config::kKeysOffset)),
+        s_tiles_(s_tiles) {}
+
+ protected:
+  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
+
+  __device__ __forceinline__ void release(const uint64_t& barrier) const {
+    if (lane_ == 0) ptx::mbarrier_arrive(address(barrier));
+  }
+
+  __device__ __forceinline__ void zero() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      stabiliser_[r] = -INFINITY;
+      row_sum_[r] = 0.0f;
+    }
+#pragma unroll
+    for (int d = 0; d < kD; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out_[d][e] = 0.0f;
+  }
+
+  __device__ __forceinline__ void wait_for_query(const WorkTile& work_tile) {
+    if (!work_tile.has_rows(warpgroup_)) return;
+    ptx::mbarrier_wait(address(storage_.q_full[query_tile()]), q_at_.parity());
+    query_ = QueryTile::lower_half(s_tiles_ + query_tile() * Config::kQueryBytes);
+    if constexpr (Config::kScoreOptions || Config::kGeneral) {
+      const int rows = work_tile.end_query - (work_tile.first_query + warpgroup_ * kWarpgroupRows);
+      if (terms_.cap > 0.0f && rows < kWarpgroupRows) clear_query_rows(rows);
+    }
+  }
+
+  /// Rows of Q from `first` on, which are not the sequence's. By which way scores are capped is a vote of all rows.
+  __device__ __forceinline__ void clear_query_rows(int first) const {
+    constexpr int kPieces = kPanelRowBytes / 16;
+    auto* const s_query = static_cast<uint4*>(__cvta_shared_to_generic(s_tiles_ + query_tile() * Config::kQueryBytes));
+#pragma unroll 1
+    for (int panel = 0; panel < panels(kHeadDim); ++panel)
+#pragma unroll 1
+      for (int at = first * kPieces + warp_ * 32 + lane_; at < kWarpgroupRows * kPieces; at += kWarpgroupThreads)
+        s_query[panel * kWarpgroupRows * kPieces + at] = uint4{0, 0, 0, 0};
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_any<kWarpgroupThreads>(1 + warpgroup_, false);
+  }
+
+  /// Of all slots and warpgroups.
+  __device__ __forceinline__ int query_tile() const { return q_at_.stage() * Config::kGroups + warpgroup_; }
+
+  __device__ __forceinline__ void wait_for_keys() const {
+    ptx::mbarrier_wait(address(storage_.k_full[k_at_.stage()]), k_at_.parity());
+  }
+
+  /// S of the tile is computed, for the last time.
+  __device__ __forceinline__ void release_keys(const WorkTile& work_tile, int tile) {
+    release(storage_.k_empty[k_at_.stage()]);
+    k_at_.advance();
+    if (Config::kOutInRings && tile == work_tile.last_tile(warpgroup_)) release(storage_.q_empty[warpgroup_]);
+  }
+
+  __device__ __forceinline__ void wait_for_values() const {
+    ptx::mbarrier_wait(address(storage_.v_full[v_at_.stage()]), v_at_.parity());
+  }
+
+  __device__ __forceinline__ void release_values() {
+    release(storage_.v_empty[v_at_.stage()]);
+    v_at_.advance();
+  }
+
+  /// S of the tile whose K has come.
+  __device__ __forceinline__ void multiply_qk(Scores& s) const {
+    start_qk(s);
+    ptx::wgmma_wait<0>();
+    fence_operand(s);
+  }
+
+  /// S and P of the tile whose K has come. softmax(s) makes P of S.
+  template <class Softmax>
+  __device__ __forceinline__ void softmax_tile(const WorkTile& work_tile, int tile, Weights& p, Softmax softmax) {
+    Scores s;
+    multiply_qk(s);
+    release_keys(work_tile, tile);
+    softmax(s);
+    pack(p, s);
+  }
+
+  /// P V of a tile.
+  __device__ __forceinline__ void add_values(const Weights& p) {
+    wait_for_values();
+    start_pv(p);
+    finish_pv();
+  }
+
+  __device__ __forceinline__ void finish_pv() {
+    ptx::wgmma_wait<0>();
+    fence_out();
+    release_values();
+  }
+
+  /// S of the tile whose K has come is there, and P V of the tile before under way.
+  __device__ __forceinline__ void start_step(Scores& s, const Weights& p) {
+    start_qk(s);
+    wait_for_values();
+    start_pv(p);
+    ptx::wgmma_wait<1>();
+    fence_operand(s);
+  }
+
+  /// P V of the tile before, S and P of the tile whose K has come. kFixedMax: softmax(s) leaves the row max as it is,
+  /// and so is made beside P V; else it scales out, behind it.
+  template <bool kFixedMax, class Softmax>
+  __device__ __forceinline__ void step(const WorkTile& work_tile, int tile, Weights& p, Softmax softmax) {
+    Scores s;
+    start_step(s, p);
+    release_keys(work_tile, tile);
+    if constexpr (kFixedMax) softmax(s);
+    finish_pv();
+    if constexpr (!kFixedMax) softmax(s);
+    pack(p, s);
+  }
+
+  /// S to P, whose sums are added up.
+  template <RowMaxUpdate kRowMaxUpdate, bool kRounds = false>
+  __device__ __forceinline__ void softmax_step(Scores& s, const WorkTile& work_tile, int tile) {
+    constexpr bool kPlain = kRowMaxUpdate == RowMaxUpdate::kNone;
+    float sum[2];
+    apply_options(s, work_tile, tile);
+    if constexpr (!kPlain) {
+      hide(s, work_tile, tile);
+      update_row_max<kRowMaxUpdate == RowMaxUpdate::kFirst>(s);
+    }
+    exponentiate<kPlain, kRounds>(s, scale_, stabiliser_, sum);
+    add_to_row_sums(sum);
+  }
+
+  __device__ __forceinline__ void add_to_row_sums(const float (&sum)[2]) {
+    row_sum_[0] += sum[0];
+    row_sum_[1] += sum[1];
+  }
+
+  /// A tile that other warpgroups see. Their use of the barriers must not fall behind ours by a whole turn, so we wait.
+  __device__ __forceinline__ void skip_tile() {
+    wait_for_keys();
+    release(storage_.k_empty[k_at_.stage()]);
+    k_at_.advance();
+    wait_for_values();
+    release_values();
+  }
+
+  /// Whether window and lengths hide nothing of a tile.
+  __device__ __forceinline__ bool is_full(const WorkTile& work_tile, int tile) const {
+    const TileSpan& rows = work_tile.rows[warpgroup_];
+    return tile >= rows.full_begin && tile < rows.full_end;
+  }
+
+  __device__ __forceinline__ void hide(Scores& s, const WorkTile& work_tile, int tile) const {
+    if (!is_full(work_tile, tile)) hide_outside_window(s, coordinates(work_tile, tile), work_tile.sequence);
+  }
+
+  /// Products to base-2 scores; hiding comes after.
+  __device__ __forceinline__ void apply_options(Scores& s, const WorkTile& work_tile, int tile) const {
+    if constexpr (Config::kScoreOptions) {
+      const ScoreRules<Element> rules = this->rules(work_tile);
+      scale_and_cap<Config::kCapsByProducts>(s, rules, terms_.softcap, is_full(work_tile, tile));
+      rules.add_alibi(s, coordinates(work_tile, tile));
+    }
+  }
+
+  __device__ __forceinline__ ScoreRules<Element> rules(const WorkTile& work_tile) const {
+    ScoreRules<Element> rules(p_, work_tile.sequence);
+    rules.scale = terms_.scale, rules.cap = terms_.cap;  // or doubles are divided here
+    if constexpr (Config::kScoreOptions) rules.slope = work_tile.slope;
+    return rules;
+  }
+
+  __device__ __forceinline__ TileCoordinates<false> coordinates(const WorkTile& work_tile, int tile) const {
+    const int row = work_tile.first_query + warpgroup_ * kWarpgroupRows + warp_ * 16;
+    return TileCoordinates<false>::of_lane(row, tile * kBlockN, lane_);
+  }
+
+  __device__ __forceinline__ static void fence_operand(Scores& s) {
+    for_each_score(s, [](float& x, int, int, int) { ptx::fence_operand(x); });
+  }
+
+  /// S = Q K^T
+  __device__ __forceinline__ void start_qk(Scores& s) const {
+    using Product = ptx::Wgmma<Element, kBlockN>;
+    const uint32_t key = keys_ + k_at_.stage() * (Config::kKeyBytes / 16);
+    ptx::wgmma_fence();
+    Product::template multiply<false>(s[0], QueryTile::at(query_, 0), KeyTile::at(key, 0));
+#pragma unroll
+    for (int step = 1; step < kHeadDim / 16; ++step)
+      Product::template multiply<true>(s[0], QueryTile::at(query_, QueryTile::along_row(step)),
+                                       KeyTile::at(key, KeyTile::along_row(step)));
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ static void pack(Weights& p, const Scores& s) { pack_operand<Element>(p, s); }
+
+  /// O += P V
+  __device__ __forceinline__ void start_pv(const Weights& p) {
+    using Product = ptx::Wgmma<Element, Config::kHeadDimV>;
+    const uint32_t value =
+        keys_ + (v_at_.stage() * (Config::kValueBytes / 16) + Config::kKeyStages * (Config::kKeyBytes / 16));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      Product::accumulate_transposed(out_, p[step], KeyTile::at(value, KeyTile::down_rows(step)));
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void fence_out() {
+#pragma unroll
+    for (int d = 0; d < kD; ++d)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ptx::fence_operand(out_[d][e]);
+  }
+
+  /// Makes the maximum so far the stabiliser of each row. kFirst: there is none yet, and out is 0.
+  template <bool kFirst = false>
+  __device__ __forceinline__ void update_row_max(const Scores& s) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      if constexpr (kFirst) {
+        stabiliser_[r] = largest * scale_;
+        continue;
+      }
+      const float raised = fmaxf(stabiliser_[r], largest * scale_);
+      const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(stabiliser_[r] - raised);
+      stabiliser_[r] = raised;
+      row_sum_[r] *= factor;
+#pragma unroll
+      for (int d = 0; d < kD; ++d) {
+        out_[d][2 * r] *= factor;
+        out_[d][2 * r + 1] *= factor;
+      }
+    }
+  }
+
+  const ForwardParams& p_;
+  const ScoreTerms& terms_;
+  Storage& storage_;
+  const int warpgroup_, lane_, warp_;
+  const float scale_;   // of scores, to base 2; kScoreOptions has applied it already
+  uint32_t query_ = 0;  // lower half of the descriptor of this work tile's
+  const uint32_t keys_, s_tiles_;
+  RingPosition<Config::kQuerySlots> q_at_;
+  RingPosition<Config::kKeyStages> k_at_;
+  RingPosition<Config::kValueStages> v_at_;
+
+  float out_[kD][4];
+  float stabiliser_[2];  // base 2; -inf while the row has seen no key
+  float row_sum_[2];
+};
+
+}  // namespace flash_ext::sm90

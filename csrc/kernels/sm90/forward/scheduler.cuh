@@ -1,0 +1,173 @@
+// Work tiles: in which order CTAs take them, and the thread of a CTA that makes them and requeues those that failed.
+#pragma once
+
+#include <algorithm>
+#include <new>
+
+#include "kernels/ptx/reread.h"
+#include "kernels/sm90/common/schedule.cuh"
+#include "split_kv.h"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Where all sequences have the same lengths, the tiles of queries of one key head stand side by side: CTAs that
+/// start together then read the same keys, and memory is asked for as much at one time as at another. What balances the
+/// end is the order of the last turns: the tiles with the most keys first or, where all see all keys, those that are no
+/// whole ones last. Else, and in the variant with options with a window, sections of heads whose keys fit into L2,
+/// equally large, so that the last one is no small one.
+template <class Config>
+ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
+  constexpr int64_t kKeyBytesInL2 = 32 << 20;
+  const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
+  const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
+  const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, ratio, heads);
+  const int64_t sections = (heads + fitting - 1) / fitting;
+  const int64_t even = ((heads + sections - 1) / sections + ratio - 1) / ratio * ratio;
+  const bool equal_lengths = has_equal_lengths(p);
+  const bool equal_tiles = equal_lengths && p.window.left < 0 && p.window.right < 0;
+  const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+  const int64_t section = equal_tiles || (equal_lengths && !Config::kGeneral) ? ratio : even;
+  int64_t last = (heads - 1) / section * section;
+  if (equal_lengths && !Config::kGeneral && !(equal_tiles && p.seqlen_q % Config::kBlockM == 0))
+    last = last_section(heads, section, blocks_m, ctas_at_a_time(Config::kShape), equal_tiles);
+  ForwardSchedule schedule = {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(section),
+                              static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
+  schedule.heads_of_entry = LongDivisor(p.heads_q);
+  return schedule;
+}
+
+/// Where batch entries share what is read for each query and key, those of one head follow each other.
+struct ForwardOptionsSchedule : ForwardSchedule {
+  int batch, heads_q;
+  bool batch_first;
+
+  ForwardOptionsSchedule(const ForwardSchedule& schedule, const AttentionParams& p)
+      : ForwardSchedule(schedule),
+        batch(static_cast<int>(p.batch)),
+        heads_q(static_cast<int>(p.heads_q)),
+        batch_first(p.bias.data && p.bias.batch_stride == 0 && p.bias.head_stride != 0 && p.bias.row_stride != 0) {}
+
+  __device__ __forceinline__ TileIndex locate(int64_t position) const {
+    if (list) return list.locate(static_cast<int>(position));
+    ForwardOptionsSchedule here = *this;
+    // What follows from them is computed once a work tile: the producers lack the registers to keep it.
+    here.blocks_m = ptx::reread(blocks_m), here.section_heads = ptx::reread(section_heads);
+    int head, block;
+    here.locate_in_sections(position, head, block);
+    if (batch_first) head = head % batch * heads_q + head / batch;
+    return of_entry(head, block);
+  }
+};
+
+/// Of block masks: a list of tiles of queries, and where the blocks of each begin.
+struct ForwardBlocksSchedule : ForwardSchedule {
+  const int32_t* offsets;
+  int64_t batch_stride, head_stride;
+  int block_m, tiles_of_block, most_blocks;
+
+  /// Leaves a work tile that was made for a position what the mask lists for it.
+  template <class WorkTile>
+  __device__ __forceinline__ void trim(int64_t, WorkTile& work_tile) const {
+    const int32_t* const row = offsets + work_tile.sequence.batch * batch_stride +
+                               work_tile.sequence.head * head_stride + work_tile.first_query / block_m;
+    const int begin = min(max(row[0], 0), most_blocks), end = min(max(row[1], begin), most_blocks);
+    work_tile.list_blocks(begin, end - begin, tiles_of_block);
+  }
+};
+
+/// Fills the slots with the work tiles of a CTA, and with those that failed once more. One thread of the CTA.
+template <class Config>
+class ForwardScheduler {
+ public:
+  using Storage = ForwardStorageOf<Config>;
+  using WorkTile = ForwardWorkTile<Config>;
+
+  __device__ __forceinline__ ForwardScheduler(const ForwardParams& p, Storage& storage) : p_(p), storage_(storage) {}
+
+  /// By the thread that will schedule work, before the CTA waits for its barriers: making a work tile takes long.
+  template <class Schedule>
+  __device__ __forceinline__ void make_first_work_tile(const Schedule& schedule) {
+    storage_.zero_slots();
+    made_first_ = true;
+    if (schedule.list) ptx::wait_for_previous_grid();  // which lists the tiles
+    has_first_ = make_work_tile<true>(schedule, blockIdx.x);
+  }
+
+  template <class Schedule>
+  __device__ __forceinline__ void run(const Schedule& schedule) {
+    if (has_first_) publish_tile();
+    for (int64_t position = made_first_ ? schedule.next(blockIdx.x) : blockIdx.x; position < schedule.size();
+         position = schedule.next(position))
+      if (make_work_tile<false>(schedule, position)) {
+        publish_tile();
+      } else if (schedule.list) {
+        break;  // without one, a sequence has fewer tiles than the longest
+      }
+    // One of the last ones that fails is requeued into the slot that has been free for longest, and looked at again
+    // there: it may fail twice.
+    RingPosition<Config::kSlots> at = slot_;
+    for (int unchecked = Config::kSlots; unchecked > 0; --unchecked, at.advance())
+      if (wait_for_slot(at)) {
+        requeue_tile(at);
+        ++unchecked;
+      }
+    wait_for_slot(slot_);
+    storage_.has_work_tile[slot_.stage()] = false;
+    ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
+
+  /// Into the slot that is to be filled next; says whether there is such a work tile: shorter sequences have fewer.
+  /// kFirst: nobody has had a slot, and barriers need not be there yet.
+  template <bool kFirst, class Schedule>
+  __device__ __forceinline__ bool make_work_tile(const Schedule& schedule, int64_t position) {
+    const TileIndex tile = schedule.locate(position);
+    const Sequence sequence(p_, tile.sequence, tile.head);
+    const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
+    if (tile.tile >= blocks) return false;
+    const int first_query = WorkTile::first_query_of(tile.tile, blocks, sequence.seqlen_q);
+    const int end_query = WorkTile::first_query_of(tile.tile + 1, blocks, sequence.seqlen_q);
+    if (!kFirst)
+      while (wait_for_slot(slot_)) requeue_tile(slot_);
+    const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
+    new (&storage_.work_tile_in(slot_.stage())) WorkTile(p_, sequence, first_query, end_query, tail_in_memory);
+    schedule.trim(position, storage_.work_tile_in(slot_.stage()));
+    return true;
+  }
+
+  /// Until all are done with what was in a slot; says whether that failed.
+  __device__ __forceinline__ bool wait_for_slot(const RingPosition<Config::kSlots>& at) const {
+    ptx::mbarrier_wait(address(storage_.work_tile_empty[at.stage()]), at.parity() ^ 1);
+    return storage_.work_tile_in(at.stage()).failed;
+  }
+
+  __device__ __forceinline__ void requeue_tile(const RingPosition<Config::kSlots>& failed) {
+    storage_.work_tile_in(failed.stage()).requeue();
+    // Seldom, and by bytes: a copy of the whole takes registers that the producer lacks, words would alias its members.
+    const auto* const s_from = reinterpret_cast<const unsigned char*>(&storage_.work_tile_in(failed.stage()));
+    auto* const s_to = reinterpret_cast<unsigned char*>(&storage_.work_tile_in(slot_.stage()));
+#pragma unroll 1
+    for (int at = 0; at < static_cast<int>(sizeof(WorkTile)); ++at) s_to[at] = s_from[at];
+    publish_tile();
+  }
+
+  /// The work tile in slot_. Returns when most of its loads are issued: it is then time to acquire another.
+  __device__ __forceinline__ void publish_tile() {
+    storage_.has_work_tile[slot_.stage()] = true;
+    ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
+    static_assert(Config::kSlots % 2 == 0, "the parity of a stage is that of all works before it");
+    const uint32_t parity = slot_.stage() & 1;
+    slot_.advance();
+    ptx::mbarrier_wait(address(storage_.work_tile_loaded), parity);
+  }
+
+  const ForwardParams& p_;
+  Storage& storage_;
+  RingPosition<Config::kSlots> slot_;            // to be filled next
+  bool made_first_ = false, has_first_ = false;  // by make_first_work_tile(): it looked for one, and found one
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,122 @@
+// The way through the tiles of keys with options of scores: softcap, ALiBi, scales of any sign.
+//
+// It differs from the plain one (traverse_range.cuh) in what a score goes through, and in the order of the tiles. ALiBi
+// makes scores rise on the way to the diagonal, from either side: tiles are visited from there on, so that stabilisers
+// need not rise behind it. Runs of tiles with a fixed row max have a loop of their own, which asks shared memory for
+// nothing but the barriers: what a step waits for before its products, nothing else hides.
+#pragma once
+
+#include "traverse_range.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Config>
+class TraverseFromDiagonal : public TraverseRange<Config> {
+  using Base = TraverseRange<Config>;
+  using Rows = ForwardRows<Config>;
+  using Base::p_;
+  using Base::stabiliser_;
+  using Base::terms_;
+  using Base::warpgroup_;
+  using typename Base::Scores;
+  using typename Base::Weights;
+
+ public:
+  using Base::Base;
+  using typename Base::WorkTile;
+
+ protected:
+  bool small_scores_;  // all scores of this work tile so far, as far as is known; and softcap alone goes before them
+
+  /// From the first tile down, and then from the end down to it.
+  __device__ __forceinline__ void visit(const WorkTile& work_tile) {
+    const TileSpan& rows = work_tile.rows[warpgroup_];
+    this->wait_for_query(work_tile);
+    int tile = work_tile.first_tile(), last = work_tile.tiles.begin;
+#pragma unroll 1
+    while (true) {
+      for (; tile >= max(rows.end, last); --tile) this->skip_tile();
+      const int stop = max(rows.begin, last);
+      if (tile >= stop) {
+        Weights p;
+        this->template softmax_tile<RowMaxUpdate::kMore>(work_tile, tile, p);
+        --tile;
+        if (Config::kSoftcapsSmallScores && small_scores_ && tile >= stop) small_scores_ = stabilisers_are_small();
+#pragma unroll 1
+        while (tile >= stop) {
+          const int fixed_max_stop = work_tile.fixed_max_from(warpgroup_, tile, stop);
+          if (fixed_max_stop <= tile) {
+            tile = Config::kSoftcapsSmallScores && small_scores_
+                       ? steps_of_small_scores(work_tile, tile, fixed_max_stop, p)
+                       : fixed_max_steps(work_tile, tile, fixed_max_stop, p);
+          } else {
+            this->template step<RowMaxUpdate::kMore>(work_tile, tile, p);
+            --tile;
+          }
+        }
+        this->add_values(p);
+      }
+      for (; tile >= last; --tile) this->skip_tile();
+      if (last > work_tile.first_tile()) break;
+      tile = work_tile.tiles.end - 1, last = work_tile.first_tile() + 1;
+    }
+  }
+
+ private:
+  /// Of the tiles from `tile` down to `last`, which raise no stabilisers. Returns the one behind.
+  __device__ __forceinline__ int fixed_max_steps(const WorkTile& work_tile, int tile, int last, Weights& p) {
+    const auto rules = this->rules(work_tile);
+    const TileCoordinates<false> at = this->coordinates(work_tile, tile);
+    AlibiLine line = {tile > work_tile.first_tile() ? -rules.slope : rules.slope,
+                      at.column(0, 0) - at.row(0, 0) - rules.diagonal};
+#pragma unroll 1
+    for (; tile >= last; --tile, line.distance -= Config::kBlockN) {
+      this->wait_for_keys();
+      Rows::template step<true>(work_tile, tile, p, [&](Scores& s) {
+        float sum[2];
+        exponentiate_beside_diagonal<Config::kCapsByProducts>(s, rules, terms_.softcap, line, stabiliser_, sum);
+        this->add_to_row_sums(sum);
+      });
+    }
+    return tile;
+  }
+
+  /// Those of the warpgroup: what the tiles so far say of the others.
+  __device__ __forceinline__ bool stabilisers_are_small() const {
+    const float largest = static_cast<float>(SoftcapSmallScores::kRange) * terms_.cap;
+    return all_of_warpgroup(!(stabiliser_[0] > largest || stabiliser_[1] > largest));
+  }
+
+  __device__ __forceinline__ bool all_of_warpgroup(bool predicate) const {
+    const bool all = !ptx::barrier_any<kWarpgroupThreads>(1 + warpgroup_, !predicate);
+    return __all_sync(~0u, all);  // tells the compiler that warps do not part here
+  }
+
+  /// The same with softcap alone, as long as all scores of the warpgroup are small; whether they are is not asked
+  /// before the exponentials, but beside them. A tile with others is computed again, and the rest of the work tile is
+  /// fixed_max_steps()'. Rows behind the end of a sequence are asked too, as no predicate tells them: they are 0.
+  __device__ __forceinline__ int steps_of_small_scores(const WorkTile& work_tile, int tile, int last, Weights& p) {
+    const auto rules = this->rules(work_tile);
+#pragma unroll 1
+    for (; tile >= last; --tile) {
+      Scores s;
+      this->wait_for_keys();
+      this->start_step(s, p);
+      float sum[2];
+      const bool serves = exponentiate_small_scores(s, terms_.small_scores, stabiliser_, sum);
+      small_scores_ = all_of_warpgroup(serves);
+      this->finish_pv();
+      if (!small_scores_) {
+        this->multiply_qk(s);
+        exponentiate_by_rules<Cap::kTanh, false>(s, rules, terms_.softcap, {}, stabiliser_, sum);
+        last = tile;
+      }
+      this->release_keys(work_tile, tile);
+      this->add_to_row_sums(sum);
+      this->pack(p, s);
+    }
+    return tile;
+  }
+};
+
+}  // namespace flash_ext::sm90

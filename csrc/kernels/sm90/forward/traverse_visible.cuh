@@ -1,0 +1,307 @@
+// The way through the tiles of keys that masks leave, with a bias, masks and dropout.
+//
+// It differs from the plain one (traverse_range.cuh) in five things. A list of tiles drives the loads, made from what
+// masks leave (common/mask/visibility.cuh), and each tile comes with metadata that says which warpgroups visit it.
+// Tiles that ask for no more than bits of a mask, and a bias or dropout, but not both, take steps, in runs that ask the
+// metadata once which groups visit them; others are taken one after the other, as all are at head_dim 64 with dropout.
+// A bias alone and masks alone have kernels without tests for anything else. A warp updates the row stabilisers of its
+// rows as long as one of them has none, or one so low that it must be a padding bias's. And the row sums keep watch: a
+// tile whose sum passes kSumLimit takes the exponent of the sum into the stabiliser, while P is still in float, so that
+// a bias that grows along the keys does not make every tile of queries be computed twice.
+#pragma once
+
+#include "option_scores.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Config>
+class TraverseVisible : public ForwardOptionScores<Config> {
+  using Base = ForwardOptionScores<Config>;
+
+ protected:
+  using Base::add_bias;
+  using Base::add_sums;
+  using Base::address;
+  using Base::ask_for_bias;
+  using Base::ask_for_bits;
+  using Base::ask_for_random_bits;
+  using Base::draw;
+  using Base::drop;
+  using Base::fence_operand;
+  using Base::fence_out;
+  using Base::has_bias;
+  using Base::hide_by_bias;
+  using Base::hide_something;
+  using Base::hide_weights;
+  using Base::k_at_;
+  using Base::kAsksForBias;
+  using Base::kKeyParts;
+  using Base::kOnlyBias;
+  using Base::kOnlyMask;
+  using Base::kSingle;
+  using Base::look;
+  using Base::next_bias_came;
+  using Base::options_;
+  using Base::prepare_random_bits;
+  using Base::release;
+  using Base::release_bias;
+  using Base::release_values;
+  using Base::scale_first;
+  using Base::some_stabiliser_is_low;
+  using Base::stabiliser_;
+  using Base::start_pv;
+  using Base::start_qk;
+  using Base::storage_;
+  using Base::v_at_;
+  using Base::wait_for_random_bits;
+  using Base::wait_for_values;
+  using Base::warpgroup_;
+  using typename Base::BiasPairs;
+  using typename Base::Element;
+  using typename Base::KeptWeights;
+  using typename Base::Scores;
+  using typename Base::SharedRandomBits;
+  using typename Base::VisibleBits;
+  using typename Base::Weights;
+  // S of a tile beside P V of the one before. Not where 128 keys are worth more.
+  static constexpr bool kOverlapsPv = kKeyParts == 1;
+  template <bool kBias>
+  static constexpr bool kHasStep = !kBias || kAsksForBias;
+  // This warp updates the row stabilisers in the next tile; P of the tile before waits for its V; tiles may take steps;
+  // a tile of a run that is left.
+  static constexpr uint32_t kUpdatesRowMax = 1, kWaits = 2, kPipelined = 4, kRun = 8;
+
+ public:
+  using Base::Base;
+  using typename Base::WorkTile;
+
+ protected:
+  __device__ __forceinline__ void visit(const WorkTile& work_tile) {
+    this->wait_for_query(work_tile);
+    mode_ = kUpdatesRowMax;
+    if constexpr (Config::kDrops) prepare_random_bits(work_tile);
+    if (has_bias()) {
+      visit_tiles<true>(work_tile);
+    } else {
+      visit_tiles<false>(work_tile);
+    }
+  }
+
+ private:
+  /// A loop with a bias and one without: registers for what comes ahead of S would have to be cleared in each tile.
+  template <bool kBias>
+  __device__ __forceinline__ void visit_tiles(const WorkTile& work_tile) {
+    if constexpr (kOverlapsPv) {
+      visit_pipelined<kBias>(work_tile);
+    } else {
+      visit_sequentially<kBias>(work_tile);
+    }
+  }
+
+  /// S and P of a tile, and then P V. That S of the next one waits so long leaves registers to the options; the other
+  /// warpgroups have products meanwhile.
+  template <bool kBias>
+  __device__ __forceinline__ void visit_sequentially(const WorkTile& work_tile) {
+    uint32_t flags;
+#pragma unroll 1
+    do {
+      this->wait_for_keys();
+      const TileMetadata metadata = storage_.k_metadata[k_at_.stage()];
+      flags = metadata.flags;
+      if (!metadata.visible(warpgroup_)) {
+        skip_tile();
+        continue;
+      }
+      Weights p;
+      softmax_tile<kBias>(p, work_tile, metadata);
+      add_values(p);
+    } while (!(flags & TileMetadata::kLast));
+    release_query(work_tile);
+  }
+
+  template <bool kBias>
+  __device__ __forceinline__ void visit_pipelined(const WorkTile& work_tile) {
+    Weights p = {};  // or its registers are taken from one work tile to the next, as those of the bias in a step
+    uint32_t flags;
+#pragma unroll 1
+    do {
+      this->wait_for_keys();
+      const TileMetadata metadata = storage_.k_metadata[k_at_.stage()];
+      flags = metadata.flags;
+      if (!kHasStep<kBias> || !(mode_ & kPipelined) || !metadata.is_full_for(warpgroup_)) {
+        visit_alone<kBias>(p, work_tile, metadata);
+      } else if constexpr (kHasStep<kBias>) {
+        mode_ += metadata.run() * kRun;
+        take_steps<kBias>(p);
+      }
+    } while (!(flags & TileMetadata::kLast));
+    release_query(work_tile);
+    if (mode_ & kWaits) add_values(p);
+  }
+
+  /// P V of the tile before, and then S and P of this one, if the warpgroup sees it.
+  template <bool kBias>
+  __device__ __forceinline__ void visit_alone(Weights& p, const WorkTile& work_tile, const TileMetadata& metadata) {
+    if (mode_ & kWaits) add_values(p);
+    if (!metadata.visible(warpgroup_)) return skip_tile();
+    mode_ = (mode_ & kUpdatesRowMax) | kWaits;
+    softmax_tile<kBias>(p, work_tile, metadata);
+    const bool may_pipeline = kHasStep<kBias> && (kSingle || !options_.scales_first) && !work_tile.safe_path;
+    if (may_pipeline && !some_warp_updates_row_max()) mode_ |= kPipelined;
+  }
+
+  __device__ __forceinline__ void release_query(const WorkTile& work_tile) const {
+    if (Config::kQuerySlots == 1 && work_tile.has_rows(warpgroup_)) release(storage_.q_empty[warpgroup_]);
+  }
+
+  /// Of the warpgroup: products are started by all four, so they take the same way to them.
+  __device__ __forceinline__ bool some_warp_updates_row_max() const {
+    return ptx::barrier_any<kWarpgroupThreads>(1 + warpgroup_, mode_ & kUpdatesRowMax);
+  }
+
+  __device__ __forceinline__ void release_keys() {
+    release(storage_.k_empty[k_at_.stage()]);
+    k_at_.advance();
+  }
+
+  __device__ __forceinline__ void skip_tile() {
+    __syncwarp();  // all lanes have read the metadata
+    mode_ &= kUpdatesRowMax;
+    release_keys();
+    wait_for_values();
+    release_values();
+  }
+
+  /// S and P of a tile, whatever the options.
+  template <bool kBias>
+  __device__ __forceinline__ void softmax_tile(Weights& p, const WorkTile& work_tile, const TileMetadata& metadata) {
+    Scores s;
+    uint32_t visible[kKeyParts][2] = {};
+    BiasPairs bias;
+    SharedRandomBits random_bits;
+    if constexpr (Config::kDrops) ask_for_random_bits(random_bits);
+    start_qk(s);
+    const bool hides = look(metadata, visible);
+    if constexpr (kBias && kAsksForBias) ask_for_bias(bias);
+    ptx::wgmma_wait<0>();
+    fence_operand(s);
+    if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
+    release_keys();
+    scale_first(s, work_tile, metadata, !kBias && !hides && this->is_full(work_tile, metadata.tile));
+    if constexpr (kBias) {
+      if (work_tile.safe_path) {
+        add_bias<true>(s, bias);
+      } else {
+        add_bias<false>(s, bias);
+      }
+    }
+    if (hides) hide_by_bits(s, visible);
+    this->hide(s, work_tile, metadata.tile);
+    float sum[2];
+    if (mode_ & kUpdatesRowMax) {
+      this->update_row_max(s);
+      exponentiate<false, true>(s, this->scale_, stabiliser_, sum);
+      if (!work_tile.safe_path && !some_stabiliser_is_low(work_tile)) mode_ ^= kUpdatesRowMax;
+    } else {
+      exponentiate<false>(s, this->scale_, stabiliser_, sum);
+    }
+    add_sums(s, sum, [&] {
+      if constexpr (kBias) hide_by_bias(s);
+    });
+    if constexpr (kBias) release_bias();
+    this->pack(p, s);
+    if constexpr (Config::kDrops) {
+      KeptWeights kept;
+      draw(kept, random_bits);
+      drop(p, kept);
+    }
+  }
+
+  /// What a step knows of its tile: of the bias before it begins, of masks before S is there.
+  template <bool kBias>
+  struct Terms {
+    BiasPairs bias;
+    uint32_t visible[kKeyParts][2];
+    bool hides;
+    bool v_came = false;  // V of the tile before
+  };
+
+  /// P V of the tile before, S and P of this one, and so on for a run of tiles, which the window leaves whole, and in
+  /// which all rows have stabilisers. A warp waits for itself more than for products: each load from shared memory, and
+  /// each look at a barrier, takes some 100 cycles, as products of the others hold them up. So they are asked for ahead
+  /// of what a warp has to do anyway: a bias, and whether the next tile is there, a step ahead.
+  template <bool kBias>
+  __device__ __forceinline__ void take_steps(Weights& p) {
+    Terms<kBias> terms;
+    if constexpr (kBias) ask_for_bias(terms.bias);
+#pragma unroll 1
+    while (true) {
+      Scores s;
+      SharedRandomBits random_bits;
+      if constexpr (Config::kDrops) ask_for_random_bits(random_bits);
+      if constexpr (!kOnlyBias) ask_for_bits(terms.visible);
+      const bool partly = !kOnlyBias && storage_.k_metadata[k_at_.stage()].partly(warpgroup_);
+      start_qk(s);
+      if (!terms.v_came) wait_for_values();
+      start_pv(p);
+      terms.hides = !kOnlyBias && __any_sync(~0u, partly && hide_something(terms.visible));
+      ptx::wgmma_wait<1>();
+      fence_operand(s);
+      if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
+      release_keys();
+      const bool goes_on = mode_ >= kRun;
+      float sum[2];
+      softmax_step(s, terms, sum);
+      ptx::wgmma_wait<0>();
+      fence_out();
+      release_values();
+      bool bias_came = false;
+      const bool k_came = ptx::mbarrier_test(address(storage_.k_full[k_at_.stage()]), k_at_.parity());
+      terms.v_came = ptx::mbarrier_test(address(storage_.v_full[v_at_.stage()]), v_at_.parity());
+      if constexpr (kBias) bias_came = next_bias_came();
+      KeptWeights kept;
+      if constexpr (Config::kDrops) draw(kept, random_bits);
+      add_sums(s, sum, [&] {
+        if constexpr (kBias) hide_by_bias(s);
+        if constexpr (kOnlyMask)
+          if (terms.hides) hide_weights(s, terms.visible);  // else there are no bits of this tile
+      });
+      if constexpr (kBias) {
+        release_bias();
+        if (goes_on) ask_for_bias(terms.bias, bias_came);
+      }
+      this->pack(p, s);
+      if constexpr (Config::kDrops) drop(p, kept);
+      if (!goes_on) break;
+      mode_ -= kRun;
+      if (!k_came) this->wait_for_keys();
+    }
+  }
+
+  /// Products to weights, and their sums. An option alone goes into the addend of the exponential's FMA, where the
+  /// stabiliser is, so that what makes it stands between exponentials, which leave three of four issue slots.
+  template <bool kBias>
+  __device__ __forceinline__ void softmax_step(Scores& s, const Terms<kBias>& terms, float (&sum)[2]) const {
+    float shift[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) shift[r] = stabiliser_[r] == -INFINITY ? 0.0f : -stabiliser_[r];
+    if constexpr (kOnlyBias) {
+      exponentiate_with(s, this->scale_, sum, [&](int n, int e) {
+        const float2 b = ptx::unpack2<Element>(terms.bias[n / 8][n % 8 * 2 + e / 2]);
+        return fmaf(e % 2 == 0 ? b.x : b.y, kLog2E, shift[e / 2]);
+      });
+    } else if (kOnlyMask && terms.hides) {
+      exponentiate_with(s, this->scale_, sum, [&](int n, int e) {
+        return terms.visible[n / 8][e / 2] >> (2 * (n % 8) + e % 2) & 1u ? shift[e / 2] : -INFINITY;
+      });
+    } else {
+      if constexpr (kBias) add_bias<false>(s, terms.bias);
+      if (terms.hides) hide_by_bits(s, terms.visible);
+      exponentiate<false>(s, this->scale_, stabiliser_, sum);
+    }
+  }
+
+  uint32_t mode_;  // kUpdatesRowMax and so on
+};
+
+}  // namespace flash_ext::sm90

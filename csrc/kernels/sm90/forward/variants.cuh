@@ -1,0 +1,127 @@
+// Which variant of the kernel serves a call, and what is made for it on the host.
+#pragma once
+
+#include <stdexcept>
+
+#include "forward_call.h"
+#include "kernel.cuh"
+#include "variant_of_call.h"
+
+namespace flash_ext::sm90 {
+
+/// Has the list of work tiles written, or the counter of those taken cleared.
+template <class Schedule>
+void start_schedule(const Schedule& schedule, const WorkListPlan& list, const ForwardCall& call) {
+  if (list.listed) {
+    fill_work_list(call.p, list, schedule.list, call.stream);
+  } else if (schedule.taken) {
+    clear_forward_workspace(call.workspace, call.stream);
+  }
+}
+
+/// Plain, or with options of scores.
+template <class Config>
+void launch_range(const ForwardCall& call) {
+  const ForwardParams& p = call.p;
+  const WorkListPlan list = forward_work_list(p, Config::kBlockM);
+  const auto schedule = [&] {
+    if constexpr (Config::kSplitsKv) {
+      return schedule_split_forward<Config>(p, call.splits, list, call.workspace);
+    } else {
+      ForwardSchedule schedule = schedule_forward<Config>(p, call.workspace);
+      use_list(schedule, list, call.workspace);
+      return schedule;
+    }
+  }();
+  start_schedule(schedule, list, call);
+  // Without a counter it waits by itself, before it reads anything but lengths that lie on the device.
+  const bool overlaps_previous = schedule.taken || (Config::kSplitsKv && has_equal_lengths(p));
+  launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), overlaps_previous, call.stream);
+  if constexpr (Config::kSplitsKv) combine_splits<Config>(p, schedule, call.stream);
+}
+
+template <class Config>
+void launch_options(const ForwardCall& call) {
+  const ForwardParams& p = call.p;
+  const WorkListPlan list = forward_work_list(p, Config::kBlockM);
+  ForwardOptionsSchedule schedule = {schedule_forward<Config>(p, call.workspace), p};
+  use_list(schedule, list, call.workspace);
+  start_schedule(schedule, list, call);
+  ForwardOptionsTerms options = forward_options_terms(p);
+  options.visible = call.visible;
+  const CUtensorMap bias_map =
+      options.adds_bias ? encode_bias_map(p, p.bias.row_stride == 0 ? 1 : kWarpgroupRows) : CUtensorMap{};
+  launch_forward<Config>({p, options}, {encode_maps<Config>(p), bias_map}, schedule, {}, false, call.stream);
+}
+
+template <class Config>
+void launch_blocks(const ForwardCall& call) {
+  const ForwardParams& p = call.p;
+  const LongestFirst order = forward_blocks_order(p, Config::kBlockM);
+  const WorkList list = order.view(call.workspace);
+  list_longest_first(order, list, call.stream);
+  ForwardBlocksSchedule schedule = {schedule_forward<Config>(p, call.workspace),
+                                    p.blocks.offsets,
+                                    p.blocks.offsets_batch_stride,
+                                    p.blocks.offsets_head_stride,
+                                    static_cast<int>(p.blocks.block_m),
+                                    static_cast<int>(p.blocks.block_n) / Config::kBlockN,
+                                    static_cast<int>(p.blocks.num_blocks)};
+  schedule.list = list;
+  schedule.taken = &list.head->taken;
+  schedule.work_tiles = order.positions();
+  launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), true, call.stream);
+}
+
+/// The plain variant, if these are the tiles that the plan chose.
+template <class Element, int kHeadDim, int kHeadDimV, ForwardTiles kTiles>
+bool launch_plain(const ForwardCall& call) {
+  if constexpr (has_tiles({kHeadDim, kHeadDimV}, kTiles)) {
+    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain, kTiles>;
+    if (call.p.block_m != Config::kBlockM || call.block_n != Config::kBlockN) return false;
+    launch_range<Config>(call);
+    return true;
+  }
+  return false;
+}
+
+template <class Element, int kHeadDim, int kHeadDimV>
+void run_range(const ForwardCall& call) {
+  if (has_score_options(call.p.softcap, call.p.alibi_slopes != nullptr, call.p.softmax_scale))
+    return launch_range<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kScoreOptions>>(call);
+  if (launch_plain<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewQueries>(call)) return;
+  if (launch_plain<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys>(call)) return;
+  if (!launch_plain<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys>(call))
+    throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned");
+}
+
+template <class Element, int kHeadDim>
+void run_options(const ForwardCall& call) {
+  const auto launch = [&](auto variant) {
+    launch_options<ForwardConfig<Element, kHeadDim, kHeadDim, variant.value>>(call);
+  };
+  using std::integral_constant;
+  switch (forward_variant(variant_options(call.p))) {
+    case ForwardVariant::kBias:
+      return launch(integral_constant<ForwardVariant, ForwardVariant::kBias>());
+    case ForwardVariant::kMask:
+      return launch(integral_constant<ForwardVariant, ForwardVariant::kMask>());
+    case ForwardVariant::kDropout:
+      return launch(integral_constant<ForwardVariant, ForwardVariant::kDropout>());
+    default:
+      return launch(integral_constant<ForwardVariant, ForwardVariant::kGeneral>());
+  }
+}
+
+template <ForwardFamily kFamily, class Element, int kHeadDim, int kHeadDimV>
+void run_forward(const ForwardCall& call) {
+  if constexpr (kFamily == ForwardFamily::kBlocks) {
+    launch_blocks<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kBlocks>>(call);
+  } else if constexpr (kFamily == ForwardFamily::kOptions) {
+    run_options<Element, kHeadDim>(call);
+  } else {
+    run_range<Element, kHeadDim, kHeadDimV>(call);
+  }
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,292 @@
+// What a consumer warpgroup of the float32 forward does: S, P and O of 64 queries, and their end.
+#pragma once
+
+#include "kernels/common/score/scores.cuh"
+#include "kernels/ptx/barrier.h"
+#include "kernels/ptx/reread.h"
+#include "kernels/sm90/common/float_products.cuh"
+#include "producer.cuh"
+
+namespace flash_ext::sm90 {
+
+__device__ __forceinline__ int thread_of_warpgroup() { return static_cast<int>(threadIdx.x) % kWarpgroupThreads; }
+
+/// What one warpgroup does.
+template <class Config>
+class ForwardF32Consumer {
+ public:
+  using Storage = ForwardF32Storage<Config>;
+  using WorkTile = ForwardF32WorkTile<Config>;
+  static constexpr int kPanels = Config::kPanels;
+  static constexpr int kPieces = Config::kPieces;
+  using Products = FloatProductsOf<Config::kBlockN>;
+  static constexpr int kSteps = Products::kSteps, kEights = Products::kEights;
+  using Tile = typename Products::Tile;
+  using Weights = typename Products::Operand;
+  using Scores = float[1][kEights][4];
+  using Unit = ScoreUnit<float>;
+
+  __device__ __forceinline__ ForwardF32Consumer(const ForwardParams& p, const ScoreFactors<Unit>& factors,
+                                                Storage& storage, char* shared, int group)
+      : p_(p),
+        factors_(factors),
+        storage_(storage),
+        warpgroup_(group),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
+        query_(PieceDescriptor::lower_half(ptx::shared_address(shared) + group * Config::kQueryBytes)),
+        ring_(PieceDescriptor::lower_half(ptx::shared_address(shared) + Config::kRingOffset)) {}
+
+  __device__ __forceinline__ void run(char* s_query) {
+    ForwardF32Queue<Config> queue(storage_);
+#pragma unroll 1
+    while (const WorkTile* const work_tile = queue.front()) {
+      load_query(*work_tile, s_query);
+      clear();
+      visit(*work_tile);
+      store(*work_tile);
+      if (work_tile->met_non_finite) add_hidden_non_finite(*work_tile);
+      queue.pop(lane_);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int first_row(const WorkTile& work_tile) const {
+    return work_tile.first_query + warpgroup_ * kWarpgroupRows;
+  }
+
+  __device__ __forceinline__ void wait_for_warpgroup() const {
+    ptx::barrier_any<kWarpgroupThreads>(ptx::reread(static_cast<int>(threadIdx.x)) / kWarpgroupThreads, false);
+  }
+
+  __device__ __forceinline__ void load_query(const WorkTile& work_tile, char* s_query) const {
+    wait_for_warpgroup();  // all are done with what was there
+    load_pieces<kPanels, false>(s_query, query_rows<float>(p_.q, work_tile.sequence), first_row(work_tile),
+                                work_tile.end_query, static_cast<int>(p_.head_dim), ptx::reread(thread_of_warpgroup()));
+    ptx::fence_proxy_async_shared();
+    wait_for_warpgroup();
+  }
+
+  __device__ __forceinline__ void visit(const WorkTile& work_tile) {
+    const TileSpan tiles = work_tile.tiles, rows = work_tile.rows[warpgroup_];
+    int tile = tiles.end - 1;
+    for (; tile >= rows.end; --tile) pass();
+#pragma unroll 1
+    for (; tile >= rows.begin; --tile) step(work_tile, tile, tile < rows.full_begin || tile >= rows.full_end);
+    for (; tile >= tiles.begin; --tile) pass();
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      stabiliser_[r] = -INFINITY;
+      row_sum_[r] = 0.0f;
+    }
+    for_each_score(out_, [](float& x, int, int, int) { x = 0.0f; });
+  }
+
+  /// The descriptor of the next piece, which is there then.
+  __device__ __forceinline__ uint32_t wait_for_piece() {
+    ptx::mbarrier_wait(ptx::shared_address(&storage_.full[next_.stage()]), next_.parity());
+    const uint32_t piece = ring_ + next_.stage() * (Config::kStageBytes / 16);
+    next_.advance();
+    return piece;
+  }
+
+  __device__ __forceinline__ void release_piece() {
+    if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&storage_.empty[done_.stage()]));
+    done_.advance();
+  }
+
+  /// A tile that other warpgroups see. We wait, as no use of a barrier may run ahead of another one.
+  __device__ __forceinline__ void pass() {
+#pragma unroll 1
+    for (int piece = 0; piece < 2 * kPieces; ++piece) {
+      wait_for_piece();
+      release_piece();
+    }
+  }
+
+  __device__ __forceinline__ void step(const WorkTile& work_tile, int tile, bool partial) {
+    Scores s;
+    if constexpr (Config::kSmallPieces) {
+      multiply_few_keys(s[0]);
+    } else {
+      multiply_keys(s[0]);
+    }
+    if constexpr (Config::kScoreOptions) {
+      const ScoreRules<float> rules(p_, work_tile.sequence, factors_);
+      rules.scale_and_cap(s);
+      rules.add_alibi(s, coordinates(work_tile, tile));
+    }
+    if (partial) hide_outside_window(s, coordinates(work_tile, tile), work_tile.sequence);
+    float factor[2];
+    update_row_max(s, factor);
+    float sum[2];
+    exponentiate(s, sum);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) row_sum_[r] = fmaf(row_sum_[r], factor[r], sum[r]);
+    Weights p;
+    Products::pack(p, s[0]);
+    add_values(p, factor);
+  }
+
+  __device__ __forceinline__ TileCoordinates<false> coordinates(const WorkTile& work_tile, int tile) const {
+    return TileCoordinates<false>::of_lane(first_row(work_tile) + warp_ * 16, tile * Config::kBlockN, lane_);
+  }
+
+  /// S = Q K^T
+  __device__ __forceinline__ void multiply_keys(Tile& s) {
+    Tile rest;
+    Products::start<true>(s, rest, query_, wait_for_piece());
+    if constexpr (kPanels == 2) {
+      Products::start<false>(s, rest, query_ + kPieceBytes / 16, wait_for_piece());
+      ptx::wgmma_wait<1>();
+      release_piece();
+    }
+    ptx::wgmma_wait<0>();
+    Products::fence_operand(s);
+    Products::fence_operand(rest);
+    release_piece();
+    Products::add(s, rest);
+  }
+
+  /// The same of few keys, whose parts are multiplied two at a time.
+  __device__ __forceinline__ void multiply_few_keys(Tile& s) {
+    typename Products::PairedSums sums;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const uint32_t query =
+          query_ +
+          (piece * Config::kBlockN / kPanelColumns * kPieceBytes + PieceDescriptor::along_row(piece * kSteps % 4)) / 16;
+      piece == 0 ? Products::template start<true>(sums, query, wait_for_piece())
+                 : Products::template start<false>(sums, query, wait_for_piece());
+      if (piece == 0) continue;
+      ptx::wgmma_wait<1>();
+      release_piece();
+    }
+    ptx::wgmma_wait<0>();
+    sums.fence_operand();
+    release_piece();
+    sums.add_up(s);
+  }
+
+  /// Makes the maximum so far the stabiliser of each row. `factor`: what out of it is to be multiplied by.
+  __device__ __forceinline__ void update_row_max(const Scores& s, float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < kEights; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float raised = fmaxf(stabiliser_[r], largest);
+      factor[r] = raised == -INFINITY ? 1.0f : weight(stabiliser_[r], raised);
+      stabiliser_[r] = raised;
+    }
+  }
+
+  /// Of products; options have applied theirs.
+  __device__ __forceinline__ float scale() const { return Config::kScoreOptions ? 1.0f : factors_.scale; }
+
+  /// The exponential of the difference of two products, as scores. No rounding of a large score comes before it.
+  __device__ __forceinline__ float weight(float product, float stabiliser) const {
+    return Unit::exp(product - stabiliser, scale());
+  }
+
+  /// P in place of products, and the sums of this thread's share of the rows.
+  __device__ __forceinline__ void exponentiate(Scores& s, float (&sum)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float stabiliser = stabiliser_[r] == -INFINITY ? 0.0f : stabiliser_[r];
+      sum[r] = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kEights; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[0][n][2 * r + c];
+          x = weight(x, stabiliser);
+          sum[r] += x;
+        }
+    }
+  }
+
+  /// O = O factor + P V
+  __device__ __forceinline__ void add_values(const Weights& p, const float (&factor)[2]) {
+    constexpr int kSums = kPieces == 1 ? 1 : 2;  // under way
+    Tile sum[kSums];
+    Products::start(sum[0], p, wait_for_piece());
+#pragma unroll
+    for (int piece = 1; piece < kPieces; ++piece) {
+      Products::start(sum[piece % kSums], p, wait_for_piece());
+      ptx::wgmma_wait<1>();
+      finish_softmax(sum[(piece - 1) % kSums], piece - 1, factor);
+    }
+    ptx::wgmma_wait<0>();
+    finish_softmax(sum[(kPieces - 1) % kSums], kPieces - 1, factor);
+  }
+
+  __device__ __forceinline__ void finish_softmax(Tile& sum, int piece, const float (&factor)[2]) {
+    Products::fence_operand(sum);
+    release_piece();
+#pragma unroll
+    for (int n = 0; n < kEights; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& out = out_[(piece * kEights + n) / 8][(piece * kEights + n) % 8][e];
+        out = fmaf(out, factor[e / 2], sum[n][e]);
+      }
+  }
+
+  /// Normalises the rows and writes them.
+  __device__ __forceinline__ void store(const WorkTile& work_tile) const {
+    const Sequence& sequence = work_tile.sequence;
+    const float sink = p_.sink ? static_cast<const float*>(p_.sink)[sequence.head] : -INFINITY;
+    const auto rows = query_rows<float>(p_.out, sequence);
+    float* const g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = row_sum_[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const RowEnd end = finish_row<Unit>(stabiliser_[r], sum, sink, scale());
+      const int row = first_row(work_tile) + warp_ * 16 + 8 * r + lane_ / 4;
+      if (row >= work_tile.end_query) continue;
+      if (lane_ % 4 == 0) g_lse[row] = end.lse;
+      float* const g_row = rows.row(row);
+#pragma unroll
+      for (int n = 0; n < 8 * kPanels; ++n) {
+        const int column = 8 * n + lane_ % 4 * 2;
+        const float(&pair)[4] = out_[n / 8][n % 8];
+        if (column < p_.head_dim_v)
+          *reinterpret_cast<float2*>(g_row + column) =
+              make_float2(pair[2 * r] * end.scale, pair[2 * r + 1] * end.scale);
+      }
+    }
+  }
+
+  /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
+  __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile) const {
+    const Sequence& sequence = work_tile.sequence;
+    const TileSpan tiles = work_tile.rows[warpgroup_];
+    wait_for_warpgroup();  // out is written
+    add_non_finite<float, kWarpgroupThreads>(
+        p_, sequence, query_rows<float>(p_.out, sequence), key_rows<float, false>(p_, p_.v, sequence),
+        first_row(work_tile), min(first_row(work_tile) + kWarpgroupRows, work_tile.end_query),
+        tiles.begin * Config::kBlockN, min(tiles.end * Config::kBlockN, sequence.seqlen_k),
+        ptx::reread(thread_of_warpgroup()));
+  }
+
+  const ForwardParams& p_;
+  const ScoreFactors<Unit>& factors_;
+  Storage& storage_;
+  const int warpgroup_, lane_, warp_;
+  const uint32_t query_, ring_;
+  RingPosition<Config::kStages> next_, done_;
+
+  float out_[kPanels][8][4];
+  float stabiliser_[2];  // before scale(); -inf while the row has seen no key
+  float row_sum_[2];
+};
+
+}  // namespace flash_ext::sm90
