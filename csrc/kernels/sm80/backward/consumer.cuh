@@ -373,7 +373,10 @@ struct BackwardBlock {
     const int lane = rematerialise(this->lane);
     const TileCoordinates<true> at = coordinates(now.step, lane);
     scale_and_cap(s, n);
-    if (now.slope != 0.0f) add_alibi(s, now.slope, at.first_column + work_tile.sequence.offset - at.first_row);
+    if (now.slope != 0.0f) {
+      const int distance = at.first_column + work_tile.sequence.offset - at.first_row;
+      AlibiOfLane<true>{now.slope, static_cast<float>(distance)}.add(s);
+    }
     if (options.biased) add_bias<Unit, kBlockN>(s, p.bias.dtype, s_bias, first_column, first_row, lane);
     if constexpr (Unit::kNatural) for_each_with_term(s, lse_stage(n), [](float& x, float lse) { x -= lse; });
     if (now.flags & kStepPartial) {
@@ -407,17 +410,14 @@ struct BackwardBlock {
     const auto scaled = [&](float x) { return fminf(Unit::multiply(x, scale), FLT_MAX); };
     if (cap > 0.0f) {
       const uint32_t s_lane = gradient_tile(n) + lane_of_scores();
-      for_each_score(s, [&](float& x, int, int, int) { x = ScoreRules<Element>::tanh(scaled(x)); });
+      for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(scaled(x)); });
 #pragma unroll
       for (int column = 0; column < kN; column += 2)
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           float slope[2][4];
 #pragma unroll
-          for (int k = 0; k < 8; ++k) {
-            const float t = s[m][column + k / 4][k % 4];
-            slope[k / 4][k % 4] = fmaf(-t, t, 1.0f);
-          }
+          for (int k = 0; k < 8; ++k) slope[k / 4][k % 4] = softcap_slope<float>(s[m][column + k / 4][k % 4]);
           Scores::store_c(s_lane, 16 * m, first_pair() + column / 2, slope[0], slope[1]);
         }
       __syncwarp();

@@ -254,12 +254,11 @@ struct BiasBlock {
       }
     }
     if (score_tile.outside_window) hide_outside_window(s, at, sequence);
-    if (score_tile.masked) hide_by_words(s, words_of(number));
-    for_each_score(s, [&](float& x, int m, int, int e) {
-      // Hidden scores first: an lse of NaN must not reach them.
-      const float l = lse[m][e / 2];
-      x = l == -INFINITY || x == -INFINITY ? 0.0f : Unit::weight_of_score(x, l);
-    });
+    if (score_tile.masked) {
+      const uint32_t* const s_lane = words_of(number) + (warp_row + lane / 4) * kWordsPerRow + warp_key / 32;
+      hide_by_words(s, lane, [&](int row, int group) { return s_lane[row * kWordsPerRow + group]; });
+    }
+    for_each_score(s, [&](float& x, int m, int, int e) { x = visible_weight<Unit>(x, lse[m][e / 2]); });
     if (plan.stages_bias) bias_tile().hide(s);
     if (p.grad_weights.data) {
       drop(s, sequence, p.dropout_mode, at);
@@ -280,29 +279,9 @@ struct BiasBlock {
   }
 
   __device__ __forceinline__ bool drops() const { return p.dropout.rule.threshold > 0; }
-  __device__ __forceinline__ static void hide_by_words(Fragment& s, const uint32_t* s_words, int row, int key,
-                                                       int lane) {
-    const uint32_t* const s_lane = s_words + (row + lane / 4) * kWordsPerRow + key / 32;
-    for_each_score(s, [&](float& x, int m, int n, int e) {
-      const uint32_t word = s_lane[(16 * m + 8 * (e / 2)) * kWordsPerRow + n / 4];
-      if (!(word >> (8 * (n % 4) + 2 * (lane % 4) + e % 2) & 1u)) x = -INFINITY;
-    });
-  }
-  __device__ __forceinline__ void hide_by_words(Fragment& s, const uint32_t* s_words) const {
-    hide_by_words(s, s_words, warp_row, warp_key, lane);
-  }
-
-  /// What a dropout mode does to weights, and to the gradient of weights.
   __device__ __forceinline__ void drop(Fragment& w, const Sequence& sequence, int mode,
                                        const TileCoordinates<false>& at) const {
-    if (!drops() || mode == kDropoutIgnore) return;
-    const Dropout dropout(p, sequence);
-    if (mode == kDropoutNegate) {
-      dropout.for_each_dropped(w, p.dropout.rule, at, [](float& x) { x = -x; });
-    } else {
-      for_each_score(w, [&](float& x, int, int, int) { x *= dropout.keep_scale; });
-      dropout.drop(w, p.dropout.rule, at);
-    }
+    if (drops() && mode != kDropoutIgnore) Dropout(p, sequence).apply(w, p.dropout.rule, mode, at);
   }
 
   /// Weights become dS of attention_weights. Those that are not 0 are of pairs that are there.

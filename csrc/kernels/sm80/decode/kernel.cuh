@@ -133,8 +133,8 @@ struct DecodeWarp {
         v_lane(Products::lane_b_transposed(lane) + column_warp * kColumns * sizeof(Element)),
         s_rules(s_tile_rules + row_warp * 16 + lane / 4),
         s_q(s_q),
-        scale(grid.scale),
-        cap(grid.cap) {}
+        scale(grid.factors.scale),
+        cap(grid.factors.cap) {}
 
   __device__ __forceinline__ void keep_query() {
     if constexpr (Config::kQueryInRegisters) {
@@ -178,12 +178,10 @@ struct DecodeWarp {
     using Test = NonFinite<Element>;
 #pragma unroll 1
     for (int flat = first; flat < Config::kStageBytes / 2 / 16; flat += step) {
-      const uint4 piece = load_shared<uint4>(s_v + flat * 16);
-      if (Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w)) {
-        met_non_finite = true;
-        store_shared(s_v + flat * 16, uint4{Test::without(piece.x), Test::without(piece.y), Test::without(piece.z),
-                                            Test::without(piece.w)});
-      }
+      const uint4 piece = shared_piece(s_v + flat * 16);
+      if (!Test::in_piece(piece)) continue;
+      met_non_finite = true;
+      shared_piece(s_v + flat * 16) = Test::without(piece);
     }
   }
 
@@ -217,7 +215,7 @@ struct DecodeWarp {
   __device__ __forceinline__ void finish_scores(float (&s)[kN][4], int first_key, int end_key, bool mixed) const {
     const int first_column = first_key + lane % 4 * 2;
     if (cap > 0.0f) {
-      for_each(s, [&](float& x, int, int) { x = Unit::multiply(cap, tanh(x * scale)); });
+      for_each(s, [&](float& x, int, int) { x = Unit::multiply(cap, softcap_tanh_of_lse<Element>(x * scale)); });
     } else {
       for_each(s, [&](float& x, int, int) { x = Unit::multiply(scale, x); });
     }
@@ -237,12 +235,6 @@ struct DecodeWarp {
         if (first_column + column >= end_key) x = -INFINITY;
       });
     }
-  }
-
-  /// To 1e-7: lse is a float, which tanh.approx would spoil.
-  __device__ __forceinline__ static float tanh(float x) {
-    if constexpr (sizeof(Element) == 4) return tanhf(x);
-    return 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approx(2.0f * kLog2E * x));
   }
 
   /// Calls f(score, which of the lane's rows, column from the lane's first one).

@@ -1,6 +1,7 @@
 // What the forward asks of a mask's bits (visibility.h).
 #pragma once
 
+#include "kernels/common/mask/bits.cuh"
 #include "kernels/common/sequence.cuh"
 #include "visibility.h"
 
@@ -39,7 +40,7 @@ struct WarpVisibility {
       for (int m = 0; m < kM; ++m)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (!(words[n / 4] >> (16 * m + 8 * (e / 2) + 2 * (n % 4) + e % 2) & 1u)) s[m][n][e] = -INFINITY;
+          if (!QuadOrder::sees(words[n / 4] >> (16 * m + 8 * (e / 2)), n % 4, e % 2)) s[m][n][e] = -INFINITY;
   }
 };
 

@@ -8,12 +8,6 @@
 
 namespace flash_ext::sm80 {
 
-/// The bits of lane t of a quad in the word of a row's 32 keys: bit 2 n + c is key 8 n + 2 t + c.
-__device__ __forceinline__ uint32_t bits_of_lane(uint32_t word, int t) {
-  // The product brings the pairs together in the highest byte.
-  return ((word >> 2 * t & 0x03030303u) * 0x01041040u) >> 24;
-}
-
 constexpr int kMaskBitsThreads = 256;
 
 /// A warp makes a unit, of which each lane reads a row. Queries that are not there count as seeing everything, or the
@@ -43,7 +37,7 @@ static __global__ void __launch_bounds__(kMaskBitsThreads)
   }
   uint32_t bits = 0;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) bits |= bits_of_lane(__shfl_sync(~0u, word, 8 * k + lane / 4), lane % 4) << 8 * k;
+  for (int k = 0; k < 4; ++k) bits |= QuadOrder::part(__shfl_sync(~0u, word, 8 * k + lane / 4), lane % 4) << 8 * k;
   to.words[unit * kMaskRows + lane] = bits;
   const bool any = __any_sync(~0u, shows);
   if (lane == 0) to.states[unit] = any ? kMaskShows : kMaskHides;
