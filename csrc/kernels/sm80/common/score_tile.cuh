@@ -99,7 +99,7 @@ struct ScoreTile {
     if (rules.cap > 0.0f) {
       for_each_score(s, [&](float& x, int, int n, int e) {
         x = softcap_tanh<Element>(x);
-        if constexpr (kKeepCapSlope) store_shared(own_slot(n, e), softcap_slope<float>(x));
+        if constexpr (kKeepCapSlope) store_shared(own_slot(n, e), softcap_slope(x));
         x = Unit::multiply(x, rules.cap);
       });
     }
@@ -351,7 +351,8 @@ struct ScoreTile {
 __device__ __forceinline__ void apply_dropout(ScoreFragment& w, const AttentionParams& p, const Sequence& sequence,
                                               int mode, const TileCoordinates<false>& at) {
   const Dropout dropout(p, sequence);
-  if (dropout.active && mode != kDropoutIgnore) dropout.apply(w, p.dropout.rule, mode, at);
+  if (!dropout.active || mode == kDropoutIgnore) return;
+  dropout.apply(w, p.dropout.rule, mode, at);
 }
 
 /// Weights out of scores, e^(s - lse), by the row's lse.

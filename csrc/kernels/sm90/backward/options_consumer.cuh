@@ -208,8 +208,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
         const float low = ptx::exp2_approx(fmaf(t[0], cap, -term.x));
         const float high = ptx::exp2_approx(fmaf(t[1], cap, -term.y));
         p[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(low, high);
-        sloped[n / 2][n % 2 * 2 + r] =
-            ptx::pack2<Element>(low * softcap_slope<float>(t[0]), high * softcap_slope<float>(t[1]));
+        sloped[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(low * softcap_slope(t[0]), high * softcap_slope(t[1]));
       }
     }
   }
@@ -229,7 +228,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float* const t = &s[0][2 * k + e / 2][e % 2 * 2];
-        slopes[e] = ptx::pack2<Element>(softcap_slope<float>(t[0]), softcap_slope<float>(t[1]));
+        slopes[e] = ptx::pack2<Element>(softcap_slope(t[0]), softcap_slope(t[1]));
       }
       Tile::store(s_row, k, slopes);
     }

@@ -215,8 +215,8 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     hide(weights, step);
     const float cap = rules.cap, inverse = cap > 0.0f ? 1.0f / cap : 0.0f;
     for_each_score(s, [&](float& x, int, int n, int e) {
-      const float weight = weights[0][n][e];
-      x = weight == 0.0f ? 0.0f : weight * softcap_slope<float>(x * inverse);
+      const float t = x * inverse, weight = weights[0][n][e];
+      x = weight == 0.0f ? 0.0f : weight * softcap_slope(t);
     });
     publish(s);
     for_each_score(s, [&](float& x, int, int n, int e) { x = weights[0][n][e]; });
