@@ -9,10 +9,9 @@ namespace flash_ext::sm80 {
 template <class Config>
 struct BackwardBlock : BackwardSums<Config> {
   using Base = BackwardSums<Config>;
-  using Base::Base;
-  using typename Base::Element;
   using Base::accumulate;
   using Base::add_dq;
+  using Base::Base;
   using Base::compute_ds;
   using Base::draw_kept;
   using Base::exponentiate;
@@ -50,6 +49,7 @@ struct BackwardBlock : BackwardSums<Config> {
   using Base::store_weights;
   using Base::weight_tile;
   using Base::work_tile;
+  using typename Base::Element;
 
   /// S^T and P^T, or dP^T and dS^T.
   __device__ __forceinline__ void compute_p(const PreparedStep& now, int n) {

@@ -10,8 +10,6 @@ template <class Config>
 struct BackwardSums : BackwardSoftmax<Config> {
   using Base = BackwardSoftmax<Config>;
   using Base::Base;
-  using typename Base::Element;
-  using typename Base::Rows;
   using Base::first_row;
   using Base::kBlockN;
   using Base::kD;
@@ -29,6 +27,8 @@ struct BackwardSums : BackwardSoftmax<Config> {
   using Base::warp;
   using Base::work_tile;
   using Base::workspace;
+  using typename Base::Element;
+  using typename Base::Rows;
 
   /// dV goes through the tile of V, which is done with, and dK through those of Q once the dS warps are: so they leave
   /// in 16-byte pieces.

@@ -11,9 +11,6 @@ template <class Config>
 struct BackwardLoads : BackwardWalk<Config> {
   using Base = BackwardWalk<Config>;
   using Base::Base;
-  using typename Base::Element;
-  using typename Base::Kept;
-  using typename Base::WorkTile;
   using Base::copies_bias;
   using Base::kBlockM;
   using Base::kBlockN;
@@ -34,6 +31,9 @@ struct BackwardLoads : BackwardWalk<Config> {
   using Base::tile_index;
   using Base::work_tile;
   using Base::workspace;
+  using typename Base::Element;
+  using typename Base::Kept;
+  using typename Base::WorkTile;
 
   __device__ __forceinline__ void load_keys(const Sequence& sequence, int first_key) const {
     load_tile<Element, kHeadDim, kRoleThreads, kBlockN>(

@@ -19,9 +19,6 @@ template <class Config>
 struct BackwardProducts : BackwardLoads<Config> {
   using Base = BackwardLoads<Config>;
   using Base::Base;
-  using typename Base::Dq;
-  using typename Base::Rows;
-  using typename Base::Scores;
   using Base::end_turn;
   using Base::first_column;
   using Base::first_pair;
@@ -36,8 +33,8 @@ struct BackwardProducts : BackwardLoads<Config> {
   using Base::kN;
   using Base::kUnroll;
   using Base::kUnrollDq;
-  using Base::kWeightSteps;
   using Base::kWeightsInRegisters;
+  using Base::kWeightSteps;
   using Base::lane;
   using Base::lane_of_scores;
   using Base::p;
@@ -49,6 +46,9 @@ struct BackwardProducts : BackwardLoads<Config> {
   using Base::wait_for_turn;
   using Base::warp;
   using Base::workspace;
+  using typename Base::Dq;
+  using typename Base::Rows;
+  using typename Base::Scores;
 
   /// c += A B^T for the warp's rows of A and its queries of B. With the bits of the forward's Q K^T: lse was made of
   /// them.
@@ -56,19 +56,7 @@ struct BackwardProducts : BackwardLoads<Config> {
     const int lane = rematerialise(this->lane);
     const uint32_t s_lane_a = s_a + Rows::lane_a(lane) + rematerialise(first_row) * Rows::kRowBytes;
     const uint32_t s_lane_b = s_b + Rows::lane_b(lane) + first_column * Rows::kRowBytes;
-#pragma unroll kUnroll
-    for (int step = 0; step < kHeadDim / Rows::kDepth; ++step) {
-      typename Rows::A a[kM];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) Rows::load_a(a[m], s_lane_a, 16 * m, step);
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        typename Rows::B b;
-        Rows::load_b(b, s_lane_b, 8 * n, step);
-#pragma unroll
-        for (int m = 0; m < kM; ++m) Rows::multiply_transposed(c[m][n], c[m][n + 1], a[m], b);
-      }
-    }
+    flash_ext::multiply_rows<Rows, kHeadDim / Rows::kDepth, kUnroll, true>(c, s_lane_a, s_lane_b);
   }
 
   /// sum += W B for weights W of the warp's keys: its own, or, where several warps share keys, those in s_weights. Its

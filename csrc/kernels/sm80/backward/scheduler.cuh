@@ -1,4 +1,5 @@
-// The walk of a CTA over its tiles of queries: which comes next, what is known of it, and whose turn it is to add to dQ.
+// The walk of a CTA over its tiles of queries: which comes next, what is known of it, and whose turn it is to add to
+// dQ.
 #pragma once
 
 #include "kernels/common/backward/visibility.cuh"
@@ -11,13 +12,13 @@ template <class Config>
 struct BackwardWalk : BackwardWarp<Config> {
   using Base = BackwardWarp<Config>;
   using Base::Base;
-  using typename Base::Unit;
   using Base::is_partial;
   using Base::lane;
   using Base::tile_index;
   using Base::warp;
   using Base::work_tile;
   using Base::workspace;
+  using typename Base::Unit;
 
   /// The tile after `step`, among those that some key sees; past the last, head is past the group.
   __device__ __forceinline__ BackwardStep next(BackwardStep step) const {

@@ -13,10 +13,6 @@ template <class Config>
 struct BackwardSoftmax : BackwardProducts<Config> {
   using Base = BackwardProducts<Config>;
   using Base::Base;
-  using typename Base::Element;
-  using typename Base::Kept;
-  using typename Base::Scores;
-  using typename Base::Unit;
   using Base::coordinates;
   using Base::first_column;
   using Base::first_pair;
@@ -28,11 +24,11 @@ struct BackwardSoftmax : BackwardProducts<Config> {
   using Base::kBlockM;
   using Base::kBlockN;
   using Base::kBoundsWeights;
+  using Base::keep_weights;
   using Base::kM;
   using Base::kN;
   using Base::kPacked;
   using Base::kWeightsInRegisters;
-  using Base::keep_weights;
   using Base::lane;
   using Base::lane_of_scores;
   using Base::lse_stage;
@@ -47,6 +43,10 @@ struct BackwardSoftmax : BackwardProducts<Config> {
   using Base::term_at;
   using Base::weight_tile;
   using Base::work_tile;
+  using typename Base::Element;
+  using typename Base::Kept;
+  using typename Base::Scores;
+  using typename Base::Unit;
 
   /// P^T in place of S^T.
   __device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4], const BackwardStep& step, int n) const {

@@ -52,8 +52,8 @@ struct BackwardWarp {
   float sum[kM][kD][4] = {};                     // dV or dK
   typename Rows::A r_weights[kWeightSteps][kM];  // P^T or dS^T, from one half-step to the next
 
-  __device__ __forceinline__ BackwardWarp(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                           bool copies_bias, BackwardWorkTile<Config>& work_tile, char* shared)
+  __device__ __forceinline__ BackwardWarp(const BackwardParams& p, const BackwardWorkspace& workspace, bool copies_bias,
+                                          BackwardWorkTile<Config>& work_tile, char* shared)
       : p(p),
         workspace(workspace),
         copies_bias(copies_bias),

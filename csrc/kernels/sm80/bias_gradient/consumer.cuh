@@ -5,25 +5,9 @@
 #include "kernels/common/bias_gradient/tiles.cuh"
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/sm80/common/score_tile.cuh"
+#include "storage.cuh"
 
 namespace flash_ext::sm80 {
-
-/// A block's shared memory: stages of slabs; the bias; of each score tile under way what it is, and masks' words.
-struct BiasShared {
-  int stages;
-  bool stages_bias;
-  int bias_at, search_at, score_tiles_at, words_at, bytes;
-};
-
-/// A tile of scores that falls on the block's tile, and some pair of which is visible.
-struct BiasScoreTile {
-  int batch, head, first_query, first_key, seqlen_q, seqlen_k;
-  bool valid;
-  bool outside_window, masked;  // whether some pair of it is hidden thereby
-  bool is_full;                 // has no rows beyond the queries
-  const void *q, *k, *v, *grad_out;
-  const float *lse, *delta;  // null without
-};
 
 template <class Element>
 struct BiasBlock {
@@ -185,19 +169,7 @@ struct BiasBlock {
     const uint32_t s_lane_a = s_stage + Products::lane_a(lane) + warp_row * Products::kRowBytes;
     const uint32_t s_lane_b = s_stage + kRowBytes + Products::lane_b(lane) + warp_key * Products::kRowBytes;
     constexpr int kUnroll = Shape::kFloat ? 1 : 4;
-#pragma unroll kUnroll
-    for (int step = 0; step < kSlab / Products::kDepth; ++step) {
-      typename Products::A a[kM];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) Products::load_a(a[m], s_lane_a, 16 * m, step);
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        typename Products::B b;
-        Products::load_b(b, s_lane_b, 8 * n, step);
-#pragma unroll
-        for (int m = 0; m < kM; ++m) Products::multiply(c[m][n], c[m][n + 1], a[m], b);
-      }
-    }
+    multiply_rows<Products, kSlab / Products::kDepth, kUnroll>(c, s_lane_a, s_lane_b);
   }
 
   __device__ __forceinline__ TileCoordinates<false> coordinates(const BiasScoreTile& score_tile) const {

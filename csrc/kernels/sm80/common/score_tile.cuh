@@ -316,17 +316,7 @@ struct ScoreTile {
 
   __device__ __forceinline__ void multiply_slabs(ScoreFragment& s, uint32_t s_a, uint32_t s_b) const {
     const uint32_t s_lane_a = s_a + Products::lane_a(lane), s_lane_b = s_b + Products::lane_b(lane);
-#pragma unroll kStepsTogether
-    for (int step = 0; step < kScoreSlab / Products::kDepth; ++step) {
-      typename Products::A a;
-      Products::load_a(a, s_lane_a, warp_row, step);
-#pragma unroll
-      for (int n = 0; n < kScoreKeys / 8; n += 2) {
-        typename Products::B b;
-        Products::load_b(b, s_lane_b, 8 * n, step);
-        Products::multiply(s[0][n], s[0][n + 1], a, b);
-      }
-    }
+    flash_ext::multiply_rows<Products, kScoreSlab / Products::kDepth, kStepsTogether>(s, s_lane_a, s_lane_b, warp_row);
   }
 
   __device__ __forceinline__ static void multiply_step(ScoreFragment& c, const typename Products::A& a, uint32_t s_lane,

@@ -7,8 +7,7 @@
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/reread.h"
-#include "mask_bits.cuh"
-#include "mask_tile.cuh"
+#include "mask.cuh"
 #include "storage.cuh"
 
 namespace flash_ext::sm80 {

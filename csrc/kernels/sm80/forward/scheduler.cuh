@@ -1,4 +1,4 @@
-// What the host decides about a call of the forward before it launches a kernel.
+// Which CTA of the forward works on what, and what the host decides about a call before it launches a kernel.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +9,27 @@
 #include "storage.cuh"
 
 namespace flash_ext::sm80 {
+
+/// A grid of (heads of a group x batch entries that share a bias, CTAs of queries, groups of both), scheduled in this
+/// order: the blocks with the most keys first, which balances a causal mask, of no more heads than whose keys stay in
+/// L2, and what reads the same bias side by side. Or a list, and a grid of as many CTAs as it may have work tiles.
+template <class Config>
+__device__ __forceinline__ TileIndex tile_of_block(const ForwardParams& p, const ForwardSchedule& schedule) {
+  if (schedule.list) return schedule.list.locate(static_cast<int>(blockIdx.x));
+  int batch = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.x);
+  int tile = static_cast<int>(gridDim.y - 1 - blockIdx.y);
+  if (Config::kBiases && schedule.batches > 1) {
+    const int group = batch / schedule.batch_groups;
+    batch = batch % schedule.batch_groups * schedule.batches + head % schedule.batches;
+    head = group * schedule.heads + head / schedule.batches;
+    if (head >= static_cast<int>(p.heads_q) || batch >= static_cast<int>(p.batch)) tile = kNoTile;
+  } else if (schedule.groups > 1) {
+    head += batch % schedule.groups * schedule.heads;
+    batch /= schedule.groups;
+    if (head >= static_cast<int>(p.heads_q)) tile = kNoTile;
+  }
+  return {batch, head, tile};
+}
 
 inline ForwardSchedule schedule_heads(const ForwardParams& p, int64_t element_bytes) {
   constexpr int64_t kKeyBytesInL2 = 24 << 20, kMaxGridZ = 65535;
