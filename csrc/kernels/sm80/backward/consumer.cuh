@@ -7,48 +7,16 @@
 namespace flash_ext::sm80 {
 
 template <class Config>
-struct BackwardBlock : BackwardSums<Config> {
+struct BackwardConsumer : BackwardSums<Config> {
   using Base = BackwardSums<Config>;
-  using Base::accumulate;
-  using Base::add_dq;
+  using Base::accumulate, Base::add_dq, Base::compute_ds, Base::draw_kept, Base::exponentiate,
+      Base::exponentiate_general, Base::for_each_with_term, Base::gradient_tile, Base::has, Base::kBlockM,
+      Base::kBlockN, Base::kHeadDim, Base::kM, Base::kN, Base::kRematerialisesKeys, Base::kRematerialisesValue,
+      Base::kRoleThreads, Base::load_for_weights, Base::load_grad_out, Base::makes_p, Base::multiply_rows, Base::next,
+      Base::p, Base::pass_turns_before, Base::prepare, Base::prepares, Base::previous, Base::put_step,
+      Base::query_stage, Base::rematerialise, Base::role_thread, Base::s_grad_out, Base::s_key, Base::s_minus_delta,
+      Base::s_value, Base::store_sums, Base::store_weights, Base::weight_tile, Base::work_tile;
   using Base::Base;
-  using Base::compute_ds;
-  using Base::draw_kept;
-  using Base::exponentiate;
-  using Base::exponentiate_general;
-  using Base::for_each_with_term;
-  using Base::gradient_tile;
-  using Base::has;
-  using Base::kBlockM;
-  using Base::kBlockN;
-  using Base::kHeadDim;
-  using Base::kM;
-  using Base::kN;
-  using Base::kRematerialisesKeys;
-  using Base::kRematerialisesValue;
-  using Base::kRoleThreads;
-  using Base::load_for_weights;
-  using Base::load_grad_out;
-  using Base::makes_p;
-  using Base::multiply_rows;
-  using Base::next;
-  using Base::p;
-  using Base::pass_turns_before;
-  using Base::prepare;
-  using Base::prepares;
-  using Base::previous;
-  using Base::put_step;
-  using Base::query_stage;
-  using Base::rematerialise;
-  using Base::role_thread;
-  using Base::s_grad_out;
-  using Base::s_key;
-  using Base::s_minus_delta;
-  using Base::s_value;
-  using Base::store_sums;
-  using Base::store_weights;
-  using Base::weight_tile;
-  using Base::work_tile;
   using typename Base::Element;
 
   /// S^T and P^T, or dP^T and dS^T.

@@ -10,25 +10,10 @@ template <class Config>
 struct BackwardSums : BackwardSoftmax<Config> {
   using Base = BackwardSoftmax<Config>;
   using Base::Base;
-  using Base::first_row;
-  using Base::kBlockN;
-  using Base::kD;
-  using Base::kHeadDim;
-  using Base::kM;
-  using Base::kQueriesHoldKeys;
-  using Base::lane;
-  using Base::makes_p;
-  using Base::p;
-  using Base::rematerialise;
-  using Base::s_key;
-  using Base::s_query;
-  using Base::sum;
-  using Base::sync_role;
-  using Base::warp;
-  using Base::work_tile;
-  using Base::workspace;
-  using typename Base::Element;
-  using typename Base::Rows;
+  using Base::first_row, Base::kBlockN, Base::kD, Base::kHeadDim, Base::kM, Base::kQueriesHoldKeys, Base::lane,
+      Base::makes_p, Base::p, Base::rematerialise, Base::s_key, Base::s_query, Base::sum, Base::sync_role, Base::warp,
+      Base::work_tile, Base::workspace;
+  using typename Base::Element, typename Base::Rows;
 
   /// dV goes through the tile of V, which is done with, and dK through those of Q once the dS warps are: so they leave
   /// in 16-byte pieces.

@@ -11,29 +11,11 @@ template <class Config>
 struct BackwardLoads : BackwardWalk<Config> {
   using Base = BackwardWalk<Config>;
   using Base::Base;
-  using Base::copies_bias;
-  using Base::kBlockM;
-  using Base::kBlockN;
-  using Base::kHeadDim;
-  using Base::kRoleThreads;
-  using Base::lse_stage;
-  using Base::makes_p;
-  using Base::p;
-  using Base::query_stage;
-  using Base::role_thread;
-  using Base::s_bias;
-  using Base::s_grad_out;
-  using Base::s_kept;
-  using Base::s_key;
-  using Base::s_minus_delta;
-  using Base::s_value;
-  using Base::s_words;
-  using Base::tile_index;
-  using Base::work_tile;
-  using Base::workspace;
-  using typename Base::Element;
-  using typename Base::Kept;
-  using typename Base::WorkTile;
+  using Base::copies_bias, Base::kBlockM, Base::kBlockN, Base::kHeadDim, Base::kRoleThreads, Base::lse_stage,
+      Base::makes_p, Base::p, Base::query_stage, Base::role_thread, Base::s_bias, Base::s_grad_out, Base::s_kept,
+      Base::s_key, Base::s_minus_delta, Base::s_value, Base::s_words, Base::tile_index, Base::work_tile,
+      Base::workspace;
+  using typename Base::Element, typename Base::Kept, typename Base::WorkTile;
 
   __device__ __forceinline__ void load_keys(const Sequence& sequence, int first_key) const {
     load_tile<Element, kHeadDim, kRoleThreads, kBlockN>(

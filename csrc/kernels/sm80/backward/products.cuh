@@ -19,36 +19,11 @@ template <class Config>
 struct BackwardProducts : BackwardLoads<Config> {
   using Base = BackwardLoads<Config>;
   using Base::Base;
-  using Base::end_turn;
-  using Base::first_column;
-  using Base::first_pair;
-  using Base::first_row;
-  using Base::gradient_tile;
-  using Base::kBlockM;
-  using Base::kBlockN;
-  using Base::kD;
-  using Base::kDqTiles;
-  using Base::kHeadDim;
-  using Base::kM;
-  using Base::kN;
-  using Base::kUnroll;
-  using Base::kUnrollDq;
-  using Base::kWeightsInRegisters;
-  using Base::kWeightSteps;
-  using Base::lane;
-  using Base::lane_of_scores;
-  using Base::p;
-  using Base::r_weights;
-  using Base::rematerialise;
-  using Base::s_key;
-  using Base::sum;
-  using Base::tile_index;
-  using Base::wait_for_turn;
-  using Base::warp;
-  using Base::workspace;
-  using typename Base::Dq;
-  using typename Base::Rows;
-  using typename Base::Scores;
+  using Base::end_turn, Base::first_column, Base::first_pair, Base::first_row, Base::gradient_tile, Base::kBlockM,
+      Base::kBlockN, Base::kD, Base::kDqTiles, Base::kHeadDim, Base::kM, Base::kN, Base::kUnroll, Base::kUnrollDq,
+      Base::kWeightsInRegisters, Base::kWeightSteps, Base::lane, Base::lane_of_scores, Base::p, Base::r_weights,
+      Base::rematerialise, Base::s_key, Base::sum, Base::tile_index, Base::wait_for_turn, Base::warp, Base::workspace;
+  using typename Base::Dq, typename Base::Rows, typename Base::Scores;
 
   /// c += A B^T for the warp's rows of A and its queries of B. With the bits of the forward's Q K^T: lse was made of
   /// them.

@@ -12,12 +12,7 @@ template <class Config>
 struct BackwardWalk : BackwardWarp<Config> {
   using Base = BackwardWarp<Config>;
   using Base::Base;
-  using Base::is_partial;
-  using Base::lane;
-  using Base::tile_index;
-  using Base::warp;
-  using Base::work_tile;
-  using Base::workspace;
+  using Base::is_partial, Base::lane, Base::tile_index, Base::warp, Base::work_tile, Base::workspace;
   using typename Base::Unit;
 
   /// The tile after `step`, among those that some key sees; past the last, head is past the group.

@@ -9,7 +9,7 @@
 
 namespace flash_ext::sm80 {
 
-/// The gradient of the products q . k of a tile. `delta`: see differentiate().
+/// The gradient of the products q . k of a tile. `delta`: see compute_ds().
 template <class Element>
 __device__ __forceinline__ void attention_product_gradient(ScoreFragment& ds, const ScoreTile<Element>& tile,
                                                            const BackwardParams& p, const float* delta) {

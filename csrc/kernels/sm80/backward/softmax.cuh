@@ -13,40 +13,12 @@ template <class Config>
 struct BackwardSoftmax : BackwardProducts<Config> {
   using Base = BackwardProducts<Config>;
   using Base::Base;
-  using Base::coordinates;
-  using Base::first_column;
-  using Base::first_pair;
-  using Base::first_row;
-  using Base::for_each_with_term;
-  using Base::gradient_tile;
-  using Base::has;
-  using Base::is_partial;
-  using Base::kBlockM;
-  using Base::kBlockN;
-  using Base::kBoundsWeights;
-  using Base::keep_weights;
-  using Base::kM;
-  using Base::kN;
-  using Base::kPacked;
-  using Base::kWeightsInRegisters;
-  using Base::lane;
-  using Base::lane_of_scores;
-  using Base::lse_stage;
-  using Base::p;
-  using Base::r_weights;
-  using Base::rematerialise;
-  using Base::s_bias;
-  using Base::s_kept;
-  using Base::s_minus_delta;
-  using Base::s_words;
-  using Base::store_weights;
-  using Base::term_at;
-  using Base::weight_tile;
-  using Base::work_tile;
-  using typename Base::Element;
-  using typename Base::Kept;
-  using typename Base::Scores;
-  using typename Base::Unit;
+  using Base::coordinates, Base::first_column, Base::first_pair, Base::first_row, Base::for_each_with_term,
+      Base::gradient_tile, Base::has, Base::is_partial, Base::kBlockM, Base::kBlockN, Base::kBoundsWeights,
+      Base::keep_weights, Base::kM, Base::kN, Base::kPacked, Base::kWeightsInRegisters, Base::lane,
+      Base::lane_of_scores, Base::lse_stage, Base::p, Base::r_weights, Base::rematerialise, Base::s_bias, Base::s_kept,
+      Base::s_minus_delta, Base::s_words, Base::store_weights, Base::term_at, Base::weight_tile, Base::work_tile;
+  using typename Base::Element, typename Base::Kept, typename Base::Scores, typename Base::Unit;
 
   /// P^T in place of S^T.
   __device__ __forceinline__ void exponentiate(float (&s)[kM][kN][4], const BackwardStep& step, int n) const {

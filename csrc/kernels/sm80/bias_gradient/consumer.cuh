@@ -10,7 +10,7 @@
 namespace flash_ext::sm80 {
 
 template <class Element>
-struct BiasBlock {
+struct BiasConsumer {
   using Shape = BiasShape<Element>;
   using Unit = ScoreUnit<Element>;
   static constexpr int kSlab = 64;  // columns that are loaded at a time
@@ -34,8 +34,8 @@ struct BiasBlock {
   char* const shared;
   const int warp, lane, warp_row, warp_key;
 
-  __device__ __forceinline__ BiasBlock(const BackwardParams& p, const BiasTiles& tiles, const BiasShared& plan,
-                                       const float* delta, char* shared)
+  __device__ __forceinline__ BiasConsumer(const BackwardParams& p, const BiasTiles& tiles, const BiasShared& plan,
+                                          const float* delta, char* shared)
       : p(p),
         tiles(tiles),
         plan(plan),
@@ -58,7 +58,7 @@ struct BiasBlock {
   __device__ __forceinline__ uint32_t stage(int n) const {
     return ptx::shared_address(shared) + n % plan.stages * kStageBytes;
   }
-  /// Summands under way are as many as stages at most, and one more is sought.
+  /// Score tiles under way are as many as stages at most, and one more is sought.
   __device__ __forceinline__ int slot(int score_tile) const { return score_tile % (plan.stages + 1); }
   __device__ __forceinline__ BiasScoreTile& score_tile_at(int score_tile) const {
     return reinterpret_cast<BiasScoreTile*>(shared + plan.score_tiles_at)[slot(score_tile)];

@@ -7,33 +7,13 @@
 namespace flash_ext::sm80 {
 
 template <class Config>
-struct ForwardBlock : ForwardOut<Config> {
+struct ForwardConsumer : ForwardOut<Config> {
   using Base = ForwardOut<Config>;
   using Base::Base;
-  using Base::begin;
-  using Base::begin_step;
-  using Base::copying_thread;
-  using Base::forget_lane;
-  using Base::kBlockN;
-  using Base::kHeadDim;
-  using Base::kThreads;
-  using Base::multiply_pv;
-  using Base::multiply_qk;
-  using Base::options;
-  using Base::phase;
-  using Base::release_key;
-  using Base::rows;
-  using Base::rows_left;
-  using Base::s_v;
-  using Base::schedule;
-  using Base::seen;
-  using Base::stage;
-  using Base::store;
-  using Base::work_tile;
-  using typename Base::Element;
-  using typename Base::KeptWeights;
-  using typename Base::Scores;
-  using typename Base::Visibility;
+  using Base::begin, Base::begin_step, Base::copying_thread, Base::forget_lane, Base::kBlockN, Base::kHeadDim,
+      Base::kThreads, Base::multiply_pv, Base::multiply_qk, Base::options, Base::phase, Base::release_key, Base::rows,
+      Base::rows_left, Base::s_v, Base::schedule, Base::seen, Base::stage, Base::store, Base::work_tile;
+  using typename Base::Element, typename Base::KeptWeights, typename Base::Scores, typename Base::Visibility;
 
   __device__ __forceinline__ void finish_step(Scores& s, const KeptWeights& kept, int tile, int next) {
     if (Config::kOneBias || (Config::kReads && schedule.stages_bias)) {

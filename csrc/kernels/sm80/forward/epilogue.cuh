@@ -10,22 +10,9 @@ template <class Config>
 struct ForwardOut : ForwardProducts<Config> {
   using Base = ForwardProducts<Config>;
   using Base::Base;
-  using Base::kBlockM;
-  using Base::kBlockN;
-  using Base::kD;
-  using Base::kHeadDim;
-  using Base::kM;
-  using Base::kThreads;
-  using Base::lane;
-  using Base::p;
-  using Base::rows;
-  using Base::s_q;
-  using Base::schedule;
-  using Base::warp_row;
-  using Base::work_tile;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Unit;
+  using Base::kBlockM, Base::kBlockN, Base::kD, Base::kHeadDim, Base::kM, Base::kThreads, Base::lane, Base::p,
+      Base::rows, Base::s_q, Base::schedule, Base::warp_row, Base::work_tile;
+  using typename Base::Element, typename Base::Products, typename Base::Unit;
 
   /// Normalises the rows; out goes through the warp's own rows of Q in shared memory, so that it leaves in 16-byte
   /// pieces.

@@ -34,7 +34,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardSchedule schedule) {
   extern __shared__ __align__(128) char shared[];
-  const TileIndex tile = tile_of_block<Config>(p, schedule);
+  const TileIndex tile = tile_of_cta<Config>(p, schedule);
   if (tile.tile == kNoTile) return;
   const int batch = tile.sequence, head = tile.head, first_query = tile.tile * Config::kBlockM;
   ForwardWorkTile<Config> work_tile(p, batch, head, first_query);
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   if (first_query >= work_tile.sequence.seqlen_q) return;
   auto* const s_work_tile = reinterpret_cast<ForwardWorkTile<Config>*>(shared + Config::kTilesBytes);
   if (threadIdx.x == 0) new (s_work_tile) ForwardWorkTile<Config>(work_tile);
-  ForwardBlock<Config> block(p, schedule, *s_work_tile, shared);
+  ForwardConsumer<Config> consumer(p, schedule, *s_work_tile, shared);
   // A mask may leave nothing of the first tiles.
-  if constexpr (!Config::kMasks) block.begin(work_tile, work_tile.tiles.end - 1);
+  if constexpr (!Config::kMasks) consumer.begin(work_tile, work_tile.tiles.end - 1);
   __syncthreads();
-  block.run();
+  consumer.run();
 }
 
 template <class Config>

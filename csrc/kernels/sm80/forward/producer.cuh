@@ -11,29 +11,10 @@ template <class Config>
 struct ForwardLoads : ForwardWarp<Config> {
   using Base = ForwardWarp<Config>;
   using Base::Base;
-  using Base::copying_thread;
-  using Base::kBlockM;
-  using Base::kBlockN;
-  using Base::kHeadDim;
-  using Base::kM;
-  using Base::kSteps;
-  using Base::kThreads;
-  using Base::lane;
-  using Base::options;
-  using Base::p;
-  using Base::phase;
-  using Base::r_q;
-  using Base::rows;
-  using Base::s_k;
-  using Base::s_q;
-  using Base::s_v;
-  using Base::seeds;
-  using Base::seen;
-  using Base::stage;
-  using Base::warp_row;
-  using Base::work_tile;
-  using typename Base::Element;
-  using typename Base::Products;
+  using Base::copying_thread, Base::kBlockM, Base::kBlockN, Base::kHeadDim, Base::kM, Base::kSteps, Base::kThreads,
+      Base::lane, Base::options, Base::p, Base::phase, Base::r_q, Base::rows, Base::s_k, Base::s_q, Base::s_v,
+      Base::seeds, Base::seen, Base::stage, Base::warp_row, Base::work_tile;
+  using typename Base::Element, typename Base::Products;
 
   __device__ __forceinline__ void load_query(const ForwardWorkTile<Config>& work_tile, int thread) const {
     load_tile<Element, kHeadDim, kThreads, kBlockM>(s_q, query_rows<Element>(p.q, work_tile.sequence),

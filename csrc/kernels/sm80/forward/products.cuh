@@ -9,27 +9,10 @@ template <class Config>
 struct ForwardProducts : ForwardLoads<Config> {
   using Base = ForwardLoads<Config>;
   using Base::Base;
-  using Base::kBlockN;
-  using Base::kD;
-  using Base::kHeadDim;
-  using Base::kM;
-  using Base::kN;
-  using Base::kSteps;
-  using Base::kUnroll;
-  using Base::lane;
-  using Base::options;
-  using Base::p;
-  using Base::query_fragments;
-  using Base::r_q;
-  using Base::rows;
-  using Base::s_k;
-  using Base::s_v;
-  using Base::seeds;
-  using Base::stage;
-  using typename Base::KeptWeights;
-  using typename Base::Products;
-  using typename Base::RandomBits;
-  using typename Base::Scores;
+  using Base::kBlockN, Base::kD, Base::kHeadDim, Base::kM, Base::kN, Base::kSteps, Base::kUnroll, Base::lane,
+      Base::options, Base::p, Base::query_fragments, Base::r_q, Base::rows, Base::s_k, Base::s_v, Base::seeds,
+      Base::stage;
+  using typename Base::KeptWeights, typename Base::Products, typename Base::RandomBits, typename Base::Scores;
 
   /// S = Q K^T. Beside it dropout draws what it keeps.
   __device__ __forceinline__ void multiply_qk(Scores& s, KeptWeights& kept, int tile) const {

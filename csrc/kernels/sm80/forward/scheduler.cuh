@@ -11,10 +11,10 @@
 namespace flash_ext::sm80 {
 
 /// A grid of (heads of a group x batch entries that share a bias, CTAs of queries, groups of both), scheduled in this
-/// order: the blocks with the most keys first, which balances a causal mask, of no more heads than whose keys stay in
+/// order: the CTAs with the most keys first, which balances a causal mask, of no more heads than whose keys stay in
 /// L2, and what reads the same bias side by side. Or a list, and a grid of as many CTAs as it may have work tiles.
 template <class Config>
-__device__ __forceinline__ TileIndex tile_of_block(const ForwardParams& p, const ForwardSchedule& schedule) {
+__device__ __forceinline__ TileIndex tile_of_cta(const ForwardParams& p, const ForwardSchedule& schedule) {
   if (schedule.list) return schedule.list.locate(static_cast<int>(blockIdx.x));
   int batch = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.x);
   int tile = static_cast<int>(gridDim.y - 1 - blockIdx.y);
@@ -62,7 +62,8 @@ template <class Config>
 int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
   using Unit = ScoreUnit<typename Config::Element>;
   int64_t shared_bytes = Config::kSharedBytes;
-  schedule.scale = schedule.first_scale = static_cast<float>(p.softmax_scale) * Unit::kPerNatural;
+  const ScoreFactors factors(p, Unit::kPerNatural);
+  schedule.scale = schedule.first_scale = factors.scale;
   if constexpr (Config::kReads) {
     schedule.blocks_mask = p.blocks.offsets != nullptr;
     schedule.masked = schedule.blocks_mask || MaskSizes(p).units() > 0;
@@ -83,8 +84,7 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
     schedule.adds_alibi = p.alibi_slopes != nullptr;
     schedule.drops = p.dropout.rule.threshold > 0;
     schedule.caps = p.softcap > 0.0;
-    schedule.cap = static_cast<float>(p.softcap) * Unit::kPerNatural;
-    if (schedule.caps) schedule.first_scale = static_cast<float>(p.softmax_scale / p.softcap);
+    schedule.cap = factors.cap;
     const float last = schedule.caps ? schedule.cap : schedule.first_scale;
     const bool rounds = Unit::kNatural && (schedule.stages_bias || schedule.adds_alibi);
     schedule.scales_first = rounds || schedule.reads_bias || !(last > 0x1p-60f && last < 0x1p60f);

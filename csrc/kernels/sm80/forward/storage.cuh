@@ -42,7 +42,7 @@ struct NoOptions {
   __device__ __forceinline__ NoOptions(const AttentionParams&, const Sequence&) {}
 };
 
-/// A mask's words of the block's queries.
+/// A mask's words of the CTA's queries.
 struct BlockMaskWords {
   const uint32_t* words = nullptr;
 
