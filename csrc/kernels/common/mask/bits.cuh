@@ -11,7 +11,7 @@ namespace flash_ext {
 /// Brings the kBits lowest bits of the bytes of a word together, where no others are set.
 template <int kBits>
 __device__ __forceinline__ uint32_t gather_bytes(uint32_t bytes) {
-  // A product that shifts byte k to bit 24 + kBits k; what else it makes stays below bit 24.
+  // A product that shifts byte k to bit 24 + kBits k; what else it makes stays below bit 24 or leaves the word.
   constexpr uint32_t kShifts = 1u << 24 | 1u << (16 + kBits) | 1u << (8 + 2 * kBits) | 1u << 3 * kBits;
   return bytes * kShifts >> 24 & ((1u << 4 * kBits) - 1);
 }
