@@ -22,8 +22,8 @@ __device__ __forceinline__ void attention_product_gradient(ScoreFragment& ds, co
                      key_rows<Element, false>(p, p.k, tile.sequence), tile.first_key, tile.sequence.seqlen_k,
                      static_cast<int>(p.head_dim));
   for_each_score(ds, [&](float& x, int m, int n, int e) {
-    const float slope = softcap_slope(softcap_tanh<Element>(products[m][n][e] * rules.scale));
-    x = x == 0.0f ? 0.0f : x * slope;  // of a hidden pair it may be NaN
+    const float t = softcap_tanh<Element>(products[m][n][e] * rules.scale);
+    x = x == 0.0f ? 0.0f : x * softcap_slope(t);  // of a hidden pair t may be NaN
   });
 }
 
