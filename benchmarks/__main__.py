@@ -3,7 +3,7 @@
 python -m benchmarks forward                       the training table on a GPU, or a small one on a CPU
 python -m benchmarks backward --head-dim 128 --causal --json run.json --plot run.png
 python -m benchmarks training                      both, on the same tensors
-python -m benchmarks decode | options | sparse | module | encoder | models | memory | host
+python -m benchmarks decode | options | sparse | masks | module | encoder | models | memory | host
 python -m benchmarks compare before.json after.json
 """
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import decode, encoder, forward_backward, host, memory, models, module, options, report, sparse
+from benchmarks import decode, encoder, forward_backward, host, masks, memory, models, module, options, report, sparse
 from benchmarks.arguments import common_arguments, effort_of, settle
 from benchmarks.ceilings import higher, measure_ceilings
 from benchmarks.comparison import Setting, Work
@@ -66,6 +66,10 @@ BENCHMARKS = {
     "sparse": Benchmark(
         "block masks, by their density", "ms", "ms", "mask", sparse.add_arguments, sparse.work, sparse.dtypes,
         also_peers=sparse.ALSO_PEERS,
+    ),
+    "masks": Benchmark(
+        "CPU and device time of building block masks", "us", "us", "mask", masks.add_arguments, masks.work,
+        asks_peers=False, loops=False,
     ),
     "module": Benchmark(
         "nn.MultiheadAttention as people call it", "ms", "ms", "call", module.add_arguments, module.work,
@@ -127,7 +131,8 @@ def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
         if dtypes is not None:
             progress.say("ceilings again")
             found = higher(found, measure_ceilings(clock, chosen.device, dtypes))
-    forward_backward.add_ceiling(rows, found)
+    if found:
+        forward_backward.add_ceiling(rows, found)
     origin = provenance(command, chosen.device, chosen.peers, benchmark.own_peers, effort, chosen.trial)
     origin |= {"sustained_s": sustained_s, "gpu_state": state.summary()}
     return report.Record(

@@ -53,6 +53,19 @@ def batch_and_seqlen(argument: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"must look like 8x8192, got {argument}") from None
 
 
+def module_size(argument: str) -> tuple[int, int, int, int]:
+    """(batch, seqlen, embed_dim, heads) from BxSxE/H."""
+    try:
+        sizes, heads = argument.split("/")
+        batch, seqlen, embed_dim = map(positive, sizes.split("x"))
+        found = batch, seqlen, embed_dim, positive(heads)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must look like 4x4096x1024/16, got {argument}") from None
+    if found[2] % found[3] != 0:
+        raise argparse.ArgumentTypeError(f"the embedding must be a multiple of the heads, got {argument}")
+    return found
+
+
 def seconds(argument: str) -> float:
     number = float(argument)
     if not 0 < number < float("inf"):

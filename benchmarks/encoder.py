@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import flash_ext
-from benchmarks.arguments import DTYPES, dtypes_of, on_cpu, positive
+from benchmarks.arguments import DTYPES, dtypes_of, module_size, on_cpu, positive
 from benchmarks.ceilings import name_of
 from benchmarks.checks import ExpectedOutput
 from benchmarks.comparison import Comparison, Setting, Work
@@ -73,19 +73,14 @@ CPU_SIZES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, help="default: 4; on a CPU 2")
-    parser.add_argument("--shapes", type=size, nargs="+", metavar="BxSxE/H", help="batch x seqlen x embed_dim / heads")
+    shapes = "batch x seqlen x embed_dim / heads, and a p behind where the batch is padded"
+    parser.add_argument("--shapes", type=size, nargs="+", metavar="BxSxE/H", help=shapes)
     parser.add_argument("--compiled", action="store_true", help="also by torch.compile, both")
 
 
 def size(argument: str) -> tuple[int, int, int, int, bool, bool]:
     """One of SIZES from BxSxE/H, with a p behind it where the batch is padded."""
-    padded = argument.endswith("p")
-    try:
-        batch, seqlen, width = argument.removesuffix("p").split("x")
-        embed_dim, heads = map(positive, width.split("/"))
-        return positive(batch), positive(seqlen), embed_dim, heads, padded, False
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must look like 32x512x1024/16 or 32x512x1024/16p, got {argument}") from None
+    return (*module_size(argument.removesuffix("p")), argument.endswith("p"), False)
 
 
 def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:

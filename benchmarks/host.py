@@ -55,6 +55,7 @@ def ours_by_its_names() -> dict[str, Peer]:
         OURS: mine,
         f"{OURS}.flash_attn_func": Peer("as flash_attn has it", as_flash_attn, mine.decode),
         f"{OURS}.scaled_dot_product_attention": Peer("as torch has it", as_sdpa, mine.decode),
+        f"{OURS}.activate": Peer("torch SDPA with our kernels", sdpa, sdpa_decode, flash_ext.activated),
     }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import flash_ext
-from benchmarks.arguments import dtypes_of, on_cpu, positive
+from benchmarks.arguments import dtypes_of, module_size, on_cpu
 from benchmarks.ceilings import name_of
 from benchmarks.checks import Result, check_bound, check_finite, check_share, exact_matmuls
 from benchmarks.comparison import Comparison, Setting, Work
@@ -56,22 +56,11 @@ class Usage:
     dropout: float = 0.0
 
 
-def size(argument: str) -> tuple[int, int, int, int]:
-    """(batch, seqlen, embed_dim, heads) from BxSxE/H."""
-    try:
-        shape, heads = argument.split("/")
-        batch, seqlen, embed_dim = map(positive, shape.split("x"))
-        found = batch, seqlen, embed_dim, positive(heads)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must look like 4x4096x1024/16, got {argument}") from None
-    if found[2] % found[3] != 0:
-        raise argparse.ArgumentTypeError(f"the embedding must be a multiple of the heads, got {argument}")
-    return found
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--situations", nargs="+", choices=SITUATIONS, default=SITUATIONS, help="default: all")
-    parser.add_argument("--sizes", type=size, nargs="+", metavar="BxSxE/H", help="batch x seqlen x embedding / heads")
+    parser.add_argument(
+        "--sizes", type=module_size, nargs="+", metavar="BxSxE/H", help="batch x seqlen x embedding / heads"
+    )
 
 
 def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:

@@ -135,6 +135,11 @@ def cxx_version() -> str:
     return output.splitlines()[0]
 
 
+def accepts_flags(flags: list[str]) -> bool:
+    """Whether the compiler knows the flags of an instruction set."""
+    return _run([*cxx(), *flags, "-x", "c++", "-fsyntax-only", os.devnull]) is not None
+
+
 def ninja() -> str:
     if found := shutil.which("ninja"):
         return found

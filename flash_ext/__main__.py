@@ -29,6 +29,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m flash_ext",
         description="Trains a small GPT on the sources of Python's standard library, generates text from a KV cache, "
         "and compares loss, time and memory with torch's scaled_dot_product_attention.",
+        epilog="python -m flash_ext doctor: what is installed, which kernels run on which device, and what is wrong.",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if this build and machine can, else cpu)")
     parser.add_argument(

@@ -153,7 +153,10 @@ def _replaced() -> Iterator[str]:
     other = attention_registry.current_flash_attention_impl()
     if other not in (None, sdpa_provider.NAME):
         yield f"torch's flash attention on CUDA: by {other}"
-    for title, calls in (("served", sdpa_provider.calls_served), ("gone on to torch", sdpa_provider.calls_passed_on)):
+    for title, calls in (
+        ("served", sdpa_provider.calls_served()),
+        ("gone on to torch", sdpa_provider.calls_passed_on()),
+    ):
         if calls:
             yield f"calls {title} so far: {', '.join(f'{name} {count}' for name, count in sorted(calls.items()))}"
     yield from _replaced_modules()

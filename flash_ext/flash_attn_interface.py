@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_ext import head_dims
 from flash_ext.argument_checks import as_flag, as_integer, as_number, as_pair, check_tensors, errors_name
-from flash_ext.functional import attention, attention_weights, decode, draw_rng_state
-from flash_ext.head_dims import HEAD_DIM_MULTIPLE, check_head_dims, cut_head_dim, pad_head_dim
+from flash_ext.functional import draw_rng_state
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 Integer = int | Tensor
@@ -108,20 +108,9 @@ def flash_attn_qkvpacked_func(
         ValueError: qkv has another shape.
         RuntimeError, ValueError, TypeError: as ``flash_attn_func``.
     """
-    q, k, v = _unpack("qkv", qkv, 5, 3)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    q, k, v = unpack("qkv", qkv, 5, 3)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options)
 
 
 @_errors_name_kv
@@ -151,20 +140,9 @@ def flash_attn_kvpacked_func(
         ValueError: kv has another shape.
         RuntimeError, ValueError, TypeError: as ``flash_attn_func``.
     """
-    k, v = _unpack("kv", kv, 5, 2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    k, v = unpack("kv", kv, 5, 2)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options)
 
 
 def flash_attn_varlen_func(
@@ -257,24 +235,9 @@ def flash_attn_varlen_qkvpacked_func(
         ValueError: qkv has another shape.
         RuntimeError, ValueError, TypeError: as ``flash_attn_varlen_func``.
     """
-    q, k, v = _unpack("qkv", qkv, 4, 3)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    q, k, v = unpack("qkv", qkv, 4, 3)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
 
 
 @_errors_name_kv
@@ -308,24 +271,9 @@ def flash_attn_varlen_kvpacked_func(
         ValueError: kv has another shape.
         RuntimeError, ValueError, TypeError: as ``flash_attn_varlen_func``.
     """
-    k, v = _unpack("kv", kv, 4, 2)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    k, v = unpack("kv", kv, 4, 2)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
 
 
 def flash_attn_with_kvcache(
@@ -374,13 +322,9 @@ def flash_attn_with_kvcache(
     Raises:
         RuntimeError, ValueError, TypeError: as ``flash_ext.decode``.
     """
-    new_k, new_v = ({} if x is None else {name: x} for name, x in (("k", k), ("v", v)))
-    check_head_dims({"q": q, "k_cache": k_cache, **new_k}, {"v_cache": v_cache, **new_v})
-    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = _lengths(cache_seqlens, q.shape[0], k_cache.device)
     if type(return_softmax_lse) is not bool:
         return_softmax_lse = as_flag("return_softmax_lse", return_softmax_lse)
-    out, lse = _decode(
+    out, lse = head_dims.decode(
         q,
         k_cache,
         v_cache,
@@ -394,7 +338,7 @@ def flash_attn_with_kvcache(
         block_table=block_table,
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=window_size,
+        window_size=_window(window_size),
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
@@ -403,7 +347,8 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _unpack(name: str, packed: Tensor, num_dims: int, count: int) -> tuple[Tensor, ...]:
+def unpack(name: str, packed: Tensor, num_dims: int, count: int) -> tuple[Tensor, ...]:
+    """``count`` tensors of one with ``num_dims`` dimensions, that lie side by side in the third from last."""
     check_tensors(**{name: packed})
     if packed.dim() != num_dims or packed.shape[-3] != count:
         raise ValueError(
@@ -433,14 +378,6 @@ def _window(window_size: Any) -> tuple[int, int]:
     return _integer("window_size[0]", left), _integer("window_size[1]", right)
 
 
-def _lengths(rows: Any, batch: int, device: torch.device) -> Tensor:
-    """``cache_seqlens`` of one integer, which is that of all sequences."""
-    number = as_integer("cache_seqlens", rows, "an integer, a Tensor or None")
-    if not 0 <= number < 2**31:
-        raise ValueError(f"cache_seqlens must be from 0 to 2^31 - 1, got {number}")
-    return torch.full((batch,), number, dtype=torch.int32, device=device)
-
-
 def _check_cu_seqlens_k(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_k: int) -> None:
     """What decoding would refuse under another name (it is given lengths), and max_seqlen_k, which it is not given."""
     if cu_seqlens_k.dtype != torch.int32 or cu_seqlens_k.shape != cu_seqlens_q.shape:
@@ -468,35 +405,27 @@ def _attend(
     *,
     dropout_p: float,
     deterministic: bool,
-    softmax_scale: float | None,
     window_size: Window,
     **options: Any,
 ) -> Result:
-    check_head_dims({"q": q, "k": k}, {"v": v})
     if not type(deterministic) is type(return_attn_probs) is bool:
         deterministic = as_flag("deterministic", deterministic)
         return_attn_probs = as_flag("return_attn_probs", return_attn_probs)
     if type(dropout_p) is not float:
         dropout_p = as_number("dropout_p", dropout_p)
     if dropout_p > 0:
+        check_tensors(q=q)
         options["rng_state"] = draw_rng_state(q.device)
     options["dropout_p"] = dropout_p
-    options["softmax_scale"] = _scale(q, softmax_scale)
     options["window_size"] = _window(window_size)
-    q, k, padded_v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)
-    out, lse = attention(q, k, padded_v, deterministic=deterministic or None, return_lse=True, **options)
-    out = cut_head_dim(out, v.shape[-1])
+    options["deterministic"] = deterministic or None
+    out, lse = head_dims.attend(q, k, v, options)
     if not return_attn_probs:
         return out
     if dropout_p == 0:
         return out, lse, out.new_empty(0)
     with torch.no_grad():
-        return out, lse, attention_weights(q, k, lse, signed=True, **options)
-
-
-def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    """The default is that of q before padding."""
-    return float(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
+        return out, lse, head_dims.weights(q, k, lse, options)
 
 
 @_errors_name_pages
@@ -509,39 +438,15 @@ def _attend_to_pages(
     max_seqlen_k: int,
     *,
     cu_seqlens_q: Tensor,
+    window_size: Window,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    check_tensors(block_table=block_table)
-    check_head_dims({"q": q, "k": k}, {"v": v})
+    check_tensors(q=q, k=k, v=v, block_table=block_table)
     if k.dim() != 4 or block_table.dim() != 2:
         raise ValueError(
             "k must be (num_blocks, page_block_size, nheads_k, headdim) and block_table (batch, max_num_blocks_per_seq)"
             f", got {tuple(k.shape)} and {tuple(block_table.shape)}"
         )
     _check_cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
-    lengths = cu_seqlens_k.diff()
-    return _decode(q, k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=lengths, block_table=block_table, **options)
-
-
-def _decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    softmax_scale: float | None,
-    window_size: Window,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    options["softmax_scale"] = _scale(q, softmax_scale)
-    options["window_size"] = _window(window_size)
-    # A cache is written to in place: one that the kernels can take as it is must not become a copy.
-    caches = [x if x.shape[-1] % HEAD_DIM_MULTIPLE == 0 else pad_head_dim(x) for x in (k_cache, v_cache)]
-    new_k, new_v = (None if x is None else pad_head_dim(x) for x in (k, v))
-    out, lse = decode(pad_head_dim(q), *caches, k=new_k, v=new_v, return_lse=True, **options)
-    if k is not None:
-        for cache, padded in zip((k_cache, v_cache), caches, strict=True):
-            if padded is not cache:
-                cache.copy_(padded[..., : cache.shape[-1]])
-    return cut_head_dim(out, v_cache.shape[-1]), lse
+    options |= dict(cache_seqlens=cu_seqlens_k.diff(), block_table=block_table, window_size=_window(window_size))
+    return head_dims.decode(q, k, v, cu_seqlens_q=cu_seqlens_q, **options)

@@ -121,58 +121,21 @@ def attention(
     if not type(q) is type(k) is type(v) is Tensor or q.is_nested or k.is_nested or v.is_nested:
         if isinstance(q, Tensor) and q.is_nested:
             return nested.attend(
-                attention,
-                q,
-                k,
-                v,
-                causal=causal,
-                window_size=window_size,
-                top_left=top_left,
-                softmax_scale=softmax_scale,
-                softcap=softcap,
-                alibi_slopes=alibi_slopes,
-                bias=bias,
-                mask=mask,
-                sink=sink,
-                dropout_p=dropout_p,
-                rng_state=rng_state,
-                block_mask=block_mask,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                max_seqlen_q=max_seqlen_q,
-                max_seqlen_k=max_seqlen_k,
-                seqused_q=seqused_q,
-                seqused_k=seqused_k,
-                deterministic=deterministic,
-                return_lse=return_lse,
-            )
+                attention, q, k, v, causal=causal, window_size=window_size, top_left=top_left,
+                softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask,
+                sink=sink, dropout_p=dropout_p, rng_state=rng_state, block_mask=block_mask, cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
+                seqused_k=seqused_k, deterministic=deterministic, return_lse=return_lse,
+            )  # fmt: skip
         check_tensors(q=q, k=k, v=v)
     if type(dropout_p) is not float:
         dropout_p = as_number("dropout_p", dropout_p)
     if dropout_p > 0 and rng_state is None:
         rng_state = draw_rng_state(q.device)
     options = _score_options(
-        q,
-        k,
-        causal,
-        window_size,
-        top_left,
-        softmax_scale,
-        softcap,
-        alibi_slopes,
-        bias,
-        mask,
-        sink,
-        dropout_p,
-        rng_state,
-        block_mask,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_q,
-        seqused_k,
-    )
+        q, k, causal, window_size, top_left, softmax_scale, softcap, alibi_slopes, bias, mask, sink, dropout_p,
+        rng_state, block_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+    )  # fmt: skip
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if not type(deterministic) is type(return_lse) is bool:
@@ -282,25 +245,10 @@ def decode(
     if type(return_lse) is not bool:
         return_lse = as_flag("return_lse", return_lse)
     options = _decode_options(
-        q,
-        cache_seqlens,
-        cache_leftpad,
-        cache_batch_idx,
-        block_table,
-        rotary_cos,
-        rotary_sin,
-        rotary_interleaved,
-        causal,
-        window_size,
-        softmax_scale,
-        softcap,
-        alibi_slopes,
-        sink,
-        cu_seqlens_q,
-        max_seqlen_q,
-        num_splits,
+        q, cache_seqlens, cache_leftpad, cache_batch_idx, block_table, rotary_cos, rotary_sin, rotary_interleaved,
+        causal, window_size, softmax_scale, softcap, alibi_slopes, sink, cu_seqlens_q, max_seqlen_q, num_splits,
         batch_invariant,
-    )
+    )  # fmt: skip
     if k is None:
         out, lse = call(_DECODE, q, k_cache, v_cache, *options)
     else:
@@ -383,33 +331,18 @@ def _score_options(
     allow_tf32 = _allow_tf32(q)
     often_given = (_scale(q, softmax_scale), left, right, top_left)
     if (
-        bias is None
-        and mask is None
+        bias is mask is sink is alibi_slopes is rng_state is None
+        and cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None
         and block_mask is None
-        and sink is None
-        and alibi_slopes is None
-        and rng_state is None
-        and cu_seqlens_q is None
-        and cu_seqlens_k is None
-        and max_seqlen_q is None
-        and max_seqlen_k is None
-        and seqused_q is None
-        and seqused_k is None
+        and max_seqlen_q is max_seqlen_k is None
         and softcap == 0
         and dropout_p == 0
         and not allow_tf32
     ):
         return often_given
+    check_optional_tensors(bias=bias, sink=sink, mask=mask, alibi_slopes=alibi_slopes, rng_state=rng_state)
     check_optional_tensors(
-        bias=bias,
-        sink=sink,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        rng_state=rng_state,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k
     )
     blocks: tuple[Tensor | None, ...] = (None,) * 4
     mask_shapes = [t.shape for t in (bias, mask) if t is not None]
@@ -422,23 +355,9 @@ def _score_options(
     if block_mask is not None:
         _check_block_mask(block_mask, q, k, cu_seqlens_q is not None, max_seqlen_q, max_seqlen_k)
     return (
-        *often_given,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        bias,
-        mask,
-        softcap,
-        sink,
-        alibi_slopes,
-        dropout_p,
-        rng_state,
-        seqused_q,
-        seqused_k,
-        *blocks,
-        allow_tf32,
-    )
+        *often_given, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias, mask, softcap, sink, alibi_slopes,
+        dropout_p, rng_state, seqused_q, seqused_k, *blocks, allow_tf32,
+    )  # fmt: skip
 
 
 SCORE_OPTIONS = frozenset(inspect.signature(_score_options).parameters) - {"q", "k"}
@@ -479,44 +398,22 @@ def _decode_options(
     often_given = (_scale(q, softmax_scale), left, right, cache_seqlens, block_table)
     check_optional_tensors(cache_seqlens=cache_seqlens, block_table=block_table)
     if (
-        cache_leftpad is None
-        and cache_batch_idx is None
-        and rotary_cos is None
-        and rotary_sin is None
-        and alibi_slopes is None
-        and sink is None
-        and cu_seqlens_q is None
+        cache_leftpad is cache_batch_idx is rotary_cos is rotary_sin is None
+        and alibi_slopes is sink is cu_seqlens_q is None
         and max_seqlen_q is None
         and softcap == 0
         and num_splits == 0
         and not (rotary_interleaved or batch_invariant or allow_tf32)
     ):
         return often_given
-    check_optional_tensors(
-        cache_leftpad=cache_leftpad,
-        cache_batch_idx=cache_batch_idx,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        cu_seqlens_q=cu_seqlens_q,
-    )
+    check_optional_tensors(cache_leftpad=cache_leftpad, cache_batch_idx=cache_batch_idx)
+    check_optional_tensors(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    check_optional_tensors(alibi_slopes=alibi_slopes, sink=sink, cu_seqlens_q=cu_seqlens_q)
+    max_seqlen_q = _max_seqlen(max_seqlen_q, "max_seqlen_q", cu_seqlens_q, q, 2, ())
     return (
-        *often_given,
-        cache_batch_idx,
-        rotary_cos,
-        rotary_sin,
-        rotary_interleaved,
-        cu_seqlens_q,
-        _max_seqlen(max_seqlen_q, "max_seqlen_q", cu_seqlens_q, q, 2, ()),
-        softcap,
-        sink,
-        alibi_slopes,
-        cache_leftpad,
-        num_splits,
-        batch_invariant,
-        allow_tf32,
-    )
+        *often_given, cache_batch_idx, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_q, max_seqlen_q, softcap,
+        sink, alibi_slopes, cache_leftpad, num_splits, batch_invariant, allow_tf32,
+    )  # fmt: skip
 
 
 DECODE_OPTIONS = frozenset(inspect.signature(_decode_options).parameters) - {"q"}
@@ -577,13 +474,15 @@ def _max_seqlen(
     for shape in scores:
         if len(shape) == 4 and shape[dim] != 1:
             return shape[dim]
-    return _longest(cu_seqlens, rows.shape[0])
+    return _longest(cu_seqlens, rows)
 
 
-def _longest(cu_seqlens: Tensor, total: int) -> int:
+def _longest(cu_seqlens: Tensor, rows: Tensor) -> int:
     """The longest sequence, or a bound on it where reading would wait for a device or stop a trace."""
+    if cu_seqlens.dim() != 1 or rows.dim() == 0 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
+        return 0  # operators say what is wrong
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return total
+        return rows.shape[0]
     lengths = cu_seqlens.diff()
     return max(0, int(lengths.max())) if lengths.numel() > 0 else 0
 
@@ -596,7 +495,7 @@ def _check_type_of_block_mask(block_mask: Any) -> None:
         return
     way_out = ""
     if is_instance(block_mask, FLEX_BLOCK_MASK):
-        way_out = ": make one of its predicate, BlockMask.from_mask_mod(block_mask.mask_mod, seqlen_q, seqlen_k, ...)"
+        way_out = ": BlockMask.from_flex(block_mask) makes one of it"
     raise TypeError(f"block_mask must be a flash_ext.BlockMask, got {describe(block_mask)}{way_out}")
 
 

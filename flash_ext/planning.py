@@ -97,7 +97,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **op
         q, k, v, operation, options: as for ``supports``.
 
     Returns:
-        An ``Explanation``, to be printed: ``problem`` is what the planner was told, ``plan`` what it decided, with a
+        An ``Explanation``, to be printed: ``problem`` is what the planner was given, ``plan`` what it decided, with a
         reason for each choice in ``plan.reasons``.
 
     Raises:
@@ -122,7 +122,7 @@ def problem_of(
     signed: bool = False,
     **options: Any,
 ) -> _plan.Problem:
-    """What the planner is told of a call: the operator's own description, which alone sees all that it goes by.
+    """What the planner is given of a call: the operator's own description, which alone sees all that it goes by.
 
     Args and what it raises: as for ``explain``, but for what only the planner refuses.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, rename_arguments
 from flash_ext.functional import attention
-from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim
+from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim, scale_of
 from flash_ext.nested import attend_heads_first
 from flash_ext.torch_private import CAUSAL_BIAS, is_instance
 
@@ -93,7 +93,7 @@ def scaled_dot_product_attention(
             v,
             causal=is_causal,
             top_left=top_left,
-            softmax_scale=float(query.shape[-1]) ** -0.5 if scale is None else scale,
+            softmax_scale=scale_of(query, scale),
             mask=visible,
             bias=bias,
             dropout_p=dropout_p,

@@ -94,6 +94,20 @@ def arguments_of(op: Any) -> Any:
     return op._schema.arguments
 
 
+def form_of(schema: Any) -> tuple[list[tuple[str, str]], list[str]]:
+    """Of a schema, the names and types of its arguments, and the types of its results."""
+    arguments = [(argument.name, str(argument.type)) for argument in schema.arguments]
+    return arguments, [str(result.type) for result in schema.returns]
+
+
+def schema_of(op: Any) -> Any:
+    return op._schema
+
+
+parse_schema = torch._C.parse_schema
+"""A schema from its text."""
+
+
 def handle_of(op: Any) -> Any:
     """What the dispatcher itself calls an operator by: it has ``redispatch_boxed``."""
     return op._handle

@@ -1,4 +1,4 @@
-"""Devices, seeds, markers: what every test has in common."""
+"""Devices, dtypes, seeds, markers: what every test has in common."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 SEED_VARIABLE = "FLASH_EXT_TEST_SEED"
 SLOW_VARIABLE = "FLASH_EXT_SLOW_TESTS"
 REQUIRE_CUDA_VARIABLE = "FLASH_EXT_REQUIRE_CUDA"
+DTYPES = (torch.float32, torch.bfloat16)  # on CUDA each has kernels of its own
 
 hypothesis.settings.register_profile("quick", max_examples=40, deadline=None)
 hypothesis.settings.register_profile("long", max_examples=1500, deadline=None)
@@ -65,10 +66,12 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow and not run_slow(config):
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    left_out = {item for item in items if has_no_kernel(item)}
+    if not run_slow(config):
+        left_out |= {item for item in items if item.get_closest_marker("slow")}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def devices(op: str) -> list[str]:
@@ -83,6 +86,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("op")
         metafunc.parametrize("device", devices(marker.args[0] if marker else "attention_forward"))
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Of q, k and v, in tests that do not say which dtypes they run with."""
+    return request.param
+
+
+def has_no_kernel(item: pytest.Item) -> bool:
+    """float64 is for the CPU."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return parameters.get("device") == "cuda" and parameters.get("dtype") is torch.float64
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import reference
 from .oracle import (
-    DTYPE,
     HALF,
     assert_within_bound,
     cumulative,
@@ -146,7 +145,7 @@ def make_decode(
     head_dim: int = 32,
     head_dim_v: int | None = None,
     seqlen_new: int = 0,
-    dtype: torch.dtype = DTYPE,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     **options: Any,
 ) -> Decode:

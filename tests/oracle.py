@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext.planning import Explanation
 
 from . import reference
 
@@ -28,8 +29,6 @@ ROUNDING = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 16, torch.float6
 LARGE_SCORE = 8.0  # from here on the last bits of a score are more than the units above
 SINGLE_KEY = 0.9  # the weight of a key that has nearly all of its row
 INPUTS = ("q", "k", "v", "bias", "sink")  # what can have a gradient
-# Of q, k and v where a test does not say: on CUDA the kernels of bfloat16 are others than those of float32.
-DTYPE = getattr(torch, os.environ.get("FLASH_EXT_TEST_DTYPE", "float32"))
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
@@ -95,7 +94,7 @@ class Call:
     grad_lse: Tensor | None = None
 
     def __repr__(self) -> str:
-        """Tensors by dtype and shape, integers in full: a random problem that fails is told by these."""
+        """Tensors by dtype and shape, integers in full: a random problem that fails is known by these."""
         given = {"q": self.q, "k": self.k, "v": self.v, **self.options, "block_visible": self.block_visible}
         return f"Call({', '.join(f'{name}={describe(value)}' for name, value in given.items() if value is not None)})"
 
@@ -143,7 +142,7 @@ def make_call(
     heads_kv: int = 2,
     head_dim: int = 32,
     head_dim_v: int | None = None,
-    dtype: torch.dtype = DTYPE,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     **options: Any,
 ) -> Call:
@@ -279,6 +278,25 @@ def boundaries(call: Call) -> tuple[list[int], list[int]]:
     return starts_q, starts_k
 
 
+def explained_on_hopper(call: Call, operation: str = "forward") -> Explanation | None:
+    """How the call runs, where there are kernels for Hopper, or None."""
+    explained = flash_ext.explain(call.q, call.k, call.v, operation=operation, **call.options)
+    problem = explained.problem
+    is_hopper = problem.device == "cuda" and problem.compute_capability == 90 and problem.own_kernels
+    return explained if is_hopper else None
+
+
+def assert_kernel_on_hopper(call: Call, kernel: str, operation: str = "forward") -> None:
+    """For tests that mean a kernel: it is the one that runs the call there."""
+    explained = explained_on_hopper(call, operation)
+    assert explained is None or explained.plan.kernel == kernel
+
+
+def assert_hoppers_own_forward(call: Call) -> None:
+    """For tests of the edges of its tiles, and of the ways in which it sums."""
+    assert_kernel_on_hopper(call, "sm90/forward_f32" if call.dtype == torch.float32 else "sm90/forward")
+
+
 def assert_matches_oracle(call: Call, gradients_of: Sequence[str] | None = None) -> Result:
     """Out, lse and gradients against the oracle, with and without poisoned outputs; returns the library's result.
 
@@ -321,11 +339,11 @@ class Oracle:
         dtype = compute_dtype(self.call, name)
         factor = 3.0 if self.call.options.get("softcap") else 2.0
         got, ref, low = (t.double() for t in (got, self.ref[name], self.low[name]))
-        assert_within_bound(name, got, ref, low, dtype, factor, self.slack[name], self.summands(name))
+        assert_within_bound(name, got, ref, low, dtype, factor, self.slack[name], self.addends(name))
         if dtype in HALF and name not in ("out", "lse"):
             assert_rms_within_bound(name, got, ref, low, dtype, factor, self.slack[name])
 
-    def summands(self, name: str) -> int:
+    def addends(self, name: str) -> int:
         """How many heads of q add up in a gradient of keys or values."""
         return self.call.q.shape[-2] // self.call.k.shape[-2] if name in ("dk", "dv") else 1
 
@@ -341,6 +359,10 @@ def slack_of_rows(call: Call, ref: Result, gradients_of: Sequence[str]) -> Resul
     if gradients_of:
         for name, noise in noise_of_single_keys(call, ref, gradients_of).items():
             slack[name] += noise
+    if "bias" in gradients_of and call.options["bias"].shape[-1] == 1:
+        # A bias that all keys of a row share changes no weight. Its gradient is what rounding leaves of a difference.
+        every_row = torch.ones_like(lse, dtype=torch.bool)
+        slack["dbias"] += noise_of_rows(call, ref, every_row, ("bias",)).get("dbias", 0.0)
     return slack
 
 
@@ -366,8 +388,10 @@ def noise_of_single_keys(call: Call, ref: Result, gradients_of: Sequence[str]) -
     says where they go.
     """
     rows = reference_largest_weights(call, ref["lse"]) >= SINGLE_KEY
-    if not rows.any():
-        return {}
+    return noise_of_rows(call, ref, rows, gradients_of) if rows.any() else {}
+
+
+def noise_of_rows(call: Call, ref: Result, rows: Tensor, gradients_of: Sequence[str]) -> Result:
     eps, dropout = torch.finfo(call.lse_dtype).eps, call.options.get("dropout_p", 0.0) > 0
     norms_q, norms_k = (t.double().nan_to_num(0, 0, 0).norm(dim=-1) for t in (call.q, call.k))
     noise_p = rows * eps * softmax_scale(call) * norms_q.transpose(-1, -2) * norms_k.max()
@@ -441,10 +465,10 @@ def assert_within_bound(
     dtype: torch.dtype,
     factor: float = 2.0,
     slack: Tensor | float = 0.0,
-    summands: int = 1,
+    addends: int = 1,
 ) -> None:
     """No element of ``got`` is further from ``ref`` than ``factor`` times the largest error of ``low``, some units in
-    the last place of the largest element (more where so many ``summands`` add up), and its ``slack``."""
+    the last place of the largest element (more where so many ``addends`` add up), and its ``slack``."""
     got, ref, low = got.double(), ref.double(), low.double()
     assert got.shape == ref.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
     assert not got.isnan().any(), f"{name}: {int(got.isnan().sum())} of {got.numel()} are NaN"
@@ -454,7 +478,7 @@ def assert_within_bound(
     if not finite.any():
         return
     low_error = error_of(low, ref).max().item()
-    rounding = ROUNDING[dtype] * torch.finfo(dtype).eps * math.sqrt(summands) * largest_of(ref)
+    rounding = ROUNDING[dtype] * torch.finfo(dtype).eps * math.sqrt(addends) * largest_of(ref)
     bound = factor * low_error + rounding
     error = error_of(got, ref)
     assert (error <= bound + slack).all(), (

@@ -329,9 +329,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     """
     half = cos.shape[1]
     c, s = cos[positions][:, None].to(x.dtype), sin[positions][:, None].to(x.dtype)
-    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
         return torch.cat([torch.stack([a * c - b * s, a * s + b * c], dim=-1).flatten(-2), rest], dim=-1)
-    a, b = turned[..., :half], turned[..., half:]
+    a, b = rotated[..., :half], rotated[..., half:]
     return torch.cat([a * c - b * s, a * s + b * c, rest], dim=-1)

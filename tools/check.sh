@@ -14,6 +14,7 @@ check ruff format --check .
 check bash tools/format_cpp.sh --dry-run -Werror
 check mypy
 check python tools/check_sources.py
+check python tools/check_pages.py
 check python tools/mutants.py --list
 check python tools/mutants.py --list --cuda
 exit "$failed"

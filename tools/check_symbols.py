@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_TORCH_C = re.compile(r"(aoti_torch_|torch_)[a-z0-9_]+")
+_TORCH_C = re.compile(r"(aoti_torch_|torch_)[A-Za-z0-9_]+")
 _RUNTIME_VERSION = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC|OMP|GOMP)_")
 _LINKER = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__cxa_thread_atexit_impl"}
 _ALLOWED_LIBRARIES = re.compile(

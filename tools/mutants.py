@@ -11,13 +11,15 @@ Each bug is planted in a copy of the tree, never in the checkout. What depends o
 optimisation that takes long, and linked with the checkout's other objects: build in the tree first. Then the tests
 that are expected to catch it run. At the end the tests that caught one run without any bug: they have to pass.
 
+The list amx.txt is of the CPU's matrix units and is left out on a machine without them.
+
 A CUDA bug is planted in the few objects that its tests reach; the others are as they were. With --jobs 16 on 16 cores
 and one GPU the list takes two minutes.
 
 The lists are in tools/planted. "= file" names the file of the bugs that follow. Of each bug, lines that begin with "- "
-are the text as it is, those with "+ " the text with the bug, and "? " the arguments of pytest; "! " says that it is
-one of the quick ones, and "* " which of the CUDA objects that see the file are compiled, as a regular expression. A bug
-that changes no result that the contract speaks of does not belong there.
+are the text as it is, those with "+ " the text with the bug, and "? " the arguments of pytest, with stars in names of
+files; "! " says that it is one of the quick ones, and "* " which of the CUDA objects that see the file are compiled, as
+a regular expression. A bug that changes no result that the contract speaks of does not belong there.
 
 Fails where a bug survives, where its text is gone from the sources (then the list
 has to follow), where it does not compile, and where its tests do not exist.
@@ -61,6 +63,7 @@ class Bug:
     tests: str  # arguments of pytest
     quick: bool = False
     objects: str = ""  # CUDA: which of the objects that see the file are compiled, as a regular expression
+    isa: str = ""  # of the CPU kernels that tests run
 
     @property
     def name(self) -> str:
@@ -140,7 +143,7 @@ class Build:
             return [name for name in seen if re.search(bug.objects, name)]
         # The planner's Python module takes its objects from the CUDA library, where there is one.
         host = [name for name in seen if "/libflash_ext_cuda/" not in name or "/csrc/plan/" in name]
-        return [name for name in host if "/isa_" not in name or f"/isa_{isa()}." in name]
+        return [name for name in host if "/isa_" not in name or f"/isa_{bug.isa}." in name]
 
     def libraries_of(self, bug: Bug, objects: Iterable[str]) -> list[str]:
         """Those that hold the objects; the CUDA library, which takes long to link, for bugs of CUDA kernels alone."""
@@ -149,10 +152,14 @@ class Build:
         return [name for name in found if bug.objects or "libflash_ext_cuda" not in name]
 
 
-def isa() -> str:
-    """Of the CPU kernels. AVX2 compiles quickly, and most machines have it."""
+def cpu_has(flag: str) -> bool:
     flags = Path("/proc/cpuinfo")
-    return "avx2" if flags.exists() and " avx2 " in flags.read_text() else "baseline"
+    return flags.exists() and f" {flag} " in flags.read_text()
+
+
+def common_isa() -> str:
+    """Of the CPU kernels. AVX2 compiles quickly, and most machines have it."""
+    return "avx2" if cpu_has("avx2") else "baseline"
 
 
 def sources() -> list[Path]:
@@ -199,7 +206,7 @@ class Copy:
                     return Verdict(bug, "does not build", error, time.monotonic() - start)
             if not tests:
                 return Verdict(bug, "builds", "", time.monotonic() - start)
-            found = judge(bug, run_tests(self.root, ["-x", *shlex.split(bug.tests)], bug.cuda, TEST_SECONDS))
+            found = judge(bug, run_tests(self.root, ["-x", *tests_of(bug)], bug, TEST_SECONDS))
             return Verdict(bug, *found, time.monotonic() - start)
         finally:
             for original in changed:
@@ -231,13 +238,19 @@ class TestRun:
     failed: tuple[str, ...]
 
 
-def run_tests(root: Path, arguments: Iterable[str], cuda: bool, seconds: float | None = None) -> TestRun:
+def tests_of(bug: Bug) -> Iterator[str]:
+    """Arguments of pytest, names of files spelled out."""
+    for word in shlex.split(bug.tests):
+        yield from sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(word)) if "*" in word else [word]
+
+
+def run_tests(root: Path, arguments: Iterable[str], bug: Bug, seconds: float | None = None) -> TestRun:
     """In a process of its own. All runs draw by the same seed: what a test saw beside a bug it sees without, too."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *arguments]
     settings = {
         "OMP_NUM_THREADS": "1",
-        "FLASH_EXT_CPU_ISA": isa(),
-        "FLASH_EXT_REQUIRE_CUDA": str(int(cuda)),
+        "FLASH_EXT_CPU_ISA": bug.isa,
+        "FLASH_EXT_REQUIRE_CUDA": str(int(bug.cuda)),
         "FLASH_EXT_TEST_SEED": SEED,
         "HYPOTHESIS_STORAGE_DIRECTORY": str(root / ".hypothesis"),
     }
@@ -263,23 +276,27 @@ def judge(bug: Bug, run: TestRun) -> tuple[str, str]:
 
 def without_bugs(verdicts: list[Verdict]) -> list[Verdict]:
     """Those whose test fails even where no bug is planted: it proves nothing."""
-    killers = {verdict.by for verdict in verdicts if verdict.ok and "::" in verdict.by}
-    cuda = any(verdict.bug.cuda for verdict in verdicts)
-    failed = run_tests(ROOT, sorted(killers), cuda).failed if killers else ()
-    return [replace(verdict, outcome="fails anyway") for verdict in verdicts if verdict.by in failed]
+    found = []
+    for isa in sorted({verdict.bug.isa for verdict in verdicts}):
+        some = [verdict for verdict in verdicts if verdict.bug.isa == isa and verdict.ok and "::" in verdict.by]
+        failed = run_tests(ROOT, sorted({verdict.by for verdict in some}), some[0].bug).failed if some else ()
+        found += [replace(verdict, outcome="fails anyway") for verdict in some if verdict.by in failed]
+    return found
 
 
 # ---- All of them ----------------------------------------------------------------------------------------------------
 
 
 def planted(arguments: argparse.Namespace) -> list[Bug]:
-    names = ("cuda",) if arguments.cuda else ("python", "plan", "common", "api", "cpu")
-    bugs = [bug for name in names for bug in read_list(ROOT / "tools" / "planted" / f"{name}.txt")]
+    isa_of = dict.fromkeys(("cuda",) if arguments.cuda else ("python", "plan", "common", "api", "cpu"), common_isa())
+    if not arguments.cuda and cpu_has("amx_bf16"):
+        isa_of["amx"] = "amx"
+    bugs = [bug for name, isa in isa_of.items() for bug in read_list(ROOT / "tools" / "planted" / f"{name}.txt", isa)]
     bugs = [bug for bug in bugs if bug.quick or not arguments.quick]
     return [bug for bug in bugs if re.search(arguments.only, f"{bug.file}: {bug.before} -> {bug.after}")]
 
 
-def read_list(path: Path) -> Iterator[Bug]:
+def read_list(path: Path, isa: str) -> Iterator[Bug]:
     file = ""
     for paragraph in path.read_text().split("\n\n"):
         lines: dict[str, list[str]] = {mark: [] for mark in "=-+?!*"}
@@ -288,7 +305,7 @@ def read_list(path: Path) -> Iterator[Bug]:
         file = lines["="][0] if lines["="] else file
         if lines["-"]:
             before, after, objects = ("\n".join(lines[mark]) for mark in "-+*")
-            yield Bug(file, before, after, " ".join(lines["?"] + lines["!"]), bool(lines["!"]), objects)
+            yield Bug(file, before, after, " ".join(lines["?"] + lines["!"]), bool(lines["!"]), objects, isa)
 
 
 def try_all(bugs: list[Bug], jobs: int, tests: bool) -> Iterator[Verdict]:

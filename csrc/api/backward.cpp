@@ -15,10 +15,8 @@ void check_out_like(const Argument& q, const Geometry& g, const char* name, cons
                 g.varlen_q ? "(total_q, heads_q, head_dim_v)" : "(batch, seqlen_q, heads_q, head_dim_v)");
 }
 
-/// A gradient like `input`, contiguous, or the empty one.
-Tensor gradient(const Tensor& input, bool needed) {
-  return needed ? new_empty(input, shape_of(input), input.scalar_type()) : no_gradient(input);
-}
+/// A gradient like `input`, contiguous.
+Tensor gradient(const Tensor& input) { return new_empty(input, shape_of(input), input.scalar_type()); }
 
 /// The gradient of out as TMA reads it: it must be there, and takes no stride of 0.
 Tensor for_tma(const OptionalTensor& grad_out, const Tensor& out) {
@@ -30,28 +28,25 @@ void need_bias(const ScoreOptions& options, bool needed) {
   check(!needed || options.bias.has_value(), "need_dbias asks for the gradient of bias, which is None");
 }
 
-BackwardCall new_backward_call(AttentionCall attention, const Tensor& q, const ScoreOptions& options,
-                               const Needed& needed) {
-  // Six tensors, not one: results of an operator must not alias.
-  const auto none = [&] { return no_gradient(q); };
-  BackwardCall call{attention.plan, {attention.params},        none(), none(), none(), none(), none(),
-                    none(),         std::move(attention.owned)};
+BackwardCall new_backward_call(AttentionCall attention, const ScoreOptions& options, const Needed& needed) {
+  BackwardCall call;
+  call.plan = std::move(attention.plan);
+  call.params = {attention.params};
+  call.owned = std::move(attention.owned);
   call.params.num_chunks = call.plan.num_chunks;
   call.params.schedule = call.plan.schedule;
   if (needed.dbias) {
     // Packed sequences may all end before the last rows and columns of bias.
     const Tensor& bias = *options.bias;
-    call.dbias = options.cu_seqlens_q ? new_zeros(bias, shape_of(bias), bias.scalar_type()) : gradient(bias, true);
-    call.params.dbias = view_scores(call.dbias);
+    call.dbias = options.cu_seqlens_q ? new_zeros(bias, shape_of(bias), bias.scalar_type()) : gradient(bias);
+    call.params.dbias = view_scores(*call.dbias);
   }
   return call;
 }
 
 void allocate_dq_dk(BackwardCall& call, const Tensor& q, const Tensor& k, const Needed& needed) {
-  call.dq = gradient(q, needed.dq);
-  call.dk = gradient(k, needed.dk);
-  if (needed.dq) call.params.dq = view_rows(call.dq);
-  if (needed.dk) call.params.dk = view_rows(call.dk);
+  if (needed.dq) call.params.dq = view_rows(call.dq.emplace(gradient(q)));
+  if (needed.dk) call.params.dk = view_rows(call.dk.emplace(gradient(k)));
 }
 
 }  // namespace
@@ -69,7 +64,7 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
   need_bias(options, needed.dbias);
   check(!needed.dsink || options.sink.has_value(), "need_dsink asks for the gradient of sink, which is None");
 
-  BackwardCall call = new_backward_call(std::move(attention), q, options, needed);
+  BackwardCall call = new_backward_call(std::move(attention), options, needed);
   const auto own = [&](const Tensor& tensor) -> const Tensor& {
     return call.owned.emplace_back(with_contiguous_rows(tensor));
   };
@@ -87,17 +82,19 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
   call.params.deterministic = deterministic;
 
   allocate_dq_dk(call, q, k, needed);
-  call.dv = gradient(v, needed.dv);
-  if (needed.dv) call.params.dv = view_rows(call.dv);
+  if (needed.dv) call.params.dv = view_rows(call.dv.emplace(gradient(v)));
   if (needed.dsink) {
-    call.dsink = new_empty(q, {g.heads_q}, accumulate_dtype(q.scalar_type()));
-    call.params.dsink = address(call.dsink);
+    call.params.dsink = address(call.dsink.emplace(new_empty(q, {g.heads_q}, accumulate_dtype(q.scalar_type()))));
   }
   return call;
 }
 
-Tensor finish_dsink(const BackwardCall& call, const ScoreOptions& options) {
-  return call.params.dsink ? torch::stable::to(call.dsink, options.sink->scalar_type()) : call.dsink;
+Tensor gradient_or_empty(const OptionalTensor& gradient, const Tensor& like) {
+  return gradient ? *gradient : new_empty(like, {0}, like.scalar_type());
+}
+
+Tensor finish_dsink(const BackwardCall& call, const Tensor& q, const ScoreOptions& options) {
+  return call.dsink ? torch::stable::to(*call.dsink, options.sink->scalar_type()) : gradient_or_empty(call.dsink, q);
 }
 
 BackwardCall prepare_weights_backward(const Tensor& grad_weights, const Tensor& q, const Tensor& k, const Tensor& lse,
@@ -113,16 +110,13 @@ BackwardCall prepare_weights_backward(const Tensor& grad_weights, const Tensor& 
       .shape_is(g.score_shape(), "(batch, heads_q, seqlen_q, seqlen_k)");
   need_bias(options, needed.dbias);
 
-  BackwardCall call = new_backward_call(std::move(attention), q, options, needed);
+  BackwardCall call = new_backward_call(std::move(attention), options, needed);
   call.params.lse = view_lse(call.owned.emplace_back(with_contiguous_rows(lse)));
   call.params.grad_weights = view_scores(grad_weights);
   call.params.dropout_mode = static_cast<int>(dropout_mode);
   allocate_dq_dk(call, q, k, needed);
   if (needed.dlse) {
-    call.dlse = new_empty(q, g.lse_shape(), lse.scalar_type());
-    call.params.dlse = view_lse(call.dlse);
-  } else {
-    call.dlse = no_gradient(lse);
+    call.params.dlse = view_lse(call.dlse.emplace(new_empty(q, g.lse_shape(), lse.scalar_type())));
   }
   return call;
 }

@@ -27,24 +27,38 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const cpu::RangeBod
   torch::stable::parallel_for(begin, end, grain, body);
 }
 
+}  // namespace
+
+ForwardCall attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options) {
+  ForwardCall call = prepare_forward(q, k, v, options);
+  cpu::attention_forward(call.params, parallel_for);
+  return call;
+}
+
+BackwardCall differentiate(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                           const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                           const ScoreOptions& options, bool deterministic, const Needed& needed) {
+  BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  cpu::attention_backward(call.params, parallel_for);
+  return call;
+}
+
+namespace {
+
 using Tensors2 = std::tuple<Tensor, Tensor>;
 using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Tensors2 attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options) {
-  const ForwardCall call = prepare_forward(q, k, v, options);
-  cpu::attention_forward(call.params, parallel_for);
-  return {call.out, call.lse};
-}
-
 Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
                            bool /*deterministic*/) {
-  return attend(q, k, v, FLASH_EXT_SCORE_OPTIONS);
+  const ForwardCall call = attend(q, k, v, FLASH_EXT_SCORE_OPTIONS);
+  return {call.out, call.lse};
 }
 
 Tensors2 attention_forward_plain(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
                                  int64_t window_left, int64_t window_right, bool top_left) {
-  return attend(q, k, v, {softmax_scale, window_left, window_right, top_left});
+  const ForwardCall call = attend(q, k, v, {softmax_scale, window_left, window_right, top_left});
+  return {call.out, call.lse};
 }
 
 Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
@@ -53,9 +67,9 @@ Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor
                             FLASH_EXT_SCORE_PARAMETERS) {
   const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
   const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
-  const BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
-  cpu::attention_backward(call.params, parallel_for);
-  return {call.dq, call.dk, call.dv, call.dbias, finish_dsink(call, options)};
+  const BackwardCall call = differentiate(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  const auto given = [&](const OptionalTensor& gradient) { return gradient_or_empty(gradient, q); };
+  return {given(call.dq), given(call.dk), given(call.dv), given(call.dbias), finish_dsink(call, q, options)};
 }
 
 Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor& lse, int64_t dropout_mode,
@@ -72,7 +86,8 @@ Tensors4 attention_weights_backward(const Tensor& grad_weights, const Tensor& q,
   const BackwardCall call =
       prepare_weights_backward(grad_weights, q, k, lse, FLASH_EXT_SCORE_OPTIONS, dropout_mode, needed);
   cpu::attention_backward(call.params, parallel_for);
-  return {call.dq, call.dk, call.dlse, call.dbias};
+  const auto given = [&](const OptionalTensor& gradient) { return gradient_or_empty(gradient, q); };
+  return {given(call.dq), given(call.dk), gradient_or_empty(call.dlse, lse), given(call.dbias)};
 }
 
 Tensors2 run(const DecodeCall& call) {

@@ -3,11 +3,13 @@
 #include <algorithm>
 
 #include "device.h"
+#include "kernels/cpu/attention.h"
 
 namespace flash_ext::api {
 
 void describe_device(const Tensor&, plan::Problem& problem) {
   problem.device = plan::Device::kCpu;
+  problem.matrix_units = cpu::uses_matrix_units();
   problem.num_workers = torch::stable::get_num_threads();
 }
 
@@ -21,5 +23,7 @@ int64_t longest_sequence(const Tensor& cu_seqlens, int64_t bound) {
 int64_t row_alignment() { return 1; }
 
 bool wants_value_checks(const Tensor&) { return true; }
+
+TorchSettings torch_settings(const Tensor&, bool /*backward*/) { return {}; }  // always deterministic, never TF32
 
 }  // namespace flash_ext::api

@@ -23,9 +23,6 @@
 namespace flash_ext::api {
 namespace {
 
-using Tensors2 = std::tuple<Tensor, Tensor>;
-using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
   const auto with_workspace = [&](int64_t bytes, auto run) {
     if (bytes == 0) return run(nullptr);
@@ -46,24 +43,6 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
 #endif
   with_workspace(sm80::forward_workspace_bytes(call.params),
                  [&](void* workspace) { sm80::forward(call.params, workspace, stream); });
-}
-
-Tensors2 attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options) {
-  const CudaDevice device(q);
-  const ForwardCall call = prepare_forward(q, k, v, options);
-  sm80::clear_forward(call.params, device.stream());
-  run_forward(q, call, device.stream());
-  return {call.out, call.lse};
-}
-
-Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
-                           bool /*deterministic*/) {
-  return attend(q, k, v, FLASH_EXT_SCORE_OPTIONS);
-}
-
-Tensors2 attention_forward_plain(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
-                                 int64_t window_left, int64_t window_right, bool top_left) {
-  return attend(q, k, v, {softmax_scale, window_left, window_right, top_left});
 }
 
 void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
@@ -98,6 +77,44 @@ void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream
   sm80::backward(call.params, address(memory), stream);
 }
 
+}  // namespace
+
+ForwardCall attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options) {
+  const CudaDevice device(q);
+  ForwardCall call = prepare_forward(q, k, v, options);
+  sm80::clear_forward(call.params, device.stream());
+  run_forward(q, call, device.stream());
+  return call;
+}
+
+BackwardCall differentiate(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                           const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                           const ScoreOptions& options, bool deterministic, const Needed& needed) {
+  const CudaDevice device(q);
+  BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  sm80::clear_backward(call.params, device.stream());
+  run_backward(q, call, device.stream());
+  if (needed.dbias) run_bias_gradient(q, call, device.stream());
+  return call;
+}
+
+namespace {
+
+using Tensors2 = std::tuple<Tensor, Tensor>;
+using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
+                           bool /*deterministic*/) {
+  const ForwardCall call = attend(q, k, v, FLASH_EXT_SCORE_OPTIONS);
+  return {call.out, call.lse};
+}
+
+Tensors2 attention_forward_plain(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
+                                 int64_t window_left, int64_t window_right, bool top_left) {
+  const ForwardCall call = attend(q, k, v, {softmax_scale, window_left, window_right, top_left});
+  return {call.out, call.lse};
+}
+
 Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, bool deterministic,
                             bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool need_dsink,
@@ -105,11 +122,9 @@ Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor
   const CudaDevice device(q);
   const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
   const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
-  const BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
-  sm80::clear_backward(call.params, device.stream());
-  run_backward(q, call, device.stream());
-  if (need_dbias) run_bias_gradient(q, call, device.stream());
-  return {call.dq, call.dk, call.dv, call.dbias, finish_dsink(call, options)};
+  const BackwardCall call = differentiate(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  const auto given = [&](const OptionalTensor& gradient) { return gradient_or_empty(gradient, q); };
+  return {given(call.dq), given(call.dk), given(call.dv), given(call.dbias), finish_dsink(call, q, options)};
 }
 
 std::string attention_describe(const Tensor& q, const Tensor& k, const OptionalTensor& v, std::string operation,

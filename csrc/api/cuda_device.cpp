@@ -1,5 +1,7 @@
 #include "cuda_device.h"
 
+#include <torch/csrc/stable/library.h>
+
 #include <cstdlib>
 #include <cstring>
 
@@ -58,6 +60,15 @@ bool wants_value_checks(const Tensor& q) {
       "FLASH_EXT_CHECK=1 reads cu_seqlens and its like on the host, which a CUDA graph cannot capture: capture without "
       "it");
   return true;
+}
+
+TorchSettings torch_settings(const Tensor& q, bool backward) {
+  const bool is_float32 = q.scalar_type() == ScalarType::Float;
+  if (!backward && !is_float32) return {};
+  StableIValue settings[1];
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("flash_ext_python::torch_settings", "", settings, TORCH_ABI_VERSION));
+  const auto bits = torch::stable::detail::to<int64_t>(settings[0]);
+  return {(bits & 1) != 0, is_float32 && (bits & 2) != 0};
 }
 
 }  // namespace flash_ext::api

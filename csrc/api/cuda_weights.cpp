@@ -38,7 +38,8 @@ Tensors4 attention_weights_backward(const Tensor& grad_weights, const Tensor& q,
     const Tensor workspace = new_empty(q, {sm80::bias_gradient_workspace_bytes(call.params)}, ScalarType::Byte);
     sm80::bias_gradient(call.params, address(workspace), device.stream());
   }
-  return {call.dq, call.dk, call.dlse, call.dbias};
+  const auto given = [&](const OptionalTensor& gradient) { return gradient_or_empty(gradient, q); };
+  return {given(call.dq), given(call.dk), gradient_or_empty(call.dlse, lse), given(call.dbias)};
 }
 
 }  // namespace

@@ -18,4 +18,13 @@ int64_t row_alignment();
 /// Whether lengths, pages and block lists are to be read and checked: always on a CPU, on CUDA with FLASH_EXT_CHECK=1.
 bool wants_value_checks(const Tensor& q);
 
+/// Settings of torch that an operator is told of by its arguments, and a kernel of aten's has to ask for.
+struct TorchSettings {
+  bool deterministic = false;  // torch.use_deterministic_algorithms
+  bool allow_tf32 = false;     // torch.backends.cuda.matmul.fp32_precision
+};
+
+/// Those that matter to this device and dtype in the forward or the backward; the others are false.
+TorchSettings torch_settings(const Tensor& q, bool backward);
+
 }  // namespace flash_ext::api

@@ -71,4 +71,13 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
   m.def(
       "dropout_mask(Tensor rng, float dropout_p, SymInt batch, SymInt heads_q, SymInt seqlen_q, SymInt seqlen_k)"
       " -> Tensor");
+
+  // aten's operators computed by the kernels of aten_overrides.h, for a dispatch key and until they are restored. Each
+  // library has its own.
+  m.def("override_aten_by_cpu(str op, str dispatch_key) -> ()");
+  m.def("override_aten_by_cuda(str op, str dispatch_key) -> ()");
+  m.def("restore_aten_by_cpu() -> ()");
+  m.def("restore_aten_by_cuda() -> ()");
+  m.def("aten_calls_by_cpu(str op) -> int");
+  m.def("aten_calls_by_cuda(str op) -> int");
 }

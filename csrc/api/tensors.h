@@ -51,20 +51,24 @@ inline bool is_broadcast(const Tensor& tensor) {
 }
 
 /// What torch::stable::new_empty does, which looks its operator up by name and so takes three times as long.
-inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
+inline Tensor new_empty_strided(const Tensor& like, const Shape& shape, const Shape& strides, ScalarType dtype) {
   const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  Shape strides(shape.size());
-  int64_t stride = 1;
-  for (size_t d = shape.size(); d-- > 0;) {
-    strides[d] = stride;
-    stride *= std::max<int64_t>(shape[d], 1);
-  }
   int32_t device_type = 0;
   AtenTensorHandle tensor = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
                                                   code, device_type, like.get_device_index(), &tensor));
   return Tensor(tensor);
+}
+
+inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(shape[d], 1);
+  }
+  return new_empty_strided(like, shape, strides, dtype);
 }
 
 /// Gradients come from autograd with any strides (those of out.sum() are all zero): copied where rows are not dense.
@@ -88,8 +92,5 @@ inline Tensor new_zeros(const Tensor& like, const Shape& shape, ScalarType dtype
   Tensor zeros = new_empty(like, shape, dtype);
   return torch::stable::zero_(zeros);
 }
-
-/// What stands for a gradient that was not asked for.
-inline Tensor no_gradient(const Tensor& like) { return new_empty(like, {0}, like.scalar_type()); }
 
 }  // namespace flash_ext::api

@@ -8,15 +8,21 @@ namespace {
 constexpr int64_t kMinBlockM = 32;
 constexpr int64_t kWantedItems = 32;
 
+void choose_products(Draft& draft) {
+  if (draft.p.matrix_units && draft.p.dtype == DType::kBFloat16) draft.take_variant("products by matrix units (AMX)");
+}
+
 }  // namespace
 
 void choose_cpu_backward_tiles(Draft& draft) {
+  choose_products(draft);
   draft.plan.block_m = kCpuMaxBlockM;
   draft.plan.block_n = kCpuBlockN;
   draft.because("tile ", kCpuMaxBlockM, " x ", kCpuBlockN, ": work is cut along the keys");
 }
 
 void choose_cpu_forward_tiles(Draft& draft) {
+  choose_products(draft);
   Plan& plan = draft.plan;
   plan.block_m = kCpuMaxBlockM;
   plan.block_n = kCpuBlockN;

@@ -4,6 +4,9 @@ Each takes and returns what torch's own kernel does: shapes, dtypes, memory orde
 tensors of random numbers, which are empty here. A call that is not supported gives ``NotImplemented``, for the caller
 to go on to torch's kernel. They run below autograd and autocast, as kernels do.
 
+Calls that need nothing but views are computed in C++ and do not come here (``aten_cpp``); what is done there is what is
+done here, bit for bit.
+
 Dropout is never served here: which weights were dropped is told to the backward by two tensors of random numbers, which
 mean one thing to torch's kernels and another to ours, and nothing in them says whose they are. A backward that runs
 after ``deactivate()`` would drop other weights than its forward. All else is the same for both: a forward by one and a
@@ -29,15 +32,16 @@ from flash_ext.integrations.aten_calls import (
     run_backward,
     run_forward,
     scale_of,
+    takes_scale,
     unsupported,
     window_of,
 )
 from flash_ext.integrations.layouts import BY_ROWS, Arrangement, arrangement_of, in_order_of
 
 
-def _served(query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> bool:
-    """Whether (batch, heads, seqlen, head_dim) tensors are ours. What is wrong with them is for torch to say."""
-    if dropout_p > 0 or not query.dim() == key.dim() == value.dim() == 4:
+def _served(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None) -> bool:
+    """Whether a call of (batch, heads, seqlen, head_dim) tensors is ours. What is wrong with it is for torch to say."""
+    if dropout_p != 0 or not takes_scale(scale) or not query.dim() == key.dim() == value.dim() == 4:
         return False
     heads = key.shape[1]
     return (
@@ -126,7 +130,7 @@ def flash_forward(
     scale: float | None = None,
 ) -> Any:
     """is_causal ends at the last key, as in FlashAttention-2."""
-    if return_debug_mask or not _served(query, key, value, dropout_p):
+    if return_debug_mask or not _served(query, key, value, dropout_p, scale):
         return NotImplemented
     arrangement = arrangement_of(query, key, value)
     out, lse = _attend(query, key, value, arrangement, causal=is_causal, top_left=False, scale=scale)
@@ -153,7 +157,7 @@ def flash_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    if not _served(query, key, value, dropout_p):
+    if not _served(query, key, value, dropout_p, scale):
         return NotImplemented
     arrangement = arrangement_of(query, key, value)
     gradients = _differentiate(
@@ -176,7 +180,7 @@ def cpu_forward(
     scale: float | None = None,
 ) -> Any:
     """is_causal begins at the first key. The log-sum-exp lies in memory as (batch, seqlen_q, heads)."""
-    if not _served(query, key, value, dropout_p) or not _may_add(attn_mask, query):
+    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_mask, query):
         return NotImplemented
     bias = _four_dimensions(attn_mask)
     arrangement = arrangement_of(query, key, value, bias)
@@ -198,7 +202,7 @@ def cpu_backward(
     scale: float | None = None,
 ) -> Any:
     """Gradients lie in memory as (batch, seqlen, heads, head_dim)."""
-    if not _served(query, key, value, dropout_p) or not _may_add(attn_mask, query):
+    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_mask, query):
         return NotImplemented
     bias = _four_dimensions(attn_mask)
     gradients = _differentiate(
@@ -237,7 +241,7 @@ def efficient_forward(
     scale: float | None = None,
 ) -> Any:
     """is_causal begins at the first key. The result lies in memory as (batch, seqlen_q, heads, head_dim_v)."""
-    if not _served(query, key, value, dropout_p) or not _may_add(attn_bias, query):
+    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_bias, query):
         return NotImplemented
     bias = _four_dimensions(attn_bias)
     out, lse = _attend(query, key, value, BY_ROWS, bias=bias, causal=is_causal, top_left=True, scale=scale)
@@ -261,7 +265,7 @@ def efficient_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    if not _served(query, key, value, dropout_p) or not _may_add(attn_bias, query):
+    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_bias, query):
         return NotImplemented
     need_dbias = grad_input_mask[3]
     if need_dbias and attn_bias is None:
@@ -301,7 +305,7 @@ def cudnn_forward(
     scale: float | None = None,
 ) -> Any:
     """is_causal begins at the first key. The log-sum-exp is (batch, heads, seqlen_q, 1)."""
-    if return_debug_mask or not _served(query, key, value, dropout_p):
+    if return_debug_mask or not _served(query, key, value, dropout_p, scale):
         return NotImplemented
     if not _may_add(attn_bias, query):
         return NotImplemented
@@ -332,7 +336,7 @@ def cudnn_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    if not _served(query, key, value, dropout_p) or not _may_add(attn_bias, query):
+    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_bias, query):
         return NotImplemented
     bias = _four_dimensions(attn_bias)
     gradients = _differentiate(

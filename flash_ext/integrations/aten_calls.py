@@ -24,6 +24,7 @@ _OPS = torch.ops.flash_ext
 _FORWARD, _PLAIN = handle_of(_OPS.attention_forward.default), handle_of(_OPS.attention_forward_plain.default)
 _BACKWARD = handle_of(_OPS.attention_backward.default)
 KEYS = {"cpu": DispatchKeySet(DispatchKey.CPU), "cuda": DispatchKeySet(DispatchKey.CUDA)}
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 _EFFICIENT_LSE_MULTIPLE = 32  # torch pads the rows of its log-sum-exp up to this
 _EFFICIENT_BIAS_MULTIPLE = 16  # and those of the gradient of a bias up to this
 
@@ -43,6 +44,11 @@ def unsupported(query: Tensor, value: Tensor) -> str:
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
         return f"head_dim must be from 1 to {MAX_HEAD_DIM}, got {head_dim} of query and {head_dim_v} of value"
     return "" if _has_kernels(query.device, query.dtype) else f"no kernels for {query.dtype} on {query.device}"
+
+
+def takes_scale(scale: float | None) -> bool:
+    """Whether our operators do: torch computes with Inf and NaN, too. A symbol of a compiler is some number."""
+    return type(scale) is not float or abs(scale) <= _LARGEST_SCALE
 
 
 def exceeds_sizes(device: torch.device, batch: int, seqlen_q: int, seqlen_k: int) -> bool:

@@ -66,7 +66,7 @@ def packed_flash_forward(
     """``num_splits`` is served over pages, where 1 means what torch means by it: the same bits in any batch."""
     if num_splits is not None and block_table is None:
         return NotImplemented
-    if return_debug_mask or dropout_p > 0 or _any_given(later) or not _multiple_of_8(query, value):
+    if return_debug_mask or dropout_p != 0 or _any_given(later) or not _multiple_of_8(query, value):
         return NotImplemented
     window = _flash_window(is_causal, window_size_left, window_size_right)
     if block_table is not None:
@@ -126,7 +126,7 @@ def packed_flash_backward(
     window_size_right: int | None = None,
     **later: Any,
 ) -> Any:
-    if dropout_p > 0 or _any_given(later) or not _multiple_of_8(query, value):
+    if dropout_p != 0 or _any_given(later) or not _multiple_of_8(query, value):
         return NotImplemented
     window = _flash_window(is_causal, window_size_left, window_size_right)
     options = _packed_options(query, cum_seq_q, cum_seq_k, max_q, max_k, scale, window)
@@ -230,7 +230,7 @@ def packed_efficient_forward(
     **later: Any,
 ) -> Any:
     """The log-sum-exp is (sequences, heads, longest sequence of queries, padded to a multiple of 32)."""
-    if dropout_p > 0 or seqlen_k is not None or window_size is not None or _any_given(later):
+    if dropout_p != 0 or seqlen_k is not None or window_size is not None or _any_given(later):
         return NotImplemented
     call = _packed_efficient_call(
         query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, custom_mask_type, scale
@@ -277,7 +277,7 @@ def packed_efficient_backward(
     shared_storage_dqdkdv: bool = False,
     **later: Any,
 ) -> Any:
-    if dropout_p > 0 or shared_storage_dqdkdv or window_size is not None or _any_given(later):
+    if dropout_p != 0 or shared_storage_dqdkdv or window_size is not None or _any_given(later):
         return NotImplemented
     if bias is None and bias_requires_grad:
         return NotImplemented  # torch says what is wrong

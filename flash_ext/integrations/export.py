@@ -78,10 +78,10 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Te
     _refuse_cache(options)
     if options.cache_batch_idx is not None:
         k_cache, v_cache = (x.index_select(0, options.cache_batch_idx) for x in (k_cache, v_cache))
-    places = _dense_places(q, k_cache, None, options.cache_seqlens, top_left=False)
+    positions = _dense_positions(q, k_cache, None, options.cache_seqlens, top_left=False)
     if options.cache_leftpad is not None:
-        places = places.where(places.j >= _by_batch(options.cache_leftpad))
-    scores = _raw_scores(q, k_cache, options, places)
+        positions = positions.where(positions.j >= _by_batch(options.cache_leftpad))
+    scores = _raw_scores(q, k_cache, options, positions)
     out, lse = _softmax(scores, v_cache, options.sink)
     return out.to(q.dtype), lse
 
@@ -122,7 +122,7 @@ def _refuse_cache(options: DecodeOptions) -> None:
 # ---- Which query sees which key -------------------------------------------------------------------------------------
 
 
-class _Places(NamedTuple):
+class _Positions(NamedTuple):
     """Where queries and keys stand in their sequences. Tensors broadcast to (batch, 1, seqlen_q, seqlen_k)."""
 
     i: Tensor
@@ -131,7 +131,7 @@ class _Places(NamedTuple):
     visible: Tensor | None  # as far as lengths go
     sequence: Tensor | None  # (total_q), of packed queries
 
-    def where(self, condition: Tensor) -> _Places:
+    def where(self, condition: Tensor) -> _Positions:
         return self._replace(visible=condition if self.visible is None else self.visible & condition)
 
 
@@ -139,25 +139,25 @@ def _by_batch(x: Tensor) -> Tensor:
     return x.long()[:, None, None, None]
 
 
-def _dense_places(q: Tensor, k: Tensor, used_q: Tensor | None, used_k: Tensor | None, top_left: bool) -> _Places:
+def _dense_positions(q: Tensor, k: Tensor, used_q: Tensor | None, used_k: Tensor | None, top_left: bool) -> _Positions:
     i = torch.arange(q.shape[1], device=q.device)[:, None]
     j = torch.arange(k.shape[1], device=q.device)[None, :]
     length_q: Any = q.shape[1] if used_q is None else _by_batch(used_q)
     length_k: Any = k.shape[1] if used_k is None else _by_batch(used_k)
-    places = _Places(i, j, 0 if top_left else length_k - length_q, None, None)
+    positions = _Positions(i, j, 0 if top_left else length_k - length_q, None, None)
     if used_q is not None:
-        places = places.where(i < length_q)
-    return places if used_k is None else places.where(j < length_k)
+        positions = positions.where(i < length_q)
+    return positions if used_k is None else positions.where(j < length_k)
 
 
-def _packed_places(q: Tensor, k: Tensor, options: ScoreOptions) -> _Places:
+def _packed_positions(q: Tensor, k: Tensor, options: ScoreOptions) -> _Positions:
     """q (1, total_q, ...), k (1, total_k, ...): a query sees keys of its own sequence."""
     of_q, i, lengths_q = _rows_of(q.shape[1], options.cu_seqlens_q, options.seqused_q)
     of_k, j, lengths_k = _rows_of(k.shape[1], options.cu_seqlens_k, options.seqused_k)
     length_q, length_k = lengths_q[of_q][:, None], lengths_k[of_q][:, None]
     offset = 0 if options.top_left else length_k - length_q
     same = (of_q[:, None] == of_k) & (i[:, None] < length_q) & (j < lengths_k[of_k])
-    return _Places(i[:, None], j[None, :], offset, same, of_q)
+    return _Positions(i[:, None], j[None, :], offset, same, of_q)
 
 
 def _rows_of(total: Any, cu_seqlens: Tensor, used: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,30 +179,30 @@ def _scores(q: Tensor, k: Tensor, options: ScoreOptions) -> Tensor:
             "flash_ext: block_mask has no decomposition: export with mask=block_mask.to_dense() in its place"
         )
     if options.cu_seqlens_q is None:
-        places = _dense_places(q, k, options.seqused_q, options.seqused_k, options.top_left)
+        positions = _dense_positions(q, k, options.seqused_q, options.seqused_k, options.top_left)
     else:
-        places = _packed_places(q, k, options)
-    scores = _raw_scores(q, k, options, places)
+        positions = _packed_positions(q, k, options)
+    scores = _raw_scores(q, k, options, positions)
     if options.bias is not None:
-        scores = scores + _of_places(options.bias, places).to(scores.dtype)
-    return scores if options.mask is None else _hide(scores, _of_places(options.mask, places))
+        scores = scores + _of_positions(options.bias, positions).to(scores.dtype)
+    return scores if options.mask is None else _hide(scores, _of_positions(options.mask, positions))
 
 
-def _raw_scores(q: Tensor, k: Tensor, options: Any, places: _Places) -> Tensor:
+def _raw_scores(q: Tensor, k: Tensor, options: Any, positions: _Positions) -> Tensor:
     """By all options that decoding has too."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     keys = _heads_first(k.to(dtype), q.shape[2])
     scores = (q.to(dtype) * options.softmax_scale).transpose(1, 2) @ keys.transpose(-1, -2)
     if options.softcap > 0:
         scores = options.softcap * torch.tanh(scores / options.softcap)
-    i = places.i + places.offset
+    i = positions.i + positions.offset
     if options.alibi_slopes is not None:
-        scores = scores - _slopes(options.alibi_slopes, places).to(dtype) * (i - places.j).abs().to(dtype)
+        scores = scores - _slopes(options.alibi_slopes, positions).to(dtype) * (i - positions.j).abs().to(dtype)
     if options.window_left >= 0:
-        places = places.where(places.j >= i - options.window_left)
+        positions = positions.where(positions.j >= i - options.window_left)
     if options.window_right >= 0:
-        places = places.where(places.j <= i + options.window_right)
-    return scores if places.visible is None else _hide(scores, places.visible)
+        positions = positions.where(positions.j <= i + options.window_right)
+    return scores if positions.visible is None else _hide(scores, positions.visible)
 
 
 def _hide(scores: Tensor, visible: Tensor) -> Tensor:
@@ -219,20 +219,20 @@ def _heads_first(x: Tensor, heads: int) -> Tensor:
     return groups.reshape(batch, heads, seqlen, head_dim)
 
 
-def _slopes(slopes: Tensor, places: _Places) -> Tensor:
+def _slopes(slopes: Tensor, positions: _Positions) -> Tensor:
     """(heads) or (batch, heads), as scores are."""
     if slopes.dim() == 1:
         return slopes[None, :, None, None]
-    return slopes[:, :, None, None] if places.sequence is None else slopes[places.sequence].t()[None, :, :, None]
+    return slopes[:, :, None, None] if positions.sequence is None else slopes[positions.sequence].t()[None, :, :, None]
 
 
-def _of_places(x: Tensor, places: _Places) -> Tensor:
+def _of_positions(x: Tensor, positions: _Positions) -> Tensor:
     """A bias or mask, (batch|1, heads|1, seqlen_q|1, seqlen_k|1); of packed sequences it counts from their starts."""
-    if places.sequence is None:
+    if positions.sequence is None:
         return x
-    sequence = places.sequence[:, None] if x.shape[0] > 1 else torch.zeros_like(places.sequence)[:, None]
-    i = places.i.clamp(max=x.shape[2] - 1)
-    j = places.j.clamp(max=x.shape[3] - 1)
+    sequence = positions.sequence[:, None] if x.shape[0] > 1 else torch.zeros_like(positions.sequence)[:, None]
+    i = positions.i.clamp(max=x.shape[2] - 1)
+    j = positions.j.clamp(max=x.shape[3] - 1)
     return x.movedim(1, -1)[sequence, i, j].movedim(-1, 0)[None]
 
 

@@ -2,7 +2,7 @@
 
 Operators take (batch, seqlen, heads, head_dim) with any strides, and their results are contiguous. torch's attention
 gives its results the memory order of the query. Three orders occur, and in each of them an operator's own result is in
-that order, if batch and heads are handed over in the right way.
+that order, if batch and heads are handed over in the right way. ``csrc/api/aten_layouts.h`` does the same in C++.
 """
 
 from __future__ import annotations

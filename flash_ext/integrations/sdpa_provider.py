@@ -12,6 +12,8 @@ backward, and the operators on packed sequences (``aten_packed_attention``) that
 - Graphs and handlers see the operators they know: DTensor, ``context_parallel``, selective checkpointing, FLOP
   counters, Inductor. torch's autograd formulas and meta functions stay in force.
 - Compiled and exported programs look a kernel up when they run: they use ours while it is active.
+- The common calls of the fused operators are computed in C++, and what C++ does not take goes on to the kernels in
+  Python (``aten_cpp``). So it is with SDPA: C++ finds out which calls are torch's own matter.
 
 **SDPA itself** (``sdpa_routing``), at the autograd key, for calls that the fused operators cannot express:
 
@@ -39,15 +41,17 @@ for math.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from flash_ext.integrations import aten_cpp
 from flash_ext.torch_private import (
     DispatchKey,
     DispatchKeySet,
@@ -59,8 +63,8 @@ from flash_ext.torch_private import (
 
 NAME = "flash_ext"  # in torch's registry of flash attention implementations
 
-calls_served: Counter[str] = Counter()  # by operator, since the process started
-calls_passed_on: Counter[str] = Counter()  # to torch's kernel
+_served_in_python: Counter[str] = Counter()  # calls by operator
+_passed_on: Counter[str] = Counter()  # to torch's kernel
 
 # Of aten's operators, by device, the name of our kernel in aten_attention or, of those on packed sequences, in
 # aten_packed_attention. Those that a torch lacks are left out. A CPU gets the packed ones too, which torch has for CUDA
@@ -112,8 +116,9 @@ def activate() -> None:
     Raises:
         RuntimeError: torch lacks an operator that is to be overridden; nothing is then.
     """
-    if not is_active():
-        attention_registry.activate_flash_attention_impl(NAME)
+    with _changing:
+        if not is_active():
+            attention_registry.activate_flash_attention_impl(NAME)
 
 
 def deactivate() -> None:
@@ -125,15 +130,19 @@ def deactivate() -> None:
     Raises:
         Nothing of its own.
     """
-    if is_active():
-        _restore()
+    with _changing:
+        if is_active():
+            _restore()
 
 
 @contextmanager
 def activated() -> Iterator[None]:
     """``activate()`` for a ``with`` block. Afterwards the implementation that was active before is active again.
 
-    It acts on the whole process, other threads included. The backward of a forward inside may run outside.
+    It acts on the whole process, other threads included. Blocks of several threads may overlap: the last one to end
+    restores what was active before the first. No thread may be in a call of torch's attention while the first block
+    begins or the last one ends, as torch's dispatcher then changes kernels under it. The backward of a forward inside
+    may run outside.
 
     Returns:
         A context manager, which yields nothing.
@@ -141,20 +150,65 @@ def activated() -> Iterator[None]:
     Raises:
         RuntimeError: as ``activate``.
     """
-    before = attention_registry.current_flash_attention_impl()
-    activate()
+    with _changing:
+        block = _Block(attention_registry.current_flash_attention_impl())
+        activate()
+        _open_blocks.append(block)
     try:
         yield
     finally:
-        if before != NAME:
-            deactivate()
-            if before is not None:
-                attention_registry.activate_flash_attention_impl(before)
+        with _changing:
+            _leave(block)
+
+
+@dataclass(eq=False)
+class _Block:
+    """An ``activated()`` that has not ended."""
+
+    before: str | None  # what it restores in the end; NAME: nothing, as another block does
+
+
+_open_blocks: list[_Block] = []  # in the order in which they began
+_changing = threading.RLock()  # them, or what is active: two activations at a time would call each other's kernels
+
+
+def _leave(block: _Block) -> None:
+    at = _open_blocks.index(block)
+    _open_blocks.pop(at)
+    if block.before == NAME:
+        return
+    heir = next((other for other in _open_blocks[at:] if other.before == NAME), None)
+    if heir is not None:
+        heir.before = block.before
+        return
+    deactivate()
+    if block.before is not None:
+        attention_registry.activate_flash_attention_impl(block.before)
 
 
 def is_active() -> bool:
     """Whether torch's kernels are overridden now."""
     return Activation.current is not None
+
+
+# ---- What is counted ------------------------------------------------------------------------------------------------
+
+
+def calls_served() -> Counter[str]:
+    """How many calls of each operator this library computed, since the process started or ``forget_calls()``."""
+    return _served_in_python + aten_cpp.calls()
+
+
+def calls_passed_on() -> Counter[str]:
+    """How many calls of each operator went on to torch's kernel."""
+    return +_passed_on
+
+
+def forget_calls() -> None:
+    """Begins to count at 0."""
+    aten_cpp.forget_calls()
+    _served_in_python.clear()
+    _passed_on.clear()
 
 
 # ---- In torch's dispatcher ------------------------------------------------------------------------------------------
@@ -169,13 +223,13 @@ class Activation:
         self.overridden: list[tuple[str, str]] = []  # (operator, dispatch key)
         self._library = torch.library.Library("aten", "IMPL")
         try:
-            for key in ("CPU", "CUDA"):
-                if has_kernel("flash_ext::attention_backward", key):
+            for key in KERNELS:
+                if key in aten_cpp.libraries():
                     self._override(key)
                 elif torch.cuda.is_available():
                     warnings.warn("flash_ext has no CUDA kernels in this build: torch's stay in place", stacklevel=4)
         except BaseException:
-            self._library._destroy()
+            self._restore()
             raise
         self._forget_dispatch()
         _tag_caches(True)
@@ -184,10 +238,14 @@ class Activation:
     def remove(self) -> None:
         if Activation.current is not self:
             return
-        self._library._destroy()
+        self._restore()
         self._forget_dispatch()
         _tag_caches(False)
         Activation.current = None
+
+    def _restore(self) -> None:
+        aten_cpp.restore()
+        self._library._destroy()
 
     def _override(self, key: str) -> None:
         from flash_ext.integrations import aten_attention, aten_packed_attention
@@ -198,7 +256,11 @@ class Activation:
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
             for operator, kernel in KERNELS[key].items():
                 if hasattr(torch.ops.aten, operator):
-                    self._put(operator, key, _with_torchs(operator, key, kernels[kernel]))
+                    run = _with_torchs(operator, key, kernels[kernel])
+                    self._put(operator, key, run)
+                    # Above it and not in its place: torch warns once of overriding, and only Python can be silenced.
+                    if aten_cpp.has_cpp_kernel(operator):
+                        aten_cpp.override(operator, key, run)
             # Not at the device's own key: tracers do not decompose what has a kernel there.
             self._put(_SDPA, f"Autograd{key}", _routed(key))
 
@@ -223,14 +285,14 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
     def run(*args: Any, **kwargs: Any) -> Any:
         results = kernel(*args, **kwargs)
         if results is not NotImplemented:
-            calls_served[operator] += 1
+            _served_in_python[operator] += 1
             return results
         if torch_kernel is None:
             raise NotImplementedError(
                 f"{qualified}: torch has no {key} kernel, and flash_ext does not support these arguments; "
                 "flash_ext.attention says which"
             )
-        calls_passed_on[operator] += 1
+        _passed_on[operator] += 1
         return torch_kernel(keys, *args, **kwargs)
 
     return run
@@ -238,30 +300,21 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
 
 def _routed(device_key: str) -> Callable[..., Any]:
     """The kernel of SDPA, with torch's composition as fallback."""
-    from flash_ext.integrations.sdpa_routing import serve
+    from flash_ext.integrations.sdpa_routing import is_torchs, serve
 
     autograd_key = DispatchKey.__members__[f"Autograd{device_key}"]
     torch_kernel = torch.library.get_kernel(f"aten::{_SDPA}", autograd_key).call_boxed
     keys = DispatchKeySet(autograd_key)
     device_type = device_key.lower()
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        out = serve(device_type, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        """The arguments as they come: to name eight of them takes longer than the decision."""
+        if is_torchs(device_type, *args):
+            return torch_kernel(keys, *args, **kwargs)
+        out = serve(device_type, *args, **kwargs)
         if out is NotImplemented:
-            return torch_kernel(
-                keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        calls_served[_SDPA] += 1
+            return torch_kernel(keys, *args, **kwargs)
+        _served_in_python[_SDPA] += 1
         return out
 
     return run

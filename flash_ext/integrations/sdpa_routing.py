@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from flash_ext.functional import attention
 from flash_ext.head_dims import cut_head_dim, pad_head_dim
-from flash_ext.integrations.aten_calls import exceeds_sizes, unsupported
+from flash_ext.integrations.aten_calls import exceeds_sizes, takes_scale, unsupported
 from flash_ext.integrations.layouts import BY_HEADS, BY_ROWS, Arrangement, arrangement_of, can_merge, in_order_of
 from flash_ext.sdpa import scaled_dot_product_attention
 from flash_ext.torch_private import (
@@ -41,16 +41,46 @@ _ENABLED: dict[int, Callable[[], bool]] = {
 }
 
 
+def is_torchs(
+    device_type: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> bool:
+    """Whether this is one of the common calls that torch sends to a fused operator, or to math where math was asked
+    for. ``serve`` gives ``NotImplemented`` for them too, 5 microseconds later.
+
+    Plain tensors only: shapes that a compiler traces with must not be compared.
+    """
+    if attn_mask is not None or dropout_p != 0.0:
+        return False
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+        return False
+    shape, shape_k = query.shape, key.shape
+    if len(shape) != 4 or value.shape != shape_k:
+        return False
+    if shape != shape_k and (is_causal or shape[:2] != shape_k[:2] or shape[3:] != shape_k[3:]):
+        return False
+    if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        return False
+    # On CUDA this operator is the one that takes them all.
+    return device_type == "cpu" or is_efficient_sdp_enabled()
+
+
 def serve(
     device_type: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Any:
     """Torch's function by ours, in the memory order that torch would have given; or ``NotImplemented`` where torch's
     own way is right, by its fused operators or by math, and where the call is wrong or not supported."""
@@ -69,7 +99,9 @@ def serve(
         return NotImplemented
     elif dropout_p > 0 and _is_alone(backend):
         return NotImplemented
-    if not 0.0 <= dropout_p <= 1.0 or not _fits(query, key, value, attn_mask, is_causal, enable_gqa):
+    if not 0.0 <= dropout_p <= 1.0 or not takes_scale(scale):
+        return NotImplemented
+    if not _fits(query, key, value, attn_mask, is_causal, enable_gqa):
         return NotImplemented
     if _has_one_batch(query, key, value, enable_gqa):
         return _attend(backend, query, key, value, attn_mask, dropout_p, is_causal, scale)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_ext.functional import attention, attention_weights, decode, draw_rng_state
-from flash_ext.head_dims import cut_head_dim, pad_head_dim
+from flash_ext.head_dims import cut_head_dim, pad_head_dim, scale_of
 
 try:
     import transformers
@@ -115,7 +115,7 @@ def attention_forward(
             "flash_ext: sinks that differ between queries are not supported, only s_aux (heads): use "
             "attn_implementation='eager'"
         )
-    options: dict[str, Any] = dict(softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling)
+    options: dict[str, Any] = dict(softmax_scale=scale_of(query, scaling))
     if softcap is not None:
         options["softcap"] = softcap
     if s_aux is not None:

@@ -164,20 +164,20 @@ def test_splits_shorten_the_makespan() -> None:
             assert simulate([cta[-1] for cta in ctas], slots) < 1.05 * simulate(list(whole.values()), slots)
 
 
-# --- additions to dQ that take turns ------------------------------------------------------------------------------
+# ---- Ordered additions to dQ ----------------------------------------------------------------------------------------
 
 
-def tiles_in_turn(p: _plan.Problem, cta: tuple[int, int, int, int, int, int, float]) -> list[tuple[int, int, int]]:
+def tiles_in_order(p: _plan.Problem, cta: tuple[int, int, int, int, int, int, float]) -> list[tuple[int, int, int]]:
     """(batch, head, tile of queries) in the order in which a CTA adds to them: all heads of the last tile first."""
     batch, first_head, heads, _, begin, end, _ = cta
     return [(batch, first_head + h, m) for m in range(end - 1, begin - 1, -1) for h in range(heads)]
 
 
-def simulate_turns(p: _plan.Problem, lag: float) -> float:
+def simulate_ordered(p: _plan.Problem, lag: float) -> float:
     """As simulate(), where a CTA adds to a tile `lag` steps after the one before has, and two steps may wait."""
     free, ready, last = [0.0] * slots_of(p), dict[tuple[int, int, int], float](), 0.0
     for cta in _plan.backward_ctas(p):
-        tiles = tiles_in_turn(p, cta)
+        tiles = tiles_in_order(p, cta)
         step = (cta[-1] - CTA_CYCLES) / max(len(tiles), 1)
         computed = heapq.heappop(free) + CTA_CYCLES
         added = [0.0, 0.0]
@@ -199,13 +199,13 @@ DETERMINISTIC = [
 
 
 @pytest.mark.parametrize("shape", DETERMINISTIC, ids=str)
-def test_turns_come_in_time(shape: tuple[int, int, int, int, int, bool]) -> None:
+def test_ordered_additions_cost_little(shape: tuple[int, int, int, int, int, bool]) -> None:
     p = problem(*shape, deterministic=True)
     default = simulate([cta[-1] for cta in _plan.backward_ctas(problem(*shape))], slots_of(p))
-    assert simulate_turns(p, 1.25) < 1.08 * default
+    assert simulate_ordered(p, 1.25) < 1.08 * default
 
 
-def test_turns_go_the_way_in_which_ctas_start() -> None:
+def test_additions_are_ordered_as_ctas_start() -> None:
     """Else a CTA might wait for one that has no SM."""
     rng = random.Random(10)
     for _ in range(100):
@@ -215,6 +215,6 @@ def test_turns_go_the_way_in_which_ctas_start() -> None:
             continue
         seen: dict[tuple[int, int, int], int] = {}
         for cta in _plan.backward_ctas(p):
-            for tile in tiles_in_turn(p, cta):
+            for tile in tiles_in_order(p, cta):
                 assert seen.get(tile, -1) < cta[3]
                 seen[tile] = cta[3]

@@ -23,12 +23,9 @@ from benchmarks.comparison import Comparison
 from benchmarks.peers import OURS, Peer, Step, sdpa, sdpa_decode
 from benchmarks.timing import Candidate, CpuClock
 from tests import oracle
-from tests.build.test_benchmarks import (
-    COMMANDS,
-    chosen,
-    run,
-    small_ceilings,  # noqa: F401  a fixture of all tests
-)
+from tests.build.benchmark_runs import COMMANDS, chosen, run
+
+pytestmark = pytest.mark.usefixtures("small_ceilings")
 
 
 def off_by_a_percent(*args: Tensor, **options: object) -> Tensor:
@@ -74,7 +71,6 @@ def test_wrong_decode_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         run("decode")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_are_noticed_where_the_result_is_small(dtype: torch.dtype) -> None:
     call = oracle.Call(*(torch.randn(1, 2048, 1, 16, dtype=dtype) for _ in range(3)))
     with pytest.raises(WrongOutput):

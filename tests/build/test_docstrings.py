@@ -20,10 +20,16 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         if inspect.isfunction(value):
             yield name, value
         elif inspect.isclass(value):
-            for method, member in vars(value).items():
-                function = member.__func__ if isinstance(member, staticmethod) else member
-                if inspect.isfunction(function) and not method.startswith("_"):
+            for method, member in members_of(value).items():
+                function = getattr(value, method) if isinstance(member, (staticmethod, classmethod)) else member
+                if (inspect.isfunction(function) or inspect.ismethod(function)) and not method.startswith("_"):
                     yield f"{name}.{method}", function
+
+
+def members_of(cls: type) -> dict[str, Any]:
+    """Its own ones, and those of the classes of ours that it is made of."""
+    ours = [base for base in reversed(cls.__mro__) if base.__module__.startswith("flash_ext")]
+    return {name: member for base in ours for name, member in vars(base).items()}
 
 
 FUNCTIONS = dict(public_functions())

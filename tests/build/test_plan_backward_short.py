@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.build.test_plan import hopper_plan
+from tests.build.plans import hopper_plan
 
 SHORT: dict[str, Any] = {"operation": "backward", "head_dim": 64, "head_dim_v": 64, "seqlen_q": 197, "seqlen_k": 197}
 SHORT |= {"heads_q": 4, "heads_kv": 4}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flash_ext import _plan
-from tests.build.test_plan import hopper_plan, plan
+from tests.build.plans import hopper_plan, plan
 
 # --- calls whose keys are not split --------------------------------------------------------------------------------
 

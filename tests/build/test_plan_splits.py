@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flash_ext import _plan, planning
-from tests.build.test_plan import plan
+from tests.build.plans import plan
 
 ITEMS, WORKERS, KEYS = (0, 1, 2, 7, 64, 1000), (1, 2, 16, 132), (0, 1, 255, 256, 511, 4096, 2**20)
 

@@ -204,7 +204,7 @@ WITHOUT_ARGUMENTS = {
     "BlockMask.to_flex",
 }
 OF_THE_PROCESS = {"as_flash_attn", "activate", "activated", "deactivate"}  # they change what later tests call
-TORCHS = {"MultiheadAttention.forward"}  # raises what torch's module does: tests/test_modules.py
+TORCHS = {"MultiheadAttention.forward"}  # raises what torch's module does: tests/integration/test_modules.py
 
 TAKEN = {("scaled_dot_product_attention", "attn_mask", "causal bias")}
 ALONE = {"k": "v", "v": "k", "rotary_cos": "rotary_sin", "rotary_sin": "rotary_cos"}  # pairs of optional arguments
@@ -386,8 +386,8 @@ def test_a_block_mask_of_flex_attention() -> None:
     with pytest.raises(TypeError) as caught:
         flash_ext.attention(q, q, q, block_mask=theirs)
     assert "flash_ext.BlockMask, got torch.nn.attention.flex_attention.BlockMask" in str(caught.value)
-    assert "BlockMask.from_mask_mod(block_mask.mask_mod, seqlen_q, seqlen_k" in str(caught.value)
-    ours = flash_ext.BlockMask.from_mask_mod(theirs.mask_mod, 128, 128)
+    assert "BlockMask.from_flex(block_mask) makes one of it" in str(caught.value)
+    ours = flash_ext.BlockMask.from_flex(theirs)
     torch.testing.assert_close(flash_ext.attention(q, q, q, block_mask=ours), flash_ext.attention(q, q, q, causal=True))
 
 

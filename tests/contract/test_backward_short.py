@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flash_ext
-from tests.oracle import Call, assert_matches_oracle, int32, make_call, run_library
+from tests.oracle import Call, assert_kernel_on_hopper, assert_matches_oracle, int32, make_call, run_library
 
 HALF = [torch.float16, torch.bfloat16]
 MASKS: dict[str, dict[str, Any]] = {
@@ -27,10 +27,7 @@ def short_call(
     seqlen_q: int, seqlen_k: int, device: str, dtype: torch.dtype, head_dim: int = 64, **options: Any
 ) -> Call:
     call = make_call(2, seqlen_q, seqlen_k, 3, 3, head_dim, dtype=dtype, device=device, **options)
-    explained = flash_ext.explain(call.q, call.k, call.v, operation="backward", **options)
-    problem = explained.problem
-    is_hopper = problem.device == "cuda" and problem.compute_capability == 90 and problem.own_kernels
-    assert (explained.plan.kernel == "sm90/backward_short") == is_hopper
+    assert_kernel_on_hopper(call, "sm90/backward_short", "backward")
     return call
 
 

@@ -113,9 +113,13 @@ def test_packed_sequences(device: str, dtype: torch.dtype, head_dim: int, mask: 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("max_seqlen", [500, 20000])
-def test_packed_sequences_without_a_bound(device: str, max_seqlen: int, deterministic: bool) -> None:
+def test_packed_sequences_without_a_bound(
+    device: str, dtype: torch.dtype, max_seqlen: int, deterministic: bool
+) -> None:
     """The bound on the lengths decides neither how many CTAs there are nor how much scratch memory."""
-    call = make_varlen_call([300, 5, 410], [310, 90, 400], device, heads_q=4, heads_kv=2, head_dim=64, causal=True)
+    call = make_varlen_call(
+        [300, 5, 410], [310, 90, 400], device, heads_q=4, heads_kv=2, head_dim=64, causal=True, dtype=dtype
+    )
     bounds = {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen, "deterministic": deterministic}
     check(call.with_options(**bounds), device)
 

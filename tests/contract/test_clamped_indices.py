@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or values_are_checked("cuda"), reason="needs a GPU, whose values are not checked"
 )
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 ROWS_Q, ROWS_K, BATCH = 150, 210, 3
 
@@ -42,7 +41,6 @@ PACKED: dict[str, list[tuple[list[int], list[int]]]] = {
 CASES = [(name, *pair) for name, pairs in PACKED.items() for pair in pairs]
 
 
-@DTYPES
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("name", "wrong", "right"), CASES)
 def test_packed_sequences(
@@ -62,7 +60,6 @@ def test_packed_sequences(
     assert torch.equal(results[0]["out"], results[1]["out"])
 
 
-@DTYPES
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
 def test_lengths_of_dense_sequences(name: str, dtype: torch.dtype) -> None:
     call = make_call(BATCH, 90, 90, head_dim=64, dtype=dtype, device="cuda", deterministic=True)
@@ -83,7 +80,6 @@ CACHED: dict[str, tuple[list[int], list[int]]] = {
 
 
 @pytest.mark.op("attention_decode")
-@DTYPES
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("name", CACHED)
 def test_caches(name: str, num_splits: int, dtype: torch.dtype) -> None:
@@ -94,7 +90,6 @@ def test_caches(name: str, num_splits: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.op("attention_decode")
-@DTYPES
 @pytest.mark.parametrize(
     ("seqlen_q", "heads_q", "num_splits"), [(2, 4, 1), (2, 4, 3), (200, 36, 1)], ids=["one", "splits", "prompt"]
 )
@@ -126,7 +121,6 @@ def wild_entries(call: Decode) -> dict[str, Tensor]:
 
 
 @pytest.mark.op("attention_decode_append")
-@DTYPES
 @pytest.mark.parametrize("wild", [wild_lengths, wild_entries], ids=["lengths", "entries"])
 def test_appended_rows_stay_in_the_caches(wild: Callable[[Decode], dict[str, Tensor]], dtype: torch.dtype) -> None:
     call = make_decode(BATCH, 1, 75, seqlen_new=2, dtype=dtype, device="cuda", cache_seqlens=int32([7, 0, 73], "cuda"))
@@ -139,7 +133,6 @@ def test_appended_rows_stay_in_the_caches(wild: Callable[[Decode], dict[str, Ten
 
 
 @pytest.mark.op("attention_decode_append")
-@DTYPES
 def test_appended_rows_stay_in_the_pages(dtype: torch.dtype) -> None:
     call = make_decode(BATCH, 1, 75, seqlen_new=2, dtype=dtype, device="cuda", cache_seqlens=int32([7, 0, 73], "cuda"))
     call = paged(call, 16)
@@ -153,9 +146,8 @@ def test_appended_rows_stay_in_the_pages(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.op("attention_decode_append")
-@DTYPES
 def test_rotary_tables_that_are_too_short(dtype: torch.dtype) -> None:
-    """Later positions turn by the last row."""
+    """Later positions are rotated by the last row."""
     call = make_decode(BATCH, 3, 75, seqlen_new=2, dtype=dtype, device="cuda", window_right=0)
     call.options["cache_seqlens"] = int32([70, 3, 40], "cuda")
     fill_unused_rows(call, 0.5)
@@ -170,7 +162,6 @@ def test_rotary_tables_that_are_too_short(dtype: torch.dtype) -> None:
     assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
 
 
-@DTYPES
 @pytest.mark.parametrize("block_size", [(64, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("part", ["offsets", "indices", "bitmap_ids"])
 def test_lists_of_block_masks(part: str, block_size: tuple[int, int], dtype: torch.dtype) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.decode_oracle import make_decode
 from tests.oracle import (
-    DTYPE,
     Call,
     Result,
     assert_matches_oracle,
@@ -28,7 +27,7 @@ RUNS = 30
 BF16 = torch.bfloat16  # which Hopper has kernels of its own for
 
 
-def demanding_call(device: str, dtype: torch.dtype = DTYPE) -> Call:
+def demanding_call(device: str, dtype: torch.dtype) -> Call:
     """Several tiles, grouped heads, and gradients that sum over batch, heads and rows."""
     call = make_call(
         2, 200, 300, heads_q=4, heads_kv=2, dtype=dtype, device=device, causal=True,
@@ -55,7 +54,6 @@ def assert_same_bits(a: Result, b: Result) -> None:
         assert torch.equal(bits(a[name]), bits(b[name])), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_repeated_runs(device: str, dtype: torch.dtype, threads: None) -> None:
     torch.set_num_threads(2)
     call = demanding_call(device, dtype)
@@ -64,10 +62,9 @@ def test_repeated_runs(device: str, dtype: torch.dtype, threads: None) -> None:
         assert_same_bits(run_library(call, tuple(call.inputs())), first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
 def test_head_dims(device: str, head_dim: int, dtype: torch.dtype, threads: None) -> None:
-    """On CUDA the blocks of many keys add to the same dq, as fast as they can, in the order of their turns."""
+    """On CUDA the CTAs of many tiles of keys add to the same dq, in a fixed order."""
     torch.set_num_threads(2)
     batch, seqlen_q, seqlen_k, runs = (1, 130, 300, 5) if device == "cpu" else (2, 390, 1500, 100)
     call = make_call(batch, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=dtype, device=device, deterministic=True)
@@ -86,7 +83,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_turns(call: Call) -> None:
+def assert_repeatable(call: Call) -> None:
     """The gradients of q, k and v are right, and have the same bits in many runs."""
     inputs = ("q", "k", "v")
     call = call.with_options(deterministic=True).with_random_gradients()
@@ -100,7 +97,7 @@ def assert_turns(call: Call) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_masks_and_groups(device: str, head_dim: int, group: int, mask: dict[str, Any]) -> None:
     batch, seqlen_q, seqlen_k = (1, 130, 200) if device == "cpu" else (2, 900, 1100)
-    assert_turns(make_call(batch, seqlen_q, seqlen_k, 4, 4 // group, head_dim, dtype=BF16, device=device, **mask))
+    assert_repeatable(make_call(batch, seqlen_q, seqlen_k, 4, 4 // group, head_dim, dtype=BF16, device=device, **mask))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -110,8 +107,8 @@ def test_packed_sequences(device: str, head_dim: int, causal: bool) -> None:
     call = make_varlen_call(
         lengths, lengths, device, head_dim=head_dim, heads_q=8, heads_kv=2, dtype=BF16, causal=causal
     )
-    assert_turns(call)
-    assert_turns(call.with_options(max_seqlen_q=None, max_seqlen_k=None))
+    assert_repeatable(call)
+    assert_repeatable(call.with_options(max_seqlen_q=None, max_seqlen_k=None))
 
 
 def option(name: str, device: str, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
@@ -136,11 +133,13 @@ OPTIONS = ["softcap", "alibi", "bias", "per-key bias", "dropout", "sink", "mask"
 def test_options(device: str, head_dim: int, names: list[str], causal: bool) -> None:
     seqlen_q, seqlen_k = (90, 130) if device == "cpu" else (700, 1000)
     options = {k: v for name in names for k, v in option(name, device, seqlen_q, seqlen_k).items()}
-    assert_turns(make_call(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=BF16, device=device, causal=causal, **options))
+    assert_repeatable(
+        make_call(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=BF16, device=device, causal=causal, **options)
+    )
 
 
-def test_the_global_switch_is_obeyed(device: str) -> None:
-    call = demanding_call(device)
+def test_the_global_switch_is_obeyed(device: str, dtype: torch.dtype) -> None:
+    call = demanding_call(device, dtype)
     del call.options["deterministic"]
     torch.use_deterministic_algorithms(True)
     try:
@@ -151,7 +150,6 @@ def test_the_global_switch_is_obeyed(device: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_number_of_threads_does_not_matter(dtype: torch.dtype, threads: None) -> None:
     call = demanding_call("cpu", dtype)
     results = []
@@ -163,8 +161,10 @@ def test_the_number_of_threads_does_not_matter(dtype: torch.dtype, threads: None
 
 
 @pytest.mark.op("attention_decode")
-def test_decoding(device: str, threads: None) -> None:
-    call = make_decode(4, 2, 700, device=device, cache_seqlens=int32([700, 3, 512, 0], device), window_right=0)
+def test_decoding(device: str, dtype: torch.dtype, threads: None) -> None:
+    call = make_decode(
+        4, 2, 700, dtype=dtype, device=device, cache_seqlens=int32([700, 3, 512, 0], device), window_right=0
+    )
     for num_splits in (0, 1, 5):
         first = call.run(num_splits=num_splits)
         for count in (1, 2, 2):
@@ -174,8 +174,8 @@ def test_decoding(device: str, threads: None) -> None:
 
 
 @pytest.mark.op("attention_decode")
-def test_decoding_one_long_sequence(threads: None) -> None:
-    call = make_decode(1, 1, 8192, heads_q=1, heads_kv=1, device="cpu")
+def test_decoding_one_long_sequence(dtype: torch.dtype, threads: None) -> None:
+    call = make_decode(1, 1, 8192, heads_q=1, heads_kv=1, dtype=dtype, device="cpu")
     results = []
     for count in (1, 8):
         torch.set_num_threads(count)
@@ -184,8 +184,10 @@ def test_decoding_one_long_sequence(threads: None) -> None:
         assert torch.equal(bits(one), bits(eight))
 
 
-def test_two_python_threads_at_once(device: str) -> None:
-    calls = [make_call(1, 90 + 7 * n, 120, device=device, causal=True).with_random_gradients() for n in range(4)]
+def test_two_python_threads_at_once(device: str, dtype: torch.dtype) -> None:
+    calls = [
+        make_call(1, 90 + 7 * n, 120, dtype=dtype, device=device, causal=True).with_random_gradients() for n in range(4)
+    ]
     expected = [run_library(call, ("q", "k", "v")) for call in calls]
     failures: list[BaseException] = []
 

@@ -150,7 +150,6 @@ CALLS: dict[str, Callable[[str, torch.dtype], tuple[list[Tensor], Run]]] = {
     "dropout_mask": dropout_mask,
 }
 EVERY_CALL = pytest.mark.parametrize("name", CALLS)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -161,7 +160,6 @@ def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 @EVERY_CALL
-@DTYPES
 def test_the_host_never_waits(name: str, dtype: torch.dtype) -> None:
     """The call is back while a kernel before it still runs; torch's own watch sees no synchronisation either."""
     tensors, run = CALLS[name]("cuda", dtype)
@@ -181,7 +179,6 @@ def test_the_host_never_waits(name: str, dtype: torch.dtype) -> None:
 
 
 @EVERY_CALL
-@DTYPES
 def test_work_goes_to_the_current_stream(name: str, dtype: torch.dtype) -> None:
     """There the inputs come late. On another stream the kernels would read what was there before."""
     tensors, run = CALLS[name]("cuda", dtype)
@@ -201,7 +198,6 @@ def test_work_goes_to_the_current_stream(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @EVERY_CALL
-@DTYPES
 def test_work_goes_to_the_tensors_device(name: str, dtype: torch.dtype) -> None:
     """Whichever device is current; it stays the current one."""
     tensors, run = CALLS[name]("cuda:1", dtype)

@@ -1,4 +1,4 @@
-"""What ``explain`` shows is what the operator itself told the planner: sizes, strides, numbers, devices."""
+"""What ``explain`` shows is what the operator itself gave the planner: sizes, strides, numbers, devices."""
 
 from __future__ import annotations
 

@@ -199,8 +199,8 @@ def test_decoding_packed_queries(device: str, dtype: torch.dtype, options: dict[
 
 @pytest.mark.op("attention_decode_append")
 @pytest.mark.parametrize("dtype", dtypes_of("cuda"), ids=str)
-def test_appending_turns_packed_queries(device: str, dtype: torch.dtype) -> None:
-    """Rows of q are turned as they lie in memory where the bound would make a row of most sequences."""
+def test_appending_rotates_packed_queries(device: str, dtype: torch.dtype) -> None:
+    """Rows of q are rotated as they lie in memory where the bound would make a row of most sequences."""
     call = make_decode(
         40, 1, 90, seqlen_new=2, device=device, dtype=dtype, window_right=0,
         cache_seqlens=int32([n * 7 % 88 for n in range(40)], device),

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 import flash_ext
-from tests.oracle import FLOATS, assert_alike, assert_matches_oracle, int32, make_call, make_varlen_call, run_library
+from tests.oracle import (
+    FLOATS,
+    assert_alike,
+    assert_hoppers_own_forward,
+    assert_matches_oracle,
+    int32,
+    make_call,
+    make_varlen_call,
+    run_library,
+)
 
 HEAD_DIMS = [64, 96, 128, 192, 256]  # of the kernels for Hopper
 # Of q and k, and of v.
@@ -39,6 +48,7 @@ def test_many_heads(device: str, dtype: torch.dtype, head_dim: int, keys: int, m
     """Also in the other shape of a kernel that has two, which fits 400 keys better."""
     batch, heads = (1, 4) if device == "cpu" else (3, 64)
     call = make_call(batch, 260, keys, heads, heads // 2, head_dim, dtype=dtype, device=device, **mask)
+    assert_hoppers_own_forward(call)
     first = assert_matches_oracle(call, gradients_of=())
     again = run_library(call)
     assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
@@ -54,6 +64,7 @@ def test_a_rest_of_few_queries(
     """Tiles of 192 queries leave up to 64, which get the rows of another warpgroup."""
     batch, heads = (1, 2) if device == "cpu" else (3, 64)
     call = make_call(batch, queries, 200, heads, heads // 2, head_dim, dtype=dtype, device=device, **mask)
+    assert_hoppers_own_forward(call)
     first = assert_matches_oracle(call, gradients_of=())
     again = run_library(call)
     assert torch.equal(again["out"], first["out"]) and torch.equal(again["lse"], first["lse"])
@@ -66,6 +77,7 @@ def test_head_dims_between_those_of_kernels(
     device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, mask: dict[str, Any]
 ) -> None:
     call = make_call(2, 260, 500, 4, 2, head_dim, head_dim_v, dtype=dtype, device=device, **mask)
+    assert_hoppers_own_forward(call)
     for name in ("q", "k", "v"):  # what lies beside the columns is nobody's
         tensor = getattr(call, name)
         wide = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 64), torch.nan)
@@ -104,6 +116,7 @@ def test_first_keys_at_the_edge_of_a_tile(
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_rows_of_nan_leave_the_others_alone(device: str, head_dim: int, dtype: torch.dtype) -> None:
     call = make_call(1, 150, 700, 2, 2, head_dim, dtype=dtype, device=device)
+    assert_hoppers_own_forward(call)
     before = run_library(call)
     call.q[:, 40] = torch.nan
     after = run_library(call)
@@ -119,6 +132,7 @@ def test_rows_of_nan_leave_the_others_alone(device: str, head_dim: int, dtype: t
 def test_a_value_of_the_future_many_tiles_on(device: str, head_dim: int, poison: float, dtype: torch.dtype) -> None:
     column = head_dim - 5
     call = make_call(1, 400, 400, 2, 2, head_dim, dtype=dtype, device=device, causal=True)
+    assert_hoppers_own_forward(call)
     before = run_library(call)["out"]
     for row in (50, 210, 333):
         call.v[:, row, :, column] = poison

@@ -13,20 +13,14 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from tests.oracle import DTYPE, Call, assert_alike, make_call, run_library
+from tests.oracle import Call, assert_alike, make_call, run_library
 
-DTYPES = {torch.float32, torch.bfloat16, DTYPE}
 KEY, QUERY = 30, 35  # causal with as many keys: later queries see the key, later keys are hidden from the query
 OPTIONS: dict[str, Any] = {
     "plain": lambda device: {},
     "causal": lambda device: {"causal": True},
     "bias": lambda device: {"causal": True, "bias": torch.zeros(1, 1, 40, 40, device=device)},
 }
-
-
-@pytest.fixture(params=sorted(DTYPES, key=str), ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
 
 
 @pytest.fixture(params=[32, 96, 192])
@@ -85,7 +79,7 @@ def test_one_query_poisons_itself_and_the_keys_it_sees(call: Call, poison: str) 
 def test_one_query_poisons_no_hidden_key_of_whole_tiles(
     device: str, dtype: torch.dtype, head_dim: int, poison: str
 ) -> None:
-    """A tile that is seen in part, and has no rows behind the end, which alone would have it cleaned."""
+    """A tile that is seen in part, and has no rows behind the end, which alone would have it sanitised."""
     query, length = 150, 256
     sink = torch.zeros(4, device=device) if "sink" in poison else None
     call = make_call(1, length, length, dtype=dtype, head_dim=head_dim, device=device, causal=True, sink=sink)

@@ -9,7 +9,7 @@ import torch
 
 import flash_ext
 from tests.decode_oracle import Decode, assert_decode_matches, fill_unused_rows, make_decode, packed_queries, paged
-from tests.oracle import DTYPE, FLOATS, HALF, dtypes_of, int32, random, values_are_checked
+from tests.oracle import FLOATS, HALF, int32, random, values_are_checked
 
 pytestmark = pytest.mark.op("attention_decode")
 
@@ -20,40 +20,40 @@ SPLITS = (0, 1, 2, 5)
 @pytest.mark.parametrize("num_splits", SPLITS)
 @pytest.mark.parametrize("seqlen_q", [1, 7])
 def test_dtypes_and_splits(device: str, dtype: torch.dtype, num_splits: int, seqlen_q: int) -> None:
-    if dtype not in dtypes_of(device):
-        pytest.skip(f"{dtype} is for the CPU")
     lengths = int32([75, 1, 40], device)
     call = make_decode(seqlen_q=seqlen_q, dtype=dtype, device=device, cache_seqlens=lengths, window_right=0)
     assert_decode_matches(call, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("num_splits", [*SPLITS, 64, 500])
-def test_long_caches(device: str, num_splits: int) -> None:
-    call = make_decode(2, 2, 1500, device=device, cache_seqlens=int32([1500, 700], device), window_right=0)
+def test_long_caches(device: str, dtype: torch.dtype, num_splits: int) -> None:
+    call = make_decode(2, 2, 1500, dtype=dtype, device=device, cache_seqlens=int32([1500, 700], device), window_right=0)
     assert_decode_matches(call, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("num_splits", SPLITS)
-def test_empty_caches(device: str, num_splits: int) -> None:
-    call = make_decode(device=device, cache_seqlens=int32([0, 75, 0], device))
+def test_empty_caches(device: str, dtype: torch.dtype, num_splits: int) -> None:
+    call = make_decode(dtype=dtype, device=device, cache_seqlens=int32([0, 75, 0], device))
     out, lse = assert_decode_matches(call, num_splits=num_splits)
     assert (out[0] == 0).all() and torch.isneginf(lse[0]).all()
 
 
-def test_without_lengths_the_whole_cache_counts(device: str) -> None:
-    assert_decode_matches(make_decode(device=device))
+def test_without_lengths_the_whole_cache_counts(device: str, dtype: torch.dtype) -> None:
+    assert_decode_matches(make_decode(dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(1, 1), (8, 8), (6, 2), (16, 1), (7, 1)])
 @pytest.mark.parametrize("seqlen_q", [1, 5])
-def test_grouped_heads(device: str, heads_q: int, heads_kv: int, seqlen_q: int) -> None:
-    call = make_decode(2, seqlen_q, heads_q=heads_q, heads_kv=heads_kv, device=device, window_right=0)
+def test_grouped_heads(device: str, dtype: torch.dtype, heads_q: int, heads_kv: int, seqlen_q: int) -> None:
+    call = make_decode(2, seqlen_q, heads_q=heads_q, heads_kv=heads_kv, dtype=dtype, device=device, window_right=0)
     assert_decode_matches(call, num_splits=3)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (64, 128), (128, 64), (256, 256), (72, 40)])
-def test_head_dims(device: str, head_dim: int, head_dim_v: int) -> None:
-    assert_decode_matches(make_decode(head_dim=head_dim, head_dim_v=head_dim_v, device=device), num_splits=2)
+def test_head_dims(device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> None:
+    assert_decode_matches(
+        make_decode(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, device=device), num_splits=2
+    )
 
 
 SCORE_OPTIONS: dict[str, dict[str, Any]] = {
@@ -69,48 +69,52 @@ SCORE_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", SCORE_OPTIONS.values(), ids=SCORE_OPTIONS.keys())
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_score_options(device: str, options: dict[str, Any], num_splits: int, page_size: int | None) -> None:
+def test_score_options(
+    device: str, dtype: torch.dtype, options: dict[str, Any], num_splits: int, page_size: int | None
+) -> None:
     lengths = int32([75, 2, 40], device)
-    call = make_decode(seqlen_q=4, device=device, cache_seqlens=lengths, **options)
+    call = make_decode(seqlen_q=4, dtype=dtype, device=device, cache_seqlens=lengths, **options)
     assert_decode_matches(call if page_size is None else paged(call, page_size), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4)], ids=str)
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_alibi(device: str, shape: tuple[int, ...], num_splits: int) -> None:
+def test_alibi(device: str, dtype: torch.dtype, shape: tuple[int, ...], num_splits: int) -> None:
     slopes = torch.rand(shape, device=device) * 0.3
-    call = make_decode(seqlen_q=3, device=device, cache_seqlens=int32([75, 2, 40], device), alibi_slopes=slopes)
+    call = make_decode(
+        seqlen_q=3, dtype=dtype, device=device, cache_seqlens=int32([75, 2, 40], device), alibi_slopes=slopes
+    )
     assert_decode_matches(call, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("num_splits", SPLITS)
-def test_the_sink_counts_once_however_many_splits(device: str, num_splits: int) -> None:
-    call = make_decode(seqlen_q=3, device=device, cache_seqlens=int32([75, 0, 40], device))
+def test_the_sink_counts_once_however_many_splits(device: str, dtype: torch.dtype, num_splits: int) -> None:
+    call = make_decode(seqlen_q=3, dtype=dtype, device=device, cache_seqlens=int32([75, 0, 40], device))
     assert_decode_matches(call, num_splits=num_splits, sink=random(4, device=device) + 3)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
-def test_paged_caches(device: str, page_size: int, num_splits: int) -> None:
-    call = make_decode(seqlen_q=2, device=device, cache_seqlens=int32([75, 0, 40], device), window_right=0)
+def test_paged_caches(device: str, dtype: torch.dtype, page_size: int, num_splits: int) -> None:
+    call = make_decode(seqlen_q=2, dtype=dtype, device=device, cache_seqlens=int32([75, 0, 40], device), window_right=0)
     assert_decode_matches(paged(call, page_size), num_splits=num_splits)
 
 
-def test_pages_that_are_not_in_use_may_be_anything(device: str) -> None:
-    call = paged(make_decode(device=device, cache_seqlens=int32([17, 0, 40], device)), 16)
+def test_pages_that_are_not_in_use_may_be_anything(device: str, dtype: torch.dtype) -> None:
+    call = paged(make_decode(dtype=dtype, device=device, cache_seqlens=int32([17, 0, 40], device)), 16)
     table = call.options["block_table"]
     table[0, 2:], table[1], table[2, 3:] = -1, 2**31 - 1, -(2**31)
     assert_decode_matches(call, num_splits=2)
 
 
-def test_sequences_that_share_pages(device: str) -> None:
-    call = paged(make_decode(2, seqlen_cache=48, device=device), 16)
+def test_sequences_that_share_pages(device: str, dtype: torch.dtype) -> None:
+    call = paged(make_decode(2, seqlen_cache=48, dtype=dtype, device=device), 16)
     call.options["block_table"][1, :2] = call.options["block_table"][0, :2]
     assert_decode_matches(call)
 
 
-def test_page_table_that_is_a_slice(device: str) -> None:
-    call = paged(make_decode(device=device), 16)
+def test_page_table_that_is_a_slice(device: str, dtype: torch.dtype) -> None:
+    call = paged(make_decode(dtype=dtype, device=device), 16)
     table = call.options["block_table"]
     wide = torch.full((table.shape[0], table.shape[1] + 4), -1, dtype=torch.int32, device=device)
     wide[:, : table.shape[1]] = table
@@ -119,9 +123,10 @@ def test_page_table_that_is_a_slice(device: str) -> None:
 
 @pytest.mark.parametrize("num_splits", SPLITS)
 @pytest.mark.parametrize("seqlen_q", [1, 4])
-def test_left_padding(device: str, num_splits: int, seqlen_q: int) -> None:
+def test_left_padding(device: str, dtype: torch.dtype, num_splits: int, seqlen_q: int) -> None:
     call = make_decode(
         seqlen_q=seqlen_q,
+        dtype=dtype,
         device=device,
         cache_seqlens=int32([75, 30, 40], device),
         cache_leftpad=int32([0, 30, 13], device),
@@ -132,9 +137,9 @@ def test_left_padding(device: str, num_splits: int, seqlen_q: int) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_batch_index_into_a_larger_cache(device: str, num_splits: int) -> None:
-    large = make_decode(6, device=device)
-    call = make_decode(3, device=device)
+def test_batch_index_into_a_larger_cache(device: str, dtype: torch.dtype, num_splits: int) -> None:
+    large = make_decode(6, dtype=dtype, device=device)
+    call = make_decode(3, dtype=dtype, device=device)
     call.k_cache, call.v_cache = large.k_cache, large.v_cache
     call.options |= {"cache_batch_idx": int32([5, 0, 3], device), "cache_seqlens": int32([75, 9, 40], device)}
     assert_decode_matches(fill_unused_rows(call, torch.nan), num_splits=num_splits)
@@ -142,17 +147,19 @@ def test_batch_index_into_a_larger_cache(device: str, num_splits: int) -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_packed_queries(device: str, num_splits: int, page_size: int | None) -> None:
+def test_packed_queries(device: str, dtype: torch.dtype, num_splits: int, page_size: int | None) -> None:
     lengths = int32([75, 0, 40, 9], device)
-    call = packed_queries(make_decode(4, device=device, cache_seqlens=lengths, window_right=0), [1, 4, 0, 9])
+    call = packed_queries(
+        make_decode(4, dtype=dtype, device=device, cache_seqlens=lengths, window_right=0), [1, 4, 0, 9]
+    )
     assert_decode_matches(call if page_size is None else paged(call, page_size), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("layout", ["heads first", "gaps"])
-def test_strided_queries(device: str, layout: str, packed: bool) -> None:
+def test_strided_queries(device: str, dtype: torch.dtype, layout: str, packed: bool) -> None:
     """Rows of another order, and rows with gaps of NaN between them."""
-    call = make_decode(3, 5, device=device, cache_seqlens=int32([75, 2, 40], device), window_right=0)
+    call = make_decode(3, 5, dtype=dtype, device=device, cache_seqlens=int32([75, 2, 40], device), window_right=0)
     call = packed_queries(call, [4, 0, 9]) if packed else call
     if layout == "heads first":
         call.q = call.q.transpose(-3, -2).contiguous().transpose(-3, -2)
@@ -164,8 +171,8 @@ def test_strided_queries(device: str, layout: str, packed: bool) -> None:
     assert_decode_matches(call)
 
 
-def test_strided_queries_and_caches(device: str) -> None:
-    call = make_decode(seqlen_q=3, device=device, cache_seqlens=int32([75, 2, 40], device), window_right=0)
+def test_strided_queries_and_caches(device: str, dtype: torch.dtype) -> None:
+    call = make_decode(seqlen_q=3, dtype=dtype, device=device, cache_seqlens=int32([75, 2, 40], device), window_right=0)
     call.q = call.q.transpose(1, 2).contiguous().transpose(1, 2)
     expected = call.run()
     packed = torch.stack([call.k_cache, call.v_cache], dim=3)
@@ -179,8 +186,6 @@ def test_strided_queries_and_caches(device: str) -> None:
 @pytest.mark.parametrize("seqlen_q", [1, 9, 40, 150])
 def test_many_queries(device: str, dtype: torch.dtype, head_dim: int, seqlen_q: int) -> None:
     """From one token to a chunk of a prompt, in caches of a few tiles; page_size and num_splits go along."""
-    if dtype not in dtypes_of(device):
-        pytest.skip(f"{dtype} is for the CPU")
     lengths = int32([613, 150, 258, 31], device)
     call = make_decode(
         4, seqlen_q, 613, 6, 2, head_dim, device=device, dtype=dtype, cache_seqlens=lengths, window_right=0
@@ -192,7 +197,6 @@ def test_many_queries(device: str, dtype: torch.dtype, head_dim: int, seqlen_q: 
     assert_decode_matches(paged(call, 1), num_splits=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_chunks_of_prompts(device: str, dtype: torch.dtype, page_size: int | None) -> None:
     """So many queries that CUDA runs them as a forward over the cache."""
@@ -221,8 +225,6 @@ def test_values_that_some_queries_see(
     device: str, dtype: torch.dtype, poison: float, seqlen_q: int, num_splits: int
 ) -> None:
     """An Inf or a NaN reaches the rows that see its key, and no other."""
-    if dtype not in dtypes_of(device):
-        pytest.skip(f"{dtype} is for the CPU")
     call = make_decode(2, seqlen_q, 300, head_dim=64, device=device, dtype=dtype, window_left=250, window_right=0)
     clean, _ = call.run(num_splits=num_splits)
     hidden = 300 - seqlen_q  # the first query is aligned with key 300 - seqlen_q
@@ -263,17 +265,21 @@ def test_cuda_graph(device: str, page_size: int | None) -> None:
         lengths += 1
 
 
-def with_new_keys(device: str, seqlen_q: int, seqlen_new: int, **options: Any) -> Decode:
+def with_new_keys(device: str, dtype: torch.dtype, seqlen_q: int, seqlen_new: int, **options: Any) -> Decode:
     lengths = int32([75 - seqlen_new, 0, 40], device)
-    return make_decode(seqlen_q=seqlen_q, seqlen_new=seqlen_new, device=device, cache_seqlens=lengths, **options)
+    return make_decode(
+        seqlen_q=seqlen_q, seqlen_new=seqlen_new, dtype=dtype, device=device, cache_seqlens=lengths, **options
+    )
 
 
 @pytest.mark.op("attention_decode_append")
 @pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(1, 1), (4, 4), (1, 6), (6, 1)])
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
 @pytest.mark.parametrize("page_size", [None, 1, 16])
-def test_append(device: str, seqlen_q: int, seqlen_new: int, num_splits: int, page_size: int | None) -> None:
-    call = with_new_keys(device, seqlen_q, seqlen_new, window_right=0)
+def test_append(
+    device: str, dtype: torch.dtype, seqlen_q: int, seqlen_new: int, num_splits: int, page_size: int | None
+) -> None:
+    call = with_new_keys(device, dtype, seqlen_q, seqlen_new, window_right=0)
     assert_decode_matches(call if page_size is None else paged(call, page_size), num_splits=num_splits)
 
 
@@ -284,29 +290,27 @@ def test_append(device: str, seqlen_q: int, seqlen_new: int, num_splits: int, pa
 @pytest.mark.parametrize("window_right", [-1, 0])
 def test_rotary(device: str, dtype: torch.dtype, interleaved: bool, rotary_dim: int, window_right: int) -> None:
     """All queries at the cache's length; with a window, each at its own position."""
-    if dtype not in dtypes_of(device):
-        pytest.skip(f"{dtype} is for the CPU")
     angles = torch.rand(80, rotary_dim // 2, device=device) * 6
-    call = with_new_keys(device, 3, 3, dtype=dtype, window_right=window_right, rotary_interleaved=interleaved)
+    call = with_new_keys(device, dtype, 3, 3, window_right=window_right, rotary_interleaved=interleaved)
     call.options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
     assert_decode_matches(call)
 
 
 @pytest.mark.op("attention_decode_append")
 @pytest.mark.parametrize("wide", ["rotary_cos", "rotary_sin"])
-def test_rotary_tables_of_other_strides(device: str, wide: str) -> None:
+def test_rotary_tables_of_other_strides(device: str, dtype: torch.dtype, wide: str) -> None:
     """One of them is a slice of a wider table."""
     angles = torch.rand(80, 8, device=device) * 6
-    tables = {"rotary_cos": angles.cos().to(DTYPE), "rotary_sin": angles.sin().to(DTYPE)}
+    tables = {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
     tables[wide] = torch.cat([tables[wide], torch.full_like(tables[wide], torch.nan)], dim=1)[:, :8]
-    assert_decode_matches(with_new_keys(device, 3, 3, window_right=0, **tables))
+    assert_decode_matches(with_new_keys(device, dtype, 3, 3, window_right=0, **tables))
 
 
 @pytest.mark.op("attention_decode_append")
-def test_rotary_and_pages(device: str) -> None:
+def test_rotary_and_pages(device: str, dtype: torch.dtype) -> None:
     angles = torch.rand(80, 8, device=device) * 6
-    rotary = {"rotary_cos": angles.cos().to(DTYPE), "rotary_sin": angles.sin().to(DTYPE)}
-    call = with_new_keys(device, 3, 3, window_right=0, **rotary)
+    rotary = {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
+    call = with_new_keys(device, dtype, 3, 3, window_right=0, **rotary)
     assert_decode_matches(paged(call, 16), num_splits=2)
 
 
@@ -314,12 +318,20 @@ def test_rotary_and_pages(device: str) -> None:
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("window_right", [-1, 0])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_of_packed_queries(device: str, interleaved: bool, window_right: int, page_size: int | None) -> None:
-    """Sequences have different numbers of queries, none included: each turns by its own cache's length."""
+def test_rotary_of_packed_queries(
+    device: str, dtype: torch.dtype, interleaved: bool, window_right: int, page_size: int | None
+) -> None:
+    """Sequences have different numbers of queries, none included: each is rotated by its own cache's length."""
     angles = torch.rand(90, 8, device=device) * 6
     lengths = int32([60, 0, 40, 9], device)
     call = make_decode(
-        4, seqlen_new=2, cache_seqlens=lengths, window_right=window_right, rotary_interleaved=interleaved, device=device
+        4,
+        seqlen_new=2,
+        cache_seqlens=lengths,
+        window_right=window_right,
+        rotary_interleaved=interleaved,
+        dtype=dtype,
+        device=device,
     )
     call.options |= {"rotary_cos": angles.cos().to(call.q.dtype), "rotary_sin": angles.sin().to(call.q.dtype)}
     call = packed_queries(call, [1, 4, 0, 9])
@@ -354,9 +366,9 @@ def test_append_refuses_caches_that_overlap(device: str, name: str, overlap: str
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_a_score_of_infinity(device: str, num_splits: int) -> None:
+def test_a_score_of_infinity(device: str, dtype: torch.dtype, num_splits: int) -> None:
     """Its row is NaN and its lse +inf, whichever split it lies in; the other sequence is untouched."""
-    call = make_decode(2, 2, 300, head_dim=64, device=device)
+    call = make_decode(2, 2, 300, head_dim=64, dtype=dtype, device=device)
     call.q[..., 0] = 1
     call.k_cache[0, 200, :, 0] = torch.inf
     out, lse = call.run(num_splits=num_splits)
@@ -376,33 +388,35 @@ def test_append_counts_as_a_change_of_both_caches(device: str) -> None:
 
 
 @pytest.mark.parametrize("rotary", [False, True])
-def test_append_behind_left_padding(device: str, rotary: bool) -> None:
-    call = with_new_keys(device, 2, 2, window_right=0, cache_leftpad=int32([7, 0, 39], device))
+def test_append_behind_left_padding(device: str, dtype: torch.dtype, rotary: bool) -> None:
+    call = with_new_keys(device, dtype, 2, 2, window_right=0, cache_leftpad=int32([7, 0, 39], device))
     if rotary:
         angles = torch.rand(80, 8, device=device) * 6
-        call.options |= {"rotary_cos": angles.cos().to(DTYPE), "rotary_sin": angles.sin().to(DTYPE)}
+        call.options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
     assert_decode_matches(call, num_splits=2)
 
 
 @pytest.mark.op("attention_decode_append")
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(32, 64), (72, 24)])
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_append_of_another_head_dim_of_v(device: str, head_dim: int, head_dim_v: int, page_size: int | None) -> None:
-    call = with_new_keys(device, 2, 3, head_dim=head_dim, head_dim_v=head_dim_v, window_right=0)
+def test_append_of_another_head_dim_of_v(
+    device: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, page_size: int | None
+) -> None:
+    call = with_new_keys(device, dtype, 2, 3, head_dim=head_dim, head_dim_v=head_dim_v, window_right=0)
     assert_decode_matches(call if page_size is None else paged(call, page_size))
 
 
 @pytest.mark.op("attention_decode_append")
-def test_append_through_a_batch_index(device: str) -> None:
-    call = with_new_keys(device, 1, 2, window_right=0)
-    large = make_decode(6, device=device)
+def test_append_through_a_batch_index(device: str, dtype: torch.dtype) -> None:
+    call = with_new_keys(device, dtype, 1, 2, window_right=0)
+    large = make_decode(6, dtype=dtype, device=device)
     call.k_cache, call.v_cache = large.k_cache, large.v_cache
     assert_decode_matches(call, cache_batch_idx=int32([4, 1, 5], device))
 
 
 @pytest.mark.op("attention_decode_append")
-def test_append_into_strided_caches(device: str) -> None:
-    call = with_new_keys(device, 1, 2, window_right=0)
+def test_append_into_strided_caches(device: str, dtype: torch.dtype) -> None:
+    call = with_new_keys(device, dtype, 1, 2, window_right=0)
     expected = call.expected_caches()
     packed = torch.stack([call.k_cache, call.v_cache], dim=3)
     call.k_cache, call.v_cache = packed[:, :, :, 0], packed[:, :, :, 1]
@@ -412,8 +426,8 @@ def test_append_into_strided_caches(device: str) -> None:
 
 
 @pytest.mark.op("attention_decode_append")
-def test_append_into_a_cache_whose_rows_hold_key_and_value(device: str) -> None:
-    call = with_new_keys(device, 1, 2, window_right=0)
+def test_append_into_a_cache_whose_rows_hold_key_and_value(device: str, dtype: torch.dtype) -> None:
+    call = with_new_keys(device, dtype, 1, 2, window_right=0)
     expected = call.expected_caches()
     packed = torch.cat([call.k_cache, call.v_cache], dim=3)
     call.k_cache, call.v_cache = packed.split([32, 32], dim=3)
@@ -424,7 +438,6 @@ def test_append_into_a_cache_whose_rows_hold_key_and_value(device: str) -> None:
 
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("seqlen_q", [1, 3, 20])
-@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
 def test_batch_invariant_bits(device: str, page_size: int | None, seqlen_q: int, dtype: torch.dtype) -> None:
     """The first sequence's bits are the same alone, among others, and whatever their lengths and the cache's are."""
     options = {"window_right": 0, "batch_invariant": True, "num_splits": 0}
@@ -441,14 +454,16 @@ def test_batch_invariant_bits(device: str, page_size: int | None, seqlen_q: int,
 
 
 @pytest.mark.parametrize("others", [1, 64, 65, 100])
-def test_batch_invariant_bits_of_packed_queries(device: str, others: int) -> None:
+def test_batch_invariant_bits_of_packed_queries(device: str, dtype: torch.dtype, others: int) -> None:
     """However many queries the other sequence has."""
     options = {"batch_invariant": True, "num_splits": 0}
-    call = make_decode(2, 1, 700, heads_q=8, heads_kv=1, device=device, cache_seqlens=int32([600, 700], device))
+    call = make_decode(
+        2, 1, 700, heads_q=8, heads_kv=1, dtype=dtype, device=device, cache_seqlens=int32([600, 700], device)
+    )
     first = Decode(call.q[:1], call.k_cache[:1], call.v_cache[:1], options={"cache_seqlens": int32([600], device)})
     packed = packed_queries(first, [1])
     alone = packed.run(**options)
-    q = torch.cat([packed.q, random(others, 8, 32, dtype=DTYPE, device=device)])
+    q = torch.cat([packed.q, random(others, 8, 32, dtype=dtype, device=device)])
     cu_seqlens_q = int32([0, 1, 1 + others], device)
     both = Decode(q, call.k_cache, call.v_cache, options=call.options | {"cu_seqlens_q": cu_seqlens_q})
     out, lse = both.run(**options)
@@ -456,8 +471,8 @@ def test_batch_invariant_bits_of_packed_queries(device: str, others: int) -> Non
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_batch_invariant_bits_in_a_wider_block_table(device: str, with_sink: bool) -> None:
-    call = paged(make_decode(1, 1, 1024, device=device, cache_seqlens=int32([300], device)), 64)
+def test_batch_invariant_bits_in_a_wider_block_table(device: str, dtype: torch.dtype, with_sink: bool) -> None:
+    call = paged(make_decode(1, 1, 1024, dtype=dtype, device=device, cache_seqlens=int32([300], device)), 64)
     call.options |= {"batch_invariant": True, "num_splits": 0, "sink": random(4, device=device) if with_sink else None}
     table = call.options["block_table"]
     expected = call.run()
@@ -467,24 +482,24 @@ def test_batch_invariant_bits_in_a_wider_block_table(device: str, with_sink: boo
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_an_infinite_sink_takes_everything(device: str, num_splits: int) -> None:
-    call = make_decode(1, 1, 1024, device=device, sink=torch.full((4,), torch.inf, device=device))
+def test_an_infinite_sink_takes_everything(device: str, dtype: torch.dtype, num_splits: int) -> None:
+    call = make_decode(1, 1, 1024, dtype=dtype, device=device, sink=torch.full((4,), torch.inf, device=device))
     out, lse = call.run(num_splits=num_splits)
     assert (out == 0).all() and torch.isposinf(lse).all()
 
 
-def test_batch_invariant_decoding_matches_the_oracle(device: str) -> None:
-    call = make_decode(seqlen_cache=900, device=device, cache_seqlens=int32([900, 1, 513], device))
+def test_batch_invariant_decoding_matches_the_oracle(device: str, dtype: torch.dtype) -> None:
+    call = make_decode(seqlen_cache=900, dtype=dtype, device=device, cache_seqlens=int32([900, 1, 513], device))
     assert_decode_matches(call, batch_invariant=True, num_splits=0)
 
 
-def test_batch_invariant_decoding_of_many_sequences(device: str) -> None:
+def test_batch_invariant_decoding_of_many_sequences(device: str, dtype: torch.dtype) -> None:
     """More splits than CUDA has blocks for."""
     lengths = torch.randint(0, 1201, (70,), dtype=torch.int32, device=device)
-    call = make_decode(70, 1, 1200, 16, 16, 8, device=device, cache_seqlens=lengths)
+    call = make_decode(70, 1, 1200, 16, 16, 8, dtype=dtype, device=device, cache_seqlens=lengths)
     assert_decode_matches(call, batch_invariant=True, num_splits=0)
 
 
-def test_empty_batch(device: str) -> None:
-    out, lse = make_decode(0, device=device).run()
+def test_empty_batch(device: str, dtype: torch.dtype) -> None:
+    out, lse = make_decode(0, dtype=dtype, device=device).run()
     assert out.shape == (0, 1, 4, 32) and lse.shape == (0, 4, 1)

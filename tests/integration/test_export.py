@@ -89,8 +89,6 @@ def test_attention(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(device: str, dtype: torch.dtype) -> None:
-    if device == "cuda" and dtype == torch.float64:
-        pytest.skip("float64 is for CPUs")
     q, k, v = (random(2, 7, 2, 16, dtype=dtype, device=device) for _ in range(3))
     model = Attend(causal=True)
     found, expected = export(model, q, k, v).module()(q, k, v), model(q, k, v)

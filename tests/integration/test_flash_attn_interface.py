@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -95,9 +96,13 @@ def test_softcap_of_zero_is_off(device: str) -> None:
 
 
 def test_last_dimension_of_any_stride(device: str) -> None:
-    q, k, v = (random(2, 9, 4, 16, device=device) for _ in range(3))
-    turned = (t.transpose(1, 3).contiguous().transpose(1, 3) for t in (q, k, v))
-    assert torch.equal(flash_ext.flash_attn_func(*turned), flash_ext.flash_attn_func(q, k, v))
+    """Of sizes, too, that are padded."""
+    for head_dim in (16, 12):
+        q, k, v = (random(2, 9, 4, head_dim, device=device) for _ in range(3))
+        for order in itertools.permutations(range(4)):
+            back = sorted(range(4), key=order.__getitem__)
+            turned = (t.permute(order).contiguous().permute(back) for t in (q, k, v))
+            assert torch.equal(flash_ext.flash_attn_func(*turned), flash_ext.flash_attn_func(q, k, v))
 
 
 def test_packed_tensors(device: str) -> None:

@@ -340,8 +340,19 @@ def test_3_kvcache(names: None, packed: bool, device: str) -> None:
     assert len(rest) == 2
 
 
+@pytest.mark.op("attention_decode")
+def test_3_kvcache_of_one_length_for_all(names: None, device: str) -> None:
+    import flash_attn_interface as fa3
+
+    q, k, v = (random(2, seqlen, 2, 16, device=device) for seqlen in (1, 9, 9))
+    expected = flash_ext.decode(q, k, v, cache_seqlens=int32([5, 5], device))
+    assert_same(fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=5), expected)
+    for wrong, error in ((True, TypeError), (5.0, TypeError), (-1, ValueError), (2**31, ValueError)):
+        with pytest.raises(error, match="cache_seqlens must be"):
+            fa3.flash_attn_with_kvcache(q, k, v, cache_seqlens=wrong)
+
+
 @pytest.mark.op("merge")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_3_combine(names: None, dtype: torch.dtype, device: str) -> None:
     import flash_attn_interface as fa3
 

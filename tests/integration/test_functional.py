@@ -205,8 +205,6 @@ def test_rng_state_without_dropout_raises(device: str) -> None:
 def test_weights_with_the_lse_of_attention_have_torchs_gradient(
     device: str, dtype: torch.dtype, dropout_p: float
 ) -> None:
-    if dtype == torch.float64 and device != "cpu":
-        pytest.skip("float64 is for the CPU")
     q, k, v = (t.requires_grad_() for t in qkv(device, dtype))
     bias = random(1, 4, 9, 13, dtype=dtype, device=device).requires_grad_()
     options: dict[str, Any] = dict(causal=True, bias=bias, softcap=5.0)

@@ -187,13 +187,12 @@ def test_step(device: str, build: Callable[[], Model]) -> None:
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         with sdpa_kernel(SDPBackend.MATH):
             expected = step(model, args, options)
-        sdpa_provider.calls_served.clear()
-        sdpa_provider.calls_passed_on.clear()
+        sdpa_provider.forget_calls()
         with flash_ext.activated():
             found = step(model, args, options)
-    forwards = {name: n for name, n in sdpa_provider.calls_served.items() if not name.endswith("_backward")}
-    assert sum(forwards.values()) == layers, sdpa_provider.calls_served
-    assert not sdpa_provider.calls_passed_on
+    forwards = {name: n for name, n in sdpa_provider.calls_served().items() if not name.endswith("_backward")}
+    assert sum(forwards.values()) == layers, sdpa_provider.calls_served()
+    assert not sdpa_provider.calls_passed_on()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * max(1.0, other.abs().max().item()))
 
@@ -210,10 +209,10 @@ def test_llama_of_torchtitan(device: str) -> None:
     ends = torch.tensor([0, 24, 48], dtype=torch.int32, device=device)
     documents = attention.VarlenMetadata(cu_seq_q=ends, cu_seq_k=ends, max_q=24, max_k=24)
     with flash_ext.activated():
-        sdpa_provider.calls_served.clear()
+        sdpa_provider.forget_calls()
         found = step(model, (tokens,), dict(positions=positions, attention_masks=documents))
-        assert sdpa_provider.calls_served["_flash_attention_forward"] == len(layers)
-        assert sdpa_provider.calls_served["_flash_attention_backward"] == len(layers)
+        assert sdpa_provider.calls_served()["_flash_attention_forward"] == len(layers)
+        assert sdpa_provider.calls_served()["_flash_attention_backward"] == len(layers)
     for layer in layers:
         kind = attention.ScaledDotProductAttention
         layer.attention.inner_attention = kind(kind.Config())

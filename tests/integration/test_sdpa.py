@@ -125,6 +125,15 @@ def test_strided_inputs(device: str) -> None:
     assert_same(query, key, value[..., :1].expand(value.shape).detach())
 
 
+@pytest.mark.parametrize("dims", [(16, 16), (5, 5), (1, 1)], ids=str)
+@pytest.mark.parametrize("lead", [(2, 4), (2, 1), (1, 1)], ids=str)
+def test_dimensions_in_any_memory_order(device: str, lead: tuple[int, ...], dims: tuple[int, int]) -> None:
+    """Padding keeps the order of some, in which the padded dimension is not contiguous."""
+    for order in itertools.permutations(range(4)):
+        back = sorted(range(4), key=order.__getitem__)
+        assert_same(*(x.permute(order).contiguous().permute(back) for x in qkv(device, lead, (9, 1), dims)))
+
+
 def test_no_query_sees_nothing_as_nan(device: str) -> None:
     tensors = [t.requires_grad_() for t in qkv(device)]
     mask = torch.ones(9, 13, dtype=torch.bool, device=device)

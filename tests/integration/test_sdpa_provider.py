@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,27 +28,21 @@ ORDERS = {"rows": (0, 2, 1, 3), "heads": (0, 1, 2, 3), "sequence": (2, 0, 1, 3)}
 @pytest.fixture
 def active() -> Iterator[None]:
     with flash_ext.activated():
-        forget_calls()
+        sdpa_provider.forget_calls()
         yield
-
-
-def forget_calls() -> None:
-    sdpa_provider.calls_served.clear()
-    sdpa_provider.calls_passed_on.clear()
 
 
 def served() -> set[str]:
     """The operators that this library computed since the last question."""
-    names = {name for name, count in sdpa_provider.calls_served.items() if count}
-    assert not sdpa_provider.calls_passed_on
-    forget_calls()
+    names = {name for name, count in sdpa_provider.calls_served().items() if count}
+    assert not sdpa_provider.calls_passed_on()
+    sdpa_provider.forget_calls()
     return names
 
 
-def in_order(x: Tensor, order: str) -> Tensor:
-    permutation = ORDERS[order]
-    back = sorted(range(4), key=permutation.__getitem__)
-    return x.permute(permutation).contiguous().permute(back)
+def in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    back = sorted(range(4), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(back)
 
 
 def qkv(
@@ -65,7 +61,7 @@ def qkv(
         (batch, heads[1], seqlens[1], dims[0]),
         (batch, heads[1], seqlens[1], dims[1]),
     ]
-    tensors = [in_order(random(*shape, dtype=dtype, device=device), order) for shape in shapes]
+    tensors = [in_order(random(*shape, dtype=dtype, device=device), ORDERS[order]) for shape in shapes]
     return [t.requires_grad_(requires_grad) for t in tensors]
 
 
@@ -186,6 +182,33 @@ def test_query_that_sees_nothing(device: str) -> None:
     assert served() == {SDPA}
 
 
+def test_rows_of_the_lowest_number(device: str) -> None:
+    """Their log-sum-exp has no room for log n. What comes of that is what torch's kernel makes of it."""
+    if device != "cpu":
+        pytest.skip("torch's kernels there differ from each other")
+    leaves = qkv(device)
+    mask = torch.zeros(37, 53)
+    mask[3] = torch.finfo(mask.dtype).min
+    results = []
+    for context in (nullcontext, flash_ext.activated):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), context():
+            out = F.scaled_dot_product_attention(*leaves, mask)
+            results.append([out, *gradients(out, leaves)])
+    for torchs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[1][0][:, :, 3], leaves[2].mean(2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_last_dimension_of_any_stride(device: str, kind: str) -> None:
+    """Also where it is padded."""
+    for order in itertools.permutations(range(4)):
+        q, k, v = (in_order(x, order).detach().requires_grad_() for x in qkv(device, dims=(20, 20)))
+        masks = [] if kind == "none" else [make_mask(kind, device, q.dtype, (37, 53))]
+        assert_right(F.scaled_dot_product_attention(q, k, v, *masks), (q, k, v), q, k, v, *masks)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
 @pytest.mark.parametrize(("heads", "dims"), [((4, 4), (16, 16)), ((4, 2), (16, 16)), ((4, 4), (16, 24))], ids=str)
@@ -244,7 +267,7 @@ def test_math_is_torchs_where_it_is_asked_for(device: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(q, k, v, mask)
         with flash_ext.activated():
-            forget_calls()
+            sdpa_provider.forget_calls()
             assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), expected)
             torch.manual_seed(1)
             dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
@@ -277,7 +300,7 @@ def test_order_of_backends_chooses_the_operator(first: str) -> None:
         chosen = torch._fused_sdp_choice(q, k, v)
         assert chosen == backend.value
         with flash_ext.activated():
-            forget_calls()
+            sdpa_provider.forget_calls()
             assert torch._fused_sdp_choice(q, k, v) == chosen
             F.scaled_dot_product_attention(q, k, v)
             name = first.removesuffix("_ATTENTION").lower()
@@ -322,8 +345,8 @@ def test_large_head_dims_go_on_to_torch(device: str) -> None:
     out = F.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(out, by_hand(q, k, v), rtol=1e-3, atol=1e-3)
     gradients(out, (q, k, v))
-    assert not sdpa_provider.calls_served
-    passed_on = {name: count for name, count in sdpa_provider.calls_passed_on.items() if count}
+    assert not sdpa_provider.calls_served()
+    passed_on = {name: count for name, count in sdpa_provider.calls_passed_on().items() if count}
     if device == "cpu":
         assert passed_on == {CPU_FLASH: 1, f"{CPU_FLASH}_backward": 1}
 
@@ -427,6 +450,26 @@ def test_forward_and_backward_by_different_kernels(device: str, active_first: bo
                 assert_right(out, (q, k, v), q, k, v, is_causal=True)
 
 
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+@pytest.mark.parametrize("numbers", [{"scale": torch.inf}, {"scale": -1e39}, {"scale": torch.nan}, {"dropout_p": -1.0}])
+def test_numbers_that_are_for_torch_to_judge(device: str, numbers: dict[str, float], kind: str) -> None:
+    q, k, v = qkv(device)
+    mask = make_mask(kind, device, q.dtype, (37, 53))
+    results: list[list[Tensor] | type[Exception]] = []
+    for context in (nullcontext, flash_ext.activated):
+        with context():
+            try:
+                out = F.scaled_dot_product_attention(q, k, v, mask, **numbers)
+                results.append([out, *gradients(out, (q, k, v))])
+            except RuntimeError as error:
+                results.append(type(error))
+    torchs, ours = results
+    if isinstance(torchs, type) or "dropout_p" in numbers:
+        assert isinstance(torchs, type) == isinstance(ours, type)
+    else:
+        torch.testing.assert_close(ours, torchs, equal_nan=True)
+
+
 # ---- Activation -----------------------------------------------------------------------------------------------------
 
 
@@ -441,7 +484,7 @@ def test_deactivation_restores_torch(device: str) -> None:
     flash_ext.activate()
     flash_ext.activate()
     assert registrations() != table
-    forget_calls()
+    sdpa_provider.forget_calls()
     F.scaled_dot_product_attention(q, k, v)
     assert served()
     assert torch.compiler.config.cache_key_tag != tag
@@ -462,6 +505,40 @@ def test_nested_activation() -> None:
     assert not sdpa_provider.is_active()
     with pytest.raises(ValueError, match="out"), flash_ext.activated():
         raise ValueError("out")
+    assert not sdpa_provider.is_active()
+
+
+def test_overlapping_activation() -> None:
+    first, second, third = (flash_ext.activated() for _ in range(3))
+    for block in (first, second, third):
+        block.__enter__()
+    for block in (first, third):
+        block.__exit__(None, None, None)
+        assert sdpa_provider.is_active()
+    second.__exit__(None, None, None)
+    assert not sdpa_provider.is_active()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_activation_by_several_threads(device: str) -> None:
+    """Blocks of some begin and end while others are inside of theirs."""
+    q, k, v = qkv(device, requires_grad=False)
+    mask = make_mask("bool", device, q.dtype, (37, 53))
+    expected = flash_ext.scaled_dot_product_attention(q, k, v, mask)
+
+    def work(_: int) -> None:
+        with flash_ext.activated():
+            found = F.scaled_dot_product_attention(q, k, v, mask)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(200)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert served() == {SDPA}
     assert not sdpa_provider.is_active()
 
 

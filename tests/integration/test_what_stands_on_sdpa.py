@@ -13,11 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_ext
+from flash_ext.integrations import sdpa_provider
 from tests.integration.test_sdpa_provider import (
     SDPA,
     active,  # noqa: F401  a fixture
     by_hand,
-    forget_calls,
     gradients,
     make_mask,
     qkv,
@@ -35,7 +35,7 @@ def test_multihead_attention_in_training(device: str, batch_first: bool, masked:
     x = x if batch_first else x.transpose(0, 1)
     expected, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
     with flash_ext.activated():
-        forget_calls()
+        sdpa_provider.forget_calls()
         found, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
         assert served()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -48,7 +48,7 @@ def test_transformer_layer_in_training(device: str) -> None:
     x = torch.randn(2, 9, 32, device=device, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
     with flash_ext.activated():
-        forget_calls()
+        sdpa_provider.forget_calls()
         (found,) = torch.autograd.grad(layer(x).square().sum(), x)
         assert served()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
@@ -225,7 +225,7 @@ def test_nested_tensors(device: str, is_causal: bool) -> None:
         for activate in (False, True):
             if activate:
                 flash_ext.activate()
-                forget_calls()
+                sdpa_provider.forget_calls()
             try:
                 nested = [torch.nested.nested_tensor_from_jagged(x, offsets).transpose(1, 2) for x in leaves]
                 out = F.scaled_dot_product_attention(*nested, is_causal=is_causal).transpose(1, 2).values()

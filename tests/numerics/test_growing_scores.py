@@ -1,4 +1,4 @@
-"""Scores of any growth along the keys, to either side: what a softmax whose reference stands still has to survive."""
+"""Scores of any growth along the keys, to either side: what a softmax with a fixed row max has to survive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from tests.oracle import FLOATS, Call, assert_matches_oracle, make_call, run_library
+from tests.oracle import FLOATS, Call, assert_hoppers_own_forward, assert_matches_oracle, make_call, run_library
 
 SEQLEN = 500
 HEAD_DIMS = [64, 96, 128, 192, 256]  # of the kernels for Hopper
@@ -50,6 +50,7 @@ def call_with_scores(growth: Callable[[Tensor], Tensor], *, backwards: bool, dev
     """A key's score is growth(position of the key), and a little noise."""
     size = 1 if device == "cpu" else 2
     call = make_call(size, SEQLEN, SEQLEN, size, size, device=device, **arguments)
+    assert_hoppers_own_forward(call)
     positions = torch.arange(SEQLEN, device=device, dtype=torch.float32)
     scores = growth(SEQLEN - 1 - positions if backwards else positions)
     call.q[..., 0] = call.q.shape[-1] ** 0.5 / 8

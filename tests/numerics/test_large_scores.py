@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from tests.oracle import FLOATS, HALF, dtypes_of, random
+from tests.oracle import FLOATS, HALF, random
 
 HEAD_DIMS = [64, 96, 128, 192, 256]  # of the kernels for Hopper
 ROWS, KEYS = 64, 600  # a query for each of the first columns
 SIZE = 181.0  # its square, 32761, is exact in every dtype that sums
 SLOPE = 0.3 // 2**-24 * 2**-24  # slopes are float32, whatever the inputs are
 SCALES = [1.0, 0.3034, 0.0971]  # the product of an exact score and most numbers is rounded
-
-
-def skip_float64_on_cuda(device: str, dtype: torch.dtype) -> None:
-    if dtype not in dtypes_of(device):
-        pytest.skip(f"{dtype} is for the CPU")
 
 
 def weight_tolerance(dtype: torch.dtype) -> float:
@@ -91,7 +86,6 @@ def test_one_key_far_above_all_others(
 ) -> None:
     """Its weight is 1 to the last bit: in out, and, recomputed from lse, in the gradients of out and of lse; there,
     for 16-bit inputs, nearly so."""
-    skip_float64_on_cuda(device, dtype)
     q, k, v, keys = one_key_each(SIZE, dtype, head_dim, device)
     options = OPTIONS[option](dtype, device)
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -193,9 +187,9 @@ def test_rows_with_a_clear_maximum(device: str, head_dim: int, causal: bool, num
     grad_out *= alone.transpose(1, 2)[..., None]
     (dv,) = torch.autograd.grad(out, v, grad_out)
     at = chosen[..., None].expand(-1, -1, -1, head_dim)
-    summands = grad_out.double().transpose(1, 2)
+    addends = grad_out.double().transpose(1, 2)
     zeros = torch.zeros(1, heads, keys, head_dim, dtype=torch.float64, device=device)
-    expected, sizes = (zeros.scatter_add(2, at, x) for x in (summands, summands.abs()))
+    expected, sizes = (zeros.scatter_add(2, at, x) for x in (addends, addends.abs()))
     tolerance = tolerance_of_sums(numbers, head_dim, highest.values.max().item())
     assert ((dv.double().transpose(1, 2) - expected).abs() <= tolerance * (sizes + 1e-3)).all()
 
@@ -264,7 +258,6 @@ def test_merge(device: str, head_dim: int, lse: float) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_scores_beyond_the_integers_of_a_float(device: str, dtype: torch.dtype, head_dim: int, option: str) -> None:
     """At 2^31 and beyond, the rounding of a score is a large number itself."""
-    skip_float64_on_cuda(device, dtype)
     size = 60000.0 if dtype == torch.float16 else 2.0**20
     q, k, v, keys = one_key_each(size, dtype, head_dim, device)
     v.requires_grad_()
@@ -286,7 +279,6 @@ BIAS_SHAPES = [(ROWS, KEYS), (1, KEYS)]
 def test_the_largest_bias_on_one_key(
     device: str, dtype: torch.dtype, head_dim: int, shape: tuple[int, int], wide: bool
 ) -> None:
-    skip_float64_on_cuda(device, dtype)
     bias = torch.zeros(1, 1, *shape, dtype=torch.float32 if wide else dtype, device=device)
     chosen = 417
     bias[..., chosen] = torch.finfo(bias.dtype).max
@@ -310,7 +302,6 @@ def test_the_lowest_bias_pads(
     device: str, dtype: torch.dtype, head_dim: int, shape: tuple[int, int], wide: bool
 ) -> None:
     """As a mask, as long as another key is left; with none left all are alike, and no result is NaN."""
-    skip_float64_on_cuda(device, dtype)
     bias = torch.zeros(1, 1, *shape, dtype=torch.float32 if wide else dtype, device=device)
     bias[..., 100:] = torch.finfo(bias.dtype).min
     padded = shape[0] > 1
@@ -339,7 +330,6 @@ def test_random_numbers_with_huge_scores(
     device: str, dtype: torch.dtype, head_dim: int, causal: bool, packed: bool, rows: int, keys: int
 ) -> None:
     """Nearly every row is that of its largest score, here of 1e8 to 1e12; forward and backward."""
-    skip_float64_on_cuda(device, dtype)
     heads, groups = 4, 2
     size = 1e4 if dtype == torch.float16 else 1e6
     q = (random(1, rows, heads, head_dim, device=device) * size).to(dtype)
@@ -369,9 +359,9 @@ def test_random_numbers_with_huge_scores(
     grad_out = short_numbers(*out.shape, dtype=dtype, device=device) * clear.transpose(1, 2)[..., None]
     gradients = torch.autograd.grad(out, leaves, grad_out)
     assert all(g.isfinite().all() for g in gradients)
-    summands = grad_out.double().transpose(1, 2)
+    addends = grad_out.double().transpose(1, 2)
     zeros = torch.zeros(1, heads, keys, head_dim, dtype=torch.float64, device=device)
-    of_heads = [zeros.scatter_add(2, at, x) for x in (summands, summands.abs())]
+    of_heads = [zeros.scatter_add(2, at, x) for x in (addends, addends.abs())]
     expected, sizes = (x.unflatten(1, (groups, -1)).sum(2).transpose(1, 2) for x in of_heads)
     found = gradients[2].double()
     assert ((found - expected).abs() <= 2 * torch.finfo(dtype).eps * sizes + 1e-6).all()

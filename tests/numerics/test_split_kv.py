@@ -1,5 +1,5 @@
-"""Full attention whose tiles of queries leave a GPU's last turn half empty: they are cut along the keys there, and what
-the parts find is merged. No result may tell."""
+"""Full attention whose tiles of queries leave the tail wave of a GPU half empty: those tiles are split along the keys,
+and the splits are combined. No result may show it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracle import FLOATS, assert_matches_oracle, make_call, run_library
+from tests.oracle import FLOATS, Call, assert_matches_oracle, explained_on_hopper, make_call, run_library
 
 HEAD_DIMS = [64, 96, 128, 192, 256]  # of the kernels for Hopper
-# batch, queries, keys, heads, on 132 SMs: one tile of queries alone; a few; a turn and a few; most of a turn. So many
-# keys that cutting is worth it.
+# Batch, queries, keys, heads, on 132 SMs: one tile of queries alone; a few; a wave and a few; most of a wave. So many
+# keys that splitting is worth it.
 FEW, SOME = (1, 50, 6000, 1), (2, 300, 4500, 3)
-SIZES = {"one": FEW, "some": SOME, "little_over": (2, 200, 4500, 35), "most_of_a_turn": (3, 130, 7000, 31)}
+SIZES = {"one": FEW, "some": SOME, "little_over": (2, 100, 4500, 71), "most_of_a_wave": (3, 130, 7000, 31)}
+
+
+def assert_split(call: Call) -> None:
+    """On as many SMs as the sizes are for."""
+    explained = explained_on_hopper(call)
+    if explained is not None and explained.problem.num_workers == 132:
+        assert explained.plan.key_splits.tiles > 0
 
 
 def on(device: str, size: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
@@ -28,6 +35,7 @@ def on(device: str, size: tuple[int, int, int, int]) -> tuple[int, int, int, int
 def test_sizes(device: str, dtype: torch.dtype, head_dim: int, size: tuple[int, int, int, int]) -> None:
     batch, queries, keys, heads = on(device, size)
     call = make_call(batch, queries, keys, heads, heads, head_dim, dtype=dtype, device=device)
+    assert_split(call)
     first = assert_matches_oracle(call, gradients_of=())
     for _ in range(3):
         again = run_library(call)
@@ -37,8 +45,7 @@ def test_sizes(device: str, dtype: torch.dtype, head_dim: int, size: tuple[int, 
 OPTIONS: dict[str, Any] = {
     "sink": lambda heads, device: {"sink": torch.linspace(-2.0, 9.0, heads, device=device)},
     "scale": lambda heads, device: {"softmax_scale": 0.3},
-    "softcap": lambda heads, device: {"softcap": 5.0},
-    "window": lambda heads, device: {"window_size": (700, 200)},
+    "window": lambda heads, device: {"window_size": (3000, 200)},
 }
 
 
@@ -48,6 +55,7 @@ def test_options_and_grouped_heads(device: str, head_dim: int, head_dim_v: int, 
     batch, queries, keys, _ = on(device, SOME)
     chosen = OPTIONS[options](4, device)
     call = make_call(batch, queries, keys, 4, 2, head_dim, head_dim_v, dtype=torch.bfloat16, device=device, **chosen)
+    assert_split(call)
     assert_matches_oracle(call, gradients_of=())
 
 
@@ -57,6 +65,7 @@ def test_all_weight_in_one_part(device: str, dtype: torch.dtype, head_dim: int) 
     """Of each head in another one; what the other parts find vanishes beside it, or overflows on the way."""
     batch, queries, keys, heads = on(device, (2, 300, 4500, 8))
     call = make_call(batch, queries, keys, heads, heads, head_dim, dtype=dtype, device=device)
+    assert_split(call)
     call.q[..., 0] = head_dim**0.5
     for head in range(heads):
         call.k[:, keys * head // heads, head, 0] = 60.0 + 40.0 * head

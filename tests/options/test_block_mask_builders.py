@@ -32,9 +32,9 @@ def assert_shows(block_mask: BlockMask, visible: Tensor) -> None:
     for got, want in zip(block_mask.tensors[:2], expected[:2], strict=True):
         assert torch.equal(got, want)
     assert torch.equal(block_mask.bitmap_ids < 0, expected[2] < 0)
-    assert (
-        len(block_mask.bitmaps) == len(torch.unique(block_mask.bitmaps, dim=0)) == len(torch.unique(expected[3], dim=0))
-    )
+    assert len(block_mask.bitmaps) == len(torch.unique(block_mask.bitmaps, dim=0))
+    # Bits behind the last query and key say nothing: blocks there may share a bitmap with others.
+    assert len(block_mask.bitmaps) <= len(torch.unique(expected[3], dim=0))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -200,6 +200,16 @@ def _bitmaps_of_all_blocks(visible: Tensor) -> Tensor:
 def test_usable_as_a_key() -> None:
     masks = {BlockMask.causal(64, 64): "causal", BlockMask.causal(64, 96): "longer"}
     assert masks[BlockMask.causal(64, 64)] == "causal" and len(masks) == 2
+
+
+def test_repr_of_what_has_no_values() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    line = "BlockMask(shape=(1, 1, 100, 100), block_size=(32, 32), device='{}')"
+    assert repr(BlockMask.causal(100, 100, (32, 32)).to("meta")) == line.format("meta")
+    with FakeTensorMode():
+        made = [BlockMask.causal(100, 100, (32, 32)), BlockMask.causal(100, 100, (32, 32)).transpose()]
+    assert [repr(mask) for mask in made] == 2 * [line.format("cpu")]
 
 
 def test_repr_is_a_line() -> None:

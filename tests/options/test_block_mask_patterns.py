@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext import BlockMask
+from flash_ext.masks import intervals, lists
 from tests import reference
 from tests.oracle import int32, random
 
@@ -29,6 +30,14 @@ def assert_shows(block_mask: BlockMask, visible: Tensor) -> None:
     assert torch.equal(block_mask.to_dense(), visible)
     assert torch.equal(reference.block_mask_visible(block_mask.tensors, *visible.shape[2:]), visible)
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in block_mask.tensors)
+
+
+def between(low: int, high: int) -> int:
+    return int(torch.randint(low, high + 1, ()))
+
+
+def random_block_size() -> tuple[int, int]:
+    return between(8, 150), 32 * between(1, 5)
 
 
 def whole_blocks(blocks: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int]) -> Tensor:
@@ -62,14 +71,58 @@ def test_long_documents_share_bitmaps(device: str) -> None:
 
 
 def test_random_documents(device: str) -> None:
-    for _ in range(10):
-        seqlen = int(torch.randint(1, 2000, ()))
-        bounds = torch.randint(0, seqlen + 1, (int(torch.randint(1, 60, ())),)).sort().values
+    """Some of them empty, some of a token, tokens before the first one and behind the last one."""
+    for _ in range(15):
+        seqlen, causal = between(1, 1000), bool(between(0, 1))
+        bounds = torch.randint(0, seqlen + 1, (between(1, 60),)).sort().values
         document = torch.searchsorted(bounds, torch.arange(seqlen), right=True)
         inside = (document > 0) & (document < len(bounds))
         expected = (document[:, None] == document) & inside
-        mask = BlockMask.documents(bounds.to(device), seqlen, (64, 64))
-        assert_shows(mask, expected.to(device))
+        expected = expected.tril() if causal else expected
+        mask = BlockMask.documents(bounds.to(device), seqlen, random_block_size(), causal=causal)
+        assert_is(mask, expected.to(device))
+
+
+def test_random_windows(device: str) -> None:
+    """Wider than the sequence, narrower than a block, with more global tokens than there are keys."""
+    for _ in range(30):
+        lengths, top_left, causal = (between(1, 400), between(1, 400)), bool(between(0, 1)), bool(between(0, 1))
+        left, right = (min(between(-40, 500), between(-1, 60)) for _ in range(2))
+        left, right = max(left, -1), max(right, -1)
+        num_global = between(0, 1) * between(0, 450)
+        i, j = pairs(*lengths, device)
+        at = i + (0 if top_left else lengths[1] - lengths[0])
+        expected = ((left < 0) | (j >= at - left)) & ((right < 0) | (j <= at + right))
+        expected |= (j < num_global) | ((at >= 0) & (at < num_global))
+        expected = expected & (j <= at) if causal or right == 0 else expected
+        options = dict(causal=causal, top_left=top_left, device=device)
+        mask = BlockMask.sliding_window(*lengths, (left, right), num_global, random_block_size(), **options)
+        assert_is(mask, expected)
+
+
+def test_random_prefixes_and_spans(device: str) -> None:
+    for _ in range(15):
+        lengths, batch = (between(1, 400), between(1, 400)), between(1, 3)
+        i, j = pairs(*lengths, device)
+        prefix = torch.randint(0, 450, (batch,), device=device)
+        expected = (j <= i + lengths[1] - lengths[0]) | (j < prefix[:, None, None])
+        assert_is(BlockMask.prefix_lm(prefix, *lengths, random_block_size()), expected[:, None])
+        seqlen = lengths[0]
+        ends = torch.randint(0, seqlen + 1, (batch, 2 * between(0, 6))).sort().values.unflatten(1, (-1, 2))
+        i, j = pairs(seqlen, seqlen, device)
+        begin, end = ends.to(device)[..., None, None].unbind(2)
+        expected = (j <= i) | ((i >= begin) & (i < end) & (j >= begin) & (j < end)).any(1)
+        assert_is(BlockMask.bidirectional_spans(ends.to(device), seqlen, random_block_size()), expected[:, None])
+
+
+def assert_is(mask: BlockMask, visible: Tensor) -> None:
+    """That it shows this, and lists the blocks that a mask from the dense one does, full or not."""
+    assert torch.equal(mask.to_dense(), visible if visible.dim() == 4 else visible[None, None])
+    expected = BlockMask.from_dense(visible, mask.block_size)
+    assert torch.equal(mask.offsets, expected.offsets)
+    count = mask.num_blocks
+    assert torch.equal(mask.indices[:count], expected.indices[:count])
+    assert torch.equal(mask.bitmap_ids[:count] < 0, expected.bitmap_ids[:count] < 0)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -254,6 +307,75 @@ def test_builders_do_not_wait_for_the_gpu(device: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def lists_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room behind the last block, and bitmaps that are there twice: nobody waits to cut them."""
+    for module in (intervals, lists):
+        monkeypatch.setattr(module, "compacted", lambda made: made)
+
+
+def test_what_is_made_of_lists_with_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = masks(device)
+    lists_as_on_a_gpu(monkeypatch)
+    loose = masks(device)[:2] + [mask.transpose().transpose() for mask in cut[2:]]
+    if device == "cpu":
+        assert sum(len(mask.indices) > mask.num_blocks for mask in loose) > 1
+    for mask, expected in zip(loose[:2], cut[:2], strict=True):
+        assert mask == expected and mask.to_dense().equal(expected.to_dense())
+    for first in loose:
+        assert_shows(first.transpose(), first.to_dense().transpose(2, 3))
+        for second in loose:
+            assert_shows(first & second, first.to_dense() & second.to_dense())
+            assert_shows(first | second, first.to_dense() | second.to_dense())
+
+
+def test_there_is_room_for_what_there_is(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for a band not much more."""
+    lists_as_on_a_gpu(monkeypatch)
+    for _ in range(50):
+        lengths, top_left, causal = (between(1, 900), between(1, 900)), bool(between(0, 1)), bool(between(0, 1))
+        window, num_global = (between(-1, 900), between(-1, 90)), between(0, 1) * between(0, 900)
+        options = dict(causal=causal, top_left=top_left, device=device)
+        mask = BlockMask.sliding_window(*lengths, window, num_global, random_block_size(), **options)
+        assert mask.num_blocks <= len(mask.indices) == len(mask.bitmap_ids)
+    band = BlockMask.sliding_window(8192, 8192, (256, 0), device=device)
+    causal_mask = BlockMask.causal(8192, 8192, device=device)
+    assert len(band.indices) < band.num_blocks + 2 * 64
+    assert len(causal_mask.indices) < causal_mask.num_blocks + 2 * 64
+
+
+def test_attention_by_builders_with_room(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists_as_on_a_gpu(monkeypatch)
+    q, k, v = (random(1, 300, 4, 64, device=device) for _ in range(3))
+    cu_seqlens = int32([0, 100, 100, 260], device)
+    for mask in (
+        BlockMask.sliding_window(300, 300, (70, 0), 4, (64, 64), device=device),
+        BlockMask.sliding_window(300, 300, (70, 20), 4, (128, 64), device=device),
+        BlockMask.documents(cu_seqlens, 300, (64, 128)),
+        BlockMask.documents(cu_seqlens, 300, (64, 64), causal=True).transpose(),
+    ):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = flash_ext.attention(*inputs, block_mask=mask)
+        expected = reference.attention(*inputs, reference.Options(mask=mask.to_dense()))[0]
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        got, want = (torch.autograd.grad(result.square().sum(), inputs) for result in (out, expected))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_of_a_deterministic_run(device: str) -> None:
+    """No operator that they use is refused there."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = masks(device)
+        BlockMask.documents(int32([0, 100, 260], device), 300, causal=True)
+        BlockMask.bidirectional_spans(int32([[10, 60], [100, 290]], device), 300)
+        BlockMask.strided(300, 300, 1, 4, causal=True, device=device)
+        for mask in made:
+            assert_shows(mask.transpose(), mask.to_dense().transpose(2, 3))
+            assert_shows(mask & made[0], mask.to_dense() & made[0].to_dense())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_attention_by_lists_with_room(device: str) -> None:
     """Lists longer than what `offsets` say."""
     q, k, v = (random(1, n, 4, 64, device=device) for n in (300, 400, 400))
@@ -263,3 +385,26 @@ def test_attention_by_lists_with_room(device: str) -> None:
     loose = BlockMask(mask.offsets, *room, mask.bitmaps, 300, 400)
     expected = reference.attention(q, k, v, reference.Options(mask=mask.to_dense()))[0]
     torch.testing.assert_close(flash_ext.attention(q, k, v, block_mask=loose), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["window", "dilated", "strided", "top_k", "transpose", "both"])
+def test_builders_compile_in_one_graph(device: str, pattern: str) -> None:
+    """Their lists have shapes that the compiler knows."""
+    size = (300, 300)
+    patterns: dict[str, Callable[[Tensor], BlockMask]] = {
+        "window": lambda x: BlockMask.sliding_window(*size, (70, 3), 5, (64, 64), device=device),
+        "dilated": lambda x: BlockMask.dilated(*size, 1, 2, (64, 64), causal=True, device=device),
+        "strided": lambda x: BlockMask.strided(*size, 1, 2, (64, 64), causal=True, device=device),
+        "top_k": lambda x: BlockMask.top_k(x, x, 2, (64, 64), causal=True),
+        "transpose": lambda x: BlockMask.causal(*size, (64, 64), device=device).transpose(),
+        "both": lambda x: patterns["window"](x) & patterns["strided"](x),
+    }
+    build = patterns[pattern]
+    x = random(1, 300, 2, 16, device=device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(x: Tensor) -> Tensor:
+        return flash_ext.attention(x, x, x, block_mask=build(x))
+
+    expected = flash_ext.attention(x, x, x, mask=build(x).to_dense())
+    torch.testing.assert_close(attend(x), expected, rtol=1e-4, atol=1e-5)

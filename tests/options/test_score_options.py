@@ -114,9 +114,9 @@ def test_alibi(device: str, head_dim: int, seqlen_q: int, seqlen_k: int, mask: d
     assert_matches_oracle(call, gradients_of=())
 
 
-def test_slopes_that_are_a_slice(device: str) -> None:
+def test_slopes_that_are_a_slice(device: str, dtype: torch.dtype) -> None:
     slopes = torch.rand(2, 9, device=device)[:, 3:7]
-    assert_matches_oracle(make_call(device=device, alibi_slopes=slopes))
+    assert_matches_oracle(make_call(dtype=dtype, device=device, alibi_slopes=slopes))
 
 
 @pytest.mark.parametrize("slope", [0.375, -0.375], ids=["down", "up"])

@@ -32,9 +32,11 @@ def rule(seqlen_q: int, seqlen_k: int, left: int, right: int, top_left: bool) ->
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 8), (8, 3), (1, 7), (7, 1), (6, 70), (70, 6)])
 @pytest.mark.parametrize("top_left", [False, True])
-def test_every_small_window(device: str, seqlen_q: int, seqlen_k: int, top_left: bool) -> None:
+def test_every_small_window(device: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, top_left: bool) -> None:
     for left, right in itertools.product([-1, 0, 1, 2, 4, 9], repeat=2):
-        call = make_call(1, seqlen_q, seqlen_k, 1, 1, 8, window_size=(left, right), top_left=top_left, device=device)
+        call = make_call(
+            1, seqlen_q, seqlen_k, 1, 1, 8, window_size=(left, right), top_left=top_left, dtype=dtype, device=device
+        )
         expected = rule(seqlen_q, seqlen_k, left, right, top_left)
         assert torch.equal(visible_pairs(call).cpu(), expected), (left, right)
 
@@ -43,20 +45,20 @@ def test_every_small_window(device: str, seqlen_q: int, seqlen_k: int, top_left:
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(150, 231), (231, 150)])
 @pytest.mark.parametrize("top_left", [False, True])
 def test_windows_across_tiles(
-    device: str, seqlen_q: int, seqlen_k: int, window: tuple[int, int], top_left: bool
+    device: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, window: tuple[int, int], top_left: bool
 ) -> None:
-    call = make_call(1, seqlen_q, seqlen_k, 2, 1, 16, window_size=window, top_left=top_left, device=device)
+    call = make_call(1, seqlen_q, seqlen_k, 2, 1, 16, window_size=window, top_left=top_left, dtype=dtype, device=device)
     assert_matches_oracle(call)
 
 
 @pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**40, 2**62, 2**63 - 1])
-def test_huge_windows_see_everything(device: str, size: int) -> None:
-    call = make_call(device=device)
+def test_huge_windows_see_everything(device: str, dtype: torch.dtype, size: int) -> None:
+    call = make_call(dtype=dtype, device=device)
     assert torch.equal(run_library(call.with_options(window_size=(size, size)))["out"], run_library(call)["out"])
 
 
-def test_causal_overrides_the_right_side_and_keeps_the_left(device: str) -> None:
-    call = make_call(device=device)
+def test_causal_overrides_the_right_side_and_keeps_the_left(device: str, dtype: torch.dtype) -> None:
+    call = make_call(dtype=dtype, device=device)
     causal = run_library(call.with_options(causal=True, window_size=(5, 9)))
     window = run_library(call.with_options(window_size=(5, 0)))
     assert torch.equal(causal["out"], window["out"])

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "matrix_units.h"
 #include "scratch.h"
 #include "tile_sizes.h"
 
@@ -27,35 +28,50 @@ bool has_avx512() {
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 
-/// The set that FLASH_EXT_CPU_ISA names, "avx512", "avx2" or "baseline"; nothing better is used then.
+/// The set that FLASH_EXT_CPU_ISA names; nothing better is used then.
 std::string wanted_instruction_set() {
   const char* variable = std::getenv("FLASH_EXT_CPU_ISA");
-  const std::string wish = variable == nullptr || *variable == '\0' ? "avx512" : variable;
-  if (wish != "avx512" && wish != "avx2" && wish != "baseline") {
-    throw std::runtime_error("flash_ext: FLASH_EXT_CPU_ISA must be avx512, avx2 or baseline, got " + wish);
+  const std::string wish = variable == nullptr || *variable == '\0' ? "amx" : variable;
+  if (wish != "amx" && wish != "avx512" && wish != "avx2" && wish != "baseline") {
+    throw std::runtime_error("flash_ext: FLASH_EXT_CPU_ISA must be amx, avx512, avx2 or baseline, got " + wish);
   }
   return wish;
 }
 
+/// Kernels by dtype.
+struct KernelSet {
+  const Kernels& for_float;
+  const Kernels& for_double;
+  const Kernels& for_bfloat16;
+};
+
+KernelSet same_for_all(const InstructionSet& set) { return {set.for_float, set.for_double, set.for_float}; }
+
 /// The best set that the machine has, up to the wanted one.
-const InstructionSet& detect_instruction_set() {
+KernelSet detect_kernels() {
   const std::string wish = wanted_instruction_set();
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (wish == "avx512" && has_avx512()) return kAvx512;
-  if (wish != "baseline" && has_avx2()) return kAvx2;
+#if defined(FLASH_EXT_HAS_AMX)
+  if (wish == "amx" && has_avx512() && may_use_matrix_units()) {
+    return {kAvx512.for_float, kAvx512.for_double, kAmxKernels};
+  }
 #endif
-  return kBaseline;
+  if ((wish == "amx" || wish == "avx512") && has_avx512()) return same_for_all(kAvx512);
+  if (wish != "baseline" && has_avx2()) return same_for_all(kAvx2);
+#endif
+  return same_for_all(kBaseline);
 }
 
-const InstructionSet& current_instruction_set() {
-  static const InstructionSet& set = detect_instruction_set();
+const KernelSet& current_kernels() {
+  static const KernelSet set = detect_kernels();
   return set;
 }
 
 const Kernels& kernels_for(const AttentionParams& p) {
-  const InstructionSet& set = current_instruction_set();
-  return p.dtype == DType::kFloat64 ? set.for_double : set.for_float;
+  const KernelSet& set = current_kernels();
+  if (p.dtype == DType::kFloat64) return set.for_double;
+  return p.dtype == DType::kBFloat16 ? set.for_bfloat16 : set.for_float;
 }
 
 /// A thread is worth waking for this much work.
@@ -113,7 +129,7 @@ bool is_empty(const AttentionParams& p) { return p.batch == 0 || p.heads_q == 0 
 
 }  // namespace
 
-const char* instruction_set() { return current_instruction_set().name; }
+bool uses_matrix_units() { return &current_kernels().for_bfloat16 != &current_kernels().for_float; }
 
 void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
   const Kernels& kernels = kernels_for(params);

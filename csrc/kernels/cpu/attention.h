@@ -28,7 +28,7 @@ void attention_backward(const BackwardParams& params, ParallelFor parallel_for);
 /// Writes every element of weights.
 void attention_weights(const WeightsParams& params, ParallelFor parallel_for);
 
-/// The instruction set in use: "avx512", "avx2" or "baseline".
-const char* instruction_set();
+/// Whether products of bfloat16 go to matrix units (AMX). Throws like the calls above.
+bool uses_matrix_units();
 
 }  // namespace flash_ext::cpu

@@ -34,16 +34,24 @@ class BackwardChunk {
 
   BackwardChunk(const BackwardJob& job, void* scratch)
       : job_(job), p_(job.params), arena_(scratch), tile_(job, wanted(p_), arena_) {
-    const int64_t keys = chunk_size(p_.seqlen_k, job.chunks);
-    if (p_.dq.data != nullptr) dq_ = arena_.take<T>(round_up(job.tile_rows, kPanel) * p_.head_dim);
+    const bool matrix = uses_matrix_units<T>(p_);
+    // Blocks of tiles may reach beyond the last key.
+    const int64_t keys = chunk_size(p_.seqlen_k, job.chunks) + (matrix ? kBlockN : 0);
+    dq_rows_ = matrix ? padded_dim(p_.head_dim) : p_.head_dim;
+    if (p_.dq.data != nullptr) dq_ = arena_.take<T>(round_up(job.tile_rows, kPanel) * dq_rows_);
     if (p_.dk.data != nullptr) dk_ = arena_.take<T>(keys * round_up(p_.head_dim, kPanel));
     if (p_.dv.data != nullptr) dv_ = arena_.take<T>(keys * round_up(p_.head_dim_v, kPanel));
-    row_ = arena_.take<T>(max(p_.head_dim, p_.head_dim_v));
+    rows_of_panel_ = arena_.take<T>(kPanel * p_.head_dim);
+    if (!matrix) return;
+    k_columns_ = arena_.take<uint16_t>(dq_rows_ * kBlockN);
+    ds_pairs_ = arena_.take<uint32_t>(kKeyPairWords);
+    rounded_ = arena_.take<uint16_t>(round_up(job.tile_rows, kPanel) * kBlockN);
   }
 
   int64_t bytes() const { return arena_.size(); }
 
   void run(const BackwardItem& item) {
+    const TileRegisters registers(tile_.k().in_halves);
     item_ = item;
     seq_ = sequence_of(p_, item.batch);
     const int64_t size = chunk_size(seq_.seqlen_k, job_.chunks);
@@ -70,7 +78,7 @@ class BackwardChunk {
   }
 
   void add_queries(const QueryRows& rows) {
-    if (dq_ != nullptr) __builtin_memset(dq_, 0, round_up(rows.count, kPanel) * p_.head_dim * sizeof(T));
+    if (dq_ != nullptr) __builtin_memset(dq_, 0, round_up(rows.count, kPanel) * dq_rows_ * sizeof(T));
     const Interval keys = intersect(visible_keys(rows, seq_), chunk_);
     bool visited = false;
     for (KeyTiles tiles(p_, seq_, rows, keys); tiles.next(); visited = true) {
@@ -83,40 +91,58 @@ class BackwardChunk {
 
   void add_tile(const KeyTile& keys) {
     tile_.differentiate(keys);
+    if constexpr (kHasMatrixUnits<T>) {
+      if (tile_.k().in_halves && dq_ != nullptr) transpose_rows(k_columns_, tile_.k().halves, tile_.k().half_stride);
+    }
     for (int64_t n = 0; n < tile_.num_panels() && dq_ != nullptr; ++n) {
       if (tile_.sees_any(n)) add_to_dq(n);
     }
     const int64_t first = keys.begin - chunk_.begin;
-    if (dv_ != nullptr) add_to_keys(dv_, first, keys.size(), tile_.probabilities(0), tile_.do_rows());
-    if (dk_ != nullptr) add_to_keys(dk_, first, keys.size(), tile_.gradients(0), tile_.q_rows());
+    if (dv_ != nullptr) {
+      add_to_keys(dv_, first, keys.size(), tile_.probabilities(0), tile_.do_rows(), tile_.do_pairs());
+    }
+    if (dk_ != nullptr) add_to_keys(dk_, first, keys.size(), tile_.gradients(0), tile_.q_rows(), tile_.q_pairs());
   }
 
   void add_to_dq(int64_t n) {
-    T* dq = dq_ + n * p_.head_dim * kPanel;
+    T* dq = dq_ + n * dq_rows_ * kPanel;
     const Interval keys = tile_.keys()[n];
-    accumulate_transposed<T>(dq, nullptr, tile_.k().data, tile_.k().stride, tile_.gradients(n), keys.begin, keys.end,
-                             p_.head_dim);
+    if (!tile_.k().in_halves) {
+      accumulate_transposed<T>(dq, nullptr, tile_.k().data, tile_.k().stride, tile_.gradients(n), keys.begin, keys.end,
+                               p_.head_dim);
+    } else if constexpr (kHasMatrixUnits<T>) {
+      pack_key_pairs(ds_pairs_, tile_.gradients(n), keys.begin, keys.end);
+      accumulate_key_pairs<2>(dq, k_columns_, ds_pairs_, keys.begin, keys.end, dq_rows_);
+    }
     accumulate_exactly(dq, tile_.k(), tile_.gradients(n), keys.begin, keys.end);
   }
 
-  void add_to_keys(T* gradient, int64_t first_key, int64_t num_keys, const T* weights, const RowTile<T>& rows) {
+  void add_to_keys(T* gradient, int64_t first_key, int64_t num_keys, const T* weights, const RowTile<T>& rows,
+                   [[maybe_unused]] const uint32_t* pairs) {
     T* to = gradient + first_key * rows.stride;
-    accumulate_panels(to, weights, tile_.kPanelStride, tile_.keys(), tile_.num_panels(), rows.data, rows.stride,
-                      num_keys, rows.stride);
+    if (!rows.in_halves) {
+      accumulate_panels(to, weights, tile_.kPanelStride, tile_.keys(), tile_.num_panels(), rows.data, rows.stride,
+                        num_keys, rows.stride);
+    } else if constexpr (kHasMatrixUnits<T>) {
+      for (int64_t n = 0; n < tile_.num_panels(); ++n) {
+        if (tile_.sees_any(n)) round_panel(rounded_ + n * tile_.kPanelStride, weights + n * tile_.kPanelStride);
+      }
+      accumulate_query_pairs(to, rows.stride, rounded_, tile_.keys(), tile_.num_panels(), pairs, num_keys, rows.stride);
+    }
     accumulate_panels_exactly(to, weights, tile_.kPanelStride, tile_.keys(), rows);
   }
 
   void store_dq(const QueryRows& rows) {
     for (int64_t r = 0; r < rows.count; ++r) {
-      const T* panel = dq_ + r / kPanel * p_.head_dim * kPanel;
+      if (r % kPanel == 0) store_lanes(rows_of_panel_, p_.head_dim, dq_ + r * dq_rows_, p_.head_dim);
+      T* from = rows_of_panel_ + r % kPanel * p_.head_dim;
       const int64_t i = rows.query(r);
-      const int lane = static_cast<int>(r % kPanel);
       if (job_.partial_dq == nullptr) {
-        for (int64_t d = 0; d < p_.head_dim; ++d) row_[d] = panel[d * kPanel + lane] * static_cast<T>(p_.softmax_scale);
-        store_row(query_row(p_.dq, p_.dtype, seq_, i, rows.first_head), p_.dtype, row_, p_.head_dim);
+        for (int64_t d = 0; d < p_.head_dim; ++d) from[d] *= static_cast<T>(p_.softmax_scale);
+        store_row(query_row(p_.dq, p_.dtype, seq_, i, rows.first_head), p_.dtype, from, p_.head_dim);
       } else {
         T* to = static_cast<T*>(job_.partial_dq) + row_of_head(p_, item_.chunk, seq_, rows.first_head, i) * p_.head_dim;
-        for (int64_t d = 0; d < p_.head_dim; ++d) to[d] = panel[d * kPanel + lane];
+        __builtin_memcpy(to, from, p_.head_dim * sizeof(T));
       }
     }
   }
@@ -140,10 +166,14 @@ class BackwardChunk {
   const BackwardParams& p_;
   Arena arena_;
   GradientTile<T> tile_;
-  T* dq_ = nullptr;  // (panels, head_dim, kPanel)
+  int64_t dq_rows_;
+  T* dq_ = nullptr;  // (panels, dq_rows_, kPanel)
   T* dk_ = nullptr;  // (keys of the chunk, head_dim rounded up to kPanel)
   T* dv_ = nullptr;
-  T* row_ = nullptr;
+  T* rows_of_panel_ = nullptr;     // (kPanel, head_dim): of dQ
+  uint16_t* k_columns_ = nullptr;  // (dq_rows_, kBlockN): a tile of K transposed, for matrix units
+  uint32_t* ds_pairs_ = nullptr;   // of a panel
+  uint16_t* rounded_ = nullptr;    // panels of P, then of dS
   BackwardItem item_{job_, 0};
   Sequence seq_{};
   Interval chunk_{};

@@ -37,6 +37,7 @@ class BiasRectangle {
   int64_t bytes() const { return arena_.size(); }
 
   void run(int64_t item) {
+    const TileRegisters registers(tile_.k().in_halves);
     const BiasItems items(job_);
     const int64_t key_tile = item % items.key_tiles;
     item /= items.key_tiles;

@@ -1,11 +1,11 @@
 // Forward: out = softmax(S) V and lse = logsumexp(S) for tiles of queries (FlashAttention-2, Dao 2023, algorithm 1).
 //
-// A tile of up to 128 queries walks over its tiles of 64 keys. For each panel of queries the scores S^T = K Q^T are a
+// A tile of up to 256 queries walks over its tiles of 64 keys. For each panel of queries the scores S^T = K Q^T are a
 // small block (keys x queries, one query per vector lane) that stays in the L1 cache while it becomes P^T and is
 // multiplied: O^T = alpha O^T + V^T P^T. A sequence of up to four queries does the same along the head dim
 // (few_rows.h). With split keys, each split writes its own normalised result and lse; the merge
 //   lse = log(exp(sink) + sum_s exp(lse_s)),   out = sum_s exp(lse_s - lse) out_s
-// follows in the order of the splits.
+// follows in the order of the splits. Matrix units take the same steps with bfloat16 operands (matrix_tiles.h).
 #pragma once
 
 #include "arena.h"
@@ -13,8 +13,7 @@
 #include "few_rows.h"
 #include "kernels.h"
 #include "online_softmax.h"
-#include "row_tile.h"
-#include "tile_product.h"
+#include "query_operand.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
@@ -53,21 +52,33 @@ class ForwardTile {
   ForwardTile(const ForwardJob& job, void* scratch) : job_(job), p_(job.params), rules_(p_), dropout_(p_) {
     Arena arena(scratch);
     const int64_t panels = ceil_div(job.tile_rows, kPanel);
+    const bool matrix = uses_matrix_units<T>(p_);
+    out_rows_ = matrix ? padded_dim(p_.head_dim_v) : p_.head_dim_v;
     panel_ = arena.take<Panel<T>>(panels);
     state_ = arena.take<SoftmaxState<T>>(panels);
-    q_ = arena.take<T>(panels * p_.head_dim * kPanel);
-    out_ = arena.take<T>(panels * p_.head_dim_v * kPanel);
+    q_.take(arena, panels, p_.head_dim, rules_.q_factor, matrix);
+    few_q_ = arena.take<T>(kFewRows<T> * round_up(p_.head_dim, Shape<T>::kLanes));
+    out_ = arena.take<T>(panels * out_rows_ * kPanel);
     scores_ = arena.take<T>(panels * kBlockN * kPanel);
     if (dropout_.active()) factors_ = arena.take<T>(kBlockN * kPanel);
     row_ = arena.take<T>(max(p_.head_dim, p_.head_dim_v));
+    rows_of_panel_ = arena.take<T>(kPanel * p_.head_dim_v);
     k_.take(arena, kBlockN, p_.head_dim, round_up(p_.head_dim, Shape<T>::kLanes));
     v_.take(arena, kBlockN, p_.head_dim_v, round_up(p_.head_dim_v, Shape<T>::kLanes));
+    if (matrix) {
+      k_.take_halves(arena, kBlockN);
+      v_.take_halves(arena, kBlockN);
+      v_columns_ = arena.take<uint16_t>(out_rows_ * kBlockN);
+      p_pairs_ = arena.take<uint32_t>(kKeyPairWords);
+      q_rows_ = arena.take<uint16_t>(kPanel * k_.half_stride);
+    }
     bytes_ = arena.size();
   }
 
   int64_t bytes() const { return bytes_; }
 
   void run(const ForwardItem& item) {
+    const TileRegisters registers(uses_matrix_units<T>(p_));
     seq_ = sequence_of(p_, item.batch);
     const Interval rows = RowTiles(p_, job_.tile_rows, job_.group).rows(item.tile, seq_.seqlen_q * job_.group);
     rows_ = {rows.begin, rows.end - rows.begin, item.first_head, job_.group};
@@ -87,31 +98,36 @@ class ForwardTile {
     // Not of a longer sequence's last rows: the backward's scores of those must have the same bits, for lse is taken
     // off.
     few_ = seq_.seqlen_q * job_.group <= kFewRows<T>;
-    q_layout_ = few_ ? LaneLayout{rows_.count, 1, k_.stride} : kPanelLayout<T>;
+    k_.in_halves = v_.in_halves = !few_ && uses_matrix_units<T>(p_);
     out_layout_ = few_ ? LaneLayout{rows_.count, 1, v_.stride} : kPanelLayout<T>;
-    __builtin_memset(q_, 0, num_panels_ * p_.head_dim * kPanel * sizeof(T));
-    __builtin_memset(out_, 0, num_panels_ * p_.head_dim_v * kPanel * sizeof(T));
+    __builtin_memset(out_, 0, num_panels_ * out_rows_ * kPanel * sizeof(T));
     __builtin_memset(scores_, 0, num_panels_ * kBlockN * kPanel * sizeof(T));  // lanes without a query stay finite
     const int64_t row_bytes = p_.head_dim * size_of(p_.dtype);
     for (int64_t row = 0; row < rows_.count; ++row) prefetch_row(address_of_query(row), row_bytes);
-    for (int64_t row = 0; row < rows_.count; ++row) load_query(row);
+    load_queries();
     for (int64_t n = 0; n < num_panels_; ++n) {
       panel_[n].set(rows_, n * kPanel, seq_);
       state_[n].clear();
     }
   }
 
-  T* q_of(int64_t panel) const { return q_ + panel * p_.head_dim * kPanel; }
-  T* out_of(int64_t panel) const { return out_ + panel * p_.head_dim_v * kPanel; }
+  T* out_of(int64_t panel) const { return out_ + panel * out_rows_ * kPanel; }
 
   const char* address_of_query(int64_t row) const {
     return query_row(p_.q, p_.dtype, seq_, rows_.query(row), rows_.head(row));
   }
 
-  void load_query(int64_t row) {
-    load_row(row_, address_of_query(row), p_.dtype, p_.head_dim);
-    T* to = q_of(row / kPanel) + q_layout_.at(0, row % kPanel);
-    for (int64_t d = 0; d < p_.head_dim; ++d) to[d * q_layout_.dim_stride] = row_[d] * rules_.q_factor;
+  void load_queries() {
+    const auto address = [&](int64_t row) { return address_of_query(row); };
+    if (!few_) {
+      q_.load_rows(p_.dtype, rows_.count, address, row_, q_rows_);
+      return;
+    }
+    __builtin_memset(few_q_, 0, kFewRows<T> * k_.stride * sizeof(T));
+    for (int64_t row = 0; row < rows_.count; ++row) {
+      load_row(row_, address(row), p_.dtype, p_.head_dim);
+      for (int64_t d = 0; d < p_.head_dim; ++d) few_q_[row * k_.stride + d] = row_[d] * rules_.q_factor;
+    }
   }
 
   /// All panels with K, then all with V: either tile alone stays in the L1 cache meanwhile, both would not.
@@ -121,6 +137,9 @@ class ForwardTile {
       if (sees(n, tile)) score(n, tile, scores_of(n, tile));
     }
     load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.begin, tile.end);
+    if constexpr (kHasMatrixUnits<T>) {
+      if (v_.in_halves) transpose_rows(v_columns_, v_.halves, v_.half_stride);
+    }
     for (int64_t n = 0; n < num_panels_; ++n) {
       if (sees(n, tile)) accumulate(n, scores_of(n, tile));
     }
@@ -140,14 +159,13 @@ class ForwardTile {
   void score(int64_t n, const KeyTile& tile, const ScorePanel<T>& scores) {
     if (few_) {
       with_constant<kFewRows<T>>(rows_.count, [&](auto rows) {
-        multiply_rows<T, decltype(rows)::value>(scores.s, k_.data, q_, k_.stride, scores.begin, scores.end);
+        multiply_rows<T, decltype(rows)::value>(scores.s, k_.data, few_q_, k_.stride, scores.begin, scores.end);
       });
-    } else if (panel_[n].vectors == 1) {
-      multiply<T, 1>(scores.s, k_.data, k_.stride, q_of(n), p_.head_dim, scores.begin, scores.end);
+      const auto value = [&](int64_t d, int64_t lane) { return few_q_[lane * k_.stride + d]; };
+      multiply_exactly(scores.s, k_, value, rows_.count, scores.begin, scores.end);
     } else {
-      multiply<T>(scores.s, k_.data, k_.stride, q_of(n), p_.head_dim, scores.begin, scores.end);
+      q_.multiply(scores, k_, n, panel_[n].vectors);
     }
-    multiply_exactly(scores.s, k_, q_of(n), scores.begin, scores.end, q_layout_);
     finish_scores(scores, rules_, panel_[n], seq_, tile);
     softmax_step(state_[n], scores, panel_[n].vectors);
     if (dropout_.active()) drop(scores, n, tile);
@@ -160,6 +178,8 @@ class ForwardTile {
       with_constant<kFewRows<T>>(rows_.count, [&](auto rows) {
         accumulate_rows<T, decltype(rows)::value>(out_, alpha, v_.data, v_.stride, scores.s, scores.begin, scores.end);
       });
+    } else if (v_.in_halves) {
+      accumulate_halves(n, scores);
     } else if (panel_[n].vectors == 1) {
       accumulate_transposed<T, 1>(out_of(n), alpha, v_.data, v_.stride, scores.s, scores.begin, scores.end,
                                   p_.head_dim_v);
@@ -169,6 +189,19 @@ class ForwardTile {
     accumulate_exactly(out_of(n), v_, scores.s, scores.begin, scores.end, out_layout_);
   }
 
+  void accumulate_halves([[maybe_unused]] int64_t n, [[maybe_unused]] const ScorePanel<T>& scores) {
+    if constexpr (kHasMatrixUnits<T>) {
+      T* out = out_of(n);
+      if (state_[n].has_scaled()) scale_columns(out, state_[n].alpha, out_rows_);
+      pack_key_pairs(p_pairs_, scores.s, scores.begin, scores.end);
+      if (panel_[n].vectors == 1) {
+        accumulate_key_pairs<1>(out, v_columns_, p_pairs_, scores.begin, scores.end, out_rows_);
+      } else {
+        accumulate_key_pairs<2>(out, v_columns_, p_pairs_, scores.begin, scores.end, out_rows_);
+      }
+    }
+  }
+
   void drop(const ScorePanel<T>& scores, int64_t n, const KeyTile& tile) {
     const int64_t batch_head = seq_.batch * p_.heads_q + rows_.first_head;
     dropout_.draw(factors_, scores, panel_[n], batch_head, tile.begin, T(1), T(0));
@@ -176,6 +209,12 @@ class ForwardTile {
   }
 
   void finish(int64_t n, int64_t split) {
+    const T* rows = out_of(n);
+    if (!few_) {
+      store_lanes(rows_of_panel_, p_.head_dim_v, out_of(n), p_.head_dim_v);
+      rows = rows_of_panel_;
+    }
+    const int64_t stride = few_ ? v_.stride : p_.head_dim_v;
     for (int lane = 0; lane < panel_[n].count; ++lane) {
       const int64_t i = panel_[n].query[lane], head = panel_[n].head[lane];
       T sum = state_[n].sum[lane];
@@ -190,8 +229,8 @@ class ForwardTile {
       }
       const T lse = nothing ? -static_cast<T>(kInfinity) : lse_of(maximum, sum);
       factor = nothing ? T(0) : factor * dropout_.kept_scale() / sum;
-      const T* out = out_of(n) + out_layout_.at(0, lane);
-      for (int64_t d = 0; d < p_.head_dim_v; ++d) row_[d] = out[d * out_layout_.dim_stride] * factor;
+      const T* out = rows + lane * stride;
+      for (int64_t d = 0; d < p_.head_dim_v; ++d) row_[d] = out[d] * factor;
       if (job_.partial_out == nullptr) {
         *query_lse<T>(p_.lse, seq_, i, head) = lse;
         store_row(query_row(p_.out, p_.dtype, seq_, i, head), p_.dtype, row_, p_.head_dim_v);
@@ -210,19 +249,24 @@ class ForwardTile {
   Dropout<T> dropout_;
   Panel<T>* panel_;
   SoftmaxState<T>* state_;
-  T* q_;       // (panels, head_dim, kPanel), scaled; a few rows: (rows, head_dim)
-  T* out_;     // (panels, head_dim_v, kPanel), not normalised; a few rows: (rows, head_dim_v)
+  QueryOperand<T> q_;
+  T* few_q_;   // (rows, head_dim), scaled, of up to four rows
+  T* out_;     // (panels, out_rows_, kPanel), not normalised; a few rows: (rows, head_dim_v)
   T* scores_;  // (panels, kBlockN, kPanel)
   T* factors_ = nullptr;
   T* row_;
+  T* rows_of_panel_;  // (kPanel, head_dim_v)
   RowTile<T> k_;
   RowTile<T> v_;
+  uint16_t* v_columns_ = nullptr;  // (out_rows_, kBlockN): v_ transposed, for matrix units
+  uint32_t* p_pairs_ = nullptr;    // of a panel
+  uint16_t* q_rows_ = nullptr;     // of a panel
+  int64_t out_rows_;
   int64_t bytes_;
   Sequence seq_{};
   QueryRows rows_{};
   int64_t num_panels_ = 0;
   bool few_ = false;
-  LaneLayout q_layout_{};
   LaneLayout out_layout_{};
 };
 

@@ -9,8 +9,7 @@
 #include "dropout_panel.h"
 #include "kernels.h"
 #include "online_softmax.h"
-#include "row_tile.h"
-#include "tile_product.h"
+#include "query_operand.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
@@ -42,16 +41,26 @@ class GradientTile {
     term_ = arena.take<T>(rows);
     ds_sum_ = arena.take<T>(rows);
     q_rows_.take(arena, rows, p_.head_dim, round_up(p_.head_dim, kPanel));
-    q_ = arena.take<T>(rows * p_.head_dim);
+    const bool matrix = uses_matrix_units<T>(p_);
+    q_.take(arena, panels, p_.head_dim, rules_.q_factor, matrix);
     k_.take(arena, kBlockN, p_.head_dim, p_.head_dim);
     probabilities_ = arena.take<T>(panels * kPanelStride);
     gradients_ = arena.take<T>(panels * kPanelStride);
     if (dropping()) factors_ = arena.take<T>(kPanelStride);
     if (rules_.cap > 0) slope_ = arena.take<T>(panels * kPanelStride);
+    if (matrix) {
+      q_rows_.take_halves(arena, rows);
+      k_.take_halves(arena, kBlockN);
+      q_pairs_ = arena.take<uint32_t>(rows * q_rows_.half_stride / 2);
+    }
     if (of_weights_) return;
     do_rows_.take(arena, rows, p_.head_dim_v, round_up(p_.head_dim_v, kPanel));
-    do_ = arena.take<T>(rows * p_.head_dim_v);
+    do_.take(arena, panels, p_.head_dim_v, T(1), matrix);
     v_.take(arena, kBlockN, p_.head_dim_v, p_.head_dim_v);
+    if (!matrix) return;
+    do_rows_.take_halves(arena, rows);
+    v_.take_halves(arena, kBlockN);
+    do_pairs_ = arena.take<uint32_t>(rows * do_rows_.half_stride / 2);
   }
 
   void load_queries(const Sequence& seq, const QueryRows& rows) {
@@ -61,8 +70,8 @@ class GradientTile {
     num_panels_ = ceil_div(rows.count, kPanel);
     __builtin_memset(ds_sum_, 0, num_panels_ * kPanel * sizeof(T));
     load_row_terms();
-    load_query_rows(q_rows_, q_, p_.q, rules_.q_factor);
-    if (!of_weights_) load_query_rows(do_rows_, do_, p_.grad_out, T(1));
+    load_query_rows(q_rows_, q_, q_pairs_, p_.q);
+    if (!of_weights_) load_query_rows(do_rows_, do_, do_pairs_, p_.grad_out);
     for (int64_t n = 0; n < num_panels_; ++n) panel_[n].set(rows, n * kPanel, seq);
   }
 
@@ -93,6 +102,9 @@ class GradientTile {
   const RowTile<T>& k() const { return k_; }
   const RowTile<T>& q_rows() const { return q_rows_; }
   const RowTile<T>& do_rows() const { return do_rows_; }
+  /// For matrix units: pairs of the rows of Q and dO, panel by panel.
+  const uint32_t* q_pairs() const { return q_pairs_; }
+  const uint32_t* do_pairs() const { return do_pairs_; }
   /// Panel n of P, dropout applied, and of dS: (kBlockN, kPanel), zero where a key is not seen.
   T* probabilities(int64_t n) const { return probabilities_ + n * kPanelStride; }
   T* gradients(int64_t n) const { return gradients_ + n * kPanelStride; }
@@ -100,8 +112,6 @@ class GradientTile {
   const T* ds_sum() const { return ds_sum_; }
 
  private:
-  const T* q(int64_t n) const { return q_ + n * p_.head_dim * kPanel; }
-
   void load_row_terms() {
     const T* terms = static_cast<const T*>(job_.row_term);
     const int64_t first = row_of_head(p_, 0, seq_, head_, 0);
@@ -126,18 +136,51 @@ class GradientTile {
   }
 
   /// Rows of Q or dO, row-major and as panels; those that play no part are 0 whatever they hold.
-  void load_query_rows(RowTile<T>& tile, T* panels, const TensorView& view, T factor) {
+  void load_query_rows(RowTile<T>& tile, QueryOperand<T>& panels, uint32_t* pairs, const TensorView& view) {
+    if (panels.in_halves()) {
+      load_query_halves(tile, panels, pairs, view);
+      return;
+    }
     Poison<T> poison{};
     for (int64_t row = 0; row < num_panels_ * kPanel; ++row) {
       T* to = tile.data + row * tile.stride;
       __builtin_memset(to, 0, tile.stride * sizeof(T));
-      if (lse_[row] != static_cast<T>(kInfinity) && view.data != nullptr) {
-        poison |= load_row(to, query_row(view, p_.dtype, seq_, rows_.query(row), head_), p_.dtype, tile.dim);
-      }
-      T* lane = panels + row / kPanel * tile.dim * kPanel + row % kPanel;
-      for (int64_t d = 0; d < tile.dim; ++d) lane[d * kPanel] = to[d] * factor;
+      if (plays_part(row, view)) poison |= load_row(to, address_of_query(row, view), p_.dtype, tile.dim);
+      panels.set_row(row, to);
     }
     tile.isolate(num_panels_ * kPanel, poison);
+  }
+
+  bool plays_part(int64_t row, const TensorView& view) const {
+    return lse_[row] != static_cast<T>(kInfinity) && view.data != nullptr;
+  }
+
+  const char* address_of_query(int64_t row, const TensorView& view) const {
+    return query_row(view, p_.dtype, seq_, rows_.query(row), head_);
+  }
+
+  /// Lanes keep what is not finite, for it belongs to their query alone; of rows that others sum over it is taken out.
+  void load_query_halves([[maybe_unused]] RowTile<T>& tile, [[maybe_unused]] QueryOperand<T>& panels,
+                         [[maybe_unused]] uint32_t* pairs, [[maybe_unused]] const TensorView& view) {
+    if constexpr (kHasMatrixUnits<T>) {
+      const int64_t stride = tile.half_stride;
+      tile.num_isolated = 0;
+      for (int64_t n = 0; n < num_panels_; ++n) {
+        uint16_t* panel = tile.halves + n * kPanel * stride;
+        bool special[kPanel] = {};
+        __builtin_memset(panel, 0, kPanel * stride * sizeof(uint16_t));
+        for (int64_t lane = 0; lane < kPanel; ++lane) {
+          const int64_t row = n * kPanel + lane;
+          if (!plays_part(row, view)) continue;
+          special[lane] = copy_halves(panel + lane * stride, address_of_query(row, view), tile.dim, stride);
+        }
+        panels.set_panel(n, panel);
+        for (int64_t lane = 0; lane < kPanel; ++lane) {
+          if (special[lane]) tile.isolate_halves(n * kPanel + lane);
+        }
+        pack_row_pairs(pairs + n * kPanel * stride / 2, panel, stride);
+      }
+    }
   }
 
   bool dropping() const { return dropout_.active() && !(of_weights_ && p_.dropout_mode == kDropoutIgnore); }
@@ -148,8 +191,7 @@ class GradientTile {
   /// Scores, then P, without dropout.
   void compute_p(int64_t n) {
     const ScorePanel<T> scores = scores_of(n);
-    multiply<T>(scores.s, k_.data, k_.stride, q(n), p_.head_dim, scores.begin, scores.end);
-    multiply_exactly(scores.s, k_, q(n), scores.begin, scores.end);
+    q_.multiply(scores, k_, n);
     finish_scores(scores, rules_, panel_[n], seq_, tile_, rules_.cap > 0 ? slope(n) : nullptr);
     const T* lse = lse_ + n * kPanel;
     scores.for_each_vector([=](int64_t, int c, T* s) { store(s, probability<T>(load(s), load(lse + c))); });
@@ -167,9 +209,7 @@ class GradientTile {
     if (of_weights_) {
       load_weight_gradients(gradients(n), n, scores);
     } else {
-      const T* d_out = do_ + n * p_.head_dim_v * kPanel;
-      multiply<T>(gradients(n), v_.data, v_.stride, d_out, p_.head_dim_v, scores.begin, scores.end);
-      multiply_exactly(gradients(n), v_, d_out, scores.begin, scores.end);
+      do_.multiply({gradients(n), scores.begin, scores.end}, v_, n);
     }
     finish_ds(n, scores);
     clear_outside(gradients(n), scores);
@@ -233,8 +273,9 @@ class GradientTile {
   T* lse_;
   T* term_;
   T* ds_sum_;
-  T* q_;              // (panels, head_dim, kPanel), scaled
-  T* do_;             // (panels, head_dim_v, kPanel)
+  QueryOperand<T> q_, do_;
+  uint32_t* q_pairs_ = nullptr;
+  uint32_t* do_pairs_ = nullptr;
   T* probabilities_;  // (panels, kBlockN, kPanel)
   T* gradients_;
   T* factors_ = nullptr;

@@ -2,6 +2,6 @@
 
 namespace flash_ext::cpu {
 
-const InstructionSet kAvx512 = {"avx512", avx512::kernels<float>(), avx512::kernels<double>()};
+const InstructionSet kAvx512 = {avx512::kernels<float>(), avx512::kernels<double>()};
 
 }  // namespace flash_ext::cpu

@@ -2,6 +2,6 @@
 
 namespace flash_ext::cpu {
 
-const InstructionSet kBaseline = {"baseline", baseline::kernels<float>(), baseline::kernels<double>()};
+const InstructionSet kBaseline = {baseline::kernels<float>(), baseline::kernels<double>()};
 
 }  // namespace flash_ext::cpu

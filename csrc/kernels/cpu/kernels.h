@@ -65,7 +65,6 @@ struct Kernels {
 
 /// One instruction set.
 struct InstructionSet {
-  const char* name;
   Kernels for_float;
   Kernels for_double;
 };
@@ -74,6 +73,7 @@ extern const InstructionSet kBaseline;
 #if defined(__x86_64__)
 extern const InstructionSet kAvx2;
 extern const InstructionSet kAvx512;
+extern const Kernels kAmxKernels;  // for bfloat16, beside kAvx512
 #endif
 
 }  // namespace flash_ext::cpu

@@ -20,6 +20,13 @@ struct SoftmaxState {
       alpha[lane] = 1;
     }
   }
+
+  /// Whether the last step scaled any lane's past.
+  bool has_scaled() const {
+    IntVec<T> scaled{};
+    for (int lane = 0; lane < kPanel; lane += Shape<T>::kLanes) scaled |= load(alpha + lane) != T(1);
+    return any(scaled);
+  }
 };
 
 /// The maximum of a column of scores and `start`; NaN does not count here, it comes back through the sum.

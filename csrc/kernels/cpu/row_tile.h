@@ -6,6 +6,7 @@
 #pragma once
 
 #include "arena.h"
+#include "matrix_tiles.h"
 #include "query_panel.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
@@ -18,6 +19,9 @@ struct RowTile {
   int64_t num_isolated = 0;
   int64_t stride = 0;
   int64_t dim = 0;
+  uint16_t* halves = nullptr;  // (rows, half_stride) bfloat16, zero beyond dim, isolated rows zero
+  int64_t half_stride = 0;
+  bool in_halves = false;  // which of the two holds the rows
 
   void take(Arena& arena, int64_t max_rows, int64_t dim_, int64_t stride_) {
     dim = dim_;
@@ -25,6 +29,13 @@ struct RowTile {
     data = arena.take<T>(max_rows * stride);
     originals = arena.take<T>(max_rows * stride);
     isolated = arena.take<int32_t>(max_rows);
+  }
+
+  /// Rows for matrix units, besides.
+  void take_halves(Arena& arena, int64_t max_rows) {
+    half_stride = padded_dim(dim);
+    halves = arena.take<uint16_t>(max_rows * half_stride);
+    in_halves = true;
   }
 
   const T* original(int64_t r) const { return originals + r * stride; }
@@ -45,6 +56,16 @@ struct RowTile {
       }
     }
   }
+
+  /// The same for rows for matrix units, one row.
+  void isolate_halves(int64_t r) {
+    uint16_t* values = halves + r * half_stride;
+    isolated[num_isolated++] = static_cast<int32_t>(r);
+    for (int64_t d = 0; d < dim; ++d) {
+      originals[r * stride + d] = static_cast<T>(bfloat16_to_float(values[d]));
+      values[d] = 0;
+    }
+  }
 };
 
 /// Keys [begin, end) of k or v.
@@ -53,6 +74,7 @@ void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequ
                int64_t end) {
   const int64_t row_bytes = view.row_stride * size_of(dtype);
   Poison<T> poison{};
+  tile.num_isolated = 0;
   int64_t run = 0;
   for (int64_t j = begin; j < end; j += run) {
     const char* from = key_row(view, dtype, seq, j, head, &run);
@@ -63,25 +85,38 @@ void load_keys(RowTile<T>& tile, const TensorView& view, DType dtype, const Sequ
     const char* ahead = key_row(view, dtype, seq, min(j + kBlockN, seq.seqlen_k - 1), head, &run_ahead);
     for (int64_t r = 0; r < run; ++r) {
       if (r < run_ahead) prefetch_row(ahead + r * row_bytes, tile.dim * size_of(dtype));
-      T* to = tile.data + (j - begin + r) * tile.stride;
+      const int64_t row = j - begin + r;
+      if constexpr (kHasMatrixUnits<T>) {
+        if (tile.in_halves) {
+          if (copy_halves(tile.halves + row * tile.half_stride, from + r * row_bytes, tile.dim, tile.half_stride)) {
+            tile.isolate_halves(row);
+          }
+          continue;
+        }
+      }
+      T* to = tile.data + row * tile.stride;
       poison |= load_row(to, from + r * row_bytes, dtype, tile.dim);
       for (int64_t d = tile.dim; d < tile.stride; ++d) to[d] = 0;
     }
   }
-  tile.isolate(end - begin, poison);
+  if (tile.in_halves) {  // a weight of 0 meets them
+    __builtin_memset(tile.halves + (end - begin) * tile.half_stride, 0,
+                     (kBlockN - (end - begin)) * tile.half_stride * sizeof(uint16_t));
+  } else {
+    tile.isolate(end - begin, poison);
+  }
 }
 
-/// S[row] = row . B, for the isolated rows in [begin, end) of K or V.
-template <class T>
-void multiply_exactly(T* s, const RowTile<T>& tile, const T* b, int64_t begin, int64_t end,
-                      const LaneLayout& layout = kPanelLayout<T>) {
+/// S[row] = row . B, for the isolated rows in [begin, end) of K or V; b(d, lane) is a number of B.
+template <class T, class Operand>
+void multiply_exactly(T* s, const RowTile<T>& tile, const Operand& b, int64_t lanes, int64_t begin, int64_t end) {
   constexpr int kPanel = Shape<T>::kPanel;
   for (int64_t n = 0; n < tile.num_isolated; ++n) {
     const int64_t r = tile.isolated[n];
     if (r < begin || r >= end) continue;
-    for (int lane = 0; lane < layout.lanes; ++lane) {
+    for (int64_t lane = 0; lane < lanes; ++lane) {
       T sum = 0;
-      for (int64_t d = 0; d < tile.dim; ++d) sum += tile.original(r)[d] * b[layout.at(d, lane)];
+      for (int64_t d = 0; d < tile.dim; ++d) sum += tile.original(r)[d] * b(d, lane);
       s[r * kPanel + lane] = sum;
     }
   }

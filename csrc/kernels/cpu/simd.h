@@ -11,7 +11,9 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AMX_BF16__)
+#define FLASH_EXT_ISA amx
+#elif defined(__AVX512F__)
 #define FLASH_EXT_ISA avx512
 #elif defined(__AVX2__)
 #define FLASH_EXT_ISA avx2

@@ -111,6 +111,16 @@ void multiply(T* s, const T* a, int64_t a_stride, const T* b, int64_t depth, int
       });
 }
 
+/// Each row of a panel times `scale`, a number per column.
+template <class T>
+void scale_columns(T* panel, const T* scale, int64_t num_rows) {
+  for (int c = 0; c < Shape<T>::kPanel; c += Shape<T>::kLanes) {
+    const Vec<T> factor = load(scale + c);
+    T* column = panel + c;
+    for (int64_t row = 0; row < num_rows; ++row, column += Shape<T>::kPanel) store(column, load(column) * factor);
+  }
+}
+
 /// O[0:num_rows] = O * scale + A^T[:, begin:end] P[begin:end]; scale holds a number per column, null = 1.
 template <class T, int kCols = Shape<T>::kCols>
 void accumulate_transposed(T* o, const T* scale, const T* a, int64_t a_stride, const T* p, int64_t begin, int64_t end,

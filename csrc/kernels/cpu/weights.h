@@ -5,8 +5,7 @@
 #include "dropout_panel.h"
 #include "kernels.h"
 #include "online_softmax.h"
-#include "row_tile.h"
-#include "tile_product.h"
+#include "query_operand.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
@@ -17,17 +16,23 @@ class WeightsTile {
 
   WeightsTile(const WeightsJob& job, void* scratch) : job_(job), p_(job.params), rules_(p_), dropout_(p_) {
     Arena arena(scratch);
-    q_ = arena.take<T>(round_up(job.tile_rows, kPanel) * p_.head_dim);
+    const bool matrix = uses_matrix_units<T>(p_);
+    q_.take(arena, ceil_div(job.tile_rows, kPanel), p_.head_dim, rules_.q_factor, matrix);
     scores_ = arena.take<T>(kBlockN * kPanel);
     factors_ = arena.take<T>(kBlockN * kPanel);
     row_ = arena.take<T>(p_.head_dim);
     k_.take(arena, kBlockN, p_.head_dim, p_.head_dim);
+    if (matrix) {
+      k_.take_halves(arena, kBlockN);
+      q_rows_ = arena.take<uint16_t>(kPanel * k_.half_stride);
+    }
     bytes_ = arena.size();
   }
 
   int64_t bytes() const { return bytes_; }
 
   void run(int64_t item) {
+    const TileRegisters registers(k_.in_halves);
     const RowTiles tiles(p_, job_.tile_rows);
     const ItemOfSequence of(job_.tiles_before, p_.batch, p_.heads_q, item);
     const int64_t head = of.index / of.tiles, tile = of.index % of.tiles;
@@ -50,12 +55,10 @@ class WeightsTile {
   }
 
   void load_queries() {
-    __builtin_memset(q_, 0, round_up(rows_.count, kPanel) * p_.head_dim * sizeof(T));
-    for (int64_t row = 0; row < rows_.count; ++row) {
-      load_row(row_, query_row(p_.q, p_.dtype, seq_, rows_.query(row), rows_.first_head), p_.dtype, p_.head_dim);
-      T* lane = q_ + row / kPanel * p_.head_dim * kPanel + row % kPanel;
-      for (int64_t d = 0; d < p_.head_dim; ++d) lane[d * kPanel] = row_[d] * rules_.q_factor;
-    }
+    const auto address = [&](int64_t row) {
+      return query_row(p_.q, p_.dtype, seq_, rows_.query(row), rows_.first_head);
+    };
+    q_.load_rows(p_.dtype, rows_.count, address, row_, q_rows_);
   }
 
   void clear(int64_t head, const Interval& rows) {
@@ -71,9 +74,7 @@ class WeightsTile {
     const Interval keys = intersect(panel_.some, {tile.begin, tile.end});
     if (keys.begin == keys.end) return;
     const ScorePanel<T> scores{scores_, keys.begin - tile.begin, keys.end - tile.begin};
-    const T* q = q_ + n * p_.head_dim * kPanel;
-    multiply<T>(scores_, k_.data, k_.stride, q, p_.head_dim, scores.begin, scores.end);
-    multiply_exactly(scores_, k_, q, scores.begin, scores.end);
+    q_.multiply(scores, k_, n);
     finish_scores(scores, rules_, panel_, seq_, tile);
     exponentiate(scores);
     if (dropout_.active() && p_.dropout_mode != kDropoutIgnore) drop(scores, tile);
@@ -109,10 +110,11 @@ class WeightsTile {
   const WeightsParams& p_;
   ScoreRules<T> rules_;
   Dropout<T> dropout_;
-  T* q_;
+  QueryOperand<T> q_;
   T* scores_;
   T* factors_;
   T* row_;
+  uint16_t* q_rows_ = nullptr;  // of a panel, for matrix units
   RowTile<T> k_;
   int64_t bytes_;
   Sequence seq_{};

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext import flash_attn_interface as own
+from flash_ext import head_dims
 from flash_ext.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -49,8 +49,7 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> Forward:
     """(out, softmax_lse, S_dmask, rng_state) of (batch, seqlen, heads, headdim), not recorded by autograd."""
-    window = (window_size_left, window_size_right)
-    options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes)
+    options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     return forward_pass(q, k, v, dropout_p, return_softmax, options)
 
 
@@ -75,8 +74,7 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> Tensor:
     """Writes dq, dk and dv. Returns softmax_d, (batch, heads, seqlen_q), without the padding of flash-attn's."""
-    window = (window_size_left, window_size_right)
-    options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes)
+    options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     return backward_pass(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)
 
 
@@ -103,25 +101,23 @@ def _flash_attn_varlen_forward(
     num_splits: int = 0,
 ) -> Forward:
     """The same of packed sequences, with block_table of paged keys. zero_tensors: every row is written anyway."""
-    window = (window_size_left, window_size_right)
-    lengths: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
+    options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    options |= dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     if block_table is None:
         if leftpad_k is not None:
             raise NotImplementedError(
                 "flash_ext: leftpad_k is supported with block_table only: drop the padding of k and v"
             )
-        lengths |= dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k)
-        options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes, **lengths)
+        options |= dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k)
         return forward_pass(q, k, v, dropout_p, return_softmax, options)
     if dropout_p > 0:
         raise NotImplementedError(
             f"flash_ext: dropout_p must be 0 with block_table, got {dropout_p}: gather the pages to drop weights"
         )
     cache_seqlens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    lengths |= dict(cache_seqlens=cache_seqlens, block_table=block_table, cache_leftpad=leftpad_k)
-    options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes, **lengths)
+    options |= dict(cache_seqlens=cache_seqlens, block_table=block_table, cache_leftpad=leftpad_k)
     with torch.no_grad():
-        out, lse = own._decode(q, k, v, num_splits=num_splits, **options)
+        out, lse = head_dims.decode(q, k, v, num_splits=num_splits, **options)
     return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
 
 
@@ -151,11 +147,10 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> Tensor:
     """Writes dq, dk and dv. Returns softmax_d, (heads, total_q), without the padding of flash-attn's."""
-    window = (window_size_left, window_size_right)
-    lengths = dict(
+    options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    options |= dict(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
     )
-    options = score_options(q, softmax_scale, causal, window, softcap, alibi_slopes, **lengths)
     return backward_pass(dout, q, k, v, out, softmax_lse, (dq, dk, dv), dropout_p, deterministic, rng_state, options)
 
 

@@ -7,16 +7,15 @@ FlashAttention-3 how to use a GPU and change no result; here the planner decides
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_ext import flash_attn_interface as own
+from flash_ext import head_dims
 from flash_ext.argument_checks import check_tensors
-from flash_ext.functional import attention, merge
-from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim
+from flash_ext.flash_attn_interface import unpack
+from flash_ext.functional import merge
 from flash_ext.integrations.flash_attn.interface_2 import maybe_contiguous
 from flash_ext.integrations.flash_attn.passes import backward_pass, score_options
 
@@ -109,19 +108,19 @@ def flash_attn_varlen_func(
     """The same of packed sequences: out (total_q, heads, headdim_v), or (out, softmax_lse (heads, total_q)). Where one
     of cu_seqlens_q and cu_seqlens_k is None, its side is (batch, seqlen, heads, headdim)."""
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
-    lengths: dict[str, Any] = dict(seqused_q=seqused_q, seqused_k=seqused_k)
     options = score_options(q, softmax_scale, causal, window_size, softcap)
+    options |= dict(seqused_q=seqused_q, seqused_k=seqused_k)
     if cu_seqlens_q is None and cu_seqlens_k is None:
-        return _attend(q, k, v, deterministic, return_attn_probs, options | lengths)
+        return _attend(q, k, v, deterministic, return_attn_probs, options)
     dense_q = q.shape[:2] if cu_seqlens_q is None else None
     q, cu_seqlens_q, max_seqlen_q = _pack(q, cu_seqlens_q, max_seqlen_q)
     dense_k, cu_seqlens = k, cu_seqlens_k
     k, cu_seqlens_k, max_seqlen_k = _pack(k, cu_seqlens_k, max_seqlen_k)
     v = v.flatten(0, 1) if cu_seqlens is None and dense_k.dim() == 4 else v
-    lengths |= dict(
+    options |= dict(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
     )
-    result = _attend(q, k, v, deterministic, return_attn_probs, options | lengths)
+    result = _attend(q, k, v, deterministic, return_attn_probs, options)
     if dense_q is None:
         return result
     if isinstance(result, Tensor):
@@ -156,7 +155,7 @@ def flash_attn_qkvpacked_func(
     """The same of (batch, seqlen, 3, heads, headdim), or with num_heads_q of (batch, seqlen, heads of all, headdim)."""
     check_tensors(qkv=qkv)
     if qkv.dim() == 5:
-        q, k, v = own._unpack("qkv", qkv, 5, 3)
+        q, k, v = unpack("qkv", qkv, 5, 3)
     else:
         if num_heads_q is None:
             raise ValueError(f"num_heads_q must be given for qkv of 4 dimensions, got qkv of {tuple(qkv.shape)}")
@@ -183,10 +182,7 @@ def flash_attn_qkvpacked_func(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool, return_lse: bool, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    check_head_dims({"q": q, "k": k}, {"v": v})
-    padded = (pad_head_dim(x) for x in (q, k, v))
-    out, lse = attention(*padded, deterministic=deterministic or None, return_lse=True, **options)
-    out = cut_head_dim(out, v.shape[-1])
+    out, lse = head_dims.attend(q, k, v, options | dict(deterministic=deterministic or None))
     return (out, lse) if return_lse else out
 
 
@@ -228,14 +224,9 @@ def flash_attn_with_kvcache(
     _refuse(cu_seqlens_k_new=cu_seqlens_k_new)
     if rotary_seqlens is not cache_seqlens:
         _refuse(rotary_seqlens=rotary_seqlens)
-    new_k, new_v = ({} if x is None else {name: x} for name, x in (("k", k), ("v", v)))
-    check_head_dims({"q": q, "k_cache": k_cache, **new_k}, {"v_cache": v_cache, **new_v})
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = page_table[cache_batch_idx.long()], None
-    if isinstance(cache_seqlens, int):
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
-    out, lse = own._decode(
+    out, lse = head_dims.decode(
         q,
         k_cache,
         v_cache,
@@ -249,12 +240,9 @@ def flash_attn_with_kvcache(
         block_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=(operator.index(window_size[0]), operator.index(window_size[1])),
-        softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
+        **score_options(q, softmax_scale, causal, window_size, softcap),
     )
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
@@ -433,11 +421,11 @@ def _flash_attn_backward(
     ``causal`` and ``window_size`` are what is_causal, window_size_left and window_size_right were called by earlier
     releases.
     """
-    lengths: dict[str, Any] = dict(seqused_q=sequed_q, seqused_k=sequed_k)
+    window = (window_size_left, window_size_right) if window_size is None else window_size
+    options = score_options(q, softmax_scale, is_causal or causal, window, softcap)
+    options |= dict(seqused_q=sequed_q, seqused_k=sequed_k)
     if cu_seqlens_q is not None:
-        lengths |= dict(
+        options |= dict(
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
         )
-    window = (window_size_left, window_size_right) if window_size is None else window_size
-    options = score_options(q, softmax_scale, is_causal or causal, window, softcap, **lengths)
     return backward_pass(dout, q, k, v, out, softmax_lse, (dq, dk, dv), 0.0, deterministic, None, options)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_ext import head_dims
 from flash_ext.argument_checks import check_tensors
 from flash_ext.eager import call
-from flash_ext.functional import _score_options, attention, attention_weights, draw_rng_state
-from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim
+from flash_ext.functional import _score_options, draw_rng_state
+from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim, scale_of
 from flash_ext.ops import ScoreOptions
 
 _BACKWARD = torch.ops.flash_ext.attention_backward.default
@@ -27,20 +28,18 @@ def score_options(
     window: tuple[int, int],
     softcap: float | None,
     alibi_slopes: Tensor | None = None,
-    **lengths: Any,
 ) -> dict[str, Any]:
     """Options of ``flash_ext.attention``.
 
-    The default scale is that of the head_dim that came; a softcap <= 0 is off, and so is a side of the window below 0,
-    which may be a tensor of one number. ``lengths``: cu_seqlens_*, max_seqlen_*, seqused_*.
+    The default scale is that of q before padding; a softcap <= 0 is off, and so is a side of the window below 0, which
+    may be a tensor of one number.
     """
     return dict(
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=scale_of(q, softmax_scale),
         causal=causal,
         window_size=(max(operator.index(window[0]), -1), max(operator.index(window[1]), -1)),
         softcap=max(softcap or 0.0, 0.0),
         alibi_slopes=alibi_slopes,
-        **lengths,
     )
 
 
@@ -52,17 +51,14 @@ def forward_pass(
     S_dmask is empty unless it is asked for and something is dropped; rng_state is int64 (2), what the backward has to
     be given to drop the same.
     """
-    check_head_dims({"q": q, "k": k}, {"v": v})
     with torch.no_grad():
         rng_state = draw_rng_state(q.device) if dropout_p > 0 else q.new_zeros(2, dtype=torch.int64)
         if dropout_p > 0:
             options = options | dict(dropout_p=dropout_p, rng_state=rng_state)
-        padded_q, padded_k = pad_head_dim(q), pad_head_dim(k)
-        out, lse = attention(padded_q, padded_k, pad_head_dim(v), return_lse=True, **options)
-        weights = q.new_empty(0)
-        if return_softmax and dropout_p > 0:
-            weights = attention_weights(padded_q, padded_k, lse, signed=True, **options)
-        return cut_head_dim(out, v.shape[-1]), lse, weights, rng_state
+        out, lse = head_dims.attend(q, k, v, options)
+        with_weights = return_softmax and dropout_p > 0
+        weights = head_dims.weights(q, k, lse, options) if with_weights else q.new_empty(0)
+        return out, lse, weights, rng_state
 
 
 def backward_pass(

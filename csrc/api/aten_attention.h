@@ -1,0 +1,60 @@
+// Kernels with the schemas of aten's fused attention operators, for the calls that need nothing but views to become
+// calls of ours: what flash_ext/integrations/aten_attention.py does for all calls. Each takes and returns what torch's
+// own kernel does: shapes, dtypes, memory order, the form of the log-sum-exp. A call that is not for them gives
+// nothing, for the caller to go on to Python. An undefined tensor is how torch's C++ says None.
+#pragma once
+
+#include <tuple>
+
+#include "checks.h"
+
+namespace flash_ext::api {
+
+/// Two: out and lse. Three: gradients of q, k and v. Nine: out, lse, two tensors of offsets, two lengths, two tensors
+/// of random numbers, debug mask.
+using Tensors2 = std::tuple<Tensor, Tensor>;
+using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
+using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using FlashResults = std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor>;
+
+std::optional<FlashResults> flash_forward(const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p,
+                                          bool is_causal, bool return_debug_mask, const std::optional<double>& scale);
+
+std::optional<Tensors3> flash_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                       const Tensor& value, const Tensor& out, const Tensor& logsumexp,
+                                       const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q, int64_t max_k,
+                                       double dropout_p, bool is_causal, const Tensor& philox_seed,
+                                       const Tensor& philox_offset, const std::optional<double>& scale);
+
+std::optional<Tensors2> cpu_forward(const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p,
+                                    bool is_causal, const OptionalTensor& attn_mask,
+                                    const std::optional<double>& scale);
+
+std::optional<Tensors3> cpu_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                     const Tensor& value, const Tensor& out, const Tensor& logsumexp, double dropout_p,
+                                     bool is_causal, const OptionalTensor& attn_mask,
+                                     const std::optional<double>& scale);
+
+std::optional<Tensors4> efficient_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                          const OptionalTensor& attn_bias, bool compute_log_sumexp, double dropout_p,
+                                          bool is_causal, const std::optional<double>& scale);
+
+/// A gradient of the bias is left to Python.
+std::optional<Tensors4> efficient_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                           const Tensor& value, const Tensor& attn_bias, const Tensor& out,
+                                           const Tensor& logsumexp, const Tensor& philox_seed,
+                                           const Tensor& philox_offset, double dropout_p,
+                                           const std::vector<int64_t>& grad_input_mask, bool is_causal,
+                                           const std::optional<double>& scale);
+
+std::optional<FlashResults> cudnn_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                          const OptionalTensor& attn_bias, bool compute_log_sumexp, double dropout_p,
+                                          bool is_causal, bool return_debug_mask, const std::optional<double>& scale);
+
+std::optional<Tensors3> cudnn_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                       const Tensor& value, const Tensor& out, const Tensor& logsumexp,
+                                       const Tensor& philox_seed, const Tensor& philox_offset, const Tensor& attn_bias,
+                                       const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q, int64_t max_k,
+                                       double dropout_p, bool is_causal, const std::optional<double>& scale);
+
+}  // namespace flash_ext::api

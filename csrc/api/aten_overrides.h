@@ -1,0 +1,27 @@
+// aten's attention operators, overridden by the kernels of aten_attention.h for as long as somebody wants it. Python
+// decides when and which (flash_ext/integrations/sdpa_provider.py). A call that such a kernel does not take goes on to
+// the operator of the same name in the namespace flash_ext_python, which Python defines with the same schema and one
+// result more.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace flash_ext::api {
+
+/// Puts our kernel of aten's operator of that name in place for a dispatch key, such as "CUDA".
+void override_aten(std::string op, std::string dispatch_key);
+
+/// What the dispatcher calls: a stack, how many arguments lie there and how many results are expected there.
+using BoxedKernel = void (*)(uint64_t* stack, uint64_t num_arguments, uint64_t num_results);
+
+/// The same with any kernel.
+void register_in_aten(const char* op, const std::string& dispatch_key, BoxedKernel kernel);
+
+/// Takes all of them away again: what was there before is in force.
+void restore_aten();
+
+/// How many calls of aten's operator these kernels computed, since the library was loaded.
+int64_t aten_calls(std::string op);
+
+}  // namespace flash_ext::api

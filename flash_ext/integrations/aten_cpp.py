@@ -1,0 +1,167 @@
+"""The kernels in C++ of aten's fused attention operators (``csrc/api/aten_attention.h``), above those in Python.
+
+A call of a Python kernel takes 15 microseconds of a host's time, one of these 2. They take the calls that need nothing
+but views to become calls of our operators, and hand all others on to the kernel in Python. They are registered and
+taken away by operators of our compiled libraries, each for its device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_ext.functional import _torch_allows_tf32
+from flash_ext.libraries import OPS
+from flash_ext.torch_private import (
+    form_of,
+    has_kernel,
+    parse_schema,
+    schema_of,
+)
+
+# ---- Which operators ------------------------------------------------------------------------------------------------
+
+_FLASH_RESULTS = (
+    "Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+    "Tensor rng_state, Tensor unused, Tensor debug_attn_mask"
+)
+
+SCHEMAS = {
+    "_scaled_dot_product_flash_attention": (
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, "
+        f"bool return_debug_mask=False, *, float? scale=None) -> ({_FLASH_RESULTS})"
+    ),
+    "_scaled_dot_product_flash_attention_backward": (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor cum_seq_q, "
+        "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
+        "Tensor philox_offset, *, float? scale=None) -> (Tensor, Tensor, Tensor)"
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+        "Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor)"
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, "
+        "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor, Tensor)"
+    ),
+    "_scaled_dot_product_efficient_attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+        "bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "_scaled_dot_product_efficient_attention_backward": (
+        "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor attn_bias, Tensor out, Tensor logsumexp, "
+        "Tensor philox_seed, Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, "
+        "float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "_scaled_dot_product_cudnn_attention": (
+        "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+        f"bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> ({_FLASH_RESULTS})"
+    ),
+    "_scaled_dot_product_cudnn_attention_backward": (
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor philox_seed, "
+        "Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
+        "float dropout_p, bool is_causal, *, float? scale=None) -> (Tensor, Tensor, Tensor)"
+    ),
+}
+
+
+def libraries() -> list[str]:
+    """The devices that have a compiled library in this process, as dispatch keys."""
+    return [key for key in ("CPU", "CUDA") if has_kernel("flash_ext::attention_backward", key)]
+
+
+def has_cpp_kernel(operator: str) -> bool:
+    """Whether there is a kernel in C++ for aten's operator of that name as this torch has it."""
+    if operator not in SCHEMAS:
+        return False
+    found = schema_of(getattr(torch.ops.aten, operator).default)
+    return form_of(found) == form_of(parse_schema(operator + SCHEMAS[operator]))
+
+
+# ---- In torch's dispatcher ------------------------------------------------------------------------------------------
+
+
+def override(operator: str, key: str, kernel: Callable[..., Any]) -> None:
+    """Puts the kernel in C++ in place for a device. ``kernel``, in Python, gets the calls that it does not take."""
+    _make_callable_from_cpp(operator, key, kernel)
+    _in_library("override_aten", key, operator, key)
+
+
+def restore() -> None:
+    """Takes all kernels in C++ away."""
+    for key in libraries():
+        _in_library("restore_aten", key)
+
+
+def _in_library(function: str, key: str, *args: str) -> Any:
+    """Calls an operator that each of the compiled libraries has for itself."""
+    return getattr(OPS, f"{function}_by_{key.lower()}")(*args)
+
+
+# ---- From C++ to Python ---------------------------------------------------------------------------------------------
+
+_python_kernels: dict[tuple[str, str], Callable[..., Any]] = {}  # by operator and dispatch key
+
+
+@cache
+def _python_library() -> torch.library.Library:
+    """The operators by which C++ calls Python. They stay when all is restored: another thread may be on its way."""
+    library = torch.library.Library("flash_ext_python", "DEF")
+    library.define("torch_settings() -> int")
+    library.impl("torch_settings", _torch_settings, "CompositeExplicitAutograd")
+    for operator in filter(has_cpp_kernel, SCHEMAS):
+        arguments, results = SCHEMAS[operator].split(" -> ")
+        tensors = ", ".join(["Tensor"] * (results.count(",") + 2))  # the last one is the text of an exception
+        library.define(f"{operator}{arguments} -> ({tensors})")
+        library.impl(operator, torch.library.fallthrough_kernel, "Autograd")  # which has had its turn
+    return library
+
+
+def _torch_settings() -> int:
+    """1 if algorithms must be deterministic, and 2 if products of float32 on CUDA may be those of TF32."""
+    return torch.are_deterministic_algorithms_enabled() + 2 * _torch_allows_tf32()
+
+
+def _make_callable_from_cpp(operator: str, key: str, kernel: Callable[..., Any]) -> None:
+    """Makes ``kernel`` that of ``flash_ext_python``'s operator of the same name."""
+    library, place = _python_library(), (operator, key)
+    is_known = place in _python_kernels
+    _python_kernels[place] = kernel
+    if not is_known:
+        library.impl(operator, partial(_call_from_cpp, place), key)
+
+
+def _call_from_cpp(place: tuple[str, str], *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """The kernel's results and no text; or anything and the text of an exception, as none passes through C."""
+    try:
+        results = _python_kernels[place](*args, **kwargs)
+        return *(torch.tensor(x) if isinstance(x, int) else x for x in results), _bytes("")
+    except Exception as error:
+        text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        _, results = form_of(schema_of(getattr(torch.ops.aten, place[0]).default))
+        return *(torch.tensor(0) for _ in results), _bytes(text or type(error).__name__)
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+# ---- What is counted ------------------------------------------------------------------------------------------------
+
+_forgotten: Counter[str] = Counter()  # the libraries' own counts do not go back to 0
+
+
+def calls() -> Counter[str]:
+    """How many calls of each operator were computed without Python, since the start or ``forget_calls()``."""
+    counts = {name: sum(_in_library("aten_calls", key, name) for key in libraries()) for name in SCHEMAS}
+    return Counter(counts) - _forgotten
+
+
+def forget_calls() -> None:
+    """Begins to count at 0."""
+    _forgotten.update(calls())

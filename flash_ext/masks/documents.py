@@ -1,0 +1,196 @@
+"""Builders of block masks whose edges follow what the tokens are: documents, prefixes, spans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flash_ext.argument_checks import as_flag, as_size, check_tensors
+from flash_ext.masks.dense import lists_of_mask_mod
+from flash_ext.masks.intervals import FAR, Blocks, Edges, lists_of_edges
+from flash_ext.masks.lists import Lists
+from flash_ext.masks.mask import Mask, as_block_size, as_blocks, is_integer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class DocumentBuilders(Mask):
+    @classmethod
+    def document(
+        cls,
+        ids_q: Tensor,
+        ids_k: Tensor | None = None,
+        block_size: tuple[int, int] = (128, 128),
+        *,
+        causal: bool = False,
+    ) -> Self:
+        """Queries see the keys of their own document. The host waits for a GPU.
+
+        Args:
+            ids_q: integer (seqlen_q) or (batch, seqlen_q), the document of each query. A negative one sees nothing and
+                is seen by nobody: padding.
+            ids_k: the same of the keys; None: those of the queries.
+            block_size: (block_m, block_n), as for ``from_dense``.
+            causal: also nothing to the right of the diagonal that ends at the last query and key.
+
+        Returns:
+            A ``BlockMask`` on the device of ``ids_q``, for all heads.
+
+        Raises:
+            ValueError: ids_q or ids_k is not integer, their shapes or devices do not fit together, or a block_size that
+                is not allowed.
+            TypeError: an argument is of a type that it cannot have.
+        """
+        ids_k = ids_q if ids_k is None else ids_k
+        check_tensors(ids_q=ids_q, ids_k=ids_k)
+        causal = as_flag("causal", causal)
+        _check_document_ids(ids_q, ids_k)
+        documents_q, documents_k = torch.atleast_2d(ids_q), torch.atleast_2d(ids_k)
+        (batch, seqlen_q), seqlen_k = documents_q.shape, documents_k.shape[1]
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            same = (documents_q[b, i] == documents_k[b, j]) & (documents_q[b, i] >= 0)
+            return same & (j <= i + seqlen_k - seqlen_q) if causal else same
+
+        blocks = Blocks(seqlen_q, seqlen_k, *as_block_size(block_size))
+        return cls._of_lists(lists_of_mask_mod(visible, blocks, (batch, 1), ids_q.device), seqlen_q, seqlen_k)
+
+    @classmethod
+    def documents(
+        cls, cu_seqlens: Tensor, seqlen: int, block_size: tuple[int, int] = (128, 128), *, causal: bool = False
+    ) -> Self:
+        """Documents that stand one behind the other in a sequence: tokens see those of their own.
+
+        Args:
+            cu_seqlens: int32 or int64 (documents + 1), where they begin, ascending, and where the last one ends. Tokens
+                behind that see nothing and are seen by nobody.
+            seqlen: of the sequence, queries and keys.
+            block_size: (block_m, block_n), as for ``from_dense``.
+            causal: also nothing behind themselves.
+
+        Returns:
+            A ``BlockMask`` on the device of ``cu_seqlens``, for all batch entries and heads.
+
+        Raises:
+            ValueError: cu_seqlens is of another dtype or shape, or a number that is not allowed.
+            TypeError: an argument is of a type that it cannot have.
+        """
+        check_tensors(cu_seqlens=cu_seqlens)
+        causal, seqlen, block_size = as_flag("causal", causal), as_size("seqlen", seqlen), as_block_size(block_size)
+        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
+            raise ValueError(
+                f"cu_seqlens must be int32 or int64 (documents + 1), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            )
+        blocks = Blocks(seqlen, seqlen, *block_size)
+        cu_seqlens = cu_seqlens.int()
+        token = blocks.positions(0, cu_seqlens.device)[None]
+        # A token before the first document or behind the last one finds an empty one.
+        bounds = torch.cat([cu_seqlens[:1], cu_seqlens, cu_seqlens[-1:]])
+        document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
+        begin, end = bounds[document], bounds[1:][document]
+        if causal:
+            end = torch.minimum(end, token + 1)
+            begin = torch.minimum(begin, end)
+        room = blocks.most_below(1) if causal else blocks.rows * blocks.columns
+        return cls._of_lists(_lists_of_spans(begin, end, 0, blocks, room), seqlen, seqlen)
+
+    @classmethod
+    def prefix_lm(cls, prefix: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)) -> Self:
+        """Causal, but that all see the keys of a prefix (Raffel et al. 2020).
+
+        Args:
+            prefix: integer (batch|1), how many keys, of each batch entry or of all.
+            seqlen_q, seqlen_k: the lengths. The diagonal ends at the last query and key.
+            block_size: (block_m, block_n), as for ``from_dense``.
+
+        Returns:
+            A ``BlockMask`` on the device of ``prefix``, for all heads.
+
+        Raises:
+            ValueError: prefix is of another dtype or shape, or a number that is not allowed.
+            TypeError: an argument is of a type that it cannot have.
+        """
+        check_tensors(prefix=prefix)
+        blocks = as_blocks(seqlen_q, seqlen_k, block_size)
+        if prefix.dim() != 1 or not is_integer(prefix):
+            raise ValueError(f"prefix must be integer (batch|1), got {prefix.dtype} {tuple(prefix.shape)}")
+        offset = blocks.seqlen_k - blocks.seqlen_q
+        behind = blocks.positions(offset + 1, prefix.device)
+        end = torch.maximum(behind, prefix.clamp(0, blocks.seqlen_k).int()[:, None])
+        room = len(end) * blocks.rows * blocks.columns
+        return cls._of_lists(_lists_of_spans(None, end, offset, blocks, room), blocks.seqlen_q, blocks.seqlen_k)
+
+    @classmethod
+    def bidirectional_spans(cls, spans: Tensor, seqlen: int, block_size: tuple[int, int] = (128, 128)) -> Self:
+        """Causal, but that tokens of a span, such as those of an image, see all of it.
+
+        Args:
+            spans: integer (num_spans, 2) or (batch, num_spans, 2): the first token of each and the one behind the last.
+                They must not overlap; one that ends where it begins is none.
+            seqlen: of the sequence, queries and keys.
+            block_size: (block_m, block_n), as for ``from_dense``.
+
+        Returns:
+            A ``BlockMask`` on the device of ``spans``, for all heads.
+
+        Raises:
+            ValueError: spans is of another dtype or shape, or a number that is not allowed.
+            TypeError: an argument is of a type that it cannot have.
+        """
+        check_tensors(spans=spans)
+        seqlen, block_size = as_size("seqlen", seqlen), as_block_size(block_size)
+        if spans.dim() not in (2, 3) or spans.shape[-1] != 2 or not is_integer(spans):
+            raise ValueError(
+                f"spans must be integer (num_spans, 2) or (batch, num_spans, 2), got {spans.dtype} {tuple(spans.shape)}"
+            )
+        blocks = Blocks(seqlen, seqlen, *block_size)
+        end = _ends_of_spans(spans if spans.dim() == 3 else spans[None], blocks)
+        room = len(end) * blocks.rows * blocks.columns
+        return cls._of_lists(_lists_of_spans(None, end, 0, blocks, room), seqlen, seqlen)
+
+
+def _check_document_ids(ids_q: Tensor, ids_k: Tensor) -> None:
+    for name, ids in (("ids_q", ids_q), ("ids_k", ids_k)):
+        if not is_integer(ids):
+            raise ValueError(f"{name} must be integer, got {ids.dtype}")
+    if ids_k.device != ids_q.device:
+        raise ValueError(f"ids_k must be on the device of ids_q, {ids_q.device}, got {ids_k.device}")
+    if ids_q.dim() != ids_k.dim() or ids_q.dim() not in (1, 2) or ids_q.shape[:-1] != ids_k.shape[:-1]:
+        raise ValueError(
+            "ids_q and ids_k must be (seqlen) or (batch, seqlen) with the same batch, "
+            f"got {tuple(ids_q.shape)} and {tuple(ids_k.shape)}"
+        )
+
+
+def _ends_of_spans(spans: Tensor, blocks: Blocks) -> Tensor:
+    """int32 (batch, rows * block_m): where what each query sees ends."""
+    batch, count = spans.shape[:2]
+    end = blocks.positions(1, spans.device).expand(batch, -1)
+    if count == 0:
+        return end.contiguous()
+    begins, ends = spans.int().unbind(-1)
+    # Those that are none go behind all tokens.
+    begins, order = begins.where(ends > begins, FAR).sort(dim=1)
+    # A token before the first span finds one that ends at 0.
+    ends = torch.nn.functional.pad(ends.gather(1, order), (1, 0))
+    span = torch.searchsorted(begins, (end - 1), right=True)
+    return torch.maximum(end, ends.gather(1, span))
+
+
+def _lists_of_spans(begin: Tensor | None, end: Tensor, offset: int, blocks: Blocks, room: int) -> Lists:
+    """Queries see the keys from begin, None: all, to end, int32 (batch, rows * block_m). Neither ever decreases; within
+    a row of blocks both stay, move with the diagonal, or jump to where it is or to where they are for the row's first
+    and last query. Query i is at position i + offset."""
+    batch, rows = end.shape[0], blocks.rows
+    last = end.view(batch, rows, blocks.block_m)[..., -1:] - 1
+    changes = [blocks.moving([offset], end.device).expand(batch, -1, -1), last, last + blocks.block_n]
+    if begin is None:
+        changes = [torch.zeros_like(last), *changes]
+    else:
+        first = begin.view(batch, rows, blocks.block_m)[..., :1]
+        changes = [first, first + blocks.block_n, *changes]
+    edges = Edges([end] if begin is None else [begin, end], sees_first=begin is None)
+    return lists_of_edges(edges, torch.cat(changes, -1), blocks, room)

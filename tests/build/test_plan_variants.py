@@ -1,0 +1,163 @@
+"""The planner: which variant of a kernel, and tiles of which size, by options and shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.build.plans import SHARED, hopper_plan
+
+
+def variant(operation: str, capability: int, **fields: Any) -> str:
+    return hopper_plan(operation=operation, compute_capability=capability, **fields).variant
+
+
+def test_a_large_softcap_goes_to_the_kernel_of_any_options() -> None:
+    """Which bounds weights that are recomputed from a large lse."""
+    assert variant("backward", 90, softcap=4e4) == "softcap alone"
+    assert variant("backward", 90, softcap=5e4) == "all options"
+
+
+@pytest.mark.parametrize(
+    ("fields", "forward", "backward"),
+    [
+        ({}, "scaled products", "scaled products"),
+        ({"softcap": 3.0}, "softcap, ALiBi and any scale", "softcap alone"),
+        ({"has_alibi": True}, "softcap, ALiBi and any scale", "ALiBi alone"),
+        ({"has_alibi": True, "softcap": 3.0}, "softcap, ALiBi and any scale", "all options"),
+        ({"has_bias": True}, "bias alone", "bias alone"),
+        ({"has_bias": True, "bias_in_pieces": False}, "bias alone", "all options"),
+        ({"has_bias": True, "bias_dtype": "float16"}, "all options but dropout", "all options"),
+        ({"has_bias": True, "bias_per_key": True}, "bias alone", "per-key bias or key-padding mask alone"),
+        ({"has_mask": True}, "masks alone", "masks alone"),
+        ({"has_block_mask": True, "block_m": 32, "block_n": 64}, "masks alone", "masks alone"),
+        ({"has_block_mask": True, "block_m": 128, "block_n": 128}, "block mask alone", "block mask alone"),
+        ({"has_block_mask": True, "block_m": 128, "block_n": 64}, "block mask alone", "masks alone"),
+        ({"has_block_mask": True, "block_m": 64, "block_n": 256}, "masks alone", "block mask alone"),
+        ({"has_block_mask": True, "block_m": 128, "block_n": 128, "has_sink": True}, "block mask alone",
+         "block mask alone"),
+        ({"has_block_mask": True, "block_m": 128, "block_n": 128, "window_right": 0}, "masks alone", "masks alone"),
+        ({"has_block_mask": True, "block_m": 128, "block_n": 128, "varlen": True}, "masks alone", "masks alone"),
+        ({"has_block_mask": True, "block_m": 128, "block_n": 128, "has_mask": True}, "masks alone", "masks alone"),
+        ({"has_block_mask": True, "block_m": 128, "block_n": 128, "has_bias": True}, "all options but dropout",
+         "all options"),
+        ({"has_mask": True, "mask_per_key": True}, "masks alone", "per-key bias or key-padding mask alone"),
+        ({"has_mask": True, "mask_per_key": True, "has_block_mask": True}, "masks alone", "masks alone"),
+        ({"has_mask": True, "has_bias": True}, "all options but dropout", "all options"),
+        ({"has_mask": True, "mask_per_key": True, "has_bias": True}, "all options but dropout",
+         "bias and key-padding mask alone"),
+        ({"dropout_p": 0.1}, "all options", "dropout alone"),
+        ({"dropout_p": 0.1, "has_mask": True, "mask_per_key": True}, "all options",
+         "dropout and key-padding mask alone"),
+        ({"dropout_p": 2.0**-20}, "all options", "dropout alone"),  # not rounded to 0
+        ({"head_dim": 256, "head_dim_v": 256}, "scaled products", "wide heads"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_variants_of_the_kernels_for_hopper(fields: dict[str, Any], forward: str, backward: str) -> None:
+    fields = {"bias_dtype": "bfloat16", **fields}
+    assert variant("forward", 90, **fields) == forward
+    assert variant("backward", 90, **fields) == backward
+    reasons = hopper_plan(**fields).reasons
+    assert any("copied first" in reason for reason in reasons) != fields.get("bias_in_pieces", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({}, "scaled products"),
+        ({"has_bias": True, "bias_dtype": "bfloat16"}, "bias alone"),
+        ({"has_bias": True, "bias_dtype": "bfloat16", "bias_in_pieces": False}, "all options and pages"),
+        ({"has_bias": True, "bias_dtype": "bfloat16", "softmax_scale": 1e-30}, "all options and pages"),
+        ({"has_bias": True, "bias_dtype": "float32"}, "all options and pages"),
+        ({"has_bias": True, "bias_dtype": "float32", "head_dim": 64, "head_dim_v": 64}, "float32 bias alone"),
+        ({"has_bias": True, "bias_dtype": "float64", "head_dim": 64, "head_dim_v": 64}, "all options and pages"),
+        ({"has_bias": True, "bias_dtype": "bfloat16", "has_mask": True}, "all options and pages"),
+        ({"has_mask": True}, "mask alone"),
+        ({"has_mask": True, "head_dim": 256}, "all options and pages"),
+        ({"has_mask": True, "dropout_p": 0.1}, "all options and pages"),
+        ({"has_block_mask": True}, "all options and pages"),
+        ({"dropout_p": 0.1}, "dropout alone"),
+        ({"dropout_p": 0.1, "head_dim": 256}, "softcap, ALiBi, dropout and any scale"),
+        ({"softcap": 3.0}, "softcap, ALiBi, dropout and any scale"),
+        ({"softcap": 3.0, "dropout_p": 0.1}, "all options and pages"),
+        ({"softmax_scale": 0.0}, "softcap, ALiBi, dropout and any scale"),
+        ({"softcap": 3.0, "dtype": "float32"}, "all options and pages"),
+        ({"operation": "decode", "seqlen_q": 4096}, "scaled products"),
+        ({"operation": "decode", "seqlen_q": 4096, "paged": True}, "all options and pages"),
+    ],
+    ids=str,
+)
+def test_variants_of_the_forward_for_all(fields: dict[str, Any], found: str) -> None:
+    assert variant(**{"operation": "forward", **fields}, capability=80) == found
+
+
+# ---- Tiles for all GPUs ----------------------------------------------------------------------------------------------
+
+
+def test_the_tiles_of_a_bias_for_all() -> None:
+    def reason(capability: int, **fields: Any) -> str:
+        per_cta, per_sm = SHARED[capability]
+        sizes = {"compute_capability": capability, "own_kernels": False, "has_bias": True}
+        shared = {"shared_bytes_per_cta": per_cta, "shared_bytes_per_sm": per_sm}
+        return next(r for r in hopper_plan(**{**sizes, **shared, **fields}).reasons if r.startswith("bias: "))
+
+    assert "ahead of time" in reason(80, bias_dtype="bfloat16")
+    assert "ahead of time" in reason(89, bias_dtype="float32", has_mask=True)
+    assert "pieces of 16 bytes" in reason(80, bias_dtype="bfloat16", bias_in_pieces=False)
+    assert "pieces of 16 bytes" in reason(80, bias_dtype="float64")
+    wide = {"head_dim": 256, "head_dim_v": 256, "dtype": "float32", "bias_dtype": "float32"}
+    assert "shared memory" in reason(89, **wide, has_block_mask=True)
+
+
+def sm80_tile(operation: str, capability: int, **fields: Any) -> tuple[str, int, int]:
+    per_cta, per_sm = SHARED[capability]
+    sizes = {"head_dim_v": fields.get("head_dim", 128), "own_kernels": False, "compute_capability": capability}
+    shared = {"shared_bytes_per_cta": per_cta, "shared_bytes_per_sm": per_sm}
+    found = hopper_plan(operation=operation, **{**sizes, **shared, **fields})
+    assert found.kernel == f"sm80/{operation}"
+    assert any(reason.startswith(f"tile {found.block_m} x {found.block_n}: ") for reason in found.reasons)
+    return found.variant, found.block_m, found.block_n
+
+
+@pytest.mark.parametrize(
+    ("capability", "fields", "found"),
+    [
+        (80, {"head_dim": 64}, ("scaled products", 128, 128)),
+        (89, {"head_dim": 64}, ("all options in little shared memory", 64, 64)),
+        (80, {}, ("scaled products", 64, 128)),
+        (90, {}, ("scaled products", 64, 128)),
+        (89, {}, ("all options in little shared memory", 32, 64)),
+        (80, {"has_mask": True}, ("all options", 64, 128)),
+        (80, {"has_bias": True}, ("all options in little shared memory", 32, 64)),  # a tile of it is too much
+        (90, {"has_bias": True}, ("all options", 64, 128)),
+        (90, {"has_bias": True, "head_dim": 256}, ("all options", 64, 64)),
+        (80, {"has_bias": True, "head_dim": 256}, ("all options in little shared memory", 32, 32)),
+        (90, {"dtype": "float32"}, ("scaled products", 32, 128)),
+        (90, {"dtype": "float32", "softcap": 3.0}, ("all options", 32, 64)),
+    ],
+    ids=str,
+)
+def test_tiles_of_the_backward_for_all_fit_the_shared_memory(
+    capability: int, fields: dict[str, Any], found: tuple[str, int, int]
+) -> None:
+    assert sm80_tile("backward", capability, **fields) == found
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_wide_float32_heads_of_the_backward_for_all(capability: int) -> None:
+    per_cta, per_sm = SHARED[capability]
+    found = hopper_plan(
+        operation="backward", dtype="float32", head_dim=256, own_kernels=False, compute_capability=capability,
+        shared_bytes_per_cta=per_cta, shared_bytes_per_sm=per_sm,
+    )  # fmt: skip
+    assert (found.variant == "all options in slabs of columns") == (per_cta < 173 * 1024)
+    assert (found.block_m > 0) == (per_cta >= 173 * 1024)
+
+
+@pytest.mark.parametrize(("capability", "rows"), [(90, 64), (80, 128), (89, 64)])
+def test_tiles_of_the_forward_for_all(capability: int, rows: int) -> None:
+    assert sm80_tile("forward", capability) == ("scaled products", 128, 64)
+    assert sm80_tile("forward", capability, dtype="float32") == ("scaled products", 128, 32)
+    assert sm80_tile("forward", capability, head_dim=256)[1:] == (rows, 64)
