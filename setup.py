@@ -56,9 +56,7 @@ CPU = [
 CUDA = [
     *CUDA_API,
     *SHARED_API,
-    *sources("csrc/kernels/common/*/inst/*.cu"),
-    *sources("csrc/kernels/sm80/*/inst/*.cu"),
-    *sources("csrc/kernels/sm90/*/inst/*.cu"),
+    *sources("csrc/kernels/*/*/inst/*.cu"),
     *PLAN,
 ]
 

@@ -22,7 +22,7 @@ _UNSTABLE_TORCH_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](?!torch/(csrc/stab
 _UNSTABLE_NAMESPACE = re.compile(r"(?<![\w:])(at|c10)::")
 _INLINE_ASSEMBLY = re.compile(r"(?<!\w)(asm|__asm__)\s*(volatile|__volatile__)?\s*\(")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"kernels/(?P<room>sm\d+)/')
-_BUILT = re.compile(r"csrc/(api|plan|kernels/cpu)/\w+\.cpp|csrc/kernels/(common|sm80|sm90)/\w+/inst/\w+\.cu")
+_BUILT = re.compile(r"csrc/(api|plan|kernels/cpu)/\w+\.cpp|csrc/kernels/\w+/\w+/inst/\w+\.cu")
 
 
 def _without_comment(line: str) -> str:

@@ -43,6 +43,17 @@ struct NonFinite {
     return (word & ~in_all(found, kBits)) | (in_all(found, kBits) & ~nan & (kLarge | (word & kSign)));
   }
 
+  /// The same of the words of a piece of 16 bytes; what in_word() finds, it has anywhere.
+  __device__ __forceinline__ static uint32_t in_piece(const uint4& x) {
+    return in_word(x.x) | in_word(x.y) | in_word(x.z) | in_word(x.w);
+  }
+  __device__ __forceinline__ static uint4 without(const uint4& x) {
+    return {without(x.x), without(x.y), without(x.z), without(x.w)};
+  }
+  __device__ __forceinline__ static uint4 bounded(const uint4& x) {
+    return {bounded(x.x), bounded(x.y), bounded(x.z), bounded(x.w)};
+  }
+
  private:
   static constexpr uint32_t kMantissa = ~(kExponent | kSign);
   static constexpr int kMantissaBits = std::is_same_v<Element, __half> ? 10 : (sizeof(Element) == 2 ? 7 : 23);
@@ -52,6 +63,32 @@ struct NonFinite {
     return (bits >> bit) * (sizeof(Element) == 2 ? 0xFFFFu : ~0u);
   }
 };
+
+/// Sanitises pieces of 16 bytes: numbers `first`, first + kStep, ... below kEnd, each a uint4 that piece(number) gives.
+/// Non-finite elements become 0, or with kBounded as bounded() says. True if there were some. Nearly always there are
+/// none: the first look is the fast one.
+template <class Element, bool kBounded, int kEnd, int kStep, int kUnroll, class Piece>
+__device__ __forceinline__ bool sanitise_pieces(int first, Piece piece) {
+  using Test = NonFinite<Element>;
+  uint32_t found = 0;
+#pragma unroll kUnroll
+  for (int k = first; k < kEnd; k += kStep) {
+    const uint4 x = piece(k);  // in one load
+    found |= Test::in_piece(x);
+  }
+  if (!found) return false;
+#pragma unroll 1
+  for (int k = first; k < kEnd; k += kStep) {
+    const uint4 x = piece(k);
+    piece(k) = kBounded ? Test::bounded(x) : Test::without(x);
+  }
+  return true;
+}
+
+/// A piece at an address of shared memory.
+__device__ __forceinline__ uint4& shared_piece(uint32_t s_piece) {
+  return *static_cast<uint4*>(__cvta_shared_to_generic(s_piece));
+}
 
 /// Adds the non-finite values of keys [first_key, end_key) to the rows of out, [first_query, end_query), that see them:
 /// Inf and NaN come out as from the product, whatever the weight. Slow and rare. By kThreads threads.

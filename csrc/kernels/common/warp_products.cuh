@@ -135,4 +135,30 @@ struct Products {
   }
 };
 
+/// c += A B^T by kSteps of the depth, where both lie as rows: A from row `row` of its tile on. kTransposed: with the
+/// bits of the product of B and A (multiply_transposed).
+template <class Products, int kSteps, int kUnroll, bool kTransposed = false, int kM, int kN>
+__device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t s_lane_a, uint32_t s_lane_b,
+                                              int row = 0) {
+#pragma unroll kUnroll
+  for (int step = 0; step < kSteps; ++step) {
+    typename Products::A a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) Products::load_a(a[m], s_lane_a, row + 16 * m, step);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      typename Products::B b;
+      Products::load_b(b, s_lane_b, 8 * n, step);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        if constexpr (kTransposed) {
+          Products::multiply_transposed(c[m][n], c[m][n + 1], a[m], b);
+        } else {
+          Products::multiply(c[m][n], c[m][n + 1], a[m], b);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace flash_ext

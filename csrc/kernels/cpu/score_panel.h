@@ -3,6 +3,7 @@
 // A score that is hidden is replaced, never added to: NaN - inf would stay NaN.
 #pragma once
 
+#include "kernels/common/score/softcap.h"
 #include "key_tiles.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
@@ -45,7 +46,7 @@ void apply_softcap(const ScorePanel<T>& scores, T cap, T* slope) {
   scores.for_each_vector([=](int64_t n, int c, T* s) {
     const Vec<T> t = tanh<T>(load(s));
     store(s, t * cap);
-    if (slope != nullptr) store(slope + n * kPanel + c, T(1) - t * t);
+    if (slope != nullptr) store(slope + n * kPanel + c, softcap_slope<T>(t));
   });
 }
 

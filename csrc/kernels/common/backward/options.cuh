@@ -46,15 +46,6 @@ struct NoBackwardOptions {
   __device__ __forceinline__ NoBackwardOptions(const AttentionParams&, const Sequence&, float) {}
 };
 
-/// `first` is how far the lane's first key lies before what its first query is aligned with.
-template <int kN>
-__device__ __forceinline__ void add_alibi(float (&s)[2][kN][4], float slope, int first) {
-  const float distance = static_cast<float>(first);
-  for_each_score(s, [&](float& x, int m, int n, int e) {
-    x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * n + e % 2 - 16 * m - 8 * (e / 2))), x);
-  });
-}
-
 /// The tile of the bias in shared memory: rows are queries, of kKeys elements, as they lie in memory.
 template <class T, class Unit, int kKeys>
 struct BiasRowsInShared {

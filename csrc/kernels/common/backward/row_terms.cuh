@@ -29,8 +29,7 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 
 template <class Element>
 __device__ __forceinline__ bool is_finite(const uint4& piece) {
-  using Test = NonFinite<Element>;
-  return !(Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w));
+  return !NonFinite<Element>::in_piece(piece);
 }
 
 struct RowTerms {

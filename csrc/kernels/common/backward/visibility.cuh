@@ -22,11 +22,9 @@ __device__ __forceinline__ TileState block_mask_state(const BlockMaskRows& block
   bool any = false, all = true;
   for (int row = first_query / block_m; row <= (end_query - 1) / block_m; ++row) {
     if (row >= p.num_row_blocks) return any ? kTileMasked : kTileHidden;
-    const int num_blocks = static_cast<int>(p.num_blocks);
-    const int begin = min(max(blocks.offsets[row], 0), num_blocks);
-    const int end = min(max(blocks.offsets[row + 1], begin), num_blocks);
-    int at = first_block_from(p.indices, begin, end, first_column), found = 0;
-    for (; at < end && p.indices[at] <= last_column; ++at, ++found) all &= p.bitmap_ids[at] < 0;
+    const BlockEntries entries = blocks.entries(row);
+    int at = first_block_from(p.indices, entries.begin, entries.end, first_column), found = 0;
+    for (; at < entries.end && p.indices[at] <= last_column; ++at, ++found) all &= p.bitmap_ids[at] < 0;
     any |= found > 0;
     all &= found == last_column - first_column + 1;
   }

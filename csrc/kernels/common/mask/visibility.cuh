@@ -1,51 +1,14 @@
-// Visibility by a boolean mask or a block mask, as bits in shared memory: one word for a query and 32 keys of a tile.
-// Windows and lengths are analytic and not part of it.
+// Visibility by a boolean mask or a block mask, as bits in shared memory: one word for a query and 32 keys of a tile,
+// in the order of the keys (bits.cuh). Windows and lengths are analytic and not part of it.
 #pragma once
 
+#include "bits.cuh"
+#include "block_lists.cuh"
+#include "kernels/common/accumulators.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/params.h"
 
 namespace flash_ext {
-
-/// The first of the blocks [low, high) of a row that does not lie before `key_block`.
-__device__ __forceinline__ int first_block_from(const int32_t* indices, int low, int high, int key_block) {
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (indices[middle] < key_block) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-/// The block-sparse mask of one head.
-struct BlockMaskRows {
-  const BlockMaskParams& p;
-  const int32_t* offsets;
-
-  __device__ __forceinline__ BlockMaskRows(const BlockMaskParams& p, const Sequence& sequence)
-      : p(p),
-        offsets(p.offsets ? p.offsets + sequence.batch * p.offsets_batch_stride + sequence.head * p.offsets_head_stride
-                          : nullptr) {}
-
-  /// Bit b: whether query i sees key first_key + b, a multiple of 32.
-  __device__ __forceinline__ uint32_t word(int i, int first_key) const {
-    const int block_m = static_cast<int>(p.block_m), block_n = static_cast<int>(p.block_n);
-    const int row_block = i / block_m, key_block = first_key / block_n;
-    if (row_block >= p.num_row_blocks) return 0;
-    const int num_blocks = static_cast<int>(p.num_blocks);
-    const int begin = min(max(offsets[row_block], 0), num_blocks);
-    const int end = min(max(offsets[row_block + 1], begin), num_blocks);
-    const int found = first_block_from(p.indices, begin, end, key_block);
-    if (found >= end || p.indices[found] != key_block) return 0;
-    const int64_t id = min(p.bitmap_ids[found], static_cast<int32_t>(p.num_bitmaps) - 1);
-    if (id < 0) return ~0u;
-    const int words = block_n / 32;
-    return static_cast<uint32_t>(p.bitmaps[(id * block_m + i % block_m) * words + first_key % block_n / 32]);
-  }
-};
 
 /// The boolean mask of one head.
 struct MaskRows {
@@ -62,13 +25,6 @@ struct MaskRows {
 struct TileVisibility {
   bool any, all;
 };
-
-/// Bits of 16 neighbouring keys, as bytes of 0 and 1.
-__device__ __forceinline__ uint32_t bits_of_bytes(const uint4& bytes) {
-  // The product brings the bytes' lowest bits together in bits 24 to 27.
-  const auto nibble = [](uint32_t word) { return (word * 0x01020408u) >> 24 & 0xFu; };
-  return nibble(bytes.x) | nibble(bytes.y) << 4 | nibble(bytes.z) << 8 | nibble(bytes.w) << 12;
-}
 
 /// Which of the 16 keys from `key` on query `row` may see, by the mask.
 __device__ __forceinline__ uint32_t mask_bits(const MaskRows& mask, int row, int key, int seqlen_k) {
@@ -105,6 +61,15 @@ __device__ __forceinline__ TileVisibility build_visibility(uint32_t* s_words, co
   }
   const bool some = __syncthreads_or(any);
   return {some, some && __syncthreads_and(all == 0xFFFFu) != 0};
+}
+
+/// Hides by -inf what such words hide of a warp's scores: word(row, group) is that of the lane's row, 0, 8, 16, ...
+/// from its first one, and of 32 of the warp's keys.
+template <int kM, int kN, class Word>
+__device__ __forceinline__ void hide_by_words(float (&s)[kM][kN][4], int lane, Word word) {
+  for_each_score(s, [&](float& x, int m, int n, int e) {
+    if (!KeyOrder::sees(word(16 * m + 8 * (e / 2), n / 4), n % 4, e % 2, lane)) x = -INFINITY;
+  });
 }
 
 }  // namespace flash_ext

@@ -54,19 +54,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   }
   const BackwardTask<Config::kBlockM, Config::kBlockN> task(p, schedule, schedule.locate(number));
   if (!task.exists()) return;
-  BackwardBlock<Config> block(p, workspace, copies_bias, *s_work_tile, shared);
-  block.load_keys(task.sequence, task.first_key);
+  BackwardConsumer<Config> consumer(p, workspace, copies_bias, *s_work_tile, shared);
+  consumer.load_keys(task.sequence, task.first_key);
   const BackwardWorkTile<Config> work_tile(p, workspace, schedule, task);
-  block.load_first_queries(work_tile);
+  consumer.load_first_queries(work_tile);
   if (threadIdx.x == 0) *s_work_tile = work_tile;
-  if constexpr (BackwardBlock<Config>::kBoundsWeights) {
+  if constexpr (BackwardConsumer<Config>::kBoundsWeights) {
     const TileSpan& tiles = work_tile.tiles;
     const bool large = finds_large_lse(workspace, work_tile.workspace_tile + tiles.begin, tiles.end - tiles.begin,
                                        work_tile.heads, static_cast<int>(threadIdx.x), Config::kThreads);
     if (__syncthreads_or(large) && threadIdx.x == 0) s_work_tile->take_large_lse();
   }
   __syncthreads();
-  block.run();
+  consumer.run();
 }
 
 template <class Config>

@@ -9,7 +9,7 @@
 
 namespace flash_ext::sm80 {
 
-/// The gradient of the products q . k of a tile. `delta`: see differentiate().
+/// The gradient of the products q . k of a tile. `delta`: see compute_ds().
 template <class Element>
 __device__ __forceinline__ void attention_product_gradient(ScoreFragment& ds, const ScoreTile<Element>& tile,
                                                            const BackwardParams& p, const float* delta) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void attention_product_gradient(ScoreFragment& ds, co
                      key_rows<Element, false>(p, p.k, tile.sequence), tile.first_key, tile.sequence.seqlen_k,
                      static_cast<int>(p.head_dim));
   for_each_score(ds, [&](float& x, int m, int n, int e) {
-    const float t = rules.tanh(products[m][n][e] * rules.scale);
+    const float t = softcap_tanh<Element>(products[m][n][e] * rules.scale);
     x = x == 0.0f ? 0.0f : x * fmaf(-t, t, 1.0f);  // of a hidden pair t may be NaN
   });
 }

@@ -5,28 +5,12 @@
 #include "kernels/common/bias_gradient/tiles.cuh"
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/sm80/common/score_tile.cuh"
+#include "storage.cuh"
 
 namespace flash_ext::sm80 {
 
-/// A block's shared memory: stages of slabs; the bias; of each score tile under way what it is, and masks' words.
-struct BiasShared {
-  int stages;
-  bool stages_bias;
-  int bias_at, search_at, score_tiles_at, words_at, bytes;
-};
-
-/// A tile of scores that falls on the block's tile, and some pair of which is visible.
-struct BiasScoreTile {
-  int batch, head, first_query, first_key, seqlen_q, seqlen_k;
-  bool valid;
-  bool outside_window, masked;  // whether some pair of it is hidden thereby
-  bool is_full;                 // has no rows beyond the queries
-  const void *q, *k, *v, *grad_out;
-  const float *lse, *delta;  // null without
-};
-
 template <class Element>
-struct BiasBlock {
+struct BiasConsumer {
   using Shape = BiasShape<Element>;
   using Unit = ScoreUnit<Element>;
   static constexpr int kSlab = 64;  // columns that are loaded at a time
@@ -50,8 +34,8 @@ struct BiasBlock {
   char* const shared;
   const int warp, lane, warp_row, warp_key;
 
-  __device__ __forceinline__ BiasBlock(const BackwardParams& p, const BiasTiles& tiles, const BiasShared& plan,
-                                       const float* delta, char* shared)
+  __device__ __forceinline__ BiasConsumer(const BackwardParams& p, const BiasTiles& tiles, const BiasShared& plan,
+                                          const float* delta, char* shared)
       : p(p),
         tiles(tiles),
         plan(plan),
@@ -74,7 +58,7 @@ struct BiasBlock {
   __device__ __forceinline__ uint32_t stage(int n) const {
     return ptx::shared_address(shared) + n % plan.stages * kStageBytes;
   }
-  /// Summands under way are as many as stages at most, and one more is sought.
+  /// Score tiles under way are as many as stages at most, and one more is sought.
   __device__ __forceinline__ int slot(int score_tile) const { return score_tile % (plan.stages + 1); }
   __device__ __forceinline__ BiasScoreTile& score_tile_at(int score_tile) const {
     return reinterpret_cast<BiasScoreTile*>(shared + plan.score_tiles_at)[slot(score_tile)];
@@ -185,19 +169,7 @@ struct BiasBlock {
     const uint32_t s_lane_a = s_stage + Products::lane_a(lane) + warp_row * Products::kRowBytes;
     const uint32_t s_lane_b = s_stage + kRowBytes + Products::lane_b(lane) + warp_key * Products::kRowBytes;
     constexpr int kUnroll = Shape::kFloat ? 1 : 4;
-#pragma unroll kUnroll
-    for (int step = 0; step < kSlab / Products::kDepth; ++step) {
-      typename Products::A a[kM];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) Products::load_a(a[m], s_lane_a, 16 * m, step);
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        typename Products::B b;
-        Products::load_b(b, s_lane_b, 8 * n, step);
-#pragma unroll
-        for (int m = 0; m < kM; ++m) Products::multiply(c[m][n], c[m][n + 1], a[m], b);
-      }
-    }
+    multiply_rows<Products, kSlab / Products::kDepth, kUnroll>(c, s_lane_a, s_lane_b);
   }
 
   __device__ __forceinline__ TileCoordinates<false> coordinates(const BiasScoreTile& score_tile) const {
@@ -254,12 +226,11 @@ struct BiasBlock {
       }
     }
     if (score_tile.outside_window) hide_outside_window(s, at, sequence);
-    if (score_tile.masked) hide_by_words(s, words_of(number));
-    for_each_score(s, [&](float& x, int m, int, int e) {
-      // Hidden scores first: an lse of NaN must not reach them.
-      const float l = lse[m][e / 2];
-      x = l == -INFINITY || x == -INFINITY ? 0.0f : Unit::weight_of_score(x, l);
-    });
+    if (score_tile.masked) {
+      const uint32_t* const s_lane = words_of(number) + (warp_row + lane / 4) * kWordsPerRow + warp_key / 32;
+      hide_by_words(s, lane, [&](int row, int group) { return s_lane[row * kWordsPerRow + group]; });
+    }
+    for_each_score(s, [&](float& x, int m, int, int e) { x = visible_weight<Unit>(x, lse[m][e / 2]); });
     if (plan.stages_bias) bias_tile().hide(s);
     if (p.grad_weights.data) {
       drop(s, sequence, p.dropout_mode, at);
@@ -280,29 +251,9 @@ struct BiasBlock {
   }
 
   __device__ __forceinline__ bool drops() const { return p.dropout.rule.threshold > 0; }
-  __device__ __forceinline__ static void hide_by_words(Fragment& s, const uint32_t* s_words, int row, int key,
-                                                       int lane) {
-    const uint32_t* const s_lane = s_words + (row + lane / 4) * kWordsPerRow + key / 32;
-    for_each_score(s, [&](float& x, int m, int n, int e) {
-      const uint32_t word = s_lane[(16 * m + 8 * (e / 2)) * kWordsPerRow + n / 4];
-      if (!(word >> (8 * (n % 4) + 2 * (lane % 4) + e % 2) & 1u)) x = -INFINITY;
-    });
-  }
-  __device__ __forceinline__ void hide_by_words(Fragment& s, const uint32_t* s_words) const {
-    hide_by_words(s, s_words, warp_row, warp_key, lane);
-  }
-
-  /// What a dropout mode does to weights, and to the gradient of weights.
   __device__ __forceinline__ void drop(Fragment& w, const Sequence& sequence, int mode,
                                        const TileCoordinates<false>& at) const {
-    if (!drops() || mode == kDropoutIgnore) return;
-    const Dropout dropout(p, sequence);
-    if (mode == kDropoutNegate) {
-      dropout.for_each_dropped(w, p.dropout.rule, at, [](float& x) { x = -x; });
-    } else {
-      for_each_score(w, [&](float& x, int, int, int) { x *= dropout.keep_scale; });
-      dropout.drop(w, p.dropout.rule, at);
-    }
+    if (drops() && mode != kDropoutIgnore) Dropout(p, sequence).apply(w, p.dropout.rule, mode, at);
   }
 
   /// Weights become dS of attention_weights. Those that are not 0 are of pairs that are there.

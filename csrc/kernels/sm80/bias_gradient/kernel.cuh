@@ -27,16 +27,16 @@ __global__ void __launch_bounds__(BiasShape<Element>::kThreads, BiasShape<Elemen
     bias_gradient_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasTiles tiles,
                          const __grid_constant__ BiasShared plan, const float* delta, float* shares) {
   extern __shared__ __align__(128) char shared[];
-  using Block = BiasBlock<Element>;
+  using Consumer = BiasConsumer<Element>;
   // Computed again in the end: the loop has no registers for it.
   const auto mine = [&] { return DbiasTile(tiles, ptx::reread(static_cast<int>(blockIdx.x))); };
-  Block block(p, tiles, plan, delta, shared);
-  typename Block::Fragment sum;
+  Consumer consumer(p, tiles, plan, delta, shared);
+  typename Consumer::Fragment sum;
   for_each_score(sum, [](float& x, int, int, int) { x = 0.0f; });
-  block.run(sum, mine());
+  consumer.run(sum, mine());
 
-  const typename Block::Sum result{reinterpret_cast<float*>(shared)};
-  block.store(result, sum);
+  const typename Consumer::Sum result{reinterpret_cast<float*>(shared)};
+  consumer.store(result, sum);
   result.sum_broadcast(p.dbias.row_stride == 0, p.dbias.col_stride == 0);
   if (shares) {
     result.store_share(shares + (blockIdx.y * tiles.count() + blockIdx.x) * tiles.tile_elements());
@@ -67,29 +67,29 @@ __global__ void __launch_bounds__(kScoreThreads)
 /// As many stages as fit beside the bias, best with another CTA; the bias stays where it is if nothing fits.
 template <class Element>
 BiasShared bias_shared(const BackwardParams& p) {
-  using Block = BiasBlock<Element>;
+  using Consumer = BiasConsumer<Element>;
   const int of_block = shared_bytes_per_block();
   const int of_several = shared_bytes_per_sm() / BiasShape<Element>::kBlocksPerSm - kReservedSharedBytes;
   const auto with = [&](int stages, bool stages_bias) {
     BiasShared plan = {};
     plan.stages = stages;
     plan.stages_bias = stages_bias;
-    plan.bias_at = stages * Block::kStageBytes;
+    plan.bias_at = stages * Consumer::kStageBytes;
     plan.search_at = plan.bias_at;
-    if (stages_bias) plan.search_at += static_cast<int>(Block::Bias::bytes(p.bias)) * (Block::kThreads / 32);
+    if (stages_bias) plan.search_at += static_cast<int>(Consumer::Bias::bytes(p.bias)) * (Consumer::kThreads / 32);
     plan.score_tiles_at = plan.search_at + static_cast<int>(sizeof(ScoreTiles) + 15) / 16 * 16;
     const int slots = stages + 1;
     plan.words_at = plan.score_tiles_at + (slots * static_cast<int>(sizeof(BiasScoreTile)) + 127) / 128 * 128;
-    plan.bytes = plan.words_at + (p.mask.data || p.blocks.offsets ? slots * Block::kWordBytes : 0);
+    plan.bytes = plan.words_at + (p.mask.data || p.blocks.offsets ? slots * Consumer::kWordBytes : 0);
     return plan;
   };
   for (const bool stages_bias : {can_stage_bias(p.bias), false})
     for (const int available : {std::min(of_block, of_several), of_block})
-      for (int stages = Block::kMaxStages; stages >= Block::kMinStages; --stages) {
+      for (int stages = Consumer::kMaxStages; stages >= Consumer::kMinStages; --stages) {
         const BiasShared plan = with(stages, stages_bias);
         if (plan.bytes <= available) return plan;
       }
-  return with(Block::kMinStages, false);
+  return with(Consumer::kMinStages, false);
 }
 
 template <class Element>

@@ -98,15 +98,15 @@ struct ScoreTile {
     for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, rules.scale); });
     if (rules.cap > 0.0f) {
       for_each_score(s, [&](float& x, int, int n, int e) {
-        x = rules.tanh(x);
-        if constexpr (kKeepCapSlope) store_shared(own_slot(n, e), 1.0f - x * x);
+        x = softcap_tanh<Element>(x);
+        if constexpr (kKeepCapSlope) store_shared(own_slot(n, e), softcap_slope(x));
         x = Unit::multiply(x, rules.cap);
       });
     }
     rules.add_alibi(s, coordinates());
     if (rules.bias.present()) {
       rules.bias.with_type([&](auto type) { load_matrix<decltype(type)>(p.bias); });
-      for_each_in_matrix(s, [](float& x, float b) { x = b == -INFINITY ? -INFINITY : x + Unit::of_bias(b); });
+      for_each_in_matrix(s, [](float& x, float b) { x = with_bias(x, b, Unit::of_bias); });
     }
     hide(s);
   }
@@ -316,17 +316,7 @@ struct ScoreTile {
 
   __device__ __forceinline__ void multiply_slabs(ScoreFragment& s, uint32_t s_a, uint32_t s_b) const {
     const uint32_t s_lane_a = s_a + Products::lane_a(lane), s_lane_b = s_b + Products::lane_b(lane);
-#pragma unroll kStepsTogether
-    for (int step = 0; step < kScoreSlab / Products::kDepth; ++step) {
-      typename Products::A a;
-      Products::load_a(a, s_lane_a, warp_row, step);
-#pragma unroll
-      for (int n = 0; n < kScoreKeys / 8; n += 2) {
-        typename Products::B b;
-        Products::load_b(b, s_lane_b, 8 * n, step);
-        Products::multiply(s[0][n], s[0][n + 1], a, b);
-      }
-    }
+    flash_ext::multiply_rows<Products, kScoreSlab / Products::kDepth, kStepsTogether>(s, s_lane_a, s_lane_b, warp_row);
   }
 
   __device__ __forceinline__ static void multiply_step(ScoreFragment& c, const typename Products::A& a, uint32_t s_lane,
@@ -341,14 +331,9 @@ struct ScoreTile {
 
   __device__ __forceinline__ void hide(ScoreFragment& s) const {
     if (outside_window) hide_outside_window(s, coordinates(), sequence);
-    if (masked) hide_by_words(s);
-  }
-
-  __device__ __forceinline__ void hide_by_words(ScoreFragment& s) const {
-    for_each_score(s, [&](float& x, int, int n, int e) {
-      const uint32_t word = s_words[(warp_row + lane / 4 + 8 * (e / 2)) * kWordsPerRow + n / 4];
-      if (!(word >> (8 * (n % 4) + 2 * (lane % 4) + e % 2) & 1u)) x = -INFINITY;
-    });
+    if (!masked) return;
+    hide_by_words(s, lane,
+                  [&](int row, int group) { return s_words[(warp_row + lane / 4 + row) * kWordsPerRow + group]; });
   }
 };
 
@@ -357,12 +342,7 @@ __device__ __forceinline__ void apply_dropout(ScoreFragment& w, const AttentionP
                                               int mode, const TileCoordinates<false>& at) {
   const Dropout dropout(p, sequence);
   if (!dropout.active || mode == kDropoutIgnore) return;
-  if (mode == kDropoutNegate) {
-    dropout.for_each_dropped(w, p.dropout.rule, at, [](float& x) { x = -x; });
-  } else {
-    for_each_score(w, [&](float& x, int, int, int) { x *= dropout.keep_scale; });
-    dropout.drop(w, p.dropout.rule, at);
-  }
+  dropout.apply(w, p.dropout.rule, mode, at);
 }
 
 /// Weights out of scores, e^(s - lse), by the row's lse.
@@ -379,10 +359,7 @@ struct WeightRows {
     }
   }
 
-  __device__ __forceinline__ float weight(float score, int r) const {
-    // Hidden scores first: an lse of NaN must not reach them.
-    return lse[r] == -INFINITY || score == -INFINITY ? 0.0f : Unit::weight_of_score(score, lse[r]);
-  }
+  __device__ __forceinline__ float weight(float score, int r) const { return visible_weight<Unit>(score, lse[r]); }
 };
 
 /// Scores become weights, after dropout.

@@ -1,9 +1,10 @@
-// The way of keys and values into shared memory: contiguous caches and paged ones alike, a row at a time.
+// The way of keys, values and queries into shared memory: contiguous caches and paged ones alike, a row at a time.
 #pragma once
 
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/tile.cuh"
 #include "kernels/ptx/cp_async.h"
+#include "scheduler.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -131,5 +132,24 @@ class KeyProducer {
   int next_;  // the key of the row that this lane looks up, in the next tile
   KeyLocation location_;
 };
+
+/// The queries of a tile, zeros in rows that it does not have. By the whole CTA.
+template <class Config>
+__device__ __forceinline__ void load_query(uint32_t s_q, const ForwardParams& p, const DecodeGrid& grid,
+                                           const DecodeTile& tile) {
+  using Element = typename Config::Element;
+  using Layout = typename Config::Layout;
+  const Sequence& sequence = tile.sequence;
+  const auto rows = query_rows<Element>(p.q, sequence);
+#pragma unroll 1
+  for (int flat = threadIdx.x; flat < Config::kBlockM * Layout::kPieces; flat += Config::kThreads) {
+    const int row = flat / Layout::kPieces, piece = flat % Layout::kPieces;
+    const bool valid = row < tile.rows && Layout::kPieceElements * piece < p.head_dim;
+    const int at = valid ? tile.first_row + row : 0, query = static_cast<int>(grid.group.quotient(at));
+    const int head = at - query * static_cast<int>(grid.group.value);
+    const Element* source = rows.row(query) + head * p.q.head_stride;
+    ptx::cp_async_16(s_q + Layout::at(row, piece), source + (valid ? Layout::kPieceElements * piece : 0), valid);
+  }
+}
 
 }  // namespace flash_ext::sm80

@@ -29,8 +29,7 @@ struct DecodeGrid {
   int min_split_size;  // of ranges of equal size
   int block_m;         // rows of a tile
   int tile_rows;       // that a tile can have, at most block_m
-  float scale;         // of products; with softcap: to the argument of tanh
-  float cap;           // 0 = off
+  ScoreFactors factors;
 
   /// `per_natural`: of the unit of scores.
   explicit DecodeGrid(const ForwardParams& p, float per_natural = BaseTwoUnit::kPerNatural)
@@ -45,9 +44,7 @@ struct DecodeGrid {
         min_split_size(smallest_split(typical_tiles(p))),
         block_m(static_cast<int>(p.block_m)),
         tile_rows(static_cast<int>(std::min(p.seqlen_q * p.head_group, p.block_m))),
-        scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
-                              : static_cast<float>(p.softmax_scale) * per_natural),
-        cap(static_cast<float>(p.softcap) * per_natural) {}
+        factors(p, per_natural) {}
 
   /// 64 keys are a tile for each warp of a CTA. Where there are many tiles anyway, a sequence much shorter than the
   /// cache could hold had better not be cut up.

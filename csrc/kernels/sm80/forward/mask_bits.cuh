@@ -1,65 +1,55 @@
-// What the forward asks of a mask's bits (visibility.h).
+// The kernel that makes bits of a boolean mask (mask_bits.h).
 #pragma once
 
+#include "kernels/common/mask/visibility.cuh"
 #include "kernels/common/sequence.cuh"
-#include "visibility.h"
+#include "kernels/launch.h"
+#include "mask_bits.h"
 
 namespace flash_ext::sm80 {
 
-/// Bits of the rows of a warp, kRows of them, and a tile of kKeys keys.
-template <int kRows, int kKeys>
-struct WarpVisibility {
-  static constexpr int kUnits = kKeys / kMaskKeys;
-  uint32_t words[kUnits];
+constexpr int kMaskBitsThreads = 256;
 
-  /// `g_block`: the words of the CTA's queries.
-  __device__ __forceinline__ void load(const MaskBits& bits, const uint32_t* g_block, int warp_row, int first_key,
-                                       int lane) {
-    const int unit = warp_row / kMaskRows * bits.row_stride + first_key / kMaskKeys;
-    const uint32_t* const g_words = g_block + unit * kMaskRows + lane;
+/// A warp makes a unit, of which each lane reads a row. Queries that are not there count as seeing everything, or the
+/// rows of a ragged end would be looked after as those that have seen no key yet.
+static __global__ void __launch_bounds__(kMaskBitsThreads)
+    mask_bits_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ MaskSizes sizes,
+                     const __grid_constant__ MaskBits to) {
+  const int64_t unit = (static_cast<int64_t>(blockIdx.x) * kMaskBitsThreads + threadIdx.x) / 32;
+  if (unit >= sizes.units()) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t row_unit = unit / sizes.key_units % sizes.row_units, head = unit / sizes.key_units / sizes.row_units;
+  const int first_key = static_cast<int>(unit % sizes.key_units) * kMaskKeys;
+  const int64_t i = p.mask.row_stride == 0 ? 0 : row_unit * kMaskRows + lane;
+  const int seqlen_k = static_cast<int>(p.seqlen_k);
+  uint32_t word = ~0u;
+  bool shows = false;
+  if (i < p.seqlen_q) {
+    const Sequence sequence(p, static_cast<int>(head / sizes.heads), static_cast<int>(head % sizes.heads));
+    const MaskRows mask(p.mask, sequence);
+    word = 0;
 #pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      words[k] = __ldg(g_words + k * kMaskRows);
-      // A word has 8 bits for each of four rows of a lane.
-      if constexpr (kRows == 16) words[k] >>= warp_row & 16;
+    for (int half = 0; half < 2; ++half) {
+      const int key = first_key + 16 * half;
+      if (key < seqlen_k) word |= mask_bits(mask, static_cast<int>(i), key, seqlen_k) << 16 * half;
     }
+    shows = word != 0;
   }
+  uint32_t bits = 0;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) bits |= QuadOrder::part(__shfl_sync(~0u, word, 8 * k + lane / 4), lane % 4) << 8 * k;
+  to.words[unit * kMaskRows + lane] = bits;
+  const bool any = __any_sync(~0u, shows);
+  if (lane == 0) to.states[unit] = any ? kMaskShows : kMaskHides;
+}
 
-  /// Hides by -inf.
-  template <int kM, int kN>
-  __device__ __forceinline__ void hide(float (&s)[kM][kN][4]) const {
-    static_assert(kM == kRows / 16 && kN == kKeys / 8);
-    uint32_t visible = ~0u;
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) visible &= words[k];
-    if (__all_sync(~0u, (kRows == 16 ? visible | 0xFFFF0000u : visible) == ~0u)) return;
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (!(words[n / 4] >> (16 * m + 8 * (e / 2) + 2 * (n % 4) + e % 2) & 1u)) s[m][n][e] = -INFINITY;
-  }
-};
-
-/// Bit k: whether the mask leaves something of tile 32 group + k, for the kRows queries from first_query on.
-template <int kRows, int kKeys>
-__device__ __forceinline__ uint32_t visible_tiles(const MaskBits& bits, const Sequence& sequence, int first_query,
-                                                  int group, int lane) {
-  constexpr int kUnits = kKeys / kMaskKeys;
-  const int tile = 32 * group + lane;
-  uint32_t states = 0;
-  if (tile * kUnits < bits.key_units) {
-#pragma unroll
-    for (int row = 0; row < kRows / kMaskRows; ++row) {
-      const uint8_t* const g_states =
-          bits.states + bits.unit(sequence.batch, sequence.head, first_query / kMaskRows + row, tile * kUnits);
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) states |= __ldg(g_states + k);
-    }
-  }
-  return __ballot_sync(~0u, states != 0);
+inline MaskBits make_mask_bits(const AttentionParams& p, void* memory, cudaStream_t stream) {
+  const MaskSizes sizes(p);
+  const MaskBits bits = sizes.views(memory);
+  constexpr int64_t kUnitsOfBlock = kMaskBitsThreads / 32;
+  const dim3 blocks = grid_of((sizes.units() + kUnitsOfBlock - 1) / kUnitsOfBlock);
+  launch("sm80/mask_bits", mask_bits_kernel, {blocks, dim3(kMaskBitsThreads)}, stream, p, sizes, bits);
+  return bits;
 }
 
 }  // namespace flash_ext::sm80

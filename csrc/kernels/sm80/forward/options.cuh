@@ -7,8 +7,7 @@
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/reread.h"
-#include "mask_bits.cuh"
-#include "mask_tile.cuh"
+#include "mask.cuh"
 #include "storage.cuh"
 
 namespace flash_ext::sm80 {
@@ -18,7 +17,6 @@ struct NoVisibility {};
 template <class Config>
 struct OptionTiles {
   using Element = typename Config::Element;
-  using Rules = ScoreRules<Element>;
   using Unit = ScoreUnit<Element>;
   using WarpBias = std::conditional_t<Config::kOneBias,
                                       StartingBias<typename Config::BiasElement, Config::kWarpRows, Config::kBlockN>,
@@ -63,7 +61,7 @@ struct OptionTiles {
     RowTerms terms;
     if constexpr (Config::kOptionBranches) {
       if (schedule.caps) {
-        for_each_score(s, [&](float& x, int, int, int) { x = Rules::tanh(x * schedule.first_scale); });
+        for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(x * schedule.first_scale); });
         if (schedule.scales_first)
           for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, schedule.cap); });
       } else if (schedule.scales_first) {
@@ -228,7 +226,8 @@ struct OptionTiles {
           work_tile.first_query, tile * kBlockN, sequence.seqlen_q, sequence.seqlen_k);
       if (!visible.any) continue;
       if (!visible.all) {
-        for (int k = lane; k < Config::kWarpRows * WarpMask::kGroups; k += 32) of_warp[k] = in_lane_order(of_warp[k]);
+        for (int k = lane; k < Config::kWarpRows * WarpMask::kGroups; k += 32)
+          of_warp[k] = RegisterOrder::pack(of_warp[k]);
         __syncwarp();
       }
       return {tile, !visible.all || schedule.mask.words};
@@ -254,10 +253,7 @@ struct OptionTiles {
       for_each_score(s, [&](float& x, int, int n, int e) { x = fmaf(static_cast<float>(8 * n + e % 2), along, x); });
       return {-slope * first, slope};
     }
-    const float slope = per_key * schedule.per_unit;
-    for_each_score(s, [&](float& x, int m, int n, int e) {
-      x = fmaf(-slope, fabsf(first + static_cast<float>(16 * m + 8 * (e / 2) - 8 * n - e % 2)), x);
-    });
+    AlibiOfLane<false>{per_key * schedule.per_unit, first}.add(s);
     return {};
   }
 };

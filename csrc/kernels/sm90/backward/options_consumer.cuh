@@ -168,22 +168,22 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
       scale = options().cap;
     }
     const float* const lse = storage_.lse[at_.stage()];
-    const AlibiOfLane alibi = alibi_of(metadata);
+    const AlibiOfLane<true> alibi = alibi_of(metadata);
     const bool is_sloped = Config::template has<kStepAlibi>(metadata.flags);
     if (bias_by_pairs()) {
-      const auto sloped = [&](float x, int n, int e) { return alibi.add(x, n, e); };
+      const auto sloped = [&](float x, int n, int e) { return alibi.add(x, 0, n, e); };
       const auto level = [](float x, int, int) { return x; };
       is_sloped ? softmax_step_bias(s, scale, sloped) : softmax_step_bias(s, scale, level);
     } else if (Config::template has<kStepBiased>(metadata.flags)) {
       // A sum that overflowed must not make a NaN of what is hidden: what a query does see of it, its lse knows.
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int n, int e) {
-        x = alibi.add(fminf(x * scale, FLT_MAX) - term, n, e);
+        x = alibi.add(fminf(x * scale, FLT_MAX) - term, 0, n, e);
       });
       add_bias_32(s);
       for_each_score(s, [](float& x, int, int, int) { x = ptx::exp2_approx(x); });
     } else if (is_sloped) {
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int n, int e) {
-        x = ptx::exp2_approx(alibi.add(fmaf(x, scale, rest_of(term, e)), n, e));
+        x = ptx::exp2_approx(alibi.add(fmaf(x, scale, rest_of(term, e)), 0, n, e));
       });
     } else if (Config::may_have(kStepKeyBiased)) {
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int, int e) {
@@ -197,7 +197,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
   /// Where scores are capped and no more: P, and P times the derivative of the softcap.
   __device__ __forceinline__ void softmax_step_softcap(Weights& p, Weights& sloped, Scores& s) const {
     const float scale = options().scale, cap = options().cap;
-    for_each_score(s, [&](float& x, int, int, int) { x = ScoreRules<Element>::tanh(x * scale); });
+    for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(x * scale); });
     const float* const s_lane = storage_.lse[at_.stage()] + 2 * (ptx::reread(lane_) % 4);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -208,8 +208,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
         const float low = ptx::exp2_approx(fmaf(t[0], cap, -term.x));
         const float high = ptx::exp2_approx(fmaf(t[1], cap, -term.y));
         p[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(low, high);
-        sloped[n / 2][n % 2 * 2 + r] =
-            ptx::pack2<Element>(low * fmaf(-t[0], t[0], 1.0f), high * fmaf(-t[1], t[1], 1.0f));
+        sloped[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(low * softcap_slope(t[0]), high * softcap_slope(t[1]));
       }
     }
   }
@@ -220,7 +219,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
 
   /// Scores over the cap, capped. The derivative waits where dS will be.
   __device__ __forceinline__ void cap(Scores& s, float scale) const {
-    for_each_score(s, [&](float& x, int, int, int) { x = ScoreRules<Element>::tanh(x * scale); });
+    for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(x * scale); });
     this->wait_for_ds_room();
     const uint32_t s_row = row_of_lane(this->s_ds());
 #pragma unroll
@@ -229,7 +228,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float* const t = &s[0][2 * k + e / 2][e % 2 * 2];
-        slopes[e] = ptx::pack2<Element>(fmaf(-t[0], t[0], 1.0f), fmaf(-t[1], t[1], 1.0f));
+        slopes[e] = ptx::pack2<Element>(softcap_slope(t[0]), softcap_slope(t[1]));
       }
       Tile::store(s_row, k, slopes);
     }
@@ -256,14 +255,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     return Tile::row_of_lane(s_panel, warp_, lane_);
   }
 
-  struct AlibiOfLane {
-    float slope, distance;  // of the lane's first key from what its first query is aligned with
-
-    __device__ __forceinline__ float add(float x, int n, int e) const {
-      return fmaf(-slope, fabsf(distance + static_cast<float>(8 * n + e % 2 - 8 * (e / 2))), x);
-    }
-  };
-  __device__ __forceinline__ AlibiOfLane alibi_of(const StepMetadata& metadata) const {
+  __device__ __forceinline__ AlibiOfLane<true> alibi_of(const StepMetadata& metadata) const {
     const int lane = ptx::reread(lane_);
     const int first_query = metadata.tile * kBlockM + 2 * (lane % 4), first_key = this->first_key() + lane / 4;
     return {metadata.slope, static_cast<float>(first_query + work_tile_.sequence.offset - first_key)};

@@ -12,21 +12,8 @@ namespace flash_ext::sm90 {
 /// kCount pieces of 16 bytes, kStep bytes apart.
 template <class Element, int kCount, int kStep>
 __device__ __forceinline__ void remove_non_finite(uint32_t s_first) {
-  using Test = NonFinite<Element>;
-  uint32_t found = 0;
-#pragma unroll 4
-  for (int k = 0; k < kCount; ++k) {
-    const uint4 piece = load_shared<uint4>(s_first + k * kStep);
-    found |= Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w);
-  }
-  if (!found) return;
-#pragma unroll 1
-  for (int k = 0; k < kCount; ++k) {
-    const uint4 piece = load_shared<uint4>(s_first + k * kStep);
-    store_shared(s_first + k * kStep,
-                 uint4{Test::bounded(piece.x), Test::bounded(piece.y), Test::bounded(piece.z), Test::bounded(piece.w)});
-  }
-  ptx::fence_proxy_async_shared();
+  const auto piece = [&](int k) -> uint4& { return shared_piece(s_first + k * kStep); };
+  if (sanitise_pieces<Element, true, kCount, 1, 4>(0, piece)) ptx::fence_proxy_async_shared();
 }
 
 /// kBytes from s_tile on, by kThreads threads.

@@ -216,7 +216,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     const float cap = rules.cap, inverse = cap > 0.0f ? 1.0f / cap : 0.0f;
     for_each_score(s, [&](float& x, int, int n, int e) {
       const float t = x * inverse, weight = weights[0][n][e];
-      x = weight == 0.0f ? 0.0f : weight * fmaf(-t, t, 1.0f);
+      x = weight == 0.0f ? 0.0f : weight * softcap_slope(t);
     });
     publish(s);
     for_each_score(s, [&](float& x, int, int n, int e) { x = weights[0][n][e]; });

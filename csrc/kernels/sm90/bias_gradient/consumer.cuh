@@ -96,11 +96,8 @@ class BiasConsumer {
     const int end = p_.bias.row_stride == 0 ? bytes / 16 : bytes;  // one row stands for all
     uint32_t found = 0;
 #pragma unroll 4
-    for (int at = lane_ * 16; at < end; at += 32 * 16) {
-      const uint4 x = load_shared<uint4>(s_bias_ + at);
-      using Test = NonFinite<T>;
-      found |= Test::in_word(x.x) | Test::in_word(x.y) | Test::in_word(x.z) | Test::in_word(x.w);
-    }
+    for (int at = lane_ * 16; at < end; at += 32 * 16)
+      found |= NonFinite<T>::in_piece(load_shared<uint4>(s_bias_ + at));
     return found;
   }
 
@@ -216,11 +213,7 @@ class BiasConsumer {
     if (!step.all_visible) hide_outside_window(s, at, sequence);
     float lse[2];
     load_lse(lse);
-    for_each_score(s, [&](float& x, int, int, int e) {
-      // Hidden scores first: an lse of NaN must not reach them.
-      const float l = lse[e / 2];
-      x = l == -INFINITY || x == -INFINITY ? 0.0f : BaseTwoUnit::weight_of_score(x, l);
-    });
+    for_each_score(s, [&](float& x, int, int, int e) { x = visible_weight<BaseTwoUnit>(x, lse[e / 2]); });
     bias_tile().hide(s);
   }
 

@@ -7,15 +7,12 @@
 namespace flash_ext::sm90 {
 
 /// What the host makes of a call's scale and softcap. Kernels find it in constant memory.
-struct ScoreTerms {
-  float scale, cap;  // of ScoreRules
+struct ScoreTerms : ScoreFactors {
   SoftcapPolynomial softcap;
   SoftcapSmallScores small_scores;
 
   explicit ScoreTerms(const AttentionParams& p)
-      : scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
-                              : static_cast<float>(p.softmax_scale) * kLog2E),
-        cap(static_cast<float>(p.softcap) * kLog2E),
+      : ScoreFactors(p, kLog2E),
         softcap(p.softcap > 0.0 ? SoftcapPolynomial(p.softmax_scale / p.softcap, p.softcap * kLog2E)
                                 : SoftcapPolynomial()),
         small_scores(p.softcap > 0.0 ? SoftcapSmallScores(p.softmax_scale / p.softcap, p.softcap * kLog2E)
@@ -99,7 +96,7 @@ __device__ __forceinline__ void exponentiate_by_rules(float (&s)[1][kN][4], cons
           const float factor = softcap.factor(x, u);
           x = fmaf(factor, u, added);
         } else if constexpr (kCap == Cap::kTanh) {
-          x = fmaf(rules.tanh(x * rules.scale), rules.cap, added);
+          x = fmaf(softcap_tanh<Element>(x * rules.scale), rules.cap, added);
         } else {
           x = fmaf(x, rules.scale, added);
         }

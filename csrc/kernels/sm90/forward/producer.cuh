@@ -286,21 +286,8 @@ class ForwardProducer {
 
   /// True if this lane found some.
   __device__ __forceinline__ bool remove_non_finite(uint4* s_tile) const {
-    using Test = NonFinite<typename Config::Element>;
-    constexpr int kPieces = Config::kValueBytes / 16;
-    uint32_t found = 0;
-#pragma unroll 2
-    for (int at = lane_; at < kPieces; at += 32) {
-      const uint4 piece = s_tile[at];
-      found |= Test::in_word(piece.x) | Test::in_word(piece.y) | Test::in_word(piece.z) | Test::in_word(piece.w);
-    }
-    if (!found) return false;
-#pragma unroll 1
-    for (int at = lane_; at < kPieces; at += 32) {
-      const uint4 piece = s_tile[at];
-      s_tile[at] = {Test::without(piece.x), Test::without(piece.y), Test::without(piece.z), Test::without(piece.w)};
-    }
-    return true;
+    const auto piece = [&](int k) -> uint4& { return s_tile[k]; };
+    return sanitise_pieces<typename Config::Element, false, Config::kValueBytes / 16, 32, 2>(lane_, piece);
   }
 
   /// Rows from `first` on. Nobody sees them, so what they hold is of no account.

@@ -23,11 +23,9 @@ struct VisibilityEntry {
 
 /// PairBits of 64 pairs of a row. By the word of 32 keys: part t of each.
 __device__ __forceinline__ PairBits::Row pair_bits(uint32_t low, uint32_t high) {
-  // The product brings pairs of bits together in the highest byte.
-  const auto part = [](uint32_t word, int t) { return ((word >> 2 * t & 0x03030303u) * 0x01041040u) >> 24; };
   uint32_t parts[4];
 #pragma unroll
-  for (int t = 0; t < 4; ++t) parts[t] = part(low, t) | part(high, t) << 8;
+  for (int t = 0; t < 4; ++t) parts[t] = QuadOrder::part(low, t) | QuadOrder::part(high, t) << 8;
   return {parts[0] | parts[1] << 16, parts[2] | parts[3] << 16};
 }
 
@@ -53,28 +51,24 @@ struct FoundBlock {
   int entry, bitmap;
 };
 
-__device__ __forceinline__ FoundBlock find_block(const BlockMaskParams& p, const VisibilityEntry& at, int row_block,
-                                                 int key_block) {
+__device__ __forceinline__ FoundBlock look_up(const BlockMaskParams& p, const VisibilityEntry& at, int row_block,
+                                              int key_block) {
   constexpr FoundBlock kNone = {INT_MAX, kMissing};
   if (row_block >= p.num_row_blocks) return kNone;
-  const int32_t* const offsets = p.offsets + at.batch * p.offsets_batch_stride + at.head * p.offsets_head_stride;
-  const int num_blocks = static_cast<int>(p.num_blocks);
-  const int begin = min(max(offsets[row_block], 0), num_blocks);
-  const int end = min(max(offsets[row_block + 1], begin), num_blocks);
-  const int found = first_block_from(p.indices, begin, end, key_block);
-  if (found >= end || p.indices[found] != key_block) return kNone;
-  return {found, max(min(p.bitmap_ids[found], static_cast<int32_t>(p.num_bitmaps) - 1), kFullBlock)};
+  const BlockEntries row = entries_of_row(block_offsets(p, at), row_block, static_cast<int>(p.num_blocks));
+  const int found = first_block_from(p.indices, row.begin, row.end, key_block);
+  if (found >= row.end || p.indices[found] != key_block) return kNone;
+  return {found, max(bitmap_of(p, found), kFullBlock)};
 }
 
 /// Keys [key, + 32) that a row of the block mask leaves, as bits. `entry` becomes that of their block, if it is lower.
 __device__ __forceinline__ uint32_t block_word(const BlockMaskParams& p, const VisibilityEntry& at, int row, int key,
                                                int& entry) {
   const int block_m = static_cast<int>(p.block_m), block_n = static_cast<int>(p.block_n);
-  const FoundBlock found = find_block(p, at, row / block_m, key / block_n);
-  const int64_t bitmap = found.bitmap;
+  const FoundBlock found = look_up(p, at, row / block_m, key / block_n);
   entry = min(entry, found.entry);
-  if (bitmap < 0) return bitmap == kFullBlock ? ~0u : 0u;
-  return static_cast<uint32_t>(p.bitmaps[(bitmap * block_m + row % block_m) * (block_n / 32) + key % block_n / 32]);
+  if (found.bitmap < 0) return found.bitmap == kFullBlock ? ~0u : 0u;
+  return bitmap_word(p, block_m, block_n, found.bitmap, row, key);
 }
 
 /// By one block.
@@ -156,7 +150,7 @@ static __global__ void __launch_bounds__(kEntryThreads)
   const VisibilityEntry at(sizes, flat_thread() / sizes.groups, flat_thread() % sizes.groups);
   const int block_m = static_cast<int>(p.blocks.block_m), block_n = static_cast<int>(p.blocks.block_n);
   const int row = at.row_group * kWarpgroupRows, key = at.group * kKeyGroup;
-  const int64_t bitmap = find_block(p.blocks, at, row / block_m, key / block_n).bitmap;
+  const int64_t bitmap = look_up(p.blocks, at, row / block_m, key / block_n).bitmap;
   const int row_groups = block_m / kWarpgroupRows, groups = block_n / kKeyGroup;
   const int64_t pairs = (bitmap * row_groups + row % block_m / kWarpgroupRows) * groups + key % block_n / kKeyGroup;
   to.row(at.batch, at.head, at.row_group)[at.group] = bitmap == kMissing     ? kNonePairs

@@ -26,8 +26,8 @@ class ForwardF32Consumer {
   using Scores = float[1][kEights][4];
   using Unit = ScoreUnit<float>;
 
-  __device__ __forceinline__ ForwardF32Consumer(const ForwardParams& p, const ScoreFactors<Unit>& factors,
-                                                Storage& storage, char* shared, int group)
+  __device__ __forceinline__ ForwardF32Consumer(const ForwardParams& p, const ScoreFactors& factors, Storage& storage,
+                                                char* shared, int group)
       : p_(p),
         factors_(factors),
         storage_(storage),
@@ -278,7 +278,7 @@ class ForwardF32Consumer {
   }
 
   const ForwardParams& p_;
-  const ScoreFactors<Unit>& factors_;
+  const ScoreFactors& factors_;
   Storage& storage_;
   const int warpgroup_, lane_, warp_;
   const uint32_t query_, ring_;

@@ -25,7 +25,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_f32_kernel(const __grid_constant__ ForwardParams p, const ForwardSchedule schedule,
-                       const __grid_constant__ ScoreFactors<ScoreUnit<float>> factors) {
+                       const __grid_constant__ ScoreFactors factors) {
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<ForwardF32Storage<Config>*>(shared + Config::kTilesBytes);
   if (threadIdx.x == 0) storage.init();
@@ -56,7 +56,8 @@ void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t st
   const int64_t blocks = std::min<int64_t>(schedule.work_tiles, device_attribute(cudaDevAttrMultiProcessorCount));
   LaunchShape shape = {grid_of(blocks), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = workspace != nullptr;
-  launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule, ScoreFactors<ScoreUnit<float>>(p));
+  launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule,
+         ScoreFactors(p, ScoreUnit<float>::kPerNatural));
 }
 
 template <int kHeadDim>

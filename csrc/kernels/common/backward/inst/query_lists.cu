@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "kernels/common/backward/query_lists.h"
-#include "kernels/common/mask/visibility.cuh"
+#include "kernels/common/mask/block_lists.cuh"
 #include "kernels/launch.h"
 
 namespace flash_ext {
@@ -33,10 +33,10 @@ __global__ void __launch_bounds__(kListThreads)
       bool found = false;
       int bitmap = -1;
       if (row < rows) {
-        const int begin = min(max(offsets[row], 0), num_blocks), end = min(max(offsets[row + 1], begin), num_blocks);
-        const int at = first_block_from(mask.indices, begin, end, key_block);
-        found = at < end && mask.indices[at] == key_block;
-        if (found) bitmap = min(mask.bitmap_ids[at], static_cast<int32_t>(mask.num_bitmaps) - 1);
+        const BlockEntries entries = entries_of_row(offsets, row, num_blocks);
+        const int at = first_block_from(mask.indices, entries.begin, entries.end, key_block);
+        found = at < entries.end && mask.indices[at] == key_block;
+        if (found) bitmap = bitmap_of(mask, at);
       }
       last_found = found;
       const uint32_t all = __ballot_sync(~0u, found);

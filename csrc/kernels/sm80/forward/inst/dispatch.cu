@@ -3,7 +3,7 @@
 #include "kernels/common/scheduler/work_list.cuh"
 #include "kernels/sm80/common/dispatch.h"
 #include "kernels/sm80/forward/forward.h"
-#include "kernels/sm80/forward/visibility.cuh"
+#include "kernels/sm80/forward/mask_bits.cuh"
 
 namespace flash_ext::sm80 {
 

@@ -1,4 +1,4 @@
-// What the host decides about a call of the forward before it launches a kernel.
+// Which CTA of the forward works on what, and what the host decides about a call before it launches a kernel.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +9,27 @@
 #include "storage.cuh"
 
 namespace flash_ext::sm80 {
+
+/// A grid of (heads of a group x batch entries that share a bias, CTAs of queries, groups of both), scheduled in this
+/// order: the CTAs with the most keys first, which balances a causal mask, of no more heads than whose keys stay in
+/// L2, and what reads the same bias side by side. Or a list, and a grid of as many CTAs as it may have work tiles.
+template <class Config>
+__device__ __forceinline__ TileIndex tile_of_cta(const ForwardParams& p, const ForwardSchedule& schedule) {
+  if (schedule.list) return schedule.list.locate(static_cast<int>(blockIdx.x));
+  int batch = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.x);
+  int tile = static_cast<int>(gridDim.y - 1 - blockIdx.y);
+  if (Config::kBiases && schedule.batches > 1) {
+    const int group = batch / schedule.batch_groups;
+    batch = batch % schedule.batch_groups * schedule.batches + head % schedule.batches;
+    head = group * schedule.heads + head / schedule.batches;
+    if (head >= static_cast<int>(p.heads_q) || batch >= static_cast<int>(p.batch)) tile = kNoTile;
+  } else if (schedule.groups > 1) {
+    head += batch % schedule.groups * schedule.heads;
+    batch /= schedule.groups;
+    if (head >= static_cast<int>(p.heads_q)) tile = kNoTile;
+  }
+  return {batch, head, tile};
+}
 
 inline ForwardSchedule schedule_heads(const ForwardParams& p, int64_t element_bytes) {
   constexpr int64_t kKeyBytesInL2 = 24 << 20, kMaxGridZ = 65535;
@@ -41,7 +62,8 @@ template <class Config>
 int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
   using Unit = ScoreUnit<typename Config::Element>;
   int64_t shared_bytes = Config::kSharedBytes;
-  schedule.scale = schedule.first_scale = static_cast<float>(p.softmax_scale) * Unit::kPerNatural;
+  const ScoreFactors factors(p, Unit::kPerNatural);
+  schedule.scale = schedule.first_scale = factors.scale;
   if constexpr (Config::kReads) {
     schedule.blocks_mask = p.blocks.offsets != nullptr;
     schedule.masked = schedule.blocks_mask || MaskSizes(p).units() > 0;
@@ -62,8 +84,7 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
     schedule.adds_alibi = p.alibi_slopes != nullptr;
     schedule.drops = p.dropout.rule.threshold > 0;
     schedule.caps = p.softcap > 0.0;
-    schedule.cap = static_cast<float>(p.softcap) * Unit::kPerNatural;
-    if (schedule.caps) schedule.first_scale = static_cast<float>(p.softmax_scale / p.softcap);
+    schedule.cap = factors.cap;
     const float last = schedule.caps ? schedule.cap : schedule.first_scale;
     const bool rounds = Unit::kNatural && (schedule.stages_bias || schedule.adds_alibi);
     schedule.scales_first = rounds || schedule.reads_bias || !(last > 0x1p-60f && last < 0x1p60f);

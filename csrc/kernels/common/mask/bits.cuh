@@ -1,0 +1,61 @@
+// Visible keys as bits. A word has those of one query and 32 keys, in one of three orders: that of the keys, in which
+// masks are read, and two in which accumulators lie, which cost the main loops less to look at.
+//
+// An accumulator: number n of the 8 keys, t = lane % 4, and c, the second of the lane's two keys: key 8 n + 2 t + c.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_ext {
+
+/// Brings the kBits lowest bits of the bytes of a word together, where no others are set.
+template <int kBits>
+__device__ __forceinline__ uint32_t gather_bytes(uint32_t bytes) {
+  // A product that shifts byte k to bit 24 + kBits k; what else it makes stays below bit 24 or leaves the word.
+  constexpr uint32_t kShifts = 1u << 24 | 1u << (16 + kBits) | 1u << (8 + 2 * kBits) | 1u << 3 * kBits;
+  return bytes * kShifts >> 24 & ((1u << 4 * kBits) - 1);
+}
+
+/// 16 keys of a boolean mask, as bytes of 0 and 1, as bits.
+__device__ __forceinline__ uint32_t bits_of_bytes(const uint4& bytes) {
+  return gather_bytes<1>(bytes.x) | gather_bytes<1>(bytes.y) << 4 | gather_bytes<1>(bytes.z) << 8 |
+         gather_bytes<1>(bytes.w) << 12;
+}
+
+/// Bit k is key k.
+struct KeyOrder {
+  /// Whether the key of an accumulator is visible.
+  __device__ __forceinline__ static bool sees(uint32_t word, int n, int c, int lane) {
+    return word >> (8 * n + 2 * (lane % 4) + c) & 1u;
+  }
+};
+
+/// Each lane of a quad has a part of its own, the byte of its keys: bit 2 n + c. Parts of a row that has more words
+/// follow each other.
+struct QuadOrder {
+  /// Of lane t, of a word in the order of the keys.
+  __device__ __forceinline__ static uint32_t part(uint32_t word, int t) {
+    return gather_bytes<2>(word >> 2 * t & 0x03030303u);
+  }
+  __device__ __forceinline__ static bool sees(uint32_t part, int n, int c) { return part >> (2 * n + c) & 1u; }
+};
+
+/// All lanes share a word: bit 16 (t % 2) + 4 (t / 2) + 8 c + n. Bits of one register of all n follow each other, which
+/// makes predicates of them by the half dozen.
+struct RegisterOrder {
+  /// A word in the order of the keys, in this one.
+  __device__ __forceinline__ static uint32_t pack(uint32_t word) {
+    uint32_t result = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) result |= (gather(word >> k) | gather(word >> (k + 4)) << 4) << (8 * k);
+    return result;
+  }
+  /// Shifts the lane's keys down to bits 8 c + n.
+  __device__ __forceinline__ static int shift(int lane) { return 16 * (lane & 1) + 4 * (lane >> 1 & 1); }
+  __device__ __forceinline__ static bool sees(uint32_t shifted, int n, int c) { return shifted >> (8 * c + n) & 1u; }
+
+ private:
+  __device__ __forceinline__ static uint32_t gather(uint32_t word) { return gather_bytes<1>(word & 0x01010101u); }
+};
+
+}  // namespace flash_ext

@@ -1,0 +1,131 @@
+// A CTA of the forward: its steps over the tiles of keys. See kernel.cuh.
+#pragma once
+
+#include "epilogue.cuh"
+#include "kernels/common/sanitise_tile.cuh"
+
+namespace flash_ext::sm80 {
+
+template <class Config>
+struct ForwardConsumer : ForwardOut<Config> {
+  using Base = ForwardOut<Config>;
+  using Base::Base;
+  using Base::begin, Base::begin_step, Base::copying_thread, Base::forget_lane, Base::kBlockN, Base::kHeadDim,
+      Base::kThreads, Base::multiply_pv, Base::multiply_qk, Base::options, Base::phase, Base::release_key, Base::rows,
+      Base::rows_left, Base::s_v, Base::schedule, Base::seen, Base::stage, Base::store, Base::work_tile;
+  using typename Base::Element, typename Base::KeptWeights, typename Base::Scores, typename Base::Visibility;
+
+  __device__ __forceinline__ void finish_step(Scores& s, const KeptWeights& kept, int tile, int next) {
+    if (Config::kOneBias || (Config::kReads && schedule.stages_bias)) {
+      __syncwarp();  // all lanes have read their part of this tile's bias
+      options().load_bias(work_tile, next);
+      ptx::cp_async_commit();
+    }
+    if constexpr (Config::kOneDropout) {
+      multiply_pv(s, kept);
+    } else {
+      options().drop(s, tile);
+      multiply_pv(s);
+    }
+    phase ^= 1;
+  }
+
+  template <bool kRounds>
+  __device__ __forceinline__ void exponentiate(Scores& s, const RowTerms& terms) {
+    const auto hide = [&](Scores& weights) { return options().hide_by_bias(weights); };
+    rows.template exponentiate<kRounds>(s, schedule.scale, terms, hide);
+  }
+
+  /// V of this step, which has arrived. All warps come here or none, from either kind of step.
+  __device__ __forceinline__ void sanitise_value() const {
+    const int thread = Config::kMasks ? copying_thread() : static_cast<int>(threadIdx.x);
+    if (remove_non_finite<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0), thread)) work_tile.met_non_finite = true;
+    ptx::barrier_sync<1, kThreads>();
+  }
+
+  /// A tile that no window cuts, and whose scores the stabilisers are good for.
+  __device__ __forceinline__ void full_step(MaskedTile at, MaskedTile next, const Visibility& visible) {
+    Scores s;
+    KeptWeights kept;
+    multiply_qk(s, kept, at.tile);
+    release_key(next);
+    const RowTerms terms = options().apply(s, at, visible, phase);
+    if (Config::kMasks && work_tile.sanitised) sanitise_value();
+    exponentiate<false>(s, terms);
+    finish_step(s, kept, at.tile, next.tile);
+  }
+
+  /// Any tile. True if the next step has to update the row stabilisers too, as some row has none.
+  __device__ __forceinline__ bool partial_step(MaskedTile at, MaskedTile next, const Visibility& visible, bool first) {
+    if (Config::kBiases && work_tile.safe_path) options().saturate_bias();
+    Scores s;
+    KeptWeights kept;
+    multiply_qk(s, kept, at.tile);
+    release_key(next);
+    const RowTerms terms = options().apply(s, at, visible, phase);
+    const bool outside_window = at.tile < work_tile.tiles.full_begin || at.tile >= work_tile.tiles.full_end;
+    if (outside_window) hide_outside_window(s, options().coordinates(at.tile), work_tile.sequence);
+    const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };
+    rows.update_row_max(s, schedule.scale, terms, lift, first);
+    const bool exact = rows.some_without_stabiliser(rows_left());
+    exponentiate<true>(s, terms);
+    if (!Config::kMasks && Config::kStages > 1 && first) {
+      ptx::cp_async_wait<1>();  // for V
+      __syncthreads();
+    }
+    if (work_tile.sanitised && (Config::kMasks || outside_window)) sanitise_value();
+    finish_step(s, kept, at.tile, next.tile);
+    return exact;
+  }
+
+  /// All tiles, from the start. Warps may differ in what step they take: either has the same barriers.
+  __device__ __forceinline__ void visit() {
+    MaskedTile at = options().find_first(phase, seen);
+    if (Config::kMasks || work_tile.sanitised) begin(work_tile, at.tile);
+    rows.clear();
+    bool exact = true;
+#pragma unroll 1
+    while (at.tile >= work_tile.tiles.begin) {
+      const TileSpan tiles = work_tile.tiles;
+      const bool first = at.tile == tiles.end - 1;
+      const bool full = !Config::kRunningMaximum && !exact && at.tile >= tiles.full_begin && at.tile < tiles.full_end;
+      forget_lane();
+      Visibility visible;
+      if constexpr (Config::kLooksEarly) options().look_at_mask(visible, at);
+      const MaskedTile next = begin_step(at.tile, first, tiles.begin);
+      if constexpr (!Config::kLooksEarly) options().look_at_mask(visible, at);
+      if (full) {
+        full_step(at, next, visible);
+      } else {
+        exact = partial_step(at, next, visible, first) || work_tile.safe_path;
+      }
+      at = next;
+    }
+  }
+
+  /// Also when Inf or NaN came into out where something is hidden: a hidden weight is 0, and 0 * Inf is NaN.
+  __device__ __forceinline__ bool needs_recompute() const {
+    const TileSpan& tiles = work_tile.tiles;
+    const bool hides = options().masked() || tiles.full_begin > tiles.begin || tiles.full_end < tiles.end;
+    const bool lost = __syncthreads_or(rows.lost(rows_left(), options().stages_bias()));
+    if (!lost && !__syncthreads_or(!work_tile.sanitised && hides && !rows.out_is_finite())) return false;
+    const int thread = static_cast<int>(threadIdx.x);
+    if ((Config::kFullPrecision ? ptx::reread(thread) : thread) == 0)
+      work_tile.sanitised = true, work_tile.safe_path = lost;
+    __syncthreads();
+    return true;
+  }
+
+  __device__ __forceinline__ void run() {
+    bool repeat;
+#pragma unroll 1
+    do {
+      visit();
+      repeat = !work_tile.safe_path && needs_recompute();
+      phase = 0;
+    } while (repeat);
+    store();
+  }
+};
+
+}  // namespace flash_ext::sm80
