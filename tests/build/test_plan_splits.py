@@ -139,9 +139,9 @@ def test_backward_chunks_come_from_shapes_alone() -> None:
 
 def test_tiles_shrink_where_there_is_little_work() -> None:
     sizes = [plan(seqlen_q=seqlen_q, batch=batch).block_m for batch in (1, 4, 64) for seqlen_q in (16, 512, 4096)]
-    assert set(sizes) == {32, 64, 128}
-    assert plan(seqlen_q=8192).block_m == 128 and plan(seqlen_q=1).block_m == 32
-    assert plan(operation="backward", seqlen_q=1).block_m == 128
+    assert set(sizes) == {32, 64, 128, 256}
+    assert plan(seqlen_q=8192).block_m == 256 and plan(seqlen_q=1).block_m == 32
+    assert plan(operation="backward", seqlen_q=1).block_m == 256
 
 
 def test_heads_that_share_keys_share_a_tile_when_queries_are_few() -> None:
