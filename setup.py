@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 from build_support.build_command import BuildLibraries, TorchLibrary
-from build_support.toolchain import accepts_flags
+from build_support.toolchain import compiles
 
 ROOT = Path(__file__).resolve().parent
 
@@ -27,7 +27,8 @@ AVX512_WARNING_FLAGS = ["-Wno-maybe-uninitialized", "-Wno-unknown-warning-option
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 # The same kernels once more per instruction set; the library picks one when it runs. The flags come behind the
 # -march=x86-64 that every source gets.
-AMX_FLAGS = ["-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # GCC 11, Clang 12
+AMX_FLAGS = ["-mavx512bf16", "-mamx-tile", "-mamx-bf16"]  # GCC 11, Clang 12, and an assembler of their time
+AMX_PROBE = "#include <immintrin.h>\nvoid probe() { _tile_dpbf16ps(0, 1, 2); }\n"
 X86_ISA_FLAGS = {
     "csrc/kernels/cpu/isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "csrc/kernels/cpu/isa_avx512.cpp": [*AVX512_FLAGS, *AVX512_WARNING_FLAGS],
@@ -39,7 +40,7 @@ def isa_flags() -> dict[str, list[str]]:
     """Flags of the instruction sets that are built, by source."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return {}
-    if accepts_flags(AMX_FLAGS):
+    if compiles(AMX_PROBE, AMX_FLAGS):
         return {**X86_ISA_FLAGS, "csrc/kernels/cpu/attention.cpp": ["-DFLASH_EXT_HAS_AMX"]}
     return {source: flags for source, flags in X86_ISA_FLAGS.items() if not source.endswith("_amx.cpp")}
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,9 +136,12 @@ def cxx_version() -> str:
     return output.splitlines()[0]
 
 
-def accepts_flags(flags: list[str]) -> bool:
-    """Whether the compiler knows the flags of an instruction set."""
-    return _run([*cxx(), *flags, "-x", "c++", "-fsyntax-only", os.devnull]) is not None
+def compiles(source: str, flags: list[str]) -> bool:
+    """Whether the compiler and its assembler can do that with these flags."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "probe.cpp"
+        file.write_text(source)
+        return _run([*cxx(), *flags, "-c", str(file), "-o", str(file.with_suffix(".o"))]) is not None
 
 
 def ninja() -> str:

@@ -359,7 +359,7 @@ def slack_of_rows(call: Call, ref: Result, gradients_of: Sequence[str]) -> Resul
     if gradients_of:
         for name, noise in noise_of_single_keys(call, ref, gradients_of).items():
             slack[name] += noise
-    if "bias" in gradients_of and call.options["bias"].shape[-1] == 1:
+    if "bias" in gradients_of and call.options["bias"].shape[-1] == 1 and call.k.numel() and call.q.numel():
         # A bias that all keys of a row share changes no weight. Its gradient is what rounding leaves of a difference.
         every_row = torch.ones_like(lse, dtype=torch.bool)
         slack["dbias"] += noise_of_rows(call, ref, every_row, ("bias",)).get("dbias", 0.0)

@@ -241,7 +241,12 @@ class TestRun:
 def tests_of(bug: Bug) -> Iterator[str]:
     """Arguments of pytest, names of files spelled out."""
     for word in shlex.split(bug.tests):
-        yield from sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(word)) if "*" in word else [word]
+        if "*" not in word:
+            yield word
+        elif files := sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(word)):
+            yield from files
+        else:
+            raise SystemExit(f"mutants: {bug.name}: no file is called {word}")
 
 
 def run_tests(root: Path, arguments: Iterable[str], bug: Bug, seconds: float | None = None) -> TestRun:

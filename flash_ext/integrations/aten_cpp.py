@@ -79,7 +79,10 @@ def has_cpp_kernel(operator: str) -> bool:
     """Whether there is a kernel in C++ for aten's operator of that name as this torch has it."""
     if operator not in SCHEMAS:
         return False
-    found = schema_of(getattr(torch.ops.aten, operator).default)
+    packet = getattr(torch.ops.aten, operator, None)
+    if packet is None:
+        return False
+    found = schema_of(packet.default)
     return form_of(found) == form_of(parse_schema(operator + SCHEMAS[operator]))
 
 
@@ -140,15 +143,20 @@ def _call_from_cpp(place: tuple[str, str], *args: Any, **kwargs: Any) -> tuple[T
     """The kernel's results and no text; or anything and the text of an exception, as none passes through C."""
     try:
         results = _python_kernels[place](*args, **kwargs)
-        return *(torch.tensor(x) if isinstance(x, int) else x for x in results), _bytes("")
+        return *(_number(x) if isinstance(x, int) else x for x in results), _bytes("")
     except Exception as error:
         text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
         _, results = form_of(schema_of(getattr(torch.ops.aten, place[0]).default))
-        return *(torch.tensor(0) for _ in results), _bytes(text or type(error).__name__)
+        return *(_number(0) for _ in results), _bytes(text or type(error).__name__)
+
+
+def _number(value: int) -> Tensor:
+    """On the CPU, where C++ reads it, whatever torch's default device is."""
+    return torch.tensor(value, device="cpu")
 
 
 def _bytes(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
 # ---- What is counted ------------------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ def is_torchs(
         return False
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         return False
-    # On CUDA this operator is the one that takes them all.
-    return device_type == "cpu" or is_efficient_sdp_enabled()
+    # On CUDA this operator is the one that takes them all, of these head dims: beside them torch may choose math.
+    return device_type == "cpu" or (shape[3] % 8 == 0 and is_efficient_sdp_enabled())
 
 
 def serve(

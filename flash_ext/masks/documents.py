@@ -85,7 +85,7 @@ class DocumentBuilders(Mask):
                 f"cu_seqlens must be int32 or int64 (documents + 1), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
             )
         blocks = Blocks(seqlen, seqlen, *block_size)
-        cu_seqlens = cu_seqlens.int()
+        cu_seqlens = cu_seqlens.clamp(-1, 2**31 - 1).int()  # 64 bits do not wrap
         token = blocks.positions(0, cu_seqlens.device)[None]
         # A token before the first document or behind the last one finds an empty one.
         bounds = torch.cat([cu_seqlens[:1], cu_seqlens, cu_seqlens[-1:]])

@@ -67,6 +67,9 @@ inline void round_panel(uint16_t* to, const float* panel);
 /// Copies a row of bfloat16 and fills it up with zeros; whether it holds an Inf or a NaN.
 inline bool copy_halves(uint16_t* to, const void* from, int64_t count, int64_t padded);
 
+/// Compilers know nothing of the memory that tile instructions read: what was stored before must be stored by then.
+FLASH_EXT_INLINE void finish_stores() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+
 /// Gives this thread tile registers of full size while it lives.
 class TileRegisters {
  public:
@@ -80,6 +83,7 @@ class TileRegisters {
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
     static_assert(sizeof(config) == 64, "the layout that the instruction reads");
+    finish_stores();
     _tile_loadconfig(&config);
 #endif
   }
@@ -96,9 +100,6 @@ class TileRegisters {
 };
 
 #if defined(__AMX_BF16__)
-
-/// Compilers know nothing of the memory that tile instructions read: what was stored before must be stored by then.
-FLASH_EXT_INLINE void finish_stores() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
 /// Where the tiles of an operand lie: its rows, its second tile, its next depth.
 struct TileOperand {

@@ -122,6 +122,15 @@ void multiply_exactly(T* s, const RowTile<T>& tile, const Operand& b, int64_t la
   }
 }
 
+/// A weight as the products of the other rows have it.
+template <class T>
+FLASH_EXT_INLINE T weight_beside([[maybe_unused]] const RowTile<T>& tile, T weight) {
+  if constexpr (kHasMatrixUnits<T>) {
+    if (tile.in_halves) return bfloat16_to_float(float_to_bfloat16(weight));
+  }
+  return weight;
+}
+
 /// O[:, lane] += weights[row][lane] * row, for the isolated rows in [begin, end), where the weight is not 0.
 template <class T>
 void accumulate_exactly(T* o, const RowTile<T>& tile, const T* weights, int64_t begin, int64_t end,
@@ -131,7 +140,7 @@ void accumulate_exactly(T* o, const RowTile<T>& tile, const T* weights, int64_t 
     const int64_t r = tile.isolated[n];
     if (r < begin || r >= end) continue;
     for (int lane = 0; lane < layout.lanes; ++lane) {
-      const T weight = weights[r * kPanel + lane];
+      const T weight = weight_beside(tile, weights[r * kPanel + lane]);
       if (weight == T(0)) continue;
       for (int64_t d = 0; d < tile.dim; ++d) o[layout.at(d, lane)] += weight * tile.original(r)[d];
     }
@@ -148,7 +157,7 @@ void accumulate_panels_exactly(T* c, const T* weights, int64_t panel_stride, con
     const int64_t r = tile.isolated[n];
     const T* lane = weights + r / kPanel * panel_stride + r % kPanel;
     for (int64_t key = keys[r / kPanel].begin; key < keys[r / kPanel].end; ++key) {
-      const T weight = lane[key * kPanel];
+      const T weight = weight_beside(tile, lane[key * kPanel]);
       if (weight == T(0)) continue;
       for (int64_t d = 0; d < tile.dim; ++d) c[key * tile.stride + d] += weight * tile.original(r)[d];
     }
