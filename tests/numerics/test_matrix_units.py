@@ -91,6 +91,15 @@ def test_rows_with_nan_or_inf_reach_those_alone_that_see_them(name: str, value: 
         assert not result["out"][:, row].isfinite().all()
 
 
+def test_a_panel_ends_within_a_pair_of_keys_that_another_sees() -> None:
+    """The first 32 queries see 65 keys, the others more of the same tile. With fewer heads, panels would be tiles."""
+    q, k, v = (torch.randn(1, n, 32, 16, dtype=BFLOAT16) for n in (64, 128, 128))
+    window: dict[str, Any] = {"window_size": (-1, 33), "top_left": True}
+    expected = flash_ext.attention(q, k, v, **window)[:, :32]
+    v[:, 65:] = 1e4
+    assert torch.equal(flash_ext.attention(q, k, v, **window)[:, :32], expected)
+
+
 def test_a_gradient_that_is_not_finite_reaches_those_alone_that_its_row_sees() -> None:
     call = make_call(1, 96, 96, 2, 2, 64, dtype=BFLOAT16, causal=True).with_random_gradients()
     expected = run_library(call, ("q", "k", "v"))
