@@ -414,6 +414,8 @@ def gradients_of_noise(call: Call, noise_p: Tensor, noise_lse: Tensor, gradients
             if call.grad_out is None:
                 continue
             result, noise = out, call.grad_out.abs() * noise_p.transpose(-1, -2)[..., None]
+        if not result.requires_grad:  # nothing reaches it: no sequence has any keys, or a leaf is empty
+            continue
         (gradient,) = torch.autograd.grad(
             result, leaves[name], noise.to(result.dtype), retain_graph=True, allow_unused=True
         )

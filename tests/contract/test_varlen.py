@@ -52,6 +52,11 @@ def test_each_sequence_has_its_own_window(
     assert_matches_oracle(call)
 
 
+def test_a_bias_that_all_keys_share_without_any_key(device: str, dtype: torch.dtype) -> None:
+    call = make_varlen_call([0], [0], device, spare=1, dtype=dtype, bias=random(1, 4, 1, 1, device=device))
+    assert (assert_matches_oracle(call)["dbias"] == 0).all()
+
+
 def test_rows_in_no_sequence(device: str, dtype: torch.dtype) -> None:
     """Rows before the first and after the last sequence: out 0, lse -inf, gradients 0, whatever they hold."""
     call = make_varlen_call([17, 9], [23, 5], device, spare=6, dtype=dtype)
