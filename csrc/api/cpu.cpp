@@ -8,6 +8,7 @@
 #include "add_layer_norm.h"
 #include "attention.h"
 #include "attention_args.h"
+#include "attention_operators.h"
 #include "decode.h"
 #include "dropout.h"
 #include "kernels/cpu/add_layer_norm.h"
@@ -48,18 +49,6 @@ namespace {
 using Tensors2 = std::tuple<Tensor, Tensor>;
 using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Tensors2 attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS,
-                           bool /*deterministic*/) {
-  const ForwardCall call = attend(q, k, v, FLASH_EXT_SCORE_OPTIONS);
-  return {call.out, call.lse};
-}
-
-Tensors2 attention_forward_plain(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
-                                 int64_t window_left, int64_t window_right, bool top_left) {
-  const ForwardCall call = attend(q, k, v, {softmax_scale, window_left, window_right, top_left});
-  return {call.out, call.lse};
-}
 
 Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, bool deterministic,

@@ -7,9 +7,9 @@
 
 namespace flash_ext::api {
 
-void describe_device(const Tensor&, plan::Problem& problem) {
+void describe_device(const Tensor& q, plan::Problem& problem) {
   problem.device = plan::Device::kCpu;
-  problem.matrix_units = cpu::uses_matrix_units();
+  problem.matrix_units = q.scalar_type() == ScalarType::BFloat16 && cpu::uses_matrix_units();
   problem.num_workers = torch::stable::get_num_threads();
 }
 

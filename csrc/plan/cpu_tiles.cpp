@@ -9,7 +9,7 @@ constexpr int64_t kMinBlockM = 32;
 constexpr int64_t kWantedItems = 32;
 
 void choose_products(Draft& draft) {
-  if (draft.p.matrix_units && draft.p.dtype == DType::kBFloat16) draft.take_variant("products by matrix units (AMX)");
+  if (draft.p.matrix_units) draft.take_variant("products by matrix units (AMX)");
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ struct Problem {
   Device device = Device::kCpu;
   int64_t compute_capability = 0;    // CUDA: 90 for sm_90
   bool own_kernels = true;           // CUDA: those for this very compute capability are there and may be used
-  bool matrix_units = false;         // CPU: products of bfloat16 by matrix units
+  bool matrix_units = false;         // CPU: products by matrix units, which take bfloat16
   int64_t num_workers = 1;           // what can work at the same time: threads of a CPU, SMs of a GPU
   int64_t shared_bytes_per_cta = 0;  // CUDA: shared memory that a CTA can have, and an SM for all of its CTAs; 0 = not
   int64_t shared_bytes_per_sm = 0;   // known, and tiles that depend on it are not named

@@ -15,7 +15,7 @@ void for_each_field(Visit visit) {
   visit("compute_capability", &Problem::compute_capability, "CUDA: 90 for sm_90");
   visit("own_kernels", &Problem::own_kernels,
         "CUDA: kernels for this very compute capability are there and may be used");
-  visit("matrix_units", &Problem::matrix_units, "CPU: products of bfloat16 by matrix units (AMX)");
+  visit("matrix_units", &Problem::matrix_units, "CPU: products by matrix units (AMX), which take bfloat16");
   visit("num_workers", &Problem::num_workers, "threads of a CPU, SMs of a GPU");
   visit("shared_bytes_per_cta", &Problem::shared_bytes_per_cta,
         "CUDA: shared memory that a CTA can have; 0 = not known");

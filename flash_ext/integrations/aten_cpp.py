@@ -113,7 +113,7 @@ _python_kernels: dict[tuple[str, str], Callable[..., Any]] = {}  # by operator a
 
 @cache
 def _python_library() -> torch.library.Library:
-    """The operators by which C++ calls Python. They stay when all is restored: another thread may be on its way."""
+    """The operators by which C++ calls Python. They outlive a deactivation: another thread may be calling one."""
     library = torch.library.Library("flash_ext_python", "DEF")
     library.define("torch_settings() -> int")
     library.impl("torch_settings", _torch_settings, "CompositeExplicitAutograd")
@@ -121,7 +121,7 @@ def _python_library() -> torch.library.Library:
         arguments, results = SCHEMAS[operator].split(" -> ")
         tensors = ", ".join(["Tensor"] * (results.count(",") + 2))  # the last one is the text of an exception
         library.define(f"{operator}{arguments} -> ({tensors})")
-        library.impl(operator, torch.library.fallthrough_kernel, "Autograd")  # which has had its turn
+        library.impl(operator, torch.library.fallthrough_kernel, "Autograd")  # autograd has recorded the call already
     return library
 
 

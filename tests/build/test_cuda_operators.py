@@ -10,6 +10,7 @@ import pytest
 API = Path(__file__).resolve().parents[2] / "csrc" / "api"
 FUNCTION = re.compile(r"^[\w:<>&* ]+? (\w+)\(([^{};]*)\)\s*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 REGISTERED = re.compile(r'm\.impl\("(\w+)", TORCH_BOX\(&(\w+)\)\)')
+INCLUDED = re.compile(r'^#include "(\w+\.h)"', re.MULTILINE)
 SCHEMA = re.compile(r'm\.def\(\s*"(\w+)\(Tensor')
 
 
@@ -19,18 +20,20 @@ def operators() -> set[str]:
 
 
 def implementations() -> list[tuple[str, str, dict[str, str]]]:
-    """(operator, function, bodies of the functions of its file) of all that CUDA has."""
+    """(operator, function, bodies of the functions of its file and of what that includes) of all that CUDA has."""
     found = []
     for path in sorted(API.glob("cuda*.cpp")):
         text = path.read_text()
-        bodies = {name: body for name, _, body in FUNCTION.findall(text)}
+        headers = [API / name for name in INCLUDED.findall(text)]
+        sources = [header.read_text() for header in headers if header.exists()] + [text]
+        bodies = {name: body for source in sources for name, _, body in FUNCTION.findall(source)}
         registered = REGISTERED.findall(text)
         found += [(operator, function, bodies) for operator, function in registered if operator in operators()]
     return found
 
 
 def sets_device(function: str, bodies: dict[str, str]) -> bool:
-    """By itself, or in a function of the same file that it calls."""
+    """By itself, or in a function of ``bodies`` that it calls."""
     body = bodies[function]
     if re.search(r"\bconst CudaDevice \w+\(\w+\);", body):
         return True

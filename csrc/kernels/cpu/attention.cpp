@@ -38,40 +38,37 @@ std::string wanted_instruction_set() {
   return wish;
 }
 
-/// Kernels by dtype.
-struct KernelSet {
-  const Kernels& for_float;
-  const Kernels& for_double;
-  const Kernels& for_bfloat16;
-};
-
-KernelSet same_for_all(const InstructionSet& set) { return {set.for_float, set.for_double, set.for_float}; }
-
 /// The best set that the machine has, up to the wanted one.
-KernelSet detect_kernels() {
+const InstructionSet& detect_instruction_set() {
   const std::string wish = wanted_instruction_set();
 #if defined(__x86_64__)
   __builtin_cpu_init();
-#if defined(FLASH_EXT_HAS_AMX)
-  if (wish == "amx" && has_avx512() && may_use_matrix_units()) {
-    return {kAvx512.for_float, kAvx512.for_double, kAmxKernels};
-  }
+  if ((wish == "amx" || wish == "avx512") && has_avx512()) return kAvx512;
+  if (wish != "baseline" && has_avx2()) return kAvx2;
 #endif
-  if ((wish == "amx" || wish == "avx512") && has_avx512()) return same_for_all(kAvx512);
-  if (wish != "baseline" && has_avx2()) return same_for_all(kAvx2);
-#endif
-  return same_for_all(kBaseline);
+  return kBaseline;
 }
 
-const KernelSet& current_kernels() {
-  static const KernelSet set = detect_kernels();
+const InstructionSet& current_instruction_set() {
+  static const InstructionSet& set = detect_instruction_set();
   return set;
 }
 
+bool detect_matrix_units() {
+#if defined(FLASH_EXT_HAS_AMX)
+  return wanted_instruction_set() == "amx" && &current_instruction_set() == &kAvx512 && may_use_matrix_units();
+#else
+  return false;
+#endif
+}
+
 const Kernels& kernels_for(const AttentionParams& p) {
-  const KernelSet& set = current_kernels();
+  const InstructionSet& set = current_instruction_set();
   if (p.dtype == DType::kFloat64) return set.for_double;
-  return p.dtype == DType::kBFloat16 ? set.for_bfloat16 : set.for_float;
+#if defined(FLASH_EXT_HAS_AMX)
+  if (p.dtype == DType::kBFloat16 && uses_matrix_units()) return kAmxKernels;
+#endif
+  return set.for_float;
 }
 
 /// A thread is worth waking for this much work.
@@ -129,7 +126,10 @@ bool is_empty(const AttentionParams& p) { return p.batch == 0 || p.heads_q == 0 
 
 }  // namespace
 
-bool uses_matrix_units() { return &current_kernels().for_bfloat16 != &current_kernels().for_float; }
+bool uses_matrix_units() {
+  static const bool uses = detect_matrix_units();
+  return uses;
+}
 
 void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
   const Kernels& kernels = kernels_for(params);

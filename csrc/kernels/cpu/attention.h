@@ -28,7 +28,8 @@ void attention_backward(const BackwardParams& params, ParallelFor parallel_for);
 /// Writes every element of weights.
 void attention_weights(const WeightsParams& params, ParallelFor parallel_for);
 
-/// Whether products of bfloat16 go to matrix units (AMX). Throws like the calls above.
+/// Whether products of bfloat16 go to matrix units (AMX). The first call asks Linux for them, for the whole process:
+/// only calls of bfloat16 should. Throws like the calls above.
 bool uses_matrix_units();
 
 }  // namespace flash_ext::cpu

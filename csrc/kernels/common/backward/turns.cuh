@@ -58,7 +58,7 @@ __device__ __forceinline__ void end_turn(int32_t* counter, int lane) {
 /// be waited for is under way for a while then. `counters`: of the workspace; a slot is that of one.
 class DqTurns {
  public:
-  /// Ends the last turn, if any, and reads whether the next turn is due.
+  /// Publishes the last addition, if any, and reads whether the next one may begin.
   __device__ __forceinline__ void advance(int32_t* counters, int slot, int turn, int lane) {
     const int32_t count = ptx::load_relaxed(counters + slot);
     ptx::bulk_wait();

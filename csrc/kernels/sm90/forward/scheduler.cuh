@@ -12,10 +12,10 @@
 namespace flash_ext::sm90 {
 
 /// Where all sequences have the same lengths, the tiles of queries of one key head stand side by side: CTAs that
-/// start together then read the same keys, and memory is asked for as much at one time as at another. What balances the
-/// end is the order of the last turns: the tiles with the most keys first or, where all see all keys, those that are no
-/// whole ones last. Else, and in the variant with options with a window, sections of heads whose keys fit into L2,
-/// equally large, so that the last one is no small one.
+/// start together then read the same keys, and memory is asked for as much at one time as at another. The tail wave is
+/// balanced by its order: the tiles with the most keys first or, where all see all keys, partial tiles last. Else, and
+/// in the variant with options with a window, heads form sections whose keys fit into L2, of equal size, so that the
+/// last one is no small one.
 template <class Config>
 ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
