@@ -47,7 +47,7 @@ def scaled_dot_product_attention(
         enable_gqa: query's heads may be a multiple of key's and value's.
 
     Returns:
-        (..., heads, L, Ev) in query's dtype.
+        (..., heads, L, Ev) in query's dtype; in memory in the order of query, or as (..., L, heads, Ev).
 
     Raises:
         RuntimeError: attn_mask together with is_causal, or arguments that do not fit together.

@@ -87,6 +87,44 @@ def test_bits_of_the_way_by_python(
         assert torch.equal(ours, right)
 
 
+def test_dropout_draws_from_torchs_generator(device: str) -> None:
+    """Two numbers, as ``draw_rng_state`` does: the same seed is the same call."""
+    q, k, v = qkv(device)
+    out = sdpa(q, k, v, None, 0.3)
+    assert is_fused(out)
+    following = torch.rand(1, device=device)
+    torch.manual_seed(5)
+    rng_state = flash_ext.draw_rng_state(device)
+    assert torch.equal(following, torch.rand(1, device=device))
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = flash_ext.attention(*rows, dropout_p=0.3, rng_state=rng_state)
+    assert isinstance(expected, Tensor)
+    assert torch.equal(out, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_memory_of_out_and_gradients_is_that_of_the_inputs(device: str, order: str) -> None:
+    """But for gradients of out in another order, which may cost copies but no bits."""
+    q, k, v = qkv(device, order=order)
+    mask = make("bool", MASKS["shared"], device)
+    out = flash_ext.scaled_dot_product_attention(q, k, v, mask)
+    assert is_fused(out) and strides(out) == strides(q)
+    found: list[tuple[Tensor, ...]] = []
+    for like in ORDERS:
+        grad_out = qkv(device, order=like, requires_grad=False)[0].copy_(torch.linspace(-1, 1, 37)[:, None])
+        found.append(torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True))
+        assert [strides(x) for x in found[-1]] == [strides(x) for x in (q, k, v)]
+        assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
+
+
+def test_queries_that_are_repeated_in_memory(device: str) -> None:
+    """A query with a stride of 0 has no memory order to follow."""
+    q, k, v = qkv(device, requires_grad=False)
+    q = q[:, :1].expand(q.shape)
+    out = flash_ext.scaled_dot_product_attention(q, k, v, make("bool", MASKS["shared"], device), 0.0)
+    assert out.shape == q.shape and 0 not in out.stride()
+
+
 @pytest.mark.parametrize("asked", ["q", "k", "v", "mask", "qv"])
 def test_gradients_that_are_asked_for(device: str, asked: str) -> None:
     names = {"q": 0, "k": 1, "v": 2, "mask": 3}
