@@ -77,7 +77,7 @@ def attend(
         (batch, heads, seqlen_q, head_dim_v), in memory in the order of the query; or None where the call is not for
         this operator, because it is wrong, asks for more, or has to be seen by somebody else.
     """
-    if _is_watched() or not type(query) is type(key) is type(value) is Tensor:
+    if _is_watched() or not (_is_plain(query) and _is_plain(key) and _is_plain(value)):
         return None
     device = query.device
     if not (filled[device.type] if device.type in filled else fill(device.type)):
@@ -86,7 +86,7 @@ def attend(
         return None
     mask_shape = None
     if attn_mask is not None:
-        if is_causal or type(attn_mask) is not Tensor or attn_mask.device != device:
+        if is_causal or not _is_plain(attn_mask) or attn_mask.device != device:
             return None
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             return None
@@ -99,6 +99,11 @@ def attend(
         return None
     out: Tensor = _FUSED(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     return out
+
+
+def _is_plain(x: object) -> bool:
+    """No subclass, whose meaning is its own, and no nested, sparse or other tensor without strides."""
+    return type(x) is Tensor and x.layout is torch.strided and not x.is_nested
 
 
 def _is_watched() -> bool:
