@@ -287,7 +287,7 @@ class ForwardProducer {
   /// True if this lane found some.
   __device__ __forceinline__ bool remove_non_finite(uint4* s_tile) const {
     const auto piece = [&](int k) -> uint4& { return s_tile[k]; };
-    return sanitise_pieces<typename Config::Element, false, Config::kValueBytes / 16, 32, 2>(lane_, piece);
+    return sanitise_pieces<typename Config::Element, Config::kValueBytes / 16, 32, 2>(lane_, piece);
   }
 
   /// Rows from `first` on. Nobody sees them, so what they hold is of no account.
