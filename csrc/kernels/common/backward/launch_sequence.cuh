@@ -9,7 +9,7 @@
 
 namespace flash_ext {
 
-/// What errors call the kernels.
+/// Names of the kernels in error messages.
 struct BackwardKernelNames {
   const char *row_terms, *main, *dq, *dsink;
 };
@@ -23,8 +23,8 @@ struct BackwardRowKernels {
   static constexpr bool kPermuted = kPermuted_;
 };
 
-/// launch_row_terms(shape) and launch_main() launch what their names say; the latter is not called where neither q nor
-/// k nor v wants a gradient. overlaps_previous: the main kernel starts those behind it early.
+/// launch_main() launches the main kernel, and is called only where the gradient of q, k or v is wanted;
+/// launch_row_terms(shape) the first one. overlaps_previous: dQ's kernel may start before the one before has ended.
 template <class Kernels, class LaunchRowTerms, class LaunchMain>
 void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& workspace,
                               const BackwardKernelNames& names, bool overlaps_previous, cudaStream_t stream,

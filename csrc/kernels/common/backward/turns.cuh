@@ -19,7 +19,7 @@
 
 namespace flash_ext {
 
-/// Whether the CTAs of a kernel take turns: kIfAsked, where the workspace has counters for it.
+/// Whether the CTAs of a kernel add to dQ in turns. kIfAsked: where the workspace has counters for that.
 enum class TurnTaking { kNever, kIfAsked, kAlways };
 
 /// The number of a CTA among those that have started, drawn by one thread. The kernel of row terms has set the ticket

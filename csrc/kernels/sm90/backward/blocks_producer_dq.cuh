@@ -56,9 +56,9 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
 #pragma unroll 1
     for (; !step.is_past_end(); step.advance()) {
       wait_for(storage_.ds_full[at_.stage()], at_.parity());
-      // Before the products, behind which warp 0 may write another step's metadata here. That the other warps have read
-      // theirs by then, no mbarrier says, and so PTX's memory model does not: the products of a warpgroup do, whose
-      // warps compute capability 9.0 lets go on together.
+      // Read before the products: behind them warp 0 may write the metadata of another step here. No mbarrier orders
+      // that write behind the reads of the other warps. The products do, which the warps of a warpgroup finish together
+      // on compute capability 9.0; PTX's memory model does not promise it.
       const ListedQueries queries = storage_.step_metadata[step.stage];
       const Place place = {ptx::uniform(work_tile_.sequence.head + queries.head), ptx::uniform(queries.tile)};
       // That dS is complete says that all products of the step before are over.

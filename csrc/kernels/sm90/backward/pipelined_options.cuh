@@ -8,7 +8,7 @@
 //   kept words  written in prepare(m) between two barriers of the warpgroup, read behind the second one. Those of m - 1
 //               have been read before the first one: a warp arrives there with them in registers, where dV took them.
 //   words of masks, key biases, slopes  from global memory; nobody writes them.
-//   bias        one tile in shared memory, by TMA. All reads of it lie before dS of the step is handed over, which is
+//   bias        one tile in shared memory, by TMA. All reads of it come before dS of the step is published, which is
 //               made of what was read; behind that the next one is loaded.
 //   metadata    of steps that are found: kMetadataSlots.
 #pragma once
@@ -235,7 +235,7 @@ class BackwardOptionScores {
     }
   }
   /// Pairs of weights, or of gradients, that a bias of -inf hides: a sum that overflowed, or what a hidden key has in
-  /// V, may have made NaN of them. The bias lies there until dS is handed over.
+  /// V, may have made NaN of them. The bias lies there until dS is published.
   __device__ __forceinline__ void clear_hidden(Weights& pairs) const {
     if constexpr (Config::kBiased) {
       if (Tile::holds_nan(pairs)) Tile::hide_by_bias(pairs, s_bias_row());
