@@ -65,9 +65,8 @@ struct NonFinite {
 };
 
 /// Sanitises pieces of 16 bytes: numbers `first`, first + kStep, ... below kEnd, each a uint4 that piece(number) gives.
-/// Non-finite elements become 0, or with kBounded as bounded() says. True if there were some. Nearly always there are
-/// none: the first look is the fast one.
-template <class Element, bool kBounded, int kEnd, int kStep, int kUnroll, class Piece>
+/// Non-finite elements become 0. True if there were some. Nearly always there are none: the first look is the fast one.
+template <class Element, int kEnd, int kStep, int kUnroll, class Piece>
 __device__ __forceinline__ bool sanitise_pieces(int first, Piece piece) {
   using Test = NonFinite<Element>;
   uint32_t found = 0;
@@ -80,7 +79,7 @@ __device__ __forceinline__ bool sanitise_pieces(int first, Piece piece) {
 #pragma unroll 1
   for (int k = first; k < kEnd; k += kStep) {
     const uint4 x = piece(k);
-    piece(k) = kBounded ? Test::bounded(x) : Test::without(x);
+    piece(k) = Test::without(x);
   }
   return true;
 }

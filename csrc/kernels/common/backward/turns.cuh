@@ -19,6 +19,9 @@
 
 namespace flash_ext {
 
+/// Whether the CTAs of a kernel add to dQ in turns. kIfAsked: where the workspace has counters for that.
+enum class TurnTaking { kNever, kIfAsked, kAlways };
+
 /// The number of a CTA among those that have started, drawn by one thread. The kernel of row terms has set the ticket
 /// to 0.
 __device__ __forceinline__ uint32_t draw_number(const BackwardWorkspace& workspace) {

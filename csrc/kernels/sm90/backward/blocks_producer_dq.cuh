@@ -56,9 +56,11 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
 #pragma unroll 1
     for (; !step.is_past_end(); step.advance()) {
       wait_for(storage_.ds_full[at_.stage()], at_.parity());
-      // Before the products, behind which warp 0 may tell of another step here.
-      const ListedQueries told = storage_.told[step.stage];
-      const Place place = {ptx::uniform(work_tile_.sequence.head + told.head), ptx::uniform(told.tile)};
+      // Read before the products: behind them warp 0 may write the metadata of another step here. No mbarrier orders
+      // that write behind the reads of the other warps. The products do, which the warps of a warpgroup finish together
+      // on compute capability 9.0; PTX's memory model does not promise it.
+      const ListedQueries queries = storage_.step_metadata[step.stage];
+      const Place place = {ptx::uniform(work_tile_.sequence.head + queries.head), ptx::uniform(queries.tile)};
       // That dS is complete says that all products of the step before are over.
       load(next);
       if (workspace_.dq) {
@@ -78,7 +80,7 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
                              next.step.stage};
     const Loads loads{step, this->first_term(step)};
     if (warp_ == 0) {
-      if (lane_ == 0) storage_.told[next.step.stage] = {entry.x, entry.y, entry.z, 0};
+      if (lane_ == 0) storage_.step_metadata[next.step.stage] = {entry.x, entry.y, entry.z, 0};
       this->load_tile(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, loads);
     } else {
       this->load_tile(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta,

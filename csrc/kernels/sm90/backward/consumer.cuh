@@ -48,7 +48,7 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
   }
 
   __device__ __forceinline__ void visit_all() {
-    if constexpr (Config::kInTurns) {
+    if constexpr (Config::kTurns == TurnTaking::kAlways) {
 #pragma unroll 1
       for (BackwardStep step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step))
         visit(step.tile);
@@ -153,11 +153,11 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     for (int panel = 0; panel < panels(Config::kHeadDim); ++panel)
       sanitise_tile<Element, panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
           s_tiles_ + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows), this->thread());
-    ptx::barrier_any<kWarpgroupThreads>(2 + warpgroup_, false);
+    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised + warpgroup_, false);
   }
   __device__ __forceinline__ void sanitise_rows() const {
     Base::sanitise_rows(warpgroup_ * kWarpgroupThreads + this->thread());
-    ptx::barrier_sync<1, Base::kComputing>();
+    ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, Base::kComputing>();
   }
 
   Sum dk_, dv_;

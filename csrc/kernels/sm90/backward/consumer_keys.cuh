@@ -30,7 +30,7 @@ class BackwardKeysConsumer {
                                                   int keys_offset, float scale, int group, int lane)
       : p_(p),
         storage_(storage),
-        work_tile_(storage.work_tile()),
+        work_tile_(storage.work_tile),
         warpgroup_(group),
         warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
         lane_(lane),

@@ -22,7 +22,6 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
   using typename Base::Scores;
   using typename Base::Tile;
   using typename Base::Weights;
-  static constexpr int kFirstKeptBarrier = 2 + Config::kGroups;  // of a warpgroup
   // Whether dS is made of P times the derivative of the softcap. Where there may be dropout, it comes last.
   static constexpr bool kSlopesFirst = !Config::kAny && Config::may_have(kStepSoftcapped);
   static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
@@ -60,7 +59,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
   using Base::warpgroup_;
   using Base::work_tile_;
 
-  __device__ __forceinline__ const BackwardOptions& options() const { return storage_.options(); }
+  __device__ __forceinline__ const BackwardOptions& options() const { return storage_.options; }
   __device__ __forceinline__ uint32_t behind_storage(int offset) const {
     return ptx::shared_address(&storage_) + offset;
   }
@@ -404,7 +403,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
       store_shared(s_kept(at) + 4 * (warpgroup_ * kWarpgroupThreads + word),
                    draw_kept_weights(p_.dropout.rule, key, query, keys));
     }
-    ptx::barrier_sync<kWarpgroupThreads>(kFirstKeptBarrier + warpgroup_);
+    ptx::barrier_sync<kWarpgroupThreads>(BackwardBarriers<Config>::kKeptDrawn + warpgroup_);
   }
   __device__ __forceinline__ uint32_t s_kept(At at) const {
     return behind_storage(layout_.kept + at.stage() * layout_.kept_bytes);

@@ -8,49 +8,37 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "kernels/launch.h"
-#include "kernels/ptx/grid_dependency.h"
+#include "kernel.cuh"
 #include "kernels/ptx/lane.h"
-#include "kernels/ptx/setmaxnreg.h"
-#include "kernels/sm90/common/tensor_map.h"
 #include "options_consumer.cuh"
 #include "options_producer_dq.cuh"
 
 namespace flash_ext::sm90 {
 
-/// Warpgroup 0 loads and makes dQ, the others compute.
-template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_options_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
-                            const __grid_constant__ CUtensorMap bias_map,
-                            const __grid_constant__ BackwardWorkspace workspace,
-                            const __grid_constant__ BackwardOptionsLayout layout,
-                            const __grid_constant__ BackwardSchedule schedule) {
-  extern __shared__ __align__(1024) char shared[];
-  auto& storage = *reinterpret_cast<BackwardOptionsStorage<Config>*>(shared + Config::kTilesBytes);
-  ptx::launch_dependents();
-  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(blockIdx.x));
-  if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
-  if (threadIdx.x == 0) {
-    storage.init(layout);
-    storage.work_tile() = BackwardWorkTile<Config>(p, workspace, schedule, task);
-    storage.options() = BackwardOptions(p, storage.work_tile().sequence);
-  }
-  __syncthreads();
-  if (warp < kWarpgroupWarps) {
-    ptx::release_registers<Config::kShape.dq_registers>();
-    ptx::wait_for_previous_grid();  // for row terms and cleared sums
-    BackwardOptionsDq<Config>(p, maps, bias_map, workspace, layout, storage, ptx::shared_address(shared), warp, lane)
-        .run();
-  } else {
-    ptx::acquire_registers<Config::kShape.registers>();
-    find_large_lse(workspace, storage.work_tile(), warp / kWarpgroupWarps - 1, lane);
-    BackwardOptionsConsumer<Config>(p, layout, storage, ptx::shared_address(shared), warp / kWarpgroupWarps - 1,
-                                    ptx::lane_id())
-        .run(workspace.unit);
-  }
-}
+struct BackwardOptionsArguments {
+  const BackwardBiasMaps& maps;
+  const BackwardWorkspace& workspace;
+  const BackwardOptionsLayout& layout;
+  const BackwardSchedule& schedule;
+};
+
+/// As BackwardRolesOf.
+template <class Config_>
+struct BackwardOptionsRoles {
+  using Config = Config_;
+  using Storage = BackwardOptionsStorage<Config>;
+  using Dq = BackwardOptionsDq<Config>;
+  using Consumer = BackwardOptionsConsumer<Config>;
+  using Options = BackwardOptions;
+  using Arguments = BackwardOptionsArguments;
+  using Maps = BackwardBiasMaps;
+  using Fourth = BackwardOptionsLayout;
+  using Fifth = BackwardSchedule;
+  static constexpr bool kHasLayout = true;
+
+  /// By one thread.
+  __device__ __forceinline__ static void init(const Arguments& a, Storage& storage) { storage.init(a.layout); }
+};
 
 inline bool has_options(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || p.dropout.rule.threshold > 0;
@@ -93,21 +81,20 @@ void with_pipelined_options(int options, Run run) {
 template <class Config>
 void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
                              const BackwardSchedule& schedule, cudaStream_t stream) {
-  constexpr int kMostBytes = 227 * 1024 - Config::kTilesBytes;
+  constexpr int kMostBytes = kMaxSharedBytes - Config::kTilesBytes;
   constexpr int kStorageBytes = sizeof(BackwardOptionsStorage<BackwardOptionsConfig<Config, kAnyOptions>>);
   const BackwardOptionsLayout layout = BackwardOptionsLayout::of<Config>(p, kStorageBytes, kMostBytes);
   if ((layout.flags & kStepBiased) && layout.bias_slots == 0)
     throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
   if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward: no turns beside options");
-  const CUtensorMap bias_map = layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{};
   const VisibilityTiles& visibility = workspace.visibility;
   const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
-  const LaunchShape blocks{grid_of(schedule.positions()), dim3(Config::kThreads),
-                           static_cast<size_t>(Config::kTilesBytes + layout.bytes), true};
+  const BackwardBiasMaps all_maps = {maps, layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{}};
   with_option_variant(serving_options(asked_of(p)), [&](auto options) {
-    launch("sm90/backward", backward_options_kernel<BackwardOptionsConfig<Config, options()>>, blocks, stream, p, maps,
-           bias_map, workspace, layout, schedule);
+    using Roles = BackwardOptionsRoles<BackwardOptionsConfig<Config, options()>>;
+    launch_backward_kernel<Roles>(p, all_maps, workspace, layout, schedule, schedule.positions(),
+                                  static_cast<size_t>(layout.bytes), stream);
   });
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/ptx/cp_async_barrier.h"
-#include "options_steps.cuh"
+#include "options_scheduler.cuh"
 #include "producer_dq.cuh"
 
 namespace flash_ext::sm90 {
@@ -14,7 +14,7 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
   using Storage = BackwardOptionsStorage<Config>;
   using Base = BackwardDq<Config, Storage>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kGroups = Config::kGroups;
-  static constexpr int kTeller = 1;                        // the warp that tells of steps; warp 0 loads Q and dO
+  static constexpr int kMetadataWarp = 1;                  // writes metadata of steps; warp 0 loads Q and dO
   static constexpr bool kFindsOverlapped = !Config::kAny;  // a product; ptxas has no registers for it with all options
 
   __device__ __forceinline__ BackwardOptionsDq(const BackwardParams& p, const BackwardMaps& maps,
@@ -26,7 +26,7 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
   __device__ __forceinline__ void run() {
     BackwardOptionsSteps<Config> steps(workspace_, layout_, storage_, lane_);
     StepMetadata now = steps.next();
-    if (is_past(now)) return by_threads() ? tell<true>(now, 0) : tell<false>(now, 0);
+    if (is_past(now)) return by_threads() ? publish_metadata<true>(now, 0) : publish_metadata<false>(now, 0);
     StepMetadata next = steps.next();
     if (warp_ == 0) this->load_first(step_of(now), step_of(next));
     by_threads() ? prepare_first<true>(now, next) : prepare_first<false>(now, next);
@@ -85,15 +85,15 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
   __device__ __forceinline__ void prepare_first(const StepMetadata& now, const StepMetadata& next) const {
     copy_bias<kByThreads>(now, 0);
     if (layout_.bias_slots > 1) copy_bias<kByThreads>(next, 1);
-    tell<kByThreads>(now, 0);
-    tell<kByThreads>(next, 1);
+    publish_metadata<kByThreads>(now, 0);
+    publish_metadata<kByThreads>(next, 1);
   }
-  /// Of the steps after this one. Who has handed dS of this one over has read its note, bias and words.
+  /// Of the steps after this one. Who has published dS of this one has read its metadata, bias and words.
   template <bool kByThreads>
   __device__ __forceinline__ void prepare(const StepMetadata& next, const StepMetadata& after) const {
     if (layout_.bias_slots > 1) copy_bias<kByThreads>(after, at_.stage());
     if (layout_.bias_slots == 1) copy_bias<kByThreads>(next, 0);
-    if (!is_past(next)) tell<kByThreads>(after, at_.stage());
+    if (!is_past(next)) publish_metadata<kByThreads>(after, at_.stage());
   }
 
   /// A panel for each warpgroup that computes.
@@ -114,7 +114,7 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
   }
   __device__ __forceinline__ void load_bias_panels(const StepMetadata& metadata, uint32_t s_slot,
                                                    uint32_t s_full) const {
-    if (warp_ != kTeller) return;
+    if (warp_ != kMetadataWarp) return;
     if (lane_ == 0) {
       const int head = p_.bias.head_stride ? work_tile_.sequence.head + metadata.head : 0;
       const int batch = p_.bias.batch_stride ? work_tile_.sequence.batch : 0;
@@ -129,16 +129,16 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
 
   /// What the warps that compute must know of a step.
   template <bool kByThreads>
-  __device__ __forceinline__ void tell(const StepMetadata& metadata, int stage) const {
+  __device__ __forceinline__ void publish_metadata(const StepMetadata& metadata, int stage) const {
     const bool is_masked = Config::template has<kStepIsMasked>(metadata.flags);
     const uint32_t s_words = behind_storage(layout_.words + stage * layout_.words_bytes);
     const uint32_t s_full = address(storage_.metadata_full[stage]);
     if (kByThreads && layout_.makes_words && is_masked)
       load_words<kWarpgroupThreads, kBlockM, kBlockN>(s_words, p_, workspace_.visibility, sequence_of(metadata),
                                                       metadata.tile, work_tile_.first_key / kBlockN);
-    if (warp_ == kTeller && lane_ == 0) storage_.step_metadata[stage] = metadata;
+    if (warp_ == kMetadataWarp && lane_ == 0) storage_.step_metadata[stage] = metadata;
     if (kByThreads && layout_.makes_words) return this->release(storage_.metadata_full[stage]);
-    if (warp_ != kTeller) return;
+    if (warp_ != kMetadataWarp) return;
     if (lane_ == 0) {
       if (is_masked) {
         ptx::mbarrier_arrive_expect(s_full, layout_.words_bytes);

@@ -10,23 +10,8 @@
 #include "kernels/common/dropout/random_bits.cuh"
 #include "kernels/common/score/bias_tile.cuh"
 #include "storage.cuh"
-#include "variant.h"
 
 namespace flash_ext::sm90 {
-
-/// Options that a variant serves, as flags of steps: these and no others, or any.
-template <class Base, int kOptions_>
-struct BackwardOptionsConfig : Base {
-  static constexpr int kOptions = kOptions_;
-  static constexpr bool kAny = kOptions == kAnyOptions;
-
-  static constexpr bool may_have(int option) { return kAny || (kOptions & option) != 0; }
-  /// Whether a step has it; masks leave tiles whole.
-  template <int kOption>
-  __device__ __forceinline__ static bool has(int flags) {
-    return may_have(kOption) && ((!kAny && kOption != kStepIsMasked) || (flags & kOption) != 0);
-  }
-};
 
 /// A step, as the warps that compute find it: all that they must know to begin, in one read.
 struct alignas(16) StepMetadata {
@@ -95,12 +80,7 @@ struct BackwardOptionsStorage : BackwardStorage<Config> {
 
   uint64_t metadata_full[kStages], bias_full[kStages];  // with bits and words
   StepMetadata step_metadata[kStages];
-  __align__(8) unsigned char options_bytes[sizeof(BackwardOptions)];
-
-  __device__ __forceinline__ BackwardOptions& options() { return *reinterpret_cast<BackwardOptions*>(options_bytes); }
-  __device__ __forceinline__ const BackwardOptions& options() const {
-    return *reinterpret_cast<const BackwardOptions*>(options_bytes);
-  }
+  BackwardOptions options;
 
   /// By one thread.
   __device__ __forceinline__ void init(const BackwardOptionsLayout& layout) {

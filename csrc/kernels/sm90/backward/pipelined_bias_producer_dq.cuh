@@ -8,10 +8,6 @@
 
 namespace flash_ext::sm90 {
 
-struct BackwardBiasMaps : BackwardMaps {
-  CUtensorMap bias;
-};
-
 /// What one warp of it does. When dS of step m is complete, all have read the bias of m, and all products of m - 1 are
 /// over; so Q of m + 2 is loaded, dO of m + 1, and the bias of m + 1. Those are needed last: behind the product of S.
 template <class Config>

@@ -8,9 +8,9 @@
 #include "kernels/ptx/wgmma.h"
 #include "kernels/ptx/wgmma_across.h"
 #include "kernels/sm90/common/store_rows.cuh"
-#include "pipelined_storage.cuh"
 #include "pipelined_tile.cuh"
 #include "sanitise.cuh"
+#include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -64,7 +64,7 @@ class BackwardPipelinedConsumer {
                                                        float scale, int warpgroup, int lane)
       : p_(p),
         storage_(storage),
-        work_tile_(storage.work_tile()),
+        work_tile_(storage.work_tile),
         warpgroup_(warpgroup),
         warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
         lane_(lane),
@@ -188,8 +188,8 @@ class BackwardPipelinedConsumer {
                                                const FullTiles& full_of_keys) const {
     if constexpr (Config::kListsBlocks) {
       return find_listed(visible, step);
-    } else if constexpr (Config::kTellsSteps) {
-      return find_told(visible, step, full_of_keys);
+    } else if constexpr (Config::kFindsSteps) {
+      return find_masked(visible, step, full_of_keys);
     } else if constexpr (Rules::kHidesKeys) {
       const bool cut = !full_of_keys.has(step.tile);
       if (!cut && !rules_.hides_keys()) return false;
@@ -205,26 +205,27 @@ class BackwardPipelinedConsumer {
   }
   /// Whether Q or dO of a step that a mask hides pairs of holds what is not finite.
   __device__ __forceinline__ bool is_unclean(const Steps& step) const {
-    if constexpr (Config::kTellsSteps) return storage_.told[step.slot].spare != 0;
+    if constexpr (Config::kFindsSteps) return storage_.step_metadata[step.slot].spare != 0;
     return rules_.is_unclean();
   }
   /// Whether some key may be hidden from some query.
   __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full) const {
     if constexpr (Config::kListsBlocks) {
-      return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.told[step.stage].visible >= 0;
-    } else if constexpr (Config::kTellsSteps) {
+      return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.step_metadata[step.stage].visible >= 0;
+    } else if constexpr (Config::kFindsSteps) {
       if (step.is_past_end()) return false;
-      const ListedQueries told = storage_.told[step.slot];
-      return (told.visible >= 0 && told.spare != 0) || !full.has(told.tile);
+      const ListedQueries queries = storage_.step_metadata[step.slot];
+      return (queries.visible >= 0 && queries.spare != 0) || !full.has(queries.tile);
     } else {
       return !full.has(step.tile) || rules_.may_hide();
     }
   }
   /// By the words of a mask, and by the window and the lengths.
-  __device__ __forceinline__ bool find_told(Visible& visible, const Steps& step, const FullTiles& full_of_keys) const {
+  __device__ __forceinline__ bool find_masked(Visible& visible, const Steps& step,
+                                              const FullTiles& full_of_keys) const {
     if (step.is_past_end()) return false;
-    const ListedQueries told = storage_.told[step.slot];
-    const int tile = ptx::uniform(told.tile), words = ptx::uniform(told.visible);
+    const ListedQueries queries = storage_.step_metadata[step.slot];
+    const int tile = ptx::uniform(queries.tile), words = ptx::uniform(queries.visible);
     const bool cut = !full_of_keys.has(tile);
     if (!cut && words < 0) return false;
     visible[0] = visible[1] = ~0u;
@@ -235,8 +236,8 @@ class BackwardPipelinedConsumer {
   /// By a bitmap, and by the ends of the sequences.
   __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {
     if (step.is_past_end()) return false;
-    const ListedQueries told = storage_.told[step.stage];
-    const int first_query = ptx::uniform(told.tile) * kBlockM, of_bitmap = ptx::uniform(told.visible);
+    const ListedQueries queries = storage_.step_metadata[step.stage];
+    const int first_query = ptx::uniform(queries.tile) * kBlockM, of_bitmap = ptx::uniform(queries.visible);
     const Sequence& sequence = work_tile_.sequence;
     const bool cut =
         first_query + kBlockM > sequence.seqlen_q || work_tile_.first_key + Config::kBlockN > sequence.seqlen_k;
@@ -331,7 +332,7 @@ class BackwardPipelinedConsumer {
       sanitise_tile<Element, panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
           s_tiles_ + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows),
           warp_ * 32 + lane_);
-    ptx::barrier_any<kWarpgroupThreads>(2 + warpgroup_, false);
+    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised + warpgroup_, false);
   }
   /// Q and dO of a tile that some key is hidden from, by all that compute, who then wait for each other. A query whose
   /// lse is finite has finite Q and dO (row_terms.cuh), but that of a sink may hide scores of -inf. All warps see the
@@ -345,7 +346,7 @@ class BackwardPipelinedConsumer {
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile, s_tile += to_grads)
       sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_tile, thread);
-    ptx::barrier_sync<1, kComputing>();
+    ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, kComputing>();
   }
 
   // ---- Where sums go

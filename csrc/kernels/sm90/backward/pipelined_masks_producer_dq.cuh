@@ -115,8 +115,8 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
 #pragma unroll 1
     for (; !step.is_past_end(); step.advance()) {
       wait_for(storage_.ds_full[at_.stage()], at_.parity());
-      const ListedQueries told = storage_.told[step.slot];
-      const Place place = {ptx::uniform(told.head), ptx::uniform(told.tile)};
+      const ListedQueries queries = storage_.step_metadata[step.slot];
+      const Place place = {ptx::uniform(queries.head), ptx::uniform(queries.tile)};
       // That dS is complete says that all products of the step before are over.
       load(next);
       if (workspace_.dq) {
@@ -135,7 +135,7 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
     const LoadedStep step = {{found.head, found.tile}, next.step.stage};
     const Loads loads{step, this->first_term(step)};
     if (warp_ == 0) {
-      if (lane_ == 0) storage_.told[next.step.slot] = found;
+      if (lane_ == 0) storage_.step_metadata[next.step.slot] = found;
       this->load_tile(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, loads);
     } else {
       this->load_tile(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta,

@@ -8,31 +8,15 @@
 //   kept words  written in prepare(m) between two barriers of the warpgroup, read behind the second one. Those of m - 1
 //               have been read before the first one: a warp arrives there with them in registers, where dV took them.
 //   words of masks, key biases, slopes  from global memory; nobody writes them.
-//   bias        one tile in shared memory, by TMA. All reads of it lie before dS of the step is handed over, which is
+//   bias        one tile in shared memory, by TMA. All reads of it come before dS of the step is published, which is
 //               made of what was read; behind that the next one is loaded.
-//   told steps  BackwardFoundSteps.
+//   metadata    of steps that are found: kMetadataSlots.
 #pragma once
 
 #include "options_storage.cuh"
 #include "pipelined_consumer.cuh"
 
 namespace flash_ext::sm90 {
-
-/// Where weights of dS are others than those of dV, both wait for dP in registers, and dK's product takes all of dS
-/// from shared memory: none of it is in registers while the weights of the next step are made.
-template <class Element, int kHeadDim, int kOptions>
-using BackwardPipelinedOptionsBase =
-    BackwardOptionsConfig<BackwardPipelinedConfig<Element, kHeadDim, false, (kOptions & kStepBiased) != 0>, kOptions>;
-/// kTwoWeights: dS is made of other weights than dV, those before dropout or those times the derivative of a softcap.
-/// Both then wait for dP in registers, and dK's product takes all of dS from shared memory, as none of it may be in
-/// registers while the weights of the next step are made: 8 KB more of it a step.
-template <class Element, int kHeadDim, int kOptions>
-struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions> {
-  static constexpr bool kInTurns = false;
-  static constexpr bool kTellsSteps = (kOptions & kStepIsMasked) != 0;
-  static constexpr bool kTwoWeights = (kOptions & (kStepDrops | kStepSoftcapped)) != 0;
-  static constexpr int kDsSteps = kTwoWeights ? 0 : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions>::kDsSteps;
-};
 
 /// What is added to a key's scores, to base 2, by a bias or a mask that is the same for all queries.
 /// kMaskAlone: a bias there may be is one of pairs.
@@ -66,12 +50,12 @@ struct BackwardKeptWords<Config, true> {
 };
 
 /// What a mask of pairs leaves of the CTA's steps.
-template <class Config, bool kTellsSteps = Config::kTellsSteps>
+template <class Config, bool kFindsSteps = Config::kFindsSteps>
 struct BackwardFoundStepsOfCta {};
 template <class Config>
 struct BackwardFoundStepsOfCta<Config, true> {
   // head: among all; visible: number of the tile's words, -1: none; spare: whether Q or dO may hold Inf or NaN
-  ListedQueries told[kToldSteps];
+  ListedQueries step_metadata[kMetadataSlots];
   const uint32_t* words;  // of all tiles
   int steps;
 };
@@ -102,20 +86,20 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
 
   __device__ __forceinline__ void prepare(const BackwardParams& p) {
     if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
-    this->seed(p, this->work_tile().sequence);
+    this->seed(p, this->work_tile.sequence);
   }
   /// By all threads of the CTA, which then has no steps if no head sees a key.
   __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
-    if constexpr (Config::kTellsSteps) count_steps(workspace);
+    if constexpr (Config::kFindsSteps) count_steps(workspace);
     if constexpr (Config::kBiased) find_unclean(workspace);
     if constexpr (Config::may_have(kStepKeyBiased)) {
       bool sees = false, hides = false;
-      if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile().first_key + threadIdx.x, sees, hides);
+      if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile.first_key + threadIdx.x, sees, hides);
       sees = __syncthreads_or(sees);
       hides = __syncthreads_or(hides);
       if (threadIdx.x == 0) {
         hides_keys = hides;
-        if (!sees) this->work_tile().tiles.end = this->work_tile().tiles.begin;
+        if (!sees) this->work_tile.tiles.end = this->work_tile.tiles.begin;
       }
       __syncthreads();
     }
@@ -124,7 +108,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
  private:
   __device__ __forceinline__ void count_steps(const BackwardWorkspace& workspace) {
     ptx::wait_for_previous_grid();  // for states
-    const BackwardWorkTile<Config>& tile = this->work_tile();
+    const BackwardWorkTile<Config>& tile = this->work_tile;
     const VisibilityTiles& tiles = workspace.visibility;
     const int of_head = tile.tiles.end - tile.tiles.begin;
     int count = 0;
@@ -139,7 +123,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     if (threadIdx.x == 0) {
       this->words = tiles.words;
       this->steps = count;
-      if (count == 0) this->work_tile().tiles.end = tile.tiles.begin;
+      if (count == 0) this->work_tile.tiles.end = tile.tiles.begin;
     }
     __syncthreads();
   }
@@ -147,7 +131,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
   /// A bias may hide any pair.
   __device__ __forceinline__ void find_unclean(const BackwardWorkspace& workspace) {
     ptx::wait_for_previous_grid();  // for row terms
-    const BackwardWorkTile<Config>& tile = this->work_tile();
+    const BackwardWorkTile<Config>& tile = this->work_tile;
     bool found = false;
 #pragma unroll 1
     for (int head = 0; head < tile.heads; ++head)
@@ -159,9 +143,9 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
   }
 
   __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) const {
-    Sequence sequence = this->work_tile().sequence;
+    Sequence sequence = this->work_tile.sequence;
     if (key >= sequence.seqlen_k) return;
-    const int heads = p.mask.head_stride || p.bias.head_stride ? this->work_tile().heads : 1;
+    const int heads = p.mask.head_stride || p.bias.head_stride ? this->work_tile.heads : 1;
 #pragma unroll 1
     for (int head = 0; head < heads; ++head, ++sequence.head) {
       const bool hidden = key_bias<Config::kBiased>(p, sequence, key) == -INFINITY;
@@ -187,7 +171,7 @@ class BackwardOptionScores {
   static constexpr bool kTwoWeights = Config::kTwoWeights;
   static constexpr bool kBoundsScores = Config::may_have(kStepSoftcapped);
   static constexpr bool kHidesKeys = Config::may_have(kStepKeyBiased);
-  static constexpr bool kLateLse = kDrops || kHidesKeys || Config::kTellsSteps;
+  static constexpr bool kLateLse = kDrops || kHidesKeys || Config::kFindsSteps;
   // Both weights leave room for half of D beside dP.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
 
@@ -251,7 +235,7 @@ class BackwardOptionScores {
     }
   }
   /// Pairs of weights, or of gradients, that a bias of -inf hides: a sum that overflowed, or what a hidden key has in
-  /// V, may have made NaN of them. The bias lies there until dS is handed over.
+  /// V, may have made NaN of them. The bias lies there until dS is published.
   __device__ __forceinline__ void clear_hidden(Weights& pairs) const {
     if constexpr (Config::kBiased) {
       if (Tile::holds_nan(pairs)) Tile::hide_by_bias(pairs, s_bias_row());
@@ -274,7 +258,6 @@ class BackwardOptionScores {
  private:
   using KeptWords = KeptTile<kBlockM>;
   static constexpr bool kSlopes = Config::may_have(kStepAlibi);
-  static constexpr int kKeptBarrier = 2 + Config::kGroups;  // of the first warpgroup
 
   /// In the bias of this warpgroup's keys.
   __device__ __forceinline__ uint32_t s_bias_row() const {
@@ -287,13 +270,13 @@ class BackwardOptionScores {
   /// This lane's first key, among all.
   __device__ __forceinline__ int first_key() const {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
-    return storage_.work_tile().first_key + static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
+    return storage_.work_tile.first_key + static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
   }
 
   /// Of the lane's keys, once a step, from L1: registers are short. Behind the last key there are no weights, behind
   /// the last step no head.
   __device__ __forceinline__ void read_key_bias(const Steps& step) {
-    Sequence sequence = storage_.work_tile().sequence;
+    Sequence sequence = storage_.work_tile.sequence;
     sequence.head = min(step.head, step.end_head - 1);
     const int first = first_key();
 #pragma unroll
@@ -304,7 +287,7 @@ class BackwardOptionScores {
   /// ALiBi's, and how far the lane's first key lies before what its first query is aligned with. Behind the last step,
   /// of the last head.
   __device__ __forceinline__ void read_slope(const Steps& step) {
-    const Sequence& sequence = storage_.work_tile().sequence;
+    const Sequence& sequence = storage_.work_tile.sequence;
     const int head = min(step.head, step.end_head - 1);
     slope_ = __ldg(p_.alibi_slopes + sequence.batch * p_.alibi_batch_stride + head) * kLog2E;
     const int first_query = step.tile * kBlockM + 2 * (ptx::reread(threadIdx.x) % 4);
@@ -317,9 +300,9 @@ class BackwardOptionScores {
     static_assert(KeptWords::kWordsOfGroup == kWarpgroupThreads);
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those that compute
     const uint32_t group = thread / kWarpgroupThreads, word = thread % kWarpgroupThreads;
-    const int barrier = kKeptBarrier + static_cast<int>(group);
+    const int barrier = BackwardBarriers<Config>::kKeptDrawn + static_cast<int>(group);
     const int i = step.tile * kBlockM + KeptWords::query(word);
-    const int j = storage_.work_tile().first_key + static_cast<int>(group) * kWarpgroupRows + KeptWords::key(word);
+    const int j = storage_.work_tile.first_key + static_cast<int>(group) * kWarpgroupRows + KeptWords::key(word);
     RandomKey key = storage_.key;
     key.batch_head += step.head;
     const auto query = QueryRandomBits::of(key, dropout_query_group(i));

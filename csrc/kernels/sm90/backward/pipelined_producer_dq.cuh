@@ -5,8 +5,8 @@
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/wgmma.h"
 #include "kernels/ptx/wgmma_across.h"
-#include "pipelined_storage.cuh"
 #include "producer.cuh"
+#include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -26,7 +26,7 @@ class BackwardPipelinedDq {
         maps_(maps),
         workspace_(workspace),
         storage_(storage),
-        work_tile_(storage.work_tile()),
+        work_tile_(storage.work_tile),
         warp_(warp),
         lane_(lane),
         s_tiles_(s_tiles),
@@ -133,7 +133,7 @@ class BackwardPipelinedDq {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
       // Its fence waits for stores, which are slow beside other warpgroups' products: meanwhile this one is under way.
-      if constexpr (Config::kInTurns) {
+      if constexpr (Config::kTurns != TurnTaking::kNever) {
         if (panel == 1) wait_for_turn(step);
       }
       send();

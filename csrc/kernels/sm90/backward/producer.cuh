@@ -10,6 +10,9 @@ namespace flash_ext::sm90 {
 struct BackwardMaps {
   CUtensorMap q, k, v, grad_out;
 };
+struct BackwardBiasMaps : BackwardMaps {
+  CUtensorMap bias;
+};
 
 /// Panels [first, first + count) of `rows` rows from `row` on of a head, of which packed sequences are one batch entry;
 /// to be announced.
@@ -46,7 +49,7 @@ class BackwardProducer {
         maps_(maps),
         workspace_(workspace),
         storage_(storage),
-        work_tile_(storage.work_tile()),
+        work_tile_(storage.work_tile),
         warp_(warp),
         lane_(lane),
         s_tiles_(s_tiles) {}

@@ -88,11 +88,11 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
       if (panel == 0) {
         meanwhile();
-        if constexpr (Config::kInTurns) advance_turn(step);
+        if constexpr (Config::kTurns == TurnTaking::kAlways) advance_turn(step);
       }
       finish(sum);
       if (panel + 1 == kPanels) this->release(storage_.ds_empty[stage]);
-      if constexpr (Config::kInTurns)
+      if constexpr (Config::kTurns == TurnTaking::kAlways)
         if (panel == 0) wait_for_turn(step);
       send(step, panel, sum);
     }
@@ -108,7 +108,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
     turns_.wait(workspace_.turns, work_tile_.turn(step.tile));
   }
   __device__ __forceinline__ void end_additions() {
-    if constexpr (Config::kInTurns) {
+    if constexpr (Config::kTurns == TurnTaking::kAlways) {
       turns_.end(workspace_.turns, lane_);
       if (lane_ == 0) ptx::bulk_wait();
     } else {

@@ -12,8 +12,14 @@ namespace flash_ext::sm90 {
 /// kCount pieces of 16 bytes, kStep bytes apart.
 template <class Element, int kCount, int kStep>
 __device__ __forceinline__ void remove_non_finite(uint32_t s_first) {
-  const auto piece = [&](int k) -> uint4& { return shared_piece(s_first + k * kStep); };
-  if (sanitise_pieces<Element, true, kCount, 1, 4>(0, piece)) ptx::fence_proxy_async_shared();
+  uint32_t found = 0;
+#pragma unroll 4
+  for (int k = 0; k < kCount; ++k) found |= NonFinite<Element>::in_piece(load_shared<uint4>(s_first + k * kStep));
+  if (!found) return;
+#pragma unroll 1
+  for (int k = 0; k < kCount; ++k)
+    store_shared(s_first + k * kStep, NonFinite<Element>::bounded(load_shared<uint4>(s_first + k * kStep)));
+  ptx::fence_proxy_async_shared();
 }
 
 /// kBytes from s_tile on, by kThreads threads.

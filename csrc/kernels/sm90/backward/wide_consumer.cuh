@@ -3,7 +3,7 @@
 #pragma once
 
 #include "consumer_keys.cuh"
-#include "wide_storage.cuh"
+#include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -30,7 +30,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   /// are waited for there all the same, lest one gets ahead by two phases.
   template <class Step, class Pass>
   __device__ __forceinline__ void visit_heads(Step step, Pass pass) {
-    if constexpr (Config::kInTurns) return visit_in_turns(step, pass);
+    if constexpr (Config::kTurns == TurnTaking::kAlways) return visit_in_turns(step, pass);
 #pragma unroll 1
     for (int head = 0; head < work_tile_.heads; ++head) visit_head(step, pass);
   }
@@ -154,7 +154,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
   __device__ __forceinline__ void sanitise_keys() const {
     wait_for(storage_.k_full, 0);
     sanitise_tile<Element, Config::kKeyBytes, kWarpgroupThreads>(Base::s_tiles_, this->thread());
-    ptx::barrier_any<kWarpgroupThreads>(2, false);
+    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised, false);
   }
 };
 

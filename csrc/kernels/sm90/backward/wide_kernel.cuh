@@ -3,7 +3,7 @@
 // cluster: they exchange dS, and each computes some of the columns of dQ, of all 128 keys.
 #pragma once
 
-#include "kernels/ptx/setmaxnreg.h"
+#include "kernel.cuh"
 #include "wide_consumer.cuh"
 #include "wide_producer_dq.cuh"
 
@@ -13,8 +13,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 __device__ __forceinline__ uint32_t position_of_cluster(const BackwardWorkspace& workspace,
                                                         BackwardWideStorage<Config>& storage) {
-  if constexpr (!Config::kInTurns) return blockIdx.x / Config::kCluster;
-  auto& number = *reinterpret_cast<uint32_t*>(storage.work_tile_bytes);
+  if constexpr (Config::kTurns == TurnTaking::kNever) return blockIdx.x / Config::kCluster;
+  auto& number = reinterpret_cast<uint32_t&>(storage.work_tile);
   if (threadIdx.x == 0 && ptx::cluster_rank() == 0) number = draw_number(workspace);
   ptx::cluster_sync();
   const uint32_t drawn = ptx::cluster_load(ptx::cluster_address(ptx::shared_address(&number), 0));
@@ -40,20 +40,29 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     storage.init();
     load_wide_keys<Config>(p, maps, storage, s_tiles, task.sequence, task.first_key, rank);
   }
-  if (threadIdx.x == kWarpgroupThreads) storage.work_tile() = BackwardWorkTile<Config>(p, workspace, schedule, task);
+  if (threadIdx.x == kWarpgroupThreads) storage.work_tile = BackwardWorkTile<Config>(p, workspace, schedule, task);
   ptx::cluster_sync();
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     BackwardWideDq<Config>(p, maps, workspace, storage, s_tiles, rank, warp, lane).run();
   } else if (warp < 2 * kWarpgroupWarps) {
     ptx::acquire_registers<Config::kShape.registers>();
-    find_large_lse(workspace, storage.work_tile(), rank, lane);
+    find_large_lse(workspace, storage.work_tile, rank, lane);
     BackwardWideValues<Config>(p, storage, s_tiles, scale, rank, lane).run();
   } else {
     ptx::acquire_registers<Config::kGradientRegisters>();
     BackwardWideGradients<Config>(p, storage, s_tiles, scale, rank, lane).run();
   }
   ptx::cluster_sync();  // the other CTA may still arrive here
+}
+
+/// As launch_backward_kernel(). It begins when the kernel before is over: it loses by an early start.
+template <class Config>
+void launch_backward_wide(const BackwardParams& p, const BackwardArguments& a, int64_t positions, cudaStream_t stream) {
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardWideStorage<Config>);
+  static_assert(kSharedBytes <= kMaxSharedBytes);
+  const LaunchShape keys{grid_of(Config::kCluster * positions), dim3(Config::kThreads), kSharedBytes};
+  launch(kBackwardNames.main, backward_wide_kernel<Config>, keys, stream, p, a.maps, a.workspace, a.schedule, a.scale);
 }
 
 }  // namespace flash_ext::sm90

@@ -8,7 +8,7 @@
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/wgmma.h"
 #include "producer.cuh"
-#include "wide_storage.cuh"
+#include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_wide_keys(const BackwardParams& p, const Ba
   load(maps.k, storage.k_full, 0, rank, 0, Config::kPanels);
   load(maps.v, storage.v_full, Config::kValuesOffset, rank, 0, Config::kPanels);
   load(maps.k, storage.other_k_full, Config::kOtherKeysOffset, rank ^ 1,
-       Config::kTakesTurns ? 0 : rank * Config::kOtherPanels, Config::kOtherPanels);
+       Config::kAlternatesMiddlePanel ? 0 : rank * Config::kOtherPanels, Config::kOtherPanels);
 }
 
 /// What one warp of it does.
@@ -49,7 +49,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
         rank_(rank),
         keys_(Tile::lower_half(without_rank<Config>(s_tiles))),
         other_keys_(Tile::lower_half(without_rank<Config>(s_tiles) + Config::kOtherKeysOffset) -
-                    (Config::kTakesTurns ? 0 : rank * Config::kOtherPanels) * kPanel) {}
+                    (Config::kAlternatesMiddlePanel ? 0 : rank * Config::kOtherPanels) * kPanel) {}
 
   __device__ __forceinline__ void run() {
     if (warp_ == 0 && work_tile_.tiles.begin < work_tile_.tiles.end) load_first();
@@ -59,7 +59,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       if (warp_ == 0) this->load_after(step);
       at_.advance();
     }
-    if constexpr (Config::kInTurns) turns_.end(Base::workspace_.turns, lane_);
+    if constexpr (Config::kTurns == TurnTaking::kAlways) turns_.end(Base::workspace_.turns, lane_);
   }
 
  private:
@@ -99,7 +99,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     if (lane_ == 0) ptx::cluster_arrive(ptx::cluster_address(address(storage_.ds_empty), rank_ ^ 1));
     if (!Base::workspace_.dq) return;
 
-    const bool second = Config::kTakesTurns ? parity != static_cast<uint32_t>(rank_) : rank_ != 0;
+    const bool second = Config::kAlternatesMiddlePanel ? parity != static_cast<uint32_t>(rank_) : rank_ != 0;
     const int end = second ? kPanels : (kPanels + 1) / 2;
     const int first = second ? (kPanels + 1) / 2 : 0;
 #pragma unroll 1
@@ -113,7 +113,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       multiply(sum, ds[0], keys_ + panel * kPanel);
       multiply(sum, ds[1], other_keys_ + panel * kPanel);
       ptx::wgmma_commit();
-      if constexpr (Config::kInTurns)
+      if constexpr (Config::kTurns == TurnTaking::kAlways)
         if (panel == first) wait_for_turn(step, second);
       ptx::wgmma_wait<0>();
 #pragma unroll

@@ -101,7 +101,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   }
 
   /// Until all warps have read their halves, over which they may write then.
-  template <int kBarrier>
+  template <BackwardF32Barrier kBarrier>
   __device__ __forceinline__ static void wait_for_halves() {
     if constexpr (Config::kCluster > 1) ptx::barrier_sync<kBarrier, kWarpgroupThreads>();
   }
@@ -232,7 +232,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
 
   __device__ __forceinline__ void publish(const Scores& s) const {
     wait_for(storage_.ds_empty[at_.tile()], at_.parity() ^ 1);
-    this->template wait_for_halves<1>();
+    this->template wait_for_halves<kValuesBarrier>();
     const int lane = ptx::reread(lane_);
 #pragma unroll
     for (int n = 0; n < 8; ++n)
@@ -323,7 +323,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
   __device__ __forceinline__ void publish(const Products::Operand& ds) const {
     const uint32_t s_row = Tile::row_of_lane(this->s_ds(), warp_, lane_);
     ptx::wait_for_fragments(ds[0]);
-    this->template wait_for_halves<2>();
+    this->template wait_for_halves<kGradientsBarrier>();
 #pragma unroll
     for (int part = 0; part < kFloatParts; ++part) Tile::store(s_row + part * kPartBytes, ds[part]);
     ptx::fence_proxy_async_shared();

@@ -12,11 +12,12 @@
 #include <algorithm>
 
 #include "consumer.cuh"
-#include "kernels/common/backward/dq_store.cuh"
+#include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/backward/row_terms.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/setmaxnreg.h"
+#include "kernels/sm90/backward/epilogue.cuh"
 #include "kernels/sm90/common/float_rows.cuh"
 #include "kernels/sm90/forward/shape.h"
 
@@ -56,7 +57,7 @@ __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, 
   const uint32_t s_tiles = ptx::shared_address(shared);
   if (threadIdx.x == 0) {
     storage.init();
-    storage.work_tile() = BackwardWorkTile<Config>(p, workspace.rows, schedule, task);
+    storage.work_tile = BackwardWorkTile<Config>(p, workspace.rows, schedule, task);
   }
   // K meets weights of 0, which Inf must not turn into NaN. What a query does see of it, its lse knows.
   if (group == 1)
@@ -155,24 +156,19 @@ void run_backward_f32(const BackwardParams& p, void* memory, cudaStream_t stream
   const BackwardF32Workspace workspace(p, memory);
   const BackwardSchedule schedule = backward_f32_schedule(p, workspace, memory);
   fill_work_list(p, schedule.listing, schedule.list, stream);
-  LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
-  launch("sm90/backward_f32 rows", backward_f32_rows_kernel<kHeadDim>, rows, stream, p, workspace);
+  constexpr BackwardKernelNames kNames = {"sm90/backward_f32 rows", "sm90/backward_f32", "sm90/backward_f32 dq",
+                                          "sm90/backward_f32 sink"};
+  const auto launch_row_terms = [&](const LaunchShape& rows) {
+    launch(kNames.row_terms, backward_f32_rows_kernel<kHeadDim>, rows, stream, p, workspace);
+  };
+  using Rows = BackwardRowKernels<float, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim>;
   // Each kernel starts while the one before still runs, and waits for it by itself.
-  if (p.dq.data || p.dk.data || p.dv.data) {
+  launch_backward_sequence<Rows>(p, workspace.rows, kNames, true, stream, launch_row_terms, [&] {
     has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale)
         ? launch_backward_f32<BackwardF32Config<kHeadDim, true>>(p, workspace, schedule, stream)
         : launch_backward_f32<BackwardF32Config<kHeadDim, false>>(p, workspace, schedule, stream);
     combine_splits<float, kBlockM, kBackwardF32BlockN, kHeadDim>(p, schedule, true, stream);
-  }
-  if (p.dq.data) {
-    rows.overlaps_previous = true;
-    launch("sm90/backward_f32 dq", store_dq_kernel<float, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim>, rows, stream,
-           p, workspace.rows);
-  }
-  if (p.dsink) {
-    const LaunchShape heads{grid_of(p.heads_q), dim3(kRowTermThreads)};
-    launch("sm90/backward_f32 sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace.rows);
-  }
+  });
 }
 
 }  // namespace flash_ext::sm90

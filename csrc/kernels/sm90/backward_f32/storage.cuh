@@ -12,7 +12,8 @@ namespace flash_ext::sm90 {
 
 template <int kHeadDim_, bool kOptions_>
 struct BackwardF32Config {
-  static constexpr bool kListsBlocks = false, kInTurns = false;
+  static constexpr bool kListsBlocks = false;
+  static constexpr TurnTaking kTurns = TurnTaking::kNever;
   static constexpr int kHeadDim = kHeadDim_;        // of q, k and v, and of the workspace
   static constexpr bool kScoreOptions = kOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
@@ -104,9 +105,7 @@ struct BackwardF32Storage : BackwardF32Exchange<Config::kCluster> {
   uint64_t q_full[kQuerySlots], q_empty[kQuerySlots];  // the first panel's: with lse and minus_delta
   uint64_t do_full[kQuerySlots], do_empty[kQuerySlots];
   uint64_t p_full[kDsSlots], ds_full[kDsSlots], ds_empty[kDsSlots];
-  __align__(8) unsigned char work_tile_bytes[sizeof(WorkTile)];
-
-  __device__ __forceinline__ WorkTile& work_tile() { return *reinterpret_cast<WorkTile*>(work_tile_bytes); }
+  WorkTile work_tile;
 
   /// By one thread.
   __device__ __forceinline__ void init() {
@@ -121,6 +120,9 @@ struct BackwardF32Storage : BackwardF32Exchange<Config::kCluster> {
     ptx::mbarrier_init_fence();
   }
 };
+
+/// Barriers of one warpgroup each. 0 is __syncthreads().
+enum BackwardF32Barrier : int { kValuesBarrier = 1, kGradientsBarrier = 2 };
 
 /// Where a warp is: steps so far, and the barriers' phases that belong to this one.
 template <class Config>
@@ -163,7 +165,7 @@ class BackwardF32Warp {
       : p_(p),
         workspace_(workspace),
         storage_(storage),
-        work_tile_(storage.work_tile()),
+        work_tile_(storage.work_tile),
         s_tiles_(s_tiles),
         warp_(warp % kWarpgroupWarps),
         lane_(lane) {}

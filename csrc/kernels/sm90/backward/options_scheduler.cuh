@@ -14,8 +14,8 @@ class BackwardOptionsSteps {
                                                   const BackwardOptionsStorage<Config>& storage, int lane)
       : workspace_(workspace),
         layout_(layout),
-        work_tile_(storage.work_tile()),
-        options_(storage.options()),
+        work_tile_(storage.work_tile),
+        options_(storage.options),
         lane_(lane),
         window_(work_tile_.first_step()) {
     ask(window_);

@@ -1,0 +1,62 @@
+// The kernels of one call of the backward, in their order:
+//
+//   row terms, dQ's sums zeroed -> main kernel, with what adds up its splits -> dQ, of its sums -> dsink
+#pragma once
+
+#include "dq_store.cuh"
+#include "kernels/launch.h"
+#include "row_terms.cuh"
+
+namespace flash_ext {
+
+/// Names of the kernels in error messages.
+struct BackwardKernelNames {
+  const char *row_terms, *main, *dq, *dsink;
+};
+
+/// What the kernels around the main one are instantiated for. kPermuted: row_terms.cuh.
+template <class Element_, class DqLayout_, int kBlockM_, int kHeadDim_, bool kPermuted_ = false>
+struct BackwardRowKernels {
+  using Element = Element_;
+  using DqLayout = DqLayout_;
+  static constexpr int kBlockM = kBlockM_, kHeadDim = kHeadDim_;
+  static constexpr bool kPermuted = kPermuted_;
+};
+
+/// launch_main() launches the main kernel, and is called only where the gradient of q, k or v is wanted;
+/// launch_row_terms(shape) the first one. overlaps_previous: dQ's kernel may start before the one before has ended.
+template <class Kernels, class LaunchRowTerms, class LaunchMain>
+void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& workspace,
+                              const BackwardKernelNames& names, bool overlaps_previous, cudaStream_t stream,
+                              LaunchRowTerms launch_row_terms, LaunchMain launch_main) {
+  constexpr int kBlockM = Kernels::kBlockM;
+  const LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
+  launch_row_terms(rows);
+  if (p.dq.data || p.dk.data || p.dv.data) launch_main();
+  if (p.dq.data) {
+    LaunchShape behind_main = rows;
+    behind_main.overlaps_previous = overlaps_previous;
+    using Element = typename Kernels::Element;
+    launch(names.dq, store_dq_kernel<Element, typename Kernels::DqLayout, kBlockM, Kernels::kHeadDim>, behind_main,
+           stream, p, workspace);
+  }
+  if (p.dsink) {
+    const LaunchShape heads{grid_of(p.heads_q), dim3(kRowTermThreads)};
+    launch(names.dsink, sink_gradient_kernel<kBlockM, Kernels::kPermuted>, heads, stream, p, workspace);
+  }
+}
+
+/// The same with the row terms of row_terms.cuh.
+template <class Kernels, class LaunchMain>
+void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& workspace,
+                              const BackwardKernelNames& names, bool overlaps_previous, cudaStream_t stream,
+                              LaunchMain launch_main) {
+  const auto launch_row_terms = [&](const LaunchShape& rows) {
+    using Element = typename Kernels::Element;
+    launch(names.row_terms, backward_row_terms_kernel<Element, Kernels::kHeadDim, Kernels::kBlockM, Kernels::kPermuted>,
+           rows, stream, p, workspace);
+  };
+  launch_backward_sequence<Kernels>(p, workspace, names, overlaps_previous, stream, launch_row_terms, launch_main);
+}
+
+}  // namespace flash_ext

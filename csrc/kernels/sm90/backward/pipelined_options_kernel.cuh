@@ -1,0 +1,60 @@
+// The backward's options on the pipelined loop: pipelined_options.cuh. A kernel for each of kPipelinedOptions.
+#pragma once
+
+#include <stdexcept>
+#include <type_traits>
+
+#include "mask_words.cuh"
+#include "options_kernel.cuh"
+#include "pipelined_bias_producer_dq.cuh"
+#include "pipelined_masks_producer_dq.cuh"
+#include "pipelined_options.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Config>
+using BackwardPipelinedOptionsDq =
+    std::conditional_t<Config::kBiased, BackwardBiasDq<Config>,
+                       std::conditional_t<Config::kFindsSteps, BackwardMasksDq<Config>,
+                                          BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>>>;
+
+template <class Config>
+using BackwardPipelinedOptionsRoles =
+    BackwardRolesOf<Config, BackwardPipelinedOptionsStorage<Config>, BackwardPipelinedOptionsDq<Config>,
+                    BackwardPipelinedConsumer<Config, BackwardOptionScores<Config>>,
+                    std::conditional_t<Config::kBiased, BackwardBiasMaps, BackwardMaps>>;
+
+/// The main kernel of calls with these options.
+template <class Config>
+void launch_pipelined_variant(const BackwardParams& p, const BackwardArguments& a, cudaStream_t stream) {
+  using Roles = BackwardPipelinedOptionsRoles<Config>;
+  const double scale = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * double{kLog2E};
+  const auto launch_with = [&](const typename Roles::Maps& maps) {
+    launch_backward_kernel<Roles>(p, {maps, a.workspace, a.schedule, static_cast<float>(scale)}, a.schedule.positions(),
+                                  stream);
+  };
+  if constexpr (Config::kBiased) {
+    launch_with({a.maps, encode_bias_map(p, Config::kBlockM)});
+  } else {
+    launch_with(a.maps);
+  }
+}
+
+/// Those that the pipelined loop serves, and what their masks need.
+template <class Config>
+void launch_pipelined_options(const BackwardParams& p, const BackwardArguments& arguments, cudaStream_t stream) {
+  const BackwardWorkspace& workspace = arguments.workspace;
+  if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward: no turns beside options");
+  if (masks_pairs(p)) {
+    const VisibilityTiles& visibility = workspace.visibility;
+    const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
+    launch("sm90/backward masks", mask_words_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
+  }
+  with_pipelined_options(serving_options(asked_of(p)), [&](auto options) {
+    using Variant = BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, options()>;
+    static_assert(Variant::kBlockN == Config::kBlockN && Variant::kBlockM == Config::kBlockM);
+    launch_pipelined_variant<Variant>(p, arguments, stream);
+  });
+}
+
+}  // namespace flash_ext::sm90
