@@ -278,6 +278,17 @@ def row_of(
             "pairs": variant.pairs,
             "MB": variant.bytes_read / 1e6,
         }
+    return timed_row(size, direction, variant, timings, figures, missing)
+
+
+def timed_row(
+    size: Size,
+    direction: str,
+    variant: Variant,
+    timings: Timings,
+    figures: dict[str, float],
+    missing: Mapping[str, str],
+) -> Row:
     shape = f"{size.batch} x {size.seqlen} x {size.heads} x {size.head_dim}"
     return Row.timed(
         timings.without(PLAIN),

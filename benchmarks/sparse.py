@@ -18,9 +18,8 @@ import torch
 
 import flash_ext
 from benchmarks.arguments import dtypes_of, on_cpu, positive
-from benchmarks.ceilings import name_of
 from benchmarks.comparison import Comparison, Setting, Work
-from benchmarks.options import PLAIN, Size, Variant, add, expected_of, with_options
+from benchmarks.options import PLAIN, Size, Variant, add, expected_of, timed_row, with_options
 from benchmarks.peers import OURS, ours
 from benchmarks.report import Row
 from benchmarks.timing import Timings
@@ -121,20 +120,4 @@ def row_of(size: Size, direction: str, variant: Variant, timings: Timings, compa
     figures = {"density": variant.pairs}
     if {PLAIN, OURS} <= ms.keys():
         figures |= {"dense ms": ms[PLAIN], "efficiency": variant.pairs * ms[PLAIN] / ms[OURS]}
-    shape = f"{size.batch} x {size.seqlen} x {size.heads} x {size.head_dim}"
-    problem = {
-        "direction": direction,
-        "batch": size.batch,
-        "seqlen": size.seqlen,
-        "heads": size.heads,
-        "head_dim": size.head_dim,
-        "dtype": name_of(size.dtype),
-    }
-    return Row.timed(
-        timings.without(PLAIN),
-        table=f"{direction}, {name_of(size.dtype)}, {shape}",
-        label=variant.name,
-        problem=problem,
-        figures=figures,
-        missing=dict(comparison.missing),
-    )
+    return timed_row(size, direction, variant, timings, figures, comparison.missing)

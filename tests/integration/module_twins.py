@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,13 @@ EMBED_DIM, NUM_HEADS, BATCH, SEQLEN_Q, SEQLEN_K = 10, 2, 2, 5, 7  # a head dim o
 
 
 LAYOUTS = ["batch_first", "sequence_first", "unbatched"]
+
+# Which torch's modules give of calls that are right.
+WITHOUT_TORCHS_WARNINGS = pytest.mark.filterwarnings(
+    "ignore:Support for mismatched",
+    "ignore:enable_nested_tensor",
+    "ignore:The PyTorch API of nested tensors",
+)
 
 
 def twins(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:

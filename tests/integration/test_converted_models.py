@@ -15,14 +15,11 @@ from tests.integration.module_twins import (
     EMBED_DIM,
     NUM_HEADS,
     SEQLEN_Q,
+    WITHOUT_TORCHS_WARNINGS,
     twins,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Support for mismatched",
-    "ignore:enable_nested_tensor",
-    "ignore:The PyTorch API of nested tensors",
-)
+pytestmark = WITHOUT_TORCHS_WARNINGS
 
 
 def make_encoder(dtype: torch.dtype = torch.float64, **options: Any) -> nn.TransformerEncoder:

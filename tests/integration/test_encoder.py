@@ -17,16 +17,13 @@ from torch.nn.utils import parametrize
 import flash_ext
 from flash_ext import encoder as encoder_module
 from flash_ext import modules
+from tests.integration.module_twins import WITHOUT_TORCHS_WARNINGS
 
 EMBED_DIM, NUM_HEADS, HIDDEN, BATCH, SEQLEN = 32, 4, 48, 3, 9
 LENGTHS = [9, 4, 7]
 EXACT = {"cpu": torch.float64, "cuda": torch.float32}
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:enable_nested_tensor"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
-    pytest.mark.filterwarnings("ignore:Support for mismatched"),
-]
+pytestmark = WITHOUT_TORCHS_WARNINGS
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tests.integration.module_twins import (
     LAYOUTS,
     NUM_HEADS,
     SEQLEN_Q,
+    WITHOUT_TORCHS_WARNINGS,
     assert_equal,
     make_inputs,
     make_masks,
@@ -26,11 +27,7 @@ from tests.integration.module_twins import (
     twins,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Support for mismatched",
-    "ignore:enable_nested_tensor",
-    "ignore:The PyTorch API of nested tensors",
-)
+pytestmark = WITHOUT_TORCHS_WARNINGS
 
 
 @pytest.mark.usefixtures("exact_dtype")

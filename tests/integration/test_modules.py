@@ -18,6 +18,7 @@ from tests.integration.module_twins import (
     NUM_HEADS,
     SEQLEN_K,
     SEQLEN_Q,
+    WITHOUT_TORCHS_WARNINGS,
     assert_equal,
     make_inputs,
     make_masks,
@@ -26,11 +27,7 @@ from tests.integration.module_twins import (
 )
 from tests.oracle import ROUNDING
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Support for mismatched",
-    "ignore:enable_nested_tensor",
-    "ignore:The PyTorch API of nested tensors",
-)
+pytestmark = WITHOUT_TORCHS_WARNINGS
 
 
 def assert_within_oracle_bound(ours: dict[str, Tensor], low: dict[str, Tensor], ref: dict[str, Tensor]) -> None:

@@ -9,13 +9,13 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   using Base = BackwardPipelinedDq<Config>;
-  using Base::at_;
   using Base::lane_;
-  using Base::maps_;
   using Base::storage_;
   using Base::warp_;
   using Base::work_tile_;
-  using Base::workspace_;
+  using typename Base::LoadedStep;
+  using typename Base::LoadedTile;
+  using typename Base::Place;
   using typename Base::Steps;
 
  public:
@@ -27,17 +27,7 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   }
 
  private:
-  /// A tile of queries, with the head among all.
-  struct Place {
-    int head, tile;
-  };
-  struct LoadedStep : Place {
-    uint32_t stage;
-  };
-  struct Loads {
-    LoadedStep step;
-    int64_t first_term;
-  };
+  friend Base;
 
   /// Which step's Q and dO come next. The entry behind it is asked for a step ahead.
   struct Next {
@@ -49,28 +39,18 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   __device__ __forceinline__ void load_and_add() {
     Steps step(storage_);
     Next next{step, work_tile_.steps, *reinterpret_cast<const int4*>(work_tile_.steps)};
-    if (warp_ == 0) this->load_keys(maps_.k, storage_.k_full, 0);
-    if (warp_ == 1) this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
+    this->load_keys_and_values();
 #pragma unroll 1
     for (int stage = 0; stage + 1 < Config::kStages; ++stage) load(next);
-#pragma unroll 1
-    for (; !step.is_past_end(); step.advance()) {
-      wait_for(storage_.ds_full[at_.stage()], at_.parity());
-      // Read before the products: behind them warp 0 may write the metadata of another step here. No mbarrier orders
-      // that write behind the reads of the other warps. The products do, which the warps of a warpgroup finish together
-      // on compute capability 9.0; PTX's memory model does not promise it.
-      const ListedQueries queries = storage_.step_metadata[step.stage];
-      const Place place = {ptx::uniform(work_tile_.sequence.head + queries.head), ptx::uniform(queries.tile)};
-      // That dS is complete says that all products of the step before are over.
-      load(next);
-      if (workspace_.dq) {
-        this->add(place);
-      } else {
-        arrive_as_warp(storage_.ds_empty[at_.stage()], lane_);
-      }
-      at_.advance();
-    }
-    this->send();
+    this->add_all(*this, step, next);
+  }
+
+  /// Read before the products: behind them warp 0 may write the metadata of another step here. No mbarrier orders that
+  /// write behind the reads of the other warps. The products do, which the warps of a warpgroup finish together on
+  /// compute capability 9.0; PTX's memory model does not promise it.
+  __device__ __forceinline__ Place place(const Steps& step) const {
+    const ListedQueries queries = storage_.step_metadata[step.stage];
+    return {ptx::uniform(work_tile_.sequence.head + queries.head), ptx::uniform(queries.tile)};
   }
 
   __device__ __forceinline__ void load(Next& next) const {
@@ -78,13 +58,12 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
     const int4 entry = next.coming;
     const LoadedStep step = {{ptx::uniform(work_tile_.sequence.head + entry.x), ptx::uniform(entry.y)},
                              next.step.stage};
-    const Loads loads{step, this->first_term(step)};
+    const LoadedTile tile{step, this->first_term(step)};
     if (warp_ == 0) {
       if (lane_ == 0) storage_.step_metadata[next.step.stage] = {entry.x, entry.y, entry.z, 0};
-      this->load_tile(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, loads);
+      this->load_queries(tile);
     } else {
-      this->load_tile(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta,
-                      storage_.minus_delta, loads);
+      this->load_grads(tile);
     }
     next.step.advance();
     if (!next.step.is_past_end()) next.coming = *reinterpret_cast<const int4*>(++next.g_entry);

@@ -24,7 +24,7 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
   __device__ __forceinline__ void run() {
     zero_sums();
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
-      sanitise_keys();
+      this->sanitise_keys();
       visit_all();
     }
     this->store_dv(dv_, 1.0f);
@@ -33,6 +33,7 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
 
  protected:
   using Base::at_;
+  using Base::kValues;
   using Base::lane_;
   using Base::p_;
   using Base::s_tiles_;
@@ -40,7 +41,6 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
   using Base::warp_;
   using Base::warpgroup_;
   using Base::work_tile_;
-  static constexpr uint32_t kValues = Config::kKeyBytes / 16;  // behind K, in a descriptor
 
   __device__ __forceinline__ void zero_sums() {
     Products::clear(dk_);
@@ -146,15 +146,6 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     this->release(storage_.ds_full[at_.stage()]);
   }
 
-  /// K of this warpgroup. What a query does see, its lse knows, or it is a score of -inf still.
-  __device__ __forceinline__ void sanitise_keys() const {
-    wait_for(storage_.k_full, 0);
-#pragma unroll 1
-    for (int panel = 0; panel < panels(Config::kHeadDim); ++panel)
-      sanitise_tile<Element, panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
-          s_tiles_ + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows), this->thread());
-    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised + warpgroup_, false);
-  }
   __device__ __forceinline__ void sanitise_rows() const {
     Base::sanitise_rows(warpgroup_ * kWarpgroupThreads + this->thread());
     ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, Base::kComputing>();

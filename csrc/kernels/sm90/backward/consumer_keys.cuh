@@ -14,20 +14,18 @@ namespace flash_ext::sm90 {
 
 /// One warp of them.
 template <class Config, class Storage>
-class BackwardKeysConsumer {
+class BackwardKeysWarp {
  protected:
   using Element = typename Config::Element;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
   static constexpr int kComputing = Config::kThreads - kWarpgroupThreads;  // threads that compute
-  using Tile = BackwardTile<Element, kBlockM>;
+  static constexpr uint32_t kValues = Config::kKeyBytes / 16;              // behind K, in a descriptor
   using Products = BackwardProducts<Element, kHeadDim, Config::kLoadedKeys, kBlockM>;
-  using Scores = typename Tile::Scores;
-  using Weights = typename Tile::Weights;
   using Sum = typename Products::Sum;
 
   /// `keys_offset`: of the keys' rows of K, or of V, in shared memory.
-  __device__ __forceinline__ BackwardKeysConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
-                                                  int keys_offset, float scale, int group, int lane)
+  __device__ __forceinline__ BackwardKeysWarp(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                              int keys_offset, float scale, int group, int lane)
       : p_(p),
         storage_(storage),
         work_tile_(storage.work_tile),
@@ -39,66 +37,20 @@ class BackwardKeysConsumer {
         keys_(Products::KeyTile::lower_half(without_rank<Config>(s_tiles) + keys_offset)),
         queries_(Products::QueryTile::lower_half(without_rank<Config>(s_tiles) + Config::kQueriesOffset)) {}
 
-  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
-  __device__ __forceinline__ void release_query() const { release(storage_.q_empty[at_.stage()]); }
-  __device__ __forceinline__ void release_grad() const { release(storage_.do_empty[at_.stage()]); }
-  __device__ __forceinline__ void wait_for_query() const { wait_for(storage_.q_full[at_.stage()], at_.parity()); }
-  __device__ __forceinline__ void wait_for_grad() const { wait_for(storage_.do_full[at_.stage()], at_.parity()); }
-
   /// In the warpgroup.
   __device__ __forceinline__ int thread() const { return warp_ * 32 + lane_; }
   __device__ __forceinline__ int first_key() const {
     return work_tile_.first_key + warpgroup_ * kWarpgroupRows + warp_ * 16;
   }
 
-  /// Tiles of queries of which the keys see something; and where something is hidden from some key, too.
-  __device__ __forceinline__ bool sees(int tile) const {
-    const TileSpan& seen = work_tile_.groups[warpgroup_];
-    return tile >= seen.begin && tile < seen.end;
-  }
-  __device__ __forceinline__ bool hides(int tile) const {
-    const TileSpan& seen = work_tile_.groups[warpgroup_];
-    return tile < seen.full_begin || tile >= seen.full_end;
-  }
-
-  /// Lower halves of descriptors of this step's tiles.
-  __device__ __forceinline__ uint32_t query_tile() const { return queries_ + at_.stage() * (Config::kQueryBytes / 16); }
-  __device__ __forceinline__ uint32_t grad_tile() const {
-    return query_tile() + Config::kStages * (Config::kQueryBytes / 16);
-  }
-
-  __device__ __forceinline__ void softmax_step(Scores& s) const {
-    Tile::softmax_step(s, storage_.lse[at_.stage()], scale_, lane_);
-  }
-  /// Scores, or pairs of weights.
-  template <class Numbers>
-  __device__ __forceinline__ void hide(Numbers& numbers, int tile) const {
-    Tile::hide(numbers, work_tile_.sequence, first_key(), tile * kBlockM, lane_);
-  }
-  /// P of a tile that is not full: without what is hidden, and bounded.
-  __device__ __forceinline__ void hide_weights(Scores& p, int tile) const {
-    hide(p, tile);
-    if (work_tile_.large) for_each_score(p, [](float& x, int, int, int) { x = LargeLse::bound(x); });
-  }
-  __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p, bool hides) const {
-    Tile::compute_ds(ds, dp, p, storage_.minus_delta[at_.stage()], lane_, hides);
-  }
-
-  /// dS of keys that see nothing.
-  __device__ __forceinline__ void zero_ds(uint32_t s_panel) const {
-#pragma unroll
-    for (int k = 0; k < panel_bytes(kBlockM) / 16 / kWarpgroupThreads; ++k)
-      store_shared(s_panel + (k * kWarpgroupThreads + thread()) * 16, uint4{0, 0, 0, 0});
-  }
-
-  /// Q and dO of a tile that some key is hidden from, by all that compute together; this is the `thread`th of them.
-  /// They then wait for each other.
-  __device__ __forceinline__ void sanitise_rows(int thread) const {
-    wait_for_query();
-    wait_for_grad();
-    const uint32_t s_query = s_tiles_ + Config::kQueriesOffset + at_.stage() * Config::kQueryBytes;
-    sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_query, thread);
-    sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_query + Config::kStages * Config::kQueryBytes, thread);
+  /// K of this warpgroup. What a query does see, its lse knows, or it is a score of -inf still.
+  __device__ __forceinline__ void sanitise_keys() const {
+    wait_for(storage_.k_full, 0);
+#pragma unroll 1
+    for (int panel = 0; panel < panels(kHeadDim); ++panel)
+      sanitise_tile<Element, panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
+          s_tiles_ + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows), thread());
+    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised + warpgroup_, false);
   }
 
   __device__ __forceinline__ void store_dk(const Sum& sum, float scale) const { store(p_.dk, 0, sum, scale); }
@@ -135,6 +87,86 @@ class BackwardKeysConsumer {
   const uint32_t s_tiles_;
   const float scale_;              // of scores, to base 2
   const uint32_t keys_, queries_;  // lower halves of descriptors
+};
+
+/// The same with the waits for Q and dO, and what is done to a tile of scores.
+template <class Config, class Storage>
+class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
+ protected:
+  using Base = BackwardKeysWarp<Config, Storage>;
+  using Base::Base;
+  using Base::kBlockM;
+  using Base::kComputing;
+  using Base::lane_;
+  using Base::queries_;
+  using Base::s_tiles_;
+  using Base::scale_;
+  using Base::storage_;
+  using Base::warpgroup_;
+  using Base::work_tile_;
+  using typename Base::Element;
+  using typename Base::Products;
+  using typename Base::Sum;
+  using Tile = BackwardTile<Element, kBlockM>;
+  using Scores = typename Tile::Scores;
+  using Weights = typename Tile::Weights;
+
+  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
+  __device__ __forceinline__ void release_query() const { release(storage_.q_empty[at_.stage()]); }
+  __device__ __forceinline__ void release_grad() const { release(storage_.do_empty[at_.stage()]); }
+  __device__ __forceinline__ void wait_for_query() const { wait_for(storage_.q_full[at_.stage()], at_.parity()); }
+  __device__ __forceinline__ void wait_for_grad() const { wait_for(storage_.do_full[at_.stage()], at_.parity()); }
+
+  /// Tiles of queries of which the keys see something; and where something is hidden from some key, too.
+  __device__ __forceinline__ bool sees(int tile) const {
+    const TileSpan& seen = work_tile_.groups[warpgroup_];
+    return tile >= seen.begin && tile < seen.end;
+  }
+  __device__ __forceinline__ bool hides(int tile) const {
+    const TileSpan& seen = work_tile_.groups[warpgroup_];
+    return tile < seen.full_begin || tile >= seen.full_end;
+  }
+
+  /// Lower halves of descriptors of this step's tiles.
+  __device__ __forceinline__ uint32_t query_tile() const { return queries_ + at_.stage() * (Config::kQueryBytes / 16); }
+  __device__ __forceinline__ uint32_t grad_tile() const {
+    return query_tile() + Config::kStages * (Config::kQueryBytes / 16);
+  }
+
+  __device__ __forceinline__ void softmax_step(Scores& s) const {
+    Tile::softmax_step(s, storage_.lse[at_.stage()], scale_, lane_);
+  }
+  /// Scores, or pairs of weights.
+  template <class Numbers>
+  __device__ __forceinline__ void hide(Numbers& numbers, int tile) const {
+    Tile::hide(numbers, work_tile_.sequence, this->first_key(), tile * kBlockM, lane_);
+  }
+  /// P of a tile that is not full: without what is hidden, and bounded.
+  __device__ __forceinline__ void hide_weights(Scores& p, int tile) const {
+    hide(p, tile);
+    if (work_tile_.large) for_each_score(p, [](float& x, int, int, int) { x = LargeLse::bound(x); });
+  }
+  __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p, bool hides) const {
+    Tile::compute_ds(ds, dp, p, storage_.minus_delta[at_.stage()], lane_, hides);
+  }
+
+  /// dS of keys that see nothing.
+  __device__ __forceinline__ void zero_ds(uint32_t s_panel) const {
+#pragma unroll
+    for (int k = 0; k < panel_bytes(kBlockM) / 16 / kWarpgroupThreads; ++k)
+      store_shared(s_panel + (k * kWarpgroupThreads + this->thread()) * 16, uint4{0, 0, 0, 0});
+  }
+
+  /// Q and dO of a tile that some key is hidden from, by all that compute together; this is the `thread`th of them.
+  /// They then wait for each other.
+  __device__ __forceinline__ void sanitise_rows(int thread) const {
+    wait_for_query();
+    wait_for_grad();
+    const uint32_t s_query = s_tiles_ + Config::kQueriesOffset + at_.stage() * Config::kQueryBytes;
+    sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_query, thread);
+    sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_query + Config::kStages * Config::kQueryBytes, thread);
+  }
+
   RingCount<Config::kStages> at_;  // of Q and dO
 };
 

@@ -13,16 +13,13 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
-  using Base::at_;
-  using Base::batch_;
   using Base::lane_;
-  using Base::maps_;
   using Base::p_;
   using Base::s_tiles_;
   using Base::storage_;
   using Base::warp_;
   using Base::work_tile_;
-  using Base::workspace_;
+  using typename Base::LoadedTile;
   using typename Base::Loads;
   using typename Base::Steps;
   static constexpr int kQueryWarp = 0, kGradWarp = 1, kBiasWarp = 2;
@@ -40,49 +37,36 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
   }
 
  private:
-  /// Where Q or dO goes.
-  struct LoadedStep {
-    int head, tile;
-    uint32_t stage;
-  };
-  struct LoadedTile {
-    LoadedStep step;
-    int64_t first_term;
+  friend Base;
+
+  /// What this warp loads next. waits: for its first stage, whose dO all have multiplied a step later.
+  struct Next {
+    Loads& loads;
+    bool waits;
   };
 
   __device__ __forceinline__ void load_and_add() {
     Steps step(storage_);
     Loads loads{step, this->first_term(step)};  // of this warp, next
-    if (warp_ == kQueryWarp) this->load_keys(maps_.k, storage_.k_full, 0);
-    if (warp_ == kGradWarp) this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
+    this->load_keys_and_values();
     load_next(loads);
     if (warp_ != kBiasWarp) load_next(loads);
-    bool waits = warp_ == kGradWarp;  // for its first stage, whose dO all have multiplied a step later
-#pragma unroll 1
-    for (; !step.is_past_end(); step.advance()) {
-      wait_for(storage_.ds_full[at_.stage()], at_.parity());
-      if (!waits) load_next(loads);
-      waits = false;
-      if (workspace_.dq) {
-        this->add(step);
-      } else {
-        arrive_as_warp(storage_.ds_empty[at_.stage()], lane_);
-      }
-      at_.advance();
-    }
-    this->send();
+    Next next{loads, warp_ == kGradWarp};
+    this->add_all(*this, step, next);
   }
 
+  __device__ __forceinline__ void load(Next& next) const {
+    if (!next.waits) load_next(next.loads);
+    next.waits = false;
+  }
+  __device__ __forceinline__ const Steps& place(const Steps& step) const { return step; }
   __device__ __forceinline__ void load_next(Loads& loads) const {
     if (warp_ > kBiasWarp || loads.step.is_past_end()) return;
     const Steps& step = loads.step;
     if (warp_ == kQueryWarp) {
-      const LoadedTile tile{{step.head, step.tile, step.stage}, loads.first_term};
-      this->load_tile(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, tile);
+      this->load_queries(LoadedTile{{{step.head, step.tile}, step.stage}, loads.first_term});
     } else if (warp_ == kGradWarp) {
-      const LoadedTile tile{{step.head, step.tile, step.grad_stage()}, loads.first_term};
-      this->load_tile(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta,
-                      storage_.minus_delta, tile);
+      this->load_grads(LoadedTile{{{step.head, step.tile}, step.grad_stage()}, loads.first_term});
     } else {
       load_bias(step);
     }

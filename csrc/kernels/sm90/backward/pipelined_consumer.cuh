@@ -3,14 +3,9 @@
 // exponentials beside dK.
 #pragma once
 
-#include "kernels/common/backward/split_sums.cuh"
-#include "kernels/ptx/barrier.h"
-#include "kernels/ptx/wgmma.h"
+#include "consumer_keys.cuh"
 #include "kernels/ptx/wgmma_across.h"
-#include "kernels/sm90/common/store_rows.cuh"
 #include "pipelined_tile.cuh"
-#include "sanitise.cuh"
-#include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -53,49 +48,52 @@ class BackwardPlainScores {
 
 /// What one warp of them does. Rules: what options make of its scores.
 template <class Config, class Rules = BackwardPlainScores<Config>>
-class BackwardPipelinedConsumer {
+class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Storage> {
  public:
-  using Element = typename Config::Element;
   using Storage = typename Rules::Storage;
+  using Base = BackwardKeysWarp<Config, Storage>;
   using Steps = BackwardStepsOf<Config>;
-  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
 
   __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                                        float scale, int warpgroup, int lane)
-      : p_(p),
-        storage_(storage),
-        work_tile_(storage.work_tile),
-        warpgroup_(warpgroup),
-        warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
-        lane_(lane),
-        s_tiles_(s_tiles),
-        scale_(scale),
-        keys_(KeyTile::lower_half(s_tiles + warpgroup * panel_bytes(kWarpgroupRows))),
-        queries_(QueryTile::lower_half(s_tiles + Config::kQueriesOffset)),
+      : Base(p, storage, s_tiles, warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
         rules_(p, storage, s_tiles) {}
 
   __device__ __forceinline__ void run() {
-    zero(dk_);
-    zero(dv_);
+    Products::clear(dk_);
+    Products::clear(dv_);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up();
-    store(p_.dv, Config::kBlockN * kHeadDim, dv_, rules_.unit());
-    store(p_.dk, 0, dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
+    this->store_dv(dv_, rules_.unit());
+    this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }
 
  private:
+  using Base::kBlockM;
+  using Base::kComputing;
+  using Base::keys_;
+  using Base::kHeadDim;
+  using Base::kValues;
+  using Base::lane_;
+  using Base::p_;
+  using Base::queries_;
+  using Base::s_tiles_;
+  using Base::scale_;
+  using Base::storage_;
+  using Base::warp_;
+  using Base::warpgroup_;
+  using Base::work_tile_;
+  using typename Base::Element;
+  using typename Base::Products;
+  using typename Base::Sum;
   using Tile = BackwardPipelinedTile<Element, kBlockM>;
   using Scores = typename Tile::Scores;
   using Weights = typename Tile::Weights;
   using Terms = typename Tile::Terms;
   using Visible = typename Tile::Visible;
-  using Sum = float[kHeadDim / 8][4];
-  using KeyTile = TileDescriptor<Config::kBlockN>;
   using QueryTile = TileDescriptor<kBlockM>;
   using DsTile = TileDescriptor<Config::kBlockN>;
-  static constexpr int kComputing = Config::kGroups * kWarpgroupThreads;  // threads that compute
-  static constexpr uint32_t kStage = Config::kQueryBytes / 16;            // in a descriptor
-  static constexpr uint32_t kGrads = Config::kStages * kStage;            // behind Q
-  static constexpr uint32_t kValues = Config::kKeyBytes / 16;             // behind K
+  static constexpr uint32_t kStage = Config::kQueryBytes / 16;  // in a descriptor
+  static constexpr uint32_t kGrads = Config::kStages * kStage;  // behind Q
 
   /// Of which nothing is hidden.
   struct FullTiles {
@@ -114,13 +112,13 @@ class BackwardPipelinedConsumer {
     Steps step(storage_);
     RingCount<Config::kDsStages> ds_at;
 
-    sanitise_keys();
+    this->sanitise_keys();
     start_scores(s, terms, step, full, false);
     rules_.prepare(step);
     bool hides = find_visible(visible, step, full_of_keys);
     if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
     ptx::wgmma_wait<0>();
-    fence_operands(s[0]);
+    Products::fence_operand(s[0]);
     wait_for(storage_.v_full, 0);
 #pragma unroll 1
     do {
@@ -132,11 +130,11 @@ class BackwardPipelinedConsumer {
       rules_.drop(p, ds);
       fence_operands(p);
       if constexpr (Rules::kTwoWeights) fence_operands(ds);
-      fence_operands(s[0]);
+      Products::fence_operand(s[0]);
       if (!has_grads) wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
-      start_product(s, keys_ + kValues, grads);
+      Products::start(s, keys_ + kValues, grads);
       start_sum(dv_, p, grads);
 
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
@@ -145,7 +143,7 @@ class BackwardPipelinedConsumer {
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
       ptx::wgmma_wait<1>();
-      fence_operands(s[0]);
+      Products::fence_operand(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
       Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
       rules_.compute_ds(ds, s, p, terms);
@@ -164,11 +162,11 @@ class BackwardPipelinedConsumer {
       if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
       ds_at.advance();
       ptx::wgmma_wait<1>();
-      fence_operands(s[0]);
+      Products::fence_operand(s[0]);
     } while (!step.is_past_end());
     ptx::wgmma_wait<0>();
-    fence_operands(dk_);
-    fence_operands(dv_);
+    Products::fence_operand(dk_);
+    Products::fence_operand(dv_);
   }
 
   /// S of a step, and its lse; behind the last step, of what lies there, for nobody.
@@ -181,7 +179,7 @@ class BackwardPipelinedConsumer {
       if (Rules::kLateLse) load_lse();
       if (Rules::kBoundsScores || p_.sink || is_unclean(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
     }
-    start_product(s, keys_, queries_ + step.stage * kStage);
+    Products::start(s, keys_, queries_ + step.stage * kStage);
   }
   /// Whether pairs are hidden, and which are not.
   __device__ __forceinline__ bool find_visible(Visible& visible, const Steps& step,
@@ -194,12 +192,12 @@ class BackwardPipelinedConsumer {
       const bool cut = !full_of_keys.has(step.tile);
       if (!cut && !rules_.hides_keys()) return false;
       visible[0] = visible[1] = ~0u;
-      if (cut) Tile::find_visible(visible, work_tile_.sequence, first_key(), step.tile * kBlockM, lane_);
+      if (cut) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), step.tile * kBlockM, lane_);
       rules_.hide_keys(visible);
       return true;
     } else {
       if (full_of_keys.has(step.tile)) return false;
-      Tile::find_visible(visible, work_tile_.sequence, first_key(), step.tile * kBlockM, lane_);
+      Tile::find_visible(visible, work_tile_.sequence, this->first_key(), step.tile * kBlockM, lane_);
       return true;
     }
   }
@@ -229,7 +227,7 @@ class BackwardPipelinedConsumer {
     const bool cut = !full_of_keys.has(tile);
     if (!cut && words < 0) return false;
     visible[0] = visible[1] = ~0u;
-    if (cut) Tile::find_visible(visible, work_tile_.sequence, first_key(), tile * kBlockM, lane_);
+    if (cut) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), tile * kBlockM, lane_);
     if (words >= 0) rules_.hide_pairs(visible, words);
     return true;
   }
@@ -243,7 +241,7 @@ class BackwardPipelinedConsumer {
         first_query + kBlockM > sequence.seqlen_q || work_tile_.first_key + Config::kBlockN > sequence.seqlen_k;
     if (!cut && of_bitmap < 0 && !work_tile_.large) return false;
     visible[0] = visible[1] = ~0u;
-    if (cut) Tile::find_visible(visible, sequence, first_key(), first_query, lane_);
+    if (cut) Tile::find_visible(visible, sequence, this->first_key(), first_query, lane_);
     if (of_bitmap >= 0) {
       const uint2* const g_warp = work_tile_.visible + int64_t{of_bitmap} * work_tile_.visible_stride;
       const uint2 bits = __ldg(g_warp + (warpgroup_ * kWarpgroupWarps + warp_) * 32 + lane_);
@@ -262,17 +260,6 @@ class BackwardPipelinedConsumer {
 
   // ---- Products: to be waited for, and what they have written fenced
 
-  /// s = keys queries^T, of K and Q or of V and dO.
-  __device__ __forceinline__ static void start_product(Scores& s, uint32_t keys, uint32_t queries) {
-    using Product = ptx::Wgmma<Element, kBlockM>;
-    ptx::wgmma_fence();
-    Product::template multiply<false>(s[0], KeyTile::at(keys, 0), QueryTile::at(queries, 0));
-#pragma unroll
-    for (int k = 1; k < kHeadDim / 16; ++k)
-      Product::template multiply<true>(s[0], KeyTile::at(keys, KeyTile::along_row(k)),
-                                       QueryTile::at(queries, QueryTile::along_row(k)));
-    ptx::wgmma_commit();
-  }
   /// dV += P dO
   __device__ __forceinline__ static void start_sum(Sum& sum, const Weights& p, uint32_t grads) {
 #pragma unroll
@@ -295,45 +282,19 @@ class BackwardPipelinedConsumer {
     ptx::wgmma_commit();
   }
 
-  template <int kCount>
-  __device__ __forceinline__ static void fence_operands(float (&x)[kCount][4]) {
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(x[n][e]);
-  }
   __device__ __forceinline__ static void fence_operands(Weights& pairs) {
 #pragma unroll
     for (int k = 0; k < Tile::kSteps; ++k)
 #pragma unroll
       for (int e = 0; e < 4; ++e) pairs[k][e] = ptx::reread(pairs[k][e]);
   }
-  __device__ __forceinline__ static void zero(Sum& sum) {
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 8; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[d][e] = 0.0f;
-  }
 
   // ---- Keys of this warpgroup, and what is not finite
 
-  __device__ __forceinline__ int first_key() const {
-    return work_tile_.first_key + warpgroup_ * kWarpgroupRows + warp_ * 16;
-  }
   __device__ __forceinline__ uint32_t s_ds_of_stage(uint32_t stage) const {
     return s_tiles_ + Config::kDsOffset + stage * Config::kDsBytes + warpgroup_ * panel_bytes(kWarpgroupRows);
   }
 
-  /// K of this warpgroup. What a query does see, its lse knows, or it is a score of -inf still.
-  __device__ __forceinline__ void sanitise_keys() const {
-    wait_for(storage_.k_full, 0);
-#pragma unroll 1
-    for (int panel = 0; panel < panels(kHeadDim); ++panel)
-      sanitise_tile<Element, panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
-          s_tiles_ + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows),
-          warp_ * 32 + lane_);
-    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised + warpgroup_, false);
-  }
   /// Q and dO of a tile that some key is hidden from, by all that compute, who then wait for each other. A query whose
   /// lse is finite has finite Q and dO (row_terms.cuh), but that of a sink may hide scores of -inf. All warps see the
   /// same lse, and so come here together.
@@ -349,34 +310,6 @@ class BackwardPipelinedConsumer {
     ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, kComputing>();
   }
 
-  // ---- Where sums go
-
-  /// `sums_offset`: where it begins in a split's slot.
-  __device__ __forceinline__ void store(const TensorView& view, int sums_offset, const Sum& sum, float scale) const {
-    if (!view.data) return;
-    if (work_tile_.sums) return store_split(work_tile_.sums + sums_offset, sum, scale);
-    const Sequence& sequence = work_tile_.sequence;
-    const auto rows = key_rows<Element, false>(p_, view, sequence);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first_key() + 8 * r + lane_ / 4;
-      Element* const g_row = row < sequence.seqlen_k ? rows.row(row) : nullptr;
-      write_out_row(g_row, sum, r, scale, lane_, static_cast<int>(p_.head_dim));
-    }
-  }
-  __device__ __forceinline__ void store_split(float* g_sums, const Sum& sum, float scale) const {
-#pragma unroll
-    for (int d = 0; d < kHeadDim / 8; ++d)
-      store_fragment(sum_fragment<kHeadDim>(g_sums, warpgroup_ * kWarpgroupWarps + warp_, d), sum[d], scale, lane_);
-  }
-
-  const BackwardParams& p_;
-  Storage& storage_;
-  const BackwardWorkTile<Config>& work_tile_;
-  const int warpgroup_, warp_, lane_;
-  const uint32_t s_tiles_;
-  const float scale_;              // of scores, to base 2
-  const uint32_t keys_, queries_;  // lower halves of descriptors
   Sum dk_, dv_;
   Rules rules_;
 };

@@ -70,13 +70,14 @@ class BackwardStepFinder {
 template <class Config>
 class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
-  using Base::at_;
   using Base::lane_;
-  using Base::maps_;
   using Base::storage_;
   using Base::warp_;
   using Base::work_tile_;
   using Base::workspace_;
+  using typename Base::LoadedStep;
+  using typename Base::LoadedTile;
+  using typename Base::Place;
   using typename Base::Steps;
 
  public:
@@ -88,17 +89,8 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
   }
 
  private:
-  /// A tile of queries, with the head among all.
-  struct Place {
-    int head, tile;
-  };
-  struct LoadedStep : Place {
-    uint32_t stage;
-  };
-  struct Loads {
-    LoadedStep step;
-    int64_t first_term;
-  };
+  friend Base;
+
   /// Which step's Q and dO come next.
   struct Next {
     Steps step;
@@ -108,38 +100,27 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
   __device__ __forceinline__ void load_and_add() {
     Steps step(storage_);
     Next next{step, BackwardStepFinder<Config>(workspace_, work_tile_, lane_)};
-    if (warp_ == 0) this->load_keys(maps_.k, storage_.k_full, 0);
-    if (warp_ == 1) this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
+    this->load_keys_and_values();
 #pragma unroll 1
     for (int stage = 0; stage + 1 < Config::kStages; ++stage) load(next);
-#pragma unroll 1
-    for (; !step.is_past_end(); step.advance()) {
-      wait_for(storage_.ds_full[at_.stage()], at_.parity());
-      const ListedQueries queries = storage_.step_metadata[step.slot];
-      const Place place = {ptx::uniform(queries.head), ptx::uniform(queries.tile)};
-      // That dS is complete says that all products of the step before are over.
-      load(next);
-      if (workspace_.dq) {
-        this->add(place);
-      } else {
-        arrive_as_warp(storage_.ds_empty[at_.stage()], lane_);
-      }
-      at_.advance();
-    }
-    this->send();
+    this->add_all(*this, step, next);
+  }
+
+  __device__ __forceinline__ Place place(const Steps& step) const {
+    const ListedQueries queries = storage_.step_metadata[step.slot];
+    return {ptx::uniform(queries.head), ptx::uniform(queries.tile)};
   }
 
   __device__ __forceinline__ void load(Next& next) const {
     if (warp_ > 1 || next.step.is_past_end()) return;
     const ListedQueries found = next.finder.next();
     const LoadedStep step = {{found.head, found.tile}, next.step.stage};
-    const Loads loads{step, this->first_term(step)};
+    const LoadedTile tile{step, this->first_term(step)};
     if (warp_ == 0) {
       if (lane_ == 0) storage_.step_metadata[next.step.slot] = found;
-      this->load_tile(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, loads);
+      this->load_queries(tile);
     } else {
-      this->load_tile(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta,
-                      storage_.minus_delta, loads);
+      this->load_grads(tile);
     }
     next.step.advance();
   }

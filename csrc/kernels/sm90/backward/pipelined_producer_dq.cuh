@@ -1,9 +1,6 @@
 // The warpgroup that loads tiles three steps at a time, and computes dQ and adds it to memory.
 #pragma once
 
-#include "kernels/common/tile.cuh"
-#include "kernels/ptx/reread.h"
-#include "kernels/ptx/wgmma.h"
 #include "kernels/ptx/wgmma_across.h"
 #include "producer.cuh"
 #include "storage.cuh"
@@ -12,24 +9,18 @@ namespace flash_ext::sm90 {
 
 /// What one warp of it does.
 template <class Config, class Storage_ = BackwardPipelinedStorage<Config>>
-class BackwardPipelinedDq {
+class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
  public:
+  using Base = BackwardDqWarp<Config, Storage_>;
   using Element = typename Config::Element;
   using Storage = Storage_;
   using Steps = BackwardStepsOf<Config>;
-  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kPanels = panels(Config::kHeadDim);
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
 
   __device__ __forceinline__ BackwardPipelinedDq(const BackwardParams& p, const BackwardMaps& maps,
                                                  const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
                                                  int warp, int lane)
-      : p_(p),
-        maps_(maps),
-        workspace_(workspace),
-        storage_(storage),
-        work_tile_(storage.work_tile),
-        warp_(warp),
-        lane_(lane),
-        s_tiles_(s_tiles),
+      : Base(p, maps, workspace, storage, s_tiles, warp, lane),
         keys_(KeyTile::lower_half(s_tiles)),
         ds_(DsTile::lower_half(s_tiles + Config::kDsOffset)),
         first_row_(ptx::uniform(static_cast<int>(work_tile_.sequence.q_begin))),
@@ -44,13 +35,20 @@ class BackwardPipelinedDq {
  protected:
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = TileDescriptor<kBlockN>;
-  using Sum = float[kPanelColumns / 8][4];
+  using Base::kPanels;
+  using Base::lane_;
+  using Base::maps_;
+  using Base::s_tiles_;
+  using Base::storage_;
+  using Base::warp_;
+  using Base::work_tile_;
+  using Base::workspace_;
+  using typename Base::Sum;
 
   __device__ __forceinline__ void load_and_add() {
     Steps step(storage_);
     Loads loads{step, first_term(step)};
-    if (warp_ == 0) load_keys(maps_.k, storage_.k_full, 0);
-    if (warp_ == 1) load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
+    load_keys_and_values();
 #pragma unroll 1
     for (int stage = 0; stage + 1 < Config::kStages; ++stage) {
       load(loads);
@@ -64,7 +62,7 @@ class BackwardPipelinedDq {
       if (workspace_.dq) {
         add(step);
       } else {
-        arrive_as_warp(storage_.ds_empty[at_.stage()], lane_);
+        this->release(storage_.ds_empty[at_.stage()]);
       }
       at_.advance();
       advance(loads);
@@ -73,7 +71,37 @@ class BackwardPipelinedDq {
     turns_.end(workspace_.turns, lane_);
   }
 
+  /// The same of what is derived of this, which is `self`: place(step), the tile of queries of a step; and load(next).
+  template <class Self, class Next>
+  __device__ __forceinline__ static void add_all(Self& self, Steps& step, Next& next) {
+#pragma unroll 1
+    for (; !step.is_past_end(); step.advance()) {
+      wait_for(self.storage_.ds_full[self.at_.stage()], self.at_.parity());
+      const auto& queries = self.place(step);
+      self.load(next);
+      if (self.workspace_.dq) {
+        self.add(queries);
+      } else {
+        self.release(self.storage_.ds_empty[self.at_.stage()]);
+      }
+      self.at_.advance();
+    }
+    self.send();
+  }
+
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
+
+  /// A tile of queries, with the head among all.
+  struct Place {
+    int head, tile;
+  };
+  struct LoadedStep : Place {
+    uint32_t stage;
+  };
+  struct LoadedTile {
+    LoadedStep step;
+    int64_t first_term;
+  };
 
   /// Of which step Q and dO come next, and where its row terms begin.
   struct Loads {
@@ -86,33 +114,34 @@ class BackwardPipelinedDq {
     const bool is_next = !loads.step.takes_turns() && loads.step.tile != loads.step.first;
     loads.first_term = is_next ? loads.first_term + int64_t{kBlockM} : first_term(loads.step);
   }
-  __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
-    if (lane_ == 0)
-      sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_tile_.sequence, work_tile_.first_key, 0,
-                              kPanels);
-    __syncwarp();
+  __device__ __forceinline__ void load_keys_and_values() const {
+    if (warp_ == 0) this->load_keys(maps_.k, storage_.k_full, 0);
+    if (warp_ == 1) this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
   }
   __device__ __forceinline__ void load(const Loads& loads) const {
     if (warp_ > 1 || loads.step.is_past_end()) return;
-    if (warp_ == 0) {
-      load_tile(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, loads);
-    } else {
-      load_tile(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta, storage_.minus_delta,
-                loads);
-    }
+    warp_ == 0 ? load_queries(loads) : load_grads(loads);
   }
-  /// A tile of Q with its lse, or of dO with its D.
-  template <class AnyLoads>
-  __device__ __forceinline__ void load_tile(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
+  /// A tile of Q with its lse, or of dO with its D. `tile` is as LoadedTile.
+  template <class Tile>
+  __device__ __forceinline__ void load_queries(const Tile& tile) const {
+    load_rows(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, tile);
+  }
+  template <class Tile>
+  __device__ __forceinline__ void load_grads(const Tile& tile) const {
+    load_rows(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta, storage_.minus_delta,
+              tile);
+  }
+  template <class Tile>
+  __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
                                             int tiles_offset, const float* g_terms,
-                                            const float (&terms)[Config::kStages][kBlockM],
-                                            const AnyLoads& loads) const {
-    const uint32_t stage = loads.step.stage, s_full = address(full[0]) + stage * sizeof(uint64_t);
+                                            const float (&terms)[Config::kStages][kBlockM], const Tile& tile) const {
+    const uint32_t stage = tile.step.stage, s_full = address(full[0]) + stage * sizeof(uint64_t);
     if (lane_ == 0) {
       ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
       load_panels(map, s_full, s_tiles_ + tiles_offset + stage * Config::kQueryBytes, kBlockM, 0, kPanels,
-                  first_row_ + loads.step.tile * kBlockM, loads.step.head, batch_);
-      ptx::bulk_load(ptx::shared_address(terms) + stage * Config::kTermBytes, g_terms + loads.first_term,
+                  first_row_ + tile.step.tile * kBlockM, tile.step.head, batch_);
+      ptx::bulk_load(ptx::shared_address(terms) + stage * Config::kTermBytes, g_terms + tile.first_term,
                      Config::kTermBytes, s_full);
     }
     __syncwarp();
@@ -137,11 +166,11 @@ class BackwardPipelinedDq {
         if (panel == 1) wait_for_turn(step);
       }
       send();
-      finish(sum);
-      if (panel + 1 == kPanels) arrive_as_warp(storage_.ds_empty[at_.stage()], lane_);
-      stage(sum, panel);
+      this->finish(sum);
+      if (panel + 1 == kPanels) this->release(storage_.ds_empty[at_.stage()]);
+      this->stage(sum, panel);
       g_target_ = dq_piece(step, panel);
-      s_source_ = s_piece(panel);
+      s_source_ = this->s_piece(panel);
     }
   }
 
@@ -154,27 +183,6 @@ class BackwardPipelinedDq {
       ptx::wgmma_transposed<Element, true>(sum, DsTile::at(ds, DsTile::down_rows(k)),
                                            KeyTile::at(keys, KeyTile::down_rows(k)));
     ptx::wgmma_commit();
-  }
-  __device__ __forceinline__ static void finish(Sum& sum) {
-    ptx::wgmma_wait<0>();
-#pragma unroll
-    for (int n = 0; n < kPanelColumns / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
-  }
-
-  /// This warp's shared memory for a panel.
-  __device__ __forceinline__ uint32_t s_piece(int panel) const {
-    return s_tiles_ + Config::kDqOffset + (warp_ * kPanels + panel) * Config::kDqPieceBytes;
-  }
-  /// To there, which TMA may still be reading.
-  __device__ __forceinline__ void stage(const Sum& sum, int panel) const {
-    const uint32_t s_lane = s_piece(panel) + ptx::reread(lane_) * 16;
-    if (lane_ == 0) ptx::bulk_wait_read<kPanels - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < kPanelColumns / 8; ++n)
-      store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
   }
   /// What was staged last, if anything was, to memory.
   __device__ __forceinline__ void send() {
@@ -202,13 +210,6 @@ class BackwardPipelinedDq {
     return workspace_.dq + (first_term(step) + warp_ * 16) * Config::kHeadDim + panel * (16 * kPanelColumns);
   }
 
-  const BackwardParams& p_;
-  const BackwardMaps& maps_;
-  const BackwardWorkspace& workspace_;
-  Storage& storage_;
-  const BackwardWorkTile<Config>& work_tile_;
-  const int warp_, lane_;
-  const uint32_t s_tiles_;
   const uint32_t keys_, ds_;  // lower halves of descriptors
   const int first_row_, batch_;
   const int64_t first_tile_;  // of head 0 in the workspace

@@ -1,8 +1,11 @@
 // What loads tiles of the backward through TMA.
 #pragma once
 
+#include "kernels/common/tile.cuh"
 #include "kernels/ptx/bulk.h"
+#include "kernels/ptx/reread.h"
 #include "kernels/ptx/tma.h"
+#include "kernels/ptx/wgmma.h"
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
@@ -35,16 +38,16 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtenso
               p.seq.cu_seqlens_k ? 0 : sequence.cache_row);
 }
 
-/// One warp of the warpgroup that makes dQ; the first one loads.
+/// One warp of the warpgroup that loads and computes dQ.
 template <class Config, class Storage>
-class BackwardProducer {
+class BackwardDqWarp {
  protected:
-  using Step = BackwardStep;
-  static constexpr int kBlockM = Config::kBlockM;
+  static constexpr int kBlockM = Config::kBlockM, kPanels = panels(Config::kHeadDim);
+  using Sum = float[kPanelColumns / 8][4];  // 64 columns of dQ, of the warp's 16 queries
 
-  __device__ __forceinline__ BackwardProducer(const BackwardParams& p, const BackwardMaps& maps,
-                                              const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
-                                              int warp, int lane)
+  __device__ __forceinline__ BackwardDqWarp(const BackwardParams& p, const BackwardMaps& maps,
+                                            const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
+                                            int warp, int lane)
       : p_(p),
         maps_(maps),
         workspace_(workspace),
@@ -53,6 +56,64 @@ class BackwardProducer {
         warp_(warp),
         lane_(lane),
         s_tiles_(s_tiles) {}
+
+  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
+
+  /// All of K, or of V.
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
+    if (lane_ == 0)
+      sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_tile_.sequence, work_tile_.first_key, 0,
+                              kPanels);
+    __syncwarp();
+  }
+
+  /// Waits for the product.
+  __device__ __forceinline__ static void finish(Sum& sum) {
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < kPanelColumns / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
+  }
+  /// This warp's shared memory for a panel.
+  __device__ __forceinline__ uint32_t s_piece(int panel) const {
+    return s_tiles_ + Config::kDqOffset + (warp_ * kPanels + panel) * Config::kDqPieceBytes;
+  }
+  /// To there, which TMA may still be reading.
+  __device__ __forceinline__ void stage(const Sum& sum, int panel) const {
+    const uint32_t s_lane = s_piece(panel) + ptx::reread(lane_) * 16;
+    if (lane_ == 0) ptx::bulk_wait_read<kPanels - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < kPanelColumns / 8; ++n)
+      store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
+  }
+
+  const BackwardParams& p_;
+  const BackwardMaps& maps_;
+  const BackwardWorkspace& workspace_;
+  Storage& storage_;
+  const BackwardWorkTile<Config>& work_tile_;
+  const int warp_, lane_;
+  const uint32_t s_tiles_;
+};
+
+/// The same where the first warp loads Q and dO, a step's as soon as its stages are free.
+template <class Config, class Storage>
+class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
+ protected:
+  using Base = BackwardDqWarp<Config, Storage>;
+  using Base::Base;
+  using Base::kBlockM;
+  using Base::lane_;
+  using Base::maps_;
+  using Base::p_;
+  using Base::s_tiles_;
+  using Base::storage_;
+  using Base::warp_;
+  using Base::work_tile_;
+  using Base::workspace_;
+  using Step = BackwardStep;
 
   __device__ __forceinline__ void load_queries(const Step& step) const {
     const uint32_t stage = at_.stage();
@@ -86,8 +147,6 @@ class BackwardProducer {
     load_queries(step);
   }
 
-  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
-
   __device__ __forceinline__ int64_t workspace_tile(const Step& step) const {
     return work_tile_.workspace_tile + step.head * workspace_.tiles_per_head + step.tile;
   }
@@ -97,13 +156,6 @@ class BackwardProducer {
     return workspace_.dq + row * Config::kDqHeadDim + panel * (16 * kPanelColumns);
   }
 
-  const BackwardParams& p_;
-  const BackwardMaps& maps_;
-  const BackwardWorkspace& workspace_;
-  Storage& storage_;
-  const BackwardWorkTile<Config>& work_tile_;
-  const int warp_, lane_;
-  const uint32_t s_tiles_;
   RingCount<Config::kStages> at_;
 
  private:

@@ -1,9 +1,6 @@
 // The warpgroup that loads tiles, and computes dQ and adds it to memory.
 #pragma once
 
-#include "kernels/common/tile.cuh"
-#include "kernels/ptx/reread.h"
-#include "kernels/ptx/wgmma.h"
 #include "kernels/ptx/wgmma_across.h"
 #include "producer.cuh"
 
@@ -16,9 +13,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
   using Base = BackwardProducer<Config, Storage>;
   using Element = typename Config::Element;
   using Step = BackwardStep;
-  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kPanels = panels(Config::kHeadDim);
-  static constexpr int kN = kPanelColumns / 8;
-  using Sum = float[kN][4];
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = TileDescriptor<kBlockM>;
 
@@ -47,6 +42,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
 
  protected:
   using Base::at_;
+  using Base::kPanels;
   using Base::lane_;
   using Base::maps_;
   using Base::p_;
@@ -55,20 +51,15 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
   using Base::warp_;
   using Base::work_tile_;
   using Base::workspace_;
+  using typename Base::Sum;
 
   /// What comes first is needed first.
   __device__ __forceinline__ void load_first(const Step& first, const Step& second) {
-    load_keys(maps_.k, storage_.k_full, 0);
+    this->load_keys(maps_.k, storage_.k_full, 0);
     this->load_queries(first);
-    load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
+    this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
     this->load_grads(first);
     this->load_second(second);
-  }
-  __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
-    if (lane_ == 0)
-      sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_tile_.sequence, work_tile_.first_key, 0,
-                              kPanels);
-    __syncwarp();
   }
 
   /// dQ += dS K of the next tile of queries. meanwhile() once dS is there, beside the first product.
@@ -90,7 +81,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
         meanwhile();
         if constexpr (Config::kTurns == TurnTaking::kAlways) advance_turn(step);
       }
-      finish(sum);
+      this->finish(sum);
       if (panel + 1 == kPanels) this->release(storage_.ds_empty[stage]);
       if constexpr (Config::kTurns == TurnTaking::kAlways)
         if (panel == 0) wait_for_turn(step);
@@ -126,26 +117,14 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
                                        KeyTile::at(keys, KeyTile::down_rows(k)));
     ptx::wgmma_commit();
   }
-  __device__ __forceinline__ static void finish(Sum& sum) {
-    ptx::wgmma_wait<0>();
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
-  }
 
-  /// Through this warp's shared memory for the panel, which TMA may still be reading.
+  /// To memory, through this warp's shared memory for the panel.
   __device__ __forceinline__ void send(const Step& step, int panel, const Sum& sum) const {
-    const uint32_t s_sum = s_tiles_ + Config::kDqOffset + (warp_ * kPanels + panel) * Config::kDqPieceBytes;
-    const uint32_t s_lane = s_sum + ptx::reread(lane_) * 16;
-    if (lane_ == 0) ptx::bulk_wait_read<kPanels - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < kN; ++n) store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
+    this->stage(sum, panel);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane_ == 0) {
-      ptx::bulk_reduce_add(this->dq_piece(step, panel), s_sum, Config::kDqPieceBytes);
+      ptx::bulk_reduce_add(this->dq_piece(step, panel), this->s_piece(panel), Config::kDqPieceBytes);
       ptx::bulk_commit();
     }
   }

@@ -54,11 +54,12 @@ struct BackwardProducts {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[d][e] = 0.0f;
   }
-  __device__ __forceinline__ static void fence_operand(Sum& sum) {
+  template <int kCount>
+  __device__ __forceinline__ static void fence_operand(float (&x)[kCount][4]) {
 #pragma unroll
-    for (int d = 0; d < kD; ++d)
+    for (int n = 0; n < kCount; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[d][e]);
+      for (int e = 0; e < 4; ++e) ptx::fence_operand(x[n][e]);
   }
 };
 

@@ -5,8 +5,6 @@
 #include "kernels/ptx/cluster.h"
 #include "kernels/ptx/ldmatrix.h"
 #include "kernels/ptx/reduction.h"
-#include "kernels/ptx/reread.h"
-#include "kernels/ptx/wgmma.h"
 #include "producer.cuh"
 #include "storage.cuh"
 
@@ -36,9 +34,8 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
   using Step = BackwardStep;
   static constexpr int kPanels = Config::kPanels;
   static_assert(Config::kBlockM == kWarpgroupRows, "tiles of queries and of keys are loaded alike");
-  static constexpr int kN = kPanelColumns / 8;
   static constexpr uint32_t kPanel = panel_bytes(kWarpgroupRows) / 16;
-  using Sum = float[kN][4];
+  using typename Base::Sum;
   using Weights = uint32_t[kWarpgroupRows / 16][4];  // as an operand
   using Tile = TileDescriptor<kWarpgroupRows>;
 
@@ -106,7 +103,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     for (int panel = first; panel < end; ++panel) {
       Sum sum;
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
+      for (int n = 0; n < kPanelColumns / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) sum[n][e] = 0.0f;
       ptx::wgmma_fence();
@@ -115,11 +112,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
       ptx::wgmma_commit();
       if constexpr (Config::kTurns == TurnTaking::kAlways)
         if (panel == first) wait_for_turn(step, second);
-      ptx::wgmma_wait<0>();
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
+      this->finish(sum);
       send(step, panel, sum);
     }
   }
@@ -152,7 +145,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     float* const g_lane = this->dq_piece(step, panel) + lane_ * 4;
 #if __CUDA_ARCH__ >= 900
 #pragma unroll
-    for (int n = 0; n < kN; ++n) ptx::reduce_add_4(g_lane + n * 128, sum[n]);
+    for (int n = 0; n < kPanelColumns / 8; ++n) ptx::reduce_add_4(g_lane + n * 128, sum[n]);
 #endif
   }
 

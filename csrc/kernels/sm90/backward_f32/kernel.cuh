@@ -5,8 +5,8 @@
 //
 // A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). Q and dO are split
 // once, by the kernel before, into pieces that TMA loads as they lie; K and V by the CTA that has their
-// 64 keys. The products are divided among three warpgroups: consumer.cuh. Beyond 128 two CTAs of a cluster have half
-// of the columns each, and exchange halves of the sums S^T and dP^T.
+// 64 keys. The products are divided among three warpgroups: consumer.cuh and producer_dq.cuh. Beyond 128 two CTAs of a
+// cluster have half of the columns each, and exchange halves of the sums S^T and dP^T.
 #pragma once
 
 #include <algorithm>
@@ -20,6 +20,7 @@
 #include "kernels/sm90/backward/epilogue.cuh"
 #include "kernels/sm90/common/float_rows.cuh"
 #include "kernels/sm90/forward/shape.h"
+#include "producer_dq.cuh"
 
 namespace flash_ext::sm90 {
 

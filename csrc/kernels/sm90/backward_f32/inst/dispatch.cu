@@ -1,5 +1,5 @@
 #include "kernels/sm90/backward_f32/backward_f32.h"
-#include "kernels/sm90/backward_f32/storage.cuh"
+#include "kernels/sm90/backward_f32/config.cuh"
 
 namespace flash_ext::sm90 {
 
