@@ -158,15 +158,19 @@ def _numbers(values: int | tuple[int, ...]) -> Tensor:
 
 # ---- What is counted ------------------------------------------------------------------------------------------------
 
-_forgotten: Counter[str] = Counter()  # the libraries' own counts do not go back to 0
+_forgotten: Counter[str] = Counter()  # the libraries' own counts do not go back to 0; replaced, never changed
 
 
 def calls() -> Counter[str]:
     """How many calls of each operator were computed without Python, since the start or ``forget_calls()``."""
-    counts = {name: sum(_in_library("aten_calls", key, name) for key in libraries()) for name in SCHEMAS}
-    return Counter(counts) - _forgotten
+    return _calls_since_start() - _forgotten
 
 
 def forget_calls() -> None:
     """Begins to count at 0."""
-    _forgotten.update(calls())
+    global _forgotten
+    _forgotten = _calls_since_start()
+
+
+def _calls_since_start() -> Counter[str]:
+    return Counter({name: sum(_in_library("aten_calls", key, name) for key in libraries()) for name in SCHEMAS})
