@@ -100,6 +100,7 @@ class ForwardTile {
     // off.
     few_ = seq_.seqlen_q * job_.group <= kFewRows<T>;
     k_.in_halves = v_.in_halves = !few_ && uses_matrix_units<T>(p_);
+    late_factor_ = late_factor();
     out_layout_ = few_ ? LaneLayout{rows_.count, 1, v_.stride} : kPanelLayout<T>;
     __builtin_memset(out_, 0, num_panels_ * out_rows_ * kPanel * sizeof(T));
     // Lanes without a query stay finite.
@@ -197,20 +198,20 @@ class ForwardTile {
 
   uint32_t* p_pairs_of(int64_t n) const { return p_pairs_ + n * kKeyPairWords; }
 
-  /// Whether nothing but masks comes between q . k and the scores, so that the softmax step may do the scaling.
-  bool scores_are_products() const {
-    return rules_.cap == 0 && p_.alibi_slopes == nullptr && p_.bias.data == nullptr && rules_.q_factor > 0;
+  /// What the softmax step multiplies by, where nothing but masks comes between q . k and the scores.
+  T late_factor() const {
+    const bool products = rules_.cap == 0 && p_.alibi_slopes == nullptr && p_.bias.data == nullptr;
+    return k_.in_halves && products && !dropout_.active() && rules_.q_factor > 0 ? rules_.q_factor : T(1);
   }
 
   /// P^T rounded and packed.
   void score_halves([[maybe_unused]] int64_t n, [[maybe_unused]] const KeyTile& tile,
                     [[maybe_unused]] const ScorePanel<T>& scores) {
     if constexpr (kHasMatrixUnits<T>) {
-      const bool unscaled = scores_are_products() && !dropout_.active();
-      q_.multiply(scores, k_, n, panel_[n].vectors, unscaled);
+      q_.multiply(scores, k_, n, panel_[n].vectors, /*unscaled=*/late_factor_ != T(1));
       finish_scores(scores, rules_, panel_[n], seq_, tile);
       if (!dropout_.active()) {
-        softmax_step_packed(state_[n], p_pairs_of(n), scores, unscaled ? rules_.q_factor : T(1), panel_[n].vectors);
+        softmax_step_packed(state_[n], p_pairs_of(n), scores, late_factor_, panel_[n].vectors);
         return;
       }
       softmax_step(state_[n], scores, panel_[n].vectors);
@@ -266,7 +267,7 @@ class ForwardTile {
     for (int lane = 0; lane < panel_[n].count; ++lane) {
       const int64_t i = panel_[n].query[lane], head = panel_[n].head[lane];
       T sum = state_[n].sum[lane];
-      T maximum = state_[n].maximum[lane];
+      T maximum = state_[n].maximum[lane] * late_factor_;
       const bool nothing = sum == T(0);
       T factor = 1;
       if (p_.sink != nullptr && job_.partial_out == nullptr && !nothing) {
@@ -317,6 +318,7 @@ class ForwardTile {
   QueryRows rows_{};
   int64_t num_panels_ = 0;
   bool few_ = false;
+  T late_factor_ = 1;
   LaneLayout out_layout_{};
 };
 

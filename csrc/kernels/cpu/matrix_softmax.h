@@ -1,10 +1,10 @@
 // The softmax step of a panel whose P goes to matrix units: rounded to bfloat16 and packed in pairs of keys as it is
 // made. Exponentials bind the forward on matrix units, so this step takes fewer instructions for each than
 // online_softmax.h:
-//   t = (x factor - m) log2(e),   P = 2^(t - floor t) 2^floor t:   one instruction gives the fraction, one the power.
-// `factor` is the scale of the scores, where nothing but a mask came between them and the products x. The row's
-// stabiliser m stays what it is until a score is above it by more than kMaxExcess: P then has as many bits, and O is
-// seldom rescaled.
+//   t = (x - m) factor log2(e),   P = 2^(t - floor t) 2^floor t:   one instruction gives the fraction, one the power.
+// `factor` is the scale of the scores, where nothing but a mask came between them and the products x; the row's
+// stabiliser m is one of these, so that the difference is exact near it. It stays what it is until a score is above it
+// by more than kMaxExcess: P has as many bits then, and O is seldom rescaled.
 #pragma once
 
 #include "online_softmax.h"
@@ -30,18 +30,27 @@ FLASH_EXT_INLINE __m512 exp2_of_scores(__m512 t) {
   return _mm512_maskz_scalef_ps(normal, y, t);
 }
 
-/// The stabilisers of a column of products for the next step.
-FLASH_EXT_INLINE Vec<float> next_stabiliser(Vec<float> before, Vec<float> maximum) {
-  return maximum > before + kMaxExcess ? maximum : before;
+/// The stabilisers of a column for the next step.
+FLASH_EXT_INLINE Vec<float> next_stabiliser(Vec<float> before, Vec<float> maximum, float factor) {
+  constexpr float kFarFromInfinity = 1e30f;  // -inf has to stay what it is
+  return maximum > before + min(kMaxExcess / factor, kFarFromInfinity) ? maximum : before;
 }
 
-/// P = e^(x factor - shift) of the keys [begin, end) of a column, packed from `pairs` on for the depths that these
+/// What products are taken off: where nothing was seen yet, -inf + inf would be no number; where a score is infinite,
+/// no weight may be one.
+FLASH_EXT_INLINE Vec<float> shift_of(Vec<float> stabiliser, float factor) {
+  const Vec<float> finite = stabiliser == -kInfinity ? Vec<float>{} : stabiliser;
+  return finite * factor == kInfinity ? broadcast<float>(kInfinity - kInfinity) : finite;
+}
+
+/// P = e^((x - shift) factor) of the keys [begin, end) of a column, packed from `pairs` on for the depths that these
 /// touch, zero beside them; returns the sum.
-FLASH_EXT_INLINE Vec<float> pack_column_exp(uint32_t* pairs, const float* x, int64_t begin, int64_t end,
-                                            Vec<float> factor, Vec<float> shift) {
+FLASH_EXT_INLINE Vec<float> pack_column_exp(uint32_t* pairs, const float* x, int64_t begin, int64_t end, float factor,
+                                            Vec<float> shift) {
   constexpr float kLog2e = 1.4426950408889634f;
+  const Vec<float> to_base_2 = broadcast<float>(factor * kLog2e);
   const auto weight = [&](int64_t key) __attribute__((always_inline))->Vec<float> {
-    return exp2_of_scores((load(x + key * kBlockSide) * factor - shift) * kLog2e);
+    return exp2_of_scores((load(x + key * kBlockSide) - shift) * to_base_2);
   };
   const auto weight_or_zero = [&](int64_t key) __attribute__((always_inline)) {
     return key >= begin && key < end ? weight(key) : Vec<float>{};
@@ -61,22 +70,20 @@ FLASH_EXT_INLINE Vec<float> pack_column_exp(uint32_t* pairs, const float* x, int
   return sum[0] + sum[1];
 }
 
-/// One step over the rows of `scores`, which hold products to be multiplied by `factor` > 0. `pairs` receives P.
+/// One step over the rows of `scores`, which hold products to be multiplied by `factor` > 0. `pairs` receives P,
+/// and the state's maximum is a product, too.
 inline void softmax_step_packed(SoftmaxState<float>& state, uint32_t* pairs, const ScorePanel<float>& scores,
                                 float factor, int vectors) {
   for (int c = 0; c < vectors * kTileSide; c += kTileSide) {
     const float* column = scores.s + c;
     const Vec<float> before = load(state.maximum + c);
     const Vec<float> largest =
-        column_maximum(column + scores.begin * kBlockSide, scores.end - scores.begin, broadcast<float>(-kInfinity)) *
-        factor;
-    const Vec<float> maximum = next_stabiliser(before, largest);
-    // Where nothing was seen yet, -inf + inf is not a number; where a score is infinite, no weight may be one.
-    const Vec<float> finite = maximum == -kInfinity ? Vec<float>{} : maximum;
-    const Vec<float> shift = finite == kInfinity ? broadcast<float>(kInfinity - kInfinity) : finite;
-    const Vec<float> alpha = exp<float>(before - shift);
-    const Vec<float> sum = pack_column_exp(pairs + c * kKeyTileDepths * kTileSide, column, scores.begin, scores.end,
-                                           broadcast<float>(factor), shift);
+        column_maximum(column + scores.begin * kBlockSide, scores.end - scores.begin, broadcast<float>(-kInfinity));
+    const Vec<float> maximum = next_stabiliser(before, largest, factor);
+    const Vec<float> shift = shift_of(maximum, factor);
+    const Vec<float> alpha = exp<float>((before - shift) * factor);
+    const Vec<float> sum =
+        pack_column_exp(pairs + c * kKeyTileDepths * kTileSide, column, scores.begin, scores.end, factor, shift);
     store(state.maximum + c, maximum);
     store(state.alpha + c, alpha);
     store(state.sum + c, load(state.sum + c) * alpha + sum);
