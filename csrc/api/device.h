@@ -18,7 +18,7 @@ int64_t row_alignment();
 /// Whether lengths, pages and block lists are to be read and checked: always on a CPU, on CUDA with FLASH_EXT_CHECK=1.
 bool wants_value_checks(const Tensor& q);
 
-/// Settings of torch that an operator is told of by its arguments, and a kernel of aten's has to ask for.
+/// Settings of torch that an operator receives as arguments, and a kernel of aten's has to ask for.
 struct TorchSettings {
   bool deterministic = false;  // torch.use_deterministic_algorithms
   bool allow_tf32 = false;     // torch.backends.cuda.matmul.fp32_precision

@@ -7,7 +7,7 @@ to go on to torch's kernel. They run below autograd and autocast, as kernels do.
 Calls that need nothing but views are computed in C++ and do not come here (``aten_cpp``); what is done there is what is
 done here, bit for bit.
 
-Dropout is never served here: which weights were dropped is told to the backward by two tensors of random numbers, which
+Dropout is never served here: which weights were dropped reaches the backward as two tensors of random numbers, which
 mean one thing to torch's kernels and another to ours, and nothing in them says whose they are. A backward that runs
 after ``deactivate()`` would drop other weights than its forward. All else is the same for both: a forward by one and a
 backward by the other are right.

@@ -192,8 +192,8 @@ class ForwardProducer {
     ptx::mbarrier_arrive(address(storage_.v_full[stage]));
   }
 
-  /// Which stages of a ring out goes through: bit s of `used`. Bit s of `parities` is that of the barrier that tells
-  /// when it has left stage s.
+  /// Which stages of a ring out goes through: bit s of `used`. Bit s of `parities` is that of the barrier that
+  /// completes when it has left stage s.
   struct OutSlots {
     uint32_t used = 0, parities = 0;
 

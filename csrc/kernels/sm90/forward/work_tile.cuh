@@ -61,7 +61,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   int raised_begin[Config::kGroups];
   int plain_begin[Config::kGroups];  // nor do those from this one on
   int tail_tile;                     // whose memory holds rows of K and V that are not the sequence's; or -1
-  // A work tile that failed comes again: with V sanitised, and else as before, so that what is hidden leaves no trace
+  // A work tile that failed is requeued: with V sanitised, and else as before, so that what is hidden leaves no trace
   // in the bits; and if sums overflowed, or it fails once more, on the safe path, with the running maximum.
   bool sanitised, safe_path;
   bool failed, overflowed;  // some warp says
