@@ -61,18 +61,18 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
     return float(q.shape[-1]) ** -0.5 if softmax_scale is None else softmax_scale
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``attention``. A ``softmax_scale`` of None among the options becomes a number there."""
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``attention``. A ``softmax_scale`` of None among the options is that of q before padding."""
     check_head_dims({"q": q, "k": k}, {"v": v})
-    if options["softmax_scale"] is None:
-        options["softmax_scale"] = scale_of(q, None)
-    out, lse = functional.attention(pad_head_dim(q), pad_head_dim(k), pad_head_dim(v), return_lse=True, **options)
+    scaled = {**options, "softmax_scale": scale_of(q, options["softmax_scale"])}
+    out, lse = functional.attention(pad_head_dim(q), pad_head_dim(k), pad_head_dim(v), return_lse=True, **scaled)
     return cut_head_dim(out, v.shape[-1]), lse
 
 
-def weights(q: Tensor, k: Tensor, lse: Tensor, options: dict[str, Any]) -> Tensor:
+def weights(q: Tensor, k: Tensor, lse: Tensor, options: Mapping[str, Any]) -> Tensor:
     """``attention_weights``, negative where dropout drops, with the options of ``attend``."""
     scores = {name: value for name, value in options.items() if name != "deterministic"}
+    scores["softmax_scale"] = scale_of(q, options["softmax_scale"])
     return functional.attention_weights(pad_head_dim(q), pad_head_dim(k), lse, signed=True, **scores)
 
 

@@ -8,7 +8,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -75,7 +74,8 @@ Tuple take_tuple(const StableIValue* stack) {
 
 // ---- Results from Python --------------------------------------------------------------------------------------------
 // Exceptions do not pass through torch's C functions, and results of several types do not in torch 2.10 to 2.13: all
-// results are tensors, and behind them comes the text of an exception, in a tensor of bytes.
+// results are tensors, and behind them comes a tensor that holds nothing, or an exception: a function that throws it,
+// and the function's argument. Thrown here, it arrives at the caller of aten's operator as what it was in Python.
 
 template <class T>
 T from_python(StableIValue value) {
@@ -97,9 +97,10 @@ Tuple from_python(const StableIValue* stack) {
   return from_python<Tuple>(stack, std::make_index_sequence<std::tuple_size_v<Tuple>>());
 }
 
-std::string text_of(const Tensor& bytes) {
-  const auto size = static_cast<size_t>(bytes.numel());
-  return size == 0 ? "" : std::string(static_cast<const char*>(bytes.const_data_ptr()), size);
+void throw_if_any(const Tensor& exception) {
+  if (exception.numel() == 0) return;
+  const auto* numbers = static_cast<const int64_t*>(exception.const_data_ptr());
+  reinterpret_cast<void (*)(int64_t)>(numbers[0])(numbers[1]);
 }
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------
@@ -140,8 +141,7 @@ struct Override<function> {
     put_on_stack(stack, arguments);
     TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op.c_str(), "", stack, TORCH_ABI_VERSION));
     const Results results = from_python<Results>(stack);
-    const std::string error = text_of(take<Tensor>(stack[kNumResults]));
-    if (!error.empty()) throw std::runtime_error(error);
+    throw_if_any(take<Tensor>(stack[kNumResults]));
     return results;
   }
 };

@@ -177,6 +177,28 @@ void bind_work_list(py::module_& m) {
         "Whether CUDA kernels list the tiles of packed sequences, instead of a grid of all there can be.");
 }
 
+// ---- Exceptions of Python that pass through C++ ---------------------------------------------------------------------
+
+/// Throws the exception at that address, which it owns, for torch's bindings to raise in Python again.
+[[noreturn]] void throw_exception(int64_t address) {
+  const py::gil_scoped_acquire gil;
+  const auto error = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(address));
+  PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+  throw py::error_already_set();
+}
+
+/// The exception as numbers, for libraries that have no Python in them: a function to call, and its argument. torch's
+/// bindings catch pybind11's class by its name; its members are the same from pybind11 2.10 to 3.1.
+std::pair<int64_t, int64_t> thrower_of(const py::object& error) {
+  return {reinterpret_cast<int64_t>(&throw_exception), reinterpret_cast<int64_t>(error.inc_ref().ptr())};
+}
+
+void bind_exceptions(py::module_& m) {
+  m.def("thrower_of", &thrower_of, py::arg("error"),
+        "(function, argument), addresses: void function(int64_t argument) throws the exception in C++. To be called\n"
+        "once.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_plan, m) {
@@ -186,6 +208,7 @@ PYBIND11_MODULE(_plan, m) {
   bind_tiles(m);
   bind_work_list(m);
   bind_backward_schedule(m);
+  bind_exceptions(m);
   m.attr("KERNELS") = py::tuple(py::cast(kernel_names()));
   m.attr("MAX_CUDA_BATCH") = kMaxCudaBatch;
   m.attr("MAX_CUDA_SEQLEN_Q") = kMaxCudaSeqlenQ;

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flash_ext._plan as _plan
 from flash_ext.functional import _torch_allows_tf32
 from flash_ext.libraries import OPS
 from flash_ext.torch_private import (
@@ -121,7 +122,7 @@ def python_library() -> torch.library.Library:
     library.impl("torch_settings", _torch_settings, "CompositeExplicitAutograd")
     for operator in filter(has_cpp_kernel, SCHEMAS):
         arguments, results = SCHEMAS[operator].split(" -> ")
-        tensors = ", ".join(["Tensor"] * (results.count(",") + 2))  # the last one is the text of an exception
+        tensors = ", ".join(["Tensor"] * (results.count(",") + 2))  # the last one is an exception
         library.define(f"{operator}{arguments} -> ({tensors})")
         library.impl(operator, torch.library.fallthrough_kernel, "Autograd")  # autograd has recorded the call already
     return library
@@ -142,36 +143,36 @@ def _make_callable_from_cpp(operator: str, key: str, kernel: Callable[..., Any])
 
 
 def _call_from_cpp(place: tuple[str, str], *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """The kernel's results and no text; or anything and the text of an exception, as none passes through C."""
+    """The kernel's results and no exception; or anything and an exception, as none passes through torch's C functions.
+    C++ throws it behind them."""
     try:
         results = _python_kernels[place](*args, **kwargs)
-        return *(_number(x) if isinstance(x, int) else x for x in results), _bytes("")
-    except Exception as error:
-        text = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        return *(_numbers(x) if isinstance(x, int) else x for x in results), _numbers(())
+    except BaseException as error:
         _, results = form_of(schema_of(getattr(torch.ops.aten, place[0]).default))
-        return *(_number(0) for _ in results), _bytes(text or type(error).__name__)
+        return *(_numbers(0) for _ in results), _numbers(_plan.thrower_of(error))
 
 
-def _number(value: int) -> Tensor:
-    """On the CPU, where C++ reads it, whatever torch's default device is."""
-    return torch.tensor(value, device="cpu")
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+def _numbers(values: int | tuple[int, ...]) -> Tensor:
+    """On the CPU, where C++ reads them, whatever torch's default device is."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 # ---- What is counted ------------------------------------------------------------------------------------------------
 
-_forgotten: Counter[str] = Counter()  # the libraries' own counts do not go back to 0
+_forgotten: Counter[str] = Counter()  # the libraries' own counts do not go back to 0; replaced, never changed
 
 
 def calls() -> Counter[str]:
     """How many calls of each operator were computed without Python, since the start or ``forget_calls()``."""
-    counts = {name: sum(in_library("aten_calls", key, name) for key in libraries()) for name in SCHEMAS}
-    return Counter(counts) - _forgotten
+    return _calls_since_start() - _forgotten
 
 
 def forget_calls() -> None:
     """Begins to count at 0."""
-    _forgotten.update(calls())
+    global _forgotten
+    _forgotten = _calls_since_start()
+
+
+def _calls_since_start() -> Counter[str]:
+    return Counter({name: sum(in_library("aten_calls", key, name) for key in libraries()) for name in SCHEMAS})

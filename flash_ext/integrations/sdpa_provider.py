@@ -57,6 +57,7 @@ from typing import Any
 import torch
 
 from flash_ext.integrations import aten_cpp
+from flash_ext.integrations.call_counts import CallCounts
 from flash_ext.torch_private import (
     DispatchKey,
     DispatchKeySet,
@@ -68,8 +69,8 @@ from flash_ext.torch_private import (
 
 NAME = "flash_ext"  # in torch's registry of flash attention implementations
 
-_served_in_python: Counter[str] = Counter()  # calls by operator
-_passed_on: Counter[str] = Counter()  # to torch's kernel
+_served_in_python = CallCounts()
+_passed_on = CallCounts()  # to torch's kernel
 
 # Of aten's operators, by device, the name of our kernel in aten_attention or, of those on packed sequences, in
 # aten_packed_attention. Those that a torch lacks are left out. A CPU gets the packed ones too, which torch has for CUDA
@@ -201,12 +202,12 @@ def is_active() -> bool:
 
 def calls_served() -> Counter[str]:
     """How many calls of each operator this library computed, since the process started or ``forget_calls()``."""
-    return _served_in_python + aten_cpp.calls()
+    return _served_in_python.read() + aten_cpp.calls()
 
 
 def calls_passed_on() -> Counter[str]:
     """How many calls of each operator went on to torch's kernel."""
-    return +_passed_on
+    return _passed_on.read()
 
 
 def forget_calls() -> None:
@@ -290,14 +291,14 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
     def run(*args: Any, **kwargs: Any) -> Any:
         results = kernel(*args, **kwargs)
         if results is not NotImplemented:
-            _served_in_python[operator] += 1
+            _served_in_python.add(operator)
             return results
         if torch_kernel is None:
             raise NotImplementedError(
                 f"{qualified}: torch has no {key} kernel, and flash_ext does not support these arguments; "
                 "flash_ext.attention says which"
             )
-        _passed_on[operator] += 1
+        _passed_on.add(operator)
         return torch_kernel(keys, *args, **kwargs)
 
     return run
@@ -319,7 +320,7 @@ def _routed(device_key: str) -> Callable[..., Any]:
         out = serve(device_type, *args, **kwargs)
         if out is NotImplemented:
             return torch_kernel(keys, *args, **kwargs)
-        _served_in_python[_SDPA] += 1
+        _served_in_python.add(_SDPA)
         return out
 
     return run

@@ -4,6 +4,9 @@ what they do not take. Registered for the device at hand, so that a CPU runs tho
 
 from __future__ import annotations
 
+import gc
+import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -218,9 +221,9 @@ def test_handed_on(device: str, handed_on: list[str], name: str) -> None:
     try:
         expected = python_kernel(op)(*args, **options)
     except RuntimeError as error:
-        with pytest.raises(RuntimeError) as found:
+        with pytest.raises(type(error)) as found:
             operator(op)(*args, **options)
-        assert str(error) in str(found.value)
+        assert str(found.value) == str(error)
     else:
         assert_same(operator(op)(*args, **options), expected)
     assert handed_on == [op]
@@ -249,9 +252,76 @@ def test_the_exception_of_python_arrives(device: str, handed_on: list[str], kind
         arguments |= {"attn_bias": None, "compute_log_sumexp": True}
     for name, value in change.items():
         arguments[name] = q.new_zeros(value) if isinstance(value, tuple) else value
-    with pytest.raises(RuntimeError, match=f"nobody computes {OPERATORS[kind]}"):
+    with pytest.raises(NotImplementedError, match=f"nobody computes {OPERATORS[kind]}"):
         operator(OPERATORS[kind])(**arguments)
     assert handed_on == [OPERATORS[kind]]
+
+
+class StopHere(Exception):
+    pass
+
+
+EXCEPTIONS = [
+    torch.OutOfMemoryError("no memory"),
+    NotImplementedError("not here"),
+    RuntimeError(),
+    ValueError("wrong value"),
+    IndexError("wrong index"),
+    TypeError("wrong type"),
+    KeyError("a", 1),
+    KeyboardInterrupt(),
+    StopHere("stop", {"here": 1}),
+]
+
+
+@pytest.mark.parametrize("error", EXCEPTIONS, ids=lambda error: type(error).__name__)
+def test_exceptions_are_the_same_objects(device: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the operators, of SDPA and of autograd's backward, which has a thread of its own on CUDA."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    def raised_by(call: Callable[[], Any]) -> BaseException:
+        with pytest.raises(type(error)) as found:
+            call()
+        return found.value
+
+    kind = "cpu" if device == "cpu" else "flash"
+    name = OPERATORS[kind]
+    q, k, v = qkv(device, low_precision(device))
+    with flash_ext.activated():
+        monkeypatch.setitem(aten_cpp._python_kernels, (name, device.upper()), fail)
+        monkeypatch.setitem(aten_cpp._python_kernels, (f"{name}_backward", device.upper()), fail)
+        assert raised_by(lambda: operator(name)(q, k, v, 0.1)) is error
+        backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION
+        for context in (nullcontext, torch.no_grad, torch.inference_mode):
+            with context(), torch.nn.attention.sdpa_kernel([backend]):  # no scale of ours: torch's fused operator
+                assert raised_by(lambda: F.scaled_dot_product_attention(q, k, v, scale=math.inf)) is error
+        out = operator(name)(q, k, v)[0]
+        # Nothing is known of the order of what repeats an element.
+        shared = (out, torch.ones_like(out).transpose(2, 3).contiguous().transpose(2, 3))
+        assert raised_by(lambda: torch.autograd.grad(shared[0], q, shared[1])) is error
+
+
+def test_exceptions_are_not_kept(device: str) -> None:
+    error, name = StopHere(), OPERATORS["cpu" if device == "cpu" else "flash"]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    q, k, v = qkv(device, low_precision(device), requires_grad=False)
+    counts = []
+    try:
+        aten_cpp.override(name, device.upper(), fail)
+        for _ in range(3):
+            with pytest.raises(StopHere):
+                operator(name)(q, k, v, 0.1)
+            error.__traceback__ = None
+            gc.collect()
+            counts.append(sys.getrefcount(error))
+    finally:
+        aten_cpp.restore()
+    assert len(set(counts)) == 1
 
 
 def test_an_operator_with_other_arguments_stays_with_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,10 +400,6 @@ def test_results_of_sdpa_are_those_of_the_way_by_python(device: str, monkeypatch
         expected = step()
         assert sdpa_provider.calls_served() and not aten_cpp.calls()
     assert_same(found, expected)
-
-
-class StopHere(Exception):
-    pass
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])

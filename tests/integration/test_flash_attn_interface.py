@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
+from flash_ext import head_dims
 from tests import reference
 from tests.oracle import cumulative, int32, random
 
@@ -270,6 +271,17 @@ def test_head_dims_are_checked_before_padding(device: str, sizes: tuple[int, int
         flash_ext.flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 3, 3)
     with pytest.raises(RuntimeError, match=message.replace("k must", "k_cache must").replace("v must", "v_cache must")):
         flash_ext.flash_attn_with_kvcache(q, k, v)
+
+
+def test_options_of_a_caller_stay_as_they_are(device: str) -> None:
+    """And weights take the scale of the head_dim before padding from the same options."""
+    q, k, v = (random(1, 5, 2, 12, dtype=torch.float16, device=device) for _ in range(3))
+    options = {"softmax_scale": None, "causal": True, "deterministic": None}
+    out, lse = head_dims.attend(q, k, v, options)
+    weights = head_dims.weights(q, k, lse, options)
+    assert options == {"softmax_scale": None, "causal": True, "deterministic": None}
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights.float(), v.float())
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.op("attention_decode_append")

@@ -34,6 +34,8 @@ SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "softcap": (70, 100, {"softcap": 5.0}),
     "dropout": (70, 100, {"dropout_p": 0.3, "rng_state": torch.tensor([11, 13])}),
     "a negative scale": (33, 65, {"softmax_scale": -0.3}),
+    "a scale of zero": (33, 65, {"softmax_scale": 0.0}),
+    "tiles of keys that begin within a packed one": (520, 520, {"window_size": (100, 30)}),
 }
 
 
@@ -121,6 +123,24 @@ def test_scores_of_the_forward_have_the_bits_of_the_backward() -> None:
     assert torch.equal(result["out"], call.v[:, 7:8].expand_as(result["out"]))
     expected = call.grad_out.double().sum(1)
     torch.testing.assert_close(result["dv"][:, 7].double(), expected, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("step", [0.5, 7.0, 30.0])
+def test_scores_that_grow_along_the_keys(step: float) -> None:
+    """From tile to tile by less than the stabiliser of a row tolerates, in the end by more, and by more at once."""
+    call = make_call(1, 70, 640, 2, 2, 64, dtype=BFLOAT16, softmax_scale=1.0)
+    call.q[...] = call.q * 0.1
+    call.q[..., 0] = 1
+    call.k[..., 0] = (torch.arange(640) // 64 * step)[None, :, None].to(BFLOAT16)
+    assert_matches_oracle(call)
+
+
+@pytest.mark.parametrize(("size", "scale"), [(1e20, 1.0), (1e15, 1e10)])
+def test_products_and_scores_that_overflow(size: float, scale: float) -> None:
+    """An infinite score has an infinite log-sum-exp and no weights."""
+    q, k, v = (torch.full((1, 70, 2, 64), size, dtype=BFLOAT16) for _ in range(3))
+    out, lse = flash_ext.attention(q, k, v, softmax_scale=scale, return_lse=True)
+    assert out.isnan().all() and (lse == torch.inf).all()
 
 
 def test_torch_may_use_the_units_in_between() -> None:

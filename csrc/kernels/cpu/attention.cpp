@@ -105,6 +105,10 @@ double query_elements(const AttentionParams& p) {
   return static_cast<double>(p.batch * p.heads_q * p.seqlen_q) * static_cast<double>(p.head_dim + p.head_dim_v);
 }
 
+double key_elements(const AttentionParams& p) {
+  return static_cast<double>(p.batch * p.heads_kv * p.seqlen_k) * static_cast<double>(p.head_dim + p.head_dim_v);
+}
+
 /// Rows per tile as planned, within what the kernels hold.
 int64_t tile_rows_of(const AttentionParams& p) {
   return p.block_m > 0 && p.block_m < kMaxTileRows ? p.block_m : kMaxTileRows;
@@ -146,6 +150,12 @@ void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
   job.tile_rows = tile_rows_of(params);
   const std::vector<int64_t> tiles = tiles_before(kernels, params, job.tile_rows, job.group);
   job.tiles_before = tiles.data();
+  Buffer packed;
+  if (const int64_t bytes = kernels.packed_key_bytes(job); bytes > 0) {
+    packed = allocate({bytes});
+    job.packed_keys = packed.get();
+    run(kernels.pack_keys, job, key_elements(params), parallel_for);
+  }
   // With ranges of a fixed size even a single one is merged: the bits must not depend on how many there might be.
   if (job.splits == 1 && job.split_size == 0) {
     run(kernels.forward, job, product_flops(params), parallel_for);

@@ -12,7 +12,9 @@
 #include "dropout_panel.h"
 #include "few_rows.h"
 #include "kernels.h"
+#include "matrix_softmax.h"
 #include "online_softmax.h"
+#include "packed_keys.h"
 #include "query_operand.h"
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
@@ -49,7 +51,8 @@ class ForwardTile {
  public:
   static constexpr int kPanel = Shape<T>::kPanel;
 
-  ForwardTile(const ForwardJob& job, void* scratch) : job_(job), p_(job.params), rules_(p_), dropout_(p_) {
+  ForwardTile(const ForwardJob& job, void* scratch)
+      : job_(job), p_(job.params), rules_(p_), dropout_(p_), packed_(job) {
     Arena arena(scratch);
     const int64_t panels = ceil_div(job.tile_rows, kPanel);
     const bool matrix = uses_matrix_units<T>(p_);
@@ -59,17 +62,15 @@ class ForwardTile {
     q_.take(arena, panels, p_.head_dim, rules_.q_factor, matrix);
     few_q_ = arena.take<T>(kFewRows<T> * round_up(p_.head_dim, Shape<T>::kLanes));
     out_ = arena.take<T>(panels * out_rows_ * kPanel);
-    scores_ = arena.take<T>(panels * kBlockN * kPanel);
+    scores_ = arena.take<T>((matrix ? 1 : panels) * kBlockN * kPanel);
     if (dropout_.active()) factors_ = arena.take<T>(kBlockN * kPanel);
     row_ = arena.take<T>(max(p_.head_dim, p_.head_dim_v));
     rows_of_panel_ = arena.take<T>(kPanel * p_.head_dim_v);
-    k_.take(arena, kBlockN, p_.head_dim, round_up(p_.head_dim, Shape<T>::kLanes));
-    v_.take(arena, kBlockN, p_.head_dim_v, round_up(p_.head_dim_v, Shape<T>::kLanes));
+    k_.take(arena, kBlockN, p_.head_dim, round_up(p_.head_dim, Shape<T>::kLanes), matrix);
+    v_.take(arena, kBlockN, p_.head_dim_v, round_up(p_.head_dim_v, Shape<T>::kLanes), matrix);
     if (matrix) {
-      k_.take_halves(arena, kBlockN);
-      v_.take_halves(arena, kBlockN);
-      v_columns_ = arena.take<uint16_t>(out_rows_ * kBlockN);
-      p_pairs_ = arena.take<uint32_t>(kKeyPairWords);
+      own_ = {k_.halves, arena.take<uint16_t>(out_rows_ * kBlockN)};
+      p_pairs_ = arena.take<uint32_t>(panels * kKeyPairWords);
       q_rows_ = arena.take<uint16_t>(kPanel * k_.half_stride);
     }
     bytes_ = arena.size();
@@ -99,9 +100,11 @@ class ForwardTile {
     // off.
     few_ = seq_.seqlen_q * job_.group <= kFewRows<T>;
     k_.in_halves = v_.in_halves = !few_ && uses_matrix_units<T>(p_);
+    late_factor_ = late_factor();
     out_layout_ = few_ ? LaneLayout{rows_.count, 1, v_.stride} : kPanelLayout<T>;
     __builtin_memset(out_, 0, num_panels_ * out_rows_ * kPanel * sizeof(T));
-    __builtin_memset(scores_, 0, num_panels_ * kBlockN * kPanel * sizeof(T));  // lanes without a query stay finite
+    // Lanes without a query stay finite.
+    __builtin_memset(scores_, 0, (uses_matrix_units<T>(p_) ? 1 : num_panels_) * kBlockN * kPanel * sizeof(T));
     const int64_t row_bytes = p_.head_dim * size_of(p_.dtype);
     for (int64_t row = 0; row < rows_.count; ++row) prefetch_row(address_of_query(row), row_bytes);
     load_queries();
@@ -132,16 +135,34 @@ class ForwardTile {
 
   /// All panels with K, then all with V: either tile alone stays in the L1 cache meanwhile, both would not.
   void visit(const KeyTile& tile, int64_t head_kv) {
-    load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.begin, tile.end);
+    const bool packed = find_packed(tile, head_kv);
+    if (!packed) load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.begin, tile.end);
     for (int64_t n = 0; n < num_panels_; ++n) {
       if (sees(n, tile)) score(n, tile, scores_of(n, tile));
     }
+    if (!packed) load_v(tile, head_kv);
+    for (int64_t n = 0; n < num_panels_; ++n) {
+      if (sees(n, tile)) accumulate(n, scores_of(n, tile));
+    }
+  }
+
+  /// Takes the operands of a tile that is packed already; if it is not, makes room for it.
+  bool find_packed(const KeyTile& tile, int64_t head_kv) {
+    if (!k_.in_halves) return false;
+    const int64_t index = tile.begin / kBlockN;
+    const bool packed =
+        job_.packed_keys != nullptr && tile.begin % kBlockN == 0 && packed_.is_finite(seq_.batch, head_kv, index);
+    const PackedTile operands = packed ? packed_.tile(seq_.batch, head_kv, index) : own_;
+    k_.halves = operands.k;
+    v_columns_ = operands.v_columns;
+    k_.num_isolated = v_.num_isolated = 0;
+    return packed;
+  }
+
+  void load_v(const KeyTile& tile, int64_t head_kv) {
     load_keys(v_, p_.v, p_.dtype, seq_, head_kv, tile.begin, tile.end);
     if constexpr (kHasMatrixUnits<T>) {
       if (v_.in_halves) transpose_rows(v_columns_, v_.halves, v_.half_stride);
-    }
-    for (int64_t n = 0; n < num_panels_; ++n) {
-      if (sees(n, tile)) accumulate(n, scores_of(n, tile));
     }
   }
 
@@ -152,7 +173,8 @@ class ForwardTile {
 
   ScorePanel<T> scores_of(int64_t n, const KeyTile& tile) const {
     const Interval keys = intersect(panel_[n].some, {tile.begin, tile.end});
-    return {scores_ + n * kBlockN * kPanel, keys.begin - tile.begin, keys.end - tile.begin};
+    return {scores_ + (uses_matrix_units<T>(p_) ? 0 : n) * kBlockN * kPanel, keys.begin - tile.begin,
+            keys.end - tile.begin};
   }
 
   /// S^T = K Q^T, then P^T.
@@ -163,12 +185,39 @@ class ForwardTile {
       });
       const auto value = [&](int64_t d, int64_t lane) { return few_q_[lane * k_.stride + d]; };
       multiply_exactly(scores.s, k_, value, rows_.count, scores.begin, scores.end);
+    } else if (k_.in_halves) {
+      score_halves(n, tile, scores);
+      return;
     } else {
       q_.multiply(scores, k_, n, panel_[n].vectors);
     }
     finish_scores(scores, rules_, panel_[n], seq_, tile);
     softmax_step(state_[n], scores, panel_[n].vectors);
     if (dropout_.active()) drop(scores, n, tile);
+  }
+
+  uint32_t* p_pairs_of(int64_t n) const { return p_pairs_ + n * kKeyPairWords; }
+
+  /// What the softmax step multiplies by, where nothing but masks comes between q . k and the scores.
+  T late_factor() const {
+    const bool products = rules_.cap == 0 && p_.alibi_slopes == nullptr && p_.bias.data == nullptr;
+    return k_.in_halves && products && !dropout_.active() && rules_.q_factor > 0 ? rules_.q_factor : T(1);
+  }
+
+  /// P^T rounded and packed.
+  void score_halves([[maybe_unused]] int64_t n, [[maybe_unused]] const KeyTile& tile,
+                    [[maybe_unused]] const ScorePanel<T>& scores) {
+    if constexpr (kHasMatrixUnits<T>) {
+      q_.multiply(scores, k_, n, panel_[n].vectors, /*unscaled=*/late_factor_ != T(1));
+      finish_scores(scores, rules_, panel_[n], seq_, tile);
+      if (!dropout_.active()) {
+        softmax_step_packed(state_[n], p_pairs_of(n), scores, late_factor_, panel_[n].vectors);
+        return;
+      }
+      softmax_step(state_[n], scores, panel_[n].vectors);
+      drop(scores, n, tile);
+      pack_key_pairs(p_pairs_of(n), scores.s, scores.begin, scores.end);
+    }
   }
 
   /// O^T = alpha O^T + V^T P^T.
@@ -193,12 +242,12 @@ class ForwardTile {
     if constexpr (kHasMatrixUnits<T>) {
       T* out = out_of(n);
       if (state_[n].has_scaled()) scale_columns(out, state_[n].alpha, out_rows_);
-      pack_key_pairs(p_pairs_, scores.s, scores.begin, scores.end);
       if (panel_[n].vectors == 1) {
-        accumulate_key_pairs<1>(out, v_columns_, p_pairs_, scores.begin, scores.end, out_rows_);
+        accumulate_key_pairs<1>(out, v_columns_, p_pairs_of(n), scores.begin, scores.end, out_rows_);
       } else {
-        accumulate_key_pairs<2>(out, v_columns_, p_pairs_, scores.begin, scores.end, out_rows_);
+        accumulate_key_pairs<2>(out, v_columns_, p_pairs_of(n), scores.begin, scores.end, out_rows_);
       }
+      if (v_.num_isolated > 0) unpack_key_pairs(scores.s, p_pairs_of(n), scores.begin, scores.end);
     }
   }
 
@@ -218,7 +267,7 @@ class ForwardTile {
     for (int lane = 0; lane < panel_[n].count; ++lane) {
       const int64_t i = panel_[n].query[lane], head = panel_[n].head[lane];
       T sum = state_[n].sum[lane];
-      T maximum = state_[n].maximum[lane];
+      T maximum = state_[n].maximum[lane] * late_factor_;
       const bool nothing = sum == T(0);
       T factor = 1;
       if (p_.sink != nullptr && job_.partial_out == nullptr && !nothing) {
@@ -247,19 +296,21 @@ class ForwardTile {
   const ForwardParams& p_;
   ScoreRules<T> rules_;
   Dropout<T> dropout_;
+  PackedKeys packed_;
   Panel<T>* panel_;
   SoftmaxState<T>* state_;
   QueryOperand<T> q_;
   T* few_q_;   // (rows, head_dim), scaled, of up to four rows
   T* out_;     // (panels, out_rows_, kPanel), not normalised; a few rows: (rows, head_dim_v)
-  T* scores_;  // (panels, kBlockN, kPanel)
+  T* scores_;  // (panels, kBlockN, kPanel); with matrix units of one panel at a time
   T* factors_ = nullptr;
   T* row_;
   T* rows_of_panel_;  // (kPanel, head_dim_v)
   RowTile<T> k_;
   RowTile<T> v_;
+  PackedTile own_{};               // room for a tile that is not packed beforehand
   uint16_t* v_columns_ = nullptr;  // (out_rows_, kBlockN): v_ transposed, for matrix units
-  uint32_t* p_pairs_ = nullptr;    // of a panel
+  uint32_t* p_pairs_ = nullptr;    // P, panel by panel
   uint16_t* q_rows_ = nullptr;     // of a panel
   int64_t out_rows_;
   int64_t bytes_;
@@ -267,6 +318,7 @@ class ForwardTile {
   QueryRows rows_{};
   int64_t num_panels_ = 0;
   bool few_ = false;
+  T late_factor_ = 1;
   LaneLayout out_layout_{};
 };
 

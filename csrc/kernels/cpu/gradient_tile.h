@@ -40,27 +40,22 @@ class GradientTile {
     lse_ = arena.take<T>(rows);
     term_ = arena.take<T>(rows);
     ds_sum_ = arena.take<T>(rows);
-    q_rows_.take(arena, rows, p_.head_dim, round_up(p_.head_dim, kPanel));
     const bool matrix = uses_matrix_units<T>(p_);
+    q_rows_.take(arena, rows, p_.head_dim, round_up(p_.head_dim, kPanel), matrix);
     q_.take(arena, panels, p_.head_dim, rules_.q_factor, matrix);
-    k_.take(arena, kBlockN, p_.head_dim, p_.head_dim);
+    k_.take(arena, kBlockN, p_.head_dim, p_.head_dim, matrix);
     probabilities_ = arena.take<T>(panels * kPanelStride);
     gradients_ = arena.take<T>(panels * kPanelStride);
     if (dropping()) factors_ = arena.take<T>(kPanelStride);
     if (rules_.cap > 0) slope_ = arena.take<T>(panels * kPanelStride);
     if (matrix) {
-      q_rows_.take_halves(arena, rows);
-      k_.take_halves(arena, kBlockN);
       q_pairs_ = arena.take<uint32_t>(rows * q_rows_.half_stride / 2);
     }
     if (of_weights_) return;
-    do_rows_.take(arena, rows, p_.head_dim_v, round_up(p_.head_dim_v, kPanel));
+    do_rows_.take(arena, rows, p_.head_dim_v, round_up(p_.head_dim_v, kPanel), matrix);
     do_.take(arena, panels, p_.head_dim_v, T(1), matrix);
-    v_.take(arena, kBlockN, p_.head_dim_v, p_.head_dim_v);
-    if (!matrix) return;
-    do_rows_.take_halves(arena, rows);
-    v_.take_halves(arena, kBlockN);
-    do_pairs_ = arena.take<uint32_t>(rows * do_rows_.half_stride / 2);
+    v_.take(arena, kBlockN, p_.head_dim_v, p_.head_dim_v, matrix);
+    if (matrix) do_pairs_ = arena.take<uint32_t>(rows * do_rows_.half_stride / 2);
   }
 
   void load_queries(const Sequence& seq, const QueryRows& rows) {

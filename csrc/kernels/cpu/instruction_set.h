@@ -16,6 +16,8 @@ constexpr Kernels kernels() {
   k.accumulate_bytes = sizeof(T);
   k.count_tiles = count_tiles;
   k.clear_forward = {clear_forward_items, no_scratch<ForwardJob>, clear_forward_item<T>};
+  k.packed_key_bytes = packed_key_bytes<T>;
+  k.pack_keys = {pack_keys_items, pack_keys_scratch<T>, pack_keys_item<T>};
   k.forward = {forward_items, forward_scratch<T>, forward_item<T>};
   k.merge_splits = {merge_items, merge_scratch<T>, merge_item<T>};
   k.weights = {weights_items, weights_scratch<T>, weights_item<T>};

@@ -19,6 +19,8 @@ struct ForwardJob {
   int64_t split_size = 0;       // 0: the keys of a sequence in `splits` equal parts
   void* partial_out = nullptr;  // (splits, heads_q, rows of q, head_dim_v), accumulate type; null without splits
   void* partial_lse = nullptr;  // (splits, heads_q, rows of q)
+  void* packed_keys =
+      nullptr;  // K and V for matrix units, see packed_keys.h; null where each item packs what it visits
 };
 
 struct WeightsJob {
@@ -51,7 +53,10 @@ struct Kernels {
   int64_t accumulate_bytes;
   int64_t (*count_tiles)(const AttentionParams&, int64_t batch, int64_t tile_rows, int64_t group);  // of a sequence
 
+  int64_t (*packed_key_bytes)(const ForwardJob&);  // 0 where nothing is to be packed beforehand
+
   Operation<ForwardJob> clear_forward;
+  Operation<ForwardJob> pack_keys;
   Operation<ForwardJob> forward;
   Operation<ForwardJob> merge_splits;
   Operation<WeightsJob> weights;

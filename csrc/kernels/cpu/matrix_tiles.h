@@ -60,6 +60,8 @@ inline void pack_lanes(uint32_t* to, const uint16_t* rows, int64_t stride);
 inline void pack_row_pairs(uint32_t* to, const uint16_t* rows, int64_t stride);
 /// Pairs of keys of a panel (keys x 32 queries), rounded, zero outside [begin, end), for the depths that these touch.
 inline void pack_key_pairs(uint32_t* to, const float* panel, int64_t begin, int64_t end);
+/// The floats of such a panel for the keys [begin, end).
+inline void unpack_key_pairs(float* panel, const uint32_t* pairs, int64_t begin, int64_t end);
 /// The numbers of 64 rows transposed: row d holds number d of all.
 inline void transpose_rows(uint16_t* to, const uint16_t* rows, int64_t stride);
 /// A panel (64 keys x 32 queries), rounded.
@@ -266,6 +268,16 @@ void pack_key_pairs(uint32_t* to, const float* panel, int64_t begin, int64_t end
       const float* row = panel + key * kBlockSide + col * kTileSide;
       uint32_t* pairs = to + col * kKeyTileDepths * kTileWords + key / 2 * kTileSide;
       _mm512_storeu_si512(pairs, interleave(rounded(first ? row : kZeros, second ? row + kBlockSide : kZeros)));
+    }
+  }
+}
+
+void unpack_key_pairs(float* panel, const uint32_t* pairs, int64_t begin, int64_t end) {
+  for (int64_t key = begin; key < end; ++key) {
+    for (int64_t lane = 0; lane < kBlockSide; ++lane) {
+      const int64_t col = lane / kTileSide * kKeyTileDepths * kTileWords;
+      const uint32_t pair = pairs[col + key / 2 * kTileSide + lane % kTileSide];
+      panel[key * kBlockSide + lane] = bfloat16_to_float(static_cast<uint16_t>(key % 2 == 0 ? pair : pair >> 16));
     }
   }
 }

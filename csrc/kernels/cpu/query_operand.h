@@ -54,10 +54,11 @@ class QueryOperand {
     if constexpr (kHasMatrixUnits<T>) pack_lanes(pairs_ + n * panel_words(), rows, padded_dim(dim_));
   }
 
-  /// S = A B for panel n, of which `vectors` hold lanes in use.
-  void multiply(const ScorePanel<T>& scores, const RowTile<T>& a, int64_t n, int vectors = Shape<T>::kCols) const {
+  /// S = A B for panel n, of which `vectors` hold lanes in use. `unscaled`: matrix units leave out the factor.
+  void multiply(const ScorePanel<T>& scores, const RowTile<T>& a, int64_t n, int vectors = Shape<T>::kCols,
+                bool unscaled = false) const {
     if (in_halves_) {
-      multiply_halves(scores, a, n, vectors);
+      multiply_halves(scores, a, n, vectors, unscaled);
       return;
     }
     const T* b = data_ + n * dim_ * kPanel;
@@ -84,7 +85,7 @@ class QueryOperand {
   int64_t panel_words() const { return kPanel * padded_dim(dim_) / 2; }
 
   void multiply_halves([[maybe_unused]] const ScorePanel<T>& scores, [[maybe_unused]] const RowTile<T>& a,
-                       [[maybe_unused]] int64_t n, [[maybe_unused]] int vectors) const {
+                       [[maybe_unused]] int64_t n, [[maybe_unused]] int vectors, [[maybe_unused]] bool unscaled) const {
     if constexpr (kHasMatrixUnits<T>) {
       static_assert(kPanel == kBlockSide, "a panel is a block of tiles");
       const uint32_t* b = pairs_ + n * panel_words();
@@ -100,7 +101,7 @@ class QueryOperand {
         return bfloat16_to_float(static_cast<uint16_t>(d % 2 == 0 ? pair : pair >> 16));
       };
       multiply_exactly(scores.s, a, value, kPanel, scores.begin, scores.end);
-      if (factor_ == T(1)) return;
+      if (unscaled || factor_ == T(1)) return;
       scores.for_each_vector([&](int64_t, int, T* s) { store(s, load(s) * factor_); });
     }
   }

@@ -19,23 +19,22 @@ struct RowTile {
   int64_t num_isolated = 0;
   int64_t stride = 0;
   int64_t dim = 0;
-  uint16_t* halves = nullptr;  // (rows, half_stride) bfloat16, zero beyond dim, isolated rows zero
+  uint16_t* halves = nullptr;  // (rows, half_stride) bfloat16, in place of data: zero beyond dim, isolated rows zero
   int64_t half_stride = 0;
   bool in_halves = false;  // which of the two holds the rows
 
-  void take(Arena& arena, int64_t max_rows, int64_t dim_, int64_t stride_) {
+  /// Memory for rows of T or, for matrix units, of bfloat16: for either, one at a time.
+  void take(Arena& arena, int64_t max_rows, int64_t dim_, int64_t stride_, bool for_matrix_units) {
     dim = dim_;
     stride = stride_;
-    data = arena.take<T>(max_rows * stride);
+    half_stride = padded_dim(dim);
+    in_halves = for_matrix_units;
+    const int64_t half_bytes = max_rows * half_stride * static_cast<int64_t>(sizeof(uint16_t));
+    char* rows = arena.take<char>(max(max_rows * stride * static_cast<int64_t>(sizeof(T)), half_bytes));
+    data = reinterpret_cast<T*>(rows);
+    halves = reinterpret_cast<uint16_t*>(rows);
     originals = arena.take<T>(max_rows * stride);
     isolated = arena.take<int32_t>(max_rows);
-  }
-
-  /// Rows for matrix units, besides.
-  void take_halves(Arena& arena, int64_t max_rows) {
-    half_stride = padded_dim(dim);
-    halves = arena.take<uint16_t>(max_rows * half_stride);
-    in_halves = true;
   }
 
   const T* original(int64_t r) const { return originals + r * stride; }

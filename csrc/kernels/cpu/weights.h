@@ -21,9 +21,8 @@ class WeightsTile {
     scores_ = arena.take<T>(kBlockN * kPanel);
     factors_ = arena.take<T>(kBlockN * kPanel);
     row_ = arena.take<T>(p_.head_dim);
-    k_.take(arena, kBlockN, p_.head_dim, p_.head_dim);
+    k_.take(arena, kBlockN, p_.head_dim, p_.head_dim, matrix);
     if (matrix) {
-      k_.take_halves(arena, kBlockN);
       q_rows_ = arena.take<uint16_t>(kPanel * k_.half_stride);
     }
     bytes_ = arena.size();

@@ -34,7 +34,7 @@ __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.b
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /// Orders this thread's writes to shared memory before later reads of it by wgmma and TMA, which go another
-/// way to memory. To be followed by what tells the reader.
+/// way to memory. To be followed by what signals the reader.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

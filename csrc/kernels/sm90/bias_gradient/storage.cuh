@@ -31,11 +31,11 @@ struct BiasConfig {
   // Products of S are still under way when those of dP are issued, if all their slabs fit.
   static constexpr bool kOverlap = 2 * kSlabs <= kStages;
 
-  static_assert(kSlabs <= kStages, "a product lets go of its slabs when it has all of them");
+  static_assert(kSlabs <= kStages, "a product releases its slabs when it has all of them");
   static_assert(kGroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
-  // A finder waits for a slot by the parity of its use, every kFinders steps: the one before told it that the slot's
-  // last use but one is over.
+  // A finder waits for a slot by the parity of its use, every kFinders steps: its step before showed that
+  // the slot's last use but one is over.
   static_assert(kFinders <= kSlots, "a finder may miss a use of a slot, and its parity repeats");
 };
 
