@@ -224,9 +224,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if padding is not None:
             padding = padding[:, None, None, :]
         if attn_mask is not None:
-            attn_mask = (
-                torch.unflatten(attn_mask, 0, (k.shape[0], -1)) if attn_mask.dim() == 3 else attn_mask[None, None]
-            )
+            of_heads = (k.shape[0], self.num_heads)
+            attn_mask = torch.unflatten(attn_mask, 0, of_heads) if attn_mask.dim() == 3 else attn_mask[None, None]
         given = [m for m in (attn_mask, padding) if m is not None]
         hidden = [m for m in given if m.dtype == torch.bool]
         biases = [m for m in given if m.dtype != torch.bool]
