@@ -92,6 +92,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights = as_flag("need_weights", need_weights)
             average_attn_weights = as_flag("average_attn_weights", average_attn_weights)
             is_causal = as_flag("is_causal", is_causal)
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+            check_tensors(query=query, key=key, value=value)
         if query.is_nested or key.is_nested or value.is_nested:
             alone = query is key and key is value and key_padding_mask is None and attn_mask is None
             if not alone or need_weights or self.bias_k is not None or self.add_zero_attn:
