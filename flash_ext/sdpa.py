@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, rename_arguments
@@ -12,7 +13,7 @@ from flash_ext.functional import attention
 from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim, scale_of
 from flash_ext.integrations import aten_fused
 from flash_ext.nested import attend_heads_first
-from flash_ext.torch_private import CAUSAL_BIAS, is_any_autocast_enabled, is_instance
+from flash_ext.torch_private import CAUSAL_BIAS, TORCH_SDPA, is_any_autocast_enabled, is_instance
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "bias": "attn_mask", "mask": "attn_mask"}
 
@@ -71,7 +72,8 @@ def scaled_dot_product_attention(
             softmax_scale=scale,
             dropout_p=dropout_p,
         )
-    if not is_any_autocast_enabled():
+    # Where torch's function is another, a context_parallel may be active, which `attention` refuses.
+    if F.scaled_dot_product_attention is TORCH_SDPA and not is_any_autocast_enabled():
         fused = aten_fused.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if fused is not None:
             return fused

@@ -79,6 +79,8 @@ def attend(
     """
     if _is_watched() or not type(query) is type(key) is type(value) is Tensor:
         return None
+    if not query.layout is key.layout is value.layout is torch.strided or key.is_nested or value.is_nested:
+        return None
     device = query.device
     if not (filled[device.type] if device.type in filled else fill(device.type)):
         return None
@@ -87,6 +89,8 @@ def attend(
     mask_shape = None
     if attn_mask is not None:
         if is_causal or type(attn_mask) is not Tensor or attn_mask.device != device:
+            return None
+        if attn_mask.layout is not torch.strided or attn_mask.is_nested:
             return None
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             return None
