@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README, PERFORMANCE = "README.md", "docs/performance.md"
 FORWARD_PAGE, BACKWARD_PAGE = "docs/tuning/forward_sm90.md", "docs/tuning/backward_sm90.md"
+KERNELS = "docs/kernels"
 TIMES = "\N{MULTIPLICATION SIGN}"
 HIDDEN, TRAINING_ROWS = 2048, 36
 NAMES = {"flash-ext": "flash_ext", "FlashAttention-3": "fa3", "FA3": "fa3", "FA2": "fa2", "cuDNN": "cudnn"}
@@ -203,12 +204,39 @@ def grouped_cells(header: list[str], line: list[str]) -> list[str]:
 
 
 def decode_cells(header: list[str], line: list[str]) -> list[str]:
-    names = [NAMES[title] for title in header if title in NAMES]
-    labels = line[: len(header) - len(names)]  # a column that is new has no cells yet
-    heads_q, heads_kv, batch, seqlen = map(int, re.findall(r"\d+", " ".join(labels)))
+    titles = [title for title in header if title in (*NAMES, "paged", "read")]
+    labels = line[: len(header) - len(titles)]  # a column that is new has no cells yet
+    heads_q, heads_kv, batch, seqlen = map(int, re.findall(r"\d+", " ".join(labels[:2])))
     shape = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": 128, "batch": batch, "seqlen": seqlen}
-    measured = find(rows_of("h200_decode.json"), **shape, workload=None)["measured"]
-    return [*labels, *(f"{measured[name]:.1f}" for name in names)]
+    row = find(rows_of("h200_decode.json"), **shape, workload=None)
+    times = {title: row["measured"][name] for title, name in NAMES.items() if name in row["measured"]}
+    times |= {"paged": row["measured"]["flash_ext paged"], "read": row["figures"]["read us"]}
+    return [*labels, *(f"{times[title]:.1f}" for title in titles)]
+
+
+def option_times(file: str) -> Callable[[list[str], list[str]], list[str]]:
+    """ms at head_dim 64 / 128."""
+
+    def cells(header: list[str], line: list[str]) -> list[str]:
+        rows = [row for row in rows_of(file) if row["problem"]["direction"] == line[0]]
+        found = [[row["measured"]["flash_ext"] for row in rows if row["label"] == label] for label in header[1:]]
+        return [line[0], *(" / ".join(f"{time:.2f}" for time in of_label) for of_label in found)]
+
+    return cells
+
+
+def bias_gradient_cells(header: list[str], line: list[str]) -> list[str]:
+    """The backward in ms, without and with the gradient of a bias, at head_dim 64 / 128."""
+    file = {"Hopper": "h200_options.json", "sm80": "h200_options_sm80.json"}[line[0]]
+    _, *times = option_times(file)(["", "bias (1, h, q, k)", "bias (1, h, q, k), its gradient"], ["backward"])
+    return [line[0], *times]
+
+
+def mask_cells(header: list[str], line: list[str]) -> list[str]:
+    """Building a block mask, behind what it took before: µs of host and device, operators of torch."""
+    (row,) = (row for row in rows_of("h200_masks.json") if row["label"] == line[0])
+    found = (row["measured"]["flash_ext"], row["figures"]["device us"], row["figures"]["operators"])
+    return [*line[:3], *(f"{figure:.0f}" for figure in found)]
 
 
 def option_cells(file: str) -> Callable[[list[str], list[str]], list[str]]:
@@ -274,12 +302,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Sentence:
-    """Words with figures in them, a group for each."""
+    """Words with figures in them, a group for each. A line may end at any space of the pattern."""
 
     page: str
     pattern: str
     values: Callable[[], list[str]]
     behind: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pattern", self.pattern.replace(" ", r"\s+"))
 
     def __str__(self) -> str:
         return f"{self.page}: {self.pattern}"
@@ -355,18 +386,18 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(PERFORMANCE, "\n## Host and memory\n", host_cells),
     Table(PERFORMANCE, "cpu_xeon.json", cpu_cells),
     Sentence(README, r"all but (\d+) of 36 training shapes", contested_count),
-    Sentence(PERFORMANCE, r"in (\d+) of them another one may be faster", contested_count),
+    Sentence(PERFORMANCE, r"in (\d+) of them a peer may be faster", contested_count),
     Sentence(PERFORMANCE, MEANS, lambda: means("forward"), behind="\n## Forward\n"),
     Sentence(PERFORMANCE, MEANS, lambda: means("backward"), behind="\n## Backward\n"),
     Sentence(PERFORMANCE, r"torch ([\d.]+), cuDNN ([\d.]+), CUDA ([\d.]+)\.", software),
-    Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as FA2", lambda: decode_bounds("fa2")),
+    Sentence(PERFORMANCE, r"flash-ext is ([\d.]+) to ([\d.]+) times as fast as FA2", lambda: decode_bounds("fa2")),
     Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as cuDNN", lambda: decode_bounds("cudnn")),
     Sentence(
         PERFORMANCE,
-        rf"gradient of a bias takes the backward to {PAIR} %",
+        rf"gradient of a bias takes the backward to {PAIR} %\.",
         lambda: costs("bias (1, h, q, k), its gradient", "backward"),
     ),
-    Sentence(PERFORMANCE, rf"`deterministic` to {PAIR} %", lambda: costs("deterministic", "backward")),
+    Sentence(PERFORMANCE, rf"`deterministic` takes it to {PAIR} %", lambda: costs("deterministic", "backward")),
     Sentence(
         PERFORMANCE,
         rf"a window of 512 costs {PAIR} % forward and {PAIR} % backward, the same window as a block mask {PAIR} and "
@@ -376,10 +407,22 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Sentence(PERFORMANCE, r"at 65536 tokens take (\d+) MiB beside their\s+inputs, FA2 (\d+)", peak_memory),
     Sentence(PERFORMANCE, rf"{CPU_RATIOS} in float32", lambda: cpu_bounds("float32")),
     Sentence(PERFORMANCE, rf"{CPU_RATIOS} in bfloat16", lambda: cpu_bounds("bfloat16")),
-    Sentence(PERFORMANCE, r"AVX-512 and AMX, torch ([\d.]+), ms", cpu_software),
+    Sentence(PERFORMANCE, r"AVX-512 and AMX, torch ([\d.]+), by", cpu_software),
     Commands(PERFORMANCE),
     Table(FORWARD_PAGE, "h200_forward.json", training_cells("forward")),
     Table(BACKWARD_PAGE, "h200_backward.json", training_cells("backward")),
+    Table(f"{KERNELS}/forward_sm90.md", "h200_forward.json", training_cells("forward")),
+    Table(f"{KERNELS}/forward_f32_sm90.md", "h200_forward.json", float32_cells),
+    Table(f"{KERNELS}/backward_f32_sm90.md", "h200_backward.json", float32_cells),
+    Table(f"{KERNELS}/forward_sm80.md", "h200_options_sm80.json", option_times("h200_options_sm80.json")),
+    Table(f"{KERNELS}/backward_sm80.md", "h200_options_sm80.json", option_times("h200_options_sm80.json")),
+    Table(f"{KERNELS}/bias_gradient_sm90.md", "h200_options.json", bias_gradient_cells),
+    Table(f"{KERNELS}/weights_sm80.md", "h200_options_sm80.json", bias_gradient_cells),
+    Table(f"{KERNELS}/decode_sm80.md", "h200_decode.json", decode_cells),
+    Table("docs/tuning/decode_sm80.md", "h200_decode.json", decode_cells),
+    Table("docs/tuning/host.md", "h200_host.json", host_cells),
+    Table(f"{KERNELS}/block_sparse.md", "h200_masks.json", mask_cells),
+    Table(f"{KERNELS}/cpu.md", "cpu_xeon.json", cpu_cells),
 )  # fmt: skip
 
 

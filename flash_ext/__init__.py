@@ -1,6 +1,11 @@
-"""Exact attention for PyTorch that never writes the score matrix to memory."""
+"""Exact attention for PyTorch that never writes the score matrix to memory.
 
-import flash_ext._torch  # noqa: F401  before all that imports torch
+``attention`` is the main function. ``scaled_dot_product_attention`` and the ``flash_attn_*`` functions do the same with
+other libraries' signatures. ``activate`` and ``convert`` switch existing models over. docs/architecture.md shows how
+the package is built.
+"""
+
+import flash_ext._torch  # noqa: F401  must come before everything that imports torch
 from flash_ext._build_info import build_info
 from flash_ext.bert_padding import (
     index_first_axis,

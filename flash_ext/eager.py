@@ -1,8 +1,8 @@
-"""How an operator is called eagerly: past what torch's dispatcher would do in Python.
+"""Eager calls of operators, without what torch's dispatcher would do in Python.
 
-The host's time is most of a small call. By the Autograd key's Python kernel an operator of this library takes 10
-microseconds more where no gradient is wanted, and 25 where one is. Decided here beforehand it takes 2, those of a guard
-(docs/tuning/host.md). Nothing is lost: a compiler, a tracer, a transform, autocast or a mode still gets the whole call.
+Host time dominates a small call. The Python kernel of the Autograd key adds 10 microseconds to a call of an operator
+that needs no gradient, and 25 to one that does. Deciding here whether autograd is needed costs 2, those of a guard
+(docs/tuning/host.md). A compiler, a tracer, a transform, autocast or a mode still gets the whole call.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FORWARD, _PLAIN = OPS.attention_forward.default, OPS.attention_forward_plain.de
 _NUM_PLAIN = len(arguments_of(_PLAIN))
 
 recorders: dict[Any, Callable[..., Any]] = {}
-"""Of an operator, what makes the same call and records its derivative: (how to call, operator, arguments)."""
+"""For an operator, a function (how to call, operator, arguments) that makes the call and records its derivative."""
 
 
 def call(op: Any, *args: Any) -> Any:
-    """``op(*args)``, by the shortest way there is.
+    """``op(*args)`` with the least host time.
 
-    Where nothing asks for a derivative, autograd is left out. Else the derivative is recorded here, unless somebody
-    else has to see the call first.
+    If no argument needs a gradient, the call bypasses autograd. Otherwise the derivative is recorded here, unless
+    autocast or another layer of torch must see the call first.
     """
     try:
         return _call(op, args)
@@ -50,11 +50,11 @@ def call(op: Any, *args: Any) -> Any:
 
 def _call(op: Any, args: tuple[Any, ...]) -> Any:
     if torch.compiler.is_compiling() or is_functorch_active() or is_forward_mode():
-        return op(*args)  # they have to see it all
+        return op(*args)  # these have to see the whole call
     if is_tracing():
-        return op(*args)  # one and the same operator in the graph, whatever requires a gradient while tracing
+        return op(*args)  # the graph must hold the same operator whether or not a gradient is required while tracing
     if has_torch_function(args):
-        return op(*args)  # what it calls may want derivatives
+        return op(*args)  # the override may want derivatives
     if torch.is_grad_enabled() and any_requires_grad(*args):
         record = recorders.get(op)
         if record is None or is_any_autocast_enabled():
@@ -65,13 +65,13 @@ def _call(op: Any, args: tuple[Any, ...]) -> Any:
 
 def _call_below_autograd(op: Any, *args: Any) -> Any:
     if op is _FORWARD and len(args) == _NUM_PLAIN and num_dispatch_modes() == 0:
-        op = _PLAIN  # 4 us less; who watches operators gets to see one and not two
+        op = _PLAIN  # 4 us less; not under a mode, which should see one operator and not two
     with BelowAutograd():
-        return op._op(*args)  # what op(*args) does, a frame later
+        return op._op(*args)  # what op(*args) calls, without its Python frame
 
 
 def _refuse_backend(op: Any, args: tuple[Any, ...]) -> None:
-    """Says of which argument the dispatcher found no kernel, in place of its list of all backends that there are."""
+    """Raises an error that names the argument without a kernel, instead of the dispatcher's list of all backends."""
     named = [(a.name, t) for a, t in zip(arguments_of(op), args, strict=False) if type(t) is Tensor]
     for name, t in named:
         check_dense(name, t)

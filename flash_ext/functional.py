@@ -1,4 +1,4 @@
-"""The functions people call: ``attention`` with everything it can do, and what goes with it.
+"""``attention`` with all its options, ``attention_weights``, ``decode``, ``merge`` and ``draw_rng_state``.
 
 Tensors are (batch, seqlen, heads, head_dim) with any strides as long as the last dimension is contiguous, so that a
 (batch, heads, seqlen, head_dim) tensor is passed as a transposed view. With ``cu_seqlens_q`` and ``cu_seqlens_k``,
@@ -34,7 +34,7 @@ from flash_ext.ops import ScoreOptions
 from flash_ext.torch_private import FLEX_BLOCK_MASK, TORCH_SDPA, in_context_parallel, is_instance
 
 _OPS = torch.ops.flash_ext
-_FORWARD = _OPS.attention_forward.default  # looking one up takes a while
+_FORWARD = _OPS.attention_forward.default  # looked up once, because a look-up takes longer than a check
 _DECODE, _DECODE_APPEND = _OPS.attention_decode.default, _OPS.attention_decode_append.default
 
 
@@ -68,55 +68,54 @@ def attention(
 
     Score of query i and key j: ``s = q_i · k_j * softmax_scale``; then ``softcap * tanh(s / softcap)``; then
     ``- slope * |i + offset - j|``; then ``+ bias``. ``offset`` is seqlen_k - seqlen_q, or 0 with ``top_left``.
-    A key is visible where ``window_size``, ``mask``, ``block_mask`` and the lengths all allow it. A query that sees
-    nothing gets out 0, lse -inf and zero gradients; what keys and values hold where nobody looks has no influence.
+    A key is visible where ``window_size``, ``mask``, ``block_mask`` and the lengths all allow it. A query that sees no
+    key gets out 0, lse -inf and zero gradients. Hidden keys and values have no influence, even if they are NaN.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim) or, packed, (total_q, heads_q, head_dim). float32, float16, bfloat16,
             on CPU also float64. head_dim is a multiple of 8 up to 256. Products of float32 are accurate to float32,
-            unless ``torch.set_float32_matmul_precision`` allows CUDA to round to TF32. Or a nested tensor of the jagged
-            layout (batch, jagged seqlen, heads_q, head_dim), and then k and v are, too.
+            unless ``torch.set_float32_matmul_precision`` allows CUDA to round to TF32. q, k and v may also be nested
+            tensors of the jagged layout, (batch, jagged seqlen, heads, head_dim).
         k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim); heads_kv divides heads_q, and
             neighbouring query heads share a key head (GQA, Ainslie et al. 2023).
         v: like k, with a head_dim_v of its own.
-        causal: no key to the right of the diagonal, the same as a right window of 0.
+        causal: hides keys to the right of the diagonal, like a right window of 0.
         window_size: (left, right): key j is visible where i + offset - left <= j <= i + offset + right; -1 = unlimited.
-        top_left: the diagonal starts at the first query and key, and not where it ends at the last ones.
-        softmax_scale: default 1 / sqrt(head_dim). A number, as softcap and dropout_p are: a scale that is learned
-            multiplies q.
+        top_left: align the diagonal with the first query and the first key. Default: with the last ones.
+        softmax_scale: default 1 / sqrt(head_dim). A number, like softcap and dropout_p; multiply q by a learned scale.
         softcap: 0 = off.
         alibi_slopes: float32 (heads_q) or (batch, heads_q) (Press et al. 2021).
         bias: added to the scores, (batch|1, heads_q|1, seqlen_q|1, seqlen_k|1), any floating dtype. Differentiable.
         mask: bool, True = visible, shaped like bias.
         sink: (heads_q), adds exp(sink) to the softmax denominator (Xiao et al. 2023, in the form of gpt-oss).
             Differentiable.
-        dropout_p: probability of dropping a weight, in [0, 1], rounded to a multiple of 1/256, and never to 0 or 1 if
-            it is neither; those that stay are scaled by 1 / (1 - p) of that p, so that the expectation is exact.
-        rng_state: int64 (2) on q's device, the Philox seed and offset that decide what is dropped, whatever the device
-            (see ``draw_rng_state``); None draws one. Only with dropout.
-        block_mask: block-sparse visibility, made for the lengths of q and k; of packed sequences for max_seqlen_q and
-            max_seqlen_k at least, in as many rows of blocks.
+        dropout_p: probability of dropping a weight, in [0, 1]. It is rounded to a multiple of 1/256, but never to 0 or
+            1. Kept weights are scaled by 1 / (1 - p) with the rounded p, so that the expectation is exact.
+        rng_state: int64 (2) on q's device, the Philox seed and offset that decide what is dropped, the same on every
+            device (see ``draw_rng_state``); None draws one. Used only with dropout.
+        block_mask: block-sparse visibility, made for the lengths of q and k. With packed sequences: made for at least
+            max_seqlen_q and max_seqlen_k, with exactly the rows of blocks that max_seqlen_q needs.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1), where each packed sequence begins and ends. Bias, mask and
             dropout then count queries and keys from the start of each sequence.
-        max_seqlen_q, max_seqlen_k: the longest packed sequence. None: as bias, mask or block_mask has it, else read
-            from cu_seqlens on CPU, else the total.
-        seqused_q, seqused_k: int32 (batch), how many rows of each sequence are in use.
-        deterministic: the backward gives the same bits every time; None: as
-            ``torch.use_deterministic_algorithms`` says. The forward always does.
+        max_seqlen_q, max_seqlen_k: length of the longest packed sequence, or a larger number. None: taken from the
+            shape of bias, mask or block_mask; else read from cu_seqlens on CPU; else the total.
+        seqused_q, seqused_k: int32 (batch), how many rows of each sequence are in use, counted from its start.
+        deterministic: the backward gives the same bits in every run. None: as
+            ``torch.use_deterministic_algorithms`` says. The forward is always bitwise repeatable.
         return_lse: also return the log-sum-exp of each query's scores.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, heads_q, head_dim_v) in q's dtype, or (out, lse) with
         lse (batch, heads_q, seqlen_q) or (heads_q, total_q), float32 (float64 for float64), natural logarithm,
-        differentiable. Of nested tensors both are nested, with the offsets of q.
+        differentiable. With nested tensors both are nested, with the offsets of q.
 
     Raises:
-        RuntimeError: an argument has a wrong type, shape, device or value, or is not supported; ``supports`` tells
-            beforehand. Differentiating twice, or in forward mode, raises too, and so does a call inside of
-            torch.distributed's ``context_parallel``.
-        ValueError: window_size is no pair, or block_mask is made for other lengths.
-        TypeError: an argument is of a type that it cannot have. Of subclasses of Tensor, those without a
-            ``__torch_dispatch__`` are refused (but for Parameter), and so are DTensor, nested and masked tensors.
+        RuntimeError: an argument has a wrong dtype, shape, device or value, or is not supported (``supports`` tells
+            beforehand); second derivatives or forward mode are wanted; or the call is inside of torch.distributed's
+            ``context_parallel``.
+        ValueError: window_size is not a pair, or block_mask is made for other lengths.
+        TypeError: an argument has a type that is not allowed. Subclasses of Tensor without a ``__torch_dispatch__``
+            (except Parameter), DTensor, masked tensors and nested tensors (except q, k and v together) are refused.
     """
     if not type(q) is type(k) is type(v) is Tensor or q.is_nested or k.is_nested or v.is_nested:
         if isinstance(q, Tensor) and q.is_nested:
@@ -151,24 +150,25 @@ def attention_weights(
 ) -> Tensor:
     """The attention weights exp(score - lse), which ``attention`` never stores, recomputed from its lse.
 
-    Differentiable in q, k, bias and lse; with the lse of ``attention`` these add up to the gradient of the softmax.
+    Differentiable in q, k, bias and lse. With the lse of ``attention`` these gradients add up to that of the softmax.
 
     Args:
         q, k: as for ``attention``.
-        lse: (batch, heads_q, seqlen_q) or (heads_q, total_q); of a call with a sink it holds the sink already.
-        signed: do not drop and scale weights, but negate those that dropout drops.
+        lse: float32 (batch, heads_q, seqlen_q) or (heads_q, total_q), float64 for float64, from ``attention``. It
+            includes the sink of that call.
+        signed: negate the weights that dropout drops, instead of dropping them and scaling the others.
         dropout_p: as for ``attention``, with the rng_state of that call.
-        **options: those of ``attention`` that make up scores: causal, window_size, top_left, softmax_scale, softcap,
-            alibi_slopes, bias, mask, rng_state, block_mask, cu_seqlens_*, max_seqlen_*, seqused_*. ``sink=None`` may
-            be among them.
+        **options: the options of ``attention`` that determine scores: causal, window_size, top_left, softmax_scale,
+            softcap, alibi_slopes, bias, mask, rng_state, block_mask, cu_seqlens_*, max_seqlen_*, seqused_*.
+            ``sink=None`` is accepted.
 
     Returns:
-        (batch, heads_q, seqlen_q, seqlen_k) in q's dtype, after dropout; packed sequences have max_seqlen_q and
-        max_seqlen_k. What is not visible is 0.
+        (batch, heads_q, seqlen_q, seqlen_k) in q's dtype, after dropout; with packed sequences the lengths are
+        max_seqlen_q and max_seqlen_k. Hidden pairs are 0.
 
     Raises:
-        RuntimeError, ValueError: as ``attention``, and with dropout_p > 0 but no rng_state.
-        TypeError: as ``attention``, and for a sink or an option that does not exist.
+        RuntimeError, ValueError: as ``attention``, and for dropout_p > 0 without an rng_state.
+        TypeError: as ``attention``, and for a sink or an unknown option.
     """
     check_names("attention_weights()", options, SCORE_OPTIONS)
     if options.get("sink") is not None:
@@ -208,33 +208,36 @@ def decode(
     batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new queries over a cache of keys and values, which is cut into ranges that are worked on at the
-    same time (Flash-Decoding, Dao et al. 2023). The last query stands at the last key. Not differentiable.
+    """Attention of new queries over a cache of keys and values, with the keys split over CTAs (Flash-Decoding, Dao et
+    al. 2023). The diagonal is aligned with the last query and the last key. Not differentiable.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``.
+        q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``; dtypes as for
+            ``attention``.
         k_cache, v_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), or pages (num_pages, page_size, heads_kv,
             head_dim) with ``block_table``.
-        k, v: (batch, seqlen_new, heads_kv, head_dim), written into the caches behind what they hold, before attending.
-        cache_seqlens: int32 (batch), rows of the cache in use, left padding included, new rows not; None = all.
-        cache_leftpad: int32 (batch), rows at the start that are padding.
-        cache_batch_idx: int32 (batch), the cache's batch entry of each of q's.
+        k, v: (batch, seqlen_new, heads_kv, head_dim), appended to the caches, in place, before attending.
+        cache_seqlens: int32 (batch), rows of the cache in use, including left padding but not the new rows; None = all.
+        cache_leftpad: int32 (batch), how many rows at the start are padding.
+        cache_batch_idx: int32 (batch), the batch entry of the cache for each batch entry of q.
         block_table: int32 (batch, max_pages), the pages of each sequence.
-        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): rotary embedding (Su et al. 2021) of k at the rows it
-            goes to, and of q: from the first new row onwards if causal or with a window, else at that row alone.
-        rotary_interleaved: rotate neighbours (GPT-J), and not the first half against the second (GPT-NeoX).
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), rotary embedding (Su et al. 2021). The position of a
+            new key is its row in the cache. Queries have the positions of the new rows if causal or with a window, and
+            otherwise all that of the first new row.
+        rotary_interleaved: rotate neighbouring elements (GPT-J) instead of the first half against the second
+            (GPT-NeoX).
         causal, window_size, softmax_scale, softcap, alibi_slopes, sink, cu_seqlens_q, max_seqlen_q, return_lse: as for
             ``attention``.
-        num_splits: key ranges; 0 = the library decides.
-        batch_invariant: the same bits whatever else is in the batch.
+        num_splits: number of ranges of keys; 0 = the library decides.
+        batch_invariant: a sequence gets the same bits whatever else is in the batch.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v), or (out, lse) with lse (batch, heads_q, seqlen_q); packed as q.
 
     Raises:
-        RuntimeError: as ``attention``; with k and v also if something requires a gradient.
-        ValueError: only one of k and v, or window_size is no pair.
-        TypeError: an argument is of a type that it cannot have.
+        RuntimeError: as ``attention``; with k and v also if a tensor requires a gradient.
+        ValueError: only one of k and v is given, or window_size is not a pair.
+        TypeError: an argument has a type that is not allowed.
     """
     if not type(q) is type(k_cache) is type(v_cache) is Tensor or q.is_nested or k_cache.is_nested or v_cache.is_nested:
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
@@ -260,8 +263,8 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> t
     """Attention over all keys from the results over disjoint parts of them (Rabe & Staats 2021). Differentiable.
 
     Args:
-        outs: results of ``attention``, a sequence of them or stacked: (parts, batch, seqlen_q, heads_q, head_dim) or
-            (parts, total_q, heads_q, head_dim). A sequence is copied to stack it.
+        outs: results of ``attention``, as a sequence of tensors or stacked: (parts, batch, seqlen_q, heads_q, head_dim)
+            or (parts, total_q, heads_q, head_dim). A sequence is stacked by a copy.
         lses: their lse: (parts, batch, heads_q, seqlen_q) or (parts, heads_q, total_q).
 
     Returns:
@@ -269,9 +272,9 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> t
         contributes nothing, even if its out is NaN.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that do not fit together.
-        ValueError: an empty sequence.
-        TypeError: a sequence of something else than tensors.
+        RuntimeError: shapes, dtypes or devices do not fit together.
+        ValueError: a sequence is empty.
+        TypeError: a sequence does not consist of tensors.
     """
     out, lse = call(_OPS.merge.default, _stack("outs", outs), _stack("lses", lses))
     return out, lse
@@ -280,18 +283,18 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> t
 def draw_rng_state(device: torch.device | str) -> Tensor:
     """A seed and offset for dropout, from torch's default generator of the device.
 
-    Philox4x32-7 (Salmon et al. 2011) makes of them which weights are dropped: the same ones on every device, but not in
-    every version of this library.
+    Philox4x32-7 (Salmon et al. 2011) decides from them which weights are dropped: the same ones on every device, but
+    possibly others in another version of this library.
 
     Args:
-        device: where the tensor lies; calls want it where q does.
+        device: of the result; ``attention`` requires the device of q.
 
     Returns:
         int64 (2).
 
     Raises:
-        RuntimeError: torch's own, where there is no such device.
-        TypeError: device names none.
+        RuntimeError: from torch, if there is no such device.
+        TypeError: device is not a device.
     """
     check_device(device)
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
@@ -319,8 +322,8 @@ def _score_options(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> tuple[Any, ...]:
-    """ScoreOptions, but for those at the end where all have their defaults: operators fill them in faster than torch
-    hands them over."""
+    """The fields of ScoreOptions, without the trailing ones if all of these have their defaults: operators fill in
+    defaults faster than torch passes arguments."""
     if F.scaled_dot_product_attention is not TORCH_SDPA:
         _refuse_context_parallel()
     if not type(causal) is type(top_left) is bool:
@@ -383,7 +386,7 @@ def _decode_options(
     num_splits: int = 0,
     batch_invariant: bool = False,
 ) -> tuple[Any, ...]:
-    """DecodeOptions, shortened likewise."""
+    """The fields of DecodeOptions, shortened in the same way."""
     if F.scaled_dot_product_attention is not TORCH_SDPA:
         _refuse_context_parallel()
     if not type(causal) is type(rotary_interleaved) is type(batch_invariant) is bool:
@@ -420,17 +423,17 @@ DECODE_OPTIONS = frozenset(inspect.signature(_decode_options).parameters) - {"q"
 
 
 def _allow_tf32(q: Tensor) -> bool:
-    """CPU kernels know no TF32."""
+    """Whether products may round to TF32. CPU kernels have no TF32."""
     return q.is_cuda and q.dtype == torch.float32 and _torch_allows_tf32()
 
 
 def _torch_allows_tf32() -> bool:
-    """By whichever of its settings: this is what all of them come down to."""
+    """torch's setting; all of its older settings change this one."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# The tracer does not know that attribute. This is torch.compiler.assume_constant_result, which would import the
-# compiler; compiled code is traced again when the setting changes.
+# The tracer cannot read that attribute, so the result counts as a constant; code is traced again when the setting
+# changes. This line does what torch.compiler.assume_constant_result does, which would import the compiler.
 _torch_allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -466,7 +469,7 @@ def _refuse_context_parallel() -> None:
 def _max_seqlen(
     given: int | None, name: str, cu_seqlens: Tensor | None, rows: Tensor, dim: int, scores: Sequence[torch.Size]
 ) -> int:
-    """``scores``: the shapes of what there is of bias and masks."""
+    """``given``, or a bound on the longest sequence. ``scores``: the shapes of bias and masks that are given."""
     if given is not None:
         return as_integer(name, given)
     if cu_seqlens is None:
@@ -478,9 +481,9 @@ def _max_seqlen(
 
 
 def _longest(cu_seqlens: Tensor, rows: Tensor) -> int:
-    """The longest sequence, or a bound on it where reading would wait for a device or stop a trace."""
+    """The length of the longest sequence, or a bound on it where reading it would wait for a device or stop a trace."""
     if cu_seqlens.dim() != 1 or rows.dim() == 0 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
-        return 0  # operators say what is wrong
+        return 0  # the operator raises and names what is wrong
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return rows.shape[0]
     lengths = cu_seqlens.diff()
@@ -502,7 +505,7 @@ def _check_type_of_block_mask(block_mask: Any) -> None:
 def _check_block_mask(
     block_mask: BlockMask, q: Tensor, k: Tensor, packed: bool, max_seqlen_q: int, max_seqlen_k: int
 ) -> None:
-    """Raises unless the mask is made for these lengths. Other dimensions of q and k are the operators' matter."""
+    """Raises unless the mask is made for these lengths. Operators check the other dimensions of q and k."""
     made_for = (block_mask.seqlen_q, block_mask.seqlen_k)
     if packed:
         num_rows = -(-max_seqlen_q // block_mask.block_size[0])
@@ -518,7 +521,7 @@ def _check_block_mask(
 
 
 def _stack(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
-    """One tensor of all parts. Of different dtypes torch.stack would silently make one."""
+    """Stacks the parts. Checks dtypes first, because torch.stack would silently convert different ones."""
     if isinstance(parts, Tensor):
         if type(parts) is not Tensor or parts.is_nested:
             check_tensors(**{name: parts})

@@ -1,7 +1,7 @@
-"""What the functions with other libraries' names do about head dims: they take any size that zeros can fill up.
+"""Padding of head dims, for the functions with other libraries' names, which take any head_dim up to 256.
 
-``attend``, ``weights`` and ``decode`` are those of ``flash_ext``, for any head_dim up to 256. They check head dims
-before they pad, which would make different sizes equal.
+``attend``, ``weights`` and ``decode`` are the functions of ``flash_ext`` with padding. They check head dims before they
+pad, because padding would make different sizes equal.
 """
 
 from __future__ import annotations

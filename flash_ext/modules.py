@@ -17,23 +17,26 @@ from flash_ext.head_dims import MAX_HEAD_DIM, cut_head_dim, pad_head_dim
 class MultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` (Vaswani et al. 2017, section 3.2.2), computed by ``flash_ext.attention``.
 
-    Constructor, attributes, initialisation, ``state_dict`` and semantics are those of ``nn.MultiheadAttention``; only
-    these things differ:
+    Constructor, attributes, initialisation, ``state_dict`` and semantics are those of ``nn.MultiheadAttention``, with
+    these differences:
 
     - A query that may see no key gives zeros (before the output projection) and zero gradients, where torch gives NaN.
     - A float ``attn_mask`` or ``key_padding_mask`` may have any floating dtype, whatever the query's; the two masks may
       be of different kinds (bool and float) without a warning.
-    - The ``is_causal`` hint is believed beside a ``key_padding_mask`` too, if query and key are equally long: the
-      causal rule is then computed, and ``attn_mask`` is not read.
-    - Which weights dropout drops comes from the library's own generator (seeded by torch's), not from ``F.dropout``;
-      the probability is rounded to a multiple of 1/256.
+    - The ``is_causal`` hint is used beside a ``key_padding_mask`` too, if query and key are equally long. The causal
+      rule then replaces ``attn_mask``, which is not read.
+    - Dropout uses the library's own generator (seeded by torch's), not ``F.dropout``; the probability is rounded to a
+      multiple of 1/256.
     - Nested tensors are accepted for self-attention in training as well, and computed without padding; ``is_causal``
       then needs no ``attn_mask`` and is the causal rule of each sequence.
     - ``torch.jit.script`` is not supported.
 
-    Memory beyond inputs and outputs is linear in the sequence length, but for ``need_weights=True`` (the weights are
-    quadratic) and for two float masks at once (their sum has to be made). ``embed_dim / num_heads`` may be at most 256:
-    the constructor raises a ValueError beyond. Raises what ``nn.MultiheadAttention`` raises.
+    Memory beyond inputs and outputs is linear in the sequence length, except with ``need_weights=True`` (the weights
+    are quadratic) and with two float masks at once (their sum is stored).
+
+    Raises:
+        ValueError: from the constructor, if ``embed_dim / num_heads`` exceeds 256.
+        AssertionError, RuntimeError: as ``nn.MultiheadAttention``.
     """
 
     def __init__(
@@ -86,7 +89,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             The output in the layout of ``query``, and the weights or None.
 
         Raises:
-            AssertionError, RuntimeError: what ``nn.MultiheadAttention`` raises of the same arguments.
+            AssertionError, RuntimeError: as ``nn.MultiheadAttention`` with the same arguments.
+            TypeError: a tensor of a class that is not supported, or a flag that is not a bool.
         """
         if not type(need_weights) is type(average_attn_weights) is type(is_causal) is bool:
             need_weights = as_flag("need_weights", need_weights)
@@ -186,10 +190,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _may_believe_causal(self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None) -> bool:
-        """Whether the causal rule is what torch would compute of a causal ``attn_mask``.
+        """Whether the causal rule gives what torch would compute from a causal ``attn_mask``.
 
-        Without padding torch itself drops the mask. Beside padding it adds the mask, in which appended keys are
-        visible, and of which the hint does not say where in a rectangle the diagonal lies.
+        Without padding torch itself drops the mask. Beside padding torch adds the mask. In that mask appended keys are
+        visible, and if lengths differ the hint does not say where its diagonal lies.
         """
         appends_keys = self.bias_k is not None or self.add_zero_attn
         return key_padding_mask is None or (q.shape[1] == k.shape[1] and not appends_keys)
@@ -216,8 +220,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """k, v, and torch's two masks as one ``mask`` (True = visible) and one ``bias`` that broadcast.
 
-        ``attention`` takes one of each. Of two bool masks the padding becomes a bias of -inf, (batch, 1, 1, seqlen_k),
-        for their union would be quadratic; its keys become zeros, which -inf hides even where NaN stood.
+        ``attention`` takes one of each. With two bool masks, the padding becomes a bias of -inf, (batch, 1, 1,
+        seqlen_k), because their union would be quadratic. The padded keys and values become zeros, so
+        that a NaN there has no influence.
         """
         padding = key_padding_mask
         if padding is not None and attn_mask is not None and padding.dtype == attn_mask.dtype == torch.bool:
@@ -247,7 +252,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not need_weights:
             return out, None
         weights = attention_weights(q, k, lse, **options)
-        # Torch's weights come from softmax, of which autocast makes float32 on CUDA alone.
+        # Torch's weights come from softmax, which autocast runs in float32 on CUDA only.
         widen = q.is_cuda and torch.is_autocast_enabled("cuda")
         return out, weights.float() if widen else weights
 
@@ -260,8 +265,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> None:
-        """Raises, before anything is computed, what ``nn.MultiheadAttention`` raises: its messages are part of its
-        interface, and torch's tests look for them. Raises TypeError of classes of tensors that it would misread."""
+        """Raises what ``nn.MultiheadAttention`` raises, before anything is computed: its messages are part of its
+        interface, and torch's tests look for them. Raises TypeError for classes of tensors that it would misread."""
         if not type(query) is type(key) is type(value) is Tensor:
             check_tensors(query=query, key=key, value=value)
         if key_padding_mask is not None or attn_mask is not None:
@@ -331,7 +336,7 @@ def _no_change(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a hook could see or change what the module computes; the one above does neither."""
+    """Whether the module has a hook other than the one above, which sees and changes nothing."""
     if module._forward_hooks:
         return True
     return bool(module._forward_pre_hooks) and any(

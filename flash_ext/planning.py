@@ -1,4 +1,4 @@
-"""``supports`` and ``explain``: what would become of a call, without making it."""
+"""``supports`` and ``explain``: whether and how a call would run, without making it."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _OPTIONS = {
 def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **options: Any) -> tuple[bool, str]:
     """Whether a call can run, and if not, why.
 
-    First the device and dtype have to have a kernel for the operation. Where they have, the call's own checks are run,
-    with its values of lengths and indices on CPU, and nothing else: no result is computed, no random number drawn.
-    What a call refuses because a tensor requires a gradient is not asked.
+    First checks that the device and dtype have a kernel for the operation. Then runs the call's own checks, on a CPU
+    also those of the values of lengths and indices, and nothing else: it computes no result and draws no random number.
+    It ignores whether tensors require a gradient.
 
     Args:
         q, k, v: as for the function that the operation belongs to. "weights" and "weights_backward" do not read v;
             for "decode" k and v are the caches, and no rows are appended to them.
         operation: "forward" and "backward" (of ``attention``), "weights" and "weights_backward" (of
-            ``attention_weights``, whose lse is not asked for), or "decode".
+            ``attention_weights``, without its lse), or "decode".
         **options: the options of that function.
 
     Returns:
-        (True, "") or (False, reason); the reason is what the call would raise.
+        (True, "") or (False, reason); the reason is the message that the call would raise.
 
     Raises:
-        TypeError: an option that the function does not have.
-        ValueError: an operation that does not exist.
+        TypeError: the function does not have an option.
+        ValueError: there is no such operation.
     """
     _check_options("supports()", operation, options)
     try:
@@ -64,7 +64,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **o
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """How a call runs: the planner's problem and plan. ``print`` it."""
+    """How a call runs: the problem that describes it and the plan for it. Made to be printed."""
 
     problem: _plan.Problem
     plan: _plan.Plan
@@ -91,20 +91,21 @@ class Explanation:
 def explain(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **options: Any) -> Explanation:
     """Which kernel runs a call, with which tiles and splits, and why: the plan that the call itself follows.
 
-    The operator itself describes the call to the planner, so that both go by the same. Nothing is computed.
+    The operator itself describes the call, so that the explanation and the call follow the same plan. No result is
+    computed.
 
     Args:
         q, k, v, operation, options: as for ``supports``.
 
     Returns:
-        An ``Explanation``, to be printed: ``problem`` is what the planner was given, ``plan`` what it decided, with a
-        reason for each choice in ``plan.reasons``.
+        An ``Explanation``, to be printed: ``problem`` describes the call, ``plan`` holds the decisions, and
+        ``plan.reasons`` a reason for each.
 
     Raises:
-        ValueError: the planner has no plan for these sizes, numbers, dtype and device, or no such operation.
+        ValueError: no kernel serves these sizes, numbers, dtype and device, or there is no such operation.
         RuntimeError: the tensors do not fit together, or there are no kernels for their device.
-        TypeError: an option that the function does not have, or one of a type that it cannot have; a fake or meta
-            tensor.
+        TypeError: the function does not have an option, an option has a type that is not allowed, or a tensor is fake
+            or meta.
     """
     _check_options("explain()", operation, options)
     problem = problem_of(q, k, v, operation, **options)
@@ -122,9 +123,9 @@ def problem_of(
     signed: bool = False,
     **options: Any,
 ) -> _plan.Problem:
-    """What the planner is given of a call: the operator's own description, which alone sees all that it goes by.
+    """The problem of a call, as the operator itself describes it to the plan.
 
-    Args and what it raises: as for ``explain``, but for what only the planner refuses.
+    Args and Raises: as for ``explain``, except errors of the plan.
     """
     check_tensors(q=q, k=k, v=v)
     _check_memory(q=q, k=k, v=v)
@@ -148,7 +149,7 @@ def _check_memory(**tensors: Tensor) -> None:
 
 
 def _with_seed(given: tuple[Any, ...], q: Tensor) -> tuple[Any, ...]:
-    """The options of a call that would draw one."""
+    """The options with a seed where the call would draw one."""
     scores = ScoreOptions(*given)
     if scores.dropout_p == 0 or scores.rng_state is not None:
         return given
@@ -164,7 +165,7 @@ def _check_options(function: str, operation: str, options: dict[str, Any]) -> No
 
 
 def _check_flags(options: dict[str, Any]) -> None:
-    """Those that functions look at themselves, and operators never see."""
+    """Checks the flags that functions evaluate themselves and operators never get."""
     if options.get("deterministic") is not None:
         as_flag("deterministic", options["deterministic"])
     for name in ("return_lse", "signed"):
@@ -185,7 +186,7 @@ def _check_call(q: Tensor, k: Tensor, v: Tensor, operation: str, options: dict[s
 
 
 def describe_device(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """What decides whether there are kernels at all: fields of a Problem, for ``_plan.supports``."""
+    """The fields of a Problem that decide whether there are kernels at all, for ``_plan.supports``."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return dict(
         device=device.type,

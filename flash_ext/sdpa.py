@@ -31,8 +31,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Torch's function, with its signature and semantics; E and Ev may be any size up to 256.
 
-    Differences: where torch leaves it to the backend, a query that sees nothing gives 0. attn_mask may have any
-    floating dtype. attn_mask together with is_causal raises, as torch documents it, on every device; some of torch's
+    Differences: a query that sees no key gives 0, where torch's result depends on the backend. attn_mask may have any
+    floating dtype. attn_mask together with is_causal raises on every device, as torch documents; some of torch's
     backends combine the two instead.
 
     Args:
@@ -40,9 +40,9 @@ def scaled_dot_product_attention(
         key: (..., heads, S, E). Dimensions before the last two broadcast.
         value: (..., heads, S, Ev).
         attn_mask: bool (True = visible) or floating (added to the scores, differentiable), broadcasts to
-            (..., heads, L, S); or a ``torch.nn.attention.bias.CausalBias`` for L and S, which costs what is_causal
-            does.
-        dropout_p: applied whenever it is > 0; rounded to a multiple of 1/256 (see ``flash_ext.attention``).
+            (..., heads, L, S); or a ``torch.nn.attention.bias.CausalBias`` for L and S, which is as fast as is_causal.
+        dropout_p: applied whenever it is > 0, also in evaluation; rounded to a multiple of 1/256 (see
+            ``flash_ext.attention``).
         is_causal: key j is visible to query i where j <= i, also when L != S.
         scale: default 1 / sqrt(E).
         enable_gqa: query's heads may be a multiple of key's and value's.
@@ -51,8 +51,8 @@ def scaled_dot_product_attention(
         (..., heads, L, Ev) in query's dtype; in memory in the order of query, or as (..., L, heads, Ev).
 
     Raises:
-        RuntimeError: attn_mask together with is_causal, or arguments that do not fit together.
-        TypeError: an argument is of a type that it cannot have.
+        RuntimeError: attn_mask is given together with is_causal, or arguments do not fit together.
+        TypeError: an argument has a type that is not allowed.
     """
     if not type(is_causal) is type(enable_gqa) is bool:
         is_causal, enable_gqa = as_flag("is_causal", is_causal), as_flag("enable_gqa", enable_gqa)
@@ -89,7 +89,7 @@ def scaled_dot_product_attention(
     top_left = True
     if attn_mask is not None:
         if type(attn_mask) is not Tensor and is_instance(attn_mask, CAUSAL_BIAS):
-            # A rule and not a mask: what such a tensor holds means nothing.
+            # A CausalBias stands for a rule. The values of this tensor have no meaning.
             is_causal, top_left = True, _starts_at_top_left(attn_mask, q.shape[1], k.shape[1])
         else:
             visible, bias = _split_mask(attn_mask, lead, (*lead, q.shape[2], q.shape[1], k.shape[1]))
@@ -139,7 +139,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
 
 
 def _starts_at_top_left(causal_bias: Any, num_queries: int, num_keys: int) -> bool:
-    """Where the diagonal lies, top left or bottom right. Raises unless the bias is made for these lengths."""
+    """Whether the diagonal starts at the top left, not the bottom right. Raises unless made for these lengths."""
     made_for = (causal_bias.seq_len_q, causal_bias.seq_len_kv)
     if made_for != (num_queries, num_keys):
         raise RuntimeError(
@@ -150,7 +150,7 @@ def _starts_at_top_left(causal_bias: Any, num_queries: int, num_keys: int) -> bo
 
 
 def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads as ``attention`` takes them: key and value have equally many, which divide query's."""
+    """query, key and value as ``attention`` takes them: key and value have equally many heads, which divide query's."""
     heads_q, heads_k, heads_v = query.shape[-3], key.shape[-3], value.shape[-3]
     if enable_gqa and (heads_q % max(heads_k, 1) != 0 or heads_q % max(heads_v, 1) != 0):
         raise RuntimeError(
@@ -187,7 +187,7 @@ def _to_rows(x: Tensor, lead: tuple[int, ...]) -> Tensor:
 def _split_mask(
     attn_mask: Tensor, lead: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, bias) of ``attention``, (batch|1, heads|1, L|1, S|1); ``shape`` is that of all scores."""
+    """(mask, bias) for ``attention``, (batch|1, heads|1, L|1, S|1). ``shape``: (..., heads, L, S) of all scores."""
     missing = len(lead) + 3 - attn_mask.dim()
     if missing < 0:
         raise RuntimeError(

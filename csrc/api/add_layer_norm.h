@@ -1,4 +1,4 @@
-// add_layer_norm up to the launch: checks, allocation and parameters, the same on every device.
+// The operator add_layer_norm before its launch: checks, allocation and parameters, shared by all devices.
 #pragma once
 
 #include "checks.h"
@@ -7,7 +7,7 @@ namespace flash_ext::api {
 
 struct AddLayerNormCall {
   AddLayerNormParams params;
-  Tensor sum;  // (0) where it is not wanted
+  Tensor sum;  // shape (0) if it is not wanted
   Tensor out;
   std::vector<Tensor> owned;  // what params points into besides the arguments and results
 };

@@ -1,20 +1,21 @@
-// torch's (batch, heads, seqlen, head_dim), in and out of the layout of the operators, without a copy: what
-// flash_ext/integrations/layouts.py does, for the calls that need no Python.
+// Conversion of torch's layout (batch, heads, seqlen, head_dim) to that of the operators and back, without a copy. It
+// does what flash_ext/integrations/layouts.py does, for calls that need no Python.
 #pragma once
 
 #include "tensors.h"
 
 namespace flash_ext::api {
 
-/// How four dimensions of torch become four of an operator, whose results are contiguous.
+/// How torch's four dimensions become those of an operator, so that the operator's contiguous results have torch's
+/// order.
 enum class Arrangement {
   kByRows,      // memory order (batch, seqlen, heads)
   kByHeads,     // memory order (batch, heads, seqlen): a batch of batch * heads, of one head each
   kBySequence,  // memory order (seqlen, batch, heads): a batch of one, with batch * heads heads
 };
 
-/// The arrangement whose results have q's memory order; by rows where that would take copies of inputs. `scores` is a
-/// bias of four dimensions, each possibly 1.
+/// The arrangement whose results have q's memory order, or kByRows where that would take copies of inputs. `scores` is
+/// a bias of four dimensions, each possibly 1.
 Arrangement arrangement_of(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& scores);
 
 /// Whether the first two dimensions can be seen as one.
@@ -23,13 +24,13 @@ bool merges(const Tensor& x);
 /// Whether to_rows() of this tensor is a view.
 inline bool fits(Arrangement arrangement, const Tensor& x) { return arrangement == Arrangement::kByRows || merges(x); }
 
-/// q, k, v, out and their gradients, which fit, as the operators take them.
+/// A view of q, k, v, out or a gradient in the operators' layout. Requires fits().
 Tensor to_rows(Arrangement arrangement, const Tensor& x);
 
-/// A bias of four dimensions, as arrangement_of() was given it.
+/// A view of the bias that arrangement_of() got, in the operators' layout.
 Tensor to_scores(Arrangement arrangement, const Tensor& scores);
 
-/// (batch, heads, seqlen), which fits, as the operators take it.
+/// A view of an lse (batch, heads, seqlen) in the operators' layout. Requires that it fits.
 Tensor to_lse(Arrangement arrangement, const Tensor& lse);
 
 /// out or a gradient, contiguous, as (batch, heads, seqlen, head_dim).
@@ -38,7 +39,7 @@ Tensor from_rows(Arrangement arrangement, const Tensor& rows, int64_t batch, int
 /// A view of the same memory, from the same element on or `offset` elements behind it.
 Tensor with_strides(const Tensor& x, const Shape& sizes, const Shape& strides, int64_t offset = 0);
 
-/// `x`, dense, with the memory order of `like`, which has no stride of 0: copied where it has another.
+/// `x` with the memory order of `like`: itself, or a dense copy. `like` must have no stride of 0.
 Tensor in_order_of(const Tensor& x, const Tensor& like);
 
 bool has_zero_stride(const Tensor& x);

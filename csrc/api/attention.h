@@ -1,4 +1,5 @@
-// Forward, backward and the attention weights up to the launch: checked arguments, allocated results, parameters.
+// Forward, backward and attention weights before their launch: checks, allocation and parameters, shared by all
+// devices.
 #pragma once
 
 #include "attention_args.h"
@@ -15,15 +16,15 @@ struct ForwardCall {
 
 ForwardCall prepare_forward(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options);
 
-/// The same with the kernel run, which each library has for its device.
+/// prepare_forward() and the kernel. Each library defines it for its device.
 ForwardCall attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options);
 
-/// Which gradients are asked for.
+/// Which gradients are wanted.
 struct Needed {
   bool dq = false, dk = false, dv = false, dbias = false, dsink = false, dlse = false;
 };
 
-/// Gradients that were not asked for are not there.
+/// Gradients that are not wanted are absent.
 struct BackwardCall {
   plan::Plan plan;
   BackwardParams params;
@@ -35,15 +36,15 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
                               const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                               const ScoreOptions& options, bool deterministic, const Needed& needed);
 
-/// The same with the kernels run, which each library has for its device.
+/// prepare_backward() and the kernels. Each library defines it for its device.
 BackwardCall differentiate(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                            const ScoreOptions& options, bool deterministic, const Needed& needed);
 
-/// As operators return it: an empty tensor stands for a gradient that was not asked for.
+/// The gradient, or an empty tensor, which operators return for a gradient that is not wanted.
 Tensor gradient_or_empty(const OptionalTensor& gradient, const Tensor& like);
 
-/// dsink is computed in the accumulate type; this is the gradient in sink's own, or the empty one.
+/// dsink converted from the accumulate type to sink's dtype, or an empty tensor.
 Tensor finish_dsink(const BackwardCall& call, const Tensor& q, const ScoreOptions& options);
 
 struct WeightsCall {

@@ -8,21 +8,21 @@
 
 namespace flash_ext::api {
 
-/// A checked call, as the planner sees it.
+/// A checked call as the plan sees it.
 struct DescribedCall {
   Geometry geometry;
   plan::Problem problem;
 };
 
-/// Checks q, k, v (none for attention_weights) and the options. `deterministic` is asked of a backward.
+/// Checks q, k, v (absent for attention_weights) and the options. `deterministic` matters to a backward.
 DescribedCall describe_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
                                  const ScoreOptions& options, bool deterministic = false);
 
-/// The same for the operation of that name, as text (plan/problem_text.h).
+/// The problem of the operation of that name, as text (plan/problem_text.h).
 std::string describe_in_text(const std::string& operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
                              const ScoreOptions& options, bool deterministic);
 
-/// A checked and planned call. `owned` keeps what params points into besides the arguments.
+/// A checked and planned call. `owned` keeps tensors alive that params points into, other than the arguments.
 struct AttentionCall {
   plan::Plan plan;
   AttentionParams params;
@@ -30,14 +30,14 @@ struct AttentionCall {
   std::vector<Tensor> owned;
 };
 
-/// describe_attention(), then plans and fills in all that is input.
+/// describe_attention(), then plans the call and fills in the inputs.
 AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
                                 const ScoreOptions& options, bool deterministic = false);
 
-/// An lse (or its gradient) that belongs to a call.
+/// Checks that an lse (or its gradient) has the shape and dtype of a call.
 void check_lse(const Argument& q, const Geometry& geometry, const char* name, const Tensor& lse);
 
-/// attention_weights' treatment of dropped weights: see DropoutMode.
+/// Checks dropout_mode of attention_weights: see DropoutMode.
 void check_dropout_mode(int64_t dropout_mode);
 
 }  // namespace flash_ext::api

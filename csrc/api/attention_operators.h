@@ -1,4 +1,4 @@
-// Operators that are the same on every device but for what attend() does there.
+// Operators that differ between devices only in attend().
 #pragma once
 
 #include <tuple>

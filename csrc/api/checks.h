@@ -1,4 +1,4 @@
-// Checks of what a caller handed over. Every message names the argument, what was expected, and what came.
+// Checks of arguments. Every message names the argument, what was expected, and what came.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -25,7 +25,7 @@ template <class... Parts>
   throw std::runtime_error(text("flash_ext: ", parts...));
 }
 
-/// For messages whose parts cost nothing to have ready.
+/// Calls fail() unless ok. For messages whose parts are cheap to evaluate.
 template <class... Parts>
 void check(bool ok, const Parts&... parts) {
   if (!ok) fail(parts...);
@@ -38,13 +38,13 @@ std::string to_string(const Shape& shape);      // "(2, 128, 8, 64)"
 std::string dtype_name(ScalarType dtype);       // "float32"
 std::string device_name(const Tensor& tensor);  // "cuda:0"
 
-/// The kernels' name of a floating dtype; nothing for any other.
+/// The kernels' enum value of a floating dtype; nothing for any other.
 std::optional<DType> kernel_dtype(ScalarType dtype);
 
-/// What scores, sums and log-sum-exps of a dtype are held in: float32, or float64 for float64.
+/// The dtype of scores, sums and log-sum-exps: float32, or float64 for float64 inputs.
 ScalarType accumulate_dtype(ScalarType dtype);
 
-/// A tensor under the name that the caller knows it by. Each check returns the argument, so that they chain.
+/// A tensor with the name that the caller knows. Each check returns the argument, so that checks chain.
 class Argument {
  public:
   Argument(const char* name, const Tensor& tensor) : name_(name), tensor_(tensor) {}
@@ -64,7 +64,7 @@ class Argument {
   /// `whose` says where the expected size comes from: "q.size(3)".
   const Argument& size_is(int64_t dim, int64_t expected, const char* whose) const;
 
-  /// `what` says what a dimension counts: "pages". Kernels count all of them in 32 bits, as index tensors do.
+  /// The size of a dimension fits 32 bits, in which kernels and index tensors count. `what` names its items: "pages".
   const Argument& counts(int64_t dim, const char* what) const;
 
   const Argument& last_dim_contiguous() const;

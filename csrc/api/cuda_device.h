@@ -1,4 +1,4 @@
-// Where CUDA work of an operator goes: the tensor's device, torch's current stream.
+// The device and the stream of an operator's CUDA work: the tensor's device, torch's current stream.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,12 +6,13 @@
 
 #include "checks.h"
 
-// A torch without CUDA does not declare it, though a library built beside one runs under a torch that has it.
+// Declared here because headers of a torch without CUDA lack it. A library built with those also runs under a torch
+// with CUDA.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace flash_ext::api {
 
-/// The tensor's device is the current one for as long as this lives.
+/// Makes the tensor's device the current one while it lives.
 class CudaDevice {
  public:
   explicit CudaDevice(const Tensor& tensor) : index_(tensor.get_device_index()), guard_(index_) {}

@@ -1,4 +1,4 @@
-// Attention over a key-value cache up to the launch, with or without appending to the cache first.
+// Attention over a key-value cache before its launch, with or without appending to the cache.
 #pragma once
 
 #include "attention_args.h"
@@ -17,14 +17,14 @@ struct NewTokens {
 
 struct DecodeCall {
   plan::Plan plan;
-  std::optional<AppendParams> append;  // to run first: it writes what params reads
+  std::optional<AppendParams> append;  // must run first: it writes what params reads
   ForwardParams params;
   Tensor out;
   Tensor lse;
   std::vector<Tensor> owned;
 };
 
-/// Of a checked call that appends nothing.
+/// The problem of a call that appends nothing, after its checks.
 plan::Problem describe_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                               const DecodeOptions& options);
 

@@ -1,4 +1,4 @@
-// dropout_mask up to the launch.
+// The operator dropout_mask before its launch: checks, allocation and parameters.
 #pragma once
 
 #include "checks.h"

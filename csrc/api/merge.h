@@ -1,4 +1,4 @@
-// merge and its gradient up to the launch: checks, allocation and parameters, the same on every device.
+// The operator merge and its backward before their launch: checks, allocation and parameters, shared by all devices.
 #pragma once
 
 #include "checks.h"

@@ -1,4 +1,4 @@
-// The options as operators take them, one parameter each, which is what TORCH_BOX needs, and the structs made of them.
+// The options as separate parameters of operators, as TORCH_BOX requires, and the structs built from them.
 #pragma once
 
 #include "decode.h"

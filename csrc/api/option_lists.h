@@ -1,10 +1,9 @@
-// The options that operators share: each stands here once. Schemas, parameters and structs are made of these lists, and
-// the tuples of flash_ext/ops.py of the schemas.
+// The options that operators share, each listed once. These lists generate the schemas, parameters and structs; the
+// tuples of flash_ext/ops.py follow from the schemas.
 //
-// An entry is KIND(name, default), the default as a schema has it. FIRST is the one without a default; what makes
-// something of the others puts a comma before it. They stand in the order of how often they are given: torch takes a
-// quarter of a microsecond and more to hand over an argument, so callers leave out those at the end that have their
-// defaults.
+// An entry is OPTION(KIND, name, default), with the default as a schema writes it. FIRST is the entry without a default
+// and without a comma before it. Options are ordered by how often callers set them: torch takes a quarter of a
+// microsecond and more to pass an argument, so callers omit trailing options that have their defaults.
 #pragma once
 
 #define FLASH_EXT_SCORE_OPTION_LIST(FIRST, OPTION) \

@@ -1,4 +1,4 @@
-// What turns q and k into scores, as operators receive it: checked, described to the planner, handed to kernels.
+// The options that turn q and k into scores: their checks, their description to the plan, and the kernel parameters.
 #pragma once
 
 #include "checks.h"
@@ -11,7 +11,7 @@ struct ScoreOptions {
   FLASH_EXT_SCORE_OPTION_LIST(FLASH_EXT_FIRST_MEMBER, FLASH_EXT_MEMBER)
 };
 
-/// The sizes of a call, as q, k and v agree upon them.
+/// The sizes of a call, on which q, k and v agree.
 struct Geometry {
   bool varlen_q = false;
   bool varlen_k = false;
@@ -30,26 +30,26 @@ struct Geometry {
   Shape score_shape() const { return {batch, heads_q, seqlen_q, seqlen_k}; }
 };
 
-/// Sizes, dtype and strides of q; the batch comes from cu_seqlens_q where there is one.
+/// Checks sizes, dtype and strides of q, and reads its sizes. The batch comes from cu_seqlens_q if given.
 void read_query(const Argument& q, const OptionalTensor& cu_seqlens_q, int64_t max_seqlen_q, Geometry& geometry);
 
-/// Shapes, dtypes and devices of all tensors in the options. Numbers are the planner's matter.
+/// Checks shapes, dtypes and devices of all tensors in the options. The plan checks numbers.
 void check_options(const Argument& q, const Geometry& geometry, const ScoreOptions& options);
 
-/// max_seqlen_q or max_seqlen_k of packed sequences.
+/// Checks max_seqlen_q or max_seqlen_k of packed sequences.
 void check_max_seqlen(const char* name, int64_t max_seqlen);
 
-/// An absent tensor passes.
+/// Checks an int32 index tensor; an absent one passes.
 void check_index_tensor(const char* name, const OptionalTensor& tensor, const Argument& q, const Shape& shape,
                         const char* axes);
 
 plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometry& geometry,
                        const ScoreOptions& options);
 
-/// The plan; raises with the planner's reason where there is none.
+/// The plan of a problem; raises with plan::supports()' reason if it cannot run.
 plan::Plan plan_or_fail(const plan::Problem& problem);
 
-/// Everything but the views of k and v. What had to be converted is kept alive by `owned`.
+/// All parameters except the views of k and v. `owned` keeps converted tensors alive.
 AttentionParams to_params(const Tensor& q, const Geometry& geometry, const ScoreOptions& options,
                           const plan::Plan& plan, std::vector<Tensor>& owned);
 

@@ -1,4 +1,4 @@
-// From tensors to what kernels take: views by pointer and strides, and freshly allocated results.
+// From tensors to kernel parameters: views by pointer and strides, and newly allocated results.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -50,7 +50,7 @@ inline bool is_broadcast(const Tensor& tensor) {
   return false;
 }
 
-/// What torch::stable::new_empty does, which looks its operator up by name and so takes three times as long.
+/// Like torch::stable::new_empty, which takes three times as long because it looks its operator up by name.
 inline Tensor new_empty_strided(const Tensor& like, const Shape& shape, const Shape& strides, ScalarType dtype) {
   const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   int32_t device_type = 0;
@@ -71,13 +71,14 @@ inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype
   return new_empty_strided(like, shape, strides, dtype);
 }
 
-/// Gradients come from autograd with any strides (those of out.sum() are all zero): copied where rows are not dense.
+/// The tensor, or a contiguous copy if its rows are not. Gradients from autograd have any strides; those of out.sum()
+/// are all 0.
 inline Tensor with_contiguous_rows(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
 }
 
-/// Views of odd origin or strides are copied to where every row starts at a multiple of the device's row alignment.
+/// The tensor, or a copy if some row is not aligned to the device's row_alignment().
 inline Tensor with_aligned_rows(const Tensor& tensor) {
   const int64_t alignment = row_alignment(), element = static_cast<int64_t>(tensor.element_size());
   bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0;

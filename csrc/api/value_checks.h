@@ -1,18 +1,18 @@
-// Checks of values that live in tensors: lengths, pages, block lists. On a GPU they need a synchronisation, so that
-// they run only where they are asked for (device.h: wants_value_checks); kernels clamp what they read anyway.
+// Checks of values in tensors: lengths, pages, block lists. On a GPU they need a synchronisation, so they run only if
+// wanted (wants_value_checks() in device.h). Kernels clamp what they read anyway.
 #pragma once
 
 #include "score_options.h"
 
 namespace flash_ext::api {
 
-/// The tensor itself, or a copy that the host can read: this waits for the device.
+/// The tensor itself, or a copy in host memory, for which the host waits.
 OptionalTensor on_host(const OptionalTensor& tensor);
 
-/// cu_seqlens, seqused and the block mask's lists, on any device.
+/// Checks cu_seqlens, seqused and the block mask's lists, on any device.
 void check_values(const Geometry& geometry, const ScoreOptions& options);
 
-/// What a cache's index tensors, on the host, must agree with. Absent tensors pass.
+/// The index tensors of a cache, in host memory, and the sizes that they must agree with. Absent tensors pass.
 struct CacheIndices {
   const OptionalTensor& cache_seqlens;
   const OptionalTensor& cache_leftpad;
@@ -29,7 +29,7 @@ struct CacheIndices {
 
 void check_cache_values(const CacheIndices& cache);
 
-/// Which rows of cos and sin rotary embedding reads. Tensors lie on the host.
+/// What decides which rows of cos and sin rotary embedding reads. Tensors lie in host memory.
 struct RotaryPositions {
   OptionalTensor cache_seqlens;
   OptionalTensor cu_seqlens_q;

@@ -1,4 +1,4 @@
-// Calls into the CUDA runtime that throw, and the one way to launch a kernel.
+// CUDA runtime calls that throw on errors, and launch(), through which every kernel is launched.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,7 +25,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-/// Shared memory of the current device: what a CTA can have, and an SM for all its CTAs, each of which costs
+/// Shared memory of the current device in bytes: the most of a CTA, and that of an SM for all its CTAs. Each CTA takes
 /// kReservedSharedBytes more.
 inline int shared_bytes_per_block() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 inline int shared_bytes_per_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }
@@ -35,17 +35,19 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;
-  bool overlaps_previous = false;  // the kernel waits for the previous one by itself (ptx/grid_dependency.h)
+  // Programmatic dependent launch: the kernel may start early, and waits for the previous one itself
+  // (ptx/grid_dependency.h).
+  bool overlaps_previous = false;
 };
 
-/// A kernel as one device has it.
+/// A kernel as loaded on one device.
 struct LoadedKernel {
-  // Code for earlier GPUs, which a later one can run too, has no instruction that waits for the previous kernel.
+  // Code compiled for GPUs before compute capability 9.0 has no instruction that waits for the previous kernel.
   bool waits_for_previous;
 };
 
-/// Loads a kernel, and allows it as much dynamic shared memory as the device has beside its static one. That only
-/// permits: what a launch gets, and how many CTAs share an SM, follows from its own shared_bytes.
+/// Loads a kernel, and raises its limit of dynamic shared memory to what the device has beside the static one. The
+/// limit only permits: how much a launch gets, and how many CTAs share an SM, follows from its own shared_bytes.
 inline LoadedKernel load_kernel(const void* kernel, const char* name) {
   cudaFuncAttributes attributes = {};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
@@ -54,9 +56,9 @@ inline LoadedKernel load_kernel(const void* kernel, const char* name) {
   return {attributes.ptxVersion >= 90};
 }
 
-/// The same, once for each kernel and device: its attributes never change again, so that threads may launch it with
-/// different amounts of shared memory at the same time. Threads that come first together set the same; the lock is
-/// not held meanwhile, as loading may wait for kernels that wait for another thread's.
+/// The same, once for each kernel and device. Attributes never change afterwards, so threads may launch a kernel with
+/// different amounts of shared memory at the same time. Two threads that load it at once set the same values. The lock
+/// is not held while loading, because loading may wait for kernels that wait for another thread's kernels.
 inline LoadedKernel loaded_kernel(const void* kernel, const char* name) {
   static std::mutex& mutex = *new std::mutex;  // never destroyed: threads may launch until the process ends
   static auto& kernels = *new std::map<std::pair<const void*, int>, LoadedKernel>;
@@ -73,7 +75,7 @@ inline LoadedKernel loaded_kernel(const void* kernel, const char* name) {
   return loaded;
 }
 
-/// A number of CTAs as a dimension of a grid; `most` is what that dimension can count to.
+/// A number of CTAs as a dimension of a grid. Throws std::runtime_error beyond `most`, the limit of that dimension.
 inline unsigned grid_size(int64_t blocks, int64_t most = INT32_MAX) {
   if (blocks < 0 || blocks > most) {
     throw std::runtime_error("flash_ext: too much work for one launch: batch, heads and lengths make " +
@@ -82,13 +84,14 @@ inline unsigned grid_size(int64_t blocks, int64_t most = INT32_MAX) {
   return static_cast<unsigned>(blocks);
 }
 
-/// A grid. Whatever makes one goes through here: a product of sizes that it cannot count is refused, not cut.
+/// A grid. Every launch builds its grid here, so that a product of sizes beyond the limits throws instead of wrapping.
 inline dim3 grid_of(int64_t x, int64_t y = 1, int64_t z = 1) {
   constexpr int64_t kMostInYAndZ = 65535;
   return dim3(grid_size(x), grid_size(y, kMostInYAndZ), grid_size(z, kMostInYAndZ));
 }
 
-/// A grid without CTAs launches nothing.
+/// Launches a kernel; does nothing for a grid without CTAs. Throws std::runtime_error with `name` if CUDA reports an
+/// error.
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
             Arguments&&... arguments) {

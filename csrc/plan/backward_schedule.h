@@ -1,4 +1,5 @@
-// How CTAs of the backward on CUDA take up tiles of keys, and when they share one: by what a CTA and its steps cost.
+// The schedule of the backward on CUDA: the order in which CTAs take key tiles, and which tiles are split, by a model
+// of what a CTA and its steps cost.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +10,17 @@
 
 namespace flash_ext::plan {
 
-/// Tiles of a kernel, and what a CTA costs, or the CTAs of a cluster together: cycles of an H200 at full load.
+/// The tiles of a kernel, and the cost of a CTA (or of the CTAs of a cluster together) in cycles of an H200 at full
+/// load.
 struct BackwardTiles {
   int64_t block_m, block_n, head_dim;
-  double step;              // a tile of queries of a head
-  double cta;               // beside its steps
-  int64_t cluster = 1;      // CTAs
-  bool in_sections = true;  // of heads, whose tiles of keys stand side by side
-  bool splits = true;       // whether a tile of keys may be split
+  double step;              // cycles of a step: a query tile of a head
+  double cta;               // cycles of a CTA beside its steps
+  int64_t cluster = 1;      // CTAs of a cluster
+  bool in_sections = true;  // key tiles of the heads of a section stand side by side
+  bool splits = true;       // a key tile may be split
 
-  /// Additions to dQ that take turns do so from the last keys on: without sections these come first.
+  /// Whether key tiles come last first. Kernels without sections add to dQ in turns from the last keys on.
   bool last_keys_first(const Problem& problem) const { return problem.deterministic && !in_sections; }
 
   double slot_bytes() const { return static_cast<double>(2 * block_n * head_dim * 4); }
@@ -27,19 +29,19 @@ struct BackwardTiles {
 
 struct BackwardSchedulePlan {
   KeyTileSchedule schedule;
-  std::string reason;  // where asked for
+  std::string reason;  // if asked for
 };
 
-/// For a problem on CUDA that is not empty, and the tiles of the kernel that serves it.
+/// The schedule of a non-empty problem on CUDA with the tiles of the kernel that serves it.
 BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const BackwardTiles& tiles, bool explain);
 
-/// What a CTA, or a cluster of them, goes over: tiles [begin, end) of queries of some heads.
+/// What a CTA (or a cluster) computes: query tiles [begin, end) of some heads for a key tile.
 struct BackwardCta {
   int64_t batch, first_head, heads, key_tile, begin, end;
-  double cycles;  // as planned
+  double cycles;  // as the plan estimates
 };
 
-/// Those of a dense problem, in the order in which SMs, or clusters, take them up.
+/// The CTAs of a dense problem, in the order in which they start. For tests that simulate a schedule.
 std::vector<BackwardCta> backward_ctas(const Problem& problem, const BackwardTiles& tiles,
                                        const KeyTileSchedule& schedule);
 

@@ -1,5 +1,5 @@
-// Tiles of the CPU kernels. Rows: as many as they hold, so that a tile of keys is loaded for many of them, or fewer
-// where that makes too few tiles.
+// Tiles of the CPU kernels. A query tile has as many rows as the kernels hold, so that a key tile is loaded for many of
+// them, or fewer rows where there would be too few tiles for the threads.
 #pragma once
 
 #include "draft.h"

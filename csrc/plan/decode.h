@@ -1,14 +1,14 @@
-// What the table and the tiles have to know of decoding.
+// Decoding as far as the kernel table and the tiles need to know it.
 #pragma once
 
 #include "problem.h"
 
 namespace flash_ext::plan {
 
-/// Queries from which decoding on CUDA may go through the forward kernel.
+/// The number of queries from which decoding on CUDA may run the forward kernel.
 constexpr int64_t kPrefillRows = 128;
 
-/// Parts of prompts: so many queries that products are what costs, not reading the keys.
+/// Whether a call is a chunk of a prompt: so many queries that products limit it, not reading the keys.
 bool is_prefill(const Problem& p);
 
 }  // namespace flash_ext::plan

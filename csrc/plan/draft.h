@@ -1,4 +1,4 @@
-// A plan in the making: each decision reads the problem and what was decided before it.
+// A plan under construction: each decision reads the problem and the decisions before it.
 #pragma once
 
 #include <string>
@@ -15,13 +15,13 @@ struct Draft {
   const bool explain;
   Plan plan;
 
-  /// Of a kernel that has several.
+  /// Sets the variant of a kernel that has several.
   void take_variant(const char* name) {
     plan.variant = name;
     because("variant for ", name);
   }
 
-  /// Notes a reason. It is put into words only where somebody will read it.
+  /// Adds a reason. The text is built only if the caller asked for reasons.
   template <class... Parts>
   void because(const Parts&... parts) {
     if (explain) plan.reasons.push_back(text(parts...));

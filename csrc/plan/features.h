@@ -1,5 +1,5 @@
-// What a call asks of a kernel beside products of q, k and v with a positive scale, within windows, packed or not, and
-// with sinks: those are served by every kernel.
+// Features: what a call may require of a kernel. A row of the kernel table lists the features that its kernel takes.
+// Products of q, k and v with a positive scale, windows and sinks need none: every kernel serves them.
 #pragma once
 
 #include <string>
@@ -32,10 +32,10 @@ enum Feature : unsigned {
   kAllFeatures = (1 << 20) - 1,
 };
 
-/// Those of a problem, as bits.
+/// The features of a problem, as bits.
 unsigned features_of(const Problem& problem);
 
-/// One of them in words: "softmax_scale -1".
+/// A feature in words: "softmax_scale -1".
 std::string words_of(Feature feature, const Problem& problem);
 
 /// Several, each behind a space.

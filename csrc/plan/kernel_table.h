@@ -1,4 +1,4 @@
-// Which kernels there are and what each one serves. The first row that fits a problem is taken.
+// The kernels and what each one serves. The first row that fits a problem is taken.
 //
 // A kernel for another architecture is one more row, an entry of KernelId, and a line of kArchitectures: nothing else
 // in this folder compares kernels or compute capabilities.
@@ -33,7 +33,7 @@ enum class KernelId {
   kSm90BiasGradient,
 };
 
-/// What a kernel is chosen for: an operation, or a part of one that has kernels of its own.
+/// What a kernel computes: an operation, or a part of one that has kernels of its own.
 enum class Task { kForward, kBackward, kWeights, kWeightsBackward, kDecode, kBiasGradient };
 
 constexpr Task task_of(Operation operation) { return static_cast<Task>(operation); }
@@ -58,35 +58,35 @@ struct KernelRow {
   unsigned dtypes;  // bits 1 << DType
   int64_t most_head_dim;
   unsigned takes;      // Features
-  const char* reason;  // to take it before those that follow; null where it is the only one
+  const char* reason;  // why it comes before the rows that follow; null if it is the only one
 
   /// Fills in block_m, block_n and what depends on them.
   void (*choose_tiles)(Draft&);
-  /// Backward on CUDA: what its tiles cost.
+  /// Backward on CUDA: its tiles and their costs.
   BackwardTiles (*backward_tiles)(const Problem&);
 
-  const char* float_products = nullptr;  // what stands for a product of float32
-  bool has_tf32_setting = false;         // torch's float32 matmul setting decides about products
-  bool reads_by_tma = false;             // tensors must be there and take steps: TMA knows no stride of 0
+  const char* float_products = nullptr;  // what a product of float32 consists of: "six in bfloat16"
+  bool has_tf32_setting = false;         // torch's float32 matmul setting decides how products round
+  bool reads_by_tma = false;             // TMA reads no absent tensors and no strides of 0
 };
 
 /// The first row that serves a task of a supported problem.
 const KernelRow& choose_kernel(const Problem& problem, Task task);
 
-/// Why no row of a more special architecture was taken instead: "the kernel for Hopper does not serve a mask"; empty
-/// where there is none.
+/// Why no row of a more specific architecture was taken: "the kernel for Hopper does not serve a mask". Empty if there
+/// is no such row.
 std::string why_not_special(const Problem& problem, Task task, const KernelRow& chosen);
 
-/// A row of a kernel that has an id; throws for kNone.
+/// The first row of a kernel; throws std::logic_error for kNone.
 const KernelRow& row_of(KernelId id);
 
 /// Path below csrc/kernels; empty for kNone.
 const char* kernel_name(KernelId id);
 
-/// All of them, each once.
+/// The names of all kernels, each once.
 std::vector<const char*> kernel_names();
 
-/// The earliest GPUs that kernels run on.
+/// The lowest compute capability that kernels run on.
 int64_t first_compute_capability();
 
 }  // namespace flash_ext::plan

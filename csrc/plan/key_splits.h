@@ -1,4 +1,4 @@
-// How the forward on Hopper splits the keys of its last query tiles over CTAs: where too few tiles leave SMs idle.
+// How the forward on Hopper splits the keys of query tiles over CTAs where too few tiles would leave SMs idle.
 #pragma once
 
 #include <string>
@@ -11,10 +11,10 @@ namespace flash_ext::plan {
 
 struct KeySplitsPlan {
   sm90::KeySplits splits;
-  std::string reason;  // where asked for
+  std::string reason;  // if asked for
 };
 
-/// For a problem that the plain variant of sm90/forward serves in tiles of this shape, not empty.
+/// The splits of a non-empty problem that the plain variant of sm90/forward serves with tiles of this shape.
 KeySplitsPlan plan_key_splits(const Problem& problem, const sm90::HeadDims& dims, const sm90::ForwardShape& shape,
                               bool explain);
 

@@ -1,4 +1,4 @@
-// What the planner makes of lengths, which of packed sequences the host does not know.
+// Sequence lengths as the plan sees them; the host does not know those of packed sequences.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +11,15 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline bool has_empty_tensors(const Problem& p) { return p.batch == 0 || p.seqlen_q == 0 || p.seqlen_k == 0; }
 
-/// The length that decisions on CUDA are taken by: that of all sequences or, packed, their mean. The host knows no more
-/// than that, and a bound on the longest must not change what runs.
+/// The length by which the plan decides on CUDA: that of all sequences or, if packed, their mean. The host knows no
+/// more, and a bound on the longest must not change what runs.
 inline int64_t typical_length(const Problem& p, int64_t length, int64_t total) {
   return total > 0 && p.device == Device::kCuda ? ceil_div(total, std::max<int64_t>(1, p.batch)) : length;
 }
 inline int64_t typical_queries(const Problem& p) { return typical_length(p, p.seqlen_q, p.total_q); }
 inline int64_t typical_keys(const Problem& p) { return typical_length(p, p.seqlen_k, p.total_k); }
 
-/// Tiles of queries of all heads, `group` of which share a tile.
+/// The number of query tiles of all heads, `group` of which share a tile.
 inline int64_t query_tiles(const Problem& p, int64_t group, int64_t block_m) {
   return p.batch * (p.heads_q / group) * ceil_div(typical_queries(p) * group, block_m);
 }

@@ -1,4 +1,4 @@
-// The names of the planner's enums, for readers and for Python.
+// The names of the plan's enums, for readers and for Python.
 #pragma once
 
 #include <stdexcept>
@@ -37,7 +37,8 @@ const char* name_of(Enum value) {
   throw std::logic_error("a value without a name");
 }
 
-/// Throws std::invalid_argument, which Python sees as ValueError, with the names that there are. `what` is the field.
+/// The value that a name stands for. Otherwise throws std::invalid_argument, which Python sees as ValueError, with the
+/// field `what` and the allowed names.
 template <class Enum>
 Enum value_of(const std::string& what, const std::string& text) {
   std::string allowed;

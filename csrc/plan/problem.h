@@ -1,4 +1,4 @@
-// One call, as far as it matters for choosing how to run it: shapes, options and device. No pointers, no values.
+// Problem: everything about a call that the plan decides by: shapes, options and device. No pointers, no values.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,18 @@ struct Problem {
 
   Device device = Device::kCpu;
   int64_t compute_capability = 0;    // CUDA: 90 for sm_90
-  bool own_kernels = true;           // CUDA: those for this very compute capability are there and may be used
-  bool matrix_units = false;         // CPU: products by matrix units, which take bfloat16
-  int64_t num_workers = 1;           // what can work at the same time: threads of a CPU, SMs of a GPU
-  int64_t shared_bytes_per_cta = 0;  // CUDA: shared memory that a CTA can have, and an SM for all of its CTAs; 0 = not
-  int64_t shared_bytes_per_sm = 0;   // known, and tiles that depend on it are not named
+  bool own_kernels = true;           // CUDA: kernels for exactly this compute capability are built and switched on
+  bool matrix_units = false;         // CPU: products of bfloat16 run on matrix units (AMX)
+  int64_t num_workers = 1;           // threads of a CPU, SMs of a GPU
+  int64_t shared_bytes_per_cta = 0;  // CUDA: the most shared memory of a CTA; 0 = not known: tiles are not named then
+  int64_t shared_bytes_per_sm = 0;   // CUDA: shared memory of an SM for all its CTAs
 
   DType dtype = DType::kFloat32;
   int64_t batch = 1;
   int64_t heads_q = 1;
   int64_t heads_kv = 1;
-  int64_t seqlen_q = 1;  // packed: a bound on the longest sequence; on a CPU its length
-  int64_t seqlen_k = 1;  // the same of k; decode: the rows that a sequence of the cache can hold
+  int64_t seqlen_q = 1;  // packed: a bound on the longest sequence; on a CPU its exact length
+  int64_t seqlen_k = 1;  // the same for k; decode: the rows that a sequence of the cache can hold
   int64_t total_q = 0;   // packed: rows of all sequences; else 0
   int64_t total_k = 0;
   int64_t head_dim = 64;
@@ -42,12 +42,12 @@ struct Problem {
   bool allow_tf32 = false;  // CUDA, float32
 
   bool broadcast = false;  // q, k or v has a stride of 0
-  bool varlen = false;     // cu_seqlens or seqused: lengths that the host does not know
+  bool varlen = false;     // cu_seqlens or seqused: the host does not know the lengths
   bool paged = false;      // block_table
   bool has_bias = false;
   DType bias_dtype = DType::kFloat16;  // with has_bias
   bool bias_in_pieces = true;          // its rows can be copied in pieces of 16 bytes
-  bool bias_per_key = false;           // the same for all queries
+  bool bias_per_key = false;           // it is the same for all queries
   bool has_mask = false;
   bool mask_per_key = false;  // the same for all queries
   bool has_block_mask = false;

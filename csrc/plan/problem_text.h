@@ -1,4 +1,4 @@
-// A problem as text: how the one that an operator describes comes to Python, where the planner is another library.
+// A problem as text. An operator passes its problem to Python in this form, because flash_ext._plan is another library.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace flash_ext::plan {
 
-/// Calls visit(name, &Problem::field, meaning) for each field, all of them.
+/// Calls visit(name, &Problem::field, meaning) for every field.
 template <class Visit>
 void for_each_field(Visit visit) {
   visit("operation", &Problem::operation, "forward, backward, weights, weights_backward, decode");
@@ -59,7 +59,7 @@ void for_each_field(Visit visit) {
 /// A line "name value" for each field.
 std::string text_of(const Problem& problem);
 
-/// The problem that a text is of; throws std::invalid_argument where it is of none.
+/// The problem of a text from text_of(); throws std::invalid_argument for any other text.
 Problem problem_of(const std::string& text);
 
 }  // namespace flash_ext::plan

@@ -6,7 +6,7 @@
 
 namespace flash_ext::plan {
 
-/// The kernel's own configuration decides, which knows the shared memory.
+/// Leaves tiles to the kernel's own configuration.
 void leave_tiles_to_the_kernel(Draft& draft);
 void choose_sm80_decode_tiles(Draft& draft);
 void choose_sm80_forward_tiles(Draft& draft);
@@ -14,9 +14,9 @@ void choose_sm80_backward_tiles(Draft& draft);
 
 BackwardTiles sm80_backward_tiles(const Problem& p);
 
-/// Rows of a tile of decoding, `group` heads of which share one: more rows read the keys less often.
+/// Rows of a tile of decoding that `group` heads share. More rows mean that keys are read less often.
 int64_t sm80_decode_rows(const Problem& p, int64_t group);
-/// CTAs that keep the memory of an SM busy: they have fewer warps, and less under way, where rows are long or many.
+/// CTAs per SM that keep its memory busy. CTAs with long or many rows have fewer warps and fewer bytes in flight.
 int64_t sm80_decode_ctas_per_sm(const Problem& p, int64_t rows);
 
 }  // namespace flash_ext::plan

@@ -12,7 +12,7 @@ void choose_sm90_backward_tiles(Draft& draft);
 void choose_sm90_backward_short_tiles(Draft& draft);
 void choose_sm90_backward_f32_tiles(Draft& draft);
 
-/// Of kernels that have one variant for scaled products, and one for softcap, ALiBi and any scale.
+/// Sets the variant of kernels that have two: scaled products; softcap, ALiBi and any scale.
 void take_score_variant(Draft& draft);
 
 BackwardTiles sm90_backward_tiles(const Problem& p);

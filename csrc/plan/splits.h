@@ -1,11 +1,11 @@
-// Into how many ranges keys are cut, whose results are merged afterwards.
+// The number of ranges of keys whose results are combined afterwards.
 #pragma once
 
 #include "draft.h"
 
 namespace flash_ext::plan {
 
-/// Of every operation but decoding.
+/// One range: for every operation except decoding.
 void keep_keys_together(Draft& draft);
 
 void choose_decode_splits(Draft& draft);

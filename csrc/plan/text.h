@@ -1,4 +1,4 @@
-// Words and numbers put together for a reader. Without streams: a compiler that links its C++ runtime statically makes
+// Builds messages from words and numbers, without streams. A compiler that links its C++ runtime statically makes
 // libraries with locales of their own, and a stream that meets another library's locale crashes.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace flash_ext {
 inline void append_text(std::string& out, const std::string& words) { out += words; }
 inline void append_text(std::string& out, const char* words) { out += words; }
 
-/// Numbers as a stream would show them.
+/// Formats numbers as a stream would.
 template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number>>>
 void append_text(std::string& out, Number number) {
   if constexpr (std::is_floating_point_v<Number>) {

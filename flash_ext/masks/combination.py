@@ -17,7 +17,7 @@ class GridMask(NamedTuple):
 
 
 def both(first: GridMask, second: GridMask) -> Lists:
-    """What both show. The host waits where both have bitmaps."""
+    """The intersection of two masks. The host waits if both have bitmaps."""
     grid, bitmaps = _combined(first, second, torch.bitwise_and)
     hidden = (first.grid == HIDDEN) | (second.grid == HIDDEN)
     return lists_of_grid(grid.masked_fill_(hidden, HIDDEN), bitmaps)

@@ -1,4 +1,4 @@
-"""Builders of block masks from what somebody else decides, pair by pair or block by block."""
+"""Builders of block masks from given visibility: dense masks, whole blocks, and predicates."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class DenseBuilders(Mask):
     @classmethod
     def from_dense(cls, visible: Tensor, block_size: tuple[int, int] = (128, 128)) -> Self:
-        """From a dense mask. The host waits for a GPU.
+        """From a dense mask. If it is on a GPU, the host waits for the GPU.
 
         Args:
             visible: bool (seqlen_q, seqlen_k) or (batch|1, heads_q|1, seqlen_q, seqlen_k), True = visible.
-            block_size: (block_m, block_n): any number of queries, a multiple of 32 keys. Multiples of 128 each are the
-                quickest on Hopper.
+            block_size: (block_m, block_n): block_m is any number of queries, block_n a multiple of 32 keys. Multiples
+                of 128 are fastest on Hopper.
 
         Returns:
             A ``BlockMask`` on the device of ``visible``.
 
         Raises:
-            ValueError: visible or block_size is none of these.
-            TypeError: visible is no tensor, or block_size not of integers.
+            ValueError: visible has another dtype or shape, or block_size is not allowed.
+            TypeError: visible is not a tensor, or block_size does not consist of integers.
         """
         check_tensors(visible=visible)
         if visible.dtype != torch.bool or visible.dim() not in (2, 4):
@@ -54,21 +54,21 @@ class DenseBuilders(Mask):
     def from_blocks(
         cls, blocks: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)
     ) -> Self:
-        """From whole blocks.
+        """From a grid of blocks that are visible as a whole.
 
         Args:
             blocks: bool (rows, columns) or (batch|1, heads_q|1, rows, columns), True = every pair of the block is
                 visible. There are ceil(seqlen_q / block_m) rows and ceil(seqlen_k / block_n) columns.
             seqlen_q, seqlen_k: the lengths.
-            block_size: (block_m, block_n), as for ``from_dense``. The host waits for a GPU where they are no multiples
-                of 64.
+            block_size: (block_m, block_n), as for ``from_dense``. Where they are no multiples of 64, the host waits for
+                a GPU.
 
         Returns:
             A ``BlockMask`` on the device of ``blocks``.
 
         Raises:
-            ValueError: blocks is of another dtype or shape, or block_size not allowed.
-            TypeError: an argument is of a type that it cannot have.
+            ValueError: blocks has another dtype or shape, or block_size is not allowed.
+            TypeError: an argument has a type that is not allowed.
         """
         check_tensors(blocks=blocks)
         grid = as_blocks(seqlen_q, seqlen_k, block_size)
@@ -94,24 +94,24 @@ class DenseBuilders(Mask):
     ) -> Self:
         """From a predicate over indices, as in FlexAttention (Dong et al. 2024). The host waits for a GPU.
 
-        It is evaluated for one row of blocks, of all batch entries and heads, at a time, so that this takes memory for
-        batch * heads * block_m * seqlen_k pairs. What is kept besides grows with the number of blocks, and with that
-        of partial ones, whose bitmaps are told apart at the end.
+        The predicate is evaluated for one row of blocks of all batch entries and heads at a time, which takes memory
+        for batch * heads * block_m * seqlen_k pairs. Other memory grows with the number of blocks, and of bitmaps of
+        partial blocks, which are deduplicated at the end.
 
         Args:
             mask_mod: (batch, head, query, key) -> bool, of integer tensors that broadcast against each other.
             seqlen_q, seqlen_k: the lengths.
-            batch, heads: 1 where the mask is the same for all.
+            batch, heads: their numbers; 1 if the mask is the same for all.
             block_size: (block_m, block_n), as for ``from_dense``.
-            device: of the result, and of what mask_mod is given.
+            device: of the result, and of the tensors that mask_mod gets.
 
         Returns:
             A ``BlockMask``.
 
         Raises:
-            ValueError: block_size or a length is not allowed, or mask_mod returns something of another dtype, shape or
+            ValueError: block_size or a length is not allowed, or mask_mod returns a tensor of another dtype, shape or
                 device.
-            TypeError: an argument is of a type that it cannot have, or mask_mod does not return a tensor.
+            TypeError: an argument has a type that is not allowed, or mask_mod does not return a tensor.
         """
         if not callable(mask_mod):
             raise TypeError(f"mask_mod must be a function of (batch, head, query, key), got {describe(mask_mod)}")
@@ -123,15 +123,15 @@ class DenseBuilders(Mask):
 
 
 def lists_of_blocks(visited: Tensor, blocks: Blocks) -> Lists:
-    """Full blocks, where bool (batch, heads, rows, columns) says so."""
-    # By how many there are kernels make room for what blocks of other sizes become.
+    """Lists of full blocks, those that bool (batch, heads, rows, columns) shows."""
+    # With other block sizes kernels size their memory by the number of blocks, so the host must know it.
     waits = blocks.block_m % 64 != 0 or blocks.block_n % 64 != 0
     grid = visited.int() + HIDDEN
     return lists_of_grid(grid, no_bitmaps((blocks.block_m, blocks.block_n), visited), waits)
 
 
 def lists_of_mask_mod(mask_mod: MaskMod, blocks: Blocks, sizes: tuple[int, int], device: torch.device | str) -> Lists:
-    """Of sizes (batch, heads), on ``device``."""
+    """Lists of a predicate. ``sizes``: (batch, heads)."""
     b = torch.arange(sizes[0], device=device).view(-1, 1, 1, 1)
     h = torch.arange(sizes[1], device=device).view(1, -1, 1, 1)
     j = torch.arange(blocks.seqlen_k, device=device)
@@ -176,7 +176,7 @@ def _to_blocks(strip: Tensor, block_n: int) -> Tensor:
 
 
 def _is_full(blocks: Tensor, seqlen_k: int) -> Tensor:
-    """Which of (..., columns, rows, block_n) see all keys there are."""
+    """Which blocks of (..., columns, rows, block_n) are full: every pair up to seqlen_k is visible."""
     columns, block_n = blocks.shape[-3], blocks.shape[-1]
     beyond = torch.arange(columns * block_n, device=blocks.device).view(columns, 1, block_n) >= seqlen_k
     return (blocks | beyond).all(-1).all(-1)

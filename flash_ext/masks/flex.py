@@ -1,4 +1,4 @@
-"""Block masks of ``torch.nn.attention.flex_attention``, there and back."""
+"""Conversion to and from the block masks of ``torch.nn.attention.flex_attention``."""
 
 from __future__ import annotations
 

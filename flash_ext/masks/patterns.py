@@ -1,4 +1,4 @@
-"""Builders of block masks that choose blocks: by their distance, at random, by what is in them."""
+"""Builders of block masks that choose whole blocks: by distance, at random, or by their content."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ class PatternBuilders(Mask):
         causal: bool = False,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A window with gaps (Longformer, Beltagy et al. 2020), in blocks: row r sees columns r, r +- dilation, ..., of
-        which there are ``blocks`` on each side. Row and column count from the first query and key.
+        """A window with gaps (Longformer, Beltagy et al. 2020), in blocks: row r sees column r and the columns r +-
+        dilation, r +- 2 dilation, ..., ``blocks`` of them on each side. Rows and columns count from the first query and
+        key.
 
         Args:
             seqlen_q, seqlen_k: the lengths.
-            blocks: on each side.
-            dilation: from one to the next; 1 leaves no gap.
+            blocks: number of visible columns on each side.
+            dilation: distance between two of them; 1 leaves no gap.
             block_size: (block_m, block_n), as for ``from_dense``.
-            causal: also nothing to the right of the diagonal that ends at the last query and key.
+            causal: also hide keys to the right of the diagonal that ends at the last query and key.
             device: of the result.
 
         Returns:
             A ``BlockMask`` for all batch entries and heads.
 
         Raises:
-            ValueError: a number that is not allowed.
-            TypeError: an argument is of a type that it cannot have.
+            ValueError: a number is not allowed.
+            TypeError: an argument has a type that is not allowed.
         """
         blocks, dilation = as_size("blocks", blocks), as_integer("dilation", dilation)
         if dilation < 1:
@@ -72,12 +73,12 @@ class PatternBuilders(Mask):
         causal: bool = False,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Neighbours, and every so many blocks of keys (Sparse Transformers, Child et al. 2019): row r sees the columns
-        from r - local_blocks to r + local_blocks, and stride - 1, 2 stride - 1, ...
+        """A local window and every stride-th block (Sparse Transformers, Child et al. 2019): row r sees the columns
+        from r - local_blocks to r + local_blocks, and the columns stride - 1, 2 stride - 1, ...
 
         Args:
-            local_blocks: on each side.
-            stride: of the columns that all rows see.
+            local_blocks: number of neighbouring columns on each side.
+            stride: distance between the columns that all rows see.
 
         The others: as for ``dilated``.
 
@@ -110,12 +111,12 @@ class PatternBuilders(Mask):
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """Random blocks, as many in each row (BigBird, Zaheer et al. 2020).
+        """The same number of random blocks in each row (BigBird, Zaheer et al. 2020).
 
         Args:
-            blocks: in a row; all where there are fewer.
-            batch, heads: 1 where the mask is the same for all.
-            generator: whose random numbers; None: torch's own.
+            blocks: number in each row, at most all of them.
+            batch, heads: their numbers; 1 if the mask is the same for all.
+            generator: source of random numbers; None: torch's default generator.
 
         The others: as for ``dilated``.
 
@@ -144,21 +145,21 @@ class PatternBuilders(Mask):
         *,
         causal: bool = False,
     ) -> Self:
-        """The blocks of keys that fit best to each block of queries, by the product of their means.
+        """For each block of queries the key blocks with the largest product of means, mean(q) · mean(k).
 
         Args:
             q: (batch, seqlen_q, heads_q, head_dim).
             k: (batch, seqlen_k, heads_kv, head_dim), heads_kv divides heads_q.
-            blocks: in a row; all where there are fewer.
+            blocks: number in each row, at most all of them.
             block_size: (block_m, block_n), as for ``from_dense``.
-            causal: also nothing to the right of the diagonal that ends at the last query and key; blocks behind it are
-                not chosen, and the one that it ends in always is.
+            causal: also hide keys to the right of the diagonal that ends at the last query and key. Blocks behind it
+                are not chosen; the block that it ends in always is.
 
         Returns:
             A ``BlockMask`` for each batch entry and query head. It has no gradient.
 
         Raises:
-            ValueError: q or k is of another shape, or a number that is not allowed.
+            ValueError: q or k has another shape, or a number is not allowed.
             TypeError: an argument is of a type that it cannot have.
         """
         check_tensors(q=q, k=k)
@@ -180,7 +181,7 @@ class PatternBuilders(Mask):
 
 
 def _causal_part(seen: Tensor, blocks: Blocks) -> Lists:
-    """What is left of whole blocks on this side of the diagonal."""
+    """Lists of the blocks with the causal mask applied."""
     causal = lists_of_causal(blocks, seen.device)
     diagonal = GridMask(grid_of_lists(*causal[:3], blocks.columns), causal.bitmaps)
     return both(diagonal, GridMask(seen.int() + HIDDEN, no_bitmaps((blocks.block_m, blocks.block_n), seen)))
@@ -193,7 +194,7 @@ def _numbers(blocks: Blocks, device: torch.device | str) -> tuple[Tensor, Tensor
 
 
 def _highest(scores: Tensor, count: int) -> Tensor:
-    """Which of the last dimension are the `count` highest, but for -inf."""
+    """True for the `count` highest numbers of the last dimension, but never for -inf."""
     best = scores.topk(min(count, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (scores > -torch.inf)
 
@@ -223,7 +224,7 @@ def _means(tokens: Tensor, block: int) -> Tensor:
 
 
 def _up_to_diagonal(scores: Tensor, blocks: Blocks) -> Tensor:
-    """-inf behind the block that the diagonal ends in, inf there."""
+    """The scores with -inf behind the block that the diagonal ends in, and inf in that block."""
     row, column = _numbers(blocks, scores.device)
     last_query = ((row + 1) * blocks.block_m).clamp_max(blocks.seqlen_q) - 1
     diagonal = (last_query + blocks.seqlen_k - blocks.seqlen_q) // blocks.block_n

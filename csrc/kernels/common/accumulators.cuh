@@ -1,10 +1,10 @@
-// Where the accumulators of a warp lie: kM tiles of 16 rows by kN tiles of 8 columns, four numbers of each in a lane.
+// The layout of a warp's accumulators: kM tiles of 16 rows by kN tiles of 8 columns, four numbers of each per lane.
 #pragma once
 
 namespace flash_ext {
 
-/// Where the elements of a lane's accumulators lie: element e of tile (m, n) is query i(m, n, e) and key j(m, n, e).
-/// kTransposed: rows of the accumulators are keys.
+/// The query and the key of each accumulator of a lane: of element e of tile (m, n). kTransposed: rows of the
+/// accumulators are keys.
 template <bool kTransposed>
 struct TileCoordinates {
   int first_row, first_column;  // of element 0 of tile (0, 0)

@@ -1,4 +1,5 @@
-// Division by a number that the host knows: no kernel starts with a row of slow ones (Granlund and Montgomery, 1994).
+// Division by a number that the host knows, as a multiplication and a shift (Granlund and Montgomery, 1994). Kernels
+// would otherwise begin with a series of slow divisions.
 #pragma once
 
 #include <cstdint>

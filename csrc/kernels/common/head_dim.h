@@ -1,5 +1,5 @@
-// The head dims that CUDA kernels of attention are instantiated for, but for the forward for Hopper, which has more of
-// them (sm90/forward/shape.h).
+// The head dims that CUDA attention kernels are instantiated for. The forward for Hopper has more
+// (sm90/forward/shape.h).
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace flash_ext {
 
-/// That of the kernel which serves q, k of head_dim and v of head_dim_v: rows are filled up by zeros in shared memory,
-/// never in the tensors.
+/// The head dim of the kernel that serves q, k of head_dim and v of head_dim_v. Rows are padded with zeros in shared
+/// memory, never in the tensors.
 constexpr int kernel_head_dim(int64_t head_dim, int64_t head_dim_v) {
   const int64_t larger = std::max(head_dim, head_dim_v);
   return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;

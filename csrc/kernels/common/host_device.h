@@ -1,4 +1,4 @@
-// Functions that host and device code share.
+// Macros for functions that host and device code share.
 //
 // On the host they have internal linkage: the CPU kernels are compiled once per instruction set, and a merged copy of
 // an inline function might hold instructions that the machine lacks.

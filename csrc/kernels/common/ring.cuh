@@ -1,4 +1,4 @@
-// Where a warp is in a ring of buffers: a stage, and the parity of its use, in one register.
+// A warp's position in a ring of stages: the stage, and the parity of its current use, in one register.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ class RingPosition {
   uint32_t index_ = 0;
 };
 
-/// For powers of 2, where counting on takes one instruction.
+/// For powers of 2, where advancing takes one instruction.
 template <int kStages>
 struct RingCount {
   static_assert((kStages & (kStages - 1)) == 0);

@@ -1,6 +1,6 @@
-// Inf and NaN in values that a query does not see. A hidden weight is 0, and 0 * Inf is NaN, so a tile that some
-// query sees only in part is freed of them before it is multiplied, and what the rows do see is added to out at the
-// end.
+// Inf and NaN in values that a query does not see. A hidden weight is 0, and 0 * Inf is NaN. So a tile that some query
+// sees only in part is sanitised before it is multiplied: such values are replaced. At the end they are added to the
+// rows of out that do see them.
 #pragma once
 
 #include <cuda_bf16.h>

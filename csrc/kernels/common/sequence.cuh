@@ -1,5 +1,5 @@
-// Where the rows of one sequence lie: dense, varlen, paged, left-padded. Values from the device are clamped to what the
-// tensors hold.
+// The memory of one sequence's rows: dense, varlen, paged, left-padded. Lengths and indices that lie on the device are
+// clamped to what the tensors hold.
 #pragma once
 
 #include "kernels/common/mask/tile_range.h"
@@ -7,7 +7,7 @@
 
 namespace flash_ext {
 
-/// Row -> address, within one sequence and head.
+/// Addresses of the rows of one sequence and head.
 template <class Element, bool kPaged>
 struct RowSource {
   Element* base;

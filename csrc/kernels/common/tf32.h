@@ -1,4 +1,4 @@
-// An element type: a float in memory, whose products may be those of TF32.
+// An element type: a float in memory, whose products may be rounded to TF32.
 #pragma once
 
 #include "host_device.h"

@@ -1,8 +1,8 @@
-// Tiles in shared memory: rows of kColumns elements in pieces of 16 bytes, swizzled so that eight rows of one column of
-// pieces lie in eight different groups of banks, which is how ldmatrix reads them.
+// Tiles in shared memory: rows of kColumns elements in pieces of 16 bytes. ldmatrix reads eight rows of one column of
+// pieces at once; the swizzle puts these in eight different groups of banks.
 //
-// The swizzle exchanges pieces within 128 bytes, by the last three bits of the row. So a lane computes its address
-// once, and a step of 32 bytes along the row is one XOR and one addition: at_step().
+// The swizzle permutes pieces within 128 bytes, by the last three bits of the row. So a lane computes its address once,
+// and a step of 32 bytes along the row is one XOR and one addition: at_step().
 #pragma once
 
 #include <cstdint>

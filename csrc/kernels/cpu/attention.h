@@ -1,4 +1,4 @@
-// Attention on a CPU: what the api calls.
+// Attention on a CPU: the functions that csrc/api calls.
 //
 // Every function is exact, bitwise repeatable and gives the same bits for any number of threads. Memory beyond inputs
 // and outputs grows with seqlen, never with its square. Arguments are checked by the api, and what still lies outside a
@@ -28,8 +28,8 @@ void attention_backward(const BackwardParams& params, ParallelFor parallel_for);
 /// Writes every element of weights.
 void attention_weights(const WeightsParams& params, ParallelFor parallel_for);
 
-/// Whether products of bfloat16 go to matrix units (AMX). The first call asks Linux for them, for the whole process:
-/// only calls of bfloat16 should. Throws like the calls above.
+/// Whether products of bfloat16 run on matrix units (AMX). The first call requests them from Linux for the whole
+/// process, so only bfloat16 calls should ask. Throws like the functions above.
 bool uses_matrix_units();
 
 }  // namespace flash_ext::cpu

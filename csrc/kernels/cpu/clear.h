@@ -1,5 +1,5 @@
-// Rows that belong to no sequence, or lie beyond its used part: out 0, lse -inf, gradients 0. The kernels write rows of
-// sequences only, so everything is cleared first where there can be others.
+// Clears rows that belong to no sequence, or lie behind its used part: out 0, lse -inf, gradients 0. The other kernels
+// write only rows of sequences, so where there can be other rows, everything is cleared first.
 #pragma once
 
 #include "kernels.h"

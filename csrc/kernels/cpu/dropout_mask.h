@@ -1,4 +1,4 @@
-// The mask that dropout draws, written out.
+// The dropout mask, written out as booleans.
 #pragma once
 
 #include "attention.h"

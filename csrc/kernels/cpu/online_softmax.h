@@ -11,7 +11,7 @@ struct SoftmaxState {
   static constexpr int kPanel = Shape<T>::kPanel;
   alignas(64) T maximum[kPanel];
   alignas(64) T sum[kPanel];
-  alignas(64) T alpha[kPanel];  // what the last step scaled the past by
+  alignas(64) T alpha[kPanel];  // the factor by which the last step scaled l and O
 
   void clear() {
     for (int lane = 0; lane < kPanel; ++lane) {
@@ -21,7 +21,7 @@ struct SoftmaxState {
     }
   }
 
-  /// Whether the last step scaled any lane's past.
+  /// Whether the last step rescaled any lane.
   bool has_scaled() const {
     IntVec<T> scaled{};
     for (int lane = 0; lane < kPanel; lane += Shape<T>::kLanes) scaled |= load(alpha + lane) != T(1);

@@ -1,4 +1,4 @@
-// Rows of queries, and the panels they are worked on in: kPanel rows side by side, one per vector lane.
+// Query rows and their panels. A panel is kPanel rows side by side, one per vector lane.
 //
 // A tile holds rows of one head or, for grouped-query decoding, the rows of all heads that share a key head
 // interleaved (row = i * group + head in the group), so that a key is read once for all of them.
@@ -73,7 +73,7 @@ struct ItemOfSequence {
   }
 };
 
-/// What the lanes of a panel stand for and which keys they see by the window.
+/// The queries of a panel's lanes, and the keys that they see by the window.
 template <class T>
 struct Panel {
   static constexpr int kPanel = Shape<T>::kPanel;

@@ -8,7 +8,7 @@
 
 namespace flash_ext::cpu::FLASH_EXT_ISA {
 
-/// The part of the score formula that is the same for the whole call.
+/// The terms of the score formula that are the same for the whole call.
 template <class T>
 struct ScoreRules {
   const AttentionParams& params;

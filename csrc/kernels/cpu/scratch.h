@@ -1,5 +1,5 @@
-// Memory that is allocated for the length of a call, and loops whose bodies have some of it without ever throwing:
-// an exception must not cross the threads of a ParallelFor.
+// Memory for the duration of a call, and parallel loops whose bodies get scratch memory without throwing: an exception
+// must not cross the threads of a ParallelFor.
 #pragma once
 
 #include <atomic>

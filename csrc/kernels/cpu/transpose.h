@@ -1,4 +1,4 @@
-// Panels to rows: what lies one query per lane, as the rows that memory wants.
+// Transposes panels, which hold one query per lane, to rows as they lie in memory.
 #pragma once
 
 #include "simd.h"

@@ -1,12 +1,12 @@
-// In which order CTAs of the backward acquire tiles of keys, and how several of them share one. Host and device: the
+// The order in which CTAs of the backward take key tiles, and how several CTAs share one. Host and device share it: the
 // kernels, the plan, and the tests that simulate a schedule.
 //
-// Without a causal mask, the tiles of a head stand side by side, so that its queries stay in L2. With one, those of the
-// heads of a section do, the first keys first, which the most queries see: no long CTA is left at the end.
+// Without a causal mask, the tiles of one head stand side by side, so that its queries stay in L2. With one, those of
+// the heads of a section do, and the first keys come first: they have the most queries, so no long CTA comes last.
 //
-// Where there are too few tiles of keys to keep all SMs busy, a tile is split: each split goes over some heads of the
-// group and some of the tiles of queries, and leaves its dK and dV in float, in a slot of scratch memory. A kernel
-// behind the main one adds them up, in the order of the splits (split_sums.cuh).
+// Where there are too few key tiles for the SMs, a tile is split. Each split visits some heads of the group and some of
+// the query tiles, and stores its dK and dV in float in a slot of scratch memory. A kernel after the main one adds the
+// slots up in the order of the splits (split_sums.cuh).
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace flash_ext {
 
-/// What a CTA has: a tile of keys of a key head, or one split of it.
+/// The work tile of a CTA: a key tile of a key head, or one split of it.
 struct KeyWorkTile {
   static constexpr int32_t kUnsplit = -1;
   static constexpr int32_t kPast = 1 << 23;  // a tile behind all keys
@@ -27,14 +27,14 @@ struct KeyWorkTile {
   int32_t slot = kUnsplit;  // of the split's sums
 };
 
-/// The query heads of a group, counted from its first, and the tiles of queries that a CTA goes over.
+/// The query heads of a group, counted from its first, and the query tiles that a CTA visits.
 struct QueryShare {
   int32_t first_head, heads;  // no heads: a tile that few queries see has fewer splits
   int32_t begin, end;
-  bool unsplit;  // all there is: dK and dV are complete
+  bool unsplit;  // the CTA has all of them, so dK and dV are complete
 };
 
-/// Positions are those of CTAs, or clusters of them.
+/// Positions number CTAs, or clusters of them.
 struct BackwardOrder {
   uint32_t key_tiles = 0;      // of the longest sequence
   uint32_t heads = 0;          // key heads of all batch entries
@@ -49,7 +49,7 @@ struct BackwardOrder {
   FLASH_EXT_HOST_DEVICE_MEMBER uint32_t splits() const { return static_cast<uint32_t>(head_splits * query_splits); }
   FLASH_EXT_HOST_DEVICE_MEMBER bool is_unsplit(uint32_t position) const { return position < unsplit_tiles; }
 
-  /// Of the CTA at a position: where its tile stands in the order of tiles; which tile that is; what of it.
+  /// For the CTA at a position: the position of its tile in the order of tiles; that tile; its split of the tile.
   FLASH_EXT_HOST_DEVICE_MEMBER uint32_t tile_position(uint32_t position) const {
     return is_unsplit(position) ? position : unsplit_tiles + (position - unsplit_tiles) / splits();
   }
@@ -73,14 +73,14 @@ struct BackwardOrder {
     return split_at(tile_at(tile_position(position)), position);
   }
 
-  /// Splits along the queries of a tile of keys that so many tiles of queries see: none of them is empty.
+  /// Splits along the queries of a key tile with so many query tiles, none of them empty.
   FLASH_EXT_HOST_DEVICE_MEMBER int32_t query_splits_of(int32_t tiles) const {
     return tiles >= query_splits ? query_splits : tiles > 1 ? tiles : 1;
   }
-  /// Slots with sums of a tile that is split; a single one is none, as its CTA has all there is.
+  /// Slots of a split tile. With a single one the CTA has all of the tile, and uses no slot.
   FLASH_EXT_HOST_DEVICE_MEMBER int32_t splits_of(int32_t tiles) const { return head_splits * query_splits_of(tiles); }
 
-  /// What is a CTA's of a tile of keys that the tiles [begin, end) of queries see.
+  /// The share of a CTA of a key tile with the query tiles [begin, end).
   FLASH_EXT_HOST_DEVICE_MEMBER QueryShare share(const KeyWorkTile& work_tile, int32_t begin, int32_t end) const {
     if (work_tile.slot == KeyWorkTile::kUnsplit) return {0, group, begin, end, true};
     const int32_t tiles = end - begin, parts = query_splits_of(tiles), part = work_tile.split / head_splits;
@@ -90,7 +90,7 @@ struct BackwardOrder {
             begin + tiles * (part + 1) / parts, splits_of(tiles) == 1};
   }
 
-  /// Of so many tiles of keys.
+  /// Positions for so many key tiles.
   int64_t positions(int64_t tiles) const { return tiles + split_tiles(tiles) * (splits() - 1); }
   int64_t split_tiles(int64_t tiles) const { return splits() == 1 ? 0 : std::max<int64_t>(tiles - unsplit_tiles, 0); }
 };

@@ -1,5 +1,5 @@
-// What the backward needs once per query row, before its main kernel: D = rowsum(dO * O) - dlse and the log-sum-exp in
-// units of scores; and from these, dsink = -sum exp(sink - lse) D. The workspace that later additions go to is cleared.
+// Row terms, computed before the main kernel of the backward: D = rowsum(dO * O) - dlse, and lse in the unit of scores.
+// From these, dsink = -sum exp(sink - lse) D. The kernel also zeroes the memory that the main kernel adds to.
 #pragma once
 
 #include "kernels/common/sanitise_tile.cuh"
@@ -42,15 +42,15 @@ struct RowTerms {
 template <class Element>
 __device__ __forceinline__ RowTerms row_terms_of(float delta, bool finite, float lse, bool sink_takes_all) {
   const bool weightless = lse == -INFINITY || (lse == INFINITY && sink_takes_all);
-  // Inf and NaN of dO are taken out of tiles that a query sees only in part. What it does see gets them through P.
+  // Sanitising removes Inf and NaN of dO from partial tiles. The pairs that the query does see get them through P.
   const float of_scores = finite && lse != INFINITY ? lse * ScoreUnit<Element>::kPerNatural : NAN;
   const bool large = !ScoreUnit<Element>::kNatural && LargeLse::is(of_scores);
   const float taken_off = large ? of_scores - LargeLse::slack(of_scores) : of_scores;
   return {weightless ? INFINITY : taken_off, lse == -INFINITY ? 0.0f : -delta, large};
 }
 
-/// Where the term of a row stands in its tile. Permuted, a lane that has accumulators of a transposed tile finds those
-/// of its four queries of sixteen, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, side by side.
+/// The position of a row's term in its tile. kPermuted: the terms of a lane's four queries of sixteen, 2 t, 2 t + 1,
+/// 2 t + 8 and 2 t + 9, lie side by side, as a lane needs them for accumulators of a transposed tile.
 template <bool kPermuted>
 __device__ __forceinline__ int term_position(int row) {
   if constexpr (!kPermuted) return row;

@@ -1,4 +1,4 @@
-// What CTAs of the backward find out before anything else: their tile of keys, and which queries of those that see it.
+// What a CTA of the backward computes first: its key tile, and its share of the query tiles that see it.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,14 @@
 
 namespace flash_ext {
 
-/// Of a call. It lies in scratch memory behind what else the call needs.
+/// The schedule of a call. Its list and sums lie in scratch memory, behind what else the call needs.
 struct BackwardSchedule {
   BackwardOrder order;
-  WorkListPlan listing;   // of the tiles of keys
-  WorkList list;          // none: the order alone says where tiles are
-  int64_t tiles;          // of keys, at most
+  WorkListPlan listing;   // of the key tiles
+  WorkList list;          // null: `order` alone locates tiles
+  int64_t tiles;          // upper bound on the key tiles
   int64_t slot_elements;  // dK and dV of a tile of keys
-  float* sums;            // (slots, slot_elements) of the splits
+  float* sums;            // (slots, slot_elements): dK and dV of the splits
   int64_t bytes;
 
   /// `last_keys_first`: of all heads, for CTAs that add to dQ in turns.
@@ -56,7 +56,7 @@ struct BackwardSchedule {
   }
 };
 
-/// The tile of keys at a position of the order of tiles, and the tiles of queries that see some of it.
+/// A key tile, and the query tiles that see some of it.
 template <int kBlockM, int kBlockN>
 struct KeyTile {
   Sequence sequence;  // its head is the first of the group
@@ -71,7 +71,7 @@ struct KeyTile {
   __device__ __forceinline__ bool exists() const { return first_key < sequence.seqlen_k; }
 };
 
-/// What a CTA goes over: all of a tile of keys, or a split.
+/// What a CTA computes: all of a key tile, or a split of it.
 template <int kBlockM, int kBlockN>
 struct BackwardTask : KeyTile<kBlockM, kBlockN> {
   using Base = KeyTile<kBlockM, kBlockN>;
@@ -92,7 +92,7 @@ struct BackwardTask : KeyTile<kBlockM, kBlockN> {
 
   __device__ __forceinline__ bool exists() const { return Base::exists() && heads > 0; }
 
-  /// Where a split leaves its dK, and dV behind it; null: dK and dV are complete.
+  /// Where a split stores its dK, followed by its dV; null if dK and dV are complete.
   __device__ __forceinline__ float* sums(const BackwardSchedule& schedule) const {
     return slot == KeyWorkTile::kUnsplit ? nullptr : schedule.sums + slot * schedule.slot_elements;
   }

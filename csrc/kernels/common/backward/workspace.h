@@ -1,5 +1,5 @@
-// Scratch memory of the backward. Query rows lie in it tile by tile, each sequence filled up to whole tiles, so that
-// every tile of every head starts aligned and has its rows to itself.
+// Scratch memory of the backward. Query rows lie in it tile by tile, each sequence padded to whole tiles, so that every
+// tile of every head is aligned and shares no memory with another.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@ namespace flash_ext {
 
 constexpr int kDqWarps = 8;  // the most that share a tile of dQ
 
-/// Whether a pair that window and lengths show may be hidden all the same.
+/// Whether masks or a bias may hide a pair that is visible by window and lengths.
 FLASH_EXT_HOST_DEVICE bool hides_pairs(const AttentionParams& p) {
   return p.bias.data || p.mask.data || p.blocks.offsets;
 }
 
-/// Visibility by masks, prepared for tiles of block_m queries and block_n keys: once, and not by each head and tile
-/// that sees the same part of a mask.
+/// Visibility by masks, prepared for tiles of block_m queries and block_n keys: once for all heads and tiles that see
+/// the same part of a mask.
 struct VisibilityTiles {
   int batches = 0, heads = 0, key_tiles = 0, query_tiles = 0;  // of states; 1 where all are the same
   int word_batches = 0, word_heads = 0, word_query_tiles = 0;  // of words
@@ -76,10 +76,10 @@ struct BackwardWorkspace {
   uint8_t* large = nullptr;      // (heads_q, tiles_per_head, kLargeParts): whether a row has a LargeLse; not of floats
   VisibilityTiles visibility;
   QueryLists query_lists;  // where a kernel is driven by them
-  // D, dS, dQ and dK are kept in units of what dropout multiplies kept weights by, so that dP - D is what one product
-  // sums up: 1 without dropout, and where nothing is kept.
+  // D, dS, dQ and dK are stored divided by this factor of dropout's kept weights, so that one product gives dP - D. It
+  // is 1 without dropout, and where nothing is kept.
   float unit = 1.0f;
-  TileNumbers row_tiles;  // by which the kernels before and after the main one go through tiles of queries
+  TileNumbers row_tiles;  // numbers of query tiles, for the kernels before and after the main one
   int64_t bytes = 0;
 
   BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory)
@@ -102,8 +102,8 @@ struct BackwardWorkspace {
 
   static FLASH_EXT_HOST_DEVICE int64_t tiles_of(int64_t rows, int block_m) { return (rows + block_m - 1) / block_m; }
 
-  /// Tile `tile` of a sequence, in the order of memory. Packed sequences: q_begin / block_m + batch leaves each room
-  /// for one tile that is not whole.
+  /// Index of tile `tile` of a sequence in the arrays above. Packed sequences begin at q_begin / block_m + batch, which
+  /// leaves each of them room for one partial tile.
   FLASH_EXT_HOST_DEVICE int64_t tile_index(const AttentionParams& p, int64_t batch, int64_t head, int64_t q_begin,
                                            int64_t tile, int block_m) const {
     const int64_t first = p.seq.cu_seqlens_q ? q_begin / block_m + batch : batch * tiles_of(p.seqlen_q, block_m);

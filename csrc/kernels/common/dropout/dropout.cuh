@@ -1,4 +1,4 @@
-// Dropout of accumulators whose rows are queries, each weight by its bit of a Philox word.
+// Dropout of accumulators whose rows are queries; each weight has its bit in a Philox word.
 #pragma once
 
 #include "kernels/common/accumulators.cuh"
@@ -24,14 +24,14 @@ struct Dropout {
     if (active) key = philox_key(p.dropout.rng[0], p.dropout.rng[1]);
   }
 
-  /// Zeroes what is dropped; kept weights are scaled by the caller.
+  /// Zeroes dropped weights. The caller scales kept weights.
   template <int kM, int kN>
   __device__ __forceinline__ void drop(float (&s)[kM][kN][4], const DropoutRule& rule,
                                        const TileCoordinates<false>& at) const {
     for_each_dropped(s, rule, at, [](float& x) { x = 0.0f; });
   }
 
-  /// What a dropout mode of attention_weights, which is not to ignore it, does to weights and to their gradient.
+  /// Applies a dropout mode of attention_weights (but not kDropoutIgnore) to weights or to their gradient.
   template <int kM, int kN>
   __device__ __forceinline__ void apply(float (&w)[kM][kN][4], const DropoutRule& rule, int mode,
                                         const TileCoordinates<false>& at) const {
@@ -43,8 +43,8 @@ struct Dropout {
     }
   }
 
-  /// Calls f(x) for what is dropped. Rows are queries, tiles start at multiples of 16 queries and of 64 keys, or have
-  /// 32 keys: then all weights of a word, or half of them, are those of one lane.
+  /// Calls f(x) for each dropped weight. Tiles start at multiples of 16 queries and of 64 keys, or have 32 keys. Then
+  /// all weights of a word, or half of them, belong to one lane.
   template <int kM, int kN, class F>
   __device__ __forceinline__ void for_each_dropped(float (&s)[kM][kN][4], const DropoutRule& rule,
                                                    const TileCoordinates<false>& at, F f) const {
@@ -54,7 +54,7 @@ struct Dropout {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int first = 0; first < kN; first += kTogether) {
-        // There are no registers for what would follow from them outside of a loop.
+        // reread() keeps the compiler from computing addresses ahead of the loop, for which there are no registers.
         const int i = ptx::reread(at.row(m, 0)), j = ptx::reread(at.column(first, 0));
         const uint32_t kept = draw(rule, i, j) << (j / 16 % 4);
 #pragma unroll
@@ -66,7 +66,7 @@ struct Dropout {
   }
 
  private:
-  /// draw_kept_weights(), one call after the other: many kernels have no registers for both at once.
+  /// draw_kept_weights(), with one call of Philox after the other: many kernels have no registers for both at once.
   __device__ __forceinline__ uint32_t draw(const DropoutRule& rule, int i, int j) const {
     uint32_t kept = rule.start;
 #pragma unroll

@@ -1,13 +1,14 @@
 // Philox4x32-7 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1, 2, 3") addressed by coordinates.
 //
-// Whether dropout keeps weight (batch, head, i, j) depends on nothing but (seed, offset) and those four numbers, so
-// every tiling on every device draws the same mask. Two calls decide 32 weights with eight bits each: the queries
+// Whether dropout keeps weight (batch, head, i, j) depends only on (seed, offset) and those four numbers, so every
+// tiling on every device draws the same mask. Two calls decide 32 weights with eight bits each: the queries
 // {i, i + 8} of a 16-row group and the keys {j, j + 1} + {0, 8, ..., 56} of a 64-key group, j even. That is what one
 // thread of a forward holds of 64 keys in the accumulator layout of mma.sync and wgmma.
 //
-// Word k of the two calls holds bit k of all 32 numbers. So comparing them with a threshold takes one logical operation
-// a word (kept_weights), and leaves a bit for each weight. Its place (dropout_bit) is chosen for what makes masks of
-// such bits: shifted left by 0 to 7, a word has the bits of {i, i + 8} x {j, j + 8} in the signs of its four bytes.
+// Word k of the two calls holds bit k of all 32 numbers. So one logical operation per word compares them with a
+// threshold (kept_weights) and leaves one bit per weight. The position of that bit (dropout_bit) suits the instructions
+// that turn bits into masks: shifted left by 0 to 7, a word has the bits of {i, i + 8} x {j, j + 8} in the sign bits of
+// its four bytes.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@
 
 namespace flash_ext {
 
-constexpr int kPhiloxRounds = 7;  // the fewest that the paper has through BigCrush
+constexpr int kPhiloxRounds = 7;  // the fewest with which Philox4x32 passes BigCrush in the paper
 constexpr int kDropoutKeys = 64;  // of a group
 
 struct PhiloxKey {
@@ -52,8 +53,8 @@ FLASH_EXT_HOST_DEVICE PhiloxWords philox4x32(uint32_t c0, uint32_t c1, uint32_t 
   return {{c0, c1, c2, c3}};
 }
 
-/// A weight is kept when its eight bits are at least this: p in multiples of 1/256. A p between 0 and 1 drops some
-/// weights and keeps some, however near it is to either.
+/// A weight is kept when its eight-bit number is at least this threshold: p in multiples of 1/256. A p strictly between
+/// 0 and 1 is never rounded to 0 or 1.
 FLASH_EXT_HOST_DEVICE uint32_t dropout_threshold(double p) {
   if (p <= 0.0) return 0;
   if (p >= 1.0) return 256;
@@ -61,13 +62,13 @@ FLASH_EXT_HOST_DEVICE uint32_t dropout_threshold(double p) {
   return nearest < 1 ? 1 : nearest > 255 ? 255 : nearest;
 }
 
-/// What dropout does, made of p.
+/// Dropout's constants, computed from p.
 struct DropoutRule {
   uint32_t threshold = 0;  // of dropout_threshold()
-  // kept_weights() takes `or` for bit k where that is 0 in the threshold, else `and`: all ones or 0. It starts from
-  // all weights, or, at a threshold of 256, from none.
+  // takes_or[k] is all ones if bit k of the threshold is 0, so that compare_bits() combines that bit by `or`; else 0,
+  // for `and`. The comparison starts with all weights kept or, at a threshold of 256, with none.
   uint32_t start = ~0u, takes_or[8] = {~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
-  double keep_scale = 1.0;  // of kept weights, so that the expectation is right: 1 / (1 - p) of the p that is drawn
+  double keep_scale = 1.0;  // multiplies kept weights: 1 / (1 - p) with the rounded p, so the expectation is exact
 };
 
 FLASH_EXT_HOST_DEVICE DropoutRule dropout_rule(double p) {
@@ -80,8 +81,8 @@ FLASH_EXT_HOST_DEVICE DropoutRule dropout_rule(double p) {
   return rule;
 }
 
-/// Four bits of each number, from first_bit on, after those below them: a 1 over a 0 of the threshold is enough, a 0
-/// below a 1 is too little.
+/// Compares four bits of each number, from first_bit on, with the threshold; lower bits come before higher ones. A 1
+/// where the threshold has a 0 keeps the weight, a 0 where it has a 1 drops it, and equal bits leave it as it was.
 FLASH_EXT_HOST_DEVICE uint32_t compare_bits(const DropoutRule& rule, uint32_t kept, const PhiloxWords& words,
                                             int first_bit) {
 #if defined(__CUDA_ARCH__)
@@ -91,18 +92,18 @@ FLASH_EXT_HOST_DEVICE uint32_t compare_bits(const DropoutRule& rule, uint32_t ke
   return kept;
 }
 
-/// A bit for each weight of a group: whether its number, of which words k have bit k, is at least the threshold.
+/// One bit for each weight of a group: whether its number is at least the threshold. Word k holds bit k of all numbers.
 FLASH_EXT_HOST_DEVICE uint32_t kept_weights(const DropoutRule& rule, const PhiloxWords& low, const PhiloxWords& high) {
   return compare_bits(rule, compare_bits(rule, rule.start, low, 0), high, 4);
 }
 
-/// Of query i. Two calls have it as their second counter, twice, and twice and 1.
+/// The group of query i. The two calls for it have the second counters 2 * group and 2 * group + 1.
 FLASH_EXT_HOST_DEVICE uint32_t dropout_query_group(int64_t i) { return static_cast<uint32_t>((i >> 4) * 8 + (i & 7)); }
-/// Of key j: the first counter.
+/// The group of key j: the first counter of both calls.
 FLASH_EXT_HOST_DEVICE uint32_t dropout_key_group(int64_t j) {
   return static_cast<uint32_t>((j >> 6) * 4 + ((j >> 1) & 3));
 }
-/// Where the weight (i, j) has its bit.
+/// The position of the bit of weight (i, j).
 FLASH_EXT_HOST_DEVICE int dropout_bit(int64_t i, int64_t j) {
   return static_cast<int>(16 * ((i >> 3) & 1) + 8 * ((j >> 3) & 1) + 7 - 4 * (j & 1) - ((j >> 4) & 3));
 }

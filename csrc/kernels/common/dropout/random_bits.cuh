@@ -1,7 +1,7 @@
-// Dropout's random bits. Two calls of Philox (philox.h), 7 rounds of two products each, decide 32 weights. What a call
-// starts from is the group of the query, that of the key, the head and the offset, which a round mixes in pairs only:
-// the products of the first three rounds depend on the query alone, or on the key alone, but for one. So a call costs a
-// lane that is given what belongs to query and keys 9 products instead of 14.
+// Dropout's random bits. Two calls of Philox (philox.h) decide 32 weights; a call has 7 rounds of two products each.
+// Its counters are the groups of the query and of the key, the head and the offset, and a round mixes them in pairs
+// only. In the first three rounds all products but one depend on the query alone or on the key alone. Computed once for
+// a query group and once for a key group, these save a call 5 of its 14 products.
 #pragma once
 
 #include "kernels/params.h"
@@ -10,7 +10,7 @@
 
 namespace flash_ext {
 
-/// Reductions leave the seeds in uniform registers, and so all that is made of them.
+/// The seeds in uniform registers: a warp reduction leaves its result there, and values computed from it follow.
 __device__ __forceinline__ PhiloxKey uniform_seeds(const DropoutParams& p) {
   PhiloxKey seeds = philox_key(p.rng[0], p.rng[1]);
   seeds.seed_lo = __reduce_or_sync(~0u, seeds.seed_lo);
@@ -18,7 +18,7 @@ __device__ __forceinline__ PhiloxKey uniform_seeds(const DropoutParams& p) {
   return seeds;
 }
 
-/// The keys of the rounds, for a head.
+/// The round keys and the head's counter.
 struct RandomKey {
   PhiloxKey seeds;
   uint32_t batch_head;
@@ -40,7 +40,7 @@ struct PhiloxProduct {
   }
 };
 
-/// What the calls for a group of queries share: the first product of the second round, of both calls.
+/// What all calls for a query group share: the first product of the second round, for both calls.
 struct QueryRandomBits {
   PhiloxProduct product[2];
 
@@ -50,10 +50,10 @@ struct QueryRandomBits {
   }
 };
 
-/// What the calls for a group of keys share: of the second round and the third all but one product each.
+/// What all calls for a key group share: all but one product of the second round and of the third.
 struct alignas(16) KeyRandomBits {
-  uint32_t mixed;         // with the query's product: what the third round's second product is of
-  uint32_t word0, word2;  // the third round's words, but for that product, and for the query's
+  uint32_t mixed;         // xored with the query's product: the factor of the third round's second product
+  uint32_t word0, word2;  // words of the third round, without that product and without the query's
   uint32_t word3;
 
   __device__ __forceinline__ static KeyRandomBits of(const RandomKey& key, uint32_t key_group) {
@@ -65,7 +65,7 @@ struct alignas(16) KeyRandomBits {
   }
 };
 
-/// Of one call, as philox4x32().
+/// The words of one call, as philox4x32() gives them.
 __device__ __forceinline__ PhiloxWords random_words(const RandomKey& key, const PhiloxProduct& query,
                                                     const KeyRandomBits& keys) {
   const PhiloxProduct product = PhiloxProduct::second(query.high ^ keys.mixed);
@@ -87,7 +87,7 @@ __device__ __forceinline__ uint32_t draw_kept_weights(const DropoutRule& rule, c
   return kept_weights(rule, random_words(key, query.product[0], keys), random_words(key, query.product[1], keys));
 }
 
-/// A pair of weights of 16 bits, or 0 where `byte` of x, and of y for the second, has no sign.
+/// A pair of 16-bit weights. The first becomes 0 if the sign bit of `byte` of x is 0, the second by y.
 __device__ __forceinline__ uint32_t keep_pair(uint32_t pair, uint32_t x, uint32_t y, int byte) {
   return pair & ptx::pair_byte_signs(x, y, byte);
 }

@@ -1,5 +1,5 @@
-// Visible keys as bits. A word has those of one query and 32 keys, in one of three orders: that of the keys, in which
-// masks are read, and two in which accumulators lie, which cost the main loops less to look at.
+// Visible keys as bits. A word holds one query's bits for 32 keys, in one of three orders: that of the keys, in which
+// masks are read, and two orders of accumulators, which main loops test faster.
 //
 // An accumulator: number n of the 8 keys, t = lane % 4, and c, the second of the lane's two keys: key 8 n + 2 t + c.
 #pragma once

@@ -1,5 +1,5 @@
-// The lists of a block mask: which blocks of keys a row of blocks has, in ascending order, and the bitmap of each.
-// Lists are clamped to what the tensors hold: their values are not checked on the device.
+// Lookup in the lists of a block mask: the key blocks of a row of blocks, ascending, and the bitmap of each. The device
+// does not check their values, so they are clamped to what the tensors hold.
 #pragma once
 
 #include "kernels/common/sequence.cuh"
@@ -12,7 +12,7 @@ struct BlockEntries {
   int begin, end;
 };
 
-/// Those of one row of blocks.
+/// The entries of one row of blocks.
 __device__ __forceinline__ BlockEntries entries_of_row(const int32_t* offsets, int row, int num_blocks) {
   const int begin = min(max(offsets[row], 0), num_blocks);
   return {begin, min(max(offsets[row + 1], begin), num_blocks)};
@@ -37,7 +37,7 @@ __device__ __forceinline__ const int32_t* block_offsets(const BlockMaskParams& p
   return p.offsets + at.batch * p.offsets_batch_stride + at.head * p.offsets_head_stride;
 }
 
-/// The bitmap of an entry, below 0: every pair is visible.
+/// The bitmap of an entry; negative: every pair is visible.
 __device__ __forceinline__ int bitmap_of(const BlockMaskParams& p, int entry) {
   return min(p.bitmap_ids[entry], static_cast<int32_t>(p.num_bitmaps) - 1);
 }

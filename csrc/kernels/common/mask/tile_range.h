@@ -1,4 +1,4 @@
-// The tile list of the analytic masks: which tiles of keys a tile of queries visits, and which of them need no mask.
+// The key tiles that a query tile visits under a window, and which of them are full, so that they need no mask.
 //
 // Query i sees key j when  i + offset - left <= j <= i + offset + right. The keys that *some* query of [i0, i1) sees
 // and the keys that *every* query of it sees are both intervals, so the tiles to visit are a range with a sub-range of

@@ -21,12 +21,12 @@ struct MaskRows {
   }
 };
 
-/// How much of a tile some mask leaves.
+/// Whether a mask leaves any pair, or all pairs, of a tile.
 struct TileVisibility {
   bool any, all;
 };
 
-/// Which of the 16 keys from `key` on query `row` may see, by the mask.
+/// Bit k: whether the mask lets query `row` see key `key` + k, for 16 keys.
 __device__ __forceinline__ uint32_t mask_bits(const MaskRows& mask, int row, int key, int seqlen_k) {
   const bool* const g_bytes = mask.data + row * mask.row_stride + key * mask.col_stride;
   if (mask.col_stride == 1 && key + 16 <= seqlen_k && reinterpret_cast<uintptr_t>(g_bytes) % 16 == 0)
@@ -63,8 +63,8 @@ __device__ __forceinline__ TileVisibility build_visibility(uint32_t* s_words, co
   return {some, some && __syncthreads_and(all == 0xFFFFu) != 0};
 }
 
-/// Hides by -inf what such words hide of a warp's scores: word(row, group) is that of the lane's row, 0, 8, 16, ...
-/// from its first one, and of 32 of the warp's keys.
+/// Sets the scores of a warp that such words hide to -inf. word(row, group) is the word of the lane's row, 0, 8, 16,
+/// ... counted from its first one, and of the group-th 32 keys of the warp.
 template <int kM, int kN, class Word>
 __device__ __forceinline__ void hide_by_words(float (&s)[kM][kN][4], int lane, Word word) {
   for_each_score(s, [&](float& x, int m, int n, int e) {

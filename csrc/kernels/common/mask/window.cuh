@@ -1,4 +1,4 @@
-// What window and lengths hide of a tile of scores.
+// Hides the scores of a tile that window and lengths hide.
 #pragma once
 
 #include "kernels/common/accumulators.cuh"
@@ -6,7 +6,7 @@
 
 namespace flash_ext {
 
-/// Hides what the window and the lengths hide, by -inf.
+/// Sets scores outside of the window or the lengths to -inf.
 template <bool kTransposed, int kM, int kN>
 __device__ __forceinline__ void hide_outside_window(float (&s)[kM][kN][4], const TileCoordinates<kTransposed>& at,
                                                     const Sequence& sequence) {

@@ -1,6 +1,6 @@
-// The order of tiles whose costs lie on the device, such as how many blocks a block mask lists for each: sections of
-// heads whose other side fits into L2, in a section the longest tiles first. A kernel writes it as a work list
-// (work_list.cuh), with one entry for each tile of each head.
+// The order of tiles whose costs lie on the device, for example the number of blocks that a block mask lists for each.
+// Heads form sections whose other side fits into L2; within a section the most expensive tiles come first. A kernel
+// writes the order as a work list (work_list.cuh), with one entry for each tile of each head.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,13 +12,13 @@
 
 namespace flash_ext {
 
-/// What tiles cost: counts, or offsets whose differences they are.
+/// The costs of tiles: counts, or offsets whose differences are the counts.
 struct TileCosts {
   const int32_t* counts;
   bool are_offsets;
   int64_t batch_stride, head_stride;  // of counts; 0 broadcasts
-  int32_t tiles_of_count;             // neighbours that have one count
-  int32_t heads_of_tile;              // a tile costs what it costs with each of so many heads that have counts
+  int32_t tiles_of_count;             // neighbouring tiles that share one count
+  int32_t heads_of_tile;              // a tile's cost is the sum over so many heads that have counts
 
   __device__ __forceinline__ int of(int batch, int head, int tile) const {
     int sum = 0;
@@ -35,10 +35,10 @@ struct LongestFirst {
   TileCosts costs;
   int64_t batch, heads;  // of a batch entry
   int64_t tiles;         // of a head
-  int64_t most;          // that a tile may cost; more counts as that
+  int64_t most;          // larger costs count as this
   int64_t section_heads;
 
-  /// key_bytes: of the other side of a head, to stay in L2.
+  /// key_bytes: size of the other side of a head, which should stay in L2.
   LongestFirst(const TileCosts& costs, int64_t batch, int64_t heads, int64_t tiles, int64_t most, int64_t key_bytes)
       : costs(costs), batch(batch), heads(heads), tiles(tiles), most(std::max<int64_t>(most, 1)) {
     constexpr int64_t kBytesInL2 = 32 << 20;
@@ -58,7 +58,7 @@ struct LongestFirst {
   }
 };
 
-/// Writes the list. Kernels that follow may start beside it.
+/// Launches the kernel that writes the list. The next kernel may start early.
 void list_longest_first(const LongestFirst& order, const WorkList& list, cudaStream_t stream);
 
 }  // namespace flash_ext

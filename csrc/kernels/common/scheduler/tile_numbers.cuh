@@ -1,10 +1,10 @@
-// Tiles of the rows of all sequences by numbers that need no list: for kernels whose tiles cost all the same, so that
-// their order does not matter, and for slots in workspaces.
+// Numbers for the tiles of all sequences that need no list. They serve kernels whose tiles all cost the same, so that
+// their order does not matter, and index slots in workspaces.
 //
-// Where all sequences may be as long as the longest, a sequence has as many numbers as that. Packed sequences in a grid
-// that would be mostly holes (lists_tiles()) are numbered by their rows in memory: one that begins at row r has the
-// numbers from r / block + sequence on, which leaves each room for one tile that is not whole. Who has a number finds
-// its sequence in cu_seqlens: by a warp, 32 slots at a time.
+// In dense batches every sequence has as many numbers as the longest one has tiles. Packed sequences whose grid would
+// mostly be empty (lists_tiles()) are numbered by their rows in memory instead: a sequence that begins at row r has the
+// numbers from r / block + sequence on, which leaves each sequence room for one partial tile. A warp finds the sequence
+// of a number in cu_seqlens, 32 entries at a time.
 #pragma once
 
 #include "kernels/common/sequence.cuh"
@@ -29,7 +29,7 @@ __device__ __forceinline__ int last_index_up_to(int64_t value, int count, ValueA
   return first;
 }
 
-/// Of one side of a call. heads: work tiles that share a number. scale: rows of a tile that a row in memory counts for.
+/// The numbers of one side of a call. heads: work tiles that share a number. scale: rows of a tile per row in memory.
 struct TileNumbers {
   WorkListSide side;
   LongDivisor block;
@@ -48,13 +48,13 @@ struct TileNumbers {
     count = by_rows ? rows / block + p.batch : p.batch * tiles_of_longest;
   }
 
-  /// Of tile 0 of a sequence that begins at row `begin`.
+  /// The number of tile 0 of a sequence that begins at row `begin`.
   __device__ __forceinline__ int64_t first_of(int sequence, int64_t begin) const {
     return by_rows ? static_cast<int64_t>(block.quotient(scale * begin)) + sequence : sequence * tiles_of_longest;
   }
 
-  /// The sequence of a number, and the tile, which its length may leave out: below 0, or behind its end. By a whole
-  /// warp.
+  /// Finds the sequence and the tile of a number. The tile may not exist: it may be negative or lie behind the end of
+  /// the sequence. To be called by a whole warp.
   __device__ __forceinline__ void find(const AttentionParams& p, int64_t number, int& sequence, int& tile) const {
     if (!by_rows) {
       sequence = static_cast<int>(number / tiles_of_longest);

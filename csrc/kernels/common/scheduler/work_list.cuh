@@ -1,23 +1,23 @@
-// The work list of packed sequences: which tiles there are, found on the device from cu_seqlens and seqused, so that no
-// grid and no loop follows a bound on the lengths. The order is that of work_order.h.
+// The work list of packed sequences: the tiles that exist, found on the device from cu_seqlens and seqused, so that no
+// grid and no loop depends on a bound on the lengths. The order is that of work_order.h.
 //
 // A kernel that has a work tile per (sequence, tile of `block` rows, head) uses it like this:
 //
 //   host    const WorkListPlan plan(p, WorkListSide::kKeys, work_order(...));
-//           workspace bytes += plan.bytes();                          // 0: all tiles of the grid are as good as there
+//           workspace bytes += plan.bytes();                          // 0: a plain grid serves, no list
 //           WorkList list = plan.view(memory);                        // memory at a multiple of 128 bytes
 //           fill_work_list(p, plan, list, stream);                    // launches the kernel that writes it
 //           grid = plan.max_work_tiles() CTAs, or fewer persistent ones
-//   device  // The list must be there: wait_for_previous_grid(), where nothing else has waited for the kernel above.
+//   device  // Call wait_for_previous_grid() first, unless something else has waited for the kernel that lists.
 //           const TileIndex tile = list.locate(position);              // one load of 16 bytes
-//           if (tile.tile == kNoTile) return;                         // the host knows a bound: behind all tiles
+//           if (tile.tile == kNoTile) return;                         // the host knows only a bound on the number
 //
 // list.head->taken is a counter for persistent CTAs that the same kernel clears. The kernel that fills the list lets
-// the next one start early (ptx::launch_dependents()). Without a list (plan.listed is false), position and work tile
-// are the launcher's matter, as ever.
+// the next one start early (ptx::launch_dependents()). Without a list (plan.listed is false) the launcher itself maps
+// positions to work tiles.
 //
-// cu_seqlens that are no cumulative lengths may list too many tiles: those that find no room are left out. What is
-// listed is within its sequence, as Sequence clamps it.
+// cu_seqlens that are no cumulative lengths may give too many tiles; those without room are left out. Every listed tile
+// lies within its sequence, as Sequence clamps it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -35,7 +35,7 @@ struct alignas(128) WorkListHead {
   unsigned long long taken;  // positions taken by persistent CTAs, besides the first of each
 };
 
-/// As a kernel sees it.
+/// The list as a kernel sees it.
 struct WorkList {
   WorkListHead* head = nullptr;  // null: no list
   ListedTile* entries = nullptr;
@@ -51,11 +51,11 @@ struct WorkList {
   }
 };
 
-/// What the host knows of the list of a call.
+/// The list of a call as the host sees it.
 struct WorkListPlan {
   WorkListSide side;
   WorkOrder order;
-  int64_t most_tiles;  // that can exist, with or without a list
+  int64_t most_tiles;  // upper bound on the tiles that exist, with or without a list
   bool listed;
 
   WorkListPlan(const AttentionParams& p, WorkListSide side, const WorkOrder& order) : side(side), order(order) {
@@ -79,8 +79,8 @@ struct WorkListPlan {
   }
 };
 
-/// The list of a forward: tiles of queries, those with the most keys under a causal mask first. The keys and values of
-/// a section fit into L2.
+/// The list of a forward: query tiles, those with the most keys under a causal mask first. K and V of a section fit
+/// into L2.
 inline WorkListPlan forward_work_list(const AttentionParams& p, int64_t block_m) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
   const int64_t row_bytes = (p.head_dim + p.head_dim_v) * (p.dtype == DType::kFloat32 ? 4 : 2);
@@ -88,10 +88,10 @@ inline WorkListPlan forward_work_list(const AttentionParams& p, int64_t block_m)
   return {p, WorkListSide::kQueries, work_order(block_m, p.heads_q, head_group, true, kKeyBytesInL2 / row_bytes, 1)};
 }
 
-/// The list of a backward: tiles of keys, of key heads. The queries, the gradients of out and the sums of dQ in float
-/// of a section fit into L2; sections of several sequences are a quarter of that, so that the tiles of a head, which
-/// add to the same dQ, run in one wave. The first tile of keys, which the most queries see under a causal mask, comes
-/// first; or the last one, as additions that take turns want it.
+/// The list of a backward: key tiles of key heads. Q, dO and the float sums of dQ of a section fit into L2. A section
+/// of several sequences takes a quarter of that, so that the tiles of a head, which add to the same dQ, run in one
+/// wave. The first key tile comes first, because it has the most queries under a causal mask; or the last one, if
+/// additions to dQ take turns in that order.
 inline WorkListPlan backward_work_list(const AttentionParams& p, int64_t block_n, bool last_tile_first) {
   constexpr int64_t kQueryBytesInL2 = 32 << 20;
   const int64_t element_bytes = p.dtype == DType::kFloat32 ? 4 : 2;
@@ -100,7 +100,7 @@ inline WorkListPlan backward_work_list(const AttentionParams& p, int64_t block_n
   return {p, WorkListSide::kKeys, work_order(block_n, p.heads_kv, 1, last_tile_first, rows_in_l2, 4)};
 }
 
-/// Writes the list, if there is one. Launches no kernel otherwise.
+/// Launches the kernel that writes the list, if the plan has one.
 void fill_work_list(const AttentionParams& p, const WorkListPlan& plan, const WorkList& list, cudaStream_t stream);
 
 }  // namespace flash_ext

@@ -1,14 +1,14 @@
-// In which order CTAs acquire the tiles of sequences whose lengths only the device knows. Host and device share it:
+// The order in which CTAs take the tiles of sequences whose lengths only the device knows. Host and device share it:
 // the kernel that lists the tiles (work_list.cuh), the plan, and tests.
 //
-// Sequences stand longest first. Neighbours whose rows of the other side fit into L2 together, for all heads, or into a
-// part of it, are a section; a sequence that does not fit is a section of its own. Of a section, the tiles that cost
-// the most come first, those of all its sequences and heads side by side: that balances the tail wave, and what is read
-// by several tiles is read at one time. In a section of one long sequence as many heads go side by side as fit, in
-// whole bundles: an entry of the list is a tile of a bundle of heads.
+// Sequences are sorted longest first. Neighbours whose rows of the other side fit into L2 together, for all heads, or
+// into a part of it, form a section; a sequence that does not fit is a section of its own. Within a section the tiles
+// that cost the most come first, those of all its sequences and heads side by side. This balances the tail wave, and
+// tiles that read the same data run at the same time. In a section of one long sequence as many heads run side by side
+// as fit, in whole bundles: an entry of the list is a tile for a bundle of heads.
 //
-// Under a causal mask the last queries of a sequence see the most keys, and its first keys the most queries. So the
-// rank of a tile within its sequence counts from one end, and its cost is what is left to the other one.
+// Under a causal mask the last queries of a sequence see the most keys, and its first keys have the most queries. So
+// the rank of a tile counts from one end of its sequence, and its cost is the number of tiles left to the other end.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +19,14 @@
 
 namespace flash_ext {
 
-/// What the host says about the order.
+/// The parameters of the order, which the host sets.
 struct WorkOrder {
   int32_t block;         // rows of a tile
   int32_t heads;         // of work tiles, of a sequence
   int32_t bundle_heads;  // of an entry; divides heads
   int32_t bundles;       // of all heads
   bool last_tile_first;  // of a sequence: the tile that costs the most
-  int64_t rows_in_l2;    // of the other side, for a bundle of heads, that fit there
+  int64_t rows_in_l2;    // rows of the other side that fit into L2, for a bundle of heads
   int64_t section_rows;  // the same, of a section of several sequences: at most rows_in_l2
 };
 
@@ -114,8 +114,8 @@ FLASH_EXT_HOST_DEVICE int32_t tile_of_rank(const WorkOrder& order, int32_t tiles
   return order.last_tile_first ? tiles - 1 - rank : rank;
 }
 
-/// Where the tile of a rank of a sequence stands among the tiles of its section. The section's sequences are those of
-/// the sorted keys [begin, end); tiles_before counts the tiles of all sequences before one.
+/// The position of a sequence's tile of this rank among the tiles of its section. The section has the sequences of the
+/// sorted keys [begin, end); tiles_before counts the tiles of all sequences before one.
 FLASH_EXT_HOST_DEVICE int64_t index_among_tiles(const uint64_t* keys, const int64_t* tiles_before, int begin, int end,
                                                 int sequence, int32_t rank) {
   const int32_t cost = tiles_of_key(keys[sequence]) - rank;
@@ -134,7 +134,7 @@ FLASH_EXT_HOST_DEVICE int64_t index_among_tiles(const uint64_t* keys, const int6
   return tiles_before[low] - tiles_before[begin] - int64_t{low - begin} * cost + sequence - begin;
 }
 
-/// Where a section has the entry of a bundle of a tile, by the tile's rank and its slot among the section's tiles.
+/// The position, within its section, of the entry for a bundle, from the tile's rank and its position among the tiles.
 FLASH_EXT_HOST_DEVICE int64_t index_in_section(const WorkOrder& order, uint64_t key, int32_t rank, int64_t index,
                                                int32_t bundle) {
   const int64_t other_rows = other_rows_of_key(key);
@@ -146,22 +146,22 @@ FLASH_EXT_HOST_DEVICE int64_t index_in_section(const WorkOrder& order, uint64_t 
   return int64_t{first} * tiles_of_key(key) + int64_t{rank} * width + (bundle - first);
 }
 
-/// Tiles that sequences can have: `rows` rows in memory, each sequence no longer than `longest`.
+/// The most tiles that `batch` sequences can have with `rows` rows in total, none longer than `longest`.
 FLASH_EXT_HOST_DEVICE int64_t most_tiles(int64_t batch, int64_t longest, int64_t rows, int64_t block) {
   const int64_t by_length = batch * tiles_of_rows(longest, block);
   const int64_t by_rows = (rows + batch * (block - 1)) / block;  // each sequence has one that is not whole
   return by_length < by_rows ? by_length : by_rows;
 }
 
-/// Whether the tiles of packed sequences are listed: a list takes some 4 microseconds, and a place of a grid without a
-/// tile half of one, of one of the SMs. And a grid of three dimensions can count to kMostGridRows in the second one.
+/// Whether the tiles of packed sequences are listed. A list takes some 4 microseconds; a CTA without a tile takes half
+/// a microsecond of one SM. The second dimension of a grid counts to kMostGridRows.
 FLASH_EXT_HOST_DEVICE bool lists_tiles(int64_t batch, int64_t longest, int64_t rows, int64_t block, int64_t heads) {
   constexpr int64_t kWorthAList = 1024, kMostGridRows = 65535;
   const int64_t tiles = tiles_of_rows(longest, block);
   return tiles > kMostGridRows || (batch * tiles - most_tiles(batch, longest, rows, block)) * heads > kWorthAList;
 }
 
-/// The list, as the device makes it, of sequences with these rows.
+/// The list that the device writes for sequences with these numbers of rows.
 inline std::vector<ListedTile> list_tiles(const WorkOrder& order, const std::vector<int64_t>& rows,
                                           const std::vector<int64_t>& other_rows) {
   std::vector<ListedTile> list;

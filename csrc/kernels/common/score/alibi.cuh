@@ -1,17 +1,17 @@
-// ALiBi: what it takes off a score is slope * |i + diagonal - j|.
+// ALiBi subtracts slope * |i + diagonal - j| from a score.
 #pragma once
 
 #include "kernels/common/accumulators.cuh"
 
 namespace flash_ext {
 
-/// That of a lane's accumulators.
+/// ALiBi for the accumulators of a lane.
 template <bool kTransposed>
 struct AlibiOfLane {
   float slope;     // in units of scores
-  float distance;  // of the lane's first key from what its first query is aligned with: i + diagonal - j
+  float distance;  // i + diagonal - j of the lane's first query i and first key j
 
-  /// The score x of an accumulator, with it.
+  /// The score x of an accumulator with ALiBi added.
   __device__ __forceinline__ float add(float x, int m, int n, int e) const {
     const int down = 16 * m + 8 * (e / 2), along = 8 * n + e % 2;
     return fmaf(-slope, fabsf(distance + static_cast<float>(kTransposed ? along - down : down - along)), x);

@@ -1,4 +1,4 @@
-// The bias of one head in global memory, element by element.
+// The bias of one head in global memory, read element by element.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,7 +28,7 @@ class BiasRows {
     return static_cast<float>(reinterpret_cast<const T*>(data_)[i * row_stride_ + j * col_stride_]);
   }
 
-  /// Runs with a value of the element type: the switch is taken once for a whole tile.
+  /// Calls run(T()) for the element type T, so that the switch is taken once for a whole tile.
   template <class Run>
   __device__ __forceinline__ void with_type(Run run) const {
     switch (dtype_) {

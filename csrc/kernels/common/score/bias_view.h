@@ -1,4 +1,4 @@
-// How a bias lies in memory, as far as the host goes by it: which kernel, and how it brings tiles of it.
+// Properties of a bias in memory by which the host chooses a kernel and how it loads bias tiles.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ inline int64_t bias_element_bytes(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-/// Whether the rows of what is `bytes` an element can be copied in pieces of 16 bytes.
+/// Whether rows of elements of `bytes` bytes can be copied in pieces of 16 bytes.
 inline bool has_rows_of_pieces(const ScoreView& view, int64_t bytes) {
   if (!view.data || view.col_stride != 1) return false;
   const int64_t strides[] = {view.batch_stride, view.head_stride, view.row_stride};
@@ -21,15 +21,15 @@ inline bool has_rows_of_pieces(const ScoreView& view, int64_t bytes) {
   return aligned;
 }
 
-/// Whether tiles can be copied, of elements of 2 or 4 bytes.
+/// Whether bias tiles can be copied in pieces: elements of 2 or 4 bytes, aligned rows.
 inline bool can_stage_bias(const ScoreView& bias) {
   return bias.dtype != DType::kFloat64 && has_rows_of_pieces(bias, bias_element_bytes(bias.dtype));
 }
 
-/// A bias, or a mask, of keys alone.
+/// Whether it is a per-key bias or mask.
 inline bool same_for_all_queries(const ScoreView& view) { return view.data && view.row_stride == 0; }
 
-/// Of a tile of the backward's in shared memory.
+/// Bytes of a bias tile of the backward in shared memory.
 constexpr int64_t bias_tile_bytes(DType dtype, int rows, int keys) {
   const bool wide = dtype == DType::kFloat32 || dtype == DType::kFloat64;
   return wide ? 4 * rows * keys : rows * std::max(2 * keys, 128);  // rows are at least 128 bytes

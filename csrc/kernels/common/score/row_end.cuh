@@ -1,19 +1,19 @@
-// How a row ends: what normalises out, and its log-sum-exp.
+// The end of a row: the factor that normalises out, and its log-sum-exp.
 #pragma once
 
 #include "units.cuh"
 
 namespace flash_ext {
 
-/// What normalises a row of out, and its log-sum-exp.
+/// The factor that normalises a row of out, and its log-sum-exp (natural logarithm).
 struct RowEnd {
   float scale;
   float lse;
 };
 
-/// `sum` is of exponentials of scores less reference * scale, `sink` a natural logarithm, -inf = none. A row that saw
-/// nothing has sum 0; one with an infinite score has the weights Inf / Inf, and an infinite lse. That is rounded once:
-/// a key far above all others has its very score for an lse, whatever the reference is.
+/// `sum` is the sum of exponentials of scores minus reference * scale; `sink` is a natural logarithm, -inf = none. A
+/// row that saw nothing has sum 0. A row with an infinite score has weights Inf / Inf and an infinite lse. lse is
+/// rounded once, so a row with one key far above all others has that key's exact score as its lse.
 template <class Unit = BaseTwoUnit>
 __device__ __forceinline__ RowEnd finish_row(float reference, float sum, float sink, float scale = 1.0f) {
   if (sum == 0.0f) return {0.0f, -INFINITY};

@@ -1,4 +1,4 @@
-// What a score goes through between the product q k^T and the exponential, on tiles of accumulators.
+// From products q k^T to scores, on tiles of accumulators: scale, softcap, ALiBi and bias.
 #pragma once
 
 #include "alibi.cuh"
@@ -15,8 +15,8 @@
 
 namespace flash_ext {
 
-/// What a call's scale and softcap come to. Doubles are divided: where registers are short the host does it, and
-/// kernels find the result in constant memory.
+/// The factors of a call's scale and softcap. Computing them divides doubles; where registers are short the host does
+/// it, and kernels read the result from constant memory.
 struct ScoreFactors {
   float scale;  // of products; with softcap: to the argument of tanh
   float cap;    // 0 = off
@@ -28,7 +28,7 @@ struct ScoreFactors {
         cap(static_cast<float>(p.softcap) * per_natural) {}
 };
 
-/// Scale, softcap, ALiBi and bias of one head. Visibility is not its matter.
+/// Scale, softcap, ALiBi and bias of one head. It does not hide anything.
 template <class Element>
 struct ScoreRules {
   using Unit = ScoreUnit<Element>;
@@ -52,7 +52,7 @@ struct ScoreRules {
         seqlen_k(sequence.seqlen_k),
         bias(p.bias, sequence) {}
 
-  /// Products to scores, but for the terms that are added.
+  /// Turns products into scores, without the terms that are added.
   template <int kM, int kN>
   __device__ __forceinline__ void scale_and_cap(float (&s)[kM][kN][4]) const {
     if (cap > 0.0f) {

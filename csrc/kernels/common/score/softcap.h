@@ -1,5 +1,5 @@
-// Softcap, its value and its derivative: a product becomes  cap * tanh(x),  x = product * scale / cap,  and by
-// product * scale that has the derivative  1 - tanh(x)^2,  the slope.
+// Softcap, its value and its derivative. A product becomes  cap * tanh(x)  with  x = product * scale / cap.  Its
+// derivative by product * scale is the slope,  1 - tanh(x)^2.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -17,7 +17,7 @@ __device__ __forceinline__ float softcap_tanh(float x) {
   if constexpr (sizeof(Element) == 4) return tanhf(x);
   return ptx::tanh_approx(x);
 }
-/// To 1e-7, as an lse in float wants it.
+/// With an error of 1e-7, as precise as an lse in float.
 template <class Element>
 __device__ __forceinline__ float softcap_tanh_of_lse(float x) {
   if constexpr (sizeof(Element) == 4) return tanhf(x);

@@ -1,4 +1,4 @@
-// What scores are counted in, and what their size asks for: weights of large scores, stabilisers, biases.
+// The unit of scores, base 2 or natural, and what their size requires: bounds of weights, stabilisers and biases.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -12,25 +12,25 @@ namespace flash_ext {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-/// A bias that no score overflows by: beyond `most` its size is all that is left of a score, and what is as large is a
-/// tie. Inf and NaN stay.
+/// Bounds a finite bias to [-most, most], so that no score overflows. Beyond `most` a bias exceeds every product, so
+/// two such keys count as equal. Inf and NaN stay.
 __device__ __forceinline__ float saturate_bias(float bias, float most) {
   return fabsf(bias) < INFINITY ? fminf(fmaxf(bias, -most), most) : bias;
 }
 
-/// `most` of a bias that this factor makes a score, or a product, and log2(e) a score.
+/// `most` for a bias that is multiplied by `factor`, or by log2(e).
 inline float most_bias(float factor) {
   const float size = factor < 0.0f ? -factor : factor;
   return 0x1p126f / (size > kLog2E ? size : kLog2E);
 }
 
-/// lse, to base 2, of rows whose scores are so large that rounding alone may make a weight Inf where the backward takes
-/// lse off. There less is taken off, so that no weight is lost, and weights are bounded by 1: a score as near to the
-/// largest one as its last places counts as it.
+/// lse in base 2 of rows with scores so large that rounding alone may make a weight Inf when the backward subtracts
+/// lse. For these rows it subtracts slack() less than lse, so that no weight is lost, and bounds weights by 1. A score
+/// within rounding of the largest one then counts as equal to it.
 struct LargeLse {
   static constexpr float kLowest = -0x1p20f, kHighest = 0x1p16f, kSlack = 0x1p-20f;
 
-  /// Not of Inf or NaN.
+  /// Whether a finite lse is that large; false for Inf and NaN.
   __device__ __forceinline__ static bool is(float lse) {
     return (lse > kHighest && lse < INFINITY) || (lse < kLowest && lse > -INFINITY);
   }
@@ -38,9 +38,9 @@ struct LargeLse {
   __device__ __forceinline__ static float bound(float weight) { return ptx::min_or_nan(weight, 1.0f); }
 };
 
-/// What scores of 16-bit inputs and of TF32 are counted in: x = s * log2(e), so that a weight 2^(x - r) takes one FMA
-/// and one exponential. That is for scores of moderate size (FixedStabiliser): where a maximum is taken of scores they
-/// are rounded first, so that the largest one less the maximum is 0.
+/// The unit of 16-bit inputs and of TF32: x = s * log2(e), so that a weight 2^(x - r) costs one FMA and one
+/// exponential. It suits scores of moderate size (FixedStabiliser). The safe path rounds scores before it takes a
+/// maximum, so that the largest one minus the maximum is exactly 0.
 struct BaseTwoUnit {
   static constexpr bool kNatural = false;
   static constexpr float kPerNatural = kLog2E, kNaturalPer = kLn2;
@@ -60,20 +60,20 @@ struct BaseTwoUnit {
   __device__ __forceinline__ static float lse_with_slack(float natural_lse) {
     return natural_lse - LargeLse::slack(natural_lse * kLog2E) * kLn2;
   }
-  /// The weight of a score. One rounding: that of lse * log2(e) alone would shift a whole row.
+  /// The weight of a score. The FMA rounds once; rounding lse * log2(e) first would shift a whole row.
   __device__ __forceinline__ static float weight_of_score(float score, float natural_lse) {
     return LargeLse::bound(ptx::exp2_approx(fmaf(natural_lse, -kLog2E, score)));
   }
 };
 
-/// What scores of floats are counted in: as lse is. Times log2(e), a score of 1e4 and its lse would be rounded once
-/// more, by 1e-3 each, and a bias near the largest float would overflow. A score is rounded before lse is taken off, so
-/// that forward and backward have the same: no FMA may take the product in.
+/// The unit of float32 inputs: that of lse. Multiplied by log2(e), a score of 1e4 and its lse would be rounded once
+/// more, by 1e-3 each, and a bias near the largest float would overflow. A score is rounded before lse is subtracted,
+/// so that forward and backward see the same score; therefore multiply() must not be fused into an FMA.
 struct NaturalUnit {
   static constexpr bool kNatural = true;
   static constexpr float kPerNatural = 1.0f, kNaturalPer = 1.0f;
 
-  /// Of a difference that `scale` makes one of scores.
+  /// The exponential of x * scale, a difference of scores.
   __device__ __forceinline__ static float exp(float x, float scale = 1.0f) {
     return ptx::exp2_approx(x * (scale * kLog2E));
   }
@@ -87,28 +87,28 @@ struct NaturalUnit {
   __device__ __forceinline__ static float weight_of_score(float score, float lse) { return exp(score - lse); }
 };
 
-/// A score and a bias, which of_bias() counts as scores are; a bias of -inf hides even a score of NaN.
+/// A score plus a bias, which of_bias() converts to the unit of scores. A bias of -inf hides even a score of NaN.
 template <class OfBias>
 __device__ __forceinline__ float with_bias(float score, float bias, OfBias of_bias) {
   return bias == -INFINITY ? -INFINITY : score + of_bias(bias);
 }
 
-/// The weight of a score, in a row whose lse is what lse_with_slack() made of it, or -inf: it is not there, or sees
-/// nothing. Hidden scores first: an lse of NaN must not reach them.
+/// The weight of a score in a row with `lse` from lse_with_slack(), or -inf if the row does not exist or sees nothing.
+/// Hidden scores are tested first, because an lse of NaN must not reach them.
 template <class Unit>
 __device__ __forceinline__ float visible_weight(float score, float lse) {
   return lse == -INFINITY || score == -INFINITY ? 0.0f : Unit::weight_of_score(score, lse);
 }
 
-/// A stabiliser is a rounded score. An FMA takes it off an exact one; the difference is a factor of the row's weights,
-/// which must not show: in this range (base 2) the weight of the largest score is 1 as an Element, and out that key's
-/// value, bit for bit. Beyond it a row takes the safe path, whose scores are rounded. Below, where nothing but rows of
-/// padding lie, a percent may show.
+/// The range of stabilisers (base 2) for which a row max may stay fixed. A stabiliser is a rounded score, and an FMA
+/// subtracts it from an exact one; the difference is a factor of all weights of the row. Within this range it does not
+/// show: the weight of the largest score rounds to 1 as an Element. Beyond it a row takes the safe path, whose scores
+/// are rounded. Towards kLowest, where only rows of padding lie, the factor may reach a percent.
 template <class Element>
 struct FixedStabiliser {
   static constexpr float kLowest = -0x1p17f, kHighest = std::is_same_v<Element, __half> ? 0x1p13f : 0x1p16f;
 
-  /// -inf is: the row saw no key.
+  /// True for -inf, too: the row saw no key.
   __device__ __forceinline__ static bool serves(float stabiliser) {
     return stabiliser <= kHighest && (stabiliser >= kLowest || stabiliser == -INFINITY);
   }

@@ -1,7 +1,7 @@
 // Attention backward on mma.sync (FlashAttention-2, Dao 2023, algorithm 2), recomputing the probabilities from lse:
 //
-//   S^T = K Q^T,   P^T = e^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)         D:
-//   common/backward/row_terms.cuh dV += P^T dO,  dK += dS^T Q,          dQ += dS K
+//   S^T = K Q^T,   P^T = e^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)     D: common/backward/row_terms.cuh
+//   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
 // A CTA owns kBlockN keys of one key head, and walks all tiles of queries that see them, of all heads of the group.
 // Half of its warps, the P warps, make S^T, P^T and dV; the others, the dS warps, make dP^T, dS^T and dK. A warp owns

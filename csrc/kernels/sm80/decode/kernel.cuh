@@ -1,5 +1,6 @@
-// Attention over a key-value cache on mma.sync:   out_r = sum_j p_rj v_j / l_r,   p_rj = e^(s_rj - m_r),   l_r = sum_j
-// p_rj
+// Attention over a key-value cache on mma.sync:
+//
+//   out_r = sum_j p_rj v_j / l_r,   p_rj = e^(s_rj - m_r),   l_r = sum_j p_rj
 //
 // Decoding reads each key and value once and does little with it, so all is arranged to keep reads under way. The heads
 // that share a key head are rows of one tile (scheduler.cuh), and the keys of a tile are cut into splits, one CTA

@@ -1,6 +1,6 @@
-// A bias as TMA can read it: rows made of pieces of 16 bytes. One that is not is copied before the forward
-// runs; a dimension that is the same for all stays so, but for the keys: of those a copy has as many as one part of a
-// bias, which the producer takes for every tile.
+// TMA reads a bias whose rows consist of 16-byte pieces. Any other bias is copied to such rows before the forward runs.
+// Broadcast dimensions stay broadcast, except the keys: the copy of a bias that is the same for all keys has 64 of
+// them, one part, which the producer loads for every tile.
 #pragma once
 
 #include "kernels/common/score/bias_tile.cuh"
@@ -19,7 +19,7 @@ inline bool must_align_bias(const ScoreView& bias) { return bias.data && !can_st
 /// The copy of a bias of 16 bits.
 struct AlignedBias {
   ScoreView view;
-  int64_t batch, heads, rows, columns;  // that differ
+  int64_t batch, heads, rows, columns;  // distinct ones
   int64_t bytes = 0;
 
   AlignedBias(const AttentionParams& p, void* memory) {
@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(kBiasCopyThreads)
   }
 }
 
-/// The bias for the forward, in `memory` of AlignedBias::bytes where it has to be copied.
+/// Returns the bias for the forward: the original, or a copy in `memory` of AlignedBias::bytes.
 inline ScoreView align_bias(const AttentionParams& p, void* memory, cudaStream_t stream) {
   if (!must_align_bias(p.bias)) return p.bias;
   constexpr int64_t kMostBlocks = 1 << 20;

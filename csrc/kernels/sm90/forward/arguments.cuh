@@ -1,4 +1,4 @@
-// What the host makes of a call for the kernel, which finds it in constant memory.
+// Kernel arguments: what the host computes from a call. Kernels read them from constant memory.
 #pragma once
 
 #include "kernels/ptx/tensor_map.h"
@@ -28,15 +28,15 @@ ForwardMaps encode_maps(const ForwardParams& p) {
           encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kWarpgroupRows)};
 }
 
-/// What the host makes of a call. Kernels find it in constant memory.
+/// Terms of the variants with bias, masks or dropout.
 struct ForwardOptionsTerms {
   ScoreTerms terms;
-  // A product becomes a score to base 2 by `scale`. With softcap, with ALiBi, or where what is added cannot be divided
-  // by it, that is done first, and `scale` is 1.
+  // `scale` turns a product into a base-2 score. With softcap or ALiBi, or with a scale that a bias cannot be divided
+  // by, scores are scaled first, and `scale` is 1.
   float scale;
-  float bias_factor;  // of a bias, which is added before `scale`
-  float most_bias;    // of saturate_bias()
-  float keep_scale;   // of dropout
+  float bias_factor;  // multiplies a bias, which is added before `scale` is applied
+  float most_bias;    // argument of saturate_bias()
+  float keep_scale;   // multiplies the weights that dropout keeps
   bool scales_first, adds_alibi, adds_bias;
   ForwardVisibility visible;
 };
@@ -60,7 +60,7 @@ using ForwardScheduleOf =
                        std::conditional_t<Config::kListsBlocks, ForwardBlocksSchedule,
                                           std::conditional_t<Config::kSplitsKv, SplitKvSchedule, ForwardSchedule>>>;
 
-/// The parameters of the kernel, besides the schedule.
+/// The parameters of the kernel, except the schedule.
 template <class Config, bool kGeneral = Config::kGeneral>
 struct ForwardParameters {
   struct Call {
@@ -70,7 +70,7 @@ struct ForwardParameters {
   using Terms = ScoreTerms;
 };
 
-/// With options.
+/// In the variants with bias, masks or dropout.
 template <class Config>
 struct ForwardParameters<Config, true> {
   struct Call {
@@ -83,7 +83,7 @@ struct ForwardParameters<Config, true> {
   struct Terms {};
 };
 
-/// The same as the roles of a CTA see them.
+/// The parameters as the roles of a CTA see them.
 template <class Config>
 struct ForwardArguments {
   using Parameters = ForwardParameters<Config>;
@@ -99,7 +99,7 @@ struct ForwardArguments {
       return terms;
     }
   }
-  /// Of scores, to base 2. Score options apply theirs before.
+  /// The factor from products to base-2 scores; 1 where score options have applied it before.
   __device__ __forceinline__ float scale() const {
     if constexpr (Config::kGeneral) {
       return call.options.scale;

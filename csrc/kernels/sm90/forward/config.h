@@ -1,4 +1,4 @@
-// The shared memory and the limits that follow from a shape of the forward.
+// What follows from a shape of the forward: its shared-memory plan and its limits.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,8 +24,7 @@ struct ForwardConfig {
   static constexpr bool kOnlyBias = kVariant == ForwardVariant::kBias, kOnlyMask = kVariant == ForwardVariant::kMask;
   static constexpr bool kGeneral = kVariant == ForwardVariant::kGeneral || kOnlyBias || kOnlyMask || kDrops;
   static constexpr bool kListsBlocks = kVariant == ForwardVariant::kBlocks;
-  // A work tile may have a part of the keys alone (split_kv.cuh). Others have no registers left for that at head_dim
-  // 256.
+  // A work tile may have only a part of its keys (split_kv.cuh). Other variants have no registers for that at 256.
   static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain;
   static constexpr ForwardShape kShape = kListsBlocks ? forward_blocks_shape({kHeadDim, kHeadDimV})
                                          : kGeneral   ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
@@ -37,19 +36,19 @@ struct ForwardConfig {
   static constexpr int kValueStages = kShape.value_stages;
   static constexpr int kRegisters = kShape.registers;
   static constexpr int kProducerRegisters = kShape.producer_registers;
-  static constexpr int kKeyParts = kBlockN / kKeyGroup;         // of a tile, in which masks and biases come
-  static constexpr int kDrawsBits = kDrops ? kBlockN / 16 : 1;  // groups of keys of Philox, in a tile
+  static constexpr int kKeyParts = kBlockN / kKeyGroup;         // parts of a tile in which masks and biases come
+  static constexpr int kDrawsBits = kDrops ? kBlockN / 16 : 1;  // Philox's groups of keys in a tile
   static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
   static constexpr int kCtasPerSm = kShape.ctas_per_sm;
   static constexpr bool kOverlaps = kShape.overlaps;
-  // The first V of a CTA waits for its first Q: 2 % of short causal calls at 256; below, it costs 1 to 3 %.
+  // The first V of a CTA is loaded after its first Q. Gains 2 % in short causal calls at 256; below it loses 1 to 3 %.
   static constexpr bool kValuesWait = kHeadDim > 128;
-  // Softcap without the unit that exponentials need. At 256 that has time for both, and the registers are taken.
+  // Softcap by a polynomial, without the MUFU unit that exponentials need. At 256 the unit has time for both, and no
+  // registers are free.
   static constexpr bool kCapsByProducts = kHeadDim <= 192;
-  // And by fewer of them while scores are small, for which K stays until the exponentials are done: in rings of three
-  // or more.
+  // The small-score path: a shorter polynomial. K is released only after the exponentials, which takes three stages.
   static constexpr bool kSoftcapsSmallScores = kHeadDim <= 128;
-  // Of work tiles: loads run ahead of what is computed, by short sequences too. Where there is no room for so many, 2.
+  // Slots of work tiles. Loads run ahead of the computation, by several short sequences; 2 where memory is short.
   static constexpr int kSlots = kGeneral && kHeadDim > 128 ? 2 : 4;
 
   static constexpr int kQueryBytes = tile_bytes(kWarpgroupRows, kHeadDim);  // of a warpgroup
@@ -57,23 +56,23 @@ struct ForwardConfig {
   static constexpr int kValueBytes = tile_bytes(kBlockN, kHeadDimV);
   static constexpr int kOutBytes = tile_bytes(kWarpgroupRows, kHeadDimV);
   static constexpr bool kOutInRings = kShape.out_in_rings, kOutInShared = !kShape.stores_registers;
-  // Room for what draws share comes from the bias.
+  // Random bits that draws share take the room of a bias tile.
   static constexpr int kBiasSlots = kShape.bias_slots - (kDrops && kShape.bias_slots != 3 ? 1 : 0);
-  // Places of Q: while out of a tile of queries leaves through its Q's slot, the next Q comes into the other.
+  // Slots of Q: while out of a query tile leaves through its Q's slot, the next Q is loaded into the other.
   static constexpr int kQuerySlots = kOutInRings || !kOutInShared ? 1 : 2;
-  // In each slot Q of each warpgroup; stages of K; of V; bias of each warpgroup.
+  // The plan: slots of Q, each with Q of every warpgroup; stages of K; of V; bias tiles of every warpgroup; bits.
   static constexpr int kQuerySlotBytes = kGroups * kQueryBytes;
   static constexpr int kKeysOffset = kQuerySlots * kQuerySlotBytes;
   static constexpr int kValuesOffset = kKeysOffset + kKeyStages * kKeyBytes;
   static constexpr int kBiasOffset = kValuesOffset + kValueStages * kValueBytes;
   static constexpr int kBiasPartBytes = panel_bytes(kWarpgroupRows);
-  // What masks leave of a tile, for each warpgroup and 64 keys; kKeyStages of them.
+  // Visible pairs of a tile as bits, for each warpgroup and 64 keys; one for each stage of K.
   static constexpr int kBitsOffset = kBiasOffset + kGroups * kBiasSlots * kBiasPartBytes;
   static constexpr int kBitsBytes = kGeneral ? kGroups * kKeyParts * kWarpgroupRows * 8 : 0;
   static constexpr int kTilesBytes = kBitsOffset + kKeyStages * kBitsBytes;
 
-  // A score 11 above the stabiliser overflows P in float16. Some models give a sequence's first key that much, so the
-  // last tile that is visited updates the row stabilisers too: what overflows has to be computed again.
+  // A score 11 above the stabiliser overflows P in float16, and an overflow costs a recomputation. Some models give the
+  // first key of a sequence such scores, so the last visited tile updates the row stabilisers too.
   static constexpr bool kUpdatesRowMaxInLast = std::is_same_v<Element, __half>;
 
   static_assert(panel_bytes(kBlockN) % kSwizzleBytes == 0 && kBlockN % 16 == 0,
@@ -86,7 +85,7 @@ struct ForwardConfig {
                 "one warpgroup has a stage of K, the other one of V");
 };
 
-/// Where a warpgroup's tile of out lies behind the first tile.
+/// The offset of a warpgroup's tile of out from the first tile in shared memory.
 template <class Config>
 FLASH_EXT_HOST_DEVICE constexpr int out_offset(int group, int rank, int k_stage, int v_stage) {
   if (Config::kOutInRings) {

@@ -1,4 +1,4 @@
-// What a consumer warpgroup does with its work tiles, whatever the traversal of their tiles of keys.
+// The loop of a consumer warpgroup over its work tiles, for every traversal of key tiles.
 #pragma once
 
 #include "kernels/sm90/common/work_tile_queue.cuh"
@@ -28,7 +28,7 @@ class ForwardConsumer : public ForwardTraversal<Config> {
     WorkTileQueue<ForwardStorage<Config>> queue(this->storage_);
     while (WorkTile* const work_tile = queue.front()) {
       this->zero();
-      if constexpr (Config::kScoreOptions)  // here, as in a function of its own it takes a register
+      if constexpr (Config::kScoreOptions)  // inline, because a function of its own takes a register
         this->small_scores_ =
             Config::kSoftcapsSmallScores && this->terms_.small_scores.shift < 0.0f && work_tile->slope == 0.0f;
       this->visit(*work_tile);

@@ -1,4 +1,4 @@
-// The end of a work tile: whether it needs recomputing, and its rows of out and lse.
+// The end of a work tile: decides whether it needs recomputing, and stores its rows of out and lse.
 #pragma once
 
 #include "kernels/common/sanitise.cuh"
@@ -36,8 +36,8 @@ class ForwardEpilogue : public ForwardRows<Config> {
   using typename Base::WorkTile;
 
  protected:
-  /// Whether something overflowed or met Inf or NaN in this warp's rows, or a stabiliser is too large for them, or one
-  /// is missing though the row sees keys.
+  /// Records whether a row of this warp overflowed, met Inf or NaN, has a stabiliser beyond FixedStabiliser's limits,
+  /// or has no stabiliser though it sees keys.
   __device__ __forceinline__ void find_failures(WorkTile& work_tile) const {
     const TileCoordinates<false> at = this->coordinates(work_tile, 0);
     bool failed = false, overflowed = false;
@@ -63,14 +63,14 @@ class ForwardEpilogue : public ForwardRows<Config> {
     if (__any_sync(~0u, overflowed)) work_tile.overflowed = true;
   }
 
-  /// As far as the window goes.
+  /// Whether the window lets a row see a key of the work tile.
   __device__ __forceinline__ static bool sees_keys(const WorkTile& work_tile, int row) {
     return max(work_tile.sequence.keys_begin(row), work_tile.tiles.begin * kBlockN) <
            min(work_tile.sequence.keys_end(row), work_tile.tiles.end * kBlockN);
   }
 
-  /// By a lane's share of a row's sum. A quad of lanes shares a row: the limit leaves room for theirs, and for a
-  /// sink's. `met`: out is not finite; so weights may have been too large for an Element.
+  /// `sum` is a lane's share of a row's sum. Four lanes share a row: the limit leaves room for the others and for a
+  /// sink. `met`: out is not finite, so weights may have been too large for an Element.
   __device__ __forceinline__ static bool has_overflowed(float sum, bool met) {
     constexpr float kMostSum = 0x1p100f, kMostWeight = std::is_same_v<Element, __half> ? 65504.0f : kMostSum;
     return !(sum <= (met ? kMostWeight : kMostSum));
@@ -107,7 +107,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
     }
   }
 
-  /// What normalises the rows of out, and their lse.
+  /// Computes the factor that normalises each row of out, and its lse.
   __device__ __forceinline__ void finish_rows(const WorkTile& work_tile, float (&scale)[2], float (&lse)[2]) const {
     float sum[2];
 #pragma unroll
@@ -139,10 +139,10 @@ class ForwardEpilogue : public ForwardRows<Config> {
     }
   }
 
-  /// To TMA (producer.cuh).
+  /// Hands out to warp 1, which stores it by TMA (producer.cuh).
   __device__ __forceinline__ void publish_out(bool copies_out) {
     storage_.out_is_here[query_tile()] = copies_out;
-    // By every thread, for what it wrote. The fence before the copy is that of who starts it.
+    // Every thread arrives for what it wrote. The warp that starts the copy issues the proxy fence.
     ptx::mbarrier_arrive(address(storage_.out_full[query_tile()]));
   }
 
@@ -157,7 +157,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
     }
   }
 
-  /// As the registers are, for combine_splits_kernel().
+  /// Stores O, stabilisers and sums in the order of the registers, for combine_splits_kernel().
   __device__ __forceinline__ void store_part(const WorkTile& work_tile) const {
     float4* const g_part = PartTile<Config>::of_lane(work_tile.part, warpgroup_, warp_, lane_);
 #pragma unroll
@@ -166,10 +166,10 @@ class ForwardEpilogue : public ForwardRows<Config> {
     if (lane_ == 0) *PartTile<Config>::met_non_finite(g_part, lane_) = work_tile.met_non_finite;
   }
 
-  /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
+  /// Adds non-finite values of V to the rows that see them. Sanitising removed them because other rows do not.
   __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile) const {
     if constexpr (Config::kScoreOptions) {
-      // There are no masks, and what follows from them would take registers in the loops.
+      // This variant has no masks; parameters without them save registers in the loops.
       AttentionParams without_masks;
       without_masks.head_dim_v = p_.head_dim_v;
       add_hidden_non_finite(work_tile, without_masks);
@@ -179,7 +179,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
   }
 
  private:
-  /// `p`: the masks that say who sees which keys.
+  /// `p`: its masks say which rows see which keys.
   __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile, const AttentionParams& p) const {
     const Sequence& sequence = work_tile.sequence;
     const TileSpan tiles = work_tile.rows[warpgroup_];

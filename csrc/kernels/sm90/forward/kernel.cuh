@@ -1,33 +1,34 @@
 // Attention forward on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = 2^(s_ij - r_i),   l_i = sum_j p_ij
 //
-// A CTA goes through tiles of kBlockM queries of one head, each from the last tile of keys that it sees to the first.
-// Two to four warpgroups compute (consumer.cuh), 64 queries each, and wait for nobody but the loads. The warps of one
-// more warpgroup feed them:
+// A CTA computes query tiles of kBlockM queries of one head. It visits the key tiles that a query tile sees from the
+// last one to the first. Two to four consumer warpgroups compute 64 queries each (consumer.cuh) and wait only for the
+// loads. The four warps of one more warpgroup are producers:
 //   warp 0  loads K and V through TMA (producer.cuh)
-//   warp 1  loads Q, and stores out; with options it loads the bias
-//   warp 2  sanitises V; with options it loads V
-//   warp 3  makes work tiles, and requeues those that need recomputing (scheduler.cuh)
-// A consumer's step, for tile n of the keys, with P of tile n + 1 in registers:
+//   warp 1  loads Q and stores out; in the variants with bias, masks or dropout it also loads the bias
+//   warp 2  sanitises V; in those variants it also loads V
+//   warp 3  writes the metadata of work tiles, and requeues those that need recomputing (scheduler.cuh)
+// A consumer's step for key tile n, with P of tile n + 1 in registers:
 //   wait for K(n); start S = Q K(n)^T; wait for V(n + 1); start O += P V(n + 1)
-//   S is there: K(n) is free; 2^(S - r); O is there: V(n + 1) is free; P = 2^(S - r)
-// The exponentials hide behind the products of this warpgroup and of the others. So does the end of a tile of queries,
-// as Q of the next one is there by then.
+//   S is complete: release K(n); 2^(S - r); O is complete: release V(n + 1); P = 2^(S - r)
+// The exponentials hide behind the products of this warpgroup and of the others. So does the end of a query tile,
+// because Q of the next one has arrived by then.
 //
-// The stabiliser r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It
-// is the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
-// rescaling of the output. What overflows leaves an Inf or NaN, or a huge sum, whatever comes after it: sum and out are
-// looked at once, at the end (epilogue.cuh), and the CTA then takes the tile of queries again: with V sanitised, as a
-// weight of 0 does not hide Inf and NaN; and where that is not all, on the safe path, with the running maximum.
+// The row stabiliser r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows.
+// It is the maximum of the first tile in which the row sees a key, and then stays fixed, so the loop has neither a
+// maximum nor a rescaling of the output. An overflow leaves an Inf, a NaN or a huge sum that no later tile removes.
+// Sum and out are therefore checked once, at the end of the query tile (epilogue.cuh). If the check fails, the CTA
+// recomputes the query tile with V sanitised, because a weight of 0 does not hide Inf and NaN. After an overflow, or if
+// the check fails again, it does so on the safe path, with the running maximum.
 //
-// Variants (shape.h) differ in how they traverse the tiles of keys and in what a score goes through:
+// Variants (shape.h) differ in how they traverse the key tiles and in what they do to scores:
 //   traverse_range.cuh          plain: a range of tiles
 //   traverse_from_diagonal.cuh  softcap, ALiBi, any scale: the range, from the diagonal on
-//   traverse_listed.cuh         a block mask alone: the tiles of its lists
-//   traverse_visible.cuh        bias, masks, dropout: the tiles that masks leave of the range
+//   traverse_listed.cuh         a block mask alone: the tiles that it lists
+//   traverse_visible.cuh        bias, masks, dropout: the tiles of the range that masks leave
 //
-// Barriers (storage.cuh), and who arrives -> who waits:
+// Barriers (storage.cuh): who arrives -> who waits:
 //   work_tile_full/empty   warp 3 -> all others -> warp 3
-//   work_tile_loaded       warp 0 -> warp 3: most of K and V is under way, so the next work tile may be made
+//   work_tile_loaded       warp 0 -> warp 3: most loads of K and V are issued, so the next work tile may be taken
 //   q_full, q_empty        warp 1 -> consumers -> warp 1
 //   k_full, k_empty        warp 0 -> consumers -> warp 0
 //   v_full, v_empty        warp 0 or 2 -> consumers, sanitiser -> warp 0 or 2
@@ -52,7 +53,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 using ForwardProducerOf = std::conditional_t<Config::kGeneral, ForwardVisibleProducer<Config>, ForwardProducer<Config>>;
 
-/// The lane of a thread: once for all roles, or once for each.
+/// The lane of a thread, read once for all roles or once in each role.
 template <class Config>
 class Lane {
  public:
@@ -75,8 +76,8 @@ class Lane {
   const int lane_ = read();
 };
 
-/// Variants with options make their first work tile later, and read the lane in each role: the role with the fewest
-/// registers else takes both from all.
+/// The variants with bias, masks or dropout make their first work tile later and read the lane in each role: otherwise
+/// the role with the fewest registers keeps both alive throughout.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     forward_kernel(const __grid_constant__ typename ForwardParameters<Config>::Call call,
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   }
 }
 
-/// A persistent grid: each CTA goes through several work tiles.
+/// Launches a persistent grid: each CTA computes several work tiles.
 template <class Config>
 void launch_forward(const typename ForwardParameters<Config>::Call& call,
                     const typename ForwardParameters<Config>::Maps& maps, const ForwardScheduleOf<Config>& schedule,

@@ -1,5 +1,5 @@
-// Which tiles of keys the producer loads for a work tile: those of its range, or those of a block mask's list. Ranks
-// count them down to begin().
+// The key tiles that the producer loads for a work tile: those of its range, or those of a block mask's list. They are
+// numbered by ranks, which count down to begin().
 #pragma once
 
 #include "work_tile.cuh"
@@ -10,8 +10,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class RangeTiles {
  public:
-  // A work tile is taken when so many tiles of keys of the one before are still to be loaded: what a CTA takes early is
-  // spread less evenly, but its loads do not wait for it.
+  // The next work tile is taken when so many key tiles of this one are still to be loaded. Taking it earlier spreads
+  // work tiles less evenly over CTAs; taking it later makes loads wait for it.
   static constexpr int kTilesAhead = 3;
 
   struct Keys {
@@ -35,12 +35,12 @@ class RangeTiles {
   const int begin_, first_row_;
 };
 
-/// A tile of keys that is listed, as the warps that compute find it beside K.
+/// A listed key tile, as consumers find it beside K.
 struct alignas(16) ListedKeys {
   int tile;
-  int bitmap;  // that hides some of it; or kFull, or kCut: the sequence ends in it
-  int offset;  // of its first key in its block
-  int run;     // so many tiles behind it are full
+  int bitmap;  // number of its bitmap; kFull; or kCut: the sequence ends in it
+  int offset;  // of its first key within its block
+  int run;     // number of full tiles that follow
 
   static constexpr int kFull = -1, kCut = -2;
 };
@@ -49,7 +49,7 @@ struct alignas(16) ListedKeys {
 template <class Config>
 class ListedTiles {
  public:
-  // More than of a range: what is listed is looked up first, and a list may be short.
+  // More than for a range: entries must be looked up first, and a list may be short.
   static constexpr int kTilesAhead = 8;
 
   __device__ __forceinline__ ListedTiles(const ForwardParams& p, const ForwardWorkTile<Config>& work_tile, int lane)
@@ -85,7 +85,7 @@ class ListedTiles {
   }
 
  private:
-  /// For the 32 blocks behind those that were taken.
+  /// Loads the next 32 entries.
   __device__ __forceinline__ void ask() {
     const int entry = left_ - 1 - lane_;
     coming_block_ = coming_bitmap_ = 0;
@@ -108,11 +108,11 @@ class ListedTiles {
 
   const BlockMaskParams& blocks_;
   const int tiles_of_block_, seqlen_k_, first_entry_, lane_;
-  int left_;            // blocks behind those in registers
+  int left_;            // blocks that are not in registers yet
   int block_, bitmap_;  // of this lane
   int coming_block_, coming_bitmap_;
   uint32_t full_lanes_;
-  int at_, part_;  // the lane whose block is next, and which tile of it
+  int at_, part_;  // the lane whose block is next, and the tile within that block
 };
 
 }  // namespace flash_ext::sm90

@@ -1,5 +1,5 @@
-// Scores and weights with a bias, masks and dropout, of a tile of keys that a consumer warpgroup visits: what is asked
-// for ahead of S, what is added or hidden, how sums keep watch, what is dropped.
+// Scores and weights of a key tile with a bias, masks and dropout, in a consumer warpgroup: what is loaded ahead of S,
+// what is added or hidden, how row sums detect overflow, and what is dropped.
 #pragma once
 
 #include "epilogue.cuh"
@@ -9,7 +9,7 @@
 
 namespace flash_ext::sm90 {
 
-/// A part of a bias in shared memory: rows of 128 bytes with the swizzle of TMA, or one for all queries.
+/// A part of a bias in shared memory: rows of 128 bytes with the swizzle of TMA, or one row for all queries.
 struct BiasPart {
   uint32_t s_part;
   bool one_row;
@@ -40,7 +40,7 @@ struct BiasPart {
     }
   }
 
-  /// Of the row that this lane names to ldmatrix.
+  /// The address of the row that this lane passes to ldmatrix.
   __device__ __forceinline__ uint32_t lane_at() const {
     const int row = 16 * warp + lane % 16, swizzle = one_row ? 0 : row & 7;
     return row_at(row) + ((lane / 16 ^ swizzle) << 4);
@@ -87,7 +87,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   using SharedRandomBits = KeyRandomBits[kKeyParts];  // of this lane's keys
   using KeptWeights = uint32_t[kKeyParts];
   static_assert(kKeyGroup == kDropoutKeys);
-  // A bias, asked for before S is waited for, takes registers that dropout needs.
+  // Loading a bias ahead of S takes registers that dropout needs.
   static constexpr bool kAsksForBias = !Config::kDrops;
   static constexpr bool kOnlyBias = Config::kOnlyBias, kOnlyMask = Config::kOnlyMask, kSingle = kOnlyBias || kOnlyMask;
   // Base 2. A bias that pads with -10000, or with the lowest number of float16, leaves stabilisers below it.
@@ -147,7 +147,8 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   }
 
  protected:
-  /// What random bits of a tile's keys share, which came with K. Before products hold up shared memory.
+  /// Loads what random bits of a tile's keys share; it arrived with K. Early, because products keep shared memory busy
+  /// later.
   __device__ __forceinline__ void ask_for_random_bits(SharedRandomBits& random_bits) const {
     const KeyRandomBits* const s_keys = storage_.key_random_bits[k_at_.stage()] + lane_ % 4;
 #pragma unroll
@@ -203,8 +204,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     return ptx::mbarrier_test(address(storage_.bias_full[warpgroup_][at.stage()]), at.parity());
   }
 
-  /// Of a tile's P. `hide` makes 0 of the weights of hidden pairs that an option made NaN of: what is added to a score
-  /// hides it by -inf, unless the score is NaN.
+  /// Zeroes weights of hidden pairs that are NaN: adding -inf hides a score, unless the score is NaN.
   template <class Hide>
   __device__ __forceinline__ void add_sums(Scores& s, float (&sum)[2], Hide hide) {
     // Inf and NaN too.
@@ -244,8 +244,8 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     return __any_sync(~0u, low);
   }
 
-  /// Takes the exponent of sums beyond the limit into the stabiliser, as long as a power of 2 can undo it. Else the sum
-  /// becomes Inf, which find_failures() notices.
+  /// Moves the exponent of row sums beyond the limit into the stabiliser, as long as a power of 2 can undo it.
+  /// Otherwise the sum becomes Inf, which find_failures() detects.
   __device__ __forceinline__ void lower(Scores& s, float (&sum)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -269,8 +269,9 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     }
   }
 
-  /// What masks leave of this lane's rows, which came with K; whether they hide something from this warp. That is asked
-  /// before K is released: an arrival does not wait for loads under way, and TMA may then be faster.
+  /// Loads the mask bits of this lane's rows, which arrived with K, and returns whether they hide a pair from this
+  /// warp. The vote must come before K is released: an arrival does not wait for loads in flight, and TMA could
+  /// overwrite the bits first.
   __device__ __forceinline__ bool look(const TileMetadata& metadata, VisibleBits& visible) const {
     if (kOnlyBias || !metadata.partly(warpgroup_)) return false;
     ask_for_bits(visible);
@@ -301,7 +302,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
            (16 * warp + lane / 4) * kRowBytes + lane % 4 * 2;
   }
 
-  /// Products to scores, where a bias cannot be added to products. A bias may hide some, so it counts as if it did.
+  /// Turns products into scores where a bias cannot be added to products. A bias may hide pairs, so it is treated so.
   __device__ __forceinline__ void scale_first(Scores& s, const WorkTile& work_tile, const TileMetadata& metadata,
                                               bool visible) const {
     if (kSingle || !options_.scales_first) return;

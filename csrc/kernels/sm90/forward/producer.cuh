@@ -1,5 +1,5 @@
-// The warps that feed those that compute: one loads Q and stores out, one loads K and V, and one sanitises V where Inf
-// and NaN may be hidden.
+// The producer warps: warp 0 loads K and V, warp 1 loads Q and stores out, warp 2 sanitises V where Inf and NaN may be
+// hidden from some rows.
 #pragma once
 
 #include "arguments.cuh"
@@ -31,7 +31,7 @@ class ForwardProducer {
         v_(reinterpret_cast<uint4*>(tiles + Config::kValuesOffset)),
         lane_(lane) {}
 
-  /// What one of the four warps does.
+  /// Runs the role of one of the four warps.
   template <class Schedule>
   __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule) {
     if (warp == 0) run_keys();
@@ -41,7 +41,7 @@ class ForwardProducer {
   }
 
  protected:
-  /// Warp 1: Q of each warpgroup as soon as there is a slot for it; then out of the work tile before.
+  /// Warp 1: loads Q of each warpgroup as soon as a slot is free, then stores out of the work tile before.
   __device__ __forceinline__ void run_queries() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     uint32_t parities = 0;      // bit g: of q_empty[g]
@@ -50,7 +50,7 @@ class ForwardProducer {
     int k_stage = 0, v_stage = 0;
     storage_.out = {};
     while (const WorkTile* const work_tile = queue.front()) {
-      if (work_tile->sanitised) {  // what failed writes the same rows: first
+      if (work_tile->sanitised) {  // a recomputation writes the same rows, so the first store must be complete
         store_out(out_parities);
         __syncwarp();
         storage_.out.exists = false;
@@ -62,7 +62,7 @@ class ForwardProducer {
 #pragma unroll
       for (int g = 0; g < Config::kGroups; ++g) {
         if (!work_tile->has_rows(g)) continue;
-        // With two slots, the out that was in this one has left: it was that of the work tile before the last.
+        // With two slots this one is free: out of the work tile before the last has left it.
         if constexpr (Config::kQuerySlots == 1) {
           ptx::mbarrier_wait(address(storage_.q_empty[g]), (parities >> g & 1) ^ 1);
           parities ^= 1u << g;
@@ -78,7 +78,7 @@ class ForwardProducer {
       uint32_t groups = 0;
 #pragma unroll
       for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work_tile->publishes(g)) << g;
-      __syncwarp();  // lane 0 has done with what was there
+      __syncwarp();  // lane 0 has read what was there
       storage_.out = {true,    groups, query_slots, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch,
                       k_stage, v_stage};
       __syncwarp();
@@ -92,16 +92,16 @@ class ForwardProducer {
     store_out(out_parities);
   }
 
-  /// Warp 0: K and V of all tiles, in the order of the visits. With kOutInRings, a slot of each for out comes after the
-  /// last. That of V is published by the warp that sanitises, as it is free later than the stage of the next K. Waiting
-  /// for it is not needed here: a stage is free when the one before it in the ring is, and between two slots there is a
-  /// tile.
+  /// Warp 0: loads K and V of all tiles, in the order of the visits. With kOutInRings a stage of each, for out, follows
+  /// the last tile. The sanitising warp publishes that of V, because it is free later than the stage of the next K.
+  /// This warp need not wait for it: a stage is free once the next one in the ring is, and a tile lies between two of
+  /// them.
   __device__ __forceinline__ void run_keys() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kKeyStages> k_at;
     RingPosition<Config::kValueStages> v_at;
     OutSlots k_slots, v_slots;
-    bool is_first = true;  // of all tiles: what the first products need comes before V, as all CTAs start at once
+    bool is_first = true;  // of the CTA: V comes after what the first products need, because all CTAs start at once
     while (const WorkTile* const work_tile = queue.front()) {
       const Sequence& s = work_tile->sequence;
       Tiles tiles(p_, *work_tile, lane_);
@@ -143,8 +143,8 @@ class ForwardProducer {
     }
   }
 
-  /// Warp 2: takes Inf and NaN out of V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. For each
-  /// tile it waits, and releases it: the parity cannot tell a phase from the one before the last.
+  /// Warp 2: removes Inf and NaN from V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. It waits
+  /// for every tile and releases it, also those it does not sanitise: parities repeat every second phase.
   __device__ __forceinline__ void run_values() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
@@ -178,7 +178,7 @@ class ForwardProducer {
 
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
-  /// A tile of V under way to `stage`, which is full behind it.
+  /// Sanitises a tile of V in `stage` once it has arrived, and then arrives at v_full.
   __device__ __forceinline__ void sanitise_tile(WorkTile& work_tile, int tile, int stage) {
     ptx::mbarrier_wait(address(storage_.v_raw[stage]), raw_parities_ >> stage & 1);
     raw_parities_ ^= 1u << stage;
@@ -192,12 +192,12 @@ class ForwardProducer {
     ptx::mbarrier_arrive(address(storage_.v_full[stage]));
   }
 
-  /// Which stages of a ring out goes through: bit s of `used`. Bit s of `parities` is that of the barrier that tells
-  /// when it has left stage s.
+  /// The stages of a ring that hold out: bit s of `used`. Bit s of `parities` is the parity of the barrier that says
+  /// that out has left stage s.
   struct OutSlots {
     uint32_t used = 0, parities = 0;
 
-    /// Whether out went through the stage before its next use.
+    /// Whether the stage held out since its last tile; forgets it.
     __device__ __forceinline__ bool reclaim(int stage) {
       const bool was_used = used >> stage & 1;
       used &= ~(1u << stage);
@@ -216,7 +216,7 @@ class ForwardProducer {
     ptx::mbarrier_wait(address(out_left[at.stage()]), slots.last_parity(at.stage()));
   }
 
-  /// Q of a warpgroup, into the slot that its bit of `query_slots` says.
+  /// Loads Q of a warpgroup into the slot that its bit of `query_slots` names.
   __device__ __forceinline__ void load_query(const WorkTile& work_tile, int g, int first_row,
                                              uint32_t query_slots) const {
     const Sequence& s = work_tile.sequence;
@@ -232,7 +232,7 @@ class ForwardProducer {
     return static_cast<int>(query_slots >> g & 1) * Config::kGroups + g;
   }
 
-  /// storage_.out. Returns when all has been read.
+  /// Stores storage_.out. Returns when TMA has read all of it.
   __device__ __forceinline__ void store_out(uint32_t& parities) const {
     if (!storage_.out.exists) return;
 #pragma unroll
@@ -255,7 +255,7 @@ class ForwardProducer {
 
   __device__ __forceinline__ void store_tile(int g) const {
     const OutTiles& out = storage_.out;
-    // It orders what others wrote too, as they arrived at out_full after it. The warpgroups need not wait for it.
+    // This fence also covers what consumers wrote before they arrived at out_full, so they need no fence themselves.
     ptx::fence_proxy_async_shared();
     const uint32_t s_tile = s_q_ + out_offset<Config>(g, out.query_slots >> g & 1, out.k_stage, out.v_stage);
 #pragma unroll
@@ -266,14 +266,14 @@ class ForwardProducer {
     ptx::tma_store_wait_read();
   }
 
-  /// Those of the first work tile.
+  /// Waits for Q of the first work tile.
   __device__ __forceinline__ void wait_for_queries(const WorkTile& work_tile) const {
 #pragma unroll
     for (int g = 0; g < Config::kGroups; ++g)
       if (work_tile.rows[g].begin < work_tile.rows[g].end) ptx::mbarrier_wait(address(storage_.q_full[g]), 0);
   }
 
-  /// kCount panels of rows from `row` on of a head. Packed sequences are one batch entry.
+  /// Loads kCount panels of rows, from `row` on, of a head. Packed sequences are one batch entry.
   template <int kCount>
   __device__ __forceinline__ void load(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int rows, int row,
                                        int head, int batch, bool packed) const {
@@ -290,7 +290,7 @@ class ForwardProducer {
     return sanitise_pieces<typename Config::Element, false, Config::kValueBytes / 16, 32, 2>(lane_, piece);
   }
 
-  /// Rows from `first` on. Nobody sees them, so what they hold is of no account.
+  /// Zeroes rows from `first` on. They lie behind the sequence, so no query sees them.
   __device__ __forceinline__ void zero_rows(uint4* s_tile, int first) const {
     constexpr int kPieces = kPanelRowBytes / 16;
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// The rows of a consumer warpgroup: 64 queries whose S, P and O are in its registers, where it is in the rings of K and
-// V, and the parts that steps of all traversals are made of.
+// The rows of a consumer warpgroup: 64 queries whose S, P and O it holds in registers, its positions in the rings of K
+// and V, and the parts from which all traversals build their steps.
 #pragma once
 
 #include "arguments.cuh"
@@ -13,11 +13,11 @@
 
 namespace flash_ext::sm90 {
 
-/// Whether a tile updates the row stabilisers: the first one of a work tile makes them. None: every row of the
-/// warpgroup sees all of the tile, and has a stabiliser.
+/// Whether a key tile updates the row stabilisers. kFirst: it sets them. kNone: every row of the warpgroup sees all of
+/// the tile and has a stabiliser already.
 enum class RowMaxUpdate { kFirst, kMore, kNone };
 
-/// Barriers are arrived at by warps: wgmma's wait is one of each warp.
+/// One lane of each warp arrives at a barrier, because the wait for wgmma is per warp.
 template <class Config>
 class ForwardRows {
  public:
@@ -75,7 +75,8 @@ class ForwardRows {
     }
   }
 
-  /// Rows of Q from `first` on, which are not the sequence's. By which way scores are capped is a vote of all rows.
+  /// Zeroes rows of Q from `first` on, which lie behind the sequence. All rows vote on how scores are capped, and these
+  /// must not change the vote.
   __device__ __forceinline__ void clear_query_rows(int first) const {
     constexpr int kPieces = kPanelRowBytes / 16;
     auto* const s_query = static_cast<uint4*>(__cvta_shared_to_generic(s_tiles_ + query_tile() * Config::kQueryBytes));
@@ -88,14 +89,14 @@ class ForwardRows {
     ptx::barrier_any<kWarpgroupThreads>(1 + warpgroup_, false);
   }
 
-  /// Of all slots and warpgroups.
+  /// The index of this warpgroup's Q among all slots and warpgroups.
   __device__ __forceinline__ int query_tile() const { return q_at_.stage() * Config::kGroups + warpgroup_; }
 
   __device__ __forceinline__ void wait_for_keys() const {
     ptx::mbarrier_wait(address(storage_.k_full[k_at_.stage()]), k_at_.parity());
   }
 
-  /// S of the tile is computed, for the last time.
+  /// S of the tile is complete and will not be computed again.
   __device__ __forceinline__ void release_keys(const WorkTile& work_tile, int tile) {
     release(storage_.k_empty[k_at_.stage()]);
     k_at_.advance();
@@ -111,14 +112,14 @@ class ForwardRows {
     v_at_.advance();
   }
 
-  /// S of the tile whose K has come.
+  /// Computes S of the tile whose K has arrived.
   __device__ __forceinline__ void multiply_qk(Scores& s) const {
     start_qk(s);
     ptx::wgmma_wait<0>();
     fence_operand(s);
   }
 
-  /// S and P of the tile whose K has come. softmax(s) makes P of S.
+  /// Computes S and P of the tile whose K has arrived. softmax(s) turns S into P.
   template <class Softmax>
   __device__ __forceinline__ void softmax_tile(const WorkTile& work_tile, int tile, Weights& p, Softmax softmax) {
     Scores s;
@@ -128,7 +129,7 @@ class ForwardRows {
     pack(p, s);
   }
 
-  /// P V of a tile.
+  /// Adds P V of a tile to O.
   __device__ __forceinline__ void add_values(const Weights& p) {
     wait_for_values();
     start_pv(p);
@@ -141,7 +142,7 @@ class ForwardRows {
     release_values();
   }
 
-  /// S of the tile whose K has come is there, and P V of the tile before under way.
+  /// On return S of the tile whose K has arrived is complete, and P V of the tile before is in flight.
   __device__ __forceinline__ void start_step(Scores& s, const Weights& p) {
     start_qk(s);
     wait_for_values();
@@ -150,8 +151,8 @@ class ForwardRows {
     fence_operand(s);
   }
 
-  /// P V of the tile before, S and P of the tile whose K has come. kFixedMax: softmax(s) leaves the row max as it is,
-  /// and so is made beside P V; else it scales out, behind it.
+  /// Adds P V of the tile before and computes S and P of the tile whose K has arrived. kFixedMax: softmax(s) keeps the
+  /// row max, so it runs beside P V. Otherwise it rescales out and must run behind P V.
   template <bool kFixedMax, class Softmax>
   __device__ __forceinline__ void step(const WorkTile& work_tile, int tile, Weights& p, Softmax softmax) {
     Scores s;
@@ -163,7 +164,7 @@ class ForwardRows {
     pack(p, s);
   }
 
-  /// S to P, whose sums are added up.
+  /// Turns S into P and adds its row sums.
   template <RowMaxUpdate kRowMaxUpdate, bool kRounds = false>
   __device__ __forceinline__ void softmax_step(Scores& s, const WorkTile& work_tile, int tile) {
     constexpr bool kPlain = kRowMaxUpdate == RowMaxUpdate::kNone;
@@ -182,7 +183,8 @@ class ForwardRows {
     row_sum_[1] += sum[1];
   }
 
-  /// A tile that other warpgroups see. Their use of the barriers must not fall behind ours by a whole turn, so we wait.
+  /// Skips a tile that only other warpgroups see. It still waits for its barriers: otherwise this warpgroup could be a
+  /// whole turn of the ring ahead, where parities repeat.
   __device__ __forceinline__ void skip_tile() {
     wait_for_keys();
     release(storage_.k_empty[k_at_.stage()]);
@@ -191,7 +193,7 @@ class ForwardRows {
     release_values();
   }
 
-  /// Whether window and lengths hide nothing of a tile.
+  /// Whether window and lengths hide no pair of a tile.
   __device__ __forceinline__ bool is_full(const WorkTile& work_tile, int tile) const {
     const TileSpan& rows = work_tile.rows[warpgroup_];
     return tile >= rows.full_begin && tile < rows.full_end;
@@ -201,7 +203,7 @@ class ForwardRows {
     if (!is_full(work_tile, tile)) hide_outside_window(s, coordinates(work_tile, tile), work_tile.sequence);
   }
 
-  /// Products to base-2 scores; hiding comes after.
+  /// Turns products into base-2 scores; hiding comes after.
   __device__ __forceinline__ void apply_options(Scores& s, const WorkTile& work_tile, int tile) const {
     if constexpr (Config::kScoreOptions) {
       const ScoreRules<Element> rules = this->rules(work_tile);
@@ -212,7 +214,7 @@ class ForwardRows {
 
   __device__ __forceinline__ ScoreRules<Element> rules(const WorkTile& work_tile) const {
     ScoreRules<Element> rules(p_, work_tile.sequence);
-    rules.scale = terms_.scale, rules.cap = terms_.cap;  // or doubles are divided here
+    rules.scale = terms_.scale, rules.cap = terms_.cap;  // computed by the host: else doubles are divided here
     if constexpr (Config::kScoreOptions) rules.slope = work_tile.slope;
     return rules;
   }
@@ -260,7 +262,7 @@ class ForwardRows {
       for (int e = 0; e < 4; ++e) ptx::fence_operand(out_[d][e]);
   }
 
-  /// Makes the maximum so far the stabiliser of each row. kFirst: there is none yet, and out is 0.
+  /// Sets the stabiliser of each row to the maximum so far. kFirst: rows have none yet, and out is 0.
   template <bool kFirst = false>
   __device__ __forceinline__ void update_row_max(const Scores& s) {
 #pragma unroll
@@ -290,8 +292,8 @@ class ForwardRows {
   const ScoreTerms& terms_;
   Storage& storage_;
   const int warpgroup_, lane_, warp_;
-  const float scale_;   // of scores, to base 2; kScoreOptions has applied it already
-  uint32_t query_ = 0;  // lower half of the descriptor of this work tile's
+  const float scale_;   // from products to base-2 scores; 1 with kScoreOptions, which applies it before
+  uint32_t query_ = 0;  // lower half of the descriptor of this work tile's Q
   const uint32_t keys_, s_tiles_;
   RingPosition<Config::kQuerySlots> q_at_;
   RingPosition<Config::kKeyStages> k_at_;

@@ -1,4 +1,5 @@
-// Work tiles: in which order CTAs take them, and the thread of a CTA that makes them and requeues those that failed.
+// The order in which CTAs take work tiles, and the thread of a CTA that writes their metadata and requeues those that
+// failed.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +12,11 @@
 
 namespace flash_ext::sm90 {
 
-/// Where all sequences have the same lengths, the tiles of queries of one key head stand side by side: CTAs that
-/// start together then read the same keys, and memory is asked for as much at one time as at another. The tail wave is
-/// balanced by its order: the tiles with the most keys first or, where all see all keys, partial tiles last. Else, and
-/// in the variant with options with a window, heads form sections whose keys fit into L2, of equal size, so that the
-/// last one is no small one.
+/// With equal lengths, the query tiles of one key head stand side by side. CTAs that start together then read the same
+/// keys, and the load on memory is even over time. The order balances the tail wave: tiles with the most keys come
+/// first or, where all queries see all keys, tiles with fewer rows come last. With other lengths, and in the variants
+/// with bias, masks or dropout under a window, heads form sections whose keys fit into L2. Sections have equal sizes,
+/// so that the last one is not small.
 template <class Config>
 ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
@@ -37,7 +38,7 @@ ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   return schedule;
 }
 
-/// Where batch entries share what is read for each query and key, those of one head follow each other.
+/// Where batch entries share a bias, the tiles of one head of all batch entries follow each other.
 struct ForwardOptionsSchedule : ForwardSchedule {
   int batch, heads_q;
   bool batch_first;
@@ -51,7 +52,7 @@ struct ForwardOptionsSchedule : ForwardSchedule {
   __device__ __forceinline__ TileIndex locate(int64_t position) const {
     if (list) return list.locate(static_cast<int>(position));
     ForwardOptionsSchedule here = *this;
-    // What follows from them is computed once a work tile: the producers lack the registers to keep it.
+    // Computed again for each work tile: the producers have no registers to keep what follows from these.
     here.blocks_m = ptx::reread(blocks_m), here.section_heads = ptx::reread(section_heads);
     int head, block;
     here.locate_in_sections(position, head, block);
@@ -60,13 +61,13 @@ struct ForwardOptionsSchedule : ForwardSchedule {
   }
 };
 
-/// Of block masks: a list of tiles of queries, and where the blocks of each begin.
+/// For block masks: a list of query tiles, and where the blocks of each begin in the mask's lists.
 struct ForwardBlocksSchedule : ForwardSchedule {
   const int32_t* offsets;
   int64_t batch_stride, head_stride;
   int block_m, tiles_of_block, most_blocks;
 
-  /// Leaves a work tile that was made for a position what the mask lists for it.
+  /// Restricts a work tile to the blocks that the mask lists for it.
   template <class WorkTile>
   __device__ __forceinline__ void trim(int64_t, WorkTile& work_tile) const {
     const int32_t* const row = offsets + work_tile.sequence.batch * batch_stride +
@@ -76,7 +77,7 @@ struct ForwardBlocksSchedule : ForwardSchedule {
   }
 };
 
-/// Fills the slots with the work tiles of a CTA, and with those that failed once more. One thread of the CTA.
+/// Fills the slots with the work tiles of a CTA, and again with those that failed. Runs in one thread of the CTA.
 template <class Config>
 class ForwardScheduler {
  public:
@@ -85,7 +86,7 @@ class ForwardScheduler {
 
   __device__ __forceinline__ ForwardScheduler(const ForwardParams& p, Storage& storage) : p_(p), storage_(storage) {}
 
-  /// By the thread that will schedule work, before the CTA waits for its barriers: making a work tile takes long.
+  /// By the scheduling thread, before the CTA waits for its barriers, because making a work tile takes long.
   template <class Schedule>
   __device__ __forceinline__ void make_first_work_tile(const Schedule& schedule) {
     storage_.zero_slots();
@@ -104,8 +105,8 @@ class ForwardScheduler {
       } else if (schedule.list) {
         break;  // without one, a sequence has fewer tiles than the longest
       }
-    // One of the last ones that fails is requeued into the slot that has been free for longest, and looked at again
-    // there: it may fail twice.
+    // A failed one of the last work tiles is requeued into the slot that has been free for longest, and checked again
+    // there, because it may fail twice.
     RingPosition<Config::kSlots> at = slot_;
     for (int unchecked = Config::kSlots; unchecked > 0; --unchecked, at.advance())
       if (wait_for_slot(at)) {
@@ -120,8 +121,8 @@ class ForwardScheduler {
  private:
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
-  /// Into the slot that is to be filled next; says whether there is such a work tile: shorter sequences have fewer.
-  /// kFirst: nobody has had a slot, and barriers need not be there yet.
+  /// Makes a work tile in the next slot. False if there is none at this position: shorter sequences have fewer tiles.
+  /// kFirst: all slots are free, and barriers may not be initialised yet.
   template <bool kFirst, class Schedule>
   __device__ __forceinline__ bool make_work_tile(const Schedule& schedule, int64_t position) {
     const TileIndex tile = schedule.locate(position);
@@ -138,7 +139,7 @@ class ForwardScheduler {
     return true;
   }
 
-  /// Until all are done with what was in a slot; says whether that failed.
+  /// Waits until all warps have released a slot; true if its work tile failed.
   __device__ __forceinline__ bool wait_for_slot(const RingPosition<Config::kSlots>& at) const {
     ptx::mbarrier_wait(address(storage_.work_tile_empty[at.stage()]), at.parity() ^ 1);
     return storage_.work_tile_in(at.stage()).failed;
@@ -146,7 +147,8 @@ class ForwardScheduler {
 
   __device__ __forceinline__ void requeue_tile(const RingPosition<Config::kSlots>& failed) {
     storage_.work_tile_in(failed.stage()).requeue();
-    // Seldom, and by bytes: a copy of the whole takes registers that the producer lacks, words would alias its members.
+    // Rare, so byte by byte: copying the whole struct takes registers that the producer lacks, words would alias its
+    // members.
     const auto* const s_from = reinterpret_cast<const unsigned char*>(&storage_.work_tile_in(failed.stage()));
     auto* const s_to = reinterpret_cast<unsigned char*>(&storage_.work_tile_in(slot_.stage()));
 #pragma unroll 1
@@ -154,7 +156,7 @@ class ForwardScheduler {
     publish_tile();
   }
 
-  /// The work tile in slot_. Returns when most of its loads are issued: it is then time to acquire another.
+  /// Publishes the work tile in slot_. Returns when most of its loads are issued: it is then time to take another.
   __device__ __forceinline__ void publish_tile() {
     storage_.has_work_tile[slot_.stage()] = true;
     ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
@@ -166,7 +168,7 @@ class ForwardScheduler {
 
   const ForwardParams& p_;
   Storage& storage_;
-  RingPosition<Config::kSlots> slot_;            // to be filled next
+  RingPosition<Config::kSlots> slot_;            // the next one to fill
   bool made_first_ = false, has_first_ = false;  // by make_first_work_tile(): it looked for one, and found one
 };
 

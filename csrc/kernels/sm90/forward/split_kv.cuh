@@ -1,13 +1,13 @@
-// Query tiles whose keys are split over CTAs: their order, and the combination of their parts.
+// Split-KV: the order of query tiles whose keys are split over CTAs, and the combination of their parts.
 //
 //   r = max_k r_k,   l = sum_k 2^(r_k - r) l_k,   out = sum_k 2^(r_k - r) O_k / l
 //
-// Too few tiles leave SMs without work: all of them, or the tail wave. So some tiles are split (csrc/plan decides which
-// and how). In the order that CTAs take them come whole tiles, the long parts of the tiles that are split, whole tiles
-// that cost less, and the short parts, with which SMs that had no long part end when the others end with theirs.
+// Too few query tiles, in a whole call or in its tail wave, leave SMs idle. So some tiles are split; csrc/plan decides
+// which and how. CTAs take, in this order: whole tiles; the long parts of split tiles; whole tiles that cost less; and
+// the short parts, several of which an SM without a long part takes meanwhile.
 //
-// A part leaves O, r and l in float, as its lanes hold them: a warp's 16 rows lie side by side, lane by lane. The order
-// of the sums is that of the keys, whoever computed them.
+// A part stores O, r and l in float, in the order of its lanes: a warp's 16 rows lie side by side, lane by lane. Parts
+// are summed in the order of the keys, whichever CTA computed them.
 #pragma once
 
 #include "kernels/common/sanitise.cuh"
@@ -22,11 +22,11 @@ struct PartTile {
   static constexpr int kPieces = part_pieces_of_warp({Config::kHeadDim, Config::kHeadDimV});
   static constexpr int64_t kWorkTilePieces = int64_t{Config::kGroups} * kWarpgroupWarps * kPieces;
 
-  /// Of a lane; those that follow are 32 apart.
+  /// The first piece of a lane; its next ones are 32 apart.
   __device__ __forceinline__ static float4* of_lane(float4* g_part, int group, int warp, int lane) {
     return g_part + (group * kWarpgroupWarps + warp) * kPieces + lane;
   }
-  /// The stabilisers and sums of its two rows.
+  /// The stabilisers and sums of the lane's two rows.
   template <class Piece>
   __device__ __forceinline__ static Piece* state(Piece* g_lane) {
     return g_lane + kD * 32;
@@ -38,7 +38,7 @@ struct PartTile {
   }
 };
 
-/// ForwardSchedule, some of whose work tiles are split.
+/// A ForwardSchedule, some of whose work tiles are split.
 struct SplitKvSchedule : ForwardSchedule {
   KeySplits splits;
   float4* parts;  // work tile by work tile
@@ -64,7 +64,7 @@ struct SplitKvSchedule : ForwardSchedule {
     return ForwardSchedule::locate(position);
   }
 
-  /// Leaves a work tile that was made for a position what it shall do of it.
+  /// Restricts a work tile to the part that a position stands for.
   template <class WorkTile>
   __device__ __forceinline__ void trim(int64_t position, WorkTile& work_tile) const {
     if (position < splits.first_tile) return;
@@ -82,7 +82,8 @@ struct SplitKvSchedule : ForwardSchedule {
   }
 
  private:
-  /// Behind the first whole tiles. rank: of the part, the one of the last keys being 0; -1 for a whole tile.
+  /// What stands at a position behind the first whole tiles. rank: of the part, counted from the last keys; -1 for a
+  /// whole tile.
   struct Place {
     int tile, rank;
   };
@@ -97,7 +98,7 @@ struct SplitKvSchedule : ForwardSchedule {
     return {static_cast<int>(at % splits.tiles), static_cast<int>(at / splits.tiles)};
   }
 
-  /// Of a part, the one of the first keys being 0.
+  /// The first tile of a part, counted from the first keys.
   __device__ __forceinline__ int begin_of(int part, const TileSpan& tiles) const {
     const int behind = splits.parts() - part;  // parts
     if (part == 0) return tiles.begin;
@@ -122,16 +123,16 @@ SplitKvSchedule schedule_split_forward(const AttentionParams& p, const KeySplits
   use_list(schedule, list, workspace);
   if (list.listed) {
     schedule.in_turn = false;
-    schedule.positions = schedule.work_tiles;  // what the bound allows may be more than the list has room for
+    schedule.positions = schedule.work_tiles;  // the bound may allow more than the list has room for
     schedule.splits.first_tile = schedule.positions;
   }
   return schedule;
 }
 
-/// Columns of out that a CTA combines: what write_out_row() exchanges. More CTAs have more loads under way.
+/// Columns of out that a CTA combines: what write_out_row() exchanges. More CTAs have more loads in flight.
 constexpr int kCombinedColumns = 32;
 
-/// A CTA for 64 rows of a work tile that was split, and kCombinedColumns columns.
+/// Combines the parts of split work tiles: a CTA for 64 rows and kCombinedColumns columns.
 template <class Config>
 __global__ void __launch_bounds__(kWarpgroupThreads)
     combine_splits_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ SplitKvSchedule schedule) {
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
     if (exists && first_column == 0 && lane % 4 == 0) g_lse[row] = end.lse;
   }
 
-  // The parts had them taken out of V where some rows do not see them.
+  // Sanitising removed non-finite values from V where some rows do not see them; the rows that do get them here.
   if (!__syncthreads_or(met_non_finite)) return;
   AttentionParams columns_alone;
   columns_alone.head_dim_v = min(columns, kCombinedColumns);

@@ -1,4 +1,4 @@
-// What the warps of a CTA share: the work tiles, one after the other, and the barriers.
+// What the warps of a CTA share in shared memory: the metadata of work tiles, and the barriers.
 #pragma once
 
 #include "kernels/common/dropout/random_bits.cuh"
@@ -9,36 +9,36 @@
 
 namespace flash_ext::sm90 {
 
-/// Where out of a work tile goes. Those of its warpgroups that are bits of `groups` say when they have done with it.
+/// Where warp 1 stores out of a work tile. `groups` has a bit for each warpgroup that arrives at out_full.
 struct OutTiles {
   bool exists;
   uint32_t groups;
-  uint32_t query_slots;  // bit g: of Q of warpgroup g, and of its out
+  uint32_t query_slots;  // bit g: the slot of Q of warpgroup g, and of its out
   int first_row, head, batch;
-  int k_stage, v_stage;  // kOutInRings: of the slots
+  int k_stage, v_stage;  // kOutInRings: the stages that out goes through
 };
 
-/// Behind the tiles in shared memory. A barrier's name says what the end of its phase means.
+/// Lies behind the tiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardStorage {
   using WorkTile = ForwardWorkTile<Config>;
   static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
   static constexpr int kSlots = Config::kSlots, kGroups = Config::kGroups;
-  static constexpr int kTiles = Config::kQuerySlots * kGroups;  // of Q, those of a slot side by side
+  static constexpr int kTiles = Config::kQuerySlots * kGroups;  // of Q; those of one slot lie side by side
 
   uint64_t q_full[kTiles];
   uint64_t out_full[kTiles];
-  uint64_t q_empty[kGroups];  // with one place; else who stores out knows
+  uint64_t q_empty[kGroups];  // only with one slot of Q; with two, warp 1 knows when out has left a slot
   uint64_t k_full[kKeyStages], k_empty[kKeyStages];
   uint64_t v_full[kValueStages], v_empty[kValueStages];
-  uint64_t v_raw[kValueStages];  // of tiles that are to be sanitised: they came, and are `full` when that is done
-  // kOutInRings: out has left this stage. Of each stage, as two slots may follow each other, and a phase must be waited
-  // for before the next one ends.
+  uint64_t v_raw[kValueStages];  // V has arrived but must be sanitised; v_full follows when that is done
+  // kOutInRings: the TMA store has read out from this stage. One for each stage, because two uses may follow each
+  // other, and a waiter must see each phase before the next one ends.
   uint64_t out_left_keys[kKeyStages], out_left_values[kValueStages];
   uint64_t work_tile_full[kSlots], work_tile_empty[kSlots];
-  uint64_t work_tile_loaded;     // most of K and V of it
-  OutTiles out;                  // of the warp that stores it
-  uint32_t out_is_here[kTiles];  // beside out_full: it has not been written by other ways
+  uint64_t work_tile_loaded;     // most loads of its K and V are issued
+  OutTiles out;                  // for warp 1, which stores it
+  uint32_t out_is_here[kTiles];  // with out_full: out is in shared memory, not written from registers
   int has_work_tile[kSlots];
   __align__(8) unsigned char work_tile[kSlots][sizeof(ForwardWorkTile<Config>)];
 
@@ -46,12 +46,12 @@ struct ForwardStorage {
     return *reinterpret_cast<ForwardWorkTile<Config>*>(work_tile[slot]);
   }
 
-  /// No work tile has failed.
+  /// Marks all slots as not failed.
   __device__ __forceinline__ void zero_slots() {
     for (int slot = 0; slot < kSlots; ++slot) work_tile_in(slot).failed = false;
   }
 
-  /// By one thread, whose addresses are constants: lanes that share the work take turns at it.
+  /// By one thread, whose addresses are constants. Lanes that shared the work would run one after the other.
   __device__ __forceinline__ void init_barriers() {
     constexpr int kConsumers = kGroups * kWarpgroupWarps, kLoaders = 3;
     init_all(q_full, 1);
@@ -77,17 +77,17 @@ struct ForwardStorage {
   }
 };
 
-/// And of each tile of keys from a block mask's lists, which one it is.
+/// With a block mask: also which key tile lies in each stage.
 template <class Config>
 struct ForwardListedStorage : ForwardStorage<Config> {
-  ListedKeys listed_keys[Config::kKeyStages];  // beside k_full
+  ListedKeys listed_keys[Config::kKeyStages];  // published with k_full
 };
 
-/// Of the variants with options. Parts of a bias: 64 queries, 64 keys.
+/// For the variants with bias, masks or dropout. A part of a bias has 64 queries and 64 keys.
 template <class Config>
 struct ForwardVisibleStorage : ForwardStorage<Config> {
   uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
-  TileMetadata k_metadata[Config::kKeyStages];                            // beside k_full
+  TileMetadata k_metadata[Config::kKeyStages];                            // published with k_full
   KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // with the metadata
 
   /// By one thread.

@@ -1,4 +1,4 @@
-// What the order of query tiles and the plan, which splits the last of them, both know of it.
+// The part of the order of query tiles that the scheduler and the plan, which splits the last tiles, share.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace flash_ext::sm90 {
 
-/// Where all sequences have the same lengths, and not all tiles cost the same: the head from which on, of all batch
-/// entries, the tiles of all heads stand longest first. These are about the last two waves. A multiple of `head_group`,
-/// and never the number of all heads. all_see_all: every query sees every key.
+/// For equal lengths and tiles of different cost: the head (counted over all batch entries) from which on the tiles of
+/// all heads stand longest first. These tiles are about the last two waves. The result is a multiple of `head_group`
+/// below the number of all heads. all_see_all: every query sees every key.
 constexpr int64_t last_section(int64_t heads, int64_t head_group, int64_t tiles_of_head, int64_t ctas,
                                bool all_see_all) {
   constexpr int64_t kTailWaves = 2;
@@ -21,9 +21,9 @@ constexpr int64_t last_section(int64_t heads, int64_t head_group, int64_t tiles_
   return std::clamp<int64_t>(heads - tail_heads, 0, heads - 1) / head_group * head_group;
 }
 
-/// The first query of a tile of block_m queries, of `tiles` of a sequence. The one that is no whole one stands first,
-/// where a causal mask leaves the fewest keys. One warpgroup alone would take more than half as long as three: where it
-/// would be, the second tile lends it the rows of another.
+/// The first query of a tile of block_m queries, of `tiles` of a sequence. The partial tile stands first, where a
+/// causal mask leaves the fewest keys. A tile with rows for only one warpgroup would take more than half as long as one
+/// with three; in that case the second tile gives it the rows of another warpgroup.
 FLASH_EXT_HOST_DEVICE int first_query_of_tile(int tile, int tiles, int seqlen_q, int block_m) {
   const int behind = seqlen_q - (tiles - tile) * block_m, query = behind < 0 ? 0 : behind;
   const bool lends = block_m > 2 * kWarpgroupRows && tile == 1 && tiles > 1 && query <= kWarpgroupRows;

@@ -1,9 +1,9 @@
-// The way through the tiles of keys with options of scores: softcap, ALiBi, scales of any sign.
+// The traversal with score options: softcap, ALiBi, scales of any sign.
 //
-// It differs from the plain one (traverse_range.cuh) in what a score goes through, and in the order of the tiles. ALiBi
-// makes scores rise on the way to the diagonal, from either side: tiles are visited from there on, so that stabilisers
-// need not rise behind it. Runs of tiles with a fixed row max have a loop of their own, which asks shared memory for
-// nothing but the barriers: what a step waits for before its products, nothing else hides.
+// It differs from the plain one (traverse_range.cuh) in what it does to scores and in the order of the key tiles. With
+// ALiBi, scores rise towards the diagonal from either side. Tiles are therefore visited from the diagonal on, so that
+// stabilisers need not rise later. Runs of tiles with a fixed row max have a loop of their own, which reads nothing but
+// barriers from shared memory: nothing would hide what a step waits for before its products.
 #pragma once
 
 #include "traverse_range.cuh"
@@ -26,9 +26,9 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
   using typename Base::WorkTile;
 
  protected:
-  bool small_scores_;  // all scores of this work tile so far, as far as is known; and softcap alone goes before them
+  bool small_scores_;  // no large score of this work tile is known yet, and softcap is its only option
 
-  /// From the first tile down, and then from the end down to it.
+  /// Visits from first_tile() down, and then from the end down to it.
   __device__ __forceinline__ void visit(const WorkTile& work_tile) {
     const TileSpan& rows = work_tile.rows[warpgroup_];
     this->wait_for_query(work_tile);
@@ -63,7 +63,7 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
   }
 
  private:
-  /// Of the tiles from `tile` down to `last`, which raise no stabilisers. Returns the one behind.
+  /// Steps with a fixed row max, from `tile` down to `last`. Returns the tile behind.
   __device__ __forceinline__ int fixed_max_steps(const WorkTile& work_tile, int tile, int last, Weights& p) {
     const auto rules = this->rules(work_tile);
     const TileCoordinates<false> at = this->coordinates(work_tile, tile);
@@ -81,7 +81,7 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
     return tile;
   }
 
-  /// Those of the warpgroup: what the tiles so far say of the others.
+  /// Whether the stabilisers of the warpgroup are small, which predicts that scores of later tiles are.
   __device__ __forceinline__ bool stabilisers_are_small() const {
     const float largest = static_cast<float>(SoftcapSmallScores::kRange) * terms_.cap;
     return all_of_warpgroup(!(stabiliser_[0] > largest || stabiliser_[1] > largest));
@@ -89,12 +89,12 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
 
   __device__ __forceinline__ bool all_of_warpgroup(bool predicate) const {
     const bool all = !ptx::barrier_any<kWarpgroupThreads>(1 + warpgroup_, !predicate);
-    return __all_sync(~0u, all);  // tells the compiler that warps do not part here
+    return __all_sync(~0u, all);  // tells the compiler that lanes do not diverge here
   }
 
-  /// The same with softcap alone, as long as all scores of the warpgroup are small; whether they are is not asked
-  /// before the exponentials, but beside them. A tile with others is computed again, and the rest of the work tile is
-  /// fixed_max_steps()'. Rows behind the end of a sequence are asked too, as no predicate tells them: they are 0.
+  /// The same with softcap alone, as long as all scores of the warpgroup are small. A vote beside the exponentials
+  /// finds out whether they are. A tile with a larger score is computed again, and fixed_max_steps() serves the rest of
+  /// the work tile. Rows behind the end of a sequence vote too; they are zeroed for that.
   __device__ __forceinline__ int steps_of_small_scores(const WorkTile& work_tile, int tile, int last, Weights& p) {
     const auto rules = this->rules(work_tile);
 #pragma unroll 1

@@ -1,10 +1,10 @@
-// The way through the tiles of keys that the lists of a block mask say.
+// The traversal of the key tiles that a block mask lists.
 //
-// The loop is the plain one (traverse_range.cuh). It differs in what drives it: a tile of queries lies within a row of
-// blocks, and the producer walks the row's list, so that K and V of the next blocks, and of the next tile of queries,
-// are under way while one is computed. A block of which all pairs are visible is a step with a fixed row max, as soon
-// as one such block has made the row stabilisers; one with a bitmap updates the row max. Tiles of queries come longest
-// first (common/scheduler/longest_first.h).
+// The loop is the plain one (traverse_range.cuh), driven by a list: a query tile lies within one row of blocks, and the
+// producer walks that row's list, so that K and V of the next blocks, and of the next query tile, are loading while one
+// is computed. A full block sets the row stabilisers if it is the first one, and otherwise takes a step with a fixed
+// row max. A block with a bitmap updates the row max. Query tiles come longest first
+// (common/scheduler/longest_first.h).
 #pragma once
 
 #include "epilogue.cuh"
@@ -28,7 +28,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
   // Tiles before this one update the row max: see kUpdatesRowMaxInLast.
   static constexpr int kFixedBegin = Config::kUpdatesRowMaxInLast ? 1 : 0;
 
-  /// Keys that a lane's two rows see, as words of a bitmap.
+  /// The keys that a lane's two rows see, as words of a bitmap.
   struct Visible {
     uint32_t words[2][kWords];
   };
@@ -102,7 +102,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
     softmax_tile<true>(p, work_tile, keys, rank);
     bool has_stabilisers = keys.bitmap == ListedKeys::kFull;
     for (--rank; rank >= 0;) {
-      // Full tiles of a run do not ask what they are.
+      // Full tiles of a run need no metadata.
       if (has_stabilisers && keys.run > 0 && rank >= kFixedBegin) {
         const int end = max(rank - keys.run, kFixedBegin - 1);
 #pragma unroll 1
@@ -125,13 +125,13 @@ class TraverseListed : public ForwardEpilogue<Config> {
     this->add_values(p);
   }
 
-  /// Of the tile whose K has come.
+  /// The metadata of the tile whose K has arrived.
   __device__ __forceinline__ ListedKeys listed() const {
     const int4 keys = *reinterpret_cast<const int4*>(&storage_.listed_keys[this->k_at_.stage()]);
     return {keys.x, keys.y, keys.z, keys.w};
   }
 
-  /// S and P of a tile, with a running row max. kFirst: of the work tile. kRounds: see exponentiate().
+  /// Computes S and P of a tile with a running row max. kFirst: of the work tile. kRounds: see exponentiate().
   template <bool kFirst, bool kRounds = false>
   __device__ __forceinline__ void softmax_tile(Weights& p, const WorkTile& work_tile, const ListedKeys& keys,
                                                int rank) {
@@ -141,7 +141,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
                        [&](Scores& s) { running_softmax_step<kFirst, kRounds>(s, work_tile, keys, visible); });
   }
 
-  /// Of a full tile, where row stabilisers stay.
+  /// The same of a full tile, which keeps the row stabilisers.
   __device__ __forceinline__ void fixed_softmax_step(Scores& s, const WorkTile& work_tile, int rank) {
     this->template softmax_step<RowMaxUpdate::kNone>(s, work_tile, rank);
   }

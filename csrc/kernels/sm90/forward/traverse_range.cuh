@@ -1,4 +1,4 @@
-// The plain forward's way through the tiles of keys: from the last one that a work tile sees down to the first.
+// The plain traversal of key tiles: from the last one that a work tile sees down to the first.
 #pragma once
 
 #include "epilogue.cuh"
@@ -52,7 +52,7 @@ class TraverseRange : public ForwardEpilogue<Config> {
     for (; tile >= work_tile.tiles.begin; --tile) this->skip_tile();
   }
 
-  /// S and P of a tile. kRounds: on the safe path, which serves scores of any size.
+  /// Computes S and P of a tile. kRounds: on the safe path, which serves scores of any size.
   template <RowMaxUpdate kRowMaxUpdate, bool kRounds = false>
   __device__ __forceinline__ void softmax_tile(const WorkTile& work_tile, int tile, Weights& p) {
     this->wait_for_keys();
@@ -60,7 +60,7 @@ class TraverseRange : public ForwardEpilogue<Config> {
                        [&](Scores& s) { this->template softmax_step<kRowMaxUpdate, kRounds>(s, work_tile, tile); });
   }
 
-  /// P V of the tile before, S and P of this one.
+  /// Adds P V of the tile before and computes S and P of this one.
   template <RowMaxUpdate kRowMaxUpdate>
   __device__ __forceinline__ void step(const WorkTile& work_tile, int tile, Weights& p) {
     this->wait_for_keys();
@@ -69,7 +69,7 @@ class TraverseRange : public ForwardEpilogue<Config> {
   }
 
  private:
-  /// The products of a tile, one after the other: other warpgroups fill the waits.
+  /// Computes S and P V one after the other; other warpgroups fill the waits.
   __device__ __forceinline__ void visit_without_overlap(const WorkTile& work_tile, int& tile) {
     const TileSpan& rows = work_tile.rows[warpgroup_];
 #pragma unroll 1

@@ -1,13 +1,17 @@
-// The way through the tiles of keys that masks leave, with a bias, masks and dropout.
+// The traversal of the key tiles that masks leave, with a bias, masks and dropout.
 //
-// It differs from the plain one (traverse_range.cuh) in five things. A list of tiles drives the loads, made from what
-// masks leave (common/mask/visibility.cuh), and each tile comes with metadata that says which warpgroups visit it.
-// Tiles that ask for no more than bits of a mask, and a bias or dropout, but not both, take steps, in runs that ask the
-// metadata once which groups visit them; others are taken one after the other, as all are at head_dim 64 with dropout.
-// A bias alone and masks alone have kernels without tests for anything else. A warp updates the row stabilisers of its
-// rows as long as one of them has none, or one so low that it must be a padding bias's. And the row sums keep watch: a
-// tile whose sum passes kSumLimit takes the exponent of the sum into the stabiliser, while P is still in float, so that
-// a bias that grows along the keys does not make every tile of queries be computed twice.
+// It differs from the plain one (traverse_range.cuh) in five points:
+// - A list of the tiles that masks leave (visible_tiles.cuh) drives the loads. Metadata with each tile says which
+//   warpgroups visit it.
+// - Tiles that need only mask bits, and a bias or dropout but not both, take pipelined steps. Runs of such tiles read
+// the
+//   metadata once. Other tiles compute S, P and P V one after the other, as all do at head_dim 64 with dropout.
+// - A bias alone and masks alone have kernels without tests for anything else.
+// - A warp updates its row stabilisers as long as one of its rows has none, or one so low that it must come from a bias
+//   that pads.
+// - Row sums detect overflow: a tile whose sum passes kSumLimit moves the exponent of the sum into the stabiliser,
+// while P
+//   is still in float. Otherwise a bias that grows along the keys would make every query tile be computed twice.
 #pragma once
 
 #include "option_scores.cuh"
@@ -88,7 +92,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   }
 
  private:
-  /// A loop with a bias and one without: registers for what comes ahead of S would have to be cleared in each tile.
+  /// There is one loop with a bias and one without: a common one would have to clear the bias registers in each tile.
   template <bool kBias>
   __device__ __forceinline__ void visit_tiles(const WorkTile& work_tile) {
     if constexpr (kOverlapsPv) {
@@ -98,8 +102,8 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     }
   }
 
-  /// S and P of a tile, and then P V. That S of the next one waits so long leaves registers to the options; the other
-  /// warpgroups have products meanwhile.
+  /// Computes S and P of a tile, and then P V. S of the next tile starts late, which leaves registers to the options;
+  /// the other warpgroups keep the tensor cores busy.
   template <bool kBias>
   __device__ __forceinline__ void visit_sequentially(const WorkTile& work_tile) {
     uint32_t flags;
@@ -139,7 +143,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     if (mode_ & kWaits) add_values(p);
   }
 
-  /// P V of the tile before, and then S and P of this one, if the warpgroup sees it.
+  /// Adds P V of the tile before, and then computes S and P of this one, if the warpgroup visits it.
   template <bool kBias>
   __device__ __forceinline__ void visit_alone(Weights& p, const WorkTile& work_tile, const TileMetadata& metadata) {
     if (mode_ & kWaits) add_values(p);
@@ -154,7 +158,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     if (Config::kQuerySlots == 1 && work_tile.has_rows(warpgroup_)) release(storage_.q_empty[warpgroup_]);
   }
 
-  /// Of the warpgroup: products are started by all four, so they take the same way to them.
+  /// A vote of the warpgroup: all four warps start its products, so they must take the same branch.
   __device__ __forceinline__ bool some_warp_updates_row_max() const {
     return ptx::barrier_any<kWarpgroupThreads>(1 + warpgroup_, mode_ & kUpdatesRowMax);
   }
@@ -172,7 +176,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     release_values();
   }
 
-  /// S and P of a tile, whatever the options.
+  /// Computes S and P of a tile with any options.
   template <bool kBias>
   __device__ __forceinline__ void softmax_tile(Weights& p, const WorkTile& work_tile, const TileMetadata& metadata) {
     Scores s;
@@ -217,19 +221,19 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     }
   }
 
-  /// What a step knows of its tile: of the bias before it begins, of masks before S is there.
+  /// What a step loads of its tile: the bias before it begins, mask bits before S is complete.
   template <bool kBias>
   struct Terms {
     BiasPairs bias;
     uint32_t visible[kKeyParts][2];
     bool hides;
-    bool v_came = false;  // V of the tile before
+    bool v_came = false;  // V of the tile before has arrived
   };
 
-  /// P V of the tile before, S and P of this one, and so on for a run of tiles, which the window leaves whole, and in
-  /// which all rows have stabilisers. A warp waits for itself more than for products: each load from shared memory, and
-  /// each look at a barrier, takes some 100 cycles, as products of the others hold them up. So they are asked for ahead
-  /// of what a warp has to do anyway: a bias, and whether the next tile is there, a step ahead.
+  /// Steps over a run of tiles that the window leaves whole and in which all rows have stabilisers: P V of the tile
+  /// before, S and P of this one. Each load from shared memory and each test of a barrier takes some 100 cycles,
+  /// because products of the other warpgroups keep shared memory busy. So a step issues them ahead of other work: it
+  /// loads the bias, and tests whether the next tile has arrived, one step ahead.
   template <bool kBias>
   __device__ __forceinline__ void take_steps(Weights& p) {
     Terms<kBias> terms;
@@ -278,8 +282,8 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     }
   }
 
-  /// Products to weights, and their sums. An option alone goes into the addend of the exponential's FMA, where the
-  /// stabiliser is, so that what makes it stands between exponentials, which leave three of four issue slots.
+  /// Turns products into weights and sums them. A single option goes into the addend of the exponential's FMA, together
+  /// with the stabiliser; its instructions stand between exponentials, which leave three of four issue slots free.
   template <bool kBias>
   __device__ __forceinline__ void softmax_step(Scores& s, const Terms<kBias>& terms, float (&sum)[2]) const {
     float shift[2];

@@ -1,4 +1,4 @@
-// Which variant of the kernel serves a call, and what is made for it on the host.
+// Host: which variant of the kernel serves a call, and its launch.
 #pragma once
 
 #include <stdexcept>
@@ -9,7 +9,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Has the list of work tiles written, or the counter of those taken cleared.
+/// Launches the kernel that writes the list of work tiles, or clears the counter from which CTAs take them.
 template <class Schedule>
 void start_schedule(const Schedule& schedule, const WorkListPlan& list, const ForwardCall& call) {
   if (list.listed) {
@@ -19,7 +19,7 @@ void start_schedule(const Schedule& schedule, const WorkListPlan& list, const Fo
   }
 }
 
-/// Plain, or with options of scores.
+/// Launches the plain variant, or that with score options.
 template <class Config>
 void launch_range(const ForwardCall& call) {
   const ForwardParams& p = call.p;
@@ -34,7 +34,7 @@ void launch_range(const ForwardCall& call) {
     }
   }();
   start_schedule(schedule, list, call);
-  // Without a counter it waits by itself, before it reads anything but lengths that lie on the device.
+  // Without a counter the kernel itself waits for the previous one before it reads any tensor.
   const bool overlaps_previous = schedule.taken || (Config::kSplitsKv && has_equal_lengths(p));
   launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), overlaps_previous, call.stream);
   if constexpr (Config::kSplitsKv) combine_splits<Config>(p, schedule, call.stream);
@@ -73,7 +73,7 @@ void launch_blocks(const ForwardCall& call) {
   launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), true, call.stream);
 }
 
-/// The plain variant, if these are the tiles that the plan chose.
+/// Launches the plain variant if the plan chose these tiles; false otherwise.
 template <class Element, int kHeadDim, int kHeadDimV, ForwardTiles kTiles>
 bool launch_plain(const ForwardCall& call) {
   if constexpr (has_tiles({kHeadDim, kHeadDimV}, kTiles)) {

@@ -1,4 +1,4 @@
-// The kernels that find what masks leave (visibility.h).
+// The kernels that convert masks to bits before the forward (visibility.h).
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The warps that load, in the variants with options: a list of tiles drives them, and says with each tile who visits
-// it.
+// The producer warps of the variants with bias, masks or dropout. A list of key tiles drives them; metadata with each
+// tile says which warpgroups visit it.
 #pragma once
 
 #include "kernels/common/dropout/random_bits.cuh"
@@ -29,7 +29,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
         s_bias_(ptx::shared_address(tiles) + Config::kBiasOffset),
         s_bits_(ptx::shared_address(tiles) + Config::kBitsOffset) {}
 
-  /// What one of the four warps does.
+  /// Runs the role of one of the four warps.
   template <class Schedule>
   __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule) {
     if (warp == 0) {
@@ -44,7 +44,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
   }
 
  private:
-  /// Warp 0: K of the tiles in the list, what masks leave of them, what their draws share, and the metadata.
+  /// Warp 0: loads K of the listed tiles, their mask bits, what their random bits share, and writes the metadata.
   __device__ __forceinline__ void run_keys() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kKeyStages> at;
@@ -61,7 +61,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
           if (lane_ < Config::kDrawsBits)
             storage_.key_random_bits[at.stage()][lane_] = KeyRandomBits::of(
                 {seeds, head_of(*work_tile)}, static_cast<uint32_t>(metadata.tile * Config::kDrawsBits + lane_));
-          __syncwarp();  // all of them come before the arrival
+          __syncwarp();  // all writes come before the arrival
         }
         if (lane_ == 0) {
           storage_.k_metadata[at.stage()] = metadata;
@@ -76,8 +76,8 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// Warp 2: V of the tiles in the list, which this warp sanitises where Inf and NaN may be hidden. Its own arrival
-  /// says that it has done with a tile.
+  /// Warp 2: loads V of the listed tiles and sanitises it where Inf and NaN may be hidden. It arrives itself when it
+  /// has finished a tile.
   __device__ __forceinline__ void run_values() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
@@ -102,13 +102,13 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// Warp 1: Q of each warpgroup when it has computed its last S, and then the parts of a bias.
+  /// Warp 1: loads Q of each warpgroup when that has computed its last S, and then the parts of a bias.
   __device__ __forceinline__ void run_queries() {
     static_assert(Config::kQuerySlots == 1 && !Config::kOutInShared);
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     uint32_t parities = 0;  // bit g: of q_empty[g]
-    // A lane loads a part of a tile for a warpgroup. They wait side by side: each look at a barrier takes as long as
-    // products of others hold up shared memory.
+    // Each lane loads one part of a tile for one warpgroup. Lanes test barriers side by side, because a test takes long
+    // while products keep shared memory busy.
     const int group = min(lane_ / Config::kKeyParts, Config::kGroups - 1), part = lane_ % Config::kKeyParts;
     RingPosition<Config::kBiasSlots> bias_at;
     for (int k = 0; k < part; ++k) bias_at.advance();
@@ -146,7 +146,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// By one lane. Of a tile that nobody visits, the barrier alone.
+  /// By one lane. For a tile that no warpgroup visits it only arrives at the barrier.
   template <int kCount>
   __device__ __forceinline__ void load_tile(const TileMetadata& metadata, const CUtensorMap& map, const uint64_t& full,
                                             uint32_t s_tile, const Sequence& s) const {
@@ -159,7 +159,8 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// Beside K: a lane loads a part. They are expected before the barrier's only arrival.
+  /// Loads mask bits to the barrier of K, one part per lane. Their bytes are expected before the barrier's only
+  /// arrival.
   __device__ __forceinline__ void load_bits(const TileMetadata& metadata, int entry, int stage) const {
     const int partly = __popc(metadata.flags >> TileMetadata::kPartly & TileMetadata::kAll);
     if (partly == 0) return;

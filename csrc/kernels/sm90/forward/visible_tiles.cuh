@@ -1,5 +1,5 @@
-// Which tiles of keys the variants with options visit: those that masks leave of a range, each with metadata that says
-// which warpgroups visit it.
+// The key tiles that the variants with bias, masks or dropout visit: those of a range that masks leave, each with
+// metadata that says which warpgroups visit it.
 #pragma once
 
 #include "visibility.h"
@@ -7,15 +7,15 @@
 
 namespace flash_ext::sm90 {
 
-/// A tile of keys to visit: bit g says that warpgroup g does, bit kPartly + g that a mask hides some of it, bit
-/// kPartial + g that the window does. From bit kRun on, how many of the tiles behind this one need no metadata but for
-/// kPartly: but for masks, all rows see all of them, and none of them is the last of the work tile.
+/// Metadata of a key tile. Bit g: warpgroup g visits it. Bit kPartly + g: a mask hides part of it from warpgroup g. Bit
+/// kPartial + g: the window does. From bit kRun on: how many of the following tiles need no metadata except kPartly,
+/// because without masks all rows see all of them, and none is the last of the work tile.
 struct alignas(8) TileMetadata {  // one load, which the branch that K is released behind waits for
   static constexpr int kPartly = 8, kPartial = 16, kRun = 24;
   static constexpr uint32_t kAll = (1u << kPartly) - 1, kMostRun = 31, kSanitised = 1u << 30, kLast = 1u << 31;
 
   int tile;
-  uint32_t flags;  // kSanitised: V is; kLast: of a work tile
+  uint32_t flags;  // kSanitised: V is sanitised; kLast: the last tile of a work tile
 
   __device__ __forceinline__ bool any() const { return flags & kAll; }
   __device__ __forceinline__ bool visible(int group) const { return flags >> group & 1; }
@@ -27,8 +27,8 @@ struct alignas(8) TileMetadata {  // one load, which the branch that K is releas
   __device__ __forceinline__ int run() const { return static_cast<int>(flags >> kRun & kMostRun); }
 };
 
-/// The tiles of a work tile that masks leave, from the last to the first. A warp looks at 32 at a time. Each warp that
-/// loads has its own, so that none of them waits for another. kFindsBits: it says where the bits of a mask stand.
+/// The key tiles of a work tile that masks leave, from the last to the first. A warp tests 32 at a time. Each producer
+/// warp has a list of its own, so that none waits for another. kFindsBits: the list also locates the mask bits.
 template <class Config, bool kFindsBits = false>
 class VisibleTiles {
  public:
@@ -41,7 +41,7 @@ class VisibleTiles {
     skip();
   }
 
-  /// The next one. With no tile at all, one that nobody visits.
+  /// The next tile. If masks leave none, a tile that no warpgroup visits.
   __device__ __forceinline__ TileMetadata take() {
     if (!left_) return {0, TileMetadata::kLast};
     const int k = __ffs(static_cast<int>(left_)) - 1;
@@ -60,7 +60,7 @@ class VisibleTiles {
     return metadata;
   }
 
-  /// Of the tile taken last: lane g * kKeyParts + k has the place of part k for warpgroup g, if that visits the tile.
+  /// For the tile taken last: lane g * kKeyParts + k has the slot of part k for warpgroup g, if that visits the tile.
   __device__ __forceinline__ int entry() const { return entry_; }
 
  private:
@@ -128,9 +128,9 @@ class VisibleTiles {
   const ForwardVisibility& visible_;
   const ForwardWorkTile<Config>& work_tile_;
   const int lane_;
-  int first_;                                    // the tile of lane 0; that of the next lane is before it
-  uint32_t mine_, left_;                         // flags of this lane's; lanes whose tiles are to be visited
-  uint32_t full_lanes_;                          // lanes whose tiles need no metadata but for masks
+  int first_;                                    // the tile of lane 0; lane 1 has the tile before it, and so on
+  uint32_t mine_, left_;                         // flags of this lane's tile; lanes whose tiles are still to be visited
+  uint32_t full_lanes_;                          // lanes whose tiles need no metadata except for masks
   int entries_[kFindsBits ? kEntries : 1] = {};  // of this lane's tile
   int entry_ = 0;
 };

@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Where a work tile leaves what it found, if it has only a part of the keys that its queries see (split_kv.cuh).
+/// Where a work tile stores its partial result, if it has only a part of the keys that its queries see (split_kv.cuh).
 template <bool kSplitsKv>
 struct WorkTileSplit {
   float4* part = nullptr;
@@ -20,7 +20,7 @@ struct WorkTileSplit<false> {
   static constexpr float4* part = nullptr;
 };
 
-/// Which entries of a block mask's lists a work tile has: [first_entry, first_entry + blocks).
+/// The entries of a block mask's lists that a work tile visits: [first_entry, first_entry + blocks).
 template <bool kListsBlocks>
 struct WorkTileBlocks {};
 template <>
@@ -28,7 +28,7 @@ struct WorkTileBlocks<true> {
   int first_entry, blocks;
 };
 
-/// What score options add to a work tile. Without them, the tile that is visited first is the last one.
+/// What score options (softcap, ALiBi) add to a work tile. Without them, the last key tile is visited first.
 template <bool kScoreOptions>
 struct WorkTileOptions {
   __device__ __forceinline__ void set(const AttentionParams&, const Sequence&, int) {}
@@ -47,8 +47,8 @@ struct WorkTileOptions<true> {
   __device__ __forceinline__ int first_tile(const TileSpan&) const { return tile; }
 };
 
-/// A tile of queries of one head, and the tiles of keys that it sees. These are visited from the first one down to
-/// `tiles.begin`, and then from the last one down to the one behind the first.
+/// A query tile of one head, and the key tiles that it sees. They are visited from first_tile() down to `tiles.begin`,
+/// and then from the last one down to the one behind first_tile().
 template <class Config>
 struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
                          WorkTileSplit<Config::kSplitsKv>,
@@ -57,14 +57,15 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   int first_query, end_query;
   TileSpan tiles;                  // of all rows: these are loaded
   TileSpan rows[Config::kGroups];  // of the rows of each warpgroup, within `tiles`
-  // Tiles before this one need no raising of stabilisers: every row has seen a key.
+  // Tiles before this one keep the stabilisers, because every row has seen a key by then ...
   int raised_begin[Config::kGroups];
-  int plain_begin[Config::kGroups];  // nor do those from this one on
-  int tail_tile;                     // whose memory holds rows of K and V that are not the sequence's; or -1
-  // A work tile that failed comes again: with V sanitised, and else as before, so that what is hidden leaves no trace
-  // in the bits; and if sums overflowed, or it fails once more, on the safe path, with the running maximum.
+  int plain_begin[Config::kGroups];  // ... but only from this tile on
+
+  int tail_tile;  // the tile that loads rows of K and V behind the sequence; -1 = none
+  // A work tile that failed is recomputed with V sanitised and everything else as before, so that hidden values change
+  // no bit. If sums overflowed, or if it fails again, it runs on the safe path, with the running maximum.
   bool sanitised, safe_path;
-  bool failed, overflowed;  // some warp says
+  bool failed, overflowed;  // set by any warp
   bool met_non_finite;      // in V; written before its v_full
 
   __device__ __forceinline__ ForwardWorkTile(const AttentionParams& p, const Sequence& sequence, int first_query,
@@ -84,20 +85,21 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
       const int first = first_query + g * kWarpgroupRows;
       rows[g] = span(first, min(first + kWarpgroupRows, end_query));
       if (rows[g].begin == rows[g].end) rows[g].begin = rows[g].end = tiles.begin;
-      // Where the first row sees a key of the tile behind the full ones, so do all.
+      // If the first row sees a key of the tile behind the full ones, all rows do.
       const int full_end = rows[g].full_end;
       raised_begin[g] = sequence.keys_end(first) > full_end * Config::kBlockN ? full_end : full_end - 1;
-      // ALiBi makes scores rise on the way to the diagonal of the first row.
+      // With ALiBi scores rise towards the diagonal of the first row.
       if (Config::kScoreOptions && p.alibi_slopes)
         raised_begin[g] = min(raised_begin[g], max(first + sequence.offset, 0) / Config::kBlockN);
       plain_begin[g] = max(rows[g].full_begin, rows[g].begin + (Config::kUpdatesRowMaxInLast ? 1 : 0));
     }
-    // Where ALiBi is largest, so that stabilisers need not rise behind it: on the diagonal of the last row.
+    // ALiBi is largest on the diagonal of the last row. Starting there, stabilisers need not rise later.
     const int diagonal = max(end_query - 1 + sequence.offset, 0) / Config::kBlockN;
     this->set(p, sequence, p.alibi_slopes ? min(max(diagonal, tiles.begin), tiles.end - 1) : tiles.end - 1);
   }
 
-  /// Of a tile of queries. The one that is no whole one stands last where options know groups of queries.
+  /// The first query of a query tile. The partial tile stands last in the variants whose masks come in groups of 64
+  /// queries; in the others see first_query_of_tile().
   __device__ __forceinline__ static int first_query_of(int block, int blocks, int seqlen_q) {
     if (Config::kGeneral || Config::kListsBlocks) return min(block * Config::kBlockM, seqlen_q);
     return first_query_of_tile(block, blocks, seqlen_q, Config::kBlockM);
@@ -107,23 +109,23 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
     return WorkTileOptions<Config::kScoreOptions>::first_tile(tiles);
   }
 
-  /// Of the slots [tiles.begin, tiles.end), which are visited from the last one down.
+  /// The key tile of a rank in [tiles.begin, tiles.end). Ranks are visited from the last one down.
   __device__ __forceinline__ int tile_at(int rank) const {
     if (!Config::kScoreOptions) return rank;
     const int tile = rank - (tiles.end - 1 - first_tile());
     return tile < tiles.begin ? tile + tiles.end - tiles.begin : tile;
   }
 
-  /// Of those that a warpgroup visits.
+  /// The last tile that a warpgroup visits.
   __device__ __forceinline__ int last_tile(int group) const {
     const TileSpan& seen = rows[group];
     if (!Config::kScoreOptions || seen.end <= first_tile() + 1) return seen.begin;
     return max(seen.begin, first_tile() + 1);
   }
 
-  /// The tiles from `tile` down to the one returned, but not beyond `stop`, raise no stabilisers of a warpgroup: all
-  /// its rows see all of them, and have stabilisers. Behind the wrap they have if a full tile came before it. None:
-  /// behind `tile`.
+  /// The last tile of the run from `tile` downwards, no further than `stop`, in which a warpgroup keeps its row max:
+  /// all its rows see all of these tiles and have stabilisers. In the second part of the way, behind the diagonal, they
+  /// have them if a full tile came before it. tile + 1 if the run is empty.
   __device__ __forceinline__ int fixed_max_from(int group, int tile, int stop) const {
     const TileSpan& seen = rows[group];
     const bool wrapped = tile > first_tile();
@@ -132,7 +134,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
     return safe_path || tile >= end ? tile + 1 : min(begin, tile + 1);
   }
 
-  /// With kListsBlocks: tiles are those of the list, counted along it. All of them are full, or are hidden by bits.
+  /// With kListsBlocks: `tiles` counts along the list. All of them are full, or have a bitmap.
   __device__ __forceinline__ void list_blocks(int first_entry, int blocks, int tiles_of_block) {
     this->first_entry = first_entry;
     this->blocks = blocks;
@@ -142,7 +144,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
       rows[g] = first_query + g * kWarpgroupRows < end_query ? tiles : TileSpan{0, 0, 0, 0};
   }
 
-  /// Of all tiles, those of [begin, end).
+  /// Drops the tiles outside of [begin, end).
   __device__ __forceinline__ void keep_tiles(int begin, int end) {
     const auto keep = [=](TileSpan& span) {
       span.begin = min(max(span.begin, begin), end);
@@ -155,28 +157,28 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
 
   __device__ __forceinline__ bool has_rows(int group) const { return rows[group].begin < rows[group].end; }
 
-  /// Whether a warpgroup says so when it has done with its out.
+  /// Whether a warpgroup arrives at out_full.
   __device__ __forceinline__ bool publishes(int group) const {
     return Config::kQuerySlots == 1 ? copies_out(group) : has_rows(group);
   }
 
-  /// Whether out of a warpgroup leaves through shared memory: where its rows are whole.
+  /// Whether out of a warpgroup leaves through shared memory: only if it has all its 64 rows.
   __device__ __forceinline__ bool copies_out(int group) const {
     return Config::kOutInShared && !this->part && first_query + (group + 1) * kWarpgroupRows <= end_query &&
            has_rows(group);
   }
 
-  /// Whether a stage of K and one of V for out follow the tiles.
+  /// Whether one more stage of K and one of V, for out, follow the key tiles.
   __device__ __forceinline__ bool has_out_slots() const { return Config::kOutInRings && tiles.begin < tiles.end; }
 
-  /// Whether V of the tile is sanitised: after a failure where some row does not see all of the tile, else of the tail
-  /// alone.
+  /// Whether V of the tile is sanitised: the tail tile always; after a failure every tile that some row does not see in
+  /// full.
   __device__ __forceinline__ bool is_sanitised(int tile) const {
     if constexpr (Config::kListsBlocks) return sanitised;
     return sanitised ? tile < tiles.full_begin || tile >= tiles.full_end : tile == tail_tile;
   }
 
-  /// Of one that failed: what is to be done again, and how.
+  /// Prepares a failed work tile for its recomputation.
   __device__ __forceinline__ void requeue() {
     safe_path = overflowed || sanitised;
     sanitised = true;
