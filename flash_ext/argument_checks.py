@@ -92,7 +92,10 @@ def as_number(name: str, value: Any, way_out: str = "pass its item()") -> float:
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value  # type: ignore[return-value]
     if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must be a number that a float holds, got a longer one") from None
     if isinstance(value, Tensor):
         if _is_size_in_trace(value):
             return float(value)

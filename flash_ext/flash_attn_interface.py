@@ -441,7 +441,7 @@ def _attend_to_pages(
     window_size: Window,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    check_tensors(q=q, k=k, v=v, block_table=block_table)
+    check_tensors(q=q, k=k, v=v, block_table=block_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if k.dim() != 4 or block_table.dim() != 2:
         raise ValueError(
             "k must be (num_blocks, page_block_size, nheads_k, headdim) and block_table (batch, max_num_blocks_per_seq)"

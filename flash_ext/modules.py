@@ -96,6 +96,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights = as_flag("need_weights", need_weights)
             average_attn_weights = as_flag("average_attn_weights", average_attn_weights)
             is_causal = as_flag("is_causal", is_causal)
+        if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+            check_tensors(query=query, key=key, value=value)
         if query.is_nested or key.is_nested or value.is_nested:
             alone = query is key and key is value and key_padding_mask is None and attn_mask is None
             if not alone or need_weights or self.bias_k is not None or self.add_zero_attn:
@@ -229,9 +231,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if padding is not None:
             padding = padding[:, None, None, :]
         if attn_mask is not None:
-            attn_mask = (
-                torch.unflatten(attn_mask, 0, (k.shape[0], -1)) if attn_mask.dim() == 3 else attn_mask[None, None]
-            )
+            of_heads = (k.shape[0], self.num_heads)
+            attn_mask = torch.unflatten(attn_mask, 0, of_heads) if attn_mask.dim() == 3 else attn_mask[None, None]
         given = [m for m in (attn_mask, padding) if m is not None]
         hidden = [m for m in given if m.dtype == torch.bool]
         biases = [m for m in given if m.dtype != torch.bool]

@@ -2,7 +2,7 @@
 
 With ``ref`` the reference in float64 and ``low`` the same mathematics done by plain PyTorch in the input dtype, the
 error of the library may be twice that of ``low`` (three times with softcap) plus a rounding term. This holds for the
-largest error and, for gradients in float16 and bfloat16, for the root mean square too.
+largest error and, for gradients in float16 and bfloat16 of more than a few rows, for the root mean square too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROUNDING = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 16, torch.float64: 4096}
 LARGE_SCORE = 8.0  # from here on the last bits of a score are more than the units above
 SINGLE_KEY = 0.9  # the weight of a key that has nearly all of its row
+# Errors of a row go together: each adds up to one sample. Twice an RMS of n samples is exceeded by another one of the
+# same law with a chance of 20 % for two of them, 3 % for 8 and 0.4 % for 16 (F distribution).
+ROWS_OF_RMS = 16
 INPUTS = ("q", "k", "v", "bias", "sink")  # what can have a gradient
 
 
@@ -340,8 +343,13 @@ class Oracle:
         factor = 3.0 if self.call.options.get("softcap") else 2.0
         got, ref, low = (t.double() for t in (got, self.ref[name], self.low[name]))
         assert_within_bound(name, got, ref, low, dtype, factor, self.slack[name], self.addends(name))
-        if dtype in HALF and name not in ("out", "lse"):
+        if dtype in HALF and name not in ("out", "lse") and self.num_rows >= ROWS_OF_RMS:
             assert_rms_within_bound(name, got, ref, low, dtype, factor, self.slack[name])
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows see any key."""
+        return int(self.ref["lse"].isfinite().sum())
 
     def addends(self, name: str) -> int:
         """How many heads of q add up in a gradient of keys or values."""

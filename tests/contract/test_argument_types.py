@@ -407,6 +407,7 @@ VALUES: list[tuple[str, str, str, Callable[[], Any]]] = [
     ("scaled_dot_product_attention", "attn_mask", "shape", lambda: torch.ones(3, 4)),
     ("scaled_dot_product_attention", "scale", "nan", lambda: math.nan),
     ("scaled_dot_product_attention", "scale", "infinite", lambda: math.inf),
+    ("scaled_dot_product_attention", "scale", "longer than a float", lambda: 10**400),
     ("scaled_dot_product_attention", "dropout_p", "above one", lambda: 1.5),
     ("scaled_dot_product_attention", "dropout_p", "nan", lambda: math.nan),
     ("flash_attn_qkvpacked_func", "qkv", "integer", lambda: random(2, 3, 3, 2, 8).int()),
@@ -457,6 +458,8 @@ PAGED: dict[str, tuple[str, Callable[[], Any]]] = {
     "on another device": ("v", lambda: random(4, 4, 2, 8).to("meta")),
     "no such page": ("block_table", lambda: int32([0, 9], "cpu").view(2, 1)),
     "decreasing": ("cu_seqlens_k", lambda: int32([0, 5, 3], "cpu")),
+    "sparse lengths of k": ("cu_seqlens_k", lambda: int32([0, 2, 5], "cpu").to_sparse()),
+    "sparse lengths of q": ("cu_seqlens_q", lambda: int32([0, 2, 5], "cpu").to_sparse()),
 }
 
 

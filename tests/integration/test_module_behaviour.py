@@ -161,6 +161,13 @@ class TestModuleBehaviour:
             out.sum().backward()
             assert out.shape == query.shape and weights.shape == (*query_shape, key_shape[1])
 
+    def test_an_empty_batch_with_a_mask_of_each_head(self) -> None:
+        _, ours = twins(batch_first=True)
+        x = torch.randn(0, 3, EMBED_DIM, dtype=torch.float64)
+        for mask in (torch.zeros(0, 3, 3, dtype=torch.bool), torch.zeros(0, 3, 3, dtype=torch.float64)):
+            out, weights = ours(x, x, x, attn_mask=mask)
+            assert out.shape == x.shape and weights.shape == (0, 3, 3)
+
     @pytest.mark.parametrize("need_weights", [False, True])
     def test_compiles_in_one_graph(self, need_weights: bool) -> None:
         theirs, ours = twins(torch.float32, batch_first=True)

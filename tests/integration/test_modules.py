@@ -270,6 +270,13 @@ class TestErrors:
         with pytest.raises(TypeError, match=f"^{name} must be .*OtherTensor"):
             twins(torch.float32, batch_first=True)[1](**call)
 
+    @pytest.mark.parametrize("name", ["query", "key", "value"])
+    @pytest.mark.parametrize("wrong", [None, "x", [[1.0] * EMBED_DIM]], ids=str)
+    def test_what_is_no_tensor(self, name: str, wrong: object) -> None:
+        call = dict.fromkeys(["query", "key", "value"], torch.randn(2, EMBED_DIM)) | {name: wrong}
+        with pytest.raises(TypeError, match=f"^{name} must be a Tensor, got"):
+            twins(torch.float32)[1](**call)
+
     def test_the_hint_is_a_bool(self) -> None:
         x = torch.randn(2, 5, EMBED_DIM)
         with pytest.raises(TypeError, match=r"^is_causal must be True or False, got str 'no'"):
