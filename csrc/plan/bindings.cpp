@@ -188,7 +188,8 @@ void bind_work_list(py::module_& m) {
 }
 
 /// The exception as numbers, for libraries that have no Python in them: a function to call, and its argument. torch's
-/// bindings catch pybind11's class by its name; its members are the same from pybind11 2.10 to 3.1.
+/// bindings catch the class of their own pybind11, by its name. Its members are the same in 3.0, which torch 2.10 to
+/// 2.15 bring, and 3.1: pyproject.toml allows no other, and CI tests the oldest and the newest torch.
 std::pair<int64_t, int64_t> thrower_of(const py::object& error) {
   return {reinterpret_cast<int64_t>(&throw_exception), reinterpret_cast<int64_t>(error.inc_ref().ptr())};
 }
