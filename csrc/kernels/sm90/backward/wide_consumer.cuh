@@ -30,9 +30,12 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   /// are waited for there all the same, lest one gets ahead by two phases.
   template <class Step, class Pass>
   __device__ __forceinline__ void visit_heads(Step step, Pass pass) {
-    if constexpr (Config::kTurns == TurnTaking::kAlways) return visit_in_turns(step, pass);
+    if constexpr (Config::kTurns == TurnTaking::kAlways) {
+      visit_in_turns(step, pass);
+    } else {
 #pragma unroll 1
-    for (int head = 0; head < work_tile_.heads; ++head) visit_head(step, pass);
+      for (int head = 0; head < work_tile_.heads; ++head) visit_head(step, pass);
+    }
   }
 
   /// Q and dO, if some key is hidden from some query; `first`: thread of those that clean.
