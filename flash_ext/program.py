@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import builtins
+import io
 import os
 import runpy
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 import flash_ext
 from flash_ext.integrations import sdpa_provider
@@ -23,14 +28,16 @@ torch is imported before the program begins: set variables that torch reads then
 def main(arguments: Sequence[str]) -> None:
     """Runs the program that ``arguments`` name. What it raises, SystemExit too, goes on to the caller.
 
-    The program finds ``sys.argv``, ``sys.path`` and ``__main__`` as if Python itself had started it.
+    A source file finds ``sys.argv``, ``sys.path`` and ``__main__`` as if Python itself had started it. Modules, folders
+    and archives are run by ``runpy``, which takes ``__main__`` away again when their code ends.
     """
     options = _parse(arguments)
     flash_ext.activate()
     if options.flash_attn:
         flash_ext.as_flash_attn()
     try:
-        _run(options.program, options.arguments, options.module)
+        program, *rest = options.program
+        _run(program, rest, options.module)
     finally:
         if options.report and os.environ.get("RANK", "0") == "0":
             print(describe_calls(), file=sys.stderr)
@@ -63,20 +70,44 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="the modules flash_attn and flash_attn_interface are flash_ext's too (as_flash_attn())",
     )
     parser.add_argument("--report", action="store_true", help="print, at the end, how many calls were computed here")
-    parser.add_argument("program", metavar="PROGRAM", help="a file, a folder or archive with __main__.py, or a module")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument(
+        "program",
+        metavar="PROGRAM",
+        nargs=argparse.PARSER,  # what comes behind it is its own, "--" too
+        help="a file, a folder or archive with __main__.py, or a module; then its own arguments",
+    )
     options = parser.parse_args(arguments)
-    if not options.module and not Path(options.program).exists():
-        parser.error(f"argument PROGRAM: there is no {options.program}; a module's name comes after -m")
+    if not options.module and not Path(options.program[0]).exists():
+        parser.error(f"argument PROGRAM: there is no {options.program[0]}; a module's name comes after -m")
     return options
 
 
 def _run(program: str, arguments: Sequence[str], is_module: bool) -> None:
     sys.argv = [program, *arguments]
+    path = Path(program).absolute()
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
-        return
-    # `python -m` has put the current folder first, `python FILE` puts the file's. (A folder or an archive adds itself.)
-    if Path(program).is_file() and not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(program).resolve().parent)
-    runpy.run_path(program, run_name="__main__")
+    elif path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
+        if _has_folder_first():
+            del sys.path[0]  # of `python -m`; runpy puts the program's there
+        runpy.run_path(program, run_name="__main__")
+    else:
+        if _has_folder_first():
+            sys.path[0] = str(path.resolve().parent)
+        _run_source(path)
+
+
+def _has_folder_first() -> bool:
+    """Whether Python has put the current folder at the beginning of ``sys.path``, as it does for ``-m``."""
+    return not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated)
+
+
+def _run_source(path: Path) -> None:
+    """As ``__main__``, for good: threads and atexit handlers may run later."""
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=str(path), __builtins__=builtins, __package__=None)
+    main.__loader__ = SourceFileLoader("__main__", str(path))
+    sys.modules["__main__"] = main
+    with io.open_code(str(path)) as file:
+        code = compile(file.read(), str(path), "exec", dont_inherit=True)
+    exec(code, main.__dict__)

@@ -211,6 +211,7 @@ std::optional<Tensors3> flash_backward(const Tensor& grad_out, const Tensor& que
                                        int64_t /*max_k*/, double dropout_p, bool is_causal,
                                        const Tensor& /*philox_seed*/, const Tensor& /*philox_offset*/,
                                        const std::optional<double>& scale) {
+  if (!grad_out.defined()) return Tensors3();
   const Call call{query, key, value, std::nullopt, dropout_p, is_causal, /*top_left=*/false, scale};
   if (!is_served(call) || !has_known_order(call)) return std::nullopt;
   const Arrangement arrangement = arrange(call, std::nullopt);
@@ -234,6 +235,7 @@ std::optional<Tensors3> cpu_backward(const Tensor& grad_out, const Tensor& query
                                      const Tensor& value, const Tensor& out, const Tensor& logsumexp, double dropout_p,
                                      bool is_causal, const OptionalTensor& attn_mask,
                                      const std::optional<double>& scale) {
+  if (!grad_out.defined()) return Tensors3();
   const Call call{query, key, value, attn_mask, dropout_p, is_causal, /*top_left=*/true, scale};
   if (!is_served(call) || !belong(call, Arrangement::kByRows, grad_out, out, logsumexp)) return std::nullopt;
   return all_gradients(call, Arrangement::kByRows, four_dimensions(attn_mask), grad_out, out, logsumexp);
@@ -258,6 +260,7 @@ std::optional<Tensors4> efficient_backward(const Tensor& grad_out, const Tensor&
                                            const Tensor& /*philox_offset*/, double dropout_p,
                                            const std::vector<int64_t>& grad_input_mask, bool is_causal,
                                            const std::optional<double>& scale) {
+  if (!grad_out.defined()) return Tensors4();
   const Call call{query, key, value, defined(attn_bias), dropout_p, is_causal, /*top_left=*/true, scale};
   const bool need_dbias = grad_input_mask.at(3) != 0;
   if (need_dbias || !is_served(call) || !belong(call, Arrangement::kByRows, grad_out, out, logsumexp)) {
@@ -293,6 +296,7 @@ std::optional<Tensors3> cudnn_backward(const Tensor& grad_out, const Tensor& que
                                        const Tensor& attn_bias, const Tensor& /*cum_seq_q*/,
                                        const Tensor& /*cum_seq_k*/, int64_t /*max_q*/, int64_t /*max_k*/,
                                        double dropout_p, bool is_causal, const std::optional<double>& scale) {
+  if (!grad_out.defined()) return Tensors3();
   const Call call{query, key, value, defined(attn_bias), dropout_p, is_causal, /*top_left=*/true, scale};
   if (!is_served(call) || !has_known_order(call) || !logsumexp.is_contiguous()) return std::nullopt;
   const int64_t batch = query.size(0), heads = query.size(1), seqlen = query.size(2);
@@ -323,10 +327,11 @@ Tensor draw_rng_state(const Tensor& like) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-/// A gradient in its input's memory order, or undefined.
+/// A gradient in its input's memory order, if that has one, or undefined.
 Tensor gradient_in_order(const OptionalTensor& gradient, Arrangement arrangement, const Tensor& input) {
   if (!gradient) return Tensor();
-  return in_order_of(from_rows(arrangement, *gradient, input.size(0), input.size(1)), input);
+  const Tensor rows = from_rows(arrangement, *gradient, input.size(0), input.size(1));
+  return has_zero_stride(input) ? rows : in_order_of(rows, input);
 }
 
 /// A gradient of a bias, which is contiguous, with the dimensions that the bias came with.
@@ -356,6 +361,7 @@ Tensors4 fused_backward(const Tensor& grad_out, const Tensor& query, const Tenso
                         int64_t /*max_q*/, int64_t /*max_k*/, double dropout_p, bool is_causal,
                         const Tensor& philox_seed, const Tensor& /*philox_offset*/,
                         const std::optional<double>& scale) {
+  if (!grad_out.defined()) return {};
   // What hooks on saved tensors give back may have other strides than what was saved.
   const Tensor q = with_contiguous_rows(query), k = with_contiguous_rows(key), v = with_contiguous_rows(value);
   const Tensor grad_rows = with_contiguous_rows(grad_out), out_rows = with_contiguous_rows(out);

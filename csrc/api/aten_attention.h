@@ -1,7 +1,8 @@
 // Kernels with the schemas of aten's fused attention operators, for the calls that need nothing but views to become
 // calls of ours: what flash_ext/integrations/aten_attention.py does for all calls. Each takes and returns what torch's
-// own kernel does: shapes, dtypes, memory order, the form of the log-sum-exp. A call that is not for them gives
-// nothing, for the caller to go on to Python. An undefined tensor is how torch's C++ says None.
+// own kernel does: shapes, dtypes, memory order, the form of the log-sum-exp; no gradients for no gradient of out. A
+// call that is not for them gives nothing, for the caller to go on to Python. An undefined tensor is how torch's C++
+// says None.
 #pragma once
 
 #include <tuple>

@@ -182,8 +182,10 @@ void bind_work_list(py::module_& m) {
 /// Throws the exception at that address, which it owns, for torch's bindings to raise in Python again.
 [[noreturn]] void throw_exception(int64_t address) {
   const py::gil_scoped_acquire gil;
-  const auto error = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(address));
-  PyErr_SetObject(py::type::handle_of(error).ptr(), error.ptr());
+  auto error = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(address));
+  PyObject* const type = py::type::handle_of(error).inc_ref().ptr();
+  PyObject* const trace = PyException_GetTraceback(error.ptr());
+  PyErr_Restore(type, error.release().ptr(), trace);  // PyErr_SetObject would replace its context by the caller's
   throw py::error_already_set();
 }
 
@@ -191,6 +193,7 @@ void bind_work_list(py::module_& m) {
 /// bindings catch the class of their own pybind11, by its name. Its members are the same in 3.0, which torch 2.10 to
 /// 2.15 bring, and 3.1: pyproject.toml allows no other, and CI tests the oldest and the newest torch.
 std::pair<int64_t, int64_t> thrower_of(const py::object& error) {
+  static_assert(PYBIND11_VERSION_MAJOR == 3 && PYBIND11_VERSION_MINOR <= 1, "torch's pybind11 has other exceptions");
   return {reinterpret_cast<int64_t>(&throw_exception), reinterpret_cast<int64_t>(error.inc_ref().ptr())};
 }
 

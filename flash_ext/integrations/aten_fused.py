@@ -1,14 +1,16 @@
 """SDPA's calls by the operator that torch keeps for other libraries, filled by this one in C++.
 
-torch itself does not call ``aten::_scaled_dot_product_fused_attention_overrideable`` on a CPU or CUDA, but has its
-derivative, in C++. A call takes a third of the host's time of one by an ``autograd.Function``, and unlike torch's other
-fused operators it may have a boolean mask, a bias that broadcasts, with its gradient, and dropout: nobody but the
-kernels of ``csrc/api/aten_attention.h`` reads what the forward leaves for the backward.
+torch has the derivative of ``aten::_scaled_dot_product_fused_attention_overrideable`` in C++, and never calls the
+operator itself on a CPU or CUDA. A call takes a third of the host's time of one by an ``autograd.Function``. Unlike
+torch's other fused operators it may have a boolean mask, a bias that broadcasts, with its gradient, and dropout: nobody
+but the kernels of ``csrc/api/aten_attention.h`` reads what the forward leaves for the backward.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +36,11 @@ _SCHEMAS = {
 }
 _FUSED = getattr(torch.ops.aten, _OPERATOR).default
 _HEAD_DIM_MULTIPLE = 8
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 filled: dict[str, bool] = {}
 """By the type of a device: whether the operator is ours there."""
+_filling = threading.RLock()
 
 
 def fill(device_type: str) -> bool:
@@ -49,15 +53,18 @@ def fill(device_type: str) -> bool:
         Whether the operator is ours on that device.
     """
     key = device_type.upper()
-    ours = (
-        key in libraries()
-        and not has_kernel(f"aten::{_OPERATOR}", key)
-        and all(is_as_known(operator, schema) for operator, schema in _SCHEMAS.items())
-    )
-    if ours:
-        python_library()  # what the kernels ask torch for
-        in_library("fill_fused_attention", key, key)
-    return filled.setdefault(device_type, ours)
+    with _filling:
+        if device_type in filled:  # by another thread, meanwhile
+            return filled[device_type]
+        ours = (
+            key in libraries()
+            and not has_kernel(f"aten::{_OPERATOR}", key)
+            and all(is_as_known(operator, schema) for operator, schema in _SCHEMAS.items())
+        )
+        if ours:
+            python_library()  # what the kernels ask torch for
+            in_library("fill_fused_attention", key, key)
+        return filled.setdefault(device_type, ours)
 
 
 def attend(
@@ -101,13 +108,13 @@ def attend(
     return out
 
 
-def _is_plain(x: object) -> bool:
-    """No subclass, whose meaning is its own, and no nested, sparse or other tensor without strides."""
-    return type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+def _is_plain(x: Any) -> bool:
+    """A tensor or parameter with strides: no other subclass, whose meaning is its own, and none nested or sparse."""
+    return type(x) in _PLAIN and x.layout is torch.strided and not x.is_nested
 
 
 def _is_watched() -> bool:
-    """By those who have to see the call as it was made."""
+    """Whether a compiler, tracer, transform or dispatch mode has to see SDPA itself."""
     if torch.compiler.is_compiling():
         return True
     return num_dispatch_modes() > 0 or is_functorch_active() or is_forward_mode() or is_tracing()
@@ -130,7 +137,7 @@ def _fit(
     heads_kv, seqlen_k, head_dim_v = key[1], key[2], value[3]
     if key != (batch, heads_kv, seqlen_k, head_dim) or value != (batch, heads_kv, seqlen_k, head_dim_v):
         return False
-    if heads_kv != heads and not (enable_gqa and heads_kv > 0 and heads % heads_kv == 0):
+    if heads_kv == 0 or (heads_kv != heads and not (enable_gqa and heads % heads_kv == 0)):
         return False
     if head_dim % _HEAD_DIM_MULTIPLE != 0 or head_dim_v % _HEAD_DIM_MULTIPLE != 0:
         return False

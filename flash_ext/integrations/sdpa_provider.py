@@ -65,6 +65,7 @@ from flash_ext.torch_private import (
     forget_attention_implementation,
     forget_dispatch,
     has_kernel,
+    schema_of,
 )
 
 NAME = "flash_ext"  # in torch's registry of flash attention implementations
@@ -288,7 +289,11 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
         torch_kernel = torch.library.get_kernel(qualified, key).call_boxed
     keys = DispatchKeySet(DispatchKey.__members__[key])
 
+    num_results = len(schema_of(getattr(torch.ops.aten, operator).default).returns)
+
     def run(*args: Any, **kwargs: Any) -> Any:
+        if args[0] is None:  # the gradient of out: nothing depends on the inputs
+            return (None,) * num_results
         results = kernel(*args, **kwargs)
         if results is not NotImplemented:
             _served_in_python.add(operator)

@@ -167,7 +167,11 @@ def _fits(
     ):
         return False
     lead = _leading_dimensions(query, key, value, enable_gqa)
-    if lead is None or exceeds_sizes(query.device, math.prod(lead[:-1]), query.shape[-2], key.shape[-2]):
+    if (
+        lead is None
+        or lead[-1:] == (0,)
+        or exceeds_sizes(query.device, math.prod(lead[:-1]), query.shape[-2], key.shape[-2])
+    ):
         return False
     if attn_mask is None:
         return True

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import flash_ext
 from flash_ext.integrations import aten_fused
@@ -151,6 +152,34 @@ def test_a_gradient_of_out_without_memory_of_its_own(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+class FirstAlone(torch.autograd.Function):
+    """Hands the first input on; its derivative says nothing of that one, and ones of the second."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "bias", "bias with gradient"])
+@pytest.mark.parametrize("by_python", [False, True])
+def test_an_undefined_gradient_of_out(device: str, monkeypatch: pytest.MonkeyPatch, kind: str, by_python: bool) -> None:
+    """Torch's formulas take one, and nothing depends on the inputs then."""
+    if by_python:
+        monkeypatch.setitem(aten_fused.filled, torch.device(device).type, False)
+    q, k, v = qkv(device)
+    mask = None if kind == "none" else make(kind, MASKS["shared"], device)
+    other = torch.ones(2, 4, 37, 16, device=device, requires_grad=True)
+    for function in (F.scaled_dot_product_attention, flash_ext.scaled_dot_product_attention):
+        out = FirstAlone.apply(function(q, k, v, mask), other)
+        found = torch.autograd.grad(out.sum(), (q, k, v, other), allow_unused=True)
+        assert found[:3] == (None, None, None) or all(not x.any() for x in found[:3])
+        assert (found[3] == 1).all()
+
+
 # ---- A graph that outlives what made it -----------------------------------------------------------------------------
 
 
@@ -205,6 +234,30 @@ def test_a_mask_beside_is_causal_is_refused(device: str) -> None:
         flash_ext.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
 
 
+@pytest.mark.parametrize("kind", ["none", "bool"])
+def test_no_heads(device: str, kind: str) -> None:
+    q, k, v = qkv(device, heads=(0, 0))
+    mask = None if kind == "none" else make("bool", (37, 53), device)
+    assert F.scaled_dot_product_attention(q, k, v, mask).shape == q.shape
+
+
+def test_a_parameter_as_bias(device: str) -> None:
+    q, k, v = qkv(device)
+    bias = torch.nn.Parameter(random(1, 4, 37, 53, device=device))
+    assert is_fused(flash_ext.scaled_dot_product_attention(q, k, v, bias))
+
+
+def test_gradients_of_keys_that_are_repeated_in_memory(device: str) -> None:
+    """Keys with a stride of 0 have no memory order to follow: nothing is copied."""
+    q, k, v = qkv(device, heads=(4, 1))
+    k, v = (x.detach().expand(2, 4, 53, 16).requires_grad_() for x in (k, v))
+    out = flash_ext.scaled_dot_product_attention(q, k, v)
+    assert is_fused(out)
+    dk, dv = torch.autograd.grad(out.sum(), (k, v), retain_graph=True)
+    assert strides(dk) == strides(dv) == [53 * 4 * 16, 16, 4 * 16, 1]
+    assert_right(out, (q, k, v), q, k, v)
+
+
 def test_an_operator_that_another_library_has_filled_is_left_alone(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,10 +302,10 @@ def test_compiled_programs_have_torchs_operators(device: str) -> None:
     mask = make("bool", MASKS["key"], device)
     graphs: list[str] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         graphs.append(graph.code)
         return graph.forward
 
-    out = torch.compile(F.scaled_dot_product_attention, backend=backend)(q, k, v, mask)
-    assert "overrideable" not in graphs[0]
+    out = torch.compile(F.scaled_dot_product_attention, backend=aot_autograd(fw_compiler=compiler))(q, k, v, mask)
+    assert "aten._scaled_dot_product" in graphs[0] and "overrideable" not in graphs[0]
     assert_right(out, (q, k, v), q, k, v, mask)

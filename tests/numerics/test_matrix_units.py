@@ -35,6 +35,7 @@ SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "dropout": (70, 100, {"dropout_p": 0.3, "rng_state": torch.tensor([11, 13])}),
     "a negative scale": (33, 65, {"softmax_scale": -0.3}),
     "a scale of zero": (33, 65, {"softmax_scale": 0.0}),
+    "a scale near the largest float": (33, 65, {"softmax_scale": 3.4e38}),
     "tiles of keys that begin within a packed one": (520, 520, {"window_size": (100, 30)}),
 }
 

@@ -198,10 +198,13 @@ class ForwardTile {
 
   uint32_t* p_pairs_of(int64_t n) const { return p_pairs_ + n * kKeyPairWords; }
 
-  /// What the softmax step multiplies by, where nothing but masks comes between q . k and the scores.
+  /// What the softmax step multiplies by, where nothing but masks comes between q . k and the scores. Its product with
+  /// log2 e has to be a number.
   T late_factor() const {
+    constexpr T kLargest = static_cast<T>(1e38);
     const bool products = rules_.cap == 0 && p_.alibi_slopes == nullptr && p_.bias.data == nullptr;
-    return k_.in_halves && products && !dropout_.active() && rules_.q_factor > 0 ? rules_.q_factor : T(1);
+    const bool is_late = k_.in_halves && products && !dropout_.active();
+    return is_late && rules_.q_factor > 0 && rules_.q_factor < kLargest ? rules_.q_factor : T(1);
   }
 
   /// P^T rounded and packed.

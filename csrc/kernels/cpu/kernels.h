@@ -19,8 +19,7 @@ struct ForwardJob {
   int64_t split_size = 0;       // 0: the keys of a sequence in `splits` equal parts
   void* partial_out = nullptr;  // (splits, heads_q, rows of q, head_dim_v), accumulate type; null without splits
   void* partial_lse = nullptr;  // (splits, heads_q, rows of q)
-  void* packed_keys =
-      nullptr;  // K and V for matrix units, see packed_keys.h; null where each item packs what it visits
+  void* packed_keys = nullptr;  // for matrix units (packed_keys.h); null where each item packs what it visits
 };
 
 struct WeightsJob {

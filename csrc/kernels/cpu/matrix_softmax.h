@@ -1,10 +1,10 @@
 // The softmax step of a panel whose P goes to matrix units: rounded to bfloat16 and packed in pairs of keys as it is
-// made. Exponentials bind the forward on matrix units, so this step takes fewer instructions for each than
+// made. Exponentials limit the forward on matrix units, so this step takes fewer instructions for each than
 // online_softmax.h:
 //   t = (x - m) factor log2(e),   P = 2^(t - floor t) 2^floor t:   one instruction gives the fraction, one the power.
 // `factor` is the scale of the scores, where nothing but a mask came between them and the products x; the row's
 // stabiliser m is one of these, so that the difference is exact near it. It stays what it is until a score is above it
-// by more than kMaxExcess: P has as many bits then, and O is seldom rescaled.
+// by more than kMaxExcess: P keeps its relative precision, as bfloat16 has float's exponent, and O is seldom rescaled.
 #pragma once
 
 #include "online_softmax.h"

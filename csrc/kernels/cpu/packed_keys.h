@@ -1,6 +1,6 @@
 // Tiles of K, and of V transposed, as operands of matrix units: made once for a call and shared by all tiles of queries
-// that visit them. They take as much memory as K and V. A tile that holds an Inf or a NaN is left to those who visit
-// it: which keys they see decides what they may read (row_tile.h).
+// that visit them. They take as much memory as K and V, head dims rounded up to 32. A tile that holds an Inf or a NaN
+// is left to those who visit it: which keys they see decides what they may read (row_tile.h).
 #pragma once
 
 #include "arena.h"
@@ -73,6 +73,8 @@ int64_t packed_key_bytes(const ForwardJob& job) {
   const ForwardParams& p = job.params;
   const bool dense = p.seq.cu_seqlens_k == nullptr && p.seq.block_table == nullptr && p.blocks.offsets == nullptr;
   if (!uses_matrix_units<T>(p) || !dense || p.seqlen_q * job.group <= kFewRows<T>) return 0;
+  // Keys that batch entries share would be packed for each.
+  if (p.batch > 1 && (p.k.batch_stride == 0 || p.v.batch_stride == 0)) return 0;
   constexpr int64_t kMinVisits = 2;
   int64_t visited = 0, keys = 0;
   for (int64_t b = 0; b < p.batch; ++b) {

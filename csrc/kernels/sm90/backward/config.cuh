@@ -138,8 +138,8 @@ struct BackwardWideConfig {
   static constexpr int kTilesBytes = kOtherDsOffset + kDsBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
-  static_assert(kGroups == 2, "dS goes to the other block");
-  static_assert(kWarpgroupRows == kPanelColumns, "dS of a block's keys is a panel");
+  static_assert(kGroups == 2, "dS goes to the other CTA");
+  static_assert(kWarpgroupRows == kPanelColumns, "dS of a CTA's keys is a panel");
   // What the launch allocates and the others leave; more than that, and setmaxnreg would wait for ever.
   static constexpr int kGradientRegisters = 65536 / kThreads / 8 * 8 * 3 - kShape.registers - kShape.dq_registers;
 };
