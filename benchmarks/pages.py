@@ -393,10 +393,10 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as cuDNN", lambda: decode_bounds("cudnn")),
     Sentence(
         PERFORMANCE,
-        rf"gradient of a bias takes the backward to {PAIR} %\.",
+        rf"gradient of a bias adds {PAIR} % to the backward\.",
         lambda: costs("bias (1, h, q, k), its gradient", "backward"),
     ),
-    Sentence(PERFORMANCE, rf"`deterministic` takes it to {PAIR} %", lambda: costs("deterministic", "backward")),
+    Sentence(PERFORMANCE, rf"`deterministic` adds {PAIR} %", lambda: costs("deterministic", "backward")),
     Sentence(
         PERFORMANCE,
         rf"a window of 512 costs {PAIR} % forward and {PAIR} % backward, the same window as a block mask {PAIR} and "
