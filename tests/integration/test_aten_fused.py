@@ -234,6 +234,7 @@ def test_a_mask_beside_is_causal_is_refused(device: str) -> None:
         flash_ext.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's own kernel divides by the number of heads")
 @pytest.mark.parametrize("kind", ["none", "bool"])
 def test_no_heads(device: str, kind: str) -> None:
     q, k, v = qkv(device, heads=(0, 0))
