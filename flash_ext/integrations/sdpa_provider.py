@@ -292,7 +292,7 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
     num_results = len(schema_of(getattr(torch.ops.aten, operator).default).returns)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if args[0] is None:  # the gradient of out: nothing depends on the inputs
+        if args and args[0] is None:  # the gradient of out: nothing depends on the inputs
             return (None,) * num_results
         results = kernel(*args, **kwargs)
         if results is not NotImplemented:
