@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -692,23 +691,3 @@ def test_varlen_attn_in_a_cuda_graph() -> None:
         cu_seqlens.copy_(cumulative(lengths, "cuda"))
         graph.replay()
         torch.testing.assert_close(captured, attend(), rtol=2e-2, atol=2e-2)
-
-
-class SlowName(str):
-    """As a key of a dict it lets other threads run between what reads a value and what writes one."""
-
-    def __hash__(self) -> int:
-        time.sleep(1e-5)
-        return super().__hash__()
-
-
-def test_no_call_of_several_threads_is_missed(device: str) -> None:
-    count, operator = 50, SlowName(CPU_FLASH)
-    with flash_ext.activated():
-        sdpa_provider.forget_calls()
-        serving = sdpa_provider._with_torchs(operator, "CPU", lambda: "served")
-        with ThreadPoolExecutor(4) as pool:
-            assert set(pool.map(lambda _: serving(), range(count))) == {"served"}
-        assert sdpa_provider.calls_served() == {CPU_FLASH: count}
-        sdpa_provider.forget_calls()
-        assert not sdpa_provider.calls_served()
