@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_ext.masks.intervals import Blocks, Room, Window, lists_of_intervals
+from flash_ext import BlockMask
+from flash_ext.masks.intervals import Blocks, Window
 from flash_ext.masks.lists import Lists, compacted, lists_of_grid, transposed_lists
 from flash_ext.masks.windows import lists_of_window
 from tests import block_lists_oracle as oracle
@@ -55,9 +56,27 @@ def test_windows(device: str) -> None:
         assert_lists(made, oracle.lists_of_window(window, offset, blocks))
 
 
+def test_rows_that_need_all_the_room_for_bitmaps(device: str) -> None:
+    """Edges that lie in as many columns as they can, apart from each other."""
+    blocks = Blocks(1000, 1000, 100, 64)
+    for start in range(64):
+        window = Window(300, 0, 5, True)
+        made = lists_of_window(window, start, blocks, device)
+        assert_lists(made, oracle.lists_of_window(window, start, blocks))
+        bounds = int32([7, 330 + start, 360 + start, 370 + start, 990])
+        for causal in (False, True):
+            expected = oracle.lists_of_documents(bounds, blocks, causal)
+            assert_lists(documents(bounds.to(device), blocks, causal), expected)
+        spans = int32([[[3, 90], [330 + start, 370 + start], [380 + start, 990]]])
+        made = BlockMask.bidirectional_spans(spans.to(device), 1000, (100, 64))
+        assert_lists(Lists(*made.tensors), oracle.lists_of_bidirectional_spans(spans, blocks))
+        prefix = int32([300 + start])
+        made = BlockMask.prefix_lm(prefix.to(device), 1000, 1000, (100, 64))
+        assert_lists(Lists(*made.tensors), oracle.lists_of_prefix(prefix, blocks))
+
+
 def documents(bounds: Tensor, blocks: Blocks, causal: bool) -> Lists:
-    room = Room(blocks.rows * blocks.columns, blocks.crossed + (2 if causal else 4))
-    return lists_of_intervals("documents", bounds, Window(right=0 if causal else None), 0, blocks, room)
+    return Lists(*BlockMask.documents(bounds, blocks.seqlen_q, blocks[2:], causal=causal).tensors)
 
 
 def test_documents(device: str) -> None:
@@ -76,10 +95,8 @@ def test_prefixes(device: str) -> None:
     for _ in range(60):
         blocks, batch = random_blocks(), between(1, 3)
         prefix = torch.randint(-10, blocks.seqlen_k + 100, (batch,), dtype=(torch.int64, torch.int16)[between(0, 1)])
-        room = Room(batch * blocks.rows * blocks.columns, blocks.crossed)
-        offset = blocks.seqlen_k - blocks.seqlen_q
-        made = lists_of_intervals("prefix", prefix.to(device), Window(right=0), offset, blocks, room)
-        assert_lists(made, oracle.lists_of_prefix(prefix, blocks))
+        made = BlockMask.prefix_lm(prefix.to(device), *blocks[:2], blocks[2:])
+        assert_lists(Lists(*made.tensors), oracle.lists_of_prefix(prefix, blocks))
 
 
 def test_spans(device: str) -> None:
@@ -89,9 +106,8 @@ def test_spans(device: str) -> None:
         spans = torch.randint(0, blocks.seqlen_q + 1, (batch, 2 * between(0, 40))).sort().values.unflatten(1, (-1, 2))
         spans = spans[:, torch.randperm(spans.shape[1])]
         spans[:, :2] = spans[:, :2].flip(-1)
-        room = Room(batch * blocks.rows * blocks.columns, blocks.crossed + 2)
-        made = lists_of_intervals("spans", spans.to(device), Window(right=0), 0, blocks, room)
-        assert_lists(made, oracle.lists_of_bidirectional_spans(spans, blocks))
+        made = BlockMask.bidirectional_spans(spans.to(device), blocks.seqlen_q, blocks[2:])
+        assert_lists(Lists(*made.tensors), oracle.lists_of_bidirectional_spans(spans, blocks))
 
 
 def random_lists(device: str) -> tuple[Lists, int]:
