@@ -498,5 +498,13 @@ _fold_attention("attention_backward", 7, num_flags=6, num_unfoldable=2)
 _fold_attention("attention_weights", 3, num_flags=1)
 _fold_attention("attention_weights_backward", 4, num_flags=5, num_unfoldable=1)
 _loop_over("attention_decode_append", written=slice(1, 3))
-for _name in ("add_layer_norm", "attention_decode", "merge", "merge_backward", "dropout_mask"):
+for _name in (
+    "add_layer_norm",
+    "attention_decode",
+    "merge",
+    "merge_backward",
+    "dropout_mask",
+    "interval_block_lists",
+    "block_lists_transposed",
+):
     _loop_over(_name)
