@@ -1,4 +1,5 @@
 """``python -m flash_ext``: trains a small GPT, lets it write, and measures, all beside torch's own attention.
+``python -m flash_ext run``: any program, with torch's attention computed by this library.
 ``python -m flash_ext doctor``: what is installed, what runs where, and what is wrong."""
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 import flash_ext
+from flash_ext import program
 from flash_ext.demo import measure, report, text, training
 from flash_ext.demo.gpt import GPT, generate
 from flash_ext.torch_private import has_kernel
@@ -29,7 +31,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m flash_ext",
         description="Trains a small GPT on the sources of Python's standard library, generates text from a KV cache, "
         "and compares loss, time and memory with torch's scaled_dot_product_attention.",
-        epilog="python -m flash_ext doctor: what is installed, which kernels run on which device, and what is wrong.",
+        epilog="python -m flash_ext run: any program, with torch's attention computed by flash_ext. "
+        "python -m flash_ext doctor: what is installed, which kernels run on which device, and what is wrong.",
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if this build and machine can, else cpu)")
     parser.add_argument(
@@ -112,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if list(arguments[:1]) == ["doctor"]:
         sys.exit(examine(arguments[1:]))
+    if list(arguments[:1]) == ["run"]:
+        return program.main(arguments[1:])
     options = parse(arguments)
     print(f"flash_ext {flash_ext.__version__}, torch {torch.__version__}, {describe(options.device)}")
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, rename_arguments
 from flash_ext.functional import attention
 from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim, scale_of
+from flash_ext.integrations import aten_fused
 from flash_ext.nested import attend_heads_first
-from flash_ext.torch_private import CAUSAL_BIAS, is_instance
+from flash_ext.torch_private import CAUSAL_BIAS, is_any_autocast_enabled, is_instance
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "bias": "attn_mask", "mask": "attn_mask"}
 
@@ -46,7 +47,7 @@ def scaled_dot_product_attention(
         enable_gqa: query's heads may be a multiple of key's and value's.
 
     Returns:
-        (..., heads, L, Ev) in query's dtype.
+        (..., heads, L, Ev) in query's dtype; in memory in the order of query, or as (..., L, heads, Ev).
 
     Raises:
         RuntimeError: attn_mask together with is_causal, or arguments that do not fit together.
@@ -70,6 +71,10 @@ def scaled_dot_product_attention(
             softmax_scale=scale,
             dropout_p=dropout_p,
         )
+    if not is_any_autocast_enabled():
+        fused = aten_fused.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if fused is not None:
+            return fused
     _check(query, key, value, attn_mask, is_causal)
     if query.dim() == 2:
         query, key, value = query[None], key[None], value[None]

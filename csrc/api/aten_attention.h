@@ -57,4 +57,18 @@ std::optional<Tensors3> cudnn_backward(const Tensor& grad_out, const Tensor& que
                                        const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q, int64_t max_k,
                                        double dropout_p, bool is_causal, const std::optional<double>& scale);
 
+/// The operator that torch keeps for other libraries to fill, and never calls on these devices by itself. Unlike the
+/// others it takes boolean masks, biases that broadcast, their gradient and dropout, whose state is `philox_seed`.
+/// Raises for a call that would take copies.
+FlashResults fused_forward(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_bias,
+                           double dropout_p, bool is_causal, bool return_debug_mask,
+                           const std::optional<double>& scale);
+
+/// Undefined is a gradient that was not asked for.
+Tensors4 fused_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+                        const Tensor& attn_bias, const std::vector<int64_t>& grad_input_mask, const Tensor& out,
+                        const Tensor& logsumexp, const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q,
+                        int64_t max_k, double dropout_p, bool is_causal, const Tensor& philox_seed,
+                        const Tensor& philox_offset, const std::optional<double>& scale);
+
 }  // namespace flash_ext::api

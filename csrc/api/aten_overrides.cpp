@@ -146,6 +146,20 @@ struct Override<function> {
   }
 };
 
+/// What the dispatcher calls where there is no other kernel to go on to.
+template <auto function>
+struct Implementation;
+
+template <class Results, class... Parameters, Results (*function)(Parameters...)>
+struct Implementation<function> {
+  static void kernel(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
+    check(num_arguments == sizeof...(Parameters) && num_results == std::tuple_size_v<Results>,
+          "aten's overrideable attention of this torch has ", num_arguments, " arguments and ", num_results,
+          " results");
+    put_on_stack(stack, std::apply(function, take_tuple<std::tuple<std::decay_t<Parameters>...>>(stack)));
+  }
+};
+
 #define FLASH_EXT_OVERRIDE(name, function) \
   template <>                              \
   Overridden Override<&function>::entry{name, &Override<&function>::kernel};
@@ -207,6 +221,17 @@ void restore_aten() {
   Registrations& all = registrations();
   const std::lock_guard lock(all.mutex);
   all.by_key.clear();
+}
+
+void fill_fused_attention(std::string dispatch_key) {
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    // Never destroyed: the backward of a graph may run long after its forward.
+    auto* const library = new Library(Library::Kind::IMPL, "aten", dispatch_key.c_str(), __FILE__, __LINE__);
+    library->impl("_scaled_dot_product_fused_attention_overrideable", &Implementation<&fused_forward>::kernel);
+    library->impl("_scaled_dot_product_fused_attention_overrideable_backward",
+                  &Implementation<&fused_backward>::kernel);
+  });
 }
 
 int64_t aten_calls(std::string op) { return find(op).calls.load(std::memory_order_relaxed); }

@@ -21,6 +21,10 @@ void register_in_aten(const char* op, const std::string& dispatch_key, BoxedKern
 /// Takes all of them away again: what was there before is in force.
 void restore_aten();
 
+/// Puts kernels in place for aten::_scaled_dot_product_fused_attention_overrideable and its backward, for a dispatch
+/// key and for good. A second call does nothing.
+void fill_fused_attention(std::string dispatch_key);
+
 /// How many calls of aten's operator these kernels computed, since the library was loaded.
 int64_t aten_calls(std::string op);
 

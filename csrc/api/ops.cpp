@@ -94,6 +94,8 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
   m.def("override_aten_by_cuda(str op, str dispatch_key) -> ()");
   m.def("restore_aten_by_cpu() -> ()");
   m.def("restore_aten_by_cuda() -> ()");
+  m.def("fill_fused_attention_by_cpu(str dispatch_key) -> ()");
+  m.def("fill_fused_attention_by_cuda(str dispatch_key) -> ()");
   m.def("aten_calls_by_cpu(str op) -> int");
   m.def("aten_calls_by_cuda(str op) -> int");
 }

@@ -7,10 +7,10 @@ to go on to torch's kernel. They run below autograd and autocast, as kernels do.
 Calls that need nothing but views are computed in C++ and do not come here (``aten_cpp``); what is done there is what is
 done here, bit for bit.
 
-Dropout is never served here: which weights were dropped is told to the backward by two tensors of random numbers, which
-mean one thing to torch's kernels and another to ours, and nothing in them says whose they are. A backward that runs
-after ``deactivate()`` would drop other weights than its forward. All else is the same for both: a forward by one and a
-backward by the other are right.
+Dropout is never served here, but by an operator that torch does not compute itself (``aten_fused``). The backward
+learns from two tensors of random numbers which weights were dropped. They mean one thing to torch's kernels and another
+to ours, and nothing in them says whose they are: a backward that runs after ``deactivate()`` would drop other weights
+than its forward. All else is the same for both: a forward by one and a backward by the other are right.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _served(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: 
         and query.shape[3] == key.shape[3]
         and query.dtype == key.dtype == value.dtype
         and not exceeds_sizes(query.device, query.shape[0], query.shape[2], key.shape[2])
-        and not unsupported(query, value)
+        and not unsupported(query.shape[-1], value.shape[-1], query.device, query.dtype)
     )
 
 

@@ -38,12 +38,11 @@ def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return all(_plan.supports(_plan.Problem(operation=name, **described))[0] for name in ("forward", "backward"))
 
 
-def unsupported(query: Tensor, value: Tensor) -> str:
-    """Why there are no kernels for such a query and value, or an empty string."""
-    head_dim, head_dim_v = query.shape[-1], value.shape[-1]
+def unsupported(head_dim: int, head_dim_v: int, device: torch.device, dtype: torch.dtype) -> str:
+    """Why there are no kernels for such queries and values, or an empty string."""
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
         return f"head_dim must be from 1 to {MAX_HEAD_DIM}, got {head_dim} of query and {head_dim_v} of value"
-    return "" if _has_kernels(query.device, query.dtype) else f"no kernels for {query.dtype} on {query.device}"
+    return "" if _has_kernels(device, dtype) else f"no kernels for {dtype} on {device}"
 
 
 def takes_scale(scale: float | None) -> bool:

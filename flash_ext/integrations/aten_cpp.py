@@ -79,11 +79,13 @@ def has_cpp_kernel(operator: str) -> bool:
     """Whether there is a kernel in C++ for aten's operator of that name as this torch has it."""
     if operator not in SCHEMAS:
         return False
+    return is_as_known(operator, SCHEMAS[operator])
+
+
+def is_as_known(operator: str, schema: str) -> bool:
+    """Whether this torch has aten's operator of that name in the form that C++ was written for."""
     packet = getattr(torch.ops.aten, operator, None)
-    if packet is None:
-        return False
-    found = schema_of(packet.default)
-    return form_of(found) == form_of(parse_schema(operator + SCHEMAS[operator]))
+    return packet is not None and form_of(schema_of(packet.default)) == form_of(parse_schema(operator + schema))
 
 
 # ---- In torch's dispatcher ------------------------------------------------------------------------------------------
@@ -92,16 +94,16 @@ def has_cpp_kernel(operator: str) -> bool:
 def override(operator: str, key: str, kernel: Callable[..., Any]) -> None:
     """Puts the kernel in C++ in place for a device. ``kernel``, in Python, gets the calls that it does not take."""
     _make_callable_from_cpp(operator, key, kernel)
-    _in_library("override_aten", key, operator, key)
+    in_library("override_aten", key, operator, key)
 
 
 def restore() -> None:
     """Takes all kernels in C++ away."""
     for key in libraries():
-        _in_library("restore_aten", key)
+        in_library("restore_aten", key)
 
 
-def _in_library(function: str, key: str, *args: str) -> Any:
+def in_library(function: str, key: str, *args: str) -> Any:
     """Calls an operator that each of the compiled libraries has for itself."""
     return getattr(OPS, f"{function}_by_{key.lower()}")(*args)
 
@@ -112,7 +114,7 @@ _python_kernels: dict[tuple[str, str], Callable[..., Any]] = {}  # by operator a
 
 
 @cache
-def _python_library() -> torch.library.Library:
+def python_library() -> torch.library.Library:
     """The operators by which C++ calls Python. They outlive a deactivation: another thread may be calling one."""
     library = torch.library.Library("flash_ext_python", "DEF")
     library.define("torch_settings() -> int")
@@ -132,7 +134,7 @@ def _torch_settings() -> int:
 
 def _make_callable_from_cpp(operator: str, key: str, kernel: Callable[..., Any]) -> None:
     """Makes ``kernel`` that of ``flash_ext_python``'s operator of the same name."""
-    library, place = _python_library(), (operator, key)
+    library, place = python_library(), (operator, key)
     is_known = place in _python_kernels
     _python_kernels[place] = kernel
     if not is_known:
@@ -166,7 +168,7 @@ _forgotten: Counter[str] = Counter()  # the libraries' own counts do not go back
 
 def calls() -> Counter[str]:
     """How many calls of each operator were computed without Python, since the start or ``forget_calls()``."""
-    counts = {name: sum(_in_library("aten_calls", key, name) for key in libraries()) for name in SCHEMAS}
+    counts = {name: sum(in_library("aten_calls", key, name) for key in libraries()) for name in SCHEMAS}
     return Counter(counts) - _forgotten
 
 

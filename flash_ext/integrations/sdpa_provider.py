@@ -15,7 +15,7 @@ backward, and the operators on packed sequences (``aten_packed_attention``) that
 - The common calls of the fused operators are computed in C++, and what C++ does not take goes on to the kernels in
   Python (``aten_cpp``). So it is with SDPA: C++ finds out which calls are torch's own matter.
 
-**SDPA itself** (``sdpa_routing``), at the autograd key, for calls that the fused operators cannot express:
+**SDPA itself** (``sdpa_routing``), at the autograd key, for calls that those operators cannot express:
 
 - Calls that torch leaves to its unfused math because none of its backends takes them: on CPU dropout, a mask that
   needs a gradient, a head_dim of v that differs; anywhere 3 dimensions, broadcast batches, GQA with a mask. Where the
@@ -27,6 +27,11 @@ backward, and the operators on packed sequences (``aten_packed_attention``) that
 - On CUDA, additive masks. torch pads them and expands them to every batch and head, so that the gradient of a shared
   bias is materialised per sample before it is summed. Under a ``TorchDispatchMode`` (compilers, selective
   checkpointing) masks take torch's way nevertheless, so that the mode sees aten's operator.
+
+Most of these go to ``aten::_scaled_dot_product_fused_attention_overrideable``. torch keeps this operator for other
+libraries and does not call it by itself on a CPU or CUDA: the kernel is ours, in C++, and the derivative is torch's,
+in C++ too (``aten_fused``). It stays filled after ``deactivate()``, as a backward may come later. Calls that would
+take copies, and those whose inputs broadcast, go by this library's operators in Python.
 
 Rejected designs. ``_fused_sdp_choice``: SDPA reads a C++ dispatch stub, not the operator, so an override changes
 nothing. ``_scaled_dot_product_attention_math``: its direct callers want the attention weights, its second result.

@@ -13,14 +13,13 @@ from torch.nn.attention import SDPBackend
 
 from flash_ext.functional import attention
 from flash_ext.head_dims import cut_head_dim, pad_head_dim
-from flash_ext.integrations.aten_calls import exceeds_sizes, takes_scale, unsupported
+from flash_ext.integrations import aten_fused
+from flash_ext.integrations.aten_calls import KEYS, exceeds_sizes, takes_scale, unsupported
 from flash_ext.integrations.layouts import BY_HEADS, BY_ROWS, Arrangement, arrangement_of, can_merge, in_order_of
 from flash_ext.sdpa import scaled_dot_product_attention
 from flash_ext.torch_private import (
     SDP_CHOICE,
     TRACERS,
-    DispatchKey,
-    DispatchKeySet,
     handle_of,
     is_cudnn_sdp_enabled,
     is_efficient_sdp_enabled,
@@ -88,9 +87,8 @@ def serve(
         return NotImplemented
     if query.dtype != key.dtype or query.dtype != value.dtype or query.is_nested:
         return NotImplemented
-    keys = DispatchKeySet(DispatchKey.CUDA if device_type == "cuda" else DispatchKey.CPU)
     backend = _CHOICE.redispatch_boxed(
-        keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        KEYS[device_type], query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     if backend == _MATH:
         if _wants_math(device_type):
@@ -99,6 +97,10 @@ def serve(
         return NotImplemented
     elif dropout_p > 0 and _is_alone(backend):
         return NotImplemented
+    if backend != _EFFICIENT or _is_by_rows(query):
+        out = aten_fused.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out.contiguous() if backend == _MATH else out
     if not 0.0 <= dropout_p <= 1.0 or not takes_scale(scale):
         return NotImplemented
     if not _fits(query, key, value, attn_mask, is_causal, enable_gqa):
@@ -158,7 +160,11 @@ def _fits(
         return False
     if query.device != key.device or query.device != value.device:
         return False
-    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2] or unsupported(query, value):
+    if (
+        query.shape[-1] != key.shape[-1]
+        or key.shape[-2] != value.shape[-2]
+        or unsupported(query.shape[-1], value.shape[-1], query.device, query.dtype)
+    ):
         return False
     lead = _leading_dimensions(query, key, value, enable_gqa)
     if lead is None or exceeds_sizes(query.device, math.prod(lead[:-1]), query.shape[-2], key.shape[-2]):
@@ -198,6 +204,14 @@ def _has_one_batch(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) 
     if query.dim() != 4 or key.shape[:2] != value.shape[:2] or query.shape[0] != key.shape[0]:
         return False
     return enable_gqa or query.shape[1] == key.shape[1]
+
+
+def _is_by_rows(query: Tensor) -> bool:
+    """Whether the memory order is that in which the efficient backend gives its results."""
+    if query.dim() != 4:
+        return False
+    of_batch, of_heads, of_rows, _ = query.stride()
+    return of_batch >= of_rows >= of_heads
 
 
 # ---- How ------------------------------------------------------------------------------------------------------------

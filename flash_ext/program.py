@@ -1,0 +1,82 @@
+"""``python -m flash_ext run``: a program as it is, with torch's attention computed by this library."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import flash_ext
+from flash_ext.integrations import sdpa_provider
+
+_EPILOG = """\
+With torchrun, which starts each process:  torchrun --nproc-per-node 8 -m flash_ext run train.py
+Processes that the program spawns by itself start without it; forked ones, as of a DataLoader, have it.
+torch is imported before the program begins: set variables that torch reads then outside of it.
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the program that ``arguments`` name. What it raises, SystemExit too, goes on to the caller.
+
+    The program finds ``sys.argv``, ``sys.path`` and ``__main__`` as if Python itself had started it.
+    """
+    options = _parse(arguments)
+    flash_ext.activate()
+    if options.flash_attn:
+        flash_ext.as_flash_attn()
+    try:
+        _run(options.program, options.arguments, options.module)
+    finally:
+        if options.report and os.environ.get("RANK", "0") == "0":
+            print(describe_calls(), file=sys.stderr)
+
+
+def describe_calls() -> str:
+    """Which calls of torch's attention came here so far, and how many of them this library computed."""
+    served, passed_on = sdpa_provider.calls_served(), sdpa_provider.calls_passed_on()
+    if not served and not passed_on:
+        return "flash_ext: the program made no call of torch's attention"
+    return f"flash_ext: calls computed: {_list(served)}; left to torch: {_list(passed_on)}"
+
+
+def _list(calls: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(calls.items())) or "none"
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_ext run",
+        description="Runs a Python program under flash_ext.activate(): F.scaled_dot_product_attention, and what is "
+        "built on it, is computed by flash_ext. The program is not changed.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
+    parser.add_argument(
+        "--flash-attn",
+        action="store_true",
+        help="the modules flash_attn and flash_attn_interface are flash_ext's too (as_flash_attn())",
+    )
+    parser.add_argument("--report", action="store_true", help="print, at the end, how many calls were computed here")
+    parser.add_argument("program", metavar="PROGRAM", help="a file, a folder or archive with __main__.py, or a module")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
+    options = parser.parse_args(arguments)
+    if not options.module and not Path(options.program).exists():
+        parser.error(f"argument PROGRAM: there is no {options.program}; a module's name comes after -m")
+    return options
+
+
+def _run(program: str, arguments: Sequence[str], is_module: bool) -> None:
+    sys.argv = [program, *arguments]
+    if is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    # `python -m` has put the current folder first, `python FILE` puts the file's. (A folder or an archive adds itself.)
+    if Path(program).is_file() and not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(program).resolve().parent)
+    runpy.run_path(program, run_name="__main__")

@@ -1,0 +1,223 @@
+"""Calls of SDPA with masks, biases and dropout: in C++, by the operator that torch keeps for other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flash_ext
+from flash_ext.integrations import aten_fused
+from tests.integration.test_aten_attention import strides
+from tests.integration.test_sdpa_provider import ORDERS, assert_right, gradients, qkv
+from tests.oracle import random
+
+FUSED_NODE = "ScaledDotProductFusedAttentionOverrideableBackward0"
+MASKS = {"key": (2, 1, 1, 53), "shared": (37, 53), "three": (4, 37, 53), "head": (1, 4, 37, 53), "each": (2, 4, 37, 53)}
+
+
+@pytest.fixture(autouse=True)
+def active() -> Iterator[None]:
+    """Deterministic, so that two backwards on CUDA give the same bits."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with flash_ext.activated():
+        yield
+    torch.use_deterministic_algorithms(before)
+
+
+def make(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
+    if kind == "bool":
+        return torch.rand(shape, device=device) < 0.7
+    return random(*shape, device=device).requires_grad_(kind == "bias with gradient")
+
+
+def is_fused(out: Tensor) -> bool:
+    assert out.grad_fn is not None
+    nodes = [out.grad_fn, *(node for node, _ in out.grad_fn.next_functions if node is not None)]  # a view, perhaps
+    return any(node.name() == FUSED_NODE for node in nodes)
+
+
+def sdpa(*args: Any, **options: Any) -> Tensor:
+    torch.manual_seed(5)
+    return F.scaled_dot_product_attention(*args, **options)
+
+
+# ---- Right ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bool", "bias", "bias with gradient"])
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+def test_results(device: str, kind: str, shape: tuple[int, ...], heads: tuple[int, int]) -> None:
+    q, k, v = qkv(device, heads=heads, dims=(16, 24))
+    mask = make(kind, shape, device)
+    out = sdpa(q, k, v, mask, enable_gqa=heads[0] != heads[1])
+    assert is_fused(out) or kind == "bias", "additive masks on a CPU are for torch's own operator"
+    leaves = [q, k, v, *([mask] if mask.requires_grad else [])]
+    assert_right(out, leaves, q, k, v, mask)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["none", "bool", "bias with gradient"])
+@pytest.mark.parametrize("shape", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_bits_of_the_way_by_python(
+    device: str, monkeypatch: pytest.MonkeyPatch, order: str, kind: str, shape: tuple[int, ...], dropout_p: float
+) -> None:
+    q, k, v = qkv(device, torch.bfloat16, order=order)
+    mask = None if kind == "none" else make(kind, shape, device)
+    leaves = [q, k, v, *([mask] if mask is not None and mask.requires_grad else [])]
+    out = sdpa(q, k, v, mask, dropout_p)
+    assert (
+        is_fused(out)
+        or order != "rows"
+        or (dropout_p == 0 and (kind == "none" or (device == "cpu" and kind == "bias")))
+    )
+    found = [out, *gradients(out, leaves)]
+    monkeypatch.setitem(aten_fused.filled, torch.device(device).type, False)
+    expected = sdpa(q, k, v, mask, dropout_p)
+    assert not is_fused(expected) and strides(out) == strides(expected)
+    for ours, right in zip(found, [expected, *gradients(expected, leaves)], strict=True):
+        assert (ours.shape, ours.dtype) == (right.shape, right.dtype)
+        assert torch.equal(ours, right)
+
+
+def test_dropout_draws_from_torchs_generator(device: str) -> None:
+    """Two numbers, as ``draw_rng_state`` does: the same seed is the same call."""
+    q, k, v = qkv(device)
+    out = sdpa(q, k, v, None, 0.3)
+    assert is_fused(out)
+    following = torch.rand(1, device=device)
+    torch.manual_seed(5)
+    rng_state = flash_ext.draw_rng_state(device)
+    assert torch.equal(following, torch.rand(1, device=device))
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = flash_ext.attention(*rows, dropout_p=0.3, rng_state=rng_state)
+    assert isinstance(expected, Tensor)
+    assert torch.equal(out, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_memory_of_out_and_gradients_is_that_of_the_inputs(device: str, order: str) -> None:
+    """But for gradients of out in another order, which may cost copies but no bits."""
+    q, k, v = qkv(device, order=order)
+    mask = make("bool", MASKS["shared"], device)
+    out = flash_ext.scaled_dot_product_attention(q, k, v, mask)
+    assert is_fused(out) and strides(out) == strides(q)
+    found: list[tuple[Tensor, ...]] = []
+    for like in ORDERS:
+        grad_out = qkv(device, order=like, requires_grad=False)[0].copy_(torch.linspace(-1, 1, 37)[:, None])
+        found.append(torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True))
+        assert [strides(x) for x in found[-1]] == [strides(x) for x in (q, k, v)]
+        assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
+
+
+def test_queries_that_are_repeated_in_memory(device: str) -> None:
+    """A query with a stride of 0 has no memory order to follow."""
+    q, k, v = qkv(device, requires_grad=False)
+    q = q[:, :1].expand(q.shape)
+    out = flash_ext.scaled_dot_product_attention(q, k, v, make("bool", MASKS["shared"], device), 0.0)
+    assert out.shape == q.shape and 0 not in out.stride()
+
+
+@pytest.mark.parametrize("asked", ["q", "k", "v", "mask", "qv"])
+def test_gradients_that_are_asked_for(device: str, asked: str) -> None:
+    names = {"q": 0, "k": 1, "v": 2, "mask": 3}
+    tensors = [*qkv(device, requires_grad=False), make("bias", MASKS["head"], device)]
+    leaves = [tensors[names[name]].requires_grad_() for name in (["mask"] if asked == "mask" else asked)]
+    q, k, v, mask = tensors
+    out = sdpa(q, k, v, mask, 0.2)
+    for other in tensors:
+        other.requires_grad_()
+    some, every = gradients(out, leaves), gradients(sdpa(q, k, v, mask, 0.2), tensors)
+    for found, leaf in zip(some, leaves, strict=True):
+        assert torch.equal(found, next(right for right, x in zip(every, tensors, strict=True) if x is leaf))
+
+
+def test_a_gradient_of_out_without_memory_of_its_own(device: str) -> None:
+    q, k, v = qkv(device)
+    mask = make("bool", MASKS["key"], device)
+    ones = torch.ones(2, 4, 37, 16, device=device)
+    found, expected = (
+        torch.autograd.grad(sdpa(q, k, v, mask), (q, k, v), grad)
+        for grad in (ones[:1, :1, :1, :1].expand(ones.shape), ones)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# ---- A graph that outlives what made it -----------------------------------------------------------------------------
+
+
+def test_backward_after_deactivate(device: str) -> None:
+    q, k, v = qkv(device)
+    mask = make("bool", MASKS["each"], device)
+    expected = gradients(sdpa(q, k, v, mask, 0.3), (q, k, v))
+    out = sdpa(q, k, v, mask, 0.3)
+    assert is_fused(out)
+    flash_ext.deactivate()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(out, (q, k, v)), expected, strict=True))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_hooks_that_give_saved_tensors_other_strides(device: str, order: str) -> None:
+    q, k, v = qkv(device, order=order)
+    mask = make("bias with gradient", MASKS["each"], device)
+    expected = gradients(sdpa(q, k, v, mask, 0.3), (q, k, v, mask))
+    for unpack in (torch.Tensor.contiguous, lambda x: x if x.dim() < 2 else x.mT.contiguous().mT):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), unpack):
+            found = gradients(sdpa(q, k, v, mask, 0.3), (q, k, v, mask))
+        for ours, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_are_refused(device: str) -> None:
+    q, k, v = qkv(device)
+    out = sdpa(q, k, v, make("bool", MASKS["key"], device))
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        dq.sum().backward()
+
+
+# ---- The operator ---------------------------------------------------------------------------------------------------
+
+
+def test_calls_that_take_copies_go_by_python(device: str) -> None:
+    q, k, v = qkv(device, dims=(12, 12))
+    mask = make("bool", MASKS["key"], device)
+    out = sdpa(q, k, v, mask)
+    assert not is_fused(out)
+    assert_right(out, (q, k, v), q, k, v, mask)
+    with pytest.raises(RuntimeError, match="need no copies"):
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, mask)
+
+
+def test_an_operator_that_another_library_has_filled_is_left_alone(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aten_fused, "filled", {})
+    monkeypatch.setattr(aten_fused, "has_kernel", lambda *args: True)
+    assert not aten_fused.fill(torch.device(device).type)
+    q, k, v = qkv(device)
+    mask = make("bool", MASKS["key"], device)
+    out = sdpa(q, k, v, mask)
+    assert not is_fused(out)
+    assert_right(out, (q, k, v), q, k, v, mask)
+
+
+def test_compiled_programs_have_torchs_operators(device: str) -> None:
+    q, k, v = qkv(device)
+    mask = make("bool", MASKS["key"], device)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    out = torch.compile(F.scaled_dot_product_attention, backend=backend)(q, k, v, mask)
+    assert "overrideable" not in graphs[0]
+    assert_right(out, (q, k, v), q, k, v, mask)
