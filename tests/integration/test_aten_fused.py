@@ -196,6 +196,13 @@ def test_calls_that_take_copies_go_by_python(device: str) -> None:
         torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v, mask)
 
 
+def test_a_mask_beside_is_causal_is_refused(device: str) -> None:
+    q, k, v = qkv(device)
+    mask = make("bool", MASKS["shared"], device)
+    with pytest.raises(RuntimeError, match="is_causal"):
+        flash_ext.scaled_dot_product_attention(q, k, v, mask, is_causal=True)
+
+
 def test_an_operator_that_another_library_has_filled_is_left_alone(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
