@@ -103,10 +103,11 @@ def test_dropout_draws_from_torchs_generator(device: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_memory_of_out_and_gradients_is_that_of_the_inputs(device: str, order: str) -> None:
-    """But for gradients of out in another order, which may cost copies but no bits."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_memory_of_out_and_gradients_is_that_of_the_inputs(device: str, order: str, masked: bool) -> None:
+    """Whatever the order of the gradient of out is: another one costs copies, but no bits."""
     q, k, v = qkv(device, order=order)
-    mask = make("bool", MASKS["shared"], device)
+    mask = make("bool", MASKS["shared"], device) if masked else None
     out = flash_ext.scaled_dot_product_attention(q, k, v, mask)
     assert is_fused(out) and strides(out) == strides(q)
     found: list[tuple[Tensor, ...]] = []
@@ -186,8 +187,9 @@ def test_second_derivatives_are_refused(device: str) -> None:
 # ---- The operator ---------------------------------------------------------------------------------------------------
 
 
-def test_calls_that_take_copies_go_by_python(device: str) -> None:
-    q, k, v = qkv(device, dims=(12, 12))
+@pytest.mark.parametrize("dims", [(12, 16), (16, 12)], ids=str)
+def test_calls_that_take_copies_go_by_python(device: str, dims: tuple[int, int]) -> None:
+    q, k, v = qkv(device, dims=dims)
     mask = make("bool", MASKS["key"], device)
     out = sdpa(q, k, v, mask)
     assert not is_fused(out)
@@ -214,6 +216,32 @@ def test_an_operator_that_another_library_has_filled_is_left_alone(
     out = sdpa(q, k, v, mask)
     assert not is_fused(out)
     assert_right(out, (q, k, v), q, k, v, mask)
+
+
+def test_autocast_comes_first(device: str) -> None:
+    q, k, v = qkv(device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        out = flash_ext.scaled_dot_product_attention(q, k, v)
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.1, float("nan")])
+def test_what_is_no_probability(device: str, dropout_p: float) -> None:
+    """Our function refuses it; under activate() torch's own judgement stands."""
+    q, k, v = qkv(device)
+    mask = make("bool", MASKS["shared"], device)
+    with pytest.raises(RuntimeError, match="dropout_p must be"):
+        flash_ext.scaled_dot_product_attention(q, k, v, mask, dropout_p)
+
+    def answer() -> Any:
+        try:
+            return sdpa(q, k, v, mask, dropout_p).shape
+        except RuntimeError as error:
+            return str(error)
+
+    found = answer()
+    flash_ext.deactivate()
+    assert found == answer()
 
 
 def test_compiled_programs_have_torchs_operators(device: str) -> None:
