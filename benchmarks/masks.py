@@ -1,8 +1,8 @@
 """``masks``: microseconds that a ``BlockMask`` takes to build, to transpose and to combine.
 
-The figure is the time of the host, GPU work left unfinished: eager builders are some tens of torch's operators;
-"operators" says how many are dispatched. "device us" is what these take on a GPU, replayed as a CUDA graph; on a CPU
-both are the same work. Each mask is checked, of a short sequence, before it is timed.
+The figure is the time of the host, GPU work left unfinished: "operators" says how many are dispatched, one or some
+tens. "device us" is what these take on a GPU, replayed as a CUDA graph; on a CPU both are the same work. Each mask is
+checked, of a short sequence, before it is timed.
 """
 
 from __future__ import annotations

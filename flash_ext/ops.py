@@ -180,6 +180,42 @@ def _(rng: Tensor, dropout_p: float, batch: int, heads_q: int, seqlen_q: int, se
     return rng.new_empty((batch, heads_q, seqlen_q, seqlen_k), dtype=torch.bool)
 
 
+@_fake("interval_block_lists")
+def _(
+    bounds: Tensor,
+    rule: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_m: int,
+    block_n: int,
+    offset: int,
+    window_left: int,
+    window_right: int,
+    num_global: int,
+    causal: bool,
+    max_blocks: int,
+    max_bitmaps: int,
+) -> tuple[Tensor, ...]:
+    batch = bounds.shape[0] if rule in ("prefix", "spans") else 1
+    rows = (seqlen_q + block_m - 1) // block_m
+    return _fake_block_lists(
+        bounds, (batch, 1, rows + 1), max_blocks, (batch * rows * max_bitmaps, block_m, block_n // 32)
+    )
+
+
+@_fake("block_lists_transposed")
+def _(
+    offsets: Tensor, indices: Tensor, bitmap_ids: Tensor, bitmaps: Tensor, columns: int, max_blocks: int
+) -> tuple[Tensor, ...]:
+    count, block_m, words = bitmaps.shape
+    return _fake_block_lists(offsets, (*offsets.shape[:2], columns + 1), max_blocks, (count, 32 * words, block_m // 32))
+
+
+def _fake_block_lists(like: Tensor, offsets: Any, max_blocks: int, bitmaps: Any) -> tuple[Tensor, ...]:
+    shapes = (offsets, (max_blocks,), (max_blocks,), bitmaps)
+    return tuple(like.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
 # ---- Autograd -------------------------------------------------------------------------------------------------------
 
 
@@ -462,5 +498,13 @@ _fold_attention("attention_backward", 7, num_flags=6, num_unfoldable=2)
 _fold_attention("attention_weights", 3, num_flags=1)
 _fold_attention("attention_weights_backward", 4, num_flags=5, num_unfoldable=1)
 _loop_over("attention_decode_append", written=slice(1, 3))
-for _name in ("add_layer_norm", "attention_decode", "merge", "merge_backward", "dropout_mask"):
+for _name in (
+    "add_layer_norm",
+    "attention_decode",
+    "merge",
+    "merge_backward",
+    "dropout_mask",
+    "interval_block_lists",
+    "block_lists_transposed",
+):
     _loop_over(_name)

@@ -139,6 +139,23 @@ def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
         yield from ((f"{f.__name__} {dtype}", f) for f in (weights, merge, add_layer_norm))
     yield "dropout_mask", lambda: torch.ops.flash_ext.dropout_mask(random_rng("cuda"), 0.5, 2, 3, 65, 130)
+    yield "block lists", block_lists
+
+
+def block_lists() -> list[flash_ext.BlockMask]:
+    """Of all rules, and of bounds that make no sense."""
+    build, device = flash_ext.BlockMask, "cuda"
+    wild = [torch.randint(-(2**40), 2**40, shape, device=device) for shape in ((40,), (2,), (2, 20, 2))]
+    masks = [
+        build.sliding_window(300, 500, (70, 20), 40, (96, 64), device=device),
+        build.sliding_window(300, 500, (70, 0), 40, (32, 160), device=device),
+        build.documents(int32([0, 20, 57, 57, 260], device), 300, (32, 64), causal=True),
+        build.documents(wild[0] % 400, 300, (128, 32)),
+        build.documents(wild[0], 300, (128, 32), causal=True),
+        build.prefix_lm(wild[1], 300, 500, (64, 32)),
+        build.bidirectional_spans(wild[2] % 400, 300, (32, 32)),
+    ]
+    return masks + [mask.transpose() for mask in masks]
 
 
 def main() -> int:

@@ -9,11 +9,13 @@
 #include "attention.h"
 #include "attention_args.h"
 #include "attention_operators.h"
+#include "block_lists.h"
 #include "decode.h"
 #include "dropout.h"
 #include "kernels/cpu/add_layer_norm.h"
 #include "kernels/cpu/append.h"
 #include "kernels/cpu/attention.h"
+#include "kernels/cpu/block_lists.h"
 #include "kernels/cpu/dropout_mask.h"
 #include "kernels/cpu/merge.h"
 #include "merge.h"
@@ -140,6 +142,24 @@ Tensor dropout_mask(const Tensor& rng, double dropout_p, int64_t batch, int64_t 
   return call.keep;
 }
 
+Tensors4 interval_block_lists(const Tensor& bounds, std::string rule, int64_t seqlen_q, int64_t seqlen_k,
+                              int64_t block_m, int64_t block_n, int64_t offset, int64_t window_left,
+                              int64_t window_right, int64_t num_global, bool causal, int64_t max_blocks,
+                              int64_t max_bitmaps) {
+  const auto call =
+      prepare_interval_block_lists(bounds, {rule, seqlen_q, seqlen_k, block_m, block_n, offset, window_left,
+                                            window_right, num_global, causal, max_blocks, max_bitmaps});
+  cpu::interval_block_lists(call.params, parallel_for);
+  return call.lists.tensors();
+}
+
+Tensors4 block_lists_transposed(const Tensor& offsets, const Tensor& indices, const Tensor& bitmap_ids,
+                                const Tensor& bitmaps, int64_t columns, int64_t max_blocks) {
+  const auto call = prepare_block_lists_transposed(offsets, indices, bitmap_ids, bitmaps, columns, max_blocks);
+  cpu::block_lists_transposed(call.params, parallel_for);
+  return call.lists.tensors();
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
@@ -158,6 +178,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_ext, CPU, m) {
   m.impl("merge_backward", TORCH_BOX(&merge_backward));
   m.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
   m.impl("dropout_mask", TORCH_BOX(&dropout_mask));
+  m.impl("interval_block_lists", TORCH_BOX(&interval_block_lists));
+  m.impl("block_lists_transposed", TORCH_BOX(&block_lists_transposed));
 }
 
 }  // namespace flash_ext::api

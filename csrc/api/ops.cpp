@@ -72,6 +72,22 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
       "dropout_mask(Tensor rng, float dropout_p, SymInt batch, SymInt heads_q, SymInt seqlen_q, SymInt seqlen_k)"
       " -> Tensor");
 
+  // The lists of a block mask in which query i, at position i + offset, sees the keys of a window around it, and of
+  // `rule`: "window", bounds (0): with num_global tokens at the start that are seen by all and, unless causal, see all;
+  // "documents", bounds (documents + 1), where they begin and the last one ends: only those of its own document;
+  // "prefix", bounds (batch): also the first so many; "spans", bounds (batch, spans, 2): also its span, from where the
+  // window begins. bounds are int32 or int64. There is room for max_blocks blocks and, in each row, max_bitmaps
+  // bitmaps; entries behind the last block are 0.
+  m.def(
+      "interval_block_lists(Tensor bounds, str rule, SymInt seqlen_q, SymInt seqlen_k, SymInt block_m, SymInt block_n, "
+      "SymInt offset, SymInt window_left, SymInt window_right, SymInt num_global, bool causal, SymInt max_blocks, "
+      "SymInt max_bitmaps) -> (Tensor offsets, Tensor indices, Tensor bitmap_ids, Tensor bitmaps)");
+  // The tensors of a block mask with queries and keys in each other's place, of so many columns of blocks, with room
+  // for max_blocks.
+  m.def(
+      "block_lists_transposed(Tensor offsets, Tensor indices, Tensor bitmap_ids, Tensor bitmaps, SymInt columns, "
+      "SymInt max_blocks) -> (Tensor offsets, Tensor indices, Tensor bitmap_ids, Tensor bitmaps)");
+
   // aten's operators computed by the kernels of aten_overrides.h, for a dispatch key and until they are restored. Each
   // library has its own.
   m.def("override_aten_by_cpu(str op, str dispatch_key) -> ()");

@@ -21,18 +21,6 @@ def unpack_bits(bitmaps: Tensor) -> Tensor:
     return ((bitmaps[..., None] >> bits_of(bitmaps)) & 1).bool().flatten(-2)
 
 
-def transposed_bitmaps(bitmaps: Tensor) -> Tensor:
-    """int32 (n, block_n, block_m / 32) of (n, block_m, block_n / 32)."""
-    count, block_m, words = bitmaps.shape
-    if count == 0:
-        return bitmaps.new_empty((0, words * 32, block_m // 32))
-    bit = bits_of(bitmaps)
-    # (n, words of queries, 32 queries, words of keys, 32 keys)
-    bits = (bitmaps.view(count, block_m // 32, 32, words, 1) >> bit).bitwise_and_(1)
-    by_keys = (bits << bit.view(32, 1, 1)).sum(2, dtype=torch.int32)
-    return by_keys.flatten(2).transpose(1, 2).contiguous()
-
-
 def bits_of(like: Tensor) -> Tensor:
     """0 to 31, int32."""
     return torch.arange(32, dtype=torch.int32, device=like.device)

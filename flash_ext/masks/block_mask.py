@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from flash_ext.argument_checks import as_size, check_device
-from flash_ext.masks.bitmaps import transposed_bitmaps, unpack_bits
+from flash_ext.masks.bitmaps import unpack_bits
 from flash_ext.masks.combination import GridMask, both, either
 from flash_ext.masks.dense import DenseBuilders
 from flash_ext.masks.documents import DocumentBuilders
 from flash_ext.masks.flex import FlexConversions
-from flash_ext.masks.lists import FULL, ceil_div, lists_of_grid
+from flash_ext.masks.lists import FULL, Lists, ceil_div, transposed_lists
 from flash_ext.masks.patterns import PatternBuilders
 from flash_ext.masks.windows import WindowBuilders
 
@@ -124,7 +124,7 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
         """
         if self.block_size[0] % 32:
             raise ValueError(f"transpose() wants blocks of a multiple of 32 queries, got block_size {self.block_size}")
-        lists = lists_of_grid(self._grid().transpose(2, 3), transposed_bitmaps(self.bitmaps))
+        lists = transposed_lists(Lists(*self.tensors), ceil_div(self.seqlen_k, self.block_size[1]))
         return self._of_lists(lists, self.seqlen_k, self.seqlen_q)
 
     def plot(self, batch: int = 0, head: int = 0) -> str:

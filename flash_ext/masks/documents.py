@@ -9,8 +9,7 @@ from torch import Tensor
 
 from flash_ext.argument_checks import as_flag, as_size, check_tensors
 from flash_ext.masks.dense import lists_of_mask_mod
-from flash_ext.masks.intervals import FAR, Blocks, Edges, lists_of_edges
-from flash_ext.masks.lists import Lists
+from flash_ext.masks.intervals import Blocks, Room, Window, lists_of_intervals
 from flash_ext.masks.mask import Mask, as_block_size, as_blocks, is_integer
 
 if TYPE_CHECKING:
@@ -85,17 +84,14 @@ class DocumentBuilders(Mask):
                 f"cu_seqlens must be int32 or int64 (documents + 1), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
             )
         blocks = Blocks(seqlen, seqlen, *block_size)
-        cu_seqlens = cu_seqlens.clamp(-1, 2**31 - 1).int()  # 64 bits do not wrap
-        token = blocks.positions(0, cu_seqlens.device)[None]
-        # A token before the first document or behind the last one finds an empty one.
-        bounds = torch.cat([cu_seqlens[:1], cu_seqlens, cu_seqlens[-1:]])
-        document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
-        begin, end = bounds[document], bounds[1:][document]
-        if causal:
-            end = torch.minimum(end, token + 1)
-            begin = torch.minimum(begin, end)
-        room = blocks.most_below(1) if causal else blocks.rows * blocks.columns
-        return cls._of_lists(_lists_of_spans(begin, end, 0, blocks, room), seqlen, seqlen)
+        # Columns that documents of the row's first and last queries begin and end in, and what lies in between.
+        room = (
+            Room(blocks.most_below(1), blocks.crossed + 2)
+            if causal
+            else Room(blocks.rows * blocks.columns, blocks.crossed + 4)
+        )
+        window = Window(right=0 if causal else None)
+        return cls._of_lists(lists_of_intervals("documents", cu_seqlens, window, 0, blocks, room), seqlen, seqlen)
 
     @classmethod
     def prefix_lm(cls, prefix: Tensor, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (128, 128)) -> Self:
@@ -118,10 +114,9 @@ class DocumentBuilders(Mask):
         if prefix.dim() != 1 or not is_integer(prefix):
             raise ValueError(f"prefix must be integer (batch|1), got {prefix.dtype} {tuple(prefix.shape)}")
         offset = blocks.seqlen_k - blocks.seqlen_q
-        behind = blocks.positions(offset + 1, prefix.device)
-        end = torch.maximum(behind, prefix.clamp(0, blocks.seqlen_k).int()[:, None])
-        room = len(end) * blocks.rows * blocks.columns
-        return cls._of_lists(_lists_of_spans(None, end, offset, blocks, room), blocks.seqlen_q, blocks.seqlen_k)
+        room = Room(len(prefix) * blocks.rows * blocks.columns, blocks.crossed)
+        lists = lists_of_intervals("prefix", prefix, Window(right=0), offset, blocks, room)
+        return cls._of_lists(lists, blocks.seqlen_q, blocks.seqlen_k)
 
     @classmethod
     def bidirectional_spans(cls, spans: Tensor, seqlen: int, block_size: tuple[int, int] = (128, 128)) -> Self:
@@ -147,9 +142,10 @@ class DocumentBuilders(Mask):
                 f"spans must be integer (num_spans, 2) or (batch, num_spans, 2), got {spans.dtype} {tuple(spans.shape)}"
             )
         blocks = Blocks(seqlen, seqlen, *block_size)
-        end = _ends_of_spans(spans if spans.dim() == 3 else spans[None], blocks)
-        room = len(end) * blocks.rows * blocks.columns
-        return cls._of_lists(_lists_of_spans(None, end, 0, blocks, room), seqlen, seqlen)
+        spans = spans if spans.dim() == 3 else spans[None]
+        # Columns that the last query's span ends in, and what lies before that.
+        room = Room(len(spans) * blocks.rows * blocks.columns, blocks.crossed + 2)
+        return cls._of_lists(lists_of_intervals("spans", spans, Window(right=0), 0, blocks, room), seqlen, seqlen)
 
 
 def _check_document_ids(ids_q: Tensor, ids_k: Tensor) -> None:
@@ -163,34 +159,3 @@ def _check_document_ids(ids_q: Tensor, ids_k: Tensor) -> None:
             "ids_q and ids_k must be (seqlen) or (batch, seqlen) with the same batch, "
             f"got {tuple(ids_q.shape)} and {tuple(ids_k.shape)}"
         )
-
-
-def _ends_of_spans(spans: Tensor, blocks: Blocks) -> Tensor:
-    """int32 (batch, rows * block_m): where what each query sees ends."""
-    batch, count = spans.shape[:2]
-    end = blocks.positions(1, spans.device).expand(batch, -1)
-    if count == 0:
-        return end.contiguous()
-    begins, ends = spans.int().unbind(-1)
-    # Those that are none go behind all tokens.
-    begins, order = begins.where(ends > begins, FAR).sort(dim=1)
-    # A token before the first span finds one that ends at 0.
-    ends = torch.nn.functional.pad(ends.gather(1, order), (1, 0))
-    span = torch.searchsorted(begins, (end - 1), right=True)
-    return torch.maximum(end, ends.gather(1, span))
-
-
-def _lists_of_spans(begin: Tensor | None, end: Tensor, offset: int, blocks: Blocks, room: int) -> Lists:
-    """Queries see the keys from begin, None: all, to end, int32 (batch, rows * block_m). Neither ever decreases; within
-    a row of blocks both stay, move with the diagonal, or jump to where it is or to where they are for the row's first
-    and last query. Query i is at position i + offset."""
-    batch, rows = end.shape[0], blocks.rows
-    last = end.view(batch, rows, blocks.block_m)[..., -1:] - 1
-    changes = [blocks.moving([offset], end.device).expand(batch, -1, -1), last, last + blocks.block_n]
-    if begin is None:
-        changes = [torch.zeros_like(last), *changes]
-    else:
-        first = begin.view(batch, rows, blocks.block_m)[..., :1]
-        changes = [first, first + blocks.block_n, *changes]
-    edges = Edges([end] if begin is None else [begin, end], sees_first=begin is None)
-    return lists_of_edges(edges, torch.cat(changes, -1), blocks, room)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_ext.libraries import OPS
+
 FULL = -1  # every pair of the block is visible
 HIDDEN = -2  # none is: the block is not listed
 
@@ -42,6 +44,15 @@ def lists_of_grid(grid: Tensor, bitmaps: Tensor, waits: bool = False) -> Lists:
     offsets = offsets_of_rows(starts, (batch, heads, rows), columns)
     lists = Lists(offsets, block % columns, blocks.index_select(0, block), bitmaps)
     return compacted(lists) if waits or can_read(grid) else lists
+
+
+def transposed_lists(lists: Lists, columns: int) -> Lists:
+    """The lists with queries and keys in each other's place, of so many columns of blocks."""
+    batch, heads, offsets = lists.offsets.shape
+    # Heads may share entries, rows of one head do not.
+    room = batch * heads * min(len(lists.indices), (offsets - 1) * columns)
+    made = Lists(*OPS.block_lists_transposed.default(*lists, columns, room))
+    return compacted(made) if can_read(made.offsets) else made
 
 
 def no_blocks(batch: int, heads: int, rows: int, bitmaps: Tensor) -> Lists:

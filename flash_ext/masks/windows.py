@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from flash_ext.argument_checks import as_flag, as_size, check_device, check_window
-from flash_ext.masks.intervals import FAR, Blocks, Edges, lists_of_edges
+from flash_ext.masks.intervals import Blocks, Room, Window, lists_of_intervals
 from flash_ext.masks.lists import Lists, ceil_div
 from flash_ext.masks.mask import Mask, as_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-class Window(NamedTuple):
-    """A query at position p sees the keys from p - left to p + right and the first num_global ones, but, where it is
-    causal, none behind p. Otherwise the tokens at the first num_global positions see all keys."""
-
-    left: int | None  # None: unlimited
-    right: int | None
-    num_global: int
-    is_causal: bool
 
 
 class WindowBuilders(Mask):
@@ -108,58 +97,12 @@ def lists_of_causal(blocks: Blocks, device: torch.device | str) -> Lists:
 
 def lists_of_window(window: Window, offset: int, blocks: Blocks, device: torch.device | str) -> Lists:
     """Query i is at position i + offset."""
-    changes = _changes(window, offset, blocks, device)
-    return lists_of_edges(_edges(window, offset, blocks, device), changes, blocks, _room(window, offset, blocks))
+    no_bounds = torch.empty(0, dtype=torch.int32, device=device)
+    room = Room(_most_blocks(window, offset, blocks), _most_bitmaps(window, blocks))
+    return lists_of_intervals("window", no_bounds, window, offset, blocks, room)
 
 
-def _edges(window: Window, offset: int, blocks: Blocks, device: torch.device | str) -> Edges:
-    begin = None if window.left is None else blocks.positions(offset - window.left, device)
-    end = None if window.right is None else blocks.positions(offset + window.right + 1, device)
-    if window.num_global > 0:
-        begin, end, before = _with_global(window, offset, blocks, begin, end)
-        if before is not None:
-            return Edges([edge for edge in (before, begin, end) if edge is not None], sees_first=True)
-    edges = [edge for edge in (begin, end) if edge is not None]
-    return Edges(edges or [torch.full_like(blocks.positions(0, device), FAR)], sees_first=begin is None)
-
-
-def _with_global(
-    window: Window, offset: int, blocks: Blocks, begin: Tensor | None, end: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Edges (begin, end) beside the first keys, and the edge behind those, if there is a gap in between."""
-    count = window.num_global
-    if end is not None and not window.is_causal:
-        # Those at the first positions see all.
-        position = blocks.positions(offset, end.device)
-        end = end.masked_fill((position >= 0) & (position < count), FAR)
-    if begin is None:  # the window has the first keys, but where it ends before them
-        return None, end if end is None or window.is_causal else end.clamp_(min=count), None
-    begin = begin.clamp_(min=count)
-    if end is None:
-        return begin, None, torch.full_like(begin, count)
-    before = end.clamp(max=count) if window.is_causal else torch.full_like(end, count)
-    return begin, torch.maximum(begin, end), before
-
-
-def _changes(window: Window, offset: int, blocks: Blocks, device: torch.device | str) -> Tensor:
-    """int32 (1, rows, n): see ``lists_of_edges``."""
-    left, right, count = window.left, window.right, window.num_global
-    firsts = [-FAR] if left is None else [offset - left]
-    firsts += [] if right is None else [offset + right + 1]
-    # Behind the window there is nothing but what tokens see that see all.
-    firsts += [FAR] if right is None or (count > 0 and not window.is_causal) else []
-    changes = blocks.moving(firsts, device)
-    if count == 0:
-        return changes
-    last = (count - 1) // blocks.block_n * blocks.block_n  # of the blocks of first keys
-    first_keys = torch.arange(last, last + 2 * blocks.block_n, blocks.block_n, dtype=torch.int32, device=device)
-    if last > 0:
-        first_keys = torch.nn.functional.pad(first_keys, (1, 0))
-    # The window of a query among them begins and ends before the last of them.
-    return torch.cat([first_keys.expand(1, blocks.rows, -1), changes], 2).sort(-1).values
-
-
-def _room(window: Window, offset: int, blocks: Blocks) -> int:
+def _most_blocks(window: Window, offset: int, blocks: Blocks) -> int:
     """No fewer blocks than are visited."""
     most = blocks.rows * blocks.columns
     room = most
@@ -171,3 +114,13 @@ def _room(window: Window, offset: int, blocks: Blocks) -> int:
     elif window.right is not None:
         room = min(room, blocks.most_below(offset + window.right + 1))
     return min(room, most)
+
+
+def _most_bitmaps(window: Window, blocks: Blocks) -> int:
+    """No fewer bitmaps than a row has: one for each column that an edge of the window crosses, and one for the column
+    that the first keys end in."""
+    edges = (window.left is not None) + (window.right is not None)
+    if window.num_global > 0 and not window.is_causal:
+        # Other rows see in part what tokens see in full that see all: between two edges all is alike.
+        return edges * (blocks.crossed + 1) + 3
+    return max(edges * blocks.crossed + (window.num_global > 0), 1)

@@ -120,6 +120,14 @@ def dropout_mask(device: str, dtype: torch.dtype) -> tuple[list[Tensor], Run]:
     ]
 
 
+def block_lists(device: str, dtype: torch.dtype) -> tuple[list[Tensor], Run]:
+    def run(leaves: Leaves) -> list[Tensor]:
+        mask = flash_ext.BlockMask.documents(leaves[0], SEQLEN, (64, 64), causal=True)
+        return [*mask.tensors, *mask.transpose().tensors]
+
+    return [cumulative([50, 0, 130], device)], run
+
+
 def with_bias(device: str, dtype: torch.dtype) -> tuple[list[Tensor], Run]:
     bias = random(1, HEADS, SEQLEN, SEQLEN, dtype=dtype, device=device)
     tensors, _ = dense(device, dtype)
@@ -148,6 +156,7 @@ CALLS: dict[str, Callable[[str, torch.dtype], tuple[list[Tensor], Run]]] = {
     "merge": merge,
     "add_layer_norm": add_layer_norm,
     "dropout_mask": dropout_mask,
+    "block lists": block_lists,
 }
 EVERY_CALL = pytest.mark.parametrize("name", CALLS)
 

@@ -148,6 +148,20 @@ def test_opcheck_add_layer_norm(device: str) -> None:
     opcheck(OPS.add_layer_norm.default, x, residual, None, None, 1e-5, False)
 
 
+@pytest.mark.op("interval_block_lists")
+@pytest.mark.parametrize("rule", ["window", "documents", "prefix", "spans"])
+def test_opcheck_interval_block_lists(device: str, rule: str) -> None:
+    values = {"window": [], "documents": [0, 100, 170], "prefix": [3, 150], "spans": [[[10, 60]], [[90, 180]]]}
+    bounds = torch.tensor(values[rule], dtype=torch.int32, device=device)
+    opcheck(OPS.interval_block_lists.default, bounds, rule, 200, 200, 64, 32, 0, -1, 0, 0, True, 60, 8)
+
+
+@pytest.mark.op("block_lists_transposed")
+def test_opcheck_block_lists_transposed(device: str) -> None:
+    tensors = reference.block_mask_tensors(torch.rand(2, 3, 100, 70, device=device) < 0.7, 32, 32)
+    opcheck(OPS.block_lists_transposed.default, *tensors, 3, 80)
+
+
 def test_every_operator_is_checked() -> None:
     """A new operator needs a fake, an autograd rule, and a test above; one that answers in words is never traced."""
     in_words = {"attention_describe", "attention_decode_describe"}
@@ -165,6 +179,8 @@ def test_every_operator_is_checked() -> None:
         "merge_backward",
         "dropout_mask",
         "add_layer_norm",
+        "interval_block_lists",
+        "block_lists_transposed",
     }
     # Those without tensors, of the SDPA provider.
     names |= {

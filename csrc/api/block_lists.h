@@ -1,0 +1,44 @@
+// interval_block_lists and block_lists_transposed up to the launch: checks, allocation and parameters, the same on
+// every device.
+#pragma once
+
+#include <tuple>
+
+#include "checks.h"
+#include "kernels/common/block_lists/interval_lists.h"
+#include "kernels/common/block_lists/transposed_lists.h"
+
+namespace flash_ext::api {
+
+/// The tensors of a block mask.
+struct BlockLists {
+  Tensor offsets;     // (batch, heads, rows + 1)
+  Tensor indices;     // (max_blocks)
+  Tensor bitmap_ids;  // (max_blocks)
+  Tensor bitmaps;     // (num_bitmaps, block_m, block_n / 32)
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor> tensors() const { return {offsets, indices, bitmap_ids, bitmaps}; }
+};
+
+template <class Params>
+struct BlockListsCall {
+  Params params;
+  BlockLists lists;
+  std::vector<Tensor> owned;  // what params points into besides the arguments and results
+};
+
+/// What says which keys are seen, beside `bounds`: see ops.cpp.
+struct IntervalOptions {
+  std::string rule;
+  int64_t seqlen_q, seqlen_k, block_m, block_n, offset, window_left, window_right, num_global;
+  bool causal;
+  int64_t max_blocks, max_bitmaps;
+};
+
+BlockListsCall<IntervalListsParams> prepare_interval_block_lists(const Tensor& bounds, const IntervalOptions& options);
+
+BlockListsCall<TransposedListsParams> prepare_block_lists_transposed(const Tensor& offsets, const Tensor& indices,
+                                                                     const Tensor& bitmap_ids, const Tensor& bitmaps,
+                                                                     int64_t columns, int64_t max_blocks);
+
+}  // namespace flash_ext::api

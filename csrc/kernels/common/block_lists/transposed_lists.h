@@ -1,0 +1,108 @@
+// Block lists with queries and keys in each other's place: of each column of blocks, the rows that list it.
+//
+// A column is looked up in as many rows at a time as there are lanes, so that rows come out in ascending order. Two
+// passes, as in interval_lists.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/block_lists/lanes.h"
+
+namespace flash_ext {
+
+/// Values are clamped to what the tensors hold.
+struct TransposedListsParams {
+  const int32_t* offsets = nullptr;     // (batch, heads, rows + 1)
+  const int32_t* indices = nullptr;     // (num_blocks), ascending within a row
+  const int32_t* bitmap_ids = nullptr;  // (num_blocks)
+  const int32_t* bitmaps = nullptr;     // (num_bitmaps, block_m, block_n / 32)
+  int64_t offsets_batch_stride = 0;
+  int64_t offsets_head_stride = 0;
+  int32_t batch = 0;
+  int32_t heads = 0;
+  int32_t rows = 0;
+  int32_t columns = 0;  // batch * heads * (columns + 1) is counted in 32 bits
+  int64_t num_blocks = 0;
+  int64_t num_bitmaps = 0;
+  int64_t block_m = 0;  // a multiple of 32
+  int64_t block_n = 0;  // a multiple of 32
+
+  int64_t max_blocks = 0;                    // entries that the results have room for
+  int32_t* transposed_offsets = nullptr;     // (batch, heads, columns + 1)
+  int32_t* transposed_indices = nullptr;     // (max_blocks)
+  int32_t* transposed_bitmap_ids = nullptr;  // (max_blocks)
+  int32_t* transposed_bitmaps = nullptr;     // (num_bitmaps, block_n, block_m / 32)
+};
+
+/// The entry of a column in the list of a row, or -1.
+FLASH_EXT_LANES_CODE int64_t entry_of(const TransposedListsParams& p, const int32_t* offsets, int row, int column) {
+  const auto within = [&](int64_t entry) { return entry < 0 ? 0 : entry < p.num_blocks ? entry : p.num_blocks; };
+  int64_t low = within(offsets[row]);
+  const int64_t end = within(offsets[row + 1]);
+  for (int64_t high = end; low < high;) {
+    const int64_t middle = low + (high - low) / 2;
+    if (p.indices[middle] < column) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < end && p.indices[low] == column ? low : -1;
+}
+
+/// The columns of all heads are numbered; each has an offset, and each head one more behind its last column.
+FLASH_EXT_LANES_CODE int64_t place_of_offset(const TransposedListsParams& p, int number) {
+  return int64_t{number} + number / p.columns;
+}
+
+/// Counts the rows that list a column, and unless `entry` is negative writes them from there on.
+FLASH_EXT_LANES_CODE int rows_of_column(const TransposedListsParams& p, int number, int64_t entry, const Lanes& lanes) {
+  const int head = number / p.columns, column = number % p.columns;
+  const int32_t* const offsets =
+      p.offsets + head / p.heads * p.offsets_batch_stride + head % p.heads * p.offsets_head_stride;
+  int count = 0;
+  for (int first = 0; first < p.rows; first += Lanes::kCount) {
+    const int row = first + lanes.index;
+    const int64_t found = row < p.rows ? entry_of(p, offsets, row, column) : -1;
+    const int64_t place = entry + count + lanes.rank(found >= 0);
+    if (found >= 0 && entry >= 0 && place < p.max_blocks) {
+      p.transposed_indices[place] = row;
+      p.transposed_bitmap_ids[place] = p.bitmap_ids[found];
+    }
+    count += lanes.count(found >= 0);
+  }
+  return count;
+}
+
+/// First pass: the number of rows of a column, in the place of its offset.
+FLASH_EXT_LANES_CODE void count_rows(const TransposedListsParams& p, int number, const Lanes& lanes) {
+  const int count = rows_of_column(p, number, -1, lanes);
+  if (lanes.index == 0) p.transposed_offsets[place_of_offset(p, number)] = count;
+}
+
+/// Second pass: the entries of a column.
+FLASH_EXT_LANES_CODE void write_rows(const TransposedListsParams& p, int number, const Lanes& lanes) {
+  rows_of_column(p, number, p.transposed_offsets[place_of_offset(p, number)], lanes);
+}
+
+/// Squares of 32 queries by 32 keys of all bitmaps.
+FLASH_EXT_LANES_CODE int64_t num_squares(const TransposedListsParams& p) {
+  return p.num_bitmaps * (p.block_m / 32) * (p.block_n / 32);
+}
+
+/// The bits of a square: bit b of word w of key j is bit j % 32 of query 32 w + b.
+FLASH_EXT_LANES_CODE void transpose_square(const TransposedListsParams& p, int64_t square, const Lanes& lanes) {
+  const int64_t query_words = p.block_m / 32, key_words = p.block_n / 32;
+  const int64_t query_word = square % query_words, key_word = square / query_words % key_words;
+  const int64_t bitmap = square / query_words / key_words;
+  const int32_t* const queries = p.bitmaps + (bitmap * p.block_m + 32 * query_word) * key_words + key_word;
+  int32_t* const keys = p.transposed_bitmaps + (bitmap * p.block_n + 32 * key_word) * query_words + query_word;
+  for (int key = lanes.index; key < 32; key += Lanes::kCount) {
+    uint32_t bits = 0;
+    for (int query = 0; query < 32; ++query)
+      bits |= (static_cast<uint32_t>(queries[query * key_words]) >> key & 1u) << query;
+    keys[key * query_words] = static_cast<int32_t>(bits);
+  }
+}
+
+}  // namespace flash_ext

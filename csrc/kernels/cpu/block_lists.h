@@ -1,0 +1,16 @@
+// Block lists of masks: of intervals of keys, and of a mask with queries and keys in each other's place.
+#pragma once
+
+#include "attention.h"
+#include "kernels/common/block_lists/interval_lists.h"
+#include "kernels/common/block_lists/transposed_lists.h"
+
+namespace flash_ext::cpu {
+
+/// Writes every element of all four tensors; entries behind the last block are 0.
+void interval_block_lists(const IntervalListsParams& params, ParallelFor parallel_for);
+
+/// The same.
+void block_lists_transposed(const TransposedListsParams& params, ParallelFor parallel_for);
+
+}  // namespace flash_ext::cpu

@@ -1,0 +1,20 @@
+// Block lists of masks: of intervals of keys, and of a mask with queries and keys in each other's place.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace flash_ext {
+
+struct IntervalListsParams;
+struct TransposedListsParams;
+
+namespace sm80 {
+
+/// Writes every element of all four tensors; entries behind the last block are 0.
+void interval_block_lists(const IntervalListsParams& params, cudaStream_t stream);
+
+/// The same.
+void block_lists_transposed(const TransposedListsParams& params, cudaStream_t stream);
+
+}  // namespace sm80
+}  // namespace flash_ext

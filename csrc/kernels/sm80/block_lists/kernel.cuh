@@ -1,0 +1,119 @@
+// Block lists of masks, of intervals of keys (common/block_lists/interval_lists.h) and with queries and keys in each
+// other's place (common/block_lists/transposed_lists.h), by three launches each:
+//
+//   a warp counts the blocks of a row | a CTA makes offsets of the counts | a warp writes the entries of a row
+//
+// A row of the transpose is a column of the mask. Its bitmaps, which need no offsets, are written beside the counts.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/common/block_lists/interval_lists.h"
+#include "kernels/common/block_lists/transposed_lists.h"
+#include "kernels/launch.h"
+
+namespace flash_ext::sm80 {
+
+constexpr int kBlockListThreads = 128;
+constexpr int kOffsetThreads = 1024;
+
+/// The number of this warp, of all of the grid.
+__device__ __forceinline__ int64_t warp_of_grid() {
+  return (static_cast<int64_t>(blockIdx.x) * kBlockListThreads + threadIdx.x) / Lanes::kCount;
+}
+
+static __global__ void __launch_bounds__(kBlockListThreads, 1)
+    count_blocks_kernel(const __grid_constant__ IntervalListsParams p) {
+  const int64_t row = warp_of_grid();
+  if (row < p.batch * p.rows) count_blocks(p, static_cast<int>(row), Lanes());
+}
+
+static __global__ void __launch_bounds__(kBlockListThreads, 1)
+    count_rows_kernel(const __grid_constant__ TransposedListsParams p) {
+  const int64_t warp = warp_of_grid(), columns = int64_t{p.batch} * p.heads * p.columns;
+  if (warp < columns) {
+    count_rows(p, static_cast<int>(warp), Lanes());
+  } else if (warp - columns < num_squares(p)) {
+    transpose_square(p, warp - columns, Lanes());
+  }
+}
+
+/// Counts in offsets (total), (lists, rows + 1) of them, the last one of each list left out, become where each row
+/// begins; the last one of all is where all end.
+static __global__ void __launch_bounds__(kOffsetThreads)
+    offsets_kernel(int32_t* offsets, int total, int rows, int max_blocks) {
+  __shared__ int64_t sums[kOffsetThreads];  // of a thread's counts, then of those of all threads up to it
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t share = (int64_t{total} + kOffsetThreads - 1) / kOffsetThreads;
+  const int begin = static_cast<int>(min(thread * share, int64_t{total}));
+  const int end = static_cast<int>(min(begin + share, int64_t{total}));
+  const auto count = [&](int place) { return place % (rows + 1) == rows ? 0 : offsets[place]; };
+  int64_t sum = 0;
+  for (int place = begin; place < end; ++place) sum += count(place);
+  sums[thread] = sum;
+  __syncthreads();
+  for (int distance = 1; distance < kOffsetThreads; distance *= 2) {
+    const int64_t before = thread >= distance ? sums[thread - distance] : 0;
+    __syncthreads();
+    sums[thread] += before;
+    __syncthreads();
+  }
+  int64_t start = sums[thread] - sum;
+  for (int place = begin; place < end; ++place) {
+    const int blocks = count(place);
+    offsets[place] = static_cast<int32_t>(min(start, int64_t{max_blocks}));
+    start += blocks;
+  }
+}
+
+/// Entries behind the last block, by all threads of the grid.
+__device__ __forceinline__ void clear_entries(int32_t* indices, int32_t* bitmap_ids, int64_t end, int64_t max_blocks) {
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kBlockListThreads + threadIdx.x;
+  for (int64_t n = end + thread; n < max_blocks; n += static_cast<int64_t>(gridDim.x) * kBlockListThreads)
+    indices[n] = bitmap_ids[n] = 0;
+}
+
+static __global__ void __launch_bounds__(kBlockListThreads, 1)
+    write_blocks_kernel(const __grid_constant__ IntervalListsParams p) {
+  const int64_t row = warp_of_grid(), rows = p.batch * p.rows;
+  if (row < rows) write_blocks(p, static_cast<int>(row), Lanes());
+  clear_entries(p.indices, p.bitmap_ids, rows > 0 ? p.offsets[rows + p.batch - 1] : 0, p.max_blocks);
+}
+
+static __global__ void __launch_bounds__(kBlockListThreads, 1)
+    write_rows_kernel(const __grid_constant__ TransposedListsParams p) {
+  const int64_t column = warp_of_grid(), heads = int64_t{p.batch} * p.heads, columns = heads * p.columns;
+  if (column < columns) write_rows(p, static_cast<int>(column), Lanes());
+  clear_entries(p.transposed_indices, p.transposed_bitmap_ids,
+                columns > 0 ? p.transposed_offsets[columns + heads - 1] : 0, p.max_blocks);
+}
+
+/// A grid with so many warps.
+inline LaunchShape warps_of_block_lists(int64_t warps) {
+  constexpr int64_t kWarps = kBlockListThreads / Lanes::kCount;
+  return {grid_of((warps + kWarps - 1) / kWarps), dim3(kBlockListThreads)};
+}
+
+inline void make_offsets(int32_t* offsets, int64_t lists, int64_t rows, int64_t max_blocks, cudaStream_t stream) {
+  if (lists == 0) return;
+  launch("offsets of blocks", offsets_kernel, {dim3(1), dim3(kOffsetThreads)}, stream, offsets,
+         static_cast<int>(lists * (rows + 1)), static_cast<int>(rows), static_cast<int>(max_blocks));
+}
+
+inline void run_interval_block_lists(const IntervalListsParams& p, cudaStream_t stream) {
+  const int64_t rows = p.batch * p.rows;
+  launch("blocks of intervals", count_blocks_kernel, warps_of_block_lists(rows), stream, p);
+  make_offsets(p.offsets, p.batch, p.rows, p.max_blocks, stream);
+  launch("lists of intervals", write_blocks_kernel, warps_of_block_lists(std::max<int64_t>(rows, 1)), stream, p);
+}
+
+inline void run_block_lists_transposed(const TransposedListsParams& p, cudaStream_t stream) {
+  const int64_t heads = int64_t{p.batch} * p.heads, columns = heads * p.columns;
+  const int64_t squares = p.num_bitmaps * (p.block_m / 32) * (p.block_n / 32);
+  launch("rows of columns", count_rows_kernel, warps_of_block_lists(columns + squares), stream, p);
+  make_offsets(p.transposed_offsets, heads, p.columns, p.max_blocks, stream);
+  launch("lists of columns", write_rows_kernel, warps_of_block_lists(std::max<int64_t>(columns, 1)), stream, p);
+}
+
+}  // namespace flash_ext::sm80
