@@ -44,8 +44,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def describe_calls() -> str:
-    """Which calls of torch's attention came here so far, and how many of them this library computed."""
-    served, passed_on = sdpa_provider.calls_served(), sdpa_provider.calls_passed_on()
+    """Which calls of torch's attention came here so far, how many of them this library computed, and why not all."""
+    served, passed_on = sdpa_provider.calls_served(), sdpa_provider.reasons_passed_on()
     if not served and not passed_on:
         return "flash_ext: the program made no call of torch's attention"
     return f"flash_ext: calls computed: {_list(served)}; left to torch: {_list(passed_on)}"

@@ -126,7 +126,7 @@ def test_the_names_of_flash_attn(folder: Path) -> None:
 
 
 def test_under_torchrun(folder: Path) -> None:
-    program = ATTENTION + "import os, sys\nprint(f'rank {os.environ[\"RANK\"]} of {sys.argv[1]}', flush=True)"
+    program = ATTENTION + "import os, sys\nos.write(1, f'rank {os.environ[\"RANK\"]} of {sys.argv[1]}\\n'.encode())"
     (folder / "ranks.py").write_text(program)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ran = python(*launcher, "-m", "flash_ext", "run", "--report", "ranks.py", "2", folder=folder)
