@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +75,23 @@ def test_what_libraries_import(names: None) -> None:
     assert _wrapped_flash_attn_forward is _flash_attn_forward and _wrapped_flash_attn_backward is _flash_attn_backward
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.losses"):
         importlib.import_module("flash_attn.losses")
+
+
+XFORMERS = """
+import flash_ext
+flash_ext.as_flash_attn(force=True)
+import xformers.ops
+from xformers.ops.fmha import flash
+print(flash.FLASH_VERSION, flash._flash_attn_cuda.fwd.__module__)
+"""
+
+
+def test_xformers_finds_what_it_looks_for() -> None:
+    """It does when it is imported, and diffusers imports it."""
+    pytest.importorskip("xformers")
+    environment = os.environ | {"PYTHONPATH": str(Path(flash_ext.__file__).parents[1])}
+    ran = subprocess.run([sys.executable, "-c", XFORMERS], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.stdout.split() == ["2.8.3", "flash_ext.integrations.flash_attn.extension_2"], ran.stderr
 
 
 def test_metadata(names: None) -> None:

@@ -83,6 +83,22 @@ def test_error_is_torchs(device: str, call: Callable[[Tensor, Tensor], Any]) -> 
     assert is_torchs_error(raised.value, device), repr(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        ("accelerate.utils.memory", "should_reduce_batch_size"),
+        ("lightning.pytorch.utilities.memory", "is_oom_error"),
+    ],
+)
+def test_libraries_recognise_it(device: str, module: str, function: str) -> None:
+    """Trainers that look for a batch size that fits go on with a smaller one."""
+    recognises = getattr(pytest.importorskip(module), function)
+    for call in CALLS:
+        with pytest.raises(RuntimeError) as raised:
+            call(endless(device), endless(device, 1))
+        assert recognises(raised.value), call.__name__
+
+
 def test_what_fits_by_now_is_allocated(device: str) -> None:
     """The second attempt, in Python, may succeed: another thread has freed memory, or Python its garbage."""
     like = torch.zeros(1, device=device)
