@@ -25,8 +25,8 @@ torch is imported before the program begins: set variables that torch reads then
 """
 _WITHOUT_CALLS = (
     "In inference, nn.TransformerEncoderLayer and nn.MultiheadAttention may bypass it: "
-    "torch.backends.mha.set_fastpath_enabled(False). Of a model that writes out its attention, flash_ext.convert(model) "
-    "says what can be done"
+    "torch.backends.mha.set_fastpath_enabled(False). Of a model that writes out its attention, "
+    "flash_ext.convert(model) says what can be done"
 )
 
 

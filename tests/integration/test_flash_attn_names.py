@@ -355,7 +355,9 @@ def test_3_fourth_argument_is_the_scale(names: None, device: str) -> None:
     expected, expected_lse = flash_ext.attention(q, k, v, **options)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     window = torch.tensor([9, 0])
-    tuned = fa3.flash_attn_func(q, k, v, 0.3, True, window_size=window, softcap=2.0, num_splits=3, pack_gqa=True)
+    tuned = fa3.flash_attn_func(
+        q, k, v, 0.3, True, window_size=window, softcap=2.0, num_splits=3, pack_gqa=True, sm_margin=4
+    )
     assert torch.equal(tuned, out)
     (dk,) = torch.autograd.grad(tuned.sum(), k)
     assert_same(dk, torch.autograd.grad(expected.sum(), k)[0])
