@@ -259,6 +259,12 @@ def host_cells(header: list[str], line: list[str]) -> list[str]:
     return [line[0], *(cell for call in header[1:] for cell in host(call, line[0]))]
 
 
+def model_cells(header: list[str], line: list[str]) -> list[str]:
+    (row,) = (row for row in rows_of("h200_models.json") if row["label"] == line[0])
+    times = [row["measured"].get(name) for name in header[1:]]
+    return [line[0], *("" if time is None else f"{time:.1f}" for time in times)]
+
+
 def cpu_cells(header: list[str], line: list[str]) -> list[str]:
     dtype, size, mask = line[:3]
     batch, seqlen, heads, head_dim = map(int, size.split(f" {TIMES} "))
@@ -419,6 +425,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(f"{KERNELS}/weights_sm80.md", "h200_options_sm80.json", bias_gradient_cells),
     Table(f"{KERNELS}/decode_sm80.md", "h200_decode.json", decode_cells),
     Table("docs/tuning/decode_sm80.md", "h200_decode.json", decode_cells),
+    Table(PERFORMANCE, "h200_models.json", model_cells),
     Table("docs/tuning/host.md", "h200_host.json", host_cells),
     Table(f"{KERNELS}/block_sparse.md", "h200_masks.json", mask_cells),
     Table(f"{KERNELS}/cpu.md", "cpu_xeon.json", cpu_cells),
