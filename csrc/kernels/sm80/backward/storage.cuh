@@ -62,6 +62,12 @@ struct BackwardConfig {
                 "every GPU must be able to launch it, with a bias too");
 };
 
+/// Named barriers, each of half the warps of a CTA. 0 is __syncthreads().
+enum BackwardBarrier : int {
+  kProbabilityWarps = 1,  // that compute S, P and dV
+  kGradientWarps = 2,     // that compute dP, dS and dK
+};
+
 /// A tile of queries of a head, counted from the first of the group.
 struct BackwardStep {
   int head, tile;

@@ -48,9 +48,7 @@ __device__ __forceinline__ void store_dlse(const BackwardParams& p, const Sequen
   float* const g_dlse = static_cast<float*>(p.dlse.data) + sequence.lse_offset(p.dlse);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = ds_sum[r];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float sum = sum_of_row(ds_sum[r]);
     const int i = first_row + 8 * r;
     if (threadIdx.x % 4 == 0 && i < sequence.seqlen_q) g_dlse[i] = -sum;
   }

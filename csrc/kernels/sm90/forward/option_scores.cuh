@@ -249,8 +249,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   __device__ __forceinline__ void lower(Scores& s, float (&sum)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float largest = fmaxf(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float largest = max_of_row(sum[r]);
       const bool beyond = largest > kSumLimit && largest < kMostExponent;
       const float exponent = beyond ? floorf(log2f(largest)) : 0.0f, factor = ptx::exp2_approx(-exponent);
       stabiliser_[r] += exponent;

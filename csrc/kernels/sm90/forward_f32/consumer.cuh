@@ -55,8 +55,11 @@ class ForwardF32Consumer {
     return work_tile.first_query + warpgroup_ * kWarpgroupRows;
   }
 
+  /// A consumer warpgroup's named barrier has its number in the CTA. The producers are warpgroup 0, and barrier 0 is
+  /// __syncthreads().
   __device__ __forceinline__ void wait_for_warpgroup() const {
-    ptx::barrier_any<kWarpgroupThreads>(ptx::reread(static_cast<int>(threadIdx.x)) / kWarpgroupThreads, false);
+    const int barrier = ptx::reread(static_cast<int>(threadIdx.x)) / kWarpgroupThreads;
+    ptx::barrier_any<kWarpgroupThreads>(barrier, false);
   }
 
   __device__ __forceinline__ void load_query(const WorkTile& work_tile, char* s_query) const {
@@ -178,8 +181,7 @@ class ForwardF32Consumer {
       float largest = -INFINITY;
 #pragma unroll
       for (int n = 0; n < kEights; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      largest = max_of_row(largest);
       const float raised = fmaxf(stabiliser_[r], largest);
       factor[r] = raised == -INFINITY ? 1.0f : weight(stabiliser_[r], raised);
       stabiliser_[r] = raised;
@@ -246,10 +248,7 @@ class ForwardF32Consumer {
     float* const g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = row_sum_[r];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd end = finish_row<Unit>(stabiliser_[r], sum, sink, scale());
+      const RowEnd end = finish_row<Unit>(stabiliser_[r], sum_of_row(row_sum_[r]), sink, scale());
       const int row = first_row(work_tile) + warp_ * 16 + 8 * r + lane_ / 4;
       if (row >= work_tile.end_query) continue;
       if (lane_ % 4 == 0) g_lse[row] = end.lse;
