@@ -30,7 +30,7 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
     const Tensor workspace = new_empty(q, {bytes}, ScalarType::Byte);
     run(address(workspace));
   };
-#ifndef FLASH_EXT_NO_HOPPER
+#ifndef FLASH_EXT_NO_SM90
   if (call.plan.kernel == plan::KernelId::kSm90Forward) {
     const int64_t block_n = call.plan.block_n;
     const sm90::KeySplits& splits = call.plan.key_splits;
@@ -48,7 +48,7 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
 
 void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
-#ifndef FLASH_EXT_NO_HOPPER
+#ifndef FLASH_EXT_NO_SM90
   if (call.plan.bias_kernel == plan::KernelId::kSm90BiasGradient) {
     const Tensor memory = workspace(sm90::bias_gradient_workspace_bytes(call.params));
     return sm90::bias_gradient(call.params, address(memory), stream);
@@ -60,7 +60,7 @@ void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t s
 
 void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
-#ifndef FLASH_EXT_NO_HOPPER
+#ifndef FLASH_EXT_NO_SM90
   if (call.plan.kernel == plan::KernelId::kSm90Backward) {
     const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
     return sm90::backward(call.params, address(memory), stream);

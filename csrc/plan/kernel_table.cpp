@@ -198,6 +198,18 @@ std::vector<const char*> kernel_names() {
   return names;
 }
 
+std::vector<Architecture> special_architectures() {
+  std::vector<Architecture> found;
+  for (const KernelRow& row : kTable) {
+    const Architecture& architecture = *row.architecture;
+    const bool is_known = std::any_of(found.begin(), found.end(), [&](const Architecture& known) {
+      return known.compute_capability == architecture.compute_capability;
+    });
+    if (!architecture.later_ones_too && !is_known) found.push_back(architecture);
+  }
+  return found;
+}
+
 int64_t first_compute_capability() {
   int64_t first = kTable[0].architecture->compute_capability;
   for (const KernelRow& row : kTable)
