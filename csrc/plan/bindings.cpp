@@ -51,7 +51,7 @@ void bind_problem(py::module_& m) {
 }
 
 void bind_plan(py::module_& m) {
-  py::class_<KeyTileSchedule>(m, "KeyTileSchedule", "How CTAs of the backward on CUDA take up tiles of keys.")
+  py::class_<KeyTileSchedule>(m, "KeyTileSchedule", "How CTAs of the backward on CUDA take tiles of keys.")
       .def_readonly("section_heads", &KeyTileSchedule::section_heads, "key heads whose tiles stand side by side")
       .def_readonly("head_splits", &KeyTileSchedule::head_splits, "of a tile, along the heads of a group")
       .def_readonly("query_splits", &KeyTileSchedule::query_splits, "of each of these, along the queries, at most")

@@ -61,7 +61,7 @@ constexpr KernelRow kTable[] = {
      choose_sm90_backward_short_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 64, kSm90Backward, kWgmmaAndTma,
      choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
-    // Shared memory has no room for all of them; a bias of keys takes none, but strides are not looked at here.
+    // Shared memory has no room for all of them; a per-key bias takes none, but strides are not looked at here.
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 128, kSm90Backward & ~kWideBiasBesideMasks,
      kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 256,

@@ -29,7 +29,7 @@ struct BackwardConfig {
   static constexpr int kRoleWarps = kWarps / 2;
   static constexpr int kWarpKeys = 32;  // as many as one word of visibility covers
   static constexpr int kBlockM = kShape.block_m, kBlockN = kShape.block_n;
-  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kCtasPerSm = 1;
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
 

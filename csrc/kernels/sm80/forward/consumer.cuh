@@ -82,7 +82,7 @@ struct ForwardConsumer : ForwardOut<Config> {
   __device__ __forceinline__ void visit() {
     MaskedTile at = options().find_first(phase, seen);
     if (Config::kMasks || work_tile.sanitised) begin(work_tile, at.tile);
-    rows.clear();
+    rows.zero();
     bool exact = true;
 #pragma unroll 1
     while (at.tile >= work_tile.tiles.begin) {

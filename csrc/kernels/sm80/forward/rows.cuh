@@ -18,7 +18,7 @@ struct ForwardRows {
   float stabiliser[kM][2];  // a score to base 2, or, of floats, a product; -inf while the row has seen no key
   float sum[kM][2];
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void zero() {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll

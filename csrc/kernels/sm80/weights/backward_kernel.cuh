@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_dlse(const BackwardParams& p, const Sequen
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
     weights_dq_kernel(const __grid_constant__ BackwardParams p, int slabs, int query_tiles) {
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(slabs, query_tiles, static_cast<int>(p.heads_q));
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerS
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
     weights_dk_kernel(const __grid_constant__ BackwardParams p, int slabs, int key_tiles) {
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(slabs, key_tiles, static_cast<int>(p.heads_kv));

@@ -51,8 +51,8 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   using Base::work_tile_;
 
   __device__ __forceinline__ void zero_sums() {
-    for (Products::Tile& sum : sum_.full_panels) Products::clear(sum);
-    if constexpr (Config::kHasHalf) Products::clear(sum_.half);
+    for (Products::Tile& sum : sum_.full_panels) Products::zero(sum);
+    if constexpr (Config::kHasHalf) Products::zero(sum_.half);
   }
 
   /// x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T: lse was made of them. `wait` is for a piece of

@@ -42,7 +42,7 @@ class ForwardF32Consumer {
 #pragma unroll 1
     while (const WorkTile* const work_tile = queue.front()) {
       load_query(*work_tile, s_query);
-      clear();
+      zero();
       visit(*work_tile);
       store(*work_tile);
       if (work_tile->met_non_finite) add_hidden_non_finite(*work_tile);
@@ -73,13 +73,13 @@ class ForwardF32Consumer {
   __device__ __forceinline__ void visit(const WorkTile& work_tile) {
     const TileSpan tiles = work_tile.tiles, rows = work_tile.rows[warpgroup_];
     int tile = tiles.end - 1;
-    for (; tile >= rows.end; --tile) pass();
+    for (; tile >= rows.end; --tile) skip_tile();
 #pragma unroll 1
     for (; tile >= rows.begin; --tile) step(work_tile, tile, tile < rows.full_begin || tile >= rows.full_end);
-    for (; tile >= tiles.begin; --tile) pass();
+    for (; tile >= tiles.begin; --tile) skip_tile();
   }
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void zero() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       stabiliser_[r] = -INFINITY;
@@ -102,7 +102,7 @@ class ForwardF32Consumer {
   }
 
   /// A tile that other warpgroups see. We wait, as no use of a barrier may run ahead of another one.
-  __device__ __forceinline__ void pass() {
+  __device__ __forceinline__ void skip_tile() {
 #pragma unroll 1
     for (int piece = 0; piece < 2 * kPieces; ++piece) {
       wait_for_piece();
