@@ -34,9 +34,9 @@
 
 namespace flash_ext::sm80 {
 
-/// Blocks of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the
-/// most queries see, come first. Or as a list says. Deterministic: CTAs draw numbers, so that whoever waits waits for
-/// one that runs, and of a head the last keys have the first number.
+/// CTAs of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the most
+/// queries see, come first. With a work list, its order holds. Deterministic: CTAs draw numbers when they start, and
+/// the last keys of a head have the first number, so that a CTA waits only for CTAs that run.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace,

@@ -186,7 +186,7 @@ struct ForwardRows {
         const float exponent = beyond ? floorf(log2f(largest)) : 0.0f;
         const float before = stabiliser[m][r];
         stabiliser[m][r] += Unit::kNatural ? __fdividef(exponent, scale * kLog2E) : exponent;
-        // A product may be rounded in the sum; who has seen no key has no stabiliser.
+        // A product may be rounded in the sum; a row that has seen no key has no stabiliser.
         const float factor = !Unit::kNatural ? Unit::exp(-exponent)
                              : beyond        ? shrink(before - stabiliser[m][r], scale)
                                              : 1.0f;

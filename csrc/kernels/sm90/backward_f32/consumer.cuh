@@ -329,7 +329,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
     this->release(storage_.ds_full[at_.tile()]);
   }
 
-  /// dK += dS Q: who handed P over is done with Q and lse.
+  /// dK += dS Q. The warpgroup that published P has read Q and lse by then.
   __device__ __forceinline__ void add_up(const Products::Operand& ds, const Step& step) {
     Base::add_up(
         ds, step, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->query_piece(panel); },

@@ -110,8 +110,8 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
 
   __device__ __forceinline__ bool has_bias() const { return kOnlyBias || (!kOnlyMask && options_.adds_bias); }
 
-  /// As ForwardEpilogue's. Rows that masks leave nothing of have no stabiliser; who found none was raised until the
-  /// end, and so was who found a low one. Where there is a bias, the lowest of finite numbers may have been -inf.
+  /// As ForwardEpilogue's. A row of which masks leave nothing has no stabiliser. Rows without one, or with a low one,
+  /// updated their row max until the end. With a bias, the lowest of finite numbers may have been -inf.
   __device__ __forceinline__ void find_failures(WorkTile& work_tile) const {
     const TileCoordinates<false> at = this->coordinates(work_tile, 0);
     bool failed = false, overflowed = false;
