@@ -7,6 +7,7 @@
 #include "kernels/common/backward/split_sums.cuh"
 #include "kernels/sm90/common/tensor_map.h"
 #include "options_kernel.cuh"
+#include "persistent_kernel.cuh"
 #include "pipelined_options_kernel.cuh"
 #include "wide_kernel.cuh"
 
@@ -23,7 +24,7 @@ using BackwardConfigOf =
 
 template <class Config>
 BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
-  return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory);
+  return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory, Config::kPersistent);
 }
 /// Behind the workspace in the same memory.
 template <class Config>
@@ -59,37 +60,67 @@ void launch_main_backward(const BackwardParams& p, const BackwardArguments& argu
   }
   if constexpr (!is_pipelined(Config::kHeadDim)) {
     using InTurns = BackwardConfigOf<Element, Config::kHeadDim, TurnTaking::kAlways>;
-    arguments.workspace.turns ? launch_plain_backward<InTurns>(p, arguments, stream)
-                              : launch_plain_backward<Config>(p, arguments, stream);
+    if (is_persistent(Config::kHeadDim) || arguments.workspace.turns)
+      return launch_plain_backward<InTurns>(p, arguments, stream);
+    if constexpr (!is_persistent(Config::kHeadDim)) launch_plain_backward<Config>(p, arguments, stream);
   }
 }
 
-template <class Config, bool kPipelined>
-void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+/// All kernels of a call: launch_main(arguments) the main one.
+template <class Config, class DqLayout, bool kPermuted, class LaunchMain>
+void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream, LaunchMain launch_main) {
   using Element = typename Config::Element;
   constexpr bool kOverlaps = !kIsWide<Config>;
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
   const BackwardSchedule schedule = backward_schedule<Config>(p, workspace, memory);
   fill_work_list(p, schedule.listing, schedule.list, stream);
-  using Rows = BackwardRowKernels<Element, BackwardDqLayout<Config::kDqHeadDim>, Config::kBlockM, Config::kDqHeadDim,
-                                  kPipelined>;
+  using Rows = BackwardRowKernels<Element, DqLayout, Config::kBlockM, Config::kDqHeadDim, kPermuted>;
   launch_backward_sequence<Rows>(p, workspace, kBackwardNames, kOverlaps, stream, [&] {
-    launch_main_backward<Config, kPipelined>(p, {backward_maps<Config>(p), workspace, schedule, base_two_scale(p)},
-                                             stream);
+    launch_main(BackwardArguments{backward_maps<Config>(p), workspace, schedule, base_two_scale(p)});
     combine_splits<Element, Config::kBlockM, Config::kBlockN, Config::kHeadDim>(p, schedule, kOverlaps, stream);
   });
 }
 
-template <class Element, int kHeadDim>
+template <class Config, bool kPipelined>
+void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  launch_backward<Config, BackwardDqLayout<Config::kDqHeadDim>, kPipelined>(
+      p, memory, stream, [&](const BackwardArguments& arguments) {
+        launch_main_backward<Config, kPipelined>(p, arguments, stream);
+      });
+}
+
+/// Whether CTAs go from one tile of keys to the next.
+template <int kHeadDim>
+bool stays(const BackwardParams& p) {
+  return is_persistent(kHeadDim) && !has_options(p) && !takes_turns(p);
+}
+
+template <class Config>
 int64_t backward_bytes(const BackwardParams& p) {
-  using Config = BackwardConfigOf<Element, kHeadDim>;
   const BackwardWorkspace workspace = backward_workspace<Config>(p, nullptr);
   return workspace.bytes + backward_schedule<Config>(p, workspace, nullptr).bytes;
 }
 
 template <class Element, int kHeadDim>
+int64_t backward_bytes(const BackwardParams& p) {
+  if constexpr (is_persistent(kHeadDim)) {
+    if (stays<kHeadDim>(p)) return backward_bytes<BackwardPersistentConfig<Element, kHeadDim>>(p);
+  }
+  return backward_bytes<BackwardConfigOf<Element, kHeadDim>>(p);
+}
+
+template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardConfigOf<Element, kHeadDim>;
+  if constexpr (is_persistent(kHeadDim)) {
+    using Persistent = BackwardPersistentConfig<Element, kHeadDim>;
+    using DqLayout = BackwardTransposedDqLayout<Persistent::kBlockM>;
+    if (stays<kHeadDim>(p)) {
+      return launch_backward<Persistent, DqLayout, true>(p, memory, stream, [&](const BackwardArguments& arguments) {
+        launch_backward_persistent<Persistent>(p, arguments, stream);
+      });
+    }
+  }
   if constexpr (is_pipelined(kHeadDim)) {
     if (pipelines(serving_options(asked_of(p)), p.blocks.offsets))
       return launch_backward<Config, true>(p, memory, stream);

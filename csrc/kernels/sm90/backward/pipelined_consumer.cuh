@@ -13,7 +13,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardPlainScores {
  public:
-  using Storage = BackwardPipelinedStorage<Config>;
+  using Storage = std::conditional_t<Config::kPersistent, BackwardPersistentStorage<Config>,
+                                     BackwardPipelinedStorage<Config>>;
   using Tile = BackwardPipelinedTile<typename Config::Element, Config::kBlockM>;
   using Scores = typename Tile::Scores;
   using Weights = typename Tile::Weights;
@@ -46,6 +47,14 @@ class BackwardPlainScores {
   }
 };
 
+/// Where a warp of a persistent CTA is.
+template <class Config>
+struct BackwardCursor {
+  RingCount<Config::kKeySlots> tile;  // of keys
+  uint32_t stage = 0, parity = 0;     // of Q and dO
+  RingCount<Config::kDsStages> ds;
+};
+
 /// What one warp of them does. Rules: what options make of its scores.
 template <class Config, class Rules = BackwardPlainScores<Config>>
 class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Storage> {
@@ -58,16 +67,62 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
                                                        float scale, int warpgroup, int lane)
       : Base(p, storage, s_tiles, warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
         rules_(p, storage, s_tiles) {}
+  /// For the tile of keys that the cursor points to.
+  __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                                       float scale, int warpgroup, int lane,
+                                                       const BackwardCursor<Config>& at)
+      : Base(p, storage, storage.work_tiles[at.tile.stage()], s_tiles,
+             at.tile.stage() * Config::kKeySlotBytes + warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
+        rules_(p, storage, s_tiles) {}
 
   __device__ __forceinline__ void run() {
     Products::clear(dk_);
     Products::clear(dv_);
-    if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up();
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) {
+      Steps step(storage_);
+      RingCount<Config::kDsStages> ds_at;
+      this->sanitise_keys();
+      sum_up(step, ds_at, storage_.v_full, 0);
+    }
+    store_sums();
+  }
+  /// Moves the cursor behind the tile of keys.
+  __device__ __forceinline__ void run(BackwardCursor<Config>& at) {
+    const uint32_t slot = at.tile.stage(), parity = at.tile.parity();
+    Products::clear(dk_);
+    Products::clear(dv_);
+    this->sanitise_keys(storage_.k_full[slot], parity, s_tiles_ + slot * Config::kKeySlotBytes);
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) {
+      Steps step(work_tile_);
+      step.stage = at.stage, step.parity = at.parity;
+      sum_up(step, at.ds, storage_.v_full[slot], parity);
+      at.stage = step.stage, at.parity = step.parity;
+    } else {
+      wait_for(storage_.v_full[slot], parity);
+    }
+    store_sums();
+    at.tile.advance();
+  }
+
+  // ---- Products of two warpgroups start in turns, else both make exponentials together, and then both wait
+
+  /// By the second warpgroup, before its first step: the first one begins.
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Config::kPersistent)
+      ptx::barrier_arrive<kComputing>(BackwardBarriers<Config>::kProductsStarted + 1 - warpgroup_);
+  }
+
+ private:
+  __device__ __forceinline__ void wait_for_turn() const {
+    if constexpr (Config::kPersistent)
+      ptx::barrier_sync<kComputing>(BackwardBarriers<Config>::kProductsStarted + warpgroup_);
+  }
+
+  __device__ __forceinline__ void store_sums() const {
     this->store_dv(dv_, rules_.unit());
     this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }
 
- private:
   using Base::kBlockM;
   using Base::kComputing;
   using Base::keys_;
@@ -103,23 +158,22 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
   };
 
-  __device__ __forceinline__ void sum_up() {
+  /// Moves step and ds_at behind the tiles of queries.
+  __device__ __forceinline__ void sum_up(Steps& step, RingCount<Config::kDsStages>& ds_at, const uint64_t& v_full,
+                                         uint32_t v_parity) {
     Scores s;  // and then dP
     Weights p, ds;
     Terms terms;  // lse, and then D
     Visible visible;
     const FullTiles full(work_tile_.tiles), full_of_keys(work_tile_.groups[warpgroup_]);
-    Steps step(storage_);
-    RingCount<Config::kDsStages> ds_at;
 
-    this->sanitise_keys();
     start_scores(s, terms, step, full, false);
     rules_.prepare(step);
     bool hides = find_visible(visible, step, full_of_keys);
     if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
     ptx::wgmma_wait<0>();
     Products::fence_operand(s[0]);
-    wait_for(storage_.v_full, 0);
+    wait_for(v_full, v_parity);
 #pragma unroll 1
     do {
       // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
@@ -134,8 +188,10 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       if (!has_grads) wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
+      wait_for_turn();
       Products::start(s, keys_ + kValues, grads);
       start_sum(dv_, p, grads);
+      pass_turn();
 
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
       Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
@@ -150,13 +206,18 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       if (hides) Tile::hide(ds, visible);
       rules_.clear_hidden(ds);
       const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
-      Tile::store(s_ds, warp_, ds, lane_);
+      if constexpr (Config::kPersistent) {
+        Tile::template store_by_half_panels<Config::kDsPanelBytes>(s_ds, warp_, ds, lane_);
+      } else {
+        Tile::store(s_ds, warp_, ds, lane_);
+      }
       fence_operands(ds);
       ptx::fence_proxy_async_shared();
       arrive_as_warp(storage_.ds_full[ds_at.stage()], lane_);
 
-      start_scores(s, terms, step, full, has_queries || step.is_past_end());
+      start_scores<Config::kPersistent>(s, terms, step, full, has_queries || step.is_past_end());
       start_ds_sum(dk_, ds, DsTile::lower_half(s_ds), queries);
+      pass_turn();
       rules_.prepare(step);
       hides = find_visible(visible, step, full_of_keys);
       if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
@@ -170,6 +231,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
   }
 
   /// S of a step, and its lse; behind the last step, of what lies there, for nobody.
+  template <bool kInTurn = false>
   __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, const Steps& step, const FullTiles& full,
                                                bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
@@ -179,6 +241,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       if (Rules::kLateLse) load_lse();
       if (Rules::kBoundsScores || p_.sink || is_unclean(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
     }
+    if constexpr (kInTurn) wait_for_turn();
     Products::start(s, keys_, queries_ + step.stage * kStage);
   }
   /// Whether pairs are hidden, and which are not.
@@ -292,7 +355,8 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
   // ---- Keys of this warpgroup, and what is not finite
 
   __device__ __forceinline__ uint32_t s_ds_of_stage(uint32_t stage) const {
-    return s_tiles_ + Config::kDsOffset + stage * Config::kDsBytes + warpgroup_ * panel_bytes(kWarpgroupRows);
+    constexpr int kKeysBytes = Config::kPersistent ? kWarpgroupRows * 64 : panel_bytes(kWarpgroupRows);
+    return s_tiles_ + Config::kDsOffset + stage * Config::kDsBytes + warpgroup_ * kKeysBytes;
   }
 
   /// Q and dO of a tile that some key is hidden from, by all that compute, who then wait for each other. A query whose

@@ -38,42 +38,24 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtenso
               p.seq.cu_seqlens_k ? 0 : sequence.cache_row);
 }
 
-/// One warp of the warpgroup that loads and computes dQ.
-template <class Config, class Storage>
-class BackwardDqWarp {
+/// One warp of the warpgroup that computes dQ: its part of a product, on the way to memory.
+template <class Config>
+class BackwardDqPieces {
  protected:
-  static constexpr int kBlockM = Config::kBlockM, kPanels = panels(Config::kHeadDim);
-  using Sum = float[kPanelColumns / 8][4];  // 64 columns of dQ, of the warp's 16 queries
+  static constexpr int kPanels = panels(Config::kHeadDim);
+  // 64 columns of dQ, of the warp's 16 queries; or of dQ^T, all queries of the warp's 16 columns.
+  using Sum = float[Config::kBlockM / 8][4];
 
-  __device__ __forceinline__ BackwardDqWarp(const BackwardParams& p, const BackwardMaps& maps,
-                                            const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
-                                            int warp, int lane)
-      : p_(p),
-        maps_(maps),
-        workspace_(workspace),
-        storage_(storage),
-        work_tile_(storage.work_tile),
-        warp_(warp),
-        lane_(lane),
-        s_tiles_(s_tiles) {}
-
-  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
-
-  /// All of K, or of V.
-  __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
-    if (lane_ == 0)
-      sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_tile_.sequence, work_tile_.first_key, 0,
-                              kPanels);
-    __syncwarp();
-  }
+  __device__ __forceinline__ BackwardDqPieces(uint32_t s_tiles, int warp, int lane)
+      : warp_(warp), lane_(lane), s_tiles_(s_tiles) {}
 
   /// Waits for the product.
   __device__ __forceinline__ static void finish(Sum& sum) {
     ptx::wgmma_wait<0>();
 #pragma unroll
-    for (int n = 0; n < kPanelColumns / 8; ++n)
+    for (auto& four : sum)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
+      for (int e = 0; e < 4; ++e) ptx::fence_operand(four[e]);
   }
   /// This warp's shared memory for a panel.
   __device__ __forceinline__ uint32_t s_piece(int panel) const {
@@ -85,8 +67,44 @@ class BackwardDqWarp {
     if (lane_ == 0) ptx::bulk_wait_read<kPanels - 1>();
     __syncwarp();
 #pragma unroll
-    for (int n = 0; n < kPanelColumns / 8; ++n)
+    for (int n = 0; n < Config::kBlockM / 8; ++n)
       store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
+  }
+
+  const int warp_, lane_;
+  const uint32_t s_tiles_;
+};
+
+/// The same of the warpgroup that loads, too.
+template <class Config, class Storage>
+class BackwardDqWarp : protected BackwardDqPieces<Config> {
+ protected:
+  using Pieces = BackwardDqPieces<Config>;
+  static constexpr int kBlockM = Config::kBlockM;
+  using Pieces::kPanels;
+  using Pieces::lane_;
+  using Pieces::s_tiles_;
+  using Pieces::warp_;
+  using typename Pieces::Sum;
+
+  __device__ __forceinline__ BackwardDqWarp(const BackwardParams& p, const BackwardMaps& maps,
+                                            const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
+                                            int warp, int lane)
+      : Pieces(s_tiles, warp, lane),
+        p_(p),
+        maps_(maps),
+        workspace_(workspace),
+        storage_(storage),
+        work_tile_(storage.work_tile) {}
+
+  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
+
+  /// All of K, or of V.
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
+    if (lane_ == 0)
+      sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_tile_.sequence, work_tile_.first_key, 0,
+                              kPanels);
+    __syncwarp();
   }
 
   const BackwardParams& p_;
@@ -94,8 +112,6 @@ class BackwardDqWarp {
   const BackwardWorkspace& workspace_;
   Storage& storage_;
   const BackwardWorkTile<Config>& work_tile_;
-  const int warp_, lane_;
-  const uint32_t s_tiles_;
 };
 
 /// The same where the first warp loads Q and dO, a step's as soon as its stages are free.

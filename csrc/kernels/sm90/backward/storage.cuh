@@ -79,6 +79,34 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
   }
 };
 
+/// Of the persistent kernel: the same, with K, V and what is to be done of two tiles of keys.
+template <class Config>
+struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
+  static constexpr int kSlots = Config::kKeySlots;
+
+  uint64_t k_full[kSlots], v_full[kSlots];
+  uint64_t q_full[Config::kStages];   // with lse
+  uint64_t do_full[Config::kStages];  // with minus_delta
+  uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
+  uint64_t tile_full[kSlots], tile_empty[kSlots];
+  BackwardWorkTile<Config> work_tiles[kSlots];
+  bool has_tile[kSlots];  // else there are no more
+
+  /// By one thread.
+  __device__ __forceinline__ void init() {
+    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
+    init_barriers(k_full, 1);
+    init_barriers(v_full, 1);
+    init_barriers(q_full, 1);
+    init_barriers(do_full, 1);
+    init_barriers(ds_full, kConsumers);
+    init_barriers(ds_empty, kWarpgroupWarps);
+    init_barriers(tile_full, 1);
+    init_barriers(tile_empty, kConsumers + kWarpgroupWarps);
+    ptx::mbarrier_init_fence();
+  }
+};
+
 /// Of the kernel for head dims above kMaxNarrowHeadDim.
 template <class Config>
 struct BackwardWideStorage : BackwardStagedTerms<Config> {
@@ -113,7 +141,8 @@ struct BackwardBarriers {
   enum Id : int {
     kRowsSanitised = 1,                            // Q and dO of a stage, by all warpgroups
     kKeysSanitised = 2,                            // K: one for each warpgroup
-    kKeptDrawn = kKeysSanitised + Config::kGroups  // words of kept weights: one for each warpgroup
+    kKeptDrawn = kKeysSanitised + Config::kGroups,  // words of kept weights: one for each warpgroup
+    kProductsStarted = kKeptDrawn                   // of the other warpgroup: one for each of two
   };
 };
 

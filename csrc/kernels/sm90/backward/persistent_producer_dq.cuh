@@ -1,0 +1,248 @@
+// The warpgroup of the persistent kernel that finds the tiles of keys to work on, loads tiles ahead of those that
+// compute, also those of the next tile of keys, and computes dQ^T = K^T dS^T and adds it to memory.
+#pragma once
+
+#include "kernels/ptx/wgmma_across.h"
+#include "producer.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+/// What one warp of it does. Tiles of keys are counted from the first of the CTA.
+template <class Config>
+class BackwardPersistentDq : protected BackwardDqPieces<Config> {
+ public:
+  using Base = BackwardDqPieces<Config>;
+  using Element = typename Config::Element;
+  using Storage = BackwardPersistentStorage<Config>;
+  using Steps = BackwardPipelinedSteps<Config>;
+  using WorkTile = BackwardWorkTile<Config>;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+
+  /// `positions`: of tiles of keys, or splits of them, in the order of the schedule.
+  __device__ __forceinline__ BackwardPersistentDq(const BackwardParams& p, const BackwardMaps& maps,
+                                                  const BackwardWorkspace& workspace, const BackwardSchedule& schedule,
+                                                  uint32_t positions, Storage& storage, uint32_t s_tiles, int warp,
+                                                  int lane)
+      : Base(s_tiles, warp, lane),
+        p_(p),
+        maps_(maps),
+        workspace_(workspace),
+        schedule_(schedule),
+        storage_(storage),
+        positions_(positions) {}
+
+  __device__ __forceinline__ void run() {
+    if (warp_ == kPreparing) prepare_tile();
+    ptx::wait_for_previous_grid();  // for row terms and zeroed sums
+#pragma unroll 1
+    for (; has_tile(tile_); tile_.advance()) {
+      load_ahead();
+      add_all();
+      arrive_as_warp(storage_.tile_empty[tile_.stage()], lane_);
+    }
+    if (lane_ == 0) ptx::tma_store_wait();
+  }
+
+ private:
+  using KeyTile = TileDescriptor<kBlockN>;
+  using Base::lane_;
+  using Base::s_tiles_;
+  using Base::warp_;
+  using typename Base::Sum;
+  using TileCount = RingCount<Config::kKeySlots>;
+  static constexpr int kPreparing = 3;  // the warp that finds tiles of keys; the first two load
+  // Steps before the end of a tile of keys, at which the next one is drawn and prepared. The first loads of that are
+  // two steps before the end.
+  static constexpr int kDrawnAhead = 5, kPreparedAhead = 4;
+
+  __device__ __forceinline__ bool has_tile(const TileCount& tile) const {
+    wait_for(storage_.tile_full[tile.stage()], tile.parity());
+    return storage_.has_tile[tile.stage()];
+  }
+  /// Of head 0 in the workspace, the first tile of queries of a sequence.
+  __device__ __forceinline__ int64_t first_workspace_tile(const WorkTile& work_tile) const {
+    return ptx::uniform(work_tile.workspace_tile - work_tile.sequence.head * workspace_.tiles_per_head);
+  }
+  __device__ __forceinline__ int64_t term_of(int64_t first_tile, const Steps& step) const {
+    return (first_tile + step.head * workspace_.tiles_per_head + step.tile) * kBlockM;
+  }
+
+  // ---- The next tile of keys, by one warp
+
+  /// Asks for its position, which comes later.
+  __device__ __forceinline__ void draw() {
+    if (!workspace_.ticket) {
+      position_ += gridDim.x;
+    } else if (lane_ == 0) {
+      position_ = gridDim.x + static_cast<uint32_t>(atomicAdd(workspace_.ticket, 1));
+    }
+    is_drawn_ = true;
+  }
+  /// Where the tile behind the current one is not known yet. `left`: steps of the current one.
+  __device__ __forceinline__ void look_ahead(int left) {
+    if (prepared_.count != tile_.count + 1) return;
+    if (left <= kDrawnAhead && !is_drawn_) {
+      draw();
+      if (left > kPreparedAhead) return;
+    }
+    if (left <= kPreparedAhead) prepare_tile();
+  }
+  __device__ __forceinline__ void prepare_tile() {
+    const uint32_t slot = prepared_.stage();
+    WorkTile& work_tile = storage_.work_tiles[slot];
+    wait_for(storage_.tile_empty[slot], prepared_.parity() ^ 1);
+#pragma unroll 1
+    for (;; draw()) {
+      const uint32_t position = ptx::uniform(position_);
+      storage_.has_tile[slot] = position < positions_;
+      if (position >= positions_) break;
+      const BackwardTaskOf<Config> task(p_, schedule_, schedule_.locate(position));
+      if (!task.exists()) continue;
+      work_tile = WorkTile(p_, workspace_, schedule_, task);  // all lanes write the same
+      __syncwarp();
+      ptx::wait_for_previous_grid();
+      find_large_lse_of_all(workspace_, work_tile, lane_);
+      break;
+    }
+    arrive_as_warp(storage_.tile_full[slot], lane_);
+    prepared_.advance();
+    is_drawn_ = false;
+  }
+
+  // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
+
+  /// All that there is room for, of this tile of keys and the one behind.
+  __device__ __forceinline__ void load_ahead() {
+    if (warp_ > 1) return;
+#pragma unroll 1
+    for (; free_stages_ > 0; --free_stages_) {
+      if (left_to_load_ == 0 && !(loaded_.count <= tile_.count + 1 && begin_tile())) return;
+      load_rows();
+    }
+  }
+  /// K or V of the next tile of keys, if there is one. Whether it has steps.
+  __device__ __forceinline__ bool begin_tile() {
+    const uint32_t slot = loaded_.stage();
+    if (!has_tile(loaded_)) return false;
+    const WorkTile& work_tile = storage_.work_tiles[slot];
+    const Steps steps(work_tile);
+    first_tile_ = steps.first, past_tile_ = steps.past, next_tile_ = steps.tile, head_ = steps.head;
+    left_to_load_ = steps.left;
+    first_row_ = ptx::uniform(static_cast<int>(work_tile.sequence.q_begin));
+    batch_ = p_.seq.cu_seqlens_q ? 0 : ptx::uniform(work_tile.sequence.batch);
+    first_term_ = term_of(first_workspace_tile(work_tile), steps);
+    if (lane_ == 0) {
+      const uint32_t s_slot = s_tiles_ + slot * Config::kKeySlotBytes;
+      if (warp_ == 0) {
+        load_keys<Config>(p_, maps_.k, storage_.k_full[slot], s_slot, work_tile.sequence, work_tile.first_key, 0, 1);
+      } else {
+        load_keys<Config>(p_, maps_.v, storage_.v_full[slot], s_slot + Config::kValuesOffset, work_tile.sequence,
+                          work_tile.first_key, 0, 1);
+      }
+    }
+    __syncwarp();
+    loaded_.advance();
+    return left_to_load_ > 0;
+  }
+  __device__ __forceinline__ void load_rows() {
+    if (warp_ == 0) {
+      load_rows(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse);
+    } else {
+      load_rows(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta, storage_.minus_delta);
+    }
+    --left_to_load_;
+    first_term_ += kBlockM;
+    if (++next_tile_ == past_tile_) {
+      next_tile_ = first_tile_, ++head_;
+      first_term_ += (workspace_.tiles_per_head - (past_tile_ - first_tile_)) * kBlockM;
+    }
+    if (++stage_ == Config::kStages) stage_ = 0;
+  }
+  /// A tile of Q with its lse, or of dO with its D.
+  __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
+                                            int tiles_offset, const float* g_terms,
+                                            const float (&terms)[Config::kStages][kBlockM]) const {
+    const uint32_t s_full = address(full[0]) + stage_ * sizeof(uint64_t);
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
+      load_panels(map, s_full, s_tiles_ + tiles_offset + stage_ * Config::kQueryBytes, kBlockM, 0, 1,
+                  first_row_ + next_tile_ * kBlockM, head_, batch_);
+      ptx::bulk_load(ptx::shared_address(terms) + stage_ * Config::kTermBytes, g_terms + first_term_,
+                     Config::kTermBytes, s_full);
+    }
+    __syncwarp();
+  }
+
+  // ---- dQ
+
+  /// Of all tiles of queries that see the tile of keys.
+  __device__ __forceinline__ void add_all() {
+    const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
+    Steps step(work_tile);
+    const int64_t first_tile = first_workspace_tile(work_tile);
+    const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
+#pragma unroll 1
+    for (; !step.is_past_end(); step.advance()) {
+      wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
+      if (warp_ == kPreparing) look_ahead(step.left);
+      // That dS is complete says that all products of the step before are over.
+      ++free_stages_;
+      load_ahead();
+      if (workspace_.dq) {
+        add(keys, workspace_.dq + term_of(first_tile, step) * Config::kHeadDim + warp_ * 16 * kBlockM);
+      } else {
+        arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
+      }
+      ds_at_.advance();
+    }
+    if (warp_ == kPreparing) look_ahead(0);
+  }
+  /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target.
+  __device__ __forceinline__ void add(uint32_t keys, float* g_target) const {
+    Sum sum;
+    start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
+    this->finish(sum);
+    arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
+    this->stage(sum, 0);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::bulk_reduce_add(g_target, this->s_piece(0), Config::kDqPieceBytes);
+      ptx::bulk_commit();
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ static void start(Sum& sum, uint32_t keys, uint32_t s_ds) {
+    ptx::wgmma_fence();
+    ptx::wgmma_transposed<Element, false>(sum, KeyTile::at(keys, 0), ds_rows(s_ds, 0));
+#pragma unroll
+    for (int k = 1; k < kBlockN / 16; ++k)
+      ptx::wgmma_transposed<Element, true>(sum, KeyTile::at(keys, KeyTile::down_rows(k)), ds_rows(s_ds, k));
+    ptx::wgmma_commit();
+  }
+  /// A descriptor of keys [16 k, + 16) of dS, which are rows of its panels.
+  __device__ __forceinline__ static uint64_t ds_rows(uint32_t s_ds, int k) {
+    constexpr uint32_t kSwizzle64 = 2u << 30, kRowBytes = Config::kDsQueries * 2, kEightRows = 8 * kRowBytes / 16;
+    constexpr uint32_t kNextPanel = Config::kDsPanelBytes / 16;
+    return uint64_t{kSwizzle64 | kEightRows} << 32 | ((s_ds >> 4 | kNextPanel << 16) + k * 2 * kEightRows);
+  }
+
+  const BackwardParams& p_;
+  const BackwardMaps& maps_;
+  const BackwardWorkspace& workspace_;
+  const BackwardSchedule& schedule_;
+  Storage& storage_;
+  const uint32_t positions_;
+  TileCount tile_, prepared_, loaded_;
+  uint32_t position_ = blockIdx.x;
+  bool is_drawn_ = false;
+  RingCount<Config::kDsStages> ds_at_;
+  // What is loaded next.
+  int free_stages_ = Config::kStages - 1, left_to_load_ = 0;
+  int first_tile_ = 0, past_tile_ = 0, next_tile_ = 0, head_ = 0, first_row_ = 0, batch_ = 0;
+  int64_t first_term_ = 0;
+  uint32_t stage_ = 0;
+};
+
+}  // namespace flash_ext::sm90
