@@ -23,8 +23,8 @@ __device__ __forceinline__ void consume_tiles(const BackwardParams& p, BackwardP
   for (;;) {
     const uint32_t slot = at.tile.stage();
     wait_for(storage.tile_full[slot], at.tile.parity());
-    if (!storage.has_tile[slot]) return;
-    Consumer(p, storage, s_tiles, scale, warpgroup, lane, at).run(at);
+    if (!ptx::uniform(static_cast<int>(storage.has_tile[slot]))) return;
+    Consumer(p, storage, s_tiles, scale, warpgroup, ptx::reread(lane), at).run(at);
     arrive_as_warp(storage.tile_empty[slot], lane);
   }
 }

@@ -15,7 +15,6 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
   using Base = BackwardDqPieces<Config>;
   using Element = typename Config::Element;
   using Storage = BackwardPersistentStorage<Config>;
-  using Steps = BackwardPipelinedSteps<Config>;
   using WorkTile = BackwardWorkTile<Config>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
 
@@ -58,14 +57,32 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
 
   __device__ __forceinline__ bool has_tile(const TileCount& tile) const {
     wait_for(storage_.tile_full[tile.stage()], tile.parity());
-    return storage_.has_tile[tile.stage()];
+    return ptx::uniform(static_cast<int>(storage_.has_tile[tile.stage()])) != 0;
   }
-  /// Of head 0 in the workspace, the first tile of queries of a sequence.
-  __device__ __forceinline__ int64_t first_workspace_tile(const WorkTile& work_tile) const {
-    return ptx::uniform(work_tile.workspace_tile - work_tile.sequence.head * workspace_.tiles_per_head);
+
+  /// Over the tiles of queries that see a tile of keys, of one head after the other.
+  struct Walk {
+    int left = 0, left_of_head = 0;  // steps
+    int64_t term = 0;                // of the tile's first query, in the workspace
+
+    /// Where that tile is not the last one of its head, the next one lies behind it.
+    __device__ __forceinline__ bool advance() {
+      --left;
+      term += kBlockM;
+      return --left_of_head > 0;
+    }
+  };
+  __device__ __forceinline__ static int tiles_of_head(const WorkTile& work_tile) {
+    return ptx::uniform(work_tile.tiles.end - work_tile.tiles.begin);
   }
-  __device__ __forceinline__ int64_t term_of(int64_t first_tile, const Steps& step) const {
-    return (first_tile + step.head * workspace_.tiles_per_head + step.tile) * kBlockM;
+  __device__ __forceinline__ static Walk walk_over(const WorkTile& work_tile) {
+    const int of_head = tiles_of_head(work_tile);
+    return {ptx::uniform(work_tile.heads) * of_head, of_head,
+            ptx::uniform(work_tile.workspace_tile + work_tile.tiles.begin) * kBlockM};
+  }
+  __device__ __forceinline__ void begin_head(Walk& walk, const WorkTile& work_tile) const {
+    walk.left_of_head = tiles_of_head(work_tile);
+    walk.term += (workspace_.tiles_per_head - walk.left_of_head) * kBlockM;
   }
 
   // ---- The next tile of keys, by one warp
@@ -77,16 +94,12 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
     } else if (lane_ == 0) {
       position_ = gridDim.x + static_cast<uint32_t>(atomicAdd(workspace_.ticket, 1));
     }
-    is_drawn_ = true;
   }
-  /// Where the tile behind the current one is not known yet. `left`: steps of the current one.
-  __device__ __forceinline__ void look_ahead(int left) {
-    if (prepared_.count != tile_.count + 1) return;
-    if (left <= kDrawnAhead && !is_drawn_) {
-      draw();
-      if (left > kPreparedAhead) return;
-    }
-    if (left <= kPreparedAhead) prepare_tile();
+  /// Finds the tile behind the current one, which has `left` of `steps` steps left. It looks at no other state: ptxas
+  /// must see that lanes go the same way.
+  __device__ __forceinline__ void look_ahead(int left, int steps) {
+    if (left == min(steps, kDrawnAhead)) draw();
+    if (left == min(steps, kPreparedAhead)) prepare_tile();
   }
   __device__ __forceinline__ void prepare_tile() {
     const uint32_t slot = prepared_.stage();
@@ -98,7 +111,7 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
       storage_.has_tile[slot] = position < positions_;
       if (position >= positions_) break;
       const BackwardTaskOf<Config> task(p_, schedule_, schedule_.locate(position));
-      if (!task.exists()) continue;
+      if (!ptx::uniform(static_cast<int>(task.exists()))) continue;
       work_tile = WorkTile(p_, workspace_, schedule_, task);  // all lanes write the same
       __syncwarp();
       ptx::wait_for_previous_grid();
@@ -107,7 +120,6 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
     }
     arrive_as_warp(storage_.tile_full[slot], lane_);
     prepared_.advance();
-    is_drawn_ = false;
   }
 
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
@@ -117,7 +129,7 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
     if (warp_ > 1) return;
 #pragma unroll 1
     for (; free_stages_ > 0; --free_stages_) {
-      if (left_to_load_ == 0 && !(loaded_.count <= tile_.count + 1 && begin_tile())) return;
+      if (loads_.left == 0 && !(loaded_.count <= tile_.count + 1 && begin_tile())) return;
       load_rows();
     }
   }
@@ -126,12 +138,10 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
     const uint32_t slot = loaded_.stage();
     if (!has_tile(loaded_)) return false;
     const WorkTile& work_tile = storage_.work_tiles[slot];
-    const Steps steps(work_tile);
-    first_tile_ = steps.first, past_tile_ = steps.past, next_tile_ = steps.tile, head_ = steps.head;
-    left_to_load_ = steps.left;
-    first_row_ = ptx::uniform(static_cast<int>(work_tile.sequence.q_begin));
+    loads_ = walk_over(work_tile);
+    head_ = ptx::uniform(work_tile.sequence.head);
+    row_ = ptx::uniform(static_cast<int>(work_tile.sequence.q_begin) + work_tile.tiles.begin * kBlockM);
     batch_ = p_.seq.cu_seqlens_q ? 0 : ptx::uniform(work_tile.sequence.batch);
-    first_term_ = term_of(first_workspace_tile(work_tile), steps);
     if (lane_ == 0) {
       const uint32_t s_slot = s_tiles_ + slot * Config::kKeySlotBytes;
       if (warp_ == 0) {
@@ -143,7 +153,7 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
     }
     __syncwarp();
     loaded_.advance();
-    return left_to_load_ > 0;
+    return loads_.left > 0;
   }
   __device__ __forceinline__ void load_rows() {
     if (warp_ == 0) {
@@ -151,13 +161,13 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
     } else {
       load_rows(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta, storage_.minus_delta);
     }
-    --left_to_load_;
-    first_term_ += kBlockM;
-    if (++next_tile_ == past_tile_) {
-      next_tile_ = first_tile_, ++head_;
-      first_term_ += (workspace_.tiles_per_head - (past_tile_ - first_tile_)) * kBlockM;
-    }
     if (++stage_ == Config::kStages) stage_ = 0;
+    row_ += kBlockM;
+    if (loads_.advance()) return;
+    // The tile of keys is the last one that was begun.
+    begin_head(loads_, storage_.work_tiles[loaded_.stage() ^ 1]);
+    row_ -= loads_.left_of_head * kBlockM;
+    ++head_;
   }
   /// A tile of Q with its lse, or of dO with its D.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
@@ -167,8 +177,8 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
     if (lane_ == 0) {
       ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
       load_panels(map, s_full, s_tiles_ + tiles_offset + stage_ * Config::kQueryBytes, kBlockM, 0, 1,
-                  first_row_ + next_tile_ * kBlockM, head_, batch_);
-      ptx::bulk_load(ptx::shared_address(terms) + stage_ * Config::kTermBytes, g_terms + first_term_,
+                  row_, head_, batch_);
+      ptx::bulk_load(ptx::shared_address(terms) + stage_ * Config::kTermBytes, g_terms + loads_.term,
                      Config::kTermBytes, s_full);
     }
     __syncwarp();
@@ -179,24 +189,25 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
   /// Of all tiles of queries that see the tile of keys.
   __device__ __forceinline__ void add_all() {
     const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
-    Steps step(work_tile);
-    const int64_t first_tile = first_workspace_tile(work_tile);
+    Walk walk = walk_over(work_tile);
+    const int steps = walk.left;
     const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
 #pragma unroll 1
-    for (; !step.is_past_end(); step.advance()) {
+    while (walk.left > 0) {
       wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
-      if (warp_ == kPreparing) look_ahead(step.left);
+      if (warp_ == kPreparing) look_ahead(walk.left, steps);
       // That dS is complete says that all products of the step before are over.
       ++free_stages_;
       load_ahead();
       if (workspace_.dq) {
-        add(keys, workspace_.dq + term_of(first_tile, step) * Config::kHeadDim + warp_ * 16 * kBlockM);
+        add(keys, workspace_.dq + walk.term * Config::kHeadDim + warp_ * 16 * kBlockM);
       } else {
         arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
       }
       ds_at_.advance();
+      if (!walk.advance()) begin_head(walk, work_tile);
     }
-    if (warp_ == kPreparing) look_ahead(0);
+    if (warp_ == kPreparing && steps == 0) look_ahead(0, 0);
   }
   /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target) const {
@@ -236,12 +247,11 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
   const uint32_t positions_;
   TileCount tile_, prepared_, loaded_;
   uint32_t position_ = blockIdx.x;
-  bool is_drawn_ = false;
   RingCount<Config::kDsStages> ds_at_;
   // What is loaded next.
-  int free_stages_ = Config::kStages - 1, left_to_load_ = 0;
-  int first_tile_ = 0, past_tile_ = 0, next_tile_ = 0, head_ = 0, first_row_ = 0, batch_ = 0;
-  int64_t first_term_ = 0;
+  int free_stages_ = Config::kStages - 1;
+  Walk loads_;
+  int row_ = 0, head_ = 0, batch_ = 0;
   uint32_t stage_ = 0;
 };
 

@@ -109,13 +109,13 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
   /// By the second warpgroup, before its first step: the first one begins.
   __device__ __forceinline__ void pass_turn() const {
     if constexpr (Config::kPersistent)
-      ptx::barrier_arrive<kComputing>(BackwardBarriers<Config>::kProductsStarted + 1 - warpgroup_);
+      ptx::barrier_arrive<kComputing>(ptx::reread(BackwardBarriers<Config>::kProductsStarted + warpgroup_) ^ 1);
   }
 
  private:
   __device__ __forceinline__ void wait_for_turn() const {
     if constexpr (Config::kPersistent)
-      ptx::barrier_sync<kComputing>(BackwardBarriers<Config>::kProductsStarted + warpgroup_);
+      ptx::barrier_sync<kComputing>(BackwardBarriers<Config>::kProductsStarted + ptx::reread(warpgroup_));
   }
 
   __device__ __forceinline__ void store_sums() const {
