@@ -10,9 +10,8 @@ namespace flash_ext::sm90 {
 
 /// What one warp of it does. Tiles of keys are counted from the first of the CTA.
 template <class Config>
-class BackwardPersistentDq : protected BackwardDqPieces<Config> {
+class BackwardPersistentDq {
  public:
-  using Base = BackwardDqPieces<Config>;
   using Element = typename Config::Element;
   using Storage = BackwardPersistentStorage<Config>;
   using WorkTile = BackwardWorkTile<Config>;
@@ -23,13 +22,15 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
                                                   const BackwardWorkspace& workspace, const BackwardSchedule& schedule,
                                                   uint32_t positions, Storage& storage, uint32_t s_tiles, int warp,
                                                   int lane)
-      : Base(s_tiles, warp, lane),
-        p_(p),
+      : p_(p),
         maps_(maps),
         workspace_(workspace),
         schedule_(schedule),
         storage_(storage),
-        positions_(positions) {}
+        positions_(positions),
+        warp_(warp),
+        lane_(lane),
+        s_tiles_(s_tiles) {}
 
   __device__ __forceinline__ void run() {
     if (warp_ == kPreparing) prepare_tile();
@@ -45,10 +46,8 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
 
  private:
   using KeyTile = TileDescriptor<kBlockN>;
-  using Base::lane_;
-  using Base::s_tiles_;
-  using Base::warp_;
-  using typename Base::Sum;
+  using Piece = BackwardDqPiece<Config>;
+  using Sum = typename Piece::Sum;
   using TileCount = RingCount<Config::kKeySlots>;
   static constexpr int kPreparing = 3;  // the warp that finds tiles of keys; the first two load
   // Steps before the end of a tile of keys, at which the next one is drawn and prepared. The first loads of that are
@@ -211,15 +210,16 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
   }
   /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target) const {
+    const uint32_t s_piece = Piece::place(s_tiles_, warp_, 0);
     Sum sum;
     start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
-    this->finish(sum);
+    Piece::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
-    this->stage(sum, 0);
+    Piece::stage(s_piece, sum, lane_);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane_ == 0) {
-      ptx::bulk_reduce_add(g_target, this->s_piece(0), Config::kDqPieceBytes);
+      ptx::bulk_reduce_add(g_target, s_piece, Config::kDqPieceBytes);
       ptx::bulk_commit();
     }
     __syncwarp();
@@ -245,6 +245,8 @@ class BackwardPersistentDq : protected BackwardDqPieces<Config> {
   const BackwardSchedule& schedule_;
   Storage& storage_;
   const uint32_t positions_;
+  const int warp_, lane_;
+  const uint32_t s_tiles_;
   TileCount tile_, prepared_, loaded_;
   uint32_t position_ = blockIdx.x;
   RingCount<Config::kDsStages> ds_at_;

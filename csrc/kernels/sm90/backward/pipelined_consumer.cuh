@@ -47,12 +47,54 @@ class BackwardPlainScores {
   }
 };
 
-/// Where a warp of a persistent CTA is.
+/// Where a warp is whose CTA has one tile of keys.
+template <class Config>
+struct BackwardOneTile {
+  RingCount<Config::kDsStages> ds;
+
+  template <class Storage>
+  __device__ __forceinline__ static const uint64_t& k_full(const Storage& storage) {
+    return storage.k_full;
+  }
+  template <class Storage>
+  __device__ __forceinline__ static const uint64_t& v_full(const Storage& storage) {
+    return storage.v_full;
+  }
+  __device__ __forceinline__ static uint32_t parity() { return 0; }
+  __device__ __forceinline__ static uint32_t keys_offset() { return 0; }
+  template <class Storage>
+  __device__ __forceinline__ static BackwardStepsOf<Config> first_step(const Storage& storage) {
+    return BackwardStepsOf<Config>(storage);
+  }
+  __device__ __forceinline__ void leave(const BackwardStepsOf<Config>&) {}
+};
+
+/// The same of a persistent CTA, which goes from one tile to the next: they have slots in turns.
 template <class Config>
 struct BackwardCursor {
-  RingCount<Config::kKeySlots> tile;  // of keys
-  uint32_t stage = 0, parity = 0;     // of Q and dO
+  RingCount<Config::kKeySlots> tile;
+  uint32_t stage = 0, query_parity = 0;  // of Q and dO
   RingCount<Config::kDsStages> ds;
+
+  template <class Storage>
+  __device__ __forceinline__ const uint64_t& k_full(const Storage& storage) const {
+    return storage.k_full[tile.stage()];
+  }
+  template <class Storage>
+  __device__ __forceinline__ const uint64_t& v_full(const Storage& storage) const {
+    return storage.v_full[tile.stage()];
+  }
+  __device__ __forceinline__ uint32_t parity() const { return tile.parity(); }
+  __device__ __forceinline__ uint32_t keys_offset() const { return tile.stage() * Config::kKeySlotBytes; }
+  template <class Storage>
+  __device__ __forceinline__ BackwardPipelinedSteps<Config> first_step(const Storage& storage) const {
+    BackwardPipelinedSteps<Config> step(storage.work_tiles[tile.stage()]);
+    step.stage = stage, step.parity = query_parity;
+    return step;
+  }
+  __device__ __forceinline__ void leave(const BackwardPipelinedSteps<Config>& past) {
+    stage = past.stage, query_parity = past.parity;
+  }
 };
 
 /// What one warp of them does. Rules: what options make of its scores.
@@ -72,33 +114,25 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
                                                        float scale, int warpgroup, int lane,
                                                        const BackwardCursor<Config>& at)
       : Base(p, storage, storage.work_tiles[at.tile.stage()], s_tiles,
-             at.tile.stage() * Config::kKeySlotBytes + warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
+             at.keys_offset() + warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
         rules_(p, storage, s_tiles) {}
 
   __device__ __forceinline__ void run() {
     Products::clear(dk_);
     Products::clear(dv_);
-    if (work_tile_.tiles.begin < work_tile_.tiles.end) {
-      Steps step(storage_);
-      RingCount<Config::kDsStages> ds_at;
-      this->sanitise_keys();
-      sum_up(step, ds_at, storage_.v_full, 0);
-    }
+    BackwardOneTile<Config> at;
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up(at);
     store_sums();
   }
-  /// Moves the cursor behind the tile of keys.
+  /// The same; the cursor moves on.
   __device__ __forceinline__ void run(BackwardCursor<Config>& at) {
-    const uint32_t slot = at.tile.stage(), parity = at.tile.parity();
     Products::clear(dk_);
     Products::clear(dv_);
-    this->sanitise_keys(storage_.k_full[slot], parity, s_tiles_ + slot * Config::kKeySlotBytes);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
-      Steps step(work_tile_);
-      step.stage = at.stage, step.parity = at.parity;
-      sum_up(step, at.ds, storage_.v_full[slot], parity);
-      at.stage = step.stage, at.parity = step.parity;
+      sum_up(at);
     } else {
-      wait_for(storage_.v_full[slot], parity);
+      wait_for(at.k_full(storage_), at.parity());
+      wait_for(at.v_full(storage_), at.parity());
     }
     store_sums();
     at.tile.advance();
@@ -158,22 +192,29 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
   };
 
-  /// Moves step and ds_at behind the tiles of queries.
-  __device__ __forceinline__ void sum_up(Steps& step, RingCount<Config::kDsStages>& ds_at, const uint64_t& v_full,
-                                         uint32_t v_parity) {
+  /// At: BackwardOneTile or BackwardCursor.
+  template <class At>
+  __device__ __forceinline__ void sum_up(At& at) {
+    const auto sanitise_keys = [&] {
+      this->sanitise_keys(at.k_full(storage_), at.parity(), s_tiles_ + at.keys_offset());
+    };
+    if (Config::kPersistent) sanitise_keys();  // before there is more in registers
     Scores s;  // and then dP
     Weights p, ds;
     Terms terms;  // lse, and then D
     Visible visible;
     const FullTiles full(work_tile_.tiles), full_of_keys(work_tile_.groups[warpgroup_]);
+    Steps step = at.first_step(storage_);
+    RingCount<Config::kDsStages>& ds_at = at.ds;
 
+    if (!Config::kPersistent) sanitise_keys();
     start_scores(s, terms, step, full, false);
     rules_.prepare(step);
     bool hides = find_visible(visible, step, full_of_keys);
     if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
     ptx::wgmma_wait<0>();
     Products::fence_operand(s[0]);
-    wait_for(v_full, v_parity);
+    wait_for(at.v_full(storage_), at.parity());
 #pragma unroll 1
     do {
       // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
@@ -228,6 +269,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     ptx::wgmma_wait<0>();
     Products::fence_operand(dk_);
     Products::fence_operand(dv_);
+    at.leave(step);
   }
 
   /// S of a step, and its lse; behind the last step, of what lies there, for nobody.

@@ -161,7 +161,7 @@ constexpr int kMetadataSlots = 4;
 /// share, from which TMA takes its operands without a detour.
 template <class Config>
 struct BackwardPipelinedSteps {
-  int first, past, stride, first_head, end_head;
+  const int first, past, stride, first_head, end_head;
   int head, tile, left;
   uint32_t stage = 0, parity = 0;
   uint32_t count = 0;  // of steps before
