@@ -17,13 +17,7 @@ __device__ __forceinline__ void barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-/// Arrives without waiting. Of a barrier that is not known beforehand.
-template <int kThreads>
-__device__ __forceinline__ void barrier_arrive(int barrier) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
-}
-
-/// Waits, and says to all of them whether the predicate held for some.
+/// The same, and says to all of them whether the predicate held for some.
 template <int kThreads>
 __device__ __forceinline__ bool barrier_any(int barrier, bool predicate) {
   uint32_t any;

@@ -74,7 +74,7 @@ struct BackwardWorkspace {
   float* minus_delta = nullptr;  // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
   float* dq = nullptr;           // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh
   int32_t* turns = nullptr;      // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far
-  int32_t* ticket = nullptr;     // (1): CTAs started, or tiles of keys drawn, so far
+  int32_t* ticket = nullptr;     // (1): CTAs started so far
   int32_t* unclean = nullptr;    // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
   uint8_t* large = nullptr;      // (heads_q, tiles_per_head, kLargeParts): whether a row has a LargeLse; not of floats
   VisibilityTiles visibility;
@@ -85,9 +85,7 @@ struct BackwardWorkspace {
   TileNumbers row_tiles;  // numbers of query tiles, for the kernels before and after the main one
   int64_t bytes = 0;
 
-  /// `draws_tiles`: CTAs that go from one tile of keys to the next draw its number.
-  BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory,
-                    bool draws_tiles = false)
+  BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory)
       : visibility(p, block_m, block_n), row_tiles(p, WorkListSide::kQueries, block_m, p.heads_q) {
     if (const double keep_scale = p.dropout.rule.keep_scale; keep_scale > 0) unit = static_cast<float>(keep_scale);
     tiles_per_head = p.seq.cu_seqlens_q ? p.total_q / block_m + p.batch : p.batch * tiles_of(p.seqlen_q, block_m);
@@ -99,7 +97,6 @@ struct BackwardWorkspace {
       turns = take<int32_t>(memory, tiles * kDqWarps);
       ticket = take<int32_t>(memory, 1);
     }
-    if (draws_tiles && p.seqlen_q > 0 && p.heads_q > 0) ticket = take<int32_t>(memory, 1);
     if (p.dtype != DType::kFloat32 || p.allow_tf32) large = take<uint8_t>(memory, tiles * kLargeParts);
     if (hides_pairs(p)) unclean = take<int32_t>(memory, tiles);
     visibility.states = take<uint8_t>(memory, visibility.num_states());

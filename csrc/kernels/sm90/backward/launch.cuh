@@ -24,7 +24,7 @@ using BackwardConfigOf =
 
 template <class Config>
 BackwardWorkspace backward_workspace(const BackwardParams& p, void* memory) {
-  return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory, Config::kPersistent);
+  return BackwardWorkspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory);
 }
 /// Behind the workspace in the same memory.
 template <class Config>
@@ -66,60 +66,45 @@ void launch_main_backward(const BackwardParams& p, const BackwardArguments& argu
   }
 }
 
-/// All kernels of a call: launch_main(arguments) the main one.
-template <class Config, class DqLayout, bool kPermuted, class LaunchMain>
-void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream, LaunchMain launch_main) {
+template <class Config, bool kPipelined>
+void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Element = typename Config::Element;
   constexpr bool kOverlaps = !kIsWide<Config>;
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
   const BackwardSchedule schedule = backward_schedule<Config>(p, workspace, memory);
   fill_work_list(p, schedule.listing, schedule.list, stream);
-  using Rows = BackwardRowKernels<Element, DqLayout, Config::kBlockM, Config::kDqHeadDim, kPermuted>;
+  using Rows = BackwardRowKernels<Element, BackwardDqLayout<Config::kDqHeadDim>, Config::kBlockM, Config::kDqHeadDim,
+                                  kPipelined>;
   launch_backward_sequence<Rows>(p, workspace, kBackwardNames, kOverlaps, stream, [&] {
-    launch_main(BackwardArguments{backward_maps<Config>(p), workspace, schedule, base_two_scale(p)});
+    launch_main_backward<Config, kPipelined>(p, {backward_maps<Config>(p), workspace, schedule, base_two_scale(p)},
+                                             stream);
     combine_splits<Element, Config::kBlockM, Config::kBlockN, Config::kHeadDim>(p, schedule, kOverlaps, stream);
   });
 }
 
-template <class Config, bool kPipelined>
-void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  launch_backward<Config, BackwardDqLayout<Config::kDqHeadDim>, kPipelined>(
-      p, memory, stream, [&](const BackwardArguments& arguments) {
-        launch_main_backward<Config, kPipelined>(p, arguments, stream);
-      });
-}
-
 /// Whether CTAs go from one tile of keys to the next.
 template <int kHeadDim>
-bool stays(const BackwardParams& p) {
+bool serves_persistently(const BackwardParams& p) {
   return is_persistent(kHeadDim) && !has_options(p) && !takes_turns(p);
-}
-
-template <class Config>
-int64_t backward_bytes(const BackwardParams& p) {
-  const BackwardWorkspace workspace = backward_workspace<Config>(p, nullptr);
-  return workspace.bytes + backward_schedule<Config>(p, workspace, nullptr).bytes;
 }
 
 template <class Element, int kHeadDim>
 int64_t backward_bytes(const BackwardParams& p) {
   if constexpr (is_persistent(kHeadDim)) {
-    if (stays<kHeadDim>(p)) return backward_bytes<BackwardPersistentConfig<Element, kHeadDim>>(p);
+    if (serves_persistently<kHeadDim>(p))
+      return BackwardPersistentMemory<BackwardPersistentConfig<Element, kHeadDim>>(p, nullptr).bytes;
   }
-  return backward_bytes<BackwardConfigOf<Element, kHeadDim>>(p);
+  using Config = BackwardConfigOf<Element, kHeadDim>;
+  const BackwardWorkspace workspace = backward_workspace<Config>(p, nullptr);
+  return workspace.bytes + backward_schedule<Config>(p, workspace, nullptr).bytes;
 }
 
 template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardConfigOf<Element, kHeadDim>;
   if constexpr (is_persistent(kHeadDim)) {
-    using Persistent = BackwardPersistentConfig<Element, kHeadDim>;
-    using DqLayout = BackwardTransposedDqLayout<Persistent::kBlockM>;
-    if (stays<kHeadDim>(p)) {
-      return launch_backward<Persistent, DqLayout, true>(p, memory, stream, [&](const BackwardArguments& arguments) {
-        launch_backward_persistent<Persistent>(p, arguments, stream);
-      });
-    }
+    if (serves_persistently<kHeadDim>(p))
+      return run_backward_persistent<BackwardPersistentConfig<Element, kHeadDim>>(p, memory, stream);
   }
   if constexpr (is_pipelined(kHeadDim)) {
     if (pipelines(serving_options(asked_of(p)), p.blocks.offsets))

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/ptx/wgmma_across.h"
+#include "persistent_tiles.cuh"
 #include "producer.cuh"
 #include "storage.cuh"
 
@@ -17,24 +18,22 @@ class BackwardPersistentDq {
   using WorkTile = BackwardWorkTile<Config>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
 
-  /// `positions`: of tiles of keys, or splits of them, in the order of the schedule.
   __device__ __forceinline__ BackwardPersistentDq(const BackwardParams& p, const BackwardMaps& maps,
-                                                  const BackwardWorkspace& workspace, const BackwardSchedule& schedule,
-                                                  uint32_t positions, Storage& storage, uint32_t s_tiles, int warp,
-                                                  int lane)
+                                                  const BackwardWorkspace& workspace,
+                                                  const BackwardTileTable<Config>& table, Storage& storage,
+                                                  uint32_t s_tiles, int warp, int lane)
       : p_(p),
         maps_(maps),
         workspace_(workspace),
-        schedule_(schedule),
+        table_(table),
         storage_(storage),
-        positions_(positions),
         warp_(warp),
         lane_(lane),
         s_tiles_(s_tiles) {}
 
   __device__ __forceinline__ void run() {
-    if (warp_ == kPreparing) prepare_tile();
-    ptx::wait_for_previous_grid();  // for row terms and zeroed sums
+    ptx::wait_for_previous_grid();  // for the table, row terms and zeroed sums
+    if (warp_ == kPreparing) fetch(), publish();
 #pragma unroll 1
     for (; has_tile(tile_); tile_.advance()) {
       load_ahead();
@@ -50,13 +49,15 @@ class BackwardPersistentDq {
   using Sum = typename Piece::Sum;
   using TileCount = RingCount<Config::kKeySlots>;
   static constexpr int kPreparing = 3;  // the warp that finds tiles of keys; the first two load
-  // Steps before the end of a tile of keys, at which the next one is drawn and prepared. The first loads of that are
-  // two steps before the end.
-  static constexpr int kDrawnAhead = 5, kPreparedAhead = 4;
+  static constexpr int kPieces = sizeof(WorkTile) / sizeof(uint2);
+  static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && kPieces <= 32, "a lane copies a piece");
+  // Steps before the end of a tile of keys at which the next one is drawn, fetched and published: memory answers
+  // meanwhile. The first loads of that tile are two steps before the end.
+  static constexpr int kDrawn = 6, kFetched = 5, kPublished = 4;
 
   __device__ __forceinline__ bool has_tile(const TileCount& tile) const {
     wait_for(storage_.tile_full[tile.stage()], tile.parity());
-    return ptx::uniform(static_cast<int>(storage_.has_tile[tile.stage()])) != 0;
+    return ptx::uniform(storage_.work_tiles[tile.stage()].heads) != kNoMoreTiles;
   }
 
   /// Over the tiles of queries that see a tile of keys, of one head after the other.
@@ -86,39 +87,36 @@ class BackwardPersistentDq {
 
   // ---- The next tile of keys, by one warp
 
-  /// Asks for its position, which comes later.
-  __device__ __forceinline__ void draw() {
-    if (!workspace_.ticket) {
-      position_ += gridDim.x;
-    } else if (lane_ == 0) {
-      position_ = gridDim.x + static_cast<uint32_t>(atomicAdd(workspace_.ticket, 1));
-    }
-  }
-  /// Finds the tile behind the current one, which has `left` of `steps` steps left. It looks at no other state: ptxas
-  /// must see that lanes go the same way.
+  /// `left` steps of `steps` of the current tile are left. It looks at nothing else: ptxas must see that lanes go the
+  /// same way.
   __device__ __forceinline__ void look_ahead(int left, int steps) {
-    if (left == min(steps, kDrawnAhead)) draw();
-    if (left == min(steps, kPreparedAhead)) prepare_tile();
+    if (left == min(steps, kDrawn)) draw();
+    if (left == min(steps, kFetched)) fetch();
+    if (left == min(steps, kPublished)) publish();
   }
-  __device__ __forceinline__ void prepare_tile() {
-    const uint32_t slot = prepared_.stage();
+  /// Asks for a position.
+  __device__ __forceinline__ void draw() {
+    if (lane_ == 0) drawn_ = gridDim.x + atomicAdd(table_.taken, 1u);
+  }
+  /// Asks for what lies there, a piece a lane.
+  __device__ __forceinline__ void fetch() {
+    position_ = ptx::uniform(drawn_);
+    if (position_ < table_.count && lane_ < kPieces)
+      piece_ = reinterpret_cast<const uint2*>(table_.tiles + position_)[lane_];
+  }
+  __device__ __forceinline__ void publish() {
+    const uint32_t slot = published_.stage();
     WorkTile& work_tile = storage_.work_tiles[slot];
-    wait_for(storage_.tile_empty[slot], prepared_.parity() ^ 1);
-#pragma unroll 1
-    for (;; draw()) {
-      const uint32_t position = ptx::uniform(position_);
-      storage_.has_tile[slot] = position < positions_;
-      if (position >= positions_) break;
-      const BackwardTaskOf<Config> task(p_, schedule_, schedule_.locate(position));
-      if (!ptx::uniform(static_cast<int>(task.exists()))) continue;
-      work_tile = WorkTile(p_, workspace_, schedule_, task);  // all lanes write the same
-      __syncwarp();
-      ptx::wait_for_previous_grid();
+    wait_for(storage_.tile_empty[slot], published_.parity() ^ 1);
+    if (lane_ < kPieces) reinterpret_cast<uint2*>(&work_tile)[lane_] = piece_;
+    __syncwarp();
+    if (position_ < table_.count) {
       find_large_lse_of_all(workspace_, work_tile, lane_);
-      break;
+    } else {
+      work_tile.heads = kNoMoreTiles;
     }
     arrive_as_warp(storage_.tile_full[slot], lane_);
-    prepared_.advance();
+    published_.advance();
   }
 
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
@@ -193,8 +191,8 @@ class BackwardPersistentDq {
     const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
 #pragma unroll 1
     while (walk.left > 0) {
-      wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
       if (warp_ == kPreparing) look_ahead(walk.left, steps);
+      wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
       // That dS is complete says that all products of the step before are over.
       ++free_stages_;
       load_ahead();
@@ -242,13 +240,14 @@ class BackwardPersistentDq {
   const BackwardParams& p_;
   const BackwardMaps& maps_;
   const BackwardWorkspace& workspace_;
-  const BackwardSchedule& schedule_;
+  const BackwardTileTable<Config>& table_;
   Storage& storage_;
-  const uint32_t positions_;
   const int warp_, lane_;
   const uint32_t s_tiles_;
-  TileCount tile_, prepared_, loaded_;
-  uint32_t position_ = blockIdx.x;
+  TileCount tile_, published_, loaded_;
+  // Of the tile of keys that is published next.
+  uint32_t drawn_ = blockIdx.x, position_ = 0;
+  uint2 piece_ = {};
   RingCount<Config::kDsStages> ds_at_;
   // What is loaded next.
   int free_stages_ = Config::kStages - 1;

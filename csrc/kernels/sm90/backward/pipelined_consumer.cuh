@@ -72,23 +72,24 @@ struct BackwardOneTile {
 /// The same of a persistent CTA, which goes from one tile to the next: they have slots in turns.
 template <class Config>
 struct BackwardCursor {
-  RingCount<Config::kKeySlots> tile;
   uint32_t stage = 0, query_parity = 0;  // of Q and dO
-  RingCount<Config::kDsStages> ds;
+  RingCount<Config::kDsStages> ds;       // and, in the two highest bits, the count of tiles
 
   template <class Storage>
   __device__ __forceinline__ const uint64_t& k_full(const Storage& storage) const {
-    return storage.k_full[tile.stage()];
+    return storage.k_full[slot()];
   }
   template <class Storage>
   __device__ __forceinline__ const uint64_t& v_full(const Storage& storage) const {
-    return storage.v_full[tile.stage()];
+    return storage.v_full[slot()];
   }
-  __device__ __forceinline__ uint32_t parity() const { return tile.parity(); }
-  __device__ __forceinline__ uint32_t keys_offset() const { return tile.stage() * Config::kKeySlotBytes; }
+  __device__ __forceinline__ uint32_t parity() const { return ds.count >> 31; }
+  __device__ __forceinline__ uint32_t slot() const { return ds.count >> 30 & 1; }
+  __device__ __forceinline__ void advance() { ds.count += 1u << 30; }
+  __device__ __forceinline__ uint32_t keys_offset() const { return slot() * Config::kKeySlotBytes; }
   template <class Storage>
   __device__ __forceinline__ BackwardPipelinedSteps<Config> first_step(const Storage& storage) const {
-    BackwardPipelinedSteps<Config> step(storage.work_tiles[tile.stage()]);
+    BackwardPipelinedSteps<Config> step(storage.work_tiles[slot()]);
     step.stage = stage, step.parity = query_parity;
     return step;
   }
@@ -113,7 +114,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
   __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                                        float scale, int warpgroup, int lane,
                                                        const BackwardCursor<Config>& at)
-      : Base(p, storage, storage.work_tiles[at.tile.stage()], s_tiles,
+      : Base(p, storage, storage.work_tiles[at.slot()], s_tiles,
              at.keys_offset() + warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
         rules_(p, storage, s_tiles) {}
 
@@ -134,24 +135,11 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       wait_for(at.k_full(storage_), at.parity());
       wait_for(at.v_full(storage_), at.parity());
     }
-    store_sums();
-    at.tile.advance();
-  }
-
-  // ---- Products of two warpgroups start in turns, else both make exponentials together, and then both wait
-
-  /// By the second warpgroup, before its first step: the first one begins.
-  __device__ __forceinline__ void pass_turn() const {
-    if constexpr (Config::kPersistent)
-      ptx::barrier_arrive<kComputing>(ptx::reread(BackwardBarriers<Config>::kProductsStarted + warpgroup_) ^ 1);
+    if (work_tile_.heads > 0) store_sums();  // else there is no such tile
+    at.advance();
   }
 
  private:
-  __device__ __forceinline__ void wait_for_turn() const {
-    if constexpr (Config::kPersistent)
-      ptx::barrier_sync<kComputing>(BackwardBarriers<Config>::kProductsStarted + ptx::reread(warpgroup_));
-  }
-
   __device__ __forceinline__ void store_sums() const {
     this->store_dv(dv_, rules_.unit());
     this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
@@ -229,10 +217,8 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       if (!has_grads) wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
-      wait_for_turn();
       Products::start(s, keys_ + kValues, grads);
       start_sum(dv_, p, grads);
-      pass_turn();
 
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
       Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
@@ -256,9 +242,8 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       ptx::fence_proxy_async_shared();
       arrive_as_warp(storage_.ds_full[ds_at.stage()], lane_);
 
-      start_scores<Config::kPersistent>(s, terms, step, full, has_queries || step.is_past_end());
+      start_scores(s, terms, step, full, has_queries || step.is_past_end());
       start_ds_sum(dk_, ds, DsTile::lower_half(s_ds), queries);
-      pass_turn();
       rules_.prepare(step);
       hides = find_visible(visible, step, full_of_keys);
       if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
@@ -273,7 +258,6 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
   }
 
   /// S of a step, and its lse; behind the last step, of what lies there, for nobody.
-  template <bool kInTurn = false>
   __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, const Steps& step, const FullTiles& full,
                                                bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
@@ -283,7 +267,6 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       if (Rules::kLateLse) load_lse();
       if (Rules::kBoundsScores || p_.sink || is_unclean(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
     }
-    if constexpr (kInTurn) wait_for_turn();
     Products::start(s, keys_, queries_ + step.stage * kStage);
   }
   /// Whether pairs are hidden, and which are not.

@@ -79,6 +79,8 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
   }
 };
 
+constexpr int kNoMoreTiles = -1;
+
 /// Of the persistent kernel: the same, with K, V and what is to be done of two tiles of keys.
 template <class Config>
 struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
@@ -89,8 +91,7 @@ struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
   uint64_t do_full[Config::kStages];  // with minus_delta
   uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
   uint64_t tile_full[kSlots], tile_empty[kSlots];
-  BackwardWorkTile<Config> work_tiles[kSlots];
-  bool has_tile[kSlots];  // else there are no more
+  BackwardWorkTile<Config> work_tiles[kSlots];  // heads: or kNoMoreTiles
 
   /// By one thread.
   __device__ __forceinline__ void init() {
@@ -141,8 +142,7 @@ struct BackwardBarriers {
   enum Id : int {
     kRowsSanitised = 1,                            // Q and dO of a stage, by all warpgroups
     kKeysSanitised = 2,                            // K: one for each warpgroup
-    kKeptDrawn = kKeysSanitised + Config::kGroups,  // words of kept weights: one for each warpgroup
-    kProductsStarted = kKeptDrawn                   // of the other warpgroup: one for each of two
+    kKeptDrawn = kKeysSanitised + Config::kGroups  // words of kept weights: one for each warpgroup
   };
 };
 
