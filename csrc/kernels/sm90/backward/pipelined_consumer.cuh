@@ -218,13 +218,15 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
       Products::start(s, keys_ + kValues, grads);
-      start_sum(dv_, p, grads);
+      if (!Config::kPersistent) start_sum(dv_, p, grads);
 
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
       Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
       step.advance();
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
+      // A warp goes on behind products whose operand is in its registers when they are nearly over.
+      if (Config::kPersistent) start_sum(dv_, p, grads);
       ptx::wgmma_wait<1>();
       Products::fence_operand(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
