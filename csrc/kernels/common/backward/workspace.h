@@ -63,9 +63,6 @@ struct VisibilityTiles {
   }
 };
 
-/// Whether additions to dQ take turns (turns.cuh).
-inline bool takes_turns(const BackwardParams& p) { return p.deterministic && p.dq.data && p.seqlen_q > 0; }
-
 constexpr int kLargeParts = 8;  // of a tile of rows: eight flags are read at once
 
 struct BackwardWorkspace {
@@ -93,7 +90,7 @@ struct BackwardWorkspace {
     lse = take<float>(memory, tiles * block_m);
     minus_delta = take<float>(memory, tiles * block_m);
     if (p.dq.data) dq = take<float>(memory, tiles * block_m * head_dim);
-    if (takes_turns(p)) {
+    if (p.deterministic && p.dq.data && p.seqlen_q > 0) {
       turns = take<int32_t>(memory, tiles * kDqWarps);
       ticket = take<int32_t>(memory, 1);
     }

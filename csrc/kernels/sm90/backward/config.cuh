@@ -51,6 +51,7 @@ struct BackwardNarrowConfig {
   static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);    // K, V
   static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);  // a stage of Q or dO
   static constexpr int kDsPanelBytes = panel_bytes(kBlockM);         // dS of a warpgroup's keys
+  static constexpr int kDsQueries = kBlockM % kPanelColumns ? 32 : kPanelColumns;  // where keys are rows: of a panel
   static constexpr int kDsBytes = kGroups * kDsPanelBytes;
   static constexpr int kDqPieceBytes = kBlockM / 4 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
   static constexpr int kKeySlots = kPersistent ? 2 : 1;                 // K and V of a tile of keys each
@@ -101,10 +102,9 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static constexpr bool kBiased = false;
   static constexpr bool kFindsSteps = false;
   static constexpr int kDsSteps = Base::kBlockM / 16;
-  static constexpr int kDsQueries = 32;  // of a panel of dS
-  static constexpr int kDsPanelBytes = Base::kBlockN * kDsQueries * 2;
+  static constexpr int kDsPanelBytes = Base::kBlockN * Base::kDsQueries * 2;
 
-  static_assert(Base::kBlockM % kDsQueries == 0 && Base::kBlockM / kDsQueries * kDsPanelBytes == Base::kDsBytes);
+  static_assert(Base::kBlockM / Base::kDsQueries * kDsPanelBytes == Base::kDsBytes, "dS is made of whole panels");
   static_assert(panels(kHeadDim) == 1, "dQ of a step is one product");
 };
 

@@ -85,7 +85,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
 /// Whether CTAs go from one tile of keys to the next.
 template <int kHeadDim>
 bool serves_persistently(const BackwardParams& p) {
-  return is_persistent(kHeadDim) && !has_options(p) && !takes_turns(p);
+  return is_persistent(kHeadDim) && !has_options(p) && !p.deterministic;
 }
 
 template <class Element, int kHeadDim>

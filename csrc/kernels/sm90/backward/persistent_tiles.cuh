@@ -59,7 +59,7 @@ static __global__ void __launch_bounds__(kRowTermThreads, kRowTermBlocks)
   ptx::launch_dependents();
   fill_table(p, workspace, schedule, table);
   if (blockIdx.x >= blocks) return;
-  const volatile RowTileOfBlock& block = RowTileOfBlock::find(p, workspace.row_tiles);
+  const volatile RowTileOfCta& block = RowTileOfCta::find(p, workspace.row_tiles);
 #pragma unroll 1
   for (int head = block.first_head; head < block.end_head; ++head)
     write_row_terms<typename Config::Element, Config::kHeadDim, Config::kBlockM, true>(p, workspace, block, head);

@@ -382,7 +382,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
   // ---- Keys of this warpgroup, and what is not finite
 
   __device__ __forceinline__ uint32_t s_ds_of_stage(uint32_t stage) const {
-    constexpr int kKeysBytes = Config::kPersistent ? kWarpgroupRows * 64 : panel_bytes(kWarpgroupRows);
+    constexpr int kKeysBytes = kWarpgroupRows * Config::kDsQueries * 2;
     return s_tiles_ + Config::kDsOffset + stage * Config::kDsBytes + warpgroup_ * kKeysBytes;
   }
 
