@@ -48,13 +48,13 @@ struct BackwardNarrowConfig {
   static constexpr int kLoadedKeys = kBlockN;
   static constexpr int kDqHeadDim = kHeadDim;  // of the workspace
 
-  static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);    // K, V
-  static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);  // a stage of Q or dO
-  static constexpr int kDsPanelBytes = panel_bytes(kBlockM);         // dS of a warpgroup's keys
+  static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);                  // K, V
+  static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);                // a stage of Q or dO
+  static constexpr int kDsPanelBytes = panel_bytes(kBlockM);                       // dS of a warpgroup's keys
   static constexpr int kDsQueries = kBlockM % kPanelColumns ? 32 : kPanelColumns;  // where keys are rows: of a panel
   static constexpr int kDsBytes = kGroups * kDsPanelBytes;
   static constexpr int kDqPieceBytes = kBlockM / 4 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
-  static constexpr int kKeySlots = kPersistent ? 2 : 1;                 // K and V of a tile of keys each
+  static constexpr int kKeySlots = kPersistent ? 2 : 1;                  // K and V of a tile of keys each
   static constexpr int kKeySlotBytes = 2 * kKeyBytes;
   static constexpr int kValuesOffset = kKeyBytes;
   static constexpr int kQueriesOffset = kKeySlots * kKeySlotBytes;

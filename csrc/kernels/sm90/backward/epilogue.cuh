@@ -21,8 +21,8 @@ struct BackwardDqLayout {
   }
 };
 
-/// The same of dQ^T: a warp has 16 columns of all queries, in fragments of eight queries, four floats of each lane. With
-/// g = lane / 4 and t = lane % 4, element e is of column g (e < 2) or g + 8, and of query 2 t + e % 2.
+/// The same of dQ^T: a warp has 16 columns of all queries, in fragments of eight queries, four floats of each lane.
+/// With g = lane / 4 and t = lane % 4, element e is of column g (e < 2) or g + 8, and of query 2 t + e % 2.
 template <int kBlockM>
 struct BackwardTransposedDqLayout {
   static constexpr bool kTransposed = true;
@@ -31,8 +31,7 @@ struct BackwardTransposedDqLayout {
   struct Piece {
     int row, column;
 
-    __device__ __forceinline__ explicit Piece(int flat)
-        : row(flat / 8 * 2), column(flat % 8 * 8) {}
+    __device__ __forceinline__ explicit Piece(int flat) : row(flat / 8 * 2), column(flat % 8 * 8) {}
 
     /// As a quad of lanes has two rows of accumulators.
     __device__ __forceinline__ void load(const float* g_tile, float (&x)[4][4]) const {

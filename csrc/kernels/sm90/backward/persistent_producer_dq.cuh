@@ -173,8 +173,8 @@ class BackwardPersistentDq {
     const uint32_t s_full = address(full[0]) + stage_ * sizeof(uint64_t);
     if (lane_ == 0) {
       ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
-      load_panels(map, s_full, s_tiles_ + tiles_offset + stage_ * Config::kQueryBytes, kBlockM, 0, 1,
-                  row_, head_, batch_);
+      load_panels(map, s_full, s_tiles_ + tiles_offset + stage_ * Config::kQueryBytes, kBlockM, 0, 1, row_, head_,
+                  batch_);
       ptx::bulk_load(ptx::shared_address(terms) + stage_ * Config::kTermBytes, g_terms + loads_.term,
                      Config::kTermBytes, s_full);
     }

@@ -13,8 +13,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardPlainScores {
  public:
-  using Storage = std::conditional_t<Config::kPersistent, BackwardPersistentStorage<Config>,
-                                     BackwardPipelinedStorage<Config>>;
+  using Storage =
+      std::conditional_t<Config::kPersistent, BackwardPersistentStorage<Config>, BackwardPipelinedStorage<Config>>;
   using Tile = BackwardPipelinedTile<typename Config::Element, Config::kBlockM>;
   using Scores = typename Tile::Scores;
   using Weights = typename Tile::Weights;
@@ -187,7 +187,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       this->sanitise_keys(at.k_full(storage_), at.parity(), s_tiles_ + at.keys_offset());
     };
     if (Config::kPersistent) sanitise_keys();  // before there is more in registers
-    Scores s;  // and then dP
+    Scores s;                                  // and then dP
     Weights p, ds;
     Terms terms;  // lse, and then D
     Visible visible;
