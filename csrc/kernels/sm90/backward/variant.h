@@ -42,6 +42,10 @@ constexpr bool pipelines(int options, bool has_blocks) {
   return options == 0;
 }
 
+/// Whether the options' own loop serves some call whose variant serves these, where a head_dim has the pipelined loop
+/// too: any options, and those that a block mask alone asks for.
+constexpr bool serves_beside_pipelined(int options) { return !pipelines(options, (options & kStepIsMasked) != 0); }
+
 /// Beyond it an lse may have to be bounded (LargeLse), which the variant for softcap alone has no room for.
 constexpr double kLargestSoftcapAlone = 4e4;
 
