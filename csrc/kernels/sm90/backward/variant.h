@@ -30,10 +30,15 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
 
-/// Those that the pipelined loop serves, where a head_dim has it. A bias of pairs beside one of keys is 4 % slower
-/// there.
-constexpr int kPipelinedOptions[] = {
-    kStepAlibi, kStepSoftcapped, kStepBiased, kStepKeyBiased, kStepIsMasked, kStepDrops, kStepDrops | kStepKeyBiased};
+/// Those that the pipelined loop serves, where a head_dim has it.
+constexpr int kPipelinedOptions[] = {kStepAlibi,
+                                     kStepSoftcapped,
+                                     kStepBiased,
+                                     kStepKeyBiased,
+                                     kStepIsMasked,
+                                     kStepDrops,
+                                     kStepBiased | kStepKeyBiased,
+                                     kStepDrops | kStepKeyBiased};
 
 /// Of what serving_options() gives. A block mask, beside what makes it one of pairs, is the other loop's.
 constexpr bool pipelines(int options, bool has_blocks) {
