@@ -232,6 +232,14 @@ def bias_gradient_cells(header: list[str], line: list[str]) -> list[str]:
     return [line[0], *times]
 
 
+def module_cells(header: list[str], line: list[str]) -> list[str]:
+    """ms of flash-ext / torch; a header is the situation."""
+    rows = [r for r in rows_of("h200_module.json") if r["problem"]["seqlen"] == 4096 and r["label"] == line[0]]
+    measured = {row["problem"]["situation"]: row["measured"] for row in rows}
+    found = [measured.get(situation) for situation in header[1:]]
+    return [line[0], *("" if times is None else f"{times['flash_ext']:.2f} / {times['torch']:.2f}" for times in found)]
+
+
 def mask_cells(header: list[str], line: list[str]) -> list[str]:
     """Building a block mask, behind what it took before: µs of host and device, operators of torch."""
     (row,) = (row for row in rows_of("h200_masks.json") if row["label"] == line[0])
@@ -257,6 +265,12 @@ def readme_option_cells(header: list[str], line: list[str]) -> list[str]:
 
 def host_cells(header: list[str], line: list[str]) -> list[str]:
     return [line[0], *(cell for call in header[1:] for cell in host(call, line[0]))]
+
+
+def model_cells(header: list[str], line: list[str]) -> list[str]:
+    (row,) = (row for row in rows_of("h200_models.json") if row["label"] == line[0])
+    times = [row["measured"].get(name) for name in header[1:]]
+    return [line[0], *("" if time is None else f"{time:.1f}" for time in times)]
 
 
 def cpu_cells(header: list[str], line: list[str]) -> list[str]:
@@ -382,6 +396,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(PERFORMANCE, "h200_decode.json", decode_cells),
     Table(PERFORMANCE, "h200_options.json", option_cells("h200_options.json")),
     Table(PERFORMANCE, "h200_options_sm80.json", option_cells("h200_options_sm80.json")),
+    Table(PERFORMANCE, "h200_module.json", module_cells),
     Table(PERFORMANCE, "\n## Host and memory\n", host_cells),
     Table(PERFORMANCE, "cpu_xeon.json", cpu_cells),
     Sentence(README, r"all but (\d+) of 36 training shapes", contested_count),
@@ -419,6 +434,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(f"{KERNELS}/weights_sm80.md", "h200_options_sm80.json", bias_gradient_cells),
     Table(f"{KERNELS}/decode_sm80.md", "h200_decode.json", decode_cells),
     Table("docs/tuning/decode_sm80.md", "h200_decode.json", decode_cells),
+    Table(PERFORMANCE, "h200_models.json", model_cells),
     Table("docs/tuning/host.md", "h200_host.json", host_cells),
     Table(f"{KERNELS}/block_sparse.md", "h200_masks.json", mask_cells),
     Table(f"{KERNELS}/cpu.md", "cpu_xeon.json", cpu_cells),

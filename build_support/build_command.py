@@ -54,9 +54,12 @@ def _torch_link_flags(torch: toolchain.Torch) -> list[str]:
     return [f"-L{torch.lib}", "-Wl,--no-as-needed", "-ltorch"]
 
 
-def _hopper_archs() -> list[str]:
-    """The only ones that csrc/kernels/sm90 is compiled for: its instructions belong to 90a alone."""
-    return [arch for arch in toolchain.archs() if arch == "90a"]
+def _own_arch_flags(sources: Sequence[str]) -> list[str]:
+    """What csrc/api reads: the architectures with kernels of their own in this build, and those that it leaves out."""
+    own = {arch for arch in map(toolchain.own_arch, sources) if arch}
+    built = own & set(toolchain.archs())
+    left_out = [f"-DFLASH_EXT_NO_SM{arch.rstrip('a')}" for arch in sorted(own - built)]
+    return [f"-DFLASH_EXT_OWN_ARCHS={'_'.join(sorted(built))}", *left_out]
 
 
 def _host_object(extension: TorchLibrary, source: str, torch: toolchain.Torch) -> Object:
@@ -71,18 +74,19 @@ def _cpu_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) 
 def _cuda_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
     flags = [*NVCC_FLAGS, f"-ccbin={toolchain.host_compiler()}"]
     flags += ["-lineinfo"] if toolchain.line_info() else []
-    flags += [] if _hopper_archs() else ["-DFLASH_EXT_NO_HOPPER"]
     objects = []
     for source in extension.sources:
-        hopper = source.startswith("csrc/kernels/sm90/")
-        if hopper and not _hopper_archs():
+        own_arch = toolchain.own_arch(source)
+        if own_arch and own_arch not in toolchain.archs():
             continue
         if source.endswith(".cpp") and not source.startswith("csrc/api/cuda"):
             objects.append(_host_object(extension, source, torch))  # as the other library has it
             continue
         # nvcc compiles C++ too: it hands it to the host compiler and knows where the CUDA headers are.
-        archs = _hopper_archs() if hopper else toolchain.archs()
-        own = toolchain.gencode_flags(archs) if source.endswith(".cu") else _api_flags(source, torch)
+        if source.endswith(".cu"):
+            own = toolchain.gencode_flags([own_arch] if own_arch else toolchain.archs())
+        else:
+            own = _api_flags(source, torch) + _own_arch_flags(extension.sources)
         objects.append(Object(ROOT / source, flags + own + extension.source_flags.get(source, []), nvcc=True))
     link = ["-cudart=static", f"-ccbin={toolchain.host_compiler()}", "-Xlinker=--exclude-libs,ALL"]
     link += [flag.replace("-Wl,", "-Xlinker=", 1) for flag in _torch_link_flags(torch)]

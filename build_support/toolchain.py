@@ -20,8 +20,8 @@ TORCH_TARGET_VERSION = "0x020a000000000000"
 
 MINIMUM_CUDA = (12, 4)
 
-# 90a is Hopper's own instruction set; 80 runs on Ampere and Ada, and as PTX on everything after.
-DEFAULT_ARCHS = "90a;80"
+KERNELS = Path(__file__).resolve().parent.parent / "csrc" / "kernels"
+ARCH_OF_ALL = "80"  # runs on Ampere and Ada, and as PTX on everything after
 
 CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -204,9 +204,24 @@ def _listed(name: str, default: str) -> list[str]:
     return values or default.split(";")
 
 
+def own_arch(source: str) -> str | None:
+    """The only architecture that a source of csrc/kernels is compiled for: sm90's instructions belong to 90a alone.
+
+    None of sources that are for all architectures, those in sm80 among them.
+    """
+    match = re.match(r"csrc/kernels/sm(\d+)/", source)
+    return f"{match[1]}a" if match and match[1] != ARCH_OF_ALL else None
+
+
+def default_archs() -> list[str]:
+    """Those that csrc/kernels has folders for: ['90a', '80']."""
+    own = {arch for folder in KERNELS.iterdir() if (arch := own_arch(f"csrc/kernels/{folder.name}/"))}
+    return [*sorted(own), ARCH_OF_ALL]
+
+
 def archs() -> list[str]:
     """FLASH_EXT_ARCHS, such as ['90a', '80']."""
-    values = _listed("FLASH_EXT_ARCHS", DEFAULT_ARCHS)
+    values = _listed("FLASH_EXT_ARCHS", ";".join(default_archs()))
     for value in values:
         if not re.fullmatch(r"\d{2,3}[af]?", value) or int(value.rstrip("af")) < 80:
             raise BuildError(f"FLASH_EXT_ARCHS has '{value}'; allowed are architectures from 80 on, such as '90a;80'")

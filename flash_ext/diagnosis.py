@@ -204,8 +204,9 @@ def _problems_of_the_build() -> Iterator[Problem]:
 
 
 def _problems_of_settings() -> Iterator[Problem]:
-    if os.environ.get("FLASH_EXT_HOPPER") == "0":
-        yield Problem("FLASH_EXT_HOPPER=0 keeps Hopper GPUs from their own kernels", "unset it")
+    for special in _plan.SPECIAL_ARCHITECTURES:
+        if os.environ.get(special.environment) == "0":
+            yield Problem(f"{special.environment}=0 keeps {special.family} GPUs from their own kernels", "unset it")
     if os.environ.get("FLASH_EXT_CHECK") == "1":
         yield Problem("FLASH_EXT_CHECK=1 waits for the GPU in every call with lengths on the device", "unset it")
     if os.environ.get("FLASH_EXT_CPU_ISA"):
@@ -220,10 +221,11 @@ def _problems_of(device: torch.device) -> Iterator[Problem]:
     if not ok:
         yield Problem(f"{_name(device)} has no kernels ({reason})", "torch's own attention runs there")
         return
-    if described["compute_capability"] // 10 == 9 and "90a" not in build_info()["cuda_archs"]:
-        yield Problem(
-            f"{_name(device)} runs kernels for older GPUs", "install flash_ext again with FLASH_EXT_ARCHS='90a;80'"
-        )
+    for special in _plan.SPECIAL_ARCHITECTURES:
+        of_this_gpu = special.compute_capability == described["compute_capability"]
+        if of_this_gpu and special.target not in build_info()["cuda_archs"]:
+            mend = f"install flash_ext again with FLASH_EXT_ARCHS='{special.target};80'"
+            yield Problem(f"{_name(device)} runs kernels for older GPUs", mend)
     if error := _error_of_a_call(device):
         yield Problem(f"{_name(device)} does not compute: {error}", "install flash_ext again for this torch and GPU")
 

@@ -7,6 +7,7 @@ import os
 import random
 import shlex
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -85,7 +86,42 @@ def devices(op: str) -> list[str]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("op")
-        metafunc.parametrize("device", devices(marker.args[0] if marker else "attention_forward"))
+        present = devices(marker.args[0] if marker else "attention_forward")
+        if "kernel_family" in metafunc.fixturenames:
+            cases = [(device, family) for device in present for family in kernel_families(device)]
+            ids = ["-".join(filter(None, case)) for case in cases]
+            metafunc.parametrize(("device", "kernel_family"), cases, ids=ids, indirect=["kernel_family"])
+        else:
+            metafunc.parametrize("device", present)
+
+
+def kernel_families(device: str) -> list[str]:
+    """The folders of csrc/kernels whose kernels a device can run: some GPUs have their own beside those for all."""
+    if device == "cpu":
+        return [""]
+    from flash_ext import _plan, build_info
+
+    major, minor = torch.cuda.get_device_capability()
+    own = [
+        f"sm{special.compute_capability}"
+        for special in _plan.SPECIAL_ARCHITECTURES
+        if special.compute_capability == 10 * major + minor
+        and special.target in build_info()["cuda_archs"]
+        and os.environ.get(special.environment) != "0"
+    ]
+    return [*own, "sm80"]
+
+
+@pytest.fixture
+def kernel_family(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of the kernels that the test's calls run, "" on a CPU: a test that uses it runs once for each on a GPU."""
+    family: str = getattr(request, "param", "")
+    if not family:
+        yield family
+        return
+    before = torch.ops.flash_ext.use_own_kernels(family != "sm80")
+    yield family
+    torch.ops.flash_ext.use_own_kernels(before)
 
 
 @pytest.fixture(params=DTYPES, ids=str)

@@ -35,7 +35,7 @@ OPTIONS: dict[str, Options] = {
     "negative scale": lambda dtype: {"softmax_scale": -0.1},
     "sink": lambda dtype: {"sink": scores(4)},
     "bias": lambda dtype: {"bias": scores(2, 4, *LENGTHS, dtype=dtype)},
-    "float32 bias of keys": lambda dtype: {"bias": scores(2, 1, 1, LENGTHS[1])},
+    "float32 per-key bias": lambda dtype: {"bias": scores(2, 1, 1, LENGTHS[1])},
     "mask": lambda dtype: {"mask": torch.rand(1, 4, *LENGTHS, device="cuda") < 0.6},
     "block mask": lambda dtype: {
         "block_mask": flash_ext.BlockMask.sliding_window(*LENGTHS, (90, 20), block_size=(64, 64), device="cuda")

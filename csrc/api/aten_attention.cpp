@@ -136,8 +136,8 @@ BackwardCall differentiate_arranged(const Call& call, Arrangement arrangement, c
   const auto rows = [&](const Tensor& x) { return to_rows(arrangement, x); };
   const TorchSettings settings = torch_settings(call.q, true);
   const ScoreOptions options = options_of(call, arrangement, scores, settings.allow_tf32);
-  return differentiate(rows(grad_out), std::nullopt, rows(call.q), rows(call.k), rows(call.v), rows(out),
-                       to_lse(arrangement, lse), options, settings.deterministic, needed);
+  return attend_backward(rows(grad_out), std::nullopt, rows(call.q), rows(call.k), rows(call.v), rows(out),
+                         to_lse(arrangement, lse), options, settings.deterministic, needed);
 }
 
 /// Gradients of q, k and v.

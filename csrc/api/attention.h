@@ -37,9 +37,9 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
                               const ScoreOptions& options, bool deterministic, const Needed& needed);
 
 /// prepare_backward() and the kernels. Each library defines it for its device.
-BackwardCall differentiate(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
-                           const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                           const ScoreOptions& options, bool deterministic, const Needed& needed);
+BackwardCall attend_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                             const ScoreOptions& options, bool deterministic, const Needed& needed);
 
 /// The gradient, or an empty tensor, which operators return for a gradient that is not wanted.
 Tensor gradient_or_empty(const OptionalTensor& gradient, const Tensor& like);

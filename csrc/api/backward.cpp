@@ -1,3 +1,4 @@
+#include <initializer_list>
 #include <utility>
 
 #include "attention.h"
@@ -14,6 +15,12 @@ void check_out_like(const Argument& q, const Geometry& g, const char* name, cons
       .shape_is(g.out_shape(),
                 g.varlen_q ? "(total_q, heads_q, head_dim_v)" : "(batch, seqlen_q, heads_q, head_dim_v)");
 }
+
+/// An input of the forward as autograd gives it back: hooks on saved tensors may have changed its strides.
+Tensor saved_rows(const Tensor& input) { return input.dim() > 0 ? with_contiguous_rows(input) : input; }
+
+/// Until the kernels are launched.
+void keep(BackwardCall& call, std::initializer_list<Tensor> inputs) { call.owned.insert(call.owned.end(), inputs); }
 
 /// A gradient like `input`, contiguous.
 Tensor gradient(const Tensor& input) { return new_empty(input, shape_of(input), input.scalar_type()); }
@@ -51,9 +58,10 @@ void allocate_dq_dk(BackwardCall& call, const Tensor& q, const Tensor& k, const 
 
 }  // namespace
 
-BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
-                              const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& given_q,
+                              const Tensor& given_k, const Tensor& given_v, const Tensor& out, const Tensor& lse,
                               const ScoreOptions& options, bool deterministic, const Needed& needed) {
+  const Tensor q = saved_rows(given_q), k = saved_rows(given_k), v = saved_rows(given_v);
   AttentionCall attention = prepare_attention(plan::Operation::kBackward, q, k, v, options, deterministic);
   const Geometry g = attention.geometry;
   const Argument q_arg("q", q);
@@ -65,6 +73,7 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
   check(!needed.dsink || options.sink.has_value(), "need_dsink asks for the gradient of sink, which is None");
 
   BackwardCall call = new_backward_call(std::move(attention), options, needed);
+  keep(call, {q, k, v});
   const auto own = [&](const Tensor& tensor) -> const Tensor& {
     return call.owned.emplace_back(with_contiguous_rows(tensor));
   };
@@ -97,8 +106,10 @@ Tensor finish_dsink(const BackwardCall& call, const Tensor& q, const ScoreOption
   return call.dsink ? torch::stable::to(*call.dsink, options.sink->scalar_type()) : gradient_or_empty(call.dsink, q);
 }
 
-BackwardCall prepare_weights_backward(const Tensor& grad_weights, const Tensor& q, const Tensor& k, const Tensor& lse,
-                                      const ScoreOptions& options, int64_t dropout_mode, const Needed& needed) {
+BackwardCall prepare_weights_backward(const Tensor& grad_weights, const Tensor& given_q, const Tensor& given_k,
+                                      const Tensor& lse, const ScoreOptions& options, int64_t dropout_mode,
+                                      const Needed& needed) {
+  const Tensor q = saved_rows(given_q), k = saved_rows(given_k);
   AttentionCall attention = prepare_attention(plan::Operation::kWeightsBackward, q, k, std::nullopt, options);
   const Geometry g = attention.geometry;
   const Argument q_arg("q", q);
@@ -111,6 +122,7 @@ BackwardCall prepare_weights_backward(const Tensor& grad_weights, const Tensor& 
   need_bias(options, needed.dbias);
 
   BackwardCall call = new_backward_call(std::move(attention), options, needed);
+  keep(call, {q, k});
   call.params.lse = view_lse(call.owned.emplace_back(with_contiguous_rows(lse)));
   call.params.grad_weights = view_scores(grad_weights);
   call.params.dropout_mode = static_cast<int>(dropout_mode);

@@ -38,9 +38,9 @@ ForwardCall attend(const Tensor& q, const Tensor& k, const Tensor& v, const Scor
   return call;
 }
 
-BackwardCall differentiate(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
-                           const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                           const ScoreOptions& options, bool deterministic, const Needed& needed) {
+BackwardCall attend_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                             const ScoreOptions& options, bool deterministic, const Needed& needed) {
   BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
   cpu::attention_backward(call.params, parallel_for);
   return call;
@@ -58,7 +58,7 @@ Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor
                             FLASH_EXT_SCORE_PARAMETERS) {
   const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
   const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
-  const BackwardCall call = differentiate(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  const BackwardCall call = attend_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
   const auto given = [&](const OptionalTensor& gradient) { return gradient_or_empty(gradient, q); };
   return {given(call.dq), given(call.dk), given(call.dv), given(call.dbias), finish_dsink(call, q, options)};
 }

@@ -30,7 +30,7 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
     const Tensor workspace = new_empty(q, {bytes}, ScalarType::Byte);
     run(address(workspace));
   };
-#ifndef FLASH_EXT_NO_HOPPER
+#ifndef FLASH_EXT_NO_SM90
   if (call.plan.kernel == plan::KernelId::kSm90Forward) {
     const int64_t block_n = call.plan.block_n;
     const sm90::KeySplits& splits = call.plan.key_splits;
@@ -48,7 +48,7 @@ void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) 
 
 void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
-#ifndef FLASH_EXT_NO_HOPPER
+#ifndef FLASH_EXT_NO_SM90
   if (call.plan.bias_kernel == plan::KernelId::kSm90BiasGradient) {
     const Tensor memory = workspace(sm90::bias_gradient_workspace_bytes(call.params));
     return sm90::bias_gradient(call.params, address(memory), stream);
@@ -60,7 +60,7 @@ void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t s
 
 void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
   const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
-#ifndef FLASH_EXT_NO_HOPPER
+#ifndef FLASH_EXT_NO_SM90
   if (call.plan.kernel == plan::KernelId::kSm90Backward) {
     const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
     return sm90::backward(call.params, address(memory), stream);
@@ -88,9 +88,9 @@ ForwardCall attend(const Tensor& q, const Tensor& k, const Tensor& v, const Scor
   return call;
 }
 
-BackwardCall differentiate(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
-                           const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                           const ScoreOptions& options, bool deterministic, const Needed& needed) {
+BackwardCall attend_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                             const ScoreOptions& options, bool deterministic, const Needed& needed) {
   const CudaDevice device(q);
   BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
   sm80::clear_backward(call.params, device.stream());
@@ -110,7 +110,7 @@ Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor
   const CudaDevice device(q);
   const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
   const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
-  const BackwardCall call = differentiate(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  const BackwardCall call = attend_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
   const auto given = [&](const OptionalTensor& gradient) { return gradient_or_empty(gradient, q); };
   return {given(call.dq), given(call.dk), given(call.dv), given(call.dbias), finish_dsink(call, q, options)};
 }

@@ -2,11 +2,15 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <set>
+#include <string>
 
 #include "device.h"
 #include "kernels/launch.h"
+#include "plan/kernel_table.h"
 
 namespace flash_ext::api {
 namespace {
@@ -26,11 +30,31 @@ bool read_switch(const char* name, bool otherwise) {
   return on;
 }
 
-#ifdef FLASH_EXT_NO_HOPPER
-constexpr bool kHopperKernels = false;  // FLASH_EXT_ARCHS names no 90a
-#else
-constexpr bool kHopperKernels = true;
-#endif
+#define FLASH_EXT_TEXT_OF(tokens) #tokens
+#define FLASH_EXT_TEXT(macro) FLASH_EXT_TEXT_OF(macro)
+
+/// Whether FLASH_EXT_ARCHS named an architecture when this library was built: build_command.py joins those that have
+/// kernels of their own by underscores.
+bool is_built(const plan::Architecture& architecture) {
+  const std::string built = std::string("_") + FLASH_EXT_TEXT(FLASH_EXT_OWN_ARCHS) + "_";
+  return built.find(std::string("_") + architecture.target + "_") != std::string::npos;
+}
+
+/// The compute capabilities that have kernels of their own. The environment is read once.
+const std::set<int64_t>& with_own_kernels() {
+  static const std::set<int64_t> found = [] {
+    std::set<int64_t> capabilities;
+    for (const plan::Architecture& architecture : plan::special_architectures())
+      if (is_built(architecture) && read_switch(architecture.environment, true))
+        capabilities.insert(architecture.compute_capability);
+    return capabilities;
+  }();
+  return found;
+}
+
+std::atomic<bool> uses_own_kernels{true};
+
+bool use_own_kernels(bool on) { return uses_own_kernels.exchange(on); }
 
 }  // namespace
 
@@ -39,8 +63,7 @@ void describe_device(const Tensor& q, plan::Problem& problem) {
   problem.device = plan::Device::kCuda;
   problem.compute_capability =
       10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
-  static const bool use_hopper_kernels = kHopperKernels && read_switch("FLASH_EXT_HOPPER", true);
-  problem.own_kernels = use_hopper_kernels;
+  problem.own_kernels = uses_own_kernels && with_own_kernels().count(problem.compute_capability) != 0;
   problem.num_workers = attribute(cudaDevAttrMultiProcessorCount, device);
   problem.shared_bytes_per_cta = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   problem.shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
@@ -69,6 +92,10 @@ TorchSettings torch_settings(const Tensor& q, bool backward) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("flash_ext_python::torch_settings", "", settings, TORCH_ABI_VERSION));
   const auto bits = torch::stable::detail::to<int64_t>(settings[0]);
   return {(bits & 1) != 0, is_float32 && (bits & 2) != 0};
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_ext, CompositeExplicitAutograd, m) {
+  m.impl("use_own_kernels", TORCH_BOX(&use_own_kernels));
 }
 
 }  // namespace flash_ext::api

@@ -88,6 +88,10 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
       "block_lists_transposed(Tensor offsets, Tensor indices, Tensor bitmap_ids, Tensor bitmaps, SymInt columns, "
       "SymInt max_blocks) -> (Tensor offsets, Tensor indices, Tensor bitmap_ids, Tensor bitmaps)");
 
+  // Whether CUDA calls run kernels for exactly their GPU's compute capability, where there are any, or those for all
+  // GPUs; returns what held before. For tests and measurements.
+  m.def("use_own_kernels(bool on) -> bool");
+
   // aten's operators computed by the kernels of aten_overrides.h, for a dispatch key and until they are restored. Each
   // library has its own.
   m.def("override_aten_by_cpu(str op, str dispatch_key) -> ()");

@@ -4,12 +4,23 @@
 #include <iterator>
 #include <limits>
 
+#include "aten_layouts.h"
 #include "device.h"
 #include "kernels/common/score/bias_view.h"
 #include "tensors.h"
 
 namespace flash_ext::api {
 namespace {
+
+/// See bias_in_pieces(). A bias that is the same for all queries or all keys is read otherwise, and float64 has no
+/// pieces.
+bool copies_bias(plan::Operation operation, const Tensor& bias) {
+  if (!bias.is_cuda() || (operation != plan::Operation::kForward && operation != plan::Operation::kBackward))
+    return false;
+  const ScoreView view = view_scores(bias);
+  const bool varies = view.row_stride != 0 && view.col_stride != 0;
+  return varies && view.dtype != DType::kFloat64 && bias.numel() > 0 && !can_stage_bias(view);
+}
 
 constexpr char kScoreAxes[] = "(batch|1, heads_q|1, seqlen_q|1, seqlen_k|1)";
 
@@ -187,6 +198,22 @@ void check_options(const Argument& q, const Geometry& geometry, const ScoreOptio
   check_block_mask(q, geometry, options);
 }
 
+std::optional<Tensor> bias_in_pieces(plan::Operation operation, const OptionalTensor& bias) {
+  if (!bias || !copies_bias(operation, *bias)) return std::nullopt;
+  Shape distinct = shape_of(*bias), strides(4), row_strides(4);
+  for (int64_t d = 0; d < 4; ++d) {
+    strides[d] = bias->stride(d);
+    if (strides[d] == 0) distinct[d] = 1;
+  }
+  const int64_t piece = 16 / static_cast<int64_t>(bias->element_size());
+  const int64_t columns = (distinct[3] + piece - 1) / piece * piece;
+  Tensor rows = new_empty(*bias, {distinct[0], distinct[1], distinct[2], columns}, bias->scalar_type());
+  for (int64_t d = 0; d < 4; ++d) row_strides[d] = rows.stride(d);
+  Tensor copy = with_strides(rows, distinct, row_strides);
+  torch::stable::copy_(copy, with_strides(*bias, distinct, strides));
+  return copy;
+}
+
 plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometry& g, const ScoreOptions& options) {
   plan::Problem problem;
   problem.operation = operation;
@@ -213,7 +240,7 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
   if (options.bias) {
     const ScoreView bias = view_scores(*options.bias);
     problem.bias_dtype = bias.dtype;
-    problem.bias_in_pieces = can_stage_bias(bias);
+    problem.bias_in_pieces = can_stage_bias(bias) || copies_bias(operation, *options.bias);
     problem.bias_per_key = same_for_all_queries(bias);
   }
   problem.has_mask = options.mask.has_value();

@@ -5,12 +5,19 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "kernels/common/dropout/philox.h"
 
 namespace flash_ext {
 
 enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+/// For readers and for Python.
+constexpr std::pair<const char*, DType> kDTypeNames[] = {{"float16", DType::kFloat16},
+                                                         {"bfloat16", DType::kBFloat16},
+                                                         {"float32", DType::kFloat32},
+                                                         {"float64", DType::kFloat64}};
 
 /// (batch, seqlen, heads, head_dim) or, varlen, (total, heads, head_dim) with batch_stride 0.
 /// The last dimension is contiguous. For a paged cache, `batch` is the page and `row` the slot in it.

@@ -51,7 +51,7 @@ void bind_problem(py::module_& m) {
 }
 
 void bind_plan(py::module_& m) {
-  py::class_<KeyTileSchedule>(m, "KeyTileSchedule", "How CTAs of the backward on CUDA take up tiles of keys.")
+  py::class_<KeyTileSchedule>(m, "KeyTileSchedule", "How CTAs of the backward on CUDA take tiles of keys.")
       .def_readonly("section_heads", &KeyTileSchedule::section_heads, "key heads whose tiles stand side by side")
       .def_readonly("head_splits", &KeyTileSchedule::head_splits, "of a tile, along the heads of a group")
       .def_readonly("query_splits", &KeyTileSchedule::query_splits, "of each of these, along the queries, at most")
@@ -197,6 +197,15 @@ std::pair<int64_t, int64_t> thrower_of(const py::object& error) {
   return {reinterpret_cast<int64_t>(&throw_exception), reinterpret_cast<int64_t>(error.inc_ref().ptr())};
 }
 
+void bind_architectures(py::module_& m) {
+  py::class_<Architecture>(m, "Architecture", "GPUs with kernels that run on no others.")
+      .def_readonly("family", &Architecture::family, "of GPUs: 'Hopper'")
+      .def_readonly("compute_capability", &Architecture::compute_capability, "90 for sm_90")
+      .def_readonly("target", &Architecture::target, "as FLASH_EXT_ARCHS names it: '90a'")
+      .def_readonly("environment", &Architecture::environment, "the variable that turns the kernels off");
+  m.attr("SPECIAL_ARCHITECTURES") = py::tuple(py::cast(special_architectures()));
+}
+
 void bind_exceptions(py::module_& m) {
   m.def("thrower_of", &thrower_of, py::arg("error"),
         "(function, argument), addresses: void function(int64_t argument) throws the exception in C++. To be called\n"
@@ -212,6 +221,7 @@ PYBIND11_MODULE(_plan, m) {
   bind_tiles(m);
   bind_work_list(m);
   bind_backward_schedule(m);
+  bind_architectures(m);
   bind_exceptions(m);
   m.attr("KERNELS") = py::tuple(py::cast(kernel_names()));
   m.attr("MAX_CUDA_BATCH") = kMaxCudaBatch;

@@ -18,7 +18,7 @@ void choose_cpu_backward_tiles(Draft& draft) {
   choose_products(draft);
   draft.plan.block_m = kCpuMaxBlockM;
   draft.plan.block_n = kCpuBlockN;
-  draft.because("tile ", kCpuMaxBlockM, " x ", kCpuBlockN, ": work is cut along the keys");
+  draft.because("tile ", kCpuMaxBlockM, " x ", kCpuBlockN, ": an item is a chunk of keys");
 }
 
 void choose_cpu_forward_tiles(Draft& draft) {

@@ -61,7 +61,7 @@ constexpr KernelRow kTable[] = {
      choose_sm90_backward_short_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 64, kSm90Backward, kWgmmaAndTma,
      choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
-    // Shared memory has no room for all of them; a bias of keys takes none, but strides are not looked at here.
+    // Shared memory has no room for all of them; a per-key bias takes none, but strides are not looked at here.
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 128, kSm90Backward & ~kWideBiasBesideMasks,
      kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 256,
@@ -196,6 +196,18 @@ std::vector<const char*> kernel_names() {
   for (const KernelRow& row : kTable)
     if (&row_of(row.id) == &row) names.push_back(row.name);
   return names;
+}
+
+std::vector<Architecture> special_architectures() {
+  std::vector<Architecture> found;
+  for (const KernelRow& row : kTable) {
+    const Architecture& architecture = *row.architecture;
+    const bool is_known = std::any_of(found.begin(), found.end(), [&](const Architecture& known) {
+      return known.compute_capability == architecture.compute_capability;
+    });
+    if (!architecture.later_ones_too && !is_known) found.push_back(architecture);
+  }
+  return found;
 }
 
 int64_t first_compute_capability() {

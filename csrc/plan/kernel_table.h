@@ -1,7 +1,7 @@
 // The kernels and what each one serves. The first row that fits a problem is taken.
 //
-// A kernel for another architecture is one more row, an entry of KernelId, and a line of kArchitectures: nothing else
-// in this folder compares kernels or compute capabilities.
+// A kernel for another architecture is one more row, an entry of KernelId, and an Architecture: nothing else in this
+// folder compares kernels or compute capabilities.
 #pragma once
 
 #include <cstdint>
@@ -85,6 +85,9 @@ const char* kernel_name(KernelId id);
 
 /// The names of all kernels, each once.
 std::vector<const char*> kernel_names();
+
+/// Those with kernels that run on one compute capability alone.
+std::vector<Architecture> special_architectures();
 
 /// The lowest compute capability that kernels run on.
 int64_t first_compute_capability();

@@ -1,29 +1,12 @@
-// The names of the plan's enums, for readers and for Python.
+// From the values of the plan's enums to their names and back. The names stand beside the enums.
 #pragma once
 
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "plan.h"
 
 namespace flash_ext::plan {
-
-template <class Enum>
-using Named = std::pair<const char*, Enum>;
-
-constexpr Named<Operation> kOperationNames[] = {{"forward", Operation::kForward},
-                                                {"backward", Operation::kBackward},
-                                                {"weights", Operation::kWeights},
-                                                {"weights_backward", Operation::kWeightsBackward},
-                                                {"decode", Operation::kDecode}};
-constexpr Named<Device> kDeviceNames[] = {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}};
-constexpr Named<DType> kDTypeNames[] = {{"float16", DType::kFloat16},
-                                        {"bfloat16", DType::kBFloat16},
-                                        {"float32", DType::kFloat32},
-                                        {"float64", DType::kFloat64}};
-constexpr Named<MaskClass> kMaskClassNames[] = {
-    {"full", MaskClass::kFull}, {"causal", MaskClass::kCausal}, {"general", MaskClass::kGeneral}};
 
 constexpr const auto& names_of(Operation) { return kOperationNames; }
 constexpr const auto& names_of(Device) { return kDeviceNames; }

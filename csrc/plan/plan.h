@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernel_table.h"
@@ -16,6 +17,9 @@ enum class MaskClass {
   kCausal,   // right = 0 and nothing else
   kGeneral,  // windows, masks, block masks
 };
+
+constexpr std::pair<const char*, MaskClass> kMaskClassNames[] = {
+    {"full", MaskClass::kFull}, {"causal", MaskClass::kCausal}, {"general", MaskClass::kGeneral}};
 
 struct Plan {
   KernelId kernel = KernelId::kNone;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "kernels/params.h"
 
@@ -9,7 +10,15 @@ namespace flash_ext::plan {
 
 enum class Operation { kForward, kBackward, kWeights, kWeightsBackward, kDecode };
 
+constexpr std::pair<const char*, Operation> kOperationNames[] = {{"forward", Operation::kForward},
+                                                                 {"backward", Operation::kBackward},
+                                                                 {"weights", Operation::kWeights},
+                                                                 {"weights_backward", Operation::kWeightsBackward},
+                                                                 {"decode", Operation::kDecode}};
+
 enum class Device { kCpu, kCuda };
+
+constexpr std::pair<const char*, Device> kDeviceNames[] = {{"cpu", Device::kCpu}, {"cuda", Device::kCuda}};
 
 struct Problem {
   Operation operation = Operation::kForward;

@@ -1,7 +1,9 @@
 // Tiles and variants of the forward for Hopper.
 #include "features.h"
 #include "kernels/common/mask/tile_range.h"
+#include "kernels/common/scheduler/work_order.h"
 #include "kernels/sm90/forward/shape.h"
+#include "kernels/sm90/forward/tile_order.h"
 #include "kernels/sm90/forward_f32/shape.h"
 #include "key_splits.h"
 #include "lengths.h"
@@ -125,6 +127,32 @@ void choose_key_splits(Draft& draft, const sm90::HeadDims& dims, const sm90::For
   if (!chosen.reason.empty()) draft.because(chosen.reason);
 }
 
+/// The order in which CTAs take query tiles; of packed sequences with a work list, explain_work_list() says it.
+void explain_head_order(Draft& draft, const sm90::ForwardShape& shape, bool has_options) {
+  const Problem& p = draft.p;
+  const int64_t heads = p.batch * p.heads_q, block_m = draft.plan.block_m;
+  if (!draft.explain || has_empty_tensors(p)) return;
+  if (p.total_q > 0 && lists_tiles(p.batch, p.seqlen_q, p.total_q, block_m, p.heads_q)) return;
+  const sm90::HeadsOfCall call = {heads,
+                                  p.heads_q / p.heads_kv,
+                                  p.seqlen_k * (p.head_dim + p.head_dim_v) * 2,
+                                  p.seqlen_q,
+                                  !p.varlen,
+                                  p.window_left < 0 && p.window_right < 0,
+                                  has_options};
+  const sm90::HeadOrder order = sm90::head_order(call, block_m, p.num_workers * shape.ctas_per_sm);
+  const int64_t tail = heads - order.last_section;
+  if (tail == heads) {
+    draft.because("order of query tiles: all heads side by side, most keys first");
+  } else {
+    const bool alone = order.side_by_side == 1;
+    draft.because(
+        "order of query tiles: ", alone ? "one head after the other" : text(order.side_by_side, " heads side by side"),
+        ", so that keys stay in L2",
+        tail > order.side_by_side ? text("; of the last ", tail, " heads together, most keys first") : "");
+  }
+}
+
 }  // namespace
 
 void take_score_variant(Draft& draft) {
@@ -155,6 +183,7 @@ void choose_sm90_forward_tiles(Draft& draft) {
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", counted(shape.groups, "warpgroup"),
                 " of ", sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
                 dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+  if (!lists) explain_head_order(draft, shape, options);
   if (!options) choose_key_splits(draft, dims, shape);
 }
 

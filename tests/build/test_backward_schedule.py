@@ -1,4 +1,4 @@
-"""How CTAs of the backward on CUDA take up tiles of keys, through ``flash_ext._plan``, with no GPU in sight."""
+"""How CTAs of the backward on CUDA take tiles of keys, through ``flash_ext._plan``, with no GPU in sight."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def slots_of(p: _plan.Problem) -> int:
 
 
 def simulate(cycles: list[float], slots: int) -> float:
-    """When the last CTA ends, if each SM takes up the next one when it is free."""
+    """When the last CTA ends, if each SM takes the next one when it is free."""
     free = [0.0] * slots
     for cta in cycles:
         heapq.heapreplace(free, free[0] + cta)

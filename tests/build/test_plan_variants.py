@@ -161,3 +161,22 @@ def test_tiles_of_the_forward_for_all(capability: int, rows: int) -> None:
     assert sm80_tile("forward", capability) == ("scaled products", 128, 64)
     assert sm80_tile("forward", capability, dtype="float32") == ("scaled products", 128, 32)
     assert sm80_tile("forward", capability, head_dim=256)[1:] == (rows, 64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "order"),
+    [
+        ({"seqlen_q": 576}, "one head after the other, so that keys stay in L2"),  # full, whole tiles of 192 queries
+        (
+            {"seqlen_q": 512, "window_right": 0},  # two waves of three tiles on 132 SMs: the last 88 heads
+            "one head after the other, so that keys stay in L2; of the last 88 heads together, most keys first",
+        ),
+        ({"seqlen_q": 512, "window_right": 0, "batch": 1}, "all heads side by side, most keys first"),
+        ({"seqlen_q": 576, "heads_kv": 4}, "4 heads side by side, so that keys stay in L2"),
+        ({"seqlen_q": 4096, "varlen": True}, "16 heads side by side, so that keys stay in L2"),  # of 2 MiB each
+    ],
+)
+def test_the_order_of_heads_is_explained(fields: dict[str, Any], order: str) -> None:
+    sizes = {"batch": 8, "heads_q": 16, "heads_kv": 16, **fields}
+    found = hopper_plan(operation="forward", **{**sizes, "seqlen_k": sizes["seqlen_q"]})
+    assert [reason for reason in found.reasons if "order of" in reason] == [f"order of query tiles: {order}"]

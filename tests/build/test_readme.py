@@ -97,7 +97,7 @@ NOT_MEASURED = (
     r"Python ≥ [\d.]+",
     r"torch ≥ [\d.]+",
     r"compute capability ≥ [\d.]+",
-    r"takes a minute without nvcc, \d+ to \d+ on two cores",
+    r"takes a minute without nvcc, \d+ to \d+ on two cores with it \([\d.]+ or later\)",
 )
 FIGURE = re.compile(r"\d+\.\d+|\d+ (?:µs|ms|MiB|MB|%|times|TFLOP/s|TB/s)|\d+ (?:to|/) \d+")
 OF_WORDS = ("Which way in", "What runs where")  # sections whose tables hold no figures

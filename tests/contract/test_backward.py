@@ -21,6 +21,8 @@ from tests.oracle import (
     run_library,
 )
 
+pytestmark = pytest.mark.usefixtures("kernel_family")
+
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -10,6 +10,8 @@ import torch
 import flash_ext
 from tests.oracle import FLOATS, assert_matches_oracle, make_call, random, run_library
 
+pytestmark = pytest.mark.usefixtures("kernel_family")
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},

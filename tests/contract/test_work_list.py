@@ -1,4 +1,4 @@
-"""The order in which CUDA blocks take up the tiles of packed sequences, through ``flash_ext._plan``."""
+"""The order in which CTAs take the tiles of packed sequences, through ``flash_ext._plan``."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ DENSE: dict[str, Callable[[], dict[str, Any]]] = {
     "window": lambda: dict(window_size=(3, 2)),
     "softcap": lambda: dict(softcap=1.5, causal=True),
     "bias of all": lambda: dict(bias=torch.randn(BATCH, HEADS, SEQLEN_Q, SEQLEN_K)),
-    "bias of keys": lambda: dict(bias=torch.randn(1, 1, 1, SEQLEN_K)),
+    "per-key bias": lambda: dict(bias=torch.randn(1, 1, 1, SEQLEN_K)),
     "mask": lambda: dict(mask=hides_a_row(), causal=True),
     "ALiBi": lambda: dict(alibi_slopes=torch.rand(HEADS), causal=True),
     "ALiBi by batch": lambda: dict(alibi_slopes=torch.rand(BATCH, HEADS)),

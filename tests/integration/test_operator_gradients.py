@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
+from torch import Tensor
 from torch.autograd import forward_ad
 
 import flash_ext
@@ -161,6 +163,45 @@ def test_parameters_and_saved_tensor_hooks(device: str) -> None:
         [t.grad for t in (q, k, v)],
         torch.autograd.grad(OPS.attention_forward(q, k, v, *_score_options(q, k, bias=saved[-1]))[0].sum(), (q, k, v)),
     )
+
+
+def with_other_strides(x: Tensor) -> Tensor:
+    return x.clone() if x.dim() < 2 else x.mT.contiguous().mT
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    lengths = {"cu_seqlens_q": int32([0, 4, 9], q.device), "cu_seqlens_k": int32([0, 6, 13], q.device)}
+    return flash_ext.attention(q[0], k[0], v[0], **lengths)
+
+
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor) -> Tensor:
+    return flash_ext.attention(q, k, v, bias=bias, sink=sink)
+
+
+def attention_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    _, lse = flash_ext.attention(q, k, v, return_lse=True)
+    return flash_ext.attention_weights(q, k, lse) + v.sum()
+
+
+def merged(outs: Tensor, lses: Tensor) -> Tensor:
+    return flash_ext.merge(outs, lses)[0]
+
+
+@pytest.mark.parametrize("call", [flash_ext.attention, varlen_attention, biased_attention, attention_weights, merged])
+def test_saved_tensors_of_other_strides(device: str, call: Callable[..., Tensor]) -> None:
+    """Hooks on saved tensors promise values, and no strides."""
+    inputs = qkv(device)
+    if call is biased_attention:
+        inputs = (*inputs, random(1, 4, 9, 13, device=device), random(4, device=device))
+    if call is merged:
+        inputs = (random(2, 1, 9, 2, 16, device=device), random(2, 1, 2, 9, device=device))
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    weight = random(*call(*leaves).shape, device=device)
+    expected = torch.autograd.grad((call(*leaves) * weight).sum(), leaves)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, with_other_strides):
+        found = torch.autograd.grad((call(*leaves) * weight).sum(), leaves)
+    for ours, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_differentiates_once(device: str) -> None:

@@ -182,7 +182,8 @@ def test_every_operator_is_checked() -> None:
         "interval_block_lists",
         "block_lists_transposed",
     }
-    # Those without tensors, of the SDPA provider.
+    # Those without tensors: a switch, and those of the SDPA provider.
+    names |= {"use_own_kernels"}
     names |= {
         f"{name}_by_{device}"
         for name in ("override_aten", "restore_aten", "fill_fused_attention", "aten_calls")

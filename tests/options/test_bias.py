@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import flash_ext
 from tests.oracle import (
     FLOATS,
     assert_matches_oracle,
@@ -78,6 +81,33 @@ def test_strided_bias(device: str, dtype: torch.dtype, which: str) -> None:
         "odd_start": wide.flatten()[1 : 1 + full.numel()].view(full.shape),
     }[which]
     assert_matches_oracle(make_call(dtype=dtype, device=device, bias=bias))
+
+
+MEMORIES = {
+    "heads innermost": lambda full: full.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),  # as T5 makes its bias
+    "queries innermost": lambda full: full.mT.contiguous().mT,
+    "odd rows": lambda full: full[..., 3:],
+    "one for the batch": lambda full: full.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)[:1].expand_as(full),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+def test_bias_that_lies_otherwise_is_the_same(
+    device: str, bias_dtype: torch.dtype, memory: Callable[[Tensor], Tensor], head_dim: int
+) -> None:
+    """Several tiles each way, in kernels that copy tiles of a bias: by the same plan, with the same bits."""
+    bias = memory(random(2, 2, 203, 328, dtype=bias_dtype, device=device))
+    call = make_call(2, 203, bias.shape[3], 2, 1, head_dim, dtype=torch.bfloat16, device=device, bias=bias)
+    call = call.with_random_gradients()
+    found = assert_matches_oracle(call)
+    plain = call.with_options(bias=bias.contiguous())
+    expected = run_library(plain, tuple(call.inputs()))
+    assert all(torch.equal(found[name], expected[name]) for name in ("out", "lse", "dbias"))
+    if bias.shape[3] % 8 == 0:  # otherwise the contiguous one is copied as well
+        plans = [flash_ext.explain(c.q, c.k, c.v, operation="backward", **c.options).plan for c in (call, plain)]
+        assert plans[0].variant == plans[1].variant and plans[0].bias_kernel == plans[1].bias_kernel
 
 
 def test_bias_beyond_one_tile(device: str, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext import BlockMask
 from tests import reference
+from tests.options.test_block_mask_patterns import assert_shows
 from tests.oracle import random
 
 BLOCKS = [(16, 32), (64, 64), (1, 32), (128, 128), (5, 96)]
@@ -21,13 +22,10 @@ def indices(seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
     return torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None]
 
 
-def assert_shows(block_mask: BlockMask, visible: Tensor) -> None:
+def assert_lists(block_mask: BlockMask, visible: Tensor) -> None:
     """What it shows, and that blocks are listed as the kernels want them."""
+    assert_shows(block_mask, visible)
     visible = visible if visible.dim() == 4 else visible[None, None]
-    assert block_mask.shape == tuple(visible.shape)
-    assert torch.equal(block_mask.to_dense(), visible)
-    assert torch.equal(reference.block_mask_visible(block_mask.tensors, *visible.shape[2:]), visible)
-    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in block_mask.tensors)
     expected = reference.block_mask_tensors(visible, *block_mask.block_size)
     for got, want in zip(block_mask.tensors[:2], expected[:2], strict=True):
         assert torch.equal(got, want)
@@ -44,13 +42,13 @@ def test_from_dense(lengths: tuple[int, int], block_size: tuple[int, int], densi
     visible = torch.rand(2, 3, *lengths) < density
     block_mask = BlockMask.from_dense(visible, block_size)
     assert block_mask.block_size == block_size
-    assert_shows(block_mask, visible)
-    assert_shows(BlockMask.from_dense(visible[0, 0], block_size), visible[0, 0])
+    assert_lists(block_mask, visible)
+    assert_lists(BlockMask.from_dense(visible[0, 0], block_size), visible[0, 0])
 
 
 def test_every_bit_of_a_word() -> None:
     visible = torch.eye(64, dtype=torch.bool)
-    assert_shows(BlockMask.from_dense(visible, (64, 64)), visible)
+    assert_lists(BlockMask.from_dense(visible, (64, 64)), visible)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -60,7 +58,7 @@ def test_from_blocks(lengths: tuple[int, int], block_size: tuple[int, int]) -> N
     blocks = torch.rand(2, 3, rows, cols) < 0.5
     block_mask = BlockMask.from_blocks(blocks, *lengths, block_size)
     dense = blocks.repeat_interleave(block_size[0], 2).repeat_interleave(block_size[1], 3)
-    assert_shows(block_mask, dense[..., : lengths[0], : lengths[1]])
+    assert_lists(block_mask, dense[..., : lengths[0], : lengths[1]])
     assert len(block_mask.bitmaps) == 0
     assert block_mask.density == pytest.approx(blocks.float().mean().item())
 
@@ -70,7 +68,7 @@ def test_from_blocks(lengths: tuple[int, int], block_size: tuple[int, int]) -> N
 @pytest.mark.parametrize("block_size", BLOCKS[:2], ids=str)
 def test_causal(lengths: tuple[int, int], top_left: bool, block_size: tuple[int, int]) -> None:
     options = reference.Options(causal=True, top_left=top_left)
-    assert_shows(BlockMask.causal(*lengths, block_size, top_left=top_left), reference.visible(*lengths, options))
+    assert_lists(BlockMask.causal(*lengths, block_size, top_left=top_left), reference.visible(*lengths, options))
 
 
 def test_diagonal_blocks_share_a_bitmap() -> None:
@@ -85,20 +83,20 @@ def test_sliding_window(window_size: tuple[int, int], lengths: tuple[int, int]) 
     for top_left in (False, True):
         options = reference.Options(window_size=window_size, top_left=top_left)
         block_mask = BlockMask.sliding_window(*lengths, window_size, block_size=(16, 32), top_left=top_left)
-        assert_shows(block_mask, reference.visible(*lengths, options))
+        assert_lists(block_mask, reference.visible(*lengths, options))
 
 
 def test_global_tokens_see_and_are_seen() -> None:
     i, j = indices(50, 50)
     expected = ((i - j).abs() <= 4) | (i < 3) | (j < 3)
-    assert_shows(BlockMask.sliding_window(50, 50, (4, 4), 3, (16, 32)), expected)
-    assert_shows(BlockMask.sliding_window(50, 50, (4, 4), 3, (16, 32), causal=True), expected & (j <= i))
+    assert_lists(BlockMask.sliding_window(50, 50, (4, 4), 3, (16, 32)), expected)
+    assert_lists(BlockMask.sliding_window(50, 50, (4, 4), 3, (16, 32), causal=True), expected & (j <= i))
 
 
 def test_attention_sinks_beside_a_causal_window() -> None:
     i, j = indices(20, 50)
     expected = (j <= i + 30) & ((j >= i + 30 - 4) | (j < 3))
-    assert_shows(BlockMask.sliding_window(20, 50, (4, 0), 3, (16, 32)), expected)
+    assert_lists(BlockMask.sliding_window(20, 50, (4, 0), 3, (16, 32)), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -106,8 +104,8 @@ def test_documents(causal: bool) -> None:
     ids = torch.tensor([[0] * 20 + [1] * 37 + [-1] * 13, [5] * 40 + [2] * 30])
     i, j = indices(70, 70)
     expected = (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None] & ((j <= i) | (not causal))
-    assert_shows(BlockMask.document(ids, block_size=(16, 32), causal=causal), expected[:, None])
-    assert_shows(BlockMask.document(ids[1], block_size=(16, 32), causal=causal), expected[1])
+    assert_lists(BlockMask.document(ids, block_size=(16, 32), causal=causal), expected[:, None])
+    assert_lists(BlockMask.document(ids[1], block_size=(16, 32), causal=causal), expected[1])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -116,14 +114,14 @@ def test_documents_of_queries_and_keys(causal: bool) -> None:
     ids_q, ids_k = torch.randint(-1, 4, (2, 30)), torch.randint(-1, 4, (2, 45))
     i, j = indices(30, 45)
     expected = (ids_q[:, :, None] == ids_k[:, None]) & (ids_q >= 0)[:, :, None] & ((j <= i + 15) | (not causal))
-    assert_shows(BlockMask.document(ids_q, ids_k, (16, 32), causal=causal), expected[:, None])
+    assert_lists(BlockMask.document(ids_q, ids_k, (16, 32), causal=causal), expected[:, None])
 
 
 def test_a_causal_window_has_no_right_side() -> None:
     """Whatever it was given, and not for global tokens either."""
     i, j = indices(50, 70)
     expected = ((j >= i + 20 - 3) | (j < 2) | (i + 20 < 2)) & (j <= i + 20)
-    assert_shows(BlockMask.sliding_window(50, 70, (3, 5), 2, (16, 32), causal=True), expected)
+    assert_lists(BlockMask.sliding_window(50, 70, (3, 5), 2, (16, 32), causal=True), expected)
 
 
 def test_from_mask_mod() -> None:
@@ -132,7 +130,7 @@ def test_from_mask_mod() -> None:
     b, h, i, j = (
         torch.arange(n).view(shape) for n, shape in [(2, (2, 1, 1, 1)), (3, (3, 1, 1)), (50, (50, 1)), (70, (70,))]
     )
-    assert_shows(block_mask, (j * slopes[h] <= i + b) & (j != 3))
+    assert_lists(block_mask, (j * slopes[h] <= i + b) & (j != 3))
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)], ids=str)

@@ -81,28 +81,28 @@ OPTIONS: dict[str, Callable[[str, torch.dtype], dict[str, Any]]] = {
         "bias": bias_of(device, torch.float16 if dtype == torch.bfloat16 else torch.bfloat16)
     },
     "bias of 32 bits": lambda device, dtype: {"bias": bias_of(device, torch.float32)},
-    "bias of keys": lambda device, dtype: {"bias": key_bias_of(device, dtype, heads=1)},
-    "bias of keys and heads": lambda device, dtype: {"bias": key_bias_of(device, dtype)},
-    "bias of keys of 32 bits": lambda device, dtype: {"bias": key_bias_of(device, torch.float32)},
-    "bias of keys that hides": lambda device, dtype: {"bias": hiding_key_bias_of(device, dtype)},
-    "bias of keys, mask": lambda device, dtype: {"bias": key_bias_of(device, dtype), "mask": mask_of(device)},
-    "bias of keys that hides, dropout": lambda device, dtype: {
+    "per-key bias": lambda device, dtype: {"bias": key_bias_of(device, dtype, heads=1)},
+    "per-key bias and heads": lambda device, dtype: {"bias": key_bias_of(device, dtype)},
+    "per-key bias of 32 bits": lambda device, dtype: {"bias": key_bias_of(device, torch.float32)},
+    "per-key bias that hides": lambda device, dtype: {"bias": hiding_key_bias_of(device, dtype)},
+    "per-key bias, mask": lambda device, dtype: {"bias": key_bias_of(device, dtype), "mask": mask_of(device)},
+    "per-key bias that hides, dropout": lambda device, dtype: {
         "bias": hiding_key_bias_of(device, dtype),
         **dropout(device),
     },
-    "bias of keys, softcap, ALiBi": lambda device, dtype: {
+    "per-key bias, softcap, ALiBi": lambda device, dtype: {
         "bias": key_bias_of(device, dtype),
         "softcap": 2.0,
         "alibi_slopes": torch.rand(HEADS, device=device) / 8,
     },
-    "mask of keys": lambda device, dtype: {"mask": key_mask_of(device)},
-    "mask of keys, bias": lambda device, dtype: {"mask": key_mask_of(device), "bias": bias_of(device, dtype)},
-    "mask of keys, bias of keys": lambda device, dtype: {
+    "key-padding mask": lambda device, dtype: {"mask": key_mask_of(device)},
+    "key-padding mask, bias": lambda device, dtype: {"mask": key_mask_of(device), "bias": bias_of(device, dtype)},
+    "key-padding mask, per-key bias": lambda device, dtype: {
         "mask": key_mask_of(device),
         "bias": hiding_key_bias_of(device, dtype),
     },
-    "mask of keys, dropout": lambda device, dtype: {"mask": key_mask_of(device), **dropout(device)},
-    "mask of keys, bias, dropout": lambda device, dtype: {
+    "key-padding mask, dropout": lambda device, dtype: {"mask": key_mask_of(device), **dropout(device)},
+    "key-padding mask, bias, dropout": lambda device, dtype: {
         "mask": key_mask_of(device),
         "bias": bias_of(device, dtype),
         **dropout(device),
@@ -181,7 +181,7 @@ def test_of_heads_that_share_keys_in_packed_sequences(device: str, dtype: torch.
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize(
     "option",
-    ["mask", "bias", "bias of 32 bits", "mask, bias", "bias of keys", "mask of keys", "mask of keys, bias"],
+    ["mask", "bias", "bias of 32 bits", "mask, bias", "per-key bias", "key-padding mask", "key-padding mask, bias"],
 )
 @pytest.mark.parametrize("drops", [False, True])
 def test_what_nobody_sees_reaches_no_gradient(
@@ -197,7 +197,7 @@ def test_what_nobody_sees_reaches_no_gradient(
         options["mask"][..., HIDDEN] = False
     if "bias" in option:
         bias_dtype = torch.float32 if "32" in option else dtype
-        options["bias"] = (key_bias_of if option == "bias of keys" else bias_of)(device, bias_dtype).contiguous()
+        options["bias"] = (key_bias_of if option == "per-key bias" else bias_of)(device, bias_dtype).contiguous()
         options["bias"][..., HIDDEN] = -torch.inf
     if option == "bias":
         options["bias"] = torch.cat([options["bias"], options["bias"][..., :4]], -1)[..., : seqlens(device)[1]]
@@ -231,7 +231,7 @@ def test_a_query_of_nan_reaches_no_key_that_a_mask_hides_from_it(
     assert result["dq"][:, others].isfinite().all()
 
 
-@pytest.mark.parametrize("option", ["mask", "bias", "bias of keys"])
+@pytest.mark.parametrize("option", ["mask", "bias", "per-key bias"])
 def test_scores_that_overflow_where_nobody_sees_them(device: str, head_dim: int, option: str) -> None:
     """Sums of Inf and -Inf, or Inf, and gradients of scores likewise."""
     bias = (key_bias_of if "keys" in option else bias_of)(device, torch.bfloat16)

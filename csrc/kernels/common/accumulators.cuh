@@ -18,6 +18,16 @@ struct TileCoordinates {
   __device__ __forceinline__ int key(int m, int n, int e) const { return kTransposed ? row(m, e) : column(n, e); }
 };
 
+/// The largest, and the sum, of what the four lanes have that share a row of the accumulators.
+__device__ __forceinline__ float max_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
 /// Calls f(x, m, n, e) for every accumulator.
 template <int kM, int kN, class F>
 __device__ __forceinline__ void for_each_score(float (&s)[kM][kN][4], F f) {

@@ -90,7 +90,7 @@ class BackwardChunk {
   }
 
   void add_tile(const KeyTile& keys) {
-    tile_.differentiate(keys);
+    tile_.compute_ds(keys);
     if constexpr (kHasMatrixUnits<T>) {
       if (tile_.k().in_halves && dq_ != nullptr) transpose_rows(k_columns_, tile_.k().halves, tile_.k().half_stride);
     }

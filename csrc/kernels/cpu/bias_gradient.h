@@ -79,7 +79,7 @@ class BiasRectangle {
     bool loaded = false;
     for (KeyTiles tiles(p_, seq, rows, keys); tiles.next(); loaded = true) {
       if (!loaded) tile_.load_queries(seq, rows);
-      tile_.differentiate(tiles.tile());
+      tile_.compute_ds(tiles.tile());
       for (int64_t n = 0; n < tile_.num_panels(); ++n) {
         if (tile_.sees_any(n)) add_panel(n, tiles.tile().begin % kBlockN);
       }

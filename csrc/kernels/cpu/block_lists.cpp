@@ -46,9 +46,12 @@ void interval_block_lists(const IntervalListsParams& p, ParallelFor parallel_for
 
 void block_lists_transposed(const TransposedListsParams& p, ParallelFor parallel_for) {
   const int64_t heads = int64_t{p.batch} * p.heads, columns = heads * p.columns;
-  for_each(columns, kGrainRows, parallel_for, [&](int column) { count_rows(p, column, Lanes()); });
+  const RowRange rows{0, p.rows};
+  for_each(columns, kGrainRows, parallel_for, [&](int column) {
+    p.transposed_offsets[place_of_offset(p, column)] = count_rows(p, column, rows, Lanes());
+  });
   const int64_t end = sum_up(p.transposed_offsets, heads, p.columns, p.max_blocks);
-  for_each(columns, kGrainRows, parallel_for, [&](int column) { write_rows(p, column, Lanes()); });
+  for_each(columns, kGrainRows, parallel_for, [&](int column) { write_rows(p, column, rows, 0, Lanes()); });
   for_each(num_squares(p), kGrainSquares, parallel_for, [&](int64_t square) { transpose_square(p, square, Lanes()); });
   clear(p.transposed_indices, end, p.max_blocks);
   clear(p.transposed_bitmap_ids, end, p.max_blocks);

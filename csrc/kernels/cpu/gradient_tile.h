@@ -72,7 +72,7 @@ class GradientTile {
 
   /// Recomputes all panels against a tile of keys. First all that K is for, then all that V is for: either tile alone
   /// stays in the L1 cache meanwhile, both would not.
-  void differentiate(const KeyTile& tile) {
+  void compute_ds(const KeyTile& tile) {
     tile_ = tile;
     const int64_t head_kv = head_ / (p_.heads_q / p_.heads_kv);
     load_keys(k_, p_.k, p_.dtype, seq_, head_kv, tile.begin, tile.end);

@@ -118,7 +118,7 @@ struct TileOperand {
 /// 32 x (16 kCols) floats of C in the registers 0 to 3, row by row.
 template <int kCols>
 struct TileSums {
-  FLASH_EXT_INLINE static void clear() {
+  FLASH_EXT_INLINE static void zero() {
     _tile_zero(0);
     _tile_zero(2);
     if constexpr (kCols == 2) _tile_zero(1);
@@ -167,7 +167,7 @@ void multiply_tiles(float* s, const uint16_t* a, int64_t stride, const uint32_t*
   const int64_t row_bytes = stride * static_cast<int64_t>(sizeof(uint16_t));
   for (int64_t row = begin / kBlockSide * kBlockSide; row < end; row += kBlockSide) {
     const TileOperand rows{a + row * stride, row_bytes, kTileSide * row_bytes, kTileDepth * int64_t{sizeof(uint16_t)}};
-    TileSums<kCols>::clear();
+    TileSums<kCols>::zero();
     TileSums<kCols>::add_products(rows, pairs_operand(b, depths), 0, depths);
     TileSums<kCols>::store_to(s + row * kBlockSide, kBlockSide);
   }

@@ -21,7 +21,7 @@ template <class T, int kRows, int kCols>
 struct Accumulators {
   Vec<T> sum[kRows][kCols];
 
-  FLASH_EXT_INLINE void clear() {
+  FLASH_EXT_INLINE void zero() {
 #pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
@@ -105,7 +105,7 @@ void multiply(T* s, const T* a, int64_t a_stride, const T* b, int64_t depth, int
   for_row_blocks<kProductRows<T, kCols>>(
       begin, end, [=](int64_t row, auto rows) __attribute__((always_inline)) {
         Accumulators<T, decltype(rows)::value, kCols> acc;
-        acc.clear();
+        acc.zero();
         acc.add_product(a + row * a_stride, a_stride, 1, b, kPanel, depth);
         acc.store_to(s + row * kPanel, kPanel);
       });

@@ -1,4 +1,4 @@
-// Counters in global memory by which blocks wait for each other (PTX ISA, "ld", "red").
+// Counters in global memory by which CTAs wait for each other (PTX ISA, "ld", "red").
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 
 namespace flash_ext::ptx {
 
-/// threadIdx.x % 32 in one-dimensional blocks. Volatile, so that it is read once: what is computed from threadIdx.x is
+/// threadIdx.x % 32 in one-dimensional CTAs. Volatile, so that it is read once: what is computed from threadIdx.x is
 /// computed again in every iteration of a long loop, at the price of a slow read.
 __device__ __forceinline__ int lane_id() {
   int lane;

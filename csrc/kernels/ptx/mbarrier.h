@@ -11,7 +11,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t s_barrier, uint32_t arriv
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(s_barrier), "r"(arrivals) : "memory");
 }
 
-/// Makes initialised barriers visible to TMA. To be followed by a barrier of the block.
+/// Makes initialised barriers visible to TMA. To be followed by a barrier of the CTA.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

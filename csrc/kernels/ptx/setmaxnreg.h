@@ -1,4 +1,4 @@
-// Registers move between the warpgroups of a block (PTX ISA, "setmaxnreg"). All warps of a warpgroup call it.
+// Registers move between the warpgroups of a CTA (PTX ISA, "setmaxnreg"). All warps of a warpgroup call it.
 #pragma once
 
 namespace flash_ext::ptx {

@@ -71,7 +71,7 @@ constexpr int kStoreDqBlocks = 4;  // an SM's at least: with 40 registers, ptxas
 /// dQ = softmax_scale * sums, in units of the workspace, of a tile of rows of a head.
 template <class Element, class Layout, int kBlockM, int kHeadDim>
 __device__ __forceinline__ void store_dq(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                         const volatile RowTileOfBlock& block, int head) {
+                                         const volatile RowTileOfCta& block, int head) {
   const Sequence sequence(p, block.batch, head);
   const int first = block.tile * kBlockM;
   if (block.tile < 0 || first >= sequence.seqlen_q) return;
@@ -97,7 +97,7 @@ template <class Element, class Layout, int kBlockM, int kHeadDim>
 __global__ void __launch_bounds__(kStoreDqThreads, kStoreDqBlocks)
     store_dq_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace) {
   ptx::wait_for_previous_grid();
-  const volatile RowTileOfBlock& block = RowTileOfBlock::find(p, workspace.row_tiles);
+  const volatile RowTileOfCta& block = RowTileOfCta::find(p, workspace.row_tiles);
 #pragma unroll 1
   for (int head = block.first_head; head < block.end_head; ++head)
     store_dq<Element, Layout, kBlockM, kHeadDim>(p, workspace, block, head);

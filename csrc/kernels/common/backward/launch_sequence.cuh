@@ -30,7 +30,7 @@ void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& 
                               const BackwardKernelNames& names, bool overlaps_previous, cudaStream_t stream,
                               LaunchRowTerms launch_row_terms, LaunchMain launch_main) {
   constexpr int kBlockM = Kernels::kBlockM;
-  const LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
+  const LaunchShape rows{grid_of(RowTileOfCta::blocks(p, kBlockM)), dim3(kRowTermThreads)};
   launch_row_terms(rows);
   if (p.dq.data || p.dk.data || p.dv.data) launch_main();
   if (p.dq.data) {

@@ -5,7 +5,7 @@
 
 namespace flash_ext {
 
-/// x: as a quad of lanes holds two rows of accumulators; `first` is 0 for the first of these, 2 for the second.
+/// x: as four lanes hold two rows of accumulators; `first` is 0 for the first of these, 2 for the second.
 template <class Element>
 __device__ __forceinline__ void store_row_piece(Element* g_target, const float (&x)[4][4], int first, float factor) {
   constexpr int kElements = 16 / sizeof(Element);

@@ -60,16 +60,16 @@ __device__ __forceinline__ int term_position(int row) {
 /// The tile of rows that a CTA works on, of one head or several. CTAs count tiles of a sequence, heads, batch entries,
 /// or, where tiles are numbered by rows, numbers and groups of heads: to find the sequence of a number takes as long as
 /// the rows of some heads, so that these share it.
-struct RowTileOfBlock {
+struct RowTileOfCta {
   int tile, batch;  // tile: it may be below 0, or behind the end of the sequence
   int first_head, end_head;
 
   /// As warp 0 finds it, in shared memory: a loop over the heads has no registers to keep it.
-  __device__ __forceinline__ static const volatile RowTileOfBlock& find(const AttentionParams& p,
-                                                                        const TileNumbers& numbers) {
-    __shared__ RowTileOfBlock s_found;
+  __device__ __forceinline__ static const volatile RowTileOfCta& find(const AttentionParams& p,
+                                                                      const TileNumbers& numbers) {
+    __shared__ RowTileOfCta s_found;
     if (threadIdx.x < 32) {
-      const RowTileOfBlock found = of_block(p, numbers);
+      const RowTileOfCta found = of_block(p, numbers);
       if (threadIdx.x == 0) s_found = found;
     }
     __syncthreads();
@@ -84,7 +84,7 @@ struct RowTileOfBlock {
   static constexpr int kHeadsOfNumber = 8;
 
   /// By a whole warp.
-  __device__ __forceinline__ static RowTileOfBlock of_block(const AttentionParams& p, const TileNumbers& numbers) {
+  __device__ __forceinline__ static RowTileOfCta of_block(const AttentionParams& p, const TileNumbers& numbers) {
     const unsigned heads = static_cast<unsigned>(p.heads_q);
     if (!numbers.by_rows) {
       const unsigned tiles = static_cast<unsigned>(numbers.tiles_of_longest), flat_head = blockIdx.x / tiles;
@@ -92,7 +92,7 @@ struct RowTileOfBlock {
       return {static_cast<int>(blockIdx.x % tiles), static_cast<int>(flat_head / heads), head, head + 1};
     }
     const unsigned count = static_cast<unsigned>(numbers.count);
-    RowTileOfBlock found;
+    RowTileOfCta found;
     found.first_head = static_cast<int>(blockIdx.x / count) * kHeadsOfNumber;
     found.end_head = min(found.first_head + kHeadsOfNumber, static_cast<int>(heads));
     numbers.find(p, blockIdx.x % count, found.batch, found.tile);
@@ -103,7 +103,7 @@ struct RowTileOfBlock {
 /// Those of a tile of a head, by a CTA of kRowTermThreads.
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                                const volatile RowTileOfBlock& block, int head) {
+                                                const volatile RowTileOfCta& block, int head) {
   constexpr int kPiece = 16 / sizeof(Element);
   constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
   const int block_tile = block.tile, batch = block.batch;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
   const auto queries = query_rows<const Element>(p.q, sequence);
   const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[head] == INFINITY;
   const int lane = threadIdx.x % kLanes;
-  bool clean = true, large = false;
+  bool all_finite = true, large = false;
 #pragma unroll 2
   for (int row = threadIdx.x / kLanes; row < kBlockM; row += kRowTermThreads / kLanes) {
     const int i = first + row;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     bool finite = true;
     if (inside && workspace.unclean) {
       for (int d = lane * kPiece; d < p.head_dim; d += kLanes * kPiece)
-        clean &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
+        all_finite &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
     }
     if (inside && p.grad_out.data) {
       for (int d = lane * kPiece; d < p.head_dim_v; d += kLanes * kPiece) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
       sum += __shfl_xor_sync(~0u, sum, step);
       finite &= __shfl_xor_sync(~0u, static_cast<int>(finite), step) != 0;
     }
-    clean &= finite;
+    all_finite &= finite;
     if (lane != 0) continue;
     if (g_grad_lse && inside) sum -= g_grad_lse[i];
     const RowTerms terms = row_terms_of<Element>(sum, finite, lse, sink_takes_all);
@@ -167,8 +167,8 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     if (threadIdx.x % 32 == 0) workspace.large[tile * kLargeParts + threadIdx.x / 32] = large;
   }
   if (!workspace.unclean) return;
-  const bool unclean = __syncthreads_or(!clean);
-  if (threadIdx.x == 0) workspace.unclean[tile] = unclean;
+  const bool some_non_finite = __syncthreads_or(!all_finite);
+  if (threadIdx.x == 0) workspace.unclean[tile] = some_non_finite;
 }
 
 /// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are
@@ -177,7 +177,7 @@ template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
 static __global__ void __launch_bounds__(kRowTermThreads, kRowTermBlocks)
     backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
   ptx::launch_dependents();
-  const volatile RowTileOfBlock& block = RowTileOfBlock::find(p, workspace.row_tiles);
+  const volatile RowTileOfCta& block = RowTileOfCta::find(p, workspace.row_tiles);
 #pragma unroll 1
   for (int head = block.first_head; head < block.end_head; ++head)
     write_row_terms<Element, kHeadDim, kBlockM, kPermuted>(p, workspace, block, head);

@@ -1,13 +1,12 @@
 // Additions to dQ in an order that is the same in every run: CTAs take turns.
 //
-// A tile of queries gets its parts of dQ from the tiles of keys that it sees, first keys first. A counter for each warp
-// that adds says how many of them have been added. CTAs take their tiles of keys in the same order, by numbers that
-// they draw when they start: whoever waits for its turn waits for CTAs that have started before, so that some CTA can
-// always go on.
+// The key tiles that a query tile sees add to its dQ in their order, first keys first. Each warp that adds has a
+// counter of the additions that are complete. CTAs draw numbers when they start and take key tiles in the order of the
+// numbers. So a CTA waits only for CTAs that have started before it, and the first of those waits for nobody: no
+// deadlock.
 //
-// Turns come without waiting where CTAs that start together begin with the tile of queries that all of them see, and go
-// the same way: from the last tile of queries to the first one. Then each follows the one before at the distance that
-// an addition takes.
+// CTAs that start together begin with the query tile that all of them see and go the same way, from the last query tile
+// to the first. Each then follows the one before at the distance that an addition takes, and hardly waits.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +28,9 @@ __device__ __forceinline__ uint32_t draw_number(const BackwardWorkspace& workspa
   return static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
 }
 
-/// The tiles of queries that a CTA goes over, from `first` on; `past` is behind the last one. Of one head after the
-/// other; where additions take turns, of all heads before the next tile: else a CTA whose keys fewer tiles see would be
-/// done with a head, and wait in the next one for those whose keys more see.
+/// The query tiles that a CTA visits, from `first` on; `past` is behind the last one. Heads come one after the other.
+/// Where additions take turns, a CTA visits a query tile of all heads before the next tile: head by head, a CTA with
+/// few tiles would wait in every head for one with many.
 struct QueryTileOrder {
   int first, past, stride;
 
@@ -41,8 +40,8 @@ struct QueryTileOrder {
   __device__ __forceinline__ bool takes_turns() const { return stride < 0; }
 };
 
-// What follows is for whole warps, whose lanes go the same way: ptxas must see that, or it parts the lanes around every
-// product of the loop.
+// What follows is called by whole warps. ptxas must see that their lanes take the same branches, or it separates the
+// lanes around every product of the loop.
 
 /// Until `turn` additions have been counted, and are in memory.
 __device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn) {

@@ -33,7 +33,7 @@ __device__ __forceinline__ TileState block_mask_state(const BlockMaskRows& block
 
 constexpr int kVisibilityThreads = 128;
 
-/// A block makes the words and the state of one tile. static, as backward_row_terms_kernel is.
+/// A CTA makes the words and the state of one tile. static, as backward_row_terms_kernel is.
 template <int kBlockM, int kBlockN>
 static __global__ void __launch_bounds__(kVisibilityThreads)
     mask_tiles_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ VisibilityTiles tiles) {
@@ -76,7 +76,7 @@ static __global__ void __launch_bounds__(kVisibilityThreads)
   const_cast<uint8_t*>(tiles.states_of(batch, head, key_tile))[query_tile] = state;
 }
 
-/// The words of a tile to shared memory, by the first kThreads of the block: word (group of 32 keys, query). Copies are
+/// The words of a tile to shared memory, by the first kThreads of the CTA: word (group of 32 keys, query). Copies are
 /// not waited for.
 template <int kThreads, int kBlockM, int kBlockN>
 __device__ __forceinline__ void load_words(uint32_t s_words, const AttentionParams& p, const VisibilityTiles& tiles,

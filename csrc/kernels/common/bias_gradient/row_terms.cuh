@@ -50,7 +50,7 @@ template <class Element>
 void launch_bias_row_terms(const BackwardParams& p, float* delta, cudaStream_t stream) {
   const int64_t row_blocks = (rows_of_head(p) + kRowTermRows - 1) / kRowTermRows;
   const LongDivisor rows_of_entry(p.seq.cu_seqlens_q ? p.total_q : p.seqlen_q);
-  launch("sm80/bias_gradient", bias_row_terms_kernel<Element>,
+  launch("row terms of the gradient of bias", bias_row_terms_kernel<Element>,
          {grid_of(row_blocks * p.heads_q), dim3(kBiasRowTermThreads)}, stream, p, delta,
          static_cast<unsigned>(row_blocks), rows_of_entry);
 }

@@ -23,7 +23,7 @@ struct BiasShape {
   static constexpr int kM = kWarpRows / 16, kN = kWarpKeys / 8;
   static constexpr int kKeyWarps = kKeys / kWarpKeys;
   static constexpr int kThreads = kRows / kWarpRows * kKeyWarps * 32;
-  static constexpr int kBlocksPerSm = 2;
+  static constexpr int kCtasPerSm = 2;
 };
 
 /// How dbias is cut. The number of chunks depends on the shapes alone, of packed sequences on their number and rows,

@@ -1,7 +1,7 @@
 // Block lists with queries and keys in each other's place: of each column of blocks, the rows that list it.
 //
 // A column is looked up in as many rows at a time as there are lanes, so that rows come out in ascending order. Two
-// passes, as in interval_lists.h.
+// passes, as in interval_lists.h. On CUDA several warps share the rows of a column.
 #pragma once
 
 #include <cstdint>
@@ -55,15 +55,20 @@ FLASH_EXT_LANES_CODE int64_t place_of_offset(const TransposedListsParams& p, int
   return int64_t{number} + number / p.columns;
 }
 
-/// Counts the rows that list a column, and unless `entry` is negative writes them from there on.
-FLASH_EXT_LANES_CODE int rows_of_column(const TransposedListsParams& p, int number, int64_t entry, const Lanes& lanes) {
+struct RowRange {
+  int begin, end;
+};
+
+/// Counts those of these rows that list a column, and unless `entry` is negative writes them from there on.
+FLASH_EXT_LANES_CODE int rows_of_column(const TransposedListsParams& p, int number, RowRange rows, int64_t entry,
+                                        const Lanes& lanes) {
   const int head = number / p.columns, column = number % p.columns;
   const int32_t* const offsets =
       p.offsets + head / p.heads * p.offsets_batch_stride + head % p.heads * p.offsets_head_stride;
   int count = 0;
-  for (int first = 0; first < p.rows; first += Lanes::kCount) {
+  for (int first = rows.begin; first < rows.end; first += Lanes::kCount) {
     const int row = first + lanes.index;
-    const int64_t found = row < p.rows ? entry_of(p, offsets, row, column) : -1;
+    const int64_t found = row < rows.end ? entry_of(p, offsets, row, column) : -1;
     const int64_t place = entry + count + lanes.rank(found >= 0);
     if (found >= 0 && entry >= 0 && place < p.max_blocks) {
       p.transposed_indices[place] = row;
@@ -74,15 +79,15 @@ FLASH_EXT_LANES_CODE int rows_of_column(const TransposedListsParams& p, int numb
   return count;
 }
 
-/// First pass: the number of rows of a column, in the place of its offset.
-FLASH_EXT_LANES_CODE void count_rows(const TransposedListsParams& p, int number, const Lanes& lanes) {
-  const int count = rows_of_column(p, number, -1, lanes);
-  if (lanes.index == 0) p.transposed_offsets[place_of_offset(p, number)] = count;
+/// First pass, which is to leave the number of rows of a column in the place of its offset.
+FLASH_EXT_LANES_CODE int count_rows(const TransposedListsParams& p, int number, RowRange rows, const Lanes& lanes) {
+  return rows_of_column(p, number, rows, -1, lanes);
 }
 
-/// Second pass: the entries of a column.
-FLASH_EXT_LANES_CODE void write_rows(const TransposedListsParams& p, int number, const Lanes& lanes) {
-  rows_of_column(p, number, p.transposed_offsets[place_of_offset(p, number)], lanes);
+/// Second pass: the entries of a column, behind those of the rows before these.
+FLASH_EXT_LANES_CODE void write_rows(const TransposedListsParams& p, int number, RowRange rows, int before,
+                                     const Lanes& lanes) {
+  rows_of_column(p, number, rows, int64_t{p.transposed_offsets[place_of_offset(p, number)]} + before, lanes);
 }
 
 /// Squares of 32 queries by 32 keys of all bitmaps.

@@ -103,7 +103,7 @@ __device__ __forceinline__ void keep_weights(uint32_t (&step)[4], uint32_t kept,
 }
 
 /// Words of kept weights of a tile of kQueries in shared memory, for accumulators whose rows are keys: a lane has few
-/// keys of a word there, so its warps draw the words together.
+/// keys of a word there, so the warps compute the words together.
 template <int kQueries>
 struct KeptTile {
   static constexpr int kWordsOfGroup = kQueries * 2;  // of 64 keys

@@ -30,8 +30,8 @@ struct KeyOrder {
   }
 };
 
-/// Each lane of a quad has a part of its own, the byte of its keys: bit 2 n + c. Parts of a row that has more words
-/// follow each other.
+/// Each of the four lanes of a row has a part of its own, the byte of its keys: bit 2 n + c. Parts of a row that has
+/// more words follow each other.
 struct QuadOrder {
   /// Of lane t, of a word in the order of the keys.
   __device__ __forceinline__ static uint32_t part(uint32_t word, int t) {

@@ -71,7 +71,7 @@ struct BackwardConsumer : BackwardSums<Config> {
       const bool odd = half % 2 != 0;
       const PreparedStep& now = Config::kScoreOptions ? work_tile.ring[n % 8] : walked;
       const bool past = has(now, kStepPast);
-      // Who loads a tile uses it first, in the next half-step; those who wait for nothing have loaded nothing.
+      // The warps that copied a tile are the first to use it, in the next half-step; the others have copied nothing.
       const bool makes_weights = makes_p != odd && !past;
       if (makes_p || half != 0) ptx::cp_async_wait<0>();
       if (makes_weights) {

@@ -34,11 +34,11 @@
 
 namespace flash_ext::sm80 {
 
-/// Blocks of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the
-/// most queries see, come first. Or as a list says. Deterministic: CTAs draw numbers, so that whoever waits waits for
-/// one that runs, and of a head the last keys have the first number.
+/// CTAs of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the most
+/// queries see, come first. With a work list, its order holds. Deterministic: CTAs draw numbers when they start, and
+/// the last keys of a head have the first number, so that a CTA waits only for CTAs that run.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ BackwardSchedule schedule, bool copies_bias) {
   extern __shared__ __align__(128) char shared[];
@@ -94,7 +94,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
   const BackwardSchedule schedule = backward_schedule<Config>(p, workspace, memory);
   fill_work_list(p, schedule.listing, schedule.list, stream);
-  const LaunchShape rows{grid_of(RowTileOfBlock::blocks(p, kBlockM)), dim3(kRowTermThreads)};
+  const LaunchShape rows{grid_of(RowTileOfCta::blocks(p, kBlockM)), dim3(kRowTermThreads)};
   launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
 
   if (p.dq.data || p.dk.data || p.dv.data) {

@@ -28,7 +28,7 @@ __device__ __forceinline__ void attention_product_gradient(ScoreFragment& ds, co
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
     slab_dq_kernel(const __grid_constant__ BackwardParams p, const float* delta, const TileNumbers numbers, int slabs) {
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(p, numbers, slabs);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerS
 
 /// dK, or dV: a slab of a tile of keys, summed over the queries of all heads of the group.
 template <class Element, bool kValues>
-__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
     slab_dkv_kernel(const __grid_constant__ BackwardParams p, const float* delta, const TileNumbers numbers,
                     int slabs) {
   extern __shared__ __align__(128) char shared[];
@@ -117,7 +117,7 @@ struct SlabBackward {
     if (p.dv.data) run(slab_dkv_kernel<Element, true>, p, workspace.delta, p.head_dim_v, WorkListSide::kKeys, stream);
     if (!p.dsink) return;
     launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kScoreRows>,
-           {grid_of(RowTileOfBlock::blocks(p, kScoreRows)), dim3(kRowTermThreads)}, stream, p, workspace.tiles);
+           {grid_of(RowTileOfCta::blocks(p, kScoreRows)), dim3(kRowTermThreads)}, stream, p, workspace.tiles);
     launch("sm80/backward sink", sink_gradient_kernel<kScoreRows>, {grid_of(p.heads_q), dim3(kRowTermThreads)}, stream,
            p, workspace.tiles);
   }

@@ -29,7 +29,7 @@ struct BackwardConfig {
   static constexpr int kRoleWarps = kWarps / 2;
   static constexpr int kWarpKeys = 32;  // as many as one word of visibility covers
   static constexpr int kBlockM = kShape.block_m, kBlockN = kShape.block_n;
-  static constexpr int kBlocksPerSm = 1;
+  static constexpr int kCtasPerSm = 1;
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
 
@@ -60,6 +60,12 @@ struct BackwardConfig {
   static_assert(kSharedBytes == backward_shared_bytes(kHeadDim, kFloat, kTiling), "which the plan goes by");
   static_assert(!kSmall_ || kSharedBytes + TileLayout<float, kBlockN>::bytes(kBlockM) <= kSmallestSharedBytes,
                 "every GPU must be able to launch it, with a bias too");
+};
+
+/// Named barriers, each of half the warps of a CTA. 0 is __syncthreads().
+enum BackwardBarrier : int {
+  kProbabilityWarps = 1,  // that compute S, P and dV
+  kGradientWarps = 2,     // that compute dP, dS and dK
 };
 
 /// A tile of queries of a head, counted from the first of the group.

@@ -124,9 +124,9 @@ struct BackwardWarp {
 
   __device__ __forceinline__ void sync_role() const {
     if (makes_p) {
-      ptx::barrier_sync<1, kRoleThreads>();
+      ptx::barrier_sync<kProbabilityWarps, kRoleThreads>();
     } else {
-      ptx::barrier_sync<2, kRoleThreads>();
+      ptx::barrier_sync<kGradientWarps, kRoleThreads>();
     }
   }
 };

@@ -23,7 +23,7 @@
 namespace flash_ext::sm80 {
 
 template <class Element>
-__global__ void __launch_bounds__(BiasShape<Element>::kThreads, BiasShape<Element>::kBlocksPerSm)
+__global__ void __launch_bounds__(BiasShape<Element>::kThreads, BiasShape<Element>::kCtasPerSm)
     bias_gradient_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasTiles tiles,
                          const __grid_constant__ BiasShared plan, const float* delta, float* shares) {
   extern __shared__ __align__(128) char shared[];
@@ -69,7 +69,7 @@ template <class Element>
 BiasShared bias_shared(const BackwardParams& p) {
   using Consumer = BiasConsumer<Element>;
   const int of_block = shared_bytes_per_block();
-  const int of_several = shared_bytes_per_sm() / BiasShape<Element>::kBlocksPerSm - kReservedSharedBytes;
+  const int of_several = shared_bytes_per_sm() / BiasShape<Element>::kCtasPerSm - kReservedSharedBytes;
   const auto with = [&](int stages, bool stages_bias) {
     BiasShared plan = {};
     plan.stages = stages;

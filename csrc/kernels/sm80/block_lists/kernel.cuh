@@ -3,7 +3,8 @@
 //
 //   a warp counts the blocks of a row | a CTA makes offsets of the counts | a warp writes the entries of a row
 //
-// A row of the transpose is a column of the mask. Its bitmaps, which need no offsets, are written beside the counts.
+// A row of the transpose is a column of the mask. A CTA works on it, each warp on a part of the rows: a look-up is a
+// chain of loads, each of which waits for the one before. Bitmaps need no offsets and are written beside the counts.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,8 @@ namespace flash_ext::sm80 {
 
 constexpr int kBlockListThreads = 128;
 constexpr int kOffsetThreads = 1024;
+constexpr int kColumnWarps = 8;  // of a CTA of the transpose
+constexpr int kColumnThreads = kColumnWarps * Lanes::kCount;
 
 /// The number of this warp, of all of the grid.
 __device__ __forceinline__ int64_t warp_of_grid() {
@@ -29,13 +32,47 @@ static __global__ void __launch_bounds__(kBlockListThreads, 1)
   if (row < p.batch * p.rows) count_blocks(p, static_cast<int>(row), Lanes());
 }
 
-static __global__ void __launch_bounds__(kBlockListThreads, 1)
+/// The part of the rows of a mask that this warp looks at, and how many of them list the CTA's column.
+class ColumnPart {
+ public:
+  __device__ __forceinline__ ColumnPart(const TransposedListsParams& p, int column, int32_t (&counts)[kColumnWarps])
+      : counts_(counts), warp_(static_cast<int>(threadIdx.x) / Lanes::kCount), rows_(rows_of(p, warp_)) {
+    const int count = count_rows(p, column, rows_, Lanes());
+    if (Lanes().index == 0) counts[warp_] = count;
+    __syncthreads();
+  }
+  __device__ __forceinline__ RowRange rows() const { return rows_; }
+  /// The rows that list the column, of the parts before this one.
+  __device__ __forceinline__ int before() const { return sum_of(warp_); }
+  __device__ __forceinline__ int of_all() const { return sum_of(kColumnWarps); }
+
+ private:
+  __device__ __forceinline__ static RowRange rows_of(const TransposedListsParams& p, int warp) {
+    const int share = (p.rows + kColumnThreads - 1) / kColumnThreads * Lanes::kCount;
+    return {min(warp * share, p.rows), min((warp + 1) * share, p.rows)};
+  }
+  __device__ __forceinline__ int sum_of(int parts) const {
+    int sum = 0;
+    for (int part = 0; part < parts; ++part) sum += counts_[part];
+    return sum;
+  }
+
+  const int32_t (&counts_)[kColumnWarps];
+  const int warp_;
+  const RowRange rows_;
+};
+
+static __global__ void __launch_bounds__(kColumnThreads, 1)
     count_rows_kernel(const __grid_constant__ TransposedListsParams p) {
-  const int64_t warp = warp_of_grid(), columns = int64_t{p.batch} * p.heads * p.columns;
-  if (warp < columns) {
-    count_rows(p, static_cast<int>(warp), Lanes());
-  } else if (warp - columns < num_squares(p)) {
-    transpose_square(p, warp - columns, Lanes());
+  __shared__ int32_t counts[kColumnWarps];
+  const int64_t columns = int64_t{p.batch} * p.heads * p.columns;
+  if (blockIdx.x < columns) {
+    const int column = static_cast<int>(blockIdx.x);
+    const ColumnPart part(p, column, counts);
+    if (threadIdx.x == 0) p.transposed_offsets[place_of_offset(p, column)] = part.of_all();
+  } else {
+    const int64_t square = (blockIdx.x - columns) * kColumnWarps + threadIdx.x / Lanes::kCount;
+    if (square < num_squares(p)) transpose_square(p, square, Lanes());
   }
 }
 
@@ -69,8 +106,8 @@ static __global__ void __launch_bounds__(kOffsetThreads)
 
 /// Entries behind the last block, by all threads of the grid.
 __device__ __forceinline__ void clear_entries(int32_t* indices, int32_t* bitmap_ids, int64_t end, int64_t max_blocks) {
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kBlockListThreads + threadIdx.x;
-  for (int64_t n = end + thread; n < max_blocks; n += static_cast<int64_t>(gridDim.x) * kBlockListThreads)
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  for (int64_t n = end + thread; n < max_blocks; n += static_cast<int64_t>(gridDim.x) * blockDim.x)
     indices[n] = bitmap_ids[n] = 0;
 }
 
@@ -81,10 +118,15 @@ static __global__ void __launch_bounds__(kBlockListThreads, 1)
   clear_entries(p.indices, p.bitmap_ids, rows > 0 ? p.offsets[rows + p.batch - 1] : 0, p.max_blocks);
 }
 
-static __global__ void __launch_bounds__(kBlockListThreads, 1)
+static __global__ void __launch_bounds__(kColumnThreads, 1)
     write_rows_kernel(const __grid_constant__ TransposedListsParams p) {
-  const int64_t column = warp_of_grid(), heads = int64_t{p.batch} * p.heads, columns = heads * p.columns;
-  if (column < columns) write_rows(p, static_cast<int>(column), Lanes());
+  __shared__ int32_t counts[kColumnWarps];
+  const int64_t heads = int64_t{p.batch} * p.heads, columns = heads * p.columns;
+  if (blockIdx.x < columns) {
+    const int column = static_cast<int>(blockIdx.x);
+    const ColumnPart part(p, column, counts);
+    write_rows(p, column, part.rows(), part.before(), Lanes());
+  }
   clear_entries(p.transposed_indices, p.transposed_bitmap_ids,
                 columns > 0 ? p.transposed_offsets[columns + heads - 1] : 0, p.max_blocks);
 }
@@ -111,9 +153,10 @@ inline void run_interval_block_lists(const IntervalListsParams& p, cudaStream_t 
 inline void run_block_lists_transposed(const TransposedListsParams& p, cudaStream_t stream) {
   const int64_t heads = int64_t{p.batch} * p.heads, columns = heads * p.columns;
   const int64_t squares = p.num_bitmaps * (p.block_m / 32) * (p.block_n / 32);
-  launch("rows of columns", count_rows_kernel, warps_of_block_lists(columns + squares), stream, p);
+  const auto ctas = [](int64_t count) { return LaunchShape{grid_of(count), dim3(kColumnThreads)}; };
+  launch("rows of columns", count_rows_kernel, ctas(columns + (squares + kColumnWarps - 1) / kColumnWarps), stream, p);
   make_offsets(p.transposed_offsets, heads, p.columns, p.max_blocks, stream);
-  launch("lists of columns", write_rows_kernel, warps_of_block_lists(std::max<int64_t>(columns, 1)), stream, p);
+  launch("lists of columns", write_rows_kernel, ctas(std::max<int64_t>(columns, 1)), stream, p);
 }
 
 }  // namespace flash_ext::sm80

@@ -37,7 +37,7 @@ struct ScoreTile {
   static constexpr int kTileBytes = Products::Layout::bytes(kScoreRows);
   static constexpr int kStages = 2;
   static constexpr int kStepsTogether = sizeof(Element) == 4 ? 1 : 2;  // more fragments of floats spill
-  static constexpr int kBlocksPerSm = sizeof(Element) == 4 ? 2 : 3;    // the loads of one hide behind the others' work
+  static constexpr int kCtasPerSm = sizeof(Element) == 4 ? 2 : 3;      // the loads of one hide behind the others' work
   static constexpr int kWordsPerRow = kScoreKeys / 32;
   static constexpr int kSharedBytes = 2 * kStages * kTileBytes + kScoreRows * kWordsPerRow * 4;
   static_assert(kSharedBytes <= kSmallestSharedBytes, "every GPU must be able to launch it");

@@ -193,8 +193,7 @@ struct DecodeWarp {
       float largest = s[0][2 * r];
 #pragma unroll
       for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      largest = max_of_row(largest);
       if (largest > maximum[r] + kMaxGrowth) {
         factor[r] = Unit::exp(maximum[r] - largest);
         maximum[r] = largest;
@@ -245,9 +244,7 @@ struct DecodeWarp {
   __device__ __forceinline__ void publish(float* s_out, float2* s_softmax_state, int rows) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = row_sum[r];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
+      const float sum = sum_of_row(row_sum[r]);
       const int row = row_warp * 16 + lane / 4 + 8 * r;
       if (row >= rows) continue;
       const int slot = key_warp * Config::kBlockM + row;

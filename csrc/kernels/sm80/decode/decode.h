@@ -1,4 +1,4 @@
-// Attention over a key-value cache, cut along the keys.
+// Attention over a key-value cache, split along the keys.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -34,7 +34,7 @@ struct ForwardConfig {
   static constexpr int kBlockM = kShape.block_m();
   static constexpr int kBlockN = kShape.block_n;
   static constexpr int kStages = kShape.stages;
-  static constexpr int kBlocksPerSm = kWide && !kSmall_ ? 1 : 2;
+  static constexpr int kCtasPerSm = kWide && !kSmall_ ? 1 : 2;
   static constexpr bool kQueryInRegisters = kHeadDim == 64 && !kFloat;
   // Where addresses must be computed again in every step, of the copies or of all that a lane reads.
   static constexpr bool kFullPrecision = std::is_same_v<Element, float>;

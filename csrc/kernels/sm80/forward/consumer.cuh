@@ -40,7 +40,7 @@ struct ForwardConsumer : ForwardOut<Config> {
   __device__ __forceinline__ void sanitise_value() const {
     const int thread = Config::kMasks ? copying_thread() : static_cast<int>(threadIdx.x);
     if (remove_non_finite<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0), thread)) work_tile.met_non_finite = true;
-    ptx::barrier_sync<1, kThreads>();
+    ptx::barrier_sync<kAllWarps, kThreads>();
   }
 
   /// A tile that no window cuts, and whose scores the stabilisers are good for.
@@ -82,7 +82,7 @@ struct ForwardConsumer : ForwardOut<Config> {
   __device__ __forceinline__ void visit() {
     MaskedTile at = options().find_first(phase, seen);
     if (Config::kMasks || work_tile.sanitised) begin(work_tile, at.tile);
-    rows.clear();
+    rows.zero();
     bool exact = true;
 #pragma unroll 1
     while (at.tile >= work_tile.tiles.begin) {

@@ -31,7 +31,7 @@
 namespace flash_ext::sm80 {
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardSchedule schedule) {
   extern __shared__ __align__(128) char shared[];
   const TileIndex tile = tile_of_cta<Config>(p, schedule);

@@ -77,11 +77,11 @@ struct ForwardLoads : ForwardWarp<Config> {
     return next;
   }
 
-  /// Q K(n)^T is done. Warps come to the barrier from either kind of step, which __syncthreads does not allow.
+  /// Q K(n)^T is done. Warps come here from either kind of step.
   __device__ __forceinline__ void release_key(MaskedTile next) const {
     if constexpr (Config::kStages == 1) {
       ptx::cp_async_wait<0>();
-      ptx::barrier_sync<1, kThreads>();
+      ptx::barrier_sync<kAllWarps, kThreads>();
       if (next.tile >= work_tile.tiles.begin) load_key(keys_of(work_tile), next.tile, 1, copying_thread());
       ptx::cp_async_commit();
     }

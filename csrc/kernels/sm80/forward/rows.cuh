@@ -18,7 +18,7 @@ struct ForwardRows {
   float stabiliser[kM][2];  // a score to base 2, or, of floats, a product; -inf while the row has seen no key
   float sum[kM][2];
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void zero() {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -45,8 +45,7 @@ struct ForwardRows {
 #pragma unroll
         for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
         if constexpr (!Unit::kNatural) largest = fmaf(largest, scale, terms.of(m, r));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        largest = max_of_row(largest);
         const float raised = fmaxf(stabiliser[m][r], largest + lift(m, r));
         const float factor = raised == -INFINITY ? 1.0f : shrink(stabiliser[m][r] - raised, scale);
         stabiliser[m][r] = raised;
@@ -130,10 +129,7 @@ struct ForwardRows {
   }
 
   /// Of all four lanes that hold the row.
-  __device__ __forceinline__ float row_sum(int m, int r) const {
-    const float pair = sum[m][r] + __shfl_xor_sync(~0u, sum[m][r], 1);
-    return pair + __shfl_xor_sync(~0u, pair, 2);
-  }
+  __device__ __forceinline__ float row_sum(int m, int r) const { return sum_of_row(sum[m][r]); }
 
  private:
   /// The weight of a product. Of floats the difference comes before the scale, so that no large score is rounded; they
@@ -185,13 +181,12 @@ struct ForwardRows {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float largest = fmaxf(of_tile[m][r], __shfl_xor_sync(~0u, of_tile[m][r], 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        const float largest = max_of_row(of_tile[m][r]);
         const bool beyond = largest > Config::kSumLimit && largest < 0x1p120f;
         const float exponent = beyond ? floorf(log2f(largest)) : 0.0f;
         const float before = stabiliser[m][r];
         stabiliser[m][r] += Unit::kNatural ? __fdividef(exponent, scale * kLog2E) : exponent;
-        // A product may be rounded in the sum; who has seen no key has no stabiliser.
+        // A product may be rounded in the sum; a row that has seen no key has no stabiliser.
         const float factor = !Unit::kNatural ? Unit::exp(-exponent)
                              : beyond        ? shrink(before - stabiliser[m][r], scale)
                                              : 1.0f;

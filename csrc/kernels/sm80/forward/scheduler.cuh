@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "kernels/common/scheduler/heads_in_l2.h"
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/launch.h"
@@ -40,7 +41,7 @@ inline ForwardSchedule schedule_heads(const ForwardParams& p, int64_t element_by
   const int64_t fitting_keys = std::max<int64_t>(1, kKeyBytesInL2 / key_bytes);
   const int64_t batches = shares_bias ? std::clamp<int64_t>(fitting_keys, 1, std::max<int64_t>(1, p.batch)) : 1;
   const int64_t batch_groups = (p.batch + batches - 1) / batches;
-  const int64_t fitting = std::clamp<int64_t>(fitting_keys / batches * group, group, p.heads_q);
+  const int64_t fitting = heads_in_l2(kKeyBytesInL2, key_bytes * batches, group, p.heads_q);
   const bool few_groups = batch_groups * ((p.heads_q + fitting - 1) / fitting) <= kMaxGridZ;
   const int64_t heads = few_groups ? fitting : p.heads_q;
   ForwardSchedule schedule{};

@@ -9,6 +9,11 @@
 
 namespace flash_ext::sm80 {
 
+/// Named barriers. 0 is __syncthreads().
+enum ForwardBarrier : int {
+  kAllWarps = 1,  // of the CTA, which come to it from different places of the code: __syncthreads() does not allow that
+};
+
 /// What the host makes of a call. Kernels find it in constant memory, where a look costs nothing: a step has too little
 /// time to ask shared memory for each option.
 struct ForwardSchedule {

@@ -48,16 +48,14 @@ __device__ __forceinline__ void store_dlse(const BackwardParams& p, const Sequen
   float* const g_dlse = static_cast<float*>(p.dlse.data) + sequence.lse_offset(p.dlse);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = ds_sum[r];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float sum = sum_of_row(ds_sum[r]);
     const int i = first_row + 8 * r;
     if (threadIdx.x % 4 == 0 && i < sequence.seqlen_q) g_dlse[i] = -sum;
   }
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
     weights_dq_kernel(const __grid_constant__ BackwardParams p, int slabs, int query_tiles) {
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(slabs, query_tiles, static_cast<int>(p.heads_q));
@@ -87,7 +85,7 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerS
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
     weights_dk_kernel(const __grid_constant__ BackwardParams p, int slabs, int key_tiles) {
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(slabs, key_tiles, static_cast<int>(p.heads_kv));

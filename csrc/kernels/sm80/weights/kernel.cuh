@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_weights(const WeightsParams& p, const Scor
 }
 
 template <class Element>
-__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kBlocksPerSm)
+__global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
     weights_kernel(const __grid_constant__ WeightsParams p, int query_tiles, int key_tiles) {
   extern __shared__ __align__(128) char shared[];
   const int key_tile = blockIdx.x % key_tiles, query_tile = blockIdx.x / key_tiles % query_tiles;

@@ -19,7 +19,7 @@ struct alignas(16) StepMetadata {
   float slope;  // ALiBi's, to base 2
 };
 
-/// A mask of keys, which is a bias of 0 and -inf; else masks are of pairs.
+/// A key-padding mask, which is a per-key bias of 0 and -inf; else masks are of pairs.
 inline bool masks_keys(const AttentionParams& p) { return same_for_all_queries(p.mask) && !p.blocks.offsets; }
 inline bool masks_pairs(const AttentionParams& p) { return (p.mask.data || p.blocks.offsets) && !masks_keys(p); }
 

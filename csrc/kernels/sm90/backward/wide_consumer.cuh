@@ -26,20 +26,20 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   using typename Base::Tile;
   using typename Base::Weights;
 
-  /// step(tile) for the tiles of a head that this CTA's keys see, pass() for those that only the other's do. Barriers
-  /// are waited for there all the same, lest one gets ahead by two phases.
-  template <class Step, class Pass>
-  __device__ __forceinline__ void visit_heads(Step step, Pass pass) {
+  /// step(tile) for the tiles of a head that this CTA's keys see, skip(tile) for those that only the other's do.
+  /// Barriers are waited for there all the same, lest one gets ahead by two phases.
+  template <class Step, class Skip>
+  __device__ __forceinline__ void visit_heads(Step step, Skip skip) {
     if constexpr (Config::kTurns == TurnTaking::kAlways) {
-      visit_in_turns(step, pass);
+      visit_in_turns(step, skip);
     } else {
 #pragma unroll 1
-      for (int head = 0; head < work_tile_.heads; ++head) visit_head(step, pass);
+      for (int head = 0; head < work_tile_.heads; ++head) visit_head(step, skip);
     }
   }
 
-  /// Q and dO, if some key is hidden from some query; `first`: thread of those that clean.
-  __device__ __forceinline__ void clean(int tile, int first) {
+  /// Q and dO, if some key is hidden from some query; `first`: thread of those that sanitise.
+  __device__ __forceinline__ void sanitise_queries(int tile, int first) {
     if (!work_tile_.is_sanitised(tile)) return;
     this->sanitise_rows(first + this->thread());
     this->release(storage_.sanitised);
@@ -69,22 +69,22 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
  private:
   uint32_t sanitised_parity_ = 0;
 
-  template <class Step, class Pass>
-  __device__ __forceinline__ void visit_head(Step step, Pass pass) {
+  template <class Step, class Skip>
+  __device__ __forceinline__ void visit_head(Step step, Skip skip) {
     const TileSpan& seen = work_tile_.groups[Base::warpgroup_];
     const bool sees = seen.begin < seen.end;
     int tile = work_tile_.tiles.begin;
 #pragma unroll 1
-    for (const int end = sees ? seen.begin : work_tile_.tiles.end; tile < end; ++tile) pass(tile);
+    for (const int end = sees ? seen.begin : work_tile_.tiles.end; tile < end; ++tile) skip(tile);
     if (!sees) return;
 #pragma unroll 1
     for (; tile < seen.end; ++tile) step(tile);
 #pragma unroll 1
-    for (; tile < work_tile_.tiles.end; ++tile) pass(tile);
+    for (; tile < work_tile_.tiles.end; ++tile) skip(tile);
   }
   /// From the last tile to the first one, all heads before the next tile.
-  template <class Step, class Pass>
-  __device__ __forceinline__ void visit_in_turns(Step step, Pass pass) {
+  template <class Step, class Skip>
+  __device__ __forceinline__ void visit_in_turns(Step step, Skip skip) {
     const TileSpan& seen = work_tile_.groups[Base::warpgroup_];
     const int seen_begin = seen.begin, seen_end = max(seen.end, seen_begin);
 #pragma unroll 1
@@ -92,7 +92,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
 #pragma unroll 1
       for (int head = 0; head < work_tile_.heads; ++head) {
         const bool sees = tile >= seen_begin && tile < seen_end;
-        sees ? step(tile) : pass(tile);
+        sees ? step(tile) : skip(tile);
       }
   }
 };
@@ -130,7 +130,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
   template <bool kSees>
   __device__ __forceinline__ void step(int tile) {
     Weights p;
-    this->clean(tile, 0);
+    this->sanitise_queries(tile, 0);
     this->wait_for_query();
     if constexpr (kSees) softmax_tile(p, tile);
     wait_for_p_room();
@@ -195,7 +195,7 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
   __device__ __forceinline__ void step(int tile) {
     Scores dp;
     Weights weights;
-    this->clean(tile, kWarpgroupThreads);
+    this->sanitise_queries(tile, kWarpgroupThreads);
     this->wait_for_grad();
     if constexpr (kSees) Products::multiply(dp, Base::keys_, this->grad_tile());
     wait_for_p();

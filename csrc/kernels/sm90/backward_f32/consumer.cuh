@@ -51,8 +51,8 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   using Base::work_tile_;
 
   __device__ __forceinline__ void zero_sums() {
-    for (Products::Tile& sum : sum_.full_panels) Products::clear(sum);
-    if constexpr (Config::kHasHalf) Products::clear(sum_.half);
+    for (Products::Tile& sum : sum_.full_panels) Products::zero(sum);
+    if constexpr (Config::kHasHalf) Products::zero(sum_.half);
   }
 
   /// x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T: lse was made of them. `wait` is for a piece of
@@ -329,7 +329,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
     this->release(storage_.ds_full[at_.tile()]);
   }
 
-  /// dK += dS Q: who handed P over is done with Q and lse.
+  /// dK += dS Q. The warpgroup that published P has read Q and lse by then.
   __device__ __forceinline__ void add_up(const Products::Operand& ds, const Step& step) {
     Base::add_up(
         ds, step, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->query_piece(panel); },

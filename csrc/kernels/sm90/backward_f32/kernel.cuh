@@ -107,7 +107,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
 /// NaN become what 0 can be multiplied by: the row's lse is NaN then, and carries them to what sees the row.
 template <int kHeadDim>
 __device__ __forceinline__ void write_float_rows(const BackwardParams& p, const BackwardF32Workspace& workspace,
-                                                 const volatile RowTileOfBlock& block, int head) {
+                                                 const volatile RowTileOfCta& block, int head) {
   constexpr int kBlockM = kBackwardF32BlockM, kBlocks = backward_f32_blocks(kHeadDim);
   constexpr int kBlockBytes = panels(kHeadDim / kBlocks) * kPieceBytes;
   static_assert(kRowTermThreads == 2 * kWarpgroupThreads);
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kRowTermThreads)
     backward_f32_rows_kernel(const __grid_constant__ BackwardParams p,
                              const __grid_constant__ BackwardF32Workspace workspace) {
   ptx::launch_dependents();
-  const volatile RowTileOfBlock& block = RowTileOfBlock::find(p, workspace.rows.row_tiles);
+  const volatile RowTileOfCta& block = RowTileOfCta::find(p, workspace.rows.row_tiles);
 #pragma unroll 1
   for (int head = block.first_head; head < block.end_head; ++head)
     write_float_rows<kHeadDim>(p, workspace, block, head);
@@ -142,7 +142,7 @@ template <class Config>
 void launch_backward_f32(const BackwardParams& p, const BackwardF32Workspace& workspace,
                          const BackwardSchedule& schedule, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardF32Storage<Config>);
-  static_assert(kSharedBytes <= 227 * 1024, "a block can have no more");
+  static_assert(kSharedBytes <= 227 * 1024, "a CTA can have no more");
   const LaunchShape keys{grid_of(Config::kCluster * schedule.positions()), dim3(Config::kThreads), kSharedBytes, true};
   if constexpr (Config::kCluster > 1) {
     launch("sm90/backward_f32", backward_f32_halves_kernel<Config>, keys, stream, p, workspace, schedule);

@@ -40,7 +40,7 @@ template <class Config>
 struct BackwardShortStorage {
   float lse[Config::kRows];          // in units of scores; inf where a row has no weights
   float minus_delta[Config::kRows];  // dlse - rowsum(dO * O)
-  uint64_t scores_full;              // arrives: the loading thread (1 + bytes); orders: Q and K before who reads them
+  uint64_t scores_full;              // arrives: the loading thread (1 + bytes); orders: Q and K before their use
   uint64_t grads_full;               // the same of V and dO
   alignas(Sequence) char sequence_memory[sizeof(Sequence)];
 

@@ -256,7 +256,6 @@ class BiasConsumer {
 
   /// The sums over all rows of the CTA. By all warps that compute.
   __device__ __forceinline__ void store_columns(float* g_columns, int num_keys) {
-    constexpr int kBarrier = 1;
     const int warp = first_row_ / 16;
 #pragma unroll
     for (int n = 0; n < kN; ++n)
@@ -267,7 +266,7 @@ class BiasConsumer {
         for (int lanes = 16; lanes >= 4; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
         if (lane_ < 4) storage_.columns[warp][8 * n + 2 * lane_ + c] = x;
       }
-    ptx::barrier_sync<kBarrier, kComputing>();
+    ptx::barrier_sync<kColumnSums, kComputing>();
     const int column = warp * 32 + lane_;
     if (column < num_keys) {
       float sum = 0.0f;
@@ -275,7 +274,7 @@ class BiasConsumer {
       for (int k = 0; k < Config::kWarps; ++k) sum += storage_.columns[k][column];
       g_columns[column] = sum;
     }
-    ptx::barrier_sync<kBarrier, kComputing>();  // the sums have been read
+    ptx::barrier_sync<kColumnSums, kComputing>();  // the sums have been read
   }
 
   template <class T>

@@ -39,6 +39,11 @@ struct BiasConfig {
   static_assert(kFinders <= kSlots, "a finder may miss a use of a slot, and its parity repeats");
 };
 
+/// Named barriers. 0 is __syncthreads().
+enum BiasBarrier : int {
+  kColumnSums = 1,  // of all consumer warps: sums of keys are in shared memory, and then have been read
+};
+
 /// A score tile as this CTA sees it.
 struct BiasStep {
   bool ends_work_tiles;  // and is no score tile

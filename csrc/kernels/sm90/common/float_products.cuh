@@ -126,7 +126,7 @@ struct FloatProductsOf {
   }
 
   template <int kN>
-  __device__ __forceinline__ static void clear(float (&x)[kN][4]) {
+  __device__ __forceinline__ static void zero(float (&x)[kN][4]) {
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll

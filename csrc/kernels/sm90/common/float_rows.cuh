@@ -9,7 +9,7 @@ namespace flash_ext::sm90 {
 /// NaN made 0, and Inf a large number (NonFinite::bounded()).
 __device__ __forceinline__ Float8 bounded(Float8 x) {
   const auto bound = [](float& y) { y = __uint_as_float(NonFinite<float>::bounded(__float_as_uint(y))); };
-  for (float4* const quad : {&x.low, &x.high}) bound(quad->x), bound(quad->y), bound(quad->z), bound(quad->w);
+  for (float4* const half : {&x.low, &x.high}) bound(half->x), bound(half->y), bound(half->z), bound(half->w);
   return x;
 }
 

@@ -52,7 +52,7 @@ struct ForwardSchedule {
   }
 
  protected:
-  /// To and fro over the CTAs, so that who has a long tile now has a short one then.
+  /// To and fro over the CTAs: a CTA with a long tile in one turn has a short one in the next.
   __device__ __forceinline__ static int64_t turn_after(int64_t position) {
     const uint32_t ctas = ptx::grid_blocks();
     return position + 2 * (ctas - 1 - static_cast<uint32_t>(position) % ctas) + 1;

@@ -146,7 +146,7 @@ __device__ __forceinline__ bool exponentiate_small_scores(float (&s)[1][kN][4], 
       signs &= __float_as_int(w[0]) & __float_as_int(w[1]);
     }
   }
-  // The sums are asked so that the exponentials stand beside the products, not behind who waits for the answer.
+  // The test of the sums keeps the exponentials beside the products: ptxas would move them behind the vote's wait.
   return signs < 0 && sum[0] + sum[1] >= 0.0f;
 }
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ void exchange(uint32_t& a, uint32_t& b, bool upper, i
   (upper ? a : b) = theirs;
 }
 
-/// Row r of the two that a quad of lanes holds, each of them two columns of eight; g_row null = nowhere. They exchange
+/// Row r of the two that four lanes hold, each of them two columns of eight; g_row null = nowhere. They exchange
 /// what they have of 32 columns, so that each has eight neighbouring ones.
 template <class Element, int kD>
 __device__ __forceinline__ void write_out_row(Element* g_row, const float (&out)[kD][4], int r, float scale, int lane,

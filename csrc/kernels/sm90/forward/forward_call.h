@@ -19,7 +19,7 @@ struct ForwardCall {
 };
 
 /// Kernels that are compiled together: plain and with options of scores; with bias, masks or dropout; of block masks.
-enum class ForwardFamily { kRange, kOptions, kBlocks };
+enum class ForwardFamily { kRange, kVisible, kBlocks };
 
 /// Instantiated in the files of inst/.
 template <ForwardFamily kFamily, class Element, int kHeadDim, int kHeadDimV = kHeadDim>

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   const Lane<Config> lane;
   ForwardScheduler<Config> scheduler(call.p, storage);
-  if (threadIdx.x == 0) storage.init_barriers();
+  if (threadIdx.x == 0) storage.init();
   if constexpr (kStartsEarly) {
     if (warp == 1 && lane() == 0) {
       maps.prefetch();

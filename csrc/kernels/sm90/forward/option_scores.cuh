@@ -110,8 +110,8 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
 
   __device__ __forceinline__ bool has_bias() const { return kOnlyBias || (!kOnlyMask && options_.adds_bias); }
 
-  /// As ForwardEpilogue's. Rows that masks leave nothing of have no stabiliser; who found none was raised until the
-  /// end, and so was who found a low one. Where there is a bias, the lowest of finite numbers may have been -inf.
+  /// As ForwardEpilogue's. A row of which masks leave nothing has no stabiliser. Rows without one, or with a low one,
+  /// updated their row max until the end. With a bias, the lowest of finite numbers may have been -inf.
   __device__ __forceinline__ void find_failures(WorkTile& work_tile) const {
     const TileCoordinates<false> at = this->coordinates(work_tile, 0);
     bool failed = false, overflowed = false;
@@ -249,8 +249,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   __device__ __forceinline__ void lower(Scores& s, float (&sum)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float largest = fmaxf(sum[r], __shfl_xor_sync(~0u, sum[r], 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float largest = max_of_row(sum[r]);
       const bool beyond = largest > kSumLimit && largest < kMostExponent;
       const float exponent = beyond ? floorf(log2f(largest)) : 0.0f, factor = ptx::exp2_approx(-exponent);
       stabiliser_[r] += exponent;

@@ -86,7 +86,7 @@ class ForwardRows {
       for (int at = first * kPieces + warp_ * 32 + lane_; at < kWarpgroupRows * kPieces; at += kWarpgroupThreads)
         s_query[panel * kWarpgroupRows * kPieces + at] = uint4{0, 0, 0, 0};
     ptx::fence_proxy_async_shared();
-    ptx::barrier_any<kWarpgroupThreads>(1 + warpgroup_, false);
+    ptx::barrier_any<kWarpgroupThreads>(kOfWarpgroup + warpgroup_, false);
   }
 
   /// The index of this warpgroup's Q among all slots and warpgroups.
@@ -270,8 +270,7 @@ class ForwardRows {
       float largest = -INFINITY;
 #pragma unroll
       for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      largest = max_of_row(largest);
       if constexpr (kFirst) {
         stabiliser_[r] = largest * scale_;
         continue;

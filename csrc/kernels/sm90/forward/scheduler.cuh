@@ -2,38 +2,27 @@
 // failed.
 #pragma once
 
-#include <algorithm>
 #include <new>
 
 #include "kernels/ptx/reread.h"
 #include "kernels/sm90/common/schedule.cuh"
 #include "split_kv.h"
 #include "storage.cuh"
+#include "tile_order.h"
 
 namespace flash_ext::sm90 {
 
-/// With equal lengths, the query tiles of one key head stand side by side. CTAs that start together then read the same
-/// keys, and the load on memory is even over time. The order balances the tail wave: tiles with the most keys come
-/// first or, where all queries see all keys, tiles with fewer rows come last. With other lengths, and in the variants
-/// with bias, masks or dropout under a window, heads form sections whose keys fit into L2. Sections have equal sizes,
-/// so that the last one is not small.
 template <class Config>
 ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
-  constexpr int64_t kKeyBytesInL2 = 32 << 20;
-  const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
-  const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
-  const int64_t fitting = std::clamp<int64_t>(kKeyBytesInL2 / key_bytes * ratio, ratio, heads);
-  const int64_t sections = (heads + fitting - 1) / fitting;
-  const int64_t even = ((heads + sections - 1) / sections + ratio - 1) / ratio * ratio;
-  const bool equal_lengths = has_equal_lengths(p);
-  const bool equal_tiles = equal_lengths && p.window.left < 0 && p.window.right < 0;
+  const bool see_all = p.window.left < 0 && p.window.right < 0;
+  const HeadsOfCall call = {p.batch * p.heads_q, p.heads_q / p.heads_kv, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2,
+                            p.seqlen_q,          has_equal_lengths(p),   see_all,
+                            Config::kGeneral};
+  const HeadOrder order = head_order(call, Config::kBlockM, ctas_at_a_time(Config::kShape));
   const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  const int64_t section = equal_tiles || (equal_lengths && !Config::kGeneral) ? ratio : even;
-  int64_t last = (heads - 1) / section * section;
-  if (equal_lengths && !Config::kGeneral && !(equal_tiles && p.seqlen_q % Config::kBlockM == 0))
-    last = last_section(heads, section, blocks_m, ctas_at_a_time(Config::kShape), equal_tiles);
-  ForwardSchedule schedule = {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(section),
-                              static_cast<int>(last), static_cast<unsigned long long*>(workspace)};
+  ForwardSchedule schedule = {static_cast<int>(blocks_m), static_cast<int>(grid_size(call.heads)),
+                              static_cast<int>(order.side_by_side), static_cast<int>(order.last_section),
+                              static_cast<unsigned long long*>(workspace)};
   schedule.heads_of_entry = LongDivisor(p.heads_q);
   return schedule;
 }

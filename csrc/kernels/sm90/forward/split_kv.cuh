@@ -188,9 +188,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
   float* const g_lse = static_cast<float*>(p.lse.data) + sequence.lse_offset(p.lse);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-    sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-    const RowEnd end = finish_row(stabiliser[r], sum[r], sink);
+    const RowEnd end = finish_row(stabiliser[r], sum_of_row(sum[r]), sink);
     const int row = first_row + 8 * r + lane / 4;
     const bool exists = row < end_query;
     write_out_row(exists ? rows.row(row) : nullptr, out, r, end.scale, lane, columns);

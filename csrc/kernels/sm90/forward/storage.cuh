@@ -2,12 +2,18 @@
 #pragma once
 
 #include "kernels/common/dropout/random_bits.cuh"
+#include "kernels/sm90/common/barriers.h"
 #include "kernels/sm90/common/work_tile_queue.cuh"
 #include "key_tiles.cuh"
 #include "visible_tiles.cuh"
 #include "work_tile.cuh"
 
 namespace flash_ext::sm90 {
+
+/// Named barriers. 0 is __syncthreads().
+enum ForwardBarrier : int {
+  kOfWarpgroup = 1,  // and up, one for each consumer warpgroup: its votes; out is written before more is added to it
+};
 
 /// Where warp 1 stores out of a work tile. `groups` has a bit for each warpgroup that arrives at out_full.
 struct OutTiles {
@@ -52,28 +58,22 @@ struct ForwardStorage {
   }
 
   /// By one thread, whose addresses are constants. Lanes that shared the work would run one after the other.
-  __device__ __forceinline__ void init_barriers() {
+  __device__ __forceinline__ void init() {
     constexpr int kConsumers = kGroups * kWarpgroupWarps, kLoaders = 3;
-    init_all(q_full, 1);
-    init_all(q_empty, kWarpgroupWarps);
-    init_all(out_full, kWarpgroupThreads);
-    init_all(k_full, 1);
-    init_all(k_empty, kConsumers);
-    init_all(v_full, 1);
-    init_all(v_empty, kConsumers + 1);
-    init_all(v_raw, 1);
-    init_all(out_left_keys, 1);
-    init_all(out_left_values, 1);
-    ptx::mbarrier_init(ptx::shared_address(&work_tile_loaded), 1);
-    init_all(work_tile_full, 1);
-    init_all(work_tile_empty, kConsumers + kLoaders);
+    init_barriers(q_full, 1);
+    init_barriers(q_empty, kWarpgroupWarps);
+    init_barriers(out_full, kWarpgroupThreads);
+    init_barriers(k_full, 1);
+    init_barriers(k_empty, kConsumers);
+    init_barriers(v_full, 1);
+    init_barriers(v_empty, kConsumers + 1);
+    init_barriers(v_raw, 1);
+    init_barriers(out_left_keys, 1);
+    init_barriers(out_left_values, 1);
+    init_barrier(work_tile_loaded, 1);
+    init_barriers(work_tile_full, 1);
+    init_barriers(work_tile_empty, kConsumers + kLoaders);
     ptx::mbarrier_init_fence();
-  }
-
- private:
-  template <int kCount>
-  __device__ __forceinline__ static void init_all(uint64_t (&barriers)[kCount], uint32_t arrivals) {
-    for (int k = 0; k < kCount; ++k) ptx::mbarrier_init(ptx::shared_address(&barriers[k]), arrivals);
   }
 };
 
@@ -91,13 +91,13 @@ struct ForwardVisibleStorage : ForwardStorage<Config> {
   KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // with the metadata
 
   /// By one thread.
-  __device__ __forceinline__ void init_barriers() {
+  __device__ __forceinline__ void init() {
     for (int g = 0; g < Config::kGroups; ++g)
       for (int k = 0; k < Config::kBiasSlots; ++k) {
-        ptx::mbarrier_init(ptx::shared_address(&bias_full[g][k]), 1);
-        ptx::mbarrier_init(ptx::shared_address(&bias_empty[g][k]), kWarpgroupWarps);
+        init_barrier(bias_full[g][k], 1);
+        init_barrier(bias_empty[g][k], kWarpgroupWarps);
       }
-    ForwardStorage<Config>::init_barriers();
+    ForwardStorage<Config>::init();
   }
 };
 

@@ -1,10 +1,11 @@
-// The part of the order of query tiles that the scheduler and the plan, which splits the last tiles, share.
+// The order of query tiles: what the scheduler and the plan, which explains it and splits the last tiles, share.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "kernels/common/host_device.h"
+#include "kernels/common/scheduler/heads_in_l2.h"
 #include "kernels/sm90/common/warpgroup.h"
 
 namespace flash_ext::sm90 {
@@ -19,6 +20,42 @@ constexpr int64_t last_section(int64_t heads, int64_t head_group, int64_t tiles_
   const int64_t tail_heads =
       all_see_all ? tail_tiles / tiles_of_head : (tail_tiles + tiles_of_head - 1) / tiles_of_head;
   return std::clamp<int64_t>(heads - tail_heads, 0, heads - 1) / head_group * head_group;
+}
+
+/// What the order of a call's heads depends on.
+struct HeadsOfCall {
+  int64_t heads;       // of all batch entries
+  int64_t head_group;  // that share a key head
+  int64_t key_bytes;   // keys and values of a key head
+  int64_t seqlen_q;
+  bool equal_lengths;  // of all sequences
+  bool see_all;        // every query sees every key of its sequence
+  bool has_options;    // bias, masks or dropout
+};
+
+struct HeadOrder {
+  int64_t side_by_side;  // heads of a section
+  int64_t last_section;  // from this head on, all of them; a multiple of the above
+};
+
+/// With equal lengths, the query tiles of one key head stand side by side. CTAs that start together then read the same
+/// keys, and the load on memory is even over time. The order balances the tail wave: tiles with the most keys come
+/// first or, where all queries see all keys, tiles with fewer rows come last. With other lengths, and in the variants
+/// with bias, masks or dropout under a window, heads form sections whose keys fit into L2. Sections have equal sizes,
+/// so that the last one is not small.
+inline HeadOrder head_order(const HeadsOfCall& call, int64_t block_m, int64_t ctas) {
+  constexpr int64_t kKeyBytesInL2 = 32 << 20;
+  const int64_t heads = call.heads, group = call.head_group;
+  const int64_t fitting = heads_in_l2(kKeyBytesInL2, call.key_bytes, group, heads);
+  const int64_t sections = (heads + fitting - 1) / fitting;
+  const int64_t even = ((heads + sections - 1) / sections + group - 1) / group * group;
+  const bool equal_tiles = call.equal_lengths && call.see_all;
+  const int64_t section = equal_tiles || (call.equal_lengths && !call.has_options) ? group : even;
+  if (!call.equal_lengths || call.has_options || (equal_tiles && call.seqlen_q % block_m == 0)) {
+    return {section, (heads - 1) / section * section};
+  }
+  const int64_t tiles_of_head = (call.seqlen_q + block_m - 1) / block_m;
+  return {section, last_section(heads, section, tiles_of_head, ctas, equal_tiles)};
 }
 
 /// The first query of a tile of block_m queries, of `tiles` of a sequence. The partial tile stands first, where a

@@ -117,7 +117,7 @@ template <ForwardFamily kFamily, class Element, int kHeadDim, int kHeadDimV>
 void run_forward(const ForwardCall& call) {
   if constexpr (kFamily == ForwardFamily::kBlocks) {
     launch_blocks<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kBlocks>>(call);
-  } else if constexpr (kFamily == ForwardFamily::kOptions) {
+  } else if constexpr (kFamily == ForwardFamily::kVisible) {
     run_options<Element, kHeadDim>(call);
   } else {
     run_range<Element, kHeadDim, kHeadDimV>(call);

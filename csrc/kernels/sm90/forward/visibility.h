@@ -11,7 +11,7 @@
 namespace flash_ext::sm90 {
 
 /// The pairs of 64 queries and 64 keys that see each other. Four parts of 16 bits for a query; bit 2 n + c of part t is
-/// key 8 n + 2 t + c: what lane t of a quad holds of a row of scores.
+/// key 8 n + 2 t + c: what lane t of four holds of a row of scores.
 struct PairBits {
   struct alignas(8) Row {
     uint32_t x, y;

@@ -42,7 +42,7 @@ class ForwardF32Consumer {
 #pragma unroll 1
     while (const WorkTile* const work_tile = queue.front()) {
       load_query(*work_tile, s_query);
-      clear();
+      zero();
       visit(*work_tile);
       store(*work_tile);
       if (work_tile->met_non_finite) add_hidden_non_finite(*work_tile);
@@ -55,8 +55,11 @@ class ForwardF32Consumer {
     return work_tile.first_query + warpgroup_ * kWarpgroupRows;
   }
 
+  /// A consumer warpgroup's named barrier has its number in the CTA. The producers are warpgroup 0, and barrier 0 is
+  /// __syncthreads().
   __device__ __forceinline__ void wait_for_warpgroup() const {
-    ptx::barrier_any<kWarpgroupThreads>(ptx::reread(static_cast<int>(threadIdx.x)) / kWarpgroupThreads, false);
+    const int barrier = ptx::reread(static_cast<int>(threadIdx.x)) / kWarpgroupThreads;
+    ptx::barrier_any<kWarpgroupThreads>(barrier, false);
   }
 
   __device__ __forceinline__ void load_query(const WorkTile& work_tile, char* s_query) const {
@@ -70,13 +73,13 @@ class ForwardF32Consumer {
   __device__ __forceinline__ void visit(const WorkTile& work_tile) {
     const TileSpan tiles = work_tile.tiles, rows = work_tile.rows[warpgroup_];
     int tile = tiles.end - 1;
-    for (; tile >= rows.end; --tile) pass();
+    for (; tile >= rows.end; --tile) skip_tile();
 #pragma unroll 1
     for (; tile >= rows.begin; --tile) step(work_tile, tile, tile < rows.full_begin || tile >= rows.full_end);
-    for (; tile >= tiles.begin; --tile) pass();
+    for (; tile >= tiles.begin; --tile) skip_tile();
   }
 
-  __device__ __forceinline__ void clear() {
+  __device__ __forceinline__ void zero() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       stabiliser_[r] = -INFINITY;
@@ -99,7 +102,7 @@ class ForwardF32Consumer {
   }
 
   /// A tile that other warpgroups see. We wait, as no use of a barrier may run ahead of another one.
-  __device__ __forceinline__ void pass() {
+  __device__ __forceinline__ void skip_tile() {
 #pragma unroll 1
     for (int piece = 0; piece < 2 * kPieces; ++piece) {
       wait_for_piece();
@@ -178,8 +181,7 @@ class ForwardF32Consumer {
       float largest = -INFINITY;
 #pragma unroll
       for (int n = 0; n < kEights; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      largest = max_of_row(largest);
       const float raised = fmaxf(stabiliser_[r], largest);
       factor[r] = raised == -INFINITY ? 1.0f : weight(stabiliser_[r], raised);
       stabiliser_[r] = raised;
@@ -246,10 +248,7 @@ class ForwardF32Consumer {
     float* const g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = row_sum_[r];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const RowEnd end = finish_row<Unit>(stabiliser_[r], sum, sink, scale());
+      const RowEnd end = finish_row<Unit>(stabiliser_[r], sum_of_row(row_sum_[r]), sink, scale());
       const int row = first_row(work_tile) + warp_ * 16 + 8 * r + lane_ / 4;
       if (row >= work_tile.end_query) continue;
       if (lane_ % 4 == 0) g_lse[row] = end.lse;

@@ -69,7 +69,7 @@ void forward(const ForwardParams& params, int64_t block_n, const KeySplits& spli
   call.p.bias = align_bias(params, memory + entries.bias_offset, stream);
   call.visible = find_visibility(call.p, memory + entries.visibility_offset, stream);
   with_forward_options_types(call.p, [&](auto element, auto head_dim) {
-    run_forward<ForwardFamily::kOptions, decltype(element), decltype(head_dim)::value>(call);
+    run_forward<ForwardFamily::kVisible, decltype(element), decltype(head_dim)::value>(call);
   });
 }
 

@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm90 {
 
-template void run_forward<ForwardFamily::kOptions, __nv_bfloat16, 64>(const ForwardCall&);
+template void run_forward<ForwardFamily::kVisible, __nv_bfloat16, 64>(const ForwardCall&);
 
 }  // namespace flash_ext::sm90

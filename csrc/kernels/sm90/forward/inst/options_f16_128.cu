@@ -2,6 +2,6 @@
 
 namespace flash_ext::sm90 {
 
-template void run_forward<ForwardFamily::kOptions, __half, 128>(const ForwardCall&);
+template void run_forward<ForwardFamily::kVisible, __half, 128>(const ForwardCall&);
 
 }  // namespace flash_ext::sm90
