@@ -122,6 +122,12 @@ def peak_memory() -> list[str]:
     return [f"{round(peak[name])}" for name in ("flash_ext", "fa2")]
 
 
+def encoder_bounds() -> list[str]:
+    """torch's time over that of the converted encoder."""
+    measured = [row["measured"] for row in rows_of("h200_encoder.json")]
+    return bounds([row["torch"] / row["flash_ext"] for row in measured], 2)
+
+
 def cpu_ratios(direction: str, **problem: Any) -> list[float]:
     """torch's time over ours."""
     wanted = {"direction": direction, **problem}.items()
@@ -267,6 +273,12 @@ def host_cells(header: list[str], line: list[str]) -> list[str]:
     return [line[0], *(cell for call in header[1:] for cell in host(call, line[0]))]
 
 
+def encoder_cells(header: list[str], line: list[str]) -> list[str]:
+    (row,) = (row for row in rows_of("h200_encoder.json") if row["label"] == line[0].replace(TIMES, "x"))
+    ours, theirs = row["measured"]["flash_ext"], row["measured"]["torch"]
+    return [line[0], f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}{TIMES}"]
+
+
 def model_cells(header: list[str], line: list[str]) -> list[str]:
     (row,) = (row for row in rows_of("h200_models.json") if row["label"] == line[0])
     times = [row["measured"].get(name) for name in header[1:]]
@@ -398,6 +410,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(PERFORMANCE, "h200_options_sm80.json", option_cells("h200_options_sm80.json")),
     Table(PERFORMANCE, "h200_module.json", module_cells),
     Table(PERFORMANCE, "\n## Host and memory\n", host_cells),
+    Table(PERFORMANCE, "h200_encoder.json", encoder_cells),
     Table(PERFORMANCE, "cpu_xeon.json", cpu_cells),
     Sentence(README, r"all but (\d+) of 36 training shapes", contested_count),
     Sentence(PERFORMANCE, r"in (\d+) of them a peer may be faster", contested_count),
@@ -419,6 +432,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
         window_costs,
     ),
     Sentence(PERFORMANCE, r"at 65536 tokens take (\d+) MiB beside their\s+inputs, FA2 (\d+)", peak_memory),
+    Sentence(PERFORMANCE, r"it is ([\d.]+) to ([\d.]+) times as fast as torch's own", encoder_bounds),
     Sentence(PERFORMANCE, rf"{CPU_RATIOS} in float32", lambda: cpu_bounds("float32")),
     Sentence(PERFORMANCE, rf"{CPU_RATIOS} in bfloat16", lambda: cpu_bounds("bfloat16")),
     Sentence(PERFORMANCE, r"AVX-512 and AMX, torch ([\d.]+), by", cpu_software),

@@ -155,7 +155,7 @@ def _replaced() -> Iterator[str]:
         yield f"torch's flash attention on CUDA: by {other}"
     for title, calls in (
         ("served", sdpa_provider.calls_served()),
-        ("gone on to torch", sdpa_provider.calls_passed_on()),
+        ("gone on to torch", sdpa_provider.reasons_passed_on()),
     ):
         if calls:
             yield f"calls {title} so far: {', '.join(f'{name} {count}' for name, count in sorted(calls.items()))}"

@@ -153,7 +153,7 @@ def _evaluate(layers: Iterable[Any], x: Tensor, attend: Callable[[Any, Tensor], 
 
 def _evaluate_packed(layers: Iterable[Any], x: Tensor, spans: dict[str, Any], causal: bool) -> Tensor:
     """All layers of (total, embed_dim); ``spans`` are the options of ``attention`` that say where sequences lie."""
-    return _evaluate(layers, x, lambda attn, x: attn._attend_packed(x, spans, causal))
+    return _evaluate(layers, x, lambda attn, x: attn._attend_packed(x, spans, causal)[0])
 
 
 def _evaluate_nested(layers: Iterable[Any], src: Tensor, causal: bool) -> Tensor:

@@ -86,7 +86,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 have no ``attn_mask``, the causal rule itself.
 
         Returns:
-            The output in the layout of ``query``, and the weights or None.
+            The output in the layout of ``query``, and the weights or None. The weights of nested tensors are dense: L
+            and S are the length of the longest sequence, and what lies behind a shorter one is 0.
 
         Raises:
             AssertionError, RuntimeError: as ``nn.MultiheadAttention`` with the same arguments.
@@ -100,12 +101,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             check_tensors(query=query, key=key, value=value)
         if query.is_nested or key.is_nested or value.is_nested:
             alone = query is key and key is value and key_padding_mask is None and attn_mask is None
-            if not alone or need_weights or self.bias_k is not None or self.add_zero_attn:
+            if not alone or self.bias_k is not None or self.add_zero_attn:
                 raise AssertionError(
                     "MultiheadAttention does not support NestedTensor outside of its fast path, self-attention: one "
-                    "tensor as query, key and value, no masks, need_weights=False, no add_bias_kv, no add_zero_attn."
+                    "tensor as query, key and value, no masks, no add_bias_kv, no add_zero_attn."
                 )
-            return self._forward_nested(query, is_causal), None
+            out, weights = self._forward_nested(query, need_weights, is_causal)
+            return out, weights.mean(dim=1) if weights is not None and average_attn_weights else weights
 
         out, weights = self._attend_batch(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         is_batched = query.dim() == 3
@@ -146,18 +148,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         out, weights = self._attend(q, k, v, need_weights, causal=causal, top_left=causal, mask=mask, bias=bias)
         return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias), weights
 
-    def _attend_packed(self, rows: Tensor, spans: dict[str, Any], causal: bool) -> Tensor:
+    def _attend_packed(
+        self, rows: Tensor, spans: dict[str, Any], causal: bool, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Self-attention of packed sequences, (total, embed_dim). ``spans``: cu_seqlens and what goes with them."""
         q, k, v = self._project(rows, rows, rows)
-        out, _ = self._attend(q, k, v, False, causal=causal, top_left=causal, **spans)
-        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        out, weights = self._attend(q, k, v, need_weights, causal=causal, top_left=causal, **spans)
+        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias), weights
 
-    def _forward_nested(self, x: Tensor, causal: bool) -> Tensor:
-        """Self-attention of each sequence of a nested tensor, packed."""
+    def _forward_nested(self, x: Tensor, need_weights: bool, causal: bool) -> tuple[Tensor, Tensor | None]:
+        """Self-attention of each sequence of a nested tensor, packed. Weights are padded by zeros, as torch's are."""
         if x.size(0) == 0:
-            return x
+            return x, torch.zeros(0, self.num_heads, 0, 0, dtype=x.dtype, device=x.device) if need_weights else None
         rows, spans, like_x = packing.pack(x)
-        return like_x(self._attend_packed(rows, spans, causal))
+        if need_weights:
+            spans = packing.with_longest(spans)
+        out, weights = self._attend_packed(rows, spans, causal, need_weights)
+        return like_x(out), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v in the layout of the inputs, (..., num_heads, head_dim)."""

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from flash_ext import _vmap
+from flash_ext import (
+    _vmap,
+    python_operators,  # noqa: F401  what the libraries call
+)
 from flash_ext.eager import call, recorders
 from flash_ext.libraries import OPS
 from flash_ext.torch_private import (

@@ -63,3 +63,15 @@ def _spans(cu_seqlens: Tensor, longest: int | None) -> dict[str, Any]:
         "max_seqlen_q": longest,
         "max_seqlen_k": longest,
     }
+
+
+def with_longest(spans: dict[str, Any]) -> dict[str, Any]:
+    """``spans`` with the length of the longest sequence, which is a size of the weights.
+
+    It is read from the device where it is not known. So it is in compiled code: a length that torch keeps beside the
+    offsets has no source that a guard on a shape could name.
+    """
+    if spans["max_seqlen_q"] is not None and not torch.compiler.is_compiling():
+        return spans
+    longest = int(spans["cu_seqlens_q"].diff().max())
+    return {**spans, "max_seqlen_q": longest, "max_seqlen_k": longest}

@@ -23,6 +23,11 @@ With torchrun, which starts each process:  torchrun --nproc-per-node 8 -m flash_
 Processes that the program spawns by itself start without it; forked ones, as of a DataLoader, have it.
 torch is imported before the program begins: set variables that torch reads then outside of it.
 """
+_WITHOUT_CALLS = (
+    "In inference, nn.TransformerEncoderLayer and nn.MultiheadAttention may bypass it: "
+    "torch.backends.mha.set_fastpath_enabled(False). Of a model that writes out its attention, "
+    "flash_ext.convert(model) says what can be done"
+)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -44,10 +49,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def describe_calls() -> str:
-    """Which calls of torch's attention came here so far, and how many of them this library computed."""
-    served, passed_on = sdpa_provider.calls_served(), sdpa_provider.calls_passed_on()
+    """Which calls of torch's attention came here so far, how many of them this library computed, and why not all."""
+    served, passed_on = sdpa_provider.calls_served(), sdpa_provider.reasons_passed_on()
     if not served and not passed_on:
-        return "flash_ext: the program made no call of torch's attention"
+        return f"flash_ext: the program made no call of torch's attention. {_WITHOUT_CALLS}"
     return f"flash_ext: calls computed: {_list(served)}; left to torch: {_list(passed_on)}"
 
 

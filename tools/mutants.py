@@ -141,9 +141,13 @@ class Build:
         seen = [name for name, sources in self.sources.items() if bug.file in sources and name in self.commands]
         if bug.objects:
             return [name for name in seen if re.search(bug.objects, name)]
-        # The planner's Python module takes its objects from the CUDA library, where there is one.
-        host = [name for name in seen if "/libflash_ext_cuda/" not in name or "/csrc/plan/" in name]
-        return [name for name in host if "/isa_" not in name or f"/isa_{bug.isa}." in name]
+        host = self._linked_for_the_host()
+        return [name for name in seen if name in host and ("/isa_" not in name or f"/isa_{bug.isa}." in name)]
+
+    def _linked_for_the_host(self) -> set[str]:
+        """Objects of all libraries but CUDA's. Those that both use lie in the folder of one of them."""
+        links = (c for name, c in self.commands.items() if name.endswith(".so") and "libflash_ext_cuda" not in name)
+        return {word for command in links for word in command.split()}
 
     def libraries_of(self, bug: Bug, objects: Iterable[str]) -> list[str]:
         """Those that hold the objects; the CUDA library, which takes long to link, for bugs of CUDA kernels alone."""

@@ -17,9 +17,7 @@ AddLayerNormCall prepare_add_layer_norm(const Tensor& x, const Tensor& residual,
                         need_sum ? new_empty(x, shape, x.scalar_type()) : new_empty(x, {0}, x.scalar_type()),
                         new_empty(x, shape, x.scalar_type()),
                         {}};
-  const auto dense = [&](const Tensor& tensor) {
-    return address(call.owned.emplace_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor)));
-  };
+  const auto dense = [&](const Tensor& tensor) { return address(call.owned.emplace_back(made_contiguous(tensor))); };
   const auto per_column = [&](const char* name, const OptionalTensor& tensor) -> const void* {
     if (!tensor) return nullptr;
     Argument(name, *tensor).same_device_as(x_arg).same_dtype_as(x_arg).shape_is({shape.back()}, "x.shape[-1:]");

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "aten_attention.h"
+#include "python_operators.h"
 
 namespace flash_ext::api {
 namespace {
@@ -73,9 +74,6 @@ Tuple take_tuple(const StableIValue* stack) {
 }
 
 // ---- Results from Python --------------------------------------------------------------------------------------------
-// Exceptions do not pass through torch's C functions, and results of several types do not in torch 2.10 to 2.13: all
-// results are tensors, and behind them comes a tensor that holds nothing, or an exception: a function that throws it,
-// and the function's argument. Thrown here, it arrives at the caller of aten's operator as what it was in Python.
 
 template <class T>
 T from_python(StableIValue value) {
@@ -95,12 +93,6 @@ Tuple from_python(const StableIValue* stack, std::index_sequence<I...>) {
 template <class Tuple>
 Tuple from_python(const StableIValue* stack) {
   return from_python<Tuple>(stack, std::make_index_sequence<std::tuple_size_v<Tuple>>());
-}
-
-void throw_if_any(const Tensor& exception) {
-  if (exception.numel() == 0) return;
-  const auto* numbers = static_cast<const int64_t*>(exception.const_data_ptr());
-  reinterpret_cast<void (*)(int64_t)>(numbers[0])(numbers[1]);
 }
 
 // ---- The kernels ----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ Tensor gradient(const Tensor& input) { return new_empty(input, shape_of(input), 
 /// The gradient of out as TMA reads it: it must be there, and takes no stride of 0.
 Tensor for_tma(const OptionalTensor& grad_out, const Tensor& out) {
   if (!grad_out) return new_zeros(out, shape_of(out), out.scalar_type());
-  return is_broadcast(*grad_out) ? torch::stable::contiguous(*grad_out) : *grad_out;
+  return is_broadcast(*grad_out) ? made_contiguous(*grad_out) : *grad_out;
 }
 
 void need_bias(const ScoreOptions& options, bool needed) {
@@ -103,7 +103,7 @@ Tensor gradient_or_empty(const OptionalTensor& gradient, const Tensor& like) {
 }
 
 Tensor finish_dsink(const BackwardCall& call, const Tensor& q, const ScoreOptions& options) {
-  return call.dsink ? torch::stable::to(*call.dsink, options.sink->scalar_type()) : gradient_or_empty(call.dsink, q);
+  return call.dsink ? with_dtype(*call.dsink, options.sink->scalar_type()) : gradient_or_empty(call.dsink, q);
 }
 
 BackwardCall prepare_weights_backward(const Tensor& grad_weights, const Tensor& given_q, const Tensor& given_k,

@@ -31,8 +31,6 @@ void check_rows(int64_t lists, int64_t rows) {
         kMostInt32, " are possible");
 }
 
-Tensor dense(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor); }
-
 // ---- Intervals
 // -------------------------------------------------------------------------------------------------------
 
@@ -82,7 +80,7 @@ void fill_bounds(IntervalListsParams& params, const Tensor& bounds, const std::s
 
 BlockListsCall<IntervalListsParams> prepare_interval_block_lists(const Tensor& bounds, const IntervalOptions& options) {
   check_options(options);
-  const Tensor dense_bounds = dense(bounds);
+  const Tensor dense_bounds = made_contiguous(bounds);
   IntervalListsParams params;
   fill_bounds(params, dense_bounds, options.rule);
   params.seqlen_q = options.seqlen_q;
@@ -140,9 +138,9 @@ void fill_mask(TransposedListsParams& params, const Tensor& offsets, const Tenso
   params.offsets = own(rows);
   params.offsets_batch_stride = rows.stride(0);
   params.offsets_head_stride = rows.stride(1);
-  params.indices = own(dense(indices));
-  params.bitmap_ids = own(dense(bitmap_ids));
-  params.bitmaps = own(dense(bitmaps));
+  params.indices = own(made_contiguous(indices));
+  params.bitmap_ids = own(made_contiguous(bitmap_ids));
+  params.bitmaps = own(made_contiguous(bitmaps));
   params.batch = static_cast<int32_t>(offsets.size(0));
   params.heads = static_cast<int32_t>(offsets.size(1));
   params.rows = static_cast<int32_t>(offsets.size(2) - 1);

@@ -284,8 +284,8 @@ AttentionParams to_params(const Tensor& q, const Geometry& g, const ScoreOptions
   if (options.bias) params.bias = view_scores(*options.bias);
   if (options.mask) params.mask = view_scores(*options.mask);
   if (options.sink) {
-    const Tensor sink = torch::stable::to(*options.sink, accumulate_dtype(q.scalar_type()));
-    params.sink = owned.emplace_back(torch::stable::contiguous(sink)).const_data_ptr();
+    const Tensor sink = with_dtype(*options.sink, accumulate_dtype(q.scalar_type()));
+    params.sink = owned.emplace_back(made_contiguous(sink)).const_data_ptr();
   }
   params.seq = sequence_params(options);
   params.window = {options.window_left, options.window_right, options.top_left};

@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "device.h"
+#include "python_operators.h"
 
 namespace flash_ext::api {
 
@@ -50,15 +51,17 @@ inline bool is_broadcast(const Tensor& tensor) {
   return false;
 }
 
-/// Like torch::stable::new_empty, which takes three times as long because it looks its operator up by name.
+/// Like torch::stable::new_empty, which takes three times as long because it looks its operator up by name, and loses
+/// the class of torch's error. All memory of operators is allocated here.
 inline Tensor new_empty_strided(const Tensor& like, const Shape& shape, const Shape& strides, ScalarType dtype) {
   const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   int32_t device_type = 0;
   AtenTensorHandle tensor = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                                                  code, device_type, like.get_device_index(), &tensor));
-  return Tensor(tensor);
+  const AOTITorchError status =
+      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), code, device_type,
+                               like.get_device_index(), &tensor);
+  return status == TORCH_SUCCESS ? Tensor(tensor) : empty_strided_by_python(like, shape, strides, dtype);
 }
 
 inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype) {
@@ -71,11 +74,25 @@ inline Tensor new_empty(const Tensor& like, const Shape& shape, ScalarType dtype
   return new_empty_strided(like, shape, strides, dtype);
 }
 
+/// A contiguous copy.
+inline Tensor copied(const Tensor& tensor, ScalarType dtype) {
+  Tensor copy = new_empty(tensor, shape_of(tensor), dtype);
+  return torch::stable::copy_(copy, tensor);
+}
+
+inline Tensor made_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : copied(tensor, tensor.scalar_type());
+}
+
+inline Tensor with_dtype(const Tensor& tensor, ScalarType dtype) {
+  return tensor.scalar_type() == dtype ? tensor : copied(tensor, dtype);
+}
+
 /// The tensor, or a contiguous copy if its rows are not. Gradients from autograd have any strides; those of out.sum()
 /// are all 0.
 inline Tensor with_contiguous_rows(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
-  return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : torch::stable::contiguous(tensor);
+  return tensor.size(last) == 1 || tensor.stride(last) == 1 ? tensor : made_contiguous(tensor);
 }
 
 /// The tensor, or a copy if some row is not aligned to the device's row_alignment().
@@ -84,9 +101,7 @@ inline Tensor with_aligned_rows(const Tensor& tensor) {
   bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
   for (int64_t d = 0; d + 1 < tensor.dim(); ++d)
     aligned = aligned && (tensor.size(d) <= 1 || tensor.stride(d) * element % alignment == 0);
-  if (aligned) return tensor;
-  Tensor copy = new_empty(tensor, shape_of(tensor), tensor.scalar_type());
-  return torch::stable::copy_(copy, tensor);
+  return aligned ? tensor : copied(tensor, tensor.scalar_type());
 }
 
 inline Tensor new_zeros(const Tensor& like, const Shape& shape, ScalarType dtype) {

@@ -62,8 +62,8 @@ void explain_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::
 sm80::BackwardTiling backward_tiling(const Problem& p, int head_dim) {
   const bool plain = p.softmax_scale > 0 && p.softcap == 0 && !p.has_alibi && !p.has_bias && !p.has_mask &&
                      !p.has_block_mask && p.dropout_p == 0;
-  if (p.shared_bytes_per_cta == 0) return plain ? sm80::BackwardTiling::kPlain : sm80::BackwardTiling::kGeneral;
-  const sm80::BackwardShape general = sm80::backward_shape(head_dim, is_float(p), sm80::BackwardTiling::kGeneral);
+  if (p.shared_bytes_per_cta == 0) return plain ? sm80::BackwardTiling::kPlain : sm80::BackwardTiling::kAllOptions;
+  const sm80::BackwardShape general = sm80::backward_shape(head_dim, is_float(p), sm80::BackwardTiling::kAllOptions);
   const int64_t bias = p.has_bias ? bias_tile_bytes(p.bias_dtype, general.block_m, general.block_n) : 0;
   return sm80::choose_backward_tiling(head_dim, is_float(p), plain, bias, p.shared_bytes_per_cta);
 }
@@ -72,7 +72,7 @@ const char* name_of(sm80::BackwardTiling tiling) {
   switch (tiling) {
     case sm80::BackwardTiling::kPlain:
       return "scaled products";
-    case sm80::BackwardTiling::kGeneral:
+    case sm80::BackwardTiling::kAllOptions:
       return "all options";
     case sm80::BackwardTiling::kSmall:
       return "all options in little shared memory";

@@ -36,8 +36,16 @@ bool lists_blocks(const Problem& p) {
       sm90::BackwardBlocksCall{p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window, !p.varlen, p.head_dim});
 }
 
+/// Whether CTAs go from one tile of keys to the next.
+bool is_persistent(const Problem& p) {
+  const bool plain = serving_options(p) == 0 && !lists_blocks(p) && !p.deterministic;
+  return plain && sm90::is_persistent(sm90::backward_head_dim(p.head_dim));
+}
+
 sm90::BackwardShape shape_of(const Problem& p) {
-  return lists_blocks(p) ? sm90::backward_blocks_shape() : sm90::backward_shape(sm90::backward_head_dim(p.head_dim));
+  if (lists_blocks(p)) return sm90::backward_blocks_shape();
+  return is_persistent(p) ? sm90::backward_persistent_shape()
+                          : sm90::backward_shape(sm90::backward_head_dim(p.head_dim));
 }
 
 /// What the variant of the backward that serves a problem is for.
@@ -75,11 +83,12 @@ void choose_sm90_backward_tiles(Draft& draft) {
   const sm90::BackwardShape shape = shape_of(draft.p);
   const bool wide = head_dim > sm90::kMaxNarrowHeadDim;
   draft.take_variant(backward_variant(draft.p));
-  draft.plan.block_m = sm90::kBackwardBlockM;
+  draft.plan.block_m = shape.block_m;
   draft.plan.block_n = sm90::kWarpgroupRows * shape.groups;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
                 wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kWarpgroupRows, " keys", wide ? " each" : "",
-                ", for head dims up to ", head_dim);
+                ", for head dims up to ", head_dim,
+                is_persistent(draft.p) ? "; a CTA an SM, which goes from one tile of keys to the next" : "");
 }
 
 void choose_sm90_backward_short_tiles(Draft& draft) {
@@ -100,6 +109,8 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
 }
 
 constexpr double kPlainStepOf128 = 3260;
+// Of the persistent kernel: cycles of a step, and of a tile of keys beside its steps.
+constexpr double kPersistentStep = 2800, kPersistentTile = 4500;
 
 /// Cycles of a step on the pipelined loop: the plain one's times what the option takes over it, measured at 4 x 4096.
 double pipelined_step_of_128(int options) {
@@ -119,12 +130,14 @@ double pipelined_step_of_128(int options) {
 
 BackwardTiles sm90_backward_tiles(const Problem& p) {
   const int head_dim = sm90::backward_head_dim(p.head_dim);
-  const int64_t block_n = sm90::kWarpgroupRows * shape_of(p).groups;
+  const sm90::BackwardShape shape = shape_of(p);
+  const int64_t block_n = sm90::kWarpgroupRows * shape.groups;
+  if (is_persistent(p)) return {shape.block_m, block_n, head_dim, kPersistentStep, kPersistentTile};
   const int options = serving_options(p);
   const bool plain = options == 0 || lists_blocks(p), pipelined = plain || sm90::pipelines(options, p.has_block_mask);
   const double step_of_128 = plain ? kPlainStepOf128 : pipelined ? pipelined_step_of_128(options) : 4170;
   const double step = head_dim == 64 ? 3670 : head_dim == 128 ? step_of_128 : head_dim == 192 ? 3700 : 4800;
-  BackwardTiles tiles = {sm90::kBackwardBlockM, block_n, head_dim, step, 8000};
+  BackwardTiles tiles = {shape.block_m, block_n, head_dim, step, 8000};
   tiles.cluster = head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1;
   tiles.splits = !lists_blocks(p);
   return tiles;

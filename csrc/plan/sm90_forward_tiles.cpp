@@ -81,7 +81,7 @@ const char* name_of(sm90::ForwardVariant variant) {
       return "bias alone";
     case sm90::ForwardVariant::kMask:
       return "masks alone";
-    case sm90::ForwardVariant::kGeneral:
+    case sm90::ForwardVariant::kAllButDropout:
       return "all options but dropout";
     case sm90::ForwardVariant::kDropout:
       return "all options";

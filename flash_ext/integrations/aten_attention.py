@@ -1,7 +1,7 @@
 """Kernels with the schemas of aten's fused attention operators, by this library's operators.
 
 Each takes and returns what torch's own kernel does: shapes, dtypes, memory order, the form of the log-sum-exp, and the
-tensors of random numbers, which are empty here. A call that is not supported gives ``NotImplemented``, for the caller
+tensors of random numbers, which are empty here. A call that is not supported gives ``NotServed``, for the caller
 to go on to torch's kernel. They run below autograd and autocast, as kernels do.
 
 Calls that need nothing but views are computed in C++ and do not come here (``aten_cpp``); what is done there is what is
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from flash_ext.head_dims import cut_head_dim, pad_head_dim
 from flash_ext.integrations.aten_calls import (
+    TOO_LARGE,
+    WRONG,
+    NotServed,
     exceeds_sizes,
     flash_rng,
     in_order_of_inputs,
@@ -38,10 +41,31 @@ from flash_ext.integrations.aten_calls import (
 )
 from flash_ext.integrations.layouts import BY_ROWS, Arrangement, arrangement_of, in_order_of
 
+_NOT_FINITE = "scale must be a finite number of float32"
+_DROPOUT = "dropout whose random numbers are those of one of torch's backends"
+_DEBUG_MASK = "return_debug_mask is of torch's kernel"
+_BIAS = "a mask of another dtype, device or shape"
 
-def _served(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None) -> bool:
-    """Whether a call of (batch, heads, seqlen, head_dim) tensors is ours. What is wrong with it is for torch to say."""
-    if dropout_p != 0 or not takes_scale(scale) or not query.dim() == key.dim() == value.dim() == 4:
+
+def _why_not(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None, bias: Tensor | None = None
+) -> str:
+    """Why a call of (batch, heads, seqlen, head_dim) tensors is not ours, or an empty string."""
+    if dropout_p != 0:
+        return _DROPOUT
+    if not takes_scale(scale):
+        return _NOT_FINITE
+    if not _go_together(query, key, value):
+        return WRONG
+    if exceeds_sizes(query.device, query.shape[0], query.shape[2], key.shape[2]):
+        return TOO_LARGE
+    return unsupported(query.shape[-1], value.shape[-1], query.device, query.dtype) or (
+        "" if _may_add(bias, query) else _BIAS
+    )
+
+
+def _go_together(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if not query.dim() == key.dim() == value.dim() == 4:
         return False
     heads = key.shape[1]
     return (
@@ -51,8 +75,6 @@ def _served(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: 
         and key.shape[2] == value.shape[2]
         and query.shape[3] == key.shape[3]
         and query.dtype == key.dtype == value.dtype
-        and not exceeds_sizes(query.device, query.shape[0], query.shape[2], key.shape[2])
-        and not unsupported(query.shape[-1], value.shape[-1], query.device, query.dtype)
     )
 
 
@@ -130,8 +152,10 @@ def flash_forward(
     scale: float | None = None,
 ) -> Any:
     """is_causal ends at the last key, as in FlashAttention-2."""
-    if return_debug_mask or not _served(query, key, value, dropout_p, scale):
-        return NotImplemented
+    if return_debug_mask:
+        return NotServed(_DEBUG_MASK)
+    if reason := _why_not(query, key, value, dropout_p, scale):
+        return NotServed(reason)
     arrangement = arrangement_of(query, key, value)
     out, lse = _attend(query, key, value, arrangement, causal=is_causal, top_left=False, scale=scale)
     rng_state, unused = flash_rng(query)
@@ -157,8 +181,8 @@ def flash_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    if not _served(query, key, value, dropout_p, scale):
-        return NotImplemented
+    if reason := _why_not(query, key, value, dropout_p, scale):
+        return NotServed(reason)
     arrangement = arrangement_of(query, key, value)
     gradients = _differentiate(
         grad_out, query, key, value, out, logsumexp, arrangement, causal=is_causal, top_left=False, scale=scale
@@ -180,8 +204,8 @@ def cpu_forward(
     scale: float | None = None,
 ) -> Any:
     """is_causal begins at the first key. The log-sum-exp lies in memory as (batch, seqlen_q, heads)."""
-    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_mask, query):
-        return NotImplemented
+    if reason := _why_not(query, key, value, dropout_p, scale, attn_mask):
+        return NotServed(reason)
     bias = _four_dimensions(attn_mask)
     arrangement = arrangement_of(query, key, value, bias)
     out, lse = _attend(query, key, value, arrangement, bias=bias, causal=is_causal, top_left=True, scale=scale)
@@ -202,8 +226,8 @@ def cpu_backward(
     scale: float | None = None,
 ) -> Any:
     """Gradients lie in memory as (batch, seqlen, heads, head_dim)."""
-    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_mask, query):
-        return NotImplemented
+    if reason := _why_not(query, key, value, dropout_p, scale, attn_mask):
+        return NotServed(reason)
     bias = _four_dimensions(attn_mask)
     gradients = _differentiate(
         grad_out,
@@ -241,8 +265,8 @@ def efficient_forward(
     scale: float | None = None,
 ) -> Any:
     """is_causal begins at the first key. The result lies in memory as (batch, seqlen_q, heads, head_dim_v)."""
-    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_bias, query):
-        return NotImplemented
+    if reason := _why_not(query, key, value, dropout_p, scale, attn_bias):
+        return NotServed(reason)
     bias = _four_dimensions(attn_bias)
     out, lse = _attend(query, key, value, BY_ROWS, bias=bias, causal=is_causal, top_left=True, scale=scale)
     seed, offset = no_seed(query), no_seed(query)
@@ -265,11 +289,11 @@ def efficient_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_bias, query):
-        return NotImplemented
+    if reason := _why_not(query, key, value, dropout_p, scale, attn_bias):
+        return NotServed(reason)
     need_dbias = grad_input_mask[3]
     if need_dbias and attn_bias is None:
-        return NotImplemented  # torch says what is wrong
+        return NotServed(WRONG)
     dq, dk, dv, dbias = _differentiate(
         grad_out_,
         query,
@@ -305,10 +329,10 @@ def cudnn_forward(
     scale: float | None = None,
 ) -> Any:
     """is_causal begins at the first key. The log-sum-exp is (batch, heads, seqlen_q, 1)."""
-    if return_debug_mask or not _served(query, key, value, dropout_p, scale):
-        return NotImplemented
-    if not _may_add(attn_bias, query):
-        return NotImplemented
+    if return_debug_mask:
+        return NotServed(_DEBUG_MASK)
+    if reason := _why_not(query, key, value, dropout_p, scale, attn_bias):
+        return NotServed(reason)
     bias = _four_dimensions(attn_bias)
     arrangement = arrangement_of(query, key, value, bias)
     out, lse = _attend(query, key, value, arrangement, bias=bias, causal=is_causal, top_left=True, scale=scale)
@@ -336,8 +360,8 @@ def cudnn_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    if not _served(query, key, value, dropout_p, scale) or not _may_add(attn_bias, query):
-        return NotImplemented
+    if reason := _why_not(query, key, value, dropout_p, scale, attn_bias):
+        return NotServed(reason)
     bias = _four_dimensions(attn_bias)
     gradients = _differentiate(
         grad_out,

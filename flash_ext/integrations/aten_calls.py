@@ -31,6 +31,14 @@ _EFFICIENT_BIAS_MULTIPLE = 16  # and those of the gradient of a bias up to this
 
 # ---- What is supported ----------------------------------------------------------------------------------------------
 
+WRONG = "torch says what is wrong with the call"
+
+
+class NotServed(str):
+    """Why a kernel does not take a call, which then goes on to torch's."""
+
+    __slots__ = ()
+
 
 @cache
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -50,8 +58,14 @@ def takes_scale(scale: float | None) -> bool:
     return type(scale) is not float or abs(scale) <= _LARGEST_SCALE
 
 
+TOO_LARGE = (
+    f"on CUDA there may be {_plan.MAX_CUDA_BATCH} batch entries, {_plan.MAX_CUDA_SEQLEN_Q} queries and "
+    f"{_plan.MAX_CUDA_SEQLEN_K} keys at most"
+)
+
+
 def exceeds_sizes(device: torch.device, batch: int, seqlen_q: int, seqlen_k: int) -> bool:
-    """Whether a call on CUDA has more batch entries, queries or keys than our kernels count to."""
+    """Whether a call on CUDA has more batch entries, queries or keys than our kernels count to: ``TOO_LARGE``."""
     return device.type == "cuda" and (
         batch > _plan.MAX_CUDA_BATCH or seqlen_q > _plan.MAX_CUDA_SEQLEN_Q or seqlen_k > _plan.MAX_CUDA_SEQLEN_K
     )

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flash_ext._plan as _plan
 from flash_ext.functional import _torch_allows_tf32
 from flash_ext.libraries import OPS
+from flash_ext.python_operators import LIBRARY, as_result, no_exception, numbers
 from flash_ext.torch_private import (
     form_of,
     has_kernel,
@@ -115,17 +115,15 @@ _python_kernels: dict[tuple[str, str], Callable[..., Any]] = {}  # by operator a
 
 
 @cache
-def python_library() -> torch.library.Library:
+def define_python_operators() -> None:
     """The operators by which C++ calls Python. They outlive a deactivation: another thread may be calling one."""
-    library = torch.library.Library("flash_ext_python", "DEF")
-    library.define("torch_settings() -> int")
-    library.impl("torch_settings", _torch_settings, "CompositeExplicitAutograd")
+    LIBRARY.define("torch_settings() -> int")
+    LIBRARY.impl("torch_settings", _torch_settings, "CompositeExplicitAutograd")
     for operator in filter(has_cpp_kernel, SCHEMAS):
         arguments, results = SCHEMAS[operator].split(" -> ")
         tensors = ", ".join(["Tensor"] * (results.count(",") + 2))  # the last one is an exception
-        library.define(f"{operator}{arguments} -> ({tensors})")
-        library.impl(operator, torch.library.fallthrough_kernel, "Autograd")  # autograd has recorded the call already
-    return library
+        LIBRARY.define(f"{operator}{arguments} -> ({tensors})")
+        LIBRARY.impl(operator, torch.library.fallthrough_kernel, "Autograd")  # autograd has recorded the call already
 
 
 def _torch_settings() -> int:
@@ -135,27 +133,22 @@ def _torch_settings() -> int:
 
 def _make_callable_from_cpp(operator: str, key: str, kernel: Callable[..., Any]) -> None:
     """Makes ``kernel`` that of ``flash_ext_python``'s operator of the same name."""
-    library, place = python_library(), (operator, key)
+    define_python_operators()
+    place = (operator, key)
     is_known = place in _python_kernels
     _python_kernels[place] = kernel
     if not is_known:
-        library.impl(operator, partial(_call_from_cpp, place), key)
+        LIBRARY.impl(operator, partial(_call_from_cpp, place), key)
 
 
 def _call_from_cpp(place: tuple[str, str], *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """The kernel's results and no exception; or anything and an exception, as none passes through torch's C functions.
-    C++ throws it behind them."""
+    """The kernel's results and no exception, or anything and an exception."""
     try:
         results = _python_kernels[place](*args, **kwargs)
-        return *(_numbers(x) if isinstance(x, int) else x for x in results), _numbers(())
+        return *(numbers(x) if isinstance(x, int) else x for x in results), no_exception()
     except BaseException as error:
         _, results = form_of(schema_of(getattr(torch.ops.aten, place[0]).default))
-        return *(_numbers(0) for _ in results), _numbers(_plan.thrower_of(error))
-
-
-def _numbers(values: int | tuple[int, ...]) -> Tensor:
-    """On the CPU, where C++ reads them, whatever torch's default device is."""
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
+        return *(numbers(0) for _ in results), as_result(error)
 
 
 # ---- What is counted ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_ext.integrations.aten_calls import exceeds_sizes, takes_scale, unsupported
-from flash_ext.integrations.aten_cpp import in_library, is_as_known, libraries, python_library
+from flash_ext.integrations.aten_cpp import define_python_operators, in_library, is_as_known, libraries
 from flash_ext.torch_private import has_kernel, is_forward_mode, is_functorch_active, is_tracing, num_dispatch_modes
 
 _OPERATOR = "_scaled_dot_product_fused_attention_overrideable"
@@ -62,7 +62,7 @@ def fill(device_type: str) -> bool:
             and all(is_as_known(operator, schema) for operator, schema in _SCHEMAS.items())
         )
         if ours:
-            python_library()  # what the kernels ask torch for
+            define_python_operators()  # what the kernels ask torch for
             in_library("fill_fused_attention", key, key)
         return filled.setdefault(device_type, ours)
 

@@ -1,7 +1,7 @@
 """Kernels with the schemas of aten's attention operators below SDPA's, which take packed sequences.
 
 Nested tensors and ``torch.nn.attention.varlen`` call them. As in ``aten_attention``, a call that is not supported gives
-``NotImplemented``; these ask our operator itself whether it is.
+``NotServed``; these ask our operator itself whether it is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from flash_ext.functional import _allow_tf32
 from flash_ext.head_dims import HEAD_DIM_MULTIPLE
 from flash_ext.integrations.aten_calls import (
     KEYS,
+    WRONG,
+    NotServed,
     flash_rng,
     in_order_of_inputs,
     no_seed,
@@ -65,9 +67,11 @@ def packed_flash_forward(
 ) -> Any:
     """``num_splits`` is served over pages, where 1 means what torch means by it: the same bits in any batch."""
     if num_splits is not None and block_table is None:
-        return NotImplemented
-    if return_debug_mask or dropout_p != 0 or _any_given(later) or not _multiple_of_8(query, value):
-        return NotImplemented
+        return NotServed("num_splits without block_table")
+    if return_debug_mask:
+        return NotServed("return_debug_mask")
+    if reason := _why_not(query, value, dropout_p, later):
+        return NotServed(reason)
     window = _flash_window(is_causal, window_size_left, window_size_right)
     if block_table is not None:
         results = _paged_forward(
@@ -87,11 +91,11 @@ def packed_flash_forward(
         options = _packed_options(
             query, cum_seq_q, cum_seq_k, max_q, max_k, scale, window, seqused_k=seqused_k, alibi_slopes=alibi_slopes
         )
-        if not _passes(_CHECK, query, key, value, *options):
-            return NotImplemented
+        if refusal := _refusal(_CHECK, query, key, value, *options):
+            return NotServed(refusal)
         results = run_forward(query, key, value, options)
-    if results is NotImplemented:
-        return NotImplemented
+    if type(results) is NotServed:
+        return results
     out, lse = results
     return in_order_of(out, query), lse, *flash_rng(query), query.new_empty(0)
 
@@ -99,8 +103,8 @@ def packed_flash_forward(
 def packed_flash_forward_into(out: Tensor, *args: Any, **options: Any) -> Any:
     """The same, written into ``out``; returns the log-sum-exp."""
     results = packed_flash_forward(*args, **options)
-    if results is NotImplemented:
-        return NotImplemented
+    if type(results) is NotServed:
+        return results
     out.copy_(results[0])
     return results[1]
 
@@ -126,22 +130,27 @@ def packed_flash_backward(
     window_size_right: int | None = None,
     **later: Any,
 ) -> Any:
-    if dropout_p != 0 or _any_given(later) or not _multiple_of_8(query, value):
-        return NotImplemented
+    if reason := _why_not(query, value, dropout_p, later):
+        return NotServed(reason)
     window = _flash_window(is_causal, window_size_left, window_size_right)
     options = _packed_options(query, cum_seq_q, cum_seq_k, max_q, max_k, scale, window)
-    if not _passes(_CHECK, query, key, value, *options):
-        return NotImplemented
+    if refusal := _refusal(_CHECK, query, key, value, *options):
+        return NotServed(refusal)
     gradients = run_backward(grad_out, query, key, value, out, logsumexp, options)
     return in_order_of_inputs(gradients, query, key, value)
 
 
-def _any_given(later: dict[str, Any]) -> bool:
-    return any(value is not None for value in later.values())
-
-
-def _multiple_of_8(query: Tensor, value: Tensor) -> bool:
-    return query.shape[-1] % HEAD_DIM_MULTIPLE == 0 and value.shape[-1] % HEAD_DIM_MULTIPLE == 0
+def _why_not(query: Tensor, value: Tensor, dropout_p: float, later: dict[str, Any]) -> str:
+    """Why a call is not ours, of what all these operators share, or an empty string."""
+    given = [name for name, argument in later.items() if argument is not None]
+    if given:
+        return " and ".join(given)
+    if dropout_p != 0:
+        return "dropout of packed sequences"
+    head_dims = query.shape[-1], value.shape[-1]
+    if any(head_dim % HEAD_DIM_MULTIPLE for head_dim in head_dims):
+        return f"head_dim of packed sequences must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dims}"
+    return ""
 
 
 def _flash_window(causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
@@ -164,13 +173,13 @@ def _packed_options(
     return options_of(query, scale_of(query, scale), window, False, **more)
 
 
-def _passes(check: Any, query: Tensor, *args: Any) -> bool:
-    """Whether our operator would accept the call. Rare calls can afford to ask it."""
+def _refusal(check: Any, query: Tensor, *args: Any) -> str:
+    """Why our operator would not accept the call, or an empty string. Rare calls can afford to ask it."""
     try:
         check.redispatch_boxed(KEYS[query.device.type], query, *args)
-    except RuntimeError:
-        return False
-    return True
+    except RuntimeError as error:
+        return str(error).splitlines()[0].removeprefix("flash_ext: ")
+    return ""
 
 
 def _paged_forward(
@@ -199,8 +208,8 @@ def _paged_forward(
         allow_tf32=_allow_tf32(query),
         **packed,
     )
-    if not _passes(_DECODE_CHECK, query, key, value, *options):
-        return NotImplemented
+    if refusal := _refusal(_DECODE_CHECK, query, key, value, *options):
+        return NotServed(refusal)
     return _DECODE.redispatch_boxed(KEYS[query.device.type], query, key, value, *options)
 
 
@@ -230,13 +239,13 @@ def packed_efficient_forward(
     **later: Any,
 ) -> Any:
     """The log-sum-exp is (sequences, heads, longest sequence of queries, padded to a multiple of 32)."""
-    if dropout_p != 0 or seqlen_k is not None or window_size is not None or _any_given(later):
-        return NotImplemented
+    if reason := _why_not(query, value, dropout_p, later | dict(seqlen_k=seqlen_k, window_size=window_size)):
+        return NotServed(reason)
     call = _packed_efficient_call(
         query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, custom_mask_type, scale
     )
-    if call is NotImplemented:
-        return NotImplemented
+    if type(call) is NotServed:
+        return call
     (q, k, v), options = call
     out, lse = run_forward(q, k, v, options)
     longest_q = query.shape[1] if max_seqlen_q is None else max_seqlen_q
@@ -277,15 +286,16 @@ def packed_efficient_backward(
     shared_storage_dqdkdv: bool = False,
     **later: Any,
 ) -> Any:
-    if dropout_p != 0 or shared_storage_dqdkdv or window_size is not None or _any_given(later):
-        return NotImplemented
+    later |= dict(shared_storage_dqdkdv=shared_storage_dqdkdv or None, window_size=window_size)
+    if reason := _why_not(query, value, dropout_p, later):
+        return NotServed(reason)
     if bias is None and bias_requires_grad:
-        return NotImplemented  # torch says what is wrong
+        return NotServed(WRONG)
     call = _packed_efficient_call(
         query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, custom_mask_type, scale
     )
-    if call is NotImplemented:
-        return NotImplemented
+    if type(call) is NotServed:
+        return call
     (q, k, v), options = call
     if cu_seqlens_q is None:
         lse = logsumexp[..., : query.shape[1]]
@@ -323,16 +333,14 @@ def _packed_efficient_call(
     custom_mask_type: int,
     scale: float | None,
 ) -> Any:
-    """((q, k, v), options) of our operator, or NotImplemented."""
+    """((q, k, v), options) of our operator, or ``NotServed``."""
     packed = cu_seqlens_q is not None
-    if not _multiple_of_8(query, value) or custom_mask_type not in (
-        _NO_MASK,
-        _CAUSAL_FROM_TOP_LEFT,
-        _CAUSAL_FROM_BOTTOM_RIGHT,
-    ):
-        return NotImplemented
-    if packed and (bias is not None or query.shape[0] != 1 or max_seqlen_q is None or max_seqlen_k is None):
-        return NotImplemented
+    if custom_mask_type not in (_NO_MASK, _CAUSAL_FROM_TOP_LEFT, _CAUSAL_FROM_BOTTOM_RIGHT):
+        return NotServed(WRONG)
+    if packed and bias is not None:
+        return NotServed("a bias of packed sequences")
+    if packed and (query.shape[0] != 1 or max_seqlen_q is None or max_seqlen_k is None):
+        return NotServed(WRONG)
     window = window_of(custom_mask_type != _NO_MASK)
     top_left = custom_mask_type == _CAUSAL_FROM_TOP_LEFT
     tensors = (query, key, value)
@@ -346,7 +354,8 @@ def _packed_efficient_call(
             "max_seqlen_k": max_seqlen_k,
         }
     options = options_of(query, scale_of(query, scale), window, top_left, bias, **more)
-    return (tensors, options) if _passes(_CHECK, *tensors, *options) else NotImplemented
+    refusal = _refusal(_CHECK, *tensors, *options)
+    return NotServed(refusal) if refusal else (tensors, options)
 
 
 def _rows_of_sequences(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:

@@ -57,6 +57,7 @@ from typing import Any
 import torch
 
 from flash_ext.integrations import aten_cpp
+from flash_ext.integrations.aten_calls import NotServed
 from flash_ext.integrations.call_counts import CallCounts
 from flash_ext.torch_private import (
     DispatchKey,
@@ -72,6 +73,7 @@ NAME = "flash_ext"  # in torch's registry of flash attention implementations
 
 _served_in_python = CallCounts()
 _passed_on = CallCounts()  # to torch's kernel
+_reasons = CallCounts()  # the same, by "operator (why)"
 
 # Of aten's operators, by device, the name of our kernel in aten_attention or, of those on packed sequences, in
 # aten_packed_attention. Those that a torch lacks are left out. A CPU gets the packed ones too, which torch has for CUDA
@@ -207,8 +209,13 @@ def calls_served() -> Counter[str]:
 
 
 def calls_passed_on() -> Counter[str]:
-    """How many calls of each operator went on to torch's kernel."""
+    """How many calls of each operator went on to torch's kernel; of SDPA itself, those that torch computes by math."""
     return _passed_on.read()
+
+
+def reasons_passed_on() -> Counter[str]:
+    """The same by operator and reason, such as "_scaled_dot_product_efficient_attention (head_dim must be ...)"."""
+    return _reasons.read()
 
 
 def forget_calls() -> None:
@@ -216,6 +223,12 @@ def forget_calls() -> None:
     aten_cpp.forget_calls()
     _served_in_python.clear()
     _passed_on.clear()
+    _reasons.clear()
+
+
+def _count_passed_on(operator: str, reason: NotServed) -> None:
+    _passed_on.add(operator)
+    _reasons.add(f"{operator} ({reason})")
 
 
 # ---- In torch's dispatcher ------------------------------------------------------------------------------------------
@@ -295,16 +308,16 @@ def _with_torchs(operator: str, key: str, kernel: Callable[..., Any]) -> Callabl
         if args and args[0] is None:  # the gradient of out: nothing depends on the inputs
             return (None,) * num_results
         results = kernel(*args, **kwargs)
-        if results is not NotImplemented:
+        if type(results) is not NotServed:
             _served_in_python.add(operator)
             return results
         if torch_kernel is None:
             raise NotImplementedError(
-                f"{qualified}: torch has no {key} kernel, and flash_ext does not support these arguments; "
-                "flash_ext.attention says which"
+                f"{qualified}: torch has no {key} kernel, and flash_ext does not support the call: {results}"
             )
-        _passed_on.add(operator)
-        return torch_kernel(keys, *args, **kwargs)
+        by_torch = torch_kernel(keys, *args, **kwargs)  # a call that is wrong raises here, and is not counted
+        _count_passed_on(operator, results)
+        return by_torch
 
     return run
 
@@ -325,6 +338,10 @@ def _routed(device_key: str) -> Callable[..., Any]:
         out = serve(device_type, *args, **kwargs)
         if out is NotImplemented:
             return torch_kernel(keys, *args, **kwargs)
+        if type(out) is NotServed:
+            by_torch = torch_kernel(keys, *args, **kwargs)
+            _count_passed_on(_SDPA, out)
+            return by_torch
         _served_in_python.add(_SDPA)
         return out
 

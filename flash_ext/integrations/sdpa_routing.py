@@ -14,7 +14,15 @@ from torch.nn.attention import SDPBackend
 from flash_ext.functional import attention
 from flash_ext.head_dims import cut_head_dim, pad_head_dim
 from flash_ext.integrations import aten_fused
-from flash_ext.integrations.aten_calls import KEYS, exceeds_sizes, takes_scale, unsupported
+from flash_ext.integrations.aten_calls import (
+    KEYS,
+    TOO_LARGE,
+    WRONG,
+    NotServed,
+    exceeds_sizes,
+    takes_scale,
+    unsupported,
+)
 from flash_ext.integrations.layouts import BY_HEADS, BY_ROWS, Arrangement, arrangement_of, can_merge, in_order_of
 from flash_ext.sdpa import scaled_dot_product_attention
 from flash_ext.torch_private import (
@@ -49,8 +57,8 @@ def is_torchs(
     dropout_p: float = 0.0,
     is_causal: bool = False,
 ) -> bool:
-    """Whether this is one of the common calls that torch sends to a fused operator, or to math where math was asked
-    for. ``serve`` gives ``NotImplemented`` for them too, 5 microseconds later.
+    """Whether this is one of the common calls that torch sends to a fused operator. ``serve`` gives ``NotImplemented``
+    for them too, 5 microseconds later.
 
     Plain tensors only: shapes that a compiler traces with must not be compared.
     """
@@ -65,8 +73,10 @@ def is_torchs(
         return False
     if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
         return False
+    if device_type == "cpu":
+        return is_flash_sdp_enabled()
     # On CUDA this operator is the one that takes them all, of these head dims: beside them torch may choose math.
-    return device_type == "cpu" or (shape[3] % 8 == 0 and is_efficient_sdp_enabled())
+    return shape[3] % 8 == 0 and is_efficient_sdp_enabled()
 
 
 def serve(
@@ -81,8 +91,9 @@ def serve(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Torch's function by ours, in the memory order that torch would have given; or ``NotImplemented`` where torch's
-    own way is right, by its fused operators or by math, and where the call is wrong or not supported."""
+    """Torch's function by ours, in the memory order that torch would have given; or ``NotServed`` where torch's math is
+    right; or ``NotImplemented`` where torch's fused operators are, or where torch's own way calls others who decide.
+    """
     if not (_is_plain(query) and _is_plain(key) and _is_plain(value) and _is_plain(attn_mask)) or _is_observed():
         return NotImplemented
     if query.dtype != key.dtype or query.dtype != value.dtype or query.is_nested:
@@ -92,7 +103,7 @@ def serve(
     )
     if backend == _MATH:
         if _wants_math(device_type):
-            return NotImplemented
+            return NotServed(_MATH_WANTED)
     elif backend not in _ENABLED or (dropout_p == 0 and (attn_mask is None or _suits_torch(attn_mask))):
         return NotImplemented
     elif dropout_p > 0 and _is_alone(backend):
@@ -101,10 +112,9 @@ def serve(
         out = aten_fused.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not None:
             return out.contiguous() if backend == _MATH else out
-    if not 0.0 <= dropout_p <= 1.0 or not takes_scale(scale):
-        return NotImplemented
-    if not _fits(query, key, value, attn_mask, is_causal, enable_gqa):
-        return NotImplemented
+    reason = _NUMBERS if not 0.0 <= dropout_p <= 1.0 or not takes_scale(scale) else ""
+    if reason := reason or _why_not(query, key, value, attn_mask, is_causal, enable_gqa):
+        return NotServed(reason) if backend == _MATH else NotImplemented
     if _has_one_batch(query, key, value, enable_gqa):
         return _attend(backend, query, key, value, attn_mask, dropout_p, is_causal, scale)
     out = scaled_dot_product_attention(
@@ -151,33 +161,42 @@ def _suits_torch(attn_mask: Tensor) -> bool:
     return watched or (attn_mask.dtype != torch.bool and not attn_mask.is_cuda)
 
 
-def _fits(
+_MATH_WANTED = "math was asked for, by sdpa_kernel or torch.backends.cuda"
+_NUMBERS = "dropout_p must be from 0 to 1, and scale a finite number of float32"
+_NO_HEADS = "tensors without heads"
+_MASK = "attn_mask must be bool, float32 or of the dtype of query, and broadcast to the scores"
+
+
+def _why_not(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
-) -> bool:
-    """Whether our function takes the call, and means the same by it. What is wrong with a call is for torch to say."""
+) -> str:
+    """Why our function does not take the call or means something else by it, or an empty string."""
     dims = query.dim(), key.dim(), value.dim()
     if min(dims) < 2 or (min(dims) == 2 and max(dims) > 2):
-        return False
+        return WRONG
     if query.device != key.device or query.device != value.device:
-        return False
-    if (
-        query.shape[-1] != key.shape[-1]
-        or key.shape[-2] != value.shape[-2]
-        or unsupported(query.shape[-1], value.shape[-1], query.device, query.dtype)
-    ):
-        return False
+        return WRONG
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        return WRONG
+    if reason := unsupported(query.shape[-1], value.shape[-1], query.device, query.dtype):
+        return reason
     lead = _leading_dimensions(query, key, value, enable_gqa)
-    if (
-        lead is None
-        or lead[-1:] == (0,)
-        or exceeds_sizes(query.device, math.prod(lead[:-1]), query.shape[-2], key.shape[-2])
-    ):
-        return False
+    if lead is None:
+        return WRONG
+    if lead[-1:] == (0,):
+        return _NO_HEADS
+    if exceeds_sizes(query.device, math.prod(lead[:-1]), query.shape[-2], key.shape[-2]):
+        return TOO_LARGE
     if attn_mask is None:
-        return True
-    if is_causal or attn_mask.device != query.device or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        return ""
+    if is_causal:
+        return WRONG
+    return "" if _broadcasts(attn_mask, query, (*lead, query.shape[-2], key.shape[-2])) else _MASK
+
+
+def _broadcasts(attn_mask: Tensor, query: Tensor, scores: tuple[int, ...]) -> bool:
+    if attn_mask.device != query.device or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
         return False
-    scores = (*lead, query.shape[-2], key.shape[-2])
     if not 2 <= attn_mask.dim() <= len(scores):
         return False
     return all(given in (1, full) for given, full in zip(reversed(attn_mask.shape), reversed(scores), strict=False))

@@ -200,9 +200,11 @@ DETERMINISTIC = [
 
 @pytest.mark.parametrize("shape", DETERMINISTIC, ids=str)
 def test_ordered_additions_cost_little(shape: tuple[int, int, int, int, int, bool]) -> None:
+    """Over the same CTAs that wait for nobody; and over the default's, unless that has a kernel of its own."""
     p = problem(*shape, deterministic=True)
-    default = simulate([cta[-1] for cta in _plan.backward_ctas(problem(*shape))], slots_of(p))
-    assert simulate_ordered(p, 1.25) < 1.08 * default
+    for of_default in [{"deterministic": True}, {}][: 1 if p.head_dim == 64 else 2]:
+        default = simulate([cta[-1] for cta in _plan.backward_ctas(problem(*shape, **of_default))], slots_of(p))
+        assert simulate_ordered(p, 1.25) < 1.08 * default
 
 
 def test_additions_are_ordered_as_ctas_start() -> None:

@@ -217,8 +217,26 @@ def test_the_kernel_of_the_backward(fields: dict[str, Any], obstacle: str) -> No
     found = hopper_plan(operation="backward", **fields)
     assert found.kernel == ("sm80/backward" if obstacle else "sm90/backward")
     assert any("Hopper" in reason and obstacle in reason for reason in found.reasons) == bool(obstacle)
-    assert (found.block_m, found.block_n > 0) == ((0, False) if obstacle else (64, True))
+    assert (found.block_m > 0, found.block_n > 0) == (not obstacle, not obstacle)
     assert hopper_plan(operation="backward", compute_capability=80, **fields).kernel == "sm80/backward"
+
+
+@pytest.mark.parametrize(
+    ("fields", "tile"),
+    [
+        ({}, (96, 128)),
+        ({"head_dim": 40, "head_dim_v": 40, "window_left": 9, "varlen": True, "has_sink": True}, (96, 128)),
+        ({"deterministic": True}, (64, 192)),
+        ({"softcap": 3.0}, (64, 192)),
+        ({"has_block_mask": True, "block_m": 64, "block_n": 128}, (64, 128)),
+        ({"head_dim": 72, "head_dim_v": 72}, (64, 128)),
+    ],
+    ids=str,
+)
+def test_ctas_of_the_backward_stay_where_heads_are_narrow(fields: dict[str, Any], tile: tuple[int, int]) -> None:
+    found = hopper_plan(operation="backward", **{"head_dim": 64, "head_dim_v": 64, **fields})
+    assert (found.kernel, found.block_m, found.block_n) == ("sm90/backward", *tile)
+    assert any("from one tile of keys to the next" in reason for reason in found.reasons) == (tile == (96, 128))
 
 
 @pytest.mark.parametrize("fields", [{"has_mask": True}, {"has_block_mask": True}, {"dropout_p": 0.1}])

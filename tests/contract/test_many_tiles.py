@@ -126,6 +126,42 @@ def test_rows_of_nan_leave_the_others_alone(device: str, head_dim: int, dtype: t
     assert_alike(after["lse"][:, :, others], before["lse"][:, :, others])
 
 
+GRADIENT_MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 30)},
+    "keys_of_nobody": {"window_size": (-1, 20), "top_left": True},
+}
+
+
+@pytest.mark.parametrize("mask", GRADIENT_MASKS.values(), ids=GRADIENT_MASKS.keys())
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)
+def test_gradients_of_more_tiles_of_keys_than_sms(
+    device: str, dtype: torch.dtype, head_dim: int, mask: dict[str, Any]
+) -> None:
+    """A CTA of Hopper's backward goes from one tile of keys to the next, also to one that no query sees."""
+    batch, heads = (1, 2) if device == "cpu" else (3, 64)
+    call = make_call(batch, 300, 520, heads, heads // 2, head_dim, dtype=dtype, device=device).with_options(**mask)
+    call = call.with_random_gradients()
+    first, again = assert_matches_oracle(call), run_library(call, ("k", "v"))
+    for name in ("dk", "dv"):
+        assert torch.equal(first[name], again[name])
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)
+def test_gradients_of_many_packed_sequences(device: str, dtype: torch.dtype) -> None:
+    lengths_q, lengths_k = [300, 0, 1, 77, 190, 400], [200, 260, 0, 400, 190, 129]
+    heads = 2 if device == "cpu" else 48
+    call = make_varlen_call(
+        lengths_q, lengths_k, device, spare=9, heads_q=heads, heads_kv=heads // 2, head_dim=64, dtype=dtype, causal=True
+    )
+    call.k[-9:] = call.v[-9:] = torch.nan
+    assert_matches_oracle(call)
+    call.options |= {"seqused_k": int32([130, 260, 0, 399, 1, 0], device)}
+    assert_matches_oracle(call)
+
+
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 192, 256])

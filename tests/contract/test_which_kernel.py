@@ -92,6 +92,15 @@ def test_attention(dtype: torch.dtype, head_dim: int, head_dim_v: int, option: s
     assert kernels_of(backward) == expected
 
 
+def test_the_kernel_family_of_a_test(device: str, kernel_family: str) -> None:
+    """A GPU's own kernels, and those for all GPUs, as the fixture says."""
+    call = make_call(2, 256, 256, 4, 2, 64, dtype=torch.bfloat16, device=device)
+    explained = flash_ext.explain(call.q, call.k, call.v).plan.kernel
+    assert explained == f"{kernel_family or 'cpu'}/forward"
+    if device == "cuda":
+        assert kernels_of(lambda: flash_ext.attention(call.q, call.k, call.v)) == {explained}
+
+
 @pytest.mark.parametrize("seqlen", [64, 256, 257])
 @pytest.mark.parametrize("heads_kv", [4, 2])
 def test_short_sequences(seqlen: int, heads_kv: int) -> None:

@@ -93,6 +93,31 @@ def test_the_sink_counts_once_however_many_splits(device: str, dtype: torch.dtyp
     assert_decode_matches(call, num_splits=num_splits, sink=random(4, device=device) + 3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("apart", ["rows", "entries", "pages"])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_caches_further_apart_than_32_bits_can_say(device: str, name: str, apart: str, num_splits: int) -> None:
+    """Rows, batch entries or pages of a cache are spread over more than 2^31 elements, so that offsets pass that."""
+    lengths = int32([75, 40], device)
+    call = make_decode(2, seqlen_q=2, dtype=torch.bfloat16, device=device, cache_seqlens=lengths, num_splits=num_splits)
+    call = paged(call, 16) if apart == "pages" else call
+    expected = call.run()
+    cache = getattr(call, name)
+    dim = 1 if apart == "rows" else 0
+    steps = cache.shape[dim] - 1
+    step = (2**31 // steps // 64 + 1) * 64
+    strides = list(cache.stride())
+    strides[dim] = step
+    if apart == "rows":  # entries lie between the rows
+        strides[0] = cache.shape[2] * cache.shape[3]
+    spread = torch.empty((steps + 1) * step, dtype=cache.dtype, device=device).as_strided(cache.shape, strides)
+    assert steps * spread.stride(dim) > 2**31
+    setattr(call, name, spread.copy_(cache))
+    for found, right in zip(call.run(), expected, strict=True):
+        assert torch.equal(found, right)
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
 def test_paged_caches(device: str, dtype: torch.dtype, page_size: int, num_splits: int) -> None:
@@ -287,11 +312,12 @@ def test_append(
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [16, 32])
-@pytest.mark.parametrize("window_right", [-1, 0])
-def test_rotary(device: str, dtype: torch.dtype, interleaved: bool, rotary_dim: int, window_right: int) -> None:
-    """All queries at the cache's length; with a window, each at its own position."""
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (50, -1)], ids=str)
+def test_rotary(device: str, dtype: torch.dtype, interleaved: bool, rotary_dim: int, window: tuple[int, int]) -> None:
+    """All queries at the cache's length; with a window, whichever side it has, each at its own position."""
     angles = torch.rand(80, rotary_dim // 2, device=device) * 6
-    call = with_new_keys(device, dtype, 3, 3, window_right=window_right, rotary_interleaved=interleaved)
+    sides = {"window_left": window[0], "window_right": window[1]}
+    call = with_new_keys(device, dtype, 3, 3, **sides, rotary_interleaved=interleaved)
     call.options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
     assert_decode_matches(call)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_ext.integrations import aten_attention, aten_calls, aten_packed_attention, layouts
+from flash_ext.integrations.aten_calls import NotServed
 from tests.integration.test_sdpa_provider import ORDERS, assert_right, by_hand, qkv
 from tests.oracle import cumulative, random
 
@@ -252,7 +253,7 @@ def test_not_supported(device: str) -> None:
         aten_packed_attention.packed_efficient_forward(q, k, v, None, None, None, None, None, 0.1, 0),
         aten_packed_attention.packed_efficient_forward(q, k, v, None, None, None, None, None, 0.0, 7),
     ]
-    assert all(results is NotImplemented for results in refused)
+    assert all(type(results) is NotServed and results for results in refused)
 
 
 # ---- Layouts --------------------------------------------------------------------------------------------------------
@@ -307,9 +308,9 @@ def test_the_gradient_of_a_bias_that_is_not_there_is_torchs_to_refuse(device: st
     q, k, v = qkv(device, low_precision(device), requires_grad=False)
     out, lse, seed, offset = aten_attention.efficient_forward(q, k, v, None, True)
     wanted = aten_attention.efficient_backward(out, q, k, v, None, out, lse, seed, offset, 0.0, [True] * 4)
-    assert wanted is NotImplemented
+    assert type(wanted) is NotServed
     rows = [x.transpose(1, 2).contiguous() for x in (q, k, v, out)]
     packed = aten_packed_attention.packed_efficient_backward(
         rows[3], *rows[:3], None, rows[3], None, None, 37, 53, lse, 0.0, seed, offset, 0, True
     )
-    assert packed is NotImplemented
+    assert type(packed) is NotServed

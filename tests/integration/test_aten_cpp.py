@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import flash_ext
 from flash_ext.integrations import aten_attention, aten_cpp, sdpa_provider
+from flash_ext.integrations.aten_calls import NotServed
 from flash_ext.integrations.sdpa_routing import is_torchs
 from tests.integration.test_aten_attention import low_precision, strides
 from tests.integration.test_sdpa_provider import CPU_FLASH, ORDERS, SDPA, gradients, qkv
@@ -59,7 +60,7 @@ def handed_on(device: str, deterministic: None) -> Iterator[list[str]]:
         def run(*args: Any, **kwargs: Any) -> Any:
             names.append(name)
             results = python_kernel(name)(*args, **kwargs)
-            if results is NotImplemented:
+            if type(results) is NotServed:
                 raise NotImplementedError(f"nobody computes {name}")
             return results
 
@@ -454,6 +455,8 @@ def test_common_calls_are_torchs_at_once() -> None:
         (torch.nn.Parameter(q), k, v),
     ]
     assert not any(is_torchs("cpu", *args) for args in others)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert not is_torchs("cpu", q, k, v)  # its calls are counted
 
 
 def test_common_calls_on_cuda_need_the_operator_that_takes_them_all() -> None:

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_ext
 from flash_ext.integrations import aten_fused
 from tests.integration.test_aten_attention import strides
 from tests.integration.test_sdpa_provider import ORDERS, assert_right, gradients, qkv
+from tests.integration.test_what_stands_on_sdpa import Names
 from tests.oracle import random
 
 FUSED_NODE = "ScaledDotProductFusedAttentionOverrideableBackward0"
@@ -310,3 +312,31 @@ def test_compiled_programs_have_torchs_operators(device: str) -> None:
     out = torch.compile(F.scaled_dot_product_attention, backend=aot_autograd(fw_compiler=compiler))(q, k, v, mask)
     assert "aten._scaled_dot_product" in graphs[0] and "overrideable" not in graphs[0]
     assert_right(out, (q, k, v), q, k, v, mask)
+
+
+@pytest.mark.parametrize("who", ["mode", "make_fx", "trace"])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+def test_who_looks_on_sees_the_operators_of_our_function(device: str, who: str) -> None:
+    """Which can be stored and transformed: torch's has rules for neither."""
+    q, k, v = qkv(device)
+    mask = make("bool", MASKS["shared"], device)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return flash_ext.scaled_dot_product_attention(*tensors, mask)
+
+    if who == "mode":
+        with Names() as names:
+            attend(q, k, v)
+        seen = str(names.seen)
+    else:
+        seen = str((make_fx(attend)(q, k, v) if who == "make_fx" else torch.jit.trace(attend, (q, k, v))).graph)
+    assert "attention_forward" in seen and "overrideable" not in seen
+
+
+def test_vmap_of_our_function(device: str) -> None:
+    q, k, v = qkv(device)
+    mask = make("bool", MASKS["shared"], device)
+    stacked = torch.stack([q, q.flip(0)])
+    found = torch.vmap(lambda q: flash_ext.scaled_dot_product_attention(q, k, v, mask))(stacked)
+    for out, query in zip(found, stacked, strict=True):
+        torch.testing.assert_close(out, flash_ext.scaled_dot_product_attention(query, k, v, mask))

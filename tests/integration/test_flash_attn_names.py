@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +75,23 @@ def test_what_libraries_import(names: None) -> None:
     assert _wrapped_flash_attn_forward is _flash_attn_forward and _wrapped_flash_attn_backward is _flash_attn_backward
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.losses"):
         importlib.import_module("flash_attn.losses")
+
+
+XFORMERS = """
+import flash_ext
+flash_ext.as_flash_attn(force=True)
+import xformers.ops
+from xformers.ops.fmha import flash
+print(flash.FLASH_VERSION, flash._flash_attn_cuda.fwd.__module__)
+"""
+
+
+def test_xformers_finds_what_it_looks_for() -> None:
+    """It does when it is imported, and diffusers imports it."""
+    pytest.importorskip("xformers")
+    environment = os.environ | {"PYTHONPATH": str(Path(flash_ext.__file__).parents[1])}
+    ran = subprocess.run([sys.executable, "-c", XFORMERS], env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.stdout.split() == ["2.8.3", "flash_ext.integrations.flash_attn.extension_2"], ran.stderr
 
 
 def test_metadata(names: None) -> None:
@@ -204,6 +223,75 @@ def test_passes(names: None, kind: str, varlen: bool, head_dim: int, device: str
         assert_same(found, wanted)
 
 
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("given", [False, True], ids=["new tensors", "tensors that are there"])
+def test_compiled_module(names: None, given: bool, varlen: bool, device: str) -> None:
+    """What xFormers calls: results are those of the passes, by the positions of the compiled module's arguments."""
+    from flash_attn.flash_attn_interface import flash_attn_gpu
+
+    assert flash_attn_gpu is importlib.import_module("flash_attn_2_cuda")
+    q, dout = (random(66, 4, 32, device=device) for _ in range(2))
+    k, v = (random(82, 2, 32, device=device) for _ in range(2))
+    ends, longest = (cumulative([20, 46], device), cumulative([50, 32], device)), (46, 50)
+    if not varlen:
+        q, k, v, dout = (x.view(2, -1, *x.shape[1:]) for x in (q, k, v, dout))
+    slopes, softcap, window = torch.rand(4, device=device), 2.0, (9, 3)
+    into = [torch.full_like(x, torch.nan) if given else None for x in (q, q, k, v)]
+    score = (0.3, False, *window, softcap)
+    forward, backward = passes(varlen)
+    lengths = (*ends, *longest) if varlen else ()
+    wanted = [torch.empty_like(x) for x in (q, k, v)]
+    if varlen:
+        torch.manual_seed(4)
+        found = flash_attn_gpu.varlen_fwd(
+            q, k, v, into[0], *ends, None, None, None, slopes, *longest, 0.2, 0.3, False, False, *window, softcap, True,
+            None,
+        )  # fmt: skip
+        rng_state = found[3]
+        gradients = flash_attn_gpu.varlen_bwd(
+            dout, q, k, v, *found[:2], *into[1:], *ends, slopes, *longest, 0.2, 0.3, False, False, *window, softcap,
+            False, None, rng_state,
+        )  # fmt: skip
+    else:
+        torch.manual_seed(4)
+        found = flash_attn_gpu.fwd(q, k, v, into[0], slopes, 0.2, *score, True, None)
+        rng_state = found[3]
+        gradients = flash_attn_gpu.bwd(
+            dout, q, k, v, *found[:2], *into[1:], slopes, 0.2, *score, False, None, rng_state
+        )
+    torch.manual_seed(4)
+    expected = forward(q, k, v, *lengths, 0.2, *score, slopes, True)
+    rows = backward(dout, q, k, v, *expected[:2], *wanted, *lengths, 0.2, *score, slopes, False, expected[3])
+    for one, other in zip([*found, *gradients], [*expected, *wanted, rows], strict=True):
+        assert_same(one, other)
+    results = (found[0], *gradients[:3])
+    assert all(one is other for one, other in zip(results, into, strict=True)) or not given
+    with pytest.raises(NotImplementedError, match=r"gen_ must be None: .*torch\.manual_seed"):
+        flash_attn_gpu.fwd(q, k, v, None, None, 0.2, *score, True, torch.Generator(device))
+
+
+@pytest.mark.op("attention_decode_append")
+def test_compiled_module_over_a_cache(names: None, device: str) -> None:
+    import flash_attn_2_cuda  # type: ignore[import-not-found]
+
+    q, new_k, new_v = random(2, 1, 4, 32, device=device), *(random(2, 1, 2, 32, device=device) for _ in range(2))
+    caches = [random(2, 64, 2, 32, device=device) for _ in range(2)]
+    lengths, angles = int32([33, 7], device), torch.rand(64, 8, device=device)
+    rotary = angles.cos(), angles.sin()
+    ours = [x.clone() for x in caches]
+    out = torch.full_like(q, torch.nan)
+    found = flash_attn_2_cuda.fwd_kvcache(
+        q, *ours, new_k, new_v, lengths, *rotary, None, None, None, None, out, 0.3, True, 20, -1, 2.0, False, 1
+    )
+    expected = flash_ext.flash_attn_with_kvcache(
+        q, *caches, new_k, new_v, *rotary, lengths, softmax_scale=0.3, causal=True, window_size=(20, -1), softcap=2.0,
+        rotary_interleaved=False, num_splits=1, return_softmax_lse=True,
+    )  # fmt: skip
+    assert found[0] is out
+    for one, other in zip([*found, *ours], [*expected, *caches], strict=True):
+        assert_same(one, other)
+
+
 def test_passes_over_parts_of_the_keys(names: None, device: str) -> None:
     """What ring attention does: forwards merged, and backwards with the lse of all keys, summed."""
     forward, backward = passes(False)
@@ -267,7 +355,9 @@ def test_3_fourth_argument_is_the_scale(names: None, device: str) -> None:
     expected, expected_lse = flash_ext.attention(q, k, v, **options)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     window = torch.tensor([9, 0])
-    tuned = fa3.flash_attn_func(q, k, v, 0.3, True, window_size=window, softcap=2.0, num_splits=3, pack_gqa=True)
+    tuned = fa3.flash_attn_func(
+        q, k, v, 0.3, True, window_size=window, softcap=2.0, num_splits=3, pack_gqa=True, sm_margin=4
+    )
     assert torch.equal(tuned, out)
     (dk,) = torch.autograd.grad(tuned.sum(), k)
     assert_same(dk, torch.autograd.grad(expected.sum(), k)[0])

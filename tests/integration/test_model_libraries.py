@@ -60,6 +60,12 @@ def torchvision_vit() -> Model:
     return models.VisionTransformer(32, 8, 2, 2, 64, 128, num_classes=10), images(), {}
 
 
+def torchvision_swin() -> Model:
+    """Attention in operations of its own, which nothing redirects."""
+    models = pytest.importorskip("torchvision").models
+    return models.SwinTransformer([4, 4], 32, [2], [2], [4, 4], num_classes=10), images(), {}
+
+
 def diffusers_dit() -> Model:
     diffusers = pytest.importorskip("diffusers")
     model = diffusers.DiTTransformer2DModel(
@@ -229,6 +235,7 @@ def test_llama_of_torchtitan(device: str) -> None:
         (diffusers_unet_with_8, "call flash_ext.activate()"),
         (diffusers_flux, "call flash_ext.activate()"),
         (torchvision_vit, "2 nn.MultiheadAttention converted"),
+        (torchvision_swin, "call flash_ext.scaled_dot_product_attention (a bias is its attn_mask)"),
         (torchtitan_sdpa, "call flash_ext.activate()"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

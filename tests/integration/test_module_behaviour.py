@@ -196,8 +196,9 @@ class TestModuleBehaviour:
         out, _ = ours(nested, nested, nested, need_weights=False)
         for part, x in zip(out.unbind(), sequences, strict=True):
             torch.testing.assert_close(part, ours(x, x, x)[0])
-        with pytest.raises(AssertionError, match="does not support NestedTensor outside of its fast path"):
-            ours(nested, nested, nested, need_weights=True)
+        for wrong in ({"attn_mask": torch.zeros(6, 6)}, {"key_padding_mask": torch.zeros(3, 6)}):
+            with pytest.raises(AssertionError, match="does not support NestedTensor outside of its fast path"):
+                ours(nested, nested, nested, **wrong)
 
     def test_nested_tensors_with_the_causal_rule(self) -> None:
         _, ours = twins(batch_first=True)

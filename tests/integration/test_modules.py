@@ -198,6 +198,22 @@ class TestMasks:
             call = dict(attn_mask=attn_mask, key_padding_mask=padding_masks["bool"])
             torch.testing.assert_close(ours(query, poisoned, poisoned, **call), theirs(query, memory, memory, **call))
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_padding_of_nan_beside_a_mask(self, device: str, dtype: torch.dtype) -> None:
+        """Neither in out nor in the gradient of what is no padding."""
+        ours = flash_ext.MultiheadAttention(EMBED_DIM, 2, batch_first=True, device=device, dtype=dtype)
+        query, memory = (torch.randn(BATCH, n, EMBED_DIM, device=device, dtype=dtype) for n in (SEQLEN_Q, SEQLEN_K))
+        hidden = torch.rand(SEQLEN_Q, SEQLEN_K, device=device) < 0.3
+        padding = torch.arange(SEQLEN_K, device=device).expand(BATCH, -1) >= SEQLEN_K - 2
+        results = []
+        for filling in (0.0, torch.nan):
+            filled = memory.masked_fill(padding[..., None], filling).requires_grad_()
+            leaves = [query.requires_grad_(), filled]
+            out, _ = ours(query, filled, filled, attn_mask=hidden, key_padding_mask=padding, need_weights=False)
+            gradients = torch.autograd.grad(out.float().sum(), leaves)
+            results.append((out, gradients[0], gradients[1][~padding]))
+        torch.testing.assert_close(*results)
+
 
 class OtherTensor(torch.Tensor):
     """Of a class that says nothing of what it holds."""

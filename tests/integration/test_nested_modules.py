@@ -46,23 +46,63 @@ def test_each_sequence_attends_to_itself(device: str, layout: torch.layout, caus
         assert_close(gradient, alone.grad)
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("average", [True, False])
+def test_weights_are_padded_by_zeros(device: str, layout: torch.layout, average: bool) -> None:
+    """They are what torch returns of nested tensors, where nothing is said of ``need_weights``."""
+    module = make_module(device)
+    x = make_nested(device, layout=layout)
+    out, weights = module(x, x, x, average_attn_weights=average)
+    heads = () if average else (NUM_HEADS,)
+    assert weights.shape == (len(LENGTHS), *heads, max(LENGTHS), max(LENGTHS))
+    for n, (part, alone) in enumerate(zip(out.unbind(), x.detach().unbind(), strict=True)):
+        expected = torch.zeros_like(weights[n])
+        expected_part, expected[..., : len(alone), : len(alone)] = module(alone, alone, alone,
+                                                                         average_attn_weights=average)  # fmt: skip
+        assert_close((part, weights[n]), (expected_part, expected))
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_weights_are_torchs(device: str, average: bool) -> None:
+    """torch's own fast path takes strided nested tensors, and answers in float32 without gradients alone."""
+    module = make_module(device)
+    theirs = torch.nn.MultiheadAttention(EMBED_DIM, NUM_HEADS, batch_first=True, device=device).eval()
+    theirs.load_state_dict(module.state_dict())
+    x = make_nested(device, [3, 1, 6], torch.strided)
+    with torch.no_grad():
+        (out, weights), (expected, expected_weights) = (
+            m(x, x, x, average_attn_weights=average) for m in (module, theirs)
+        )
+    assert_close((*out.unbind(), weights), (*expected.unbind(), expected_weights))
+
+
+def test_weights_of_jagged_tensors_of_unknown_lengths(device: str) -> None:
+    module = make_module(device)
+    known = make_nested(device)
+    unknown = torch.nested.nested_tensor_from_jagged(known.values(), known.offsets())
+    assert_close(module(unknown, unknown, unknown)[1], module(known, known, known)[1])
+
+
 def test_jagged_result_has_the_offsets_of_the_input(device: str) -> None:
     x = make_nested(device)
     out, _ = make_module(device)(x, x, x, need_weights=False)
     assert out.layout == torch.jagged and out.shape == x.shape and out.offsets() is x.offsets()
 
 
+@pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_jagged_compiles_in_one_graph(device: str, causal: bool) -> None:
+def test_jagged_compiles_in_one_graph(device: str, causal: bool, need_weights: bool) -> None:
     module = make_module(device)
+
+    def residual(x: Tensor) -> Tensor:
+        return x + module(x, x, x, need_weights=need_weights, is_causal=causal)[0]
+
     torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x: with_residual(module, x, causal), fullgraph=True, dynamic=True, backend="aot_eager"
-    )
+    compiled = torch.compile(residual, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in (LENGTHS, [5, 2]):
         x = make_nested(device, lengths)
         gradients = []
-        for function in (compiled, lambda x: with_residual(module, x, causal)):
+        for function in (compiled, residual):
             x.grad = None
             out = function(x)
             out.values().square().sum().backward()
@@ -88,7 +128,9 @@ def test_jagged_in_another_dimension_raises(device: str) -> None:
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_empty_sequences(device: str, layout: torch.layout) -> None:
     x = make_nested(device, [0, 0], layout)
-    assert [part.shape for part in with_residual(make_module(device), x).unbind()] == [(0, EMBED_DIM)] * 2
+    module = make_module(device)
+    assert [part.shape for part in with_residual(module, x).unbind()] == [(0, EMBED_DIM)] * 2
+    assert module(x, x, x)[1].shape == (2, 0, 0)
 
 
 def test_empty_batch(device: str) -> None:
@@ -96,5 +138,7 @@ def test_empty_batch(device: str) -> None:
     offsets = torch.zeros(1, dtype=torch.int64, device=device)
     jagged = torch.nested.nested_tensor_from_jagged(torch.randn(0, EMBED_DIM, device=device), offsets)
     strided = torch.nested.nested_tensor([], device=device)
-    assert module(jagged, jagged, jagged, need_weights=False)[0].shape[0] == 0
-    assert module(strided, strided, strided, need_weights=False)[0].size(0) == 0
+    for x in (jagged, strided):
+        assert module(x, x, x, need_weights=False)[0].size(0) == 0
+        out, weights = module(x, x, x)
+        assert out.size(0) == 0 and weights.shape == (0, 0, 0)

@@ -83,7 +83,15 @@ def test_nothing_is_printed_without_report(folder: Path) -> None:
 
 def test_a_program_without_attention(folder: Path) -> None:
     (folder / "nothing.py").write_text("")
-    assert "made no call of torch's attention" in run("--report", "nothing.py", folder=folder).stderr
+    found = run("--report", "nothing.py", folder=folder).stderr
+    assert "made no call of torch's attention" in found and "set_fastpath_enabled(False)" in found
+
+
+def test_the_report_says_why_a_call_is_torchs(folder: Path) -> None:
+    (folder / "large.py").write_text(ATTENTION.replace("4, 8", "4, 264"))
+    found = run("--report", "large.py", folder=folder).stderr
+    assert "calls computed: none; left to torch: _scaled_dot_product_flash_attention_for_cpu (head_dim must be" in found
+    assert "got 264 of query and 264 of value) 1\n" in found
 
 
 @pytest.mark.parametrize("arguments", [("--report", "-m", "x y", "--", "run"), ("--", "--report")], ids=str)
@@ -126,7 +134,7 @@ def test_the_names_of_flash_attn(folder: Path) -> None:
 
 
 def test_under_torchrun(folder: Path) -> None:
-    program = ATTENTION + "import os, sys\nprint(f'rank {os.environ[\"RANK\"]} of {sys.argv[1]}', flush=True)"
+    program = ATTENTION + "import os, sys\nos.write(1, f'rank {os.environ[\"RANK\"]} of {sys.argv[1]}\\n'.encode())"
     (folder / "ranks.py").write_text(program)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ran = python(*launcher, "-m", "flash_ext", "run", "--report", "ranks.py", "2", folder=folder)

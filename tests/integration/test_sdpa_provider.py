@@ -269,9 +269,13 @@ def test_math_is_torchs_where_it_is_asked_for(device: str) -> None:
         with flash_ext.activated():
             sdpa_provider.forget_calls()
             assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), expected)
+            F.scaled_dot_product_attention(q, k, v)
             torch.manual_seed(1)
             dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-    assert not served()
+    assert not sdpa_provider.calls_served()
+    assert sdpa_provider.reasons_passed_on() == {
+        "scaled_dot_product_attention (math was asked for, by sdpa_kernel or torch.backends.cuda)": 3
+    }
     torch.manual_seed(1)
     with sdpa_kernel(SDPBackend.MATH):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5), dropped)
@@ -313,7 +317,8 @@ def test_flash_is_not_served_where_it_is_switched_off() -> None:
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
         F.scaled_dot_product_attention(q, k, v)
-    assert not served()
+    assert not sdpa_provider.calls_served()
+    assert sdpa_provider.calls_passed_on() == {"scaled_dot_product_attention": 2}
 
 
 @pytest.mark.usefixtures("active")
@@ -349,6 +354,23 @@ def test_large_head_dims_go_on_to_torch(device: str) -> None:
     passed_on = {name: count for name, count in sdpa_provider.calls_passed_on().items() if count}
     if device == "cpu":
         assert passed_on == {CPU_FLASH: 1, f"{CPU_FLASH}_backward": 1}
+    reasons = sdpa_provider.reasons_passed_on()
+    assert sum(reasons.values()) == 2
+    for name in reasons:
+        assert name.endswith(" (head_dim must be from 1 to 256, got 264 of query and 264 of value)")
+    sdpa_provider.forget_calls()
+    assert not sdpa_provider.calls_passed_on() and not sdpa_provider.reasons_passed_on()
+
+
+@pytest.mark.usefixtures("active")
+def test_what_math_alone_takes_is_counted(device: str) -> None:
+    """torch composes such calls of other operators, none of which would tell."""
+    q, k, v = qkv(device, dims=(264, 264))
+    F.scaled_dot_product_attention(q, k, v, torch.ones(37, 53, dtype=torch.bool, device=device), dropout_p=0.1)
+    assert not sdpa_provider.calls_served()
+    reason = "head_dim must be from 1 to 256, got 264 of query and 264 of value"
+    assert all(name.endswith(f"({reason})") for name in sdpa_provider.reasons_passed_on())
+    assert sum(sdpa_provider.calls_passed_on().values()) >= 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -20,6 +20,7 @@ VERSION_3 = "3.0.0"
 _HERE = "flash_ext.integrations.flash_attn"
 # Which of our modules stands under which name; None: a package that holds the others.
 _MODULES = {
+    "flash_attn_2_cuda": f"{_HERE}.extension_2",
     "flash_attn": f"{_HERE}.interface_2",
     "flash_attn.flash_attn_interface": f"{_HERE}.interface_2",
     "flash_attn.bert_padding": f"{_HERE}.padding",
@@ -72,8 +73,9 @@ def as_flash_attn(*, force: bool = False) -> FlashAttnNames:
     """Puts flash_ext under the names of FlashAttention, for libraries that import it and cannot be told otherwise.
 
     They are ``flash_attn`` (version 2.8, with flash_attn_interface and its ``_flash_attn_forward``,
-    ``_flash_attn_backward``, their varlen and ``_wrapped_`` forms; bert_padding; layers.rotary) and
-    ``flash_attn_interface`` (FlashAttention-3). ``importlib.metadata`` knows them too, as flash-attn and flash-attn-3.
+    ``_flash_attn_backward``, their varlen and ``_wrapped_`` forms; bert_padding; layers.rotary), ``flash_attn_2_cuda``
+    (the functions of its compiled module) and ``flash_attn_interface`` (FlashAttention-3). ``importlib.metadata`` knows
+    them too, as flash-attn and flash-attn-3.
     Call it before those libraries are imported: many look once whether FlashAttention is there. transformers is told
     even afterwards.
 
@@ -98,6 +100,7 @@ def as_flash_attn(*, force: bool = False) -> FlashAttnNames:
         sys.modules.pop(name, None)
     for name, source in _MODULES.items():
         sys.modules[name] = _make_module(name, source)
+    vars(sys.modules["flash_attn.flash_attn_interface"])["flash_attn_gpu"] = sys.modules["flash_attn_2_cuda"]
     finder = _Distributions()
     sys.meta_path.insert(0, finder)
     _in_place = FlashAttnNames(finder, replaced)

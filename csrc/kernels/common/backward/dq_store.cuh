@@ -16,6 +16,7 @@ namespace flash_ext {
 /// A tile of kBlockM x kHeadDim is divided among kWarps warps; each has 32 rows and kColumns columns of it.
 template <int kBlockM, int kHeadDim, int kWarps>
 struct DqLayout {
+  static constexpr bool kTransposed = false;
   static constexpr int kRowGroups = kBlockM / 32;
   static constexpr int kColumns = kHeadDim * kRowGroups / kWarps;
   static constexpr int kM = 2, kN = kColumns / 8;  // accumulators of a warp
@@ -81,15 +82,25 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
   const float scale = static_cast<float>(p.softmax_scale) * workspace.unit;
 #pragma unroll 2
   for (int flat = threadIdx.x; flat < kBlockM * kHeadDim / 16; flat += kStoreDqThreads) {
-    const int n = flat % Layout::kN, g = flat / Layout::kN % 8;
-    const int m = flat / Layout::kN / 8 % Layout::kM, warp = flat / Layout::kN / 8 / Layout::kM;
-    const int i = first + Layout::first_row(warp) + 16 * m + g;
-    const int column = Layout::first_column(warp) + 8 * n;
-    if (column >= p.head_dim || i >= sequence.seqlen_q) continue;
-    float x[4][4];
-    Layout::load_quad(g_tile + Layout::fragment(warp, m, n), g, x);
-    store_row_piece(rows.row(i) + column, x, 0, scale);
-    if (i + 8 < sequence.seqlen_q) store_row_piece(rows.row(i + 8) + column, x, 2, scale);
+    if constexpr (Layout::kTransposed) {
+      const typename Layout::Piece piece(flat);
+      const int i = first + piece.row;
+      if (piece.column >= p.head_dim || i >= sequence.seqlen_q) continue;
+      float x[4][4];
+      piece.load(g_tile, x);
+      store_row_piece(rows.row(i) + piece.column, x, 0, scale);
+      if (i + 1 < sequence.seqlen_q) store_row_piece(rows.row(i + 1) + piece.column, x, 2, scale);
+    } else {
+      const int n = flat % Layout::kN, g = flat / Layout::kN % 8;
+      const int m = flat / Layout::kN / 8 % Layout::kM, warp = flat / Layout::kN / 8 / Layout::kM;
+      const int i = first + Layout::first_row(warp) + 16 * m + g;
+      const int column = Layout::first_column(warp) + 8 * n;
+      if (column >= p.head_dim || i >= sequence.seqlen_q) continue;
+      float x[4][4];
+      Layout::load_quad(g_tile + Layout::fragment(warp, m, n), g, x);
+      store_row_piece(rows.row(i) + column, x, 0, scale);
+      if (i + 8 < sequence.seqlen_q) store_row_piece(rows.row(i + 8) + column, x, 2, scale);
+    }
   }
 }
 

@@ -142,7 +142,7 @@ void with_backward(const BackwardParams& p, Run run) {
   switch (choose_backward_tiling(kHeadDim, kFloat, is_plain_backward(p), bias_bytes, shared_bytes_per_block())) {
     case BackwardTiling::kPlain:
       return run(TiledBackward<Plain>());
-    case BackwardTiling::kGeneral:
+    case BackwardTiling::kAllOptions:
       return run(TiledBackward<General>());
     case BackwardTiling::kSmall:
       if constexpr (!kFloat || kHeadDim != 256) run(TiledBackward<BackwardConfig<Element, kHeadDim, true, true>>());

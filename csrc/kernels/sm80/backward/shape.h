@@ -29,10 +29,10 @@ constexpr BackwardShape backward_shape(int head_dim, bool is_float, bool general
 
 /// Which of its shapes.
 enum class BackwardTiling {
-  kPlain,    // scaled products within a window
-  kGeneral,  // all options
-  kSmall,    // the same in the shared memory of every GPU
-  kSlabs,    // where no shape fits: slow (slabs.cuh)
+  kPlain,  // scaled products within a window
+  kAllOptions,
+  kSmall,  // all options in the shared memory of every GPU
+  kSlabs,  // where no shape fits: slow (slabs.cuh)
 };
 
 constexpr BackwardShape backward_shape(int head_dim, bool is_float, BackwardTiling tiling) {
@@ -52,13 +52,13 @@ constexpr int backward_shared_bytes(int head_dim, bool is_float, BackwardTiling 
 }
 
 /// The tiling that serves a call on a GPU of which a CTA can have so much shared memory. bias_bytes: of a tile of
-/// kGeneral.
+/// kAllOptions.
 constexpr BackwardTiling choose_backward_tiling(int head_dim, bool is_float, bool plain, int64_t bias_bytes,
                                                 int64_t available) {
   if (plain && available >= backward_shared_bytes(head_dim, is_float, BackwardTiling::kPlain))
     return BackwardTiling::kPlain;
-  if (available >= backward_shared_bytes(head_dim, is_float, BackwardTiling::kGeneral) + bias_bytes)
-    return BackwardTiling::kGeneral;
+  if (available >= backward_shared_bytes(head_dim, is_float, BackwardTiling::kAllOptions) + bias_bytes)
+    return BackwardTiling::kAllOptions;
   return is_float && head_dim == 256 ? BackwardTiling::kSlabs : BackwardTiling::kSmall;
 }
 

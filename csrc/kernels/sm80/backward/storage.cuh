@@ -16,11 +16,11 @@ namespace flash_ext::sm80 {
 
 /// kScoreOptions: scores that are more than scaled products within a window (bias, mask, softcap, ALiBi, dropout).
 /// kSmall: fits into the shared memory of every GPU.
-template <class Element_, int kHeadDim_, bool kGeneral_, bool kSmall_>
+template <class Element_, int kHeadDim_, bool kScoreOptions_, bool kSmall_>
 struct BackwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kScoreOptions = kGeneral_;
+  static constexpr bool kScoreOptions = kScoreOptions_;
   // dK and dV of the CTA's keys are 128 registers of a thread, 64 at head_dim 64.
   static constexpr bool kFloat = sizeof(Element) == 4;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim, kFloat, kScoreOptions, kSmall_);
@@ -55,7 +55,7 @@ struct BackwardConfig {
   static constexpr int kSharedBytes =
       kTilesBytes + 3 * kTermBytes + kWordBytes + 2 * kKeptBytes + kWorkTileBytes;  // without a bias
   static constexpr BackwardTiling kTiling = kSmall_         ? BackwardTiling::kSmall
-                                            : kScoreOptions ? BackwardTiling::kGeneral
+                                            : kScoreOptions ? BackwardTiling::kAllOptions
                                                             : BackwardTiling::kPlain;
   static_assert(kSharedBytes == backward_shared_bytes(kHeadDim, kFloat, kTiling), "which the plan goes by");
   static_assert(!kSmall_ || kSharedBytes + TileLayout<float, kBlockN>::bytes(kBlockM) <= kSmallestSharedBytes,

@@ -18,16 +18,27 @@ __device__ __forceinline__ uint32_t without_rank(uint32_t s_tile) {
   return Config::kCluster > 1 ? s_tile & kOwnMemory : s_tile;
 }
 
-/// What the kernels up to kMaxNarrowHeadDim have in common: warpgroup 0 loads and computes dQ, the others compute the
-/// rest, 64 keys each. kListsBlocks: a block mask's lists say which steps there are.
-template <class Element_, int kHeadDim_, int kStages_, bool kListsBlocks_ = false, int kGradStages_ = kStages_>
+/// Which tiles and registers a kernel up to kMaxNarrowHeadDim has: those of its head_dim; those of block masks, whose
+/// lists say which steps there are; those of the persistent kernel, which has K and V of two tiles of keys.
+enum class BackwardTiling { kOfHeadDim, kBlocks, kPersistent };
+
+constexpr BackwardShape backward_shape(int head_dim, BackwardTiling tiling) {
+  return tiling == BackwardTiling::kBlocks       ? backward_blocks_shape()
+         : tiling == BackwardTiling::kPersistent ? backward_persistent_shape()
+                                                 : backward_shape(head_dim);
+}
+
+/// What these kernels have in common: warpgroup 0 loads and computes dQ, the others compute the rest, 64 keys each.
+template <class Element_, int kHeadDim_, int kStages_, BackwardTiling kTiling = BackwardTiling::kOfHeadDim,
+          int kGradStages_ = kStages_>
 struct BackwardNarrowConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kListsBlocks = kListsBlocks_;
-  static constexpr BackwardShape kShape = kListsBlocks ? backward_blocks_shape() : backward_shape(kHeadDim);
+  static constexpr bool kListsBlocks = kTiling == BackwardTiling::kBlocks;
+  static constexpr bool kPersistent = kTiling == BackwardTiling::kPersistent;
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim, kTiling);
   static constexpr int kGroups = kShape.groups;
-  static constexpr int kBlockM = kBackwardBlockM;
+  static constexpr int kBlockM = kShape.block_m;
   static constexpr int kBlockN = kGroups * kWarpgroupRows;
   static constexpr int kStages = kStages_;          // of Q
   static constexpr int kGradStages = kGradStages_;  // of dO
@@ -40,17 +51,21 @@ struct BackwardNarrowConfig {
   static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);    // K, V
   static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);  // a stage of Q or dO
   static constexpr int kDsPanelBytes = panel_bytes(kBlockM);         // dS of a warpgroup's keys
+  static constexpr int kDsQueries = kBlockM % kPanelColumns ? 32 : kPanelColumns;  // where keys are rows: of a panel
   static constexpr int kDsBytes = kGroups * kDsPanelBytes;
-  static constexpr int kDqPieceBytes = 16 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
+  static constexpr int kDqPieceBytes = kBlockM / 4 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
+  static constexpr int kKeySlots = kPersistent ? 2 : 1;                 // K and V of a tile of keys each
+  static constexpr int kKeySlotBytes = 2 * kKeyBytes;
   static constexpr int kValuesOffset = kKeyBytes;
-  static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
+  static constexpr int kQueriesOffset = kKeySlots * kKeySlotBytes;
   static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
   static constexpr int kDsOffset = kGradsOffset + kGradStages * kQueryBytes;
   static constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
   static constexpr int kTilesBytes = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqPieceBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
-  static_assert(kWarpgroupRows == kPanelColumns && kBlockM == kPanelColumns, "dS of a warpgroup's keys is a panel");
+  static_assert(kWarpgroupRows == kPanelColumns && (kPersistent || kBlockM == kPanelColumns),
+                "dS of a warpgroup's keys is a panel");
   static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
@@ -62,7 +77,9 @@ struct BackwardConfig : BackwardNarrowConfig<Element, kHeadDim, 2> {
 };
 
 template <class Element, int kHeadDim, bool kListsBlocks, bool kBiased>
-using BackwardPipelinedBase = BackwardNarrowConfig<Element, kHeadDim, 3, kListsBlocks, kBiased ? 2 : 3>;
+using BackwardPipelinedBase =
+    BackwardNarrowConfig<Element, kHeadDim, 3, kListsBlocks ? BackwardTiling::kBlocks : BackwardTiling::kOfHeadDim,
+                         kBiased ? 2 : 3>;
 /// Where the products of a step overlap those of the next. dS has keys as rows. kBiased: a bias of query-key pairs has
 /// the room of a stage of dO.
 template <class Element, int kHeadDim, bool kListsBlocks = false, bool kBiased_ = false>
@@ -75,6 +92,20 @@ struct BackwardPipelinedConfig : BackwardPipelinedBase<Element, kHeadDim, kLists
   static constexpr int kBiasOffset = Base::kTilesBytes;
   static constexpr int kBiasPanelBytes = kBiased ? panel_bytes(Base::kBlockM) : 0;  // of a warpgroup's keys, in 16 bits
   static constexpr int kTilesBytes = kBiasOffset + Base::kGroups * kBiasPanelBytes;
+};
+
+/// The same loop where a CTA goes from one tile of keys to the next: the products of both then overlap.
+template <class Element, int kHeadDim>
+struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, BackwardTiling::kPersistent> {
+  using Base = BackwardNarrowConfig<Element, kHeadDim, 3, BackwardTiling::kPersistent>;
+  static constexpr TurnTaking kTurns = TurnTaking::kNever;
+  static constexpr bool kBiased = false;
+  static constexpr bool kFindsSteps = false;
+  static constexpr int kDsSteps = Base::kBlockM / 16;
+  static constexpr int kDsPanelBytes = Base::kBlockN * Base::kDsQueries * 2;
+
+  static_assert(Base::kBlockM / Base::kDsQueries * kDsPanelBytes == Base::kDsBytes, "dS is made of whole panels");
+  static_assert(panels(kHeadDim) == 1, "dQ of a step is one product");
 };
 
 /// Options that a variant serves, as flags of steps: these and no others, or any.
@@ -109,7 +140,7 @@ struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kH
 template <class Element_, int kHeadDim_, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardWideConfig {
   using Element = Element_;
-  static constexpr bool kListsBlocks = false;
+  static constexpr bool kListsBlocks = false, kPersistent = false;
   static constexpr TurnTaking kTurns = kTurns_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim);

@@ -26,9 +26,14 @@ class BackwardKeysWarp {
   /// `keys_offset`: of the keys' rows of K, or of V, in shared memory.
   __device__ __forceinline__ BackwardKeysWarp(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                               int keys_offset, float scale, int group, int lane)
+      : BackwardKeysWarp(p, storage, storage.work_tile, s_tiles, keys_offset, scale, group, lane) {}
+  /// Of a tile of keys among several.
+  __device__ __forceinline__ BackwardKeysWarp(const BackwardParams& p, Storage& storage,
+                                              const BackwardWorkTile<Config>& work_tile, uint32_t s_tiles,
+                                              int keys_offset, float scale, int group, int lane)
       : p_(p),
         storage_(storage),
-        work_tile_(storage.work_tile),
+        work_tile_(work_tile),
         warpgroup_(group),
         warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
         lane_(lane),
@@ -44,12 +49,13 @@ class BackwardKeysWarp {
   }
 
   /// K of this warpgroup. What a query does see, its lse knows, or it is a score of -inf still.
-  __device__ __forceinline__ void sanitise_keys() const {
-    wait_for(storage_.k_full, 0);
+  __device__ __forceinline__ void sanitise_keys() const { sanitise_keys(storage_.k_full, 0, s_tiles_); }
+  __device__ __forceinline__ void sanitise_keys(const uint64_t& k_full, uint32_t parity, uint32_t s_keys) const {
+    wait_for(k_full, parity);
 #pragma unroll 1
     for (int panel = 0; panel < panels(kHeadDim); ++panel)
       sanitise_tile<Element, panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
-          s_tiles_ + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows), thread());
+          s_keys + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows), thread());
     ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised + warpgroup_, false);
   }
 

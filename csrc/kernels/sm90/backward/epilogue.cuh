@@ -6,6 +6,7 @@ namespace flash_ext::sm90 {
 /// dQ of a tile while it is summed up in memory: in the order of the accumulators of the warps that compute it.
 template <int kHeadDim>
 struct BackwardDqLayout {
+  static constexpr bool kTransposed = false;
   static constexpr int kM = 1, kN = kHeadDim / 8;
   __device__ __forceinline__ static int first_row(int warp) { return warp * 16; }
   __device__ __forceinline__ static int first_column(int) { return 0; }
@@ -18,6 +19,32 @@ struct BackwardDqLayout {
       x[t][0] = lane.x, x[t][1] = lane.y, x[t][2] = lane.z, x[t][3] = lane.w;
     }
   }
+};
+
+/// The same of dQ^T: a warp has 16 columns of all queries, in fragments of eight queries, four floats of each lane. With
+/// g = lane / 4 and t = lane % 4, element e is of column g (e < 2) or g + 8, and of query 2 t + e % 2.
+template <int kBlockM>
+struct BackwardTransposedDqLayout {
+  static constexpr bool kTransposed = true;
+
+  /// Eight columns of two queries that follow each other. Pieces of the same queries come together.
+  struct Piece {
+    int row, column;
+
+    __device__ __forceinline__ explicit Piece(int flat)
+        : row(flat / 8 * 2), column(flat % 8 * 8) {}
+
+    /// As a quad of lanes has two rows of accumulators.
+    __device__ __forceinline__ void load(const float* g_tile, float (&x)[4][4]) const {
+      const int fragment = column / 16 * (kBlockM / 8) + row / 8;
+      const float* const g_first = g_tile + fragment * 128 + row % 8 / 2 * 4 + column % 16 / 8 * 2;
+#pragma unroll
+      for (int g = 0; g < 8; ++g) {
+        const float2 pair = *reinterpret_cast<const float2*>(g_first + 16 * g);
+        x[g / 2][g % 2] = pair.x, x[g / 2][2 + g % 2] = pair.y;
+      }
+    }
+  };
 };
 
 }  // namespace flash_ext::sm90

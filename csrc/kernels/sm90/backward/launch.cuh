@@ -7,6 +7,7 @@
 #include "kernels/common/backward/split_sums.cuh"
 #include "kernels/sm90/common/tensor_map.h"
 #include "options_kernel.cuh"
+#include "persistent_kernel.cuh"
 #include "pipelined_options_kernel.cuh"
 #include "wide_kernel.cuh"
 
@@ -59,8 +60,9 @@ void launch_main_backward(const BackwardParams& p, const BackwardArguments& argu
   }
   if constexpr (!is_pipelined(Config::kHeadDim)) {
     using InTurns = BackwardConfigOf<Element, Config::kHeadDim, TurnTaking::kAlways>;
-    arguments.workspace.turns ? launch_plain_backward<InTurns>(p, arguments, stream)
-                              : launch_plain_backward<Config>(p, arguments, stream);
+    if (is_persistent(Config::kHeadDim) || arguments.workspace.turns)
+      return launch_plain_backward<InTurns>(p, arguments, stream);
+    if constexpr (!is_persistent(Config::kHeadDim)) launch_plain_backward<Config>(p, arguments, stream);
   }
 }
 
@@ -80,8 +82,18 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   });
 }
 
+/// Whether CTAs go from one tile of keys to the next.
+template <int kHeadDim>
+bool serves_persistently(const BackwardParams& p) {
+  return is_persistent(kHeadDim) && !has_options(p) && !p.deterministic;
+}
+
 template <class Element, int kHeadDim>
 int64_t backward_bytes(const BackwardParams& p) {
+  if constexpr (is_persistent(kHeadDim)) {
+    if (serves_persistently<kHeadDim>(p))
+      return BackwardPersistentMemory<BackwardPersistentConfig<Element, kHeadDim>>(p, nullptr).bytes;
+  }
   using Config = BackwardConfigOf<Element, kHeadDim>;
   const BackwardWorkspace workspace = backward_workspace<Config>(p, nullptr);
   return workspace.bytes + backward_schedule<Config>(p, workspace, nullptr).bytes;
@@ -90,6 +102,10 @@ int64_t backward_bytes(const BackwardParams& p) {
 template <class Element, int kHeadDim>
 void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardConfigOf<Element, kHeadDim>;
+  if constexpr (is_persistent(kHeadDim)) {
+    if (serves_persistently<kHeadDim>(p))
+      return run_backward_persistent<BackwardPersistentConfig<Element, kHeadDim>>(p, memory, stream);
+  }
   if constexpr (is_pipelined(kHeadDim)) {
     if (pipelines(serving_options(asked_of(p)), p.blocks.offsets))
       return launch_backward<Config, true>(p, memory, stream);

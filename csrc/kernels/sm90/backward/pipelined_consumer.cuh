@@ -13,7 +13,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardPlainScores {
  public:
-  using Storage = BackwardPipelinedStorage<Config>;
+  using Storage = std::conditional_t<Config::kPersistent, BackwardPersistentStorage<Config>,
+                                     BackwardPipelinedStorage<Config>>;
   using Tile = BackwardPipelinedTile<typename Config::Element, Config::kBlockM>;
   using Scores = typename Tile::Scores;
   using Weights = typename Tile::Weights;
@@ -50,6 +51,57 @@ class BackwardPlainScores {
   }
 };
 
+/// Where a warp is whose CTA has one tile of keys.
+template <class Config>
+struct BackwardOneTile {
+  RingCount<Config::kDsStages> ds;
+
+  template <class Storage>
+  __device__ __forceinline__ static const uint64_t& k_full(const Storage& storage) {
+    return storage.k_full;
+  }
+  template <class Storage>
+  __device__ __forceinline__ static const uint64_t& v_full(const Storage& storage) {
+    return storage.v_full;
+  }
+  __device__ __forceinline__ static uint32_t parity() { return 0; }
+  __device__ __forceinline__ static uint32_t keys_offset() { return 0; }
+  template <class Storage>
+  __device__ __forceinline__ static BackwardStepsOf<Config> first_step(const Storage& storage) {
+    return BackwardStepsOf<Config>(storage);
+  }
+  __device__ __forceinline__ void leave(const BackwardStepsOf<Config>&) {}
+};
+
+/// The same of a persistent CTA, which goes from one tile to the next: they have slots in turns.
+template <class Config>
+struct BackwardCursor {
+  uint32_t stage = 0, query_parity = 0;  // of Q and dO
+  RingCount<Config::kDsStages> ds;       // and, in the two highest bits, the count of tiles
+
+  template <class Storage>
+  __device__ __forceinline__ const uint64_t& k_full(const Storage& storage) const {
+    return storage.k_full[slot()];
+  }
+  template <class Storage>
+  __device__ __forceinline__ const uint64_t& v_full(const Storage& storage) const {
+    return storage.v_full[slot()];
+  }
+  __device__ __forceinline__ uint32_t parity() const { return ds.count >> 31; }
+  __device__ __forceinline__ uint32_t slot() const { return ds.count >> 30 & 1; }
+  __device__ __forceinline__ void advance() { ds.count += 1u << 30; }
+  __device__ __forceinline__ uint32_t keys_offset() const { return slot() * Config::kKeySlotBytes; }
+  template <class Storage>
+  __device__ __forceinline__ BackwardPipelinedSteps<Config> first_step(const Storage& storage) const {
+    BackwardPipelinedSteps<Config> step(storage.work_tiles[slot()]);
+    step.stage = stage, step.parity = query_parity;
+    return step;
+  }
+  __device__ __forceinline__ void leave(const BackwardPipelinedSteps<Config>& past) {
+    stage = past.stage, query_parity = past.parity;
+  }
+};
+
 /// What one warp of them does. Rules: what options make of its scores.
 template <class Config, class Rules = BackwardPlainScores<Config>>
 class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Storage> {
@@ -62,16 +114,41 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
                                                        float scale, int warpgroup, int lane)
       : Base(p, storage, s_tiles, warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
         rules_(p, storage, s_tiles) {}
+  /// For the tile of keys that the cursor points to.
+  __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                                       float scale, int warpgroup, int lane,
+                                                       const BackwardCursor<Config>& at)
+      : Base(p, storage, storage.work_tiles[at.slot()], s_tiles,
+             at.keys_offset() + warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
+        rules_(p, storage, s_tiles) {}
 
   __device__ __forceinline__ void run() {
     Products::clear(dk_);
     Products::clear(dv_);
-    if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up();
+    BackwardOneTile<Config> at;
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up(at);
+    store_sums();
+  }
+  /// The same; the cursor moves on.
+  __device__ __forceinline__ void run(BackwardCursor<Config>& at) {
+    Products::clear(dk_);
+    Products::clear(dv_);
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) {
+      sum_up(at);
+    } else {
+      wait_for(at.k_full(storage_), at.parity());
+      wait_for(at.v_full(storage_), at.parity());
+    }
+    if (work_tile_.heads > 0) store_sums();  // else there is no such tile
+    at.advance();
+  }
+
+ private:
+  __device__ __forceinline__ void store_sums() const {
     this->store_dv(dv_, rules_.unit());
     this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }
 
- private:
   using Base::kBlockM;
   using Base::kComputing;
   using Base::keys_;
@@ -107,16 +184,22 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
   };
 
-  __device__ __forceinline__ void sum_up() {
+  /// At: BackwardOneTile or BackwardCursor.
+  template <class At>
+  __device__ __forceinline__ void sum_up(At& at) {
+    const auto sanitise_keys = [&] {
+      this->sanitise_keys(at.k_full(storage_), at.parity(), s_tiles_ + at.keys_offset());
+    };
+    if (Config::kPersistent) sanitise_keys();  // before there is more in registers
     Scores s;  // and then dP
     Weights p, ds;
     Terms terms;  // lse, and then D
     Visible visible;
     const FullTiles full(work_tile_.tiles), full_of_keys(work_tile_.groups[warpgroup_]);
-    Steps step(storage_);
-    RingCount<Config::kDsStages> ds_at;
+    Steps step = at.first_step(storage_);
+    RingCount<Config::kDsStages>& ds_at = at.ds;
 
-    this->sanitise_keys();
+    if (!Config::kPersistent) sanitise_keys();
     rules_.prepare_first(step);
     start_scores(s, terms, step, full, false);
     rules_.prepare(step);
@@ -124,7 +207,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
     ptx::wgmma_wait<0>();
     Products::fence_operand(s[0]);
-    wait_for(storage_.v_full, 0);
+    wait_for(at.v_full(storage_), at.parity());
 #pragma unroll 1
     do {
       // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
@@ -141,13 +224,15 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
       Products::start(s, keys_ + kValues, grads);
       rules_.prepare_ahead(step);
-      start_sum(dv_, p, grads);
+      if (!Config::kPersistent) start_sum(dv_, p, grads);
 
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
       Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
       step.advance();
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
+      // A warp goes on behind products whose operand is in its registers when they are nearly over.
+      if (Config::kPersistent) start_sum(dv_, p, grads);
       ptx::wgmma_wait<1>();
       Products::fence_operand(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
@@ -156,7 +241,11 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       if (hides) Tile::hide(ds, visible);
       rules_.clear_hidden(ds, p);
       const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
-      Tile::store(s_ds, warp_, ds, lane_);
+      if constexpr (Config::kPersistent) {
+        Tile::template store_by_half_panels<Config::kDsPanelBytes>(s_ds, warp_, ds, lane_);
+      } else {
+        Tile::store(s_ds, warp_, ds, lane_);
+      }
       fence_operands(ds);
       ptx::fence_proxy_async_shared();
       arrive_as_warp(storage_.ds_full[ds_at.stage()], lane_);
@@ -173,6 +262,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     ptx::wgmma_wait<0>();
     Products::fence_operand(dk_);
     Products::fence_operand(dv_);
+    at.leave(step);
   }
 
   /// S of a step, and its lse; behind the last step, of what lies there, for nobody.
@@ -297,7 +387,8 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
   // ---- Keys of this warpgroup, and what is not finite
 
   __device__ __forceinline__ uint32_t s_ds_of_stage(uint32_t stage) const {
-    return s_tiles_ + Config::kDsOffset + stage * Config::kDsBytes + warpgroup_ * panel_bytes(kWarpgroupRows);
+    constexpr int kKeysBytes = kWarpgroupRows * Config::kDsQueries * 2;
+    return s_tiles_ + Config::kDsOffset + stage * Config::kDsBytes + warpgroup_ * kKeysBytes;
   }
 
   /// Q and dO of a tile that some key is hidden from, by all that compute, who then wait for each other. A query whose

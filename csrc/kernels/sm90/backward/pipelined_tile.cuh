@@ -164,9 +164,23 @@ struct BackwardPipelinedTile {
     });
   }
 
+  /// To panels of 32 queries, kPanelBytes apart, whose rows are keys: their 16-byte pieces are exchanged by two bits of
+  /// the row above the last ("64-byte swizzle"). Lanes name rows as below.
+  template <int kPanelBytes>
+  __device__ __forceinline__ static void store_by_half_panels(uint32_t s_panel, int warp, const Weights& pairs,
+                                                              int lane) {
+    constexpr int kRowBytes = kPanelRowBytes / 2;
+    const int at = ptx::reread(lane), row = warp * 16 + at % 16;
+    const uint32_t s_piece = s_panel + row * kRowBytes + ((at / 16) ^ (row / 2 % 4)) * 16;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+      ptx::stmatrix_x4((s_piece ^ (k % 2 * 32)) + k / 2 * kPanelBytes, pairs[k][0], pairs[k][1], pairs[k][2],
+                       pairs[k][3]);
+  }
   /// To a panel whose rows are keys and whose columns are the queries; a warp has 16 rows of it. A lane names a row of
   /// one of four 8 x 8 matrices: two of keys by two of queries.
   __device__ __forceinline__ static void store(uint32_t s_panel, int warp, const Weights& pairs, int lane) {
+    static_assert(kBlockM <= kPanelColumns);
     const int at = ptx::reread(lane), row = warp * 16 + at % 16;
     const uint32_t s_piece = s_panel + row * kPanelRowBytes + ((at / 16) ^ (row % 8)) * 16;
 #pragma unroll
@@ -175,7 +189,7 @@ struct BackwardPipelinedTile {
   }
 
  private:
-  static_assert(kBlockM <= kPanelColumns, "a tile is a panel, and has a bit for each of a lane's queries");
+  static_assert(kBlockM <= 128, "there is a bit for each of a lane's queries");
 
   /// f(step, element of the operand, n, r): elements 2 r and 2 r + 1 of accumulator n are the pair.
   template <class F>

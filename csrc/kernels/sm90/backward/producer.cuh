@@ -38,12 +38,43 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtenso
               p.seq.cu_seqlens_k ? 0 : sequence.cache_row);
 }
 
+/// dQ of a product, a warp's part of it, on the way to memory.
+template <class Config>
+struct BackwardDqPiece {
+  static constexpr int kPanels = panels(Config::kHeadDim);
+  // 64 columns of dQ, of the warp's 16 queries; or of dQ^T, all queries of the warp's 16 columns.
+  using Sum = float[Config::kBlockM / 8][4];
+
+  /// Waits for the product.
+  __device__ __forceinline__ static void finish(Sum& sum) {
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int n = 0; n < Config::kBlockM / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
+  }
+  /// The warp's shared memory for a panel.
+  __device__ __forceinline__ static uint32_t place(uint32_t s_tiles, int warp, int panel) {
+    return s_tiles + Config::kDqOffset + (warp * kPanels + panel) * Config::kDqPieceBytes;
+  }
+  /// To there, which TMA may still be reading.
+  __device__ __forceinline__ static void stage(uint32_t s_place, const Sum& sum, int lane) {
+    const uint32_t s_lane = s_place + ptx::reread(lane) * 16;
+    if (lane == 0) ptx::bulk_wait_read<kPanels - 1>();
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < Config::kBlockM / 8; ++n)
+      store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
+  }
+};
+
 /// One warp of the warpgroup that loads and computes dQ.
 template <class Config, class Storage>
 class BackwardDqWarp {
  protected:
   static constexpr int kBlockM = Config::kBlockM, kPanels = panels(Config::kHeadDim);
-  using Sum = float[kPanelColumns / 8][4];  // 64 columns of dQ, of the warp's 16 queries
+  using Piece = BackwardDqPiece<Config>;
+  using Sum = typename Piece::Sum;
 
   __device__ __forceinline__ BackwardDqWarp(const BackwardParams& p, const BackwardMaps& maps,
                                             const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
@@ -67,27 +98,9 @@ class BackwardDqWarp {
     __syncwarp();
   }
 
-  /// Waits for the product.
-  __device__ __forceinline__ static void finish(Sum& sum) {
-    ptx::wgmma_wait<0>();
-#pragma unroll
-    for (int n = 0; n < kPanelColumns / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
-  }
-  /// This warp's shared memory for a panel.
-  __device__ __forceinline__ uint32_t s_piece(int panel) const {
-    return s_tiles_ + Config::kDqOffset + (warp_ * kPanels + panel) * Config::kDqPieceBytes;
-  }
-  /// To there, which TMA may still be reading.
-  __device__ __forceinline__ void stage(const Sum& sum, int panel) const {
-    const uint32_t s_lane = s_piece(panel) + ptx::reread(lane_) * 16;
-    if (lane_ == 0) ptx::bulk_wait_read<kPanels - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < kPanelColumns / 8; ++n)
-      store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
-  }
+  __device__ __forceinline__ static void finish(Sum& sum) { Piece::finish(sum); }
+  __device__ __forceinline__ uint32_t s_piece(int panel) const { return Piece::place(s_tiles_, warp_, panel); }
+  __device__ __forceinline__ void stage(const Sum& sum, int panel) const { Piece::stage(s_piece(panel), sum, lane_); }
 
   const BackwardParams& p_;
   const BackwardMaps& maps_;

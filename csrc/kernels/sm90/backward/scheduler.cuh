@@ -139,6 +139,19 @@ __device__ __forceinline__ void find_large_lse(const BackwardWorkspace& workspac
   __syncwarp();
 }
 
+/// The same for all warpgroups, by one warp, behind the wait for row terms.
+template <class Config>
+__device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& workspace,
+                                                      BackwardWorkTile<Config>& work_tile, int lane) {
+  const int tiles = work_tile.tiles.end - work_tile.tiles.begin;
+  const int64_t first_tile = work_tile.workspace_tile + work_tile.tiles.begin;
+  if (!__any_sync(~0u, finds_large_lse(workspace, first_tile, tiles, work_tile.heads, lane, 32))) return;
+  work_tile.large = true;
+#pragma unroll
+  for (TileSpan& seen : work_tile.groups) seen.full_begin = seen.full_end = seen.end;
+  __syncwarp();
+}
+
 /// Of the metadata of steps that are found: one more than stages of Q. That of step m + 2 is written when dS of step m
 /// is complete. That says that dQ's warps have released dS of m - 2, and so read its metadata, but not that they have
 /// begun m - 1.
@@ -155,14 +168,16 @@ struct BackwardPipelinedSteps {
 
   template <class Storage>
   __device__ __forceinline__ explicit BackwardPipelinedSteps(const Storage& storage)
-      : first(ptx::uniform(storage.work_tile.order.first)),
-        past(ptx::uniform(storage.work_tile.order.past)),
-        stride(Config::kTurns != TurnTaking::kNever ? ptx::uniform(storage.work_tile.order.stride) : 1),
-        first_head(ptx::uniform(storage.work_tile.sequence.head)),
-        end_head(ptx::uniform(storage.work_tile.sequence.head + storage.work_tile.heads)),
+      : BackwardPipelinedSteps(storage.work_tile) {}
+  __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
+      : first(ptx::uniform(work_tile.order.first)),
+        past(ptx::uniform(work_tile.order.past)),
+        stride(Config::kTurns != TurnTaking::kNever ? ptx::uniform(work_tile.order.stride) : 1),
+        first_head(ptx::uniform(work_tile.sequence.head)),
+        end_head(ptx::uniform(work_tile.sequence.head + work_tile.heads)),
         head(first_head),
         tile(first),
-        left(ptx::uniform(storage.work_tile.heads * (storage.work_tile.tiles.end - storage.work_tile.tiles.begin))) {}
+        left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin))) {}
 
   /// The same of dO and D.
   __device__ __forceinline__ uint32_t grad_stage() const { return Config::kBiased ? count % 2 : stage; }

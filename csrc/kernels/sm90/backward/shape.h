@@ -7,13 +7,14 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kBackwardBlockM = 64;     // queries of a tile
+constexpr int kBackwardBlockM = 64;     // queries of a tile, but for the persistent kernel
 constexpr int kMaxNarrowHeadDim = 128;  // at which a warpgroup has both dK and dV of its keys
 
 struct BackwardShape {
   int groups;        // of kWarpgroupRows keys: warpgroups that compute scores, or CTAs of a cluster
   int registers;     // of a thread of a warpgroup that computes scores
   int dq_registers;  // of the warpgroup that computes dQ and loads
+  int block_m = kBackwardBlockM;
 };
 
 /// The head dim of the kernel that serves q, k and v of head_dim: rows are filled up by zeros in shared memory.
@@ -30,6 +31,13 @@ constexpr BackwardShape backward_shape(int head_dim) {
 
 /// Of the variant of block masks: tiles of keys divide its blocks.
 constexpr BackwardShape backward_blocks_shape() { return {2, 216, 72}; }
+
+/// Of the persistent kernel, at head_dim 64. Of 96 queries, scores and their gradients fill the registers that smaller
+/// sums leave.
+constexpr BackwardShape backward_persistent_shape() { return {2, 208, 88, 96}; }
+
+/// Whether that kernel serves calls without options, unless additions to dQ take turns.
+constexpr bool is_persistent(int head_dim) { return head_dim == 64; }
 
 /// What decides whether that variant serves a call.
 struct BackwardBlocksCall {

@@ -79,6 +79,35 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
   }
 };
 
+constexpr int kNoMoreTiles = -1;
+
+/// Of the persistent kernel: the same, with K, V and what is to be done of two tiles of keys.
+template <class Config>
+struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
+  static constexpr int kSlots = Config::kKeySlots;
+
+  uint64_t k_full[kSlots], v_full[kSlots];
+  uint64_t q_full[Config::kStages];   // with lse
+  uint64_t do_full[Config::kStages];  // with minus_delta
+  uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
+  uint64_t tile_full[kSlots], tile_empty[kSlots];
+  BackwardWorkTile<Config> work_tiles[kSlots];  // heads: or kNoMoreTiles
+
+  /// By one thread.
+  __device__ __forceinline__ void init() {
+    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
+    init_barriers(k_full, 1);
+    init_barriers(v_full, 1);
+    init_barriers(q_full, 1);
+    init_barriers(do_full, 1);
+    init_barriers(ds_full, kConsumers);
+    init_barriers(ds_empty, kWarpgroupWarps);
+    init_barriers(tile_full, 1);
+    init_barriers(tile_empty, kConsumers + kWarpgroupWarps);
+    ptx::mbarrier_init_fence();
+  }
+};
+
 /// Of the kernel for head dims above kMaxNarrowHeadDim.
 template <class Config>
 struct BackwardWideStorage : BackwardStagedTerms<Config> {

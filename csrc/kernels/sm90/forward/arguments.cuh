@@ -56,12 +56,12 @@ inline ForwardOptionsTerms forward_options_terms(const ForwardParams& p) {
 
 template <class Config>
 using ForwardScheduleOf =
-    std::conditional_t<Config::kGeneral, ForwardOptionsSchedule,
+    std::conditional_t<Config::kVisible, ForwardOptionsSchedule,
                        std::conditional_t<Config::kListsBlocks, ForwardBlocksSchedule,
                                           std::conditional_t<Config::kSplitsKv, SplitKvSchedule, ForwardSchedule>>>;
 
 /// The parameters of the kernel, except the schedule.
-template <class Config, bool kGeneral = Config::kGeneral>
+template <class Config, bool kVisible = Config::kVisible>
 struct ForwardParameters {
   struct Call {
     ForwardParams p;
@@ -93,7 +93,7 @@ struct ForwardArguments {
   const typename Parameters::Terms& terms;
 
   __device__ __forceinline__ const ScoreTerms& score_terms() const {
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::kVisible) {
       return call.options.terms;
     } else {
       return terms;
@@ -101,7 +101,7 @@ struct ForwardArguments {
   }
   /// The factor from products to base-2 scores; 1 where score options have applied it before.
   __device__ __forceinline__ float scale() const {
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::kVisible) {
       return call.options.scale;
     } else {
       return Config::kScoreOptions ? 1.0f : static_cast<float>(call.p.softmax_scale) * kLog2E;

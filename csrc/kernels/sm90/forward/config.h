@@ -22,12 +22,13 @@ struct ForwardConfig {
   static constexpr bool kScoreOptions = kVariant == ForwardVariant::kScoreOptions,
                         kDrops = kVariant == ForwardVariant::kDropout;
   static constexpr bool kOnlyBias = kVariant == ForwardVariant::kBias, kOnlyMask = kVariant == ForwardVariant::kMask;
-  static constexpr bool kGeneral = kVariant == ForwardVariant::kGeneral || kOnlyBias || kOnlyMask || kDrops;
+  // Bias, masks or dropout: the producers look for the key tiles in which masks leave something visible.
+  static constexpr bool kVisible = kVariant == ForwardVariant::kAllButDropout || kOnlyBias || kOnlyMask || kDrops;
   static constexpr bool kListsBlocks = kVariant == ForwardVariant::kBlocks;
   // A work tile may have only a part of its keys (split_kv.cuh). Other variants have no registers for that at 256.
   static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain;
   static constexpr ForwardShape kShape = kListsBlocks ? forward_blocks_shape({kHeadDim, kHeadDimV})
-                                         : kGeneral   ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
+                                         : kVisible   ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
                                                       : forward_shape({kHeadDim, kHeadDimV}, kTiles);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kWarpgroupRows;
@@ -49,7 +50,7 @@ struct ForwardConfig {
   // The small-score path: a shorter polynomial. K is released only after the exponentials, which takes three stages.
   static constexpr bool kSoftcapsSmallScores = kHeadDim <= 128;
   // Slots of work tiles. Loads run ahead of the computation, by several short sequences; 2 where memory is short.
-  static constexpr int kSlots = kGeneral && kHeadDim > 128 ? 2 : 4;
+  static constexpr int kSlots = kVisible && kHeadDim > 128 ? 2 : 4;
 
   static constexpr int kQueryBytes = tile_bytes(kWarpgroupRows, kHeadDim);  // of a warpgroup
   static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);           // of a tile
@@ -68,7 +69,7 @@ struct ForwardConfig {
   static constexpr int kBiasPartBytes = panel_bytes(kWarpgroupRows);
   // Visible pairs of a tile as bits, for each warpgroup and 64 keys; one for each stage of K.
   static constexpr int kBitsOffset = kBiasOffset + kGroups * kBiasSlots * kBiasPartBytes;
-  static constexpr int kBitsBytes = kGeneral ? kGroups * kKeyParts * kWarpgroupRows * 8 : 0;
+  static constexpr int kBitsBytes = kVisible ? kGroups * kKeyParts * kWarpgroupRows * 8 : 0;
   static constexpr int kTilesBytes = kBitsOffset + kKeyStages * kBitsBytes;
 
   // A score 11 above the stabiliser overflows P in float16, and an overflow costs a recomputation. Some models give the

@@ -12,7 +12,7 @@ namespace flash_ext::sm90 {
 /// A traversal has visit() and add_hidden_non_finite().
 template <class Config>
 using ForwardTraversal = std::conditional_t<
-    Config::kGeneral, TraverseVisible<Config>,
+    Config::kVisible, TraverseVisible<Config>,
     std::conditional_t<Config::kListsBlocks, TraverseListed<Config>,
                        std::conditional_t<Config::kScoreOptions, TraverseFromDiagonal<Config>, TraverseRange<Config>>>>;
 

@@ -51,14 +51,14 @@
 namespace flash_ext::sm90 {
 
 template <class Config>
-using ForwardProducerOf = std::conditional_t<Config::kGeneral, ForwardVisibleProducer<Config>, ForwardProducer<Config>>;
+using ForwardProducerOf = std::conditional_t<Config::kVisible, ForwardVisibleProducer<Config>, ForwardProducer<Config>>;
 
 /// The lane of a thread, read once for all roles or once in each role.
 template <class Config>
 class Lane {
  public:
   __device__ __forceinline__ int operator()() const {
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::kVisible) {
       return ptx::lane_id();
     } else {
       return lane_;
@@ -67,7 +67,7 @@ class Lane {
 
  private:
   static __device__ __forceinline__ int read() {
-    if constexpr (Config::kGeneral) {
+    if constexpr (Config::kVisible) {
       return 0;
     } else {
       return Config::kScoreOptions ? ptx::lane_id() : static_cast<int>(threadIdx.x) % 32;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                    const __grid_constant__ typename ForwardParameters<Config>::Maps maps,
                    const ForwardScheduleOf<Config> schedule,
                    const __grid_constant__ typename ForwardParameters<Config>::Terms terms) {
-  constexpr bool kStartsEarly = !Config::kGeneral;
+  constexpr bool kStartsEarly = !Config::kVisible;
   extern __shared__ __align__(1024) char shared[];
   const ForwardArguments<Config> arguments = {call, maps, terms};
   auto& storage = *reinterpret_cast<ForwardStorageOf<Config>*>(shared + Config::kTilesBytes);

@@ -69,7 +69,7 @@ class ForwardRows {
     if (!work_tile.has_rows(warpgroup_)) return;
     ptx::mbarrier_wait(address(storage_.q_full[query_tile()]), q_at_.parity());
     query_ = QueryTile::lower_half(s_tiles_ + query_tile() * Config::kQueryBytes);
-    if constexpr (Config::kScoreOptions || Config::kGeneral) {
+    if constexpr (Config::kScoreOptions || Config::kVisible) {
       const int rows = work_tile.end_query - (work_tile.first_query + warpgroup_ * kWarpgroupRows);
       if (terms_.cap > 0.0f && rows < kWarpgroupRows) clear_query_rows(rows);
     }

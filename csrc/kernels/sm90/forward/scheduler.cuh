@@ -17,7 +17,7 @@ ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   const bool see_all = p.window.left < 0 && p.window.right < 0;
   const HeadsOfCall call = {p.batch * p.heads_q, p.heads_q / p.heads_kv, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2,
                             p.seqlen_q,          has_equal_lengths(p),   see_all,
-                            Config::kGeneral};
+                            Config::kVisible};
   const HeadOrder order = head_order(call, Config::kBlockM, ctas_at_a_time(Config::kShape));
   const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
   ForwardSchedule schedule = {static_cast<int>(blocks_m), static_cast<int>(grid_size(call.heads)),

@@ -111,15 +111,15 @@ constexpr double tile_cycles(const ForwardShape& shape, const HeadDims& dims) {
   return std::max(2.0 * scores * (dims.qk + dims.v) / kFlopPerCycle, scores / kScoresPerCycle);
 }
 
-/// What a kernel of the forward can do. Each class costs registers, and what it tests, time between products.
+/// What a variant of the forward can do. Each option costs registers, and its tests cost time between products.
 enum class ForwardVariant {
-  kPlain,         // products scaled by a positive number, within a window
-  kScoreOptions,  // softcap, ALiBi, any scale
-  kBias,          // a bias of the inputs' dtype (traverse_visible.cuh)
-  kMask,          // masks
-  kGeneral,       // all of these
-  kDropout,       // all of these, and dropout
-  kBlocks,        // a block mask alone, whose blocks are made of whole tiles (traverse_listed.cuh)
+  kPlain,          // products scaled by a positive number, within a window
+  kScoreOptions,   // softcap, ALiBi, any scale
+  kBias,           // a bias of the inputs' dtype (traverse_visible.cuh)
+  kMask,           // masks
+  kAllButDropout,  // all of these
+  kDropout,        // all of these, and dropout
+  kBlocks,         // a block mask alone, whose blocks are made of whole tiles (traverse_listed.cuh)
 };
 
 /// What a call of the variant with options asks for.
@@ -141,9 +141,9 @@ constexpr bool scales_first(double softcap, bool has_alibi, double softmax_scale
 
 constexpr ForwardVariant forward_variant(const VariantOptions& call) {
   if (call.drops) return ForwardVariant::kDropout;
-  if (call.scales_first) return ForwardVariant::kGeneral;
+  if (call.scales_first) return ForwardVariant::kAllButDropout;
   if (!call.has_bias) return ForwardVariant::kMask;
-  return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardVariant::kBias : ForwardVariant::kGeneral;
+  return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardVariant::kBias : ForwardVariant::kAllButDropout;
 }
 
 /// Of the variant with options. Tiles are made of groups of 64 keys, in which masks and biases come; out, P and S leave

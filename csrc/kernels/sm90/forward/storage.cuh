@@ -103,7 +103,7 @@ struct ForwardVisibleStorage : ForwardStorage<Config> {
 
 template <class Config>
 using ForwardStorageOf =
-    std::conditional_t<Config::kGeneral, ForwardVisibleStorage<Config>,
+    std::conditional_t<Config::kVisible, ForwardVisibleStorage<Config>,
                        std::conditional_t<Config::kListsBlocks, ForwardListedStorage<Config>, ForwardStorage<Config>>>;
 
 }  // namespace flash_ext::sm90

@@ -109,7 +109,7 @@ void run_options(const ForwardCall& call) {
     case ForwardVariant::kDropout:
       return launch(integral_constant<ForwardVariant, ForwardVariant::kDropout>());
     default:
-      return launch(integral_constant<ForwardVariant, ForwardVariant::kGeneral>());
+      return launch(integral_constant<ForwardVariant, ForwardVariant::kAllButDropout>());
   }
 }
 

@@ -101,7 +101,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   /// The first query of a query tile. The partial tile stands last in the variants whose masks come in groups of 64
   /// queries; in the others see first_query_of_tile().
   __device__ __forceinline__ static int first_query_of(int block, int blocks, int seqlen_q) {
-    if (Config::kGeneral || Config::kListsBlocks) return min(block * Config::kBlockM, seqlen_q);
+    if (Config::kVisible || Config::kListsBlocks) return min(block * Config::kBlockM, seqlen_q);
     return first_query_of_tile(block, blocks, seqlen_q, Config::kBlockM);
   }
 

@@ -1,0 +1,77 @@
+// The backward at head_dim 64 without options: the pipelined loop, in CTAs that stay.
+//
+// A CTA goes from one tile of 128 keys to the next. Q and dO of the first steps of a tile, its K and its V are loaded
+// while the steps of the tile before are computed, and dQ of these is computed while dK and dV are stored.
+#pragma once
+
+#include <algorithm>
+
+#include "kernel.cuh"
+#include "kernels/common/backward/split_sums.cuh"
+#include "persistent_producer_dq.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Until there are no more tiles of keys.
+template <class Config>
+__device__ __forceinline__ void consume_tiles(const BackwardParams& p, BackwardPersistentStorage<Config>& storage,
+                                              uint32_t s_tiles, float scale, int warpgroup, int lane) {
+  using Consumer = BackwardPipelinedConsumer<Config>;
+  BackwardCursor<Config> at;
+#pragma unroll 1
+  for (;;) {
+    const uint32_t slot = at.slot();
+    wait_for(storage.tile_full[slot], at.parity());
+    if (ptx::uniform(storage.work_tiles[slot].heads) == kNoMoreTiles) return;
+    Consumer(p, storage, s_tiles, scale, warpgroup, ptx::reread(lane), at).run(at);
+    arrive_as_warp(storage.tile_empty[slot], lane);
+  }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_persistent_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+                               const __grid_constant__ BackwardWorkspace workspace,
+                               const __grid_constant__ BackwardTileTable<Config> table, const float scale) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& storage = *reinterpret_cast<BackwardPersistentStorage<Config>*>(shared + Config::kTilesBytes);
+  const uint32_t s_tiles = ptx::shared_address(shared);
+  ptx::launch_dependents();
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) storage.init();
+  __syncthreads();
+  if (warp < kWarpgroupWarps) {
+    ptx::release_registers<Config::kShape.dq_registers>();
+    BackwardPersistentDq<Config>(p, maps, workspace, table, storage, s_tiles, warp, lane).run();
+  } else {
+    ptx::acquire_registers<Config::kShape.registers>();
+    consume_tiles<Config>(p, storage, s_tiles, scale, warp / kWarpgroupWarps - 1, lane);
+  }
+}
+
+template <class Config>
+void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Element = typename Config::Element;
+  constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardPersistentStorage<Config>);
+  static_assert(kSharedBytes <= kMaxSharedBytes);
+  const BackwardPersistentMemory<Config> all(p, memory);
+  fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
+  const auto launch_row_terms = [&](const LaunchShape& rows) {
+    LaunchShape shape = rows;
+    shape.grid.x = std::max(rows.grid.x, 1u);  // the table is there for keys that no query sees, too
+    launch(kBackwardNames.row_terms, backward_persistent_rows_kernel<Config>, shape, stream, p, all.workspace,
+           all.schedule, all.table, rows.grid.x);
+  };
+  const auto launch_main = [&] {
+    const auto ctas = std::min<int64_t>(all.table.count, device_attribute(cudaDevAttrMultiProcessorCount));
+    const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), kSharedBytes, true};
+    launch(kBackwardNames.main, backward_persistent_kernel<Config>, shape, stream, p, backward_maps<Config>(p),
+           all.workspace, all.table, base_two_scale(p));
+    combine_splits<Element, kBlockM, Config::kBlockN, kHeadDim>(p, all.schedule, true, stream);
+  };
+  using Rows = BackwardRowKernels<Element, BackwardTransposedDqLayout<kBlockM>, kBlockM, kHeadDim, true>;
+  launch_backward_sequence<Rows>(p, all.workspace, kBackwardNames, true, stream, launch_row_terms, launch_main);
+}
+
+}  // namespace flash_ext::sm90
