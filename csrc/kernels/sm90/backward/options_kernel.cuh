@@ -58,14 +58,18 @@ inline BackwardAsked asked_of(const BackwardParams& p) {
           p.softcap > kLargestSoftcapAlone};
 }
 
-/// Calls run(std::integral_constant<int, options>()) for the variant that serves a call.
-template <size_t kIndex = 0, class Run>
+/// Calls run(std::integral_constant<int, options>()) for the variant that serves a call. kBesidePipelined: which has no
+/// call that the pipelined loop serves.
+template <bool kBesidePipelined, size_t kIndex = 0, class Run>
 void with_option_variant(int options, Run run) {
   if constexpr (kIndex == std::size(kOptionVariants)) {
     run(std::integral_constant<int, kAnyOptions>());
   } else {
-    if (options == kOptionVariants[kIndex]) return run(std::integral_constant<int, kOptionVariants[kIndex]>());
-    with_option_variant<kIndex + 1>(options, run);
+    constexpr int kOwn = kOptionVariants[kIndex];
+    if constexpr (!kBesidePipelined || serves_beside_pipelined(kOwn)) {
+      if (options == kOwn) return run(std::integral_constant<int, kOwn>());
+    }
+    with_option_variant<kBesidePipelined, kIndex + 1>(options, run);
   }
 }
 
@@ -91,7 +95,7 @@ void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, 
   const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
   launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   const BackwardBiasMaps all_maps = {maps, layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{}};
-  with_option_variant(serving_options(asked_of(p)), [&](auto options) {
+  with_option_variant<is_pipelined(Config::kHeadDim)>(serving_options(asked_of(p)), [&](auto options) {
     using Roles = BackwardOptionsRoles<BackwardOptionsConfig<Config, options()>>;
     launch_backward_kernel<Roles>(p, all_maps, workspace, layout, schedule, schedule.positions(),
                                   static_cast<size_t>(layout.bytes), stream);

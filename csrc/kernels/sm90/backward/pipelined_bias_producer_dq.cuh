@@ -8,8 +8,9 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of it does. When dS of step m is complete, all have read the bias of m, and all products of m - 1 are
-/// over; so Q of m + 2 is loaded, dO of m + 1, and the bias of m + 1. Those are needed last: behind the product of S.
+/// What one warp of it does. When dS of step m is complete, all products of m - 1 are over; so Q of m + 2 is loaded,
+/// and dO of m + 1. The bias of m + 1 is loaded before that, when all have made P of m: the warpgroups may be half a
+/// step apart, and the first one must not wait for what the second one's dS would let in.
 template <class Config>
 class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
@@ -55,7 +56,14 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
     this->add_all(*this, step, next);
   }
 
+  /// The bias of the step behind this one, when all have read this one's.
+  __device__ __forceinline__ void load_early(const Steps& step, Next& next) const {
+    if (warp_ != kBiasWarp) return;
+    wait_for(storage_.bias_empty, step.count % 2);
+    load_next(next.loads);
+  }
   __device__ __forceinline__ void load(Next& next) const {
+    if (warp_ == kBiasWarp) return;
     if (!next.waits) load_next(next.loads);
     next.waits = false;
   }

@@ -29,17 +29,21 @@ class BackwardPlainScores {
   __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, uint32_t) {}
 
   __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
-  /// Some of the CTA's pairs, beside what the window and the lengths hide; and whether Q or dO may not be finite then.
-  __device__ __forceinline__ bool may_hide() const { return false; }
+  /// Whether options hide pairs of the CTA and Q or dO may not be finite there, whatever lse is. No tile is full then.
   __device__ __forceinline__ bool is_unclean() const { return false; }
+  /// Before the scores of the first step.
+  __device__ __forceinline__ void prepare_first(const BackwardStepsOf<Config>&) {}
+  /// Beside dP of a step: what the next one needs from afar.
+  __device__ __forceinline__ void prepare_ahead(const BackwardStepsOf<Config>&) {}
   /// Beside the product that makes the scores of a step.
   __device__ __forceinline__ void prepare(const BackwardStepsOf<Config>&) {}
   __device__ __forceinline__ void make_weights(Weights& p, Weights&, const Scores& s, const Terms& lse,
                                                float scale) const {
     Tile::softmax_step(p, s, lse, scale);
   }
-  /// Weights, or gradients, that are NaN though hidden.
+  /// Weights, or gradients made of weights, that are NaN though hidden.
   __device__ __forceinline__ void clear_hidden(Weights&) const {}
+  __device__ __forceinline__ void clear_hidden(Weights&, const Weights&) const {}
   __device__ __forceinline__ void drop(Weights&, const Weights&) const {}
   __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
                                              const Terms& minus_delta) const {
@@ -196,6 +200,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     RingCount<Config::kDsStages>& ds_at = at.ds;
 
     if (!Config::kPersistent) sanitise_keys();
+    rules_.prepare_first(step);
     start_scores(s, terms, step, full, false);
     rules_.prepare(step);
     bool hides = find_visible(visible, step, full_of_keys);
@@ -218,6 +223,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
       Products::start(s, keys_ + kValues, grads);
+      rules_.prepare_ahead(step);
       if (!Config::kPersistent) start_sum(dv_, p, grads);
 
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
@@ -233,7 +239,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
       rules_.compute_ds(ds, s, p, terms);
       if (hides) Tile::hide(ds, visible);
-      rules_.clear_hidden(ds);
+      rules_.clear_hidden(ds, p);
       const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
       if constexpr (Config::kPersistent) {
         Tile::template store_by_half_panels<Config::kDsPanelBytes>(s_ds, warp_, ds, lane_);
@@ -293,7 +299,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
   }
   /// Whether Q or dO of a step that a mask hides pairs of holds what is not finite.
   __device__ __forceinline__ bool is_unclean(const Steps& step) const {
-    if constexpr (Config::kFindsSteps) return storage_.step_metadata[step.slot].spare != 0;
+    if constexpr (Config::kFindsSteps) return rules_.found().spare != 0;
     return rules_.is_unclean();
   }
   /// Whether some key may be hidden from some query.
@@ -302,23 +308,22 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.step_metadata[step.stage].visible >= 0;
     } else if constexpr (Config::kFindsSteps) {
       if (step.is_past_end()) return false;
-      const ListedQueries queries = storage_.step_metadata[step.slot];
+      const ListedQueries& queries = rules_.found();
       return (queries.visible >= 0 && queries.spare != 0) || !full.has(queries.tile);
     } else {
-      return !full.has(step.tile) || rules_.may_hide();
+      return !full.has(step.tile);
     }
   }
   /// By the words of a mask, and by the window and the lengths.
   __device__ __forceinline__ bool find_masked(Visible& visible, const Steps& step,
                                               const FullTiles& full_of_keys) const {
     if (step.is_past_end()) return false;
-    const ListedQueries queries = storage_.step_metadata[step.slot];
-    const int tile = ptx::uniform(queries.tile), words = ptx::uniform(queries.visible);
-    const bool cut = !full_of_keys.has(tile);
-    if (!cut && words < 0) return false;
+    const int tile = rules_.found().tile;
+    const bool cut = !full_of_keys.has(tile), masked = rules_.found().visible >= 0;
+    if (!cut && !masked) return false;
     visible[0] = visible[1] = ~0u;
     if (cut) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), tile * kBlockM, lane_);
-    if (words >= 0) rules_.hide_pairs(visible, words);
+    if (masked) rules_.hide_pairs(visible);
     return true;
   }
   /// By a bitmap, and by the ends of the sequences.

@@ -1,15 +1,18 @@
 // The pipelined loop with options: what they make of scores, beside the products that overlap.
 //
 // What a step needs is prepared while the products of its scores and of the dK before are under way, the longest wait
-// of a consumer: kept weights are drawn, slopes, key biases and words of masks are read. So it costs slots, but hardly
-// time. What is done to scores and to dS does cost time; each option has a kernel of its own.
+// of a consumer: weights to be kept are drawn, slopes and key biases are read. That costs slots, but hardly time, as
+// long as nothing there waits: memory answers late beside products, and what comes late delays the exponentials. So
+// what comes from farther than shared memory, or from other warps, is asked for beside dP of the step before. What is
+// done to scores and to dS does cost time; each option has a kernel of its own.
 //
 // Who reads what, and when it may be written again:
-//   kept words  written in prepare(m) between two barriers of the warpgroup, read behind the second one. Those of m - 1
-//               have been read before the first one: a warp arrives there with them in registers, where dV took them.
-//   words of masks, key biases, slopes  from global memory; nobody writes them.
-//   bias        one tile in shared memory, by TMA. All reads of it come before dS of the step is published, which is
-//               made of what was read; behind that the next one is loaded.
+//   kept words  drawn in prepare(m - 2), a word a lane, written in prepare_ahead(m - 1), read in prepare(m). kept_full:
+//               the warpgroup has written them; kept_empty: all its warps have read them.
+//   key biases  in shared memory, each warp's own 16, of one head. Where heads differ, the warp writes them anew when a
+//               head begins. Which of these keys are hidden is a word that the warp has.
+//   words of masks, slopes  from global memory; nobody writes them.
+//   bias        one tile in shared memory, by TMA. bias_empty: all have made P of it, and the next one is loaded.
 //   metadata    of steps that are found: kMetadataSlots.
 #pragma once
 
@@ -21,7 +24,7 @@ namespace flash_ext::sm90 {
 /// What is added to a key's scores, to base 2, by a bias or a mask that is the same for all queries.
 /// kMaskAlone: a bias there may be is one of pairs.
 template <bool kMaskAlone>
-__device__ __forceinline__ float key_bias(const BackwardParams& p, const Sequence& sequence, int key) {
+__device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequence& sequence, int key) {
   float x = 0.0f;
   if (!kMaskAlone && p.bias.data) {
     const BiasRows bias(p.bias, sequence);
@@ -37,15 +40,60 @@ __device__ __forceinline__ float key_bias(const BackwardParams& p, const Sequenc
 /// What dropout needs: words of kept weights of a step, in one slot, and what random bits are made of.
 template <class Config, bool kDrops = Config::may_have(kStepDrops)>
 struct BackwardKeptWords {
+  __device__ __forceinline__ void init_kept() {}
   __device__ __forceinline__ void seed(const BackwardParams&, const Sequence&) {}
 };
 template <class Config>
 struct BackwardKeptWords<Config, true> {
   __align__(16) RandomKey key;  // of head 0 of the batch entry: registers are short
   __align__(8) uint32_t kept[Config::kGroups][KeptTile<Config::kBlockM>::kWordsOfGroup];
+  uint64_t kept_full[Config::kGroups], kept_empty[Config::kGroups];  // of a warpgroup's words
 
+  __device__ __forceinline__ void init_kept() {
+    init_barriers(kept_full, kWarpgroupWarps);
+    init_barriers(kept_empty, kWarpgroupWarps);
+  }
   __device__ __forceinline__ void seed(const BackwardParams& p, const Sequence& sequence) {
     key = {philox_key(p.dropout.rng[0], p.dropout.rng[1]), static_cast<uint32_t>(sequence.batch * p.heads_q)};
+  }
+};
+
+/// Which keys a bias or a mask that is the same for all queries leaves visible, for one head: bits.
+template <class Config, bool kHidesKeys = Config::may_have(kStepKeyBiased)>
+struct BackwardVisibleKeys {};
+template <class Config>
+struct BackwardVisibleKeys<Config, true> {
+  uint32_t visible_keys[Config::kBlockN / 32];
+};
+
+/// What such a bias adds, to base 2; 0 where it hides the key. Words of dropout leave no room for it.
+template <class Config>
+constexpr bool kSharesKeyBias = Config::may_have(kStepKeyBiased) && !Config::may_have(kStepDrops) && !Config::kBiased;
+template <class Config, bool kShares = kSharesKeyBias<Config>>
+struct BackwardKeyBiases {
+  __device__ __forceinline__ void set_key_bias(uint32_t, float) {}
+};
+template <class Config>
+struct BackwardKeyBiases<Config, true> {
+  float key_bias[Config::kBlockN];
+
+  __device__ __forceinline__ void set_key_bias(uint32_t key, float bias) {
+    key_bias[key] = bias == -INFINITY ? 0.0f : bias;
+  }
+};
+
+/// Of the tile of a bias of query-key pairs.
+template <class Config, bool kBiased = Config::kBiased>
+struct BackwardBiasBarriers {
+  __device__ __forceinline__ void init_bias() {}
+};
+template <class Config>
+struct BackwardBiasBarriers<Config, true> {
+  uint64_t bias_full, bias_empty;
+
+  __device__ __forceinline__ void init_bias() {
+    init_barrier(bias_full, 1);
+    init_barrier(bias_empty, Config::kGroups * kWarpgroupWarps);
   }
 };
 
@@ -73,14 +121,16 @@ __device__ __forceinline__ TileState state_of(const VisibilityTiles& tiles, cons
 template <class Config>
 struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
                                          BackwardKeptWords<Config>,
+                                         BackwardBiasBarriers<Config>,
+                                         BackwardVisibleKeys<Config>,
+                                         BackwardKeyBiases<Config>,
                                          BackwardFoundStepsOfCta<Config> {
-  uint64_t bias_full;
-  float cap;        // of scores, to base 2
-  bool hides_keys;  // some key is hidden from all queries of some head
-  bool unclean;     // Q or dO of some step may hold Inf or NaN
+  float cap;     // of scores, to base 2
+  bool unclean;  // Q or dO of some step may hold Inf or NaN, and some pair is hidden
 
   __device__ __forceinline__ void init() {
-    init_barrier(bias_full, 1);
+    this->init_bias();
+    this->init_kept();
     BackwardPipelinedStorage<Config>::init();
   }
 
@@ -91,18 +141,9 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
   /// By all threads of the CTA, which then has no steps if no head sees a key.
   __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
     if constexpr (Config::kFindsSteps) count_steps(workspace);
-    if constexpr (Config::kBiased) find_unclean(workspace);
-    if constexpr (Config::may_have(kStepKeyBiased)) {
-      bool sees = false, hides = false;
-      if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile.first_key + threadIdx.x, sees, hides);
-      sees = __syncthreads_or(sees);
-      hides = __syncthreads_or(hides);
-      if (threadIdx.x == 0) {
-        hides_keys = hides;
-        if (!sees) this->work_tile.tiles.end = this->work_tile.tiles.begin;
-      }
-      __syncthreads();
-    }
+    bool hides = Config::kBiased;  // it may hide any pair
+    if constexpr (Config::may_have(kStepKeyBiased)) hides |= look_at_keys(p);
+    if (hides) find_unclean(workspace);
   }
 
  private:
@@ -128,29 +169,48 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     __syncthreads();
   }
 
-  /// A bias may hide any pair.
+  /// Whether Q and dO must be sanitised: no tile then counts as one of which nothing is hidden.
   __device__ __forceinline__ void find_unclean(const BackwardWorkspace& workspace) {
     ptx::wait_for_previous_grid();  // for row terms
-    const BackwardWorkTile<Config>& tile = this->work_tile;
+    BackwardWorkTile<Config>& tile = this->work_tile;
     bool found = false;
 #pragma unroll 1
     for (int head = 0; head < tile.heads; ++head)
       for (int k = tile.tiles.begin + static_cast<int>(threadIdx.x); k < tile.tiles.end; k += Config::kThreads)
         found |= workspace.unclean[tile.workspace_tile + head * workspace.tiles_per_head + k] != 0;
     found = __syncthreads_or(found);
-    if (threadIdx.x == 0) unclean = found;
+    if (threadIdx.x == 0) {
+      unclean = found;
+      if (found) tile.tiles.full_begin = tile.tiles.full_end = tile.tiles.end;
+    }
     __syncthreads();
   }
 
-  __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) const {
+  /// Whether some key is hidden from all queries of some head.
+  __device__ __forceinline__ bool look_at_keys(const BackwardParams& p) {
+    bool sees = false, hides = false;
+    if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile.first_key + threadIdx.x, sees, hides);
+    sees = __syncthreads_or(sees);
+    hides = __syncthreads_or(hides);
+    if (threadIdx.x == 0 && !sees) this->work_tile.tiles.end = this->work_tile.tiles.begin;
+    __syncthreads();
+    return hides;
+  }
+  /// By whole warps, a thread for each key. That of the first head is kept.
+  __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) {
     Sequence sequence = this->work_tile.sequence;
-    if (key >= sequence.seqlen_k) return;
+    const bool exists = key < sequence.seqlen_k;
     const int heads = p.mask.head_stride || p.bias.head_stride ? this->work_tile.heads : 1;
 #pragma unroll 1
     for (int head = 0; head < heads; ++head, ++sequence.head) {
-      const bool hidden = key_bias<Config::kBiased>(p, sequence, key) == -INFINITY;
-      sees |= !hidden;
+      const float bias = exists ? key_bias_of<Config::kBiased>(p, sequence, key) : 0.0f;
+      const bool hidden = bias == -INFINITY;
+      sees |= exists && !hidden;
       hides |= hidden;
+      const uint32_t visible = __ballot_sync(~0u, !hidden);
+      if (head > 0) continue;
+      this->set_key_bias(threadIdx.x, bias);
+      this->visible_keys[threadIdx.x / 32] = visible;
     }
   }
 };
@@ -171,55 +231,79 @@ class BackwardOptionScores {
   static constexpr bool kTwoWeights = Config::kTwoWeights;
   static constexpr bool kBoundsScores = Config::may_have(kStepSoftcapped);
   static constexpr bool kHidesKeys = Config::may_have(kStepKeyBiased);
-  static constexpr bool kLateLse = kDrops || kHidesKeys || Config::kFindsSteps;
+  static constexpr bool kLateLse = kDrops;
   // Both weights leave room for half of D beside dP.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
 
   __device__ __forceinline__ BackwardOptionScores(const BackwardParams& p, Storage& storage, uint32_t s_tiles)
-      : p_(p), storage_(storage), s_tiles_(s_tiles) {}
+      : p_(p), storage_(storage), s_tiles_(s_tiles) {
+    if constexpr (kHidesKeys) {
+      const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps;  // among those that compute
+      visible_keys_ = ptx::uniform(storage.visible_keys[warp / 2] >> 16 * (warp % 2) & kAllKeys);
+      const int head = storage.work_tile.sequence.head, end = head + storage.work_tile.heads;
+      next_head_ = ptx::uniform(p.mask.head_stride || p.bias.head_stride ? head_behind(head, end) : kNoHead);
+    }
+  }
 
   __device__ __forceinline__ float unit() const {
     const double keep_scale = p_.dropout.rule.keep_scale;
     return kDrops && keep_scale > 0 ? static_cast<float>(keep_scale) : 1.0f;
   }
 
-  /// Some of the CTA's pairs, beside what the window and the lengths hide.
-  __device__ __forceinline__ bool may_hide() const {
-    return (kHidesKeys && storage_.hides_keys) || (Config::kBiased && storage_.unclean);
-  }
   __device__ __forceinline__ bool is_unclean() const { return Config::kBiased && storage_.unclean; }
   /// What a mask of pairs leaves of the warp's.
-  __device__ __forceinline__ void hide_pairs(Visible& visible, int number) const {
-    constexpr int kWordsOfTile = kBlockM * (Config::kBlockN / 32);
-    const uint32_t word =
-        __ldg(storage_.words + int64_t{number} * kWordsOfTile + (ptx::reread(threadIdx.x) - kWarpgroupThreads));
-    visible[0] &= word;
-    visible[1] &= word << 8;
+  __device__ __forceinline__ void hide_pairs(Visible& visible) const {
+    visible[0] &= word_;
+    visible[1] &= word_ << 8;
   }
-  /// Of the warp's keys.
-  __device__ __forceinline__ bool hides_keys() const {
-    return __any_sync(~0u, fminf(key_bias_[0], key_bias_[1]) == -INFINITY);
-  }
+  /// Some of the warp's keys, from all queries of the head.
+  __device__ __forceinline__ bool hides_keys() const { return visible_keys_ != kAllKeys; }
   __device__ __forceinline__ void hide_keys(Visible& visible) const {
+    const uint32_t first = ptx::reread(threadIdx.x) % 32 / 4;  // of the lane's two
 #pragma unroll
-    for (int r = 0; r < 2; ++r) visible[r] &= key_bias_[r] == -INFINITY ? 0u : ~0u;
+    for (int r = 0; r < 2; ++r) visible[r] &= 0u - (visible_keys_ >> (first + 8 * r) & 1u);
   }
 
   __device__ __forceinline__ void prepare(const Steps& step) {
-    if constexpr (kHidesKeys) read_key_bias(step);
+    if constexpr (kHidesKeys) {
+      if (step.head == next_head_) look_at_keys(step);
+      if constexpr (!Config::kBiased) read_key_bias(step);
+    }
     if constexpr (kSlopes) read_slope(step);
     if constexpr (kBoundsScores) cap_ = storage_.cap;
     if constexpr (Config::kBiased) bias_parity_ = step.count % 2;
-    if constexpr (kDrops) draw(step);
+    if constexpr (kDrops) {
+      read_kept(step);
+      Steps next = step;
+      next.advance();
+      drawn_ = draw(next);
+    }
   }
+  /// What must be there before the first step's scores.
+  __device__ __forceinline__ void prepare_first(const Steps& step) {
+    if constexpr (kDrops) {
+      drawn_ = draw(step);
+      share_kept(0);
+    }
+    if constexpr (Config::kFindsSteps) find(step);
+  }
+  /// For the step behind this one, beside dP.
+  __device__ __forceinline__ void prepare_ahead(const Steps& step) {
+    if constexpr (kDrops) share_kept(step.count + 1);
+    if constexpr (Config::kFindsSteps) {
+      Steps next = step;
+      next.advance();
+      if (!next.is_past_end()) find(next);
+    }
+  }
+  __device__ __forceinline__ const ListedQueries& found() const { return found_; }
 
   __device__ __forceinline__ void make_weights(Weights& p, Weights& ds, const Scores& s, const Terms& lse,
                                                float scale) const {
     Weights& whole = kDrops ? ds : p;
     if constexpr (Config::kBiased) {
       wait_for(storage_.bias_full, bias_parity_);
-      Tile::softmax_step_bias(p, s, lse, scale, s_bias_row(),
-                              [&](float term, int r) { return kHidesKeys ? key_bias_[r] - term : -term; });
+      Tile::softmax_step_bias(p, s, lse, scale, s_bias_row(), [&](float term, int) { return -term; });
     } else if constexpr (kBoundsScores) {
       Tile::softmax_step_softcap(p, ds, s, lse, scale, cap_);
     } else if constexpr (kSlopes) {
@@ -227,18 +311,25 @@ class BackwardOptionScores {
         const float distance = fabsf(distance_ + static_cast<float>(8 * n + e % 2 - 8 * (e / 2)));
         return fmaf(-slope_, distance, fmaf(x, scale, -term));
       });
-    } else if constexpr (kHidesKeys) {
+    } else if (kHidesKeys && p_.bias.data) {
       Tile::softmax_step(whole, s, lse,
                          [&](float x, float term, int, int e) { return fmaf(x, scale, key_bias_[e / 2] - term); });
     } else {
       Tile::softmax_step(whole, s, lse, scale);
     }
   }
-  /// Pairs of weights, or of gradients, that a bias of -inf hides: a sum that overflowed, or what a hidden key has in
-  /// V, may have made NaN of them. The bias lies there until dS is published.
-  __device__ __forceinline__ void clear_hidden(Weights& pairs) const {
+  /// Weights of pairs that a bias of -inf hides: a sum that overflowed may have made NaN of them. Behind this the bias
+  /// is not read any more.
+  __device__ __forceinline__ void clear_hidden(Weights& p) const {
     if constexpr (Config::kBiased) {
-      if (Tile::holds_nan(pairs)) Tile::hide_by_bias(pairs, s_bias_row());
+      if (Tile::holds_nan(p)) Tile::hide_by_bias(p, s_bias_row());
+      arrive_as_warp(storage_.bias_empty, static_cast<int>(ptx::reread(threadIdx.x) % 32));
+    }
+  }
+  /// Gradients of such pairs, whose weights are 0: what a hidden key has in V may have made NaN of them.
+  __device__ __forceinline__ void clear_hidden(Weights& ds, const Weights& p) const {
+    if constexpr (Config::kBiased) {
+      if (Tile::holds_nan(ds)) Tile::hide_weightless(ds, p);
     }
   }
   __device__ __forceinline__ void drop(Weights& p, const Weights& ds) const {
@@ -258,6 +349,8 @@ class BackwardOptionScores {
  private:
   using KeptWords = KeptTile<kBlockM>;
   static constexpr bool kSlopes = Config::may_have(kStepAlibi);
+  static constexpr uint32_t kAllKeys = 0xFFFF;  // of a warp
+  static constexpr int kNoHead = -1;
 
   /// In the bias of this warpgroup's keys.
   __device__ __forceinline__ uint32_t s_bias_row() const {
@@ -273,16 +366,39 @@ class BackwardOptionScores {
     return storage_.work_tile.first_key + static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
   }
 
-  /// Of the lane's keys, once a step, from L1: registers are short. Behind the last key there are no weights, behind
-  /// the last step no head.
+  /// Of the lane's keys, in each step: registers are short. Behind the last key there are no weights, behind the last
+  /// step no head.
   __device__ __forceinline__ void read_key_bias(const Steps& step) {
-    Sequence sequence = storage_.work_tile.sequence;
-    sequence.head = min(step.head, step.end_head - 1);
-    const int first = first_key();
+    if (!p_.bias.data) return;
+    if constexpr (kSharesKeyBias<Config>) {
+      const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads, key = thread / 32 * 16 + thread % 32 / 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      key_bias_[r] = key_bias<Config::kBiased>(p_, sequence, min(first + 8 * r, sequence.seqlen_k - 1));
+      for (int r = 0; r < 2; ++r) key_bias_[r] = storage_.key_bias[key + 8 * r];
+    } else {
+      Sequence sequence = storage_.work_tile.sequence;
+      sequence.head = min(step.head, step.end_head - 1);
+      const int first = first_key();
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        key_bias_[r] = key_bias_of<false>(p_, sequence, min(first + 8 * r, sequence.seqlen_k - 1));
+    }
   }
+  /// The warp's keys, where a head begins whose bias or mask is another than that of the one before.
+  __device__ __forceinline__ void look_at_keys(const Steps& step) {
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads, key = thread / 32 * 16 + thread % 16;
+    Sequence sequence = storage_.work_tile.sequence;
+    sequence.head = step.head;
+    const int last = sequence.seqlen_k - 1;
+    const float bias =
+        key_bias_of<Config::kBiased>(p_, sequence, min(storage_.work_tile.first_key + static_cast<int>(key), last));
+    const bool hidden = bias == -INFINITY;
+    visible_keys_ = __ballot_sync(~0u, !hidden) & kAllKeys;
+    __syncwarp();
+    storage_.set_key_bias(key, bias);
+    __syncwarp();
+    next_head_ = head_behind(step.head, step.end_head);
+  }
+  __device__ __forceinline__ static int head_behind(int head, int end) { return head + 1 < end ? head + 1 : kNoHead; }
 
   /// ALiBi's, and how far the lane's first key lies before what its first query is aligned with. Behind the last step,
   /// of the last head.
@@ -296,29 +412,53 @@ class BackwardOptionScores {
 
   /// Which weights of a step are kept. Each lane of the warpgroup draws one word. What tells lanes apart is made of the
   /// thread's number anew: registers are short.
-  __device__ __forceinline__ void draw(const Steps& step) {
+  __device__ __forceinline__ uint32_t draw(const Steps& step) const {
     static_assert(KeptWords::kWordsOfGroup == kWarpgroupThreads);
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those that compute
-    const uint32_t group = thread / kWarpgroupThreads, word = thread % kWarpgroupThreads;
-    const int barrier = BackwardBarriers<Config>::kKeptDrawn + static_cast<int>(group);
+    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), word = thread % kWarpgroupThreads;
     const int i = step.tile * kBlockM + KeptWords::query(word);
     const int j = storage_.work_tile.first_key + static_cast<int>(group) * kWarpgroupRows + KeptWords::key(word);
     RandomKey key = storage_.key;
-    key.batch_head += step.head;
+    key.seeds.seed_lo = __reduce_or_sync(~0u, key.seeds.seed_lo);
+    key.seeds.seed_hi = __reduce_or_sync(~0u, key.seeds.seed_hi);
+    key.seeds.offset_lo = __reduce_or_sync(~0u, key.seeds.offset_lo);
+    key.batch_head = __reduce_or_sync(~0u, key.batch_head) + step.head;
     const auto query = QueryRandomBits::of(key, dropout_query_group(i));
     const auto keys = KeyRandomBits::of(key, dropout_key_group(j));
-    const uint32_t drawn = draw_kept_weights(p_.dropout.rule, key, query, keys);
-    const uint32_t s_kept = ptx::shared_address(storage_.kept[0]);
-    ptx::barrier_sync<kWarpgroupThreads>(barrier);
-    store_shared(s_kept + 4 * thread, drawn);
-    ptx::barrier_sync<kWarpgroupThreads>(barrier);
-    const uint32_t s_lane = s_kept + KeptWords::at(group, thread % 32);
-    const int shift = KeptWords::shift(16 * (word / 32), thread % 32);
+    return draw_kept_weights(p_.dropout.rule, key, query, keys);
+  }
+  /// Those of step number `count`, when the warpgroup has read the ones before.
+  __device__ __forceinline__ void share_kept(uint32_t count) const {
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
+    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads);
+    wait_for(storage_.kept_empty[group], (count & 1) ^ 1);
+    storage_.kept[group][thread % kWarpgroupThreads] = drawn_;
+    arrive_as_warp(storage_.kept_full[group], static_cast<int>(thread % 32));
+  }
+  /// Those of the lane's pairs.
+  __device__ __forceinline__ void read_kept(const Steps& step) {
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
+    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), lane = thread % 32;
+    wait_for(storage_.kept_full[group], step.count & 1);
+    const auto* const s_lane = reinterpret_cast<const uint2*>(&storage_.kept[0][0] + KeptWords::at(group, lane) / 4);
+    const int shift = KeptWords::shift(16 * (thread % kWarpgroupThreads / 32), lane);
 #pragma unroll
     for (int k = 0; k < Tile::kSteps; ++k) {
-      const auto words = load_shared<uint2>(s_lane + k * KeptWords::kStepBytes);
+      const uint2 words = s_lane[k * KeptWords::kStepBytes / 8];
       kept_[k] = {words.x << shift, words.y << shift};
     }
+    arrive_as_warp(storage_.kept_empty[group], static_cast<int>(lane));
+  }
+
+  /// A step that a mask leaves, and the word of its pairs.
+  __device__ __forceinline__ void find(const Steps& step) {
+    wait_for(storage_.q_full[step.stage], step.parity);
+    const ListedQueries queries = storage_.step_metadata[step.slot];
+    found_ = {0, ptx::uniform(queries.tile), ptx::uniform(queries.visible), ptx::uniform(queries.spare)};
+    if (found_.visible < 0) return;
+    constexpr int kWordsOfTile = kBlockM * (Config::kBlockN / 32);
+    word_ =
+        __ldg(storage_.words + int64_t{found_.visible} * kWordsOfTile + (ptx::reread(threadIdx.x) - kWarpgroupThreads));
   }
 
   const BackwardParams& p_;
@@ -326,6 +466,11 @@ class BackwardOptionScores {
   const uint32_t s_tiles_;
   typename Tile::Kept kept_;
   uint32_t bias_parity_;
+  uint32_t drawn_;  // a word of the next step
+  ListedQueries found_;
+  uint32_t word_;
+  uint32_t visible_keys_;  // of the warp's 16: bits
+  int next_head_;          // whose keys must be looked at
   float key_bias_[2], slope_, distance_, cap_;
 };
 

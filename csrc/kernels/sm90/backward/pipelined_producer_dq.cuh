@@ -71,11 +71,13 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     turns_.end(workspace_.turns, lane_);
   }
 
-  /// The same of what is derived of this, which is `self`: place(step), the tile of queries of a step; and load(next).
+  /// The same of what is derived of this, which is `self`: place(step), the tile of queries of a step; load(next); and
+  /// load_early(step, next), before dS of the step is complete.
   template <class Self, class Next>
   __device__ __forceinline__ static void add_all(Self& self, Steps& step, Next& next) {
 #pragma unroll 1
     for (; !step.is_past_end(); step.advance()) {
+      self.load_early(step, next);
       wait_for(self.storage_.ds_full[self.at_.stage()], self.at_.parity());
       const auto& queries = self.place(step);
       self.load(next);
@@ -88,6 +90,10 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     }
     self.send();
   }
+
+  /// What is loaded before dS of a step is complete.
+  template <class Next>
+  __device__ __forceinline__ static void load_early(const Steps&, const Next&) {}
 
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
 

@@ -93,6 +93,11 @@ struct BackwardPipelinedTile {
     }
   }
 
+  /// 0 where the weight is.
+  __device__ __forceinline__ static void hide_weightless(Weights& pairs, const Weights& p) {
+    for_each_pair([&](int k, int e, int, int) { pairs[k][e] &= ptx::differs<Element>(p[k][e], 0); });
+  }
+
   /// Of scores that a softcap bounds: P, and P times the derivative of the softcap. `scale`: of products to the
   /// argument of tanh; `cap` to base 2.
   __device__ __forceinline__ static void softmax_step_softcap(Weights& p, Weights& sloped, const Scores& s,

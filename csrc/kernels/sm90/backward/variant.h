@@ -30,10 +30,15 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
 
-/// Those that the pipelined loop serves, where a head_dim has it. A bias of pairs beside one of keys is 4 % slower
-/// there.
-constexpr int kPipelinedOptions[] = {
-    kStepAlibi, kStepSoftcapped, kStepBiased, kStepKeyBiased, kStepIsMasked, kStepDrops, kStepDrops | kStepKeyBiased};
+/// Those that the pipelined loop serves, where a head_dim has it.
+constexpr int kPipelinedOptions[] = {kStepAlibi,
+                                     kStepSoftcapped,
+                                     kStepBiased,
+                                     kStepKeyBiased,
+                                     kStepIsMasked,
+                                     kStepDrops,
+                                     kStepBiased | kStepKeyBiased,
+                                     kStepDrops | kStepKeyBiased};
 
 /// Of what serving_options() gives. A block mask, beside what makes it one of pairs, is the other loop's.
 constexpr bool pipelines(int options, bool has_blocks) {
@@ -41,6 +46,10 @@ constexpr bool pipelines(int options, bool has_blocks) {
     if (options == pipelined && !has_blocks) return true;
   return options == 0;
 }
+
+/// Whether the options' own loop serves some call whose variant serves these, where a head_dim has the pipelined loop
+/// too: any options, and those that a block mask alone asks for.
+constexpr bool serves_beside_pipelined(int options) { return !pipelines(options, (options & kStepIsMasked) != 0); }
 
 /// Beyond it an lse may have to be bounded (LargeLse), which the variant for softcap alone has no room for.
 constexpr double kLargestSoftcapAlone = 4e4;

@@ -1,0 +1,69 @@
+"""The option kernels of the Hopper backward: those in the library are those that some call reaches."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import flash_ext
+
+SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+
+# Every call there can be, by the header that the launches and the plan decide with: "loop options", once each.
+ENUMERATE = """
+#include <cstdio>
+#include "kernels/sm90/backward/variant.h"
+using namespace flash_ext::sm90;
+int main() {
+  for (int call = 0; call < 1 << 11; ++call) {
+    const auto has = [&](int bit) { return (call >> bit & 1) != 0; };
+    const bool blocks = has(10);
+    const BackwardAsked asked = {has(0), has(1), has(2), has(3), has(4), has(5), has(6), has(7), has(8), has(9)};
+    if ((blocks && !asked.masks) || (asked.mask_of_keys && asked.masks) || (asked.large_softcap && !asked.softcap))
+      continue;
+    if (!asked.bias && (asked.bias_of_keys || asked.bias_by_panels || asked.bias_dtype_of_inputs)) continue;
+    const int options = serving_options(asked);
+    if (options != 0) std::printf("%s %d\\n", pipelines(options, blocks) ? "pipelined" : "own", options);
+  }
+}
+"""
+
+NAMES = {
+    "own": r"BackwardOptionsConfigINS0_14BackwardConfigI{dtype}Li{head_dim}ELNS_10TurnTakingE0EEELi(n?\d+)E",
+    "pipelined": r"BackwardPipelinedOptionsConfigI{dtype}Li{head_dim}ELi(n?\d+)E",
+}
+
+
+@pytest.fixture(scope="module")
+def reachable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
+    compiler = shutil.which("g++")
+    if compiler is None or not SOURCES.is_dir():
+        pytest.skip("needs the checkout and a compiler")
+    folder = tmp_path_factory.mktemp("variants")
+    (folder / "calls.cpp").write_text(ENUMERATE)
+    subprocess.run([compiler, "-std=c++17", f"-I{SOURCES}", "calls.cpp", "-o", "calls"], cwd=folder, check=True)
+    lines = subprocess.run([folder / "calls"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {loop: {int(line.split()[1]) for line in lines if line.startswith(loop)} for loop in NAMES}
+
+
+@pytest.fixture(scope="module")
+def library() -> bytes:
+    path = Path(flash_ext.__file__).parent / "lib" / "libflash_ext_cuda.so"
+    if not path.exists() or "90a" not in flash_ext.build_info()["cuda_archs"]:
+        pytest.skip("needs the library with kernels for Hopper")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["13__nv_bfloat16", "6__half"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_option_kernel_is_reached_and_no_other_is_built(
+    reachable: dict[str, set[int]], library: bytes, dtype: str, head_dim: int
+) -> None:
+    expected = reachable if head_dim == 128 else {"own": reachable["own"] | reachable["pipelined"], "pipelined": set()}
+    for loop, name in NAMES.items():
+        found = re.findall(name.format(dtype=dtype, head_dim=head_dim).encode(), library)
+        assert {int(options.replace(b"n", b"-")) for options in found} == expected[loop], loop
