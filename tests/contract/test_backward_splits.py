@@ -91,7 +91,7 @@ def test_tiles_behind_a_full_wave(device: str, head_dim: int) -> None:
     """Those of the wave stay whole, the others are split."""
     if device == "cpu":
         pytest.skip("a CPU has no waves")
-    sms, block_n = torch.cuda.get_device_properties(device).multi_processor_count, 192 if head_dim == 64 else 128
+    sms, block_n = torch.cuda.get_device_properties(device).multi_processor_count, 128
     slots = sms // 2 if head_dim == 256 else sms
     call = make_call(1, 512, 2 * block_n, slots // 2 + 2, slots // 2 + 2, head_dim, dtype=torch.bfloat16, device=device)
     plan = flash_ext.explain(call.q, call.k, call.v, operation="backward", deterministic=False).plan

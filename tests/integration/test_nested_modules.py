@@ -73,7 +73,8 @@ def test_weights_are_torchs(device: str, average: bool) -> None:
         (out, weights), (expected, expected_weights) = (
             m(x, x, x, average_attn_weights=average) for m in (module, theirs)
         )
-    assert_close((*out.unbind(), weights), (*expected.unbind(), expected_weights))
+    longest = weights.shape[-1]  # torch pads further on CUDA, to a multiple of 8
+    assert_close((*out.unbind(), weights), (*expected.unbind(), expected_weights[..., :longest, :longest]))
 
 
 def test_weights_of_jagged_tensors_of_unknown_lengths(device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -287,7 +288,8 @@ def test_math_first_in_the_order(device: str) -> None:
     backends = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
     with sdpa_kernel(backends, set_priority=True):
         F.scaled_dot_product_attention(q, k, v)
-    assert served() == ({SDPA} if device == "cpu" else set())  # a CPU has no order
+    assert set(sdpa_provider.calls_served()) == ({SDPA} if device == "cpu" else set())  # a CPU has no order
+    sdpa_provider.forget_calls()
     with sdpa_kernel(backends[::-1], set_priority=True):
         F.scaled_dot_product_attention(q, k, v)
     assert served() == {SDPA}
@@ -355,9 +357,10 @@ def test_large_head_dims_go_on_to_torch(device: str) -> None:
     if device == "cpu":
         assert passed_on == {CPU_FLASH: 1, f"{CPU_FLASH}_backward": 1}
     reasons = sdpa_provider.reasons_passed_on()
-    assert sum(reasons.values()) == 2
     for name in reasons:
-        assert name.endswith(" (head_dim must be from 1 to 256, got 264 of query and 264 of value)")
+        assert re.search(r" \(head_dim.* must be .*from \d to 256, got 264.*\)$", name), name
+    # On CUDA torch's kernels call operators that are overridden as well.
+    assert sum(reasons.values()) == 2 if device == "cpu" else sum(reasons.values()) >= 2
     sdpa_provider.forget_calls()
     assert not sdpa_provider.calls_passed_on() and not sdpa_provider.reasons_passed_on()
 
@@ -368,8 +371,8 @@ def test_what_math_alone_takes_is_counted(device: str) -> None:
     q, k, v = qkv(device, dims=(264, 264))
     F.scaled_dot_product_attention(q, k, v, torch.ones(37, 53, dtype=torch.bool, device=device), dropout_p=0.1)
     assert not sdpa_provider.calls_served()
-    reason = "head_dim must be from 1 to 256, got 264 of query and 264 of value"
-    assert all(name.endswith(f"({reason})") for name in sdpa_provider.reasons_passed_on())
+    for name in sdpa_provider.reasons_passed_on():
+        assert re.search(r" \(head_dim.* must be .*from \d to 256, got 264.*\)$", name), name
     assert sum(sdpa_provider.calls_passed_on().values()) >= 1
 
 
