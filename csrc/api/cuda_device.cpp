@@ -33,6 +33,10 @@ bool read_switch(const char* name, bool otherwise) {
 #define FLASH_EXT_TEXT_OF(tokens) #tokens
 #define FLASH_EXT_TEXT(macro) FLASH_EXT_TEXT_OF(macro)
 
+#ifndef FLASH_EXT_OWN_ARCHS
+#error "FLASH_EXT_OWN_ARCHS must be defined: without it no architecture would have kernels of its own"
+#endif
+
 /// Whether FLASH_EXT_ARCHS named an architecture when this library was built: build_command.py joins those that have
 /// kernels of their own by underscores.
 bool is_built(const plan::Architecture& architecture) {

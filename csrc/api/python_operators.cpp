@@ -17,8 +17,8 @@ Tensor empty_strided_by_python(const Tensor& like, const Shape& shape, const Sha
   StableIValue stack[] = {from(like), from(shape), from(strides), from(dtype)};
   const auto status = torch_call_dispatcher("flash_ext_python::empty_strided", "", stack, TORCH_ABI_VERSION);
   // A program without Python has no such operator.
-  check(status == TORCH_SUCCESS, device_name(like), " is out of memory. Tried to allocate a tensor of shape ",
-        to_string(shape), " and dtype ", dtype_name(dtype));
+  check(status == TORCH_SUCCESS, "could not allocate a tensor of shape ", to_string(shape), " and dtype ",
+        dtype_name(dtype), " on ", device_name(like));
   Tensor tensor = to<Tensor>(stack[0]);
   throw_if_any(to<Tensor>(stack[1]));
   return tensor;

@@ -12,14 +12,30 @@
 namespace flash_ext::api {
 namespace {
 
+/// Elements of memory from the first that a view reads to the last.
+int64_t spanned_elements(const ScoreView& view, const Tensor& scores) {
+  const int64_t strides[] = {view.batch_stride, view.head_stride, view.row_stride, view.col_stride};
+  int64_t span = 1;
+  for (int64_t d = 0; d < 4; ++d) span += (scores.size(d) - 1) * strides[d];
+  return span;
+}
+
+/// Elements that a view has when what is broadcast counts once.
+int64_t distinct_elements(const Tensor& scores) {
+  int64_t count = 1;
+  for (int64_t d = 0; d < 4; ++d) count *= scores.stride(d) == 0 ? 1 : scores.size(d);
+  return count;
+}
+
 /// See bias_in_pieces(). A bias that is the same for all queries or all keys is read otherwise, and float64 has no
-/// pieces.
+/// pieces. A view whose rows share memory, as a Toeplitz matrix made of one row, would become larger.
 bool copies_bias(plan::Operation operation, const Tensor& bias) {
   if (!bias.is_cuda() || (operation != plan::Operation::kForward && operation != plan::Operation::kBackward))
     return false;
   const ScoreView view = view_scores(bias);
   const bool varies = view.row_stride != 0 && view.col_stride != 0;
-  return varies && view.dtype != DType::kFloat64 && bias.numel() > 0 && !can_stage_bias(view);
+  return varies && view.dtype != DType::kFloat64 && bias.numel() > 0 && !can_stage_bias(view) &&
+         distinct_elements(bias) <= spanned_elements(view, bias);
 }
 
 constexpr char kScoreAxes[] = "(batch|1, heads_q|1, seqlen_q|1, seqlen_k|1)";

@@ -178,7 +178,8 @@ def _refusal(check: Any, query: Tensor, *args: Any) -> str:
     try:
         check.redispatch_boxed(KEYS[query.device.type], query, *args)
     except RuntimeError as error:
-        return str(error).splitlines()[0].removeprefix("flash_ext: ")
+        lines = str(error).strip().splitlines()
+        return lines[0].removeprefix("flash_ext: ") if lines else type(error).__name__
     return ""
 
 

@@ -6,9 +6,15 @@ import os
 import threading
 from collections import Counter
 
+MOST_NAMES = 256
+OTHERS = "others"
+
 
 class CallCounts:
-    """Counts by operator that miss no call, whatever threads the calls come from."""
+    """Counts by operator that miss no call, whatever threads the calls come from.
+
+    Names behind the first ``MOST_NAMES`` count together, as ``OTHERS``: a name may hold numbers of a call.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -20,7 +26,8 @@ class CallCounts:
 
     def add(self, operator: str) -> None:
         with self._lock:
-            self._counts[operator] += 1
+            known = operator in self._counts or len(self._counts) < MOST_NAMES
+            self._counts[operator if known else OTHERS] += 1
 
     def read(self) -> Counter[str]:
         """A copy, of operators that were called."""

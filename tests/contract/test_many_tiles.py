@@ -144,6 +144,8 @@ def test_gradients_of_more_tiles_of_keys_than_sms(
     batch, heads = (1, 2) if device == "cpu" else (3, 64)
     call = make_call(batch, 300, 520, heads, heads // 2, head_dim, dtype=dtype, device=device).with_options(**mask)
     call = call.with_random_gradients()
+    plan = flash_ext.explain(call.q, call.k, call.v, operation="backward", **call.options).plan
+    assert head_dim > 64 or plan.kernel != "sm90/backward" or plan.block_m == 96, "that of CTAs that stay"
     first, again = assert_matches_oracle(call), run_library(call, ("k", "v"))
     for name in ("dk", "dv"):
         assert torch.equal(first[name], again[name])
@@ -179,17 +181,19 @@ def test_a_value_of_the_future_many_tiles_on(device: str, head_dim: int, poison:
     assert not after[:, 50:, :, column].isfinite().any()
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS[:3], ids=str)
-def test_a_captured_graph(device: str, dtype: torch.dtype) -> None:
-    """Forward and backward, replayed on other numbers, give what they give outside of a graph."""
+def test_a_captured_graph(device: str, dtype: torch.dtype, deterministic: bool) -> None:
+    """Forward and backward, replayed on other numbers, give what they give outside of a graph: but for the order of the
+    additions to dq, the same bits."""
     if device == "cpu":
         pytest.skip("graphs are CUDA's")
-    call = make_call(2, 300, 300, 96, 24, 64, dtype=dtype, device=device, causal=True, deterministic=True)
+    call = make_call(2, 300, 300, 96, 24, 64, dtype=dtype, device=device, causal=True)
     leaves = [t.requires_grad_() for t in (call.q, call.k, call.v)]
     grad_out = torch.randn_like(call.q)
 
     def step() -> tuple[torch.Tensor, ...]:
-        out = flash_ext.attention(*leaves, causal=True, deterministic=True)
+        out = flash_ext.attention(*leaves, causal=True, deterministic=deterministic)
         assert isinstance(out, torch.Tensor)
         return out, *torch.autograd.grad(out, leaves, grad_out)
 
@@ -205,8 +209,11 @@ def test_a_captured_graph(device: str, dtype: torch.dtype) -> None:
         for leaf in leaves:
             leaf.data.normal_()
         graph.replay()
-        for got, want in zip(results, step(), strict=True):
-            assert torch.equal(got, want)
+        for name, got, want in zip(("out", "dq", "dk", "dv"), results, step(), strict=True):
+            if name == "dq" and not deterministic:
+                torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+            else:
+                assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", FLOATS[1:3], ids=str)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import flash_ext
 from flash_ext.integrations import sdpa_provider
+from flash_ext.integrations.call_counts import MOST_NAMES, OTHERS, CallCounts
 from tests.integration.test_sdpa_provider import CPU_FLASH
 
 
@@ -28,3 +29,13 @@ def test_no_call_of_several_threads_is_missed() -> None:
         assert sdpa_provider.calls_served() == {CPU_FLASH: count}
         sdpa_provider.forget_calls()
         assert not sdpa_provider.calls_served()
+
+
+def test_names_do_not_grow_without_bound() -> None:
+    """A reason may hold numbers of a call, which may differ in each."""
+    counts = CallCounts()
+    for n in range(MOST_NAMES + 7):
+        counts.add(f"operator (got {n})")
+    counts.add("operator (got 3)")
+    found = counts.read()
+    assert len(found) == MOST_NAMES + 1 and found[OTHERS] == 7 and found["operator (got 3)"] == 2

@@ -110,6 +110,15 @@ def test_bias_that_lies_otherwise_is_the_same(
         assert plans[0].variant == plans[1].variant and plans[0].bias_kernel == plans[1].bias_kernel
 
 
+def test_bias_whose_rows_share_memory(device: str) -> None:
+    """A Toeplitz matrix of a row a head, as relative positions give: it is not made larger."""
+    relative = random(1, 2, 1, 203 + 327, dtype=torch.bfloat16, device=device)
+    bias = relative.as_strided((1, 2, 203, 328), (2 * 530, 530, 1, 1))
+    call = make_call(2, 203, 328, 2, 1, 64, dtype=torch.bfloat16, device=device, bias=bias)
+    assert_matches_oracle(call)
+    assert not flash_ext.explain(call.q, call.k, call.v, **call.options).problem.bias_in_pieces
+
+
 def test_bias_beyond_one_tile(device: str, dtype: torch.dtype) -> None:
     bias = random(1, 2, 203, 317, device=device)
     assert_matches_oracle(

@@ -7,7 +7,8 @@
 // others, 64 keys each, compute the rest. What they do beside one another is a policy of this kernel, its roles: the
 // plain ones, those whose products overlap the next step's, those of options beside such products
 // (pipelined_options_kernel.cuh) or not (options_kernel.cuh), and those of a block mask's lists (blocks_kernel.cuh).
-// Head dims above 128 have a kernel that divides the products otherwise (wide_kernel.cuh).
+// Head dims above 128 have a kernel that divides the products otherwise (wide_kernel.cuh), those up to 64, without
+// options, one whose CTAs go from tile to tile (persistent_kernel.cuh).
 #pragma once
 
 #include "consumer.cuh"

@@ -52,8 +52,8 @@ constexpr bool lists_blocks(const BackwardBlocksCall& call) {
          call.block_m % kBackwardBlockM == 0 && call.block_n % (backward_blocks_shape().groups * kWarpgroupRows) == 0;
 }
 
-/// Whether products of a step overlap those of the next where a call has no options. At head_dim 64, whose consumers
-/// are three, that takes other tiles, which lose in short sequences.
+/// Whether products of a step overlap those of the next in kernels of this shape. At head_dim 64 they do so in the
+/// persistent kernel alone, which has other tiles (backward_persistent_shape).
 constexpr bool is_pipelined(int head_dim) { return head_dim == 128; }
 
 }  // namespace flash_ext::sm90
