@@ -182,12 +182,6 @@ def readme_training_cells(header: list[str], line: list[str]) -> list[str]:
     return [line[0], *(" + ".join(f"{row['measured'][NAMES[title]]:.2f}" for row in rows) for title in header[1:])]
 
 
-def readme_float32_cells(header: list[str], line: list[str]) -> list[str]:
-    rows = [training_row(d, int(line[0]), "4096", "full", "float32") for d in ("forward", "backward")]
-    names = ("flash_ext", "efficient")
-    return [line[0], *(" + ".join(f"{row['measured'][name]:.2f}" for row in rows) for name in names)]
-
-
 def float32_cells(header: list[str], line: list[str]) -> list[str]:
     head_dim, mask = line[0].split()
     found = [line[0]]
@@ -386,7 +380,7 @@ CPU_RATIOS = r"([\d.]+) to ([\d.]+) forward and ([\d.]+) to ([\d.]+) backward"
 MEANS = rf"over the 36: {NUMBER}FlashAttention-3, {NUMBER}cuDNN, {NUMBER}FA2, {NUMBER}efficient"
 FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(README, "Training, causal", readme_training_cells),
-    Table(README, "float32, full, 4", readme_float32_cells),
+    Table(README, "h200_module.json", module_cells),
     Table(README, "h200_options.json", readme_option_cells),
     Table(README, "h200_decode.json", decode_cells),
     Sentence(
@@ -412,6 +406,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(PERFORMANCE, "\n## Host and memory\n", host_cells),
     Table(PERFORMANCE, "h200_encoder.json", encoder_cells),
     Table(PERFORMANCE, "cpu_xeon.json", cpu_cells),
+    Sentence(README, r"evaluates ([\d.]+) to ([\d.]+) times as fast as torch's", encoder_bounds),
     Sentence(README, r"all but (\d+) of 36 training shapes", contested_count),
     Sentence(PERFORMANCE, r"in (\d+) of them a peer may be faster", contested_count),
     Sentence(PERFORMANCE, MEANS, lambda: means("forward"), behind="\n## Forward\n"),
