@@ -76,8 +76,8 @@ void with_option_variant(int options, Run run) {
 /// The same for those that the pipelined loop serves.
 template <size_t kIndex = 0, class Run>
 void with_pipelined_options(int options, Run run) {
-  if constexpr (kIndex < std::size(kPipelinedOptions)) {
-    if (options == kPipelinedOptions[kIndex]) return run(std::integral_constant<int, kPipelinedOptions[kIndex]>());
+  if constexpr (kIndex < std::size(kOptionVariants)) {
+    if (options == kOptionVariants[kIndex]) return run(std::integral_constant<int, kOptionVariants[kIndex]>());
     with_pipelined_options<kIndex + 1>(options, run);
   }
 }

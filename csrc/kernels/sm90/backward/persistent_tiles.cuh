@@ -9,9 +9,8 @@ namespace flash_ext::sm90 {
 
 template <class Config>
 struct BackwardTileTable {
-  BackwardWorkTile<Config>*
-      tiles;        // (count), of tiles of keys or splits of them; no heads: there is nothing to be done
-  uint32_t* taken;  // (1): positions taken by CTAs, besides the first of each
+  BackwardWorkTile<Config>* tiles;  // (count), tiles of keys or splits of them; without heads: nothing is to be done
+  uint32_t* taken;                  // (1): positions taken by CTAs, besides the first of each
   uint32_t count;
 };
 

@@ -1,4 +1,4 @@
-// The backward's options on the pipelined loop: pipelined_options.cuh. A kernel for each of kPipelinedOptions.
+// The backward's options on the pipelined loop: pipelined_options.cuh. A kernel for each of kOptionVariants.
 #pragma once
 
 #include <stdexcept>

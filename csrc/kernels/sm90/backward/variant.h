@@ -20,7 +20,7 @@ constexpr int kAnyOptions = -1;
 
 /// Options that have a variant of their own: a test of flags lies between two products of a warpgroup that waits for
 /// both, and all of them cost a fifth of a step; so calls with one option, or one of two pairs, have a kernel without
-/// tests.
+/// tests: on the pipelined loop, where a head_dim has it.
 constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepSoftcapped,
                                    kStepBiased,
@@ -30,19 +30,9 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
 
-/// Those that the pipelined loop serves, where a head_dim has it.
-constexpr int kPipelinedOptions[] = {kStepAlibi,
-                                     kStepSoftcapped,
-                                     kStepBiased,
-                                     kStepKeyBiased,
-                                     kStepIsMasked,
-                                     kStepDrops,
-                                     kStepBiased | kStepKeyBiased,
-                                     kStepDrops | kStepKeyBiased};
-
 /// Of what serving_options() gives. A block mask, beside what makes it one of pairs, is the other loop's.
 constexpr bool pipelines(int options, bool has_blocks) {
-  for (const int pipelined : kPipelinedOptions)
+  for (const int pipelined : kOptionVariants)
     if (options == pipelined && !has_blocks) return true;
   return options == 0;
 }
