@@ -17,7 +17,7 @@ from torch.overrides import has_torch_function
 
 from flash_ext import packing
 from flash_ext.eager import call
-from flash_ext.modules import MultiheadAttention, is_hooked
+from flash_ext.modules import Linear, MultiheadAttention, is_hooked
 from flash_ext.torch_private import (
     addmm_activation,
     any_requires_grad,
@@ -60,7 +60,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         if src.is_nested:
             return _evaluate_nested([self], src, is_causal)
-        return _evaluate([self], src, lambda attn, x: _attend(attn, x, src_key_padding_mask, src_mask, is_causal))
+        return _evaluate(
+            [self], src, lambda attn, x, linear: _attend(attn, x, linear, src_key_padding_mask, src_mask, is_causal)
+        )
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         hidden = _linear_and_activation(x, self.linear1, self.activation)
@@ -127,22 +129,30 @@ class TransformerEncoder(nn.TransformerEncoder):
 # ---- Layers one after another ----------------------------------------------------------------------------------------
 
 
-def _evaluate(layers: Iterable[Any], x: Tensor, attend: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """All layers of (..., embed_dim).
+Attend = Callable[[MultiheadAttention, Tensor, Linear], Tensor]
+"""(self_attn, x, linear) -> the heads, (..., num_heads, head_dim), batch first; ``linear`` makes q, k and v of x."""
 
-    ``attend(attn, x)`` is the self-attention of a layer, all else is for each token alone. An addition goes together
-    with the normalisation of its result, where there is one, be it the next layer's.
-    """
+
+def _evaluate(layers: Iterable[Any], x: Tensor, attend: Attend) -> Tensor:
+    """All layers of (..., embed_dim). But for ``attend``, all is for each token alone."""
     layers = list(layers)
+    if _may_accumulate(layers, x):
+        return _evaluate_accumulating(layers, x, attend)
+    return _evaluate_fused(layers, x, attend)
+
+
+def _evaluate_fused(layers: list[Any], x: Tensor, attend: Attend) -> Tensor:
+    """An addition goes together with the normalisation of its result, where there is one, be it the next layer's."""
     normalised: Tensor | None = None  # x, by the norm that comes next
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         if not layer.norm_first:
-            _, x = _add_and_normalise(attend(layer.self_attn, x), x, layer.norm1, need_sum=False)
+            _, x = _add_and_normalise(_attend_and_project(layer.self_attn, x, attend), x, layer.norm1, need_sum=False)
             _, x = _add_and_normalise(layer._feed_forward(x), x, layer.norm2, need_sum=False)
             continue
         if normalised is None:
             normalised = _normalise(x, layer.norm1)
-        x, normalised = _add_and_normalise(attend(layer.self_attn, normalised), x, layer.norm2)
+        out = _attend_and_project(layer.self_attn, normalised, attend)
+        x, normalised = _add_and_normalise(out, x, layer.norm2)
         out = layer._feed_forward(normalised)
         if following is not None and following.norm_first:
             x, normalised = _add_and_normalise(out, x, following.norm1)
@@ -151,9 +161,26 @@ def _evaluate(layers: Iterable[Any], x: Tensor, attend: Callable[[Any, Tensor], 
     return x
 
 
+def _evaluate_accumulating(layers: list[Any], src: Tensor, attend: Attend) -> Tensor:
+    """For a CPU, where memory is what costs beside the products: a product is added to x as it is computed."""
+    memory = _Memory(layers, src)
+    x = src
+    for layer in layers:
+        attn = layer.self_attn
+        heads = attend(attn, _normalise(x, layer.norm1) if layer.norm_first else x, memory.linear)
+        x = _add_linear(x, heads.flatten(-2), attn.out_proj, in_place=x is not src)
+        normalised = _normalise(x, layer.norm2 if layer.norm_first else layer.norm1)
+        hidden = _linear_and_activation(normalised, layer.linear1, layer.activation, memory.linear)
+        if layer.norm_first:
+            x = _add_linear(x, hidden, layer.linear2, in_place=True)
+        else:
+            x = _normalise(_add_linear(normalised, hidden, layer.linear2, in_place=True), layer.norm2)
+    return x
+
+
 def _evaluate_packed(layers: Iterable[Any], x: Tensor, spans: dict[str, Any], causal: bool) -> Tensor:
     """All layers of (total, embed_dim); ``spans`` are the options of ``attention`` that say where sequences lie."""
-    return _evaluate(layers, x, lambda attn, x: attn._attend_packed(x, spans, causal)[0])
+    return _evaluate(layers, x, lambda attn, x, linear: attn._attend_packed(x, spans, causal, linear=linear)[0])
 
 
 def _evaluate_nested(layers: Iterable[Any], src: Tensor, causal: bool) -> Tensor:
@@ -166,13 +193,20 @@ def _evaluate_nested(layers: Iterable[Any], src: Tensor, causal: bool) -> Tensor
 def _attend(
     attn: MultiheadAttention,
     x: Tensor,
+    linear: Linear,
     padding: Tensor | None = None,
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
+    """The heads of padded batches, (batch, seqlen, num_heads, head_dim)."""
+    return attn._attend_batch(x, x, x, padding, False, mask, is_causal, linear)[0]
+
+
+def _attend_and_project(attn: MultiheadAttention, x: Tensor, attend: Attend) -> Tensor:
     """Self-attention in the layout of ``x``, but not necessarily contiguous."""
-    out, _ = attn._attend_batch(x, x, x, padding, False, mask, is_causal)
-    return attn._from_batch(out, x.dim() == 3)
+    heads = attend(attn, x, F.linear)
+    out = attn._project_out(heads)
+    return out if heads.dim() == 3 else attn._from_batch(out, x.dim() == 3)
 
 
 def _find_tokens(padding: Tensor, must_be_left_aligned: bool) -> tuple[Tensor, dict[str, Any]] | None:
@@ -224,7 +258,55 @@ def _is_own(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     return type(module) is kind and not (module.training or is_hooked(module) or "forward" in module.__dict__)
 
 
+def _may_accumulate(layers: list[Any], x: Tensor) -> bool:
+    """Whether the products of a CPU may be written to memory that is there, which is for plain tensors of one dtype."""
+    if x.device.type != "cpu" or not x.is_contiguous() or x.numel() == 0 or is_any_autocast_enabled():
+        return False
+    if x.dim() == 3 and not all(layer.self_attn.batch_first for layer in layers):
+        return False
+    linears = [linear for layer in layers for linear in (layer.self_attn.out_proj, layer.linear1, layer.linear2)]
+    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
+    parameters += [p for layer in layers for p in (layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias)]
+    return all(
+        type(p) in (nn.Parameter, Tensor) and p.dtype == x.dtype and p.layout is torch.strided
+        for p in parameters
+        if p is not None
+    )
+
+
 # ---- What ----------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """One memory for q, k and v and for the hidden units of all layers, which are never needed at the same time.
+
+    To touch new memory takes a CPU longer than to write to it again: a fault for each page. The C library gives tensors
+    of this size back to the system when they are freed.
+    """
+
+    def __init__(self, layers: list[Any], x: Tensor) -> None:
+        width = max(max(3 * layer.self_attn.embed_dim, layer.linear1.weight.shape[0]) for layer in layers)
+        self._numbers = x.new_empty(x.shape[:-1].numel() * width)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``F.linear``, valid until it is called again."""
+        rows, width = x.view(-1, x.shape[-1]), weight.shape[0]
+        out = self._numbers[: rows.shape[0] * width].view(-1, width)
+        if bias is None:
+            torch.mm(rows, weight.t(), out=out)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=out)
+        return out.view(*x.shape[:-1], width)
+
+
+def _add_linear(x: Tensor, rows: Tensor, linear: nn.Linear, in_place: bool) -> Tensor:
+    """x + linear(rows), contiguous; the product accumulates on x and the bias, which saves a pass over its result."""
+    if linear.bias is None:
+        total = x if in_place else x.clone()
+    else:
+        total = x.add_(linear.bias) if in_place else x + linear.bias
+    total.view(-1, total.shape[-1]).addmm_(rows.reshape(-1, rows.shape[-1]), linear.weight.t())
+    return total
 
 
 def _normalise(x: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -255,7 +337,9 @@ def _is_one_kernel(out: Tensor, x: Tensor, norm: nn.LayerNorm) -> bool:
     return out.dtype == x.dtype and all(p.dtype == x.dtype and _is_plain(p) for p in parameters)
 
 
-def _linear_and_activation(x: Tensor, linear: nn.Linear, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def _linear_and_activation(
+    x: Tensor, linear: nn.Linear, activation: Callable[[Tensor], Tensor], product: Linear = F.linear
+) -> Tensor:
     weight, bias = linear.weight, linear.bias
     approximate = _approximation(activation)
     is_relu = activation is F.relu or _is_own_activation(activation, nn.ReLU)
@@ -263,7 +347,7 @@ def _linear_and_activation(x: Tensor, linear: nn.Linear, activation: Callable[[T
         # The product's epilogue adds the bias and activates.
         hidden = addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=not is_relu)
         return hidden.view(*x.shape[:-1], weight.shape[0])
-    hidden = F.linear(x, weight, bias)
+    hidden = product(x, weight, bias)
     if is_relu:
         return hidden.relu_()
     return activation(hidden) if approximate is None else torch.ops.aten.gelu_(hidden, approximate=approximate)
