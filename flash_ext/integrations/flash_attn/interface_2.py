@@ -101,8 +101,8 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> Forward:
-    """The same of packed sequences, with block_table of paged keys. zero_tensors: every row is written anyway. num_splits
-    is of paged keys alone."""
+    """The same of packed sequences, with block_table of paged keys, whose number of splits is num_splits. zero_tensors:
+    every row is written anyway."""
     as_integer("num_splits", num_splits)
     options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
