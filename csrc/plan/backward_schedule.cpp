@@ -149,17 +149,33 @@ std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, con
               schedule.head_splits, " along the heads of a group, by ", schedule.query_splits, " along its queries");
 }
 
+/// Key heads, a power of two of them, whose Q, dO and dQ are in L2 together while CTAs go over one query head of each.
+int64_t heads_in_l2(const Problem& p, int64_t seqlen_q) {
+  constexpr int64_t kShareOfL2 = 40 << 20;  // bytes of an H200's 60 MB: the rest is for K, V and what leaves
+  const int64_t element = p.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t row_bytes = (p.head_dim + p.head_dim_v) * element + p.head_dim * int64_t{sizeof(float)};
+  int64_t heads = 1;
+  while (2 * heads * row_bytes * seqlen_q <= kShareOfL2) heads *= 2;
+  return heads;
+}
+
 /// Whose tiles of keys stand side by side.
 int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
   // Additions to dQ take turns: the fewer tiles of a head start together, the sooner all of them have had their first
   // one. Under a causal mask those that start later end sooner, so that the next ones start together again; unless
   // heads of a group, which come before the next tile of queries, keep them apart.
-  constexpr int64_t kFewestHeads = 8, kTilesOfHead = 4;
+  constexpr int64_t kMostHeads = 8, kTilesOfHead = 4;
   const bool causal = p.window_right >= 0;
-  if (!causal) return p.deterministic ? kFewestHeads : 1;
-  // A section has a wave of tiles at least: its last ones are short, and even out the SMs' ends.
-  const int64_t of_wave = std::max(kFewestHeads, ceil_div(slots, tiles_of_head));
-  return p.deterministic && p.heads_q == p.heads_kv ? std::max(of_wave, ceil_div(slots, kTilesOfHead)) : of_wave;
+  if (!causal) return p.deterministic ? kMostHeads : 1;
+  if (p.deterministic) {
+    const int64_t of_wave = std::max(kMostHeads, ceil_div(slots, tiles_of_head));
+    return p.heads_q == p.heads_kv ? std::max(of_wave, ceil_div(slots, kTilesOfHead)) : of_wave;
+  }
+  // About a wave of tiles at least: the last ones of a section are short, and even out the SMs' ends. And as batches
+  // and heads are mostly made of powers of two, so is a section: none is then smaller than the others.
+  int64_t of_wave = 1;
+  while (2 * of_wave * tiles_of_head <= slots + tiles_of_head) of_wave *= 2;
+  return std::clamp(heads_in_l2(p, mean_length(p, p.seqlen_q, p.total_q)), of_wave, std::max(of_wave, kMostHeads));
 }
 
 }  // namespace

@@ -371,8 +371,10 @@ def test_what_math_alone_takes_is_counted(device: str) -> None:
     q, k, v = qkv(device, dims=(264, 264))
     F.scaled_dot_product_attention(q, k, v, torch.ones(37, 53, dtype=torch.bool, device=device), dropout_p=0.1)
     assert not sdpa_provider.calls_served()
-    reasons = sdpa_provider.reasons_passed_on()  # on CUDA also those of operators that torch's kernels call
-    assert any(re.search(r" \(head_dim.* must be .*from \d to 256, got 264.*\)$", name) for name in reasons), reasons
+    reasons = sdpa_provider.reasons_passed_on()  # on CUDA torch composes them of others, for other reasons
+    if device == "cpu":
+        assert all(re.search(r" \(head_dim.* must be .*from \d to 256, got 264.*\)$", name) for name in reasons), reasons
+    assert reasons
     assert sum(sdpa_provider.calls_passed_on().values()) >= 1
 
 
