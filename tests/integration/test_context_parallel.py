@@ -386,6 +386,37 @@ def test_refusals(pools: Any, device: str) -> None:
     )
 
 
+WRONG: dict[str, list[Any]] = {
+    "causal": ["no", None],
+    "top_left": ["no"],
+    "return_lse": ["no"],
+    "deterministic": ["no"],
+    "window_size": [(-5, 0), (0, -5), 3],
+    "softcap": ["x", torch.tensor(1.0)],
+    "softmax_scale": ["x"],
+    "dropout_p": ["x", True],
+    "bias": [3],
+    "mask": [[True]],
+    "sink": [3],
+    "block_mask": [3],
+    "cu_seqlens_q": [[0, 8]],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    """A group of this process alone will do: they are checked before anything is sent."""
+    q = torch.ones(1, 8, 2, 16)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for wrong in WRONG[name]:
+            with pytest.raises((TypeError, ValueError), match=rf"^{name}\b.* must be "):
+                context_parallel_attention(q, q, q, None, **{name: wrong})
+    finally:
+        dist.destroy_process_group()
+
+
 def train(device: str) -> float:
     """Loss of a step in which only some ranks' results are used, and attention is recomputed in the backward."""
     torch.manual_seed(0)
