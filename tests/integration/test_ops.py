@@ -285,7 +285,7 @@ def test_dynamic_shapes_compile_once(device: str) -> None:
     assert counts == counts[:1] * 3  # tracing the first may start over, the others find it compiled
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "inductor")
 def test_compiles_by_inductor(device: str) -> None:
     q, k, v = qkv(device)
 
