@@ -417,6 +417,24 @@ def test_wrong_arguments(name: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("function", [split_sequence, join_sequence])
+def test_wrong_arguments_of_shards(function: Any) -> None:
+    x = torch.ones(2, 4)
+    for given, text in (
+        (("x", None), "^x must be a Tensor, got str"),
+        ((x.to_sparse(), None), "^x must be a dense Tensor"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            function(*given)
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=rf"^dim must be a dimension of x, \(2, 4\), got {dim}"):
+            function(x, None, dim=dim)
+    with pytest.raises(TypeError, match=r"^dim must be an integer, got str"):
+        function(x, None, dim="1")
+    with pytest.raises(ValueError, match=r"^layout must be one of contiguous, zigzag, got 'z'"):
+        function(x, None, layout="z")
+
+
 def train(device: str) -> float:
     """Loss of a step in which only some ranks' results are used, and attention is recomputed in the backward."""
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flash_ext.argument_checks import (
     as_flag,
+    as_integer,
     as_number,
     check_names,
     check_optional_tensors,
@@ -126,9 +127,10 @@ def split_sequence(
         The rows, a view if contiguous. Differentiable.
 
     Raises:
-        ValueError: a layout that does not exist, or a number of rows that does not divide.
+        ValueError: a layout or dimension that does not exist, or a number of rows that does not divide.
+        TypeError: x is no tensor, or dim no integer.
     """
-    _check_choice("layout", layout, ("contiguous", "zigzag"))
+    _check_sequence(x, layout, dim)
     ranks = Ranks(group)
     count = ranks.size * (1 if layout == "contiguous" else 2)
     if x.shape[dim] % count:
@@ -149,9 +151,10 @@ def join_sequence(x: Tensor, group: dist.ProcessGroup | None, *, layout: Layout 
         All rows, on every rank. Not differentiable.
 
     Raises:
-        ValueError: a layout that does not exist.
+        ValueError: a layout or dimension that does not exist.
+        TypeError: x is no tensor, or dim no integer.
     """
-    _check_choice("layout", layout, ("contiguous", "zigzag"))
+    _check_sequence(x, layout, dim)
     x = x.detach().contiguous()
     shards = [torch.empty_like(x) for _ in range(Ranks(group).size)]
     dist.all_gather(shards, x, group=group)
@@ -179,6 +182,13 @@ def _check_types(options: dict[str, Any]) -> None:
 
 _TENSORS = {"alibi_slopes", "bias", "mask", "sink", "rng_state"}
 _TENSORS |= {f"{name}_{side}" for name in ("cu_seqlens", "seqused") for side in "qk"}
+
+
+def _check_sequence(x: Tensor, layout: str, dim: int) -> None:
+    check_tensors(x=x)
+    _check_choice("layout", layout, ("contiguous", "zigzag"))
+    if not -x.dim() <= as_integer("dim", dim) < x.dim():
+        raise ValueError(f"dim must be a dimension of x, {tuple(x.shape)}, got {dim}")
 
 
 def _problem_of(ranks: Ranks, layout: Layout, q: Tensor, k: Tensor, options: dict[str, Any]) -> Problem:
