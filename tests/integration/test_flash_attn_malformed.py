@@ -65,16 +65,20 @@ WRONG: dict[str, list[Any]] = {
 ALSO_CALLED = dict.fromkeys(("window_size", "window_size_left"), "window_left|window_size")
 
 
-def cases() -> Iterator[tuple[str, str, Any]]:
+def cases() -> Iterator[Any]:
     for name, call in CALLS.items():
         parameters = inspect.signature(call.func).parameters
         positional = list(parameters)[: len(call.args)]
         for argument, values in WRONG.items():
             if argument in parameters and argument not in positional:
-                yield from ((name, argument, value) for value in values)
+                yield from (pytest.param(name, argument, x, id=f"{name}-{argument}-{shown(x)}") for x in values)
 
 
-@pytest.mark.parametrize(("name", "argument", "value"), list(cases()), ids=str)
+def shown(value: Any) -> str:
+    return f"tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), list(cases()))
 def test_wrong_arguments(name: str, argument: str, value: Any) -> None:
     call = CALLS[name]
     call()

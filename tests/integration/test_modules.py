@@ -315,7 +315,7 @@ class TestErrors:
 
     def test_dropout(self) -> None:
         for wrong in ("0.1", None, True, torch.tensor(0.1)):
-            with pytest.raises(TypeError, match="^dropout must be a number, got "):
+            with pytest.raises(TypeError, match=r"^dropout must be a number, got "):
                 flash_ext.MultiheadAttention(EMBED_DIM, NUM_HEADS, dropout=wrong)  # type: ignore[arg-type]
         for outside in (-0.1, 1.5, math.nan):
             with pytest.raises(ValueError, match=rf"^dropout must be in \[0, 1\], got {outside}"):
