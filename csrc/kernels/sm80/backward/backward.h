@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm80 {
 
-/// Scratch memory that backward() needs, aligned to 256 bytes. It need not be cleared.
+/// Scratch memory that backward() needs, aligned to 256 bytes. It need not be zeroed.
 int64_t backward_workspace_bytes(const BackwardParams& params);
 
 /// dq, dk and dv of every row that a sequence covers, and dsink; not dbias. float16 and bfloat16; rows of all tensors

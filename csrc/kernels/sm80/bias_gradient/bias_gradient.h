@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm80 {
 
-/// Scratch memory that bias_gradient() needs, aligned to 256 bytes. It need not be cleared.
+/// Scratch memory that bias_gradient() needs, aligned to 256 bytes. It need not be zeroed.
 int64_t bias_gradient_workspace_bytes(const BackwardParams& params);
 
 /// dbias, summed over the dimensions in which bias is broadcast, always in the same order. float16, bfloat16, float32;

@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Scratch memory that backward_f32() needs, aligned to 256 bytes. It need not be cleared.
+/// Scratch memory that backward_f32() needs, aligned to 256 bytes. It need not be zeroed.
 int64_t backward_f32_workspace_bytes(const BackwardParams& params);
 
 /// dq, dk and dv of every row that a sequence covers, and dsink. float32, in full precision; head dims up to 256; no

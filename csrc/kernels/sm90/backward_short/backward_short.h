@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Scratch memory that backward_short() needs, aligned to 256 bytes. It need not be cleared.
+/// Scratch memory that backward_short() needs, aligned to 256 bytes. It need not be zeroed.
 int64_t backward_short_workspace_bytes(const BackwardParams& params);
 
 /// dq, dk and dv of every row that a sequence covers, and dsink; the same bits in every run. float16 and bfloat16,
