@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp does of those that compute dQ and add it to memory.
+/// One warp of those that compute dQ and add it to memory.
 template <class Config>
 class BackwardF32Dq : BackwardF32Warp<Config> {
  public:

@@ -45,7 +45,7 @@ inline bool has_forward_options(const AttentionParams& p) {
   return p.bias.data || p.mask.data || p.blocks.offsets || p.dropout.rule.threshold > 0;
 }
 
-/// Calls run(Element(), HeadDim<n>()) for that class.
+/// Calls run(Element(), HeadDim<n>()) for the variant with options.
 template <class Run>
 void with_forward_options_types(const AttentionParams& p, Run run) {
   const int head_dim = forward_head_dims(p.head_dim, p.head_dim_v, true).qk;
@@ -55,7 +55,7 @@ void with_forward_options_types(const AttentionParams& p, Run run) {
   });
 }
 
-/// The same for that of block masks.
+/// The same for the variant of block masks.
 template <class Run>
 void with_forward_blocks_types(const AttentionParams& p, Run run) {
   const int head_dim = first_that_serves(kForwardBlocksHeadDims, p.head_dim, p.head_dim_v).qk;
