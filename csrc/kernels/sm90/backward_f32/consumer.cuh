@@ -156,11 +156,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
 
   __device__ __forceinline__ void run() {
     this->zero_sums();
-#pragma unroll 1
-    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
-      visit(step);
-      at_.advance();
-    }
+    this->for_each_step([&](const Step& step) { visit(step); });
     this->store_dv(sum_, 1.0f);
   }
 
@@ -263,11 +259,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
 
   __device__ __forceinline__ void run() {
     this->zero_sums();
-#pragma unroll 1
-    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
-      visit(step);
-      at_.advance();
-    }
+    this->for_each_step([&](const Step& step) { visit(step); });
     this->store_dk(sum_, static_cast<float>(p_.softmax_scale));
   }
 

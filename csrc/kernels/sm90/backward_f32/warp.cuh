@@ -95,6 +95,15 @@ class BackwardF32Warp {
     return work_tile_.workspace_tile + step.head * workspace_.rows.tiles_per_head + step.tile;
   }
 
+  /// Calls visit(step) for every step of the work tile.
+  template <class Visit>
+  __device__ __forceinline__ void for_each_step(Visit visit) {
+#pragma unroll 1
+    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
+      visit(step);
+      at_.advance();
+    }
+  }
   /// The step whose tile takes the slots of this one's.
   __device__ __forceinline__ Step step_after(Step step) const {
     for (int k = 0; k < Config::kTiles; ++k) work_tile_.advance(step);
