@@ -9,12 +9,12 @@
 
 namespace flash_ext::sm90 {
 
-template <int kHeadDim_, bool kOptions_>
+template <int kHeadDim_, bool kScoreOptions_>
 struct BackwardF32Config {
   static constexpr bool kListsBlocks = false;
   static constexpr TurnTaking kTurns = TurnTaking::kNever;
   static constexpr int kHeadDim = kHeadDim_;        // of q, k and v, and of the workspace
-  static constexpr bool kScoreOptions = kOptions_;  // softcap, ALiBi, any scale
+  static constexpr bool kScoreOptions = kScoreOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
   static constexpr int kGroups = 1;  // of keys
   static constexpr int kCluster = backward_f32_blocks(kHeadDim);

@@ -30,12 +30,12 @@ void with_kernel_types(const AttentionParams& p, Run run) {
   });
 }
 
-/// Calls run(HeadDim<n>(), HeadDim<n>()) for the first of kForwardHeadDims that serve, from kPlace on.
-template <int kPlace = 0, class Run>
+/// Calls run(HeadDim<n>(), HeadDim<n>()) for the first of kForwardHeadDims that serve, from kIndex on.
+template <int kIndex = 0, class Run>
 void with_forward_head_dims(const AttentionParams& p, Run run) {
-  constexpr HeadDims kDims = kForwardHeadDims[kPlace];
-  if constexpr (kPlace + 1 < std::size(kForwardHeadDims)) {
-    if (!kDims.serve(p.head_dim, p.head_dim_v)) return with_forward_head_dims<kPlace + 1>(p, run);
+  constexpr HeadDims kDims = kForwardHeadDims[kIndex];
+  if constexpr (kIndex + 1 < std::size(kForwardHeadDims)) {
+    if (!kDims.serve(p.head_dim, p.head_dim_v)) return with_forward_head_dims<kIndex + 1>(p, run);
   }
   run(HeadDim<kDims.qk>(), HeadDim<kDims.v>());
 }
