@@ -13,7 +13,7 @@ template <int kHeadDim_, bool kScoreOptions_>
 struct BackwardF32Config {
   static constexpr bool kListsBlocks = false;
   static constexpr TurnTaking kTurns = TurnTaking::kNever;
-  static constexpr int kHeadDim = kHeadDim_;        // of q, k and v, and of the workspace
+  static constexpr int kHeadDim = kHeadDim_;             // of q, k and v, and of the workspace
   static constexpr bool kScoreOptions = kScoreOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
   static constexpr int kGroups = 1;  // of keys
