@@ -1,5 +1,5 @@
-// Which calls of aten's attention operators ours can take by views alone, and how these run: what
-// flash_ext/integrations/aten_calls.py does for all calls.
+// Which calls of aten's attention operators become calls of ours by views alone, and how they run
+// (flash_ext/integrations/aten_calls.py serves all calls).
 #pragma once
 
 #include <optional>
@@ -23,7 +23,7 @@ struct AtenCall {
   OptionalTensor rng_state = std::nullopt;
 };
 
-/// Whether our operators take the tensors as they are, but for the scores.
+/// Whether our operators take the tensors as they are; the scores are not looked at.
 bool fits_operators(const AtenCall& call);
 
 /// Whether they take the scores too, without dropout.
@@ -31,7 +31,7 @@ bool is_served(const AtenCall& call);
 
 inline OptionalTensor defined(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
-/// With ones in front, so that it has four dimensions.
+/// The scores with leading dimensions of 1, four dimensions in all.
 OptionalTensor four_dimensions(const OptionalTensor& scores);
 
 /// The arrangement whose results have the query's memory order, or by rows.

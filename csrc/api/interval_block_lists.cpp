@@ -19,7 +19,7 @@ void check_options(const IntervalOptions& options) {
   check_range("max_bitmaps", options.max_bitmaps, 1);
 }
 
-/// The rule, and what `bounds` has to be for it.
+/// Sets the rule, and checks that `bounds` fits it.
 void fill_bounds(IntervalListsParams& params, const Tensor& bounds, const std::string& rule) {
   const Argument bounds_arg("bounds", bounds);
   bounds_arg.dtype_in({ScalarType::Int, ScalarType::Long});

@@ -21,7 +21,7 @@ constexpr double kCombineLaunch = 2500;  // cycles
 
 // ---- What there is to be done ---------------------------------------------------------------------------------------
 
-/// Of a packed sequence, as if all were equally long.
+/// The mean length of packed sequences.
 int64_t mean_length(const Problem& p, int64_t longest, int64_t total) {
   return total > 0 ? std::clamp<int64_t>(ceil_div(total, p.batch), 1, longest) : longest;
 }
@@ -60,9 +60,9 @@ struct KeyTiles {
 
 // ---- How long that takes --------------------------------------------------------------------------------------------
 
-/// The end of `count` CTAs, if the first one takes `longest` cycles, the last one `shortest`, those between fall
-/// evenly, and each of `slots` SMs takes up the next one when it is free. A wave evens out the one before it: who had a
-/// longer CTA then gets a shorter one.
+/// The time at which the last of `count` CTAs ends. The first takes `longest` cycles, the last `shortest`, those
+/// between fall evenly, and each of `slots` SMs takes the next CTA when it is free. A wave evens out the one before it:
+/// an SM that had a longer CTA then gets a shorter one.
 double makespan(double count, double slots, double longest, double shortest) {
   const double waves = count / slots;
   const auto at = [&](double wave) { return longest - (longest - shortest) * wave / waves; };
@@ -84,7 +84,7 @@ class SplitChoice {
 
   int64_t slots() const { return slots_; }
 
-  /// Of the whole backward but for row terms and dQ's conversion.
+  /// Cycles of the whole backward without row terms and the conversion of dQ.
   double cycles(const KeyTileSchedule& schedule) const {
     const double slots = static_cast<double>(slots_), count = static_cast<double>(keys_.count);
     const double splits = static_cast<double>(schedule.head_splits * schedule.query_splits);

@@ -1,5 +1,4 @@
-// The walk of a CTA over its tiles of queries: which comes next, what is known of it, and whose turn it is to add to
-// dQ.
+// The loop of a CTA over its query tiles: which comes next, what is known of it, and whose turn it is to add to dQ.
 #pragma once
 
 #include "kernels/common/backward/visibility.cuh"

@@ -1,5 +1,5 @@
-// The warpgroup that loads tiles and computes dQ, where a mask of pairs hides whole tiles: it finds the steps that are
-// left, 32 tiles of queries at a time, a lane each.
+// The warpgroup that loads tiles and computes dQ where a mask of pairs hides whole tiles. It finds the steps that are
+// left, 32 query tiles at a time, one per lane.
 #pragma once
 
 #include "pipelined_options.cuh"
@@ -18,7 +18,7 @@ class BackwardStepFinder {
     take();
   }
 
-  /// The next one, as BackwardFoundStepsOfCta has it. There must be one.
+  /// The next step, as BackwardFoundStepsOfCta has it. There must be one.
   __device__ __forceinline__ ListedQueries next() {
     while (left_ == 0) {
       window_ = after(window_);
@@ -43,7 +43,7 @@ class BackwardStepFinder {
     if (window.tile < work_tile_.tiles.end) return window;
     return {window.head + 1, work_tile_.tiles.begin};
   }
-  /// What memory says of a window's tiles, while those before it go by.
+  /// Reads the states of a window's tiles, while those of the window before are in use.
   __device__ __forceinline__ void ask(const BackwardStep& window) {
     const int tile = window.tile + lane_;
     next_state_ = kTileHidden;
@@ -67,7 +67,7 @@ class BackwardStepFinder {
   int next_state_ = 0, next_has_non_finite_ = 0;         // of the window after it, of this lane's tile
 };
 
-/// What one warp of it does.
+/// One warp of it.
 template <class Config>
 class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
@@ -92,7 +92,7 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
  private:
   friend Base;
 
-  /// Which step's Q and dO come next.
+  /// The step whose Q and dO are loaded next.
   struct Next {
     Steps step;
     BackwardStepFinder<Config> finder;
