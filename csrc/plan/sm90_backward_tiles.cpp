@@ -87,8 +87,7 @@ void choose_sm90_backward_tiles(Draft& draft) {
   draft.plan.block_n = sm90::kWarpgroupRows * shape.groups;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
                 wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kWarpgroupRows, " keys", wide ? " each" : "",
-                ", for head dims up to ", head_dim,
-                is_persistent(draft.p) ? "; a CTA an SM, which goes from one tile of keys to the next" : "");
+                ", for head dims up to ", head_dim, is_persistent(draft.p) ? "; persistent, one CTA an SM" : "");
 }
 
 void choose_sm90_backward_short_tiles(Draft& draft) {

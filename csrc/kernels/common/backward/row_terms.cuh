@@ -133,7 +133,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     const float lse = inside ? g_lse[i] : -INFINITY;
     float sum = 0.0f;
     bool finite = true;
-    if (inside && workspace.unclean) {
+    if (inside && workspace.has_non_finite) {
       for (int d = lane * kPiece; d < p.head_dim; d += kLanes * kPiece)
         all_finite &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
     }
@@ -166,9 +166,9 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     large = __any_sync(~0u, large);
     if (threadIdx.x % 32 == 0) workspace.large[tile * kLargeParts + threadIdx.x / 32] = large;
   }
-  if (!workspace.unclean) return;
+  if (!workspace.has_non_finite) return;
   const bool some_non_finite = __syncthreads_or(!all_finite);
-  if (threadIdx.x == 0) workspace.unclean[tile] = some_non_finite;
+  if (threadIdx.x == 0) workspace.has_non_finite[tile] = some_non_finite;
 }
 
 /// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are

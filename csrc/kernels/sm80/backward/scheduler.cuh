@@ -55,7 +55,7 @@ struct BackwardWalk : BackwardWarp<Config> {
         if (state == kTileHidden) prepared.flags |= kStepHidden;
         if (state == kTileMasked) prepared.flags |= kStepMasked | kStepMayHide;
       }
-      if (options.hides && workspace.unclean[tile_index(step)]) prepared.flags |= kStepNonFinite;
+      if (options.hides && workspace.has_non_finite[tile_index(step)]) prepared.flags |= kStepNonFinite;
     }
     return prepared;
   }

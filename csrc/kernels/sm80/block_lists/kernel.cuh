@@ -105,7 +105,7 @@ static __global__ void __launch_bounds__(kOffsetThreads)
 }
 
 /// Entries behind the last block, by all threads of the grid.
-__device__ __forceinline__ void clear_entries(int32_t* indices, int32_t* bitmap_ids, int64_t end, int64_t max_blocks) {
+__device__ __forceinline__ void zero_entries(int32_t* indices, int32_t* bitmap_ids, int64_t end, int64_t max_blocks) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (int64_t n = end + thread; n < max_blocks; n += static_cast<int64_t>(gridDim.x) * blockDim.x)
     indices[n] = bitmap_ids[n] = 0;
@@ -115,7 +115,7 @@ static __global__ void __launch_bounds__(kBlockListThreads, 1)
     write_blocks_kernel(const __grid_constant__ IntervalListsParams p) {
   const int64_t row = warp_of_grid(), rows = p.batch * p.rows;
   if (row < rows) write_blocks(p, static_cast<int>(row), Lanes());
-  clear_entries(p.indices, p.bitmap_ids, rows > 0 ? p.offsets[rows + p.batch - 1] : 0, p.max_blocks);
+  zero_entries(p.indices, p.bitmap_ids, rows > 0 ? p.offsets[rows + p.batch - 1] : 0, p.max_blocks);
 }
 
 static __global__ void __launch_bounds__(kColumnThreads, 1)
@@ -127,8 +127,8 @@ static __global__ void __launch_bounds__(kColumnThreads, 1)
     const ColumnPart part(p, column, counts);
     write_rows(p, column, part.rows(), part.before(), Lanes());
   }
-  clear_entries(p.transposed_indices, p.transposed_bitmap_ids,
-                columns > 0 ? p.transposed_offsets[columns + heads - 1] : 0, p.max_blocks);
+  zero_entries(p.transposed_indices, p.transposed_bitmap_ids,
+               columns > 0 ? p.transposed_offsets[columns + heads - 1] : 0, p.max_blocks);
 }
 
 /// A grid with so many warps.

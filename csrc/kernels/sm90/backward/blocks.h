@@ -32,7 +32,7 @@ struct BackwardBlocksWorkspace {
     const int64_t lists_end = rows.bytes + rows.query_lists.bytes;
     schedule.list = order.view(static_cast<char*>(memory) + lists_end);
     bytes = lists_end + order.bytes();
-    rows.unclean = nullptr;  // lse says it
+    rows.has_non_finite = nullptr;  // lse says it
   }
 
  private:

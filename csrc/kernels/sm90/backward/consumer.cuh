@@ -43,8 +43,8 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
   using Base::work_tile_;
 
   __device__ __forceinline__ void zero_sums() {
-    Products::clear(dk_);
-    Products::clear(dv_);
+    Products::zero(dk_);
+    Products::zero(dv_);
   }
 
   __device__ __forceinline__ void visit_all() {
@@ -68,13 +68,13 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     if (this->sees(tile)) {
       step(tile, this->hides(tile));
     } else {
-      pass();
+      skip_tile();
     }
     at_.advance();
   }
 
   /// A tile that other warpgroups see. Barriers are waited for all the same, lest one gets ahead by two phases.
-  __device__ __forceinline__ void pass() const {
+  __device__ __forceinline__ void skip_tile() const {
     this->wait_for_query();
     this->release_query();
     this->wait_for_grad();

@@ -1,4 +1,4 @@
-// The backward at head_dim 64 without options: the pipelined loop, in CTAs that stay.
+// The backward at head_dim 64 without options: the pipelined loop in persistent CTAs.
 //
 // A CTA goes from one tile of 128 keys to the next. Q and dO of the first steps of a tile, its K and its V are loaded
 // while the steps of the tile before are computed, and dQ of these is computed while dK and dV are stored.

@@ -30,7 +30,7 @@ class BackwardPlainScores {
 
   __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
   /// Whether options hide pairs of the CTA and Q or dO may not be finite there, whatever lse is. No tile is full then.
-  __device__ __forceinline__ bool is_unclean() const { return false; }
+  __device__ __forceinline__ bool may_be_non_finite() const { return false; }
   /// Before the scores of the first step.
   __device__ __forceinline__ void prepare_first(const BackwardStepsOf<Config>&) {}
   /// Beside dP of a step: what the next one needs from afar.
@@ -42,8 +42,8 @@ class BackwardPlainScores {
     Tile::softmax_step(p, s, lse, scale);
   }
   /// Weights, or gradients made of weights, that are NaN though hidden.
-  __device__ __forceinline__ void clear_hidden(Weights&) const {}
-  __device__ __forceinline__ void clear_hidden(Weights&, const Weights&) const {}
+  __device__ __forceinline__ void sanitise_hidden(Weights&) const {}
+  __device__ __forceinline__ void sanitise_hidden(Weights&, const Weights&) const {}
   __device__ __forceinline__ void drop(Weights&, const Weights&) const {}
   __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
                                              const Terms& minus_delta) const {
@@ -123,16 +123,16 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
         rules_(p, storage, s_tiles) {}
 
   __device__ __forceinline__ void run() {
-    Products::clear(dk_);
-    Products::clear(dv_);
+    Products::zero(dk_);
+    Products::zero(dv_);
     BackwardOneTile<Config> at;
     if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up(at);
     store_sums();
   }
   /// The same; the cursor moves on.
   __device__ __forceinline__ void run(BackwardCursor<Config>& at) {
-    Products::clear(dk_);
-    Products::clear(dv_);
+    Products::zero(dk_);
+    Products::zero(dv_);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
       sum_up(at);
     } else {
@@ -214,7 +214,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.grad_stage()]), step.grad_parity());
       rules_.make_weights(p, ds, s, terms, scale_);
       if (hides) hide_weights(p, ds, visible);
-      rules_.clear_hidden(p);
+      rules_.sanitise_hidden(p);
       rules_.drop(p, ds);
       fence_operands(p);
       if constexpr (Rules::kTwoWeights) fence_operands(ds);
@@ -239,7 +239,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
       rules_.compute_ds(ds, s, p, terms);
       if (hides) Tile::hide(ds, visible);
-      rules_.clear_hidden(ds, p);
+      rules_.sanitise_hidden(ds, p);
       const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
       if constexpr (Config::kPersistent) {
         Tile::template store_by_half_panels<Config::kDsPanelBytes>(s_ds, warp_, ds, lane_);
@@ -273,7 +273,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     if (!Rules::kLateLse) load_lse();
     if (may_hide(step, full) && !step.is_past_end()) {
       if (Rules::kLateLse) load_lse();
-      if (Rules::kBoundsScores || p_.sink || is_unclean(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
+      if (Rules::kBoundsScores || p_.sink || may_be_non_finite(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
     }
     Products::start(s, keys_, queries_ + step.stage * kStage);
   }
@@ -298,9 +298,9 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     }
   }
   /// Whether Q or dO of a step that a mask hides pairs of holds what is not finite.
-  __device__ __forceinline__ bool is_unclean(const Steps& step) const {
+  __device__ __forceinline__ bool may_be_non_finite(const Steps& step) const {
     if constexpr (Config::kFindsSteps) return rules_.found().spare != 0;
-    return rules_.is_unclean();
+    return rules_.may_be_non_finite();
   }
   /// Whether some key may be hidden from some query.
   __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full) const {

@@ -27,7 +27,7 @@ class BackwardStepFinder {
     const uint32_t bit = left_ & -left_;
     left_ ^= bit;
     const int tile = window_.tile + __ffs(static_cast<int>(bit)) - 1, head = work_tile_.sequence.head + window_.head;
-    return {head, tile, masked_ & bit ? words_of(head, tile) : -1, (unclean_ & bit) != 0};
+    return {head, tile, masked_ & bit ? words_of(head, tile) : -1, (has_non_finite_ & bit) != 0};
   }
 
  private:
@@ -46,24 +46,25 @@ class BackwardStepFinder {
   /// What memory says of a window's tiles, while those before it go by.
   __device__ __forceinline__ void ask(const BackwardStep& window) {
     const int tile = window.tile + lane_;
-    coming_state_ = kTileHidden;
+    next_state_ = kTileHidden;
     if (window.head >= work_tile_.heads || tile >= work_tile_.tiles.end) return;
-    coming_state_ = state_of(workspace_.visibility, work_tile_, window.head, tile);
-    coming_unclean_ = workspace_.unclean[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + tile];
+    next_state_ = state_of(workspace_.visibility, work_tile_, window.head, tile);
+    next_has_non_finite_ =
+        workspace_.has_non_finite[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + tile];
   }
   __device__ __forceinline__ void take() {
-    left_ = __ballot_sync(~0u, coming_state_ != kTileHidden);
-    masked_ = __ballot_sync(~0u, coming_state_ == kTileMasked);
-    unclean_ = __ballot_sync(~0u, coming_unclean_ != 0);
+    left_ = __ballot_sync(~0u, next_state_ != kTileHidden);
+    masked_ = __ballot_sync(~0u, next_state_ == kTileMasked);
+    has_non_finite_ = __ballot_sync(~0u, next_has_non_finite_ != 0);
     ask(after(window_));
   }
 
   const BackwardWorkspace& workspace_;
   const BackwardWorkTile<Config>& work_tile_;
   const int lane_;
-  BackwardStep window_;                           // its first tile
-  uint32_t left_ = 0, masked_ = 0, unclean_ = 0;  // bits of its tiles
-  int coming_state_ = 0, coming_unclean_ = 0;     // of the window after it, of this lane's tile
+  BackwardStep window_;                                  // its first tile
+  uint32_t left_ = 0, masked_ = 0, has_non_finite_ = 0;  // bits of its tiles
+  int next_state_ = 0, next_has_non_finite_ = 0;         // of the window after it, of this lane's tile
 };
 
 /// What one warp of it does.

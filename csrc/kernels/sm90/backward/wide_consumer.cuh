@@ -114,7 +114,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
       : Base(p, storage, s_tiles, 0, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
-    Products::clear(sum_);
+    Products::zero(sum_);
     sanitise_keys();  // waits for them, too, lest TMA outlives a CTA that has no queries
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dv(sum_, 1.0f);
@@ -178,7 +178,7 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
       : Base(p, storage, s_tiles, Config::kValuesOffset, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
-    Products::clear(sum_);
+    Products::zero(sum_);
     sanitise_keys();
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dk(sum_, static_cast<float>(Base::p_.softmax_scale));

@@ -21,8 +21,8 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
     const int first = this->group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, this->sequence().seqlen_k);
     if (first >= end) return;
     const TileSpan seen = this->sequence().template query_tiles<kBlockM>(first, end);
-    Products::clear(dk_);
-    Products::clear(dv_);
+    Products::zero(dk_);
+    Products::zero(dv_);
     this->visit(seen, [&](int tile, bool hides) { step(tile, hides); });
     store(p_.dv, dv_, 1.0f);
     store(p_.dk, dk_, static_cast<float>(p_.softmax_scale));

@@ -29,7 +29,7 @@ class BackwardShortQueries : BackwardShortBlock<Config> {
       lse_[r] = this->storage_.lse[this->row(r)];
       minus_delta_[r] = this->storage_.minus_delta[this->row(r)];
     }
-    Products::clear(dq_);
+    Products::zero(dq_);
     this->visit(seen, [&](int tile, bool hides) { step(tile, hides); });
     this->store(query_rows<Element>(p_.dq, this->sequence()), this->sequence().seqlen_q, dq_,
                 static_cast<float>(p_.softmax_scale));

@@ -85,6 +85,6 @@ inline void use_list(ForwardSchedule& schedule, const WorkListPlan& plan, void* 
 }
 
 /// Clears the counter of work tiles, beside which the kernel behind it starts.
-void clear_forward_workspace(void* workspace, cudaStream_t stream);
+void zero_forward_workspace(void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90
