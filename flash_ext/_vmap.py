@@ -1,4 +1,4 @@
-"""How ``torch.vmap`` goes through the operators: its dimension is folded into the batch, or else looped over.
+"""``torch.vmap`` of the operators: its dimension is folded into the batch, or else looped over.
 
 Either way ``vmap(op)`` gives what a Python loop over the samples gives, dropout included: samples that share a seed
 drop the same scores (``randomness="same"``), samples with seeds of their own drop others (``"different"``).
@@ -29,7 +29,7 @@ def fold(t: Tensor | None, dim: int | None, n: int) -> Tensor | None:
 
 
 def fold_options(options: ScoreOptions, dims: Any, n: int, batch: int) -> ScoreOptions:
-    """The options of the folded call. What is the same for the whole batch stays small."""
+    """The options of the folded call. Options that the whole batch shares are not expanded."""
 
     def widen(t: Tensor | None, dim: int | None) -> Tensor | None:
         if t is None or (dim is None and t.shape[0] == 1):

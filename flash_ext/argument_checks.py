@@ -35,12 +35,12 @@ _REFUSED_CLASSES = {
 
 
 def allow_class(name: str) -> None:
-    """From now on tensors of that class answer for themselves."""
+    """From now on tensors of that class are passed on: they handle the operators themselves."""
     _REFUSED_CLASSES.pop(name, None)
 
 
 def check_tensors(**arguments: Any) -> None:
-    """Raises TypeError with the name of what is no tensor that operators can take."""
+    """Raises TypeError, with the argument's name, for what is no tensor that operators can take."""
     for name, value in arguments.items():
         if type(value) is not Tensor or value.is_nested or value.layout is not torch.strided:
             _check_tensor(name, value, "a Tensor")
@@ -76,7 +76,7 @@ def _check_tensor(name: str, value: Any, expected: str) -> None:
 
 
 def check_dense(name: str, value: Tensor) -> None:
-    """Raises TypeError of a tensor whose memory is no array of its elements."""
+    """Raises TypeError for a tensor whose memory is no array of its elements."""
     if value.is_nested:
         raise TypeError(f"{name} must be a dense Tensor, got a nested one: {_REFUSED_CLASSES[NESTED_TENSOR]}")
     if value.layout is not torch.strided or value.is_quantized:
@@ -88,7 +88,7 @@ def check_dense(name: str, value: Tensor) -> None:
 
 
 def as_number(name: str, value: Any, way_out: str = "pass its item()") -> float:
-    """A float of any real number. Raises TypeError of a tensor, whose gradient would be lost, a bool or a string."""
+    """A float of any real number. Raises TypeError for a tensor, whose gradient would be lost, a bool or a string."""
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value  # type: ignore[return-value]
     if isinstance(value, Real) and not isinstance(value, bool):
@@ -104,7 +104,7 @@ def as_number(name: str, value: Any, way_out: str = "pass its item()") -> float:
 
 
 def as_integer(name: str, value: Any, expected: str = "an integer") -> int:
-    """An int of any integer. Raises TypeError of a tensor, a bool, a string or a fraction, even if it is whole."""
+    """An int of any integer. Raises TypeError for a tensor, a bool, a string or a fraction, even if it is whole."""
     if type(value) is int and (torch.compiler.is_compiling() or -(2**63) <= value < 2**63):
         return value  # compiled, it may be a symbol, of which a comparison would become a guard
     if isinstance(value, torch.SymInt):
@@ -120,7 +120,7 @@ def as_integer(name: str, value: Any, expected: str = "an integer") -> int:
 
 
 def as_size(name: str, value: Any) -> int:
-    """``as_integer`` of what counts something."""
+    """``as_integer``, of a count or a size."""
     size = as_integer(name, value)
     if size < 0:
         raise ValueError(f"{name} must be at least 0, got {size}")
@@ -128,7 +128,7 @@ def as_size(name: str, value: Any) -> int:
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """A bool of torch's, numpy's or Python's. Raises TypeError of all else: "False" and None are no truth values."""
+    """A bool of torch's, numpy's or Python's. Raises TypeError for all else: "False" and None are no truth values."""
     if isinstance(value, (bool, torch.SymBool)) or _is_numpy_bool(value):
         return bool(value)
     raise TypeError(f"{name} must be True or False, got {describe(value)}")
@@ -143,7 +143,7 @@ def check_window(window_size: Any) -> tuple[int, int]:
 
 
 def as_pair(name: str, axes: str, value: Any) -> tuple[Any, Any]:
-    """Its two parts, of any type. Raises ValueError of what has no two."""
+    """Its two parts, of any type. Raises ValueError for what has not two of them."""
     try:
         first, second = value
     except (TypeError, ValueError):
@@ -162,7 +162,7 @@ def _is_numpy_bool(value: Any) -> bool:
 
 
 def check_device(device: Any) -> None:
-    """Raises TypeError of what cannot name a device: None would be torch's default one, wherever that is."""
+    """Raises TypeError for what cannot name a device: None would be torch's default one, wherever that is."""
     if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
         raise TypeError(f"device must be a torch.device, a str or a number, got {describe(device)}")
 

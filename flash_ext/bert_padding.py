@@ -89,7 +89,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         TypeError: an argument is of a type that it cannot have.
     """
     check_tensors(hidden_states=hidden_states, indices=indices)
-    _check_indices(indices)
+    check_indices(indices)
     batch, seqlen = as_size("batch", batch), as_size("seqlen", seqlen)
     if hidden_states.dim() < 1 or len(hidden_states) != len(indices):
         raise ValueError(
@@ -118,7 +118,7 @@ def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
         )
 
 
-def _check_indices(indices: Tensor) -> None:
+def check_indices(indices: Tensor) -> None:
     if indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
         raise ValueError(f"indices must be int32 or int64 (total), got {indices.dtype} {tuple(indices.shape)}")
 
@@ -139,7 +139,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
         TypeError: an argument is no tensor.
     """
     check_tensors(input=input, indices=indices)
-    _check_indices(indices)
+    check_indices(indices)
     if input.dim() < 1:
         raise ValueError("input must be (rows, ...), got shape ()")
     return input.index_select(0, indices)

@@ -338,7 +338,7 @@ def flash_attn_with_kvcache(
         block_table=block_table,
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=_window(window_size),
+        window_size=read_window(window_size),
         softcap=softcap,
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
@@ -367,7 +367,7 @@ def _integer(name: str, value: Any) -> int:
     return as_integer(name, value)
 
 
-def _window(window_size: Any) -> tuple[int, int]:
+def read_window(window_size: Any) -> tuple[int, int]:
     """A pair of ints; of tensors, the integers that they hold."""
     if type(window_size) is tuple and [type(side) for side in window_size] == [int, int]:
         return window_size
@@ -417,7 +417,7 @@ def _attend(
         check_tensors(q=q)
         options["rng_state"] = draw_rng_state(q.device)
     options["dropout_p"] = dropout_p
-    options["window_size"] = _window(window_size)
+    options["window_size"] = read_window(window_size)
     options["deterministic"] = deterministic or None
     out, lse = head_dims.attend(q, k, v, options)
     if not return_attn_probs:
@@ -448,5 +448,5 @@ def _attend_to_pages(
             f", got {tuple(k.shape)} and {tuple(block_table.shape)}"
         )
     _check_cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
-    options |= dict(cache_seqlens=cu_seqlens_k.diff(), block_table=block_table, window_size=_window(window_size))
+    options |= dict(cache_seqlens=cu_seqlens_k.diff(), block_table=block_table, window_size=read_window(window_size))
     return head_dims.decode(q, k, v, cu_seqlens_q=cu_seqlens_q, **options)

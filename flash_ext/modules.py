@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_ext import packing
-from flash_ext.argument_checks import as_flag, check_optional_tensors, check_tensors
+from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, check_tensors
 from flash_ext.functional import attention, attention_weights, draw_rng_state
 from flash_ext.head_dims import MAX_HEAD_DIM, cut_head_dim, pad_head_dim
 
@@ -33,13 +33,15 @@ class MultiheadAttention(nn.MultiheadAttention):
       multiple of 1/256.
     - Nested tensors are accepted for self-attention in training as well, and computed without padding; ``is_causal``
       then needs no ``attn_mask`` and is the causal rule of each sequence.
+    - The constructor refuses flags that are no bool and a ``dropout`` that is no number from 0 to 1.
     - ``torch.jit.script`` is not supported.
 
     Memory beyond inputs and outputs is linear in the sequence length, except with ``need_weights=True`` (the weights
     are quadratic) and with two float masks at once (their sum is stored).
 
     Raises:
-        ValueError: from the constructor, if ``embed_dim / num_heads`` exceeds 256.
+        ValueError: from the constructor, if ``embed_dim / num_heads`` exceeds 256, or ``dropout`` is not in [0, 1].
+        TypeError: from the constructor, if a flag is no bool, or ``dropout`` no number.
         AssertionError, RuntimeError: as ``nn.MultiheadAttention``.
     """
 
@@ -57,6 +59,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        flags = dict(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn, batch_first=batch_first)
+        for name, flag in flags.items():
+            as_flag(name, flag)
+        dropout = as_number("dropout", dropout)
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be in [0, 1], got {dropout}")
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
@@ -261,7 +269,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """(out, weights) with the options of ``attention``; head dims of any size up to the largest."""
         options["softmax_scale"] = self.head_dim**-0.5
-        if self.training and self.dropout > 0.0:
+        if self.training and self.dropout != 0:
             options["dropout_p"] = self.dropout
             options["rng_state"] = draw_rng_state(q.device)
         q, k, v = pad_head_dim(q), pad_head_dim(k), pad_head_dim(v)

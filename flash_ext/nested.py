@@ -90,7 +90,7 @@ def _name(x: Tensor) -> str:
 
 
 def _check_same_sequences(k: Any, v: Any) -> None:
-    """torch tells by the offsets' identity whether two nested tensors are of one structure. So do we."""
+    """Whether two nested tensors have one structure follows from the identity of their offsets, as in torch."""
     if k.offsets() is v.offsets() or k.shape[1] == v.shape[1]:
         return
     raise RuntimeError(

@@ -82,7 +82,7 @@ def _differentiates(args: tuple[Any, ...]) -> bool:
 
 
 def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a fake. As meta tensors run it too, it must see to devices: one of them would hide all the others."""
+    """Registers a fake. It checks devices, because meta tensors run it too and one would hide the others' devices."""
     arguments = [argument.name for argument in arguments_of(getattr(OPS, name).default)]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +280,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], *outputs: Tensor) -> None:
 
 
 def _saved(ctx: Any) -> tuple[tuple[Tensor, ...], list[Any]]:
-    """(outputs, inputs) as they were saved."""
+    """The saved (outputs, inputs)."""
     saved = ctx.saved_tensors
     num_outputs = len(saved) - len(ctx.inputs)
     tensors = saved[num_outputs:]
@@ -407,7 +407,7 @@ _LIBRARY.impl("attention_decode_append", _count_append, "ADInplaceOrView", with_
 
 
 def _autocast_first(count: int) -> Callable[[list[Any], str], None]:
-    """Casts q, k and v (q and k) as torch casts what it multiplies: not float64, and nothing of another device."""
+    """Casts q, k and v (q and k) as torch's products cast their inputs: not float64, and nothing on another device."""
 
     def cast(args: list[Any], device_type: str) -> None:
         dtype = torch.get_autocast_dtype(device_type)
@@ -419,7 +419,7 @@ def _autocast_first(count: int) -> Callable[[list[Any], str], None]:
 
 
 def _follow_cache(*positions: int) -> Callable[[list[Any], str], None]:
-    """A cache keeps its dtype, and what meets it takes that: casting a cache costs more than attending to it."""
+    """Casts the other tensors to the cache's dtype: casting a cache costs more than attending to it."""
 
     def cast(args: list[Any], device_type: str) -> None:
         for i in positions:

@@ -34,7 +34,7 @@ def pack(x: Any) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
 
 
 def _pack_jagged(x: Any) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
-    """They lie packed already. The result keeps the very offsets of ``x``, by which torch knows that sizes match."""
+    """The rows lie packed already. The result keeps the offsets of ``x``, by which torch knows that sizes match."""
     offsets, (shortest, longest) = x.offsets(), known_seqlens(x)
 
     def like_x(rows: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def _pack_jagged(x: Any) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Ten
 
 
 def _pack_sequences(x: Tensor) -> tuple[Tensor, dict[str, Any], Callable[[Tensor], Tensor]]:
-    """Of the strided layout, or of a jagged one with rows between the sequences."""
+    """The rows of the strided layout, or of a jagged one with rows between the sequences."""
     sequences = x.unbind()
     lengths = [sequence.shape[0] for sequence in sequences]
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=x.device)

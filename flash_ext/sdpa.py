@@ -137,7 +137,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
 
 
 def _starts_at_top_left(causal_bias: Any, num_queries: int, num_keys: int) -> bool:
-    """Whether the diagonal starts at the top left, not the bottom right. Raises unless made for these lengths."""
+    """Whether the diagonal starts at the top left, not the bottom right. Raises if it is made for other lengths."""
     made_for = (causal_bias.seq_len_q, causal_bias.seq_len_kv)
     if made_for != (num_queries, num_keys):
         raise RuntimeError(

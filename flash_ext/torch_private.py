@@ -1,4 +1,4 @@
-"""What torch does not promise and this library has to know: each name of torch's stands here once, with a test.
+"""The private names of torch that this library uses: each stands here once, with a test.
 
 Nothing here imports what ``import torch`` does not: whoever has an object of one of these classes has its module too.
 """
@@ -109,7 +109,7 @@ parse_schema = torch._C.parse_schema
 
 
 def handle_of(op: Any) -> Any:
-    """What the dispatcher itself calls an operator by: it has ``redispatch_boxed``."""
+    """The handle by which the dispatcher calls an operator: it has ``redispatch_boxed``."""
     return op._handle
 
 

@@ -1,8 +1,7 @@
-// Kernels with the schemas of aten's fused attention operators, for the calls that need nothing but views to become
-// calls of ours: what flash_ext/integrations/aten_attention.py does for all calls. Each takes and returns what torch's
-// own kernel does: shapes, dtypes, memory order, the form of the log-sum-exp; no gradients for no gradient of out. A
-// call that is not for them gives nothing, for the caller to go on to Python. An undefined tensor is how torch's C++
-// says None.
+// Kernels with the schemas of aten's fused attention operators, for calls that become calls of ours by views alone
+// (flash_ext/integrations/aten_attention.py serves all calls). Each returns what torch's own kernel does: shapes,
+// dtypes, memory order, the form of the log-sum-exp, and no gradients for no gradient of out. For a call that it does
+// not serve it returns nothing, and the caller goes on to Python. An undefined tensor is torch's None in C++.
 #pragma once
 
 #include <tuple>

@@ -107,7 +107,7 @@ struct Overridden {
 template <auto function>
 struct Override;
 
-/// What the dispatcher calls: the function, or where it gives nothing, Python.
+/// What the dispatcher calls: the function or, where it returns nothing, Python.
 template <class Results, class... Parameters, std::optional<Results> (*function)(Parameters...)>
 struct Override<function> {
   using Arguments = std::tuple<std::decay_t<Parameters>...>;
@@ -180,7 +180,7 @@ Overridden& find(const std::string& op) {
 
 using Library = torch::stable::detail::StableLibrary;
 
-/// What is overridden now, by dispatch key: it is in force as long as the library object lives.
+/// What is overridden now, by dispatch key. An override lasts as long as its library object.
 struct Registrations {
   std::mutex mutex;
   std::map<std::string, std::unique_ptr<Library>> by_key;

@@ -1,7 +1,6 @@
-// aten's attention operators, overridden by the kernels of aten_attention.h for as long as somebody wants it. Python
-// decides when and which (flash_ext/integrations/sdpa_provider.py). A call that such a kernel does not take goes on to
-// the operator of the same name in the namespace flash_ext_python, which Python defines with the same schema and one
-// result more.
+// Overrides of aten's attention operators by the kernels of aten_attention.h. Python decides when and which
+// (flash_ext/integrations/sdpa_provider.py). A call that such a kernel does not serve goes on to the operator of the
+// same name in the namespace flash_ext_python, which Python defines with the same schema and one result more.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +17,7 @@ using BoxedKernel = void (*)(uint64_t* stack, uint64_t num_arguments, uint64_t n
 /// The same with any kernel.
 void register_in_aten(const char* op, const std::string& dispatch_key, BoxedKernel kernel);
 
-/// Takes all of them away again: what was there before is in force.
+/// Removes all of them: what was there before is in force again.
 void restore_aten();
 
 /// Puts kernels in place for aten::_scaled_dot_product_fused_attention_overrideable and its backward, for a dispatch

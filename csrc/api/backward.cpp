@@ -19,7 +19,7 @@ void check_out_like(const Argument& q, const Geometry& g, const char* name, cons
 /// An input of the forward as autograd gives it back: hooks on saved tensors may have changed its strides.
 Tensor saved_rows(const Tensor& input) { return input.dim() > 0 ? with_contiguous_rows(input) : input; }
 
-/// Until the kernels are launched.
+/// Keeps inputs alive until the kernels are launched.
 void keep(BackwardCall& call, std::initializer_list<Tensor> inputs) { call.owned.insert(call.owned.end(), inputs); }
 
 /// A gradient like `input`, contiguous.

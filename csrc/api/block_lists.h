@@ -2,11 +2,13 @@
 // every device.
 #pragma once
 
+#include <limits>
 #include <tuple>
 
 #include "checks.h"
 #include "kernels/common/block_lists/interval_lists.h"
 #include "kernels/common/block_lists/transposed_lists.h"
+#include "tensors.h"
 
 namespace flash_ext::api {
 
@@ -20,6 +22,18 @@ struct BlockLists {
   std::tuple<Tensor, Tensor, Tensor, Tensor> tensors() const { return {offsets, indices, bitmap_ids, bitmaps}; }
 };
 
+constexpr int64_t kMostInt32 = std::numeric_limits<int32_t>::max();
+
+inline int32_t* int32_values(const Tensor& tensor) { return static_cast<int32_t*>(address(tensor)); }
+
+void check_range(const char* name, int64_t value, int64_t least, int64_t most = kMostInt32);
+
+/// Kernels count in 32 bits: the rows of all lists, and one offset more for each list.
+void check_rows(int64_t lists, int64_t rows);
+
+/// Allocates lists of so many `blocks`, with `offsets` and `bitmaps` of these shapes, on the device of `like`.
+BlockLists new_lists(const Tensor& like, const Shape& offsets, int64_t blocks, const Shape& bitmaps);
+
 template <class Params>
 struct BlockListsCall {
   Params params;
@@ -27,7 +41,7 @@ struct BlockListsCall {
   std::vector<Tensor> owned;  // what params points into besides the arguments and results
 };
 
-/// What says which keys are seen, beside `bounds`: see ops.cpp.
+/// Beside `bounds`, what says which keys a query sees: see ops.cpp.
 struct IntervalOptions {
   std::string rule;
   int64_t seqlen_q, seqlen_k, block_m, block_n, offset, window_left, window_right, num_global;

@@ -26,7 +26,7 @@ void check_cache_tensor(const Argument& q, const Argument& cache, bool paged, bo
   if (written) cache.no_internal_overlap();
 }
 
-/// Where the batch size comes from.
+/// The argument that the batch size comes from.
 const char* batch_source(const Geometry& g) { return g.varlen_q ? "cu_seqlens_q.size(0) - 1" : "q.size(0)"; }
 
 void check_block_table(const Argument& q, const Argument& table, const Geometry& g) {
@@ -59,8 +59,8 @@ CacheShape cache_shape(const Argument& q, const Tensor& k_cache, const DecodeOpt
   return cache;
 }
 
-/// Whether two tensors of the same dtype and leading sizes certainly have no element in common: their addresses are
-/// apart, or they interleave as two slices of one larger tensor would.
+/// Whether two tensors of the same dtype and leading sizes certainly share no element: their addresses are apart, or
+/// they interleave as two slices of one larger tensor would.
 bool are_disjoint(const Tensor& a, const Tensor& b) {
   const int64_t element = static_cast<int64_t>(a.element_size());
   const int64_t distance_bytes = static_cast<const char*>(address(b)) - static_cast<const char*>(address(a));
@@ -104,7 +104,7 @@ void check_v_cache(const Tensor& k_cache, const Argument& v_cache, bool written)
         "v_cache must not share memory with k_cache when k and v are appended");
 }
 
-/// Checks the caches and completes the geometry by what they say.
+/// Checks the caches and completes the geometry from their sizes.
 CacheShape read_cache(const Argument& q, const Tensor& k_cache, const Tensor& v_cache, const DecodeOptions& options,
                       bool append, Geometry& g) {
   const Argument k("k_cache", k_cache), v("v_cache", v_cache);
@@ -156,7 +156,8 @@ void check_rotary(const Argument& q, const Geometry& g, bool append, const Decod
         cos.tensor().size(1));
 }
 
-/// flash-attn's rule: with a window, causal included, query t turns as the t-th new key; without, all as the first.
+/// flash-attn's rule: with a window, causal included, query t is rotated as the t-th new key; without, all are rotated
+/// as the first.
 bool rotates_by_position(const DecodeOptions& options) { return options.window_left >= 0 || options.window_right >= 0; }
 
 ScoreOptions score_options(const DecodeOptions& options) {
@@ -213,7 +214,7 @@ SequenceParams cache_sequence_params(const DecodeOptions& options, const CacheSh
   return seq;
 }
 
-/// Parameters of the append, which also lengthens params.seq.seqused_k and turns params.q.
+/// Parameters of the append, which also lengthens params.seq.seqused_k and rotates params.q.
 AppendParams append_params(const Tensor& q, const NewTokens& tokens, const Geometry& g, const CacheShape& cache,
                            const DecodeOptions& options, DecodeCall& call) {
   AppendParams append;

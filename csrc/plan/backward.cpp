@@ -8,7 +8,7 @@
 namespace flash_ext::plan {
 namespace {
 
-/// On a CPU: ranges of keys with sums of dQ of their own.
+/// On a CPU: splits the keys into chunks, each of which sums a dQ of its own.
 void choose_chunks(Draft& draft) {
   constexpr int64_t kChunkKeys = 512;  // enough work to pay for one more partial dQ
   constexpr int64_t kWorkItems = 16;   // wanted in all, to keep a few threads busy at the end as well

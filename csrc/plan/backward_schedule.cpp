@@ -21,7 +21,7 @@ constexpr double kCombineLaunch = 2500;  // cycles
 
 // ---- What there is to be done ---------------------------------------------------------------------------------------
 
-/// Of a packed sequence, as if all were equally long.
+/// The mean length of packed sequences.
 int64_t mean_length(const Problem& p, int64_t longest, int64_t total) {
   return total > 0 ? std::clamp<int64_t>(ceil_div(total, p.batch), 1, longest) : longest;
 }
@@ -60,9 +60,9 @@ struct KeyTiles {
 
 // ---- How long that takes --------------------------------------------------------------------------------------------
 
-/// The end of `count` CTAs, if the first one takes `longest` cycles, the last one `shortest`, those between fall
-/// evenly, and each of `slots` SMs takes up the next one when it is free. A wave evens out the one before it: who had a
-/// longer CTA then gets a shorter one.
+/// The time at which the last of `count` CTAs ends. The first takes `longest` cycles, the last `shortest`, those
+/// between fall evenly, and each of `slots` SMs takes the next CTA when it is free. A wave evens out the one before it:
+/// an SM that had a longer CTA then gets a shorter one.
 double makespan(double count, double slots, double longest, double shortest) {
   const double waves = count / slots;
   const auto at = [&](double wave) { return longest - (longest - shortest) * wave / waves; };
@@ -84,7 +84,7 @@ class SplitChoice {
 
   int64_t slots() const { return slots_; }
 
-  /// Of the whole backward but for row terms and dQ's conversion.
+  /// Cycles of the whole backward without row terms and the conversion of dQ.
   double cycles(const KeyTileSchedule& schedule) const {
     const double slots = static_cast<double>(slots_), count = static_cast<double>(keys_.count);
     const double splits = static_cast<double>(schedule.head_splits * schedule.query_splits);
@@ -149,17 +149,33 @@ std::string reason_of(const SplitChoice& choice, const BackwardTiles& tiles, con
               schedule.head_splits, " along the heads of a group, by ", schedule.query_splits, " along its queries");
 }
 
+/// Key heads, a power of two of them, whose Q, dO and dQ are in L2 together while CTAs go over one query head of each.
+int64_t heads_in_l2(const Problem& p, int64_t seqlen_q) {
+  constexpr int64_t kShareOfL2 = 40 << 20;  // bytes of an H200's 60 MB: the rest is for K, V and what leaves
+  const int64_t element = p.dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t row_bytes = (p.head_dim + p.head_dim_v) * element + p.head_dim * int64_t{sizeof(float)};
+  int64_t heads = 1;
+  while (2 * heads * row_bytes * seqlen_q <= kShareOfL2) heads *= 2;
+  return heads;
+}
+
 /// Whose tiles of keys stand side by side.
 int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
   // Additions to dQ take turns: the fewer tiles of a head start together, the sooner all of them have had their first
   // one. Under a causal mask those that start later end sooner, so that the next ones start together again; unless
   // heads of a group, which come before the next tile of queries, keep them apart.
-  constexpr int64_t kFewestHeads = 8, kTilesOfHead = 4;
+  constexpr int64_t kMostHeads = 8, kTilesOfHead = 4;
   const bool causal = p.window_right >= 0;
-  if (!causal) return p.deterministic ? kFewestHeads : 1;
-  // A section has a wave of tiles at least: its last ones are short, and even out the SMs' ends.
-  const int64_t of_wave = std::max(kFewestHeads, ceil_div(slots, tiles_of_head));
-  return p.deterministic && p.heads_q == p.heads_kv ? std::max(of_wave, ceil_div(slots, kTilesOfHead)) : of_wave;
+  if (!causal) return p.deterministic ? kMostHeads : 1;
+  if (p.deterministic) {
+    const int64_t of_wave = std::max(kMostHeads, ceil_div(slots, tiles_of_head));
+    return p.heads_q == p.heads_kv ? std::max(of_wave, ceil_div(slots, kTilesOfHead)) : of_wave;
+  }
+  // About a wave of tiles at least: the last ones of a section are short, and even out the SMs' ends. And as batches
+  // and heads are mostly made of powers of two, so is a section: none is then smaller than the others.
+  int64_t of_wave = 1;
+  while (2 * of_wave * tiles_of_head <= slots + tiles_of_head) of_wave *= 2;
+  return std::clamp(heads_in_l2(p, mean_length(p, p.seqlen_q, p.total_q)), of_wave, std::max(of_wave, kMostHeads));
 }
 
 }  // namespace

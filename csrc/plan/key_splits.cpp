@@ -95,7 +95,7 @@ class KeySplitsPlanner {
     return makespan.end();
   }
 
-  /// Of those that save the most, all tiles whole if none saves what combining costs.
+  /// The splits that save the most; none if nothing saves what combining costs.
   KeySplits choose() const {
     KeySplits best;
     if (rest() == 0 || rows_.size() > kMostRows || longest() < kWorthSplitting) return best;
@@ -151,7 +151,7 @@ class KeySplitsPlanner {
     return static_cast<double>(keys.end - keys.begin) * cycles_ * (kShareOfAnyRows + (1 - kShareOfAnyRows) * groups);
   }
 
-  /// The last whole wave and what is behind it, in the order in which CTAs take tiles: those of all heads side by side,
+  /// The last whole wave and what follows it, in the order in which CTAs take tiles: those of all heads side by side,
   /// the last of each sequence first.
   void list_tail() {
     tail_ = std::min(all_tiles_, rest() + ctas_);
@@ -170,7 +170,7 @@ class KeySplitsPlanner {
     std::reverse(rows_.begin(), rows_.end());
   }
 
-  /// Rows that cost about the same are one, with their mean: there may be hundreds.
+  /// Rows that cost about the same are merged, with their mean cost: there may be hundreds.
   void add_row(const EqualTiles& row) {
     if (rows_.empty() || row.cycles > kAboutTheSame * rows_.back().cycles) return rows_.push_back(row);
     EqualTiles& before = rows_.back();
@@ -189,7 +189,7 @@ class KeySplitsPlanner {
     }
   }
 
-  /// The last tiles of the order, that have fewer rows or keys: they may stay whole beside parts of others.
+  /// The last tiles of the order, which have fewer rows or keys. They may stay whole beside parts of others.
   int64_t cheap_tiles() const {
     if (rows_.size() < 2) return 0;
     const EqualTiles& last = rows_.back();
@@ -197,8 +197,8 @@ class KeySplitsPlanner {
     return cheap && last.count < rest() ? last.count : 0;
   }
 
-  /// As many long parts as give no CTA two of them, or one fewer, and short parts, so that a CTA without a long one
-  /// ends with several of them when the others end with theirs.
+  /// Long parts: as many as give no CTA two of them, or one fewer. Short parts: so that a CTA without a long part,
+  /// which takes several of them, ends with the others.
   template <class F>
   void for_each_split(int64_t behind, F use) const {
     const int64_t tiles = rest() - behind, key_tiles = ceil_div(p_.seqlen_k, shape_.block_n);
@@ -233,7 +233,7 @@ class KeySplitsPlanner {
   std::vector<EqualTiles> rows_;
 };
 
-/// What the splits follow from.
+/// What the splits depend on.
 struct KeySplitsKey {
   std::array<int64_t, 14> values;
 

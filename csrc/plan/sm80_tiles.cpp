@@ -58,7 +58,7 @@ void explain_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::
   }
 }
 
-/// Where the shared memory is not known, as if there were enough of it.
+/// Assumes enough shared memory where its size is not known.
 sm80::BackwardTiling backward_tiling(const Problem& p, int head_dim) {
   const bool plain = p.softmax_scale > 0 && p.softcap == 0 && !p.has_alibi && !p.has_bias && !p.has_mask &&
                      !p.has_block_mask && p.dropout_p == 0;

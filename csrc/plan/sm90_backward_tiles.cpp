@@ -36,7 +36,7 @@ bool lists_blocks(const Problem& p) {
       sm90::BackwardBlocksCall{p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window, !p.varlen, p.head_dim});
 }
 
-/// Whether CTAs go from one tile of keys to the next.
+/// Whether the persistent kernel serves the problem.
 bool is_persistent(const Problem& p) {
   const bool plain = serving_options(p) == 0 && !lists_blocks(p) && !p.deterministic;
   return plain && sm90::is_persistent(sm90::backward_head_dim(p.head_dim));
@@ -87,8 +87,7 @@ void choose_sm90_backward_tiles(Draft& draft) {
   draft.plan.block_n = sm90::kWarpgroupRows * shape.groups;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
                 wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kWarpgroupRows, " keys", wide ? " each" : "",
-                ", for head dims up to ", head_dim,
-                is_persistent(draft.p) ? "; a CTA an SM, which goes from one tile of keys to the next" : "");
+                ", for head dims up to ", head_dim, is_persistent(draft.p) ? "; persistent, one CTA an SM" : "");
 }
 
 void choose_sm90_backward_short_tiles(Draft& draft) {
@@ -109,7 +108,7 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
 }
 
 constexpr double kPlainStepOf128 = 3260;
-// Of the persistent kernel: cycles of a step, and of a tile of keys beside its steps.
+// The persistent kernel: cycles of a step, and of a key tile beside its steps.
 constexpr double kPersistentStep = 2800, kPersistentTile = 4500;
 
 /// Cycles of a step on the pipelined loop: the plain one's times what the option takes over it, measured at 4 x 4096.

@@ -50,8 +50,8 @@ sm90::ForwardShape few_queries_shape(Draft& draft, const sm90::HeadDims& dims) {
   return few;
 }
 
-/// By what a warpgroup's tile costs, in keys: those that it visits, and the latency of the first step and the last.
-/// Both factors are H200's at 512 to 16384 keys.
+/// Chooses by the cost of a warpgroup's tile, in keys: those that it visits, and the latency of the first and the last
+/// step. Both factors are an H200's at 512 to 16384 keys.
 sm90::ForwardShape choose_forward_shape(Draft& draft, const sm90::HeadDims& dims) {
   constexpr double kEnds = 1.25;  // in tiles
   const Problem& p = draft.p;
@@ -119,7 +119,7 @@ sm90::ForwardShape blocks_shape(Draft& draft, const sm90::HeadDims& dims) {
   return shape;
 }
 
-/// Where the host knows all lengths, and for the plain variant: others have no registers left for parts.
+/// Only where the host knows all lengths, and for the plain variant: others have no registers left for parts.
 void choose_key_splits(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
   if (draft.p.varlen || has_score_options(draft.p)) return;
   const KeySplitsPlan chosen = plan_key_splits(draft.p, dims, shape, draft.explain);

@@ -17,8 +17,8 @@ constexpr int64_t kCudaMaxSplits = 512;
 constexpr int64_t kMinCudaSplitSize = 64;      // a tile for each warp of a CTA
 constexpr int64_t kMaxRaggedSplitSize = 4096;  // or else one long sequence keeps all others waiting
 
-/// Cuts the keys of each tile so that all SMs are busy to the end. By times, which are in bytes of keys and values that
-/// one CTA reads meanwhile when nobody competes (H200: 50 KB a microsecond).
+/// Splits the keys of each tile so that all SMs are busy to the end. Times are counted in the bytes of keys and values
+/// that one CTA would read in them without competition (H200: 50 KB a microsecond).
 int64_t choose_cuda_splits(int64_t tiles, int64_t num_sms, int64_t ctas_per_sm, int64_t keys, int64_t key_bytes) {
   constexpr double kMerge = 100e3;     // of the splits
   constexpr double kMoreCtas = 20e3;   // a second CTA on each SM
@@ -47,7 +47,7 @@ int64_t choose_cuda_splits(int64_t tiles, int64_t num_sms, int64_t ctas_per_sm, 
   return best;
 }
 
-/// By a tile of queries, at most.
+/// The most keys that a query tile sees.
 int64_t keys_seen(const Problem& p) {
   if (p.window_left < 0 || p.window_right < 0) return p.seqlen_k;
   return std::min(p.seqlen_k, p.window_left + p.window_right + typical_queries(p));

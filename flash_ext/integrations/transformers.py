@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_ext.argument_checks import describe
 from flash_ext.functional import attention, attention_weights, decode, draw_rng_state
 from flash_ext.head_dims import cut_head_dim, pad_head_dim, scale_of
 
@@ -46,6 +47,7 @@ def register(name: str = NAME) -> str:
 
     Raises:
         ValueError: a name that transformers would take for something else.
+        TypeError: no name.
     """
     _check_name(name)
     AttentionInterface.register(name, attention_forward)
@@ -56,6 +58,8 @@ def register(name: str = NAME) -> str:
 
 
 def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a str that is not empty, got {describe(name)}")
     reserved = {"eager": "its own implementation", "flash": "FlashAttention or a kernel of its hub"}
     reserved |= {"sdpa": "torch's SDPA", "flex_attention": "FlexAttention", "|": "a prefix", "/": "a kernel of its hub"}
     for part, taken_for in reserved.items():

@@ -1,4 +1,4 @@
-"""``BlockMask``: what it says, where it is, and what is made of masks."""
+"""``BlockMask``: its contents, its device, and operations on masks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are visited, of all batch entries and heads that the lists tell apart."""
+        """Blocks that are visited, of all batch entries and heads that have lists of their own."""
         return int((self.offsets[..., -1:] - self.offsets[..., :1]).sum())
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
         return all(torch.equal(self._row(row).to_dense(), other._row(row).to_dense()) for row in rows)
 
     def __hash__(self) -> int:
-        """Of what the host knows without looking at the device."""
+        """The hash of what the host knows without reading the device."""
         return hash((BlockMask, self.shape, self.block_size))
 
     def to(self, device: torch.device | str | int) -> BlockMask:
@@ -99,22 +99,22 @@ class BlockMask(DenseBuilders, WindowBuilders, DocumentBuilders, PatternBuilders
         return dense.reshape(batch, heads, rows * block_m, columns * block_n)[..., : self.seqlen_q, : self.seqlen_k]
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        """What both masks show, of one shape (batch and heads of 1 broadcast) and block size. The host waits where both
-        have bitmaps."""
+        """The intersection of two masks of one shape (batch and heads of 1 broadcast) and block size. The host waits
+        where both have bitmaps."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._check_fits(other)
         return self._of_lists(both(self._as_grid(), other._as_grid()), self.seqlen_q, self.seqlen_k)
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        """What one of two masks shows, as for ``&``."""
+        """The union of two masks; shapes as for ``&``."""
         if not isinstance(other, BlockMask):
             return NotImplemented
         self._check_fits(other)
         return self._of_lists(either(self._as_grid(), other._as_grid()), self.seqlen_q, self.seqlen_k)
 
     def transpose(self) -> BlockMask:
-        """The mask with queries and keys in each other's place.
+        """The mask with queries and keys exchanged.
 
         Returns:
             A ``BlockMask`` of shape (batch|1, heads_q|1, seqlen_k, seqlen_q), blocks of (block_n, block_m).

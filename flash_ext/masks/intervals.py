@@ -33,11 +33,11 @@ class Blocks(NamedTuple):
 
     @property
     def crossed(self) -> int:
-        """How many columns an edge may lie in that moves by a key a query, within a row."""
+        """The most columns of a row that an edge crosses, if it moves by one key per query."""
         return (self.block_m + self.block_n - 2) // self.block_n + 1
 
     def most_below(self, first_end: int) -> int:
-        """No fewer blocks than there are if the first query sees the keys before first_end, the next one a key more."""
+        """A bound on the blocks, if the first query sees the keys before first_end and each next one a key more."""
         end = first_end + self.block_m - 1  # of the first row, then block_m further in each
         blind = min(max(ceil_div(1 - end, self.block_m), 0), self.rows)
         growing = min(max(ceil_div(self.columns * self.block_n + 1 - end, self.block_m), blind), self.rows)
@@ -45,7 +45,7 @@ class Blocks(NamedTuple):
         return min(keys // self.block_n + (self.rows - growing) * self.columns, self.rows * self.columns)
 
     def most_between(self, keys: int) -> int:
-        """No fewer blocks than there are if a query sees so many neighbouring keys, and the next one a key further."""
+        """A bound on the blocks, if a query sees so many neighbouring keys, and the next one those a key further."""
         return self.rows * min((keys + self.block_m + self.block_n - 3) // self.block_n + 1, self.columns)
 
 
@@ -60,7 +60,7 @@ class Window(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What lists have room for: no fewer than there are."""
+    """The room of lists: bounds on what they will hold."""
 
     blocks: int  # all of them
     bitmaps: int  # of a row of blocks

@@ -56,7 +56,7 @@ def transposed_lists(lists: Lists, columns: int) -> Lists:
 
 
 def no_blocks(batch: int, heads: int, rows: int, bitmaps: Tensor) -> Lists:
-    """Of a mask without rows or columns."""
+    """The lists of a mask without rows or columns."""
     nothing = bitmaps.new_empty(0)
     return Lists(bitmaps.new_zeros((batch, heads, rows + 1)), nothing, nothing.clone(), bitmaps[:0])
 
@@ -67,7 +67,7 @@ def running_sum(counts: Tensor) -> Tensor:
 
 
 def entries(count: int, like: Tensor) -> Tensor:
-    """The places in a list with room for ``count``."""
+    """The places of a list that has room for ``count``."""
     return torch.arange(count, dtype=torch.int32, device=like.device)
 
 
@@ -85,7 +85,7 @@ def offsets_of_rows(starts: Tensor, sizes: tuple[int, int, int], segments: int) 
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether the host knows values without waiting: none of a GPU, and none at all of what is only traced."""
+    """Whether the host can read values without waiting: not on a GPU, and not while tracing."""
     return x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling()
 
 
@@ -102,7 +102,7 @@ def compacted(lists: Lists) -> Lists:
 
 
 def grid_of_lists(offsets: Tensor, indices: Tensor, bitmap_ids: Tensor, columns: int) -> Tensor:
-    """The grid that lists say. Rows of different heads may share entries, so each looks for its own."""
+    """The grid of some lists. Rows of different heads may share entries, so each row looks up its own."""
     shape = (offsets.shape[0], offsets.shape[1], offsets.shape[2] - 1)
     if len(indices) == 0 or columns == 0:
         return torch.full((*shape, columns), HIDDEN, dtype=torch.int32, device=offsets.device)

@@ -103,7 +103,7 @@ def lists_of_window(window: Window, offset: int, blocks: Blocks, device: torch.d
 
 
 def _most_blocks(window: Window, offset: int, blocks: Blocks) -> int:
-    """No fewer blocks than are visited."""
+    """A bound on the blocks that are visited."""
     most = blocks.rows * blocks.columns
     room = most
     if window.left is not None and window.right is not None:
@@ -117,7 +117,7 @@ def _most_blocks(window: Window, offset: int, blocks: Blocks) -> int:
 
 
 def _most_bitmaps(window: Window, blocks: Blocks) -> int:
-    """No fewer bitmaps than a row has: one for each column that an edge of the window crosses, and one for the column
+    """A bound on the bitmaps of a row: one for each column that an edge of the window crosses, and one for the column
     that the first keys end in."""
     edges = (window.left is not None) + (window.right is not None)
     if window.num_global > 0 and not window.is_causal:

@@ -233,10 +233,10 @@ def test_the_kernel_of_the_backward(fields: dict[str, Any], obstacle: str) -> No
     ],
     ids=str,
 )
-def test_ctas_of_the_backward_stay_where_heads_are_narrow(fields: dict[str, Any], tile: tuple[int, int]) -> None:
+def test_the_backward_is_persistent_where_heads_are_narrow(fields: dict[str, Any], tile: tuple[int, int]) -> None:
     found = hopper_plan(operation="backward", **{"head_dim": 64, "head_dim_v": 64, **fields})
     assert (found.kernel, found.block_m, found.block_n) == ("sm90/backward", *tile)
-    assert any("from one tile of keys to the next" in reason for reason in found.reasons) == (tile == (96, 128))
+    assert any("persistent, one CTA an SM" in reason for reason in found.reasons) == (tile == (96, 128))
 
 
 @pytest.mark.parametrize("fields", [{"has_mask": True}, {"has_block_mask": True}, {"dropout_p": 0.1}])

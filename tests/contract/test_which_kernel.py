@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles 
 # The main kernel of each operation; what prepares it, clears and converts is beside the point.
 MAIN_KERNEL = re.compile(
     r"flash_ext::(?P<arch>sm\d+)::(?P<name>forward(?:_options|_blocks|_f32)?|backward(?:_options|_wide|_short|_f32_halves|_f32)?|slab_dq|"
-    r"bias_gradient|decode|weights(?:_dq)?)_kernel\b"
+    r"bias_gradient|decode|weights(?:_d[qk])?)_kernel\b"
 )
 ROOM = {
     "forward_options": "forward",
@@ -27,6 +27,7 @@ ROOM = {
     "backward_f32_halves": "backward_f32",
     "slab_dq": "backward",
     "weights_dq": "weights",
+    "weights_dk": "weights",
 }
 
 
@@ -152,3 +153,21 @@ def test_weights() -> None:
     _, lse = flash_ext.attention(call.q, call.k, call.v, return_lse=True)
     explained = flash_ext.explain(call.q, call.k, call.v, operation="weights")
     assert kernels_of(lambda: flash_ext.attention_weights(call.q, call.k, lse)) == {explained.plan.kernel}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_weights(dtype: torch.dtype) -> None:
+    call = make_call(2, 100, 130, 4, 2, 64, dtype=dtype, device="cuda")
+    q, k = call.q.requires_grad_(), call.k.requires_grad_()
+    weights = flash_ext.attention_weights(q, k, torch.full((2, 4, 100), 5.0, device="cuda"))
+    explained = flash_ext.explain(call.q, call.k, call.v, operation="weights_backward")
+    assert kernels_of(lambda: torch.autograd.grad(weights.float().sum(), (q, k))) == {explained.plan.kernel}
+
+
+def test_appending(dtype: torch.dtype) -> None:
+    q, new = torch.randn(4, 1, 8, 64, device="cuda", dtype=dtype), torch.randn(4, 1, 2, 64, device="cuda", dtype=dtype)
+    caches = [torch.randn(4, 1024, 2, 64, device="cuda", dtype=dtype) for _ in range(2)]
+    lengths = torch.full((4,), 500, dtype=torch.int32, device="cuda")
+    explained = flash_ext.explain(q, *caches, operation="decode", cache_seqlens=lengths)
+    found = kernels_of(lambda: flash_ext.decode(q, *caches, k=new, v=new, cache_seqlens=lengths))
+    assert found == {explained.plan.kernel}

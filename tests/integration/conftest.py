@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,3 +32,16 @@ def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(modules, "attention", recorded)
     return calls
+
+
+@pytest.fixture
+def inductor() -> Iterator[None]:
+    """Inductor takes CXX for a program; as the build reads it, a launcher may stand before it and options behind."""
+    words = [word for word in shlex.split(os.environ.get("CXX", "")) if not word.startswith("-")]
+    if len(words) < 2:
+        yield
+        return
+    from torch._inductor import config
+
+    with config.patch({"cpp.cxx": (None, words[-1])}):
+        yield

@@ -386,6 +386,55 @@ def test_refusals(pools: Any, device: str) -> None:
     )
 
 
+WRONG: dict[str, list[Any]] = {
+    "causal": ["no", None],
+    "top_left": ["no"],
+    "return_lse": ["no"],
+    "deterministic": ["no"],
+    "window_size": [(-5, 0), (0, -5), 3],
+    "softcap": ["x", torch.tensor(1.0)],
+    "softmax_scale": ["x"],
+    "dropout_p": ["x", True],
+    "bias": [3],
+    "mask": [[True]],
+    "sink": [3],
+    "block_mask": [3],
+    "cu_seqlens_q": [[0, 8]],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name: str) -> None:
+    """A group of this process alone will do: they are checked before anything is sent."""
+    q = torch.ones(1, 8, 2, 16)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for wrong in WRONG[name]:
+            with pytest.raises((TypeError, ValueError), match=rf"^{name}\b.* must be "):
+                context_parallel_attention(q, q, q, None, **{name: wrong})
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("function", [split_sequence, join_sequence])
+def test_wrong_arguments_of_shards(function: Any) -> None:
+    x = torch.ones(2, 4)
+    for given, text in (
+        (("x", None), "^x must be a Tensor, got str"),
+        ((x.to_sparse(), None), "^x must be a dense Tensor"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            function(*given)
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=rf"^dim must be a dimension of x, \(2, 4\), got {dim}"):
+            function(x, None, dim=dim)
+    with pytest.raises(TypeError, match=r"^dim must be an integer, got str"):
+        function(x, None, dim="1")
+    with pytest.raises(ValueError, match=r"^layout must be one of contiguous, zigzag, got 'z'"):
+        function(x, None, layout="z")
+
+
 def train(device: str) -> float:
     """Loss of a step in which only some ranks' results are used, and attention is recomputed in the backward."""
     torch.manual_seed(0)

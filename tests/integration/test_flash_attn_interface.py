@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import head_dims
+from flash_ext import functional, head_dims
+from flash_ext.integrations.flash_attn import extension_2, interface_2, interface_3
+from flash_ext.ops import DecodeOptions
 from tests import reference
 from tests.oracle import cumulative, int32, random
 
@@ -240,6 +242,37 @@ def test_cache_options(device: str) -> None:
     for b, (row, start, end) in enumerate([(4, 3, 60), (1, 0, 7)]):
         ks, vs = (cache[row : row + 1, start:end] for cache in caches)
         close(out[b], reference.attention(q[b : b + 1], ks, vs, reference.Options(window_size=(20, 0)))[0][0])
+
+
+@pytest.mark.op("attention_decode")
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_the_number_of_splits_reaches_the_operator(
+    device: str, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results do not show it: each function that takes one is watched."""
+    sent: list[int] = []
+    run = functional.call
+
+    def watched(op: Any, *arguments: Any) -> Any:
+        sent.append(DecodeOptions(*arguments[3:]).num_splits)
+        return run(op, *arguments)
+
+    monkeypatch.setattr(functional, "call", watched)
+    q, cache = random(1, 1, 2, 16, device=device), random(1, 256, 2, 16, device=device)
+    ends, used = cumulative([1], device), int32([200], device)
+    page = int32([[0]], device)
+    scores = (0.0, 0.25, False)
+    flash_ext.flash_attn_with_kvcache(q, cache, cache, num_splits=num_splits)
+    interface_3.flash_attn_with_kvcache(q, cache, cache, num_splits=num_splits)
+    interface_3._flash_attn_forward(q, cache, cache, page_table=page, seqused_k=used, num_splits=num_splits)
+    interface_2._flash_attn_varlen_forward(
+        q[0], cache, cache, ends, ends, 1, 256, *scores, block_table=page, seqused_k=used, num_splits=num_splits
+    )
+    nothing = (None,) * 6
+    extension_2.fwd_kvcache(
+        q, cache, cache, None, None, used, *nothing, None, 0.25, False, -1, -1, 0.0, True, num_splits
+    )
+    assert sent == [num_splits] * 5
 
 
 @pytest.mark.op("attention_decode")

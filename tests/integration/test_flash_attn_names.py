@@ -544,6 +544,9 @@ def test_padding_of_concatenated_sequences(names: None) -> None:
     assert torch.equal(tokens, torch.cat([x[0, :5], x[1, :5], x[2]]))
     padded = index_put_first_axis(tokens, indices, 18).unflatten(0, (3, 6))
     assert torch.equal(padded[0, :5], x[0, :5]) and not padded[:2, 5].any()
+    assert torch.equal(index_put_first_axis(tokens, indices.int(), 18), padded.flatten(0, 1))
+    with pytest.raises(ValueError, match="indices must be int32 or int64"):
+        index_put_first_axis(tokens, indices.float(), 18)
 
 
 def test_dropout_of_the_passes_is_drawn(names: None) -> None:

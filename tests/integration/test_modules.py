@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -305,3 +306,24 @@ class TestErrors:
             flash_ext.MultiheadAttention(0, 1)
         with pytest.raises(ValueError, match="head_dim is 300, at most 256 is supported"):
             flash_ext.MultiheadAttention(600, 2)
+
+    @pytest.mark.parametrize("name", ["bias", "add_bias_kv", "add_zero_attn", "batch_first"])
+    def test_flags_of_the_constructor(self, name: str) -> None:
+        for wrong in ("False", None, 0):
+            with pytest.raises(TypeError, match=f"^{name} must be True or False, got "):
+                flash_ext.MultiheadAttention(EMBED_DIM, NUM_HEADS, **{name: wrong})
+
+    def test_dropout(self) -> None:
+        for wrong in ("0.1", None, True, torch.tensor(0.1)):
+            with pytest.raises(TypeError, match=r"^dropout must be a number, got "):
+                flash_ext.MultiheadAttention(EMBED_DIM, NUM_HEADS, dropout=wrong)  # type: ignore[arg-type]
+        for outside in (-0.1, 1.5, math.nan):
+            with pytest.raises(ValueError, match=rf"^dropout must be in \[0, 1\], got {outside}"):
+                flash_ext.MultiheadAttention(EMBED_DIM, NUM_HEADS, dropout=outside)
+
+    @pytest.mark.parametrize("later", ["0.1", torch.tensor(0.1), -0.1])
+    def test_dropout_that_is_set_later(self, later: Any) -> None:
+        ours, x = flash_ext.MultiheadAttention(EMBED_DIM, NUM_HEADS), torch.randn(5, 2, EMBED_DIM)
+        ours.dropout = later
+        with pytest.raises((TypeError, RuntimeError), match="dropout_p must be "):
+            ours(x, x, x)

@@ -73,8 +73,10 @@ def test_weights_are_torchs(device: str, average: bool) -> None:
         (out, weights), (expected, expected_weights) = (
             m(x, x, x, average_attn_weights=average) for m in (module, theirs)
         )
-    longest = weights.shape[-1]  # torch pads further on CUDA, to a multiple of 8
-    assert_close((*out.unbind(), weights), (*expected.unbind(), expected_weights[..., :longest, :longest]))
+    assert_close(tuple(out.unbind()), tuple(expected.unbind()))
+    for n, length in enumerate([3, 1, 6]):  # what lies behind a length, and how far, depends on torch's device
+        entry = (n, ..., slice(length), slice(length))
+        assert_close((weights[entry],), (expected_weights[entry],))
 
 
 def test_weights_of_jagged_tensors_of_unknown_lengths(device: str) -> None:

@@ -15,7 +15,7 @@ import flash_ext
 from flash_ext.functional import _score_options
 from flash_ext.ops import ScoreOptions
 from tests import reference
-from tests.oracle import cumulative, int32, random, random_rng
+from tests.oracle import cumulative, dtypes_of, int32, random, random_rng
 
 OPS = torch.ops.flash_ext
 VARLEN = {"cu_seqlens_q": cumulative([4, 0, 5]), "cu_seqlens_k": cumulative([6, 2, 5])}
@@ -83,6 +83,24 @@ def test_opcheck_forward_and_backward(mode: tuple[list[Tensor], dict[str, Any]])
     for needed in ([True] * 3, [False, True, False]):
         of_options = [values.bias is not None, values.sink is not None]
         opcheck(OPS.attention_backward.default, *tensors, True, *needed, *of_options, *values)
+
+
+def test_fake_results_of_every_dtype(device: str) -> None:
+    """lse is float64 beside float64, and float32 beside all others."""
+    for dtype in dtypes_of(device):
+        q, k, v = (t.detach() for t in qkv(device, dtype))
+        values = option_values(q, k, {})
+        out, lse = OPS.attention_forward(q, k, v, *values)
+        assert (out.dtype, lse.dtype) == (dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+        backward = (out, lse, q, k, v, out, lse, True, True, True, True, False, False, *values)
+        for op, args in (
+            (OPS.attention_forward, (q, k, v, *values)),
+            (OPS.attention_backward, backward),
+            (OPS.attention_weights, (q, k, lse, 0, *values)),
+            (OPS.attention_decode, (q, k, v, *decode_arguments(device))),
+            (OPS.merge, (torch.stack([out, out]), torch.stack([lse, lse]))),
+        ):
+            torch.library.opcheck(op.default, args, test_utils="test_faketensor")
 
 
 def test_opcheck_weights(mode: tuple[list[Tensor], dict[str, Any]]) -> None:
@@ -267,7 +285,7 @@ def test_dynamic_shapes_compile_once(device: str) -> None:
     assert counts == counts[:1] * 3  # tracing the first may start over, the others find it compiled
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.usefixtures("fresh_dynamo", "inductor")
 def test_compiles_by_inductor(device: str) -> None:
     q, k, v = qkv(device)
 

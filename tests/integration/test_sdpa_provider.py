@@ -371,8 +371,11 @@ def test_what_math_alone_takes_is_counted(device: str) -> None:
     q, k, v = qkv(device, dims=(264, 264))
     F.scaled_dot_product_attention(q, k, v, torch.ones(37, 53, dtype=torch.bool, device=device), dropout_p=0.1)
     assert not sdpa_provider.calls_served()
-    for name in sdpa_provider.reasons_passed_on():
-        assert re.search(r" \(head_dim.* must be .*from \d to 256, got 264.*\)$", name), name
+    reasons = sdpa_provider.reasons_passed_on()  # on CUDA torch composes them of others, for other reasons
+    if device == "cpu":
+        for name in reasons:
+            assert re.search(r" \(head_dim.* must be .*from \d to 256, got 264.*\)$", name), name
+    assert reasons
     assert sum(sdpa_provider.calls_passed_on().values()) >= 1
 
 
@@ -547,6 +550,7 @@ def test_overlapping_activation() -> None:
 
 def test_activation_by_several_threads(device: str) -> None:
     """Blocks of some begin and end while others are inside of theirs."""
+    sdpa_provider.forget_calls()
     q, k, v = qkv(device, requires_grad=False)
     mask = make_mask("bool", device, q.dtype, (37, 53))
     expected = flash_ext.scaled_dot_product_attention(q, k, v, mask)

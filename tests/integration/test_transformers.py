@@ -405,6 +405,12 @@ def test_names_that_mean_something_else(name: str) -> None:
         integration.register(name)
 
 
+@pytest.mark.parametrize("name", [3, None, ""])
+def test_what_is_no_name(name: Any) -> None:
+    with pytest.raises(TypeError, match="name must be a str that is not empty, got"):
+        integration.register(name)
+
+
 def test_another_name() -> None:
     assert integration.register("attention_of_mine") == "attention_of_mine"
     cls, config = model_of("llama")

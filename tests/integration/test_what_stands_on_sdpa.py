@@ -120,7 +120,7 @@ def test_who_looks_on_sees_torchs_operators(device: str, kind: str) -> None:
     assert served()
 
 
-@pytest.mark.usefixtures("active")
+@pytest.mark.usefixtures("active", "inductor")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("options", ["plain", "causal", "bool", "bias", "dims", "gqa"])
 def test_compile(device: str, backend: str, options: str) -> None:

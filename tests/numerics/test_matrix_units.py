@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import flash_ext
-from tests.oracle import assert_matches_oracle, make_call, make_varlen_call, run_library
+from tests.oracle import assert_matches_oracle, make_call, make_varlen_call, random_rng, run_library
 
 BFLOAT16 = torch.bfloat16
 VARIANT = "matrix units"
@@ -104,13 +105,25 @@ def test_rows_with_nan_or_inf_reach_those_alone_that_see_them(name: str, value: 
         assert not result["out"][:, row].isfinite().all()
 
 
-def test_a_panel_ends_within_a_pair_of_keys_that_another_sees() -> None:
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_a_panel_ends_within_a_pair_of_keys_that_another_sees(dropout_p: float) -> None:
     """The first 32 queries see 65 keys, the others more of the same tile. With fewer heads, panels would be tiles."""
     q, k, v = (torch.randn(1, n, 32, 16, dtype=BFLOAT16) for n in (64, 128, 128))
-    window: dict[str, Any] = {"window_size": (-1, 33), "top_left": True}
-    expected = flash_ext.attention(q, k, v, **window)[:, :32]
+    options: dict[str, Any] = {"window_size": (-1, 33), "top_left": True}
+    if dropout_p > 0:
+        options |= {"dropout_p": dropout_p, "rng_state": random_rng()}
+
+    def first_rows() -> tuple[Tensor, Tensor]:
+        leaf = q.detach().requires_grad_()
+        out = flash_ext.attention(leaf, k, v, **options)[:, :32]
+        return out.detach(), torch.autograd.grad(out.sum(), leaf)[0][:, :32]
+
+    expected, expected_dq = first_rows()
+    k[:, 65:] = 1e4
     v[:, 65:] = 1e4
-    assert torch.equal(flash_ext.attention(q, k, v, **window)[:, :32], expected)
+    found, dq = first_rows()
+    assert torch.equal(found, expected)
+    assert torch.equal(dq, expected_dq)
 
 
 def test_a_gradient_that_is_not_finite_reaches_those_alone_that_its_row_sees() -> None:

@@ -15,8 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_ext.argument_checks import check_names, check_tensors, check_window
-from flash_ext.functional import SCORE_OPTIONS, draw_rng_state
+from flash_ext.argument_checks import (
+    as_flag,
+    as_integer,
+    as_number,
+    check_names,
+    check_optional_tensors,
+    check_tensors,
+    check_window,
+)
+from flash_ext.functional import SCORE_OPTIONS, _check_type_of_block_mask, draw_rng_state
 from flash_ext.integrations.distributed.gather import Gather
 from flash_ext.integrations.distributed.passes import Differentiable
 from flash_ext.integrations.distributed.ring import Ring
@@ -78,6 +86,10 @@ def context_parallel_attention(
     check_names("context_parallel_attention()", options, SCORE_OPTIONS)
     _check_choice("layout", layout, ("contiguous", "zigzag"))
     _check_choice("method", method, ("auto", "ring", "gather", "ulysses"))
+    return_lse = as_flag("return_lse", return_lse)
+    if deterministic is not None:
+        deterministic = as_flag("deterministic", deterministic)
+    _check_types(options)
     options = {name: value for name, value in options.items() if value is not None}
     ranks = Ranks(group)
     problem = _problem_of(ranks, layout, q, k, options)
@@ -115,9 +127,10 @@ def split_sequence(
         The rows, a view if contiguous. Differentiable.
 
     Raises:
-        ValueError: a layout that does not exist, or a number of rows that does not divide.
+        ValueError: a layout or dimension that does not exist, or a number of rows that does not divide.
+        TypeError: x is no tensor, or dim no integer.
     """
-    _check_choice("layout", layout, ("contiguous", "zigzag"))
+    _check_sequence(x, layout, dim)
     ranks = Ranks(group)
     count = ranks.size * (1 if layout == "contiguous" else 2)
     if x.shape[dim] % count:
@@ -138,9 +151,10 @@ def join_sequence(x: Tensor, group: dist.ProcessGroup | None, *, layout: Layout 
         All rows, on every rank. Not differentiable.
 
     Raises:
-        ValueError: a layout that does not exist.
+        ValueError: a layout or dimension that does not exist.
+        TypeError: x is no tensor, or dim no integer.
     """
-    _check_choice("layout", layout, ("contiguous", "zigzag"))
+    _check_sequence(x, layout, dim)
     x = x.detach().contiguous()
     shards = [torch.empty_like(x) for _ in range(Ranks(group).size)]
     dist.all_gather(shards, x, group=group)
@@ -155,6 +169,28 @@ def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
+def _check_types(options: dict[str, Any]) -> None:
+    """Before the options are split up among pieces of the keys, of which some have none."""
+    for name in sorted({"causal", "top_left"} & options.keys()):
+        as_flag(name, options[name])
+    for name in sorted({"softcap", "dropout_p"} & options.keys()):
+        as_number(name, options[name])
+    check_optional_tensors(**{name: options[name] for name in sorted(_TENSORS & options.keys())})
+    if options.get("block_mask") is not None:
+        _check_type_of_block_mask(options["block_mask"])
+
+
+_TENSORS = {"alibi_slopes", "bias", "mask", "sink", "rng_state"}
+_TENSORS |= {f"{name}_{side}" for name in ("cu_seqlens", "seqused") for side in "qk"}
+
+
+def _check_sequence(x: Tensor, layout: str, dim: int) -> None:
+    check_tensors(x=x)
+    _check_choice("layout", layout, ("contiguous", "zigzag"))
+    if not -x.dim() <= as_integer("dim", dim) < x.dim():
+        raise ValueError(f"dim must be a dimension of x, {tuple(x.shape)}, got {dim}")
+
+
 def _problem_of(ranks: Ranks, layout: Layout, q: Tensor, k: Tensor, options: dict[str, Any]) -> Problem:
     """The window is taken out of the options: each piece has one of its own."""
     if ("cu_seqlens_q" in options) != ("cu_seqlens_k" in options):
@@ -165,8 +201,11 @@ def _problem_of(ranks: Ranks, layout: Layout, q: Tensor, k: Tensor, options: dic
         if x.dim() != dims:
             raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
     left, right = check_window(options.pop("window_size", (-1, -1)))
+    for side, size in enumerate((left, right)):
+        if size < -1:
+            raise ValueError(f"window_size[{side}] must be >= -1 (-1 = unlimited), got {size}")
     right = 0 if options.pop("causal", False) else right
-    top_left = bool(options.pop("top_left", False))
+    top_left = options.pop("top_left", False)
     rows_q, rows_k = q.shape[dims - 3], k.shape[dims - 3]
     same = options.get("cu_seqlens_q") is options.get("cu_seqlens_k")
     return Problem(ranks.size, layout, rows_q, rows_k, left, right, top_left, packed, same)

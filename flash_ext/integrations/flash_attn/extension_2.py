@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from flash_ext import head_dims
+from flash_ext.argument_checks import check_tensors
 from flash_ext.integrations.flash_attn import interface_2
-from flash_ext.integrations.flash_attn.passes import score_options
+from flash_ext.integrations.flash_attn.passes import check_shape, score_options
 
 
 def fwd(
@@ -28,6 +29,7 @@ def fwd(
 ) -> list[Tensor]:
     """[out, softmax_lse, S_dmask, rng_state] of (batch, seqlen, heads, headdim). Writes into out_, if it is there."""
     _refuse_generator(gen_)
+    _check_out(out_, q, v)
     out, *rest = interface_2._flash_attn_forward(
         q,
         k,
@@ -69,6 +71,7 @@ def varlen_fwd(
 ) -> list[Tensor]:
     """The same of packed sequences. zero_tensors: every row is written anyway."""
     _refuse_generator(gen_)
+    _check_out(out_, q, v)
     out, *rest = interface_2._flash_attn_varlen_forward(
         q,
         k,
@@ -219,6 +222,7 @@ def fwd_kvcache(
 ) -> list[Tensor]:
     """[out, softmax_lse] of ``flash_attn_with_kvcache``."""
     options = score_options(q, softmax_scale, is_causal, (window_size_left, window_size_right), softcap, alibi_slopes_)
+    _check_out(out_, q, vcache)
     with torch.no_grad():
         out, lse = head_dims.decode(
             q,
@@ -244,6 +248,12 @@ def _refuse_generator(generator: torch.Generator | None) -> None:
         raise NotImplementedError(
             "flash_ext: gen_ must be None: dropout draws from torch's own generator, which torch.manual_seed sets"
         )
+
+
+def _check_out(out_: Tensor | None, q: Tensor, v: Tensor) -> None:
+    if out_ is not None:
+        check_tensors(q=q, v=v)
+        check_shape("out_", out_, (*q.shape[:-1], v.shape[-1]))
 
 
 def _written(out: Tensor | None, result: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_ext import head_dims
+from flash_ext.argument_checks import as_integer, as_number
 from flash_ext.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -100,7 +101,9 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> Forward:
-    """The same of packed sequences, with block_table of paged keys. zero_tensors: every row is written anyway."""
+    """The same of packed sequences, with block_table of paged keys, whose number of splits is num_splits. zero_tensors:
+    every row is written anyway."""
+    as_integer("num_splits", num_splits)
     options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     if block_table is None:
@@ -110,7 +113,7 @@ def _flash_attn_varlen_forward(
             )
         options |= dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k)
         return forward_pass(q, k, v, dropout_p, return_softmax, options)
-    if dropout_p > 0:
+    if as_number("dropout_p", dropout_p) != 0:
         raise NotImplementedError(
             f"flash_ext: dropout_p must be 0 with block_table, got {dropout_p}: gather the pages to drop weights"
         )

@@ -2,7 +2,7 @@
 
 Not supported, and refused by name: qv, q_descale, k_descale, v_descale, attention_chunk, out_, cu_seqlens_k_new, and
 rotary_seqlens other than cache_seqlens. num_splits outside of decoding, pack_gqa, sm_margin and scheduler_metadata tell
-FlashAttention-3 how to use a GPU and change no result; here the planner decides.
+FlashAttention-3 how to use a GPU and change no result: their types are checked, and the planner decides.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from flash_ext import head_dims
-from flash_ext.argument_checks import check_tensors
+from flash_ext.argument_checks import as_flag, as_integer, check_optional_tensors, check_tensors, describe, errors_name
 from flash_ext.flash_attn_interface import unpack
 from flash_ext.functional import merge
 from flash_ext.integrations.flash_attn.interface_2 import maybe_contiguous
-from flash_ext.integrations.flash_attn.passes import backward_pass, score_options
+from flash_ext.integrations.flash_attn.passes import backward_pass, check_shape, score_options
 
 __all__ = [
     "flash_attn_combine",
@@ -51,6 +51,14 @@ def _refuse(**arguments: Any) -> None:
             raise NotImplementedError(f"flash_ext: {name} is not supported, got {_show(value)}: {_WAYS_OUT[name]}")
 
 
+def _check_hints(num_splits: int, pack_gqa: bool | None, sm_margin: int, metadata: Tensor | None = None) -> None:
+    as_integer("num_splits", num_splits)
+    as_integer("sm_margin", sm_margin)
+    if pack_gqa is not None:
+        as_flag("pack_gqa", pack_gqa)
+    check_optional_tensors(scheduler_metadata=metadata)
+
+
 def _show(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
@@ -76,6 +84,7 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flash_ext.flash_attn_func`` in this order of arguments; out, or (out, softmax_lse)."""
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    _check_hints(num_splits, pack_gqa, sm_margin)
     options = score_options(q, softmax_scale, causal, window_size, softcap)
     return _attend(q, k, v, deterministic, return_attn_probs, options)
 
@@ -108,6 +117,8 @@ def flash_attn_varlen_func(
     """The same of packed sequences: out (total_q, heads, headdim_v), or (out, softmax_lse (heads, total_q)). Where one
     of cu_seqlens_q and cu_seqlens_k is None, its side is (batch, seqlen, heads, headdim)."""
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    _check_hints(num_splits, pack_gqa, sm_margin)
+    check_tensors(q=q, k=k, v=v)
     options = score_options(q, softmax_scale, causal, window_size, softcap)
     options |= dict(seqused_q=seqused_q, seqused_k=seqused_k)
     if cu_seqlens_q is None and cu_seqlens_k is None:
@@ -153,14 +164,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The same of (batch, seqlen, 3, heads, headdim), or with num_heads_q of (batch, seqlen, heads of all, headdim)."""
-    check_tensors(qkv=qkv)
-    if qkv.dim() == 5:
-        q, k, v = unpack("qkv", qkv, 5, 3)
-    else:
-        if num_heads_q is None:
-            raise ValueError(f"num_heads_q must be given for qkv of 4 dimensions, got qkv of {tuple(qkv.shape)}")
-        heads_kv = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
+    q, k, v = _unpack_heads(qkv, num_heads_q)
     result: Tensor | tuple[Tensor, Tensor] = flash_attn_func(
         q,
         k,
@@ -174,18 +178,40 @@ def flash_attn_qkvpacked_func(
         attention_chunk=attention_chunk,
         softcap=softcap,
         deterministic=deterministic,
+        sm_margin=sm_margin,
         return_attn_probs=return_attn_probs,
     )
     return result
 
 
+def _unpack_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    check_tensors(qkv=qkv)
+    heads_q = None if num_heads_q is None else as_integer("num_heads_q", num_heads_q)
+    if qkv.dim() != 4:
+        q, k, v = unpack("qkv", qkv, 5, 3)
+        if heads_q not in (None, q.shape[2]):
+            raise ValueError(f"num_heads_q must be that of qkv {tuple(qkv.shape)}, {q.shape[2]}, got {heads_q}")
+        return q, k, v
+    if heads_q is None:
+        raise ValueError(f"num_heads_q must be given for qkv of 4 dimensions, got qkv of {tuple(qkv.shape)}")
+    heads_kv, rest = divmod(qkv.shape[2] - heads_q, 2)
+    if heads_q < 1 or heads_kv < 1 or rest != 0:
+        raise ValueError(
+            f"num_heads_q must leave as many heads of k as of v among {qkv.shape[2]} heads of qkv, got {heads_q}"
+        )
+    return qkv.split([heads_q, heads_kv, heads_kv], dim=2)
+
+
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool, return_lse: bool, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    out, lse = head_dims.attend(q, k, v, options | dict(deterministic=deterministic or None))
+    wanted = as_flag("deterministic", deterministic) or None  # None leaves it to torch's global switch
+    return_lse = as_flag("return_attn_probs", return_lse)
+    out, lse = head_dims.attend(q, k, v, options | dict(deterministic=wanted))
     return (out, lse) if return_lse else out
 
 
+@errors_name(block_table="page_table")
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -222,6 +248,9 @@ def flash_attn_with_kvcache(
     two empty tensors where FlashAttention-3 returns what it merged)."""
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     _refuse(cu_seqlens_k_new=cu_seqlens_k_new)
+    _check_hints(num_splits, pack_gqa, sm_margin, scheduler_metadata)
+    return_softmax_lse = as_flag("return_softmax_lse", return_softmax_lse)
+    check_optional_tensors(page_table=page_table, cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q)
     if rotary_seqlens is not cache_seqlens:
         _refuse(rotary_seqlens=rotary_seqlens)
     if page_table is not None and cache_batch_idx is not None:
@@ -257,8 +286,21 @@ def flash_attn_combine(
         lse_partial: (num_splits, batch, seqlen, heads) or (num_splits, total, heads).
         out: where to write the result.
         out_dtype: of the result; None: as out_partial.
+
+    Raises:
+        ValueError: a shape is another.
+        TypeError: an argument is of a type that it cannot have.
     """
     check_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    if out_partial.dim() not in (4, 5) or lse_partial.shape != out_partial.shape[:-1]:
+        raise ValueError(
+            "out_partial must be (num_splits, batch, seqlen, heads, headdim) or (num_splits, total, heads, headdim), "
+            "and lse_partial the same without headdim, got shapes "
+            f"{tuple(out_partial.shape)} and {tuple(lse_partial.shape)}"
+        )
+    check_shape("out", out, out_partial.shape[1:])
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
+        raise TypeError(f"out_dtype must be a torch.dtype or None, got {describe(out_dtype)}")
     merged, lse = merge(out_partial, lse_partial.transpose(-1, -2))
     merged = merged.to(out_partial.dtype if out_dtype is None else out_dtype)
     merged = merged if out is None else out.copy_(merged)
@@ -289,6 +331,7 @@ def get_scheduler_metadata(
     sm_margin: int = 0,
 ) -> Tensor:
     """int32 (1), for ``scheduler_metadata``: here kernels find their work themselves."""
+    check_tensors(cache_seqlens=cache_seqlens)
     return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
 
 
@@ -334,6 +377,7 @@ def _flash_attn_forward(
     """(out, softmax_lse, and two empty tensors), not recorded by autograd. ``out`` and ``window_size`` are what out_,
     window_size_left and window_size_right were called by earlier releases."""
     _refuse(out=out, out_=out_)
+    _check_hints(num_splits, pack_gqa, sm_margin, scheduler_metadata)
     window = (window_size_left, window_size_right) if window_size is None else window_size
     refused: dict[str, Any] = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     cached = (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin)
@@ -421,8 +465,10 @@ def _flash_attn_backward(
     ``causal`` and ``window_size`` are what is_causal, window_size_left and window_size_right were called by earlier
     releases.
     """
+    as_integer("sm_margin", sm_margin)
+    causal = as_flag("is_causal", is_causal) or as_flag("causal", causal)
     window = (window_size_left, window_size_right) if window_size is None else window_size
-    options = score_options(q, softmax_scale, is_causal or causal, window, softcap)
+    options = score_options(q, softmax_scale, causal, window, softcap)
     options |= dict(seqused_q=sequed_q, seqused_k=sequed_k)
     if cu_seqlens_q is not None:
         options |= dict(

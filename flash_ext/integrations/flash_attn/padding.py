@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flash_ext.argument_checks import as_size, check_tensors
 from flash_ext.bert_padding import (
+    check_indices,
     index_first_axis,
     pad_input,
     unpad_input,
@@ -23,7 +25,10 @@ __all__ = [
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """(first_axis_dim, ...) with values (total, ...) in the rows at indices (total), 0 in the others."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    check_tensors(values=values, indices=indices)
+    check_indices(indices)
+    rows = values.new_zeros(as_size("first_axis_dim", first_axis_dim), *values.shape[1:])
+    return rows.index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

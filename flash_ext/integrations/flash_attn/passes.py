@@ -5,15 +5,15 @@ Neither is recorded by autograd. Queries that see nothing have lse -inf.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_ext import head_dims
-from flash_ext.argument_checks import check_tensors
+from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, check_tensors
 from flash_ext.eager import call
+from flash_ext.flash_attn_interface import read_window
 from flash_ext.functional import _score_options, draw_rng_state
 from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim, scale_of
 from flash_ext.ops import ScoreOptions
@@ -31,14 +31,15 @@ def score_options(
 ) -> dict[str, Any]:
     """Options of ``flash_ext.attention``.
 
-    The default scale is that of q before padding; a softcap <= 0 is off, and so is a side of the window below 0, which
-    may be a tensor of one number.
+    The default scale is that of q before padding; a softcap of None is off, as one of 0. Sides of the window may be
+    tensors of one integer.
     """
+    check_tensors(q=q)
     return dict(
         softmax_scale=scale_of(q, softmax_scale),
         causal=causal,
-        window_size=(max(operator.index(window[0]), -1), max(operator.index(window[1]), -1)),
-        softcap=max(softcap or 0.0, 0.0),
+        window_size=read_window(window),
+        softcap=0.0 if softcap is None else as_number("softcap", softcap),
         alibi_slopes=alibi_slopes,
     )
 
@@ -51,9 +52,10 @@ def forward_pass(
     S_dmask is empty unless it is asked for and something is dropped; rng_state is int64 (2), what the backward has to
     be given to drop the same.
     """
+    dropout_p, return_softmax = as_number("dropout_p", dropout_p), as_flag("return_softmax", return_softmax)
     with torch.no_grad():
         rng_state = draw_rng_state(q.device) if dropout_p > 0 else q.new_zeros(2, dtype=torch.int64)
-        if dropout_p > 0:
+        if dropout_p != 0:
             options = options | dict(dropout_p=dropout_p, rng_state=rng_state)
         out, lse = head_dims.attend(q, k, v, options)
         with_weights = return_softmax and dropout_p > 0
@@ -80,10 +82,13 @@ def backward_pass(
     """
     check_tensors(dout=dout, out=out, softmax_lse=softmax_lse)
     check_head_dims({"q": q, "k": k}, {"v": v, "out": out, "dout": dout})
+    for name, gradient, x in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
+        check_shape(name, gradient, x.shape)
+    dropout_p, deterministic = as_number("dropout_p", dropout_p), as_flag("deterministic", deterministic)
     with torch.no_grad():
-        if dropout_p > 0:
+        if dropout_p != 0:
             if rng_state is None:
-                raise ValueError("rng_state must be that of the forward with dropout_p > 0, got None")
+                raise ValueError("rng_state must be that of the forward with a dropout_p, got None")
             options = options | dict(dropout_p=dropout_p, rng_state=rng_state)
         padded_q, padded_k, padded_v, padded_out, padded_dout = (pad_head_dim(x) for x in (q, k, v, out, dout))
         scores = ScoreOptions(*_score_options(padded_q, padded_k, **options))
@@ -108,3 +113,10 @@ def backward_pass(
             if gradient is not None:
                 gradient.copy_(cut_head_dim(result, x.shape[-1]))
         return (dout * out).sum(-1, dtype=torch.float32).transpose(-1, -2).contiguous()
+
+
+def check_shape(name: str, buffer: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raises where a result of that shape cannot be written into ``buffer``: copying would broadcast it."""
+    check_optional_tensors(**{name: buffer})
+    if buffer is not None and tuple(buffer.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(buffer.shape)}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_ext.argument_checks import as_flag, check_optional_tensors, check_tensors
+
 
 def apply_rotary_emb(
     x: Tensor,
@@ -27,6 +29,9 @@ def apply_rotary_emb(
         cu_seqlens: int32 (batch + 1), where each packed sequence begins and ends.
         max_seqlen: not needed.
     """
+    check_tensors(x=x, cos=cos, sin=sin)
+    check_optional_tensors(cu_seqlens=cu_seqlens)
+    interleaved, inplace = as_flag("interleaved", interleaved), as_flag("inplace", inplace)
     positions = _positions(x, seqlen_offsets, cu_seqlens)
     rotated = _rotate(x, cos[positions], sin[positions], interleaved)
     return x.copy_(rotated) if inplace else rotated

@@ -99,12 +99,12 @@ inline BackwardOrder backward_order(int64_t batch, int64_t heads_q, int64_t head
                                     const KeyTileSchedule& schedule, bool last_keys_first) {
   const int64_t heads = batch * heads_kv;
   const int64_t together = last_keys_first ? std::max<int64_t>(heads, 1) : schedule.section_heads;
-  const int64_t sections = (heads + together - 1) / together;
+  const int64_t sections = std::max<int64_t>(heads / together, 1);  // no last one of a few heads: SMs would be idle
   BackwardOrder order;
   order.key_tiles = static_cast<uint32_t>((seqlen_k + block_n - 1) / block_n);
   order.heads = static_cast<uint32_t>(heads);
   order.heads_kv = static_cast<uint32_t>(heads_kv);
-  order.section_heads = static_cast<uint32_t>(sections > 0 ? (heads + sections - 1) / sections : 1);
+  order.section_heads = static_cast<uint32_t>(std::max<int64_t>((heads + sections - 1) / sections, 1));
   order.last_keys_first = last_keys_first;
   order.group = static_cast<int32_t>(heads_q / heads_kv);
   order.head_splits = static_cast<int32_t>(schedule.head_splits);

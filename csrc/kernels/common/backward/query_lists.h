@@ -1,5 +1,5 @@
-// A block mask seen from its keys: for each tile of keys the tiles of queries that see some of it, of all heads of a
-// group, one after the other. Kernels make the lists from the mask's rows.
+// A block mask seen from its keys: for each key tile the query tiles that see some of it, of all heads of a group, one
+// after the other. A kernel makes the lists from the mask's rows.
 #pragma once
 
 #include <cuda_runtime_api.h>

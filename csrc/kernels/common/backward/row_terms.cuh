@@ -38,11 +38,11 @@ struct RowTerms {
   bool large;         // the row has a LargeLse
 };
 
-/// delta: rowsum(dO * O) - dlse; `finite`: dO is; lse in natural units, -inf outside of the sequence.
+/// delta: rowsum(dO * O) - dlse; `finite`: dO is finite; lse in natural units, -inf outside of the sequence.
 template <class Element>
 __device__ __forceinline__ RowTerms row_terms_of(float delta, bool finite, float lse, bool sink_takes_all) {
   const bool weightless = lse == -INFINITY || (lse == INFINITY && sink_takes_all);
-  // Sanitising removes Inf and NaN of dO from partial tiles. The pairs that the query does see get them through P.
+  // Sanitising removes Inf and NaN of dO from partial tiles. Through P they still reach the pairs that the query sees.
   const float of_scores = finite && lse != INFINITY ? lse * ScoreUnit<Element>::kPerNatural : NAN;
   const bool large = !ScoreUnit<Element>::kNatural && LargeLse::is(of_scores);
   const float taken_off = large ? of_scores - LargeLse::slack(of_scores) : of_scores;
@@ -57,14 +57,14 @@ __device__ __forceinline__ int term_position(int row) {
   return (row & ~15) | (row & 6) << 1 | (row & 8) >> 2 | (row & 1);
 }
 
-/// The tile of rows that a CTA works on, of one head or several. CTAs count tiles of a sequence, heads, batch entries,
-/// or, where tiles are numbered by rows, numbers and groups of heads: to find the sequence of a number takes as long as
-/// the rows of some heads, so that these share it.
+/// The query tile that a CTA works on, of one head or several. CTAs are numbered by tiles of a sequence, heads, batch
+/// entries; or, where tiles are numbered by rows, by these numbers and groups of heads. Finding the sequence of a
+/// number takes as long as the rows of some heads, so several heads share the search.
 struct RowTileOfCta {
   int tile, batch;  // tile: it may be below 0, or behind the end of the sequence
   int first_head, end_head;
 
-  /// As warp 0 finds it, in shared memory: a loop over the heads has no registers to keep it.
+  /// Warp 0 searches; the result lies in shared memory, because the loop over heads has no registers to keep it.
   __device__ __forceinline__ static const volatile RowTileOfCta& find(const AttentionParams& p,
                                                                       const TileNumbers& numbers) {
     __shared__ RowTileOfCta s_found;
@@ -100,7 +100,7 @@ struct RowTileOfCta {
   }
 };
 
-/// Those of a tile of a head, by a CTA of kRowTermThreads.
+/// The row terms of a tile of a head, by a CTA of kRowTermThreads.
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                 const volatile RowTileOfCta& block, int head) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     const float lse = inside ? g_lse[i] : -INFINITY;
     float sum = 0.0f;
     bool finite = true;
-    if (inside && workspace.unclean) {
+    if (inside && workspace.has_non_finite) {
       for (int d = lane * kPiece; d < p.head_dim; d += kLanes * kPiece)
         all_finite &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
     }
@@ -166,9 +166,9 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     large = __any_sync(~0u, large);
     if (threadIdx.x % 32 == 0) workspace.large[tile * kLargeParts + threadIdx.x / 32] = large;
   }
-  if (!workspace.unclean) return;
+  if (!workspace.has_non_finite) return;
   const bool some_non_finite = __syncthreads_or(!all_finite);
-  if (threadIdx.x == 0) workspace.unclean[tile] = some_non_finite;
+  if (threadIdx.x == 0) workspace.has_non_finite[tile] = some_non_finite;
 }
 
 /// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are

@@ -42,7 +42,7 @@ __device__ __forceinline__ void sum_splits(float (&x)[4][4], const float* g_frag
 
 constexpr int kCombineThreads = 256;
 
-/// CTAs of the kernel below for dK of a tile of keys, and as many for dV.
+/// CTAs of the kernel below for dK of a key tile; as many for dV.
 template <int kBlockN, int kHeadDim>
 constexpr int combine_blocks() {
   static_assert(kBlockN * kHeadDim % (16 * kCombineThreads) == 0, "a thread has 16 elements");
@@ -77,7 +77,7 @@ static __global__ void __launch_bounds__(kCombineThreads)
   if (row + 8 < seqlen_k) store_row_piece(rows.row(row + 8) + 8 * column, x, 2, 1.0f);
 }
 
-/// Behind the kernel that leaves the sums. Launches nothing where no tile is split.
+/// Runs behind the kernel that stores the sums. Launches nothing where no tile is split.
 template <class Element, int kBlockM, int kBlockN, int kHeadDim>
 void combine_splits(const BackwardParams& p, const BackwardSchedule& schedule, bool overlaps_previous,
                     cudaStream_t stream) {

@@ -68,12 +68,12 @@ constexpr int kLargeParts = 8;  // of a tile of rows: eight flags are read at on
 struct BackwardWorkspace {
   int64_t tiles_per_head = 0;
   float* lse = nullptr;  // (heads_q, tiles_per_head, block_m), in units of scores; inf where a row has no weights
-  float* minus_delta = nullptr;  // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
-  float* dq = nullptr;           // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh
-  int32_t* turns = nullptr;      // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far
-  int32_t* ticket = nullptr;     // (1): CTAs started so far
-  int32_t* unclean = nullptr;    // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
-  uint8_t* large = nullptr;      // (heads_q, tiles_per_head, kLargeParts): whether a row has a LargeLse; not of floats
+  float* minus_delta = nullptr;       // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
+  float* dq = nullptr;                // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh
+  int32_t* turns = nullptr;           // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far
+  int32_t* ticket = nullptr;          // (1): CTAs started so far
+  int32_t* has_non_finite = nullptr;  // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
+  uint8_t* large = nullptr;  // (heads_q, tiles_per_head, kLargeParts): whether a row has a LargeLse; not of floats
   VisibilityTiles visibility;
   QueryLists query_lists;  // where a kernel is driven by them
   // D, dS, dQ and dK are stored divided by this factor of dropout's kept weights, so that one product gives dP - D. It
@@ -95,7 +95,7 @@ struct BackwardWorkspace {
       ticket = take<int32_t>(memory, 1);
     }
     if (p.dtype != DType::kFloat32 || p.allow_tf32) large = take<uint8_t>(memory, tiles * kLargeParts);
-    if (hides_pairs(p)) unclean = take<int32_t>(memory, tiles);
+    if (hides_pairs(p)) has_non_finite = take<int32_t>(memory, tiles);
     visibility.states = take<uint8_t>(memory, visibility.num_states());
     visibility.words = take<uint32_t>(memory, visibility.num_words());
   }

@@ -226,7 +226,7 @@ FLASH_EXT_LANES_CODE void write_entries(const IntervalListsParams& p, int64_t en
 }
 
 /// Bitmaps [begin, end) that no block has, as zeros.
-FLASH_EXT_LANES_CODE void clear_bitmaps(const IntervalListsParams& p, int begin, int end, const Lanes& lanes) {
+FLASH_EXT_LANES_CODE void zero_bitmaps(const IntervalListsParams& p, int begin, int end, const Lanes& lanes) {
   const int64_t words = int64_t{p.block_m} * (p.block_n / 32);
   for (int64_t word = begin * words + lanes.index; word < end * words; word += Lanes::kCount) p.bitmaps[word] = 0;
 }
@@ -249,7 +249,7 @@ FLASH_EXT_LANES_CODE void write_blocks(const IntervalListsParams& p, int number,
     }
     column = run.end;
   }
-  clear_bitmaps(p, bitmap, end_of_bitmaps, lanes);
+  zero_bitmaps(p, bitmap, end_of_bitmaps, lanes);
 }
 
 }  // namespace flash_ext

@@ -3,11 +3,11 @@
 //   s = round(x + residual)     out = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias
 //
 // Both inputs are read once and s stays in registers: a row belongs to as many warps as it takes to give each lane at
-// most kNormVectors vectors of 16 bytes. All of a lane's loads are issued before the first of them is used. The
-// variance is of distances to a first mean, and their own mean corrects that: of large numbers, it is a rounded sum.
+// most kNormVectors vectors of 16 bytes. A lane issues all of its loads before it uses the first. The variance is that
+// of the distances to a first mean, corrected by their own mean: the first mean of large numbers is a rounded sum.
 //
-// Rows that are too wide for a CTA, or not of whole aligned vectors, take the kernel at the end: a warp walks its row
-// three times, and finds it in the cache the second and third time.
+// Rows that are too wide for a CTA, or do not consist of aligned vectors, take the kernel at the end: a warp reads its
+// row three times, the second and third time from the cache.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -58,7 +58,7 @@ struct NormMoments {
   float scale;  // 1 / sqrt(variance + eps)
 };
 
-/// From the sums of distances to a first mean, and of their squares.
+/// Moments from the sums of distances to a first mean, and of their squares.
 __device__ __forceinline__ NormMoments moments(const AddLayerNormParams& p, float mean, float distances,
                                                float squares) {
   const float width = static_cast<float>(p.width);
@@ -67,7 +67,7 @@ __device__ __forceinline__ NormMoments moments(const AddLayerNormParams& p, floa
   return {mean + correction, rsqrtf(variance + static_cast<float>(p.eps))};
 }
 
-/// Of rows of whole vectors, at most kNormVectors for each of row_threads threads.
+/// Rows of whole vectors, at most kNormVectors for each of row_threads threads.
 template <class T>
 __global__ void __launch_bounds__(kNormMaxThreads, 1)
     add_layer_norm_kernel(const __grid_constant__ AddLayerNormParams p, int row_threads) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kNormMaxThreads, 1)
   }
 }
 
-/// Of any rows: a warp each, element by element.
+/// Any rows: a warp for each, element by element.
 template <class T>
 __global__ void __launch_bounds__(kNormThreads)
     add_layer_norm_any_kernel(const __grid_constant__ AddLayerNormParams p) {

@@ -7,11 +7,11 @@
 
 namespace flash_ext::sm80 {
 
-/// Scratch memory that backward() needs, aligned to 256 bytes. It need not be cleared.
+/// Scratch memory that backward() needs, aligned to 256 bytes. It need not be zeroed.
 int64_t backward_workspace_bytes(const BackwardParams& params);
 
-/// dq, dk and dv of every row that a sequence covers, and dsink; not dbias. float16 and bfloat16; rows of all tensors
-/// start at multiples of 16 bytes.
+/// Computes dq, dk and dv of every row that a sequence covers, and dsink; not dbias. Requires float16, bfloat16 or
+/// float32, and rows of all tensors at multiples of 16 bytes.
 void backward(const BackwardParams& params, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm80

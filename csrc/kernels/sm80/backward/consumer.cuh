@@ -1,4 +1,4 @@
-// A CTA of the backward's main kernel: what its warps do in a half-step, and the half-steps. See kernel.cuh.
+// A CTA of the backward's main kernel: its half-steps, and what its warps do in each. See kernel.cuh.
 #pragma once
 
 #include "epilogue.cuh"
@@ -76,7 +76,7 @@ struct BackwardConsumer : BackwardSums<Config> {
       if (makes_p || half != 0) ptx::cp_async_wait<0>();
       if (makes_weights) {
         if (half == 0) remove_non_finite<Element, kHeadDim, kRoleThreads, kBlockN, true>(s_key, role_thread());
-        // A hidden pair has weight 0, and 0 * NaN is NaN. What a query does see, its lse or its D knows.
+        // A hidden pair has weight 0, and 0 * NaN is NaN. A query that does see an Inf or NaN has it in its lse or D.
         if (has(now, kStepPartial | kStepNonFinite)) {
           remove_non_finite<Element, kHeadDim, kRoleThreads, kBlockM>(odd ? s_grad_out : query_stage(n), role_thread());
         }

@@ -3,21 +3,21 @@
 //   S^T = K Q^T,   P^T = e^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)     D: common/backward/row_terms.cuh
 //   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
-// A CTA owns kBlockN keys of one key head, and walks all tiles of queries that see them, of all heads of the group.
-// Half of its warps, the P warps, make S^T, P^T and dV; the others, the dS warps, make dP^T, dS^T and dK. A warp owns
-// kWarpKeys keys of S^T or dP^T, so what it computes is, without leaving its registers, the A operand of its second
-// product. P^T goes to the dS warps through a tile in shared memory, in which they leave dS^T in its slot (a warp
-// reads and writes the same elements); from there all warps make dQ, each a part of the tile of queries.
+// A CTA owns kBlockN keys of one key head and loops over all query tiles that see them, of all heads of the group. Half
+// of its warps, the P warps, compute S^T, P^T and dV; the others, the dS warps, compute dP^T, dS^T and dK. A warp owns
+// kWarpKeys keys of S^T or dP^T, so its result is the A operand of its second product without leaving its registers.
+// P^T goes to the dS warps through a tile in shared memory. They store dS^T in its place (a warp reads and writes the
+// same elements), and from there all warps compute dQ, each a part of the query tile.
 //
-// Half-steps, with a barrier before each; m counts tiles of queries:
+// Half-steps, with a barrier before each; m counts query tiles:
 //             P warps                                        dS warps
 //   2 m       S^T(m) = K Q(m)^T, P^T(m), stored              dK += dS^T(m - 1) Q(m - 1), dQ(m - 1)
 //   2 m + 1   dV += P^T(m) dO(m), dQ(m - 1)                  dP^T(m) = V dO(m)^T, dS^T(m), stored
-// so the exponentials and dS of one half of the warps always meet products of the other, and both run through the same
-// code, half a step apart. Q(m + 1) is loaded during 2 m + 1, dO(m) during 2 m: two stages of Q, one of dO.
+// So the exponentials, or dS, of one half of the warps always run beside products of the other. Both halves run the
+// same code, half a step apart. Q(m + 1) is loaded during 2 m + 1, dO(m) during 2 m: two stages of Q, one of dO.
 //
-// Options: the derivative of the softcap, which only P knows, is multiplied into the P^T that the dS warps get; which
-// weights are dropped they draw themselves, for P as well, half a step before.
+// Options: only P knows the derivative of the softcap, so the P^T that the dS warps get is multiplied by it. The dS
+// warps draw which weights are dropped, for P as well, half a step before.
 //
 // dQ is summed over the CTAs by atomic additions to float tiles (common/backward/dq_store.cuh). Deterministic:
 // additions to a tile take turns, from its last keys to its first, which is the order in which CTAs draw their keys.
@@ -80,7 +80,7 @@ BackwardSchedule backward_schedule(const BackwardParams& p, const BackwardWorksp
                           static_cast<char*>(memory) + workspace.bytes);
 }
 
-/// Of a CTA's shared memory.
+/// Bytes of a CTA's shared memory.
 template <class Config>
 int64_t backward_shared_bytes(const BackwardParams& p) {
   const int64_t bias = p.bias.data ? bias_tile_bytes(p.bias.dtype, Config::kBlockM, Config::kBlockN) : 0;

@@ -28,7 +28,7 @@ struct BackwardLoads : BackwardWalk<Config> {
     load_tile<Element, kHeadDim, kRoleThreads, kBlockM>(s_tile, rows, step.tile * kBlockM, num_rows,
                                                         static_cast<int>(columns), role_thread());
   }
-  /// `of` is what `work_tile` is, or will be.
+  /// `of`: what `work_tile` is, or will be.
   __device__ __forceinline__ void load_queries(const WorkTile& of, const BackwardStep& step, int n) const {
     load_rows(query_stage(n), of.queries, step.head * p.q.head_stride, step, of.sequence.seqlen_q, p.head_dim);
     load_terms(lse_stage(n), workspace.lse + tile_index(of, step) * kBlockM);

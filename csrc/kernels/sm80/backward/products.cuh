@@ -25,8 +25,8 @@ struct BackwardProducts : BackwardLoads<Config> {
       Base::rematerialise, Base::s_key, Base::sum, Base::tile_index, Base::wait_for_turn, Base::warp, Base::workspace;
   using typename Base::Dq, typename Base::Rows, typename Base::Scores;
 
-  /// c += A B^T for the warp's rows of A and its queries of B. With the bits of the forward's Q K^T: lse was made of
-  /// them.
+  /// c += A B^T for the warp's rows of A and its queries of B, with the bits of the forward's Q K^T, from which lse was
+  /// computed.
   __device__ __forceinline__ void multiply_rows(float (&c)[kM][kN][4], uint32_t s_a, uint32_t s_b) const {
     const int lane = rematerialise(this->lane);
     const uint32_t s_lane_a = s_a + Rows::lane_a(lane) + rematerialise(first_row) * Rows::kRowBytes;
@@ -35,7 +35,7 @@ struct BackwardProducts : BackwardLoads<Config> {
   }
 
   /// sum += W B for weights W of the warp's keys: its own, or, where several warps share keys, those in s_weights. Its
-  /// own are used up: each step takes the first and moves up the others, as registers cannot be indexed in a loop.
+  /// own are shifted through: each step uses the first and moves the others up, because a loop cannot index registers.
   __device__ __forceinline__ void accumulate(uint32_t s_weights, uint32_t s_b) {
     const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (Config::kWarpColumns / 16);
     const int lane = rematerialise(this->lane);

@@ -1,5 +1,4 @@
-// The walk of a CTA over its tiles of queries: which comes next, what is known of it, and whose turn it is to add to
-// dQ.
+// The loop of a CTA over its query tiles: which comes next, what is known of it, and whose turn it is to add to dQ.
 #pragma once
 
 #include "kernels/common/backward/visibility.cuh"
@@ -55,7 +54,7 @@ struct BackwardWalk : BackwardWarp<Config> {
         if (state == kTileHidden) prepared.flags |= kStepHidden;
         if (state == kTileMasked) prepared.flags |= kStepMasked | kStepMayHide;
       }
-      if (options.hides && workspace.unclean[tile_index(step)]) prepared.flags |= kStepNonFinite;
+      if (options.hides && workspace.has_non_finite[tile_index(step)]) prepared.flags |= kStepNonFinite;
     }
     return prepared;
   }

@@ -27,7 +27,7 @@ constexpr BackwardShape backward_shape(int head_dim, bool is_float, bool general
   return {small || thin ? 4 : 8, block_m, block_n};
 }
 
-/// Which of its shapes.
+/// Which of the backward's shapes.
 enum class BackwardTiling {
   kPlain,  // scaled products within a window
   kAllOptions,

@@ -29,8 +29,8 @@ struct BackwardSoftmax : BackwardProducts<Config> {
     if (kBoundsWeights && work_tile.large) for_each_score(s, [](float& x, int, int, int) { x = LargeLse::bound(x); });
   }
 
-  /// Replaces the weights outside of the window, or their exponents, whatever they are: a query may have an lse of NaN
-  /// because of another key. Queries past the end have none, by their lse.
+  /// Replaces the weights outside of the window, or their exponents, whatever they are: another key may have made the
+  /// query's lse NaN. Queries past the end have no weights, by their lse.
   __device__ __forceinline__ void hide(float (&weights)[kM][kN][4], const TileCoordinates<true>& at,
                                        float hidden) const {
     const Sequence& sequence = work_tile.sequence;
@@ -46,8 +46,8 @@ struct BackwardSoftmax : BackwardProducts<Config> {
     });
   }
 
-  /// The same under all options. What is stored for dS^T, where that will be, is P^T times the derivative of the
-  /// softcap, of dropped weights too.
+  /// The same under all options. Where dS^T will lie it stores P^T times the derivative of the softcap, of dropped
+  /// weights too.
   __device__ __forceinline__ void exponentiate_general(float (&s)[kM][kN][4], const PreparedStep& now, int n) {
     const BackwardOptions& options = work_tile.options;
     const int lane = rematerialise(this->lane);
@@ -81,12 +81,13 @@ struct BackwardSoftmax : BackwardProducts<Config> {
     }
   }
 
-  /// Scores out of products, but for what is added; to base 2 less lse, which costs nothing there. Natural ones have to
-  /// be rounded as those of the forward were. The derivative of the softcap waits where it will be needed.
+  /// Turns products into scores, without what is added; in base 2 also subtracts lse, which costs nothing there.
+  /// Natural scores must be rounded as the forward's were. The derivative of the softcap is stored where it will be
+  /// needed.
   __device__ __forceinline__ void scale_and_cap(float (&s)[kM][kN][4], int n) const {
     const BackwardOptions& options = work_tile.options;
     const float scale = options.scale, cap = options.cap;
-    // A sum that overflowed must not make a NaN of what is hidden: what a query does see of it, its lse knows.
+    // A sum that overflowed must not make hidden scores NaN. A query that sees it has it in lse.
     const auto scaled = [&](float x) { return fminf(Unit::multiply(x, scale), FLT_MAX); };
     if (cap > 0.0f) {
       const uint32_t s_lane = gradient_tile(n) + lane_of_scores();

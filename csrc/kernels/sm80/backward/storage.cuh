@@ -89,8 +89,7 @@ struct PreparedStep {
   float slope;  // ALiBi's
 };
 
-/// What a CTA works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
-/// seldom.
+/// The work of a CTA. It lies in shared memory: the main loop needs every register for tiles and these numbers seldom.
 template <class Config>
 struct BackwardWorkTile {
   using Element = typename Config::Element;

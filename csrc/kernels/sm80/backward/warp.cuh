@@ -1,4 +1,4 @@
-// What a warp of the backward's main kernel knows: its role, its rows and columns, where tiles lie.
+// The state of a warp of the backward's main kernel: its role, its rows and columns, where tiles lie.
 #pragma once
 
 #include "kernels/common/backward/workspace.h"
@@ -74,7 +74,7 @@ struct BackwardWarp {
         s_kept(s_words + Config::kWordBytes),
         s_bias(s_key + Config::kSharedBytes) {}
 
-  /// x: but what depends on it is not computed before the loop, for which options leave no registers.
+  /// x, but nothing that depends on it is computed before the loop, for which options leave no registers.
   template <class T>
   __device__ __forceinline__ static T rematerialise(T x) {
     return Config::kScoreOptions ? ptx::reread(x) : x;

@@ -50,15 +50,15 @@ struct BiasConsumer {
     return (static_cast<int>(columns) + kSlab - 1) / kSlab;
   }
   __device__ __forceinline__ int score_slabs() const { return slabs(p.head_dim); }
-  /// Those of Q and K, and those of dO and V.
+  /// The slabs of Q and K, and those of dO and V.
   __device__ __forceinline__ int all_slabs() const {
     return score_slabs() + (p.grad_out.data && !p.grad_weights.data ? slabs(p.head_dim_v) : 0);
   }
-  /// Of the n-th slabs of all score tiles.
+  /// The stage of the n-th slabs of all score tiles.
   __device__ __forceinline__ uint32_t stage(int n) const {
     return ptx::shared_address(shared) + n % plan.stages * kStageBytes;
   }
-  /// Score tiles under way are as many as stages at most, and one more is sought.
+  /// At most as many score tiles as stages are under way, and one more is searched for.
   __device__ __forceinline__ int slot(int score_tile) const { return score_tile % (plan.stages + 1); }
   __device__ __forceinline__ BiasScoreTile& score_tile_at(int score_tile) const {
     return reinterpret_cast<BiasScoreTile*>(shared + plan.score_tiles_at)[slot(score_tile)];
@@ -73,12 +73,12 @@ struct BiasConsumer {
             p.bias, lane};
   }
 
-  /// Where the search for score tiles has come to; touched by thread 0 alone, unless there are masks.
+  /// How far the search for score tiles has come. Only thread 0 uses it, unless there are masks.
   __device__ __forceinline__ ScoreTiles& ahead() const {
     return *reinterpret_cast<ScoreTiles*>(shared + plan.search_at);
   }
 
-  /// The next score tile with a visible pair. By all threads if there are masks, else by one.
+  /// Finds the next score tile with a visible pair. By all threads if there are masks, else by one.
   __device__ __forceinline__ void seek(int score_tile) const {
     if (!has_masks() && threadIdx.x != 0) return;
     BiasScoreTile& found = score_tile_at(score_tile);
@@ -126,7 +126,7 @@ struct BiasConsumer {
       this->ahead() = ahead;
     }
   }
-  /// The n-th slabs, as a group of copies, empty when there are none.
+  /// Copies the n-th slabs, as one group of copies, which is empty when there are none.
   __device__ __forceinline__ void load(int n) const {
     const BiasScoreTile& score_tile = score_tile_at(n / all_slabs());
     if (score_tile.valid) {
@@ -196,7 +196,7 @@ struct BiasConsumer {
   /// sum += dS, from S and f dP - delta, where nothing but a bias without -inf is added to scores.
   __device__ __forceinline__ void add_plain(Fragment& sum, Fragment& s, const Fragment& dp, const RowTerms& lse) const {
     const float scale = static_cast<float>(p.softmax_scale) * Unit::kPerNatural;
-    // What cannot be seen has weight 0 by a stabiliser of inf.
+    // Hidden pairs get weight 0 by a stabiliser of inf.
     RowTerms stabiliser;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -243,7 +243,7 @@ struct BiasConsumer {
         load_terms(rematerialise, minus_delta, score_tile);
         for_each_score(dp, [&](float& x, int m, int, int e) { x += minus_delta[m][e / 2]; });
       }
-      // Where the weight is 0 the rest may be NaN, from keys or rows that this query has nothing to do with.
+      // Where the weight is 0 the rest may be NaN, from keys or rows that this query does not see.
       for_each_score(s, [&](float& x, int m, int n, int e) {
         if (x != 0.0f) sum[m][n][e] = fmaf(x, dp[m][n][e], sum[m][n][e]);
       });
@@ -256,7 +256,7 @@ struct BiasConsumer {
     if (drops() && mode != kDropoutIgnore) Dropout(p, sequence).apply(w, p.dropout.rule, mode, at);
   }
 
-  /// Weights become dS of attention_weights. Those that are not 0 are of pairs that are there.
+  /// Turns weights into dS of attention_weights. Weights that are not 0 belong to pairs that exist.
   __device__ __forceinline__ void multiply_by_gradient(Fragment& w, const Sequence& sequence,
                                                        const TileCoordinates<false>& at) const {
     const ScoreView& view = p.grad_weights;
@@ -269,7 +269,7 @@ struct BiasConsumer {
     });
   }
 
-  /// Whether there is a -inf in the warp's part of a bias that has been copied. b is 0, and is so again.
+  /// Whether the warp's part of a copied bias holds a -inf. b is 0 before and after.
   __device__ __forceinline__ bool bias_hides(Fragment& b) const {
     if (!plan.stages_bias) return false;
     bias_tile().add(b, 1.0f);
@@ -281,7 +281,7 @@ struct BiasConsumer {
     return __any_sync(~0u, hides);
   }
 
-  /// Of all sequences: a bias may be there for rows and keys that the first one has not.
+  /// Loads the bias for all sequences: rows and keys that the first sequence lacks may exist in others.
   __device__ __forceinline__ void load_bias(const DbiasTile& mine) const {
     if (!plan.stages_bias) return;
     Sequence sequence(p, mine.batch, mine.head);
@@ -303,7 +303,7 @@ struct BiasConsumer {
               make_float2(sum[m][n][2 * r], sum[m][n][2 * r + 1]);
   }
 
-  /// Adds the score tiles of a tile of dbias that are in the chunk blockIdx.y.
+  /// Adds the score tiles of chunk blockIdx.y that fall on a tile of dbias.
   __device__ __forceinline__ void run(Fragment& sum, const DbiasTile& mine) {
     if (threadIdx.x == 0) ahead() = ScoreTiles(p, tiles, mine, blockIdx.y);
     load_bias(mine);

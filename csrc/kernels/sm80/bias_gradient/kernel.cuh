@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kScoreThreads)
   result.store(p, DbiasTile(tiles, blockIdx.x));
 }
 
-/// As many stages as fit beside the bias, best with another CTA; the bias stays where it is if nothing fits.
+/// As many stages as fit beside the bias, preferably with a second CTA on the SM. If nothing fits, the bias stays in
+/// memory.
 template <class Element>
 BiasShared bias_shared(const BackwardParams& p) {
   using Consumer = BiasConsumer<Element>;

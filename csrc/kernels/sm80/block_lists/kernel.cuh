@@ -1,10 +1,10 @@
-// Block lists of masks, of intervals of keys (common/block_lists/interval_lists.h) and with queries and keys in each
-// other's place (common/block_lists/transposed_lists.h), by three launches each:
+// Block lists of masks, of intervals of keys (common/block_lists/interval_lists.h) and transposed
+// (common/block_lists/transposed_lists.h), by three launches each:
 //
-//   a warp counts the blocks of a row | a CTA makes offsets of the counts | a warp writes the entries of a row
+//   a warp counts the blocks of a row | a CTA turns counts into offsets | a warp writes the entries of a row
 //
-// A row of the transpose is a column of the mask. A CTA works on it, each warp on a part of the rows: a look-up is a
-// chain of loads, each of which waits for the one before. Bitmaps need no offsets and are written beside the counts.
+// A row of the transpose is a column of the mask. A CTA computes one, each warp from a part of the rows, because a
+// look-up is a chain of dependent loads. Bitmaps need no offsets and are written beside the counts.
 #pragma once
 
 #include <algorithm>
@@ -76,8 +76,8 @@ static __global__ void __launch_bounds__(kColumnThreads, 1)
   }
 }
 
-/// Counts in offsets (total), (lists, rows + 1) of them, the last one of each list left out, become where each row
-/// begins; the last one of all is where all end.
+/// `offsets` holds (total) counts, (lists, rows + 1) of them, of which the last of each list is not counted. They
+/// become the begin of each row; the last one becomes the end of all.
 static __global__ void __launch_bounds__(kOffsetThreads)
     offsets_kernel(int32_t* offsets, int total, int rows, int max_blocks) {
   __shared__ int64_t sums[kOffsetThreads];  // of a thread's counts, then of those of all threads up to it
@@ -104,8 +104,8 @@ static __global__ void __launch_bounds__(kOffsetThreads)
   }
 }
 
-/// Entries behind the last block, by all threads of the grid.
-__device__ __forceinline__ void clear_entries(int32_t* indices, int32_t* bitmap_ids, int64_t end, int64_t max_blocks) {
+/// Zeroes the entries behind the last block, by all threads of the grid.
+__device__ __forceinline__ void zero_entries(int32_t* indices, int32_t* bitmap_ids, int64_t end, int64_t max_blocks) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (int64_t n = end + thread; n < max_blocks; n += static_cast<int64_t>(gridDim.x) * blockDim.x)
     indices[n] = bitmap_ids[n] = 0;
@@ -115,7 +115,7 @@ static __global__ void __launch_bounds__(kBlockListThreads, 1)
     write_blocks_kernel(const __grid_constant__ IntervalListsParams p) {
   const int64_t row = warp_of_grid(), rows = p.batch * p.rows;
   if (row < rows) write_blocks(p, static_cast<int>(row), Lanes());
-  clear_entries(p.indices, p.bitmap_ids, rows > 0 ? p.offsets[rows + p.batch - 1] : 0, p.max_blocks);
+  zero_entries(p.indices, p.bitmap_ids, rows > 0 ? p.offsets[rows + p.batch - 1] : 0, p.max_blocks);
 }
 
 static __global__ void __launch_bounds__(kColumnThreads, 1)
@@ -127,11 +127,11 @@ static __global__ void __launch_bounds__(kColumnThreads, 1)
     const ColumnPart part(p, column, counts);
     write_rows(p, column, part.rows(), part.before(), Lanes());
   }
-  clear_entries(p.transposed_indices, p.transposed_bitmap_ids,
-                columns > 0 ? p.transposed_offsets[columns + heads - 1] : 0, p.max_blocks);
+  zero_entries(p.transposed_indices, p.transposed_bitmap_ids,
+               columns > 0 ? p.transposed_offsets[columns + heads - 1] : 0, p.max_blocks);
 }
 
-/// A grid with so many warps.
+/// A grid with this many warps.
 inline LaunchShape warps_of_block_lists(int64_t warps) {
   constexpr int64_t kWarps = kBlockListThreads / Lanes::kCount;
   return {grid_of((warps + kWarps - 1) / kWarps), dim3(kBlockListThreads)};

@@ -1,5 +1,5 @@
-// Rows of results that no sequence covers: out 0, lse -inf, gradients 0. Covered rows are the other kernels' matter:
-// they write every row below a sequence's used length.
+// Rows of results that no sequence covers: out 0, lse -inf, gradients 0. The other kernels write every row below a
+// sequence's used length.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,8 +1,8 @@
-// Clearing of the rows that no sequence covers: outside of every [cu_seqlens[b], cu_seqlens[b] + used), or beyond
-// seqused of a dense batch entry. Lengths are clamped by the same Sequence that the other kernels use, so that a row is
-// either theirs or cleared here.
+// Writes the rows that no sequence covers: those outside of every [cu_seqlens[b], cu_seqlens[b] + used), or beyond
+// seqused of a dense batch entry. Lengths are clamped by the same Sequence that the other kernels use, so each row is
+// written either there or here.
 //
-// A lane looks one row up; then the warp writes those of its 32 rows that nobody covers, one by one.
+// A lane looks one row up. Then the warp writes those of its 32 rows that no sequence covers, one by one.
 #pragma once
 
 #include <algorithm>

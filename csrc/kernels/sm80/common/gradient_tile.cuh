@@ -15,7 +15,7 @@ template <class Element>
 __device__ __forceinline__ void multiply_by_gradient(ScoreFragment& w, const ScoreTile<Element>& tile,
                                                      const ScoreView& gradient) {
   tile.template load_matrix<Element>(gradient);
-  // A weight of 0 settles it, whatever the gradient.
+  // A weight of 0 gives 0, whatever the gradient.
   tile.for_each_in_matrix(w, [](float& x, float g) { x = x == 0.0f ? 0.0f : x * g; });
 }
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ void compute_ds(ScoreFragment& s, const ScoreTile<Ele
   }
   for_each_score(s, [&](float& x, int m, int n, int e) {
     const float weight = rows.weight(x, e / 2);
-    // Where it is 0 the rest may be NaN, from keys or rows that this query has nothing to do with.
+    // Where it is 0 the rest may be NaN, from keys or rows that this query does not see.
     x = weight == 0.0f ? 0.0f : weight * (dp[m][n][e] - term[e / 2]);
   });
 }

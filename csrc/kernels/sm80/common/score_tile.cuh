@@ -1,8 +1,8 @@
-// A tile of scores of 64 queries and 64 keys, worked on by one CTA: what attention_weights, its backward and the
-// gradient of the bias are made of.
+// A tile of scores of 64 queries and 64 keys, computed by one CTA. attention_weights, its backward and the gradient of
+// the bias are made of such tiles.
 //
 // Rows go through shared memory in slabs of kScoreSlab columns, two stages of an A and a B slab, so that one kernel
-// serves every head dim. A warp owns 16 of the queries. Every method leaves the slabs free: it ends with a barrier.
+// serves every head dim. A warp owns 16 of the queries. Every method ends with a barrier and leaves the slabs free.
 #pragma once
 
 #include "config.h"
@@ -72,7 +72,7 @@ struct ScoreTile {
     return Products::Layout::at(row, column / kPiece) + column % kPiece * static_cast<int>(sizeof(Element));
   }
 
-  /// Whether some query of the tile sees some key of it; to be asked first.
+  /// Whether some query of the tile sees some key of it. Call it first.
   __device__ __forceinline__ bool sees_any() {
     const int end_query = min(first_query + kScoreRows, sequence.seqlen_q);
     const Window window = sequence.window();
@@ -304,8 +304,7 @@ struct ScoreTile {
                                                               first, num_rows, columns - n * kScoreSlab);
   }
 
-  /// A hidden pair has gradient 0, and 0 * NaN is NaN. Where a query does see an Inf or NaN of q or k, its score says
-  /// so.
+  /// A hidden pair has gradient 0, and 0 * NaN is NaN. A query that sees an Inf or NaN of q or k has it in its score.
   __device__ __forceinline__ static void load_finite_slab(uint32_t s_slab, const Rows& rows, int first, int num_rows,
                                                           int columns, int n) {
     load_slab(s_slab, rows, first, num_rows, columns, n);

@@ -1,9 +1,9 @@
-// Appending to a cache: rows of k (turned by their positions) and of v are written behind those in use, and q is turned
-// into q_rotated:
+// Appending to a cache: rows of k (rotated by their positions) and of v are written behind those in use, and q is
+// rotated into q_rotated:
 //
 //   (x, y) -> (x cos - y sin, x sin + y cos)     for the pairs of the first rotary_dim elements
 //
-// A warp owns one row, of k and v or of q. One thread of each sequence writes down how many rows are in use afterwards.
+// A warp owns one row, of k and v or of q. One thread of each sequence stores how many rows are in use afterwards.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct RowOfHead {
   int batch, row, head;
 };
 
-/// (batch, rows, heads), the last one fastest, and how a flat number is taken apart.
+/// (batch, rows, heads), the last one fastest, and the divisors that take a flat number apart.
 struct RowsOfHeads {
   int64_t count;
   LongDivisor rows, heads;
@@ -38,7 +38,7 @@ struct RowsOfHeads {
   }
 };
 
-/// Rows of a sequence of the cache before the call, as far as the new ones find room.
+/// The rows of a sequence that the cache held before the call, as far as the new ones find room.
 __device__ __forceinline__ int64_t cached_rows(const AppendParams& p, int64_t batch) {
   return clamp_index(p.seq.seqused_k[batch], 0, p.seqlen_cache - p.seqlen_new);
 }

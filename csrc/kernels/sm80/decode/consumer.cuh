@@ -1,4 +1,4 @@
-// A warp of decoding: scores, softmax and out over tiles of keys. See kernel.cuh.
+// A warp of decoding: scores, softmax and out over key tiles. See kernel.cuh.
 #pragma once
 
 #include "config.h"
@@ -12,7 +12,7 @@
 
 namespace flash_ext::sm80 {
 
-/// What distinguishes the scores of a row. In shared memory, since few tiles ask.
+/// What distinguishes the scores of a row. It lies in shared memory, since few tiles read it.
 struct alignas(16) DecodeRowRules {
   int begin, end;  // keys that it sees
   int position;    // the key that it is aligned with
@@ -43,7 +43,7 @@ struct DecodeWarp {
   static constexpr int kColumns = kHeadDim / Config::kColumnWarps;
   static constexpr int kD = kColumns / 8;
   static constexpr int kSteps = kHeadDim / Products::kDepth;
-  // Out is rescaled when a maximum has grown by this much, 8 to base 2: until then P stays small enough for 16 bits.
+  // Out is rescaled when a maximum has grown by this much, 8 in base 2: until then P stays small enough for 16 bits.
   static constexpr float kMaxGrowth = 8.0f * (Unit::kNatural ? kLn2 : 1.0f);
 
   const ForwardParams& p;
@@ -82,7 +82,7 @@ struct DecodeWarp {
     }
   }
 
-  /// One tile of keys, as far as they lie below end_key; `mixed`: some row sees what another does not.
+  /// One key tile, up to end_key. `mixed`: some row sees a key that another does not.
   __device__ __forceinline__ void visit(uint32_t s_stage, int first_key, int end_key, bool mixed) {
     const uint32_t s_v = s_stage + Config::kStageBytes / 2;
     if (mixed) remove_non_finite(s_v);
@@ -93,7 +93,7 @@ struct DecodeWarp {
     accumulate(s, s_v);
   }
 
-  /// By all that share the tile, which the barrier is for.
+  /// A barrier of all warps that share the tile.
   __device__ __forceinline__ static void meet() {
     if constexpr (Config::kTeam == 1) {
       __syncwarp();
@@ -124,7 +124,7 @@ struct DecodeWarp {
   }
 
   __device__ __forceinline__ void score(float (&s)[kN][4], uint32_t s_k) {
-    // Chains of products that each wait for the one before; where there are only two, they are cut in halves.
+    // Two chains of dependent products would leave the tensor cores waiting, so they are halved.
     constexpr bool kHalves = kN == 2 && Config::kQueryInRegisters;
     float odd[kHalves ? kN : 1][4] = {};
     const uint32_t s_k_lane = s_k + k_lane;
@@ -184,7 +184,7 @@ struct DecodeWarp {
       for (int e = 0; e < 4; ++e) f(s[n][e], e / 2, 8 * n + e % 2);
   }
 
-  /// S to P, with what that changes of maxima, sums and out.
+  /// Turns S into P, and updates maxima, sums and out.
   __device__ __forceinline__ void exponentiate(float (&s)[kN][4]) {
     float factor[2] = {1.0f, 1.0f};
     bool grown = false;
@@ -240,7 +240,7 @@ struct DecodeWarp {
   }
 
  public:
-  /// Maximum, sum and out to shared memory, where the CTA adds them up.
+  /// Stores maximum, sum and out to shared memory, where the CTA combines them.
   __device__ __forceinline__ void publish(float* s_out, float2* s_softmax_state, int rows) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

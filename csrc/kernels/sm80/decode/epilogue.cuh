@@ -1,4 +1,4 @@
-// The end of a CTA of decoding: what its warps found lies in shared memory and becomes the result, or a part of it.
+// The end of a CTA of decoding: combines what its warps left in shared memory into the result, or into a part of it.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -6,8 +6,8 @@
 
 namespace flash_ext::sm80 {
 
-/// Adds to the rows of out the non-finite values that they see among keys that others do not see: those were taken out
-/// of the products. Slow and rare. By the whole CTA, between barriers.
+/// Adds to rows of out the non-finite values that they see among keys that others do not see: sanitising removed those
+/// from the products. Slow and rare. By the whole CTA, between barriers.
 template <class Config>
 __device__ __forceinline__ void add_non_finite(float* s_out, const ForwardParams& p, const DecodeGrid& grid,
                                                const DecodeTile& tile, int split) {

@@ -2,13 +2,13 @@
 //
 //   out_r = sum_j p_rj v_j / l_r,   p_rj = e^(s_rj - m_r),   l_r = sum_j p_rj
 //
-// Decoding reads each key and value once and does little with it, so all is arranged to keep reads under way. The heads
-// that share a key head are rows of one tile (scheduler.cuh), and the keys of a tile are cut into splits, one CTA
-// each.
+// Decoding reads each key and value once and computes little with it, so the kernel is built to keep reads under way.
+// The heads that share a key head are rows of one tile (scheduler.cuh), and the keys of a tile are divided into splits,
+// one CTA each.
 //
-// Few rows (kRowWarps = 1): every warp (of float heads of 256: every two) walks over key tiles of its own, with a ring
-// of stages of its own, its own m, l and out; warps meet at the end only, when their results are added up in shared
-// memory. Many rows (kRowWarps = 4): the warps share the key tiles and own 16 rows each.
+// Few rows (kRowWarps = 1): every warp (with float heads of 256: every two) visits key tiles of its own, with its own
+// ring of stages, m, l and out. Warps meet only at the end, when their results are combined in shared memory. Many rows
+// (kRowWarps = 4): the warps share the key tiles and own 16 rows each.
 //
 // A step, for tile n:
 //   wait for K(n) and V(n), barrier of those who share it     everybody is done with tile n - 1
@@ -27,8 +27,7 @@
 
 namespace flash_ext::sm80 {
 
-/// The loop over the keys of a split. `load_rows` brings what belongs to the rows, once the first keys are on their
-/// way.
+/// The loop over the keys of a split. `load_rows` loads what belongs to the rows, once the first keys are under way.
 template <class Config, class LoadRows>
 __device__ __forceinline__ void visit_keys(DecodeWarp<Config>& warp, const ForwardParams& p, const DecodeGrid& grid,
                                            const DecodeTile& tile, int split, uint32_t s_rings, LoadRows load_rows) {

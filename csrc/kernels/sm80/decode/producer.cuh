@@ -1,4 +1,4 @@
-// The way of keys, values and queries into shared memory: contiguous caches and paged ones alike, a row at a time.
+// Loads of keys, values and queries into shared memory: contiguous caches and paged ones alike, a row at a time.
 #pragma once
 
 #include "kernels/common/sequence.cuh"
@@ -8,8 +8,8 @@
 
 namespace flash_ext::sm80 {
 
-/// Where the row of a key lies. A lane looks up one row for its warp, a tile ahead of the copies, so that nothing waits
-/// for the page table.
+/// The address of the row of a key. A lane looks up one row for its warp, a tile ahead of the copies, so that nothing
+/// waits for the page table.
 struct KeyLocation {
   int page = 0;
   int slot = -1;  // -1 = no such key
@@ -42,7 +42,7 @@ class KeyProducer {
     look_up();
   }
 
-  /// K and V of the next tile, and moves on by `step` keys.
+  /// Loads K and V of the next tile, and moves on by `step` keys.
   __device__ __forceinline__ void load_next(uint32_t s_stage, int step) {
     if (in_one_piece_ && tile_ + kRows <= end_) {
       copy_full_rows(s_stage, k_, p_.k.row_stride);
@@ -104,8 +104,8 @@ class KeyProducer {
     return (s_lane ^ static_cast<uint32_t>((row & 7) << 4)) + row * Layout::kRowBytes;
   }
 
-  /// A lane knows where the row of its own number lies, and copies pieces of all rows. Rows that do not exist and
-  /// columns beyond the tensor's become 0; their sources are not read.
+  /// Each lane looks up one row and copies pieces of all rows. Rows that do not exist and columns beyond the tensor's
+  /// become 0; their sources are not read.
   __device__ __forceinline__ void copy_rows(uint32_t s_tile, const char* my_row, uint32_t existing, int columns) {
     const int lane_row = lane_ / kStepPieces, lane_piece = lane_ % kStepPieces;
     const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_piece);

@@ -46,18 +46,18 @@ struct DecodeGrid {
         tile_rows(static_cast<int>(std::min(p.seqlen_q * p.head_group, p.block_m))),
         factors(p, per_natural) {}
 
-  /// 64 keys are a tile for each warp of a CTA. Where there are many tiles anyway, a sequence much shorter than the
-  /// cache could hold had better not be cut up.
+  /// 64 keys are a tile for each warp of a CTA. Where there are many tiles anyway, sequences much shorter than the
+  /// capacity of the cache are not split.
   static int smallest_split(int64_t tiles) { return tiles < 32 ? 64 : tiles < 128 ? 256 : 1024; }
 
-  /// Splits of a fixed size: as many as the cache could hold, and most sequences are shorter. A CTA without keys
-  /// costs a microsecond, so there are not as many CTAs.
+  /// CTAs that share the splits of a tile. Splits of a fixed size are as many as the cache could hold, but most
+  /// sequences are shorter, and a CTA without keys costs a microsecond; so there are fewer CTAs than splits.
   int64_t blocks_per_tile(int64_t tiles) const {
     constexpr int64_t kBlocks = 2048;
     return std::clamp<int64_t>(kBlocks / std::max<int64_t>(tiles, 1), 1, splits.value);
   }
 
-  /// Packed sequences count as of mean length: a bound on it decides nothing.
+  /// Packed sequences count with their mean length: a bound on the longest decides nothing.
   int64_t typical_tiles(const ForwardParams& p) const {
     const int64_t queries = p.seq.cu_seqlens_q ? tiles_of_rows(p.total_q, std::max<int64_t>(1, p.batch)) : p.seqlen_q;
     return p.batch * tiles_of_rows(queries * p.head_group, p.block_m) * groups.value;

@@ -1,4 +1,4 @@
-// Which scores dropout keeps, written out.
+// The dropout mask as booleans.
 #pragma once
 
 #include <cuda_runtime_api.h>

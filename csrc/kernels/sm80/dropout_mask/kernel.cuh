@@ -1,6 +1,6 @@
-// Which scores dropout keeps, written out as booleans: the mask that the attention kernels draw on the fly.
+// The dropout mask as booleans: the one that the attention kernels compute on the fly.
 //
-// A thread draws one word of 32 weights at a time (common/dropout/philox.h).
+// A thread computes one word of 32 weights at a time (common/dropout/philox.h).
 #pragma once
 
 #include <algorithm>

@@ -18,7 +18,7 @@ inline BackwardBlocksCall blocks_call(const BackwardParams& p) {
           !other_options && p.window.left < 0 && p.window.right < 0, equal_lengths, p.head_dim};
 }
 
-/// All that a call needs beside the tensors: row terms and dQ, the lists, and the order of tiles of keys by them.
+/// Scratch memory of a call: row terms and dQ, the lists, and the order of key tiles by the lengths of their lists.
 struct BackwardBlocksWorkspace {
   BackwardWorkspace rows;
   LongestFirst order;
@@ -32,7 +32,7 @@ struct BackwardBlocksWorkspace {
     const int64_t lists_end = rows.bytes + rows.query_lists.bytes;
     schedule.list = order.view(static_cast<char*>(memory) + lists_end);
     bytes = lists_end + order.bytes();
-    rows.unclean = nullptr;  // lse says it
+    rows.has_non_finite = nullptr;  // consumers look at lse instead
   }
 
  private:

@@ -1,9 +1,9 @@
 // The backward's variant of block masks: the pipelined loop, driven by lists.
 //
-// A tile of 128 keys lies within a column of blocks. The tiles of queries that see it are listed on the device from the
-// mask's rows (common/backward/query_lists.h); tiles of keys come longest first (common/scheduler/longest_first.h). The
-// producer writes a step's metadata beside Q. A step of which nothing is hidden is that of the plain loop; where the
-// mask has a bitmap, each lane reads the bits of its pairs, 8 bytes, beside the products.
+// A tile of 128 keys lies within one column of blocks. A kernel lists the query tiles that see it, from the mask's rows
+// (common/backward/query_lists.h). Key tiles come longest first (common/scheduler/longest_first.h). The producer writes
+// the metadata of a step beside its Q. A full step runs the code of the plain loop; in a partial one each lane reads
+// the bits of its pairs, 8 bytes, beside the products.
 #pragma once
 
 #include "blocks.h"

@@ -5,7 +5,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of it does.
+/// One warp of it.
 template <class Config>
 class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   using Base = BackwardPipelinedDq<Config>;
@@ -29,7 +29,7 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
  private:
   friend Base;
 
-  /// Which step's Q and dO come next. The entry behind it is asked for a step ahead.
+  /// The step whose Q and dO are loaded next. The list's entry behind it is read one step ahead.
   struct Next {
     Steps step;
     const ListedQueries* g_entry;
@@ -45,9 +45,9 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
     this->add_all(*this, step, next);
   }
 
-  /// Read before the products: behind them warp 0 may write the metadata of another step here. No mbarrier orders that
-  /// write behind the reads of the other warps. The products do, which the warps of a warpgroup finish together on
-  /// compute capability 9.0; PTX's memory model does not promise it.
+  /// Called before the products: after them warp 0 may overwrite this metadata with that of another step. No mbarrier
+  /// orders that write after the other warps' reads. The products do, because the warps of a warpgroup finish them
+  /// together on compute capability 9.0; PTX's memory model does not promise it.
   __device__ __forceinline__ Place place(const Steps& step) const {
     const ListedQueries queries = storage_.step_metadata[step.stage];
     return {ptx::uniform(work_tile_.sequence.head + queries.head), ptx::uniform(queries.tile)};

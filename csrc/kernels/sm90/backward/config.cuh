@@ -10,16 +10,16 @@
 
 namespace flash_ext::sm90 {
 
-/// The address as descriptors take it. In a cluster its upper bits are the CTA's rank, which would change what they
-/// say of panels.
+/// The address as matrix descriptors take it. In a cluster its upper bits hold the CTA's rank, which would change other
+/// fields of a descriptor.
 template <class Config>
 __device__ __forceinline__ uint32_t without_rank(uint32_t s_tile) {
   constexpr uint32_t kOwnMemory = (1u << 18) - 1;
   return Config::kCluster > 1 ? s_tile & kOwnMemory : s_tile;
 }
 
-/// Which tiles and registers a kernel up to kMaxNarrowHeadDim has: those of its head_dim; those of block masks, whose
-/// lists say which steps there are; those of the persistent kernel, which has K and V of two tiles of keys.
+/// Tiles and registers of a kernel up to kMaxNarrowHeadDim: those of its head_dim, those of block masks, whose lists
+/// say which steps there are, or those of the persistent kernel, which has K and V of two key tiles.
 enum class BackwardTiling { kOfHeadDim, kBlocks, kPersistent };
 
 constexpr BackwardShape backward_shape(int head_dim, BackwardTiling tiling) {
@@ -70,7 +70,7 @@ struct BackwardNarrowConfig {
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
-/// A kernel that always takes turns is one of its own: a loop that can go either way costs the others a tenth.
+/// A kernel that always takes turns is one of its own: a test for turns in the loop would cost the other calls a tenth.
 template <class Element, int kHeadDim, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardConfig : BackwardNarrowConfig<Element, kHeadDim, 2> {
   static constexpr TurnTaking kTurns = kTurns_;
@@ -80,21 +80,21 @@ template <class Element, int kHeadDim, bool kListsBlocks, bool kBiased>
 using BackwardPipelinedBase =
     BackwardNarrowConfig<Element, kHeadDim, 3, kListsBlocks ? BackwardTiling::kBlocks : BackwardTiling::kOfHeadDim,
                          kBiased ? 2 : 3>;
-/// Where the products of a step overlap those of the next. dS has keys as rows. kBiased: a bias of query-key pairs has
-/// the room of a stage of dO.
+/// The pipelined loop: products of a step overlap those of the next. dS has keys as rows. kBiased: a tile of a bias of
+/// query-key pairs takes the room of one stage of dO.
 template <class Element, int kHeadDim, bool kListsBlocks = false, bool kBiased_ = false>
 struct BackwardPipelinedConfig : BackwardPipelinedBase<Element, kHeadDim, kListsBlocks, kBiased_> {
   using Base = BackwardPipelinedBase<Element, kHeadDim, kListsBlocks, kBiased_>;
   static constexpr TurnTaking kTurns = kListsBlocks ? TurnTaking::kNever : TurnTaking::kIfAsked;
   static constexpr bool kBiased = kBiased_;
-  static constexpr bool kFindsSteps = false;  // those that a mask of pairs leaves
+  static constexpr bool kFindsSteps = false;  // the steps that a mask of pairs leaves
   static constexpr int kDsSteps = 2;  // of dK's product, that take dS from registers: there are not enough for all
   static constexpr int kBiasOffset = Base::kTilesBytes;
   static constexpr int kBiasPanelBytes = kBiased ? panel_bytes(Base::kBlockM) : 0;  // of a warpgroup's keys, in 16 bits
   static constexpr int kTilesBytes = kBiasOffset + Base::kGroups * kBiasPanelBytes;
 };
 
-/// The same loop where a CTA goes from one tile of keys to the next: the products of both then overlap.
+/// The same loop in persistent CTAs: products of one key tile overlap those of the next.
 template <class Element, int kHeadDim>
 struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, BackwardTiling::kPersistent> {
   using Base = BackwardNarrowConfig<Element, kHeadDim, 3, BackwardTiling::kPersistent>;
@@ -108,14 +108,14 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static_assert(panels(kHeadDim) == 1, "dQ of a step is one product");
 };
 
-/// Options that a variant serves, as flags of steps: these and no others, or any.
+/// The options that a variant serves, as flags of steps: these and no others, or any.
 template <class Base, int kOptions_>
 struct BackwardOptionsConfig : Base {
   static constexpr int kOptions = kOptions_;
   static constexpr bool kAny = kOptions == kAnyOptions;
 
   static constexpr bool may_have(int option) { return kAny || (kOptions & option) != 0; }
-  /// Whether a step has it; masks leave tiles whole.
+  /// Whether a step has the option. Under a mask of pairs some tiles are full.
   template <int kOption>
   __device__ __forceinline__ static bool has(int flags) {
     return may_have(kOption) && ((!kAny && kOption != kStepIsMasked) || (flags & kOption) != 0);
@@ -125,9 +125,9 @@ struct BackwardOptionsConfig : Base {
 template <class Element, int kHeadDim, int kOptions>
 using BackwardPipelinedOptionsBase =
     BackwardOptionsConfig<BackwardPipelinedConfig<Element, kHeadDim, false, (kOptions & kStepBiased) != 0>, kOptions>;
-/// kTwoWeights: dS is made of other weights than dV, those before dropout or those times the derivative of a softcap.
-/// Both then wait for dP in registers, and dK's product takes all of dS from shared memory, as none of it may be in
-/// registers while the weights of the next step are made: 8 KB more of it a step.
+/// kTwoWeights: dS is computed from other weights than dV, those before dropout or those times the derivative of a
+/// softcap. Both wait in registers for dP. While the weights of the next step are computed, no registers are left for
+/// dS, so dK's product reads all of dS from shared memory: 8 KB more per step.
 template <class Element, int kHeadDim, int kOptions>
 struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions> {
   static constexpr TurnTaking kTurns = TurnTaking::kNever;
@@ -136,7 +136,7 @@ struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kH
   static constexpr int kDsSteps = kTwoWeights ? 0 : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions>::kDsSteps;
 };
 
-/// Head dims above kMaxNarrowHeadDim, by clusters of CTAs with 64 keys each.
+/// Head dims above kMaxNarrowHeadDim, by clusters of two CTAs with 64 keys each.
 template <class Element_, int kHeadDim_, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardWideConfig {
   using Element = Element_;
@@ -154,7 +154,7 @@ struct BackwardWideConfig {
   static constexpr int kDqHeadDim = 256;  // of the workspace: row terms are summed up by powers of two
 
   static constexpr int kPanels = panels(kHeadDim);
-  // The CTAs compute the middle panel of dQ in every other step each, and need all of the other's K.
+  // The CTAs take turns, step by step, at the middle panel of dQ, and so need all of each other's K.
   static constexpr bool kAlternatesMiddlePanel = kPanels % 2 != 0;
   static constexpr int kOtherPanels = kAlternatesMiddlePanel ? kPanels : kPanels / 2;  // of the other CTA's K
   static constexpr int kKeyBytes = tile_bytes(kWarpgroupRows, kHeadDim);               // K, V of a CTA
@@ -171,7 +171,7 @@ struct BackwardWideConfig {
 
   static_assert(kGroups == 2, "dS goes to the other CTA");
   static_assert(kWarpgroupRows == kPanelColumns, "dS of a CTA's keys is a panel");
-  // What the launch allocates and the others leave; more than that, and setmaxnreg would wait for ever.
+  // The registers that the launch allocates and the other warpgroups leave. With more, setmaxnreg would wait for ever.
   static constexpr int kGradientRegisters = 65536 / kThreads / 8 * 8 * 3 - kShape.registers - kShape.dq_registers;
 };
 

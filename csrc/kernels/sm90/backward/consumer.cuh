@@ -5,7 +5,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of them does.
+/// One warp of them.
 template <class Config, class Storage = BackwardStorage<Config>>
 class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
  public:
@@ -43,8 +43,8 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
   using Base::work_tile_;
 
   __device__ __forceinline__ void zero_sums() {
-    Products::clear(dk_);
-    Products::clear(dv_);
+    Products::zero(dk_);
+    Products::zero(dv_);
   }
 
   __device__ __forceinline__ void visit_all() {
@@ -68,13 +68,14 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     if (this->sees(tile)) {
       step(tile, this->hides(tile));
     } else {
-      pass();
+      skip_tile();
     }
     at_.advance();
   }
 
-  /// A tile that other warpgroups see. Barriers are waited for all the same, lest one gets ahead by two phases.
-  __device__ __forceinline__ void pass() const {
+  /// Skips a tile that only other warpgroups see. It still waits for the barriers, so that no warpgroup gets two phases
+  /// ahead.
+  __device__ __forceinline__ void skip_tile() const {
     this->wait_for_query();
     this->release_query();
     this->wait_for_grad();
@@ -84,8 +85,7 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     publish_ds();
   }
 
-  /// A tile of which this warpgroup's keys see something; `hides`: but not all. Scores and their gradients take the
-  /// same registers, one after the other.
+  /// One step. `hides`: some pair of the tile is hidden. S and dP take the same registers, one after the other.
   __device__ __forceinline__ void step(int tile, bool hides) {
     Scores s;
     Weights p, ds;
@@ -105,7 +105,7 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
   __device__ __forceinline__ void multiply_grads(Scores& s) const {
     multiply_grads(s, [] {});
   }
-  /// Beside meanwhile().
+  /// dP, with meanwhile() beside the product.
   template <class Meanwhile>
   __device__ __forceinline__ void multiply_grads(Scores& s, Meanwhile meanwhile) const {
     wait_for(storage_.v_full, 0);
@@ -115,7 +115,7 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     Products::finish(s);
   }
 
-  /// dV += P dO, dK += dS Q: under way together, beside meanwhile(), and over when this returns.
+  /// dV += P dO and dK += dS Q, issued together, with meanwhile() beside them. Both are complete on return.
   template <class Meanwhile>
   __device__ __forceinline__ void add_up(const Weights& p, const Weights& ds, Meanwhile meanwhile) {
     Products::start_sum(dv_, p, this->grad_tile());

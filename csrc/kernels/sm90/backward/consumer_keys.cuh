@@ -1,5 +1,5 @@
-// What warps of the backward that compute have in common: 64 keys, the tiles of queries that these see, the waits, and
-// where sums go.
+// What all consumer warps of the backward share: 64 keys, the query tiles that see them, the waits, and where dK and dV
+// go.
 #pragma once
 
 #include "kernels/common/backward/split_sums.cuh"
@@ -48,7 +48,7 @@ class BackwardKeysWarp {
     return work_tile_.first_key + warpgroup_ * kWarpgroupRows + warp_ * 16;
   }
 
-  /// K of this warpgroup. What a query does see, its lse knows, or it is a score of -inf still.
+  /// Sanitises this warpgroup's K. A query that sees an Inf or NaN in it has it in lse, or has a score of -inf.
   __device__ __forceinline__ void sanitise_keys() const { sanitise_keys(storage_.k_full, 0, s_tiles_); }
   __device__ __forceinline__ void sanitise_keys(const uint64_t& k_full, uint32_t parity, uint32_t s_keys) const {
     wait_for(k_full, parity);
@@ -95,7 +95,7 @@ class BackwardKeysWarp {
   const uint32_t keys_, queries_;  // lower halves of descriptors
 };
 
-/// The same with the waits for Q and dO, and what is done to a tile of scores.
+/// The same, with the waits for Q and dO and the operations on a tile of scores.
 template <class Config, class Storage>
 class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
  protected:
@@ -123,7 +123,7 @@ class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
   __device__ __forceinline__ void wait_for_query() const { wait_for(storage_.q_full[at_.stage()], at_.parity()); }
   __device__ __forceinline__ void wait_for_grad() const { wait_for(storage_.do_full[at_.stage()], at_.parity()); }
 
-  /// Tiles of queries of which the keys see something; and where something is hidden from some key, too.
+  /// Whether the warpgroup's keys see something of a query tile, and whether some pair of them is hidden.
   __device__ __forceinline__ bool sees(int tile) const {
     const TileSpan& seen = work_tile_.groups[warpgroup_];
     return tile >= seen.begin && tile < seen.end;
@@ -147,7 +147,7 @@ class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
   __device__ __forceinline__ void hide(Numbers& numbers, int tile) const {
     Tile::hide(numbers, work_tile_.sequence, this->first_key(), tile * kBlockM, lane_);
   }
-  /// P of a tile that is not full: without what is hidden, and bounded.
+  /// P of a partial tile: hidden weights become 0, the others are bounded.
   __device__ __forceinline__ void hide_weights(Scores& p, int tile) const {
     hide(p, tile);
     if (work_tile_.large) for_each_score(p, [](float& x, int, int, int) { x = LargeLse::bound(x); });
@@ -163,8 +163,8 @@ class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
       store_shared(s_panel + (k * kWarpgroupThreads + this->thread()) * 16, uint4{0, 0, 0, 0});
   }
 
-  /// Q and dO of a tile that some key is hidden from, by all that compute together; this is the `thread`th of them.
-  /// They then wait for each other.
+  /// Sanitises Q and dO of a partial tile, by all consumer threads together; this is the `thread`th of them. The caller
+  /// then waits for all of them.
   __device__ __forceinline__ void sanitise_rows(int thread) const {
     wait_for_query();
     wait_for_grad();

@@ -33,7 +33,7 @@ struct BackwardTransposedDqLayout {
 
     __device__ __forceinline__ explicit Piece(int flat) : row(flat / 8 * 2), column(flat % 8 * 8) {}
 
-    /// As a quad of lanes has two rows of accumulators.
+    /// As four lanes have two rows of accumulators.
     __device__ __forceinline__ void load(const float* g_tile, float (&x)[4][4]) const {
       const int fragment = column / 16 * (kBlockM / 8) + row / 8;
       const float* const g_first = g_tile + fragment * 128 + row % 8 / 2 * 4 + column % 16 / 8 * 2;

@@ -3,12 +3,17 @@
 //   S^T = K Q^T,   P^T = 2^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)    D: common/backward/row_terms.cuh
 //   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
-// A CTA owns a tile of keys and goes over the tiles of queries that see them. Warpgroup 0 loads and computes dQ; the
-// others, 64 keys each, compute the rest. What they do beside one another is a policy of this kernel, its roles: the
-// plain ones, those whose products overlap the next step's, those of options beside such products
-// (pipelined_options_kernel.cuh) or not (options_kernel.cuh), and those of a block mask's lists (blocks_kernel.cuh).
-// Head dims above 128 have a kernel that divides the products otherwise (wide_kernel.cuh), those up to 64, without
-// options, one whose CTAs go from tile to tile (persistent_kernel.cuh).
+// A CTA owns a tile of keys and loops over the query tiles that see them. Warpgroup 0 loads tiles and computes dQ. The
+// others, the consumers, have 64 keys each and compute the rest. How their products overlap is a policy of this kernel,
+// its roles:
+//
+//   plain                                consumer.cuh, producer_dq.cuh
+//   overlapping those of the next step   pipelined_consumer.cuh, pipelined_producer_dq.cuh
+//   options, overlapping or not          pipelined_options_kernel.cuh, options_kernel.cuh
+//   the lists of a block mask            blocks_kernel.cuh
+//
+// Head dims above 128 have a kernel that divides the products otherwise (wide_kernel.cuh). Head dims up to 64 without
+// options have a persistent one (persistent_kernel.cuh).
 #pragma once
 
 #include "consumer.cuh"
@@ -29,7 +34,7 @@ constexpr BackwardKernelNames kBackwardNames = {"sm90/backward rows", "sm90/back
                                                 "sm90/backward sink"};
 constexpr int kMaxSharedBytes = 227 * 1024;  // of a CTA
 
-/// What the main kernel is launched with beside the call.
+/// Arguments of the main kernel beside the call's.
 template <class Maps>
 struct BackwardArgumentsOf {
   const Maps& maps;
@@ -49,7 +54,7 @@ BackwardMaps backward_maps(const BackwardParams& p) {
           encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, Config::kBlockM)};
 }
 
-/// What the warps of a CTA share and do, and the types of the kernel's last two arguments.
+/// The policies of a kernel: shared memory, the two kinds of warps, and the types of the kernel's last two arguments.
 template <class Config_, class Storage_, class Dq_, class Consumer_, class Maps_ = BackwardMaps>
 struct BackwardRolesOf {
   using Config = Config_;
@@ -97,7 +102,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
   storage.look_at_masks(p, workspace);
-  // Here, and not in functions of the roles: a level of calls more, and ptxas orders instructions otherwise.
+  // Not in functions of the roles: with one more level of calls ptxas orders the instructions otherwise.
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms and zeroed sums
@@ -123,7 +128,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-/// `positions`: of CTAs in the order of tiles. The kernel waits for the one before by itself.
+/// `positions`: CTAs, in the order of tiles. The kernel itself waits for the one before it.
 template <class Roles>
 void launch_backward_kernel(const BackwardParams& p, const typename Roles::Maps& maps,
                             const BackwardWorkspace& workspace, const typename Roles::Fourth& fourth,

@@ -1,4 +1,4 @@
-// The kernels of a call without lists, and the memory that they need: which roles serve it.
+// Chooses the kernels of a call without lists, and lays out the memory that they need.
 #pragma once
 
 #include <type_traits>
@@ -43,7 +43,7 @@ void launch_plain_backward(const BackwardParams& p, const BackwardArguments& arg
   }
 }
 
-/// The main kernel. kPipelined: products of a step overlap those of the next, of calls that pipelines() is true for.
+/// The main kernel. kPipelined: products of a step overlap those of the next, for calls of which pipelines() is true.
 template <class Config, bool kPipelined>
 void launch_main_backward(const BackwardParams& p, const BackwardArguments& arguments, cudaStream_t stream) {
   using Element = typename Config::Element;
@@ -82,7 +82,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
   });
 }
 
-/// Whether CTAs go from one tile of keys to the next.
+/// Whether the persistent kernel serves the call.
 template <int kHeadDim>
 bool serves_persistently(const BackwardParams& p) {
   return is_persistent(kHeadDim) && !has_options(p) && !p.deterministic;

@@ -1,5 +1,5 @@
-// A boolean mask of query-key pairs as the pipelined loop takes it: states of tiles (VisibilityTiles), and words of
-// bits as lanes have scores, which need no way through shared memory.
+// A boolean mask of query-key pairs for the pipelined loop: a state for each tile (VisibilityTiles), and words of bits
+// in the order in which lanes hold scores. A lane reads its word from memory, without shared memory between.
 #pragma once
 
 #include "kernels/common/backward/visibility.cuh"

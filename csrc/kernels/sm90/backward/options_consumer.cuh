@@ -88,7 +88,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
       step(metadata, this->hides(metadata.tile), look_ahead);
     } else {
       if (Config::template has<kStepBiased>(metadata.flags)) wait_for_bias();
-      this->pass();
+      this->skip_tile();
       look_ahead();
     }
     return after;
@@ -341,7 +341,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     }
   }
 
-  /// Whether some number of the warp is NaN, or two of them are infinite. To look costs half of what it costs to clear.
+  /// Whether some number of the warp is NaN, or two of them are infinite. The check costs half of what zeroing costs.
   __device__ __forceinline__ static bool holds_nan(const Weights& ds) {
     uint32_t sum = 0;
     for_each_pair([&](int k, int e) { sum = ptx::add_pairs<Element>(sum, ds[k][e]); });

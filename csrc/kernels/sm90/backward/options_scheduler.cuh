@@ -59,22 +59,22 @@ class BackwardOptionsSteps {
   /// answer comes late.
   __device__ __forceinline__ void ask(const BackwardStep& window) {
     const int tile = window.tile + lane_;
-    coming_storage_ = kTileHidden;
+    next_state_ = kTileHidden;
     if (is_past(window) || tile >= work_tile_.tiles.end) return;
-    coming_storage_ = kTileVisible;
+    next_state_ = kTileVisible;
     if (Config::may_have(kStepIsMasked | kStepKeyBiased) && options_.masks) {
       const VisibilityTiles& tiles = workspace_.visibility;
-      coming_storage_ = tiles.states_of(work_tile_.sequence.batch, work_tile_.sequence.head + window.head,
-                                        work_tile_.first_key / Config::kBlockN)[tiles.query_tiles > 1 ? tile : 0];
+      next_state_ = tiles.states_of(work_tile_.sequence.batch, work_tile_.sequence.head + window.head,
+                                    work_tile_.first_key / Config::kBlockN)[tiles.query_tiles > 1 ? tile : 0];
     }
     if (Config::may_have(kStepIsMasked | kStepBiased | kStepKeyBiased) && options_.hides)
       next_has_non_finite_ =
-          workspace_.unclean[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + tile];
+          workspace_.has_non_finite[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + tile];
   }
   /// Acquires the window that was asked for last, and asks for the one after it.
   __device__ __forceinline__ void take() {
-    left_ = __ballot_sync(~0u, coming_storage_ != kTileHidden);
-    masked_ = __ballot_sync(~0u, coming_storage_ == kTileMasked);
+    left_ = __ballot_sync(~0u, next_state_ != kTileHidden);
+    masked_ = __ballot_sync(~0u, next_state_ == kTileMasked);
     has_non_finite_ = __ballot_sync(~0u, next_has_non_finite_ != 0);
     if (is_past(window_)) return;
     if (!Config::kAny) slope_ = slope_of_head();
@@ -89,7 +89,7 @@ class BackwardOptionsSteps {
   BackwardStep window_;                                  // its first tile
   uint32_t left_ = 0, masked_ = 0, has_non_finite_ = 0;  // bits of its tiles
   float slope_ = 0.0f;                                   // see slope()
-  int coming_storage_ = 0, next_has_non_finite_ = 0;     // of the window after it, of this lane's tile
+  int next_state_ = 0, next_has_non_finite_ = 0;         // of the window after it, of this lane's tile
 };
 
 }  // namespace flash_ext::sm90

@@ -1,4 +1,4 @@
-// The backward at head_dim 64 without options: the pipelined loop, in CTAs that stay.
+// The backward at head_dim 64 without options: the pipelined loop in persistent CTAs.
 //
 // A CTA goes from one tile of 128 keys to the next. Q and dO of the first steps of a tile, its K and its V are loaded
 // while the steps of the tile before are computed, and dQ of these is computed while dK and dV are stored.
@@ -49,6 +49,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
+/// That fill the table, whatever the number of queries: a thread a tile, where all of them run at once.
+inline unsigned ctas_of_table(uint32_t tiles, int64_t num_sms) {
+  const int64_t wanted = (int64_t{tiles} + kRowTermThreads - 1) / kRowTermThreads;
+  return static_cast<unsigned>(std::max<int64_t>(std::min(wanted, kRowTermBlocks * num_sms), 1));
+}
+
 template <class Config>
 void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Element = typename Config::Element;
@@ -56,15 +62,16 @@ void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardPersistentStorage<Config>);
   static_assert(kSharedBytes <= kMaxSharedBytes);
   const BackwardPersistentMemory<Config> all(p, memory);
+  const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
   fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
   const auto launch_row_terms = [&](const LaunchShape& rows) {
     LaunchShape shape = rows;
-    shape.grid.x = std::max(rows.grid.x, 1u);  // the table is there for keys that no query sees, too
+    shape.grid.x = std::max(rows.grid.x, ctas_of_table(all.table.count, num_sms));
     launch(kBackwardNames.row_terms, backward_persistent_rows_kernel<Config>, shape, stream, p, all.workspace,
            all.schedule, all.table, rows.grid.x);
   };
   const auto launch_main = [&] {
-    const auto ctas = std::min<int64_t>(all.table.count, device_attribute(cudaDevAttrMultiProcessorCount));
+    const auto ctas = std::min<int64_t>(all.table.count, num_sms);
     const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), kSharedBytes, true};
     launch(kBackwardNames.main, backward_persistent_kernel<Config>, shape, stream, p, backward_maps<Config>(p),
            all.workspace, all.table, base_two_scale(p));

@@ -1,5 +1,5 @@
-// The warpgroup that loads tiles and computes dQ, where there is a bias of query-key pairs: a stage of dO less has room
-// for one tile of it.
+// The warpgroup that loads tiles and computes dQ where there is a bias of query-key pairs: one tile of it takes the
+// room of a stage of dO.
 #pragma once
 
 #include "kernels/ptx/tma_prefetch.h"
@@ -8,9 +8,9 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of it does. When dS of step m is complete, all products of m - 1 are over; so Q of m + 2 is loaded,
-/// and dO of m + 1. The bias of m + 1 is loaded before that, when all have made P of m: the warpgroups may be half a
-/// step apart, and the first one must not wait for what the second one's dS would let in.
+/// One warp of it. When dS of step m is complete, all products of m - 1 are over, so Q of m + 2 and dO of m + 1 are
+/// loaded. The bias of m + 1 is loaded earlier, when all warps have computed P of m: the warpgroups may be half a step
+/// apart, and the first one must not wait for dS of the second.
 template <class Config>
 class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
@@ -56,7 +56,7 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
     this->add_all(*this, step, next);
   }
 
-  /// The bias of the step behind this one, when all have read this one's.
+  /// Loads the bias of the next step, when all have read this one's.
   __device__ __forceinline__ void load_early(const Steps& step, Next& next) const {
     if (warp_ != kBiasWarp) return;
     wait_for(storage_.bias_empty, step.count % 2);
@@ -81,8 +81,8 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
     this->advance(loads);
   }
 
-  /// A panel for each warpgroup that computes. That of the step after is fetched to L2: from farther it would come
-  /// late.
+  /// One panel for each consumer warpgroup. The panels of the step after are prefetched to L2: from memory they would
+  /// come late.
   __device__ __forceinline__ void load_bias(const Steps& step) const {
     Steps after = step;
     after.advance();

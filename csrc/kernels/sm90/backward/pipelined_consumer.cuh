@@ -9,7 +9,8 @@
 
 namespace flash_ext::sm90 {
 
-/// What options make of a warp's scores: nothing. BackwardOptionScores (pipelined_options.cuh) has the same members.
+/// The score policy without options: it does nothing. BackwardOptionScores (pipelined_options.cuh) has the same
+/// members.
 template <class Config>
 class BackwardPlainScores {
  public:
@@ -20,17 +21,17 @@ class BackwardPlainScores {
   using Weights = typename Tile::Weights;
   using Terms = typename Tile::Terms;
   static constexpr bool kDrops = false;
-  static constexpr bool kTwoWeights = false;        // those of dS are others than those of dV
-  static constexpr bool kHidesKeys = false;         // of all queries
+  static constexpr bool kTwoWeights = false;        // dS is computed from other weights than dV
+  static constexpr bool kHidesKeys = false;         // from all queries
   static constexpr bool kLateLse = false;           // lse is read behind prepare(), which has more registers then
-  static constexpr int kEarlySteps = Tile::kSteps;  // of which D is asked for beside dP
+  static constexpr int kEarlySteps = Tile::kSteps;  // whose D is read beside dP
   static constexpr bool kBoundsScores = false;      // then a finite lse does not say that Q is finite
 
   __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, uint32_t) {}
 
   __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
-  /// Whether options hide pairs of the CTA and Q or dO may not be finite there, whatever lse is. No tile is full then.
-  __device__ __forceinline__ bool is_unclean() const { return false; }
+  /// Whether options hide pairs of the CTA whose Q or dO may hold Inf or NaN, whatever lse is. No tile is full then.
+  __device__ __forceinline__ bool may_be_non_finite() const { return false; }
   /// Before the scores of the first step.
   __device__ __forceinline__ void prepare_first(const BackwardStepsOf<Config>&) {}
   /// Beside dP of a step: what the next one needs from afar.
@@ -41,9 +42,9 @@ class BackwardPlainScores {
                                                float scale) const {
     Tile::softmax_step(p, s, lse, scale);
   }
-  /// Weights, or gradients made of weights, that are NaN though hidden.
-  __device__ __forceinline__ void clear_hidden(Weights&) const {}
-  __device__ __forceinline__ void clear_hidden(Weights&, const Weights&) const {}
+  /// Zeroes weights, or gradients computed from them, that are NaN though hidden.
+  __device__ __forceinline__ void sanitise_hidden(Weights&) const {}
+  __device__ __forceinline__ void sanitise_hidden(Weights&, const Weights&) const {}
   __device__ __forceinline__ void drop(Weights&, const Weights&) const {}
   __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
                                              const Terms& minus_delta) const {
@@ -51,7 +52,7 @@ class BackwardPlainScores {
   }
 };
 
-/// Where a warp is whose CTA has one tile of keys.
+/// The position of a warp in a CTA that has one tile of keys.
 template <class Config>
 struct BackwardOneTile {
   RingCount<Config::kDsStages> ds;
@@ -73,7 +74,7 @@ struct BackwardOneTile {
   __device__ __forceinline__ void leave(const BackwardStepsOf<Config>&) {}
 };
 
-/// The same of a persistent CTA, which goes from one tile to the next: they have slots in turns.
+/// The same in a persistent CTA: its tiles of keys take turns in the slots.
 template <class Config>
 struct BackwardCursor {
   uint32_t stage = 0, query_parity = 0;  // of Q and dO
@@ -102,7 +103,7 @@ struct BackwardCursor {
   }
 };
 
-/// What one warp of them does. Rules: what options make of its scores.
+/// One warp of them. Rules: its score policy.
 template <class Config, class Rules = BackwardPlainScores<Config>>
 class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Storage> {
  public:
@@ -123,16 +124,16 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
         rules_(p, storage, s_tiles) {}
 
   __device__ __forceinline__ void run() {
-    Products::clear(dk_);
-    Products::clear(dv_);
+    Products::zero(dk_);
+    Products::zero(dv_);
     BackwardOneTile<Config> at;
     if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up(at);
     store_sums();
   }
-  /// The same; the cursor moves on.
+  /// Runs that tile and moves the cursor on.
   __device__ __forceinline__ void run(BackwardCursor<Config>& at) {
-    Products::clear(dk_);
-    Products::clear(dv_);
+    Products::zero(dk_);
+    Products::zero(dv_);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
       sum_up(at);
     } else {
@@ -176,7 +177,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
   static constexpr uint32_t kStage = Config::kQueryBytes / 16;  // in a descriptor
   static constexpr uint32_t kGrads = Config::kStages * kStage;  // behind Q
 
-  /// Of which nothing is hidden.
+  /// The query tiles of which nothing is hidden.
   struct FullTiles {
     int begin, end;
     __device__ __forceinline__ explicit FullTiles(const TileSpan& tiles)
@@ -210,11 +211,11 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     wait_for(at.v_full(storage_), at.parity());
 #pragma unroll 1
     do {
-      // Barriers are tested ahead of need: a test takes as long as a wait that has nothing to wait for.
+      // Barriers are tested ahead of need: a test takes as long as a wait for a barrier that is already complete.
       const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.grad_stage()]), step.grad_parity());
       rules_.make_weights(p, ds, s, terms, scale_);
       if (hides) hide_weights(p, ds, visible);
-      rules_.clear_hidden(p);
+      rules_.sanitise_hidden(p);
       rules_.drop(p, ds);
       fence_operands(p);
       if constexpr (Rules::kTwoWeights) fence_operands(ds);
@@ -231,7 +232,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       step.advance();
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
-      // A warp goes on behind products whose operand is in its registers when they are nearly over.
+      // A product whose operand is in registers holds its warp until it is nearly over.
       if (Config::kPersistent) start_sum(dv_, p, grads);
       ptx::wgmma_wait<1>();
       Products::fence_operand(s[0]);
@@ -239,7 +240,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
       rules_.compute_ds(ds, s, p, terms);
       if (hides) Tile::hide(ds, visible);
-      rules_.clear_hidden(ds, p);
+      rules_.sanitise_hidden(ds, p);
       const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
       if constexpr (Config::kPersistent) {
         Tile::template store_by_half_panels<Config::kDsPanelBytes>(s_ds, warp_, ds, lane_);
@@ -265,7 +266,8 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     at.leave(step);
   }
 
-  /// S of a step, and its lse; behind the last step, of what lies there, for nobody.
+  /// Starts S of a step and reads its lse. After the last step it multiplies whatever lies there; nobody uses the
+  /// result.
   __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, const Steps& step, const FullTiles& full,
                                                bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
@@ -273,11 +275,11 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     if (!Rules::kLateLse) load_lse();
     if (may_hide(step, full) && !step.is_past_end()) {
       if (Rules::kLateLse) load_lse();
-      if (Rules::kBoundsScores || p_.sink || is_unclean(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
+      if (Rules::kBoundsScores || p_.sink || may_be_non_finite(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
     }
     Products::start(s, keys_, queries_ + step.stage * kStage);
   }
-  /// Whether pairs are hidden, and which are not.
+  /// Whether some pair is hidden; `visible` then says which ones are not.
   __device__ __forceinline__ bool find_visible(Visible& visible, const Steps& step,
                                                const FullTiles& full_of_keys) const {
     if constexpr (Config::kListsBlocks) {
@@ -297,10 +299,10 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       return true;
     }
   }
-  /// Whether Q or dO of a step that a mask hides pairs of holds what is not finite.
-  __device__ __forceinline__ bool is_unclean(const Steps& step) const {
+  /// Whether Q or dO of a step may hold Inf or NaN while a mask hides some of its pairs.
+  __device__ __forceinline__ bool may_be_non_finite(const Steps& step) const {
     if constexpr (Config::kFindsSteps) return rules_.found().spare != 0;
-    return rules_.is_unclean();
+    return rules_.may_be_non_finite();
   }
   /// Whether some key may be hidden from some query.
   __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full) const {
@@ -314,7 +316,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       return !full.has(step.tile);
     }
   }
-  /// By the words of a mask, and by the window and the lengths.
+  /// Visible pairs by the words of a mask, by the window and by the lengths.
   __device__ __forceinline__ bool find_masked(Visible& visible, const Steps& step,
                                               const FullTiles& full_of_keys) const {
     if (step.is_past_end()) return false;
@@ -326,7 +328,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     if (masked) rules_.hide_pairs(visible);
     return true;
   }
-  /// By a bitmap, and by the ends of the sequences.
+  /// Visible pairs by a bitmap and by the ends of the sequences.
   __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {
     if (step.is_past_end()) return false;
     const ListedQueries queries = storage_.step_metadata[step.stage];
@@ -346,7 +348,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     return true;
   }
 
-  /// Of both, and bounded. Where weights are dropped, p is made of ds behind this.
+  /// Zeroes hidden weights, those of dV and those of dS, and bounds P. With dropout, p is computed from ds afterwards.
   __device__ __forceinline__ void hide_weights(Weights& p, Weights& ds, const Visible& visible) const {
     Tile::hide(Rules::kDrops ? ds : p, visible);
     if (Rules::kTwoWeights && !Rules::kDrops) Tile::hide(ds, visible);
@@ -391,9 +393,9 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     return s_tiles_ + Config::kDsOffset + stage * Config::kDsBytes + warpgroup_ * kKeysBytes;
   }
 
-  /// Q and dO of a tile that some key is hidden from, by all that compute, who then wait for each other. A query whose
-  /// lse is finite has finite Q and dO (row_terms.cuh), but that of a sink may hide scores of -inf. All warps see the
-  /// same lse, and so come here together.
+  /// Sanitises Q and dO of a partial tile, by all consumers, which then wait for each other. A query with a finite lse
+  /// has finite Q and dO (row_terms.cuh), except that a sink may hide scores of -inf. All warps see the same lse, so
+  /// all of them come here or none.
   __device__ __forceinline__ void sanitise_rows(const Steps& step) const {
     wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
     const int thread = warpgroup_ * kWarpgroupThreads + warp_ * 32 + lane_;

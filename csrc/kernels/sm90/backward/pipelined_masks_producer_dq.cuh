@@ -1,5 +1,5 @@
-// The warpgroup that loads tiles and computes dQ, where a mask of pairs hides whole tiles: it finds the steps that are
-// left, 32 tiles of queries at a time, a lane each.
+// The warpgroup that loads tiles and computes dQ where a mask of pairs hides whole tiles. It finds the steps that are
+// left, 32 query tiles at a time, one per lane.
 #pragma once
 
 #include "pipelined_options.cuh"
@@ -18,7 +18,7 @@ class BackwardStepFinder {
     take();
   }
 
-  /// The next one, as BackwardFoundStepsOfCta has it. There must be one.
+  /// The next step, as BackwardFoundStepsOfCta has it. There must be one.
   __device__ __forceinline__ ListedQueries next() {
     while (left_ == 0) {
       window_ = after(window_);
@@ -27,7 +27,7 @@ class BackwardStepFinder {
     const uint32_t bit = left_ & -left_;
     left_ ^= bit;
     const int tile = window_.tile + __ffs(static_cast<int>(bit)) - 1, head = work_tile_.sequence.head + window_.head;
-    return {head, tile, masked_ & bit ? words_of(head, tile) : -1, (unclean_ & bit) != 0};
+    return {head, tile, masked_ & bit ? words_of(head, tile) : -1, (has_non_finite_ & bit) != 0};
   }
 
  private:
@@ -43,30 +43,31 @@ class BackwardStepFinder {
     if (window.tile < work_tile_.tiles.end) return window;
     return {window.head + 1, work_tile_.tiles.begin};
   }
-  /// What memory says of a window's tiles, while those before it go by.
+  /// Reads the states of a window's tiles, while those of the window before are in use.
   __device__ __forceinline__ void ask(const BackwardStep& window) {
     const int tile = window.tile + lane_;
-    coming_state_ = kTileHidden;
+    next_state_ = kTileHidden;
     if (window.head >= work_tile_.heads || tile >= work_tile_.tiles.end) return;
-    coming_state_ = state_of(workspace_.visibility, work_tile_, window.head, tile);
-    coming_unclean_ = workspace_.unclean[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + tile];
+    next_state_ = state_of(workspace_.visibility, work_tile_, window.head, tile);
+    next_has_non_finite_ =
+        workspace_.has_non_finite[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + tile];
   }
   __device__ __forceinline__ void take() {
-    left_ = __ballot_sync(~0u, coming_state_ != kTileHidden);
-    masked_ = __ballot_sync(~0u, coming_state_ == kTileMasked);
-    unclean_ = __ballot_sync(~0u, coming_unclean_ != 0);
+    left_ = __ballot_sync(~0u, next_state_ != kTileHidden);
+    masked_ = __ballot_sync(~0u, next_state_ == kTileMasked);
+    has_non_finite_ = __ballot_sync(~0u, next_has_non_finite_ != 0);
     ask(after(window_));
   }
 
   const BackwardWorkspace& workspace_;
   const BackwardWorkTile<Config>& work_tile_;
   const int lane_;
-  BackwardStep window_;                           // its first tile
-  uint32_t left_ = 0, masked_ = 0, unclean_ = 0;  // bits of its tiles
-  int coming_state_ = 0, coming_unclean_ = 0;     // of the window after it, of this lane's tile
+  BackwardStep window_;                                  // its first tile
+  uint32_t left_ = 0, masked_ = 0, has_non_finite_ = 0;  // bits of its tiles
+  int next_state_ = 0, next_has_non_finite_ = 0;         // of the window after it, of this lane's tile
 };
 
-/// What one warp of it does.
+/// One warp of it.
 template <class Config>
 class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
@@ -91,7 +92,7 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
  private:
   friend Base;
 
-  /// Which step's Q and dO come next.
+  /// The step whose Q and dO are loaded next.
   struct Next {
     Steps step;
     BackwardStepFinder<Config> finder;

@@ -125,8 +125,8 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
                                          BackwardVisibleKeys<Config>,
                                          BackwardKeyBiases<Config>,
                                          BackwardFoundStepsOfCta<Config> {
-  float cap;     // of scores, to base 2
-  bool unclean;  // Q or dO of some step may hold Inf or NaN, and some pair is hidden
+  float cap;            // of scores, to base 2
+  bool has_non_finite;  // Q or dO of some step may hold Inf or NaN, and some pair is hidden
 
   __device__ __forceinline__ void init() {
     this->init_bias();
@@ -143,7 +143,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     if constexpr (Config::kFindsSteps) count_steps(workspace);
     bool hides = Config::kBiased;  // it may hide any pair
     if constexpr (Config::may_have(kStepKeyBiased)) hides |= look_at_keys(p);
-    if (hides) find_unclean(workspace);
+    if (hides) find_non_finite(workspace);
   }
 
  private:
@@ -170,17 +170,17 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
   }
 
   /// Whether Q and dO must be sanitised: no tile then counts as one of which nothing is hidden.
-  __device__ __forceinline__ void find_unclean(const BackwardWorkspace& workspace) {
+  __device__ __forceinline__ void find_non_finite(const BackwardWorkspace& workspace) {
     ptx::wait_for_previous_grid();  // for row terms
     BackwardWorkTile<Config>& tile = this->work_tile;
     bool found = false;
 #pragma unroll 1
     for (int head = 0; head < tile.heads; ++head)
       for (int k = tile.tiles.begin + static_cast<int>(threadIdx.x); k < tile.tiles.end; k += Config::kThreads)
-        found |= workspace.unclean[tile.workspace_tile + head * workspace.tiles_per_head + k] != 0;
+        found |= workspace.has_non_finite[tile.workspace_tile + head * workspace.tiles_per_head + k] != 0;
     found = __syncthreads_or(found);
     if (threadIdx.x == 0) {
-      unclean = found;
+      has_non_finite = found;
       if (found) tile.tiles.full_begin = tile.tiles.full_end = tile.tiles.end;
     }
     __syncthreads();
@@ -250,7 +250,7 @@ class BackwardOptionScores {
     return kDrops && keep_scale > 0 ? static_cast<float>(keep_scale) : 1.0f;
   }
 
-  __device__ __forceinline__ bool is_unclean() const { return Config::kBiased && storage_.unclean; }
+  __device__ __forceinline__ bool may_be_non_finite() const { return Config::kBiased && storage_.has_non_finite; }
   /// What a mask of pairs leaves of the warp's.
   __device__ __forceinline__ void hide_pairs(Visible& visible) const {
     visible[0] &= word_;
@@ -320,14 +320,14 @@ class BackwardOptionScores {
   }
   /// Weights of pairs that a bias of -inf hides: a sum that overflowed may have made NaN of them. Behind this the bias
   /// is not read any more.
-  __device__ __forceinline__ void clear_hidden(Weights& p) const {
+  __device__ __forceinline__ void sanitise_hidden(Weights& p) const {
     if constexpr (Config::kBiased) {
       if (Tile::holds_nan(p)) Tile::hide_by_bias(p, s_bias_row());
       arrive_as_warp(storage_.bias_empty, static_cast<int>(ptx::reread(threadIdx.x) % 32));
     }
   }
   /// Gradients of such pairs, whose weights are 0: what a hidden key has in V may have made NaN of them.
-  __device__ __forceinline__ void clear_hidden(Weights& ds, const Weights& p) const {
+  __device__ __forceinline__ void sanitise_hidden(Weights& ds, const Weights& p) const {
     if constexpr (Config::kBiased) {
       if (Tile::holds_nan(ds)) Tile::hide_weightless(ds, p);
     }

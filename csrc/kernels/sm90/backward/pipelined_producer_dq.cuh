@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of it does.
+/// One warp of it.
 template <class Config, class Storage_ = BackwardPipelinedStorage<Config>>
 class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
  public:
@@ -57,7 +57,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
 #pragma unroll 1
     for (; !step.is_past_end(); step.advance()) {
       wait_for(storage_.ds_full[at_.stage()], at_.parity());
-      // That dS is complete says that all products of the step before are over.
+      // When dS is complete, all products of the step before are over.
       load(loads);
       if (workspace_.dq) {
         add(step);
@@ -71,8 +71,8 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     turns_.end(workspace_.turns, lane_);
   }
 
-  /// The same of what is derived of this, which is `self`: place(step), the tile of queries of a step; load(next); and
-  /// load_early(step, next), before dS of the step is complete.
+  /// The same for a class derived from this one, `self`, which has place(step), the query tile of a step; load(next);
+  /// and load_early(step, next), called before dS of the step is complete.
   template <class Self, class Next>
   __device__ __forceinline__ static void add_all(Self& self, Steps& step, Next& next) {
 #pragma unroll 1
@@ -109,7 +109,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     int64_t first_term;
   };
 
-  /// Of which step Q and dO come next, and where its row terms begin.
+  /// The step whose Q and dO are loaded next, and where its row terms begin.
   struct Loads {
     Steps step;
     int64_t first_term;
@@ -167,7 +167,8 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     for (int panel = 0; panel < kPanels; ++panel) {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
-      // Its fence waits for stores, which are slow beside other warpgroups' products: meanwhile this one is under way.
+      // The fence of a turn waits for stores, which are slow beside other warpgroups' products. This product runs
+      // meanwhile.
       if constexpr (Config::kTurns != TurnTaking::kNever) {
         if (panel == 1) wait_for_turn(step);
       }
@@ -180,7 +181,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     }
   }
 
-  /// 64 columns of it.
+  /// 64 columns of dQ.
   __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
     ptx::wgmma_fence();
     ptx::wgmma_transposed<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
@@ -190,7 +191,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
                                            KeyTile::at(keys, KeyTile::down_rows(k)));
     ptx::wgmma_commit();
   }
-  /// What was staged last, if anything was, to memory.
+  /// Adds the panel that was staged last, if there is one, to memory.
   __device__ __forceinline__ void send() {
     if (!g_target_) return;
     ptx::fence_proxy_async_shared();
@@ -201,8 +202,8 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     }
     __syncwarp();
   }
-  /// Of this warp's additions to a tile, of which the first panel is sent next. The turn of the step before, whose last
-  /// panel was sent half a step ago, ends.
+  /// Waits for this warp's turn at a tile, before its first panel is sent. The turn of the step before, whose last
+  /// panel was sent half a step ago, ends first.
   __device__ __forceinline__ void wait_for_turn(const Steps& step) {
     static_assert(kPanels == 2);
     if (!workspace_.turns) return;

@@ -1,5 +1,5 @@
-// A tile of scores as a warp has it in registers, transposed: 16 keys (rows) by kBlockM queries. What it goes through
-// between the products, where these overlap those of the next step: row terms are in registers before they are needed.
+// A warp's tile of scores in registers, transposed: 16 keys (rows) by kBlockM queries; and the operations on it in the
+// pipelined loop, where row terms are in registers before they are needed.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct BackwardPipelinedTile {
   /// Words of kept weights of two queries that follow each other, of each sixteen, as keep_pair() wants them.
   using Kept = uint2[kSteps];
 
-  /// Those of steps [kBegin, kEnd).
+  /// Reads those of steps [kBegin, kEnd).
   template <int kBegin = 0, int kEnd = kSteps>
   __device__ __forceinline__ static void load(Terms& terms, const float* s_terms, int lane) {
     const float4* const s_lane = reinterpret_cast<const float4*>(s_terms) + ptx::reread(lane) % 4;
@@ -81,7 +81,7 @@ struct BackwardPipelinedTile {
     for_each_pair([&](int k, int e, int, int) { sum = ptx::add_pairs<Element>(sum, pairs[k][e]); });
     return __any_sync(~0u, ptx::differs<Element>(sum, sum) != 0);
   }
-  /// 0 where such a bias is -inf.
+  /// Zeroes pairs where such a bias is -inf.
   __device__ __forceinline__ static void hide_by_bias(Weights& pairs, uint32_t s_row) {
     constexpr uint32_t kHidden = std::is_same_v<Element, __half> ? 0xFC00FC00u : 0xFF80FF80u;
 #pragma unroll
@@ -93,7 +93,7 @@ struct BackwardPipelinedTile {
     }
   }
 
-  /// 0 where the weight is.
+  /// Zeroes pairs whose weight is 0.
   __device__ __forceinline__ static void hide_weightless(Weights& pairs, const Weights& p) {
     for_each_pair([&](int k, int e, int, int) { pairs[k][e] &= ptx::differs<Element>(p[k][e], 0); });
   }
@@ -137,7 +137,7 @@ struct BackwardPipelinedTile {
     });
   }
 
-  /// What the window and the lengths leave.
+  /// The pairs that the window and the lengths leave visible.
   __device__ __forceinline__ static void find_visible(Visible& visible, const Sequence& sequence, int first_key,
                                                       int first_query, int lane) {
     const typename Base::Bounds bounds(sequence, first_key, first_query, lane);
@@ -150,13 +150,13 @@ struct BackwardPipelinedTile {
     }
   }
 
-  /// Weights, or gradients, of pairs that are hidden become 0, whatever they are: a query may have an lse of NaN
-  /// because of another key, and what a hidden key has in V makes its dP.
+  /// Zeroes weights, or gradients, of hidden pairs, whatever they are: another key may have made the query's lse NaN,
+  /// and the hidden key's V may have made dP NaN.
   __device__ __forceinline__ static void hide(Weights& pairs, const Visible& visible) {
     for_each_pair([&](int k, int e, int n, int r) { pairs[k][e] &= ptx::spread_signs(visible[r] << n); });
   }
 
-  /// By 1, as LargeLse asks for.
+  /// Bounds P by 1, for rows with a LargeLse.
   __device__ __forceinline__ static void bound(Weights& p) {
     for_each_pair([&](int k, int e, int, int) {
       const float2 pair = ptx::unpack2<Element>(p[k][e]);

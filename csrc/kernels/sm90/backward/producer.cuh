@@ -1,4 +1,4 @@
-// What loads tiles of the backward through TMA.
+// Loads of the backward's tiles by TMA.
 #pragma once
 
 #include "kernels/common/tile.cuh"
@@ -17,8 +17,8 @@ struct BackwardBiasMaps : BackwardMaps {
   CUtensorMap bias;
 };
 
-/// Panels [first, first + count) of `rows` rows from `row` on of a head, of which packed sequences are one batch entry;
-/// to be announced.
+/// Loads panels [first, first + count) of `rows` rows of a head, from `row` on. Packed sequences are one batch entry.
+/// The caller announces the bytes.
 __device__ __forceinline__ void load_panels(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int rows,
                                             int first, int count, int row, int head, int batch) {
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_panels(const CUtensorMap& map, uint32_t s_b
                   batch);
 }
 
-/// The same of keys of a sequence, announced. By one thread.
+/// Loads such panels of a sequence's keys, and announces them. By one thread.
 template <class Config>
 __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtensorMap& map, const uint64_t& barrier,
                                           uint32_t s_tile, const Sequence& sequence, int first_key, int first,
@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtenso
               p.seq.cu_seqlens_k ? 0 : sequence.cache_row);
 }
 
-/// dQ of a product, a warp's part of it, on the way to memory.
+/// A warp's part of the dQ of one product, on its way from registers through shared memory to memory.
 template <class Config>
 struct BackwardDqPiece {
   static constexpr int kPanels = panels(Config::kHeadDim);
@@ -57,7 +57,7 @@ struct BackwardDqPiece {
   __device__ __forceinline__ static uint32_t place(uint32_t s_tiles, int warp, int panel) {
     return s_tiles + Config::kDqOffset + (warp * kPanels + panel) * Config::kDqPieceBytes;
   }
-  /// To there, which TMA may still be reading.
+  /// Stores it there, once TMA has read what was there before.
   __device__ __forceinline__ static void stage(uint32_t s_place, const Sum& sum, int lane) {
     const uint32_t s_lane = s_place + ptx::reread(lane) * 16;
     if (lane == 0) ptx::bulk_wait_read<kPanels - 1>();
@@ -111,7 +111,7 @@ class BackwardDqWarp {
   const uint32_t s_tiles_;
 };
 
-/// The same where the first warp loads Q and dO, a step's as soon as its stages are free.
+/// The same, with the loads of Q and dO by the first warp, each as soon as its stage is free.
 template <class Config, class Storage>
 class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
  protected:
@@ -147,7 +147,7 @@ class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
     }
     at_.count = 0;
   }
-  /// What takes the stages of a step's tiles when that is over.
+  /// Loads the step that takes the stages of this one, when these are free.
   __device__ __forceinline__ void load_after(Step step) const {
     for (int k = 0; k < Config::kStages; ++k) work_tile_.advance(step);
     load_in_place(step);

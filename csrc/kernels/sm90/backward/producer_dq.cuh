@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of it does.
+/// One warp of it.
 template <class Config, class Storage = BackwardStorage<Config>>
 class BackwardDq : protected BackwardProducer<Config, Storage> {
  public:
@@ -53,7 +53,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
   using Base::workspace_;
   using typename Base::Sum;
 
-  /// What comes first is needed first.
+  /// In the order in which the consumers need them.
   __device__ __forceinline__ void load_first(const Step& first, const Step& second) {
     this->load_keys(maps_.k, storage_.k_full, 0);
     this->load_queries(first);
@@ -62,7 +62,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
     this->load_second(second);
   }
 
-  /// dQ += dS K of the next tile of queries. meanwhile() once dS is there, beside the first product.
+  /// dQ += dS K of the next query tile. meanwhile() runs once dS is there, beside the first product.
   template <class Meanwhile>
   __device__ __forceinline__ void add(const Step& step, Meanwhile meanwhile) {
     const uint32_t stage = at_.stage();
@@ -89,7 +89,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
     }
   }
 
-  // ---- Turns of this warp's additions: a turn ends beside the first product of the next step
+  // A turn of this warp's additions ends beside the first product of the next step.
 
   __device__ __forceinline__ void advance_turn(const Step& step) {
     const int slot = static_cast<int>(this->workspace_tile(step)) * kDqWarps + warp_;
@@ -107,7 +107,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
     }
   }
 
-  /// 64 columns of it.
+  /// 64 columns of dQ.
   __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
     ptx::wgmma_fence();
     ptx::wgmma_across<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
@@ -118,7 +118,7 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
     ptx::wgmma_commit();
   }
 
-  /// To memory, through this warp's shared memory for the panel.
+  /// Adds a panel to memory, through this warp's shared memory for it.
   __device__ __forceinline__ void send(const Step& step, int panel, const Sum& sum) const {
     this->stage(sum, panel);
     ptx::fence_proxy_async_shared();

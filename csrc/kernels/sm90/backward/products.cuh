@@ -48,7 +48,7 @@ struct BackwardProducts {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ static void clear(Sum& sum) {
+  __device__ __forceinline__ static void zero(Sum& sum) {
 #pragma unroll
     for (int d = 0; d < kD; ++d)
 #pragma unroll

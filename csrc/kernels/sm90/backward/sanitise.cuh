@@ -1,4 +1,4 @@
-// Tiles in shared memory freed of Inf and NaN: a hidden pair has the weight 0, and 0 * NaN is NaN.
+// Sanitises tiles in shared memory: a hidden pair has the weight 0, and 0 * NaN is NaN.
 #pragma once
 
 #include <cstdint>

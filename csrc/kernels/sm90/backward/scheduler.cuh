@@ -1,4 +1,4 @@
-// What a CTA of the backward works on: a tile of keys, and the steps, tiles of queries, that it goes over.
+// The work of a CTA of the backward: a tile of keys, and its steps, the query tiles that it loops over.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ struct WorkTileSteps<true> {
   int visible_stride;    // between steps of bitmaps
 };
 
-/// A tile of keys of a key head, and the tiles of queries that see it, of heads of the group: of all, or a split's.
+/// A key tile of a key head, and the query tiles that see it, of all heads of the group or of those of a split.
 template <class Config>
 struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
   Sequence sequence;  // its head is the first of those below
@@ -81,18 +81,18 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
     if (step.tile != order.past) step.head = 0;
   }
 
-  /// How many tiles of keys a tile of queries sees before these.
+  /// How many key tiles before this one the query tile sees.
   __device__ __forceinline__ int turn(int tile) const {
     return first_key / Config::kBlockN - sequence.keys_begin(tile * Config::kBlockM) / Config::kBlockN;
   }
 
-  /// Whether some query of the tile does not see some key, and so must not meet what is not finite in it.
+  /// Whether some pair of the tile may be hidden, so that Inf and NaN must not reach its products.
   __device__ __forceinline__ bool is_sanitised(int tile) const {
     return tile < tiles.full_begin || tile >= tiles.full_end;
   }
 
  private:
-  /// Tiles are then counted along the list.
+  /// Replaces the range of tiles by the list: tiles then count along it.
   __device__ __forceinline__ void list_steps(const AttentionParams& p, const QueryLists& lists) {
     const int64_t list = lists.index(sequence.batch, sequence.head_kv, first_key / Config::kBlockN);
     tiles.begin = tiles.full_begin = tiles.full_end = 0;
@@ -103,7 +103,8 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks> {
   }
 };
 
-/// The place of a CTA in the order of tiles. Where additions to dQ take turns, that in which CTAs start.
+/// The position of a CTA in the order of tiles. Where additions to dQ take turns, CTAs get positions in the order in
+/// which they start.
 template <class Config, class Storage>
 __device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& workspace, Storage& storage) {
   if (Config::kTurns == TurnTaking::kNever || !workspace.turns) return blockIdx.x;
@@ -115,7 +116,7 @@ __device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& wor
   return drawn;
 }
 
-/// By each warp that computes, of warpgroup `group`, before its first look at a tile. All of them find and write the
+/// Called by each consumer warp, of warpgroup `group`, before its first look at a tile. All of them find and write the
 /// same.
 template <class Config>
 __device__ __forceinline__ void find_large_lse(const BackwardWorkspace& workspace, BackwardWorkTile<Config>& work_tile,
@@ -139,7 +140,7 @@ __device__ __forceinline__ void find_large_lse(const BackwardWorkspace& workspac
   __syncwarp();
 }
 
-/// The same for all warpgroups, by one warp, behind the wait for row terms.
+/// The same for all warpgroups, by one warp, after the wait for row terms.
 template <class Config>
 __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& workspace,
                                                       BackwardWorkTile<Config>& work_tile, int lane) {
@@ -152,13 +153,13 @@ __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& w
   __syncwarp();
 }
 
-/// Of the metadata of steps that are found: one more than stages of Q. That of step m + 2 is written when dS of step m
-/// is complete. That says that dQ's warps have released dS of m - 2, and so read its metadata, but not that they have
-/// begun m - 1.
+/// Slots for the metadata of found steps: one more than stages of Q. That of step m + 2 is written when dS of step m is
+/// complete. By then dQ's warps have released dS of m - 2, and so have read its metadata, but they may not have begun m
+/// - 1.
 constexpr int kMetadataSlots = 4;
 
-/// The tiles of queries that a CTA goes over, and the stage of their Q and dO. In registers that the lanes of a warp
-/// share, from which TMA takes its operands without a detour.
+/// The query tiles that a CTA loops over, with the stage of their Q and dO. They are kept in uniform registers, from
+/// which TMA takes its operands.
 template <class Config>
 struct BackwardPipelinedSteps {
   const int first, past, stride, first_head, end_head;
@@ -179,7 +180,7 @@ struct BackwardPipelinedSteps {
         tile(first),
         left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin))) {}
 
-  /// The same of dO and D.
+  /// The stage of dO and D.
   __device__ __forceinline__ uint32_t grad_stage() const { return Config::kBiased ? count % 2 : stage; }
   __device__ __forceinline__ uint32_t grad_parity() const { return Config::kBiased ? count / 2 % 2 : parity; }
   __device__ __forceinline__ bool takes_turns() const { return Config::kTurns != TurnTaking::kNever && stride < 0; }
@@ -197,7 +198,7 @@ struct BackwardPipelinedSteps {
   }
 };
 
-/// The same where a list says which tiles those are: its metadata comes with Q.
+/// The same where a list names the tiles. The metadata of a step comes with its Q.
 template <class Config>
 struct BackwardListedSteps {
   int left;
@@ -216,7 +217,7 @@ struct BackwardListedSteps {
   }
 };
 
-/// The same where a warp finds the steps on the way; how many there are is known before.
+/// The same where a warp finds the steps as it goes. Their number is known before.
 template <class Config>
 struct BackwardFoundSteps {
   int left;

@@ -1,5 +1,5 @@
-// A tile of scores as a warp of the backward has it in registers, transposed: 16 keys (rows) by kBlockM queries. What
-// it goes through between the products, each step one pass.
+// A warp's tile of scores in registers, transposed: 16 keys (rows) by kBlockM queries; and the operations on it between
+// products, one pass each.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ struct BackwardTile {
     for_each_with_term(s, s_lse, lane, [&](float& x, float lse, int, int) { x = Unit::weight(x, scale, lse); });
   }
 
-  /// What the window and the lengths leave, as a lane counts its keys and queries.
+  /// What the window and the lengths leave visible, counted from the lane's first key and query.
   struct Bounds {
     int first_begin, first_end, end_of_all, queries;
 
@@ -65,7 +65,7 @@ struct BackwardTile {
       if (!visible) x = 0.0f;
     });
   }
-  /// The same of pairs. Without branches of single lanes, behind which nothing is in uniform registers.
+  /// The same of packed pairs, without branches of single lanes: after one, nothing is in uniform registers.
   __device__ __forceinline__ static void hide(Weights& weights, const Sequence& sequence, int first_key,
                                               int first_query, int lane) {
     const Bounds bounds(sequence, first_key, first_query, lane);
@@ -81,8 +81,8 @@ struct BackwardTile {
         weights[n / 2][n % 2 * 2 + r] &= mask(8 * n, 8 * r, 0xFFFFu) | mask(8 * n + 1, 8 * r, 0xFFFF0000u);
   }
 
-  /// dS of dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see:
-  /// `hides` says that there may be such pairs.
+  /// dS from dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see. `hides`
+  /// says that there may be such pairs.
   __device__ __forceinline__ static void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
                                                     const float* s_minus_delta, int lane, bool hides) {
     const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
@@ -93,9 +93,9 @@ struct BackwardTile {
     }
   }
 
-  /// The same where dropout was: keep(n, r, pair) drops of a pair of weights, whose dP then is 0. p becomes what is
-  /// kept. kClears: dS where the weight is 0; else it may be NaN where something hides.
-  template <bool kClears, class Keep>
+  /// The same with dropout. keep(n, r, pair) zeroes the dropped weights of a pair, for which dP is 0; p becomes what is
+  /// kept. kZeroes: dS becomes 0 where the weight is; else it may be NaN where a pair is hidden.
+  template <bool kZeroes, class Keep>
   __device__ __forceinline__ static void compute_ds_kept(Weights& ds, const Scores& dp, Weights& p,
                                                          const float* s_minus_delta, int lane, Keep keep) {
     const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
@@ -106,7 +106,7 @@ struct BackwardTile {
       for (int r = 0; r < 2; ++r) {
         uint32_t& pair = p[n / 2][n % 2 * 2 + r];
         const float2 p_pair = ptx::unpack2<Element>(pair);
-        const uint32_t seen = kClears ? ptx::differs<Element>(pair, 0) : ~0u;
+        const uint32_t seen = kZeroes ? ptx::differs<Element>(pair, 0) : ~0u;
         pair = keep(n, r, pair);
         const float2 kept = ptx::unpack2<Element>(pair);
         const uint32_t gradients = ptx::pack2<Element>(fmaf(kept.x, dp[0][n][2 * r], p_pair.x * term.x),

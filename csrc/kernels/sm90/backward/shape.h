@@ -32,14 +32,14 @@ constexpr BackwardShape backward_shape(int head_dim) {
 /// Of the variant of block masks: tiles of keys divide its blocks.
 constexpr BackwardShape backward_blocks_shape() { return {2, 216, 72}; }
 
-/// Of the persistent kernel, at head_dim 64. Of 96 queries, scores and their gradients fill the registers that smaller
-/// sums leave.
+/// The persistent kernel's, at head_dim 64. dK and dV are small there; scores and gradients of 96 queries take the
+/// registers that they leave.
 constexpr BackwardShape backward_persistent_shape() { return {2, 208, 88, 96}; }
 
-/// Whether that kernel serves calls without options, unless additions to dQ take turns.
+/// Whether the persistent kernel serves calls without options, unless additions to dQ take turns.
 constexpr bool is_persistent(int head_dim) { return head_dim == 64; }
 
-/// What decides whether that variant serves a call.
+/// What decides whether the variant of block masks serves a call.
 struct BackwardBlocksCall {
   int64_t block_m, block_n;  // 0: no block mask
   bool only_blocks;          // no bias, other mask, dropout, softcap, ALiBi, window; not deterministic

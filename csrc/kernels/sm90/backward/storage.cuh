@@ -1,5 +1,5 @@
-// What the warps of a CTA of the backward share, behind the tiles in shared memory: row terms, barriers, and what it
-// works on. A barrier's name says what the end of its phase means.
+// What the warps of a CTA of the backward share, behind the tiles in shared memory: row terms, barriers, and the work
+// tile. A barrier's name says what the end of its phase means.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Of the steps that lists say there are, which come with Q.
+/// Metadata of the steps of a list, which comes with Q.
 template <class Config, bool kListsBlocks = Config::kListsBlocks>
 struct BackwardListedMetadata {};
 template <class Config>
@@ -54,8 +54,8 @@ struct BackwardStorage : BackwardStagedTerms<Config> {
   }
 };
 
-/// Of the pipelined kernel: terms are permuted (row_terms.cuh). Q and dO have no barriers that say that a stage is
-/// free: that dS of a step is complete says so of the step before.
+/// Of the pipelined kernel. Row terms are permuted (row_terms.cuh). No barrier says that a stage of Q or dO is free:
+/// when dS of a step is complete, the stages of the step before are free.
 template <class Config>
 struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
   uint64_t k_full, v_full;
@@ -64,7 +64,7 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
   uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
   BackwardWorkTile<Config> work_tile;
 
-  /// What options need beside the work tile: by the thread that has set it, and then by all.
+  /// What options need beside the work tile: prepare() by the thread that has set it, then look_at_masks() by all.
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
   __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// By one thread.
@@ -81,7 +81,7 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
 
 constexpr int kNoMoreTiles = -1;
 
-/// Of the persistent kernel: the same, with K, V and what is to be done of two tiles of keys.
+/// Of the persistent kernel: the same, with K, V and work tiles of two tiles of keys.
 template <class Config>
 struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
   static constexpr int kSlots = Config::kKeySlots;
@@ -136,7 +136,7 @@ struct BackwardWideStorage : BackwardStagedTerms<Config> {
   }
 };
 
-/// Barriers of warps that compute, by what the last arrival means. 0 is __syncthreads().
+/// Named barriers of the consumers, after what the last arrival means. 0 is __syncthreads().
 template <class Config>
 struct BackwardBarriers {
   enum Id : int {

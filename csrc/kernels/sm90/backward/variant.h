@@ -18,9 +18,9 @@ enum StepFlags : int {
 
 constexpr int kAnyOptions = -1;
 
-/// Options that have a variant of their own: a test of flags lies between two products of a warpgroup that waits for
-/// both, and all of them cost a fifth of a step; so calls with one option, or one of two pairs, have a kernel without
-/// tests: on the pipelined loop, where a head_dim has it.
+/// Options with a kernel of their own. Tests of step flags lie between two products and cost a fifth of a step in all.
+/// So calls with one option, or with one of two pairs of options, have a kernel without tests, on the pipelined loop
+/// where the head_dim has it.
 constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepSoftcapped,
                                    kStepBiased,
@@ -30,18 +30,19 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
 
-/// Of what serving_options() gives. A block mask, beside what makes it one of pairs, is the other loop's.
+/// Whether the pipelined loop serves `options`, as serving_options() gives them. Options beside a block mask take the
+/// other loop.
 constexpr bool pipelines(int options, bool has_blocks) {
   for (const int pipelined : kOptionVariants)
     if (options == pipelined && !has_blocks) return true;
   return options == 0;
 }
 
-/// Whether the options' own loop serves some call whose variant serves these, where a head_dim has the pipelined loop
-/// too: any options, and those that a block mask alone asks for.
+/// Where a head_dim has the pipelined loop: whether the options' own loop still serves some call with these options. It
+/// serves any options, and those that a block mask alone asks for.
 constexpr bool serves_beside_pipelined(int options) { return !pipelines(options, (options & kStepIsMasked) != 0); }
 
-/// Beyond it an lse may have to be bounded (LargeLse), which the variant for softcap alone has no room for.
+/// With a larger softcap an lse may have to be bounded (LargeLse), for which the variant of softcap alone has no room.
 constexpr double kLargestSoftcapAlone = 4e4;
 
 /// What a call asks for.
@@ -65,7 +66,7 @@ constexpr int options_of(const BackwardAsked& call) {
   return flags;
 }
 
-/// The options of the variant that serves a call: its own, or any; 0: it has none.
+/// The options of the variant that serves a call: the call's own, or any; 0: it has none.
 constexpr int serving_options(const BackwardAsked& call) {
   const bool simple_bias = !call.bias || call.bias_of_keys || (call.bias_by_panels && call.bias_dtype_of_inputs);
   const int options = options_of(call);

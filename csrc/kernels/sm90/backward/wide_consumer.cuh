@@ -1,5 +1,5 @@
-// The warpgroups that compute scores and dV, and gradients of scores and dK, of the 64 keys of a CTA: for head dims
-// above 128, where dK or dV alone fills the registers of one.
+// The consumer warpgroups for head dims above 128, where dK or dV alone fills the registers of a warpgroup. Of a CTA's
+// 64 keys one computes S, P and dV, the other dP, dS and dK.
 #pragma once
 
 #include "consumer_keys.cuh"
@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of either has in common with the other's.
+/// What warps of both share.
 template <class Config>
 class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, BackwardWideStorage<Config>> {
  protected:
@@ -26,8 +26,8 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   using typename Base::Tile;
   using typename Base::Weights;
 
-  /// step(tile) for the tiles of a head that this CTA's keys see, skip(tile) for those that only the other's do.
-  /// Barriers are waited for there all the same, lest one gets ahead by two phases.
+  /// step(tile) for the tiles of a head that this CTA's keys see, skip(tile) for those that only the other CTA's keys
+  /// see. A skip still waits for the barriers, so that no warpgroup gets two phases ahead.
   template <class Step, class Skip>
   __device__ __forceinline__ void visit_heads(Step step, Skip skip) {
     if constexpr (Config::kTurns == TurnTaking::kAlways) {
@@ -38,7 +38,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
     }
   }
 
-  /// Q and dO, if some key is hidden from some query; `first`: thread of those that sanitise.
+  /// Sanitises Q and dO of a partial tile; `first`: this warpgroup's first thread among those that sanitise.
   __device__ __forceinline__ void sanitise_queries(int tile, int first) {
     if (!work_tile_.is_sanitised(tile)) return;
     this->sanitise_rows(first + this->thread());
@@ -97,7 +97,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   }
 };
 
-/// What one warp does of those that compute S, P and dV.
+/// One warp of those that compute S, P and dV.
 template <class Config>
 class BackwardWideValues : BackwardWideKeysConsumer<Config> {
  public:
@@ -114,8 +114,8 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
       : Base(p, storage, s_tiles, 0, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
-    Products::clear(sum_);
-    sanitise_keys();  // waits for them, too, lest TMA outlives a CTA that has no queries
+    Products::zero(sum_);
+    sanitise_keys();  // waits for K, too: TMA must not outlive the CTA
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dv(sum_, 1.0f);
   }
@@ -125,8 +125,8 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
   using Base::storage_;
   using Base::sum_;
 
-  /// Without kSees, a tile of which only the other CTA's keys see something. What releases Q releases lse, too:
-  /// P, made of it, is stored before.
+  /// One step. Without kSees, only the other CTA's keys see something of the tile. Releasing Q releases lse, too, so P
+  /// is stored before.
   template <bool kSees>
   __device__ __forceinline__ void step(int tile) {
     Weights p;
@@ -161,7 +161,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
   }
 };
 
-/// What one warp does of those that compute dP, dS and dK.
+/// One warp of those that compute dP, dS and dK.
 template <class Config>
 class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
  public:
@@ -178,7 +178,7 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
       : Base(p, storage, s_tiles, Config::kValuesOffset, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
-    Products::clear(sum_);
+    Products::zero(sum_);
     sanitise_keys();
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dk(sum_, static_cast<float>(Base::p_.softmax_scale));
@@ -189,8 +189,8 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
   using Base::storage_;
   using Base::sum_;
 
-  /// As above. What releases dO releases D, too: dS, made of it, is stored before. It takes the registers and the
-  /// place of P.
+  /// One step, as above. Releasing dO releases D, too, so dS is stored before. It takes the registers and the place of
+  /// P.
   template <bool kSees>
   __device__ __forceinline__ void step(int tile) {
     Scores dp;
@@ -217,7 +217,7 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
 
   __device__ __forceinline__ void wait_for_p() const { wait_for(storage_.p_full, at_.count % 2); }
 
-  /// What dQ needs of the other CTA's K; and V is there afterwards.
+  /// Sanitises the part of the other CTA's K that dQ needs. On return V is there, too.
   __device__ __forceinline__ void sanitise_keys() const {
     wait_for(storage_.other_k_full, 0);
     sanitise_tile<Element, Config::kOtherPanels * panel_bytes(kWarpgroupRows), kWarpgroupThreads>(

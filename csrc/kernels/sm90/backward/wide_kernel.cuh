@@ -1,6 +1,6 @@
-// The kernel of kernel.cuh for head dims above 128. What fills registers is divided among warpgroups by products: one
-// computes S and dV, one dP and dK, one dQ. What fills shared memory, 64 keys a CTA, is divided among the CTAs of a
-// cluster: they exchange dS, and each computes some of the columns of dQ, of all 128 keys.
+// The kernel for head dims above 128. Warpgroups divide the products, as registers are short: one computes S and dV,
+// one dP and dK, one dQ. The two CTAs of a cluster divide the keys, as shared memory is short: 64 each. They exchange
+// dS, and each computes some of the columns of dQ, over all 128 keys.
 #pragma once
 
 #include "kernel.cuh"
@@ -35,7 +35,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const int rank = static_cast<int>(ptx::cluster_rank());
   const uint32_t s_tiles = ptx::shared_address(shared);
-  // Keys come while the rest is still being worked out.
+  // K and V are loaded while the rest is still being computed.
   if (threadIdx.x == 0) {
     storage.init();
     load_wide_keys<Config>(p, maps, storage, s_tiles, task.sequence, task.first_key, rank);
@@ -56,7 +56,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   ptx::cluster_sync();  // the other CTA may still arrive here
 }
 
-/// As launch_backward_kernel(). It begins when the kernel before is over: it loses by an early start.
+/// As launch_backward_kernel(). It starts after the kernel before it: an early start made it slower.
 template <class Config>
 void launch_backward_wide(const BackwardParams& p, const BackwardArguments& a, int64_t positions, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardWideStorage<Config>);

@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_wide_keys(const BackwardParams& p, const Ba
        Config::kAlternatesMiddlePanel ? 0 : rank * Config::kOtherPanels, Config::kOtherPanels);
 }
 
-/// What one warp of it does.
+/// One warp of it.
 template <class Config>
 class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
  public:
@@ -127,14 +127,14 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     ptx::wait_for_fragments(ds);
   }
 
-  /// 64 columns of it.
+  /// 64 columns of dQ.
   __device__ __forceinline__ static void multiply(Sum& sum, const Weights& ds, uint32_t keys) {
 #pragma unroll
     for (int k = 0; k < kWarpgroupRows / 16; ++k)
       ptx::Wgmma<Element, kPanelColumns>::accumulate_transposed(sum, ds[k], Tile::at(keys, Tile::down_rows(k)));
   }
 
-  /// Of this warp's additions to a tile; `second`: to the last columns of it, which have a counter of their own.
+  /// Waits for this warp's turn at a tile; `second`: at its last columns, which have a counter of their own.
   __device__ __forceinline__ void wait_for_turn(const Step& step, bool second) {
     const int part = (second ? kWarpgroupWarps : 0) + warp_, turn = work_tile_.turn(step.tile);
     turns_.advance(Base::workspace_.turns, static_cast<int>(this->workspace_tile(step)) * kDqWarps + part, turn, lane_);

@@ -9,12 +9,12 @@
 
 namespace flash_ext::sm90 {
 
-template <int kHeadDim_, bool kOptions_>
+template <int kHeadDim_, bool kScoreOptions_>
 struct BackwardF32Config {
   static constexpr bool kListsBlocks = false;
   static constexpr TurnTaking kTurns = TurnTaking::kNever;
-  static constexpr int kHeadDim = kHeadDim_;        // of q, k and v, and of the workspace
-  static constexpr bool kScoreOptions = kOptions_;  // softcap, ALiBi, any scale
+  static constexpr int kHeadDim = kHeadDim_;             // of q, k and v, and of the workspace
+  static constexpr bool kScoreOptions = kScoreOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
   static constexpr int kGroups = 1;  // of keys
   static constexpr int kCluster = backward_f32_blocks(kHeadDim);
@@ -24,10 +24,10 @@ struct BackwardF32Config {
   static constexpr bool kHasHalf = kPanels > kFullPanels;  // the last panel has half of the columns
   static constexpr int kLastColumns = kHasHalf ? kPanelColumns / 2 : kPanelColumns;
   static constexpr int kThreads = 3 * kWarpgroupThreads;
-  // With less than 136, ptxas has the products of half a panel of dQ wait for each other.
+  // With less than 136, ptxas makes the products of half a panel of dQ wait for each other.
   static constexpr int kRegisters = kHasHalf ? 184 : 192, kDqRegisters = kHasHalf ? 136 : 120;
 
-  // Q and dO have two places of a piece each: those of one tile at head_dim 128, of two at 64.
+  // Q and dO have two slots of a piece each: those of one tile at head_dim 128, of two at 64.
   static constexpr int kQuerySlots = 2, kTiles = kQuerySlots / kPanels;
   static constexpr int kDsSlots = kTiles;  // of P, and then of dS
   static constexpr int kKeyBytes = kPanels * kPieceBytes;

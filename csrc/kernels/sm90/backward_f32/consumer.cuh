@@ -11,8 +11,8 @@
 
 namespace flash_ext::sm90 {
 
-/// Where P of a warp lies on its way to the warp that makes dS of it: in float, where two of the parts of that dS will
-/// lie, so that no other warp's slots are touched.
+/// Where P of a warp lies on its way to the warp that computes dS from it: in float, in the room that two parts of that
+/// dS take later, so that no other warp's slots are touched.
 struct WeightLayout {
   /// Of accumulators n of a lane. Two lanes take a row's two pieces of 16 bytes, eight rows all banks twice.
   __device__ __forceinline__ static uint32_t of(uint32_t s_ds, int n, int warp, int lane) {
@@ -22,8 +22,9 @@ struct WeightLayout {
   }
 };
 
-/// Where the other CTA's halves come: of S where P will lie, of dP to the third part of dS and behind it. A warp's
-/// are contiguous, as its stores go through the network by lines, and so lie in other warps' places of P and dS.
+/// Where the other CTA's halves arrive: of S where P will lie, of dP in the third part of dS and behind it. The halves
+/// of a warp are contiguous, because stores to the other CTA travel by lines; so they lie in other warps' places of P
+/// and dS.
 struct HalfLayout {
   static constexpr int kOfGradients = 2 * kPartBytes;
   static constexpr int kWarpBytes = kWarpgroupRows * kPieceRows * 4 / kWarpgroupWarps;
@@ -34,7 +35,8 @@ struct HalfLayout {
   }
 };
 
-/// What the warps that add up dV and dK have in common: those multiply K by Q and then dO, these V by dO and then Q.
+/// What the warps that sum dV and dK share. The former multiply K by Q and then use dO, the latter V by dO and then use
+/// Q.
 template <class Config>
 class BackwardF32Sums : public BackwardF32Warp<Config> {
  public:
@@ -55,8 +57,8 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     if constexpr (Config::kHasHalf) Products::zero(sum_.half);
   }
 
-  /// x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T: lse was made of them. `wait` is for a piece of
-  /// B. Many columns are two sums, as tensor cores round towards zero whatever they add to.
+  /// x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T, from which lse was computed. `wait` waits for
+  /// a piece of B. Many columns are two sums, because tensor cores round every sum towards zero.
   template <class Wait, class PieceOfA, class PieceOfB>
   __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, PieceOfA a, PieceOfB b) {
     Products::Tile rest, second;
@@ -80,7 +82,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     Products::add(x, rest);
   }
 
-  /// x += what the other CTA has for x, of its columns. Both add the same two numbers, so they go on with the same.
+  /// x += the other CTA's x, over its columns. Both CTAs add the same two numbers and so have the same sum.
   __device__ __forceinline__ void add_other_half(Products::Tile& x, int halves,
                                                  const uint64_t (&half_full)[kWarpgroupWarps]) const {
     const int lane = ptx::reread(lane_);
@@ -99,14 +101,14 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     }
   }
 
-  /// Until all warps have read their halves, over which they may write then.
+  /// Waits until all warps have read their halves, which may then be overwritten.
   template <BackwardF32Barrier kBarrier>
   __device__ __forceinline__ static void wait_for_halves() {
     if constexpr (Config::kCluster > 1) ptx::barrier_sync<kBarrier, kWarpgroupThreads>();
   }
 
-  /// The sums grow by A B. The places of B are this warpgroup's to fill again, as it is the last to read them: `load`
-  /// is for a piece of a step.
+  /// Adds A B to the sums. This warpgroup is the last to read the slots of B and fills them again: `load` loads a piece
+  /// of a step.
   template <class Wait, class PieceOfB, class Load>
   __device__ __forceinline__ void add_up(const Products::Operand& a, const Step& step, Wait wait, PieceOfB b,
                                          const uint64_t* empty, Load load) {
@@ -140,7 +142,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   }
 };
 
-/// What one warp does of those that compute S, P and dV.
+/// One warp of those that compute S, P and dV.
 template <class Config>
 class BackwardF32Values : BackwardF32Sums<Config> {
  public:
@@ -154,11 +156,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
 
   __device__ __forceinline__ void run() {
     this->zero_sums();
-#pragma unroll 1
-    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
-      visit(step);
-      at_.advance();
-    }
+    this->for_each_step([&](const Step& step) { visit(step); });
     this->store_dv(sum_, 1.0f);
   }
 
@@ -190,7 +188,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     if constexpr (Config::kCluster > 1) this->add_other_half(s, 0, storage_.s_half_full);
   }
 
-  /// P in place of S; and P, with the derivative of a softcap, published.
+  /// P in place of S. Publishes P times the derivative of the softcap.
   __device__ __forceinline__ void softmax_step(Scores& s, const Step& step) const {
     const float* const s_lse = storage_.lse[at_.tile()];
     if constexpr (Config::kScoreOptions) {
@@ -248,7 +246,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
   }
 };
 
-/// What one warp does of those that compute dP, dS and dK.
+/// One warp of those that compute dP, dS and dK.
 template <class Config>
 class BackwardF32Gradients : BackwardF32Sums<Config> {
  public:
@@ -261,11 +259,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
 
   __device__ __forceinline__ void run() {
     this->zero_sums();
-#pragma unroll 1
-    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
-      visit(step);
-      at_.advance();
-    }
+    this->for_each_step([&](const Step& step) { visit(step); });
     this->store_dk(sum_, static_cast<float>(p_.softmax_scale));
   }
 
@@ -318,7 +312,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
     }
   }
 
-  /// Over the weights of this warp, which all its lanes have read.
+  /// Stores dS over the weights of this warp, which all its lanes have read.
   __device__ __forceinline__ void publish(const Products::Operand& ds) const {
     const uint32_t s_row = Tile::row_of_lane(this->s_ds(), warp_, lane_);
     ptx::wait_for_fragments(ds[0]);

@@ -3,10 +3,10 @@
 //   S^T = K Q^T,   P^T = e^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)    D: common/backward/row_terms.cuh
 //   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
-// A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). Q and dO are split
-// once, by the kernel before, into pieces that TMA loads as they lie; K and V by the CTA that has their
-// 64 keys. The products are divided among three warpgroups: consumer.cuh and producer_dq.cuh. Beyond 128 two CTAs of a
-// cluster have half of the columns each, and exchange halves of the sums S^T and dP^T.
+// A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). The kernel before
+// splits Q and dO once, into pieces that TMA loads as they are. A CTA splits its own 64 keys of K and V. Three
+// warpgroups divide the products: consumer.cuh and producer_dq.cuh. Beyond head_dim 128 the two CTAs of a cluster have
+// half of the columns each, and exchange their halves of S^T and dP^T.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@
 
 namespace flash_ext::sm90 {
 
-/// The pieces of a CTA of a cluster: 64 rows from first_row on, of its columns.
+/// The pieces that a CTA of a cluster loads: 64 rows from first_row on, of its columns.
 template <int kHeadDim, bool kBounded>
 __device__ __forceinline__ void load_block_pieces(char* pieces, RowSource<const float, false> rows, int rank,
                                                   int first_row, int end_row, int columns, int thread) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_block_pieces(char* pieces, RowSource<const 
   load_pieces<panels(kColumns), kBounded>(pieces, rows, first_row, end_row, columns - rank * kColumns, thread);
 }
 
-/// All threads of the CTAs that work together.
+/// Waits for all threads of the CTAs that work together.
 template <class Config>
 __device__ __forceinline__ void sync_cluster() {
   if constexpr (Config::kCluster > 1) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void sync_cluster() {
   }
 }
 
-/// What a CTA does. Warpgroup 0 makes dQ, 1 dV, 2 dK.
+/// The code of a CTA. Warpgroup 0 computes dQ, 1 dV, 2 dK.
 template <class Config>
 __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, const BackwardF32Workspace& workspace,
                                                        const BackwardSchedule& schedule) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, 
     storage.init();
     storage.work_tile = BackwardWorkTile<Config>(p, workspace.rows, schedule, task);
   }
-  // K meets weights of 0, which Inf must not turn into NaN. What a query does see of it, its lse knows.
+  // K meets weights of 0, which an Inf in it would turn into NaN. A query that does see it has it in its lse.
   if (group == 1)
     load_block_pieces<Config::kHeadDim, true>(shared, key_rows<const float, false>(p, p.k, task.sequence), rank,
                                               task.first_key, task.sequence.seqlen_k, static_cast<int>(p.head_dim),
@@ -73,7 +73,7 @@ __device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, 
   sync_cluster<Config>();
   if (group == 0) {
     ptx::release_registers<Config::kDqRegisters>();
-    ptx::wait_for_previous_grid();  // for row terms, parts and cleared sums; it loads what comes first
+    ptx::wait_for_previous_grid();  // for row terms, parts and zeroed sums; it loads what comes first
     BackwardF32Dq<Config>(p, workspace, storage, s_tiles, warp, lane).run();
   } else {
     ptx::acquire_registers<Config::kRegisters>();
@@ -103,8 +103,8 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   run_backward_f32_block<Config>(p, workspace, schedule);
 }
 
-/// The row terms of a tile of a head, and the pieces of its Q, by one warpgroup, and of its dO, by the other. Inf and
-/// NaN become what 0 can be multiplied by: the row's lse is NaN then, and carries them to what sees the row.
+/// Computes the row terms of a tile of a head; one warpgroup splits its Q, the other its dO. Inf and NaN become finite,
+/// so that a weight of 0 hides them. The row's lse is NaN then, and carries them to all that the row sees.
 template <int kHeadDim>
 __device__ __forceinline__ void write_float_rows(const BackwardParams& p, const BackwardF32Workspace& workspace,
                                                  const volatile RowTileOfCta& block, int head) {

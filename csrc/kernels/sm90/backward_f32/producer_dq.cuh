@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp does of those that compute dQ and add it to memory.
+/// One warp of those that compute dQ and add it to memory.
 template <class Config>
 class BackwardF32Dq : BackwardF32Warp<Config> {
  public:
@@ -23,11 +23,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
   __device__ __forceinline__ void run() {
     if (warp_ == 0 && lane_ == 0) load_first();
     __syncwarp();
-#pragma unroll 1
-    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
-      add(step);
-      at_.advance();
-    }
+    this->for_each_step([&](const Step& step) { add(step); });
   }
 
  private:

@@ -1,4 +1,4 @@
-// What a warp of the float32 backward knows: where tiles lie, what it waits for, loads and stores.
+// The state of a warp of the float32 backward: where tiles lie, its waits, loads and stores.
 #pragma once
 
 #include "kernels/common/backward/split_sums.cuh"
@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Where a warp is: steps so far, and the barriers' phases that belong to this one.
+/// The position of a warp: steps so far, and the barriers' phases that belong to this one.
 template <class Config>
 struct BackwardF32Position {
   uint32_t count = 0;
@@ -95,7 +95,16 @@ class BackwardF32Warp {
     return work_tile_.workspace_tile + step.head * workspace_.rows.tiles_per_head + step.tile;
   }
 
-  /// The step whose tile takes the places of this one's.
+  /// Calls visit(step) for every step of the work tile.
+  template <class Visit>
+  __device__ __forceinline__ void for_each_step(Visit visit) {
+#pragma unroll 1
+    for (Step step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step)) {
+      visit(step);
+      at_.advance();
+    }
+  }
+  /// The step whose tile takes the slots of this one's.
   __device__ __forceinline__ Step step_after(Step step) const {
     for (int k = 0; k < Config::kTiles; ++k) work_tile_.advance(step);
     return step;

@@ -1,4 +1,5 @@
-// What the two parts of a block, keys.cuh and queries.cuh, have in common: its rows, and where tiles lie.
+// What the two parts of the kernel, keys.cuh and queries.cuh, share. A block is the 64 keys, or the 64 queries, of a
+// warpgroup.
 #pragma once
 
 #include "kernels/sm90/backward/products.cuh"
@@ -33,7 +34,7 @@ class BackwardShortBlock {
   }
   __device__ __forceinline__ uint32_t own_rows_at(int offset) const { return rows_at(offset, group_ * kWarpgroupRows); }
 
-  /// step(tile, whether a pair of it is hidden or a weight may have to be bounded)
+  /// Calls step(tile, hides) for each tile; `hides`: a pair of it may be hidden, or a weight may have to be bounded.
   template <class Step>
   __device__ __forceinline__ void visit(const TileSpan& seen, Step step) const {
 #pragma unroll 1

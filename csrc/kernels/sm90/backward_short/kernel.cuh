@@ -15,13 +15,13 @@
 
 namespace flash_ext::sm90 {
 
-/// Whether queries may be hidden from keys that are there, or rows lie behind the lengths in use.
+/// Whether some pair may be hidden, or rows lie behind the lengths in use.
 __device__ __forceinline__ bool hides_rows(const BackwardParams& p) {
   return p.window.left >= 0 || p.window.right >= 0 || p.seq.seqused_q || p.seq.seqused_k || p.seq.leftpad_k;
 }
 
-/// Tiles without Inf and NaN where pairs are hidden; K in any case: what a query does see, its lse knows, or it is a
-/// score of -inf still.
+/// Sanitises tiles where pairs are hidden, and K in any case: a query that sees an Inf or NaN in K has it in lse, or
+/// has a score of -inf.
 template <class Config>
 __device__ __forceinline__ void sanitise_short_tiles(const BackwardParams& p, uint32_t s_tiles) {
   using Element = typename Config::Element;

@@ -1,4 +1,4 @@
-// dK and dV: what a warpgroup makes of 64 keys and all queries that see them, keys as rows of its tiles.
+// dK and dV: a warpgroup has 64 keys and visits all queries that see them. Keys are the rows of its tiles.
 #pragma once
 
 #include "block.cuh"
@@ -21,8 +21,8 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
     const int first = this->group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, this->sequence().seqlen_k);
     if (first >= end) return;
     const TileSpan seen = this->sequence().template query_tiles<kBlockM>(first, end);
-    Products::clear(dk_);
-    Products::clear(dv_);
+    Products::zero(dk_);
+    Products::zero(dv_);
     this->visit(seen, [&](int tile, bool hides) { step(tile, hides); });
     store(p_.dv, dv_, 1.0f);
     store(p_.dk, dk_, static_cast<float>(p_.softmax_scale));
@@ -33,7 +33,7 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
   using Base::p_;
   using Base::storage_;
 
-  /// Scores and their gradients take the same registers.
+  /// One tile of queries. S and dP take the same registers.
   __device__ __forceinline__ void step(int tile, bool hides) {
     typename Tile::Scores s;
     typename Tile::Weights p;  // then dS

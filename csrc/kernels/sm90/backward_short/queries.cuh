@@ -1,6 +1,6 @@
-// dQ: what a warpgroup makes of 64 queries and all keys that they see, queries as rows of its tiles. Scores are
-// computed here a second time, and not passed on by the warpgroups that have the keys: two products more of seven, but
-// no warpgroup waits for another, and dS needs no shared memory.
+// dQ: a warpgroup has 64 queries and visits all keys that they see. Queries are the rows of its tiles. Scores are
+// computed here a second time instead of being passed on by the warpgroups that have the keys: that takes two products
+// more than five, but no warpgroup waits for another, and dS needs no shared memory.
 #pragma once
 
 #include "block.cuh"
@@ -29,7 +29,7 @@ class BackwardShortQueries : BackwardShortBlock<Config> {
       lse_[r] = this->storage_.lse[this->row(r)];
       minus_delta_[r] = this->storage_.minus_delta[this->row(r)];
     }
-    Products::clear(dq_);
+    Products::zero(dq_);
     this->visit(seen, [&](int tile, bool hides) { step(tile, hides); });
     this->store(query_rows<Element>(p_.dq, this->sequence()), this->sequence().seqlen_q, dq_,
                 static_cast<float>(p_.softmax_scale));

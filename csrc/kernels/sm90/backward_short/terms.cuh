@@ -1,12 +1,12 @@
-// lse and D of the rows of a head, which other backwards have from a kernel of their own.
+// lse and D of the rows of a head. Other backwards have a kernel for them.
 #pragma once
 
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
-/// Of the 64 queries of a warpgroup, while tiles are loaded. g_minus_delta: of the head, null = not wanted in memory.
-/// Returns whether this thread found a LargeLse.
+/// Computes those of a warpgroup's 64 queries while tiles are loaded. g_minus_delta: of the head, null = not wanted in
+/// memory. Returns whether this thread found a LargeLse.
 template <class Config>
 __device__ __forceinline__ bool write_short_terms(const BackwardParams& p, const Sequence& sequence,
                                                   BackwardShortStorage<Config>& storage, float* g_minus_delta,

@@ -1,4 +1,4 @@
-// The warps that compute: a tile of dbias as the sum of dS in registers, and where it goes.
+// The consumer warps: they sum dS of a tile of dbias in registers, and store it.
 #pragma once
 
 #include "kernels/common/sanitise.cuh"
@@ -12,7 +12,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of those that compute does.
+/// One consumer warp.
 template <class Config>
 class BiasConsumer {
  public:
@@ -60,13 +60,13 @@ class BiasConsumer {
     return p_.bias.dtype == DType::kFloat32 ? Bias::kBytes32 : Bias::kBytes16;
   }
   __device__ __forceinline__ Bias bias_tile() const { return {s_bias_, p_.bias, lane_}; }
-  /// Of the buffer that is not in use.
+  /// The buffer that is not in use.
   __device__ __forceinline__ uint32_t s_other_bias() const {
     const uint32_t s_first = ptx::shared_address(&storage_) + Storage::bytes() + first_row_ / 16 * bias_bytes();
     return 2 * s_first + Config::kWarps * bias_bytes() - s_bias_;
   }
 
-  /// Of a work tile. For all sequences: a bias may be there for rows and keys that the first one has not.
+  /// Loads the bias of a work tile, for all sequences: rows and keys that the first sequence lacks may exist in others.
   __device__ __forceinline__ void load_bias(int work_tile, uint32_t s_target) const {
     if (work_tile < work_tiles_.count) {
       __syncwarp();
@@ -79,7 +79,7 @@ class BiasConsumer {
     ptx::cp_async_commit();
   }
 
-  /// Whether the warp's part of the bias has an Inf or NaN, of which -Inf hides.
+  /// Whether the warp's part of the bias holds an Inf or NaN; -Inf hides.
   __device__ __forceinline__ bool bias_is_finite() const {
     uint32_t found = 0;
     if (p_.bias.dtype == DType::kFloat32) {
@@ -101,7 +101,7 @@ class BiasConsumer {
     return found;
   }
 
-  /// The sum of a work tile.
+  /// Sums up dS of a work tile.
   __device__ __forceinline__ void add_up() {
     for_each_score(sum_, [](float& x, int, int, int) { x = 0.0f; });
     const bool plain = bias_is_finite() && p_.softcap == 0.0 && !p_.alibi_slopes;
@@ -147,7 +147,7 @@ class BiasConsumer {
         sum_[m][n][e] = fmaf(x, dp[m][n][e] - delta[e / 2], sum_[m][n][e]);
       });
     } else {
-      // Where the weight is 0 the rest may be NaN, from keys or rows that this query has nothing to do with.
+      // Where the weight is 0 the rest may be NaN, from keys or rows that this query does not see.
       for_each_score(s, [&](float& x, int m, int n, int e) {
         if (x != 0.0f) sum_[m][n][e] = fmaf(x, dp[m][n][e] - delta[e / 2], sum_[m][n][e]);
       });
@@ -175,7 +175,7 @@ class BiasConsumer {
     ptx::wgmma_commit();
   }
 
-  /// The slabs of one product have been multiplied.
+  /// Releases the slabs of a product.
   __device__ __forceinline__ void release(RingCount<Config::kStages> at) const {
 #pragma unroll
     for (int slab = 0; slab < Config::kSlabs; ++slab) {
@@ -190,7 +190,7 @@ class BiasConsumer {
     lse[1] = s_lse[8];
   }
 
-  /// P in place of Q K^T, where nothing but a bias without -inf is added to scores.
+  /// P in place of Q K^T, where nothing is added to scores but a bias without -inf.
   __device__ __forceinline__ void compute_plain_p(Fragment& s) const {
     const float scale = static_cast<float>(p_.softmax_scale) * kLog2E;
     float lse[2];
@@ -217,7 +217,7 @@ class BiasConsumer {
     bias_tile().hide(s);
   }
 
-  /// To dbias, or to the share of a chunk.
+  /// Stores the tile to dbias, or to the share of a chunk.
   __device__ __forceinline__ void store(int work_tile) {
     const DbiasTile tile = work_tiles_.tile(work_tile);
     const int64_t keys = p_.seqlen_k, rows = p_.dbias.row_stride == 0 ? 1 : p_.seqlen_q;
@@ -254,7 +254,7 @@ class BiasConsumer {
     }
   }
 
-  /// The sums over all rows of the CTA. By all warps that compute.
+  /// Stores the sums over all rows of the CTA. By all consumer warps.
   __device__ __forceinline__ void store_columns(float* g_columns, int num_keys) {
     const int warp = first_row_ / 16;
 #pragma unroll

@@ -82,7 +82,7 @@ inline BiasTiles bias_tiles(const BackwardParams& p) {
   return {p, Config::kRows, Config::kKeys, kWantedWorkTiles};
 }
 
-/// Memory beside the tensors.
+/// Scratch memory.
 struct BiasMemory {
   float *delta, *shares;
   int num_shares;

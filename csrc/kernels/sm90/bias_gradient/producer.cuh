@@ -1,4 +1,4 @@
-// The warps that load score_tiles to those that compute: three find them and their rows' terms, one loads slabs.
+// The producer warps: three find score tiles and their rows' terms, one loads slabs.
 #pragma once
 
 #include <new>
@@ -77,7 +77,7 @@ class BiasProducer {
     at.advance();
   }
 
-  /// Whether some pair is.
+  /// Whether some pair of the tile is visible.
   __device__ __forceinline__ bool is_visible(const ScoreTiles& score_tiles) const {
     const Sequence sequence(p_, score_tiles.entry(), score_tiles.head_q());
     const int first_query = score_tiles.query_tile() * Config::kRows,

@@ -1,5 +1,4 @@
-// What the warps of a CTA of the gradient of the bias share: its work tiles, the score tiles under way, and the
-// barriers.
+// What the warps of a CTA of the bias gradient share: its work tiles, the score tiles under way, and the barriers.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +65,7 @@ struct BiasWorkTiles {
   __device__ __forceinline__ int chunk(int work_tile) const { return work_tile / static_cast<int>(tiles.count()); }
 };
 
-/// Behind the slabs in shared memory.
+/// Lies behind the slabs in shared memory.
 template <class Config>
 struct BiasStorage {
   static constexpr int kStages = Config::kStages, kSlots = Config::kSlots;

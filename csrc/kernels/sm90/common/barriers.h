@@ -22,8 +22,8 @@ __device__ __forceinline__ void wait_for(const uint64_t& barrier, uint32_t parit
   ptx::mbarrier_wait(address(barrier), parity);
 }
 
-/// A warp arrives by one lane when all have got here: what they wrote comes before the arrival, and none can still be
-/// waiting for a phase that is two back by then.
+/// One lane of a warp arrives when all lanes have got here. What they wrote comes before the arrival, and no lane can
+/// still be waiting for a phase that is two back.
 __device__ __forceinline__ void arrive_as_warp(const uint64_t& barrier, int lane) {
   __syncwarp();
   if (lane == 0) ptx::mbarrier_arrive(address(barrier));

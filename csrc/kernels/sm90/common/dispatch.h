@@ -30,12 +30,12 @@ void with_kernel_types(const AttentionParams& p, Run run) {
   });
 }
 
-/// Calls run(HeadDim<n>(), HeadDim<n>()) for the first of kForwardHeadDims that serve, from kPlace on.
-template <int kPlace = 0, class Run>
+/// Calls run(HeadDim<n>(), HeadDim<n>()) for the first of kForwardHeadDims that serve, from kIndex on.
+template <int kIndex = 0, class Run>
 void with_forward_head_dims(const AttentionParams& p, Run run) {
-  constexpr HeadDims kDims = kForwardHeadDims[kPlace];
-  if constexpr (kPlace + 1 < std::size(kForwardHeadDims)) {
-    if (!kDims.serve(p.head_dim, p.head_dim_v)) return with_forward_head_dims<kPlace + 1>(p, run);
+  constexpr HeadDims kDims = kForwardHeadDims[kIndex];
+  if constexpr (kIndex + 1 < std::size(kForwardHeadDims)) {
+    if (!kDims.serve(p.head_dim, p.head_dim_v)) return with_forward_head_dims<kIndex + 1>(p, run);
   }
   run(HeadDim<kDims.qk>(), HeadDim<kDims.v>());
 }
@@ -45,7 +45,7 @@ inline bool has_forward_options(const AttentionParams& p) {
   return p.bias.data || p.mask.data || p.blocks.offsets || p.dropout.rule.threshold > 0;
 }
 
-/// Calls run(Element(), HeadDim<n>()) for that class.
+/// Calls run(Element(), HeadDim<n>()) for the variant with options.
 template <class Run>
 void with_forward_options_types(const AttentionParams& p, Run run) {
   const int head_dim = forward_head_dims(p.head_dim, p.head_dim_v, true).qk;
@@ -55,7 +55,7 @@ void with_forward_options_types(const AttentionParams& p, Run run) {
   });
 }
 
-/// The same for that of block masks.
+/// The same for the variant of block masks.
 template <class Run>
 void with_forward_blocks_types(const AttentionParams& p, Run run) {
   const int head_dim = first_that_serves(kForwardBlocksHeadDims, p.head_dim, p.head_dim_v).qk;

@@ -10,10 +10,10 @@
 
 namespace flash_ext::sm90 {
 
-/// In which order the CTAs acquire their work tiles: sections of heads whose keys stay in L2, in a section the tiles of
-/// queries with the most keys first. Each CTA takes the next tile when it has loaded most of its last one: that
-/// balances a causal mask, sequences of different lengths, and SMs of different speed. Or as a list says
-/// (common/scheduler/work_list.cuh).
+/// The order in which CTAs take their work tiles: sections of heads whose keys stay in L2, and in a section the query
+/// tiles with the most keys first; or as a list says (common/scheduler/work_list.cuh). Each CTA takes its next tile
+/// when it has loaded most of its last one, which balances a causal mask, sequences of different lengths, and SMs of
+/// different speed.
 struct ForwardSchedule {
   int blocks_m;       // of the longest sequence
   int heads;          // of all batch entries
@@ -31,7 +31,7 @@ struct ForwardSchedule {
 
   __device__ __forceinline__ int64_t take() const {
     if (!taken) return size();
-    ptx::wait_for_previous_grid();  // it clears the counter
+    ptx::wait_for_previous_grid();  // it zeroes the counter
     return static_cast<int64_t>(ptx::grid_blocks() + atomicAdd(taken, 1ull));
   }
 
@@ -52,7 +52,7 @@ struct ForwardSchedule {
   }
 
  protected:
-  /// To and fro over the CTAs: a CTA with a long tile in one turn has a short one in the next.
+  /// To and fro over the CTAs: one with a long tile gets a short one next.
   __device__ __forceinline__ static int64_t turn_after(int64_t position) {
     const uint32_t ctas = ptx::grid_blocks();
     return position + 2 * (ctas - 1 - static_cast<uint32_t>(position) % ctas) + 1;
@@ -84,7 +84,7 @@ inline void use_list(ForwardSchedule& schedule, const WorkListPlan& plan, void* 
   schedule.work_tiles = grid_size(plan.max_work_tiles());
 }
 
-/// Clears the counter of work tiles, beside which the kernel behind it starts.
-void clear_forward_workspace(void* workspace, cudaStream_t stream);
+/// Zeroes the counter of work tiles. The kernel behind it may start while this one runs.
+void zero_forward_workspace(void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

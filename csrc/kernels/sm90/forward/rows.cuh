@@ -71,13 +71,13 @@ class ForwardRows {
     query_ = QueryTile::lower_half(s_tiles_ + query_tile() * Config::kQueryBytes);
     if constexpr (Config::kScoreOptions || Config::kVisible) {
       const int rows = work_tile.end_query - (work_tile.first_query + warpgroup_ * kWarpgroupRows);
-      if (terms_.cap > 0.0f && rows < kWarpgroupRows) clear_query_rows(rows);
+      if (terms_.cap > 0.0f && rows < kWarpgroupRows) zero_query_rows(rows);
     }
   }
 
   /// Zeroes rows of Q from `first` on, which lie behind the sequence. All rows vote on how scores are capped, and these
   /// must not change the vote.
-  __device__ __forceinline__ void clear_query_rows(int first) const {
+  __device__ __forceinline__ void zero_query_rows(int first) const {
     constexpr int kPieces = kPanelRowBytes / 16;
     auto* const s_query = static_cast<uint4*>(__cvta_shared_to_generic(s_tiles_ + query_tile() * Config::kQueryBytes));
 #pragma unroll 1

@@ -1,17 +1,17 @@
 // The traversal of the key tiles that masks leave, with a bias, masks and dropout.
 //
 // It differs from the plain one (traverse_range.cuh) in five points:
-// - A list of the tiles that masks leave (visible_tiles.cuh) drives the loads. Metadata with each tile says which
-//   warpgroups visit it.
-// - Tiles that need only mask bits, and a bias or dropout but not both, take pipelined steps. Runs of such tiles read
-// the
-//   metadata once. Other tiles compute S, P and P V one after the other, as all do at head_dim 64 with dropout.
-// - A bias alone and masks alone have kernels without tests for anything else.
-// - A warp updates its row stabilisers as long as one of its rows has none, or one so low that it must come from a bias
-//   that pads.
-// - Row sums detect overflow: a tile whose sum passes kSumLimit moves the exponent of the sum into the stabiliser,
-// while P
-//   is still in float. Otherwise a bias that grows along the keys would make every query tile be computed twice.
+//   1. A list of the tiles that masks leave (visible_tiles.cuh) drives the loads. Metadata with each tile says which
+//      warpgroups visit it.
+//   2. Tiles that need only mask bits, and a bias or dropout but not both, take pipelined steps. Runs of such tiles
+//      read the metadata once. Other tiles compute S, P and P V one after the other, as all do at head_dim 64 with
+//      dropout.
+//   3. A bias alone and masks alone have kernels without tests for anything else.
+//   4. A warp updates its row stabilisers as long as one of its rows has none, or one so low that it must come from a
+//      bias that pads.
+//   5. Row sums detect overflow: a tile whose sum passes kSumLimit moves the exponent of the sum into the stabiliser,
+//      while P is still in float. Otherwise a bias that grows along the keys would make every query tile be computed
+//      twice.
 #pragma once
 
 #include "option_scores.cuh"
@@ -92,7 +92,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   }
 
  private:
-  /// There is one loop with a bias and one without: a common one would have to clear the bias registers in each tile.
+  /// There is one loop with a bias and one without: a common one would have to zero the bias registers in each tile.
   template <bool kBias>
   __device__ __forceinline__ void visit_tiles(const WorkTile& work_tile) {
     if constexpr (kOverlapsPv) {

@@ -15,7 +15,7 @@ void start_schedule(const Schedule& schedule, const WorkListPlan& list, const Fo
   if (list.listed) {
     fill_work_list(call.p, list, schedule.list, call.stream);
   } else if (schedule.taken) {
-    clear_forward_workspace(call.workspace, call.stream);
+    zero_forward_workspace(call.workspace, call.stream);
   }
 }
 

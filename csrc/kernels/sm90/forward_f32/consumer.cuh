@@ -1,4 +1,4 @@
-// What a consumer warpgroup of the float32 forward does: S, P and O of 64 queries, and their end.
+// A consumer warpgroup of the float32 forward: S, P and O of 64 queries, and their store.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -11,7 +11,7 @@ namespace flash_ext::sm90 {
 
 __device__ __forceinline__ int thread_of_warpgroup() { return static_cast<int>(threadIdx.x) % kWarpgroupThreads; }
 
-/// What one warpgroup does.
+/// One consumer warpgroup.
 template <class Config>
 class ForwardF32Consumer {
  public:
@@ -88,7 +88,7 @@ class ForwardF32Consumer {
     for_each_score(out_, [](float& x, int, int, int) { x = 0.0f; });
   }
 
-  /// The descriptor of the next piece, which is there then.
+  /// The descriptor of the next piece, once that has arrived.
   __device__ __forceinline__ uint32_t wait_for_piece() {
     ptx::mbarrier_wait(ptx::shared_address(&storage_.full[next_.stage()]), next_.parity());
     const uint32_t piece = ring_ + next_.stage() * (Config::kStageBytes / 16);
@@ -101,7 +101,8 @@ class ForwardF32Consumer {
     done_.advance();
   }
 
-  /// A tile that other warpgroups see. We wait, as no use of a barrier may run ahead of another one.
+  /// Skips a tile that only other warpgroups see. It still waits for the barriers, so that no warpgroup gets a phase
+  /// ahead.
   __device__ __forceinline__ void skip_tile() {
 #pragma unroll 1
     for (int piece = 0; piece < 2 * kPieces; ++piece) {
@@ -174,7 +175,7 @@ class ForwardF32Consumer {
     sums.add_up(s);
   }
 
-  /// Makes the maximum so far the stabiliser of each row. `factor`: what out of it is to be multiplied by.
+  /// Makes the maximum so far the stabiliser of each row. `factor` then rescales out.
   __device__ __forceinline__ void update_row_max(const Scores& s, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -188,10 +189,10 @@ class ForwardF32Consumer {
     }
   }
 
-  /// Of products; options have applied theirs.
+  /// The factor from products to scores; 1 where score options have applied it before.
   __device__ __forceinline__ float scale() const { return Config::kScoreOptions ? 1.0f : factors_.scale; }
 
-  /// The exponential of the difference of two products, as scores. No rounding of a large score comes before it.
+  /// The exponential of the difference of two products, as scores. It is taken before scores are rounded.
   __device__ __forceinline__ float weight(float product, float stabiliser) const {
     return Unit::exp(product - stabiliser, scale());
   }
@@ -264,7 +265,7 @@ class ForwardF32Consumer {
     }
   }
 
-  /// Non-finite values of keys that only some rows see were taken out of V; these rows get them here.
+  /// Adds non-finite values of V to the rows that see them. Sanitising removed them because other rows do not.
   __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile) const {
     const Sequence& sequence = work_tile.sequence;
     const TileSpan tiles = work_tile.rows[warpgroup_];

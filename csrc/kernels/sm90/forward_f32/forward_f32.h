@@ -10,9 +10,9 @@ namespace flash_ext::sm90 {
 /// Scratch memory that forward_f32() needs: none where each CTA has one tile of queries at most.
 int64_t forward_f32_workspace_bytes(const ForwardParams& params);
 
-/// out and lse of every row that a sequence covers. float32, in full precision; no bias, mask or
-/// dropout; any lengths and strides; rows of q, k and v start at multiples of 16 bytes. The workspace is null where
-/// none is needed.
+/// Computes out and lse of every row that a sequence covers. float32, in full precision. Requires no bias, mask or
+/// dropout, and rows of q, k and v at multiples of 16 bytes. Serves any lengths and strides. The workspace is null
+/// where none is needed.
 void forward_f32(const ForwardParams& params, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

@@ -51,7 +51,7 @@ void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t st
   if (list.listed) {
     fill_work_list(p, list, schedule.list, stream);
   } else if (workspace) {
-    clear_forward_workspace(workspace, stream);
+    zero_forward_workspace(workspace, stream);
   }
   const int64_t blocks = std::min<int64_t>(schedule.work_tiles, device_attribute(cudaDevAttrMultiProcessorCount));
   LaunchShape shape = {grid_of(blocks), dim3(Config::kThreads), kSharedBytes};

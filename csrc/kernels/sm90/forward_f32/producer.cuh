@@ -1,5 +1,5 @@
-// How float32 rows come to shared memory, as pieces of bfloat16 parts: of Q once, by the warpgroup that has the rows;
-// of K and V through a ring, by a warpgroup of its own.
+// Loads of the float32 forward, as pieces of bfloat16 parts: of Q once, by the warpgroup that has the rows; of K and V
+// through a ring, by a warpgroup of their own.
 #pragma once
 
 #include "kernels/ptx/tma.h"
@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What fills the ring: of each tile, from the last to the first, the pieces of K, then those of V.
+/// Fills the ring: for each tile, from the last to the first, the pieces of K, then those of V.
 template <class Config>
 class ForwardF32ProducerBase {
  public:
@@ -54,7 +54,7 @@ class ForwardF32ProducerBase {
   RingPosition<Config::kStages> ring_;
 };
 
-/// Pieces of 64 rows: the next one is on its way to registers.
+/// For pieces of 64 rows. The next piece is loaded to registers while one is split.
 template <class Config>
 class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
   using Base = ForwardF32ProducerBase<Config>;
@@ -91,7 +91,7 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
         constexpr int kLast = 2 * Config::kPanels - 1;
         const int next = piece == kLast ? 0 : piece + 1, next_tile = piece == kLast ? tile - 1 : tile;
         const bool is_value = piece >= Config::kPanels, next_is_value = next >= Config::kPanels;
-        const int rows = next_tile < tiles.begin ? INT32_MIN : seqlen_k;  // rows before 0 are none either
+        const int rows = next_tile < tiles.begin ? INT32_MIN : seqlen_k;  // no rows before 0
         const bool met = pass_on(x, choose(next_is_value, values, keys), next % Config::kPanels, next_tile, rows,
                                  is_value && partial);
         if (met) work_tile.met_non_finite = true;
@@ -100,7 +100,7 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
     }
   }
 
-  /// Rows of K or V, from the thread's first group of 8 floats on.
+  /// Rows of K or V, from the thread's first eight floats on.
   struct Source {
     const float* first;
     int64_t row_stride;
@@ -112,7 +112,7 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
     return {rows.row(at_.row) + at_.column, rows.row_stride, static_cast<int>(columns) - at_.column};
   }
 
-  /// By value, as a reference would put both into local memory.
+  /// Takes references and returns a value: a reference would put both into local memory.
   __device__ __forceinline__ static Source choose(bool first, const Source& a, const Source& b) {
     return {first ? a.first : b.first, first ? a.row_stride : b.row_stride, first ? a.columns : b.columns};
   }
@@ -131,7 +131,8 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
       x[float8_index] = load(source, panel, tile, num_rows, float8_index);
   }
 
-  /// A piece that is in registers to the ring; the next one then comes to registers. Whether Inf or NaN was taken out.
+  /// Splits the piece in registers into the ring, and loads the next one to registers. Returns whether Inf or NaN was
+  /// removed.
   __device__ __forceinline__ bool pass_on(Float8 (&x)[kFloat8s], const Source& next, int panel, int tile, int num_rows,
                                           bool may_be_hidden) const {
     char* const s_piece = Base::stage_address();
@@ -151,7 +152,7 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
   const PieceThread at_;
 };
 
-/// Pieces of 32 rows, which are done with so soon that several must be under way: half of those of a tile of K, or of
+/// For pieces of 32 rows. They are used up so soon that several must be under way: half of those of a tile of K, or of
 /// V. A thread has one row of the tile.
 template <class Config>
 class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
@@ -217,7 +218,7 @@ class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
     }
   }
 
-  /// The pieces that are in registers to the ring; those of `next` from first_piece on then come to registers.
+  /// Splits the pieces in registers into the ring, and loads those of `next` from first_piece on to registers.
   __device__ __forceinline__ void pass_on(Float8 (&x)[kAhead], const Row& next, int first_piece, bool may_be_hidden,
                                           WorkTile& work_tile) {
 #pragma unroll

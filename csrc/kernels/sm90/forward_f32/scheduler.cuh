@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-/// As schedule_forward(), but that all tiles of queries go by their length, the last ones too.
+/// As schedule_forward(), except that all query tiles are ordered by length, the last ones too.
 template <class Config>
 ForwardSchedule schedule_forward_f32(const AttentionParams& p, const WorkListPlan& list, void* workspace) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
@@ -26,7 +26,7 @@ ForwardSchedule schedule_forward_f32(const AttentionParams& p, const WorkListPla
   return schedule;
 }
 
-/// The work tiles of a CTA, as each of its warps goes through them.
+/// The work tiles of a CTA. Each of its warps goes through them.
 template <class Config>
 class ForwardF32Queue : public WorkTileQueue<ForwardF32Storage<Config>> {
   using Base = WorkTileQueue<ForwardF32Storage<Config>>;
@@ -37,7 +37,7 @@ class ForwardF32Queue : public WorkTileQueue<ForwardF32Storage<Config>> {
   using Base::Base;
   using typename Base::WorkTile;
 
-  /// By one thread: the next work tile, or that there is none.
+  /// Publishes the next work tile, or that there is none. By one thread.
   __device__ __forceinline__ void push(const ForwardParams& p, const ForwardSchedule& schedule) {
     const int slot = at_.stage();
     ptx::mbarrier_wait(ptx::shared_address(&storage_.work_tile_empty[slot]), at_.parity() ^ 1);

@@ -17,7 +17,7 @@ struct ForwardF32WorkTile {
   TileSpan rows[Config::kGroups];  // of the rows of each warpgroup, within `tiles`
   bool met_non_finite;             // in V of a tile that not all rows see in full; written before its `full`
 
-  /// The tile that is no whole one stands first, where a causal mask leaves the fewest keys.
+  /// The partial tile stands first, where a causal mask leaves the fewest keys.
   __device__ __forceinline__ ForwardF32WorkTile(const Sequence& sequence, int blocks, int block)
       : sequence(sequence),
         end_query(sequence.seqlen_q - (blocks - 1 - block) * Config::kBlockM),

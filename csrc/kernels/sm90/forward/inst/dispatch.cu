@@ -12,7 +12,7 @@
 namespace flash_ext::sm90 {
 namespace {
 
-__global__ void clear_counter(unsigned long long* counter) {
+__global__ void zero_counter(unsigned long long* counter) {
   ptx::launch_dependents();
   *counter = 0;
 }
@@ -36,8 +36,8 @@ struct ForwardOptionsWorkspace {
 
 }  // namespace
 
-void clear_forward_workspace(void* workspace, cudaStream_t stream) {
-  launch("sm90/forward", clear_counter, {dim3(1), dim3(1)}, stream, static_cast<unsigned long long*>(workspace));
+void zero_forward_workspace(void* workspace, cudaStream_t stream) {
+  launch("sm90/forward", zero_counter, {dim3(1), dim3(1)}, stream, static_cast<unsigned long long*>(workspace));
 }
 
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits) {
