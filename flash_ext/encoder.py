@@ -23,6 +23,7 @@ from flash_ext.torch_private import (
     any_requires_grad,
     has_any_global_hook,
     is_any_autocast_enabled,
+    is_forward_mode,
     is_functorch_active,
     is_tracing,
 )
@@ -39,6 +40,9 @@ PARTS = {
     "dropout1": nn.Dropout,
     "dropout2": nn.Dropout,
 }
+
+# Elements of x. To look at the parameters, as ``_may_accumulate`` does, takes longer than it saves for fewer.
+ACCUMULATE_FROM = 2**16
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -162,19 +166,25 @@ def _evaluate_fused(layers: list[Any], x: Tensor, attend: Attend) -> Tensor:
 
 
 def _evaluate_accumulating(layers: list[Any], src: Tensor, attend: Attend) -> Tensor:
-    """For a CPU, where memory is what costs beside the products: a product is added to x as it is computed."""
-    memory = _Memory(layers, src)
+    """For a CPU, where memory is what costs beside the products: what is added to x is added by its product."""
+    linear = _linear_in_one_memory(layers, src)
+
+    def add_attention(layer: Any, x: Tensor, normalised: Tensor) -> Tensor:
+        heads = attend(layer.self_attn, normalised, linear)
+        return _add_linear(x, heads.flatten(-2), layer.self_attn.out_proj, in_place=x is not src)
+
+    def add_feed_forward(layer: Any, x: Tensor, normalised: Tensor) -> Tensor:
+        hidden = _linear_and_activation(normalised, layer.linear1, layer.activation, linear)
+        return _add_linear(x, hidden, layer.linear2, in_place=True)
+
     x = src
     for layer in layers:
-        attn = layer.self_attn
-        heads = attend(attn, _normalise(x, layer.norm1) if layer.norm_first else x, memory.linear)
-        x = _add_linear(x, heads.flatten(-2), attn.out_proj, in_place=x is not src)
-        normalised = _normalise(x, layer.norm2 if layer.norm_first else layer.norm1)
-        hidden = _linear_and_activation(normalised, layer.linear1, layer.activation, memory.linear)
         if layer.norm_first:
-            x = _add_linear(x, hidden, layer.linear2, in_place=True)
+            x = add_attention(layer, x, _normalise(x, layer.norm1))
+            x = add_feed_forward(layer, x, _normalise(x, layer.norm2))
         else:
-            x = _normalise(_add_linear(normalised, hidden, layer.linear2, in_place=True), layer.norm2)
+            x = _normalise(add_attention(layer, x, x), layer.norm1)
+            x = _normalise(add_feed_forward(layer, x, x), layer.norm2)
     return x
 
 
@@ -260,47 +270,46 @@ def _is_own(module: nn.Module | None, kind: type[nn.Module]) -> bool:
 
 def _may_accumulate(layers: list[Any], x: Tensor) -> bool:
     """Whether the products of a CPU may be written to memory that is there, which is for plain tensors of one dtype."""
-    if x.device.type != "cpu" or not x.is_contiguous() or x.numel() == 0 or is_any_autocast_enabled():
+    if x.device.type != "cpu" or x.numel() < ACCUMULATE_FROM or not x.is_contiguous():
+        return False
+    if is_any_autocast_enabled() or is_forward_mode():
         return False
     if x.dim() == 3 and not all(layer.self_attn.batch_first for layer in layers):
         return False
-    linears = [linear for layer in layers for linear in (layer.self_attn.out_proj, layer.linear1, layer.linear2)]
-    parameters = [p for linear in linears for p in (linear.weight, linear.bias)]
-    parameters += [p for layer in layers for p in (layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias)]
     return all(
         type(p) in (nn.Parameter, Tensor) and p.dtype == x.dtype and p.layout is torch.strided
-        for p in parameters
-        if p is not None
+        for layer in layers
+        for p in layer.parameters()
     )
 
 
 # ---- What ----------------------------------------------------------------------------------------------------------
 
 
-class _Memory:
-    """One memory for q, k and v and for the hidden units of all layers, which are never needed at the same time.
+def _linear_in_one_memory(layers: list[Any], x: Tensor) -> Linear:
+    """``F.linear`` of tensors as long as ``x`` by weights of ``layers``; a result is valid until the next call.
 
-    To touch new memory takes a CPU longer than to write to it again: a fault for each page. The C library gives tensors
-    of this size back to the system when they are freed.
+    So q, k and v and the hidden units of all layers share one memory: they are never needed at the same time. The C
+    library returns tensors of this size to the system when they are freed, and to touch new memory costs a CPU a page
+    fault every 4 KiB.
     """
+    width = max(max(3 * layer.self_attn.embed_dim, layer.linear1.weight.shape[0]) for layer in layers)
+    memory = x.new_empty(x.shape[:-1].numel() * width)
 
-    def __init__(self, layers: list[Any], x: Tensor) -> None:
-        width = max(max(3 * layer.self_attn.embed_dim, layer.linear1.weight.shape[0]) for layer in layers)
-        self._numbers = x.new_empty(x.shape[:-1].numel() * width)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``F.linear``, valid until it is called again."""
-        rows, width = x.view(-1, x.shape[-1]), weight.shape[0]
-        out = self._numbers[: rows.shape[0] * width].view(-1, width)
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.view(-1, x.shape[-1])
+        out = memory[: len(rows) * len(weight)].view(len(rows), len(weight))
         if bias is None:
             torch.mm(rows, weight.t(), out=out)
         else:
             torch.addmm(bias, rows, weight.t(), out=out)
-        return out.view(*x.shape[:-1], width)
+        return out.view(*x.shape[:-1], len(weight))
+
+    return linear
 
 
 def _add_linear(x: Tensor, rows: Tensor, linear: nn.Linear, in_place: bool) -> Tensor:
-    """x + linear(rows), contiguous; the product accumulates on x and the bias, which saves a pass over its result."""
+    """x + linear(rows), perhaps in the place of ``x``; the product accumulates on x and the bias."""
     if linear.bias is None:
         total = x if in_place else x.clone()
     else:
@@ -347,10 +356,11 @@ def _linear_and_activation(
         # The product's epilogue adds the bias and activates.
         hidden = addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=not is_relu)
         return hidden.view(*x.shape[:-1], weight.shape[0])
-    hidden = product(x, weight, bias)
     if is_relu:
-        return hidden.relu_()
-    return activation(hidden) if approximate is None else torch.ops.aten.gelu_(hidden, approximate=approximate)
+        return product(x, weight, bias).relu_()
+    if approximate is not None:
+        return torch.ops.aten.gelu_(product(x, weight, bias), approximate=approximate)
+    return activation(F.linear(x, weight, bias))  # which may keep what it is given
 
 
 def _approximation(activation: Any) -> str | None:
