@@ -425,6 +425,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Sentence(PERFORMANCE, r"torch ([\d.]+), cuDNN ([\d.]+), CUDA ([\d.]+)\.", software),
     Sentence(PERFORMANCE, r"flash-ext is ([\d.]+) to ([\d.]+) times as fast as FA2", lambda: decode_bounds("fa2")),
     Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as cuDNN", lambda: decode_bounds("cudnn")),
+    Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as FlashAttention-3", lambda: decode_bounds("fa3")),
     Sentence(
         PERFORMANCE,
         rf"gradient of a bias adds {PAIR} % to the backward\.",

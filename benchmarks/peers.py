@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -137,23 +136,14 @@ def _flash_attn_package(title: str, module_name: str, distribution: str, extensi
         return first(function(q, k, v, causal=causal))
 
     def decode(step: Step) -> Decode:
-        arguments = {**serving_arguments(step), **_scheduler_metadata(module, step)}
+        # FlashAttention-3 makes its scheduler metadata within the call: replays of a graph with what
+        # get_scheduler_metadata returned end with an illegal access at 32 x 8192, 32/8 heads.
+        arguments = serving_arguments(step)
         return lambda: first(with_kvcache(step.q, step.k_cache, step.v_cache, **arguments))
 
     with_options = partial(package_with_options, module)
     origin = package_origin(distribution, sys.modules.get(extension))
     return Peer(title, attention, decode, with_options=with_options, origin=origin)
-
-
-def _scheduler_metadata(module: ModuleType, step: Step) -> dict[str, Tensor]:
-    """FlashAttention-3 can cut the work beforehand; a serving engine does so once a step, for all layers."""
-    if step.cache_seqlens is None or not hasattr(module, "get_scheduler_metadata"):
-        return {}
-    (batch, seqlen_q, heads_q, head_dim), (_, seqlen_k, heads_kv, _) = step.q.shape, step.k_cache.shape
-    new = 0 if step.k is None else step.k.shape[1]
-    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim)
-    metadata = module.get_scheduler_metadata(*sizes, step.cache_seqlens, qkv_dtype=step.q.dtype, max_seqlen_k_new=new)
-    return {"scheduler_metadata": metadata}
 
 
 def _flex() -> Peer:

@@ -20,7 +20,7 @@ from benchmarks import (
 )
 from benchmarks.checks import Expected, OnAverage, WrongOutput
 from benchmarks.comparison import Comparison
-from benchmarks.peers import OURS, Peer, Step, sdpa, sdpa_decode
+from benchmarks.peers import OURS, Peer, sdpa, sdpa_decode
 from benchmarks.timing import Candidate, CpuClock
 from tests import oracle
 from tests.build.benchmark_runs import COMMANDS, chosen, run
@@ -174,23 +174,6 @@ def test_default_rows_of_decoding() -> None:
     assert len(set(found)) == len(found)
     asked = decode.problems(chosen("decode", "--contexts", "1x512", "--heads", "4/2", "--workloads", "append"))
     assert asked == [decode.Problem(1, 512, 4, 2, 128, "bfloat16", "append")]
-
-
-def test_scheduler_metadata_is_made_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[object] = []
-
-    class Package:
-        @staticmethod
-        def get_scheduler_metadata(*sizes: object, **options: object) -> str:
-            given.append((sizes[:6], options))
-            return "metadata"
-
-    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 32, 2, 16)
-    lengths = torch.full((2,), 31, dtype=torch.int32)
-    step = Step(q, cache, cache, lengths, k=cache[:, :1], v=cache[:, :1])
-    assert peers._scheduler_metadata(Package, step) == {"scheduler_metadata": "metadata"}  # type: ignore[arg-type]
-    assert given == [((2, 1, 32, 4, 2, 16), {"qkv_dtype": torch.float32, "max_seqlen_k_new": 1})]
-    assert peers._scheduler_metadata(peers, step) == {}
 
 
 def test_options_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
