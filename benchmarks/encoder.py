@@ -63,11 +63,11 @@ SIZES = (
     (64, 197, 768, 12, False, True),
 )
 CPU_SIZES = (
-    (8, 128, 256, 4, False, False),
-    (4, 512, 256, 4, False, False),
-    (4, 512, 256, 4, True, False),
-    (2, 1024, 256, 4, True, False),
-    (4, 197, 384, 6, False, True),
+    (16, 128, 1024, 16, False, False),
+    (8, 512, 1024, 16, False, False),
+    (8, 512, 1024, 16, True, False),
+    (2, 2048, 512, 8, True, False),
+    (16, 197, 768, 12, False, True),
 )
 
 

@@ -122,9 +122,9 @@ def peak_memory() -> list[str]:
     return [f"{round(peak[name])}" for name in ("flash_ext", "fa2")]
 
 
-def encoder_bounds() -> list[str]:
+def encoder_bounds(file: str = "h200_encoder.json", dtype: str = "bfloat16") -> list[str]:
     """torch's time over that of the converted encoder."""
-    measured = [row["measured"] for row in rows_of("h200_encoder.json")]
+    measured = [row["measured"] for row in rows_of(file) if row["problem"]["dtype"] == dtype]
     return bounds([row["torch"] / row["flash_ext"] for row in measured], 2)
 
 
@@ -273,6 +273,16 @@ def encoder_cells(header: list[str], line: list[str]) -> list[str]:
     return [line[0], f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}{TIMES}"]
 
 
+def cpu_encoder_cells(header: list[str], line: list[str]) -> list[str]:
+    found = [line[0]]
+    for dtype in ("bfloat16", "float32"):
+        rows = [row for row in rows_of("cpu_encoder.json") if row["problem"]["dtype"] == dtype]
+        (measured,) = (row["measured"] for row in rows if row["label"] == line[0].replace(TIMES, "x"))
+        ours, theirs = measured["flash_ext"], measured["torch"]
+        found += [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}{TIMES}"]
+    return found
+
+
 def model_cells(header: list[str], line: list[str]) -> list[str]:
     (row,) = (row for row in rows_of("h200_models.json") if row["label"] == line[0])
     times = [row["measured"].get(name) for name in header[1:]]
@@ -406,6 +416,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(PERFORMANCE, "\n## Host and memory\n", host_cells),
     Table(PERFORMANCE, "h200_encoder.json", encoder_cells),
     Table(PERFORMANCE, "cpu_xeon.json", cpu_cells),
+    Table(PERFORMANCE, "cpu_encoder.json", cpu_encoder_cells),
     Sentence(README, r"evaluates ([\d.]+) to ([\d.]+) times as fast as torch's", encoder_bounds),
     Sentence(README, r"all but (\d+) of 36 training shapes", contested_count),
     Sentence(PERFORMANCE, r"in (\d+) of them a peer may be faster", contested_count),
@@ -431,6 +442,11 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Sentence(PERFORMANCE, r"it is ([\d.]+) to ([\d.]+) times as fast as torch's own", encoder_bounds),
     Sentence(PERFORMANCE, rf"{CPU_RATIOS} in float32", lambda: cpu_bounds("float32")),
     Sentence(PERFORMANCE, rf"{CPU_RATIOS} in bfloat16", lambda: cpu_bounds("bfloat16")),
+    Sentence(
+        PERFORMANCE,
+        r"it is ([\d.]+) to ([\d.]+) times as fast as torch's in bfloat16 and ([\d.]+) to ([\d.]+) times in float32",
+        lambda: [b for dtype in ("bfloat16", "float32") for b in encoder_bounds("cpu_encoder.json", dtype)],
+    ),
     Sentence(PERFORMANCE, r"AVX-512 and AMX, torch ([\d.]+), by", cpu_software),
     Commands(PERFORMANCE),
     Table(FORWARD_PAGE, "h200_forward.json", training_cells("forward")),

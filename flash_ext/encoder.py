@@ -17,12 +17,13 @@ from torch.overrides import has_torch_function
 
 from flash_ext import packing
 from flash_ext.eager import call
-from flash_ext.modules import MultiheadAttention, is_hooked
+from flash_ext.modules import Linear, MultiheadAttention, is_hooked
 from flash_ext.torch_private import (
     addmm_activation,
     any_requires_grad,
     has_any_global_hook,
     is_any_autocast_enabled,
+    is_forward_mode,
     is_functorch_active,
     is_tracing,
 )
@@ -39,6 +40,9 @@ PARTS = {
     "dropout1": nn.Dropout,
     "dropout2": nn.Dropout,
 }
+
+# Elements of x. To look at the parameters, as ``_may_accumulate`` does, takes longer than it saves for fewer.
+ACCUMULATE_FROM = 2**16
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -60,7 +64,9 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         if src.is_nested:
             return _evaluate_nested([self], src, is_causal)
-        return _evaluate([self], src, lambda attn, x: _attend(attn, x, src_key_padding_mask, src_mask, is_causal))
+        return _evaluate(
+            [self], src, lambda attn, x, linear: _attend(attn, x, linear, src_key_padding_mask, src_mask, is_causal)
+        )
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         hidden = _linear_and_activation(x, self.linear1, self.activation)
@@ -127,22 +133,30 @@ class TransformerEncoder(nn.TransformerEncoder):
 # ---- Layers one after another ----------------------------------------------------------------------------------------
 
 
-def _evaluate(layers: Iterable[Any], x: Tensor, attend: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """All layers of (..., embed_dim).
+Attend = Callable[[MultiheadAttention, Tensor, Linear], Tensor]
+"""(self_attn, x, linear) -> the heads, (..., num_heads, head_dim), batch first; ``linear`` makes q, k and v of x."""
 
-    ``attend(attn, x)`` is the self-attention of a layer, all else is for each token alone. An addition goes together
-    with the normalisation of its result, where there is one, be it the next layer's.
-    """
+
+def _evaluate(layers: Iterable[Any], x: Tensor, attend: Attend) -> Tensor:
+    """All layers of (..., embed_dim). But for ``attend``, all is for each token alone."""
     layers = list(layers)
+    if _may_accumulate(layers, x):
+        return _evaluate_accumulating(layers, x, attend)
+    return _evaluate_fused(layers, x, attend)
+
+
+def _evaluate_fused(layers: list[Any], x: Tensor, attend: Attend) -> Tensor:
+    """An addition goes together with the normalisation of its result, where there is one, be it the next layer's."""
     normalised: Tensor | None = None  # x, by the norm that comes next
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         if not layer.norm_first:
-            _, x = _add_and_normalise(attend(layer.self_attn, x), x, layer.norm1, need_sum=False)
+            _, x = _add_and_normalise(_attend_and_project(layer.self_attn, x, attend), x, layer.norm1, need_sum=False)
             _, x = _add_and_normalise(layer._feed_forward(x), x, layer.norm2, need_sum=False)
             continue
         if normalised is None:
             normalised = _normalise(x, layer.norm1)
-        x, normalised = _add_and_normalise(attend(layer.self_attn, normalised), x, layer.norm2)
+        out = _attend_and_project(layer.self_attn, normalised, attend)
+        x, normalised = _add_and_normalise(out, x, layer.norm2)
         out = layer._feed_forward(normalised)
         if following is not None and following.norm_first:
             x, normalised = _add_and_normalise(out, x, following.norm1)
@@ -151,9 +165,32 @@ def _evaluate(layers: Iterable[Any], x: Tensor, attend: Callable[[Any, Tensor], 
     return x
 
 
+def _evaluate_accumulating(layers: list[Any], src: Tensor, attend: Attend) -> Tensor:
+    """For a CPU, where memory is what costs beside the products: what is added to x is added by its product."""
+    linear = _linear_in_one_memory(layers, src)
+
+    def add_attention(layer: Any, x: Tensor, normalised: Tensor) -> Tensor:
+        heads = attend(layer.self_attn, normalised, linear)
+        return _add_linear(x, heads.flatten(-2), layer.self_attn.out_proj, in_place=x is not src)
+
+    def add_feed_forward(layer: Any, x: Tensor, normalised: Tensor) -> Tensor:
+        hidden = _linear_and_activation(normalised, layer.linear1, layer.activation, linear)
+        return _add_linear(x, hidden, layer.linear2, in_place=True)
+
+    x = src
+    for layer in layers:
+        if layer.norm_first:
+            x = add_attention(layer, x, _normalise(x, layer.norm1))
+            x = add_feed_forward(layer, x, _normalise(x, layer.norm2))
+        else:
+            x = _normalise(add_attention(layer, x, x), layer.norm1)
+            x = _normalise(add_feed_forward(layer, x, x), layer.norm2)
+    return x
+
+
 def _evaluate_packed(layers: Iterable[Any], x: Tensor, spans: dict[str, Any], causal: bool) -> Tensor:
     """All layers of (total, embed_dim); ``spans`` are the options of ``attention`` that say where sequences lie."""
-    return _evaluate(layers, x, lambda attn, x: attn._attend_packed(x, spans, causal)[0])
+    return _evaluate(layers, x, lambda attn, x, linear: attn._attend_packed(x, spans, causal, linear=linear)[0])
 
 
 def _evaluate_nested(layers: Iterable[Any], src: Tensor, causal: bool) -> Tensor:
@@ -166,13 +203,20 @@ def _evaluate_nested(layers: Iterable[Any], src: Tensor, causal: bool) -> Tensor
 def _attend(
     attn: MultiheadAttention,
     x: Tensor,
+    linear: Linear,
     padding: Tensor | None = None,
     mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
+    """The heads of padded batches, (batch, seqlen, num_heads, head_dim)."""
+    return attn._attend_batch(x, x, x, padding, False, mask, is_causal, linear)[0]
+
+
+def _attend_and_project(attn: MultiheadAttention, x: Tensor, attend: Attend) -> Tensor:
     """Self-attention in the layout of ``x``, but not necessarily contiguous."""
-    out, _ = attn._attend_batch(x, x, x, padding, False, mask, is_causal)
-    return attn._from_batch(out, x.dim() == 3)
+    heads = attend(attn, x, F.linear)
+    out = attn._project_out(heads)
+    return out if heads.dim() == 3 else attn._from_batch(out, x.dim() == 3)
 
 
 def _find_tokens(padding: Tensor, must_be_left_aligned: bool) -> tuple[Tensor, dict[str, Any]] | None:
@@ -224,7 +268,54 @@ def _is_own(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     return type(module) is kind and not (module.training or is_hooked(module) or "forward" in module.__dict__)
 
 
+def _may_accumulate(layers: list[Any], x: Tensor) -> bool:
+    """Whether the products of a CPU may be written to memory that is there, which is for plain tensors of one dtype."""
+    if x.device.type != "cpu" or x.numel() < ACCUMULATE_FROM or not x.is_contiguous():
+        return False
+    if is_any_autocast_enabled() or is_forward_mode():
+        return False
+    if x.dim() == 3 and not all(layer.self_attn.batch_first for layer in layers):
+        return False
+    return all(
+        type(p) in (nn.Parameter, Tensor) and p.dtype == x.dtype and p.layout is torch.strided
+        for layer in layers
+        for p in layer.parameters()
+    )
+
+
 # ---- What ----------------------------------------------------------------------------------------------------------
+
+
+def _linear_in_one_memory(layers: list[Any], x: Tensor) -> Linear:
+    """``F.linear`` of tensors as long as ``x`` by weights of ``layers``; a result is valid until the next call.
+
+    So q, k and v and the hidden units of all layers share one memory: they are never needed at the same time. The C
+    library returns tensors of this size to the system when they are freed, and to touch new memory costs a CPU a page
+    fault every 4 KiB.
+    """
+    width = max(max(3 * layer.self_attn.embed_dim, layer.linear1.weight.shape[0]) for layer in layers)
+    memory = x.new_empty(x.shape[:-1].numel() * width)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.view(-1, x.shape[-1])
+        out = memory[: len(rows) * len(weight)].view(len(rows), len(weight))
+        if bias is None:
+            torch.mm(rows, weight.t(), out=out)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=out)
+        return out.view(*x.shape[:-1], len(weight))
+
+    return linear
+
+
+def _add_linear(x: Tensor, rows: Tensor, linear: nn.Linear, in_place: bool) -> Tensor:
+    """x + linear(rows), perhaps in the place of ``x``; the product accumulates on x and the bias."""
+    if linear.bias is None:
+        total = x if in_place else x.clone()
+    else:
+        total = x.add_(linear.bias) if in_place else x + linear.bias
+    total.view(-1, total.shape[-1]).addmm_(rows.reshape(-1, rows.shape[-1]), linear.weight.t())
+    return total
 
 
 def _normalise(x: Tensor, norm: nn.LayerNorm) -> Tensor:
@@ -255,7 +346,9 @@ def _is_one_kernel(out: Tensor, x: Tensor, norm: nn.LayerNorm) -> bool:
     return out.dtype == x.dtype and all(p.dtype == x.dtype and _is_plain(p) for p in parameters)
 
 
-def _linear_and_activation(x: Tensor, linear: nn.Linear, activation: Callable[[Tensor], Tensor]) -> Tensor:
+def _linear_and_activation(
+    x: Tensor, linear: nn.Linear, activation: Callable[[Tensor], Tensor], product: Linear = F.linear
+) -> Tensor:
     weight, bias = linear.weight, linear.bias
     approximate = _approximation(activation)
     is_relu = activation is F.relu or _is_own_activation(activation, nn.ReLU)
@@ -263,10 +356,11 @@ def _linear_and_activation(x: Tensor, linear: nn.Linear, activation: Callable[[T
         # The product's epilogue adds the bias and activates.
         hidden = addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=not is_relu)
         return hidden.view(*x.shape[:-1], weight.shape[0])
-    hidden = F.linear(x, weight, bias)
     if is_relu:
-        return hidden.relu_()
-    return activation(hidden) if approximate is None else torch.ops.aten.gelu_(hidden, approximate=approximate)
+        return product(x, weight, bias).relu_()
+    if approximate is not None:
+        return torch.ops.aten.gelu_(product(x, weight, bias), approximate=approximate)
+    return activation(F.linear(x, weight, bias))  # which may keep what it is given
 
 
 def _approximation(activation: Any) -> str | None:

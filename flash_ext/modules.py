@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from flash_ext import packing
 from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, check_tensors
 from flash_ext.functional import attention, attention_weights, draw_rng_state
 from flash_ext.head_dims import MAX_HEAD_DIM, cut_head_dim, pad_head_dim
+
+Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+"""(x, weight, bias) -> ``F.linear`` of them, perhaps in memory that is there already."""
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -119,7 +123,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         out, weights = self._attend_batch(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         is_batched = query.dim() == 3
-        out = self._from_batch(out, is_batched).contiguous()
+        out = self._from_batch(self._project_out(out), is_batched).contiguous()
         if weights is not None:
             weights = weights.mean(dim=1) if average_attn_weights else weights
             weights = weights if is_batched else weights[0]
@@ -134,16 +138,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         need_weights: bool,
         attn_mask: Tensor | None,
         is_causal: bool,
+        linear: Linear = F.linear,
     ) -> tuple[Tensor, Tensor | None]:
-        """What ``forward`` returns, of batches that are padded and not nested.
+        """What ``forward`` projects and returns, of batches that are padded and not nested.
 
         Returns:
-            The output, (batch, seqlen_q, embed_dim) whatever the layout of the inputs, and the weights of each head,
-            (batch, num_heads, seqlen_q, seqlen_k), or None.
+            The heads, (batch, seqlen_q, num_heads, head_dim) whatever the layout of the inputs, and the weights of
+            each head, (batch, num_heads, seqlen_q, seqlen_k), or None.
         """
         self._check_inputs(query, key, value, key_padding_mask, attn_mask, is_causal)
         is_batched = query.dim() == 3
-        q, k, v = (self._to_batch(x) for x in self._project(query, key, value))
+        q, k, v = (self._to_batch(x) for x in self._project(query, key, value, linear))
         if key_padding_mask is not None and not is_batched:
             key_padding_mask = key_padding_mask[None]
 
@@ -153,16 +158,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check_mask_shapes(key_padding_mask, attn_mask, q, k)
         k, v, key_padding_mask, attn_mask = self._append_keys(k, v, key_padding_mask, attn_mask)
         k, v, mask, bias = self._mask_and_bias(k, v, key_padding_mask, attn_mask)
-        out, weights = self._attend(q, k, v, need_weights, causal=causal, top_left=causal, mask=mask, bias=bias)
-        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias), weights
+        return self._attend(q, k, v, need_weights, causal=causal, top_left=causal, mask=mask, bias=bias)
 
     def _attend_packed(
-        self, rows: Tensor, spans: dict[str, Any], causal: bool, need_weights: bool = False
+        self, rows: Tensor, spans: dict[str, Any], causal: bool, need_weights: bool = False, linear: Linear = F.linear
     ) -> tuple[Tensor, Tensor | None]:
-        """Self-attention of packed sequences, (total, embed_dim). ``spans``: cu_seqlens and what goes with them."""
-        q, k, v = self._project(rows, rows, rows)
-        out, weights = self._attend(q, k, v, need_weights, causal=causal, top_left=causal, **spans)
-        return F.linear(out.flatten(-2), self.out_proj.weight, self.out_proj.bias), weights
+        """Self-attention of packed sequences, (total, embed_dim). ``spans``: cu_seqlens and what goes with them.
+
+        Returns:
+            The heads, (total, num_heads, head_dim), which are not projected yet, and the weights or None.
+        """
+        q, k, v = self._project(rows, rows, rows, linear)
+        return self._attend(q, k, v, need_weights, causal=causal, top_left=causal, **spans)
 
     def _forward_nested(self, x: Tensor, need_weights: bool, causal: bool) -> tuple[Tensor, Tensor | None]:
         """Self-attention of each sequence of a nested tensor, packed. Weights are padded by zeros, as torch's are."""
@@ -172,15 +179,19 @@ class MultiheadAttention(nn.MultiheadAttention):
         if need_weights:
             spans = packing.with_longest(spans)
         out, weights = self._attend_packed(rows, spans, causal, need_weights)
-        return like_x(out), weights
+        return like_x(self._project_out(out)), weights
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k and v in the layout of the inputs, (..., num_heads, head_dim)."""
+    def _project_out(self, heads: Tensor) -> Tensor:
+        """(..., embed_dim) of (..., num_heads, head_dim)."""
+        return F.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, linear: Linear = F.linear) -> list[Tensor]:
+        """q, k and v in the layout of the inputs, (..., num_heads, head_dim); ``linear`` makes them of one input."""
         # One product of what has one input; its parts are views, which the kernels read as they lie.
         packed, bias = self.in_proj_weight, self.in_proj_bias
         head_shape = (self.num_heads, self.head_dim)
         if packed is not None and query is key and key is value:
-            return list(torch.unflatten(F.linear(query, packed, bias), -1, (3, *head_shape)).unbind(-3))
+            return list(torch.unflatten(linear(query, packed, bias), -1, (3, *head_shape)).unbind(-3))
         if packed is not None and key is value:
             of_query, of_key = slice(None, self.embed_dim), slice(self.embed_dim, None)
             q = F.linear(query, packed[of_query], None if bias is None else bias[of_query])

@@ -26,6 +26,12 @@ EXACT = {"cpu": torch.float64, "cuda": torch.float32}
 pytestmark = WITHOUT_TORCHS_WARNINGS
 
 
+@pytest.fixture(autouse=True)
+def accumulating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, inputs as small as those of these tests take the way of large ones."""
+    monkeypatch.setattr(encoder_module, "ACCUMULATE_FROM", 1)
+
+
 @pytest.fixture
 def attention_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
     """The shape of q and the options of each call of the attention function."""
@@ -48,10 +54,12 @@ def without_gradients(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield request.param == "frozen"
 
 
-def make_encoder(device: str, dtype: torch.dtype | None = None, **options: Any) -> nn.TransformerEncoder:
+def make_encoder(
+    device: str, dtype: torch.dtype | None = None, hidden: int = HIDDEN, **options: Any
+) -> nn.TransformerEncoder:
     """In evaluation, with biases and norms that are not those of the start."""
     options = {"batch_first": True, "activation": "relu", "dtype": dtype or EXACT[device]} | options
-    layer = nn.TransformerEncoderLayer(EMBED_DIM, NUM_HEADS, HIDDEN, device=device, **options)
+    layer = nn.TransformerEncoderLayer(EMBED_DIM, NUM_HEADS, hidden, device=device, **options)
     encoder = nn.TransformerEncoder(layer, num_layers=2).eval()
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -158,7 +166,10 @@ def test_low_precision_within_the_oracle_bound(
 @pytest.mark.parametrize("kind", ["layer", "encoder"])
 @torch.inference_mode()
 def test_a_layer_is_nothing_but_what_it_has_to_be(kind: str, device: str) -> None:
-    """Four products, two additions in place, two normalisations, the attention; on CUDA the activation is for free."""
+    """Four products, two additions, two normalisations, the attention; on CUDA the activation is for free.
+
+    On a CPU two products accumulate on what they are added to, with the bias in it. Only the first is not in place.
+    """
     theirs = make_encoder(device, torch.float32)
     model = convert_copy(theirs if kind == "encoder" else theirs.layers[0])
     x = make_input(device, torch.float32)
@@ -167,12 +178,14 @@ def test_a_layer_is_nothing_but_what_it_has_to_be(kind: str, device: str) -> Non
         model(x)
     counts = {event.key.removeprefix("aten::"): event.count for event in profile.key_averages()}
     layers = 2 if kind == "encoder" else 1
-    activated = {"linear": 3, "_addmm_activation": 1} if device == "cuda" else {"linear": 4, "relu_": 1}
-    added = {"flash_ext::add_layer_norm": 2} if device == "cuda" else {"add_": 2, "native_layer_norm": 2}
-    for name, count in {**activated, **added}.items():
+    expected = {"linear": 3, "_addmm_activation": 1, "flash_ext::add_layer_norm": 2}
+    if device == "cpu":
+        expected = {"addmm": 2, "addmm_": 2, "relu_": 1, "native_layer_norm": 2}
+        assert counts["add"] == 1 and counts["add_"] == 2 * layers - 1
+    for name, count in expected.items():
         assert counts[name] == count * layers
     assert counts["flash_ext::attention_forward_plain"] == layers
-    unwanted = {"contiguous", "cat", "clone", "relu", "dropout", "add", "index"}
+    unwanted = {"contiguous", "cat", "clone", "relu", "dropout", "index"} | ({"add"} if device == "cuda" else set())
     assert not unwanted & set(counts)
 
 
@@ -184,6 +197,7 @@ def test_additions_and_norms_in_one_kernel(
 ) -> None:
     """As on CUDA; between layers that are normalised first, too."""
     monkeypatch.setattr(encoder_module, "_is_one_kernel", lambda *args: True)
+    monkeypatch.setattr(encoder_module, "_may_accumulate", lambda *args: False)
     theirs = make_encoder(device, norm_first=norm_first)
     ours, x, padding = convert_copy(theirs), make_input(device), make_padding(device) if padded else None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -196,6 +210,136 @@ def test_additions_and_norms_in_one_kernel(
             counts["flash_ext::add_layer_norm"] == 3 and counts["aten::native_layer_norm"] == counts["aten::add_"] == 1
         )
     assert_equal(out, theirs(x, src_key_padding_mask=padding))
+
+
+class TestAccumulating:
+    """On a CPU products are written to memory that is there: to none that somebody else holds."""
+
+    VARIANTS = tuple(itertools.product((False, True), (False, True)))
+
+    @pytest.fixture(params=VARIANTS, ids=["norm_last", "norm_last-bias", "norm_first", "norm_first-bias"])
+    def theirs(self, request: pytest.FixtureRequest) -> nn.TransformerEncoder:
+        norm_first, bias = request.param
+        return make_encoder("cpu", norm_first=norm_first, bias=bias)
+
+    @staticmethod
+    def accumulated(model: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, int]:
+        """The output, and how many products accumulated."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            out = model(*args, **options)
+        return out, sum(event.count for event in profile.key_averages() if event.key == "aten::addmm_")
+
+    @pytest.mark.parametrize("padded", [False, True])
+    @torch.inference_mode()
+    def test_neither_the_input_nor_an_earlier_result_changes(self, theirs: nn.TransformerEncoder, padded: bool) -> None:
+        ours, padding = convert_copy(theirs), make_padding("cpu") if padded else None
+        inputs = [make_input("cpu") for _ in range(2)]
+        before = [x.clone() for x in inputs]
+        parameters = [p.clone() for p in ours.parameters()]
+        first = ours(inputs[0], src_key_padding_mask=padding)
+        kept = first.clone()
+        second = ours(inputs[1], src_key_padding_mask=padding)
+        assert torch.equal(first, kept) and not torch.equal(first, second)
+        assert all(map(torch.equal, inputs, before))
+        assert all(map(torch.equal, ours.parameters(), parameters))
+        assert len({x.untyped_storage().data_ptr() for x in (*inputs, first, second)}) == 4
+        assert first.untyped_storage().nbytes() == first.nbytes  # it keeps no memory of the layers alive
+
+    @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+    @torch.inference_mode()
+    def test_nested_input_does_not_change(self, theirs: nn.TransformerEncoder, layout: torch.layout) -> None:
+        x = torch.nested.nested_tensor(list(make_input("cpu")), layout=layout)
+        before = [part.clone() for part in x.unbind()]
+        _, count = self.accumulated(convert_copy(theirs), x)
+        assert count == 4 and all(map(torch.equal, x.unbind(), before))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @torch.inference_mode()
+    def test_unbatched_and_single_layers(self, theirs: nn.TransformerEncoder, dtype: torch.dtype) -> None:
+        theirs = theirs.to(dtype)
+        ours, x = convert_copy(theirs), make_input("cpu", dtype)
+        tolerance = {torch.bfloat16: 0.2, torch.float16: 0.03}.get(dtype, 1e-4)
+        for theirs_, ours_ in ((theirs, ours), (theirs.layers[0], ours.layers[0])):
+            for src in (x, x[1], x[:1]):
+                out, count = self.accumulated(ours_, src)
+                assert count in (2, 4) and out.dtype == dtype
+                with nothing_fused():
+                    torch.testing.assert_close(out, theirs_(src), atol=tolerance, rtol=tolerance)
+
+    @pytest.mark.parametrize("norm_first", [False, True])
+    @pytest.mark.parametrize("padded", [False, True])
+    @torch.inference_mode()
+    def test_not_more_memory(self, norm_first: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At the peak; and of what the layers make one after another, the hidden units are there once."""
+        ours = convert_copy(make_encoder("cpu", hidden=4 * EMBED_DIM, norm_first=norm_first))
+        x, padding = make_input("cpu"), make_padding("cpu") if padded else None
+        peak, allocated = memory_of(lambda: ours(x, src_key_padding_mask=padding))
+        monkeypatch.setattr(encoder_module, "_may_accumulate", lambda *args: False)
+        peak_before, allocated_before = memory_of(lambda: ours(x, src_key_padding_mask=padding))
+        assert peak <= peak_before + 1024 and allocated < 0.7 * allocated_before
+
+    @pytest.mark.parametrize("kind", ["transposed", "empty", "autocast", "norm dtype", "subclass", "forward mode"])
+    def test_everybody_else_is_evaluated_as_on_cuda(self, kind: str) -> None:
+        theirs = make_encoder("cpu", torch.float32).requires_grad_(False)
+        ours, x = convert_copy(theirs), make_input("cpu", torch.float32)
+        context: Any = nullcontext()
+        if kind == "transposed":
+            x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        elif kind == "empty":
+            x = x[:0]
+        elif kind == "autocast":
+            context = torch.autocast("cpu", torch.bfloat16)
+        elif kind == "norm dtype":
+            x = x.bfloat16()
+            for model in (theirs, ours):
+                model.bfloat16()
+                model.layers[1].norm1.float()
+        elif kind == "subclass":
+
+            class Weight(nn.Parameter):
+                pass
+
+            ours.layers[1].linear2.weight = Weight(ours.layers[1].linear2.weight, requires_grad=False)
+        elif kind == "forward mode":
+            context = torch.autograd.forward_ad.dual_level()
+        with context:
+            assert not encoder_module._may_accumulate(list(ours.layers), x)
+            out = ours(x)
+            with nothing_fused():
+                torch.testing.assert_close(out.float(), theirs(x).float(), atol=0.1, rtol=0.1)
+
+    @torch.inference_mode()
+    def test_small_inputs_are_not_worth_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ours, x = convert_copy(make_encoder("cpu")), make_input("cpu")
+        monkeypatch.setattr(encoder_module, "ACCUMULATE_FROM", x.numel() + 1)
+        assert self.accumulated(ours, x)[1] == 0
+
+    @torch.inference_mode()
+    def test_what_an_activation_sees_is_its_own(self) -> None:
+        """Whoever watches the activations of a model keeps them beyond the next layer."""
+        theirs = make_encoder("cpu", activation=nn.ReLU())
+        ours, x = convert_copy(theirs), make_input("cpu")
+        kept: list[list[Tensor]] = []
+        for model in (theirs, ours):
+            seen: list[Tensor] = []
+            for layer in model.layers:
+                layer.activation.register_forward_hook(lambda _, args, out, seen=seen: seen.extend((*args, out)))
+            with nothing_fused():
+                model(x)
+            kept.append(seen)
+        for mine, expected in zip(*kept, strict=True):
+            assert_equal(mine, expected)
+
+
+def memory_of(call: Any) -> tuple[int, int]:
+    """Bytes: the most that is allocated at a time during the call, and all that is allocated."""
+    call()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    changes = [event.self_cpu_memory_usage for event in events]
+    return max(itertools.accumulate(changes)), sum(change for change in changes if change > 0)
 
 
 class TestPadding:
