@@ -494,7 +494,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as FlashAttention-3", lambda: decode_bounds("fa3")),
     Sentence(
         PERFORMANCE,
-        rf"gradient of a bias adds {PAIR} % to the backward\.",
+        rf"A bias with its gradient adds {PAIR} % to the backward\.",
         lambda: costs("bias (1, h, q, k), its gradient", "backward"),
     ),
     Sentence(PERFORMANCE, rf"`deterministic` adds {PAIR} %", lambda: costs("deterministic", "backward")),
