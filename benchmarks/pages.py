@@ -25,8 +25,9 @@ from benchmarks import report
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README, PERFORMANCE = "README.md", "docs/performance.md"
-FORWARD_PAGE, BACKWARD_PAGE = "docs/tuning/forward_sm90.md", "docs/tuning/backward_sm90.md"
-KERNELS = "docs/kernels"
+KERNELS, TUNING = "docs/kernels", "docs/tuning"
+FORWARD_PAGE, BACKWARD_PAGE = f"{TUNING}/forward_sm90.md", f"{TUNING}/backward_sm90.md"
+BACKWARD_KERNEL = f"{KERNELS}/backward_sm90.md"
 TIMES = "\N{MULTIPLICATION SIGN}"
 HIDDEN, TRAINING_ROWS = 2048, 36
 NAMES = {"flash-ext": "flash_ext", "FlashAttention-3": "fa3", "FA3": "fa3", "FA2": "fa2", "cuDNN": "cudnn"}
@@ -35,7 +36,7 @@ OPTIONS_IN_README = {
     "and its gradient": "bias (1, h, q, k), its gradient",
     "key padding": "mask (b, 1, 1, k)",
 }
-COMMAND = r"`([^`]*python -m benchmarks[^`]*)`,\s+(?:in\s+)?`benchmarks/results/([\w.]+)`"
+COMMAND = r"`[^`]*?(python -m benchmarks[^`]*)`,\s+(?:in\s+)?`benchmarks/results/([\w.]+)`"
 
 Row = dict[str, Any]
 
@@ -63,13 +64,51 @@ def training_row(direction: str, head_dim: int, size: str, mask: str, dtype: str
     return find(rows_of(f"h200_{direction}.json"), dtype=dtype, causal=mask == "causal", **shape)
 
 
-def training_means(direction: str) -> dict[str, float]:
-    """By peer, the geometric mean of its time over ours."""
+def training_rows(direction: str) -> list[Row]:
     rows = [r for r in rows_of(f"h200_{direction}.json") if r["problem"]["dtype"] == "bfloat16"]
     rows = [r for r in rows if r["problem"]["batch"] * r["problem"]["seqlen"] == 16384 and _is_training(r["problem"])]
     assert len(rows) == TRAINING_ROWS, f"{len(rows)} rows of training"
-    ratios = {peer: [r["measured"][peer] / r["measured"]["flash_ext"] for r in rows] for peer in rows[0]["measured"]}
-    return {peer: math.exp(sum(map(math.log, values)) / len(values)) for peer, values in ratios.items()}
+    return rows
+
+
+def training_ratios(direction: str, *peers: str, **problem: Any) -> list[float]:
+    """The time of the fastest of the peers over ours."""
+    rows = [r["measured"] for r in training_rows(direction) if problem.items() <= r["problem"].items()]
+    return [min(row[peer] for peer in peers) / row["flash_ext"] for row in rows]
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def training_means(direction: str) -> dict[str, float]:
+    """By peer, the geometric mean of its time over ours."""
+    peers = training_rows(direction)[0]["measured"]
+    return {peer: geometric_mean(training_ratios(direction, peer)) for peer in peers}
+
+
+def means_by_head_dim(direction: str, *peers: str) -> list[float]:
+    return [geometric_mean(training_ratios(direction, *peers, head_dim=head_dim)) for head_dim in (64, 128, 256)]
+
+
+def forward_over_the_better_peer() -> list[str]:
+    """Of FlashAttention-3 and cuDNN: the mean of all, by head_dim, and the least."""
+    peers = ("fa3", "cudnn")
+    ratios = training_ratios("forward", *peers)
+    return [f"{x:.3f}" for x in (geometric_mean(ratios), *means_by_head_dim("forward", *peers), min(ratios))]
+
+
+def backward_means() -> list[str]:
+    """Over cuDNN, FA2 and FlashAttention-3; over the last one also by head_dim."""
+    found = [training_means("backward")[peer] for peer in ("cudnn", "fa2", "fa3")]
+    return [f"{x:.2f}" for x in (*found, *means_by_head_dim("backward", "fa3"))]
+
+
+def grouped_backward(*names: str) -> list[str]:
+    """TFLOP/s at 2 x 8192 tokens, 16 query heads over 4: full, then causal."""
+    shape = {"batch": 2, "seqlen": 8192, "heads_q": 16, "heads_kv": 4, "head_dim": 128}
+    shown = [find(rows_of("h200_backward.json"), **shape, causal=causal)["shown"] for causal in (False, True)]
+    return [f"{of[name]:.0f}" for of in shown for name in names]
 
 
 def _is_training(problem: Row) -> bool:
@@ -85,9 +124,9 @@ def means_in_readme() -> list[str]:
     return [f"{training_means(d)[peer]:.2f}" for d in ("forward", "backward") for peer in ("fa3", "cudnn")]
 
 
-def costs(label: str, direction: str) -> list[str]:
+def costs(label: str, direction: str, file: str = "h200_options.json") -> list[str]:
     """In percent, head_dim 64 and 128."""
-    rows = [r for r in rows_of("h200_options.json") if r["problem"]["direction"] == direction and r["label"] == label]
+    rows = [r for r in rows_of(file) if r["problem"]["direction"] == direction and r["label"] == label]
     return [f"{row['figures']['% cost']:.0f}" for row in sorted(rows, key=lambda row: int(row["problem"]["head_dim"]))]
 
 
@@ -115,6 +154,15 @@ def host(call: str, *names: str) -> list[str]:
 def host_in_readme() -> list[str]:
     ways = ("flash_ext.activate", "sdpa")
     return [host(call, way)[0] for call in ("forward and backward", "without grad") for way in ways]
+
+
+def mask_bounds(transposed: bool) -> list[str]:
+    """Of masks of intervals, or of transposes: µs of host time, then of the device."""
+    named = ("from_blocks", "causal & from_blocks")
+    rows = [row for row in rows_of("h200_masks.json") if row["label"] not in named]
+    rows = [row for row in rows if row["label"].endswith(", transposed") == transposed]
+    host_times = bounds([row["measured"]["flash_ext"] for row in rows], 0)
+    return [*host_times, *bounds([row["figures"]["device us"] for row in rows], 0)]
 
 
 def peak_memory() -> list[str]:
@@ -174,6 +222,22 @@ def training_cells(direction: str) -> Callable[[list[str], list[str]], list[str]
         return [line[0], *(" / ".join(f"{of[name]:.0f}" for name in FOUR) for of in shown)]
 
     return cells
+
+
+def speed_cells(header: list[str], line: list[str]) -> list[str]:
+    """TFLOP/s of the backward alone, full / causal."""
+    head_dim = int(line[0])
+    masks = ("full", "causal")
+    rows = [[training_row("backward", head_dim, seqlen, mask) for mask in masks] for seqlen in header[1:]]
+    return [line[0], *(" / ".join(f"{row['shown']['flash_ext']:.0f}" for row in of) for of in rows)]
+
+
+def mean_cells(header: list[str], line: list[str]) -> list[str]:
+    """Of the backward over one peer; the last cell has the least ratio too."""
+    peer = NAMES[line[0]]
+    ratios = training_ratios("backward", peer)
+    over = [f"{mean:.2f}" for mean in means_by_head_dim("backward", peer)]
+    return [line[0], *over, f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})"]
 
 
 def readme_training_cells(header: list[str], line: list[str]) -> list[str]:
@@ -354,7 +418,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Commands:
-    """Beside a file, the command that recorded it."""
+    """Beside a file, the command that recorded it, behind the environment in which it ran."""
 
     page: str
 
@@ -388,6 +452,7 @@ PAIR = r"(\d+) / (\d+)"
 NUMBER = r"([\d.]+) times\s+"
 CPU_RATIOS = r"([\d.]+) to ([\d.]+) forward and ([\d.]+) to ([\d.]+) backward"
 MEANS = rf"over the 36: {NUMBER}FlashAttention-3, {NUMBER}cuDNN, {NUMBER}FA2, {NUMBER}efficient"
+DETERMINISTIC = rf"`deterministic` costs {PAIR} % at head_dim 64 / 128"
 FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(README, "Training, causal", readme_training_cells),
     Table(README, "h200_module.json", module_cells),
@@ -405,6 +470,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
         host_in_readme,
     ),
     Sentence(README, r"torch ([\d.]+), cuDNN ([\d.]+);", lambda: software()[:2]),
+    Sentence(README, rf"{PAIR} % slower at head_dim 64 / 128", lambda: costs("deterministic", "backward")),
     Table(PERFORMANCE, "h200_forward.json", training_cells("forward")),
     Table(PERFORMANCE, "h200_backward.json", training_cells("backward")),
     Table(PERFORMANCE, "\n## Grouped heads\n", grouped_cells),
@@ -428,7 +494,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as FlashAttention-3", lambda: decode_bounds("fa3")),
     Sentence(
         PERFORMANCE,
-        rf"gradient of a bias adds {PAIR} % to the backward\.",
+        rf"A bias with its gradient adds {PAIR} % to the backward\.",
         lambda: costs("bias (1, h, q, k), its gradient", "backward"),
     ),
     Sentence(PERFORMANCE, rf"`deterministic` adds {PAIR} %", lambda: costs("deterministic", "backward")),
@@ -448,9 +514,49 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
         lambda: [b for dtype in ("bfloat16", "float32") for b in encoder_bounds("cpu_encoder.json", dtype)],
     ),
     Sentence(PERFORMANCE, r"AVX-512 and AMX, torch ([\d.]+), by", cpu_software),
-    Commands(PERFORMANCE),
+    *(Commands(str(page.relative_to(ROOT))) for page in sorted((ROOT / "docs").rglob("*.md"))),
     Table(FORWARD_PAGE, "h200_forward.json", training_cells("forward")),
     Table(BACKWARD_PAGE, "h200_backward.json", training_cells("backward")),
+    Sentence(
+        FORWARD_PAGE,
+        r"the geometric mean is ([\d.]+) \(([\d.]+) at 64, ([\d.]+) at 128, ([\d.]+) at 256\) and the smallest ratio "
+        r"([\d.]+);",
+        forward_over_the_better_peer,
+    ),
+    Table(BACKWARD_PAGE, "Geometric means and smallest ratios", mean_cells),
+    Table(BACKWARD_KERNEL, "36 shapes of bfloat16", speed_cells),
+    Sentence(
+        BACKWARD_KERNEL,
+        rf"geometric mean {NUMBER}cuDNN, {NUMBER}FA2 and {NUMBER}FlashAttention-3 \(([\d.]+) at 64, ([\d.]+) at 128, "
+        r"([\d.]+) at 256\)",
+        backward_means,
+    ),
+    Sentence(
+        BACKWARD_KERNEL,
+        r"(\d+) TFLOP/s full \(FlashAttention-3 (\d+)\), (\d+) causal \((\d+)\)",
+        lambda: grouped_backward("flash_ext", "fa3"),
+    ),
+    Table(BACKWARD_KERNEL, "h200_options.json", option_times("h200_options.json")),
+    Sentence(BACKWARD_KERNEL, DETERMINISTIC, lambda: costs("deterministic", "backward")),
+    *(
+        Sentence(page, DETERMINISTIC, lambda: costs("deterministic", "backward", "h200_options_sm80.json"))
+        for page in (f"{KERNELS}/backward_sm80.md", f"{TUNING}/backward_sm80.md")
+    ),
+    Sentence(
+        f"{TUNING}/bias_gradient_sm90.md",
+        rf"by {PAIR} % at head_dim 64 / 128 on Hopper",
+        lambda: costs("bias (1, h, q, k), its gradient", "backward"),
+    ),
+    Sentence(
+        f"{KERNELS}/block_lists_sm80.md",
+        r"take (\d+) to (\d+) µs of host time and (\d+) to (\d+) µs on the device",
+        lambda: mask_bounds(transposed=False),
+    ),
+    Sentence(
+        f"{KERNELS}/block_lists_sm80.md",
+        r"takes (\d+) to (\d+) µs of host time and (\d+) to (\d+) µs on the device",
+        lambda: mask_bounds(transposed=True),
+    ),
     Table(f"{KERNELS}/forward_sm90.md", "h200_forward.json", training_cells("forward")),
     Table(f"{KERNELS}/forward_f32_sm90.md", "h200_forward.json", float32_cells),
     Table(f"{KERNELS}/backward_f32_sm90.md", "h200_backward.json", float32_cells),
@@ -459,9 +565,9 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(f"{KERNELS}/bias_gradient_sm90.md", "h200_options.json", bias_gradient_cells),
     Table(f"{KERNELS}/weights_sm80.md", "h200_options_sm80.json", bias_gradient_cells),
     Table(f"{KERNELS}/decode_sm80.md", "h200_decode.json", decode_cells),
-    Table("docs/tuning/decode_sm80.md", "h200_decode.json", decode_cells),
+    Table(f"{TUNING}/decode_sm80.md", "h200_decode.json", decode_cells),
     Table(PERFORMANCE, "h200_models.json", model_cells),
-    Table("docs/tuning/host.md", "h200_host.json", host_cells),
+    Table(f"{TUNING}/host.md", "h200_host.json", host_cells),
     Table(f"{KERNELS}/block_sparse.md", "h200_masks.json", mask_cells),
     Table(f"{KERNELS}/cpu.md", "cpu_xeon.json", cpu_cells),
 )  # fmt: skip

@@ -4,6 +4,7 @@
   Braces and stars are spelled out: `sm90/{forward,backward}/*.cuh`. Built libraries do not count, nor does what
   docs/architecture.md would add in its worked examples.
 - A link leads to a file, and to a heading where it says which. `python -m benchmarks.x` is a module.
+- A table has a header, and as many columns in each line.
 - README.md has 1400 words at most, a page of docs/tuning 150 lines; every page there is about a kernel that has a page
   in docs/kernels, and every room of csrc/kernels/sm80 and sm90 is named by one of those.
 """
@@ -30,6 +31,7 @@ _FILE = re.compile(rf"[\w./*{{}},<>-]+\.(?:{'|'.join(SUFFIXES)})")
 _FOLDER = re.compile(r"(?:csrc|docs|tests|benchmarks|tools|flash_ext|build_support)/[\w./*{},-]*|sm\d+/[\w/]+")
 _OF_EXAMPLES = re.compile(r"sm100/|forward_fp8")
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_CELL_END = re.compile(r"(?<!\\)\|")
 
 
 def files_of_tree() -> list[str]:
@@ -85,12 +87,24 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
             yield f"links to {target}, a heading that is not there"
 
 
+def broken_tables(text: str) -> Iterator[str]:
+    """No rule below the first line, as in what a blank line cuts off, or a line with another number of columns."""
+    for table in re.findall(r"(?:^\|.*\n?)+", _FENCE.sub("", text), re.MULTILINE):
+        header, *lines = table.splitlines()
+        if not lines or not re.fullmatch(r"\|(?: *:?-+:? *\|)+", lines[0]):
+            yield f"has a table without a header: {header[:60]}"
+        for line in lines:
+            if len(_CELL_END.findall(line)) != len(_CELL_END.findall(header)):
+                yield f"has a table with a line of other columns: {line[:60]}"
+
+
 def problems_of(page: Path, places: set[str]) -> Iterator[str]:
     text = page.read_text()
     for name in names_of(text):
         if not (exists(name, places) or name.endswith(".so") or _OF_EXAMPLES.search(name)):
             yield f"names {name}, which is not in the tree"
     yield from broken_links(page, text)
+    yield from broken_tables(text)
     for module in _MODULE.findall(text):
         if not exists(module.replace(".", "/") + ".py", places) and not exists(f"{module.replace('.', '/')}/", places):
             yield f"names {module}, which is no module"

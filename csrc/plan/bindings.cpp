@@ -154,11 +154,11 @@ std::vector<std::tuple<int32_t, int32_t, int32_t>> work_list(const std::vector<i
         "work_list: rows and other_rows must be as many, block >= 64, and head_group must divide heads");
   }
   const WorkOrder order = work_order(block, heads, head_group, last_tile_first, rows_in_l2, section_part);
-  std::vector<std::tuple<int32_t, int32_t, int32_t>> works;
+  std::vector<std::tuple<int32_t, int32_t, int32_t>> work_tiles;
   for (const ListedTile& entry : list_tiles(order, rows, other_rows))
     for (int head = 0; head < order.bundle_heads; ++head)
-      works.emplace_back(entry.sequence, entry.first_head + head, entry.tile);
-  return works;
+      work_tiles.emplace_back(entry.sequence, entry.first_head + head, entry.tile);
+  return work_tiles;
 }
 
 void bind_work_list(py::module_& m) {

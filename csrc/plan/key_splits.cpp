@@ -124,7 +124,7 @@ class KeySplitsPlanner {
     return cycles;
   }
 
-  /// If nobody waited.
+  /// Cycles to the end if no CTA waited for work.
   double least_end() const {
     double cycles = 0;
     for (const EqualTiles& tiles : rows_) cycles += static_cast<double>(tiles.count) * (tiles.cycles + kEnds);

@@ -1,6 +1,6 @@
-// Inf and NaN in values that a query does not see. A hidden weight is 0, and 0 * Inf is NaN. So a tile that some query
-// sees only in part is sanitised before it is multiplied: such values are replaced. At the end they are added to the
-// rows of out that do see them.
+// Inf and NaN in values that a query does not see. The weight of a hidden pair is 0, and 0 * Inf is NaN. A partial tile
+// is therefore sanitised before it is multiplied: such values are replaced. At the end they are added to the rows of
+// out that do see them.
 #pragma once
 
 #include <cuda_bf16.h>

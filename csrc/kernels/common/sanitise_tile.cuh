@@ -1,4 +1,4 @@
-// Tiles freed of Inf and NaN in shared memory, see sanitise.cuh.
+// Removes Inf and NaN from tiles in shared memory; sanitise.cuh says why.
 #pragma once
 
 #include "sanitise.cuh"

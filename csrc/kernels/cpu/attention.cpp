@@ -1,7 +1,8 @@
-// From a call to jobs: which instruction set, how the work is cut into items, what is allocated, in which order.
+// From a call to jobs: chooses the instruction set, divides the work into items, allocates memory, and runs the steps
+// in their order.
 //
-// Items are handed out one by one to whichever thread is free, so that causal and ragged problems balance themselves.
-// How a problem is cut is the plan's choice; it never changes a result with the number of threads.
+// A thread that is free takes the next item, so that causal and ragged problems balance themselves. The plan decides
+// how a problem is divided; a result never depends on the number of threads.
 #include "attention.h"
 
 #include <atomic>

@@ -213,7 +213,7 @@ void reduce_dq_row(const BackwardJob& job, const Sequence& seq, int64_t head, in
   store_row(query_row(p.dq, p.dtype, seq, i, head), p.dtype, sum, p.head_dim);
 }
 
-/// The rows of one tile.
+/// Sums dQ of the rows of one tile over the chunks.
 template <class T>
 void reduce_dq_item(const BackwardJob& job, int64_t item, void* scratch) {
   const BackwardParams& p = job.params;

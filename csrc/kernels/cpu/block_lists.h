@@ -1,4 +1,4 @@
-// Block lists of masks: of intervals of keys, and of a mask with queries and keys in each other's place.
+// Block lists of masks: from intervals of keys, and transposed.
 #pragma once
 
 #include "attention.h"
@@ -10,7 +10,7 @@ namespace flash_ext::cpu {
 /// Writes every element of all four tensors; entries behind the last block are 0.
 void interval_block_lists(const IntervalListsParams& params, ParallelFor parallel_for);
 
-/// The same.
+/// Writes every element of all four tensors, as above.
 void block_lists_transposed(const TransposedListsParams& params, ParallelFor parallel_for);
 
 }  // namespace flash_ext::cpu

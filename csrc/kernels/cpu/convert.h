@@ -1,4 +1,4 @@
-// Between the dtypes in memory and the float (double for float64) that everything is computed in.
+// Conversion between the dtypes in memory and float (double for float64), in which everything is computed.
 #pragma once
 
 #include "kernels/params.h"

@@ -1,5 +1,5 @@
-// Dropout of a panel: one factor for a kept score, another for a dropped one, drawn by coordinates
-// (common/dropout/philox.h).
+// Dropout of a panel: one factor for a kept score, another for a dropped one, by the Philox random bits
+// of its coordinates (common/dropout/philox.h).
 //
 // A group has the queries {i, i + 8} and 16 of 64 keys. Eight neighbouring queries are therefore eight independent
 // generators that run side by side in a vector.

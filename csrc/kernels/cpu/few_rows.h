@@ -1,6 +1,6 @@
 // Products for one to four queries, as in decoding, where a panel would leave most lanes idle. Vectors run along the
-// head dim instead, and Q and O are row-major; scores keep the layout of a panel. Memory is the limit then: what counts
-// is that each key is read once for all queries.
+// head dim instead, and Q and O are row-major; scores keep the layout of a panel. Memory limits such calls, so each key
+// is read once for all queries.
 #pragma once
 
 #include "tile_product.h"

@@ -1,4 +1,4 @@
-// The table of all operations as this translation unit's instruction set compiles them.
+// The table of all operations, compiled for the instruction set of this translation unit.
 #pragma once
 
 #include "backward.h"

@@ -67,7 +67,7 @@ struct Kernels {
   Operation<BackwardJob> sink_gradient;
 };
 
-/// One instruction set.
+/// The operations of one instruction set.
 struct InstructionSet {
   Kernels for_float;
   Kernels for_double;

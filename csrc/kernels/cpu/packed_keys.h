@@ -1,6 +1,6 @@
 // Tiles of K, and of V transposed, as operands of matrix units: made once for a call and shared by all tiles of queries
 // that visit them. They take as much memory as K and V, head dims rounded up to 32. A tile that holds an Inf or a NaN
-// is left to those who visit it: which keys they see decides what they may read (row_tile.h).
+// is left to the query tiles that visit it: which keys they see decides what they may read (row_tile.h).
 #pragma once
 
 #include "arena.h"

@@ -1,4 +1,4 @@
-// What the backward needs once per query: D = rowsum(dO * O) - dlse. With it
+// Row terms, which the backward computes once per query: D = rowsum(dO * O) - dlse. With it
 //   dS = P * (dP - D)   and, for the sink, which only enlarges the denominator,   dsink = -sum exp(sink - lse) D.
 #pragma once
 

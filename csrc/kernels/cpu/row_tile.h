@@ -1,8 +1,8 @@
 // Rows of a tensor, converted and contiguous, as the operand A (or the row-major operand B) of a tile product.
 //
 // A product adds weight * row for weights that are 0 where a key is not seen, and 0 * NaN is NaN. Rows that hold a NaN
-// or an infinity are therefore taken out: the tile has zeros in their place, and the `*_exactly` functions add what
-// they really contribute, to those alone that see them.
+// or an infinity are therefore sanitised: the tile has zeros in their place, and the `*_exactly` functions add their
+// true contribution to the rows that see them, and to no others.
 #pragma once
 
 #include "arena.h"
@@ -39,7 +39,7 @@ struct RowTile {
 
   const T* original(int64_t r) const { return originals + r * stride; }
 
-  /// Takes rows with a NaN or an infinity out. `poison` tells whether there is one.
+  /// Sanitises rows with a NaN or an infinity. `poison` says whether there is one.
   void isolate(int64_t rows, const Poison<T>& poison) {
     num_isolated = 0;
     if (!is_poisoned<T>(poison)) return;

@@ -1,5 +1,5 @@
-// dQ while it is summed up, in float, by many CTAs: in the order of the accumulators of the warps that add to it, so
-// that an addition of a warp is one contiguous piece; and its conversion to rows at the end.
+// dQ while many CTAs sum it in float. It lies in the order of the accumulators of the warps that add to it, so that an
+// addition of a warp is one contiguous piece. A kernel at the end converts it to rows.
 #pragma once
 
 #include "kernels/common/sequence.cuh"

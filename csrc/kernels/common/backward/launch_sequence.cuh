@@ -1,6 +1,6 @@
 // The kernels of one call of the backward, in their order:
 //
-//   row terms, dQ's sums zeroed -> main kernel, with what adds up its splits -> dQ, of its sums -> dsink
+//   row terms, dQ's sums zeroed -> main kernel, sums of its splits -> dQ in the inputs' dtype -> dsink
 #pragma once
 
 #include "dq_store.cuh"

@@ -1,5 +1,5 @@
-// A block mask seen from its keys: for each key tile the query tiles that see some of it, of all heads of a group, one
-// after the other. A kernel makes the lists from the mask's rows.
+// A block mask by keys: for each key tile, the query tiles that see some of it, of all heads of a group. A kernel
+// writes these lists from the rows of the mask.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// Eight neighbours of a row of a result, out of float.
+// Stores eight neighbouring elements of a row of a result, converted from float.
 #pragma once
 
 #include <cstdint>

@@ -111,7 +111,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
   const int first = block_tile * kBlockM;
   if (workspace.ticket && blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
   const int64_t tile = workspace.tile_index(p, batch, head, sequence.q_begin, block_tile, kBlockM);
-  // Numbered by rows, those of all slots: whatever cu_seqlens holds, nobody waits for a turn that never comes.
+  // Numbered by rows, those of all slots: whatever cu_seqlens holds, no CTA waits for a turn that never comes.
   const bool exists = block_tile >= 0 && first < sequence.seqlen_q;
   if (workspace.turns && (exists || workspace.row_tiles.by_rows) && threadIdx.x < kDqWarps)
     workspace.turns[tile * kDqWarps + threadIdx.x] = 0;

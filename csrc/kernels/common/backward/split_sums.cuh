@@ -1,7 +1,7 @@
-// dK and dV of tiles of keys that several CTAs share: each leaves its sums in float, in the order of accumulators, and
-// a kernel adds them up, always in the same order.
+// dK and dV of key tiles that are split among CTAs. Each CTA stores its sums in float, in the order of its
+// accumulators, and a kernel adds them up, always in the same order.
 //
-// A fragment is what a warp has of 16 keys and 8 columns: four floats of each lane, side by side.
+// A fragment is a warp's part of 16 keys and 8 columns: four floats of each lane, side by side.
 #pragma once
 
 #include "kernels/launch.h"

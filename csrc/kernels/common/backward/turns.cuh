@@ -1,9 +1,9 @@
 // Additions to dQ in an order that is the same in every run: CTAs take turns.
 //
 // The key tiles that a query tile sees add to its dQ in their order, first keys first. Each warp that adds has a
-// counter of the additions that are complete. CTAs draw numbers when they start and take key tiles in the order of the
-// numbers. So a CTA waits only for CTAs that have started before it, and the first of those waits for nobody: no
-// deadlock.
+// counter of the additions that are complete. CTAs take numbers when they start and take key tiles in the order of the
+// numbers. A CTA thus waits only for CTAs that have started before it, and the first of those waits for none, so there
+// is no deadlock.
 //
 // CTAs that start together begin with the query tile that all of them see and go the same way, from the last query tile
 // to the first. Each then follows the one before at the distance that an addition takes, and hardly waits.
@@ -21,7 +21,7 @@ namespace flash_ext {
 /// Whether the CTAs of a kernel add to dQ in turns. kIfAsked: where the workspace has counters for that.
 enum class TurnTaking { kNever, kIfAsked, kAlways };
 
-/// The number of a CTA among those that have started, drawn by one thread. The kernel of row terms has set the ticket
+/// The number of a CTA among those that have started, taken by one thread. The kernel of row terms has set the ticket
 /// to 0.
 __device__ __forceinline__ uint32_t draw_number(const BackwardWorkspace& workspace) {
   ptx::wait_for_previous_grid();

@@ -1,5 +1,5 @@
-// Visibility by masks, prepared once for the backward's main kernel: what a mask leaves of each of its tiles, so that
-// those of which nothing is left are never loaded; and boolean masks as bits, which are read by 16 bytes.
+// Visibility under masks, prepared once for the main kernel of the backward: the state of each tile, so that hidden
+// tiles are never loaded, and boolean masks as bits, which the main kernel reads 16 bytes at a time.
 #pragma once
 
 #include "kernels/common/mask/visibility.cuh"
@@ -13,7 +13,7 @@ namespace flash_ext {
 /// What the masks leave of a tile. Pairs beyond the lengths do not count.
 enum TileState : uint8_t { kTileHidden = 0, kTileMasked = 1, kTileVisible = 2 };
 
-/// By the lists of a block mask alone: a block with a bitmap counts as visible in part.
+/// By the lists of a block mask alone: a block with a bitmap counts as partial.
 __device__ __forceinline__ TileState block_mask_state(const BlockMaskRows& blocks, int first_query, int first_key,
                                                       int end_query, int end_key) {
   const BlockMaskParams& p = blocks.p;

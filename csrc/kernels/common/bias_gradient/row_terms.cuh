@@ -1,4 +1,4 @@
-// What dS of attention needs of every row:   delta = rowsum(dO * O) - grad_lse
+// The row term of the bias gradient, which dS needs:   delta = rowsum(dO * O) - grad_lse
 #pragma once
 
 #include "kernels/common/divisor.h"

@@ -1,4 +1,5 @@
-// Who works on a row of blocks: a warp on CUDA, one thread on a CPU. What is made of rows is written once for both.
+// The lanes that process a row of blocks: a warp on CUDA, one thread on a CPU. The code for a row is thus written once
+// for both.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Block lists with queries and keys in each other's place: of each column of blocks, the rows that list it.
+// Transposed block lists: for each column of blocks, the rows that list it.
 //
 // A column is looked up in as many rows at a time as there are lanes, so that rows come out in ascending order. Two
 // passes, as in interval_lists.h. On CUDA several warps share the rows of a column.

@@ -1,7 +1,7 @@
 // Philox4x32-7 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1, 2, 3") addressed by coordinates.
 //
 // Whether dropout keeps weight (batch, head, i, j) depends only on (seed, offset) and those four numbers, so every
-// tiling on every device draws the same mask. Two calls decide 32 weights with eight bits each: the queries
+// tiling on every device has the same mask. Two calls decide 32 weights with eight bits each: the queries
 // {i, i + 8} of a 16-row group and the keys {j, j + 1} + {0, 8, ..., 56} of a 64-key group, j even. That is what one
 // thread of a forward holds of 64 keys in the accumulator layout of mma.sync and wgmma.
 //

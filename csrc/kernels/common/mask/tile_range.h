@@ -2,7 +2,7 @@
 //
 // Query i sees key j when  i + offset - left <= j <= i + offset + right. The keys that *some* query of [i0, i1) sees
 // and the keys that *every* query of it sees are both intervals, so the tiles to visit are a range with a sub-range of
-// full ones:   begin <= full_begin <= full_end <= end;   [begin, full_begin) and [full_end, end) are partial.
+// full tiles:  begin <= full_begin <= full_end <= end;   [begin, full_begin) and [full_end, end) are partial.
 // Swapping the roles (`transposed`) gives the queries that see a tile of keys.
 #pragma once
 

@@ -12,7 +12,7 @@
 //           const TileIndex tile = list.locate(position);              // one load of 16 bytes
 //           if (tile.tile == kNoTile) return;                         // the host knows only a bound on the number
 //
-// list.head->taken is a counter for persistent CTAs that the same kernel clears. The kernel that fills the list lets
+// list.head->taken is a counter for persistent CTAs, which the same kernel zeroes. The kernel that fills the list lets
 // the next one start early (ptx::launch_dependents()). Without a list (plan.listed is false) the launcher itself maps
 // positions to work tiles.
 //

@@ -1,6 +1,6 @@
-// A warp's tile of the bias in shared memory, brought there by cp.async while the tile before is multiplied: reading it
-// element by element from global memory would cost several times what the whole tile of attention does. No other warp
-// reads it, so that nothing but the copies has to be waited for.
+// A warp's bias tile in shared memory, loaded by cp.async while the tile before is multiplied. Reading the bias element
+// by element from global memory would cost several times what the whole tile of attention does. No other warp reads the
+// tile, so a warp waits only for its own copies.
 #pragma once
 
 #include <cuda_bf16.h>

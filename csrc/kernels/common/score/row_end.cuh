@@ -11,16 +11,16 @@ struct RowEnd {
   float lse;
 };
 
-/// `sum` is the sum of exponentials of scores minus reference * scale; `sink` is a natural logarithm, -inf = none. A
-/// row that saw nothing has sum 0. A row with an infinite score has weights Inf / Inf and an infinite lse. lse is
+/// `sum` is the sum of exponentials of the scores minus stabiliser * scale; `sink` is a natural logarithm, -inf = none.
+/// A row that saw nothing has sum 0. A row with an infinite score has weights Inf / Inf and an infinite lse. lse is
 /// rounded once, so a row with one key far above all others has that key's exact score as its lse.
 template <class Unit = BaseTwoUnit>
-__device__ __forceinline__ RowEnd finish_row(float reference, float sum, float sink, float scale = 1.0f) {
+__device__ __forceinline__ RowEnd finish_row(float stabiliser, float sum, float sink, float scale = 1.0f) {
   if (sum == 0.0f) return {0.0f, -INFINITY};
-  if (reference == INFINITY) return {NAN, INFINITY};
-  if (sink == -INFINITY) return {1.0f / sum, fmaf(reference, scale * Unit::kNaturalPer, logf(sum))};
+  if (stabiliser == INFINITY) return {NAN, INFINITY};
+  if (sink == -INFINITY) return {1.0f / sum, fmaf(stabiliser, scale * Unit::kNaturalPer, logf(sum))};
   if (sink == INFINITY) return {0.0f, INFINITY};
-  const float score = reference * scale, of_sink = sink * Unit::kPerNatural, base = fmaxf(score, of_sink);
+  const float score = stabiliser * scale, of_sink = sink * Unit::kPerNatural, base = fmaxf(score, of_sink);
   const float shrink = Unit::exp(score - base);
   const float total = sum * shrink + Unit::exp(of_sink - base);
   return {shrink / total, base * Unit::kNaturalPer + logf(total)};

@@ -47,7 +47,7 @@ struct BackwardSums : BackwardSoftmax<Config> {
                                   lane);
   }
 
-  /// Of a split.
+  /// Stores the sums of a split in its slot of scratch memory.
   __device__ __forceinline__ void store_split() const {
     const int thread = ptx::reread(static_cast<int>(threadIdx.x)), warp = thread / 32;
     const bool is_value = warp < Config::kRoleWarps;

@@ -17,10 +17,10 @@
 // same code, half a step apart. Q(m + 1) is loaded during 2 m + 1, dO(m) during 2 m: two stages of Q, one of dO.
 //
 // Options: only P knows the derivative of the softcap, so the P^T that the dS warps get is multiplied by it. The dS
-// warps draw which weights are dropped, for P as well, half a step before.
+// warps compute the Philox random bits, for P as well, half a step before.
 //
 // dQ is summed over the CTAs by atomic additions to float tiles (common/backward/dq_store.cuh). Deterministic:
-// additions to a tile take turns, from its last keys to its first, which is the order in which CTAs draw their keys.
+// additions to a tile take turns, from its last keys to its first, which is the order in which CTAs take their keys.
 #pragma once
 
 #include "consumer.cuh"
@@ -35,7 +35,7 @@
 namespace flash_ext::sm80 {
 
 /// CTAs of a head run side by side, so that its queries stay in L2; under a causal mask the first keys, which the most
-/// queries see, come first. With a work list, its order holds. Deterministic: CTAs draw numbers when they start, and
+/// queries see, come first. With a work list, its order holds. Deterministic: CTAs take numbers when they start, and
 /// the last keys of a head have the first number, so that a CTA waits only for CTAs that run.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)

@@ -1,4 +1,4 @@
-// The loop of a CTA over its query tiles: which comes next, what is known of it, and whose turn it is to add to dQ.
+// The loop of a CTA over its query tiles: the next tile, its metadata, and the turns of additions to dQ.
 #pragma once
 
 #include "kernels/common/backward/visibility.cuh"

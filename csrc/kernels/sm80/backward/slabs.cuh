@@ -1,6 +1,8 @@
 // Attention backward where the tiles of kernel.cuh do not fit into shared memory: float beyond head_dim 128 on GPUs
-// with less than 173 KB a CTA. Made of 64 x 64 scores (sm80/common/score_tile.cuh), which take any head dim in slabs
-// of columns, and slow: S and dP are computed again for each slab of each of dQ, dK and dV. Sums have a fixed order.
+// with less than 173 KB a CTA.
+//
+// It computes 64 x 64 scores at a time (sm80/common/score_tile.cuh), which take any head dim in slabs of columns. It is
+// slow, because it computes S and dP again for each slab of each of dQ, dK and dV. Sums have a fixed order.
 #pragma once
 
 #include "kernels/common/backward/row_terms.cuh"

@@ -1,4 +1,4 @@
-// The shapes of the backward's tiles, and what one of its CTAs works on.
+// The tile shapes of the backward, and the data of a CTA's work tile.
 #pragma once
 
 #include "kernels/common/backward/dq_store.cuh"
@@ -121,7 +121,7 @@ struct BackwardWorkTile {
         options(p, sequence, ScoreUnit<Element>::kPerNatural),
         sums(task.sums(schedule)) {
     static_assert(sizeof(BackwardWorkTile) <= Config::kWorkTileBytes, "the shared-memory plan has room for it");
-    // Keys past the end are hidden from everybody.
+    // Keys past the end are hidden from all queries.
     if (first_key + Config::kBlockN > sequence.seqlen_k) tiles.full_begin = tiles.full_end = tiles.end;
     const int count = tiles.end - tiles.begin;
     first_tile = tiles.begin + (count > 0 && !workspace.turns ? key_tile % count : 0);

@@ -210,7 +210,7 @@ struct BiasConsumer {
     });
   }
 
-  /// The same with all options.
+  /// Adds dS of a score tile under any options.
   __device__ __forceinline__ void add(Fragment& sum, Fragment& s, Fragment& dp, const RowTerms& lse,
                                       const BiasScoreTile& score_tile, int number) const {
     const Sequence sequence(p, score_tile.batch, score_tile.head);

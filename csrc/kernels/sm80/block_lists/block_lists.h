@@ -1,4 +1,4 @@
-// Block lists of masks: of intervals of keys, and of a mask with queries and keys in each other's place.
+// Block lists of masks: from intervals of keys, and transposed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +13,7 @@ namespace sm80 {
 /// Writes every element of all four tensors; entries behind the last block are 0.
 void interval_block_lists(const IntervalListsParams& params, cudaStream_t stream);
 
-/// The same.
+/// Writes every element of all four tensors, as above.
 void block_lists_transposed(const TransposedListsParams& params, cudaStream_t stream);
 
 }  // namespace sm80

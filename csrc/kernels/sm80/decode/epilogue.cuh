@@ -1,4 +1,5 @@
-// The end of a CTA of decoding: combines what its warps left in shared memory into the result, or into a part of it.
+// The end of a CTA of decoding: combines the results that its warps left in shared memory, and stores the result of the
+// tile or of a split.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -32,7 +33,7 @@ __device__ __forceinline__ void add_non_finite(float* s_out, const ForwardParams
   }
 }
 
-/// Adds up what the warps published, and writes the result or, where the tile has other splits, this part of it.
+/// Adds up what the warps published, and writes the result or, where the tile has other splits, that of this split.
 template <class Config>
 __device__ __forceinline__ void finish(const float* s_out, const float2* s_softmax_state, const ForwardParams& p,
                                        const DecodeGrid& grid, const DecodePartials& partials, const DecodeTile& tile,

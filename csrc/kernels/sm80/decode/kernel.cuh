@@ -11,9 +11,9 @@
 // (kRowWarps = 4): the warps share the key tiles and own 16 rows each.
 //
 // A step, for tile n:
-//   wait for K(n) and V(n), barrier of those who share it     everybody is done with tile n - 1
+//   wait for K(n) and V(n), barrier of those who share it     all warps have read tile n - 1
 //   issue K and V of tile n + kStages - 1 into the stage of tile n - 1
-//   S = Q K^T, m grows where it must, P = e^(S - m), O += P V
+//   S = Q K^T, m updated where a score exceeds it by far, P = e^(S - m), O += P V
 #pragma once
 
 #include <new>

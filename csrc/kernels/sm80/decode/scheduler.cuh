@@ -16,7 +16,7 @@ namespace flash_ext::sm80 {
 
 constexpr int kMaxDecodeRows = 64;  // of a tile
 
-/// The same for the whole launch.
+/// The division of the whole launch into work tiles.
 struct DecodeGrid {
   Divisor group;       // heads that share a tile
   Divisor groups;      // of heads

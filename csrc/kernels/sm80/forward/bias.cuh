@@ -1,5 +1,5 @@
-// The bias as what products start from, where it is all that is added to them. A tile in shared memory for each warp,
-// as BiasTile is, and brought there as early.
+// The bias as the initial value of the products, in the variants whose only option is a bias. Each warp has a bias tile
+// of its own in shared memory, loaded as early as a BiasTile.
 #pragma once
 
 #include "kernels/common/score/bias_tile.cuh"

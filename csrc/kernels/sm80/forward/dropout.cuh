@@ -1,4 +1,4 @@
-// Dropout in a variant of its own: random bits are made between the products, which leave the time for them.
+// Dropout as the only option: random bits are computed between the products, which leave issue slots free.
 #pragma once
 
 #include "kernels/common/dropout/random_bits.cuh"

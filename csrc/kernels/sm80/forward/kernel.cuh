@@ -5,20 +5,20 @@
 //
 // The stabiliser r_i need not be the running maximum (FlashAttention-2, algorithm 1) as long as nothing overflows. It
 // is the maximum of the first tile in which the row sees a key, and stays, so that the loop has neither a maximum nor a
-// rescaling of the output. The row sums keep watch: a tile whose sum passes kSumLimit raises the row stabiliser by the
-// exponent of the sum, while P is still in float.
+// rescaling of the output. The row sums detect overflow: where the sum of a tile passes kSumLimit, its exponent is
+// added to the row stabiliser, while P is still in float.
 //
-// What seldom happens is found out at the end, and the CTA then starts again: on the safe path, with the running
-// maximum, when even a float overflowed, or a row's sum came to nothing beside its stabiliser; and with V sanitised
-// when Inf or NaN in it met a hidden weight, for 0 * Inf is NaN.
+// Two rare cases are found at the end of the loop, and the CTA then recomputes its rows. It takes the safe path, with
+// the running maximum, where a sum overflowed in float or vanished beside its stabiliser. It sanitises V where an Inf
+// or NaN in V met the weight of a hidden pair, because 0 * Inf is NaN.
 //
 // A step, for tile n of the keys, from the last to the first, with one stage of shared memory for K and one for V:
-//   wait for K(n), barrier: everybody is done with V(n + 1); issue V(n)
+//   wait for K(n), barrier: all warps have read V(n + 1); issue V(n)
 //   S = Q K(n)^T
-//   wait for V(n), barrier: everybody is done with K(n); issue K(n - 1)
+//   wait for V(n), barrier: all warps have read K(n); issue K(n - 1)
 //   P = 2^(S - r), O += P V(n)
 // and with two stages, where one barrier is enough:
-//   wait for K(n) and V(n), barrier: everybody is done with K(n + 1) and V(n + 1); issue K(n - 1) and V(n - 1)
+//   wait for K(n) and V(n), barrier: all warps have read K(n + 1), V(n + 1); issue K(n - 1), V(n - 1)
 //   S = Q K(n)^T, P = 2^(S - r), O += P V(n)
 #pragma once
 

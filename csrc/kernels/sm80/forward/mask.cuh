@@ -1,4 +1,4 @@
-// What a warp of the forward looks up of masks: of a boolean one its bits (mask_bits.h), of a block mask words in
+// Masks as a warp of the forward reads them: the bits of a boolean mask (mask_bits.h), or a block mask's words in
 // shared memory.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The kernel that makes bits of a boolean mask (mask_bits.h).
+// The kernel that packs a boolean mask into bits (mask_bits.h).
 #pragma once
 
 #include "kernels/common/mask/visibility.cuh"

@@ -1,5 +1,5 @@
-// What a boolean mask leaves, as bits: a kernel that runs before the forward makes them (common/mask/visibility.cuh),
-// once for all heads and batch entries that share a mask.
+// A boolean mask as bits. A kernel that runs before the forward packs them (common/mask/visibility.cuh), once for all
+// heads and batch entries that share a mask.
 #pragma once
 
 #include <cstdint>

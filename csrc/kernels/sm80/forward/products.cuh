@@ -14,7 +14,7 @@ struct ForwardProducts : ForwardLoads<Config> {
       Base::stage;
   using typename Base::KeptWeights, typename Base::Products, typename Base::RandomBits, typename Base::Scores;
 
-  /// S = Q K^T. Beside it dropout draws what it keeps.
+  /// S = Q K^T. Beside it dropout computes its random bits.
   __device__ __forceinline__ void multiply_qk(Scores& s, KeptWeights& kept, int tile) const {
     const uint32_t s_lane = stage(s_k, 0) + Products::lane_b(lane);
     options().start(s);

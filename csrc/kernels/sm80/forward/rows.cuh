@@ -1,4 +1,4 @@
-// What a warp of the forward keeps of its rows: out, the stabiliser that exponents are taken from, and the sum.
+// The state of a warp's rows in the forward: out, row stabilisers and row sums.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"

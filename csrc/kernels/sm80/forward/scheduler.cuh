@@ -1,4 +1,4 @@
-// Which CTA of the forward works on what, and what the host decides about a call before it launches a kernel.
+// Which CTA of the forward computes which tile, and what the host decides about a call before it launches a kernel.
 #pragma once
 
 #include <algorithm>

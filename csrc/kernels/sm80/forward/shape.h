@@ -100,7 +100,7 @@ constexpr int forward_shared_bytes(const ForwardShape& shape, int head_dim, bool
   return (shape.block_m() + 2 * shape.stages * shape.block_n) * row_bytes + kForwardWorkTileBytes;
 }
 
-/// Of the words that say what a block mask leaves of a tile, two tiles of them.
+/// Bytes of the words of a block mask: the visible keys of two tiles.
 constexpr int block_mask_bytes(const ForwardShape& shape) { return 2 * shape.block_m() * (shape.block_n / 32) * 4; }
 
 /// Whether there is room for a tile of bias for each warp: else it is read element by element.

@@ -1,4 +1,4 @@
-// What a CTA of the forward works on, in constant and in shared memory.
+// The data of a forward call in constant memory, and of a CTA's work tile in shared memory.
 #pragma once
 
 #include "config.h"
@@ -11,11 +11,11 @@ namespace flash_ext::sm80 {
 
 /// Named barriers. 0 is __syncthreads().
 enum ForwardBarrier : int {
-  kAllWarps = 1,  // of the CTA, which come to it from different places of the code: __syncthreads() does not allow that
+  kAllWarps = 1,  // reached by the warps of the CTA from different lines, which __syncthreads() does not allow
 };
 
-/// What the host makes of a call. Kernels find it in constant memory, where a look costs nothing: a step has too little
-/// time to ask shared memory for each option.
+/// What the host derives from a call. It lies in constant memory, where reads are free: a step has too little time to
+/// read shared memory for each option.
 struct ForwardSchedule {
   int heads, groups;          // heads of q whose CTAs run side by side, and how many such groups make up the heads
   int batches, batch_groups;  // the same of batch entries
@@ -70,7 +70,7 @@ struct RowTerms {
   }
 };
 
-/// What a CTA works on. It lies in shared memory: the main loop needs every register for tiles, and these numbers
+/// The work tile of a CTA. It lies in shared memory: the main loop needs every register for tiles, and these numbers
 /// seldom.
 template <class Config>
 struct ForwardWorkTile {
@@ -97,7 +97,7 @@ struct ForwardWorkTile {
   }
 };
 
-/// A tile that masks may hide in part.
+/// A key tile, and whether masks hide a part of it.
 struct MaskedTile {
   int tile;
   bool partly;  // of kReads: hidden, which the bits of the mask or the words of the block mask then say

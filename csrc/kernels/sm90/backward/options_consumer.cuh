@@ -1,5 +1,5 @@
-// The warpgroups that compute scores, where a call has options. What options do to a tile of scores are passes over
-// accumulators; a kernel of any options has a branch for the whole tile before each.
+// The consumer warpgroups of the backward with options, in the loop without overlap. An option is a pass over the
+// accumulators of a score tile. The kernel that takes any combination has one branch per pass, for the whole tile.
 #pragma once
 
 #include <cfloat>
@@ -11,7 +11,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of them does.
+/// The state and the steps of one warp.
 template <class Config>
 class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<Config>> {
  public:

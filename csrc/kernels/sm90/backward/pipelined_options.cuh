@@ -1,19 +1,21 @@
-// The pipelined loop with options: what they make of scores, beside the products that overlap.
+// Options in the pipelined loop of the backward: softcap, ALiBi, bias, masks and dropout.
 //
-// What a step needs is prepared while the products of its scores and of the dK before are under way, the longest wait
-// of a consumer: weights to be kept are drawn, slopes and key biases are read. That costs slots, but hardly time, as
-// long as nothing there waits: memory answers late beside products, and what comes late delays the exponentials. So
-// what comes from farther than shared memory, or from other warps, is asked for beside dP of the step before. What is
-// done to scores and to dS does cost time; each option has a kernel of its own.
+// A consumer prepares a step while S of this step and dK of the step before are multiplied, which is its longest wait.
+// It computes random bits and reads slopes and per-key biases there. That takes issue slots but hardly time, as long as
+// nothing waits: a load that arrives late delays the exponentials. Loads from beyond shared memory, and data of other
+// warps, are therefore requested beside dP of the step before. Work on scores and on dS does take time, so each option
+// has a kernel of its own.
 //
-// Who reads what, and when it may be written again:
-//   kept words  drawn in prepare(m - 2), a word a lane, written in prepare_ahead(m - 1), read in prepare(m). kept_full:
-//               the warpgroup has written them; kept_empty: all its warps have read them.
-//   key biases  in shared memory, each warp's own 16, of one head. Where heads differ, the warp writes them anew when a
-//               head begins. Which of these keys are hidden is a word that the warp has.
-//   words of masks, slopes  from global memory; nobody writes them.
-//   bias        one tile in shared memory, by TMA. bias_empty: all have made P of it, and the next one is loaded.
-//   metadata    of steps that are found: kMetadataSlots.
+// Data that options read, and when it may be overwritten:
+//   kept words      Philox words in which dropout's kept weights are bits. Computed in prepare(m - 2), a word a lane,
+//                   written in prepare_ahead(m - 1), read in prepare(m). kept_full: the warpgroup has written them;
+//                   kept_empty: all its warps have read them.
+//   per-key biases  in shared memory, 16 keys for each warp, of one head. Where heads differ, the warp writes them anew
+//                   when a head begins. A word of the warp has a bit for each of these keys: whether it is visible.
+//   mask words, slopes  in global memory, never overwritten.
+//   bias            one tile in shared memory, loaded by TMA. bias_empty: all warps have computed P from it, so
+//                   the next one may be loaded.
+//   metadata        of the steps that a mask leaves, in kMetadataSlots slots.
 #pragma once
 
 #include "options_storage.cuh"

@@ -1,4 +1,4 @@
-// What a CTA of the float32 backward has in shared memory behind the pieces.
+// The shared memory of a CTA of the float32 backward, behind the pieces.
 #pragma once
 
 #include "config.cuh"

@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of a block's warpgroup, which has 16 rows of it.
+/// A warp of a block's warpgroup. It owns 16 rows of the block.
 template <class Config>
 class BackwardShortBlock {
  public:

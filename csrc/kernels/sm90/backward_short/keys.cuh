@@ -5,7 +5,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of them.
+/// A warp of a warpgroup that computes dK and dV.
 template <class Config>
 class BackwardShortKeys : BackwardShortBlock<Config> {
   using Base = BackwardShortBlock<Config>;

@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of them.
+/// A warp of a warpgroup that computes dQ.
 template <class Config>
 class BackwardShortQueries : BackwardShortBlock<Config> {
   using Base = BackwardShortBlock<Config>;

@@ -12,7 +12,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One consumer warp.
+/// The state and the steps of a consumer warp.
 template <class Config>
 class BiasConsumer {
  public:

@@ -9,7 +9,7 @@
 // Warpgroups 1 and 2 compute, 64 queries each: sum, S and dP in registers; P is made while dP is multiplied. Of
 // warpgroup 0,
 //   warp 0 loads slabs of 64 columns through TMA: of each score tile those of Q and K, then of dO and V;
-//   warps 1 to 3 find the score tiles of which some pair is visible, and their rows' terms, every third each.
+//   warps 1 to 3 find the score tiles with a visible pair, every third each, and load the row terms.
 // The bias of a tile is the same for all score tiles; each computing warp copies its own part, a tile ahead.
 //
 //   step_full, step_empty     a slot holds a score tile, or the end of a work tile; all warps have read it

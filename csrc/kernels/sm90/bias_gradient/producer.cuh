@@ -1,4 +1,4 @@
-// The producer warps: three find score tiles and their rows' terms, one loads slabs.
+// The producer warps: three find score tiles and load their row terms, one loads slabs.
 #pragma once
 
 #include <new>

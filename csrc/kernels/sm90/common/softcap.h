@@ -1,4 +1,4 @@
-// Softcap by products and additions: cap * tanh(s * scale), without the unit that the exponentials need.
+// Softcap by products and additions: cap * tanh(s * scale), without the MUFU unit, which the exponentials need.
 #pragma once
 
 #include <cmath>

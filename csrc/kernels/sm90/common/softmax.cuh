@@ -51,8 +51,8 @@ __device__ __forceinline__ void exponentiate_with(float (&s)[1][kN][4], float sc
   });
 }
 
-/// Products to base-2 scores, but for the terms that are added. kPolynomial: softcap by products where it can be. What
-/// nobody sees must not have a say in that, so only where all scores are `visible` are they asked.
+/// Products to base-2 scores, but for the terms that are added. kPolynomial: softcap by products where it can be.
+/// Scores of hidden pairs must not decide that, so it is tested only where all scores are `visible`.
 template <bool kPolynomial, class Element, int kN>
 __device__ __forceinline__ void scale_and_cap(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
                                               const SoftcapPolynomial& softcap, bool visible) {

@@ -1,4 +1,4 @@
-// Out of a warp, 16 rows as products leave them in its lanes' registers: to shared memory, or to memory.
+// Stores 16 rows of a warp's accumulators to shared or to global memory.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The unit that wgmma is issued by.
+// The warpgroup, the unit that issues wgmma.
 #pragma once
 
 namespace flash_ext::sm90 {

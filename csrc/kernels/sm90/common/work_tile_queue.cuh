@@ -21,7 +21,7 @@ class WorkTileQueue {
     return storage_.has_work_tile[at_.stage()] ? &storage_.work_tile_in(at_.stage()) : nullptr;
   }
 
-  /// The warp is done with it.
+  /// Releases the slot: the warp has read its work tile.
   __device__ __forceinline__ void pop(int lane) {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&storage_.work_tile_empty[at_.stage()]));

@@ -1,4 +1,4 @@
-// A call of the forward as the files beside dispatch.cu serve it.
+// A call of the forward, as the launcher of each variant receives it.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -178,7 +178,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     for (int step = 0; step < kBlockN / 16; ++step) keep_weights(p[step], kept[step / 4], step % 4);
   }
 
-  /// Of the work tile.
+  /// The random bits that depend on a work tile and on no key.
   __device__ __forceinline__ void prepare_random_bits(const WorkTile& work_tile) {
     draw_key_.batch_head =
         static_cast<uint32_t>(work_tile.sequence.batch * static_cast<int>(p_.heads_q) + work_tile.sequence.head);

@@ -149,7 +149,7 @@ class ForwardScheduler {
   __device__ __forceinline__ void publish_tile() {
     storage_.has_work_tile[slot_.stage()] = true;
     ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
-    static_assert(Config::kSlots % 2 == 0, "the parity of a stage is that of all works before it");
+    static_assert(Config::kSlots % 2 == 0, "the parity of a slot follows from its number");
     const uint32_t parity = slot_.stage() & 1;
     slot_.advance();
     ptx::mbarrier_wait(address(storage_.work_tile_loaded), parity);

@@ -1,5 +1,5 @@
-// What the host knows of the work of a call: its shape, how many CTAs share it, the memory of tiles that are split
-// along the keys (split_kv.cuh).
+// What the host knows of the work of a call: its shape, how many CTAs share it, and the memory of the tiles that
+// split-KV divides (split_kv.cuh).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What decides which variant of the forward serves a call (shape.h), and in which order that of block masks takes tiles
-// of queries.
+// Chooses the variant of the forward that serves a call (shape.h), and the order of query tiles in the variant for
+// block masks.
 #pragma once
 
 #include "kernels/common/dropout/philox.h"

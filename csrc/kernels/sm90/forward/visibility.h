@@ -1,5 +1,5 @@
-// What a boolean mask and a block mask leave of 64 queries and 64 keys, in a form that costs the variant with options
-// of the forward little. Kernels that run before it make it (common/mask/visibility.cuh).
+// Boolean and block masks as the variant with options of the forward reads them: the state and the visible pairs of 64
+// queries and 64 keys. Kernels that run before the forward write them (common/mask/visibility.cuh).
 #pragma once
 
 #include <numeric>

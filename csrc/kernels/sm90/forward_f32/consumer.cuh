@@ -11,7 +11,7 @@ namespace flash_ext::sm90 {
 
 __device__ __forceinline__ int thread_of_warpgroup() { return static_cast<int>(threadIdx.x) % kWarpgroupThreads; }
 
-/// One consumer warpgroup.
+/// The state and the steps of a consumer warpgroup.
 template <class Config>
 class ForwardF32Consumer {
  public:
