@@ -109,7 +109,7 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
 
 constexpr double kPlainStepOf128 = 3260;
 // The persistent kernel: cycles of a step, and of a key tile beside its steps.
-constexpr double kPersistentStep = 2800, kPersistentTile = 4500;
+constexpr double kPersistentStep = 2800, kPersistentTile = 2600;
 
 /// Cycles of a step on the pipelined loop: the plain one's times what the option takes over it, measured at 4 x 4096.
 double pipelined_step_of_128(int options) {

@@ -72,6 +72,24 @@ def test_a_value_of_the_future_does_not_reach_earlier_rows(device: str, poison: 
     torch.testing.assert_close(after[:, 30:, :, :3], before[:, 30:, :, :3])
 
 
+@pytest.mark.parametrize("length", [192, 200])
+def test_the_next_packed_sequence(device: str, dtype: torch.dtype, length: int) -> None:
+    """Tiles of queries that run past the end of a sequence hold rows of the next one, or rows without an lse."""
+    total = length + 100
+    tensors = [torch.randn(total, 4, 64, dtype=dtype, device=device) for _ in range(4)]
+    offsets = int32([0, length, total], device)
+
+    def gradients() -> list[torch.Tensor]:
+        q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+        out = flash_ext.attention(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=length, causal=True)
+        return [x[:length] for x in torch.autograd.grad(out, (q, k, v), tensors[3])]
+
+    before = gradients()
+    for x in tensors:
+        x[length:] = torch.nan
+    torch.testing.assert_close(gradients(), before)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
 def test_values_that_tiles_show_in_part(device: str, poison: float, head_dim: int) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 import flash_ext
 
 OPS = torch.ops.flash_ext
-# Even one float for each row and head takes more bytes than an address space has, on a machine that promises more memory
-# than there is.
+# One float for each row and head takes more bytes than an address space has: some machines promise more memory than
+# there is.
 BATCH, ROWS, HEADS, DIM = 2**13, 2**20, 2**14, 8
 
 

@@ -74,6 +74,13 @@ struct Sequence {
     return batch * lse.batch_stride + head * lse.head_stride + q_begin;
   }
 
+  /// Leaves out the first queries.
+  __device__ __forceinline__ void skip_queries(int count) {
+    q_begin += count;
+    seqlen_q -= count;
+    offset += count;
+  }
+
   __device__ __forceinline__ Window window() const { return {left, right, offset}; }
 
   /// tile_range() of the queries [first, end), in 32 bits: it stands at the start of every CTA.

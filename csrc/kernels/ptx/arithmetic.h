@@ -57,6 +57,13 @@ __device__ __forceinline__ uint32_t spread_signs(uint32_t x) {
   return y;
 }
 
+/// `count` bits from bit `first` on. In one instruction, without a constant in a register (PTX ISA, "bmsk").
+__device__ __forceinline__ uint32_t bit_field(int first, int count) {
+  uint32_t bits;
+  asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(bits) : "r"(first), "r"(count));
+  return bits;
+}
+
 /// Two floats rounded to 16 bits, `low` in the low half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack2(float low, float high);

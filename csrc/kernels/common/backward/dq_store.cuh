@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
       const int i = first + piece.row;
       if (piece.column >= p.head_dim || i >= sequence.seqlen_q) continue;
       float x[4][4];
-      piece.load(g_tile, x);
+      piece.load(workspace, tile * kBlockM, head, x);
       store_row_piece(rows.row(i) + piece.column, x, 0, scale);
       if (i + 1 < sequence.seqlen_q) store_row_piece(rows.row(i + 1) + piece.column, x, 2, scale);
     } else {

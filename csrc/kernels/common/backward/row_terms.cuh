@@ -100,8 +100,9 @@ struct RowTileOfCta {
   }
 };
 
-/// The row terms of a tile of a head, by a CTA of kRowTermThreads.
-template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
+/// The row terms of a tile of a head, by a CTA of kRowTermThreads. kDqInPlanes: as BackwardWorkspace::dq_of_plane has
+/// the sums of dQ, which become 0.
+template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false, bool kDqInPlanes = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                 const volatile RowTileOfCta& block, int head) {
   constexpr int kPiece = 16 / sizeof(Element);
@@ -145,8 +146,13 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
       }
     }
     if (workspace.dq) {
-      float4* const dq = reinterpret_cast<float4*>(workspace.dq + (tile * kBlockM + row) * kHeadDim);
-      for (int k = lane; k < kHeadDim / 4; k += kLanes) dq[k] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+      constexpr int kPlanes = kDqInPlanes ? kHeadDim / kDqPlaneColumns : 1, kColumns = kHeadDim / kPlanes;
+      const int64_t plane = workspace.tiles_per_head * kBlockM * kColumns;
+      float* const dq = workspace.dq + (tile * kBlockM + row) * kColumns + head * (kPlanes - 1) * plane;
+      for (int k = lane; k < kHeadDim / 4; k += kLanes) {
+        const int64_t offset = kDqInPlanes ? 4 * k / kColumns * plane + 4 * k % kColumns : 4 * k;
+        *reinterpret_cast<float4*>(dq + offset) = float4{0.0f, 0.0f, 0.0f, 0.0f};
+      }
     }
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) {

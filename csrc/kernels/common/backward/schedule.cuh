@@ -56,25 +56,38 @@ struct BackwardSchedule {
   }
 };
 
-/// A key tile, and the query tiles that see some of it.
-template <int kBlockM, int kBlockN>
+/// Queries that an anchored key tile skips are a multiple of so many: row terms of 16 queries are permuted
+/// (term_position), sums of dQ^T lie in pieces of 8.
+constexpr int kSkippedQueries = 16;
+
+/// A key tile, and the query tiles that see some of it. kAnchored: its sequence begins with the first query that does.
+template <int kBlockM, int kBlockN, bool kAnchored = false>
 struct KeyTile {
   Sequence sequence;  // its head is the first of the group
   int first_key;
+  int skipped;     // queries before the first of the sequence as it is here
   TileSpan tiles;  // of queries; full: they see all keys that are there
 
   __device__ __forceinline__ KeyTile(const BackwardParams& p, const BackwardOrder& order, const KeyWorkTile& work_tile)
       : sequence(p, work_tile.batch, work_tile.head_kv * order.group),
         first_key(work_tile.tile * kBlockN),
+        skipped(kAnchored ? skip_queries() : 0),
         tiles(sequence.query_tiles<kBlockM>(first_key, min(first_key + kBlockN, sequence.seqlen_k))) {}
 
   __device__ __forceinline__ bool exists() const { return first_key < sequence.seqlen_k; }
+
+ private:
+  __device__ __forceinline__ int skip_queries() {
+    const int count = min(sequence.queries_begin(first_key), sequence.seqlen_q) / kSkippedQueries * kSkippedQueries;
+    sequence.skip_queries(count);
+    return count;
+  }
 };
 
 /// What a CTA computes: all of a key tile, or a split of it.
-template <int kBlockM, int kBlockN>
-struct BackwardTask : KeyTile<kBlockM, kBlockN> {
-  using Base = KeyTile<kBlockM, kBlockN>;
+template <int kBlockM, int kBlockN, bool kAnchored = false>
+struct BackwardTask : KeyTile<kBlockM, kBlockN, kAnchored> {
+  using Base = KeyTile<kBlockM, kBlockN, kAnchored>;
   using Base::sequence;  // its head is the first of these
   using Base::tiles;
   int heads;  // of the group; none: the tile has fewer splits

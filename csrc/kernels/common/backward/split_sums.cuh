@@ -50,7 +50,7 @@ constexpr int combine_blocks() {
 }
 
 /// static, as other kernels that are instantiated for 90a alone in one file, for all GPUs in another.
-template <class Element, int kBlockM, int kBlockN, int kHeadDim>
+template <class Element, int kBlockM, int kBlockN, int kHeadDim, bool kAnchored>
 static __global__ void __launch_bounds__(kCombineThreads)
     combine_splits_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardSchedule schedule) {
   constexpr int kBlocks = combine_blocks<kBlockN, kHeadDim>(), kColumns = kHeadDim / 8;
@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(kCombineThreads)
   const bool is_value = blockIdx.x / kBlocks % 2 != 0;
   const TensorView& view = is_value ? p.dv : p.dk;
   const BackwardOrder& order = schedule.order;
-  const KeyTile<kBlockM, kBlockN> keys(p, order, schedule.tile_at(order.unsplit_tiles + split_tile));
+  const KeyTile<kBlockM, kBlockN, kAnchored> keys(p, order, schedule.tile_at(order.unsplit_tiles + split_tile));
   const int splits = order.splits_of(keys.tiles.end - keys.tiles.begin);
   if (!keys.exists() || splits == 1 || !view.data) return;
 
@@ -77,14 +77,15 @@ static __global__ void __launch_bounds__(kCombineThreads)
   if (row + 8 < seqlen_k) store_row_piece(rows.row(row + 8) + 8 * column, x, 2, 1.0f);
 }
 
-/// Runs behind the kernel that stores the sums. Launches nothing where no tile is split.
-template <class Element, int kBlockM, int kBlockN, int kHeadDim>
+/// Runs behind the kernel that stores the sums. Launches nothing where no tile is split. kAnchored: as its KeyTile.
+template <class Element, int kBlockM, int kBlockN, int kHeadDim, bool kAnchored = false>
 void combine_splits(const BackwardParams& p, const BackwardSchedule& schedule, bool overlaps_previous,
                     cudaStream_t stream) {
   const int64_t tiles = schedule.order.split_tiles(schedule.tiles);
   const LaunchShape shape{grid_of(tiles * 2 * combine_blocks<kBlockN, kHeadDim>()), dim3(kCombineThreads), 0,
                           overlaps_previous};
-  launch("backward splits", combine_splits_kernel<Element, kBlockM, kBlockN, kHeadDim>, shape, stream, p, schedule);
+  launch("backward splits", combine_splits_kernel<Element, kBlockM, kBlockN, kHeadDim, kAnchored>, shape, stream, p,
+         schedule);
 }
 
 }  // namespace flash_ext

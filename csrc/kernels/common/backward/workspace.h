@@ -13,7 +13,8 @@
 
 namespace flash_ext {
 
-constexpr int kDqWarps = 8;  // the most that share a tile of dQ
+constexpr int kDqWarps = 8;          // the most that share a tile of dQ
+constexpr int kDqPlaneColumns = 16;  // of dQ^T, those of a warp
 
 /// Whether masks or a bias may hide a pair that is visible by window and lengths.
 FLASH_EXT_HOST_DEVICE bool hides_pairs(const AttentionParams& p) {
@@ -68,8 +69,8 @@ constexpr int kLargeParts = 8;  // of a tile of rows: eight flags are read at on
 struct BackwardWorkspace {
   int64_t tiles_per_head = 0;
   float* lse = nullptr;  // (heads_q, tiles_per_head, block_m), in units of scores; inf where a row has no weights
-  float* minus_delta = nullptr;       // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
-  float* dq = nullptr;                // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh
+  float* minus_delta = nullptr;  // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
+  float* dq = nullptr;  // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh; or dq_of_plane()
   int32_t* turns = nullptr;           // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far
   int32_t* ticket = nullptr;          // (1): CTAs started so far
   int32_t* has_non_finite = nullptr;  // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
@@ -87,9 +88,11 @@ struct BackwardWorkspace {
     if (const double keep_scale = p.dropout.rule.keep_scale; keep_scale > 0) unit = static_cast<float>(keep_scale);
     tiles_per_head = p.seq.cu_seqlens_q ? p.total_q / block_m + p.batch : p.batch * tiles_of(p.seqlen_q, block_m);
     const int64_t tiles = p.heads_q * tiles_per_head;
-    lse = take<float>(memory, tiles * block_m);
-    minus_delta = take<float>(memory, tiles * block_m);
-    if (p.dq.data) dq = take<float>(memory, tiles * block_m * head_dim);
+    const int64_t rows = tiles * block_m;
+    lse = take<float>(memory, rows);
+    // A step whose tile of queries is anchored may run past the last row: it reads what is hidden and adds zeros.
+    minus_delta = take<float>(memory, rows + block_m);
+    if (p.dq.data) dq = take<float>(memory, rows * head_dim + block_m * kDqPlaneColumns);
     if (p.deterministic && p.dq.data && p.seqlen_q > 0) {
       turns = take<int32_t>(memory, tiles * kDqWarps);
       ticket = take<int32_t>(memory, 1);
@@ -98,6 +101,12 @@ struct BackwardWorkspace {
     if (hides_pairs(p)) has_non_finite = take<int32_t>(memory, tiles);
     visibility.states = take<uint8_t>(memory, visibility.num_states());
     visibility.words = take<uint32_t>(memory, visibility.num_words());
+  }
+
+  /// Where dQ^T of a row is summed up, whose term is the term-th, a multiple of 8: a head has `planes` planes of all
+  /// its rows, each of kDqPlaneColumns columns, so that an addition may begin at any eighth row.
+  FLASH_EXT_HOST_DEVICE int64_t dq_of_plane(int64_t term, int64_t head, int plane, int planes, int block_m) const {
+    return (term + (head * (planes - 1) + plane) * tiles_per_head * block_m) * kDqPlaneColumns;
   }
 
   static FLASH_EXT_HOST_DEVICE int64_t tiles_of(int64_t rows, int block_m) { return (rows + block_m - 1) / block_m; }

@@ -103,6 +103,9 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static constexpr bool kFindsSteps = false;
   static constexpr int kDsSteps = Base::kBlockM / 16;
   static constexpr int kDsPanelBytes = Base::kBlockN * Base::kDsQueries * 2;
+  static constexpr int kStoresOffset = Base::kTilesBytes;  // dV, then dK, on their way to memory: a place a warp
+  static constexpr int kStoreBytes = 16 * kPanelRowBytes;
+  static constexpr int kTilesBytes = kStoresOffset + Base::kGroups * kWarpgroupWarps * kStoreBytes;
 
   static_assert(Base::kBlockM / Base::kDsQueries * kDsPanelBytes == Base::kDsBytes, "dS is made of whole panels");
   static_assert(panels(kHeadDim) == 1, "dQ of a step is one product");

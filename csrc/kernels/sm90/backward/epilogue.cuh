@@ -1,6 +1,8 @@
 // What leaves a CTA of the backward: sums of dQ in the order of accumulators, and rows of dK and dV.
 #pragma once
 
+#include "kernels/common/backward/workspace.h"
+
 namespace flash_ext::sm90 {
 
 /// dQ of a tile while it is summed up in memory: in the order of the accumulators of the warps that compute it.
@@ -21,11 +23,13 @@ struct BackwardDqLayout {
   }
 };
 
-/// The same of dQ^T: a warp has 16 columns of all queries, in fragments of eight queries, four floats of each lane.
-/// With g = lane / 4 and t = lane % 4, element e is of column g (e < 2) or g + 8, and of query 2 t + e % 2.
-template <int kBlockM>
+/// The same of dQ^T: a warp adds to a plane of 16 columns (BackwardWorkspace::dq_of_plane), in fragments of eight
+/// queries, four floats of each lane. With g = lane / 4 and t = lane % 4, element e is of column g (e < 2) or g + 8,
+/// and of query 2 t + e % 2.
+template <int kBlockM, int kHeadDim>
 struct BackwardTransposedDqLayout {
   static constexpr bool kTransposed = true;
+  static constexpr int kPlanes = kHeadDim / kDqPlaneColumns;
 
   /// Eight columns of two queries that follow each other. Pieces of the same queries come together.
   struct Piece {
@@ -33,10 +37,12 @@ struct BackwardTransposedDqLayout {
 
     __device__ __forceinline__ explicit Piece(int flat) : row(flat / 8 * 2), column(flat % 8 * 8) {}
 
-    /// As four lanes have two rows of accumulators.
-    __device__ __forceinline__ void load(const float* g_tile, float (&x)[4][4]) const {
-      const int fragment = column / 16 * (kBlockM / 8) + row / 8;
-      const float* const g_first = g_tile + fragment * 128 + row % 8 / 2 * 4 + column % 16 / 8 * 2;
+    /// As four lanes have two rows of accumulators. first_term: that of the tile's first query.
+    __device__ __forceinline__ void load(const BackwardWorkspace& workspace, int64_t first_term, int head,
+                                         float (&x)[4][4]) const {
+      const int64_t fragment =
+          workspace.dq_of_plane(first_term + row / 8 * 8, head, column / kDqPlaneColumns, kPlanes, kBlockM);
+      const float* const g_first = workspace.dq + fragment + row % 8 / 2 * 4 + column % kDqPlaneColumns / 8 * 2;
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
         const float2 pair = *reinterpret_cast<const float2*>(g_first + 16 * g);

@@ -12,25 +12,40 @@
 
 namespace flash_ext::sm90 {
 
+inline BackwardRowMaps row_maps(const TensorView& view, const TensorShape& shape, DType dtype) {
+  if (!view.data) return {};
+  constexpr int kRowsOfWarp = 16;
+  return {encode_tensor_map(view, shape, dtype, kRowsOfWarp), encode_tensor_map(view, shape, dtype, 1)};
+}
+
+template <class Config>
+BackwardPersistentMaps persistent_maps(const BackwardParams& p) {
+  return {backward_maps<Config>(p), row_maps(p.dk, key_shape(p, p.head_dim), p.dtype),
+          row_maps(p.dv, key_shape(p, p.head_dim_v), p.dtype)};
+}
+
 /// Until there are no more tiles of keys.
 template <class Config>
-__device__ __forceinline__ void consume_tiles(const BackwardParams& p, BackwardPersistentStorage<Config>& storage,
-                                              uint32_t s_tiles, float scale, int warpgroup, int lane) {
+__device__ __forceinline__ void consume_tiles(const BackwardParams& p, const BackwardPersistentMaps& maps,
+                                              BackwardPersistentStorage<Config>& storage, uint32_t s_tiles, float scale,
+                                              int warpgroup, int lane) {
   using Consumer = BackwardPipelinedConsumer<Config>;
   BackwardCursor<Config> at;
 #pragma unroll 1
   for (;;) {
     const uint32_t slot = at.slot();
     wait_for(storage.tile_full[slot], at.parity());
-    if (ptx::uniform(storage.work_tiles[slot].heads) == kNoMoreTiles) return;
-    Consumer(p, storage, s_tiles, scale, warpgroup, ptx::reread(lane), at).run(at);
+    if (ptx::uniform(storage.work_tiles[slot].heads) == kNoMoreTiles) break;
+    Consumer(p, storage, s_tiles, scale, warpgroup, ptx::reread(lane), at).run(at, maps);
     arrive_as_warp(storage.tile_empty[slot], lane);
   }
+  if (lane == 0) ptx::tma_store_wait();
 }
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_persistent_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
+    backward_persistent_kernel(const __grid_constant__ BackwardParams p,
+                               const __grid_constant__ BackwardPersistentMaps maps,
                                const __grid_constant__ BackwardWorkspace workspace,
                                const __grid_constant__ BackwardTileTable<Config> table, const float scale) {
   extern __shared__ __align__(1024) char shared[];
@@ -45,7 +60,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     BackwardPersistentDq<Config>(p, maps, workspace, table, storage, s_tiles, warp, lane).run();
   } else {
     ptx::acquire_registers<Config::kShape.registers>();
-    consume_tiles<Config>(p, storage, s_tiles, scale, warp / kWarpgroupWarps - 1, lane);
+    consume_tiles<Config>(p, maps, storage, s_tiles, scale, warp / kWarpgroupWarps - 1, lane);
   }
 }
 
@@ -73,11 +88,11 @@ void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t
   const auto launch_main = [&] {
     const auto ctas = std::min<int64_t>(all.table.count, num_sms);
     const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), kSharedBytes, true};
-    launch(kBackwardNames.main, backward_persistent_kernel<Config>, shape, stream, p, backward_maps<Config>(p),
+    launch(kBackwardNames.main, backward_persistent_kernel<Config>, shape, stream, p, persistent_maps<Config>(p),
            all.workspace, all.table, base_two_scale(p));
-    combine_splits<Element, kBlockM, Config::kBlockN, kHeadDim>(p, all.schedule, true, stream);
+    combine_splits<Element, kBlockM, Config::kBlockN, kHeadDim, true>(p, all.schedule, true, stream);
   };
-  using Rows = BackwardRowKernels<Element, BackwardTransposedDqLayout<kBlockM>, kBlockM, kHeadDim, true>;
+  using Rows = BackwardRowKernels<Element, BackwardTransposedDqLayout<kBlockM, kHeadDim>, kBlockM, kHeadDim, true>;
   launch_backward_sequence<Rows>(p, all.workspace, kBackwardNames, true, stream, launch_row_terms, launch_main);
 }
 

@@ -78,7 +78,7 @@ class BackwardPersistentDq {
   __device__ __forceinline__ static Walk walk_over(const WorkTile& work_tile) {
     const int of_head = tiles_of_head(work_tile);
     return {ptx::uniform(work_tile.heads) * of_head, of_head,
-            ptx::uniform(work_tile.workspace_tile + work_tile.tiles.begin) * kBlockM};
+            ptx::uniform(work_tile.workspace_tile + work_tile.tiles.begin) * kBlockM + ptx::uniform(work_tile.skipped)};
   }
   __device__ __forceinline__ void begin_head(Walk& walk, const WorkTile& work_tile) const {
     walk.left_of_head = tiles_of_head(work_tile);
@@ -188,6 +188,7 @@ class BackwardPersistentDq {
     const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
     Walk walk = walk_over(work_tile);
     const int steps = walk.left;
+    int head = ptx::uniform(work_tile.sequence.head);
     const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
 #pragma unroll 1
     while (walk.left > 0) {
@@ -197,12 +198,12 @@ class BackwardPersistentDq {
       ++free_stages_;
       load_ahead();
       if (workspace_.dq) {
-        add(keys, workspace_.dq + walk.term * Config::kHeadDim + warp_ * 16 * kBlockM);
+        add(keys, workspace_.dq + workspace_.dq_of_plane(walk.term, head, warp_, kWarpgroupWarps, kBlockM));
       } else {
         arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
       }
       ds_at_.advance();
-      if (!walk.advance()) begin_head(walk, work_tile);
+      if (!walk.advance()) begin_head(walk, work_tile), ++head;
     }
     if (warp_ == kPreparing && steps == 0) look_ahead(0, 0);
   }

@@ -62,7 +62,7 @@ static __global__ void __launch_bounds__(kRowTermThreads, kRowTermBlocks)
   const volatile RowTileOfCta& block = RowTileOfCta::find(p, workspace.row_tiles);
 #pragma unroll 1
   for (int head = block.first_head; head < block.end_head; ++head)
-    write_row_terms<typename Config::Element, Config::kHeadDim, Config::kBlockM, true>(p, workspace, block, head);
+    write_row_terms<typename Config::Element, Config::kHeadDim, Config::kBlockM, true, true>(p, workspace, block, head);
 }
 
 }  // namespace flash_ext::sm90

@@ -6,6 +6,7 @@
 #include "consumer_keys.cuh"
 #include "kernels/ptx/wgmma_across.h"
 #include "pipelined_tile.cuh"
+#include "producer.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -131,7 +132,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     store_sums();
   }
   /// Runs that tile and moves the cursor on.
-  __device__ __forceinline__ void run(BackwardCursor<Config>& at) {
+  __device__ __forceinline__ void run(BackwardCursor<Config>& at, const BackwardPersistentMaps& maps) {
     Products::zero(dk_);
     Products::zero(dv_);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
@@ -140,7 +141,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
       wait_for(at.k_full(storage_), at.parity());
       wait_for(at.v_full(storage_), at.parity());
     }
-    if (work_tile_.heads > 0) store_sums();  // else there is no such tile
+    if (work_tile_.heads > 0) store_sums(maps);  // else there is no such tile
     at.advance();
   }
 
@@ -149,7 +150,38 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     this->store_dv(dv_, rules_.unit());
     this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }
+  /// The same through shared memory, from where TMA takes them while the warp goes on.
+  __device__ __forceinline__ void store_sums(const BackwardPersistentMaps& maps) const {
+    if (work_tile_.sums) return store_sums();
+    if (p_.dv.data) store_rows(maps.dv, dv_, rules_.unit());
+    if (p_.dk.data) store_rows(maps.dk, dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
+  }
+  __device__ __forceinline__ void store_rows(const BackwardRowMaps& maps, const typename Base::Sum& sum,
+                                             float scale) const {
+    const int lane = ptx::reread(lane_);
+    uint32_t s_rows = s_tiles_ + Config::kStoresOffset + (warpgroup_ * kWarpgroupWarps + warp_) * Config::kStoreBytes;
+    if (lane == 0) ptx::tma_store_wait_read();  // what was here before
+    __syncwarp();
+    write_out_tile<typename Config::Element>(s_rows, sum, {scale, scale}, 0, lane);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+      const Sequence& sequence = work_tile_.sequence;
+      const int rows = sequence.seqlen_k - this->first_key(), batch = p_.seq.cu_seqlens_k ? 0 : sequence.cache_row;
+      int row = static_cast<int>(sequence.k_begin) + sequence.leftpad + this->first_key();
+      if (rows >= kRowsOfWarp) {
+        ptx::tma_store(&maps.all, s_rows, 0, row, sequence.head_kv, batch);
+      } else {
+#pragma unroll 1
+        for (const int end = row + rows; row < end; ++row, s_rows += kPanelRowBytes)
+          ptx::tma_store(&maps.one, s_rows, 0, row, sequence.head_kv, batch);
+      }
+      ptx::tma_store_commit();
+    }
+    __syncwarp();
+  }
 
+  static constexpr int kRowsOfWarp = 16;
   using Base::kBlockM;
   using Base::kComputing;
   using Base::keys_;
@@ -275,9 +307,17 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
     if (!Rules::kLateLse) load_lse();
     if (may_hide(step, full) && !step.is_past_end()) {
       if (Rules::kLateLse) load_lse();
-      if (Rules::kBoundsScores || p_.sink || may_be_non_finite(step) || Tile::has_non_finite(lse)) sanitise_rows(step);
+      if (Rules::kBoundsScores || p_.sink || may_run_past_queries(step) || may_be_non_finite(step) ||
+          Tile::has_non_finite(lse))
+        sanitise_rows(step);
     }
     Products::start(s, keys_, queries_ + step.stage * kStage);
+  }
+  /// Whether a step may have rows that are no queries of the sequence. Where key tiles are anchored, these may have no
+  /// lse, or be rows of the next sequence. Only the last tile of a head has such rows.
+  __device__ __forceinline__ static bool may_run_past_queries(const Steps& step) {
+    if constexpr (Config::kPersistent) return step.tile + 1 == step.past;
+    return false;
   }
   /// Whether some pair is hidden; `visible` then says which ones are not.
   __device__ __forceinline__ bool find_visible(Visible& visible, const Steps& step,

@@ -205,7 +205,7 @@ struct BackwardPipelinedTile {
   /// Bits 15 - n of those n with begin <= 8 n < end.
   __device__ __forceinline__ static uint32_t bits_between(int begin, int end) {
     const int first = min(max((begin + 7) >> 3, 0), 16), behind = min(max((end + 7) >> 3, 0), 16);
-    return 0xFFFFu >> first & ~(0xFFFFu >> behind);
+    return ptx::bit_field(16 - behind, max(behind - first, 0));
   }
 };
 

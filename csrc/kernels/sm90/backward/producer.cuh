@@ -16,6 +16,13 @@ struct BackwardMaps {
 struct BackwardBiasMaps : BackwardMaps {
   CUtensorMap bias;
 };
+/// For stores of a warp's rows, and of one row, where a sequence ends among these.
+struct BackwardRowMaps {
+  CUtensorMap all, one;
+};
+struct BackwardPersistentMaps : BackwardMaps {
+  BackwardRowMaps dk, dv;
+};
 
 /// Loads panels [first, first + count) of `rows` rows of a head, from `row` on. Packed sequences are one batch entry.
 /// The caller announces the bytes.
