@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,3 +40,16 @@ def _start(rank: int, world: int, device: str, port: int, work: Callable[..., No
         work(device, init_device_mesh(device, (world,)), *args)
     finally:
         dist.destroy_process_group()
+    _leave()
+
+
+def _leave() -> None:
+    """Ends a rank that has done its work, without the interpreter's finalization.
+
+    A group that a cache of DTensor's still holds outlives ``destroy_process_group``, and its worker may only then give
+    back the tensors of the last collective. Once Python finalizes, waiting for the GIL there ends in ``std::terminate``
+    (pytorch/pytorch#190489): a rank would be aborted now and then although all it had to do was done.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
