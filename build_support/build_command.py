@@ -42,10 +42,12 @@ class TorchLibrary(Extension):
         self.cuda = cuda
 
 
-def _api_flags(source: str, torch: toolchain.Torch) -> list[str]:
+def _api_flags(source: str, extension: TorchLibrary, torch: toolchain.Torch) -> list[str]:
+    """Operators are registered for the device of the library, which torch calls its dispatch key."""
     if not source.startswith("csrc/api/"):
         return []
-    return [f"-DTORCH_TARGET_VERSION={toolchain.TORCH_TARGET_VERSION}", "-isystem", str(torch.include)]
+    dispatch_key = f"-DFLASH_EXT_DISPATCH_KEY={'CUDA' if extension.cuda else 'CPU'}"
+    return [f"-DTORCH_TARGET_VERSION={toolchain.TORCH_TARGET_VERSION}", dispatch_key, "-isystem", str(torch.include)]
 
 
 def _torch_link_flags(torch: toolchain.Torch) -> list[str]:
@@ -63,7 +65,9 @@ def _own_arch_flags(sources: Sequence[str]) -> list[str]:
 
 
 def _host_object(extension: TorchLibrary, source: str, torch: toolchain.Torch) -> Object:
-    return Object(ROOT / source, CXX_FLAGS + extension.source_flags.get(source, []) + _api_flags(source, torch))
+    return Object(
+        ROOT / source, CXX_FLAGS + extension.source_flags.get(source, []) + _api_flags(source, extension, torch)
+    )
 
 
 def _cpu_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch) -> SharedLibrary:
@@ -86,7 +90,7 @@ def _cuda_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch)
         if source.endswith(".cu"):
             own = toolchain.gencode_flags([own_arch] if own_arch else toolchain.archs())
         else:
-            own = _api_flags(source, torch) + _own_arch_flags(extension.sources)
+            own = _api_flags(source, extension, torch) + _own_arch_flags(extension.sources)
         objects.append(Object(ROOT / source, flags + own + extension.source_flags.get(source, []), nvcc=True))
     link = ["-cudart=static", f"-ccbin={toolchain.host_compiler()}", "-Xlinker=--exclude-libs,ALL"]
     link += [flag.replace("-Wl,", "-Xlinker=", 1) for flag in _torch_link_flags(torch)]

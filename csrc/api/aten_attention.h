@@ -10,11 +10,9 @@
 
 namespace flash_ext::api {
 
-/// Two: out and lse. Three: gradients of q, k and v. Nine: out, lse, two tensors of offsets, two lengths, two tensors
-/// of random numbers, debug mask.
-using Tensors2 = std::tuple<Tensor, Tensor>;
-using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
-using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+// Two tensors are out and lse, three the gradients of q, k and v.
+
+/// out, lse, two tensors of offsets, two lengths, two tensors of random numbers, debug mask.
 using FlashResults = std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, Tensor, Tensor, Tensor>;
 
 std::optional<FlashResults> flash_forward(const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p,

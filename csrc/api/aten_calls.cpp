@@ -92,11 +92,11 @@ Arrangement arrange(const AtenCall& call, const OptionalTensor& scores) {
 Tensors2 attend_arranged(const AtenCall& call, Arrangement arrangement, const OptionalTensor& scores) {
   const auto rows = [&](const Tensor& x) { return to_rows(arrangement, x); };
   const ScoreOptions options = options_of(call, arrangement, scores, torch_settings(call.q, false).allow_tf32);
-  const ForwardCall done = attend(rows(call.q), rows(call.k), rows(call.v), options);
+  const auto [rows_of_out, lse] = attend(rows(call.q), rows(call.k), rows(call.v), options);
   const int64_t batch = call.q.size(0), heads = call.q.size(1), seqlen = call.q.size(2);
-  const Tensor out = from_rows(arrangement, done.out, batch, heads);
-  if (arrangement == Arrangement::kByRows) return {out, done.lse};
-  return {out, with_strides(done.lse, {batch, heads, seqlen}, {heads * seqlen, seqlen, 1})};
+  const Tensor out = from_rows(arrangement, rows_of_out, batch, heads);
+  if (arrangement == Arrangement::kByRows) return {out, lse};
+  return {out, with_strides(lse, {batch, heads, seqlen}, {heads * seqlen, seqlen, 1})};
 }
 
 bool belong(const AtenCall& call, Arrangement arrangement, const Tensor& grad_out, const Tensor& out,

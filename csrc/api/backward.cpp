@@ -2,7 +2,8 @@
 #include <utility>
 
 #include "attention.h"
-#include "tensors.h"
+#include "op_arguments.h"
+#include "operators.h"
 
 namespace flash_ext::api {
 namespace {
@@ -56,8 +57,6 @@ void allocate_dq_dk(BackwardCall& call, const Tensor& q, const Tensor& k, const 
   if (needed.dk) call.params.dk = view_rows(call.dk.emplace(gradient(k)));
 }
 
-}  // namespace
-
 BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& given_q,
                               const Tensor& given_k, const Tensor& given_v, const Tensor& out, const Tensor& lse,
                               const ScoreOptions& options, bool deterministic, const Needed& needed) {
@@ -98,14 +97,6 @@ BackwardCall prepare_backward(const OptionalTensor& grad_out, const OptionalTens
   return call;
 }
 
-Tensor gradient_or_empty(const OptionalTensor& gradient, const Tensor& like) {
-  return gradient ? *gradient : new_empty(like, {0}, like.scalar_type());
-}
-
-Tensor finish_dsink(const BackwardCall& call, const Tensor& q, const ScoreOptions& options) {
-  return call.dsink ? with_dtype(*call.dsink, options.sink->scalar_type()) : gradient_or_empty(call.dsink, q);
-}
-
 BackwardCall prepare_weights_backward(const Tensor& grad_weights, const Tensor& given_q, const Tensor& given_k,
                                       const Tensor& lse, const ScoreOptions& options, int64_t dropout_mode,
                                       const Needed& needed) {
@@ -131,6 +122,60 @@ BackwardCall prepare_weights_backward(const Tensor& grad_weights, const Tensor& 
     call.params.dlse = view_lse(call.dlse.emplace(new_empty(q, g.lse_shape(), lse.scalar_type())));
   }
   return call;
+}
+
+/// The gradient, or the empty tensor that operators return for a gradient that is not wanted.
+Tensor gradient_or_empty(const OptionalTensor& gradient, const Tensor& like) {
+  return gradient ? *gradient : new_empty(like, {0}, like.scalar_type());
+}
+
+/// dsink converted from the accumulate type to sink's dtype, or an empty tensor.
+Tensor finish_dsink(const BackwardCall& call, const Tensor& q, const ScoreOptions& options) {
+  return call.dsink ? with_dtype(*call.dsink, options.sink->scalar_type()) : gradient_or_empty(call.dsink, q);
+}
+
+}  // namespace
+
+BackwardCall attend_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                             const ScoreOptions& options, bool deterministic, const Needed& needed) {
+  const DeviceScope scope(q);
+  BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  run_backward(q, call.plan, call.params);
+  return call;
+}
+
+namespace {
+
+Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
+                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, bool deterministic,
+                            bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool need_dsink,
+                            FLASH_EXT_SCORE_PARAMETERS) {
+  const DeviceScope scope(q);
+  const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
+  const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
+  const BackwardCall call = attend_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
+  const auto given = [&](const OptionalTensor& gradient) { return gradient_or_empty(gradient, q); };
+  return {given(call.dq), given(call.dk), given(call.dv), given(call.dbias), finish_dsink(call, q, options)};
+}
+
+Tensors4 attention_weights_backward(const Tensor& grad_weights, const Tensor& q, const Tensor& k, const Tensor& lse,
+                                    int64_t dropout_mode, bool need_dq, bool need_dk, bool need_dlse, bool need_dbias,
+                                    FLASH_EXT_SCORE_PARAMETERS) {
+  const DeviceScope scope(q);
+  const Needed needed{need_dq, need_dk, false, need_dbias, false, need_dlse};
+  const BackwardCall call =
+      prepare_weights_backward(grad_weights, q, k, lse, FLASH_EXT_SCORE_OPTIONS, dropout_mode, needed);
+  run_weights_backward(q, call.plan, call.params);
+  const auto given = [&](const OptionalTensor& gradient) { return gradient_or_empty(gradient, q); };
+  return {given(call.dq), given(call.dk), gradient_or_empty(call.dlse, lse), given(call.dbias)};
+}
+
+}  // namespace
+
+FLASH_EXT_OPERATORS(m) {
+  m.impl("attention_backward", TORCH_BOX(&attention_backward));
+  m.impl("attention_weights_backward", TORCH_BOX(&attention_weights_backward));
 }
 
 }  // namespace flash_ext::api

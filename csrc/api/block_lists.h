@@ -34,25 +34,4 @@ void check_rows(int64_t lists, int64_t rows);
 /// Allocates lists of so many `blocks`, with `offsets` and `bitmaps` of these shapes, on the device of `like`.
 BlockLists new_lists(const Tensor& like, const Shape& offsets, int64_t blocks, const Shape& bitmaps);
 
-template <class Params>
-struct BlockListsCall {
-  Params params;
-  BlockLists lists;
-  std::vector<Tensor> owned;  // what params points into besides the arguments and results
-};
-
-/// Beside `bounds`, what says which keys a query sees: see ops.cpp.
-struct IntervalOptions {
-  std::string rule;
-  int64_t seqlen_q, seqlen_k, block_m, block_n, offset, window_left, window_right, num_global;
-  bool causal;
-  int64_t max_blocks, max_bitmaps;
-};
-
-BlockListsCall<IntervalListsParams> prepare_interval_block_lists(const Tensor& bounds, const IntervalOptions& options);
-
-BlockListsCall<TransposedListsParams> prepare_block_lists_transposed(const Tensor& offsets, const Tensor& indices,
-                                                                     const Tensor& bitmap_ids, const Tensor& bitmaps,
-                                                                     int64_t columns, int64_t max_blocks);
-
 }  // namespace flash_ext::api

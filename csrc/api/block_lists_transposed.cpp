@@ -1,4 +1,5 @@
 #include "block_lists.h"
+#include "operators.h"
 
 namespace flash_ext::api {
 namespace {
@@ -40,11 +41,9 @@ void fill_mask(TransposedListsParams& params, const Tensor& offsets, const Tenso
   params.block_n = bitmaps.size(2) * 32;
 }
 
-}  // namespace
-
-BlockListsCall<TransposedListsParams> prepare_block_lists_transposed(const Tensor& offsets, const Tensor& indices,
-                                                                     const Tensor& bitmap_ids, const Tensor& bitmaps,
-                                                                     int64_t columns, int64_t max_blocks) {
+Tensors4 block_lists_transposed(const Tensor& offsets, const Tensor& indices, const Tensor& bitmap_ids,
+                                const Tensor& bitmaps, int64_t columns, int64_t max_blocks) {
+  const DeviceScope scope(offsets);
   TransposedListsParams params;
   std::vector<Tensor> owned;
   fill_mask(params, offsets, indices, bitmap_ids, bitmaps, owned);
@@ -59,7 +58,12 @@ BlockListsCall<TransposedListsParams> prepare_block_lists_transposed(const Tenso
   params.transposed_indices = int32_values(lists.indices);
   params.transposed_bitmap_ids = int32_values(lists.bitmap_ids);
   params.transposed_bitmaps = int32_values(lists.bitmaps);
-  return {params, lists, owned};
+  run_block_lists_transposed(offsets, params);
+  return lists.tensors();
 }
+
+}  // namespace
+
+FLASH_EXT_OPERATORS(m) { m.impl("block_lists_transposed", TORCH_BOX(&block_lists_transposed)); }
 
 }  // namespace flash_ext::api

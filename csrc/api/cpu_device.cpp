@@ -22,6 +22,8 @@ int64_t longest_sequence(const Tensor& cu_seqlens, int64_t bound) {
 
 int64_t row_alignment() { return 1; }
 
+void check_dtype(const Argument& argument) { argument.dtype_floating(); }
+
 bool wants_value_checks(const Tensor&) { return true; }
 
 TorchSettings torch_settings(const Tensor&, bool /*backward*/) { return {}; }  // always deterministic, never TF32

@@ -1,139 +1,115 @@
-// Attention forward and backward on CUDA: prepare the call, run the kernels on torch's current stream, return what they
-// wrote.
-#include <torch/csrc/stable/library.h>
-
-#include <string>
-#include <tuple>
-
-#include "attention.h"
-#include "attention_operators.h"
-#include "cuda_device.h"
+// Attention on CUDA: workspaces, and the launch of the kernels that the plan names.
+#include "cuda_stream.h"
+#include "kernels.h"
 #include "kernels/sm80/backward/backward.h"
 #include "kernels/sm80/bias_gradient/bias_gradient.h"
 #include "kernels/sm80/clear/clear.h"
+#include "kernels/sm80/decode/append.h"
+#include "kernels/sm80/decode/decode.h"
 #include "kernels/sm80/forward/forward.h"
+#include "kernels/sm80/weights/weights.h"
 #include "kernels/sm90/backward/backward.h"
 #include "kernels/sm90/backward_f32/backward_f32.h"
 #include "kernels/sm90/backward_short/backward_short.h"
 #include "kernels/sm90/bias_gradient/bias_gradient.h"
 #include "kernels/sm90/forward/forward.h"
 #include "kernels/sm90/forward_f32/forward_f32.h"
-#include "op_arguments.h"
 #include "tensors.h"
 
 namespace flash_ext::api {
 namespace {
 
-void run_forward(const Tensor& q, const ForwardCall& call, cudaStream_t stream) {
-  const auto with_workspace = [&](int64_t bytes, auto run) {
-    if (bytes == 0) return run(nullptr);
-    const Tensor workspace = new_empty(q, {bytes}, ScalarType::Byte);
-    run(address(workspace));
-  };
-#ifndef FLASH_EXT_NO_SM90
-  if (call.plan.kernel == plan::KernelId::kSm90Forward) {
-    const int64_t block_n = call.plan.block_n;
-    const sm90::KeySplits& splits = call.plan.key_splits;
-    return with_workspace(sm90::forward_workspace_bytes(call.params, block_n, splits),
-                          [&](void* workspace) { sm90::forward(call.params, block_n, splits, workspace, stream); });
-  }
-  if (call.plan.kernel == plan::KernelId::kSm90ForwardF32) {
-    return with_workspace(sm90::forward_f32_workspace_bytes(call.params),
-                          [&](void* workspace) { sm90::forward_f32(call.params, workspace, stream); });
-  }
-#endif
-  with_workspace(sm80::forward_workspace_bytes(call.params),
-                 [&](void* workspace) { sm80::forward(call.params, workspace, stream); });
+/// Calls run(workspace, stream); the workspace is null where none is needed. It goes back to torch's allocator at once,
+/// which gives it only to later work of the same stream.
+template <class Run>
+void with_workspace(const Tensor& like, int64_t bytes, Run run) {
+  if (bytes == 0) return run(nullptr, stream_of(like));
+  const Tensor workspace = new_empty(like, {bytes}, ScalarType::Byte);
+  run(address(workspace), stream_of(like));
 }
 
-void run_bias_gradient(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
-  const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
+void run_bias_gradient(const Tensor& like, const plan::Plan& plan, const BackwardParams& params) {
+  if (params.dbias.data == nullptr) return;
 #ifndef FLASH_EXT_NO_SM90
-  if (call.plan.bias_kernel == plan::KernelId::kSm90BiasGradient) {
-    const Tensor memory = workspace(sm90::bias_gradient_workspace_bytes(call.params));
-    return sm90::bias_gradient(call.params, address(memory), stream);
+  if (plan.bias_kernel == plan::KernelId::kSm90BiasGradient) {
+    return with_workspace(like, sm90::bias_gradient_workspace_bytes(params), [&](void* workspace, cudaStream_t stream) {
+      sm90::bias_gradient(params, workspace, stream);
+    });
   }
 #endif
-  const Tensor memory = workspace(sm80::bias_gradient_workspace_bytes(call.params));
-  sm80::bias_gradient(call.params, address(memory), stream);
+  with_workspace(like, sm80::bias_gradient_workspace_bytes(params),
+                 [&](void* workspace, cudaStream_t stream) { sm80::bias_gradient(params, workspace, stream); });
 }
 
-void run_backward(const Tensor& q, const BackwardCall& call, cudaStream_t stream) {
-  const auto workspace = [&](int64_t bytes) { return new_empty(q, {bytes}, ScalarType::Byte); };
+void run_main_backward(const Tensor& like, const plan::Plan& plan, const BackwardParams& params) {
 #ifndef FLASH_EXT_NO_SM90
-  if (call.plan.kernel == plan::KernelId::kSm90Backward) {
-    const Tensor memory = workspace(sm90::backward_workspace_bytes(call.params));
-    return sm90::backward(call.params, address(memory), stream);
+  if (plan.kernel == plan::KernelId::kSm90Backward) {
+    return with_workspace(like, sm90::backward_workspace_bytes(params),
+                          [&](void* workspace, cudaStream_t stream) { sm90::backward(params, workspace, stream); });
   }
-  if (call.plan.kernel == plan::KernelId::kSm90BackwardShort) {
-    const Tensor memory = workspace(sm90::backward_short_workspace_bytes(call.params));
-    return sm90::backward_short(call.params, address(memory), stream);
+  if (plan.kernel == plan::KernelId::kSm90BackwardShort) {
+    return with_workspace(
+        like, sm90::backward_short_workspace_bytes(params),
+        [&](void* workspace, cudaStream_t stream) { sm90::backward_short(params, workspace, stream); });
   }
-  if (call.plan.kernel == plan::KernelId::kSm90BackwardF32) {
-    const Tensor memory = workspace(sm90::backward_f32_workspace_bytes(call.params));
-    return sm90::backward_f32(call.params, address(memory), stream);
+  if (plan.kernel == plan::KernelId::kSm90BackwardF32) {
+    return with_workspace(like, sm90::backward_f32_workspace_bytes(params),
+                          [&](void* workspace, cudaStream_t stream) { sm90::backward_f32(params, workspace, stream); });
   }
 #endif
-  const Tensor memory = workspace(sm80::backward_workspace_bytes(call.params));
-  sm80::backward(call.params, address(memory), stream);
+  with_workspace(like, sm80::backward_workspace_bytes(params),
+                 [&](void* workspace, cudaStream_t stream) { sm80::backward(params, workspace, stream); });
+}
+
+void run_sm80_forward(const Tensor& like, const ForwardParams& params) {
+  with_workspace(like, sm80::forward_workspace_bytes(params),
+                 [&](void* workspace, cudaStream_t stream) { sm80::forward(params, workspace, stream); });
 }
 
 }  // namespace
 
-ForwardCall attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options) {
-  const CudaDevice device(q);
-  ForwardCall call = prepare_forward(q, k, v, options);
-  sm80::clear_forward(call.params, device.stream());
-  run_forward(q, call, device.stream());
-  return call;
+void run_forward(const Tensor& like, const plan::Plan& plan, const ForwardParams& params) {
+  sm80::clear_forward(params, stream_of(like));
+#ifndef FLASH_EXT_NO_SM90
+  if (plan.kernel == plan::KernelId::kSm90Forward) {
+    const int64_t block_n = plan.block_n;
+    const sm90::KeySplits& splits = plan.key_splits;
+    return with_workspace(
+        like, sm90::forward_workspace_bytes(params, block_n, splits),
+        [&](void* workspace, cudaStream_t stream) { sm90::forward(params, block_n, splits, workspace, stream); });
+  }
+  if (plan.kernel == plan::KernelId::kSm90ForwardF32) {
+    return with_workspace(like, sm90::forward_f32_workspace_bytes(params),
+                          [&](void* workspace, cudaStream_t stream) { sm90::forward_f32(params, workspace, stream); });
+  }
+#endif
+  run_sm80_forward(like, params);
 }
 
-BackwardCall attend_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
-                             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                             const ScoreOptions& options, bool deterministic, const Needed& needed) {
-  const CudaDevice device(q);
-  BackwardCall call = prepare_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
-  sm80::clear_backward(call.params, device.stream());
-  run_backward(q, call, device.stream());
-  if (needed.dbias) run_bias_gradient(q, call, device.stream());
-  return call;
+void run_backward(const Tensor& like, const plan::Plan& plan, const BackwardParams& params) {
+  sm80::clear_backward(params, stream_of(like));
+  run_main_backward(like, plan, params);
+  run_bias_gradient(like, plan, params);
 }
 
-namespace {
+void run_weights(const Tensor& like, const WeightsParams& params) { sm80::weights(params, stream_of(like)); }
 
-using Tensors5 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-Tensors5 attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& q,
-                            const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, bool deterministic,
-                            bool need_dq, bool need_dk, bool need_dv, bool need_dbias, bool need_dsink,
-                            FLASH_EXT_SCORE_PARAMETERS) {
-  const CudaDevice device(q);
-  const ScoreOptions options = FLASH_EXT_SCORE_OPTIONS;
-  const Needed needed{need_dq, need_dk, need_dv, need_dbias, need_dsink, false};
-  const BackwardCall call = attend_backward(grad_out, grad_lse, q, k, v, out, lse, options, deterministic, needed);
-  const auto given = [&](const OptionalTensor& gradient) { return gradient_or_empty(gradient, q); };
-  return {given(call.dq), given(call.dk), given(call.dv), given(call.dbias), finish_dsink(call, q, options)};
+void run_weights_backward(const Tensor& like, const plan::Plan& plan, const BackwardParams& params) {
+  sm80::clear_backward(params, stream_of(like));
+  sm80::weights_backward(params, stream_of(like));
+  run_bias_gradient(like, plan, params);
 }
 
-std::string attention_describe(const Tensor& q, const Tensor& k, const OptionalTensor& v, std::string operation,
-                               bool deterministic, FLASH_EXT_SCORE_PARAMETERS) {
-  const CudaDevice device(q);
-  return describe_in_text(operation, q, k, v, FLASH_EXT_SCORE_OPTIONS, deterministic);
-}
+void run_append(const Tensor& like, const AppendParams& params) { sm80::append(params, stream_of(like)); }
 
-void attention_check(const Tensor& q, const Tensor& k, const Tensor& v, FLASH_EXT_SCORE_PARAMETERS) {
-  const CudaDevice device(q);
-  prepare_attention(plan::Operation::kForward, q, k, v, FLASH_EXT_SCORE_OPTIONS);
-}
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(flash_ext, CUDA, m) {
-  m.impl("attention_forward", TORCH_BOX(&attention_forward));
-  m.impl("attention_forward_plain", TORCH_BOX(&attention_forward_plain));
-  m.impl("attention_backward", TORCH_BOX(&attention_backward));
-  m.impl("attention_describe", TORCH_BOX(&attention_describe));
-  m.impl("attention_check", TORCH_BOX(&attention_check));
+void run_decode(const Tensor& like, const plan::Plan& plan, const ForwardParams& params, bool appended) {
+  if (plan.kernel == plan::KernelId::kSm80Forward) {  // chunks of prompts: it reads caches too
+    const cudaStream_t stream = stream_of(like);
+    sm80::clear_forward(params, stream);
+    return run_sm80_forward(like, params);
+  }
+  with_workspace(like, sm80::decode_workspace_bytes(params),
+                 [&](void* workspace, cudaStream_t stream) { sm80::decode(params, workspace, stream, appended); });
 }
 
 }  // namespace flash_ext::api

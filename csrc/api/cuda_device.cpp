@@ -1,5 +1,3 @@
-#include "cuda_device.h"
-
 #include <torch/csrc/stable/library.h>
 
 #include <atomic>
@@ -8,9 +6,14 @@
 #include <set>
 #include <string>
 
+#include "cuda_stream.h"
 #include "device.h"
 #include "kernels/launch.h"
 #include "plan/kernel_table.h"
+
+// Declared here because headers of a torch without CUDA lack it. A library built with those also runs under a torch
+// with CUDA.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace flash_ext::api {
 namespace {
@@ -77,11 +80,15 @@ int64_t longest_sequence(const Tensor& /*cu_seqlens*/, int64_t bound) { return b
 
 int64_t row_alignment() { return 16; }  // of cp.async and of vectorised stores
 
+void check_dtype(const Argument& argument) {
+  argument.dtype_in({ScalarType::Half, ScalarType::BFloat16, ScalarType::Float});
+}
+
 bool wants_value_checks(const Tensor& q) {
   static const bool wanted = read_switch("FLASH_EXT_CHECK", false);
   if (!wanted) return false;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check_cuda(cudaStreamIsCapturing(CudaDevice(q).stream(), &status), "cudaStreamIsCapturing");
+  check_cuda(cudaStreamIsCapturing(stream_of(q), &status), "cudaStreamIsCapturing");
   check(
       status == cudaStreamCaptureStatusNone,
       "FLASH_EXT_CHECK=1 reads cu_seqlens and its like on the host, which a CUDA graph cannot capture: capture without "
@@ -96,6 +103,12 @@ TorchSettings torch_settings(const Tensor& q, bool backward) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("flash_ext_python::torch_settings", "", settings, TORCH_ABI_VERSION));
   const auto bits = torch::stable::detail::to<int64_t>(settings[0]);
   return {(bits & 1) != 0, is_float32 && (bits & 2) != 0};
+}
+
+cudaStream_t stream_of(const Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_ext, CompositeExplicitAutograd, m) {

@@ -3,11 +3,28 @@
 #include <algorithm>
 #include <utility>
 
-#include "tensors.h"
+#include "op_arguments.h"
+#include "operators.h"
+#include "plan/problem_text.h"
 #include "value_checks.h"
 
 namespace flash_ext::api {
 namespace {
+
+/// New keys and values, (batch, seqlen_new, heads_kv, head_dim or head_dim_v).
+struct NewTokens {
+  const Tensor& k;
+  const Tensor& v;
+};
+
+struct DecodeCall {
+  plan::Plan plan;
+  std::optional<AppendParams> append;  // must run first: it writes what params reads
+  ForwardParams params;
+  Tensor out;
+  Tensor lse;
+  std::vector<Tensor> owned;
+};
 
 /// How the cache is laid out.
 struct CacheShape {
@@ -230,8 +247,6 @@ AppendParams append_params(const Tensor& q, const NewTokens& tokens, const Geome
   append.seqlen_cache = cache.capacity;
   append.k = view_rows(tokens.k);
   append.v = view_rows(tokens.v);
-  append.k_cache = call.params.k;
-  append.v_cache = call.params.v;
   append.q = call.params.q;
   append.seq = call.params.seq;
 
@@ -277,13 +292,13 @@ DescribedDecode check_and_describe(const Tensor& q, const Tensor& k_cache, const
   return {g, cache, std::move(scores), problem};
 }
 
-}  // namespace
-
-plan::Problem describe_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                              const DecodeOptions& options) {
-  return check_and_describe(q, k_cache, v_cache, std::nullopt, options).problem;
+/// Points the parameters at the caches, or at copies where rows are not aligned.
+void view_caches(DecodeCall& call, const Tensor& k_cache, const Tensor& v_cache) {
+  call.params.k = view_rows(call.owned.emplace_back(with_aligned_rows(k_cache)));
+  call.params.v = view_rows(call.owned.emplace_back(with_aligned_rows(v_cache)));
 }
 
+/// Where there are `tokens`, caches may need copies that hold them: view_caches() comes after they are appended.
 DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                           const std::optional<NewTokens>& tokens, const DecodeOptions& options) {
   const bool append = tokens.has_value();
@@ -298,18 +313,57 @@ DecodeCall prepare_decode(const Tensor& q, const Tensor& k_cache, const Tensor& 
                   new_empty(q, g.lse_shape(), accumulate_dtype(q.scalar_type())),
                   {}};
   static_cast<AttentionParams&>(call.params) = to_params(q, g, scores, plan, call.owned);
-  const auto read_only = [&](const Tensor& cache) {
-    return view_rows(call.owned.emplace_back(with_aligned_rows(cache)));
-  };
-  call.params.k = append ? view_rows_for_writing(k_cache) : read_only(k_cache);
-  call.params.v = append ? view_rows_for_writing(v_cache) : read_only(v_cache);
   call.params.seq = cache_sequence_params(options, cache);
   call.params.out = view_rows(call.out);
   call.params.lse = view_lse(call.lse);
   call.params.num_splits = plan.num_splits;
   call.params.split_size = plan.split_size;
-  if (append) call.append = append_params(q, *tokens, g, cache, options, call);
+  if (append) {
+    call.append = append_params(q, *tokens, g, cache, options, call);
+    call.append->k_cache = view_rows_for_writing(k_cache);
+    call.append->v_cache = view_rows_for_writing(v_cache);
+  } else {
+    view_caches(call, k_cache, v_cache);
+  }
   return call;
+}
+
+Tensors2 attention_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, FLASH_EXT_DECODE_PARAMETERS) {
+  const DeviceScope scope(q);
+  const DecodeCall call = prepare_decode(q, k_cache, v_cache, std::nullopt, FLASH_EXT_DECODE_OPTIONS);
+  run_decode(q, call.plan, call.params, call.append.has_value());
+  return {call.out, call.lse};
+}
+
+Tensors2 attention_decode_append(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
+                                 const Tensor& v, FLASH_EXT_DECODE_PARAMETERS) {
+  const DeviceScope scope(q);
+  DecodeCall call = prepare_decode(q, k_cache, v_cache, NewTokens{k, v}, FLASH_EXT_DECODE_OPTIONS);
+  run_append(q, *call.append);
+  view_caches(call, k_cache, v_cache);
+  run_decode(q, call.plan, call.params, call.append.has_value());
+  return {call.out, call.lse};
+}
+
+std::string attention_decode_describe(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                      FLASH_EXT_DECODE_PARAMETERS) {
+  const DeviceScope scope(q);
+  return plan::text_of(check_and_describe(q, k_cache, v_cache, std::nullopt, FLASH_EXT_DECODE_OPTIONS).problem);
+}
+
+void attention_decode_check(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                            FLASH_EXT_DECODE_PARAMETERS) {
+  const DeviceScope scope(q);
+  prepare_decode(q, k_cache, v_cache, std::nullopt, FLASH_EXT_DECODE_OPTIONS);
+}
+
+}  // namespace
+
+FLASH_EXT_OPERATORS(m) {
+  m.impl("attention_decode", TORCH_BOX(&attention_decode));
+  m.impl("attention_decode_append", TORCH_BOX(&attention_decode_append));
+  m.impl("attention_decode_describe", TORCH_BOX(&attention_decode_describe));
+  m.impl("attention_decode_check", TORCH_BOX(&attention_decode_check));
 }
 
 }  // namespace flash_ext::api

@@ -15,6 +15,9 @@ int64_t longest_sequence(const Tensor& cu_seqlens, int64_t bound);
 /// The alignment in bytes that kernels require of rows of q, k, v, out and gradients.
 int64_t row_alignment();
 
+/// Checks a dtype for operators that the plan does not know: float64 is for CPUs alone.
+void check_dtype(const Argument& argument);
+
 /// Whether values of lengths, pages and block lists are read and checked: always on a CPU, on CUDA with
 /// FLASH_EXT_CHECK=1.
 bool wants_value_checks(const Tensor& q);

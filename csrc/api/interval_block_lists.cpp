@@ -1,9 +1,14 @@
 #include "block_lists.h"
+#include "operators.h"
 
 namespace flash_ext::api {
 namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct IntervalOptions {
+  int64_t seqlen_q, seqlen_k, block_m, block_n, offset, window_left, window_right, num_global, max_bitmaps;
+};
 
 void check_options(const IntervalOptions& options) {
   check_range("seqlen_q", options.seqlen_q, 0);
@@ -47,36 +52,43 @@ void fill_bounds(IntervalListsParams& params, const Tensor& bounds, const std::s
   }
 }
 
-}  // namespace
-
-BlockListsCall<IntervalListsParams> prepare_interval_block_lists(const Tensor& bounds, const IntervalOptions& options) {
-  check_options(options);
+Tensors4 interval_block_lists(const Tensor& bounds, std::string rule, int64_t seqlen_q, int64_t seqlen_k,
+                              int64_t block_m, int64_t block_n, int64_t offset, int64_t window_left,
+                              int64_t window_right, int64_t num_global, bool causal, int64_t max_blocks,
+                              int64_t max_bitmaps) {
+  const DeviceScope scope(bounds);
+  check_options({seqlen_q, seqlen_k, block_m, block_n, offset, window_left, window_right, num_global, max_bitmaps});
   const Tensor dense_bounds = made_contiguous(bounds);
   IntervalListsParams params;
-  fill_bounds(params, dense_bounds, options.rule);
-  params.seqlen_q = options.seqlen_q;
-  params.seqlen_k = options.seqlen_k;
-  params.block_m = static_cast<int32_t>(options.block_m);
-  params.block_n = static_cast<int32_t>(options.block_n);
-  params.offset = options.offset;
-  params.left = options.window_left;
-  params.right = options.window_right;
-  params.num_global = options.num_global;
-  params.causal = options.causal;
-  const int64_t rows = ceil_div(options.seqlen_q, options.block_m);
+  fill_bounds(params, dense_bounds, rule);
+  params.seqlen_q = seqlen_q;
+  params.seqlen_k = seqlen_k;
+  params.block_m = static_cast<int32_t>(block_m);
+  params.block_n = static_cast<int32_t>(block_n);
+  params.offset = offset;
+  params.left = window_left;
+  params.right = window_right;
+  params.num_global = num_global;
+  params.causal = causal;
+  const int64_t rows = ceil_div(seqlen_q, block_m);
   check_rows(params.batch, rows);
   params.rows = static_cast<int32_t>(rows);
-  params.columns = static_cast<int32_t>(ceil_div(options.seqlen_k, options.block_n));
-  params.max_blocks = options.max_blocks;
-  params.max_bitmaps = static_cast<int32_t>(options.max_bitmaps);
+  params.columns = static_cast<int32_t>(ceil_div(seqlen_k, block_n));
+  params.max_blocks = max_blocks;
+  params.max_bitmaps = static_cast<int32_t>(max_bitmaps);
 
-  const Shape bitmaps = {params.batch * rows * options.max_bitmaps, options.block_m, options.block_n / 32};
-  const BlockLists lists = new_lists(bounds, {params.batch, 1, rows + 1}, options.max_blocks, bitmaps);
+  const Shape bitmaps = {params.batch * rows * max_bitmaps, block_m, block_n / 32};
+  const BlockLists lists = new_lists(bounds, {params.batch, 1, rows + 1}, max_blocks, bitmaps);
   params.offsets = int32_values(lists.offsets);
   params.indices = int32_values(lists.indices);
   params.bitmap_ids = int32_values(lists.bitmap_ids);
   params.bitmaps = int32_values(lists.bitmaps);
-  return {params, lists, {dense_bounds}};
+  run_interval_block_lists(bounds, params);
+  return lists.tensors();
 }
+
+}  // namespace
+
+FLASH_EXT_OPERATORS(m) { m.impl("interval_block_lists", TORCH_BOX(&interval_block_lists)); }
 
 }  // namespace flash_ext::api

@@ -1,6 +1,4 @@
-#include "merge.h"
-
-#include "tensors.h"
+#include "operators.h"
 
 namespace flash_ext::api {
 namespace {
@@ -31,7 +29,7 @@ MergeShapes shapes_for(const Argument& outs) {
 }
 
 void check_inputs(const Argument& outs, const Argument& lses, const MergeShapes& shapes) {
-  outs.dtype_floating();
+  check_dtype(outs);
   lses.same_device_as(outs).dtype_is(accumulate_dtype(outs.tensor().scalar_type()));
   lses.shape_is(shapes.lses,
                 lses.tensor().dim() == 3 ? "(splits, heads_q, total_q)" : "(splits, batch, heads_q, seqlen_q)");
@@ -57,48 +55,61 @@ void fill_inputs(MergeParams& params, const Tensor& outs, const Tensor& lses, st
   params.lses_split_stride = dense_lses.stride(0);
 }
 
-}  // namespace
-
-MergeCall prepare_merge(const Tensor& outs, const Tensor& lses) {
+Tensors2 merge(const Tensor& outs, const Tensor& lses) {
+  const DeviceScope scope(outs);
   const Argument outs_arg("outs", outs), lses_arg("lses", lses);
   const MergeShapes shapes = shapes_for(outs_arg);
   check_inputs(outs_arg, lses_arg, shapes);
 
-  MergeCall call{
-      {}, new_empty(outs, shapes.out, outs.scalar_type()), new_empty(lses, shapes.lse, lses.scalar_type()), {}};
-  fill_inputs(call.params, outs, lses, call.owned);
-  call.params.out = view_rows(call.out);
-  call.params.lse = view_lse(call.lse);
-  return call;
+  const Tensor out = new_empty(outs, shapes.out, outs.scalar_type());
+  const Tensor lse = new_empty(lses, shapes.lse, lses.scalar_type());
+  std::vector<Tensor> owned;
+  MergeParams params;
+  fill_inputs(params, outs, lses, owned);
+  params.out = view_rows(out);
+  params.lse = view_lse(lse);
+  run_merge(outs, params);
+  return {out, lse};
 }
 
-MergeBackwardCall prepare_merge_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                         const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse) {
+Tensors2 merge_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse, const Tensor& outs,
+                        const Tensor& lses, const Tensor& out, const Tensor& lse) {
+  const DeviceScope scope(outs);
   const Argument outs_arg("outs", outs), lses_arg("lses", lses);
   const MergeShapes shapes = shapes_for(outs_arg);
   check_inputs(outs_arg, lses_arg, shapes);
 
-  MergeBackwardCall call{
-      {}, new_empty(outs, shape_of(outs), outs.scalar_type()), new_empty(lses, shape_of(lses), lses.scalar_type()), {}};
+  const Tensor grad_outs = new_empty(outs, shape_of(outs), outs.scalar_type());
+  const Tensor grad_lses = new_empty(lses, shape_of(lses), lses.scalar_type());
+  std::vector<Tensor> owned;
+  MergeBackwardParams params;
   const auto rows_like_out = [&](const char* name, const Tensor& tensor) {
     Argument(name, tensor).same_device_as(outs_arg).same_dtype_as(outs_arg).shape_is(shapes.out, "outs.shape[1:]");
-    return view_rows(call.owned.emplace_back(with_contiguous_rows(tensor)));
+    return view_rows(owned.emplace_back(with_contiguous_rows(tensor)));
   };
   const auto rows_like_lse = [&](const char* name, const Tensor& tensor) {
     Argument(name, tensor).same_device_as(outs_arg).same_dtype_as(lses_arg).shape_is(shapes.lse, "lses.shape[1:]");
-    return view_lse(call.owned.emplace_back(with_contiguous_rows(tensor)));
+    return view_lse(owned.emplace_back(with_contiguous_rows(tensor)));
   };
 
-  fill_inputs(call.params, outs, lses, call.owned);
-  call.params.out = rows_like_out("out", out);
-  call.params.lse = rows_like_lse("lse", lse);
-  if (grad_out) call.params.grad_out = rows_like_out("grad_out", *grad_out);
-  if (grad_lse) call.params.grad_lse = rows_like_lse("grad_lse", *grad_lse);
-  call.params.grad_outs = view_rows(call.grad_outs);
-  call.params.grad_outs_split_stride = call.grad_outs.stride(0);
-  call.params.grad_lses = view_lse(call.grad_lses);
-  call.params.grad_lses_split_stride = call.grad_lses.stride(0);
-  return call;
+  fill_inputs(params, outs, lses, owned);
+  params.out = rows_like_out("out", out);
+  params.lse = rows_like_lse("lse", lse);
+  if (grad_out) params.grad_out = rows_like_out("grad_out", *grad_out);
+  if (grad_lse) params.grad_lse = rows_like_lse("grad_lse", *grad_lse);
+  params.grad_outs = view_rows(grad_outs);
+  params.grad_outs_split_stride = grad_outs.stride(0);
+  params.grad_lses = view_lse(grad_lses);
+  params.grad_lses_split_stride = grad_lses.stride(0);
+  run_merge_backward(outs, params);
+  return {grad_outs, grad_lses};
+}
+
+}  // namespace
+
+FLASH_EXT_OPERATORS(m) {
+  m.impl("merge", TORCH_BOX(&merge));
+  m.impl("merge_backward", TORCH_BOX(&merge_backward));
 }
 
 }  // namespace flash_ext::api
