@@ -13,6 +13,7 @@ from torch._functorch.utils import enable_single_level_autograd_function as enab
 from torch.autograd import forward_ad
 from torch.nn.attention import _registry
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 # ---- Classes by their full names ------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ void run_forward(const Tensor& like, const plan::Plan& plan, const ForwardParams
 #ifndef FLASH_EXT_NO_SM90
   if (plan.kernel == plan::KernelId::kSm90Forward) {
     const int64_t block_n = plan.block_n;
-    const sm90::KeySplits& splits = plan.key_splits;
+    const KeySplits& splits = plan.key_splits;
     return with_workspace(
         like, sm90::forward_workspace_bytes(params, block_n, splits),
         [&](void* workspace, cudaStream_t stream) { sm90::forward(params, block_n, splits, workspace, stream); });

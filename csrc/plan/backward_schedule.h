@@ -35,7 +35,8 @@ struct BackwardSchedulePlan {
 /// The schedule of a non-empty problem on CUDA with the tiles of the kernel that serves it.
 BackwardSchedulePlan plan_backward_schedule(const Problem& problem, const BackwardTiles& tiles, bool explain);
 
-/// What a CTA (or a cluster) computes: query tiles [begin, end) of some heads for a key tile.
+/// What a CTA (or a cluster) computes: query tiles [begin, end) of some heads for a key tile. The persistent kernel
+/// counts its tiles from the first query that sees the key tile, and so has up to one fewer.
 struct BackwardCta {
   int64_t batch, first_head, heads, key_tile, begin, end;
   double cycles;  // as the plan estimates

@@ -56,15 +56,14 @@ void bind_plan(py::module_& m) {
       .def_readonly("head_splits", &KeyTileSchedule::head_splits, "of a tile, along the heads of a group")
       .def_readonly("query_splits", &KeyTileSchedule::query_splits, "of each of these, along the queries, at most")
       .def_readonly("unsplit_tiles", &KeyTileSchedule::unsplit_tiles, "from the first on, that are not split");
-  py::class_<sm90::KeySplits>(m, "KeySplits",
-                              "How the forward on Hopper splits the keys of its last query tiles over CTAs.")
-      .def_readonly("first_tile", &sm90::KeySplits::first_tile, "query tiles of the order before those that are split")
-      .def_readonly("tiles", &sm90::KeySplits::tiles, "that are split; 0: none")
-      .def_readonly("whole_behind", &sm90::KeySplits::whole_behind, "tiles that follow these, and are whole")
-      .def_readonly("long_parts", &sm90::KeySplits::long_parts, "of each tile, of its last keys")
-      .def_readonly("short_parts", &sm90::KeySplits::short_parts, "of each tile, of its first keys")
-      .def_property_readonly(
-          "short_share", [](const sm90::KeySplits& s) { return static_cast<double>(s.short_share) / s.kWholeShare; });
+  py::class_<KeySplits>(m, "KeySplits", "How the forward on Hopper splits the keys of its last query tiles over CTAs.")
+      .def_readonly("first_tile", &KeySplits::first_tile, "query tiles of the order before those that are split")
+      .def_readonly("tiles", &KeySplits::tiles, "that are split; 0: none")
+      .def_readonly("whole_behind", &KeySplits::whole_behind, "tiles that follow these, and are whole")
+      .def_readonly("long_splits", &KeySplits::long_splits, "of each tile, of its last keys")
+      .def_readonly("short_splits", &KeySplits::short_splits, "of each tile, of its first keys")
+      .def_property_readonly("short_share",
+                             [](const KeySplits& s) { return static_cast<double>(s.short_share) / s.kWholeShare; });
   py::class_<Plan>(m, "Plan", "How a problem runs, and why.")
       .def_property_readonly(
           "kernel", [](const Plan& plan) { return kernel_name(plan.kernel); }, "path below csrc/kernels")

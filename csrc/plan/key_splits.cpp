@@ -13,19 +13,17 @@
 namespace flash_ext::plan {
 namespace {
 
-using sm90::KeySplits;
-
 // Cycles of an H200. A call that leaves few SMs idle runs at the power limit: SMs that wait save watts for the others.
-constexpr double kEnds = 4500;               // of a query tile or a part, beside its key tiles
-constexpr double kCombinedBytes = 1000;      // a clock, of parts that are written and read
+constexpr double kEnds = 4500;               // of a query tile or a split, beside its key tiles
+constexpr double kCombinedBytes = 1000;      // a clock, of partial results that are written and read
 constexpr double kLoadedFrom = 0.75;         // of all cycles of all SMs; from there on idle SMs are worth less,
 constexpr double kSavedByIdle = 32000;       // by so much where none is idle
 constexpr double kWorthSplitting = 20000;    // of the longest query tile
 constexpr double kShareOfAnyRows = 0.2;      // of a tile's cycles, which warpgroups without rows do not save
-constexpr int64_t kMostParts = 16;           // of a query tile
-constexpr int64_t kMostShortParts = 2;       // of a query tile
-constexpr int64_t kMostTurns = 16;           // short parts that one CTA takes
-constexpr int64_t kFewestKeyTiles = 4;       // of a part
+constexpr int64_t kMostSplits = 16;          // of a query tile
+constexpr int64_t kMostShortSplits = 2;      // of a query tile
+constexpr int64_t kMostSplitsOfCta = 16;     // short ones that one CTA takes
+constexpr int64_t kFewestKeyTiles = 4;       // of a split
 constexpr double kWorthLeavingWhole = 0.85;  // of the cycles of other tiles
 constexpr double kAboutTheSame = 1.1;        // times the cycles of other tiles
 constexpr size_t kMostRows = 16;  // of tiles that cost the same; more are a causal mask, balanced by its order
@@ -72,7 +70,7 @@ class KeySplitsPlanner {
       : p_(p),
         shape_(shape),
         cycles_(sm90::tile_cycles(shape, dims)),
-        part_cycles_(static_cast<double>(shape.groups * sm90::kWarpgroupRows * dims.v * 4) / kCombinedBytes),
+        partial_cycles_(static_cast<double>(shape.groups * sm90::kWarpgroupRows * dims.v * 4) / kCombinedBytes),
         ctas_(p.num_workers * shape.ctas_per_sm),
         block_m_(sm90::kWarpgroupRows * shape.groups),
         tiles_of_head_(ceil_div(p.seqlen_q, block_m_)),
@@ -87,11 +85,12 @@ class KeySplitsPlanner {
     const int64_t split_end = tail_ - splits.whole_behind;
     const double one = KeySplits::kWholeShare, short_share = splits.short_share / one;
     const double long_share =
-        splits.long_parts > 0 ? (1.0 - splits.short_parts * short_share) / splits.long_parts : 1.0;
-    for (int part = 0; part < std::max(splits.long_parts, 1); ++part)
+        splits.long_splits > 0 ? (1.0 - splits.short_splits * short_share) / splits.long_splits : 1.0;
+    for (int split = 0; split < std::max(splits.long_splits, 1); ++split)
       take_tail(makespan, tail_ - rest(), split_end, long_share);
     take_tail(makespan, split_end, tail_, 1.0);
-    for (int part = 0; part < splits.short_parts; ++part) take_tail(makespan, tail_ - rest(), split_end, short_share);
+    for (int split = 0; split < splits.short_splits; ++split)
+      take_tail(makespan, tail_ - rest(), split_end, short_share);
     return makespan.end();
   }
 
@@ -102,7 +101,7 @@ class KeySplitsPlanner {
     double best_end = end(best) - loaded_cycles();
     if (best_end <= least_end()) return best;
     const auto consider = [&](const KeySplits& splits) {
-      const double split_end = end(splits) + static_cast<double>(splits.tiles * splits.parts()) * part_cycles_;
+      const double split_end = end(splits) + static_cast<double>(splits.tiles * splits.per_tile()) * partial_cycles_;
       if (split_end < best_end) best = splits, best_end = split_end;
     };
     for_each_split(0, consider);
@@ -189,7 +188,7 @@ class KeySplitsPlanner {
     }
   }
 
-  /// The last tiles of the order, which have fewer rows or keys. They may stay whole beside parts of others.
+  /// The last tiles of the order, which have fewer rows or keys. They may stay whole beside splits of others.
   int64_t cheap_tiles() const {
     if (rows_.size() < 2) return 0;
     const EqualTiles& last = rows_.back();
@@ -197,37 +196,38 @@ class KeySplitsPlanner {
     return cheap && last.count < rest() ? last.count : 0;
   }
 
-  /// Long parts: as many as give no CTA two of them, or one fewer. Short parts: so that a CTA without a long part,
+  /// Long splits: as many as give no CTA two of them, or one fewer. Short splits: so that a CTA without a long one,
   /// which takes several of them, ends with the others.
   template <class F>
   void for_each_split(int64_t behind, F use) const {
     const int64_t tiles = rest() - behind, key_tiles = ceil_div(p_.seqlen_k, shape_.block_n);
-    const int64_t most_long = std::clamp<int64_t>((ctas_ - behind) / tiles, 1, kMostParts);
-    const auto use_parts = [&](int64_t long_parts, int64_t short_parts, int64_t turns) {
-      const int64_t shares = long_parts * turns + short_parts;  // a long part has so many as short ones in turn
-      if (long_parts + short_parts < 2 || key_tiles < shares * kFewestKeyTiles) return;
+    const int64_t most_long = std::clamp<int64_t>((ctas_ - behind) / tiles, 1, kMostSplits);
+    const auto use_splits = [&](int64_t long_splits, int64_t short_splits, int64_t shorts_of_cta) {
+      const int64_t shares = long_splits * shorts_of_cta + short_splits;  // a long split is so many short ones
+      if (long_splits + short_splits < 2 || key_tiles < shares * kFewestKeyTiles) return;
       KeySplits splits;
       splits.first_tile = all_tiles_ - rest();
       splits.tiles = static_cast<int32_t>(tiles);
       splits.whole_behind = static_cast<int32_t>(behind);
-      splits.long_parts = static_cast<int32_t>(long_parts);
-      splits.short_parts = static_cast<int32_t>(short_parts);
-      splits.short_share = short_parts == 0 ? 0 : static_cast<int32_t>(KeySplits::kWholeShare / shares);
+      splits.long_splits = static_cast<int32_t>(long_splits);
+      splits.short_splits = static_cast<int32_t>(short_splits);
+      splits.short_share = short_splits == 0 ? 0 : static_cast<int32_t>(KeySplits::kWholeShare / shares);
       use(splits);
     };
-    for (int64_t long_parts = std::max<int64_t>(most_long - 1, 1); long_parts <= most_long; ++long_parts) {
-      use_parts(long_parts, 0, 1);
-      const int64_t idle = ctas_ - long_parts * tiles;
-      for (int64_t short_parts = 1; idle > 0 && short_parts <= kMostShortParts; ++short_parts)
-        if (const int64_t turns = ceil_div(short_parts * tiles, idle); turns <= kMostTurns)
-          for (int64_t t = std::max<int64_t>(turns - 1, 1); t <= turns + 1; ++t) use_parts(long_parts, short_parts, t);
+    for (int64_t long_splits = std::max<int64_t>(most_long - 1, 1); long_splits <= most_long; ++long_splits) {
+      use_splits(long_splits, 0, 1);
+      const int64_t idle = ctas_ - long_splits * tiles;
+      for (int64_t short_splits = 1; idle > 0 && short_splits <= kMostShortSplits; ++short_splits)
+        if (const int64_t shorts_of_cta = ceil_div(short_splits * tiles, idle); shorts_of_cta <= kMostSplitsOfCta)
+          for (int64_t t = std::max<int64_t>(shorts_of_cta - 1, 1); t <= shorts_of_cta + 1; ++t)
+            use_splits(long_splits, short_splits, t);
     }
   }
 
   const Problem& p_;
   const sm90::ForwardShape& shape_;
-  const double cycles_;       // of a query tile and a key tile
-  const double part_cycles_;  // of its bytes
+  const double cycles_;          // of a query tile and a key tile
+  const double partial_cycles_;  // of its bytes
   const int64_t ctas_, block_m_, tiles_of_head_, all_tiles_;
   int64_t tail_ = 0;
   std::vector<EqualTiles> rows_;
@@ -258,11 +258,11 @@ KeySplitsPlan plan_key_splits(const Problem& problem, const sm90::HeadDims& dims
   const KeySplits splits = choose_once(problem, dims, shape);
   if (!explain || splits.tiles == 0) return {splits, ""};
   const KeySplitsPlanner planner(problem, dims, shape);
-  const int64_t share = splits.short_parts > 0 ? KeySplits::kWholeShare / std::max(splits.short_share, 1) : 0;
+  const int64_t share = splits.short_splits > 0 ? KeySplits::kWholeShare / std::max(splits.short_share, 1) : 0;
   return {splits,
           text("split-KV: ", planner.all_tiles(), " query tiles on ", planner.ctas(), " CTAs; the keys of ",
-               splits.tiles, " are split into ", splits.long_parts, " long part", splits.long_parts == 1 ? "" : "s",
-               splits.short_parts == 0 ? text("") : text(" and ", splits.short_parts, " of 1/", share, " of them"))};
+               splits.tiles, " are split into ", splits.long_splits, " long split", splits.long_splits == 1 ? "" : "s",
+               splits.short_splits == 0 ? text("") : text(" and ", splits.short_splits, " of 1/", share, " of them"))};
 }
 
 }  // namespace flash_ext::plan

@@ -3,14 +3,14 @@
 
 #include <string>
 
-#include "kernels/sm90/forward/key_splits.h"
+#include "kernels/common/scheduler/key_splits.h"
 #include "kernels/sm90/forward/shape.h"
 #include "problem.h"
 
 namespace flash_ext::plan {
 
 struct KeySplitsPlan {
-  sm90::KeySplits splits;
+  KeySplits splits;
   std::string reason;  // if asked for
 };
 

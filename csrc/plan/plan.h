@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernel_table.h"
-#include "kernels/sm90/forward/key_splits.h"
+#include "kernels/common/scheduler/key_splits.h"
 #include "problem.h"
 
 namespace flash_ext::plan {
@@ -35,7 +35,7 @@ struct Plan {
   int64_t split_size = 0;            // > 0: keys of every range; num_splits is then the largest number of ranges
   int64_t num_chunks = 1;            // backward on a CPU: ranges of keys of a head that are computed independently
   KeyTileSchedule schedule;          // backward on CUDA
-  sm90::KeySplits key_splits;        // forward on Hopper
+  KeySplits key_splits;              // forward on Hopper
   std::vector<std::string> reasons;  // one sentence per decision, if asked for
 };
 

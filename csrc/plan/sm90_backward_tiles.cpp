@@ -103,7 +103,7 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
   draft.plan.block_m = sm90::kBackwardF32BlockM;
   draft.plan.block_n = sm90::kBackwardF32BlockN;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": three warpgroups share its products, ",
-                sm90::backward_f32_blocks(head_dim) > 1 ? "two CTAs of a cluster its columns, " : "",
+                sm90::backward_f32_ctas_of_cluster(head_dim) > 1 ? "two CTAs of a cluster its columns, " : "",
                 "for head dims up to ", head_dim);
 }
 
@@ -145,8 +145,12 @@ BackwardTiles sm90_backward_tiles(const Problem& p) {
 BackwardTiles sm90_backward_f32_tiles(const Problem& p) {
   const int head_dim = sm90::backward_f32_head_dim(p.head_dim, p.head_dim_v);
   const double step = head_dim == 64 ? 5200 : head_dim == 128 ? 9800 : head_dim == 192 ? 9600 : 10900;
-  return {sm90::kBackwardF32BlockM,           sm90::kBackwardF32BlockN, head_dim, step, 6000,
-          sm90::backward_f32_blocks(head_dim)};
+  return {sm90::kBackwardF32BlockM,
+          sm90::kBackwardF32BlockN,
+          head_dim,
+          step,
+          6000,
+          sm90::backward_f32_ctas_of_cluster(head_dim)};
 }
 
 }  // namespace flash_ext::plan

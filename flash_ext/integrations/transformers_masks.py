@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 import transformers.masking_utils as hf
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from flash_ext.torch_private import without_torch_function
+from flash_ext.torch_private import tree_map_only, without_torch_function
 
 MaskFunction = Callable[..., Any]
 

@@ -132,9 +132,9 @@ def test_chunks_of_prompts_split_their_keys(sizes: tuple[int, ...], expected: tu
     chosen = plan_of_forward(*sizes, 128)
     splits, batch, queries, heads = chosen.key_splits, sizes[0], sizes[1], sizes[3]
     tiles = batch * heads * math.ceil(queries / chosen.block_m)
-    assert (splits.whole_behind, splits.long_parts, splits.short_parts) == expected
+    assert (splits.whole_behind, splits.long_splits, splits.short_splits) == expected
     assert splits.first_tile == tiles - tiles % 132 and splits.first_tile + splits.tiles + splits.whole_behind == tiles
-    assert splits.short_parts * splits.short_share < 1
+    assert splits.short_splits * splits.short_share < 1
     assert any(reason.startswith(f"split-KV: {tiles} query tiles on 132 CTAs") for reason in chosen.reasons)
 
 
@@ -143,7 +143,7 @@ def test_splits_that_are_kept_are_those_of_the_call() -> None:
     fresh = {call: plan_of_forward(*call, 128).key_splits for call in calls}
     for call in [*calls, *reversed(calls), calls[0], calls[0]]:
         again, expected = plan_of_forward(*call, 128).key_splits, fresh[call]
-        for name in ("first_tile", "tiles", "whole_behind", "long_parts", "short_parts", "short_share"):
+        for name in ("first_tile", "tiles", "whole_behind", "long_splits", "short_splits", "short_share"):
             assert getattr(again, name) == getattr(expected, name)
 
 
@@ -156,11 +156,11 @@ def test_parts_are_few_and_not_short(head_dim: int, heads: int, queries: int, wi
     splits = chosen.key_splits
     if splits.tiles == 0:
         return
-    assert splits.long_parts >= 1 and splits.tiles * splits.long_parts <= 132
-    assert splits.long_parts <= 16 and splits.short_parts <= 2, "bounds the workspace"
-    rest = 1 - splits.short_parts * splits.short_share
-    assert rest / splits.long_parts >= 0.99 * splits.short_share
-    assert splits.short_parts == 0 or splits.short_share * 20000 >= 4 * chosen.block_n
+    assert splits.long_splits >= 1 and splits.tiles * splits.long_splits <= 132
+    assert splits.long_splits <= 16 and splits.short_splits <= 2, "bounds the workspace"
+    rest = 1 - splits.short_splits * splits.short_share
+    assert rest / splits.long_splits >= 0.99 * splits.short_share
+    assert splits.short_splits == 0 or splits.short_share * 20000 >= 4 * chosen.block_n
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -199,6 +199,11 @@ def test_a_product_that_activates(use_gelu: bool) -> None:
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
+def test_a_function_of_all_values_of_a_type() -> None:
+    found = torch_private.tree_map_only(int, str, ([1, "one"], {"two": (2, None)}))
+    assert found == (["1", "one"], {"two": ("2", None)})
+
+
 def test_jagged_tensors() -> None:
     x = torch.nested.nested_tensor_from_jagged(random(7, 2, 4), torch.tensor([0, 3, 7]), min_seqlen=3, max_seqlen=4)
     assert torch_private.jagged_dim(x) == 1
@@ -210,7 +215,7 @@ def test_jagged_tensors() -> None:
 
 # What of torch is named elsewhere: public, or a name that is tested above.
 PRIVATE = re.compile(
-    r"torch\._C\b|\btorch\._(?!_version__)\w|from torch[\w.]* import [^\n]*(?<![\w.])_\w|from torch\._\w"
+    r"torch\._C\b|\btorch\._(?!_version__)\w|from torch[\w.]* import [^\n]*(?<![\w.])_\w|from torch[\w.]*\._\w"
     r"|forward_ad\._|\._(ragged_idx|maybe_\w+_seqlen|schema|handle|dispatch_cache|FLASH_ATTENTION_ACTIVE)\b"
 )
 

@@ -1,4 +1,4 @@
-// Barriers among some warps of a block (PTX ISA, "bar"). Barrier 0 is __syncthreads.
+// Barriers among some warps of a CTA (PTX ISA, "bar"). Barrier 0 is __syncthreads.
 #pragma once
 
 #include <cstdint>

@@ -6,10 +6,10 @@
 namespace flash_ext::ptx {
 
 /// gridDim.x, read where it stands: it takes no register elsewhere.
-__device__ __forceinline__ uint32_t grid_blocks() {
-  uint32_t blocks;
-  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
-  return blocks;
+__device__ __forceinline__ uint32_t grid_ctas() {
+  uint32_t ctas;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(ctas));
+  return ctas;
 }
 
 }  // namespace flash_ext::ptx

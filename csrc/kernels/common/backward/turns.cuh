@@ -23,7 +23,7 @@ enum class TurnTaking { kNever, kIfAsked, kAlways };
 
 /// The number of a CTA among those that have started, taken by one thread. The kernel of row terms has set the ticket
 /// to 0.
-__device__ __forceinline__ uint32_t draw_number(const BackwardWorkspace& workspace) {
+__device__ __forceinline__ uint32_t take_number(const BackwardWorkspace& workspace) {
   ptx::wait_for_previous_grid();
   return static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
 }

@@ -1,5 +1,5 @@
 // Scratch memory of the backward. Query rows lie in it tile by tile, each sequence padded to whole tiles, so that every
-// tile of every head is aligned and shares no memory with another.
+// tile of every head is aligned and shares no memory with another. Steps of an anchored key tile begin between tiles.
 #pragma once
 
 #include <algorithm>
@@ -90,7 +90,8 @@ struct BackwardWorkspace {
     const int64_t tiles = p.heads_q * tiles_per_head;
     const int64_t rows = tiles * block_m;
     lse = take<float>(memory, rows);
-    // A step whose tile of queries is anchored may run past the last row: it reads what is hidden and adds zeros.
+    // A step of an anchored key tile may run past the last row: it reads what is hidden and adds zeros. Behind lse it
+    // reads from minus_delta, which must follow.
     minus_delta = take<float>(memory, rows + block_m);
     if (p.dq.data) dq = take<float>(memory, rows * head_dim + block_m * kDqPlaneColumns);
     if (p.deterministic && p.dq.data && p.seqlen_q > 0) {

@@ -17,25 +17,25 @@ constexpr int kCombineUnroll = 8;   // splits that a thread reads at once
 
 /// A sum of e^(lse_s - maximum) out_s over some splits.
 template <class Unit>
-struct CombinedPart {
+struct CombinedSplits {
   float maximum, sum;
   float4 out;
 
   /// Adds sums over other splits.
   template <int kCount>
-  __device__ __forceinline__ void add(const CombinedPart (&parts)[kCount]) {
+  __device__ __forceinline__ void add(const CombinedSplits (&others)[kCount]) {
     float grown = maximum;
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) grown = fmaxf(grown, parts[n].maximum);
+    for (int n = 0; n < kCount; ++n) grown = fmaxf(grown, others[n].maximum);
     const float stabiliser = grown == -INFINITY ? 0.0f : grown;
     scale(Unit::exp(maximum - stabiliser));
     maximum = grown;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      const float factor = Unit::exp(parts[n].maximum - stabiliser);
-      sum += factor * parts[n].sum;  // NaN even if nothing of the part is
+      const float factor = Unit::exp(others[n].maximum - stabiliser);
+      sum += factor * others[n].sum;  // NaN even if nothing else of the split is
       if (factor == 0.0f) continue;
-      const float4& other = parts[n].out;
+      const float4& other = others[n].out;
       out = {out.x + factor * other.x, out.y + factor * other.y, out.z + factor * other.z, out.w + factor * other.w};
     }
   }
@@ -49,19 +49,19 @@ struct CombinedPart {
 
 constexpr float4 kNoColumns = {0.0f, 0.0f, 0.0f, 0.0f};
 
-/// Splits part, part + parts, ... of a row.
+/// Splits number group, group + groups, ... of a row, by a group of threads.
 template <class Unit>
-__device__ __forceinline__ CombinedPart<Unit> combine_splits(const DecodePartials& partials, const DecodeGrid& grid,
-                                                             const DecodeTile& tile, int row, int column, int columns,
-                                                             int part, int parts) {
+__device__ __forceinline__ CombinedSplits<Unit> combine_splits(const DecodePartials& partials, const DecodeGrid& grid,
+                                                               const DecodeTile& tile, int row, int column, int columns,
+                                                               int group, int groups) {
   const int num_splits = tile.num_splits();
-  CombinedPart<Unit> total{-INFINITY, 0.0f, kNoColumns};
-  for (int first = part; first < num_splits; first += parts * kCombineUnroll) {
-    CombinedPart<Unit> splits[kCombineUnroll];
+  CombinedSplits<Unit> total{-INFINITY, 0.0f, kNoColumns};
+  for (int first = group; first < num_splits; first += groups * kCombineUnroll) {
+    CombinedSplits<Unit> splits[kCombineUnroll];
 #pragma unroll
     for (int n = 0; n < kCombineUnroll; ++n) {
-      const bool exists = first + n * parts < num_splits;
-      const int64_t at = tile.partial_row(grid, tile.first_split + (exists ? first + n * parts : first), row);
+      const bool exists = first + n * groups < num_splits;
+      const int64_t at = tile.partial_row(grid, tile.first_split + (exists ? first + n * groups : first), row);
       splits[n].maximum = partials.lse[at];
       splits[n].sum = 1.0f;
       splits[n].out = *reinterpret_cast<const float4*>(partials.out + at * columns + column);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_four(Element* target, float4 value, float 
   }
 }
 
-__host__ __device__ __forceinline__ int combine_threads_per_part(int columns) {
+__host__ __device__ __forceinline__ int combine_threads_per_group(int columns) {
   return columns <= 64 ? 16 : columns <= 128 ? 32 : 64;
 }
 
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
     combine_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ DecodeGrid grid,
                    const __grid_constant__ DecodePartials partials) {
   using Unit = ScoreUnit<Element>;
-  __shared__ CombinedPart<Unit> s_parts[kMaxCombineThreads];
+  __shared__ CombinedSplits<Unit> s_groups[kMaxCombineThreads];
   const RowOfBlock at(p, grid);
   const int flat = at.row;
   const DecodeTile tile(p, grid, at.batch, at.group, flat / grid.block_m);
@@ -131,23 +131,23 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
   ptx::wait_for_previous_grid();
   if (flat < 0 || row >= tile.rows || !tile.is_split()) return;
 
-  const int columns = static_cast<int>(p.head_dim_v), threads_per_part = combine_threads_per_part(columns);
-  const int parts = static_cast<int>(blockDim.x) / threads_per_part;
-  const int part = threadIdx.x / threads_per_part;
-  const int column = threadIdx.x % threads_per_part * kCombineColumns;
-  CombinedPart<Unit> total{-INFINITY, 0.0f, kNoColumns};
-  if (column < columns) total = combine_splits<Unit>(partials, grid, tile, row, column, columns, part, parts);
-  if (parts > 1) {
-    s_parts[threadIdx.x] = total;
+  const int columns = static_cast<int>(p.head_dim_v), threads_per_group = combine_threads_per_group(columns);
+  const int groups = static_cast<int>(blockDim.x) / threads_per_group;
+  const int group = threadIdx.x / threads_per_group;
+  const int column = threadIdx.x % threads_per_group * kCombineColumns;
+  CombinedSplits<Unit> total{-INFINITY, 0.0f, kNoColumns};
+  if (column < columns) total = combine_splits<Unit>(partials, grid, tile, row, column, columns, group, groups);
+  if (groups > 1) {
+    s_groups[threadIdx.x] = total;
     __syncthreads();
   }
-  if (part > 0 || column >= columns) return;
-  for (int first = 1; first < parts; first += kCombineUnroll) {
-    CombinedPart<Unit> others[kCombineUnroll];
+  if (group > 0 || column >= columns) return;
+  for (int first = 1; first < groups; first += kCombineUnroll) {
+    CombinedSplits<Unit> others[kCombineUnroll];
 #pragma unroll
     for (int n = 0; n < kCombineUnroll; ++n) {
-      others[n] = s_parts[min(first + n, parts - 1) * threads_per_part + threadIdx.x];
-      if (first + n >= parts) others[n].maximum = -INFINITY;
+      others[n] = s_groups[min(first + n, groups - 1) * threads_per_group + threadIdx.x];
+      if (first + n >= groups) others[n].maximum = -INFINITY;
     }
     total.add(others);
   }
@@ -162,11 +162,11 @@ void run_combine(const ForwardParams& params, const DecodeGrid& grid, const Deco
                  cudaStream_t stream) {
   const int64_t blocks = RowOfBlock::blocks(params, grid);
   // Where splits have a fixed size, their number is the largest possible one, which must not matter.
-  const int threads_per_part = combine_threads_per_part(static_cast<int>(params.head_dim_v));
-  const int most = kMaxCombineThreads / threads_per_part;
+  const int threads_per_group = combine_threads_per_group(static_cast<int>(params.head_dim_v));
+  const int most = kMaxCombineThreads / threads_per_group;
   const int wanted = (static_cast<int>(grid.splits.value) + kCombineUnroll - 1) / kCombineUnroll;
-  const int parts = grid.split_size.value > 0 ? most : std::min(most, wanted);
-  LaunchShape shape{grid_of(blocks), dim3(static_cast<unsigned>(parts * threads_per_part))};
+  const int groups = grid.split_size.value > 0 ? most : std::min(most, wanted);
+  LaunchShape shape{grid_of(blocks), dim3(static_cast<unsigned>(groups * threads_per_group))};
   shape.overlaps_previous = true;
   launch("combine", combine_kernel<Element>, shape, stream, params, grid, partials);
 }

@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
     first = static_cast<int>(part);
     if (threadIdx.x < 32) grid.tiles.find(p, row_tile, batch, row_tile);
   } else {
-    batch = static_cast<int>(grid.blocks.quotient(part));
-    first = static_cast<int>(part) - batch * static_cast<int>(grid.blocks.value);
+    batch = static_cast<int>(grid.ctas.quotient(part));
+    first = static_cast<int>(part) - batch * static_cast<int>(grid.ctas.value);
   }
   DecodeTile& tile = *reinterpret_cast<DecodeTile*>(shared);
   if (threadIdx.x == 0) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
   if (tile.begin == tile.end && first == 0) write_nothing<Config>(p, grid, tile);
 #pragma unroll 1
   for (int split = tile.first_split + first; tile.split_begin(split) < tile.split_end(split);
-       split += static_cast<int>(grid.blocks.value)) {
+       split += static_cast<int>(grid.ctas.value)) {
     run_split<Config>(shared, p, grid, partials, tile, split);
     __syncthreads();  // out has been read
   }
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
 template <class Config>
 void launch_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
                    bool behind_append, cudaStream_t stream) {
-  const int64_t blocks = grid.all_tiles() * grid.blocks.value;
+  const int64_t blocks = grid.all_tiles() * grid.ctas.value;
   LaunchShape shape{grid_of(blocks), dim3(Config::kThreads), Config::kSharedBytes};
   shape.overlaps_previous = behind_append;
   launch("decode", decode_kernel<Config>, shape, stream, params, grid, partials);

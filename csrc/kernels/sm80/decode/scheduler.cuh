@@ -25,7 +25,7 @@ struct DecodeGrid {
   Divisor row_tiles;   // of the longest sequence; numbered by rows: of all sequences
   Divisor splits;      // ranges of keys, at most
   Divisor split_size;  // > 0: of exactly this many keys, else of equal size
-  Divisor blocks;      // that share the splits of a tile
+  Divisor ctas;        // that share the splits of a tile
   int min_split_size;  // of ranges of equal size
   int block_m;         // rows of a tile
   int tile_rows;       // that a tile can have, at most block_m
@@ -40,7 +40,7 @@ struct DecodeGrid {
         row_tiles(tiles.by_rows ? tiles.count : tiles.tiles_of_longest),
         splits(std::max<int64_t>(1, p.split_size > 0 ? (p.seqlen_k + p.split_size - 1) / p.split_size : p.num_splits)),
         split_size(p.split_size),
-        blocks(p.split_size > 0 ? blocks_per_tile(typical_tiles(p)) : splits.value),
+        ctas(p.split_size > 0 ? ctas_per_tile(typical_tiles(p)) : splits.value),
         min_split_size(smallest_split(typical_tiles(p))),
         block_m(static_cast<int>(p.block_m)),
         tile_rows(static_cast<int>(std::min(p.seqlen_q * p.head_group, p.block_m))),
@@ -52,9 +52,9 @@ struct DecodeGrid {
 
   /// CTAs that share the splits of a tile. Splits of a fixed size are as many as the cache could hold, but most
   /// sequences are shorter, and a CTA without keys costs a microsecond; so there are fewer CTAs than splits.
-  int64_t blocks_per_tile(int64_t tiles) const {
-    constexpr int64_t kBlocks = 2048;
-    return std::clamp<int64_t>(kBlocks / std::max<int64_t>(tiles, 1), 1, splits.value);
+  int64_t ctas_per_tile(int64_t tiles) const {
+    constexpr int64_t kCtas = 2048;
+    return std::clamp<int64_t>(kCtas / std::max<int64_t>(tiles, 1), 1, splits.value);
   }
 
   /// Packed sequences count with their mean length: a bound on the longest decides nothing.

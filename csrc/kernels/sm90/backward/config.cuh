@@ -107,6 +107,8 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static constexpr int kStoreBytes = 16 * kPanelRowBytes;
   static constexpr int kTilesBytes = kStoresOffset + Base::kGroups * kWarpgroupWarps * kStoreBytes;
 
+  static_assert(kStoresOffset % 1024 == 0, "TMA swizzles by address, the stores by row");
+  static_assert(Base::kBlockM % kSkippedQueries == 0, "steps from the first visible query on find aligned row terms");
   static_assert(Base::kBlockM / Base::kDsQueries * kDsPanelBytes == Base::kDsBytes, "dS is made of whole panels");
   static_assert(panels(kHeadDim) == 1, "dQ of a step is one product");
 };

@@ -126,7 +126,7 @@ template <class Config, class Storage>
 __device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& workspace, Storage& storage) {
   if (Config::kTurns == TurnTaking::kNever || !workspace.turns) return blockIdx.x;
   auto& number = reinterpret_cast<uint32_t&>(storage.work_tile);
-  if (threadIdx.x == 0) number = draw_number(workspace);
+  if (threadIdx.x == 0) number = take_number(workspace);
   __syncthreads();
   const uint32_t drawn = number;
   __syncthreads();

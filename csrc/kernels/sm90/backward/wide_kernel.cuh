@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t position_of_cluster(const BackwardWorkspace&
                                                         BackwardWideStorage<Config>& storage) {
   if constexpr (Config::kTurns == TurnTaking::kNever) return blockIdx.x / Config::kCluster;
   auto& number = reinterpret_cast<uint32_t&>(storage.work_tile);
-  if (threadIdx.x == 0 && ptx::cluster_rank() == 0) number = draw_number(workspace);
+  if (threadIdx.x == 0 && ptx::cluster_rank() == 0) number = take_number(workspace);
   ptx::cluster_sync();
   const uint32_t drawn = ptx::cluster_load(ptx::cluster_address(ptx::shared_address(&number), 0));
   ptx::cluster_sync();

@@ -17,7 +17,7 @@ struct BackwardF32Config {
   static constexpr bool kScoreOptions = kScoreOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
   static constexpr int kGroups = 1;  // of keys
-  static constexpr int kCluster = backward_f32_blocks(kHeadDim);
+  static constexpr int kCluster = backward_f32_ctas_of_cluster(kHeadDim);
   static constexpr int kColumns = kHeadDim / kCluster;  // of a CTA
   static constexpr int kPanels = panels(kColumns);      // of a CTA, counted from its first column
   static constexpr int kFullPanels = kColumns / kPanelColumns;
@@ -64,7 +64,8 @@ struct BackwardF32Workspace {
  private:
   static int64_t tile_bytes_of(const BackwardParams& p) {
     const int head_dim = backward_f32_head_dim(p.head_dim, p.head_dim_v);
-    return int64_t{backward_f32_blocks(head_dim)} * panels(head_dim / backward_f32_blocks(head_dim)) * kPieceBytes;
+    return int64_t{backward_f32_ctas_of_cluster(head_dim)} * panels(head_dim / backward_f32_ctas_of_cluster(head_dim)) *
+           kPieceBytes;
   }
 };
 

@@ -28,7 +28,7 @@ namespace flash_ext::sm90 {
 template <int kHeadDim, bool kBounded>
 __device__ __forceinline__ void load_block_pieces(char* pieces, RowSource<const float, false> rows, int rank,
                                                   int first_row, int end_row, int columns, int thread) {
-  constexpr int kColumns = kHeadDim / backward_f32_blocks(kHeadDim);
+  constexpr int kColumns = kHeadDim / backward_f32_ctas_of_cluster(kHeadDim);
   rows.base += rank * kColumns;
   load_pieces<panels(kColumns), kBounded>(pieces, rows, first_row, end_row, columns - rank * kColumns, thread);
 }
@@ -108,8 +108,8 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
 template <int kHeadDim>
 __device__ __forceinline__ void write_float_rows(const BackwardParams& p, const BackwardF32Workspace& workspace,
                                                  const volatile RowTileOfCta& block, int head) {
-  constexpr int kBlockM = kBackwardF32BlockM, kBlocks = backward_f32_blocks(kHeadDim);
-  constexpr int kBlockBytes = panels(kHeadDim / kBlocks) * kPieceBytes;
+  constexpr int kBlockM = kBackwardF32BlockM, kCtas = backward_f32_ctas_of_cluster(kHeadDim);
+  constexpr int kBlockBytes = panels(kHeadDim / kCtas) * kPieceBytes;
   static_assert(kRowTermThreads == 2 * kWarpgroupThreads);
   const Sequence sequence(p, block.batch, head);
   const int first = block.tile * kBlockM;
@@ -119,9 +119,9 @@ __device__ __forceinline__ void write_float_rows(const BackwardParams& p, const 
   const TensorView& view = is_grad ? p.grad_out : p.q;
   const auto rows = query_rows<const float>(view, sequence);
 #pragma unroll 1
-  for (int rank = 0; rank < kBlocks; ++rank)
+  for (int rank = 0; rank < kCtas; ++rank)
     load_block_pieces<kHeadDim, true>(
-        (is_grad ? workspace.grads : workspace.queries) + (tile * kBlocks + rank) * kBlockBytes, rows, rank, first,
+        (is_grad ? workspace.grads : workspace.queries) + (tile * kCtas + rank) * kBlockBytes, rows, rank, first,
         view.data ? sequence.seqlen_q : 0, static_cast<int>(is_grad ? p.head_dim_v : p.head_dim),
         static_cast<int>(threadIdx.x) % kWarpgroupThreads);
   write_row_terms<float, kHeadDim, kBlockM>(p, workspace.rows, block, head);

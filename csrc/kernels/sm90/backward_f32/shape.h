@@ -17,6 +17,6 @@ constexpr int backward_f32_head_dim(int64_t head_dim, int64_t head_dim_v) {
 }
 
 /// CTAs of a cluster that have some of the columns each.
-constexpr int backward_f32_blocks(int head_dim) { return head_dim > 128 ? 2 : 1; }
+constexpr int backward_f32_ctas_of_cluster(int head_dim) { return head_dim > 128 ? 2 : 1; }
 
 }  // namespace flash_ext::sm90

@@ -32,7 +32,7 @@ struct ForwardSchedule {
   __device__ __forceinline__ int64_t take() const {
     if (!taken) return size();
     ptx::wait_for_previous_grid();  // it zeroes the counter
-    return static_cast<int64_t>(ptx::grid_blocks() + atomicAdd(taken, 1ull));
+    return static_cast<int64_t>(ptx::grid_ctas() + atomicAdd(taken, 1ull));
   }
 
   /// The position of a CTA that comes after `position`.
@@ -54,7 +54,7 @@ struct ForwardSchedule {
  protected:
   /// To and fro over the CTAs: one with a long tile gets a short one next.
   __device__ __forceinline__ static int64_t turn_after(int64_t position) {
-    const uint32_t ctas = ptx::grid_blocks();
+    const uint32_t ctas = ptx::grid_ctas();
     return position + 2 * (ctas - 1 - static_cast<uint32_t>(position) % ctas) + 1;
   }
 

@@ -34,7 +34,7 @@ class ForwardConsumer : public ForwardTraversal<Config> {
       this->visit(*work_tile);
       if (!work_tile->safe_path) this->find_failures(*work_tile);
       this->store(*work_tile);
-      if (work_tile->met_non_finite && !work_tile->part) this->add_hidden_non_finite(*work_tile);
+      if (work_tile->met_non_finite && !work_tile->partial) this->add_hidden_non_finite(*work_tile);
       queue.pop(this->lane_);
     }
   }

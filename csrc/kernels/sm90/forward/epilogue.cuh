@@ -91,7 +91,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
         const int offset = out_offset<Config>(warpgroup_, q_at_.stage(), k_at_.stage(), v_at_.stage());
         write_out_tile<Element>(s_tiles_ + offset, out_, scale, warp_ * 16,
                                 ptx::reread(lane_));  // or what follows from it takes registers in the loops
-      } else if (work_tile.part) {
+      } else if (work_tile.partial) {
         store_part(work_tile);
       } else {
         store_rows(work_tile, first_row, scale);
@@ -99,7 +99,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
       if (work_tile.publishes(warpgroup_)) publish_out(copies_out);
     }
     if (work_tile.has_rows(warpgroup_)) q_at_.advance();
-    if (first_row < work_tile.end_query && !work_tile.part) store_lse(work_tile, first_row, lse);
+    if (first_row < work_tile.end_query && !work_tile.partial) store_lse(work_tile, first_row, lse);
     if (work_tile.has_out_slots()) {
       this->release(storage_.k_empty[k_at_.stage()]);
       k_at_.advance();
@@ -159,11 +159,11 @@ class ForwardEpilogue : public ForwardRows<Config> {
 
   /// Stores O, stabilisers and sums in the order of the registers, for combine_splits_kernel().
   __device__ __forceinline__ void store_part(const WorkTile& work_tile) const {
-    float4* const g_part = PartTile<Config>::of_lane(work_tile.part, warpgroup_, warp_, lane_);
+    float4* const g_split = SplitTile<Config>::of_lane(work_tile.partial, warpgroup_, warp_, lane_);
 #pragma unroll
-    for (int d = 0; d < kD; ++d) g_part[d * 32] = float4{out_[d][0], out_[d][1], out_[d][2], out_[d][3]};
-    *PartTile<Config>::state(g_part) = float4{stabiliser_[0], stabiliser_[1], row_sum_[0], row_sum_[1]};
-    if (lane_ == 0) *PartTile<Config>::met_non_finite(g_part, lane_) = work_tile.met_non_finite;
+    for (int d = 0; d < kD; ++d) g_split[d * 32] = float4{out_[d][0], out_[d][1], out_[d][2], out_[d][3]};
+    *SplitTile<Config>::state(g_split) = float4{stabiliser_[0], stabiliser_[1], row_sum_[0], row_sum_[1]};
+    if (lane_ == 0) *SplitTile<Config>::met_non_finite(g_split, lane_) = work_tile.met_non_finite;
   }
 
   /// Adds non-finite values of V to the rows that see them. Sanitising removed them because other rows do not.

@@ -3,8 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "kernels/common/scheduler/key_splits.h"
 #include "kernels/params.h"
-#include "key_splits.h"
 #include "visibility.h"
 
 namespace flash_ext::sm90 {

@@ -272,7 +272,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   /// warp. The vote must come before K is released: an arrival does not wait for loads in flight, and TMA could
   /// overwrite the bits first.
   __device__ __forceinline__ bool look(const TileMetadata& metadata, VisibleBits& visible) const {
-    if (kOnlyBias || !metadata.partly(warpgroup_)) return false;
+    if (kOnlyBias || !metadata.is_masked(warpgroup_)) return false;
     ask_for_bits(visible);
     return __any_sync(~0u, hide_something(visible));
   }

@@ -1,13 +1,13 @@
-// Split-KV: the order of query tiles whose keys are split over CTAs, and the combination of their parts.
+// Split-KV: the order of query tiles whose keys are split over CTAs, and the combination of their results.
 //
 //   r = max_k r_k,   l = sum_k 2^(r_k - r) l_k,   out = sum_k 2^(r_k - r) O_k / l
 //
 // Too few query tiles, in a whole call or in its tail wave, leave SMs idle. So some tiles are split; csrc/plan decides
-// which and how. CTAs take, in this order: whole tiles; the long parts of split tiles; whole tiles that cost less; and
-// the short parts, several of which an SM without a long part takes meanwhile.
+// which and how. CTAs take, in this order: whole tiles; the long splits of split tiles; whole tiles that cost less; and
+// the short ones, several of which an SM without a long split takes meanwhile.
 //
-// A part stores O, r and l in float, in the order of its lanes: a warp's 16 rows lie side by side, lane by lane. Parts
-// are summed in the order of the keys, whichever CTA computed them.
+// A split stores O, r and l in float, in the order of its lanes: a warp's 16 rows lie side by side, lane by lane.
+// Splits are summed in the order of the keys, whichever CTA computed them.
 #pragma once
 
 #include "kernels/common/sanitise.cuh"
@@ -17,14 +17,14 @@
 namespace flash_ext::sm90 {
 
 template <class Config>
-struct PartTile {
+struct SplitTile {
   static constexpr int kD = Config::kHeadDimV / 8;
-  static constexpr int kPieces = part_pieces_of_warp({Config::kHeadDim, Config::kHeadDimV});
+  static constexpr int kPieces = split_pieces_of_warp({Config::kHeadDim, Config::kHeadDimV});
   static constexpr int64_t kWorkTilePieces = int64_t{Config::kGroups} * kWarpgroupWarps * kPieces;
 
   /// The first piece of a lane; its next ones are 32 apart.
-  __device__ __forceinline__ static float4* of_lane(float4* g_part, int group, int warp, int lane) {
-    return g_part + (group * kWarpgroupWarps + warp) * kPieces + lane;
+  __device__ __forceinline__ static float4* of_lane(float4* g_split, int group, int warp, int lane) {
+    return g_split + (group * kWarpgroupWarps + warp) * kPieces + lane;
   }
   /// The stabilisers and sums of the lane's two rows.
   template <class Piece>
@@ -41,14 +41,14 @@ struct PartTile {
 /// A ForwardSchedule, some of whose work tiles are split.
 struct SplitKvSchedule : ForwardSchedule {
   KeySplits splits;
-  float4* parts;  // work tile by work tile
-  uint64_t part_pieces;
+  float4* partials;  // work tile by work tile
+  uint64_t split_pieces;
 
   int64_t positions = work_tiles + splits.more_positions();
-  uint32_t long_positions = splits.long_parts * splits.tiles;
-  int32_t long_share = splits.long_parts == 0
+  uint32_t long_positions = splits.long_splits * splits.tiles;
+  int32_t long_share = splits.long_splits == 0
                            ? 0
-                           : (KeySplits::kWholeShare - splits.short_parts * splits.short_share) / splits.long_parts;
+                           : (KeySplits::kWholeShare - splits.short_splits * splits.short_share) / splits.long_splits;
 
   FLASH_EXT_HOST_DEVICE int64_t size() const { return positions; }
   __device__ __forceinline__ int64_t next(int64_t position) const {
@@ -64,25 +64,25 @@ struct SplitKvSchedule : ForwardSchedule {
     return ForwardSchedule::locate(position);
   }
 
-  /// Restricts a work tile to the part that a position stands for.
+  /// Restricts a work tile to the split that a position stands for.
   template <class WorkTile>
   __device__ __forceinline__ void trim(int64_t position, WorkTile& work_tile) const {
     if (position < splits.first_tile) return;
     const Place place = place_of(position);
     if (place.rank < 0) return;
-    const int part = splits.parts() - 1 - place.rank;
+    const int split = splits.per_tile() - 1 - place.rank;
     const TileSpan& tiles = work_tile.tiles;
-    const int begin = begin_of(part, tiles), end = begin_of(part + 1, tiles);
+    const int begin = begin_of(split, tiles), end = begin_of(split + 1, tiles);
     work_tile.keep_tiles(begin, end);
-    work_tile.part = part_of(place.tile, part);
+    work_tile.partial = partial_of(place.tile, split);
   }
 
-  __device__ __forceinline__ float4* part_of(uint32_t work_tile, uint32_t part) const {
-    return parts + (work_tile * splits.parts() + part) * part_pieces;
+  __device__ __forceinline__ float4* partial_of(uint32_t work_tile, uint32_t split) const {
+    return partials + (work_tile * splits.per_tile() + split) * split_pieces;
   }
 
  private:
-  /// What stands at a position behind the first whole tiles. rank: of the part, counted from the last keys; -1 for a
+  /// What stands at a position behind the first whole tiles. rank: of the split, counted from the last keys; -1 for a
   /// whole tile.
   struct Place {
     int tile, rank;
@@ -98,13 +98,13 @@ struct SplitKvSchedule : ForwardSchedule {
     return {static_cast<int>(at % splits.tiles), static_cast<int>(at / splits.tiles)};
   }
 
-  /// The first tile of a part, counted from the first keys.
-  __device__ __forceinline__ int begin_of(int part, const TileSpan& tiles) const {
-    const int behind = splits.parts() - part;  // parts
-    if (part == 0) return tiles.begin;
+  /// The first tile of a split, counted from the first keys.
+  __device__ __forceinline__ int begin_of(int split, const TileSpan& tiles) const {
+    const int behind = splits.per_tile() - split;  // splits
+    if (split == 0) return tiles.begin;
     if (behind == 0) return tiles.end;
     const uint32_t share =
-        part < splits.short_parts ? part * splits.short_share : KeySplits::kWholeShare - behind * long_share;
+        split < splits.short_splits ? split * splits.short_share : KeySplits::kWholeShare - behind * long_share;
     return tiles.begin + static_cast<int>(__umulhi(tiles.end - tiles.begin, share << 16));
   }
 };
@@ -113,9 +113,9 @@ template <class Config>
 SplitKvSchedule schedule_split_forward(const AttentionParams& p, const KeySplits& splits, const WorkListPlan& list,
                                        void* workspace) {
   SplitKvSchedule schedule = {schedule_forward<Config>(p, workspace), splits, nullptr,
-                              PartTile<Config>::kWorkTilePieces};
+                              SplitTile<Config>::kWorkTilePieces};
   if (schedule.splits.tiles == 0) schedule.splits.first_tile = schedule.work_tiles;
-  if (workspace) schedule.parts = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPartsOffset);
+  if (workspace) schedule.partials = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPartialsOffset);
   if (needs_no_counter(p, Config::kShape, splits)) {
     schedule.taken = nullptr;
     schedule.in_turn = schedule.positions > ctas_at_a_time(Config::kShape);
@@ -132,12 +132,12 @@ SplitKvSchedule schedule_split_forward(const AttentionParams& p, const KeySplits
 /// Columns of out that a CTA combines: what write_out_row() exchanges. More CTAs have more loads in flight.
 constexpr int kCombinedColumns = 32;
 
-/// Combines the parts of split work tiles: a CTA for 64 rows and kCombinedColumns columns.
+/// Combines the splits of split work tiles: a CTA for 64 rows and kCombinedColumns columns.
 template <class Config>
 __global__ void __launch_bounds__(kWarpgroupThreads)
     combine_splits_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ SplitKvSchedule schedule) {
   using Element = typename Config::Element;
-  using Tile = PartTile<Config>;
+  using Tile = SplitTile<Config>;
   constexpr int kD = kCombinedColumns / 8;
   const int work_tile = static_cast<int>(blockIdx.x) / Config::kGroups,
             group = static_cast<int>(blockIdx.x) % Config::kGroups, first_column = blockIdx.y * kCombinedColumns;
@@ -152,29 +152,31 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
   ptx::wait_for_previous_grid();
   if (first_query >= end_query) return;
 
-  const int parts = schedule.splits.parts();
-  const auto part_of = [&](int part) { return Tile::of_lane(schedule.part_of(work_tile, part), group, warp, lane); };
+  const int num_splits = schedule.splits.per_tile();
+  const auto partial_of = [&](int split) {
+    return Tile::of_lane(schedule.partial_of(work_tile, split), group, warp, lane);
+  };
   float stabiliser[2] = {-INFINITY, -INFINITY}, sum[2] = {};
   bool met_non_finite = false;
 #pragma unroll 4
-  for (int part = 0; part < parts; ++part) {
-    const float4 state = *Tile::state(part_of(part));
+  for (int split = 0; split < num_splits; ++split) {
+    const float4 state = *Tile::state(partial_of(split));
     stabiliser[0] = fmaxf(stabiliser[0], state.x);
     stabiliser[1] = fmaxf(stabiliser[1], state.y);
-    met_non_finite |= Tile::met_non_finite(part_of(part), lane)[0] != 0;
+    met_non_finite |= Tile::met_non_finite(partial_of(split), lane)[0] != 0;
   }
   float out[kD][4] = {};
 #pragma unroll 4
-  for (int part = 0; part < parts; ++part) {
-    const float4* const g_part = part_of(part);
-    const float4 state = *Tile::state(g_part);
+  for (int split = 0; split < num_splits; ++split) {
+    const float4* const g_split = partial_of(split);
+    const float4 state = *Tile::state(g_split);
     const float factor[2] = {state.x == stabiliser[0] ? 1.0f : ptx::exp2_approx(state.x - stabiliser[0]),
                              state.y == stabiliser[1] ? 1.0f : ptx::exp2_approx(state.y - stabiliser[1])};
     sum[0] = fmaf(factor[0], state.z, sum[0]);
     sum[1] = fmaf(factor[1], state.w, sum[1]);
 #pragma unroll
     for (int d = 0; d < kD; ++d) {
-      const float4 piece = g_part[(first_column / 8 + d) * 32];
+      const float4 piece = g_split[(first_column / 8 + d) * 32];
       out[d][0] = fmaf(factor[0], piece.x, out[d][0]);
       out[d][1] = fmaf(factor[0], piece.y, out[d][1]);
       out[d][2] = fmaf(factor[1], piece.z, out[d][2]);

@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "kernels/common/host_device.h"
+#include "kernels/common/scheduler/key_splits.h"
 #include "kernels/launch.h"
 #include "kernels/params.h"
-#include "key_splits.h"
 #include "shape.h"
 
 namespace flash_ext::sm90 {
@@ -21,7 +21,7 @@ constexpr ForwardShape forward_shape_with(const HeadDims& dims, int64_t block_m,
   return forward_shape(dims, ForwardTiles::kManyKeys);
 }
 
-/// Of the order in which CTAs take query tiles, or parts of them.
+/// Of the order in which CTAs take query tiles, or splits of them.
 inline int64_t forward_positions(const AttentionParams& p, const ForwardShape& shape, const KeySplits& splits) {
   const int64_t block_m = shape.groups * kWarpgroupRows;
   return (p.seqlen_q + block_m - 1) / block_m * p.batch * p.heads_q + splits.more_positions();
@@ -45,18 +45,18 @@ inline bool needs_no_counter(const AttentionParams& p, const ForwardShape& shape
   return in_turn || positions <= ctas_at_a_time(shape);
 }
 
-/// What a warp leaves of a part, in pieces of 16 bytes: its rows of out, their stabilisers and sums, and whether V held
-/// Inf or NaN that some of them do not see. Pieces of a lane are 32 apart.
-constexpr int part_pieces_of_warp(const HeadDims& dims) { return (dims.v / 8 + 1) * 32 + 2; }
+/// What a warp leaves of a split, in pieces of 16 bytes: its rows of out, their stabilisers and sums, and whether V
+/// held Inf or NaN that some of them do not see. Pieces of a lane are 32 apart.
+constexpr int split_pieces_of_warp(const HeadDims& dims) { return (dims.v / 8 + 1) * 32 + 2; }
 
-/// The workspace holds the counter of the schedule, and the parts.
-constexpr int64_t kPartsOffset = 128;
+/// The workspace holds the counter of the schedule, and the partial results.
+constexpr int64_t kPartialsOffset = 128;
 
 inline int64_t split_kv_workspace_bytes(const AttentionParams& p, const ForwardShape& shape, const HeadDims& dims,
                                         const KeySplits& splits) {
   constexpr int64_t kPieceBytes = 16;
-  const int64_t part = int64_t{shape.groups} * kWarpgroupWarps * part_pieces_of_warp(dims) * kPieceBytes;
-  if (splits.tiles > 0) return kPartsOffset + int64_t{splits.tiles} * splits.parts() * part;
+  const int64_t partial_bytes = int64_t{shape.groups} * kWarpgroupWarps * split_pieces_of_warp(dims) * kPieceBytes;
+  if (splits.tiles > 0) return kPartialsOffset + int64_t{splits.tiles} * splits.per_tile() * partial_bytes;
   return needs_no_counter(p, shape, splits) ? 0 : sizeof(unsigned long long);
 }
 

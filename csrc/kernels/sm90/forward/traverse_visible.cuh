@@ -244,7 +244,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
       SharedRandomBits random_bits;
       if constexpr (Config::kDrops) ask_for_random_bits(random_bits);
       if constexpr (!kOnlyBias) ask_for_bits(terms.visible);
-      const bool partly = !kOnlyBias && storage_.k_metadata[k_at_.stage()].partly(warpgroup_);
+      const bool partly = !kOnlyBias && storage_.k_metadata[k_at_.stage()].is_masked(warpgroup_);
       start_qk(s);
       if (!terms.v_came) wait_for_values();
       start_pv(p);

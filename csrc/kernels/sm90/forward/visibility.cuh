@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-/// A slot in ForwardVisibility::slots.
+/// What an entry of ForwardVisibility::entries stands for: 64 queries of a head and a group of keys.
 struct VisibilityEntry {
   int batch, head, row_group, group;
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ uint32_t block_word(const BlockMaskParams& p, const V
   return bitmap_word(p, block_m, block_n, found.bitmap, row, key);
 }
 
-/// By one block.
+/// By the first CTA.
 __device__ __forceinline__ void write_constants(PairBits* bits) {
   if (blockIdx.x > 0 || threadIdx.x >= kWarpgroupRows) return;
   bits[kNonePairs].rows[threadIdx.x] = {0, 0};
@@ -141,7 +141,7 @@ __device__ __forceinline__ int64_t flat_thread() {
   return static_cast<int64_t>(blockIdx.x) * kEntryThreads + threadIdx.x;
 }
 
-/// Places by the list of blocks, each made of whole groups.
+/// Entries by the list of blocks, each of which is made of whole groups.
 static __global__ void __launch_bounds__(kEntryThreads)
     block_entries_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ VisibilitySizes sizes,
                          const __grid_constant__ ForwardVisibility to) {
@@ -174,13 +174,13 @@ inline ForwardVisibility find_visibility(const AttentionParams& p, char* memory,
   const VisibilitySizes sizes(p);
   const ForwardVisibility found = sizes.views(memory);
   if (sizes.entries == 0) return found;
-  const auto grid = [](int64_t work_tile, int64_t of_block) { return grid_of((work_tile + of_block - 1) / of_block); };
+  const auto grid = [](int64_t threads, int64_t of_cta) { return grid_of((threads + of_cta - 1) / of_cta); };
   if (sizes.by_pairs) {
     const dim3 blocks = grid_of(sizes.entries / sizes.groups * ((sizes.groups + kPairGroups - 1) / kPairGroups));
     launch("sm90/visible_pairs", visible_pairs_kernel, {blocks, dim3(kPairThreads)}, stream, p, sizes, found);
   } else {
-    launch("sm90/block_places", block_entries_kernel, {grid(sizes.entries, kEntryThreads), dim3(kEntryThreads)}, stream,
-           p, sizes, found);
+    launch("sm90/block_entries", block_entries_kernel, {grid(sizes.entries, kEntryThreads), dim3(kEntryThreads)},
+           stream, p, sizes, found);
     const int64_t rows = p.blocks.num_bitmaps * p.blocks.block_m * (p.blocks.block_n / kKeyGroup);
     launch("sm90/bitmap_pairs", bitmap_pairs_kernel, {grid(rows, kEntryThreads), dim3(kEntryThreads)}, stream, p.blocks,
            found.bits);

@@ -162,13 +162,13 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
   /// Loads mask bits to the barrier of K, one part per lane. Their bytes are expected before the barrier's only
   /// arrival.
   __device__ __forceinline__ void load_bits(const TileMetadata& metadata, int entry, int stage) const {
-    const int partly = __popc(metadata.flags >> TileMetadata::kPartly & TileMetadata::kAll);
+    const int partly = __popc(metadata.flags >> TileMetadata::kMasked & TileMetadata::kAll);
     if (partly == 0) return;
     const uint32_t s_full = address(storage_.k_full[stage]);
     if (lane_ == 0) ptx::mbarrier_expect(s_full, partly * Config::kKeyParts * static_cast<int>(sizeof(PairBits)));
     __syncwarp();
     const int group = lane_ / Config::kKeyParts;
-    if (group >= Config::kGroups || !metadata.partly(group)) return;
+    if (group >= Config::kGroups || !metadata.is_masked(group)) return;
     ptx::bulk_load(s_bits_ + stage * Config::kBitsBytes + lane_ * static_cast<int>(sizeof(PairBits)),
                    options_.visible.bits + entry, sizeof(PairBits), s_full);
   }

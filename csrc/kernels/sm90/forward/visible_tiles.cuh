@@ -7,23 +7,23 @@
 
 namespace flash_ext::sm90 {
 
-/// Metadata of a key tile. Bit g: warpgroup g visits it. Bit kPartly + g: a mask hides part of it from warpgroup g. Bit
-/// kPartial + g: the window does. From bit kRun on: how many of the following tiles need no metadata except kPartly,
+/// Metadata of a key tile. Bit g: warpgroup g visits it. Bit kMasked + g: a mask hides part of it from warpgroup g. Bit
+/// kWindowed + g: the window does. From bit kRun on: how many of the following tiles need no metadata except kMasked,
 /// because without masks all rows see all of them, and none is the last of the work tile.
 struct alignas(8) TileMetadata {  // one load, which the branch that K is released behind waits for
-  static constexpr int kPartly = 8, kPartial = 16, kRun = 24;
-  static constexpr uint32_t kAll = (1u << kPartly) - 1, kMostRun = 31, kSanitised = 1u << 30, kLast = 1u << 31;
+  static constexpr int kMasked = 8, kWindowed = 16, kRun = 24;
+  static constexpr uint32_t kAll = (1u << kMasked) - 1, kMostRun = 31, kSanitised = 1u << 30, kLast = 1u << 31;
 
   int tile;
   uint32_t flags;  // kSanitised: V is sanitised; kLast: the last tile of a work tile
 
   __device__ __forceinline__ bool any() const { return flags & kAll; }
   __device__ __forceinline__ bool visible(int group) const { return flags >> group & 1; }
-  /// But for masks.
+  /// Whether all its rows see the whole tile, masks aside.
   __device__ __forceinline__ bool is_full_for(int group) const {
-    return (flags >> group & (1u | 1u << kPartial)) == 1u;
+    return (flags >> group & (1u | 1u << kWindowed)) == 1u;
   }
-  __device__ __forceinline__ bool partly(int group) const { return flags >> (kPartly + group) & 1; }
+  __device__ __forceinline__ bool is_masked(int group) const { return flags >> (kMasked + group) & 1; }
   __device__ __forceinline__ int run() const { return static_cast<int>(flags >> kRun & kMostRun); }
 };
 
@@ -70,9 +70,9 @@ class VisibleTiles {
     full_lanes_ = __ballot_sync(~0u, is_full(mine_));
   }
 
-  /// But for masks, and for every warpgroup that has rows.
+  /// Whether every warpgroup that has rows sees the whole tile, masks aside.
   __device__ __forceinline__ bool is_full(uint32_t flags) const {
-    if (flags & (TileMetadata::kAll << TileMetadata::kPartial)) return false;
+    if (flags & (TileMetadata::kAll << TileMetadata::kWindowed)) return false;
     for (int g = 0; g < Config::kGroups; ++g)
       if (work_tile_.has_rows(g) && !(flags >> g & 1)) return false;
     return true;
@@ -100,7 +100,7 @@ class VisibleTiles {
     for (int g = 0; g < Config::kGroups; ++g) {
       if (tile < work_tile_.rows[g].begin || tile >= work_tile_.rows[g].end) continue;
       const bool partial = tile < work_tile_.rows[g].full_begin || tile >= work_tile_.rows[g].full_end;
-      flags |= (flag_of(g, tile) | static_cast<uint32_t>(partial) << TileMetadata::kPartial) << g;
+      flags |= (flag_of(g, tile) | static_cast<uint32_t>(partial) << TileMetadata::kWindowed) << g;
     }
     if (!(flags & TileMetadata::kAll)) return 0;
     const bool may_be_masked = work_tile_.sanitised && visible_.entries;
@@ -109,7 +109,7 @@ class VisibleTiles {
 
   /// Those of a warpgroup 0.
   __device__ __forceinline__ uint32_t flag_of(int group, int tile) {
-    constexpr uint32_t kSeen = 1, kSeenPartly = 1 | 1u << TileMetadata::kPartly;
+    constexpr uint32_t kSeen = 1, kSeenPartly = 1 | 1u << TileMetadata::kMasked;
     if (!visible_.entries) return kSeen;
     const int* const g_entries = visible_.row(work_tile_.sequence.batch, work_tile_.sequence.head,
                                               work_tile_.first_query / kWarpgroupRows + group) +

@@ -10,14 +10,14 @@
 
 namespace flash_ext::sm90 {
 
-/// Where a work tile stores its partial result, if it has only a part of the keys that its queries see (split_kv.cuh).
+/// Where a work tile stores its partial result, if it has only a split of the keys that its queries see (split_kv.cuh).
 template <bool kSplitsKv>
 struct WorkTileSplit {
-  float4* part = nullptr;
+  float4* partial = nullptr;
 };
 template <>
 struct WorkTileSplit<false> {
-  static constexpr float4* part = nullptr;
+  static constexpr float4* partial = nullptr;
 };
 
 /// The entries of a block mask's lists that a work tile visits: [first_entry, first_entry + blocks).
@@ -164,7 +164,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
 
   /// Whether out of a warpgroup leaves through shared memory: only if it has all its 64 rows.
   __device__ __forceinline__ bool copies_out(int group) const {
-    return Config::kOutInShared && !this->part && first_query + (group + 1) * kWarpgroupRows <= end_query &&
+    return Config::kOutInShared && !this->partial && first_query + (group + 1) * kWarpgroupRows <= end_query &&
            has_rows(group);
   }
 

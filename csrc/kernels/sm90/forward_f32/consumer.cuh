@@ -55,11 +55,9 @@ class ForwardF32Consumer {
     return work_tile.first_query + warpgroup_ * kWarpgroupRows;
   }
 
-  /// A consumer warpgroup's named barrier has its number in the CTA. The producers are warpgroup 0, and barrier 0 is
-  /// __syncthreads().
   __device__ __forceinline__ void wait_for_warpgroup() const {
-    const int barrier = ptx::reread(static_cast<int>(threadIdx.x)) / kWarpgroupThreads;
-    ptx::barrier_any<kWarpgroupThreads>(barrier, false);
+    const int warpgroup = ptx::reread(static_cast<int>(threadIdx.x)) / kWarpgroupThreads;
+    ptx::barrier_any<kWarpgroupThreads>(kOfWarpgroup + warpgroup, false);
   }
 
   __device__ __forceinline__ void load_query(const WorkTile& work_tile, char* s_query) const {

@@ -37,7 +37,12 @@ struct ForwardF32WorkTile {
   }
 };
 
-/// Behind the pieces in shared memory. A barrier's name says what the end of its phase means.
+/// Named barriers. 0 is __syncthreads().
+enum ForwardF32Barrier : int {
+  kOfWarpgroup = 0,  // plus the number of a consumer warpgroup in the CTA, from 1 on: the producers are warpgroup 0
+};
+
+/// Lies behind the pieces in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardF32Storage {
   static constexpr int kSlots = 2;

@@ -3,22 +3,22 @@
 
 #include <cstdint>
 
-namespace flash_ext::sm90 {
+namespace flash_ext {
 
-/// Each of `tiles` query tiles is split into short_parts of its first keys and long_parts of the others.
+/// Each of `tiles` query tiles is split into short_splits of its first keys and long_splits of the others.
 struct KeySplits {
   static constexpr int32_t kWholeShare = 1 << 16;
 
   int64_t first_tile = 0;    // in the order of query tiles; those before it are whole
   int32_t tiles = 0;         // that are split; 0: none
   int32_t whole_behind = 0;  // that follow these, and are whole
-  int32_t long_parts = 0;
-  int32_t short_parts = 0;
-  int32_t short_share = 0;  // of kWholeShare: the keys of a short part; long ones share the rest
+  int32_t long_splits = 0;
+  int32_t short_splits = 0;
+  int32_t short_share = 0;  // of kWholeShare: the keys of a short split; long ones share the rest
 
-  constexpr int32_t parts() const { return long_parts + short_parts; }
+  constexpr int32_t per_tile() const { return long_splits + short_splits; }
   /// Positions in the order that it adds to those of whole tiles.
-  constexpr int64_t more_positions() const { return tiles > 0 ? int64_t{tiles} * (parts() - 1) : 0; }
+  constexpr int64_t more_positions() const { return tiles > 0 ? int64_t{tiles} * (per_tile() - 1) : 0; }
 };
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext
