@@ -563,7 +563,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(f"{KERNELS}/forward_sm80.md", "h200_options_sm80.json", option_times("h200_options_sm80.json")),
     Table(f"{KERNELS}/backward_sm80.md", "h200_options_sm80.json", option_times("h200_options_sm80.json")),
     Table(f"{KERNELS}/bias_gradient_sm90.md", "h200_options.json", bias_gradient_cells),
-    Table(f"{KERNELS}/weights_sm80.md", "h200_options_sm80.json", bias_gradient_cells),
+    Table(f"{KERNELS}/bias_gradient_sm80.md", "h200_options_sm80.json", bias_gradient_cells),
     Table(f"{KERNELS}/decode_sm80.md", "h200_decode.json", decode_cells),
     Table(f"{TUNING}/decode_sm80.md", "h200_decode.json", decode_cells),
     Table(PERFORMANCE, "h200_models.json", model_cells),

@@ -62,6 +62,8 @@ constexpr FeatureRow kFeatures[] = {
 
 }  // namespace
 
+bool copies_bias_in_pieces(const Problem& p) { return p.bias_in_pieces && p.bias_dtype != DType::kFloat64; }
+
 unsigned features_of(const Problem& problem) {
   unsigned found = 0;
   for (const FeatureRow& row : kFeatures)

@@ -35,6 +35,9 @@ enum Feature : unsigned {
 /// The features of a problem, as bits.
 unsigned features_of(const Problem& problem);
 
+/// Whether kernels can copy the bias in pieces of 16 bytes: its rows allow it, and it is no float64.
+bool copies_bias_in_pieces(const Problem& problem);
+
 /// A feature in words: "softmax_scale -1".
 std::string words_of(Feature feature, const Problem& problem);
 

@@ -1,6 +1,7 @@
 #include "sm80_tiles.h"
 
 #include "decode.h"
+#include "features.h"
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/head_dim.h"
 #include "kernels/common/score/bias_view.h"
@@ -11,12 +12,12 @@
 namespace flash_ext::plan {
 namespace {
 
-constexpr int64_t kFewRows = 16, kManyRows = 64;  // of a tile of decoding
+constexpr int64_t kFewTileRows = 16, kManyTileRows = 64;  // of a tile of decoding
 
 bool is_float(const Problem& p) { return p.dtype == DType::kFloat32; }
 
 sm80::ForwardVariant forward_variant(const Problem& p, int head_dim) {
-  const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
+  const bool pieces = copies_bias_in_pieces(p);
   const sm80::ForwardVariant wanted =
       sm80::variant_of({p.softmax_scale, p.softcap, p.has_alibi, dropout_threshold(p.dropout_p) > 0, p.has_mask,
                         p.has_block_mask, p.paged, p.has_bias, pieces, p.dtype, p.bias_dtype});
@@ -48,7 +49,7 @@ void explain_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::
   const bool reads = variant == sm80::ForwardVariant::kReads;
   const int bytes = sm80::forward_shared_bytes(shape, head_dim, is_float(p)) +
                     (reads && p.has_block_mask ? sm80::block_mask_bytes(shape) : 0);
-  const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
+  const bool pieces = copies_bias_in_pieces(p);
   const int available = static_cast<int>(p.shared_bytes_per_cta);
   if (pieces && sm80::has_room_for_bias(shape, bytes, p.bias_dtype, available)) {
     draft.because("bias: its tiles come to shared memory ahead of time");
@@ -122,14 +123,14 @@ void choose_sm80_decode_tiles(Draft& draft) {
 }
 
 int64_t sm80_decode_rows(const Problem& p, int64_t group) {
-  const bool few = typical_queries(p) * group <= kFewRows;
-  return few || p.batch_invariant || p.dtype == DType::kFloat32 ? kFewRows : kManyRows;
+  const bool few = typical_queries(p) * group <= kFewTileRows;
+  return few || p.batch_invariant || p.dtype == DType::kFloat32 ? kFewTileRows : kManyTileRows;
 }
 
 int64_t sm80_decode_ctas_per_sm(const Problem& p, int64_t rows) {
   const bool wide = std::max(p.head_dim, p.head_dim_v) > 128, exact = p.dtype == DType::kFloat32;
   if (wide || exact) return wide && exact ? 2 : 3;
-  return rows == kManyRows ? 2 : 1;
+  return rows == kManyTileRows ? 2 : 1;
 }
 
 BackwardTiles sm80_backward_tiles(const Problem& p) {

@@ -1,4 +1,5 @@
 // Tiles, variants and costs of the backward for Hopper.
+#include "features.h"
 #include "kernels/common/dropout/philox.h"
 #include "kernels/sm90/backward/shape.h"
 #include "kernels/sm90/backward/variant.h"
@@ -11,7 +12,7 @@ namespace {
 
 /// The options of the variant that serves a problem.
 int serving_options(const Problem& p) {
-  const bool pieces = p.bias_in_pieces && p.bias_dtype != DType::kFloat64;
+  const bool pieces = copies_bias_in_pieces(p);
   const bool key_padding = p.mask_per_key && !p.has_block_mask;
   const bool drops = dropout_threshold(p.dropout_p) > 0;
   const sm90::BackwardAsked asked = {p.softcap > 0,

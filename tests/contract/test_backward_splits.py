@@ -164,10 +164,13 @@ def test_options(device: str, dtype: torch.dtype, head_dim: int, name: str) -> N
 
 
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("k", "v")], ids=str)
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
-def test_some_gradients_alone(device: str, dtype: torch.dtype, head_dim: int, wanted: tuple[str, ...]) -> None:
-    call = make_call(1, 300, 290, 4, 1, head_dim, dtype=dtype, device=device, deterministic=False)
+def test_some_gradients_alone(
+    device: str, dtype: torch.dtype, head_dim: int, causal: bool, wanted: tuple[str, ...]
+) -> None:
+    call = make_call(1, 300, 290, 4, 1, head_dim, dtype=dtype, device=device, causal=causal, deterministic=False)
     assert_matches_oracle(call, wanted)
 
 

@@ -5,8 +5,8 @@
 namespace flash_ext::cpu {
 namespace {
 
-constexpr int64_t kGrainRows = 4;      // of blocks, so that threads are worth their start
-constexpr int64_t kGrainSquares = 64;  // of bitmaps
+constexpr int64_t kGrainRows = 4;       // of blocks, so that threads are worth their start
+constexpr int64_t kGrainBitTiles = 64;  // of bitmaps
 
 /// Counts in offsets (lists, rows + 1), the last one of each list left out, become where each row begins. Returns where
 /// all end.
@@ -52,7 +52,8 @@ void block_lists_transposed(const TransposedListsParams& p, ParallelFor parallel
   });
   const int64_t end = sum_up(p.transposed_offsets, heads, p.columns, p.max_blocks);
   for_each(columns, kGrainRows, parallel_for, [&](int column) { write_rows(p, column, rows, 0, Lanes()); });
-  for_each(num_squares(p), kGrainSquares, parallel_for, [&](int64_t square) { transpose_square(p, square, Lanes()); });
+  for_each(num_bit_tiles(p), kGrainBitTiles, parallel_for,
+           [&](int64_t bit_tile) { transpose_bit_tile(p, bit_tile, Lanes()); });
   clear(p.transposed_indices, end, p.max_blocks);
   clear(p.transposed_bitmap_ids, end, p.max_blocks);
 }

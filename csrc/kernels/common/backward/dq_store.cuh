@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
 #pragma unroll 2
   for (int flat = threadIdx.x; flat < kBlockM * kHeadDim / 16; flat += kStoreDqThreads) {
     if constexpr (Layout::kTransposed) {
-      const typename Layout::Piece piece(flat);
+      const typename Layout::FragmentPiece piece(flat);
       const int i = first + piece.row;
       if (piece.column >= p.head_dim || i >= sequence.seqlen_q) continue;
       float x[4][4];

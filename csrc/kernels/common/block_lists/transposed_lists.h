@@ -90,16 +90,16 @@ FLASH_EXT_LANES_CODE void write_rows(const TransposedListsParams& p, int number,
   rows_of_column(p, number, rows, int64_t{p.transposed_offsets[place_of_offset(p, number)]} + before, lanes);
 }
 
-/// Squares of 32 queries by 32 keys of all bitmaps.
-FLASH_EXT_LANES_CODE int64_t num_squares(const TransposedListsParams& p) {
+/// Bit tiles: 32 queries by 32 keys, of all bitmaps.
+FLASH_EXT_LANES_CODE int64_t num_bit_tiles(const TransposedListsParams& p) {
   return p.num_bitmaps * (p.block_m / 32) * (p.block_n / 32);
 }
 
-/// The bits of a square: bit b of word w of key j is bit j % 32 of query 32 w + b.
-FLASH_EXT_LANES_CODE void transpose_square(const TransposedListsParams& p, int64_t square, const Lanes& lanes) {
+/// Transposes the bits of a tile: bit b of word w of key j is bit j % 32 of query 32 w + b.
+FLASH_EXT_LANES_CODE void transpose_bit_tile(const TransposedListsParams& p, int64_t bit_tile, const Lanes& lanes) {
   const int64_t query_words = p.block_m / 32, key_words = p.block_n / 32;
-  const int64_t query_word = square % query_words, key_word = square / query_words % key_words;
-  const int64_t bitmap = square / query_words / key_words;
+  const int64_t query_word = bit_tile % query_words, key_word = bit_tile / query_words % key_words;
+  const int64_t bitmap = bit_tile / query_words / key_words;
   const int32_t* const queries = p.bitmaps + (bitmap * p.block_m + 32 * query_word) * key_words + key_word;
   int32_t* const keys = p.transposed_bitmaps + (bitmap * p.block_n + 32 * key_word) * query_words + query_word;
   for (int key = lanes.index; key < 32; key += Lanes::kCount) {

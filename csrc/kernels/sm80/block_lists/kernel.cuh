@@ -71,8 +71,8 @@ static __global__ void __launch_bounds__(kColumnThreads, 1)
     const ColumnPart part(p, column, counts);
     if (threadIdx.x == 0) p.transposed_offsets[place_of_offset(p, column)] = part.of_all();
   } else {
-    const int64_t square = (blockIdx.x - columns) * kColumnWarps + threadIdx.x / Lanes::kCount;
-    if (square < num_squares(p)) transpose_square(p, square, Lanes());
+    const int64_t bit_tile = (blockIdx.x - columns) * kColumnWarps + threadIdx.x / Lanes::kCount;
+    if (bit_tile < num_bit_tiles(p)) transpose_bit_tile(p, bit_tile, Lanes());
   }
 }
 
@@ -152,9 +152,10 @@ inline void run_interval_block_lists(const IntervalListsParams& p, cudaStream_t 
 
 inline void run_block_lists_transposed(const TransposedListsParams& p, cudaStream_t stream) {
   const int64_t heads = int64_t{p.batch} * p.heads, columns = heads * p.columns;
-  const int64_t squares = p.num_bitmaps * (p.block_m / 32) * (p.block_n / 32);
   const auto ctas = [](int64_t count) { return LaunchShape{grid_of(count), dim3(kColumnThreads)}; };
-  launch("rows of columns", count_rows_kernel, ctas(columns + (squares + kColumnWarps - 1) / kColumnWarps), stream, p);
+  const int64_t bit_tiles = p.num_bitmaps * (p.block_m / 32) * (p.block_n / 32);
+  launch("rows of columns", count_rows_kernel, ctas(columns + (bit_tiles + kColumnWarps - 1) / kColumnWarps), stream,
+         p);
   make_offsets(p.transposed_offsets, heads, p.columns, p.max_blocks, stream);
   launch("lists of columns", write_rows_kernel, ctas(std::max<int64_t>(columns, 1)), stream, p);
 }

@@ -194,7 +194,7 @@ struct OptionTiles {
   /// Words of the warp's rows, of one of two tiles.
   __device__ __forceinline__ uint32_t* words_of(int words) const {
     auto* const all = static_cast<uint32_t*>(__cvta_shared_to_generic(s_begin + schedule.words_offset));
-    return all + (words & 1) * (Config::kVisibilityBytes / 4) + warp_row * WarpMask::kGroups;
+    return all + (words & 1) * (Config::kVisibilityBytes / 4) + warp_row * WarpMask::kWords;
   }
   __device__ __forceinline__ uint32_t visible_tiles_of(int group) const {
     return visible_tiles<kBlockM, kBlockN>(schedule.mask, work_tile.sequence, work_tile.first_query, group, lane);
@@ -222,11 +222,11 @@ struct OptionTiles {
       if (schedule.mask.words) tile = find_by_bits(tile, work_tile.tiles.begin, seen);
       if (tile < work_tile.tiles.begin) break;
       const TileVisibility visible = build_visibility<kThreads, kBlockM, kBlockN>(
-          of_warp - warp_row * WarpMask::kGroups, MaskRows(ScoreView(), sequence), BlockMaskRows(p.blocks, sequence),
+          of_warp - warp_row * WarpMask::kWords, MaskRows(ScoreView(), sequence), BlockMaskRows(p.blocks, sequence),
           work_tile.first_query, tile * kBlockN, sequence.seqlen_q, sequence.seqlen_k);
       if (!visible.any) continue;
       if (!visible.all) {
-        for (int k = lane; k < Config::kWarpRows * WarpMask::kGroups; k += 32)
+        for (int k = lane; k < Config::kWarpRows * WarpMask::kWords; k += 32)
           of_warp[k] = RegisterOrder::pack(of_warp[k]);
         __syncwarp();
       }

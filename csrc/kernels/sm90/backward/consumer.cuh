@@ -148,7 +148,7 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
 
   __device__ __forceinline__ void sanitise_rows() const {
     Base::sanitise_rows(warpgroup_ * kWarpgroupThreads + this->thread());
-    ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, Base::kComputing>();
+    ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, Base::kConsumerThreads>();
   }
 
   Sum dk_, dv_;

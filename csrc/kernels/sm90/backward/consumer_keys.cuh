@@ -18,8 +18,8 @@ class BackwardKeysWarp {
  protected:
   using Element = typename Config::Element;
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM;
-  static constexpr int kComputing = Config::kThreads - kWarpgroupThreads;  // threads that compute
-  static constexpr uint32_t kValues = Config::kKeyBytes / 16;              // behind K, in a descriptor
+  static constexpr int kConsumerThreads = Config::kThreads - kWarpgroupThreads;
+  static constexpr uint32_t kValues = Config::kKeyBytes / 16;  // behind K, in a descriptor
   using Products = BackwardProducts<Element, kHeadDim, Config::kLoadedKeys, kBlockM>;
   using Sum = typename Products::Sum;
 
@@ -102,7 +102,7 @@ class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
   using Base = BackwardKeysWarp<Config, Storage>;
   using Base::Base;
   using Base::kBlockM;
-  using Base::kComputing;
+  using Base::kConsumerThreads;
   using Base::lane_;
   using Base::queries_;
   using Base::s_tiles_;
@@ -169,8 +169,9 @@ class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
     wait_for_query();
     wait_for_grad();
     const uint32_t s_query = s_tiles_ + Config::kQueriesOffset + at_.stage() * Config::kQueryBytes;
-    sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_query, thread);
-    sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_query + Config::kStages * Config::kQueryBytes, thread);
+    sanitise_tile<Element, Config::kQueryBytes, kConsumerThreads>(s_query, thread);
+    sanitise_tile<Element, Config::kQueryBytes, kConsumerThreads>(s_query + Config::kStages * Config::kQueryBytes,
+                                                                  thread);
   }
 
   RingCount<Config::kStages> at_;  // of Q and dO

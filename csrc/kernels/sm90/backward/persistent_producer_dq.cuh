@@ -45,12 +45,12 @@ class BackwardPersistentDq {
 
  private:
   using KeyTile = TileDescriptor<kBlockN>;
-  using Piece = BackwardDqPiece<Config>;
-  using Sum = typename Piece::Sum;
+  using DqPiece = BackwardDqPiece<Config>;
+  using Sum = typename DqPiece::Sum;
   using TileCount = RingCount<Config::kKeySlots>;
   static constexpr int kPreparing = 3;  // the warp that finds tiles of keys; the first two load
-  static constexpr int kPieces = sizeof(WorkTile) / sizeof(uint2);
-  static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && kPieces <= 32, "a lane copies a piece");
+  static constexpr int kWords = sizeof(WorkTile) / sizeof(uint2);
+  static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && kWords <= 32, "a lane copies a word");
   // Steps before the end of a tile of keys at which the next one is drawn, fetched and published: memory answers
   // meanwhile. The first loads of that tile are two steps before the end.
   static constexpr int kDrawn = 6, kFetched = 5, kPublished = 4;
@@ -101,14 +101,14 @@ class BackwardPersistentDq {
   /// Asks for what lies there, a piece a lane.
   __device__ __forceinline__ void fetch() {
     position_ = ptx::uniform(drawn_);
-    if (position_ < table_.count && lane_ < kPieces)
-      piece_ = reinterpret_cast<const uint2*>(table_.tiles + position_)[lane_];
+    if (position_ < table_.count && lane_ < kWords)
+      word_of_work_tile_ = reinterpret_cast<const uint2*>(table_.tiles + position_)[lane_];
   }
   __device__ __forceinline__ void publish() {
     const uint32_t slot = published_.stage();
     WorkTile& work_tile = storage_.work_tiles[slot];
     wait_for(storage_.tile_empty[slot], published_.parity() ^ 1);
-    if (lane_ < kPieces) reinterpret_cast<uint2*>(&work_tile)[lane_] = piece_;
+    if (lane_ < kWords) reinterpret_cast<uint2*>(&work_tile)[lane_] = word_of_work_tile_;
     __syncwarp();
     if (position_ < table_.count) {
       find_large_lse_of_all(workspace_, work_tile, lane_);
@@ -209,12 +209,12 @@ class BackwardPersistentDq {
   }
   /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target) const {
-    const uint32_t s_piece = Piece::place(s_tiles_, warp_, 0);
+    const uint32_t s_piece = DqPiece::place(s_tiles_, warp_, 0);
     Sum sum;
     start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
-    Piece::finish(sum);
+    DqPiece::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
-    Piece::stage(s_piece, sum, lane_);
+    DqPiece::stage(s_piece, sum, lane_);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane_ == 0) {
@@ -248,7 +248,7 @@ class BackwardPersistentDq {
   TileCount tile_, published_, loaded_;
   // Of the tile of keys that is published next.
   uint32_t drawn_ = blockIdx.x, position_ = 0;
-  uint2 piece_ = {};
+  uint2 word_of_work_tile_ = {};
   RingCount<Config::kDsStages> ds_at_;
   // What is loaded next.
   int free_stages_ = Config::kStages - 1;

@@ -183,7 +183,7 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
 
   static constexpr int kRowsOfWarp = 16;
   using Base::kBlockM;
-  using Base::kComputing;
+  using Base::kConsumerThreads;
   using Base::keys_;
   using Base::kHeadDim;
   using Base::kValues;
@@ -444,8 +444,8 @@ class BackwardPipelinedConsumer : BackwardKeysWarp<Config, typename Rules::Stora
                          (Config::kBiased ? static_cast<int>(step.grad_stage() - step.stage) * Config::kQueryBytes : 0);
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile, s_tile += to_grads)
-      sanitise_tile<Element, Config::kQueryBytes, kComputing>(s_tile, thread);
-    ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, kComputing>();
+      sanitise_tile<Element, Config::kQueryBytes, kConsumerThreads>(s_tile, thread);
+    ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, kConsumerThreads>();
   }
 
   Sum dk_, dv_;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/common/dropout/random_bits.cuh"
+#include "kernels/common/score/softcap.h"
 #include "kernels/ptx/stmatrix.h"
 #include "score_tile.cuh"
 
@@ -107,7 +108,7 @@ struct BackwardPipelinedTile {
       const float x = ptx::tanh_approx(s[0][n][2 * r] * scale), y = ptx::tanh_approx(s[0][n][2 * r + 1] * scale);
       const float low = ptx::exp2_approx(fmaf(x, cap, -term.x)), high = ptx::exp2_approx(fmaf(y, cap, -term.y));
       p[k][e] = ptx::pack2<Element>(low, high);
-      sloped[k][e] = ptx::pack2<Element>(low * fmaf(-x, x, 1.0f), high * fmaf(-y, y, 1.0f));
+      sloped[k][e] = ptx::pack2<Element>(low * softcap_slope(x), high * softcap_slope(y));
     });
   }
 

@@ -80,8 +80,8 @@ template <class Config, class Storage>
 class BackwardDqWarp {
  protected:
   static constexpr int kBlockM = Config::kBlockM, kPanels = panels(Config::kHeadDim);
-  using Piece = BackwardDqPiece<Config>;
-  using Sum = typename Piece::Sum;
+  using DqPiece = BackwardDqPiece<Config>;
+  using Sum = typename DqPiece::Sum;
 
   __device__ __forceinline__ BackwardDqWarp(const BackwardParams& p, const BackwardMaps& maps,
                                             const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
@@ -105,9 +105,9 @@ class BackwardDqWarp {
     __syncwarp();
   }
 
-  __device__ __forceinline__ static void finish(Sum& sum) { Piece::finish(sum); }
-  __device__ __forceinline__ uint32_t s_piece(int panel) const { return Piece::place(s_tiles_, warp_, panel); }
-  __device__ __forceinline__ void stage(const Sum& sum, int panel) const { Piece::stage(s_piece(panel), sum, lane_); }
+  __device__ __forceinline__ static void finish(Sum& sum) { DqPiece::finish(sum); }
+  __device__ __forceinline__ uint32_t s_piece(int panel) const { return DqPiece::place(s_tiles_, warp_, panel); }
+  __device__ __forceinline__ void stage(const Sum& sum, int panel) const { DqPiece::stage(s_piece(panel), sum, lane_); }
 
   const BackwardParams& p_;
   const BackwardMaps& maps_;

@@ -20,7 +20,7 @@ class BiasConsumer {
   using Storage = BiasStorage<Config>;
   using Bias = typename Config::Bias;
   static constexpr int kN = Config::kKeys / 8;
-  static constexpr int kComputing = Config::kGroups * kWarpgroupThreads;
+  static constexpr int kConsumerThreads = Config::kGroups * kWarpgroupThreads;
   using Fragment = float[1][kN][4];
   using RowTile = TileDescriptor<Config::kRows>;
   using KeyTile = TileDescriptor<Config::kKeys>;
@@ -266,7 +266,7 @@ class BiasConsumer {
         for (int lanes = 16; lanes >= 4; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
         if (lane_ < 4) storage_.columns[warp][8 * n + 2 * lane_ + c] = x;
       }
-    ptx::barrier_sync<kColumnSums, kComputing>();
+    ptx::barrier_sync<kColumnSums, kConsumerThreads>();
     const int column = warp * 32 + lane_;
     if (column < num_keys) {
       float sum = 0.0f;
@@ -274,7 +274,7 @@ class BiasConsumer {
       for (int k = 0; k < Config::kWarps; ++k) sum += storage_.columns[k][column];
       g_columns[column] = sum;
     }
-    ptx::barrier_sync<kColumnSums, kComputing>();  // the sums have been read
+    ptx::barrier_sync<kColumnSums, kConsumerThreads>();  // the sums have been read
   }
 
   template <class T>

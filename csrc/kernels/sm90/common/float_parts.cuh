@@ -28,7 +28,7 @@ FLASH_EXT_HOST_DEVICE constexpr int part_of_b(int product) { return product == 1
 
 /// A piece: kSide rows of as many columns, one part behind the other.
 template <int kSide>
-struct Piece {
+struct FloatPiece {
   static_assert(kSide == 64 || kSide == 32, "the rows that swizzles are made for");
   static constexpr int kRowBytes = 2 * kSide;
   static constexpr int kPartBytes = kSide * kRowBytes;
@@ -37,8 +37,8 @@ struct Piece {
 
 /// 64 rows of 64 columns: a part is a panel (matrix_descriptor.h).
 constexpr int kPieceRows = 64;
-constexpr int kPartBytes = Piece<kPieceRows>::kPartBytes;
-constexpr int kPieceBytes = Piece<kPieceRows>::kBytes;
+constexpr int kPartBytes = FloatPiece<kPieceRows>::kPartBytes;
+constexpr int kPieceBytes = FloatPiece<kPieceRows>::kBytes;
 using PieceDescriptor = TileDescriptor<kPieceRows>;
 
 /// 32 rows of 32 columns, in the 64-byte swizzle: eight rows are 512 bytes, and the 16-byte pieces of a row are
@@ -46,7 +46,7 @@ using PieceDescriptor = TileDescriptor<kPieceRows>;
 constexpr int kSmallPieceRows = 32;
 struct SmallPieceDescriptor {
   static constexpr uint32_t kSwizzle64 = 2u << 30;
-  static constexpr uint32_t kEightRows = 8 * Piece<kSmallPieceRows>::kRowBytes / 16;
+  static constexpr uint32_t kEightRows = 8 * FloatPiece<kSmallPieceRows>::kRowBytes / 16;
 
   __device__ __forceinline__ static uint32_t lower_half(uint32_t s_piece) { return s_piece >> 4; }
   /// Of what begins `offset` bytes behind the piece.
@@ -56,7 +56,7 @@ struct SmallPieceDescriptor {
   /// Where the columns [16 step, + 16) begin.
   static constexpr uint32_t along_row(int step) { return step * 32; }
   /// Where the rows [16 step, + 16) begin.
-  static constexpr uint32_t down_rows(int step) { return step * 16 * Piece<kSmallPieceRows>::kRowBytes; }
+  static constexpr uint32_t down_rows(int step) { return step * 16 * FloatPiece<kSmallPieceRows>::kRowBytes; }
 };
 
 template <int kSide>
@@ -91,8 +91,8 @@ struct ThreadOfPiece {
   static constexpr int kThreadsOfRow = kSide / 8;
   static constexpr int kRowStep = kWarpgroupThreads / kThreadsOfRow;
   static constexpr int kFloat8s = kSide / kRowStep;
-  static constexpr int kRowBytes = Piece<kSide>::kRowBytes;
-  static constexpr int kPartBytes = Piece<kSide>::kPartBytes;
+  static constexpr int kRowBytes = FloatPiece<kSide>::kRowBytes;
+  static constexpr int kPartBytes = FloatPiece<kSide>::kPartBytes;
 
   int row, column;   // of the first group of 8 floats
   uint32_t address;  // of it, within a part

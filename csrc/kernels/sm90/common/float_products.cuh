@@ -80,7 +80,7 @@ struct FloatProductsOf {
         return PieceDescriptor::at(a_columns, k * kPartBytes + PieceDescriptor::along_row(step));
       };
       const auto b = [&](int k) {
-        return Descriptor::at(b_piece, k * Piece<kSide>::kPartBytes + Descriptor::along_row(step));
+        return Descriptor::at(b_piece, k * FloatPiece<kSide>::kPartBytes + Descriptor::along_row(step));
       };
       if (kFirst && step == 0) {
         Product::template multiply<false>(sums.last, a(2), b(0));
@@ -107,7 +107,7 @@ struct FloatProductsOf {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const uint64_t b =
-            Descriptor::at(b_piece, part_of_b(k) * Piece<kSide>::kPartBytes + Descriptor::down_rows(step));
+            Descriptor::at(b_piece, part_of_b(k) * FloatPiece<kSide>::kPartBytes + Descriptor::down_rows(step));
         if (k == 0 && step == 0) {
           ptx::wgmma_registers<false>(sum, a[part_of_a(k)][step], b);
         } else {

@@ -38,11 +38,11 @@ class RangeTiles {
 /// A listed key tile, as consumers find it beside K.
 struct alignas(16) ListedKeys {
   int tile;
-  int bitmap;  // number of its bitmap; kFull; or kCut: the sequence ends in it
+  int bitmap;  // number of its bitmap; kFull; or kEndsInTile: the sequence ends in it
   int offset;  // of its first key within its block
   int run;     // number of full tiles that follow
 
-  static constexpr int kFull = -1, kCut = -2;
+  static constexpr int kFull = -1, kEndsInTile = -2;
 };
 
 /// The tiles of a work tile, from the last one listed to the first. A warp looks at 32 blocks at a time, one ahead.
@@ -98,7 +98,8 @@ class ListedTiles {
     const bool exists = lane_ < left_;
     block_ = min(max(coming_block_, 0), most);
     bitmap_ = min(coming_bitmap_, static_cast<int>(blocks_.num_bitmaps) - 1);
-    if (bitmap_ < 0) bitmap_ = (block_ + 1) * static_cast<int>(blocks_.block_n) > seqlen_k_ ? ListedKeys::kCut : -1;
+    if (bitmap_ < 0)
+      bitmap_ = (block_ + 1) * static_cast<int>(blocks_.block_n) > seqlen_k_ ? ListedKeys::kEndsInTile : -1;
     full_lanes_ = __ballot_sync(~0u, exists && bitmap_ == ListedKeys::kFull);
     at_ = 0;
     part_ = tiles_of_block_ - 1;

@@ -19,22 +19,22 @@ namespace flash_ext::sm90 {
 template <class Config>
 struct SplitTile {
   static constexpr int kD = Config::kHeadDimV / 8;
-  static constexpr int kPieces = split_pieces_of_warp({Config::kHeadDim, Config::kHeadDimV});
-  static constexpr int64_t kWorkTilePieces = int64_t{Config::kGroups} * kWarpgroupWarps * kPieces;
+  static constexpr int kFloat4s = split_float4s_of_warp({Config::kHeadDim, Config::kHeadDimV});
+  static constexpr int64_t kWorkTileFloat4s = int64_t{Config::kGroups} * kWarpgroupWarps * kFloat4s;
 
-  /// The first piece of a lane; its next ones are 32 apart.
+  /// The first float4 of a lane; its next ones are 32 apart.
   __device__ __forceinline__ static float4* of_lane(float4* g_split, int group, int warp, int lane) {
-    return g_split + (group * kWarpgroupWarps + warp) * kPieces + lane;
+    return g_split + (group * kWarpgroupWarps + warp) * kFloat4s + lane;
   }
   /// The stabilisers and sums of the lane's two rows.
-  template <class Piece>
-  __device__ __forceinline__ static Piece* state(Piece* g_lane) {
+  template <class Float4>
+  __device__ __forceinline__ static Float4* state(Float4* g_lane) {
     return g_lane + kD * 32;
   }
   /// Whether V held Inf or NaN that some rows do not see; the same for all lanes.
-  template <class Piece>
-  __device__ __forceinline__ static auto* met_non_finite(Piece* g_lane, int lane) {
-    return reinterpret_cast<std::conditional_t<std::is_const_v<Piece>, const int, int>*>(state(g_lane) + 32 - lane);
+  template <class Float4>
+  __device__ __forceinline__ static auto* met_non_finite(Float4* g_lane, int lane) {
+    return reinterpret_cast<std::conditional_t<std::is_const_v<Float4>, const int, int>*>(state(g_lane) + 32 - lane);
   }
 };
 
@@ -42,7 +42,7 @@ struct SplitTile {
 struct SplitKvSchedule : ForwardSchedule {
   KeySplits splits;
   float4* partials;  // work tile by work tile
-  uint64_t split_pieces;
+  uint64_t split_float4s;
 
   int64_t positions = work_tiles + splits.more_positions();
   uint32_t long_positions = splits.long_splits * splits.tiles;
@@ -78,7 +78,7 @@ struct SplitKvSchedule : ForwardSchedule {
   }
 
   __device__ __forceinline__ float4* partial_of(uint32_t work_tile, uint32_t split) const {
-    return partials + (work_tile * splits.per_tile() + split) * split_pieces;
+    return partials + (work_tile * splits.per_tile() + split) * split_float4s;
   }
 
  private:
@@ -113,7 +113,7 @@ template <class Config>
 SplitKvSchedule schedule_split_forward(const AttentionParams& p, const KeySplits& splits, const WorkListPlan& list,
                                        void* workspace) {
   SplitKvSchedule schedule = {schedule_forward<Config>(p, workspace), splits, nullptr,
-                              SplitTile<Config>::kWorkTilePieces};
+                              SplitTile<Config>::kWorkTileFloat4s};
   if (schedule.splits.tiles == 0) schedule.splits.first_tile = schedule.work_tiles;
   if (workspace) schedule.partials = reinterpret_cast<float4*>(static_cast<char*>(workspace) + kPartialsOffset);
   if (needs_no_counter(p, Config::kShape, splits)) {

@@ -45,17 +45,17 @@ inline bool needs_no_counter(const AttentionParams& p, const ForwardShape& shape
   return in_turn || positions <= ctas_at_a_time(shape);
 }
 
-/// What a warp leaves of a split, in pieces of 16 bytes: its rows of out, their stabilisers and sums, and whether V
-/// held Inf or NaN that some of them do not see. Pieces of a lane are 32 apart.
-constexpr int split_pieces_of_warp(const HeadDims& dims) { return (dims.v / 8 + 1) * 32 + 2; }
+/// What a warp leaves of a split, in float4s: its rows of out, their stabilisers and sums, and whether V
+/// held Inf or NaN that some of them do not see. Those of a lane are 32 apart.
+constexpr int split_float4s_of_warp(const HeadDims& dims) { return (dims.v / 8 + 1) * 32 + 2; }
 
 /// The workspace holds the counter of the schedule, and the partial results.
 constexpr int64_t kPartialsOffset = 128;
 
 inline int64_t split_kv_workspace_bytes(const AttentionParams& p, const ForwardShape& shape, const HeadDims& dims,
                                         const KeySplits& splits) {
-  constexpr int64_t kPieceBytes = 16;
-  const int64_t partial_bytes = int64_t{shape.groups} * kWarpgroupWarps * split_pieces_of_warp(dims) * kPieceBytes;
+  constexpr int64_t kFloat4Bytes = 16;
+  const int64_t partial_bytes = int64_t{shape.groups} * kWarpgroupWarps * split_float4s_of_warp(dims) * kFloat4Bytes;
   if (splits.tiles > 0) return kPartialsOffset + int64_t{splits.tiles} * splits.per_tile() * partial_bytes;
   return needs_no_counter(p, shape, splits) ? 0 : sizeof(unsigned long long);
 }

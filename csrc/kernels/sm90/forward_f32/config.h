@@ -19,8 +19,8 @@ struct ForwardF32Config {
   static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
   static constexpr int kPanels = panels(kHeadDim);  // pieces of Q of a warpgroup
   static constexpr bool kSmallPieces = kBlockN == kSmallPieceRows;
-  static constexpr int kPieces = kHeadDim / kBlockN;  // of K of a tile, and as many of V
-  static constexpr int kStageBytes = Piece<kBlockN>::kBytes;
+  static constexpr int kKeyPieces = kHeadDim / kBlockN;  // of K of a tile, and as many of V
+  static constexpr int kStageBytes = FloatPiece<kBlockN>::kBytes;
 
   static constexpr int kQueryBytes = kPanels * kPieceBytes;  // of a warpgroup
   static constexpr int kRingOffset = kGroups * kQueryBytes;

@@ -18,7 +18,7 @@ class ForwardF32Consumer {
   using Storage = ForwardF32Storage<Config>;
   using WorkTile = ForwardF32WorkTile<Config>;
   static constexpr int kPanels = Config::kPanels;
-  static constexpr int kPieces = Config::kPieces;
+  static constexpr int kKeyPieces = Config::kKeyPieces;
   using Products = FloatProductsOf<Config::kBlockN>;
   static constexpr int kSteps = Products::kSteps, kEights = Products::kEights;
   using Tile = typename Products::Tile;
@@ -103,7 +103,7 @@ class ForwardF32Consumer {
   /// ahead.
   __device__ __forceinline__ void skip_tile() {
 #pragma unroll 1
-    for (int piece = 0; piece < 2 * kPieces; ++piece) {
+    for (int piece = 0; piece < 2 * kKeyPieces; ++piece) {
       wait_for_piece();
       release_piece();
     }
@@ -157,7 +157,7 @@ class ForwardF32Consumer {
   __device__ __forceinline__ void multiply_few_keys(Tile& s) {
     typename Products::PairedSums sums;
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
+    for (int piece = 0; piece < kKeyPieces; ++piece) {
       const uint32_t query =
           query_ +
           (piece * Config::kBlockN / kPanelColumns * kPieceBytes + PieceDescriptor::along_row(piece * kSteps % 4)) / 16;
@@ -214,17 +214,17 @@ class ForwardF32Consumer {
 
   /// O = O factor + P V
   __device__ __forceinline__ void add_values(const Weights& p, const float (&factor)[2]) {
-    constexpr int kSums = kPieces == 1 ? 1 : 2;  // under way
+    constexpr int kSums = kKeyPieces == 1 ? 1 : 2;  // under way
     Tile sum[kSums];
     Products::start(sum[0], p, wait_for_piece());
 #pragma unroll
-    for (int piece = 1; piece < kPieces; ++piece) {
+    for (int piece = 1; piece < kKeyPieces; ++piece) {
       Products::start(sum[piece % kSums], p, wait_for_piece());
       ptx::wgmma_wait<1>();
       finish_softmax(sum[(piece - 1) % kSums], piece - 1, factor);
     }
     ptx::wgmma_wait<0>();
-    finish_softmax(sum[(kPieces - 1) % kSums], kPieces - 1, factor);
+    finish_softmax(sum[(kKeyPieces - 1) % kSums], kKeyPieces - 1, factor);
   }
 
   __device__ __forceinline__ void finish_softmax(Tile& sum, int piece, const float (&factor)[2]) {

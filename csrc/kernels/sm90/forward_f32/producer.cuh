@@ -160,8 +160,8 @@ class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
 
  public:
   using typename Base::Storage;
-  static constexpr int kAhead = Config::kPieces / 2;
-  static_assert(Config::kPieces % 2 == 0);
+  static constexpr int kAhead = Config::kKeyPieces / 2;
+  static_assert(Config::kKeyPieces % 2 == 0);
 
   __device__ __forceinline__ ForwardF32RowProducer(const ForwardParams& p, Storage& storage, char* s_ring, int thread)
       : Base(p, storage, s_ring, thread), at_(thread) {}

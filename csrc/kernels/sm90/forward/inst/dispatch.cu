@@ -18,7 +18,7 @@ __global__ void zero_counter(unsigned long long* counter) {
 }
 
 /// Queries of a tile of the variant with options.
-int general_block_m(const ForwardParams& p) {
+int options_block_m(const ForwardParams& p) {
   const ForwardVariant variant = forward_variant(variant_options(p));
   return forward_options_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), variant).groups * kWarpgroupRows;
 }
@@ -29,7 +29,7 @@ struct ForwardOptionsWorkspace {
   int64_t bias_offset, visibility_offset, bytes;
 
   explicit ForwardOptionsWorkspace(const ForwardParams& p)
-      : bias_offset(std::max<int64_t>(16, forward_work_list(p, general_block_m(p)).bytes())),
+      : bias_offset(std::max<int64_t>(16, forward_work_list(p, options_block_m(p)).bytes())),
         visibility_offset(bias_offset + AlignedBias(p, nullptr).bytes),
         bytes(visibility_offset + VisibilitySizes(p).bytes()) {}
 };
