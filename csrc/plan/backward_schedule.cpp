@@ -159,7 +159,7 @@ int64_t heads_in_l2(const Problem& p, int64_t seqlen_q) {
   return heads;
 }
 
-/// Whose tiles of keys stand side by side.
+/// How many heads form a section, in which their key tiles stand side by side.
 int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
   // Additions to dQ take turns: the fewer tiles of a head start together, the sooner all of them have had their first
   // one. Under a causal mask those that start later end sooner, so that the next ones start together again; unless

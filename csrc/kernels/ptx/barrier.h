@@ -11,7 +11,7 @@ __device__ __forceinline__ void barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-/// The same, of a barrier that is not known beforehand.
+/// The same with a barrier that is known only at run time.
 template <int kThreads>
 __device__ __forceinline__ void barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");

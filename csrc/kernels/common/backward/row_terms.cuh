@@ -83,7 +83,7 @@ struct RowTileOfCta {
  private:
   static constexpr int kHeadsOfNumber = 8;
 
-  /// By a whole warp.
+  /// Called by a whole warp.
   __device__ __forceinline__ static RowTileOfCta of_block(const AttentionParams& p, const TileNumbers& numbers) {
     const unsigned heads = static_cast<unsigned>(p.heads_q);
     if (!numbers.by_rows) {

@@ -13,7 +13,7 @@ namespace flash_ext {
 
 constexpr int kFragmentElements = 32 * 4;
 
-/// Of a tile of keys, rows and columns counted in fragments.
+/// Where a fragment lies in the sums of a key tile; row and column count fragments.
 template <int kHeadDim, class Float>
 __device__ __forceinline__ Float* sum_fragment(Float* g_sums, int row, int column) {
   return g_sums + (row * (kHeadDim / 8) + column) * kFragmentElements;

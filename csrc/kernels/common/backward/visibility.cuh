@@ -13,7 +13,7 @@ namespace flash_ext {
 /// What the masks leave of a tile. Pairs beyond the lengths do not count.
 enum TileState : uint8_t { kTileHidden = 0, kTileMasked = 1, kTileVisible = 2 };
 
-/// By the lists of a block mask alone: a block with a bitmap counts as partial.
+/// The state of a tile from the lists of a block mask alone: a block with a bitmap counts as partial.
 __device__ __forceinline__ TileState block_mask_state(const BlockMaskRows& blocks, int first_query, int first_key,
                                                       int end_query, int end_key) {
   const BlockMaskParams& p = blocks.p;

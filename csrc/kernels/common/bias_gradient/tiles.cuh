@@ -12,7 +12,7 @@
 
 namespace flash_ext {
 
-/// Of a CTA: a tile of dbias and of scores, by warps of kM x kN accumulators.
+/// What a CTA computes at a time: a tile of dbias and of scores, by warps of kM x kN accumulators.
 template <class Element>
 struct BiasShape {
   static constexpr bool kFloat = sizeof(Element) == 4;
@@ -248,7 +248,7 @@ struct BiasSum {
     }
   }
 
-  /// Of a broadcast dimension only element 0 is there.
+  /// Stores element by element. A dimension that is broadcast has element 0 alone.
   template <class T>
   __device__ __forceinline__ void store_elements(const BackwardParams& p, T* g_tile, int first_row,
                                                  int first_column) const {

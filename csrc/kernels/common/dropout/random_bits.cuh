@@ -81,7 +81,7 @@ __device__ __forceinline__ PhiloxWords random_words(const RandomKey& key, const 
   return {{c0, c1, c2, c3}};
 }
 
-/// As draw_kept_weights().
+/// The same as draw_kept_weights().
 __device__ __forceinline__ uint32_t draw_kept_weights(const DropoutRule& rule, const RandomKey& key,
                                                       const QueryRandomBits& query, const KeyRandomBits& keys) {
   return kept_weights(rule, random_words(key, query.product[0], keys), random_words(key, query.product[1], keys));

@@ -33,7 +33,7 @@ struct KeyOrder {
 /// Each of the four lanes of a row has a part of its own, the byte of its keys: bit 2 n + c. Parts of a row that has
 /// more words follow each other.
 struct QuadOrder {
-  /// Of lane t, of a word in the order of the keys.
+  /// The part of lane t, from a word in the order of the keys.
   __device__ __forceinline__ static uint32_t part(uint32_t word, int t) {
     return gather_bytes<2>(word >> 2 * t & 0x03030303u);
   }

@@ -11,7 +11,7 @@ namespace flash_ext {
 
 #if defined(__CUDACC__)
 
-/// As precise as weights of this element are.
+/// tanh, as precise as weights of this element are.
 template <class Element>
 __device__ __forceinline__ float softcap_tanh(float x) {
   if constexpr (sizeof(Element) == 4) return tanhf(x);

@@ -39,7 +39,7 @@ constexpr BackwardShape backward_shape(int head_dim, bool is_float, BackwardTili
   return backward_shape(head_dim, is_float, tiling != BackwardTiling::kPlain, tiling == BackwardTiling::kSmall);
 }
 
-/// Of a CTA, without a tile of bias; BackwardConfig says what they are.
+/// Shared memory of a CTA in bytes, without a tile of bias; BackwardConfig says what they are.
 constexpr int backward_shared_bytes(int head_dim, bool is_float, BackwardTiling tiling) {
   const BackwardShape shape = backward_shape(head_dim, is_float, tiling);
   const bool general = tiling != BackwardTiling::kPlain;

@@ -62,7 +62,7 @@ __device__ __forceinline__ bool is_covered(const AttentionParams& p, const Clear
   return row >= begin && row < begin + (kKeys ? sequence.seqlen_k : sequence.seqlen_q);
 }
 
-/// By one warp.
+/// Called by one warp.
 __device__ __forceinline__ void clear_row(const ClearTargets& targets, int64_t batch, int64_t row, int lane) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {

@@ -92,7 +92,7 @@ struct RowOfBlock {
   int batch, group;
   int row;  // of the group; it may be below 0, or behind the end
 
-  /// By whole warps.
+  /// Called by whole warps.
   __device__ __forceinline__ RowOfBlock(const ForwardParams& p, const DecodeGrid& grid) {
     const uint32_t heads_of_group = grid.group.value;
     if (grid.tiles.by_rows) {

@@ -94,7 +94,7 @@ constexpr ForwardShape forward_shape(int head_dim, bool is_float, ForwardVariant
 
 constexpr int kForwardWorkTileBytes = 384;  // a multiple of 128, to which tiles are aligned
 
-/// Of a CTA, without what options need.
+/// Shared memory of a CTA in bytes, without what options need.
 constexpr int forward_shared_bytes(const ForwardShape& shape, int head_dim, bool is_float) {
   const int row_bytes = head_dim * (is_float ? 4 : 2);
   return (shape.block_m() + 2 * shape.stages * shape.block_n) * row_bytes + kForwardWorkTileBytes;

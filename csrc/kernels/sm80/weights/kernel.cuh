@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm80 {
 
-/// By one warp: its rows of a tile in shared memory to the result.
+/// A warp stores its rows of a tile in shared memory to the result.
 template <class Element>
 __device__ __forceinline__ void store_weights(const WeightsParams& p, const ScoreTile<Element>& tile, uint32_t s_tile) {
   const ScoreView& view = p.weights;

@@ -5,7 +5,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of it.
+/// One warp of that warpgroup.
 template <class Config>
 class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   using Base = BackwardPipelinedDq<Config>;

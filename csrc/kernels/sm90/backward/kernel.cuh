@@ -67,7 +67,7 @@ struct BackwardRolesOf {
   using Fifth = float;
   static constexpr bool kHasLayout = false;  // BackwardOptionsLayout, as the fourth
 
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ static void init(const Arguments&, Storage& storage) { storage.init(); }
 };
 
@@ -140,7 +140,7 @@ void launch_backward_kernel(const BackwardParams& p, const typename Roles::Maps&
   launch(kBackwardNames.main, backward_kernel<Roles>, keys, stream, p, maps, workspace, fourth, fifth);
 }
 
-/// Of roles that have no layout.
+/// Launches roles whose shared memory is their storage alone.
 template <class Roles>
 void launch_backward_kernel(const BackwardParams& p, const BackwardArgumentsOf<typename Roles::Maps>& a,
                             int64_t positions, cudaStream_t stream) {

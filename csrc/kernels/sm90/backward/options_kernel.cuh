@@ -36,7 +36,7 @@ struct BackwardOptionsRoles {
   using Fifth = BackwardSchedule;
   static constexpr bool kHasLayout = true;
 
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ static void init(const Arguments& a, Storage& storage) { storage.init(a.layout); }
 };
 

@@ -127,7 +127,7 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
     __syncwarp();
   }
 
-  /// What the warps that compute must know of a step.
+  /// What consumer warps must know of a step.
   template <bool kByThreads>
   __device__ __forceinline__ void publish_metadata(const StepMetadata& metadata, int stage) const {
     const bool is_masked = Config::template has<kStepIsMasked>(metadata.flags);

@@ -13,7 +13,7 @@
 
 namespace flash_ext::sm90 {
 
-/// A step, as the warps that compute find it: all that they must know to begin, in one read.
+/// A step, as consumer warps find it: all that they must know to begin, in one read.
 struct alignas(16) StepMetadata {
   int tile, head, flags;
   float slope;  // ALiBi's, to base 2
@@ -82,7 +82,7 @@ struct BackwardOptionsStorage : BackwardStorage<Config> {
   StepMetadata step_metadata[kStages];
   BackwardOptions options;
 
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ void init(const BackwardOptionsLayout& layout) {
     init_barriers(metadata_full, layout.makes_words ? kWarpgroupWarps : 1);
     init_barriers(bias_full, layout.bias_by_panels ? 1 : kWarpgroupThreads + kWarpgroupWarps);

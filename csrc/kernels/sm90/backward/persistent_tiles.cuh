@@ -35,7 +35,7 @@ struct BackwardPersistentMemory {
   }
 };
 
-/// By all threads of a grid.
+/// Called by all threads of a grid.
 template <class Config>
 __device__ __forceinline__ void fill_table(const BackwardParams& p, const BackwardWorkspace& workspace,
                                            const BackwardSchedule& schedule, const BackwardTileTable<Config>& table) {

@@ -35,9 +35,9 @@ class BackwardPlainScores {
   __device__ __forceinline__ bool may_be_non_finite() const { return false; }
   /// Before the scores of the first step.
   __device__ __forceinline__ void prepare_first(const BackwardStepsOf<Config>&) {}
-  /// Beside dP of a step: what the next one needs from afar.
+  /// Runs beside the product dP of a step, and reads what the next step needs from global memory.
   __device__ __forceinline__ void prepare_ahead(const BackwardStepsOf<Config>&) {}
-  /// Beside the product that makes the scores of a step.
+  /// Runs beside the product that makes the scores of a step.
   __device__ __forceinline__ void prepare(const BackwardStepsOf<Config>&) {}
   __device__ __forceinline__ void make_weights(Weights& p, Weights&, const Scores& s, const Terms& lse,
                                                float scale) const {
@@ -75,7 +75,7 @@ struct BackwardOneTile {
   __device__ __forceinline__ void leave(const BackwardStepsOf<Config>&) {}
 };
 
-/// The same in a persistent CTA: its tiles of keys take turns in the slots.
+/// The same in a persistent CTA, whose key tiles alternate between the slots.
 template <class Config>
 struct BackwardCursor {
   uint32_t stage = 0, query_parity = 0;  // of Q and dO

@@ -198,7 +198,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     __syncthreads();
     return hides;
   }
-  /// By whole warps, a thread for each key. That of the first head is kept.
+  /// Called by whole warps, a thread for each key. That of the first head is kept.
   __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) {
     Sequence sequence = this->work_tile.sequence;
     const bool exists = key < sequence.seqlen_k;

@@ -38,7 +38,7 @@ struct BackwardProducts {
     for_each_score(s, [](float& x, int, int, int) { ptx::fence_operand(x); });
   }
 
-  /// sum += weights rows, of P and dO or of dS and Q. To be waited for, and pinned.
+  /// sum += weights rows, of P and dO or of dS and Q. The caller waits for it and fences the sum.
   __device__ __forceinline__ static void start_sum(Sum& sum, const Weights& weights, uint32_t rows) {
     using Product = ptx::Wgmma<Element, kHeadDim>;
     ptx::wgmma_fence();

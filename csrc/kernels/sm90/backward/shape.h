@@ -11,7 +11,7 @@ constexpr int kBackwardBlockM = 64;     // queries of a tile, but for the persis
 constexpr int kMaxNarrowHeadDim = 128;  // at which a warpgroup has both dK and dV of its keys
 
 struct BackwardShape {
-  int groups;        // of kWarpgroupRows keys: warpgroups that compute scores, or CTAs of a cluster
+  int groups;        // of kWarpgroupRows keys: consumer warpgroups, or CTAs of a cluster
   int registers;     // of a thread of a warpgroup that computes scores
   int dq_registers;  // of the warpgroup that computes dQ and loads
   int block_m = kBackwardBlockM;
@@ -29,7 +29,7 @@ constexpr BackwardShape backward_shape(int head_dim) {
   return head_dim == 64 ? BackwardShape{3, 144, 80} : BackwardShape{2, 216, 72};
 }
 
-/// Of the variant of block masks: tiles of keys divide its blocks.
+/// The shape of the variant of block masks: tiles of keys divide its blocks.
 constexpr BackwardShape backward_blocks_shape() { return {2, 216, 72}; }
 
 /// The persistent kernel's, at head_dim 64. dK and dV are small there; scores and gradients of 96 queries take the

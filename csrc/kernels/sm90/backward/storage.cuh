@@ -25,7 +25,7 @@ struct BackwardStagedTerms : BackwardListedMetadata<Config> {
   __align__(16) float minus_delta[Config::kStages][Config::kBlockM];
 };
 
-/// Of the plain kernel.
+/// Shared memory of the plain kernel.
 template <class Config>
 struct BackwardStorage : BackwardStagedTerms<Config> {
   static constexpr int kStages = Config::kStages;
@@ -36,10 +36,10 @@ struct BackwardStorage : BackwardStagedTerms<Config> {
   uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
   BackwardWorkTile<Config> work_tile;
 
-  /// As BackwardPipelinedStorage has it.
+  /// The same as in BackwardPipelinedStorage.
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
   __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
     init_barrier(k_full, 1);
@@ -54,8 +54,8 @@ struct BackwardStorage : BackwardStagedTerms<Config> {
   }
 };
 
-/// Of the pipelined kernel. Row terms are permuted (row_terms.cuh). No barrier says that a stage of Q or dO is free:
-/// when dS of a step is complete, the stages of the step before are free.
+/// Shared memory of the pipelined kernel. Row terms are permuted (row_terms.cuh). No barrier says that a stage of Q or
+/// dO is free: when dS of a step is complete, the stages of the step before are free.
 template <class Config>
 struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
   uint64_t k_full, v_full;
@@ -67,7 +67,7 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
   /// What options need beside the work tile: prepare() by the thread that has set it, then look_at_masks() by all.
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
   __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ void init() {
     init_barrier(k_full, 1);
     init_barrier(v_full, 1);
@@ -81,7 +81,7 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
 
 constexpr int kNoMoreTiles = -1;
 
-/// Of the persistent kernel: the same, with K, V and work tiles of two tiles of keys.
+/// Shared memory of the persistent kernel: the same, with K, V and work tiles of two tiles of keys.
 template <class Config>
 struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
   static constexpr int kSlots = Config::kKeySlots;
@@ -93,7 +93,7 @@ struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
   uint64_t tile_full[kSlots], tile_empty[kSlots];
   BackwardWorkTile<Config> work_tiles[kSlots];  // heads: or kNoMoreTiles
 
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
     init_barriers(k_full, 1);
@@ -108,7 +108,7 @@ struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
   }
 };
 
-/// Of the kernel for head dims above kMaxNarrowHeadDim.
+/// Shared memory of the kernel for head dims above kMaxNarrowHeadDim.
 template <class Config>
 struct BackwardWideStorage : BackwardStagedTerms<Config> {
   static constexpr int kStages = Config::kStages;
@@ -120,7 +120,7 @@ struct BackwardWideStorage : BackwardStagedTerms<Config> {
   uint64_t sanitised;  // Q and dO of a tile that some key is hidden from
   BackwardWorkTile<Config> work_tile;
 
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ void init() {
     constexpr int kReaders = 2 * kWarpgroupWarps;
     for (uint64_t* full : {&k_full, &v_full, &other_k_full, &other_ds_full}) init_barrier(*full, 1);

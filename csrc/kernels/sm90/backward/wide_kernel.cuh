@@ -9,7 +9,7 @@
 
 namespace flash_ext::sm90 {
 
-/// As position_of_cta().
+/// The same as position_of_cta(), for a cluster.
 template <class Config>
 __device__ __forceinline__ uint32_t position_of_cluster(const BackwardWorkspace& workspace,
                                                         BackwardWideStorage<Config>& storage) {

@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_wide_keys(const BackwardParams& p, const Ba
        Config::kAlternatesMiddlePanel ? 0 : rank * Config::kOtherPanels, Config::kOtherPanels);
 }
 
-/// One warp of it.
+/// One warp of the producer warpgroup, which also computes dQ.
 template <class Config>
 class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
  public:

@@ -14,7 +14,8 @@ namespace flash_ext::sm90 {
 /// Where P of a warp lies on its way to the warp that computes dS from it: in float, in the room that two parts of that
 /// dS take later, so that no other warp's slots are touched.
 struct WeightLayout {
-  /// Of accumulators n of a lane. Two lanes take a row's two pieces of 16 bytes, eight rows all banks twice.
+  /// The address of accumulators n of a lane. Two lanes take a row's two pieces of 16 bytes, eight rows all banks
+  /// twice.
   __device__ __forceinline__ static uint32_t of(uint32_t s_ds, int n, int warp, int lane) {
     const int chunk = n * 32 + lane, row = chunk / 2 % kPieceRows;
     const uint32_t piece = (2 * warp + chunk % 2) ^ (row % 8);
@@ -29,7 +30,7 @@ struct HalfLayout {
   static constexpr int kOfGradients = 2 * kPartBytes;
   static constexpr int kWarpBytes = kWarpgroupRows * kPieceRows * 4 / kWarpgroupWarps;
 
-  /// Of accumulators n of a lane.
+  /// The address of accumulators n of a lane.
   __device__ __forceinline__ static uint32_t of(uint32_t s_halves, int n, int warp, int lane) {
     return s_halves + warp * kWarpBytes + n * 512 + lane * 16;
   }

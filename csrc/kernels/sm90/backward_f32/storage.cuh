@@ -37,7 +37,7 @@ struct BackwardF32Storage : BackwardF32Exchange<Config::kCluster> {
   uint64_t p_full[kDsSlots], ds_full[kDsSlots], ds_empty[kDsSlots];
   WorkTile work_tile;
 
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ void init() {
     init_barriers(q_full, 1);
     init_barriers(q_empty, kWarpgroupWarps);

@@ -63,7 +63,7 @@ class BackwardF32Warp {
   __device__ __forceinline__ static int rank() {
     return Config::kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
   }
-  /// The same place in the other CTA.
+  /// The same address in the other CTA.
   __device__ __forceinline__ uint32_t in_other(uint32_t s_slot) const {
     return ptx::cluster_address(s_slot, static_cast<uint32_t>(rank() ^ 1));
   }

@@ -44,13 +44,13 @@ struct BackwardShortStorage {
   uint64_t grads_full;               // the same of V and dO
   alignas(Sequence) char sequence_memory[sizeof(Sequence)];
 
-  /// Of the CTA: loops have no registers to keep it.
+  /// The sequence of the CTA, which loops have no registers to keep.
   __device__ __forceinline__ Sequence& sequence() { return *reinterpret_cast<Sequence*>(sequence_memory); }
   __device__ __forceinline__ const Sequence& sequence() const {
     return *reinterpret_cast<const Sequence*>(sequence_memory);
   }
 
-  /// By one thread. Rows behind the tensors become 0.
+  /// Called by one thread. Rows behind the tensors become 0.
   __device__ __forceinline__ void load(const BackwardShortMaps& maps, const Sequence& sequence, uint32_t s_tiles) {
     init_barrier(scores_full, 1);
     init_barrier(grads_full, 1);

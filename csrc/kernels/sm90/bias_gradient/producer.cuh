@@ -44,7 +44,7 @@ class BiasProducer {
     }
   }
 
-  /// By one warp.
+  /// Called by one warp.
   __device__ __forceinline__ void load_slabs() {
     RingCount<Config::kSlots> at;
     RingCount<Config::kStages> stage;

@@ -80,7 +80,7 @@ struct BiasStorage {
 
   static constexpr int bytes() { return (sizeof(BiasStorage) + 127) / 128 * 128; }
 
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ void init() {
     init_barriers(slab_full, 1);
     init_barriers(slab_empty, Config::kWarps);

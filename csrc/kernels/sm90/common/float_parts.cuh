@@ -49,7 +49,7 @@ struct SmallPieceDescriptor {
   static constexpr uint32_t kEightRows = 8 * FloatPiece<kSmallPieceRows>::kRowBytes / 16;
 
   __device__ __forceinline__ static uint32_t lower_half(uint32_t s_piece) { return s_piece >> 4; }
-  /// Of what begins `offset` bytes behind the piece.
+  /// The descriptor of what begins `offset` bytes behind the piece.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);
   }

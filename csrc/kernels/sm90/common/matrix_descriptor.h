@@ -26,7 +26,7 @@ struct TileDescriptor {
   static constexpr uint32_t kNextPanel = panel_bytes(kRows) / 16;
 
   __device__ __forceinline__ static uint32_t lower_half(uint32_t s_tile) { return s_tile >> 4 | kNextPanel << 16; }
-  /// Of the part that begins `offset` bytes behind the tile.
+  /// The descriptor of what begins `offset` bytes behind the tile.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle128 | kEightRows} << 32 | (lower_half + offset / 16);
   }

@@ -19,8 +19,8 @@ struct ScoreTerms : ScoreFactors {
                                      : SoftcapSmallScores()) {}
 };
 
-/// Of base-2 scores divided by `scale`. With kPlain, a row without a stabiliser, whose scores were -inf until now, gets
-/// a sum that find_failures() notices. kRounds: the scaled score is rounded, as the stabiliser was. Else see
+/// Softmax of base-2 scores divided by `scale`. With kPlain, a row without a stabiliser, whose scores were -inf until
+/// now, gets a sum that find_failures() notices. kRounds: the scaled score is rounded, as the stabiliser was. Else see
 /// FixedStabiliser.
 template <bool kPlain, bool kRounds = false, int kN>
 __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&stabiliser)[2],
@@ -41,7 +41,7 @@ __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, 
   }
 }
 
-/// Of products, to each of which, scaled, added(n, e) is added: base 2, with the stabiliser taken off.
+/// Weights of products, to each of which, scaled, added(n, e) is added: base 2, with the stabiliser taken off.
 template <int kN, class F>
 __device__ __forceinline__ void exponentiate_with(float (&s)[1][kN][4], float scale, float (&sum)[2], F added) {
   sum[0] = sum[1] = 0.0f;
@@ -72,7 +72,7 @@ struct AlibiLine {
   int distance;  // of the key in column 0 of row 0 of a lane's accumulators from that row's diagonal
 };
 
-/// By which way a score is capped.
+/// How a score is capped.
 enum class Cap { kNone, kPolynomial, kTanh };
 
 /// Of products that softcap and ALiBi go before.

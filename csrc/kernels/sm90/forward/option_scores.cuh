@@ -310,7 +310,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work_tile, metadata.tile));
   }
 
-  /// As ldmatrix deals it out.
+  /// Loads the bias as pairs, in the order in which ldmatrix deals them out.
   __device__ __forceinline__ void ask_for_bias(BiasPairs& bias, bool came = false) const {
     auto at = bias_at_;
 #pragma unroll
@@ -358,7 +358,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
             rematerialise(lane_)};
   }
 
-  /// As they come.
+  /// Adds the bias in the order in which shared memory holds it.
   template <class BiasElement, class F>
   __device__ __forceinline__ void add_parts(Scores& s, F add) const {
     auto at = bias_at_;

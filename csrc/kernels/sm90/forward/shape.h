@@ -38,7 +38,7 @@ constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v, bool 
 }
 
 struct ForwardShape {
-  int groups;   // warpgroups that compute
+  int groups;   // consumer warpgroups
   int block_n;  // keys of a tile
   int key_stages;
   int value_stages;
@@ -146,9 +146,9 @@ constexpr ForwardVariant forward_variant(const VariantOptions& call) {
   return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardVariant::kBias : ForwardVariant::kAllButDropout;
 }
 
-/// Of the variant with options. Tiles are made of groups of 64 keys, in which masks and biases come; out, P and S leave
-/// registers for what the options take. A third stage lets warpgroups wait less for each other than a second place of Q
-/// does.
+/// The shape of the variant with options. Tiles are made of groups of 64 keys, in which masks and biases come; out, P
+/// and S leave registers for what the options take. A third stage lets warpgroups wait less for each other than a
+/// second place of Q does.
 constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVariant general) {
   const bool alone = general == ForwardVariant::kBias || general == ForwardVariant::kMask;
   switch (dims.qk) {
@@ -163,8 +163,8 @@ constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVarian
   }
 }
 
-/// Of block masks. A tile has the queries of one block, so that both warpgroups visit what is listed and nothing else:
-/// tiles of 192 queries visit what any of two blocks lists.
+/// The shape of the variant of block masks. A tile has the queries of one block, so that both warpgroups visit what is
+/// listed and nothing else: tiles of 192 queries visit what any of two blocks lists.
 constexpr ForwardShape forward_blocks_shape(const HeadDims& dims) {
   // Two CTAs on an SM fill each other's waits, as four warpgroups of one do in the plain kernel.
   if (dims.qk == 64) return {2, 64, 4, 4, false, 104, 32, 0, false, 2, false};

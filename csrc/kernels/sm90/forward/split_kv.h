@@ -21,7 +21,7 @@ constexpr ForwardShape forward_shape_with(const HeadDims& dims, int64_t block_m,
   return forward_shape(dims, ForwardTiles::kManyKeys);
 }
 
-/// Of the order in which CTAs take query tiles, or splits of them.
+/// Positions of the order in which CTAs take query tiles, or splits of them.
 inline int64_t forward_positions(const AttentionParams& p, const ForwardShape& shape, const KeySplits& splits) {
   const int64_t block_m = shape.groups * kWarpgroupRows;
   return (p.seqlen_q + block_m - 1) / block_m * p.batch * p.heads_q + splits.more_positions();

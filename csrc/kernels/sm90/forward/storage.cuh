@@ -57,7 +57,7 @@ struct ForwardStorage {
     for (int slot = 0; slot < kSlots; ++slot) work_tile_in(slot).failed = false;
   }
 
-  /// By one thread, whose addresses are constants. Lanes that shared the work would run one after the other.
+  /// Called by one thread, whose addresses are constants. Lanes that shared the work would run one after the other.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = kGroups * kWarpgroupWarps, kLoaders = 3;
     init_barriers(q_full, 1);
@@ -90,7 +90,7 @@ struct ForwardVisibleStorage : ForwardStorage<Config> {
   TileMetadata k_metadata[Config::kKeyStages];                            // published with k_full
   KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // with the metadata
 
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ void init() {
     for (int g = 0; g < Config::kGroups; ++g)
       for (int k = 0; k < Config::kBiasSlots; ++k) {

@@ -71,7 +71,7 @@ __device__ __forceinline__ uint32_t block_word(const BlockMaskParams& p, const V
   return bitmap_word(p, block_m, block_n, found.bitmap, row, key);
 }
 
-/// By the first CTA.
+/// Called by all CTAs; the first one writes.
 __device__ __forceinline__ void write_constants(PairBits* bits) {
   if (blockIdx.x > 0 || threadIdx.x >= kWarpgroupRows) return;
   bits[kNonePairs].rows[threadIdx.x] = {0, 0};

@@ -146,7 +146,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// By one lane. For a tile that no warpgroup visits it only arrives at the barrier.
+  /// Called by one lane. For a tile that no warpgroup visits it only arrives at the barrier.
   template <int kCount>
   __device__ __forceinline__ void load_tile(const TileMetadata& metadata, const CUtensorMap& map, const uint64_t& full,
                                             uint32_t s_tile, const Sequence& s) const {
@@ -173,7 +173,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
                    options_.visible.bits + entry, sizeof(PairBits), s_full);
   }
 
-  /// By one lane.
+  /// Called by one lane.
   __device__ __forceinline__ void load_bias(const WorkTile& work_tile, int group, int key,
                                             const RingPosition<Config::kBiasSlots>& at) const {
     const ScoreView& bias = p_.bias;

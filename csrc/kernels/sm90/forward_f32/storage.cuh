@@ -56,7 +56,7 @@ struct ForwardF32Storage {
 
   __device__ __forceinline__ WorkTile& work_tile_in(int slot) { return *reinterpret_cast<WorkTile*>(work_tile[slot]); }
 
-  /// By one thread.
+  /// Called by one thread.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
     position = blockIdx.x;

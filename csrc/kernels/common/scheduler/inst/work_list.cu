@@ -13,7 +13,7 @@ namespace {
 constexpr int kListThreads = 1024, kListWarps = kListThreads / 32;
 constexpr int kSequencesOfThread = kWorkListChunk / kListThreads;  // neighbours
 
-/// Of a chunk; sequences in their order.
+/// What the threads share of a chunk of sequences, which stay in their order.
 struct ChunkState {
   uint64_t keys[kWorkListChunk];
   int64_t tiles_before[kWorkListChunk + 1];
@@ -32,7 +32,7 @@ struct SequenceRows {
   }
 };
 
-/// Of what all threads have: of those before this one, and of all.
+/// Sums over the threads: of those before this one, and of all.
 struct BlockSum {
   int64_t before, all;
 

@@ -13,7 +13,7 @@ void run_forward(const ForwardParams& params, const MaskBits& mask, void* list, 
 
 namespace {
 
-/// Of the work list, whichever tile of queries the kernel has.
+/// Bytes of the work list, whichever query tile the kernel has.
 int64_t list_bytes(const ForwardParams& params) {
   int64_t bytes = 0;
   for (const int block_m : {32, 64, 128}) bytes = std::max(bytes, forward_work_list(params, block_m).bytes());

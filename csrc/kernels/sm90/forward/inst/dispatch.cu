@@ -23,8 +23,8 @@ int options_block_m(const ForwardParams& p) {
   return forward_options_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), variant).groups * kWarpgroupRows;
 }
 
-/// Of the variant with options: the counter of the schedule, or the list that has it; an aligned bias; what masks
-/// leave.
+/// The workspace of the variant with options: the counter of the schedule, or the list that has it; an aligned bias;
+/// what masks leave.
 struct ForwardOptionsWorkspace {
   int64_t bias_offset, visibility_offset, bytes;
 
