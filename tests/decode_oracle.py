@@ -220,9 +220,15 @@ def assert_decode_matches(call: Decode, **overrides: Any) -> tuple[Tensor, Tenso
         lse_dtype = call.q.dtype if rotary else lse.dtype
         slack = rounding_of_large_scores(lse.dtype, ref[1], call.q.shape[-1]) * largest_of(ref[0])
         assert_within_bound("out", out, ref[0], low[0], call.q.dtype, factor, slack)
-        assert_within_bound("lse", lse, ref[1], low_lse, lse_dtype, factor)
+        assert_within_bound("lse", lse, ref[1], low_lse, lse_dtype, factor, rounding_of_tanh(call))
     assert_caches_equal(call, caches, exact=not rotary)
     return results[0]
+
+
+def rounding_of_tanh(call: Decode) -> float:
+    """What the softcap may take off an lse of 16-bit inputs where plain PyTorch is right by luck: they have tanh to the
+    last bit of 1, which is an error of the score times the cap."""
+    return 2 * torch.finfo(torch.float32).eps * call.options.get("softcap", 0.0) if call.q.dtype in HALF else 0.0
 
 
 def assert_caches_equal(call: Decode, expected: tuple[Tensor, Tensor], exact: bool) -> None:
