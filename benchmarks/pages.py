@@ -513,6 +513,12 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
         r"it is ([\d.]+) to ([\d.]+) times as fast as torch's in bfloat16 and ([\d.]+) to ([\d.]+) times in float32",
         lambda: [b for dtype in ("bfloat16", "float32") for b in encoder_bounds("cpu_encoder.json", dtype)],
     ),
+    Sentence(
+        PERFORMANCE,
+        r"encoders are ([\d.]+) to ([\d.]+) times as fast as torch's in bfloat16 and ([\d.]+) to ([\d.]+) times in "
+        r"float32",
+        lambda: [b for dtype in ("bfloat16", "float32") for b in encoder_bounds("cpu_epyc_encoder.json", dtype)],
+    ),
     Sentence(PERFORMANCE, r"AVX-512 and AMX, torch ([\d.]+), by", cpu_software),
     *(Commands(str(page.relative_to(ROOT))) for page in sorted((ROOT / "docs").rglob("*.md"))),
     Table(FORWARD_PAGE, "h200_forward.json", training_cells("forward")),
