@@ -103,11 +103,7 @@ void run_weights_backward(const Tensor& like, const plan::Plan& plan, const Back
 void run_append(const Tensor& like, const AppendParams& params) { sm80::append(params, stream_of(like)); }
 
 void run_decode(const Tensor& like, const plan::Plan& plan, const ForwardParams& params, bool appended) {
-  if (plan.kernel == plan::KernelId::kSm80Forward) {  // chunks of prompts: it reads caches too
-    const cudaStream_t stream = stream_of(like);
-    sm80::clear_forward(params, stream);
-    return run_sm80_forward(like, params);
-  }
+  if (plan.kernel != plan::KernelId::kSm80Decode) return run_forward(like, plan, params);  // chunks of prompts
   with_workspace(like, sm80::decode_workspace_bytes(params),
                  [&](void* workspace, cudaStream_t stream) { sm80::decode(params, workspace, stream, appended); });
 }

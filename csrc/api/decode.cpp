@@ -191,11 +191,14 @@ ScoreOptions score_options(const DecodeOptions& options) {
   return scores;
 }
 
-plan::Problem problem_of(const Tensor& q, const Geometry& g, const CacheShape& cache, const ScoreOptions& scores,
-                         const DecodeOptions& options) {
+plan::Problem problem_of(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Geometry& g,
+                         const CacheShape& cache, const ScoreOptions& scores, const DecodeOptions& options) {
   plan::Problem problem = describe(plan::Operation::kDecode, q, g, scores);
   problem.varlen = problem.varlen || options.cache_seqlens || options.cache_leftpad;
   problem.paged = cache.paged;
+  problem.page_size = cache.page_size;
+  problem.has_leftpad = options.cache_leftpad.has_value();
+  problem.broadcast = is_broadcast(q) || is_broadcast(k_cache) || is_broadcast(v_cache);
   problem.num_splits = options.num_splits;
   problem.batch_invariant = options.batch_invariant;
   return problem;
@@ -288,7 +291,7 @@ DescribedDecode check_and_describe(const Tensor& q, const Tensor& k_cache, const
   check_rotary(q_arg, g, append, options);
   ScoreOptions scores = score_options(options);
   check_options(q_arg, g, scores);
-  plan::Problem problem = problem_of(q, g, cache, scores, options);
+  plan::Problem problem = problem_of(q, k_cache, v_cache, g, cache, scores, options);
   return {g, cache, std::move(scores), problem};
 }
 

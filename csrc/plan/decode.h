@@ -11,4 +11,7 @@ constexpr int64_t kPrefillRows = 128;
 /// Whether a call is a chunk of a prompt: so many queries that products limit it, not reading the keys.
 bool is_prefill(const Problem& p);
 
+/// Whether a forward that does not split the keys would leave SMs idle.
+bool has_few_tiles(const Problem& p);
+
 }  // namespace flash_ext::plan

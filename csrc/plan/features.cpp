@@ -5,6 +5,7 @@
 #include "decode.h"
 #include "kernels/common/dropout/philox.h"
 #include "kernels/sm90/backward_short/shape.h"
+#include "kernels/sm90/forward/shape.h"
 #include "lengths.h"
 #include "text.h"
 
@@ -23,11 +24,10 @@ bool asks_for_order_beside_options(const Problem& p) {
   return p.deterministic && (p.has_bias || p.has_mask || p.has_block_mask || p.has_alibi || p.softcap > 0 || drops(p));
 }
 
-bool asks_for_few_queries(const Problem& p) {
-  return p.operation == Operation::kDecode && p.device == Device::kCuda && !is_prefill(p);
-}
+bool decodes_on_cuda(const Problem& p) { return p.operation == Operation::kDecode && p.device == Device::kCuda; }
 
 static_assert(sm90::kBackwardShortMostRows == 256, "the words of kManyRows say so");
+static_assert(sm90::kFewestRowsOfCopy == 8, "the words of kPagesOfOddRows say so");
 
 struct FeatureRow {
   Feature feature;
@@ -57,7 +57,11 @@ constexpr FeatureRow kFeatures[] = {
     {kManyRows, "more than 256 queries or keys", has_many_rows},
     {kPacked, "packed sequences", [](const Problem& p) { return p.total_q > 0 || p.total_k > 0; }},
     {kGroupedHeads, "grouped heads", [](const Problem& p) { return p.heads_q != p.heads_kv; }},
-    {kFewQueries, "so few queries", asks_for_few_queries},
+    {kFewQueries, "so few queries", [](const Problem& p) { return decodes_on_cuda(p) && !is_prefill(p); }},
+    {kFewTiles, "fewer query tiles than SMs", [](const Problem& p) { return decodes_on_cuda(p) && has_few_tiles(p); }},
+    {kPagesOfOddRows, "pages whose rows are no multiple of 8",
+     [](const Problem& p) { return p.paged && p.page_size % sm90::kFewestRowsOfCopy != 0; }},
+    {kLeftPadOfPages, "cache_leftpad beside pages", [](const Problem& p) { return p.paged && p.has_leftpad; }},
 };
 
 }  // namespace

@@ -23,13 +23,16 @@ enum Feature : unsigned {
   kEmptyTensors = 1 << 11,
   kTf32 = 1 << 12,
   kDeterministic = 1 << 13,
-  kFewQueries = 1 << 14,     // decode on CUDA: not enough of them to fill the tiles of a forward
+  kFewQueries = 1 << 14,     // decode on CUDA: not enough of them a sequence to fill the tiles of a forward
   kBiasOfOddRows = 1 << 15,  // that cannot be copied in pieces of 16 bytes
   kManyRows = 1 << 16,       // more queries or keys than the kernel of short sequences keeps in shared memory
   kPacked = 1 << 17,         // lengths that only the device knows bound the rows of a sequence
   kGroupedHeads = 1 << 18,   // fewer heads of k and v than of q
   kDeterministicBesideOptions = 1 << 19,
-  kAllFeatures = (1 << 20) - 1,
+  kFewTiles = 1 << 20,        // decode on CUDA: fewer query tiles than SMs
+  kPagesOfOddRows = 1 << 21,  // that TMA cannot copy into swizzled tiles
+  kLeftPadOfPages = 1 << 22,  // sequences that begin anywhere within a page
+  kAllFeatures = (1 << 23) - 1,
 };
 
 /// The features of a problem, as bits.

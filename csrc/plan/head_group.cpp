@@ -1,4 +1,3 @@
-#include "decode.h"
 #include "operations.h"
 
 namespace flash_ext::plan {
@@ -7,7 +6,7 @@ void choose_head_group(Draft& draft) {
   constexpr int64_t kFewQueries = 64;
   const Problem& p = draft.p;
   const bool free_order = !p.has_block_mask && p.dropout_p == 0;
-  if (!free_order || p.heads_q == p.heads_kv || is_prefill(p)) return;
+  if (!free_order || p.heads_q == p.heads_kv || runs_forward(draft)) return;
   const int64_t group = p.heads_q / p.heads_kv;
   if (p.batch_invariant) {
     draft.plan.head_group = group;

@@ -40,6 +40,7 @@ constexpr unsigned kAnyShape = kManyRows | kPacked | kGroupedHeads;
 constexpr unsigned kSm90F32 = kAnyShape | kOnlyWithBias | kDeterministicBesideOptions | kSoftcap | kAlibi |
                               kNotPositiveScale | kOwnValueDim | kStrideOfZero;
 constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
+constexpr unsigned kSm90Cache = kAnyShape | kOwnValueDim | kFewTiles;
 constexpr unsigned kSm90Backward =
     kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kOwnValueDim | kNotByTma);
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
@@ -72,9 +73,11 @@ constexpr KernelRow kTable[] = {
     {KernelId::kSm90BiasGradient, "sm90/bias_gradient", &kHopper, kBiasGradient, kHalf, 128, kSm90BiasGradient, kWgmma,
      nullptr, nullptr, nullptr, false, true},
 
-    // Parts of prompts fill the tiles of the forward, which reads caches too.
-    {KernelId::kSm80Forward, "sm80/forward", &kAnyGpu, kForward | kDecode, kUpToFloat, 256, kAllFeatures & ~kFewQueries,
-     nullptr, choose_sm80_forward_tiles, nullptr, kThreeInTf32, true},
+    // Chunks of prompts fill the tiles of the forward, which reads caches too.
+    {KernelId::kSm90Forward, "sm90/forward", &kHopper, kDecode, kHalf, 256, kSm90Cache, kWgmmaAndTma,
+     choose_sm90_cache_tiles, nullptr, nullptr, false, true},
+    {KernelId::kSm80Forward, "sm80/forward", &kAnyGpu, kForward | kDecode, kUpToFloat, 256,
+     kAllFeatures & ~(kFewQueries | kFewTiles), nullptr, choose_sm80_forward_tiles, nullptr, kThreeInTf32, true},
     {KernelId::kSm80Decode, "sm80/decode", &kAnyGpu, kDecode, kUpToFloat, 256, kAllFeatures, nullptr,
      choose_sm80_decode_tiles, nullptr, kThreeInTf32},
     {KernelId::kSm80Backward, "sm80/backward", &kAnyGpu, kBackward, kUpToFloat, 256, kAllFeatures, nullptr,

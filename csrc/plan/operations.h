@@ -17,6 +17,9 @@ void plan_decode(Draft& draft);
 /// Sets Plan::mask_class.
 void choose_mask_class(Draft& draft);
 
+/// Whether decoding runs the kernel of the forward on a GPU: a chunk of a prompt.
+bool runs_forward(const Draft& draft);
+
 /// Sets Plan::head_group: heads of a key head share a tile where that saves reading keys, on a CPU and in decoding.
 void choose_head_group(Draft& draft);
 

@@ -50,9 +50,11 @@ struct Problem {
   double dropout_p = 0.0;
   bool allow_tf32 = false;  // CUDA, float32
 
-  bool broadcast = false;  // q, k or v has a stride of 0
-  bool varlen = false;     // cu_seqlens or seqused: the host does not know the lengths
-  bool paged = false;      // block_table
+  bool broadcast = false;    // q, k or v has a stride of 0
+  bool varlen = false;       // cu_seqlens or seqused: the host does not know the lengths
+  bool paged = false;        // block_table
+  int64_t page_size = 0;     // with paged: rows of a page
+  bool has_leftpad = false;  // cache_leftpad
   bool has_bias = false;
   DType bias_dtype = DType::kFloat16;  // with has_bias
   bool bias_in_pieces = true;          // its rows can be copied in pieces of 16 bytes

@@ -87,6 +87,8 @@ const char* name_of(sm90::ForwardVariant variant) {
       return "all options";
     case sm90::ForwardVariant::kBlocks:
       return "block mask alone";
+    case sm90::ForwardVariant::kCache:
+      return "a cache, contiguous or paged";
   }
   return "";
 }
@@ -119,9 +121,8 @@ sm90::ForwardShape blocks_shape(Draft& draft, const sm90::HeadDims& dims) {
   return shape;
 }
 
-/// Only where the host knows all lengths, and for the plain variant: others have no registers left for parts.
+/// For variants with registers left for parts.
 void choose_key_splits(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
-  if (draft.p.varlen || has_score_options(draft.p)) return;
   const KeySplitsPlan chosen = plan_key_splits(draft.p, dims, shape, draft.explain);
   draft.plan.key_splits = chosen.splits;
   if (!chosen.reason.empty()) draft.because(chosen.reason);
@@ -153,6 +154,14 @@ void explain_head_order(Draft& draft, const sm90::ForwardShape& shape, bool has_
   }
 }
 
+void take_forward_shape(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
+  draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
+  draft.plan.block_n = shape.block_n;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", counted(shape.groups, "warpgroup"),
+                " of ", sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
+                dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+}
+
 }  // namespace
 
 void take_score_variant(Draft& draft) {
@@ -178,13 +187,23 @@ void choose_sm90_forward_tiles(Draft& draft) {
     take_score_variant(draft);
     shape = choose_forward_shape(draft, dims);
   }
-  draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
-  draft.plan.block_n = shape.block_n;
-  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", counted(shape.groups, "warpgroup"),
-                " of ", sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
-                dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+  take_forward_shape(draft, dims, shape);
   if (!lists) explain_head_order(draft, shape, options);
-  if (!options) choose_key_splits(draft, dims, shape);
+  if (!options && !p.varlen && !has_score_options(p)) choose_key_splits(draft, dims, shape);  // lengths are known
+}
+
+/// Lengths lie on the device. Splits follow from what the cache can hold: each is a share of the keys that there are.
+void choose_sm90_cache_tiles(Draft& draft) {
+  const Problem& p = draft.p;
+  const sm90::HeadDims dims = sm90::first_that_serves(sm90::kForwardCacheHeadDims, p.head_dim, p.head_dim_v);
+  const sm90::ForwardShape shape = sm90::forward_cache_shape(dims);
+  draft.take_variant(name_of(sm90::ForwardVariant::kCache));
+  if (p.paged)
+    draft.because("pages of ", p.page_size, " rows: TMA copies ", sm90::rows_of_copy(shape.block_n, p.page_size),
+                  " at a time");
+  take_forward_shape(draft, dims, shape);
+  explain_head_order(draft, shape, false);
+  if (p.num_splits == 0 && p.total_q == 0) choose_key_splits(draft, dims, shape);
 }
 
 void choose_sm90_forward_f32_tiles(Draft& draft) {

@@ -7,6 +7,7 @@
 namespace flash_ext::plan {
 
 void choose_sm90_forward_tiles(Draft& draft);
+void choose_sm90_cache_tiles(Draft& draft);
 void choose_sm90_forward_f32_tiles(Draft& draft);
 void choose_sm90_backward_tiles(Draft& draft);
 void choose_sm90_backward_short_tiles(Draft& draft);

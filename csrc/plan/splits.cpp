@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "cpu_tiles.h"
-#include "decode.h"
 #include "lengths.h"
+#include "operations.h"
 #include "sm80_tiles.h"
 
 namespace flash_ext::plan {
@@ -105,7 +105,8 @@ void choose_decode_splits(Draft& draft) {
   if (p.batch_invariant) return split_at_fixed_keys(draft);
   if (p.num_splits > 0) return split_as_told(draft);
   if (p.device == Device::kCpu) return split_for_threads(draft);
-  if (!is_prefill(p)) return split_for_sms(draft);
+  if (!runs_forward(draft)) return split_for_sms(draft);
+  if (draft.kernel.id == KernelId::kSm90Forward) return;  // its tiles decide
   draft.because("1 split: ", typical_queries(p),
                 " queries a sequence are enough work, and fill the tiles of the forward kernel");
 }

@@ -103,12 +103,48 @@ def test_sequences_of_different_lengths_are_cut_on_cuda() -> None:
 
 
 def test_chunks_of_prompts_run_as_a_forward_on_cuda() -> None:
-    assert cuda_decode_plan(seqlen_q=64).kernel == "sm80/decode"
-    found = cuda_decode_plan(seqlen_q=1024)
-    assert (found.kernel, found.head_group, found.num_splits) == ("sm80/forward", 1, 1)
-    assert cuda_decode_plan(seqlen_q=1024, dtype="float32").kernel == "sm80/forward"
-    assert cuda_decode_plan(seqlen_q=1024, batch_invariant=True).kernel == "sm80/decode"
+    assert cuda_decode_plan(seqlen_q=127).kernel == "sm80/decode"
+    found = cuda_decode_plan(seqlen_q=128)
+    assert (found.kernel, found.head_group, found.num_splits) == ("sm90/forward", 1, 1)
+    assert cuda_decode_plan(seqlen_q=128, batch_invariant=True).kernel == "sm80/decode"
     assert cuda_decode_plan(seqlen_q=1024, num_splits=2).kernel == "sm80/decode"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "float32"},
+        {"softcap": 30.0},
+        {"has_alibi": True},
+        {"softmax_scale": -1.0},
+        {"broadcast": True},
+        {"paged": True, "page_size": 12},
+        {"paged": True, "page_size": 16, "has_leftpad": True},
+        {"own_kernels": False},
+        {"compute_capability": 80},
+    ],
+    ids=str,
+)
+def test_chunks_of_prompts_that_hopper_leaves_to_the_kernels_for_all_gpus(fields: dict[str, Any]) -> None:
+    """Those need a tile of 128 queries for each SM, because they do not split the keys."""
+    found = cuda_decode_plan(seqlen_q=1024, **fields)
+    assert (found.kernel, found.head_group, found.num_splits) == ("sm80/forward", 1, 1)
+    assert cuda_decode_plan(seqlen_q=128, **fields).kernel == "sm80/decode"
+
+
+def test_chunks_of_prompts_over_a_cache_on_hopper() -> None:
+    """Tiles of 64 keys, which copies of pages fill, and few query tiles share their keys among CTAs."""
+    for fields in ({}, {"has_leftpad": True}, {"paged": True, "page_size": 8}, {"paged": True, "page_size": 256}):
+        found = cuda_decode_plan(seqlen_q=512, seqlen_k=32768, varlen=True, **fields)
+        assert (found.kernel, found.block_n) == ("sm90/forward", 64)
+        assert found.variant == "a cache, contiguous or paged"
+        assert found.key_splits.tiles > 0
+    copies = {8: 8, 16: 16, 24: 8, 64: 64, 96: 32, 256: 64}
+    for page_size, rows in copies.items():
+        reasons = cuda_decode_plan(seqlen_q=512, paged=True, page_size=page_size).reasons
+        assert f"pages of {page_size} rows: TMA copies {rows} at a time" in reasons
+    assert cuda_decode_plan(seqlen_q=512, num_splits=1).key_splits.tiles == 0
+    assert cuda_decode_plan(seqlen_q=512, total_q=1024, varlen=True, batch=2).key_splits.tiles == 0
 
 
 def test_tiles_of_cuda_decoding() -> None:

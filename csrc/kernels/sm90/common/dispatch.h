@@ -45,6 +45,9 @@ inline bool has_forward_options(const AttentionParams& p) {
   return p.bias.data || p.mask.data || p.blocks.offsets || p.dropout.rule.threshold > 0;
 }
 
+/// Whether k and v are a cache, contiguous or paged.
+inline bool has_cache(const AttentionParams& p) { return p.seq.block_table || p.seq.cache_batch > 0; }
+
 /// Calls run(Element(), HeadDim<n>()) for the variant with options.
 template <class Run>
 void with_forward_options_types(const AttentionParams& p, Run run) {
@@ -60,6 +63,16 @@ template <class Run>
 void with_forward_blocks_types(const AttentionParams& p, Run run) {
   const int head_dim = first_that_serves(kForwardBlocksHeadDims, p.head_dim, p.head_dim_v).qk;
   with_element(p, [&](auto element) { head_dim == 64 ? run(element, HeadDim<64>()) : run(element, HeadDim<128>()); });
+}
+
+/// The same for the variant of caches.
+template <class Run>
+void with_forward_cache_types(const AttentionParams& p, Run run) {
+  const int head_dim = first_that_serves(kForwardCacheHeadDims, p.head_dim, p.head_dim_v).qk;
+  with_element(p, [&](auto element) {
+    if (head_dim == 64) return run(element, HeadDim<64>());
+    head_dim == 128 ? run(element, HeadDim<128>()) : run(element, HeadDim<256>());
+  });
 }
 
 /// Calls run(Element(), HeadDim<n>(), HeadDim<n>()).

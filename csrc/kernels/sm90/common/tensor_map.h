@@ -25,6 +25,8 @@ inline TensorShape query_shape(const AttentionParams& p, int64_t head_dim) {
 }
 
 inline TensorShape key_shape(const AttentionParams& p, int64_t head_dim) {
+  if (p.seq.block_table) return {head_dim, p.seq.page_size, p.heads_kv, p.seq.num_pages};
+  if (p.seq.cache_batch > 0) return {head_dim, p.seqlen_k, p.heads_kv, p.seq.cache_batch};
   const bool packed = p.seq.cu_seqlens_k != nullptr;
   return {head_dim, packed ? p.total_k : p.seqlen_k, p.heads_kv, packed ? 1 : p.batch};
 }

@@ -22,9 +22,11 @@ struct ForwardMaps {
 
 template <class Config>
 ForwardMaps encode_maps(const ForwardParams& p) {
+  const int key_rows =
+      Config::kReadsCache && p.seq.block_table ? rows_of_copy(Config::kBlockN, p.seq.page_size) : Config::kBlockN;
   return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kWarpgroupRows),
-          encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kBlockN),
-          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kBlockN),
+          encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, key_rows),
+          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, key_rows),
           encode_tensor_map(p.out, query_shape(p, p.head_dim_v), p.dtype, kWarpgroupRows)};
 }
 

@@ -25,11 +25,13 @@ struct ForwardConfig {
   // Bias, masks or dropout: the producers look for the key tiles in which masks leave something visible.
   static constexpr bool kVisible = kVariant == ForwardVariant::kAllButDropout || kOnlyBias || kOnlyMask || kDrops;
   static constexpr bool kListsBlocks = kVariant == ForwardVariant::kBlocks;
+  static constexpr bool kReadsCache = kVariant == ForwardVariant::kCache;
   // A work tile may have only a part of its keys (split_kv.cuh). Other variants have no registers for that at 256.
-  static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain;
-  static constexpr ForwardShape kShape = kListsBlocks ? forward_blocks_shape({kHeadDim, kHeadDimV})
-                                         : kVisible   ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
-                                                      : forward_shape({kHeadDim, kHeadDimV}, kTiles);
+  static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain || kReadsCache;
+  static constexpr ForwardShape kShape = kListsBlocks  ? forward_blocks_shape({kHeadDim, kHeadDimV})
+                                         : kVisible    ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
+                                         : kReadsCache ? forward_cache_shape({kHeadDim, kHeadDimV})
+                                                       : forward_shape({kHeadDim, kHeadDimV}, kTiles);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kWarpgroupRows;
   static constexpr int kBlockN = kShape.block_n;

@@ -186,10 +186,10 @@ class ForwardEpilogue : public ForwardRows<Config> {
     const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows;
     const auto rows = query_rows<Element>(p_.out, sequence);
     ptx::barrier_any<kWarpgroupThreads>(kOfWarpgroup + warpgroup_, false);  // out is written
-    add_non_finite<Element, kWarpgroupThreads>(p, sequence, rows, key_rows<Element, false>(p_, p_.v, sequence),
-                                               first_row, min(first_row + kWarpgroupRows, work_tile.end_query),
-                                               tiles.begin * kBlockN, min(tiles.end * kBlockN, sequence.seqlen_k),
-                                               32 * warp_ + ptx::reread(lane_));
+    add_non_finite<Element, kWarpgroupThreads>(
+        p, sequence, rows, key_rows<Element, Config::kReadsCache>(p_, p_.v, sequence), first_row,
+        min(first_row + kWarpgroupRows, work_tile.end_query), tiles.begin * kBlockN,
+        min(tiles.end * kBlockN, sequence.seqlen_k), 32 * warp_ + ptx::reread(lane_));
   }
 };
 

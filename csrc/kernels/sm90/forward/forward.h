@@ -13,8 +13,9 @@ namespace flash_ext::sm90 {
 /// and ALiBi.
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits);
 
-/// out and lse of every row that a sequence covers. float16 and bfloat16; all options, a bias of 16 bits, any lengths,
-/// keys in one piece; no stride of 0 in q, k and v; rows of out start at multiples of 16 bytes. block_n: keys of a
+/// out and lse of every row that a sequence covers. float16 and bfloat16; all options, a bias of 16 bits, any lengths.
+/// Keys may lie in a cache, without options of scores, bias, masks and dropout; pages have a multiple of 8 rows and no
+/// left padding. No stride of 0 in q, k and v; rows of out start at multiples of 16 bytes. block_n: keys of a
 /// tile, as one of the shapes has it (shape.h). The workspace is null where none is needed.
 void forward(const ForwardParams& params, int64_t block_n, const KeySplits& splits, void* workspace,
              cudaStream_t stream);

@@ -18,8 +18,9 @@ struct ForwardCall {
   cudaStream_t stream;
 };
 
-/// Kernels that are compiled together: plain and with options of scores; with bias, masks or dropout; of block masks.
-enum class ForwardFamily { kRange, kVisible, kBlocks };
+/// Kernels that are compiled together: plain and with options of scores; with bias, masks or dropout; of block masks;
+/// of caches.
+enum class ForwardFamily { kRange, kVisible, kBlocks, kCache };
 
 /// Instantiated in the files of inst/.
 template <ForwardFamily kFamily, class Element, int kHeadDim, int kHeadDimV = kHeadDim>

@@ -1,5 +1,5 @@
-// The key tiles that the producer loads for a work tile: those of its range, or those of a block mask's list. They are
-// numbered by ranks, which count down to begin().
+// The key tiles that the producer loads for a work tile: those of its range, also in a cache, or those of a block
+// mask's list. They are numbered by ranks, which count down to begin().
 #pragma once
 
 #include "work_tile.cuh"
@@ -33,6 +33,51 @@ class RangeTiles {
   const ForwardParams& p_;
   const ForwardWorkTile<Config>& work_tile_;
   const int begin_, first_row_;
+};
+
+/// The tiles of a range in a cache. A tile of a contiguous one is a single copy; a paged one takes a copy for each
+/// piece of kCopyRows rows, and each lane knows that of its number.
+template <class Config>
+class CacheTiles {
+ public:
+  static constexpr int kTilesAhead = RangeTiles<Config>::kTilesAhead;
+
+  struct Keys {
+    int tile;
+  };
+
+  __device__ __forceinline__ CacheTiles(const ForwardParams& p, const ForwardWorkTile<Config>& work_tile, int lane)
+      : seq_(p.seq), work_tile_(work_tile), lane_(lane) {}
+
+  __device__ __forceinline__ int begin() const { return work_tile_.tiles.begin; }
+  __device__ __forceinline__ int copy_rows() const {
+    return seq_.block_table ? rows_of_copy(Config::kBlockN, seq_.page_size) : Config::kBlockN;
+  }
+  __device__ __forceinline__ int copies() const { return Config::kBlockN / copy_rows(); }
+
+  /// Finds what this lane copies of the tile. Copies behind the table read any page: no query sees their rows.
+  __device__ __forceinline__ Keys take(int rank) {
+    const int tile = work_tile_.tile_at(rank);
+    const Sequence& s = work_tile_.sequence;
+    row_ = s.leftpad + tile * Config::kBlockN;
+    batch_ = s.cache_row;
+    if (seq_.block_table) {
+      const int page_size = static_cast<int>(seq_.page_size), position = row_ + lane_ * copy_rows();
+      const int column = min(position / page_size, static_cast<int>(seq_.max_pages) - 1);
+      row_ = position % page_size;
+      const int page = __ldg(seq_.block_table + s.batch * seq_.block_table_stride + column);
+      batch_ = min(max(page, 0), static_cast<int>(seq_.num_pages) - 1);
+    }
+    return {tile};
+  }
+  __device__ __forceinline__ int row(int) const { return row_; }
+  __device__ __forceinline__ int batch() const { return batch_; }
+
+ private:
+  const SequenceParams& seq_;
+  const ForwardWorkTile<Config>& work_tile_;
+  const int lane_;
+  int row_, batch_;  // where the copy of this lane begins
 };
 
 /// A listed key tile, as consumers find it beside K.

@@ -16,7 +16,8 @@ class ForwardProducer {
  public:
   using Storage = ForwardStorageOf<Config>;
   using WorkTile = ForwardWorkTile<Config>;
-  using Tiles = std::conditional_t<Config::kListsBlocks, ListedTiles<Config>, RangeTiles<Config>>;
+  using Tiles = std::conditional_t<Config::kListsBlocks, ListedTiles<Config>,
+                                   std::conditional_t<Config::kReadsCache, CacheTiles<Config>, RangeTiles<Config>>>;
   static constexpr int kPanels = panels(Config::kHeadDim);
   static constexpr int kValuePanels = panels(Config::kHeadDimV);
 
@@ -112,19 +113,18 @@ class ForwardProducer {
         const auto keys = tiles.take(rank);
         const int row = tiles.row(keys.tile);
         wait_for_stage(storage_.k_empty, storage_.out_left_keys, k_at, k_slots);
-        if (lane_ == 0) {
+        if (lane_ == 0 || Config::kReadsCache) {
           if constexpr (Config::kListsBlocks) storage_.listed_keys[k_at.stage()] = keys;
-          load<kPanels>(maps_.k, address(storage_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
-                        Config::kBlockN, row, s.head_kv, s.batch, tiles.packed());
+          load_keys<kPanels>(maps_.k, address(storage_.k_full[k_at.stage()]), s_k_ + k_at.stage() * Config::kKeyBytes,
+                             row, s, tiles);
         }
         k_at.advance();
         if (Config::kValuesWait && is_first) wait_for_queries(*work_tile);
         is_first = false;
         wait_for_stage(storage_.v_empty, storage_.out_left_values, v_at, v_slots);
-        if (lane_ == 0) {
+        if (lane_ == 0 || Config::kReadsCache) {
           const uint64_t& came = (work_tile->is_sanitised(keys.tile) ? storage_.v_raw : storage_.v_full)[v_at.stage()];
-          load<kValuePanels>(maps_.v, address(came), s_v_ + v_at.stage() * Config::kValueBytes, Config::kBlockN, row,
-                             s.head_kv, s.batch, tiles.packed());
+          load_keys<kValuePanels>(maps_.v, address(came), s_v_ + v_at.stage() * Config::kValueBytes, row, s, tiles);
         }
         v_at.advance();
         __syncwarp();
@@ -282,6 +282,31 @@ class ForwardProducer {
     for (int panel = 0; panel < kCount; ++panel)
       ptx::tma_load(s_tile + panel * panel_bytes(rows), &map, s_barrier, panel * kPanelColumns, row, head,
                     packed ? 0 : batch);
+  }
+
+  /// Loads kCount panels of a tile of K or V, from `row` on. Lane 0 calls it, or all lanes where K and V are a cache.
+  template <int kCount>
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int row,
+                                            const Sequence& s, const Tiles& tiles) const {
+    if constexpr (Config::kReadsCache) {
+      load_copies<kCount>(map, s_barrier, s_tile, row, s.head_kv, tiles);
+    } else {
+      load<kCount>(map, s_barrier, s_tile, Config::kBlockN, row, s.head_kv, s.batch, tiles.packed());
+    }
+  }
+
+  /// Each lane loads its copy of a tile of a cache.
+  template <int kCount>
+  __device__ __forceinline__ void load_copies(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int row,
+                                              int head, const Tiles& tiles) const {
+    if (lane_ == 0) ptx::mbarrier_arrive_expect(s_barrier, kCount * panel_bytes(Config::kBlockN));
+    __syncwarp();  // copies complete what is expected
+    if (lane_ >= tiles.copies()) return;
+    const uint32_t s_copy = s_tile + lane_ * panel_bytes(tiles.copy_rows());
+#pragma unroll
+    for (int panel = 0; panel < kCount; ++panel)
+      ptx::tma_load(s_copy + panel * panel_bytes(Config::kBlockN), &map, s_barrier, panel * kPanelColumns, row, head,
+                    tiles.batch());
   }
 
   /// True if this lane found some.

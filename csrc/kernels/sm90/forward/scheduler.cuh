@@ -122,7 +122,7 @@ class ForwardScheduler {
     const int end_query = WorkTile::first_query_of(tile.tile + 1, blocks, sequence.seqlen_q);
     if (!kFirst)
       while (wait_for_slot(slot_)) requeue_tile(slot_);
-    const bool tail_in_memory = p_.seq.cu_seqlens_k || p_.seq.seqused_k;
+    const bool tail_in_memory = Config::kReadsCache || p_.seq.cu_seqlens_k || p_.seq.seqused_k;
     new (&storage_.work_tile_in(slot_.stage())) WorkTile(p_, sequence, first_query, end_query, tail_in_memory);
     schedule.trim(position, storage_.work_tile_in(slot_.stage()));
     return true;

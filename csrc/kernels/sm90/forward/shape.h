@@ -24,6 +24,9 @@ constexpr HeadDims kForwardOptionsHeadDims[] = {{64, 64}, {128, 128}, {256, 256}
 /// Those that the variant of block masks is instantiated for.
 constexpr HeadDims kForwardBlocksHeadDims[] = {{64, 64}, {128, 128}};
 
+/// Those that the variant of caches is instantiated for.
+constexpr HeadDims kForwardCacheHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
+
 template <int kCount>
 constexpr HeadDims first_that_serves(const HeadDims (&table)[kCount], int64_t head_dim, int64_t head_dim_v) {
   for (const HeadDims& dims : table)
@@ -120,6 +123,7 @@ enum class ForwardVariant {
   kAllButDropout,  // all of these
   kDropout,        // all of these, and dropout
   kBlocks,         // a block mask alone, whose blocks are made of whole tiles (traverse_listed.cuh)
+  kCache,          // plain, with keys in a cache: contiguous or in pages (CacheTiles)
 };
 
 /// What a call of the variant with options asks for.
@@ -169,6 +173,19 @@ constexpr ForwardShape forward_blocks_shape(const HeadDims& dims) {
   // Two CTAs on an SM fill each other's waits, as four warpgroups of one do in the plain kernel.
   if (dims.qk == 64) return {2, 64, 4, 4, false, 104, 32, 0, false, 2, false};
   return {2, 64, 5, 5, false, 232, 40};
+}
+
+/// The shape of the variant of caches: 64 keys, so that copies of common pages (16, 64, 128, 256 rows) fill a tile.
+constexpr ForwardShape forward_cache_shape(const HeadDims& dims) {
+  return forward_shape(dims, dims.qk == 64 ? ForwardTiles::kManyKeys : ForwardTiles::kFewKeys);
+}
+
+/// Rows of a page that TMA copies at a time: a power of two that divides pages and tiles. Swizzled tiles are made of
+/// eight rows.
+constexpr int kFewestRowsOfCopy = 8;
+constexpr int rows_of_copy(int block_n, int64_t page_size) {
+  const int64_t power = page_size & -page_size;
+  return static_cast<int>(power < block_n ? power : block_n);
 }
 
 /// What decides whether the variant of block masks serves a call.

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
   if (!__syncthreads_or(met_non_finite)) return;
   AttentionParams columns_alone;
   columns_alone.head_dim_v = min(columns, kCombinedColumns);
-  auto values = key_rows<Element, false>(p, p.v, sequence);
+  auto values = key_rows<Element, Config::kReadsCache>(p, p.v, sequence);
   values.base += first_column;
   const int end_row = min(first_query + kWarpgroupRows, end_query);
   const TileSpan keys = sequence.template key_tiles<Config::kBlockN>(first_query, end_row);

@@ -19,7 +19,7 @@ void start_schedule(const Schedule& schedule, const WorkListPlan& list, const Fo
   }
 }
 
-/// Launches the plain variant, or that with score options.
+/// Launches the plain variant, that with score options, or that of caches.
 template <class Config>
 void launch_range(const ForwardCall& call) {
   const ForwardParams& p = call.p;
@@ -35,7 +35,8 @@ void launch_range(const ForwardCall& call) {
   }();
   start_schedule(schedule, list, call);
   // Without a counter the kernel itself waits for the previous one before it reads any tensor.
-  const bool overlaps_previous = schedule.taken || (Config::kSplitsKv && has_equal_lengths(p));
+  const bool overlaps_previous =
+      schedule.taken || (Config::kSplitsKv && has_equal_lengths(p) && !p.seq.cache_batch_idx);
   launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), overlaps_previous, call.stream);
   if constexpr (Config::kSplitsKv) combine_splits<Config>(p, schedule, call.stream);
 }
@@ -119,6 +120,8 @@ void run_forward(const ForwardCall& call) {
     launch_blocks<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kBlocks>>(call);
   } else if constexpr (kFamily == ForwardFamily::kVisible) {
     run_options<Element, kHeadDim>(call);
+  } else if constexpr (kFamily == ForwardFamily::kCache) {
+    launch_range<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kCache>>(call);
   } else {
     run_range<Element, kHeadDim, kHeadDimV>(call);
   }

@@ -43,7 +43,8 @@ void zero_forward_workspace(void* workspace, cudaStream_t stream) {
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits) {
   if (lists_blocks(blocks_call(params))) return forward_blocks_order(params, params.block_m).bytes();
   if (has_forward_options(params)) return ForwardOptionsWorkspace(params).bytes;
-  const HeadDims dims = forward_head_dims(params.head_dim, params.head_dim_v);
+  const HeadDims dims = has_cache(params) ? first_that_serves(kForwardCacheHeadDims, params.head_dim, params.head_dim_v)
+                                          : forward_head_dims(params.head_dim, params.head_dim_v);
   const ForwardShape shape = forward_shape_with(dims, params.block_m, block_n);
   const WorkListPlan list = forward_work_list(params, shape.groups * kWarpgroupRows);
   if (list.listed) return list.bytes();
@@ -56,6 +57,11 @@ void forward(const ForwardParams& params, int64_t block_n, const KeySplits& spli
   if (lists_blocks(blocks_call(params))) {
     return with_forward_blocks_types(params, [&](auto element, auto head_dim) {
       run_forward<ForwardFamily::kBlocks, decltype(element), decltype(head_dim)::value>(call);
+    });
+  }
+  if (has_cache(params)) {
+    return with_forward_cache_types(params, [&](auto element, auto head_dim) {
+      run_forward<ForwardFamily::kCache, decltype(element), decltype(head_dim)::value>(call);
     });
   }
   if (!has_forward_options(params)) {
