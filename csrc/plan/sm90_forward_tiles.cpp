@@ -129,17 +129,13 @@ void choose_key_splits(Draft& draft, const sm90::HeadDims& dims, const sm90::For
 }
 
 /// The order in which CTAs take query tiles; of packed sequences with a work list, explain_work_list() says it.
-void explain_head_order(Draft& draft, const sm90::ForwardShape& shape, bool has_options) {
+void explain_head_order(Draft& draft, const sm90::ForwardShape& shape, bool has_options, bool equal_lengths) {
   const Problem& p = draft.p;
   const int64_t heads = p.batch * p.heads_q, block_m = draft.plan.block_m;
   if (!draft.explain || has_empty_tensors(p)) return;
   if (p.total_q > 0 && lists_tiles(p.batch, p.seqlen_q, p.total_q, block_m, p.heads_q)) return;
-  const sm90::HeadsOfCall call = {heads,
-                                  p.heads_q / p.heads_kv,
-                                  p.seqlen_k * (p.head_dim + p.head_dim_v) * 2,
-                                  p.seqlen_q,
-                                  !p.varlen,
-                                  p.window_left < 0 && p.window_right < 0,
+  const sm90::HeadsOfCall call = {heads,      p.heads_q / p.heads_kv, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2,
+                                  p.seqlen_q, equal_lengths,          p.window_left < 0 && p.window_right < 0,
                                   has_options};
   const sm90::HeadOrder order = sm90::head_order(call, block_m, p.num_workers * shape.ctas_per_sm);
   const int64_t tail = heads - order.last_section;
@@ -188,7 +184,7 @@ void choose_sm90_forward_tiles(Draft& draft) {
     shape = choose_forward_shape(draft, dims);
   }
   take_forward_shape(draft, dims, shape);
-  if (!lists) explain_head_order(draft, shape, options);
+  if (!lists) explain_head_order(draft, shape, options, !p.varlen);
   if (!options && !p.varlen && !has_score_options(p)) choose_key_splits(draft, dims, shape);  // lengths are known
 }
 
@@ -202,7 +198,7 @@ void choose_sm90_cache_tiles(Draft& draft) {
     draft.because("pages of ", p.page_size, " rows: TMA copies ", sm90::rows_of_copy(shape.block_n, p.page_size),
                   " at a time");
   take_forward_shape(draft, dims, shape);
-  explain_head_order(draft, shape, false);
+  explain_head_order(draft, shape, false, p.total_q == 0);
   if (p.num_splits == 0 && p.total_q == 0) choose_key_splits(draft, dims, shape);
 }
 

@@ -31,8 +31,12 @@ def in_pages(call: Decode, page_size: int | None) -> Decode:
 def assert_prompt_matches(call: Decode, kernel: str = "sm90/forward") -> None:
     """Against the oracle; and where there is a Hopper GPU, that it is the kernel that is meant."""
     assert_decode_matches(call, num_splits=0)
+    assert_kernel(call, kernel)
+
+
+def assert_kernel(call: Decode, kernel: str) -> None:
     hopper = call.device != "cpu" and torch.cuda.get_device_capability() == (9, 0)
-    if hopper and call.q.dtype in HALF and flash_ext.build_info()["cuda"]:
+    if hopper and call.q.dtype in HALF and "90a" in flash_ext.build_info()["cuda_archs"]:
         text = torch.ops.flash_ext.attention_decode_describe(*described(call))
         assert _plan.make_plan(_plan.problem_of(text)).kernel == kernel
 
@@ -143,8 +147,14 @@ def test_caches_of_other_strides(device: str, dtype: torch.dtype) -> None:
 def test_expanded_caches(device: str, dtype: torch.dtype, page_size: int | None) -> None:
     """A stride of 0, which TMA does not take: another kernel runs."""
     call = in_pages(make_decode(2, 150, 320, 4, 2, 64, dtype=dtype, device=device, window_right=0), page_size)
-    call.k_cache, call.v_cache = (cache[:, :, :1].expand_as(cache) for cache in (call.k_cache, call.v_cache))
-    assert_prompt_matches(call, kernel="sm80/decode")
+    expanded = [cache[:, :, :1].expand_as(cache) for cache in (call.k_cache, call.v_cache)]
+    call.k_cache, call.v_cache = (cache.contiguous() for cache in expanded)
+    assert_prompt_matches(call)
+    expected = call.run(num_splits=0)
+    call.k_cache, call.v_cache = expanded
+    assert_kernel(call, "sm80/decode")
+    for got, want in zip(call.run(num_splits=0), expected, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_table_entries_that_are_not_in_use_may_be_anything(device: str, dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@
 #include "kernels/ptx/tensor_map.h"
 #include "kernels/sm90/common/softmax.cuh"
 #include "kernels/sm90/common/tensor_map.h"
+#include "key_tiles.cuh"
 #include "split_kv.cuh"
 #include "visibility.h"
 
@@ -20,10 +21,15 @@ struct ForwardMaps {
   }
 };
 
+/// Rows of K and V that TMA copies at a time.
+template <class Config>
+int rows_of_key_copy(const ForwardParams& p) {
+  return Config::kReadsCache && p.seq.block_table ? rows_of_copy(Config::kBlockN, p.seq.page_size) : Config::kBlockN;
+}
+
 template <class Config>
 ForwardMaps encode_maps(const ForwardParams& p) {
-  const int key_rows =
-      Config::kReadsCache && p.seq.block_table ? rows_of_copy(Config::kBlockN, p.seq.page_size) : Config::kBlockN;
+  const int key_rows = rows_of_key_copy<Config>(p);
   return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, kWarpgroupRows),
           encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, key_rows),
           encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, key_rows),
@@ -65,9 +71,10 @@ using ForwardScheduleOf =
 /// The parameters of the kernel, except the schedule.
 template <class Config, bool kVisible = Config::kVisible>
 struct ForwardParameters {
-  struct Call {
+  struct PlainCall {
     ForwardParams p;
   };
+  using Call = std::conditional_t<Config::kReadsCache, ForwardCacheCall, PlainCall>;
   using Maps = ForwardMaps;
   using Terms = ScoreTerms;
 };

@@ -2,6 +2,7 @@
 // mask's list. They are numbered by ranks, which count down to begin().
 #pragma once
 
+#include "kernels/common/divisor.h"
 #include "work_tile.cuh"
 
 namespace flash_ext::sm90 {
@@ -35,8 +36,16 @@ class RangeTiles {
   const int begin_, first_row_;
 };
 
-/// The tiles of a range in a cache. A tile of a contiguous one is a single copy; a paged one takes a copy for each
-/// piece of kCopyRows rows, and each lane knows that of its number.
+/// The parameters of the variant of caches.
+struct ForwardCacheCall {
+  ForwardParams p;
+  int copies;     // of a tile of K or V
+  int copy_rows;  // of each
+  Divisor page_size = Divisor(p.seq.page_size);
+};
+
+/// The tiles of a range in a cache. A tile consists of copies of copy_rows() rows, a single one where the cache is
+/// contiguous; each lane knows where the copy of its number comes from.
 template <class Config>
 class CacheTiles {
  public:
@@ -46,38 +55,50 @@ class CacheTiles {
     int tile;
   };
 
-  __device__ __forceinline__ CacheTiles(const ForwardParams& p, const ForwardWorkTile<Config>& work_tile, int lane)
-      : seq_(p.seq), work_tile_(work_tile), lane_(lane) {}
+  __device__ __forceinline__ CacheTiles(const ForwardCacheCall& call, const ForwardWorkTile<Config>& work_tile,
+                                        int lane)
+      : call_(call), seq_(call.p.seq), work_tile_(work_tile), lane_(lane) {
+    ask(work_tile.tiles.end - 1);
+  }
 
   __device__ __forceinline__ int begin() const { return work_tile_.tiles.begin; }
-  __device__ __forceinline__ int copy_rows() const {
-    return seq_.block_table ? rows_of_copy(Config::kBlockN, seq_.page_size) : Config::kBlockN;
-  }
-  __device__ __forceinline__ int copies() const { return Config::kBlockN / copy_rows(); }
+  __device__ __forceinline__ int copies() const { return call_.copies; }
+  __device__ __forceinline__ int copy_rows() const { return call_.copy_rows; }
 
-  /// Finds what this lane copies of the tile. Copies behind the table read any page: no query sees their rows.
+  /// Finds what this lane copies of the tile, and asks for the page of the next one.
   __device__ __forceinline__ Keys take(int rank) {
-    const int tile = work_tile_.tile_at(rank);
-    const Sequence& s = work_tile_.sequence;
-    row_ = s.leftpad + tile * Config::kBlockN;
-    batch_ = s.cache_row;
     if (seq_.block_table) {
-      const int page_size = static_cast<int>(seq_.page_size), position = row_ + lane_ * copy_rows();
-      const int column = min(position / page_size, static_cast<int>(seq_.max_pages) - 1);
-      row_ = position % page_size;
-      const int page = __ldg(seq_.block_table + s.batch * seq_.block_table_stride + column);
-      batch_ = min(max(page, 0), static_cast<int>(seq_.num_pages) - 1);
+      const uint32_t position = position_in(rank);
+      row_ = static_cast<int>(position - call_.page_size.quotient(position) * call_.page_size.value);
+      batch_ = min(max(coming_page_, 0), static_cast<int>(seq_.num_pages) - 1);
+      ask(rank - 1);
+    } else {
+      row_ = work_tile_.sequence.leftpad + rank * Config::kBlockN;
+      batch_ = work_tile_.sequence.cache_row;
     }
-    return {tile};
+    return {rank};
   }
   __device__ __forceinline__ int row(int) const { return row_; }
   __device__ __forceinline__ int batch() const { return batch_; }
 
  private:
+  __device__ __forceinline__ uint32_t position_in(int tile) const {
+    return static_cast<uint32_t>(tile * Config::kBlockN + lane_ * call_.copy_rows);
+  }
+  /// Positions behind the table have its last page: no query sees their rows.
+  __device__ __forceinline__ void ask(int tile) {
+    if (!seq_.block_table || tile < begin()) return;
+    const int column =
+        min(static_cast<int>(call_.page_size.quotient(position_in(tile))), static_cast<int>(seq_.max_pages) - 1);
+    coming_page_ = __ldg(seq_.block_table + work_tile_.sequence.batch * seq_.block_table_stride + column);
+  }
+
+  const ForwardCacheCall& call_;
   const SequenceParams& seq_;
   const ForwardWorkTile<Config>& work_tile_;
   const int lane_;
-  int row_, batch_;  // where the copy of this lane begins
+  int coming_page_ = 0;  // of the tile that is taken next
+  int row_, batch_;      // where the copy of this lane begins
 };
 
 /// A listed key tile, as consumers find it beside K.

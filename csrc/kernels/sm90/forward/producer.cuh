@@ -23,7 +23,8 @@ class ForwardProducer {
 
   __device__ __forceinline__ ForwardProducer(const ForwardArguments<Config>& arguments, Storage& storage, char* tiles,
                                              int lane)
-      : p_(arguments.call.p),
+      : call_(arguments.call),
+        p_(arguments.call.p),
         maps_(arguments.maps),
         storage_(storage),
         s_q_(ptx::shared_address(tiles)),
@@ -105,7 +106,7 @@ class ForwardProducer {
     bool is_first = true;  // of the CTA: V comes after what the first products need, because all CTAs start at once
     while (const WorkTile* const work_tile = queue.front()) {
       const Sequence& s = work_tile->sequence;
-      Tiles tiles(p_, *work_tile, lane_);
+      Tiles tiles = tiles_of(*work_tile);
       const int begin = tiles.begin();
       const int announced = min(begin + Tiles::kTilesAhead, work_tile->tiles.end - 1);
       for (int rank = work_tile->tiles.end - 1; rank >= begin; --rank) {
@@ -284,6 +285,14 @@ class ForwardProducer {
                     packed ? 0 : batch);
   }
 
+  __device__ __forceinline__ Tiles tiles_of(const WorkTile& work_tile) const {
+    if constexpr (Config::kReadsCache) {
+      return Tiles(call_, work_tile, lane_);
+    } else {
+      return Tiles(p_, work_tile, lane_);
+    }
+  }
+
   /// Loads kCount panels of a tile of K or V, from `row` on. Lane 0 calls it, or all lanes where K and V are a cache.
   template <int kCount>
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int row,
@@ -295,18 +304,22 @@ class ForwardProducer {
     }
   }
 
-  /// Each lane loads its copy of a tile of a cache.
+  /// Loads kCount panels of a tile of a cache, copy by copy: `row` is that of the copy of this lane.
   template <int kCount>
   __device__ __forceinline__ void load_copies(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int row,
                                               int head, const Tiles& tiles) const {
     if (lane_ == 0) ptx::mbarrier_arrive_expect(s_barrier, kCount * panel_bytes(Config::kBlockN));
-    __syncwarp();  // copies complete what is expected
-    if (lane_ >= tiles.copies()) return;
-    const uint32_t s_copy = s_tile + lane_ * panel_bytes(tiles.copy_rows());
+    const int copies = tiles.copies();
+#pragma unroll 1
+    for (int copy = 0; copy < copies; ++copy) {
+      const int row_of_copy = __shfl_sync(~0u, row, copy), batch_of_copy = __shfl_sync(~0u, tiles.batch(), copy);
+      if (lane_ != 0) continue;
+      const uint32_t s_copy = s_tile + copy * panel_bytes(tiles.copy_rows());
 #pragma unroll
-    for (int panel = 0; panel < kCount; ++panel)
-      ptx::tma_load(s_copy + panel * panel_bytes(Config::kBlockN), &map, s_barrier, panel * kPanelColumns, row, head,
-                    tiles.batch());
+      for (int panel = 0; panel < kCount; ++panel)
+        ptx::tma_load(s_copy + panel * panel_bytes(Config::kBlockN), &map, s_barrier, panel * kPanelColumns,
+                      row_of_copy, head, batch_of_copy);
+    }
   }
 
   /// True if this lane found some.
@@ -326,6 +339,7 @@ class ForwardProducer {
     __syncwarp();
   }
 
+  const typename ForwardParameters<Config>::Call& call_;
   const ForwardParams& p_;
   const ForwardMaps& maps_;
   Storage& storage_;

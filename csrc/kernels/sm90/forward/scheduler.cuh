@@ -15,8 +15,10 @@ namespace flash_ext::sm90 {
 template <class Config>
 ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   const bool see_all = p.window.left < 0 && p.window.right < 0;
+  // Of a cache, sequences are taken to be about as long as each other: that is how the plan splits their keys.
+  const bool equal_lengths = has_equal_lengths(p) || (Config::kReadsCache && !p.seq.cu_seqlens_q);
   const HeadsOfCall call = {p.batch * p.heads_q, p.heads_q / p.heads_kv, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2,
-                            p.seqlen_q,          has_equal_lengths(p),   see_all,
+                            p.seqlen_q,          equal_lengths,          see_all,
                             Config::kVisible};
   const HeadOrder order = head_order(call, Config::kBlockM, ctas_at_a_time(Config::kShape));
   const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;

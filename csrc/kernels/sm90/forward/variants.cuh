@@ -37,7 +37,14 @@ void launch_range(const ForwardCall& call) {
   // Without a counter the kernel itself waits for the previous one before it reads any tensor.
   const bool overlaps_previous =
       schedule.taken || (Config::kSplitsKv && has_equal_lengths(p) && !p.seq.cache_batch_idx);
-  launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), overlaps_previous, call.stream);
+  const auto arguments = [&]() -> typename ForwardParameters<Config>::Call {
+    if constexpr (Config::kReadsCache) {
+      return {p, Config::kBlockN / rows_of_key_copy<Config>(p), rows_of_key_copy<Config>(p)};
+    } else {
+      return {p};
+    }
+  }();
+  launch_forward<Config>(arguments, encode_maps<Config>(p), schedule, ScoreTerms(p), overlaps_previous, call.stream);
   if constexpr (Config::kSplitsKv) combine_splits<Config>(p, schedule, call.stream);
 }
 
