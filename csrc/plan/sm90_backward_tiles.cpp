@@ -10,6 +10,8 @@
 namespace flash_ext::plan {
 namespace {
 
+int head_dim_of_kernel(const Problem& p) { return sm90::backward_head_dim(p.head_dim, p.head_dim_v); }
+
 /// The options of the variant that serves a problem.
 int serving_options(const Problem& p) {
   const bool pieces = copies_bias_in_pieces(p);
@@ -33,26 +35,25 @@ bool lists_blocks(const Problem& p) {
   const bool others =
       p.has_bias || p.has_mask || dropout_threshold(p.dropout_p) > 0 || p.softcap > 0 || p.has_alibi || p.deterministic;
   const bool window = p.window_left >= 0 || p.window_right >= 0;
-  return sm90::lists_blocks(
-      sm90::BackwardBlocksCall{p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window, !p.varlen, p.head_dim});
+  return sm90::lists_blocks(sm90::BackwardBlocksCall{p.has_block_mask ? p.block_m : 0, p.block_n, !others && !window,
+                                                     !p.varlen, head_dim_of_kernel(p)});
 }
 
 /// Whether the persistent kernel serves the problem.
 bool is_persistent(const Problem& p) {
   const bool plain = serving_options(p) == 0 && !lists_blocks(p) && !p.deterministic;
-  return plain && sm90::is_persistent(sm90::backward_head_dim(p.head_dim));
+  return plain && sm90::is_persistent(head_dim_of_kernel(p));
 }
 
 sm90::BackwardShape shape_of(const Problem& p) {
   if (lists_blocks(p)) return sm90::backward_blocks_shape();
-  return is_persistent(p) ? sm90::backward_persistent_shape()
-                          : sm90::backward_shape(sm90::backward_head_dim(p.head_dim));
+  return is_persistent(p) ? sm90::backward_persistent_shape() : sm90::backward_shape(head_dim_of_kernel(p));
 }
 
 /// What the variant of the backward that serves a problem is for.
 const char* backward_variant(const Problem& p) {
   if (lists_blocks(p)) return "block mask alone";
-  if (p.head_dim > sm90::kMaxNarrowHeadDim) return "wide heads";
+  if (head_dim_of_kernel(p) > sm90::kMaxNarrowHeadDim) return "wide heads";
   switch (serving_options(p)) {
     case 0:
       return "scaled products";
@@ -80,7 +81,7 @@ const char* backward_variant(const Problem& p) {
 }  // namespace
 
 void choose_sm90_backward_tiles(Draft& draft) {
-  const int head_dim = sm90::backward_head_dim(draft.p.head_dim);
+  const int head_dim = head_dim_of_kernel(draft.p);
   const sm90::BackwardShape shape = shape_of(draft.p);
   const bool wide = head_dim > sm90::kMaxNarrowHeadDim;
   draft.take_variant(backward_variant(draft.p));
@@ -129,7 +130,7 @@ double pipelined_step_of_128(int options) {
 }
 
 BackwardTiles sm90_backward_tiles(const Problem& p) {
-  const int head_dim = sm90::backward_head_dim(p.head_dim);
+  const int head_dim = head_dim_of_kernel(p);
   const sm90::BackwardShape shape = shape_of(p);
   const int64_t block_n = sm90::kWarpgroupRows * shape.groups;
   if (is_persistent(p)) return {shape.block_m, block_n, head_dim, kPersistentStep, kPersistentTile};

@@ -15,7 +15,8 @@ inline BackwardBlocksCall blocks_call(const BackwardParams& p) {
   const bool equal_lengths =
       !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k && !p.seq.seqused_q && !p.seq.seqused_k && !p.seq.leftpad_k;
   return {p.blocks.offsets ? p.blocks.block_m : 0, p.blocks.block_n,
-          !other_options && p.window.left < 0 && p.window.right < 0, equal_lengths, p.head_dim};
+          !other_options && p.window.left < 0 && p.window.right < 0, equal_lengths,
+          backward_head_dim(p.head_dim, p.head_dim_v)};
 }
 
 /// Scratch memory of a call: row terms and dQ, the lists, and the order of key tiles by the lengths of their lists.

@@ -59,14 +59,17 @@ class BackwardKeysWarp {
     ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised + warpgroup_, false);
   }
 
-  __device__ __forceinline__ void store_dk(const Sum& sum, float scale) const { store(p_.dk, 0, sum, scale); }
+  __device__ __forceinline__ void store_dk(const Sum& sum, float scale) const {
+    store(p_.dk, 0, p_.head_dim, sum, scale);
+  }
   __device__ __forceinline__ void store_dv(const Sum& sum, float scale) const {
-    store(p_.dv, Config::kBlockN * kHeadDim, sum, scale);
+    store(p_.dv, Config::kBlockN * kHeadDim, p_.head_dim_v, sum, scale);
   }
 
  private:
   /// `sums_offset`: where it begins in a split's slot.
-  __device__ __forceinline__ void store(const TensorView& view, int sums_offset, const Sum& sum, float scale) const {
+  __device__ __forceinline__ void store(const TensorView& view, int sums_offset, int64_t columns, const Sum& sum,
+                                        float scale) const {
     if (!view.data) return;
     if (work_tile_.sums) return store_split(work_tile_.sums + sums_offset, sum, scale);
     const Sequence& sequence = work_tile_.sequence;
@@ -75,7 +78,7 @@ class BackwardKeysWarp {
     for (int r = 0; r < 2; ++r) {
       const int row = first_key() + 8 * r + lane_ / 4;
       Element* const g_row = row < sequence.seqlen_k ? rows.row(row) : nullptr;
-      write_out_row(g_row, sum, r, scale, lane_, static_cast<int>(p_.head_dim));
+      write_out_row(g_row, sum, r, scale, lane_, static_cast<int>(columns));
     }
   }
 

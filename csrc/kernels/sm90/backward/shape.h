@@ -17,9 +17,11 @@ struct BackwardShape {
   int block_m = kBackwardBlockM;
 };
 
-/// The head dim of the kernel that serves q, k and v of head_dim: rows are filled up by zeros in shared memory.
-constexpr int backward_head_dim(int64_t head_dim) {
-  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
+/// The head dim of the kernel that serves q and k of head_dim, v of head_dim_v: rows are filled up by zeros in shared
+/// memory.
+constexpr int backward_head_dim(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+  return widest <= 64 ? 64 : widest <= 128 ? 128 : widest <= 192 ? 192 : 256;
 }
 
 constexpr BackwardShape backward_shape(int head_dim) {

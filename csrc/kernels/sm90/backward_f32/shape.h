@@ -13,7 +13,7 @@ constexpr int kBackwardF32BlockN = kWarpgroupRows;  // keys of a CTA: one warpgr
 
 /// The head dim of the kernel that serves q and k of head_dim and v of head_dim_v.
 constexpr int backward_f32_head_dim(int64_t head_dim, int64_t head_dim_v) {
-  return backward_head_dim(std::max(head_dim, head_dim_v));
+  return backward_head_dim(head_dim, head_dim_v);
 }
 
 /// CTAs of a cluster that have some of the columns each.

@@ -17,14 +17,14 @@ namespace {
 
 BackwardBlocksWorkspace blocks_workspace(const BackwardParams& p) {
   const int block_n = backward_blocks_shape().groups * kWarpgroupRows;
-  return BackwardBlocksWorkspace(p, kBackwardBlockM, block_n, backward_head_dim(p.head_dim), nullptr);
+  return BackwardBlocksWorkspace(p, kBackwardBlockM, block_n, backward_head_dim(p.head_dim, p.head_dim_v), nullptr);
 }
 
 /// Calls run(Element(), HeadDim<n>()).
 template <class Run>
 void with_backward_types(const BackwardParams& p, Run run) {
   with_element(p, [&](auto element) {
-    switch (backward_head_dim(p.head_dim)) {
+    switch (backward_head_dim(p.head_dim, p.head_dim_v)) {
       case 64:
         return run(element, HeadDim<64>());
       case 128:
@@ -52,8 +52,9 @@ void backward(const BackwardParams& params, void* workspace, cudaStream_t stream
   if (lists_blocks(blocks_call(params))) {
     return with_element(params, [&](auto element) {
       using Element = decltype(element);
-      backward_head_dim(params.head_dim) == 64 ? run_backward_blocks<Element, 64>(params, workspace, stream)
-                                               : run_backward_blocks<Element, 128>(params, workspace, stream);
+      backward_head_dim(params.head_dim, params.head_dim_v) == 64
+          ? run_backward_blocks<Element, 64>(params, workspace, stream)
+          : run_backward_blocks<Element, 128>(params, workspace, stream);
     });
   }
   with_backward_types(params, [&](auto element, auto head_dim) {
