@@ -41,6 +41,7 @@ class Benchmark(NamedTuple):
     ceiling_dtypes: Callable[[argparse.Namespace], Iterable[torch.dtype]] | None = None
     also_peers: Sequence[str] = ()  # that it asks besides the usual ones
     own_peers: Mapping[str, str] = {}  # titles of those that it brings itself, whatever --peers says
+    packages: Sequence[str] = ()  # that it uses, beside those of the peers
     asks_peers: bool = True
     loops: bool = True  # takes --sustained
 
@@ -81,7 +82,7 @@ BENCHMARKS = {
     ),
     "models": Benchmark(
         "a training step of whole models that call SDPA", "ms", "ms", "model", models.add_arguments, models.work,
-        own_peers=models.PEERS, asks_peers=False,
+        own_peers=models.PEERS, packages=models.PACKAGES, asks_peers=False,
     ),
     "memory": Benchmark(
         "peak memory over the sequence length", "MiB", "MiB", "seqlen", memory.add_arguments, memory.work,
@@ -133,7 +134,9 @@ def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
             found = higher(found, measure_ceilings(clock, chosen.device, dtypes))
     if found:
         forward_backward.add_ceiling(rows, found)
-    origin = provenance(command, chosen.device, chosen.peers, benchmark.own_peers, effort, chosen.trial)
+    origin = provenance(
+        command, chosen.device, chosen.peers, benchmark.own_peers, effort, chosen.trial, benchmark.packages
+    )
     origin |= {"sustained_s": sustained_s, "gpu_state": state.summary()}
     return report.Record(
         chosen.benchmark, benchmark.unit, benchmark.shown_unit, benchmark.label_title, origin, found, rows

@@ -105,12 +105,7 @@ def settle(parser: argparse.ArgumentParser, chosen: argparse.Namespace, also: Se
     if chosen.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: torch sees no GPU")
     chosen.device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    for option in ("json", "plot"):
-        path = getattr(chosen, option)
-        if path is not None and not path.parent.is_dir():
-            parser.error(f"argument --{option}: there is no folder {path.parent}")
-    if chosen.json is not None and not chosen.trial and (reason := why_no_record(effort_of(chosen))):
-        parser.error(f"argument --json: this would be no record: {reason} (--trial keeps it, marked as a trial)")
+    check_files(parser, chosen, effort_of(chosen))
     if chosen.plot is not None:
         if chosen.plot.suffix not in PLOT_SUFFIXES:
             parser.error(f"argument --plot: must end in {', '.join(PLOT_SUFFIXES)}, got {chosen.plot}")
@@ -123,6 +118,16 @@ def settle(parser: argparse.ArgumentParser, chosen: argparse.Namespace, also: Se
     if chosen.threads is not None:
         torch.set_num_threads(chosen.threads)
     torch.set_float32_matmul_precision("high" if chosen.allow_tf32 else "highest")
+
+
+def check_files(parser: argparse.ArgumentParser, chosen: argparse.Namespace, effort: Effort) -> None:
+    """Ends with an error where the run could not be kept where it should be, or would be no record."""
+    for option in ("json", "plot"):
+        path = getattr(chosen, option, None)
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"argument --{option}: there is no folder {path.parent}")
+    if chosen.json is not None and not chosen.trial and (reason := why_no_record(effort)):
+        parser.error(f"argument --json: this would be no record: {reason} (--trial keeps it, marked as a trial)")
 
 
 def on_cpu(chosen: argparse.Namespace) -> bool:

@@ -4,18 +4,18 @@ python -m benchmarks.context_parallel                          on all GPUs that 
 python -m benchmarks.context_parallel --ranks 2 --methods ring gather --seqlen 131072 --json run.json
 
 Each rank has a zigzag shard. A step is timed on every rank from a barrier on, and the slowest counts; the figure is the
-median of the rounds. One GPU computes the same problem whole, in the same processes and run. Outputs and gradients of
-all ranks together are held against the oracle first, at a short length. FLOPs are those of ``forward_backward``.
+median of the rounds. In each round one GPU also computes the same problem whole, in the same processes, while the
+others wait. Outputs and gradients of all ranks together are held against the oracle first, at a short length. FLOPs are
+those of ``forward_backward``.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,13 @@ from torch.multiprocessing.spawn import spawn
 
 import flash_ext
 from benchmarks import report
-from benchmarks.arguments import DTYPES, positive
+from benchmarks.arguments import DTYPES, check_files, positive
 from benchmarks.checks import Expected
 from benchmarks.forward_backward import Problem, make_call
+from benchmarks.gpu_state import GpuState
 from benchmarks.peers import OURS
 from benchmarks.provenance import RECORD_ROUNDS, provenance
-from benchmarks.timing import Effort
+from benchmarks.timing import Effort, Sample, Timings
 from flash_ext.integrations.distributed import (
     Layout,
     Method,
@@ -51,10 +52,11 @@ LAYOUT: Layout = "zigzag"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    chosen = make_parser().parse_args(arguments)
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
+    check_files(parser, chosen, effort_of(chosen))
     if chosen.device == "cuda" and torch.cuda.device_count() < chosen.ranks:
-        print(f"--ranks must be at most the number of GPUs, {torch.cuda.device_count()}, got {chosen.ranks}")
-        return 2
+        parser.error(f"argument --ranks: must be at most the number of GPUs, {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
         spawn(run, args=(chosen, arguments, str(Path(folder) / "store")), nprocs=chosen.ranks)
     return 0
@@ -75,10 +77,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads-kv", type=positive, help="default: as many")
     parser.add_argument("--head-dim", type=positive, default=128, help="(%(default)s)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--rounds", type=positive, default=5, help="(%(default)s)")
-    parser.add_argument("--alone-up-to", type=int, default=2**62, metavar="N", help="longest sequence for one GPU")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=positive, default=RECORD_ROUNDS, help="(%(default)s)")
+    parser.add_argument("--alone-up-to", type=positive, metavar="N", help="longest sequence for one GPU; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the run here, if it can be a record")
+    parser.add_argument("--trial", action="store_true", help="keep it although it is none: uncommitted, or few rounds")
     return parser
+
+
+def effort_of(chosen: argparse.Namespace) -> Effort:
+    """As many rounds as asked for, however long they take: all ranks have to agree on them."""
+    return Effort(most=chosen.rounds, fewest=chosen.rounds, budget_ms=0)
 
 
 def run(rank: int, chosen: argparse.Namespace, arguments: Sequence[str], store: str) -> None:
@@ -91,18 +99,25 @@ def run(rank: int, chosen: argparse.Namespace, arguments: Sequence[str], store: 
     for method in chosen.methods:
         check(problem_of(chosen, CHECKED_SEQLEN), method, device)
     seqlens = chosen.seqlen or (CPU_SEQLENS if device.type == "cpu" else SEQLENS)
-    rows = [measure(problem_of(chosen, seqlen), chosen, device) for seqlen in seqlens]
+    with GpuState(device if rank == 0 else torch.device("cpu")) as state:
+        rows = [measure(problem_of(chosen, seqlen), chosen, device) for seqlen in seqlens]
     dist.destroy_process_group()
     if rank > 0:
         return
     add_rates(rows)
-    effort = Effort(most=chosen.rounds, fewest=chosen.rounds, budget_ms=0)
-    is_trial = chosen.rounds < RECORD_ROUNDS
-    origin = provenance(["benchmarks.context_parallel", *arguments], device, {}, {}, effort, is_trial)
+    command = ["benchmarks.context_parallel", *arguments]
+    origin = provenance(command, device, {}, {}, effort_of(chosen), chosen.trial)
+    origin |= {"ranks": chosen.ranks, "backend": name_of_backend(backend), "gpu_state": state.summary()}
     record = report.Record("context_parallel", "ms", "TFLOP/s", "seqlen", origin, {}, rows)
     print(report.markdown(record))
     if chosen.json is not None:
         record.write(chosen.json)
+
+
+def name_of_backend(backend: str) -> str:
+    if backend != "nccl":
+        return backend
+    return f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}"
 
 
 def problem_of(chosen: argparse.Namespace, seqlen: int) -> Problem:
@@ -142,52 +157,75 @@ def check(problem: Problem, method: Method, device: torch.device) -> None:
 
 def measure(problem: Problem, chosen: argparse.Namespace, device: torch.device) -> report.Row:
     tensors = shard_of(problem, device)
-    times = {}
+    steps: dict[str, Callable[[], float]] = {}
     for method in chosen.methods:
         name = OURS if method == chosen.methods[0] else f"{OURS}, {method}"
-        times[name] = median_time(partial(step_of, method, *tensors), chosen.rounds, device)
-    del tensors
-    alone = time_alone(problem, chosen, device)
-    if alone is not None:
-        times[ALONE] = alone
+        steps[name] = partial(slowest_time, partial(step_of, method, *tensors), device)
+    missing = {}
+    if chosen.alone_up_to is None or problem.seqlen <= chosen.alone_up_to:
+        steps[ALONE] = partial(time_of_one, step_of_one(problem, device), device)
+    else:
+        missing[ALONE] = f"longer than {chosen.alone_up_to} tokens (--alone-up-to)"
+    timings = Timings(take_turns(steps, chosen.rounds))
     flops = problem.flops("forward") + problem.flops("backward")
-    shown = {name: flops / (1e9 * milliseconds) for name, milliseconds in times.items()}
-    table = f"forward and backward, {problem.heading}, {chosen.ranks} ranks"
-    row = report.Row(table, f"{problem.seqlen}", {**asdict(problem), "ranks": chosen.ranks}, times, shown)
-    if alone is not None:
-        row.figures["x one"] = alone / times[OURS]
-    return row
+    return report.Row.timed(
+        timings,
+        table=f"forward and backward, {problem.heading}, {chosen.ranks} ranks",
+        label=f"{problem.seqlen}",
+        problem={**asdict(problem), "ranks": chosen.ranks, "layout": LAYOUT},
+        shown={name: flops / (1e9 * milliseconds) for name, milliseconds in timings.medians().items()},
+        figures=gain_over_one(timings.bursts),
+        missing=missing,
+    )
 
 
-def time_alone(problem: Problem, chosen: argparse.Namespace, device: torch.device) -> float | None:
-    """One rank computes the whole problem while the others wait."""
-    if problem.seqlen > chosen.alone_up_to:
-        return None
-    milliseconds = torch.zeros(1, device=device)
-    if dist.get_rank() == 0:
-        call = make_call(problem, device, with_gradients=True)
-        inputs = (call.q, call.k, call.v)
+def gain_over_one(samples: Mapping[str, Sample]) -> dict[str, float]:
+    """How many times as fast as one GPU, with its lower quartile; each is a ratio of the same round."""
+    if ALONE not in samples:
+        return {}
+    gain = samples[ALONE].over(samples[OURS])
+    return {"x one": gain.median, "x one, lower": gain.quartiles[0]}
 
-        def step() -> object:
-            out = flash_ext.attention(*inputs, causal=True)
-            assert isinstance(out, Tensor)
-            return torch.autograd.grad(out, inputs, call.grad_out)
 
-        readings = [elapsed(step, device) for _ in range(WARM_UP + chosen.rounds)][WARM_UP:]
-        milliseconds.fill_(statistics.median(readings))
+def take_turns(steps: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Sample]:
+    """Milliseconds of each, after rounds that do not count. Every other round goes backwards."""
+    readings: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for turn in range(WARM_UP + rounds):
+        for name in names if turn % 2 == 0 else reversed(names):
+            readings[name].append(steps[name]())
+    return {name: Sample(tuple(taken[WARM_UP:])) for name, taken in readings.items()}
+
+
+def slowest_time(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of the slowest rank."""
+    dist.barrier()
+    slowest = torch.tensor([elapsed(step, device)], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def step_of_one(problem: Problem, device: torch.device) -> Callable[[], object]:
+    """The whole problem on one GPU; on ranks that only wait, nothing."""
+    if dist.get_rank() > 0:
+        return lambda: None
+    call = make_call(problem, device, with_gradients=True)
+    inputs = (call.q, call.k, call.v)
+
+    def step() -> object:
+        out = flash_ext.attention(*inputs, causal=True)
+        assert isinstance(out, Tensor)
+        return torch.autograd.grad(out, inputs, call.grad_out)
+
+    return step
+
+
+def time_of_one(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of the first rank, on all ranks."""
+    dist.barrier()
+    milliseconds = torch.tensor([elapsed(step, device)], device=device)
     dist.broadcast(milliseconds, 0)
     return float(milliseconds)
-
-
-def median_time(step: Callable[[], object], rounds: int, device: torch.device) -> float:
-    """Milliseconds of the slowest rank."""
-    readings = []
-    for _ in range(WARM_UP + rounds):
-        dist.barrier()
-        slowest = torch.tensor([elapsed(step, device)], device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        readings.append(float(slowest))
-    return statistics.median(readings[WARM_UP:])
 
 
 def elapsed(step: Callable[[], object], device: torch.device) -> float:

@@ -35,6 +35,7 @@ BACKENDS = {
     "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
     "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
 }
+PACKAGES = ("transformers",)
 PEERS = {TORCH: "torch's own choice of a backend"} | {name: f"{name.removeprefix('torch ')} alone" for name in BACKENDS}
 
 Step = Callable[[], Tensor]  # returns the loss, and leaves gradients in the parameters

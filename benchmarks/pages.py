@@ -15,7 +15,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ OPTIONS_IN_README = {
     "and its gradient": "bias (1, h, q, k), its gradient",
     "key padding": "mask (b, 1, 1, k)",
 }
+SEVERAL_GPUS = "*_context_parallel.json"
 COMMAND = r"`[^`]*?(python -m benchmarks[^`]*)`,\s+(?:in\s+)?`benchmarks/results/([\w.]+)`"
 
 Row = dict[str, Any]
@@ -190,8 +191,9 @@ def cpu_bounds(dtype: str) -> list[str]:
 
 
 def software() -> list[str]:
-    """Of all records of the H200 alike, as far as a sentence names them: torch, cuDNN, CUDA."""
-    origins = [report.read(path).provenance for path in RESULTS.glob("h200_*.json")]
+    """Of all records of one H200 alike, as far as a sentence names them: torch, cuDNN, CUDA."""
+    of_one = set(RESULTS.glob("h200_*.json")) - set(RESULTS.glob(SEVERAL_GPUS))
+    origins = [report.read(path).provenance for path in of_one]
     (found,) = {(o["torch"][:4], ".".join(o["cudnn"].split(".")[:2]), o["cuda"]) for o in origins}
     return list(found)
 
@@ -353,6 +355,25 @@ def model_cells(header: list[str], line: list[str]) -> list[str]:
     return [line[0], *("" if time is None else f"{time:.1f}" for time in times)]
 
 
+def several_gpu_cells(file: str) -> Callable[[list[str], list[str]], list[str]]:
+    """ms on one GPU and on several, the gain, TFLOP/s, and their ratio to one GPU's at 131072 tokens."""
+
+    def cells(header: list[str], line: list[str]) -> list[str]:
+        row = find(rows_of(file), seqlen=int(line[0]))
+        one, several = (row["measured"].get(name) for name in ("flash_ext, one", "flash_ext"))
+        alone = ["", ""] if one is None else [f"{one:.0f}", f"{row['figures']['x one']:.2f}{TIMES}"]
+        rate = f"{row['figures']['x one at 131072']:.2f}{TIMES}"
+        return [line[0], alone[0], f"{several:.0f}", alone[1], f"{row['shown']['flash_ext']:.0f}", rate]
+
+    return cells
+
+
+def several_gpus(file: str) -> list[str]:
+    """Which, and torch."""
+    origin = report.read(RESULTS / file).provenance
+    return [origin["gpu"], origin["torch"][:4]]
+
+
 def cpu_cells(header: list[str], line: list[str]) -> list[str]:
     dtype, size, mask = line[:3]
     batch, seqlen, heads, head_dim = map(int, size.split(f" {TIMES} "))
@@ -430,6 +451,17 @@ class Commands:
             recorded = report.read(RESULTS / found[2]).provenance["command"]
             text = substituted(text, found, [re.sub(r" --json \S+", "", recorded), found[2]])
         return text
+
+
+def figures_of_several_gpus() -> Iterator[Table | Sentence]:
+    """None before there is a record: it needs a machine with two GPUs."""
+    for file in sorted(path.name for path in RESULTS.glob(SEVERAL_GPUS)):
+        yield Table(PERFORMANCE, file, several_gpu_cells(file))
+        yield Sentence(
+            PERFORMANCE,
+            r"GPUs of this section are ([\w ]+), with torch ([\d.]+)\.",
+            lambda file=file: several_gpus(file),  # type: ignore[misc]
+        )
 
 
 def cells_of(line: str) -> list[str]:
@@ -576,6 +608,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(f"{TUNING}/host.md", "h200_host.json", host_cells),
     Table(f"{KERNELS}/block_sparse.md", "h200_masks.json", mask_cells),
     Table(f"{KERNELS}/cpu.md", "cpu_xeon.json", cpu_cells),
+    *figures_of_several_gpus(),
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ def provenance(
     titles: Mapping[str, str],
     effort: Effort,
     trial: bool,
+    packages: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What a record says of itself.
 
@@ -43,6 +44,7 @@ def provenance(
         peers: who was asked to take part.
         titles: of others that the benchmark brings itself.
         trial: the run is no record, whatever the reason.
+        packages: distributions that the benchmark itself uses, whose versions are kept.
     """
     origin = {
         "command": printable_command(command),
@@ -59,7 +61,7 @@ def provenance(
         "rounds": {"fewest": effort.fewest, "most": effort.most},
         "peers": {**{name: peer.title for name, peer in peers.items()}, **titles},
         "peer_origins": {name: dict(peer.origin) for name, peer in peers.items()},
-        "packages": package_versions("triton", "flash_attn", "flash_attn_3"),
+        "packages": package_versions("triton", "flash_attn", "flash_attn_3", *packages),
     }
     return origin | (describe_gpu() if device.type == "cuda" else describe_cpu())
 

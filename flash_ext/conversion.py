@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from flash_ext.argument_checks import describe
 from flash_ext.encoder import TransformerEncoder, TransformerEncoderLayer
+from flash_ext.integrations import torchvision_swin
 from flash_ext.modules import MultiheadAttention, obstacle_of_head_dim, refuse_to_be_bypassed
 
 FSDP = ("FullyShardedDataParallel", "FSDPModule")  # by name: to import them is to import all of torch.distributed
@@ -20,6 +21,7 @@ CALLS = {  # what activate() serves, by the names that call it; the second is di
     SDPA: f"F.{SDPA}",
     "dispatch_attention_fn": f"F.{SDPA}",
     "varlen_attn": "torch.nn.attention.varlen.varlen_attn",
+    torchvision_swin.FUNCTION: f"{torchvision_swin.MODULE}.{torchvision_swin.FUNCTION}",
 }
 ATTENTION_NAME = re.compile("attention|attn", re.IGNORECASE)
 

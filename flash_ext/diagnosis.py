@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import sys
@@ -16,13 +17,14 @@ import torch
 import flash_ext._plan as _plan
 from flash_ext._build_info import build_info
 from flash_ext.functional import attention
-from flash_ext.integrations import sdpa_provider
+from flash_ext.integrations import sdpa_provider, torchvision_swin
 from flash_ext.planning import describe_device, problem_of
 from flash_ext.torch_private import attention_registry, has_kernel
 
 _OPERATIONS = ("forward", "backward", "decode")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PROBE = dict(batch=4, seqlen_q=2048, seqlen_k=2048, heads_q=16, heads_kv=16, head_dim=128, head_dim_v=128)
+_LIBRARIES = ("transformers", "diffusers", "timm", "torchvision", "flash-attn", "flash-attn-3")
 _TOLERANCE = 2e-2  # of the check that kernels run at all, in bfloat16 on numbers of the size of 1
 
 
@@ -97,6 +99,18 @@ def _installed() -> Iterator[str]:
         yield "no CUDA kernels"
     cuda = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}" if torch.version.cuda else "no CUDA"
     yield f"torch {torch.__version__} ({cuda}), Python {platform.python_version()}"
+    if found := [described for name in _LIBRARIES if (described := _version_of(name))]:
+        yield f"libraries: {', '.join(found)}"
+
+
+def _version_of(library: str) -> str:
+    """With its name, or an empty string; of flash-attn also whose it is."""
+    try:
+        found = importlib.metadata.distribution(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    ours = type(found).__module__.split(".")[0] == "flash_ext"
+    return f"{library} {found.version}{' (the names alone, by as_flash_attn())' if ours else ''}"
 
 
 def _devices() -> Iterator[torch.device]:
@@ -159,6 +173,8 @@ def _replaced() -> Iterator[str]:
     ):
         if calls:
             yield f"calls {title} so far: {', '.join(f'{name} {count}' for name, count in sorted(calls.items()))}"
+    if torchvision_swin.is_installed():
+        yield f"{torchvision_swin.MODULE}.{torchvision_swin.FUNCTION}"
     yield from _replaced_modules()
     yield from _registered_in_transformers()
 

@@ -72,6 +72,14 @@ def is_forward_mode() -> bool:
 set_forward_mode = forward_ad._set_fwd_grad_enabled
 """A context in which they are taken, or not."""
 
+
+def script_instead(function: Any, other: Any) -> None:
+    """Lets ``torch.jit.script`` compile ``other``, of the same name, where it meets ``function``; as
+    ``script_if_tracing`` does."""
+    vars(function)["__script_if_tracing_wrapper"] = True
+    vars(function)["__original_fn"] = other
+
+
 # ---- The dispatcher -------------------------------------------------------------------------------------------------
 
 DispatchKey, DispatchKeySet = torch._C.DispatchKey, torch._C.DispatchKeySet

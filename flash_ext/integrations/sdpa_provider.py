@@ -1,7 +1,8 @@
 """``torch.nn.functional.scaled_dot_product_attention`` (SDPA), and what is built on it, computed by this library.
 
 ``activate()`` registers kernels in torch's dispatcher. The model's code does not change. A call that a kernel does
-not support goes on to torch's own kernel, which is kept beside ours. Two layers are overridden.
+not support goes on to torch's own kernel, which is kept beside ours. Two layers are overridden. (One model library is
+served beside them: torchvision's Swin writes its attention out, and ``torchvision_swin`` makes calls of SDPA of it.)
 
 **aten's fused operators** (kernels in ``aten_attention``): flash, efficient, cuDNN and the CPU's flash, each with its
 backward, and the operators on packed sequences (``aten_packed_attention``) that nested tensors and
@@ -56,7 +57,7 @@ from typing import Any
 
 import torch
 
-from flash_ext.integrations import aten_cpp
+from flash_ext.integrations import aten_cpp, torchvision_swin
 from flash_ext.integrations.aten_calls import NotServed
 from flash_ext.integrations.call_counts import CallCounts
 from flash_ext.torch_private import (
@@ -253,6 +254,7 @@ class Activation:
             raise
         self._forget_dispatch()
         _tag_caches(True)
+        torchvision_swin.install()
         Activation.current = self
 
     def remove(self) -> None:
@@ -261,6 +263,7 @@ class Activation:
         self._restore()
         self._forget_dispatch()
         _tag_caches(False)
+        torchvision_swin.restore()
         Activation.current = None
 
     def _restore(self) -> None:

@@ -18,7 +18,7 @@ from benchmarks import (
     provenance,
     report,
 )
-from benchmarks.__main__ import main
+from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.report import Row
 from benchmarks.timing import Effort
 from tests.build.benchmark_runs import record, row, timings
@@ -137,6 +137,17 @@ def test_environment_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = provenance.environment()
     assert found["FLASH_EXT_HOPPER"] == "0" and found["FLASH_EXT_CACHE"] == "cache"
     assert all(name.startswith("FLASH_EXT_") for name in found)
+
+
+def test_packages_that_a_benchmark_uses_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers, where models are those of transformers."""
+    assert BENCHMARKS["models"].packages == ("transformers",)
+    monkeypatch.setattr(provenance, "version", lambda name: {"transformers": "5.1", "triton": "3.2"}[name])
+    for benchmark, expected in (("models", {"transformers": "5.1"}), ("host", {})):
+        monkeypatch.setattr(provenance, "PackageNotFoundError", KeyError)
+        packages = BENCHMARKS[benchmark].packages
+        found = provenance.provenance(["x"], torch.device("cpu"), {}, {}, ENOUGH, True, packages)
+        assert found["packages"] == {"triton": "3.2", **expected}
 
 
 def test_origin_of_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -27,6 +27,24 @@ def test_names_of_classes(name: str) -> None:
     assert_names_a_class(getattr(torch_private, name))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_what_is_scripted_instead() -> None:
+    def add(x: Tensor) -> Tensor:
+        return x + 2
+
+    other = add
+
+    def add(x: Tensor) -> Tensor:  # type: ignore[no-redef]
+        return x + 1
+
+    torch_private.script_instead(add, other)
+
+    def caller(x: Tensor) -> Tensor:
+        return add(x)
+
+    assert torch.jit.script(caller)(torch.tensor(1)) == 3 and caller(torch.tensor(1)) == 2
+
+
 @needs_distributed
 def test_name_of_dtensor() -> None:
     assert_names_a_class(torch_private.DTENSOR)

@@ -61,7 +61,7 @@ def on_rank(task: Task, device: str) -> Result:
     call, dim = task.call, 0 if task.call.varlen else 1
     options = {name: to(value) for name, value in call.options.items()}
     for name in OF_ROWS:
-        if name in options and options[name].shape[2] > 1:
+        if name in options and options[name].shape[2] > 1 and not call.varlen:
             options[name] = own(options[name], 2)
     if options.get("cu_seqlens_q") is not None and torch.equal(options["cu_seqlens_q"], options["cu_seqlens_k"]):
         options["cu_seqlens_k"] = options["cu_seqlens_q"]
@@ -91,11 +91,11 @@ def on_rank(task: Task, device: str) -> Result:
 
 def join(task: Task, name: str, x: Tensor) -> Tensor:
     """A result of all ranks, of those that each of them has."""
-    if name[1:] in SUMMED and (name == "dsink" or task.call.options["bias"].shape[2] == 1):
+    packed = task.call.varlen
+    if name[1:] in SUMMED and (name == "dsink" or packed or task.call.options["bias"].shape[2] == 1):
         total = x.clone()
         dist.all_reduce(total)
         return total
-    packed = task.call.varlen
     dim = {"lse": 1 if packed else 2, "dbias": 2}.get(name, 0 if packed else 1)
     return join_sequence(x, None, layout=task.layout, dim=dim)  # type: ignore[arg-type]
 
@@ -256,10 +256,12 @@ def test_mask(pools: Any, method: str, device: str) -> None:
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["causal", "window", "full", "alibi", "sink"])
+@pytest.mark.parametrize("kind", ["causal", "window", "narrow", "full", "alibi", "sink"])
 def test_varlen(pools: Any, kind: str, layout: str, method: str, device: str) -> None:
     """Sequences of which some lie on both ranks, and some are empty."""
     options: dict[str, Any] = {"alibi": {"causal": True, "alibi_slopes": torch.rand(4)}, **OPTIONS}.get(kind, {})
+    if kind == "narrow":  # the sequences reach over more ranks than the window
+        options = {"window_size": (3, 0)}
     if kind == "sink":
         options = {"causal": True, "sink": torch.randn(4)}
     cu_seqlens = cumulative([5, 0, 30, 1, 12])
@@ -268,6 +270,64 @@ def test_varlen(pools: Any, kind: str, layout: str, method: str, device: str) ->
         seqlen_q=48, seqlen_k=48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, **lengths, **options
     )
     assert_matches(pools(2, device), call, layout, method)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(5, 4, 30, 30), (1, 1, 30, 30), (5, 1, 1, 30), (1, 4, 30, 1)])
+def test_varlen_with_bias_and_mask(pools: Any, shape: tuple[int, ...], layout: str, device: str) -> None:
+    """Both count from the start of each sequence, and each rank has all of them."""
+    cu_seqlens = cumulative([5, 0, 30, 1, 12])
+    lengths = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=30, max_seqlen_k=30)
+    options = dict(causal=True, bias=torch.randn(shape), mask=torch.rand(shape) < 0.7)
+    call = make_call(
+        seqlen_q=48, seqlen_k=48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, **lengths, **options
+    )
+    assert_matches(pools(2, device), call, layout, "ulysses")
+    for name in ("bias", "mask"):
+        one = replace(
+            call, options={n: value for n, value in call.options.items() if n not in {"bias", "mask"} - {name}}
+        )
+        message = f"{name} of packed sequences is not supported with method 'gather', but with 'ulysses'"
+        assert message in refusal(pools(2, device), one, layout=layout, method="gather")
+
+
+def poisoned(device: str) -> dict[str, Any]:
+    """Attention of rank 0 while places of keys that did not travel hold Inf and NaN, and of all on one rank."""
+    from flash_ext.integrations.distributed import gather
+
+    torch.manual_seed(0)
+    cu_seqlens = torch.tensor([0, 11, 40, 64], dtype=torch.int32, device=device)
+    options: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True, window_size=(5, 0))
+    q, k, v, gradient = torch.randn(4, 64, 2, 16, device=device)
+    poisons: list[float] = []
+
+    def poison(like: Tensor, shape: Any) -> Tensor:
+        poisons.append([torch.nan, torch.inf][len(poisons) % 2])
+        return like.new_full(shape, poisons[-1])
+
+    def results(attend: Any, *inputs: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        out = attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+
+    unfilled, gather.unfilled = gather.unfilled, poison
+    try:
+        parts = [split_sequence(x, None, layout="zigzag", dim=0) for x in (q, k, v, gradient)]
+        method = dict(layout="zigzag", method="gather", **options)
+        found = results(lambda *x: context_parallel_attention(*x, None, **method), *parts)
+    finally:
+        gather.unfilled = unfilled
+    whole = results(lambda *x: flash_ext.attention(*x, **options), q, k, v, gradient)
+    right = [split_sequence(x, None, layout="zigzag", dim=0) for x in whole]
+    return {"found": [x.cpu() for x in found], "right": [x.cpu() for x in right], "poisons": len(poisons)}
+
+
+def test_keys_that_did_not_travel_have_no_effect(pools: Any, device: str) -> None:
+    """Rank 0 has the first and the last chunk, and a short window does not reach between them."""
+    answer = pools(2, device).run(poisoned)
+    assert answer["poisons"] == 4  # of keys and of values, forward and backward
+    for found, right in zip(answer["found"], answer["right"], strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("top_left", "method"), [(False, "gather"), (False, "ulysses"), (True, "ulysses")])
@@ -514,6 +574,22 @@ def test_only_what_is_needed_travels() -> None:
     assert len(pieces_of_shard(zigzag, 0, 1)) == len(pieces_of_shard(zigzag, 1, 0)) == 1
 
 
+@pytest.mark.parametrize("top_left", [False, True])
+def test_only_what_is_needed_of_packed_sequences_travels(top_left: bool) -> None:
+    """Where sequences begin the host does not know; a window reaches as far in each of them."""
+    window = Problem(4, "contiguous", 8, 8, 5, 0, top_left, packed=True)
+    assert [needed_chunks(window, 2, o) for o in range(4)] == [(), (0,), (0,), ()]
+    wider = replace(window, left=9)
+    assert [needed_chunks(wider, 2, o) for o in range(4)] == [(0,), (0,), (0,), ()]
+    assert [needed_chunks(replace(window, left=-1), 2, o) for o in range(4)] == [(0,), (0,), (0,), ()]
+    assert [needed_chunks(replace(window, left=-1, right=-1), 0, o) for o in range(4)] == [(0,)] * 4
+    zigzag = replace(window, size=2, layout="zigzag", left=4)
+    assert needed_chunks(zigzag, 0, 1) == (1,) and needed_chunks(zigzag, 1, 0) == (0,)
+    # Where a sequence of queries has its keys the host does not know.
+    other = replace(window, same_sequences=False, top_left=False)
+    assert [needed_chunks(other, 0, o) for o in range(4)] == [(0,)] * 4
+
+
 def test_visited_chunks_of_a_block_mask() -> None:
     visible = torch.rand(2, 3, 256, 256) < 0.01
     visible &= (torch.rand(2, 3, 8, 8) < 0.2).repeat_interleave(32, 2).repeat_interleave(32, 3)
@@ -561,7 +637,7 @@ def on_dtensors(device: str) -> None:
     k, v = torch.randn(2, 2, 12, 2, 16, device=device)
     bias, sink = torch.randn(1, 4, 16, 12, device=device), torch.randn(4, device=device)
     grad = torch.randn(2, 16, 4, 16, device=device)
-    for with_options, side in itertools.product((False, True), (0, 2, 1)):
+    for with_options, side in itertools.product((False, True), (0, 2)):
         plain = [x.clone().requires_grad_() for x in (q, k, v, bias, sink)]
         shards = [Shard(side)] * 3 + [Shard(1) if side == 2 else Replicate(), Shard(0) if side == 2 else Replicate()]
         leaves = [
@@ -578,12 +654,43 @@ def on_dtensors(device: str) -> None:
             results.append([out, *torch.autograd.grad(out, wanted, given)])
         for found, expected in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-4, atol=1e-4)
-        if side != 1:
-            assert results[1][0].placements == (Shard(side),) and results[1][2].placements == (Shard(side),)
+        assert results[1][0].placements == (Shard(side),) and results[1][2].placements == (Shard(side),)
 
 
 def test_dtensors(pools: Any, device: str) -> None:
     pools(2, device).run(on_dtensors)
+
+
+def on_shards_of_the_sequence(device: str) -> None:
+    """They are not gathered behind the caller's back: the error says what is for them, and that is right."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    from flash_ext.integrations.distributed.dtensor import register_dtensor
+
+    register_dtensor()
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    plain = list(torch.randn(3, 2, 16, 4, 16, device=device))
+    cu_seqlens = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
+    packed = {name: distribute_tensor(cu_seqlens, mesh, [Replicate()]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    for n, name in enumerate("qkv"):
+        places = [Shard(1) if i == n else Replicate() for i in range(3)]
+        sharded = [distribute_tensor(x, mesh, [place]) for x, place in zip(plain, places, strict=True)]
+        with pytest.raises(NotImplementedError, match=rf"{name} is a DTensor .*context_parallel_attention\(\) of"):
+            flash_ext.attention(*sharded, causal=True)
+        places = [Shard(0) if i == n else Replicate() for i in range(3)]
+        rows = [distribute_tensor(x.flatten(0, 1), mesh, [place]) for x, place in zip(plain, places, strict=True)]
+        with pytest.raises(NotImplementedError, match=rf"{name} is a DTensor sharded along the sequence \(dimension 0"):
+            flash_ext.attention(*rows, causal=True, **packed)
+    shards = [distribute_tensor(x, mesh, [Shard(1)]).to_local() for x in plain]
+    out = context_parallel_attention(*shards, mesh.get_group(), causal=True)
+    assert isinstance(out, Tensor)
+    expected = flash_ext.attention(*plain, causal=True)
+    torch.testing.assert_close(join_sequence(out, None), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_shards_of_the_sequence_are_refused(pools: Any, device: str) -> None:
+    pools(2, device).run(on_shards_of_the_sequence)
 
 
 class Attend(torch.nn.Module):

@@ -270,4 +270,5 @@ def test_vit_of_timm() -> None:
 
 def test_swin_of_torchvision() -> None:
     torchvision = pytest.importorskip("torchvision")
-    assert "attention by operations of its own" in report_of(torchvision.models.swin_t())[1]
+    line = report_of(torchvision.models.swin_t())[1]
+    assert ACTIVATE in line and "torchvision.models.swin_transformer.shifted_window_attention is called there" in line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import torch
 
 import flash_ext
 from flash_ext import diagnosis
+from flash_ext.integrations import torchvision_swin
 
 
 def test_names_what_is_installed_and_what_runs_where() -> None:
@@ -52,6 +55,38 @@ def test_names_modules_that_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     modeling.ALL_ATTENTION_FUNCTIONS = Functions()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers.modeling_utils", modeling)
     assert "transformers: attn_implementation 'flashext'" in flash_ext.doctor().replaced
+
+
+class Version:
+    def __init__(self, version: str) -> None:
+        self.version = version
+
+
+def test_names_model_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whether flash-attn is the real one."""
+    there = {"transformers": Version("5.1"), "timm": Version("1.2"), "flash-attn": Version("2.8")}
+
+    def distribution(name: str) -> Version:
+        if name not in there:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return there[name]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "distribution", distribution)
+        assert "libraries: transformers 5.1, timm 1.2, flash-attn 2.8" in flash_ext.doctor().installed
+        there.clear()
+        assert not any(line.startswith("libraries") for line in flash_ext.doctor().installed)
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(flash_ext.as_flash_attn(force=True).undo)
+        found = next(line for line in flash_ext.doctor().installed if line.startswith("libraries"))
+        assert "flash-attn 2.8.3 (the names alone, by as_flash_attn())" in found
+
+
+def test_names_what_is_replaced_in_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType(torchvision_swin.MODULE)
+    module.shifted_window_attention = torchvision_swin.shifted_window_attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, torchvision_swin.MODULE, module)
+    assert "torchvision.models.swin_transformer.shifted_window_attention" in flash_ext.doctor().replaced
 
 
 def problems() -> str:

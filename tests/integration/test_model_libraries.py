@@ -3,6 +3,8 @@ outputs and gradients are those of torch's math, and our kernels computed each a
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
 from flash_ext.integrations import sdpa_provider
+from flash_ext.integrations import torchvision_swin as torchvision_functions
 
 Model = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # and what it is called with
 
@@ -61,9 +64,18 @@ def torchvision_vit() -> Model:
 
 
 def torchvision_swin() -> Model:
-    """Attention in operations of its own, which nothing redirects."""
+    """A bias with a gradient, and shifted windows: attention in operations of its own, until activate() replaces it."""
     models = pytest.importorskip("torchvision").models
     return models.SwinTransformer([4, 4], 32, [2], [2], [4, 4], num_classes=10), images(), {}
+
+
+def torchvision_swin_v2() -> Model:
+    """Cosine attention. Images that windows do not divide, and a window as large as the image in one direction."""
+    swin = pytest.importorskip("torchvision").models.swin_transformer
+    model = swin.SwinTransformer(
+        [4, 4], 32, [2], [2], [3, 8], num_classes=10, block=swin.SwinTransformerBlockV2, downsample_layer=None
+    )
+    return model, images(), {}
 
 
 def diffusers_dit() -> Model:
@@ -152,6 +164,8 @@ MODELS = (
     timm_beit,
     timm_swin,
     torchvision_vit,
+    torchvision_swin,
+    torchvision_swin_v2,
     diffusers_dit,
     diffusers_unet_with_8,
     diffusers_flux,
@@ -203,6 +217,69 @@ def test_step(device: str, build: Callable[[], Model]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * max(1.0, other.abs().max().item()))
 
 
+@pytest.mark.parametrize("logit_scale", [False, True])
+@pytest.mark.parametrize("shift", [[0, 0], [2, 1], [0, 2]])
+@pytest.mark.parametrize("size", [(8, 12), (7, 9), (4, 10), (3, 3)])
+def test_windows_of_swin(size: tuple[int, int], shift: list[int], logit_scale: bool, device: str) -> None:
+    """Values and all gradients are those of torchvision's own function."""
+    swin = pytest.importorskip("torchvision.models.swin_transformer")
+    heads, window = 2, [4, 3]
+    places = window[0] * window[1]
+    named = dict(
+        input=torch.randn(2, *size, 16),
+        qkv_weight=torch.randn(48, 16),
+        proj_weight=torch.randn(16, 16),
+        relative_position_bias=torch.randn(1, heads, places, places),
+        qkv_bias=torch.randn(48),
+        proj_bias=torch.randn(16),
+    )
+    named |= {"logit_scale": torch.randn(heads, 1, 1)} if logit_scale else {}
+    results = []
+    for function in (swin.shifted_window_attention, torchvision_functions.shifted_window_attention):
+        leaves = {name: x.double().to(device).requires_grad_() for name, x in named.items()}
+        out = function(**leaves, window_size=window, num_heads=heads, shift_size=shift)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), list(leaves.values()))])
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_swin_is_restored() -> None:
+    swin = pytest.importorskip("torchvision.models.swin_transformer")
+    own = swin.shifted_window_attention
+    model, args, _ = torchvision_swin()
+    model.eval()
+    with flash_ext.activated():
+        assert swin.shifted_window_attention is torchvision_functions.shifted_window_attention
+        # A program of TorchScript is torchvision's: it is to run elsewhere.
+        scripted = torch.jit.script(model)
+    assert swin.shifted_window_attention is own
+    torch.testing.assert_close(scripted(*args), model(*args))
+
+
+LATER = """
+import sys, flash_ext
+from flash_ext.integrations import torchvision_swin
+
+flash_ext.activate()
+assert "torchvision" not in sys.modules
+{before}
+from torchvision.models import swin_transformer as swin
+assert torchvision_swin.is_installed() is {installed}, swin.shifted_window_attention
+assert type(swin.__loader__).__module__ != torchvision_swin.__name__ == torchvision_swin.__spec__.name
+flash_ext.deactivate()
+assert swin.shifted_window_attention.__module__ == swin.__name__
+assert not any(type(finder).__module__ == torchvision_swin.__name__ for finder in sys.meta_path)
+"""
+
+
+@pytest.mark.parametrize(("before", "installed"), [("", True), ("flash_ext.deactivate()", False)])
+def test_torchvision_that_is_imported_later(before: str, installed: bool) -> None:
+    pytest.importorskip("torchvision")
+    program = LATER.format(before=before, installed=installed)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_llama_of_torchtitan(device: str) -> None:
     """Packed documents through ``torch.nn.attention.varlen``, which a CPU has under ``activate()`` alone."""
     llama = pytest.importorskip("torchtitan.models.llama3")
@@ -235,7 +312,7 @@ def test_llama_of_torchtitan(device: str) -> None:
         (diffusers_unet_with_8, "call flash_ext.activate()"),
         (diffusers_flux, "call flash_ext.activate()"),
         (torchvision_vit, "2 nn.MultiheadAttention converted"),
-        (torchvision_swin, "call flash_ext.scaled_dot_product_attention (a bias is its attn_mask)"),
+        (torchvision_swin, "shifted_window_attention is called there, which convert cannot reach; call flash_ext.act"),
         (torchtitan_sdpa, "call flash_ext.activate()"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -405,6 +405,21 @@ def test_names_that_mean_something_else(name: str) -> None:
         integration.register(name)
 
 
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_transformers_takes_flashext_for_something_else(model: str) -> None:
+    """Why this library's own name is not the default: although it is registered, transformers looks elsewhere."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    cls, config = model_of(model)
+    functions["flashext"] = functions["attention_of_somebody"] = integration.attention_forward
+    try:
+        build(cls, config, "attention_of_somebody")
+        with pytest.raises((ValueError, ImportError), match=r"(?i)flash.?attention"):
+            build(cls, config, "flashext")
+    finally:
+        del functions["flashext"], functions["attention_of_somebody"]
+
+
 @pytest.mark.parametrize("name", [3, None, ""])
 def test_what_is_no_name(name: Any) -> None:
     with pytest.raises(TypeError, match="name must be a str that is not empty, got"):

@@ -52,8 +52,8 @@ def context_parallel_attention(
     """``flash_ext.attention`` of a sequence of which each rank of ``group`` holds a shard, exact and differentiable.
 
     All ranks call it, with shards of one size and the same options, and all run its backward. What each of them holds a
-    copy of (a sink, a bias of one row) gets the gradient of this rank's queries, as parameters do: sum it over the
-    group as you do theirs.
+    copy of (a sink, a bias of one row or of packed sequences) gets the gradient of this rank's queries, as parameters
+    do: sum it over the group as you do theirs.
 
     Args:
         q: this rank's rows, (batch, seqlen_q / ranks, heads_q, head_dim), or packed (total_q / ranks, heads_q,
@@ -69,8 +69,9 @@ def context_parallel_attention(
         **options: those of ``flash_ext.attention``. Lengths (cu_seqlens_*, max_seqlen_*) are those of the whole
             sequences, the same on all ranks; give one tensor as cu_seqlens_q and cu_seqlens_k where they are equal. A
             bias or mask has this rank's queries and all keys, in the order of the sequence: (batch|1, heads_q|1,
-            seqlen_q / ranks|1, seqlen_k|1). A block_mask is that of the whole sequences. dropout draws other random
-            bits than one GPU would; rng_state, if given, is the same on all ranks.
+            seqlen_q / ranks|1, seqlen_k|1); of packed sequences, only with "ulysses", it counts from the start of each
+            sequence, as for ``attention``, and is the same on all ranks. A block_mask is that of the whole sequences.
+            dropout draws other random bits than one GPU would; rng_state, if given, is the same on all ranks.
 
     Returns:
         This rank's rows of the result, (batch, seqlen_q / ranks, heads_q, head_dim_v), or (out, lse) with lse (batch,

@@ -31,7 +31,8 @@ _registered = False
 
 def register_dtensor() -> None:
     """Lets ``flash_ext.attention`` and its backward take DTensors, without gathering those that are sharded by batch
-    entries or heads. Shards of the sequence are gathered first: ``context_parallel_attention`` computes with them.
+    entries or heads. With shards of the sequence ``attention`` raises NotImplementedError: they are for
+    ``context_parallel_attention``.
 
     Raises:
         Nothing of its own.
@@ -48,6 +49,7 @@ def register_dtensor() -> None:
 
 def _forward(q: Any, k: Any, v: Any, *rest: Any) -> Sequence[_Strategy]:
     options = ScoreOptions(*rest[: len(ScoreOptions._fields)])
+    _refuse_shards_of_sequence(0 if options.cu_seqlens_q is not None else 1, q=q, k=k, v=v)
     everywhere = [Replicate(), Replicate()], [Replicate()] * 3 + _all(rest)
     strategies: list[_Strategy] = [everywhere]
     packed = options.cu_seqlens_q is not None
@@ -76,6 +78,17 @@ def _backward(
         results = [place if need else Replicate() for place, need in zip(gradients, needed, strict=True)]
         strategies.append((results, [*arguments, *nones, *_sharded(given, options, side)]))
     return strategies
+
+
+def _refuse_shards_of_sequence(rows: int, **tensors: Any) -> None:
+    """Gathering them would take the memory that they save, and nobody would see it."""
+    for name, x in tensors.items():
+        if any(place.is_shard(rows) for place in x.placements):
+            raise NotImplementedError(
+                f"flash_ext: {name} is a DTensor sharded along the sequence (dimension {rows}): pass q, k and v's "
+                "to_local() to context_parallel_attention() of flash_ext.integrations.distributed, with the group of "
+                "that mesh dimension, or redistribute() them by heads"
+            )
 
 
 def _sides(q: Any, k: Any, options: ScoreOptions) -> list[str]:

@@ -103,7 +103,7 @@ class Gather(Passes):
         first, last = self.span(found)
         if len(found) < last - first:
             shapes = ([*t.shape[: self.dim], self.problem.chunk_k, *t.shape[self.dim + 1 :]] for t in (x.k, x.v))
-            k, v = (x.k.new_empty(shape) for shape in shapes)
+            k, v = (unfilled(x.k, shape) for shape in shapes)
             found = {chunk: found.get(chunk, (k, v)) for chunk in range(first, last)}
         in_order = [found[chunk] for chunk in range(first, last)]
         if len(in_order) > 1:
@@ -111,8 +111,8 @@ class Gather(Passes):
         return *in_order[0], first
 
     def span(self, chunks: dict[int, Any]) -> tuple[int, int]:
-        """The first chunk, and the one behind the last; block masks and packed sequences count from the start."""
-        if self.problem.packed or "block_mask" in self.options:
+        """The first chunk, and the one behind the last; block masks count from the start."""
+        if "block_mask" in self.options:
             return 0, self.problem.size * self.problem.chunks_per_rank
         return (min(chunks), max(chunks) + 1) if chunks else (0, 1)
 
@@ -152,7 +152,7 @@ class Gather(Passes):
             )
             given: dict[str, Any] = {}
             if problem.packed:
-                given = self.lengths(chunk)
+                given = self.lengths(chunk, first * problem.chunk_k, rows_k)
             elif "block_mask" in self.options:
                 given = {"block_mask": _rows_of_block_mask(self.options["block_mask"], chunk, problem)}
             else:
@@ -176,8 +176,10 @@ class Gather(Passes):
                 "with 'ulysses'"
             )
 
-    def lengths(self, chunk: int) -> dict[str, Any]:
-        """Where the sequences begin in a chunk of queries, and how far they see keys. Computed on the device."""
+    def lengths(self, chunk: int, start_k: int, rows_k: int) -> dict[str, Any]:
+        """Where the sequences begin in a chunk of queries and in the keys that are here, and how far they see those.
+        Computed on the device. Keys in front of the first one here are hidden by a window, which counts from the last
+        one."""
         problem, options = self.problem, self.options
         cu_seqlens_q, cu_seqlens_k = options["cu_seqlens_q"], options["cu_seqlens_k"]
         start, stop = chunk * problem.chunk_q, (chunk + 1) * problem.chunk_q
@@ -186,13 +188,20 @@ class Gather(Passes):
             # The last query of a sequence in this chunk sees the key at its own place and none behind it.
             place = cu_seqlens_q[1:].clamp(start, stop) - cu_seqlens_q[:-1]
             used = torch.minimum((place + lengths_k - cu_seqlens_q.diff()).clamp(min=0), lengths_k)
+        here = cu_seqlens_k.clamp(start_k, start_k + rows_k)
+        used = (cu_seqlens_k[:-1] + used).clamp(start_k, start_k + rows_k) - here[:-1]
         return dict(
             cu_seqlens_q=(cu_seqlens_q.clamp(start, stop) - start).to(torch.int32),
-            cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_k=(here - start_k).to(torch.int32),
             seqused_k=used.to(torch.int32),
             max_seqlen_q=min(problem.chunk_q, options.get("max_seqlen_q", problem.chunk_q)),
             max_seqlen_k=options.get("max_seqlen_k"),
         )
+
+
+def unfilled(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """In place of chunks that no query sees: whatever is in it, kernels keep it out of results and gradients."""
+    return like.new_empty(shape)
 
 
 # ---- Block masks ----------------------------------------------------------------------------------------------------

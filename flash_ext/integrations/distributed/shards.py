@@ -62,7 +62,8 @@ class Problem:
 
     @property
     def offset(self) -> int:
-        return 0 if self.top_left else self.size * (self.rows_k - self.rows_q)
+        """Of packed sequences, those that are the same for queries and keys: each query has its key in its own row."""
+        return 0 if self.top_left or self.packed else self.size * (self.rows_k - self.rows_q)
 
     @property
     def chunks_per_rank(self) -> int:
@@ -82,8 +83,8 @@ class Problem:
 
     def sees(self, chunk_q: int, chunk_k: int) -> bool:
         """Whether some query of a chunk may see some key of another one."""
-        if self.packed:
-            return self.right != 0 or not self.same_sequences or chunk_k <= chunk_q
+        if self.packed and not self.same_sequences:
+            return True  # the host does not know where a sequence of queries has its keys
         return self.cut(chunk_q, chunk_k) is not None
 
     def cut(self, chunk_q: int, chunk_k: int) -> Piece | None:

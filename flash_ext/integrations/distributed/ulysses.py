@@ -49,8 +49,9 @@ def _options_of_own_heads(ranks: Ranks, problem: Problem, heads: int, options: d
 
 
 def _matrix_of_own_heads(x: Tensor, ranks: Ranks, problem: Problem, own: slice) -> Tensor:
-    """Of a bias or mask (batch|1, heads|1, own rows|1, keys|1): all rows, own heads."""
-    if x.shape[2] == 1:
+    """Of a bias or mask (batch|1, heads|1, own rows|1, keys|1): all rows, own heads. That of packed sequences has all
+    rows on every rank."""
+    if problem.packed or x.shape[2] == 1:
         return x if x.shape[1] == 1 else x[:, own]
     x = x.expand(-1, ranks.size, -1, -1) if x.shape[1] == 1 else x
     travels = x.to(torch.uint8) if x.dtype == torch.bool else x
