@@ -48,7 +48,7 @@ class WrongGradient(torch.autograd.Function):
 original_attention, original_decode = flash_ext.attention, flash_ext.decode
 
 
-@pytest.mark.parametrize("benchmark", ["forward", "backward", "training", "options", "memory", "host"])
+@pytest.mark.parametrize("benchmark", ["forward", "backward", "training", "shapes", "options", "memory", "host"])
 def test_wrong_output_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(flash_ext, "attention", off_by_a_percent)
     with pytest.raises(WrongOutput, match="out is off by"):
@@ -56,7 +56,7 @@ def test_wrong_output_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "run.json").exists()
 
 
-@pytest.mark.parametrize("benchmark", ["backward", "options", "memory", "host"])
+@pytest.mark.parametrize("benchmark", ["backward", "shapes", "options", "memory", "host"])
 def test_wrong_gradient_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def attention(q: Tensor, *args: Tensor, **options: object) -> object:
         return original_attention(WrongGradient.apply(q), *args, **options)
