@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from benchmarks import option_calls, peers, report, shapes
+from benchmarks import option_calls, pages, peers, report, shapes
 from benchmarks.checks import WrongOutput
 from benchmarks.peers import OURS, Step
 from tests import oracle
-from tests.build.benchmark_runs import chosen, run
+from tests.build.benchmark_runs import chosen, record, run
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
 
@@ -255,3 +255,40 @@ def test_a_kernel_that_is_not_linked_is_seen(partial_build: ModuleType, monkeypa
             assert peer is not None
             with pytest.raises(RuntimeError, match=f"built without some kernels of head_dim {head_dim}"):
                 peer.decode(asked)()
+
+
+# On the page
+
+
+def test_a_section_comes_with_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is asked of the page before there is one; after the next one its figures are others."""
+    section, page = pages.SHAPES_SECTION, (pages.ROOT / pages.PERFORMANCE).read_text()
+    assert (section in pages.FIGURES) == (pages.RESULTS / pages.SHAPES).exists() == (section.behind in page)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    record_shapes(tmp_path / pages.SHAPES, forward=1.21, backward=0.9)
+    first = section.apply(page)
+    assert first == section.apply(first) and first.count(section.behind) == 1
+    assert "\n| short, 16 heads of 64, full | 1.10 (1.00) | 0.90 (0.90) |\n" in first
+    assert "\n`python -m benchmarks shapes --rounds 12`,\n" in first
+    assert first.index(section.behind) < first.index(section.before)
+    record_shapes(tmp_path / pages.SHAPES, forward=1.44, backward=1.1)
+    second = section.apply(first)
+    assert "\n| short, 16 heads of 64, full | 1.20 (1.00) | 1.10 (1.10) |\n" in second
+    assert second.replace("1.20 (1.00) | 1.10 (1.10)", "1.10 (1.00) | 0.90 (0.90)") == first
+    with pytest.raises(pages.Gone):
+        section.apply("nothing of the kind")
+
+
+def record_shapes(file: Path, forward: float, backward: float) -> None:
+    """Of two forwards, one of which takes a peer as long as us, and of a backward; of a call without peers."""
+
+    def shape(label: str, direction: str, fa3: float) -> report.Row:
+        problem = {"direction": direction, "dtype": "bfloat16"}
+        times = {"flash_ext": 1.0, "fa3": fa3, "cudnn": 2.0}
+        return report.Row(f"short, {direction}, bfloat16, 16 heads of 64, full", label, problem, times)
+
+    rows = [shape("1", "forward", 1.0), shape("2", "forward", forward), shape("1", "backward", backward)]
+    rows.append(report.Row("packed, forward, bfloat16", "alone", rows[0].problem, {"flash_ext": 1.0}))
+    kept = record(*rows, benchmark="shapes")
+    kept.provenance["command"] = "python -m benchmarks shapes --rounds 12 --json h200_shapes.json"
+    kept.write(file)
