@@ -53,6 +53,8 @@ def _listing(names: Iterable[str]) -> str:
 SDPA_MASKS = frozenset({"mask", "block_mask", "window_size"})
 SDPA_BIASES = frozenset({"bias", "alibi_slopes"})
 SDPA_OTHERS = frozenset({"causal", "dropout_p", "rng_state"})
+MADE_DENSE = frozenset({"block_mask", "window_size", "alibi_slopes"})
+MADE_DENSE_LIMIT = 2**27  # pairs up to which it is worth waiting for those that get them as a tensor: 11585 squared
 
 
 def sdpa_with_options(call: Call) -> Attend:
@@ -65,6 +67,8 @@ def sdpa_with_options(call: Call) -> Attend:
     masks = options.keys() & (SDPA_MASKS | SDPA_BIASES)
     if len(masks) + bool(options.get("causal")) > 1:
         return cannot(f"torch SDPA takes one mask, not {_listing(masks)}")
+    if masks & MADE_DENSE and call.q.shape[1] * call.k.shape[1] > MADE_DENSE_LIMIT:
+        return cannot(f"torch SDPA is not asked with dense masks of more than {MADE_DENSE_LIMIT} pairs")
     made = None if "bias" in masks else dense_mask(call, options)
 
     def attend(leaves: Mapping[str, Tensor]) -> Tensor:

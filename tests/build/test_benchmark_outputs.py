@@ -234,6 +234,15 @@ def test_options_of_flex_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     }  # fmt: skip
 
 
+def test_dense_masks_of_long_sequences_are_not_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, reason = tmp_path / "run.json", "torch SDPA is not asked with dense masks of more than 1000 pairs"
+    monkeypatch.setattr(option_calls, "MADE_DENSE_LIMIT", 1000)
+    run("sparse", "--directions", "forward", "--json", str(file))
+    assert {kept.missing.get("sdpa") for kept in report.read(file).rows} == {reason}
+    run("options", "--only", "mask (1", "bias (1", "causal", "--directions", "forward", "--json", str(file))
+    assert all("sdpa" in kept.measured for kept in report.read(file).rows)
+
+
 def names_of_options_with(peer: str, monkeypatch: pytest.MonkeyPatch, file: Path, *more: str) -> set[str]:
     """Of those that the peer takes part in, in all directions that they have."""
     monkeypatch.setattr(peers, "NEEDS_CUDA", frozenset())
