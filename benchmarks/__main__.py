@@ -3,7 +3,7 @@
 python -m benchmarks forward                       the training table on a GPU, or a small one on a CPU
 python -m benchmarks backward --head-dim 128 --causal --json run.json --plot run.png
 python -m benchmarks training                      both, on the same tensors
-python -m benchmarks decode | options | sparse | masks | module | encoder | models | memory | host
+python -m benchmarks shapes | decode | options | sparse | masks | module | encoder | models | memory | host
 python -m benchmarks compare before.json after.json
 """
 
@@ -20,7 +20,20 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import decode, encoder, forward_backward, host, masks, memory, models, module, options, report, sparse
+from benchmarks import (
+    decode,
+    encoder,
+    forward_backward,
+    host,
+    masks,
+    memory,
+    models,
+    module,
+    options,
+    report,
+    shapes,
+    sparse,
+)
 from benchmarks.arguments import common_arguments, effort_of, settle
 from benchmarks.ceilings import higher, measure_ceilings
 from benchmarks.comparison import Setting, Work
@@ -56,6 +69,10 @@ BENCHMARKS = {
     "forward": _training("TFLOP/s of the forward", "forward"),
     "backward": _training("TFLOP/s of the backward", "backward"),
     "training": _training("both, on the same tensors", "forward", "backward"),
+    "shapes": Benchmark(
+        "TFLOP/s of short, chunked, cached, packed and wide calls", "ms", "TFLOP/s", "shape", shapes.add_arguments,
+        shapes.work, shapes.dtypes,
+    ),
     "decode": Benchmark(
         "time of one token over a KV cache", "us", "us", "batch x context", decode.add_arguments, decode.work,
         decode.dtypes,

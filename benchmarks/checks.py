@@ -23,6 +23,8 @@ CHUNK_SCORES = 2**25  # scores of the reference that are in memory at a time, ti
 ROUNDING = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 32, torch.float64: 4096}  # in eps of the largest number
 AVERAGE_WITHIN = 0.05  # of one, the projection of what dropout left
 AVERAGE_NOISE = 4  # over the root of how many numbers there are: what dropout adds to that at most
+CHUNKED = frozenset({"causal", "window_size", "block_mask"})  # options that the reference takes in chunks of queries
+PACKED = frozenset({"causal", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
 HEAD_DIMENSION_OF_OPTION = {"bias": 1, "mask": 1, "alibi_slopes": -1, "sink": 0}
 
 Result = dict[str, Tensor]  # "out" and, for each input that has a gradient, "d" + its name
@@ -186,16 +188,20 @@ def _heads_of(tensor: Tensor, dim: int, heads: slice) -> Tensor:
 
 
 def _run(call: oracle.Call, dtype: torch.dtype, gradients_of: Sequence[str]) -> Result:
-    if set(call.options) <= {"causal"} and set(gradients_of) <= {"q", "k", "v"}:
-        return _run_in_chunks(call, dtype, bool(gradients_of))
+    if set(gradients_of) <= {"q", "k", "v"}:
+        if set(call.options) <= CHUNKED:
+            return _run_in_chunks(call, dtype, bool(gradients_of))
+        if call.varlen and set(call.options) <= PACKED and (same_length := _by_length(call)) is not None:
+            return _run_packed(call, same_length, dtype, bool(gradients_of))
     result = oracle.run_reference(call, dtype, gradients_of)
     return {name: tensor for name, tensor in result.items() if name != "lse"}
 
 
 def _run_in_chunks(call: oracle.Call, dtype: torch.dtype, with_gradients: bool) -> Result:
     """Plain attention, some queries at a time: long sequences have more scores than memory holds."""
-    causal = bool(call.options.get("causal"))
     (batch, seqlen_q, heads_q, _), seqlen_k = call.q.shape, call.k.shape[1]
+    visible = _visible_pairs(call)
+    ends_early = visible is None and bool(call.options.get("causal"))
     rows = max(1, CHUNK_SCORES // (batch * heads_q * seqlen_k))
     wide = torch.promote_types(dtype, torch.float32)  # sums over the chunks, as a matrix product sums
     grad_k, grad_v = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (call.k, call.v))
@@ -203,10 +209,11 @@ def _run_in_chunks(call: oracle.Call, dtype: torch.dtype, with_gradients: bool) 
     grads_q: list[Tensor] = []
     for start in range(0, seqlen_q, rows):
         stop = min(start + rows, seqlen_q)
-        keys = stop + seqlen_k - seqlen_q if causal else seqlen_k
+        keys = stop + seqlen_k - seqlen_q if ends_early else seqlen_k
         parts = (call.q[:, start:stop], call.k[:, :keys], call.v[:, :keys])
         q, k, v = (part.detach().to(dtype).requires_grad_(with_gradients) for part in parts)
-        out, _, _ = reference.attention(q, k, v, reference.Options(causal=causal))
+        mask = None if visible is None else visible[..., start:stop, :]
+        out, _, _ = reference.attention(q, k, v, reference.Options(causal=ends_early, mask=mask))
         outs.append(out.detach())
         if with_gradients:
             assert call.grad_out is not None
@@ -217,4 +224,56 @@ def _run_in_chunks(call: oracle.Call, dtype: torch.dtype, with_gradients: bool) 
     result = {"out": torch.cat(outs, 1)}
     if with_gradients:
         result |= {"dq": torch.cat(grads_q, 1), "dk": grad_k.to(dtype), "dv": grad_v.to(dtype)}
+    return result
+
+
+def _visible_pairs(call: oracle.Call) -> Tensor | None:
+    """Bool, (batch|1, heads|1, seqlen_q, seqlen_k); None where ``causal`` alone says it, or all are."""
+    if set(call.options) <= {"causal"}:
+        return None
+    rules = {name: call.options[name] for name in ("causal", "window_size") if name in call.options}
+    lengths = call.q.shape[1], call.k.shape[1]
+    visible = reference.visible(*lengths, reference.Options(**rules), call.q.device)[None, None]
+    return visible if call.block_visible is None else visible & call.block_visible
+
+
+Starts = list[tuple[int, int]]  # of sequences: their first query, their first key
+
+
+def _by_length(call: oracle.Call) -> dict[tuple[int, int], Starts] | None:
+    """The sequences of each (queries, keys); None where one has more queries than keys: chunks are not made for it."""
+    starts_q, starts_k = oracle.boundaries(call)
+    found: dict[tuple[int, int], Starts] = {}
+    for b, start in enumerate(zip(starts_q[:-1], starts_k[:-1], strict=True)):
+        lengths = starts_q[b + 1] - start[0], starts_k[b + 1] - start[1]
+        if lengths[0] > lengths[1]:
+            return None
+        if lengths[0] > 0:
+            found.setdefault(lengths, []).append(start)
+    return found
+
+
+def _run_packed(
+    call: oracle.Call, same_length: dict[tuple[int, int], Starts], dtype: torch.dtype, with_gradients: bool
+) -> Result:
+    """Sequences of one length as a dense batch: one after another, thousands of them take minutes."""
+    shapes = {"out": (*call.q.shape[:-1], call.v.shape[-1])}
+    if with_gradients:
+        shapes |= {"dq": call.q.shape, "dk": call.k.shape, "dv": call.v.shape}
+    result = {name: torch.zeros(shape, dtype=dtype, device=call.q.device) for name, shape in shapes.items()}
+    for lengths, starts in same_length.items():
+        firsts = torch.tensor(starts, device=call.q.device)
+        rows_q, rows_k = (
+            firsts[:, side, None] + torch.arange(length, device=call.q.device) for side, length in enumerate(lengths)
+        )
+        dense = replace(
+            call,
+            q=call.q[rows_q],
+            k=call.k[rows_k],
+            v=call.v[rows_k],
+            options={"causal": bool(call.options.get("causal"))},
+            grad_out=None if call.grad_out is None else call.grad_out[rows_q],
+        )
+        for name, value in _run_in_chunks(dense, dtype, with_gradients).items():
+            result[name][rows_k if name in ("dk", "dv") else rows_q] = value
     return result

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from tests.oracle import Call
 
@@ -52,6 +53,8 @@ def _listing(names: Iterable[str]) -> str:
 SDPA_MASKS = frozenset({"mask", "block_mask", "window_size"})
 SDPA_BIASES = frozenset({"bias", "alibi_slopes"})
 SDPA_OTHERS = frozenset({"causal", "dropout_p", "rng_state"})
+MADE_DENSE = frozenset({"block_mask", "window_size", "alibi_slopes"})
+MADE_DENSE_LIMIT = 2**27  # pairs up to which it is worth waiting for those that get them as a tensor: 11585 squared
 
 
 def sdpa_with_options(call: Call) -> Attend:
@@ -59,9 +62,13 @@ def sdpa_with_options(call: Call) -> Attend:
     options = options_in_use(call)
     if foreign := options.keys() - SDPA_MASKS - SDPA_BIASES - SDPA_OTHERS:
         return cannot(f"torch SDPA has no {_listing(foreign)}")
+    if options.keys() == {"causal"} and call.q.shape[1] != call.k.shape[1]:
+        return sdpa_aligned_with_the_last_key(call)
     masks = options.keys() & (SDPA_MASKS | SDPA_BIASES)
     if len(masks) + bool(options.get("causal")) > 1:
         return cannot(f"torch SDPA takes one mask, not {_listing(masks)}")
+    if masks & MADE_DENSE and call.q.shape[1] * call.k.shape[1] > MADE_DENSE_LIMIT:
+        return cannot(f"torch SDPA is not asked with dense masks of more than {MADE_DENSE_LIMIT} pairs")
     made = None if "bias" in masks else dense_mask(call, options)
 
     def attend(leaves: Mapping[str, Tensor]) -> Tensor:
@@ -78,6 +85,54 @@ def sdpa_with_options(call: Call) -> Attend:
         return out.transpose(1, 2)
 
     return attend
+
+
+def sdpa_aligned_with_the_last_key(call: Call) -> Attend:
+    """Its is_causal is aligned with the first key. FlashAttention-2 and efficient have the other rule too; cuDNN does
+    not, and who stores the scores gets a mask."""
+    backends = torch.backends.cuda
+    if call.q.is_cuda and not (backends.flash_sdp_enabled() or backends.mem_efficient_sdp_enabled()):
+        if backends.cudnn_sdp_enabled():
+            return cannot("cuDNN in torch SDPA aligns a causal mask with the first key")
+    mask = causal_lower_right(call.q.shape[1], call.k.shape[1])
+    grouped = call.q.shape[2] != call.k.shape[2]
+
+    def attend(leaves: Mapping[str, Tensor]) -> Tensor:
+        q, k, v = (leaves[name].transpose(1, 2) for name in ("q", "k", "v"))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+    return attend
+
+
+def fa2_with_options(call: Call) -> Attend:
+    """torch has FlashAttention-2 for packed sequences as a function of its own."""
+    return torch_varlen(call) if call.varlen else sdpa_with_options(call)
+
+
+VARLEN_OPTIONS = frozenset({"causal", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
+
+
+def torch_varlen(call: Call) -> Attend:
+    """``torch.nn.attention.varlen.varlen_attn``, whose arguments differ between versions."""
+    options = options_in_use(call)
+    if foreign := options.keys() - VARLEN_OPTIONS:
+        return cannot(f"torch's varlen_attn has no {_listing(foreign)}")
+    if missing := VARLEN_OPTIONS - options.keys() - {"causal"}:
+        return cannot(f"torch's varlen_attn needs {_listing(missing)}")
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return cannot("this torch has no varlen_attn")
+    known = inspect.signature(varlen_attn).parameters.keys()
+    arguments: dict[str, Any] = {}
+    if options.get("causal"):
+        arguments = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if call.q.shape[-2] != call.k.shape[-2]:
+        arguments["enable_gqa"] = True
+    if foreign := arguments.keys() - known:
+        return cannot(f"torch's varlen_attn has no {_listing(foreign)}")
+    lengths = [options[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    return lambda leaves: first(varlen_attn(leaves["q"], leaves["k"], leaves["v"], *lengths, **arguments))
 
 
 def dense_mask(call: Call, options: Mapping[str, Any]) -> Tensor | None:

@@ -26,7 +26,7 @@ from benchmarks.ceilings import name_of
 from benchmarks.checks import Checker, Expected, OnAverage, Result
 from benchmarks.comparison import Comparison, Setting, Work
 from benchmarks.peers import OURS, Peer, ours
-from benchmarks.report import Row
+from benchmarks.report import Row, is_ours
 from benchmarks.timing import Candidate, Timings
 from tests.oracle import Call
 
@@ -229,7 +229,7 @@ def expected_of(variant: Variant, direction: str) -> Expected:
 
 def add(comparison: Comparison, name: str, peer: Peer, variant: Variant, direction: str, expected: Checker) -> None:
     """Checks what the peer makes of the variant, and lets it take part."""
-    call, own = variant.call, name in (OURS, PLAIN)
+    call, own = variant.call, name == PLAIN or is_ours(name)
     if own:
         supported, reason = flash_ext.supports(call.q, call.k, call.v, operation=direction, **call.options)
     else:

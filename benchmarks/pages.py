@@ -480,6 +480,56 @@ def substituted(text: str, found: re.Match[str], values: Sequence[str]) -> str:
     return text
 
 
+# ---- The section of the shapes, which is there once they are recorded ------------------------------------------------
+
+SHAPES = "h200_shapes.json"
+
+
+@dataclass(frozen=True)
+class Section(Table):
+    """A section whose lines are all the record's, ``behind`` its heading; without one, it is put before ``before``."""
+
+    before: str = ""
+
+    def apply(self, text: str) -> str:
+        start = text.find(self.behind)
+        end = text.find("\n## ", start + 1) if start >= 0 else text.find(self.before)
+        if end < 0:
+            raise Gone(f"{self.page} has no place for {self.behind.strip()!r}")
+        return text[: start if start >= 0 else end] + self.behind + "\n".join(["", *shape_lines(), ""]) + text[end:]
+
+
+def shape_lines() -> list[str]:
+    """Of a heading of the record a line: geometric mean and least of the best peer's time over ours, by direction."""
+    record, ratios = report.read(RESULTS / SHAPES), dict[str, dict[str, list[float]]]()
+    for row in record.rows:
+        if (best := report.best_ratio(row)) is not None:
+            direction, dtype = row.problem["direction"], row.problem["dtype"]
+            of_shape = ratios.setdefault(row.table.replace(f", {direction}, {dtype}", ""), {})
+            of_shape.setdefault(direction, []).append(best)
+    command = re.sub(r" --json \S+", "", record.provenance["command"])
+    lines = [
+        "The time of the fastest peer over flash-ext's, as a geometric mean and in the worst row: short sequences,",
+        "chunks of prompts over dense keys and over caches, cross-attention, packed sequences, wide heads. By",
+        f"`{command}`,",
+        f"in `benchmarks/results/{SHAPES}`, which has each row and the kernel that runs it. [What the rows",
+        "are](benchmarks.md#benchmarks).",
+        "",
+        line_of(["", "forward", "backward"]),
+        line_of(["---"] * 3),
+    ]
+    for title, by_direction in ratios.items():
+        found = [by_direction.get(direction) for direction in ("forward", "backward")]
+        lines.append(line_of([title, *(f"{geometric_mean(r):.2f} ({min(r):.2f})" if r else "" for r in found)]))
+    return lines
+
+
+SHAPES_SECTION = Section(
+    PERFORMANCE, "\n## Shapes that users have\n", lambda header, line: line, before="\n## Grouped heads\n"
+)
+
+# ---- All of them ----------------------------------------------------------------------------------------------------
+
 PAIR = r"(\d+) / (\d+)"
 NUMBER = r"([\d.]+) times\s+"
 CPU_RATIOS = r"([\d.]+) to ([\d.]+) forward and ([\d.]+) to ([\d.]+) backward"
@@ -505,6 +555,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Sentence(README, rf"{PAIR} % slower at head_dim 64 / 128", lambda: costs("deterministic", "backward")),
     Table(PERFORMANCE, "h200_forward.json", training_cells("forward")),
     Table(PERFORMANCE, "h200_backward.json", training_cells("backward")),
+    *([SHAPES_SECTION] if (RESULTS / SHAPES).exists() else []),
     Table(PERFORMANCE, "\n## Grouped heads\n", grouped_cells),
     Table(PERFORMANCE, "\n## float32\n", float32_cells),
     Table(PERFORMANCE, "h200_decode.json", decode_cells),

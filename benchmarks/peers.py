@@ -4,11 +4,13 @@ be imported."""
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
+from benchmarks.extensions import undefined_symbols
 from benchmarks.option_calls import (
     Attend,
     cannot,
+    fa2_with_options,
     first,
     flex_plain,
     flex_with_options,
@@ -35,10 +39,11 @@ STORED_SCORES_LIMIT = 2**31  # bytes of scores up to which it is worth waiting f
 
 @dataclass(frozen=True)
 class Step:
-    """A step of decoding as a serving engine has it: one new token a sequence, over caches that have room for more."""
+    """A step as a serving engine has it: one new token a sequence, over caches that have room for more, or a chunk of
+    a prompt, whose keys are in the caches already."""
 
-    q: Tensor  # (batch, 1, heads_q, head_dim)
-    k_cache: Tensor  # (batch, seqlen, heads_kv, head_dim)
+    q: Tensor  # (batch, seqlen_q, heads_q, head_dim)
+    k_cache: Tensor  # (batch, seqlen, heads_kv, head_dim), or with block_table pages (pages, page size, ...)
     v_cache: Tensor
     cache_seqlens: Tensor | None = None  # int32 (batch), rows that are in use, the new one not; None: all
     k: Tensor | None = None  # (batch, 1, heads_kv, head_dim), to be appended
@@ -46,6 +51,8 @@ class Step:
     row: Tensor | None = None  # int64 (1), where the new row goes in every sequence
     rotary: tuple[Tensor, Tensor] | None = None  # cos and sin, (seqlen, head_dim / 2)
     ragged: bool = False  # not all rows are in use, the new one counted
+    causal: bool = False
+    block_table: Tensor | None = None  # int32 (batch, pages of a sequence)
 
 
 Decode = Callable[[], Tensor]
@@ -82,6 +89,11 @@ def sdpa_decode(step: Step) -> Decode:
         return cannot("torch SDPA has no rotary embedding")
     if step.ragged:
         return cannot("torch SDPA takes no lengths of caches")
+    if step.block_table is not None:
+        return cannot("torch SDPA takes no pages")
+    if step.causal:
+        attend = sdpa_with_options(Call(step.q, step.k_cache, step.v_cache, {"causal": True}))
+        return partial(attend, {"q": step.q, "k": step.k_cache, "v": step.v_cache})
     if step.k is None or step.v is None or step.row is None:
         return partial(sdpa, step.q, step.k_cache, step.v_cache)
     copies = ((step.k_cache, step.k), (step.v_cache, step.v))
@@ -101,6 +113,7 @@ def serving_arguments(step: Step) -> dict[str, Any]:
     if step.rotary is not None:
         cos, sin = step.rotary
         arguments |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    arguments |= {"causal": step.causal or None, "block_table": step.block_table}
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -121,7 +134,8 @@ def ours() -> Peer:
 def _sdpa_backend(title: str, backend: SDPBackend, stores_scores: bool = False) -> Peer:
     around = partial(sdpa_kernel, backend)
     origin = torch_origin(cudnn=backend == SDPBackend.CUDNN_ATTENTION)
-    return Peer(title, sdpa, sdpa_decode, around, stores_scores, sdpa_with_options, origin)
+    with_options = fa2_with_options if backend == SDPBackend.FLASH_ATTENTION else sdpa_with_options
+    return Peer(title, sdpa, sdpa_decode, around, stores_scores, with_options, origin)
 
 
 def _flash_attn_package(title: str, module_name: str, distribution: str, extension: str) -> Peer | None:
@@ -139,11 +153,31 @@ def _flash_attn_package(title: str, module_name: str, distribution: str, extensi
         # FlashAttention-3 makes its scheduler metadata within the call: replays of a graph with what
         # get_scheduler_metadata returned end with an illegal access at 32 x 8192, 32/8 heads.
         arguments = serving_arguments(step)
+        if "block_table" in arguments:
+            arguments[name_of_table] = arguments.pop("block_table")
+        if lacks_a_kernel(sys.modules.get(extension), step):
+            return cannot(f"its library was built without some kernels of head_dim {step.q.shape[-1]}")
         return lambda: first(with_kvcache(step.q, step.k_cache, step.v_cache, **arguments))
 
+    name_of_table = next(n for n in ("page_table", "block_table") if n in inspect.signature(with_kvcache).parameters)
     with_options = partial(package_with_options, module)
     origin = package_origin(distribution, sys.modules.get(extension))
     return Peer(title, attention, decode, with_options=with_options, origin=origin)
+
+
+def lacks_a_kernel(extension: ModuleType | None, step: Step) -> bool:
+    """Whether the step may need a kernel that FlashAttention-3's library was linked without.
+
+    Who builds a part of it and loads it lazily can call that part; calling another one ends the process. Which kernel a
+    call needs, split or not, the library decides by itself.
+    """
+    if extension is None or extension.__file__ is None:
+        return False
+    element = {torch.float16: "6half_t", torch.bfloat16: "10bfloat16_t"}.get(step.q.dtype)
+    head_dim, paged = step.q.shape[-1], "[01]" if step.block_table is not None else "0"
+    # run_mha_fwd_<90, element, head_dim, head_dim, split, paged, softcap, several heads in a tile>
+    kernel = rf"_Z12run_mha_fwd_ILi90EN7cutlass{element}ELi{head_dim}ELi{head_dim}ELb[01]ELb{paged}ELb0E\w+"
+    return bool(undefined_symbols(extension.__file__, kernel))
 
 
 def _flex() -> Peer:

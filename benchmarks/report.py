@@ -54,6 +54,7 @@ class Row:
     spread: dict[str, Spread] = field(default_factory=dict)  # of measured
     ratio_spread: dict[str, Spread] = field(default_factory=dict)  # by peer: of the rounds' ratios
     sustained: dict[str, float] = field(default_factory=dict)  # as measured, in loops without pause; often not asked
+    kernel: str = ""  # of ours, as explain() names it; often not asked
 
     @staticmethod
     def timed(timings: Timings, **fields_of_row: Any) -> Row:
@@ -165,7 +166,8 @@ def table_of(rows: Sequence[Row], label_title: str, device: str) -> list[str]:
     figures = list(dict.fromkeys(name for row in rows for name in row.figures))
     ratios = ["/ best peer"] + (["/ fa2"] if "fa2" in candidates else []) if peers else []
     sustained = [name for name in candidates if any(name in row.sustained for row in rows)]
-    titles = [*candidates, *ratios, *figures, *(f"{name}, sustained" for name in sustained)]
+    kernel = ["kernel"] if any(row.kernel for row in rows) else []
+    titles = [*candidates, *ratios, *figures, *(f"{name}, sustained" for name in sustained), *kernel]
     lines = [line([label_title, *titles]), "| --- |" + " ---: |" * len(titles)]
     for row in rows:
         values = row.shown or row.measured
@@ -175,7 +177,8 @@ def table_of(rows: Sequence[Row], label_title: str, device: str) -> list[str]:
             cells += [ratio(row.ratios().get("fa2"))] if "fa2" in candidates else []
         busy = {OF_MATMUL: BUSY} if _beats_ceiling(row, device) else {}
         cells += [number(row.figures.get(name)) + busy.get(name, "") for name in figures]
-        lines.append(line([*cells, *(number(shown_sustained(row, name)) for name in sustained)]))
+        cells += [number(shown_sustained(row, name)) for name in sustained]
+        lines.append(line([*cells, *([row.kernel or "-"] if kernel else [])]))
     return lines
 
 

@@ -1,5 +1,5 @@
 """``sparse``: how long a call with a block mask takes, beside the dense call, FlexAttention with the same blocks, and
-torch's SDPA with the mask as a dense tensor where that fits.
+torch's SDPA with the mask as a dense tensor, which it works on in full, up to 8192 tokens.
 
 "efficiency" is density times the dense call's time over the masked call's: 1 says that blocks which are not visited
 cost nothing. The dense call takes turns with each row. A band stands there as blocks and as ``window_size``; its

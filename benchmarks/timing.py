@@ -133,12 +133,15 @@ class CpuClock:
 
 
 class CudaClock:
-    def __init__(self) -> None:
+    def __init__(self, flushes: int = 1) -> None:
+        """``flushes``: how often the buffer is written. More of them leave a slow host more time to launch a call."""
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         self._flush = torch.empty(max(2 * l2_bytes, FLUSH_BYTES), dtype=torch.int8, device="cuda")
+        self._flushes = flushes
 
     def time(self, candidate: Candidate) -> Reading:
-        self._flush.zero_()
+        for _ in range(self._flushes):
+            self._flush.zero_()
         return self.time_loop(candidate, 1)
 
     def time_loop(self, candidate: Candidate, calls: int) -> Reading:
@@ -172,8 +175,8 @@ class CudaClock:
         return Candidate(replay)
 
 
-def make_clock(device: torch.device) -> Clock:
-    return CudaClock() if device.type == "cuda" else CpuClock()
+def make_clock(device: torch.device, flushes: int = 1) -> Clock:
+    return CudaClock(flushes) if device.type == "cuda" else CpuClock()
 
 
 def take_turns(clock: Clock, candidates: Mapping[str, Candidate], effort: Effort) -> dict[str, Sample]:

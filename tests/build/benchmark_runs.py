@@ -15,6 +15,7 @@ COMMANDS = {
     "forward": ["--shapes", "2x40x4/2x16", "--dtype", "float32", "bfloat16"],
     "backward": ["--head-dim", "16", "--seqlen", "16", "32", "--tokens", "64", "--hidden", "32", "--causal"],
     "training": ["--shapes", "1x33x2x16", "--full"],
+    "shapes": [],  # those of a CPU are small
     "decode": ["--heads", "4/2", "--contexts", "2x48", "--head-dim", "16"],
     "options": ["--seqlen", "32", "--tokens", "64", "--hidden", "32", "--head-dim", "16"],
     "sparse": ["--heads", "1", "--densities", "0.3", "1"],

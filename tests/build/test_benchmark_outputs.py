@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class WrongGradient(torch.autograd.Function):
 original_attention, original_decode = flash_ext.attention, flash_ext.decode
 
 
-@pytest.mark.parametrize("benchmark", ["forward", "backward", "training", "options", "memory", "host"])
+@pytest.mark.parametrize("benchmark", ["forward", "backward", "training", "shapes", "options", "memory", "host"])
 def test_wrong_output_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(flash_ext, "attention", off_by_a_percent)
     with pytest.raises(WrongOutput, match="out is off by"):
@@ -55,7 +56,7 @@ def test_wrong_output_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "run.json").exists()
 
 
-@pytest.mark.parametrize("benchmark", ["backward", "options", "memory", "host"])
+@pytest.mark.parametrize("benchmark", ["backward", "shapes", "options", "memory", "host"])
 def test_wrong_gradient_ends_the_run(benchmark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def attention(q: Tensor, *args: Tensor, **options: object) -> object:
         return original_attention(WrongGradient.apply(q), *args, **options)
@@ -86,14 +87,51 @@ def test_nan_in_a_head_that_is_not_compared() -> None:
         Expected(call).check("nan", {"out": out})
 
 
+WINDOW = {"window_size": (9, 3)}
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, WINDOW, {**WINDOW, "causal": True}])
+def test_reference_in_chunks(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_reference_alike(random_call((2, 50), (2, 50), options), 2 * 2 * 50 * 7, monkeypatch)
+
+
+@pytest.mark.parametrize("options", [{}, WINDOW, {"causal": True}])
+def test_reference_of_block_masks_in_chunks(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = random_call((2, 64), (2, 64), options)
+    mask = flash_ext.BlockMask.from_blocks(torch.rand(4, 2) < 0.5, 64, 64, (16, 32))
+    call = dataclasses.replace(call.with_options(block_mask=mask), block_visible=mask.to_dense())
+    assert_reference_alike(call, 2 * 2 * 64 * 7, monkeypatch)
+
+
 @pytest.mark.parametrize("causal", [False, True])
-def test_reference_in_chunks(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, grad = (torch.randn(2, 50, 1, 16, dtype=torch.float64) for _ in range(4))
-    call = oracle.Call(q, k, v, {"causal": causal}, grad_out=grad)
+@pytest.mark.parametrize("lengths", [((3, 9, 0, 3), (3, 9, 4, 3)), ((5, 5, 2), (7, 5, 7)), ((9, 2), (4, 2))], ids=str)
+def test_reference_of_packs(
+    causal: bool, lengths: tuple[tuple[int, ...], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where lengths differ, and where a sequence has more queries than keys, or rows belong to none."""
+    ends = [oracle.cumulative(of) for of in lengths]
+    options = {"causal": causal, "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+    call = random_call((int(ends[0][-1]) + 2,), (int(ends[1][-1]) + 3,), options)
+    assert_reference_alike(call, 2 * 7 * 3, monkeypatch, in_chunks=all(q <= k for q, k in zip(*lengths, strict=True)))
+
+
+def random_call(lead_q: tuple[int, ...], lead_k: tuple[int, ...], options: dict[str, object]) -> oracle.Call:
+    q, grad = (torch.randn(*lead_q, 2, 16, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(*lead_k, 1, 16, dtype=torch.float64) for _ in range(2))
+    return oracle.Call(q, k, v, dict(options), grad_out=grad)
+
+
+def assert_reference_alike(
+    call: oracle.Call, chunk_scores: int, monkeypatch: pytest.MonkeyPatch, in_chunks: bool = True
+) -> None:
+    """What candidates are held against is what the oracle of the tests says, who has all scores in memory."""
     whole = oracle.run_reference(call, torch.float64, ("q", "k", "v"))
-    monkeypatch.setattr(checks, "CHUNK_SCORES", 2 * 50 * 7)
-    chunked = checks._run_in_chunks(call, torch.float64, with_gradients=True)
-    for name, value in chunked.items():
+    if in_chunks:
+        monkeypatch.setattr(oracle, "run_reference", None)
+    monkeypatch.setattr(checks, "CHUNK_SCORES", chunk_scores)
+    found = checks._run(call, torch.float64, ("q", "k", "v"))
+    assert set(found) == {"out", "dq", "dk", "dv"}
+    for name, value in found.items():
         torch.testing.assert_close(value, whole[name])
 
 
@@ -194,6 +232,15 @@ def test_options_of_flex_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "plain", "bias (1, h, q, k)", "bias (1, 1, q, k)", "bias (b, 1, 1, k)", "mask (1, 1, q, k)",
         "mask (b, 1, 1, k)", "softcap", "ALiBi", "causal", "window 4", "block mask, window 4", "block mask, all blocks",
     }  # fmt: skip
+
+
+def test_dense_masks_of_long_sequences_are_not_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, reason = tmp_path / "run.json", "torch SDPA is not asked with dense masks of more than 1000 pairs"
+    monkeypatch.setattr(option_calls, "MADE_DENSE_LIMIT", 1000)
+    run("sparse", "--directions", "forward", "--json", str(file))
+    assert {kept.missing.get("sdpa") for kept in report.read(file).rows} == {reason}
+    run("options", "--only", "mask (1", "bias (1", "causal", "--directions", "forward", "--json", str(file))
+    assert all("sdpa" in kept.measured for kept in report.read(file).rows)
 
 
 def names_of_options_with(peer: str, monkeypatch: pytest.MonkeyPatch, file: Path, *more: str) -> set[str]:
