@@ -120,6 +120,12 @@ class ForwardProducer {
                              row, s, tiles);
         }
         k_at.advance();
+        if constexpr (Config::kReadsCache) {
+          if (loads_values_apart()) {
+            __syncwarp();
+            continue;
+          }
+        }
         if (Config::kValuesWait && is_first) wait_for_queries(*work_tile);
         is_first = false;
         wait_for_stage(storage_.v_empty, storage_.out_left_values, v_at, v_slots);
@@ -147,6 +153,8 @@ class ForwardProducer {
   /// Warp 2: removes Inf and NaN from V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. It waits
   /// for every tile and releases it, also those it does not sanitise: parities repeat every second phase.
   __device__ __forceinline__ void run_values() {
+    if constexpr (Config::kReadsCache)
+      if (loads_values_apart()) return run_values_of_pages();
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
     OutSlots slots;
@@ -163,16 +171,34 @@ class ForwardProducer {
         __syncwarp();
         if (lane_ == 0) ptx::mbarrier_arrive(address(storage_.v_empty[at.stage()]));
       }
-      if (work_tile->has_out_slots()) {
+      publish_out_stage(*work_tile, at, slots);
+      queue.pop(lane_);
+    }
+  }
+
+  /// Whether warp 2 loads V: a tile of small pages takes so many copies that one warp does not start them all in time.
+  __device__ __forceinline__ bool loads_values_apart() const { return call_.copies > 1; }
+
+  /// Warp 2, where it loads V too. It arrives itself when it has finished a tile.
+  __device__ __forceinline__ void run_values_of_pages() {
+    WorkTileQueue<ForwardStorage<Config>> queue(storage_);
+    RingPosition<Config::kValueStages> at;
+    OutSlots slots;
+    while (WorkTile* const work_tile = queue.front()) {
+      Tiles tiles = tiles_of(*work_tile);
+      const int begin = work_tile->tiles.begin;
+      for (int rank = work_tile->tiles.end - 1; rank >= begin; --rank, at.advance()) {
+        const int tile = tiles.take(rank).tile;
+        const bool sanitised = work_tile->is_sanitised(tile);
         wait_for_stage(storage_.v_empty, storage_.out_left_values, at, slots);
-        slots.mark(at.stage(), work_tile->copies_out(1));
+        load_keys<kValuePanels>(maps_.v, address((sanitised ? storage_.v_raw : storage_.v_full)[at.stage()]),
+                                s_v_ + at.stage() * Config::kValueBytes, tiles.row(tile), work_tile->sequence, tiles);
         __syncwarp();
-        if (lane_ == 0) {
-          ptx::mbarrier_arrive(address(storage_.v_full[at.stage()]));
-          ptx::mbarrier_arrive(address(storage_.v_empty[at.stage()]));
-        }
-        at.advance();
+        if (sanitised) sanitise_tile(*work_tile, tile, at.stage());
+        __syncwarp();
+        if (lane_ == 0) ptx::mbarrier_arrive(address(storage_.v_empty[at.stage()]));
       }
+      publish_out_stage(*work_tile, at, slots);
       queue.pop(lane_);
     }
   }
@@ -215,6 +241,20 @@ class ForwardProducer {
     ptx::mbarrier_wait(address(empty[at.stage()]), at.parity() ^ 1);
     if (!Config::kOutInRings || !slots.reclaim(at.stage())) return;
     ptx::mbarrier_wait(address(out_left[at.stage()]), slots.last_parity(at.stage()));
+  }
+
+  /// Warp 2: publishes the stage of V that out leaves through, if there is one.
+  __device__ __forceinline__ void publish_out_stage(const WorkTile& work_tile, RingPosition<Config::kValueStages>& at,
+                                                    OutSlots& slots) const {
+    if (!work_tile.has_out_slots()) return;
+    wait_for_stage(storage_.v_empty, storage_.out_left_values, at, slots);
+    slots.mark(at.stage(), work_tile.copies_out(1));
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive(address(storage_.v_full[at.stage()]));
+      ptx::mbarrier_arrive(address(storage_.v_empty[at.stage()]));
+    }
+    at.advance();
   }
 
   /// Loads Q of a warpgroup into the slot that its bit of `query_slots` names.
@@ -309,17 +349,13 @@ class ForwardProducer {
   __device__ __forceinline__ void load_copies(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int row,
                                               int head, const Tiles& tiles) const {
     if (lane_ == 0) ptx::mbarrier_arrive_expect(s_barrier, kCount * panel_bytes(Config::kBlockN));
-    const int copies = tiles.copies();
-#pragma unroll 1
-    for (int copy = 0; copy < copies; ++copy) {
-      const int row_of_copy = __shfl_sync(~0u, row, copy), batch_of_copy = __shfl_sync(~0u, tiles.batch(), copy);
-      if (lane_ != 0) continue;
-      const uint32_t s_copy = s_tile + copy * panel_bytes(tiles.copy_rows());
+    __syncwarp();  // copies complete what is expected
+    if (lane_ >= tiles.copies()) return;
+    const uint32_t s_copy = s_tile + lane_ * panel_bytes(tiles.copy_rows());
 #pragma unroll
-      for (int panel = 0; panel < kCount; ++panel)
-        ptx::tma_load(s_copy + panel * panel_bytes(Config::kBlockN), &map, s_barrier, panel * kPanelColumns,
-                      row_of_copy, head, batch_of_copy);
-    }
+    for (int panel = 0; panel < kCount; ++panel)
+      ptx::tma_load(s_copy + panel * panel_bytes(Config::kBlockN), &map, s_barrier, panel * kPanelColumns, row, head,
+                    tiles.batch());
   }
 
   /// True if this lane found some.
