@@ -5,7 +5,7 @@
 //
 // A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). The kernel before
 // splits Q and dO once, into pieces that TMA loads as they are. A CTA splits its own 64 keys of K and V. Three
-// warpgroups divide the products: consumer.cuh and producer_dq.cuh. Beyond head_dim 128 the two CTAs of a cluster have
+// warpgroups divide the products: consumer.cuh and producer.cuh. Beyond head_dim 128 the two CTAs of a cluster have
 // half of the columns each, and exchange their halves of S^T and dP^T.
 #pragma once
 
@@ -17,10 +17,10 @@
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/setmaxnreg.h"
-#include "kernels/sm90/backward/epilogue.cuh"
+#include "kernels/sm90/common/backward/epilogue.cuh"
 #include "kernels/sm90/common/float_rows.cuh"
 #include "kernels/sm90/forward/shape.h"
-#include "producer_dq.cuh"
+#include "producer.cuh"
 
 namespace flash_ext::sm90 {
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernels/launch.h"
-#include "kernels/sm90/backward/sanitise.cuh"
+#include "kernels/sm90/common/backward/sanitise.cuh"
 #include "kernels/sm90/common/tensor_map.h"
 #include "keys.cuh"
 #include "queries.cuh"
