@@ -124,8 +124,10 @@ void run_decode(const Tensor& like, const plan::Plan& plan, const ForwardParams&
     sm80::clear_forward(params, stream);
     return run_sm80_forward(like, params);
   }
-  with_workspace(like, sm80::decode_workspace_bytes(params),
-                 [&](void* workspace, cudaStream_t stream) { sm80::decode(params, workspace, stream, appended); });
+  with_workspace(like, sm80::decode_workspace_bytes(params), [&](void* workspace, cudaStream_t stream) {
+    if (params.seq.cu_seqlens_q) sm80::clear_forward(params, stream);
+    sm80::decode(params, workspace, stream, appended);
+  });
 }
 
 }  // namespace flash_ext::api

@@ -6,8 +6,9 @@
 #pragma once
 
 #include "kernels/common/backward/launch_sequence.cuh"
-#include "kernels/sm80/bias_gradient/kernel.cuh"
-#include "kernels/sm80/weights/backward_kernel.cuh"
+#include "kernels/common/bias_gradient/row_terms.cuh"
+#include "kernels/sm80/common/gradient_tile.cuh"
+#include "kernels/sm80/common/slab_index.cuh"
 #include "names.h"
 
 namespace flash_ext::sm80 {

@@ -19,7 +19,7 @@
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/backward/epilogue.cuh"
 #include "kernels/sm90/common/float_rows.cuh"
-#include "kernels/sm90/forward/shape.h"
+#include "kernels/sm90/common/score_options.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {

@@ -16,7 +16,7 @@
 #include "consumer.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/setmaxnreg.h"
-#include "kernels/sm90/forward/shape.h"
+#include "kernels/sm90/common/score_options.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {

@@ -1,7 +1,7 @@
 #include "kernels/sm90/backward/backward.h"
 #include "kernels/sm90/backward/blocks.h"
 #include "kernels/sm90/common/backward/shape.h"
-#include "kernels/sm90/common/dispatch.h"
+#include "kernels/sm90/common/element.h"
 
 namespace flash_ext::sm90 {
 

@@ -1,6 +1,6 @@
 #include "kernels/sm90/backward_wide/backward_wide.h"
 #include "kernels/sm90/common/backward/shape.h"
-#include "kernels/sm90/common/dispatch.h"
+#include "kernels/sm90/common/element.h"
 
 namespace flash_ext::sm90 {
 

@@ -1,34 +1,15 @@
-// From dtype and head dims, which are numbers at run time, to the types that kernels are instantiated for.
+// From dtype and head dims, which are numbers at run time, to the types that the forward is instantiated for.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <iterator>
-#include <stdexcept>
 
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/head_dim.h"
 #include "kernels/params.h"
-#include "kernels/sm90/forward/shape.h"
+#include "kernels/sm90/common/element.h"
+#include "shape.h"
 
 namespace flash_ext::sm90 {
-
-/// Calls run(Element()).
-template <class Run>
-void with_element(const AttentionParams& p, Run run) {
-  if (p.dtype == DType::kFloat16) return run(__half());
-  if (p.dtype == DType::kBFloat16) return run(__nv_bfloat16());
-  throw std::runtime_error("flash_ext: attention on wgmma takes float16 and bfloat16");
-}
-
-/// Calls run(Element(), HeadDim<n>()).
-template <class Run>
-void with_kernel_types(const AttentionParams& p, Run run) {
-  with_element(p, [&](auto element) {
-    with_kernel_head_dim(p.head_dim, p.head_dim_v, [&](auto head_dim) { run(element, head_dim); });
-  });
-}
 
 /// Calls run(HeadDim<n>(), HeadDim<n>()) for the first of kForwardHeadDims that serve, from kIndex on.
 template <int kIndex = 0, class Run>
