@@ -28,7 +28,7 @@ template <class Kernels>
 void launch_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace, const BackwardKernelNames& names,
                       cudaStream_t stream) {
   using Element = typename Kernels::Element;
-  const LaunchShape rows{grid_of(RowTileOfCta::blocks(p, Kernels::kBlockM)), dim3(kRowTermThreads)};
+  const LaunchShape rows{grid_of(RowTileOfCta::ctas(p, Kernels::kBlockM)), dim3(kRowTermThreads)};
   launch(names.row_terms, backward_row_terms_kernel<Element, Kernels::kHeadDim, Kernels::kBlockM, Kernels::kPermuted>,
          rows, stream, p, workspace);
 }
@@ -50,7 +50,7 @@ void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& 
                               const BackwardKernelNames& names, bool overlaps_previous, cudaStream_t stream,
                               LaunchFirst launch_first, LaunchMain launch_main) {
   constexpr int kBlockM = Kernels::kBlockM;
-  const LaunchShape rows{grid_of(RowTileOfCta::blocks(p, kBlockM)), dim3(kRowTermThreads)};
+  const LaunchShape rows{grid_of(RowTileOfCta::ctas(p, kBlockM)), dim3(kRowTermThreads)};
   launch_first(rows);
   if (p.dq.data || p.dk.data || p.dv.data) launch_main();
   if (p.dq.data) {

@@ -128,13 +128,13 @@ template <class Element, int kHeadDim, class Run>
 void with_backward(const BackwardParams& p, Run run) {
   constexpr bool kFloat = sizeof(Element) == 4;
   using Plain = BackwardConfig<Element, kHeadDim, false, false>;
-  using General = BackwardConfig<Element, kHeadDim, true, false>;
-  const int64_t bias_bytes = backward_shared_bytes<General>(p) - General::kSharedBytes;
-  switch (choose_backward_tiling(kHeadDim, kFloat, is_plain_backward(p), bias_bytes, shared_bytes_per_block())) {
+  using WithOptions = BackwardConfig<Element, kHeadDim, true, false>;
+  const int64_t bias_bytes = backward_shared_bytes<WithOptions>(p) - WithOptions::kSharedBytes;
+  switch (choose_backward_tiling(kHeadDim, kFloat, is_plain_backward(p), bias_bytes, shared_bytes_per_cta())) {
     case BackwardTiling::kPlain:
       return run(TiledBackward<Plain>());
     case BackwardTiling::kAllOptions:
-      return run(TiledBackward<General>());
+      return run(TiledBackward<WithOptions>());
     case BackwardTiling::kSmall:
       if constexpr (!kFloat || kHeadDim != 256) run(TiledBackward<BackwardConfig<Element, kHeadDim, true, true>>());
       return;

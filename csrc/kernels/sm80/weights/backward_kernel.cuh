@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
 template <class Element>
 void run_weights_backward(const BackwardParams& p, cudaStream_t stream) {
   const int64_t slabs = (p.head_dim + kScoreSlab - 1) / kScoreSlab;
-  const auto shape = [&](int64_t blocks) {
-    return LaunchShape{grid_of(blocks), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes};
+  const auto shape = [&](int64_t ctas) {
+    return LaunchShape{grid_of(ctas), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes};
   };
   if (p.dq.data || p.dlse.data) {
     const int64_t tiles = score_tiles(p.seqlen_q), slabs_of_dq = p.dq.data ? slabs : 1;

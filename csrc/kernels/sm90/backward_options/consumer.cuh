@@ -402,7 +402,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
       store_shared(s_kept(at) + 4 * (warpgroup_ * kWarpgroupThreads + word),
                    draw_kept_weights(p_.dropout.rule, key, query, keys));
     }
-    ptx::barrier_sync<kWarpgroupThreads>(BackwardBarriers<Config>::kKeptDrawn + warpgroup_);
+    ptx::barrier_sync<kWarpgroupThreads>(BackwardBarriers<Config>::kKeptWritten + warpgroup_);
   }
   __device__ __forceinline__ uint32_t s_kept(At at) const {
     return behind_storage(layout_.kept + at.stage() * layout_.kept_bytes);

@@ -1,4 +1,4 @@
-// The steps of a block of which masks leave something, found 32 tiles of queries at a time, a lane each.
+// The steps of a CTA of which masks leave something, found 32 tiles of queries at a time, a lane each.
 #pragma once
 
 #include "storage.cuh"

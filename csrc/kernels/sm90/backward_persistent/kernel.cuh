@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 /// That fill the table, whatever the number of queries: a thread a tile, where all of them run at once.
 inline unsigned ctas_of_table(uint32_t tiles, int64_t num_sms) {
   const int64_t wanted = (int64_t{tiles} + kRowTermThreads - 1) / kRowTermThreads;
-  return static_cast<unsigned>(std::max<int64_t>(std::min(wanted, kRowTermBlocks * num_sms), 1));
+  return static_cast<unsigned>(std::max<int64_t>(std::min(wanted, kRowTermCtas * num_sms), 1));
 }
 
 template <class Element, int kHeadDim>

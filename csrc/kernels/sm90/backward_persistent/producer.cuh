@@ -51,9 +51,9 @@ class BackwardPersistentDq {
   static constexpr int kPreparing = 3;  // the warp that finds tiles of keys; the first two load
   static constexpr int kWords = sizeof(WorkTile) / sizeof(uint2);
   static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && kWords <= 32, "a lane copies a word");
-  // Steps before the end of a tile of keys at which the next one is drawn, fetched and published: memory answers
+  // Steps before the end of a tile of keys at which the next one is taken, fetched and published: memory answers
   // meanwhile. The first loads of that tile are two steps before the end.
-  static constexpr int kDrawn = 6, kFetched = 5, kPublished = 4;
+  static constexpr int kTaken = 6, kFetched = 5, kPublished = 4;
 
   __device__ __forceinline__ bool has_tile(const TileCount& tile) const {
     wait_for(storage_.tile_full[tile.stage()], tile.parity());
@@ -90,17 +90,17 @@ class BackwardPersistentDq {
   /// `left` steps of `steps` of the current tile are left. It looks at nothing else: ptxas must see that lanes go the
   /// same way.
   __device__ __forceinline__ void look_ahead(int left, int steps) {
-    if (left == min(steps, kDrawn)) draw();
+    if (left == min(steps, kTaken)) take();
     if (left == min(steps, kFetched)) fetch();
     if (left == min(steps, kPublished)) publish();
   }
   /// Asks for a position.
-  __device__ __forceinline__ void draw() {
-    if (lane_ == 0) drawn_ = gridDim.x + atomicAdd(table_.taken, 1u);
+  __device__ __forceinline__ void take() {
+    if (lane_ == 0) taken_ = gridDim.x + atomicAdd(table_.taken, 1u);
   }
   /// Asks for what lies there, a piece a lane.
   __device__ __forceinline__ void fetch() {
-    position_ = ptx::uniform(drawn_);
+    position_ = ptx::uniform(taken_);
     if (position_ < table_.count && lane_ < kWords)
       word_of_work_tile_ = reinterpret_cast<const uint2*>(table_.tiles + position_)[lane_];
   }
@@ -247,7 +247,7 @@ class BackwardPersistentDq {
   const uint32_t s_tiles_;
   TileCount tile_, published_, loaded_;
   // Of the tile of keys that is published next.
-  uint32_t drawn_ = blockIdx.x, position_ = 0;
+  uint32_t taken_ = blockIdx.x, position_ = 0;
   uint2 word_of_work_tile_ = {};
   RingCount<Config::kDsStages> ds_at_;
   // What is loaded next.

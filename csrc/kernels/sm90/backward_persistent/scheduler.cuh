@@ -67,19 +67,19 @@ __device__ __forceinline__ void fill_table(const BackwardParams& p, const Backwa
   }
 }
 
-/// Row terms (row_terms.cuh) and the table. `blocks`: of row terms.
+/// Row terms (row_terms.cuh) and the table. `row_ctas`: those of row terms.
 template <class Config>
-static __global__ void __launch_bounds__(kRowTermThreads, kRowTermBlocks)
+static __global__ void __launch_bounds__(kRowTermThreads, kRowTermCtas)
     backward_persistent_rows_kernel(const __grid_constant__ BackwardParams p, const BackwardWorkspace workspace,
                                     const __grid_constant__ BackwardSchedule schedule,
-                                    const BackwardTileTable<Config> table, const uint32_t blocks) {
+                                    const BackwardTileTable<Config> table, const uint32_t row_ctas) {
   ptx::launch_dependents();
   fill_table(p, workspace, schedule, table);
-  if (blockIdx.x >= blocks) return;
-  const volatile RowTileOfCta& block = RowTileOfCta::find(p, workspace.row_tiles);
+  if (blockIdx.x >= row_ctas) return;
+  const volatile RowTileOfCta& cta = RowTileOfCta::find(p, workspace.row_tiles);
 #pragma unroll 1
-  for (int head = block.first_head; head < block.end_head; ++head)
-    write_row_terms<typename Config::Element, Config::kHeadDim, Config::kBlockM, true, true>(p, workspace, block, head);
+  for (int head = cta.first_head; head < cta.end_head; ++head)
+    write_row_terms<typename Config::Element, Config::kHeadDim, Config::kBlockM, true, true>(p, workspace, cta, head);
 }
 
 }  // namespace flash_ext::sm90

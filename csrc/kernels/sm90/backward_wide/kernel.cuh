@@ -22,9 +22,9 @@ __device__ __forceinline__ uint32_t position_of_cluster(const BackwardWorkspace&
   auto& number = reinterpret_cast<uint32_t&>(storage.work_tile);
   if (threadIdx.x == 0 && ptx::cluster_rank() == 0) number = take_number(workspace);
   ptx::cluster_sync();
-  const uint32_t drawn = ptx::cluster_load(ptx::cluster_address(ptx::shared_address(&number), 0));
+  const uint32_t taken = ptx::cluster_load(ptx::cluster_address(ptx::shared_address(&number), 0));
   ptx::cluster_sync();
-  return drawn;
+  return taken;
 }
 
 /// Warpgroup 0 loads and makes dQ, 1 makes dV, 2 makes dK.

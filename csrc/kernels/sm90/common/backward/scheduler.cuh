@@ -128,9 +128,9 @@ __device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& wor
   auto& number = reinterpret_cast<uint32_t&>(storage.work_tile);
   if (threadIdx.x == 0) number = take_number(workspace);
   __syncthreads();
-  const uint32_t drawn = number;
+  const uint32_t taken = number;
   __syncthreads();
-  return drawn;
+  return taken;
 }
 
 /// Called by each consumer warp, of warpgroup `group`, before its first look at a tile. All of them find and write the

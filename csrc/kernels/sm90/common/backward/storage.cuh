@@ -27,9 +27,9 @@ struct BackwardStagedTerms : BackwardListedMetadata<Config> {
 template <class Config>
 struct BackwardBarriers {
   enum Id : int {
-    kRowsSanitised = 1,                            // Q and dO of a stage, by all warpgroups
-    kKeysSanitised = 2,                            // K: one for each warpgroup
-    kKeptDrawn = kKeysSanitised + Config::kGroups  // words of kept weights: one for each warpgroup
+    kRowsSanitised = 1,                              // Q and dO of a stage, by all warpgroups
+    kKeysSanitised = 2,                              // K: one for each warpgroup
+    kKeptWritten = kKeysSanitised + Config::kGroups  // words of kept weights: one for each warpgroup
   };
 };
 
