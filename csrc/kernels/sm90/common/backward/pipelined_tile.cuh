@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/common/dropout/random_bits.cuh"
+#include "kernels/common/mask/bits.cuh"
 #include "kernels/common/score/softcap.h"
 #include "kernels/ptx/stmatrix.h"
 #include "score_tile.cuh"
@@ -147,14 +148,14 @@ struct BackwardPipelinedTile {
       // The queries [begin, end) see the key, counted from the lane's first.
       const int begin = 8 * r - bounds.first_end + 1;
       const int end = 8 * r < bounds.end_of_all ? min(8 * r - bounds.first_begin + 1, bounds.queries) : 0;
-      visible[r] = bits_between(begin, end) | bits_between(begin - 1, end - 1) << 16;
+      visible[r] = TransposedOrder::between(begin, end);
     }
   }
 
   /// Zeroes weights, or gradients, of hidden pairs, whatever they are: another key may have made the query's lse NaN,
   /// and the hidden key's V may have made dP NaN.
   __device__ __forceinline__ static void hide(Weights& pairs, const Visible& visible) {
-    for_each_pair([&](int k, int e, int n, int r) { pairs[k][e] &= ptx::spread_signs(visible[r] << n); });
+    for_each_pair([&](int k, int e, int n, int r) { pairs[k][e] &= TransposedOrder::mask_of_pair(visible[r], n); });
   }
 
   /// Bounds P by 1, for rows with a LargeLse.
@@ -202,11 +203,6 @@ struct BackwardPipelinedTile {
   }
   __device__ __forceinline__ static float2 pair_of(const float4& four, int half) {
     return half ? float2{four.z, four.w} : float2{four.x, four.y};
-  }
-  /// Bits 15 - n of those n with begin <= 8 n < end.
-  __device__ __forceinline__ static uint32_t bits_between(int begin, int end) {
-    const int first = min(max((begin + 7) >> 3, 0), 16), behind = min(max((end + 7) >> 3, 0), 16);
-    return ptx::bit_field(16 - behind, max(behind - first, 0));
   }
 };
 
