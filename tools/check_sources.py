@@ -4,6 +4,7 @@
 - Only csrc/kernels/ptx holds inline assembly.
 - Architectures do not know each other: csrc/kernels/sm90 includes nothing of csrc/kernels/sm80 and the reverse, and
   csrc/kernels/common includes neither.
+- Rooms do not know each other: a file of csrc/kernels/sm90/backward includes that room and common ones alone.
 - Every C++ and CUDA source is built: it lies where setup.py looks.
 """
 
@@ -21,7 +22,8 @@ _TORCH_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](torch|ATen|c10)/')
 _UNSTABLE_TORCH_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](?!torch/(csrc/stable|headeronly)/)(torch|ATen|c10)/')
 _UNSTABLE_NAMESPACE = re.compile(r"(?<![\w:])(at|c10)::")
 _INLINE_ASSEMBLY = re.compile(r"(?<!\w)(asm|__asm__)\s*(volatile|__volatile__)?\s*\(")
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"kernels/(?P<room>sm\d+)/')
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"kernels/(?P<architecture>sm\d+)/(?P<room>\w+)/')
+_ROOM = re.compile(r"csrc/kernels/(?P<architecture>sm\d+|common|ptx)/(?P<room>\w+)?")
 _BUILT = re.compile(r"csrc/(api|plan|kernels/cpu)/\w+\.cpp|csrc/kernels/\w+/\w+/inst/\w+\.cu")
 
 
@@ -38,16 +40,19 @@ def problems_of(path: Path) -> Iterator[str]:
         if _UNSTABLE_TORCH_INCLUDE.match(line) or _UNSTABLE_NAMESPACE.search(line):
             yield f"{place}:{number}: uses torch outside its stable ABI"
         if room := _foreign_room(place, line):
-            yield f"{place}:{number}: includes {room}, which belongs to another architecture"
+            yield f"{place}:{number}: includes {room}, another room"
         if _INLINE_ASSEMBLY.search(line) and not place.startswith("csrc/kernels/ptx/"):
             yield f"{place}:{number}: inline assembly outside csrc/kernels/ptx"
 
 
 def _foreign_room(place: str, line: str) -> str | None:
-    """The architecture that a file of csrc/kernels includes and must not know."""
-    match = _INCLUDE.match(line)
-    own = re.match(r"csrc/kernels/(sm\d+|common|ptx)/", place)
-    return match["room"] if match and own and own[1] != match["room"] else None
+    """The room that a file of csrc/kernels includes and must not know."""
+    included, own = _INCLUDE.match(line), _ROOM.match(place)
+    if included is None or own is None:
+        return None
+    is_own_architecture = included["architecture"] == own["architecture"]
+    is_known = is_own_architecture and included["room"] in ("common", own["room"])
+    return None if is_known else f"{included['architecture']}/{included['room']}"
 
 
 def unbuilt_sources(sources: list[Path]) -> Iterator[str]:

@@ -10,7 +10,10 @@
 #include "kernels/sm80/weights/weights.h"
 #include "kernels/sm90/backward/backward.h"
 #include "kernels/sm90/backward_f32/backward_f32.h"
+#include "kernels/sm90/backward_options/backward_options.h"
+#include "kernels/sm90/backward_persistent/backward_persistent.h"
 #include "kernels/sm90/backward_short/backward_short.h"
+#include "kernels/sm90/backward_wide/backward_wide.h"
 #include "kernels/sm90/bias_gradient/bias_gradient.h"
 #include "kernels/sm90/forward/forward.h"
 #include "kernels/sm90/forward_f32/forward_f32.h"
@@ -41,24 +44,37 @@ void run_bias_gradient(const Tensor& like, const plan::Plan& plan, const Backwar
                  [&](void* workspace, cudaStream_t stream) { sm80::bias_gradient(params, workspace, stream); });
 }
 
-void run_main_backward(const Tensor& like, const plan::Plan& plan, const BackwardParams& params) {
+/// A backward, and the scratch memory that it needs.
+struct BackwardKernel {
+  int64_t (*workspace_bytes)(const BackwardParams&);
+  void (*run)(const BackwardParams&, void*, cudaStream_t);
+};
+
+BackwardKernel backward_kernel(plan::KernelId id) {
+  switch (id) {
 #ifndef FLASH_EXT_NO_SM90
-  if (plan.kernel == plan::KernelId::kSm90Backward) {
-    return with_workspace(like, sm90::backward_workspace_bytes(params),
-                          [&](void* workspace, cudaStream_t stream) { sm90::backward(params, workspace, stream); });
-  }
-  if (plan.kernel == plan::KernelId::kSm90BackwardShort) {
-    return with_workspace(
-        like, sm90::backward_short_workspace_bytes(params),
-        [&](void* workspace, cudaStream_t stream) { sm90::backward_short(params, workspace, stream); });
-  }
-  if (plan.kernel == plan::KernelId::kSm90BackwardF32) {
-    return with_workspace(like, sm90::backward_f32_workspace_bytes(params),
-                          [&](void* workspace, cudaStream_t stream) { sm90::backward_f32(params, workspace, stream); });
-  }
+    case plan::KernelId::kSm90Backward:
+      return {sm90::backward_workspace_bytes, sm90::backward};
+    case plan::KernelId::kSm90BackwardPersistent:
+      return {sm90::backward_persistent_workspace_bytes, sm90::backward_persistent};
+    case plan::KernelId::kSm90BackwardOptions:
+      return {sm90::backward_options_workspace_bytes, sm90::backward_options};
+    case plan::KernelId::kSm90BackwardWide:
+      return {sm90::backward_wide_workspace_bytes, sm90::backward_wide};
+    case plan::KernelId::kSm90BackwardShort:
+      return {sm90::backward_short_workspace_bytes, sm90::backward_short};
+    case plan::KernelId::kSm90BackwardF32:
+      return {sm90::backward_f32_workspace_bytes, sm90::backward_f32};
 #endif
-  with_workspace(like, sm80::backward_workspace_bytes(params),
-                 [&](void* workspace, cudaStream_t stream) { sm80::backward(params, workspace, stream); });
+    default:
+      return {sm80::backward_workspace_bytes, sm80::backward};
+  }
+}
+
+void run_main_backward(const Tensor& like, const plan::Plan& plan, const BackwardParams& params) {
+  const BackwardKernel kernel = backward_kernel(plan.kernel);
+  with_workspace(like, kernel.workspace_bytes(params),
+                 [&](void* workspace, cudaStream_t stream) { kernel.run(params, workspace, stream); });
 }
 
 void run_sm80_forward(const Tensor& like, const ForwardParams& params) {
@@ -104,8 +120,10 @@ void run_append(const Tensor& like, const AppendParams& params) { sm80::append(p
 
 void run_decode(const Tensor& like, const plan::Plan& plan, const ForwardParams& params, bool appended) {
   if (plan.kernel != plan::KernelId::kSm80Decode) return run_forward(like, plan, params);  // chunks of prompts
-  with_workspace(like, sm80::decode_workspace_bytes(params),
-                 [&](void* workspace, cudaStream_t stream) { sm80::decode(params, workspace, stream, appended); });
+  with_workspace(like, sm80::decode_workspace_bytes(params), [&](void* workspace, cudaStream_t stream) {
+    if (params.seq.cu_seqlens_q) sm80::clear_forward(params, stream);
+    sm80::decode(params, workspace, stream, appended);
+  });
 }
 
 }  // namespace flash_ext::api

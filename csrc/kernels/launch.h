@@ -27,7 +27,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 
 /// Shared memory of the current device in bytes: the most of a CTA, and that of an SM for all its CTAs. Each CTA takes
 /// kReservedSharedBytes more.
-inline int shared_bytes_per_block() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+inline int shared_bytes_per_cta() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 inline int shared_bytes_per_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }
 constexpr int kReservedSharedBytes = 1024;
 
@@ -51,7 +51,7 @@ struct LoadedKernel {
 inline LoadedKernel load_kernel(const void* kernel, const char* name) {
   cudaFuncAttributes attributes = {};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
-  const int most = shared_bytes_per_block() - static_cast<int>(attributes.sharedSizeBytes);
+  const int most = shared_bytes_per_cta() - static_cast<int>(attributes.sharedSizeBytes);
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), name);
   return {attributes.ptxVersion >= 90};
 }
@@ -76,12 +76,12 @@ inline LoadedKernel loaded_kernel(const void* kernel, const char* name) {
 }
 
 /// A number of CTAs as a dimension of a grid. Throws std::runtime_error beyond `most`, the limit of that dimension.
-inline unsigned grid_size(int64_t blocks, int64_t most = INT32_MAX) {
-  if (blocks < 0 || blocks > most) {
+inline unsigned grid_size(int64_t ctas, int64_t most = INT32_MAX) {
+  if (ctas < 0 || ctas > most) {
     throw std::runtime_error("flash_ext: too much work for one launch: batch, heads and lengths make " +
-                             std::to_string(blocks) + " blocks, at most " + std::to_string(most) + " are possible");
+                             std::to_string(ctas) + " CTAs, at most " + std::to_string(most) + " are possible");
   }
-  return static_cast<unsigned>(blocks);
+  return static_cast<unsigned>(ctas);
 }
 
 /// A grid. Every launch builds its grid here, so that a product of sizes beyond the limits throws instead of wrapping.

@@ -6,6 +6,7 @@
 #include "cpu_tiles.h"
 #include "features.h"
 #include "kernels/sm90/backward_short/shape.h"
+#include "kernels/sm90/common/backward/shape.h"
 #include "names.h"
 #include "sm80_tiles.h"
 #include "sm90_tiles.h"
@@ -42,6 +43,8 @@ constexpr unsigned kSm90F32 = kAnyShape | kOnlyWithBias | kDeterministicBesideOp
 constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
 constexpr unsigned kSm90Cache = kAnyShape | kOwnValueDim | kFewTiles;
 constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kNotByTma);
+constexpr unsigned kSm90PlainBackward =
+    kAnyShape | kOwnValueDim | kOnlyWithBias | kDeterministic | kDeterministicBesideOptions;
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
 constexpr char kWgmma[] = "wgmma, for compute capability 9.0";
@@ -59,14 +62,20 @@ constexpr KernelRow kTable[] = {
      kDeterministic | kDeterministicBesideOptions | kOnlyWithBias,
      "wgmma and TMA, for compute capability 9.0; a head's rows fit into shared memory",
      choose_sm90_backward_short_tiles, nullptr, nullptr, false, true},
-    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 64, kSm90Backward, kWgmmaAndTma,
-     choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
+    {KernelId::kSm90BackwardPersistent, "sm90/backward_persistent", &kHopper, kBackward, kHalf,
+     sm90::kMostPersistentHeadDim, kSm90PlainBackward & ~kDeterministic, kWgmmaAndTma,
+     choose_sm90_backward_persistent_tiles, sm90_backward_persistent_tiles, nullptr, false, true},
+    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
+     kSm90Backward & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr,
+     false, true, overlaps_sm90_backward},
+    {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90Backward,
+     kWgmmaAndTma, choose_sm90_backward_options_tiles, sm90_backward_options_tiles, nullptr, false, true},
     // Shared memory has no room for all of them; a per-key bias takes none, but strides are not looked at here.
-    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 128, kSm90Backward & ~kWideBiasBesideMasks,
-     kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
-    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, 256,
-     kAnyShape | kOwnValueDim | kOnlyWithBias | kDeterministic | kDeterministicBesideOptions, kWgmmaAndTma,
-     choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true},
+    {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
+     kSm90Backward & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_options_tiles,
+     sm90_backward_options_tiles, nullptr, false, true},
+    {KernelId::kSm90BackwardWide, "sm90/backward_wide", &kHopper, kBackward, kHalf, 256, kSm90PlainBackward,
+     kWgmmaAndTma, choose_sm90_backward_wide_tiles, sm90_backward_wide_tiles, nullptr, false, true},
     {KernelId::kSm90BackwardF32, "sm90/backward_f32", &kHopper, kBackward, kFloat, 256, kSm90F32, kWgmma,
      choose_sm90_backward_f32_tiles, sm90_backward_f32_tiles, kSixInBf16, true},
     {KernelId::kSm90BiasGradient, "sm90/bias_gradient", &kHopper, kBiasGradient, kHalf, 128, kSm90BiasGradient, kWgmma,
@@ -113,16 +122,21 @@ bool has_head_dims(const KernelRow& row, const Problem& p) {
 }
 
 bool fits(const KernelRow& row, const Problem& p, unsigned features) {
-  return is_there(*row.architecture, p) && has_dtype(row, p) && has_head_dims(row, p) && (features & ~row.takes) == 0;
+  return is_there(*row.architecture, p) && has_dtype(row, p) && has_head_dims(row, p) && (features & ~row.takes) == 0 &&
+         (row.serves == nullptr || row.serves(p));
 }
 
 // ---- Why one does not -----------------------------------------------------------------------------------------------
 
-/// The widest heads with which the kernel of a row does take a feature; 0 if it never does.
+/// The widest heads with which a kernel of the row's architecture, tasks and dtypes does take a feature; 0 if none
+/// does.
 int64_t most_head_dim_with(const KernelRow& row, unsigned feature) {
   int64_t most = 0;
-  for (const KernelRow& other : kTable)
-    if (other.id == row.id && (other.takes & feature) != 0) most = std::max(most, other.most_head_dim);
+  for (const KernelRow& other : kTable) {
+    const bool is_alike =
+        other.architecture == row.architecture && (other.tasks & row.tasks) != 0 && (other.dtypes & row.dtypes) != 0;
+    if (is_alike && (other.takes & feature) != 0) most = std::max(most, other.most_head_dim);
+  }
   return most;
 }
 
@@ -132,7 +146,9 @@ std::string features_not_taken(const KernelRow& row, const Problem& p) {
   for (unsigned missing = features_of(p) & ~row.takes; missing != 0; missing &= missing - 1) {
     const auto feature = static_cast<Feature>(missing & ~(missing - 1));
     const int64_t most = most_head_dim_with(row, feature);
-    listed += text(listed.empty() ? "" : ", ", words_of(feature, p), most > 0 ? text(" beyond head_dim ", most) : "");
+    const bool is_too_wide = most > 0 && std::max(p.head_dim, p.head_dim_v) > most;
+    listed +=
+        text(listed.empty() ? "" : ", ", words_of(feature, p), is_too_wide ? text(" beyond head_dim ", most) : "");
   }
   return listed;
 }

@@ -28,6 +28,9 @@ enum class KernelId {
   kSm90Forward,
   kSm90ForwardF32,
   kSm90Backward,
+  kSm90BackwardPersistent,
+  kSm90BackwardWide,
+  kSm90BackwardOptions,
   kSm90BackwardShort,
   kSm90BackwardF32,
   kSm90BiasGradient,
@@ -68,6 +71,9 @@ struct KernelRow {
   const char* float_products = nullptr;  // what a product of float32 consists of: "six in bfloat16"
   bool has_tf32_setting = false;         // torch's float32 matmul setting decides how products round
   bool reads_by_tma = false;             // TMA reads no absent tensors and no strides of 0
+
+  /// Which of the problems that have no other features the kernel serves; null: all of them.
+  bool (*serves)(const Problem&) = nullptr;
 };
 
 /// The first row that serves a task of a supported problem.

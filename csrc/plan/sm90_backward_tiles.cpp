@@ -1,10 +1,10 @@
 // Tiles, variants and costs of the backward for Hopper.
 #include "features.h"
 #include "kernels/common/dropout/philox.h"
-#include "kernels/sm90/backward/shape.h"
-#include "kernels/sm90/backward/variant.h"
 #include "kernels/sm90/backward_f32/shape.h"
 #include "kernels/sm90/backward_short/shape.h"
+#include "kernels/sm90/common/backward/shape.h"
+#include "kernels/sm90/common/backward/variant.h"
 #include "sm90_tiles.h"
 
 namespace flash_ext::plan {
@@ -39,21 +39,25 @@ bool lists_blocks(const Problem& p) {
                                                      !p.varlen, head_dim_of_kernel(p)});
 }
 
-/// Whether the persistent kernel serves the problem.
-bool is_persistent(const Problem& p) {
-  const bool plain = serving_options(p) == 0 && !lists_blocks(p) && !p.deterministic;
-  return plain && sm90::is_persistent(head_dim_of_kernel(p));
+/// The shape of the kernel whose products overlap.
+sm90::BackwardShape overlapping_shape(const Problem& p) {
+  return lists_blocks(p) ? sm90::backward_blocks_shape() : sm90::backward_shape(head_dim_of_kernel(p));
 }
 
-sm90::BackwardShape shape_of(const Problem& p) {
-  if (lists_blocks(p)) return sm90::backward_blocks_shape();
-  return is_persistent(p) ? sm90::backward_persistent_shape() : sm90::backward_shape(head_dim_of_kernel(p));
+int64_t keys_of(const sm90::BackwardShape& shape) { return sm90::kWarpgroupRows * shape.groups; }
+
+/// Takes tiles of which each warpgroup has some of the keys. `more`: said behind that.
+void take_narrow_tiles(Draft& draft, const char* variant, const sm90::BackwardShape& shape, const char* more = "") {
+  draft.take_variant(variant);
+  draft.plan.block_m = shape.block_m;
+  draft.plan.block_n = keys_of(shape);
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
+                sm90::kWarpgroupRows, " keys, for head dims up to ", head_dim_of_kernel(draft.p), more);
 }
 
 /// What the variant of the backward that serves a problem is for.
 const char* backward_variant(const Problem& p) {
   if (lists_blocks(p)) return "block mask alone";
-  if (head_dim_of_kernel(p) > sm90::kMaxNarrowHeadDim) return "wide heads";
   switch (serving_options(p)) {
     case 0:
       return "scaled products";
@@ -80,16 +84,31 @@ const char* backward_variant(const Problem& p) {
 
 }  // namespace
 
+bool overlaps_sm90_backward(const Problem& p) {
+  return lists_blocks(p) ||
+         (sm90::is_pipelined(head_dim_of_kernel(p)) && sm90::pipelines(serving_options(p), p.has_block_mask));
+}
+
 void choose_sm90_backward_tiles(Draft& draft) {
+  take_narrow_tiles(draft, backward_variant(draft.p), overlapping_shape(draft.p));
+}
+
+void choose_sm90_backward_persistent_tiles(Draft& draft) {
+  take_narrow_tiles(draft, "scaled products", sm90::backward_persistent_shape(), "; persistent, one CTA an SM");
+}
+
+void choose_sm90_backward_options_tiles(Draft& draft) {
+  take_narrow_tiles(draft, backward_variant(draft.p), sm90::backward_shape(head_dim_of_kernel(draft.p)));
+}
+
+void choose_sm90_backward_wide_tiles(Draft& draft) {
   const int head_dim = head_dim_of_kernel(draft.p);
-  const sm90::BackwardShape shape = shape_of(draft.p);
-  const bool wide = head_dim > sm90::kMaxNarrowHeadDim;
-  draft.take_variant(backward_variant(draft.p));
+  const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
+  draft.take_variant("wide heads");
   draft.plan.block_m = shape.block_m;
-  draft.plan.block_n = sm90::kWarpgroupRows * shape.groups;
-  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups,
-                wide ? " CTAs of a cluster, " : " warpgroups of ", sm90::kWarpgroupRows, " keys", wide ? " each" : "",
-                ", for head dims up to ", head_dim, is_persistent(draft.p) ? "; persistent, one CTA an SM" : "");
+  draft.plan.block_n = keys_of(shape);
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " CTAs of a cluster, ",
+                sm90::kWarpgroupRows, " keys each, for head dims up to ", head_dim);
 }
 
 void choose_sm90_backward_short_tiles(Draft& draft) {
@@ -109,7 +128,8 @@ void choose_sm90_backward_f32_tiles(Draft& draft) {
                 "for head dims up to ", head_dim);
 }
 
-constexpr double kPlainStepOf128 = 3260;
+constexpr double kCta = 8000;  // cycles beside its steps
+constexpr double kStepOf64 = 3670, kPlainStepOf128 = 3260;
 // The persistent kernel: cycles of a step, and of a key tile beside its steps.
 constexpr double kPersistentStep = 2800, kPersistentTile = 2600;
 
@@ -130,18 +150,30 @@ double pipelined_step_of_128(int options) {
 }
 
 BackwardTiles sm90_backward_tiles(const Problem& p) {
-  const int head_dim = head_dim_of_kernel(p);
-  const sm90::BackwardShape shape = shape_of(p);
-  const int64_t block_n = sm90::kWarpgroupRows * shape.groups;
-  if (is_persistent(p)) return {shape.block_m, block_n, head_dim, kPersistentStep, kPersistentTile};
-  const int options = serving_options(p);
-  const bool plain = options == 0 || lists_blocks(p), pipelined = plain || sm90::pipelines(options, p.has_block_mask);
-  const double step_of_128 = plain ? kPlainStepOf128 : pipelined ? pipelined_step_of_128(options) : 4170;
-  const double step = head_dim == 64 ? 3670 : head_dim == 128 ? step_of_128 : head_dim == 192 ? 3700 : 4800;
-  BackwardTiles tiles = {shape.block_m, block_n, head_dim, step, 8000};
-  tiles.cluster = head_dim > sm90::kMaxNarrowHeadDim ? 2 : 1;
+  const sm90::BackwardShape shape = overlapping_shape(p);
+  const int head_dim = head_dim_of_kernel(p), options = serving_options(p);
+  const bool is_plain = options == 0 || lists_blocks(p);
+  const double step = head_dim == 64 ? kStepOf64 : is_plain ? kPlainStepOf128 : pipelined_step_of_128(options);
+  BackwardTiles tiles = {shape.block_m, keys_of(shape), head_dim, step, kCta};
   tiles.splits = !lists_blocks(p);
   return tiles;
+}
+
+BackwardTiles sm90_backward_persistent_tiles(const Problem& p) {
+  const sm90::BackwardShape shape = sm90::backward_persistent_shape();
+  return {shape.block_m, keys_of(shape), head_dim_of_kernel(p), kPersistentStep, kPersistentTile};
+}
+
+BackwardTiles sm90_backward_options_tiles(const Problem& p) {
+  const int head_dim = head_dim_of_kernel(p);
+  const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
+  return {shape.block_m, keys_of(shape), head_dim, head_dim == 64 ? kStepOf64 : 4170, kCta};
+}
+
+BackwardTiles sm90_backward_wide_tiles(const Problem& p) {
+  const int head_dim = head_dim_of_kernel(p);
+  const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
+  return {shape.block_m, keys_of(shape), head_dim, head_dim == 192 ? 3700.0 : 4800.0, kCta, shape.groups};
 }
 
 BackwardTiles sm90_backward_f32_tiles(const Problem& p) {

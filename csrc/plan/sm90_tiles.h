@@ -10,6 +10,9 @@ void choose_sm90_forward_tiles(Draft& draft);
 void choose_sm90_cache_tiles(Draft& draft);
 void choose_sm90_forward_f32_tiles(Draft& draft);
 void choose_sm90_backward_tiles(Draft& draft);
+void choose_sm90_backward_persistent_tiles(Draft& draft);
+void choose_sm90_backward_options_tiles(Draft& draft);
+void choose_sm90_backward_wide_tiles(Draft& draft);
 void choose_sm90_backward_short_tiles(Draft& draft);
 void choose_sm90_backward_f32_tiles(Draft& draft);
 
@@ -17,6 +20,12 @@ void choose_sm90_backward_f32_tiles(Draft& draft);
 void take_score_variant(Draft& draft);
 
 BackwardTiles sm90_backward_tiles(const Problem& p);
+BackwardTiles sm90_backward_persistent_tiles(const Problem& p);
+BackwardTiles sm90_backward_options_tiles(const Problem& p);
+BackwardTiles sm90_backward_wide_tiles(const Problem& p);
 BackwardTiles sm90_backward_f32_tiles(const Problem& p);
+
+/// Whether the kernel whose products overlap serves the options of a problem.
+bool overlaps_sm90_backward(const Problem& p);
 
 }  // namespace flash_ext::plan

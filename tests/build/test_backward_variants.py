@@ -16,7 +16,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 # Every call there can be, by the header that the launches and the plan decide with: "loop options", once each.
 ENUMERATE = """
 #include <cstdio>
-#include "kernels/sm90/backward/variant.h"
+#include "kernels/sm90/common/backward/variant.h"
 using namespace flash_ext::sm90;
 int main() {
   for (int call = 0; call < 1 << 11; ++call) {

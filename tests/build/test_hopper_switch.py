@@ -45,7 +45,9 @@ def run_with(value: str, dtype: str = "bfloat16", head_dim: int = 64) -> subproc
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "forward", "backward"),
     [
-        ("bfloat16", 64, "sm90/forward", "sm90/backward"),
+        ("bfloat16", 64, "sm90/forward", "sm90/backward_persistent"),
+        ("bfloat16", 128, "sm90/forward", "sm90/backward"),
+        ("bfloat16", 256, "sm90/forward", "sm90/backward_wide"),
         ("float32", 64, "sm90/forward_f32", "sm90/backward_f32"),
         ("float32", 256, "sm90/forward_f32", "sm90/backward_f32"),
     ],

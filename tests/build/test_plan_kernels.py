@@ -218,30 +218,70 @@ def test_the_backward_of_float32_in_one_order() -> None:
 )
 def test_the_kernel_of_the_backward(fields: dict[str, Any], obstacle: str) -> None:
     found = hopper_plan(operation="backward", **fields)
-    assert found.kernel == ("sm80/backward" if obstacle else "sm90/backward")
+    assert found.kernel == "sm80/backward" if obstacle else found.kernel.startswith("sm90/backward")
     assert any("Hopper" in reason and obstacle in reason for reason in found.reasons) == bool(obstacle)
+    assert any("beyond" in reason for reason in found.reasons) == ("beyond" in obstacle)
     assert (found.block_m > 0, found.block_n > 0) == (not obstacle, not obstacle)
     assert hopper_plan(operation="backward", compute_capability=80, **fields).kernel == "sm80/backward"
 
 
 @pytest.mark.parametrize(
-    ("fields", "tile"),
+    ("fields", "kernel", "tile"),
     [
-        ({}, (96, 128)),
-        ({"head_dim": 40, "head_dim_v": 40, "window_left": 9, "varlen": True, "has_sink": True}, (96, 128)),
-        ({"deterministic": True}, (64, 192)),
-        ({"softcap": 3.0}, (64, 192)),
-        ({"has_block_mask": True, "block_m": 64, "block_n": 128}, (64, 128)),
-        ({"head_dim": 72, "head_dim_v": 72}, (64, 128)),
-        ({"head_dim": 64, "head_dim_v": 8}, (96, 128)),
-        ({"head_dim": 8, "head_dim_v": 72}, (64, 128)),
+        ({}, "sm90/backward_persistent", (96, 128)),
+        (
+            {"head_dim": 40, "head_dim_v": 40, "window_left": 9, "varlen": True, "has_sink": True},
+            "sm90/backward_persistent",
+            (96, 128),
+        ),
+        ({"deterministic": True}, "sm90/backward_options", (64, 192)),
+        ({"softcap": 3.0}, "sm90/backward_options", (64, 192)),
+        ({"has_block_mask": True, "block_m": 64, "block_n": 128}, "sm90/backward", (64, 128)),
+        ({"has_block_mask": True, "block_m": 64, "block_n": 64}, "sm90/backward_options", (64, 192)),
+        ({"head_dim": 72, "head_dim_v": 72}, "sm90/backward", (64, 128)),
+        ({"head_dim": 64, "head_dim_v": 8}, "sm90/backward_persistent", (96, 128)),
+        ({"head_dim": 8, "head_dim_v": 72}, "sm90/backward", (64, 128)),
     ],
     ids=str,
 )
-def test_the_backward_is_persistent_where_heads_are_narrow(fields: dict[str, Any], tile: tuple[int, int]) -> None:
+def test_the_backward_is_persistent_where_heads_are_narrow(
+    fields: dict[str, Any], kernel: str, tile: tuple[int, int]
+) -> None:
     found = hopper_plan(operation="backward", **{"head_dim": 64, "head_dim_v": 64, **fields})
-    assert (found.kernel, found.block_m, found.block_n) == ("sm90/backward", *tile)
+    assert (found.kernel, found.block_m, found.block_n) == (kernel, *tile)
     assert any("persistent, one CTA an SM" in reason for reason in found.reasons) == (tile == (96, 128))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kernel"),
+    [
+        ({"deterministic": True}, "sm90/backward"),
+        ({"softcap": 3.0}, "sm90/backward"),
+        ({"softcap": 5e4}, "sm90/backward_options"),
+        ({"has_alibi": True}, "sm90/backward"),
+        ({"has_alibi": True, "softcap": 3.0}, "sm90/backward_options"),
+        ({"has_mask": True}, "sm90/backward"),
+        ({"has_mask": True, "has_alibi": True}, "sm90/backward_options"),
+        ({"has_bias": True, "bias_dtype": "bfloat16"}, "sm90/backward"),
+        ({"has_bias": True, "bias_dtype": "bfloat16", "bias_in_pieces": False}, "sm90/backward_options"),
+        ({"has_bias": True, "bias_dtype": "float16"}, "sm90/backward_options"),
+        ({"dropout_p": 0.1, "has_mask": True, "mask_per_key": True}, "sm90/backward"),
+        ({"has_block_mask": True, "block_m": 64, "block_n": 128}, "sm90/backward"),
+        ({"has_block_mask": True, "block_m": 64, "block_n": 64}, "sm90/backward_options"),
+        ({"has_block_mask": True, "block_m": 64, "block_n": 128, "window_right": 0}, "sm90/backward_options"),
+    ],
+    ids=str,
+)
+def test_products_overlap_with_one_option_at_head_dim_128(fields: dict[str, Any], kernel: str) -> None:
+    found = hopper_plan(operation="backward", head_dim=128, head_dim_v=128, **fields)
+    assert (found.kernel, found.block_m, found.block_n) == (kernel, 64, 128)
+
+
+@pytest.mark.parametrize("fields", [{}, {"deterministic": True}, {"window_right": 0, "varlen": True, "has_sink": True}])
+@pytest.mark.parametrize("head_dim", [136, 256])
+def test_the_backward_of_wide_heads(fields: dict[str, Any], head_dim: int) -> None:
+    found = hopper_plan(operation="backward", head_dim=head_dim, head_dim_v=head_dim, **fields)
+    assert (found.kernel, found.block_m, found.block_n) == ("sm90/backward_wide", 64, 128)
 
 
 @pytest.mark.parametrize("fields", [{"has_mask": True}, {"has_block_mask": True}, {"dropout_p": 0.1}])
@@ -254,7 +294,7 @@ def test_the_backward_with_a_bias_beside_masks(
 ) -> None:
     sizes = {"head_dim": head_dim, "head_dim_v": head_dim}
     found = hopper_plan(operation="backward", has_bias=True, bias_dtype=bias_dtype, **sizes, **fields)
-    assert found.kernel == ("sm90/backward" if served else "sm80/backward")
+    assert found.kernel == ("sm90/backward_options" if served else "sm80/backward")
     assert any("bias of 32 bits or more beside masks" in reason for reason in found.reasons) != served
 
 
@@ -307,7 +347,8 @@ def test_every_kernel_has_a_room_and_a_problem() -> None:
         ["bfloat16", "float32"], [1, 4096],
     ):  # fmt: skip
         fields = {"compute_capability": capability, "dtype": dtype, "seqlen_q": seqlen_q, "has_bias": True}
-        for has_bias in (False, operation == "backward"):
-            chosen = plan(operation=operation, device=device, **{**fields, "has_bias": has_bias})
+        for head_dim, has_bias in itertools.product([64, 128, 256], {False, operation == "backward"}):
+            sizes = {"head_dim": head_dim, "head_dim_v": head_dim}
+            chosen = plan(operation=operation, device=device, **{**fields, **sizes, "has_bias": has_bias})
             found |= {chosen.kernel, chosen.bias_kernel}
     assert found - {""} == set(_plan.KERNELS)

@@ -95,7 +95,7 @@ def test_tiles_behind_a_full_wave(device: str, head_dim: int) -> None:
     slots = sms // 2 if head_dim == 256 else sms
     call = make_call(1, 512, 2 * block_n, slots // 2 + 2, slots // 2 + 2, head_dim, dtype=torch.bfloat16, device=device)
     plan = flash_ext.explain(call.q, call.k, call.v, operation="backward", deterministic=False).plan
-    assert plan.kernel != "sm90/backward" or plan.schedule.unsplit_tiles == slots
+    assert not plan.kernel.startswith("sm90/backward") or plan.schedule.unsplit_tiles == slots
     check(call, device)
 
 

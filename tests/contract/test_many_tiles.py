@@ -145,7 +145,7 @@ def test_gradients_of_more_tiles_of_keys_than_sms(
     call = make_call(batch, 300, 520, heads, heads // 2, head_dim, dtype=dtype, device=device).with_options(**mask)
     call = call.with_random_gradients()
     plan = flash_ext.explain(call.q, call.k, call.v, operation="backward", **call.options).plan
-    assert head_dim > 64 or plan.kernel != "sm90/backward" or plan.block_m == 96, "the persistent kernel"
+    assert plan.kernel in ("cpu/backward", "sm80/backward", "sm90/backward_persistent")
     first, again = assert_matches_oracle(call), run_library(call, ("k", "v"))
     for name in ("dk", "dv"):
         assert torch.equal(first[name], again[name])

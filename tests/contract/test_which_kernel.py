@@ -16,20 +16,28 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles 
 
 # The main kernel of each operation; what prepares it, clears and converts is beside the point.
 MAIN_KERNEL = re.compile(
-    r"flash_ext::(?P<arch>sm\d+)::(?P<name>forward(?:_options|_blocks|_f32)?|backward(?:_options|_persistent|_wide|_short|_f32_halves|_f32)?|"
+    r"flash_ext::(?P<arch>sm\d+)::(?P<name>forward(?:_options|_blocks|_f32)?|backward(?:_persistent|_wide|_short|_f32_halves|_f32)?|"
     r"slab_dq|bias_gradient|decode|weights(?:_d[qk])?)_kernel\b"
 )
+# Two rooms share a kernel, whose policies they are.
+WITHOUT_OVERLAP = "sm90::BackwardConfig<"
 ROOM = {
     "forward_options": "forward",
     "forward_blocks": "forward",
-    "backward_options": "backward",
-    "backward_persistent": "backward",
-    "backward_wide": "backward",
     "backward_f32_halves": "backward_f32",
     "slab_dq": "backward",
     "weights_dq": "weights",
     "weights_dk": "weights",
 }
+
+
+def room_of(kernel: str) -> str | None:
+    """The path below csrc/kernels of a main kernel."""
+    found = MAIN_KERNEL.search(kernel)
+    if found is None:
+        return None
+    room = "backward_options" if WITHOUT_OVERLAP in kernel else ROOM.get(found["name"], found["name"])
+    return f"{found['arch']}/{room}"
 
 
 def kernels_of(run: Callable[[], object]) -> set[str]:
@@ -38,8 +46,7 @@ def kernels_of(run: Callable[[], object]) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    found = (MAIN_KERNEL.search(event.name) for event in profile.events())
-    return {f"{m['arch']}/{ROOM.get(m['name'], m['name'])}" for m in found if m}
+    return {room for event in profile.events() if (room := room_of(event.name))}
 
 
 def bias_of(dtype: torch.dtype, heads: int = 4) -> torch.Tensor:

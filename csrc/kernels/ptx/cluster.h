@@ -1,4 +1,4 @@
-// Blocks of a cluster, and what one does in another's shared memory (PTX ISA, "mapa", "barrier.cluster").
+// CTAs of a cluster, and what one does in another's shared memory (PTX ISA, "mapa", "barrier.cluster").
 #pragma once
 
 #include <cstdint>

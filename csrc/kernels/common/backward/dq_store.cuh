@@ -67,17 +67,17 @@ struct DqLayout {
 };
 
 constexpr int kStoreDqThreads = 256;
-constexpr int kStoreDqBlocks = 4;  // an SM's at least: with 40 registers, ptxas' own choice, sm_80 spills
+constexpr int kStoreDqCtas = 4;  // an SM's at least: with 40 registers, ptxas' own choice, sm_80 spills
 
 /// dQ = softmax_scale * sums, in units of the workspace, of a tile of rows of a head.
 template <class Element, class Layout, int kBlockM, int kHeadDim>
 __device__ __forceinline__ void store_dq(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                         const volatile RowTileOfCta& block, int head) {
-  const Sequence sequence(p, block.batch, head);
-  const int first = block.tile * kBlockM;
-  if (block.tile < 0 || first >= sequence.seqlen_q) return;
+                                         const volatile RowTileOfCta& cta, int head) {
+  const Sequence sequence(p, cta.batch, head);
+  const int first = cta.tile * kBlockM;
+  if (cta.tile < 0 || first >= sequence.seqlen_q) return;
   const auto rows = query_rows<Element>(p.dq, sequence);
-  const int64_t tile = workspace.tile_index(p, block.batch, head, sequence.q_begin, block.tile, kBlockM);
+  const int64_t tile = workspace.tile_index(p, cta.batch, head, sequence.q_begin, cta.tile, kBlockM);
   const float* const g_tile = workspace.dq + tile * kBlockM * kHeadDim;
   const float scale = static_cast<float>(p.softmax_scale) * workspace.unit;
 #pragma unroll 2
@@ -105,13 +105,13 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
 }
 
 template <class Element, class Layout, int kBlockM, int kHeadDim>
-__global__ void __launch_bounds__(kStoreDqThreads, kStoreDqBlocks)
+__global__ void __launch_bounds__(kStoreDqThreads, kStoreDqCtas)
     store_dq_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardWorkspace workspace) {
   ptx::wait_for_previous_grid();
-  const volatile RowTileOfCta& block = RowTileOfCta::find(p, workspace.row_tiles);
+  const volatile RowTileOfCta& cta = RowTileOfCta::find(p, workspace.row_tiles);
 #pragma unroll 1
-  for (int head = block.first_head; head < block.end_head; ++head)
-    store_dq<Element, Layout, kBlockM, kHeadDim>(p, workspace, block, head);
+  for (int head = cta.first_head; head < cta.end_head; ++head)
+    store_dq<Element, Layout, kBlockM, kHeadDim>(p, workspace, cta, head);
 }
 
 }  // namespace flash_ext

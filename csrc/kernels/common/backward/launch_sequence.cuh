@@ -23,15 +23,35 @@ struct BackwardRowKernels {
   static constexpr bool kPermuted = kPermuted_;
 };
 
+/// Row terms, by row_terms.cuh, and dQ's sums zeroed. DqLayout may be void.
+template <class Kernels>
+void launch_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace, const BackwardKernelNames& names,
+                      cudaStream_t stream) {
+  using Element = typename Kernels::Element;
+  const LaunchShape rows{grid_of(RowTileOfCta::ctas(p, Kernels::kBlockM)), dim3(kRowTermThreads)};
+  launch(names.row_terms, backward_row_terms_kernel<Element, Kernels::kHeadDim, Kernels::kBlockM, Kernels::kPermuted>,
+         rows, stream, p, workspace);
+}
+
+/// The gradient of a sink, if it is wanted, from row terms.
+template <class Kernels>
+void launch_sink_gradient(const BackwardParams& p, const BackwardWorkspace& workspace, const BackwardKernelNames& names,
+                          cudaStream_t stream) {
+  if (!p.dsink) return;
+  const LaunchShape heads{grid_of(p.heads_q), dim3(kRowTermThreads)};
+  launch(names.dsink, sink_gradient_kernel<Kernels::kBlockM, Kernels::kPermuted>, heads, stream, p, workspace);
+}
+
 /// launch_main() launches the main kernel, and is called only where the gradient of q, k or v is wanted;
-/// launch_row_terms(shape) the first one. overlaps_previous: dQ's kernel may start before the one before has ended.
-template <class Kernels, class LaunchRowTerms, class LaunchMain>
+/// launch_first() the one that writes row terms. overlaps_previous: dQ's kernel may start before the one before has
+/// ended.
+template <class Kernels, class LaunchFirst, class LaunchMain>
 void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& workspace,
                               const BackwardKernelNames& names, bool overlaps_previous, cudaStream_t stream,
-                              LaunchRowTerms launch_row_terms, LaunchMain launch_main) {
+                              LaunchFirst launch_first, LaunchMain launch_main) {
   constexpr int kBlockM = Kernels::kBlockM;
-  const LaunchShape rows{grid_of(RowTileOfCta::blocks(p, kBlockM)), dim3(kRowTermThreads)};
-  launch_row_terms(rows);
+  const LaunchShape rows{grid_of(RowTileOfCta::ctas(p, kBlockM)), dim3(kRowTermThreads)};
+  launch_first(rows);
   if (p.dq.data || p.dk.data || p.dv.data) launch_main();
   if (p.dq.data) {
     LaunchShape behind_main = rows;
@@ -40,10 +60,7 @@ void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& 
     launch(names.dq, store_dq_kernel<Element, typename Kernels::DqLayout, kBlockM, Kernels::kHeadDim>, behind_main,
            stream, p, workspace);
   }
-  if (p.dsink) {
-    const LaunchShape heads{grid_of(p.heads_q), dim3(kRowTermThreads)};
-    launch(names.dsink, sink_gradient_kernel<kBlockM, Kernels::kPermuted>, heads, stream, p, workspace);
-  }
+  launch_sink_gradient<Kernels>(p, workspace, names, stream);
 }
 
 /// The same with the row terms of row_terms.cuh.
@@ -51,12 +68,8 @@ template <class Kernels, class LaunchMain>
 void launch_backward_sequence(const BackwardParams& p, const BackwardWorkspace& workspace,
                               const BackwardKernelNames& names, bool overlaps_previous, cudaStream_t stream,
                               LaunchMain launch_main) {
-  const auto launch_row_terms = [&](const LaunchShape& rows) {
-    using Element = typename Kernels::Element;
-    launch(names.row_terms, backward_row_terms_kernel<Element, Kernels::kHeadDim, Kernels::kBlockM, Kernels::kPermuted>,
-           rows, stream, p, workspace);
-  };
-  launch_backward_sequence<Kernels>(p, workspace, names, overlaps_previous, stream, launch_row_terms, launch_main);
+  const auto launch_first = [&](const LaunchShape&) { launch_row_terms<Kernels>(p, workspace, names, stream); };
+  launch_backward_sequence<Kernels>(p, workspace, names, overlaps_previous, stream, launch_first, launch_main);
 }
 
 }  // namespace flash_ext

@@ -13,7 +13,7 @@ namespace flash_ext {
 
 constexpr int kRowTermThreads = 256;
 static_assert(kRowTermThreads / 32 == kLargeParts, "each warp has a flag of a tile");
-constexpr int kRowTermBlocks = 4;  // an SM's at least: ptxas' own choice of registers spills
+constexpr int kRowTermCtas = 4;  // an SM's at least: ptxas' own choice of registers spills
 
 /// Dot product of pieces of 16 bytes.
 template <class Element>
@@ -69,13 +69,13 @@ struct RowTileOfCta {
                                                                       const TileNumbers& numbers) {
     __shared__ RowTileOfCta s_found;
     if (threadIdx.x < 32) {
-      const RowTileOfCta found = of_block(p, numbers);
+      const RowTileOfCta found = of_this(p, numbers);
       if (threadIdx.x == 0) s_found = found;
     }
     __syncthreads();
     return s_found;
   }
-  static int64_t blocks(const AttentionParams& p, int block_m) {
+  static int64_t ctas(const AttentionParams& p, int block_m) {
     const TileNumbers numbers(p, WorkListSide::kQueries, block_m, p.heads_q);
     return numbers.count * (numbers.by_rows ? (p.heads_q + kHeadsOfNumber - 1) / kHeadsOfNumber : p.heads_q);
   }
@@ -84,7 +84,7 @@ struct RowTileOfCta {
   static constexpr int kHeadsOfNumber = 8;
 
   /// Called by a whole warp.
-  __device__ __forceinline__ static RowTileOfCta of_block(const AttentionParams& p, const TileNumbers& numbers) {
+  __device__ __forceinline__ static RowTileOfCta of_this(const AttentionParams& p, const TileNumbers& numbers) {
     const unsigned heads = static_cast<unsigned>(p.heads_q);
     if (!numbers.by_rows) {
       const unsigned tiles = static_cast<unsigned>(numbers.tiles_of_longest), flat_head = blockIdx.x / tiles;
@@ -104,16 +104,16 @@ struct RowTileOfCta {
 /// the sums of dQ, which become 0.
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false, bool kDqInPlanes = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                                const volatile RowTileOfCta& block, int head) {
+                                                const volatile RowTileOfCta& cta, int head) {
   constexpr int kPiece = 16 / sizeof(Element);
   constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
-  const int block_tile = block.tile, batch = block.batch;
+  const int tile_of_cta = cta.tile, batch = cta.batch;
   const Sequence sequence(p, batch, head);
-  const int first = block_tile * kBlockM;
+  const int first = tile_of_cta * kBlockM;
   if (workspace.ticket && blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
-  const int64_t tile = workspace.tile_index(p, batch, head, sequence.q_begin, block_tile, kBlockM);
+  const int64_t tile = workspace.tile_index(p, batch, head, sequence.q_begin, tile_of_cta, kBlockM);
   // Numbered by rows, those of all slots: whatever cu_seqlens holds, no CTA waits for a turn that never comes.
-  const bool exists = block_tile >= 0 && first < sequence.seqlen_q;
+  const bool exists = tile_of_cta >= 0 && first < sequence.seqlen_q;
   if (workspace.turns && (exists || workspace.row_tiles.by_rows) && threadIdx.x < kDqWarps)
     workspace.turns[tile * kDqWarps + threadIdx.x] = 0;
   if (!exists) return;
@@ -180,13 +180,13 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
 /// static, as the next one: sm90/ instantiates both for 90a alone. Before CUDA 13 the host's stubs of templates are
 /// weak, and other GPUs might get that image.
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false>
-static __global__ void __launch_bounds__(kRowTermThreads, kRowTermBlocks)
+static __global__ void __launch_bounds__(kRowTermThreads, kRowTermCtas)
     backward_row_terms_kernel(const __grid_constant__ BackwardParams p, BackwardWorkspace workspace) {
   ptx::launch_dependents();
-  const volatile RowTileOfCta& block = RowTileOfCta::find(p, workspace.row_tiles);
+  const volatile RowTileOfCta& cta = RowTileOfCta::find(p, workspace.row_tiles);
 #pragma unroll 1
-  for (int head = block.first_head; head < block.end_head; ++head)
-    write_row_terms<Element, kHeadDim, kBlockM, kPermuted>(p, workspace, block, head);
+  for (int head = cta.first_head; head < cta.end_head; ++head)
+    write_row_terms<Element, kHeadDim, kBlockM, kPermuted>(p, workspace, cta, head);
 }
 
 /// One CTA per head, which adds in a fixed order.

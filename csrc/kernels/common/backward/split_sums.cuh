@@ -44,7 +44,7 @@ constexpr int kCombineThreads = 256;
 
 /// CTAs of the kernel below for dK of a key tile; as many for dV.
 template <int kBlockN, int kHeadDim>
-constexpr int combine_blocks() {
+constexpr int combine_ctas() {
   static_assert(kBlockN * kHeadDim % (16 * kCombineThreads) == 0, "a thread has 16 elements");
   return kBlockN * kHeadDim / 16 / kCombineThreads;
 }
@@ -53,18 +53,18 @@ constexpr int combine_blocks() {
 template <class Element, int kBlockM, int kBlockN, int kHeadDim, bool kAnchored>
 static __global__ void __launch_bounds__(kCombineThreads)
     combine_splits_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardSchedule schedule) {
-  constexpr int kBlocks = combine_blocks<kBlockN, kHeadDim>(), kColumns = kHeadDim / 8;
+  constexpr int kCtas = combine_ctas<kBlockN, kHeadDim>(), kColumns = kHeadDim / 8;
   ptx::launch_dependents();
   ptx::wait_for_previous_grid();
-  const uint32_t split_tile = blockIdx.x / (2 * kBlocks);
-  const bool is_value = blockIdx.x / kBlocks % 2 != 0;
+  const uint32_t split_tile = blockIdx.x / (2 * kCtas);
+  const bool is_value = blockIdx.x / kCtas % 2 != 0;
   const TensorView& view = is_value ? p.dv : p.dk;
   const BackwardOrder& order = schedule.order;
   const KeyTile<kBlockM, kBlockN, kAnchored> keys(p, order, schedule.tile_at(order.unsplit_tiles + split_tile));
   const int splits = order.splits_of(keys.tiles.end - keys.tiles.begin);
   if (!keys.exists() || splits == 1 || !view.data) return;
 
-  const int flat = static_cast<int>(blockIdx.x) % kBlocks * kCombineThreads + static_cast<int>(threadIdx.x);
+  const int flat = static_cast<int>(blockIdx.x) % kCtas * kCombineThreads + static_cast<int>(threadIdx.x);
   const int column = flat % kColumns, g = flat / kColumns % 8, fragment_row = flat / kColumns / 8;
   const int row = keys.first_key + 16 * fragment_row + g, seqlen_k = keys.sequence.seqlen_k;
   if (8 * column >= (is_value ? p.head_dim_v : p.head_dim) || row >= seqlen_k) return;
@@ -82,7 +82,7 @@ template <class Element, int kBlockM, int kBlockN, int kHeadDim, bool kAnchored 
 void combine_splits(const BackwardParams& p, const BackwardSchedule& schedule, bool overlaps_previous,
                     cudaStream_t stream) {
   const int64_t tiles = schedule.order.split_tiles(schedule.tiles);
-  const LaunchShape shape{grid_of(tiles * 2 * combine_blocks<kBlockN, kHeadDim>()), dim3(kCombineThreads), 0,
+  const LaunchShape shape{grid_of(tiles * 2 * combine_ctas<kBlockN, kHeadDim>()), dim3(kCombineThreads), 0,
                           overlaps_previous};
   launch("backward splits", combine_splits_kernel<Element, kBlockM, kBlockN, kHeadDim, kAnchored>, shape, stream, p,
          schedule);

@@ -1,10 +1,13 @@
-// Visible keys as bits. A word holds one query's bits for 32 keys, in one of three orders: that of the keys, in which
-// masks are read, and two orders of accumulators, which main loops test faster.
+// Visible pairs as bits. A word holds one query's bits for 32 keys, in one of three orders: that of the keys, in which
+// masks are read, and two orders of accumulators, which main loops test faster. Where scores have keys as rows, a word
+// holds one key's bits for the queries of a lane (TransposedOrder).
 //
 // An accumulator: number n of the 8 keys, t = lane % 4, and c, the second of the lane's two keys: key 8 n + 2 t + c.
 #pragma once
 
 #include <cstdint>
+
+#include "kernels/ptx/arithmetic.h"
 
 namespace flash_ext {
 
@@ -56,6 +59,25 @@ struct RegisterOrder {
 
  private:
   __device__ __forceinline__ static uint32_t gather(uint32_t word) { return gather_bytes<1>(word & 0x01010101u); }
+};
+
+/// A lane's bits of a key, where scores have keys as rows: bit 15 - n + 16 c is query 8 n + 2 t + c. Shifted left by n,
+/// the signs of both halves of the word are those of the pair n of an operand.
+struct TransposedOrder {
+  __device__ __forceinline__ static constexpr int bit(int n, int c) { return 15 - n + 16 * c; }
+  /// Queries [begin, end), counted from the lane's first.
+  __device__ __forceinline__ static uint32_t between(int begin, int end) {
+    return of_first(begin, end) | of_first(begin - 1, end - 1) << 16;
+  }
+  /// 0xFFFF in those halves whose pair is visible.
+  __device__ __forceinline__ static uint32_t mask_of_pair(uint32_t word, int n) { return ptx::spread_signs(word << n); }
+
+ private:
+  /// Bits 15 - n of those n with begin <= 8 n < end.
+  __device__ __forceinline__ static uint32_t of_first(int begin, int end) {
+    const int first = min(max((begin + 7) >> 3, 0), 16), behind = min(max((end + 7) >> 3, 0), 16);
+    return ptx::bit_field(16 - behind, max(behind - first, 0));
+  }
 };
 
 }  // namespace flash_ext

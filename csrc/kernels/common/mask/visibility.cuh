@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t mask_bits(const MaskRows& mask, int row, int
 }
 
 /// The words of the tile of queries [first_query, + kRows) and keys [first_key, + kKeys), word (row, group) at
-/// s_words[row * (kKeys / 32) + group]. All kThreads of the block call it; it ends with a barrier, and begins with one
+/// s_words[row * (kKeys / 32) + group]. All kThreads of the CTA call it; it ends with a barrier, and begins with one
 /// that lets earlier readers of s_words finish.
 template <int kThreads, int kRows, int kKeys>
 __device__ __forceinline__ TileVisibility build_visibility(uint32_t* s_words, const MaskRows& mask,

@@ -10,7 +10,7 @@ template <class Config>
 struct BackwardConsumer : BackwardSums<Config> {
   using Base = BackwardSums<Config>;
   using Base::accumulate, Base::add_dq, Base::compute_ds, Base::draw_kept, Base::exponentiate,
-      Base::exponentiate_general, Base::for_each_with_term, Base::gradient_tile, Base::has, Base::kBlockM,
+      Base::exponentiate_with_options, Base::for_each_with_term, Base::gradient_tile, Base::has, Base::kBlockM,
       Base::kBlockN, Base::kHeadDim, Base::kM, Base::kN, Base::kRematerialisesKeys, Base::kRematerialisesValue,
       Base::kRoleThreads, Base::load_for_weights, Base::load_grad_out, Base::makes_p, Base::multiply_rows, Base::next,
       Base::p, Base::pass_turns_before, Base::prepare, Base::prepares, Base::previous, Base::put_step,
@@ -32,7 +32,7 @@ struct BackwardConsumer : BackwardSums<Config> {
       compute_ds(s, now, n);
       store_weights(gradient_tile(n), s);
     } else if constexpr (Config::kScoreOptions) {
-      exponentiate_general(s, now, n);
+      exponentiate_with_options(s, now, n);
     } else {
       exponentiate(s, now.step, n);
       store_weights(weight_tile(n), s);

@@ -25,11 +25,12 @@
 
 #include "consumer.cuh"
 #include "kernels/common/backward/large_lse.cuh"
-#include "kernels/common/backward/row_terms.cuh"
+#include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/backward/split_sums.cuh"
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/launch.h"
 #include "kernels/sm80/common/config.h"
+#include "names.h"
 #include "slabs.cuh"
 
 namespace flash_ext::sm80 {
@@ -90,30 +91,20 @@ int64_t backward_shared_bytes(const BackwardParams& p) {
 template <class Config>
 void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Element = typename Config::Element;
-  constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
+  constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
   const BackwardWorkspace workspace = backward_workspace<Config>(p, memory);
   const BackwardSchedule schedule = backward_schedule<Config>(p, workspace, memory);
   fill_work_list(p, schedule.listing, schedule.list, stream);
-  const LaunchShape rows{grid_of(RowTileOfCta::blocks(p, kBlockM)), dim3(kRowTermThreads)};
-  launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kBlockM>, rows, stream, p, workspace);
-
-  if (p.dq.data || p.dk.data || p.dv.data) {
+  using Rows = BackwardRowKernels<Element, typename Config::Dq, kBlockM, kHeadDim>;
+  launch_backward_sequence<Rows>(p, workspace, kBackwardNames, false, stream, [&] {
     const VisibilityTiles& visibility = workspace.visibility;
     const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
-    launch("sm80/backward masks", mask_tiles_kernel<kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
+    launch("sm80/backward masks", mask_tiles_kernel<kBlockM, kBlockN>, tiles, stream, p, visibility);
     const LaunchShape keys{grid_of(schedule.positions()), dim3(Config::kThreads),
                            static_cast<size_t>(backward_shared_bytes<Config>(p))};
-    launch("sm80/backward", backward_kernel<Config>, keys, stream, p, workspace, schedule, can_stage_bias(p.bias));
-    combine_splits<Element, kBlockM, Config::kBlockN, kHeadDim>(p, schedule, false, stream);
-  }
-  if (p.dq.data) {
-    launch("sm80/backward dq", store_dq_kernel<Element, typename Config::Dq, kBlockM, kHeadDim>, rows, stream, p,
-           workspace);
-  }
-  if (p.dsink) {
-    const LaunchShape heads{grid_of(p.heads_q), dim3(kRowTermThreads)};
-    launch("sm80/backward sink", sink_gradient_kernel<kBlockM>, heads, stream, p, workspace);
-  }
+    launch(kBackwardNames.main, backward_kernel<Config>, keys, stream, p, workspace, schedule, can_stage_bias(p.bias));
+    combine_splits<Element, kBlockM, kBlockN, kHeadDim>(p, schedule, false, stream);
+  });
 }
 
 inline bool is_plain_backward(const BackwardParams& p) {
@@ -137,13 +128,13 @@ template <class Element, int kHeadDim, class Run>
 void with_backward(const BackwardParams& p, Run run) {
   constexpr bool kFloat = sizeof(Element) == 4;
   using Plain = BackwardConfig<Element, kHeadDim, false, false>;
-  using General = BackwardConfig<Element, kHeadDim, true, false>;
-  const int64_t bias_bytes = backward_shared_bytes<General>(p) - General::kSharedBytes;
-  switch (choose_backward_tiling(kHeadDim, kFloat, is_plain_backward(p), bias_bytes, shared_bytes_per_block())) {
+  using WithOptions = BackwardConfig<Element, kHeadDim, true, false>;
+  const int64_t bias_bytes = backward_shared_bytes<WithOptions>(p) - WithOptions::kSharedBytes;
+  switch (choose_backward_tiling(kHeadDim, kFloat, is_plain_backward(p), bias_bytes, shared_bytes_per_cta())) {
     case BackwardTiling::kPlain:
       return run(TiledBackward<Plain>());
     case BackwardTiling::kAllOptions:
-      return run(TiledBackward<General>());
+      return run(TiledBackward<WithOptions>());
     case BackwardTiling::kSmall:
       if constexpr (!kFloat || kHeadDim != 256) run(TiledBackward<BackwardConfig<Element, kHeadDim, true, true>>());
       return;

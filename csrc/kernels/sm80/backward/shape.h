@@ -12,12 +12,12 @@ struct BackwardShape {
   int block_n;  // keys of a CTA
 };
 
-/// `general`: scores that are more than scaled products within a window. `small`: fits into the shared memory of every
-/// GPU.
-constexpr BackwardShape backward_shape(int head_dim, bool is_float, bool general, bool small) {
+/// `has_options`: scores that are more than scaled products within a window. `small`: fits into the shared memory of
+/// every GPU.
+constexpr BackwardShape backward_shape(int head_dim, bool is_float, bool has_options, bool small) {
   const bool thin = is_float && (head_dim == 256 || (head_dim == 128 && small));
   // In float, options leave registers for half as many columns of dK and dV.
-  const bool half = head_dim == 256 || (is_float && general && !small);
+  const bool half = head_dim == 256 || (is_float && has_options && !small);
   const int block_n = thin ? 32 : (half ? 64 : 128) / (small ? 2 : 1);
   // As many queries as registers have room for; options need some too.
   const int block_m = is_float                   ? (head_dim == 64 && !small ? 64 : 32)
@@ -42,13 +42,13 @@ constexpr BackwardShape backward_shape(int head_dim, bool is_float, BackwardTili
 /// Shared memory of a CTA in bytes, without a tile of bias; BackwardConfig says what they are.
 constexpr int backward_shared_bytes(int head_dim, bool is_float, BackwardTiling tiling) {
   const BackwardShape shape = backward_shape(head_dim, is_float, tiling);
-  const bool general = tiling != BackwardTiling::kPlain;
+  const bool has_options = tiling != BackwardTiling::kPlain;
   const int element = is_float ? 4 : 2, row = head_dim * element, score_row = std::max(shape.block_m * element, 128);
   const int key_groups = shape.block_n / 32, sides = shape.warps / 2 / key_groups;
   const int tiles = (2 * shape.block_n + 3 * shape.block_m) * row + (sides == 1 ? 2 : 3) * shape.block_n * score_row;
   const int words = shape.block_m * key_groups * 4;
   const int kept = (shape.block_n + 63) / 64 * shape.block_m * 8;
-  return tiles + 3 * shape.block_m * 4 + (general ? words + 2 * kept : 0) + 512;
+  return tiles + 3 * shape.block_m * 4 + (has_options ? words + 2 * kept : 0) + 512;
 }
 
 /// The tiling that serves a call on a GPU of which a CTA can have so much shared memory. bias_bytes: of a tile of

@@ -5,9 +5,11 @@
 // slow, because it computes S and dP again for each slab of each of dQ, dK and dV. Sums have a fixed order.
 #pragma once
 
-#include "kernels/common/backward/row_terms.cuh"
-#include "kernels/sm80/bias_gradient/kernel.cuh"
-#include "kernels/sm80/weights/backward_kernel.cuh"
+#include "kernels/common/backward/launch_sequence.cuh"
+#include "kernels/common/bias_gradient/row_terms.cuh"
+#include "kernels/sm80/common/gradient_tile.cuh"
+#include "kernels/sm80/common/slab_index.cuh"
+#include "names.h"
 
 namespace flash_ext::sm80 {
 
@@ -118,10 +120,9 @@ struct SlabBackward {
     if (p.dk.data) run(slab_dkv_kernel<Element, false>, p, workspace.delta, p.head_dim, WorkListSide::kKeys, stream);
     if (p.dv.data) run(slab_dkv_kernel<Element, true>, p, workspace.delta, p.head_dim_v, WorkListSide::kKeys, stream);
     if (!p.dsink) return;
-    launch("sm80/backward rows", backward_row_terms_kernel<Element, kHeadDim, kScoreRows>,
-           {grid_of(RowTileOfCta::blocks(p, kScoreRows)), dim3(kRowTermThreads)}, stream, p, workspace.tiles);
-    launch("sm80/backward sink", sink_gradient_kernel<kScoreRows>, {grid_of(p.heads_q), dim3(kRowTermThreads)}, stream,
-           p, workspace.tiles);
+    using Rows = BackwardRowKernels<Element, void, kScoreRows, kHeadDim>;
+    launch_row_terms<Rows>(p, workspace.tiles, kBackwardNames, stream);
+    launch_sink_gradient<Rows>(p, workspace.tiles, kBackwardNames, stream);
   }
 
  private:

@@ -48,7 +48,7 @@ struct BackwardSoftmax : BackwardProducts<Config> {
 
   /// The same under all options. Where dS^T will lie it stores P^T times the derivative of the softcap, of dropped
   /// weights too.
-  __device__ __forceinline__ void exponentiate_general(float (&s)[kM][kN][4], const PreparedStep& now, int n) {
+  __device__ __forceinline__ void exponentiate_with_options(float (&s)[kM][kN][4], const PreparedStep& now, int n) {
     const BackwardOptions& options = work_tile.options;
     const int lane = rematerialise(this->lane);
     const TileCoordinates<true> at = coordinates(now.step, lane);

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kScoreThreads)
 template <class Element>
 BiasShared bias_shared(const BackwardParams& p) {
   using Consumer = BiasConsumer<Element>;
-  const int of_block = shared_bytes_per_block();
+  const int of_one = shared_bytes_per_cta();
   const int of_several = shared_bytes_per_sm() / BiasShape<Element>::kCtasPerSm - kReservedSharedBytes;
   const auto with = [&](int stages, bool stages_bias) {
     BiasShared plan = {};
@@ -85,7 +85,7 @@ BiasShared bias_shared(const BackwardParams& p) {
     return plan;
   };
   for (const bool stages_bias : {can_stage_bias(p.bias), false})
-    for (const int available : {std::min(of_block, of_several), of_block})
+    for (const int available : {std::min(of_one, of_several), of_one})
       for (int stages = Consumer::kMaxStages; stages >= Consumer::kMinStages; --stages) {
         const BiasShared plan = with(stages, stages_bias);
         if (plan.bytes <= available) return plan;

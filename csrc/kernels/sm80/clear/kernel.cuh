@@ -108,8 +108,8 @@ void run_clear(const AttentionParams& p, const ClearTargets& targets, cudaStream
   if (!targets.any() || !(varlen || partly_used)) return;
   const int64_t total = kKeys ? p.total_k : p.total_q, seqlen = kKeys ? p.seqlen_k : p.seqlen_q;
   const ClearRows memory = varlen ? ClearRows{1, total, true} : ClearRows{p.batch, seqlen, false};
-  const int64_t blocks = (memory.batch * memory.rows + kClearThreads - 1) / kClearThreads;
-  launch("clear", clear_kernel<kKeys>, {grid_of(blocks), dim3(kClearThreads)}, stream, p, targets, memory);
+  const int64_t ctas = (memory.batch * memory.rows + kClearThreads - 1) / kClearThreads;
+  launch("clear", clear_kernel<kKeys>, {grid_of(ctas), dim3(kClearThreads)}, stream, p, targets, memory);
 }
 
 inline void run_clear_forward(const ForwardParams& p, cudaStream_t stream) {

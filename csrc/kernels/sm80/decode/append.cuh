@@ -150,8 +150,8 @@ void run_append(const AppendParams& p, cudaStream_t stream) {
   const int64_t entries = packed ? 1 : p.batch, rows = packed ? p.total_q : p.seqlen_q;
   const RowsOfHeads queries(entries, p.q_rotated.data ? rows : 0, p.heads_q);
   const int64_t warps = std::max(keys.count + queries.count, p.batch);
-  const int64_t blocks = (warps + kAppendWarps - 1) / kAppendWarps;
-  launch("append", append_kernel<Element>, {grid_of(blocks), dim3(32 * kAppendWarps)}, stream, p, keys, queries);
+  const int64_t ctas = (warps + kAppendWarps - 1) / kAppendWarps;
+  launch("append", append_kernel<Element>, {grid_of(ctas), dim3(32 * kAppendWarps)}, stream, p, keys, queries);
 }
 
 }  // namespace flash_ext::sm80

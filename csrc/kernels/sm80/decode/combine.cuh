@@ -88,12 +88,12 @@ __host__ __device__ __forceinline__ int combine_threads_per_group(int columns) {
 }
 
 /// CTAs count rows of a group, groups, batch entries or, where tiles are numbered by rows, heads of rows in memory.
-struct RowOfBlock {
+struct RowOfCta {
   int batch, group;
   int row;  // of the group; it may be below 0, or behind the end
 
   /// Called by whole warps.
-  __device__ __forceinline__ RowOfBlock(const ForwardParams& p, const DecodeGrid& grid) {
+  __device__ __forceinline__ RowOfCta(const ForwardParams& p, const DecodeGrid& grid) {
     const uint32_t heads_of_group = grid.group.value;
     if (grid.tiles.by_rows) {
       const uint32_t heads = static_cast<uint32_t>(p.heads_q), in_memory = blockIdx.x / heads;
@@ -112,7 +112,7 @@ struct RowOfBlock {
     }
   }
 
-  static int64_t blocks(const ForwardParams& p, const DecodeGrid& grid) {
+  static int64_t ctas(const ForwardParams& p, const DecodeGrid& grid) {
     return p.heads_q * (grid.tiles.by_rows ? p.total_q : p.batch * p.seqlen_q);
   }
 };
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
                    const __grid_constant__ DecodePartials partials) {
   using Unit = ScoreUnit<Element>;
   __shared__ CombinedSplits<Unit> s_groups[kMaxCombineThreads];
-  const RowOfBlock at(p, grid);
+  const RowOfCta at(p, grid);
   const int flat = at.row;
   const DecodeTile tile(p, grid, at.batch, at.group, flat / grid.block_m);
   const int row = flat % grid.block_m;
@@ -160,13 +160,13 @@ __global__ void __launch_bounds__(kMaxCombineThreads)
 template <class Element>
 void run_combine(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
                  cudaStream_t stream) {
-  const int64_t blocks = RowOfBlock::blocks(params, grid);
+  const int64_t ctas = RowOfCta::ctas(params, grid);
   // Where splits have a fixed size, their number is the largest possible one, which must not matter.
   const int threads_per_group = combine_threads_per_group(static_cast<int>(params.head_dim_v));
   const int most = kMaxCombineThreads / threads_per_group;
   const int wanted = (static_cast<int>(grid.splits.value) + kCombineUnroll - 1) / kCombineUnroll;
   const int groups = grid.split_size.value > 0 ? most : std::min(most, wanted);
-  LaunchShape shape{grid_of(blocks), dim3(static_cast<unsigned>(groups * threads_per_group))};
+  LaunchShape shape{grid_of(ctas), dim3(static_cast<unsigned>(groups * threads_per_group))};
   shape.overlaps_previous = true;
   launch("combine", combine_kernel<Element>, shape, stream, params, grid, partials);
 }

@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(Config::kThreads, 2)
 template <class Config>
 void launch_decode(const ForwardParams& params, const DecodeGrid& grid, const DecodePartials& partials,
                    bool behind_append, cudaStream_t stream) {
-  const int64_t blocks = grid.all_tiles() * grid.ctas.value;
-  LaunchShape shape{grid_of(blocks), dim3(Config::kThreads), Config::kSharedBytes};
+  const int64_t ctas = grid.all_tiles() * grid.ctas.value;
+  LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), Config::kSharedBytes};
   shape.overlaps_previous = behind_append;
   launch("decode", decode_kernel<Config>, shape, stream, params, grid, partials);
 }

@@ -41,9 +41,9 @@ inline void run_dropout_mask(const DropoutMaskParams& params, cudaStream_t strea
   const int64_t query_groups = (params.seqlen_q + 15) / 16 * 8;
   const int64_t key_groups = (params.seqlen_k + kDropoutKeys - 1) / kDropoutKeys * 4;
   const int64_t words = params.batch * params.heads_q * query_groups * key_groups;
-  const int64_t blocks = std::min<int64_t>((words + kDropoutMaskThreads - 1) / kDropoutMaskThreads, INT32_MAX);
-  launch("dropout_mask", dropout_mask_kernel, {grid_of(blocks), dim3(kDropoutMaskThreads)}, stream, params,
-         query_groups, key_groups);
+  const int64_t ctas = std::min<int64_t>((words + kDropoutMaskThreads - 1) / kDropoutMaskThreads, INT32_MAX);
+  launch("dropout_mask", dropout_mask_kernel, {grid_of(ctas), dim3(kDropoutMaskThreads)}, stream, params, query_groups,
+         key_groups);
 }
 
 }  // namespace flash_ext::sm80

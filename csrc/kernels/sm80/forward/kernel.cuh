@@ -94,7 +94,7 @@ template <class Element, int kHeadDim>
 void run_forward(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
   constexpr bool kFloat = sizeof(Element) == 4;
   if constexpr (has_small_forward(kHeadDim, kFloat)) {
-    if (takes_small_forward(kHeadDim, kFloat, shared_bytes_per_block(), shared_bytes_per_sm()))
+    if (takes_small_forward(kHeadDim, kFloat, shared_bytes_per_cta(), shared_bytes_per_sm()))
       return run_forward_as<Element, kHeadDim, true>(p, mask, list, stream);
   }
   run_forward_as<Element, kHeadDim, false>(p, mask, list, stream);

@@ -46,9 +46,9 @@ static __global__ void __launch_bounds__(kMaskBitsThreads)
 inline MaskBits make_mask_bits(const AttentionParams& p, void* memory, cudaStream_t stream) {
   const MaskSizes sizes(p);
   const MaskBits bits = sizes.views(memory);
-  constexpr int64_t kUnitsOfBlock = kMaskBitsThreads / 32;
-  const dim3 blocks = grid_of((sizes.units() + kUnitsOfBlock - 1) / kUnitsOfBlock);
-  launch("sm80/mask_bits", mask_bits_kernel, {blocks, dim3(kMaskBitsThreads)}, stream, p, sizes, bits);
+  constexpr int64_t kUnitsOfCta = kMaskBitsThreads / 32;
+  const dim3 ctas = grid_of((sizes.units() + kUnitsOfCta - 1) / kUnitsOfCta);
+  launch("sm80/mask_bits", mask_bits_kernel, {ctas, dim3(kMaskBitsThreads)}, stream, p, sizes, bits);
   return bits;
 }
 

@@ -32,15 +32,15 @@ struct MaskBits {
 /// How many there are.
 struct MaskSizes {
   int64_t batch = 0, heads = 0;
-  int64_t row_units = 0;  // whole blocks of the forward
+  int64_t row_units = 0;  // whole tiles of the forward
   int64_t key_units = 0;
 
   explicit MaskSizes(const AttentionParams& p) {
-    constexpr int64_t kBlockRows = 128, kTileKeys = 64;
+    constexpr int64_t kTileRows = 128, kTileKeys = 64;
     if (!p.mask.data) return;
     batch = p.mask.batch_stride == 0 ? 1 : p.batch;
     heads = p.mask.head_stride == 0 ? 1 : p.heads_q;
-    row_units = p.mask.row_stride == 0 ? 1 : (p.seqlen_q + kBlockRows - 1) / kBlockRows * (kBlockRows / kMaskRows);
+    row_units = p.mask.row_stride == 0 ? 1 : (p.seqlen_q + kTileRows - 1) / kTileRows * (kTileRows / kMaskRows);
     key_units = (p.seqlen_k + kTileKeys - 1) / kTileKeys * (kTileKeys / kMaskKeys);
   }
 

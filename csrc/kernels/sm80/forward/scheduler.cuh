@@ -74,7 +74,7 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
   if constexpr (Config::kBiases) {
     const int64_t with_bias = shared_bytes + bias_bytes<Config>(p);
     schedule.stages_bias = can_stage_bias(p.bias) && has_room_for_bias(Config::kShape, static_cast<int>(shared_bytes),
-                                                                       p.bias.dtype, shared_bytes_per_block());
+                                                                       p.bias.dtype, shared_bytes_per_cta());
     schedule.reads_bias = p.bias.data && !schedule.stages_bias;
     schedule.bias_offset = static_cast<int>(shared_bytes);
     if (schedule.stages_bias) shared_bytes = with_bias;

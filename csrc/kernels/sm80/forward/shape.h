@@ -118,12 +118,12 @@ constexpr bool has_small_forward(int head_dim, bool is_float) {
 }
 
 /// At head dim 256 two CTAs of 64 queries on an SM beat one of 128, where an SM has the shared memory for them.
-constexpr bool takes_small_forward(int head_dim, bool is_float, int shared_bytes_per_block, int shared_bytes_per_sm) {
+constexpr bool takes_small_forward(int head_dim, bool is_float, int shared_bytes_per_cta, int shared_bytes_per_sm) {
   constexpr int kReservedBytes = 1024;  // that each CTA costs more
   if (!has_small_forward(head_dim, is_float)) return false;
   const ForwardShape large = forward_shape(head_dim, is_float, ForwardVariant::kPlain, false);
   const ForwardShape small = forward_shape(head_dim, is_float, ForwardVariant::kPlain, true);
-  const bool large_fits = shared_bytes_per_block >= forward_shared_bytes(large, head_dim, is_float);
+  const bool large_fits = shared_bytes_per_cta >= forward_shared_bytes(large, head_dim, is_float);
   const bool two_fit = shared_bytes_per_sm >= 2 * (forward_shared_bytes(small, head_dim, is_float) + kReservedBytes);
   return !large_fits || two_fit;
 }

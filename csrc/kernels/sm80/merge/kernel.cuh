@@ -179,10 +179,10 @@ bool rows_are_aligned(std::initializer_list<TensorView> views) {
 }
 
 inline LaunchShape merge_launch_shape(const MergeParams& p) {
-  constexpr int64_t kMaxBlocks = INT32_MAX;
+  constexpr int64_t kMaxCtas = INT32_MAX;
   const int64_t rows = p.batch * p.seqlen * p.heads;
-  const int64_t blocks = std::min((rows + kMergeWarps - 1) / kMergeWarps, kMaxBlocks);
-  return {grid_of(blocks), dim3(kMergeWarps * kMergeWarpSize)};
+  const int64_t ctas = std::min((rows + kMergeWarps - 1) / kMergeWarps, kMaxCtas);
+  return {grid_of(ctas), dim3(kMergeWarps * kMergeWarpSize)};
 }
 
 template <class T>

@@ -8,29 +8,10 @@
 // A CTA owns one slab of columns of dq or dk: beyond head_dim 64, dS is computed once for each slab.
 #pragma once
 
-#include "kernels/common/scheduler/tile_numbers.cuh"
 #include "kernels/sm80/common/gradient_tile.cuh"
+#include "kernels/sm80/common/slab_index.cuh"
 
 namespace flash_ext::sm80 {
-
-/// The slab, tile, head and batch entry of a CTA; CTAs of one tile lie side by side.
-struct SlabIndex {
-  int slab, tile, head, batch;
-
-  __device__ __forceinline__ SlabIndex(int slabs, int tiles, int heads)
-      : slab(blockIdx.x % slabs),
-        tile(blockIdx.x / slabs % tiles),
-        head(blockIdx.x / slabs / tiles % heads),
-        batch(blockIdx.x / slabs / tiles / heads) {}
-
-  /// The tile of a number. Called by whole warps.
-  __device__ __forceinline__ SlabIndex(const AttentionParams& p, const TileNumbers& numbers, int slabs)
-      : slab(blockIdx.x % slabs) {
-    const unsigned n = blockIdx.x / slabs, count = static_cast<unsigned>(numbers.count);
-    head = static_cast<int>(n / count);
-    numbers.find(p, n % count, batch, tile);
-  }
-};
 
 /// The gradient of the products q . k, and what the rows of dS sum up to.
 template <class Element>
@@ -119,8 +100,8 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
 template <class Element>
 void run_weights_backward(const BackwardParams& p, cudaStream_t stream) {
   const int64_t slabs = (p.head_dim + kScoreSlab - 1) / kScoreSlab;
-  const auto shape = [&](int64_t blocks) {
-    return LaunchShape{grid_of(blocks), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes};
+  const auto shape = [&](int64_t ctas) {
+    return LaunchShape{grid_of(ctas), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes};
   };
   if (p.dq.data || p.dlse.data) {
     const int64_t tiles = score_tiles(p.seqlen_q), slabs_of_dq = p.dq.data ? slabs : 1;

@@ -54,9 +54,9 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
 template <class Element>
 void run_weights(const WeightsParams& p, cudaStream_t stream) {
   const int64_t query_tiles = score_tiles(p.seqlen_q), key_tiles = score_tiles(p.seqlen_k);
-  const int64_t blocks = p.batch * p.heads_q * query_tiles * key_tiles;
+  const int64_t ctas = p.batch * p.heads_q * query_tiles * key_tiles;
   launch("sm80/weights", weights_kernel<Element>,
-         {grid_of(blocks), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes}, stream, p,
+         {grid_of(ctas), dim3(kScoreThreads), ScoreTile<Element>::kSharedBytes}, stream, p,
          static_cast<int>(query_tiles), static_cast<int>(key_tiles));
 }
 

@@ -10,10 +10,10 @@ namespace flash_ext::sm90 {
 /// Scratch memory that backward() needs, aligned to 256 bytes. It need not be zeroed.
 int64_t backward_workspace_bytes(const BackwardParams& params);
 
-/// Computes dq, dk and dv of every row that a sequence covers, and dsink. Requires float16 or bfloat16, grad_out,
-/// no stride of 0, and rows of all tensors at multiples of 16 bytes. Serves any lengths, windows, sinks, and
-/// `deterministic` without other options. Up to kMaxNarrowHeadDim it serves all options; beyond 64, no bias of 32 bits
-/// or more beside masks or dropout.
+/// Computes dq, dk and dv of every row that a sequence covers, and dsink. Requires float16 or bfloat16,
+/// grad_out, no stride of 0, and rows of all tensors at multiples of 16 bytes. Serves any lengths, windows
+/// and sinks; the options, and how they may go together, and `deterministic` follow from pipelines() and lists_blocks()
+/// (common/backward).
 void backward(const BackwardParams& params, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

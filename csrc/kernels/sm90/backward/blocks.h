@@ -5,7 +5,7 @@
 #include "kernels/common/backward/workspace.h"
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/scheduler/longest_first.h"
-#include "shape.h"
+#include "kernels/sm90/common/backward/shape.h"
 
 namespace flash_ext::sm90 {
 

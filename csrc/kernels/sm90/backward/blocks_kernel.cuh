@@ -7,15 +7,18 @@
 #pragma once
 
 #include "blocks.h"
-#include "blocks_producer_dq.cuh"
-#include "kernel.cuh"
-#include "kernels/common/backward/launch_sequence.cuh"
+#include "blocks_producer.cuh"
+#include "config.cuh"
+#include "consumer.cuh"
+#include "kernels/sm90/common/backward/epilogue.cuh"
+#include "kernels/sm90/common/backward/kernel.cuh"
+#include "names.h"
 
 namespace flash_ext::sm90 {
 
 template <class Config>
-using BackwardBlocksRoles = BackwardRolesOf<Config, BackwardPipelinedStorage<Config>, BackwardBlocksDq<Config>,
-                                            BackwardPipelinedConsumer<Config>>;
+using BackwardBlocksRoles =
+    BackwardRolesOf<Config, BackwardPipelinedStorage<Config>, BackwardBlocksDq<Config>, BackwardPlainConsumer<Config>>;
 
 template <class Element, int kHeadDim>
 void run_backward_blocks(const BackwardParams& p, void* memory, cudaStream_t stream) {
@@ -27,7 +30,8 @@ void run_backward_blocks(const BackwardParams& p, void* memory, cudaStream_t str
   using Rows = BackwardRowKernels<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim, true>;
   launch_backward_sequence<Rows>(p, all.rows, kBackwardNames, true, stream, [&] {
     launch_backward_kernel<BackwardBlocksRoles<Config>>(
-        p, {backward_maps<Config>(p), all.rows, all.schedule, base_two_scale(p)}, all.order.positions(), stream);
+        kBackwardNames.main, p, {backward_maps<Config>(p), all.rows, all.schedule, base_two_scale(p)},
+        all.order.positions(), stream);
   });
 }
 

@@ -1,151 +1,36 @@
-// Attention backward on wgmma (FlashAttention-2, Dao 2023, algorithm 2), recomputing the probabilities from lse:
+// The backward's pipelined loop: the products of a step overlap those of the next (common/backward/kernel.cuh has the
+// equations and the kernel, common/backward/pipelined_consumer.cuh the loop). Its policies:
 //
-//   S^T = K Q^T,   P^T = 2^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)    D: common/backward/row_terms.cuh
-//   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
-//
-// A CTA owns a tile of keys and loops over the query tiles that see them. Warpgroup 0 loads tiles and computes dQ. The
-// others, the consumers, have 64 keys each and compute the rest. How their products overlap is a policy of this kernel,
-// its roles:
-//
-//   plain                                consumer.cuh, producer_dq.cuh
-//   overlapping those of the next step   pipelined_consumer.cuh, pipelined_producer_dq.cuh
-//   options, overlapping or not          pipelined_options_kernel.cuh, options_kernel.cuh
-//   the lists of a block mask            blocks_kernel.cuh
-//
-// Head dims above 128 have a kernel that divides the products otherwise (wide_kernel.cuh). Head dims up to 64 without
-// options have a persistent one (persistent_kernel.cuh).
+//   plain                      consumer.cuh, producer.cuh
+//   one option, or two of some options_kernel.cuh
+//   the lists of a block mask  blocks_kernel.cuh
 #pragma once
 
+#include "config.cuh"
 #include "consumer.cuh"
-#include "epilogue.cuh"
-#include "kernels/common/backward/launch_sequence.cuh"
-#include "kernels/launch.h"
-#include "kernels/ptx/grid_dependency.h"
-#include "kernels/ptx/lane.h"
-#include "kernels/ptx/setmaxnreg.h"
-#include "kernels/sm90/common/tensor_map.h"
-#include "pipelined_consumer.cuh"
-#include "pipelined_producer_dq.cuh"
-#include "producer_dq.cuh"
+#include "kernels/sm90/common/backward/launch.cuh"
+#include "options_kernel.cuh"
+#include "producer.cuh"
 
 namespace flash_ext::sm90 {
 
-constexpr BackwardKernelNames kBackwardNames = {"sm90/backward rows", "sm90/backward", "sm90/backward dq",
-                                                "sm90/backward sink"};
-constexpr int kMaxSharedBytes = 227 * 1024;  // of a CTA
-
-/// Arguments of the main kernel beside the call's.
-template <class Maps>
-struct BackwardArgumentsOf {
-  const Maps& maps;
-  const BackwardWorkspace& workspace;
-  const BackwardSchedule& schedule;
-  float scale;  // of products: to base 2 or, where a softcap bounds scores, to the argument of its tanh
-};
-using BackwardArguments = BackwardArgumentsOf<BackwardMaps>;
-
-inline float base_two_scale(const BackwardParams& p) { return static_cast<float>(p.softmax_scale) * kLog2E; }
-
-template <class Config>
-BackwardMaps backward_maps(const BackwardParams& p) {
-  return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, Config::kBlockM),
-          encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kLoadedKeys),
-          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
-          encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, Config::kBlockM)};
-}
-
-/// The policies of a kernel: shared memory, the two kinds of warps, and the types of the kernel's last two arguments.
-template <class Config_, class Storage_, class Dq_, class Consumer_, class Maps_ = BackwardMaps>
-struct BackwardRolesOf {
-  using Config = Config_;
-  using Storage = Storage_;
-  using Dq = Dq_;
-  using Consumer = Consumer_;
-  using Maps = Maps_;
-  using Arguments = BackwardArgumentsOf<Maps>;
-  using Fourth = BackwardSchedule;
-  using Fifth = float;
-  static constexpr bool kHasLayout = false;  // BackwardOptionsLayout, as the fourth
-
-  /// Called by one thread.
-  __device__ __forceinline__ static void init(const Arguments&, Storage& storage) { storage.init(); }
-};
-
-template <class Config>
-using BackwardRoles = BackwardRolesOf<Config, BackwardStorage<Config>, BackwardDq<Config>, BackwardConsumer<Config>>;
 template <class Config>
 using BackwardPipelinedRoles = BackwardRolesOf<Config, BackwardPipelinedStorage<Config>, BackwardPipelinedDq<Config>,
-                                               BackwardPipelinedConsumer<Config>>;
+                                               BackwardPlainConsumer<Config>>;
 
-template <class Roles, class Config = typename Roles::Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ typename Roles::Maps maps,
-                    const __grid_constant__ BackwardWorkspace workspace,
-                    const __grid_constant__ typename Roles::Fourth fourth,
-                    const __grid_constant__ typename Roles::Fifth fifth) {
-  const typename Roles::Arguments arguments{maps, workspace, fourth, fifth};
-  extern __shared__ __align__(1024) char shared[];
-  auto& storage = *reinterpret_cast<typename Roles::Storage*>(shared + Config::kTilesBytes);
-  const BackwardSchedule& schedule = arguments.schedule;
-  ptx::launch_dependents();
-  const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position_of_cta<Config>(workspace, storage)));
-  if (!task.exists()) return ptx::wait_for_previous_grid();  // the next kernel relies on that
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
-  if (threadIdx.x == 0) {
-    Roles::init(arguments, storage);
-    storage.work_tile = BackwardWorkTile<Config>(p, workspace, schedule, task);
-    if constexpr (Roles::kHasLayout) {
-      storage.options = typename Roles::Options(p, storage.work_tile.sequence);
-    } else {
-      storage.prepare(p);
-    }
-  }
-  __syncthreads();
-  storage.look_at_masks(p, workspace);
-  // Not in functions of the roles: with one more level of calls ptxas orders the instructions otherwise.
-  if (warp < kWarpgroupWarps) {
-    ptx::release_registers<Config::kShape.dq_registers>();
-    ptx::wait_for_previous_grid();  // for row terms and zeroed sums
-    if constexpr (Roles::kHasLayout) {
-      typename Roles::Dq(p, arguments.maps, arguments.maps.bias, workspace, arguments.layout, storage,
-                         ptx::shared_address(shared), warp, lane)
-          .run();
-    } else {
-      typename Roles::Dq(p, arguments.maps, workspace, storage, ptx::shared_address(shared), warp, lane).run();
-    }
-  } else {
-    ptx::acquire_registers<Config::kShape.registers>();
-    find_large_lse(workspace, storage.work_tile, warp / kWarpgroupWarps - 1, lane);
-    if constexpr (Roles::kHasLayout) {
-      typename Roles::Consumer(p, arguments.layout, storage, ptx::shared_address(shared), warp / kWarpgroupWarps - 1,
-                               ptx::lane_id())
-          .run(workspace.unit);
-    } else {
-      typename Roles::Consumer(p, storage, ptx::shared_address(shared), arguments.scale, warp / kWarpgroupWarps - 1,
-                               lane)
-          .run();
-    }
-  }
+template <class Element, int kHeadDim>
+int64_t backward_bytes(const BackwardParams& p) {
+  return BackwardMemory<BackwardPipelinedConfig<Element, kHeadDim>>(p, nullptr).bytes;
 }
 
-/// `positions`: CTAs, in the order of tiles. The kernel itself waits for the one before it.
-template <class Roles>
-void launch_backward_kernel(const BackwardParams& p, const typename Roles::Maps& maps,
-                            const BackwardWorkspace& workspace, const typename Roles::Fourth& fourth,
-                            const typename Roles::Fifth& fifth, int64_t positions, size_t shared_bytes,
-                            cudaStream_t stream) {
-  using Config = typename Roles::Config;
-  static_assert(Config::kTilesBytes + sizeof(typename Roles::Storage) <= kMaxSharedBytes);
-  const LaunchShape keys{grid_of(positions), dim3(Config::kThreads), Config::kTilesBytes + shared_bytes, true};
-  launch(kBackwardNames.main, backward_kernel<Roles>, keys, stream, p, maps, workspace, fourth, fifth);
-}
-
-/// Launches roles whose shared memory is their storage alone.
-template <class Roles>
-void launch_backward_kernel(const BackwardParams& p, const BackwardArgumentsOf<typename Roles::Maps>& a,
-                            int64_t positions, cudaStream_t stream) {
-  launch_backward_kernel<Roles>(p, a.maps, a.workspace, a.schedule, a.scale, positions, sizeof(typename Roles::Storage),
-                                stream);
+template <class Element, int kHeadDim>
+void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Config = BackwardPipelinedConfig<Element, kHeadDim>;
+  launch_backward<Config, true, true>(p, memory, kBackwardNames, stream, [&](const BackwardArguments& arguments) {
+    if (has_options(p)) return launch_pipelined_options<Config>(p, arguments, stream);
+    launch_backward_kernel<BackwardPipelinedRoles<Config>>(kBackwardNames.main, p, arguments,
+                                                           arguments.schedule.positions(), stream);
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -3,12 +3,12 @@
 #pragma once
 
 #include "kernels/common/backward/visibility.cuh"
+#include "kernels/common/mask/bits.cuh"
 
 namespace flash_ext::sm90 {
 
-/// Word (piece, lane) of a tile, for the lane's keys g and g + 8 of a piece of 16, with g = lane / 4. Of key g, bit 15
-/// - n says whether query 8 n + 2 (lane % 4) sees it, bit 31 - n the same of the query behind that; of key g + 8, the
-/// bits eight below. `pieces`: bits of keys, by queries.
+/// Word (piece, lane) of a tile, for the lane's keys g and g + 8 of a piece of 16, with g = lane / 4: of key g in
+/// TransposedOrder, of key g + 8 the bits eight below. `pieces`: bits of keys, by queries.
 template <int kBlockM, int kPieces>
 __device__ __forceinline__ uint32_t word_of_lane(const uint16_t (&pieces)[kBlockM][kPieces], int word) {
   static_assert(kBlockM == 64, "eight bits of queries");
@@ -19,7 +19,7 @@ __device__ __forceinline__ uint32_t word_of_lane(const uint16_t (&pieces)[kBlock
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const uint32_t keys = pieces[8 * n + query + c][piece] >> key;
-      bits |= (keys & 1u) << (15 - n + 16 * c) | (keys >> 8 & 1u) << (7 - n + 16 * c);
+      bits |= (keys & 1u) << TransposedOrder::bit(n, c) | (keys >> 8 & 1u) << (TransposedOrder::bit(n, c) - 8);
     }
   return bits;
 }

@@ -1,79 +1,32 @@
-// The backward on wgmma with softcap, ALiBi, bias, masks and dropout: see kernel.cuh.
-//
-// The warpgroup that loads finds the steps of which masks leave something. It writes the metadata of each two steps
-// ahead, and loads its bias and words of visibility.
+// The backward's options on the pipelined loop: option_scores.cuh. A kernel for each of kOptionVariants.
 #pragma once
 
 #include <iterator>
 #include <stdexcept>
 #include <type_traits>
 
-#include "kernel.cuh"
-#include "kernels/ptx/lane.h"
-#include "options_consumer.cuh"
-#include "options_producer_dq.cuh"
+#include "bias_producer.cuh"
+#include "kernels/sm90/common/backward/kernel.cuh"
+#include "mask_words.cuh"
+#include "masks_producer.cuh"
+#include "names.h"
+#include "option_scores.cuh"
 
 namespace flash_ext::sm90 {
 
-struct BackwardOptionsArguments {
-  const BackwardBiasMaps& maps;
-  const BackwardWorkspace& workspace;
-  const BackwardOptionsLayout& layout;
-  const BackwardSchedule& schedule;
-};
+template <class Config>
+using BackwardPipelinedOptionsDq =
+    std::conditional_t<Config::kBiased, BackwardBiasDq<Config>,
+                       std::conditional_t<Config::kFindsSteps, BackwardMasksDq<Config>,
+                                          BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>>>;
 
-/// As BackwardRolesOf.
-template <class Config_>
-struct BackwardOptionsRoles {
-  using Config = Config_;
-  using Storage = BackwardOptionsStorage<Config>;
-  using Dq = BackwardOptionsDq<Config>;
-  using Consumer = BackwardOptionsConsumer<Config>;
-  using Options = BackwardOptions;
-  using Arguments = BackwardOptionsArguments;
-  using Maps = BackwardBiasMaps;
-  using Fourth = BackwardOptionsLayout;
-  using Fifth = BackwardSchedule;
-  static constexpr bool kHasLayout = true;
+template <class Config>
+using BackwardPipelinedOptionsRoles =
+    BackwardRolesOf<Config, BackwardPipelinedOptionsStorage<Config>, BackwardPipelinedOptionsDq<Config>,
+                    BackwardPipelinedConsumer<Config, BackwardOptionScores<Config>>,
+                    std::conditional_t<Config::kBiased, BackwardBiasMaps, BackwardMaps>>;
 
-  /// Called by one thread.
-  __device__ __forceinline__ static void init(const Arguments& a, Storage& storage) { storage.init(a.layout); }
-};
-
-inline bool has_options(const BackwardParams& p) {
-  return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || p.dropout.rule.threshold > 0;
-}
-
-inline BackwardAsked asked_of(const BackwardParams& p) {
-  const bool bias_of_keys = same_for_all_queries(p.bias);
-  return {p.softcap > 0,
-          p.alibi_slopes != nullptr,
-          p.dropout.rule.threshold > 0,
-          p.bias.data != nullptr,
-          bias_of_keys,
-          masks_keys(p),
-          masks_pairs(p),
-          p.bias.data && !bias_of_keys && can_stage_bias(p.bias) && p.bias.dtype != DType::kFloat32,
-          p.bias.dtype == p.dtype,
-          p.softcap > kLargestSoftcapAlone};
-}
-
-/// Calls run(std::integral_constant<int, options>()) for the variant that serves a call. kBesidePipelined: which has no
-/// call that the pipelined loop serves.
-template <bool kBesidePipelined, size_t kIndex = 0, class Run>
-void with_option_variant(int options, Run run) {
-  if constexpr (kIndex == std::size(kOptionVariants)) {
-    run(std::integral_constant<int, kAnyOptions>());
-  } else {
-    constexpr int kOwn = kOptionVariants[kIndex];
-    if constexpr (!kBesidePipelined || serves_beside_pipelined(kOwn)) {
-      if (options == kOwn) return run(std::integral_constant<int, kOwn>());
-    }
-    with_option_variant<kBesidePipelined, kIndex + 1>(options, run);
-  }
-}
-
-/// The same for those that the pipelined loop serves.
+/// Calls run(std::integral_constant<int, options>()) for the variant that serves a call with options.
 template <size_t kIndex = 0, class Run>
 void with_pipelined_options(int options, Run run) {
   if constexpr (kIndex < std::size(kOptionVariants)) {
@@ -82,23 +35,36 @@ void with_pipelined_options(int options, Run run) {
   }
 }
 
+/// The main kernel of calls with these options.
 template <class Config>
-void launch_backward_options(const BackwardParams& p, const BackwardMaps& maps, const BackwardWorkspace& workspace,
-                             const BackwardSchedule& schedule, cudaStream_t stream) {
-  constexpr int kMostBytes = kMaxSharedBytes - Config::kTilesBytes;
-  constexpr int kStorageBytes = sizeof(BackwardOptionsStorage<BackwardOptionsConfig<Config, kAnyOptions>>);
-  const BackwardOptionsLayout layout = BackwardOptionsLayout::of<Config>(p, kStorageBytes, kMostBytes);
-  if ((layout.flags & kStepBiased) && layout.bias_slots == 0)
-    throw std::logic_error("flash_ext: sm90/backward: no room for a bias");
+void launch_pipelined_variant(const BackwardParams& p, const BackwardArguments& a, cudaStream_t stream) {
+  using Roles = BackwardPipelinedOptionsRoles<Config>;
+  const double scale = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * double{kLog2E};
+  const auto launch_with = [&](const typename Roles::Maps& maps) {
+    launch_backward_kernel<Roles>(kBackwardNames.main, p, {maps, a.workspace, a.schedule, static_cast<float>(scale)},
+                                  a.schedule.positions(), stream);
+  };
+  if constexpr (Config::kBiased) {
+    launch_with({a.maps, encode_bias_map(p, Config::kBlockM)});
+  } else {
+    launch_with(a.maps);
+  }
+}
+
+/// Those that the pipelined loop serves, and what their masks need.
+template <class Config>
+void launch_pipelined_options(const BackwardParams& p, const BackwardArguments& arguments, cudaStream_t stream) {
+  const BackwardWorkspace& workspace = arguments.workspace;
   if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward: no turns beside options");
-  const VisibilityTiles& visibility = workspace.visibility;
-  const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
-  launch("sm90/backward masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
-  const BackwardBiasMaps all_maps = {maps, layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{}};
-  with_option_variant<is_pipelined(Config::kHeadDim)>(serving_options(asked_of(p)), [&](auto options) {
-    using Roles = BackwardOptionsRoles<BackwardOptionsConfig<Config, options()>>;
-    launch_backward_kernel<Roles>(p, all_maps, workspace, layout, schedule, schedule.positions(),
-                                  static_cast<size_t>(layout.bytes), stream);
+  if (masks_pairs(p)) {
+    const VisibilityTiles& visibility = workspace.visibility;
+    const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
+    launch("sm90/backward masks", mask_words_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
+  }
+  with_pipelined_options(serving_options(asked_of(p)), [&](auto options) {
+    using Variant = BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, options()>;
+    static_assert(Variant::kBlockN == Config::kBlockN && Variant::kBlockM == Config::kBlockM);
+    launch_pipelined_variant<Variant>(p, arguments, stream);
   });
 }
 

@@ -1,92 +1,207 @@
-// What the warps of a CTA of the backward share besides, where a call has options: metadata of the next steps, and
-// what is copied or drawn for them.
+// What the warps of a CTA share besides, where the pipelined loop has options: option_scores.cuh says when it is
+// written.
 #pragma once
 
-#include <algorithm>
-#include <utility>
-
-#include "kernels/common/backward/options.cuh"
 #include "kernels/common/backward/visibility.cuh"
 #include "kernels/common/dropout/random_bits.cuh"
-#include "kernels/common/score/bias_tile.cuh"
+#include "kernels/common/score/bias_rows.cuh"
+#include "kernels/sm90/common/backward/options.cuh"
+#include "kernels/sm90/common/backward/steps.cuh"
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
-/// A step, as consumer warps find it: all that they must know to begin, in one read.
-struct alignas(16) StepMetadata {
-  int tile, head, flags;
-  float slope;  // ALiBi's, to base 2
+/// What is added to a key's scores, to base 2, by a bias or a mask that is the same for all queries.
+/// kMaskAlone: a bias there may be is one of pairs.
+template <bool kMaskAlone>
+__device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequence& sequence, int key) {
+  float x = 0.0f;
+  if (!kMaskAlone && p.bias.data) {
+    const BiasRows bias(p.bias, sequence);
+    bias.with_type([&](auto type) { x = bias.template load<decltype(type)>(0, key) * kLog2E; });
+  }
+  if (p.mask.data) {
+    const MaskRows mask(p.mask, sequence);
+    x = mask.data[key * mask.col_stride] ? x : -INFINITY;
+  }
+  return x;
+}
+
+/// What dropout needs: words of kept weights of a step, in one slot, and what random bits are made of.
+template <class Config, bool kDrops = Config::may_have(kStepDrops)>
+struct BackwardKeptWords {
+  __device__ __forceinline__ void init_kept() {}
+  __device__ __forceinline__ void seed(const BackwardParams&, const Sequence&) {}
 };
+template <class Config>
+struct BackwardKeptWords<Config, true> {
+  __align__(16) RandomKey key;  // of head 0 of the batch entry: registers are short
+  __align__(8) uint32_t kept[Config::kGroups][KeptTile<Config::kBlockM>::kWordsOfGroup];
+  uint64_t kept_full[Config::kGroups], kept_empty[Config::kGroups];  // of a warpgroup's words
 
-/// A key-padding mask, which is a per-key bias of 0 and -inf; else masks are of pairs.
-inline bool masks_keys(const AttentionParams& p) { return same_for_all_queries(p.mask) && !p.blocks.offsets; }
-inline bool masks_pairs(const AttentionParams& p) { return (p.mask.data || p.blocks.offsets) && !masks_keys(p); }
-
-/// Behind the storage in shared memory, in bytes from it on. Words of dropout and of masks have kStages slots.
-struct BackwardOptionsLayout {
-  int kept = 0, words = 0, bias = 0;
-  int kept_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a slot
-  int bias_slots = 0;
-  bool copies_bias = false;     // by pieces of 16 bytes
-  bool bias_by_panels = false;  // by TMA
-  bool bias_by_pairs = false;   // in 16 bits
-  bool makes_words = false;     // of bitmaps of blocks
-  bool bias_of_keys = false, mask_of_keys = false;
-  bool by_threads = false;  // are words made or a bias copied, and not all of it by TMA
-  int flags = 0;            // of all steps
-  int bytes = 0;
-
-  /// At most `available` bytes, where a bias may have fewer slots.
-  template <class Config>
-  static BackwardOptionsLayout of(const BackwardParams& p, int storage_bytes, int available) {
-    BackwardOptionsLayout layout;
-    layout.bytes = (storage_bytes + 127) / 128 * 128;
-    const auto take = [&](int bytes) { return std::exchange(layout.bytes, layout.bytes + bytes); };
-    layout.bias_of_keys = same_for_all_queries(p.bias);
-    layout.mask_of_keys = masks_keys(p);
-    const bool of_pairs = p.bias.data && !layout.bias_of_keys;
-    if (p.dropout.rule.threshold > 0) {
-      layout.kept_bytes = KeptTile<Config::kBlockM>::bytes(Config::kBlockN);
-      layout.flags |= kStepDrops;
-    }
-    layout.makes_words = p.blocks.offsets;
-    if (p.softcap > 0) layout.flags |= kStepSoftcapped;
-    if (of_pairs) layout.flags |= kStepBiased;
-    if (layout.bias_of_keys || layout.mask_of_keys) layout.flags |= kStepKeyBiased;
-    if (p.alibi_slopes) layout.flags |= kStepAlibi;
-    if (masks_pairs(p)) layout.words_bytes = Config::kBlockM * (Config::kBlockN / 32) * 4;
-    if (of_pairs)
-      layout.bias_bytes =
-          Config::kGroups * static_cast<int>(bias_tile_bytes(p.bias.dtype, Config::kBlockM, kWarpgroupRows));
-    layout.kept = take(Config::kStages * layout.kept_bytes);
-    layout.words = take(Config::kStages * layout.words_bytes);
-    if (of_pairs) {
-      layout.bytes = (layout.bytes + kSwizzleBytes - 1) / kSwizzleBytes * kSwizzleBytes;
-      layout.bias_slots = std::min((available - layout.bytes) / layout.bias_bytes, Config::kStages);
-    }
-    layout.bias = take(layout.bias_slots * layout.bias_bytes);
-    layout.copies_bias = of_pairs && can_stage_bias(p.bias);
-    layout.bias_by_panels = layout.copies_bias && p.bias.dtype != DType::kFloat32;
-    layout.bias_by_pairs = of_pairs && (p.bias.dtype == DType::kFloat16 || p.bias.dtype == DType::kBFloat16);
-    layout.by_threads = layout.makes_words || (of_pairs && !layout.bias_by_panels);
-    return layout;
+  __device__ __forceinline__ void init_kept() {
+    init_barriers(kept_full, kWarpgroupWarps);
+    init_barriers(kept_empty, kWarpgroupWarps);
+  }
+  __device__ __forceinline__ void seed(const BackwardParams& p, const Sequence& sequence) {
+    key = {philox_key(p.dropout.rng[0], p.dropout.rng[1]), static_cast<uint32_t>(sequence.batch * p.heads_q)};
   }
 };
 
+/// Which keys a bias or a mask that is the same for all queries leaves visible, for one head: bits.
+template <class Config, bool kHidesKeys = Config::may_have(kStepKeyBiased)>
+struct BackwardVisibleKeys {};
 template <class Config>
-struct BackwardOptionsStorage : BackwardStorage<Config> {
-  static constexpr int kStages = Config::kStages;
+struct BackwardVisibleKeys<Config, true> {
+  uint32_t visible_keys[Config::kBlockN / 32];
+};
 
-  uint64_t metadata_full[kStages], bias_full[kStages];  // with bits and words
-  StepMetadata step_metadata[kStages];
-  BackwardOptions options;
+/// What such a bias adds, to base 2; 0 where it hides the key. Words of dropout leave no room for it.
+template <class Config>
+constexpr bool kSharesKeyBias = Config::may_have(kStepKeyBiased) && !Config::may_have(kStepDrops) && !Config::kBiased;
+template <class Config, bool kShares = kSharesKeyBias<Config>>
+struct BackwardKeyBiases {
+  __device__ __forceinline__ void set_key_bias(uint32_t, float) {}
+};
+template <class Config>
+struct BackwardKeyBiases<Config, true> {
+  float key_bias[Config::kBlockN];
 
-  /// Called by one thread.
-  __device__ __forceinline__ void init(const BackwardOptionsLayout& layout) {
-    init_barriers(metadata_full, layout.makes_words ? kWarpgroupWarps : 1);
-    init_barriers(bias_full, layout.bias_by_panels ? 1 : kWarpgroupThreads + kWarpgroupWarps);
-    BackwardStorage<Config>::init();
+  __device__ __forceinline__ void set_key_bias(uint32_t key, float bias) {
+    key_bias[key] = bias == -INFINITY ? 0.0f : bias;
+  }
+};
+
+/// Of the tile of a bias of query-key pairs.
+template <class Config, bool kBiased = Config::kBiased>
+struct BackwardBiasBarriers {
+  __device__ __forceinline__ void init_bias() {}
+};
+template <class Config>
+struct BackwardBiasBarriers<Config, true> {
+  uint64_t bias_full, bias_empty;
+
+  __device__ __forceinline__ void init_bias() {
+    init_barrier(bias_full, 1);
+    init_barrier(bias_empty, Config::kGroups * kWarpgroupWarps);
+  }
+};
+
+/// What a mask of pairs leaves of the CTA's steps.
+template <class Config, bool kFindsSteps = Config::kFindsSteps>
+struct BackwardFoundStepsOfCta {};
+template <class Config>
+struct BackwardFoundStepsOfCta<Config, true> {
+  // head: among all; visible: number of the tile's words, -1: none; spare: whether Q or dO may hold Inf or NaN
+  ListedQueries step_metadata[kMetadataSlots];
+  const uint32_t* words;  // of all tiles
+  int steps;
+};
+
+/// Of a head, counted from the CTA's first.
+template <class Config>
+__device__ __forceinline__ TileState state_of(const VisibilityTiles& tiles, const BackwardWorkTile<Config>& work_tile,
+                                              int head, int tile) {
+  const Sequence& sequence = work_tile.sequence;
+  const uint8_t* const g_states =
+      tiles.states_of(sequence.batch, sequence.head + head, work_tile.first_key / Config::kBlockN);
+  return static_cast<TileState>(g_states[tiles.query_tiles > 1 ? tile : 0]);
+}
+
+template <class Config>
+struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
+                                         BackwardKeptWords<Config>,
+                                         BackwardBiasBarriers<Config>,
+                                         BackwardVisibleKeys<Config>,
+                                         BackwardKeyBiases<Config>,
+                                         BackwardFoundStepsOfCta<Config> {
+  float cap;            // of scores, to base 2
+  bool has_non_finite;  // Q or dO of some step may hold Inf or NaN, and some pair is hidden
+
+  __device__ __forceinline__ void init() {
+    this->init_bias();
+    this->init_kept();
+    BackwardPipelinedStorage<Config>::init();
+  }
+
+  __device__ __forceinline__ void prepare(const BackwardParams& p) {
+    if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
+    this->seed(p, this->work_tile.sequence);
+  }
+  /// By all threads of the CTA, which then has no steps if no head sees a key.
+  __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
+    if constexpr (Config::kFindsSteps) count_steps(workspace);
+    bool hides = Config::kBiased;  // it may hide any pair
+    if constexpr (Config::may_have(kStepKeyBiased)) hides |= look_at_keys(p);
+    if (hides) find_non_finite(workspace);
+  }
+
+ private:
+  __device__ __forceinline__ void count_steps(const BackwardWorkspace& workspace) {
+    ptx::wait_for_previous_grid();  // for states
+    const BackwardWorkTile<Config>& tile = this->work_tile;
+    const VisibilityTiles& tiles = workspace.visibility;
+    const int of_head = tile.tiles.end - tile.tiles.begin;
+    int count = 0;
+#pragma unroll 1
+    for (int first = 0; first < tile.heads * of_head; first += Config::kThreads) {
+      const int step = first + static_cast<int>(threadIdx.x);
+      bool left = false;
+      if (step < tile.heads * of_head)
+        left = state_of(tiles, tile, step / of_head, tile.tiles.begin + step % of_head) != kTileHidden;
+      count += __syncthreads_count(left);
+    }
+    if (threadIdx.x == 0) {
+      this->words = tiles.words;
+      this->steps = count;
+      if (count == 0) this->work_tile.tiles.end = tile.tiles.begin;
+    }
+    __syncthreads();
+  }
+
+  /// Whether Q and dO must be sanitised: no tile then counts as one of which nothing is hidden.
+  __device__ __forceinline__ void find_non_finite(const BackwardWorkspace& workspace) {
+    ptx::wait_for_previous_grid();  // for row terms
+    BackwardWorkTile<Config>& tile = this->work_tile;
+    bool found = false;
+#pragma unroll 1
+    for (int head = 0; head < tile.heads; ++head)
+      for (int k = tile.tiles.begin + static_cast<int>(threadIdx.x); k < tile.tiles.end; k += Config::kThreads)
+        found |= workspace.has_non_finite[tile.workspace_tile + head * workspace.tiles_per_head + k] != 0;
+    found = __syncthreads_or(found);
+    if (threadIdx.x == 0) {
+      has_non_finite = found;
+      if (found) tile.tiles.full_begin = tile.tiles.full_end = tile.tiles.end;
+    }
+    __syncthreads();
+  }
+
+  /// Whether some key is hidden from all queries of some head.
+  __device__ __forceinline__ bool look_at_keys(const BackwardParams& p) {
+    bool sees = false, hides = false;
+    if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile.first_key + threadIdx.x, sees, hides);
+    sees = __syncthreads_or(sees);
+    hides = __syncthreads_or(hides);
+    if (threadIdx.x == 0 && !sees) this->work_tile.tiles.end = this->work_tile.tiles.begin;
+    __syncthreads();
+    return hides;
+  }
+  /// Called by whole warps, a thread for each key. That of the first head is kept.
+  __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) {
+    Sequence sequence = this->work_tile.sequence;
+    const bool exists = key < sequence.seqlen_k;
+    const int heads = p.mask.head_stride || p.bias.head_stride ? this->work_tile.heads : 1;
+#pragma unroll 1
+    for (int head = 0; head < heads; ++head, ++sequence.head) {
+      const float bias = exists ? key_bias_of<Config::kBiased>(p, sequence, key) : 0.0f;
+      const bool hidden = bias == -INFINITY;
+      sees |= exists && !hidden;
+      hides |= hidden;
+      const uint32_t visible = __ballot_sync(~0u, !hidden);
+      if (head > 0) continue;
+      this->set_key_bias(threadIdx.x, bias);
+      this->visible_keys[threadIdx.x / 32] = visible;
+    }
   }
 };
 

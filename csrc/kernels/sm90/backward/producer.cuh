@@ -1,197 +1,230 @@
-// Loads of the backward's tiles by TMA.
+// The warpgroup that loads tiles three steps at a time, and computes dQ and adds it to memory.
 #pragma once
 
-#include "kernels/common/tile.cuh"
-#include "kernels/ptx/bulk.h"
-#include "kernels/ptx/reread.h"
-#include "kernels/ptx/tma.h"
-#include "kernels/ptx/wgmma.h"
+#include "kernels/ptx/wgmma_across.h"
+#include "kernels/sm90/common/backward/producer.cuh"
+#include "kernels/sm90/common/backward/steps.cuh"
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
-struct BackwardMaps {
-  CUtensorMap q, k, v, grad_out;
-};
-struct BackwardBiasMaps : BackwardMaps {
-  CUtensorMap bias;
-};
-/// For stores of a warp's rows, and of one row, where a sequence ends among these.
-struct BackwardRowMaps {
-  CUtensorMap all, one;
-};
-struct BackwardPersistentMaps : BackwardMaps {
-  BackwardRowMaps dk, dv;
-};
+/// One warp of it.
+template <class Config, class Storage_ = BackwardPipelinedStorage<Config>>
+class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
+ public:
+  using Base = BackwardDqWarp<Config, Storage_>;
+  using Element = typename Config::Element;
+  using Storage = Storage_;
+  using Steps = BackwardStepsOf<Config>;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
 
-/// Loads panels [first, first + count) of `rows` rows of a head, from `row` on. Packed sequences are one batch entry.
-/// The caller announces the bytes.
-__device__ __forceinline__ void load_panels(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int rows,
-                                            int first, int count, int row, int head, int batch) {
-#pragma unroll
-  for (int panel = 0; panel < count; ++panel)
-    ptx::tma_load(s_tile + panel * panel_bytes(rows), &map, s_barrier, (first + panel) * kPanelColumns, row, head,
-                  batch);
-}
+  __device__ __forceinline__ BackwardPipelinedDq(const BackwardParams& p, const BackwardMaps& maps,
+                                                 const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
+                                                 int warp, int lane)
+      : Base(p, maps, workspace, storage, s_tiles, warp, lane),
+        keys_(KeyTile::lower_half(s_tiles)),
+        ds_(DsTile::lower_half(s_tiles + Config::kDsOffset)),
+        first_row_(ptx::uniform(static_cast<int>(work_tile_.sequence.q_begin))),
+        batch_(p.seq.cu_seqlens_q ? 0 : ptx::uniform(work_tile_.sequence.batch)),
+        first_tile_(ptx::uniform(work_tile_.workspace_tile - work_tile_.sequence.head * workspace.tiles_per_head)) {}
 
-/// Loads such panels of a sequence's keys, and announces them. By one thread.
-template <class Config>
-__device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtensorMap& map, const uint64_t& barrier,
-                                          uint32_t s_tile, const Sequence& sequence, int first_key, int first,
-                                          int count) {
-  ptx::mbarrier_arrive_expect(address(barrier), count * panel_bytes(Config::kLoadedKeys));
-  load_panels(map, address(barrier), s_tile, Config::kLoadedKeys, first, count,
-              static_cast<int>(sequence.k_begin) + sequence.leftpad + first_key, sequence.head_kv,
-              p.seq.cu_seqlens_k ? 0 : sequence.cache_row);
-}
-
-/// A warp's part of the dQ of one product, on its way from registers through shared memory to memory.
-template <class Config>
-struct BackwardDqPiece {
-  static constexpr int kPanels = panels(Config::kHeadDim);
-  // 64 columns of dQ, of the warp's 16 queries; or of dQ^T, all queries of the warp's 16 columns.
-  using Sum = float[Config::kBlockM / 8][4];
-
-  /// Waits for the product.
-  __device__ __forceinline__ static void finish(Sum& sum) {
-    ptx::wgmma_wait<0>();
-#pragma unroll
-    for (int n = 0; n < Config::kBlockM / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
+  __device__ __forceinline__ void run() {
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) load_and_add();
+    if (lane_ == 0) ptx::tma_store_wait();
   }
-  /// The warp's shared memory for a panel.
-  __device__ __forceinline__ static uint32_t place(uint32_t s_tiles, int warp, int panel) {
-    return s_tiles + Config::kDqOffset + (warp * kPanels + panel) * Config::kDqPieceBytes;
-  }
-  /// Stores it there, once TMA has read what was there before.
-  __device__ __forceinline__ static void stage(uint32_t s_place, const Sum& sum, int lane) {
-    const uint32_t s_lane = s_place + ptx::reread(lane) * 16;
-    if (lane == 0) ptx::bulk_wait_read<kPanels - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < Config::kBlockM / 8; ++n)
-      store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
-  }
-};
 
-/// One warp of the warpgroup that loads and computes dQ.
-template <class Config, class Storage>
-class BackwardDqWarp {
  protected:
-  static constexpr int kBlockM = Config::kBlockM, kPanels = panels(Config::kHeadDim);
-  using DqPiece = BackwardDqPiece<Config>;
-  using Sum = typename DqPiece::Sum;
-
-  __device__ __forceinline__ BackwardDqWarp(const BackwardParams& p, const BackwardMaps& maps,
-                                            const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
-                                            int warp, int lane)
-      : p_(p),
-        maps_(maps),
-        workspace_(workspace),
-        storage_(storage),
-        work_tile_(storage.work_tile),
-        warp_(warp),
-        lane_(lane),
-        s_tiles_(s_tiles) {}
-
-  __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
-
-  /// All of K, or of V.
-  __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
-    if (lane_ == 0)
-      sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_tile_.sequence, work_tile_.first_key, 0,
-                              kPanels);
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ static void finish(Sum& sum) { DqPiece::finish(sum); }
-  __device__ __forceinline__ uint32_t s_piece(int panel) const { return DqPiece::place(s_tiles_, warp_, panel); }
-  __device__ __forceinline__ void stage(const Sum& sum, int panel) const { DqPiece::stage(s_piece(panel), sum, lane_); }
-
-  const BackwardParams& p_;
-  const BackwardMaps& maps_;
-  const BackwardWorkspace& workspace_;
-  Storage& storage_;
-  const BackwardWorkTile<Config>& work_tile_;
-  const int warp_, lane_;
-  const uint32_t s_tiles_;
-};
-
-/// The same, with the loads of Q and dO by the first warp, each as soon as its stage is free.
-template <class Config, class Storage>
-class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
- protected:
-  using Base = BackwardDqWarp<Config, Storage>;
-  using Base::Base;
-  using Base::kBlockM;
+  using KeyTile = TileDescriptor<kBlockN>;
+  using DsTile = TileDescriptor<kBlockN>;
+  using Base::kPanels;
   using Base::lane_;
   using Base::maps_;
-  using Base::p_;
   using Base::s_tiles_;
   using Base::storage_;
   using Base::warp_;
   using Base::work_tile_;
   using Base::workspace_;
-  using Step = BackwardStep;
+  using typename Base::Sum;
 
-  __device__ __forceinline__ void load_queries(const Step& step) const {
-    const uint32_t stage = at_.stage();
-    load_rows(maps_.q, address(storage_.q_full[stage]), Config::kQueriesOffset, workspace_.lse, storage_.lse[stage],
-              step);
-  }
-  __device__ __forceinline__ void load_grads(const Step& step) const {
-    const uint32_t stage = at_.stage();
-    load_rows(maps_.grad_out, address(storage_.do_full[stage]), Config::kGradsOffset, workspace_.minus_delta,
-              storage_.minus_delta[stage], step);
-  }
-  /// Of the second step, if there is one.
-  __device__ __forceinline__ void load_second(const Step& step) {
-    at_.advance();
-    if (step.head < work_tile_.heads) {
-      load_queries(step);
-      load_grads(step);
+  __device__ __forceinline__ void load_and_add() {
+    Steps step(storage_);
+    Loads loads{step, first_term(step)};
+    load_keys_and_values();
+#pragma unroll 1
+    for (int stage = 0; stage + 1 < Config::kStages; ++stage) {
+      load(loads);
+      advance(loads);
     }
-    at_.count = 0;
-  }
-  /// Loads the step that takes the stages of this one, when these are free.
-  __device__ __forceinline__ void load_after(Step step) const {
-    for (int k = 0; k < Config::kStages; ++k) work_tile_.advance(step);
-    load_in_place(step);
-  }
-  __device__ __forceinline__ void load_in_place(const Step& step) const {
-    if (step.head >= work_tile_.heads) return;
-    wait_for(storage_.do_empty[at_.stage()], at_.parity());
-    load_grads(step);
-    wait_for(storage_.q_empty[at_.stage()], at_.parity());
-    load_queries(step);
-  }
-
-  __device__ __forceinline__ int64_t workspace_tile(const Step& step) const {
-    return work_tile_.workspace_tile + step.head * workspace_.tiles_per_head + step.tile;
-  }
-  /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
-  __device__ __forceinline__ float* dq_piece(const Step& step, int panel) const {
-    const int64_t row = workspace_tile(step) * kBlockM + warp_ * 16;
-    return workspace_.dq + row * Config::kDqHeadDim + panel * (16 * kPanelColumns);
+#pragma unroll 1
+    for (; !step.is_past_end(); step.advance()) {
+      wait_for(storage_.ds_full[at_.stage()], at_.parity());
+      // When dS is complete, all products of the step before are over.
+      load(loads);
+      if (workspace_.dq) {
+        add(step);
+      } else {
+        this->release(storage_.ds_empty[at_.stage()]);
+      }
+      at_.advance();
+      advance(loads);
+    }
+    send();
+    turns_.end(workspace_.turns, lane_);
   }
 
-  RingCount<Config::kStages> at_;
+  /// The same for a class derived from this one, `self`, which has place(step), the query tile of a step; load(next);
+  /// and load_early(step, next), called before dS of the step is complete.
+  template <class Self, class Next>
+  __device__ __forceinline__ static void add_all(Self& self, Steps& step, Next& next) {
+#pragma unroll 1
+    for (; !step.is_past_end(); step.advance()) {
+      self.load_early(step, next);
+      wait_for(self.storage_.ds_full[self.at_.stage()], self.at_.parity());
+      const auto& queries = self.place(step);
+      self.load(next);
+      if (self.workspace_.dq) {
+        self.add(queries);
+      } else {
+        self.release(self.storage_.ds_empty[self.at_.stage()]);
+      }
+      self.at_.advance();
+    }
+    self.send();
+  }
 
- private:
-  /// A tile of Q with its lse, or of dO with its D.
-  __device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t s_full, int offset, const float* terms,
-                                            const float* s_terms, const Step& step) const {
+  /// What is loaded before dS of a step is complete.
+  template <class Next>
+  __device__ __forceinline__ static void load_early(const Steps&, const Next&) {}
+
+  // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
+
+  /// A tile of queries, with the head among all.
+  struct Place {
+    int head, tile;
+  };
+  struct LoadedStep : Place {
+    uint32_t stage;
+  };
+  struct LoadedTile {
+    LoadedStep step;
+    int64_t first_term;
+  };
+
+  /// The step whose Q and dO are loaded next, and where its row terms begin.
+  struct Loads {
+    Steps step;
+    int64_t first_term;
+  };
+
+  __device__ __forceinline__ void advance(Loads& loads) const {
+    loads.step.advance();
+    const bool is_next = !loads.step.takes_turns() && loads.step.tile != loads.step.first;
+    loads.first_term = is_next ? loads.first_term + int64_t{kBlockM} : first_term(loads.step);
+  }
+  __device__ __forceinline__ void load_keys_and_values() const {
+    if (warp_ == 0) this->load_keys(maps_.k, storage_.k_full, 0);
+    if (warp_ == 1) this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
+  }
+  __device__ __forceinline__ void load(const Loads& loads) const {
+    if (warp_ > 1 || loads.step.is_past_end()) return;
+    warp_ == 0 ? load_queries(loads) : load_grads(loads);
+  }
+  /// A tile of Q with its lse, or of dO with its D. `tile` is as LoadedTile.
+  template <class Tile>
+  __device__ __forceinline__ void load_queries(const Tile& tile) const {
+    load_rows(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, tile);
+  }
+  template <class Tile>
+  __device__ __forceinline__ void load_grads(const Tile& tile) const {
+    load_rows(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta, storage_.minus_delta,
+              tile);
+  }
+  template <class Tile>
+  __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
+                                            int tiles_offset, const float* g_terms,
+                                            const float (&terms)[Config::kStages][kBlockM], const Tile& tile) const {
+    const uint32_t stage = tile.step.stage, s_full = address(full[0]) + stage * sizeof(uint64_t);
     if (lane_ == 0) {
-      const Sequence& sequence = work_tile_.sequence;
       ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
-      load_panels(map, s_full, s_tiles_ + offset + at_.stage() * Config::kQueryBytes, kBlockM, 0,
-                  panels(Config::kHeadDim), static_cast<int>(sequence.q_begin) + step.tile * kBlockM,
-                  sequence.head + step.head, p_.seq.cu_seqlens_q ? 0 : sequence.batch);
-      ptx::bulk_load(ptx::shared_address(s_terms), terms + workspace_tile(step) * kBlockM, Config::kTermBytes, s_full);
+      load_panels(map, s_full, s_tiles_ + tiles_offset + stage * Config::kQueryBytes, kBlockM, 0, kPanels,
+                  first_row_ + tile.step.tile * kBlockM, tile.step.head, batch_);
+      ptx::bulk_load(ptx::shared_address(terms) + stage * Config::kTermBytes, g_terms + tile.first_term,
+                     Config::kTermBytes, s_full);
     }
     __syncwarp();
   }
+  template <class Step>
+  __device__ __forceinline__ int64_t first_term(const Step& step) const {
+    return (first_tile_ + step.head * workspace_.tiles_per_head + step.tile) * kBlockM;
+  }
+
+  // ---- dQ
+
+  /// dQ += dS K
+  template <class Step>
+  __device__ __forceinline__ void add(const Step& step) {
+    const uint32_t ds = ds_ + at_.stage() * (Config::kDsBytes / 16);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      Sum sum;
+      start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
+      // The fence of a turn waits for stores, which are slow beside other warpgroups' products. This product runs
+      // meanwhile.
+      if constexpr (Config::kTurns != TurnTaking::kNever) {
+        if (panel == 1) wait_for_turn(step);
+      }
+      send();
+      this->finish(sum);
+      if (panel + 1 == kPanels) this->release(storage_.ds_empty[at_.stage()]);
+      this->stage(sum, panel);
+      g_target_ = dq_piece(step, panel);
+      s_source_ = this->s_piece(panel);
+    }
+  }
+
+  /// 64 columns of dQ.
+  __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
+    ptx::wgmma_fence();
+    ptx::wgmma_transposed<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
+#pragma unroll
+    for (int k = 1; k < kBlockN / 16; ++k)
+      ptx::wgmma_transposed<Element, true>(sum, DsTile::at(ds, DsTile::down_rows(k)),
+                                           KeyTile::at(keys, KeyTile::down_rows(k)));
+    ptx::wgmma_commit();
+  }
+  /// Adds the panel that was staged last, if there is one, to memory.
+  __device__ __forceinline__ void send() {
+    if (!g_target_) return;
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::bulk_reduce_add(g_target_, s_source_, Config::kDqPieceBytes);
+      ptx::bulk_commit();
+    }
+    __syncwarp();
+  }
+  /// Waits for this warp's turn at a tile, before its first panel is sent. The turn of the step before, whose last
+  /// panel was sent half a step ago, ends first.
+  __device__ __forceinline__ void wait_for_turn(const Steps& step) {
+    static_assert(kPanels == 2);
+    if (!workspace_.turns) return;
+    const int slot = static_cast<int>(first_term(step) / kBlockM) * kDqWarps + warp_, turn = work_tile_.turn(step.tile);
+    turns_.advance(workspace_.turns, slot, turn, lane_);
+    turns_.wait(workspace_.turns, turn);
+  }
+  /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
+  template <class Step>
+  __device__ __forceinline__ float* dq_piece(const Step& step, int panel) const {
+    return workspace_.dq + (first_term(step) + warp_ * 16) * Config::kHeadDim + panel * (16 * kPanelColumns);
+  }
+
+  const uint32_t keys_, ds_;  // lower halves of descriptors
+  const int first_row_, batch_;
+  const int64_t first_tile_;  // of head 0 in the workspace
+  RingCount<Config::kDsStages> at_;
+  float* g_target_ = nullptr;  // where what was staged last goes
+  uint32_t s_source_ = 0;
+  DqTurns turns_;
 };
 
 }  // namespace flash_ext::sm90

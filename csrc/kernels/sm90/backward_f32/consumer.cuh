@@ -5,7 +5,7 @@
 #include "kernels/ptx/barrier.h"
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/tma.h"
-#include "kernels/sm90/backward/score_tile.cuh"
+#include "kernels/sm90/common/backward/score_tile.cuh"
 #include "kernels/sm90/common/float_products.cuh"
 #include "warp.cuh"
 

@@ -5,7 +5,7 @@
 //
 // A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). The kernel before
 // splits Q and dO once, into pieces that TMA loads as they are. A CTA splits its own 64 keys of K and V. Three
-// warpgroups divide the products: consumer.cuh and producer_dq.cuh. Beyond head_dim 128 the two CTAs of a cluster have
+// warpgroups divide the products: consumer.cuh and producer.cuh. Beyond head_dim 128 the two CTAs of a cluster have
 // half of the columns each, and exchange their halves of S^T and dP^T.
 #pragma once
 
@@ -17,10 +17,10 @@
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/setmaxnreg.h"
-#include "kernels/sm90/backward/epilogue.cuh"
+#include "kernels/sm90/common/backward/epilogue.cuh"
 #include "kernels/sm90/common/float_rows.cuh"
-#include "kernels/sm90/forward/shape.h"
-#include "producer_dq.cuh"
+#include "kernels/sm90/common/score_options.h"
+#include "producer.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -45,8 +45,8 @@ __device__ __forceinline__ void sync_cluster() {
 
 /// The code of a CTA. Warpgroup 0 computes dQ, 1 dV, 2 dK.
 template <class Config>
-__device__ __forceinline__ void run_backward_f32_block(const BackwardParams& p, const BackwardF32Workspace& workspace,
-                                                       const BackwardSchedule& schedule) {
+__device__ __forceinline__ void run_backward_f32_cta(const BackwardParams& p, const BackwardF32Workspace& workspace,
+                                                     const BackwardSchedule& schedule) {
   extern __shared__ __align__(1024) char shared[];
   auto& storage = *reinterpret_cast<BackwardF32Storage<Config>*>(shared + Config::kTilesBytes);
   ptx::launch_dependents();
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_f32_kernel(const __grid_constant__ BackwardParams p,
                         const __grid_constant__ BackwardF32Workspace workspace,
                         const __grid_constant__ BackwardSchedule schedule) {
-  run_backward_f32_block<Config>(p, workspace, schedule);
+  run_backward_f32_cta<Config>(p, workspace, schedule);
 }
 
 /// Of CTAs that have half of the columns each.
@@ -100,21 +100,21 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
     backward_f32_halves_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ BackwardF32Workspace workspace,
                                const __grid_constant__ BackwardSchedule schedule) {
-  run_backward_f32_block<Config>(p, workspace, schedule);
+  run_backward_f32_cta<Config>(p, workspace, schedule);
 }
 
 /// Computes the row terms of a tile of a head; one warpgroup splits its Q, the other its dO. Inf and NaN become finite,
 /// so that a weight of 0 hides them. The row's lse is NaN then, and carries them to all that the row sees.
 template <int kHeadDim>
 __device__ __forceinline__ void write_float_rows(const BackwardParams& p, const BackwardF32Workspace& workspace,
-                                                 const volatile RowTileOfCta& block, int head) {
+                                                 const volatile RowTileOfCta& cta, int head) {
   constexpr int kBlockM = kBackwardF32BlockM, kCtas = backward_f32_ctas_of_cluster(kHeadDim);
   constexpr int kBlockBytes = panels(kHeadDim / kCtas) * kPieceBytes;
   static_assert(kRowTermThreads == 2 * kWarpgroupThreads);
-  const Sequence sequence(p, block.batch, head);
-  const int first = block.tile * kBlockM;
-  if (block.tile < 0 || first >= sequence.seqlen_q) return;
-  const int64_t tile = workspace.rows.tile_index(p, block.batch, head, sequence.q_begin, block.tile, kBlockM);
+  const Sequence sequence(p, cta.batch, head);
+  const int first = cta.tile * kBlockM;
+  if (cta.tile < 0 || first >= sequence.seqlen_q) return;
+  const int64_t tile = workspace.rows.tile_index(p, cta.batch, head, sequence.q_begin, cta.tile, kBlockM);
   const bool is_grad = threadIdx.x >= kWarpgroupThreads;
   const TensorView& view = is_grad ? p.grad_out : p.q;
   const auto rows = query_rows<const float>(view, sequence);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_float_rows(const BackwardParams& p, const 
         (is_grad ? workspace.grads : workspace.queries) + (tile * kCtas + rank) * kBlockBytes, rows, rank, first,
         view.data ? sequence.seqlen_q : 0, static_cast<int>(is_grad ? p.head_dim_v : p.head_dim),
         static_cast<int>(threadIdx.x) % kWarpgroupThreads);
-  write_row_terms<float, kHeadDim, kBlockM>(p, workspace.rows, block, head);
+  write_row_terms<float, kHeadDim, kBlockM>(p, workspace.rows, cta, head);
 }
 
 template <int kHeadDim>
@@ -132,10 +132,9 @@ __global__ void __launch_bounds__(kRowTermThreads)
     backward_f32_rows_kernel(const __grid_constant__ BackwardParams p,
                              const __grid_constant__ BackwardF32Workspace workspace) {
   ptx::launch_dependents();
-  const volatile RowTileOfCta& block = RowTileOfCta::find(p, workspace.rows.row_tiles);
+  const volatile RowTileOfCta& cta = RowTileOfCta::find(p, workspace.rows.row_tiles);
 #pragma unroll 1
-  for (int head = block.first_head; head < block.end_head; ++head)
-    write_float_rows<kHeadDim>(p, workspace, block, head);
+  for (int head = cta.first_head; head < cta.end_head; ++head) write_float_rows<kHeadDim>(p, workspace, cta, head);
 }
 
 template <class Config>

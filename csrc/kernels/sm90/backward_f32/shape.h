@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "kernels/sm90/backward/shape.h"
+#include "kernels/sm90/common/backward/shape.h"
 #include "kernels/sm90/common/warpgroup.h"
 
 namespace flash_ext::sm90 {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "config.cuh"
-#include "kernels/sm90/backward/storage.cuh"
+#include "kernels/sm90/common/backward/storage.cuh"
 
 namespace flash_ext::sm90 {
 

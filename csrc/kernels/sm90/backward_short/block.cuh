@@ -2,7 +2,7 @@
 // warpgroup.
 #pragma once
 
-#include "kernels/sm90/backward/products.cuh"
+#include "kernels/sm90/common/backward/products.cuh"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "storage.cuh"
 

@@ -6,14 +6,19 @@
 // Nothing is added to in memory, and no warpgroup waits for another once the tiles are there.
 #pragma once
 
+#include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/launch.h"
-#include "kernels/sm90/backward/sanitise.cuh"
+#include "kernels/sm90/common/backward/sanitise.cuh"
 #include "kernels/sm90/common/tensor_map.h"
 #include "keys.cuh"
 #include "queries.cuh"
 #include "terms.cuh"
 
 namespace flash_ext::sm90 {
+
+// There is no other kernel: row terms and dQ stay in the CTA.
+constexpr BackwardKernelNames kBackwardShortNames = {nullptr, "sm90/backward_short", nullptr,
+                                                     "sm90/backward_short sink"};
 
 /// Whether some pair may be hidden, or rows lie behind the lengths in use.
 __device__ __forceinline__ bool hides_rows(const BackwardParams& p) {
@@ -81,12 +86,10 @@ void launch_backward_short(const BackwardParams& p, void* memory, cudaStream_t s
                                   map_of(p.grad_out, query_shape(p, p.head_dim_v))};
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardShortStorage<Config>);
   const LaunchShape heads{grid_of(p.batch * p.heads_q), dim3(Config::kThreads), kSharedBytes};
-  launch("sm90/backward_short", backward_short_kernel<Config>, heads, stream, p, maps, workspace,
+  launch(kBackwardShortNames.main, backward_short_kernel<Config>, heads, stream, p, maps, workspace,
          static_cast<float>(p.softmax_scale) * kLog2E);
-  if (p.dsink) {
-    const LaunchShape sinks{grid_of(p.heads_q), dim3(kRowTermThreads)};
-    launch("sm90/backward_short sink", sink_gradient_kernel<kWarpgroupRows, false>, sinks, stream, p, workspace);
-  }
+  using Rows = BackwardRowKernels<typename Config::Element, void, kWarpgroupRows, kBackwardShortHeadDim>;
+  launch_sink_gradient<Rows>(p, workspace, kBackwardShortNames, stream);
 }
 
 template <class Element, int kGroups>

@@ -111,19 +111,19 @@ void run_bias_gradient(const BackwardParams& p, void* memory, cudaStream_t strea
 
   constexpr int64_t kFixedBytes = Config::kSlabsBytes + BiasStorage<Config>::bytes();
   const int64_t bias_bytes = Config::kWarps * Config::Bias::bytes(p.bias);
-  work_tiles.buffers = kFixedBytes + 2 * bias_bytes <= shared_bytes_per_block() ? 2 : 1;
+  work_tiles.buffers = kFixedBytes + 2 * bias_bytes <= shared_bytes_per_cta() ? 2 : 1;
   const BiasMaps maps = {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, Config::kRows),
                          encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kKeys),
                          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kKeys),
                          encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, Config::kRows)};
-  const int64_t blocks = std::min<int64_t>(work_tiles.count, device_attribute(cudaDevAttrMultiProcessorCount));
-  const LaunchShape shape{grid_of(blocks), dim3(Config::kThreads),
+  const int64_t ctas = std::min<int64_t>(work_tiles.count, device_attribute(cudaDevAttrMultiProcessorCount));
+  const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads),
                           static_cast<size_t>(kFixedBytes + work_tiles.buffers * bias_bytes)};
   launch("sm90/bias_gradient", bias_gradient_kernel<Config>, shape, stream, p, maps, work_tiles, workspace.delta);
   if (workspace.shares) {
     const int64_t rows = p.dbias.row_stride == 0 ? 1 : p.seqlen_q;
-    const int64_t blocks = (int64_t{tiles.batches} * tiles.heads * rows * p.seqlen_k + 255) / 256;
-    launch("sm90/bias_gradient", bias_shares_kernel, {grid_of(blocks), dim3(256)}, stream, p, work_tiles,
+    const int64_t ctas = (int64_t{tiles.batches} * tiles.heads * rows * p.seqlen_k + 255) / 256;
+    launch("sm90/bias_gradient", bias_shares_kernel, {grid_of(ctas), dim3(256)}, stream, p, work_tiles,
            workspace.num_shares);
   }
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/sm90/common/score_options.h"
 #include "kernels/sm90/common/warpgroup.h"
 
 namespace flash_ext::sm90 {
@@ -72,11 +73,6 @@ constexpr int64_t most_of_few_queries(const HeadDims& dims) { return dims.qk == 
 
 /// What a key costs in tiles of few, over one in tiles of many. Measured on H200.
 constexpr double few_keys_cost(const HeadDims& dims) { return dims.qk == 256 ? 1.06 : 1.03; }
-
-/// Scores that are more than products scaled by a positive number: kernels of their own, in one shape.
-constexpr bool has_score_options(double softcap, bool alibi, double softmax_scale) {
-  return softcap > 0.0 || alibi || static_cast<float>(softmax_scale) <= 0.0f;
-}
 
 constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardTiles tiles = ForwardTiles::kManyKeys) {
   switch (dims.qk) {

@@ -16,7 +16,7 @@
 #include "consumer.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/setmaxnreg.h"
-#include "kernels/sm90/forward/shape.h"
+#include "kernels/sm90/common/score_options.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {
@@ -53,8 +53,8 @@ void launch_forward_f32(const ForwardParams& p, void* workspace, cudaStream_t st
   } else if (workspace) {
     zero_forward_workspace(workspace, stream);
   }
-  const int64_t blocks = std::min<int64_t>(schedule.work_tiles, device_attribute(cudaDevAttrMultiProcessorCount));
-  LaunchShape shape = {grid_of(blocks), dim3(Config::kThreads), kSharedBytes};
+  const int64_t ctas = std::min<int64_t>(schedule.work_tiles, device_attribute(cudaDevAttrMultiProcessorCount));
+  LaunchShape shape = {grid_of(ctas), dim3(Config::kThreads), kSharedBytes};
   shape.overlaps_previous = workspace != nullptr;
   launch("sm90/forward_f32", forward_f32_kernel<Config>, shape, stream, p, schedule,
          ScoreFactors(p, ScoreUnit<float>::kPerNatural));

@@ -18,9 +18,9 @@ struct ForwardF32WorkTile {
   bool met_non_finite;             // in V of a tile that not all rows see in full; written before its `full`
 
   /// The partial tile stands first, where a causal mask leaves the fewest keys.
-  __device__ __forceinline__ ForwardF32WorkTile(const Sequence& sequence, int blocks, int block)
+  __device__ __forceinline__ ForwardF32WorkTile(const Sequence& sequence, int num_tiles, int tile)
       : sequence(sequence),
-        end_query(sequence.seqlen_q - (blocks - 1 - block) * Config::kBlockM),
+        end_query(sequence.seqlen_q - (num_tiles - 1 - tile) * Config::kBlockM),
         met_non_finite(false) {
     first_query = max(end_query - Config::kBlockM, 0);
     tiles = span(first_query, end_query);
@@ -38,8 +38,10 @@ struct ForwardF32WorkTile {
 };
 
 /// Named barriers. 0 is __syncthreads().
-enum ForwardF32Barrier : int {
-  kOfWarpgroup = 0,  // plus the number of a consumer warpgroup in the CTA, from 1 on: the producers are warpgroup 0
+struct ForwardF32Barriers {
+  enum Id : int {
+    kOfWarpgroup = 0,  // plus the number of a consumer warpgroup in the CTA, from 1 on: the producers are warpgroup 0
+  };
 };
 
 /// Lies behind the pieces in shared memory. A barrier's name says what the end of its phase means.

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "kernels/common/backward/query_lists.h"
+#include "kernels/common/mask/bits.cuh"
 #include "kernels/common/mask/block_lists.cuh"
 #include "kernels/launch.h"
 
@@ -55,8 +56,8 @@ __global__ void __launch_bounds__(kListThreads)
   if (lane == 0) lists.counts[list] = count;
 }
 
-/// A lane's bits of a tile of queries of a bitmap, and 16 keys: of keys g and g + 8, with g = lane / 4, bit 15 - n for
-/// query 8 n + 2 (lane % 4), bit 31 - n for the one behind that.
+/// A lane's bits of a tile of queries of a bitmap, and 16 keys: of keys g and g + 8, with g = lane / 4, in
+/// TransposedOrder.
 __global__ void __launch_bounds__(kListThreads)
     visible_queries_kernel(const __grid_constant__ BlockMaskParams mask, const __grid_constant__ QueryLists lists,
                            int query_tile_size) {
@@ -70,8 +71,8 @@ __global__ void __launch_bounds__(kListThreads)
   for (int n = 0; n < query_tile_size / 8; ++n)
     for (int c = 0; c < 2; ++c) {
       const uint32_t bits = static_cast<uint32_t>(g_rows[(8 * n + c) * words]) >> key % 32;
-      visible[0] |= (bits & 1u) << (15 - n + 16 * c);
-      visible[1] |= (bits >> 8 & 1u) << (15 - n + 16 * c);
+      visible[0] |= (bits & 1u) << TransposedOrder::bit(n, c);
+      visible[1] |= (bits >> 8 & 1u) << TransposedOrder::bit(n, c);
     }
   lists.visible[flat] = make_uint2(visible[0], visible[1]);
 }

@@ -1,6 +1,5 @@
 // Which kernels a call of decode() runs.
 #include "kernels/common/head_dim.h"
-#include "kernels/sm80/clear/clear.h"
 #include "kernels/sm80/common/element.h"
 #include "kernels/sm80/decode/combine.cuh"
 #include "kernels/sm80/decode/decode.h"
@@ -35,7 +34,6 @@ int64_t decode_workspace_bytes(const ForwardParams& params) {
 }
 
 void decode(const ForwardParams& params, void* workspace, cudaStream_t stream, bool behind_append) {
-  if (params.seq.cu_seqlens_q) clear_forward(params, stream);
   if (is_empty(params)) return;
   with_element(params.dtype, [&](auto element) { run<decltype(element)>(params, workspace, behind_append, stream); });
 }

@@ -1,4 +1,4 @@
-#include "kernels/sm90/backward/launch.cuh"
+#include "kernels/sm90/backward/kernel.cuh"
 
 namespace flash_ext::sm90 {
 

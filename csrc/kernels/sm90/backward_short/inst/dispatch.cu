@@ -1,7 +1,7 @@
 #include "kernels/common/backward/workspace.h"
 #include "kernels/sm90/backward_short/backward_short.h"
 #include "kernels/sm90/backward_short/shape.h"
-#include "kernels/sm90/common/dispatch.h"
+#include "kernels/sm90/common/element.h"
 
 namespace flash_ext::sm90 {
 

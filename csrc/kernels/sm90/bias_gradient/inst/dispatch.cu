@@ -1,7 +1,7 @@
 #include "kernels/sm90/bias_gradient/bias_gradient.h"
 #include "kernels/sm90/bias_gradient/kernel.cuh"
 #include "kernels/sm90/bias_gradient/shape.h"
-#include "kernels/sm90/common/dispatch.h"
+#include "kernels/sm90/common/element.h"
 
 namespace flash_ext::sm90 {
 

@@ -1,8 +1,0 @@
-#include "kernels/sm90/backward/launch.cuh"
-
-namespace flash_ext::sm90 {
-
-template int64_t backward_bytes<__nv_bfloat16, 192>(const BackwardParams&);
-template void run_backward<__nv_bfloat16, 192>(const BackwardParams&, void*, cudaStream_t);
-
-}  // namespace flash_ext::sm90

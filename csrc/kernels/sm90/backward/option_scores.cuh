@@ -1,0 +1,285 @@
+// Options in the pipelined loop of the backward: softcap, ALiBi, bias, masks and dropout.
+//
+// A consumer prepares a step while S of this step and dK of the step before are multiplied, which is its longest wait.
+// It computes random bits and reads slopes and per-key biases there. That takes issue slots but hardly time, as long as
+// nothing waits: a load that arrives late delays the exponentials. Loads from beyond shared memory, and data of other
+// warps, are therefore requested beside dP of the step before. Work on scores and on dS does take time, so each option
+// has a kernel of its own.
+//
+// Data that options read, and when it may be overwritten:
+//   kept words      Philox words in which dropout's kept weights are bits. Computed in prepare(m - 2), a word a lane,
+//                   written in prepare_ahead(m - 1), read in prepare(m). kept_full: the warpgroup has written them;
+//                   kept_empty: all its warps have read them.
+//   per-key biases  in shared memory, 16 keys for each warp, of one head. Where heads differ, the warp writes them anew
+//                   when a head begins. A word of the warp has a bit for each of these keys: whether it is visible.
+//   mask words, slopes  in global memory, never overwritten.
+//   bias            one tile in shared memory, loaded by TMA. bias_empty: all warps have computed P from it, so
+//                   the next one may be loaded.
+//   metadata        of the steps that a mask leaves, in kMetadataSlots slots.
+#pragma once
+
+#include "kernels/sm90/common/backward/pipelined_consumer.cuh"
+#include "options_storage.cuh"
+
+namespace flash_ext::sm90 {
+
+/// What options make of the scores of a warp.
+template <class Config>
+class BackwardOptionScores {
+ public:
+  using Storage = BackwardPipelinedOptionsStorage<Config>;
+  using Steps = BackwardStepsOf<Config>;
+  using Tile = BackwardPipelinedTile<typename Config::Element, Config::kBlockM>;
+  using Scores = typename Tile::Scores;
+  using Weights = typename Tile::Weights;
+  using Terms = typename Tile::Terms;
+  using Visible = typename Tile::Visible;
+  static constexpr int kBlockM = Config::kBlockM;
+  static constexpr bool kDrops = Config::may_have(kStepDrops);
+  static constexpr bool kTwoWeights = Config::kTwoWeights;
+  static constexpr bool kBoundsScores = Config::may_have(kStepSoftcapped);
+  static constexpr bool kHidesKeys = Config::may_have(kStepKeyBiased);
+  static constexpr bool kLateLse = kDrops;
+  // Both weights leave room for half of D beside dP.
+  static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
+
+  __device__ __forceinline__ BackwardOptionScores(const BackwardParams& p, Storage& storage, uint32_t s_tiles)
+      : p_(p), storage_(storage), s_tiles_(s_tiles) {
+    if constexpr (kHidesKeys) {
+      const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps;  // among those that compute
+      visible_keys_ = ptx::uniform(storage.visible_keys[warp / 2] >> 16 * (warp % 2) & kAllKeys);
+      const int head = storage.work_tile.sequence.head, end = head + storage.work_tile.heads;
+      next_head_ = ptx::uniform(p.mask.head_stride || p.bias.head_stride ? head_behind(head, end) : kNoHead);
+    }
+  }
+
+  __device__ __forceinline__ float unit() const {
+    const double keep_scale = p_.dropout.rule.keep_scale;
+    return kDrops && keep_scale > 0 ? static_cast<float>(keep_scale) : 1.0f;
+  }
+
+  __device__ __forceinline__ bool may_be_non_finite() const { return Config::kBiased && storage_.has_non_finite; }
+  /// What a mask of pairs leaves of the warp's.
+  __device__ __forceinline__ void hide_pairs(Visible& visible) const {
+    visible[0] &= word_;
+    visible[1] &= word_ << 8;
+  }
+  /// Some of the warp's keys, from all queries of the head.
+  __device__ __forceinline__ bool hides_keys() const { return visible_keys_ != kAllKeys; }
+  __device__ __forceinline__ void hide_keys(Visible& visible) const {
+    const uint32_t first = ptx::reread(threadIdx.x) % 32 / 4;  // of the lane's two
+#pragma unroll
+    for (int r = 0; r < 2; ++r) visible[r] &= 0u - (visible_keys_ >> (first + 8 * r) & 1u);
+  }
+
+  __device__ __forceinline__ void prepare(const Steps& step) {
+    if constexpr (kHidesKeys) {
+      if (step.head == next_head_) look_at_keys(step);
+      if constexpr (!Config::kBiased) read_key_bias(step);
+    }
+    if constexpr (kSlopes) read_slope(step);
+    if constexpr (kBoundsScores) cap_ = storage_.cap;
+    if constexpr (Config::kBiased) bias_parity_ = step.count % 2;
+    if constexpr (kDrops) {
+      read_kept(step);
+      Steps next = step;
+      next.advance();
+      drawn_ = draw(next);
+    }
+  }
+  /// What must be there before the first step's scores.
+  __device__ __forceinline__ void prepare_first(const Steps& step) {
+    if constexpr (kDrops) {
+      drawn_ = draw(step);
+      share_kept(0);
+    }
+    if constexpr (Config::kFindsSteps) find(step);
+  }
+  /// For the step behind this one, beside dP.
+  __device__ __forceinline__ void prepare_ahead(const Steps& step) {
+    if constexpr (kDrops) share_kept(step.count + 1);
+    if constexpr (Config::kFindsSteps) {
+      Steps next = step;
+      next.advance();
+      if (!next.is_past_end()) find(next);
+    }
+  }
+  __device__ __forceinline__ const ListedQueries& found() const { return found_; }
+
+  __device__ __forceinline__ void make_weights(Weights& p, Weights& ds, const Scores& s, const Terms& lse,
+                                               float scale) const {
+    Weights& whole = kDrops ? ds : p;
+    if constexpr (Config::kBiased) {
+      wait_for(storage_.bias_full, bias_parity_);
+      Tile::softmax_step_bias(p, s, lse, scale, s_bias_row(), [&](float term, int) { return -term; });
+    } else if constexpr (kBoundsScores) {
+      Tile::softmax_step_softcap(p, ds, s, lse, scale, cap_);
+    } else if constexpr (kSlopes) {
+      Tile::softmax_step(whole, s, lse, [&](float x, float term, int n, int e) {
+        const float distance = fabsf(distance_ + static_cast<float>(8 * n + e % 2 - 8 * (e / 2)));
+        return fmaf(-slope_, distance, fmaf(x, scale, -term));
+      });
+    } else if (kHidesKeys && p_.bias.data) {
+      Tile::softmax_step(whole, s, lse,
+                         [&](float x, float term, int, int e) { return fmaf(x, scale, key_bias_[e / 2] - term); });
+    } else {
+      Tile::softmax_step(whole, s, lse, scale);
+    }
+  }
+  /// Weights of pairs that a bias of -inf hides: a sum that overflowed may have made NaN of them. Behind this the bias
+  /// is not read any more.
+  __device__ __forceinline__ void sanitise_hidden(Weights& p) const {
+    if constexpr (Config::kBiased) {
+      if (Tile::holds_nan(p)) Tile::hide_by_bias(p, s_bias_row());
+      arrive_as_warp(storage_.bias_empty, static_cast<int>(ptx::reread(threadIdx.x) % 32));
+    }
+  }
+  /// Gradients of such pairs, whose weights are 0: what a hidden key has in V may have made NaN of them.
+  __device__ __forceinline__ void sanitise_hidden(Weights& ds, const Weights& p) const {
+    if constexpr (Config::kBiased) {
+      if (Tile::holds_nan(ds)) Tile::hide_weightless(ds, p);
+    }
+  }
+  __device__ __forceinline__ void drop(Weights& p, const Weights& ds) const {
+    if constexpr (kDrops) Tile::keep(p, ds, kept_);
+  }
+  __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
+                                             const Terms& minus_delta) const {
+    if constexpr (kDrops) {
+      Tile::compute_ds_kept(ds, dp, p, minus_delta);
+    } else if constexpr (kTwoWeights) {
+      Tile::compute_ds(ds, dp, ds, minus_delta);
+    } else {
+      Tile::compute_ds(ds, dp, p, minus_delta);
+    }
+  }
+
+ private:
+  using KeptWords = KeptTile<kBlockM>;
+  static constexpr bool kSlopes = Config::may_have(kStepAlibi);
+  static constexpr uint32_t kAllKeys = 0xFFFF;  // of a warp
+  static constexpr int kNoHead = -1;
+
+  /// In the bias of this warpgroup's keys.
+  __device__ __forceinline__ uint32_t s_bias_row() const {
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
+    const uint32_t group = thread / kWarpgroupThreads;
+    return Tile::Base::row_of_lane(s_tiles_ + Config::kBiasOffset + group * Config::kBiasPanelBytes,
+                                   static_cast<int>(thread / 32 % kWarpgroupWarps), static_cast<int>(thread % 32));
+  }
+
+  /// This lane's first key, among all.
+  __device__ __forceinline__ int first_key() const {
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
+    return storage_.work_tile.first_key + static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
+  }
+
+  /// Of the lane's keys, in each step: registers are short. Behind the last key there are no weights, behind the last
+  /// step no head.
+  __device__ __forceinline__ void read_key_bias(const Steps& step) {
+    if (!p_.bias.data) return;
+    if constexpr (kSharesKeyBias<Config>) {
+      const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads, key = thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) key_bias_[r] = storage_.key_bias[key + 8 * r];
+    } else {
+      Sequence sequence = storage_.work_tile.sequence;
+      sequence.head = min(step.head, step.end_head - 1);
+      const int first = first_key();
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        key_bias_[r] = key_bias_of<false>(p_, sequence, min(first + 8 * r, sequence.seqlen_k - 1));
+    }
+  }
+  /// The warp's keys, where a head begins whose bias or mask is another than that of the one before.
+  __device__ __forceinline__ void look_at_keys(const Steps& step) {
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads, key = thread / 32 * 16 + thread % 16;
+    Sequence sequence = storage_.work_tile.sequence;
+    sequence.head = step.head;
+    const int last = sequence.seqlen_k - 1;
+    const float bias =
+        key_bias_of<Config::kBiased>(p_, sequence, min(storage_.work_tile.first_key + static_cast<int>(key), last));
+    const bool hidden = bias == -INFINITY;
+    visible_keys_ = __ballot_sync(~0u, !hidden) & kAllKeys;
+    __syncwarp();
+    storage_.set_key_bias(key, bias);
+    __syncwarp();
+    next_head_ = head_behind(step.head, step.end_head);
+  }
+  __device__ __forceinline__ static int head_behind(int head, int end) { return head + 1 < end ? head + 1 : kNoHead; }
+
+  /// ALiBi's, and how far the lane's first key lies before what its first query is aligned with. Behind the last step,
+  /// of the last head.
+  __device__ __forceinline__ void read_slope(const Steps& step) {
+    const Sequence& sequence = storage_.work_tile.sequence;
+    const int head = min(step.head, step.end_head - 1);
+    slope_ = __ldg(p_.alibi_slopes + sequence.batch * p_.alibi_batch_stride + head) * kLog2E;
+    const int first_query = step.tile * kBlockM + 2 * (ptx::reread(threadIdx.x) % 4);
+    distance_ = static_cast<float>(first_query + sequence.offset - first_key());
+  }
+
+  /// Which weights of a step are kept. Each lane of the warpgroup draws one word. What tells lanes apart is made of the
+  /// thread's number anew: registers are short.
+  __device__ __forceinline__ uint32_t draw(const Steps& step) const {
+    static_assert(KeptWords::kWordsOfGroup == kWarpgroupThreads);
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those that compute
+    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), word = thread % kWarpgroupThreads;
+    const int i = step.tile * kBlockM + KeptWords::query(word);
+    const int j = storage_.work_tile.first_key + static_cast<int>(group) * kWarpgroupRows + KeptWords::key(word);
+    RandomKey key = storage_.key;
+    key.seeds.seed_lo = __reduce_or_sync(~0u, key.seeds.seed_lo);
+    key.seeds.seed_hi = __reduce_or_sync(~0u, key.seeds.seed_hi);
+    key.seeds.offset_lo = __reduce_or_sync(~0u, key.seeds.offset_lo);
+    key.batch_head = __reduce_or_sync(~0u, key.batch_head) + step.head;
+    const auto query = QueryRandomBits::of(key, dropout_query_group(i));
+    const auto keys = KeyRandomBits::of(key, dropout_key_group(j));
+    return draw_kept_weights(p_.dropout.rule, key, query, keys);
+  }
+  /// Those of step number `count`, when the warpgroup has read the ones before.
+  __device__ __forceinline__ void share_kept(uint32_t count) const {
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
+    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads);
+    wait_for(storage_.kept_empty[group], (count & 1) ^ 1);
+    storage_.kept[group][thread % kWarpgroupThreads] = drawn_;
+    arrive_as_warp(storage_.kept_full[group], static_cast<int>(thread % 32));
+  }
+  /// Those of the lane's pairs.
+  __device__ __forceinline__ void read_kept(const Steps& step) {
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
+    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), lane = thread % 32;
+    wait_for(storage_.kept_full[group], step.count & 1);
+    const auto* const s_lane = reinterpret_cast<const uint2*>(&storage_.kept[0][0] + KeptWords::at(group, lane) / 4);
+    const int shift = KeptWords::shift(16 * (thread % kWarpgroupThreads / 32), lane);
+#pragma unroll
+    for (int k = 0; k < Tile::kSteps; ++k) {
+      const uint2 words = s_lane[k * KeptWords::kStepBytes / 8];
+      kept_[k] = {words.x << shift, words.y << shift};
+    }
+    arrive_as_warp(storage_.kept_empty[group], static_cast<int>(lane));
+  }
+
+  /// A step that a mask leaves, and the word of its pairs.
+  __device__ __forceinline__ void find(const Steps& step) {
+    wait_for(storage_.q_full[step.stage], step.parity);
+    const ListedQueries queries = storage_.step_metadata[step.slot];
+    found_ = {0, ptx::uniform(queries.tile), ptx::uniform(queries.visible), ptx::uniform(queries.spare)};
+    if (found_.visible < 0) return;
+    constexpr int kWordsOfTile = kBlockM * (Config::kBlockN / 32);
+    word_ =
+        __ldg(storage_.words + int64_t{found_.visible} * kWordsOfTile + (ptx::reread(threadIdx.x) - kWarpgroupThreads));
+  }
+
+  const BackwardParams& p_;
+  Storage& storage_;
+  const uint32_t s_tiles_;
+  typename Tile::Kept kept_;
+  uint32_t bias_parity_;
+  uint32_t drawn_;  // a word of the next step
+  ListedQueries found_;
+  uint32_t word_;
+  uint32_t visible_keys_;  // of the warp's 16: bits
+  int next_head_;          // whose keys must be looked at
+  float key_bias_[2], slope_, distance_, cap_;
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,8 @@
+#include "kernels/sm90/backward_options/kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+template int64_t backward_options_bytes<__nv_bfloat16, 64>(const BackwardParams&);
+template void run_backward_options<__nv_bfloat16, 64>(const BackwardParams&, void*, cudaStream_t);
+
+}  // namespace flash_ext::sm90

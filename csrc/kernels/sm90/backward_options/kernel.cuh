@@ -1,0 +1,109 @@
+// The backward's loop without overlap: a product begins when the one before has ended (common/backward/kernel.cuh has
+// the equations and the kernel). It serves
+//
+//   any options: softcap, ALiBi, bias, masks, dropout   consumer.cuh, producer.cuh
+//   deterministic at head_dim 64                        plain_consumer.cuh, plain_producer.cuh
+//
+// With options, the warpgroup that loads finds the steps of which masks leave something. It writes the metadata of each
+// two steps ahead, and loads its bias and words of visibility.
+#pragma once
+
+#include <iterator>
+#include <stdexcept>
+#include <type_traits>
+
+#include "config.cuh"
+#include "consumer.cuh"
+#include "kernels/sm90/common/backward/kernel.cuh"
+#include "kernels/sm90/common/backward/launch.cuh"
+#include "producer.cuh"
+
+namespace flash_ext::sm90 {
+
+constexpr BackwardKernelNames kBackwardOptionsNames = {"sm90/backward_options rows", "sm90/backward_options",
+                                                       "sm90/backward_options dq", "sm90/backward_options sink"};
+
+template <class Config>
+using BackwardRoles = BackwardRolesOf<Config, BackwardStorage<Config>, BackwardDq<Config>, BackwardConsumer<Config>>;
+
+struct BackwardOptionsArguments {
+  const BackwardBiasMaps& maps;
+  const BackwardWorkspace& workspace;
+  const BackwardOptionsLayout& layout;
+  const BackwardSchedule& schedule;
+};
+
+/// As BackwardRolesOf.
+template <class Config_>
+struct BackwardOptionsRoles {
+  using Config = Config_;
+  using Storage = BackwardOptionsStorage<Config>;
+  using Dq = BackwardOptionsDq<Config>;
+  using Consumer = BackwardOptionsConsumer<Config>;
+  using Options = BackwardOptions;
+  using Arguments = BackwardOptionsArguments;
+  using Maps = BackwardBiasMaps;
+  using Fourth = BackwardOptionsLayout;
+  using Fifth = BackwardSchedule;
+  static constexpr bool kHasLayout = true;
+
+  /// Called by one thread.
+  __device__ __forceinline__ static void init(const Arguments& a, Storage& storage) { storage.init(a.layout); }
+};
+
+/// Calls run(std::integral_constant<int, options>()) for the variant that serves a call. kBesidePipelined: which has no
+/// call that the pipelined loop serves.
+template <bool kBesidePipelined, size_t kIndex = 0, class Run>
+void with_option_variant(int options, Run run) {
+  if constexpr (kIndex == std::size(kOptionVariants)) {
+    run(std::integral_constant<int, kAnyOptions>());
+  } else {
+    constexpr int kOwn = kOptionVariants[kIndex];
+    if constexpr (!kBesidePipelined || serves_beside_pipelined(kOwn)) {
+      if (options == kOwn) return run(std::integral_constant<int, kOwn>());
+    }
+    with_option_variant<kBesidePipelined, kIndex + 1>(options, run);
+  }
+}
+
+template <class Config>
+void launch_backward_options(const BackwardParams& p, const BackwardArguments& arguments, cudaStream_t stream) {
+  const BackwardWorkspace& workspace = arguments.workspace;
+  const BackwardSchedule& schedule = arguments.schedule;
+  constexpr int kMostBytes = kMaxSharedBytes - Config::kTilesBytes;
+  constexpr int kStorageBytes = sizeof(BackwardOptionsStorage<BackwardOptionsConfig<Config, kAnyOptions>>);
+  const BackwardOptionsLayout layout = BackwardOptionsLayout::of<Config>(p, kStorageBytes, kMostBytes);
+  if ((layout.flags & kStepBiased) && layout.bias_slots == 0)
+    throw std::logic_error("flash_ext: sm90/backward_options: no room for a bias");
+  if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward_options: no turns beside options");
+  const VisibilityTiles& visibility = workspace.visibility;
+  const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
+  launch("sm90/backward_options masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p,
+         visibility);
+  const BackwardBiasMaps maps = {arguments.maps,
+                                 layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{}};
+  with_option_variant<is_pipelined(Config::kHeadDim)>(serving_options(asked_of(p)), [&](auto options) {
+    using Roles = BackwardOptionsRoles<BackwardOptionsConfig<Config, options()>>;
+    launch_backward_kernel<Roles>(kBackwardOptionsNames.main, p, maps, workspace, layout, schedule,
+                                  schedule.positions(), static_cast<size_t>(layout.bytes), stream);
+  });
+}
+
+template <class Element, int kHeadDim>
+int64_t backward_options_bytes(const BackwardParams& p) {
+  return BackwardMemory<BackwardConfig<Element, kHeadDim>>(p, nullptr).bytes;
+}
+
+template <class Element, int kHeadDim>
+void run_backward_options(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Config = BackwardConfig<Element, kHeadDim>;
+  launch_backward<Config, false, true>(p, memory, kBackwardOptionsNames, stream, [&](const BackwardArguments& a) {
+    if (has_options(p)) return launch_backward_options<Config>(p, a, stream);
+    if constexpr (!is_pipelined(kHeadDim)) {  // else the pipelined loop takes turns itself
+      using InTurns = BackwardConfig<Element, kHeadDim, TurnTaking::kAlways>;
+      launch_backward_kernel<BackwardRoles<InTurns>>(kBackwardOptionsNames.main, p, a, a.schedule.positions(), stream);
+    }
+  });
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,161 @@
+// The warpgroup that loads and computes dQ, where a call has options: it finds the steps, and brings what they need.
+#pragma once
+
+#include "kernels/ptx/cp_async_barrier.h"
+#include "plain_producer.cuh"
+#include "scheduler.cuh"
+
+namespace flash_ext::sm90 {
+
+/// What one warp of it does.
+template <class Config>
+class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
+ public:
+  using Storage = BackwardOptionsStorage<Config>;
+  using Base = BackwardDq<Config, Storage>;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kGroups = Config::kGroups;
+  static constexpr int kMetadataWarp = 1;                  // writes metadata of steps; warp 0 loads Q and dO
+  static constexpr bool kFindsOverlapped = !Config::kAny;  // a product; ptxas has no registers for it with all options
+
+  __device__ __forceinline__ BackwardOptionsDq(const BackwardParams& p, const BackwardMaps& maps,
+                                               const CUtensorMap& bias_map, const BackwardWorkspace& workspace,
+                                               const BackwardOptionsLayout& layout, Storage& storage, uint32_t s_tiles,
+                                               int warp, int lane)
+      : Base(p, maps, workspace, storage, s_tiles, warp, lane), bias_map_(bias_map), layout_(layout) {}
+
+  __device__ __forceinline__ void run() {
+    BackwardOptionsSteps<Config> steps(workspace_, layout_, storage_, lane_);
+    StepMetadata now = steps.next();
+    if (is_past(now)) return by_threads() ? publish_metadata<true>(now, 0) : publish_metadata<false>(now, 0);
+    StepMetadata next = steps.next();
+    if (warp_ == 0) this->load_first(step_of(now), step_of(next));
+    by_threads() ? prepare_first<true>(now, next) : prepare_first<false>(now, next);
+#pragma unroll 1
+    while (true) {
+      StepMetadata after;
+      if (!kFindsOverlapped || by_threads()) after = steps.next();
+      if (by_threads()) {
+        wait_for(storage_.ds_full[at_.stage()], at_.parity());
+        prepare<true>(next, after);
+      }
+      this->add(step_of(now), [&] {
+        if (by_threads()) return;
+        if (kFindsOverlapped) after = steps.next();
+        prepare<false>(next, after);
+      });
+      if (is_past(next)) break;
+      if (warp_ == 0) this->load_in_place(step_of(after));
+      at_.advance();
+      now = next;
+      next = after;
+    }
+    this->end_additions();
+  }
+
+ private:
+  using Base::at_;
+  using Base::lane_;
+  using Base::p_;
+  using Base::storage_;
+  using Base::warp_;
+  using Base::work_tile_;
+  using Base::workspace_;
+
+  __device__ __forceinline__ static bool is_past(const StepMetadata& metadata) { return metadata.flags & kStepPast; }
+  __device__ __forceinline__ static BackwardStep step_of(const StepMetadata& metadata) {
+    return {metadata.head, metadata.tile};
+  }
+  __device__ __forceinline__ uint32_t behind_storage(int offset) const {
+    return ptx::shared_address(&storage_) + offset;
+  }
+
+  __device__ __forceinline__ Sequence sequence_of(const StepMetadata& metadata) const {
+    Sequence sequence = work_tile_.sequence;
+    sequence.head += metadata.head;
+    return sequence;
+  }
+
+  /// Whether all threads load what comes with steps, with registers that a product beside has no room for; else the
+  /// TMA does.
+  __device__ __forceinline__ bool by_threads() const {
+    return Config::kAny ? layout_.by_threads : Config::may_have(kStepIsMasked) && layout_.makes_words;
+  }
+
+  template <bool kByThreads>
+  __device__ __forceinline__ void prepare_first(const StepMetadata& now, const StepMetadata& next) const {
+    copy_bias<kByThreads>(now, 0);
+    if (layout_.bias_slots > 1) copy_bias<kByThreads>(next, 1);
+    publish_metadata<kByThreads>(now, 0);
+    publish_metadata<kByThreads>(next, 1);
+  }
+  /// Of the steps after this one. Who has published dS of this one has read its metadata, bias and words.
+  template <bool kByThreads>
+  __device__ __forceinline__ void prepare(const StepMetadata& next, const StepMetadata& after) const {
+    if (layout_.bias_slots > 1) copy_bias<kByThreads>(after, at_.stage());
+    if (layout_.bias_slots == 1) copy_bias<kByThreads>(next, 0);
+    if (!is_past(next)) publish_metadata<kByThreads>(after, at_.stage());
+  }
+
+  /// A panel for each warpgroup that computes.
+  template <bool kByThreads>
+  __device__ __forceinline__ void copy_bias(const StepMetadata& metadata, int slot) const {
+    if (!Config::may_have(kStepBiased) || layout_.bias_slots == 0 || is_past(metadata)) return;
+    const uint32_t s_slot = behind_storage(layout_.bias + slot * layout_.bias_bytes);
+    const uint64_t& full = storage_.bias_full[slot];
+    if (!kByThreads || layout_.bias_by_panels) return load_bias_panels(metadata, s_slot, address(full));
+    const Sequence sequence = sequence_of(metadata);
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group)
+      load_bias<kWarpgroupThreads, kBlockM, kWarpgroupRows>(s_slot + group * (layout_.bias_bytes / kGroups), p_.bias,
+                                                            layout_.copies_bias, sequence, metadata.tile * kBlockM,
+                                                            work_tile_.first_key + group * kWarpgroupRows);
+    ptx::cp_async_arrive(address(full));
+    this->release(full);
+  }
+  __device__ __forceinline__ void load_bias_panels(const StepMetadata& metadata, uint32_t s_slot,
+                                                   uint32_t s_full) const {
+    if (warp_ != kMetadataWarp) return;
+    if (lane_ == 0) {
+      const int head = p_.bias.head_stride ? work_tile_.sequence.head + metadata.head : 0;
+      const int batch = p_.bias.batch_stride ? work_tile_.sequence.batch : 0;
+      ptx::mbarrier_arrive_expect(s_full, layout_.bias_bytes);
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group)
+        ptx::tma_load(s_slot + group * panel_bytes(kBlockM), &bias_map_, s_full,
+                      work_tile_.first_key + group * kWarpgroupRows, metadata.tile * kBlockM, head, batch);
+    }
+    __syncwarp();
+  }
+
+  /// What consumer warps must know of a step.
+  template <bool kByThreads>
+  __device__ __forceinline__ void publish_metadata(const StepMetadata& metadata, int stage) const {
+    const bool is_masked = Config::template has<kStepIsMasked>(metadata.flags);
+    const uint32_t s_words = behind_storage(layout_.words + stage * layout_.words_bytes);
+    const uint32_t s_full = address(storage_.metadata_full[stage]);
+    if (kByThreads && layout_.makes_words && is_masked)
+      load_words<kWarpgroupThreads, kBlockM, kBlockN>(s_words, p_, workspace_.visibility, sequence_of(metadata),
+                                                      metadata.tile, work_tile_.first_key / kBlockN);
+    if (warp_ == kMetadataWarp && lane_ == 0) storage_.step_metadata[stage] = metadata;
+    if (kByThreads && layout_.makes_words) return this->release(storage_.metadata_full[stage]);
+    if (warp_ != kMetadataWarp) return;
+    if (lane_ == 0) {
+      if (is_masked) {
+        ptx::mbarrier_arrive_expect(s_full, layout_.words_bytes);
+        ptx::bulk_load(
+            s_words,
+            workspace_.visibility.words_of(work_tile_.sequence.batch, work_tile_.sequence.head + metadata.head,
+                                           metadata.tile, work_tile_.first_key / kBlockN),
+            layout_.words_bytes, s_full);
+      } else {
+        ptx::mbarrier_arrive(s_full);
+      }
+    }
+    __syncwarp();
+  }
+
+  const CUtensorMap& bias_map_;
+  const BackwardOptionsLayout& layout_;
+};
+
+}  // namespace flash_ext::sm90

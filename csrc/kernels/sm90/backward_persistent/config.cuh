@@ -1,0 +1,28 @@
+// Tiles, registers and shared memory of the persistent kernel.
+#pragma once
+
+#include "kernels/common/backward/schedule.cuh"
+#include "kernels/sm90/common/backward/config.cuh"
+
+namespace flash_ext::sm90 {
+
+/// The pipelined loop in persistent CTAs: products of one key tile overlap those of the next.
+template <class Element, int kHeadDim>
+struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, BackwardTiling::kPersistent> {
+  using Base = BackwardNarrowConfig<Element, kHeadDim, 3, BackwardTiling::kPersistent>;
+  static constexpr TurnTaking kTurns = TurnTaking::kNever;
+  static constexpr bool kBiased = false;
+  static constexpr bool kFindsSteps = false;
+  static constexpr int kDsSteps = Base::kBlockM / 16;
+  static constexpr int kDsPanelBytes = Base::kBlockN * Base::kDsQueries * 2;
+  static constexpr int kStoresOffset = Base::kTilesBytes;  // dV, then dK, on their way to memory: a place a warp
+  static constexpr int kStoreBytes = 16 * kPanelRowBytes;
+  static constexpr int kTilesBytes = kStoresOffset + Base::kGroups * kWarpgroupWarps * kStoreBytes;
+
+  static_assert(kStoresOffset % 1024 == 0, "TMA swizzles by address, the stores by row");
+  static_assert(Base::kBlockM % kSkippedQueries == 0, "steps from the first visible query on find aligned row terms");
+  static_assert(Base::kBlockM / Base::kDsQueries * kDsPanelBytes == Base::kDsBytes, "dS is made of whole panels");
+  static_assert(panels(kHeadDim) == 1, "dQ of a step is one product");
+};
+
+}  // namespace flash_ext::sm90

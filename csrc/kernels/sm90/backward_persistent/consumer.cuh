@@ -1,0 +1,114 @@
+// The consumer warpgroups of the persistent kernel: the pipelined loop, for one tile of keys after the other. dV and dK
+// leave through shared memory.
+#pragma once
+
+#include "epilogue.cuh"
+#include "kernels/ptx/reread.h"
+#include "kernels/ptx/tma.h"
+#include "kernels/sm90/common/backward/pipelined_consumer.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+/// As BackwardOneTile, in a persistent CTA, whose key tiles alternate between the slots.
+template <class Config>
+struct BackwardCursor {
+  uint32_t stage = 0, query_parity = 0;  // of Q and dO
+  RingCount<Config::kDsStages> ds;       // and, in the two highest bits, the count of tiles
+
+  template <class Storage>
+  __device__ __forceinline__ const uint64_t& k_full(const Storage& storage) const {
+    return storage.k_full[slot()];
+  }
+  template <class Storage>
+  __device__ __forceinline__ const uint64_t& v_full(const Storage& storage) const {
+    return storage.v_full[slot()];
+  }
+  __device__ __forceinline__ uint32_t parity() const { return ds.count >> 31; }
+  __device__ __forceinline__ uint32_t slot() const { return ds.count >> 30 & 1; }
+  __device__ __forceinline__ void advance() { ds.count += 1u << 30; }
+  __device__ __forceinline__ uint32_t keys_offset() const { return slot() * Config::kKeySlotBytes; }
+  template <class Storage>
+  __device__ __forceinline__ BackwardPipelinedSteps<Config> first_step(const Storage& storage) const {
+    BackwardPipelinedSteps<Config> step(storage.work_tiles[slot()]);
+    step.stage = stage, step.parity = query_parity;
+    return step;
+  }
+  __device__ __forceinline__ void leave(const BackwardPipelinedSteps<Config>& past) {
+    stage = past.stage, query_parity = past.parity;
+  }
+};
+
+/// One warp of the consumers, for the tile of keys that the cursor points to.
+template <class Config>
+class BackwardPersistentConsumer
+    : BackwardPipelinedConsumer<Config, BackwardPlainScores<Config, BackwardPersistentStorage<Config>>> {
+ public:
+  using Storage = BackwardPersistentStorage<Config>;
+  using Base = BackwardPipelinedConsumer<Config, BackwardPlainScores<Config, Storage>>;
+
+  __device__ __forceinline__ BackwardPersistentConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                                        float scale, int warpgroup, int lane,
+                                                        const BackwardCursor<Config>& at)
+      : Base(p, storage, storage.work_tiles[at.slot()], s_tiles, at.keys_offset(), scale, warpgroup, lane) {}
+
+  /// Runs that tile and moves the cursor on.
+  __device__ __forceinline__ void run(BackwardCursor<Config>& at, const BackwardPersistentMaps& maps) {
+    Base::Products::zero(dk_);
+    Base::Products::zero(dv_);
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) {
+      this->sum_up(at);
+    } else {
+      wait_for(at.k_full(storage_), at.parity());
+      wait_for(at.v_full(storage_), at.parity());
+    }
+    if (work_tile_.heads > 0) store_sums(maps);  // else there is no such tile
+    at.advance();
+  }
+
+ private:
+  using Base::dk_;
+  using Base::dv_;
+  using Base::lane_;
+  using Base::p_;
+  using Base::rules_;
+  using Base::s_tiles_;
+  using Base::storage_;
+  using Base::warp_;
+  using Base::warpgroup_;
+  using Base::work_tile_;
+  static constexpr int kRowsOfWarp = 16;
+
+  /// Stores dV and dK through shared memory, from where TMA takes them while the warp goes on.
+  __device__ __forceinline__ void store_sums(const BackwardPersistentMaps& maps) const {
+    if (work_tile_.sums) return Base::store_sums();
+    if (p_.dv.data) store_rows(maps.dv, dv_, rules_.unit());
+    if (p_.dk.data) store_rows(maps.dk, dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
+  }
+  __device__ __forceinline__ void store_rows(const BackwardRowMaps& maps, const typename Base::Sum& sum,
+                                             float scale) const {
+    const int lane = ptx::reread(lane_);
+    uint32_t s_rows = s_tiles_ + Config::kStoresOffset + (warpgroup_ * kWarpgroupWarps + warp_) * Config::kStoreBytes;
+    if (lane == 0) ptx::tma_store_wait_read();  // what was here before
+    __syncwarp();
+    write_out_tile<typename Config::Element>(s_rows, sum, {scale, scale}, 0, lane);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+      const Sequence& sequence = work_tile_.sequence;
+      const int rows = sequence.seqlen_k - this->first_key(), batch = p_.seq.cu_seqlens_k ? 0 : sequence.cache_row;
+      int row = static_cast<int>(sequence.k_begin) + sequence.leftpad + this->first_key();
+      if (rows >= kRowsOfWarp) {
+        ptx::tma_store(&maps.all, s_rows, 0, row, sequence.head_kv, batch);
+      } else {
+#pragma unroll 1
+        for (const int end = row + rows; row < end; ++row, s_rows += kPanelRowBytes)
+          ptx::tma_store(&maps.one, s_rows, 0, row, sequence.head_kv, batch);
+      }
+      ptx::tma_store_commit();
+    }
+    __syncwarp();
+  }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,24 @@
+#include "kernels/sm90/backward_persistent/backward_persistent.h"
+#include "kernels/sm90/common/backward/shape.h"
+#include "kernels/sm90/common/element.h"
+
+namespace flash_ext::sm90 {
+
+// Instantiated in the files beside this one.
+template <class Element, int kHeadDim>
+int64_t backward_persistent_bytes(const BackwardParams& params);
+template <class Element, int kHeadDim>
+void run_backward_persistent(const BackwardParams& params, void* workspace, cudaStream_t stream);
+
+int64_t backward_persistent_workspace_bytes(const BackwardParams& params) {
+  int64_t bytes = 0;
+  with_element(params, [&](auto element) { bytes = backward_persistent_bytes<decltype(element), 64>(params); });
+  return bytes;
+}
+
+void backward_persistent(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  with_element(params,
+               [&](auto element) { run_backward_persistent<decltype(element), 64>(params, workspace, stream); });
+}
+
+}  // namespace flash_ext::sm90

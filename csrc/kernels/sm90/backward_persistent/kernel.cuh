@@ -1,0 +1,112 @@
+// The backward at head_dim 64 without options: the pipelined loop in persistent CTAs.
+//
+// A CTA goes from one tile of 128 keys to the next. Q and dO of the first steps of a tile, its K and its V are loaded
+// while the steps of the tile before are computed, and dQ of these is computed while dK and dV are stored.
+#pragma once
+
+#include <algorithm>
+
+#include "config.cuh"
+#include "consumer.cuh"
+#include "epilogue.cuh"
+#include "kernels/common/backward/split_sums.cuh"
+#include "kernels/ptx/setmaxnreg.h"
+#include "kernels/sm90/common/backward/arguments.cuh"
+#include "producer.cuh"
+
+namespace flash_ext::sm90 {
+
+constexpr BackwardKernelNames kBackwardPersistentNames = {"sm90/backward_persistent rows", "sm90/backward_persistent",
+                                                          "sm90/backward_persistent dq",
+                                                          "sm90/backward_persistent sink"};
+
+inline BackwardRowMaps row_maps(const TensorView& view, const TensorShape& shape, DType dtype) {
+  if (!view.data) return {};
+  constexpr int kRowsOfWarp = 16;
+  return {encode_tensor_map(view, shape, dtype, kRowsOfWarp), encode_tensor_map(view, shape, dtype, 1)};
+}
+
+template <class Config>
+BackwardPersistentMaps persistent_maps(const BackwardParams& p) {
+  return {backward_maps<Config>(p), row_maps(p.dk, key_shape(p, p.head_dim), p.dtype),
+          row_maps(p.dv, key_shape(p, p.head_dim_v), p.dtype)};
+}
+
+/// Until there are no more tiles of keys.
+template <class Config>
+__device__ __forceinline__ void consume_tiles(const BackwardParams& p, const BackwardPersistentMaps& maps,
+                                              BackwardPersistentStorage<Config>& storage, uint32_t s_tiles, float scale,
+                                              int warpgroup, int lane) {
+  BackwardCursor<Config> at;
+#pragma unroll 1
+  for (;;) {
+    const uint32_t slot = at.slot();
+    wait_for(storage.tile_full[slot], at.parity());
+    if (ptx::uniform(storage.work_tiles[slot].heads) == kNoMoreTiles) break;
+    BackwardPersistentConsumer<Config>(p, storage, s_tiles, scale, warpgroup, ptx::reread(lane), at).run(at, maps);
+    arrive_as_warp(storage.tile_empty[slot], lane);
+  }
+  if (lane == 0) ptx::tma_store_wait();
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_persistent_kernel(const __grid_constant__ BackwardParams p,
+                               const __grid_constant__ BackwardPersistentMaps maps,
+                               const __grid_constant__ BackwardWorkspace workspace,
+                               const __grid_constant__ BackwardTileTable<Config> table, const float scale) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& storage = *reinterpret_cast<BackwardPersistentStorage<Config>*>(shared + Config::kTilesBytes);
+  const uint32_t s_tiles = ptx::shared_address(shared);
+  ptx::launch_dependents();
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) storage.init();
+  __syncthreads();
+  if (warp < kWarpgroupWarps) {
+    ptx::release_registers<Config::kShape.dq_registers>();
+    BackwardPersistentDq<Config>(p, maps, workspace, table, storage, s_tiles, warp, lane).run();
+  } else {
+    ptx::acquire_registers<Config::kShape.registers>();
+    consume_tiles<Config>(p, maps, storage, s_tiles, scale, warp / kWarpgroupWarps - 1, lane);
+  }
+}
+
+/// That fill the table, whatever the number of queries: a thread a tile, where all of them run at once.
+inline unsigned ctas_of_table(uint32_t tiles, int64_t num_sms) {
+  const int64_t wanted = (int64_t{tiles} + kRowTermThreads - 1) / kRowTermThreads;
+  return static_cast<unsigned>(std::max<int64_t>(std::min(wanted, kRowTermCtas * num_sms), 1));
+}
+
+template <class Element, int kHeadDim>
+int64_t backward_persistent_bytes(const BackwardParams& p) {
+  return BackwardPersistentMemory<BackwardPersistentConfig<Element, kHeadDim>>(p, nullptr).bytes;
+}
+
+template <class Element, int kHeadDim>
+void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Config = BackwardPersistentConfig<Element, kHeadDim>;
+  constexpr int kBlockM = Config::kBlockM;
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardPersistentStorage<Config>);
+  static_assert(kSharedBytes <= kMaxSharedBytes);
+  const BackwardPersistentMemory<Config> all(p, memory);
+  const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
+  fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
+  const auto launch_row_terms = [&](const LaunchShape& rows) {
+    LaunchShape shape = rows;
+    shape.grid.x = std::max(rows.grid.x, ctas_of_table(all.table.count, num_sms));
+    launch(kBackwardPersistentNames.row_terms, backward_persistent_rows_kernel<Config>, shape, stream, p, all.workspace,
+           all.schedule, all.table, rows.grid.x);
+  };
+  const auto launch_main = [&] {
+    const auto ctas = std::min<int64_t>(all.table.count, num_sms);
+    const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), kSharedBytes, true};
+    launch(kBackwardPersistentNames.main, backward_persistent_kernel<Config>, shape, stream, p,
+           persistent_maps<Config>(p), all.workspace, all.table, base_two_scale(p));
+    combine_splits<Element, kBlockM, Config::kBlockN, kHeadDim, true>(p, all.schedule, true, stream);
+  };
+  using Rows = BackwardRowKernels<Element, BackwardTransposedDqLayout<kBlockM, kHeadDim>, kBlockM, kHeadDim, true>;
+  launch_backward_sequence<Rows>(p, all.workspace, kBackwardPersistentNames, true, stream, launch_row_terms,
+                                 launch_main);
+}
+
+}  // namespace flash_ext::sm90

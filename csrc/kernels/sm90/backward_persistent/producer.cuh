@@ -1,0 +1,260 @@
+// The warpgroup of the persistent kernel that finds the tiles of keys to work on, loads tiles ahead of those that
+// compute, also those of the next tile of keys, and computes dQ^T = K^T dS^T and adds it to memory.
+#pragma once
+
+#include "kernels/ptx/wgmma_across.h"
+#include "kernels/sm90/common/backward/producer.cuh"
+#include "scheduler.cuh"
+#include "storage.cuh"
+
+namespace flash_ext::sm90 {
+
+/// What one warp of it does. Tiles of keys are counted from the first of the CTA.
+template <class Config>
+class BackwardPersistentDq {
+ public:
+  using Element = typename Config::Element;
+  using Storage = BackwardPersistentStorage<Config>;
+  using WorkTile = BackwardWorkTile<Config>;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+
+  __device__ __forceinline__ BackwardPersistentDq(const BackwardParams& p, const BackwardMaps& maps,
+                                                  const BackwardWorkspace& workspace,
+                                                  const BackwardTileTable<Config>& table, Storage& storage,
+                                                  uint32_t s_tiles, int warp, int lane)
+      : p_(p),
+        maps_(maps),
+        workspace_(workspace),
+        table_(table),
+        storage_(storage),
+        warp_(warp),
+        lane_(lane),
+        s_tiles_(s_tiles) {}
+
+  __device__ __forceinline__ void run() {
+    ptx::wait_for_previous_grid();  // for the table, row terms and zeroed sums
+    if (warp_ == kPreparing) fetch(), publish();
+#pragma unroll 1
+    for (; has_tile(tile_); tile_.advance()) {
+      load_ahead();
+      add_all();
+      arrive_as_warp(storage_.tile_empty[tile_.stage()], lane_);
+    }
+    if (lane_ == 0) ptx::tma_store_wait();
+  }
+
+ private:
+  using KeyTile = TileDescriptor<kBlockN>;
+  using DqPiece = BackwardDqPiece<Config>;
+  using Sum = typename DqPiece::Sum;
+  using TileCount = RingCount<Config::kKeySlots>;
+  static constexpr int kPreparing = 3;  // the warp that finds tiles of keys; the first two load
+  static constexpr int kWords = sizeof(WorkTile) / sizeof(uint2);
+  static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && kWords <= 32, "a lane copies a word");
+  // Steps before the end of a tile of keys at which the next one is taken, fetched and published: memory answers
+  // meanwhile. The first loads of that tile are two steps before the end.
+  static constexpr int kTaken = 6, kFetched = 5, kPublished = 4;
+
+  __device__ __forceinline__ bool has_tile(const TileCount& tile) const {
+    wait_for(storage_.tile_full[tile.stage()], tile.parity());
+    return ptx::uniform(storage_.work_tiles[tile.stage()].heads) != kNoMoreTiles;
+  }
+
+  /// Over the tiles of queries that see a tile of keys, of one head after the other.
+  struct Walk {
+    int left = 0, left_of_head = 0;  // steps
+    int64_t term = 0;                // of the tile's first query, in the workspace
+
+    /// Where that tile is not the last one of its head, the next one lies behind it.
+    __device__ __forceinline__ bool advance() {
+      --left;
+      term += kBlockM;
+      return --left_of_head > 0;
+    }
+  };
+  __device__ __forceinline__ static int tiles_of_head(const WorkTile& work_tile) {
+    return ptx::uniform(work_tile.tiles.end - work_tile.tiles.begin);
+  }
+  __device__ __forceinline__ static Walk walk_over(const WorkTile& work_tile) {
+    const int of_head = tiles_of_head(work_tile);
+    return {ptx::uniform(work_tile.heads) * of_head, of_head,
+            ptx::uniform(work_tile.workspace_tile + work_tile.tiles.begin) * kBlockM + ptx::uniform(work_tile.skipped)};
+  }
+  __device__ __forceinline__ void begin_head(Walk& walk, const WorkTile& work_tile) const {
+    walk.left_of_head = tiles_of_head(work_tile);
+    walk.term += (workspace_.tiles_per_head - walk.left_of_head) * kBlockM;
+  }
+
+  // ---- The next tile of keys, by one warp
+
+  /// `left` steps of `steps` of the current tile are left. It looks at nothing else: ptxas must see that lanes go the
+  /// same way.
+  __device__ __forceinline__ void look_ahead(int left, int steps) {
+    if (left == min(steps, kTaken)) take();
+    if (left == min(steps, kFetched)) fetch();
+    if (left == min(steps, kPublished)) publish();
+  }
+  /// Asks for a position.
+  __device__ __forceinline__ void take() {
+    if (lane_ == 0) taken_ = gridDim.x + atomicAdd(table_.taken, 1u);
+  }
+  /// Asks for what lies there, a piece a lane.
+  __device__ __forceinline__ void fetch() {
+    position_ = ptx::uniform(taken_);
+    if (position_ < table_.count && lane_ < kWords)
+      word_of_work_tile_ = reinterpret_cast<const uint2*>(table_.tiles + position_)[lane_];
+  }
+  __device__ __forceinline__ void publish() {
+    const uint32_t slot = published_.stage();
+    WorkTile& work_tile = storage_.work_tiles[slot];
+    wait_for(storage_.tile_empty[slot], published_.parity() ^ 1);
+    if (lane_ < kWords) reinterpret_cast<uint2*>(&work_tile)[lane_] = word_of_work_tile_;
+    __syncwarp();
+    if (position_ < table_.count) {
+      find_large_lse_of_all(workspace_, work_tile, lane_);
+    } else {
+      work_tile.heads = kNoMoreTiles;
+    }
+    arrive_as_warp(storage_.tile_full[slot], lane_);
+    published_.advance();
+  }
+
+  // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
+
+  /// All that there is room for, of this tile of keys and the one behind.
+  __device__ __forceinline__ void load_ahead() {
+    if (warp_ > 1) return;
+#pragma unroll 1
+    for (; free_stages_ > 0; --free_stages_) {
+      if (loads_.left == 0 && !(loaded_.count <= tile_.count + 1 && begin_tile())) return;
+      load_rows();
+    }
+  }
+  /// K or V of the next tile of keys, if there is one. Whether it has steps.
+  __device__ __forceinline__ bool begin_tile() {
+    const uint32_t slot = loaded_.stage();
+    if (!has_tile(loaded_)) return false;
+    const WorkTile& work_tile = storage_.work_tiles[slot];
+    loads_ = walk_over(work_tile);
+    head_ = ptx::uniform(work_tile.sequence.head);
+    row_ = ptx::uniform(static_cast<int>(work_tile.sequence.q_begin) + work_tile.tiles.begin * kBlockM);
+    batch_ = p_.seq.cu_seqlens_q ? 0 : ptx::uniform(work_tile.sequence.batch);
+    if (lane_ == 0) {
+      const uint32_t s_slot = s_tiles_ + slot * Config::kKeySlotBytes;
+      if (warp_ == 0) {
+        load_keys<Config>(p_, maps_.k, storage_.k_full[slot], s_slot, work_tile.sequence, work_tile.first_key, 0, 1);
+      } else {
+        load_keys<Config>(p_, maps_.v, storage_.v_full[slot], s_slot + Config::kValuesOffset, work_tile.sequence,
+                          work_tile.first_key, 0, 1);
+      }
+    }
+    __syncwarp();
+    loaded_.advance();
+    return loads_.left > 0;
+  }
+  __device__ __forceinline__ void load_rows() {
+    if (warp_ == 0) {
+      load_rows(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse);
+    } else {
+      load_rows(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta, storage_.minus_delta);
+    }
+    if (++stage_ == Config::kStages) stage_ = 0;
+    row_ += kBlockM;
+    if (loads_.advance()) return;
+    // The tile of keys is the last one that was begun.
+    begin_head(loads_, storage_.work_tiles[loaded_.stage() ^ 1]);
+    row_ -= loads_.left_of_head * kBlockM;
+    ++head_;
+  }
+  /// A tile of Q with its lse, or of dO with its D.
+  __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
+                                            int tiles_offset, const float* g_terms,
+                                            const float (&terms)[Config::kStages][kBlockM]) const {
+    const uint32_t s_full = address(full[0]) + stage_ * sizeof(uint64_t);
+    if (lane_ == 0) {
+      ptx::mbarrier_arrive_expect(s_full, Config::kQueryBytes + Config::kTermBytes);
+      load_panels(map, s_full, s_tiles_ + tiles_offset + stage_ * Config::kQueryBytes, kBlockM, 0, 1, row_, head_,
+                  batch_);
+      ptx::bulk_load(ptx::shared_address(terms) + stage_ * Config::kTermBytes, g_terms + loads_.term,
+                     Config::kTermBytes, s_full);
+    }
+    __syncwarp();
+  }
+
+  // ---- dQ
+
+  /// Of all tiles of queries that see the tile of keys.
+  __device__ __forceinline__ void add_all() {
+    const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
+    Walk walk = walk_over(work_tile);
+    const int steps = walk.left;
+    int head = ptx::uniform(work_tile.sequence.head);
+    const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
+#pragma unroll 1
+    while (walk.left > 0) {
+      if (warp_ == kPreparing) look_ahead(walk.left, steps);
+      wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
+      // That dS is complete says that all products of the step before are over.
+      ++free_stages_;
+      load_ahead();
+      if (workspace_.dq) {
+        add(keys, workspace_.dq + workspace_.dq_of_plane(walk.term, head, warp_, kWarpgroupWarps, kBlockM));
+      } else {
+        arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
+      }
+      ds_at_.advance();
+      if (!walk.advance()) begin_head(walk, work_tile), ++head;
+    }
+    if (warp_ == kPreparing && steps == 0) look_ahead(0, 0);
+  }
+  /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target.
+  __device__ __forceinline__ void add(uint32_t keys, float* g_target) const {
+    const uint32_t s_piece = DqPiece::place(s_tiles_, warp_, 0);
+    Sum sum;
+    start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
+    DqPiece::finish(sum);
+    arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
+    DqPiece::stage(s_piece, sum, lane_);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::bulk_reduce_add(g_target, s_piece, Config::kDqPieceBytes);
+      ptx::bulk_commit();
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ static void start(Sum& sum, uint32_t keys, uint32_t s_ds) {
+    ptx::wgmma_fence();
+    ptx::wgmma_transposed<Element, false>(sum, KeyTile::at(keys, 0), ds_rows(s_ds, 0));
+#pragma unroll
+    for (int k = 1; k < kBlockN / 16; ++k)
+      ptx::wgmma_transposed<Element, true>(sum, KeyTile::at(keys, KeyTile::down_rows(k)), ds_rows(s_ds, k));
+    ptx::wgmma_commit();
+  }
+  /// A descriptor of keys [16 k, + 16) of dS, which are rows of its panels.
+  __device__ __forceinline__ static uint64_t ds_rows(uint32_t s_ds, int k) {
+    constexpr uint32_t kSwizzle64 = 2u << 30, kRowBytes = Config::kDsQueries * 2, kEightRows = 8 * kRowBytes / 16;
+    constexpr uint32_t kNextPanel = Config::kDsPanelBytes / 16;
+    return uint64_t{kSwizzle64 | kEightRows} << 32 | ((s_ds >> 4 | kNextPanel << 16) + k * 2 * kEightRows);
+  }
+
+  const BackwardParams& p_;
+  const BackwardMaps& maps_;
+  const BackwardWorkspace& workspace_;
+  const BackwardTileTable<Config>& table_;
+  Storage& storage_;
+  const int warp_, lane_;
+  const uint32_t s_tiles_;
+  TileCount tile_, published_, loaded_;
+  // Of the tile of keys that is published next.
+  uint32_t taken_ = blockIdx.x, position_ = 0;
+  uint2 word_of_work_tile_ = {};
+  RingCount<Config::kDsStages> ds_at_;
+  // What is loaded next.
+  int free_stages_ = Config::kStages - 1;
+  Walk loads_;
+  int row_ = 0, head_ = 0, batch_ = 0;
+  uint32_t stage_ = 0;
+};
+
+}  // namespace flash_ext::sm90

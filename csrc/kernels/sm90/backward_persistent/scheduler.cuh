@@ -1,0 +1,85 @@
+// The tiles of keys of a call as a persistent CTA needs them, in the order of the schedule: made beside row terms, by a
+// thread each. To find out what a tile needs takes a warp as long as a step and a half.
+#pragma once
+
+#include "kernels/common/backward/launch_sequence.cuh"
+#include "kernels/sm90/common/backward/scheduler.cuh"
+
+namespace flash_ext::sm90 {
+
+/// As find_large_lse(), for all warpgroups, by one warp, after the wait for row terms.
+template <class Config>
+__device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& workspace,
+                                                      BackwardWorkTile<Config>& work_tile, int lane) {
+  constexpr int kBlockM = Config::kBlockM;
+  const int begin = work_tile.tiles.begin * kBlockM,
+            end = min(work_tile.tiles.end * kBlockM, work_tile.sequence.seqlen_q);
+  const int first = (work_tile.skipped + begin) / kBlockM;
+  const int tiles = begin < end ? (work_tile.skipped + end + kBlockM - 1) / kBlockM - first : 0;
+  if (!__any_sync(~0u, finds_large_lse(workspace, work_tile.workspace_tile + first, tiles, work_tile.heads, lane, 32)))
+    return;
+  work_tile.large = true;
+#pragma unroll
+  for (TileSpan& seen : work_tile.groups) seen.full_begin = seen.full_end = seen.end;
+  __syncwarp();
+}
+
+template <class Config>
+struct BackwardTileTable {
+  BackwardWorkTile<Config>* tiles;  // (count), tiles of keys or splits of them; without heads: nothing is to be done
+  uint32_t* taken;                  // (1): positions taken by CTAs, besides the first of each
+  uint32_t count;
+};
+
+/// Scratch memory of a call: the workspace, the schedule's, the table.
+template <class Config>
+struct BackwardPersistentMemory {
+  BackwardWorkspace workspace;
+  BackwardSchedule schedule;
+  BackwardTileTable<Config> table;
+  int64_t bytes;
+
+  BackwardPersistentMemory(const BackwardParams& p, void* memory)
+      : workspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory),
+        schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes) {
+    constexpr int64_t kHeadBytes = 128;
+    const int64_t begin = workspace.bytes + (schedule.bytes + kHeadBytes - 1) / kHeadBytes * kHeadBytes;
+    char* const g_table = static_cast<char*>(memory) + begin;
+    table.taken = reinterpret_cast<uint32_t*>(g_table);
+    table.tiles = reinterpret_cast<BackwardWorkTile<Config>*>(g_table + kHeadBytes);
+    table.count = grid_size(schedule.positions());
+    bytes = begin + kHeadBytes + table.count * static_cast<int64_t>(sizeof(BackwardWorkTile<Config>));
+  }
+};
+
+/// Called by all threads of a grid.
+template <class Config>
+__device__ __forceinline__ void fill_table(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                           const BackwardSchedule& schedule, const BackwardTileTable<Config>& table) {
+  const uint32_t first = blockIdx.x * blockDim.x + threadIdx.x;
+  if (first == 0) *table.taken = 0;
+#pragma unroll 1
+  for (uint32_t position = first; position < table.count; position += gridDim.x * blockDim.x) {
+    const BackwardTaskOf<Config> task(p, schedule, schedule.locate(position));
+    BackwardWorkTile<Config> tile(p, workspace, schedule, task);
+    if (!task.exists()) tile.heads = 0;
+    table.tiles[position] = tile;
+  }
+}
+
+/// Row terms (row_terms.cuh) and the table. `row_ctas`: those of row terms.
+template <class Config>
+static __global__ void __launch_bounds__(kRowTermThreads, kRowTermCtas)
+    backward_persistent_rows_kernel(const __grid_constant__ BackwardParams p, const BackwardWorkspace workspace,
+                                    const __grid_constant__ BackwardSchedule schedule,
+                                    const BackwardTileTable<Config> table, const uint32_t row_ctas) {
+  ptx::launch_dependents();
+  fill_table(p, workspace, schedule, table);
+  if (blockIdx.x >= row_ctas) return;
+  const volatile RowTileOfCta& cta = RowTileOfCta::find(p, workspace.row_tiles);
+#pragma unroll 1
+  for (int head = cta.first_head; head < cta.end_head; ++head)
+    write_row_terms<typename Config::Element, Config::kHeadDim, Config::kBlockM, true, true>(p, workspace, cta, head);
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,41 @@
+// What the warps of a CTA share, behind the tiles in shared memory: row terms, barriers, and work
+// tiles. A barrier's name says what the end of its phase means.
+#pragma once
+
+#include <cstdint>
+
+#include "config.cuh"
+#include "kernels/sm90/common/backward/storage.cuh"
+
+namespace flash_ext::sm90 {
+
+constexpr int kNoMoreTiles = -1;
+
+/// As in the pipelined loop, with K, V and work tiles of two tiles of keys.
+template <class Config>
+struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
+  static constexpr int kSlots = Config::kKeySlots;
+
+  uint64_t k_full[kSlots], v_full[kSlots];
+  uint64_t q_full[Config::kStages];   // with lse
+  uint64_t do_full[Config::kStages];  // with minus_delta
+  uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
+  uint64_t tile_full[kSlots], tile_empty[kSlots];
+  BackwardWorkTile<Config> work_tiles[kSlots];  // heads: or kNoMoreTiles
+
+  /// Called by one thread.
+  __device__ __forceinline__ void init() {
+    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
+    init_barriers(k_full, 1);
+    init_barriers(v_full, 1);
+    init_barriers(q_full, 1);
+    init_barriers(do_full, 1);
+    init_barriers(ds_full, kConsumers);
+    init_barriers(ds_empty, kWarpgroupWarps);
+    init_barriers(tile_full, 1);
+    init_barriers(tile_empty, kConsumers + kWarpgroupWarps);
+    ptx::mbarrier_init_fence();
+  }
+};
+
+}  // namespace flash_ext::sm90

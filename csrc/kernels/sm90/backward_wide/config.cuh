@@ -1,0 +1,51 @@
+// Tiles, registers and shared memory of the kernel for wide heads.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/backward/turns.cuh"
+#include "kernels/sm90/common/backward/shape.h"
+#include "kernels/sm90/common/matrix_descriptor.h"
+
+namespace flash_ext::sm90 {
+
+/// Head dims above kMaxNarrowHeadDim, by clusters of two CTAs with 64 keys each.
+template <class Element_, int kHeadDim_, TurnTaking kTurns_ = TurnTaking::kNever>
+struct BackwardWideConfig {
+  using Element = Element_;
+  static constexpr bool kListsBlocks = false, kPersistent = false;
+  static constexpr TurnTaking kTurns = kTurns_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim);
+  static constexpr int kGroups = kShape.groups;  // CTAs of a cluster
+  static constexpr int kBlockM = kBackwardBlockM;
+  static constexpr int kBlockN = kGroups * kWarpgroupRows;  // of a cluster
+  static constexpr int kStages = 2;                         // of Q and dO
+  static constexpr int kThreads = 3 * kWarpgroupThreads;
+  static constexpr int kCluster = kGroups;
+  static constexpr int kLoadedKeys = kWarpgroupRows;
+  static constexpr int kDqHeadDim = 256;  // of the workspace: row terms are summed up by powers of two
+
+  static constexpr int kPanels = panels(kHeadDim);
+  // The CTAs take turns, step by step, at the middle panel of dQ, and so need all of each other's K.
+  static constexpr bool kAlternatesMiddlePanel = kPanels % 2 != 0;
+  static constexpr int kOtherPanels = kAlternatesMiddlePanel ? kPanels : kPanels / 2;  // of the other CTA's K
+  static constexpr int kKeyBytes = tile_bytes(kWarpgroupRows, kHeadDim);               // K, V of a CTA
+  static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);                    // a stage of Q or dO
+  static constexpr int kDsBytes = panel_bytes(kBlockM);                                // P, then dS, of a CTA's keys
+  static constexpr int kValuesOffset = kKeyBytes;
+  static constexpr int kOtherKeysOffset = kValuesOffset + kKeyBytes;
+  static constexpr int kQueriesOffset = kOtherKeysOffset + kOtherPanels * panel_bytes(kWarpgroupRows);
+  static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
+  static constexpr int kDsOffset = kGradsOffset + kStages * kQueryBytes;
+  static constexpr int kOtherDsOffset = kDsOffset + kDsBytes;
+  static constexpr int kTilesBytes = kOtherDsOffset + kDsBytes;
+  static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
+
+  static_assert(kGroups == 2, "dS goes to the other CTA");
+  static_assert(kWarpgroupRows == kPanelColumns, "dS of a CTA's keys is a panel");
+  // The registers that the launch allocates and the other warpgroups leave. With more, setmaxnreg would wait for ever.
+  static constexpr int kGradientRegisters = 65536 / kThreads / 8 * 8 * 3 - kShape.registers - kShape.dq_registers;
+};
+
+}  // namespace flash_ext::sm90

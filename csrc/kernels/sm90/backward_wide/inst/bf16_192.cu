@@ -1,0 +1,8 @@
+#include "kernels/sm90/backward_wide/kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+template int64_t backward_wide_bytes<__nv_bfloat16, 192>(const BackwardParams&);
+template void run_backward_wide<__nv_bfloat16, 192>(const BackwardParams&, void*, cudaStream_t);
+
+}  // namespace flash_ext::sm90

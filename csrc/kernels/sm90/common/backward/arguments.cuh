@@ -1,0 +1,34 @@
+// Arguments of the backward's main kernels.
+#pragma once
+
+#include "kernels/common/backward/schedule.cuh"
+#include "kernels/common/backward/workspace.h"
+#include "kernels/common/score/units.cuh"
+#include "kernels/sm90/common/tensor_map.h"
+#include "producer.cuh"
+
+namespace flash_ext::sm90 {
+
+constexpr int kMaxSharedBytes = 227 * 1024;  // of a CTA
+
+/// Arguments of the main kernel beside the call's.
+template <class Maps>
+struct BackwardArgumentsOf {
+  const Maps& maps;
+  const BackwardWorkspace& workspace;
+  const BackwardSchedule& schedule;
+  float scale;  // of products: to base 2 or, where a softcap bounds scores, to the argument of its tanh
+};
+using BackwardArguments = BackwardArgumentsOf<BackwardMaps>;
+
+inline float base_two_scale(const BackwardParams& p) { return static_cast<float>(p.softmax_scale) * kLog2E; }
+
+template <class Config>
+BackwardMaps backward_maps(const BackwardParams& p) {
+  return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, Config::kBlockM),
+          encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kLoadedKeys),
+          encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
+          encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, Config::kBlockM)};
+}
+
+}  // namespace flash_ext::sm90

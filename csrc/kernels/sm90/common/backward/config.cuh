@@ -1,0 +1,87 @@
+// What the tiles, registers and shared memory of several kernels of the backward have in common.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/backward/turns.cuh"
+#include "kernels/sm90/common/matrix_descriptor.h"
+#include "shape.h"
+#include "variant.h"
+
+namespace flash_ext::sm90 {
+
+/// The address as matrix descriptors take it. In a cluster its upper bits hold the CTA's rank, which would change other
+/// fields of a descriptor.
+template <class Config>
+__device__ __forceinline__ uint32_t without_rank(uint32_t s_tile) {
+  constexpr uint32_t kOwnMemory = (1u << 18) - 1;
+  return Config::kCluster > 1 ? s_tile & kOwnMemory : s_tile;
+}
+
+/// Tiles and registers of a kernel up to kMaxNarrowHeadDim: those of its head_dim, those of block masks, whose lists
+/// say which steps there are, or those of the persistent kernel, which has K and V of two key tiles.
+enum class BackwardTiling { kOfHeadDim, kBlocks, kPersistent };
+
+constexpr BackwardShape backward_shape(int head_dim, BackwardTiling tiling) {
+  return tiling == BackwardTiling::kBlocks       ? backward_blocks_shape()
+         : tiling == BackwardTiling::kPersistent ? backward_persistent_shape()
+                                                 : backward_shape(head_dim);
+}
+
+/// What these kernels have in common: warpgroup 0 loads and computes dQ, the others compute the rest, 64 keys each.
+template <class Element_, int kHeadDim_, int kStages_, BackwardTiling kTiling = BackwardTiling::kOfHeadDim,
+          int kGradStages_ = kStages_>
+struct BackwardNarrowConfig {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kListsBlocks = kTiling == BackwardTiling::kBlocks;
+  static constexpr bool kPersistent = kTiling == BackwardTiling::kPersistent;
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim, kTiling);
+  static constexpr int kGroups = kShape.groups;
+  static constexpr int kBlockM = kShape.block_m;
+  static constexpr int kBlockN = kGroups * kWarpgroupRows;
+  static constexpr int kStages = kStages_;          // of Q
+  static constexpr int kGradStages = kGradStages_;  // of dO
+  static constexpr int kDsStages = 2;
+  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kCluster = 1;  // CTAs that share kBlockN keys
+  static constexpr int kLoadedKeys = kBlockN;
+  static constexpr int kDqHeadDim = kHeadDim;  // of the workspace
+
+  static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);                  // K, V
+  static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);                // a stage of Q or dO
+  static constexpr int kDsPanelBytes = panel_bytes(kBlockM);                       // dS of a warpgroup's keys
+  static constexpr int kDsQueries = kBlockM % kPanelColumns ? 32 : kPanelColumns;  // where keys are rows: of a panel
+  static constexpr int kDsBytes = kGroups * kDsPanelBytes;
+  static constexpr int kDqPieceBytes = kBlockM / 4 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
+  static constexpr int kKeySlots = kPersistent ? 2 : 1;                  // K and V of a tile of keys each
+  static constexpr int kKeySlotBytes = 2 * kKeyBytes;
+  static constexpr int kValuesOffset = kKeyBytes;
+  static constexpr int kQueriesOffset = kKeySlots * kKeySlotBytes;
+  static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
+  static constexpr int kDsOffset = kGradsOffset + kGradStages * kQueryBytes;
+  static constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
+  static constexpr int kTilesBytes = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
+
+  static_assert(kWarpgroupRows == kPanelColumns && (kPersistent || kBlockM == kPanelColumns),
+                "dS of a warpgroup's keys is a panel");
+  static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+                "no more registers than the launch allocates, else setmaxnreg waits for ever");
+};
+
+/// The options that a variant serves, as flags of steps: these and no others, or any.
+template <class Base, int kOptions_>
+struct BackwardOptionsConfig : Base {
+  static constexpr int kOptions = kOptions_;
+  static constexpr bool kAny = kOptions == kAnyOptions;
+
+  static constexpr bool may_have(int option) { return kAny || (kOptions & option) != 0; }
+  /// Whether a step has the option. Under a mask of pairs some tiles are full.
+  template <int kOption>
+  __device__ __forceinline__ static bool has(int flags) {
+    return may_have(kOption) && ((!kAny && kOption != kStepIsMasked) || (flags & kOption) != 0);
+  }
+};
+
+}  // namespace flash_ext::sm90

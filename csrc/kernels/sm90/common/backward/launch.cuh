@@ -1,0 +1,40 @@
+// The launches of a call without lists, and the memory that they need: the same for several kernels.
+#pragma once
+
+#include "arguments.cuh"
+#include "epilogue.cuh"
+#include "kernels/common/backward/launch_sequence.cuh"
+#include "kernels/common/backward/split_sums.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Scratch memory of a call: the workspace, and behind it the schedule's.
+template <class Config>
+struct BackwardMemory {
+  BackwardWorkspace workspace;
+  BackwardSchedule schedule;
+  int64_t bytes;
+
+  BackwardMemory(const BackwardParams& p, void* memory)
+      : workspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory),
+        schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes),
+        bytes(workspace.bytes + schedule.bytes) {}
+};
+
+/// launch_main(arguments) launches the main kernel. kPermuted: row_terms.cuh; kOverlaps: the kernels behind the main
+/// one may start before it has ended.
+template <class Config, bool kPermuted, bool kOverlaps, class LaunchMain>
+void launch_backward(const BackwardParams& p, void* memory, const BackwardKernelNames& names, cudaStream_t stream,
+                     LaunchMain launch_main) {
+  using Element = typename Config::Element;
+  const BackwardMemory<Config> all(p, memory);
+  fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
+  using Rows =
+      BackwardRowKernels<Element, BackwardDqLayout<Config::kDqHeadDim>, Config::kBlockM, Config::kDqHeadDim, kPermuted>;
+  launch_backward_sequence<Rows>(p, all.workspace, names, kOverlaps, stream, [&] {
+    launch_main(BackwardArguments{backward_maps<Config>(p), all.workspace, all.schedule, base_two_scale(p)});
+    combine_splits<Element, Config::kBlockM, Config::kBlockN, Config::kHeadDim>(p, all.schedule, kOverlaps, stream);
+  });
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,385 @@
+// The warpgroups that compute scores and their gradients, dK and dV: 64 keys each. The products of a step overlap
+// those of the next: dP is under way together with dV, and the next S with dK, so that dS is made beside dV and the
+// exponentials beside dK.
+#pragma once
+
+#include "consumer.cuh"
+#include "kernels/ptx/wgmma_across.h"
+#include "pipelined_tile.cuh"
+#include "steps.cuh"
+
+namespace flash_ext::sm90 {
+
+/// The score policy without options: it does nothing. BackwardOptionScores (sm90/backward/option_scores.cuh) has the
+/// same members.
+template <class Config, class Storage_>
+class BackwardPlainScores {
+ public:
+  using Storage = Storage_;
+  using Tile = BackwardPipelinedTile<typename Config::Element, Config::kBlockM>;
+  using Scores = typename Tile::Scores;
+  using Weights = typename Tile::Weights;
+  using Terms = typename Tile::Terms;
+  static constexpr bool kDrops = false;
+  static constexpr bool kTwoWeights = false;        // dS is computed from other weights than dV
+  static constexpr bool kHidesKeys = false;         // from all queries
+  static constexpr bool kLateLse = false;           // lse is read behind prepare(), which has more registers then
+  static constexpr int kEarlySteps = Tile::kSteps;  // whose D is read beside dP
+  static constexpr bool kBoundsScores = false;      // then a finite lse does not say that Q is finite
+
+  __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, uint32_t) {}
+
+  __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
+  /// Whether options hide pairs of the CTA whose Q or dO may hold Inf or NaN, whatever lse is. No tile is full then.
+  __device__ __forceinline__ bool may_be_non_finite() const { return false; }
+  /// Before the scores of the first step.
+  __device__ __forceinline__ void prepare_first(const BackwardStepsOf<Config>&) {}
+  /// Runs beside the product dP of a step, and reads what the next step needs from global memory.
+  __device__ __forceinline__ void prepare_ahead(const BackwardStepsOf<Config>&) {}
+  /// Runs beside the product that makes the scores of a step.
+  __device__ __forceinline__ void prepare(const BackwardStepsOf<Config>&) {}
+  __device__ __forceinline__ void make_weights(Weights& p, Weights&, const Scores& s, const Terms& lse,
+                                               float scale) const {
+    Tile::softmax_step(p, s, lse, scale);
+  }
+  /// Zeroes weights, or gradients computed from them, that are NaN though hidden.
+  __device__ __forceinline__ void sanitise_hidden(Weights&) const {}
+  __device__ __forceinline__ void sanitise_hidden(Weights&, const Weights&) const {}
+  __device__ __forceinline__ void drop(Weights&, const Weights&) const {}
+  __device__ __forceinline__ void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
+                                             const Terms& minus_delta) const {
+    Tile::compute_ds(ds, dp, p, minus_delta);
+  }
+};
+
+/// The position of a warp in a CTA that has one tile of keys.
+template <class Config>
+struct BackwardOneTile {
+  RingCount<Config::kDsStages> ds;
+
+  template <class Storage>
+  __device__ __forceinline__ static const uint64_t& k_full(const Storage& storage) {
+    return storage.k_full;
+  }
+  template <class Storage>
+  __device__ __forceinline__ static const uint64_t& v_full(const Storage& storage) {
+    return storage.v_full;
+  }
+  __device__ __forceinline__ static uint32_t parity() { return 0; }
+  __device__ __forceinline__ static uint32_t keys_offset() { return 0; }
+  template <class Storage>
+  __device__ __forceinline__ static BackwardStepsOf<Config> first_step(const Storage& storage) {
+    return BackwardStepsOf<Config>(storage);
+  }
+  __device__ __forceinline__ void leave(const BackwardStepsOf<Config>&) {}
+};
+
+/// One warp of them. Rules: its score policy.
+template <class Config, class Rules>
+class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Rules::Storage> {
+ public:
+  using Storage = typename Rules::Storage;
+  using Base = BackwardKeysWarp<Config, Storage>;
+  using Steps = BackwardStepsOf<Config>;
+
+  __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                                       float scale, int warpgroup, int lane)
+      : Base(p, storage, s_tiles, warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
+        rules_(p, storage, s_tiles) {}
+  __device__ __forceinline__ void run() {
+    Products::zero(dk_);
+    Products::zero(dv_);
+    BackwardOneTile<Config> at;
+    if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up(at);
+    store_sums();
+  }
+
+ protected:
+  /// Of a tile of keys among several.
+  __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage,
+                                                       const BackwardWorkTile<Config>& work_tile, uint32_t s_tiles,
+                                                       int keys_offset, float scale, int warpgroup, int lane)
+      : Base(p, storage, work_tile, s_tiles, keys_offset + warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup,
+             lane),
+        rules_(p, storage, s_tiles) {}
+
+  __device__ __forceinline__ void store_sums() const {
+    this->store_dv(dv_, rules_.unit());
+    this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
+  }
+  using Base::kBlockM;
+  using Base::kConsumerThreads;
+  using Base::keys_;
+  using Base::kHeadDim;
+  using Base::kValues;
+  using Base::lane_;
+  using Base::p_;
+  using Base::queries_;
+  using Base::s_tiles_;
+  using Base::scale_;
+  using Base::storage_;
+  using Base::warp_;
+  using Base::warpgroup_;
+  using Base::work_tile_;
+  using typename Base::Element;
+  using typename Base::Products;
+  using typename Base::Sum;
+
+ private:
+  using Tile = BackwardPipelinedTile<Element, kBlockM>;
+  using Scores = typename Tile::Scores;
+  using Weights = typename Tile::Weights;
+  using Terms = typename Tile::Terms;
+  using Visible = typename Tile::Visible;
+  using QueryTile = TileDescriptor<kBlockM>;
+  using DsTile = TileDescriptor<Config::kBlockN>;
+  static constexpr uint32_t kStage = Config::kQueryBytes / 16;  // in a descriptor
+  static constexpr uint32_t kGrads = Config::kStages * kStage;  // behind Q
+
+  /// The query tiles of which nothing is hidden.
+  struct FullTiles {
+    int begin, end;
+    __device__ __forceinline__ explicit FullTiles(const TileSpan& tiles)
+        : begin(ptx::uniform(tiles.full_begin)), end(ptx::uniform(tiles.full_end)) {}
+    __device__ __forceinline__ bool has(int tile) const { return tile >= begin && tile < end; }
+  };
+
+ protected:
+  /// At: BackwardOneTile, or what has its members.
+  template <class At>
+  __device__ __forceinline__ void sum_up(At& at) {
+    const auto sanitise_keys = [&] {
+      this->sanitise_keys(at.k_full(storage_), at.parity(), s_tiles_ + at.keys_offset());
+    };
+    if (Config::kPersistent) sanitise_keys();  // before there is more in registers
+    Scores s;                                  // and then dP
+    Weights p, ds;
+    Terms terms;  // lse, and then D
+    Visible visible;
+    const FullTiles full(work_tile_.tiles), full_of_keys(work_tile_.groups[warpgroup_]);
+    Steps step = at.first_step(storage_);
+    RingCount<Config::kDsStages>& ds_at = at.ds;
+
+    if (!Config::kPersistent) sanitise_keys();
+    rules_.prepare_first(step);
+    start_scores(s, terms, step, full, false);
+    rules_.prepare(step);
+    bool hides = find_visible(visible, step, full_of_keys);
+    if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
+    ptx::wgmma_wait<0>();
+    Products::fence_operand(s[0]);
+    wait_for(at.v_full(storage_), at.parity());
+#pragma unroll 1
+    do {
+      // Barriers are tested ahead of need: a test takes as long as a wait for a barrier that is already complete.
+      const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.grad_stage()]), step.grad_parity());
+      rules_.make_weights(p, ds, s, terms, scale_);
+      if (hides) hide_weights(p, ds, visible);
+      rules_.sanitise_hidden(p);
+      rules_.drop(p, ds);
+      fence_operands(p);
+      if constexpr (Rules::kTwoWeights) fence_operands(ds);
+      Products::fence_operand(s[0]);
+      if (!has_grads) wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
+      const uint32_t queries = queries_ + step.stage * kStage;
+      const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
+      Products::start(s, keys_ + kValues, grads);
+      rules_.prepare_ahead(step);
+      if (!Config::kPersistent) start_sum(dv_, p, grads);
+
+      const float* const s_delta = storage_.minus_delta[step.grad_stage()];
+      Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
+      step.advance();
+      const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
+      const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
+      // A product whose operand is in registers holds its warp until it is nearly over.
+      if (Config::kPersistent) start_sum(dv_, p, grads);
+      ptx::wgmma_wait<1>();
+      Products::fence_operand(s[0]);
+      if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
+      Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
+      rules_.compute_ds(ds, s, p, terms);
+      if (hides) Tile::hide(ds, visible);
+      rules_.sanitise_hidden(ds, p);
+      const uint32_t s_ds = s_ds_of_stage(ds_at.stage());
+      if constexpr (Config::kPersistent) {
+        Tile::template store_by_half_panels<Config::kDsPanelBytes>(s_ds, warp_, ds, lane_);
+      } else {
+        Tile::store(s_ds, warp_, ds, lane_);
+      }
+      fence_operands(ds);
+      ptx::fence_proxy_async_shared();
+      arrive_as_warp(storage_.ds_full[ds_at.stage()], lane_);
+
+      start_scores(s, terms, step, full, has_queries || step.is_past_end());
+      start_ds_sum(dk_, ds, DsTile::lower_half(s_ds), queries);
+      rules_.prepare(step);
+      hides = find_visible(visible, step, full_of_keys);
+      if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
+      ds_at.advance();
+      ptx::wgmma_wait<1>();
+      Products::fence_operand(s[0]);
+    } while (!step.is_past_end());
+    ptx::wgmma_wait<0>();
+    Products::fence_operand(dk_);
+    Products::fence_operand(dv_);
+    at.leave(step);
+  }
+
+ private:
+  /// Starts S of a step and reads its lse. After the last step it multiplies whatever lies there; nobody uses the
+  /// result.
+  __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, const Steps& step, const FullTiles& full,
+                                               bool has_queries) const {
+    if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
+    const auto load_lse = [&] { Tile::load(lse, storage_.lse[step.stage], lane_); };
+    if (!Rules::kLateLse) load_lse();
+    if (may_hide(step, full) && !step.is_past_end()) {
+      if (Rules::kLateLse) load_lse();
+      if (Rules::kBoundsScores || p_.sink || may_run_past_queries(step) || may_be_non_finite(step) ||
+          Tile::has_non_finite(lse))
+        sanitise_rows(step);
+    }
+    Products::start(s, keys_, queries_ + step.stage * kStage);
+  }
+  /// Whether a step may have rows that are no queries of the sequence. Where key tiles are anchored, these may have no
+  /// lse, or be rows of the next sequence. Only the last tile of a head has such rows.
+  __device__ __forceinline__ static bool may_run_past_queries(const Steps& step) {
+    if constexpr (Config::kPersistent) return step.tile + 1 == step.past;
+    return false;
+  }
+  /// Whether some pair is hidden; `visible` then says which ones are not.
+  __device__ __forceinline__ bool find_visible(Visible& visible, const Steps& step,
+                                               const FullTiles& full_of_keys) const {
+    if constexpr (Config::kListsBlocks) {
+      return find_listed(visible, step);
+    } else if constexpr (Config::kFindsSteps) {
+      return find_masked(visible, step, full_of_keys);
+    } else if constexpr (Rules::kHidesKeys) {
+      const bool cut = !full_of_keys.has(step.tile);
+      if (!cut && !rules_.hides_keys()) return false;
+      visible[0] = visible[1] = ~0u;
+      if (cut) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), step.tile * kBlockM, lane_);
+      rules_.hide_keys(visible);
+      return true;
+    } else {
+      if (full_of_keys.has(step.tile)) return false;
+      Tile::find_visible(visible, work_tile_.sequence, this->first_key(), step.tile * kBlockM, lane_);
+      return true;
+    }
+  }
+  /// Whether Q or dO of a step may hold Inf or NaN while a mask hides some of its pairs.
+  __device__ __forceinline__ bool may_be_non_finite(const Steps& step) const {
+    if constexpr (Config::kFindsSteps) return rules_.found().spare != 0;
+    return rules_.may_be_non_finite();
+  }
+  /// Whether some key may be hidden from some query.
+  __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full) const {
+    if constexpr (Config::kListsBlocks) {
+      return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.step_metadata[step.stage].visible >= 0;
+    } else if constexpr (Config::kFindsSteps) {
+      if (step.is_past_end()) return false;
+      const ListedQueries& queries = rules_.found();
+      return (queries.visible >= 0 && queries.spare != 0) || !full.has(queries.tile);
+    } else {
+      return !full.has(step.tile);
+    }
+  }
+  /// Visible pairs by the words of a mask, by the window and by the lengths.
+  __device__ __forceinline__ bool find_masked(Visible& visible, const Steps& step,
+                                              const FullTiles& full_of_keys) const {
+    if (step.is_past_end()) return false;
+    const int tile = rules_.found().tile;
+    const bool cut = !full_of_keys.has(tile), masked = rules_.found().visible >= 0;
+    if (!cut && !masked) return false;
+    visible[0] = visible[1] = ~0u;
+    if (cut) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), tile * kBlockM, lane_);
+    if (masked) rules_.hide_pairs(visible);
+    return true;
+  }
+  /// Visible pairs by a bitmap and by the ends of the sequences.
+  __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {
+    if (step.is_past_end()) return false;
+    const ListedQueries queries = storage_.step_metadata[step.stage];
+    const int first_query = ptx::uniform(queries.tile) * kBlockM, of_bitmap = ptx::uniform(queries.visible);
+    const Sequence& sequence = work_tile_.sequence;
+    const bool cut =
+        first_query + kBlockM > sequence.seqlen_q || work_tile_.first_key + Config::kBlockN > sequence.seqlen_k;
+    if (!cut && of_bitmap < 0 && !work_tile_.large) return false;
+    visible[0] = visible[1] = ~0u;
+    if (cut) Tile::find_visible(visible, sequence, this->first_key(), first_query, lane_);
+    if (of_bitmap >= 0) {
+      const uint2* const g_warp = work_tile_.visible + int64_t{of_bitmap} * work_tile_.visible_stride;
+      const uint2 bits = __ldg(g_warp + (warpgroup_ * kWarpgroupWarps + warp_) * 32 + lane_);
+      visible[0] &= bits.x;
+      visible[1] &= bits.y;
+    }
+    return true;
+  }
+
+  /// Zeroes hidden weights, those of dV and those of dS, and bounds P. With dropout, p is computed from ds afterwards.
+  __device__ __forceinline__ void hide_weights(Weights& p, Weights& ds, const Visible& visible) const {
+    Tile::hide(Rules::kDrops ? ds : p, visible);
+    if (Rules::kTwoWeights && !Rules::kDrops) Tile::hide(ds, visible);
+    if (work_tile_.large) Tile::bound(Rules::kDrops ? ds : p);
+  }
+
+  // ---- Products: to be waited for, and what they have written fenced
+
+  /// dV += P dO
+  __device__ __forceinline__ static void start_sum(Sum& sum, const Weights& p, uint32_t grads) {
+#pragma unroll
+    for (int k = 0; k < Tile::kSteps; ++k)
+      ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, p[k], QueryTile::at(grads, QueryTile::down_rows(k)));
+    ptx::wgmma_commit();
+  }
+  /// dK += dS Q. A warp reads those rows of dS in shared memory that it has written, behind its own proxy fence alone:
+  /// PTX does not promise that a warp of a warpgroup reads no other rows of A; GPUs of compute capability 9.0 do so.
+  __device__ __forceinline__ static void start_ds_sum(Sum& sum, const Weights& ds, uint32_t ds_rows, uint32_t queries) {
+#pragma unroll
+    for (int k = 0; k < Tile::kSteps; ++k) {
+      const uint64_t rows = QueryTile::at(queries, QueryTile::down_rows(k));
+      if (k < Config::kDsSteps) {
+        ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, ds[k], rows);
+      } else {
+        ptx::wgmma_across<Element, true>(sum, DsTile::at(ds_rows, DsTile::along_row(k)), rows);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ static void fence_operands(Weights& pairs) {
+#pragma unroll
+    for (int k = 0; k < Tile::kSteps; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) pairs[k][e] = ptx::reread(pairs[k][e]);
+  }
+
+  // ---- Keys of this warpgroup, and what is not finite
+
+  __device__ __forceinline__ uint32_t s_ds_of_stage(uint32_t stage) const {
+    constexpr int kKeysBytes = kWarpgroupRows * Config::kDsQueries * 2;
+    return s_tiles_ + Config::kDsOffset + stage * Config::kDsBytes + warpgroup_ * kKeysBytes;
+  }
+
+  /// Sanitises Q and dO of a partial tile, by all consumers, which then wait for each other. A query with a finite lse
+  /// has finite Q and dO (row_terms.cuh), except that a sink may hide scores of -inf. All warps see the same lse, so
+  /// all of them come here or none.
+  __device__ __forceinline__ void sanitise_rows(const Steps& step) const {
+    wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
+    const int thread = warpgroup_ * kWarpgroupThreads + warp_ * 32 + lane_;
+    uint32_t s_tile = s_tiles_ + Config::kQueriesOffset + step.stage * Config::kQueryBytes;
+    const int to_grads = Config::kStages * Config::kQueryBytes +
+                         (Config::kBiased ? static_cast<int>(step.grad_stage() - step.stage) * Config::kQueryBytes : 0);
+#pragma unroll 1
+    for (int tile = 0; tile < 2; ++tile, s_tile += to_grads)
+      sanitise_tile<Element, Config::kQueryBytes, kConsumerThreads>(s_tile, thread);
+    ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, kConsumerThreads>();
+  }
+
+ protected:
+  Sum dk_, dv_;
+  Rules rules_;
+};
+
+}  // namespace flash_ext::sm90

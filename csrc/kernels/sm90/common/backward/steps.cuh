@@ -1,0 +1,99 @@
+// The steps of the pipelined loop: the query tiles that a CTA loops over, with the stages of their Q and dO.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/ptx/uniform.h"
+#include "scheduler.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Slots for the metadata of found steps: one more than stages of Q. That of step m + 2 is written when dS of step m is
+/// complete. By then dQ's warps have released dS of m - 2, and so have read its metadata, but they may not have begun m
+/// - 1.
+constexpr int kMetadataSlots = 4;
+
+/// The query tiles that a CTA loops over, with the stage of their Q and dO. They are kept in uniform registers, from
+/// which TMA takes its operands.
+template <class Config>
+struct BackwardPipelinedSteps {
+  const int first, past, stride, first_head, end_head;
+  int head, tile, left;
+  uint32_t stage = 0, parity = 0;
+  uint32_t count = 0;  // of steps before
+
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardPipelinedSteps(const Storage& storage)
+      : BackwardPipelinedSteps(storage.work_tile) {}
+  __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
+      : first(ptx::uniform(work_tile.order.first)),
+        past(ptx::uniform(work_tile.order.past)),
+        stride(Config::kTurns != TurnTaking::kNever ? ptx::uniform(work_tile.order.stride) : 1),
+        first_head(ptx::uniform(work_tile.sequence.head)),
+        end_head(ptx::uniform(work_tile.sequence.head + work_tile.heads)),
+        head(first_head),
+        tile(first),
+        left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin))) {}
+
+  /// The stage of dO and D.
+  __device__ __forceinline__ uint32_t grad_stage() const { return Config::kBiased ? count % 2 : stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return Config::kBiased ? count / 2 % 2 : parity; }
+  __device__ __forceinline__ bool takes_turns() const { return Config::kTurns != TurnTaking::kNever && stride < 0; }
+  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (takes_turns()) {
+      if (++head == end_head) head = first_head, tile += stride;
+    } else {
+      tile += stride;
+      if (tile == past) tile = first, ++head;
+    }
+    ++count;
+    if (++stage == Config::kStages) stage = 0, parity ^= 1;
+  }
+};
+
+/// The same where a list names the tiles. The metadata of a step comes with its Q.
+template <class Config>
+struct BackwardListedSteps {
+  int left;
+  uint32_t stage = 0, parity = 0;
+
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardListedSteps(const Storage& storage)
+      : left(ptx::uniform(storage.work_tile.tiles.end)) {}
+
+  __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
+  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (++stage == Config::kStages) stage = 0, parity ^= 1;
+  }
+};
+
+/// The same where a warp finds the steps as it goes. Their number is known before.
+template <class Config>
+struct BackwardFoundSteps {
+  int left;
+  uint32_t stage = 0, parity = 0, slot = 0;  // slot: of its metadata
+
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardFoundSteps(const Storage& storage) : left(ptx::uniform(storage.steps)) {}
+
+  __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
+  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (++stage == Config::kStages) stage = 0, parity ^= 1;
+    slot = (slot + 1) % kMetadataSlots;
+  }
+};
+
+template <class Config>
+using BackwardStepsOf = std::conditional_t<
+    Config::kListsBlocks, BackwardListedSteps<Config>,
+    std::conditional_t<Config::kFindsSteps, BackwardFoundSteps<Config>, BackwardPipelinedSteps<Config>>>;
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,36 @@
+// What kernels of the backward have in common of the storage of a CTA, behind the tiles in shared memory: row terms and
+// named barriers.
+#pragma once
+
+#include "kernels/common/ring.cuh"
+#include "kernels/sm90/common/barriers.h"
+#include "scheduler.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Metadata of the steps of a list, which comes with Q.
+template <class Config, bool kListsBlocks = Config::kListsBlocks>
+struct BackwardListedMetadata {};
+template <class Config>
+struct BackwardListedMetadata<Config, true> {
+  ListedQueries step_metadata[Config::kStages];
+};
+
+/// Row terms of the stages of Q and dO.
+template <class Config>
+struct BackwardStagedTerms : BackwardListedMetadata<Config> {
+  __align__(16) float lse[Config::kStages][Config::kBlockM];  // base 2
+  __align__(16) float minus_delta[Config::kStages][Config::kBlockM];
+};
+
+/// Named barriers of the consumers, after what the last arrival means. 0 is __syncthreads().
+template <class Config>
+struct BackwardBarriers {
+  enum Id : int {
+    kRowsSanitised = 1,                              // Q and dO of a stage, by all warpgroups
+    kKeysSanitised = 2,                              // K: one for each warpgroup
+    kKeptWritten = kKeysSanitised + Config::kGroups  // words of kept weights: one for each warpgroup
+  };
+};
+
+}  // namespace flash_ext::sm90
