@@ -45,7 +45,7 @@ def test_served(fields: dict[str, Any]) -> None:
         ({"has_bias": True}, "sm90/backward_options"),
         ({"softmax_scale": -1.0}, "sm80/backward"),
         ({"broadcast": True}, "sm80/backward"),
-        ({"head_dim_v": 8}, "sm90/backward"),
+        ({"head_dim_v": 8}, "sm90/backward_persistent"),
         ({"seqlen_q": 0}, "sm80/backward"),
         ({"compute_capability": 80}, "sm80/backward"),
         ({"own_kernels": False}, "sm80/backward"),
