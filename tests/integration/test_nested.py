@@ -184,6 +184,23 @@ def test_compiles_in_one_graph(device: str, lengths_k: list[int] | None) -> None
     assert_same(torch.autograd.grad(found.values().sum(), leaves), torch.autograd.grad(expected.values().sum(), leaves))
 
 
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": ...}, {"scale": 0.3}], ids=str)
+def test_sdpa_compiles_in_one_graph(device: str, options: dict[str, Any]) -> None:
+    q, k, v, leaves = triple(device)
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    if "attn_mask" in options:
+        options = {"attn_mask": torch.rand(40, 40, device=device) < 0.8}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flash_ext.scaled_dot_product_attention(query, key, value, **options) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(query, key, value), attend(query, key, value)
+    assert_same([found.values()], [expected.values()])
+    assert_same(torch.autograd.grad(found.values().sum(), leaves), torch.autograd.grad(expected.values().sum(), leaves))
+
+
 def test_autocast(device: str) -> None:
     q, k, v, _ = triple(device)
     with torch.autocast(device, dtype=torch.bfloat16):
