@@ -473,10 +473,15 @@ def test_continuous_batching(device: str, monkeypatch: pytest.MonkeyPatch) -> No
         for p in prompts
     ]
     calls = []
-    original = integration._attend_packed
-    monkeypatch.setattr(integration, "_attend_packed", lambda *a, **o: (calls.append(1), original(*a, **o))[1])
-    if "paged|sdpa" not in transformers.AttentionInterface._global_mapping:
-        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", integration.attention_forward)
+
+    def counted(function: Any) -> Any:
+        return lambda *args, **options: (calls.append(1), function(*args, **options))[1]
+
+    implementations = transformers.AttentionInterface._global_mapping
+    if "paged|sdpa" in implementations:
+        monkeypatch.setattr(integration, "_attend_packed", counted(integration._attend_packed))
+    else:  # which may also come with the mask as a matrix
+        monkeypatch.setitem(implementations, "sdpa", counted(integration.attention_forward))
         ours.set_attn_implementation("sdpa")  # type: ignore[operator]
     settings = dict(num_blocks=16, max_batch_tokens=64, auto_switch_to_flash=False)  # not all that a GPU has
     known = {field.name for field in dataclasses.fields(transformers.ContinuousBatchingConfig)}
