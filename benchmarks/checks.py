@@ -71,8 +71,10 @@ class Expected:
         batch_entries: int | None = None,
     ):
         """``heads_kv``: the key heads that are looked at; None: the first and the last. ``batch_entries``: so many of
-        the first ones; None: all."""
+        the first ones, or of the first packed sequences; None: all."""
         self._call, self._gradients_of, self._batch = call, tuple(gradients_of), slice(batch_entries)
+        if call.varlen and batch_entries is not None:
+            self._call, self._batch = _first_sequences(call, batch_entries)
         chosen = {0, call.k.shape[-2] - 1} if heads_kv is None else set(heads_kv)
         self._shares = [self._share(head_kv) for head_kv in sorted(chosen)]
 
@@ -169,6 +171,13 @@ def _cut_call(call: oracle.Call, head_kv: int, batch: slice) -> oracle.Call:
         options=options,
         grad_out=None if call.grad_out is None else call.grad_out[batch, ..., heads, :],
     )
+
+
+def _first_sequences(call: oracle.Call, count: int) -> tuple[oracle.Call, slice]:
+    """The call with the boundaries of its first sequences alone, and the rows of these, of q and k alike."""
+    ends = call.options["cu_seqlens_q"][: count + 1]
+    assert torch.equal(ends, call.options["cu_seqlens_k"][: count + 1])
+    return call.with_options(cu_seqlens_q=ends, cu_seqlens_k=ends), slice(int(ends[-1]))
 
 
 def _cut_result(call: oracle.Call, result: Result, head_kv: int, batch: slice) -> Result:

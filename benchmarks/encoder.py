@@ -1,7 +1,7 @@
 """``encoder``: an evaluated ``nn.TransformerEncoder``, as torch evaluates it and as ``flash_ext.convert`` makes it.
 
 Torch has fused operators for this, and nested tensors for a padded batch. Padded batches here have lengths from half of
-the longest on. The call is timed as it is, the host's part included, in inference_mode.
+the longest on. The call is timed as it is, the host's part included, in inference_mode and under no_grad.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -28,6 +28,10 @@ from benchmarks.timing import Candidate
 
 TORCH = "torch"
 PEERS = {TORCH: "nn.TransformerEncoder, evaluated by torch"}
+MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Problem:
     vision: bool
     compiled: bool
     dtype: str
+    mode: str
 
     @property
     def label(self) -> str:
@@ -51,7 +56,8 @@ class Problem:
 
     @property
     def heading(self) -> str:
-        return f"{self.dtype}, {self.layers} layers, {'compiled' if self.compiled else 'eager'}"
+        mode = "" if self.mode == "inference_mode" else f", {self.mode}"
+        return f"{self.dtype}, {self.layers} layers, {'compiled' if self.compiled else 'eager'}{mode}"
 
 
 # batch, seqlen, embed_dim, heads, padded, vision
@@ -75,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, help="default: 4; on a CPU 2")
     shapes = "batch x seqlen x embed_dim / heads, and a p behind where the batch is padded"
     parser.add_argument("--shapes", type=size, nargs="+", metavar="BxSxE/H", help=shapes)
+    parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=tuple(MODES), help="default: both")
     parser.add_argument("--compiled", action="store_true", help="also by torch.compile, both")
 
 
@@ -87,16 +94,21 @@ def work(chosen: argparse.Namespace, setting: Setting) -> list[Work]:
     sizes = chosen.shapes or (CPU_SIZES if on_cpu(chosen) else SIZES)[:: 2 if chosen.quick else 1]
     layers = chosen.layers or (2 if on_cpu(chosen) else 4)
     problems = [
-        Problem(batch, seqlen, embed_dim, heads, layers, padded, vision, compiled, name_of(dtype))
+        Problem(batch, seqlen, embed_dim, heads, layers, padded, vision, compiled, name_of(dtype), mode)
         for compiled in ((False, True) if chosen.compiled else (False,))
+        for mode in chosen.modes
         for dtype in dtypes_of(chosen)
         for batch, seqlen, embed_dim, heads, padded, vision in sizes
     ]
     return [partial(measure, problem, chosen.seed, setting) for problem in problems]
 
 
-@torch.inference_mode()
 def measure(problem: Problem, seed: int, setting: Setting) -> list[Row]:
+    with MODES[problem.mode]():
+        return [row_of(problem, seed, setting)]
+
+
+def row_of(problem: Problem, seed: int, setting: Setting) -> Row:
     device, dtype = setting.device, DTYPES[problem.dtype]
     theirs = make_encoder(problem, device).to(dtype)
     x = torch.randn(problem.batch, problem.seqlen, problem.embed_dim, device=device, dtype=dtype)
@@ -110,7 +122,7 @@ def measure(problem: Problem, seed: int, setting: Setting) -> list[Row]:
         result = lambda call=call: {"out": call()[seen]}  # noqa: E731
         comparison.add(name, Candidate(call), expected, result, required=name == OURS)
     row = {"table": problem.heading, "label": problem.label, "problem": asdict(problem), "missing": comparison.missing}
-    return [Row.timed(comparison.measure(setting), **row)]
+    return Row.timed(comparison.measure(setting), **row)
 
 
 def make_encoder(problem: Problem, device: torch.device) -> nn.TransformerEncoder:

@@ -38,6 +38,8 @@ DROPOUT = 0.1
 SHARE_VISIBLE = 0.9  # of the random masks
 ALSO_PEERS = ("flex",)
 UNEVEN = (1, 2, 5, 8)  # lengths of packed sequences, in sixteenths of the tokens
+MANY, CPU_MANY = 4096, 64  # sequences of a pack
+CHECKED_OF_MANY = 16
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def variants(size: Size) -> list[Variant]:
         *scores(plain, size),
         *sparse(plain, size),
         *packed(plain, size),
+        *packed_many(plain, size),
         with_options(plain, "deterministic", deterministic=True),
     ]
 
@@ -173,15 +176,32 @@ def packed(plain: Variant, size: Size) -> list[Variant]:
         "short": [short] * (tokens // short),
         "one long": [size.seqlen, *[16] * ((tokens - size.seqlen) // 16)],
     }
-    given = {name: with_lengths(plain, f"varlen, {name}", lengths, size) for name, lengths in packs.items()}
     return [
         found
-        for variant in given.values()
-        for found in (
-            variant,
-            with_options(variant, f"{variant.name}, no max_seqlen", max_seqlen_q=None, max_seqlen_k=None),
-        )
+        for name, lengths in packs.items()
+        for found in with_and_without_longest(with_lengths(plain, f"varlen, {name}", lengths, size))
     ]
+
+
+def packed_many(plain: Variant, size: Size) -> list[Variant]:
+    """Packs where a bound says least: thousands of short sequences, alone and beside one of 16 times the plain call's
+    length. Of an eighth of the heads, so that they take the plain call's time; the first sequences are checked."""
+    count, heads = CPU_MANY if size.device.type == "cpu" else MANY, max(1, size.heads // 8)
+    packs = {
+        f"{count} short": [max(1, size.seqlen // 16)] * count,
+        f"one of {16 * size.seqlen} beside {count - 1} of 16": [16] * (count - 1) + [16 * size.seqlen],
+    }
+    found: list[Variant] = []
+    for name, lengths in packs.items():
+        q, k, v, grad = (size.random(sum(lengths), heads, size.head_dim) for _ in range(4))
+        whole = replace(plain, call=Call(q, k, v, grad_out=grad), batch_entries=CHECKED_OF_MANY)
+        variant = with_lengths(whole, f"varlen, {name}", lengths, size)
+        found += with_and_without_longest(replace(variant, pairs=variant.pairs * heads / size.heads))
+    return found
+
+
+def with_and_without_longest(given: Variant) -> tuple[Variant, Variant]:
+    return given, with_options(given, f"{given.name}, no max_seqlen", max_seqlen_q=None, max_seqlen_k=None)
 
 
 def with_lengths(plain: Variant, name: str, lengths: Sequence[int], size: Size) -> Variant:
@@ -189,7 +209,8 @@ def with_lengths(plain: Variant, name: str, lengths: Sequence[int], size: Size) 
     ends = torch.tensor([0, *lengths]).cumsum(0).to(size.device, torch.int32)
     call = plain.call
     assert call.grad_out is not None
-    q, k, v, grad = (t.detach().flatten(0, 1)[:rows] for t in (call.q, call.k, call.v, call.grad_out))
+    tensors = (call.q, call.k, call.v, call.grad_out)
+    q, k, v, grad = (t.detach().flatten(0, -3)[:rows] for t in tensors)
     options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
     pairs = sum(length**2 for length in lengths) / (size.batch * size.seqlen**2)
     return replace(plain, name=name, call=Call(q, k, v, options, grad_out=grad), pairs=pairs)

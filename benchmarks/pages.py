@@ -171,9 +171,15 @@ def peak_memory() -> list[str]:
     return [f"{round(peak[name])}" for name in ("flash_ext", "fa2")]
 
 
+def encoder_rows(file: str) -> list[dict[str, Any]]:
+    """Those of inference_mode without torch.compile, where a record has others too."""
+    shown = {"compiled": False, "mode": "inference_mode"}  # older records have no mode
+    return [row for row in rows_of(file) if shown.items() <= {**shown, **row["problem"]}.items()]
+
+
 def encoder_bounds(file: str = "h200_encoder.json", dtype: str = "bfloat16") -> list[str]:
     """torch's time over that of the converted encoder."""
-    measured = [row["measured"] for row in rows_of(file) if row["problem"]["dtype"] == dtype]
+    measured = [row["measured"] for row in encoder_rows(file) if row["problem"]["dtype"] == dtype]
     return bounds([row["torch"] / row["flash_ext"] for row in measured], 2)
 
 
@@ -334,7 +340,7 @@ def host_cells(header: list[str], line: list[str]) -> list[str]:
 
 
 def encoder_cells(header: list[str], line: list[str]) -> list[str]:
-    (row,) = (row for row in rows_of("h200_encoder.json") if row["label"] == line[0].replace(TIMES, "x"))
+    (row,) = (row for row in encoder_rows("h200_encoder.json") if row["label"] == line[0].replace(TIMES, "x"))
     ours, theirs = row["measured"]["flash_ext"], row["measured"]["torch"]
     return [line[0], f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}{TIMES}"]
 
@@ -342,7 +348,7 @@ def encoder_cells(header: list[str], line: list[str]) -> list[str]:
 def cpu_encoder_cells(header: list[str], line: list[str]) -> list[str]:
     found = [line[0]]
     for dtype in ("bfloat16", "float32"):
-        rows = [row for row in rows_of("cpu_encoder.json") if row["problem"]["dtype"] == dtype]
+        rows = [row for row in encoder_rows("cpu_encoder.json") if row["problem"]["dtype"] == dtype]
         (measured,) = (row["measured"] for row in rows if row["label"] == line[0].replace(TIMES, "x"))
         ours, theirs = measured["flash_ext"], measured["torch"]
         found += [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}{TIMES}"]

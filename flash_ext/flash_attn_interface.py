@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from flash_ext import head_dims
-from flash_ext.argument_checks import as_flag, as_integer, as_number, as_pair, check_tensors, errors_name
+from flash_ext.argument_checks import (
+    as_flag,
+    as_integer,
+    as_number,
+    as_pair,
+    check_optional_tensors,
+    check_tensors,
+    errors_name,
+)
 from flash_ext.functional import draw_rng_state
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -30,7 +38,6 @@ _errors_name_packed_qkv = errors_name(
     cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens", max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen",
 )  # fmt: skip
 _errors_name_kv = errors_name(k="kv", v="kv")
-_errors_name_pages = errors_name(k_cache="k", v_cache="v", cache_seqlens="cu_seqlens_k")
 
 
 def flash_attn_func(
@@ -202,7 +209,7 @@ def flash_attn_varlen_func(
     if as_number("dropout_p", dropout_p) != 0:
         raise ValueError(f"dropout_p must be 0 with block_table, got {dropout_p}")
     as_flag("deterministic", deterministic)  # there is no backward
-    out, lse = _attend_to_pages(q, k, v, block_table, cu_seqlens_k, max_seqlen_k, **options)
+    out, lse = attend_to_pages(q, k, v, block_table, cu_seqlens_k, max_seqlen_k, **options)
     return (out, lse, out.new_empty(0)) if as_flag("return_attn_probs", return_attn_probs) else out
 
 
@@ -428,8 +435,7 @@ def _attend(
         return out, lse, head_dims.weights(q, k, lse, options)
 
 
-@_errors_name_pages
-def _attend_to_pages(
+def attend_to_pages(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -439,14 +445,25 @@ def _attend_to_pages(
     *,
     cu_seqlens_q: Tensor,
     window_size: Window,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``decode`` for packed queries, with flash-attn's names in its errors. Where seqused_k is given, its
+    lengths hold in place of those of cu_seqlens_k."""
     check_tensors(q=q, k=k, v=v, block_table=block_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_optional_tensors(seqused_k=seqused_k, leftpad_k=leftpad_k)
+    max_seqlen_k = as_integer("max_seqlen_k", max_seqlen_k)
     if k.dim() != 4 or block_table.dim() != 2:
         raise ValueError(
-            "k must be (num_blocks, page_block_size, nheads_k, headdim) and block_table (batch, max_num_blocks_per_seq)"
-            f", got {tuple(k.shape)} and {tuple(block_table.shape)}"
+            "k and block_table must be (num_blocks, page_block_size, nheads_k, headdim) and (batch, "
+            f"max_num_blocks_per_seq), got {tuple(k.shape)} and {tuple(block_table.shape)}"
         )
-    _check_cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
-    options |= dict(cache_seqlens=cu_seqlens_k.diff(), block_table=block_table, window_size=read_window(window_size))
-    return head_dims.decode(q, k, v, cu_seqlens_q=cu_seqlens_q, **options)
+    lengths = seqused_k
+    if lengths is None:
+        _check_cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
+        lengths = cu_seqlens_k.diff()
+    name = "cu_seqlens_k" if seqused_k is None else "seqused_k"
+    decode = errors_name(k_cache="k", v_cache="v", cache_seqlens=name, cache_leftpad="leftpad_k")(head_dims.decode)
+    options |= dict(cache_seqlens=lengths, cache_leftpad=leftpad_k, window_size=read_window(window_size))
+    return decode(q, k, v, cu_seqlens_q=cu_seqlens_q, block_table=block_table, **options)

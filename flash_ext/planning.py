@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flash_ext._plan as _plan
+from flash_ext import nested
 from flash_ext.argument_checks import as_flag, check_names, check_tensors, describe
 from flash_ext.eager import call
 from flash_ext.functional import DECODE_OPTIONS, SCORE_OPTIONS, _decode_options, _score_options
@@ -51,6 +52,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **o
     """
     _check_options("supports()", operation, options)
     try:
+        q, k, v, options = _packed(q, k, v, operation, options)
         check_tensors(q=q, k=k, v=v)
         _check_flags(options)
         ok, reason = _plan.supports(_plan.Problem(operation=operation, **describe_device(q.device, q.dtype)))
@@ -127,6 +129,7 @@ def problem_of(
 
     Args and Raises: as for ``explain``, except errors of the plan.
     """
+    q, k, v, options = _packed(q, k, v, operation, options)
     check_tensors(q=q, k=k, v=v)
     _check_memory(q=q, k=k, v=v)
     _check_flags(dict(deterministic=deterministic, return_lse=return_lse, signed=signed))
@@ -137,6 +140,16 @@ def problem_of(
     value = None if operation in _WITHOUT_VALUES else v
     scores = _with_seed(_score_options(q, k, **options), q)
     return _plan.problem_of(call(_OPS.attention_describe.default, q, k, value, operation, deterministic, *scores))
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, operation: str, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """The call that ``attention`` makes of one with nested tensors; others as they are."""
+    if operation not in ("forward", "backward") or not isinstance(q, Tensor) or not q.is_nested:
+        return q, k, v, options
+    rows, options = nested.as_packed(q, k, v, options)
+    return *rows, options
 
 
 def _check_memory(**tensors: Tensor) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, rename_arguments
+from flash_ext import nested
+from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, errors_name
 from flash_ext.functional import attention
 from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim, scale_of
 from flash_ext.integrations import aten_fused
-from flash_ext.nested import attend_heads_first
 from flash_ext.torch_private import CAUSAL_BIAS, in_context_parallel, is_any_autocast_enabled, is_instance
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale", "bias": "attn_mask", "mask": "attn_mask"}
@@ -35,7 +35,8 @@ def scaled_dot_product_attention(
     backends combine the two instead.
 
     Args:
-        query: (..., heads, L, E), (heads, L, E) or (L, E).
+        query: (..., heads, L, E), (heads, L, E) or (L, E); or, with key and value likewise, a jagged nested tensor
+            (batch, heads, jagged L, E), where attn_mask counts from the start of each sequence.
         key: (..., heads, S, E). Dimensions before the last two broadcast.
         value: (..., heads, S, Ev).
         attn_mask: bool (True = visible) or floating (added to the scores, differentiable), broadcasts to
@@ -60,17 +61,7 @@ def scaled_dot_product_attention(
     if scale is not None and type(scale) is not float:
         scale = as_number("scale", scale, "multiply query by it, which gives it its gradient too")
     if isinstance(query, Tensor) and query.is_nested:
-        return attend_heads_first(
-            attention,
-            query,
-            key,
-            value,
-            attn_mask,
-            causal=is_causal,
-            top_left=True,
-            softmax_scale=scale,
-            dropout_p=dropout_p,
-        )
+        return _attend_to_nested(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not is_any_autocast_enabled() and not in_context_parallel():
         fused = aten_fused.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if fused is not None:
@@ -91,24 +82,69 @@ def scaled_dot_product_attention(
             is_causal, top_left = True, _starts_at_top_left(attn_mask, q.shape[1], k.shape[1])
         else:
             visible, bias = _split_mask(attn_mask, lead, (*lead, q.shape[2], q.shape[1], k.shape[1]))
-    try:
-        out = attention(
-            q,
-            k,
-            v,
-            causal=is_causal,
-            top_left=top_left,
-            softmax_scale=scale_of(query, scale),
-            mask=visible,
-            bias=bias,
-            dropout_p=dropout_p,
-        )
-    except (RuntimeError, ValueError, TypeError) as error:
-        rename_arguments(error, _NAMES)
-        raise
-    assert isinstance(out, Tensor)
+    out = _attend(
+        q,
+        k,
+        v,
+        causal=is_causal,
+        top_left=top_left,
+        softmax_scale=scale_of(query, scale),
+        mask=visible,
+        bias=bias,
+        dropout_p=dropout_p,
+    )
     out = cut_head_dim(out, value.shape[-1]).transpose(1, 2)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
+
+
+@errors_name(**_NAMES)
+def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    out = attention(q, k, v, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _attend_to_nested(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention of (batch, heads, jagged seqlen, head_dim). Their values are (heads, total, head_dim)."""
+    shape = "(batch, heads, jagged seqlen, head_dim)"
+    query_rows, key_rows, value_rows = nested.values(2, shape, query=query, key=key, value=value)
+    check_head_dims({"query": query_rows, "key": key_rows}, {"value": value_rows})
+    options: dict[str, Any] = {}
+    if attn_mask is not None:
+        _check_mask(attn_mask, is_causal)
+        options = _mask_of_nested(attn_mask, query, key)
+    rows = (pad_head_dim(x).transpose(0, 1) for x in _match_heads(query_rows, key_rows, value_rows, enable_gqa))
+    options |= _lengths_of_nested(query, key, value)
+    scaled = scale_of(query_rows, scale)
+    out = _attend(*rows, causal=is_causal, top_left=True, softmax_scale=scaled, dropout_p=dropout_p, **options)
+    return nested.like(query, cut_head_dim(out, value_rows.shape[-1]), 1).transpose(1, 2)
+
+
+_lengths_of_nested = errors_name(**_NAMES)(nested.lengths)
+
+
+def _mask_of_nested(attn_mask: Tensor, query: Tensor, key: Tensor) -> dict[str, Any]:
+    if is_instance(attn_mask, CAUSAL_BIAS):
+        raise TypeError(
+            "attn_mask must be a Tensor or None with nested tensors, got a CausalBias: is_causal=True means "
+            "causal_upper_left of each sequence"
+        )
+    sizes = zip(attn_mask.shape[-2:], (nested.longest(query), nested.longest(key)), strict=True)
+    if attn_mask.dim() > 4 or any(size != 1 and longest is not None and size < longest for size, longest in sizes):
+        raise RuntimeError(
+            f"attn_mask must broadcast to (batch, heads, longest L, longest S), got shape {tuple(attn_mask.shape)}"
+        )
+    name = "mask" if attn_mask.dtype == torch.bool else "bias"
+    return {name: attn_mask[(None,) * (4 - attn_mask.dim())]}
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
@@ -122,8 +158,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
             f"value must have as many rows as key: expected {key.shape[-2]} in the second dimension from last, "
             f"got shape {tuple(value.shape)}"
         )
-    if attn_mask is None:
-        return
+    if attn_mask is not None:
+        _check_mask(attn_mask, is_causal)
+
+
+def _check_mask(attn_mask: Tensor, is_causal: bool) -> None:
     if is_causal:
         raise RuntimeError("attn_mask must be None with is_causal=True")
     if type(attn_mask) is not Tensor or attn_mask.is_nested or attn_mask.layout is not torch.strided:

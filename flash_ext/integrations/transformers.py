@@ -97,7 +97,7 @@ def attention_forward(
         attention_mask: of ``make_mask``, or any that SDPA takes: bool (True = visible) or floating (added).
         dropout, scaling, softcap: as for ``flash_ext.attention``.
         is_causal: where there is no mask; None: as the module says.
-        sliding_window: how many keys a query sees, its own included; a mask has it already.
+        sliding_window: how many keys a query sees, its own included, at least 1; a mask has it already.
         s_aux: (heads_q), the sinks.
         position_bias: (batch|1, heads_q|1, q_length|1, kv_length|1), added to the scores. Differentiable.
         deterministic: as for ``flash_ext.attention``.
@@ -178,11 +178,12 @@ def _options_of_mask(
         mask = _collapse(mask)
         return k, v, {"mask" if mask.dtype == torch.bool else "bias": mask}
     q_length = q.shape[1]
+    window = _window_of(None, is_causal, sliding_window)
     if not is_causal:
         return k, v, {}
     if q_length > 1 and k.shape[1] > q_length:  # a cache with room for more, of which the start is filled
         k, v = k[:, :q_length], v[:, :q_length]
-    return k, v, _window_of(None, is_causal, sliding_window)
+    return k, v, window
 
 
 def _options_of_rules(
@@ -214,6 +215,8 @@ def _options_of_rules(
 def _window_of(mask: Tensor | None, is_causal: bool, sliding_window: int | None) -> dict[str, Any]:
     if isinstance(mask, VisibilityMask) and mask.visibility is not None:
         return {"window_size": (mask.visibility.left, mask.visibility.right)}
+    if sliding_window is not None and sliding_window < 1:  # transformers' own implementations differ on it
+        raise ValueError(f"sliding_window must be None or at least 1, got {sliding_window}")
     left = -1 if sliding_window is None else sliding_window - 1
     return {"window_size": (left, 0 if is_causal else left)}
 

@@ -69,7 +69,7 @@ def _read(function: Any) -> Rule | None:
         return _read_all(captured["mask_functions"])
     if code is _WINDOW and captured["sliding_window"] > 0:
         return Rule(left=captured["sliding_window"] - 1)
-    if code is _WINDOW_OF_BOTH_SIDES:
+    if code is _WINDOW_OF_BOTH_SIDES and captured["sliding_window"] >= 0:
         return Rule(left=captured["sliding_window"], right=captured["sliding_window"])
     if code is _DOCUMENTS:
         return Rule(documents=captured["packed_sequence_mask"])

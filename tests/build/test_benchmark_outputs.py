@@ -219,7 +219,7 @@ def test_options_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setitem(peers.PEERS, "flash_attn", package)
     assert names_of_options_with("flash_attn", monkeypatch, tmp_path / "run.json") == {
         "plain", "softcap", "ALiBi", "dropout 0.1", "causal", "window 4", "varlen, even", "varlen, uneven",
-        "varlen, short", "varlen, one long", "deterministic",
+        "varlen, short", "varlen, one long", "varlen, 64 short", "varlen, one of 512 beside 63 of 16", "deterministic",
     }  # fmt: skip
 
 
@@ -251,6 +251,21 @@ def names_of_options_with(peer: str, monkeypatch: pytest.MonkeyPatch, file: Path
     taken = {kept.label for kept in rows if peer in kept.measured}
     assert not taken & {kept.label for kept in rows if peer in kept.missing}
     return taken
+
+
+def test_packed_sequences_are_checked_up_to_some() -> None:
+    lengths = [5, 3, 9, 4]
+    call = dataclasses.replace(oracle.make_varlen_call(lengths, lengths).with_random_gradients(), grad_lse=None)
+    result = oracle.run_library(call, ("q", "k", "v"))
+    expected = Expected(call, ("q", "k", "v"), batch_entries=2)
+    del result["lse"]
+    result["out"][8:], result["dk"][8:] = 3.0, 3.0
+    expected.check("right in the first two", result)
+    for name in ("out", "dk"):
+        wrong = {**result, name: result[name].clone()}
+        wrong[name][7] = 3.0
+        with pytest.raises(WrongOutput, match=f"{name} is off"):
+            expected.check("wrong", wrong)
 
 
 def test_selected_options(tmp_path: Path) -> None:

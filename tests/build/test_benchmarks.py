@@ -6,14 +6,17 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import (
     cpu,
+    encoder,
     forward_backward,
     masks,
+    pages,
     report,
     timing,
 )
@@ -91,13 +94,32 @@ def test_plot(benchmark: str, tmp_path: Path) -> None:
     assert (tmp_path / "run.svg").stat().st_size > 0
 
 
-def test_encoder_compiled(tmp_path: Path) -> None:
+def test_encoder_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages show the rows that have always been there, whatever else a record has."""
     torch._dynamo.reset()
+    seen: list[tuple[bool, bool]] = []
+    original = encoder.evaluation
+
+    def evaluation(model: Any, x: Any, padding: Any, compiled: bool) -> Any:
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return original(model, x, padding, compiled)
+
+    monkeypatch.setattr(encoder, "evaluation", evaluation)
     with torch._dynamo.config.patch(suppress_errors=True):  # there may be no compiler: then it runs as it is
         assert run("encoder", "--compiled", "--json", str(tmp_path / "run.json")) == 0
-    assert [kept_row.problem["compiled"] for kept_row in report.read(tmp_path / "run.json").rows] == [False] * 2 + [
-        True
-    ] * 2
+    kept = report.read(tmp_path / "run.json")
+    of_rows = [(row.problem["compiled"], row.problem["mode"]) for row in kept.rows]
+    modes = ["inference_mode"] * 2 + ["no_grad"] * 2
+    assert of_rows == [(compiled, mode) for compiled in (False, True) for mode in modes]
+    assert seen == [(mode == "inference_mode", False) for _, mode in of_rows for _ in (OURS, "torch")]
+    assert len({(row.table, row.label) for row in kept.rows}) == len(kept.rows)
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    monkeypatch.setattr(pages, "rows_of", lambda file: rows)
+    label = rows[0]["label"].replace("x", pages.TIMES)
+    times = rows[0]["measured"]
+    assert pages.encoder_cells([], [label])[1:3] == [f"{times[name]:.2f}" for name in (OURS, "torch")]
+    ratios = [row["measured"]["torch"] / row["measured"][OURS] for row in rows[:2]]
+    assert pages.encoder_bounds(dtype=rows[0]["problem"]["dtype"]) == pages.bounds(ratios, 2)
 
 
 def test_preset_of_the_cpu(tmp_path: Path) -> None:

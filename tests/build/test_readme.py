@@ -64,6 +64,21 @@ def test_figures_are_those_of_the_records(figure: pages.Table | pages.Sentence |
     assert figure.apply(text) == text
 
 
+def test_encoders_that_gain_little_on_a_cpu() -> None:
+    """The rows that docs/performance.md names, with the reason."""
+    found = {
+        (file, row["problem"]["dtype"], row["label"].partition(",")[0])
+        for file in ("cpu_encoder.json", "cpu_epyc_encoder.json")
+        for row in pages.encoder_rows(file)
+        if row["measured"]["torch"] < 1.05 * row["measured"]["flash_ext"]
+    }
+    sizes = [(dtype, size) for dtype in ("bfloat16", "float32") for size in ("16 x 128", "16 x 197")]
+    assert found == {("cpu_encoder.json", "float32", "16 x 128"), *(("cpu_epyc_encoder.json", *s) for s in sizes)}
+    text = " ".join((pages.ROOT / pages.PERFORMANCE).read_text().split())
+    named = "float32 16 x 128 on the Xeon, and on the EPYC 16 x 128 and the ViT in both dtypes"
+    assert f"Less than a twentieth faster are {named}.".replace("x 1", f"{pages.TIMES} 1") in text
+
+
 def test_where_a_peer_may_have_the_faster_forward_it_is_by_one_percent() -> None:
     """The page on performance says how many: by the lower quartile of the ratios, where the record has it."""
     assert all(ratio >= 0.99 for ratio in pages.contested_forwards().values())

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nested import nested_tensor_from_jagged
 from torch.nn.attention.bias import causal_upper_left
 
 import flash_ext
@@ -195,6 +196,22 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     "BlockMask.plot": lambda: dict(self=flash_ext.BlockMask.causal(3, 3)),
     "BlockMask.from_flex": lambda: dict(block_mask=flex_block_mask()),
 }
+
+
+def nested(heads_first: bool, **more: Any) -> dict[str, Any]:
+    """q, k and v of two sequences, of 3 and 2 rows."""
+    offsets = torch.tensor([0, 3, 5])
+    made = (nested_tensor_from_jagged(random(5, 2, 8), offsets) for _ in range(3))
+    names = ("query", "key", "value") if heads_first else ("q", "k", "v")
+    return {name: x.transpose(1, 2) if heads_first else x for name, x in zip(names, made, strict=True)} | more
+
+
+NESTED: dict[str, Callable[[], dict[str, Any]]] = {  # the functions that take nested tensors
+    "attention": lambda: nested(False),
+    "supports": lambda: nested(False),
+    "explain": lambda: nested(False),
+    "scaled_dot_product_attention": lambda: nested(True),
+}
 WITHOUT_ARGUMENTS = {
     "build_info",
     "doctor",
@@ -242,17 +259,11 @@ INTERNAL = {"q", "k", "v", "softmax_scale", "k_cache", "v_cache", "cu_seqlens_q"
 DUMPS = r"incompatible function arguments|Expected a value of type|Declaration:|invalid combination|object has no"
 
 
-@pytest.mark.parametrize(("name", "argument"), cases(), ids=str)
-def test_wrong_types(name: str, argument: str) -> None:
-    good = GOOD[name]()
-    call(name, good)
+def assert_wrong_types_are_named(name: str, argument: str, good: dict[str, Any], taken: set[str]) -> None:
     parameters = arguments_of(name)
     foreign = INTERNAL - parameters.keys()
-    wrong = WRONG[parameters[argument]]
-    if argument in ALONE and parameters[argument] == "Tensor | None":
-        good[ALONE[argument]] = random(2, 1, 2, 8)
-    for kind, make in wrong.items():
-        if (name, argument, kind) in TAKEN:
+    for kind, make in WRONG[parameters[argument]].items():
+        if kind in taken:
             continue
         with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
             call(name, {**good, argument: make()})
@@ -262,6 +273,23 @@ def test_wrong_types(name: str, argument: str) -> None:
         assert not re.search(DUMPS, message), f"{kind}: {message}"
         assert not [word for word in foreign if re.search(rf"\b{word}\b", message)], f"{kind}: {message}"
         assert len(message) < 400, f"{kind}: {message}"
+
+
+@pytest.mark.parametrize(("name", "argument"), cases(), ids=str)
+def test_wrong_types(name: str, argument: str) -> None:
+    good = GOOD[name]()
+    call(name, good)
+    if argument in ALONE and arguments_of(name)[argument] == "Tensor | None":
+        good[ALONE[argument]] = random(2, 1, 2, 8)
+    taken = {kind for function, parameter, kind in TAKEN if (function, parameter) == (name, argument)}
+    assert_wrong_types_are_named(name, argument, good, taken)
+
+
+@pytest.mark.parametrize(("name", "argument"), [case for case in cases() if case[0] in NESTED], ids=str)
+def test_wrong_types_beside_nested_tensors(name: str, argument: str) -> None:
+    good = NESTED[name]()
+    call(name, good)
+    assert_wrong_types_are_named(name, argument, good, set())
 
 
 def test_each_function_has_a_good_call() -> None:
@@ -427,6 +455,47 @@ VALUES: list[tuple[str, str, str, Callable[[], Any]]] = [
     ("explain", "q", "three dimensions", lambda: random(3, 2, 8)),
     ("explain", "v", "five dimensions", lambda: random(2, 2, 3, 2, 8)),
 ]
+
+
+# The same where the sequences are nested.
+NESTED_VALUES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "key-dtype": ("key", lambda: nested(True)["query"].half()),
+    "key-on another device": ("key", lambda: nested(True)["query"].to("meta")),
+    "key-dense": ("key", lambda: random(2, 2, 3, 8)),
+    "key-batch": ("key", lambda: of_lengths([3, 1, 1])),
+    "key-head_dim": ("key", lambda: of_lengths([3, 2], head_dim=5)),
+    "query-head_dim": ("query", lambda: of_lengths([3, 2], head_dim=257)),
+    "value-head_dim": ("value", lambda: of_lengths([3, 2], head_dim=257)),
+    "value-other offsets": ("value", lambda: of_lengths([3, 2])),
+    "value-more heads": ("value", lambda: of_lengths([3, 2], heads=3)),
+    "query-rows first": ("query", lambda: nested(False)["q"]),
+    "query-integer": ("query", lambda: nested(True)["query"].int()),
+    "attn_mask-integer": ("attn_mask", lambda: torch.ones(3, 3).int()),
+    "attn_mask-shorter than a sequence": ("attn_mask", lambda: torch.ones(2, 3)),
+    "attn_mask-narrower than a sequence": ("attn_mask", lambda: torch.ones(3, 2)),
+    "attn_mask-of one dimension": ("attn_mask", lambda: torch.ones(3)),
+    "attn_mask-of five dimensions": ("attn_mask", lambda: torch.ones(1, 1, 1, 3, 3)),
+    "attn_mask-heads": ("attn_mask", lambda: torch.ones(3, 3, 3)),
+    "attn_mask-on another device": ("attn_mask", lambda: torch.ones(3, 3, device="meta")),
+    "scale-nan": ("scale", lambda: math.nan),
+    "dropout_p-above one": ("dropout_p", lambda: 1.5),
+}
+
+
+def of_lengths(lengths: list[int], heads: int = 2, head_dim: int = 8) -> Any:
+    """(batch, heads, jagged seqlen, head_dim)."""
+    offsets = cumulative(lengths, "cpu").long()
+    return nested_tensor_from_jagged(random(sum(lengths), heads, head_dim), offsets).transpose(1, 2)
+
+
+@pytest.mark.parametrize("case", NESTED_VALUES)
+def test_wrong_values_beside_nested_tensors(case: str) -> None:
+    argument, make = NESTED_VALUES[case]
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        flash_ext.scaled_dot_product_attention(**{**nested(True), argument: make()})
+    message = str(caught.value)
+    assert re.search(rf"\b{argument}\b", message), message
+    assert not re.search(r"\b(q|k|v|bias|mask|softmax_scale|cu_seqlens_\w|max_seqlen_\w)\b", message), message
 
 
 def quantized(*shape: int) -> Tensor:

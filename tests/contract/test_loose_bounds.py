@@ -280,22 +280,24 @@ def test_memory_does_not_grow_with_the_bound(device: str, dtype: torch.dtype, de
 @pytest.mark.parametrize("dtype", dtypes_of("cuda"), ids=str)
 @pytest.mark.parametrize("lengths", [[64] * 2000, [4096, *[16] * 2000]], ids=["short", "one_long"])
 def test_time_does_not_grow_with_the_bound(device: str, dtype: torch.dtype, lengths: list[int]) -> None:
-    """A grid of the bound takes a hundred times as long; what else runs on the GPU may double a time."""
+    """A grid of the bound takes a hundred times as long. Of turns of some calls each, the fastest counts, which is one
+    that nothing else on the GPU has slowed down. The list of tiles is the only price: up to 0.05 ms of a call."""
     if device == "cpu":
         pytest.skip("measured by CUDA events")
-    call = make_pack(lengths, device, dtype, head_dim=64, causal=True)
-
-    def milliseconds(bound: Bound) -> float:
-        loose, times = with_bound(call, bound), []
-        for _ in range(7):
+    call, calls = make_pack(lengths, device, dtype, head_dim=64, causal=True), 10
+    exact: Bound = lambda longest, total: longest  # noqa: E731
+    times: dict[str, list[float]] = {}
+    for _ in range(8):
+        for name, bound in {"exact": exact, **BOUNDS}.items():
+            loose = with_bound(call, bound)
+            torch.cuda._sleep(10_000_000)  # the device waits for the host, which then no longer shows in the time
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            run_library(loose, ("q", "k", "v"))
+            for _ in range(calls):
+                run_library(loose, ("q", "k", "v"))
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end))
-        return sorted(times)[1]
-
-    exact = milliseconds(lambda longest, total: longest)
-    for bound in BOUNDS.values():
-        assert milliseconds(bound) < 2 * exact + 0.3
+            times.setdefault(name, []).append(start.elapsed_time(end) / calls)
+    fastest = {name: min(found) for name, found in times.items()}
+    for name in BOUNDS:
+        assert fastest[name] < 1.3 * fastest["exact"] + 0.05, fastest

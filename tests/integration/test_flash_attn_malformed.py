@@ -26,6 +26,9 @@ OUT: dict[str, Any] = dict(dout=Q, q=Q, k=Q, v=Q, out=Q, softmax_lse=torch.ones(
 PACKED_OUT = {name: x[0] for name, x in OUT.items()}
 PACKED_INTO = {name: x[0] if name in ("dq", "dk", "dv") else x for name, x in INTO.items()}
 ROWS = (Q[0], Q[0], Q[0])
+PAGED: dict[str, Any] = dict(q=Q[0], k=Q.view(2, 4, 2, 16), v=Q.view(2, 4, 2, 16))
+PAGED |= dict(block_table=torch.tensor([[1, 0]]).int(), return_softmax=False)
+USED_PAGES = PAGED | dict(seqused_k=torch.tensor([5]).int())
 CALLS: dict[str, partial[Any]] = {
     "3 func": partial(interface_3.flash_attn_func, Q, Q, Q),
     "3 varlen": partial(interface_3.flash_attn_varlen_func, *ROWS, **ENDS),
@@ -35,6 +38,8 @@ CALLS: dict[str, partial[Any]] = {
     "3 backward": partial(interface_3._flash_attn_backward, **OUT, dq=Q, dk=Q, dv=Q),
     "forward": partial(interface_2._flash_attn_forward, Q, Q, Q, **SCORES, return_softmax=False),
     "varlen forward": partial(interface_2._flash_attn_varlen_forward, *ROWS, **ENDS, **SCORES),
+    "paged forward": partial(interface_2._flash_attn_varlen_forward, **PAGED, **ENDS, **SCORES),
+    "paged forward of used keys": partial(interface_2._flash_attn_varlen_forward, **USED_PAGES, **ENDS, **SCORES),
     "backward": partial(interface_2._flash_attn_backward, **OUT, **SCORES, **INTO),
     "varlen backward": partial(interface_2._flash_attn_varlen_backward, **PACKED_OUT, **ENDS, **SCORES, **PACKED_INTO),
 }
@@ -55,12 +60,26 @@ WRONG: dict[str, list[Any]] = {
     "return_softmax_lse": ["x"],
     "scheduler_metadata": ["x"],
     "page_table": [[1]],
+    "block_table": [[1]],
+    "leftpad_k": [[1], torch.zeros(1)],
     "cu_seqlens_q": [[1]],
-    "seqused_k": [[1]],
+    "cu_seqlens_k": [[0, 8]],
+    "max_seqlen_q": [6.5, "x"],
+    "max_seqlen_k": [6.5, "x"],
+    "seqused_k": [[1], torch.ones(1)],
+    "zero_tensors": ["x", None],
     "alibi_slopes": [[1.0]],
     "q": [None],
     "dq": [[1], torch.empty(3, 1, 8, 2, 16), torch.empty(1, 8, 2, 24)],
     "dv": [torch.empty(1, 8, 1, 16)],
+}
+WRONG_WITH_PAGES: dict[str, list[Any]] = {
+    "k": [torch.ones(8, 2, 16), torch.ones(2, 4, 2, 8)],
+    "v": [torch.ones(2, 3, 2, 16)],
+    "block_table": [torch.zeros(2).int(), torch.tensor([[7, 0]]).int()],
+    "cu_seqlens_k": [None, torch.tensor([0, 8]), torch.tensor([5, 3]).int()],
+    "max_seqlen_k": [4],
+    "leftpad_k": [torch.tensor([9]).int()],
 }
 ALSO_CALLED = dict.fromkeys(("window_size", "window_size_left"), "window_left|window_size")
 
@@ -69,7 +88,8 @@ def cases() -> Iterator[Any]:
     for name, call in CALLS.items():
         parameters = inspect.signature(call.func).parameters
         positional = list(parameters)[: len(call.args)]
-        for argument, values in WRONG.items():
+        wrong = WRONG | (WRONG_WITH_PAGES if name == "paged forward" else {})
+        for argument, values in wrong.items():
             if argument in parameters and argument not in positional:
                 yield from (pytest.param(name, argument, x, id=f"{name}-{argument}-{shown(x)}") for x in values)
 
@@ -87,6 +107,11 @@ def test_wrong_arguments(name: str, argument: str, value: Any) -> None:
         call(**{argument: value})
     foreign = "Expected a value of type|object has no|unexpected keyword|not subscriptable"
     assert not re.search(foreign, str(raised.value))
+
+
+def varlen_fwd(zero_tensors: Any) -> Any:
+    ends = (ENDS["cu_seqlens_q"], ENDS["cu_seqlens_k"], None, None, None, None, 8, 8)
+    return extension_2.varlen_fwd(*ROWS, None, *ends, 0.0, 0.3, zero_tensors, False, -1, -1, 0.0, False, None)
 
 
 LSES = torch.ones(3, 2, 7, 4)
@@ -127,6 +152,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: interface_3.flash_attn_qkvpacked_func(HEADS.unflatten(2, (3, 4)), num_heads_q=2),
         r"num_heads_q must be that of qkv \(2, 7, 3, 4, 16\), 4, got 2",
     ),
+    "zero_tensors of the extension": (lambda: varlen_fwd("x"), "zero_tensors must be True or False, got str 'x'"),
     "out_": (
         lambda: extension_2.fwd(Q, Q, Q, torch.empty(3, 1, 8, 2, 16), None, 0.0, 0.3, False, -1, -1, 0.0, False, None),
         r"out_ must have shape \(1, 8, 2, 16\), got \(3, 1, 8, 2, 16\)",

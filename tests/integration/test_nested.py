@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
+from torch.nn.attention.bias import causal_upper_left
 
 import flash_ext
 from tests.oracle import cumulative, random
@@ -103,16 +105,66 @@ def test_holes_between_sequences(device: str, causal: bool) -> None:
         assert_same([found[None]], [flash_ext.attention(*[rows[None]] * 3, causal=causal)])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_sdpa(device: str, is_causal: bool, masked: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": ...}], ids=["plain", "causal", "masked"])
+def test_sdpa(device: str, options: dict[str, Any]) -> None:
     q, k, v, _ = triple(device, LENGTHS_K)
-    mask = torch.rand(40, 33, device=device) < 0.8 if masked else None
+    expected = {"causal": options.get("is_causal", False), "top_left": True}
+    if "attn_mask" in options:
+        mask = torch.rand(40, 33, device=device) < 0.8
+        options, expected = {"attn_mask": mask}, expected | {"mask": mask[None, None]}
     turned = (x.transpose(1, 2) for x in (q, k, v))
-    out = flash_ext.scaled_dot_product_attention(*turned, mask, is_causal=is_causal)
+    out = flash_ext.scaled_dot_product_attention(*turned, **options)
     assert out.shape == (4, 4, q.shape[1], 16)
-    options = {"causal": is_causal, "top_left": True, "mask": None if mask is None else mask[None, None]}
-    assert_same([out.transpose(1, 2).values()], [flash_ext.attention(q, k, v, **options).values()])
+    assert_same([out.transpose(1, 2).values()], [flash_ext.attention(q, k, v, **expected).values()])
+
+
+@pytest.mark.parametrize("head_dim_v", [5, 16])
+@pytest.mark.parametrize("heads", [(4, 4, 4), (4, 1, 1), (1, 4, 4), (4, 4, 1)], ids=str)
+def test_sdpa_takes_what_it_takes_of_dense_tensors(device: str, heads: tuple[int, ...], head_dim_v: int) -> None:
+    """Any head_dim, and heads that broadcast."""
+    assert_sdpa_is_that_of_each_sequence(device, heads, (5, 5, head_dim_v))
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 2), (4, 2, 4), (4, 1, 2)], ids=str)
+def test_sdpa_groups_heads_where_it_may(device: str, heads: tuple[int, ...]) -> None:
+    assert_sdpa_is_that_of_each_sequence(device, heads, (16, 16, 16), enable_gqa=True)
+    made = nested_heads_first(device, heads, (16, 16, 16))[0]
+    with pytest.raises(RuntimeError, match=r"heads \(without enable_gqa\) of query, key and value must broadcast"):
+        flash_ext.scaled_dot_product_attention(*made)
+
+
+def nested_heads_first(device: str, heads: Sequence[int], head_dims: Sequence[int]) -> tuple[list[Any], list[Tensor]]:
+    offsets = cumulative(LENGTHS, device).long()
+    made = [jagged(LENGTHS, *sizes, device=device, offsets=offsets) for sizes in zip(heads, head_dims, strict=True)]
+    return [x.transpose(1, 2) for x, _ in made], [leaf for _, leaf in made]
+
+
+def assert_sdpa_is_that_of_each_sequence(
+    device: str, heads: Sequence[int], head_dims: Sequence[int], **options: Any
+) -> None:
+    made, leaves = nested_heads_first(device, heads, head_dims)
+    out = flash_ext.scaled_dot_product_attention(*made, **options).transpose(1, 2).values()
+    dense = [
+        flash_ext.scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in sequence), **options)
+        for sequence in zip(*(leaf.split(LENGTHS) for leaf in leaves), strict=True)
+    ]
+    expected = torch.cat([x[0].transpose(0, 1) for x in dense])
+    assert_same([out], [expected])
+    assert_same(torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(expected.sum(), leaves))
+
+
+def test_is_planned(device: str) -> None:
+    """``supports`` and ``explain`` know what ``attention`` takes."""
+    q, k, v, leaves = triple(device)
+    lengths = dict(cu_seqlens_q=q.offsets().int(), cu_seqlens_k=k.offsets().int())
+    for operation in ("forward", "backward"):
+        assert flash_ext.supports(q, k, v, operation=operation, causal=True) == (True, "")
+        packed = flash_ext.explain(*leaves, operation=operation, causal=True, **lengths)
+        assert str(flash_ext.explain(q, k, v, operation=operation, causal=True)) == str(packed)
+    ok, reason = flash_ext.supports(q, k, v, softcap=-1.0)
+    assert not ok and "softcap must" in reason
+    ok, reason = flash_ext.supports(q, k, v, operation="weights")
+    assert not ok and "q must be a Tensor of no class of its own" in reason
 
 
 @pytest.mark.parametrize("lengths_k", [None, LENGTHS_K], ids=["self", "cross"])
@@ -132,6 +184,23 @@ def test_compiles_in_one_graph(device: str, lengths_k: list[int] | None) -> None
     assert_same(torch.autograd.grad(found.values().sum(), leaves), torch.autograd.grad(expected.values().sum(), leaves))
 
 
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": ...}, {"scale": 0.3}], ids=str)
+def test_sdpa_compiles_in_one_graph(device: str, options: dict[str, Any]) -> None:
+    q, k, v, leaves = triple(device)
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    if "attn_mask" in options:
+        options = {"attn_mask": torch.rand(40, 40, device=device) < 0.8}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flash_ext.scaled_dot_product_attention(query, key, value, **options) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(query, key, value), attend(query, key, value)
+    assert_same([found.values()], [expected.values()])
+    assert_same(torch.autograd.grad(found.values().sum(), leaves), torch.autograd.grad(expected.values().sum(), leaves))
+
+
 def test_autocast(device: str) -> None:
     q, k, v, _ = triple(device)
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -145,7 +214,7 @@ def test_errors(device: str) -> None:
     other, _ = jagged(LENGTHS, device=device)
     longer, _ = jagged([*LENGTHS, 3], device=device)
     strided = torch.nested.nested_tensor([x for x in leaves[0].detach().split(LENGTHS)])
-    with pytest.raises(TypeError, match=r"k must be a nested tensor, as q is, got shape \(57, 4, 16\)"):
+    with pytest.raises(TypeError, match=r"k must be a nested tensor, as the others are, got shape \(57, 4, 16\)"):
         flash_ext.attention(q, leaves[1], v)
     with pytest.raises(RuntimeError, match="v must have the offsets of k"):
         flash_ext.attention(q, k, other)
@@ -153,11 +222,29 @@ def test_errors(device: str) -> None:
         flash_ext.attention(q, longer, longer)
     with pytest.raises(RuntimeError, match=r"q must be a nested tensor with layout=torch\.jagged"):
         flash_ext.attention(strided, strided, strided)
-    with pytest.raises(RuntimeError, match=r"q must be \(batch, jagged seqlen, heads, head_dim\)"):
+    with pytest.raises(
+        RuntimeError, match=r"q must be \(batch, jagged seqlen, heads, head_dim\), .* number 2 is jagged"
+    ):
         flash_ext.attention(q.transpose(1, 2), k, v)
     with pytest.raises(TypeError, match="cu_seqlens_q must be None with nested tensors"):
         flash_ext.attention(q, k, v, cu_seqlens_q=cumulative(LENGTHS, device))
-    with pytest.raises(RuntimeError, match="key must be a jagged nested tensor"):
-        flash_ext.scaled_dot_product_attention(q.transpose(1, 2), leaves[1], leaves[2])
-    with pytest.raises(RuntimeError, match="attn_mask must broadcast"):
-        flash_ext.scaled_dot_product_attention(q, k, v, torch.ones(3, device=device))
+
+
+def test_errors_of_sdpa(device: str) -> None:
+    """In the words of its caller."""
+    q, k, v, leaves = triple(device)
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+
+    def refused(error: type[Exception], match: str, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            flash_ext.scaled_dot_product_attention(*arguments, **options)
+
+    mask = torch.ones(40, 40, device=device)
+    refused(TypeError, "key must be a nested tensor", query, leaves[1], leaves[2])
+    refused(TypeError, "key must be a Tensor, got None", query, None, value)
+    refused(RuntimeError, r"query must be \(batch, heads, jagged seqlen, head_dim\)", q, k, v)
+    refused(RuntimeError, "attn_mask must broadcast", query, key, value, torch.ones(3, device=device))
+    refused(RuntimeError, "attn_mask must be None with is_causal=True", query, key, value, mask, is_causal=True)
+    refused(TypeError, "attn_mask must be .* got a CausalBias: is_causal", query, key, value, causal_upper_left(40, 40))
+    refused(TypeError, "attn_mask must be a Tensor or None of no class", query, key, value, query)
+    refused(RuntimeError, "^flash_ext: scale must be finite", query, key, value, scale=math.nan)

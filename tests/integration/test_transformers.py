@@ -328,6 +328,33 @@ def test_documents_with_a_bias_and_weights(device: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("size", [0, -1, -5])
+def test_a_window_of_no_keys_is_refused(size: int, is_causal: bool) -> None:
+    """One less than it is the left side, of which -1 stands for no limit."""
+    q, k = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16)
+    with pytest.raises(ValueError, match=f"sliding_window must be None or at least 1, got {size}"):
+        integration.attention_forward(nn.Module(), q, k, k, None, sliding_window=size, is_causal=is_causal)
+    own, _ = integration.attention_forward(nn.Module(), q, k, k, None, sliding_window=1, is_causal=True)
+    torch.testing.assert_close(own, k.repeat_interleave(2, dim=1).transpose(1, 2))  # each query sees its own key
+
+
+@pytest.mark.parametrize("size", [0, -1, -5])
+def test_rules_of_windows_without_keys_are_the_matrix(size: int) -> None:
+    for function in (
+        hf.sliding_window_causal_mask_function(size),
+        hf.sliding_window_bidirectional_mask_function(size),
+    ):
+        mask = make_mask(2, 7, 7, mask_function=function)
+        expected = hf.sdpa_mask(2, 7, 7, mask_function=function, allow_is_causal_skip=False)
+        assert isinstance(mask, VisibilityMask)
+        assert torch.equal(mask.dense(), expected)
+        q, k = torch.randn(2, 4, 7, 16), torch.randn(2, 2, 7, 16)
+        out, _ = integration.attention_forward(nn.Module(), q, k, k, mask)
+        by_matrix, _ = integration.attention_forward(nn.Module(), q, k, k, expected)
+        torch.testing.assert_close(out, by_matrix)
+
+
 def test_unknown_rules_become_the_matrix() -> None:
     def own(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (key + query) % 3 != 0
@@ -461,10 +488,15 @@ def test_continuous_batching(device: str, monkeypatch: pytest.MonkeyPatch) -> No
         for p in prompts
     ]
     calls = []
-    original = integration._attend_packed
-    monkeypatch.setattr(integration, "_attend_packed", lambda *a, **o: (calls.append(1), original(*a, **o))[1])
-    if "paged|sdpa" not in transformers.AttentionInterface._global_mapping:
-        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", integration.attention_forward)
+
+    def counted(function: Any) -> Any:
+        return lambda *args, **options: (calls.append(1), function(*args, **options))[1]
+
+    implementations = transformers.AttentionInterface._global_mapping
+    if "paged|sdpa" in implementations:
+        monkeypatch.setattr(integration, "_attend_packed", counted(integration._attend_packed))
+    else:  # which may also come with the mask as a matrix
+        monkeypatch.setitem(implementations, "sdpa", counted(integration.attention_forward))
         ours.set_attn_implementation("sdpa")  # type: ignore[operator]
     settings = dict(num_blocks=16, max_batch_tokens=64, auto_switch_to_flash=False)  # not all that a GPU has
     known = {field.name for field in dataclasses.fields(transformers.ContinuousBatchingConfig)}

@@ -91,6 +91,7 @@ def varlen_fwd(
         block_table_,
         leftpad_k_,
         seqused_k,
+        zero_tensors,
     )
     return [_written(out_, out), *rest]
 
@@ -194,6 +195,7 @@ def varlen_bwd(
         alibi_slopes_,
         deterministic,
         rng_state,
+        zero_tensors,
     )
     return [dq, dk, dv, softmax_d]
 

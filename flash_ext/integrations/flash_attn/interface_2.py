@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext import head_dims
-from flash_ext.argument_checks import as_integer, as_number
+from flash_ext.argument_checks import as_flag, as_integer, as_number
 from flash_ext.flash_attn_interface import (
+    attend_to_pages,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -104,12 +104,13 @@ def _flash_attn_varlen_forward(
     """The same of packed sequences, with block_table of paged keys, whose number of splits is num_splits. zero_tensors:
     every row is written anyway."""
     as_integer("num_splits", num_splits)
+    as_flag("zero_tensors", zero_tensors)
     options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= dict(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
     if block_table is None:
         if leftpad_k is not None:
             raise NotImplementedError(
-                "flash_ext: leftpad_k is supported with block_table only: drop the padding of k and v"
+                "flash_ext: leftpad_k must be None without block_table: drop the padding of k and v"
             )
         options |= dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k)
         return forward_pass(q, k, v, dropout_p, return_softmax, options)
@@ -117,10 +118,10 @@ def _flash_attn_varlen_forward(
         raise NotImplementedError(
             f"flash_ext: dropout_p must be 0 with block_table, got {dropout_p}: gather the pages to drop weights"
         )
-    cache_seqlens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    options |= dict(cache_seqlens=cache_seqlens, block_table=block_table, cache_leftpad=leftpad_k)
+    as_flag("return_softmax", return_softmax)  # without dropout there is nothing to return
+    options |= dict(seqused_k=seqused_k, leftpad_k=leftpad_k, num_splits=num_splits)
     with torch.no_grad():
-        out, lse = head_dims.decode(q, k, v, num_splits=num_splits, **options)
+        out, lse = attend_to_pages(q, k, v, block_table, cu_seqlens_k, max_seqlen_k, **options)
     return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64)
 
 
@@ -150,6 +151,7 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> Tensor:
     """Writes dq, dk and dv. Returns softmax_d, (heads, total_q), without the padding of flash-attn's."""
+    as_flag("zero_tensors", zero_tensors)
     options = score_options(q, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     options |= dict(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k

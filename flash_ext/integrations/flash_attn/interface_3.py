@@ -59,6 +59,13 @@ def _check_hints(num_splits: int, pack_gqa: bool | None, sm_margin: int, metadat
     check_optional_tensors(scheduler_metadata=metadata)
 
 
+def _check_max_seqlens(**given: int | None) -> None:
+    """Also where sequences are not packed, and nobody reads them."""
+    for name, value in given.items():
+        if value is not None:
+            as_integer(name, value)
+
+
 def _show(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
@@ -118,6 +125,7 @@ def flash_attn_varlen_func(
     of cu_seqlens_q and cu_seqlens_k is None, its side is (batch, seqlen, heads, headdim)."""
     _refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     _check_hints(num_splits, pack_gqa, sm_margin)
+    _check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     check_tensors(q=q, k=k, v=v)
     options = score_options(q, softmax_scale, causal, window_size, softcap)
     options |= dict(seqused_q=seqused_q, seqused_k=seqused_k)
@@ -276,6 +284,12 @@ def flash_attn_with_kvcache(
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 
+_attend_to_cache = errors_name(
+    k_cache="k", v_cache="v", k="k_new", v="v_new",
+    cache_seqlens="seqused_k", cache_batch_idx="kv_batch_idx", cache_leftpad="leftpad_k",
+)(flash_attn_with_kvcache)  # fmt: skip
+
+
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -384,7 +398,7 @@ def _flash_attn_forward(
     with torch.no_grad():
         if any(x is not None for x in cached):
             _refuse(cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
-            result: Any = flash_attn_with_kvcache(
+            result: Any = _attend_to_cache(
                 q,
                 k,
                 v,
@@ -466,6 +480,8 @@ def _flash_attn_backward(
     releases.
     """
     as_integer("sm_margin", sm_margin)
+    _check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    check_optional_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     causal = as_flag("is_causal", is_causal) or as_flag("causal", causal)
     window = (window_size_left, window_size_right) if window_size is None else window_size
     options = score_options(q, softmax_scale, causal, window, softcap)
