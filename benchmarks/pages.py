@@ -312,6 +312,13 @@ def module_cells(header: list[str], line: list[str]) -> list[str]:
     return [line[0], *("" if times is None else f"{times['flash_ext']:.2f} / {times['torch']:.2f}" for times in found)]
 
 
+def module_in_readme() -> list[str]:
+    """Forward and backward, ours and torch's."""
+    _, *cells = module_cells(["", "forward", "backward"], ["need_weights=False"])
+    ours, theirs = zip(*(cell.split(" / ") for cell in cells), strict=True)
+    return [*ours, *theirs]
+
+
 def mask_cells(header: list[str], line: list[str]) -> list[str]:
     """Building a block mask, behind the operators it took before: µs of host and device, operators."""
     (row,) = (row for row in rows_of("h200_masks.json") if row["label"] == line[0])
@@ -543,7 +550,6 @@ MEANS = rf"over the 36: {NUMBER}FlashAttention-3, {NUMBER}cuDNN, {NUMBER}FA2, {N
 DETERMINISTIC = rf"`deterministic` costs {PAIR} % at head_dim 64 / 128"
 FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(README, "Training, causal", readme_training_cells),
-    Table(README, "h200_module.json", module_cells),
     Table(README, "h200_options.json", readme_option_cells),
     Table(README, "h200_decode.json", decode_cells),
     Sentence(
@@ -556,6 +562,11 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
         r"under `activate\(\)`, SDPA takes (\d+) µs of host time for forward and backward, torch's own (\d+); "
         r"for a forward (\d+) and (\d+)\.",
         host_in_readme,
+    ),
+    Sentence(
+        README,
+        r"width 1024, takes ([\d.]+) \+ ([\d.]+), torch's ([\d.]+) \+ ([\d.]+) ",
+        module_in_readme,
     ),
     Sentence(README, r"torch ([\d.]+), cuDNN ([\d.]+);", lambda: software()[:2]),
     Sentence(README, rf"{PAIR} % slower at head_dim 64 / 128", lambda: costs("deterministic", "backward")),

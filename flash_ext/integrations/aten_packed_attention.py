@@ -214,6 +214,99 @@ def _paged_forward(
     return _DECODE.redispatch_boxed(KEYS[query.device.type], query, key, value, *options)
 
 
+# ---- aten::_cudnn_attention_forward ---------------------------------------------------------------------------------
+# What torch.nn.attention.varlen calls on Hopper since torch 2.14, for sequences of more than 128 queries without a
+# window, and nested tensors for which torch chooses cuDNN: (total, heads, head_dim) with cum_seq.
+
+
+def packed_cudnn_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+    **later: Any,
+) -> Any:
+    """The log-sum-exp is (heads, total), with all heads of a query side by side in memory, as cuDNN has it."""
+    if return_debug_mask:
+        return NotServed("return_debug_mask")
+    options = _packed_cudnn_options(
+        query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale, later
+    )
+    if type(options) is NotServed:
+        return options
+    out, lse = run_forward(query, key, value, options)
+    lse = lse.t().contiguous().t()
+    lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+    return in_order_of(out, query), lse, *lengths, no_seed(query), no_seed(query), None
+
+
+def packed_cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor | None,
+    philox_offset: Tensor | None,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+    **later: Any,
+) -> Any:
+    """``logsumexp``: ours, or torch's (total, heads, 1)."""
+    options = _packed_cudnn_options(
+        query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, scale, later
+    )
+    if type(options) is NotServed:
+        return options
+    lse = logsumexp.squeeze(-1).t() if logsumexp.dim() == 3 else logsumexp
+    gradients = run_backward(grad_out, query, key, value, out, lse.contiguous(), options)
+    return in_order_of_inputs(gradients, query, key, value)
+
+
+def _packed_cudnn_options(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    later: dict[str, Any],
+) -> Any:
+    """Of our operator, or ``NotServed``."""
+    if cum_seq_q is None or cum_seq_k is None:
+        return NotServed("dense rows")
+    if reason := _why_not(query, value, dropout_p, later | dict(attn_bias=attn_bias)):
+        return NotServed(reason)
+    if is_causal and cum_seq_q is not cum_seq_k:
+        return NotServed("is_causal of queries and keys with lengths of their own, aligned by the version of torch")
+    options = _packed_options(query, cum_seq_q, cum_seq_k, max_q, max_k, scale, window_of(is_causal))
+    refusal = _refusal(_CHECK, query, key, value, *options)
+    return NotServed(refusal) if refusal else options
+
+
 # ---- aten::_efficient_attention_forward -----------------------------------------------------------------------------
 # What nested tensors call in float32: (batch, seqlen, heads, head_dim), or packed sequences (1, total, heads, head_dim)
 # with cu_seqlens.

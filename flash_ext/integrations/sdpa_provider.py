@@ -83,6 +83,8 @@ _PACKED = {
     "_flash_attention_forward": "packed_flash_forward",
     "_flash_attention_forward_no_dropout_inplace": "packed_flash_forward_into",
     "_flash_attention_backward": "packed_flash_backward",
+    "_cudnn_attention_forward": "packed_cudnn_forward",
+    "_cudnn_attention_backward": "packed_cudnn_backward",
 }
 KERNELS = {
     "CPU": {

@@ -94,6 +94,72 @@ def test_varlen_attn_out(device: str) -> None:
     assert served() == {"_flash_attention_forward_no_dropout_inplace"}
 
 
+CUDNN = {"_cudnn_attention_forward", "_cudnn_attention_backward"}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cudnn_operators(device: str, is_causal: bool) -> None:
+    """Those that varlen_attn calls on Hopper in later versions, called by themselves."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    cu_seqlens = cumulative([150, 0, 11, 139], device)
+    cu_k = cu_seqlens if is_causal else cumulative([7, 3, 200, 90], device)
+    q, k, v, grad = (random(300, 4, 64, dtype=dtype, device=device) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    lengths = (cu_seqlens, cu_k, 150, 200)
+    forward, backward = torch.ops.aten._cudnn_attention_forward, torch.ops.aten._cudnn_attention_backward
+    with torch.no_grad():
+        out, lse, *rest = forward(*leaves, None, *lengths, True, 0.0, is_causal, False, scale=0.3)
+        found = backward(grad, *leaves, out, lse, *rest[-3:-1], None, *lengths, 0.0, is_causal, scale=0.3)
+    expected, expected_lse = flash_ext.attention(
+        *leaves,
+        causal=is_causal,
+        softmax_scale=0.3,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_k,
+        return_lse=True,
+    )
+    torch.testing.assert_close(lse, expected_lse)
+    right = torch.autograd.grad(expected, leaves, grad)
+    for one, other in zip((out, *found), (expected, *right), strict=True):
+        torch.testing.assert_close(one, other)
+    assert served() == CUDNN
+
+
+def test_cudnn_operators_leave_to_torch_what_is_not_theirs() -> None:
+    """On a CPU torch has none, and says why the call was not ours."""
+    q, cu_seqlens = torch.randn(8, 2, 16), cumulative([3, 5])
+    forward = torch.ops.aten._cudnn_attention_forward
+    for args, reason in (
+        ((None, None, None, 8, 8, True), "dense rows"),
+        ((None, cu_seqlens, cu_seqlens.clone(), 5, 5, True, 0.0, True), "is_causal of queries and keys with lengths"),
+        ((torch.zeros(8, 8), cu_seqlens, cu_seqlens, 5, 5, True), "attn_bias"),
+        ((None, cu_seqlens, cu_seqlens, 5, 5, True, 0.5), "dropout of packed sequences"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            forward(q, q, q, *args)
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0)], ids=str)
+def test_long_sequences(device: str, window_size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper torch takes them to cuDNN's operators since 2.14, which a CPU is told to do here."""
+    by_cudnn = hasattr(varlen, "_can_use_cudnn")
+    if by_cudnn and device == "cpu":
+        monkeypatch.setattr(varlen, "_can_use_cudnn", lambda q, k, v, max_q, window, *args: window == [-1, -1])
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    cu_seqlens = cumulative([150, 11, 139], device)
+    q, k, v = (random(300, 4, 64, dtype=dtype, device=device).requires_grad_() for _ in range(3))
+    by_cudnn = by_cudnn and varlen._can_use_cudnn(q, k, v, 150, list(window_size))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, 150, 150, window_size=window_size)
+    lengths = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    expected = flash_ext.attention(q, k, v, window_size=window_size, **lengths)
+    assert isinstance(expected, Tensor)
+    for found, right in zip(
+        [out, *gradients(out, (q, k, v))], [expected, *gradients(expected, (q, k, v))], strict=True
+    ):
+        torch.testing.assert_close(found, right)
+    assert served() == (CUDNN if by_cudnn else {"_flash_attention_forward", "_flash_attention_backward"})
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_varlen_attn_in_a_cuda_graph() -> None:
     """Captured with some lengths, replayed with others."""
