@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -50,6 +52,29 @@ def random_rng(device: str = "cpu") -> Tensor:
 
 def int32(values: Sequence[int], device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def far_apart(x: Tensor, dim: int) -> Tensor:
+    """The same numbers in a view whose rows along ``dim`` are spread over more than 2^31 elements, so that offsets pass
+    what 32 bits can say. All else lies dense between them."""
+    steps = x.shape[dim] - 1
+    step = (2**31 // steps // 64 + 1) * 64
+    dense = x.select(dim, 0).contiguous()
+    strides = list(dense.stride())
+    strides.insert(dim, step)
+    assert steps * step > 2**31 and dense.numel() <= step
+    return untouched_memory(steps * step + dense.numel(), x.dtype, x.device).as_strided(x.shape, strides).copy_(x)
+
+
+def untouched_memory(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of a CPU only those pages are in memory that somebody writes or reads, so that gigabytes cost nothing."""
+    if device.type != "cpu":
+        if torch.cuda.mem_get_info(device)[0] < 4 * elements * dtype.itemsize:
+            pytest.skip("needs more memory than the GPU has left")
+        return torch.empty(elements, dtype=dtype, device=device)
+    map_noreserve = 0x4000
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_noreserve
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def values_are_checked(device: str) -> bool:
