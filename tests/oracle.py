@@ -387,8 +387,11 @@ def slack_of_rows(call: Call, ref: Result, gradients_of: Sequence[str]) -> Resul
     slack = {name: torch.zeros_like(t) for name, t in ref.items()}
     large = rounding_of_large_scores(call.lse_dtype, lse, call.q.shape[-1])
     if large.any():
-        for name in slack.keys() - {"lse"}:
-            slack[name] += (large if name in ("out", "dq") else large.max()) * largest_of(ref[name])
+        for name in slack.keys() & {"out", "dq"}:
+            slack[name] += large * largest_of(ref[name])
+        summed = [name for name in gradients_of if name != "q"]
+        for name, noise in noise_of_large_scores(call, ref, large, summed).items():
+            slack[name] += noise
     if gradients_of:
         for name, noise in noise_of_single_keys(call, ref, gradients_of).items():
             slack[name] += noise
@@ -408,6 +411,24 @@ def rounding_of_large_scores(lse_dtype: torch.dtype, lse: Tensor, head_dim: int)
     size = lse.nan_to_num(0, 0, 0).abs().transpose(-1, -2)[..., None]
     units = max(4.0, 0.5 * math.sqrt(head_dim))
     return torch.where(size >= LARGE_SCORE, units * torch.finfo(lse_dtype).eps * size, 0)
+
+
+def noise_of_large_scores(call: Call, ref: Result, large: Tensor, gradients_of: Sequence[str]) -> Result:
+    """What rows whose weights are off by these parts of themselves add to gradients that sum over rows.
+
+    A part of p is the same part of grad_out towards v, and of the gradient of a score, which is
+    p * (<grad_out, v - out> + grad_lse): the reference itself says where they go. Keys that no such row sees get none.
+    """
+    part = large.squeeze(-1).transpose(-1, -2)  # as lse
+    size = torch.zeros_like(part)
+    if call.grad_lse is not None:
+        size += call.grad_lse.abs()
+    if call.grad_out is not None and call.v.numel():
+        kept = 1 - call.options.get("dropout_p", 0.0)
+        largest_v = call.v.double().nan_to_num(0, 0, 0).abs().flatten(0, -2).amax(0) / max(kept, 1 / 256)
+        products = call.grad_out.double().abs() * (largest_v + ref["out"].abs())
+        size += products.nan_to_num(0, 0, 0).sum(-1).transpose(-1, -2)
+    return gradients_of_noise(call, part, part * size, gradients_of)
 
 
 def noise_of_single_keys(call: Call, ref: Result, gradients_of: Sequence[str]) -> Result:
