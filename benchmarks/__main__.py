@@ -38,7 +38,7 @@ from benchmarks.arguments import common_arguments, effort_of, settle
 from benchmarks.ceilings import higher, measure_ceilings
 from benchmarks.comparison import Setting, Work
 from benchmarks.gpu_state import GpuState
-from benchmarks.provenance import provenance
+from benchmarks.provenance import load_average, provenance
 from benchmarks.timing import Progress, make_clock
 
 
@@ -136,6 +136,7 @@ def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
     effort, sustained_s = effort_of(chosen), chosen.sustained if benchmark.loops else None
     rows: list[report.Row] = []
     found: dict[str, float] = {}
+    load = load_average()
     with closing(Progress(chosen.benchmark)) as progress, GpuState(chosen.device) as state:
         if dtypes is not None:
             progress.say("ceilings of the machine")
@@ -154,7 +155,7 @@ def run(chosen: argparse.Namespace, command: Sequence[str]) -> report.Record:
     origin = provenance(
         command, chosen.device, chosen.peers, benchmark.own_peers, effort, chosen.trial, benchmark.packages
     )
-    origin |= {"sustained_s": sustained_s, "gpu_state": state.summary()}
+    origin |= {"sustained_s": sustained_s, "gpu_state": state.summary(), "load_average": load}
     return report.Record(
         chosen.benchmark, benchmark.unit, benchmark.shown_unit, benchmark.label_title, origin, found, rows
     )
@@ -170,11 +171,15 @@ def main(arguments: Sequence[str] | None = None, preset: Sequence[str] = (), mod
     settle(parser, chosen, BENCHMARKS[chosen.benchmark].also_peers)
     record = run(chosen, [module, *arguments])
     print(report.markdown(record))
+    refused = None if chosen.json is None or chosen.trial else report.why_no_record(record)
     if chosen.json is not None:
+        record.provenance["trial"] |= refused is not None
         record.write(chosen.json)
     if chosen.plot is not None:
         report.plot(record, chosen.plot)
-    return 0
+    if refused is not None:
+        print(f"{chosen.json} is kept as a trial: {refused}", file=sys.stderr)
+    return int(refused is not None)
 
 
 def compare(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> int:

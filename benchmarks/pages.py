@@ -15,7 +15,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,23 @@ def bounds(ratios: Sequence[float], digits: int) -> list[str]:
     return [f"{value:.{digits}f}" for value in (min(ratios), max(ratios))]
 
 
-def decode_bounds(peer: str) -> list[str]:
-    """Of full caches at head_dim 128."""
-    rows = [row for row in rows_of("h200_decode.json") if row["problem"]["head_dim"] == 128]
-    measured = [row["measured"] for row in rows if "workload" not in row["problem"]]
-    return bounds([row[peer] / row["flash_ext"] for row in measured], 2)
+def times_as_fast(
+    file: str, peer: str, shown: Callable[[Mapping[str, Any]], bool] = lambda problem: True, **problem: Any
+) -> list[str]:
+    """ "a to b times as fast as the peer", over all rows that have it, those that it wins too. The least is the lower
+    quartile of the rounds' ratios: who says "faster" by it is right in three rounds of four. The most is a median."""
+    rows = [r for r in report.read(RESULTS / file).rows if problem.items() <= r.problem.items()]
+    rows = [row for row in rows if peer in row.measured and shown(row.problem)]
+    least, most = min(row.lower_ratios()[peer] for row in rows), max(row.ratios()[peer] for row in rows)
+    return bounds((least, most), 2)
+
+
+def decode_rows() -> list[str]:
+    """How many, and how many of them torch's backends take part in."""
+    rows = rows_of("h200_decode.json")
+    by_peer = {peer: sum(peer in row["measured"] for row in rows) for peer in ("fa3", "fa2", "cudnn")}
+    assert by_peer["fa3"] == len(rows) and by_peer["fa2"] == by_peer["cudnn"]
+    return [str(len(rows)), str(by_peer["fa2"])]
 
 
 def host(call: str, *names: str) -> list[str]:
@@ -171,29 +183,24 @@ def peak_memory() -> list[str]:
     return [f"{round(peak[name])}" for name in ("flash_ext", "fa2")]
 
 
+def is_shown_encoder(problem: Mapping[str, Any]) -> bool:
+    """Those of inference_mode without torch.compile, where a record has others too; older records have no mode."""
+    shown = {"compiled": False, "mode": "inference_mode"}
+    return shown.items() <= {**shown, **problem}.items()
+
+
 def encoder_rows(file: str) -> list[dict[str, Any]]:
-    """Those of inference_mode without torch.compile, where a record has others too."""
-    shown = {"compiled": False, "mode": "inference_mode"}  # older records have no mode
-    return [row for row in rows_of(file) if shown.items() <= {**shown, **row["problem"]}.items()]
+    return [row for row in rows_of(file) if is_shown_encoder(row["problem"])]
 
 
 def encoder_bounds(file: str = "h200_encoder.json", dtype: str = "bfloat16") -> list[str]:
-    """torch's time over that of the converted encoder."""
-    measured = [row["measured"] for row in encoder_rows(file) if row["problem"]["dtype"] == dtype]
-    return bounds([row["torch"] / row["flash_ext"] for row in measured], 2)
-
-
-def cpu_ratios(direction: str, **problem: Any) -> list[float]:
-    """torch's time over ours."""
-    wanted = {"direction": direction, **problem}.items()
-    rows = [row["measured"] for row in rows_of("cpu_xeon.json") if wanted <= row["problem"].items()]
-    return [row["sdpa"] / row["flash_ext"] for row in rows]
+    return times_as_fast(file, "torch", is_shown_encoder, dtype=dtype)
 
 
 def cpu_bounds(dtype: str) -> list[str]:
     """At head_dim 128."""
-    ratios = [cpu_ratios(direction, dtype=dtype, head_dim=128) for direction in ("forward", "backward")]
-    return [bound for of_direction in ratios for bound in bounds(of_direction, 2)]
+    shapes = [{"direction": direction, "dtype": dtype, "head_dim": 128} for direction in ("forward", "backward")]
+    return [bound for shape in shapes for bound in times_as_fast("cpu_xeon.json", "sdpa", **shape)]
 
 
 def software() -> list[str]:
@@ -218,6 +225,39 @@ def contested_forwards() -> dict[str, float]:
 
 def contested_count() -> list[str]:
     return [str(len(contested_forwards()))]
+
+
+def lost_backwards(peer: str, mask: str) -> dict[int, list[int]]:
+    """Of training: by head_dim, the lengths at which the peer is faster in three rounds of four."""
+    shapes = [r["problem"] for r in training_rows("backward") if r["problem"]["causal"] == (mask == "causal")]
+    rows = [row for row in report.read(RESULTS / "h200_backward.json").rows if row.problem in shapes]
+    lost: dict[int, list[int]] = {}
+    for problem in (row.problem for row in rows if row.ratio_spread[peer]["upper"] < 1):
+        lost.setdefault(problem["head_dim"], []).append(problem["seqlen"])
+    return {head_dim: sorted(lengths) for head_dim, lengths in lost.items()}
+
+
+def lost_backwards_in_readme() -> list[str]:
+    """The ends of these lengths, of which none between is left out, and how many full calls there are."""
+    lengths = sorted({row["problem"]["seqlen"] for row in training_rows("backward")})
+    causal, full = (lost_backwards("fa3", mask) for mask in ("causal", "full"))
+    shortest, longest, longest_of_256 = causal[64][0], causal[64][-1], causal[256][-1]
+    expected = [n for n in lengths if shortest <= n <= longest]
+    assert causal[64] == causal[128] == expected and causal[256] == [n for n in expected if n <= longest_of_256], causal
+    counts = sum(map(len, full.values())), TRAINING_ROWS // 2
+    return [str(n) for n in (shortest, longest, longest_of_256, *counts)]
+
+
+def commit_of_fa3() -> list[str]:
+    """Version and commit, in the records that the sentence names; the others have a digest alone."""
+    origins = {
+        path.stem: report.read(path).provenance["peer_origins"].get("fa3") for path in RESULTS.glob("h200_*.json")
+    }
+    known = {name: (of["version"], of["commit"]) for name, of in origins.items() if of and "commit" in of}
+    digests = {name for name, of in origins.items() if of} - known.keys()
+    assert known.keys() == {"h200_forward", "h200_host", "h200_memory"} and digests == {"h200_backward", "h200_decode"}
+    (found,) = set(known.values())
+    return list(found)
 
 
 # ---- Lines of tables: (header, cells of a line) -> the cells as recorded ---------------------------------------------
@@ -284,6 +324,15 @@ def decode_cells(header: list[str], line: list[str]) -> list[str]:
     times = {title: row["measured"][name] for title, name in NAMES.items() if name in row["measured"]}
     times |= {"paged": row["measured"]["flash_ext paged"], "read": row["figures"]["read us"]}
     return [*labels, *(f"{times[title]:.1f}" for title in titles)]
+
+
+def serving_cells(header: list[str], line: list[str]) -> list[str]:
+    """As an engine decodes: the workload, heads and head_dim, and batch x context say which row."""
+    heads_q, heads_kv, head_dim, batch, seqlen = map(int, re.findall(r"\d+", " ".join(line[1:3])))
+    shape = {"heads_q": heads_q, "heads_kv": heads_kv, "head_dim": head_dim, "batch": batch, "seqlen": seqlen}
+    measured = find(rows_of("h200_decode.json"), **shape, workload=None if line[0] == "full" else line[0])["measured"]
+    times = [measured.get(NAMES[title]) for title in header[3:]]
+    return [*line[:3], *("" if time is None else f"{time:.1f}" for time in times)]
 
 
 def option_times(file: str) -> Callable[[list[str], list[str]], list[str]]:
@@ -355,7 +404,7 @@ def encoder_cells(header: list[str], line: list[str]) -> list[str]:
 def cpu_encoder_cells(header: list[str], line: list[str]) -> list[str]:
     found = [line[0]]
     for dtype in ("bfloat16", "float32"):
-        rows = [row for row in encoder_rows("cpu_encoder.json") if row["problem"]["dtype"] == dtype]
+        rows = [row for row in encoder_rows("cpu_epyc_encoder.json") if row["problem"]["dtype"] == dtype]
         (measured,) = (row["measured"] for row in rows if row["label"] == line[0].replace(TIMES, "x"))
         ours, theirs = measured["flash_ext"], measured["torch"]
         found += [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}{TIMES}"]
@@ -544,6 +593,7 @@ SHAPES_SECTION = Section(
 # ---- All of them ----------------------------------------------------------------------------------------------------
 
 PAIR = r"(\d+) / (\d+)"
+BOUNDS = r"([\d.]+) to ([\d.]+) times as fast as"
 NUMBER = r"([\d.]+) times\s+"
 CPU_RATIOS = r"([\d.]+) to ([\d.]+) forward and ([\d.]+) to ([\d.]+) backward"
 MEANS = rf"over the 36: {NUMBER}FlashAttention-3, {NUMBER}cuDNN, {NUMBER}FA2, {NUMBER}efficient"
@@ -569,6 +619,16 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
         module_in_readme,
     ),
     Sentence(README, r"torch ([\d.]+), cuDNN ([\d.]+);", lambda: software()[:2]),
+    Sentence(
+        README,
+        r"in causal calls of (\d+) to (\d+) tokens \(head_dim 256: to (\d+)\), and (\d+) of (\d+) full ones\.",
+        lost_backwards_in_readme,
+    ),
+    Sentence(
+        README,
+        rf"block mask: {PAIR} % over its share",
+        lambda: [costs("block mask, window 512", direction)[1] for direction in ("forward", "backward")],
+    ),
     Sentence(README, rf"{PAIR} % slower at head_dim 64 / 128", lambda: costs("deterministic", "backward")),
     Table(PERFORMANCE, "h200_forward.json", training_cells("forward")),
     Table(PERFORMANCE, "h200_backward.json", training_cells("backward")),
@@ -576,22 +636,27 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(PERFORMANCE, "\n## Grouped heads\n", grouped_cells),
     Table(PERFORMANCE, "\n## float32\n", float32_cells),
     Table(PERFORMANCE, "h200_decode.json", decode_cells),
+    Table(PERFORMANCE, "\nAs a serving engine decodes", serving_cells),
     Table(PERFORMANCE, "h200_options.json", option_cells("h200_options.json")),
     Table(PERFORMANCE, "h200_options_sm80.json", option_cells("h200_options_sm80.json")),
     Table(PERFORMANCE, "h200_module.json", module_cells),
     Table(PERFORMANCE, "\n## Host and memory\n", host_cells),
     Table(PERFORMANCE, "h200_encoder.json", encoder_cells),
     Table(PERFORMANCE, "cpu_xeon.json", cpu_cells),
-    Table(PERFORMANCE, "cpu_encoder.json", cpu_encoder_cells),
+    Table(PERFORMANCE, "cpu_epyc_encoder.json", cpu_encoder_cells),
     Sentence(README, r"evaluates ([\d.]+) to ([\d.]+) times as fast as torch's", encoder_bounds),
     Sentence(README, r"all but (\d+) of 36 training shapes", contested_count),
     Sentence(PERFORMANCE, r"in (\d+) of them a peer may be faster", contested_count),
     Sentence(PERFORMANCE, MEANS, lambda: means("forward"), behind="\n## Forward\n"),
     Sentence(PERFORMANCE, MEANS, lambda: means("backward"), behind="\n## Backward\n"),
     Sentence(PERFORMANCE, r"torch ([\d.]+), cuDNN ([\d.]+), CUDA ([\d.]+)\.", software),
-    Sentence(PERFORMANCE, r"flash-ext is ([\d.]+) to ([\d.]+) times as fast as FA2", lambda: decode_bounds("fa2")),
-    Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as cuDNN", lambda: decode_bounds("cudnn")),
-    Sentence(PERFORMANCE, r"([\d.]+) to ([\d.]+) times as fast as FlashAttention-3", lambda: decode_bounds("fa3")),
+    Sentence(PERFORMANCE, r"FlashAttention-3 is ([\d.]+), commit (\w+), in", commit_of_fa3),
+    Sentence(PERFORMANCE, r"Over its (\d+) rows, of which torch's backends take part in (\d+),", decode_rows),
+    Sentence(
+        PERFORMANCE,
+        rf"flash-ext is {BOUNDS} FA2, {BOUNDS} cuDNN, and {BOUNDS} FlashAttention-3,",
+        lambda: [bound for peer in ("fa2", "cudnn", "fa3") for bound in times_as_fast("h200_decode.json", peer)],
+    ),
     Sentence(
         PERFORMANCE,
         rf"A bias with its gradient adds {PAIR} % to the backward\.",
@@ -611,12 +676,6 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Sentence(
         PERFORMANCE,
         r"it is ([\d.]+) to ([\d.]+) times as fast as torch's in bfloat16 and ([\d.]+) to ([\d.]+) times in float32",
-        lambda: [b for dtype in ("bfloat16", "float32") for b in encoder_bounds("cpu_encoder.json", dtype)],
-    ),
-    Sentence(
-        PERFORMANCE,
-        r"encoders are ([\d.]+) to ([\d.]+) times as fast as torch's in bfloat16 and ([\d.]+) to ([\d.]+) times in "
-        r"float32",
         lambda: [b for dtype in ("bfloat16", "float32") for b in encoder_bounds("cpu_epyc_encoder.json", dtype)],
     ),
     Sentence(PERFORMANCE, r"AVX-512 and AMX, torch ([\d.]+), by", cpu_software),

@@ -147,6 +147,11 @@ def describe_cpu() -> dict[str, Any]:
     return {"cpu": cpu, "isa": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
 
 
+def load_average() -> float | None:
+    """Of the last minute: what else the machine has to do, where it is asked before a run."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
 def package_versions(*names: str) -> dict[str, str]:
     """Of those that are installed."""
     found = {}
@@ -163,5 +168,6 @@ def headline(origin: dict[str, Any]) -> str:
     if origin["device"] == "cuda":
         machine = f"{origin['gpu']}, driver {origin['driver']}, CUDA {origin['cuda']}, cuDNN {origin['cudnn']}"
     else:
-        machine = f"{origin['cpu']}, {origin['threads']} threads ({origin['isa']})"
+        load = f", load {origin['load_average']} before" if origin.get("load_average") is not None else ""
+        machine = f"{origin['cpu']}, {origin['threads']} threads ({origin['isa']}){load}"
     return f"{machine}, torch {origin['torch']}, commit {origin['commit']}, {origin['date']}"

@@ -14,6 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
+from benchmarks.origins import words_of
 from benchmarks.peers import OURS
 from benchmarks.provenance import headline
 from benchmarks.timing import Sample, Timings
@@ -25,6 +26,7 @@ BUSY = "*"  # behind a share of the ceiling above 100
 DRAWN_AS_BARS = frozenset({"options", "host"})
 DRAWN_LOGARITHMIC = frozenset({"memory", "decode"})
 PANELS_IN_A_ROW = 4
+MOST_SPREAD = 0.25  # of a median that its quartiles may be apart: beyond it, who was busy decides the figure
 
 
 class Spread(TypedDict):
@@ -81,6 +83,11 @@ class Row:
         """By peer: the lower quartile of the ratios; their median of a record that has no quartiles."""
         return {name: self.ratio_spread[name]["lower"] if self.ratio_spread else r for name, r in self.ratios().items()}
 
+    def unsteady(self) -> dict[str, float]:
+        """Candidates whose quartiles are too far apart to rely on, and how far, as a part of the median."""
+        apart = {name: (s["upper"] - s["lower"]) / self.measured[name] for name, s in self.spread.items()}
+        return {name: share for name, share in apart.items() if share > MOST_SPREAD}
+
 
 @dataclass
 class Record:
@@ -97,6 +104,15 @@ class Record:
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def why_no_record(record: Record) -> str | None:
+    """Why nobody could rely on what was measured; None: it can be a record."""
+    for row in record.rows:
+        for name, share in row.unsteady().items():
+            where = f"{row.table}, {row.label}: {name}"
+            return f"{where} has quartiles {share:.0%} of its median apart, more than {MOST_SPREAD:.0%}"
+    return None
 
 
 def read(path: Path) -> Record:
@@ -128,7 +144,7 @@ def markdown(record: Record) -> str:
     """Headline, a table for each heading, a summary."""
     lines = [headline(record.provenance), f"`{record.provenance['command']}`"]
     if record.provenance["peers"]:
-        lines.append("peers: " + ", ".join(f"{name} = {title}" for name, title in record.provenance["peers"].items()))
+        lines.append("peers: " + "; ".join(_peers(record.provenance)))
     if record.ceilings:
         lines.append("ceilings: " + ", ".join(_ceiling(*item) for item in record.ceilings.items()))
     for title in tables(record):
@@ -143,6 +159,15 @@ def markdown(record: Record) -> str:
         lines += ["", f"{BUSY} the machine was busy: the matrix product that is the ceiling ran slower than it can"]
     lines += summary(record) + _missing(record)
     return "\n".join(lines)
+
+
+def _peers(provenance: Mapping[str, Any]) -> list[str]:
+    """Who took part, and where it comes from as far as it is known."""
+    origins = {name: words_of(of) for name, of in provenance.get("peer_origins", {}).items()}
+    return [
+        f"{name} = {title}" + (f" ({origins[name]})" if origins.get(name) else "")
+        for name, title in provenance["peers"].items()
+    ]
 
 
 def tables(record: Record) -> list[str]:

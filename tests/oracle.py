@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -50,6 +52,29 @@ def random_rng(device: str = "cpu") -> Tensor:
 
 def int32(values: Sequence[int], device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def far_apart(x: Tensor, dim: int) -> Tensor:
+    """The same numbers in a view whose rows along ``dim`` are spread over more than 2^31 elements, so that offsets pass
+    what 32 bits can say. All else lies dense between them."""
+    steps = x.shape[dim] - 1
+    step = (2**31 // steps // 64 + 1) * 64
+    dense = x.select(dim, 0).contiguous()
+    strides = list(dense.stride())
+    strides.insert(dim, step)
+    assert steps * step > 2**31 and dense.numel() <= step
+    return untouched_memory(steps * step + dense.numel(), x.dtype, x.device).as_strided(x.shape, strides).copy_(x)
+
+
+def untouched_memory(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of a CPU only those pages are in memory that somebody writes or reads, so that gigabytes cost nothing."""
+    if device.type != "cpu":
+        if torch.cuda.mem_get_info(device)[0] < 4 * elements * dtype.itemsize:
+            pytest.skip("needs more memory than the GPU has left")
+        return torch.empty(elements, dtype=dtype, device=device)
+    map_noreserve = 0x4000
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_noreserve
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def values_are_checked(device: str) -> bool:
@@ -362,8 +387,11 @@ def slack_of_rows(call: Call, ref: Result, gradients_of: Sequence[str]) -> Resul
     slack = {name: torch.zeros_like(t) for name, t in ref.items()}
     large = rounding_of_large_scores(call.lse_dtype, lse, call.q.shape[-1])
     if large.any():
-        for name in slack.keys() - {"lse"}:
-            slack[name] += (large if name in ("out", "dq") else large.max()) * largest_of(ref[name])
+        for name in slack.keys() & {"out", "dq"}:
+            slack[name] += large * largest_of(ref[name])
+        summed = [name for name in gradients_of if name != "q"]
+        for name, noise in noise_of_large_scores(call, ref, large, summed).items():
+            slack[name] += noise
     if gradients_of:
         for name, noise in noise_of_single_keys(call, ref, gradients_of).items():
             slack[name] += noise
@@ -383,6 +411,24 @@ def rounding_of_large_scores(lse_dtype: torch.dtype, lse: Tensor, head_dim: int)
     size = lse.nan_to_num(0, 0, 0).abs().transpose(-1, -2)[..., None]
     units = max(4.0, 0.5 * math.sqrt(head_dim))
     return torch.where(size >= LARGE_SCORE, units * torch.finfo(lse_dtype).eps * size, 0)
+
+
+def noise_of_large_scores(call: Call, ref: Result, large: Tensor, gradients_of: Sequence[str]) -> Result:
+    """What rows whose weights are off by these parts of themselves add to gradients that sum over rows.
+
+    A part of p is the same part of grad_out towards v, and of the gradient of a score, which is
+    p * (<grad_out, v - out> + grad_lse): the reference itself says where they go. Keys that no such row sees get none.
+    """
+    part = large.squeeze(-1).transpose(-1, -2)  # as lse
+    size = torch.zeros_like(part)
+    if call.grad_lse is not None:
+        size += call.grad_lse.abs()
+    if call.grad_out is not None and call.v.numel():
+        kept = 1 - call.options.get("dropout_p", 0.0)
+        largest_v = call.v.double().nan_to_num(0, 0, 0).abs().flatten(0, -2).amax(0) / max(kept, 1 / 256)
+        products = call.grad_out.double().abs() * (largest_v + ref["out"].abs())
+        size += products.nan_to_num(0, 0, 0).sum(-1).transpose(-1, -2)
+    return gradients_of_noise(call, part, part * size, gradients_of)
 
 
 def noise_of_single_keys(call: Call, ref: Result, gradients_of: Sequence[str]) -> Result:

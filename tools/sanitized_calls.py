@@ -94,12 +94,33 @@ def wild_calls() -> Iterator[tuple[str, Callable[[], object]]]:
             call = make_call(2, *LENGTHS, 4, 2, 64, dtype=dtype, device="cuda", block_mask=mask)
             return run_library(call.with_random_gradients(), ("q", "k", "v"))
 
+        def weights(dtype: torch.dtype = dtype) -> object:
+            call = make_varlen_call([130, 0, 64], [70, 9, 257], "cuda", head_dim=64, dtype=dtype)
+            leaves = [t.requires_grad_() for t in (call.q, call.k, scores(4, len(call.q)))]
+            names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+            lengths = {name: wild(4 if name.startswith("cu") else 3) for name in names}
+            found = flash_ext.attention_weights(*leaves, **{**call.options, **lengths})
+            return torch.autograd.grad(found.float().sum(), leaves)
+
         def cache(dtype: torch.dtype = dtype) -> object:
             call = make_decode(2, 1, 75, seqlen_new=2, dtype=dtype, device="cuda", cache_seqlens=int32([7, 5], "cuda"))
             call = paged(call, 16)
             return call.run(block_table=wild(2, 5), cache_seqlens=wild(2), cache_leftpad=wild(2), num_splits=2)
 
-        yield from ((f"wild {f.__name__} {dtype}", f) for f in (lengths, blocks, cache))
+        def packed_steps(dtype: torch.dtype = dtype) -> None:
+            for seqlen_new, pages in itertools.product((0, 2), (0, 16)):
+                lengths = int32([7, 5], "cuda")
+                call = make_decode(
+                    2, 1, 75, seqlen_new=seqlen_new, dtype=dtype, device="cuda", cache_seqlens=lengths
+                )  # fmt: skip
+                call = packed_queries(paged(call, pages) if pages else call, [3, 2])
+                for num_splits in (1, 3):
+                    call.run(
+                        cu_seqlens_q=wild(3), max_seqlen_q=5, cache_seqlens=wild(2), cache_leftpad=wild(2),
+                        num_splits=num_splits,
+                    )  # fmt: skip
+
+        yield from ((f"wild {f.__name__} {dtype}", f) for f in (lengths, blocks, weights, cache, packed_steps))
 
 
 def decode_calls() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -62,6 +62,25 @@ def test_recorded_runs_can_be_relied_on() -> None:
             assert all(s["calls"] >= provenance.RECORD_ROUNDS for s in kept_row.spread.values())
 
 
+# Recorded before rows were refused for it; no page has the first two.
+UNSTEADY = {
+    ("h200_module.json", "forward, bfloat16, 32 x 512 x 768, 12 heads", "attn_mask, bool", "flash_ext"),
+    ("h200_module.json", "forward, bfloat16, 32 x 512 x 768, 12 heads", "attn_mask, float", "flash_ext"),
+    ("h200_host.json", "bfloat16, 1 x 128 x 4 x 64", "forward and backward", "fa3"),
+}
+
+
+def test_recorded_runs_are_steady() -> None:
+    """A figure whose quartiles are a quarter of it apart says how busy the machine was."""
+    found = {
+        (path.name, kept_row.table, kept_row.label, name)
+        for path in RESULTS
+        for kept_row in report.read(path).rows
+        for name in kept_row.unsteady()
+    }
+    assert found == UNSTEADY
+
+
 # What is a record
 
 
@@ -131,6 +150,40 @@ def test_what_is_no_record_is_kept_as_a_trial_alone(
     assert report.read(tmp_path / "run.json").provenance["trial"]
 
 
+def steady(*quartiles: float) -> Row:
+    found = row(flash_ext=100.0)
+    found.spread = {"flash_ext": {"lower": quartiles[0], "upper": quartiles[1], "calls": 12}}
+    return found
+
+
+@pytest.mark.parametrize(("quartiles", "refused"), [((90.0, 115.0), False), ((90.0, 115.1), True)])
+def test_what_scatters_is_no_record(
+    quartiles: tuple[float, float],
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is only known behind the run: the run is kept as a trial, and says so."""
+    found = record(steady(90.0, 110.0), steady(*quartiles))
+    found.provenance["trial"] = False
+    monkeypatch.setattr(arguments, "why_no_record", lambda effort: None)
+    monkeypatch.setattr("benchmarks.__main__.run", lambda chosen, command: found)
+    asked = ["host", "--device", "cpu", "--json", str(tmp_path / "run.json")]
+    assert main(asked) == int(refused)
+    assert ("has quartiles 25% of its median apart" in capsys.readouterr().err) == refused
+    assert report.read(tmp_path / "run.json").provenance["trial"] == refused
+
+
+def test_load_of_the_machine_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As it is before the run, which is a load itself."""
+    monkeypatch.setattr("os.getloadavg", lambda: (1.234, 5.0, 6.0))
+    assert main(["host", "--device", "cpu", "--calls", "1", "--trial", "--json", str(tmp_path / "run.json")]) == 0
+    kept = report.read(tmp_path / "run.json")
+    assert kept.provenance["load_average"] == 1.23
+    assert ", load 1.23 before" in report.markdown(kept)
+
+
 def test_environment_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_EXT_HOPPER", "0")
     monkeypatch.setenv("FLASH_EXT_CACHE", "/home/me/cache")
@@ -159,6 +212,38 @@ def test_origin_of_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     (info / "direct_url.json").write_text('{"vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}}')
     found = origins.package_origin("attention-of-somebody", report)
     assert found["version"] == "1.2" and found["commit"] == "0123456789ab" and len(found["sha256"]) == 12
+
+
+def test_origin_of_what_is_built_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No distribution knows its commit: the environment says it. What pip installed is not taken for another."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COMMIT_OF_ATTENTION_OF_SOMEBODY", "fedcba98765432100123456789abcdef01234567")
+    found = origins.package_origin("attention-of-somebody", report)
+    assert found["commit"] == "fedcba987654" and "version" not in found
+    info = tmp_path / "attention_of_somebody-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: attention-of-somebody\nVersion: 1.2\n")
+    assert origins.package_origin("attention-of-somebody", None) == {"version": "1.2", "commit": "fedcba987654"}
+    (info / "direct_url.json").write_text('{"vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}}')
+    assert origins.package_origin("attention-of-somebody", None)["commit"] == "0123456789ab"
+    monkeypatch.setenv("COMMIT_OF_ATTENTION_OF_SOMEBODY", "the newest")
+    with pytest.raises(ValueError, match="COMMIT_OF_ATTENTION_OF_SOMEBODY must be a commit"):
+        origins.package_origin("attention-of-somebody", None)
+
+
+def test_origins_are_shown() -> None:
+    shown = record(row(flash_ext=1.0))
+    shown.provenance |= {
+        "peers": {"fa3": "FlashAttention-3", "other": "another", "by_hand": "a third"},
+        "peer_origins": {
+            "fa3": {"version": "3.0.0", "commit": "0123456789ab", "sha256": "c"},
+            "by_hand": {"sha256": "d"},
+        },
+    }
+    assert (
+        "peers: fa3 = FlashAttention-3 (3.0.0, commit 0123456789ab); other = another; by_hand = a third (library d)\n"
+        in report.markdown(shown)
+    )
 
 
 def test_state_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_provenance_names_no_place_and_nobody(tmp_path: Path) -> None:
     assert origin["command"].startswith("python -m benchmarks host --device cpu")
     assert origin["command"].endswith("--trial --calls 2 --json run.json")
     software = {"python", "torch", "torch_commit", "flash_ext", "peers", "peer_origins", "packages", "commit"}
-    machine = {"device", "cpu", "isa", "threads", "gpu_state"}
+    machine = {"device", "cpu", "isa", "threads", "gpu_state", "load_average"}
     how = {"command", "date", "environment", "float32_matmul_precision", "trial", "rounds", "sustained_s"}
     assert set(origin) == software | machine | how
     assert set(origin["peers"]) == {"sdpa", "math"} == set(origin["peer_origins"])

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks import pages
+from benchmarks.report import Row, Spread
+from tests.build.benchmark_runs import record
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.py").exists())
 README = (ROOT / "README.md").read_text()
@@ -86,6 +88,31 @@ def test_encoders_that_gain_little_on_a_cpu() -> None:
 def test_where_a_peer_may_have_the_faster_forward_it_is_by_one_percent() -> None:
     """The page on performance says how many: by the lower quartile of the ratios, where the record has it."""
     assert all(ratio >= 0.99 for ratio in pages.contested_forwards().values())
+
+
+def test_bounds_are_of_all_rows_and_of_the_lower_quartile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Who writes "1.1 to 2 times as fast" is right in three rounds of four, and leaves out no row that a peer wins."""
+
+    def kept(label: str, lower: float, median: float, **problem: int) -> Row:
+        spread = {"peer": Spread(lower=lower, upper=2 * median, calls=12)}
+        return Row("t", label, problem, {"flash_ext": 1.0, "peer": median}, ratio_spread=spread)
+
+    alone = Row("t", "without the peer", {}, {"flash_ext": 1.0})
+    record(kept("1", 1.04, 1.2, n=1), kept("2", 0.93, 1.01, n=2), kept("3", 1.5, 2.0, n=1), alone).write(
+        tmp_path / "r.json"
+    )
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    assert pages.times_as_fast("r.json", "peer") == ["0.93", "2.00"]
+    assert pages.times_as_fast("r.json", "peer", n=1) == ["1.04", "2.00"]
+
+
+def test_every_sentence_takes_its_bounds_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "times_as_fast", lambda *row, **problem: ["low", "high"])
+    sentences = [figure for figure in pages.FIGURES if isinstance(figure, pages.Sentence)]
+    claims = [sentence for sentence in sentences if re.search(r"to.*times.*as.*fast", sentence.pattern)]
+    assert len(claims) >= 4
+    for sentence in claims:
+        assert set(sentence.values()) == {"low", "high"}, sentence
 
 
 @pytest.mark.parametrize("kind", [pages.Table, pages.Sentence])

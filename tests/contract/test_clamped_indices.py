@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from tests.decode_oracle import Decode, fill_unused_rows, make_decode, paged
+from tests.decode_oracle import Decode, fill_unused_rows, make_decode, packed_queries, paged
 from tests.oracle import int32, make_call, run_library, values_are_checked
 
 pytestmark = pytest.mark.skipif(
@@ -60,6 +60,42 @@ def test_packed_sequences(
     assert torch.equal(results[0]["out"], results[1]["out"])
 
 
+@pytest.mark.op("attention_weights")
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize(("name", "wrong", "right"), CASES)
+def test_weights_of_packed_sequences(
+    name: str, wrong: list[int], right: list[int], signed: bool, dtype: torch.dtype
+) -> None:
+    """And their gradients."""
+    call = make_call(
+        seqlen_q=ROWS_Q, seqlen_k=ROWS_K, head_dim=64, dtype=dtype, device="cuda", max_seqlen_q=ROWS_Q,
+        max_seqlen_k=ROWS_K, cu_seqlens_q=int32([0, 40, 100, 150], "cuda"),
+        cu_seqlens_k=int32([0, 70, 130, 210], "cuda"),
+    )  # fmt: skip
+    lse = torch.full((call.q.shape[1], ROWS_Q), 3.0, device="cuda")
+    leaves = [t.requires_grad_() for t in (call.q, call.k, lse)]
+    results = []
+    for values in (wrong, right):
+        options = {**call.options, name: int32(values, "cuda")}
+        weights = flash_ext.attention_weights(*leaves, signed=signed, **options)
+        results.append((weights, *torch.autograd.grad(weights.float().square().sum(), leaves)))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-2, atol=1e-2)
+    assert torch.equal(results[0][0], results[1][0])
+
+
+@pytest.mark.op("attention_weights")
+@pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
+def test_weights_of_dense_sequences(name: str, dtype: torch.dtype) -> None:
+    call = make_call(BATCH, 90, 90, head_dim=64, dtype=dtype, device="cuda")
+    leaves = [t.requires_grad_() for t in (call.q, call.k, torch.full((BATCH, 4, 90), 3.0, device="cuda"))]
+    results = []
+    for values in ([-3, HIGHEST, 91], [0, 90, 90]):
+        weights = flash_ext.attention_weights(*leaves, **{name: int32(values, "cuda")})
+        results.append((weights, *torch.autograd.grad(weights.float().square().sum(), leaves)))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-2, atol=1e-2)
+    assert torch.equal(results[0][0], results[1][0])
+
+
 @pytest.mark.parametrize("name", ["seqused_q", "seqused_k"])
 def test_lengths_of_dense_sequences(name: str, dtype: torch.dtype) -> None:
     call = make_call(BATCH, 90, 90, head_dim=64, dtype=dtype, device="cuda", deterministic=True)
@@ -89,6 +125,59 @@ def test_caches(name: str, num_splits: int, dtype: torch.dtype) -> None:
     assert all(torch.equal(got, want) for got, want in zip(wrong, right, strict=True))
 
 
+APPENDED: dict[str, tuple[list[int], list[int]]] = {
+    "cache_leftpad": ([-7, HIGHEST, 5], [0, 42, 5]),  # of the lengths behind the append
+    "cache_batch_idx": ([-7, HIGHEST, 1], [0, 2, 1]),
+}
+
+
+@pytest.mark.op("attention_decode_append")
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("name", APPENDED)
+def test_caches_that_are_appended_to(name: str, num_splits: int, dtype: torch.dtype) -> None:
+    call = make_decode(
+        BATCH, 2, 75, seqlen_new=2, dtype=dtype, device="cuda", cache_seqlens=int32([73, 40, 20], "cuda"),
+    )  # fmt: skip
+    call.k_cache.nan_to_num_(0.5), call.v_cache.nan_to_num_(0.5)
+    wrong, right = (
+        run_on_copies(call, num_splits=num_splits, **{name: int32(values, "cuda")}) for values in APPENDED[name]
+    )
+    assert all(torch.equal(got, want) for got, want in zip(wrong, right, strict=True))
+
+
+def run_on_copies(call: Decode, **options: Any) -> tuple[Tensor, ...]:
+    """out, lse and, where there are new keys, the caches behind the append."""
+    one = Decode(call.q, call.k_cache.clone(), call.v_cache.clone(), call.k, call.v, dict(call.options))
+    return (*one.run(**options), one.k_cache, one.v_cache)
+
+
+PACKED_QUERIES = [
+    ([0, 3, 5, 100_000], [0, 3, 5, 9]),
+    ([0, 3, HIGHEST, HIGHEST], [0, 3, 9, 9]),
+    ([LOWEST, 3, 5, 9], [0, 3, 5, 9]),
+]
+
+
+@pytest.mark.op("attention_decode_append")
+@pytest.mark.parametrize("seqlen_new", [0, 2])
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(("wrong", "right"), PACKED_QUERIES)
+def test_packed_queries(
+    wrong: list[int], right: list[int], num_splits: int, page_size: int, seqlen_new: int, dtype: torch.dtype
+) -> None:
+    lengths = int32([73, 40, 20], "cuda")
+    call = make_decode(BATCH, 2, 75, seqlen_new=seqlen_new, dtype=dtype, device="cuda", cache_seqlens=lengths)
+    call.k_cache.nan_to_num_(0.5), call.v_cache.nan_to_num_(0.5)
+    call = packed_queries(paged(call, page_size) if page_size else call, [3, 2, 4])
+    found, expected = (
+        run_on_copies(call, num_splits=num_splits, max_seqlen_q=9, cu_seqlens_q=int32(values, "cuda"))
+        for values in (wrong, right)
+    )
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.op("attention_decode")
 @pytest.mark.parametrize(
     ("seqlen_q", "heads_q", "num_splits"), [(2, 4, 1), (2, 4, 3), (200, 36, 1)], ids=["one", "splits", "prompt"]
@@ -112,17 +201,27 @@ def inside_of_an_arena(t: Tensor) -> tuple[Tensor, Tensor]:
     return arena, place
 
 
-def wild_lengths(call: Decode) -> dict[str, Tensor]:
+def wild_lengths(call: Decode) -> dict[str, Any]:
     return {"cache_seqlens": int32([LOWEST, HIGHEST, 74], "cuda")}
 
 
-def wild_entries(call: Decode) -> dict[str, Tensor]:
+def wild_entries(call: Decode) -> dict[str, Any]:
     return {"cache_batch_idx": int32([LOWEST, HIGHEST, 1], "cuda")}
 
 
+def wild_leftpad(call: Decode) -> dict[str, Any]:
+    return {"cache_leftpad": int32([LOWEST, HIGHEST, 75], "cuda")}
+
+
+def wild_packing(call: Decode) -> dict[str, Any]:
+    """The queries of each sequence, where these are packed; new rows do not depend on them."""
+    call.q = call.q.flatten(0, 1)
+    return {"cu_seqlens_q": int32([LOWEST, HIGHEST, -3, HIGHEST], "cuda"), "max_seqlen_q": len(call.q)}
+
+
 @pytest.mark.op("attention_decode_append")
-@pytest.mark.parametrize("wild", [wild_lengths, wild_entries], ids=["lengths", "entries"])
-def test_appended_rows_stay_in_the_caches(wild: Callable[[Decode], dict[str, Tensor]], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("wild", [wild_lengths, wild_entries, wild_leftpad, wild_packing])
+def test_appended_rows_stay_in_the_caches(wild: Callable[[Decode], dict[str, Any]], dtype: torch.dtype) -> None:
     call = make_decode(BATCH, 1, 75, seqlen_new=2, dtype=dtype, device="cuda", cache_seqlens=int32([7, 0, 73], "cuda"))
     k_arena, call.k_cache = inside_of_an_arena(call.k_cache)
     v_arena, call.v_cache = inside_of_an_arena(call.v_cache)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import flash_ext
-from tests.oracle import FLOATS, assert_matches_oracle, make_call, random, run_library
+from tests.oracle import FLOATS, assert_matches_oracle, far_apart, make_call, random, run_library
 
 pytestmark = pytest.mark.usefixtures("kernel_family")
 
@@ -156,32 +155,27 @@ def test_inputs_are_left_alone(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(t, before[name]), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
 def test_rows_further_apart_than_32_bits_can_say(device: str, name: str) -> None:
-    """A tensor's own rows are spread over more than 2^31 elements, so that the kernel's offsets pass that."""
     call = make_call(1, 40, 61, heads_q=1, heads_kv=1, head_dim=256, dtype=torch.bfloat16, device=device)
     call = call.with_random_gradients()
-    setattr(call, name, spread_over_rows(getattr(call, name), dim=1))
+    setattr(call, name, far_apart(getattr(call, name), dim=1))
     assert_matches_oracle(call)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("dim", [0, 2], ids=["entries", "heads"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_out"])
+def test_entries_and_heads_further_apart_than_32_bits_can_say(device: str, name: str, dim: int) -> None:
+    call = make_call(2, 40, 61, dtype=torch.bfloat16, device=device).with_random_gradients()
+    setattr(call, name, far_apart(getattr(call, name), dim))
+    assert_matches_oracle(call)
+
+
 @pytest.mark.parametrize("name", ["bias", "mask"])
 def test_rows_of_options_further_apart_than_32_bits_can_say(device: str, name: str) -> None:
     bias = random(1, 1, 40, 64, dtype=torch.bfloat16, device=device)
-    option = spread_over_rows(bias if name == "bias" else bias < 2, dim=2)
+    option = far_apart(bias if name == "bias" else bias < 2, dim=2)
     assert_matches_oracle(make_call(1, 40, 64, dtype=torch.bfloat16, device=device, **{name: option}))
-
-
-def spread_over_rows(x: Tensor, dim: int) -> Tensor:
-    """x as a view whose rows along that dimension lie far apart."""
-    step = (2**31 // (x.shape[dim] - 1) // 64 + 1) * 64
-    strides = [step if d == dim else stride for d, stride in enumerate(x.stride())]
-    spread = torch.empty((x.shape[dim] - 1) * step + x.numel(), dtype=x.dtype, device=x.device)
-    spread = spread.as_strided(x.shape, strides)
-    assert (x.shape[dim] - 1) * spread.stride(dim) > 2**31
-    return spread.copy_(x)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 0)}], ids=str)

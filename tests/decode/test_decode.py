@@ -9,7 +9,7 @@ import torch
 
 import flash_ext
 from tests.decode_oracle import Decode, assert_decode_matches, fill_unused_rows, make_decode, packed_queries, paged
-from tests.oracle import FLOATS, HALF, int32, random, values_are_checked
+from tests.oracle import FLOATS, HALF, far_apart, int32, random, values_are_checked
 
 pytestmark = pytest.mark.op("attention_decode")
 
@@ -93,27 +93,15 @@ def test_the_sink_counts_once_however_many_splits(device: str, dtype: torch.dtyp
     assert_decode_matches(call, num_splits=num_splits, sink=random(4, device=device) + 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 @pytest.mark.parametrize("apart", ["rows", "entries", "pages"])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_caches_further_apart_than_32_bits_can_say(device: str, name: str, apart: str, num_splits: int) -> None:
-    """Rows, batch entries or pages of a cache are spread over more than 2^31 elements, so that offsets pass that."""
     lengths = int32([75, 40], device)
     call = make_decode(2, seqlen_q=2, dtype=torch.bfloat16, device=device, cache_seqlens=lengths, num_splits=num_splits)
     call = paged(call, 16) if apart == "pages" else call
     expected = call.run()
-    cache = getattr(call, name)
-    dim = 1 if apart == "rows" else 0
-    steps = cache.shape[dim] - 1
-    step = (2**31 // steps // 64 + 1) * 64
-    strides = list(cache.stride())
-    strides[dim] = step
-    if apart == "rows":  # entries lie between the rows
-        strides[0] = cache.shape[2] * cache.shape[3]
-    spread = torch.empty((steps + 1) * step, dtype=cache.dtype, device=device).as_strided(cache.shape, strides)
-    assert steps * spread.stride(dim) > 2**31
-    setattr(call, name, spread.copy_(cache))
+    setattr(call, name, far_apart(getattr(call, name), dim=1 if apart == "rows" else 0))
     for found, right in zip(call.run(), expected, strict=True):
         assert torch.equal(found, right)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from tests.decode_oracle import Decode, fill_unused_rows, make_decode, packed_qu
 from tests.oracle import FLOATS, Call, cumulative, dtypes_of, int32, make_call, random, random_rng
 
 EDGES = sorted(tile + near for tile in (64, 128, 192, 256, 512, 1024) for near in (-1, 0, 1))
+TILE = 128  # keys of the largest tiles but those of a few kernels
+LONG = 320  # keys of long problems, mostly: two or three tiles
 # 64 and 128 are head dims of every kernel; some kernels have these alone.
 head_dims = st.one_of(st.sampled_from([64, 128]), st.integers(1, 32).map(lambda n: 8 * n))
 sizes_of_window = st.one_of(st.just(-1), st.integers(0, 20), st.integers(0, 300))
@@ -24,11 +27,18 @@ def one_in(n: int) -> st.SearchStrategy[bool]:
     return st.integers(0, n - 1).map(lambda drawn: drawn == n - 1)
 
 
-def lengths_up_to(longest: int) -> st.SearchStrategy[int]:
+def lengths_up_to(longest: int, shortest: int = 0) -> st.SearchStrategy[int]:
     """Few rows, those around the ends of tiles, any."""
-    edges = [n for n in EDGES if n <= longest]
-    anything = st.one_of(st.integers(0, min(9, longest)), st.integers(0, longest))
+    edges = [n for n in EDGES if shortest <= n <= longest]
+    few = st.integers(min(1, longest), max(shortest, min(9, longest)))  # empty ones are among the others
+    anything = st.one_of(few, st.integers(shortest, longest))
     return st.one_of(anything, st.sampled_from(edges)) if edges else anything
+
+
+def lengths_beyond_a_tile(longest: int) -> st.SearchStrategy[int]:
+    """More rows than a tile has, half of the time around the ends of the next ones."""
+    edges = [n for n in EDGES if TILE < n <= longest]
+    return st.one_of(st.sampled_from(edges), st.integers(TILE + 1, longest))
 
 
 def numbers_of_scores(most: int) -> st.SearchStrategy[int]:
@@ -36,16 +46,56 @@ def numbers_of_scores(most: int) -> st.SearchStrategy[int]:
     return st.sampled_from([most // 16] * 3 + [most])
 
 
-def longest_of(scores: int, pairs: int) -> int:
-    """Length of square problems that have ``scores`` scores in so many (batch, head) pairs."""
-    return math.isqrt(scores // max(1, pairs))
+@dataclass(frozen=True)
+class Sizes:
+    """Of a problem, drawn together: the number of scores decides how long it takes."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlens_q: st.SearchStrategy[int]
+    seqlens_k: st.SearchStrategy[int]
+
+
+def problem_sizes(scores: int, least: int = 0, most_batch: int = 5) -> st.SearchStrategy[Sizes]:
+    """Of about so many scores. Half of the problems have more keys than a tile, and as many heads as there is room for;
+    half have any number of heads, and sequences that fit.
+
+    Args:
+        least: batch entries, and rows of a sequence.
+    """
+    return st.one_of(sizes_of_few_heads(scores, least, most_batch), sizes_of_any_heads(scores, least, most_batch))
+
+
+def batches(least: int, most: int) -> st.SearchStrategy[int]:
+    """Seldom none: no kernel has anything to do then."""
+    some = st.integers(1, most)
+    return some if least else one_in(16).flatmap(lambda empty: st.just(0) if empty else some)
+
+
+@st.composite
+def sizes_of_few_heads(draw: st.DrawFn, scores: int, least: int, most_batch: int) -> Sizes:
+    longest_k = draw(st.sampled_from([LONG, LONG, math.isqrt(scores)]))
+    longest_q = draw(st.sampled_from([40, longest_k, longest_k]))
+    pairs = max(1, scores // (longest_k * longest_q))
+    group = draw(st.integers(1, min(16, pairs)))
+    heads_kv = min(draw(st.sampled_from([1, 1, 2, 3])), pairs // group)
+    batch = draw(batches(least, min(most_batch, pairs // (group * heads_kv))))
+    return Sizes(batch, group * heads_kv, heads_kv, lengths_up_to(longest_q, least), lengths_beyond_a_tile(longest_k))
+
+
+@st.composite
+def sizes_of_any_heads(draw: st.DrawFn, scores: int, least: int, most_batch: int) -> Sizes:
+    (heads_q, heads_kv), batch = draw(head_counts()), draw(batches(least, most_batch))
+    seqlens = lengths_up_to(math.isqrt(draw(numbers_of_scores(scores)) // max(1, batch * heads_q)), least)
+    return Sizes(batch, heads_q, heads_kv, seqlens, seqlens)
 
 
 @st.composite
 def both_head_dims(draw: st.DrawFn) -> tuple[int, int]:
-    """(head_dim, head_dim_v), equal half of the time: most kernels are for that."""
+    """(head_dim, head_dim_v), equal mostly: many kernels are for that."""
     head_dim = draw(head_dims)
-    return head_dim, head_dim if draw(st.booleans()) else draw(head_dims)
+    return head_dim, draw(head_dims) if draw(one_in(4)) else head_dim
 
 
 @st.composite
@@ -92,7 +142,7 @@ def score_options(draw: st.DrawFn, shape: tuple[int, int, int, int], device: str
         options["top_left"] = draw(st.booleans())
         options["window_size"] = (draw(sizes_of_window), draw(sizes_of_window))
     if draw(st.booleans()):
-        options["softmax_scale"] = draw(st.floats(-1, 1))
+        options["softmax_scale"] = draw(st.one_of(st.floats(0.01, 1), st.floats(-1, 1)))
     if draw(one_in(4)):
         options["softcap"] = draw(st.floats(0.5, 30))
     if draw(one_in(4)):
@@ -115,58 +165,52 @@ def score_options(draw: st.DrawFn, shape: tuple[int, int, int, int], device: str
 def attention_calls(draw: st.DrawFn, device: str, scores: int) -> tuple[Call, tuple[str, ...]]:
     """A call, dense or packed, of about ``scores`` at most, and the inputs that want gradients."""
     torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
-    (heads_q, heads_kv), (head_dim, head_dim_v) = draw(head_counts()), draw(both_head_dims())
-    sizes: dict[str, Any] = dict(
-        heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,
+    sizes, (head_dim, head_dim_v) = draw(problem_sizes(scores)), draw(both_head_dims())
+    tensors: dict[str, Any] = dict(
+        heads_q=sizes.heads_q, heads_kv=sizes.heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,
         dtype=draw(st.sampled_from(dtypes_of(device))), device=device,
     )  # fmt: skip
-    batch = draw(st.integers(0, 5))
-    seqlens = lengths_up_to(longest_of(draw(numbers_of_scores(scores)), batch * heads_q))
-    if batch > 0 and draw(st.booleans()):
-        call, shape = draw(packed_calls(batch, seqlens, sizes))
-    else:
-        call, shape = draw(dense_calls(batch, seqlens, sizes))
+    packed = sizes.batch > 0 and draw(st.booleans())
+    call, shape = draw(packed_calls(sizes, tensors) if packed else dense_calls(sizes, tensors))
     call = call.with_options(**draw(score_options(shape, device)))
     if draw(one_in(4)):
         call = draw(with_block_mask(call, shape))
     if draw(st.booleans()):
         call.q, call.k, call.v = (draw(other_strides(t)) for t in (call.q, call.k, call.v))
-    if (deterministic := draw(st.sampled_from([None, None, False, True]))) is not None:
+    if (deterministic := draw(st.sampled_from([None, None, None, False, False, True]))) is not None:
         call.options["deterministic"] = deterministic
     wanted = tuple(name for name in call.inputs() if draw(st.booleans()))
     return draw(with_some_gradients(call)), wanted
 
 
 @st.composite
-def dense_calls(
-    draw: st.DrawFn, batch: int, seqlens: st.SearchStrategy[int], sizes: dict[str, Any]
-) -> tuple[Call, tuple[int, int, int, int]]:
+def dense_calls(draw: st.DrawFn, sizes: Sizes, tensors: dict[str, Any]) -> tuple[Call, tuple[int, int, int, int]]:
     """A call without score options, and the shape of its scores."""
-    seqlen_q, seqlen_k = draw(seqlens), draw(seqlens)
-    call = make_call(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes)
+    batch, seqlen_q, seqlen_k = sizes.batch, draw(sizes.seqlens_q), draw(sizes.seqlens_k)
+    call = make_call(batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **tensors)
     starts_q, starts_k = ([b * n for b in range(batch)] for n in (seqlen_q, seqlen_k))
     call = draw(with_lengths_in_use(call, starts_q, starts_k, [seqlen_q] * batch, [seqlen_k] * batch))
-    return call, (batch, sizes["heads_q"], seqlen_q, seqlen_k)
+    return call, (batch, sizes.heads_q, seqlen_q, seqlen_k)
 
 
 @st.composite
-def packed_calls(
-    draw: st.DrawFn, batch: int, seqlens: st.SearchStrategy[int], sizes: dict[str, Any]
-) -> tuple[Call, tuple[int, int, int, int]]:
+def packed_calls(draw: st.DrawFn, sizes: Sizes, tensors: dict[str, Any]) -> tuple[Call, tuple[int, int, int, int]]:
     """The same of packed sequences, with rows of NaN behind them that belong to none."""
-    device = sizes["device"]
-    lengths_q, lengths_k = (draw(st.lists(seqlens, min_size=batch, max_size=batch)) for _ in "qk")
+    device, batch = tensors["device"], sizes.batch
+    lengths_q, lengths_k = (
+        draw(st.lists(n, min_size=batch, max_size=batch)) for n in (sizes.seqlens_q, sizes.seqlens_k)
+    )
     spare = draw(st.integers(0, 3))
     cu_seqlens_q, cu_seqlens_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
     call = make_call(
         seqlen_q=sum(lengths_q) + spare, seqlen_k=sum(lengths_k) + spare, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k), **sizes,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max(lengths_q), max_seqlen_k=max(lengths_k), **tensors,
     )  # fmt: skip
     for t, lengths in ((call.q, lengths_q), (call.k, lengths_k), (call.v, lengths_k)):
         t[sum(lengths) :] = torch.nan
     starts_q, starts_k = cu_seqlens_q.tolist()[:-1], cu_seqlens_k.tolist()[:-1]
     call = draw(with_lengths_in_use(call, starts_q, starts_k, lengths_q, lengths_k))
-    return call, (batch, sizes["heads_q"], max(lengths_q), max(lengths_k))
+    return call, (batch, sizes.heads_q, max(lengths_q), max(lengths_k))
 
 
 @st.composite
@@ -220,12 +264,12 @@ def with_some_gradients(draw: st.DrawFn, call: Call) -> Call:
 def weights_calls(draw: st.DrawFn, device: str, scores: int) -> Call:
     """A call whose weights are asked for: dense, and a sink is part of their lse."""
     torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
-    heads_q, heads_kv = draw(head_counts())
-    batch = draw(st.integers(1, 3))
-    seqlens = lengths_up_to(longest_of(draw(numbers_of_scores(scores)), batch * heads_q)).filter(bool)
-    shape = (batch, heads_q, draw(seqlens), draw(seqlens))
+    sizes = draw(problem_sizes(scores, least=1, most_batch=3))
+    shape = (sizes.batch, sizes.heads_q, draw(sizes.seqlens_q), draw(sizes.seqlens_k))
     dtype = draw(st.sampled_from(dtypes_of(device)))
-    call = make_call(batch, *shape[2:], heads_q, heads_kv, draw(head_dims), dtype=dtype, device=device)
+    call = make_call(
+        sizes.batch, *shape[2:], sizes.heads_q, sizes.heads_kv, draw(head_dims), dtype=dtype, device=device
+    )
     options = draw(score_options(shape, device))
     if "bias" in options:
         options["bias"] = options["bias"].to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.oracle import Oracle, make_call, run_reference
+from tests.oracle import Oracle, make_call, random, run_reference
 
 
 @pytest.mark.parametrize(("seqlen_q", "holds"), [(2, True), (40, False)])
@@ -20,3 +20,14 @@ def test_few_rows_have_no_rms(seqlen_q: int, holds: bool) -> None:
         return
     with pytest.raises(AssertionError, match="RMS"):
         oracle.assert_within_bound("dk", got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_large_scores_widens_the_bounds_of_its_own_keys_alone(dtype: torch.dtype) -> None:
+    call = make_call(1, 40, 40, 1, 1, dtype=dtype, causal=True, softmax_scale=0.05)
+    call.q[0, 0] = 1000 * call.k[0, 0] / call.k[0, 0].square().sum()  # a score of 50, of the one key that it sees
+    call.options["bias"] = random(1, 1, 40, 40, dtype=dtype) * 0.1
+    slack = Oracle.of(call.with_random_gradients(), ("q", "k", "v", "bias")).slack
+    for name in ("out", "dq", "dk", "dv"):
+        assert (slack[name][0, 0] > 0).any() and not slack[name][0, 1:].any(), name
+    assert slack["dbias"][0, 0, 0, 0] > 0 and int((slack["dbias"] > 0).sum()) == 1

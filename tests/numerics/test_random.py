@@ -7,26 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from flash_ext import _plan
+from flash_ext.planning import problem_of
 from tests.contract.test_merge import assert_merge_matches
 from tests.contract.test_weights import assert_weights_match
 from tests.decode_oracle import assert_decode_matches
 from tests.numerics import problems
-from tests.oracle import assert_matches_oracle
+from tests.oracle import Call, assert_matches_oracle
 
-QUICK_SCORES, SCORES = 2**17, 2**21  # of the largest problem: quickly, and with --run-slow
+QUICK_SCORES, SCORES = 2**18, 2**20  # of the largest problem: quickly, and with --run-slow
 NUM_LONG = 500
 PARTS = pytest.mark.parametrize("part", range(4))  # 2,000 problems, in parts that can run side by side
 
 
-def run_problems(check: Callable[[st.DataObject], Any], max_examples: int | None = None) -> None:
-    """As many random problems as the profile says unless ``max_examples`` does.
+def run_problems(check: Callable[[st.DataObject], Any], max_examples: int | None = None, **how: Any) -> None:
+    """As many random problems as the profile says unless ``max_examples`` does; ``how``: other settings.
 
     They follow from torch's seed, which conftest sets by FLASH_EXT_TEST_SEED and the test's name.
     """
-    limits = {} if max_examples is None else {"max_examples": max_examples}
+    limits = how if max_examples is None else {"max_examples": max_examples, **how}
 
     @seed(torch.initial_seed())
     @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], **limits)
@@ -99,3 +101,27 @@ def test_a_seed_draws_the_same_problems() -> None:
         drawn.append([])
         run_problems(lambda data: drawn[-1].append(repr(data.draw(problems.attention_calls("cpu", 2**12))[0])), 5)
     assert drawn[0] == drawn[1] and len(set(drawn[0])) > 1
+
+
+def test_many_problems_have_more_keys_than_a_tile() -> None:
+    """A kernel that is right for one tile of keys alone must not pass, nor one that few problems reach."""
+    long, tiled = [], []
+
+    def look(data: st.DataObject) -> None:
+        call, _wanted = data.draw(problems.attention_calls("cpu", QUICK_SCORES))
+        keys = int(call.options["cu_seqlens_k"].diff().max()) if call.varlen else call.k.shape[1]
+        plan = plan_on_hopper(call)
+        long.append(keys > 128)
+        tiled.append(plan is not None and plan.kernel == "sm90/backward" and keys > plan.block_n)
+
+    torch.manual_seed(7)
+    run_problems(look, 300, phases=[Phase.generate], database=None)
+    assert len(long) >= 300
+    assert sum(long) >= 0.3 * len(long) and sum(tiled) >= 0.1 * len(tiled), (sum(long), sum(tiled))
+
+
+def plan_on_hopper(call: Call) -> _plan.Plan | None:
+    """Of the backward, as if the tensors were on such a GPU; None: there are no kernels for their dtype there."""
+    problem = problem_of(call.q, call.k, call.v, "backward", **call.options)
+    problem.device, problem.compute_capability, problem.num_workers = "cuda", 90, 132
+    return _plan.make_plan(problem) if call.dtype != torch.float64 else None
