@@ -62,7 +62,6 @@ OPTIONS_OF_BACKWARD = {
     "per-key bias or key-padding mask alone": backward_of(128),
     "bias and key-padding mask alone": backward_of(8 | 128),
     "dropout and key-padding mask alone": backward_of(32 | 128),
-    "all options": backward_of(-1),
 }
 
 # What the name of the function has to have in it, by the kernel and the variant that the plan names.
@@ -89,6 +88,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "sm90/backward_options": {
         "scaled products": r"BackwardRolesOf<flash_ext::sm90::BackwardConfig<",
         **OPTIONS_OF_BACKWARD,
+        "all options": backward_of(-1),
     },
     "sm90/backward_persistent": {"scaled products": r"BackwardPersistentConfig<"},
     "sm90/backward_wide": {"wide heads": r"BackwardWideConfig<"},
@@ -405,13 +405,13 @@ def test_the_calls_of_this_page_reach_every_kernel_and_variant() -> None:
         ("sm90/backward", "bias alone",
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 8>, flash_ext",
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 136>, flash_ext"),
-        ("sm90/backward", "all options",
+        ("sm90/backward_options", "all options",
          "BackwardOptionsConfig<flash_ext::sm90::BackwardConfig<__half, 64, (flash_ext::TurnTaking)0>, -1> >",
          "BackwardOptionsConfig<flash_ext::sm90::BackwardConfig<__half, 64, (flash_ext::TurnTaking)0>, 16> >"),
         ("sm90/backward", "scaled products",
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedConfig<__half, 128, false, false>, flash_ext",
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedConfig<__half, 128, true, false>, flash_ext"),
-        ("sm90/backward", "scaled products",
+        ("sm90/backward_options", "scaled products",
          "BackwardRolesOf<flash_ext::sm90::BackwardConfig<__half, 64, (flash_ext::TurnTaking)2>, flash_ext",
          "BackwardOptionsRoles<flash_ext::sm90::BackwardOptionsConfig<flash_ext::sm90::BackwardConfig<__half, 64, ("),
         ("sm80/backward", "all options",
