@@ -140,13 +140,14 @@ def bounds(ratios: Sequence[float], digits: int) -> list[str]:
     return [f"{value:.{digits}f}" for value in (min(ratios), max(ratios))]
 
 
-def times_as_fast(
-    file: str, peer: str, shown: Callable[[Mapping[str, Any]], bool] = lambda problem: True, **problem: Any
-) -> list[str]:
+def times_as_fast(file: str, peer: str, **problem: Any) -> list[str]:
+    return bounds_of_speed((r for r in report.read(RESULTS / file).rows if problem.items() <= r.problem.items()), peer)
+
+
+def bounds_of_speed(rows: Iterable[report.Row], peer: str) -> list[str]:
     """ "a to b times as fast as the peer", over all rows that have it, those that it wins too. The least is the lower
     quartile of the rounds' ratios: who says "faster" by it is right in three rounds of four. The most is a median."""
-    rows = [r for r in report.read(RESULTS / file).rows if problem.items() <= r.problem.items()]
-    rows = [row for row in rows if peer in row.measured and shown(row.problem)]
+    rows = [row for row in rows if peer in row.measured]
     least, most = min(row.lower_ratios()[peer] for row in rows), max(row.ratios()[peer] for row in rows)
     return bounds((least, most), 2)
 
@@ -194,7 +195,8 @@ def encoder_rows(file: str) -> list[dict[str, Any]]:
 
 
 def encoder_bounds(file: str = "h200_encoder.json", dtype: str = "bfloat16") -> list[str]:
-    return times_as_fast(file, "torch", is_shown_encoder, dtype=dtype)
+    shown = (row for row in report.read(RESULTS / file).rows if is_shown_encoder(row.problem))
+    return bounds_of_speed((row for row in shown if row.problem["dtype"] == dtype), "torch")
 
 
 def cpu_bounds(dtype: str) -> list[str]:

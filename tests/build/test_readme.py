@@ -106,7 +106,7 @@ def test_bounds_are_of_all_rows_and_of_the_lower_quartile(monkeypatch: pytest.Mo
 
 
 def test_every_sentence_takes_its_bounds_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "times_as_fast", lambda *row, **problem: ["low", "high"])
+    monkeypatch.setattr(pages, "bounds_of_speed", lambda rows, peer: ["low", "high"])
     sentences = [figure for figure in pages.FIGURES if isinstance(figure, pages.Sentence)]
     claims = [sentence for sentence in sentences if re.search(r"to.*times.*as.*fast", sentence.pattern)]
     assert len(claims) >= 4
