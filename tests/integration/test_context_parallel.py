@@ -272,6 +272,16 @@ def test_varlen(pools: Any, kind: str, layout: str, method: str, device: str) ->
     assert_matches(pools(2, device), call, layout, method)
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+def test_keys_begin_behind_the_start_of_a_sequence(pools: Any, alibi: bool, device: str) -> None:
+    """A window so short that the last rank has only the end of a sequence's keys."""
+    cu_seqlens = cumulative([5, 0, 47, 8])
+    options: dict[str, Any] = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, window_size=(3, 0))
+    options |= {"alibi_slopes": torch.rand(4)} if alibi else {}
+    call = make_call(seqlen_q=60, seqlen_k=60, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, **options)
+    assert_matches(pools(3, device), call, "contiguous", "gather")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(5, 4, 30, 30), (1, 1, 30, 30), (5, 1, 1, 30), (1, 4, 30, 1)])
 def test_varlen_with_bias_and_mask(pools: Any, shape: tuple[int, ...], layout: str, device: str) -> None:
