@@ -150,6 +150,24 @@ def test_every_tile_of_keys_has_a_cta() -> None:
         assert found == wanted
 
 
+@pytest.mark.parametrize(("seqlen", "heads"), [(8192, 9), (8192, 13), (16384, 5), (16384, 7)])
+def test_the_last_section_may_have_fewer_heads(seqlen: int, heads: int) -> None:
+    p = problem(1, seqlen, heads, heads, 128, True)
+    assert 1 < _plan.make_plan(p).schedule.section_heads < heads
+    found = sorted((cta[1], cta[3]) for cta in _plan.backward_ctas(p))
+    assert found == [(head, tile) for head in range(heads) for tile in range(-(-seqlen // tiles_of(p)[1]))]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_last_keys_come_first_where_all_heads_take_turns(deterministic: bool) -> None:
+    """Of the kernel for all GPUs: a CTA waits for those that have later keys of its head."""
+    p = problem(2, 2048, 8, 4, 64, False, deterministic=deterministic, compute_capability=80)
+    tiles: dict[tuple[int, int], list[int]] = {}
+    for cta in _plan.backward_ctas(p):
+        tiles.setdefault((cta[0], cta[1]), []).append(cta[3])
+    assert tiles and all(of_head == sorted(of_head, reverse=deterministic) for of_head in tiles.values())
+
+
 def test_splits_shorten_the_makespan() -> None:
     rng = random.Random(9)
     for _ in range(100):

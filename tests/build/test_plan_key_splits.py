@@ -42,6 +42,20 @@ def test_a_tail_wave_that_is_not_split(fields: dict[str, Any]) -> None:
     assert tiles_that_are_split(**{"heads_q": 66, "heads_kv": 66, **fields}) == 0
 
 
+@pytest.mark.parametrize("heads", [33, 40, 66])
+def test_each_split_has_four_tiles_of_keys(heads: int) -> None:
+    """Fewer are not worth combining."""
+    split = 0
+    for seqlen_k in range(320, 4096, 80):
+        chosen = hopper_plan(**{**FULL_WAVES, "heads_q": heads, "heads_kv": heads, "seqlen_k": seqlen_k})
+        splits, key_tiles = chosen.key_splits, math.ceil(seqlen_k / chosen.block_n)
+        if splits.tiles > 0:
+            split += 1
+            smallest = splits.short_share if splits.short_splits else 1 / splits.long_splits
+            assert smallest * key_tiles >= 3.99, (seqlen_k, splits.long_splits, splits.short_splits)
+    assert split > 5
+
+
 # --- packed sequences ----------------------------------------------------------------------------------------------
 
 PACKED: dict[str, Any] = dict(

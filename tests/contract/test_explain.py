@@ -48,6 +48,11 @@ CASES: dict[str, Case] = {
                      {"has_bias": True, "bias_dtype": "float32", "bias_per_key": True}),
     "a bias that begins off": (lambda device: {"bias": random(1, HEADS_Q, SEQLEN_Q, 16, device=device)[..., 1:14]},
                                {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False}),
+    "a bias with keys as rows": (lambda device: {"bias": random(1, 1, 16, 16, device=device)
+                                                          .transpose(2, 3)[..., :SEQLEN_Q, :SEQLEN_K]},
+                                 {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False}),
+    "a bias with gaps": (lambda device: {"bias": random(1, 1, SEQLEN_Q, 32, device=device)[..., : 2 * SEQLEN_K : 2]},
+                         {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False}),
     "masks": (lambda device: {"mask": torch.ones(1, 1, 1, SEQLEN_K, dtype=torch.bool, device=device),
                               "block_mask": flash_ext.BlockMask.causal(SEQLEN_Q, SEQLEN_K, device=device)},
               {"has_mask": True, "mask_per_key": True, "has_block_mask": True, "block_m": 128, "block_n": 128}),

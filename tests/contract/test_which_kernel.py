@@ -294,14 +294,14 @@ DECODINGS = {
     "one query": Decoding(),
     "few queries": Decoding(4),
     "queries of a tile": Decoding(64),
-    "a prompt": Decoding(512),
+    "a prompt": Decoding(768),
     "pages": Decoding(page_size=16),
-    "pages of a prompt": Decoding(512, page_size=64),
+    "pages of a prompt": Decoding(768, page_size=64),
     "no splits": Decoding(options=(("num_splits", 1),)),
     "splits": Decoding(options=(("num_splits", 4),)),
-    "splits of a prompt": Decoding(512, options=(("num_splits", 4),)),
+    "splits of a prompt": Decoding(768, options=(("num_splits", 4),)),
     "batch_invariant": Decoding(options=(("batch_invariant", True),)),
-    "batch_invariant, a prompt": Decoding(512, options=(("batch_invariant", True),)),
+    "batch_invariant, a prompt": Decoding(768, options=(("batch_invariant", True),)),
     "softcap": Decoding(options=(("softcap", 20.0),)),
 }
 
@@ -374,26 +374,39 @@ def problems_of_this_page() -> Iterator[_plan.Problem]:
             yield problem_of(step.q, step.k_cache, step.v_cache, "decode", **decoding.arguments(step))
 
 
-def plans_of_this_page() -> list[_plan.Plan]:
-    """On an H200, by its own kernels and by those for all GPUs."""
-    plans = []
-    for problem in problems_of_this_page():
-        problem.device, problem.compute_capability, problem.num_workers = "cuda", 90, 132
-        problem.shared_bytes_per_cta, problem.shared_bytes_per_sm = SHARED[90]
-        for own_kernels in (True, False):
-            problem.own_kernels = own_kernels
-            plans.append(_plan.make_plan(problem))
-    return plans
+def on_an_h200(problem: _plan.Problem, own_kernels: bool) -> _plan.Plan:
+    """By its own kernels, or by those for all GPUs."""
+    problem.device, problem.compute_capability, problem.num_workers = "cuda", 90, 132
+    problem.shared_bytes_per_cta, problem.shared_bytes_per_sm = SHARED[90]
+    problem.own_kernels = own_kernels
+    return _plan.make_plan(problem)
 
 
 def test_the_calls_of_this_page_reach_every_kernel_and_variant() -> None:
-    plans = plans_of_this_page()
+    plans = [on_an_h200(problem, own) for problem in problems_of_this_page() for own in (True, False)]
     cuda = {kernel for kernel in _plan.KERNELS if not kernel.startswith("cpu/")}
     assert {plan.kernel for plan in plans} | {plan.bias_kernel for plan in plans} - {""} == cuda == FUNCTIONS.keys()
     reached = {(plan.kernel, plan.variant) for plan in plans if plan.variant}
     known = {(kernel, variant) for kernel, variants in VARIANTS.items() for variant in variants}
     assert known - reached <= NOT_EVERYWHERE
     assert reached <= known
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        ("a prompt", "forward"),
+        ("pages of a prompt", "forward"),
+        ("queries of a tile", "decode"),
+        ("splits of a prompt", "decode"),
+    ],
+)
+def test_prompts_of_this_page_run_the_forward(case: str, kernel: str) -> None:
+    """Of either family; they are long enough for it, and nothing asks for splits."""
+    step = DECODINGS[case].call(torch.bfloat16, "cpu")
+    problem = problem_of(step.q, step.k_cache, step.v_cache, "decode", **DECODINGS[case].arguments(step))
+    assert on_an_h200(problem, own_kernels=True).kernel.endswith(f"/{kernel}")
+    assert on_an_h200(problem, own_kernels=False).kernel == f"sm80/{kernel}"
 
 
 @pytest.mark.parametrize(

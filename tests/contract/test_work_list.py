@@ -42,7 +42,7 @@ def test_every_tile_comes_once_at_random() -> None:
         batch, longest = rng.randrange(1, 60), rng.choice([3, 200, 5000])
         rows, other = ([rng.randrange(longest + 1) for _ in range(batch)] for _ in range(2))
         group = rng.choice([1, 2, 4])
-        heads = group * rng.randrange(1, 5)
+        heads = group * rng.randrange(1, 12)
         block, rows_in_l2 = rng.choice([64, 128, 192]), rng.choice([1, 1000, 20000, 10**7])
         work_tiles = _plan.work_list(rows, other, block, heads, group, rng.random() < 0.5, rows_in_l2)
         assert sorted(work_tiles) == sorted((b, h, t) for b, t in tiles_of(rows, block) for h in range(heads))
