@@ -671,6 +671,15 @@ def test_dtensors(pools: Any, device: str) -> None:
     pools(2, device).run(on_dtensors)
 
 
+def refusal_of(*tensors: Tensor, **options: Any) -> str:
+    """By attention; an empty string if there is none. (What pytest.raises raises would end a rank's process.)"""
+    try:
+        flash_ext.attention(*tensors, causal=True, **options)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
 def on_shards_of_the_sequence(device: str) -> None:
     """They are not gathered behind the caller's back: the error says what is for them, and that is right."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
@@ -686,12 +695,13 @@ def on_shards_of_the_sequence(device: str) -> None:
     for n, name in enumerate("qkv"):
         places = [Shard(1) if i == n else Replicate() for i in range(3)]
         sharded = [distribute_tensor(x, mesh, [place]) for x, place in zip(plain, places, strict=True)]
-        with pytest.raises(NotImplementedError, match=rf"{name} is a DTensor .*context_parallel_attention\(\) of"):
-            flash_ext.attention(*sharded, causal=True)
+        said = refusal_of(*sharded)
+        assert f"{name} is a DTensor sharded along the sequence (dimension 1)" in said
+        assert "context_parallel_attention() of flash_ext.integrations.distributed" in said
         places = [Shard(0) if i == n else Replicate() for i in range(3)]
         rows = [distribute_tensor(x.flatten(0, 1), mesh, [place]) for x, place in zip(plain, places, strict=True)]
-        with pytest.raises(NotImplementedError, match=rf"{name} is a DTensor sharded along the sequence \(dimension 0"):
-            flash_ext.attention(*rows, causal=True, **packed)
+        said = refusal_of(*rows, **packed)
+        assert f"{name} is a DTensor sharded along the sequence (dimension 0)" in said
     shards = [distribute_tensor(x, mesh, [Shard(1)]).to_local() for x in plain]
     out = context_parallel_attention(*shards, mesh.get_group(), causal=True)
     assert isinstance(out, Tensor)
