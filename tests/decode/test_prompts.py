@@ -185,6 +185,22 @@ def test_values_that_some_queries_see(device: str, dtype: torch.dtype, poison: f
     assert not out[touched].isfinite().any()
 
 
+@pytest.mark.parametrize("page_size", [24, 40])
+def test_pages_that_end_within_a_tile(device: str, dtype: torch.dtype, page_size: int) -> None:
+    """Without lengths all pages are in use. What fills the last tile is hidden, whatever the last page holds."""
+    seqlen = 5 * page_size
+    call = paged(make_decode(1, 130, seqlen, 4, 2, 64, device=device, dtype=dtype, window_right=0), page_size)
+    del call.options["cache_seqlens"]
+    clean, _ = call.run(num_splits=0)
+    page = int(call.options["block_table"][0, -1])
+    call.v_cache[page, -1, 1, 3] = torch.nan  # of the last key, which the last query alone sees
+    out, _ = call.run(num_splits=0)
+    touched = torch.zeros_like(out, dtype=torch.bool)
+    touched[0, -1, 2:, 3] = True
+    torch.testing.assert_close(out[~touched], clean[~touched])
+    assert out[touched].isnan().all()
+
+
 @pytest.mark.op("attention_decode_append")
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("rotary", [False, True])
