@@ -440,7 +440,7 @@ def attend_to_pages(
     k: Tensor,
     v: Tensor,
     block_table: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_k: int,
     *,
     cu_seqlens_q: Tensor,
@@ -451,8 +451,8 @@ def attend_to_pages(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of ``decode`` for packed queries, with flash-attn's names in its errors. Where seqused_k is given, its
     lengths hold in place of those of cu_seqlens_k."""
-    check_tensors(q=q, k=k, v=v, block_table=block_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    check_optional_tensors(seqused_k=seqused_k, leftpad_k=leftpad_k)
+    check_tensors(q=q, k=k, v=v, block_table=block_table, cu_seqlens_q=cu_seqlens_q)
+    check_optional_tensors(cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, leftpad_k=leftpad_k)
     max_seqlen_k = as_integer("max_seqlen_k", max_seqlen_k)
     if k.dim() != 4 or block_table.dim() != 2:
         raise ValueError(
@@ -460,8 +460,11 @@ def attend_to_pages(
             f"max_num_blocks_per_seq), got {tuple(k.shape)} and {tuple(block_table.shape)}"
         )
     lengths = seqused_k
-    if lengths is None:
+    if cu_seqlens_k is not None:
         _check_cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, max_seqlen_k)
+    if lengths is None:
+        if cu_seqlens_k is None:
+            raise TypeError("cu_seqlens_k must be a tensor where seqused_k is None, got None")
         lengths = cu_seqlens_k.diff()
     name = "cu_seqlens_k" if seqused_k is None else "seqused_k"
     decode = errors_name(k_cache="k", v_cache="v", cache_seqlens=name, cache_leftpad="leftpad_k")(head_dims.decode)

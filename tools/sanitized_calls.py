@@ -124,7 +124,7 @@ def wild_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def decode_calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    for dtype, dims, queries, pages in itertools.product(DTYPES, HEAD_DIMS, (1, 5, 70), (None, 16)):
+    for dtype, dims, queries, pages in itertools.product(DTYPES, HEAD_DIMS, (1, 5, 70, 140), (None, 16)):
 
         def run(dtype: torch.dtype = dtype, dims: tuple[int, int] = dims, n: int = queries, pages: Any = pages) -> None:
             call = make_decode(
@@ -134,7 +134,7 @@ def decode_calls() -> Iterator[tuple[str, Callable[[], object]]]:
             angles = torch.rand(600, 8, device="cuda")
             call.options |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
             call = call if pages is None else paged(call, pages)
-            for num_splits, batch_invariant in ((1, False), (4, False), (0, True)):
+            for num_splits, batch_invariant in ((0, False), (1, False), (4, False), (0, True)):
                 call.run(num_splits=num_splits, batch_invariant=batch_invariant)
             packed_queries(call, [n, 0]).run(num_splits=3)
 

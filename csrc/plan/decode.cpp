@@ -6,10 +6,7 @@
 
 namespace flash_ext::plan {
 
-bool is_prefill(const Problem& p) {
-  if (p.operation != Operation::kDecode || p.device != Device::kCuda || p.batch_invariant) return false;
-  return p.num_splits <= 1 && typical_queries(p) >= kPrefillRows;
-}
+bool has_few_queries(const Problem& p) { return typical_queries(p) < kPrefillRows; }
 
 bool has_few_tiles(const Problem& p) {
   return p.batch * p.heads_q * ceil_div(typical_queries(p), kPrefillRows) < p.num_workers;

@@ -8,8 +8,8 @@ namespace flash_ext::plan {
 /// The number of queries from which decoding on CUDA may run the forward kernel.
 constexpr int64_t kPrefillRows = 128;
 
-/// Whether a call is a chunk of a prompt: so many queries that products limit it, not reading the keys.
-bool is_prefill(const Problem& p);
+/// Whether a call is no chunk of a prompt: so few queries a sequence that reading the keys limits it, not products.
+bool has_few_queries(const Problem& p);
 
 /// Whether a forward that does not split the keys would leave SMs idle.
 bool has_few_tiles(const Problem& p);

@@ -29,10 +29,12 @@ enum Feature : unsigned {
   kPacked = 1 << 17,         // lengths that only the device knows bound the rows of a sequence
   kGroupedHeads = 1 << 18,   // fewer heads of k and v than of q
   kDeterministicBesideOptions = 1 << 19,
-  kFewTiles = 1 << 20,        // decode on CUDA: fewer query tiles than SMs
+  kFewTiles = 1 << 20,        // decode on CUDA: fewer query tiles than SMs, of dense queries
   kPagesOfOddRows = 1 << 21,  // that TMA cannot copy into swizzled tiles
   kLeftPadOfPages = 1 << 22,  // sequences that begin anywhere within a page
-  kAllFeatures = (1 << 23) - 1,
+  kFewPackedTiles = 1 << 23,  // the same as kFewTiles, of packed queries
+  kFixedSplits = 1 << 24,     // decode on CUDA: the caller says how the keys are split
+  kAllFeatures = (1 << 25) - 1,
 };
 
 /// The features of a problem, as bits.

@@ -180,7 +180,7 @@ def _options_of_mask(
     q_length = q.shape[1]
     window = _window_of(None, is_causal, sliding_window)
     if not is_causal:
-        return k, v, {}
+        return k, v, window
     if q_length > 1 and k.shape[1] > q_length:  # a cache with room for more, of which the start is filled
         k, v = k[:, :q_length], v[:, :q_length]
     return k, v, window

@@ -106,8 +106,11 @@ def test_chunks_of_prompts_run_as_a_forward_on_cuda() -> None:
     assert cuda_decode_plan(seqlen_q=127).kernel == "sm80/decode"
     found = cuda_decode_plan(seqlen_q=128)
     assert (found.kernel, found.head_group, found.num_splits) == ("sm90/forward", 1, 1)
-    assert cuda_decode_plan(seqlen_q=128, batch_invariant=True).kernel == "sm80/decode"
-    assert cuda_decode_plan(seqlen_q=1024, num_splits=2).kernel == "sm80/decode"
+    for fields in ({"batch_invariant": True}, {"num_splits": 2}):
+        told = cuda_decode_plan(seqlen_q=1024, **fields)
+        assert told.kernel == "sm80/decode"
+        assert any("num_splits > 1 or batch_invariant" in reason for reason in told.reasons)
+        assert not any("so few queries" in reason for reason in told.reasons)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,13 @@ def test_chunks_of_prompts_over_a_cache_on_hopper() -> None:
         assert f"pages of {page_size} rows: TMA copies {rows} at a time" in reasons
     assert cuda_decode_plan(seqlen_q=512, num_splits=1).key_splits.tiles == 0
     assert cuda_decode_plan(seqlen_q=512, total_q=1024, varlen=True, batch=2).key_splits.tiles == 0
+
+
+def test_few_packed_chunks_of_prompts_on_hopper() -> None:
+    """The list of packed queries has no splits: the kernel that splits keys is faster."""
+    packed = {"seqlen_q": 512, "varlen": True, "paged": True, "page_size": 16}
+    assert cuda_decode_plan(batch=1, total_q=512, **packed).kernel == "sm80/decode"
+    assert cuda_decode_plan(batch=4, total_q=2048, **packed).kernel == "sm90/forward"
 
 
 def test_tiles_of_cuda_decoding() -> None:

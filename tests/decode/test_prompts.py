@@ -93,8 +93,26 @@ def test_long_caches_are_split(device: str, dtype: torch.dtype, page_size: int |
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_packed_queries(device: str, dtype: torch.dtype, page_size: int | None) -> None:
     lengths = int32([330, 200, 0, 41], device)
-    call = make_decode(4, 1, 330, 8, 2, 64, device=device, dtype=dtype, cache_seqlens=lengths, window_right=0)
+    call = make_decode(4, 1, 330, 48, 6, 64, device=device, dtype=dtype, cache_seqlens=lengths, window_right=0)
     assert_prompt_matches(in_pages(packed_queries(call, [300, 140, 90, 41]), page_size))
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_more_tiles_than_ctas(device: str, dtype: torch.dtype, head_dim: int, page_size: int | None) -> None:
+    """CTAs go from tile to tile; some tiles meet an Inf that a part of their rows does not see, and are computed
+    again."""
+    heads = 24 if device == "cuda" else 2
+    lengths = int32([420, 300, 64, 419, 97, 333, 0, 420], device)
+    call = make_decode(8, 400, 420, heads, 2, head_dim, device=device, dtype=dtype, cache_seqlens=lengths)
+    call.options |= {"window_left": 200, "window_right": 0}
+    clean, _ = assert_prompt_matches(in_pages(call, page_size))
+    call.v_cache[0, 150, 1, 5] = torch.inf  # the queries 130 to 330 of the upper heads see it
+    out, _ = in_pages(call, page_size).run(num_splits=0)
+    touched = torch.zeros_like(out, dtype=torch.bool)
+    touched[0, 130:331, heads // 2 :, 5] = True
+    torch.testing.assert_close(out[~touched], clean[~touched])
+    assert out[touched].isinf().all()
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

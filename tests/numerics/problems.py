@@ -299,7 +299,8 @@ def decode_calls(draw: st.DrawFn, device: str, scores: int) -> Decode:
     """A call of the decoding operators, with new keys or without."""
     torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
     (heads_q, heads_kv), (head_dim, head_dim_v) = draw(head_counts()), draw(both_head_dims())
-    batch, seqlen_q = draw(st.integers(1, 5)), draw(st.one_of(st.integers(1, 6), st.integers(1, 40)))
+    batch = draw(st.integers(1, 5))
+    seqlen_q = draw(st.one_of(st.integers(1, 6), st.integers(1, 40), st.integers(128, 300)))  # or a chunk of a prompt
     rows = batch * max(heads_q * seqlen_q, heads_kv * 32)  # a cache of many heads is large by itself
     keys = max(1, draw(numbers_of_scores(scores)) // rows)
     seqlen_cache = draw(st.one_of(st.integers(1, min(300, keys)), st.integers(1, min(4000, keys))))

@@ -52,8 +52,8 @@ def context_parallel_attention(
     """``flash_ext.attention`` of a sequence of which each rank of ``group`` holds a shard, exact and differentiable.
 
     All ranks call it, with shards of one size and the same options, and all run its backward. What each of them holds a
-    copy of (a sink, a bias of one row or of packed sequences) gets the gradient of this rank's queries, as parameters
-    do: sum it over the group as you do theirs.
+    copy of (a sink, a bias of one row or of packed sequences) gets the gradient of this rank's queries (with Ulysses,
+    of its heads), as parameters do: sum it over the group as you do theirs.
 
     Args:
         q: this rank's rows, (batch, seqlen_q / ranks, heads_q, head_dim), or packed (total_q / ranks, heads_q,

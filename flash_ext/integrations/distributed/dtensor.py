@@ -83,7 +83,7 @@ def _backward(
 def _refuse_shards_of_sequence(rows: int, **tensors: Any) -> None:
     """Gathering them would take the memory that they save, and nobody would see it."""
     for name, x in tensors.items():
-        if any(place.is_shard(rows) for place in x.placements):
+        if any(place.is_shard(rows) and x.mesh.size(dim) > 1 for dim, place in enumerate(x.placements)):
             raise NotImplementedError(
                 f"flash_ext: {name} is a DTensor sharded along the sequence (dimension {rows}): pass q, k and v's "
                 "to_local() to context_parallel_attention() of flash_ext.integrations.distributed, with the group of "

@@ -99,7 +99,9 @@ void run_backward_options(const BackwardParams& p, void* memory, cudaStream_t st
   using Config = BackwardConfig<Element, kHeadDim>;
   launch_backward<Config, false, true>(p, memory, kBackwardOptionsNames, stream, [&](const BackwardArguments& a) {
     if (has_options(p)) return launch_backward_options<Config>(p, a, stream);
-    if constexpr (!is_pipelined(kHeadDim)) {  // else the pipelined loop takes turns itself
+    if constexpr (is_pipelined(kHeadDim)) {  // whose loop takes turns itself
+      throw std::logic_error("flash_ext: sm90/backward_options: no options at this head_dim");
+    } else {
       using InTurns = BackwardConfig<Element, kHeadDim, TurnTaking::kAlways>;
       launch_backward_kernel<BackwardRoles<InTurns>>(kBackwardOptionsNames.main, p, a, a.schedule.positions(), stream);
     }

@@ -48,10 +48,10 @@ class ForwardEpilogue : public ForwardRows<Config> {
       const bool met = trace_of_row(out_, r) != 0.0f;
       failed |= met;
       if constexpr (Config::kListsBlocks) {
-        overflowed |= has_overflowed(row_sum_[r], met) || !FixedStabiliser<Element>::serves(stabiliser_[r]);
+        overflowed |= has_overflowed(row_sum_[r]) || !FixedStabiliser<Element>::serves(stabiliser_[r]);
       } else {
         const bool too_large = !FixedStabiliser<Element>::serves(stabiliser_[r]);
-        overflowed |= has_overflowed(row_sum_[r], met);
+        overflowed |= has_overflowed(row_sum_[r]);
         overflowed |= sees_keys(work_tile, row) && (stabiliser_[r] == -INFINITY || too_large);
       }
     }
@@ -70,10 +70,11 @@ class ForwardEpilogue : public ForwardRows<Config> {
   }
 
   /// `sum` is a lane's share of a row's sum. Four lanes share a row: the limit leaves room for the others and for a
-  /// sink. `met`: out is not finite, so weights may have been too large for an Element.
-  __device__ __forceinline__ static bool has_overflowed(float sum, bool met) {
-    constexpr float kMostSum = 0x1p100f, kMostWeight = std::is_same_v<Element, __half> ? 65504.0f : kMostSum;
-    return !(sum <= (met ? kMostWeight : kMostSum));
+  /// sink. A weight too large for a float16 shows in out alone. So may a hidden NaN, which must not change the
+  /// rounding: V is sanitised first, and the safe path follows if out is still not finite.
+  __device__ __forceinline__ static bool has_overflowed(float sum) {
+    constexpr float kMostSum = 0x1p100f;
+    return !(sum <= kMostSum);
   }
 
   /// Normalises the rows and writes them: through shared memory, or from registers.

@@ -5,7 +5,7 @@
 // loads. The four warps of one more warpgroup are producers:
 //   warp 0  loads K and V through TMA (producer.cuh)
 //   warp 1  loads Q and stores out; in the variants with bias, masks or dropout it also loads the bias
-//   warp 2  sanitises V; in those variants it also loads V
+//   warp 2  sanitises V; in those variants, and where a cache has small pages, it also loads V
 //   warp 3  writes the metadata of work tiles, and requeues those that need recomputing (scheduler.cuh)
 // A consumer's step for key tile n, with P of tile n + 1 in registers:
 //   wait for K(n); start S = Q K(n)^T; wait for V(n + 1); start O += P V(n + 1)

@@ -1,5 +1,5 @@
 // The producer warps: warp 0 loads K and V, warp 1 loads Q and stores out, warp 2 sanitises V where Inf and NaN may be
-// hidden from some rows.
+// hidden from some rows, and loads V where a cache has small pages.
 #pragma once
 
 #include "arguments.cuh"

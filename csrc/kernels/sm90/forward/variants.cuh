@@ -128,7 +128,10 @@ void run_forward(const ForwardCall& call) {
   } else if constexpr (kFamily == ForwardFamily::kVisible) {
     run_options<Element, kHeadDim>(call);
   } else if constexpr (kFamily == ForwardFamily::kCache) {
-    launch_range<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kCache>>(call);
+    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kCache>;
+    if (call.p.block_m != Config::kBlockM || call.block_n != Config::kBlockN)
+      throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned for a cache");
+    launch_range<Config>(call);
   } else {
     run_range<Element, kHeadDim, kHeadDimV>(call);
   }
