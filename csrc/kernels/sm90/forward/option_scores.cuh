@@ -124,7 +124,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
       const bool exists = row < work_tile.end_query, met = trace != 0.0f;
       failed |= exists && met;
       overflowed |=
-          exists && (Base::has_overflowed(row_sum_[r], met) || stabiliser_[r] > FixedStabiliser<Element>::kHighest ||
+          exists && (Base::has_overflowed(row_sum_[r]) || stabiliser_[r] > FixedStabiliser<Element>::kHighest ||
                      (stabiliser_[r] == -INFINITY && has_bias() && Base::sees_keys(work_tile, row)));
     }
     this->record_failures(work_tile, failed, overflowed);
