@@ -39,7 +39,6 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group, mesh = dist.group.WORLD, dist.device_mesh.init_device_mesh("cpu", (1,))
-ids = torch.randint(100, (2, 8))
 """
 BEFORE_EACH = """
 x = torch.randn(2, 8, 64)
