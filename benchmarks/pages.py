@@ -131,9 +131,14 @@ def costs(label: str, direction: str, file: str = "h200_options.json") -> list[s
     return [f"{row['figures']['% cost']:.0f}" for row in sorted(rows, key=lambda row: int(row["problem"]["head_dim"]))]
 
 
-def window_costs() -> list[str]:
-    labels = ("window 512", "block mask, window 512", "causal")
-    return [cost for label in labels for direction in ("forward", "backward") for cost in costs(label, direction)]
+def plain_of_all_gpus() -> list[str]:
+    """The time of a plain call of the kernels for all GPUs over that of Hopper's, head_dim 64 and 128."""
+    own, hopper = (
+        {(row["problem"]["direction"], row["problem"]["head_dim"]): row["measured"]["flash_ext"] for row in plain}
+        for file in ("h200_options_sm80.json", "h200_options.json")
+        for plain in [[row for row in rows_of(file) if row["label"] == "plain"]]
+    )
+    return [f"{own[d, n] / hopper[d, n]:.1f}" for d in ("forward", "backward") for n in (64, 128)]
 
 
 def bounds(ratios: Sequence[float], digits: int) -> list[str]:
@@ -150,6 +155,12 @@ def bounds_of_speed(rows: Iterable[report.Row], peer: str) -> list[str]:
     rows = [row for row in rows if peer in row.measured]
     least, most = min(row.lower_ratios()[peer] for row in rows), max(row.ratios()[peer] for row in rows)
     return bounds((least, most), 2)
+
+
+def decode_of_few_heads() -> list[str]:
+    """One row: FlashAttention-3 is faster in it if its metadata are made before the call."""
+    row = find(rows_of("h200_decode.json"), batch=1, seqlen=4096, heads_q=16, heads_kv=2, head_dim=128)
+    return [f"{row['measured']['flash_ext']:.1f}"]
 
 
 def decode_rows() -> list[str]:
@@ -229,6 +240,12 @@ def contested_count() -> list[str]:
     return [str(len(contested_forwards()))]
 
 
+def forwards_in_readme() -> list[str]:
+    """How many are the fastest, and how many are not."""
+    level = len(contested_forwards())
+    return [str(TRAINING_ROWS - level), str(TRAINING_ROWS), str(level)]
+
+
 def lost_backwards(peer: str, mask: str) -> dict[int, list[int]]:
     """Of training: by head_dim, the lengths at which the peer is faster in three rounds of four."""
     shapes = [r["problem"] for r in training_rows("backward") if r["problem"]["causal"] == (mask == "causal")]
@@ -248,6 +265,16 @@ def lost_backwards_in_readme() -> list[str]:
     assert causal[64] == causal[128] == expected and causal[256] == [n for n in expected if n <= longest_of_256], causal
     counts = sum(map(len, full.values())), TRAINING_ROWS // 2
     return [str(n) for n in (shortest, longest, longest_of_256, *counts)]
+
+
+def lost_backwards_on_its_page() -> list[str]:
+    """The causal ones as the README has them; of the full ones each length with its head dims."""
+    of_length: dict[int, list[int]] = {}
+    for head_dim, lengths in sorted(lost_backwards("fa3", "full").items()):
+        for length in lengths:
+            of_length.setdefault(length, []).append(head_dim)
+    full = [str(n) for length, head_dims in sorted(of_length.items()) for n in (length, *head_dims)]
+    return [*lost_backwards_in_readme()[:3], *full]
 
 
 def commit_of_fa3() -> list[str]:
@@ -272,6 +299,15 @@ def training_cells(direction: str) -> Callable[[list[str], list[str]], list[str]
         return [line[0], *(" / ".join(f"{of[name]:.0f}" for name in FOUR) for of in shown)]
 
     return cells
+
+
+def short_cells(header: list[str], line: list[str]) -> list[str]:
+    """Microseconds of the backward of short sequences; the last cell is the fastest peer's time over ours."""
+    batch, seqlen = (int(n) for n in line[0].split(TIMES))
+    row = find(rows_of("h200_backward.json"), batch=batch, seqlen=seqlen, head_dim=64, causal=False)
+    names = [NAMES.get(title, title) for title in header[1:-1]]
+    times = [1000 * row["measured"][name] for name in names]
+    return [line[0], *(f"{time:.0f}" for time in times), f"{min(times[1:]) / times[0]:.2f}"]
 
 
 def speed_cells(header: list[str], line: list[str]) -> list[str]:
@@ -623,13 +659,8 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Sentence(README, r"torch ([\d.]+), cuDNN ([\d.]+);", lambda: software()[:2]),
     Sentence(
         README,
-        r"in causal calls of (\d+) to (\d+) tokens \(head_dim 256: to (\d+)\), and (\d+) of (\d+) full ones\.",
+        r"in causal sequences of (\d+) to (\d+) tokens \(head_dim 256: to (\d+)\), and (\d+) of (\d+) full ones\.",
         lost_backwards_in_readme,
-    ),
-    Sentence(
-        README,
-        rf"block mask: {PAIR} % over its share",
-        lambda: [costs("block mask, window 512", direction)[1] for direction in ("forward", "backward")],
     ),
     Sentence(README, rf"{PAIR} % slower at head_dim 64 / 128", lambda: costs("deterministic", "backward")),
     Table(PERFORMANCE, "h200_forward.json", training_cells("forward")),
@@ -647,7 +678,7 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
     Table(PERFORMANCE, "cpu_xeon.json", cpu_cells),
     Table(PERFORMANCE, "cpu_epyc_encoder.json", cpu_encoder_cells),
     Sentence(README, r"evaluates ([\d.]+) to ([\d.]+) times as fast as torch's", encoder_bounds),
-    Sentence(README, r"all but (\d+) of 36 training shapes", contested_count),
+    Sentence(README, r"fastest in (\d+) of (\d+) training shapes, level in (\d+) ", forwards_in_readme),
     Sentence(PERFORMANCE, r"in (\d+) of them a peer may be faster", contested_count),
     Sentence(PERFORMANCE, MEANS, lambda: means("forward"), behind="\n## Forward\n"),
     Sentence(PERFORMANCE, MEANS, lambda: means("backward"), behind="\n## Backward\n"),
@@ -665,12 +696,14 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
         lambda: costs("bias (1, h, q, k), its gradient", "backward"),
     ),
     Sentence(PERFORMANCE, rf"`deterministic` adds {PAIR} %", lambda: costs("deterministic", "backward")),
+    Table(PERFORMANCE, "\nMasks that hide pairs", option_cells("h200_options.json")),
     Sentence(
         PERFORMANCE,
-        rf"a window of 512 costs {PAIR} % forward and {PAIR} % backward, the same window as a block mask {PAIR} and "
-        rf"{PAIR}, a causal mask {PAIR} and {PAIR}\.",
-        window_costs,
+        r"head_dim 64 / 128 ([\d.]+) / ([\d.]+) times the time above forward and ([\d.]+) / ([\d.]+) backward",
+        plain_of_all_gpus,
     ),
+    Sentence(PERFORMANCE, r"16 heads over 2, where flash-ext takes ([\d.]+) µs", decode_of_few_heads),
+    Sentence("docs/benchmarks.md", r"flash-ext takes ([\d.]+) there", decode_of_few_heads),
     Sentence(PERFORMANCE, r"at 65536 tokens take (\d+) MiB beside their\s+inputs, FA2 (\d+)", peak_memory),
     Sentence(PERFORMANCE, r"it is ([\d.]+) to ([\d.]+) times as fast as torch's own", encoder_bounds),
     Sentence(PERFORMANCE, rf"{CPU_RATIOS} in float32", lambda: cpu_bounds("float32")),
@@ -704,7 +737,17 @@ FIGURES: tuple[Table | Sentence | Commands, ...] = (
         lambda: grouped_backward("flash_ext", "fa3"),
     ),
     Table(BACKWARD_KERNEL, "h200_options.json", option_times("h200_options.json")),
-    Sentence(BACKWARD_KERNEL, DETERMINISTIC, lambda: costs("deterministic", "backward")),
+    Sentence(
+        BACKWARD_KERNEL,
+        r"in causal sequences of (\d+) to (\d+) tokens \(head_dim 256: to (\d+)\), and in full ones of (\d+) at (\d+) "
+        r"and (\d+) at (\d+) and (\d+) ",
+        lost_backwards_on_its_page,
+    ),
+    *(
+        Sentence(page, DETERMINISTIC, lambda: costs("deterministic", "backward"))
+        for page in (BACKWARD_KERNEL, f"{TUNING}/backward_sm90_options.md")
+    ),
+    Table(f"{KERNELS}/backward_short_sm90.md", "h200_backward.json", short_cells),
     *(
         Sentence(page, DETERMINISTIC, lambda: costs("deterministic", "backward", "h200_options_sm80.json"))
         for page in (f"{KERNELS}/backward_sm80.md", f"{TUNING}/backward_sm80.md")

@@ -39,7 +39,6 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group, mesh = dist.group.WORLD, dist.device_mesh.init_device_mesh("cpu", (1,))
-ids = torch.randint(100, (2, 8))
 """
 BEFORE_EACH = """
 x = torch.randn(2, 8, 64)
@@ -80,8 +79,7 @@ def test_encoders_that_gain_little_on_a_cpu() -> None:
     sizes = [(dtype, size) for dtype in ("bfloat16", "float32") for size in ("16 x 128", "16 x 197")]
     assert found == set(sizes)
     text = " ".join((pages.ROOT / pages.PERFORMANCE).read_text().split())
-    named = "16 x 128 and the ViT in both dtypes"
-    assert f"Less than a twentieth faster are {named}.".replace("x 1", f"{pages.TIMES} 1") in text
+    assert f"16 {pages.TIMES} 128 and the ViT gain under 5 % in both dtypes" in text
 
 
 def test_where_a_peer_may_have_the_faster_forward_it_is_by_one_percent() -> None:
@@ -136,9 +134,10 @@ def with_other_digits(figure: Any, text: str) -> str:
     return pages.substituted(text, found, ["7" for _ in found.groups()])
 
 
-# What nobody measures, or nobody records: sizes, requirements, how long a build takes.
+# What nobody measures, or nobody records: sizes, requirements, how long a build takes, a bound that a test above has.
 NOT_MEASURED = (
     r"head_dim 64 / 128",
+    r"the ViT gain under 5 %",
     r"Python ≥ [\d.]+",
     r"torch ≥ [\d.]+",
     r"compute capability ≥ [\d.]+",
