@@ -339,6 +339,18 @@ def test_a_window_of_no_keys_is_refused(size: int, is_causal: bool) -> None:
     torch.testing.assert_close(own, k.repeat_interleave(2, dim=1).transpose(1, 2))  # each query sees its own key
 
 
+def test_a_window_without_a_mask_has_both_sides() -> None:
+    """Unless the call is causal: as transformers' own flash path, which leaves it to the kernel."""
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
+    out, _ = integration.attention_forward(nn.Module(), q, k, k, None, sliding_window=3, is_causal=False)
+    rows = torch.arange(9)
+    mask = ((rows[:, None] - rows).abs() < 3).expand(2, 1, 9, 9)
+    expected, _ = integration.attention_forward(nn.Module(), q, k, k, mask)
+    everything, _ = integration.attention_forward(nn.Module(), q, k, k, None, is_causal=False)
+    torch.testing.assert_close(out, expected)
+    assert not torch.allclose(out, everything, atol=1e-3)
+
+
 @pytest.mark.parametrize("size", [0, -1, -5])
 def test_rules_of_windows_without_keys_are_the_matrix(size: int) -> None:
     for function in (
