@@ -112,7 +112,7 @@ def test_more_tiles_than_ctas(device: str, dtype: torch.dtype, head_dim: int, pa
     touched = torch.zeros_like(out, dtype=torch.bool)
     touched[0, 130:331, heads // 2 :, 5] = True
     torch.testing.assert_close(out[~touched], clean[~touched])
-    assert out[touched].isinf().all()
+    assert not out[touched].isfinite().any()  # a weight of 0 makes a NaN of it
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
