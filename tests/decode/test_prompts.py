@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import flash_ext
-from flash_ext import _plan
 from tests.decode_oracle import (
     Decode,
     assert_decode_matches,
@@ -37,20 +34,15 @@ def assert_prompt_matches(call: Decode, kernel: str = "sm90/forward") -> tuple[T
 
 
 def assert_kernel(call: Decode, kernel: str) -> None:
-    hopper = call.device != "cpu" and torch.cuda.get_device_capability() == (9, 0)
-    if hopper and call.q.dtype in HALF and "90a" in flash_ext.build_info()["cuda_archs"]:
-        text = torch.ops.flash_ext.attention_decode_describe(*described(call))
-        assert _plan.make_plan(_plan.problem_of(text)).kernel == kernel
-
-
-def described(call: Decode) -> list[Any]:
-    op = torch.ops.flash_ext.attention_decode_describe.default
-    given = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "num_splits": 0, **call.options}
-    packed = call.options.get("cu_seqlens_q")
-    given.setdefault("max_seqlen_q", call.q.shape[1] if packed is None else int(packed.diff().max()))
-    defaults = {"softmax_scale": 0.25, "softcap": 0.0, "window_left": -1, "window_right": -1}
-    flags = dict.fromkeys(("rotary_interleaved", "batch_invariant", "allow_tf32"), False)
-    return [{**defaults, **flags, **given}.get(argument.name) for argument in op._schema.arguments]
+    options = {name: value for name, value in call.options.items() if not name.startswith("window_")}
+    window = (call.options.get("window_left", -1), call.options.get("window_right", -1))
+    found = flash_ext.explain(
+        call.q, call.k_cache, call.v_cache, operation="decode", window_size=window, **options
+    ).plan.kernel
+    if call.device == "cpu":
+        assert found == "cpu/forward"
+    elif torch.cuda.get_device_capability() == (9, 0) and call.q.dtype in HALF:
+        assert found == kernel or "90a" not in flash_ext.build_info()["cuda_archs"]
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
