@@ -4,7 +4,8 @@
 modules look up by its name. ``activate()`` puts the function of this file there, or, while torchvision is not imported,
 as soon as it is. It has the same arguments and the same result, but calls ``F.scaled_dot_product_attention`` with the
 position bias, and the mask of shifted windows on top of it, as one additive mask. Shifted windows of an image become
-heads, so that the mask is shared by all images and not repeated for each of them.
+heads, so that the mask is shared by all images and not repeated for each of them. Under autocast the position
+bias is rounded to the dtype of the query; torchvision adds it in float32.
 """
 
 from __future__ import annotations
