@@ -70,7 +70,7 @@ On two, in `benchmarks/results/h100_context_parallel.json`. The GPUs of this sec
 
 def test_figures_of_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A length at which one GPU was not asked has none of its figures."""
-    assert all(figure in pages.FIGURES for figure in pages.figures_of_several_gpus())
+    assert set(map(str, pages.figures_of_several_gpus())) <= set(map(str, pages.FIGURES))
     rows = [
         report.Row("t", "131072", {"seqlen": 131072}, {OURS: 250.0, context_parallel.ALONE: 450.0}, {OURS: 985.0}),
         report.Row("t", "524288", {"seqlen": 524288}, {OURS: 3600.0}, {OURS: 1094.6}),
