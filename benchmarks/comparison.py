@@ -12,7 +12,7 @@ import torch
 from benchmarks.checks import Checker, Result, WrongOutput
 from benchmarks.peers import Peer
 from benchmarks.report import Row
-from benchmarks.timing import Candidate, Clock, Effort, Timings, sustain, take_turns
+from benchmarks.timing import Candidate, Clock, Effort, Timings, sustain, take_steady_turns
 
 Work = Callable[[], list[Row]]
 
@@ -79,7 +79,7 @@ class Comparison:
 
     def measure(self, setting: Setting) -> Timings:
         """Milliseconds of each."""
-        bursts = take_turns(setting.clock, self.candidates, setting.effort)
+        bursts = take_steady_turns(setting.clock, self.candidates, setting.effort)
         if setting.sustained_s is None:
             return Timings(bursts)
         call_ms = Timings(bursts).medians()

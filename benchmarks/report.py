@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 from benchmarks.origins import words_of
 from benchmarks.peers import OURS
 from benchmarks.provenance import headline
-from benchmarks.timing import Sample, Timings
+from benchmarks.timing import MOST_SPREAD, Sample, Timings
 
 SCHEMA = "flash_ext.benchmarks/2"
 READABLE_SCHEMAS = ("flash_ext.benchmarks/1", SCHEMA)  # the first has no spread, ratios and sustained
@@ -26,7 +26,6 @@ BUSY = "*"  # behind a share of the ceiling above 100
 DRAWN_AS_BARS = frozenset({"options", "host"})
 DRAWN_LOGARITHMIC = frozenset({"memory", "decode"})
 PANELS_IN_A_ROW = 4
-MOST_SPREAD = 0.25  # of a median that its quartiles may be apart: beyond it, who was busy decides the figure
 
 
 class Spread(TypedDict):

@@ -108,6 +108,7 @@ GPU = Tables(
         *(Pack("skewed, 64 to 8192", skewed(SKEWED), heads) for heads in (H128, H64, GROUPED)),
         *(Pack(f"{n} x {length}", ((n, length),), H128) for n, length in ((64, 256), (32, 512), (8, 2048))),
         Pack("4096 x 256", ((4096, 256),), (4, 4, 128), without_max=True),
+        Pack("65536 among 4095 x 16", one_among(65536, 4095, 16), (4, 4, 128), without_max=True),
     ),
     wide=((4, 1024, (8, 8, 256), True), (16, 1024, H128, False)),
 )

@@ -25,6 +25,8 @@ from tqdm import tqdm
 WARM_UP_CALLS = 2
 FLUSH_BYTES = 512 * 2**20  # at least; writing them also takes longer than the host takes to launch a call
 SECONDS_BETWEEN_LINES = 10  # of progress
+MOST_SPREAD = 0.25  # of a median that its quartiles may be apart: beyond it, who was busy decides the figure
+MOST_REPEATS = 3  # of a row that was not steady
 ROUNDS_IN_FLIGHT = 16  # the launch queue of a stream holds about a thousand entries
 
 Reading = Callable[[], float]  # milliseconds, once the clock has waited
@@ -71,6 +73,11 @@ class Sample:
             return self.median, self.median
         lower, _, upper = statistics.quantiles(self.values, n=4, method="inclusive")
         return lower, upper
+
+    @property
+    def is_steady(self) -> bool:
+        lower, upper = self.quartiles
+        return upper - lower <= MOST_SPREAD * self.median
 
     def scaled(self, factor: float) -> Sample:
         return Sample(tuple(factor * value for value in self.values))
@@ -177,6 +184,17 @@ class CudaClock:
 
 def make_clock(device: torch.device, flushes: int = 1) -> Clock:
     return CudaClock(flushes) if device.type == "cuda" else CpuClock()
+
+
+def take_steady_turns(clock: Clock, candidates: Mapping[str, Candidate], effort: Effort) -> dict[str, Sample]:
+    """``take_turns``, all of them again while somebody's quartiles are too far apart, but not for ever: whether a run
+    is kept is judged by how steady it was, never by who was faster."""
+    samples = take_turns(clock, candidates, effort)
+    for _ in range(MOST_REPEATS):
+        if all(sample.is_steady for sample in samples.values()):
+            break
+        samples = take_turns(clock, candidates, effort)
+    return samples
 
 
 def take_turns(clock: Clock, candidates: Mapping[str, Candidate], effort: Effort) -> dict[str, Sample]:
