@@ -3,7 +3,6 @@ be imported."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
-from benchmarks.extensions import undefined_symbols
+from benchmarks.extensions import import_lazily, undefined_symbols
 from benchmarks.option_calls import (
     Attend,
     cannot,
@@ -141,7 +140,7 @@ def _sdpa_backend(title: str, backend: SDPBackend, stores_scores: bool = False) 
 def _flash_attn_package(title: str, module_name: str, distribution: str, extension: str) -> Peer | None:
     """FlashAttention-2 and -3 have functions of the same names. ``extension``: the module that holds the kernels."""
     try:
-        module = importlib.import_module(module_name)
+        module = import_lazily(module_name)
         function, with_kvcache = module.flash_attn_func, module.flash_attn_with_kvcache
     except (ImportError, OSError, AttributeError):
         return None
