@@ -77,6 +77,16 @@ void bind_plan(py::module_& m) {
       .def_readonly("head_group", &Plan::head_group, "heads with the same key head whose rows share a tile")
       .def_readonly("num_splits", &Plan::num_splits, "key ranges whose results are merged")
       .def_readonly("split_size", &Plan::split_size, "keys per range where that is fixed, else 0")
+      .def_readonly("min_split_size", &Plan::min_split_size,
+                    "decode on CUDA: fewest keys of a range, where they have equal sizes, else 0")
+      .def_readonly("split_ctas", &Plan::split_ctas,
+                    "decode on CUDA: CTAs that share the ranges of a tile, where split_size is fixed, else 0")
+      .def_readonly("section_heads", &Plan::section_heads,
+                    "forward on CUDA: heads side by side in the order of tiles; 0 where a list orders them")
+      .def_readonly("section_batches", &Plan::section_batches,
+                    "forward for all GPUs: batch entries side by side, whose bias is the same")
+      .def_readonly("stages_bias", &Plan::stages_bias,
+                    "forward for all GPUs: tiles of bias come to shared memory ahead of time")
       .def_readonly("num_chunks", &Plan::num_chunks, "backward: key ranges per head worked on independently")
       .def_readonly("schedule", &Plan::schedule, "backward on CUDA: the order of tiles of keys, and how they are split")
       .def_readonly("key_splits", &Plan::key_splits, "forward on Hopper: tiles whose keys several CTAs share")

@@ -33,6 +33,11 @@ struct Plan {
   int64_t head_group = 1;            // heads with the same key head whose rows share a tile
   int64_t num_splits = 1;            // ranges of keys whose results are combined afterwards
   int64_t split_size = 0;            // > 0: keys of every range; num_splits is then the largest number of ranges
+  int64_t min_split_size = 0;        // decode on CUDA: the fewest keys of a range, where they have equal sizes
+  int64_t split_ctas = 0;            // the same: CTAs that share the ranges of a tile, where split_size > 0
+  int64_t section_heads = 0;         // forward on CUDA: heads side by side in the order of tiles; 0: a list orders them
+  int64_t section_batches = 1;       // forward for all GPUs: the same of batch entries, whose bias is the same
+  bool stages_bias = false;          // the same: tiles of bias come to shared memory; else it is read by elements
   int64_t num_chunks = 1;            // backward on a CPU: ranges of keys of a head that are computed independently
   KeyTileSchedule schedule;          // backward on CUDA
   KeySplits key_splits;              // forward on Hopper
