@@ -70,6 +70,10 @@ void bind_plan(py::module_& m) {
       .def_property_readonly(
           "bias_kernel", [](const Plan& plan) { return kernel_name(plan.bias_kernel); },
           "CUDA, backward: the same of the gradient of bias")
+      .def_readonly("bias_stages", &Plan::bias_stages,
+                    "of bias_kernel for all GPUs: stages of slabs; 0 where shared memory is not known")
+      .def_readonly("bias_kernel_stages_bias", &Plan::bias_kernel_stages_bias,
+                    "of bias_kernel for all GPUs: tiles of bias come to shared memory")
       .def_readonly("variant", &Plan::variant, "of the kernel, where it has several: the options that it has code for")
       .def_property_readonly("mask_class", [](const Plan& plan) { return name_of(plan.mask_class); })
       .def_readonly("block_m", &Plan::block_m, "query rows per tile, those of a head group together")

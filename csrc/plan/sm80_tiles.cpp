@@ -6,6 +6,7 @@
 #include "kernels/common/head_dim.h"
 #include "kernels/common/score/bias_view.h"
 #include "kernels/sm80/backward/shape.h"
+#include "kernels/sm80/bias_gradient/shape.h"
 #include "kernels/sm80/decode/shape.h"
 #include "kernels/sm80/forward/head_order.h"
 #include "kernels/sm80/forward/shape.h"
@@ -153,6 +154,18 @@ void choose_sm80_backward_tiles(Draft& draft) {
   draft.plan.block_n = shape.block_n;
   draft.because("tile ", shape.block_m, " x ", shape.block_n, ": ", shape.warps, " warps, for head dims up to ",
                 head_dim, ", with ", p.shared_bytes_per_cta, " bytes of shared memory a CTA");
+}
+
+void choose_sm80_bias_memory(Draft& draft) {
+  const Problem& p = draft.p;
+  if (p.shared_bytes_per_cta == 0) return;
+  const sm80::BiasShared shared =
+      sm80::bias_shared({is_float(p), copies_bias_in_pieces(p), p.bias_dtype, p.has_mask || p.has_block_mask,
+                         static_cast<int>(p.shared_bytes_per_cta), static_cast<int>(p.shared_bytes_per_sm)});
+  draft.plan.bias_stages = shared.stages;
+  draft.plan.bias_kernel_stages_bias = shared.stages_bias;
+  draft.because("gradient of bias: ", shared.stages, " stages of slabs, bias ",
+                shared.stages_bias ? "in shared memory" : "read element by element");
 }
 
 void choose_sm80_decode_tiles(Draft& draft) {

@@ -245,3 +245,40 @@ def test_the_order_of_heads_of_float32_on_hopper(fields: dict[str, Any], heads: 
     assert (found.kernel, found.section_heads) == ("sm90/forward_f32", heads)
     said = [reason for reason in found.reasons if "order of" in reason]
     assert said == ([] if order is None else [f"order of query tiles: {order}"])
+
+
+@pytest.mark.parametrize(
+    ("capability", "fields", "stages", "staged"),
+    [
+        # Two CTAs on an SM of 228, 164 and 100 KB, with stages of 24 KB and a tile of bias of 16 KB.
+        (90, {}, 4, True),
+        (80, {}, 2, True),
+        (89, {}, 3, True),  # one CTA
+        (90, {"has_mask": True}, 3, True),
+        (90, {"has_block_mask": True}, 3, True),
+        (90, {"bias_dtype": "float32"}, 3, True),
+        (80, {"bias_dtype": "float32", "has_mask": True}, 4, True),  # one CTA
+        (80, {"bias_in_pieces": False}, 3, False),
+        (80, {"bias_dtype": "float64"}, 3, False),
+        (90, {"dtype": "float32", "bias_dtype": "float32"}, 3, True),  # of 32 KB
+        (90, {"dtype": "float32", "bias_dtype": "float32", "has_mask": True}, 2, True),
+        (89, {"dtype": "float32", "bias_dtype": "float32"}, 2, True),
+    ],
+    ids=str,
+)
+def test_shared_memory_of_the_gradient_of_bias_for_all(
+    capability: int, fields: dict[str, Any], stages: int, staged: bool
+) -> None:
+    sizes = {"operation": "backward", "has_bias": True, "bias_dtype": "bfloat16", "own_kernels": False}
+    shared = dict(zip(("shared_bytes_per_cta", "shared_bytes_per_sm"), SHARED[capability], strict=True))
+    found = hopper_plan(**{**sizes, **shared, "compute_capability": capability, **fields})
+    assert found.bias_kernel == "sm80/bias_gradient"
+    assert (found.bias_stages, found.bias_kernel_stages_bias) == (stages, staged)
+    where = "in shared memory" if staged else "read element by element"
+    assert f"gradient of bias: {stages} stages of slabs, bias {where}" in found.reasons
+
+
+def test_shared_memory_that_is_not_known_decides_nothing() -> None:
+    found = hopper_plan(operation="backward", has_bias=True, own_kernels=False)
+    assert (found.bias_kernel, found.bias_stages) == ("sm80/bias_gradient", 0)
+    assert hopper_plan(operation="backward", has_bias=True).bias_kernel == "sm90/bias_gradient"
