@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.pages.records import Cells, record_of
+from benchmarks.report import Record
 
 PAIR = r"(\d+) / (\d+)"
 NUMBER = r"([\d.]+) times\s+"
@@ -43,6 +44,22 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Section(Table):
+    """A section whose lines are all the record's, ``behind`` its heading; without one, it is put before ``before``."""
+
+    cells: Cells = lambda header, line: line  # as the lines have them
+    before: str = ""
+    lines: Callable[[], list[str]] = list
+
+    def apply(self, text: str) -> str:
+        start = text.find(self.behind)
+        end = text.find("\n## ", start + 1) if start >= 0 else text.find(self.before)
+        if end < 0:
+            raise Gone(f"{self.page} has no place for {self.behind.strip()!r}")
+        return text[: start if start >= 0 else end] + self.behind + "\n".join(["", *self.lines(), ""]) + text[end:]
+
+
+@dataclass(frozen=True)
 class Sentence:
     """Words with figures in them, a group for each. A line may end at any space of the pattern."""
 
@@ -75,9 +92,13 @@ class Commands:
 
     def apply(self, text: str) -> str:
         for found in reversed(list(re.finditer(COMMAND, text))):
-            recorded = record_of(found[2]).provenance["command"]
-            text = substituted(text, found, [re.sub(r" --json \S+", "", recorded), found[2]])
+            text = substituted(text, found, [command_of(record_of(found[2])), found[2]])
         return text
+
+
+def command_of(record: Record) -> str:
+    """Without the name of its file, which stands beside it."""
+    return re.sub(r" --json \S+", "", record.provenance["command"])
 
 
 def cells_of(line: str) -> list[str]:

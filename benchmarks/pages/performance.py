@@ -12,6 +12,7 @@ from benchmarks.pages.places import PERFORMANCE
 from benchmarks.pages.records import commit_of_fa3, recorded, software, times_as_fast
 from benchmarks.pages.several_gpus import figures_of_several_gpus
 from benchmarks.pages.shapes import SHAPES, SHAPES_SECTION
+from benchmarks.pages.sustained import SUSTAINED_SECTION, is_sustained
 from benchmarks.pages.training import contested_count, float32_cells, grouped_cells, means, training_cells
 
 BOUNDS = r"([\d.]+) to ([\d.]+) times as fast as"
@@ -20,6 +21,7 @@ MEANS = rf"over the 36: {NUMBER}FlashAttention-3, {NUMBER}cuDNN, {NUMBER}FA2, {N
 FIGURES: tuple[Table | Sentence, ...] = (
     Table(PERFORMANCE, "h200_forward.json", training_cells("forward")),
     Table(PERFORMANCE, "h200_backward.json", training_cells("backward")),
+    *([SUSTAINED_SECTION] if is_sustained() else []),
     *([SHAPES_SECTION] if recorded(SHAPES) else []),
     Table(PERFORMANCE, "\n## Grouped heads\n", grouped_cells),
     Table(PERFORMANCE, "\n## float32\n", float32_cells),

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-
 from benchmarks import report
-from benchmarks.pages.figures import Gone, Table, line_of
+from benchmarks.pages.figures import Section, command_of, line_of
 from benchmarks.pages.places import PERFORMANCE
 from benchmarks.pages.records import geometric_mean, record_of
 
 SHAPES = "h200_shapes.json"
-
-
-@dataclass(frozen=True)
-class Section(Table):
-    """A section whose lines are all the record's, ``behind`` its heading; without one, it is put before ``before``."""
-
-    before: str = ""
-
-    def apply(self, text: str) -> str:
-        start = text.find(self.behind)
-        end = text.find("\n## ", start + 1) if start >= 0 else text.find(self.before)
-        if end < 0:
-            raise Gone(f"{self.page} has no place for {self.behind.strip()!r}")
-        return text[: start if start >= 0 else end] + self.behind + "\n".join(["", *shape_lines(), ""]) + text[end:]
 
 
 def shape_lines() -> list[str]:
@@ -35,11 +18,10 @@ def shape_lines() -> list[str]:
             direction, dtype = row.problem["direction"], row.problem["dtype"]
             of_shape = ratios.setdefault(row.table.replace(f", {direction}, {dtype}", ""), {})
             of_shape.setdefault(direction, []).append(best)
-    command = re.sub(r" --json \S+", "", record.provenance["command"])
     lines = [
         "The time of the fastest peer over flash-ext's, as a geometric mean and in the worst row: short sequences,",
         "chunks of prompts over dense keys and over caches, cross-attention, packed sequences, wide heads. By",
-        f"`{command}`,",
+        f"`{command_of(record)}`,",
         f"in `benchmarks/results/{SHAPES}`, which has each row and the kernel that runs it. [What the rows",
         "are](benchmarks.md#benchmarks).",
         "",
@@ -52,6 +34,4 @@ def shape_lines() -> list[str]:
     return lines
 
 
-SHAPES_SECTION = Section(
-    PERFORMANCE, "\n## Shapes that users have\n", lambda header, line: line, before="\n## Grouped heads\n"
-)
+SHAPES_SECTION = Section(PERFORMANCE, "\n## Shapes that users have\n", before="\n## Grouped heads\n", lines=shape_lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.pages.records import (
@@ -16,7 +17,7 @@ from benchmarks.pages.records import (
     rows_of,
 )
 
-HIDDEN, TRAINING_ROWS = 2048, 36
+HIDDEN, TOKENS, TRAINING_ROWS = 2048, 16384, 36
 
 
 def training_row(direction: str, head_dim: int, size: str, mask: str, dtype: str = "bfloat16") -> Row:
@@ -26,8 +27,7 @@ def training_row(direction: str, head_dim: int, size: str, mask: str, dtype: str
 
 
 def training_rows(direction: str) -> list[Row]:
-    rows = [r for r in rows_of(f"h200_{direction}.json") if r["problem"]["dtype"] == "bfloat16"]
-    rows = [r for r in rows if r["problem"]["batch"] * r["problem"]["seqlen"] == 16384 and _is_training(r["problem"])]
+    rows = [row for row in rows_of(f"h200_{direction}.json") if is_training_row(row["problem"])]
     assert len(rows) == TRAINING_ROWS, f"{len(rows)} rows of training"
     return rows
 
@@ -68,8 +68,10 @@ def grouped_backward(*names: str) -> list[str]:
     return [f"{of[name]:.0f}" for of in shown for name in names]
 
 
-def _is_training(problem: Row) -> bool:
-    return bool(problem["heads_q"] == problem["heads_kv"] == HIDDEN // problem["head_dim"])
+def is_training_row(problem: Mapping[str, Any]) -> bool:
+    """Whether it is one of the 36, in bfloat16 and with as many tokens as they all have."""
+    heads, tokens = HIDDEN // problem["head_dim"], problem["batch"] * problem["seqlen"]
+    return problem["dtype"] == "bfloat16" and tokens == TOKENS and problem["heads_q"] == problem["heads_kv"] == heads
 
 
 def means(direction: str) -> list[str]:
