@@ -13,7 +13,14 @@ from benchmarks import report
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TIMES = "\N{MULTIPLICATION SIGN}"
-NAMES = {"flash-ext": "flash_ext", "FlashAttention-3": "fa3", "FA3": "fa3", "FA2": "fa2", "cuDNN": "cudnn"}
+NAMES = {
+    "flash-ext": "flash_ext",
+    "FlashAttention-3": "fa3",
+    "FA3": "fa3",
+    "FA3 with metadata": "fa3 metadata",
+    "FA2": "fa2",
+    "cuDNN": "cudnn",
+}
 FOUR = ("flash_ext", "fa3", "cudnn", "fa2")
 SEVERAL_GPUS = "*_context_parallel.json"
 

@@ -19,10 +19,12 @@ from torch import Tensor
 from benchmarks import decode, peers, report
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.extensions import import_lazily, undefined_symbols
+from benchmarks.pages import records
+from benchmarks.pages.decode import decode_cells, serving_cells
 from benchmarks.peers import FA3_METADATA, OURS, Step
 from flash_ext.integrations.flash_attn import interface_3
 from tests import oracle
-from tests.build.benchmark_runs import run
+from tests.build.benchmark_runs import record, run
 
 # A module of a build that lacks a kernel: it can be imported, and called where it does not need that kernel.
 EXTENSION = """
@@ -164,3 +166,15 @@ def test_packages_without_metadata(fa3: RecordedFA3, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     found = peers.find_peers(None, device, also=decode.ALSO_PEERS)
     assert "fa3" in found and FA3_METADATA not in found
+
+
+def test_pages_can_have_a_column_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shape = {"batch": 32, "seqlen": 8192, "heads_q": 32, "heads_kv": 8, "head_dim": 128}
+    times = {OURS: 259.44, "fa3": 264.81, FA3_METADATA: 250.06, f"{OURS} paged": 260.0}
+    record(report.Row("t", "32 x 8192", shape, times, figures={"read us": 252.0})).write(tmp_path / "h200_decode.json")
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    header = ["query heads / key heads", "batch x context", "flash-ext", "FA3", "FA3 with metadata"]
+    found = ["259.4", "264.8", "250.1"]
+    assert decode_cells(header, ["32 / 8", "32 x 8192", "", "", ""]) == ["32 / 8", "32 x 8192", *found]
+    labels = ["full", "32 / 8, 128", "32 x 8192"]
+    assert serving_cells(["", *header], [*labels, "", "", ""]) == [*labels, *found]
