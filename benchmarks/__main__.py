@@ -75,7 +75,7 @@ BENCHMARKS = {
     ),
     "decode": Benchmark(
         "time of one token over a KV cache", "us", "us", "batch x context", decode.add_arguments, decode.work,
-        decode.dtypes,
+        decode.dtypes, also_peers=decode.ALSO_PEERS,
     ),
     "options": Benchmark(
         "what bias, masks, dropout ... cost", "ms", "ms", "option", options.add_arguments, options.work, options.dtypes,

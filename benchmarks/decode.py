@@ -4,7 +4,10 @@ On a GPU each call is a CUDA graph that is replayed, L2 flushed in between. It i
 over the time, and the time in which a reduction reads the same bytes is the floor.
 
 Calls are made as a serving engine makes them: ``cache_seqlens`` says how many rows of the cache are in use, on the
-device. Workloads: "full", all rows are; "ragged", each sequence has another length; "append", the new token's key and
+device. FlashAttention-3 takes part with scheduler metadata that is made once, as such an engine makes it for all layers
+of a step, and with metadata that each call makes.
+
+Workloads: "full", all rows are in use; "ragged", each sequence has another length; "append", the new token's key and
 value are written into the last row; "rotary", they and the query are rotated as well.
 """
 
@@ -24,7 +27,7 @@ from benchmarks.arguments import DTYPES, batch_and_seqlen, dtypes_of, head_pair,
 from benchmarks.ceilings import name_of, read_ms
 from benchmarks.checks import Expected, Result, WrongOutput
 from benchmarks.comparison import Comparison, Setting, Work
-from benchmarks.peers import OURS, Peer, Step, ours
+from benchmarks.peers import FA3_METADATA, OURS, Peer, Step, ours
 from benchmarks.report import Row
 from benchmarks.timing import Candidate, Timings
 from tests import reference
@@ -46,6 +49,7 @@ WORKLOADS = ("full", "ragged", "append", "rotary")
 SHORTEST_SHARE = 8  # of the cache, the shortest ragged sequence
 ROTARY_BASE = 10000.0
 ROW_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of a rotated key
+ALSO_PEERS = (FA3_METADATA,)
 PAGE_SIZE = 16
 PAGED = f"{OURS} paged"
 MEMORY_SHARE = 0.4  # of what is free that the cache may take: the reference and the peers need some too

@@ -1,11 +1,31 @@
-"""What a loaded library calls and does not have."""
+"""Libraries that were linked without some of what they call: how they are loaded, and what they lack."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
+import os
 import re
+import sys
 from functools import cache
+from types import ModuleType
+
+
+def import_lazily(name: str) -> ModuleType:
+    """Imports a module; libraries that it loads look for a function when it is called first, not before.
+
+    Python looks for all of them at once, so that a build of some kernels, which names the others, cannot be imported.
+
+    Raises:
+        ImportError: as ``import`` would.
+    """
+    flags = sys.getdlopenflags()
+    sys.setdlopenflags(flags & ~os.RTLD_NOW | os.RTLD_LAZY)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.setdlopenflags(flags)
 
 
 @cache

@@ -3,7 +3,6 @@ be imported."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
-from benchmarks.extensions import undefined_symbols
+from benchmarks.extensions import import_lazily, undefined_symbols
 from benchmarks.option_calls import (
     Attend,
     cannot,
@@ -34,6 +33,7 @@ from benchmarks.origins import package_origin, torch_origin
 from tests.oracle import Call
 
 OURS = "flash_ext"
+FA3_METADATA = "fa3 metadata"
 STORED_SCORES_LIMIT = 2**31  # bytes of scores up to which it is worth waiting for those that store them
 
 
@@ -138,11 +138,44 @@ def _sdpa_backend(title: str, backend: SDPBackend, stores_scores: bool = False) 
     return Peer(title, sdpa, sdpa_decode, around, stores_scores, with_options, origin)
 
 
-def _flash_attn_package(title: str, module_name: str, distribution: str, extension: str) -> Peer | None:
-    """FlashAttention-2 and -3 have functions of the same names. ``extension``: the module that holds the kernels."""
+def metadata_of(step: Step, make: Callable[..., Tensor]) -> Tensor:
+    """What FlashAttention-3's ``get_scheduler_metadata`` makes for the step.
+
+    A serving engine makes it once a step, and all layers read it. Each call leaves the counter of tiles in it at 0, so
+    that it serves the next call and every replay of a graph, as long as it is kept.
+    """
+    if step.cache_seqlens is None:
+        raise RuntimeError("its scheduler metadata is made from lengths of caches, which the step does not have")
+    (batch, seqlen_q, heads_q, head_dim), (_, rows, heads_kv, _) = step.q.shape, step.k_cache.shape
+    pages = None if step.block_table is None else step.block_table.shape[1]
+    return make(
+        batch,
+        seqlen_q,
+        rows if pages is None else pages * rows,
+        heads_q,
+        heads_kv,
+        head_dim,
+        step.cache_seqlens,
+        qkv_dtype=step.q.dtype,
+        page_size=None if pages is None else rows,
+        max_seqlen_k_new=0 if step.k is None else step.k.shape[1],
+        causal=step.causal,
+    )
+
+
+def _flash_attn_package(
+    title: str, module_name: str, distribution: str, extension: str, metadata: bool = False
+) -> Peer | None:
+    """FlashAttention-2 and -3 have functions of the same names.
+
+    Args:
+        extension: the module that holds the kernels.
+        metadata: make FlashAttention-3's scheduler metadata before the call; else it makes them within.
+    """
     try:
-        module = importlib.import_module(module_name)
+        module = import_lazily(module_name)
         function, with_kvcache = module.flash_attn_func, module.flash_attn_with_kvcache
+        make_metadata = module.get_scheduler_metadata if metadata else None
     except (ImportError, OSError, AttributeError):
         return None
 
@@ -150,13 +183,13 @@ def _flash_attn_package(title: str, module_name: str, distribution: str, extensi
         return first(function(q, k, v, causal=causal))
 
     def decode(step: Step) -> Decode:
-        # FlashAttention-3 makes its scheduler metadata within the call: replays of a graph with what
-        # get_scheduler_metadata returned end with an illegal access at 32 x 8192, 32/8 heads.
         arguments = serving_arguments(step)
         if "block_table" in arguments:
             arguments[name_of_table] = arguments.pop("block_table")
         if lacks_a_kernel(sys.modules.get(extension), step):
             return cannot(f"its library was built without some kernels of head_dim {step.q.shape[-1]}")
+        if make_metadata is not None:
+            arguments["scheduler_metadata"] = metadata_of(step, make_metadata)
         return lambda: first(with_kvcache(step.q, step.k_cache, step.v_cache, **arguments))
 
     name_of_table = next(n for n in ("page_table", "block_table") if n in inspect.signature(with_kvcache).parameters)
@@ -191,10 +224,15 @@ def _flex() -> Peer:
     return Peer("FlexAttention, compiled", attention, decode, with_options=flex_with_options, origin=torch_origin())
 
 
+def _fa3(title: str, metadata: bool) -> Peer | None:
+    return _flash_attn_package(title, "flash_attn_interface", "flash_attn_3", "flash_attn_3._C", metadata)
+
+
 PEERS: dict[str, Callable[[], Peer | None]] = {
     "fa2": lambda: _sdpa_backend("FlashAttention-2 in torch SDPA", SDPBackend.FLASH_ATTENTION),
     "cudnn": lambda: _sdpa_backend("cuDNN in torch SDPA", SDPBackend.CUDNN_ATTENTION),
-    "fa3": lambda: _flash_attn_package("FlashAttention-3", "flash_attn_interface", "flash_attn_3", "flash_attn_3._C"),
+    "fa3": lambda: _fa3("FlashAttention-3", metadata=False),
+    FA3_METADATA: lambda: _fa3("FlashAttention-3, its scheduler metadata made before the call", metadata=True),
     "flash_attn": lambda: _flash_attn_package(
         "the flash-attn package", "flash_attn", "flash_attn", "flash_attn_2_cuda"
     ),
@@ -209,7 +247,7 @@ DEFAULT_PEERS = {
     "cuda": ("fa2", "cudnn", "fa3", "flash_attn", "efficient", "math"),
     "cpu": ("sdpa", "math"),
 }
-NEEDS_CUDA = frozenset({"fa2", "cudnn", "fa3", "flash_attn", "efficient", "flex"})
+NEEDS_CUDA = frozenset({"fa2", "cudnn", "fa3", FA3_METADATA, "flash_attn", "efficient", "flex"})
 
 
 def find_peers(names: Sequence[str] | None, device: torch.device, also: Sequence[str] = ()) -> dict[str, Peer]:

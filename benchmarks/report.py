@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict
@@ -73,10 +73,11 @@ class Row:
 
     def ratios(self) -> dict[str, float]:
         """By peer; other forms of ours are none."""
-        mine = self.measured.get(OURS)
-        if mine is None:
-            return {}
-        return {name: value / mine for name, value in self.measured.items() if not is_ours(name)}
+        return _ratios(self.measured)
+
+    def sustained_ratios(self) -> dict[str, float]:
+        """The same of loops without pause; empty where these were not asked for."""
+        return _ratios(self.sustained)
 
     def lower_ratios(self) -> dict[str, float]:
         """By peer: the lower quartile of the ratios; their median of a record that has no quartiles."""
@@ -86,6 +87,11 @@ class Row:
         """Candidates whose quartiles are too far apart to rely on, and how far, as a part of the median."""
         apart = {name: (s["upper"] - s["lower"]) / self.measured[name] for name, s in self.spread.items()}
         return {name: share for name, share in apart.items() if share > MOST_SPREAD}
+
+
+def _ratios(times: Mapping[str, float]) -> dict[str, float]:
+    mine = times.get(OURS)
+    return {} if mine is None else {name: value / mine for name, value in times.items() if not is_ours(name)}
 
 
 @dataclass
@@ -190,8 +196,9 @@ def table_of(rows: Sequence[Row], label_title: str, device: str) -> list[str]:
     figures = list(dict.fromkeys(name for row in rows for name in row.figures))
     ratios = ["/ best peer"] + (["/ fa2"] if "fa2" in candidates else []) if peers else []
     sustained = [name for name in candidates if any(name in row.sustained for row in rows)]
+    sustained_ratio = ["/ best peer, sustained"] if any(row.sustained_ratios() for row in rows) else []
     kernel = ["kernel"] if any(row.kernel for row in rows) else []
-    titles = [*candidates, *ratios, *figures, *(f"{name}, sustained" for name in sustained), *kernel]
+    titles = [*candidates, *ratios, *figures, *(f"{name}, sustained" for name in sustained), *sustained_ratio, *kernel]
     lines = [line([label_title, *titles]), "| --- |" + " ---: |" * len(titles)]
     for row in rows:
         values = row.shown or row.measured
@@ -202,6 +209,7 @@ def table_of(rows: Sequence[Row], label_title: str, device: str) -> list[str]:
         busy = {OF_MATMUL: BUSY} if _beats_ceiling(row, device) else {}
         cells += [number(row.figures.get(name)) + busy.get(name, "") for name in figures]
         cells += [number(shown_sustained(row, name)) for name in sustained]
+        cells += [ratio(min(row.sustained_ratios().values(), default=None))] if sustained_ratio else []
         lines.append(line([*cells, *([row.kernel or "-"] if kernel else [])]))
     return lines
 
@@ -246,19 +254,27 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def summary(record: Record) -> list[str]:
-    """Geometric mean and smallest of the ratios, for each heading and over all, and in how many rows none is faster."""
+    """Of bursts and of loops without pause, and in how many rows no peer is faster in bursts."""
+    bursts = _summary(record, "peer over flash_ext", Row.ratios)
+    loops = _summary(record, "the same without pause", Row.sustained_ratios)
+    return [*bursts, "", none_faster(record.rows), *loops] if bursts else []
+
+
+def _summary(record: Record, what: str, ratios: Callable[[Row], dict[str, float]]) -> list[str]:
+    """Geometric mean and smallest of the ratios, for each heading and over all; empty where there are none."""
     peers = [name for name in candidates_of(record.rows) if not is_ours(name)]
     groups = [(title, [row for row in record.rows if row.table == title]) for title in tables(record)]
     groups += [("all", record.rows)] if len(groups) > 1 else []
-    lines = ["", "**peer over flash_ext: geometric mean (smallest)**", "", line(["", *peers, "best peer"])]
+    lines = ["", f"**{what}: geometric mean (smallest)**", "", line(["", *peers, "best peer"])]
     lines.append("| --- |" + " ---: |" * (len(peers) + 1))
     found = False
     for title, rows in groups:
-        columns = [[row.ratios()[peer] for row in rows if peer in row.ratios()] for peer in peers]
-        columns.append([value for row in rows if (value := best_ratio(row)) is not None])
+        of_rows = [found_of for row in rows if (found_of := ratios(row))]
+        columns = [[of_row[peer] for of_row in of_rows if peer in of_row] for peer in peers]
+        columns.append([min(of_row.values()) for of_row in of_rows])
         found |= any(columns)
         lines.append(line([title, *(f"{geometric_mean(c):.2f} ({min(c):.2f})" if c else "-" for c in columns)]))
-    return [*lines, "", none_faster(record.rows)] if found else []
+    return lines if found else []
 
 
 def none_faster(rows: Iterable[Row]) -> str:

@@ -139,6 +139,19 @@ class CpuClock:
         return candidate
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A captured call. Its graph knows no more than addresses: tensors that only the call holds live as long as it."""
+
+    graph: torch.cuda.CUDAGraph
+    captured: Candidate
+    out: Any
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.out
+
+
 class CudaClock:
     def __init__(self, flushes: int = 1) -> None:
         """``flushes``: how often the buffer is written. More of them leave a slow host more time to launch a call."""
@@ -173,13 +186,8 @@ class CudaClock:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = candidate()
-
-        def replay() -> Any:
-            graph.replay()
-            return kept
-
-        return Candidate(replay)
+            out = candidate()
+        return Candidate(Replay(graph, candidate, out))
 
 
 def make_clock(device: torch.device, flushes: int = 1) -> Clock:

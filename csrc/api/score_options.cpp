@@ -258,6 +258,7 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
     problem.bias_dtype = bias.dtype;
     problem.bias_in_pieces = can_stage_bias(bias) || copies_bias(operation, *options.bias);
     problem.bias_per_key = same_for_all_queries(bias);
+    problem.bias_of_all_batches = bias_of_all_batches(bias);
   }
   problem.has_mask = options.mask.has_value();
   problem.mask_per_key = options.mask && same_for_all_queries(view_scores(*options.mask));

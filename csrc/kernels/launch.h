@@ -10,6 +10,8 @@
 #include <string>
 #include <utility>
 
+#include "kernels/common/shared_memory.h"
+
 namespace flash_ext {
 
 inline void check_cuda(cudaError_t status, const char* what) {
@@ -29,7 +31,6 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 /// kReservedSharedBytes more.
 inline int shared_bytes_per_cta() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 inline int shared_bytes_per_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor); }
-constexpr int kReservedSharedBytes = 1024;
 
 struct LaunchShape {
   dim3 grid;

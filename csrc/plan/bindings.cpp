@@ -70,6 +70,10 @@ void bind_plan(py::module_& m) {
       .def_property_readonly(
           "bias_kernel", [](const Plan& plan) { return kernel_name(plan.bias_kernel); },
           "CUDA, backward: the same of the gradient of bias")
+      .def_readonly("bias_stages", &Plan::bias_stages,
+                    "of bias_kernel for all GPUs: stages of slabs; 0 where shared memory is not known")
+      .def_readonly("bias_kernel_stages_bias", &Plan::bias_kernel_stages_bias,
+                    "of bias_kernel for all GPUs: tiles of bias come to shared memory")
       .def_readonly("variant", &Plan::variant, "of the kernel, where it has several: the options that it has code for")
       .def_property_readonly("mask_class", [](const Plan& plan) { return name_of(plan.mask_class); })
       .def_readonly("block_m", &Plan::block_m, "query rows per tile, those of a head group together")
@@ -77,6 +81,16 @@ void bind_plan(py::module_& m) {
       .def_readonly("head_group", &Plan::head_group, "heads with the same key head whose rows share a tile")
       .def_readonly("num_splits", &Plan::num_splits, "key ranges whose results are merged")
       .def_readonly("split_size", &Plan::split_size, "keys per range where that is fixed, else 0")
+      .def_readonly("min_split_size", &Plan::min_split_size,
+                    "decode on CUDA: fewest keys of a range, where they have equal sizes, else 0")
+      .def_readonly("split_ctas", &Plan::split_ctas,
+                    "decode on CUDA: CTAs that share the ranges of a tile, where split_size is fixed, else 0")
+      .def_readonly("section_heads", &Plan::section_heads,
+                    "forward on CUDA: heads side by side in the order of tiles; 0 where a list orders them")
+      .def_readonly("section_batches", &Plan::section_batches,
+                    "forward for all GPUs: batch entries side by side, whose bias is the same")
+      .def_readonly("stages_bias", &Plan::stages_bias,
+                    "forward for all GPUs: tiles of bias come to shared memory ahead of time")
       .def_readonly("num_chunks", &Plan::num_chunks, "backward: key ranges per head worked on independently")
       .def_readonly("schedule", &Plan::schedule, "backward on CUDA: the order of tiles of keys, and how they are split")
       .def_readonly("key_splits", &Plan::key_splits, "forward on Hopper: tiles whose keys several CTAs share")

@@ -94,7 +94,7 @@ constexpr KernelRow kTable[] = {
     {KernelId::kSm80Weights, "sm80/weights", &kAnyGpu, kWeights | kWeightsBackward, kUpToFloat, 256, kAllFeatures,
      nullptr, leave_tiles_to_the_kernel, nullptr, kThreeInTf32},
     {KernelId::kSm80BiasGradient, "sm80/bias_gradient", &kAnyGpu, kBiasGradient, kUpToFloat, 256, kAllFeatures, nullptr,
-     nullptr, nullptr},
+     choose_sm80_bias_memory, nullptr},
 
     {KernelId::kCpuForward, "cpu/forward", &kAnyCpu, kForward | kDecode, kUpToDouble, 256, kAllFeatures, nullptr,
      choose_cpu_forward_tiles, nullptr},

@@ -63,7 +63,7 @@ struct KernelRow {
   unsigned takes;      // Features
   const char* reason;  // why it comes before the rows that follow; null if it is the only one
 
-  /// Fills in block_m, block_n and what depends on them.
+  /// Fills in block_m, block_n and what depends on them; of a bias gradient, how it uses shared memory.
   void (*choose_tiles)(Draft&);
   /// Backward on CUDA: its tiles and their costs.
   BackwardTiles (*backward_tiles)(const Problem&);

@@ -1,6 +1,8 @@
 // The decisions of each operation after its kernel is chosen; each is defined in a file of its own.
 #pragma once
 
+#include <string>
+
 #include "draft.h"
 
 namespace flash_ext::plan {
@@ -22,6 +24,12 @@ bool runs_forward(const Draft& draft);
 
 /// Sets Plan::head_group: heads of a key head share a tile where that saves reading keys, on a CPU and in decoding.
 void choose_head_group(Draft& draft);
+
+/// Whether the query tiles of packed sequences are listed on the device, which orders them.
+bool lists_query_tiles(const Draft& draft);
+
+/// Says in which order the forward takes query tiles: `heads` of `all_heads` side by side.
+void explain_sections(Draft& draft, int64_t heads, int64_t all_heads, const std::string& more = "");
 
 /// Adds the reason whether the tiles of packed sequences are listed. The launch itself asks lists_tiles(), with the
 /// tiles of the kernel that runs.

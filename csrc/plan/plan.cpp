@@ -29,6 +29,13 @@ void choose_bias_kernel(Draft& draft) {
   if (row.reason != nullptr) draft.because("gradient of bias: ", row.name, ", ", row.reason);
 }
 
+/// How the kernel of the gradient of bias runs, where the plan knows it.
+void choose_bias_tiles(Draft& draft) {
+  if (draft.plan.bias_kernel == KernelId::kNone) return;
+  const KernelRow& row = row_of(draft.plan.bias_kernel);
+  if (row.choose_tiles != nullptr) row.choose_tiles(draft);
+}
+
 /// Which products stand for those of float32, for the reader: the kernel looks at allow_tf32 itself.
 void explain_products(Draft& draft) {
   const KernelRow& kernel = draft.kernel;
@@ -66,6 +73,7 @@ Plan make_plan(const Problem& problem, bool explain) {
   draft.plan.kernel = kernel.id;
   draft.plan.reads_by_tma = kernel.reads_by_tma;
   choose_bias_kernel(draft);
+  choose_bias_tiles(draft);
   explain_kernel(draft);
   choose_mask_class(draft);
   explain_products(draft);

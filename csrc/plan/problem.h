@@ -59,6 +59,7 @@ struct Problem {
   DType bias_dtype = DType::kFloat16;  // with has_bias
   bool bias_in_pieces = true;          // its rows can be copied in pieces of 16 bytes
   bool bias_per_key = false;           // it is the same for all queries
+  bool bias_of_all_batches = false;    // it is the same for all batch entries, but not for all heads
   bool has_mask = false;
   bool mask_per_key = false;  // the same for all queries
   bool has_block_mask = false;

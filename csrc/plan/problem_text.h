@@ -46,6 +46,7 @@ void for_each_field(Visit visit) {
   visit("bias_dtype", &Problem::bias_dtype, "with has_bias");
   visit("bias_in_pieces", &Problem::bias_in_pieces, "its rows can be copied in pieces of 16 bytes");
   visit("bias_per_key", &Problem::bias_per_key, "the same for all queries");
+  visit("bias_of_all_batches", &Problem::bias_of_all_batches, "the same for all batch entries, but not for all heads");
   visit("has_mask", &Problem::has_mask, "");
   visit("mask_per_key", &Problem::mask_per_key, "the same for all queries");
   visit("has_block_mask", &Problem::has_block_mask, "");

@@ -6,8 +6,12 @@
 #include "kernels/common/head_dim.h"
 #include "kernels/common/score/bias_view.h"
 #include "kernels/sm80/backward/shape.h"
+#include "kernels/sm80/bias_gradient/shape.h"
+#include "kernels/sm80/decode/shape.h"
+#include "kernels/sm80/forward/head_order.h"
 #include "kernels/sm80/forward/shape.h"
 #include "lengths.h"
+#include "operations.h"
 
 namespace flash_ext::plan {
 namespace {
@@ -44,18 +48,53 @@ const char* name_of(sm80::ForwardVariant variant) {
   return "";
 }
 
-void explain_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::ForwardShape& shape, int head_dim) {
+/// Whether the kernel has room for tiles of bias.
+void choose_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::ForwardShape& shape, int head_dim) {
   const Problem& p = draft.p;
   const bool reads = variant == sm80::ForwardVariant::kReads;
   const int bytes = sm80::forward_shared_bytes(shape, head_dim, is_float(p)) +
                     (reads && p.has_block_mask ? sm80::block_mask_bytes(shape) : 0);
   const bool pieces = copies_bias_in_pieces(p);
   const int available = static_cast<int>(p.shared_bytes_per_cta);
-  if (pieces && sm80::has_room_for_bias(shape, bytes, p.bias_dtype, available)) {
+  draft.plan.stages_bias = pieces && sm80::has_room_for_bias(shape, bytes, p.bias_dtype, available);
+  if (draft.plan.stages_bias) {
     draft.because("bias: its tiles come to shared memory ahead of time");
   } else {
     draft.because("bias: read element by element, ",
                   pieces ? "for want of shared memory" : "as its rows are not made of pieces of 16 bytes");
+  }
+}
+
+/// The heads, and batch entries with the same bias, whose CTAs run side by side.
+void choose_head_sections(Draft& draft) {
+  const Problem& p = draft.p;
+  if (has_empty_tensors(p) || lists_query_tiles(draft)) return;
+  const int64_t key_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * (is_float(p) ? 4 : 2);
+  const sm80::HeadSections sections =
+      sm80::head_sections({p.batch, p.heads_q, p.heads_kv, key_bytes, p.has_bias && p.bias_of_all_batches});
+  draft.plan.section_heads = sections.heads;
+  draft.plan.section_batches = sections.batches;
+  if (!draft.explain) return;
+  explain_sections(draft, sections.heads, p.heads_q,
+                   sections.batches > 1 ? text(" of ", sections.batches, " batch entries, which share a bias") : "");
+}
+
+/// What the launch decides about splits. The lengths of sequences lie on the device.
+void choose_split_sizes(Draft& draft) {
+  Plan& plan = draft.plan;
+  const int64_t tiles = query_tiles(draft.p, plan.head_group, plan.block_m);
+  if (plan.split_size > 0) {
+    plan.split_ctas = sm80::ctas_per_tile(tiles, plan.num_splits);
+  } else if (plan.num_splits > 1) {
+    plan.min_split_size = sm80::smallest_split(tiles);
+  }
+  if (!draft.explain) return;
+  if (plan.split_ctas > 0) {
+    draft.because(counted(plan.split_ctas, "CTA"), " for the splits of each of ", counted(tiles, "tile"),
+                  ": most sequences are shorter than the cache");
+  } else if (plan.min_split_size > 0) {
+    draft.because("a split has ", plan.min_split_size, " keys at least, with ", counted(tiles, "tile"),
+                  ": short sequences have fewer splits");
   }
 }
 
@@ -92,7 +131,7 @@ void choose_sm80_forward_tiles(Draft& draft) {
   const int head_dim = kernel_head_dim(p.head_dim, p.head_dim_v);
   const sm80::ForwardVariant variant = forward_variant(p, head_dim);
   draft.take_variant(name_of(variant));
-  if (p.shared_bytes_per_cta == 0) return;
+  if (p.shared_bytes_per_cta == 0) return choose_head_sections(draft);
   const bool small = sm80::takes_small_forward(head_dim, is_float(p), static_cast<int>(p.shared_bytes_per_cta),
                                                static_cast<int>(p.shared_bytes_per_sm));
   const sm80::ForwardShape shape = sm80::forward_shape(head_dim, is_float(p), variant, small);
@@ -100,7 +139,8 @@ void choose_sm80_forward_tiles(Draft& draft) {
   draft.plan.block_n = shape.block_n;
   draft.because("tile ", shape.block_m(), " x ", shape.block_n, ": ", shape.warps, " warps of ", shape.warp_rows,
                 " queries, for head dims up to ", head_dim, small ? "; two CTAs share the memory of an SM" : "");
-  if (p.has_bias) explain_bias_tiles(draft, variant, shape, head_dim);
+  if (p.has_bias) choose_bias_tiles(draft, variant, shape, head_dim);
+  choose_head_sections(draft);
 }
 
 void choose_sm80_backward_tiles(Draft& draft) {
@@ -116,10 +156,23 @@ void choose_sm80_backward_tiles(Draft& draft) {
                 head_dim, ", with ", p.shared_bytes_per_cta, " bytes of shared memory a CTA");
 }
 
+void choose_sm80_bias_memory(Draft& draft) {
+  const Problem& p = draft.p;
+  if (p.shared_bytes_per_cta == 0) return;
+  const sm80::BiasShared shared =
+      sm80::bias_shared({is_float(p), copies_bias_in_pieces(p), p.bias_dtype, p.has_mask || p.has_block_mask,
+                         static_cast<int>(p.shared_bytes_per_cta), static_cast<int>(p.shared_bytes_per_sm)});
+  draft.plan.bias_stages = shared.stages;
+  draft.plan.bias_kernel_stages_bias = shared.stages_bias;
+  draft.because("gradient of bias: ", shared.stages, " stages of slabs, bias ",
+                shared.stages_bias ? "in shared memory" : "read element by element");
+}
+
 void choose_sm80_decode_tiles(Draft& draft) {
   draft.plan.block_m = sm80_decode_rows(draft.p, draft.plan.head_group);
   draft.because("tile ", draft.plan.block_m,
                 " rows: ", draft.p.batch_invariant ? "batch_invariant" : "by the number of queries");
+  choose_split_sizes(draft);
 }
 
 int64_t sm80_decode_rows(const Problem& p, int64_t group) {

@@ -11,6 +11,7 @@ void leave_tiles_to_the_kernel(Draft& draft);
 void choose_sm80_decode_tiles(Draft& draft);
 void choose_sm80_forward_tiles(Draft& draft);
 void choose_sm80_backward_tiles(Draft& draft);
+void choose_sm80_bias_memory(Draft& draft);
 
 BackwardTiles sm80_backward_tiles(const Problem& p);
 

@@ -7,6 +7,7 @@
 #include "kernels/sm90/forward_f32/shape.h"
 #include "key_splits.h"
 #include "lengths.h"
+#include "operations.h"
 #include "sm90_tiles.h"
 
 namespace flash_ext::plan {
@@ -129,25 +130,20 @@ void choose_key_splits(Draft& draft, const sm90::HeadDims& dims, const sm90::For
 }
 
 /// The order in which CTAs take query tiles; of packed sequences with a work list, explain_work_list() says it.
-void explain_head_order(Draft& draft, const sm90::ForwardShape& shape, bool has_options, bool equal_lengths) {
+void choose_head_order(Draft& draft, const sm90::ForwardShape& shape, bool has_options, bool equal_lengths) {
   const Problem& p = draft.p;
-  const int64_t heads = p.batch * p.heads_q, block_m = draft.plan.block_m;
-  if (!draft.explain || has_empty_tensors(p)) return;
-  if (p.total_q > 0 && lists_tiles(p.batch, p.seqlen_q, p.total_q, block_m, p.heads_q)) return;
+  const int64_t heads = p.batch * p.heads_q;
+  if (has_empty_tensors(p) || lists_query_tiles(draft)) return;
   const sm90::HeadsOfCall call = {heads,      p.heads_q / p.heads_kv, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2,
                                   p.seqlen_q, equal_lengths,          p.window_left < 0 && p.window_right < 0,
                                   has_options};
-  const sm90::HeadOrder order = sm90::head_order(call, block_m, p.num_workers * shape.ctas_per_sm);
+  const sm90::HeadOrder order = sm90::head_order(call, draft.plan.block_m, p.num_workers * shape.ctas_per_sm);
   const int64_t tail = heads - order.last_section;
-  if (tail == heads) {
-    draft.because("order of query tiles: all heads side by side, most keys first");
-  } else {
-    const bool alone = order.side_by_side == 1;
-    draft.because(
-        "order of query tiles: ", alone ? "one head after the other" : text(order.side_by_side, " heads side by side"),
-        ", so that keys stay in L2",
-        tail > order.side_by_side ? text("; of the last ", tail, " heads together, most keys first") : "");
-  }
+  draft.plan.section_heads = tail == heads ? heads : order.side_by_side;
+  if (!draft.explain) return;
+  const bool last_together = tail < heads && tail > order.side_by_side;
+  explain_sections(draft, draft.plan.section_heads, heads);
+  if (last_together) draft.plan.reasons.back() += text("; of the last ", tail, " heads together, most keys first");
 }
 
 void take_forward_shape(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
@@ -156,6 +152,16 @@ void take_forward_shape(Draft& draft, const sm90::HeadDims& dims, const sm90::Fo
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", counted(shape.groups, "warpgroup"),
                 " of ", sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
                 dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
+}
+
+/// As choose_head_order(), without the order of the last tiles.
+void choose_f32_sections(Draft& draft) {
+  const Problem& p = draft.p;
+  const int64_t heads = p.batch * p.heads_q;
+  if (has_empty_tensors(p) || lists_query_tiles(draft)) return;
+  draft.plan.section_heads =
+      sm90::forward_f32_section(heads, p.heads_q / p.heads_kv, p.seqlen_k, p.head_dim + p.head_dim_v);
+  explain_sections(draft, draft.plan.section_heads, heads);
 }
 
 }  // namespace
@@ -184,7 +190,7 @@ void choose_sm90_forward_tiles(Draft& draft) {
     shape = choose_forward_shape(draft, dims);
   }
   take_forward_shape(draft, dims, shape);
-  if (!lists) explain_head_order(draft, shape, options, !p.varlen);
+  if (!lists) choose_head_order(draft, shape, options, !p.varlen);
   if (!options && !p.varlen && !has_score_options(p)) choose_key_splits(draft, dims, shape);  // lengths are known
 }
 
@@ -198,7 +204,7 @@ void choose_sm90_cache_tiles(Draft& draft) {
     draft.because("pages of ", p.page_size, " rows: TMA copies ", sm90::rows_of_copy(shape.block_n, p.page_size),
                   " at a time");
   take_forward_shape(draft, dims, shape);
-  explain_head_order(draft, shape, false, p.total_q == 0);
+  choose_head_order(draft, shape, false, p.total_q == 0);
   if (p.num_splits == 0 && p.total_q == 0) choose_key_splits(draft, dims, shape);
 }
 
@@ -210,6 +216,7 @@ void choose_sm90_forward_f32_tiles(Draft& draft) {
   draft.plan.block_n = shape.keys;
   draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
                 sm90::kWarpgroupRows, " queries, for head dims up to ", head_dim);
+  choose_f32_sections(draft);
 }
 
 }  // namespace flash_ext::plan

@@ -4,8 +4,30 @@
 
 namespace flash_ext::plan {
 
+namespace {
+
+constexpr int64_t kUsualBlock = 128;  // where the kernel decides
+
+}  // namespace
+
+bool lists_query_tiles(const Draft& draft) {
+  const Problem& p = draft.p;
+  const int64_t block = draft.plan.block_m > 0 ? draft.plan.block_m : kUsualBlock;
+  return p.total_q > 0 && lists_tiles(p.batch, p.seqlen_q, p.total_q, block, p.heads_q);
+}
+
+void explain_sections(Draft& draft, int64_t heads, int64_t all_heads, const std::string& more) {
+  if (!draft.explain) return;
+  if (heads == all_heads) {
+    draft.because("order of query tiles: all heads side by side", more, ", most keys first");
+  } else {
+    draft.because(
+        "order of query tiles: ", heads == 1 ? "one head after the other" : text(heads, " heads side by side"), more,
+        ", so that keys stay in L2");
+  }
+}
+
 void explain_work_list(Draft& draft, PackedSide side) {
-  constexpr int64_t kUsualBlock = 128;
   const Problem& p = draft.p;
   const bool keys = side == PackedSide::kKeys;
   const int64_t rows = keys ? p.total_k : p.total_q, longest = keys ? p.seqlen_k : p.seqlen_q;

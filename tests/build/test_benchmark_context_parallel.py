@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import arguments, context_parallel, pages, provenance, report
+from benchmarks import arguments, context_parallel, provenance, report
+from benchmarks.pages import records
+from benchmarks.pages.all_pages import FIGURES
+from benchmarks.pages.several_gpus import figures_of_several_gpus
 from benchmarks.peers import OURS
 from benchmarks.timing import Sample
 
@@ -70,7 +73,7 @@ On two, in `benchmarks/results/h100_context_parallel.json`. The GPUs of this sec
 
 def test_figures_of_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A length at which one GPU was not asked has none of its figures."""
-    assert set(map(str, pages.figures_of_several_gpus())) <= set(map(str, pages.FIGURES))
+    assert set(map(str, figures_of_several_gpus())) <= set(map(str, FIGURES))
     rows = [
         report.Row("t", "131072", {"seqlen": 131072}, {OURS: 250.0, context_parallel.ALONE: 450.0}, {OURS: 985.0}),
         report.Row("t", "524288", {"seqlen": 524288}, {OURS: 3600.0}, {OURS: 1094.6}),
@@ -80,13 +83,13 @@ def test_figures_of_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     origin = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.13.0"}
     file = tmp_path / "h100_context_parallel.json"
     report.Record("context_parallel", "ms", "TFLOP/s", "seqlen", origin, {}, rows).write(file)
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     text = PAGE
-    figures = list(pages.figures_of_several_gpus())
+    figures = list(figures_of_several_gpus())
     assert len(figures) == 2
     for figure in figures:
         text = figure.apply(text)
     assert "are NVIDIA H100 80GB HBM3, with torch 2.13." in text
-    text = text.replace(pages.TIMES, "x")
+    text = text.replace(records.TIMES, "x")
     assert "| 131072 | 450 | 250 | 1.80x | 985 | 1.80x |" in text
     assert "| 524288 | | 3600 | | 1095 | 2.00x |" in text

@@ -18,8 +18,13 @@ import torch
 from torch import Tensor
 
 import flash_ext
-from benchmarks import option_calls, pages, peers, report, shapes
+from benchmarks import option_calls, peers, report, shapes
 from benchmarks.checks import WrongOutput
+from benchmarks.pages import records
+from benchmarks.pages.all_pages import FIGURES
+from benchmarks.pages.figures import Gone
+from benchmarks.pages.places import PERFORMANCE
+from benchmarks.pages.shapes import SHAPES, SHAPES_SECTION
 from benchmarks.peers import OURS, Step
 from tests import oracle
 from tests.build.benchmark_runs import chosen, record, run
@@ -262,20 +267,20 @@ def test_a_kernel_that_is_not_linked_is_seen(partial_build: ModuleType, monkeypa
 
 def test_a_section_comes_with_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is asked of the page before there is one; after the next one its figures are others."""
-    section, page = pages.SHAPES_SECTION, (pages.ROOT / pages.PERFORMANCE).read_text()
-    assert (section in pages.FIGURES) == (pages.RESULTS / pages.SHAPES).exists() == (section.behind in page)
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    record_shapes(tmp_path / pages.SHAPES, forward=1.21, backward=0.9)
+    section, page = SHAPES_SECTION, (records.ROOT / PERFORMANCE).read_text()
+    assert (section in FIGURES) == (records.RESULTS / SHAPES).exists() == (section.behind in page)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    record_shapes(tmp_path / SHAPES, forward=1.21, backward=0.9)
     first = section.apply(page)
     assert first == section.apply(first) and first.count(section.behind) == 1
     assert "\n| short, 16 heads of 64, full | 1.10 (1.00) | 0.90 (0.90) |\n" in first
     assert "\n`python -m benchmarks shapes --rounds 12`,\n" in first
     assert first.index(section.behind) < first.index(section.before)
-    record_shapes(tmp_path / pages.SHAPES, forward=1.44, backward=1.1)
+    record_shapes(tmp_path / SHAPES, forward=1.44, backward=1.1)
     second = section.apply(first)
     assert "\n| short, 16 heads of 64, full | 1.20 (1.00) | 1.10 (1.10) |\n" in second
     assert second.replace("1.20 (1.00) | 1.10 (1.10)", "1.10 (1.00) | 0.90 (0.90)") == first
-    with pytest.raises(pages.Gone):
+    with pytest.raises(Gone):
         section.apply("nothing of the kind")
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import (
     counters,
@@ -16,7 +21,7 @@ from benchmarks import (
 from benchmarks.forward_backward import Problem
 from benchmarks.peers import OURS
 from benchmarks.report import Row
-from benchmarks.timing import Candidate, CpuClock, Effort, Sample
+from benchmarks.timing import Candidate, CpuClock, CudaClock, Effort, Sample
 from tests.build.benchmark_runs import record, row, timings
 
 pytestmark = pytest.mark.usefixtures("small_ceilings")
@@ -116,6 +121,22 @@ def test_sustained_loops() -> None:
     found = timing.sustain(clock, candidates, {"a": 1.0, "b": 400.0}, seconds=0.1)
     assert found == {"a": 2.0, "b": 500.0}
     assert clock.loops == [("a", 100), ("b", 1), ("b", 1), ("a", 100)]
+
+
+def test_a_graph_keeps_what_its_call_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads addresses: memory that is given back becomes another tensor's, and the graph reads that one's values."""
+    stream, graph = SimpleNamespace(wait_stream=lambda other: None), SimpleNamespace(replay=lambda: None)
+    for name, fake in {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: graph}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda of: nullcontext())
+    metadata = torch.arange(3)
+    held = weakref.ref(metadata)
+    replay = CudaClock.repeatable(CudaClock.__new__(CudaClock), Candidate(lambda metadata=metadata: metadata + 1))
+    del metadata
+    gc.collect()
+    assert held() is not None
+    assert replay().tolist() == [1, 2, 3]
 
 
 def test_quartiles() -> None:

@@ -16,13 +16,14 @@ from benchmarks import (
     encoder,
     forward_backward,
     masks,
-    pages,
     report,
     timing,
 )
 from benchmarks.__main__ import main
 from benchmarks.checks import WrongOutput
 from benchmarks.forward_backward import Problem
+from benchmarks.pages import records
+from benchmarks.pages.modules import encoder_bounds, encoder_cells
 from benchmarks.peers import OURS
 from benchmarks.report import Row
 from tests.build.benchmark_runs import COMMANDS, chosen, record, row, run
@@ -114,11 +115,11 @@ def test_encoder_in_every_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert seen == [(mode == "inference_mode", False) for _, mode in of_rows for _ in (OURS, "torch")]
     assert len({(row.table, row.label) for row in kept.rows}) == len(kept.rows)
     (tmp_path / "run.json").rename(tmp_path / "h200_encoder.json")
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
     row, dtype = kept.rows[0], kept.rows[0].problem["dtype"]
-    label = row.label.replace("x", pages.TIMES)
-    assert pages.encoder_cells([], [label])[1:3] == [f"{row.measured[name]:.2f}" for name in (OURS, "torch")]
-    assert pages.encoder_bounds(dtype=dtype) == pages.bounds_of_speed(kept.rows[:2], "torch")
+    label = row.label.replace("x", records.TIMES)
+    assert encoder_cells([], [label])[1:3] == [f"{row.measured[name]:.2f}" for name in (OURS, "torch")]
+    assert encoder_bounds(dtype=dtype) == records.bounds_of_speed(kept.rows[:2], "torch")
 
 
 def test_preset_of_the_cpu(tmp_path: Path) -> None:

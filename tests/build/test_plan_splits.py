@@ -164,6 +164,46 @@ def test_tiles_of_cuda_decoding() -> None:
     assert cuda_decode_plan(seqlen_q=100, dtype="float32").block_m == 16
 
 
+@pytest.mark.parametrize(
+    ("batch", "fewest"),
+    [(1, 64), (3, 64), (4, 256), (15, 256), (16, 1024), (100, 1024)],  # 8 tiles each
+)
+def test_short_sequences_are_split_less_where_there_are_many(batch: int, fewest: int) -> None:
+    found = cuda_decode_plan(batch=batch, seqlen_k=65536, varlen=True)
+    assert found.num_splits > 1 and (found.min_split_size, found.split_size) == (fewest, 0)
+    said = f"a split has {fewest} keys at least, with {8 * batch} tiles: short sequences have fewer splits"
+    assert said in found.reasons
+    told = cuda_decode_plan(batch=batch, num_splits=4)
+    assert (told.num_splits, told.min_split_size) == (4, fewest)
+    whole = cuda_decode_plan(batch=batch, num_splits=1)
+    assert whole.min_split_size == 0 and not any("keys at least" in reason for reason in whole.reasons)
+
+
+def test_packed_sequences_are_split_by_their_mean_length() -> None:
+    def fewest(longest: int) -> int:
+        lengths = {"seqlen_q": longest, "total_q": 4 * 4, "varlen": True}
+        return cuda_decode_plan(batch=4, seqlen_k=65536, **lengths).min_split_size
+
+    assert {fewest(longest) for longest in (4, 60, 120)} == {256}
+
+
+@pytest.mark.parametrize(
+    ("batch", "ctas"),
+    [(1, 128), (2, 128), (4, 64), (100, 2), (1000, 1)],  # 2048 among 8 tiles each, of 128 splits
+)
+def test_splits_of_a_fixed_size_share_ctas(batch: int, ctas: int) -> None:
+    found = cuda_decode_plan(batch=batch, seqlen_k=65536, batch_invariant=True)
+    assert (found.num_splits, found.split_ctas, found.min_split_size) == (128, ctas, 0)
+    assert any(reason.startswith(f"{ctas} CTA") for reason in found.reasons)
+    assert cuda_decode_plan(batch=batch, seqlen_k=65536).split_ctas == 0
+
+
+def test_a_cpu_knows_no_ctas() -> None:
+    for fields in ({"num_splits": 4}, {"batch_invariant": True}):
+        found = decode_plan(seqlen_k=65536, **fields)
+        assert (found.min_split_size, found.split_ctas, found.section_heads) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("operation", ["forward", "backward", "weights", "weights_backward"])
 def test_only_decoding_splits(operation: str) -> None:
     found = plan(operation=operation, seqlen_k=2**20, num_workers=64)

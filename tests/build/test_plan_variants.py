@@ -101,14 +101,18 @@ def test_the_tiles_of_a_bias_for_all() -> None:
         per_cta, per_sm = SHARED[capability]
         sizes = {"compute_capability": capability, "own_kernels": False, "has_bias": True}
         shared = {"shared_bytes_per_cta": per_cta, "shared_bytes_per_sm": per_sm}
-        return next(r for r in hopper_plan(**{**sizes, **shared, **fields}).reasons if r.startswith("bias: "))
+        found = hopper_plan(**{**sizes, **shared, **fields})
+        said = next(r for r in found.reasons if r.startswith("bias: "))
+        assert found.stages_bias == ("ahead of time" in said)
+        return said
 
     assert "ahead of time" in reason(80, bias_dtype="bfloat16")
     assert "ahead of time" in reason(89, bias_dtype="float32", has_mask=True)
     assert "pieces of 16 bytes" in reason(80, bias_dtype="bfloat16", bias_in_pieces=False)
     assert "pieces of 16 bytes" in reason(80, bias_dtype="float64")
     wide = {"head_dim": 256, "head_dim_v": 256, "dtype": "float32", "bias_dtype": "float32"}
-    assert "shared memory" in reason(89, **wide, has_block_mask=True)
+    assert "for want of shared memory" in reason(89, **wide, has_block_mask=True)
+    assert "ahead of time" in reason(90, **wide, has_block_mask=True)
 
 
 def sm80_tile(operation: str, capability: int, **fields: Any) -> tuple[str, int, int]:
@@ -180,3 +184,101 @@ def test_the_order_of_heads_is_explained(fields: dict[str, Any], order: str) -> 
     sizes = {"batch": 8, "heads_q": 16, "heads_kv": 16, **fields}
     found = hopper_plan(operation="forward", **{**sizes, "seqlen_k": sizes["seqlen_q"]})
     assert [reason for reason in found.reasons if "order of" in reason] == [f"order of query tiles: {order}"]
+    side_by_side = {"one": 1, "all": sizes["batch"] * 16}
+    assert found.section_heads == (side_by_side.get(order.split()[0]) or int(order.split()[0]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sections", "order"),
+    [
+        # Keys and values of a head: 1 MiB of the 24 that stay in L2.
+        ({}, (24, 1), "24 heads side by side, so that keys stay in L2"),
+        ({"heads_kv": 4}, (32, 1), "all heads side by side, most keys first"),  # 8 each share keys
+        ({"seqlen_k": 8192}, (6, 1), "6 heads side by side, so that keys stay in L2"),
+        ({"seqlen_k": 8192, "dtype": "float32"}, (3, 1), "3 heads side by side, so that keys stay in L2"),
+        ({"seqlen_k": 10**6}, (1, 1), "one head after the other, so that keys stay in L2"),
+        ({"seqlen_k": 10**6, "heads_kv": 8}, (4, 1), "4 heads side by side, so that keys stay in L2"),
+        (
+            {"has_bias": True, "bias_of_all_batches": True},
+            (3, 8),
+            "3 heads side by side of 8 batch entries, which share a bias, so that keys stay in L2",
+        ),
+        ({"has_bias": True}, (24, 1), "24 heads side by side, so that keys stay in L2"),
+        (  # a grid has 65535 sections of all batch entries at most
+            {"batch": 60000, "seqlen_k": 16384},
+            (32, 1),
+            "all heads side by side, most keys first",
+        ),
+        ({"total_q": 8 * 2048, "total_k": 8 * 2048, "varlen": True}, (24, 1), "24 heads side by side, so that"),
+        ({"batch": 500, "total_q": 4000, "total_k": 4000, "varlen": True}, (0, 1), None),  # a list orders them
+        ({"batch": 0}, (0, 1), None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shared", [(0, 0), SHARED[80]])
+def test_the_order_of_heads_for_all(
+    fields: dict[str, Any], sections: tuple[int, int], order: str | None, shared: tuple[int, int]
+) -> None:
+    sizes = {"batch": 8, "heads_q": 32, "heads_kv": 32, "seqlen_q": 2048, "seqlen_k": 2048}
+    known = dict(zip(("shared_bytes_per_cta", "shared_bytes_per_sm"), shared, strict=True))
+    found = hopper_plan(**{**sizes, **known, "compute_capability": 80, **fields})
+    assert found.kernel == "sm80/forward"
+    assert (found.section_heads, found.section_batches) == sections
+    said = [reason.removeprefix("order of query tiles: ") for reason in found.reasons if "order of" in reason]
+    assert said == ([] if order is None else [said[0]]) and (order is None or said[0].startswith(order))
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads", "order"),
+    [
+        ({}, 16, "16 heads side by side, so that keys stay in L2"),  # 2 MiB each, of 32, over all batch entries
+        ({"batch": 1, "heads_q": 16, "heads_kv": 16}, 16, "all heads side by side, most keys first"),
+        ({"heads_kv": 8, "seqlen_k": 65536}, 4, "4 heads side by side, so that keys stay in L2"),
+        ({"heads_kv": 32, "seqlen_k": 65536}, 1, "one head after the other, so that keys stay in L2"),
+        ({"batch": 500, "total_q": 4000, "total_k": 4000, "varlen": True}, 0, None),
+    ],
+    ids=str,
+)
+def test_the_order_of_heads_of_float32_on_hopper(fields: dict[str, Any], heads: int, order: str | None) -> None:
+    sizes = {"batch": 8, "heads_q": 32, "heads_kv": 32, "seqlen_q": 2048, "seqlen_k": 2048, "dtype": "float32"}
+    found = hopper_plan(**{**sizes, **fields})
+    assert (found.kernel, found.section_heads) == ("sm90/forward_f32", heads)
+    said = [reason for reason in found.reasons if "order of" in reason]
+    assert said == ([] if order is None else [f"order of query tiles: {order}"])
+
+
+@pytest.mark.parametrize(
+    ("capability", "fields", "stages", "staged"),
+    [
+        # Two CTAs on an SM of 228, 164 and 100 KB, with stages of 24 KB and a tile of bias of 16 KB.
+        (90, {}, 4, True),
+        (80, {}, 2, True),
+        (89, {}, 3, True),  # one CTA
+        (90, {"has_mask": True}, 3, True),
+        (90, {"has_block_mask": True}, 3, True),
+        (90, {"bias_dtype": "float32"}, 3, True),
+        (80, {"bias_dtype": "float32", "has_mask": True}, 4, True),  # one CTA
+        (80, {"bias_in_pieces": False}, 3, False),
+        (80, {"bias_dtype": "float64"}, 3, False),
+        (90, {"dtype": "float32", "bias_dtype": "float32"}, 3, True),  # of 32 KB
+        (90, {"dtype": "float32", "bias_dtype": "float32", "has_mask": True}, 2, True),
+        (89, {"dtype": "float32", "bias_dtype": "float32"}, 2, True),
+    ],
+    ids=str,
+)
+def test_shared_memory_of_the_gradient_of_bias_for_all(
+    capability: int, fields: dict[str, Any], stages: int, staged: bool
+) -> None:
+    sizes = {"operation": "backward", "has_bias": True, "bias_dtype": "bfloat16", "own_kernels": False}
+    shared = dict(zip(("shared_bytes_per_cta", "shared_bytes_per_sm"), SHARED[capability], strict=True))
+    found = hopper_plan(**{**sizes, **shared, "compute_capability": capability, **fields})
+    assert found.bias_kernel == "sm80/bias_gradient"
+    assert (found.bias_stages, found.bias_kernel_stages_bias) == (stages, staged)
+    where = "in shared memory" if staged else "read element by element"
+    assert f"gradient of bias: {stages} stages of slabs, bias {where}" in found.reasons
+
+
+def test_shared_memory_that_is_not_known_decides_nothing() -> None:
+    found = hopper_plan(operation="backward", has_bias=True, own_kernels=False)
+    assert (found.bias_kernel, found.bias_stages) == ("sm80/bias_gradient", 0)
+    assert hopper_plan(operation="backward", has_bias=True).bias_kernel == "sm90/bias_gradient"

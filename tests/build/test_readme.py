@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import pages
+from benchmarks.pages import records
+from benchmarks.pages.all_pages import FIGURES
+from benchmarks.pages.figures import Commands, Gone, Sentence, Table, substituted
+from benchmarks.pages.modules import encoder_rows
+from benchmarks.pages.places import PERFORMANCE
+from benchmarks.pages.places import README as README_PAGE
+from benchmarks.pages.records import TIMES, times_as_fast
+from benchmarks.pages.training import contested_forwards
 from benchmarks.report import Row, Spread
 from tests.build.benchmark_runs import record
 
@@ -62,8 +69,8 @@ def test_recipes_of_integrations_run() -> None:
 # ---- Figures --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("figure", pages.FIGURES, ids=str)
-def test_figures_are_those_of_the_records(figure: pages.Table | pages.Sentence | pages.Commands) -> None:
+@pytest.mark.parametrize("figure", FIGURES, ids=str)
+def test_figures_are_those_of_the_records(figure: Table | Sentence | Commands) -> None:
     """`python -m benchmarks.pages --write` puts them there."""
     text = (ROOT / figure.page).read_text()
     assert figure.apply(text) == text
@@ -73,18 +80,18 @@ def test_encoders_that_gain_little_on_a_cpu() -> None:
     """The rows that docs/performance.md names, with the reason."""
     found = {
         (row["problem"]["dtype"], row["label"].partition(",")[0])
-        for row in pages.encoder_rows("cpu_epyc_encoder.json")
+        for row in encoder_rows("cpu_epyc_encoder.json")
         if row["measured"]["torch"] < 1.05 * row["measured"]["flash_ext"]
     }
     sizes = [(dtype, size) for dtype in ("bfloat16", "float32") for size in ("16 x 128", "16 x 197")]
     assert found == set(sizes)
-    text = " ".join((pages.ROOT / pages.PERFORMANCE).read_text().split())
-    assert f"16 {pages.TIMES} 128 and the ViT gain under 5 % in both dtypes" in text
+    text = " ".join((ROOT / PERFORMANCE).read_text().split())
+    assert f"16 {TIMES} 128 and the ViT gain under 5 % in both dtypes" in text
 
 
 def test_where_a_peer_may_have_the_faster_forward_it_is_by_one_percent() -> None:
     """The page on performance says how many: by the lower quartile of the ratios, where the record has it."""
-    assert all(ratio >= 0.99 for ratio in pages.contested_forwards().values())
+    assert all(ratio >= 0.99 for ratio in contested_forwards().values())
 
 
 def test_bounds_are_of_all_rows_and_of_the_lower_quartile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,40 +105,40 @@ def test_bounds_are_of_all_rows_and_of_the_lower_quartile(monkeypatch: pytest.Mo
     record(kept("1", 1.04, 1.2, n=1), kept("2", 0.93, 1.01, n=2), kept("3", 1.5, 2.0, n=1), alone).write(
         tmp_path / "r.json"
     )
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    assert pages.times_as_fast("r.json", "peer") == ["0.93", "2.00"]
-    assert pages.times_as_fast("r.json", "peer", n=1) == ["1.04", "2.00"]
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    assert times_as_fast("r.json", "peer") == ["0.93", "2.00"]
+    assert times_as_fast("r.json", "peer", n=1) == ["1.04", "2.00"]
 
 
 def test_every_sentence_takes_its_bounds_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "bounds_of_speed", lambda rows, peer: ["low", "high"])
-    sentences = [figure for figure in pages.FIGURES if isinstance(figure, pages.Sentence)]
+    monkeypatch.setattr(records, "bounds_of_speed", lambda rows, peer: ["low", "high"])
+    sentences = [figure for figure in FIGURES if isinstance(figure, Sentence)]
     claims = [sentence for sentence in sentences if re.search(r"to.*times.*as.*fast", sentence.pattern)]
     assert len(claims) >= 4
     for sentence in claims:
         assert set(sentence.values()) == {"low", "high"}, sentence
 
 
-@pytest.mark.parametrize("kind", [pages.Table, pages.Sentence])
+@pytest.mark.parametrize("kind", [Table, Sentence])
 def test_a_figure_that_is_another_is_seen(kind: type) -> None:
     """And put right; what is gone is an error."""
-    for figure in (figure for figure in pages.FIGURES if isinstance(figure, kind)):
+    for figure in (figure for figure in FIGURES if isinstance(figure, kind)):
         text = (ROOT / figure.page).read_text()
         assert figure.apply(with_other_digits(figure, text)) == text
-        with pytest.raises(pages.Gone):
+        with pytest.raises(Gone):
             figure.apply("nothing of the kind")
 
 
 def with_other_digits(figure: Any, text: str) -> str:
     """Each digit of its figures is another, those that say which row it is are not."""
-    if isinstance(figure, pages.Table):
+    if isinstance(figure, Table):
         start, end = figure.place(text)
         header, rule, *lines = text[start:end].splitlines(keepends=True)
         head, bar, last = lines[-1].rstrip("|\n").rpartition("|")
         changed = head + bar + re.sub(r"\d", lambda digit: str((int(digit[0]) + 1) % 10), last) + "|\n"
         return text[:start] + "".join([header, rule, *lines[:-1], changed]) + text[end:]
     found = re.compile(figure.pattern).search(text, text.find(figure.behind))
-    return pages.substituted(text, found, ["7" for _ in found.groups()])
+    return substituted(text, found, ["7" for _ in found.groups()])
 
 
 # What nobody measures, or nobody records: sizes, requirements, how long a build takes, a bound that a test above has.
@@ -147,16 +154,16 @@ FIGURE = re.compile(r"\d+\.\d+|\d+ (?:µs|ms|MiB|MB|%|times|TFLOP/s|TB/s)|\d+ (?
 OF_WORDS = ("Which way in", "What runs where")  # sections whose tables hold no figures
 
 
-@pytest.mark.parametrize("page", [pages.README, pages.PERFORMANCE])
+@pytest.mark.parametrize("page", [README_PAGE, PERFORMANCE])
 def test_no_figure_is_left_out(page: str) -> None:
-    """A figure that is new on these pages needs a rule in benchmarks/pages.py, and a record."""
-    rules = [figure for figure in pages.FIGURES if figure.page == page]
+    """A figure that is new on these pages needs a rule in benchmarks/pages, and a record."""
+    rules = [figure for figure in FIGURES if figure.page == page]
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     for heading in OF_WORDS:
         text = re.sub(rf"^## {heading}\n.*?^(?=## )", "", text, flags=re.MULTILINE | re.DOTALL)
-    assert len(re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)) == sum(isinstance(rule, pages.Table) for rule in rules)
+    assert len(re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)) == sum(isinstance(rule, Table) for rule in rules)
     text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
-    for sentence in (*(rule.pattern for rule in rules if isinstance(rule, pages.Sentence)), *NOT_MEASURED):
+    for sentence in (*(rule.pattern for rule in rules if isinstance(rule, Sentence)), *NOT_MEASURED):
         text = re.sub(sentence, "", text)
     text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
     assert FIGURE.findall(text) == []

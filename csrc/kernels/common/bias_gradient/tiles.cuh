@@ -9,6 +9,7 @@
 #include "kernels/common/scheduler/work_order.h"
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/arithmetic.h"
+#include "shape.h"
 
 namespace flash_ext {
 
@@ -16,14 +17,13 @@ namespace flash_ext {
 template <class Element>
 struct BiasShape {
   static constexpr bool kFloat = sizeof(Element) == 4;
-  // Larger tiles are loaded less often. Sums, scores and dP of 32 x 64 are 192 registers of a thread; products of
-  // floats leave no more than half of that. What a CTA does beside products hides behind those of the other.
-  static constexpr int kRows = 64, kKeys = kFloat ? 64 : 128;
-  static constexpr int kWarpRows = kFloat ? 16 : 32, kWarpKeys = 64;
+  static constexpr BiasTileShape kShape = bias_tile_shape(kFloat);
+  static constexpr int kRows = kShape.rows, kKeys = kShape.keys;
+  static constexpr int kWarpRows = kShape.warp_rows, kWarpKeys = kShape.warp_keys;
   static constexpr int kM = kWarpRows / 16, kN = kWarpKeys / 8;
-  static constexpr int kKeyWarps = kKeys / kWarpKeys;
-  static constexpr int kThreads = kRows / kWarpRows * kKeyWarps * 32;
-  static constexpr int kCtasPerSm = 2;
+  static constexpr int kKeyWarps = kShape.key_warps();
+  static constexpr int kThreads = 32 * kShape.warps();
+  static constexpr int kCtasPerSm = kBiasCtasPerSm;
 };
 
 /// How dbias is cut. The number of chunks depends on the shapes alone, of packed sequences on their number and rows,

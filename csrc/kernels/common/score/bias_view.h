@@ -29,6 +29,11 @@ inline bool can_stage_bias(const ScoreView& bias) {
 /// Whether it is a per-key bias or mask.
 inline bool same_for_all_queries(const ScoreView& view) { return view.data && view.row_stride == 0; }
 
+/// Whether batch entries share a bias that heads do not share.
+inline bool bias_of_all_batches(const ScoreView& bias) {
+  return bias.data && bias.batch_stride == 0 && bias.head_stride != 0;
+}
+
 /// Bytes of a bias tile of the backward in shared memory.
 constexpr int64_t bias_tile_bytes(DType dtype, int rows, int keys) {
   const bool wide = dtype == DType::kFloat32 || dtype == DType::kFloat64;

@@ -13,18 +13,24 @@ template <class Element>
 struct BiasConsumer {
   using Shape = BiasShape<Element>;
   using Unit = ScoreUnit<Element>;
-  static constexpr int kSlab = 64;  // columns that are loaded at a time
+  static constexpr int kSlab = kBiasSlab;
   using Products = flash_ext::Products<Element, kSlab>;
   static constexpr int kRows = Shape::kRows, kKeys = Shape::kKeys, kM = Shape::kM, kN = Shape::kN;
   static constexpr int kThreads = Shape::kThreads;
   static constexpr int kRowBytes = Products::Layout::bytes(kRows);  // of a slab of Q or dO
   static constexpr int kStageBytes = kRowBytes + Products::Layout::bytes(kKeys);
-  static constexpr int kMinStages = 2, kMaxStages = 4;
+  static constexpr int kMinStages = kMinBiasStages;
   static constexpr int kWordsPerRow = kKeys / 32, kWordBytes = kRows * kKeys / 8;
   using Bias = BiasTile<Shape::kWarpRows, Shape::kWarpKeys>;
   using Sum = BiasSum<kRows, kKeys, kThreads>;
   using Fragment = float[kM][kN][4];
   using RowTerms = float[kM][2];
+  static_assert(kStageBytes == bias_stage_bytes(Shape::kFloat) &&
+                    (sizeof(ScoreTiles) + 15) / 16 * 16 == kScoreTilesBytes,
+                "which the plan goes by");
+  static_assert(Bias::kBytes16 == bias_tile_bytes(DType::kFloat16, Shape::kWarpRows, Shape::kWarpKeys) &&
+                    Bias::kBytes32 == bias_tile_bytes(DType::kFloat32, Shape::kWarpRows, Shape::kWarpKeys),
+                "which the plan goes by");
   static_assert(Sum::kBytes <= kMinStages * kStageBytes, "the sum takes the place of the slabs");
 
   const BackwardParams& p;

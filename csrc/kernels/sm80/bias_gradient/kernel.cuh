@@ -64,33 +64,10 @@ __global__ void __launch_bounds__(kScoreThreads)
   result.store(p, DbiasTile(tiles, blockIdx.x));
 }
 
-/// As many stages as fit beside the bias, preferably with a second CTA on the SM. If nothing fits, the bias stays in
-/// memory.
 template <class Element>
 BiasShared bias_shared(const BackwardParams& p) {
-  using Consumer = BiasConsumer<Element>;
-  const int of_one = shared_bytes_per_cta();
-  const int of_several = shared_bytes_per_sm() / BiasShape<Element>::kCtasPerSm - kReservedSharedBytes;
-  const auto with = [&](int stages, bool stages_bias) {
-    BiasShared plan = {};
-    plan.stages = stages;
-    plan.stages_bias = stages_bias;
-    plan.bias_at = stages * Consumer::kStageBytes;
-    plan.search_at = plan.bias_at;
-    if (stages_bias) plan.search_at += static_cast<int>(Consumer::Bias::bytes(p.bias)) * (Consumer::kThreads / 32);
-    plan.score_tiles_at = plan.search_at + static_cast<int>(sizeof(ScoreTiles) + 15) / 16 * 16;
-    const int slots = stages + 1;
-    plan.words_at = plan.score_tiles_at + (slots * static_cast<int>(sizeof(BiasScoreTile)) + 127) / 128 * 128;
-    plan.bytes = plan.words_at + (p.mask.data || p.blocks.offsets ? slots * Consumer::kWordBytes : 0);
-    return plan;
-  };
-  for (const bool stages_bias : {can_stage_bias(p.bias), false})
-    for (const int available : {std::min(of_one, of_several), of_one})
-      for (int stages = Consumer::kMaxStages; stages >= Consumer::kMinStages; --stages) {
-        const BiasShared plan = with(stages, stages_bias);
-        if (plan.bytes <= available) return plan;
-      }
-  return with(Consumer::kMinStages, false);
+  return bias_shared({sizeof(Element) == 4, can_stage_bias(p.bias), p.bias.dtype, p.mask.data || p.blocks.offsets,
+                      shared_bytes_per_cta(), shared_bytes_per_sm()});
 }
 
 template <class Element>

@@ -1,14 +1,9 @@
 // What a CTA of the bias gradient keeps in shared memory.
 #pragma once
 
-namespace flash_ext::sm80 {
+#include "shape.h"
 
-/// A CTA's shared memory: stages of slabs; the bias; for each score tile under way its metadata, and words of masks.
-struct BiasShared {
-  int stages;
-  bool stages_bias;
-  int bias_at, search_at, score_tiles_at, words_at, bytes;
-};
+namespace flash_ext::sm80 {
 
 /// A tile of scores that falls on the CTA's tile and has a visible pair.
 struct BiasScoreTile {
@@ -19,5 +14,6 @@ struct BiasScoreTile {
   const void *q, *k, *v, *grad_out;
   const float *lse, *delta;  // null without
 };
+static_assert(sizeof(BiasScoreTile) == kBiasScoreTileBytes, "which the plan goes by");
 
 }  // namespace flash_ext::sm80

@@ -11,6 +11,7 @@
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/arithmetic.h"
+#include "shape.h"
 
 namespace flash_ext::sm80 {
 
@@ -40,22 +41,11 @@ struct DecodeGrid {
         row_tiles(tiles.by_rows ? tiles.count : tiles.tiles_of_longest),
         splits(std::max<int64_t>(1, p.split_size > 0 ? (p.seqlen_k + p.split_size - 1) / p.split_size : p.num_splits)),
         split_size(p.split_size),
-        ctas(p.split_size > 0 ? ctas_per_tile(typical_tiles(p)) : splits.value),
+        ctas(p.split_size > 0 ? ctas_per_tile(typical_tiles(p), splits.value) : splits.value),
         min_split_size(smallest_split(typical_tiles(p))),
         block_m(static_cast<int>(p.block_m)),
         tile_rows(static_cast<int>(std::min(p.seqlen_q * p.head_group, p.block_m))),
         factors(p, per_natural) {}
-
-  /// 64 keys are a tile for each warp of a CTA. Where there are many tiles anyway, sequences much shorter than the
-  /// capacity of the cache are not split.
-  static int smallest_split(int64_t tiles) { return tiles < 32 ? 64 : tiles < 128 ? 256 : 1024; }
-
-  /// CTAs that share the splits of a tile. Splits of a fixed size are as many as the cache could hold, but most
-  /// sequences are shorter, and a CTA without keys costs a microsecond; so there are fewer CTAs than splits.
-  int64_t ctas_per_tile(int64_t tiles) const {
-    constexpr int64_t kCtas = 2048;
-    return std::clamp<int64_t>(kCtas / std::max<int64_t>(tiles, 1), 1, splits.value);
-  }
 
   /// Packed sequences count with their mean length: a bound on the longest decides nothing.
   int64_t typical_tiles(const ForwardParams& p) const {

@@ -1,10 +1,9 @@
 // Which CTA of the forward computes which tile, and what the host decides about a call before it launches a kernel.
 #pragma once
 
-#include <algorithm>
-
-#include "kernels/common/scheduler/heads_in_l2.h"
+#include "head_order.h"
 #include "kernels/common/score/bias_tile.cuh"
+#include "kernels/common/score/bias_view.h"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/launch.h"
 #include "storage.cuh"
@@ -33,22 +32,14 @@ __device__ __forceinline__ TileIndex tile_of_cta(const ForwardParams& p, const F
 }
 
 inline ForwardSchedule schedule_heads(const ForwardParams& p, int64_t element_bytes) {
-  constexpr int64_t kKeyBytesInL2 = 24 << 20, kMaxGridZ = 65535;
-  const int64_t key_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes);
-  const int64_t group = p.heads_q / p.heads_kv;
-  // Batch entries that share a bias run side by side: what is read once then serves all of them.
-  const bool shares_bias = p.bias.data && p.bias.batch_stride == 0 && p.bias.head_stride != 0;
-  const int64_t fitting_keys = std::max<int64_t>(1, kKeyBytesInL2 / key_bytes);
-  const int64_t batches = shares_bias ? std::clamp<int64_t>(fitting_keys, 1, std::max<int64_t>(1, p.batch)) : 1;
-  const int64_t batch_groups = (p.batch + batches - 1) / batches;
-  const int64_t fitting = heads_in_l2(kKeyBytesInL2, key_bytes * batches, group, p.heads_q);
-  const bool few_groups = batch_groups * ((p.heads_q + fitting - 1) / fitting) <= kMaxGridZ;
-  const int64_t heads = few_groups ? fitting : p.heads_q;
+  const HeadSections sections =
+      head_sections({p.batch, p.heads_q, p.heads_kv, p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes,
+                     bias_of_all_batches(p.bias)});
   ForwardSchedule schedule{};
-  schedule.heads = static_cast<int>(heads);
-  schedule.groups = static_cast<int>((p.heads_q + heads - 1) / heads);
-  schedule.batches = static_cast<int>(batches);
-  schedule.batch_groups = static_cast<int>(batch_groups);
+  schedule.heads = static_cast<int>(sections.heads);
+  schedule.groups = static_cast<int>(sections.head_sections);
+  schedule.batches = static_cast<int>(sections.batches);
+  schedule.batch_groups = static_cast<int>(sections.batch_sections);
   return schedule;
 }
 

@@ -3,9 +3,9 @@
 
 #include <new>
 
-#include "kernels/common/scheduler/heads_in_l2.h"
 #include "kernels/sm90/common/schedule.cuh"
 #include "kernels/sm90/common/work_tile_queue.cuh"
+#include "shape.h"
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
@@ -13,11 +13,9 @@ namespace flash_ext::sm90 {
 /// As schedule_forward(), except that all query tiles are ordered by length, the last ones too.
 template <class Config>
 ForwardSchedule schedule_forward_f32(const AttentionParams& p, const WorkListPlan& list, void* workspace) {
-  constexpr int64_t kKeyBytesInL2 = 32 << 20;
-  const int64_t key_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * 4;
-  const int64_t ratio = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
+  const int64_t group = p.heads_q / p.heads_kv, heads = p.batch * p.heads_q;
   const int64_t blocks_m = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  const int64_t fitting = heads_in_l2(kKeyBytesInL2, key_bytes, ratio, heads);
+  const int64_t fitting = forward_f32_section(heads, group, p.seqlen_k, p.head_dim + p.head_dim_v);
   const int64_t last = (heads - 1) / fitting * fitting;
   ForwardSchedule schedule = {static_cast<int>(blocks_m), static_cast<int>(grid_size(heads)), static_cast<int>(fitting),
                               static_cast<int>(last), static_cast<unsigned long long*>(workspace)};

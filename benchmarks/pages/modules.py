@@ -1,0 +1,51 @@
+"""Figures of modules, encoders and models: ``h200_module.json``, ``h200_encoder.json``, ``h200_models.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.pages import records
+from benchmarks.pages.records import TIMES, Row, record_of, rows_of
+
+
+def is_shown_encoder(problem: Mapping[str, Any]) -> bool:
+    """Those of inference_mode without torch.compile, where a record has others too; older records have no mode."""
+    shown = {"compiled": False, "mode": "inference_mode"}
+    return shown.items() <= {**shown, **problem}.items()
+
+
+def encoder_rows(file: str) -> list[Row]:
+    return [row for row in rows_of(file) if is_shown_encoder(row["problem"])]
+
+
+def encoder_bounds(file: str = "h200_encoder.json", dtype: str = "bfloat16") -> list[str]:
+    shown = (row for row in record_of(file).rows if is_shown_encoder(row.problem))
+    return records.bounds_of_speed((row for row in shown if row.problem["dtype"] == dtype), "torch")
+
+
+def module_cells(header: list[str], line: list[str]) -> list[str]:
+    """ms of flash-ext / torch; a header is the situation."""
+    rows = [r for r in rows_of("h200_module.json") if r["problem"]["seqlen"] == 4096 and r["label"] == line[0]]
+    measured = {row["problem"]["situation"]: row["measured"] for row in rows}
+    found = [measured.get(situation) for situation in header[1:]]
+    return [line[0], *("" if times is None else f"{times['flash_ext']:.2f} / {times['torch']:.2f}" for times in found)]
+
+
+def module_in_readme() -> list[str]:
+    """Forward and backward, ours and torch's."""
+    _, *cells = module_cells(["", "forward", "backward"], ["need_weights=False"])
+    ours, theirs = zip(*(cell.split(" / ") for cell in cells), strict=True)
+    return [*ours, *theirs]
+
+
+def encoder_cells(header: list[str], line: list[str]) -> list[str]:
+    (row,) = (row for row in encoder_rows("h200_encoder.json") if row["label"] == line[0].replace(TIMES, "x"))
+    ours, theirs = row["measured"]["flash_ext"], row["measured"]["torch"]
+    return [line[0], f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}{TIMES}"]
+
+
+def model_cells(header: list[str], line: list[str]) -> list[str]:
+    (row,) = (row for row in rows_of("h200_models.json") if row["label"] == line[0])
+    times = [row["measured"].get(name) for name in header[1:]]
+    return [line[0], *("" if time is None else f"{time:.1f}" for time in times)]

@@ -1,0 +1,76 @@
+"""Figures of options and of block masks: ``h200_options.json``, ``h200_options_sm80.json``, ``h200_masks.json``."""
+
+from __future__ import annotations
+
+from benchmarks.pages.records import Cells, bounds, rows_of
+
+OPTIONS_IN_README = {
+    "and its gradient": "bias (1, h, q, k), its gradient",
+    "key padding": "mask (b, 1, 1, k)",
+}
+
+
+def costs(label: str, direction: str, file: str = "h200_options.json") -> list[str]:
+    """In percent, head_dim 64 and 128."""
+    rows = [r for r in rows_of(file) if r["problem"]["direction"] == direction and r["label"] == label]
+    return [f"{row['figures']['% cost']:.0f}" for row in sorted(rows, key=lambda row: int(row["problem"]["head_dim"]))]
+
+
+def plain_of_all_gpus() -> list[str]:
+    """The time of a plain call of the kernels for all GPUs over that of Hopper's, head_dim 64 and 128."""
+    own, hopper = (
+        {(row["problem"]["direction"], row["problem"]["head_dim"]): row["measured"]["flash_ext"] for row in plain}
+        for file in ("h200_options_sm80.json", "h200_options.json")
+        for plain in [[row for row in rows_of(file) if row["label"] == "plain"]]
+    )
+    return [f"{own[d, n] / hopper[d, n]:.1f}" for d in ("forward", "backward") for n in (64, 128)]
+
+
+def mask_bounds(transposed: bool) -> list[str]:
+    """Of masks of intervals, or of transposes: µs of host time, then of the device."""
+    named = ("from_blocks", "causal & from_blocks")
+    rows = [row for row in rows_of("h200_masks.json") if row["label"] not in named]
+    rows = [row for row in rows if row["label"].endswith(", transposed") == transposed]
+    host_times = bounds([row["measured"]["flash_ext"] for row in rows], 0)
+    return [*host_times, *bounds([row["figures"]["device us"] for row in rows], 0)]
+
+
+def option_times(file: str) -> Cells:
+    """ms at head_dim 64 / 128."""
+
+    def cells(header: list[str], line: list[str]) -> list[str]:
+        rows = [row for row in rows_of(file) if row["problem"]["direction"] == line[0]]
+        found = [[row["measured"]["flash_ext"] for row in rows if row["label"] == label] for label in header[1:]]
+        return [line[0], *(" / ".join(f"{time:.2f}" for time in of_label) for of_label in found)]
+
+    return cells
+
+
+def bias_gradient_cells(header: list[str], line: list[str]) -> list[str]:
+    """The backward in ms, without and with the gradient of a bias, at head_dim 64 / 128."""
+    file = {"Hopper": "h200_options.json", "sm80": "h200_options_sm80.json"}[line[0]]
+    _, *times = option_times(file)(["", "bias (1, h, q, k)", "bias (1, h, q, k), its gradient"], ["backward"])
+    return [line[0], *times]
+
+
+def mask_cells(header: list[str], line: list[str]) -> list[str]:
+    """Building a block mask, behind the operators it took before: µs of host and device, operators."""
+    (row,) = (row for row in rows_of("h200_masks.json") if row["label"] == line[0])
+    found = (row["measured"]["flash_ext"], row["figures"]["device us"], row["figures"]["operators"])
+    return [*line[:2], *(f"{figure:.0f}" for figure in found)]
+
+
+def option_cells(file: str) -> Cells:
+    def cells(header: list[str], line: list[str]) -> list[str]:
+        rows = [row for row in rows_of(file) if row["problem"]["direction"] == line[0]]
+        found = [[row["figures"]["% cost"] for row in rows if row["label"] == label] for label in header[1:]]
+        return [line[0], *(" / ".join(f"{cost:.0f}" for cost in of_label) for of_label in found)]
+
+    return cells
+
+
+def readme_option_cells(header: list[str], line: list[str]) -> list[str]:
+    rows = [r for r in rows_of("h200_options.json") if r["problem"]["direction"] == line[0]]
+    times = {row["label"]: row["measured"]["flash_ext"] for row in rows if row["problem"]["head_dim"] == 128}
+    found = [times.get(OPTIONS_IN_README.get(label, label)) for label in header[1:]]
+    return [line[0], *("" if time is None else f"{time:.2f}" for time in found)]

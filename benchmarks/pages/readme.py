@@ -1,0 +1,48 @@
+"""Figures of README.md."""
+
+from __future__ import annotations
+
+from benchmarks.pages.decode import decode_cells
+from benchmarks.pages.figures import PAIR, Sentence, Table
+from benchmarks.pages.host import host_in_readme
+from benchmarks.pages.modules import encoder_bounds, module_in_readme
+from benchmarks.pages.options import costs, readme_option_cells
+from benchmarks.pages.places import README
+from benchmarks.pages.records import software
+from benchmarks.pages.training import (
+    forwards_in_readme,
+    lost_backwards_in_readme,
+    means_in_readme,
+    readme_training_cells,
+)
+
+FIGURES: tuple[Table | Sentence, ...] = (
+    Table(README, "Training, causal", readme_training_cells),
+    Table(README, "h200_options.json", readme_option_cells),
+    Table(README, "h200_decode.json", decode_cells),
+    Sentence(
+        README,
+        r"\(([\d.]+) and ([\d.]+) times their speed as a mean\); the backward is at ([\d.]+) and ([\d.]+) times",
+        means_in_readme,
+    ),
+    Sentence(
+        README,
+        r"under `activate\(\)`, SDPA takes (\d+) µs of host time for forward and backward, torch's own (\d+); "
+        r"for a forward (\d+) and (\d+)\.",
+        host_in_readme,
+    ),
+    Sentence(
+        README,
+        r"width 1024, takes ([\d.]+) \+ ([\d.]+), torch's ([\d.]+) \+ ([\d.]+) ",
+        module_in_readme,
+    ),
+    Sentence(README, r"torch ([\d.]+), cuDNN ([\d.]+);", lambda: software()[:2]),
+    Sentence(
+        README,
+        r"in causal sequences of (\d+) to (\d+) tokens \(head_dim 256: to (\d+)\), and (\d+) of (\d+) full ones\.",
+        lost_backwards_in_readme,
+    ),
+    Sentence(README, rf"{PAIR} % slower at head_dim 64 / 128", lambda: costs("deterministic", "backward")),
+    Sentence(README, r"evaluates ([\d.]+) to ([\d.]+) times as fast as torch's", encoder_bounds),
+    Sentence(README, r"fastest in (\d+) of (\d+) training shapes, level in (\d+) ", forwards_in_readme),
+)

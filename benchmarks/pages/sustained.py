@@ -1,0 +1,76 @@
+"""The section of speeds without pause, which is there once somebody recorded them with ``--sustained``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks import report
+from benchmarks.pages.figures import Section, command_of, line_of
+from benchmarks.pages.places import PERFORMANCE
+from benchmarks.pages.records import FOUR, geometric_mean, record_of, recorded
+from benchmarks.pages.training import is_training_row
+
+DIRECTIONS = ("forward", "backward")
+SHOWN_SEQLENS = (512, 2048, 16384)  # of those that are recorded; the others count in the means alone
+TITLES = {"flash_ext": "flash-ext", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "fa2": "FA2"}
+
+
+def file_of(direction: str) -> str | None:
+    """A record of loops alone, else the one of bursts if it has loops too."""
+    for file in (f"h200_{direction}_sustained.json", f"h200_{direction}.json"):
+        if recorded(file) and rows_of_file(file):
+            return file
+    return None
+
+
+def rows_of_file(file: str) -> list[report.Row]:
+    return [row for row in record_of(file).rows if row.sustained_ratios() and is_training_row(row.problem)]
+
+
+def is_sustained() -> bool:
+    return any(file_of(direction) for direction in DIRECTIONS)
+
+
+def sustained_lines() -> list[str]:
+    """Of each direction, head dim and mask: TFLOP/s, the best peer's time over ours, and ours in % of bursts."""
+    files = {direction: file for direction in DIRECTIONS if (file := file_of(direction))}
+    rows = {direction: rows_of_file(file) for direction, file in files.items()}
+    everything = [row for of_direction in rows.values() for row in of_direction]
+    names = [name for name in FOUR if any(name in row.sustained for row in everything)]
+    found = {row.problem["seqlen"] for row in everything}
+    seqlens = [n for n in SHOWN_SEQLENS if n in found] or sorted(found)
+    lines = [
+        "Each call is repeated without pause, alone: power and temperature limit the clock, and inputs may stay in L2.",
+        f"TFLOP/s of {' / '.join(TITLES[name] for name in names)}; the time of the fastest peer over flash-ext's, as a",
+        "geometric mean and in the worst row of all lengths; and the part of their speed in bursts, the tables above,",
+        "that calls of flash-ext keep.",
+        *(f"By `{command_of(record_of(file))}`, in `benchmarks/results/{file}`." for file in files.values()),
+        "",
+        line_of(["", *map(str, seqlens), "/ best peer", "% of bursts"]),
+        line_of(["---"] * (len(seqlens) + 3)),
+    ]
+    for direction, of_direction in rows.items():
+        for head_dim, causal in dict.fromkeys((r.problem["head_dim"], r.problem["causal"]) for r in of_direction):
+            shape = {"head_dim": head_dim, "causal": causal}
+            of_line = [row for row in of_direction if shape.items() <= row.problem.items()]
+            title = f"{direction}, {head_dim} {'causal' if causal else 'full'}"
+            lines.append(line_of([title, *cells_of_rows(of_line, seqlens, names)]))
+    return lines
+
+
+def cells_of_rows(rows: Sequence[report.Row], seqlens: Sequence[int], names: Sequence[str]) -> list[str]:
+    by_seqlen = {row.problem["seqlen"]: row for row in rows}
+    speeds = [speeds_of(by_seqlen[n], names) if n in by_seqlen else "" for n in seqlens]
+    ratios = [min(row.sustained_ratios().values()) for row in rows]
+    kept = geometric_mean([row.measured["flash_ext"] / row.sustained["flash_ext"] for row in rows])
+    return [*speeds, f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})", f"{100 * kept:.0f}"]
+
+
+def speeds_of(row: report.Row, names: Sequence[str]) -> str:
+    shown = [report.shown_sustained(row, name) for name in names]
+    return " / ".join("-" if speed is None else f"{speed:.0f}" for speed in shown)
+
+
+SUSTAINED_SECTION = Section(
+    PERFORMANCE, "\n## Speed without pause\n", before="\n## Grouped heads\n", lines=sustained_lines
+)
