@@ -9,6 +9,7 @@ who needs them, and gradients of keys and values the same way back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -62,8 +63,9 @@ def context_parallel_attention(
         group: of ``torch.distributed``; None is the default group. NCCL for CUDA, gloo for a CPU.
         layout: which rows are whose (see ``split_sequence``): "contiguous", or "zigzag", with which all ranks have the
             same work under a causal mask.
-        method: "ring", "gather" or "ulysses". "auto" is "gather" with packed sequences, a block_mask or alibi_slopes,
-            and "ring" without. Ulysses needs heads_q and heads_kv that the number of ranks divides.
+        method: "ring", "gather" or "ulysses". "auto" is the first of them that has the options: "gather" with packed
+            sequences, a block_mask or alibi_slopes. Ulysses needs heads_q and heads_kv that the number of ranks
+            divides.
         return_lse: also return the log-sum-exp of this rank's queries.
         deterministic: as for ``flash_ext.attention``.
         **options: those of ``flash_ext.attention``. Lengths (cu_seqlens_*, max_seqlen_*) are those of the whole
@@ -95,8 +97,7 @@ def context_parallel_attention(
     ranks = Ranks(group)
     problem = _problem_of(ranks, layout, q, k, options)
     if method == "auto":
-        gathers = options.keys() & {"cu_seqlens_q", "block_mask", "alibi_slopes"}
-        method = "gather" if gathers else "ring"
+        method = _method_for(problem, options)
     _check_sizes(problem, method, q, k)
     _check_options(problem, method, options)
     if options.get("dropout_p", 0.0) > 0 and "rng_state" not in options:
@@ -222,6 +223,16 @@ def _check_sizes(problem: Problem, method: str, q: Tensor, k: Tensor) -> None:
                 f"{name} must have a number of heads that {problem.size} ranks divide with method 'ulysses', got "
                 f"{x.shape[-2]}"
             )
+
+
+def _method_for(problem: Problem, options: dict[str, Any]) -> Method:
+    """The first one that has the options."""
+    methods: tuple[Method, ...] = ("ring", "gather")
+    for method in methods:
+        with suppress(NotImplementedError):
+            _check_options(problem, method, options)
+            return method
+    return "ulysses"
 
 
 def _check_options(problem: Problem, method: str, options: dict[str, Any]) -> None:
