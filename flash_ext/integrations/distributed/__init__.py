@@ -30,7 +30,7 @@ from flash_ext.integrations.distributed.gather import Gather
 from flash_ext.integrations.distributed.passes import Differentiable
 from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
-from flash_ext.integrations.distributed.ulysses import ulysses
+from flash_ext.integrations.distributed.ulysses import attend_by_heads
 
 __all__ = ["Layout", "Method", "context_parallel_attention", "join_sequence", "split_sequence"]
 
@@ -105,7 +105,7 @@ def context_parallel_attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if method == "ulysses":
-        out, lse = ulysses(ranks, problem, q, k, v, deterministic, options)
+        out, lse = attend_by_heads(ranks, problem, q, k, v, deterministic, options)
     else:
         bias, sink = options.pop("bias", None), options.pop("sink", None)
         passes = (Ring if method == "ring" else Gather)(ranks, problem, deterministic, options)

@@ -25,7 +25,7 @@ from flash_ext.integrations.distributed.sections import Section, join_heads, of_
 from flash_ext.integrations.distributed.shards import Problem, Ranks, in_order
 
 
-def ulysses(
+def attend_by_heads(
     ranks: Ranks, problem: Problem, q: Tensor, k: Tensor, v: Tensor, deterministic: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's rows."""
