@@ -353,6 +353,27 @@ def test_checkpoint_and_unused_results(pools: Any, device: str) -> None:
     assert pools(2, device).run(train) > 0  # rank 0's keys, by what rank 1 made of them
 
 
+def under_autocast(device: str) -> None:
+    """As attention is: computed in autocast's dtype, with gradients in that of the inputs."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 16, 4, 16, device=device, requires_grad=True) for _ in range(3))
+    parts = [split_sequence(x.detach(), None).clone().requires_grad_() for x in (q, k, v)]
+    for method in METHODS:
+        with torch.autocast(device, torch.bfloat16):
+            whole = flash_ext.attention(q, k, v, causal=True)
+            out = context_parallel_attention(*parts, None, method=method, causal=True)  # type: ignore[arg-type]
+        assert isinstance(whole, Tensor) and isinstance(out, Tensor) and out.dtype == whole.dtype == torch.bfloat16
+        expected = [whole, *torch.autograd.grad(whole.float().square().sum(), (q, k, v))]
+        found = [out, *torch.autograd.grad(out.float().square().sum(), parts)]
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(join_sequence(one, None), other, rtol=5e-2, atol=5e-2)
+
+
+def test_autocast(pools: Any, device: str) -> None:
+    pools(2, device).run(under_autocast)
+
+
 def test_docstrings_name_their_arguments() -> None:
     for function in (context_parallel_attention, split_sequence, join_sequence):
         text = function.__doc__ or ""

@@ -31,6 +31,7 @@ from flash_ext.integrations.distributed.passes import Differentiable
 from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
 from flash_ext.integrations.distributed.ulysses import attend_by_heads
+from flash_ext.ops import _autocast_first
 
 __all__ = ["Layout", "Method", "context_parallel_attention", "join_sequence", "split_sequence"]
 
@@ -86,6 +87,13 @@ def context_parallel_attention(
         RuntimeError, TypeError: as ``flash_ext.attention``.
     """
     check_tensors(q=q, k=k, v=v)
+    device_type = q.device.type
+    if torch.is_autocast_enabled(device_type):
+        cast = [q, k, v]
+        _autocast_first(3)(cast, device_type)
+        with torch.autocast(device_type, enabled=False):  # what travels, and what the backward starts from, is cast too
+            how: dict[str, Any] = dict(layout=layout, method=method, return_lse=return_lse, deterministic=deterministic)
+            return context_parallel_attention(cast[0], cast[1], cast[2], group, **how, **options)
     check_names("context_parallel_attention()", options, SCORE_OPTIONS)
     _check_choice("layout", layout, ("contiguous", "zigzag"))
     _check_choice("method", method, ("auto", "ring", "gather", "ulysses"))
