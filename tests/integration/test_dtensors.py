@@ -220,7 +220,7 @@ def by_sdpa(device: str) -> None:
     register_dtensor()
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     torch.manual_seed(0)
-    plain = [*torch.randn(3, 2, 4, 16, 20, device=device), torch.randn(2, 1, 16, 16, device=device)]
+    plain = [*torch.randn(3, 2, 4, 16, 24, device=device), torch.randn(2, 1, 16, 16, device=device)]
     sharded = [distribute_tensor(x, mesh, [Shard(2)]).requires_grad_() for x in plain]
     plain = [x.requires_grad_() for x in plain]
     results: list[Any] = [flash_ext.scaled_dot_product_attention(*x[:3], attn_mask=x[3]) for x in (sharded, plain)]
@@ -257,6 +257,7 @@ def by_module(device: str) -> None:
     assert_close([p.grad for p in sharded.parameters()], [p.grad for p in whole.parameters()])  # type: ignore[misc]
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's own linear layers may refuse such DTensors")
 def test_module(pools: Any, device: str) -> None:
     pools(2, device).run(by_module)
 
