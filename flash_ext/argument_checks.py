@@ -27,7 +27,7 @@ R = TypeVar("R")
 # With what to pass in their place. A class that learns the operators is taken out by allow_class().
 _REFUSED_CLASSES = {
     DTENSOR: "pass its to_local() where batch or heads are sharded, or call register_dtensor() of "
-    "flash_ext.integrations.distributed.dtensor; of a sharded sequence see context_parallel_attention there",
+    "flash_ext.integrations.distributed.dtensor first, also for a sharded sequence",
     NESTED_TENSOR: "torch.cat(x.unbind()) packs its sequences, for functions that take cu_seqlens",
     MASKED_TENSOR: "pass its get_data(), and a mask",
     CAUSAL_BIAS: "causal=True with top_left=True or False means the same, and scaled_dot_product_attention takes it",

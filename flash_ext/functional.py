@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -115,11 +115,13 @@ def attention(
             ``context_parallel``.
         ValueError: window_size is not a pair, or block_mask is made for other lengths.
         TypeError: an argument has a type that is not allowed. Subclasses of Tensor without a ``__torch_dispatch__``
-            (except Parameter), DTensor, masked tensors and nested tensors (except q, k and v together) are refused.
+            (except Parameter), masked tensors, nested tensors (except q, k and v together) and, without
+            ``register_dtensor``, DTensors are refused.
     """
     if not type(q) is type(k) is type(v) is Tensor or q.is_nested or k.is_nested or v.is_nested:
-        if isinstance(q, Tensor) and q.is_nested:
-            return nested.attend(
+        attend = _attend_of_class(q, k, v, cu_seqlens_q is not None)
+        if attend is not None:
+            return attend(
                 attention, q, k, v, causal=causal, window_size=window_size, top_left=top_left,
                 softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias, mask=mask,
                 sink=sink, dropout_p=dropout_p, rng_state=rng_state, block_mask=block_mask, cu_seqlens_q=cu_seqlens_q,
@@ -143,6 +145,22 @@ def attention(
         options = (*ScoreOptions(*options), deterministic)
     out, lse = call(_FORWARD, q, k, v, *options)
     return (out, lse) if return_lse else out
+
+
+_classes_served: list[tuple[Callable[..., bool], Callable[..., Any]]] = [(nested.is_nested, nested.attend)]
+
+
+def serve_class(is_theirs: Callable[..., bool], attend: Callable[..., Any]) -> None:
+    """From now on ``attend(attention, q, k, v, **options)`` computes ``attention`` where ``is_theirs(q, k, v, packed)``
+    says so, of subclasses of Tensor."""
+    _classes_served.append((is_theirs, attend))
+
+
+def _attend_of_class(q: Any, k: Any, v: Any, packed: bool) -> Callable[..., Any] | None:
+    for is_theirs, attend in _classes_served:
+        if is_theirs(q, k, v, packed):
+            return attend
+    return None
 
 
 def attention_weights(

@@ -19,6 +19,11 @@ from flash_ext.torch_private import jagged_dim, known_seqlens
 _TAKEN_FROM_INPUTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k")
 
 
+def is_nested(q: Any, k: Any, v: Any, packed: bool) -> bool:
+    """Whether ``attend`` is for these tensors."""
+    return isinstance(q, Tensor) and q.is_nested
+
+
 def attend(attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """``attention``, which takes packed sequences, of nested tensors.
 

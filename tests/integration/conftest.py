@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -45,3 +45,22 @@ def inductor() -> Iterator[None]:
 
     with config.patch({"cpp.cxx": (None, words[-1])}):
         yield
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, str], Any]]:
+    """(ranks, device) -> their processes, which live as long as the tests of a file."""
+    from tests.integration.rank_pool import Pool  # torch.distributed is not for the other tests
+
+    open_pools: dict[tuple[int, str], Pool] = {}
+
+    def get(world: int, device: str) -> Pool:
+        if device == "cuda" and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs")
+        if (world, device) not in open_pools:
+            open_pools[world, device] = Pool(world, device, tmp_path_factory.mktemp("group"))
+        return open_pools[world, device]
+
+    yield get
+    for pool in open_pools.values():
+        pool.close()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import flash_ext
@@ -21,10 +17,9 @@ from flash_ext.integrations.distributed.gather import _visited_chunks
 from flash_ext.integrations.distributed.passes import own_rng_state
 from flash_ext.integrations.distributed.shards import Problem, needed_chunks, pieces_by_chunk, pieces_of_shard
 from tests import reference
+from tests.integration.rank_pool import LAYOUTS, METHODS, OPTIONS, Pool, Task, assert_matches
 from tests.oracle import (
     Call,
-    Oracle,
-    Result,
     collect_gradients,
     cumulative,
     make_call,
@@ -32,174 +27,7 @@ from tests.oracle import (
     score_options,
 )
 
-METHODS = ("ring", "gather", "ulysses")
-LAYOUTS = ("contiguous", "zigzag")
-OF_ROWS = ("bias", "mask")  # options of which a rank has its own rows
-SUMMED = ("bias", "sink")  # of which all ranks have a copy, if it has no rows
-
-
-# ---- Processes ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Task:
-    call: Call
-    layout: str
-    method: str
-    gradients_of: tuple[str, ...]
-
-
-def on_rank(task: Task, device: str) -> Result:
-    """What one rank computes of it."""
-
-    def to(x: Any) -> Any:
-        return x.to(device) if isinstance(x, Tensor | flash_ext.BlockMask) else x
-
-    def own(x: Tensor, dim: int) -> Tensor:
-        return split_sequence(to(x), None, layout=task.layout, dim=dim).contiguous()  # type: ignore[arg-type]
-
-    call, dim = task.call, 0 if task.call.varlen else 1
-    options = {name: to(value) for name, value in call.options.items()}
-    for name in OF_ROWS:
-        if name in options and options[name].shape[2] > 1 and not call.varlen:
-            options[name] = own(options[name], 2)
-    if options.get("cu_seqlens_q") is not None and torch.equal(options["cu_seqlens_q"], options["cu_seqlens_k"]):
-        options["cu_seqlens_k"] = options["cu_seqlens_q"]
-    mine = replace(
-        call,
-        q=own(call.q, dim),
-        k=own(call.k, dim),
-        v=own(call.v, dim),
-        options=options,
-        grad_out=None if call.grad_out is None else own(call.grad_out, dim),
-        grad_lse=None if call.grad_lse is None else own(call.grad_lse, 1 if call.varlen else 2),
-    )
-    leaves = {name: x.detach().requires_grad_(name in task.gradients_of) for name, x in mine.inputs().items()}
-    given = {**options, **leaves}
-    out, lse = context_parallel_attention(
-        given.pop("q"),
-        given.pop("k"),
-        given.pop("v"),
-        None,
-        layout=task.layout,  # type: ignore[arg-type]
-        method=task.method,  # type: ignore[arg-type]
-        return_lse=True,
-        **given,
-    )
-    return collect_gradients(mine, out, lse, {name: leaves[name] for name in task.gradients_of})
-
-
-def join(task: Task, name: str, x: Tensor) -> Tensor:
-    """A result of all ranks, of those that each of them has."""
-    packed = task.call.varlen
-    if name[1:] in SUMMED and (name == "dsink" or packed or task.call.options["bias"].shape[2] == 1):
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-    dim = {"lse": 1 if packed else 2, "dbias": 2}.get(name, 0 if packed else 1)
-    return join_sequence(x, None, layout=task.layout, dim=dim)  # type: ignore[arg-type]
-
-
-def serve(rank: int, world: int, device: str, store: str, tasks: Any, results: Any) -> None:
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
-    while (task := tasks.get()) is not None:
-        try:
-            if isinstance(task, Task):
-                found = on_rank(task, device)
-                answer: Any = {name: join(task, name, x).cpu() for name, x in found.items()}
-            else:
-                answer = task(device)
-        except Exception as error:
-            answer = (type(error), str(error), traceback.format_exc())
-        results.put((rank, answer))
-    dist.destroy_process_group()
-
-
-class Pool:
-    """Processes of one group, which live as long as the tests of this file."""
-
-    def __init__(self, world: int, device: str, folder: Path) -> None:
-        context = mp.get_context("spawn")
-        self.world = world
-        self._results = context.Queue()
-        self._tasks = [context.Queue() for _ in range(world)]
-        store = str(folder / "store")
-        self._processes = [
-            context.Process(target=serve, args=(rank, world, device, store, self._tasks[rank], self._results))
-            for rank in range(world)
-        ]
-        for process in self._processes:
-            process.start()
-
-    def run(self, task: Task | Callable[[str], Any]) -> Any:
-        """What rank 0 answers; an error of any rank is raised."""
-        for queue in self._tasks:
-            queue.put(task)
-        answers = dict(self._results.get(timeout=120) for _ in range(self.world))
-        for rank in range(self.world):
-            if isinstance(answers[rank], tuple):
-                kind, message, trace = answers[rank]
-                raise kind(f"{message}\non rank {rank}: {trace}")
-        return answers[0]
-
-    def close(self) -> None:
-        for queue in self._tasks:
-            queue.put(None)
-        for process in self._processes:
-            process.join(timeout=30)
-            if process.is_alive():
-                process.kill()
-
-
-_pools: dict[tuple[int, str], Pool] = {}
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, str], Pool]]:
-    def get(world: int, device: str) -> Pool:
-        if device == "cuda" and torch.cuda.device_count() < world:
-            pytest.skip(f"needs {world} GPUs")
-        if (world, device) not in _pools:
-            _pools[world, device] = Pool(world, device, tmp_path_factory.mktemp("group"))
-        return _pools[world, device]
-
-    yield get
-    for pool in _pools.values():
-        pool.close()
-    _pools.clear()
-
-
 # ---- Against the oracle ---------------------------------------------------------------------------------------------
-
-
-def assert_matches(
-    pool: Pool, call: Call, layout: str, method: str, gradients_of: tuple[str, ...] | None = None
-) -> None:
-    """``assert_matches_oracle``, of the result that the ranks have together."""
-    gradients_of = tuple(call.inputs()) if gradients_of is None else gradients_of
-    call = call if call.grad_out is not None or call.grad_lse is not None else call.with_random_gradients()
-    found = pool.run(Task(call, layout, method, gradients_of))
-    oracle = Oracle.of(call, gradients_of)
-    assert found.keys() == oracle.ref.keys()
-    for name, ref in oracle.ref.items():
-        if name == "dsink":
-            oracle.slack[name] += 1e-3 * ref.abs().max()  # a sum over all rows, in another order
-        assert found[name].shape == ref.shape
-        oracle.assert_within_bound(name, found[name])
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (7, 0)},
-    "window of both sides": {"window_size": (5, 9)},
-    "narrow window": {"window_size": (1, 1)},
-    "softcap": {"causal": True, "softcap": 2.0, "softmax_scale": 0.3},
-}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -525,6 +353,27 @@ def test_checkpoint_and_unused_results(pools: Any, device: str) -> None:
     assert pools(2, device).run(train) > 0  # rank 0's keys, by what rank 1 made of them
 
 
+def under_autocast(device: str) -> None:
+    """As attention is: computed in autocast's dtype, with gradients in that of the inputs."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 16, 4, 16, device=device, requires_grad=True) for _ in range(3))
+    parts = [split_sequence(x.detach(), None).clone().requires_grad_() for x in (q, k, v)]
+    for method in METHODS:
+        with torch.autocast(device, torch.bfloat16):
+            whole = flash_ext.attention(q, k, v, causal=True)
+            out = context_parallel_attention(*parts, None, method=method, causal=True)  # type: ignore[arg-type]
+        assert isinstance(whole, Tensor) and isinstance(out, Tensor) and out.dtype == whole.dtype == torch.bfloat16
+        expected = [whole, *torch.autograd.grad(whole.float().square().sum(), (q, k, v))]
+        found = [out, *torch.autograd.grad(out.float().square().sum(), parts)]
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(join_sequence(one, None), other, rtol=5e-2, atol=5e-2)
+
+
+def test_autocast(pools: Any, device: str) -> None:
+    pools(2, device).run(under_autocast)
+
+
 def test_docstrings_name_their_arguments() -> None:
     for function in (context_parallel_attention, split_sequence, join_sequence):
         text = function.__doc__ or ""
@@ -615,7 +464,7 @@ def benchmark_of(device: str) -> dict[str, Any]:
     from benchmarks import context_parallel
 
     sizes = ["--seqlen", "64", "--heads", "2", "--head-dim", "16", "--dtype", "float32", "--rounds", "1"]
-    how = ["--device", device, "--ranks", "2", "--methods", "ring", "gather"]
+    how = ["--device", device, "--ranks", "2", "--methods", "ring", "gather", "--unsplit"]
     chosen = context_parallel.make_parser().parse_args([*sizes, *how])
     here = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
     for method in chosen.methods:
@@ -627,90 +476,16 @@ def benchmark_of(device: str) -> dict[str, Any]:
 
 def test_benchmark(pools: Any, device: str) -> None:
     row = pools(2, device).run(benchmark_of)
-    assert set(row["measured"]) == {"flash_ext", "flash_ext, gather", "flash_ext, one"}
+    assert set(row["measured"]) == {
+        "flash_ext",
+        "flash_ext, gather",
+        "flash_ext, gather, one section",
+        "flash_ext, one",
+    }
     assert row["figures"]["x one"] > 0 and row["figures"]["x one at 64"] > 0
 
 
-# ---- DTensor and FSDP -----------------------------------------------------------------------------------------------
-
-
-def on_dtensors(device: str) -> None:
-    """Batch entries or heads stay where they are, and so do gradients; a bias of all has its gradient summed."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-
-    from flash_ext.integrations.distributed.dtensor import register_dtensor
-
-    register_dtensor()
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    torch.manual_seed(0)
-    q = torch.randn(2, 16, 4, 16, device=device)
-    k, v = torch.randn(2, 2, 12, 2, 16, device=device)
-    bias, sink = torch.randn(1, 4, 16, 12, device=device), torch.randn(4, device=device)
-    grad = torch.randn(2, 16, 4, 16, device=device)
-    for with_options, side in itertools.product((False, True), (0, 2)):
-        plain = [x.clone().requires_grad_() for x in (q, k, v, bias, sink)]
-        shards = [Shard(side)] * 3 + [Shard(1) if side == 2 else Replicate(), Shard(0) if side == 2 else Replicate()]
-        leaves = [
-            distribute_tensor(x, mesh, [place]).requires_grad_()
-            for x, place in zip((q, k, v, bias, sink), shards, strict=True)
-        ]
-        results = []
-        for tensors in (plain, leaves):
-            options: dict[str, Any] = dict(bias=tensors[3], sink=tensors[4]) if with_options else {}
-            out = flash_ext.attention(*tensors[:3], causal=True, **options)
-            assert isinstance(out, Tensor)
-            given = grad if tensors is plain else distribute_tensor(grad, mesh, [Shard(side)])
-            wanted = tensors if with_options else tensors[:3]
-            results.append([out, *torch.autograd.grad(out, wanted, given)])
-        for found, expected in zip(results[1], results[0], strict=True):
-            torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-4, atol=1e-4)
-        assert results[1][0].placements == (Shard(side),) and results[1][2].placements == (Shard(side),)
-
-
-def test_dtensors(pools: Any, device: str) -> None:
-    pools(2, device).run(on_dtensors)
-
-
-def refusal_of(*tensors: Tensor, **options: Any) -> str:
-    """By attention; an empty string if there is none. (What pytest.raises raises would end a rank's process.)"""
-    try:
-        flash_ext.attention(*tensors, causal=True, **options)
-    except NotImplementedError as error:
-        return str(error)
-    return ""
-
-
-def on_shards_of_the_sequence(device: str) -> None:
-    """They are not gathered behind the caller's back: the error says what is for them, and that is right."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-
-    from flash_ext.integrations.distributed.dtensor import register_dtensor
-
-    register_dtensor()
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    torch.manual_seed(0)
-    plain = list(torch.randn(3, 2, 16, 4, 16, device=device))
-    cu_seqlens = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
-    packed = {name: distribute_tensor(cu_seqlens, mesh, [Replicate()]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    for n, name in enumerate("qkv"):
-        places = [Shard(1) if i == n else Replicate() for i in range(3)]
-        sharded = [distribute_tensor(x, mesh, [place]) for x, place in zip(plain, places, strict=True)]
-        said = refusal_of(*sharded)
-        assert f"{name} is a DTensor sharded along the sequence (dimension 1)" in said
-        assert "context_parallel_attention() of flash_ext.integrations.distributed" in said
-        places = [Shard(0) if i == n else Replicate() for i in range(3)]
-        rows = [distribute_tensor(x.flatten(0, 1), mesh, [place]) for x, place in zip(plain, places, strict=True)]
-        said = refusal_of(*rows, **packed)
-        assert f"{name} is a DTensor sharded along the sequence (dimension 0)" in said
-    shards = [distribute_tensor(x, mesh, [Shard(1)]).to_local() for x in plain]
-    out = context_parallel_attention(*shards, mesh.get_group(), causal=True)
-    assert isinstance(out, Tensor)
-    expected = flash_ext.attention(*plain, causal=True)
-    torch.testing.assert_close(join_sequence(out, None), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_shards_of_the_sequence_are_refused(pools: Any, device: str) -> None:
-    pools(2, device).run(on_shards_of_the_sequence)
+# ---- FSDP -----------------------------------------------------------------------------------------------------------
 
 
 class Attend(torch.nn.Module):

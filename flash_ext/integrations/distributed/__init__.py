@@ -1,14 +1,16 @@
 """Attention over a sequence that lies in shards on the ranks of a process group (context parallelism).
 
 Three ways: "ring" computes with one remote shard at a time while the next one travels (Liu et al. 2023), "gather"
-brings all keys that are visible first and computes once, "ulysses" exchanges rows for heads (Jacobs et al. 2023). In
-the first two only those chunks of keys and values travel that the mask shows to somebody, straight from who has them to
-who needs them, and gradients of keys and values the same way back.
+brings all keys that are visible and computes with them at once, "ulysses" exchanges rows for heads (Jacobs et al.
+2023); these two take some heads at a time, while others travel. In the first two only those chunks of keys and values
+travel that the mask shows to somebody, straight from who has them to who needs them, and gradients of keys and values
+the same way back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -29,7 +31,8 @@ from flash_ext.integrations.distributed.gather import Gather
 from flash_ext.integrations.distributed.passes import Differentiable
 from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
-from flash_ext.integrations.distributed.ulysses import ulysses
+from flash_ext.integrations.distributed.ulysses import attend_by_heads
+from flash_ext.ops import _autocast_first
 
 __all__ = ["Layout", "Method", "context_parallel_attention", "join_sequence", "split_sequence"]
 
@@ -62,8 +65,9 @@ def context_parallel_attention(
         group: of ``torch.distributed``; None is the default group. NCCL for CUDA, gloo for a CPU.
         layout: which rows are whose (see ``split_sequence``): "contiguous", or "zigzag", with which all ranks have the
             same work under a causal mask.
-        method: "ring", "gather" or "ulysses". "auto" is "gather" with packed sequences, a block_mask or alibi_slopes,
-            and "ring" without. Ulysses needs heads_q and heads_kv that the number of ranks divides.
+        method: "ring", "gather" or "ulysses". "auto" is the first of them that has the options: "gather" with packed
+            sequences, a block_mask or alibi_slopes. Ulysses needs heads_q and heads_kv that the number of ranks
+            divides.
         return_lse: also return the log-sum-exp of this rank's queries.
         deterministic: as for ``flash_ext.attention``.
         **options: those of ``flash_ext.attention``. Lengths (cu_seqlens_*, max_seqlen_*) are those of the whole
@@ -84,6 +88,13 @@ def context_parallel_attention(
         RuntimeError, TypeError: as ``flash_ext.attention``.
     """
     check_tensors(q=q, k=k, v=v)
+    device_type = q.device.type
+    if torch.is_autocast_enabled(device_type):
+        cast = [q, k, v]
+        _autocast_first(3)(cast, device_type)
+        with torch.autocast(device_type, enabled=False):  # what travels, and what the backward starts from, is cast too
+            how: dict[str, Any] = dict(layout=layout, method=method, return_lse=return_lse, deterministic=deterministic)
+            return context_parallel_attention(cast[0], cast[1], cast[2], group, **how, **options)
     check_names("context_parallel_attention()", options, SCORE_OPTIONS)
     _check_choice("layout", layout, ("contiguous", "zigzag"))
     _check_choice("method", method, ("auto", "ring", "gather", "ulysses"))
@@ -95,8 +106,7 @@ def context_parallel_attention(
     ranks = Ranks(group)
     problem = _problem_of(ranks, layout, q, k, options)
     if method == "auto":
-        gathers = options.keys() & {"cu_seqlens_q", "block_mask", "alibi_slopes"}
-        method = "gather" if gathers else "ring"
+        method = _method_for(problem, options)
     _check_sizes(problem, method, q, k)
     _check_options(problem, method, options)
     if options.get("dropout_p", 0.0) > 0 and "rng_state" not in options:
@@ -104,7 +114,7 @@ def context_parallel_attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if method == "ulysses":
-        out, lse = ulysses(ranks, problem, q, k, v, deterministic, options)
+        out, lse = attend_by_heads(ranks, problem, q, k, v, deterministic, options)
     else:
         bias, sink = options.pop("bias", None), options.pop("sink", None)
         passes = (Ring if method == "ring" else Gather)(ranks, problem, deterministic, options)
@@ -222,6 +232,16 @@ def _check_sizes(problem: Problem, method: str, q: Tensor, k: Tensor) -> None:
                 f"{name} must have a number of heads that {problem.size} ranks divide with method 'ulysses', got "
                 f"{x.shape[-2]}"
             )
+
+
+def _method_for(problem: Problem, options: dict[str, Any]) -> Method:
+    """The first one that has the options."""
+    methods: tuple[Method, ...] = ("ring", "gather")
+    for method in methods:
+        with suppress(NotImplementedError):
+            _check_options(problem, method, options)
+            return method
+    return "ulysses"
 
 
 def _check_options(problem: Problem, method: str, options: dict[str, Any]) -> None:

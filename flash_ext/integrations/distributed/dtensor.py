@@ -1,4 +1,7 @@
-"""How operators compute on ``DTensor`` (tensor parallelism): by batch entries, by heads, or all on each rank."""
+"""How operators compute on ``DTensor`` (tensor parallelism): by batch entries, by heads, or all on each rank.
+
+Of a sharded sequence no operator can compute: its ranks have to exchange keys. ``sequence_dtensors`` does that.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from flash_ext.argument_checks import allow_class
+from flash_ext.functional import serve_class
+from flash_ext.integrations.distributed.placements import Side, dim_of
+from flash_ext.integrations.distributed.sequence_dtensors import attend, is_sharded_sequence
 from flash_ext.ops import ScoreOptions
 from flash_ext.torch_private import DTENSOR
 
@@ -17,22 +23,13 @@ _OPS = torch.ops.flash_ext
 _Placements = list[Any]
 _Strategy = tuple[_Placements, _Placements]  # of results, of arguments (None for what is no tensor)
 
-# Of each option that is a tensor: its dimensions of batch and of heads, where it has them.
-_DIMS: dict[str, tuple[int | None, int | None]] = {
-    "bias": (0, 1),
-    "mask": (0, 1),
-    "sink": (None, 0),
-    "seqused_q": (0, None),
-    "seqused_k": (0, None),
-    "block_offsets": (0, 1),
-}
 _registered = False
 
 
 def register_dtensor() -> None:
     """Lets ``flash_ext.attention`` and its backward take DTensors, without gathering those that are sharded by batch
-    entries or heads. With shards of the sequence ``attention`` raises NotImplementedError: they are for
-    ``context_parallel_attention``.
+    entries, by heads, or along the sequence. The last are computed by ``context_parallel_attention``, over the ranks of
+    that dimension of the mesh; the options are those that it has, but for dropout.
 
     Raises:
         Nothing of its own.
@@ -44,6 +41,7 @@ def register_dtensor() -> None:
     register_sharding(_OPS.attention_forward.default)(_forward)
     register_sharding(_OPS.attention_backward.default)(_backward)
     allow_class(DTENSOR)
+    serve_class(is_sharded_sequence, attend)
     _registered = True
 
 
@@ -85,23 +83,22 @@ def _refuse_shards_of_sequence(rows: int, **tensors: Any) -> None:
     for name, x in tensors.items():
         if any(place.is_shard(rows) and x.mesh.size(dim) > 1 for dim, place in enumerate(x.placements)):
             raise NotImplementedError(
-                f"flash_ext: {name} is a DTensor sharded along the sequence (dimension {rows}): pass q, k and v's "
-                "to_local() to context_parallel_attention() of flash_ext.integrations.distributed, with the group of "
-                "that mesh dimension, or redistribute() them by heads"
+                f"flash_ext: {name} is a DTensor sharded along the sequence (dimension {rows}), which this operator "
+                "cannot compute on: call flash_ext.attention()"
             )
 
 
-def _sides(q: Any, k: Any, options: ScoreOptions) -> list[str]:
+def _sides(q: Any, k: Any, options: ScoreOptions) -> list[Side]:
     """What can be sharded: "batch", "heads". Dropout counts both from the start of what it is given."""
     if options.dropout_p > 0:
         return []
     largest = max(q.mesh.shape)
-    found = ["batch"] if options.cu_seqlens_q is None and options.alibi_slopes is None else []
+    found: list[Side] = ["batch"] if options.cu_seqlens_q is None and options.alibi_slopes is None else []
     whole = all(x.shape[-2] % largest == 0 for x in (q, k))
     return found + (["heads"] if whole and options.alibi_slopes is None else [])
 
 
-def _dims_of(side: str, packed: bool) -> tuple[int, int]:
+def _dims_of(side: Side, packed: bool) -> tuple[int, int]:
     """(of q, k, v and out; of lse)."""
     if side == "batch":
         return 0, 0
@@ -113,30 +110,25 @@ def _all(values: Sequence[Any]) -> list[Any]:
     return [Replicate() if _is_tensor(value) else None for value in values]
 
 
-def _sharded(values: Sequence[Any], options: ScoreOptions, side: str) -> list[Any]:
+def _sharded(values: Sequence[Any], options: ScoreOptions, side: Side) -> list[Any]:
     names = [*ScoreOptions._fields, "deterministic"]
     places: list[Any] = []
     for name, value in zip(names, values, strict=False):
         if not _is_tensor(value):
             places.append(None)
             continue
-        dim = _dim_of(name, value, side)
+        dim = dim_of(name, value, side)
         places.append(Replicate() if dim is None else Shard(dim))
     return places
 
 
-def _of_option(name: str, options: ScoreOptions, side: str) -> Any:
+def _of_option(name: str, options: ScoreOptions, side: Side) -> Any:
     """The gradient of a bias or sink: of one that all share, each rank has a part."""
     value = getattr(options, name)
     if value is None:
         return Replicate()
-    dim = _dim_of(name, value, side)
+    dim = dim_of(name, value, side)
     return Partial() if dim is None else Shard(dim)
-
-
-def _dim_of(name: str, value: Any, side: str) -> int | None:
-    dim = _DIMS.get(name, (None, None))[side == "heads"]
-    return None if dim is None or value.shape[dim] == 1 else dim
 
 
 def _is_tensor(value: Any) -> bool:

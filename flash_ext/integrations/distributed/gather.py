@@ -1,4 +1,5 @@
-"""All keys that this rank's queries see are brought here first, and put in the order of the sequence."""
+"""All keys that this rank's queries see are brought here first, and put in the order of the sequence: of one section of
+heads while attention computes another."""
 
 from __future__ import annotations
 
@@ -20,24 +21,37 @@ from flash_ext.integrations.distributed.passes import (
     backward_piece,
     forward_piece,
 )
+from flash_ext.integrations.distributed.sections import (
+    Section,
+    inputs_of,
+    join_heads,
+    options_of,
+    result_of,
+    sections_of,
+)
 from flash_ext.integrations.distributed.shards import Piece, Problem, band, rows_of, rows_of_chunks
 from flash_ext.masks import BlockMask
+
+Shards = dict[int, tuple[Tensor, Tensor]]  # keys and values of a rank, by the rank
 
 # Options of whole sequences, of which each chunk of queries gets its own.
 _OF_THE_WHOLE = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_mask"}
 
 
 class Gather(Passes):
-    """One call of attention for each chunk of queries."""
+    """One call of attention for each chunk of queries and section of heads."""
 
     def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        k, v, first = self.gather(x)
+        parts = [self.attend(*arrived) for arrived in self.travel(x)]
+        return join_heads([out for out, _ in parts], self.dim + 1), join_heads([lse for _, lse in parts], -2)
+
+    def attend(self, section: Section, x: Inputs, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
         out = x.q.new_zeros(*x.q.shape[:-1], v.shape[-1])
         lse_shape = (
             (out.shape[1], out.shape[0]) if self.problem.packed else (*out.shape[:1], out.shape[2], out.shape[1])
         )
         lse = out.new_full(lse_shape, -torch.inf, dtype=torch.promote_types(out.dtype, torch.float32))
-        for piece, options in self.pieces(x, first, k.shape[self.dim]):
+        for piece, options in self.pieces(section, x, first, k.shape[self.dim]):
             q, keys, values = self.rows(piece, x.q, k, v)
             part_out, part_lse = forward_piece(q, keys, values, options)
             if q is x.q:
@@ -48,24 +62,29 @@ class Gather(Passes):
 
     def backward(self, x: Inputs, result: Result, needed: Sequence[bool]) -> Gradients:
         need_dq, _, _, need_dbias, need_dsink = needed
-        k, v, first = self.gather(x)
-        dq, dk, dv = Sum(x.q), Sum(k), Sum(v)
         dbias = Sum(x.bias) if x.bias is not None and need_dbias else None
         dsink = Sum(x.sink) if x.sink is not None and need_dsink else None
         flags = (need_dq, True, True, need_dbias, need_dsink)  # whose keys they are may need what this rank does not
-        for piece, options in self.pieces(x, first, k.shape[self.dim]):
-            tensors = self.rows(piece, x.q, k, v)
-            parts = backward_piece(*tensors, result.rows(piece.rows, self.dim), options, self.deterministic, flags)
-            if need_dq:
-                dq.add(parts[0], piece.rows, self.dim)
-            dk.add(parts[1], piece.keys, self.dim)
-            dv.add(parts[2], piece.keys, self.dim)
-            if dbias is not None:
-                dbias.add_of_bias(parts[3], piece.rows, self.columns(piece, first))
-            if dsink is not None:
-                dsink.add(parts[4], slice(0, len(parts[4])), 0)
-        own_dk, own_dv = self.scatter(x, dk.result(), dv.result(), first)
-        return dq.result(), own_dk, own_dv, *(None if total is None else total.result() for total in (dbias, dsink))
+        dqs, returned = [], _ReturnedGradients(self)
+        for section, part, k, v, first in self.travel(x):
+            own = result_of(result, section, self.dim + 1)
+            dq, dk, dv = Sum(part.q), Sum(k), Sum(v)
+            for piece, options in self.pieces(section, part, first, k.shape[self.dim]):
+                tensors = self.rows(piece, part.q, k, v)
+                parts = backward_piece(*tensors, own.rows(piece.rows, self.dim), options, self.deterministic, flags)
+                if need_dq:
+                    dq.add(parts[0], piece.rows, self.dim)
+                dk.add(parts[1], piece.keys, self.dim)
+                dv.add(parts[2], piece.keys, self.dim)
+                if dbias is not None:
+                    dbias.add_of_bias(parts[3], piece.rows, self.columns(piece, first), section.q)
+                if dsink is not None:
+                    dsink.add(parts[4], section.q, 0)
+            dqs.append(dq.result())
+            returned.send(part, dk.result(), dv.result(), first)
+        own_dk, own_dv = returned.result()
+        of_options = (None if total is None else total.result() for total in (dbias, dsink))
+        return join_heads(dqs, self.dim + 1), own_dk, own_dv, *of_options
 
     def rows(self, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dim = self.dim
@@ -85,8 +104,22 @@ class Gather(Passes):
         chunks = enumerate(self.problem.chunks_of(owner))
         return tuple(n for n, k in chunks if any(visited[q][k] for q in self.problem.chunks_of(rank)))
 
-    def gather(self, x: Inputs) -> tuple[Tensor, Tensor, int]:
-        """(k, v, the chunk that they begin with). What lies between chunks that are needed may be anything."""
+    def travel(self, x: Inputs) -> Iterator[tuple[Section, Inputs, Tensor, Tensor, int]]:
+        """(section, its inputs, k, v, the chunk that these begin with) of each section. What the next one needs travels
+        while the caller computes with them."""
+        rows, heads_q, heads_kv = x.q.shape[: self.dim + 1].numel(), x.q.shape[-2], x.k.shape[-2]
+        sections = sections_of(self.ranks.size, rows, heads_q, heads_kv, self.options)
+        inputs = [inputs_of(x, section, self.dim + 1) for section in sections]
+        transfer, shards = self.start(inputs[0])
+        for n, section in enumerate(sections):
+            transfer.wait()
+            arrived = shards
+            if n + 1 < len(sections):
+                transfer, shards = self.start(inputs[n + 1])
+            yield section, inputs[n], *self.in_order(inputs[n], arrived)
+
+    def start(self, x: Inputs) -> tuple[Transfer, Shards]:
+        """Keys and values of this rank leave for who needs them; those of others come, by their owner."""
         rank, size = self.ranks.rank, self.ranks.size
         transfer = Transfer(self.ranks)
         shards = {rank: self.own_chunks(x)}
@@ -94,10 +127,13 @@ class Gather(Passes):
             self.send_chunks(transfer, x, (rank + step) % size)
             owner = (rank - step) % size
             shards[owner] = self.receive_chunks(transfer, x, owner)
-        transfer.start().wait()
+        return transfer.start(), shards
+
+    def in_order(self, x: Inputs, shards: Shards) -> tuple[Tensor, Tensor, int]:
+        """(k, v, the chunk that they begin with). What lies between chunks that are needed may be anything."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for owner, (k, v) in shards.items():
-            for place, n in enumerate(self.needed_chunks(rank, owner)):
+            for place, n in enumerate(self.needed_chunks(self.ranks.rank, owner)):
                 rows = rows_of_chunks((place,), self.problem.chunk_k)
                 found[self.problem.chunks_of(owner)[n]] = rows_of(k, rows, self.dim), rows_of(v, rows, self.dim)
         first, last = self.span(found)
@@ -116,35 +152,10 @@ class Gather(Passes):
             return 0, self.problem.size * self.problem.chunks_per_rank
         return (min(chunks), max(chunks) + 1) if chunks else (0, 1)
 
-    def scatter(self, x: Inputs, dk: Tensor, dv: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """This rank's dk and dv, of the shares of all ranks that needed its rows."""
-        rank, size, length = self.ranks.rank, self.ranks.size, self.problem.chunk_k
-        totals = Sum(x.k), Sum(x.v)
-        transfer = Transfer(self.ranks)
-        shares: list[tuple[int, tuple[Tensor, Tensor]]] = []
-        for step in range(size):
-            owner, taker = (rank - step) % size, (rank + step) % size
-            for n in self.needed_chunks(rank, owner):
-                rows = rows_of_chunks((self.problem.chunks_of(owner)[n] - first,), length)
-                k, v = rows_of(dk, rows, self.dim), rows_of(dv, rows, self.dim)
-                if owner == rank:
-                    shares.append((n, (k, v)))
-                else:
-                    transfer.send(k, owner)
-                    transfer.send(v, owner)
-            for n in self.needed_chunks(taker, rank) if taker != rank else ():
-                k, v = (transfer.receive(own, length, self.dim, taker) for own in (x.k, x.v))
-                shares.append((n, (k, v)))
-        transfer.start().wait()
-        for n, parts in shares:
-            for total, part in zip(totals, parts, strict=True):
-                total.add(part, rows_of_chunks((n,), length), self.dim)
-        return totals[0].result(), totals[1].result()
-
     # ---- Pieces
 
-    def pieces(self, x: Inputs, first: int, rows_k: int) -> Iterator[tuple[Piece, dict[str, Any]]]:
-        """A piece for each chunk of queries, and its options."""
+    def pieces(self, section: Section, x: Inputs, first: int, rows_k: int) -> Iterator[tuple[Piece, dict[str, Any]]]:
+        """A piece for each chunk of queries, and its options; ``x``: the inputs of the section."""
         problem, length = self.problem, self.problem.chunk_q
         for n, chunk in enumerate(problem.chunks_of(self.ranks.rank)):
             piece: Piece | None = Piece(
@@ -163,7 +174,7 @@ class Gather(Passes):
                 piece = piece.moved(n * length, 0)
                 options = self.options_of(piece, x.bias, self.columns(piece, first))
                 options = {name: value for name, value in options.items() if name not in _OF_THE_WHOLE}
-                yield piece, {**options, **given, "sink": x.sink}
+                yield piece, {**options_of({**options, **given}, section), "sink": x.sink}
 
     def check_alibi(self, piece: Piece, chunk: int, first: int) -> None:
         """Distances are counted from where the ends of queries and keys meet, unless packed: there each has its own."""
@@ -197,6 +208,58 @@ class Gather(Passes):
             max_seqlen_q=min(problem.chunk_q, options.get("max_seqlen_q", problem.chunk_q)),
             max_seqlen_k=options.get("max_seqlen_k"),
         )
+
+
+class _ReturnedGradients:
+    """Gradients of keys and values on their way to whose they are, one section behind the kernels."""
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+        self._coming: tuple[Inputs, Transfer, list[tuple[int, tuple[Tensor, Tensor]]]] | None = None
+        self._done: list[tuple[Tensor, Tensor]] = []
+
+    def send(self, x: Inputs, dk: Tensor, dv: Tensor, first: int) -> None:
+        """This rank's shares of a section, of keys that begin with the chunk ``first``."""
+        gather, dim, length = self._gather, self._gather.dim, self._gather.problem.chunk_k
+        rank, size = gather.ranks.rank, gather.ranks.size
+        transfer = Transfer(gather.ranks)
+        shares: list[tuple[int, tuple[Tensor, Tensor]]] = []
+        for step in range(size):
+            owner, taker = (rank - step) % size, (rank + step) % size
+            for n in gather.needed_chunks(rank, owner):
+                rows = rows_of_chunks((gather.problem.chunks_of(owner)[n] - first,), length)
+                k, v = rows_of(dk, rows, dim), rows_of(dv, rows, dim)
+                if owner == rank:
+                    shares.append((n, (k, v)))
+                else:
+                    transfer.send(k, owner)
+                    transfer.send(v, owner)
+            for n in gather.needed_chunks(taker, rank) if taker != rank else ():
+                k, v = (transfer.receive(own, length, dim, taker) for own in (x.k, x.v))
+                shares.append((n, (k, v)))
+        transfer.start()
+        self._take_in()
+        self._coming = x, transfer, shares
+
+    def _take_in(self) -> None:
+        """Sums up the shares of the last section."""
+        if self._coming is None:
+            return
+        x, transfer, shares = self._coming
+        transfer.wait()
+        dk, dv = Sum(x.k), Sum(x.v)
+        for n, (share_k, share_v) in shares:
+            rows = rows_of_chunks((n,), self._gather.problem.chunk_k)
+            dk.add(share_k, rows, self._gather.dim)
+            dv.add(share_v, rows, self._gather.dim)
+        self._done.append((dk.result(), dv.result()))
+        self._coming = None
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Of all heads, this rank's rows."""
+        self._take_in()
+        heads = self._gather.dim + 1
+        return join_heads([dk for dk, _ in self._done], heads), join_heads([dv for _, dv in self._done], heads)
 
 
 def unfilled(like: Tensor, shape: Sequence[int]) -> Tensor:

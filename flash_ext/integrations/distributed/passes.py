@@ -175,9 +175,11 @@ class Sum:
         else:
             rows_of(self._total(), rows, dim).add_(part)
 
-    def add_of_bias(self, part: Tensor, rows: slice, columns: slice) -> None:
+    def add_of_bias(self, part: Tensor, rows: slice, columns: slice, heads: slice = slice(None)) -> None:
         """The same of a bias (batch|1, heads|1, rows|1, columns|1)."""
-        _part_of(self._total(), rows, columns).add_(part)
+        total = self._total()
+        total = total if total.shape[1] == 1 else total[:, heads]
+        _part_of(total, rows, columns).add_(part)
 
     def result(self) -> Tensor:
         return self._total().to(self._like.dtype) if self._whole is None else self._whole
