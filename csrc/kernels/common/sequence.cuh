@@ -54,17 +54,12 @@ struct Sequence {
       : batch(batch),
         head(head),
         head_kv(p.heads_q == p.heads_kv ? head : head / (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv))) {
-    const SequenceParams& s = p.seq;
     q_begin = k_begin = 0;
     seqlen_q = static_cast<int>(p.seqlen_q);
     seqlen_k = static_cast<int>(p.seqlen_k);
-    if (s.cu_seqlens_q) seqlen_q = packed(s.cu_seqlens_q, seqlen_q, p.total_q, q_begin);
-    if (s.cu_seqlens_k) seqlen_k = packed(s.cu_seqlens_k, seqlen_k, p.total_k, k_begin);
-    if (s.seqused_q) seqlen_q = clamped(s.seqused_q[batch], 0, seqlen_q);
-    if (s.seqused_k) seqlen_k = clamped(s.seqused_k[batch], 0, seqlen_k);
-    leftpad = s.leftpad_k ? clamped(s.leftpad_k[batch], 0, seqlen_k) : 0;
-    seqlen_k -= leftpad;
-    cache_row = s.cache_batch_idx ? clamped(s.cache_batch_idx[batch], 0, static_cast<int>(s.cache_batch) - 1) : batch;
+    leftpad = 0;
+    cache_row = batch;
+    if (p.seq.on_device()) read(p);  // else one jump over instructions that are not fetched then
     offset = p.window.top_left ? 0 : seqlen_k - seqlen_q;
     left = reach(p.window.left);
     right = reach(p.window.right);
@@ -117,6 +112,17 @@ struct Sequence {
   __device__ __forceinline__ int queries_end(int j) const { return min(j - offset + left + 1, seqlen_q); }
 
  private:
+  /// What the device knows of this sequence.
+  __device__ __forceinline__ void read(const AttentionParams& p) {
+    const SequenceParams& s = p.seq;
+    if (s.cu_seqlens_q) seqlen_q = packed(s.cu_seqlens_q, seqlen_q, p.total_q, q_begin);
+    if (s.cu_seqlens_k) seqlen_k = packed(s.cu_seqlens_k, seqlen_k, p.total_k, k_begin);
+    if (s.seqused_q) seqlen_q = clamped(s.seqused_q[batch], 0, seqlen_q);
+    if (s.seqused_k) seqlen_k = clamped(s.seqused_k[batch], 0, seqlen_k);
+    if (s.leftpad_k) leftpad = clamped(s.leftpad_k[batch], 0, seqlen_k);
+    seqlen_k -= leftpad;
+    if (s.cache_batch_idx) cache_row = clamped(s.cache_batch_idx[batch], 0, static_cast<int>(s.cache_batch) - 1);
+  }
   __device__ __forceinline__ int reach(int64_t side) const {
     const int farthest = seqlen_q + seqlen_k;
     return side < 0 || side > farthest ? farthest : static_cast<int>(side);

@@ -24,7 +24,9 @@ class ForwardConsumer : public ForwardTraversal<Config> {
   using Base::Base;
   using typename Base::WorkTile;
 
-  __device__ __forceinline__ void run() {
+  template <class Start>
+  __device__ __forceinline__ void run(Start start) {
+    start();
     WorkTileQueue<ForwardStorage<Config>> queue(this->storage_);
     while (WorkTile* const work_tile = queue.front()) {
       this->zero();

@@ -76,15 +76,14 @@ class Lane {
   const int lane_ = read();
 };
 
-/// The variants with bias, masks or dropout make their first work tile later and read the lane in each role: otherwise
-/// the role with the fewest registers keeps both alive throughout.
+/// The variants with bias, masks or dropout read the lane in each role: otherwise the role with the fewest registers
+/// keeps it alive throughout.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     forward_kernel(const __grid_constant__ typename ForwardParameters<Config>::Call call,
                    const __grid_constant__ typename ForwardParameters<Config>::Maps maps,
                    const ForwardScheduleOf<Config> schedule,
                    const __grid_constant__ typename ForwardParameters<Config>::Terms terms) {
-  constexpr bool kStartsEarly = !Config::kVisible;
   extern __shared__ __align__(1024) char shared[];
   const ForwardArguments<Config> arguments = {call, maps, terms};
   auto& storage = *reinterpret_cast<ForwardStorageOf<Config>*>(shared + Config::kTilesBytes);
@@ -92,26 +91,27 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   const Lane<Config> lane;
   ForwardScheduler<Config> scheduler(call.p, storage);
   if (threadIdx.x == 0) storage.init();
-  if constexpr (kStartsEarly) {
-    if (warp == 1 && lane() == 0) {
-      maps.prefetch();
-      if constexpr (Config::kSplitsKv) ptx::launch_dependents();  // combine_splits_kernel(), which waits by itself
-    }
-    if (warp == 3 && lane() == 0) scheduler.make_first_work_tile(schedule);
-  } else {
-    if (threadIdx.x == 0) storage.zero_slots();
+  if (!Config::kVisible && warp == 1 && lane() == 0) {
+    maps.prefetch();
+    if constexpr (Config::kSplitsKv) ptx::launch_dependents();  // combine_splits_kernel(), which waits by itself
   }
-  __syncthreads();
-  if constexpr (Config::kSplitsKv)
-    if (!schedule.taken) ptx::wait_for_previous_grid();  // beside whose end this one starts, up to here
-  if (warp < kWarpgroupWarps) {
-    ptx::release_registers<Config::kProducerRegisters>();
-    ForwardProducerOf<Config>(arguments, storage, shared, lane()).run(warp, scheduler, schedule);
-  } else {
+  // Each role calls it where its own instructions begin: they are fetched while warp 3 makes the first work tile. In a
+  // model L2 seldom holds them, and each fetch takes a microsecond. So what runs once per work tile is not unrolled,
+  // and the producers' code comes first (nvcc 13 places the second branch there): what lies near the entry comes
+  // soonest.
+  const auto start = [&] {
+    __syncthreads();
+    if constexpr (Config::kSplitsKv)
+      if (!schedule.taken) ptx::wait_for_previous_grid();  // beside whose end this one starts, up to here
+  };
+  if (warp >= kWarpgroupWarps) {
     ptx::acquire_registers<Config::kRegisters>();
     const float scale = arguments.scale();
     ForwardConsumer<Config>(arguments, storage, ptx::shared_address(shared), warp / kWarpgroupWarps - 1, lane(), scale)
-        .run();
+        .run(start);
+  } else {
+    ptx::release_registers<Config::kProducerRegisters>();
+    ForwardProducerOf<Config>(arguments, storage, shared, lane()).run(warp, scheduler, schedule, start);
   }
 }
 

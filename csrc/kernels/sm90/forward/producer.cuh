@@ -33,13 +33,22 @@ class ForwardProducer {
         v_(reinterpret_cast<uint4*>(tiles + Config::kValuesOffset)),
         lane_(lane) {}
 
-  /// Runs the role of one of the four warps.
-  template <class Schedule>
-  __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule) {
-    if (warp == 0) run_keys();
-    if (warp == 1) run_queries();
-    if (warp == 2) run_values();
-    if (warp == 3 && lane_ == 0) scheduler.run(schedule);
+  /// Runs the role of one of the four warps, each of which calls `start` first.
+  template <class Schedule, class Start>
+  __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule,
+                                      Start start) {
+    if (warp == 0) {
+      start();
+      run_keys();
+    } else if (warp == 1) {
+      start();
+      run_queries();
+    } else if (warp == 2) {
+      start();
+      run_values();
+    } else {
+      scheduler.run(schedule, lane_, start);
+    }
   }
 
  protected:
@@ -61,7 +70,7 @@ class ForwardProducer {
       }
       const Sequence& s = work_tile->sequence;
       const int first_row = static_cast<int>(s.q_begin) + work_tile->first_query;
-#pragma unroll
+#pragma unroll 1
       for (int g = 0; g < Config::kGroups; ++g) {
         if (!work_tile->has_rows(g)) continue;
         // With two slots this one is free: out of the work tile before the last has left it.
@@ -78,7 +87,7 @@ class ForwardProducer {
         v_stage = (v_stage + tiles) % Config::kValueStages;
       }
       uint32_t groups = 0;
-#pragma unroll
+#pragma unroll 1
       for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work_tile->publishes(g)) << g;
       __syncwarp();  // lane 0 has read what was there
       storage_.out = {true,    groups, query_slots, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch,
@@ -276,7 +285,7 @@ class ForwardProducer {
   /// Stores storage_.out. Returns when TMA has read all of it.
   __device__ __forceinline__ void store_out(uint32_t& parities) const {
     if (!storage_.out.exists) return;
-#pragma unroll
+#pragma unroll 1
     for (int g = 0; g < Config::kGroups; ++g) {
       if (!(storage_.out.groups >> g & 1)) continue;
       const int tile = tile_of(storage_.out.query_slots, g);

@@ -1,4 +1,4 @@
-// The order in which CTAs take work tiles, and the thread of a CTA that writes their metadata and requeues those that
+// The order in which CTAs take work tiles, and the warp of a CTA that writes their metadata and requeues those that
 // failed.
 #pragma once
 
@@ -68,7 +68,7 @@ struct ForwardBlocksSchedule : ForwardSchedule {
   }
 };
 
-/// Fills the slots with the work tiles of a CTA, and again with those that failed. Runs in one thread of the CTA.
+/// Fills the slots with the work tiles of a CTA, and again with those that failed. All lanes of a warp call it.
 template <class Config>
 class ForwardScheduler {
  public:
@@ -77,34 +77,32 @@ class ForwardScheduler {
 
   __device__ __forceinline__ ForwardScheduler(const ForwardParams& p, Storage& storage) : p_(p), storage_(storage) {}
 
-  /// By the scheduling thread, before the CTA waits for its barriers, because making a work tile takes long.
-  template <class Schedule>
-  __device__ __forceinline__ void make_first_work_tile(const Schedule& schedule) {
-    storage_.zero_slots();
-    made_first_ = true;
+  /// `start` lets the CTA begin. The first work tile is made before it, because that takes long, and by the
+  /// instructions that make the others, because fetching more of them would take long, too.
+  template <class Schedule, class Start>
+  __device__ __forceinline__ void run(const Schedule& schedule, int lane, Start start) {
+    zero_slots(lane);
     if (schedule.list) ptx::wait_for_previous_grid();  // which lists the tiles
-    has_first_ = make_work_tile<true>(schedule, blockIdx.x);
-  }
-
-  template <class Schedule>
-  __device__ __forceinline__ void run(const Schedule& schedule) {
-    if (has_first_) publish_tile();
-    for (int64_t position = made_first_ ? schedule.next(blockIdx.x) : blockIdx.x; position < schedule.size();
-         position = schedule.next(position))
-      if (make_work_tile<false>(schedule, position)) {
-        publish_tile();
-      } else if (schedule.list) {
-        break;  // without one, a sequence has fewer tiles than the longest
-      }
+    bool is_first = true;
+    for (int64_t position = blockIdx.x;; position = next(schedule, position, lane)) {
+      const bool exists = position < schedule.size();
+      const bool made = exists && make_work_tile(schedule, position, lane, is_first);
+      if (is_first) start();
+      is_first = false;
+      if (made) publish_tile(lane);
+      // Without a list, a sequence has fewer tiles than the longest.
+      if (!exists || (!made && schedule.list)) break;
+    }
     // A failed one of the last work tiles is requeued into the slot that has been free for longest, and checked again
     // there, because it may fail twice.
     RingPosition<Config::kSlots> at = slot_;
     for (int unchecked = Config::kSlots; unchecked > 0; --unchecked, at.advance())
       if (wait_for_slot(at)) {
-        requeue_tile(at);
+        requeue_tile(at, lane);
         ++unchecked;
       }
     wait_for_slot(slot_);
+    if (lane != 0) return;
     storage_.has_work_tile[slot_.stage()] = false;
     ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
   }
@@ -112,21 +110,44 @@ class ForwardScheduler {
  private:
   __device__ __forceinline__ static uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
-  /// Makes a work tile in the next slot. False if there is none at this position: shorter sequences have fewer tiles.
-  /// kFirst: all slots are free, and barriers may not be initialised yet.
-  template <bool kFirst, class Schedule>
-  __device__ __forceinline__ bool make_work_tile(const Schedule& schedule, int64_t position) {
+  /// Marks all slots as not failed.
+  __device__ __forceinline__ void zero_slots(int lane) const {
+    if (lane < Config::kSlots) storage_.work_tile_in(lane).failed = false;
+    __syncwarp();
+  }
+
+  template <class Schedule>
+  __device__ __forceinline__ static int64_t next(const Schedule& schedule, int64_t position, int lane) {
+    return __shfl_sync(~0u, lane == 0 ? schedule.next(position) : 0, 0);
+  }
+
+  /// Makes a work tile in the next slot, each lane the part of a warpgroup. False if there is none at this position:
+  /// shorter sequences have fewer tiles. Of the first one all slots are free, and barriers may not be initialised yet.
+  template <class Schedule>
+  __device__ __forceinline__ bool make_work_tile(const Schedule& schedule, int64_t position, int lane, bool is_first) {
     const TileIndex tile = schedule.locate(position);
     const Sequence sequence(p_, tile.sequence, tile.head);
     const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
     if (tile.tile >= blocks) return false;
     const int first_query = WorkTile::first_query_of(tile.tile, blocks, sequence.seqlen_q);
     const int end_query = WorkTile::first_query_of(tile.tile + 1, blocks, sequence.seqlen_q);
-    if (!kFirst)
-      while (wait_for_slot(slot_)) requeue_tile(slot_);
-    const bool tail_in_memory = Config::kReadsCache || p_.seq.cu_seqlens_k || p_.seq.seqused_k;
-    new (&storage_.work_tile_in(slot_.stage())) WorkTile(p_, sequence, first_query, end_query, tail_in_memory);
-    schedule.trim(position, storage_.work_tile_in(slot_.stage()));
+    if (!is_first)
+      while (wait_for_slot(slot_)) requeue_tile(slot_, lane);
+    __syncwarp();  // all lanes have read that the slot's last one did not fail
+    WorkTile& work_tile = storage_.work_tile_in(slot_.stage());
+    if (lane == 0) new (&work_tile) WorkTile(sequence, first_query, end_query);
+    __syncwarp();
+    // The lane behind those of the warpgroups looks at all rows.
+    constexpr int kAllRows = Config::kGroups;
+    const int first = first_query + (lane < kAllRows ? lane * kWarpgroupRows : 0);
+    const int end = lane < kAllRows ? min(first + kWarpgroupRows, end_query) : end_query;
+    const TileSpan tiles = work_tile.sequence.template key_tiles<Config::kBlockN>(first, end);
+    const int all_begin = __shfl_sync(~0u, tiles.begin, kAllRows);
+    if (lane < kAllRows) work_tile.set_rows(p_, lane, first, tiles, all_begin);
+    if (lane == kAllRows)
+      work_tile.set_tiles(p_, tiles, Config::kReadsCache || p_.seq.cu_seqlens_k || p_.seq.seqused_k);
+    __syncwarp();
+    if (lane == 0) schedule.trim(position, work_tile);
     return true;
   }
 
@@ -136,21 +157,25 @@ class ForwardScheduler {
     return storage_.work_tile_in(at.stage()).failed;
   }
 
-  __device__ __forceinline__ void requeue_tile(const RingPosition<Config::kSlots>& failed) {
-    storage_.work_tile_in(failed.stage()).requeue();
-    // Rare, so byte by byte: copying the whole struct takes registers that the producer lacks, words would alias its
-    // members.
+  __device__ __forceinline__ void requeue_tile(const RingPosition<Config::kSlots>& failed, int lane) {
+    __syncwarp();  // all lanes have read that it failed
+    if (lane == 0) storage_.work_tile_in(failed.stage()).requeue();
+    __syncwarp();
+    // Byte by byte: words would alias the members.
     const auto* const s_from = reinterpret_cast<const unsigned char*>(&storage_.work_tile_in(failed.stage()));
     auto* const s_to = reinterpret_cast<unsigned char*>(&storage_.work_tile_in(slot_.stage()));
 #pragma unroll 1
-    for (int at = 0; at < static_cast<int>(sizeof(WorkTile)); ++at) s_to[at] = s_from[at];
-    publish_tile();
+    for (int at = lane; at < static_cast<int>(sizeof(WorkTile)); at += 32) s_to[at] = s_from[at];
+    publish_tile(lane);
   }
 
   /// Publishes the work tile in slot_. Returns when most of its loads are issued: it is then time to take another.
-  __device__ __forceinline__ void publish_tile() {
-    storage_.has_work_tile[slot_.stage()] = true;
-    ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
+  __device__ __forceinline__ void publish_tile(int lane) {
+    __syncwarp();  // all lanes have written it
+    if (lane == 0) {
+      storage_.has_work_tile[slot_.stage()] = true;
+      ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
+    }
     static_assert(Config::kSlots % 2 == 0, "the parity of a slot follows from its number");
     const uint32_t parity = slot_.stage() & 1;
     slot_.advance();
@@ -159,8 +184,7 @@ class ForwardScheduler {
 
   const ForwardParams& p_;
   Storage& storage_;
-  RingPosition<Config::kSlots> slot_;            // the next one to fill
-  bool made_first_ = false, has_first_ = false;  // by make_first_work_tile(): it looked for one, and found one
+  RingPosition<Config::kSlots> slot_;  // the next one to fill
 };
 
 }  // namespace flash_ext::sm90

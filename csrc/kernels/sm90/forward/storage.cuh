@@ -52,11 +52,6 @@ struct ForwardStorage {
     return *reinterpret_cast<ForwardWorkTile<Config>*>(work_tile[slot]);
   }
 
-  /// Marks all slots as not failed.
-  __device__ __forceinline__ void zero_slots() {
-    for (int slot = 0; slot < kSlots; ++slot) work_tile_in(slot).failed = false;
-  }
-
   /// Called by one thread, whose addresses are constants. Lanes that shared the work would run one after the other.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = kGroups * kWarpgroupWarps, kLoaders = 3;

@@ -29,17 +29,21 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
         s_bias_(ptx::shared_address(tiles) + Config::kBiasOffset),
         s_bits_(ptx::shared_address(tiles) + Config::kBitsOffset) {}
 
-  /// Runs the role of one of the four warps.
-  template <class Schedule>
-  __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule) {
+  /// Runs the role of one of the four warps, each of which calls `start` first.
+  template <class Schedule, class Start>
+  __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule,
+                                      Start start) {
     if (warp == 0) {
+      start();
       run_keys();
     } else if (warp == 1) {
+      start();
       run_queries();
     } else if (warp == 2) {
+      start();
       run_values();
-    } else if (lane_ == 0) {
-      scheduler.run(schedule);
+    } else {
+      scheduler.run(schedule, lane_, start);
     }
   }
 

@@ -68,34 +68,38 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   bool failed, overflowed;  // set by any warp
   bool met_non_finite;      // in V; written before its v_full
 
-  __device__ __forceinline__ ForwardWorkTile(const AttentionParams& p, const Sequence& sequence, int first_query,
-                                             int end_query, bool tail_in_memory)
+  /// All but the tiles of keys.
+  __device__ __forceinline__ ForwardWorkTile(const Sequence& sequence, int first_query, int end_query)
       : sequence(sequence),
         first_query(first_query),
         end_query(end_query),
-        tiles(span(first_query, end_query)),
-        tail_tile(tail_in_memory && tiles.end * Config::kBlockN > sequence.seqlen_k ? tiles.end - 1 : -1),
         sanitised(false),
         safe_path(false),
         failed(false),
         overflowed(false),
-        met_non_finite(false) {
-#pragma unroll 1
-    for (int g = 0; g < Config::kGroups; ++g) {
-      const int first = first_query + g * kWarpgroupRows;
-      rows[g] = span(first, min(first + kWarpgroupRows, end_query));
-      if (rows[g].begin == rows[g].end) rows[g].begin = rows[g].end = tiles.begin;
-      // If the first row sees a key of the tile behind the full ones, all rows do.
-      const int full_end = rows[g].full_end;
-      raised_begin[g] = sequence.keys_end(first) > full_end * Config::kBlockN ? full_end : full_end - 1;
-      // With ALiBi scores rise towards the diagonal of the first row.
-      if (Config::kScoreOptions && p.alibi_slopes)
-        raised_begin[g] = min(raised_begin[g], max(first + sequence.offset, 0) / Config::kBlockN);
-      plain_begin[g] = max(rows[g].full_begin, rows[g].begin + (Config::kUpdatesRowMaxInLast ? 1 : 0));
-    }
+        met_non_finite(false) {}
+
+  /// `seen`: by any query.
+  __device__ __forceinline__ void set_tiles(const AttentionParams& p, const TileSpan& seen, bool tail_in_memory) {
+    tiles = seen;
+    tail_tile = tail_in_memory && seen.end * Config::kBlockN > sequence.seqlen_k ? seen.end - 1 : -1;
     // ALiBi is largest on the diagonal of the last row. Starting there, stabilisers need not rise later.
     const int diagonal = max(end_query - 1 + sequence.offset, 0) / Config::kBlockN;
-    this->set(p, sequence, p.alibi_slopes ? min(max(diagonal, tiles.begin), tiles.end - 1) : tiles.end - 1);
+    this->set(p, sequence, p.alibi_slopes ? min(max(diagonal, seen.begin), seen.end - 1) : seen.end - 1);
+  }
+
+  /// The rows of warpgroup g, from `first` on: they see `seen`. all_begin: the first tile that any row sees.
+  __device__ __forceinline__ void set_rows(const AttentionParams& p, int g, int first, const TileSpan& seen,
+                                           int all_begin) {
+    const bool none = seen.begin == seen.end;
+    rows[g] = {none ? all_begin : seen.begin, none ? all_begin : seen.end, seen.full_begin, seen.full_end};
+    // If the first row sees a key of the tile behind the full ones, all rows do.
+    int raised = sequence.keys_end(first) > seen.full_end * Config::kBlockN ? seen.full_end : seen.full_end - 1;
+    // With ALiBi scores rise towards the diagonal of the first row.
+    if (Config::kScoreOptions && p.alibi_slopes)
+      raised = min(raised, max(first + sequence.offset, 0) / Config::kBlockN);
+    raised_begin[g] = raised;
+    plain_begin[g] = max(seen.full_begin, rows[g].begin + (Config::kUpdatesRowMaxInLast ? 1 : 0));
   }
 
   /// The first query of a query tile. The partial tile stands last in the variants whose masks come in groups of 64
@@ -183,11 +187,6 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
     safe_path = overflowed || sanitised;
     sanitised = true;
     failed = overflowed = met_non_finite = false;
-  }
-
- private:
-  __device__ __forceinline__ TileSpan span(int first, int end) const {
-    return sequence.template key_tiles<Config::kBlockN>(first, end);
   }
 };
 
