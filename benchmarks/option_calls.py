@@ -188,6 +188,8 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 FLEX_SCORES = frozenset({"bias", "softcap", "alibi_slopes"})
 FLEX_MASKS = frozenset({"mask", "block_mask", "window_size", "causal"})
+FLEX_TOO_LARGE = "No valid triton configs"  # its own choice of tiles does not fit into shared memory
+FLEX_SMALLER = {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2}
 
 
 @cache
@@ -209,11 +211,21 @@ def flex_with_options(call: Call) -> Attend:
     if len(options) > 1:
         return cannot(f"FlexAttention is given one rule here, not {_listing(options)}")
     block_mask = _block_mask(call, options) if options.keys() & FLEX_MASKS else None
+    kernel: dict[str, Any] = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, rule: ScoreMod | None) -> Tensor:
+        return flex_attention()(q, k, v, rule, block_mask, enable_gqa=q.shape[1] != k.shape[1], **kernel)
 
     def attend(leaves: Mapping[str, Tensor]) -> Tensor:
         q, k, v = (leaves[name].transpose(1, 2) for name in ("q", "k", "v"))
         rule = _score_mod(options, leaves.get("bias"))
-        out = flex_attention()(q, k, v, rule, block_mask, enable_gqa=q.shape[1] != k.shape[1])
+        try:
+            out = run(q, k, v, rule)
+        except RuntimeError as error:
+            if kernel or FLEX_TOO_LARGE not in str(error):
+                raise
+            kernel["kernel_options"] = FLEX_SMALLER
+            out = run(q, k, v, rule)
         return out.transpose(1, 2)
 
     return attend

@@ -12,6 +12,7 @@ from benchmarks.pages.places import PERFORMANCE
 from benchmarks.pages.records import commit_of_fa3, recorded, software, times_as_fast
 from benchmarks.pages.several_gpus import figures_of_several_gpus
 from benchmarks.pages.shapes import SHAPES, SHAPES_SECTION
+from benchmarks.pages.sparse import SPARSE, SPARSE_SECTION
 from benchmarks.pages.sustained import SUSTAINED_SECTION, is_sustained
 from benchmarks.pages.training import contested_count, float32_cells, grouped_cells, means, training_cells
 
@@ -23,6 +24,7 @@ FIGURES: tuple[Table | Sentence, ...] = (
     Table(PERFORMANCE, "h200_backward.json", training_cells("backward")),
     *([SUSTAINED_SECTION] if is_sustained() else []),
     *([SHAPES_SECTION] if recorded(SHAPES) else []),
+    *([SPARSE_SECTION] if recorded(SPARSE) else []),
     Table(PERFORMANCE, "\n## Grouped heads\n", grouped_cells),
     Table(PERFORMANCE, "\n## float32\n", float32_cells),
     Table(PERFORMANCE, "h200_decode.json", decode_cells),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,6 +222,23 @@ def test_options_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         "plain", "softcap", "ALiBi", "dropout 0.1", "causal", "window 4", "varlen, even", "varlen, uneven",
         "varlen, short", "varlen, one long", "varlen, 64 short", "varlen, one of 512 beside 63 of 16", "deterministic",
     }  # fmt: skip
+
+
+def test_flex_attention_takes_smaller_tiles_where_its_own_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def too_large(q: Tensor, *rest: Any, **options: Any) -> Tensor:
+        given.append(options.get("kernel_options", {}))
+        if not given[-1]:
+            raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource")
+        return q
+
+    monkeypatch.setattr(option_calls, "flex_attention", lambda: too_large)
+    q = torch.zeros(1, 8, 2, 16)
+    attend = option_calls.flex_plain(False, tuple(q.shape), tuple(q.shape), "cpu")
+    for _ in range(2):
+        attend({"q": q, "k": q, "v": q})
+    assert given == [{}, option_calls.FLEX_SMALLER, option_calls.FLEX_SMALLER]
 
 
 def test_options_of_flex_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

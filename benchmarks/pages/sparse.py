@@ -1,0 +1,41 @@
+"""The section of block masks beside FlexAttention, which is there once they are recorded: ``h200_sparse.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks import report
+from benchmarks.pages.figures import Section, command_of, line_of
+from benchmarks.pages.places import PERFORMANCE
+from benchmarks.pages.records import geometric_mean, record_of
+
+SPARSE = "h200_sparse.json"
+
+
+def sparse_lines() -> list[str]:
+    """Of a shape and direction a line: the efficiency of each mask, and FlexAttention's time over ours."""
+    record = record_of(SPARSE)
+    tables = list(dict.fromkeys(row.table for row in record.rows))
+    masks = list(dict.fromkeys(row.label for row in record.rows))
+    lines = [
+        "Efficiency of block masks, 128 x 128: the density of the mask times the dense call's time over the masked",
+        "call's, in per cent. 100 says that hidden blocks cost nothing. Behind it the time of FlexAttention, compiled,",
+        "over flash-ext's with the same blocks, as a geometric mean and in the worst row.",
+        f"By `{command_of(record)}`,",
+        f"in `benchmarks/results/{SPARSE}`.",
+        "",
+        line_of(["", *masks, "FlexAttention"]),
+        line_of(["---"] * (len(masks) + 2)),
+    ]
+    return lines + [line_of([title, *cells_of_table(record, title, masks)]) for title in tables]
+
+
+def cells_of_table(record: report.Record, table: str, masks: Sequence[str]) -> list[str]:
+    rows = {row.label: row for row in record.rows if row.table == table}
+    efficiencies = [rows[mask].figures.get("efficiency") if mask in rows else None for mask in masks]
+    ratios = [ratio for row in rows.values() if (ratio := row.ratios().get("flex")) is not None]
+    beside = f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else ""
+    return ["" if share is None else f"{100 * share:.0f}" for share in efficiencies] + [beside]
+
+
+SPARSE_SECTION = Section(PERFORMANCE, "\n## Block masks\n", before="\n## Whole models\n", lines=sparse_lines)

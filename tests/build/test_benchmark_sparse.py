@@ -1,0 +1,34 @@
+"""The section of block masks: what it says is the record's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+from benchmarks.pages import records
+from benchmarks.pages.all_pages import FIGURES
+from benchmarks.pages.places import PERFORMANCE
+from benchmarks.pages.sparse import SPARSE, SPARSE_SECTION
+from tests.build.benchmark_runs import record
+
+
+def masked(label: str, efficiency: float, flex: float | None) -> report.Row:
+    times = {"flash_ext": 1.0} | ({} if flex is None else {"flex": flex})
+    return report.Row("forward, bfloat16, 1 x 512 x 2 x 64", label, {}, times, figures={"efficiency": efficiency})
+
+
+def test_the_section_comes_with_its_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = (records.ROOT / PERFORMANCE).read_text()
+    behind = SPARSE_SECTION.behind
+    assert (SPARSE_SECTION in FIGURES) == (records.RESULTS / SPARSE).exists() == (behind in page)
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    kept = record(masked("10 %", 0.654, 2.0), masked("50 %", 0.8, 4.5), masked("window", 0.9, None), benchmark="sparse")
+    kept.provenance["command"] = "python -m benchmarks sparse --rounds 12 --json h200_sparse.json"
+    kept.write(tmp_path / SPARSE)
+    written = SPARSE_SECTION.apply(page)
+    assert written == SPARSE_SECTION.apply(written) and written.count(behind) == 1
+    assert "\n| | 10 % | 50 % | window | FlexAttention |\n" in written
+    assert "\n| forward, bfloat16, 1 x 512 x 2 x 64 | 65 | 80 | 90 | 3.00 (2.00) |\n" in written
+    assert "\nBy `python -m benchmarks sparse --rounds 12`,\n" in written
