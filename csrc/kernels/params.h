@@ -60,13 +60,6 @@ struct SequenceParams {
   int64_t num_pages = 0;
   int64_t page_size = 0;
   int64_t cache_batch = 0;  // batch entries of a contiguous cache (bounds cache_batch_idx)
-
-  /// Whether lengths or places of sequences lie on the device. No branches: it stands at the start of every CTA.
-  FLASH_EXT_HOST_DEVICE bool on_device() const {
-    const auto bits = [](const int32_t* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
-    return (bits(cu_seqlens_q) | bits(cu_seqlens_k) | bits(seqused_q) | bits(seqused_k) | bits(leftpad_k) |
-            bits(cache_batch_idx)) != 0;
-  }
 };
 
 /// Key j is visible to query i when  i + offset - left <= j <= i + offset + right;

@@ -59,7 +59,7 @@ struct Sequence {
     seqlen_k = static_cast<int>(p.seqlen_k);
     leftpad = 0;
     cache_row = batch;
-    if (p.seq.on_device()) read(p);  // else one jump over instructions that are not fetched then
+    if (lie_on_device(p.seq)) read(p);  // else one jump over instructions that are not fetched then
     offset = p.window.top_left ? 0 : seqlen_k - seqlen_q;
     left = reach(p.window.left);
     right = reach(p.window.right);
@@ -112,6 +112,12 @@ struct Sequence {
   __device__ __forceinline__ int queries_end(int j) const { return min(j - offset + left + 1, seqlen_q); }
 
  private:
+  /// Whether lengths or places do. No branches: it stands at the start of every CTA.
+  __device__ __forceinline__ static bool lie_on_device(const SequenceParams& s) {
+    const auto bits = [](const int32_t* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
+    return (bits(s.cu_seqlens_q) | bits(s.cu_seqlens_k) | bits(s.seqused_q) | bits(s.seqused_k) | bits(s.leftpad_k) |
+            bits(s.cache_batch_idx)) != 0;
+  }
   /// What the device knows of this sequence.
   __device__ __forceinline__ void read(const AttentionParams& p) {
     const SequenceParams& s = p.seq;

@@ -104,6 +104,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     if constexpr (Config::kSplitsKv)
       if (!schedule.taken) ptx::wait_for_previous_grid();  // beside whose end this one starts, up to here
   };
+  __syncwarp();  // for setmaxnreg
   if (warp >= kWarpgroupWarps) {
     ptx::acquire_registers<Config::kRegisters>();
     const float scale = arguments.scale();

@@ -148,6 +148,7 @@ class ForwardScheduler {
       work_tile.set_tiles(p_, tiles, Config::kReadsCache || p_.seq.cu_seqlens_k || p_.seq.seqused_k);
     __syncwarp();
     if (lane == 0) schedule.trim(position, work_tile);
+    __syncwarp();
     return true;
   }
 
@@ -166,12 +167,12 @@ class ForwardScheduler {
     auto* const s_to = reinterpret_cast<unsigned char*>(&storage_.work_tile_in(slot_.stage()));
 #pragma unroll 1
     for (int at = lane; at < static_cast<int>(sizeof(WorkTile)); at += 32) s_to[at] = s_from[at];
+    __syncwarp();
     publish_tile(lane);
   }
 
   /// Publishes the work tile in slot_. Returns when most of its loads are issued: it is then time to take another.
   __device__ __forceinline__ void publish_tile(int lane) {
-    __syncwarp();  // all lanes have written it
     if (lane == 0) {
       storage_.has_work_tile[slot_.stage()] = true;
       ptx::mbarrier_arrive(address(storage_.work_tile_full[slot_.stage()]));
