@@ -329,6 +329,24 @@ def descending(mesh: DeviceMesh) -> Any:
     return attend(DeviceMesh(mesh.device_type, mesh.mesh.flip(0)), Shard(1))
 
 
+def on_two_meshes(name: str, mesh: DeviceMesh) -> Any:
+    """q, k and v along one dimension of a mesh, an option on the other."""
+    both = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("data", "sequence"))
+    options: dict[str, Any] = {"sink": torch.zeros(4), "mask": torch.ones(2, 1, 48, 48, dtype=torch.bool)}
+    options["block_mask"] = flash_ext.BlockMask.causal(48, 48, (24, 32))
+
+    def on_the_other(x: Tensor) -> Any:
+        return distribute_tensor(x.to(mesh.device_type), both["data"], [Replicate()])
+
+    option = options[name]
+    if name == "block_mask":
+        names = ("offsets", "indices", "bitmap_ids", "bitmaps")
+        option = replace(option, **{part: on_the_other(getattr(option, part)) for part in names})
+    else:
+        option = on_the_other(option)
+    return attend(both["sequence"], Shard(1), **{name: option})
+
+
 def plain_keys(mesh: DeviceMesh) -> Any:
     x = torch.ones(2, 48, 4, 16, device=mesh.device_type)
     return flash_ext.attention(distribute_tensor(x, mesh, [Shard(1)]), x, x)
@@ -348,6 +366,9 @@ REFUSED: list[tuple[Any, tuple[int, ...], str]] = [
     (on_two_dimensions, (2, 2), "NotImplementedError: flash_ext: a sequence that dimensions [0, 1] of the mesh shard"),
     (descending, (2,), "NotImplementedError: flash_ext: a sequence on ranks [1, 0], which do not ascend"),
     (plain_keys, (2,), "TypeError: k must be a DTensor, as others are"),
+    (partial(on_two_meshes, "sink"), (2, 2), "ValueError: sink must lie on the mesh of the others, "),
+    (partial(on_two_meshes, "mask"), (2, 2), "distribute_tensor() its full_tensor() there"),
+    (partial(on_two_meshes, "block_mask"), (2, 2), "ValueError: block_offsets must lie on the mesh of the others, "),
 ]
 
 
@@ -355,6 +376,23 @@ REFUSED: list[tuple[Any, tuple[int, ...], str]] = [
 def test_refused(pools: Any, make: Any, shape: tuple[int, ...], text: str, device: str) -> None:
     said = pools(torch.Size(shape).numel(), device).run(partial(refusal, make, shape))
     assert text in said
+
+
+def with_a_parameter(device: str) -> None:
+    """Every rank's own copy of a parameter can have no whole gradient, and need not while none is recorded."""
+    register_dtensor()
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    q, sink = torch.randn(2, 16, 4, 16, device=device), torch.nn.Parameter(torch.randn(4, device=device))
+    x: Any = distribute_tensor(q, mesh, [Shard(1)])
+    with torch.no_grad():
+        found: Any = flash_ext.attention(x, x, x, sink=sink)
+        expected: Any = flash_ext.attention(q, q, q, sink=sink)
+    assert_close([found], [expected])
+
+
+def test_a_parameter_without_gradient(pools: Any, device: str) -> None:
+    pools(2, device).run(with_a_parameter)
 
 
 def operator_on_shards(mesh: DeviceMesh) -> Any:
