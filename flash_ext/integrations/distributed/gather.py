@@ -121,7 +121,7 @@ class Gather(Passes):
     def start(self, x: Inputs) -> tuple[Transfer, Shards]:
         """Keys and values of this rank leave for who needs them; those of others come, by their owner."""
         rank, size = self.ranks.rank, self.ranks.size
-        transfer = Transfer(self.ranks)
+        transfer = self.transfer()
         shards = {rank: self.own_chunks(x)}
         for step in range(1, size):
             self.send_chunks(transfer, x, (rank + step) % size)
@@ -165,7 +165,7 @@ class Gather(Passes):
             if problem.packed:
                 given = self.lengths(chunk, first * problem.chunk_k, rows_k)
             elif "block_mask" in self.options:
-                given = {"block_mask": _rows_of_block_mask(self.options["block_mask"], chunk, problem)}
+                given = {"block_mask": rows_of_block_mask(self.options["block_mask"], chunk, problem)}
             else:
                 piece = band(problem, chunk * length, length, first * problem.chunk_k, rows_k)
             if piece is not None:
@@ -222,7 +222,7 @@ class _ReturnedGradients:
         """This rank's shares of a section, of keys that begin with the chunk ``first``."""
         gather, dim, length = self._gather, self._gather.dim, self._gather.problem.chunk_k
         rank, size = gather.ranks.rank, gather.ranks.size
-        transfer = Transfer(gather.ranks)
+        transfer = gather.transfer()
         shares: list[tuple[int, tuple[Tensor, Tensor]]] = []
         for step in range(size):
             owner, taker = (rank - step) % size, (rank + step) % size
@@ -276,7 +276,6 @@ def _visited_chunks(mask: BlockMask, problem: Problem) -> list[list[bool]]:
     """Of each chunk of queries, which chunks of keys the mask visits. The host reads a mask once."""
     known = _read_already.setdefault(mask.offsets, {})
     if problem not in known:
-        _check_lengths(mask, problem)
         known[problem] = _read_visited_chunks(mask.to("cpu"), problem)
     visited: list[list[bool]] = known[problem]
     return visited
@@ -296,7 +295,7 @@ def _read_visited_chunks(mask: BlockMask, problem: Problem) -> list[list[bool]]:
     return visited
 
 
-def _check_lengths(mask: BlockMask, problem: Problem) -> None:
+def check_lengths(mask: BlockMask, problem: Problem) -> None:
     block_m, made_for = mask.block_size[0], (mask.seqlen_q, mask.seqlen_k)
     whole = (problem.size * problem.rows_q, problem.size * problem.rows_k)
     if made_for != whole:
@@ -307,7 +306,7 @@ def _check_lengths(mask: BlockMask, problem: Problem) -> None:
         )
 
 
-def _rows_of_block_mask(mask: BlockMask, chunk: int, problem: Problem) -> BlockMask:
+def rows_of_block_mask(mask: BlockMask, chunk: int, problem: Problem) -> BlockMask:
     """The mask of a chunk of queries and all keys."""
     count = problem.chunk_q // mask.block_size[0]
     return replace(mask, offsets=mask.offsets.narrow(-1, chunk * count, count + 1), seqlen_q=problem.chunk_q)
