@@ -114,6 +114,30 @@ def sizes(method: str, device: str) -> dict[str, Any]:
     }
 
 
+def alibi_of_the_first_queries(method: str, device: str) -> dict[str, Any]:
+    """Twice as many queries as keys, aligned with the first: only the later half is behind the last key."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    whole = [torch.randn(1, rows, 4, 16, device=device) for rows in (2 * ROWS, ROWS, ROWS)]
+    own = [x.chunk(size, 1)[rank] for x in whole]
+    options = dict(causal=True, top_left=True, alibi_slopes=torch.rand(4, device=device))
+    texts = all_told(told(context_parallel_attention, *own, None, method=method, **options))
+    if texts == [""] * size:
+        out = context_parallel_attention(*own, None, method=method, **options)  # type: ignore[arg-type]
+        expected = flash_ext.attention(*whole, **options)  # type: ignore[arg-type]
+        assert isinstance(out, Tensor) and isinstance(expected, Tensor)
+        torch.testing.assert_close(join_sequence(out, None), expected, rtol=1e-4, atol=1e-4)
+    return {"told": texts}
+
+
+def test_alibi_is_refused_on_all_ranks(pools: Any, device: str) -> None:
+    pool = pools(4, device)
+    texts = pool.run(partial(alibi_of_the_first_queries, "gather"))["told"]
+    text = "NotImplementedError: flash_ext: alibi_slopes of queries behind the last key is not supported with method"
+    assert texts == [f"{text} 'gather', but with 'ulysses'"] * 4
+    assert pool.run(partial(alibi_of_the_first_queries, "auto"))["told"] == [""] * 4
+
+
 # ---- After an error -------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from flash_ext.argument_checks import (
 )
 from flash_ext.functional import SCORE_OPTIONS, _check_type_of_block_mask, draw_rng_state
 from flash_ext.integrations.distributed.checks import check_call
-from flash_ext.integrations.distributed.gather import Gather
+from flash_ext.integrations.distributed.gather import Gather, counts_alibi_distances
 from flash_ext.integrations.distributed.passes import Differentiable
 from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
@@ -269,5 +269,7 @@ def _check_options(problem: Problem, method: str, options: dict[str, Any]) -> No
             refuse("top_left of packed queries and keys with lengths of their own")
     if "alibi_slopes" in options and problem.right != 0:
         refuse("alibi_slopes without a causal mask")
+    if "alibi_slopes" in options and not counts_alibi_distances(problem):
+        refuse("alibi_slopes of queries behind the last key")
     if "block_mask" in options and window != (-1, -1):
         refuse("block_mask beside a causal mask or window")

@@ -3,8 +3,9 @@ heads while attention computes another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from flash_ext.integrations.distributed.sections import (
     result_of,
     sections_of,
 )
-from flash_ext.integrations.distributed.shards import Piece, Problem, band, rows_of, rows_of_chunks
+from flash_ext.integrations.distributed.shards import Piece, Problem, band, needed_chunks, rows_of, rows_of_chunks
 from flash_ext.masks import BlockMask
 
 Shards = dict[int, tuple[Tensor, Tensor]]  # keys and values of a rank, by the rank
@@ -146,11 +147,11 @@ class Gather(Passes):
             return torch.cat([k for k, _ in in_order], self.dim), torch.cat([v for _, v in in_order], self.dim), first
         return *in_order[0], first
 
-    def span(self, chunks: dict[int, Any]) -> tuple[int, int]:
+    def span(self, chunks: Collection[int]) -> tuple[int, int]:
         """The first chunk, and the one behind the last; block masks count from the start."""
         if "block_mask" in self.options:
             return 0, self.problem.size * self.problem.chunks_per_rank
-        return (min(chunks), max(chunks) + 1) if chunks else (0, 1)
+        return _span(chunks)
 
     # ---- Pieces
 
@@ -169,23 +170,10 @@ class Gather(Passes):
             else:
                 piece = band(problem, chunk * length, length, first * problem.chunk_k, rows_k)
             if piece is not None:
-                if "alibi_slopes" in self.options:
-                    self.check_alibi(piece, chunk, first)
                 piece = piece.moved(n * length, 0)
                 options = self.options_of(piece, x.bias, self.columns(piece, first))
                 options = {name: value for name, value in options.items() if name not in _OF_THE_WHOLE}
                 yield piece, {**options_of({**options, **given}, section), "sink": x.sink}
-
-    def check_alibi(self, piece: Piece, chunk: int, first: int) -> None:
-        """Distances are counted from where the ends of queries and keys meet, unless packed: there each has its own."""
-        problem = self.problem
-        start_q, start_k = chunk * problem.chunk_q + piece.rows.start, first * problem.chunk_k + piece.keys.start
-        ends = (piece.keys.stop - piece.keys.start) - (piece.rows.stop - piece.rows.start)
-        if not problem.packed and (piece.top_left or ends != start_q + problem.offset - start_k):
-            raise NotImplementedError(
-                "flash_ext: alibi_slopes of queries behind the last key are not supported with method 'gather', but "
-                "with 'ulysses'"
-            )
 
     def lengths(self, chunk: int, start_k: int, rows_k: int) -> dict[str, Any]:
         """Where the sequences begin in a chunk of queries and in the keys that are here, and how far they see those.
@@ -260,6 +248,33 @@ class _ReturnedGradients:
         self._take_in()
         heads = self._gather.dim + 1
         return join_heads([dk for dk, _ in self._done], heads), join_heads([dv for _, dv in self._done], heads)
+
+
+def _span(chunks: Collection[int]) -> tuple[int, int]:
+    return (min(chunks), max(chunks) + 1) if chunks else (0, 1)
+
+
+@lru_cache(maxsize=1024)
+def counts_alibi_distances(problem: Problem) -> bool:
+    """Whether pieces count them right, on all ranks: from where the ends of queries and keys meet. Packed sequences
+    have ends of their own."""
+    return problem.packed or all(_counts_alibi_distances(problem, rank) for rank in range(problem.size))
+
+
+def _counts_alibi_distances(problem: Problem, rank: int) -> bool:
+    owners = range(problem.size)
+    needed = [problem.chunks_of(owner)[n] for owner in owners for n in needed_chunks(problem, rank, owner)]
+    first, last = _span(needed)
+    for chunk in problem.chunks_of(rank):
+        start_q, start_k = chunk * problem.chunk_q, first * problem.chunk_k
+        piece = band(problem, start_q, problem.chunk_q, start_k, (last - first) * problem.chunk_k)
+        if piece is None:
+            continue
+        ends = (piece.keys.stop - piece.keys.start) - (piece.rows.stop - piece.rows.start)
+        diagonal = start_q + piece.rows.start + problem.offset - (start_k + piece.keys.start)
+        if piece.top_left or ends != diagonal:
+            return False
+    return True
 
 
 def unfilled(like: Tensor, shape: Sequence[int]) -> Tensor:
