@@ -14,7 +14,7 @@ from torch import Tensor
 import flash_ext
 from flash_ext.integrations.distributed import context_parallel_attention, gather, join_sequence, ring, ulysses
 from flash_ext.integrations.distributed import sections as sections_module
-from tests.integration.rank_pool import METHODS
+from tests.integration.rank_pool import LAYOUTS, METHODS
 
 ROWS = 48  # of the whole sequence
 
@@ -185,3 +185,32 @@ def after_an_error(method: str, name: str, device: str) -> dict[str, Any]:
 def test_group_works_after_an_error(pools: Any, name: str, method: str, device: str) -> None:
     answer = pools(2, device).run(partial(after_an_error, method, name))
     assert answer["told"] == ["RuntimeError: out of memory"] * 2
+
+
+# ---- Copies ---------------------------------------------------------------------------------------------------------
+
+
+def copies(layout: str, device: str) -> list[tuple[int, int]]:
+    """Of each transfer of a forward: what is sent, and how many places of memory that is."""
+    patch, counts = pytest.MonkeyPatch(), []
+    batched = dist.batch_isend_irecv
+
+    def counted(operations: list[Any]) -> Any:
+        sent = [operation.tensor.data_ptr() for operation in operations if operation.op is dist.isend]
+        counts.append((len(sent), len(set(sent))))
+        return batched(operations)
+
+    patch.setattr(sections_module, "LEAST_ROWS", 1)
+    patch.setattr(dist, "batch_isend_irecv", counted)
+    try:
+        own = torch.ones(3, 2, 8, 4, 16, device=device)
+        context_parallel_attention(*own, None, method="gather", layout=layout)  # type: ignore[call-overload]
+    finally:
+        patch.undo()
+    return counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_section_is_copied_once(pools: Any, layout: str, device: str) -> None:
+    """Heads of a section do not lie together, and two other ranks get the same keys and values."""
+    assert pools(3, device).run(partial(copies, layout)) == [(4, 2)] * 4

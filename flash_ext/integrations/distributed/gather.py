@@ -124,11 +124,22 @@ class Gather(Passes):
         rank, size = self.ranks.rank, self.ranks.size
         transfer = self.transfer()
         shards = {rank: self.own_chunks(x)}
+        leaving: dict[
+            tuple[int, ...], tuple[Tensor, Tensor]
+        ] = {}  # heads of a section do not lie together: copied once
         for step in range(1, size):
-            self.send_chunks(transfer, x, (rank + step) % size)
-            owner = (rank - step) % size
+            taker, owner = (rank + step) % size, (rank - step) % size
+            chunks = self.needed_chunks(taker, rank)
+            if chunks and chunks not in leaving:
+                leaving[chunks] = self.contiguous_chunks(x, chunks)
+            for sent in leaving.get(chunks, ()):
+                transfer.send(sent, taker)
             shards[owner] = self.receive_chunks(transfer, x, owner)
         return transfer.start(), shards
+
+    def contiguous_chunks(self, x: Inputs, chunks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        rows = rows_of_chunks(chunks, self.problem.chunk_k)
+        return rows_of(x.k, rows, self.dim).contiguous(), rows_of(x.v, rows, self.dim).contiguous()
 
     def in_order(self, x: Inputs, shards: Shards) -> tuple[Tensor, Tensor, int]:
         """(k, v, the chunk that they begin with). What lies between chunks that are needed may be anything."""
