@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -290,7 +291,7 @@ def refusal(make: Callable[[DeviceMesh], Any], shape: tuple[int, ...], device: s
     register_dtensor()
     try:
         make(init_device_mesh(device, shape))
-    except (NotImplementedError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -307,6 +308,13 @@ def uneven(mesh: DeviceMesh) -> Any:
 
 def dropout(mesh: DeviceMesh) -> Any:
     return attend(mesh, Shard(1), dropout_p=0.5)
+
+
+def options_of_dropout(mesh: DeviceMesh, **options: Any) -> Any:
+    rng_state = options.get("rng_state")
+    if isinstance(rng_state, Tensor):
+        options["rng_state"] = rng_state.to(mesh.device_type)
+    return attend(mesh, Shard(1), **options)
 
 
 def plain_bias(mesh: DeviceMesh) -> Any:
@@ -360,6 +368,18 @@ REFUSED: list[tuple[Any, tuple[int, ...], str]] = [
         (2,),
         "NotImplementedError: flash_ext: dropout_p of DTensors sharded along the sequence is not",
     ),
+    (
+        partial(options_of_dropout, dropout_p=-0.5),
+        (2,),
+        "RuntimeError: flash_ext: dropout_p must be in [0, 1], got -0.5",
+    ),
+    (
+        partial(options_of_dropout, dropout_p=math.nan),
+        (2,),
+        "RuntimeError: flash_ext: dropout_p must be in [0, 1], got",
+    ),
+    (partial(options_of_dropout, rng_state=3), (2,), "TypeError: rng_state must be a Tensor or None, got int 3"),
+    (partial(options_of_dropout, rng_state=torch.zeros(2, dtype=torch.int64)), (2,), "rng_state belongs to dropout"),
     (plain_bias, (2,), "TypeError: bias must be a DTensor, as q, k and v are, to have a gradient"),
     (other_shards, (2,), "NotImplementedError: flash_ext: k is a DTensor with placement"),
     (by_head_dim, (2, 2), "there it must be sharded by heads or batch entries"),

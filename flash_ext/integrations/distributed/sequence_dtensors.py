@@ -46,8 +46,7 @@ def attend(attention: Callable[..., Any], q: Any, k: Any, v: Any, **options: Any
         TypeError: one of q, k and v is no DTensor, or a plain option requires a gradient.
     """
     return_lse = as_flag("return_lse", options.pop("return_lse"))
-    del options["rng_state"]
-    if as_number("dropout_p", options.pop("dropout_p")) > 0:
+    if as_number("dropout_p", options["dropout_p"]) > 0:
         raise NotImplementedError(
             "flash_ext: dropout_p of DTensors sharded along the sequence is not supported, because ranks would draw "
             f"other random bits than one GPU: {_WAY_OUT} (q, k and v alike), or pass to_local() to "
