@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -290,7 +291,7 @@ def refusal(make: Callable[[DeviceMesh], Any], shape: tuple[int, ...], device: s
     register_dtensor()
     try:
         make(init_device_mesh(device, shape))
-    except (NotImplementedError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -307,6 +308,13 @@ def uneven(mesh: DeviceMesh) -> Any:
 
 def dropout(mesh: DeviceMesh) -> Any:
     return attend(mesh, Shard(1), dropout_p=0.5)
+
+
+def options_of_dropout(mesh: DeviceMesh, **options: Any) -> Any:
+    rng_state = options.get("rng_state")
+    if isinstance(rng_state, Tensor):
+        options["rng_state"] = rng_state.to(mesh.device_type)
+    return attend(mesh, Shard(1), **options)
 
 
 def plain_bias(mesh: DeviceMesh) -> Any:
@@ -329,6 +337,24 @@ def descending(mesh: DeviceMesh) -> Any:
     return attend(DeviceMesh(mesh.device_type, mesh.mesh.flip(0)), Shard(1))
 
 
+def on_two_meshes(name: str, mesh: DeviceMesh) -> Any:
+    """q, k and v along one dimension of a mesh, an option on the other."""
+    both = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("data", "sequence"))
+    options: dict[str, Any] = {"sink": torch.zeros(4), "mask": torch.ones(2, 1, 48, 48, dtype=torch.bool)}
+    options["block_mask"] = flash_ext.BlockMask.causal(48, 48, (24, 32))
+
+    def on_the_other(x: Tensor) -> Any:
+        return distribute_tensor(x.to(mesh.device_type), both["data"], [Replicate()])
+
+    option = options[name]
+    if name == "block_mask":
+        names = ("offsets", "indices", "bitmap_ids", "bitmaps")
+        option = replace(option, **{part: on_the_other(getattr(option, part)) for part in names})
+    else:
+        option = on_the_other(option)
+    return attend(both["sequence"], Shard(1), **{name: option})
+
+
 def plain_keys(mesh: DeviceMesh) -> Any:
     x = torch.ones(2, 48, 4, 16, device=mesh.device_type)
     return flash_ext.attention(distribute_tensor(x, mesh, [Shard(1)]), x, x)
@@ -342,12 +368,27 @@ REFUSED: list[tuple[Any, tuple[int, ...], str]] = [
         (2,),
         "NotImplementedError: flash_ext: dropout_p of DTensors sharded along the sequence is not",
     ),
+    (
+        partial(options_of_dropout, dropout_p=-0.5),
+        (2,),
+        "RuntimeError: flash_ext: dropout_p must be in [0, 1], got -0.5",
+    ),
+    (
+        partial(options_of_dropout, dropout_p=math.nan),
+        (2,),
+        "RuntimeError: flash_ext: dropout_p must be in [0, 1], got",
+    ),
+    (partial(options_of_dropout, rng_state=3), (2,), "TypeError: rng_state must be a Tensor or None, got int 3"),
+    (partial(options_of_dropout, rng_state=torch.zeros(2, dtype=torch.int64)), (2,), "rng_state belongs to dropout"),
     (plain_bias, (2,), "TypeError: bias must be a DTensor, as q, k and v are, to have a gradient"),
     (other_shards, (2,), "NotImplementedError: flash_ext: k is a DTensor with placement"),
     (by_head_dim, (2, 2), "there it must be sharded by heads or batch entries"),
     (on_two_dimensions, (2, 2), "NotImplementedError: flash_ext: a sequence that dimensions [0, 1] of the mesh shard"),
     (descending, (2,), "NotImplementedError: flash_ext: a sequence on ranks [1, 0], which do not ascend"),
     (plain_keys, (2,), "TypeError: k must be a DTensor, as others are"),
+    (partial(on_two_meshes, "sink"), (2, 2), "ValueError: sink must lie on the mesh of the others, "),
+    (partial(on_two_meshes, "mask"), (2, 2), "distribute_tensor() its full_tensor() there"),
+    (partial(on_two_meshes, "block_mask"), (2, 2), "ValueError: block_offsets must lie on the mesh of the others, "),
 ]
 
 
@@ -355,6 +396,23 @@ REFUSED: list[tuple[Any, tuple[int, ...], str]] = [
 def test_refused(pools: Any, make: Any, shape: tuple[int, ...], text: str, device: str) -> None:
     said = pools(torch.Size(shape).numel(), device).run(partial(refusal, make, shape))
     assert text in said
+
+
+def with_a_parameter(device: str) -> None:
+    """Every rank's own copy of a parameter can have no whole gradient, and need not while none is recorded."""
+    register_dtensor()
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    q, sink = torch.randn(2, 16, 4, 16, device=device), torch.nn.Parameter(torch.randn(4, device=device))
+    x: Any = distribute_tensor(q, mesh, [Shard(1)])
+    with torch.no_grad():
+        found: Any = flash_ext.attention(x, x, x, sink=sink)
+        expected: Any = flash_ext.attention(q, q, q, sink=sink)
+    assert_close([found], [expected])
+
+
+def test_a_parameter_without_gradient(pools: Any, device: str) -> None:
+    pools(2, device).run(with_a_parameter)
 
 
 def operator_on_shards(mesh: DeviceMesh) -> Any:

@@ -27,7 +27,8 @@ from flash_ext.argument_checks import (
     check_window,
 )
 from flash_ext.functional import SCORE_OPTIONS, _check_type_of_block_mask, draw_rng_state
-from flash_ext.integrations.distributed.gather import Gather
+from flash_ext.integrations.distributed.checks import check_call
+from flash_ext.integrations.distributed.gather import Gather, counts_alibi_distances
 from flash_ext.integrations.distributed.passes import Differentiable
 from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
@@ -104,13 +105,14 @@ def context_parallel_attention(
     _check_types(options)
     options = {name: value for name, value in options.items() if value is not None}
     ranks = Ranks(group)
-    problem = _problem_of(ranks, layout, q, k, options)
+    problem = _problem_of(ranks, layout, q, k, v, options)
     if method == "auto":
         method = _method_for(problem, options)
     _check_sizes(problem, method, q, k)
     _check_options(problem, method, options)
     if options.get("dropout_p", 0.0) > 0 and "rng_state" not in options:
         options["rng_state"] = draw_rng_state(q.device)
+    check_call(problem, method, q, k, v, options)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if method == "ulysses":
@@ -202,13 +204,13 @@ def _check_sequence(x: Tensor, layout: str, dim: int) -> None:
         raise ValueError(f"dim must be a dimension of x, {tuple(x.shape)}, got {dim}")
 
 
-def _problem_of(ranks: Ranks, layout: Layout, q: Tensor, k: Tensor, options: dict[str, Any]) -> Problem:
+def _problem_of(ranks: Ranks, layout: Layout, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Problem:
     """The window is taken out of the options: each piece has one of its own."""
     if ("cu_seqlens_q" in options) != ("cu_seqlens_k" in options):
         raise ValueError("cu_seqlens_q and cu_seqlens_k must be given together")
     packed = "cu_seqlens_q" in options
     dims = 3 if packed else 4
-    for name, x in (("q", q), ("k", k)):
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != dims:
             raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
     left, right = check_window(options.pop("window_size", (-1, -1)))
@@ -267,5 +269,7 @@ def _check_options(problem: Problem, method: str, options: dict[str, Any]) -> No
             refuse("top_left of packed queries and keys with lengths of their own")
     if "alibi_slopes" in options and problem.right != 0:
         refuse("alibi_slopes without a causal mask")
+    if "alibi_slopes" in options and not counts_alibi_distances(problem):
+        refuse("alibi_slopes of queries behind the last key")
     if "block_mask" in options and window != (-1, -1):
         refuse("block_mask beside a causal mask or window")

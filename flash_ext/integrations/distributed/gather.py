@@ -3,8 +3,9 @@ heads while attention computes another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from flash_ext.integrations.distributed.sections import (
     result_of,
     sections_of,
 )
-from flash_ext.integrations.distributed.shards import Piece, Problem, band, rows_of, rows_of_chunks
+from flash_ext.integrations.distributed.shards import Piece, Problem, band, needed_chunks, rows_of, rows_of_chunks
 from flash_ext.masks import BlockMask
 
 Shards = dict[int, tuple[Tensor, Tensor]]  # keys and values of a rank, by the rank
@@ -121,13 +122,24 @@ class Gather(Passes):
     def start(self, x: Inputs) -> tuple[Transfer, Shards]:
         """Keys and values of this rank leave for who needs them; those of others come, by their owner."""
         rank, size = self.ranks.rank, self.ranks.size
-        transfer = Transfer(self.ranks)
+        transfer = self.transfer()
         shards = {rank: self.own_chunks(x)}
+        leaving: dict[
+            tuple[int, ...], tuple[Tensor, Tensor]
+        ] = {}  # heads of a section do not lie together: copied once
         for step in range(1, size):
-            self.send_chunks(transfer, x, (rank + step) % size)
-            owner = (rank - step) % size
+            taker, owner = (rank + step) % size, (rank - step) % size
+            chunks = self.needed_chunks(taker, rank)
+            if chunks and chunks not in leaving:
+                leaving[chunks] = self.contiguous_chunks(x, chunks)
+            for sent in leaving.get(chunks, ()):
+                transfer.send(sent, taker)
             shards[owner] = self.receive_chunks(transfer, x, owner)
         return transfer.start(), shards
+
+    def contiguous_chunks(self, x: Inputs, chunks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        rows = rows_of_chunks(chunks, self.problem.chunk_k)
+        return rows_of(x.k, rows, self.dim).contiguous(), rows_of(x.v, rows, self.dim).contiguous()
 
     def in_order(self, x: Inputs, shards: Shards) -> tuple[Tensor, Tensor, int]:
         """(k, v, the chunk that they begin with). What lies between chunks that are needed may be anything."""
@@ -146,11 +158,11 @@ class Gather(Passes):
             return torch.cat([k for k, _ in in_order], self.dim), torch.cat([v for _, v in in_order], self.dim), first
         return *in_order[0], first
 
-    def span(self, chunks: dict[int, Any]) -> tuple[int, int]:
+    def span(self, chunks: Collection[int]) -> tuple[int, int]:
         """The first chunk, and the one behind the last; block masks count from the start."""
         if "block_mask" in self.options:
             return 0, self.problem.size * self.problem.chunks_per_rank
-        return (min(chunks), max(chunks) + 1) if chunks else (0, 1)
+        return _span(chunks)
 
     # ---- Pieces
 
@@ -165,27 +177,14 @@ class Gather(Passes):
             if problem.packed:
                 given = self.lengths(chunk, first * problem.chunk_k, rows_k)
             elif "block_mask" in self.options:
-                given = {"block_mask": _rows_of_block_mask(self.options["block_mask"], chunk, problem)}
+                given = {"block_mask": rows_of_block_mask(self.options["block_mask"], chunk, problem)}
             else:
                 piece = band(problem, chunk * length, length, first * problem.chunk_k, rows_k)
             if piece is not None:
-                if "alibi_slopes" in self.options:
-                    self.check_alibi(piece, chunk, first)
                 piece = piece.moved(n * length, 0)
                 options = self.options_of(piece, x.bias, self.columns(piece, first))
                 options = {name: value for name, value in options.items() if name not in _OF_THE_WHOLE}
                 yield piece, {**options_of({**options, **given}, section), "sink": x.sink}
-
-    def check_alibi(self, piece: Piece, chunk: int, first: int) -> None:
-        """Distances are counted from where the ends of queries and keys meet, unless packed: there each has its own."""
-        problem = self.problem
-        start_q, start_k = chunk * problem.chunk_q + piece.rows.start, first * problem.chunk_k + piece.keys.start
-        ends = (piece.keys.stop - piece.keys.start) - (piece.rows.stop - piece.rows.start)
-        if not problem.packed and (piece.top_left or ends != start_q + problem.offset - start_k):
-            raise NotImplementedError(
-                "flash_ext: alibi_slopes of queries behind the last key are not supported with method 'gather', but "
-                "with 'ulysses'"
-            )
 
     def lengths(self, chunk: int, start_k: int, rows_k: int) -> dict[str, Any]:
         """Where the sequences begin in a chunk of queries and in the keys that are here, and how far they see those.
@@ -222,7 +221,7 @@ class _ReturnedGradients:
         """This rank's shares of a section, of keys that begin with the chunk ``first``."""
         gather, dim, length = self._gather, self._gather.dim, self._gather.problem.chunk_k
         rank, size = gather.ranks.rank, gather.ranks.size
-        transfer = Transfer(gather.ranks)
+        transfer = gather.transfer()
         shares: list[tuple[int, tuple[Tensor, Tensor]]] = []
         for step in range(size):
             owner, taker = (rank - step) % size, (rank + step) % size
@@ -262,6 +261,33 @@ class _ReturnedGradients:
         return join_heads([dk for dk, _ in self._done], heads), join_heads([dv for _, dv in self._done], heads)
 
 
+def _span(chunks: Collection[int]) -> tuple[int, int]:
+    return (min(chunks), max(chunks) + 1) if chunks else (0, 1)
+
+
+@lru_cache(maxsize=1024)
+def counts_alibi_distances(problem: Problem) -> bool:
+    """Whether pieces count them right, on all ranks: from where the ends of queries and keys meet. Packed sequences
+    have ends of their own."""
+    return problem.packed or all(_counts_alibi_distances(problem, rank) for rank in range(problem.size))
+
+
+def _counts_alibi_distances(problem: Problem, rank: int) -> bool:
+    owners = range(problem.size)
+    needed = [problem.chunks_of(owner)[n] for owner in owners for n in needed_chunks(problem, rank, owner)]
+    first, last = _span(needed)
+    for chunk in problem.chunks_of(rank):
+        start_q, start_k = chunk * problem.chunk_q, first * problem.chunk_k
+        piece = band(problem, start_q, problem.chunk_q, start_k, (last - first) * problem.chunk_k)
+        if piece is None:
+            continue
+        ends = (piece.keys.stop - piece.keys.start) - (piece.rows.stop - piece.rows.start)
+        diagonal = start_q + piece.rows.start + problem.offset - (start_k + piece.keys.start)
+        if piece.top_left or ends != diagonal:
+            return False
+    return True
+
+
 def unfilled(like: Tensor, shape: Sequence[int]) -> Tensor:
     """In place of chunks that no query sees: whatever is in it, kernels keep it out of results and gradients."""
     return like.new_empty(shape)
@@ -276,7 +302,6 @@ def _visited_chunks(mask: BlockMask, problem: Problem) -> list[list[bool]]:
     """Of each chunk of queries, which chunks of keys the mask visits. The host reads a mask once."""
     known = _read_already.setdefault(mask.offsets, {})
     if problem not in known:
-        _check_lengths(mask, problem)
         known[problem] = _read_visited_chunks(mask.to("cpu"), problem)
     visited: list[list[bool]] = known[problem]
     return visited
@@ -296,7 +321,7 @@ def _read_visited_chunks(mask: BlockMask, problem: Problem) -> list[list[bool]]:
     return visited
 
 
-def _check_lengths(mask: BlockMask, problem: Problem) -> None:
+def check_lengths(mask: BlockMask, problem: Problem) -> None:
     block_m, made_for = mask.block_size[0], (mask.seqlen_q, mask.seqlen_k)
     whole = (problem.size * problem.rows_q, problem.size * problem.rows_k)
     if made_for != whole:
@@ -307,7 +332,7 @@ def _check_lengths(mask: BlockMask, problem: Problem) -> None:
         )
 
 
-def _rows_of_block_mask(mask: BlockMask, chunk: int, problem: Problem) -> BlockMask:
+def rows_of_block_mask(mask: BlockMask, chunk: int, problem: Problem) -> BlockMask:
     """The mask of a chunk of queries and all keys."""
     count = problem.chunk_q // mask.block_size[0]
     return replace(mask, offsets=mask.offsets.narrow(-1, chunk * count, count + 1), seqlen_q=problem.chunk_q)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,22 @@ class Transfer:
         """What was received may be read: on CUDA it is the current stream that waits, and not the host."""
         for work in self._works:
             work.wait()
-        self._works, self._kept = [], []
+        self._works, self._kept, self._operations = [], [], []
+
+
+@contextmanager
+def taken_in(transfers: list[Any]) -> Iterator[None]:
+    """After an error those on their way are waited for: the group would hang in what it does next. The list is empty
+    behind that."""
+    try:
+        yield
+    except Exception:
+        for transfer in transfers:
+            with suppress(Exception):  # it is the first error that tells what is wrong
+                transfer.wait()
+        raise
+    finally:
+        transfers.clear()
 
 
 class Inputs(NamedTuple):
@@ -82,6 +98,11 @@ class Passes:
     def __init__(self, ranks: Ranks, problem: Problem, deterministic: bool, options: dict[str, Any]) -> None:
         self.ranks, self.problem, self.deterministic, self.options = ranks, problem, deterministic, options
         self.dim = 0 if problem.packed else 1  # that of rows
+        self.transfers: list[Transfer] = []  # of the forward, or of the backward
+
+    def transfer(self) -> Transfer:
+        self.transfers.append(Transfer(self.ranks))
+        return self.transfers[-1]
 
     def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -197,7 +218,8 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, passes: Passes, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse = passes.forward(Inputs(*inputs))  # type: ignore[arg-type]
+        with taken_in(passes.transfers):
+            out, lse = passes.forward(Inputs(*inputs))  # type: ignore[arg-type]
         ctx.save_for_backward(*inputs, out, lse)
         ctx.passes = passes
         ctx.set_materialize_grads(False)
@@ -212,5 +234,6 @@ class Differentiable(torch.autograd.Function):
         if grad_out is not None and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         needed = ctx.needs_input_grad[1:]
-        gradients = ctx.passes.backward(Inputs(*inputs), Result(out, lse, grad_out, grad_lse), needed)
+        with taken_in(ctx.passes.transfers):
+            gradients = ctx.passes.backward(Inputs(*inputs), Result(out, lse, grad_out, grad_lse), needed)
         return None, *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True))

@@ -14,7 +14,6 @@ from flash_ext.integrations.distributed.passes import (
     Passes,
     Result,
     Sum,
-    Transfer,
     backward_piece,
     forward_piece,
 )
@@ -71,7 +70,7 @@ class Ring(Passes):
         rank, size = self.ranks.rank, self.ranks.size
         k, v = self.own_chunks(x)
         for step in range(size):
-            transfer = Transfer(self.ranks)
+            transfer = self.transfer()
             next_k, next_v = k, v
             if step + 1 < size:
                 self.send_chunks(transfer, x, (rank + step + 1) % size)
@@ -95,7 +94,7 @@ class _ReturnedGradients:
     def __init__(self, ring: Ring, x: Inputs) -> None:
         self._ring = ring
         self._sums = Sum(x.k), Sum(x.v)
-        self._transfer = Transfer(ring.ranks)
+        self._transfer = ring.transfer()
         self._coming: tuple[slice, tuple[Tensor, Tensor]] | None = None
 
     def send(self, owner: int, share_k: Tensor, share_v: Tensor) -> None:
@@ -108,7 +107,7 @@ class _ReturnedGradients:
         if owner == rank:
             self._coming = (rows, (share_k, share_v))
             return
-        transfer = Transfer(ring.ranks)
+        transfer = ring.transfer()
         if share_k.shape[1] > 0:
             transfer.send(share_k, owner)
             transfer.send(share_v, owner)

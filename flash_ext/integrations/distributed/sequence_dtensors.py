@@ -34,20 +34,19 @@ def attend(attention: Callable[..., Any], q: Any, k: Any, v: Any, **options: Any
     Args:
         q, k, v: DTensors of one mesh, sharded along the sequence on one dimension of it; on others by heads, batch
             entries or not at all, all three alike. One that is replicated where another is sharded is cut first.
-        options: those of ``attention``. DTensors, with any placements, or plain tensors of which every rank has a
-            copy. Biases and masks with rows of queries are cut like q.
+        options: those of ``attention``. DTensors of the same mesh, with any placements, or plain tensors of which every
+            rank has a copy. Biases and masks with rows of queries are cut like q.
 
     Returns:
         out, sharded as q, k and v are, or (out, lse).
 
     Raises:
         NotImplementedError: dropout, shards of two dimensions of the mesh, shards of something else.
-        ValueError: a sequence or heads that do not divide.
+        ValueError: a sequence or heads that do not divide, or a DTensor on another mesh.
         TypeError: one of q, k and v is no DTensor, or a plain option requires a gradient.
     """
     return_lse = as_flag("return_lse", options.pop("return_lse"))
-    del options["rng_state"]
-    if as_number("dropout_p", options.pop("dropout_p")) > 0:
+    if as_number("dropout_p", options["dropout_p"]) > 0:
         raise NotImplementedError(
             "flash_ext: dropout_p of DTensors sharded along the sequence is not supported, because ranks would draw "
             f"other random bits than one GPU: {_WAY_OUT} (q, k and v alike), or pass to_local() to "
@@ -178,8 +177,10 @@ class _Shards:
             dim = None if side is None or (side == "rows" and self.packed) else dim_of(name, x, side)
             placements.append(Replicate() if dim is None else Shard(dim))
             gradients.append(Partial() if dim is None and side is not None else placements[-1])
-        if not isinstance(x, DTensor):
-            if x.requires_grad:
+        if isinstance(x, DTensor):
+            _check_mesh(name, x, self.mesh)
+        else:
+            if torch.is_grad_enabled() and x.requires_grad:
                 raise TypeError(f"{name} must be a DTensor, as q, k and v are, to have a gradient: distribute_tensor()")
             if all(place == Replicate() for place in placements):
                 return x
@@ -196,10 +197,18 @@ class _Shards:
 def _check_dtensor(name: str, x: Any, mesh: DeviceMesh, dims: int) -> None:
     if not isinstance(x, DTensor):
         raise TypeError(f"{name} must be a DTensor, as others are: see distribute_tensor(). Got {describe(x)}")
-    if x.device_mesh != mesh:
-        raise ValueError(f"{name} must lie on the mesh of the others, {mesh}, got {x.device_mesh}")
+    _check_mesh(name, x, mesh)
     if x.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
+
+
+def _check_mesh(name: str, x: DTensor, mesh: DeviceMesh) -> None:
+    """From another mesh a gradient would be brought back to ranks that have other parts of it."""
+    if x.device_mesh != mesh:
+        raise ValueError(
+            f"{name} must lie on the mesh of the others, {mesh}, got {x.device_mesh}: distribute_tensor() its "
+            "full_tensor() there"
+        )
 
 
 def _common_placement(tensors: dict[str, Any], dim: int, along: int, rows: int) -> Placement:

@@ -20,6 +20,7 @@ from flash_ext.integrations.distributed.passes import (
     backward_piece,
     forward_piece,
     own_rng_state,
+    taken_in,
 )
 from flash_ext.integrations.distributed.sections import Section, join_heads, of_heads, options_of, sections_of
 from flash_ext.integrations.distributed.shards import Problem, Ranks, in_order
@@ -56,6 +57,11 @@ class _Passes:
         self.ranks, self.problem, self.deterministic, self.options = ranks, problem, deterministic, options
         self.dim = 0 if problem.packed else 1  # that of rows
         self.sections: list[Section] = []
+        self.exchanges: list[_Exchange] = []  # of the forward, or of the backward
+
+    def exchange(self, tensors: Sequence[Tensor]) -> _Exchange:
+        self.exchanges.append(_Exchange(self.ranks, tensors))
+        return self.exchanges[-1]
 
     def forward(self, x: Inputs) -> tuple[Tensor, Tensor, list[_Kept]]:
         """(out, lse) of all heads and this rank's rows, and what the backward needs."""
@@ -110,13 +116,11 @@ class _Passes:
     def to_heads(self, x: Inputs, section: Section) -> _Exchange:
         """This rank's rows of q, k and v leave for the ranks of their heads."""
         of_tensors = (x.q, section.q), (x.k, section.kv), (x.v, section.kv)
-        return _Exchange(self.ranks, [_by_heads(t, self.ranks, self.dim + 1, heads) for t, heads in of_tensors])
+        return self.exchange([_by_heads(t, self.ranks, self.dim + 1, heads) for t, heads in of_tensors])
 
     def gradients_to_heads(self, grad_out: Tensor | None, grad_lse: Tensor | None, section: Section) -> _Exchange:
         given = (grad_out, self.dim + 1), (grad_lse, self.dim)
-        return _Exchange(
-            self.ranks, [_by_heads(t, self.ranks, heads, section.q) for t, heads in given if t is not None]
-        )
+        return self.exchange([_by_heads(t, self.ranks, heads, section.q) for t, heads in given if t is not None])
 
     def gradients_of_heads(
         self, coming: _Exchange, grad_out: Tensor | None, grad_lse: Tensor | None
@@ -127,7 +131,7 @@ class _Passes:
 
     def to_rows(self, *tensors: tuple[Tensor, int]) -> _Exchange:
         """All rows of own heads leave for the ranks of those rows; each tensor with its dimension of rows."""
-        return _Exchange(self.ranks, [_by_rows(t, self.problem, rows) for t, rows in tensors])
+        return self.exchange([_by_rows(t, self.problem, rows) for t, rows in tensors])
 
     def all_rows(self, arrived: Tensor, rows: int) -> Tensor:
         return in_order(arrived.unbind(0), self.problem.layout, rows)
@@ -157,7 +161,8 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, passes: _Passes, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse, kept = passes.forward(Inputs(q, k, v, bias, sink))
+        with taken_in(passes.exchanges):
+            out, lse, kept = passes.forward(Inputs(q, k, v, bias, sink))
         ctx.save_for_backward(bias, sink, *(t for part in kept for t in part))
         ctx.passes, ctx.shape = passes, out.shape
         ctx.set_materialize_grads(False)
@@ -170,7 +175,9 @@ class _Attention(torch.autograd.Function):
         kept = [_Kept(*flat[n : n + 5]) for n in range(0, len(flat), 5)]
         if grad_out is None and grad_lse is None:
             grad_out = flat[0].new_zeros(ctx.shape)  # other ranks wait for what this one sends
-        return None, *ctx.passes.backward(kept, bias, sink, grad_out, grad_lse, ctx.needs_input_grad[1:])
+        with taken_in(ctx.passes.exchanges):
+            gradients = ctx.passes.backward(kept, bias, sink, grad_out, grad_lse, ctx.needs_input_grad[1:])
+        return None, *gradients
 
 
 # ---- Options --------------------------------------------------------------------------------------------------------
@@ -252,5 +259,6 @@ class _Exchange:
         """What arrived may be read: on CUDA it is the current stream that waits, and not the host."""
         for work in self._works:
             work.wait()
-        self._works, self._sent = [], []
-        return self._received
+        received = self._received
+        self._works, self._sent, self._received = [], [], []
+        return received
