@@ -49,8 +49,7 @@ def attend(attention: Callable[..., Any], q: Any, k: Any, v: Any, **options: Any
     if as_number("dropout_p", options["dropout_p"]) > 0:
         raise NotImplementedError(
             "flash_ext: dropout_p of DTensors sharded along the sequence is not supported, because ranks would draw "
-            f"other random bits than one GPU: {_WAY_OUT} (q, k and v alike), or pass to_local() to "
-            "context_parallel_attention()"
+            "other random bits than one GPU: pass to_local() of q, k and v to context_parallel_attention()"
         )
     shards = _Shards.of(q, k, v, packed=options["cu_seqlens_q"] is not None)
     local = [shards.local(x, shards.placements, shards.placements) for x in (q, k, v)]
