@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,9 +97,10 @@ def contested_count() -> list[str]:
 
 
 def forwards_in_readme() -> list[str]:
-    """How many are the fastest, and how many are not."""
-    level = len(contested_forwards())
-    return [str(TRAINING_ROWS - level), str(TRAINING_ROWS), str(level)]
+    """How many are the fastest, and how far behind, at most, how many are not: in per cent, rounded up."""
+    ratios = contested_forwards().values()
+    behind = max((math.ceil(100 * (1 - ratio)) for ratio in ratios), default=0)
+    return [str(TRAINING_ROWS - len(ratios)), str(TRAINING_ROWS), str(behind), str(len(ratios))]
 
 
 def lost_backwards(peer: str, mask: str) -> dict[int, list[int]]:

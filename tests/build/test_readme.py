@@ -89,9 +89,9 @@ def test_encoders_that_gain_little_on_a_cpu() -> None:
     assert f"16 {TIMES} 128 and the ViT gain under 5 % in both dtypes" in text
 
 
-def test_where_a_peer_may_have_the_faster_forward_it_is_by_one_percent() -> None:
+def test_where_a_peer_may_have_the_faster_forward_it_is_by_two_percent() -> None:
     """The page on performance says how many: by the lower quartile of the ratios, where the record has it."""
-    assert all(ratio >= 0.99 for ratio in contested_forwards().values())
+    assert all(ratio >= 0.98 for ratio in contested_forwards().values())
 
 
 def test_bounds_are_of_all_rows_and_of_the_lower_quartile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
