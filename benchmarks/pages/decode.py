@@ -7,12 +7,6 @@ import re
 from benchmarks.pages.records import NAMES, find, rows_of
 
 
-def decode_of_few_heads() -> list[str]:
-    """One row: FlashAttention-3 is faster in it if its metadata are made before the call."""
-    row = find(rows_of("h200_decode.json"), batch=1, seqlen=4096, heads_q=16, heads_kv=2, head_dim=128)
-    return [f"{row['measured']['flash_ext']:.1f}"]
-
-
 def decode_rows() -> list[str]:
     """How many, and how many of them torch's backends take part in."""
     rows = rows_of("h200_decode.json")

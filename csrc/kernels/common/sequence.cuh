@@ -54,15 +54,23 @@ struct Sequence {
       : batch(batch),
         head(head),
         head_kv(p.heads_q == p.heads_kv ? head : head / (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv))) {
-    q_begin = k_begin = 0;
-    seqlen_q = static_cast<int>(p.seqlen_q);
-    seqlen_k = static_cast<int>(p.seqlen_k);
+    take_sizes(p);
+    read(p);
+    take_window(p);
+  }
+
+  /// The same in less code where nothing lies on the device, for a kernel that waits for its instructions: one jump
+  /// instead of a branch for each length.
+  struct Short {};
+  __device__ __forceinline__ Sequence(const AttentionParams& p, int batch, int head, Short)
+      : batch(batch),
+        head(head),
+        head_kv(p.heads_q == p.heads_kv ? head : head / (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv))) {
+    take_sizes(p);
     leftpad = 0;
     cache_row = batch;
-    if (lie_on_device(p.seq)) read(p);  // else one jump over instructions that are not fetched then
-    offset = p.window.top_left ? 0 : seqlen_k - seqlen_q;
-    left = reach(p.window.left);
-    right = reach(p.window.right);
+    if (lie_on_device(p.seq)) read(p);
+    take_window(p);
   }
 
   __device__ __forceinline__ int64_t lse_offset(const LseView& lse) const {
@@ -112,23 +120,36 @@ struct Sequence {
   __device__ __forceinline__ int queries_end(int j) const { return min(j - offset + left + 1, seqlen_q); }
 
  private:
-  /// Whether lengths or places do. No branches: it stands at the start of every CTA.
-  __device__ __forceinline__ static bool lie_on_device(const SequenceParams& s) {
-    const auto bits = [](const int32_t* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
-    return (bits(s.cu_seqlens_q) | bits(s.cu_seqlens_k) | bits(s.seqused_q) | bits(s.seqused_k) | bits(s.leftpad_k) |
-            bits(s.cache_batch_idx)) != 0;
+  __device__ __forceinline__ void take_sizes(const AttentionParams& p) {
+    q_begin = k_begin = 0;
+    seqlen_q = static_cast<int>(p.seqlen_q);
+    seqlen_k = static_cast<int>(p.seqlen_k);
   }
-  /// What the device knows of this sequence.
+
+  /// Lengths and places that lie on the device.
   __device__ __forceinline__ void read(const AttentionParams& p) {
     const SequenceParams& s = p.seq;
     if (s.cu_seqlens_q) seqlen_q = packed(s.cu_seqlens_q, seqlen_q, p.total_q, q_begin);
     if (s.cu_seqlens_k) seqlen_k = packed(s.cu_seqlens_k, seqlen_k, p.total_k, k_begin);
     if (s.seqused_q) seqlen_q = clamped(s.seqused_q[batch], 0, seqlen_q);
     if (s.seqused_k) seqlen_k = clamped(s.seqused_k[batch], 0, seqlen_k);
-    if (s.leftpad_k) leftpad = clamped(s.leftpad_k[batch], 0, seqlen_k);
+    leftpad = s.leftpad_k ? clamped(s.leftpad_k[batch], 0, seqlen_k) : 0;
     seqlen_k -= leftpad;
-    if (s.cache_batch_idx) cache_row = clamped(s.cache_batch_idx[batch], 0, static_cast<int>(s.cache_batch) - 1);
+    cache_row = s.cache_batch_idx ? clamped(s.cache_batch_idx[batch], 0, static_cast<int>(s.cache_batch) - 1) : batch;
   }
+
+  __device__ __forceinline__ static bool lie_on_device(const SequenceParams& s) {
+    const auto bits = [](const int32_t* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
+    return (bits(s.cu_seqlens_q) | bits(s.cu_seqlens_k) | bits(s.seqused_q) | bits(s.seqused_k) | bits(s.leftpad_k) |
+            bits(s.cache_batch_idx)) != 0;
+  }
+
+  __device__ __forceinline__ void take_window(const AttentionParams& p) {
+    offset = p.window.top_left ? 0 : seqlen_k - seqlen_q;
+    left = reach(p.window.left);
+    right = reach(p.window.right);
+  }
+
   __device__ __forceinline__ int reach(int64_t side) const {
     const int farthest = seqlen_q + seqlen_k;
     return side < 0 || side > farthest ? farthest : static_cast<int>(side);
