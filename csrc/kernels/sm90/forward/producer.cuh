@@ -370,7 +370,7 @@ class ForwardProducer {
   /// True if this lane found some.
   __device__ __forceinline__ bool remove_non_finite(uint4* s_tile) const {
     const auto piece = [&](int k) -> uint4& { return s_tile[k]; };
-    return sanitise_pieces<typename Config::Element, Config::kValueBytes / 16, 32, 2>(lane_, piece);
+    return sanitise_pieces<typename Config::Element, false, Config::kValueBytes / 16, 32, 2>(lane_, piece);
   }
 
   /// Zeroes rows from `first` on. They lie behind the sequence, so no query sees them.
