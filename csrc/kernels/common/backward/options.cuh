@@ -18,9 +18,7 @@
 namespace flash_ext {
 
 /// What holds for all tiles of a CTA, computed once.
-struct BackwardOptions {
-  float scale;          // of products; with softcap: to the argument of tanh
-  float cap;            // 0 = off
+struct BackwardOptions : ScoreFactors {
   const float* slopes;  // ALiBi's, of the first head; null = none
   bool biased, masks, hides, drops;
   uint32_t batch_head;  // Philox's, of the first head
@@ -29,8 +27,7 @@ struct BackwardOptions {
   /// `per_natural`: of the unit of scores.
   __device__ __forceinline__ BackwardOptions(const AttentionParams& p, const Sequence& sequence,
                                              float per_natural = BaseTwoUnit::kPerNatural)
-      : scale(static_cast<float>(p.softcap > 0.0 ? p.softmax_scale / p.softcap : p.softmax_scale * per_natural)),
-        cap(static_cast<float>(p.softcap) * per_natural),
+      : ScoreFactors(of_backward(p, per_natural)),
         slopes(p.alibi_slopes ? p.alibi_slopes + sequence.batch * p.alibi_batch_stride + sequence.head : nullptr),
         biased(p.bias.data),
         masks(p.mask.data || p.blocks.offsets),

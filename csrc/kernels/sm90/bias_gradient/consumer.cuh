@@ -192,7 +192,7 @@ class BiasConsumer {
 
   /// P in place of Q K^T, where nothing is added to scores but a bias without -inf.
   __device__ __forceinline__ void compute_plain_p(Fragment& s) const {
-    const float scale = static_cast<float>(p_.softmax_scale) * kLog2E;
+    const float scale = score_scale(p_, kLog2E);
     float lse[2];
     load_lse(lse);
     // A row that sees nothing has weight 0.

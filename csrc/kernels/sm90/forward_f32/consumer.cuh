@@ -242,7 +242,7 @@ class ForwardF32Consumer {
   /// Normalises the rows and writes them.
   __device__ __forceinline__ void store(const WorkTile& work_tile) const {
     const Sequence& sequence = work_tile.sequence;
-    const float sink = p_.sink ? static_cast<const float*>(p_.sink)[sequence.head] : -INFINITY;
+    const float sink = sink_of(p_, sequence.head);
     const auto rows = query_rows<float>(p_.out, sequence);
     float* const g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
 #pragma unroll

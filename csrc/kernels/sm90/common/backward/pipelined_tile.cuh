@@ -106,7 +106,8 @@ struct BackwardPipelinedTile {
                                                               const Terms& lse, float scale, float cap) {
     for_each_pair([&](int k, int e, int n, int r) {
       const float2 term = pair_of(lse[k], e / 2);
-      const float x = ptx::tanh_approx(s[0][n][2 * r] * scale), y = ptx::tanh_approx(s[0][n][2 * r + 1] * scale);
+      const float x = softcap_tanh<Element>(s[0][n][2 * r] * scale),
+                  y = softcap_tanh<Element>(s[0][n][2 * r + 1] * scale);
       const float low = ptx::exp2_approx(fmaf(x, cap, -term.x)), high = ptx::exp2_approx(fmaf(y, cap, -term.y));
       p[k][e] = ptx::pack2<Element>(low, high);
       sloped[k][e] = ptx::pack2<Element>(low * softcap_slope(x), high * softcap_slope(y));
