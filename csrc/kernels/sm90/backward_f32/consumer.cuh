@@ -48,10 +48,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   static constexpr int kPanels = Config::kPanels;
 
  protected:
-  using Base::at_;
-  using Base::lane_;
-  using Base::warp_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void zero_sums() {
     for (Products::Tile& sum : sum_.full_panels) Products::zero(sum);
@@ -162,13 +159,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
   }
 
  private:
-  using Base::at_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::storage_;
-  using Base::sum_;
-  using Base::warp_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::p_, Base::storage_, Base::sum_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void visit(const Step& step) {
     Products::Operand p;
@@ -265,13 +256,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
   }
 
  private:
-  using Base::at_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::storage_;
-  using Base::sum_;
-  using Base::warp_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::p_, Base::storage_, Base::sum_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void visit(const Step& step) {
     Products::Operand ds;

@@ -16,11 +16,8 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
  public:
   using Storage = BackwardOptionsStorage<Config>;
   using Base = BackwardConsumer<Config, Storage>;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Scores;
-  using typename Base::Tile;
-  using typename Base::Weights;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Tile,
+      typename Base::Weights;
   // Whether dS is made of P times the derivative of the softcap. Where there may be dropout, it comes last.
   static constexpr bool kSlopesFirst = !Config::kAny && Config::may_have(kStepSoftcapped);
   static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
@@ -50,13 +47,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
   }
 
  private:
-  using Base::at_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::warpgroup_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::p_, Base::storage_, Base::warp_, Base::warpgroup_, Base::work_tile_;
 
   __device__ __forceinline__ const BackwardOptions& options() const { return storage_.options; }
   __device__ __forceinline__ uint32_t behind_storage(int offset) const {

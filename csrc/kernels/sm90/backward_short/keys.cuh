@@ -29,9 +29,7 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
   }
 
  private:
-  using Base::lane_;
-  using Base::p_;
-  using Base::storage_;
+  using Base::lane_, Base::p_, Base::storage_;
 
   /// One tile of queries. S and dP take the same registers.
   __device__ __forceinline__ void step(int tile, bool hides) {

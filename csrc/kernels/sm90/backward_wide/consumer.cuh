@@ -15,16 +15,9 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   using Base = BackwardKeysConsumer<Config, Storage>;
   using Base::at_;
   using Base::Base;
-  using Base::p_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::work_tile_;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Scores;
-  using typename Base::Sum;
-  using typename Base::Tile;
-  using typename Base::Weights;
+  using Base::p_, Base::s_tiles_, Base::storage_, Base::work_tile_;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Sum, typename Base::Tile,
+      typename Base::Weights;
 
   /// step(tile) for the tiles of a head that this CTA's keys see, skip(tile) for those that only the other CTA's keys
   /// see. A skip still waits for the barriers, so that no warpgroup gets two phases ahead.
@@ -102,12 +95,8 @@ template <class Config>
 class BackwardWideValues : BackwardWideKeysConsumer<Config> {
  public:
   using Base = BackwardWideKeysConsumer<Config>;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Scores;
-  using typename Base::Storage;
-  using typename Base::Tile;
-  using typename Base::Weights;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Storage,
+      typename Base::Tile, typename Base::Weights;
 
   __device__ __forceinline__ BackwardWideValues(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                                 float scale, int rank, int lane)
@@ -121,9 +110,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
   }
 
  private:
-  using Base::at_;
-  using Base::storage_;
-  using Base::sum_;
+  using Base::at_, Base::storage_, Base::sum_;
 
   /// One step. Without kSees, only the other CTA's keys see something of the tile. Releasing Q releases lse, too, so P
   /// is stored before.
@@ -166,12 +153,8 @@ template <class Config>
 class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
  public:
   using Base = BackwardWideKeysConsumer<Config>;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Scores;
-  using typename Base::Storage;
-  using typename Base::Tile;
-  using typename Base::Weights;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Storage,
+      typename Base::Tile, typename Base::Weights;
 
   __device__ __forceinline__ BackwardWideGradients(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                                    float scale, int rank, int lane)
@@ -185,9 +168,7 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
   }
 
  private:
-  using Base::at_;
-  using Base::storage_;
-  using Base::sum_;
+  using Base::at_, Base::storage_, Base::sum_;
 
   /// One step, as above. Releasing dO releases D, too, so dS is stored before. It takes the registers and the place of
   /// P.

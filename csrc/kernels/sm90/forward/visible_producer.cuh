@@ -12,9 +12,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 class ForwardVisibleProducer : public ForwardProducer<Config> {
   using Base = ForwardProducer<Config>;
-  using Base::address;
-  using Base::lane_;
-  using Base::p_;
+  using Base::address, Base::lane_, Base::p_;
   using WorkTile = ForwardWorkTile<Config>;
   using List = VisibleTiles<Config>;
   using ListOfBits = VisibleTiles<Config, true>;

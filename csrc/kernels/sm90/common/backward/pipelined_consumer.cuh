@@ -107,23 +107,9 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     this->store_dv(dv_, rules_.unit());
     this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }
-  using Base::kBlockM;
-  using Base::kConsumerThreads;
-  using Base::keys_;
-  using Base::kHeadDim;
-  using Base::kValues;
-  using Base::lane_;
-  using Base::p_;
-  using Base::queries_;
-  using Base::s_tiles_;
-  using Base::scale_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::warpgroup_;
-  using Base::work_tile_;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Sum;
+  using Base::kBlockM, Base::kConsumerThreads, Base::keys_, Base::kHeadDim, Base::kValues, Base::lane_, Base::p_,
+      Base::queries_, Base::s_tiles_, Base::scale_, Base::storage_, Base::warp_, Base::warpgroup_, Base::work_tile_;
+  using typename Base::Element, typename Base::Products, typename Base::Sum;
 
  private:
   using Tile = BackwardPipelinedTile<Element, kBlockM>;

@@ -116,15 +116,8 @@ class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
  protected:
   using Base = BackwardDqWarp<Config, Storage>;
   using Base::Base;
-  using Base::kBlockM;
-  using Base::lane_;
-  using Base::maps_;
-  using Base::p_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::work_tile_;
-  using Base::workspace_;
+  using Base::kBlockM, Base::lane_, Base::maps_, Base::p_, Base::s_tiles_, Base::storage_, Base::warp_,
+      Base::work_tile_, Base::workspace_;
   using Step = BackwardStep;
 
   __device__ __forceinline__ void load_queries(const Step& step) const {
