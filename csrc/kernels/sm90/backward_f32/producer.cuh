@@ -65,7 +65,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
     float sum[kN][4];
     Products::start(sum, ds, this->key_piece(panel));
     ptx::wgmma_wait<0>();
-    Products::fence_operand(sum);
+    ptx::fence_operand(sum);
     send(step, panel, sum);
   }
 

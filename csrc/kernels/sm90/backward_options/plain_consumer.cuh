@@ -33,8 +33,8 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
       Base::work_tile_;
 
   __device__ __forceinline__ void zero_sums() {
-    Products::zero(dk_);
-    Products::zero(dv_);
+    zero_accumulators(dk_);
+    zero_accumulators(dv_);
   }
 
   __device__ __forceinline__ void visit_all() {
@@ -112,10 +112,10 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     Products::start_sum(dk_, ds, this->query_tile());
     meanwhile();
     ptx::wgmma_wait<1>();
-    Products::fence_operand(dv_);
+    ptx::fence_operand(dv_);
     this->release_grad();
     ptx::wgmma_wait<0>();
-    Products::fence_operand(dk_);
+    ptx::fence_operand(dk_);
     this->release_query();
   }
 

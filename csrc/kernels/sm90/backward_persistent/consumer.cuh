@@ -54,8 +54,8 @@ class BackwardPersistentConsumer
 
   /// Runs that tile and moves the cursor on.
   __device__ __forceinline__ void run(BackwardCursor<Config>& at, const BackwardPersistentMaps& maps) {
-    Base::Products::zero(dk_);
-    Base::Products::zero(dv_);
+    zero_accumulators(dk_);
+    zero_accumulators(dv_);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
       this->sum_up(at);
     } else {

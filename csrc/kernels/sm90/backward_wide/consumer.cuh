@@ -44,7 +44,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   __device__ __forceinline__ void add_up(const Weights& weights, uint32_t rows) {
     Products::start_sum(sum_, weights, rows);
     ptx::wgmma_wait<0>();
-    Products::fence_operand(sum_);
+    ptx::fence_operand(sum_);
   }
 
   /// P and then dS of this warp: this lane's row.
@@ -103,7 +103,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
       : Base(p, storage, s_tiles, 0, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
-    Products::zero(sum_);
+    zero_accumulators(sum_);
     sanitise_keys();  // waits for K, too: TMA must not outlive the CTA
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dv(sum_, 1.0f);
@@ -161,7 +161,7 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
       : Base(p, storage, s_tiles, Config::kValuesOffset, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
-    Products::zero(sum_);
+    zero_accumulators(sum_);
     sanitise_keys();
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dk(sum_, static_cast<float>(Base::p_.softmax_scale));

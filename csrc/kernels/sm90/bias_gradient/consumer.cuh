@@ -131,14 +131,14 @@ class BiasConsumer {
       ptx::wgmma_wait<1>();
       release(first);
     }
-    for_each_score(s, [](float& x, int, int, int) { ptx::fence_operand(x); });
+    ptx::fence_operand(s[0]);
     if (plain) {
       compute_plain_p(s);
     } else {
       compute_p(s, step);
     }
     ptx::wgmma_wait<0>();
-    for_each_score(dp, [](float& x, int, int, int) { ptx::fence_operand(x); });
+    ptx::fence_operand(dp[0]);
     release(second);
     const float* const s_delta = storage_.delta[step_at_.stage()] + first_row_ + lane_ / 4;
     const float delta[2] = {s_delta[0], s_delta[8]};

@@ -24,12 +24,12 @@ class TraverseVisible : public ForwardOptionScores<Config> {
 
  protected:
   using Base::add_bias, Base::add_sums, Base::address, Base::ask_for_bias, Base::ask_for_bits,
-      Base::ask_for_random_bits, Base::draw, Base::drop, Base::fence_operand, Base::fence_out, Base::has_bias,
-      Base::hide_by_bias, Base::hide_something, Base::hide_weights, Base::k_at_, Base::kAsksForBias, Base::kKeyParts,
-      Base::kOnlyBias, Base::kOnlyMask, Base::kSingle, Base::look, Base::next_bias_came, Base::options_,
-      Base::prepare_random_bits, Base::release, Base::release_bias, Base::release_values, Base::scale_first,
-      Base::some_stabiliser_is_low, Base::stabiliser_, Base::start_pv, Base::start_qk, Base::storage_, Base::v_at_,
-      Base::wait_for_random_bits, Base::wait_for_values, Base::warpgroup_;
+      Base::ask_for_random_bits, Base::draw, Base::drop, Base::fence_out, Base::has_bias, Base::hide_by_bias,
+      Base::hide_something, Base::hide_weights, Base::k_at_, Base::kAsksForBias, Base::kKeyParts, Base::kOnlyBias,
+      Base::kOnlyMask, Base::kSingle, Base::look, Base::next_bias_came, Base::options_, Base::prepare_random_bits,
+      Base::release, Base::release_bias, Base::release_values, Base::scale_first, Base::some_stabiliser_is_low,
+      Base::stabiliser_, Base::start_pv, Base::start_qk, Base::storage_, Base::v_at_, Base::wait_for_random_bits,
+      Base::wait_for_values, Base::warpgroup_;
   using typename Base::BiasPairs, typename Base::Element, typename Base::KeptWeights, typename Base::Scores,
       typename Base::SharedRandomBits, typename Base::VisibleBits, typename Base::Weights;
   // S of a tile beside P V of the one before. Not where 128 keys are worth more.
@@ -153,7 +153,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     const bool hides = look(metadata, visible);
     if constexpr (kBias && kAsksForBias) ask_for_bias(bias);
     ptx::wgmma_wait<0>();
-    fence_operand(s);
+    ptx::fence_operand(s[0]);
     if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
     release_keys();
     scale_first(s, work_tile, metadata, !kBias && !hides && this->is_full(work_tile, metadata.tile));
@@ -215,7 +215,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
       start_pv(p);
       terms.hides = !kOnlyBias && __any_sync(~0u, partly && hide_something(terms.visible));
       ptx::wgmma_wait<1>();
-      fence_operand(s);
+      ptx::fence_operand(s[0]);
       if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
       release_keys();
       const bool goes_on = mode_ >= kRun;

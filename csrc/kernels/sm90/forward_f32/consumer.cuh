@@ -147,8 +147,8 @@ class ForwardF32Consumer {
       release_piece();
     }
     ptx::wgmma_wait<0>();
-    Products::fence_operand(s);
-    Products::fence_operand(rest);
+    ptx::fence_operand(s);
+    ptx::fence_operand(rest);
     release_piece();
     Products::add(s, rest);
   }
@@ -228,7 +228,7 @@ class ForwardF32Consumer {
   }
 
   __device__ __forceinline__ void finish_softmax(Tile& sum, int piece, const float (&factor)[2]) {
-    Products::fence_operand(sum);
+    ptx::fence_operand(sum);
     release_piece();
 #pragma unroll
     for (int n = 0; n < kEights; ++n)

@@ -87,8 +87,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       : Base(p, storage, s_tiles, warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
         rules_(p, storage, s_tiles) {}
   __device__ __forceinline__ void run() {
-    Products::zero(dk_);
-    Products::zero(dv_);
+    zero_accumulators(dk_);
+    zero_accumulators(dv_);
     BackwardOneTile<Config> at;
     if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up(at);
     store_sums();
@@ -153,7 +153,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     bool hides = find_visible(visible, step, full_of_keys);
     if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
     ptx::wgmma_wait<0>();
-    Products::fence_operand(s[0]);
+    ptx::fence_operand(s[0]);
     wait_for(at.v_full(storage_), at.parity());
 #pragma unroll 1
     do {
@@ -165,7 +165,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       rules_.drop(p, ds);
       fence_operands(p);
       if constexpr (Rules::kTwoWeights) fence_operands(ds);
-      Products::fence_operand(s[0]);
+      ptx::fence_operand(s[0]);
       if (!has_grads) wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
@@ -181,7 +181,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       // A product whose operand is in registers holds its warp until it is nearly over.
       if (Config::kPersistent) start_sum(dv_, p, grads);
       ptx::wgmma_wait<1>();
-      Products::fence_operand(s[0]);
+      ptx::fence_operand(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
       Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
       rules_.compute_ds(ds, s, p, terms);
@@ -204,11 +204,11 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
       ds_at.advance();
       ptx::wgmma_wait<1>();
-      Products::fence_operand(s[0]);
+      ptx::fence_operand(s[0]);
     } while (!step.is_past_end());
     ptx::wgmma_wait<0>();
-    Products::fence_operand(dk_);
-    Products::fence_operand(dv_);
+    ptx::fence_operand(dk_);
+    ptx::fence_operand(dv_);
     at.leave(step);
   }
 

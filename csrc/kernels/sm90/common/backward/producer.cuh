@@ -47,10 +47,7 @@ struct BackwardDqPiece {
   /// Waits for the product.
   __device__ __forceinline__ static void finish(Sum& sum) {
     ptx::wgmma_wait<0>();
-#pragma unroll
-    for (int n = 0; n < Config::kBlockM / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
+    ptx::fence_operand(sum);
   }
   /// The warp's shared memory for a panel.
   __device__ __forceinline__ static uint32_t place(uint32_t s_tiles, int warp, int panel) {
