@@ -28,6 +28,14 @@ __device__ __forceinline__ float sum_of_row(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+template <int kN>
+__device__ __forceinline__ void zero_accumulators(float (&x)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[n][e] = 0.0f;
+}
+
 /// Calls f(x, m, n, e) for every accumulator.
 template <int kM, int kN, class F>
 __device__ __forceinline__ void for_each_score(float (&s)[kM][kN][4], F f) {

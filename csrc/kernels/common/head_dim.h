@@ -18,17 +18,19 @@ constexpr int kernel_head_dim(int64_t head_dim, int64_t head_dim_v) {
 template <int kHeadDim>
 using HeadDim = std::integral_constant<int, kHeadDim>;
 
-/// Calls run(HeadDim<n>()) for that head dim.
+/// Calls run(HeadDim<n>()) for that of some head dims; otherwise for the last of them.
+template <int kFirst, int... kOthers, class Run>
+void with_head_dim(int head_dim, Run run) {
+  if constexpr (sizeof...(kOthers) > 0) {
+    if (head_dim != kFirst) return with_head_dim<kOthers...>(head_dim, run);
+  }
+  run(HeadDim<kFirst>());
+}
+
+/// The same for the head dim of the kernel.
 template <class Run>
 void with_kernel_head_dim(int64_t head_dim, int64_t head_dim_v, Run run) {
-  switch (kernel_head_dim(head_dim, head_dim_v)) {
-    case 64:
-      return run(HeadDim<64>());
-    case 128:
-      return run(HeadDim<128>());
-    default:
-      return run(HeadDim<256>());
-  }
+  with_head_dim<64, 128, 256>(kernel_head_dim(head_dim, head_dim_v), run);
 }
 
 }  // namespace flash_ext

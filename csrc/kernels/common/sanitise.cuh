@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "kernels/common/mask/visibility.cuh"
+#include "kernels/common/tile.cuh"
 
 namespace flash_ext {
 
@@ -64,9 +65,15 @@ struct NonFinite {
   }
 };
 
+/// A piece of 16 bytes at an address of shared memory.
+__device__ __forceinline__ uint4& shared_piece(uint32_t s_piece) {
+  return *static_cast<uint4*>(__cvta_shared_to_generic(s_piece));
+}
+
 /// Sanitises pieces of 16 bytes: numbers `first`, first + kStep, ... below kEnd, each a uint4 that piece(number) gives.
-/// Non-finite elements become 0. True if there were some. Nearly always there are none: the first look is the fast one.
-template <class Element, int kEnd, int kStep, int kUnroll, class Piece>
+/// Non-finite elements become 0, or with kBounded a large number where they are Inf. True if there were some. Nearly
+/// always there are none: the first look is the fast one.
+template <class Element, bool kBounded, int kEnd, int kStep, int kUnroll, class Piece>
 __device__ __forceinline__ bool sanitise_pieces(int first, Piece piece) {
   using Test = NonFinite<Element>;
   uint32_t found = 0;
@@ -78,15 +85,22 @@ __device__ __forceinline__ bool sanitise_pieces(int first, Piece piece) {
   if (!found) return false;
 #pragma unroll 1
   for (int k = first; k < kEnd; k += kStep) {
-    const uint4 x = piece(k);
-    piece(k) = Test::without(x);
+    uint4& target = piece(k);
+    const uint4 x = target;
+    target = kBounded ? Test::bounded(x) : Test::without(x);
   }
   return true;
 }
 
-/// A piece at an address of shared memory.
-__device__ __forceinline__ uint4& shared_piece(uint32_t s_piece) {
-  return *static_cast<uint4*>(__cvta_shared_to_generic(s_piece));
+/// Sanitises those pieces of a tile in shared memory that this thread itself loaded by load_tile with the same template
+/// arguments: its own copies have landed once it waited for them.
+template <class Element, int kColumns, int kThreads, int kRows, bool kBounded = false>
+__device__ __forceinline__ bool sanitise_loaded_tile(uint32_t s_tile, int thread = static_cast<int>(threadIdx.x)) {
+  using Layout = TileLayout<Element, kColumns>;
+  const auto piece = [&](int flat) -> uint4& {
+    return shared_piece(s_tile + Layout::at(flat / Layout::kPieces, flat % Layout::kPieces));
+  };
+  return sanitise_pieces<Element, kBounded, kRows * Layout::kPieces, kThreads, 4>(thread, piece);
 }
 
 /// Adds the non-finite values of keys [first_key, end_key) to the rows of out, [first_query, end_query), that see them:

@@ -52,45 +52,19 @@ struct Tf32Products {
 
   /// A: rows [row, row + 16) of the tile, columns [16 step, + 16). `row` is a multiple of 8.
   __device__ __forceinline__ static void load_a(A& a, uint32_t s_lane, int row, int step) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      uint32_t bits[4];
-      ptx::ldmatrix_x4(bits, at_step(s_lane, 2 * step + k) + row * kRowBytes);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a.x[4 * k + i] = __uint_as_float(bits[i]);
-    }
+    load(a.x, s_lane, row, step);
   }
   /// B: its columns [row, row + 16) are rows of the tile; the depth is columns [16 step, + 16).
   __device__ __forceinline__ static void load_b(B& b, uint32_t s_lane, int row, int step) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      uint32_t bits[4];
-      ptx::ldmatrix_x4(bits, at_step(s_lane, 2 * step + k) + row * kRowBytes);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) b.x[4 * k + i] = __uint_as_float(bits[i]);
-    }
+    load(b.x, s_lane, row, step);
   }
   /// A: its rows are columns [16 pair, + 16) of the tile; the depth is rows [16 step, + 16).
   __device__ __forceinline__ static void load_a_transposed(A& a, uint32_t s_lane, int pair, int step) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t s_row = at_step(s_lane, 2 * pair + half) + (16 * step + 8 * k) * kRowBytes;
-        a.x[4 * k + half] = load_shared<float>(s_row);
-        a.x[4 * k + half + 2] = load_shared<float>(next_row(s_row));
-      }
+    load_transposed<1, 2>(a.x, s_lane, pair, step);
   }
   /// B: its columns are columns [16 pair, + 16) of the tile; the depth is rows [16 step, + 16).
   __device__ __forceinline__ static void load_b_transposed(B& b, uint32_t s_lane, int pair, int step) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t s_row = at_step(s_lane, 2 * pair + half) + (16 * step + 8 * k) * kRowBytes;
-        b.x[4 * k + 2 * half] = load_shared<float>(s_row);
-        b.x[4 * k + 2 * half + 1] = load_shared<float>(next_row(s_row));
-      }
+    load_transposed<2, 1>(b.x, s_lane, pair, step);
   }
 
   /// A out of the accumulators of tiles of 8 columns: its depth is columns [16 step, + 16). The matching B is
@@ -170,6 +144,27 @@ struct Tf32Products {
   }
 
  private:
+  __device__ __forceinline__ static void load(float (&x)[8], uint32_t s_lane, int row, int step) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      uint32_t bits[4];
+      ptx::ldmatrix_x4(bits, at_step(s_lane, 2 * step + k) + row * kRowBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[4 * k + i] = __uint_as_float(bits[i]);
+    }
+  }
+  /// kOfHalf, kOfRow: how far the registers of halves of the columns, and of two rows, lie apart.
+  template <int kOfHalf, int kOfRow>
+  __device__ __forceinline__ static void load_transposed(float (&x)[8], uint32_t s_lane, int pair, int step) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t s_row = at_step(s_lane, 2 * pair + half) + (16 * step + 8 * k) * kRowBytes;
+        x[4 * k + kOfHalf * half] = load_shared<float>(s_row);
+        x[4 * k + kOfHalf * half + kOfRow] = load_shared<float>(next_row(s_row));
+      }
+  }
   /// From an even row of the tile, the same column of the next one: the swizzle exchanges neighbouring pieces.
   __device__ __forceinline__ static uint32_t next_row(uint32_t s_even_row) { return (s_even_row ^ 16) + kRowBytes; }
 

@@ -27,6 +27,14 @@ __device__ __forceinline__ void wgmma_wait() {
 
 /// No use of the register moves over this place: the compiler knows nothing of who else writes and reads it.
 __device__ __forceinline__ void fence_operand(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+/// The same of accumulators.
+template <int kN>
+__device__ __forceinline__ void fence_operand(float (&x)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) fence_operand(x[n][e]);
+}
 
 /// A and B are descriptors of tiles in shared memory (sm90/common/matrix_descriptor.h).
 template <class Element, int kN>

@@ -18,9 +18,7 @@
 namespace flash_ext {
 
 /// What holds for all tiles of a CTA, computed once.
-struct BackwardOptions {
-  float scale;          // of products; with softcap: to the argument of tanh
-  float cap;            // 0 = off
+struct BackwardOptions : ScoreFactors {
   const float* slopes;  // ALiBi's, of the first head; null = none
   bool biased, masks, hides, drops;
   uint32_t batch_head;  // Philox's, of the first head
@@ -29,8 +27,7 @@ struct BackwardOptions {
   /// `per_natural`: of the unit of scores.
   __device__ __forceinline__ BackwardOptions(const AttentionParams& p, const Sequence& sequence,
                                              float per_natural = BaseTwoUnit::kPerNatural)
-      : scale(static_cast<float>(p.softcap > 0.0 ? p.softmax_scale / p.softcap : p.softmax_scale * per_natural)),
-        cap(static_cast<float>(p.softcap) * per_natural),
+      : ScoreFactors(of_backward(p, per_natural)),
         slopes(p.alibi_slopes ? p.alibi_slopes + sequence.batch * p.alibi_batch_stride + sequence.head : nullptr),
         biased(p.bias.data),
         masks(p.mask.data || p.blocks.offsets),
@@ -52,14 +49,14 @@ struct BiasRowsInShared {
   using Layout = TileLayout<T, kKeys>;
 
   /// Adds what belongs to a warp's scores, from (first_query, first_key) of the tile on; -inf hides.
-  template <int kN>
-  __device__ __forceinline__ static void add(float (&s)[2][kN][4], uint32_t s_tile, int first_query, int first_key,
+  template <int kM, int kN>
+  __device__ __forceinline__ static void add(float (&s)[kM][kN][4], uint32_t s_tile, int first_query, int first_key,
                                              int lane) {
     if constexpr (sizeof(T) == 2) {
       using Bias = Products<T, kKeys>;
       const uint32_t s_lane = s_tile + Bias::lane_a_transposed(lane) + first_query * Layout::kRowBytes;
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+      for (int m = 0; m < kM; ++m) {
         const uint32_t s_keys = at_step(s_lane, first_key / 16 + m);
 #pragma unroll
         for (int n = 0; n < kN; n += 2) {
@@ -77,7 +74,7 @@ struct BiasRowsInShared {
     } else {
       const int key = first_key + lane / 4;
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+      for (int k = 0; k < 2 * kM; ++k)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           // Queries 8 rows further on lie in the same column of the swizzle.

@@ -2,7 +2,7 @@
 // From these, dsink = -sum exp(sink - lse) D. The kernel also zeroes the memory that the main kernel adds to.
 #pragma once
 
-#include "kernels/common/sanitise_tile.cuh"
+#include "kernels/common/sanitise.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/launch.h"

@@ -33,37 +33,61 @@ __device__ __forceinline__ TileState block_mask_state(const BlockMaskRows& block
 
 constexpr int kVisibilityThreads = 128;
 
+/// The tile whose words and state a CTA makes.
+struct VisibilityTileOfCta {
+  int query_tile, key_tile, head, batch;
+
+  __device__ __forceinline__ explicit VisibilityTileOfCta(const VisibilityTiles& tiles) {
+    query_tile = blockIdx.x % tiles.query_tiles, key_tile = blockIdx.x / tiles.query_tiles % tiles.key_tiles;
+    const int rest = blockIdx.x / tiles.query_tiles / tiles.key_tiles;
+    head = rest % tiles.heads, batch = rest / tiles.heads;
+  }
+  __device__ __forceinline__ uint32_t* words(const VisibilityTiles& tiles) const {
+    return const_cast<uint32_t*>(tiles.words_of(batch, head, query_tile, key_tile));
+  }
+  __device__ __forceinline__ uint8_t& state(const VisibilityTiles& tiles) const {
+    return const_cast<uint8_t*>(tiles.states_of(batch, head, key_tile))[query_tile];
+  }
+};
+
+/// Reads a tile of a mask: calls store(row, piece, bits) for each 16 keys of a row, 0 of queries for which exists(i) is
+/// false. `any` and `all` become what the whole CTA finds.
+template <int kBlockM, int kBlockN, class Exists, class Store>
+__device__ __forceinline__ void read_mask_tile(const MaskRows& mask, int first_query, int first_key, int seqlen_k,
+                                               bool& any, bool& all, Exists exists, Store store) {
+  constexpr int kPieces = kBlockN / 16;  // of a row of the mask, 16 bytes each
+  any = false;
+#pragma unroll 1
+  for (int flat = threadIdx.x; flat < kBlockM * kPieces; flat += kVisibilityThreads) {
+    const int row = flat / kPieces, piece = flat % kPieces;
+    const int i = first_query + row, j = first_key + 16 * piece;
+    uint32_t bits = 0;
+    if (exists(i) && j < seqlen_k) {
+      bits = mask_bits(mask, i, j, seqlen_k);
+      any |= bits != 0;
+      all &= bits == (0xFFFFu >> max(j + 16 - seqlen_k, 0));
+    }
+    store(row, piece, static_cast<uint16_t>(bits));
+  }
+  any = __syncthreads_or(any);
+  all = __syncthreads_and(all);
+}
+
 /// A CTA makes the words and the state of one tile. static, as backward_row_terms_kernel is.
 template <int kBlockM, int kBlockN>
 static __global__ void __launch_bounds__(kVisibilityThreads)
     mask_tiles_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ VisibilityTiles tiles) {
-  constexpr int kPieces = kBlockN / 16;  // of a row of the mask, 16 bytes each
-  const int query_tile = blockIdx.x % tiles.query_tiles, key_tile = blockIdx.x / tiles.query_tiles % tiles.key_tiles;
-  const int rest = blockIdx.x / tiles.query_tiles / tiles.key_tiles;
-  const int head = rest % tiles.heads, batch = rest / tiles.heads;
-  const int first_query = query_tile * kBlockM, first_key = key_tile * kBlockN;
+  const VisibilityTileOfCta tile(tiles);
+  const int first_query = tile.query_tile * kBlockM, first_key = tile.key_tile * kBlockN;
   const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
-  const Sequence sequence(p, batch, head);
+  const Sequence sequence(p, tile.batch, tile.head);
   bool any = true, all = true;
   if (p.mask.data) {
     const MaskRows mask(p.mask, sequence);
-    auto* const g_halves =
-        reinterpret_cast<uint16_t*>(const_cast<uint32_t*>(tiles.words_of(batch, head, query_tile, key_tile)));
-    any = false;
-#pragma unroll 1
-    for (int flat = threadIdx.x; flat < kBlockM * kPieces; flat += kVisibilityThreads) {
-      const int row = flat / kPieces, piece = flat % kPieces;
-      const int i = first_query + row, j = first_key + 16 * piece;
-      uint32_t bits = 0;
-      if ((i < seqlen_q || mask.row_stride == 0) && j < seqlen_k) {
-        bits = mask_bits(mask, i, j, seqlen_k);
-        any |= bits != 0;
-        all &= bits == (0xFFFFu >> max(j + 16 - seqlen_k, 0));
-      }
-      g_halves[(piece / 2 * kBlockM + row) * 2 + piece % 2] = static_cast<uint16_t>(bits);
-    }
-    any = __syncthreads_or(any);
-    all = __syncthreads_and(all);
+    auto* const g_halves = reinterpret_cast<uint16_t*>(tile.words(tiles));
+    read_mask_tile<kBlockM, kBlockN>(
+        mask, first_query, first_key, seqlen_k, any, all, [&](int i) { return i < seqlen_q || mask.row_stride == 0; },
+        [&](int row, int piece, uint16_t bits) { g_halves[(piece / 2 * kBlockM + row) * 2 + piece % 2] = bits; });
   }
   if (threadIdx.x != 0) return;
   TileState state = !any ? kTileHidden : all ? kTileVisible : kTileMasked;
@@ -73,7 +97,7 @@ static __global__ void __launch_bounds__(kVisibilityThreads)
                          min(first_query + kBlockM, seqlen_q), min(first_key + kBlockN, seqlen_k));
     if (of_blocks < state) state = of_blocks;
   }
-  const_cast<uint8_t*>(tiles.states_of(batch, head, key_tile))[query_tile] = state;
+  tile.state(tiles) = state;
 }
 
 /// The words of a tile to shared memory, by the first kThreads of the CTA: word (group of 32 keys, query). Copies are

@@ -57,6 +57,9 @@ struct VisibilityTiles {
     const int64_t row = int64_t{batches > 1 ? batch : 0} * heads + (heads > 1 ? head : 0);
     return states + (row * key_tiles + key_tile) * query_tiles;
   }
+  FLASH_EXT_HOST_DEVICE int state_of(int batch, int head, int key_tile, int query_tile) const {
+    return states_of(batch, head, key_tile)[query_tiles > 1 ? query_tile : 0];
+  }
   FLASH_EXT_HOST_DEVICE const uint32_t* words_of(int batch, int head, int query_tile, int key_tile) const {
     const int64_t row = int64_t{word_batches > 1 ? batch : 0} * word_heads + (word_heads > 1 ? head : 0);
     return words +

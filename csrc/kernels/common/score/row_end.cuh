@@ -1,9 +1,15 @@
 // The end of a row: the factor that normalises out, and its log-sum-exp.
 #pragma once
 
+#include "kernels/params.h"
 #include "units.cuh"
 
 namespace flash_ext {
+
+/// The sink of a head, -inf where there is none. `head` is read only where there is one.
+__device__ __forceinline__ float sink_of(const AttentionParams& p, const int& head) {
+  return p.sink ? static_cast<const float*>(p.sink)[head] : -INFINITY;
+}
 
 /// The factor that normalises a row of out, and its log-sum-exp (natural logarithm).
 struct RowEnd {

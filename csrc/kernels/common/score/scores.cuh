@@ -15,17 +15,27 @@
 
 namespace flash_ext {
 
+/// What makes scores of products where there is no softcap. `per_natural`: of the unit of scores.
+FLASH_EXT_HOST_DEVICE float score_scale(const AttentionParams& p, float per_natural) {
+  return static_cast<float>(p.softmax_scale) * per_natural;
+}
+
 /// The factors of a call's scale and softcap. Computing them divides doubles; where registers are short the host does
 /// it, and kernels read the result from constant memory.
 struct ScoreFactors {
   float scale;  // of products; with softcap: to the argument of tanh
   float cap;    // 0 = off
 
-  /// `per_natural`: of the unit of scores.
+  FLASH_EXT_HOST_DEVICE ScoreFactors(float scale, float cap) : scale(scale), cap(cap) {}
   FLASH_EXT_HOST_DEVICE ScoreFactors(const AttentionParams& p, float per_natural)
-      : scale(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap)
-                              : static_cast<float>(p.softmax_scale) * per_natural),
-        cap(static_cast<float>(p.softcap) * per_natural) {}
+      : ScoreFactors(p.softcap > 0.0 ? static_cast<float>(p.softmax_scale / p.softcap) : score_scale(p, per_natural),
+                     static_cast<float>(p.softcap) * per_natural) {}
+
+  /// With a scale that is rounded once.
+  FLASH_EXT_HOST_DEVICE static ScoreFactors of_backward(const AttentionParams& p, float per_natural) {
+    return {static_cast<float>(p.softcap > 0.0 ? p.softmax_scale / p.softcap : p.softmax_scale * per_natural),
+            static_cast<float>(p.softcap) * per_natural};
+  }
 };
 
 /// Scale, softcap, ALiBi and bias of one head. It does not hide anything.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "epilogue.cuh"
-#include "kernels/common/sanitise_tile.cuh"
+#include "kernels/common/sanitise.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -75,10 +75,11 @@ struct BackwardConsumer : BackwardSums<Config> {
       const bool makes_weights = makes_p != odd && !past;
       if (makes_p || half != 0) ptx::cp_async_wait<0>();
       if (makes_weights) {
-        if (half == 0) remove_non_finite<Element, kHeadDim, kRoleThreads, kBlockN, true>(s_key, role_thread());
+        if (half == 0) sanitise_loaded_tile<Element, kHeadDim, kRoleThreads, kBlockN, true>(s_key, role_thread());
         // A hidden pair has weight 0, and 0 * NaN is NaN. A query that does see an Inf or NaN has it in its lse or D.
         if (has(now, kStepPartial | kStepNonFinite)) {
-          remove_non_finite<Element, kHeadDim, kRoleThreads, kBlockM>(odd ? s_grad_out : query_stage(n), role_thread());
+          sanitise_loaded_tile<Element, kHeadDim, kRoleThreads, kBlockM>(odd ? s_grad_out : query_stage(n),
+                                                                         role_thread());
         }
       }
       __syncthreads();

@@ -48,9 +48,8 @@ struct BackwardWalk : BackwardWarp<Config> {
       if (is_partial(step)) prepared.flags |= kStepPartial;
       if (options.biased) prepared.flags |= kStepMayHide;
       if (options.masks) {
-        const VisibilityTiles& tiles = workspace.visibility;
-        const int state = tiles.states_of(work_tile.sequence.batch, work_tile.sequence.head + step.head,
-                                          work_tile.key_tile)[tiles.query_tiles > 1 ? step.tile : 0];
+        const int state = workspace.visibility.state_of(work_tile.sequence.batch, work_tile.sequence.head + step.head,
+                                                        work_tile.key_tile, step.tile);
         if (state == kTileHidden) prepared.flags |= kStepHidden;
         if (state == kTileMasked) prepared.flags |= kStepMasked | kStepMayHide;
       }

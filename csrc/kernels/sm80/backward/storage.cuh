@@ -117,7 +117,7 @@ struct BackwardWorkTile {
         heads(task.heads),
         tiles(task.tiles),
         workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin, 0, Config::kBlockM)),
-        scale(static_cast<float>(p.softmax_scale) * ScoreUnit<Element>::kPerNatural),
+        scale(score_scale(p, ScoreUnit<Element>::kPerNatural)),
         options(p, sequence, ScoreUnit<Element>::kPerNatural),
         sums(task.sums(schedule)) {
     static_assert(sizeof(BackwardWorkTile) <= Config::kWorkTileBytes, "the shared-memory plan has room for it");

@@ -201,7 +201,7 @@ struct BiasConsumer {
 
   /// sum += dS, from S and f dP - delta, where nothing but a bias without -inf is added to scores.
   __device__ __forceinline__ void add_plain(Fragment& sum, Fragment& s, const Fragment& dp, const RowTerms& lse) const {
-    const float scale = static_cast<float>(p.softmax_scale) * Unit::kPerNatural;
+    const float scale = score_scale(p, Unit::kPerNatural);
     // Hidden pairs get weight 0 by a stabiliser of inf.
     RowTerms stabiliser;
 #pragma unroll

@@ -8,7 +8,7 @@
 #include "config.h"
 #include "kernels/common/mask/tile_range.h"
 #include "kernels/common/mask/visibility.cuh"
-#include "kernels/common/sanitise_tile.cuh"
+#include "kernels/common/sanitise.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/warp_products.cuh"
@@ -310,7 +310,7 @@ struct ScoreTile {
     load_slab(s_slab, rows, first, num_rows, columns, n);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
-    remove_non_finite<Element, kScoreSlab, kScoreThreads, kScoreRows>(s_slab);
+    sanitise_loaded_tile<Element, kScoreSlab, kScoreThreads, kScoreRows>(s_slab);
   }
 
   __device__ __forceinline__ void multiply_slabs(ScoreFragment& s, uint32_t s_a, uint32_t s_b) const {

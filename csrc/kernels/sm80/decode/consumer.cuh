@@ -3,7 +3,7 @@
 
 #include "config.h"
 #include "kernels/common/mask/tile_range.h"
-#include "kernels/common/sanitise_tile.cuh"
+#include "kernels/common/sanitise.cuh"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/warp_products.cuh"

@@ -147,10 +147,6 @@ struct DecodeRow {
   }
 };
 
-__device__ __forceinline__ float sink_of(const ForwardParams& p, int head) {
-  return p.sink ? static_cast<const float*>(p.sink)[head] : -INFINITY;
-}
-
 /// Eight results of a row.
 template <class Element>
 __device__ __forceinline__ void store_eight(Element* target, const float (&values)[8], float scale) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "epilogue.cuh"
-#include "kernels/common/sanitise_tile.cuh"
+#include "kernels/common/sanitise.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -39,7 +39,8 @@ struct ForwardConsumer : ForwardOut<Config> {
   /// V of this step, which has arrived. All warps come here or none, from either kind of step.
   __device__ __forceinline__ void sanitise_value() const {
     const int thread = Config::kMasks ? copying_thread() : static_cast<int>(threadIdx.x);
-    if (remove_non_finite<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0), thread)) work_tile.met_non_finite = true;
+    if (sanitise_loaded_tile<Element, kHeadDim, kThreads, kBlockN>(stage(s_v, 0), thread))
+      work_tile.met_non_finite = true;
     ptx::barrier_sync<kAllWarps, kThreads>();
   }
 

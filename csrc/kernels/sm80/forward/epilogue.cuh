@@ -20,7 +20,7 @@ struct ForwardOut : ForwardProducts<Config> {
     const Sequence& sequence = work_tile.sequence;
     const int first_query = work_tile.first_query;
     __syncwarp();
-    const float sink = p.sink ? static_cast<const float*>(p.sink)[sequence.head] : -INFINITY;
+    const float sink = sink_of(p, sequence.head);
     float keep_scale = 1.0f;
     if constexpr (Config::kDropout) keep_scale = work_tile.options.dropout.keep_scale;
     float* g_lse = static_cast<float*>(p.lse.data) + sequence.lse_offset(p.lse);

@@ -14,15 +14,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
-  using Base::lane_;
-  using Base::p_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::work_tile_;
-  using typename Base::LoadedTile;
-  using typename Base::Loads;
-  using typename Base::Steps;
+  using Base::lane_, Base::p_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_;
+  using typename Base::LoadedTile, typename Base::Loads, typename Base::Steps;
   static constexpr int kQueryWarp = 0, kGradWarp = 1, kBiasWarp = 2;
 
  public:

@@ -30,7 +30,7 @@ void run_backward_blocks(const BackwardParams& p, void* memory, cudaStream_t str
   using Rows = BackwardRowKernels<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim, true>;
   launch_backward_sequence<Rows>(p, all.rows, kBackwardNames, true, stream, [&] {
     launch_backward_kernel<BackwardBlocksRoles<Config>>(
-        kBackwardNames.main, p, {backward_maps<Config>(p), all.rows, all.schedule, base_two_scale(p)},
+        kBackwardNames.main, p, {backward_maps<Config>(p), all.rows, all.schedule, score_scale(p, kLog2E)},
         all.order.positions(), stream);
   });
 }

@@ -30,34 +30,18 @@ static __global__ void __launch_bounds__(kVisibilityThreads)
     mask_words_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ VisibilityTiles tiles) {
   constexpr int kPieces = kBlockN / 16;  // of a row of the mask, 16 bytes each
   __shared__ uint16_t s_pieces[kBlockM][kPieces];
-  const int query_tile = blockIdx.x % tiles.query_tiles, key_tile = blockIdx.x / tiles.query_tiles % tiles.key_tiles;
-  const int rest = blockIdx.x / tiles.query_tiles / tiles.key_tiles;
-  const int head = rest % tiles.heads, batch = rest / tiles.heads;
+  const VisibilityTileOfCta tile(tiles);
   const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
-  const MaskRows mask(p.mask, Sequence(p, batch, head));
+  const MaskRows mask(p.mask, Sequence(p, tile.batch, tile.head));
   bool any = false, all = true;
-#pragma unroll 1
-  for (int flat = threadIdx.x; flat < kBlockM * kPieces; flat += kVisibilityThreads) {
-    const int row = flat / kPieces, piece = flat % kPieces;
-    const int i = query_tile * kBlockM + row, j = key_tile * kBlockN + 16 * piece;
-    uint32_t bits = 0;
-    if (i < seqlen_q && j < seqlen_k) {
-      bits = mask_bits(mask, i, j, seqlen_k);
-      any |= bits != 0;
-      all &= bits == (0xFFFFu >> max(j + 16 - seqlen_k, 0));
-    }
-    s_pieces[row][piece] = static_cast<uint16_t>(bits);
-  }
-  any = __syncthreads_or(any);
-  all = __syncthreads_and(all);
-  auto* const g_words = const_cast<uint32_t*>(tiles.words_of(batch, head, query_tile, key_tile));
+  read_mask_tile<kBlockM, kBlockN>(
+      mask, tile.query_tile * kBlockM, tile.key_tile * kBlockN, seqlen_k, any, all, [&](int i) { return i < seqlen_q; },
+      [&](int row, int piece, uint16_t bits) { s_pieces[row][piece] = bits; });
+  uint32_t* const g_words = tile.words(tiles);
 #pragma unroll 1
   for (int word = threadIdx.x; word < kPieces * 32; word += kVisibilityThreads)
     g_words[word] = word_of_lane(s_pieces, word);
-  if (threadIdx.x == 0)
-    const_cast<uint8_t*>(tiles.states_of(batch, head, key_tile))[query_tile] = !any  ? kTileHidden
-                                                                               : all ? kTileVisible
-                                                                                     : kTileMasked;
+  if (threadIdx.x == 0) tile.state(tiles) = !any ? kTileHidden : all ? kTileVisible : kTileMasked;
 }
 
 }  // namespace flash_ext::sm90

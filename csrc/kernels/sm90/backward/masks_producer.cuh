@@ -10,15 +10,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
-  using Base::lane_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::work_tile_;
-  using Base::workspace_;
-  using typename Base::LoadedStep;
-  using typename Base::LoadedTile;
-  using typename Base::Place;
-  using typename Base::Steps;
+  using Base::lane_, Base::storage_, Base::warp_, Base::work_tile_, Base::workspace_;
+  using typename Base::LoadedStep, typename Base::LoadedTile, typename Base::Place, typename Base::Steps;
 
  public:
   using Base::Base;

@@ -39,9 +39,9 @@ void with_pipelined_options(int options, Run run) {
 template <class Config>
 void launch_pipelined_variant(const BackwardParams& p, const BackwardArguments& a, cudaStream_t stream) {
   using Roles = BackwardPipelinedOptionsRoles<Config>;
-  const double scale = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale * double{kLog2E};
+  const float scale = ScoreFactors::of_backward(p, kLog2E).scale;
   const auto launch_with = [&](const typename Roles::Maps& maps) {
-    launch_backward_kernel<Roles>(kBackwardNames.main, p, {maps, a.workspace, a.schedule, static_cast<float>(scale)},
+    launch_backward_kernel<Roles>(kBackwardNames.main, p, {maps, a.workspace, a.schedule, scale},
                                   a.schedule.positions(), stream);
   };
   if constexpr (Config::kBiased) {

@@ -103,9 +103,8 @@ template <class Config>
 __device__ __forceinline__ TileState state_of(const VisibilityTiles& tiles, const BackwardWorkTile<Config>& work_tile,
                                               int head, int tile) {
   const Sequence& sequence = work_tile.sequence;
-  const uint8_t* const g_states =
-      tiles.states_of(sequence.batch, sequence.head + head, work_tile.first_key / Config::kBlockN);
-  return static_cast<TileState>(g_states[tiles.query_tiles > 1 ? tile : 0]);
+  return static_cast<TileState>(
+      tiles.state_of(sequence.batch, sequence.head + head, work_tile.first_key / Config::kBlockN, tile));
 }
 
 template <class Config>

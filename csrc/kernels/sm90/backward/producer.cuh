@@ -36,14 +36,8 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
  protected:
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = TileDescriptor<kBlockN>;
-  using Base::kPanels;
-  using Base::lane_;
-  using Base::maps_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::work_tile_;
-  using Base::workspace_;
+  using Base::kPanels, Base::lane_, Base::maps_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_,
+      Base::workspace_;
   using typename Base::Sum;
 
   __device__ __forceinline__ void load_and_add() {

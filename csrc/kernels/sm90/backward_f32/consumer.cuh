@@ -48,14 +48,11 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   static constexpr int kPanels = Config::kPanels;
 
  protected:
-  using Base::at_;
-  using Base::lane_;
-  using Base::warp_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void zero_sums() {
-    for (Products::Tile& sum : sum_.full_panels) Products::zero(sum);
-    if constexpr (Config::kHasHalf) Products::zero(sum_.half);
+    for (Products::Tile& sum : sum_.full_panels) zero_accumulators(sum);
+    if constexpr (Config::kHasHalf) zero_accumulators(sum_.half);
   }
 
   /// x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T, from which lse was computed. `wait` waits for
@@ -74,10 +71,10 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
       }
     }
     ptx::wgmma_wait<0>();
-    Products::fence_operand(x);
-    Products::fence_operand(rest);
+    ptx::fence_operand(x);
+    ptx::fence_operand(rest);
     if constexpr (Config::kCluster > 1) {
-      Products::fence_operand(second);
+      ptx::fence_operand(second);
       Products::add(x, second);
     }
     Products::add(x, rest);
@@ -118,7 +115,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
       wait(panel);
       Products::start(sum, a, b(panel));
       ptx::wgmma_wait<0>();
-      Products::fence_operand(sum);
+      ptx::fence_operand(sum);
       const uint64_t& slot_empty = empty[at_.slot(panel)];
       this->release(slot_empty);
       if (warp_ == 0) fill_again(step, panel, slot_empty, load);
@@ -162,13 +159,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
   }
 
  private:
-  using Base::at_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::storage_;
-  using Base::sum_;
-  using Base::warp_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::p_, Base::storage_, Base::sum_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void visit(const Step& step) {
     Products::Operand p;
@@ -265,13 +256,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
   }
 
  private:
-  using Base::at_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::storage_;
-  using Base::sum_;
-  using Base::warp_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::p_, Base::storage_, Base::sum_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void visit(const Step& step) {
     Products::Operand ds;

@@ -27,11 +27,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
   }
 
  private:
-  using Base::at_;
-  using Base::lane_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::storage_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void load_first() {
     Step step = work_tile_.first_step();
@@ -69,7 +65,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
     float sum[kN][4];
     Products::start(sum, ds, this->key_piece(panel));
     ptx::wgmma_wait<0>();
-    Products::fence_operand(sum);
+    ptx::fence_operand(sum);
     send(step, panel, sum);
   }
 

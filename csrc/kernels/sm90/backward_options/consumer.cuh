@@ -16,11 +16,8 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
  public:
   using Storage = BackwardOptionsStorage<Config>;
   using Base = BackwardConsumer<Config, Storage>;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Scores;
-  using typename Base::Tile;
-  using typename Base::Weights;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Tile,
+      typename Base::Weights;
   // Whether dS is made of P times the derivative of the softcap. Where there may be dropout, it comes last.
   static constexpr bool kSlopesFirst = !Config::kAny && Config::may_have(kStepSoftcapped);
   static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
@@ -50,13 +47,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
   }
 
  private:
-  using Base::at_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::warpgroup_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::p_, Base::storage_, Base::warp_, Base::warpgroup_, Base::work_tile_;
 
   __device__ __forceinline__ const BackwardOptions& options() const { return storage_.options; }
   __device__ __forceinline__ uint32_t behind_storage(int offset) const {
@@ -136,7 +127,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     }
     if (!kSlopesFirst && Config::template has<kStepSoftcapped>(metadata.flags))
       multiply_by_slopes(ds, hides || (Config::kAny && may_hide));
-    if (!Config::kAny && may_hide && !hides && holds_nan(ds)) zero_hidden(ds, p);
+    if (!Config::kAny && may_hide && !hides && Tile::holds_nan(ds)) zero_hidden(ds, p);
     if (Config::template has<kStepKeyBiased>(metadata.flags) && __any_sync(~0u, hides_keys())) zero_hidden_keys(p, ds);
     this->publish(ds);
     this->add_up(p, ds, look_ahead);
@@ -147,15 +138,6 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     if ((Config::kAny || hides) && Config::template has<kStepBiased>(metadata.flags) && bias_by_pairs())
       hide_by_bias(weights);
     if (Config::template has<kStepIsMasked>(metadata.flags)) hide_by_words(weights);
-  }
-
-  /// Of an operand: f(k, e) for each register. 4 k + e is 2 n + r.
-  template <class F>
-  __device__ __forceinline__ static void for_each_pair(F f) {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) f(k, e);
   }
 
   /// Weights in place of products. What one option makes of scores is one pass with their exponentials.
@@ -308,21 +290,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
   }
   __device__ __forceinline__ void add_bias_32(Scores& s) const {
     wait_for_bias();
-    const uint32_t s_panel = s_bias();
-    using Layout = TileLayout<float, kWarpgroupRows>;
-    const int lane = ptx::reread(lane_), key = 16 * warp_ + lane / 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        // Queries 8 rows further on lie in the same column of the swizzle.
-        const uint32_t s_first = s_panel + key % 4 * 4 + Layout::at(2 * (lane % 4) + c, key / 4 + 2 * r);
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          float& x = s[0][n][2 * r + c];
-          x = fmaf(load_shared<float>(s_first + 8 * n * Layout::kRowBytes), kLog2E, x);
-        }
-      }
+    BiasRowsInShared<float, BaseTwoUnit, kWarpgroupRows>::add(s, s_bias(), 0, 16 * warp_, ptx::reread(lane_));
   }
 
   /// A word has a query's 32 keys, those of two warps.
@@ -340,16 +308,10 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     }
   }
 
-  /// Whether some number of the warp is NaN, or two of them are infinite. The check costs half of what zeroing costs.
-  __device__ __forceinline__ static bool holds_nan(const Weights& ds) {
-    uint32_t sum = 0;
-    for_each_pair([&](int k, int e) { sum = ptx::add_pairs<Element>(sum, ds[k][e]); });
-    return __any_sync(~0u, ptx::differs<Element>(sum, sum) != 0);
-  }
   /// dS where the weight is 0: dP may be NaN there, and so may P be where a bias hides.
   __device__ __forceinline__ void zero_hidden(Weights& ds, Weights& p) const {
     if (bias_by_pairs()) hide_by_bias(p);
-    for_each_pair([&](int k, int e) { ds[k][e] &= ptx::differs<Element>(p[k][e], 0); });
+    Tile::hide_weightless(ds, p);
   }
 
   /// Of a head, for this lane's keys, to base 2.
@@ -378,7 +340,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
   /// Where the bias of a key is -inf. Weights and dS may be NaN there.
   __device__ __forceinline__ void zero_hidden_keys(Weights& p, Weights& ds) const {
     const uint32_t kept[2] = {key_bias_[0] == -INFINITY ? 0u : ~0u, key_bias_[1] == -INFINITY ? 0u : ~0u};
-    for_each_pair([&](int k, int e) {
+    Tile::for_each_pair([&](int k, int e, int, int) {
       p[k][e] &= kept[e % 2];
       ds[k][e] &= kept[e % 2];
     });

@@ -11,12 +11,8 @@ template <class Config, class Storage = BackwardStorage<Config>>
 class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
  public:
   using Base = BackwardKeysConsumer<Config, Storage>;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Scores;
-  using typename Base::Sum;
-  using typename Base::Tile;
-  using typename Base::Weights;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Sum, typename Base::Tile,
+      typename Base::Weights;
 
   __device__ __forceinline__ BackwardConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles, float scale,
                                               int group, int lane)
@@ -33,19 +29,12 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
   }
 
  protected:
-  using Base::at_;
-  using Base::kValues;
-  using Base::lane_;
-  using Base::p_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::warpgroup_;
-  using Base::work_tile_;
+  using Base::at_, Base::kValues, Base::lane_, Base::p_, Base::s_tiles_, Base::storage_, Base::warp_, Base::warpgroup_,
+      Base::work_tile_;
 
   __device__ __forceinline__ void zero_sums() {
-    Products::zero(dk_);
-    Products::zero(dv_);
+    zero_accumulators(dk_);
+    zero_accumulators(dv_);
   }
 
   __device__ __forceinline__ void visit_all() {
@@ -123,10 +112,10 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     Products::start_sum(dk_, ds, this->query_tile());
     meanwhile();
     ptx::wgmma_wait<1>();
-    Products::fence_operand(dv_);
+    ptx::fence_operand(dv_);
     this->release_grad();
     ptx::wgmma_wait<0>();
-    Products::fence_operand(dk_);
+    ptx::fence_operand(dk_);
     this->release_query();
   }
 

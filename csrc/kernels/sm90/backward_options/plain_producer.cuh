@@ -42,16 +42,8 @@ class BackwardDq : protected BackwardProducer<Config, Storage> {
   }
 
  protected:
-  using Base::at_;
-  using Base::kPanels;
-  using Base::lane_;
-  using Base::maps_;
-  using Base::p_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::work_tile_;
-  using Base::workspace_;
+  using Base::at_, Base::kPanels, Base::lane_, Base::maps_, Base::p_, Base::s_tiles_, Base::storage_, Base::warp_,
+      Base::work_tile_, Base::workspace_;
   using typename Base::Sum;
 
   /// In the order in which the consumers need them.

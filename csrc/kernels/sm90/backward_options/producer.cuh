@@ -53,13 +53,7 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
   }
 
  private:
-  using Base::at_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::work_tile_;
-  using Base::workspace_;
+  using Base::at_, Base::lane_, Base::p_, Base::storage_, Base::warp_, Base::work_tile_, Base::workspace_;
 
   __device__ __forceinline__ static bool is_past(const StepMetadata& metadata) { return metadata.flags & kStepPast; }
   __device__ __forceinline__ static BackwardStep step_of(const StepMetadata& metadata) {

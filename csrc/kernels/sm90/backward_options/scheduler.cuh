@@ -62,11 +62,9 @@ class BackwardOptionsSteps {
     next_state_ = kTileHidden;
     if (is_past(window) || tile >= work_tile_.tiles.end) return;
     next_state_ = kTileVisible;
-    if (Config::may_have(kStepIsMasked | kStepKeyBiased) && options_.masks) {
-      const VisibilityTiles& tiles = workspace_.visibility;
-      next_state_ = tiles.states_of(work_tile_.sequence.batch, work_tile_.sequence.head + window.head,
-                                    work_tile_.first_key / Config::kBlockN)[tiles.query_tiles > 1 ? tile : 0];
-    }
+    if (Config::may_have(kStepIsMasked | kStepKeyBiased) && options_.masks)
+      next_state_ = workspace_.visibility.state_of(work_tile_.sequence.batch, work_tile_.sequence.head + window.head,
+                                                   work_tile_.first_key / Config::kBlockN, tile);
     if (Config::may_have(kStepIsMasked | kStepBiased | kStepKeyBiased) && options_.hides)
       next_has_non_finite_ =
           workspace_.has_non_finite[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + tile];

@@ -54,8 +54,8 @@ class BackwardPersistentConsumer
 
   /// Runs that tile and moves the cursor on.
   __device__ __forceinline__ void run(BackwardCursor<Config>& at, const BackwardPersistentMaps& maps) {
-    Base::Products::zero(dk_);
-    Base::Products::zero(dv_);
+    zero_accumulators(dk_);
+    zero_accumulators(dv_);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
       this->sum_up(at);
     } else {
@@ -67,16 +67,8 @@ class BackwardPersistentConsumer
   }
 
  private:
-  using Base::dk_;
-  using Base::dv_;
-  using Base::lane_;
-  using Base::p_;
-  using Base::rules_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::warpgroup_;
-  using Base::work_tile_;
+  using Base::dk_, Base::dv_, Base::lane_, Base::p_, Base::rules_, Base::s_tiles_, Base::storage_, Base::warp_,
+      Base::warpgroup_, Base::work_tile_;
   static constexpr int kRowsOfWarp = 16;
 
   /// Stores dV and dK through shared memory, from where TMA takes them while the warp goes on.

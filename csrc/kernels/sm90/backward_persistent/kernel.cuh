@@ -101,7 +101,7 @@ void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t
     const auto ctas = std::min<int64_t>(all.table.count, num_sms);
     const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), kSharedBytes, true};
     launch(kBackwardPersistentNames.main, backward_persistent_kernel<Config>, shape, stream, p,
-           persistent_maps<Config>(p), all.workspace, all.table, base_two_scale(p));
+           persistent_maps<Config>(p), all.workspace, all.table, score_scale(p, kLog2E));
     combine_splits<Element, kBlockM, Config::kBlockN, kHeadDim, true>(p, all.schedule, true, stream);
   };
   using Rows = BackwardRowKernels<Element, BackwardTransposedDqLayout<kBlockM, kHeadDim>, kBlockM, kHeadDim, true>;

@@ -87,7 +87,7 @@ void launch_backward_short(const BackwardParams& p, void* memory, cudaStream_t s
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardShortStorage<Config>);
   const LaunchShape heads{grid_of(p.batch * p.heads_q), dim3(Config::kThreads), kSharedBytes};
   launch(kBackwardShortNames.main, backward_short_kernel<Config>, heads, stream, p, maps, workspace,
-         static_cast<float>(p.softmax_scale) * kLog2E);
+         score_scale(p, kLog2E));
   using Rows = BackwardRowKernels<typename Config::Element, void, kWarpgroupRows, kBackwardShortHeadDim>;
   launch_sink_gradient<Rows>(p, workspace, kBackwardShortNames, stream);
 }

@@ -21,17 +21,15 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
     const int first = this->group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, this->sequence().seqlen_k);
     if (first >= end) return;
     const TileSpan seen = this->sequence().template query_tiles<kBlockM>(first, end);
-    Products::zero(dk_);
-    Products::zero(dv_);
+    zero_accumulators(dk_);
+    zero_accumulators(dv_);
     this->visit(seen, [&](int tile, bool hides) { step(tile, hides); });
     store(p_.dv, dv_, 1.0f);
     store(p_.dk, dk_, static_cast<float>(p_.softmax_scale));
   }
 
  private:
-  using Base::lane_;
-  using Base::p_;
-  using Base::storage_;
+  using Base::lane_, Base::p_, Base::storage_;
 
   /// One tile of queries. S and dP take the same registers.
   __device__ __forceinline__ void step(int tile, bool hides) {
@@ -50,11 +48,11 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
     Products::start(s, this->own_rows_at(Config::kValuesOffset), grads);
     Products::start_sum(dv_, p, grads);
     Products::finish(s);
-    Products::fence_operand(dv_);
+    ptx::fence_operand(dv_);
     Tile::compute_ds(p, s, p, storage_.minus_delta + tile * kBlockM, lane_, hides);
     Products::start_sum(dk_, p, queries);
     ptx::wgmma_wait<0>();
-    Products::fence_operand(dk_);
+    ptx::fence_operand(dk_);
   }
 
   __device__ __forceinline__ void store(const TensorView& view, const typename Products::Sum& sum, float scale) const {

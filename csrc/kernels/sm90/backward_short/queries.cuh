@@ -29,7 +29,7 @@ class BackwardShortQueries : BackwardShortBlock<Config> {
       lse_[r] = this->storage_.lse[this->row(r)];
       minus_delta_[r] = this->storage_.minus_delta[this->row(r)];
     }
-    Products::zero(dq_);
+    zero_accumulators(dq_);
     this->visit(seen, [&](int tile, bool hides) { step(tile, hides); });
     this->store(query_rows<Element>(p_.dq, this->sequence()), this->sequence().seqlen_q, dq_,
                 static_cast<float>(p_.softmax_scale));
@@ -61,7 +61,7 @@ class BackwardShortQueries : BackwardShortBlock<Config> {
     pack_operand<Element>(ds, s);
     Products::start_sum(dq_, ds, keys);
     ptx::wgmma_wait<0>();
-    Products::fence_operand(dq_);
+    ptx::fence_operand(dq_);
   }
 
   /// Weights that the window or the lengths hide become 0, whatever they are.

@@ -15,16 +15,9 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   using Base = BackwardKeysConsumer<Config, Storage>;
   using Base::at_;
   using Base::Base;
-  using Base::p_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::work_tile_;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Scores;
-  using typename Base::Sum;
-  using typename Base::Tile;
-  using typename Base::Weights;
+  using Base::p_, Base::s_tiles_, Base::storage_, Base::work_tile_;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Sum, typename Base::Tile,
+      typename Base::Weights;
 
   /// step(tile) for the tiles of a head that this CTA's keys see, skip(tile) for those that only the other CTA's keys
   /// see. A skip still waits for the barriers, so that no warpgroup gets two phases ahead.
@@ -51,7 +44,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   __device__ __forceinline__ void add_up(const Weights& weights, uint32_t rows) {
     Products::start_sum(sum_, weights, rows);
     ptx::wgmma_wait<0>();
-    Products::fence_operand(sum_);
+    ptx::fence_operand(sum_);
   }
 
   /// P and then dS of this warp: this lane's row.
@@ -102,28 +95,22 @@ template <class Config>
 class BackwardWideValues : BackwardWideKeysConsumer<Config> {
  public:
   using Base = BackwardWideKeysConsumer<Config>;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Scores;
-  using typename Base::Storage;
-  using typename Base::Tile;
-  using typename Base::Weights;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Storage,
+      typename Base::Tile, typename Base::Weights;
 
   __device__ __forceinline__ BackwardWideValues(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                                 float scale, int rank, int lane)
       : Base(p, storage, s_tiles, 0, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
-    Products::zero(sum_);
+    zero_accumulators(sum_);
     sanitise_keys();  // waits for K, too: TMA must not outlive the CTA
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dv(sum_, 1.0f);
   }
 
  private:
-  using Base::at_;
-  using Base::storage_;
-  using Base::sum_;
+  using Base::at_, Base::storage_, Base::sum_;
 
   /// One step. Without kSees, only the other CTA's keys see something of the tile. Releasing Q releases lse, too, so P
   /// is stored before.
@@ -166,28 +153,22 @@ template <class Config>
 class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
  public:
   using Base = BackwardWideKeysConsumer<Config>;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Scores;
-  using typename Base::Storage;
-  using typename Base::Tile;
-  using typename Base::Weights;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Storage,
+      typename Base::Tile, typename Base::Weights;
 
   __device__ __forceinline__ BackwardWideGradients(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                                    float scale, int rank, int lane)
       : Base(p, storage, s_tiles, Config::kValuesOffset, scale, rank, lane) {}
 
   __device__ __forceinline__ void run() {
-    Products::zero(sum_);
+    zero_accumulators(sum_);
     sanitise_keys();
     this->visit_heads([&](int tile) { step<true>(tile); }, [&](int tile) { step<false>(tile); });
     this->store_dk(sum_, static_cast<float>(Base::p_.softmax_scale));
   }
 
  private:
-  using Base::at_;
-  using Base::storage_;
-  using Base::sum_;
+  using Base::at_, Base::storage_, Base::sum_;
 
   /// One step, as above. Releasing dO releases D, too, so dS is stored before. It takes the registers and the place of
   /// P.

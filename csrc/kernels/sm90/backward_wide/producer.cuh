@@ -60,12 +60,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
   }
 
  private:
-  using Base::at_;
-  using Base::lane_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::work_tile_;
+  using Base::at_, Base::lane_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_;
 
   __device__ __forceinline__ void load_first() {
     Step step = work_tile_.first_step();

@@ -131,14 +131,14 @@ class BiasConsumer {
       ptx::wgmma_wait<1>();
       release(first);
     }
-    for_each_score(s, [](float& x, int, int, int) { ptx::fence_operand(x); });
+    ptx::fence_operand(s[0]);
     if (plain) {
       compute_plain_p(s);
     } else {
       compute_p(s, step);
     }
     ptx::wgmma_wait<0>();
-    for_each_score(dp, [](float& x, int, int, int) { ptx::fence_operand(x); });
+    ptx::fence_operand(dp[0]);
     release(second);
     const float* const s_delta = storage_.delta[step_at_.stage()] + first_row_ + lane_ / 4;
     const float delta[2] = {s_delta[0], s_delta[8]};
@@ -192,7 +192,7 @@ class BiasConsumer {
 
   /// P in place of Q K^T, where nothing is added to scores but a bias without -inf.
   __device__ __forceinline__ void compute_plain_p(Fragment& s) const {
-    const float scale = static_cast<float>(p_.softmax_scale) * kLog2E;
+    const float scale = score_scale(p_, kLog2E);
     float lse[2];
     load_lse(lse);
     // A row that sees nothing has weight 0.

@@ -19,11 +19,11 @@ void with_element(const AttentionParams& p, Run run) {
   throw std::runtime_error("flash_ext: attention on wgmma takes float16 and bfloat16");
 }
 
-/// Calls run(Element(), HeadDim<n>()).
-template <class Run>
-void with_kernel_types(const AttentionParams& p, Run run) {
+/// Calls run(Element(), HeadDim<n>()), as with_head_dim<kHeadDims...>() does.
+template <int... kHeadDims, class Run>
+void with_types_of(const AttentionParams& p, int head_dim, Run run) {
   with_element(p, [&](auto element) {
-    with_kernel_head_dim(p.head_dim, p.head_dim_v, [&](auto head_dim) { run(element, head_dim); });
+    with_head_dim<kHeadDims...>(head_dim, [&](auto of_kernel) { run(element, of_kernel); });
   });
 }
 

@@ -54,9 +54,9 @@ struct FloatProductsOf {
     Tile last;                    // a2 b0
 
     __device__ __forceinline__ void fence_operand() {
-      FloatProductsOf::fence_operand(largest);
-      FloatProductsOf::fence_operand(pairs);
-      FloatProductsOf::fence_operand(last);
+      ptx::fence_operand(largest);
+      ptx::fence_operand(pairs);
+      ptx::fence_operand(last);
     }
     __device__ __forceinline__ void add_up(Tile& s) const {
 #pragma unroll
@@ -115,22 +115,6 @@ struct FloatProductsOf {
         }
       }
     ptx::wgmma_commit();
-  }
-
-  template <int kN>
-  __device__ __forceinline__ static void fence_operand(float (&x)[kN][4]) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(x[n][e]);
-  }
-
-  template <int kN>
-  __device__ __forceinline__ static void zero(float (&x)[kN][4]) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[n][e] = 0.0f;
   }
 
   template <int kN>

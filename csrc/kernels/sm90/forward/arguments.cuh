@@ -51,7 +51,7 @@ struct ForwardOptionsTerms {
 
 inline ForwardOptionsTerms forward_options_terms(const ForwardParams& p) {
   ForwardOptionsTerms options{ScoreTerms(p)};
-  const float scale = static_cast<float>(p.softmax_scale) * kLog2E;
+  const float scale = score_scale(p, kLog2E);
   options.adds_alibi = p.alibi_slopes != nullptr;
   options.adds_bias = p.bias.data != nullptr;
   options.scales_first = scales_first(p.softcap, options.adds_alibi, p.softmax_scale);
@@ -113,7 +113,7 @@ struct ForwardArguments {
     if constexpr (Config::kVisible) {
       return call.options.scale;
     } else {
-      return Config::kScoreOptions ? 1.0f : static_cast<float>(call.p.softmax_scale) * kLog2E;
+      return Config::kScoreOptions ? 1.0f : score_scale(call.p, kLog2E);
     }
   }
 };

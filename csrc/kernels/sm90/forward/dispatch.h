@@ -29,32 +29,22 @@ inline bool has_forward_options(const AttentionParams& p) {
 /// Whether k and v are a cache, contiguous or paged.
 inline bool has_cache(const AttentionParams& p) { return p.seq.block_table || p.seq.cache_batch > 0; }
 
-/// Calls run(Element(), HeadDim<head_dim>()) for 64, 128 or 256.
-template <class Run>
-void with_forward_types_of(const AttentionParams& p, int head_dim, Run run) {
-  with_element(p, [&](auto element) {
-    if (head_dim == 64) return run(element, HeadDim<64>());
-    head_dim == 128 ? run(element, HeadDim<128>()) : run(element, HeadDim<256>());
-  });
-}
-
 /// Calls run(Element(), HeadDim<n>()) for the variant with options.
 template <class Run>
 void with_forward_options_types(const AttentionParams& p, Run run) {
-  with_forward_types_of(p, first_that_serves(kForwardOptionsHeadDims, p.head_dim, p.head_dim_v).qk, run);
+  with_types_of<64, 128, 256>(p, first_that_serves(kForwardOptionsHeadDims, p.head_dim, p.head_dim_v).qk, run);
 }
 
 /// The same for the variant of block masks.
 template <class Run>
 void with_forward_blocks_types(const AttentionParams& p, Run run) {
-  const int head_dim = first_that_serves(kForwardBlocksHeadDims, p.head_dim, p.head_dim_v).qk;
-  with_element(p, [&](auto element) { head_dim == 64 ? run(element, HeadDim<64>()) : run(element, HeadDim<128>()); });
+  with_types_of<64, 128>(p, first_that_serves(kForwardBlocksHeadDims, p.head_dim, p.head_dim_v).qk, run);
 }
 
 /// The same for the variant of caches.
 template <class Run>
 void with_forward_cache_types(const AttentionParams& p, Run run) {
-  with_forward_types_of(p, first_that_serves(kForwardCacheHeadDims, p.head_dim, p.head_dim_v).qk, run);
+  with_types_of<64, 128, 256>(p, first_that_serves(kForwardCacheHeadDims, p.head_dim, p.head_dim_v).qk, run);
 }
 
 /// Calls run(Element(), HeadDim<n>(), HeadDim<n>()).

@@ -13,27 +13,13 @@ class ForwardEpilogue : public ForwardRows<Config> {
   using Base = ForwardRows<Config>;
 
  protected:
-  using Base::address;
-  using Base::k_at_;
-  using Base::kBlockN;
-  using Base::kD;
-  using Base::lane_;
-  using Base::out_;
-  using Base::p_;
-  using Base::q_at_;
-  using Base::query_tile;
-  using Base::row_sum_;
-  using Base::s_tiles_;
-  using Base::stabiliser_;
-  using Base::storage_;
-  using Base::v_at_;
-  using Base::warp_;
-  using Base::warpgroup_;
+  using Base::address, Base::k_at_, Base::kBlockN, Base::kD, Base::lane_, Base::out_, Base::p_, Base::q_at_,
+      Base::query_tile, Base::row_sum_, Base::s_tiles_, Base::stabiliser_, Base::storage_, Base::v_at_, Base::warp_,
+      Base::warpgroup_;
 
  public:
   using Base::Base;
-  using typename Base::Element;
-  using typename Base::WorkTile;
+  using typename Base::Element, typename Base::WorkTile;
 
  protected:
   /// Records whether a row of this warp overflowed, met Inf or NaN, has a stabiliser beyond FixedStabiliser's limits,

@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         .run(start);
   } else {
     ptx::release_registers<Config::kProducerRegisters>();
-    ForwardProducerOf<Config>(arguments, storage, shared, lane()).run(warp, scheduler, schedule, start);
+    ForwardProducer<Config>::run(ForwardProducerOf<Config>(arguments, storage, shared, lane()), warp, scheduler,
+                                 schedule, start);
   }
 }
 

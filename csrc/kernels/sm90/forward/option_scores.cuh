@@ -62,22 +62,9 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   using Base = ForwardEpilogue<Config>;
 
  protected:
-  using Base::address;
-  using Base::k_at_;
-  using Base::kBlockN;
-  using Base::kD;
-  using Base::kN;
-  using Base::lane_;
-  using Base::out_;
-  using Base::p_;
-  using Base::release;
-  using Base::row_sum_;
-  using Base::stabiliser_;
-  using Base::warp_;
-  using Base::warpgroup_;
-  using typename Base::Element;
-  using typename Base::Scores;
-  using typename Base::Weights;
+  using Base::address, Base::k_at_, Base::kBlockN, Base::kD, Base::kN, Base::lane_, Base::out_, Base::p_, Base::release,
+      Base::row_sum_, Base::stabiliser_, Base::warp_, Base::warpgroup_;
+  using typename Base::Element, typename Base::Scores, typename Base::Weights;
   static constexpr int kKeyParts = Config::kKeyParts;
   // P must stay finite as an Element, l and out in float.
   static constexpr float kSumLimit = std::is_same_v<Element, __half> ? 0x1p14f : 0x1p60f;

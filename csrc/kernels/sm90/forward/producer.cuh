@@ -33,21 +33,22 @@ class ForwardProducer {
         v_(reinterpret_cast<uint4*>(tiles + Config::kValuesOffset)),
         lane_(lane) {}
 
-  /// Runs the role of one of the four warps, each of which calls `start` first.
-  template <class Schedule, class Start>
-  __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule,
-                                      Start start) {
+  /// Runs the role of one of the four warps of `producer`, which may be of a class derived from this one. Each calls
+  /// `start` first.
+  template <class Producer, class Schedule, class Start>
+  __device__ __forceinline__ static void run(Producer&& producer, int warp, ForwardScheduler<Config>& scheduler,
+                                             const Schedule& schedule, Start start) {
     if (warp == 0) {
       start();
-      run_keys();
+      producer.run_keys();
     } else if (warp == 1) {
       start();
-      run_queries();
+      producer.run_queries();
     } else if (warp == 2) {
       start();
-      run_values();
+      producer.run_values();
     } else {
-      scheduler.run(schedule, lane_, start);
+      scheduler.run(schedule, producer.lane_, start);
     }
   }
 
@@ -370,7 +371,7 @@ class ForwardProducer {
   /// True if this lane found some.
   __device__ __forceinline__ bool remove_non_finite(uint4* s_tile) const {
     const auto piece = [&](int k) -> uint4& { return s_tile[k]; };
-    return sanitise_pieces<typename Config::Element, Config::kValueBytes / 16, 32, 2>(lane_, piece);
+    return sanitise_pieces<typename Config::Element, false, Config::kValueBytes / 16, 32, 2>(lane_, piece);
   }
 
   /// Zeroes rows from `first` on. They lie behind the sequence, so no query sees them.

@@ -116,7 +116,7 @@ class ForwardRows {
   __device__ __forceinline__ void multiply_qk(Scores& s) const {
     start_qk(s);
     ptx::wgmma_wait<0>();
-    fence_operand(s);
+    ptx::fence_operand(s[0]);
   }
 
   /// Computes S and P of the tile whose K has arrived. softmax(s) turns S into P.
@@ -148,7 +148,7 @@ class ForwardRows {
     wait_for_values();
     start_pv(p);
     ptx::wgmma_wait<1>();
-    fence_operand(s);
+    ptx::fence_operand(s[0]);
   }
 
   /// Adds P V of the tile before and computes S and P of the tile whose K has arrived. kFixedMax: softmax(s) keeps the
@@ -224,10 +224,6 @@ class ForwardRows {
     return TileCoordinates<false>::of_lane(row, tile * kBlockN, lane_);
   }
 
-  __device__ __forceinline__ static void fence_operand(Scores& s) {
-    for_each_score(s, [](float& x, int, int, int) { ptx::fence_operand(x); });
-  }
-
   /// S = Q K^T
   __device__ __forceinline__ void start_qk(Scores& s) const {
     using Product = ptx::Wgmma<Element, kBlockN>;
@@ -255,12 +251,7 @@ class ForwardRows {
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void fence_out() {
-#pragma unroll
-    for (int d = 0; d < kD; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(out_[d][e]);
-  }
+  __device__ __forceinline__ void fence_out() { ptx::fence_operand(out_); }
 
   /// Sets the stabiliser of each row to the maximum so far. kFirst: rows have none yet, and out is 0.
   template <bool kFirst = false>

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
       out[d][3] = fmaf(factor[1], piece.w, out[d][3]);
     }
   }
-  const float sink = p.sink ? static_cast<const float*>(p.sink)[sequence.head] : -INFINITY;
+  const float sink = sink_of(p, sequence.head);
   auto rows = query_rows<Element>(p.out, sequence);
   rows.base += first_column;
   const int columns = static_cast<int>(p.head_dim_v) - first_column;

@@ -14,12 +14,8 @@ template <class Config>
 class TraverseFromDiagonal : public TraverseRange<Config> {
   using Base = TraverseRange<Config>;
   using Rows = ForwardRows<Config>;
-  using Base::p_;
-  using Base::stabiliser_;
-  using Base::terms_;
-  using Base::warpgroup_;
-  using typename Base::Scores;
-  using typename Base::Weights;
+  using Base::p_, Base::stabiliser_, Base::terms_, Base::warpgroup_;
+  using typename Base::Scores, typename Base::Weights;
 
  public:
   using Base::Base;

@@ -14,16 +14,8 @@ namespace flash_ext::sm90 {
 template <class Config>
 class TraverseListed : public ForwardEpilogue<Config> {
   using Base = ForwardEpilogue<Config>;
-  using Base::kBlockN;
-  using Base::kN;
-  using Base::lane_;
-  using Base::p_;
-  using Base::stabiliser_;
-  using Base::warp_;
-  using Base::warpgroup_;
-  using typename Base::Element;
-  using typename Base::Scores;
-  using typename Base::Weights;
+  using Base::kBlockN, Base::kN, Base::lane_, Base::p_, Base::stabiliser_, Base::warp_, Base::warpgroup_;
+  using typename Base::Element, typename Base::Scores, typename Base::Weights;
   static constexpr int kWords = kBlockN / 32;
   // Tiles before this one update the row max: see kUpdatesRowMaxInLast.
   static constexpr int kFixedBegin = Config::kUpdatesRowMaxInLast ? 1 : 0;

@@ -23,50 +23,15 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   using Base = ForwardOptionScores<Config>;
 
  protected:
-  using Base::add_bias;
-  using Base::add_sums;
-  using Base::address;
-  using Base::ask_for_bias;
-  using Base::ask_for_bits;
-  using Base::ask_for_random_bits;
-  using Base::draw;
-  using Base::drop;
-  using Base::fence_operand;
-  using Base::fence_out;
-  using Base::has_bias;
-  using Base::hide_by_bias;
-  using Base::hide_something;
-  using Base::hide_weights;
-  using Base::k_at_;
-  using Base::kAsksForBias;
-  using Base::kKeyParts;
-  using Base::kOnlyBias;
-  using Base::kOnlyMask;
-  using Base::kSingle;
-  using Base::look;
-  using Base::next_bias_came;
-  using Base::options_;
-  using Base::prepare_random_bits;
-  using Base::release;
-  using Base::release_bias;
-  using Base::release_values;
-  using Base::scale_first;
-  using Base::some_stabiliser_is_low;
-  using Base::stabiliser_;
-  using Base::start_pv;
-  using Base::start_qk;
-  using Base::storage_;
-  using Base::v_at_;
-  using Base::wait_for_random_bits;
-  using Base::wait_for_values;
-  using Base::warpgroup_;
-  using typename Base::BiasPairs;
-  using typename Base::Element;
-  using typename Base::KeptWeights;
-  using typename Base::Scores;
-  using typename Base::SharedRandomBits;
-  using typename Base::VisibleBits;
-  using typename Base::Weights;
+  using Base::add_bias, Base::add_sums, Base::address, Base::ask_for_bias, Base::ask_for_bits,
+      Base::ask_for_random_bits, Base::draw, Base::drop, Base::fence_out, Base::has_bias, Base::hide_by_bias,
+      Base::hide_something, Base::hide_weights, Base::k_at_, Base::kAsksForBias, Base::kKeyParts, Base::kOnlyBias,
+      Base::kOnlyMask, Base::kSingle, Base::look, Base::next_bias_came, Base::options_, Base::prepare_random_bits,
+      Base::release, Base::release_bias, Base::release_values, Base::scale_first, Base::some_stabiliser_is_low,
+      Base::stabiliser_, Base::start_pv, Base::start_qk, Base::storage_, Base::v_at_, Base::wait_for_random_bits,
+      Base::wait_for_values, Base::warpgroup_;
+  using typename Base::BiasPairs, typename Base::Element, typename Base::KeptWeights, typename Base::Scores,
+      typename Base::SharedRandomBits, typename Base::VisibleBits, typename Base::Weights;
   // S of a tile beside P V of the one before. Not where 128 keys are worth more.
   static constexpr bool kOverlapsPv = kKeyParts == 1;
   template <bool kBias>
@@ -188,7 +153,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     const bool hides = look(metadata, visible);
     if constexpr (kBias && kAsksForBias) ask_for_bias(bias);
     ptx::wgmma_wait<0>();
-    fence_operand(s);
+    ptx::fence_operand(s[0]);
     if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
     release_keys();
     scale_first(s, work_tile, metadata, !kBias && !hides && this->is_full(work_tile, metadata.tile));
@@ -250,7 +215,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
       start_pv(p);
       terms.hides = !kOnlyBias && __any_sync(~0u, partly && hide_something(terms.visible));
       ptx::wgmma_wait<1>();
-      fence_operand(s);
+      ptx::fence_operand(s[0]);
       if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
       release_keys();
       const bool goes_on = mode_ >= kRun;

@@ -12,9 +12,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 class ForwardVisibleProducer : public ForwardProducer<Config> {
   using Base = ForwardProducer<Config>;
-  using Base::address;
-  using Base::lane_;
-  using Base::p_;
+  using Base::address, Base::lane_, Base::p_;
   using WorkTile = ForwardWorkTile<Config>;
   using List = VisibleTiles<Config>;
   using ListOfBits = VisibleTiles<Config, true>;
@@ -29,25 +27,9 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
         s_bias_(ptx::shared_address(tiles) + Config::kBiasOffset),
         s_bits_(ptx::shared_address(tiles) + Config::kBitsOffset) {}
 
-  /// Runs the role of one of the four warps, each of which calls `start` first.
-  template <class Schedule, class Start>
-  __device__ __forceinline__ void run(int warp, ForwardScheduler<Config>& scheduler, const Schedule& schedule,
-                                      Start start) {
-    if (warp == 0) {
-      start();
-      run_keys();
-    } else if (warp == 1) {
-      start();
-      run_queries();
-    } else if (warp == 2) {
-      start();
-      run_values();
-    } else {
-      scheduler.run(schedule, lane_, start);
-    }
-  }
-
  private:
+  friend Base;
+
   /// Warp 0: loads K of the listed tiles, their mask bits, what their random bits share, and writes the metadata.
   __device__ __forceinline__ void run_keys() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);

@@ -147,8 +147,8 @@ class ForwardF32Consumer {
       release_piece();
     }
     ptx::wgmma_wait<0>();
-    Products::fence_operand(s);
-    Products::fence_operand(rest);
+    ptx::fence_operand(s);
+    ptx::fence_operand(rest);
     release_piece();
     Products::add(s, rest);
   }
@@ -228,7 +228,7 @@ class ForwardF32Consumer {
   }
 
   __device__ __forceinline__ void finish_softmax(Tile& sum, int piece, const float (&factor)[2]) {
-    Products::fence_operand(sum);
+    ptx::fence_operand(sum);
     release_piece();
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
@@ -242,7 +242,7 @@ class ForwardF32Consumer {
   /// Normalises the rows and writes them.
   __device__ __forceinline__ void store(const WorkTile& work_tile) const {
     const Sequence& sequence = work_tile.sequence;
-    const float sink = p_.sink ? static_cast<const float*>(p_.sink)[sequence.head] : -INFINITY;
+    const float sink = sink_of(p_, sequence.head);
     const auto rows = query_rows<float>(p_.out, sequence);
     float* const g_lse = static_cast<float*>(p_.lse.data) + sequence.lse_offset(p_.lse);
 #pragma unroll

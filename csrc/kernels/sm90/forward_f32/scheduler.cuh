@@ -28,8 +28,7 @@ ForwardSchedule schedule_forward_f32(const AttentionParams& p, const WorkListPla
 template <class Config>
 class ForwardF32Queue : public WorkTileQueue<ForwardF32Storage<Config>> {
   using Base = WorkTileQueue<ForwardF32Storage<Config>>;
-  using Base::at_;
-  using Base::storage_;
+  using Base::at_, Base::storage_;
 
  public:
   using Base::Base;

@@ -1,7 +1,6 @@
 #include "kernels/sm90/backward/backward.h"
 #include "kernels/sm90/backward/blocks.h"
-#include "kernels/sm90/common/backward/shape.h"
-#include "kernels/sm90/common/element.h"
+#include "kernels/sm90/common/backward/dispatch.h"
 
 namespace flash_ext::sm90 {
 
@@ -30,12 +29,11 @@ int64_t backward_workspace_bytes(const BackwardParams& params) {
 }
 
 void backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
-  with_element(params, [&](auto element) {
-    using Element = decltype(element);
-    if (!lists_blocks(blocks_call(params))) return run_backward<Element, 128>(params, workspace, stream);
-    backward_head_dim(params.head_dim, params.head_dim_v) == 64
-        ? run_backward_blocks<Element, 64>(params, workspace, stream)
-        : run_backward_blocks<Element, 128>(params, workspace, stream);
+  if (!lists_blocks(blocks_call(params))) {
+    return with_element(params, [&](auto element) { run_backward<decltype(element), 128>(params, workspace, stream); });
+  }
+  with_backward_types<64, 128>(params, [&](auto element, auto head_dim) {
+    run_backward_blocks<decltype(element), decltype(head_dim)::value>(params, workspace, stream);
   });
 }
 

@@ -1,3 +1,4 @@
+#include "kernels/common/head_dim.h"
 #include "kernels/sm90/backward_f32/backward_f32.h"
 #include "kernels/sm90/backward_f32/config.cuh"
 
@@ -13,16 +14,9 @@ int64_t backward_f32_workspace_bytes(const BackwardParams& params) {
 }
 
 void backward_f32(const BackwardParams& params, void* workspace, cudaStream_t stream) {
-  switch (backward_f32_head_dim(params.head_dim, params.head_dim_v)) {
-    case 64:
-      return run_backward_f32<64>(params, workspace, stream);
-    case 128:
-      return run_backward_f32<128>(params, workspace, stream);
-    case 192:
-      return run_backward_f32<192>(params, workspace, stream);
-    default:
-      return run_backward_f32<256>(params, workspace, stream);
-  }
+  with_head_dim<64, 128, 192, 256>(backward_f32_head_dim(params.head_dim, params.head_dim_v), [&](auto head_dim) {
+    run_backward_f32<decltype(head_dim)::value>(params, workspace, stream);
+  });
 }
 
 }  // namespace flash_ext::sm90

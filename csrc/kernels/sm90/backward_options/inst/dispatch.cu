@@ -1,6 +1,5 @@
 #include "kernels/sm90/backward_options/backward_options.h"
-#include "kernels/sm90/common/backward/shape.h"
-#include "kernels/sm90/common/element.h"
+#include "kernels/sm90/common/backward/dispatch.h"
 
 namespace flash_ext::sm90 {
 
@@ -12,20 +11,15 @@ void run_backward_options(const BackwardParams& params, void* workspace, cudaStr
 
 int64_t backward_options_workspace_bytes(const BackwardParams& params) {
   int64_t bytes = 0;
-  with_element(params, [&](auto element) {
-    using Element = decltype(element);
-    bytes = backward_head_dim(params.head_dim, params.head_dim_v) == 64 ? backward_options_bytes<Element, 64>(params)
-                                                                        : backward_options_bytes<Element, 128>(params);
+  with_backward_types<64, 128>(params, [&](auto element, auto head_dim) {
+    bytes = backward_options_bytes<decltype(element), decltype(head_dim)::value>(params);
   });
   return bytes;
 }
 
 void backward_options(const BackwardParams& params, void* workspace, cudaStream_t stream) {
-  with_element(params, [&](auto element) {
-    using Element = decltype(element);
-    backward_head_dim(params.head_dim, params.head_dim_v) == 64
-        ? run_backward_options<Element, 64>(params, workspace, stream)
-        : run_backward_options<Element, 128>(params, workspace, stream);
+  with_backward_types<64, 128>(params, [&](auto element, auto head_dim) {
+    run_backward_options<decltype(element), decltype(head_dim)::value>(params, workspace, stream);
   });
 }
 

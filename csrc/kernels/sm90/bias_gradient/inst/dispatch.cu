@@ -16,10 +16,8 @@ int64_t bias_gradient_workspace_bytes(const BackwardParams& p) {
 }
 
 void bias_gradient(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  with_kernel_types(p, [&](auto element, auto head_dim) {
-    if constexpr (decltype(head_dim)::value <= kMaxBiasHeadDim) {
-      run_bias_gradient<decltype(element), decltype(head_dim)::value>(p, workspace, stream);
-    }
+  with_types_of<64, kMaxBiasHeadDim>(p, kernel_head_dim(p.head_dim, p.head_dim_v), [&](auto element, auto head_dim) {
+    run_bias_gradient<decltype(element), decltype(head_dim)::value>(p, workspace, stream);
   });
 }
 

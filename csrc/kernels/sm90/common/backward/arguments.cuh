@@ -3,7 +3,7 @@
 
 #include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/workspace.h"
-#include "kernels/common/score/units.cuh"
+#include "kernels/common/score/scores.cuh"
 #include "kernels/sm90/common/tensor_map.h"
 #include "producer.cuh"
 
@@ -20,8 +20,6 @@ struct BackwardArgumentsOf {
   float scale;  // of products: to base 2 or, where a softcap bounds scores, to the argument of its tanh
 };
 using BackwardArguments = BackwardArgumentsOf<BackwardMaps>;
-
-inline float base_two_scale(const BackwardParams& p) { return static_cast<float>(p.softmax_scale) * kLog2E; }
 
 template <class Config>
 BackwardMaps backward_maps(const BackwardParams& p) {

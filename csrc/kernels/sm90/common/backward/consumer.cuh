@@ -104,18 +104,9 @@ class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
  protected:
   using Base = BackwardKeysWarp<Config, Storage>;
   using Base::Base;
-  using Base::kBlockM;
-  using Base::kConsumerThreads;
-  using Base::lane_;
-  using Base::queries_;
-  using Base::s_tiles_;
-  using Base::scale_;
-  using Base::storage_;
-  using Base::warpgroup_;
-  using Base::work_tile_;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Sum;
+  using Base::kBlockM, Base::kConsumerThreads, Base::lane_, Base::queries_, Base::s_tiles_, Base::scale_,
+      Base::storage_, Base::warpgroup_, Base::work_tile_;
+  using typename Base::Element, typename Base::Products, typename Base::Sum;
   using Tile = BackwardTile<Element, kBlockM>;
   using Scores = typename Tile::Scores;
   using Weights = typename Tile::Weights;

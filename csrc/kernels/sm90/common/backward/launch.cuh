@@ -32,7 +32,7 @@ void launch_backward(const BackwardParams& p, void* memory, const BackwardKernel
   using Rows =
       BackwardRowKernels<Element, BackwardDqLayout<Config::kDqHeadDim>, Config::kBlockM, Config::kDqHeadDim, kPermuted>;
   launch_backward_sequence<Rows>(p, all.workspace, names, kOverlaps, stream, [&] {
-    launch_main(BackwardArguments{backward_maps<Config>(p), all.workspace, all.schedule, base_two_scale(p)});
+    launch_main(BackwardArguments{backward_maps<Config>(p), all.workspace, all.schedule, score_scale(p, kLog2E)});
     combine_splits<Element, Config::kBlockM, Config::kBlockN, Config::kHeadDim>(p, all.schedule, kOverlaps, stream);
   });
 }

@@ -87,8 +87,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       : Base(p, storage, s_tiles, warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
         rules_(p, storage, s_tiles) {}
   __device__ __forceinline__ void run() {
-    Products::zero(dk_);
-    Products::zero(dv_);
+    zero_accumulators(dk_);
+    zero_accumulators(dv_);
     BackwardOneTile<Config> at;
     if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up(at);
     store_sums();
@@ -107,23 +107,9 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     this->store_dv(dv_, rules_.unit());
     this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }
-  using Base::kBlockM;
-  using Base::kConsumerThreads;
-  using Base::keys_;
-  using Base::kHeadDim;
-  using Base::kValues;
-  using Base::lane_;
-  using Base::p_;
-  using Base::queries_;
-  using Base::s_tiles_;
-  using Base::scale_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::warpgroup_;
-  using Base::work_tile_;
-  using typename Base::Element;
-  using typename Base::Products;
-  using typename Base::Sum;
+  using Base::kBlockM, Base::kConsumerThreads, Base::keys_, Base::kHeadDim, Base::kValues, Base::lane_, Base::p_,
+      Base::queries_, Base::s_tiles_, Base::scale_, Base::storage_, Base::warp_, Base::warpgroup_, Base::work_tile_;
+  using typename Base::Element, typename Base::Products, typename Base::Sum;
 
  private:
   using Tile = BackwardPipelinedTile<Element, kBlockM>;
@@ -167,7 +153,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     bool hides = find_visible(visible, step, full_of_keys);
     if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
     ptx::wgmma_wait<0>();
-    Products::fence_operand(s[0]);
+    ptx::fence_operand(s[0]);
     wait_for(at.v_full(storage_), at.parity());
 #pragma unroll 1
     do {
@@ -179,7 +165,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       rules_.drop(p, ds);
       fence_operands(p);
       if constexpr (Rules::kTwoWeights) fence_operands(ds);
-      Products::fence_operand(s[0]);
+      ptx::fence_operand(s[0]);
       if (!has_grads) wait_for(storage_.do_full[step.grad_stage()], step.grad_parity());
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
@@ -195,7 +181,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       // A product whose operand is in registers holds its warp until it is nearly over.
       if (Config::kPersistent) start_sum(dv_, p, grads);
       ptx::wgmma_wait<1>();
-      Products::fence_operand(s[0]);
+      ptx::fence_operand(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
       Tile::template load<Rules::kEarlySteps, Tile::kSteps>(terms, s_delta, lane_);
       rules_.compute_ds(ds, s, p, terms);
@@ -218,11 +204,11 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
       ds_at.advance();
       ptx::wgmma_wait<1>();
-      Products::fence_operand(s[0]);
+      ptx::fence_operand(s[0]);
     } while (!step.is_past_end());
     ptx::wgmma_wait<0>();
-    Products::fence_operand(dk_);
-    Products::fence_operand(dv_);
+    ptx::fence_operand(dk_);
+    ptx::fence_operand(dv_);
     at.leave(step);
   }
 

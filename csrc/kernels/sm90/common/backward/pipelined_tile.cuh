@@ -13,11 +13,11 @@
 namespace flash_ext::sm90 {
 
 template <class Element, int kBlockM>
-struct BackwardPipelinedTile {
+struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
   using Base = BackwardTile<Element, kBlockM>;
   using Scores = typename Base::Scores;
   using Weights = typename Base::Weights;
-  static constexpr int kSteps = Base::kSteps;
+  using Base::for_each_pair, Base::kSteps;
   /// lse or D: step k has those of queries 16 k + 2 t, + 1, + 8 and + 9, with t = lane % 4.
   using Terms = float4[kSteps];
   /// Of keys g and g + 8, with g = lane / 4: bit 15 - n says whether query 8 n + 2 t sees it, bit 31 - n the same of
@@ -77,12 +77,6 @@ struct BackwardPipelinedTile {
       }
     }
   }
-  /// Whether some number of the warp is NaN, or two of them are infinite and differ.
-  __device__ __forceinline__ static bool holds_nan(const Weights& pairs) {
-    uint32_t sum = 0;
-    for_each_pair([&](int k, int e, int, int) { sum = ptx::add_pairs<Element>(sum, pairs[k][e]); });
-    return __any_sync(~0u, ptx::differs<Element>(sum, sum) != 0);
-  }
   /// Zeroes pairs where such a bias is -inf.
   __device__ __forceinline__ static void hide_by_bias(Weights& pairs, uint32_t s_row) {
     constexpr uint32_t kHidden = std::is_same_v<Element, __half> ? 0xFC00FC00u : 0xFF80FF80u;
@@ -95,18 +89,14 @@ struct BackwardPipelinedTile {
     }
   }
 
-  /// Zeroes pairs whose weight is 0.
-  __device__ __forceinline__ static void hide_weightless(Weights& pairs, const Weights& p) {
-    for_each_pair([&](int k, int e, int, int) { pairs[k][e] &= ptx::differs<Element>(p[k][e], 0); });
-  }
-
   /// Of scores that a softcap bounds: P, and P times the derivative of the softcap. `scale`: of products to the
   /// argument of tanh; `cap` to base 2.
   __device__ __forceinline__ static void softmax_step_softcap(Weights& p, Weights& sloped, const Scores& s,
                                                               const Terms& lse, float scale, float cap) {
     for_each_pair([&](int k, int e, int n, int r) {
       const float2 term = pair_of(lse[k], e / 2);
-      const float x = ptx::tanh_approx(s[0][n][2 * r] * scale), y = ptx::tanh_approx(s[0][n][2 * r + 1] * scale);
+      const float x = softcap_tanh<Element>(s[0][n][2 * r] * scale),
+                  y = softcap_tanh<Element>(s[0][n][2 * r + 1] * scale);
       const float low = ptx::exp2_approx(fmaf(x, cap, -term.x)), high = ptx::exp2_approx(fmaf(y, cap, -term.y));
       p[k][e] = ptx::pack2<Element>(low, high);
       sloped[k][e] = ptx::pack2<Element>(low * softcap_slope(x), high * softcap_slope(y));
@@ -193,14 +183,6 @@ struct BackwardPipelinedTile {
  private:
   static_assert(kBlockM <= 128, "there is a bit for each of a lane's queries");
 
-  /// f(step, element of the operand, n, r): elements 2 r and 2 r + 1 of accumulator n are the pair.
-  template <class F>
-  __device__ __forceinline__ static void for_each_pair(F f) {
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) f(k, e, 2 * k + e / 2, e % 2);
-  }
   __device__ __forceinline__ static float2 pair_of(const float4& four, int half) {
     return half ? float2{four.z, four.w} : float2{four.x, four.y};
   }

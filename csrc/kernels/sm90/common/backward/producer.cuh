@@ -47,10 +47,7 @@ struct BackwardDqPiece {
   /// Waits for the product.
   __device__ __forceinline__ static void finish(Sum& sum) {
     ptx::wgmma_wait<0>();
-#pragma unroll
-    for (int n = 0; n < Config::kBlockM / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(sum[n][e]);
+    ptx::fence_operand(sum);
   }
   /// The warp's shared memory for a panel.
   __device__ __forceinline__ static uint32_t place(uint32_t s_tiles, int warp, int panel) {
@@ -116,15 +113,8 @@ class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
  protected:
   using Base = BackwardDqWarp<Config, Storage>;
   using Base::Base;
-  using Base::kBlockM;
-  using Base::lane_;
-  using Base::maps_;
-  using Base::p_;
-  using Base::s_tiles_;
-  using Base::storage_;
-  using Base::warp_;
-  using Base::work_tile_;
-  using Base::workspace_;
+  using Base::kBlockM, Base::lane_, Base::maps_, Base::p_, Base::s_tiles_, Base::storage_, Base::warp_,
+      Base::work_tile_, Base::workspace_;
   using Step = BackwardStep;
 
   __device__ __forceinline__ void load_queries(const Step& step) const {

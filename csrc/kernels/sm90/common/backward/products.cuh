@@ -35,7 +35,7 @@ struct BackwardProducts {
   }
   __device__ __forceinline__ static void finish(Scores& s) {
     ptx::wgmma_wait<0>();
-    for_each_score(s, [](float& x, int, int, int) { ptx::fence_operand(x); });
+    ptx::fence_operand(s[0]);
   }
 
   /// sum += weights rows, of P and dO or of dS and Q. The caller waits for it and fences the sum.
@@ -46,20 +46,6 @@ struct BackwardProducts {
     for (int step = 0; step < Tile::kSteps; ++step)
       Product::accumulate_transposed(sum, weights[step], QueryTile::at(rows, QueryTile::down_rows(step)));
     ptx::wgmma_commit();
-  }
-
-  __device__ __forceinline__ static void zero(Sum& sum) {
-#pragma unroll
-    for (int d = 0; d < kD; ++d)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[d][e] = 0.0f;
-  }
-  template <int kCount>
-  __device__ __forceinline__ static void fence_operand(float (&x)[kCount][4]) {
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ptx::fence_operand(x[n][e]);
   }
 };
 

@@ -81,15 +81,35 @@ struct BackwardTile {
         weights[n / 2][n % 2 * 2 + r] &= mask(8 * n, 8 * r, 0xFFFFu) | mask(8 * n + 1, 8 * r, 0xFFFF0000u);
   }
 
+  /// f(step, element of the operand, n, r): elements 2 r and 2 r + 1 of accumulator n are the pair.
+  template <class F>
+  __device__ __forceinline__ static void for_each_pair(F f) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) f(k, e, 2 * k + e / 2, e % 2);
+  }
+  /// Whether some number of the warp is NaN, or two of them are infinite and differ. It costs half of what zeroing
+  /// costs.
+  __device__ __forceinline__ static bool holds_nan(const Weights& pairs) {
+    uint32_t sum = 0;
+    for_each_pair([&](int k, int e, int, int) { sum = ptx::add_pairs<Element>(sum, pairs[k][e]); });
+    return __any_sync(~0u, ptx::differs<Element>(sum, sum) != 0);
+  }
+  /// Zeroes pairs whose weight is 0.
+  __device__ __forceinline__ static void hide_weightless(Weights& pairs, const Weights& p) {
+    for_each_pair([&](int k, int e, int, int) { pairs[k][e] &= ptx::differs<Element>(p[k][e], 0); });
+  }
+
   /// dS from dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see. `hides`
   /// says that there may be such pairs.
   __device__ __forceinline__ static void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
                                                     const float* s_minus_delta, int lane, bool hides) {
     const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
     if (hides) {
-      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight == 0.0f ? 0.0f : weight * x; });
+      compute_ds(ds, dp, p, s_lane, [](float x, float weight) { return weight == 0.0f ? 0.0f : weight * x; });
     } else {
-      for_each_pair(ds, dp, p, s_lane, [](float x, float weight) { return weight * x; });
+      compute_ds(ds, dp, p, s_lane, [](float x, float weight) { return weight * x; });
     }
   }
 
@@ -141,8 +161,8 @@ struct BackwardTile {
 
  private:
   template <class F>
-  __device__ __forceinline__ static void for_each_pair(Weights& ds, const Scores& dp, const Weights& p,
-                                                       const float* s_lane, F gradient) {
+  __device__ __forceinline__ static void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
+                                                    const float* s_lane, F gradient) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);

@@ -1,3 +1,4 @@
+#include "kernels/common/head_dim.h"
 #include "kernels/common/scheduler/work_list.cuh"
 #include "kernels/launch.h"
 #include "kernels/sm90/common/warpgroup.h"
@@ -20,16 +21,9 @@ int64_t forward_f32_workspace_bytes(const ForwardParams& params) {
 }
 
 void forward_f32(const ForwardParams& params, void* workspace, cudaStream_t stream) {
-  switch (forward_f32_head_dim(params.head_dim, params.head_dim_v)) {
-    case 64:
-      return run_forward_f32<64>(params, workspace, stream);
-    case 128:
-      return run_forward_f32<128>(params, workspace, stream);
-    case 192:
-      return run_forward_f32<192>(params, workspace, stream);
-    default:
-      return run_forward_f32<256>(params, workspace, stream);
-  }
+  with_head_dim<64, 128, 192, 256>(forward_f32_head_dim(params.head_dim, params.head_dim_v), [&](auto head_dim) {
+    run_forward_f32<decltype(head_dim)::value>(params, workspace, stream);
+  });
 }
 
 }  // namespace flash_ext::sm90
