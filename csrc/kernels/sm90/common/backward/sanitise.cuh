@@ -11,7 +11,7 @@ namespace flash_ext::sm90 {
 /// kCount pieces of 16 bytes, kStep bytes apart.
 template <class Element, int kCount, int kStep>
 __device__ __forceinline__ void sanitise_pieces_at(uint32_t s_first) {
-  const auto piece = [&](int k) -> uint4& { return shared_piece(s_first + k * kStep); };
+  const auto piece = [=](int k) -> uint4& { return shared_piece(s_first + k * kStep); };
   if (sanitise_pieces<Element, true, kCount, 1, 4>(0, piece)) ptx::fence_proxy_async_shared();
 }
 
