@@ -51,22 +51,16 @@ struct Sequence {
   int offset;                // key that query 0 is aligned with
 
   __device__ __forceinline__ Sequence(const AttentionParams& p, int batch, int head)
-      : batch(batch),
-        head(head),
-        head_kv(p.heads_q == p.heads_kv ? head : head / (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv))) {
-    take_sizes(p);
+      : Sequence(p, batch, head, SizesOfTensors()) {
     read(p);
     take_window(p);
   }
 
-  /// The same in less code where nothing lies on the device, for a kernel that waits for its instructions: one jump
-  /// instead of a branch for each length.
-  struct Short {};
-  __device__ __forceinline__ Sequence(const AttentionParams& p, int batch, int head, Short)
-      : batch(batch),
-        head(head),
-        head_kv(p.heads_q == p.heads_kv ? head : head / (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv))) {
-    take_sizes(p);
+  /// The same by one jump over read() where it would find nothing: fewer instructions are fetched, which counts at the
+  /// start of the Hopper forward.
+  struct SkipsReading {};
+  __device__ __forceinline__ Sequence(const AttentionParams& p, int batch, int head, SkipsReading)
+      : Sequence(p, batch, head, SizesOfTensors()) {
     leftpad = 0;
     cache_row = batch;
     if (lie_on_device(p.seq)) read(p);
@@ -120,7 +114,11 @@ struct Sequence {
   __device__ __forceinline__ int queries_end(int j) const { return min(j - offset + left + 1, seqlen_q); }
 
  private:
-  __device__ __forceinline__ void take_sizes(const AttentionParams& p) {
+  struct SizesOfTensors {};
+  __device__ __forceinline__ Sequence(const AttentionParams& p, int batch, int head, SizesOfTensors)
+      : batch(batch),
+        head(head),
+        head_kv(p.heads_q == p.heads_kv ? head : head / (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv))) {
     q_begin = k_begin = 0;
     seqlen_q = static_cast<int>(p.seqlen_q);
     seqlen_k = static_cast<int>(p.seqlen_k);
@@ -138,6 +136,7 @@ struct Sequence {
     cache_row = s.cache_batch_idx ? clamped(s.cache_batch_idx[batch], 0, static_cast<int>(s.cache_batch) - 1) : batch;
   }
 
+  /// Whether read() would find any. Without branches, whose instructions would have to be fetched.
   __device__ __forceinline__ static bool lie_on_device(const SequenceParams& s) {
     const auto bits = [](const int32_t* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
     return (bits(s.cu_seqlens_q) | bits(s.cu_seqlens_k) | bits(s.seqused_q) | bits(s.seqused_k) | bits(s.leftpad_k) |

@@ -124,9 +124,8 @@ class Gather(Passes):
         rank, size = self.ranks.rank, self.ranks.size
         transfer = self.transfer()
         shards = {rank: self.own_chunks(x)}
-        leaving: dict[
-            tuple[int, ...], tuple[Tensor, Tensor]
-        ] = {}  # heads of a section do not lie together: copied once
+        # Heads of a section do not lie together: what several ranks need is copied once.
+        leaving: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         for step in range(1, size):
             taker, owner = (rank + step) % size, (rank - step) % size
             chunks = self.needed_chunks(taker, rank)

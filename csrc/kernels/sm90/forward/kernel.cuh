@@ -96,9 +96,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     if constexpr (Config::kSplitsKv) ptx::launch_dependents();  // combine_splits_kernel(), which waits by itself
   }
   // Each role calls it where its own instructions begin: they are fetched while warp 3 makes the first work tile. In a
-  // model L2 seldom holds them, and each fetch takes a microsecond. So what runs once per work tile is not unrolled,
-  // and the producers' code comes first (nvcc 13 places the second branch there): what lies near the entry comes
-  // soonest.
+  // model L2 seldom holds them, and each fetch takes about 1000 cycles. So what warp 1 does once per work tile is not
+  // unrolled, and the producers' code comes first (nvcc 13 places the second branch there): what lies near the entry
+  // comes soonest.
   const auto start = [&] {
     __syncthreads();
     if constexpr (Config::kSplitsKv)

@@ -126,7 +126,7 @@ class ForwardScheduler {
   template <class Schedule>
   __device__ __forceinline__ bool make_work_tile(const Schedule& schedule, int64_t position, int lane, bool is_first) {
     const TileIndex tile = schedule.locate(position);
-    const Sequence sequence(p_, tile.sequence, tile.head, Sequence::Short());
+    const Sequence sequence(p_, tile.sequence, tile.head, Sequence::SkipsReading());
     const int blocks = (sequence.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
     if (tile.tile >= blocks) return false;
     const int first_query = WorkTile::first_query_of(tile.tile, blocks, sequence.seqlen_q);
