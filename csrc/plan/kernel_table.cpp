@@ -45,6 +45,8 @@ constexpr unsigned kSm90Cache = kAnyShape | kOwnValueDim | kFewTiles;
 constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kNotByTma);
 constexpr unsigned kSm90PlainBackward =
     kAnyShape | kOwnValueDim | kOnlyWithBias | kDeterministic | kDeterministicBesideOptions;
+constexpr unsigned kSm90PersistentBackward =
+    (kSm90PlainBackward | kBlockMask) & ~(kDeterministic | kDeterministicBesideOptions);
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
 constexpr char kWgmma[] = "wgmma, for compute capability 9.0";
@@ -63,8 +65,8 @@ constexpr KernelRow kTable[] = {
      "wgmma and TMA, for compute capability 9.0; a head's rows fit into shared memory",
      choose_sm90_backward_short_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90BackwardPersistent, "sm90/backward_persistent", &kHopper, kBackward, kHalf,
-     sm90::kMostPersistentHeadDim, kSm90PlainBackward & ~kDeterministic, kWgmmaAndTma,
-     choose_sm90_backward_persistent_tiles, sm90_backward_persistent_tiles, nullptr, false, true},
+     sm90::kMostPersistentHeadDim, kSm90PersistentBackward, kWgmmaAndTma, choose_sm90_backward_persistent_tiles,
+     sm90_backward_persistent_tiles, nullptr, false, true, persists_sm90_backward},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
      kSm90Backward & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr,
      false, true, overlaps_sm90_backward},

@@ -85,16 +85,21 @@ const char* backward_variant(const Problem& p) {
 }  // namespace
 
 bool overlaps_sm90_backward(const Problem& p) {
-  return lists_blocks(p) ||
-         (sm90::is_pipelined(head_dim_of_kernel(p)) && sm90::pipelines(serving_options(p), p.has_block_mask));
+  return sm90::is_pipelined(head_dim_of_kernel(p)) &&
+         (lists_blocks(p) || sm90::pipelines(serving_options(p), p.has_block_mask));
 }
+
+bool persists_sm90_backward(const Problem& p) { return !p.has_block_mask || lists_blocks(p); }
 
 void choose_sm90_backward_tiles(Draft& draft) {
   take_narrow_tiles(draft, backward_variant(draft.p), overlapping_shape(draft.p));
 }
 
 void choose_sm90_backward_persistent_tiles(Draft& draft) {
-  take_narrow_tiles(draft, "scaled products", sm90::backward_persistent_shape(), "; persistent, one CTA an SM");
+  take_narrow_tiles(draft, backward_variant(draft.p), sm90::backward_persistent_shape(),
+                    lists_blocks(draft.p)
+                        ? "; persistent, one CTA an SM; three pieces of 32 queries that the mask lists"
+                        : "; persistent, one CTA an SM");
 }
 
 void choose_sm90_backward_options_tiles(Draft& draft) {
@@ -153,7 +158,7 @@ BackwardTiles sm90_backward_tiles(const Problem& p) {
   const sm90::BackwardShape shape = overlapping_shape(p);
   const int head_dim = head_dim_of_kernel(p), options = serving_options(p);
   const bool is_plain = options == 0 || lists_blocks(p);
-  const double step = head_dim == 64 ? kStepOf64 : is_plain ? kPlainStepOf128 : pipelined_step_of_128(options);
+  const double step = is_plain ? kPlainStepOf128 : pipelined_step_of_128(options);
   BackwardTiles tiles = {shape.block_m, keys_of(shape), head_dim, step, kCta};
   tiles.splits = !lists_blocks(p);
   return tiles;
@@ -161,7 +166,9 @@ BackwardTiles sm90_backward_tiles(const Problem& p) {
 
 BackwardTiles sm90_backward_persistent_tiles(const Problem& p) {
   const sm90::BackwardShape shape = sm90::backward_persistent_shape();
-  return {shape.block_m, keys_of(shape), head_dim_of_kernel(p), kPersistentStep, kPersistentTile};
+  BackwardTiles tiles = {shape.block_m, keys_of(shape), head_dim_of_kernel(p), kPersistentStep, kPersistentTile};
+  tiles.splits = !lists_blocks(p);
+  return tiles;
 }
 
 BackwardTiles sm90_backward_options_tiles(const Problem& p) {

@@ -27,5 +27,7 @@ BackwardTiles sm90_backward_f32_tiles(const Problem& p);
 
 /// Whether the kernel whose products overlap serves the options of a problem.
 bool overlaps_sm90_backward(const Problem& p);
+/// Whether the persistent kernel serves the block mask of a problem, if it has one.
+bool persists_sm90_backward(const Problem& p);
 
 }  // namespace flash_ext::plan

@@ -90,7 +90,10 @@ VARIANTS: dict[str, dict[str, str]] = {
         **OPTIONS_OF_BACKWARD,
         "all options": backward_of(-1),
     },
-    "sm90/backward_persistent": {"scaled products": r"BackwardPersistentConfig<"},
+    "sm90/backward_persistent": {
+        "scaled products": r"BackwardPersistentConfig<",
+        "block mask alone": r"BackwardPersistentBlocksConfig<",
+    },
     "sm90/backward_wide": {"wide heads": r"BackwardWideConfig<"},
     "sm90/backward_f32": {
         "scaled products": r"BackwardF32Config<\d+, false>",

@@ -6,10 +6,10 @@
 // the bits of its pairs, 8 bytes, beside the products.
 #pragma once
 
-#include "blocks.h"
 #include "blocks_producer.cuh"
 #include "config.cuh"
 #include "consumer.cuh"
+#include "kernels/sm90/common/backward/blocks.h"
 #include "kernels/sm90/common/backward/epilogue.cuh"
 #include "kernels/sm90/common/backward/kernel.cuh"
 #include "names.h"
@@ -24,7 +24,7 @@ template <class Element, int kHeadDim>
 void run_backward_blocks(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardPipelinedConfig<Element, kHeadDim, true>;
   constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  const BackwardBlocksWorkspace all(p, kBlockM, kBlockN, kHeadDim, memory);
+  const BackwardBlocksWorkspace all(p, kBlockM, kBlockM, kBlockN, kHeadDim, memory);
   make_query_lists(p, all.rows.query_lists, kBlockN, stream);
   list_longest_first(all.order, all.schedule.list, stream);
   using Rows = BackwardRowKernels<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim, true>;

@@ -29,12 +29,13 @@ struct BackwardCursor {
   __device__ __forceinline__ void advance() { ds.count += 1u << 30; }
   __device__ __forceinline__ uint32_t keys_offset() const { return slot() * Config::kKeySlotBytes; }
   template <class Storage>
-  __device__ __forceinline__ BackwardPipelinedSteps<Config> first_step(const Storage& storage) const {
-    BackwardPipelinedSteps<Config> step(storage.work_tiles[slot()]);
+  __device__ __forceinline__ BackwardStepsOf<Config> first_step(const Storage& storage) const {
+    BackwardStepsOf<Config> step(storage.work_tiles[slot()]);
     step.stage = stage, step.parity = query_parity;
+    if constexpr (Config::kListsBlocks) step.slot = ds.count % kMetadataSlots;
     return step;
   }
-  __device__ __forceinline__ void leave(const BackwardPipelinedSteps<Config>& past) {
+  __device__ __forceinline__ void leave(const BackwardStepsOf<Config>& past) {
     stage = past.stage, query_parity = past.parity;
   }
 };

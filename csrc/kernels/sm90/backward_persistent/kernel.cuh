@@ -26,9 +26,10 @@ inline BackwardRowMaps row_maps(const TensorView& view, const TensorShape& shape
   return {encode_tensor_map(view, shape, dtype, kRowsOfWarp), encode_tensor_map(view, shape, dtype, 1)};
 }
 
+/// query_rows: those of Q and dO that a load brings.
 template <class Config>
-BackwardPersistentMaps persistent_maps(const BackwardParams& p) {
-  return {backward_maps<Config>(p), row_maps(p.dk, key_shape(p, p.head_dim), p.dtype),
+BackwardPersistentMaps persistent_maps(const BackwardParams& p, int query_rows = Config::kBlockM) {
+  return {backward_maps<Config>(p, query_rows), row_maps(p.dk, key_shape(p, p.head_dim), p.dtype),
           row_maps(p.dv, key_shape(p, p.head_dim_v), p.dtype)};
 }
 
@@ -49,7 +50,8 @@ __device__ __forceinline__ void consume_tiles(const BackwardParams& p, const Bac
   if (lane == 0) ptx::tma_store_wait();
 }
 
-template <class Config>
+/// Dq: a warp of the first warpgroup.
+template <class Config, class Dq = BackwardPersistentDq<Config>>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_persistent_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ BackwardPersistentMaps maps,
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
-    BackwardPersistentDq<Config>(p, maps, workspace, table, storage, s_tiles, warp, lane).run();
+    Dq(p, maps, workspace, table, storage, s_tiles, warp, lane).run();
   } else {
     ptx::acquire_registers<Config::kShape.registers>();
     consume_tiles<Config>(p, maps, storage, s_tiles, scale, warp / kWarpgroupWarps - 1, lane);
@@ -82,15 +84,16 @@ int64_t backward_persistent_bytes(const BackwardParams& p) {
   return BackwardPersistentMemory<BackwardPersistentConfig<Element, kHeadDim>>(p, nullptr).bytes;
 }
 
-template <class Element, int kHeadDim>
-void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  using Config = BackwardPersistentConfig<Element, kHeadDim>;
-  constexpr int kBlockM = Config::kBlockM;
+/// The launches of a call. `all`: BackwardPersistentMemory, or what has its members; behind_main() launches what comes
+/// behind the main kernel.
+template <class Config, class Dq, class Memory, class LaunchBehind>
+void launch_backward_persistent(const BackwardParams& p, const Memory& all, int query_rows, cudaStream_t stream,
+                                LaunchBehind behind_main) {
+  using Element = typename Config::Element;
+  constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardPersistentStorage<Config>);
   static_assert(kSharedBytes <= kMaxSharedBytes);
-  const BackwardPersistentMemory<Config> all(p, memory);
   const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
-  fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
   const auto launch_row_terms = [&](const LaunchShape& rows) {
     LaunchShape shape = rows;
     shape.grid.x = std::max(rows.grid.x, ctas_of_table(all.table.count, num_sms));
@@ -100,13 +103,23 @@ void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t
   const auto launch_main = [&] {
     const auto ctas = std::min<int64_t>(all.table.count, num_sms);
     const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), kSharedBytes, true};
-    launch(kBackwardPersistentNames.main, backward_persistent_kernel<Config>, shape, stream, p,
-           persistent_maps<Config>(p), all.workspace, all.table, score_scale(p, kLog2E));
-    combine_splits<Element, kBlockM, Config::kBlockN, kHeadDim, true>(p, all.schedule, true, stream);
+    launch(kBackwardPersistentNames.main, backward_persistent_kernel<Config, Dq>, shape, stream, p,
+           persistent_maps<Config>(p, query_rows), all.workspace, all.table, score_scale(p, kLog2E));
+    behind_main();
   };
   using Rows = BackwardRowKernels<Element, BackwardTransposedDqLayout<kBlockM, kHeadDim>, kBlockM, kHeadDim, true>;
   launch_backward_sequence<Rows>(p, all.workspace, kBackwardPersistentNames, true, stream, launch_row_terms,
                                  launch_main);
+}
+
+template <class Element, int kHeadDim>
+void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Config = BackwardPersistentConfig<Element, kHeadDim>;
+  const BackwardPersistentMemory<Config> all(p, memory);
+  fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
+  launch_backward_persistent<Config, BackwardPersistentDq<Config>>(p, all, Config::kBlockM, stream, [&] {
+    combine_splits<Element, Config::kBlockM, Config::kBlockN, kHeadDim, true>(p, all.schedule, true, stream);
+  });
 }
 
 }  // namespace flash_ext::sm90

@@ -43,7 +43,7 @@ class BackwardPersistentDq {
     if (lane_ == 0) ptx::tma_store_wait();
   }
 
- private:
+ protected:
   using KeyTile = TileDescriptor<kBlockN>;
   using DqPiece = BackwardDqPiece<Config>;
   using Sum = typename DqPiece::Sum;
@@ -101,6 +101,7 @@ class BackwardPersistentDq {
   /// Asks for what lies there, a piece a lane.
   __device__ __forceinline__ void fetch() {
     position_ = ptx::uniform(taken_);
+    if constexpr (Config::kListsBlocks) any_large_ = *table_.any_large;
     if (position_ < table_.count && lane_ < kWords)
       word_of_work_tile_ = reinterpret_cast<const uint2*>(table_.tiles + position_)[lane_];
   }
@@ -111,7 +112,11 @@ class BackwardPersistentDq {
     if (lane_ < kWords) reinterpret_cast<uint2*>(&work_tile)[lane_] = word_of_work_tile_;
     __syncwarp();
     if (position_ < table_.count) {
-      find_large_lse_of_all(workspace_, work_tile, lane_);
+      if constexpr (Config::kListsBlocks) {
+        if (ptx::uniform(any_large_) != 0) find_large_lse_of_list(workspace_, work_tile, lane_);
+      } else {
+        find_large_lse_of_all(workspace_, work_tile, lane_);
+      }
     } else {
       work_tile.heads = kNoMoreTiles;
     }
@@ -139,6 +144,12 @@ class BackwardPersistentDq {
     head_ = ptx::uniform(work_tile.sequence.head);
     row_ = ptx::uniform(static_cast<int>(work_tile.sequence.q_begin) + work_tile.tiles.begin * kBlockM);
     batch_ = p_.seq.cu_seqlens_q ? 0 : ptx::uniform(work_tile.sequence.batch);
+    load_keys_of(work_tile, slot);
+    loaded_.advance();
+    return loads_.left > 0;
+  }
+  /// K or V.
+  __device__ __forceinline__ void load_keys_of(const WorkTile& work_tile, uint32_t slot) const {
     if (lane_ == 0) {
       const uint32_t s_slot = s_tiles_ + slot * Config::kKeySlotBytes;
       if (warp_ == 0) {
@@ -149,8 +160,6 @@ class BackwardPersistentDq {
       }
     }
     __syncwarp();
-    loaded_.advance();
-    return loads_.left > 0;
   }
   __device__ __forceinline__ void load_rows() {
     if (warp_ == 0) {
@@ -249,6 +258,7 @@ class BackwardPersistentDq {
   // Of the tile of keys that is published next.
   uint32_t taken_ = blockIdx.x, position_ = 0;
   uint2 word_of_work_tile_ = {};
+  uint32_t any_large_;
   RingCount<Config::kDsStages> ds_at_;
   // What is loaded next.
   int free_stages_ = Config::kStages - 1;

@@ -24,12 +24,50 @@ __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& w
   __syncwarp();
 }
 
+/// The same of the tiles of a list.
 template <class Config>
-struct BackwardTileTable {
+__device__ __forceinline__ void find_large_lse_of_list(const BackwardWorkspace& workspace,
+                                                       BackwardWorkTile<Config>& work_tile, int lane) {
+  bool found = false;
+#pragma unroll 1
+  for (int entry = lane; entry < work_tile.tiles.end; entry += 32) {
+    const ListedQueries piece = work_tile.steps[entry];
+    const int64_t tile =
+        work_tile.workspace_tile + piece.head * workspace.tiles_per_head + piece.tile / Config::kPieces;
+    found |= finds_large_lse(workspace, tile, 1, 1, 0, 1);
+  }
+  if (__any_sync(~0u, found)) work_tile.large = true;
+  __syncwarp();
+}
+
+/// What the table of a call with lists has more.
+template <bool kListsBlocks>
+struct BackwardListedTable {};
+template <>
+struct BackwardListedTable<true> {
+  uint32_t* any_large;  // (1): whether some row of the call has a LargeLse. Few calls have one, so this is read first
+};
+
+template <class Config>
+struct BackwardTileTable : BackwardListedTable<Config::kListsBlocks> {
   BackwardWorkTile<Config>* tiles;  // (count), tiles of keys or splits of them; without heads: nothing is to be done
   uint32_t* taken;                  // (1): positions taken by CTAs, besides the first of each
   uint32_t count;
 };
+
+/// A table of so many positions, behind `bytes` bytes of memory, to which it adds its own.
+template <class Config>
+BackwardTileTable<Config> take_table(void* memory, int64_t& bytes, int64_t positions) {
+  constexpr int64_t kHeadBytes = 128;
+  const int64_t begin = (bytes + kHeadBytes - 1) / kHeadBytes * kHeadBytes;
+  char* const g_table = static_cast<char*>(memory) + begin;
+  BackwardTileTable<Config> table;
+  table.taken = reinterpret_cast<uint32_t*>(g_table);
+  table.tiles = reinterpret_cast<BackwardWorkTile<Config>*>(g_table + kHeadBytes);
+  table.count = grid_size(positions);
+  bytes = begin + kHeadBytes + table.count * static_cast<int64_t>(sizeof(BackwardWorkTile<Config>));
+  return table;
+}
 
 /// Scratch memory of a call: the workspace, the schedule's, the table.
 template <class Config>
@@ -41,14 +79,9 @@ struct BackwardPersistentMemory {
 
   BackwardPersistentMemory(const BackwardParams& p, void* memory)
       : workspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory),
-        schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes) {
-    constexpr int64_t kHeadBytes = 128;
-    const int64_t begin = workspace.bytes + (schedule.bytes + kHeadBytes - 1) / kHeadBytes * kHeadBytes;
-    char* const g_table = static_cast<char*>(memory) + begin;
-    table.taken = reinterpret_cast<uint32_t*>(g_table);
-    table.tiles = reinterpret_cast<BackwardWorkTile<Config>*>(g_table + kHeadBytes);
-    table.count = grid_size(schedule.positions());
-    bytes = begin + kHeadBytes + table.count * static_cast<int64_t>(sizeof(BackwardWorkTile<Config>));
+        schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes),
+        bytes(workspace.bytes + schedule.bytes) {
+    table = take_table<Config>(memory, bytes, schedule.positions());
   }
 };
 
@@ -67,6 +100,17 @@ __device__ __forceinline__ void fill_table(const BackwardParams& p, const Backwa
   }
 }
 
+/// Says in the table whether a row of the CTA has a LargeLse. Each thread reads flags that it has written itself.
+template <class Config>
+__device__ __forceinline__ void note_large_lse(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                               const BackwardTileTable<Config>& table,
+                                               const volatile RowTileOfCta& cta) {
+  static_assert(Config::kListsBlocks, "every tile of a dense batch has rows");
+  if (threadIdx.x % 32 != 0) return;
+  const int64_t tile = workspace.tile_index(p, cta.batch, cta.first_head, 0, cta.tile, Config::kBlockM);
+  if (workspace.large[tile * kLargeParts + threadIdx.x / 32]) atomicOr(table.any_large, 1u);
+}
+
 /// Row terms (row_terms.cuh) and the table. `row_ctas`: those of row terms.
 template <class Config>
 static __global__ void __launch_bounds__(kRowTermThreads, kRowTermCtas)
@@ -80,6 +124,7 @@ static __global__ void __launch_bounds__(kRowTermThreads, kRowTermCtas)
 #pragma unroll 1
   for (int head = cta.first_head; head < cta.end_head; ++head)
     write_row_terms<typename Config::Element, Config::kHeadDim, Config::kBlockM, true, true>(p, workspace, cta, head);
+  if constexpr (Config::kListsBlocks) note_large_lse<Config>(p, workspace, table, cta);
 }
 
 }  // namespace flash_ext::sm90

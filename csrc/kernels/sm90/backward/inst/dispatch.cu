@@ -1,6 +1,6 @@
 #include "kernels/sm90/backward/backward.h"
-#include "kernels/sm90/backward/blocks.h"
-#include "kernels/sm90/common/backward/dispatch.h"
+#include "kernels/sm90/common/backward/blocks.h"
+#include "kernels/sm90/common/element.h"
 
 namespace flash_ext::sm90 {
 
@@ -16,7 +16,7 @@ namespace {
 
 BackwardBlocksWorkspace blocks_workspace(const BackwardParams& p) {
   const int block_n = backward_blocks_shape().groups * kWarpgroupRows;
-  return BackwardBlocksWorkspace(p, kBackwardBlockM, block_n, backward_head_dim(p.head_dim, p.head_dim_v), nullptr);
+  return BackwardBlocksWorkspace(p, kBackwardBlockM, kBackwardBlockM, block_n, 128, nullptr);
 }
 
 }  // namespace
@@ -29,11 +29,10 @@ int64_t backward_workspace_bytes(const BackwardParams& params) {
 }
 
 void backward(const BackwardParams& params, void* workspace, cudaStream_t stream) {
-  if (!lists_blocks(blocks_call(params))) {
-    return with_element(params, [&](auto element) { run_backward<decltype(element), 128>(params, workspace, stream); });
-  }
-  with_backward_types<64, 128>(params, [&](auto element, auto head_dim) {
-    run_backward_blocks<decltype(element), decltype(head_dim)::value>(params, workspace, stream);
+  with_element(params, [&](auto element) {
+    using Element = decltype(element);
+    if (lists_blocks(blocks_call(params))) return run_backward_blocks<Element, 128>(params, workspace, stream);
+    run_backward<Element, 128>(params, workspace, stream);
   });
 }
 

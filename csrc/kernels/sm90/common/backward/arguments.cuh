@@ -21,12 +21,13 @@ struct BackwardArgumentsOf {
 };
 using BackwardArguments = BackwardArgumentsOf<BackwardMaps>;
 
+/// query_rows: those of Q and dO that a load brings.
 template <class Config>
-BackwardMaps backward_maps(const BackwardParams& p) {
-  return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, Config::kBlockM),
+BackwardMaps backward_maps(const BackwardParams& p, int query_rows = Config::kBlockM) {
+  return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, query_rows),
           encode_tensor_map(p.k, key_shape(p, p.head_dim), p.dtype, Config::kLoadedKeys),
           encode_tensor_map(p.v, key_shape(p, p.head_dim_v), p.dtype, Config::kLoadedKeys),
-          encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, Config::kBlockM)};
+          encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, query_rows)};
 }
 
 }  // namespace flash_ext::sm90

@@ -119,6 +119,9 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   using Visible = typename Tile::Visible;
   using QueryTile = TileDescriptor<kBlockM>;
   using DsTile = TileDescriptor<Config::kBlockN>;
+  static constexpr bool kListsPieces = Config::kListsBlocks && Config::kPersistent;
+  struct NoBits {};
+  using Bits = std::conditional_t<kListsPieces, BackwardPieceBits<Config>, NoBits>;
   static constexpr uint32_t kStage = Config::kQueryBytes / 16;  // in a descriptor
   static constexpr uint32_t kGrads = Config::kStages * kStage;  // behind Q
 
@@ -142,15 +145,16 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     Weights p, ds;
     Terms terms;  // lse, and then D
     Visible visible;
+    Bits bits;
     const FullTiles full(work_tile_.tiles), full_of_keys(work_tile_.groups[warpgroup_]);
     Steps step = at.first_step(storage_);
     RingCount<Config::kDsStages>& ds_at = at.ds;
 
     if (!Config::kPersistent) sanitise_keys();
     rules_.prepare_first(step);
-    start_scores(s, terms, step, full, false);
+    start_scores(s, terms, bits, step, full, false);
     rules_.prepare(step);
-    bool hides = find_visible(visible, step, full_of_keys);
+    bool hides = find_visible(visible, bits, step, full_of_keys);
     if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
     ptx::wgmma_wait<0>();
     ptx::fence_operand(s[0]);
@@ -197,10 +201,10 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       ptx::fence_proxy_async_shared();
       arrive_as_warp(storage_.ds_full[ds_at.stage()], lane_);
 
-      start_scores(s, terms, step, full, has_queries || step.is_past_end());
+      start_scores(s, terms, bits, step, full, has_queries || step.is_past_end());
       start_ds_sum(dk_, ds, DsTile::lower_half(s_ds), queries);
       rules_.prepare(step);
-      hides = find_visible(visible, step, full_of_keys);
+      hides = find_visible(visible, bits, step, full_of_keys);
       if (Rules::kLateLse) Tile::load(terms, storage_.lse[step.stage], lane_);
       ds_at.advance();
       ptx::wgmma_wait<1>();
@@ -213,31 +217,37 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   }
 
  private:
-  /// Starts S of a step and reads its lse. After the last step it multiplies whatever lies there; nobody uses the
-  /// result.
-  __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, const Steps& step, const FullTiles& full,
-                                               bool has_queries) const {
+  /// Starts S of a step and reads its lse, and what says which pairs of pieces are hidden. After the last step it
+  /// multiplies whatever lies there; nobody uses the result.
+  __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, Bits& bits, const Steps& step,
+                                               const FullTiles& full, bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
     const auto load_lse = [&] { Tile::load(lse, storage_.lse[step.stage], lane_); };
     if (!Rules::kLateLse) load_lse();
-    if (may_hide(step, full) && !step.is_past_end()) {
+    if constexpr (kListsPieces) bits.flags = storage_.step_metadata[step.slot].pieces[0].flags, bits.show_all();
+    if (may_hide(step, full, bits) && !step.is_past_end()) {
       if (Rules::kLateLse) load_lse();
+      if constexpr (kListsPieces)
+        storage_.step_metadata[step.slot].ask(bits, bits_of_warp(), work_tile_.visible_stride, lane_);
       if (Rules::kBoundsScores || p_.sink || may_run_past_queries(step) || may_be_non_finite(step) ||
           Tile::has_non_finite(lse))
         sanitise_rows(step);
     }
     Products::start(s, keys_, queries_ + step.stage * kStage);
+    if constexpr (kListsPieces) bits.flags = ptx::uniform(bits.flags);  // not behind a product of registers
   }
   /// Whether a step may have rows that are no queries of the sequence. Where key tiles are anchored, these may have no
   /// lse, or be rows of the next sequence. Only the last tile of a head has such rows.
   __device__ __forceinline__ static bool may_run_past_queries(const Steps& step) {
-    if constexpr (Config::kPersistent) return step.tile + 1 == step.past;
+    if constexpr (Config::kPersistent && !Config::kListsBlocks) return step.tile + 1 == step.past;
     return false;
   }
   /// Whether some pair is hidden; `visible` then says which ones are not.
-  __device__ __forceinline__ bool find_visible(Visible& visible, const Steps& step,
+  __device__ __forceinline__ bool find_visible(Visible& visible, const Bits& bits, const Steps& step,
                                                const FullTiles& full_of_keys) const {
-    if constexpr (Config::kListsBlocks) {
+    if constexpr (kListsPieces) {
+      return find_listed_pieces(visible, bits, step);
+    } else if constexpr (Config::kListsBlocks) {
       return find_listed(visible, step);
     } else if constexpr (Config::kFindsSteps) {
       return find_masked(visible, step, full_of_keys);
@@ -260,8 +270,10 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     return rules_.may_be_non_finite();
   }
   /// Whether some key may be hidden from some query.
-  __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full) const {
-    if constexpr (Config::kListsBlocks) {
+  __device__ __forceinline__ bool may_hide(const Steps& step, const FullTiles& full, const Bits& bits) const {
+    if constexpr (kListsPieces) {
+      return p_.blocks.num_bitmaps > 0 && (ptx::uniform(bits.flags) & BackwardPiece::kHasBitmap) != 0;
+    } else if constexpr (Config::kListsBlocks) {
       return p_.blocks.num_bitmaps > 0 && !step.is_past_end() && storage_.step_metadata[step.stage].visible >= 0;
     } else if constexpr (Config::kFindsSteps) {
       if (step.is_past_end()) return false;
@@ -301,6 +313,19 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       visible[1] &= bits.y;
     }
     return true;
+  }
+
+  /// The same of a step of pieces, whose bits have been asked for.
+  __device__ __forceinline__ bool find_listed_pieces(Visible& visible, const Bits& bits, const Steps& step) const {
+    if (step.is_past_end() || (bits.flags & BackwardPiece::kHides) == 0) return false;
+    const Sequence& sequence = work_tile_.sequence;
+    storage_.step_metadata[step.slot].find_visible(visible, bits, sequence.seqlen_q,
+                                                   sequence.seqlen_k - this->first_key(), lane_);
+    return true;
+  }
+  /// Those of bitmaps, for this warp's keys.
+  __device__ __forceinline__ const uint2* bits_of_warp() const {
+    return work_tile_.visible + (warpgroup_ * kWarpgroupWarps + warp_) * 32;
   }
 
   /// Zeroes hidden weights, those of dV and those of dS, and bounds P. With dropout, p is computed from ds afterwards.

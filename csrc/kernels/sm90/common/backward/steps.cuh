@@ -72,6 +72,28 @@ struct BackwardListedSteps {
   }
 };
 
+/// The same where a step is made of pieces of the list (pieces.cuh).
+template <class Config>
+struct BackwardPieceSteps {
+  int left;
+  uint32_t stage = 0, parity = 0, slot = 0;  // slot: of its metadata
+
+  __device__ __forceinline__ explicit BackwardPieceSteps(const BackwardWorkTile<Config>& work_tile)
+      : left(steps_of(ptx::uniform(work_tile.tiles.end))) {}
+
+  __device__ __forceinline__ static int steps_of(int pieces) {
+    return (pieces + Config::kPieces - 1) / Config::kPieces;
+  }
+  __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
+  __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
+  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (++stage == Config::kStages) stage = 0, parity ^= 1;
+    slot = (slot + 1) % kMetadataSlots;
+  }
+};
+
 /// The same where a warp finds the steps as it goes. Their number is known before.
 template <class Config>
 struct BackwardFoundSteps {
@@ -93,7 +115,8 @@ struct BackwardFoundSteps {
 
 template <class Config>
 using BackwardStepsOf = std::conditional_t<
-    Config::kListsBlocks, BackwardListedSteps<Config>,
+    Config::kListsBlocks,
+    std::conditional_t<Config::kPersistent, BackwardPieceSteps<Config>, BackwardListedSteps<Config>>,
     std::conditional_t<Config::kFindsSteps, BackwardFoundSteps<Config>, BackwardPipelinedSteps<Config>>>;
 
 }  // namespace flash_ext::sm90

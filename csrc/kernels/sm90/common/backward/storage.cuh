@@ -4,16 +4,21 @@
 
 #include "kernels/common/ring.cuh"
 #include "kernels/sm90/common/barriers.h"
+#include "pieces.cuh"
 #include "scheduler.cuh"
 
 namespace flash_ext::sm90 {
 
 /// Metadata of the steps of a list, which comes with Q.
-template <class Config, bool kListsBlocks = Config::kListsBlocks>
+template <class Config, bool kListsBlocks = Config::kListsBlocks, bool kPersistent = Config::kPersistent>
 struct BackwardListedMetadata {};
 template <class Config>
-struct BackwardListedMetadata<Config, true> {
+struct BackwardListedMetadata<Config, true, false> {
   ListedQueries step_metadata[Config::kStages];
+};
+template <class Config>
+struct BackwardListedMetadata<Config, true, true> {
+  BackwardPieces<Config> step_metadata[kMetadataSlots];
 };
 
 /// Row terms of the stages of Q and dO.

@@ -1,11 +1,11 @@
-// Which calls the backward's variant of block masks serves, and its scratch memory.
+// Which calls the backward's variants of block masks serve, and their scratch memory.
 #pragma once
 
 #include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/workspace.h"
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/scheduler/longest_first.h"
-#include "kernels/sm90/common/backward/shape.h"
+#include "shape.h"
 
 namespace flash_ext::sm90 {
 
@@ -26,9 +26,12 @@ struct BackwardBlocksWorkspace {
   BackwardSchedule schedule;
   int64_t bytes;
 
-  BackwardBlocksWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory)
+  /// listed_queries: of an entry of the lists.
+  BackwardBlocksWorkspace(const BackwardParams& p, int block_m, int listed_queries, int block_n, int head_dim,
+                          void* memory)
       : rows(p, block_m, block_n, head_dim, memory),
-        order(order_of(rows.query_lists = QueryLists(p, block_m, block_n, static_cast<char*>(memory) + rows.bytes), p)),
+        order(order_of(
+            rows.query_lists = QueryLists(p, listed_queries, block_n, static_cast<char*>(memory) + rows.bytes), p)),
         schedule(p, block_n, head_dim, false, nullptr) {
     const int64_t lists_end = rows.bytes + rows.query_lists.bytes;
     schedule.list = order.view(static_cast<char*>(memory) + lists_end);

@@ -1,0 +1,83 @@
+// Steps of a block mask's lists in the persistent kernel: three pieces of 32 queries, as they follow each other in the
+// list of a key tile, from any places of any heads of the group. A step has the size of the persistent kernel's tiles,
+// but blocks of 64 and 128 queries are whole numbers of pieces, so no step is half empty. The last step of a list may
+// lack pieces.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/common/mask/bits.cuh"
+#include "kernels/ptx/reread.h"
+#include "kernels/ptx/uniform.h"
+#include "scheduler.cuh"
+#include "steps.cuh"
+
+namespace flash_ext::sm90 {
+
+constexpr int kPieceQueries = 32;
+
+/// Metadata of a piece. The flags are those of its step.
+struct alignas(16) BackwardPiece {
+  enum Flags : int32_t {
+    kHides = 1,      // some pair is hidden, or weights must be bounded
+    kHasBitmap = 2,  // a mask hides some pair, of queries and keys that exist
+  };
+  static constexpr int32_t kAbsent = -1;
+
+  int32_t tile;     // of 32 queries of its head, or kAbsent
+  int32_t visible;  // as ListedQueries has it
+  int32_t dq;       // pieces of dQ^T of one plane (dq_of_plane) between the head's first of the group and this one
+  int32_t flags;
+};
+
+/// What a consumer warp reads ahead of a step: its flags, and the lane's words of bits of each piece, as
+/// QueryLists::visible has them.
+template <class Config>
+struct BackwardPieceBits {
+  int32_t flags;
+  uint2 of_piece[Config::kPieces];
+
+  /// Bits of pieces of which nothing is hidden.
+  __device__ __forceinline__ void show_all() {
+#pragma unroll
+    for (uint2& bits : of_piece) bits = uint2{~0u, ~0u};
+  }
+};
+
+/// Metadata of a step.
+template <class Config>
+struct BackwardPieces {
+  BackwardPiece pieces[Config::kPieces];
+
+  /// Asks for the bits of this step's bitmaps. `g_warp`: those of the warp's 16 keys (WorkTileSteps::visible).
+  __device__ __forceinline__ void ask(BackwardPieceBits<Config>& bits, const uint2* g_warp, int stride,
+                                      int lane) const {
+#pragma unroll
+    for (int k = 0; k < Config::kPieces; ++k) {
+      const int visible = ptx::uniform(pieces[k].visible);
+      if (visible >= 0) bits.of_piece[k] = __ldg(g_warp + int64_t{visible} * stride + lane);
+    }
+  }
+
+  /// Visible pairs by these bits, by the ends of the sequences and by which pieces there are. `keys_left`: from the
+  /// warp's first key to the end of the sequence.
+  __device__ __forceinline__ void find_visible(uint32_t (&visible)[2], const BackwardPieceBits<Config>& bits,
+                                               int seqlen_q, int keys_left, int lane) const {
+    constexpr int kBits = kPieceQueries / 8;  // of a piece in either half of a word, from the highest down
+    constexpr uint32_t kAll = 0x10001u * (((1u << kBits) - 1) << (16 - kBits));
+    const int at = ptx::reread(lane);
+    visible[0] = visible[1] = 0;
+#pragma unroll
+    for (int k = 0; k < Config::kPieces; ++k) {
+      const int tile = ptx::uniform(pieces[k].tile);
+      const int queries = tile < 0 ? 0 : seqlen_q - tile * kPieceQueries;
+      const uint32_t exist = TransposedOrder::between(0, queries - 2 * (at % 4)) & kAll;
+      visible[0] |= (exist & bits.of_piece[k].x) >> k * kBits;
+      visible[1] |= (exist & bits.of_piece[k].y) >> k * kBits;
+    }
+    if (at / 4 >= keys_left) visible[0] = 0;
+    if (at / 4 + 8 >= keys_left) visible[1] = 0;
+  }
+};
+
+}  // namespace flash_ext::sm90
