@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,14 +94,46 @@ def context_parallel_attention(
         cast = [q, k, v]
         _autocast_first(3)(cast, device_type)
         with torch.autocast(device_type, enabled=False):  # what travels, and what the backward starts from, is cast too
-            how: dict[str, Any] = dict(layout=layout, method=method, return_lse=return_lse, deterministic=deterministic)
-            return context_parallel_attention(cast[0], cast[1], cast[2], group, **how, **options)
+            given: dict[str, Any] = dict(layout=layout, method=method, return_lse=return_lse)
+            given |= dict(deterministic=deterministic, **options)
+            return context_parallel_attention(cast[0], cast[1], cast[2], group, **given)
     check_names("context_parallel_attention()", options, SCORE_OPTIONS)
     _check_choice("layout", layout, ("contiguous", "zigzag"))
     _check_choice("method", method, ("auto", "ring", "gather", "ulysses"))
     return_lse = as_flag("return_lse", return_lse)
     if deterministic is not None:
         deterministic = as_flag("deterministic", deterministic)
+    how = prepare(q, k, v, group, layout, method, options)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if how.method == "ulysses":
+        out, lse = attend_by_heads(how.ranks, how.problem, q, k, v, deterministic, how.options)
+    else:
+        bias, sink = how.options.pop("bias", None), how.options.pop("sink", None)
+        passes = (Ring if how.method == "ring" else Gather)(how.ranks, how.problem, deterministic, how.options)
+        out, lse = Differentiable.apply(passes, q, k, v, bias, sink)
+    return (out, lse) if return_lse else out
+
+
+class Prepared(NamedTuple):
+    """A call after all checks: how it is computed."""
+
+    ranks: Ranks
+    problem: Problem
+    method: Method  # not "auto"
+    options: dict[str, Any]  # those that are given, but for the window, which is the problem's
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None,
+    layout: Layout,
+    method: Method,
+    options: dict[str, Any],
+) -> Prepared:
+    """Raises what ``context_parallel_attention`` raises of these arguments. Nothing travels."""
     _check_types(options)
     options = {name: value for name, value in options.items() if value is not None}
     ranks = Ranks(group)
@@ -113,15 +145,7 @@ def context_parallel_attention(
     if options.get("dropout_p", 0.0) > 0 and "rng_state" not in options:
         options["rng_state"] = draw_rng_state(q.device)
     check_call(problem, method, q, k, v, options)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    if method == "ulysses":
-        out, lse = attend_by_heads(ranks, problem, q, k, v, deterministic, options)
-    else:
-        bias, sink = options.pop("bias", None), options.pop("sink", None)
-        passes = (Ring if method == "ring" else Gather)(ranks, problem, deterministic, options)
-        out, lse = Differentiable.apply(passes, q, k, v, bias, sink)
-    return (out, lse) if return_lse else out
+    return Prepared(ranks, problem, method, options)
 
 
 def split_sequence(
