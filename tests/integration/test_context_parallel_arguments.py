@@ -27,9 +27,9 @@ def test_refusals(pools: Any, device: str) -> None:
     used = call.with_options(seqused_k=torch.tensor([3], dtype=torch.int32))
     assert "seqused_k is not supported with method 'ring', but with 'ulysses'" in refusal(pool, used)
     mask = flash_ext.BlockMask.causal(48, 48, (32, 32))
-    assert "must have rows of blocks that divide the 24 queries" in refusal(
-        pool, call.with_options(block_mask=mask), method="gather"
-    )
+    for method in ("gather", "auto"):  # Ulysses does not have three heads
+        text = refusal(pool, call.with_options(block_mask=mask), method=method)
+        assert "must have rows of blocks that divide the 24 queries of a chunk, got 32: method 'ulysses'" in text
 
 
 WRONG: dict[str, list[Any]] = {

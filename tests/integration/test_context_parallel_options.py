@@ -76,6 +76,15 @@ def test_block_mask(pools: Any, heads: int, method: str, device: str) -> None:
     assert_matches(pools(2, device), replace(call, block_visible=visible), "zigzag", method)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_block_mask_whose_rows_of_blocks_do_not_divide_a_chunk(pools: Any, layout: str, device: str) -> None:
+    """Only Ulysses has them, and "auto" takes it."""
+    visible = torch.rand(1, 4, 96, 96) < 0.3
+    mask = flash_ext.BlockMask.from_dense(visible, (32, 32))
+    call = make_call(1, 96, 96, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32, block_mask=mask)
+    assert_matches(pools(2, device), replace(call, block_visible=visible), layout, "auto")
+
+
 def test_alibi(pools: Any, device: str) -> None:
     call = make_call(1, 48, 48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32)
     call = call.with_options(causal=True, alibi_slopes=torch.rand(4), window_size=(20, 0))

@@ -28,7 +28,7 @@ from flash_ext.argument_checks import (
 )
 from flash_ext.functional import SCORE_OPTIONS, _check_type_of_block_mask, draw_rng_state
 from flash_ext.integrations.distributed.checks import check_call
-from flash_ext.integrations.distributed.gather import Gather, counts_alibi_distances
+from flash_ext.integrations.distributed.gather import Gather, counts_alibi_distances, divides_chunks
 from flash_ext.integrations.distributed.passes import Differentiable
 from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
@@ -67,8 +67,8 @@ def context_parallel_attention(
         layout: which rows are whose (see ``split_sequence``): "contiguous", or "zigzag", with which all ranks have the
             same work under a causal mask.
         method: "ring", "gather" or "ulysses". "auto" is the first of them that has the options: "gather" with packed
-            sequences, a block_mask or alibi_slopes. Ulysses needs heads_q and heads_kv that the number of ranks
-            divides.
+            sequences, alibi_slopes or a block_mask, "ulysses" with one whose rows of blocks do not divide a chunk of
+            queries. Ulysses needs heads_q and heads_kv that the number of ranks divides.
         return_lse: also return the log-sum-exp of this rank's queries.
         deterministic: as for ``flash_ext.attention``.
         **options: those of ``flash_ext.attention``. Lengths (cu_seqlens_*, max_seqlen_*) are those of the whole
@@ -139,7 +139,7 @@ def prepare(
     ranks = Ranks(group)
     problem = _problem_of(ranks, layout, q, k, v, options)
     if method == "auto":
-        method = _method_for(problem, options)
+        method = _method_for(problem, options, q, k)
     _check_sizes(problem, method, q, k)
     _check_options(problem, method, options)
     if options.get("dropout_p", 0.0) > 0 and "rng_state" not in options:
@@ -260,8 +260,12 @@ def _check_sizes(problem: Problem, method: str, q: Tensor, k: Tensor) -> None:
             )
 
 
-def _method_for(problem: Problem, options: dict[str, Any]) -> Method:
-    """The first one that has the options."""
+def _method_for(problem: Problem, options: dict[str, Any], q: Tensor, k: Tensor) -> Method:
+    """The first one that has the options, on all ranks the same. With a block mask that chunks would cut within rows of
+    blocks that is Ulysses, if it has the heads."""
+    cuts_blocks = "block_mask" in options and not divides_chunks(options["block_mask"], problem)
+    if cuts_blocks and all(x.shape[-2] % problem.size == 0 for x in (q, k)):
+        return "ulysses"
     methods: tuple[Method, ...] = ("ring", "gather")
     for method in methods:
         with suppress(NotImplementedError):
