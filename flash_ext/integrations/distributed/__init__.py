@@ -26,7 +26,7 @@ from flash_ext.argument_checks import (
     check_tensors,
     check_window,
 )
-from flash_ext.functional import SCORE_OPTIONS, _check_type_of_block_mask, draw_rng_state
+from flash_ext.functional import SCORE_OPTIONS, check_type_of_block_mask, draw_rng_state
 from flash_ext.integrations.distributed.checks import check_call
 from flash_ext.integrations.distributed.gather import Gather, counts_alibi_distances, divides_chunks
 from flash_ext.integrations.distributed.passes import Differentiable
@@ -214,7 +214,7 @@ def _check_types(options: dict[str, Any]) -> None:
         as_number(name, options[name])
     check_optional_tensors(**{name: options[name] for name in sorted(_TENSORS & options.keys())})
     if options.get("block_mask") is not None:
-        _check_type_of_block_mask(options["block_mask"])
+        check_type_of_block_mask(options["block_mask"])
 
 
 _TENSORS = {"alibi_slopes", "bias", "mask", "sink", "rng_state"}

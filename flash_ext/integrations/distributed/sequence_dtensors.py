@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from flash_ext.argument_checks import as_flag, as_number, describe
-from flash_ext.functional import SCORE_OPTIONS, _check_type_of_block_mask
+from flash_ext.functional import SCORE_OPTIONS, check_type_of_block_mask
 from flash_ext.integrations.distributed import context_parallel_attention, prepare
 from flash_ext.integrations.distributed.checks import stand_in
 from flash_ext.integrations.distributed.dtensor_checks import check_mesh, check_whole
@@ -188,7 +188,7 @@ class _Shards:
     def local_options(self, options: dict[str, Any], local: Callable[..., Tensor]) -> dict[str, Any]:
         """``local``: the method of that name, or ``stand_in``."""
         if options.get("block_mask") is not None:
-            _check_type_of_block_mask(options["block_mask"])
+            check_type_of_block_mask(options["block_mask"])
         return change_tensors(options, lambda name, x: self.local_option(name, x, local))
 
     def local_option(self, name: str, x: Tensor, local: Callable[..., Tensor]) -> Tensor:
