@@ -368,7 +368,7 @@ def _score_options(
     blocks: tuple[Tensor | None, ...] = (None,) * 4
     mask_shapes = [t.shape for t in (bias, mask) if t is not None]
     if block_mask is not None:
-        _check_type_of_block_mask(block_mask)
+        check_type_of_block_mask(block_mask)
         blocks = block_mask.tensors
         mask_shapes.append(torch.Size(block_mask.shape))
     max_seqlen_q = _max_seqlen(max_seqlen_q, "max_seqlen_q", cu_seqlens_q, q, 2, mask_shapes)
@@ -508,7 +508,7 @@ def _longest(cu_seqlens: Tensor, rows: Tensor) -> int:
     return max(0, int(lengths.max())) if lengths.numel() > 0 else 0
 
 
-def _check_type_of_block_mask(block_mask: Any) -> None:
+def check_type_of_block_mask(block_mask: Any) -> None:
     if isinstance(block_mask, BlockMask):
         if not all(type(t) is Tensor for t in block_mask.tensors):
             names = ("offsets", "indices", "bitmap_ids", "bitmaps")

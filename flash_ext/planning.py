@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,26 @@ _OPTIONS = {
 }
 
 
+class ServedClass(NamedTuple):
+    """A class of tensors whose calls become calls on plain tensors."""
+
+    is_theirs: Callable[..., bool]  # (q, k, v)
+    check: Callable[..., None]  # (q, k, v, operation, options); raises what the call would raise
+    local_call: Callable[..., Any]  # (q, k, v, operation, options) -> the same of the call on plain tensors
+
+
+_classes_served: list[ServedClass] = []
+
+
+def explain_class(served: ServedClass) -> None:
+    """From now on ``supports`` and ``explain`` take these tensors."""
+    _classes_served.append(served)
+
+
+def _class_of(q: Tensor, k: Tensor, v: Tensor) -> ServedClass | None:
+    return next((served for served in _classes_served if served.is_theirs(q, k, v)), None)
+
+
 def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **options: Any) -> tuple[bool, str]:
     """Whether a call can run, and if not, why.
 
@@ -38,7 +59,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **o
 
     Args:
         q, k, v: as for the function that the operation belongs to. "weights" and "weights_backward" do not read v;
-            for "decode" k and v are the caches, and no rows are appended to them.
+            for "decode" k and v are the caches, and no rows are appended to them. Of DTensors (after
+            ``register_dtensor``) the answer is the same on all ranks, and one of them may ask alone.
         operation: "forward" and "backward" (of ``attention``), "weights" and "weights_backward" (of
             ``attention_weights``, without its lse), or "decode".
         **options: the options of that function.
@@ -70,6 +92,7 @@ class Explanation:
 
     problem: _plan.Problem
     plan: _plan.Plan
+    of_rank: bool = False  # of this rank's part of DTensors
 
     def __repr__(self) -> str:
         problem, plan = self.problem, self.plan
@@ -85,6 +108,8 @@ class Explanation:
             f"  mask class {plan.mask_class}, {tiles}" + (f", variant for {plan.variant}" if plan.variant else ""),
             f"  key ranges: {splits} forward, {plan.num_chunks} backward",
         ]
+        if self.of_rank:
+            lines.insert(1, "  this rank's part of DTensors")
         return "\n".join(lines + [f"  - {reason}" for reason in plan.reasons])
 
     __str__ = __repr__
@@ -97,7 +122,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **op
     computed.
 
     Args:
-        q, k, v, operation, options: as for ``supports``.
+        q, k, v, operation, options: as for ``supports``. Of DTensors, the call on this rank's part of them.
 
     Returns:
         An ``Explanation``, to be printed: ``problem`` describes the call, ``plan`` holds the decisions, and
@@ -108,10 +133,12 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, operation: str = "forward", **op
         RuntimeError: the tensors do not fit together, or there are no kernels for their device.
         TypeError: the function does not have an option, an option has a type that is not allowed, or a tensor is fake
             or meta.
+        NotImplementedError: DTensors that the call would redistribute first, or of which it makes several calls
+            (sharded along the sequence).
     """
     _check_options("explain()", operation, options)
     problem = problem_of(q, k, v, operation, **options)
-    return Explanation(problem, _plan.make_plan(problem))
+    return Explanation(problem, _plan.make_plan(problem), of_rank=_class_of(q, k, v) is not None)
 
 
 def problem_of(
@@ -131,6 +158,9 @@ def problem_of(
     """
     q, k, v, options = _packed(q, k, v, operation, options)
     check_tensors(q=q, k=k, v=v)
+    served = _class_of(q, k, v)
+    if served is not None:
+        q, k, v, options = served.local_call(q, k, v, operation, options)
     _check_memory(q=q, k=k, v=v)
     _check_flags(dict(deterministic=deterministic, return_lse=return_lse, signed=signed))
     if operation == "decode":
@@ -187,6 +217,10 @@ def _check_flags(options: dict[str, Any]) -> None:
 
 def _check_call(q: Tensor, k: Tensor, v: Tensor, operation: str, options: dict[str, Any]) -> None:
     """Raises what the call would raise."""
+    served = _class_of(q, k, v)
+    if served is not None:
+        served.check(q, k, v, operation, options)
+        return
     if operation == "decode":
         arguments = {name: value for name, value in options.items() if name in DECODE_OPTIONS}
         call(_OPS.attention_decode_check.default, q, k, v, *_decode_options(q, **arguments))

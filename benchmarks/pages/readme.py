@@ -5,10 +5,11 @@ from __future__ import annotations
 from benchmarks.pages.decode import decode_cells
 from benchmarks.pages.figures import PAIR, Sentence, Table
 from benchmarks.pages.host import host_in_readme
-from benchmarks.pages.modules import encoder_bounds, module_in_readme
+from benchmarks.pages.modules import encoder_bounds, readme_module_cells
 from benchmarks.pages.options import costs, readme_option_cells
 from benchmarks.pages.places import README
-from benchmarks.pages.records import software
+from benchmarks.pages.records import TIMES, software
+from benchmarks.pages.sparse import window_beside_flex
 from benchmarks.pages.training import (
     forwards_in_readme,
     lost_backwards_in_readme,
@@ -18,6 +19,7 @@ from benchmarks.pages.training import (
 
 FIGURES: tuple[Table | Sentence, ...] = (
     Table(README, "Training, causal", readme_training_cells),
+    Table(README, "h200_module.json", readme_module_cells),
     Table(README, "h200_options.json", readme_option_cells),
     Table(README, "h200_decode.json", decode_cells),
     Sentence(
@@ -33,8 +35,8 @@ FIGURES: tuple[Table | Sentence, ...] = (
     ),
     Sentence(
         README,
-        r"width 1024, takes ([\d.]+) \+ ([\d.]+), torch's ([\d.]+) \+ ([\d.]+) ",
-        module_in_readme,
+        rf"window of ±1024, 1 {TIMES} 8192: ([\d.]+) \+ ([\d.]+), FlexAttention ([\d.]+) \+ ([\d.]+) ",
+        window_beside_flex,
     ),
     Sentence(README, r"torch ([\d.]+), cuDNN ([\d.]+);", lambda: software()[:2]),
     Sentence(

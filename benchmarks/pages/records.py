@@ -20,6 +20,8 @@ NAMES = {
     "FA3 with metadata": "fa3 metadata",
     "FA2": "fa2",
     "cuDNN": "cudnn",
+    "torch, efficient": "efficient",
+    "FlexAttention": "flex",
 }
 FOUR = ("flash_ext", "fa3", "cudnn", "fa2")
 SEVERAL_GPUS = "*_context_parallel.json"

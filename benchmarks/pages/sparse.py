@@ -30,6 +30,14 @@ def sparse_lines() -> list[str]:
     return lines + [line_of([title, *cells_of_table(record, title, masks)]) for title in tables]
 
 
+def window_beside_flex() -> list[str]:
+    """ms of forward and backward, ours and FlexAttention's, 1 x 8192 tokens, heads of 128."""
+    rows = [row for row in record_of(SPARSE).rows if row.label == "window +-1024"]
+    shape = "bfloat16, 1 x 8192 x 16 x 128"
+    both = [next(r for r in rows if r.table == f"{way}, {shape}") for way in ("forward", "backward")]
+    return [f"{row.measured[name]:.2f}" for name in ("flash_ext", "flex") for row in both]
+
+
 def cells_of_table(record: report.Record, table: str, masks: Sequence[str]) -> list[str]:
     rows = {row.label: row for row in record.rows if row.table == table}
     efficiencies = [rows[mask].figures.get("efficiency") if mask in rows else None for mask in masks]

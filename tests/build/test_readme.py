@@ -16,6 +16,7 @@ from benchmarks.pages import records
 from benchmarks.pages.all_pages import FIGURES
 from benchmarks.pages.figures import Commands, Gone, Sentence, Table, substituted
 from benchmarks.pages.modules import encoder_rows
+from benchmarks.pages.options import readme_option_cells
 from benchmarks.pages.places import PERFORMANCE
 from benchmarks.pages.places import README as README_PAGE
 from benchmarks.pages.records import TIMES, times_as_fast
@@ -117,6 +118,21 @@ def test_every_sentence_takes_its_bounds_from_there(monkeypatch: pytest.MonkeyPa
     assert len(claims) >= 4
     for sentence in claims:
         assert set(sentence.values()) == {"low", "high"}, sentence
+
+
+def test_peers_stand_beside_options_where_they_are_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [
+        Row("t", label, {"direction": direction, "head_dim": 128}, {"flash_ext": 1.0, **peers})
+        for direction, label, peers in (
+            ("forward", "bias (1, h, q, k)", {"efficient": 2.0}),
+            ("backward", "bias (1, h, q, k), its gradient", {"efficient": 3.0, "flex": 4.0}),
+        )
+    ]
+    record(*rows).write(tmp_path / "h200_options.json")
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    header = ["", "flash-ext", "torch, efficient", "FlexAttention"]
+    name = "bias (1, h, q, k) with gradient"
+    assert readme_option_cells(header, [name]) == [name, "1.00 + 1.00", "2.00 + 3.00", ""]
 
 
 @pytest.mark.parametrize("kind", [Table, Sentence])

@@ -326,6 +326,10 @@ def test_dtensors_are_refused(mesh: Any, argument: str) -> None:
     arguments[argument] = DTensor.from_local(arguments[argument], mesh, [Replicate()])
     with pytest.raises(TypeError, match=rf"^{argument} must be a Tensor.* got a DTensor: pass its to_local\(\)"):
         flash_ext.attention(**arguments)
+    with pytest.raises(TypeError, match=r"got a DTensor: pass its to_local\(\).* or call register_dtensor\(\)"):
+        flash_ext.explain(**arguments)
+    ok, reason = flash_ext.supports(**arguments)
+    assert not ok and f"{argument} must be a Tensor" in reason and "register_dtensor()" in reason
 
 
 @needs_distributed

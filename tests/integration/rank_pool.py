@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -140,6 +141,13 @@ class Pool:
                 process.kill()
 
 
+def refusal(pool: Pool, call: Call, **how: Any) -> str:
+    how = {"layout": "contiguous", "method": "ring", **how}
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        pool.run(Task(call, how["layout"], how["method"], ()))
+    return str(error.value)
+
+
 # ---- Against the oracle ---------------------------------------------------------------------------------------------
 
 
@@ -170,3 +178,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "narrow window": {"window_size": (1, 1)},
     "softcap": {"causal": True, "softcap": 2.0, "softmax_scale": 0.3},
 }
+
+
+def split_of(x: Tensor, world: int, layout: str) -> list[Tensor]:
+    """Of a vector, each rank's part."""
+    if layout == "contiguous":
+        return list(x.chunk(world))
+    chunks = x.chunk(2 * world)
+    return [torch.cat([chunks[rank], chunks[2 * world - 1 - rank]]) for rank in range(world)]

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import flash_ext
 from flash_ext.functional import _score_options
@@ -211,16 +210,6 @@ def test_attention_differentiates_once(device: str) -> None:
         dq.sum().backward()
     with pytest.raises(RuntimeError, match="differentiated once"):
         torch.func.grad(lambda q: torch.func.grad(lambda q: flash_ext.attention(q, k, v).sum())(q).sum())(q.detach())
-
-
-def test_forward_mode_raises(device: str) -> None:
-    q, k, v = (t.detach() for t in qkv(device))
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(lambda q: flash_ext.attention(q, k, v), (q,), (q,))
-    with pytest.raises(NotImplementedError, match="forward-mode"), forward_ad.dual_level():
-        flash_ext.attention(forward_ad.make_dual(q, q), k, v)
-    with forward_ad.dual_level():
-        flash_ext.attention(q, k, v)
 
 
 def test_alibi_slopes_refuse_a_gradient(device: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flash_ext
 from flash_ext.functional import _score_options
@@ -554,6 +555,16 @@ def test_jacobian(device: str) -> None:
     got = torch.func.jacrev(lambda q: flash_ext.attention(q, k, v))(q)
     expected = torch.func.jacrev(lambda q: reference.attention(q, k, v)[0])(q)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_mode_raises(device: str) -> None:
+    q, k, v = (t.detach() for t in qkv(device))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: flash_ext.attention(q, k, v), (q,), (q,))
+    with pytest.raises(NotImplementedError, match="forward-mode"), forward_ad.dual_level():
+        flash_ext.attention(forward_ad.make_dual(q, q), k, v)
+    with forward_ad.dual_level():
+        flash_ext.attention(q, k, v)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,9 @@ from flash_ext.argument_checks import (
     check_tensors,
     check_window,
 )
-from flash_ext.functional import SCORE_OPTIONS, _check_type_of_block_mask, draw_rng_state
+from flash_ext.functional import SCORE_OPTIONS, check_type_of_block_mask, draw_rng_state
 from flash_ext.integrations.distributed.checks import check_call
-from flash_ext.integrations.distributed.gather import Gather, counts_alibi_distances
+from flash_ext.integrations.distributed.gather import Gather, counts_alibi_distances, divides_chunks
 from flash_ext.integrations.distributed.passes import Differentiable
 from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
@@ -67,8 +67,8 @@ def context_parallel_attention(
         layout: which rows are whose (see ``split_sequence``): "contiguous", or "zigzag", with which all ranks have the
             same work under a causal mask.
         method: "ring", "gather" or "ulysses". "auto" is the first of them that has the options: "gather" with packed
-            sequences, a block_mask or alibi_slopes. Ulysses needs heads_q and heads_kv that the number of ranks
-            divides.
+            sequences, alibi_slopes or a block_mask, "ulysses" with one whose rows of blocks do not divide a chunk of
+            queries. Ulysses needs heads_q and heads_kv that the number of ranks divides.
         return_lse: also return the log-sum-exp of this rank's queries.
         deterministic: as for ``flash_ext.attention``.
         **options: those of ``flash_ext.attention``. Lengths (cu_seqlens_*, max_seqlen_*) are those of the whole
@@ -94,34 +94,58 @@ def context_parallel_attention(
         cast = [q, k, v]
         _autocast_first(3)(cast, device_type)
         with torch.autocast(device_type, enabled=False):  # what travels, and what the backward starts from, is cast too
-            how: dict[str, Any] = dict(layout=layout, method=method, return_lse=return_lse, deterministic=deterministic)
-            return context_parallel_attention(cast[0], cast[1], cast[2], group, **how, **options)
+            given: dict[str, Any] = dict(layout=layout, method=method, return_lse=return_lse)
+            given |= dict(deterministic=deterministic, **options)
+            return context_parallel_attention(cast[0], cast[1], cast[2], group, **given)
     check_names("context_parallel_attention()", options, SCORE_OPTIONS)
     _check_choice("layout", layout, ("contiguous", "zigzag"))
     _check_choice("method", method, ("auto", "ring", "gather", "ulysses"))
     return_lse = as_flag("return_lse", return_lse)
     if deterministic is not None:
         deterministic = as_flag("deterministic", deterministic)
+    how = prepare(q, k, v, group, layout, method, options)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if how.method == "ulysses":
+        out, lse = attend_by_heads(how.ranks, how.problem, q, k, v, deterministic, how.options)
+    else:
+        bias, sink = how.options.pop("bias", None), how.options.pop("sink", None)
+        passes = (Ring if how.method == "ring" else Gather)(how.ranks, how.problem, deterministic, how.options)
+        out, lse = Differentiable.apply(passes, q, k, v, bias, sink)
+    return (out, lse) if return_lse else out
+
+
+class Prepared(NamedTuple):
+    """A call after all checks: how it is computed."""
+
+    ranks: Ranks
+    problem: Problem
+    method: Method  # not "auto"
+    options: dict[str, Any]  # those that are given, but for the window, which is the problem's
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: dist.ProcessGroup | None,
+    layout: Layout,
+    method: Method,
+    options: dict[str, Any],
+) -> Prepared:
+    """Raises what ``context_parallel_attention`` raises of these arguments. Nothing travels."""
     _check_types(options)
     options = {name: value for name, value in options.items() if value is not None}
     ranks = Ranks(group)
     problem = _problem_of(ranks, layout, q, k, v, options)
     if method == "auto":
-        method = _method_for(problem, options)
+        method = _method_for(problem, options, q, k)
     _check_sizes(problem, method, q, k)
     _check_options(problem, method, options)
     if options.get("dropout_p", 0.0) > 0 and "rng_state" not in options:
         options["rng_state"] = draw_rng_state(q.device)
     check_call(problem, method, q, k, v, options)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    if method == "ulysses":
-        out, lse = attend_by_heads(ranks, problem, q, k, v, deterministic, options)
-    else:
-        bias, sink = options.pop("bias", None), options.pop("sink", None)
-        passes = (Ring if method == "ring" else Gather)(ranks, problem, deterministic, options)
-        out, lse = Differentiable.apply(passes, q, k, v, bias, sink)
-    return (out, lse) if return_lse else out
+    return Prepared(ranks, problem, method, options)
 
 
 def split_sequence(
@@ -190,7 +214,7 @@ def _check_types(options: dict[str, Any]) -> None:
         as_number(name, options[name])
     check_optional_tensors(**{name: options[name] for name in sorted(_TENSORS & options.keys())})
     if options.get("block_mask") is not None:
-        _check_type_of_block_mask(options["block_mask"])
+        check_type_of_block_mask(options["block_mask"])
 
 
 _TENSORS = {"alibi_slopes", "bias", "mask", "sink", "rng_state"}
@@ -236,8 +260,12 @@ def _check_sizes(problem: Problem, method: str, q: Tensor, k: Tensor) -> None:
             )
 
 
-def _method_for(problem: Problem, options: dict[str, Any]) -> Method:
-    """The first one that has the options."""
+def _method_for(problem: Problem, options: dict[str, Any], q: Tensor, k: Tensor) -> Method:
+    """The first one that has the options, on all ranks the same. With a block mask that chunks would cut within rows of
+    blocks that is Ulysses, if it has the heads."""
+    cuts_blocks = "block_mask" in options and not divides_chunks(options["block_mask"], problem)
+    if cuts_blocks and all(x.shape[-2] % problem.size == 0 for x in (q, k)):
+        return "ulysses"
     methods: tuple[Method, ...] = ("ring", "gather")
     for method in methods:
         with suppress(NotImplementedError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,11 @@ def _with_queries(name: str, x: Tensor, own: int, rows: int) -> Tensor:
 
 
 def _with_rows(x: Tensor, rows: int, dim: int) -> Tensor:
-    """A tensor to be checked, of the same head_dim and layout of it, and of no more memory than that takes."""
-    shape = (*x.shape[:dim], rows, *x.shape[dim + 1 :])
-    return x.new_empty(x.shape[-1] if x.stride(-1) == 1 else 1).expand(shape)
+    return stand_in(x, (*x.shape[:dim], rows, *x.shape[dim + 1 :]))
+
+
+def stand_in(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor to be checked, of the layout of ``x`` in its last dimension, and of no more memory than that takes.
+    Lengths and indices are 0."""
+    make = x.new_empty if x.is_floating_point() else x.new_zeros
+    return make(shape[-1] if shape and x.stride(-1) == 1 else 1).expand(shape)

@@ -14,9 +14,11 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from flash_ext.argument_checks import allow_class
 from flash_ext.functional import serve_class
-from flash_ext.integrations.distributed.placements import Side, dim_of
+from flash_ext.integrations.distributed import dtensor_plans
+from flash_ext.integrations.distributed.placements import Side, dim_of, sides_of_operator
 from flash_ext.integrations.distributed.sequence_dtensors import attend, is_sharded_sequence
 from flash_ext.ops import ScoreOptions
+from flash_ext.planning import ServedClass, explain_class
 from flash_ext.torch_private import DTENSOR
 
 _OPS = torch.ops.flash_ext
@@ -42,6 +44,7 @@ def register_dtensor() -> None:
     register_sharding(_OPS.attention_backward.default)(_backward)
     allow_class(DTENSOR)
     serve_class(is_sharded_sequence, attend)
+    explain_class(ServedClass(dtensor_plans.is_dtensor, dtensor_plans.check_call, dtensor_plans.local_call))
     _registered = True
 
 
@@ -51,7 +54,7 @@ def _forward(q: Any, k: Any, v: Any, *rest: Any) -> Sequence[_Strategy]:
     everywhere = [Replicate(), Replicate()], [Replicate()] * 3 + _all(rest)
     strategies: list[_Strategy] = [everywhere]
     packed = options.cu_seqlens_q is not None
-    for side in _sides(q, k, options):
+    for side in _sides(q, k, v, options):
         rows, lse = _dims_of(side, packed)
         strategies.append(([Shard(rows), Shard(lse)], [Shard(rows)] * 3 + _sharded(rest, options, side)))
     return strategies
@@ -67,7 +70,7 @@ def _backward(
     nones = [None] * len(flags)
     everywhere = [Replicate()] * 5, [*_all(tensors), *nones, *_all(given)]
     strategies: list[_Strategy] = [everywhere]
-    for side in _sides(q, k, options):
+    for side in _sides(q, k, v, options):
         rows, of_lse = (Shard(dim) for dim in _dims_of(side, packed))
         places = (rows, of_lse, rows, rows, rows, rows, of_lse)
         arguments = [None if t is None else place for t, place in zip(tensors, places, strict=True)]
@@ -88,14 +91,10 @@ def _refuse_shards_of_sequence(rows: int, **tensors: Any) -> None:
             )
 
 
-def _sides(q: Any, k: Any, options: ScoreOptions) -> list[Side]:
-    """What can be sharded: "batch", "heads". Dropout counts both from the start of what it is given."""
-    if options.dropout_p > 0:
-        return []
-    largest = max(q.mesh.shape)
-    found: list[Side] = ["batch"] if options.cu_seqlens_q is None and options.alibi_slopes is None else []
-    whole = all(x.shape[-2] % largest == 0 for x in (q, k))
-    return found + (["heads"] if whole and options.alibi_slopes is None else [])
+def _sides(q: Any, k: Any, v: Any, options: ScoreOptions) -> list[Side]:
+    given = zip(ScoreOptions._fields, options, strict=True)
+    tensors = {"q": q, "k": k, "v": v, **{name: x for name, x in given if _is_tensor(x)}}
+    return sides_of_operator(q.mesh.shape, tensors, options.cu_seqlens_q is not None, options.dropout_p > 0)
 
 
 def _dims_of(side: Side, packed: bool) -> tuple[int, int]:

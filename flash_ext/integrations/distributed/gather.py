@@ -325,10 +325,15 @@ def check_lengths(mask: BlockMask, problem: Problem) -> None:
     whole = (problem.size * problem.rows_q, problem.size * problem.rows_k)
     if made_for != whole:
         raise ValueError(f"block_mask must be made for the whole sequences, {whole}, got one for {made_for}")
-    if problem.chunk_q % block_m:
+    if not divides_chunks(mask, problem):
         raise ValueError(
-            f"block_mask must have rows of blocks that divide the {problem.chunk_q} queries of a chunk, got {block_m}"
+            f"block_mask must have rows of blocks that divide the {problem.chunk_q} queries of a chunk, got {block_m}: "
+            "method 'ulysses' takes any, with heads that the ranks divide"
         )
+
+
+def divides_chunks(mask: BlockMask, problem: Problem) -> bool:
+    return problem.chunk_q % mask.block_size[0] == 0
 
 
 def rows_of_block_mask(mask: BlockMask, chunk: int, problem: Problem) -> BlockMask:

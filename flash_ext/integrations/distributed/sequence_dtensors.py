@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from flash_ext.argument_checks import as_flag, as_number, describe
-from flash_ext.functional import _check_type_of_block_mask
-from flash_ext.integrations.distributed import context_parallel_attention
-from flash_ext.integrations.distributed.placements import Side, dim_of
-from flash_ext.masks import BlockMask
+from flash_ext.functional import SCORE_OPTIONS, check_type_of_block_mask
+from flash_ext.integrations.distributed import context_parallel_attention, prepare
+from flash_ext.integrations.distributed.checks import stand_in
+from flash_ext.integrations.distributed.dtensor_checks import check_mesh, check_whole
+from flash_ext.integrations.distributed.placements import Side, change_tensors, dim_of
 
 _WAY_OUT = "redistribute() it by heads, or by batch entries"
 
@@ -46,19 +47,36 @@ def attend(attention: Callable[..., Any], q: Any, k: Any, v: Any, **options: Any
         TypeError: one of q, k and v is no DTensor, or a plain option requires a gradient.
     """
     return_lse = as_flag("return_lse", options.pop("return_lse"))
-    if as_number("dropout_p", options["dropout_p"]) > 0:
-        raise NotImplementedError(
-            "flash_ext: dropout_p of DTensors sharded along the sequence is not supported, because ranks would draw "
-            "other random bits than one GPU: pass to_local() of q, k and v to context_parallel_attention()"
-        )
+    _refuse_dropout(options)
     shards = _Shards.of(q, k, v, packed=options["cu_seqlens_q"] is not None)
+    check_whole(q, k, v, options)
     local = [shards.local(x, shards.placements, shards.placements) for x in (q, k, v)]
-    given = shards.local_options(options)
+    given = shards.local_options(options, shards.local)
     out, lse = context_parallel_attention(*local, shards.group(), return_lse=True, **given)
     of_out = shards.whole(out, (*q.shape[:-1], v.shape[-1]), shards.placements)
     if not return_lse:
         return of_out
     return of_out, shards.whole(lse, _shape_of_lse(q.shape), shards.placements_of_lse())
+
+
+def method_of_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[str, int]:
+    """(the method by which ``attend`` would compute, the number of ranks). Raises what it would raise; nothing
+    travels."""
+    _refuse_dropout(options)
+    shards = _Shards.of(q, k, v, packed=options.get("cu_seqlens_q") is not None)
+    check_whole(q, k, v, options)
+    options = {name: value for name, value in options.items() if name in SCORE_OPTIONS}
+    q, k, v = (shards.stand_in(x, shards.placements, shards.placements) for x in (q, k, v))
+    given = shards.local_options(options, shards.stand_in)
+    return prepare(q, k, v, shards.group(), "contiguous", "auto", given).method, shards.mesh.size(shards.along)
+
+
+def _refuse_dropout(options: dict[str, Any]) -> None:
+    if as_number("dropout_p", options.get("dropout_p", 0.0)) > 0:
+        raise NotImplementedError(
+            "flash_ext: dropout_p of DTensors sharded along the sequence is not supported, because ranks would draw "
+            "other random bits than one GPU: pass to_local() of q, k and v to context_parallel_attention()"
+        )
 
 
 def _mesh_dims_of(x: DTensor, rows: int) -> list[int]:
@@ -143,6 +161,17 @@ class _Shards:
         own: Tensor = x.redistribute(placements=placements).to_local(grad_placements=gradients)
         return own
 
+    def stand_in(self, x: Any, placements: Sequence[Placement], gradients: Sequence[Placement]) -> Tensor:
+        """In place of ``local``, to be checked: nothing travels."""
+        if all(place.is_replicate() for place in (*x.placements, *placements)):
+            own: Tensor = x.to_local()
+            return own
+        shape = list(x.shape)
+        for dim, place in enumerate(placements):
+            if isinstance(place, Shard):
+                shape[place.dim] //= self.mesh.size(dim)
+        return stand_in(x.to_local(), shape)
+
     def whole(self, x: Tensor, shape: Sequence[int], placements: Sequence[Placement]) -> DTensor:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
@@ -156,19 +185,13 @@ class _Shards:
 
     # ---- Options
 
-    def local_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        local: dict[int, Tensor] = {}  # that two options are one tensor has a meaning
-        found = dict(options)
-        for name, value in options.items():
-            if isinstance(value, Tensor):
-                if id(value) not in local:
-                    local[id(value)] = self.local_option(name, value)
-                found[name] = local[id(value)]
-        if options["block_mask"] is not None:
-            found["block_mask"] = self.local_block_mask(options["block_mask"])
-        return found
+    def local_options(self, options: dict[str, Any], local: Callable[..., Tensor]) -> dict[str, Any]:
+        """``local``: the method of that name, or ``stand_in``."""
+        if options.get("block_mask") is not None:
+            check_type_of_block_mask(options["block_mask"])
+        return change_tensors(options, lambda name, x: self.local_option(name, x, local))
 
-    def local_option(self, name: str, x: Tensor) -> Tensor:
+    def local_option(self, name: str, x: Tensor, local: Callable[..., Tensor]) -> Tensor:
         """What all ranks share has the sum of their gradients."""
         placements: list[Placement] = []
         gradients: list[Placement] = []
@@ -177,37 +200,22 @@ class _Shards:
             placements.append(Replicate() if dim is None else Shard(dim))
             gradients.append(Partial() if dim is None and side is not None else placements[-1])
         if isinstance(x, DTensor):
-            _check_mesh(name, x, self.mesh)
+            check_mesh(name, x, self.mesh)
         else:
             if torch.is_grad_enabled() and x.requires_grad:
                 raise TypeError(f"{name} must be a DTensor, as q, k and v are, to have a gradient: distribute_tensor()")
             if all(place == Replicate() for place in placements):
                 return x
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-        return self.local(x, placements, gradients)
-
-    def local_block_mask(self, mask: BlockMask) -> BlockMask:
-        _check_type_of_block_mask(mask)
-        names = ("offsets", "indices", "bitmap_ids", "bitmaps")
-        own: dict[str, Any] = {name: self.local_option(f"block_{name}", getattr(mask, name)) for name in names}
-        return replace(mask, **own)
+        return local(x, placements, gradients)
 
 
 def _check_dtensor(name: str, x: Any, mesh: DeviceMesh, dims: int) -> None:
     if not isinstance(x, DTensor):
         raise TypeError(f"{name} must be a DTensor, as others are: see distribute_tensor(). Got {describe(x)}")
-    _check_mesh(name, x, mesh)
+    check_mesh(name, x, mesh)
     if x.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
-
-
-def _check_mesh(name: str, x: DTensor, mesh: DeviceMesh) -> None:
-    """From another mesh a gradient would be brought back to ranks that have other parts of it."""
-    if x.device_mesh != mesh:
-        raise ValueError(
-            f"{name} must lie on the mesh of the others, {mesh}, got {x.device_mesh}: distribute_tensor() its "
-            "full_tensor() there"
-        )
 
 
 def _common_placement(tensors: dict[str, Any], dim: int, along: int, rows: int) -> Placement:
