@@ -30,7 +30,7 @@ class BackwardShortBlock {
   __device__ __forceinline__ const Sequence& sequence() const { return storage_.sequence(); }
   /// The lower half of the descriptor of rows of a tile.
   __device__ __forceinline__ uint32_t rows_at(int offset, int first_row) const {
-    return tiles_ + (offset + panel_bytes(first_row)) / 16;
+    return tiles_ + (offset + Config::row_offset(first_row)) / 16;
   }
   __device__ __forceinline__ uint32_t own_rows_at(int offset) const { return rows_at(offset, group_ * kWarpgroupRows); }
 

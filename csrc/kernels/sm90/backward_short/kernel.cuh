@@ -79,7 +79,7 @@ template <class Config>
 void launch_backward_short(const BackwardParams& p, void* memory, cudaStream_t stream) {
   const BackwardWorkspace workspace = backward_short_workspace(p, memory);
   const auto map_of = [&](const TensorView& view, const TensorShape& shape) {
-    return encode_tensor_map(view, shape, p.dtype, Config::kRows);
+    return encode_tensor_map(view, shape, p.dtype, Config::kRowsOfCopy);
   };
   const BackwardShortMaps maps = {map_of(p.q, query_shape(p, p.head_dim)), map_of(p.k, key_shape(p, p.head_dim)),
                                   map_of(p.v, key_shape(p, p.head_dim_v)),
@@ -88,13 +88,13 @@ void launch_backward_short(const BackwardParams& p, void* memory, cudaStream_t s
   const LaunchShape heads{grid_of(p.batch * p.heads_q), dim3(Config::kThreads), kSharedBytes};
   launch(kBackwardShortNames.main, backward_short_kernel<Config>, heads, stream, p, maps, workspace,
          score_scale(p, kLog2E));
-  using Rows = BackwardRowKernels<typename Config::Element, void, kWarpgroupRows, kBackwardShortHeadDim>;
+  using Rows = BackwardRowKernels<typename Config::Element, void, kWarpgroupRows, Config::kHeadDim>;
   launch_sink_gradient<Rows>(p, workspace, kBackwardShortNames, stream);
 }
 
-template <class Element, int kGroups>
+template <class Element, int kHeadDim, int kGroups>
 void run_backward_short(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  launch_backward_short<BackwardShortConfig<Element, kGroups>>(p, memory, stream);
+  launch_backward_short<BackwardShortConfig<Element, kHeadDim, kGroups>>(p, memory, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -10,7 +10,7 @@ template <class Config>
 class BackwardShortKeys : BackwardShortBlock<Config> {
   using Base = BackwardShortBlock<Config>;
   using typename Base::Element;
-  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = 32;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kQueriesOfStep;
   using Tile = BackwardTile<Element, kBlockM>;
   using Products = BackwardProducts<Element, kHeadDim, kWarpgroupRows, kBlockM>;
 
