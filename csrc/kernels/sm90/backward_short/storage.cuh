@@ -34,7 +34,12 @@ struct BackwardShortConfig {
   static constexpr int kValuesOffset = kTileBytes;
   static constexpr int kQueriesOffset = 2 * kTileBytes;
   static constexpr int kGradsOffset = 3 * kTileBytes;
-  static constexpr int kTilesBytes = 4 * kTileBytes;
+  // Whether dS passes from the warpgroups that have the keys to those that have the queries. A block of queries has a
+  // panel of it, whose rows are keys.
+  static constexpr bool kExchangesDs = kHeadDim > 64;
+  static constexpr int kDsOffset = 4 * kTileBytes;
+  static constexpr int kDsBytes = kExchangesDs ? kGroups * panel_bytes(kRows) : 0;
+  static constexpr int kTilesBytes = kDsOffset + kDsBytes;
 
   /// Where a row of a tile begins.
   static constexpr int row_offset(int row) {
@@ -42,6 +47,7 @@ struct BackwardShortConfig {
   }
 
   static_assert(kPanels == 1 || kQueriesOfStep == kWarpgroupRows, "descriptors count panels of whole blocks");
+  static_assert(!kExchangesDs || kQueriesOfStep == kWarpgroupRows, "a step fills a panel of dS");
 };
 
 struct BackwardShortMaps {
