@@ -18,7 +18,9 @@ bool has_wide_bias(const Problem& p) {
   return p.has_bias && p.bias_dtype != DType::kFloat16 && p.bias_dtype != DType::kBFloat16;
 }
 
-bool has_many_rows(const Problem& p) { return std::max(p.seqlen_q, p.seqlen_k) > sm90::kBackwardShortMostRows; }
+bool has_many_rows(const Problem& p) {
+  return std::max(p.seqlen_q, p.seqlen_k) > sm90::backward_short_most_rows(p.head_dim);
+}
 
 bool asks_for_order_beside_options(const Problem& p) {
   return p.deterministic && (p.has_bias || p.has_mask || p.has_block_mask || p.has_alibi || p.softcap > 0 || drops(p));
@@ -26,7 +28,8 @@ bool asks_for_order_beside_options(const Problem& p) {
 
 bool decodes_on_cuda(const Problem& p) { return p.operation == Operation::kDecode && p.device == Device::kCuda; }
 
-static_assert(sm90::kBackwardShortMostRows == 256, "the words of kManyRows say so");
+static_assert(sm90::backward_short_most_rows(64) == 256 && sm90::backward_short_most_rows(128) == 128,
+              "the words of kManyRows say so");
 static_assert(sm90::kFewestRowsOfCopy == 8, "the words of kPagesOfOddRows say so");
 
 struct FeatureRow {
@@ -54,7 +57,7 @@ constexpr FeatureRow kFeatures[] = {
     {kDeterministicBesideOptions, "deterministic beside options", asks_for_order_beside_options},
     {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
      [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
-    {kManyRows, "more than 256 queries or keys", has_many_rows},
+    {kManyRows, "more than 256 queries or keys, 128 beyond head_dim 64,", has_many_rows},
     {kPacked, "packed sequences", [](const Problem& p) { return p.total_q > 0 || p.total_k > 0; }},
     {kGroupedHeads, "grouped heads", [](const Problem& p) { return p.heads_q != p.heads_kv; }},
     {kFewQueries, "so few queries", [](const Problem& p) { return decodes_on_cuda(p) && has_few_queries(p); }},

@@ -21,6 +21,8 @@ SHORT |= {"heads_q": 4, "heads_kv": 4}
         {"has_sink": True, "varlen": True},  # lengths in use
         {"head_dim": 8, "head_dim_v": 8},
         {"seqlen_q": 1, "seqlen_k": 256},
+        {"head_dim": 128, "head_dim_v": 128, "seqlen_q": 128, "seqlen_k": 1},
+        {"head_dim": 72, "head_dim_v": 72, "seqlen_q": 40, "seqlen_k": 64},
     ],
 )
 def test_served(fields: dict[str, Any]) -> None:
@@ -38,7 +40,8 @@ def test_served(fields: dict[str, Any]) -> None:
         ({"seqlen_k": 257}, "sm90/backward_persistent"),
         ({"total_q": 1000, "total_k": 1000, "varlen": True}, "sm90/backward_persistent"),
         ({"heads_q": 4, "heads_kv": 2}, "sm90/backward_persistent"),
-        ({"head_dim": 72, "head_dim_v": 72}, "sm90/backward"),
+        ({"head_dim": 72, "head_dim_v": 72, "seqlen_k": 129}, "sm90/backward"),
+        ({"head_dim": 136, "head_dim_v": 136, "seqlen_q": 9, "seqlen_k": 9}, "sm90/backward_wide"),
         ({"softcap": 3.0}, "sm90/backward_options"),
         ({"has_mask": True}, "sm90/backward_options"),
         ({"dropout_p": 0.1}, "sm90/backward_options"),

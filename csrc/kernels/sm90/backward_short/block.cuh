@@ -18,6 +18,7 @@ class BackwardShortBlock {
       : p_(p),
         storage_(storage),
         tiles_(TileDescriptor<kWarpgroupRows>::lower_half(s_tiles)),
+        s_ds_(s_tiles + Config::kDsOffset),
         scale_(scale),
         group_(group),
         first_row_(group * kWarpgroupRows + warp * 16),
@@ -30,7 +31,7 @@ class BackwardShortBlock {
   __device__ __forceinline__ const Sequence& sequence() const { return storage_.sequence(); }
   /// The lower half of the descriptor of rows of a tile.
   __device__ __forceinline__ uint32_t rows_at(int offset, int first_row) const {
-    return tiles_ + (offset + panel_bytes(first_row)) / 16;
+    return tiles_ + (offset + Config::row_offset(first_row)) / 16;
   }
   __device__ __forceinline__ uint32_t own_rows_at(int offset) const { return rows_at(offset, group_ * kWarpgroupRows); }
 
@@ -61,7 +62,8 @@ class BackwardShortBlock {
   const BackwardParams& p_;
   const BackwardShortStorage<Config>& storage_;
   const uint32_t tiles_;  // lower half of the descriptor of all tiles
-  const float scale_;     // of scores, to base 2
+  const uint32_t s_ds_;
+  const float scale_;  // of scores, to base 2
   const int group_, first_row_, lane_;
   const bool large_;  // some row has a LargeLse
 };

@@ -3,7 +3,8 @@
 //
 //   warpgroup g:  row terms of queries [64 g, + 64)  |  dK, dV of keys [64 g, + 64)  |  dQ of queries [64 g, + 64)
 //
-// Nothing is added to in memory, and no warpgroup waits for another once the tiles are there.
+// Nothing is added to in memory. Up to head_dim 64 no warpgroup waits for another once the tiles are there; beyond,
+// they exchange dS between the two parts.
 #pragma once
 
 #include "kernels/common/backward/launch_sequence.cuh"
@@ -12,6 +13,7 @@
 #include "kernels/sm90/common/tensor_map.h"
 #include "keys.cuh"
 #include "queries.cuh"
+#include "query_sums.cuh"
 #include "terms.cuh"
 
 namespace flash_ext::sm90 {
@@ -36,6 +38,15 @@ __device__ __forceinline__ void sanitise_short_tiles(const BackwardParams& p, ui
   sanitise_tile<Element, 2 * Config::kTileBytes, Config::kThreads>(s_tiles + Config::kQueriesOffset, thread);
 }
 
+/// For pairs of blocks that see nothing of each other.
+template <class Config>
+__device__ __forceinline__ void zero_ds(uint32_t s_tiles) {
+  constexpr int kPieces = Config::kDsBytes / 16 / Config::kThreads;
+  const uint32_t s_first = s_tiles + Config::kDsOffset + static_cast<int>(threadIdx.x) * 16;
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) store_shared(s_first + k * Config::kThreads * 16, uint4{0, 0, 0, 0});
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     backward_short_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardShortMaps maps,
@@ -58,15 +69,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
           : nullptr;
   const bool found = write_short_terms<Config>(p, sequence, storage, g_minus_delta, group * kWarpgroupRows,
                                                static_cast<int>(threadIdx.x) % kWarpgroupThreads);
+  if constexpr (Config::kExchangesDs) zero_ds<Config>(s_tiles);
   const bool large = __syncthreads_or(found);  // barriers are initialised, terms written
   wait_for(storage.scores_full, 0);
   wait_for(storage.grads_full, 0);
   sanitise_short_tiles<Config>(p, s_tiles);
   __syncthreads();
 
-  if (p.dk.data || p.dv.data)
+  if (p.dk.data || p.dv.data || (Config::kExchangesDs && p.dq.data))
     BackwardShortKeys<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane, large).run();
-  BackwardShortQueries<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane, large).run();
+  if constexpr (Config::kExchangesDs) {
+    ptx::fence_proxy_async_shared();
+    __syncthreads();  // dS of all keys
+    BackwardShortQuerySums<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane, large).run();
+  } else {
+    BackwardShortQueries<Config>(p, storage, s_tiles, scale, group, warp_of_group, lane, large).run();
+  }
 }
 
 inline BackwardWorkspace backward_short_workspace(const BackwardParams& p, void* memory) {
@@ -79,7 +97,7 @@ template <class Config>
 void launch_backward_short(const BackwardParams& p, void* memory, cudaStream_t stream) {
   const BackwardWorkspace workspace = backward_short_workspace(p, memory);
   const auto map_of = [&](const TensorView& view, const TensorShape& shape) {
-    return encode_tensor_map(view, shape, p.dtype, Config::kRows);
+    return encode_tensor_map(view, shape, p.dtype, Config::kRowsOfCopy);
   };
   const BackwardShortMaps maps = {map_of(p.q, query_shape(p, p.head_dim)), map_of(p.k, key_shape(p, p.head_dim)),
                                   map_of(p.v, key_shape(p, p.head_dim_v)),
@@ -88,13 +106,13 @@ void launch_backward_short(const BackwardParams& p, void* memory, cudaStream_t s
   const LaunchShape heads{grid_of(p.batch * p.heads_q), dim3(Config::kThreads), kSharedBytes};
   launch(kBackwardShortNames.main, backward_short_kernel<Config>, heads, stream, p, maps, workspace,
          score_scale(p, kLog2E));
-  using Rows = BackwardRowKernels<typename Config::Element, void, kWarpgroupRows, kBackwardShortHeadDim>;
+  using Rows = BackwardRowKernels<typename Config::Element, void, kWarpgroupRows, Config::kHeadDim>;
   launch_sink_gradient<Rows>(p, workspace, kBackwardShortNames, stream);
 }
 
-template <class Element, int kGroups>
+template <class Element, int kHeadDim, int kGroups>
 void run_backward_short(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  launch_backward_short<BackwardShortConfig<Element, kGroups>>(p, memory, stream);
+  launch_backward_short<BackwardShortConfig<Element, kHeadDim, kGroups>>(p, memory, stream);
 }
 
 }  // namespace flash_ext::sm90

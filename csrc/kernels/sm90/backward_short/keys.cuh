@@ -1,7 +1,9 @@
-// dK and dV: a warpgroup has 64 keys and visits all queries that see them. Keys are the rows of its tiles.
+// dK and dV: a warpgroup has 64 keys and visits all queries that see them. Keys are the rows of its tiles. Where dS is
+// exchanged, the warpgroup leaves it in shared memory.
 #pragma once
 
 #include "block.cuh"
+#include "kernels/sm90/common/backward/pipelined_tile.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -10,7 +12,7 @@ template <class Config>
 class BackwardShortKeys : BackwardShortBlock<Config> {
   using Base = BackwardShortBlock<Config>;
   using typename Base::Element;
-  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = 32;
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kQueriesOfStep;
   using Tile = BackwardTile<Element, kBlockM>;
   using Products = BackwardProducts<Element, kHeadDim, kWarpgroupRows, kBlockM>;
 
@@ -50,6 +52,10 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
     Products::finish(s);
     ptx::fence_operand(dv_);
     Tile::compute_ds(p, s, p, storage_.minus_delta + tile * kBlockM, lane_, hides);
+    if constexpr (Config::kExchangesDs) {
+      const uint32_t s_panel = this->s_ds_ + tile * panel_bytes(Config::kRows) + this->group_ * panel_bytes(kBlockM);
+      BackwardPipelinedTile<Element, kBlockM>::store(s_panel, this->first_row_ / 16 % kWarpgroupWarps, p, lane_);
+    }
     Products::start_sum(dk_, p, queries);
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dk_);

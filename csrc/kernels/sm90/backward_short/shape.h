@@ -8,8 +8,13 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kBackwardShortHeadDim = 64;
-constexpr int kBackwardShortMostRows = 256;  // of Q and of K: a CTA has both, V and dO in shared memory
+constexpr int kBackwardShortHeadDim = 128;
+
+/// The head dim of the kernel that serves one.
+constexpr int backward_short_head_dim(int64_t head_dim) { return head_dim <= 64 ? 64 : kBackwardShortHeadDim; }
+
+/// Of Q and of K: a CTA has both, V and dO in shared memory.
+constexpr int backward_short_most_rows(int64_t head_dim) { return head_dim <= 64 ? 256 : 128; }
 
 /// Warpgroups of a CTA, each with 64 keys and 64 queries.
 constexpr int backward_short_groups(int64_t seqlen_q, int64_t seqlen_k) {

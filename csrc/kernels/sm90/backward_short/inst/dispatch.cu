@@ -6,7 +6,7 @@
 namespace flash_ext::sm90 {
 
 // Instantiated in the files beside this one.
-template <class Element, int kGroups>
+template <class Element, int kHeadDim, int kGroups>
 void run_backward_short(const BackwardParams& params, void* workspace, cudaStream_t stream);
 
 int64_t backward_short_workspace_bytes(const BackwardParams& params) {
@@ -16,17 +16,22 @@ int64_t backward_short_workspace_bytes(const BackwardParams& params) {
 }
 
 void backward_short(const BackwardParams& params, void* workspace, cudaStream_t stream) {
+  const int groups = backward_short_groups(params.seqlen_q, params.seqlen_k);
   with_element(params, [&](auto element) {
     using Element = decltype(element);
-    switch (backward_short_groups(params.seqlen_q, params.seqlen_k)) {
+    if (backward_short_head_dim(params.head_dim) == 128) {
+      return groups == 1 ? run_backward_short<Element, 128, 1>(params, workspace, stream)
+                         : run_backward_short<Element, 128, 2>(params, workspace, stream);
+    }
+    switch (groups) {
       case 1:
-        return run_backward_short<Element, 1>(params, workspace, stream);
+        return run_backward_short<Element, 64, 1>(params, workspace, stream);
       case 2:
-        return run_backward_short<Element, 2>(params, workspace, stream);
+        return run_backward_short<Element, 64, 2>(params, workspace, stream);
       case 3:
-        return run_backward_short<Element, 3>(params, workspace, stream);
+        return run_backward_short<Element, 64, 3>(params, workspace, stream);
       default:
-        return run_backward_short<Element, 4>(params, workspace, stream);
+        return run_backward_short<Element, 64, 4>(params, workspace, stream);
     }
   });
 }
