@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from flash_ext.ops import ScoreOptions
 
 
+_FOLDED = {"bias", "mask", "alibi_slopes", "seqused_q", "seqused_k", "block_offsets"}  # see fold_options
+_SHARED = {"sink", "block_indices", "block_bitmap_ids", "block_bitmaps"}
+
+
 def can_fold(options: ScoreOptions, dims: Any) -> bool:
     """Packed sequences have no batch dimension, dropout depends on the place in the batch, and a sink or the blocks of
-    a mask are shared by the whole batch."""
-    shared = (dims.sink, dims.block_indices, dims.block_bitmap_ids, dims.block_bitmaps)
-    packed = options.cu_seqlens_q is not None or options.cu_seqlens_k is not None
-    return not packed and options.rng_state is None and all(dim is None for dim in shared)
+    a mask are shared by the whole batch. Of other tensors than these it is not known."""
+    given = {name for name, value in zip(options._fields, options, strict=True) if isinstance(value, Tensor)}
+    shared = all(getattr(dims, name) is None for name in _SHARED)
+    return shared and given <= _FOLDED | _SHARED
 
 
 def fold(t: Tensor | None, dim: int | None, n: int) -> Tensor | None:

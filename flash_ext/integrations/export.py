@@ -108,6 +108,36 @@ def _refuse_dropout(dropout_p: float) -> None:
         )
 
 
+_COVERED = {
+    "softmax_scale",
+    "window_left",
+    "window_right",
+    "top_left",
+    "softcap",
+    "sink",
+    "alibi_slopes",
+    "bias",
+    "mask",
+}
+_COVERED |= {f"{name}_{side}" for name in ("cu_seqlens", "max_seqlen", "seqused") for side in "qk"}
+_COVERED |= {
+    "dropout_p",
+    "rng_state",
+    "allow_tf32",
+}  # refused where it drops; products here round as torch's setting says
+
+
+def _refuse_others(options: ScoreOptions) -> None:
+    """No option is ever ignored."""
+    if options.block_offsets is not None:
+        raise NotImplementedError(
+            "flash_ext: block_mask has no decomposition: export with mask=block_mask.to_dense() in its place"
+        )
+    for name, value in zip(options._fields, options, strict=True):
+        if name not in _COVERED and (isinstance(value, Tensor) or value != options._field_defaults[name]):
+            raise NotImplementedError(f"flash_ext: {name} has no decomposition")
+
+
 def _refuse_cache(options: DecodeOptions) -> None:
     ways_out = {
         "block_table": "gather the pages first, cache[block_table].flatten(1, 2)",
@@ -174,10 +204,7 @@ def _rows_of(total: Any, cu_seqlens: Tensor, used: Tensor | None) -> tuple[Tenso
 
 def _scores(q: Tensor, k: Tensor, options: ScoreOptions) -> Tensor:
     """(batch, heads_q, seqlen_q, seqlen_k), -inf where a key is not visible."""
-    if options.block_offsets is not None:
-        raise NotImplementedError(
-            "flash_ext: block_mask has no decomposition: export with mask=block_mask.to_dense() in its place"
-        )
+    _refuse_others(options)
     if options.cu_seqlens_q is None:
         positions = _dense_positions(q, k, options.seqused_q, options.seqused_k, options.top_left)
     else:

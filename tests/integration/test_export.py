@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flash_ext
-from flash_ext.integrations.export import decompositions
+from flash_ext.integrations.export import _refuse_others, decompositions
+from flash_ext.ops import ScoreOptions
 from tests.oracle import cumulative, random
 
 OPS = torch.ops.flash_ext
@@ -278,6 +280,16 @@ MODELS = {
     "encoder": converted_encoder,
     "padded encoder": Padded,
 }
+
+
+def test_an_option_that_is_not_known_is_refused() -> None:
+    """Whoever adds one need not know of decompositions: they do not ignore it."""
+    defaults = [*ScoreOptions._field_defaults.values(), 0.0]
+    added = namedtuple("added", [*ScoreOptions._fields, "clip"], defaults=defaults)  # type: ignore[misc]
+    _refuse_others(added(0.3))
+    for clip in (1.0, torch.zeros(1)):
+        with pytest.raises(NotImplementedError, match="clip has no decomposition"):
+            _refuse_others(added(0.3, clip=clip))
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import flash_ext
+from flash_ext import _vmap
 from flash_ext.functional import _score_options
 from flash_ext.ops import ScoreOptions
 from tests import reference
@@ -501,6 +503,15 @@ def test_gradient_of_a_shared_option_per_sample(device: str, name: str) -> None:
     per_sample = torch.vmap(torch.func.grad(scalar), (None, 0, 0, 0))(shared, *args)
     expected = [torch.func.grad(scalar)(shared, *(t[i] for t in args)) for i in range(3)]
     torch.testing.assert_close(per_sample, torch.stack(expected))
+
+
+def test_vmap_loops_over_what_it_does_not_know() -> None:
+    """An option that is added later, of each sample or of all, is not folded into the batch."""
+    fields = [*ScoreOptions._fields, "clip"]
+    added = namedtuple("added", fields, defaults=[None] * len(fields))  # type: ignore[misc]
+    assert _vmap.can_fold(added(bias=torch.zeros(1), sink=torch.zeros(1)), added(bias=0))
+    assert not _vmap.can_fold(added(clip=torch.zeros(1)), added())
+    assert not _vmap.can_fold(added(sink=torch.zeros(1)), added(sink=0))
 
 
 def test_vmap_beside_a_block_mask_per_entry(device: str) -> None:

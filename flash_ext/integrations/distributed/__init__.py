@@ -33,7 +33,9 @@ from flash_ext.integrations.distributed.passes import Differentiable
 from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
 from flash_ext.integrations.distributed.ulysses import attend_by_heads
+from flash_ext.libraries import OPS
 from flash_ext.ops import _autocast_first
+from flash_ext.torch_private import arguments_of
 
 __all__ = ["Layout", "Method", "context_parallel_attention", "join_sequence", "split_sequence"]
 
@@ -217,8 +219,7 @@ def _check_types(options: dict[str, Any]) -> None:
         check_type_of_block_mask(options["block_mask"])
 
 
-_TENSORS = {"alibi_slopes", "bias", "mask", "sink", "rng_state"}
-_TENSORS |= {f"{name}_{side}" for name in ("cu_seqlens", "seqused") for side in "qk"}
+_TENSORS = SCORE_OPTIONS & {a.name for a in arguments_of(OPS.attention_check.default) if "Tensor" in str(a.type)}
 
 
 def _check_sequence(x: Tensor, layout: str, dim: int) -> None:

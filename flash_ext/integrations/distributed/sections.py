@@ -4,13 +4,13 @@ nothing has to be merged."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_ext.integrations.distributed.passes import Inputs, Result
+from flash_ext.integrations.distributed.placements import change_tensors, dim_of
 from flash_ext.integrations.distributed.shards import rows_of
 
 MOST_SECTIONS = 4
@@ -62,15 +62,15 @@ def result_of(result: Result, section: Section, dim: int) -> Result:
 
 
 def options_of(options: dict[str, Any], section: Section) -> dict[str, Any]:
-    """Options that are no inputs and may differ between heads."""
-    own = dict(options)
-    if "alibi_slopes" in own:
-        own["alibi_slopes"] = rows_of(own["alibi_slopes"], section.q, -1)
-    if "mask" in own:
-        own["mask"] = of_heads(own["mask"], section.q, 1)
-    if "block_mask" in own:
-        own["block_mask"] = replace(own["block_mask"], offsets=of_heads(own["block_mask"].offsets, section.q, 1))
-    return own
+    """Options of all heads, but for inputs, which are the section's already."""
+    inputs = ("bias", "sink")
+    return change_tensors(options, lambda name, x: x if name in inputs else of_own_heads(name, x, section.q))
+
+
+def of_own_heads(name: str, x: Tensor, heads: slice) -> Tensor:
+    """Of an option; itself if all heads share it."""
+    dim = dim_of(name, x, "heads")
+    return x if dim is None else rows_of(x, heads, dim)
 
 
 def of_heads(x: Any, heads: slice, dim: int) -> Any:

@@ -4,7 +4,6 @@ another one travels."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,15 @@ from flash_ext.integrations.distributed.passes import (
     own_rng_state,
     taken_in,
 )
-from flash_ext.integrations.distributed.sections import Section, join_heads, of_heads, options_of, sections_of
+from flash_ext.integrations.distributed.placements import change_tensors
+from flash_ext.integrations.distributed.sections import (
+    Section,
+    join_heads,
+    of_heads,
+    of_own_heads,
+    options_of,
+    sections_of,
+)
 from flash_ext.integrations.distributed.shards import Problem, Ranks, in_order
 
 
@@ -186,16 +193,12 @@ class _Attention(torch.autograd.Function):
 def _options_of_own_heads(ranks: Ranks, problem: Problem, heads: int, options: dict[str, Any]) -> dict[str, Any]:
     per_rank = heads // ranks.size
     own = slice(ranks.rank * per_rank, (ranks.rank + 1) * per_rank)
-    changed = dict(options)
-    for name in ("sink", "alibi_slopes"):
-        if name in options:
-            changed[name] = options[name][..., own]
-    for name in ("bias", "mask"):
-        if name in options:
-            changed[name] = _matrix_of_own_heads(options[name], ranks, problem, own)
-    if "block_mask" in options and options["block_mask"].offsets.shape[1] > 1:
-        mask = options["block_mask"]
-        changed["block_mask"] = replace(mask, offsets=mask.offsets[:, own])
+
+    def change(name: str, x: Tensor) -> Tensor:
+        matrix = name in ("bias", "mask")
+        return _matrix_of_own_heads(x, ranks, problem, own) if matrix else of_own_heads(name, x, own)
+
+    changed = change_tensors(options, change)
     if "rng_state" in options:
         changed["rng_state"] = own_rng_state(options["rng_state"], ranks.rank)
     return changed
