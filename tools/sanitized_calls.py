@@ -40,6 +40,9 @@ OPTIONS: dict[str, Options] = {
     "block mask": lambda dtype: {
         "block_mask": flash_ext.BlockMask.sliding_window(*LENGTHS, (90, 20), block_size=(64, 64), device="cuda")
     },
+    "block mask of whole tiles": lambda dtype: {
+        "block_mask": flash_ext.BlockMask.sliding_window(*LENGTHS, (90, 20), block_size=(128, 128), device="cuda")
+    },
     "dropout": lambda dtype: {"dropout_p": 0.3, "rng_state": random_rng("cuda")},
     "lengths": lambda dtype: {"seqused_q": int32([100, 0], "cuda"), "seqused_k": int32([1, 300], "cuda")},
     "all": lambda dtype: {
@@ -59,6 +62,21 @@ def attention_calls() -> Iterator[tuple[str, Callable[[], object]]]:
             return run_library(call, tuple(call.inputs()))
 
         yield f"attention {name} {dtype} {dims}", run
+
+
+def short_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Whose heads a CTA of the backward keeps in shared memory."""
+    for dtype, (head_dim, *lengths), causal in itertools.product(
+        DTYPES[1:], ((40, 200, 170), (64, 256, 256), (128, 100, 128), (72, 60, 30)), (False, True)
+    ):
+
+        def run(
+            dtype: torch.dtype = dtype, head_dim: int = head_dim, lengths: list[int] = lengths, causal: bool = causal
+        ) -> object:
+            call = make_call(2, *lengths, 3, 3, head_dim, dtype=dtype, device="cuda", causal=causal)
+            return run_library(call.with_random_gradients(), ("q", "k", "v"))
+
+        yield f"short causal={causal} {dtype} {head_dim}", run
 
 
 def packed_calls() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -182,7 +200,7 @@ def block_lists() -> list[flash_ext.BlockMask]:
 def main() -> int:
     pattern = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
     count = 0
-    for calls in (attention_calls, packed_calls, wild_calls, decode_calls, other_calls):
+    for calls in (attention_calls, short_calls, packed_calls, wild_calls, decode_calls, other_calls):
         for name, run in calls():
             if pattern.search(name):
                 print(name, flush=True)
