@@ -42,6 +42,7 @@
 #include "arguments.cuh"
 #include "consumer.cuh"
 #include "kernels/launch.h"
+#include "kernels/ptx/barrier.h"
 #include "kernels/ptx/lane.h"
 #include "kernels/ptx/setmaxnreg.h"
 #include "producer.cuh"
@@ -100,7 +101,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   // unrolled, and the producers' code comes first (nvcc 13 places the second branch there): what lies near the entry
   // comes soonest.
   const auto start = [&] {
-    __syncthreads();
+    // Not __syncthreads(), which all threads would have to call at one place.
+    ptx::barrier_sync<kStarted, Config::kThreads>();
     if constexpr (Config::kSplitsKv)
       if (!schedule.taken) ptx::wait_for_previous_grid();  // beside whose end this one starts, up to here
   };

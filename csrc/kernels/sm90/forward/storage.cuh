@@ -13,6 +13,7 @@ namespace flash_ext::sm90 {
 /// Named barriers. 0 is __syncthreads().
 enum ForwardBarrier : int {
   kOfWarpgroup = 1,  // and up, one for each consumer warpgroup: its votes; out is written before more is added to it
+  kStarted = 8,      // all warps: shared memory is initialised
 };
 
 /// Where warp 1 stores out of a work tile. `groups` has a bit for each warpgroup that arrives at out_full.
