@@ -2,8 +2,6 @@
 
 python -m benchmarks.context_parallel                          on all GPUs that there are, 65536 to 524288 tokens
 python -m benchmarks.context_parallel --ranks 2 --methods ring gather --seqlen 131072 --json run.json
-python -m benchmarks.context_parallel --ranks 2 --methods ring gather ulysses --unsplit
-                                                               what sections of heads gain gather and Ulysses
 
 Each rank has a zigzag shard. A step is timed on every rank from a barrier on, and the slowest counts; the figure is the
 median of the rounds. In each round one GPU also computes the same problem whole, in the same processes, while the
@@ -42,7 +40,6 @@ from flash_ext.integrations.distributed import (
     Method,
     context_parallel_attention,
     join_sequence,
-    sections,
     split_sequence,
 )
 
@@ -75,7 +72,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--ranks", type=positive, default=max(2, torch.cuda.device_count()), help="(%(default)s)")
     parser.add_argument("--methods", nargs="+", choices=("ring", "gather", "ulysses"), default=["ring"])
-    parser.add_argument("--unsplit", action="store_true", help="gather and ulysses also with all heads in one section")
     parser.add_argument("--seqlen", type=positive, nargs="+", metavar="N", help="default: 65536 ... 524288")
     parser.add_argument("--heads", type=positive, default=16, help="(%(default)s)")
     parser.add_argument("--heads-kv", type=positive, help="default: as many")
@@ -164,10 +160,7 @@ def measure(problem: Problem, chosen: argparse.Namespace, device: torch.device) 
     steps: dict[str, Callable[[], float]] = {}
     for method in chosen.methods:
         name = OURS if method == chosen.methods[0] else f"{OURS}, {method}"
-        step = partial(step_of, method, *tensors)
-        steps[name] = partial(slowest_time, step, device)
-        if chosen.unsplit and method != "ring":
-            steps[f"{name}, one section"] = partial(slowest_time, partial(in_one_section, step), device)
+        steps[name] = partial(slowest_time, partial(step_of, method, *tensors), device)
     missing = {}
     if chosen.alone_up_to is None or problem.seqlen <= chosen.alone_up_to:
         steps[ALONE] = partial(time_of_one, step_of_one(problem, device), device)
@@ -184,16 +177,6 @@ def measure(problem: Problem, chosen: argparse.Namespace, device: torch.device) 
         figures=gain_over_one(timings.bursts),
         missing=missing,
     )
-
-
-def in_one_section(step: Callable[[], object]) -> object:
-    """With nothing that travels beside kernels."""
-    most = sections.MOST_SECTIONS
-    sections.MOST_SECTIONS = 1
-    try:
-        return step()
-    finally:
-        sections.MOST_SECTIONS = most
 
 
 def gain_over_one(samples: Mapping[str, Sample]) -> dict[str, float]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_ext
+from flash_ext import ops
 from flash_ext.integrations.distributed import context_parallel_attention, gather, join_sequence, ring, ulysses
-from flash_ext.integrations.distributed import sections as sections_module
 from tests.integration.rank_pool import LAYOUTS, METHODS
 
 ROWS = 48  # of the whole sequence
@@ -59,14 +59,13 @@ WRONG: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
 }
 
 
-def refused(kind: str, method: str, least_rows: int, device: str) -> dict[str, Any]:
+def refused(kind: str, method: str, device: str) -> dict[str, Any]:
     """What each rank is told, and what ``attention`` says of the whole."""
     tensors, options = WRONG[kind]()
     tensors = tuple(x.to(device) for x in tensors)
     options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
     own = [x.chunk(dist.get_world_size(), 1)[dist.get_rank()] for x in tensors]
     patch = pytest.MonkeyPatch()
-    patch.setattr(sections_module, "LEAST_ROWS", least_rows)
     patch.setattr(dist, "batch_isend_irecv", travels)
     patch.setattr(dist, "all_to_all_single", travels)
     try:
@@ -85,15 +84,14 @@ CASES = [case for case in itertools.product(WRONG, METHODS) if case != ("alibi_s
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_refused_as_by_attention(pools: Any, kind: str, method: str, device: str) -> None:
-    for least_rows in (1, sections_module.LEAST_ROWS):
-        answer = pools(2, device).run(partial(refused, kind, method, least_rows))
-        first, second = answer["told"]
-        assert first == second != ""
-        if kind in ("bias", "keys of a bias", "mask"):  # of a rank's queries
-            start = "RuntimeError: flash_ext: {} must have shape (batch|1, heads_q|1, seqlen_q|1, seqlen_k|1)"
-            assert first.startswith(start.format(kind.split()[-1])), first
-        else:
-            assert first == answer["whole"]
+    answer = pools(2, device).run(partial(refused, kind, method))
+    first, second = answer["told"]
+    assert first == second != ""
+    if kind in ("bias", "keys of a bias", "mask"):  # of a rank's queries
+        start = "RuntimeError: flash_ext: {} must have shape (batch|1, heads_q|1, seqlen_q|1, seqlen_k|1)"
+        assert first.startswith(start.format(kind.split()[-1])), first
+    else:
+        assert first == answer["whole"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -142,22 +140,27 @@ def test_alibi_is_refused_on_all_ranks(pools: Any, device: str) -> None:
 # ---- After an error -------------------------------------------------------------------------------------------------
 
 
+# What computes: a piece, or with Ulysses attention itself, whose backward is that of the operator.
+FORWARD = {"ring": (ring, "forward_piece"), "gather": (gather, "forward_piece"), "ulysses": (ulysses, "attention")}
+BACKWARD = {"ring": (ring, "backward_piece"), "gather": (gather, "backward_piece"), "ulysses": (ops, "call")}
+
+
 class FirstFails:
-    """In place of a piece: all memory is taken, once."""
+    """In place of what computes: all memory is taken, once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._failed = function, False
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         if not self._failed:
             self._failed = True
             raise RuntimeError("out of memory")
-        return self._function(*args)
+        return self._function(*args, **options)
 
 
-def after_an_error(method: str, name: str, device: str) -> dict[str, Any]:
+def after_an_error(method: str, backward: bool, device: str) -> dict[str, Any]:
     """A call fails in its first piece, on all ranks, and the next one is right."""
-    module = {"ring": ring, "gather": gather, "ulysses": ulysses}[method]
+    module, name = (BACKWARD if backward else FORWARD)[method]
     torch.manual_seed(0)
     whole = list(torch.randn(3, 1, ROWS, 8, 16, device=device))
     own = [x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone().requires_grad_() for x in whole]
@@ -168,7 +171,6 @@ def after_an_error(method: str, name: str, device: str) -> dict[str, Any]:
 
     attend = partial(context_parallel_attention, group=None, method=method)  # type: ignore[arg-type]
     patch = pytest.MonkeyPatch()
-    patch.setattr(sections_module, "LEAST_ROWS", 1)
     patch.setattr(module, name, FirstFails(getattr(module, name)))
     try:
         texts = all_told(told(results, own, attend))
@@ -182,9 +184,9 @@ def after_an_error(method: str, name: str, device: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["forward_piece", "backward_piece"])
-def test_group_works_after_an_error(pools: Any, name: str, method: str, device: str) -> None:
-    answer = pools(2, device).run(partial(after_an_error, method, name))
+@pytest.mark.parametrize("backward", [False, True])
+def test_group_works_after_an_error(pools: Any, backward: bool, method: str, device: str) -> None:
+    answer = pools(2, device).run(partial(after_an_error, method, backward))
     assert answer["told"] == ["RuntimeError: out of memory"] * 2
 
 
@@ -201,10 +203,9 @@ def copies(layout: str, device: str) -> list[tuple[int, int]]:
         counts.append((len(sent), len(set(sent))))
         return batched(operations)
 
-    patch.setattr(sections_module, "LEAST_ROWS", 1)
     patch.setattr(dist, "batch_isend_irecv", counted)
     try:
-        own = torch.ones(3, 2, 8, 4, 16, device=device)
+        own = torch.ones(3, 2, 4, 8, 16, device=device).transpose(2, 3)
         context_parallel_attention(*own, None, method="gather", layout=layout)  # type: ignore[call-overload]
     finally:
         patch.undo()
@@ -212,6 +213,6 @@ def copies(layout: str, device: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_section_is_copied_once(pools: Any, layout: str, device: str) -> None:
-    """Heads of a section do not lie together, and two other ranks get the same keys and values."""
-    assert pools(3, device).run(partial(copies, layout)) == [(4, 2)] * 4
+def test_what_several_ranks_get_is_copied_once(pools: Any, layout: str, device: str) -> None:
+    """Rows do not lie together, and two other ranks get the same keys and values."""
+    assert pools(3, device).run(partial(copies, layout)) == [(4, 2)]

@@ -64,6 +64,8 @@ def test_mask(pools: Any, method: str, device: str) -> None:
     assert_matches(pools(2, device), call, "zigzag", method)
     keys = torch.rand(2, 1, 1, 48) < 0.6
     assert_matches(pools(2, device), call.with_options(mask=keys), "contiguous", method)
+    heads = torch.rand(2, 4, 48, 48) < 0.6
+    assert_matches(pools(2, device), call.with_options(mask=heads), "zigzag", method)
 
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
@@ -91,6 +93,10 @@ def test_alibi(pools: Any, device: str) -> None:
     for layout, method in itertools.product(LAYOUTS, ("auto", "ulysses")):
         assert_matches(pools(2, device), call, layout, method)
     assert_matches(pools(2, device), call.with_options(causal=False, window_size=(-1, -1)), "zigzag", "ulysses")
+    call = make_call(2, 48, 48, heads_q=4, heads_kv=2, head_dim=16, dtype=torch.float32)
+    call = call.with_options(causal=True, alibi_slopes=torch.rand(2, 4))
+    for method in ("gather", "ulysses"):
+        assert_matches(pools(2, device), call, "zigzag", method)
 
 
 @pytest.mark.parametrize("needed", [("q",), ("k",), ("v", "sink"), ("bias",)])

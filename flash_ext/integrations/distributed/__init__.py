@@ -2,9 +2,8 @@
 
 Three ways: "ring" computes with one remote shard at a time while the next one travels (Liu et al. 2023), "gather"
 brings all keys that are visible and computes with them at once, "ulysses" exchanges rows for heads (Jacobs et al.
-2023); these two take some heads at a time, while others travel. In the first two only those chunks of keys and values
-travel that the mask shows to somebody, straight from who has them to who needs them, and gradients of keys and values
-the same way back.
+2023). In the first two only those chunks of keys and values travel that the mask shows to somebody, straight from who
+has them to who needs them, and gradients of keys and values the same way back.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""All keys that this rank's queries see are brought here first, and put in the order of the sequence: of one section of
-heads while attention computes another."""
+"""All keys that this rank's queries see are brought here first, and put in the order of the sequence."""
 
 from __future__ import annotations
 
@@ -18,41 +17,27 @@ from flash_ext.integrations.distributed.passes import (
     Passes,
     Result,
     Sum,
-    Transfer,
     backward_piece,
     forward_piece,
 )
-from flash_ext.integrations.distributed.sections import (
-    Section,
-    inputs_of,
-    join_heads,
-    options_of,
-    result_of,
-    sections_of,
-)
 from flash_ext.integrations.distributed.shards import Piece, Problem, band, needed_chunks, rows_of, rows_of_chunks
 from flash_ext.masks import BlockMask
-
-Shards = dict[int, tuple[Tensor, Tensor]]  # keys and values of a rank, by the rank
 
 # Options of whole sequences, of which each chunk of queries gets its own.
 _OF_THE_WHOLE = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "block_mask"}
 
 
 class Gather(Passes):
-    """One call of attention for each chunk of queries and section of heads."""
+    """One call of attention for each chunk of queries."""
 
     def forward(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        parts = [self.attend(*arrived) for arrived in self.travel(x)]
-        return join_heads([out for out, _ in parts], self.dim + 1), join_heads([lse for _, lse in parts], -2)
-
-    def attend(self, section: Section, x: Inputs, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        k, v, first = self.gather(x)
         out = x.q.new_zeros(*x.q.shape[:-1], v.shape[-1])
         lse_shape = (
             (out.shape[1], out.shape[0]) if self.problem.packed else (*out.shape[:1], out.shape[2], out.shape[1])
         )
         lse = out.new_full(lse_shape, -torch.inf, dtype=torch.promote_types(out.dtype, torch.float32))
-        for piece, options in self.pieces(section, x, first, k.shape[self.dim]):
+        for piece, options in self.pieces(x, first, k.shape[self.dim]):
             q, keys, values = self.rows(piece, x.q, k, v)
             part_out, part_lse = forward_piece(q, keys, values, options)
             if q is x.q:
@@ -63,29 +48,24 @@ class Gather(Passes):
 
     def backward(self, x: Inputs, result: Result, needed: Sequence[bool]) -> Gradients:
         need_dq, _, _, need_dbias, need_dsink = needed
+        k, v, first = self.gather(x)
+        dq, dk, dv = Sum(x.q), Sum(k), Sum(v)
         dbias = Sum(x.bias) if x.bias is not None and need_dbias else None
         dsink = Sum(x.sink) if x.sink is not None and need_dsink else None
         flags = (need_dq, True, True, need_dbias, need_dsink)  # whose keys they are may need what this rank does not
-        dqs, returned = [], _ReturnedGradients(self)
-        for section, part, k, v, first in self.travel(x):
-            own = result_of(result, section, self.dim + 1)
-            dq, dk, dv = Sum(part.q), Sum(k), Sum(v)
-            for piece, options in self.pieces(section, part, first, k.shape[self.dim]):
-                tensors = self.rows(piece, part.q, k, v)
-                parts = backward_piece(*tensors, own.rows(piece.rows, self.dim), options, self.deterministic, flags)
-                if need_dq:
-                    dq.add(parts[0], piece.rows, self.dim)
-                dk.add(parts[1], piece.keys, self.dim)
-                dv.add(parts[2], piece.keys, self.dim)
-                if dbias is not None:
-                    dbias.add_of_bias(parts[3], piece.rows, self.columns(piece, first), section.q)
-                if dsink is not None:
-                    dsink.add(parts[4], section.q, 0)
-            dqs.append(dq.result())
-            returned.send(part, dk.result(), dv.result(), first)
-        own_dk, own_dv = returned.result()
-        of_options = (None if total is None else total.result() for total in (dbias, dsink))
-        return join_heads(dqs, self.dim + 1), own_dk, own_dv, *of_options
+        for piece, options in self.pieces(x, first, k.shape[self.dim]):
+            tensors = self.rows(piece, x.q, k, v)
+            parts = backward_piece(*tensors, result.rows(piece.rows, self.dim), options, self.deterministic, flags)
+            if need_dq:
+                dq.add(parts[0], piece.rows, self.dim)
+            dk.add(parts[1], piece.keys, self.dim)
+            dv.add(parts[2], piece.keys, self.dim)
+            if dbias is not None:
+                dbias.add_of_bias(parts[3], piece.rows, self.columns(piece, first))
+            if dsink is not None:
+                dsink.add(parts[4], slice(0, len(parts[4])), 0)
+        own_dk, own_dv = self.scatter(x, dk.result(), dv.result(), first)
+        return dq.result(), own_dk, own_dv, *(None if total is None else total.result() for total in (dbias, dsink))
 
     def rows(self, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dim = self.dim
@@ -105,46 +85,20 @@ class Gather(Passes):
         chunks = enumerate(self.problem.chunks_of(owner))
         return tuple(n for n, k in chunks if any(visited[q][k] for q in self.problem.chunks_of(rank)))
 
-    def travel(self, x: Inputs) -> Iterator[tuple[Section, Inputs, Tensor, Tensor, int]]:
-        """(section, its inputs, k, v, the chunk that these begin with) of each section. What the next one needs travels
-        while the caller computes with them."""
-        rows, heads_q, heads_kv = x.q.shape[: self.dim + 1].numel(), x.q.shape[-2], x.k.shape[-2]
-        sections = sections_of(self.ranks.size, rows, heads_q, heads_kv, self.options)
-        inputs = [inputs_of(x, section, self.dim + 1) for section in sections]
-        transfer, shards = self.start(inputs[0])
-        for n, section in enumerate(sections):
-            transfer.wait()
-            arrived = shards
-            if n + 1 < len(sections):
-                transfer, shards = self.start(inputs[n + 1])
-            yield section, inputs[n], *self.in_order(inputs[n], arrived)
-
-    def start(self, x: Inputs) -> tuple[Transfer, Shards]:
-        """Keys and values of this rank leave for who needs them; those of others come, by their owner."""
+    def gather(self, x: Inputs) -> tuple[Tensor, Tensor, int]:
+        """(k, v, the chunk that they begin with). What lies between chunks that are needed may be anything."""
         rank, size = self.ranks.rank, self.ranks.size
+        x = x._replace(k=x.k.contiguous(), v=x.v.contiguous())  # copied once, and not for each rank that gets them
         transfer = self.transfer()
         shards = {rank: self.own_chunks(x)}
-        # Heads of a section do not lie together: what several ranks need is copied once.
-        leaving: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         for step in range(1, size):
-            taker, owner = (rank + step) % size, (rank - step) % size
-            chunks = self.needed_chunks(taker, rank)
-            if chunks and chunks not in leaving:
-                leaving[chunks] = self.contiguous_chunks(x, chunks)
-            for sent in leaving.get(chunks, ()):
-                transfer.send(sent, taker)
+            self.send_chunks(transfer, x, (rank + step) % size)
+            owner = (rank - step) % size
             shards[owner] = self.receive_chunks(transfer, x, owner)
-        return transfer.start(), shards
-
-    def contiguous_chunks(self, x: Inputs, chunks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        rows = rows_of_chunks(chunks, self.problem.chunk_k)
-        return rows_of(x.k, rows, self.dim).contiguous(), rows_of(x.v, rows, self.dim).contiguous()
-
-    def in_order(self, x: Inputs, shards: Shards) -> tuple[Tensor, Tensor, int]:
-        """(k, v, the chunk that they begin with). What lies between chunks that are needed may be anything."""
+        transfer.start().wait()
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for owner, (k, v) in shards.items():
-            for place, n in enumerate(self.needed_chunks(self.ranks.rank, owner)):
+            for place, n in enumerate(self.needed_chunks(rank, owner)):
                 rows = rows_of_chunks((place,), self.problem.chunk_k)
                 found[self.problem.chunks_of(owner)[n]] = rows_of(k, rows, self.dim), rows_of(v, rows, self.dim)
         first, last = self.span(found)
@@ -163,10 +117,35 @@ class Gather(Passes):
             return 0, self.problem.size * self.problem.chunks_per_rank
         return _span(chunks)
 
+    def scatter(self, x: Inputs, dk: Tensor, dv: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """This rank's dk and dv, of the shares of all ranks that needed its rows; ``first`` as ``gather`` has it."""
+        rank, size, length = self.ranks.rank, self.ranks.size, self.problem.chunk_k
+        transfer = self.transfer()
+        shares: list[tuple[int, tuple[Tensor, Tensor]]] = []
+        for step in range(size):
+            owner, taker = (rank - step) % size, (rank + step) % size
+            for n in self.needed_chunks(rank, owner):
+                rows = rows_of_chunks((self.problem.chunks_of(owner)[n] - first,), length)
+                k, v = rows_of(dk, rows, self.dim), rows_of(dv, rows, self.dim)
+                if owner == rank:
+                    shares.append((n, (k, v)))
+                else:
+                    transfer.send(k, owner)
+                    transfer.send(v, owner)
+            for n in self.needed_chunks(taker, rank) if taker != rank else ():
+                k, v = (transfer.receive(own, length, self.dim, taker) for own in (x.k, x.v))
+                shares.append((n, (k, v)))
+        transfer.start().wait()
+        totals = Sum(x.k), Sum(x.v)
+        for n, parts in shares:
+            for total, part in zip(totals, parts, strict=True):
+                total.add(part, rows_of_chunks((n,), length), self.dim)
+        return totals[0].result(), totals[1].result()
+
     # ---- Pieces
 
-    def pieces(self, section: Section, x: Inputs, first: int, rows_k: int) -> Iterator[tuple[Piece, dict[str, Any]]]:
-        """A piece for each chunk of queries, and its options; ``x``: the inputs of the section."""
+    def pieces(self, x: Inputs, first: int, rows_k: int) -> Iterator[tuple[Piece, dict[str, Any]]]:
+        """A piece for each chunk of queries, and its options."""
         problem, length = self.problem, self.problem.chunk_q
         for n, chunk in enumerate(problem.chunks_of(self.ranks.rank)):
             piece: Piece | None = Piece(
@@ -183,7 +162,7 @@ class Gather(Passes):
                 piece = piece.moved(n * length, 0)
                 options = self.options_of(piece, x.bias, self.columns(piece, first))
                 options = {name: value for name, value in options.items() if name not in _OF_THE_WHOLE}
-                yield piece, {**options_of({**options, **given}, section), "sink": x.sink}
+                yield piece, {**options, **given, "sink": x.sink}
 
     def lengths(self, chunk: int, start_k: int, rows_k: int) -> dict[str, Any]:
         """Where the sequences begin in a chunk of queries and in the keys that are here, and how far they see those.
@@ -206,58 +185,6 @@ class Gather(Passes):
             max_seqlen_q=min(problem.chunk_q, options.get("max_seqlen_q", problem.chunk_q)),
             max_seqlen_k=options.get("max_seqlen_k"),
         )
-
-
-class _ReturnedGradients:
-    """Gradients of keys and values on their way to whose they are, one section behind the kernels."""
-
-    def __init__(self, gather: Gather) -> None:
-        self._gather = gather
-        self._coming: tuple[Inputs, Transfer, list[tuple[int, tuple[Tensor, Tensor]]]] | None = None
-        self._done: list[tuple[Tensor, Tensor]] = []
-
-    def send(self, x: Inputs, dk: Tensor, dv: Tensor, first: int) -> None:
-        """This rank's shares of a section, of keys that begin with the chunk ``first``."""
-        gather, dim, length = self._gather, self._gather.dim, self._gather.problem.chunk_k
-        rank, size = gather.ranks.rank, gather.ranks.size
-        transfer = gather.transfer()
-        shares: list[tuple[int, tuple[Tensor, Tensor]]] = []
-        for step in range(size):
-            owner, taker = (rank - step) % size, (rank + step) % size
-            for n in gather.needed_chunks(rank, owner):
-                rows = rows_of_chunks((gather.problem.chunks_of(owner)[n] - first,), length)
-                k, v = rows_of(dk, rows, dim), rows_of(dv, rows, dim)
-                if owner == rank:
-                    shares.append((n, (k, v)))
-                else:
-                    transfer.send(k, owner)
-                    transfer.send(v, owner)
-            for n in gather.needed_chunks(taker, rank) if taker != rank else ():
-                k, v = (transfer.receive(own, length, dim, taker) for own in (x.k, x.v))
-                shares.append((n, (k, v)))
-        transfer.start()
-        self._take_in()
-        self._coming = x, transfer, shares
-
-    def _take_in(self) -> None:
-        """Sums up the shares of the last section."""
-        if self._coming is None:
-            return
-        x, transfer, shares = self._coming
-        transfer.wait()
-        dk, dv = Sum(x.k), Sum(x.v)
-        for n, (share_k, share_v) in shares:
-            rows = rows_of_chunks((n,), self._gather.problem.chunk_k)
-            dk.add(share_k, rows, self._gather.dim)
-            dv.add(share_v, rows, self._gather.dim)
-        self._done.append((dk.result(), dv.result()))
-        self._coming = None
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Of all heads, this rank's rows."""
-        self._take_in()
-        heads = self._gather.dim + 1
-        return join_heads([dk for dk, _ in self._done], heads), join_heads([dv for _, dv in self._done], heads)
 
 
 def _span(chunks: Collection[int]) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class Transfer:
 
 
 @contextmanager
-def taken_in(transfers: list[Any]) -> Iterator[None]:
+def taken_in(transfers: list[Transfer]) -> Iterator[None]:
     """After an error those on their way are waited for: the group would hang in what it does next. The list is empty
     behind that."""
     try:
@@ -196,11 +196,9 @@ class Sum:
         else:
             rows_of(self._total(), rows, dim).add_(part)
 
-    def add_of_bias(self, part: Tensor, rows: slice, columns: slice, heads: slice = slice(None)) -> None:
+    def add_of_bias(self, part: Tensor, rows: slice, columns: slice) -> None:
         """The same of a bias (batch|1, heads|1, rows|1, columns|1)."""
-        total = self._total()
-        total = total if total.shape[1] == 1 else total[:, heads]
-        _part_of(total, rows, columns).add_(part)
+        _part_of(self._total(), rows, columns).add_(part)
 
     def result(self) -> Tensor:
         return self._total().to(self._like.dtype) if self._whole is None else self._whole
