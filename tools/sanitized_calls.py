@@ -73,7 +73,8 @@ def short_calls() -> Iterator[tuple[str, Callable[[], object]]]:
         def run(
             dtype: torch.dtype = dtype, head_dim: int = head_dim, lengths: list[int] = lengths, causal: bool = causal
         ) -> object:
-            call = make_call(2, *lengths, 3, 3, head_dim, dtype=dtype, device="cuda", causal=causal)
+            used = int32([lengths[1], lengths[1] // 2], "cuda")
+            call = make_call(2, *lengths, 3, 3, head_dim, dtype=dtype, device="cuda", causal=causal, seqused_k=used)
             return run_library(call.with_random_gradients(), ("q", "k", "v"))
 
         yield f"short causal={causal} {dtype} {head_dim}", run

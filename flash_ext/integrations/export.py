@@ -120,11 +120,8 @@ _COVERED = {
     "mask",
 }
 _COVERED |= {f"{name}_{side}" for name in ("cu_seqlens", "max_seqlen", "seqused") for side in "qk"}
-_COVERED |= {
-    "dropout_p",
-    "rng_state",
-    "allow_tf32",
-}  # refused where it drops; products here round as torch's setting says
+# Dropout is refused before this is asked; products of the decomposition round as torch's setting says.
+_COVERED |= {"dropout_p", "rng_state", "allow_tf32"}
 
 
 def _refuse_others(options: ScoreOptions) -> None:

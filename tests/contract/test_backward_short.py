@@ -64,16 +64,29 @@ def test_a_sink_that_takes_all(device: str, head_dim: int, seqlen_k: int) -> Non
     assert (result["dq"][:, :, 0] == 0).all() and (result["dv"][:, :, 0] == 0).all()
 
 
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("poison", [1.0, torch.nan], ids=str)
 @pytest.mark.parametrize(("head_dim", "seqlen_q", "seqlen_k"), [(64, 190, 130), (128, 120, 128)])
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_lengths_in_use(device: str, dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_k: int) -> None:
-    """Rows behind them may hold anything."""
+def test_lengths_in_use(
+    device: str, dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_k: int, poison: float, mask: dict[str, Any]
+) -> None:
+    """Rows behind them may hold anything, also where all keys in use are visible."""
     used = {"seqused_q": int32([100, 0], device), "seqused_k": int32([70, seqlen_k - 1], device)}
-    call = short_call(seqlen_q, seqlen_k, device, dtype, head_dim, causal=True, **used)
+    call = short_call(seqlen_q, seqlen_k, device, dtype, head_dim, **mask, **used)
     for entry in range(2):
-        call.q[entry, int(used["seqused_q"][entry]) :] = torch.nan
-        call.k[entry, int(used["seqused_k"][entry]) :] = torch.inf
-        call.v[entry, int(used["seqused_k"][entry]) :] = torch.nan
+        call.q[entry, int(used["seqused_q"][entry]) :] *= poison
+        call.k[entry, int(used["seqused_k"][entry]) :] *= poison * torch.inf if poison != 1.0 else poison
+        call.v[entry, int(used["seqused_k"][entry]) :] *= poison
+    assert_matches_oracle(call)
+
+
+@pytest.mark.parametrize(("head_dim", "seqlen"), [(64, 200), (128, 100)])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_scores_far_below_zero(device: str, dtype: torch.dtype, head_dim: int, seqlen: int) -> None:
+    """A row behind the last key has scores of 0, of which the weight would be beyond float16."""
+    call = short_call(seqlen, seqlen, device, dtype, head_dim)
+    call.q, call.k = call.q / 16 + 2, call.k / 16 - 2
     assert_matches_oracle(call)
 
 

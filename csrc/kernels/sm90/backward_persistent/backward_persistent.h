@@ -11,7 +11,7 @@ namespace flash_ext::sm90 {
 int64_t backward_persistent_workspace_bytes(const BackwardParams& params);
 
 /// As backward() (sm90/backward/backward.h), for head dims up to 64 and any lengths, windows and sinks, without options
-/// and `deterministic`.
+/// and `deterministic`; or with a block mask alone, where lists_blocks() (sm90/common/backward/shape.h).
 void backward_persistent(const BackwardParams& params, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

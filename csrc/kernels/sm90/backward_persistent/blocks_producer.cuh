@@ -87,7 +87,8 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   /// There are kMetadataSlots slots, as for steps that a warp finds (steps.cuh): that of step m + 2 is written when dS
   /// of step m is complete. For that, consumers have waited until dQ's warps had released dS of m - 2, behind their
   /// reads of its metadata, which lay in the same slot; consumers read it before dS of m - 2 was complete. Steps,
-  /// stages and slots go on from one tile of keys to the next, so this also holds between tiles.
+  /// stages and slots go on from one tile of keys to the next, so this also holds between tiles. Behind the last step
+  /// of a tile consumers read flags of the next slot, which may be being written, and use them for nothing.
   __device__ __forceinline__ void write_metadata() {
     const int head = entry_.x, tile = entry_.y, visible = entry_.z;
     const bool is_cut = tile < 0 || (tile + 1) * kPieceQueries > p_.seqlen_q;

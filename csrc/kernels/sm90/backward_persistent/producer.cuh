@@ -258,7 +258,7 @@ class BackwardPersistentDq {
   // Of the tile of keys that is published next.
   uint32_t taken_ = blockIdx.x, position_ = 0;
   uint2 word_of_work_tile_ = {};
-  uint32_t any_large_;
+  uint32_t any_large_ = 0;
   RingCount<Config::kDsStages> ds_at_;
   // What is loaded next.
   int free_stages_ = Config::kStages - 1;

@@ -38,15 +38,6 @@ __device__ __forceinline__ void sanitise_short_tiles(const BackwardParams& p, ui
   sanitise_tile<Element, 2 * Config::kTileBytes, Config::kThreads>(s_tiles + Config::kQueriesOffset, thread);
 }
 
-/// For pairs of blocks that see nothing of each other.
-template <class Config>
-__device__ __forceinline__ void zero_ds(uint32_t s_tiles) {
-  constexpr int kPieces = Config::kDsBytes / 16 / Config::kThreads;
-  const uint32_t s_first = s_tiles + Config::kDsOffset + static_cast<int>(threadIdx.x) * 16;
-#pragma unroll
-  for (int k = 0; k < kPieces; ++k) store_shared(s_first + k * Config::kThreads * 16, uint4{0, 0, 0, 0});
-}
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     backward_short_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardShortMaps maps,
@@ -69,7 +60,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
           : nullptr;
   const bool found = write_short_terms<Config>(p, sequence, storage, g_minus_delta, group * kWarpgroupRows,
                                                static_cast<int>(threadIdx.x) % kWarpgroupThreads);
-  if constexpr (Config::kExchangesDs) zero_ds<Config>(s_tiles);
   const bool large = __syncthreads_or(found);  // barriers are initialised, terms written
   wait_for(storage.scores_full, 0);
   wait_for(storage.grads_full, 0);

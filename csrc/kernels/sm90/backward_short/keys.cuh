@@ -22,7 +22,9 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
   __device__ __forceinline__ void run() {
     const int first = this->group_ * kWarpgroupRows, end = min(first + kWarpgroupRows, this->sequence().seqlen_k);
     if (first >= end) return;
-    const TileSpan seen = this->sequence().template query_tiles<kBlockM>(first, end);
+    TileSpan seen = this->sequence().template query_tiles<kBlockM>(first, end);
+    // Rows behind the last key must not reach dQ. Those of dK and dV are not stored.
+    if (Config::kExchangesDs && end < first + kWarpgroupRows) seen.full_begin = seen.full_end = seen.end;
     zero_accumulators(dk_);
     zero_accumulators(dv_);
     this->visit(seen, [&](int tile, bool hides) { step(tile, hides); });

@@ -1,6 +1,6 @@
-// dQ: a warpgroup has 64 queries and visits all keys that they see. Queries are the rows of its tiles. Scores are
-// computed here a second time instead of being passed on by the warpgroups that have the keys: that takes two products
-// more than five, but no warpgroup waits for another, and dS needs no shared memory.
+// dQ up to head_dim 64: a warpgroup has 64 queries and visits all keys that they see. Queries are the rows of its
+// tiles. Scores are computed here a second time instead of being passed on by the warpgroups that have the keys: that
+// takes two products more than five, but no warpgroup waits for another, and dS needs no shared memory.
 #pragma once
 
 #include "block.cuh"

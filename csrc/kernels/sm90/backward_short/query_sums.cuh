@@ -1,4 +1,5 @@
-// dQ = dS K where dS has been left in shared memory: a warpgroup has 64 queries and visits all keys that they see.
+// dQ = dS K where dS has been left in shared memory: a warpgroup has 64 queries and visits all blocks of keys of which
+// they see some. These are the blocks whose warpgroups have visited the queries: both look at the same band of pairs.
 #pragma once
 
 #include "block.cuh"

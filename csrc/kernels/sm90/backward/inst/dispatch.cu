@@ -16,7 +16,7 @@ namespace {
 
 BackwardBlocksWorkspace blocks_workspace(const BackwardParams& p) {
   const int block_n = backward_blocks_shape().groups * kWarpgroupRows;
-  return BackwardBlocksWorkspace(p, kBackwardBlockM, kBackwardBlockM, block_n, 128, nullptr);
+  return BackwardBlocksWorkspace(p, kBackwardBlockM, kBackwardBlockM, block_n, kMaxNarrowHeadDim, nullptr);
 }
 
 }  // namespace

@@ -31,14 +31,16 @@ constexpr BackwardShape backward_shape(int head_dim) {
   return head_dim == 64 ? BackwardShape{3, 144, 80} : BackwardShape{2, 216, 72};
 }
 
-/// The shape of the variant of block masks: tiles of keys divide its blocks.
+/// The shape of the variant of block masks at head_dim 128: tiles of keys divide its blocks. The persistent kernel's
+/// tiles have as many keys.
 constexpr BackwardShape backward_blocks_shape() { return {2, 216, 72}; }
 
 /// The persistent kernel's, at head_dim 64. dK and dV are small there; scores and gradients of 96 queries take the
 /// registers that they leave.
 constexpr BackwardShape backward_persistent_shape() { return {2, 208, 88, 96}; }
 
-/// Up to which the persistent kernel serves calls without options, unless additions to dQ take turns.
+/// Up to which the persistent kernel serves calls without options or with a block mask alone, unless additions to dQ
+/// take turns.
 constexpr int kMostPersistentHeadDim = 64;
 
 /// What decides whether the variant of block masks serves a call.
