@@ -133,7 +133,7 @@ def attention(
         dropout_p = as_number("dropout_p", dropout_p)
     if dropout_p > 0 and rng_state is None:
         rng_state = draw_rng_state(q.device)
-    options = _score_options(
+    options = checked_score_options(
         q, k, causal, window_size, top_left, softmax_scale, softcap, alibi_slopes, bias, mask, sink, dropout_p,
         rng_state, block_mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
     )  # fmt: skip
@@ -195,7 +195,7 @@ def attention_weights(
     dropout_p = as_number("dropout_p", dropout_p)
     signed = as_flag("signed", signed)
     dropout_mode = 0 if dropout_p == 0 else 2 if signed else 1
-    arguments = _score_options(q, k, dropout_p=dropout_p, **options)
+    arguments = checked_score_options(q, k, dropout_p=dropout_p, **options)
     weights: Tensor = call(_OPS.attention_weights.default, q, k, lse, dropout_mode, *arguments)
     return weights
 
@@ -265,7 +265,7 @@ def decode(
         check_tensors(k=k, v=v)
     if type(return_lse) is not bool:
         return_lse = as_flag("return_lse", return_lse)
-    options = _decode_options(
+    options = checked_decode_options(
         q, cache_seqlens, cache_leftpad, cache_batch_idx, block_table, rotary_cos, rotary_sin, rotary_interleaved,
         causal, window_size, softmax_scale, softcap, alibi_slopes, sink, cu_seqlens_q, max_seqlen_q, num_splits,
         batch_invariant,
@@ -318,7 +318,7 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
-def _score_options(
+def checked_score_options(
     q: Tensor,
     k: Tensor,
     causal: bool = False,
@@ -349,7 +349,7 @@ def _score_options(
     if not type(softcap) is type(dropout_p) is float:
         softcap, dropout_p = as_number("softcap", softcap), as_number("dropout_p", dropout_p)
     left, right = _window(causal, window_size)
-    allow_tf32 = _allow_tf32(q)
+    allow_tf32 = may_use_tf32(q)
     often_given = (_scale(q, softmax_scale), left, right, top_left)
     if (
         bias is mask is sink is alibi_slopes is rng_state is None
@@ -381,10 +381,10 @@ def _score_options(
     )  # fmt: skip
 
 
-SCORE_OPTIONS = frozenset(inspect.signature(_score_options).parameters) - {"q", "k"}
+SCORE_OPTIONS = frozenset(inspect.signature(checked_score_options).parameters) - {"q", "k"}
 
 
-def _decode_options(
+def checked_decode_options(
     q: Tensor,
     cache_seqlens: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
@@ -415,7 +415,7 @@ def _decode_options(
     if type(num_splits) is not int or num_splits != 0:
         num_splits = as_integer("num_splits", num_splits)
     left, right = _window(causal, window_size)
-    allow_tf32 = _allow_tf32(q)
+    allow_tf32 = may_use_tf32(q)
     often_given = (_scale(q, softmax_scale), left, right, cache_seqlens, block_table)
     check_optional_tensors(cache_seqlens=cache_seqlens, block_table=block_table)
     if (
@@ -437,22 +437,22 @@ def _decode_options(
     )  # fmt: skip
 
 
-DECODE_OPTIONS = frozenset(inspect.signature(_decode_options).parameters) - {"q"}
+DECODE_OPTIONS = frozenset(inspect.signature(checked_decode_options).parameters) - {"q"}
 
 
-def _allow_tf32(q: Tensor) -> bool:
+def may_use_tf32(q: Tensor) -> bool:
     """Whether products may round to TF32. CPU kernels have no TF32."""
-    return q.is_cuda and q.dtype == torch.float32 and _torch_allows_tf32()
+    return q.is_cuda and q.dtype == torch.float32 and torch_allows_tf32()
 
 
-def _torch_allows_tf32() -> bool:
+def torch_allows_tf32() -> bool:
     """torch's setting; all of its older settings change this one."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 # The tracer cannot read that attribute, so the result counts as a constant; code is traced again when the setting
 # changes. This line does what torch.compiler.assume_constant_result does, which would import the compiler.
-_torch_allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+torch_allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:

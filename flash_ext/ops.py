@@ -406,7 +406,7 @@ _LIBRARY.impl("attention_decode_append", _count_append, "ADInplaceOrView", with_
 # ---- Autocast -------------------------------------------------------------------------------------------------------
 
 
-def _autocast_first(count: int) -> Callable[[list[Any], str], None]:
+def autocast_first(count: int) -> Callable[[list[Any], str], None]:
     """Casts q, k and v (q and k) as torch's products cast their inputs: not float64, and nothing on another device."""
 
     def cast(args: list[Any], device_type: str) -> None:
@@ -447,11 +447,11 @@ def _register_autocast(name: str, cast: Callable[[list[Any], str], None]) -> Non
     register("cuda", "AutocastCUDA")
 
 
-_register_autocast("attention_forward", _autocast_first(3))
-_register_autocast("attention_forward_plain", _autocast_first(3))
-_register_autocast("attention_weights", _autocast_first(2))
-_register_autocast("attention_check", _autocast_first(3))
-_register_autocast("attention_describe", _autocast_first(3))
+_register_autocast("attention_forward", autocast_first(3))
+_register_autocast("attention_forward_plain", autocast_first(3))
+_register_autocast("attention_weights", autocast_first(2))
+_register_autocast("attention_check", autocast_first(3))
+_register_autocast("attention_describe", autocast_first(3))
 _register_autocast("attention_decode_check", _follow_cache(0))
 _register_autocast("attention_decode_describe", _follow_cache(0))
 _register_autocast("attention_decode", _follow_cache(0))

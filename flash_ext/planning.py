@@ -13,7 +13,7 @@ import flash_ext._plan as _plan
 from flash_ext import nested
 from flash_ext.argument_checks import as_flag, check_names, check_tensors, describe
 from flash_ext.eager import call
-from flash_ext.functional import DECODE_OPTIONS, SCORE_OPTIONS, _decode_options, _score_options
+from flash_ext.functional import DECODE_OPTIONS, SCORE_OPTIONS, checked_decode_options, checked_score_options
 from flash_ext.ops import ScoreOptions
 from flash_ext.torch_private import TRACERS
 
@@ -164,11 +164,13 @@ def problem_of(
     _check_memory(q=q, k=k, v=v)
     _check_flags(dict(deterministic=deterministic, return_lse=return_lse, signed=signed))
     if operation == "decode":
-        return _plan.problem_of(call(_OPS.attention_decode_describe.default, q, k, v, *_decode_options(q, **options)))
+        return _plan.problem_of(
+            call(_OPS.attention_decode_describe.default, q, k, v, *checked_decode_options(q, **options))
+        )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     value = None if operation in _WITHOUT_VALUES else v
-    scores = _with_seed(_score_options(q, k, **options), q)
+    scores = _with_seed(checked_score_options(q, k, **options), q)
     return _plan.problem_of(call(_OPS.attention_describe.default, q, k, value, operation, deterministic, *scores))
 
 
@@ -223,10 +225,10 @@ def _check_call(q: Tensor, k: Tensor, v: Tensor, operation: str, options: dict[s
         return
     if operation == "decode":
         arguments = {name: value for name, value in options.items() if name in DECODE_OPTIONS}
-        call(_OPS.attention_decode_check.default, q, k, v, *_decode_options(q, **arguments))
+        call(_OPS.attention_decode_check.default, q, k, v, *checked_decode_options(q, **arguments))
         return
     arguments = {name: value for name, value in options.items() if name in SCORE_OPTIONS}
-    scores = _score_options(q, k, **arguments)
+    scores = checked_score_options(q, k, **arguments)
     if operation not in _WITHOUT_VALUES:
         scores = _with_seed(scores, q)
     call(_OPS.attention_check.default, q, k, k if operation in _WITHOUT_VALUES else v, *scores)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import flash_ext._plan as _plan
-from flash_ext.functional import _allow_tf32
+from flash_ext.functional import may_use_tf32
 from flash_ext.head_dims import MAX_HEAD_DIM
 from flash_ext.integrations.layouts import in_order_of
 from flash_ext.ops import ScoreOptions
@@ -78,9 +78,9 @@ def options_of(
     query: Tensor, scale: float, window: tuple[int, int], top_left: bool, bias: Tensor | None = None, **more: Any
 ) -> tuple[Any, ...]:
     """The options of an operator, those at the end left out where all have their defaults."""
-    if bias is None and not more and not _allow_tf32(query):
+    if bias is None and not more and not may_use_tf32(query):
         return (scale, *window, top_left)
-    return ScoreOptions(scale, *window, top_left, bias=bias, allow_tf32=_allow_tf32(query), **more)
+    return ScoreOptions(scale, *window, top_left, bias=bias, allow_tf32=may_use_tf32(query), **more)
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

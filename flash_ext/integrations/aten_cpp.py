@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.functional import _torch_allows_tf32
+from flash_ext.functional import torch_allows_tf32
 from flash_ext.libraries import OPS
 from flash_ext.python_operators import LIBRARY, as_result, no_exception, numbers
 from flash_ext.torch_private import (
@@ -128,7 +128,7 @@ def define_python_operators() -> None:
 
 def _torch_settings() -> int:
     """1 if algorithms must be deterministic, and 2 if products of float32 on CUDA may be those of TF32."""
-    return torch.are_deterministic_algorithms_enabled() + 2 * _torch_allows_tf32()
+    return torch.are_deterministic_algorithms_enabled() + 2 * torch_allows_tf32()
 
 
 def _make_callable_from_cpp(operator: str, key: str, kernel: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_ext.functional import _allow_tf32
+from flash_ext.functional import may_use_tf32
 from flash_ext.head_dims import HEAD_DIM_MULTIPLE
 from flash_ext.integrations.aten_calls import (
     KEYS,
@@ -206,7 +206,7 @@ def _paged_forward(
         alibi_slopes=alibi_slopes,
         num_splits=num_splits or 0,
         batch_invariant=num_splits == 1,
-        allow_tf32=_allow_tf32(query),
+        allow_tf32=may_use_tf32(query),
         **packed,
     )
     if refusal := _refusal(_DECODE_CHECK, query, key, value, *options):

@@ -231,7 +231,7 @@ def arguments_of(name: str) -> dict[str, str]:
     """The annotation of each. Functions that take ``attention``'s options take them all."""
     found = {p.name: str(p.annotation) for p in inspect.signature(FUNCTIONS[name]).parameters.values()}
     if found.pop("options", None):
-        options = inspect.signature(functional._score_options).parameters.values()
+        options = inspect.signature(functional.checked_score_options).parameters.values()
         found = {p.name: str(p.annotation) for p in options if p.name in functional.SCORE_OPTIONS} | found
         if name == "attention_weights":
             del found["sink"]

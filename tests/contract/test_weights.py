@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flash_ext
-from flash_ext.functional import _score_options
+from flash_ext.functional import checked_score_options
 from tests import reference
 from tests.options.test_block_mask import make_blocked
 from tests.oracle import (
@@ -234,7 +234,7 @@ def test_dropout_that_is_to_be_ignored(device: str, dtype: torch.dtype) -> None:
     """dropout_mode 0 of the operator: the weights that dropout would act on."""
     call = make_call(dtype=dtype, device=device, causal=True)
     lse = run_library(call)["lse"]
-    options = _score_options(call.q, call.k, causal=True, dropout_p=0.4, rng_state=random_rng(device))
+    options = checked_score_options(call.q, call.k, causal=True, dropout_p=0.4, rng_state=random_rng(device))
     weights = torch.ops.flash_ext.attention_weights(call.q, call.k, lse, 0, *options)
     assert torch.equal(weights, flash_ext.attention_weights(call.q, call.k, lse, causal=True))
 

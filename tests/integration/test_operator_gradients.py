@@ -12,7 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 import flash_ext
-from flash_ext.functional import _score_options
+from flash_ext.functional import checked_score_options
 from tests.integration.test_ops import OPS, assert_all_equal, option_values, qkv
 from tests.oracle import int32, random
 
@@ -160,7 +160,9 @@ def test_parameters_and_saved_tensor_hooks(device: str) -> None:
     out.sum().backward()
     assert_all_equal(
         [t.grad for t in (q, k, v)],
-        torch.autograd.grad(OPS.attention_forward(q, k, v, *_score_options(q, k, bias=saved[-1]))[0].sum(), (q, k, v)),
+        torch.autograd.grad(
+            OPS.attention_forward(q, k, v, *checked_score_options(q, k, bias=saved[-1]))[0].sum(), (q, k, v)
+        ),
     )
 
 

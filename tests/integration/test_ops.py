@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 import flash_ext
 from flash_ext import _vmap
-from flash_ext.functional import _score_options
+from flash_ext.functional import checked_score_options
 from flash_ext.ops import ScoreOptions
 from tests import reference
 from tests.oracle import cumulative, dtypes_of, int32, random, random_rng
@@ -56,7 +56,7 @@ def mode(request: pytest.FixtureRequest, device: str) -> tuple[list[Tensor], dic
 
 
 def option_values(q: Tensor, k: Tensor, options: dict[str, Any]) -> ScoreOptions:
-    return ScoreOptions(*_score_options(q, k, **options))
+    return ScoreOptions(*checked_score_options(q, k, **options))
 
 
 def detached(values: ScoreOptions) -> ScoreOptions:
@@ -76,7 +76,7 @@ def test_opcheck_forward_and_backward(mode: tuple[list[Tensor], dict[str, Any]])
     (q, k, v), options = mode
     values = option_values(q, k, options)
     opcheck(OPS.attention_forward.default, q, k, v, *values, False)
-    opcheck(OPS.attention_forward.default, q, k, v, *_score_options(q, k, **options))
+    opcheck(OPS.attention_forward.default, q, k, v, *checked_score_options(q, k, **options))
     opcheck(OPS.attention_check.default, q, k, v, *values)
     if values[4:] == ScoreOptions(0.0)[4:]:
         opcheck(OPS.attention_forward_plain.default, q, k, v, *values[:4])

@@ -33,7 +33,7 @@ from flash_ext.integrations.distributed.ring import Ring
 from flash_ext.integrations.distributed.shards import Layout, Problem, Ranks, chunks_of, in_order
 from flash_ext.integrations.distributed.ulysses import attend_by_heads
 from flash_ext.libraries import OPS
-from flash_ext.ops import _autocast_first
+from flash_ext.ops import autocast_first
 from flash_ext.torch_private import arguments_of
 
 __all__ = ["Layout", "Method", "context_parallel_attention", "join_sequence", "split_sequence"]
@@ -93,7 +93,7 @@ def context_parallel_attention(
     device_type = q.device.type
     if torch.is_autocast_enabled(device_type):
         cast = [q, k, v]
-        _autocast_first(3)(cast, device_type)
+        autocast_first(3)(cast, device_type)
         with torch.autocast(device_type, enabled=False):  # what travels, and what the backward starts from, is cast too
             given: dict[str, Any] = dict(layout=layout, method=method, return_lse=return_lse)
             given |= dict(deterministic=deterministic, **options)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_ext.argument_checks import as_integer
 from flash_ext.eager import call
-from flash_ext.functional import _score_options
+from flash_ext.functional import checked_score_options
 from flash_ext.integrations.distributed.gather import check_lengths, rows_of_block_mask
 from flash_ext.integrations.distributed.shards import Problem
 
@@ -42,7 +42,7 @@ def check_call(problem: Problem, method: str, q: Tensor, k: Tensor, v: Tensor, o
         given["block_mask"] = rows_of_block_mask(given["block_mask"], 0, problem)
     q, k, v = (_with_rows(x, count, dim) for x, count in zip((q, k, v), (rows, rows_k, rows_v), strict=True))
     with torch.no_grad():
-        call(_CHECK, q, k, v, *_score_options(q, k, **given))
+        call(_CHECK, q, k, v, *checked_score_options(q, k, **given))
 
 
 def _take_out_lengths(problem: Problem, options: dict[str, Any]) -> None:

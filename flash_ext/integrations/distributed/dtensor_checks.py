@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from flash_ext.eager import call
-from flash_ext.functional import SCORE_OPTIONS, _score_options
+from flash_ext.functional import SCORE_OPTIONS, checked_score_options
 from flash_ext.integrations.distributed.checks import stand_in
 from flash_ext.integrations.distributed.placements import change_tensors
 
@@ -24,7 +24,7 @@ def check_whole(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
     given = change_tensors(of_scores, lambda _, x: whole_stand_in(x))
     with torch.no_grad():
         q, k, v = (whole_stand_in(x) for x in (q, k, v))
-        call(_CHECK, q, k, v, *_score_options(q, k, **given))
+        call(_CHECK, q, k, v, *checked_score_options(q, k, **given))
 
 
 def whole_stand_in(x: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_ext.eager import call
-from flash_ext.functional import _score_options, attention
+from flash_ext.functional import attention, checked_score_options
 from flash_ext.integrations.distributed.shards import Piece, Problem, Ranks, needed_chunks, rows_of, rows_of_chunks
 from flash_ext.ops import ScoreOptions
 
@@ -173,7 +173,7 @@ def backward_piece(
     needed: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv, dbias, dsink); one that is not needed is empty."""
-    scores = ScoreOptions(*_score_options(q, k, **options))
+    scores = ScoreOptions(*checked_score_options(q, k, **options))
     out, lse, grad_out, grad_lse = result
     gradients: tuple[Tensor, ...] = call(
         _BACKWARD, grad_out, grad_lse, q, k, v, out, lse, deterministic, *needed, *scores

@@ -14,7 +14,7 @@ from flash_ext import head_dims
 from flash_ext.argument_checks import as_flag, as_number, check_optional_tensors, check_tensors
 from flash_ext.eager import call
 from flash_ext.flash_attn_interface import read_window
-from flash_ext.functional import _score_options, draw_rng_state
+from flash_ext.functional import checked_score_options, draw_rng_state
 from flash_ext.head_dims import check_head_dims, cut_head_dim, pad_head_dim, scale_of
 from flash_ext.ops import ScoreOptions
 
@@ -91,7 +91,7 @@ def backward_pass(
                 raise ValueError("rng_state must be that of the forward with a dropout_p, got None")
             options = options | dict(dropout_p=dropout_p, rng_state=rng_state)
         padded_q, padded_k, padded_v, padded_out, padded_dout = (pad_head_dim(x) for x in (q, k, v, out, dout))
-        scores = ScoreOptions(*_score_options(padded_q, padded_k, **options))
+        scores = ScoreOptions(*checked_score_options(padded_q, padded_k, **options))
         needed = [x is not None for x in gradients]
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         made = call(
