@@ -57,7 +57,7 @@ constexpr FeatureRow kFeatures[] = {
     {kDeterministicBesideOptions, "deterministic beside options", asks_for_order_beside_options},
     {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
      [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
-    {kManyRows, "more than 256 queries or keys, 128 beyond head_dim 64,", has_many_rows},
+    {kManyRows, "more than 256 queries or keys (128 beyond head_dim 64)", has_many_rows},
     {kPacked, "packed sequences", [](const Problem& p) { return p.total_q > 0 || p.total_k > 0; }},
     {kGroupedHeads, "grouped heads", [](const Problem& p) { return p.heads_q != p.heads_kv; }},
     {kFewQueries, "so few queries", [](const Problem& p) { return decodes_on_cuda(p) && has_few_queries(p); }},

@@ -21,13 +21,13 @@ _CHECK = torch.ops.flash_ext.attention_check.default
 def check_whole(q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
     """The operator's own checks. Of lengths and indices it sees the values where a rank has all of them."""
     of_scores = {name: value for name, value in options.items() if name in SCORE_OPTIONS}
-    given = change_tensors(of_scores, lambda _, x: whole_stand_in(x))
+    given = change_tensors(of_scores, lambda _, x: _whole_stand_in(x))
     with torch.no_grad():
-        q, k, v = (whole_stand_in(x) for x in (q, k, v))
+        q, k, v = (_whole_stand_in(x) for x in (q, k, v))
         call(_CHECK, q, k, v, *checked_score_options(q, k, **given))
 
 
-def whole_stand_in(x: Any) -> Tensor:
+def _whole_stand_in(x: Any) -> Tensor:
     """A tensor of the whole shape: the rank's own where it has all, as of a plain tensor."""
     if not isinstance(x, DTensor):
         plain: Tensor = x

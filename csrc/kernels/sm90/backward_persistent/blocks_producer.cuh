@@ -19,19 +19,11 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
  public:
   using Base::Base;
 
-  __device__ __forceinline__ void run() {
-    ptx::wait_for_previous_grid();  // for the table, row terms and zeroed sums
-    if (warp_ == kPreparing) this->fetch(), this->publish();
-#pragma unroll 1
-    for (; this->has_tile(tile_); tile_.advance()) {
-      load_ahead();
-      add_all();
-      arrive_as_warp(storage_.tile_empty[tile_.stage()], lane_);
-    }
-    if (lane_ == 0) ptx::tma_store_wait();
-  }
+  __device__ __forceinline__ void run() { Base::run(*this); }
 
  private:
+  friend Base;
+
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
 
   /// All that there is room for, of this tile of keys and the one behind, whose list is read from a step before the

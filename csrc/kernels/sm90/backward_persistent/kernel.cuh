@@ -28,7 +28,7 @@ inline BackwardRowMaps row_maps(const TensorView& view, const TensorShape& shape
 
 /// query_rows: those of Q and dO that a load brings.
 template <class Config>
-BackwardPersistentMaps persistent_maps(const BackwardParams& p, int query_rows = Config::kBlockM) {
+BackwardPersistentMaps persistent_maps(const BackwardParams& p, int query_rows) {
   return {backward_maps<Config>(p, query_rows), row_maps(p.dk, key_shape(p, p.head_dim), p.dtype),
           row_maps(p.dv, key_shape(p, p.head_dim_v), p.dtype)};
 }
@@ -51,7 +51,7 @@ __device__ __forceinline__ void consume_tiles(const BackwardParams& p, const Bac
 }
 
 /// Dq: a warp of the first warpgroup.
-template <class Config, class Dq = BackwardPersistentDq<Config>>
+template <class Config, class Dq>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_persistent_kernel(const __grid_constant__ BackwardParams p,
                                const __grid_constant__ BackwardPersistentMaps maps,

@@ -31,19 +31,23 @@ class BackwardPersistentDq {
         lane_(lane),
         s_tiles_(s_tiles) {}
 
-  __device__ __forceinline__ void run() {
-    ptx::wait_for_previous_grid();  // for the table, row terms and zeroed sums
-    if (warp_ == kPreparing) fetch(), publish();
-#pragma unroll 1
-    for (; has_tile(tile_); tile_.advance()) {
-      load_ahead();
-      add_all();
-      arrive_as_warp(storage_.tile_empty[tile_.stage()], lane_);
-    }
-    if (lane_ == 0) ptx::tma_store_wait();
-  }
+  __device__ __forceinline__ void run() { run(*this); }
 
  protected:
+  /// The same for a class derived from this one, `self`, which has load_ahead() and add_all().
+  template <class Self>
+  __device__ __forceinline__ static void run(Self& self) {
+    ptx::wait_for_previous_grid();  // for the table, row terms and zeroed sums
+    if (self.warp_ == kPreparing) self.fetch(), self.publish();
+#pragma unroll 1
+    for (; self.has_tile(self.tile_); self.tile_.advance()) {
+      self.load_ahead();
+      self.add_all();
+      arrive_as_warp(self.storage_.tile_empty[self.tile_.stage()], self.lane_);
+    }
+    if (self.lane_ == 0) ptx::tma_store_wait();
+  }
+
   using KeyTile = TileDescriptor<kBlockN>;
   using DqPiece = BackwardDqPiece<Config>;
   using Sum = typename DqPiece::Sum;

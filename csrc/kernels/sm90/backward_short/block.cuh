@@ -1,5 +1,5 @@
-// What the two parts of the kernel, keys.cuh and queries.cuh, share. A block is the 64 keys, or the 64 queries, of a
-// warpgroup.
+// What the parts of the kernel share: keys.cuh, and queries.cuh or query_sums.cuh. A block is the 64 keys, or the 64
+// queries, of a warpgroup.
 #pragma once
 
 #include "kernels/sm90/common/backward/products.cuh"
@@ -62,8 +62,8 @@ class BackwardShortBlock {
   const BackwardParams& p_;
   const BackwardShortStorage<Config>& storage_;
   const uint32_t tiles_;  // lower half of the descriptor of all tiles
-  const uint32_t s_ds_;
-  const float scale_;  // of scores, to base 2
+  const uint32_t s_ds_;   // of the exchange
+  const float scale_;     // of scores, to base 2
   const int group_, first_row_, lane_;
   const bool large_;  // some row has a LargeLse
 };

@@ -19,7 +19,7 @@ void backward_short(const BackwardParams& params, void* workspace, cudaStream_t 
   const int groups = backward_short_groups(params.seqlen_q, params.seqlen_k);
   with_element(params, [&](auto element) {
     using Element = decltype(element);
-    if (backward_short_head_dim(params.head_dim) == 128) {
+    if (backward_short_head_dim(params.head_dim) == kBackwardShortHeadDim) {
       return groups == 1 ? run_backward_short<Element, 128, 1>(params, workspace, stream)
                          : run_backward_short<Element, 128, 2>(params, workspace, stream);
     }

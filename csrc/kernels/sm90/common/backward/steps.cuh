@@ -53,15 +53,11 @@ struct BackwardPipelinedSteps {
   }
 };
 
-/// The same where a list names the tiles. The metadata of a step comes with its Q.
+/// The same where only the number of steps is known before: metadata says which they are.
 template <class Config>
-struct BackwardListedSteps {
+struct BackwardCountedSteps {
   int left;
   uint32_t stage = 0, parity = 0;
-
-  template <class Storage>
-  __device__ __forceinline__ explicit BackwardListedSteps(const Storage& storage)
-      : left(ptx::uniform(storage.work_tile.tiles.end)) {}
 
   __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
   __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
@@ -70,47 +66,49 @@ struct BackwardListedSteps {
     --left;
     if (++stage == Config::kStages) stage = 0, parity ^= 1;
   }
+
+ protected:
+  __device__ __forceinline__ explicit BackwardCountedSteps(int left) : left(left) {}
+};
+/// Metadata lies in slots of its own.
+template <class Config>
+struct BackwardSlottedSteps : BackwardCountedSteps<Config> {
+  uint32_t slot = 0;
+
+  __device__ __forceinline__ void advance() {
+    BackwardCountedSteps<Config>::advance();
+    slot = (slot + 1) % kMetadataSlots;
+  }
+
+ protected:
+  using BackwardCountedSteps<Config>::BackwardCountedSteps;
 };
 
-/// The same where a step is made of pieces of the list (pieces.cuh).
+/// A list names the tiles. The metadata of a step comes with its Q.
 template <class Config>
-struct BackwardPieceSteps {
-  int left;
-  uint32_t stage = 0, parity = 0, slot = 0;  // slot: of its metadata
+struct BackwardListedSteps : BackwardCountedSteps<Config> {
+  template <class Storage>
+  __device__ __forceinline__ explicit BackwardListedSteps(const Storage& storage)
+      : BackwardCountedSteps<Config>(ptx::uniform(storage.work_tile.tiles.end)) {}
+};
 
+/// A step is made of pieces of the list (pieces.cuh).
+template <class Config>
+struct BackwardPieceSteps : BackwardSlottedSteps<Config> {
   __device__ __forceinline__ explicit BackwardPieceSteps(const BackwardWorkTile<Config>& work_tile)
-      : left(steps_of(ptx::uniform(work_tile.tiles.end))) {}
+      : BackwardSlottedSteps<Config>(steps_of(ptx::uniform(work_tile.tiles.end))) {}
 
   __device__ __forceinline__ static int steps_of(int pieces) {
     return (pieces + Config::kPieces - 1) / Config::kPieces;
   }
-  __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
-  __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
-  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
-  __device__ __forceinline__ void advance() {
-    --left;
-    if (++stage == Config::kStages) stage = 0, parity ^= 1;
-    slot = (slot + 1) % kMetadataSlots;
-  }
 };
 
-/// The same where a warp finds the steps as it goes. Their number is known before.
+/// A warp finds the steps as it goes.
 template <class Config>
-struct BackwardFoundSteps {
-  int left;
-  uint32_t stage = 0, parity = 0, slot = 0;  // slot: of its metadata
-
+struct BackwardFoundSteps : BackwardSlottedSteps<Config> {
   template <class Storage>
-  __device__ __forceinline__ explicit BackwardFoundSteps(const Storage& storage) : left(ptx::uniform(storage.steps)) {}
-
-  __device__ __forceinline__ uint32_t grad_stage() const { return stage; }
-  __device__ __forceinline__ uint32_t grad_parity() const { return parity; }
-  __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
-  __device__ __forceinline__ void advance() {
-    --left;
-    if (++stage == Config::kStages) stage = 0, parity ^= 1;
-    slot = (slot + 1) % kMetadataSlots;
-  }
+  __device__ __forceinline__ explicit BackwardFoundSteps(const Storage& storage)
+      : BackwardSlottedSteps<Config>(ptx::uniform(storage.steps)) {}
 };
 
 template <class Config>
