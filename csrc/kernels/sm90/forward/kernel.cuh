@@ -77,6 +77,24 @@ class Lane {
   const int lane_ = read();
 };
 
+/// Returns when warp 0 has initialised shared memory. Each other producer warp and each consumer warpgroup has a
+/// barrier at which warp 0 only arrives: it waits for nobody, and all who wait at a barrier do so at one place of the
+/// program, as compute-sanitizer's synccheck wants it.
+template <class Config>
+__device__ __forceinline__ void start_warp(int warp) {
+  constexpr int kOfWarp = 2 * 32, kOfGroup = 32 + kWarpgroupThreads;  // threads
+  if (warp == 0) {
+#pragma unroll
+    for (int other = 1; other < kWarpgroupWarps; ++other) ptx::barrier_arrive<kOfWarp>(kWarpStarted + other);
+#pragma unroll
+    for (int group = 1; group <= Config::kGroups; ++group) ptx::barrier_arrive<kOfGroup>(kGroupStarted + group);
+  } else if (warp < kWarpgroupWarps) {
+    ptx::barrier_sync<kOfWarp>(kWarpStarted + warp);
+  } else {
+    ptx::barrier_sync<kOfGroup>(kGroupStarted + warp / kWarpgroupWarps);
+  }
+}
+
 /// The variants with bias, masks or dropout read the lane in each role: otherwise the role with the fewest registers
 /// keeps it alive throughout.
 template <class Config>
@@ -101,8 +119,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   // unrolled, and the producers' code comes first (nvcc 13 places the second branch there): what lies near the entry
   // comes soonest.
   const auto start = [&] {
-    // Not __syncthreads(), which all threads would have to call at one place.
-    ptx::barrier_sync<kStarted, Config::kThreads>();
+    start_warp<Config>(warp);
     if constexpr (Config::kSplitsKv)
       if (!schedule.taken) ptx::wait_for_previous_grid();  // beside whose end this one starts, up to here
   };

@@ -12,8 +12,9 @@ namespace flash_ext::sm90 {
 
 /// Named barriers. 0 is __syncthreads().
 enum ForwardBarrier : int {
-  kOfWarpgroup = 1,  // and up, one for each consumer warpgroup: its votes; out is written before more is added to it
-  kStarted = 8,      // all warps: shared memory is initialised
+  kOfWarpgroup = 1,    // and up, one for each consumer warpgroup: its votes; out is written before more is added to it
+  kWarpStarted = 8,    // + 1 to 3, the producer warp: shared memory is initialised
+  kGroupStarted = 11,  // + 1 to 4, the consumer warpgroup: likewise
 };
 
 /// Where warp 1 stores out of a work tile. `groups` has a bit for each warpgroup that arrives at out_full.
