@@ -159,6 +159,14 @@ int64_t heads_in_l2(const Problem& p, int64_t seqlen_q) {
   return heads;
 }
 
+/// The largest that is not above `most`, or 1. As batches and heads are mostly made of powers of two, so is a section:
+/// none is then smaller than the others.
+int64_t power_of_two_up_to(int64_t most) {
+  int64_t power = 1;
+  while (2 * power <= most) power *= 2;
+  return power;
+}
+
 /// How many heads form a section, in which their key tiles stand side by side.
 int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
   // Additions to dQ take turns: the fewer tiles of a head start together, the sooner all of them have had their first
@@ -169,12 +177,10 @@ int64_t section_heads(const Problem& p, int64_t slots, int64_t tiles_of_head) {
   if (!causal) return p.deterministic ? kMostHeads : 1;
   if (p.deterministic) {
     const int64_t of_wave = std::max(kMostHeads, ceil_div(slots, tiles_of_head));
-    return p.heads_q == p.heads_kv ? std::max(of_wave, ceil_div(slots, kTilesOfHead)) : of_wave;
+    return p.heads_q == p.heads_kv ? std::max(of_wave, power_of_two_up_to(slots / kTilesOfHead)) : of_wave;
   }
-  // About a wave of tiles at least: the last ones of a section are short, and even out the SMs' ends. And as batches
-  // and heads are mostly made of powers of two, so is a section: none is then smaller than the others.
-  int64_t of_wave = 1;
-  while (2 * of_wave * tiles_of_head <= slots + tiles_of_head) of_wave *= 2;
+  // About a wave of tiles at least: the last ones of a section are short, and even out the SMs' ends.
+  const int64_t of_wave = power_of_two_up_to(slots / tiles_of_head + 1);
   return std::clamp(heads_in_l2(p, mean_length(p, p.seqlen_q, p.total_q)), of_wave, std::max(of_wave, kMostHeads));
 }
 

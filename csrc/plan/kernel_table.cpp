@@ -45,8 +45,7 @@ constexpr unsigned kSm90Cache = kAnyShape | kOwnValueDim | kFewTiles;
 constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kNotByTma);
 constexpr unsigned kSm90PlainBackward =
     kAnyShape | kOwnValueDim | kOnlyWithBias | kDeterministic | kDeterministicBesideOptions;
-constexpr unsigned kSm90PersistentBackward =
-    (kSm90PlainBackward | kBlockMask) & ~(kDeterministic | kDeterministicBesideOptions);
+constexpr unsigned kSm90PersistentBackward = kSm90PlainBackward | kBlockMask;
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
 constexpr char kWgmma[] = "wgmma, for compute capability 9.0";

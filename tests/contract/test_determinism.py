@@ -100,6 +100,18 @@ def test_masks_and_groups(device: str, head_dim: int, group: int, mask: dict[str
     assert_repeatable(make_call(batch, seqlen_q, seqlen_k, 4, 4 // group, head_dim, dtype=BF16, device=device, **mask))
 
 
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_more_tiles_of_keys_than_ctas_run_at_a_time(
+    device: str, head_dim: int, group: int, mask: dict[str, Any]
+) -> None:
+    batch, seqlen, heads = (1, 200, 4) if device == "cpu" else (2, 2500, 12)
+    assert_repeatable(
+        make_call(batch, seqlen, seqlen, heads, heads // group, head_dim, dtype=BF16, device=device, **mask)
+    )
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_packed_sequences(device: str, head_dim: int, causal: bool) -> None:

@@ -40,46 +40,53 @@ struct QueryTileOrder {
   __device__ __forceinline__ bool takes_turns() const { return stride < 0; }
 };
 
-// What follows is called by whole warps. ptxas must see that their lanes take the same branches, or it separates the
-// lanes around every product of the loop.
+/// How a warp adds to dQ. Bulk reductions are waited for (ptx::bulk_wait), and L2, which all SMs share, has then
+/// carried them out: what a CTA adds behind its turn comes behind them, though PTX asks for a fence in between. GPUs of
+/// compute capability 9.0 need none, and one that reaches all SMs takes longer than the rest of a turn beside the
+/// others' additions. Reductions of registers are waited for by that fence alone.
+enum class DqAdditions { kBulk, kOfRegisters };
 
-/// Until `turn` additions have been counted, and are in memory.
-__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int turn) {
-  // `<`: lengths that make no sense may count past it, and must not hang.
-  while (__any_sync(~0u, ptx::load_acquire(counter) < turn)) continue;
-  ptx::fence_proxy_async_global();
-}
-/// Counts what the lanes have added.
-__device__ __forceinline__ void end_turn(int32_t* counter, int lane) {
-  ptx::bulk_wait();
-  __syncwarp();
-  if (lane == 0) ptx::add_release(counter, 1);
-}
-
-/// The same for turns that follow each other, of which one ends where the next one may already have come: what has to
-/// be waited for is under way for a while then. `counters`: of the workspace; a slot is that of one.
+/// Turns that follow each other, of which one ends where the next one may already have come: what has to be waited for
+/// is under way for a while then. Called by whole warps. ptxas must see that their lanes take the same branches, or it
+/// separates the lanes around every product of the loop.
+template <DqAdditions kAdditions>
 class DqTurns {
  public:
-  /// Publishes the last addition, if any, and reads whether the next one may begin.
+  /// Publishes the last addition, if any, and reads whether the next one may begin. `counters`: of the workspace; a
+  /// slot is that of one.
   __device__ __forceinline__ void advance(int32_t* counters, int slot, int turn, int lane) {
     const int32_t count = ptx::load_relaxed(counters + slot);
-    ptx::bulk_wait();
-    __syncwarp();
-    ptx::fence_acquire_release();
-    if (slot_ >= 0 && lane == 0) ptx::add_relaxed(counters + slot_, 1);
+    publish(counters, lane);
     slot_ = slot;
     has_come_ = __all_sync(~0u, count >= turn);
   }
+  /// Until `turn` additions have been counted, and are in memory.
   __device__ __forceinline__ void wait(const int32_t* counters, int turn) const {
-    if (has_come_) return ptx::fence_proxy_async_global();
-    wait_for_turn(counters + slot_, turn);
+    // `<`: lengths that make no sense may count past it, and must not hang.
+    if (!has_come_)
+      while (__any_sync(~0u, count_of(counters + slot_) < turn)) continue;
+    ptx::fence_proxy_async_global();
   }
+  /// Publishes the last addition, if any.
   __device__ __forceinline__ void end(int32_t* counters, int lane) {
-    if (slot_ >= 0) end_turn(counters + slot_, lane);
+    publish(counters, lane);
     slot_ = -1;
   }
 
  private:
+  static constexpr bool kFences = kAdditions == DqAdditions::kOfRegisters;
+
+  __device__ __forceinline__ static int32_t count_of(const int32_t* counter) {
+    return kFences ? ptx::load_acquire(counter) : ptx::load_relaxed(counter);
+  }
+  /// One fence releases the addition and acquires the count that has been read.
+  __device__ __forceinline__ void publish(int32_t* counters, int lane) const {
+    if (!kFences) ptx::bulk_wait();
+    __syncwarp();
+    if (kFences) ptx::fence_acquire_release();
+    if (slot_ >= 0 && lane == 0) ptx::add_relaxed(counters + slot_, 1);
+  }
+
   int slot_ = -1;  // of the turn that has not ended
   bool has_come_ = false;
 };

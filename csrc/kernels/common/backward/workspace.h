@@ -97,7 +97,7 @@ struct BackwardWorkspace {
     // reads from minus_delta, which must follow.
     minus_delta = take<float>(memory, rows + block_m);
     if (p.dq.data) dq = take<float>(memory, rows * head_dim + block_m * kDqPlaneColumns);
-    if (p.deterministic && p.dq.data && p.seqlen_q > 0) {
+    if (takes_turns(p)) {
       turns = take<int32_t>(memory, tiles * kDqWarps);
       ticket = take<int32_t>(memory, 1);
     }
@@ -106,6 +106,8 @@ struct BackwardWorkspace {
     visibility.states = take<uint8_t>(memory, visibility.num_states());
     visibility.words = take<uint32_t>(memory, visibility.num_words());
   }
+
+  static bool takes_turns(const BackwardParams& p) { return p.deterministic && p.dq.data && p.seqlen_q > 0; }
 
   /// Where dQ^T of a row is summed up, whose term is the term-th, a multiple of 8: a head has `planes` planes of all
   /// its rows, each of kDqPlaneColumns columns, so that an addition may begin at any eighth row.

@@ -218,7 +218,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   RingCount<Config::kDsStages> at_;
   float* g_target_ = nullptr;  // where what was staged last goes
   uint32_t s_source_ = 0;
-  DqTurns turns_;
+  DqTurns<DqAdditions::kBulk> turns_;
 };
 
 }  // namespace flash_ext::sm90

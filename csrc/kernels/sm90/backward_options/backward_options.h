@@ -11,7 +11,7 @@ namespace flash_ext::sm90 {
 int64_t backward_options_workspace_bytes(const BackwardParams& params);
 
 /// As backward() (sm90/backward/backward.h), for head dims up to 128 and any options together; beyond 64, no bias of 32
-/// bits or more beside masks or dropout. `deterministic` without options, and up to 64.
+/// bits or more beside masks or dropout. Requires some option, and not `deterministic`.
 void backward_options(const BackwardParams& params, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_ext::sm90

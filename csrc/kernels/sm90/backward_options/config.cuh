@@ -5,10 +5,9 @@
 
 namespace flash_ext::sm90 {
 
-/// A kernel that always takes turns is one of its own: a test for turns in the loop would cost the other calls a tenth.
-template <class Element, int kHeadDim, TurnTaking kTurns_ = TurnTaking::kNever>
+template <class Element, int kHeadDim>
 struct BackwardConfig : BackwardNarrowConfig<Element, kHeadDim, 2> {
-  static constexpr TurnTaking kTurns = kTurns_;
+  static constexpr TurnTaking kTurns = TurnTaking::kNever;  // sm80/backward has options in turns
 };
 
 }  // namespace flash_ext::sm90

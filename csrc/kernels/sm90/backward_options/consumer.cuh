@@ -6,25 +6,24 @@
 
 #include "kernels/ptx/ldmatrix.h"
 #include "kernels/ptx/pair_masks.h"
-#include "plain_consumer.cuh"
+#include "key_gradients.cuh"
 
 namespace flash_ext::sm90 {
 
 /// The state and the steps of one warp.
 template <class Config>
-class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<Config>> {
+class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
  public:
-  using Storage = BackwardOptionsStorage<Config>;
-  using Base = BackwardConsumer<Config, Storage>;
-  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Tile,
-      typename Base::Weights;
+  using Base = BackwardKeyGradients<Config>;
+  using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Storage,
+      typename Base::Tile, typename Base::Weights;
   // Whether dS is made of P times the derivative of the softcap. Where there may be dropout, it comes last.
   static constexpr bool kSlopesFirst = !Config::kAny && Config::may_have(kStepSoftcapped);
   static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
 
   __device__ __forceinline__ BackwardOptionsConsumer(const BackwardParams& p, const BackwardOptionsLayout& layout,
                                                      Storage& storage, uint32_t s_tiles, int group, int lane)
-      : Base(p, storage, s_tiles, 0.0f, group, lane), layout_(layout) {
+      : Base(p, storage, s_tiles, group, lane), layout_(layout) {
     if (Config::may_have(kStepDrops) && p.dropout.rng) seeds_ = uniform_seeds(p.dropout);
   }
 
@@ -42,8 +41,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
         at_.advance();
       } while (!(metadata.flags & kStepPast));
     }
-    this->store_dv(Base::dv_, unit);
-    this->store_dk(Base::dk_, static_cast<float>(p_.softmax_scale) * unit);
+    this->store_sums(unit);
   }
 
  private:
@@ -84,7 +82,7 @@ class BackwardOptionsConsumer : BackwardConsumer<Config, BackwardOptionsStorage<
     return after;
   }
 
-  /// The plain step, and what options make of its scores and weights.
+  /// One step. `hides`: the window hides some pair of the tile. S and dP take the same registers, one after the other.
   template <class LookAhead>
   __device__ __forceinline__ void step(const StepMetadata& metadata, bool hides, LookAhead look_ahead) {
     Scores s;

@@ -1,11 +1,8 @@
-// The backward's loop without overlap: a product begins when the one before has ended (common/backward/kernel.cuh has
-// the equations and the kernel). It serves
-//
-//   any options: softcap, ALiBi, bias, masks, dropout   consumer.cuh, producer.cuh
-//   deterministic at head_dim 64                        plain_consumer.cuh, plain_producer.cuh
-//
-// With options, the warpgroup that loads finds the steps of which masks leave something. It writes the metadata of each
-// two steps ahead, and loads its bias and words of visibility.
+// The backward with any options, softcap, ALiBi, bias, masks and dropout, in a loop without overlap: a product begins
+// when the one before has ended (common/backward/kernel.cuh has the equations and the kernel). Its policies are in
+// consumer.cuh, with key_gradients.cuh, and in producer.cuh. The warpgroup that loads finds the steps of which masks
+// leave something (scheduler.cuh). It writes the metadata of each two steps ahead, and loads its bias and words of
+// visibility.
 #pragma once
 
 #include <iterator>
@@ -22,9 +19,6 @@ namespace flash_ext::sm90 {
 
 constexpr BackwardKernelNames kBackwardOptionsNames = {"sm90/backward_options rows", "sm90/backward_options",
                                                        "sm90/backward_options dq", "sm90/backward_options sink"};
-
-template <class Config>
-using BackwardRoles = BackwardRolesOf<Config, BackwardStorage<Config>, BackwardDq<Config>, BackwardConsumer<Config>>;
 
 struct BackwardOptionsArguments {
   const BackwardBiasMaps& maps;
@@ -98,13 +92,7 @@ template <class Element, int kHeadDim>
 void run_backward_options(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardConfig<Element, kHeadDim>;
   launch_backward<Config, false, true>(p, memory, kBackwardOptionsNames, stream, [&](const BackwardArguments& a) {
-    if (has_options(p)) return launch_backward_options<Config>(p, a, stream);
-    if constexpr (is_pipelined(kHeadDim)) {  // whose loop takes turns itself
-      throw std::logic_error("flash_ext: sm90/backward_options: no options at this head_dim");
-    } else {
-      using InTurns = BackwardConfig<Element, kHeadDim, TurnTaking::kAlways>;
-      launch_backward_kernel<BackwardRoles<InTurns>>(kBackwardOptionsNames.main, p, a, a.schedule.positions(), stream);
-    }
+    launch_backward_options<Config>(p, a, stream);
   });
 }
 

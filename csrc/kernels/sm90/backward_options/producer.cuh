@@ -1,19 +1,23 @@
-// The warpgroup that loads and computes dQ, where a call has options: it finds the steps, and brings what they need.
+// The warpgroup that finds the steps, loads tiles and what options need of them, and computes dQ and adds it to memory.
 #pragma once
 
 #include "kernels/ptx/cp_async_barrier.h"
-#include "plain_producer.cuh"
+#include "kernels/ptx/wgmma_across.h"
+#include "kernels/sm90/common/backward/producer.cuh"
 #include "scheduler.cuh"
 
 namespace flash_ext::sm90 {
 
 /// What one warp of it does.
 template <class Config>
-class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
+class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config>> {
  public:
   using Storage = BackwardOptionsStorage<Config>;
-  using Base = BackwardDq<Config, Storage>;
+  using Base = BackwardProducer<Config, Storage>;
+  using Element = typename Config::Element;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kGroups = Config::kGroups;
+  using KeyTile = TileDescriptor<kBlockN>;
+  using DsTile = TileDescriptor<kBlockM>;
   static constexpr int kMetadataWarp = 1;                  // writes metadata of steps; warp 0 loads Q and dO
   static constexpr bool kFindsOverlapped = !Config::kAny;  // a product; ptxas has no registers for it with all options
 
@@ -21,14 +25,18 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
                                                const CUtensorMap& bias_map, const BackwardWorkspace& workspace,
                                                const BackwardOptionsLayout& layout, Storage& storage, uint32_t s_tiles,
                                                int warp, int lane)
-      : Base(p, maps, workspace, storage, s_tiles, warp, lane), bias_map_(bias_map), layout_(layout) {}
+      : Base(p, maps, workspace, storage, s_tiles, warp, lane),
+        keys_(KeyTile::lower_half(s_tiles)),
+        ds_(DsTile::lower_half(s_tiles + Config::kDsOffset)),
+        bias_map_(bias_map),
+        layout_(layout) {}
 
   __device__ __forceinline__ void run() {
     BackwardOptionsSteps<Config> steps(workspace_, layout_, storage_, lane_);
     StepMetadata now = steps.next();
     if (is_past(now)) return by_threads() ? publish_metadata<true>(now, 0) : publish_metadata<false>(now, 0);
     StepMetadata next = steps.next();
-    if (warp_ == 0) this->load_first(step_of(now), step_of(next));
+    if (warp_ == 0) load_first(step_of(now), step_of(next));
     by_threads() ? prepare_first<true>(now, next) : prepare_first<false>(now, next);
 #pragma unroll 1
     while (true) {
@@ -38,7 +46,7 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
         wait_for(storage_.ds_full[at_.stage()], at_.parity());
         prepare<true>(next, after);
       }
-      this->add(step_of(now), [&] {
+      add(step_of(now), [&] {
         if (by_threads()) return;
         if (kFindsOverlapped) after = steps.next();
         prepare<false>(next, after);
@@ -49,11 +57,13 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
       now = next;
       next = after;
     }
-    this->end_additions();
+    if (lane_ == 0) ptx::bulk_wait();
   }
 
  private:
-  using Base::at_, Base::lane_, Base::p_, Base::storage_, Base::warp_, Base::work_tile_, Base::workspace_;
+  using Base::at_, Base::kPanels, Base::lane_, Base::maps_, Base::p_, Base::storage_, Base::warp_, Base::work_tile_,
+      Base::workspace_;
+  using typename Base::Sum;
 
   __device__ __forceinline__ static bool is_past(const StepMetadata& metadata) { return metadata.flags & kStepPast; }
   __device__ __forceinline__ static BackwardStep step_of(const StepMetadata& metadata) {
@@ -73,6 +83,15 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
   /// TMA does.
   __device__ __forceinline__ bool by_threads() const {
     return Config::kAny ? layout_.by_threads : Config::may_have(kStepIsMasked) && layout_.makes_words;
+  }
+
+  /// In the order in which the consumers need them.
+  __device__ __forceinline__ void load_first(const BackwardStep& first, const BackwardStep& second) {
+    this->load_keys(maps_.k, storage_.k_full, 0);
+    this->load_queries(first);
+    this->load_keys(maps_.v, storage_.v_full, Config::kValuesOffset);
+    this->load_grads(first);
+    this->load_second(second);
   }
 
   template <bool kByThreads>
@@ -148,6 +167,51 @@ class BackwardOptionsDq : BackwardDq<Config, BackwardOptionsStorage<Config>> {
     __syncwarp();
   }
 
+  /// dQ += dS K of the next query tile. meanwhile() runs once dS is there, beside the first product.
+  template <class Meanwhile>
+  __device__ __forceinline__ void add(const BackwardStep& step, Meanwhile meanwhile) const {
+    const uint32_t stage = at_.stage();
+    wait_for(storage_.ds_full[stage], at_.parity());
+    if (!workspace_.dq) {
+      meanwhile();
+      return this->release(storage_.ds_empty[stage]);
+    }
+
+    const uint32_t ds = ds_ + stage * (Config::kDsBytes / 16);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      Sum sum;
+      start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
+      if (panel == 0) meanwhile();
+      this->finish(sum);
+      if (panel + 1 == kPanels) this->release(storage_.ds_empty[stage]);
+      send(step, panel, sum);
+    }
+  }
+
+  /// 64 columns of dQ.
+  __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
+    ptx::wgmma_fence();
+    ptx::wgmma_across<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
+#pragma unroll
+    for (int k = 1; k < kBlockN / 16; ++k)
+      ptx::wgmma_across<Element, true>(sum, DsTile::at(ds, DsTile::along_row(k)),
+                                       KeyTile::at(keys, KeyTile::down_rows(k)));
+    ptx::wgmma_commit();
+  }
+
+  /// Adds a panel to memory, through this warp's shared memory for it.
+  __device__ __forceinline__ void send(const BackwardStep& step, int panel, const Sum& sum) const {
+    this->stage(sum, panel);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::bulk_reduce_add(this->dq_piece(step, panel), this->s_piece(panel), Config::kDqPieceBytes);
+      ptx::bulk_commit();
+    }
+  }
+
+  const uint32_t keys_, ds_;  // lower halves of descriptors
   const CUtensorMap& bias_map_;
   const BackwardOptionsLayout& layout_;
 };

@@ -22,35 +22,6 @@ struct alignas(16) StepMetadata {
   float slope;  // ALiBi's, to base 2
 };
 
-/// Shared memory of the plain kernel.
-template <class Config>
-struct BackwardStorage : BackwardStagedTerms<Config> {
-  static constexpr int kStages = Config::kStages;
-
-  uint64_t k_full, v_full;
-  uint64_t q_full[kStages], q_empty[kStages];    // with lse
-  uint64_t do_full[kStages], do_empty[kStages];  // with minus_delta
-  uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
-  BackwardWorkTile<Config> work_tile;
-
-  /// The same as in BackwardPipelinedStorage.
-  __device__ __forceinline__ void prepare(const BackwardParams&) {}
-  __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
-  /// Called by one thread.
-  __device__ __forceinline__ void init() {
-    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
-    init_barrier(k_full, 1);
-    init_barrier(v_full, 1);
-    init_barriers(q_full, 1);
-    init_barriers(q_empty, kConsumers);
-    init_barriers(do_full, 1);
-    init_barriers(do_empty, kConsumers);
-    init_barriers(ds_full, kConsumers);
-    init_barriers(ds_empty, kWarpgroupWarps);
-    ptx::mbarrier_init_fence();
-  }
-};
-
 /// Behind the storage in shared memory, in bytes from it on. Words of dropout and of masks have kStages slots.
 struct BackwardOptionsLayout {
   int kept = 0, words = 0, bias = 0;
@@ -103,18 +74,34 @@ struct BackwardOptionsLayout {
 };
 
 template <class Config>
-struct BackwardOptionsStorage : BackwardStorage<Config> {
+struct BackwardOptionsStorage : BackwardStagedTerms<Config> {
   static constexpr int kStages = Config::kStages;
 
+  uint64_t k_full, v_full;
+  uint64_t q_full[kStages], q_empty[kStages];    // with lse
+  uint64_t do_full[kStages], do_empty[kStages];  // with minus_delta
+  uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
+  BackwardWorkTile<Config> work_tile;
   uint64_t metadata_full[kStages], bias_full[kStages];  // with bits and words
   StepMetadata step_metadata[kStages];
   BackwardOptions options;
 
+  /// The same as in BackwardPipelinedStorage.
+  __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// Called by one thread.
   __device__ __forceinline__ void init(const BackwardOptionsLayout& layout) {
+    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
     init_barriers(metadata_full, layout.makes_words ? kWarpgroupWarps : 1);
     init_barriers(bias_full, layout.bias_by_panels ? 1 : kWarpgroupThreads + kWarpgroupWarps);
-    BackwardStorage<Config>::init();
+    init_barrier(k_full, 1);
+    init_barrier(v_full, 1);
+    init_barriers(q_full, 1);
+    init_barriers(q_empty, kConsumers);
+    init_barriers(do_full, 1);
+    init_barriers(do_empty, kConsumers);
+    init_barriers(ds_full, kConsumers);
+    init_barriers(ds_empty, kWarpgroupWarps);
+    ptx::mbarrier_init_fence();
   }
 };
 

@@ -1,10 +1,15 @@
-// The backward at head_dim 64 without options: the pipelined loop in persistent CTAs.
+// The backward at head_dim 64 without options: the pipelined loop in persistent CTAs. Its policies:
+//
+//   plain                      producer.cuh
+//   deterministic              turns_producer.cuh
+//   the lists of a block mask  blocks_kernel.cuh
 //
 // A CTA goes from one tile of 128 keys to the next. Q and dO of the first steps of a tile, its K and its V are loaded
 // while the steps of the tile before are computed, and dQ of these is computed while dK and dV are stored.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "config.cuh"
 #include "consumer.cuh"
@@ -12,7 +17,7 @@
 #include "kernels/common/backward/split_sums.cuh"
 #include "kernels/ptx/setmaxnreg.h"
 #include "kernels/sm90/common/backward/arguments.cuh"
-#include "producer.cuh"
+#include "turns_producer.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -79,9 +84,10 @@ inline unsigned ctas_of_table(uint32_t tiles, int64_t num_sms) {
   return static_cast<unsigned>(std::max<int64_t>(std::min(wanted, kRowTermCtas * num_sms), 1));
 }
 
-template <class Element, int kHeadDim>
+/// With or without turns, in scratch memory of so many bytes.
+template <class Element, int kHeadDim, TurnTaking kTurns>
 int64_t backward_persistent_bytes(const BackwardParams& p) {
-  return BackwardPersistentMemory<BackwardPersistentConfig<Element, kHeadDim>>(p, nullptr).bytes;
+  return BackwardPersistentMemory<BackwardPersistentConfig<Element, kHeadDim, kTurns>>(p, nullptr).bytes;
 }
 
 /// The launches of a call. `all`: BackwardPersistentMemory, or what has its members; behind_main() launches what comes
@@ -112,13 +118,16 @@ void launch_backward_persistent(const BackwardParams& p, const Memory& all, int 
                                  launch_main);
 }
 
-template <class Element, int kHeadDim>
+template <class Element, int kHeadDim, TurnTaking kTurns>
 void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  using Config = BackwardPersistentConfig<Element, kHeadDim>;
+  using Config = BackwardPersistentConfig<Element, kHeadDim, kTurns>;
+  using Dq = std::conditional_t<kTurns == TurnTaking::kAlways, BackwardPersistentTurnsDq<Config>,
+                                BackwardPersistentDq<Config>>;
   const BackwardPersistentMemory<Config> all(p, memory);
   fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
-  launch_backward_persistent<Config, BackwardPersistentDq<Config>>(p, all, Config::kBlockM, stream, [&] {
-    combine_splits<Element, Config::kBlockM, Config::kBlockN, kHeadDim, true>(p, all.schedule, true, stream);
+  launch_backward_persistent<Config, Dq>(p, all, Config::kBlockM, stream, [&] {
+    combine_splits<Element, Config::kBlockM, Config::kBlockN, kHeadDim, Config::kAnchored>(p, all.schedule, true,
+                                                                                           stream);
   });
 }
 

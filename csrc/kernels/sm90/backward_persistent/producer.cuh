@@ -38,7 +38,10 @@ class BackwardPersistentDq {
   template <class Self>
   __device__ __forceinline__ static void run(Self& self) {
     ptx::wait_for_previous_grid();  // for the table, row terms and zeroed sums
-    if (self.warp_ == kPreparing) self.fetch(), self.publish();
+    if (self.warp_ == kPreparing) {
+      if (kTakesTurns) self.take();
+      self.fetch(), self.publish();
+    }
 #pragma unroll 1
     for (; self.has_tile(self.tile_); self.tile_.advance()) {
       self.load_ahead();
@@ -55,6 +58,7 @@ class BackwardPersistentDq {
   static constexpr int kPreparing = 3;  // the warp that finds tiles of keys; the first two load
   static constexpr int kWords = sizeof(WorkTile) / sizeof(uint2);
   static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && kWords <= 32, "a lane copies a word");
+  static constexpr bool kTakesTurns = Config::kTurns == TurnTaking::kAlways;
   // Steps before the end of a tile of keys at which the next one is taken, fetched and published: memory answers
   // meanwhile. The first loads of that tile are two steps before the end.
   static constexpr int kTaken = 6, kFetched = 5, kPublished = 4;
@@ -98,9 +102,10 @@ class BackwardPersistentDq {
     if (left == min(steps, kFetched)) fetch();
     if (left == min(steps, kPublished)) publish();
   }
-  /// Asks for a position.
+  /// Asks for a position. A CTA has one without asking; but where turns are taken, a CTA may only wait for others that
+  /// run, so that all positions go in the order in which CTAs ask.
   __device__ __forceinline__ void take() {
-    if (lane_ == 0) taken_ = gridDim.x + atomicAdd(table_.taken, 1u);
+    if (lane_ == 0) taken_ = (kTakesTurns ? 0 : gridDim.x) + atomicAdd(table_.taken, 1u);
   }
   /// Asks for what lies there, a piece a lane.
   __device__ __forceinline__ void fetch() {
@@ -165,13 +170,16 @@ class BackwardPersistentDq {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void load_rows() {
+  __device__ __forceinline__ void load_tile() {
     if (warp_ == 0) {
       load_rows(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse);
     } else {
       load_rows(maps_.grad_out, storage_.do_full, Config::kGradsOffset, workspace_.minus_delta, storage_.minus_delta);
     }
     if (++stage_ == Config::kStages) stage_ = 0;
+  }
+  __device__ __forceinline__ void load_rows() {
+    load_tile();
     row_ += kBlockM;
     if (loads_.advance()) return;
     // The tile of keys is the last one that was begun.

@@ -146,7 +146,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
 
   const int rank_;
   const uint32_t keys_, other_keys_;  // lower halves of descriptors
-  DqTurns turns_;
+  DqTurns<DqAdditions::kOfRegisters> turns_;
 };
 
 }  // namespace flash_ext::sm90

@@ -2,7 +2,7 @@
 
 namespace flash_ext::sm90 {
 
-template int64_t backward_persistent_bytes<__half, 64>(const BackwardParams&);
-template void run_backward_persistent<__half, 64>(const BackwardParams&, void*, cudaStream_t);
+template int64_t backward_persistent_bytes<__half, 64, TurnTaking::kNever>(const BackwardParams&);
+template void run_backward_persistent<__half, 64, TurnTaking::kNever>(const BackwardParams&, void*, cudaStream_t);
 
 }  // namespace flash_ext::sm90

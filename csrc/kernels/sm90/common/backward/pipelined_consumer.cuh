@@ -239,7 +239,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   /// Whether a step may have rows that are no queries of the sequence. Where key tiles are anchored, these may have no
   /// lse, or be rows of the next sequence. Only the last tile of a head has such rows.
   __device__ __forceinline__ static bool may_run_past_queries(const Steps& step) {
-    if constexpr (Config::kPersistent && !Config::kListsBlocks) return step.tile + 1 == step.past;
+    if constexpr (Config::kAnchored && !Config::kListsBlocks) return step.tile + 1 == step.past;
     return false;
   }
   /// Whether some pair is hidden; `visible` then says which ones are not.

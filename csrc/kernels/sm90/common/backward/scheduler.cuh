@@ -22,7 +22,7 @@ struct BackwardStep {
 };
 
 template <class Config>
-using BackwardTaskOf = BackwardTask<Config::kBlockM, Config::kBlockN, Config::kPersistent>;
+using BackwardTaskOf = BackwardTask<Config::kBlockM, Config::kBlockN, Config::kAnchored>;
 
 /// Which steps a block mask leaves of a tile of keys (common/backward/query_lists.h).
 template <bool kListsBlocks>
@@ -35,7 +35,7 @@ struct WorkTileSteps<true> {
 };
 
 /// Persistent CTAs begin with the first query that sees their keys: fewer steps, as 96 queries seldom begin where 128
-/// keys do.
+/// keys do. Not where they take turns, each at a tile of queries that is the same for all of them.
 template <bool kAnchored>
 struct WorkTileAnchor {
   static constexpr int skipped = 0;
@@ -49,8 +49,8 @@ struct WorkTileAnchor<true> {
 
 /// A key tile of a key head, and the query tiles that see it, of all heads of the group or of those of a split.
 template <class Config>
-struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Config::kPersistent> {
-  using Anchor = WorkTileAnchor<Config::kPersistent>;
+struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Config::kAnchored> {
+  using Anchor = WorkTileAnchor<Config::kAnchored>;
 
   Sequence sequence;  // its head is the first of those below
   int heads;          // of the group

@@ -17,6 +17,8 @@ constexpr int kMetadataSlots = 4;
 /// which TMA takes its operands.
 template <class Config>
 struct BackwardPipelinedSteps {
+  static constexpr bool kAlways = Config::kTurns == TurnTaking::kAlways;
+
   const int first, past, stride, first_head, end_head;
   int head, tile, left;
   uint32_t stage = 0, parity = 0;
@@ -28,7 +30,9 @@ struct BackwardPipelinedSteps {
   __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
       : first(ptx::uniform(work_tile.order.first)),
         past(ptx::uniform(work_tile.order.past)),
-        stride(Config::kTurns != TurnTaking::kNever ? ptx::uniform(work_tile.order.stride) : 1),
+        stride(Config::kTurns == TurnTaking::kIfAsked ? ptx::uniform(work_tile.order.stride)
+               : kAlways                              ? -1
+                                                      : 1),
         first_head(ptx::uniform(work_tile.sequence.head)),
         end_head(ptx::uniform(work_tile.sequence.head + work_tile.heads)),
         head(first_head),
@@ -38,7 +42,9 @@ struct BackwardPipelinedSteps {
   /// The stage of dO and D.
   __device__ __forceinline__ uint32_t grad_stage() const { return Config::kBiased ? count % 2 : stage; }
   __device__ __forceinline__ uint32_t grad_parity() const { return Config::kBiased ? count / 2 % 2 : parity; }
-  __device__ __forceinline__ bool takes_turns() const { return Config::kTurns != TurnTaking::kNever && stride < 0; }
+  __device__ __forceinline__ bool takes_turns() const {
+    return kAlways || (Config::kTurns == TurnTaking::kIfAsked && stride < 0);
+  }
   __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
     --left;

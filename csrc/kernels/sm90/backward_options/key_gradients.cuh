@@ -1,4 +1,5 @@
-// The warpgroups that compute scores and their gradients, dK and dV: 64 keys each.
+// dK and dV of a consumer warpgroup's 64 keys: the products that take a step's weights, and dS on its way through
+// shared memory to the warpgroup that computes dQ.
 #pragma once
 
 #include "kernels/sm90/common/backward/consumer.cuh"
@@ -6,61 +7,31 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of them.
-template <class Config, class Storage = BackwardStorage<Config>>
-class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
+/// One warp of it.
+template <class Config>
+class BackwardKeyGradients : protected BackwardKeysConsumer<Config, BackwardOptionsStorage<Config>> {
  public:
+  using Storage = BackwardOptionsStorage<Config>;
   using Base = BackwardKeysConsumer<Config, Storage>;
   using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Sum, typename Base::Tile,
       typename Base::Weights;
 
-  __device__ __forceinline__ BackwardConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles, float scale,
-                                              int group, int lane)
-      : Base(p, storage, s_tiles, group * panel_bytes(kWarpgroupRows), scale, group, lane) {}
-
-  __device__ __forceinline__ void run() {
-    zero_sums();
-    if (work_tile_.tiles.begin < work_tile_.tiles.end) {
-      this->sanitise_keys();
-      visit_all();
-    }
-    this->store_dv(dv_, 1.0f);
-    this->store_dk(dk_, static_cast<float>(p_.softmax_scale));
-  }
+  /// The scale of scores is one of the storage's options.
+  __device__ __forceinline__ BackwardKeyGradients(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
+                                                  int group, int lane)
+      : Base(p, storage, s_tiles, group * panel_bytes(kWarpgroupRows), 0.0f, group, lane) {}
 
  protected:
-  using Base::at_, Base::kValues, Base::lane_, Base::p_, Base::s_tiles_, Base::storage_, Base::warp_, Base::warpgroup_,
-      Base::work_tile_;
+  using Base::at_, Base::kValues, Base::lane_, Base::p_, Base::s_tiles_, Base::storage_, Base::warp_, Base::warpgroup_;
 
   __device__ __forceinline__ void zero_sums() {
     zero_accumulators(dk_);
     zero_accumulators(dv_);
   }
-
-  __device__ __forceinline__ void visit_all() {
-    if constexpr (Config::kTurns == TurnTaking::kAlways) {
-#pragma unroll 1
-      for (BackwardStep step = work_tile_.first_step(); step.head < work_tile_.heads; work_tile_.advance(step))
-        visit(step.tile);
-    } else {
-#pragma unroll 1
-      for (int head = 0, tile = work_tile_.tiles.begin;;) {
-        visit(tile);
-        if (++tile < work_tile_.tiles.end) continue;
-        tile = work_tile_.tiles.begin;
-        if (++head == work_tile_.heads) break;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void visit(int tile) {
-    if (work_tile_.is_sanitised(tile)) sanitise_rows();
-    if (this->sees(tile)) {
-      step(tile, this->hides(tile));
-    } else {
-      skip_tile();
-    }
-    at_.advance();
+  /// `unit`: of the workspace.
+  __device__ __forceinline__ void store_sums(float unit) const {
+    this->store_dv(dv_, unit);
+    this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * unit);
   }
 
   /// Skips a tile that only other warpgroups see. It still waits for the barriers, so that no warpgroup gets two phases
@@ -75,26 +46,6 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     publish_ds();
   }
 
-  /// One step. `hides`: some pair of the tile is hidden. S and dP take the same registers, one after the other.
-  __device__ __forceinline__ void step(int tile, bool hides) {
-    Scores s;
-    Weights p, ds;
-    this->wait_for_query();
-    Products::multiply(s, Base::keys_, this->query_tile());
-    this->softmax_step(s);
-    if (hides) this->hide_weights(s, tile);
-    pack_operand<Element>(p, s);
-
-    multiply_grads(s);
-    this->compute_ds(ds, s, p, hides);
-    publish(ds);
-    add_up(p, ds, [] {});
-  }
-
-  /// dP
-  __device__ __forceinline__ void multiply_grads(Scores& s) const {
-    multiply_grads(s, [] {});
-  }
   /// dP, with meanwhile() beside the product.
   template <class Meanwhile>
   __device__ __forceinline__ void multiply_grads(Scores& s, Meanwhile meanwhile) const {
@@ -131,14 +82,16 @@ class BackwardConsumer : protected BackwardKeysConsumer<Config, Storage> {
     Tile::store(Tile::row_of_lane(s_ds(), warp_, lane_), ds);
     publish_ds();
   }
-  __device__ __forceinline__ void publish_ds() const {
-    ptx::fence_proxy_async_shared();
-    this->release(storage_.ds_full[at_.stage()]);
-  }
 
   __device__ __forceinline__ void sanitise_rows() const {
     Base::sanitise_rows(warpgroup_ * kWarpgroupThreads + this->thread());
     ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, Base::kConsumerThreads>();
+  }
+
+ private:
+  __device__ __forceinline__ void publish_ds() const {
+    ptx::fence_proxy_async_shared();
+    this->release(storage_.ds_full[at_.stage()]);
   }
 
   Sum dk_, dv_;

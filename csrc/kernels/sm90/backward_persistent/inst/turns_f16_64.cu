@@ -1,0 +1,8 @@
+#include "kernels/sm90/backward_persistent/kernel.cuh"
+
+namespace flash_ext::sm90 {
+
+template int64_t backward_persistent_bytes<__half, 64, TurnTaking::kAlways>(const BackwardParams&);
+template void run_backward_persistent<__half, 64, TurnTaking::kAlways>(const BackwardParams&, void*, cudaStream_t);
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,124 @@
+// The warpgroup of the persistent kernel that finds tiles of keys, loads tiles and computes dQ^T, where additions to dQ
+// take turns (common/backward/turns.cuh).
+#pragma once
+
+#include "producer.cuh"
+
+namespace flash_ext::sm90 {
+
+/// What one warp of it does.
+template <class Config>
+class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
+  using Base = BackwardPersistentDq<Config>;
+  using Base::ds_at_, Base::free_stages_, Base::kBlockM, Base::kPreparing, Base::lane_, Base::loaded_, Base::maps_,
+      Base::s_tiles_, Base::stage_, Base::storage_, Base::tile_, Base::warp_, Base::workspace_;
+  using typename Base::DqPiece, typename Base::KeyTile, typename Base::Sum, typename Base::WorkTile;
+
+ public:
+  using Base::Base;
+
+  __device__ __forceinline__ void run() { Base::run(*this); }
+
+ private:
+  friend Base;
+
+  /// Over the tiles of queries that see a tile of keys: from the last one down, all heads of one before the next
+  /// (QueryTileOrder).
+  struct Walk {
+    int left = 0, heads = 0;  // steps; of the group
+    int head = 0, tile = 0;   // counted from the first of the group, and of the sequence
+    int first_tile = 0;       // of the first head, in the workspace
+
+    __device__ __forceinline__ void advance() {
+      --left;
+      if (++head == heads) head = 0, --tile;
+    }
+  };
+  __device__ __forceinline__ static Walk walk_over(const WorkTile& work_tile) {
+    const int heads = ptx::uniform(work_tile.heads), last = ptx::uniform(work_tile.tiles.end) - 1;
+    return {heads * Base::tiles_of_head(work_tile), heads, 0, last,
+            ptx::uniform(static_cast<int>(work_tile.workspace_tile))};
+  }
+  __device__ __forceinline__ int tile_in_workspace(const Walk& walk) const {
+    return walk.first_tile + walk.head * static_cast<int>(workspace_.tiles_per_head) + walk.tile;
+  }
+
+  // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
+
+  /// All that there is room for, of this tile of keys and the one behind.
+  __device__ __forceinline__ void load_ahead() {
+    if (warp_ > 1) return;
+#pragma unroll 1
+    for (; free_stages_ > 0; --free_stages_) {
+      if (ahead_.left == 0 && !(loaded_.count <= tile_.count + 1 && begin_tile())) return;
+      load_step();
+    }
+  }
+  /// K or V of the next tile of keys, if there is one. Whether it has steps.
+  __device__ __forceinline__ bool begin_tile() {
+    const uint32_t slot = loaded_.stage();
+    if (!Base::begin_tile()) return false;
+    ahead_ = walk_over(storage_.work_tiles[slot]);
+    first_head_ = this->head_;
+    first_row_ = this->row_ - ptx::uniform(storage_.work_tiles[slot].tiles.begin) * kBlockM;
+    return true;
+  }
+  __device__ __forceinline__ void load_step() {
+    this->head_ = first_head_ + ahead_.head;
+    this->row_ = first_row_ + ahead_.tile * kBlockM;
+    this->loads_.term = int64_t{tile_in_workspace(ahead_)} * kBlockM;
+    this->load_tile();
+    ahead_.advance();
+  }
+
+  // ---- dQ
+
+  /// Of all tiles of queries that see the tile of keys.
+  __device__ __forceinline__ void add_all() {
+    const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
+    Walk walk = walk_over(work_tile);
+    const int steps = walk.left, first_head = ptx::uniform(work_tile.sequence.head);
+    const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
+#pragma unroll 1
+    for (; walk.left > 0; walk.advance()) {
+      if (warp_ == kPreparing) this->look_ahead(walk.left, steps);
+      wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
+      // That dS is complete says that all products of the step before are over.
+      ++free_stages_;
+      load_ahead();
+      const int tile = tile_in_workspace(walk);
+      float* const g_target = workspace_.dq + workspace_.dq_of_plane(int64_t{tile} * kBlockM, first_head + walk.head,
+                                                                     warp_, kWarpgroupWarps, kBlockM);
+      add(keys, g_target, tile * kDqWarps + warp_, work_tile.turn(walk.tile));
+      ds_at_.advance();
+    }
+    // Others would wait for the last addition until the next tile's first.
+    turns_.end(workspace_.turns, lane_);
+    if (warp_ == kPreparing && steps == 0) this->look_ahead(0, 0);
+  }
+  /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target, when its turn has come. The one before ends beside the
+  /// product.
+  __device__ __forceinline__ void add(uint32_t keys, float* g_target, int slot, int turn) {
+    const uint32_t s_piece = DqPiece::place(s_tiles_, warp_, 0);
+    Sum sum;
+    Base::start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
+    turns_.advance(workspace_.turns, slot, turn, lane_);
+    DqPiece::finish(sum);
+    arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
+    DqPiece::stage(s_piece, sum, lane_);
+    turns_.wait(workspace_.turns, turn);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::bulk_reduce_add(g_target, s_piece, Config::kDqPieceBytes);
+      ptx::bulk_commit();
+    }
+    __syncwarp();
+  }
+
+  Walk ahead_;  // over what is loaded next
+  int first_head_ = 0, first_row_ = 0;
+  DqTurns<DqAdditions::kBulk> turns_;
+};
+
+}  // namespace flash_ext::sm90
