@@ -4,6 +4,7 @@
 
 #include "decode.h"
 #include "kernels/common/dropout/philox.h"
+#include "kernels/common/score/positive_scale.h"
 #include "kernels/sm90/backward_short/shape.h"
 #include "kernels/sm90/forward/shape.h"
 #include "lengths.h"
@@ -48,7 +49,7 @@ constexpr FeatureRow kFeatures[] = {
      [](const Problem& p) { return has_wide_bias(p) && (p.has_mask || p.has_block_mask || drops(p)); }},
     {kSoftcap, "softcap", [](const Problem& p) { return p.softcap > 0; }},
     {kAlibi, "ALiBi", [](const Problem& p) { return p.has_alibi; }},
-    {kNotPositiveScale, "softmax_scale", [](const Problem& p) { return p.softmax_scale <= 0; }},
+    {kNotPositiveScale, "softmax_scale", [](const Problem& p) { return !is_positive_scale(p.softmax_scale); }},
     {kOwnValueDim, "head_dim", [](const Problem& p) { return p.head_dim != p.head_dim_v; }},
     {kStrideOfZero, "a stride of 0", [](const Problem& p) { return p.broadcast; }},
     {kEmptyTensors, "empty tensors", has_empty_tensors},

@@ -5,6 +5,7 @@
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/head_dim.h"
 #include "kernels/common/score/bias_view.h"
+#include "kernels/common/score/positive_scale.h"
 #include "kernels/sm80/backward/shape.h"
 #include "kernels/sm80/bias_gradient/shape.h"
 #include "kernels/sm80/decode/shape.h"
@@ -100,8 +101,8 @@ void choose_split_sizes(Draft& draft) {
 
 /// Assumes enough shared memory where its size is not known.
 sm80::BackwardTiling backward_tiling(const Problem& p, int head_dim) {
-  const bool plain = p.softmax_scale > 0 && p.softcap == 0 && !p.has_alibi && !p.has_bias && !p.has_mask &&
-                     !p.has_block_mask && p.dropout_p == 0;
+  const bool plain = is_positive_scale(p.softmax_scale) && p.softcap == 0 && !p.has_alibi && !p.has_bias &&
+                     !p.has_mask && !p.has_block_mask && p.dropout_p == 0;
   if (p.shared_bytes_per_cta == 0) return plain ? sm80::BackwardTiling::kPlain : sm80::BackwardTiling::kAllOptions;
   const sm80::BackwardShape general = sm80::backward_shape(head_dim, is_float(p), sm80::BackwardTiling::kAllOptions);
   const int64_t bias = p.has_bias ? bias_tile_bytes(p.bias_dtype, general.block_m, general.block_n) : 0;

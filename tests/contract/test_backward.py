@@ -87,6 +87,7 @@ SCORES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0, "causal": True},
     "negative scale": {"softmax_scale": -0.3, "window_size": (70, 20)},
     "no scale": {"softmax_scale": 0.0},
+    "scale of 0 in float": {"softmax_scale": 1e-300, "window_size": (70, 20)},
     "alibi": {"causal": True},
 }
 

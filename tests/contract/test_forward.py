@@ -21,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scale": {"softmax_scale": 0.37},
     "negative_scale": {"softmax_scale": -0.2},
     "zero_scale": {"softmax_scale": 0.0},
+    "scale of 0 in float": {"softmax_scale": 1e-300, "causal": True},
 }
 
 

@@ -28,6 +28,7 @@
 #include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/backward/split_sums.cuh"
 #include "kernels/common/score/bias_tile.cuh"
+#include "kernels/common/score/positive_scale.h"
 #include "kernels/launch.h"
 #include "kernels/sm80/common/config.h"
 #include "names.h"
@@ -108,7 +109,7 @@ void launch_backward(const BackwardParams& p, void* memory, cudaStream_t stream)
 }
 
 inline bool is_plain_backward(const BackwardParams& p) {
-  const bool plain_scores = p.softmax_scale > 0 && p.softcap == 0 && !p.alibi_slopes;
+  const bool plain_scores = is_positive_scale(p.softmax_scale) && p.softcap == 0 && !p.alibi_slopes;
   return plain_scores && !hides_pairs(p) && p.dropout.rule.threshold == 0;
 }
 

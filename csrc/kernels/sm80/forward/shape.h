@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/score/positive_scale.h"
 #include "kernels/params.h"
 #include "kernels/sm80/common/config.h"
 
@@ -32,7 +33,8 @@ struct ForwardAsked {
 /// The variant that serves a call best.
 constexpr ForwardVariant variant_of(const ForwardAsked& call) {
   const float scale = static_cast<float>(call.softmax_scale);
-  const bool scaled = scale > 0.0f && call.softcap == 0 && !call.alibi, plain = scaled && !call.drops;
+  const bool scaled = is_positive_scale(call.softmax_scale) && call.softcap == 0 && !call.alibi,
+             plain = scaled && !call.drops;
   if (call.block_mask || call.paged || (call.bias && call.mask)) return ForwardVariant::kReads;
   if (call.bias) {
     // Added to products: the scale must be one to divide by.
