@@ -205,6 +205,7 @@ def test_the_backward_of_float32_in_one_order() -> None:
         ({"deterministic": True, "has_block_mask": True}, "deterministic beside options"),
         ({"softmax_scale": -1.0}, "softmax_scale -1"),
         ({"softmax_scale": 0.0}, "softmax_scale 0"),
+        ({"softmax_scale": 1e-300}, "softmax_scale 1e-300"),
         ({"head_dim_v": 64}, ""),
         ({"head_dim": 192, "head_dim_v": 128}, ""),
         ({"head_dim": 136, "head_dim_v": 64, "softcap": 3.0}, "softcap beyond head_dim 128"),
