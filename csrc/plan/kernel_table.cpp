@@ -45,7 +45,7 @@ constexpr unsigned kSm90Cache = kAnyShape | kOwnValueDim | kFewTiles;
 constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kNotByTma);
 constexpr unsigned kSm90PlainBackward =
     kAnyShape | kOwnValueDim | kOnlyWithBias | kDeterministic | kDeterministicBesideOptions;
-constexpr unsigned kSm90PersistentBackward = kSm90PlainBackward | kBlockMask;
+constexpr unsigned kSm90PersistentBackward = (kSm90PlainBackward | kBlockMask) & ~kDeterministicBesideOptions;
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
 constexpr char kWgmma[] = "wgmma, for compute capability 9.0";
@@ -69,6 +69,7 @@ constexpr KernelRow kTable[] = {
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
      kSm90Backward & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr,
      false, true, overlaps_sm90_backward},
+    // Of `deterministic` the rows above have taken what is without options.
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90Backward,
      kWgmmaAndTma, choose_sm90_backward_options_tiles, sm90_backward_options_tiles, nullptr, false, true},
     // Shared memory has no room for all of them; a per-key bias takes none, but strides are not looked at here.

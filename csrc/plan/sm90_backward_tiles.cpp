@@ -96,7 +96,8 @@ void choose_sm90_backward_tiles(Draft& draft) {
 }
 
 void choose_sm90_backward_persistent_tiles(Draft& draft) {
-  take_narrow_tiles(draft, backward_variant(draft.p), sm90::backward_persistent_shape(),
+  take_narrow_tiles(draft, draft.p.deterministic ? "scaled products in turns" : backward_variant(draft.p),
+                    sm90::backward_persistent_shape(),
                     lists_blocks(draft.p)
                         ? "; persistent, one CTA an SM; three pieces of 32 queries that the mask lists"
                         : "; persistent, one CTA an SM");

@@ -200,7 +200,7 @@ def test_values_that_some_queries_see(device: str, dtype: torch.dtype, poison: f
 def test_scales_that_are_not_positive_in_float(
     device: str, dtype: torch.dtype, seqlen_q: int, kernel: str, softmax_scale: float
 ) -> None:
-    """Another kernel runs: 0 times -inf, the score of a hidden key, would be NaN."""
+    """Not Hopper's for prompts: 0 times -inf, the score of a hidden key, would be NaN."""
     lengths = int32([0, 1, 40], device)
     call = make_decode(3, seqlen_q, 40, 1, 1, 64, device=device, dtype=dtype, cache_seqlens=lengths)
     call.options["softmax_scale"] = softmax_scale

@@ -20,7 +20,7 @@ struct BackwardSchedule {
   float* sums;            // (slots, slot_elements): dK and dV of the splits
   int64_t bytes;
 
-  /// `last_keys_first`: of all heads, for CTAs that add to dQ in turns.
+  /// `last_keys_first`: of all heads, for CTAs of sm80 that add to dQ in turns.
   BackwardSchedule(const BackwardParams& p, int block_n, int head_dim, bool last_keys_first, void* memory)
       : order(backward_order(p.batch, p.heads_q, p.heads_kv, p.seqlen_k, block_n, p.schedule, last_keys_first)),
         listing(list_tiles(p, order, block_n)),

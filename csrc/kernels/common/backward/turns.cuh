@@ -1,9 +1,9 @@
 // Additions to dQ in an order that is the same in every run: CTAs take turns.
 //
 // The key tiles that a query tile sees add to its dQ in their order, first keys first. Each warp that adds has a
-// counter of the additions that are complete. CTAs take numbers when they start and take key tiles in the order of the
-// numbers. A CTA thus waits only for CTAs that have started before it, and the first of those waits for none, so there
-// is no deadlock.
+// counter of the additions that are complete. CTAs take numbers: one when they start, a persistent CTA another one
+// before the end of each key tile. They compute the key tiles of these numbers, in this order. So some CTA is always at
+// work on the unfinished key tile with the lowest number, and that one waits for nobody: there is no deadlock.
 //
 // CTAs that start together begin with the query tile that all of them see and go the same way, from the last query tile
 // to the first. Each then follows the one before at the distance that an addition takes, and hardly waits.
@@ -40,10 +40,10 @@ struct QueryTileOrder {
   __device__ __forceinline__ bool takes_turns() const { return stride < 0; }
 };
 
-/// How a warp adds to dQ. Bulk reductions are waited for (ptx::bulk_wait), and L2, which all SMs share, has then
-/// carried them out: what a CTA adds behind its turn comes behind them, though PTX asks for a fence in between. GPUs of
-/// compute capability 9.0 need none, and one that reaches all SMs takes longer than the rest of a turn beside the
-/// others' additions. Reductions of registers are waited for by that fence alone.
+/// How a warp adds to dQ. Bulk reductions are waited for (ptx::bulk_wait). L2, which all SMs share, has then carried
+/// them out, so what is added behind a turn comes behind them. PTX asks for a fence in between. GPUs of compute
+/// capability 9.0 need none, and it is slow: it waits for all that is on its way to L2. Only that fence waits for
+/// reductions of registers.
 enum class DqAdditions { kBulk, kOfRegisters };
 
 /// Turns that follow each other, of which one ends where the next one may already have come: what has to be waited for

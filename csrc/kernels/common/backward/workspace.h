@@ -75,7 +75,7 @@ struct BackwardWorkspace {
   float* minus_delta = nullptr;  // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
   float* dq = nullptr;  // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh; or dq_of_plane()
   int32_t* turns = nullptr;           // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far
-  int32_t* ticket = nullptr;          // (1): CTAs started so far
+  int32_t* ticket = nullptr;          // (1): CTAs started so far; persistent ones have a counter of their own
   int32_t* has_non_finite = nullptr;  // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
   uint8_t* large = nullptr;  // (heads_q, tiles_per_head, kLargeParts): whether a row has a LargeLse; not of floats
   VisibilityTiles visibility;

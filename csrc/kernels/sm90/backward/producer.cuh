@@ -162,8 +162,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     for (int panel = 0; panel < kPanels; ++panel) {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
-      // The fence of a turn waits for stores, which are slow beside other warpgroups' products. This product runs
-      // meanwhile.
+      // The end of the last turn waits until its additions are in memory. This product runs meanwhile.
       if constexpr (Config::kTurns != TurnTaking::kNever) {
         if (panel == 1) wait_for_turn(step);
       }

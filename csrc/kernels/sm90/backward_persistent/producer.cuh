@@ -102,8 +102,7 @@ class BackwardPersistentDq {
     if (left == min(steps, kFetched)) fetch();
     if (left == min(steps, kPublished)) publish();
   }
-  /// Asks for a position. A CTA has one without asking; but where turns are taken, a CTA may only wait for others that
-  /// run, so that all positions go in the order in which CTAs ask.
+  /// Asks for a position. A CTA has its first one without asking, unless turns are taken (common/backward/turns.cuh).
   __device__ __forceinline__ void take() {
     if (lane_ == 0) taken_ = (kTakesTurns ? 0 : gridDim.x) + atomicAdd(table_.taken, 1u);
   }
@@ -170,7 +169,7 @@ class BackwardPersistentDq {
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void load_tile() {
+  __device__ __forceinline__ void load_rows_of_step() {
     if (warp_ == 0) {
       load_rows(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse);
     } else {
@@ -179,7 +178,7 @@ class BackwardPersistentDq {
     if (++stage_ == Config::kStages) stage_ = 0;
   }
   __device__ __forceinline__ void load_rows() {
-    load_tile();
+    load_rows_of_step();
     row_ += kBlockM;
     if (loads_.advance()) return;
     // The tile of keys is the last one that was begun.

@@ -51,7 +51,7 @@ struct BackwardListedTable<true> {
 template <class Config>
 struct BackwardTileTable : BackwardListedTable<Config::kListsBlocks> {
   BackwardWorkTile<Config>* tiles;  // (count), tiles of keys or splits of them; without heads: nothing is to be done
-  uint32_t* taken;                  // (1): positions taken by CTAs, besides the first of each
+  uint32_t* taken;                  // (1): positions taken by CTAs; without turns, besides the first of each
   uint32_t count;
 };
 

@@ -67,7 +67,7 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
     this->head_ = first_head_ + ahead_.head;
     this->row_ = first_row_ + ahead_.tile * kBlockM;
     this->loads_.term = int64_t{tile_in_workspace(ahead_)} * kBlockM;
-    this->load_tile();
+    this->load_rows_of_step();
     ahead_.advance();
   }
 

@@ -30,14 +30,17 @@ struct BackwardPipelinedSteps {
   __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
       : first(ptx::uniform(work_tile.order.first)),
         past(ptx::uniform(work_tile.order.past)),
-        stride(Config::kTurns == TurnTaking::kIfAsked ? ptx::uniform(work_tile.order.stride)
-               : kAlways                              ? -1
-                                                      : 1),
+        stride(stride_of(work_tile)),
         first_head(ptx::uniform(work_tile.sequence.head)),
         end_head(ptx::uniform(work_tile.sequence.head + work_tile.heads)),
         head(first_head),
         tile(first),
         left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin))) {}
+
+  __device__ __forceinline__ static int stride_of(const BackwardWorkTile<Config>& work_tile) {
+    if (Config::kTurns == TurnTaking::kIfAsked) return ptx::uniform(work_tile.order.stride);
+    return kAlways ? -1 : 1;
+  }
 
   /// The stage of dO and D.
   __device__ __forceinline__ uint32_t grad_stage() const { return Config::kBiased ? count % 2 : stage; }
