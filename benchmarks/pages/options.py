@@ -6,7 +6,7 @@ from benchmarks.pages.records import NAMES, Cells, bounds, rows_of
 
 # What the record calls them: forward, backward.
 OPTIONS_IN_README = {
-    "bias (1, h, q, k) with gradient": ("bias (1, h, q, k)", "bias (1, h, q, k), its gradient"),
+    "bias with gradient": ("bias (1, h, q, k)", "bias (1, h, q, k), its gradient"),
     "key padding": ("mask (b, 1, 1, k)", "mask (b, 1, 1, k)"),
 }
 

@@ -6,7 +6,7 @@ from benchmarks.pages.decode import decode_cells
 from benchmarks.pages.figures import PAIR, Sentence, Table
 from benchmarks.pages.host import host_in_readme
 from benchmarks.pages.modules import encoder_bounds, readme_module_cells
-from benchmarks.pages.options import costs, readme_option_cells
+from benchmarks.pages.options import readme_option_cells
 from benchmarks.pages.places import README
 from benchmarks.pages.records import TIMES, software
 from benchmarks.pages.sparse import window_beside_flex
@@ -44,7 +44,6 @@ FIGURES: tuple[Table | Sentence, ...] = (
         r"in causal sequences of (\d+) to (\d+) tokens \(head_dim 256: to (\d+)\), and (\d+) of (\d+) full ones\.",
         lost_backwards_in_readme,
     ),
-    Sentence(README, rf"{PAIR} % slower at head_dim 64 / 128", lambda: costs("deterministic", "backward")),
     Sentence(README, r"evaluates ([\d.]+) to ([\d.]+) times as fast as torch's", encoder_bounds),
     Sentence(README, r"fastest in (\d+) of (\d+) training shapes, within (\d+) % in (\d+) ", forwards_in_readme),
 )

@@ -131,7 +131,7 @@ def test_peers_stand_beside_options_where_they_are_recorded(monkeypatch: pytest.
     record(*rows).write(tmp_path / "h200_options.json")
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     header = ["", "flash-ext", "torch, efficient", "FlexAttention"]
-    name = "bias (1, h, q, k) with gradient"
+    name = "bias with gradient"
     assert readme_option_cells(header, [name]) == [name, "1.00 + 1.00", "2.00 + 3.00", ""]
 
 
