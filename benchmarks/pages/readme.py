@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.pages.decode import decode_cells
-from benchmarks.pages.figures import PAIR, Sentence, Table
+from benchmarks.pages.figures import Sentence, Table
 from benchmarks.pages.host import host_in_readme
 from benchmarks.pages.modules import encoder_bounds, readme_module_cells
 from benchmarks.pages.options import readme_option_cells
