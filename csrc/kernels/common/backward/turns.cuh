@@ -1,12 +1,12 @@
-// Additions to dQ in an order that is the same in every run: CTAs take turns.
+// Additions to dQ in an order that is the same in every run: CTAs of Hopper's kernels take turns.
 //
 // The key tiles that a query tile sees add to its dQ in their order, first keys first. Each warp that adds has a
 // counter of the additions that are complete. CTAs take numbers: one when they start, a persistent CTA another one
 // before the end of each key tile. They compute the key tiles of these numbers, in this order. So some CTA is always at
 // work on the unfinished key tile with the lowest number, and that one waits for nobody: there is no deadlock.
 //
-// CTAs that start together begin with the query tile that all of them see and go the same way, from the last query tile
-// to the first. Each then follows the one before at the distance that an addition takes, and hardly waits.
+// CTAs begin with the last query tile that sees their keys, without a left window the same one, and go the same way, to
+// the first. Each then follows the one before at the distance that an addition takes, and hardly waits.
 #pragma once
 
 #include <cstdint>
@@ -41,14 +41,14 @@ struct QueryTileOrder {
 };
 
 /// How a warp adds to dQ. Bulk reductions are waited for (ptx::bulk_wait). L2, which all SMs share, has then carried
-/// them out, so what is added behind a turn comes behind them. PTX asks for a fence in between. GPUs of compute
-/// capability 9.0 need none, and it is slow: it waits for all that is on its way to L2. Only that fence waits for
-/// reductions of registers.
+/// them out, so what is added behind a turn comes behind them. PTX also asks for fence.acq_rel.gpu, which is slow: it
+/// waits for all that is on its way to L2. GPUs of compute capability 9.0 give the same order without it. Reductions of
+/// registers cannot be waited for in another way, and keep it.
 enum class DqAdditions { kBulk, kOfRegisters };
 
-/// Turns that follow each other, of which one ends where the next one may already have come: what has to be waited for
-/// is under way for a while then. Called by whole warps. ptxas must see that their lanes take the same branches, or it
-/// separates the lanes around every product of the loop.
+/// The turns of a warp, one after the other. advance() ends the last one and reads whether the next one has come while
+/// a product runs, so that both waits are mostly over before. Called by whole warps: ptxas must see that their lanes
+/// take the same branches, or it separates the lanes around every product of the loop.
 template <DqAdditions kAdditions>
 class DqTurns {
  public:
