@@ -17,7 +17,7 @@ from benchmarks.pages.sustained import SUSTAINED_SECTION, is_sustained
 from benchmarks.pages.training import contested_count, float32_cells, grouped_cells, means, training_cells
 
 BOUNDS = r"([\d.]+) to ([\d.]+) times as fast as"
-TIMES_OF_BOTH = r"([\d.]+) / ([\d.]+)"
+RATIOS = r"([\d.]+) / ([\d.]+)"
 CPU_RATIOS = r"([\d.]+) to ([\d.]+) forward and ([\d.]+) to ([\d.]+) backward"
 MEANS = rf"over the 36: {NUMBER}FlashAttention-3, {NUMBER}cuDNN, {NUMBER}FA2, {NUMBER}efficient"
 FIGURES: tuple[Table | Sentence, ...] = (
@@ -57,7 +57,7 @@ FIGURES: tuple[Table | Sentence, ...] = (
     Table(PERFORMANCE, "\nMasks that hide pairs", option_cells("h200_options.json")),
     Sentence(
         PERFORMANCE,
-        rf"head_dim 64 / 128 {TIMES_OF_BOTH} times the plain time of Hopper's kernels forward and {TIMES_OF_BOTH} backward",
+        rf"head_dim 64 / 128 {RATIOS} times the plain time of Hopper's kernels forward and {RATIOS} backward",
         plain_of_all_gpus,
     ),
     Sentence(
