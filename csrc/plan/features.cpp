@@ -4,7 +4,7 @@
 
 #include "decode.h"
 #include "kernels/common/dropout/philox.h"
-#include "kernels/common/score/positive_scale.h"
+#include "kernels/common/score/scale.h"
 #include "kernels/sm90/backward_short/shape.h"
 #include "kernels/sm90/forward/shape.h"
 #include "lengths.h"

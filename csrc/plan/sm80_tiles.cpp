@@ -5,7 +5,7 @@
 #include "kernels/common/dropout/philox.h"
 #include "kernels/common/head_dim.h"
 #include "kernels/common/score/bias_view.h"
-#include "kernels/common/score/positive_scale.h"
+#include "kernels/common/score/scale.h"
 #include "kernels/sm80/backward/shape.h"
 #include "kernels/sm80/bias_gradient/shape.h"
 #include "kernels/sm80/decode/shape.h"

@@ -5,8 +5,9 @@
 // before the end of each key tile. They compute the key tiles of these numbers, in this order. So some CTA is always at
 // work on the unfinished key tile with the lowest number, and that one waits for nobody: there is no deadlock.
 //
-// CTAs begin with the last query tile that sees their keys, without a left window the same one, and go the same way, to
-// the first. Each then follows the one before at the distance that an addition takes, and hardly waits.
+// A CTA visits query tiles from the last one that sees its keys down to the first. Without a left window all CTAs of a
+// head begin with the same one. So each follows the one before at the distance that an addition takes, and hardly
+// waits.
 #pragma once
 
 #include <cstdint>

@@ -28,7 +28,7 @@
 #include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/backward/split_sums.cuh"
 #include "kernels/common/score/bias_tile.cuh"
-#include "kernels/common/score/positive_scale.h"
+#include "kernels/common/score/scale.h"
 #include "kernels/launch.h"
 #include "kernels/sm80/common/config.h"
 #include "names.h"

@@ -4,6 +4,7 @@
 #include "head_order.h"
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/common/score/bias_view.h"
+#include "kernels/common/score/scale.h"
 #include "kernels/common/score/scores.cuh"
 #include "kernels/launch.h"
 #include "storage.cuh"
@@ -79,7 +80,7 @@ int64_t plan_options(ForwardSchedule& schedule, const ForwardParams& p) {
     schedule.cap = factors.cap;
     const float last = schedule.caps ? schedule.cap : schedule.first_scale;
     const bool rounds = Unit::kNatural && (schedule.stages_bias || schedule.adds_alibi);
-    schedule.scales_first = rounds || schedule.reads_bias || !(last > 0x1p-60f && last < 0x1p60f);
+    schedule.scales_first = rounds || schedule.reads_bias || !is_normal_scale(last);
     schedule.scale = schedule.scales_first ? 1.0f : last;
     schedule.per_unit = 1.0f / schedule.scale;
   }

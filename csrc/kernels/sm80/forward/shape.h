@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/common/score/positive_scale.h"
+#include "kernels/common/score/scale.h"
 #include "kernels/params.h"
 #include "kernels/sm80/common/config.h"
 
@@ -32,13 +32,12 @@ struct ForwardAsked {
 
 /// The variant that serves a call best.
 constexpr ForwardVariant variant_of(const ForwardAsked& call) {
-  const float scale = static_cast<float>(call.softmax_scale);
-  const bool scaled = is_positive_scale(call.softmax_scale) && call.softcap == 0 && !call.alibi,
-             plain = scaled && !call.drops;
+  const bool scaled = is_positive_scale(call.softmax_scale) && call.softcap == 0 && !call.alibi;
+  const bool plain = scaled && !call.drops;
   if (call.block_mask || call.paged || (call.bias && call.mask)) return ForwardVariant::kReads;
   if (call.bias) {
     // Added to products: the scale must be one to divide by.
-    if (!plain || !call.bias_in_pieces || !(scale > 0x1p-60f && scale < 0x1p60f)) return ForwardVariant::kReads;
+    if (!plain || !call.bias_in_pieces || !is_normal_scale(call.softmax_scale)) return ForwardVariant::kReads;
     return call.bias_dtype == call.dtype        ? ForwardVariant::kBias
            : call.bias_dtype == DType::kFloat32 ? ForwardVariant::kFloatBias
                                                 : ForwardVariant::kReads;

@@ -162,7 +162,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     for (int panel = 0; panel < kPanels; ++panel) {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
-      // The end of the last turn waits until its additions are in memory. This product runs meanwhile.
+      // Ending the turn before waits until its additions are in memory: beside this product.
       if constexpr (Config::kTurns != TurnTaking::kNever) {
         if (panel == 1) wait_for_turn(step);
       }
@@ -188,13 +188,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   /// Adds the panel that was staged last, if there is one, to memory.
   __device__ __forceinline__ void send() {
     if (!g_target_) return;
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane_ == 0) {
-      ptx::bulk_reduce_add(g_target_, s_source_, Config::kDqPieceBytes);
-      ptx::bulk_commit();
-    }
-    __syncwarp();
+    Base::DqPiece::send(g_target_, s_source_, lane_);
   }
   /// Waits for this warp's turn at a tile, before its first panel is sent. The turn of the step before, whose last
   /// panel was sent half a step ago, ends first.

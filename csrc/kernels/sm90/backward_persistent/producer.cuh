@@ -135,14 +135,19 @@ class BackwardPersistentDq {
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
 
   /// All that there is room for, of this tile of keys and the one behind.
-  __device__ __forceinline__ void load_ahead() {
-    if (warp_ > 1) return;
+  __device__ __forceinline__ void load_ahead() { load_ahead(*this); }
+  /// The same for a class derived from this one, which has steps_to_load(), begin_tile() and load_step().
+  template <class Self>
+  __device__ __forceinline__ static void load_ahead(Self& self) {
+    if (self.warp_ > 1) return;
 #pragma unroll 1
-    for (; free_stages_ > 0; --free_stages_) {
-      if (loads_.left == 0 && !(loaded_.count <= tile_.count + 1 && begin_tile())) return;
-      load_rows();
+    for (; self.free_stages_ > 0; --self.free_stages_) {
+      if (self.steps_to_load() == 0 && !(self.loaded_.count <= self.tile_.count + 1 && self.begin_tile())) return;
+      self.load_step();
     }
   }
+  /// Of the tile of keys that was begun last.
+  __device__ __forceinline__ int steps_to_load() const { return loads_.left; }
   /// K or V of the next tile of keys, if there is one. Whether it has steps.
   __device__ __forceinline__ bool begin_tile() {
     const uint32_t slot = loaded_.stage();
@@ -177,7 +182,7 @@ class BackwardPersistentDq {
     }
     if (++stage_ == Config::kStages) stage_ = 0;
   }
-  __device__ __forceinline__ void load_rows() {
+  __device__ __forceinline__ void load_step() {
     load_rows_of_step();
     row_ += kBlockM;
     if (loads_.advance()) return;
@@ -235,13 +240,7 @@ class BackwardPersistentDq {
     DqPiece::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
     DqPiece::stage(s_piece, sum, lane_);
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane_ == 0) {
-      ptx::bulk_reduce_add(g_target, s_piece, Config::kDqPieceBytes);
-      ptx::bulk_commit();
-    }
-    __syncwarp();
+    DqPiece::send(g_target, s_piece, lane_);
   }
   __device__ __forceinline__ static void start(Sum& sum, uint32_t keys, uint32_t s_ds) {
     ptx::wgmma_fence();

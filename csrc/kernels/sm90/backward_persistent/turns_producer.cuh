@@ -46,14 +46,8 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
 
   /// All that there is room for, of this tile of keys and the one behind.
-  __device__ __forceinline__ void load_ahead() {
-    if (warp_ > 1) return;
-#pragma unroll 1
-    for (; free_stages_ > 0; --free_stages_) {
-      if (ahead_.left == 0 && !(loaded_.count <= tile_.count + 1 && begin_tile())) return;
-      load_step();
-    }
-  }
+  __device__ __forceinline__ void load_ahead() { Base::load_ahead(*this); }
+  __device__ __forceinline__ int steps_to_load() const { return ahead_.left; }
   /// K or V of the next tile of keys, if there is one. Whether it has steps.
   __device__ __forceinline__ bool begin_tile() {
     const uint32_t slot = loaded_.stage();
@@ -107,13 +101,7 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
     DqPiece::stage(s_piece, sum, lane_);
     turns_.wait(workspace_.turns, turn);
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane_ == 0) {
-      ptx::bulk_reduce_add(g_target, s_piece, Config::kDqPieceBytes);
-      ptx::bulk_commit();
-    }
-    __syncwarp();
+    DqPiece::send(g_target, s_piece, lane_);
   }
 
   Walk ahead_;  // over what is loaded next

@@ -1,7 +1,7 @@
 // Which calls have options that change scores, for the plan too.
 #pragma once
 
-#include "kernels/common/score/positive_scale.h"
+#include "kernels/common/score/scale.h"
 
 namespace flash_ext::sm90 {
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/common/score/scale.h"
 #include "kernels/sm90/common/score_options.h"
 #include "kernels/sm90/common/warpgroup.h"
 
@@ -127,11 +128,6 @@ struct VariantOptions {
   bool drops, has_bias, has_bias_dtype_of_inputs, has_mask;  // a mask of any kind
   bool scales_first;                                         // scales_first()
 };
-
-constexpr bool is_normal_scale(double softmax_scale) {
-  const float scale = static_cast<float>(softmax_scale);
-  return scale > 0x1p-60f && scale < 0x1p60f;
-}
 
 /// Whether the variant with options scales scores before anything is added: softcap and ALiBi want that, and a scale
 /// that a bias cannot be divided by.
