@@ -68,6 +68,13 @@ class DqTurns {
       while (__any_sync(~0u, count_of(counters + slot_) < turn)) continue;
     ptx::fence_proxy_async_global();
   }
+  /// Passes a turn without an addition, if it has come. By one lane.
+  __device__ __forceinline__ static bool pass(int32_t* counters, int slot, int turn) {
+    if (count_of(counters + slot) < turn) return false;
+    if (kFences) ptx::fence_acquire_release();
+    ptx::add_relaxed(counters + slot, 1);
+    return true;
+  }
   /// Publishes the last addition, if any.
   __device__ __forceinline__ void end(int32_t* counters, int lane) {
     publish(counters, lane);

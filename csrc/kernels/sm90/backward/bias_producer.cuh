@@ -25,10 +25,7 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
                                             int warp, int lane)
       : Base(p, maps, workspace, storage, s_tiles, warp, lane), bias_map_(maps.bias) {}
 
-  __device__ __forceinline__ void run() {
-    if (work_tile_.tiles.begin < work_tile_.tiles.end) load_and_add();
-    if (lane_ == 0) ptx::tma_store_wait();
-  }
+  __device__ __forceinline__ void run() { Base::run(*this); }
 
  private:
   friend Base;

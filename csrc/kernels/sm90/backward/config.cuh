@@ -29,9 +29,10 @@ using BackwardPipelinedOptionsBase =
 /// kTwoWeights: dS is computed from other weights than dV, those before dropout or those times the derivative of a
 /// softcap. Both wait in registers for dP. While the weights of the next step are computed, no registers are left for
 /// dS, so dK's product reads all of dS from shared memory: 8 KB more per step.
-template <class Element, int kHeadDim, int kOptions>
+/// kTurns: additions to dQ take turns in a kernel of its own: the registers of some variants leave no room for a test.
+template <class Element, int kHeadDim, int kOptions, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions> {
-  static constexpr TurnTaking kTurns = TurnTaking::kNever;
+  static constexpr TurnTaking kTurns = kTurns_;
   static constexpr bool kFindsSteps = (kOptions & kStepIsMasked) != 0;
   static constexpr bool kTwoWeights = (kOptions & (kStepDrops | kStepSoftcapped)) != 0;
   static constexpr int kDsSteps = kTwoWeights ? 0 : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions>::kDsSteps;

@@ -11,7 +11,8 @@
 //                   written in prepare_ahead(m - 1), read in prepare(m). kept_full: the warpgroup has written them;
 //                   kept_empty: all its warps have read them.
 //   per-key biases  in shared memory, 16 keys for each warp, of one head. Where heads differ, the warp writes them anew
-//                   when a head begins. A word of the warp has a bit for each of these keys: whether it is visible.
+//                   when a head begins; where steps take turns, that is in each step. A word of the warp has a bit for
+//                   each of these keys: whether it is visible.
 //   mask words, slopes  in global memory, never overwritten.
 //   bias            one tile in shared memory, loaded by TMA. bias_empty: all warps have computed P from it, so
 //                   the next one may be loaded.
@@ -205,6 +206,8 @@ class BackwardOptionScores {
     storage_.set_key_bias(key, bias);
     __syncwarp();
     next_head_ = head_behind(step.head, step.end_head);
+    // All heads of the group come again at the next tile.
+    if (step.takes_turns() && next_head_ == kNoHead) next_head_ = step.first_head;
   }
   __device__ __forceinline__ static int head_behind(int head, int end) { return head + 1 < end ? head + 1 : kNoHead; }
 

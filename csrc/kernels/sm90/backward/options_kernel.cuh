@@ -1,4 +1,5 @@
-// The backward's options on the pipelined loop: option_scores.cuh. A kernel for each of kOptionVariants.
+// The backward's options on the pipelined loop: option_scores.cuh. A kernel for each of kOptionVariants, and one more
+// for those in which CTAs can take turns.
 #pragma once
 
 #include <iterator>
@@ -51,20 +52,27 @@ void launch_pipelined_variant(const BackwardParams& p, const BackwardArguments& 
   }
 }
 
+template <class Config, int kOptions, TurnTaking kTurns>
+using BackwardPipelinedVariant =
+    BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, kOptions, kTurns>;
+
 /// Those that the pipelined loop serves, and what their masks need.
 template <class Config>
 void launch_pipelined_options(const BackwardParams& p, const BackwardArguments& arguments, cudaStream_t stream) {
   const BackwardWorkspace& workspace = arguments.workspace;
-  if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward: no turns beside options");
   if (masks_pairs(p)) {
     const VisibilityTiles& visibility = workspace.visibility;
     const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
     launch("sm90/backward masks", mask_words_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   }
   with_pipelined_options(serving_options(asked_of(p)), [&](auto options) {
-    using Variant = BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, options()>;
-    static_assert(Variant::kBlockN == Config::kBlockN && Variant::kBlockM == Config::kBlockM);
-    launch_pipelined_variant<Variant>(p, arguments, stream);
+    if (!workspace.turns) {
+      launch_pipelined_variant<BackwardPipelinedVariant<Config, options(), TurnTaking::kNever>>(p, arguments, stream);
+    } else if constexpr (can_take_turns(options())) {
+      launch_pipelined_variant<BackwardPipelinedVariant<Config, options(), TurnTaking::kAlways>>(p, arguments, stream);
+    } else {
+      throw std::logic_error("flash_ext: sm90/backward: no turns beside masks of pairs");
+    }
   });
 }
 

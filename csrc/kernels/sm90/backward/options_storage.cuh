@@ -127,7 +127,8 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
     this->seed(p, this->work_tile.sequence);
   }
-  /// By all threads of the CTA, which then has no steps if no head sees a key.
+  /// By all threads of the CTA, which then has no steps if no head sees a key. Of turns there are as many as before
+  /// (BackwardPipelinedDq::pass_turns).
   __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
     if constexpr (Config::kFindsSteps) count_steps(workspace);
     bool hides = Config::kBiased;  // it may hide any pair

@@ -28,10 +28,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
         batch_(p.seq.cu_seqlens_q ? 0 : ptx::uniform(work_tile_.sequence.batch)),
         first_tile_(ptx::uniform(work_tile_.workspace_tile - work_tile_.sequence.head * workspace.tiles_per_head)) {}
 
-  __device__ __forceinline__ void run() {
-    if (work_tile_.tiles.begin < work_tile_.tiles.end) load_and_add();
-    if (lane_ == 0) ptx::tma_store_wait();
-  }
+  __device__ __forceinline__ void run() { run(*this); }
 
  protected:
   using KeyTile = TileDescriptor<kBlockN>;
@@ -39,6 +36,17 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   using Base::kPanels, Base::lane_, Base::maps_, Base::s_tiles_, Base::storage_, Base::warp_, Base::work_tile_,
       Base::workspace_;
   using typename Base::Sum;
+
+  /// The same for a class derived from this one, `self`, which has load_and_add().
+  template <class Self>
+  __device__ __forceinline__ static void run(Self& self) {
+    if (self.work_tile_.tiles.begin < self.work_tile_.tiles.end) {
+      self.load_and_add();
+    } else if constexpr (Config::kTurns == TurnTaking::kAlways) {
+      self.pass_turns();
+    }
+    if (self.lane_ == 0) ptx::tma_store_wait();
+  }
 
   __device__ __forceinline__ void load_and_add() {
     Steps step(storage_);
@@ -84,6 +92,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
       self.at_.advance();
     }
     self.send();
+    if constexpr (Config::kTurns != TurnTaking::kNever) self.turns_.end(self.workspace_.turns, self.lane_);
   }
 
   /// What is loaded before dS of a step is complete.
@@ -194,10 +203,28 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   /// panel was sent half a step ago, ends first.
   __device__ __forceinline__ void wait_for_turn(const Steps& step) {
     static_assert(kPanels == 2);
-    if (!workspace_.turns) return;
-    const int slot = static_cast<int>(first_term(step) / kBlockM) * kDqWarps + warp_, turn = work_tile_.turn(step.tile);
-    turns_.advance(workspace_.turns, slot, turn, lane_);
+    if (Config::kTurns == TurnTaking::kIfAsked && !workspace_.turns) return;
+    const int turn = work_tile_.turn(step.tile);
+    turns_.advance(workspace_.turns, slot_of(step), turn, lane_);
     turns_.wait(workspace_.turns, turn);
+  }
+  /// Of a CTA whose keys are hidden from all queries: it has no steps, but those behind it wait for its turns. A lane
+  /// has every 32nd of them, each of another query tile or head, and none waits for another lane.
+  __device__ __forceinline__ void pass_turns() const {
+    const int heads = work_tile_.heads, tiles = work_tile_.order.first - work_tile_.order.past;
+    int passed = lane_;
+#pragma unroll 1
+    while (__any_sync(~0u, passed < tiles * heads)) {
+      if (passed < tiles * heads) {
+        const Place place{work_tile_.sequence.head + passed % heads, work_tile_.order.first - passed / heads};
+        if (turns_.pass(workspace_.turns, slot_of(place), work_tile_.turn(place.tile))) passed += 32;
+      }
+    }
+  }
+  /// This warp's counter of additions to a tile.
+  template <class Step>
+  __device__ __forceinline__ int slot_of(const Step& step) const {
+    return static_cast<int>(first_term(step) / kBlockM) * kDqWarps + warp_;
   }
   /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
   template <class Step>

@@ -42,6 +42,9 @@ constexpr bool pipelines(int options, bool has_blocks) {
 /// serves any options, and those that a block mask alone asks for.
 constexpr bool serves_beside_pipelined(int options) { return !pipelines(options, (options & kStepIsMasked) != 0); }
 
+/// Whether the pipelined loop can add to dQ in turns. A mask of pairs leaves out steps, whose turns nobody would take.
+constexpr bool can_take_turns(int options) { return (options & kStepIsMasked) == 0; }
+
 /// With a larger softcap an lse may have to be bounded (LargeLse), for which the variant of softcap alone has no room.
 constexpr double kLargestSoftcapAlone = 4e4;
 
