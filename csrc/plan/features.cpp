@@ -27,6 +27,10 @@ bool asks_for_order_beside_options(const Problem& p) {
   return p.deterministic && (p.has_bias || p.has_mask || p.has_block_mask || p.has_alibi || p.softcap > 0 || drops(p));
 }
 
+bool asks_for_order_beside_masks(const Problem& p) {
+  return p.deterministic && (p.has_block_mask || (p.has_mask && !p.mask_per_key));
+}
+
 bool decodes_on_cuda(const Problem& p) { return p.operation == Operation::kDecode && p.device == Device::kCuda; }
 
 static_assert(sm90::backward_short_most_rows(64) == 256 && sm90::backward_short_most_rows(128) == 128,
@@ -56,6 +60,7 @@ constexpr FeatureRow kFeatures[] = {
     {kTf32, "TF32", [](const Problem& p) { return p.dtype == DType::kFloat32 && p.allow_tf32; }},
     {kDeterministic, "deterministic", [](const Problem& p) { return p.deterministic; }},
     {kDeterministicBesideOptions, "deterministic beside options", asks_for_order_beside_options},
+    {kDeterministicBesideMasks, "deterministic beside masks of query-key pairs", asks_for_order_beside_masks},
     {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
      [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
     {kManyRows, "more than 256 queries or keys (128 beyond head_dim 64)", has_many_rows},

@@ -34,7 +34,8 @@ enum Feature : unsigned {
   kLeftPadOfPages = 1 << 22,  // sequences that begin anywhere within a page
   kFewPackedTiles = 1 << 23,  // the same as kFewTiles, of packed queries
   kFixedSplits = 1 << 24,     // decode on CUDA: the caller says how the keys are split
-  kAllFeatures = (1 << 25) - 1,
+  kDeterministicBesideMasks = 1 << 25,
+  kAllFeatures = (1 << 26) - 1,
 };
 
 /// The features of a problem, as bits.

@@ -38,13 +38,15 @@ constexpr unsigned kBiasGradient = bits(Task::kBiasGradient);
 constexpr unsigned kOnlyWithBias = kWideBias | kWideBiasBesideMasks | kBiasOfOddRows;
 constexpr unsigned kNotByTma = kStrideOfZero | kEmptyTensors;
 constexpr unsigned kAnyShape = kManyRows | kPacked | kGroupedHeads;
-constexpr unsigned kSm90F32 = kAnyShape | kOnlyWithBias | kDeterministicBesideOptions | kSoftcap | kAlibi |
-                              kNotPositiveScale | kOwnValueDim | kStrideOfZero;
+constexpr unsigned kOnlyInTurns = kDeterministicBesideOptions | kDeterministicBesideMasks;
+constexpr unsigned kSm90F32 =
+    kAnyShape | kOnlyWithBias | kOnlyInTurns | kSoftcap | kAlibi | kNotPositiveScale | kOwnValueDim | kStrideOfZero;
 constexpr unsigned kSm90Forward = kAllFeatures & ~(kWideBias | kNotByTma);
 constexpr unsigned kSm90Cache = kAnyShape | kOwnValueDim | kFewTiles;
-constexpr unsigned kSm90Backward = kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kNotByTma);
-constexpr unsigned kSm90PlainBackward =
-    kAnyShape | kOwnValueDim | kOnlyWithBias | kDeterministic | kDeterministicBesideOptions;
+constexpr unsigned kSm90Backward =
+    kAllFeatures & ~(kDeterministicBesideMasks | kWideBiasBesideMasks | kNotPositiveScale | kNotByTma);
+constexpr unsigned kSm90BackwardOptions = kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kNotByTma);
+constexpr unsigned kSm90PlainBackward = kAnyShape | kOwnValueDim | kOnlyWithBias | kDeterministic | kOnlyInTurns;
 constexpr unsigned kSm90PersistentBackward = (kSm90PlainBackward | kBlockMask) & ~kDeterministicBesideOptions;
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
@@ -60,21 +62,20 @@ constexpr KernelRow kTable[] = {
      choose_sm90_forward_f32_tiles, nullptr, kSixInBf16, true},
     // dQ is complete in the CTA that has all keys, so that nothing is added up in memory.
     {KernelId::kSm90BackwardShort, "sm90/backward_short", &kHopper, kBackward, kHalf, sm90::kBackwardShortHeadDim,
-     kDeterministic | kDeterministicBesideOptions | kOnlyWithBias,
+     kDeterministic | kOnlyInTurns | kOnlyWithBias,
      "wgmma and TMA, for compute capability 9.0; a head's rows fit into shared memory",
      choose_sm90_backward_short_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90BackwardPersistent, "sm90/backward_persistent", &kHopper, kBackward, kHalf,
      sm90::kMostPersistentHeadDim, kSm90PersistentBackward, kWgmmaAndTma, choose_sm90_backward_persistent_tiles,
      sm90_backward_persistent_tiles, nullptr, false, true, persists_sm90_backward},
-    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
-     kSm90Backward & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr,
-     false, true, overlaps_sm90_backward},
-    // Of `deterministic` the rows above have taken what is without options.
-    {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90Backward,
+    {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim, kSm90Backward,
+     kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true, overlaps_sm90_backward},
+    // Of `deterministic` the rows above have taken what they serve.
+    {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90BackwardOptions,
      kWgmmaAndTma, choose_sm90_backward_options_tiles, sm90_backward_options_tiles, nullptr, false, true},
     // Shared memory has no room for all of them; a per-key bias takes none, but strides are not looked at here.
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim,
-     kSm90Backward & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_options_tiles,
+     kSm90BackwardOptions & ~kWideBiasBesideMasks, kWgmmaAndTma, choose_sm90_backward_options_tiles,
      sm90_backward_options_tiles, nullptr, false, true},
     {KernelId::kSm90BackwardWide, "sm90/backward_wide", &kHopper, kBackward, kHalf, 256, kSm90PlainBackward,
      kWgmmaAndTma, choose_sm90_backward_wide_tiles, sm90_backward_wide_tiles, nullptr, false, true},
@@ -156,10 +157,12 @@ std::string features_not_taken(const KernelRow& row, const Problem& p) {
   return listed;
 }
 
-/// How far a row is from serving a problem: its dtype counts most, then head dims, then the number of features.
+/// How far a row is from serving a problem: its dtype counts most, then head dims, then the number of features. A row
+/// for other problems with the same features is farther than one that lacks some.
 int distance(const KernelRow& row, const Problem& p) {
   if (!has_dtype(row, p)) return 1000;
   if (!has_head_dims(row, p)) return 100;
+  if (row.serves != nullptr && !row.serves(p)) return 50;
   int missing = 0;
   for (unsigned features = features_of(p) & ~row.takes; features != 0; features &= features - 1) ++missing;
   return missing;

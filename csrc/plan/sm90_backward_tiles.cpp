@@ -1,4 +1,7 @@
 // Tiles, variants and costs of the backward for Hopper.
+#include <algorithm>
+#include <iterator>
+
 #include "features.h"
 #include "kernels/common/dropout/philox.h"
 #include "kernels/sm90/backward_f32/shape.h"
@@ -55,31 +58,34 @@ void take_narrow_tiles(Draft& draft, const char* variant, const sm90::BackwardSh
                 sm90::kWarpgroupRows, " keys, for head dims up to ", head_dim_of_kernel(draft.p), more);
 }
 
-/// What the variant of the backward that serves a problem is for.
-const char* backward_variant(const Problem& p) {
+/// What variants of the backward are for, by their options.
+struct VariantName {
+  int options;
+  const char *name, *in_turns;  // in_turns: of a kernel of its own, whose additions to dQ take turns
+};
+constexpr VariantName kVariantNames[] = {
+    {0, "scaled products", "scaled products, in turns where dQ is asked for"},
+    {sm90::kStepAlibi, "ALiBi alone", "ALiBi alone, in turns where dQ is asked for"},
+    {sm90::kStepSoftcapped, "softcap alone", "softcap alone, in turns where dQ is asked for"},
+    {sm90::kStepBiased, "bias alone", "bias alone, in turns where dQ is asked for"},
+    {sm90::kStepKeyBiased, "per-key bias or key-padding mask alone",
+     "per-key bias or key-padding mask alone, in turns where dQ is asked for"},
+    {sm90::kStepIsMasked, "masks alone", nullptr},
+    {sm90::kStepDrops, "dropout alone", "dropout alone, in turns where dQ is asked for"},
+    {sm90::kStepBiased | sm90::kStepKeyBiased, "bias and key-padding mask alone",
+     "bias and key-padding mask alone, in turns where dQ is asked for"},
+    {sm90::kStepDrops | sm90::kStepKeyBiased, "dropout and key-padding mask alone",
+     "dropout and key-padding mask alone, in turns where dQ is asked for"},
+    {sm90::kAnyOptions, "all options", nullptr},
+};
+
+/// The name of the variant that serves a problem. in_turns: it has a kernel of its own for that.
+const char* backward_variant(const Problem& p, bool in_turns = false) {
   if (lists_blocks(p)) return "block mask alone";
-  switch (serving_options(p)) {
-    case 0:
-      return "scaled products";
-    case sm90::kStepAlibi:
-      return "ALiBi alone";
-    case sm90::kStepSoftcapped:
-      return "softcap alone";
-    case sm90::kStepBiased:
-      return "bias alone";
-    case sm90::kStepKeyBiased:
-      return "per-key bias or key-padding mask alone";
-    case sm90::kStepIsMasked:
-      return "masks alone";
-    case sm90::kStepDrops:
-      return "dropout alone";
-    case sm90::kStepBiased | sm90::kStepKeyBiased:
-      return "bias and key-padding mask alone";
-    case sm90::kStepDrops | sm90::kStepKeyBiased:
-      return "dropout and key-padding mask alone";
-    default:
-      return "all options";
-  }
+  const int options = serving_options(p);
+  const VariantName* const found = std::find_if(std::begin(kVariantNames), std::end(kVariantNames),
+                                                [&](const VariantName& row) { return row.options == options; });
+  return in_turns ? found->in_turns : found->name;
 }
 
 }  // namespace
@@ -92,12 +98,13 @@ bool overlaps_sm90_backward(const Problem& p) {
 bool persists_sm90_backward(const Problem& p) { return !p.has_block_mask || lists_blocks(p); }
 
 void choose_sm90_backward_tiles(Draft& draft) {
-  take_narrow_tiles(draft, backward_variant(draft.p), overlapping_shape(draft.p));
+  // Without options the same kernel serves both.
+  const bool in_turns = draft.p.deterministic && serving_options(draft.p) != 0;
+  take_narrow_tiles(draft, backward_variant(draft.p, in_turns), overlapping_shape(draft.p));
 }
 
 void choose_sm90_backward_persistent_tiles(Draft& draft) {
-  take_narrow_tiles(draft, draft.p.deterministic ? "scaled products in turns" : backward_variant(draft.p),
-                    sm90::backward_persistent_shape(),
+  take_narrow_tiles(draft, backward_variant(draft.p, draft.p.deterministic), sm90::backward_persistent_shape(),
                     lists_blocks(draft.p)
                         ? "; persistent, one CTA an SM; three pieces of 32 queries that the mask lists"
                         : "; persistent, one CTA an SM");

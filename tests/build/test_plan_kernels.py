@@ -196,12 +196,13 @@ def test_the_backward_of_float32_in_one_order() -> None:
         ({"head_dim": 136, "head_dim_v": 136, "dropout_p": 0.1}, "dropout beyond head_dim 128"),
         ({"deterministic": True}, ""),
         ({"deterministic": True, "window_right": 0, "varlen": True, "heads_kv": 1}, ""),
-        ({"deterministic": True, "softcap": 3.0}, "deterministic beside options"),
-        ({"deterministic": True, "has_alibi": True}, "deterministic beside options"),
-        ({"deterministic": True, "has_bias": True}, "deterministic beside options"),
-        ({"deterministic": True, "dropout_p": 0.1}, "deterministic beside options"),
+        ({"deterministic": True, "softcap": 3.0}, ""),
+        ({"deterministic": True, "softcap": 5e4}, "deterministic beside options"),
+        ({"deterministic": True, "softcap": 3.0, "has_alibi": True}, "deterministic beside options"),
+        ({"deterministic": True, "has_bias": True, "bias_dtype": "float32"}, "deterministic beside options"),
         ({"deterministic": True, "head_dim": 256, "head_dim_v": 256}, ""),
-        ({"deterministic": True, "has_mask": True}, "deterministic beside options"),
+        ({"deterministic": True, "has_mask": True}, "deterministic beside masks of query-key pairs"),
+        ({"deterministic": True, "has_mask": True, "mask_per_key": True}, ""),
         ({"deterministic": True, "has_block_mask": True}, "deterministic beside options"),
         (
             {
@@ -226,6 +227,7 @@ def test_the_backward_of_float32_in_one_order() -> None:
             "deterministic",
         ),
         ({"deterministic": True, "softcap": 3.0, "head_dim": 64, "head_dim_v": 64}, "deterministic beside options"),
+        ({"deterministic": True, "softcap": 3.0, "head_dim": 136, "head_dim_v": 136}, "softcap beyond head_dim 128"),
         ({"softmax_scale": -1.0}, "softmax_scale -1"),
         ({"softmax_scale": 0.0}, "softmax_scale 0"),
         ({"softmax_scale": 1e-300}, "softmax_scale 1e-300"),
@@ -312,6 +314,34 @@ def test_the_backward_is_persistent_where_heads_are_narrow(
 def test_products_overlap_with_one_option_at_head_dim_128(fields: dict[str, Any], kernel: str) -> None:
     found = hopper_plan(operation="backward", head_dim=128, head_dim_v=128, **fields)
     assert (found.kernel, found.block_m, found.block_n) == (kernel, 64, 128)
+
+
+BIAS = {"has_bias": True, "bias_dtype": "bfloat16"}
+KEY_PADDING = {"has_mask": True, "mask_per_key": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "variant"),
+    [
+        ({"softcap": 3.0}, "softcap alone"),
+        ({"has_alibi": True}, "ALiBi alone"),
+        ({"dropout_p": 0.1}, "dropout alone"),
+        (BIAS, "bias alone"),
+        (BIAS | {"bias_per_key": True}, "per-key bias or key-padding mask alone"),
+        (KEY_PADDING, "per-key bias or key-padding mask alone"),
+        (BIAS | KEY_PADDING, "bias and key-padding mask alone"),
+        ({"dropout_p": 0.1} | KEY_PADDING, "dropout and key-padding mask alone"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("more", [{}, {"varlen": True, "heads_kv": 1}, {"window_right": 0, "has_sink": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_options_that_take_turns(fields: dict[str, Any], variant: str, more: dict[str, Any], head_dim: int) -> None:
+    call = {"operation": "backward", "head_dim": head_dim, "head_dim_v": head_dim, **fields, **more}
+    plain, found = hopper_plan(**call), hopper_plan(**call, deterministic=True)
+    assert (plain.kernel, plain.variant) == ("sm90/backward", variant)
+    assert (found.kernel, found.variant) == ("sm90/backward", f"{variant}, in turns where dQ is asked for")
+    assert found.schedule.section_heads >= 8  # as turns want it
 
 
 @pytest.mark.parametrize("fields", [{}, {"deterministic": True}, {"window_right": 0, "varlen": True, "has_sink": True}])

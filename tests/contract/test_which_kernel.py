@@ -18,7 +18,7 @@ from flash_ext import _plan
 from flash_ext.planning import problem_of
 from tests.build.plans import SHARED
 from tests.decode_oracle import Decode, make_decode, paged
-from tests.oracle import int32, make_call
+from tests.oracle import Call, int32, make_call
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles CUDA kernels")
 
@@ -49,20 +49,26 @@ def forward_of(number: int) -> str:
 
 
 def backward_of(step_flags: int) -> str:
-    """Whose options are these flags (variant.h): of the pipelined loop, or of the other one."""
-    return rf"OptionsConfig<(?:[^<>]*<[^<>]*>|[^<>,]*, \d+), {step_flags}>"
+    """Whose options are these flags (variant.h), of the loop without overlap."""
+    return rf"OptionsConfig<[^<>]*<[^<>]*>, {step_flags}>"
 
 
-OPTIONS_OF_BACKWARD = {
-    "masks alone": backward_of(4),
-    "bias alone": backward_of(8),
-    "softcap alone": backward_of(16),
-    "dropout alone": backward_of(32),
-    "ALiBi alone": backward_of(64),
-    "per-key bias or key-padding mask alone": backward_of(128),
-    "bias and key-padding mask alone": backward_of(8 | 128),
-    "dropout and key-padding mask alone": backward_of(32 | 128),
+def pipelined_of(step_flags: int, turns: int) -> str:
+    """The same of the pipelined loop, with a TurnTaking (turns.cuh)."""
+    return rf"PipelinedOptionsConfig<[^<>,]*, \d+, {step_flags}, \(flash_ext::TurnTaking\){turns}>"
+
+
+FLAGS_OF_BACKWARD = {
+    "masks alone": 4,
+    "bias alone": 8,
+    "softcap alone": 16,
+    "dropout alone": 32,
+    "ALiBi alone": 64,
+    "per-key bias or key-padding mask alone": 128,
+    "bias and key-padding mask alone": 8 | 128,
+    "dropout and key-padding mask alone": 32 | 128,
 }
+IN_TURNS = ", in turns where dQ is asked for"
 
 # What the name of the function has to have in it, by the kernel and the variant that the plan names.
 VARIANTS: dict[str, dict[str, str]] = {
@@ -83,15 +89,16 @@ VARIANTS: dict[str, dict[str, str]] = {
     "sm90/backward": {
         "scaled products": r"BackwardRolesOf<flash_ext::sm90::BackwardPipelinedConfig<\w+, \d+, false, false>",
         "block mask alone": r"BackwardRolesOf<flash_ext::sm90::BackwardPipelinedConfig<\w+, \d+, true, false>",
-        **OPTIONS_OF_BACKWARD,
+        **{name: pipelined_of(flags, 0) for name, flags in FLAGS_OF_BACKWARD.items()},
+        **{name + IN_TURNS: pipelined_of(flags, 2) for name, flags in FLAGS_OF_BACKWARD.items() if flags != 4},
     },
     "sm90/backward_options": {
-        **OPTIONS_OF_BACKWARD,
+        **{name: backward_of(flags) for name, flags in FLAGS_OF_BACKWARD.items()},
         "all options": backward_of(-1),
     },
     "sm90/backward_persistent": {
         "scaled products": r"BackwardPersistentConfig<\w+, \d+, \(flash_ext::TurnTaking\)0>",
-        "scaled products in turns": r"BackwardPersistentConfig<\w+, \d+, \(flash_ext::TurnTaking\)2>",
+        "scaled products" + IN_TURNS: r"BackwardPersistentConfig<\w+, \d+, \(flash_ext::TurnTaking\)2>",
         "block mask alone": r"BackwardPersistentBlocksConfig<",
     },
     "sm90/backward_wide": {"wide heads": r"BackwardWideConfig<"},
@@ -195,6 +202,17 @@ OPTIONS: dict[str, Callable[[torch.dtype, str], dict[str, Any]]] = {
     "negative scale": lambda dtype, device: {"softmax_scale": -0.1},
     "deterministic": lambda dtype, device: {"deterministic": True},
 }
+# Beside which the kernel for Hopper adds to dq in turns, at head_dim 65 to 128.
+OPTIONS_IN_TURNS = [
+    "softcap",
+    "alibi",
+    "bias",
+    "per-key bias",
+    "key padding",
+    "bias and key padding",
+    "dropout",
+    "dropout and key padding",
+]
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -209,7 +227,11 @@ def test_attention(
     if device == "cpu":
         pytest.skip("profiles CUDA kernels")
     call = make_call(2, 256, 256, 4, 2, head_dim, head_dim_v, dtype=dtype, device=device)
-    options = OPTIONS[option](dtype, device)
+    assert_attention_runs(call, OPTIONS[option](dtype, device))
+
+
+def assert_attention_runs(call: Call, options: dict[str, Any]) -> None:
+    """The kernels that are planned for a forward and its backward."""
     leaves = [t.requires_grad_() for t in (call.q, call.k, call.v)]
     if "bias" in options:
         leaves.append(options["bias"].requires_grad_())
@@ -226,6 +248,23 @@ def test_attention(
     assert_runs(forward, flash_ext.explain(call.q, call.k, call.v, **options).plan)
     plan = flash_ext.explain(call.q, call.k, call.v, operation="backward", **options).plan
     assert_runs(backward, plan, {plan.bias_kernel} - {""})
+
+
+@needs_gpu
+@pytest.mark.parametrize("option", OPTIONS_IN_TURNS)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_options_in_turns(option: str, dtype: torch.dtype) -> None:
+    call = make_call(2, 256, 256, 4, 2, 128, dtype=dtype, device="cuda")
+    assert_attention_runs(call, OPTIONS[option](dtype, "cuda") | {"deterministic": True})
+
+
+@needs_gpu
+def test_nothing_takes_turns_where_dq_is_not_asked_for() -> None:
+    call = make_call(2, 256, 256, 4, 2, 128, dtype=torch.bfloat16, device="cuda")
+    k = call.k.requires_grad_()
+    out = flash_ext.attention(call.q, k, call.v, softcap=20.0, deterministic=True)
+    names = [name for _folder, name in functions_of(lambda: torch.autograd.grad(out.float().sum(), k))]
+    assert any(re.search(pipelined_of(FLAGS_OF_BACKWARD["softcap alone"], 0), name) for name in names)
 
 
 def test_the_kernel_family_of_a_test(device: str, kernel_family: str) -> None:
@@ -369,6 +408,9 @@ def problems_of_this_page() -> Iterator[_plan.Problem]:
             for option in OPTIONS.values():
                 for operation in ("forward", "backward"):
                     yield problem_of(call.q, call.k, call.v, operation, **option(dtype, "cpu"))
+        call = make_call(2, 256, 256, 4, 2, 128, dtype=dtype)
+        for name in OPTIONS_IN_TURNS:
+            yield problem_of(call.q, call.k, call.v, "backward", **OPTIONS[name](dtype, "cpu"), deterministic=True)
         call = make_call(2, 64, 64, 4, 4, 64, dtype=dtype)
         for operation in ("backward", "weights", "weights_backward"):
             yield problem_of(call.q, call.k, call.v, operation)
@@ -419,15 +461,18 @@ def test_prompts_of_this_page_run_the_forward(case: str, kernel: str) -> None:
          "forward_kernel<flash_ext::sm90::ForwardConfig<__half, 64, 64, (flash_ext::sm90::ForwardVariant)3, (fl",
          "forward_kernel<flash_ext::sm90::ForwardConfig<__half, 64, 64, (flash_ext::sm90::ForwardVariant)4, (fl"),
         ("sm90/backward", "bias alone",
-         "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 8>, flash_ext",
-         "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 136>, flash_ext"),
+         "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 8, (flash_ext::TurnTaking)0>",
+         "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 136, (flash_ext::TurnTaking)0>"),
+        ("sm90/backward", "bias alone" + IN_TURNS,
+         "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 8, (flash_ext::TurnTaking)2>, f",
+         "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 8, (flash_ext::TurnTaking)0>"),
         ("sm90/backward_options", "all options",
          "BackwardOptionsConfig<flash_ext::sm90::BackwardConfig<__half, 64>, -1> >",
          "BackwardOptionsConfig<flash_ext::sm90::BackwardConfig<__half, 64>, 16> >"),
         ("sm90/backward", "scaled products",
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedConfig<__half, 128, false, false>, flash_ext",
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedConfig<__half, 128, true, false>, flash_ext"),
-        ("sm90/backward_persistent", "scaled products in turns",
+        ("sm90/backward_persistent", "scaled products" + IN_TURNS,
          "BackwardPersistentConfig<__half, 64, (flash_ext::TurnTaking)2>, flash_ext::sm90::BackwardPersistentTurnsDq<",
          "BackwardPersistentConfig<__half, 64, (flash_ext::TurnTaking)0>, flash_ext::sm90::BackwardPersistentDq<"),
         ("sm80/backward", "all options",
