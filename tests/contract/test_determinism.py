@@ -126,6 +126,21 @@ def test_packed_sequences(device: str, head_dim: int, causal: bool) -> None:
     assert_repeatable(call.with_options(max_seqlen_q=None, max_seqlen_k=None))
 
 
+def key_padding(batch: int, heads: int, seqlen_k: int, device: str) -> Tensor:
+    """Hides a tenth of the keys, and a range of them that each head has elsewhere, with whole tiles in it."""
+    mask = torch.rand(batch, heads, 1, seqlen_k, device=device) < 0.9
+    length = seqlen_k // 3
+    for head in range(heads):
+        mask[0, head, :, length // 2 + head * length // 4 :][..., :length] = False
+    mask[1:, ..., seqlen_k - length :] = False
+    return mask
+
+
+def hiding_bias(batch: int, heads: int, seqlen_k: int, device: str) -> Tensor:
+    bias = random(batch, heads, 1, seqlen_k, dtype=BF16, device=device)
+    return bias.masked_fill(~key_padding(batch, heads, seqlen_k, device), -torch.inf)
+
+
 def option(name: str, device: str, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
     makers: dict[str, Callable[[], dict[str, Any]]] = {
         "softcap": lambda: {"softcap": 20.0},
@@ -135,22 +150,101 @@ def option(name: str, device: str, seqlen_q: int, seqlen_k: int) -> dict[str, An
         "dropout": lambda: {"dropout_p": 0.2, "rng_state": random_rng(device)},
         "sink": lambda: {"sink": random(4, device=device)},
         "mask": lambda: {"mask": torch.rand(2, 1, seqlen_q, seqlen_k, device=device) < 0.7},
+        "key padding": lambda: {"mask": key_padding(2, 1, seqlen_k, device)},
+        "key padding of heads": lambda: {"mask": key_padding(2, 4, seqlen_k, device)},
+        "per-key bias of heads": lambda: {"bias": hiding_bias(2, 4, seqlen_k, device)},
     }
     return makers[name]()
 
 
-OPTIONS = ["softcap", "alibi", "bias", "per-key bias", "dropout", "sink", "mask"]
+OPTIONS = [
+    "softcap",
+    "alibi",
+    "bias",
+    "per-key bias",
+    "dropout",
+    "sink",
+    "mask",
+    "key padding",
+    "per-key bias of heads",
+]
+# Beside which Hopper's own kernel adds to dq in turns at head_dim 128; the last one at no head_dim.
+TOGETHER = [["bias", "key padding"], ["dropout", "key padding"], ["dropout", "key padding of heads"],
+            ["bias", "key padding of heads"], ["softcap", "alibi", "bias"]]  # fmt: skip
+
+
+def options_of(names: list[str], device: str, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
+    return {k: v for name in names for k, v in option(name, device, seqlen_q, seqlen_k).items()}
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("names", [*([name] for name in OPTIONS), ["softcap", "alibi", "bias"]], ids="+".join)
+@pytest.mark.parametrize("names", [*([name] for name in OPTIONS), *TOGETHER], ids="+".join)
+@pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_options(device: str, head_dim: int, names: list[str], causal: bool) -> None:
+def test_options(device: str, head_dim: int, group: int, names: list[str], causal: bool) -> None:
     seqlen_q, seqlen_k = (90, 130) if device == "cpu" else (700, 1000)
-    options = {k: v for name in names for k, v in option(name, device, seqlen_q, seqlen_k).items()}
+    options = options_of(names, device, seqlen_q, seqlen_k)
     assert_repeatable(
-        make_call(2, seqlen_q, seqlen_k, 4, 2, head_dim, dtype=BF16, device=device, causal=causal, **options)
+        make_call(2, seqlen_q, seqlen_k, 4, 4 // group, head_dim, dtype=BF16, device=device, causal=causal, **options)
     )
+
+
+@pytest.mark.parametrize("names", [*([name] for name in OPTIONS if name != "mask"), *TOGETHER[:-1]], ids="+".join)
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (300, 40)], ids=str)
+def test_options_of_many_tiles(device: str, window_size: tuple[int, int], names: list[str]) -> None:
+    """More of keys than CTAs run at a time. CTAs wait for those before, also for those of which all keys are hidden."""
+    seqlen, batch = (150, 2) if device == "cpu" else (2500, 2)
+    options = options_of(names, device, seqlen, seqlen)
+    assert_repeatable(
+        make_call(batch, seqlen, seqlen, 4, 4, 128, dtype=BF16, device=device, window_size=window_size, **options)
+    )
+
+
+@pytest.mark.parametrize("hidden", [slice(0, 640), slice(256, 900), slice(0, None)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_hidden_tiles_of_keys(device: str, dropout_p: float, causal: bool, hidden: slice) -> None:
+    """Of which the gradients are 0, whatever stands there. CTAs that have nothing to add have turns all the same."""
+    seqlen = 200 if device == "cpu" else 1100
+    mask = torch.ones(2, 1, 1, seqlen, dtype=torch.bool, device=device)
+    mask[1, ..., hidden] = False
+    dropout = {"dropout_p": dropout_p, "rng_state": random_rng(device)} if dropout_p else {}
+    call = make_call(2, seqlen, seqlen, 4, 2, 128, dtype=BF16, device=device, causal=causal, mask=mask, **dropout)
+    for t in (call.k, call.v):
+        t[1, hidden] = torch.nan
+    assert_repeatable(call)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["softcap", "alibi", "dropout"])
+def test_options_of_packed_sequences(device: str, name: str, causal: bool) -> None:
+    lengths = [1, 70, 0, 150, 33] if device == "cpu" else [1, 700, 64, 0, 1500, 333, 128, 5]
+    options = option(name, device, 0, 0)
+    call = make_varlen_call(
+        lengths, lengths, device, head_dim=128, heads_q=4, heads_kv=2, dtype=BF16, causal=causal, **options
+    )
+    assert_repeatable(call)
+    assert_repeatable(call.with_options(max_seqlen_q=None, max_seqlen_k=None))
+
+
+@pytest.mark.parametrize("inputs", ["q", "k", "v", "qk"], ids=str)
+@pytest.mark.parametrize("names", [["softcap"], ["bias"], ["key padding"], ["dropout", "key padding"]], ids="+".join)
+def test_some_gradients_alone_beside_options(device: str, names: list[str], inputs: str) -> None:
+    options = options_of(names, device, 300, 400)
+    call = make_call(2, 300, 400, 4, 2, 128, dtype=BF16, device=device, causal=True, deterministic=True, **options)
+    assert_matches_oracle(call.with_random_gradients(), tuple(inputs))
+
+
+@pytest.mark.parametrize("name", ["bias", "per-key bias", "per-key bias of heads"])
+def test_the_gradient_of_a_bias(device: str, name: str) -> None:
+    seqlen_q, seqlen_k = (90, 130) if device == "cpu" else (700, 1000)
+    options = option(name, device, seqlen_q, seqlen_k)
+    call = make_call(2, seqlen_q, seqlen_k, 4, 2, 128, dtype=BF16, device=device, deterministic=True, **options)
+    call = call.with_random_gradients()
+    inputs = ("q", "k", "v", "bias")
+    first = assert_matches_oracle(call, inputs)
+    for _ in range(2 if device == "cpu" else 20):
+        assert_same_bits(run_library(call, inputs), first)
 
 
 def test_the_global_switch_is_obeyed(device: str, dtype: torch.dtype) -> None:
