@@ -75,7 +75,7 @@ struct BackwardWorkspace {
   float* minus_delta = nullptr;  // (heads_q, tiles_per_head, block_m): dlse - rowsum(dO * O)
   float* dq = nullptr;  // (heads_q, tiles_per_head, block_m * head_dim) in the order of dq_store.cuh; or dq_of_plane()
   int32_t* turns = nullptr;           // (heads_q, tiles_per_head, kDqWarps): additions to a tile of dQ so far
-  int32_t* ticket = nullptr;          // (1): CTAs started so far; persistent ones have a counter of their own
+  int32_t* ticket = nullptr;          // (1): CTAs started so far; null: the kernel has a counter of its own
   int32_t* has_non_finite = nullptr;  // (heads_q, tiles_per_head): whether a tile of q or dO holds Inf or NaN
   uint8_t* large = nullptr;  // (heads_q, tiles_per_head, kLargeParts): whether a row has a LargeLse; not of floats
   VisibilityTiles visibility;
@@ -86,7 +86,8 @@ struct BackwardWorkspace {
   TileNumbers row_tiles;  // numbers of query tiles, for the kernels before and after the main one
   int64_t bytes = 0;
 
-  BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory)
+  BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory,
+                    bool has_ticket = true)
       : visibility(p, block_m, block_n), row_tiles(p, WorkListSide::kQueries, block_m, p.heads_q) {
     if (const double keep_scale = p.dropout.rule.keep_scale; keep_scale > 0) unit = static_cast<float>(keep_scale);
     tiles_per_head = p.seq.cu_seqlens_q ? p.total_q / block_m + p.batch : p.batch * tiles_of(p.seqlen_q, block_m);
@@ -99,7 +100,7 @@ struct BackwardWorkspace {
     if (p.dq.data) dq = take<float>(memory, rows * head_dim + block_m * kDqPlaneColumns);
     if (takes_turns(p)) {
       turns = take<int32_t>(memory, tiles * kDqWarps);
-      ticket = take<int32_t>(memory, 1);
+      if (has_ticket) ticket = take<int32_t>(memory, 1);
     }
     if (p.dtype != DType::kFloat32 || p.allow_tf32) large = take<uint8_t>(memory, tiles * kLargeParts);
     if (hides_pairs(p)) has_non_finite = take<int32_t>(memory, tiles);

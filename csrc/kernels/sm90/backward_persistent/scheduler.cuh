@@ -78,7 +78,7 @@ struct BackwardPersistentMemory {
   int64_t bytes;
 
   BackwardPersistentMemory(const BackwardParams& p, void* memory)
-      : workspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory),
+      : workspace(p, Config::kBlockM, Config::kBlockN, Config::kDqHeadDim, memory, false),
         schedule(p, Config::kBlockN, Config::kHeadDim, false, static_cast<char*>(memory) + workspace.bytes),
         bytes(workspace.bytes + schedule.bytes) {
     table = take_table<Config>(memory, bytes, schedule.positions());
