@@ -16,7 +16,8 @@ failed=0
 for tool in "$@"; do
   echo "--- $tool"
   # Torch's own kernels are left alone, and its allocator gives each tensor memory of its own: an access outside shows.
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. "$sanitizer" --tool "$tool" --kernel-regex kns=flash_ext \
-    --error-exitcode 99 --print-limit 20 python tools/sanitized_calls.py "${SANITIZE_ONLY:-}" || failed=1
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. "$sanitizer" --tool "$tool" --error-exitcode 99 \
+    --kernel-name kernel_substring=flash_ext --print-limit 20 \
+    python tools/sanitized_calls.py "${SANITIZE_ONLY:-}" || failed=1
 done
 exit "$failed"
