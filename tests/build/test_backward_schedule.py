@@ -226,17 +226,42 @@ def test_ordered_additions_cost_little(shape: tuple[int, int, int, int, int, boo
         assert simulate_ordered(p, 1.25) < 1.08 * default
 
 
-def test_additions_are_ordered_as_ctas_start() -> None:
-    """Else a CTA might wait for one that has no SM."""
+OPTIONS_IN_TURNS: list[dict[str, Any]] = [
+    {},
+    {"softcap": 3.0},
+    {"has_alibi": True},
+    {"dropout_p": 0.1},
+    {"has_bias": True, "bias_dtype": "bfloat16"},
+    {"has_mask": True, "mask_per_key": True},
+]
+
+
+def keys_before(p: _plan.Problem, query: int) -> int:
+    """Those that a left window hides from it."""
+    if p.window_left < 0:
+        return 0
+    return max(query + (0 if p.top_left else p.seqlen_k - p.seqlen_q) - p.window_left, 0)
+
+
+@pytest.mark.parametrize("options", OPTIONS_IN_TURNS, ids=str)
+def test_additions_are_ordered_as_ctas_start(options: dict[str, Any]) -> None:
+    """Else a CTA might wait for one that has no SM. Its turn is the number of additions before its own."""
     rng = random.Random(10)
     for _ in range(100):
-        p = random_problem(rng, deterministic=True, dtype="bfloat16", compute_capability=90)
+        p = random_problem(rng, deterministic=True, dtype="bfloat16", compute_capability=90, **options)
+        if options:
+            p.head_dim = p.head_dim_v = 128
         kernel = _plan.make_plan(p).kernel
         if kernel == "sm90/backward_short":
             continue
         assert kernel in ("sm90/backward", "sm90/backward_persistent", "sm90/backward_wide")
+        assert kernel == "sm90/backward" or not options
+        block_m, block_n = tiles_of(p)
         seen: dict[tuple[int, int, int], int] = {}
+        additions: dict[tuple[int, int, int], int] = {}
         for cta in _plan.backward_ctas(p):
             for tile in tiles_in_order(p, cta):
                 assert seen.get(tile, -1) < cta[3]
                 seen[tile] = cta[3]
+                assert additions.get(tile, 0) == cta[3] - keys_before(p, tile[2] * block_m) // block_n
+                additions[tile] = additions.get(tile, 0) + 1
