@@ -200,7 +200,7 @@ def test_options_of_many_tiles(device: str, window_size: tuple[int, int], names:
     )
 
 
-@pytest.mark.parametrize("hidden", [slice(0, 640), slice(256, 900), slice(0, None)], ids=str)
+@pytest.mark.parametrize("hidden", [slice(0, 640), slice(256, 900), slice(600, None), slice(0, None)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 def test_hidden_tiles_of_keys(device: str, dropout_p: float, causal: bool, hidden: slice) -> None:

@@ -56,6 +56,14 @@ struct BackwardVisibleKeys<Config, true> {
   uint32_t visible_keys[Config::kBlockN / 32];
 };
 
+/// Whether a CTA without steps has turns that some CTA behind it may wait for.
+template <class Config, bool kPassesTurns = Config::kPassesTurns>
+struct BackwardPassedTurns {};
+template <class Config>
+struct BackwardPassedTurns<Config, true> {
+  bool passes_turns;
+};
+
 /// What such a bias adds, to base 2; 0 where it hides the key. Words of dropout leave no room for it.
 template <class Config>
 constexpr bool kSharesKeyBias = Config::may_have(kStepKeyBiased) && !Config::may_have(kStepDrops) && !Config::kBiased;
@@ -112,6 +120,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
                                          BackwardKeptWords<Config>,
                                          BackwardBiasBarriers<Config>,
                                          BackwardVisibleKeys<Config>,
+                                         BackwardPassedTurns<Config>,
                                          BackwardKeyBiases<Config>,
                                          BackwardFoundStepsOfCta<Config> {
   float cap;            // of scores, to base 2
@@ -127,8 +136,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
     this->seed(p, this->work_tile.sequence);
   }
-  /// By all threads of the CTA, which then has no steps if no head sees a key. Of turns there are as many as before
-  /// (BackwardPipelinedDq::pass_turns).
+  /// By all threads of the CTA, which then has no steps if no head sees a key. It may still have turns.
   __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
     if constexpr (Config::kFindsSteps) count_steps(workspace);
     bool hides = Config::kBiased;  // it may hide any pair
@@ -182,9 +190,28 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile.first_key + threadIdx.x, sees, hides);
     sees = __syncthreads_or(sees);
     hides = __syncthreads_or(hides);
+    if constexpr (Config::kPassesTurns) {
+      const bool passes = !sees && sees_keys_behind(p);
+      if (threadIdx.x == 0) this->passes_turns = passes;
+    }
     if (threadIdx.x == 0 && !sees) this->work_tile.tiles.end = this->work_tile.tiles.begin;
     __syncthreads();
     return hides;
+  }
+  /// Whether some head of the group, be it of another split, sees a key behind the tile. Else no CTA behind has steps.
+  __device__ __forceinline__ bool sees_keys_behind(const BackwardParams& p) const {
+    Sequence sequence = this->work_tile.sequence;
+    const int group = static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv);
+    const int heads = p.mask.head_stride || p.bias.head_stride ? group : 1;
+    sequence.head = sequence.head_kv * group;
+    bool sees = false;
+#pragma unroll 1
+    for (int head = 0; head < heads; ++head, ++sequence.head)
+#pragma unroll 1
+      for (int key = this->work_tile.first_key + Config::kBlockN + static_cast<int>(threadIdx.x);
+           key < sequence.seqlen_k && !sees; key += Config::kThreads)
+        sees = key_bias_of<Config::kBiased>(p, sequence, key) != -INFINITY;
+    return __syncthreads_or(sees);
   }
   /// Called by whole warps, a thread for each key. That of the first head is kept.
   __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) {
