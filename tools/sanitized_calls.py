@@ -25,11 +25,20 @@ def scores(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return random(*shape, dtype=dtype, device="cuda")
 
 
+def padded(keys: int) -> torch.Tensor:
+    """A mask that hides all but a few of them."""
+    return (torch.arange(keys, device="cuda") < 90).expand(2, 1, 1, keys)
+
+
 OPTIONS: dict[str, Options] = {
     "plain": lambda dtype: {},
     "causal": lambda dtype: {"causal": True},
     "window": lambda dtype: {"window_size": (70, 5), "top_left": True},
     "deterministic": lambda dtype: {"deterministic": True, "causal": True},
+    "deterministic, dropout": lambda dtype: {"deterministic": True, "dropout_p": 0.3, "rng_state": random_rng("cuda")},
+    "deterministic, bias and key padding": lambda dtype: {
+        "deterministic": True, "bias": scores(2, 4, *LENGTHS, dtype=dtype), "mask": padded(LENGTHS[1]),
+    },
     "softcap": lambda dtype: {"softcap": 5.0},
     "alibi": lambda dtype: {"alibi_slopes": torch.rand(2, 4, device="cuda")},
     "negative scale": lambda dtype: {"softmax_scale": -0.1},
