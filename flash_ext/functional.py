@@ -35,6 +35,7 @@ from flash_ext.torch_private import FLEX_BLOCK_MASK, TORCH_SDPA, in_context_para
 
 _OPS = torch.ops.flash_ext
 _FORWARD = _OPS.attention_forward.default  # looked up once, because a look-up takes longer than a check
+_FORWARD_MAX_LOGIT = _OPS.attention_forward_max_logit.default
 _DECODE, _DECODE_APPEND = _OPS.attention_decode.default, _OPS.attention_decode_append.default
 
 
@@ -63,7 +64,8 @@ def attention(
     seqused_k: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """softmax(q kᵀ · softmax_scale + ...) v, exact, without the score matrix in memory (Dao 2023, FlashAttention-2).
 
     Score of query i and key j: ``s = q_i · k_j * softmax_scale``; then ``softcap * tanh(s / softcap)``; then
@@ -103,11 +105,15 @@ def attention(
         deterministic: the backward gives the same bits in every run. None: as
             ``torch.use_deterministic_algorithms`` says. The forward is always bitwise repeatable.
         return_lse: also return the log-sum-exp of each query's scores.
+        return_max_logit: also return the largest score of each head, for QK-clip (Kimi K2, Moonshot AI 2025, MuonClip).
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, heads_q, head_dim_v) in q's dtype, or (out, lse) with
         lse (batch, heads_q, seqlen_q) or (heads_q, total_q), float32 (float64 for float64), natural logarithm,
-        differentiable. With nested tensors both are nested, with the offsets of q.
+        differentiable. With nested tensors both are nested, with the offsets of q. Behind them max_logit, if wanted:
+        (batch, heads_q), of packed sequences (sequences, heads_q), in the dtype of lse, not differentiable: the largest
+        score that a query of the head sees, before sink and dropout; -inf where none sees a key; NaN where a visible
+        score is.
 
     Raises:
         RuntimeError: an argument has a wrong dtype, shape, device or value, or is not supported (``supports`` tells
@@ -127,6 +133,7 @@ def attention(
                 sink=sink, dropout_p=dropout_p, rng_state=rng_state, block_mask=block_mask, cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_q=seqused_q,
                 seqused_k=seqused_k, deterministic=deterministic, return_lse=return_lse,
+                return_max_logit=return_max_logit,
             )  # fmt: skip
         check_tensors(q=q, k=k, v=v)
     if type(dropout_p) is not float:
@@ -139,10 +146,14 @@ def attention(
     )  # fmt: skip
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if not type(deterministic) is type(return_lse) is bool:
+    if not type(deterministic) is type(return_lse) is type(return_max_logit) is bool:
         deterministic, return_lse = as_flag("deterministic", deterministic), as_flag("return_lse", return_lse)
+        return_max_logit = as_flag("return_max_logit", return_max_logit)
     if deterministic:
         options = (*ScoreOptions(*options), deterministic)
+    if return_max_logit:
+        out, lse, max_logit = call(_FORWARD_MAX_LOGIT, q, k, v, *options)
+        return (out, lse, max_logit) if return_lse else (out, max_logit)
     out, lse = call(_FORWARD, q, k, v, *options)
     return (out, lse) if return_lse else out
 

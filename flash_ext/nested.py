@@ -34,7 +34,8 @@ def attend(attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **opt
         options: those of ``attention`` but for lengths. Bias and masks count from the start of each sequence.
 
     Returns:
-        out, jagged as q is, or (out, lse) with lse (batch, heads_q, seqlen), jagged in its last dimension.
+        out, jagged as q is, or (out, lse) with lse (batch, heads_q, seqlen), jagged in its last dimension; behind them
+        max_logit, if wanted.
 
     Raises:
         TypeError: k or v is not nested, or options give the lengths once more.
@@ -42,9 +43,10 @@ def attend(attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **opt
     """
     return_lse = as_flag("return_lse", options.get("return_lse", False))
     rows, options = as_packed(q, k, v, options)
-    out, lse = attention(*rows, **options | {"return_lse": True})
+    out, lse, *max_logit = attention(*rows, **options | {"return_lse": True})
     nested = like(q, out, 1)
-    return (nested, like(q, lse, 2)) if return_lse else nested
+    results = (nested, like(q, lse, 2), *max_logit) if return_lse else (nested, *max_logit)
+    return results if len(results) > 1 else nested
 
 
 def as_packed(

@@ -124,6 +124,13 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return _fake_out(q, v), _fake_lse(q)
 
 
+@_fake("attention_forward_max_logit")
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse, cu_seqlens_q = _fake_lse(q), ScoreOptions(*options[:_NUM_OPTIONS]).cu_seqlens_q
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    return _fake_out(q, v), lse, lse.new_empty((batch, q.shape[-2]))
+
+
 @_fake("attention_backward")
 def _(grad_out: Any, grad_lse: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     needed, options = rest[3:8], ScoreOptions(*rest[8:])  # after out, lse and deterministic
@@ -297,7 +304,16 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     _save(ctx, inputs, *output)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _save_forward_max_logit(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *differentiable, max_logit = output
+    ctx.mark_non_differentiable(max_logit)
+    _refuse_alibi_gradient(ctx, 3)
+    _save(ctx, inputs, *differentiable)
+
+
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _grad_max_logit: None = None
+) -> tuple[Tensor | None, ...]:
     if grad_out is None and grad_lse is None:
         return _gradients(ctx, {})
     outputs, (q, k, v, *rest) = _saved(ctx)
@@ -387,6 +403,7 @@ def _count_append(keyset: Any, *args: Any) -> Any:
 
 _TWICE = "attention can be differentiated once"
 _register_autograd("attention_forward", _save_forward, _backward)
+_register_autograd("attention_forward_max_logit", _save_forward_max_logit, _backward)
 _register_autograd("attention_weights", _save_weights, _weights_backward)
 _register_autograd("merge", _save_merge, _merge_backward)
 for _name, _reason in {
@@ -448,6 +465,7 @@ def _register_autocast(name: str, cast: Callable[[list[Any], str], None]) -> Non
 
 
 _register_autocast("attention_forward", autocast_first(3))
+_register_autocast("attention_forward_max_logit", autocast_first(3))
 _register_autocast("attention_forward_plain", autocast_first(3))
 _register_autocast("attention_weights", autocast_first(2))
 _register_autocast("attention_check", autocast_first(3))
@@ -495,6 +513,7 @@ def _loop_over(name: str, written: slice = slice(0)) -> None:
 
 
 _fold_attention("attention_forward", 3)
+_fold_attention("attention_forward_max_logit", 3)
 _fold_attention("attention_forward_plain", 3)
 # What sums over the batch cannot be folded: need_dbias and need_dsink.
 _fold_attention("attention_backward", 7, num_flags=6, num_unfoldable=2)

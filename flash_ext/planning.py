@@ -18,7 +18,7 @@ from flash_ext.ops import ScoreOptions
 from flash_ext.torch_private import TRACERS
 
 _OPS = torch.ops.flash_ext
-_ATTENTION = SCORE_OPTIONS | {"deterministic", "return_lse"}
+_ATTENTION = SCORE_OPTIONS | {"deterministic", "return_lse", "return_max_logit"}
 _WEIGHTS = SCORE_OPTIONS - {"sink"} | {"signed"}
 _WITHOUT_VALUES = ("weights", "weights_backward")
 _OPTIONS = {
@@ -149,6 +149,7 @@ def problem_of(
     *,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     signed: bool = False,
     **options: Any,
 ) -> _plan.Problem:
@@ -162,7 +163,9 @@ def problem_of(
     if served is not None:
         q, k, v, options = served.local_call(q, k, v, operation, options)
     _check_memory(q=q, k=k, v=v)
-    _check_flags(dict(deterministic=deterministic, return_lse=return_lse, signed=signed))
+    _check_flags(
+        dict(deterministic=deterministic, return_lse=return_lse, return_max_logit=return_max_logit, signed=signed)
+    )
     if operation == "decode":
         return _plan.problem_of(
             call(_OPS.attention_decode_describe.default, q, k, v, *checked_decode_options(q, **options))
@@ -171,7 +174,9 @@ def problem_of(
         deterministic = torch.are_deterministic_algorithms_enabled()
     value = None if operation in _WITHOUT_VALUES else v
     scores = _with_seed(checked_score_options(q, k, **options), q)
-    return _plan.problem_of(call(_OPS.attention_describe.default, q, k, value, operation, deterministic, *scores))
+    return _plan.problem_of(
+        call(_OPS.attention_describe.default, q, k, value, operation, deterministic, return_max_logit, *scores)
+    )
 
 
 def _packed(
@@ -213,7 +218,7 @@ def _check_flags(options: dict[str, Any]) -> None:
     """Checks the flags that functions evaluate themselves and operators never get."""
     if options.get("deterministic") is not None:
         as_flag("deterministic", options["deterministic"])
-    for name in ("return_lse", "signed"):
+    for name in ("return_lse", "return_max_logit", "signed"):
         as_flag(name, options.get(name, False))
 
 

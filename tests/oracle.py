@@ -293,6 +293,17 @@ def reference_largest_weights(call: Call, lse: Tensor) -> Tensor:
     return largest.unflatten(1, q.shape[:2]).transpose(0, 1)
 
 
+def reference_max_logit(call: Call, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The largest score of each head of each batch entry or sequence, before sink and dropout."""
+    leaves = {name: t.detach().to(dtype) for name, t in call.inputs().items()}
+    options, (used_q, used_k) = score_options(call, leaves), lengths_in_use(call)
+    q, k = leaves["q"], leaves["k"]
+    if not call.varlen and used_q is None and used_k is None:
+        return reference.max_logit(q, k, options)
+    packed = (q, k) if call.varlen else (q.flatten(0, 1), k.flatten(0, 1))
+    return reference.varlen_max_logit(*packed, *boundaries(call), options, used_q, used_k)
+
+
 def lengths_in_use(call: Call) -> tuple[list[int] | None, list[int] | None]:
     used_q, used_k = (call.options.get(name) for name in ("seqused_q", "seqused_k"))
     return None if used_q is None else used_q.tolist(), None if used_k is None else used_k.tolist()

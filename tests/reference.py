@@ -287,6 +287,31 @@ def sequences(
         yield rows_q, rows_k, local
 
 
+def max_logit(q: Tensor, k: Tensor, options: Options = Options()) -> Tensor:
+    """The largest visible score of each head of each batch entry, (b, hq); -inf where there is none."""
+    s, _ = scores(q, k, options)
+    return torch.cat([s.flatten(2), s.new_full((*s.shape[:2], 1), -math.inf)], dim=-1).amax(-1)
+
+
+def varlen_max_logit(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: list[int],
+    cu_seqlens_k: list[int],
+    options: Options = Options(),
+    seqused_q: list[int] | None = None,
+    seqused_k: list[int] | None = None,
+) -> Tensor:
+    """The same of packed sequences, (sequences, hq)."""
+    largest = q.new_full((len(cu_seqlens_q) - 1, q.shape[1]), -math.inf)
+    lengths = torch.tensor(cu_seqlens_q).diff() if seqused_q is None else torch.tensor(seqused_q)
+    with_queries = [b for b, length in enumerate(lengths.tolist()) if length > 0]
+    found = sequences(cu_seqlens_q, cu_seqlens_k, options, seqused_q, seqused_k, q.device)
+    for b, (rows_q, rows_k, local) in zip(with_queries, found, strict=True):
+        largest[b] = max_logit(q[rows_q][None], k[rows_k][None], local)[0]
+    return largest
+
+
 def largest_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options = Options()) -> Tensor:
     """The largest weight of each row before dropout, (batch, heads_q, seqlen_q); 0 where nothing is visible."""
     if k.shape[1] == 0:

@@ -6,8 +6,9 @@
 
 namespace flash_ext::api {
 
-/// The forward: out and lse.
-Tensors2 attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options);
+/// The forward: out and lse; and, if there is a place for it, max_logit.
+Tensors2 attend(const Tensor& q, const Tensor& k, const Tensor& v, const ScoreOptions& options,
+                OptionalTensor* max_logit = nullptr);
 
 /// Which gradients are wanted.
 struct Needed {

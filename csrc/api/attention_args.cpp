@@ -42,7 +42,7 @@ void read_value(const Argument& q, const Argument& k, const Argument& v, Geometr
 }  // namespace
 
 DescribedCall describe_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
-                                 const ScoreOptions& options, bool deterministic) {
+                                 const ScoreOptions& options, bool deterministic, bool wants_max_logit) {
   Geometry g;
   const Argument q_arg("q", q), k_arg("k", k);
   check(options.cu_seqlens_q.has_value() == options.cu_seqlens_k.has_value(),
@@ -55,20 +55,22 @@ DescribedCall describe_attention(plan::Operation operation, const Tensor& q, con
 
   plan::Problem problem = describe(operation, q, g, options);
   problem.deterministic = deterministic;
+  problem.wants_max_logit = wants_max_logit;
   problem.broadcast = is_broadcast(q) || is_broadcast(k) || (v && is_broadcast(*v));
   return {g, problem};
 }
 
 std::string describe_in_text(const std::string& operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
-                             const ScoreOptions& options, bool deterministic) {
+                             const ScoreOptions& options, bool deterministic, bool wants_max_logit) {
   const auto named = plan::value_of<plan::Operation>("operation", operation);
-  const bool backward = named == plan::Operation::kBackward;
-  return plan::text_of(describe_attention(named, q, k, v, options, deterministic && backward).problem);
+  const bool forward = named == plan::Operation::kForward, backward = named == plan::Operation::kBackward;
+  return plan::text_of(
+      describe_attention(named, q, k, v, options, deterministic && backward, wants_max_logit && forward).problem);
 }
 
 AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
-                                const ScoreOptions& options, bool deterministic) {
-  const DescribedCall described = describe_attention(operation, q, k, v, options, deterministic);
+                                const ScoreOptions& options, bool deterministic, bool wants_max_logit) {
+  const DescribedCall described = describe_attention(operation, q, k, v, options, deterministic, wants_max_logit);
   AttentionCall call;
   call.owned.reserve(5);  // q, k, v, bias and sink
   const Geometry& g = call.geometry = described.geometry;

@@ -14,13 +14,14 @@ struct DescribedCall {
   plan::Problem problem;
 };
 
-/// Checks q, k, v (absent for attention_weights) and the options. `deterministic` matters to a backward.
+/// Checks q, k, v (absent for attention_weights) and the options. `deterministic` matters to a backward,
+/// `wants_max_logit` to a forward.
 DescribedCall describe_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
-                                 const ScoreOptions& options, bool deterministic = false);
+                                 const ScoreOptions& options, bool deterministic = false, bool wants_max_logit = false);
 
 /// The problem of the operation of that name, as text (plan/problem_text.h).
 std::string describe_in_text(const std::string& operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
-                             const ScoreOptions& options, bool deterministic);
+                             const ScoreOptions& options, bool deterministic, bool wants_max_logit);
 
 /// A checked and planned call. `owned` keeps tensors alive that params points into, other than the arguments.
 struct AttentionCall {
@@ -32,7 +33,7 @@ struct AttentionCall {
 
 /// describe_attention(), then plans the call and fills in the inputs.
 AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, const Tensor& k, const OptionalTensor& v,
-                                const ScoreOptions& options, bool deterministic = false);
+                                const ScoreOptions& options, bool deterministic = false, bool wants_max_logit = false);
 
 /// Checks that an lse (or its gradient) has the shape and dtype of a call.
 void check_lse(const Argument& q, const Geometry& geometry, const char* name, const Tensor& lse);

@@ -7,6 +7,7 @@
 #include "kernels/sm80/decode/append.h"
 #include "kernels/sm80/decode/decode.h"
 #include "kernels/sm80/forward/forward.h"
+#include "kernels/sm80/max_logit/max_logit.h"
 #include "kernels/sm80/weights/weights.h"
 #include "kernels/sm90/backward/backward.h"
 #include "kernels/sm90/backward_f32/backward_f32.h"
@@ -82,10 +83,8 @@ void run_sm80_forward(const Tensor& like, const ForwardParams& params) {
                  [&](void* workspace, cudaStream_t stream) { sm80::forward(params, workspace, stream); });
 }
 
-}  // namespace
-
-void run_forward(const Tensor& like, const plan::Plan& plan, const ForwardParams& params) {
-  sm80::clear_forward(params, stream_of(like));
+/// out and lse.
+void run_main_forward(const Tensor& like, const plan::Plan& plan, const ForwardParams& params) {
 #ifndef FLASH_EXT_NO_SM90
   if (plan.kernel == plan::KernelId::kSm90Forward) {
     const int64_t block_n = plan.block_n;
@@ -100,6 +99,14 @@ void run_forward(const Tensor& like, const plan::Plan& plan, const ForwardParams
   }
 #endif
   run_sm80_forward(like, params);
+}
+
+}  // namespace
+
+void run_forward(const Tensor& like, const plan::Plan& plan, const ForwardParams& params) {
+  sm80::clear_forward(params, stream_of(like));
+  run_main_forward(like, plan, params);
+  if (params.max_logit != nullptr && !plan.fuses_max_logit) sm80::max_logit(params, stream_of(like));
 }
 
 void run_backward(const Tensor& like, const plan::Plan& plan, const BackwardParams& params) {

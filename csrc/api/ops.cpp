@@ -22,8 +22,12 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
   // deterministic is for the backward that autograd will run; the forward always is.
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, " SCORE_OPTIONS
         ", bool deterministic=False) -> (Tensor out, Tensor lse)");
-  // The same with the rest of its options left at their defaults: a call takes 4 us less. Its derivative is that of
-  // attention_forward.
+  // The same with max_logit (batch, heads_q), the largest score that a query of the head sees. Its derivative is that
+  // of attention_forward; max_logit has none.
+  m.def("attention_forward_max_logit(Tensor q, Tensor k, Tensor v, " SCORE_OPTIONS
+        ", bool deterministic=False) -> (Tensor out, Tensor lse, Tensor max_logit)");
+  // attention_forward with the rest of its options left at their defaults: a call takes 4 us less. Its derivative is
+  // that of attention_forward.
   m.def(
       "attention_forward_plain(Tensor q, Tensor k, Tensor v, float softmax_scale, int window_left, int window_right, "
       "bool top_left) -> (Tensor out, Tensor lse)");
@@ -46,8 +50,9 @@ STABLE_TORCH_LIBRARY(flash_ext, m) {
       "v, " DECODE_OPTIONS ") -> (Tensor out, Tensor lse)");
 
   // The plan::Problem of a call, as the planner's text (plan/problem_text.h): v is None for the attention weights.
-  m.def("attention_describe(Tensor q, Tensor k, Tensor? v, str operation, bool deterministic, " SCORE_OPTIONS
-        ") -> str");
+  m.def(
+      "attention_describe(Tensor q, Tensor k, Tensor? v, str operation, bool deterministic, bool "
+      "wants_max_logit, " SCORE_OPTIONS ") -> str");
   m.def("attention_decode_describe(Tensor q, Tensor k_cache, Tensor v_cache, " DECODE_OPTIONS ") -> str");
 
   // Raise what attention_forward and attention_decode would raise of these arguments, and compute nothing.

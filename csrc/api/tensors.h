@@ -104,6 +104,10 @@ inline Tensor with_aligned_rows(const Tensor& tensor) {
   return aligned ? tensor : copied(tensor, tensor.scalar_type());
 }
 
+inline Tensor new_full(const Tensor& like, const Shape& shape, ScalarType dtype, double value) {
+  return torch::stable::fill_(new_empty(like, shape, dtype), value);
+}
+
 inline Tensor new_zeros(const Tensor& like, const Shape& shape, ScalarType dtype) {
   Tensor zeros = new_empty(like, shape, dtype);
   return torch::stable::zero_(zeros);

@@ -132,8 +132,9 @@ enum DropoutMode : int { kDropoutIgnore = 0, kDropoutApply = 1, kDropoutNegate =
 struct ForwardParams : AttentionParams {
   TensorView out;  // same dtype as q
   LseView lse;
-  int64_t num_splits = 1;  // > 1: keys are cut into this many ranges whose partial results are merged
-  int64_t split_size = 0;  // > 0: ranges of exactly this many keys instead (batch-invariant decoding)
+  void* max_logit = nullptr;  // (batch, heads_q), accumulate type, -inf beforehand: the largest visible score; or null
+  int64_t num_splits = 1;     // > 1: keys are cut into this many ranges whose partial results are merged
+  int64_t split_size = 0;     // > 0: ranges of exactly this many keys instead (batch-invariant decoding)
 };
 
 /// weights = exp(score - lse) for an lse that is given, after dropout by dropout_mode.

@@ -91,6 +91,8 @@ void bind_plan(py::module_& m) {
                     "forward for all GPUs: batch entries side by side, whose bias is the same")
       .def_readonly("stages_bias", &Plan::stages_bias,
                     "forward for all GPUs: tiles of bias come to shared memory ahead of time")
+      .def_readonly("fuses_max_logit", &Plan::fuses_max_logit,
+                    "forward on CUDA: the kernel computes max_logit itself, else another one does")
       .def_readonly("num_chunks", &Plan::num_chunks, "backward: key ranges per head worked on independently")
       .def_readonly("schedule", &Plan::schedule, "backward on CUDA: the order of tiles of keys, and how they are split")
       .def_readonly("key_splits", &Plan::key_splits, "forward on Hopper: tiles whose keys several CTAs share")

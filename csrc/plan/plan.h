@@ -40,6 +40,7 @@ struct Plan {
   int64_t section_heads = 0;         // forward on CUDA: heads side by side in the order of tiles; 0: a list orders them
   int64_t section_batches = 1;       // forward for all GPUs: the same of batch entries, whose bias is the same
   bool stages_bias = false;          // the same: tiles of bias come to shared memory, else it is read by elements
+  bool fuses_max_logit = false;      // forward on CUDA: the kernel computes max_logit itself, else another one does
   int64_t num_chunks = 1;            // backward on a CPU: ranges of keys of a head that are computed independently
   KeyTileSchedule schedule;          // backward on CUDA
   KeySplits key_splits;              // forward on Hopper

@@ -68,6 +68,7 @@ struct Problem {
   bool has_alibi = false;
   bool has_sink = false;
 
+  bool wants_max_logit = false;  // forward: the largest score of each head of each batch entry, too
   bool deterministic = false;    // backward
   int64_t num_splits = 1;        // decode: 0 = the plan decides
   bool batch_invariant = false;  // decode: the same bits whatever else is in the batch

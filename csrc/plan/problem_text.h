@@ -54,6 +54,7 @@ void for_each_field(Visit visit) {
   visit("block_n", &Problem::block_n, "with has_block_mask: keys of a block");
   visit("has_alibi", &Problem::has_alibi, "");
   visit("has_sink", &Problem::has_sink, "");
+  visit("wants_max_logit", &Problem::wants_max_logit, "forward: the largest score of each head, too");
   visit("deterministic", &Problem::deterministic, "backward");
   visit("num_splits", &Problem::num_splits, "decode: 0 = the plan decides");
   visit("batch_invariant", &Problem::batch_invariant, "decode: the same bits whatever else is in the batch");

@@ -39,6 +39,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """
     return {
         _OPS.attention_forward.default: _attention,
+        _OPS.attention_forward_max_logit.default: _attention_max_logit,
         _OPS.attention_forward_plain.default: _attention,
         _OPS.attention_weights.default: _weights,
         _OPS.attention_decode.default: _decode,
@@ -51,14 +52,31 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out, lse, _ = _attention_and_scores(q, k, v, *rest)
+    return out, lse
+
+
+def _attention_max_logit(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, scores = _attention_and_scores(q, k, v, *rest)
+    options = ScoreOptions(*rest[:_NUM_OPTIONS])
+    largest = _largest(scores, -1)
+    if options.cu_seqlens_q is not None:
+        sequence, _, lengths = _rows_of(q.shape[0], options.cu_seqlens_q, options.seqused_q)
+        own = sequence == torch.arange(lengths.shape[0], device=q.device)[:, None]
+        largest = torch.where(own[:, None], largest, -math.inf)
+    return out, lse, _largest(largest, -1)
+
+
+def _attention_and_scores(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The flag ``deterministic`` may stand behind the options: here everything is."""
     options = ScoreOptions(*rest[:_NUM_OPTIONS])
     _refuse_dropout(options.dropout_p)
     packed = options.cu_seqlens_q is not None
     q4, k4, v4 = (x.unsqueeze(0) if packed else x for x in (q, k, v))
-    out, lse = _softmax(_scores(q4, k4, options), v4, options.sink)
+    scores = _scores(q4, k4, options)
+    out, lse = _softmax(scores, v4, options.sink)
     out = out.to(q.dtype)
-    return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+    return (out.squeeze(0), lse.squeeze(0), scores) if packed else (out, lse, scores)
 
 
 def _weights(q: Tensor, k: Tensor, lse: Tensor, dropout_mode: int, *rest: Any) -> Tensor:
@@ -268,6 +286,11 @@ def _softmax(scores: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Te
         lse = torch.where(lse == -math.inf, lse, with_sink)
     out = _probabilities(scores, lse) @ _heads_first(v.to(scores.dtype), scores.shape[1])
     return out.transpose(1, 2), lse.squeeze(-1)
+
+
+def _largest(x: Tensor, dim: int) -> Tensor:
+    """-inf where there is none."""
+    return x.sum(dim) - math.inf if x.shape[dim] == 0 else x.amax(dim)
 
 
 def _log_sum_exp(x: Tensor, dim: int) -> Tensor:

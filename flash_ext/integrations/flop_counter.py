@@ -86,6 +86,7 @@ def _score_options(options: tuple[Any, ...]) -> ScoreOptions:
 
 _FORMULAS: dict[Any, Callable[..., int]] = {
     _OPS.attention_forward: _forward,
+    _OPS.attention_forward_max_logit: _forward,
     _OPS.attention_forward_plain: _forward,
     _OPS.attention_backward: _backward,
     _OPS.attention_weights: _weights,

@@ -77,6 +77,7 @@ def test_opcheck_forward_and_backward(mode: tuple[list[Tensor], dict[str, Any]])
     values = option_values(q, k, options)
     opcheck(OPS.attention_forward.default, q, k, v, *values, False)
     opcheck(OPS.attention_forward.default, q, k, v, *checked_score_options(q, k, **options))
+    opcheck(OPS.attention_forward_max_logit.default, q, k, v, *values, False)
     opcheck(OPS.attention_check.default, q, k, v, *values)
     if values[4:] == ScoreOptions(0.0)[4:]:
         opcheck(OPS.attention_forward_plain.default, q, k, v, *values[:4])
@@ -98,6 +99,7 @@ def test_fake_results_of_every_dtype(device: str) -> None:
         backward = (out, lse, q, k, v, out, lse, True, True, True, True, False, False, *values)
         for op, args in (
             (OPS.attention_forward, (q, k, v, *values)),
+            (OPS.attention_forward_max_logit, (q, k, v, *values)),
             (OPS.attention_backward, backward),
             (OPS.attention_weights, (q, k, lse, 0, *values)),
             (OPS.attention_decode, (q, k, v, *decode_arguments(device))),
@@ -188,6 +190,7 @@ def test_every_operator_is_checked() -> None:
     in_words = {"attention_describe", "attention_decode_describe"}
     names = in_words | {
         "attention_forward",
+        "attention_forward_max_logit",
         "attention_forward_plain",
         "attention_backward",
         "attention_weights",

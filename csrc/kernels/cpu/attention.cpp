@@ -151,25 +151,30 @@ void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
   job.tile_rows = tile_rows_of(params);
   const std::vector<int64_t> tiles = tiles_before(kernels, params, job.tile_rows, job.group);
   job.tiles_before = tiles.data();
-  Buffer packed;
+  Buffer row_maxima, packed;
+  if (params.max_logit != nullptr) {
+    row_maxima = allocate({job.splits, params.heads_q, rows_in_memory(params), kernels.accumulate_bytes});
+    job.row_maxima = row_maxima.get();
+  }
   if (const int64_t bytes = kernels.packed_key_bytes(job); bytes > 0) {
     packed = allocate({bytes});
     job.packed_keys = packed.get();
     run(kernels.pack_keys, job, key_elements(params), parallel_for);
   }
   // With ranges of a fixed size even a single one is merged: the bits must not depend on how many there might be.
-  if (job.splits == 1 && job.split_size == 0) {
-    run(kernels.forward, job, product_flops(params), parallel_for);
-    return;
+  const bool merges = job.splits > 1 || job.split_size > 0;
+  Buffer partial_out, partial_lse;
+  if (merges) {
+    const int64_t rows = rows_in_memory(params), bytes = kernels.accumulate_bytes;
+    partial_out = allocate({job.splits, params.heads_q, rows, params.head_dim_v, bytes});
+    partial_lse = allocate({job.splits, params.heads_q, rows, bytes});
+    job.partial_out = partial_out.get();
+    job.partial_lse = partial_lse.get();
   }
-  const int64_t rows = rows_in_memory(params);
-  const int64_t bytes = kernels.accumulate_bytes;
-  const Buffer partial_out = allocate({job.splits, params.heads_q, rows, params.head_dim_v, bytes});
-  const Buffer partial_lse = allocate({job.splits, params.heads_q, rows, bytes});
-  job.partial_out = partial_out.get();
-  job.partial_lse = partial_lse.get();
   run(kernels.forward, job, product_flops(params), parallel_for);
-  run(kernels.merge_splits, job, query_elements(params) * static_cast<double>(job.splits), parallel_for);
+  const double split_rows = query_elements(params) * static_cast<double>(job.splits);
+  if (merges) run(kernels.merge_splits, job, split_rows, parallel_for);
+  if (job.row_maxima != nullptr) run(kernels.max_logit, job, split_rows / 8, parallel_for);
 }
 
 void attention_weights(const WeightsParams& params, ParallelFor parallel_for) {

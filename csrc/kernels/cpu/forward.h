@@ -63,6 +63,7 @@ class ForwardTile {
     few_q_ = arena.take<T>(kFewRows<T> * round_up(p_.head_dim, Shape<T>::kLanes));
     out_ = arena.take<T>(panels * out_rows_ * kPanel);
     scores_ = arena.take<T>((matrix ? 1 : panels) * kBlockN * kPanel);
+    if (job.row_maxima != nullptr) row_maxima_ = arena.take<T>(panels * kPanel);
     if (dropout_.active()) factors_ = arena.take<T>(kBlockN * kPanel);
     row_ = arena.take<T>(max(p_.head_dim, p_.head_dim_v));
     rows_of_panel_ = arena.take<T>(kPanel * p_.head_dim_v);
@@ -112,6 +113,8 @@ class ForwardTile {
       panel_[n].set(rows_, n * kPanel, seq_);
       state_[n].clear();
     }
+    if (row_maxima_ == nullptr) return;
+    for (int64_t lane = 0; lane < num_panels_ * kPanel; ++lane) row_maxima_[lane] = -static_cast<T>(kInfinity);
   }
 
   T* out_of(int64_t panel) const { return out_ + panel * out_rows_ * kPanel; }
@@ -214,7 +217,8 @@ class ForwardTile {
       q_.multiply(scores, k_, n, panel_[n].vectors, /*unscaled=*/late_factor_ != T(1));
       finish_scores(scores, rules_, panel_[n], seq_, tile);
       if (!dropout_.active()) {
-        softmax_step_packed(state_[n], p_pairs_of(n), scores, late_factor_, panel_[n].vectors);
+        softmax_step_packed(state_[n], p_pairs_of(n), scores, late_factor_, panel_[n].vectors,
+                            row_maxima_ == nullptr ? nullptr : row_maxima_ + n * kPanel);
         return;
       }
       softmax_step(state_[n], scores, panel_[n].vectors);
@@ -260,6 +264,14 @@ class ForwardTile {
     scores.for_each_vector([&](int64_t row, int c, T* s) { store(s, load(s) * load(factors_ + row * kPanel + c)); });
   }
 
+  /// The largest score of a query. A NaN among them comes back through the sum, and so does an infinite one, as NaN.
+  T row_maximum(int64_t n, int lane) const {
+    const bool packed = k_.in_halves && !dropout_.active();
+    const T maximum = packed ? row_maxima_[n * kPanel + lane] * late_factor_ : state_[n].maximum[lane];
+    const T sum = state_[n].sum[lane];
+    return sum == sum || maximum == static_cast<T>(kInfinity) ? maximum : sum;
+  }
+
   void finish(int64_t n, int64_t split) {
     const T* rows = out_of(n);
     if (!few_) {
@@ -272,6 +284,8 @@ class ForwardTile {
       T sum = state_[n].sum[lane];
       T maximum = state_[n].maximum[lane] * late_factor_;
       const bool nothing = sum == T(0);
+      if (row_maxima_ != nullptr)
+        static_cast<T*>(job_.row_maxima)[row_of_head(p_, split, seq_, head, i)] = row_maximum(n, lane);
       T factor = 1;
       if (p_.sink != nullptr && job_.partial_out == nullptr && !nothing) {
         const T sink = static_cast<const T*>(p_.sink)[head];
@@ -303,9 +317,10 @@ class ForwardTile {
   Panel<T>* panel_;
   SoftmaxState<T>* state_;
   QueryOperand<T> q_;
-  T* few_q_;   // (rows, head_dim), scaled, of up to four rows
-  T* out_;     // (panels, out_rows_, kPanel), not normalised; a few rows: (rows, head_dim_v)
-  T* scores_;  // (panels, kBlockN, kPanel); with matrix units of one panel at a time
+  T* few_q_;                 // (rows, head_dim), scaled, of up to four rows
+  T* out_;                   // (panels, out_rows_, kPanel), not normalised; a few rows: (rows, head_dim_v)
+  T* scores_;                // (panels, kBlockN, kPanel); with matrix units of one panel at a time
+  T* row_maxima_ = nullptr;  // (panels, kPanel): products of the packed softmax step, the largest of each query
   T* factors_ = nullptr;
   T* row_;
   T* rows_of_panel_;  // (kPanel, head_dim_v)
@@ -402,6 +417,23 @@ void merge_item(const ForwardJob& job, int64_t item, void* scratch) {
   const int64_t head = item / groups % p.heads_q;
   const Sequence seq = sequence_of(p, item / groups / p.heads_q);
   for (int64_t i = first; i < min(first + kMergedRows, seq.seqlen_q); ++i) merge_row<T>(job, seq, head, i, scratch);
+}
+
+inline int64_t max_logit_items(const ForwardJob& job) { return job.params.batch * job.params.heads_q; }
+
+/// The largest score of one head of a batch entry; NaN if some row has one.
+template <class T>
+void max_logit_item(const ForwardJob& job, int64_t item, void*) {
+  const ForwardParams& p = job.params;
+  const int64_t head = item % p.heads_q;
+  const Sequence seq = sequence_of(p, item / p.heads_q);
+  const T* row_maxima = static_cast<const T*>(job.row_maxima);
+  T largest = -static_cast<T>(kInfinity);
+  for (int64_t split = 0; split < job.splits; ++split) {
+    const T* row = row_maxima + row_of_head(p, split, seq, head, 0);
+    for (int64_t i = 0; i < seq.seqlen_q; ++i) largest = largest != largest || row[i] <= largest ? largest : row[i];
+  }
+  static_cast<T*>(p.max_logit)[item] = largest;
 }
 
 }  // namespace flash_ext::cpu::FLASH_EXT_ISA

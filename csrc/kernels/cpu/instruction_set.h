@@ -20,6 +20,7 @@ constexpr Kernels kernels() {
   k.pack_keys = {pack_keys_items, pack_keys_scratch<T>, pack_keys_item<T>};
   k.forward = {forward_items, forward_scratch<T>, forward_item<T>};
   k.merge_splits = {merge_items, merge_scratch<T>, merge_item<T>};
+  k.max_logit = {max_logit_items, no_scratch<ForwardJob>, max_logit_item<T>};
   k.weights = {weights_items, weights_scratch<T>, weights_item<T>};
   k.clear_backward = {clear_backward_items, no_scratch<BackwardJob>, clear_backward_item<T>};
   k.row_terms = {row_term_items, row_term_scratch<T>, row_term_item<T>};

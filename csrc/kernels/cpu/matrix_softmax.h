@@ -71,14 +71,16 @@ FLASH_EXT_INLINE Vec<float> pack_column_exp(uint32_t* pairs, const float* x, int
 }
 
 /// One step over the rows of `scores`, which hold products to be multiplied by `factor` > 0. `pairs` receives P,
-/// and the state's maximum is a product, too.
+/// and the state's maximum is a product, too. `row_maxima`, if wanted: the largest product of each query so far, as
+/// that maximum may lag behind.
 inline void softmax_step_packed(SoftmaxState<float>& state, uint32_t* pairs, const ScorePanel<float>& scores,
-                                float factor, int vectors) {
+                                float factor, int vectors, float* row_maxima) {
   for (int c = 0; c < vectors * kTileSide; c += kTileSide) {
     const float* column = scores.s + c;
     const Vec<float> before = load(state.maximum + c);
     const Vec<float> largest =
         column_maximum(column + scores.begin * kBlockSide, scores.end - scores.begin, broadcast<float>(-kInfinity));
+    if (row_maxima != nullptr) store(row_maxima + c, vector_max(largest, load(row_maxima + c)));
     const Vec<float> maximum = next_stabiliser(before, largest, factor);
     const Vec<float> shift = shift_of(maximum, factor);
     const Vec<float> alpha = exp<float>((before - shift) * factor);

@@ -43,6 +43,13 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
   return z;
 }
 
+/// The larger one; NaN if one of them is (PTX ISA, "max").
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 /// Rounded to TF32, nearest with ties away from zero: a float with 13 low bits of 0 (PTX ISA, "cvt").
 __device__ __forceinline__ uint32_t to_tf32(float x) {
   uint32_t y;

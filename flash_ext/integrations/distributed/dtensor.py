@@ -41,6 +41,7 @@ def register_dtensor() -> None:
         return
     register_sharding(_OPS.attention_forward_plain.default)(_forward)
     register_sharding(_OPS.attention_forward.default)(_forward)
+    register_sharding(_OPS.attention_forward_max_logit.default)(_forward_max_logit)
     register_sharding(_OPS.attention_backward.default)(_backward)
     allow_class(DTENSOR)
     serve_class(is_sharded_sequence, attend)
@@ -49,14 +50,24 @@ def register_dtensor() -> None:
 
 
 def _forward(q: Any, k: Any, v: Any, *rest: Any) -> Sequence[_Strategy]:
+    return _strategies(q, k, v, rest, with_max_logit=False)
+
+
+def _forward_max_logit(q: Any, k: Any, v: Any, *rest: Any) -> Sequence[_Strategy]:
+    return _strategies(q, k, v, rest, with_max_logit=True)
+
+
+def _strategies(q: Any, k: Any, v: Any, rest: tuple[Any, ...], with_max_logit: bool) -> Sequence[_Strategy]:
     options = ScoreOptions(*rest[: len(ScoreOptions._fields)])
     _refuse_shards_of_sequence(0 if options.cu_seqlens_q is not None else 1, q=q, k=k, v=v)
-    everywhere = [Replicate(), Replicate()], [Replicate()] * 3 + _all(rest)
+    everywhere = [Replicate()] * (2 + with_max_logit), [Replicate()] * 3 + _all(rest)
     strategies: list[_Strategy] = [everywhere]
     packed = options.cu_seqlens_q is not None
     for side in _sides(q, k, v, options):
         rows, lse = _dims_of(side, packed)
-        strategies.append(([Shard(rows), Shard(lse)], [Shard(rows)] * 3 + _sharded(rest, options, side)))
+        max_logit = [Shard(0 if side == "batch" else 1)] * with_max_logit
+        results = [Shard(rows), Shard(lse), *max_logit]
+        strategies.append((results, [Shard(rows)] * 3 + _sharded(rest, options, side)))
     return strategies
 
 

@@ -42,11 +42,12 @@ def attend(attention: Callable[..., Any], q: Any, k: Any, v: Any, **options: Any
         out, sharded as q, k and v are, or (out, lse).
 
     Raises:
-        NotImplementedError: dropout, shards of two dimensions of the mesh, shards of something else.
+        NotImplementedError: dropout, max_logit, shards of two dimensions of the mesh, shards of something else.
         ValueError: a sequence or heads that do not divide, or a DTensor on another mesh.
         TypeError: one of q, k and v is no DTensor, or a plain option requires a gradient.
     """
     return_lse = as_flag("return_lse", options.pop("return_lse"))
+    _refuse_max_logit(options.pop("return_max_logit"))
     _refuse_dropout(options)
     shards = _Shards.of(q, k, v, packed=options["cu_seqlens_q"] is not None)
     check_whole(q, k, v, options)
@@ -62,6 +63,7 @@ def attend(attention: Callable[..., Any], q: Any, k: Any, v: Any, **options: Any
 def method_of_call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[str, int]:
     """(the method by which ``attend`` would compute, the number of ranks). Raises what it would raise; nothing
     travels."""
+    _refuse_max_logit(options.get("return_max_logit", False))
     _refuse_dropout(options)
     shards = _Shards.of(q, k, v, packed=options.get("cu_seqlens_q") is not None)
     check_whole(q, k, v, options)
@@ -76,6 +78,13 @@ def _refuse_dropout(options: dict[str, Any]) -> None:
         raise NotImplementedError(
             "flash_ext: dropout_p of DTensors sharded along the sequence is not supported, because ranks would draw "
             "other random bits than one GPU: pass to_local() of q, k and v to context_parallel_attention()"
+        )
+
+
+def _refuse_max_logit(flag: Any) -> None:
+    if as_flag("return_max_logit", flag):
+        raise NotImplementedError(
+            "flash_ext: return_max_logit of DTensors sharded along the sequence is not supported: " + _WAY_OUT
         )
 
 

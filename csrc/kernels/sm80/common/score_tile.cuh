@@ -1,5 +1,5 @@
-// A tile of scores of 64 queries and 64 keys, computed by one CTA. attention_weights, its backward and the gradient of
-// the bias are made of such tiles.
+// A tile of scores of 64 queries and 64 keys, computed by one CTA. attention_weights, its backward, the gradient of the
+// bias and max_logit are made of such tiles.
 //
 // Rows go through shared memory in slabs of kScoreSlab columns, two stages of an A and a B slab, so that one kernel
 // serves every head dim. A warp owns 16 of the queries. Every method ends with a barrier and leaves the slabs free.
@@ -88,13 +88,19 @@ struct ScoreTile {
     return visible.any;
   }
 
-  /// Scores, -inf where hidden. kKeepCapSlope: slabs 2 and 3 then hold what times_cap_slope needs.
+  /// Whether scores() of a tile leaves all of its queries in the slabs, for the next tile of the same queries.
+  __device__ __forceinline__ bool keeps_queries() const {
+    return p.head_dim <= kStages * kScoreSlab && p.bias.data == nullptr;
+  }
+
+  /// Scores, -inf where hidden. kKeepCapSlope: slabs 2 and 3 then hold what times_cap_slope needs. `has_queries`: the
+  /// tile before left them there.
   template <bool kKeepCapSlope>
-  __device__ __forceinline__ void scores(ScoreFragment& s) const {
+  __device__ __forceinline__ void scores(ScoreFragment& s, bool has_queries = false) const {
     const ScoreRules<Element> rules(p, sequence);
     multiply_rows(s, query_rows<Element>(p.q, sequence), first_query, sequence.seqlen_q,
                   key_rows<Element, false>(p, p.k, sequence), first_key, sequence.seqlen_k,
-                  static_cast<int>(p.head_dim));
+                  static_cast<int>(p.head_dim), has_queries);
     for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, rules.scale); });
     if (rules.cap > 0.0f) {
       for_each_score(s, [&](float& x, int, int n, int e) {
@@ -158,14 +164,14 @@ struct ScoreTile {
                    [&](float& x, int, int n, int e) { x = x == 0.0f ? 0.0f : x * load_shared<float>(own_slot(n, e)); });
   }
 
-  /// s = A B^T, for rows [first, + 64) of both. What lies beyond num_rows counts as 0.
+  /// s = A B^T, for rows [first, + 64) of both. What lies beyond num_rows counts as 0. `has_a`: the slabs hold A.
   __device__ __forceinline__ void multiply_rows(ScoreFragment& s, const Rows& a, int first_a, int num_a, const Rows& b,
-                                                int first_b, int num_b, int columns) const {
+                                                int first_b, int num_b, int columns, bool has_a = false) const {
     for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
     const int num_slabs = (columns + kScoreSlab - 1) / kScoreSlab;
     const auto load = [&](int n) {
       if (n < num_slabs) {
-        load_slab(slab(n % kStages * 2), a, first_a, num_a, columns, n);
+        if (!has_a) load_slab(slab(n % kStages * 2), a, first_a, num_a, columns, n);
         load_slab(slab(n % kStages * 2 + 1), b, first_b, num_b, columns, n);
       }
       ptx::cp_async_commit();
