@@ -90,6 +90,8 @@ const char* name_of(sm90::ForwardVariant variant) {
       return "block mask alone";
     case sm90::ForwardVariant::kCache:
       return "a cache, contiguous or paged";
+    case sm90::ForwardVariant::kMaxLogit:
+      return "scaled products and max_logit";
   }
   return "";
 }
@@ -176,8 +178,11 @@ void choose_sm90_forward_tiles(Draft& draft) {
   const unsigned features = features_of(p);
   const bool options = (features & kNeedsOptionsVariant) != 0;
   const bool lists = lists_blocks(p, features);
-  const sm90::HeadDims dims = lists ? sm90::first_that_serves(sm90::kForwardBlocksHeadDims, p.head_dim, p.head_dim_v)
-                                    : sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
+  const bool keeps_max_logit = p.wants_max_logit && !options && !has_score_options(p);
+  const sm90::HeadDims dims =
+      lists             ? sm90::first_that_serves(sm90::kForwardBlocksHeadDims, p.head_dim, p.head_dim_v)
+      : keeps_max_logit ? sm90::first_that_serves(sm90::kForwardMaxLogitHeadDims, p.head_dim, p.head_dim_v)
+                        : sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
   sm90::ForwardShape shape;
   if (lists) {
     shape = blocks_shape(draft, dims);
@@ -185,6 +190,10 @@ void choose_sm90_forward_tiles(Draft& draft) {
     const sm90::ForwardVariant variant = choose_options_variant(draft, features);
     draft.take_variant(name_of(variant));
     shape = sm90::forward_options_shape(dims, variant);
+  } else if (keeps_max_logit) {
+    draft.plan.fuses_max_logit = true;
+    draft.take_variant(name_of(sm90::ForwardVariant::kMaxLogit));
+    shape = sm90::forward_shape(dims);
   } else {
     take_score_variant(draft);
     shape = choose_forward_shape(draft, dims);

@@ -19,18 +19,38 @@ struct ScoreTerms : ScoreFactors {
                                      : SoftcapSmallScores()) {}
 };
 
+/// Where the largest weights of rows are not wanted.
+struct NoLargestWeights {
+  __device__ __forceinline__ void zero() {}
+  __device__ __forceinline__ void rescale(int, float) {}
+  __device__ __forceinline__ void add(int, float, float) {}
+};
+
+/// The largest weight of each of a lane's two rows. Weights have no sign, so their bits are in the order of integers, of
+/// which one instruction finds the largest of three. NaN is above all.
+struct LargestWeights {
+  float of_row[2];
+
+  __device__ __forceinline__ void zero() { of_row[0] = of_row[1] = 0.0f; }
+  /// As the weights so far, when the stabiliser changes.
+  __device__ __forceinline__ void rescale(int r, float factor) { of_row[r] *= factor; }
+  __device__ __forceinline__ void add(int r, float x, float y) {
+    of_row[r] = __int_as_float(__vimax3_s32(__float_as_int(of_row[r]), __float_as_int(x), __float_as_int(y)));
+  }
+};
+
 /// Softmax of base-2 scores divided by `scale`. With kPlain, a row without a stabiliser, whose scores were -inf until
 /// now, gets a sum that find_failures() notices. kRounds: the scaled score is rounded, as the stabiliser was. Else see
 /// FixedStabiliser.
-template <bool kPlain, bool kRounds = false, int kN>
+template <bool kPlain, bool kRounds = false, int kN, class Largest>
 __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&stabiliser)[2],
-                                             float (&sum)[2]) {
+                                             float (&sum)[2], Largest& largest) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float shift = !kPlain && stabiliser[r] == -INFINITY ? 0.0f : stabiliser[r];
     sum[r] = 0.0f;
 #pragma unroll
-    for (int n = 0; n < kN; ++n)
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const float score = s[0][n][2 * r + c];
@@ -38,7 +58,15 @@ __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, 
         s[0][n][2 * r + c] = x;
         sum[r] += x;
       }
+      largest.add(r, s[0][n][2 * r], s[0][n][2 * r + 1]);
+    }
   }
+}
+template <bool kPlain, bool kRounds = false, int kN>
+__device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&stabiliser)[2],
+                                             float (&sum)[2]) {
+  NoLargestWeights none;
+  exponentiate<kPlain, kRounds>(s, scale, stabiliser, sum, none);
 }
 
 /// Weights of products, to each of which, scaled, added(n, e) is added: base 2, with the stabiliser taken off.

@@ -27,7 +27,8 @@ struct ForwardConfig {
   static constexpr bool kListsBlocks = kVariant == ForwardVariant::kBlocks;
   static constexpr bool kReadsCache = kVariant == ForwardVariant::kCache;
   // A work tile may have only a part of its keys (split_kv.cuh). Other variants have no registers for that at 256.
-  static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain || kReadsCache;
+  static constexpr bool kKeepsMaxLogit = kVariant == ForwardVariant::kMaxLogit;
+  static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain || kReadsCache || kKeepsMaxLogit;
   static constexpr ForwardShape kShape = kListsBlocks  ? forward_blocks_shape({kHeadDim, kHeadDimV})
                                          : kVisible    ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
                                          : kReadsCache ? forward_cache_shape({kHeadDim, kHeadDimV})

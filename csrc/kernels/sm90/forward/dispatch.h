@@ -29,6 +29,12 @@ inline bool has_forward_options(const AttentionParams& p) {
 /// Whether k and v are a cache, contiguous or paged.
 inline bool has_cache(const AttentionParams& p) { return p.seq.block_table || p.seq.cache_batch > 0; }
 
+/// Whether the variant with max_logit serves a call; where others do, a kernel behind the forward finds max_logit.
+inline bool keeps_max_logit(const ForwardParams& p) {
+  return p.max_logit && !has_cache(p) && !has_forward_options(p) &&
+         !has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale);
+}
+
 /// Calls run(Element(), HeadDim<n>()) for the variant with options.
 template <class Run>
 void with_forward_options_types(const AttentionParams& p, Run run) {
@@ -45,6 +51,15 @@ void with_forward_blocks_types(const AttentionParams& p, Run run) {
 template <class Run>
 void with_forward_cache_types(const AttentionParams& p, Run run) {
   with_types_of<64, 128, 256>(p, first_that_serves(kForwardCacheHeadDims, p.head_dim, p.head_dim_v).qk, run);
+}
+
+/// Calls run(Element(), HeadDim<n>(), HeadDim<n>()) for the variant with max_logit.
+template <class Run>
+void with_forward_max_logit_types(const AttentionParams& p, Run run) {
+  const HeadDims dims = first_that_serves(kForwardMaxLogitHeadDims, p.head_dim, p.head_dim_v);
+  if (dims.v < dims.qk)
+    return with_element(p, [&](auto element) { run(element, HeadDim<192>(), HeadDim<128>()); });
+  with_types_of<64, 128, 256>(p, dims.qk, [&](auto element, auto head_dim) { run(element, head_dim, head_dim); });
 }
 
 /// Calls run(Element(), HeadDim<n>(), HeadDim<n>()).

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/common/sanitise.cuh"
+#include "kernels/common/score/max_logit.cuh"
 #include "kernels/sm90/common/store_rows.cuh"
 #include "rows.cuh"
 #include "split_kv.cuh"
@@ -13,7 +14,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
   using Base = ForwardRows<Config>;
 
  protected:
-  using Base::address, Base::k_at_, Base::kBlockN, Base::kD, Base::lane_, Base::out_, Base::p_, Base::q_at_,
+  using Base::address, Base::k_at_, Base::kBlockN, Base::kD, Base::lane_, Base::largest_, Base::out_, Base::p_, Base::q_at_,
       Base::query_tile, Base::row_sum_, Base::s_tiles_, Base::stabiliser_, Base::storage_, Base::v_at_, Base::warp_,
       Base::warpgroup_;
 
@@ -67,7 +68,10 @@ class ForwardEpilogue : public ForwardRows<Config> {
   __device__ __forceinline__ void store(const WorkTile& work_tile) {
     const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows;
     float scale[2], lse[2];
-    if (first_row < work_tile.end_query) finish_rows(work_tile, scale, lse);
+    if (first_row < work_tile.end_query) {
+      finish_rows(work_tile, scale, lse);
+      if constexpr (Config::kKeepsMaxLogit) raise_max_logit(work_tile, first_row);
+    }
     if (work_tile.has_out_slots()) {
       this->wait_for_keys();
       this->wait_for_values();
@@ -115,6 +119,22 @@ class ForwardEpilogue : public ForwardRows<Config> {
       scale[r] = ends[r].scale;
       lse[r] = ends[r].lse;
     }
+  }
+
+  /// Raises the head's max_logit to the largest score of this warp's rows. Rows that overflowed are left out: they come
+  /// again on the safe path, where NaN is a score's own.
+  __device__ __forceinline__ void raise_max_logit(const WorkTile& work_tile, int first_row) const {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + warp_ * 16 + 8 * r + lane_ / 4;
+      const bool counts = row < work_tile.end_query && (work_tile.safe_path || largest_.of_row[r] < INFINITY);
+      if (counts) largest = ptx::max_or_nan(largest, stabiliser_[r] + log2f(largest_.of_row[r]));
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+      largest = ptx::max_or_nan(largest, __shfl_xor_sync(~0u, largest, distance));
+    if (lane_ == 0) flash_ext::raise_max_logit(p_, work_tile.sequence, largest * kLn2);
   }
 
   __device__ __forceinline__ void store_lse(const WorkTile& work_tile, int first_row, const float (&lse)[2]) const {

@@ -19,8 +19,8 @@ struct ForwardCall {
 };
 
 /// Kernels that are compiled together: plain and with options of scores; with bias, masks or dropout; of block masks;
-/// of caches.
-enum class ForwardFamily { kRange, kVisible, kBlocks, kCache };
+/// of caches; with max_logit.
+enum class ForwardFamily { kRange, kVisible, kBlocks, kCache, kMaxLogit };
 
 /// Instantiated in the files of inst/.
 template <ForwardFamily kFamily, class Element, int kHeadDim, int kHeadDimV = kHeadDim>

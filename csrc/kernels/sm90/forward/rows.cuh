@@ -59,6 +59,7 @@ class ForwardRows {
       stabiliser_[r] = -INFINITY;
       row_sum_[r] = 0.0f;
     }
+    largest_.zero();
 #pragma unroll
     for (int d = 0; d < kD; ++d)
 #pragma unroll
@@ -174,7 +175,7 @@ class ForwardRows {
       hide(s, work_tile, tile);
       update_row_max<kRowMaxUpdate == RowMaxUpdate::kFirst>(s);
     }
-    exponentiate<kPlain, kRounds>(s, scale_, stabiliser_, sum);
+    exponentiate<kPlain, kRounds>(s, scale_, stabiliser_, sum, largest_);
     add_to_row_sums(sum);
   }
 
@@ -270,6 +271,7 @@ class ForwardRows {
       const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(stabiliser_[r] - raised);
       stabiliser_[r] = raised;
       row_sum_[r] *= factor;
+      largest_.rescale(r, factor);
 #pragma unroll
       for (int d = 0; d < kD; ++d) {
         out_[d][2 * r] *= factor;
@@ -292,6 +294,7 @@ class ForwardRows {
   float out_[kD][4];
   float stabiliser_[2];  // base 2; -inf while the row has seen no key
   float row_sum_[2];
+  std::conditional_t<Config::kKeepsMaxLogit, LargestWeights, NoLargestWeights> largest_;
 };
 
 }  // namespace flash_ext::sm90

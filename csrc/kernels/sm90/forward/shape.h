@@ -26,6 +26,9 @@ constexpr HeadDims kForwardOptionsHeadDims[] = {{64, 64}, {128, 128}, {256, 256}
 /// Those that the variant of block masks is instantiated for.
 constexpr HeadDims kForwardBlocksHeadDims[] = {{64, 64}, {128, 128}};
 
+/// Those that the variant with max_logit is instantiated for.
+constexpr HeadDims kForwardMaxLogitHeadDims[] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
+
 /// Those that the variant of caches is instantiated for.
 constexpr HeadDims kForwardCacheHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
 
@@ -121,6 +124,7 @@ enum class ForwardVariant {
   kDropout,        // all of these, and dropout
   kBlocks,         // a block mask alone, whose blocks are made of whole tiles (traverse_listed.cuh)
   kCache,          // plain, with keys in a cache: contiguous or in pages (CacheTiles)
+  kMaxLogit,       // plain, and the largest score of each head of each batch entry
 };
 
 /// What a call of the variant with options asks for.

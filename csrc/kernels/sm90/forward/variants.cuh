@@ -132,6 +132,11 @@ void run_forward(const ForwardCall& call) {
     if (call.p.block_m != Config::kBlockM || call.block_n != Config::kBlockN)
       throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned for a cache");
     launch_range<Config>(call);
+  } else if constexpr (kFamily == ForwardFamily::kMaxLogit) {
+    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kMaxLogit>;
+    if (call.p.block_m != Config::kBlockM || call.block_n != Config::kBlockN)
+      throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned with max_logit");
+    launch_range<Config>(call);
   } else {
     run_range<Element, kHeadDim, kHeadDimV>(call);
   }
