@@ -95,7 +95,9 @@ bool overlaps_sm90_backward(const Problem& p) {
          (lists_blocks(p) || sm90::pipelines(serving_options(p), p.has_block_mask));
 }
 
-bool persists_sm90_backward(const Problem& p) { return !p.has_block_mask || lists_blocks(p); }
+bool persists_sm90_backward(const Problem& p) {
+  return lists_blocks(p) || (!p.has_block_mask && sm90::persists(serving_options(p)));
+}
 
 void choose_sm90_backward_tiles(Draft& draft) {
   // Without options the same kernel serves both.

@@ -8,10 +8,10 @@
 
 #include "bias_producer.cuh"
 #include "kernels/sm90/common/backward/kernel.cuh"
+#include "kernels/sm90/common/backward/option_scores.cuh"
 #include "mask_words.cuh"
 #include "masks_producer.cuh"
 #include "names.h"
-#include "option_scores.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -24,7 +24,7 @@ using BackwardPipelinedOptionsDq =
 template <class Config>
 using BackwardPipelinedOptionsRoles =
     BackwardRolesOf<Config, BackwardPipelinedOptionsStorage<Config>, BackwardPipelinedOptionsDq<Config>,
-                    BackwardPipelinedConsumer<Config, BackwardOptionScores<Config>>,
+                    BackwardPipelinedConsumer<Config, BackwardOptionScores<Config, BackwardPipelinedOptionsStorage<Config>>>,
                     std::conditional_t<Config::kBiased, BackwardBiasMaps, BackwardMaps>>;
 
 /// Calls run(std::integral_constant<int, options>()) for the variant that serves a call with options.

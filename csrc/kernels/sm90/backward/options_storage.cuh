@@ -3,58 +3,12 @@
 #pragma once
 
 #include "kernels/common/backward/visibility.cuh"
-#include "kernels/common/dropout/random_bits.cuh"
-#include "kernels/common/score/bias_rows.cuh"
+#include "kernels/sm90/common/backward/option_storage.cuh"
 #include "kernels/sm90/common/backward/options.cuh"
 #include "kernels/sm90/common/backward/steps.cuh"
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
-
-/// What is added to a key's scores, to base 2, by a bias or a mask that is the same for all queries.
-/// kMaskAlone: a bias there may be is one of pairs.
-template <bool kMaskAlone>
-__device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequence& sequence, int key) {
-  float x = 0.0f;
-  if (!kMaskAlone && p.bias.data) {
-    const BiasRows bias(p.bias, sequence);
-    bias.with_type([&](auto type) { x = bias.template load<decltype(type)>(0, key) * kLog2E; });
-  }
-  if (p.mask.data) {
-    const MaskRows mask(p.mask, sequence);
-    x = mask.data[key * mask.col_stride] ? x : -INFINITY;
-  }
-  return x;
-}
-
-/// What dropout needs: words of kept weights of a step, in one slot, and what random bits are made of.
-template <class Config, bool kDrops = Config::may_have(kStepDrops)>
-struct BackwardKeptWords {
-  __device__ __forceinline__ void init_kept() {}
-  __device__ __forceinline__ void seed(const BackwardParams&, const Sequence&) {}
-};
-template <class Config>
-struct BackwardKeptWords<Config, true> {
-  __align__(16) RandomKey key;  // of head 0 of the batch entry: registers are short
-  __align__(8) uint32_t kept[Config::kGroups][KeptTile<Config::kBlockM>::kWordsOfGroup];
-  uint64_t kept_full[Config::kGroups], kept_empty[Config::kGroups];  // of a warpgroup's words
-
-  __device__ __forceinline__ void init_kept() {
-    init_barriers(kept_full, kWarpgroupWarps);
-    init_barriers(kept_empty, kWarpgroupWarps);
-  }
-  __device__ __forceinline__ void seed(const BackwardParams& p, const Sequence& sequence) {
-    key = {philox_key(p.dropout.rng[0], p.dropout.rng[1]), static_cast<uint32_t>(sequence.batch * p.heads_q)};
-  }
-};
-
-/// Which keys a bias or a mask that is the same for all queries leaves visible, for one head: bits.
-template <class Config, bool kHidesKeys = Config::may_have(kStepKeyBiased)>
-struct BackwardVisibleKeys {};
-template <class Config>
-struct BackwardVisibleKeys<Config, true> {
-  uint32_t visible_keys[Config::kBlockN / 32];
-};
 
 /// Whether a CTA without steps has turns that some CTA behind it may wait for.
 template <class Config, bool kPassesTurns = Config::kPassesTurns>
@@ -62,22 +16,6 @@ struct BackwardPassedTurns {};
 template <class Config>
 struct BackwardPassedTurns<Config, true> {
   bool passes_turns;
-};
-
-/// What such a bias adds, to base 2; 0 where it hides the key. Words of dropout leave no room for it.
-template <class Config>
-constexpr bool kSharesKeyBias = Config::may_have(kStepKeyBiased) && !Config::may_have(kStepDrops) && !Config::kBiased;
-template <class Config, bool kShares = kSharesKeyBias<Config>>
-struct BackwardKeyBiases {
-  __device__ __forceinline__ void set_key_bias(uint32_t, float) {}
-};
-template <class Config>
-struct BackwardKeyBiases<Config, true> {
-  float key_bias[Config::kBlockN];
-
-  __device__ __forceinline__ void set_key_bias(uint32_t key, float bias) {
-    key_bias[key] = bias == -INFINITY ? 0.0f : bias;
-  }
 };
 
 /// Of the tile of a bias of query-key pairs.
@@ -134,7 +72,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
 
   __device__ __forceinline__ void prepare(const BackwardParams& p) {
     if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
-    this->seed(p, this->work_tile.sequence);
+    this->seed(p, static_cast<uint32_t>(this->work_tile.sequence.batch * p.heads_q));
   }
   /// By all threads of the CTA, which then has no steps if no head sees a key. It may still have turns.
   __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
@@ -227,7 +165,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
       const uint32_t visible = __ballot_sync(~0u, !hidden);
       if (head > 0) continue;
       this->set_key_bias(threadIdx.x, bias);
-      this->visible_keys[threadIdx.x / 32] = visible;
+      this->visible_keys[0][threadIdx.x / 32] = visible;
     }
   }
 };

@@ -5,6 +5,7 @@
 #include "epilogue.cuh"
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/tma.h"
+#include "kernels/sm90/common/backward/option_scores.cuh"
 #include "kernels/sm90/common/backward/pipelined_consumer.cuh"
 #include "storage.cuh"
 
@@ -15,6 +16,7 @@ template <class Config>
 struct BackwardCursor {
   uint32_t stage = 0, query_parity = 0;  // of Q and dO
   RingCount<Config::kDsStages> ds;       // and, in the two highest bits, the count of tiles
+  uint32_t kept = 0;                     // of steps whose words of dropout have been shared
 
   template <class Storage>
   __device__ __forceinline__ const uint64_t& k_full(const Storage& storage) const {
@@ -32,26 +34,31 @@ struct BackwardCursor {
   __device__ __forceinline__ BackwardStepsOf<Config> first_step(const Storage& storage) const {
     BackwardStepsOf<Config> step(storage.work_tiles[slot()]);
     step.stage = stage, step.parity = query_parity;
+    if constexpr (Config::kHasOptions) step.count = kept;
     if constexpr (Config::kListsBlocks) step.slot = ds.count % kMetadataSlots;
     return step;
   }
   __device__ __forceinline__ void leave(const BackwardStepsOf<Config>& past) {
     stage = past.stage, query_parity = past.parity;
+    if constexpr (Config::kHasOptions) kept = past.count + 1;  // those of a step behind the last have been, too
   }
 };
 
+template <class Config, class Storage = BackwardPersistentStorageOf<Config>>
+using BackwardPersistentScores = std::conditional_t<Config::kHasOptions, BackwardOptionScores<Config, Storage>,
+                                                    BackwardPlainScores<Config, Storage>>;
+
 /// One warp of the consumers, for the tile of keys that the cursor points to.
 template <class Config>
-class BackwardPersistentConsumer
-    : BackwardPipelinedConsumer<Config, BackwardPlainScores<Config, BackwardPersistentStorage<Config>>> {
+class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPersistentScores<Config>> {
  public:
-  using Storage = BackwardPersistentStorage<Config>;
-  using Base = BackwardPipelinedConsumer<Config, BackwardPlainScores<Config, Storage>>;
+  using Base = BackwardPipelinedConsumer<Config, BackwardPersistentScores<Config>>;
+  using typename Base::Storage;
 
   __device__ __forceinline__ BackwardPersistentConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                                         float scale, int warpgroup, int lane,
                                                         const BackwardCursor<Config>& at)
-      : Base(p, storage, storage.work_tiles[at.slot()], s_tiles, at.keys_offset(), scale, warpgroup, lane) {}
+      : Base(p, storage, at.slot(), s_tiles, scale, warpgroup, lane) {}
 
   /// Runs that tile and moves the cursor on.
   __device__ __forceinline__ void run(BackwardCursor<Config>& at, const BackwardPersistentMaps& maps) {
@@ -74,7 +81,7 @@ class BackwardPersistentConsumer
 
   /// Stores dV and dK through shared memory, from where TMA takes them while the warp goes on.
   __device__ __forceinline__ void store_sums(const BackwardPersistentMaps& maps) const {
-    if (work_tile_.sums) return Base::store_sums();
+    if (!Config::kStoresByTma || work_tile_.sums) return Base::store_sums();
     if (p_.dv.data) store_rows(maps.dv, dv_, rules_.unit());
     if (p_.dk.data) store_rows(maps.dk, dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }

@@ -41,7 +41,7 @@ BackwardPersistentMaps persistent_maps(const BackwardParams& p, int query_rows) 
 /// Until there are no more tiles of keys.
 template <class Config>
 __device__ __forceinline__ void consume_tiles(const BackwardParams& p, const BackwardPersistentMaps& maps,
-                                              BackwardPersistentStorage<Config>& storage, uint32_t s_tiles, float scale,
+                                              BackwardPersistentStorageOf<Config>& storage, uint32_t s_tiles, float scale,
                                               int warpgroup, int lane) {
   BackwardCursor<Config> at;
 #pragma unroll 1
@@ -63,11 +63,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                const __grid_constant__ BackwardWorkspace workspace,
                                const __grid_constant__ BackwardTileTable<Config> table, const float scale) {
   extern __shared__ __align__(1024) char shared[];
-  auto& storage = *reinterpret_cast<BackwardPersistentStorage<Config>*>(shared + Config::kTilesBytes);
+  auto& storage = *reinterpret_cast<BackwardPersistentStorageOf<Config>*>(shared + Config::kTilesBytes);
   const uint32_t s_tiles = ptx::shared_address(shared);
   ptx::launch_dependents();
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
-  if (threadIdx.x == 0) storage.init();
+  if (threadIdx.x == 0) storage.init(), storage.prepare(p);
   __syncthreads();
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
@@ -90,14 +90,14 @@ int64_t backward_persistent_bytes(const BackwardParams& p) {
   return BackwardPersistentMemory<BackwardPersistentConfig<Element, kHeadDim, kTurns>>(p, nullptr).bytes;
 }
 
-/// The launches of a call. `all`: BackwardPersistentMemory, or what has its members; behind_main() launches what comes
-/// behind the main kernel.
+/// The launches of a call. `all`: BackwardPersistentMemory, or what has its members; scale: of products; behind_main()
+/// launches what comes behind the main kernel.
 template <class Config, class Dq, class Memory, class LaunchBehind>
-void launch_backward_persistent(const BackwardParams& p, const Memory& all, int query_rows, cudaStream_t stream,
-                                LaunchBehind behind_main) {
+void launch_backward_persistent(const BackwardParams& p, const Memory& all, int query_rows, float scale,
+                                cudaStream_t stream, LaunchBehind behind_main) {
   using Element = typename Config::Element;
   constexpr int kBlockM = Config::kBlockM, kHeadDim = Config::kHeadDim;
-  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardPersistentStorage<Config>);
+  constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardPersistentStorageOf<Config>);
   static_assert(kSharedBytes <= kMaxSharedBytes);
   const int64_t num_sms = device_attribute(cudaDevAttrMultiProcessorCount);
   const auto launch_row_terms = [&](const LaunchShape& rows) {
@@ -110,7 +110,7 @@ void launch_backward_persistent(const BackwardParams& p, const Memory& all, int 
     const auto ctas = std::min<int64_t>(all.table.count, num_sms);
     const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), kSharedBytes, true};
     launch(kBackwardPersistentNames.main, backward_persistent_kernel<Config, Dq>, shape, stream, p,
-           persistent_maps<Config>(p, query_rows), all.workspace, all.table, score_scale(p, kLog2E));
+           persistent_maps<Config>(p, query_rows), all.workspace, all.table, scale);
     behind_main();
   };
   using Rows = BackwardRowKernels<Element, BackwardTransposedDqLayout<kBlockM, kHeadDim>, kBlockM, kHeadDim, true>;
@@ -125,7 +125,7 @@ void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t
                                 BackwardPersistentDq<Config>>;
   const BackwardPersistentMemory<Config> all(p, memory);
   fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
-  launch_backward_persistent<Config, Dq>(p, all, Config::kBlockM, stream, [&] {
+  launch_backward_persistent<Config, Dq>(p, all, Config::kBlockM, score_scale(p, kLog2E), stream, [&] {
     combine_splits<Element, Config::kBlockM, Config::kBlockN, kHeadDim, Config::kAnchored>(p, all.schedule, true,
                                                                                            stream);
   });

@@ -14,7 +14,7 @@ template <class Config>
 class BackwardPersistentDq {
  public:
   using Element = typename Config::Element;
-  using Storage = BackwardPersistentStorage<Config>;
+  using Storage = BackwardPersistentStorageOf<Config>;
   using WorkTile = BackwardWorkTile<Config>;
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
 
@@ -52,6 +52,7 @@ class BackwardPersistentDq {
   }
 
   using KeyTile = TileDescriptor<kBlockN>;
+  using DsTile = HalfPanelDescriptor<kBlockN>;
   using DqPiece = BackwardDqPiece<Config>;
   using Sum = typename DqPiece::Sum;
   using TileCount = RingCount<Config::kKeySlots>;
@@ -125,6 +126,8 @@ class BackwardPersistentDq {
       } else {
         find_large_lse_of_all(workspace_, work_tile, lane_);
       }
+      if constexpr (Config::kHasOptions && Config::may_have(kStepKeyBiased))
+        look_at_keys(p_, workspace_, work_tile, storage_.visible_keys[slot], lane_);
     } else {
       work_tile.heads = kNoMoreTiles;
     }
@@ -244,17 +247,13 @@ class BackwardPersistentDq {
   }
   __device__ __forceinline__ static void start(Sum& sum, uint32_t keys, uint32_t s_ds) {
     ptx::wgmma_fence();
-    ptx::wgmma_transposed<Element, false>(sum, KeyTile::at(keys, 0), ds_rows(s_ds, 0));
+    const uint32_t ds = DsTile::lower_half(s_ds);
+    ptx::wgmma_transposed<Element, false>(sum, KeyTile::at(keys, 0), DsTile::at(ds, 0));
 #pragma unroll
     for (int k = 1; k < kBlockN / 16; ++k)
-      ptx::wgmma_transposed<Element, true>(sum, KeyTile::at(keys, KeyTile::down_rows(k)), ds_rows(s_ds, k));
+      ptx::wgmma_transposed<Element, true>(sum, KeyTile::at(keys, KeyTile::down_rows(k)),
+                                           DsTile::at(ds, DsTile::down_rows(k)));
     ptx::wgmma_commit();
-  }
-  /// A descriptor of keys [16 k, + 16) of dS, which are rows of its panels.
-  __device__ __forceinline__ static uint64_t ds_rows(uint32_t s_ds, int k) {
-    constexpr uint32_t kSwizzle64 = 2u << 30, kRowBytes = Config::kDsQueries * 2, kEightRows = 8 * kRowBytes / 16;
-    constexpr uint32_t kNextPanel = Config::kDsPanelBytes / 16;
-    return uint64_t{kSwizzle64 | kEightRows} << 32 | ((s_ds >> 4 | kNextPanel << 16) + k * 2 * kEightRows);
   }
 
   const BackwardParams& p_;

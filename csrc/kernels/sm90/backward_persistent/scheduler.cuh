@@ -3,20 +3,32 @@
 #pragma once
 
 #include "kernels/common/backward/launch_sequence.cuh"
+#include "kernels/sm90/common/backward/option_storage.cuh"
 #include "kernels/sm90/common/backward/scheduler.cuh"
 
 namespace flash_ext::sm90 {
+
+/// Tiles of row terms that the steps of a tile of keys touch.
+struct RowTiles {
+  int first, count;
+
+  template <class Config>
+  __device__ __forceinline__ explicit RowTiles(const BackwardWorkTile<Config>& work_tile) {
+    constexpr int kBlockM = Config::kBlockM;
+    const int begin = work_tile.tiles.begin * kBlockM,
+              end = min(work_tile.tiles.end * kBlockM, work_tile.sequence.seqlen_q);
+    first = (work_tile.skipped + begin) / kBlockM;
+    count = begin < end ? (work_tile.skipped + end + kBlockM - 1) / kBlockM - first : 0;
+  }
+};
 
 /// As find_large_lse(), for all warpgroups, by one warp, after the wait for row terms.
 template <class Config>
 __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& workspace,
                                                       BackwardWorkTile<Config>& work_tile, int lane) {
-  constexpr int kBlockM = Config::kBlockM;
-  const int begin = work_tile.tiles.begin * kBlockM,
-            end = min(work_tile.tiles.end * kBlockM, work_tile.sequence.seqlen_q);
-  const int first = (work_tile.skipped + begin) / kBlockM;
-  const int tiles = begin < end ? (work_tile.skipped + end + kBlockM - 1) / kBlockM - first : 0;
-  if (!__any_sync(~0u, finds_large_lse(workspace, work_tile.workspace_tile + first, tiles, work_tile.heads, lane, 32)))
+  const RowTiles rows(work_tile);
+  if (!__any_sync(~0u, finds_large_lse(workspace, work_tile.workspace_tile + rows.first, rows.count, work_tile.heads,
+                                       lane, 32)))
     return;
   work_tile.large = true;
 #pragma unroll
@@ -24,7 +36,46 @@ __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& w
   __syncwarp();
 }
 
-/// The same of the tiles of a list.
+/// Which keys of a tile a bias or a mask that is the same for all queries leaves visible: bits of the first head. Without
+/// any, of all heads, the tile has no steps; where it hides one, and Q or dO may hold Inf or NaN, no step is full. By one
+/// warp, as above.
+template <class Config>
+__device__ __forceinline__ void look_at_keys(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                             BackwardWorkTile<Config>& work_tile,
+                                             uint32_t (&visible)[Config::kBlockN / 32], int lane) {
+  Sequence sequence = work_tile.sequence;
+  const int first_key = work_tile.first_key + lane;
+  const int heads = p.mask.head_stride || p.bias.head_stride ? work_tile.heads : min(work_tile.heads, 1);
+  bool sees = false, hides = false;
+#pragma unroll 1
+  for (int head = 0; head < heads; ++head, ++sequence.head) {
+#pragma unroll
+    for (int word = 0; word < Config::kBlockN / 32; ++word) {
+      const int key = first_key + 32 * word;
+      const bool exists = key < sequence.seqlen_k;
+      const bool hidden = exists && key_bias_of<false>(p, sequence, key) == -INFINITY;
+      sees |= exists && !hidden;
+      hides |= hidden;
+      const uint32_t bits = __ballot_sync(~0u, !hidden);
+      if (head == 0) visible[word] = bits;
+    }
+  }
+  if (!__any_sync(~0u, sees)) {
+    work_tile.tiles.end = work_tile.tiles.begin;
+  } else if (__any_sync(~0u, hides)) {
+    const RowTiles of_tile(work_tile);
+    bool found = false;
+#pragma unroll 1
+    for (int head = 0; head < work_tile.heads; ++head)
+      for (int k = lane; k < of_tile.count; k += 32)
+        found |= workspace.has_non_finite[work_tile.workspace_tile + of_tile.first +
+                                          head * workspace.tiles_per_head + k] != 0;
+    if (__any_sync(~0u, found)) work_tile.tiles.full_begin = work_tile.tiles.full_end = work_tile.tiles.end;
+  }
+  __syncwarp();
+}
+
+/// As find_large_lse_of_all(), of the tiles of a list.
 template <class Config>
 __device__ __forceinline__ void find_large_lse_of_list(const BackwardWorkspace& workspace,
                                                        BackwardWorkTile<Config>& work_tile, int lane) {

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "config.cuh"
+#include "kernels/sm90/common/backward/option_storage.cuh"
 #include "kernels/sm90/common/backward/storage.cuh"
 
 namespace flash_ext::sm90 {
@@ -36,6 +38,29 @@ struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
     init_barriers(tile_empty, kConsumers + kWarpgroupWarps);
     ptx::mbarrier_init_fence();
   }
+  __device__ __forceinline__ void prepare(const BackwardParams&) {}
 };
+
+/// With options.
+template <class Config>
+struct BackwardPersistentOptionsStorage : BackwardPersistentStorage<Config>,
+                                          BackwardKeptWords<Config>,
+                                          BackwardVisibleKeys<Config> {
+  float cap;  // of scores, to base 2
+
+  __device__ __forceinline__ void init() {
+    this->init_kept();
+    BackwardPersistentStorage<Config>::init();
+  }
+  /// Called by one thread.
+  __device__ __forceinline__ void prepare(const BackwardParams& p) {
+    if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
+    this->seed(p, 0);
+  }
+};
+
+template <class Config>
+using BackwardPersistentStorageOf =
+    std::conditional_t<Config::kHasOptions, BackwardPersistentOptionsStorage<Config>, BackwardPersistentStorage<Config>>;
 
 }  // namespace flash_ext::sm90

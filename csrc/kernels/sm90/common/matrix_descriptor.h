@@ -36,4 +36,24 @@ struct TileDescriptor {
   static constexpr uint32_t down_rows(int step) { return step * 16 * kPanelRowBytes; }
 };
 
+/// The same of panels of 32 columns, whose rows have 64 bytes: the 16-byte pieces of a row are exchanged by two bits of
+/// the row above the last ("64-byte swizzle").
+template <int kRows>
+struct HalfPanelDescriptor {
+  static constexpr uint32_t kSwizzle64 = 2u << 30;
+  static constexpr uint32_t kRowBytes = kPanelRowBytes / 2;
+  static constexpr uint32_t kPanelBytes = kRows * kRowBytes;
+  static constexpr uint32_t kEightRows = 8 * kRowBytes / 16;
+
+  __device__ __forceinline__ static uint32_t lower_half(uint32_t s_tile) { return s_tile >> 4 | kPanelBytes / 16 << 16; }
+  /// The descriptor of what begins `offset` bytes behind the tile.
+  __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
+    return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);
+  }
+  /// Where the part begins whose depth is columns [16 step, + 16).
+  static constexpr uint32_t along_row(int step) { return step / 2 * kPanelBytes + step % 2 * 32; }
+  /// Where the part begins whose depth is rows [16 step, + 16).
+  static constexpr uint32_t down_rows(int step) { return step * 16 * kRowBytes; }
+};
+
 }  // namespace flash_ext::sm90

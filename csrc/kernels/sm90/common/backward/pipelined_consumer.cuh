@@ -10,8 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-/// The score policy without options: it does nothing. BackwardOptionScores (sm90/backward/option_scores.cuh) has the
-/// same members.
+/// The score policy without options: it does nothing. BackwardOptionScores (option_scores.cuh) has the same members.
 template <class Config, class Storage_>
 class BackwardPlainScores {
  public:
@@ -27,7 +26,8 @@ class BackwardPlainScores {
   static constexpr int kEarlySteps = Tile::kSteps;  // whose D is read beside dP
   static constexpr bool kBoundsScores = false;      // then a finite lse does not say that Q is finite
 
-  __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, uint32_t) {}
+  __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, const BackwardWorkTile<Config>&,
+                                                 uint32_t, uint32_t) {}
 
   __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
   /// Whether options hide pairs of the CTA whose Q or dO may hold Inf or NaN, whatever lse is. No tile is full then.
@@ -85,7 +85,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                                        float scale, int warpgroup, int lane)
       : Base(p, storage, s_tiles, warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
-        rules_(p, storage, s_tiles) {}
+        rules_(p, storage, storage.work_tile, 0, s_tiles) {}
   __device__ __forceinline__ void run() {
     zero_accumulators(dk_);
     zero_accumulators(dv_);
@@ -95,13 +95,13 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   }
 
  protected:
-  /// Of a tile of keys among several.
-  __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage,
-                                                       const BackwardWorkTile<Config>& work_tile, uint32_t s_tiles,
-                                                       int keys_offset, float scale, int warpgroup, int lane)
-      : Base(p, storage, work_tile, s_tiles, keys_offset + warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup,
-             lane),
-        rules_(p, storage, s_tiles) {}
+  /// Of one of the tiles of keys of a persistent CTA.
+  __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t slot,
+                                                       uint32_t s_tiles, float scale, int warpgroup, int lane)
+      : Base(p, storage, storage.work_tiles[slot], s_tiles,
+             static_cast<int>(slot) * Config::kKeySlotBytes + warpgroup * panel_bytes(kWarpgroupRows), scale,
+             warpgroup, lane),
+        rules_(p, storage, storage.work_tiles[slot], slot, s_tiles) {}
 
   __device__ __forceinline__ void store_sums() const {
     this->store_dv(dv_, rules_.unit());
@@ -118,7 +118,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   using Terms = typename Tile::Terms;
   using Visible = typename Tile::Visible;
   using QueryTile = TileDescriptor<kBlockM>;
-  using DsTile = TileDescriptor<Config::kBlockN>;
+  using DsTile = std::conditional_t<Config::kDsQueries == kPanelColumns, TileDescriptor<Config::kBlockN>,
+                                    HalfPanelDescriptor<Config::kBlockN>>;
   static constexpr bool kListsPieces = Config::kListsBlocks && Config::kPersistent;
   struct NoBits {};
   using Bits = std::conditional_t<kListsPieces, BackwardPieceBits<Config>, NoBits>;
@@ -174,16 +175,16 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
       Products::start(s, keys_ + kValues, grads);
-      rules_.prepare_ahead(step);
-      if (!Config::kPersistent) start_sum(dv_, p, grads);
+      if (!Config::kPersistent) rules_.prepare_ahead(step), start_sum(dv_, p, grads);
 
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
       Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
+      const Steps current = step;
       step.advance();
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
       // A product whose operand is in registers holds its warp until it is nearly over.
-      if (Config::kPersistent) start_sum(dv_, p, grads);
+      if (Config::kPersistent) start_sum(dv_, p, grads), rules_.prepare_ahead(current);
       ptx::wgmma_wait<1>();
       ptx::fence_operand(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);

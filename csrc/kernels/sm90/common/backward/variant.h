@@ -38,6 +38,17 @@ constexpr bool pipelines(int options, bool has_blocks) {
   return options == 0;
 }
 
+/// Options that the persistent kernel serves, at head_dim 64. A bias or a mask of pairs, whose tiles have 64 queries,
+/// takes the loop without overlap there.
+constexpr int kPersistentOptions[] = {kStepAlibi, kStepSoftcapped, kStepKeyBiased, kStepDrops,
+                                      kStepDrops | kStepKeyBiased};
+
+constexpr bool persists(int options) {
+  for (const int own : kPersistentOptions)
+    if (options == own) return true;
+  return options == 0;
+}
+
 /// Where a head_dim has the pipelined loop: whether the options' own loop still serves some call with these options. It
 /// serves any options, and those that a block mask alone asks for.
 constexpr bool serves_beside_pipelined(int options) { return !pipelines(options, (options & kStepIsMasked) != 0); }

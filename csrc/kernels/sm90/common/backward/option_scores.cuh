@@ -19,16 +19,17 @@
 //   metadata        of the steps that a mask leaves, in kMetadataSlots slots.
 #pragma once
 
-#include "kernels/sm90/common/backward/pipelined_consumer.cuh"
-#include "options_storage.cuh"
+#include "option_storage.cuh"
+#include "pipelined_consumer.cuh"
 
 namespace flash_ext::sm90 {
 
 /// What options make of the scores of a warp.
-template <class Config>
+template <class Config, class Storage_>
 class BackwardOptionScores {
  public:
-  using Storage = BackwardPipelinedOptionsStorage<Config>;
+  using Storage = Storage_;
+  using WorkTile = BackwardWorkTile<Config>;
   using Steps = BackwardStepsOf<Config>;
   using Tile = BackwardPipelinedTile<typename Config::Element, Config::kBlockM>;
   using Scores = typename Tile::Scores;
@@ -44,12 +45,15 @@ class BackwardOptionScores {
   // Both weights leave room for half of D beside dP.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
 
-  __device__ __forceinline__ BackwardOptionScores(const BackwardParams& p, Storage& storage, uint32_t s_tiles)
-      : p_(p), storage_(storage), s_tiles_(s_tiles) {
+  /// slot: that of the tile of keys, where the storage has two.
+  __device__ __forceinline__ BackwardOptionScores(const BackwardParams& p, Storage& storage, const WorkTile& work_tile,
+                                                  uint32_t slot, uint32_t s_tiles)
+      : p_(p), storage_(storage), work_tile_(work_tile), s_tiles_(s_tiles) {
     if constexpr (kHidesKeys) {
       const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps;  // among those that compute
-      visible_keys_ = ptx::uniform(storage.visible_keys[warp / 2] >> 16 * (warp % 2) & kAllKeys);
-      const int head = storage.work_tile.sequence.head, end = head + storage.work_tile.heads;
+      // Not by a shuffle: in a persistent CTA ptxas then treats the lanes of the loop as divergent.
+      visible_keys_ = __reduce_or_sync(~0u, storage.visible_keys[slot][warp / 2] >> 16 * (warp % 2) & kAllKeys);
+      const int head = work_tile.sequence.head, end = head + work_tile.heads;
       next_head_ = ptx::uniform(p.mask.head_stride || p.bias.head_stride ? head_behind(head, end) : kNoHead);
     }
   }
@@ -59,7 +63,10 @@ class BackwardOptionScores {
     return kDrops && keep_scale > 0 ? static_cast<float>(keep_scale) : 1.0f;
   }
 
-  __device__ __forceinline__ bool may_be_non_finite() const { return Config::kBiased && storage_.has_non_finite; }
+  __device__ __forceinline__ bool may_be_non_finite() const {
+    if constexpr (Config::kBiased) return storage_.has_non_finite;
+    return false;
+  }
   /// What a mask of pairs leaves of the warp's.
   __device__ __forceinline__ void hide_pairs(Visible& visible) const {
     visible[0] &= word_;
@@ -85,14 +92,14 @@ class BackwardOptionScores {
       read_kept(step);
       Steps next = step;
       next.advance();
-      drawn_ = draw(next);
+      draw(next);
     }
   }
   /// What must be there before the first step's scores.
   __device__ __forceinline__ void prepare_first(const Steps& step) {
     if constexpr (kDrops) {
-      drawn_ = draw(step);
-      share_kept(0);
+      draw(step);
+      share_kept(step.count);
     }
     if constexpr (Config::kFindsSteps) find(step);
   }
@@ -157,6 +164,7 @@ class BackwardOptionScores {
 
  private:
   using KeptWords = KeptTile<kBlockM>;
+  static constexpr int kWordsOfLane = (KeptWords::kWordsOfGroup + kWarpgroupThreads - 1) / kWarpgroupThreads;
   static constexpr bool kSlopes = Config::may_have(kStepAlibi);
   static constexpr uint32_t kAllKeys = 0xFFFF;  // of a warp
   static constexpr int kNoHead = -1;
@@ -172,7 +180,7 @@ class BackwardOptionScores {
   /// This lane's first key, among all.
   __device__ __forceinline__ int first_key() const {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
-    return storage_.work_tile.first_key + static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
+    return work_tile_.first_key + static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
   }
 
   /// Of the lane's keys, in each step: registers are short. Behind the last key there are no weights, behind the last
@@ -184,7 +192,7 @@ class BackwardOptionScores {
 #pragma unroll
       for (int r = 0; r < 2; ++r) key_bias_[r] = storage_.key_bias[key + 8 * r];
     } else {
-      Sequence sequence = storage_.work_tile.sequence;
+      Sequence sequence = work_tile_.sequence;
       sequence.head = min(step.head, step.end_head - 1);
       const int first = first_key();
 #pragma unroll
@@ -195,16 +203,18 @@ class BackwardOptionScores {
   /// The warp's keys, where a head begins whose bias or mask is another than that of the one before.
   __device__ __forceinline__ void look_at_keys(const Steps& step) {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads, key = thread / 32 * 16 + thread % 16;
-    Sequence sequence = storage_.work_tile.sequence;
+    Sequence sequence = work_tile_.sequence;
     sequence.head = step.head;
     const int last = sequence.seqlen_k - 1;
     const float bias =
-        key_bias_of<Config::kBiased>(p_, sequence, min(storage_.work_tile.first_key + static_cast<int>(key), last));
+        key_bias_of<Config::kBiased>(p_, sequence, min(work_tile_.first_key + static_cast<int>(key), last));
     const bool hidden = bias == -INFINITY;
     visible_keys_ = __ballot_sync(~0u, !hidden) & kAllKeys;
-    __syncwarp();
-    storage_.set_key_bias(key, bias);
-    __syncwarp();
+    if constexpr (kSharesKeyBias<Config>) {
+      __syncwarp();
+      storage_.set_key_bias(key, bias);
+      __syncwarp();
+    }
     next_head_ = head_behind(step.head, step.end_head);
     // All heads of the group come again at the next tile.
     if (step.takes_turns() && next_head_ == kNoHead) next_head_ = step.first_head;
@@ -214,36 +224,50 @@ class BackwardOptionScores {
   /// ALiBi's, and how far the lane's first key lies before what its first query is aligned with. Behind the last step,
   /// of the last head.
   __device__ __forceinline__ void read_slope(const Steps& step) {
-    const Sequence& sequence = storage_.work_tile.sequence;
+    const Sequence& sequence = work_tile_.sequence;
     const int head = min(step.head, step.end_head - 1);
     slope_ = __ldg(p_.alibi_slopes + sequence.batch * p_.alibi_batch_stride + head) * kLog2E;
     const int first_query = step.tile * kBlockM + 2 * (ptx::reread(threadIdx.x) % 4);
     distance_ = static_cast<float>(first_query + sequence.offset - first_key());
   }
 
-  /// Which weights of a step are kept. Each lane of the warpgroup draws one word. What tells lanes apart is made of the
-  /// thread's number anew: registers are short.
-  __device__ __forceinline__ uint32_t draw(const Steps& step) const {
-    static_assert(KeptWords::kWordsOfGroup == kWarpgroupThreads);
+  /// Which weights of a step are kept. Each lane of the warpgroup draws a word, or two, of which some lanes then draw
+  /// the same: a branch would lie between products. What tells lanes apart is made of the thread's number anew:
+  /// registers are short.
+  __device__ __forceinline__ void draw(const Steps& step) {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those that compute
-    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), word = thread % kWarpgroupThreads;
-    const int i = step.tile * kBlockM + KeptWords::query(word);
-    const int j = storage_.work_tile.first_key + static_cast<int>(group) * kWarpgroupRows + KeptWords::key(word);
+    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads);
+    const int first_query = step.tile * kBlockM + work_tile_.skipped,
+              first_key = work_tile_.first_key + static_cast<int>(group) * kWarpgroupRows;
     RandomKey key = storage_.key;
     key.seeds.seed_lo = __reduce_or_sync(~0u, key.seeds.seed_lo);
     key.seeds.seed_hi = __reduce_or_sync(~0u, key.seeds.seed_hi);
     key.seeds.offset_lo = __reduce_or_sync(~0u, key.seeds.offset_lo);
     key.batch_head = __reduce_or_sync(~0u, key.batch_head) + step.head;
-    const auto query = QueryRandomBits::of(key, dropout_query_group(i));
-    const auto keys = KeyRandomBits::of(key, dropout_key_group(j));
-    return draw_kept_weights(p_.dropout.rule, key, query, keys);
+    if constexpr (Config::kPersistent)
+      key.batch_head += ptx::uniform(work_tile_.sequence.batch) * static_cast<uint32_t>(p_.heads_q);
+#pragma unroll
+    for (int k = 0; k < kWordsOfLane; ++k) {
+      const uint32_t word = word_of(thread, k);
+      const auto query = QueryRandomBits::of(key, dropout_query_group(first_query + KeptWords::query(word)));
+      const auto keys = KeyRandomBits::of(key, dropout_key_group(first_key + KeptWords::key(word)));
+      drawn_[k] = draw_kept_weights(p_.dropout.rule, key, query, keys);
+    }
+  }
+  /// The words that a thread draws.
+  __device__ __forceinline__ static uint32_t word_of(uint32_t thread, int k) {
+    static_assert(KeptWords::kWordsOfGroup % (kWarpgroupThreads / 2) == 0);
+    constexpr uint32_t kRest = KeptWords::kWordsOfGroup % kWarpgroupThreads;
+    const uint32_t first = k * kWarpgroupThreads;
+    return first + thread % (first + kWarpgroupThreads <= KeptWords::kWordsOfGroup ? kWarpgroupThreads : kRest);
   }
   /// Those of step number `count`, when the warpgroup has read the ones before.
   __device__ __forceinline__ void share_kept(uint32_t count) const {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
     const uint32_t group = ptx::uniform(thread / kWarpgroupThreads);
     wait_for(storage_.kept_empty[group], (count & 1) ^ 1);
-    storage_.kept[group][thread % kWarpgroupThreads] = drawn_;
+#pragma unroll
+    for (int k = 0; k < kWordsOfLane; ++k) storage_.kept[group][word_of(thread, k)] = drawn_[k];
     arrive_as_warp(storage_.kept_full[group], static_cast<int>(thread % 32));
   }
   /// Those of the lane's pairs.
@@ -274,10 +298,11 @@ class BackwardOptionScores {
 
   const BackwardParams& p_;
   Storage& storage_;
+  const WorkTile& work_tile_;
   const uint32_t s_tiles_;
   typename Tile::Kept kept_;
   uint32_t bias_parity_;
-  uint32_t drawn_;  // a word of the next step
+  uint32_t drawn_[kWordsOfLane];  // words of the next step
   ListedQueries found_;
   uint32_t word_;
   uint32_t visible_keys_;  // of the warp's 16: bits

@@ -1,0 +1,78 @@
+// What the warps of a CTA share for options of the pipelined loop, behind the tiles: option_scores.cuh says when it is
+// written.
+#pragma once
+
+#include "kernels/common/dropout/random_bits.cuh"
+#include "kernels/common/mask/visibility.cuh"
+#include "kernels/common/score/bias_rows.cuh"
+#include "kernels/common/score/units.cuh"
+#include "scheduler.cuh"
+#include "storage.cuh"
+#include "variant.h"
+
+namespace flash_ext::sm90 {
+
+/// What is added to a key's scores, to base 2, by a bias or a mask that is the same for all queries.
+/// kMaskAlone: a bias there may be is one of pairs.
+template <bool kMaskAlone>
+__device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequence& sequence, int key) {
+  float x = 0.0f;
+  if (!kMaskAlone && p.bias.data) {
+    const BiasRows bias(p.bias, sequence);
+    bias.with_type([&](auto type) { x = bias.template load<decltype(type)>(0, key) * kLog2E; });
+  }
+  if (p.mask.data) {
+    const MaskRows mask(p.mask, sequence);
+    x = mask.data[key * mask.col_stride] ? x : -INFINITY;
+  }
+  return x;
+}
+
+/// What dropout needs: words of kept weights of a step, in one slot, and what random bits are made of.
+template <class Config, bool kDrops = Config::may_have(kStepDrops)>
+struct BackwardKeptWords {
+  __device__ __forceinline__ void init_kept() {}
+  __device__ __forceinline__ void seed(const BackwardParams&, uint32_t) {}
+};
+template <class Config>
+struct BackwardKeptWords<Config, true> {
+  __align__(16) RandomKey key;  // of head 0 of the batch entry: registers are short. Persistent CTAs: of the first one
+  __align__(8) uint32_t kept[Config::kGroups][KeptTile<Config::kBlockM>::kWordsOfGroup];
+  uint64_t kept_full[Config::kGroups], kept_empty[Config::kGroups];  // of a warpgroup's words
+
+  __device__ __forceinline__ void init_kept() {
+    init_barriers(kept_full, kWarpgroupWarps);
+    init_barriers(kept_empty, kWarpgroupWarps);
+  }
+  /// `first_head`: among those of all batch entries.
+  __device__ __forceinline__ void seed(const BackwardParams& p, uint32_t first_head) {
+    key = {philox_key(p.dropout.rng[0], p.dropout.rng[1]), first_head};
+  }
+};
+
+/// Which keys of a tile a bias or a mask that is the same for all queries leaves visible, for one head: bits.
+template <class Config, bool kHidesKeys = Config::may_have(kStepKeyBiased)>
+struct BackwardVisibleKeys {};
+template <class Config>
+struct BackwardVisibleKeys<Config, true> {
+  uint32_t visible_keys[Config::kKeySlots][Config::kBlockN / 32];
+};
+
+/// What such a bias adds, to base 2; 0 where it hides the key. Words of dropout leave no room for it, nor do two tiles.
+template <class Config>
+constexpr bool kSharesKeyBias = Config::may_have(kStepKeyBiased) && !Config::may_have(kStepDrops) &&
+                                !Config::kBiased && !Config::kPersistent;
+template <class Config, bool kShares = kSharesKeyBias<Config>>
+struct BackwardKeyBiases {
+  __device__ __forceinline__ void set_key_bias(uint32_t, float) {}
+};
+template <class Config>
+struct BackwardKeyBiases<Config, true> {
+  float key_bias[Config::kBlockN];
+
+  __device__ __forceinline__ void set_key_bias(uint32_t key, float bias) {
+    key_bias[key] = bias == -INFINITY ? 0.0f : bias;
+  }
+};
+
+}  // namespace flash_ext::sm90
