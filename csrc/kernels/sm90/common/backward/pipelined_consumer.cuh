@@ -121,6 +121,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   using DsTile = std::conditional_t<Config::kDsQueries == kPanelColumns, TileDescriptor<Config::kBlockN>,
                                     HalfPanelDescriptor<Config::kBlockN>>;
   static constexpr bool kListsPieces = Config::kListsBlocks && Config::kPersistent;
+  static constexpr bool kReadsDeltaFirst = Config::kPersistent;
   struct NoBits {};
   using Bits = std::conditional_t<kListsPieces, BackwardPieceBits<Config>, NoBits>;
   static constexpr uint32_t kStage = Config::kQueryBytes / 16;  // in a descriptor
@@ -175,7 +176,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
       Products::start(s, keys_ + kValues, grads);
-      if (!Config::kPersistent) rules_.prepare_ahead(step), start_sum(dv_, p, grads);
+      if (!kReadsDeltaFirst) start_sum(dv_, p, grads);
 
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
       Tile::template load<0, Rules::kEarlySteps>(terms, s_delta, lane_);
@@ -184,7 +185,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
       // A product whose operand is in registers holds its warp until it is nearly over.
-      if (Config::kPersistent) start_sum(dv_, p, grads), rules_.prepare_ahead(current);
+      if (kReadsDeltaFirst) start_sum(dv_, p, grads);
+      rules_.prepare_ahead(current);  // which may branch: not between two products that are under way
       ptx::wgmma_wait<1>();
       ptx::fence_operand(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
