@@ -41,6 +41,8 @@ class BackwardOptionScores {
   static constexpr bool kTwoWeights = Config::kTwoWeights;
   static constexpr bool kBoundsScores = Config::may_have(kStepSoftcapped);
   static constexpr bool kHidesKeys = Config::may_have(kStepKeyBiased);
+  // A branch between dP and dV makes ptxas put a fence there, but registers are short.
+  static constexpr bool kPreparesEarly = kDrops && kHidesKeys && !Config::kPersistent;
   static constexpr bool kLateLse = kDrops;
   // Both weights leave room for half of D beside dP.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;

@@ -22,6 +22,7 @@ class BackwardPlainScores {
   static constexpr bool kDrops = false;
   static constexpr bool kTwoWeights = false;        // dS is computed from other weights than dV
   static constexpr bool kHidesKeys = false;         // from all queries
+  static constexpr bool kPreparesEarly = false;     // the next step before dV is started
   static constexpr bool kLateLse = false;           // lse is read behind prepare(), which has more registers then
   static constexpr int kEarlySteps = Tile::kSteps;  // whose D is read beside dP
   static constexpr bool kBoundsScores = false;      // then a finite lse does not say that Q is finite
@@ -176,6 +177,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       const uint32_t queries = queries_ + step.stage * kStage;
       const uint32_t grads = (Config::kBiased ? queries_ + step.grad_stage() * kStage : queries) + kGrads;
       Products::start(s, keys_ + kValues, grads);
+      if (Rules::kPreparesEarly) rules_.prepare_ahead(step);
       if (!kReadsDeltaFirst) start_sum(dv_, p, grads);
 
       const float* const s_delta = storage_.minus_delta[step.grad_stage()];
@@ -186,7 +188,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
       // A product whose operand is in registers holds its warp until it is nearly over.
       if (kReadsDeltaFirst) start_sum(dv_, p, grads);
-      rules_.prepare_ahead(current);  // which may branch: not between two products that are under way
+      if (!Rules::kPreparesEarly) rules_.prepare_ahead(current);
       ptx::wgmma_wait<1>();
       ptx::fence_operand(s[0]);
       if (!has_room) wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
