@@ -305,10 +305,9 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def _save_forward_max_logit(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *differentiable, max_logit = output
+    out, lse, max_logit = output
     ctx.mark_non_differentiable(max_logit)
-    _refuse_alibi_gradient(ctx, 3)
-    _save(ctx, inputs, *differentiable)
+    _save_forward(ctx, inputs, (out, lse))
 
 
 def _backward(

@@ -130,6 +130,12 @@ def wild_calls() -> Iterator[tuple[str, Callable[[], object]]]:
             found = flash_ext.attention_weights(*leaves, **{**call.options, **lengths})
             return torch.autograd.grad(found.float().sum(), leaves)
 
+        def max_logit(dtype: torch.dtype = dtype) -> object:
+            call = make_varlen_call([130, 0, 64], [70, 9, 257], "cuda", head_dim=64, dtype=dtype)
+            names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+            lengths = {name: wild(4 if name.startswith("cu") else 3) for name in names}
+            return flash_ext.attention(call.q, call.k, call.v, **{**call.options, **lengths}, return_max_logit=True)
+
         def cache(dtype: torch.dtype = dtype) -> object:
             call = make_decode(2, 1, 75, seqlen_new=2, dtype=dtype, device="cuda", cache_seqlens=int32([7, 5], "cuda"))
             call = paged(call, 16)
@@ -148,7 +154,9 @@ def wild_calls() -> Iterator[tuple[str, Callable[[], object]]]:
                         num_splits=num_splits,
                     )  # fmt: skip
 
-        yield from ((f"wild {f.__name__} {dtype}", f) for f in (lengths, blocks, weights, cache, packed_steps))
+        yield from (
+            (f"wild {f.__name__} {dtype}", f) for f in (lengths, blocks, weights, max_logit, cache, packed_steps)
+        )
 
 
 def decode_calls() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -177,6 +185,15 @@ def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
             leaves = [t.requires_grad_() for t in (call.q, call.k, run_library(call)["lse"])]
             return torch.autograd.grad(flash_ext.attention_weights(*leaves, causal=True).sum(), leaves)
 
+        def max_logit(dtype: torch.dtype = dtype) -> None:
+            for head_dim, name in itertools.product(
+                (64, 128, 200), ("plain", "causal", "all", "block mask", "lengths")
+            ):
+                call = make_call(2, *LENGTHS, 4, 2, head_dim, dtype=dtype, device="cuda", **OPTIONS[name](dtype))
+                flash_ext.attention(call.q, call.k, call.v, **call.options, return_max_logit=True)
+            call = make_varlen_call([130, 0, 64, 1], [70, 9, 257, 1], "cuda", dtype=dtype, spare=3)
+            flash_ext.attention(call.q, call.k, call.v, **call.options, return_max_logit=True)
+
         def merge(dtype: torch.dtype = dtype) -> object:
             leaves = [random(3, 2, 70, 4, 72, dtype=dtype, device="cuda"), scores(3, 2, 4, 70)]
             wanted = [t.requires_grad_() for t in leaves]
@@ -186,7 +203,7 @@ def other_calls() -> Iterator[tuple[str, Callable[[], object]]]:
             x = random(70, 200, dtype=dtype, device="cuda")
             return torch.ops.flash_ext.add_layer_norm(x, x, x[0], x[0], 1e-5, True)
 
-        yield from ((f"{f.__name__} {dtype}", f) for f in (weights, merge, add_layer_norm))
+        yield from ((f"{f.__name__} {dtype}", f) for f in (weights, max_logit, merge, add_layer_norm))
     yield "dropout_mask", lambda: torch.ops.flash_ext.dropout_mask(random_rng("cuda"), 0.5, 2, 3, 65, 130)
     yield "block lists", block_lists
 

@@ -176,6 +176,10 @@ def dropout(mesh: DeviceMesh, places: Places) -> dict[str, Any]:
     return {**make(mesh, places), "dropout_p": 0.5}
 
 
+def max_logit(mesh: DeviceMesh, places: Places) -> dict[str, Any]:
+    return {**make(mesh, places), "return_max_logit": True}
+
+
 def plain_keys(mesh: DeviceMesh, places: Places) -> dict[str, Any]:
     given = make(mesh, places)
     return {**given, "k": given["k"].full_tensor()}
@@ -203,6 +207,11 @@ UNSUPPORTED: dict[str, tuple[Any, Places, str]] = {
         dropout,
         (Shard(1),),
         "dropout_p of DTensors sharded along the sequence is not supported",
+    ),
+    "max_logit of a sequence": (
+        max_logit,
+        (Shard(1),),
+        "return_max_logit of DTensors sharded along the sequence is not",
     ),
     "heads of bias": (partial(bias_of, (1, 3, ROWS, ROWS)), (Shard(2),), BIAS),
     "heads of bias of a sequence": (partial(bias_of, (1, 3, ROWS, ROWS)), (Shard(1),), BIAS),

@@ -59,6 +59,33 @@ def test_batch_entries_and_heads(pools: Any, device: str) -> None:
     pools(2, device).run(on_dtensors)
 
 
+def max_logit_on_dtensors(device: str) -> None:
+    register_dtensor()
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    q = torch.randn(2, 16, 4, 16, device=device)
+    k, v = torch.randn(2, 2, 12, 2, 16, device=device)
+    expected = flash_ext.attention(q, k, v, causal=True, return_lse=True, return_max_logit=True)
+    for side, dim in ((0, 0), (2, 1)):
+        shards = [distribute_tensor(x, mesh, [Shard(side)]).requires_grad_() for x in (q, k, v)]
+        with CommDebugMode() as communication:
+            found: Any = flash_ext.attention(*shards, causal=True, return_lse=True, return_max_logit=True)
+        assert communication.get_total_counts() == 0
+        assert found[2].placements == (Shard(dim),) and not found[2].requires_grad and found[0].requires_grad
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)
+    packed = [distribute_tensor(x.flatten(0, 1), mesh, [Shard(1)]) for x in (q, q[:, :, :2], q[:, :, 2:])]
+    lengths: Any = distribute_tensor(cumulative([16, 0, 16]).to(device), mesh, [Replicate()])
+    found = flash_ext.attention(*packed, cu_seqlens_q=lengths, cu_seqlens_k=lengths, return_max_logit=True)
+    whole = flash_ext.attention(q, q[:, :, :2], q[:, :, 2:], return_max_logit=True)
+    assert found[1].placements == (Shard(1),) and found[1].full_tensor()[1].isneginf().all()
+    torch.testing.assert_close(found[1].full_tensor()[::2], whole[1], rtol=1e-4, atol=1e-4)
+
+
+def test_max_logit_of_batch_entries_and_heads(pools: Any, device: str) -> None:
+    pools(2, device).run(max_logit_on_dtensors)
+
+
 # ---- Along the sequence ---------------------------------------------------------------------------------------------
 
 
@@ -310,6 +337,10 @@ def dropout(mesh: DeviceMesh) -> Any:
     return attend(mesh, Shard(1), dropout_p=0.5)
 
 
+def max_logit(mesh: DeviceMesh) -> Any:
+    return attend(mesh, Shard(1), return_max_logit=True)
+
+
 def options_of_dropout(mesh: DeviceMesh, **options: Any) -> Any:
     rng_state = options.get("rng_state")
     if isinstance(rng_state, Tensor):
@@ -368,6 +399,7 @@ REFUSED: list[tuple[Any, tuple[int, ...], str]] = [
         (2,),
         "NotImplementedError: flash_ext: dropout_p of DTensors sharded along the sequence is not",
     ),
+    (max_logit, (2,), "NotImplementedError: flash_ext: return_max_logit of DTensors sharded along the sequence is not"),
     (
         partial(options_of_dropout, dropout_p=-0.5),
         (2,),

@@ -121,6 +121,22 @@ def test_packed_sequences(device: str, name: str) -> None:
     assert_close(export(model, q, k, v).module()(q, k, v), model(q, k, v))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_max_logit(device: str, packed: bool) -> None:
+    """Beside a sink, which has no part in it, where a sequence sees nothing."""
+    options: dict[str, Any] = dict(sink=torch.randn(HEADS), causal=True, return_max_logit=True)
+    if packed:
+        options |= dict(cu_seqlens_q=cumulative([4, 0, 5, 2]), cu_seqlens_k=cumulative([3, 2, 7, 0]))
+    else:
+        options |= dict(seqused_k=torch.tensor([0, 7], dtype=torch.int32))
+    model = Attend(**on(device, options))
+    shape = (13,) if packed else (BATCH, SEQLEN_Q)
+    q, k = random(*shape, HEADS, 16, device=device), random(*shape, 2, 16, device=device)
+    expected = model(q, k, k)
+    assert len(expected) == 3 and expected[2].isneginf().any() and expected[2].isfinite().any()
+    assert_close(export(model, q, k, k).module()(q, k, k), expected)
+
+
 def test_lengths_that_the_program_leaves_open(device: str) -> None:
     seqlen = torch.export.Dim("seqlen", min=2, max=64)
     model, shapes = Attend(causal=True), [{1: seqlen}] * 3

@@ -42,6 +42,12 @@ def test_packed_sequences_count_their_own_pairs(device: str) -> None:
     assert flops(lambda: flash_ext.attention(q, k, k, **options).sum().backward()) == 7 * product
 
 
+def test_max_logit_counts_nothing(device: str) -> None:
+    q = random(2, 9, 4, 16, device=device)
+    plain = flops(lambda: flash_ext.attention(q, q, q))
+    assert plain > 0 and flops(lambda: flash_ext.attention(q, q, q, return_max_logit=True)) == plain
+
+
 def test_weights(device: str) -> None:
     q, k = (random(2, n, 4, 16, device=device).requires_grad_() for n in (9, 13))
     _, lse = flash_ext.attention(q, k, k, return_lse=True)

@@ -51,7 +51,8 @@ def tolerance(call: Call, expected: Tensor) -> Tensor:
         size += slopes.abs().max().item() * (call.q.shape[-3] + call.k.shape[-3])
     cap = call.options.get("softcap", 0.0)
     coarse = call.q.is_cuda and call.dtype in HALF
-    return torch.full_like(expected, 32 * eps * (size + cap) + (2**-9 * cap if coarse else 0.0))
+    smallest = torch.finfo(call.lse_dtype).tiny  # scores below it may be 0
+    return torch.full_like(expected, 32 * eps * (size + cap) + (2**-9 * cap if coarse else 0.0) + smallest)
 
 
 def assert_right(call: Call) -> Tensor:
@@ -209,6 +210,15 @@ def test_visible_scores_that_are_no_numbers(
     found = max_logit_of(call)
     assert not found[1, 2:].isfinite().any() and not found[1, 2:].isneginf().any()
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1, :2], expected[1, :2])
+
+
+@pytest.mark.parametrize("query", [0, 3, 77, 129])
+def test_one_query_that_is_no_number(device: str, dtype: torch.dtype, query: int) -> None:
+    """Larger numbers of other queries, before it and behind it, do not hide it."""
+    call = make_call(2, 130, 200, 4, 2, 64, dtype=dtype, device=device, causal=True)
+    call.q[0, query, 2] = math.nan
+    found = max_logit_of(call)
+    assert found[0, 2].isnan() and found.isnan().sum() == 1
 
 
 def test_a_score_of_minus_infinity_is_a_hidden_pair(device: str, dtype: torch.dtype) -> None:

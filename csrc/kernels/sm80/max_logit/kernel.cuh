@@ -96,6 +96,7 @@ int64_t max_logit_key_splits(int64_t query_tiles, int64_t key_tiles) {
 
 template <class Element>
 void run_max_logit(const ForwardParams& p, cudaStream_t stream) {
+  if (p.batch == 0) return;  // rows of no sequence
   const bool packed = p.seq.cu_seqlens_q != nullptr;
   const int64_t query_tiles = packed ? p.total_q / kScoreRows + p.batch : score_tiles(p.seqlen_q);
   const int64_t heads = packed ? p.heads_q : p.batch * p.heads_q;
