@@ -33,7 +33,7 @@ bool has_score_options(const Problem& p) { return sm90::has_score_options(p.soft
 /// Whether tiles of many queries would leave too many warpgroups without rows. Measured on H200.
 bool has_few_queries(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& many) {
   constexpr double kFewerRows = 0.8;
-  if (!sm90::has_tiles(dims, sm90::ForwardTiles::kFewQueries)) return false;
+  if (p.wants_max_logit || !sm90::has_tiles(dims, sm90::ForwardTiles::kFewQueries)) return false;
   const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewQueries);
   const int64_t queries = typical_queries(p), keys = typical_keys(p);
   const auto rows_of = [&](const sm90::ForwardShape& shape) {
@@ -193,7 +193,7 @@ void choose_sm90_forward_tiles(Draft& draft) {
   } else if (keeps_max_logit) {
     draft.plan.fuses_max_logit = true;
     draft.take_variant(name_of(sm90::ForwardVariant::kMaxLogit));
-    shape = sm90::forward_shape(dims);
+    shape = choose_forward_shape(draft, dims);
   } else {
     take_score_variant(draft);
     shape = choose_forward_shape(draft, dims);

@@ -70,6 +70,17 @@ FLAGS_OF_BACKWARD = {
 }
 IN_TURNS = ", in turns where dQ is asked for"
 
+OPTIONS_OF_PERSISTENT = {
+    variant: OPTIONS_OF_BACKWARD[variant]
+    for variant in (
+        "ALiBi alone",
+        "softcap alone",
+        "per-key bias or key-padding mask alone",
+        "dropout alone",
+        "dropout and key-padding mask alone",
+    )
+}
+
 # What the name of the function has to have in it, by the kernel and the variant that the plan names.
 VARIANTS: dict[str, dict[str, str]] = {
     "sm90/forward": {
@@ -100,6 +111,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "scaled products": r"BackwardPersistentConfig<\w+, \d+, \(flash_ext::TurnTaking\)0>",
         "scaled products" + IN_TURNS: r"BackwardPersistentConfig<\w+, \d+, \(flash_ext::TurnTaking\)2>",
         "block mask alone": r"BackwardPersistentBlocksConfig<",
+        **OPTIONS_OF_PERSISTENT,
     },
     "sm90/backward_wide": {"wide heads": r"BackwardWideConfig<"},
     "sm90/backward_f32": {

@@ -169,8 +169,9 @@ def test_sink_and_dropout_have_no_influence(device: str, dtype: torch.dtype) -> 
 
 
 def test_nothing_else_changes(device: str, dtype: torch.dtype) -> None:
-    """Out, lse and gradients have the same bits, whatever stands beside them."""
-    call = make_call(2, 130, 200, dtype=dtype, device=device, head_dim=64, causal=True, deterministic=True)
+    """Out, lse and gradients have the same bits, whatever stands beside them. Sequences of few queries have other tiles
+    on Hopper, so these are longer."""
+    call = make_call(2, 400, 500, dtype=dtype, device=device, head_dim=64, causal=True, deterministic=True)
     expected = run_library(call.with_random_gradients(), ("q", "k", "v"))
     leaves = [t.detach().requires_grad_() for t in (call.q, call.k, call.v)]
     out, lse, max_logit = flash_ext.attention(*leaves, **call.options, return_lse=True, return_max_logit=True)

@@ -135,7 +135,7 @@ def call_of(device: str, dtype: torch.dtype, head_dim: int, **options: Any) -> C
     call = make_call(BATCH, *seqlens(device), HEADS, 1, head_dim, dtype=dtype, device=device, **options)
     wide_bias = "bias" in options and options["bias"].element_size() > 2 and head_dim > 64
     beside = "mask" in options or "dropout_p" in options
-    own = ("sm90/backward", "sm90/backward_options", *(() if options else ("sm90/backward_persistent",)))
+    own = ("sm90/backward", "sm90/backward_options", "sm90/backward_persistent")
     kernels = ("sm80/backward",) if wide_bias and beside else own
     assert_kernel_on_hopper(call, kernels, "backward")
     return call.with_random_gradients()

@@ -38,7 +38,7 @@ struct BackwardPersistentOptionsConfig
   using Base = BackwardOptionsConfig<BackwardPersistentConfig<Element, kHeadDim>, kOptions>;
   static constexpr bool kHasOptions = true;
   static constexpr bool kTwoWeights = (kOptions & (kStepDrops | kStepSoftcapped)) != 0;
-  static constexpr int kDsSteps = kTwoWeights ? 0 : Base::kDsSteps - 1;
+  static constexpr int kDsSteps = kTwoWeights ? 0 : Base::kDsSteps - 2;
   static constexpr bool kStoresByTma = (kOptions & kStepDrops) == 0;
   static constexpr int kTilesBytes = kStoresByTma ? Base::kTilesBytes : Base::kStoresOffset;
 };

@@ -81,11 +81,12 @@ void launch_blocks(const ForwardCall& call) {
   launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), true, call.stream);
 }
 
-/// Launches the plain variant if the plan chose these tiles; false otherwise.
-template <class Element, int kHeadDim, int kHeadDimV, ForwardTiles kTiles>
-bool launch_plain(const ForwardCall& call) {
+/// Launches a variant of a range if the plan chose these tiles; false otherwise.
+template <class Element, int kHeadDim, int kHeadDimV, ForwardTiles kTiles,
+          ForwardVariant kVariant = ForwardVariant::kPlain>
+bool launch_tiles(const ForwardCall& call) {
   if constexpr (has_tiles({kHeadDim, kHeadDimV}, kTiles)) {
-    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kPlain, kTiles>;
+    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, kVariant, kTiles>;
     if (call.p.block_m != Config::kBlockM || call.block_n != Config::kBlockN) return false;
     launch_range<Config>(call);
     return true;
@@ -97,9 +98,9 @@ template <class Element, int kHeadDim, int kHeadDimV>
 void run_range(const ForwardCall& call) {
   if (has_score_options(call.p.softcap, call.p.alibi_slopes != nullptr, call.p.softmax_scale))
     return launch_range<ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kScoreOptions>>(call);
-  if (launch_plain<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewQueries>(call)) return;
-  if (launch_plain<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys>(call)) return;
-  if (!launch_plain<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys>(call))
+  if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewQueries>(call)) return;
+  if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys>(call)) return;
+  if (!launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys>(call))
     throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned");
 }
 
@@ -133,10 +134,10 @@ void run_forward(const ForwardCall& call) {
       throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned for a cache");
     launch_range<Config>(call);
   } else if constexpr (kFamily == ForwardFamily::kMaxLogit) {
-    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kMaxLogit>;
-    if (call.p.block_m != Config::kBlockM || call.block_n != Config::kBlockN)
+    constexpr ForwardVariant kVariant = ForwardVariant::kMaxLogit;
+    if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys, kVariant>(call)) return;
+    if (!launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys, kVariant>(call))
       throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned with max_logit");
-    launch_range<Config>(call);
   } else {
     run_range<Element, kHeadDim, kHeadDimV>(call);
   }

@@ -38,11 +38,13 @@ class BackwardOptionScores {
   using Visible = typename Tile::Visible;
   static constexpr int kBlockM = Config::kBlockM;
   static constexpr bool kDrops = Config::may_have(kStepDrops);
+  // Which weights dropout keeps: in a persistent CTA dQ's warpgroup draws that, which has time.
+  static constexpr bool kDraws = kDrops && !Config::kPersistent;
   static constexpr bool kTwoWeights = Config::kTwoWeights;
   static constexpr bool kBoundsScores = Config::may_have(kStepSoftcapped);
   static constexpr bool kHidesKeys = Config::may_have(kStepKeyBiased);
   // A branch between dP and dV makes ptxas put a fence there, but registers are short.
-  static constexpr bool kPreparesEarly = kDrops && kHidesKeys && !Config::kPersistent;
+  static constexpr bool kPreparesEarly = kDraws && kHidesKeys;
   static constexpr bool kLateLse = kDrops;
   // Both weights leave room for half of D beside dP.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
@@ -85,29 +87,36 @@ class BackwardOptionScores {
   __device__ __forceinline__ void prepare(const Steps& step) {
     if constexpr (kHidesKeys) {
       if (step.head == next_head_) look_at_keys(step);
-      if constexpr (!Config::kBiased) read_key_bias(step);
+      if constexpr (kReadsKeyBias && !kReadsOnce) read_key_bias(step);
     }
-    if constexpr (kSlopes) read_slope(step);
+    if constexpr (kSlopes) {
+      if (!kReadsOnce || step.head == next_head_) read_slope(step);
+      measure_distance(step);
+    }
     if constexpr (kBoundsScores) cap_ = storage_.cap;
     if constexpr (Config::kBiased) bias_parity_ = step.count % 2;
     if constexpr (kDrops) {
       read_kept(step);
-      Steps next = step;
-      next.advance();
-      draw(next);
+      if constexpr (kDraws) {
+        Steps next = step;
+        next.advance();
+        drawn_ = draw(next);
+      }
     }
   }
   /// What must be there before the first step's scores.
   __device__ __forceinline__ void prepare_first(const Steps& step) {
-    if constexpr (kDrops) {
-      draw(step);
-      share_kept(step.count);
+    if constexpr (kHidesKeys && kReadsKeyBias && kReadsOnce) read_key_bias(step);
+    if constexpr (kSlopes && kReadsOnce) read_slope(step);
+    if constexpr (kDraws) {
+      drawn_ = draw(step);
+      share_kept(0);
     }
     if constexpr (Config::kFindsSteps) find(step);
   }
   /// For the step behind this one, beside dP.
   __device__ __forceinline__ void prepare_ahead(const Steps& step) {
-    if constexpr (kDrops) share_kept(step.count + 1);
+    if constexpr (kDraws) share_kept(step.count + 1);
     if constexpr (Config::kFindsSteps) {
       Steps next = step;
       next.advance();
@@ -166,8 +175,11 @@ class BackwardOptionScores {
 
  private:
   using KeptWords = KeptTile<kBlockM>;
-  static constexpr int kWordsOfLane = (KeptWords::kWordsOfGroup + kWarpgroupThreads - 1) / kWarpgroupThreads;
   static constexpr bool kSlopes = Config::may_have(kStepAlibi);
+  static constexpr bool kReadsKeyBias = kHidesKeys && !Config::kBiased;
+  // What a head has is read when it begins. A persistent CTA has registers to keep it, and no time for loads beside dK:
+  // a product whose operand is in registers holds its warp until it is nearly over.
+  static constexpr bool kReadsOnce = Config::kPersistent;
   static constexpr uint32_t kAllKeys = 0xFFFF;  // of a warp
   static constexpr int kNoHead = -1;
 
@@ -217,59 +229,55 @@ class BackwardOptionScores {
       storage_.set_key_bias(key, bias);
       __syncwarp();
     }
+    if constexpr (kReadsKeyBias && kReadsOnce) read_key_bias(step);
     next_head_ = head_behind(step.head, step.end_head);
     // All heads of the group come again at the next tile.
     if (step.takes_turns() && next_head_ == kNoHead) next_head_ = step.first_head;
   }
   __device__ __forceinline__ static int head_behind(int head, int end) { return head + 1 < end ? head + 1 : kNoHead; }
 
-  /// ALiBi's, and how far the lane's first key lies before what its first query is aligned with. Behind the last step,
-  /// of the last head.
+  /// ALiBi's. Behind the last step, that of the last head.
   __device__ __forceinline__ void read_slope(const Steps& step) {
-    const Sequence& sequence = work_tile_.sequence;
     const int head = min(step.head, step.end_head - 1);
-    slope_ = __ldg(p_.alibi_slopes + sequence.batch * p_.alibi_batch_stride + head) * kLog2E;
-    const int first_query = step.tile * kBlockM + 2 * (ptx::reread(threadIdx.x) % 4);
-    distance_ = static_cast<float>(first_query + sequence.offset - first_key());
+    slope_ = __ldg(p_.alibi_slopes + work_tile_.sequence.batch * p_.alibi_batch_stride + head) * kLog2E;
+    if constexpr (kReadsOnce) {
+      lead_ = 2 * (ptx::reread(threadIdx.x) % 4) + work_tile_.sequence.offset - first_key();
+      next_head_ = head_behind(head, step.end_head);
+    }
+  }
+  /// How far the lane's first key lies before what its first query is aligned with.
+  __device__ __forceinline__ void measure_distance(const Steps& step) {
+    if constexpr (kReadsOnce) {
+      distance_ = static_cast<float>(step.tile * kBlockM + lead_);
+    } else {
+      const int first_query = step.tile * kBlockM + 2 * (ptx::reread(threadIdx.x) % 4);
+      distance_ = static_cast<float>(first_query + work_tile_.sequence.offset - first_key());
+    }
   }
 
-  /// Which weights of a step are kept. Each lane of the warpgroup draws a word, or two, of which some lanes then draw
-  /// the same: a branch would lie between products. What tells lanes apart is made of the thread's number anew:
-  /// registers are short.
-  __device__ __forceinline__ void draw(const Steps& step) {
+  /// Which weights of a step are kept. Each lane of the warpgroup draws one word. What tells lanes apart is made of the
+  /// thread's number anew: registers are short.
+  __device__ __forceinline__ uint32_t draw(const Steps& step) const {
+    static_assert(KeptWords::kWordsOfGroup == kWarpgroupThreads);
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those that compute
-    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads);
-    const int first_query = step.tile * kBlockM + work_tile_.skipped,
-              first_key = work_tile_.first_key + static_cast<int>(group) * kWarpgroupRows;
+    const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), word = thread % kWarpgroupThreads;
+    const int i = step.tile * kBlockM + KeptWords::query(word);
+    const int j = work_tile_.first_key + static_cast<int>(group) * kWarpgroupRows + KeptWords::key(word);
     RandomKey key = storage_.key;
     key.seeds.seed_lo = __reduce_or_sync(~0u, key.seeds.seed_lo);
     key.seeds.seed_hi = __reduce_or_sync(~0u, key.seeds.seed_hi);
     key.seeds.offset_lo = __reduce_or_sync(~0u, key.seeds.offset_lo);
     key.batch_head = __reduce_or_sync(~0u, key.batch_head) + step.head;
-    if constexpr (Config::kPersistent)
-      key.batch_head += ptx::uniform(work_tile_.sequence.batch) * static_cast<uint32_t>(p_.heads_q);
-#pragma unroll
-    for (int k = 0; k < kWordsOfLane; ++k) {
-      const uint32_t word = word_of(thread, k);
-      const auto query = QueryRandomBits::of(key, dropout_query_group(first_query + KeptWords::query(word)));
-      const auto keys = KeyRandomBits::of(key, dropout_key_group(first_key + KeptWords::key(word)));
-      drawn_[k] = draw_kept_weights(p_.dropout.rule, key, query, keys);
-    }
-  }
-  /// The words that a thread draws.
-  __device__ __forceinline__ static uint32_t word_of(uint32_t thread, int k) {
-    static_assert(KeptWords::kWordsOfGroup % (kWarpgroupThreads / 2) == 0);
-    constexpr uint32_t kRest = KeptWords::kWordsOfGroup % kWarpgroupThreads;
-    const uint32_t first = k * kWarpgroupThreads;
-    return first + thread % (first + kWarpgroupThreads <= KeptWords::kWordsOfGroup ? kWarpgroupThreads : kRest);
+    const auto query = QueryRandomBits::of(key, dropout_query_group(i));
+    const auto keys = KeyRandomBits::of(key, dropout_key_group(j));
+    return draw_kept_weights(p_.dropout.rule, key, query, keys);
   }
   /// Those of step number `count`, when the warpgroup has read the ones before.
   __device__ __forceinline__ void share_kept(uint32_t count) const {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
     const uint32_t group = ptx::uniform(thread / kWarpgroupThreads);
     wait_for(storage_.kept_empty[group], (count & 1) ^ 1);
-#pragma unroll
-    for (int k = 0; k < kWordsOfLane; ++k) storage_.kept[group][word_of(thread, k)] = drawn_[k];
+    storage_.kept[group][thread % kWarpgroupThreads] = drawn_;
     arrive_as_warp(storage_.kept_full[group], static_cast<int>(thread % 32));
   }
   /// Those of the lane's pairs.
@@ -304,11 +312,12 @@ class BackwardOptionScores {
   const uint32_t s_tiles_;
   typename Tile::Kept kept_;
   uint32_t bias_parity_;
-  uint32_t drawn_[kWordsOfLane];  // words of the next step
+  uint32_t drawn_;  // a word of the next step
   ListedQueries found_;
   uint32_t word_;
   uint32_t visible_keys_;  // of the warp's 16: bits
   int next_head_;          // whose keys must be looked at
+  int lead_;               // of the lane's first key before what query 0 of the lane's is aligned with
   float key_bias_[2], slope_, distance_, cap_;
 };
 
