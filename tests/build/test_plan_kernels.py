@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flash_ext import _plan
-from tests.build.plans import hopper_plan, plan
+from tests.build.plans import HOPPER, hopper_plan, plan
 
 
 @pytest.mark.parametrize(
@@ -434,3 +434,19 @@ def test_every_kernel_has_a_room_and_a_problem() -> None:
             chosen = plan(operation=operation, device=device, **{**fields, **sizes, "has_bias": has_bias})
             found |= {chosen.kernel, chosen.bias_kernel}
     assert found - {""} == set(_plan.KERNELS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("where", ["cpu", "hopper", "ampere"])
+def test_where_max_logit_comes_from(where: str, dtype: str) -> None:
+    """A wish changes no kernel and no tile, and its reason is given where it is wanted."""
+    fields: dict[str, Any] = dict(HOPPER) if where != "cpu" else {}
+    fields |= dict(dtype=dtype, seqlen_q=1000, seqlen_k=1000, heads_q=8, heads_kv=8)
+    if where == "ampere":
+        fields["compute_capability"] = 80
+    plain, found = plan(**fields), plan(**fields, wants_max_logit=True)
+    assert not plain.fuses_max_logit and not any("max_logit" in reason for reason in plain.reasons)
+    assert (found.kernel, found.block_m, found.block_n) == (plain.kernel, plain.block_m, plain.block_n)
+    (reason,) = (reason for reason in found.reasons if reason.startswith("max_logit: "))
+    own = "sm80/max_logit, a kernel of its own" in reason
+    assert own == (where != "cpu" and not found.fuses_max_logit)
