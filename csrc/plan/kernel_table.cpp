@@ -48,7 +48,7 @@ constexpr unsigned kSm90Backward =
 constexpr unsigned kSm90BackwardOptions = kAllFeatures & ~(kDeterministicBesideOptions | kNotPositiveScale | kNotByTma);
 constexpr unsigned kSm90PlainBackward = kAnyShape | kOwnValueDim | kOnlyWithBias | kDeterministic | kOnlyInTurns;
 constexpr unsigned kSm90PersistentBackward =
-    (kSm90PlainBackward | kBias | kMask | kBlockMask | kDropout | kSoftcap | kAlibi) & ~kDeterministicBesideOptions;
+    (kSm90PlainBackward | kBias | kMask | kBlockMask | kSoftcap | kAlibi) & ~kDeterministicBesideOptions;
 constexpr unsigned kSm90BiasGradient = kAllFeatures & ~(kMask | kBlockMask | kDropout | kBiasOfOddRows | kNotByTma);
 
 constexpr char kWgmma[] = "wgmma, for compute capability 9.0";

@@ -179,10 +179,10 @@ void choose_sm90_forward_tiles(Draft& draft) {
   const bool options = (features & kNeedsOptionsVariant) != 0;
   const bool lists = lists_blocks(p, features);
   const bool keeps_max_logit = p.wants_max_logit && !options && !has_score_options(p);
-  const sm90::HeadDims dims =
-      lists             ? sm90::first_that_serves(sm90::kForwardBlocksHeadDims, p.head_dim, p.head_dim_v)
-      : keeps_max_logit ? sm90::first_that_serves(sm90::kForwardMaxLogitHeadDims, p.head_dim, p.head_dim_v)
-                        : sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
+  const sm90::HeadDims dims = lists ? sm90::first_that_serves(sm90::kForwardBlocksHeadDims, p.head_dim, p.head_dim_v)
+                              : keeps_max_logit
+                                  ? sm90::first_that_serves(sm90::kForwardMaxLogitHeadDims, p.head_dim, p.head_dim_v)
+                                  : sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
   sm90::ForwardShape shape;
   if (lists) {
     shape = blocks_shape(draft, dims);

@@ -44,7 +44,7 @@ def test_served(fields: dict[str, Any]) -> None:
         ({"head_dim": 136, "head_dim_v": 136, "seqlen_q": 9, "seqlen_k": 9}, "sm90/backward_wide"),
         ({"softcap": 3.0}, "sm90/backward_persistent"),
         ({"has_mask": True}, "sm90/backward_options"),
-        ({"dropout_p": 0.1}, "sm90/backward_persistent"),
+        ({"dropout_p": 0.1}, "sm90/backward_options"),
         ({"has_bias": True}, "sm90/backward_options"),
         ({"softmax_scale": -1.0}, "sm80/backward"),
         ({"broadcast": True}, "sm80/backward"),

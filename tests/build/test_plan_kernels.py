@@ -270,9 +270,8 @@ def test_the_kernel_of_the_backward(fields: dict[str, Any], obstacle: str) -> No
         ({"has_mask": True}, "sm90/backward_options", (64, 192)),
         ({"has_bias": True, "bias_dtype": "float32", "bias_per_key": True}, "sm90/backward_persistent", (96, 128)),
         ({"has_bias": True, "bias_dtype": "bfloat16"}, "sm90/backward_options", (64, 192)),
-        ({"dropout_p": 0.1}, "sm90/backward_persistent", (96, 128)),
-        ({"dropout_p": 0.1, "has_mask": True, "mask_per_key": True}, "sm90/backward_persistent", (96, 128)),
-        ({"dropout_p": 0.1, "has_mask": True}, "sm90/backward_options", (64, 192)),
+        ({"dropout_p": 0.1}, "sm90/backward_options", (64, 192)),
+        ({"dropout_p": 0.1, "has_mask": True, "mask_per_key": True}, "sm90/backward_options", (64, 192)),
         (
             {"has_mask": True, "mask_per_key": True, "has_block_mask": True, "block_m": 64, "block_n": 128},
             "sm90/backward_options",

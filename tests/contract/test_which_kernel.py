@@ -68,18 +68,8 @@ FLAGS_OF_BACKWARD = {
     "bias and key-padding mask alone": 8 | 128,
     "dropout and key-padding mask alone": 32 | 128,
 }
+OF_PERSISTENT = (16, 64, 128)  # those that persistent CTAs serve
 IN_TURNS = ", in turns where dQ is asked for"
-
-OPTIONS_OF_PERSISTENT = {
-    variant: OPTIONS_OF_BACKWARD[variant]
-    for variant in (
-        "ALiBi alone",
-        "softcap alone",
-        "per-key bias or key-padding mask alone",
-        "dropout alone",
-        "dropout and key-padding mask alone",
-    )
-}
 
 # What the name of the function has to have in it, by the kernel and the variant that the plan names.
 VARIANTS: dict[str, dict[str, str]] = {
@@ -92,6 +82,7 @@ VARIANTS: dict[str, dict[str, str]] = {
         "all options": forward_of(5),
         "block mask alone": forward_of(6),
         "a cache, contiguous or paged": forward_of(7),
+        "scaled products and max_logit": forward_of(8),
     },
     "sm90/forward_f32": {
         "scaled products": r"ForwardF32Config<\d+, false>",
@@ -104,14 +95,18 @@ VARIANTS: dict[str, dict[str, str]] = {
         **{name + IN_TURNS: pipelined_of(flags, 2) for name, flags in FLAGS_OF_BACKWARD.items() if flags != 4},
     },
     "sm90/backward_options": {
-        **{name: backward_of(flags) for name, flags in FLAGS_OF_BACKWARD.items()},
+        **{name: backward_of(flags) for name, flags in FLAGS_OF_BACKWARD.items() if flags not in OF_PERSISTENT},
         "all options": backward_of(-1),
     },
     "sm90/backward_persistent": {
         "scaled products": r"BackwardPersistentConfig<\w+, \d+, \(flash_ext::TurnTaking\)0>",
         "scaled products" + IN_TURNS: r"BackwardPersistentConfig<\w+, \d+, \(flash_ext::TurnTaking\)2>",
         "block mask alone": r"BackwardPersistentBlocksConfig<",
-        **OPTIONS_OF_PERSISTENT,
+        **{
+            name: rf"PersistentOptionsConfig<\w+, \d+, {flags}>"
+            for name, flags in FLAGS_OF_BACKWARD.items()
+            if flags in OF_PERSISTENT
+        },
     },
     "sm90/backward_wide": {"wide heads": r"BackwardWideConfig<"},
     "sm90/backward_f32": {
@@ -213,6 +208,7 @@ OPTIONS: dict[str, Callable[[torch.dtype, str], dict[str, Any]]] = {
     "dropout and key padding": lambda dtype, device: {"dropout_p": 0.1, "mask": mask_of(device, 1)},
     "negative scale": lambda dtype, device: {"softmax_scale": -0.1},
     "deterministic": lambda dtype, device: {"deterministic": True},
+    "max_logit": lambda dtype, device: {"return_max_logit": True},
 }
 # Beside which the kernel for Hopper adds to dq in turns, at head_dim 65 to 128.
 OPTIONS_IN_TURNS = [
@@ -252,6 +248,8 @@ def assert_attention_runs(call: Call, options: dict[str, Any]) -> None:
     def forward() -> None:
         nonlocal out
         out = flash_ext.attention(call.q, call.k, call.v, **options)
+        if options.get("return_max_logit"):
+            out = out[0]
 
     def backward() -> None:
         assert out is not None

@@ -22,10 +22,10 @@ using BackwardPipelinedOptionsDq =
                                           BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>>>;
 
 template <class Config>
-using BackwardPipelinedOptionsRoles =
-    BackwardRolesOf<Config, BackwardPipelinedOptionsStorage<Config>, BackwardPipelinedOptionsDq<Config>,
-                    BackwardPipelinedConsumer<Config, BackwardOptionScores<Config, BackwardPipelinedOptionsStorage<Config>>>,
-                    std::conditional_t<Config::kBiased, BackwardBiasMaps, BackwardMaps>>;
+using BackwardPipelinedOptionsRoles = BackwardRolesOf<
+    Config, BackwardPipelinedOptionsStorage<Config>, BackwardPipelinedOptionsDq<Config>,
+    BackwardPipelinedConsumer<Config, BackwardOptionScores<Config, BackwardPipelinedOptionsStorage<Config>>>,
+    std::conditional_t<Config::kBiased, BackwardBiasMaps, BackwardMaps>>;
 
 /// Calls run(std::integral_constant<int, options>()) for the variant that serves a call with options.
 template <size_t kIndex = 0, class Run>

@@ -72,7 +72,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
 
   __device__ __forceinline__ void prepare(const BackwardParams& p) {
     if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
-    this->seed(p, static_cast<uint32_t>(this->work_tile.sequence.batch * p.heads_q));
+    this->seed(p, this->work_tile.sequence);
   }
   /// By all threads of the CTA, which then has no steps if no head sees a key. It may still have turns.
   __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {

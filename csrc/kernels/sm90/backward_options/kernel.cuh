@@ -45,18 +45,18 @@ struct BackwardOptionsRoles {
   __device__ __forceinline__ static void init(const Arguments& a, Storage& storage) { storage.init(a.layout); }
 };
 
-/// Calls run(std::integral_constant<int, options>()) for the variant that serves a call. kBesidePipelined: which has no
-/// call that the pipelined loop serves.
-template <bool kBesidePipelined, size_t kIndex = 0, class Run>
+/// Calls run(std::integral_constant<int, options>()) for the variant that serves a call: none that another kernel of
+/// this head_dim serves.
+template <int kHeadDim, size_t kIndex = 0, class Run>
 void with_option_variant(int options, Run run) {
   if constexpr (kIndex == std::size(kOptionVariants)) {
     run(std::integral_constant<int, kAnyOptions>());
   } else {
     constexpr int kOwn = kOptionVariants[kIndex];
-    if constexpr (!kBesidePipelined || serves_beside_pipelined(kOwn)) {
+    if constexpr (is_pipelined(kHeadDim) ? serves_beside_pipelined(kOwn) : !persists(kOwn)) {
       if (options == kOwn) return run(std::integral_constant<int, kOwn>());
     }
-    with_option_variant<kBesidePipelined, kIndex + 1>(options, run);
+    with_option_variant<kHeadDim, kIndex + 1>(options, run);
   }
 }
 
@@ -76,7 +76,7 @@ void launch_backward_options(const BackwardParams& p, const BackwardArguments& a
          visibility);
   const BackwardBiasMaps maps = {arguments.maps,
                                  layout.bias_by_panels ? encode_bias_map(p, Config::kBlockM) : CUtensorMap{}};
-  with_option_variant<is_pipelined(Config::kHeadDim)>(serving_options(asked_of(p)), [&](auto options) {
+  with_option_variant<Config::kHeadDim>(serving_options(asked_of(p)), [&](auto options) {
     using Roles = BackwardOptionsRoles<BackwardOptionsConfig<Config, options()>>;
     launch_backward_kernel<Roles>(kBackwardOptionsNames.main, p, maps, workspace, layout, schedule,
                                   schedule.positions(), static_cast<size_t>(layout.bytes), stream);

@@ -46,8 +46,8 @@ void run_backward_persistent_blocks(const BackwardParams& p, void* memory, cudaS
   const BackwardPersistentBlocksMemory<Config> all(p, memory);
   make_query_lists(p, all.workspace.query_lists, Config::kBlockN, stream);
   list_longest_first(all.order, all.schedule.list, stream);
-  launch_backward_persistent<Config, BackwardPersistentBlocksDq<Config>>(p, all, kPieceQueries, score_scale(p, kLog2E), stream,
-                                                                         [] {});
+  launch_backward_persistent<Config, BackwardPersistentBlocksDq<Config>>(p, all, kPieceQueries, score_scale(p, kLog2E),
+                                                                         stream, [] {});
 }
 
 }  // namespace flash_ext::sm90

@@ -20,7 +20,6 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static constexpr int kStoresOffset = Base::kTilesBytes;  // dV, then dK, on their way to memory: a place a warp
   static constexpr int kStoreBytes = 16 * kPanelRowBytes;
   static constexpr int kTilesBytes = kStoresOffset + Base::kGroups * kWarpgroupWarps * kStoreBytes;
-  static constexpr bool kStoresByTma = true;
   static constexpr bool kHasOptions = false;
   static constexpr bool may_have(int) { return false; }
 
@@ -30,17 +29,13 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static_assert(panels(kHeadDim) == 1, "dQ of a step is one product");
 };
 
-/// With options. kTwoWeights: as in the pipelined loop of one tile (BackwardPipelinedOptionsConfig). Words of dropout
-/// take the room of dK and dV, which then go to memory from registers.
+/// With an option. kTwoWeights, kDsSteps: as in the pipelined loop of one tile (BackwardPipelinedOptionsConfig).
 template <class Element, int kHeadDim, int kOptions>
-struct BackwardPersistentOptionsConfig
-    : BackwardOptionsConfig<BackwardPersistentConfig<Element, kHeadDim>, kOptions> {
+struct BackwardPersistentOptionsConfig : BackwardOptionsConfig<BackwardPersistentConfig<Element, kHeadDim>, kOptions> {
   using Base = BackwardOptionsConfig<BackwardPersistentConfig<Element, kHeadDim>, kOptions>;
   static constexpr bool kHasOptions = true;
-  static constexpr bool kTwoWeights = (kOptions & (kStepDrops | kStepSoftcapped)) != 0;
+  static constexpr bool kTwoWeights = (kOptions & kStepSoftcapped) != 0;
   static constexpr int kDsSteps = kTwoWeights ? 0 : Base::kDsSteps - 2;
-  static constexpr bool kStoresByTma = (kOptions & kStepDrops) == 0;
-  static constexpr int kTilesBytes = kStoresByTma ? Base::kTilesBytes : Base::kStoresOffset;
 };
 
 }  // namespace flash_ext::sm90

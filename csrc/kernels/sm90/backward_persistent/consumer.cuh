@@ -16,7 +16,6 @@ template <class Config>
 struct BackwardCursor {
   uint32_t stage = 0, query_parity = 0;  // of Q and dO
   RingCount<Config::kDsStages> ds;       // and, in the two highest bits, the count of tiles
-  uint32_t kept = 0;                     // of steps whose words of dropout have been shared
 
   template <class Storage>
   __device__ __forceinline__ const uint64_t& k_full(const Storage& storage) const {
@@ -34,13 +33,11 @@ struct BackwardCursor {
   __device__ __forceinline__ BackwardStepsOf<Config> first_step(const Storage& storage) const {
     BackwardStepsOf<Config> step(storage.work_tiles[slot()]);
     step.stage = stage, step.parity = query_parity;
-    if constexpr (Config::kHasOptions) step.count = kept;
     if constexpr (Config::kListsBlocks) step.slot = ds.count % kMetadataSlots;
     return step;
   }
   __device__ __forceinline__ void leave(const BackwardStepsOf<Config>& past) {
     stage = past.stage, query_parity = past.parity;
-    if constexpr (Config::kHasOptions) kept = past.count + 1;  // those of a step behind the last have been, too
   }
 };
 
@@ -81,7 +78,7 @@ class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPer
 
   /// Stores dV and dK through shared memory, from where TMA takes them while the warp goes on.
   __device__ __forceinline__ void store_sums(const BackwardPersistentMaps& maps) const {
-    if (!Config::kStoresByTma || work_tile_.sums) return Base::store_sums();
+    if (work_tile_.sums) return Base::store_sums();
     if (p_.dv.data) store_rows(maps.dv, dv_, rules_.unit());
     if (p_.dk.data) store_rows(maps.dk, dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
   }

@@ -41,8 +41,8 @@ BackwardPersistentMaps persistent_maps(const BackwardParams& p, int query_rows) 
 /// Until there are no more tiles of keys.
 template <class Config>
 __device__ __forceinline__ void consume_tiles(const BackwardParams& p, const BackwardPersistentMaps& maps,
-                                              BackwardPersistentStorageOf<Config>& storage, uint32_t s_tiles, float scale,
-                                              int warpgroup, int lane) {
+                                              BackwardPersistentStorageOf<Config>& storage, uint32_t s_tiles,
+                                              float scale, int warpgroup, int lane) {
   BackwardCursor<Config> at;
 #pragma unroll 1
   for (;;) {

@@ -4,7 +4,6 @@
 
 #include "kernels/ptx/wgmma_across.h"
 #include "kernels/sm90/common/backward/producer.cuh"
-#include "kept_words.cuh"
 #include "scheduler.cuh"
 #include "storage.cuh"
 
@@ -52,7 +51,6 @@ class BackwardPersistentDq {
     if (self.lane_ == 0) ptx::tma_store_wait();
   }
 
-  struct NoDraw {};
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = HalfPanelDescriptor<kBlockN>;
   using DqPiece = BackwardDqPiece<Config>;
@@ -62,7 +60,6 @@ class BackwardPersistentDq {
   static constexpr int kWords = sizeof(WorkTile) / sizeof(uint2);
   static_assert(sizeof(WorkTile) % sizeof(uint2) == 0 && kWords <= 32, "a lane copies a word");
   static constexpr bool kTakesTurns = Config::kTurns == TurnTaking::kAlways;
-  static constexpr bool kDrops = Config::may_have(kStepDrops);
   // Steps before the end of a tile of keys at which the next one is taken, fetched and published: memory answers
   // meanwhile. The first loads of that tile are two steps before the end.
   static constexpr int kTaken = 6, kFetched = 5, kPublished = 4;
@@ -220,14 +217,10 @@ class BackwardPersistentDq {
     Walk walk = walk_over(work_tile);
     const int steps = walk.left;
     int head = ptx::uniform(work_tile.sequence.head);
-    if constexpr (kDrops) {
-      if (steps > 0) kept_.draw(p_, storage_, work_tile, head, ptx::uniform(work_tile.tiles.begin), warp_, lane_);
-    }
     const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
 #pragma unroll 1
     while (walk.left > 0) {
       if (warp_ == kPreparing) look_ahead(walk.left, steps);
-      if constexpr (kDrops) draw_ahead(walk, work_tile, head);
       wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
       // That dS is complete says that all products of the step before are over.
       ++free_stages_;
@@ -241,13 +234,6 @@ class BackwardPersistentDq {
       if (!walk.advance()) begin_head(walk, work_tile), ++head;
     }
     if (warp_ == kPreparing && steps == 0) look_ahead(0, 0);
-  }
-  /// Which weights the step behind this one keeps, before dS of this one is complete.
-  __device__ __forceinline__ void draw_ahead(const Walk& walk, const WorkTile& work_tile, int head) {
-    if (walk.left == 1) return kept_.pass(storage_, lane_);
-    const bool ends = walk.left_of_head == 1;
-    const int tile = ptx::uniform(ends ? work_tile.tiles.begin : work_tile.tiles.end - walk.left_of_head + 1);
-    kept_.draw(p_, storage_, work_tile, ends ? head + 1 : head, tile, warp_, lane_);
   }
   /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target) const {
@@ -283,7 +269,6 @@ class BackwardPersistentDq {
   uint2 word_of_work_tile_ = {};
   uint32_t any_large_ = 0;
   RingCount<Config::kDsStages> ds_at_;
-  std::conditional_t<kDrops, BackwardKeptWordsDraw<Config>, NoDraw> kept_;
   // What is loaded next.
   int free_stages_ = Config::kStages - 1;
   Walk loads_;

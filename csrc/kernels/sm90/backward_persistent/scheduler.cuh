@@ -36,9 +36,9 @@ __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& w
   __syncwarp();
 }
 
-/// Which keys of a tile a bias or a mask that is the same for all queries leaves visible: bits of the first head. Without
-/// any, of all heads, the tile has no steps; where it hides one, and Q or dO may hold Inf or NaN, no step is full. By one
-/// warp, as above.
+/// Which keys of a tile a bias or a mask that is the same for all queries leaves visible: bits of the first head.
+/// Without any, of all heads, the tile has no steps; where it hides one, and Q or dO may hold Inf or NaN, no step is
+/// full. By one warp, as above.
 template <class Config>
 __device__ __forceinline__ void look_at_keys(const BackwardParams& p, const BackwardWorkspace& workspace,
                                              BackwardWorkTile<Config>& work_tile,
@@ -68,8 +68,9 @@ __device__ __forceinline__ void look_at_keys(const BackwardParams& p, const Back
 #pragma unroll 1
     for (int head = 0; head < work_tile.heads; ++head)
       for (int k = lane; k < of_tile.count; k += 32)
-        found |= workspace.has_non_finite[work_tile.workspace_tile + of_tile.first +
-                                          head * workspace.tiles_per_head + k] != 0;
+        found |=
+            workspace.has_non_finite[work_tile.workspace_tile + of_tile.first + head * workspace.tiles_per_head + k] !=
+            0;
     if (__any_sync(~0u, found)) work_tile.tiles.full_begin = work_tile.tiles.full_end = work_tile.tiles.end;
   }
   __syncwarp();

@@ -43,24 +43,17 @@ struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
 
 /// With options.
 template <class Config>
-struct BackwardPersistentOptionsStorage : BackwardPersistentStorage<Config>,
-                                          BackwardKeptWords<Config>,
-                                          BackwardVisibleKeys<Config> {
+struct BackwardPersistentOptionsStorage : BackwardPersistentStorage<Config>, BackwardVisibleKeys<Config> {
   float cap;  // of scores, to base 2
 
-  __device__ __forceinline__ void init() {
-    this->init_kept();
-    BackwardPersistentStorage<Config>::init();
-  }
   /// Called by one thread.
   __device__ __forceinline__ void prepare(const BackwardParams& p) {
     if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
-    this->seed(p, 0);
   }
 };
 
 template <class Config>
-using BackwardPersistentStorageOf =
-    std::conditional_t<Config::kHasOptions, BackwardPersistentOptionsStorage<Config>, BackwardPersistentStorage<Config>>;
+using BackwardPersistentStorageOf = std::conditional_t<Config::kHasOptions, BackwardPersistentOptionsStorage<Config>,
+                                                       BackwardPersistentStorage<Config>>;
 
 }  // namespace flash_ext::sm90

@@ -45,7 +45,9 @@ struct HalfPanelDescriptor {
   static constexpr uint32_t kPanelBytes = kRows * kRowBytes;
   static constexpr uint32_t kEightRows = 8 * kRowBytes / 16;
 
-  __device__ __forceinline__ static uint32_t lower_half(uint32_t s_tile) { return s_tile >> 4 | kPanelBytes / 16 << 16; }
+  __device__ __forceinline__ static uint32_t lower_half(uint32_t s_tile) {
+    return s_tile >> 4 | kPanelBytes / 16 << 16;
+  }
   /// The descriptor of what begins `offset` bytes behind the tile.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);

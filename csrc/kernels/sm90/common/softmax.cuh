@@ -26,8 +26,8 @@ struct NoLargestWeights {
   __device__ __forceinline__ void add(int, float, float) {}
 };
 
-/// The largest weight of each of a lane's two rows. Weights have no sign, so their bits are in the order of integers, of
-/// which one instruction finds the largest of three. NaN is above all.
+/// The largest weight of each of a lane's two rows. Weights have no sign, so their bits are in the order of integers,
+/// of which one instruction finds the largest of three. NaN is above all.
 struct LargestWeights {
   float of_row[2];
 

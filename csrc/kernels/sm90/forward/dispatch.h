@@ -57,8 +57,7 @@ void with_forward_cache_types(const AttentionParams& p, Run run) {
 template <class Run>
 void with_forward_max_logit_types(const AttentionParams& p, Run run) {
   const HeadDims dims = first_that_serves(kForwardMaxLogitHeadDims, p.head_dim, p.head_dim_v);
-  if (dims.v < dims.qk)
-    return with_element(p, [&](auto element) { run(element, HeadDim<192>(), HeadDim<128>()); });
+  if (dims.v < dims.qk) return with_element(p, [&](auto element) { run(element, HeadDim<192>(), HeadDim<128>()); });
   with_types_of<64, 128, 256>(p, dims.qk, [&](auto element, auto head_dim) { run(element, head_dim, head_dim); });
 }
 

@@ -38,13 +38,11 @@ class BackwardOptionScores {
   using Visible = typename Tile::Visible;
   static constexpr int kBlockM = Config::kBlockM;
   static constexpr bool kDrops = Config::may_have(kStepDrops);
-  // Which weights dropout keeps: in a persistent CTA dQ's warpgroup draws that, which has time.
-  static constexpr bool kDraws = kDrops && !Config::kPersistent;
   static constexpr bool kTwoWeights = Config::kTwoWeights;
   static constexpr bool kBoundsScores = Config::may_have(kStepSoftcapped);
   static constexpr bool kHidesKeys = Config::may_have(kStepKeyBiased);
   // A branch between dP and dV makes ptxas put a fence there, but registers are short.
-  static constexpr bool kPreparesEarly = kDraws && kHidesKeys;
+  static constexpr bool kPreparesEarly = kDrops && kHidesKeys;
   static constexpr bool kLateLse = kDrops;
   // Both weights leave room for half of D beside dP.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
@@ -97,18 +95,16 @@ class BackwardOptionScores {
     if constexpr (Config::kBiased) bias_parity_ = step.count % 2;
     if constexpr (kDrops) {
       read_kept(step);
-      if constexpr (kDraws) {
-        Steps next = step;
-        next.advance();
-        drawn_ = draw(next);
-      }
+      Steps next = step;
+      next.advance();
+      drawn_ = draw(next);
     }
   }
   /// What must be there before the first step's scores.
   __device__ __forceinline__ void prepare_first(const Steps& step) {
     if constexpr (kHidesKeys && kReadsKeyBias && kReadsOnce) read_key_bias(step);
     if constexpr (kSlopes && kReadsOnce) read_slope(step);
-    if constexpr (kDraws) {
+    if constexpr (kDrops) {
       drawn_ = draw(step);
       share_kept(0);
     }
@@ -116,7 +112,7 @@ class BackwardOptionScores {
   }
   /// For the step behind this one, beside dP.
   __device__ __forceinline__ void prepare_ahead(const Steps& step) {
-    if constexpr (kDraws) share_kept(step.count + 1);
+    if constexpr (kDrops) share_kept(step.count + 1);
     if constexpr (Config::kFindsSteps) {
       Steps next = step;
       next.advance();

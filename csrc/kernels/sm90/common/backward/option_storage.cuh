@@ -32,11 +32,11 @@ __device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequ
 template <class Config, bool kDrops = Config::may_have(kStepDrops)>
 struct BackwardKeptWords {
   __device__ __forceinline__ void init_kept() {}
-  __device__ __forceinline__ void seed(const BackwardParams&, uint32_t) {}
+  __device__ __forceinline__ void seed(const BackwardParams&, const Sequence&) {}
 };
 template <class Config>
 struct BackwardKeptWords<Config, true> {
-  __align__(16) RandomKey key;  // of head 0 of the batch entry: registers are short. Persistent CTAs: of the first one
+  __align__(16) RandomKey key;  // of head 0 of the batch entry: registers are short.
   __align__(8) uint32_t kept[Config::kGroups][KeptTile<Config::kBlockM>::kWordsOfGroup];
   uint64_t kept_full[Config::kGroups], kept_empty[Config::kGroups];  // of a warpgroup's words
 
@@ -44,9 +44,8 @@ struct BackwardKeptWords<Config, true> {
     init_barriers(kept_full, kWarpgroupWarps);
     init_barriers(kept_empty, kWarpgroupWarps);
   }
-  /// `first_head`: among those of all batch entries.
-  __device__ __forceinline__ void seed(const BackwardParams& p, uint32_t first_head) {
-    key = {philox_key(p.dropout.rng[0], p.dropout.rng[1]), first_head};
+  __device__ __forceinline__ void seed(const BackwardParams& p, const Sequence& sequence) {
+    key = {philox_key(p.dropout.rng[0], p.dropout.rng[1]), static_cast<uint32_t>(sequence.batch * p.heads_q)};
   }
 };
 
@@ -60,8 +59,8 @@ struct BackwardVisibleKeys<Config, true> {
 
 /// What such a bias adds, to base 2; 0 where it hides the key. Words of dropout leave no room for it, nor do two tiles.
 template <class Config>
-constexpr bool kSharesKeyBias = Config::may_have(kStepKeyBiased) && !Config::may_have(kStepDrops) &&
-                                !Config::kBiased && !Config::kPersistent;
+constexpr bool kSharesKeyBias =
+    Config::may_have(kStepKeyBiased) && !Config::may_have(kStepDrops) && !Config::kBiased && !Config::kPersistent;
 template <class Config, bool kShares = kSharesKeyBias<Config>>
 struct BackwardKeyBiases {
   __device__ __forceinline__ void set_key_bias(uint32_t, float) {}

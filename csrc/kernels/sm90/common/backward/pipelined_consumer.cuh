@@ -100,8 +100,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t slot,
                                                        uint32_t s_tiles, float scale, int warpgroup, int lane)
       : Base(p, storage, storage.work_tiles[slot], s_tiles,
-             static_cast<int>(slot) * Config::kKeySlotBytes + warpgroup * panel_bytes(kWarpgroupRows), scale,
-             warpgroup, lane),
+             static_cast<int>(slot) * Config::kKeySlotBytes + warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup,
+             lane),
         rules_(p, storage, storage.work_tiles[slot], slot, s_tiles) {}
 
   __device__ __forceinline__ void store_sums() const {

@@ -43,10 +43,10 @@ void zero_forward_workspace(void* workspace, cudaStream_t stream) {
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits) {
   if (lists_blocks(blocks_call(params))) return forward_blocks_order(params, params.block_m).bytes();
   if (has_forward_options(params)) return ForwardOptionsWorkspace(params).bytes;
-  const HeadDims dims =
-      has_cache(params)         ? first_that_serves(kForwardCacheHeadDims, params.head_dim, params.head_dim_v)
-      : keeps_max_logit(params) ? first_that_serves(kForwardMaxLogitHeadDims, params.head_dim, params.head_dim_v)
-                                : forward_head_dims(params.head_dim, params.head_dim_v);
+  const HeadDims dims = has_cache(params) ? first_that_serves(kForwardCacheHeadDims, params.head_dim, params.head_dim_v)
+                        : keeps_max_logit(params)
+                            ? first_that_serves(kForwardMaxLogitHeadDims, params.head_dim, params.head_dim_v)
+                            : forward_head_dims(params.head_dim, params.head_dim_v);
   const ForwardShape shape = forward_shape_with(dims, params.block_m, block_n);
   const WorkListPlan list = forward_work_list(params, shape.groups * kWarpgroupRows);
   if (list.listed) return list.bytes();
