@@ -68,8 +68,11 @@ class Variant:
     batch_entries: int | None = None
 
     @property
-    def only_backward(self) -> bool:
-        return len(self.gradients_of) > 3 or bool(self.call.options.get("deterministic"))
+    def directions(self) -> Sequence[str]:
+        """In which the option changes what is done."""
+        if len(self.gradients_of) > 3 or self.call.options.get("deterministic"):
+            return ("backward",)
+        return ("forward",) if self.call.options.get("return_max_logit") else DIRECTIONS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +115,7 @@ def variants(size: Size) -> list[Variant]:
         *packed(plain, size),
         *packed_many(plain, size),
         with_options(plain, "deterministic", deterministic=True),
+        with_options(plain, "max_logit", return_max_logit=True),
     ]
 
 
@@ -218,7 +222,7 @@ def with_lengths(plain: Variant, name: str, lengths: Sequence[int], size: Size) 
 
 def measure(size: Size, direction: str, only: Sequence[str] | None, setting: Setting) -> list[Row]:
     """A row for each variant; in each, the plain call, the variant and its peers take turns."""
-    listed = [v for v in variants(size) if direction == "backward" or not v.only_backward]
+    listed = [v for v in variants(size) if direction in v.directions]
     plain, chosen = listed[0], [v for v in listed if only is None or any(text in v.name for text in only)]
     alone = Comparison()
     add(alone, PLAIN, ours(), plain, direction, expected_of(plain, direction))
@@ -245,7 +249,8 @@ def measure_variant(
 
 def expected_of(variant: Variant, direction: str) -> Expected:
     gradients_of = variant.gradients_of if direction == "backward" else ()
-    return Expected(variant.call, gradients_of, variant.heads_kv, variant.batch_entries)
+    options = {name: value for name, value in variant.call.options.items() if name != "return_max_logit"}
+    return Expected(replace(variant.call, options=options), gradients_of, variant.heads_kv, variant.batch_entries)
 
 
 def add(comparison: Comparison, name: str, peer: Peer, variant: Variant, direction: str, expected: Checker) -> None:
