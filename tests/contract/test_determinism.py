@@ -200,6 +200,17 @@ def test_options_of_many_tiles(device: str, window_size: tuple[int, int], names:
     )
 
 
+@pytest.mark.parametrize("option_of_heads", ["mask", "bias"])
+def test_keys_that_heads_of_a_group_see_apart(device: str, option_of_heads: str) -> None:
+    """With so many tiles of keys that a CTA has all heads of a group, and visits them again at each tile of queries."""
+    seqlen_q, seqlen_k, heads_kv = (90, 150, 1) if device == "cpu" else (300, 2500, 16)
+    make = {"mask": key_padding, "bias": hiding_bias}[option_of_heads]
+    options = {option_of_heads: make(2, 2 * heads_kv, seqlen_k, device)}
+    assert_repeatable(
+        make_call(2, seqlen_q, seqlen_k, 2 * heads_kv, heads_kv, 128, dtype=BF16, device=device, **options)
+    )
+
+
 @pytest.mark.parametrize("hidden", [slice(0, 640), slice(256, 900), slice(600, None), slice(0, None)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])

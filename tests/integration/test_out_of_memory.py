@@ -114,6 +114,19 @@ def test_what_fits_by_now_is_allocated(device: str) -> None:
 ROWS_OF_A_STEP = 2**17
 
 
+def fill_reserved_memory(total: int) -> list[Tensor]:
+    """What torch's allocator keeps although it is free, because something else of the same segment is in use."""
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    filled = []
+    for megabytes in (256, 64, 16, 4, 2):
+        try:
+            while True:
+                filled.append(torch.empty(megabytes << 20, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            continue
+    return filled
+
+
 @contextmanager
 def room_for(num_bytes: int, device: str) -> Iterator[None]:
     """So much memory may be allocated beside what is."""
@@ -121,11 +134,13 @@ def room_for(num_bytes: int, device: str) -> Iterator[None]:
     if device == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
+        filled = fill_reserved_memory(total)
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + num_bytes) / total)
         try:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
+            filled.clear()
         return
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
