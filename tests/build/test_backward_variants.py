@@ -13,7 +13,7 @@ import flash_ext
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 
-# Every call there can be, by the header that the launches and the plan decide with: "loop options", once each.
+# Every call there can be, by the header that the launches and the plan decide with: "head_dim loop options".
 ENUMERATE = """
 #include <cstdio>
 #include "kernels/sm90/common/backward/variant.h"
@@ -27,7 +27,9 @@ int main() {
       continue;
     if (!asked.bias && (asked.bias_of_keys || asked.bias_by_panels || asked.bias_dtype_of_inputs)) continue;
     const int options = serving_options(asked);
-    if (options != 0) std::printf("%s %d\\n", pipelines(options, blocks) ? "pipelined" : "own", options);
+    if (options == 0) continue;
+    std::printf("64 %s %d\\n", persists(options) && !blocks ? "persistent" : "own", options);
+    std::printf("128 %s %d\\n", pipelines(options, blocks) ? "pipelined" : "own", options);
   }
 }
 """
@@ -35,11 +37,13 @@ int main() {
 NAMES = {
     "own": r"BackwardOptionsConfigINS0_14BackwardConfigI{dtype}Li{head_dim}EEELi(n?\d+)E",
     "pipelined": r"BackwardPipelinedOptionsConfigI{dtype}Li{head_dim}ELi(n?\d+)E",
+    "persistent": r"BackwardPersistentOptionsConfigI{dtype}Li{head_dim}ELi(n?\d+)E",
 }
 
 
 @pytest.fixture(scope="module")
-def reachable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
+def reachable(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[int, str, int]]:
+    """Head_dim, loop and options."""
     compiler = shutil.which("g++")
     if compiler is None or not SOURCES.is_dir():
         pytest.skip("needs the checkout and a compiler")
@@ -47,7 +51,7 @@ def reachable(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
     (folder / "calls.cpp").write_text(ENUMERATE)
     subprocess.run([compiler, "-std=c++17", f"-I{SOURCES}", "calls.cpp", "-o", "calls"], cwd=folder, check=True)
     lines = subprocess.run([folder / "calls"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return {loop: {int(line.split()[1]) for line in lines if line.startswith(loop)} for loop in NAMES}
+    return {(int(head_dim), loop, int(options)) for head_dim, loop, options in map(str.split, lines)}
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +65,11 @@ def library() -> bytes:
 @pytest.mark.parametrize("dtype", ["13__nv_bfloat16", "6__half"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_option_kernel_is_reached_and_no_other_is_built(
-    reachable: dict[str, set[int]], library: bytes, dtype: str, head_dim: int
+    reachable: set[tuple[int, str, int]], library: bytes, dtype: str, head_dim: int
 ) -> None:
-    expected = reachable if head_dim == 128 else {"own": reachable["own"] | reachable["pipelined"], "pipelined": set()}
-    for loop, name in NAMES.items():
-        found = re.findall(name.format(dtype=dtype, head_dim=head_dim).encode(), library)
-        assert {int(options.replace(b"n", b"-")) for options in found} == expected[loop], loop
+    found = {
+        (head_dim, loop, int(options.replace(b"n", b"-")))
+        for loop, name in NAMES.items()
+        for options in re.findall(name.format(dtype=dtype, head_dim=head_dim).encode(), library)
+    }
+    assert found == {kernel for kernel in reachable if kernel[0] == head_dim}

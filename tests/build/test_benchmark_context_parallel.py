@@ -62,7 +62,7 @@ def test_rounds_go_back_and_forth() -> None:
 
 
 PAGE = """
-On two, in `benchmarks/results/h100_context_parallel.json`. The GPUs of this section are NVIDIA H200, with torch 2.11.
+On two, in `benchmarks/results/h200_context_parallel.json`. The GPUs of this section are NVIDIA H200, with torch 2.11.
 
 | tokens | one | two | | TFLOP/s | over one at 131072 |
 | --- | --- | --- | --- | --- | --- |
@@ -81,7 +81,7 @@ def test_figures_of_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     rows[0].figures.update({"x one": 1.804, "x one at 131072": 1.8})
     rows[1].figures["x one at 131072"] = 2.0
     origin = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.13.0"}
-    file = tmp_path / "h100_context_parallel.json"
+    file = tmp_path / "h200_context_parallel.json"
     report.Record("context_parallel", "ms", "TFLOP/s", "seqlen", origin, {}, rows).write(file)
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     text = PAGE
