@@ -110,10 +110,10 @@ def attention(
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) or (total_q, heads_q, head_dim_v) in q's dtype, or (out, lse) with
         lse (batch, heads_q, seqlen_q) or (heads_q, total_q), float32 (float64 for float64), natural logarithm,
-        differentiable. With nested tensors both are nested, with the offsets of q. Behind them max_logit, if wanted:
-        (batch, heads_q), of packed sequences (sequences, heads_q), in the dtype of lse, not differentiable: the largest
-        score that a query of the head sees, before sink and dropout; -inf where none sees a key; NaN where a visible
-        score is.
+        differentiable. With nested tensors both are nested, with the offsets of q.
+        With return_max_logit, max_logit comes last: (out, max_logit) or (out, lse, max_logit). It is (batch, heads_q),
+        also of packed and nested sequences, in the dtype of lse, without gradient: the largest score that a query of
+        the head sees, before sink and dropout; -inf where none sees a key, NaN where a visible score is NaN.
 
     Raises:
         RuntimeError: an argument has a wrong dtype, shape, device or value, or is not supported (``supports`` tells

@@ -10,7 +10,7 @@ void explain_max_logit(Draft& draft) {
   if (draft.p.device == Device::kCpu) {
     draft.because("max_logit: the largest of the row maxima of the softmax");
   } else if (draft.plan.fuses_max_logit) {
-    draft.because("max_logit: by the forward itself, of the row maxima of the softmax");
+    draft.because("max_logit: by the forward itself, from the largest weight of each row");
   } else {
     draft.because("max_logit: sm80/max_logit, a kernel of its own behind the forward, computes the scores again");
   }
