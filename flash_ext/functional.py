@@ -113,7 +113,8 @@ def attention(
         differentiable. With nested tensors both are nested, with the offsets of q.
         With return_max_logit, max_logit comes last: (out, max_logit) or (out, lse, max_logit). It is (batch, heads_q),
         also of packed and nested sequences, in the dtype of lse, without gradient: the largest score that a query of
-        the head sees, before sink and dropout; -inf where none sees a key, NaN where a visible score is NaN.
+        the head sees, before sink and dropout; -inf where none sees a key, Inf or NaN where a visible score is. Out and
+        lse may be rounded otherwise then.
 
     Raises:
         RuntimeError: an argument has a wrong dtype, shape, device or value, or is not supported (``supports`` tells

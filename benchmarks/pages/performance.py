@@ -53,6 +53,7 @@ FIGURES: tuple[Table | Sentence, ...] = (
         rf"A bias with its gradient adds {PAIR} % to the backward\.",
         lambda: costs("bias (1, h, q, k), its gradient", "backward"),
     ),
+    Sentence(PERFORMANCE, rf"`return_max_logit` adds {PAIR} % to the forward", lambda: costs("max_logit", "forward")),
     Sentence(PERFORMANCE, rf"`deterministic` adds {PAIR} %", lambda: costs("deterministic", "backward")),
     Table(PERFORMANCE, "\nMasks that hide pairs", option_cells("h200_options.json")),
     Sentence(

@@ -435,10 +435,26 @@ def test_every_kernel_has_a_room_and_a_problem() -> None:
     assert found - {""} == set(_plan.KERNELS)
 
 
+@pytest.mark.parametrize(
+    ("fields", "tile"),
+    [
+        ({"head_dim": 96, "head_dim_v": 96, "seqlen_q": 4000, "seqlen_k": 4000}, (192, 80)),
+        ({"head_dim": 192, "head_dim_v": 192, "seqlen_q": 4000, "seqlen_k": 4000}, (128, 80)),
+        ({"head_dim": 64, "head_dim_v": 64, "seqlen_q": 128, "seqlen_k": 128}, (256, 64)),
+        ({"head_dim": 128, "head_dim_v": 128, "seqlen_q": 512, "seqlen_k": 512}, (192, 64)),
+    ],
+    ids=str,
+)
+def test_tiles_of_the_forward_with_max_logit(fields: dict[str, Any], tile: tuple[int, int]) -> None:
+    """The kernels of fewer head dims serve it, and none has tiles for few queries."""
+    found = hopper_plan(operation="forward", dtype="bfloat16", wants_max_logit=True, **fields)
+    assert found.fuses_max_logit and (found.block_m, found.block_n) == tile
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("where", ["cpu", "hopper", "ampere"])
 def test_where_max_logit_comes_from(where: str, dtype: str) -> None:
-    """A wish changes no kernel and no tile, and its reason is given where it is wanted."""
+    """Long sequences of a head_dim that it has keep kernel and tile. Its reason is given where it is wanted."""
     fields: dict[str, Any] = dict(HOPPER) if where != "cpu" else {}
     fields |= dict(dtype=dtype, seqlen_q=1000, seqlen_k=1000, heads_q=8, heads_kv=8)
     if where == "ampere":

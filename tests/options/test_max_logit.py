@@ -99,7 +99,9 @@ def test_options(device: str, dtype: torch.dtype, options: str) -> None:
     assert_right(make_call(2, 150, 201, 4, 2, 64, dtype=dtype, device=device, **OPTIONS[options](device)))
 
 
-@pytest.mark.parametrize("head_dims", [(8, 8), (40, 40), (64, 128), (128, 128), (136, 136), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "head_dims", [(8, 8), (40, 40), (64, 128), (96, 96), (128, 128), (136, 136), (192, 128), (192, 192), (256, 256)]
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_head_dims(device: str, dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
     """Several key tiles, of which the last is not full."""
@@ -202,7 +204,7 @@ def test_hidden_keys_have_no_influence(device: str, dtype: torch.dtype) -> None:
 def test_visible_scores_that_are_no_numbers(
     device: str, dtype: torch.dtype, value: float, place: int, dropout_p: float
 ) -> None:
-    """Of their own head and batch entry alone. In float32 on CUDA, Inf counts as NaN."""
+    """Of their own head and batch entry alone. Inf may come back as NaN."""
     call = make_call(2, 130, 200, 4, 2, 64, dtype=dtype, device=device, dropout_p=dropout_p)
     call.q[:] = call.q.abs() + 0.1
     expected = max_logit_of(call)
@@ -220,6 +222,35 @@ def test_one_query_that_is_no_number(device: str, dtype: torch.dtype, query: int
     call.q[0, query, 2] = math.nan
     found = max_logit_of(call)
     assert found[0, 2].isnan() and found.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("seqlen_q", [70, 700])
+def test_scores_that_grow(device: str, dtype: torch.dtype, seqlen_q: int, head_dims: tuple[int, int]) -> None:
+    """By thousands, from the last keys to the first: more than a weight can hold, so that rows are computed again."""
+    head_dim, head_dim_v = head_dims
+    call = make_call(1, seqlen_q, 900, 2, 2, head_dim, head_dim_v, dtype=dtype, device=device, softmax_scale=1.0)
+    call.q[:], call.k[:] = 0.0, 0.0
+    call.q[..., 0] = torch.linspace(1.0, 8.0, seqlen_q, device=device)[None, :, None]
+    call.k[..., 0] = torch.linspace(400.0, -400.0, 900, device=device)[None, :, None]
+    largest = (call.q[0, -1, 0, 0].float() * call.k[0, 0, 0, 0].float()).item()
+    torch.testing.assert_close(max_logit_of(call).float(), torch.full((1, 2), largest, device=device))
+
+
+def test_in_a_cuda_graph(device: str) -> None:
+    """What is there from the call before is no bound on the next one."""
+    if device == "cpu":
+        pytest.skip("graphs are CUDA's")
+    call = make_call(2, 300, 300, 4, 2, 64, dtype=torch.bfloat16, device=device)
+    max_logit_of(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = flash_ext.attention(call.q, call.k, call.v, return_max_logit=True)[1]
+    graph.replay()
+    torch.testing.assert_close(found, max_logit_of(call))
+    call.q.mul_(0.25)
+    graph.replay()
+    torch.testing.assert_close(found, max_logit_of(call))
 
 
 def test_a_score_of_minus_infinity_is_a_hidden_pair(device: str, dtype: torch.dtype) -> None:

@@ -264,7 +264,7 @@ class ForwardTile {
     scores.for_each_vector([&](int64_t row, int c, T* s) { store(s, load(s) * load(factors_ + row * kPanel + c)); });
   }
 
-  /// The largest score of a query. A NaN among them comes back through the sum, and so does an infinite one, as NaN.
+  /// The largest score of a query: Inf or NaN where one of them is. The maximum leaves NaN out, the sum does not.
   T row_maximum(int64_t n, int lane) const {
     const bool packed = k_.in_halves && !dropout_.active();
     const T maximum = packed ? row_maxima_[n * kPanel + lane] * late_factor_ : state_[n].maximum[lane];

@@ -13,7 +13,7 @@ struct BackwardConsumer : BackwardSums<Config> {
       Base::exponentiate_with_options, Base::for_each_with_term, Base::gradient_tile, Base::has, Base::kBlockM,
       Base::kBlockN, Base::kHeadDim, Base::kM, Base::kN, Base::kRematerialisesKeys, Base::kRematerialisesValue,
       Base::kRoleThreads, Base::load_for_weights, Base::load_grad_out, Base::makes_p, Base::multiply_rows, Base::next,
-      Base::p, Base::pass_turns_before, Base::prepare, Base::prepares, Base::previous, Base::put_step,
+      Base::p, Base::skip_turns_before, Base::prepare, Base::prepares, Base::previous, Base::put_step,
       Base::query_stage, Base::rematerialise, Base::role_thread, Base::s_grad_out, Base::s_key, Base::s_minus_delta,
       Base::s_value, Base::store_sums, Base::store_weights, Base::weight_tile, Base::work_tile;
   using Base::Base;
@@ -46,10 +46,10 @@ struct BackwardConsumer : BackwardSums<Config> {
       accumulate(makes_p ? weight_tile(n) : gradient_tile(n - 1), makes_p ? s_grad_out : query_stage(n - 1));
     }
     if (n > 0) {
-      pass_turns_before(n - 1);
+      skip_turns_before(n - 1);
       add_dq(before, n - 1);
     }
-    if (has(now, kStepPast)) pass_turns_before(n);
+    if (has(now, kStepPast)) skip_turns_before(n);
   }
 
   __device__ __forceinline__ void run() {

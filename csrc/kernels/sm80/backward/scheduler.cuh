@@ -67,16 +67,16 @@ struct BackwardWalk : BackwardWarp<Config> {
   __device__ __forceinline__ bool prepares() const { return Config::kScoreOptions && warp == Config::kRoleWarps; }
 
   /// Tiles that are skipped are not waited for.
-  __device__ __forceinline__ void pass_turns(BackwardStep step, const BackwardStep& end) const {
+  __device__ __forceinline__ void skip_turns(BackwardStep step, const BackwardStep& end) const {
     for (; step.head != end.head || step.tile != end.tile; step = next(step)) {
       wait_for_turn(step);
       end_turn(step);
     }
   }
-  __device__ __forceinline__ void pass_turns_before(int n) const {
+  __device__ __forceinline__ void skip_turns_before(int n) const {
     if constexpr (Config::kScoreOptions) {
       if (workspace.turns && work_tile.options.masks)
-        pass_turns(n == 0 ? work_tile.first_step() : next(work_tile.ring[(n - 1) % 8].step),
+        skip_turns(n == 0 ? work_tile.first_step() : next(work_tile.ring[(n - 1) % 8].step),
                    work_tile.ring[n % 8].step);
     }
   }

@@ -16,8 +16,8 @@ struct BackwardPipelinedConfig : BackwardPipelinedBase<Element, kHeadDim, kLists
   using Base = BackwardPipelinedBase<Element, kHeadDim, kListsBlocks, kBiased_>;
   static constexpr TurnTaking kTurns = kListsBlocks ? TurnTaking::kNever : TurnTaking::kIfAsked;
   static constexpr bool kBiased = kBiased_;
-  static constexpr bool kFindsSteps = false;   // the steps that a mask of pairs leaves
-  static constexpr bool kPassesTurns = false;  // of CTAs to which hidden keys leave no steps
+  static constexpr bool kFindsSteps = false;  // the steps that a mask of pairs leaves
+  static constexpr bool kSkipsTurns = false;  // of CTAs to which hidden keys leave no steps
   static constexpr int kDsSteps = 2;  // of dK's product, that take dS from registers: there are not enough for all
   static constexpr int kBiasOffset = Base::kTilesBytes;
   static constexpr int kBiasPanelBytes = kBiased ? panel_bytes(Base::kBlockM) : 0;  // of a warpgroup's keys, in 16 bits
@@ -35,7 +35,7 @@ template <class Element, int kHeadDim, int kOptions, TurnTaking kTurns_ = TurnTa
 struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions> {
   static constexpr TurnTaking kTurns = kTurns_;
   static constexpr bool kFindsSteps = (kOptions & kStepIsMasked) != 0;
-  static constexpr bool kPassesTurns = kTurns != TurnTaking::kNever && (kOptions & kStepKeyBiased) != 0;
+  static constexpr bool kSkipsTurns = kTurns != TurnTaking::kNever && (kOptions & kStepKeyBiased) != 0;
   static constexpr bool kTwoWeights = (kOptions & (kStepDrops | kStepSoftcapped)) != 0;
   static constexpr int kDsSteps = kTwoWeights ? 0 : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions>::kDsSteps;
 };

@@ -11,11 +11,11 @@
 namespace flash_ext::sm90 {
 
 /// Whether a CTA without steps has turns that some CTA behind it may wait for.
-template <class Config, bool kPassesTurns = Config::kPassesTurns>
-struct BackwardPassedTurns {};
+template <class Config, bool kSkipsTurns = Config::kSkipsTurns>
+struct BackwardSkippedTurns {};
 template <class Config>
-struct BackwardPassedTurns<Config, true> {
-  bool passes_turns;
+struct BackwardSkippedTurns<Config, true> {
+  bool skips_turns;
 };
 
 /// Of the tile of a bias of query-key pairs.
@@ -58,7 +58,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
                                          BackwardKeptWords<Config>,
                                          BackwardBiasBarriers<Config>,
                                          BackwardVisibleKeys<Config>,
-                                         BackwardPassedTurns<Config>,
+                                         BackwardSkippedTurns<Config>,
                                          BackwardKeyBiases<Config>,
                                          BackwardFoundStepsOfCta<Config> {
   float cap;            // of scores, to base 2
@@ -128,9 +128,9 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     if (threadIdx.x < Config::kBlockN) look_at_key(p, this->work_tile.first_key + threadIdx.x, sees, hides);
     sees = __syncthreads_or(sees);
     hides = __syncthreads_or(hides);
-    if constexpr (Config::kPassesTurns) {
+    if constexpr (Config::kSkipsTurns) {
       const bool passes = !sees && sees_keys_behind(p);
-      if (threadIdx.x == 0) this->passes_turns = passes;
+      if (threadIdx.x == 0) this->skips_turns = passes;
     }
     if (threadIdx.x == 0 && !sees) this->work_tile.tiles.end = this->work_tile.tiles.begin;
     __syncthreads();

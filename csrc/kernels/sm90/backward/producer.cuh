@@ -42,8 +42,8 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   __device__ __forceinline__ static void run(Self& self) {
     if (self.work_tile_.tiles.begin < self.work_tile_.tiles.end) {
       self.load_and_add();
-    } else if constexpr (Config::kPassesTurns) {
-      if (self.storage_.passes_turns) self.pass_turns();
+    } else if constexpr (Config::kSkipsTurns) {
+      if (self.storage_.skips_turns) self.skip_turns();
     }
     if (self.lane_ == 0) ptx::tma_store_wait();
   }
@@ -210,7 +210,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   }
   /// Of a CTA whose keys are hidden from all queries: it has no steps, but those behind it wait for its turns. A lane
   /// has every 32nd of them, each of another query tile or head, and waits for no other lane.
-  __device__ __forceinline__ void pass_turns() const {
+  __device__ __forceinline__ void skip_turns() const {
     const int heads = work_tile_.heads, tiles = work_tile_.order.first - work_tile_.order.past;
     int passed = lane_;
 #pragma unroll 1

@@ -1,6 +1,7 @@
-// The backward at head_dim 64 without options: the pipelined loop in persistent CTAs. Its policies:
+// The backward at head_dim 64 without options or with one of some: the pipelined loop in persistent CTAs. Its policies:
 //
 //   plain                      producer.cuh
+//   one option                 options_kernel.cuh
 //   deterministic              turns_producer.cuh
 //   the lists of a block mask  blocks_kernel.cuh
 //

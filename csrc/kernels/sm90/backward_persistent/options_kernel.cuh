@@ -23,8 +23,13 @@ void with_persistent_options(int options, Run run) {
 
 template <class Element, int kHeadDim>
 void run_backward_persistent_options(const BackwardParams& p, void* memory, cudaStream_t stream) {
+  using Plain = BackwardPersistentConfig<Element, kHeadDim>;
+  if (BackwardWorkspace::takes_turns(p))
+    throw std::logic_error("flash_ext: sm90/backward_persistent: no turns beside options");
   with_persistent_options(serving_options(asked_of(p)), [&](auto options) {
     using Config = BackwardPersistentOptionsConfig<Element, kHeadDim, options()>;
+    // backward_persistent_bytes() has asked for that much.
+    static_assert(sizeof(BackwardWorkTile<Config>) == sizeof(BackwardWorkTile<Plain>));
     const BackwardPersistentMemory<Config> all(p, memory);
     fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
     const float scale = ScoreFactors::of_backward(p, kLog2E).scale;

@@ -121,8 +121,8 @@ class ForwardEpilogue : public ForwardRows<Config> {
     }
   }
 
-  /// Raises the head's max_logit to the largest score of this warp's rows. Rows that overflowed are left out: they come
-  /// again on the safe path, where NaN is a score's own.
+  /// Raises the head's max_logit to the largest score of this warp's rows. Rows that overflowed are left out: their
+  /// work tile is requeued for the safe path, where NaN is a score's own.
   __device__ __forceinline__ void raise_max_logit(const WorkTile& work_tile, int first_row) const {
     float largest = -INFINITY;
 #pragma unroll

@@ -53,7 +53,8 @@ class BackwardOptionScores {
       : p_(p), storage_(storage), work_tile_(work_tile), s_tiles_(s_tiles) {
     if constexpr (kHidesKeys) {
       const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps;  // among those that compute
-      // Not by a shuffle: in a persistent CTA ptxas then treats the lanes of the loop as divergent.
+      // Not by ptx::uniform(), because the address differs between warps: ptxas then treats the lanes of the whole loop
+      // of a persistent CTA as divergent.
       visible_keys_ = __reduce_or_sync(~0u, storage.visible_keys[slot][warp / 2] >> 16 * (warp % 2) & kAllKeys);
       const int head = work_tile.sequence.head, end = head + work_tile.heads;
       next_head_ = ptx::uniform(p.mask.head_stride || p.bias.head_stride ? head_behind(head, end) : kNoHead);

@@ -39,7 +39,7 @@ constexpr BackwardShape backward_blocks_shape() { return {2, 216, 72}; }
 /// registers that they leave.
 constexpr BackwardShape backward_persistent_shape() { return {2, 208, 88, 96}; }
 
-/// Up to which the persistent kernel serves calls without options or with a block mask alone.
+/// Up to which the persistent kernel serves calls without options, with one of some, or with a block mask alone.
 constexpr int kMostPersistentHeadDim = 64;
 
 /// What decides whether the variant of block masks serves a call.
