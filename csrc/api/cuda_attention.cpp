@@ -105,8 +105,11 @@ void run_main_forward(const Tensor& like, const plan::Plan& plan, const ForwardP
 
 void run_forward(const Tensor& like, const plan::Plan& plan, const ForwardParams& params) {
   sm80::clear_forward(params, stream_of(like));
-  run_main_forward(like, plan, params);
-  if (params.max_logit != nullptr && !plan.fuses_max_logit) sm80::max_logit(params, stream_of(like));
+  if (params.max_logit == nullptr || plan.fuses_max_logit) return run_main_forward(like, plan, params);
+  ForwardParams without_max_logit = params;
+  without_max_logit.max_logit = nullptr;
+  run_main_forward(like, plan, without_max_logit);
+  sm80::max_logit(params, stream_of(like));
 }
 
 void run_backward(const Tensor& like, const plan::Plan& plan, const BackwardParams& params) {

@@ -63,21 +63,20 @@ struct VariantName {
   int options;
   const char *name, *in_turns;  // in_turns: of a kernel of its own, whose additions to dQ take turns
 };
+#define ALSO_IN_TURNS(name) name, name ", in turns where dQ is asked for"
 constexpr VariantName kVariantNames[] = {
-    {0, "scaled products", "scaled products, in turns where dQ is asked for"},
-    {sm90::kStepAlibi, "ALiBi alone", "ALiBi alone, in turns where dQ is asked for"},
-    {sm90::kStepSoftcapped, "softcap alone", "softcap alone, in turns where dQ is asked for"},
-    {sm90::kStepBiased, "bias alone", "bias alone, in turns where dQ is asked for"},
-    {sm90::kStepKeyBiased, "per-key bias or key-padding mask alone",
-     "per-key bias or key-padding mask alone, in turns where dQ is asked for"},
+    {0, ALSO_IN_TURNS("scaled products")},
+    {sm90::kStepAlibi, ALSO_IN_TURNS("ALiBi alone")},
+    {sm90::kStepSoftcapped, ALSO_IN_TURNS("softcap alone")},
+    {sm90::kStepBiased, ALSO_IN_TURNS("bias alone")},
+    {sm90::kStepKeyBiased, ALSO_IN_TURNS("per-key bias or key-padding mask alone")},
     {sm90::kStepIsMasked, "masks alone", nullptr},
-    {sm90::kStepDrops, "dropout alone", "dropout alone, in turns where dQ is asked for"},
-    {sm90::kStepBiased | sm90::kStepKeyBiased, "bias and key-padding mask alone",
-     "bias and key-padding mask alone, in turns where dQ is asked for"},
-    {sm90::kStepDrops | sm90::kStepKeyBiased, "dropout and key-padding mask alone",
-     "dropout and key-padding mask alone, in turns where dQ is asked for"},
+    {sm90::kStepDrops, ALSO_IN_TURNS("dropout alone")},
+    {sm90::kStepBiased | sm90::kStepKeyBiased, ALSO_IN_TURNS("bias and key-padding mask alone")},
+    {sm90::kStepDrops | sm90::kStepKeyBiased, ALSO_IN_TURNS("dropout and key-padding mask alone")},
     {sm90::kAnyOptions, "all options", nullptr},
 };
+#undef ALSO_IN_TURNS
 
 /// The name of the variant that serves a problem. in_turns: it has a kernel of its own for that.
 const char* backward_variant(const Problem& p, bool in_turns = false) {

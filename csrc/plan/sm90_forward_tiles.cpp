@@ -166,6 +166,12 @@ void choose_f32_sections(Draft& draft) {
   explain_sections(draft, draft.plan.section_heads, heads);
 }
 
+sm90::HeadDims head_dims_of_variant(const Problem& p, bool lists, bool options, bool keeps_max_logit) {
+  if (lists) return sm90::first_that_serves(sm90::kForwardBlocksHeadDims, p.head_dim, p.head_dim_v);
+  if (keeps_max_logit) return sm90::first_that_serves(sm90::kForwardMaxLogitHeadDims, p.head_dim, p.head_dim_v);
+  return sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
+}
+
 }  // namespace
 
 void take_score_variant(Draft& draft) {
@@ -179,10 +185,7 @@ void choose_sm90_forward_tiles(Draft& draft) {
   const bool options = (features & kNeedsOptionsVariant) != 0;
   const bool lists = lists_blocks(p, features);
   const bool keeps_max_logit = p.wants_max_logit && !options && !has_score_options(p);
-  const sm90::HeadDims dims = lists ? sm90::first_that_serves(sm90::kForwardBlocksHeadDims, p.head_dim, p.head_dim_v)
-                              : keeps_max_logit
-                                  ? sm90::first_that_serves(sm90::kForwardMaxLogitHeadDims, p.head_dim, p.head_dim_v)
-                                  : sm90::forward_head_dims(p.head_dim, p.head_dim_v, options);
+  const sm90::HeadDims dims = head_dims_of_variant(p, lists, options, keeps_max_logit);
   sm90::ForwardShape shape;
   if (lists) {
     shape = blocks_shape(draft, dims);

@@ -26,13 +26,19 @@ from tests.oracle import Call, Result, collect_gradients, cumulative, make_call
 # ---- By batch entries or heads --------------------------------------------------------------------------------------
 
 
-def on_dtensors(device: str) -> None:
-    """Batch entries or heads stay where they are, and so do gradients; a bias of all has its gradient summed."""
+def mesh_and_inputs(device: str) -> tuple[DeviceMesh, Tensor, Tensor, Tensor]:
+    """Of all ranks; and q, k and v with two batch entries, and two query heads for each of two key heads."""
     register_dtensor()
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     torch.manual_seed(0)
     q = torch.randn(2, 16, 4, 16, device=device)
     k, v = torch.randn(2, 2, 12, 2, 16, device=device)
+    return mesh, q, k, v
+
+
+def on_dtensors(device: str) -> None:
+    """Batch entries or heads stay where they are, and so do gradients; a bias of all has its gradient summed."""
+    mesh, q, k, v = mesh_and_inputs(device)
     bias, sink = torch.randn(1, 4, 16, 12, device=device), torch.randn(4, device=device)
     grad = torch.randn(2, 16, 4, 16, device=device)
     for with_options, side in itertools.product((False, True), (0, 2)):
@@ -60,11 +66,7 @@ def test_batch_entries_and_heads(pools: Any, device: str) -> None:
 
 
 def max_logit_on_dtensors(device: str) -> None:
-    register_dtensor()
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    torch.manual_seed(0)
-    q = torch.randn(2, 16, 4, 16, device=device)
-    k, v = torch.randn(2, 2, 12, 2, 16, device=device)
+    mesh, q, k, v = mesh_and_inputs(device)
     expected = flash_ext.attention(q, k, v, causal=True, return_lse=True, return_max_logit=True)
     for side, dim in ((0, 0), (2, 1)):
         shards = [distribute_tensor(x, mesh, [Shard(side)]).requires_grad_() for x in (q, k, v)]

@@ -172,9 +172,12 @@ void attention_forward(const ForwardParams& params, ParallelFor parallel_for) {
     job.partial_lse = partial_lse.get();
   }
   run(kernels.forward, job, product_flops(params), parallel_for);
-  const double split_rows = query_elements(params) * static_cast<double>(job.splits);
-  if (merges) run(kernels.merge_splits, job, split_rows, parallel_for);
-  if (job.row_maxima != nullptr) run(kernels.max_logit, job, split_rows / 8, parallel_for);
+  const double elements = query_elements(params) * static_cast<double>(job.splits);
+  if (merges) run(kernels.merge_splits, job, elements, parallel_for);
+  if (job.row_maxima != nullptr) {
+    const double rows = elements / static_cast<double>(params.head_dim + params.head_dim_v);
+    run(kernels.max_logit, job, rows, parallel_for);
+  }
 }
 
 void attention_weights(const WeightsParams& params, ParallelFor parallel_for) {

@@ -20,7 +20,7 @@ using RangeBody = std::function<void(int64_t, int64_t)>;
 using ParallelFor = void (*)(int64_t begin, int64_t end, int64_t grain, const RangeBody& body);
 
 /// out = softmax(scores) v and lse, and max_logit if wanted; k and v may be a paged or left-padded cache. Writes every
-/// element of all of them.
+/// element of out and lse; max_logit, where it is wanted, is -inf beforehand.
 void attention_forward(const ForwardParams& params, ParallelFor parallel_for);
 
 /// The requested gradients, each written completely; with grad_weights set, those of attention_weights.

@@ -68,8 +68,8 @@ class DqTurns {
       while (__any_sync(~0u, count_of(counters + slot_) < turn)) continue;
     ptx::fence_proxy_async_global();
   }
-  /// Passes a turn without an addition, if it has come. By one lane.
-  __device__ __forceinline__ static bool pass(int32_t* counters, int slot, int turn) {
+  /// Counts a turn without an addition, if it has come. By one lane.
+  __device__ __forceinline__ static bool skip(int32_t* counters, int slot, int turn) {
     if (count_of(counters + slot) < turn) return false;
     if (kFences) ptx::fence_acquire_release();
     ptx::add_relaxed(counters + slot, 1);

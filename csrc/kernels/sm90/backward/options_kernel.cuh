@@ -2,7 +2,6 @@
 // for those in which CTAs can take turns.
 #pragma once
 
-#include <iterator>
 #include <stdexcept>
 #include <type_traits>
 
@@ -26,15 +25,6 @@ using BackwardPipelinedOptionsRoles = BackwardRolesOf<
     Config, BackwardPipelinedOptionsStorage<Config>, BackwardPipelinedOptionsDq<Config>,
     BackwardPipelinedConsumer<Config, BackwardOptionScores<Config, BackwardPipelinedOptionsStorage<Config>>>,
     std::conditional_t<Config::kBiased, BackwardBiasMaps, BackwardMaps>>;
-
-/// Calls run(std::integral_constant<int, options>()) for the variant that serves a call with options.
-template <size_t kIndex = 0, class Run>
-void with_pipelined_options(int options, Run run) {
-  if constexpr (kIndex < std::size(kOptionVariants)) {
-    if (options == kOptionVariants[kIndex]) return run(std::integral_constant<int, kOptionVariants[kIndex]>());
-    with_pipelined_options<kIndex + 1>(options, run);
-  }
-}
 
 /// The main kernel of calls with these options.
 template <class Config>
@@ -65,7 +55,7 @@ void launch_pipelined_options(const BackwardParams& p, const BackwardArguments& 
     const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
     launch("sm90/backward masks", mask_words_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p, visibility);
   }
-  with_pipelined_options(serving_options(asked_of(p)), [&](auto options) {
+  with_options_of<kOptionVariants>(serving_options(asked_of(p)), [&](auto options) {
     if (!workspace.turns) {
       launch_pipelined_variant<BackwardPipelinedVariant<Config, options(), TurnTaking::kNever>>(p, arguments, stream);
     } else if constexpr (can_take_turns(options())) {

@@ -129,8 +129,8 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     sees = __syncthreads_or(sees);
     hides = __syncthreads_or(hides);
     if constexpr (Config::kSkipsTurns) {
-      const bool passes = !sees && sees_keys_behind(p);
-      if (threadIdx.x == 0) this->skips_turns = passes;
+      const bool skips = !sees && sees_keys_behind(p);
+      if (threadIdx.x == 0) this->skips_turns = skips;
     }
     if (threadIdx.x == 0 && !sees) this->work_tile.tiles.end = this->work_tile.tiles.begin;
     __syncthreads();

@@ -212,12 +212,12 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   /// has every 32nd of them, each of another query tile or head, and waits for no other lane.
   __device__ __forceinline__ void skip_turns() const {
     const int heads = work_tile_.heads, tiles = work_tile_.order.first - work_tile_.order.past;
-    int passed = lane_;
+    int next = lane_;
 #pragma unroll 1
-    while (__any_sync(~0u, passed < tiles * heads)) {
-      if (passed < tiles * heads) {
-        const Place place{work_tile_.sequence.head + passed % heads, work_tile_.order.first - passed / heads};
-        if (turns_.pass(workspace_.turns, slot_of(place), work_tile_.turn(place.tile))) passed += 32;
+    while (__any_sync(~0u, next < tiles * heads)) {
+      if (next < tiles * heads) {
+        const Place place{work_tile_.sequence.head + next % heads, work_tile_.order.first - next / heads};
+        if (turns_.skip(workspace_.turns, slot_of(place), work_tile_.turn(place.tile))) next += 32;
       }
     }
   }

@@ -119,17 +119,23 @@ void launch_backward_persistent(const BackwardParams& p, const Memory& all, int 
                                  launch_main);
 }
 
+/// A call without lists. `scale`: of products.
+template <class Config, class Dq>
+void run_backward_persistent_as(const BackwardParams& p, void* memory, float scale, cudaStream_t stream) {
+  const BackwardPersistentMemory<Config> all(p, memory);
+  fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
+  launch_backward_persistent<Config, Dq>(p, all, Config::kBlockM, scale, stream, [&] {
+    combine_splits<typename Config::Element, Config::kBlockM, Config::kBlockN, Config::kHeadDim, Config::kAnchored>(
+        p, all.schedule, true, stream);
+  });
+}
+
 template <class Element, int kHeadDim, TurnTaking kTurns>
 void run_backward_persistent(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardPersistentConfig<Element, kHeadDim, kTurns>;
   using Dq = std::conditional_t<kTurns == TurnTaking::kAlways, BackwardPersistentTurnsDq<Config>,
                                 BackwardPersistentDq<Config>>;
-  const BackwardPersistentMemory<Config> all(p, memory);
-  fill_work_list(p, all.schedule.listing, all.schedule.list, stream);
-  launch_backward_persistent<Config, Dq>(p, all, Config::kBlockM, score_scale(p, kLog2E), stream, [&] {
-    combine_splits<Element, Config::kBlockM, Config::kBlockN, kHeadDim, Config::kAnchored>(p, all.schedule, true,
-                                                                                           stream);
-  });
+  run_backward_persistent_as<Config, Dq>(p, memory, score_scale(p, kLog2E), stream);
 }
 
 }  // namespace flash_ext::sm90

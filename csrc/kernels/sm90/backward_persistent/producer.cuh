@@ -126,7 +126,7 @@ class BackwardPersistentDq {
       } else {
         find_large_lse_of_all(workspace_, work_tile, lane_);
       }
-      if constexpr (Config::kHasOptions && Config::may_have(kStepKeyBiased))
+      if constexpr (Config::may_have(kStepKeyBiased))
         look_at_keys(p_, workspace_, work_tile, storage_.visible_keys[slot], lane_);
     } else {
       work_tile.heads = kNoMoreTiles;

@@ -29,12 +29,6 @@ inline bool has_forward_options(const AttentionParams& p) {
 /// Whether k and v are a cache, contiguous or paged.
 inline bool has_cache(const AttentionParams& p) { return p.seq.block_table || p.seq.cache_batch > 0; }
 
-/// Whether the variant with max_logit serves a call; where others do, a kernel behind the forward finds max_logit.
-inline bool keeps_max_logit(const ForwardParams& p) {
-  return p.max_logit && !has_cache(p) && !has_forward_options(p) &&
-         !has_score_options(p.softcap, p.alibi_slopes != nullptr, p.softmax_scale);
-}
-
 /// Calls run(Element(), HeadDim<n>()) for the variant with options.
 template <class Run>
 void with_forward_options_types(const AttentionParams& p, Run run) {

@@ -103,7 +103,7 @@ class BackwardOptionScores {
   }
   /// What must be there before the first step's scores.
   __device__ __forceinline__ void prepare_first(const Steps& step) {
-    if constexpr (kHidesKeys && kReadsKeyBias && kReadsOnce) read_key_bias(step);
+    if constexpr (kReadsKeyBias && kReadsOnce) read_key_bias(step);
     if constexpr (kSlopes && kReadsOnce) read_slope(step);
     if constexpr (kDrops) {
       drawn_ = draw(step);

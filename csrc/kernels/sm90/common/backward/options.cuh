@@ -1,6 +1,10 @@
 // Which options a call of the backward has.
 #pragma once
 
+#include <iterator>
+#include <stdexcept>
+#include <type_traits>
+
 #include "kernels/common/backward/options.cuh"
 #include "kernels/common/score/bias_tile.cuh"
 #include "kernels/params.h"
@@ -14,6 +18,17 @@ inline bool masks_pairs(const AttentionParams& p) { return (p.mask.data || p.blo
 
 inline bool has_options(const BackwardParams& p) {
   return p.softcap > 0 || p.alibi_slopes || hides_pairs(p) || p.dropout.rule.threshold > 0;
+}
+
+/// Calls run(std::integral_constant<int, options>()) for the variant of the table that is for these options.
+template <const auto& kVariants, size_t kIndex = 0, class Run>
+void with_options_of(int options, Run run) {
+  if constexpr (kIndex == std::size(kVariants)) {
+    throw std::logic_error("flash_ext: no variant of the backward is for these options");
+  } else {
+    if (options == kVariants[kIndex]) return run(std::integral_constant<int, kVariants[kIndex]>());
+    with_options_of<kVariants, kIndex + 1>(options, run);
+  }
 }
 
 inline BackwardAsked asked_of(const BackwardParams& p) {

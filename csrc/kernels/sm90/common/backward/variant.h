@@ -30,23 +30,25 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
 
+/// Whether a variant of the table is for these options.
+template <int kCount>
+constexpr bool has_variant(const int (&variants)[kCount], int options) {
+  for (const int own : variants)
+    if (own == options) return true;
+  return false;
+}
+
 /// Whether the pipelined loop serves `options`, as serving_options() gives them. Options beside a block mask take the
 /// other loop.
 constexpr bool pipelines(int options, bool has_blocks) {
-  for (const int pipelined : kOptionVariants)
-    if (options == pipelined && !has_blocks) return true;
-  return options == 0;
+  return options == 0 || (!has_blocks && has_variant(kOptionVariants, options));
 }
 
 /// Options that the persistent kernel serves, at head_dim 64. Others take the loop without overlap there: a bias or a
 /// mask of pairs, whose tiles have 64 queries, and dropout, which is as fast.
 constexpr int kPersistentOptions[] = {kStepAlibi, kStepSoftcapped, kStepKeyBiased};
 
-constexpr bool persists(int options) {
-  for (const int own : kPersistentOptions)
-    if (options == own) return true;
-  return options == 0;
-}
+constexpr bool persists(int options) { return options == 0 || has_variant(kPersistentOptions, options); }
 
 /// Where a head_dim has the pipelined loop: whether the options' own loop still serves some call with these options. It
 /// serves any options, and those that a block mask alone asks for.
@@ -85,9 +87,7 @@ constexpr int serving_options(const BackwardAsked& call) {
   const int options = options_of(call);
   if (options == 0) return 0;
   if (call.large_softcap) return kAnyOptions;
-  for (const int own : kOptionVariants)
-    if (simple_bias && options == own) return own;
-  return kAnyOptions;
+  return simple_bias && has_variant(kOptionVariants, options) ? options : kAnyOptions;
 }
 
 }  // namespace flash_ext::sm90

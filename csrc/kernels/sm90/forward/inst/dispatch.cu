@@ -44,7 +44,7 @@ int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, co
   if (lists_blocks(blocks_call(params))) return forward_blocks_order(params, params.block_m).bytes();
   if (has_forward_options(params)) return ForwardOptionsWorkspace(params).bytes;
   const HeadDims dims = has_cache(params) ? first_that_serves(kForwardCacheHeadDims, params.head_dim, params.head_dim_v)
-                        : keeps_max_logit(params)
+                        : params.max_logit
                             ? first_that_serves(kForwardMaxLogitHeadDims, params.head_dim, params.head_dim_v)
                             : forward_head_dims(params.head_dim, params.head_dim_v);
   const ForwardShape shape = forward_shape_with(dims, params.block_m, block_n);
@@ -66,7 +66,7 @@ void forward(const ForwardParams& params, int64_t block_n, const KeySplits& spli
       run_forward<ForwardFamily::kCache, decltype(element), decltype(head_dim)::value>(call);
     });
   }
-  if (keeps_max_logit(params)) {
+  if (params.max_logit) {
     return with_forward_max_logit_types(params, [&](auto element, auto head_dim, auto head_dim_v) {
       run_forward<ForwardFamily::kMaxLogit, decltype(element), decltype(head_dim)::value, decltype(head_dim_v)::value>(
           call);
