@@ -83,7 +83,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   /// of a tile consumers read flags of the next slot, which may be being written, and use them for nothing.
   __device__ __forceinline__ void write_metadata() {
     const int head = entry_.x, tile = entry_.y, visible = entry_.z;
-    const bool is_cut = tile < 0 || (tile + 1) * kPieceQueries > p_.seqlen_q;
+    const bool is_cut = tile >= 0 && (tile + 1) * kPieceQueries > p_.seqlen_q;
     int flags = flags_;
     if (__any_sync(~0u, lane_ < kPieces && is_cut)) flags |= BackwardPiece::kHides;
     if (__any_sync(~0u, visible >= 0)) flags |= BackwardPiece::kHides | BackwardPiece::kHasBitmap;

@@ -13,6 +13,7 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   using Base = BackwardNarrowConfig<Element, kHeadDim, 3, BackwardTiling::kPersistent>;
   static constexpr TurnTaking kTurns = kTurns_;
   static constexpr bool kAnchored = kTurns == TurnTaking::kNever;
+  static constexpr bool kHasTails = kAnchored;
   static constexpr bool kBiased = false;
   static constexpr bool kFindsSteps = false;
   static constexpr int kDsSteps = Base::kBlockM / 16;
@@ -34,6 +35,7 @@ template <class Element, int kHeadDim, int kOptions>
 struct BackwardPersistentOptionsConfig : BackwardOptionsConfig<BackwardPersistentConfig<Element, kHeadDim>, kOptions> {
   using Base = BackwardOptionsConfig<BackwardPersistentConfig<Element, kHeadDim>, kOptions>;
   static constexpr bool kHasOptions = true;
+  static constexpr bool kHasTails = false;
   static constexpr bool kTwoWeights = (kOptions & kStepSoftcapped) != 0;
   static constexpr int kDsSteps = kTwoWeights ? 0 : Base::kDsSteps - 2;
 };

@@ -14,8 +14,7 @@ namespace flash_ext::sm90 {
 /// As BackwardOneTile, in a persistent CTA, whose key tiles alternate between the slots.
 template <class Config>
 struct BackwardCursor {
-  uint32_t stage = 0, query_parity = 0;  // of Q and dO
-  RingCount<Config::kDsStages> ds;       // and, in the two highest bits, the count of tiles
+  uint32_t count = 0;  // of steps; in the two highest bits, that of tiles
 
   template <class Storage>
   __device__ __forceinline__ const uint64_t& k_full(const Storage& storage) const {
@@ -25,20 +24,22 @@ struct BackwardCursor {
   __device__ __forceinline__ const uint64_t& v_full(const Storage& storage) const {
     return storage.v_full[slot()];
   }
-  __device__ __forceinline__ uint32_t parity() const { return ds.count >> 31; }
-  __device__ __forceinline__ uint32_t slot() const { return ds.count >> 30 & 1; }
-  __device__ __forceinline__ void advance() { ds.count += 1u << 30; }
+  __device__ __forceinline__ uint32_t parity() const { return count >> 31; }
+  __device__ __forceinline__ uint32_t slot() const { return count >> 30 & 1; }
+  __device__ __forceinline__ void advance() { count += 1u << 30; }
+  /// Of all tiles before.
+  __device__ __forceinline__ uint32_t steps() const { return ptx::uniform(count % (1u << 30)); }
+
   __device__ __forceinline__ uint32_t keys_offset() const { return slot() * Config::kKeySlotBytes; }
   template <class Storage>
   __device__ __forceinline__ BackwardStepsOf<Config> first_step(const Storage& storage) const {
     BackwardStepsOf<Config> step(storage.work_tiles[slot()]);
-    step.stage = stage, step.parity = query_parity;
-    if constexpr (Config::kListsBlocks) step.slot = ds.count % kMetadataSlots;
+    step.stage = steps() % Config::kStages, step.parity = steps() / Config::kStages % 2;
+    if constexpr (Config::kListsBlocks) step.slot = steps() % kMetadataSlots;
     return step;
   }
-  __device__ __forceinline__ void leave(const BackwardStepsOf<Config>& past) {
-    stage = past.stage, query_parity = past.parity;
-  }
+  __device__ __forceinline__ RingCount<Config::kDsStages> first_ds() const { return {steps()}; }
+  __device__ __forceinline__ void leave(const RingCount<Config::kDsStages>& ds) { count = (count & 3u << 30) | ds.count; }
 };
 
 template <class Config, class Storage = BackwardPersistentStorageOf<Config>>

@@ -51,7 +51,7 @@ __device__ __forceinline__ void consume_tiles(const BackwardParams& p, const Bac
     wait_for(storage.tile_full[slot], at.parity());
     if (ptx::uniform(storage.work_tiles[slot].heads) == kNoMoreTiles) break;
     BackwardPersistentConsumer<Config>(p, storage, s_tiles, scale, warpgroup, ptx::reread(lane), at).run(at, maps);
-    arrive_as_warp(storage.tile_empty[slot], lane);
+    arrive_as_warp(storage.tile_empty[at.slot() ^ 1], lane);
   }
   if (lane == 0) ptx::tma_store_wait();
 }

@@ -63,18 +63,22 @@ class BackwardPersistentDq {
   // Steps before the end of a tile of keys at which the next one is taken, fetched and published: memory answers
   // meanwhile. The first loads of that tile are two steps before the end.
   static constexpr int kTaken = 6, kFetched = 5, kPublished = 4;
+  static constexpr int kDqBytesOfQuery = Config::kDqPieceBytes / kBlockM;
 
   __device__ __forceinline__ bool has_tile(const TileCount& tile) const {
     wait_for(storage_.tile_full[tile.stage()], tile.parity());
     return ptx::uniform(storage_.work_tiles[tile.stage()].heads) != kNoMoreTiles;
   }
 
-  /// Over the tiles of queries that see a tile of keys, of one head after the other.
+  /// Over the tiles of queries that see a tile of keys, of one head after the other; then, where few of their queries
+  /// are computed, the last tiles of all heads (BackwardPipelinedSteps).
   struct Walk {
     int left = 0, left_of_head = 0;  // steps
+    int tails = 0;                   // those of last tiles
+    int head = 0;                    // counted from the first of the group
     int64_t term = 0;                // of the tile's first query, in the workspace
 
-    /// Where that tile is not the last one of its head, the next one lies behind it.
+    /// Whether the next tile lies behind this one.
     __device__ __forceinline__ bool advance() {
       --left;
       term += kBlockM;
@@ -84,14 +88,27 @@ class BackwardPersistentDq {
   __device__ __forceinline__ static int tiles_of_head(const WorkTile& work_tile) {
     return ptx::uniform(work_tile.tiles.end - work_tile.tiles.begin);
   }
-  __device__ __forceinline__ static Walk walk_over(const WorkTile& work_tile) {
-    const int of_head = tiles_of_head(work_tile);
-    return {ptx::uniform(work_tile.heads) * of_head, of_head,
-            ptx::uniform(work_tile.workspace_tile + work_tile.tiles.begin) * kBlockM + ptx::uniform(work_tile.skipped)};
+  __device__ __forceinline__ static bool has_tail(const WorkTile& work_tile) {
+    return Config::kHasTails && ptx::uniform(work_tile.tail_queries) > 0;
   }
-  __device__ __forceinline__ void begin_head(Walk& walk, const WorkTile& work_tile) const {
-    walk.left_of_head = tiles_of_head(work_tile);
-    walk.term += (workspace_.tiles_per_head - walk.left_of_head) * kBlockM;
+  /// Of the first head.
+  __device__ __forceinline__ static int64_t first_term(const WorkTile& work_tile) {
+    return ptx::uniform(work_tile.workspace_tile + work_tile.tiles.begin) * kBlockM + ptx::uniform(work_tile.skipped);
+  }
+  __device__ __forceinline__ static Walk walk_over(const WorkTile& work_tile) {
+    const int of_head = tiles_of_head(work_tile), heads = ptx::uniform(work_tile.heads);
+    const bool tail = has_tail(work_tile);
+    return {heads * of_head, tail ? max(of_head - 1, 1) : of_head, tail ? heads : 0, 0, first_term(work_tile)};
+  }
+  /// Where the next tile does not lie behind the last one. Returns its number, counted from tiles.begin.
+  __device__ __forceinline__ int begin_head(Walk& walk, const WorkTile& work_tile) const {
+    const int whole = tiles_of_head(work_tile) - (walk.tails > 0);
+    const bool of_tails = Config::kHasTails && walk.left <= walk.tails;
+    walk.head = Config::kHasTails && walk.left == walk.tails ? 0 : walk.head + 1;
+    walk.left_of_head = of_tails ? 1 : whole;
+    const int tile = of_tails ? whole : 0;
+    walk.term = first_term(work_tile) + (walk.head * workspace_.tiles_per_head + tile) * kBlockM;
+    return tile;
   }
 
   // ---- The next tile of keys, by one warp
@@ -158,11 +175,14 @@ class BackwardPersistentDq {
     const WorkTile& work_tile = storage_.work_tiles[slot];
     loads_ = walk_over(work_tile);
     head_ = ptx::uniform(work_tile.sequence.head);
-    row_ = ptx::uniform(static_cast<int>(work_tile.sequence.q_begin) + work_tile.tiles.begin * kBlockM);
+    row_ = first_row(work_tile);
     batch_ = p_.seq.cu_seqlens_q ? 0 : ptx::uniform(work_tile.sequence.batch);
     load_keys_of(work_tile, slot);
     loaded_.advance();
     return loads_.left > 0;
+  }
+  __device__ __forceinline__ static int first_row(const WorkTile& work_tile) {
+    return ptx::uniform(static_cast<int>(work_tile.sequence.q_begin) + work_tile.tiles.begin * kBlockM);
   }
   /// K or V.
   __device__ __forceinline__ void load_keys_of(const WorkTile& work_tile, uint32_t slot) const {
@@ -190,9 +210,9 @@ class BackwardPersistentDq {
     row_ += kBlockM;
     if (loads_.advance()) return;
     // The tile of keys is the last one that was begun.
-    begin_head(loads_, storage_.work_tiles[loaded_.stage() ^ 1]);
-    row_ -= loads_.left_of_head * kBlockM;
-    ++head_;
+    const WorkTile& work_tile = storage_.work_tiles[loaded_.stage() ^ 1];
+    row_ = first_row(work_tile) + begin_head(loads_, work_tile) * kBlockM;
+    head_ = ptx::uniform(work_tile.sequence.head) + loads_.head;
   }
   /// A tile of Q with its lse, or of dO with its D.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
@@ -216,7 +236,8 @@ class BackwardPersistentDq {
     const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
     Walk walk = walk_over(work_tile);
     const int steps = walk.left;
-    int head = ptx::uniform(work_tile.sequence.head);
+    const int first_head = ptx::uniform(work_tile.sequence.head);
+    const int tail_bytes = ptx::uniform(work_tile.tail_queries) * kDqBytesOfQuery;
     const uint32_t keys = KeyTile::lower_half(s_tiles_ + tile_.stage() * Config::kKeySlotBytes);
 #pragma unroll 1
     while (walk.left > 0) {
@@ -226,24 +247,26 @@ class BackwardPersistentDq {
       ++free_stages_;
       load_ahead();
       if (workspace_.dq) {
-        add(keys, workspace_.dq + workspace_.dq_of_plane(walk.term, head, warp_, kWarpgroupWarps, kBlockM));
+        add(keys, workspace_.dq + workspace_.dq_of_plane(walk.term, first_head + walk.head, warp_, kWarpgroupWarps, kBlockM),
+            walk.left > walk.tails ? Config::kDqPieceBytes : tail_bytes);
       } else {
         arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
       }
       ds_at_.advance();
-      if (!walk.advance()) begin_head(walk, work_tile), ++head;
+      if (!walk.advance()) begin_head(walk, work_tile);
     }
     if (warp_ == kPreparing && steps == 0) look_ahead(0, 0);
   }
-  /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target.
-  __device__ __forceinline__ void add(uint32_t keys, float* g_target) const {
+  /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target, of so many bytes. What lies behind the queries that are
+  /// computed of a tile is multiplied too, and not added.
+  __device__ __forceinline__ void add(uint32_t keys, float* g_target, int bytes) const {
     const uint32_t s_piece = DqPiece::place(s_tiles_, warp_, 0);
     Sum sum;
     start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
     DqPiece::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
     DqPiece::stage(s_piece, sum, lane_);
-    DqPiece::send(g_target, s_piece, lane_);
+    DqPiece::send(g_target, s_piece, lane_, bytes);
   }
   __device__ __forceinline__ static void start(Sum& sum, uint32_t keys, uint32_t s_ds) {
     ptx::wgmma_fence();

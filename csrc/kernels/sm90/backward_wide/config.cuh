@@ -13,7 +13,7 @@ namespace flash_ext::sm90 {
 template <class Element_, int kHeadDim_, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardWideConfig {
   using Element = Element_;
-  static constexpr bool kListsBlocks = false, kPersistent = false, kAnchored = false;
+  static constexpr bool kListsBlocks = false, kPersistent = false, kAnchored = false, kHasTails = false;
   static constexpr TurnTaking kTurns = kTurns_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim);

@@ -37,6 +37,7 @@ struct BackwardNarrowConfig {
   static constexpr bool kListsBlocks = kTiling == BackwardTiling::kBlocks;
   static constexpr bool kPersistent = kTiling == BackwardTiling::kPersistent;
   static constexpr bool kAnchored = kPersistent;  // steps begin with the first query that sees a tile of keys
+  static constexpr bool kHasTails = false;        // few queries may be computed of the last tile
   static constexpr BackwardShape kShape = backward_shape(kHeadDim, kTiling);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kShape.block_m;

@@ -56,8 +56,6 @@ class BackwardPlainScores {
 /// The position of a warp in a CTA that has one tile of keys.
 template <class Config>
 struct BackwardOneTile {
-  RingCount<Config::kDsStages> ds;
-
   template <class Storage>
   __device__ __forceinline__ static const uint64_t& k_full(const Storage& storage) {
     return storage.k_full;
@@ -67,12 +65,13 @@ struct BackwardOneTile {
     return storage.v_full;
   }
   __device__ __forceinline__ static uint32_t parity() { return 0; }
+  __device__ __forceinline__ static RingCount<Config::kDsStages> first_ds() { return {}; }
+  __device__ __forceinline__ static void leave(const RingCount<Config::kDsStages>&) {}
   __device__ __forceinline__ static uint32_t keys_offset() { return 0; }
   template <class Storage>
   __device__ __forceinline__ static BackwardStepsOf<Config> first_step(const Storage& storage) {
     return BackwardStepsOf<Config>(storage);
   }
-  __device__ __forceinline__ void leave(const BackwardStepsOf<Config>&) {}
 };
 
 /// One warp of them. Rules: its score policy.
@@ -151,7 +150,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     Bits bits;
     const FullTiles full(work_tile_.tiles), full_of_keys(work_tile_.groups[warpgroup_]);
     Steps step = at.first_step(storage_);
-    RingCount<Config::kDsStages>& ds_at = at.ds;
+    RingCount<Config::kDsStages> ds_at = at.first_ds();
 
     if (!Config::kPersistent) sanitise_keys();
     rules_.prepare_first(step);
@@ -163,7 +162,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     ptx::fence_operand(s[0]);
     wait_for(at.v_full(storage_), at.parity());
 #pragma unroll 1
-    do {
+    while (!kHasTails || !step.is_past_end()) {
       // Barriers are tested ahead of need: a test takes as long as a wait for a barrier that is already complete.
       const bool has_grads = ptx::mbarrier_test(address(storage_.do_full[step.grad_stage()]), step.grad_parity());
       rules_.make_weights(p, ds, s, terms, scale_);
@@ -214,37 +213,109 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       ds_at.advance();
       ptx::wgmma_wait<1>();
       ptx::fence_operand(s[0]);
-    } while (!step.is_past_end());
+      if (!kHasTails && step.is_past_end()) break;
+    }
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dk_);
     ptx::fence_operand(dv_);
-    at.leave(step);
+    sum_up_tails(ds_at, step, full, full_of_keys);
+    at.leave(ds_at);
   }
 
  private:
+  static constexpr bool kHasTails = Config::kHasTails;
+
+  /// The last tiles of all heads, where few of their queries see the keys.
+  __device__ __forceinline__ void sum_up_tails(RingCount<Config::kDsStages>& ds_at, Steps& step, const FullTiles& full,
+                                               const FullTiles& full_of_keys) {
+    if constexpr (kHasTails) {
+      static_assert(kBlockM == 3 * kTailQueries);
+      const int tail_queries = ptx::uniform(work_tile_.tail_queries);
+      if (tail_queries > 0) {
+        step.begin_tails(work_tile_);
+#pragma unroll 1
+        for (; !step.is_past_end(); step.advance_to_next_tail(), ds_at.advance()) {
+          if (tail_queries == kTailQueries) {
+            add_tail<kTailQueries>(ds_at, step, full, full_of_keys);
+          } else {
+            add_tail<2 * kTailQueries>(ds_at, step, full, full_of_keys);
+          }
+        }
+      }
+    }
+  }
+  /// One of them, of which that many queries are computed. Its products overlap no others.
+  template <int kQueries>
+  __device__ __forceinline__ void add_tail(const RingCount<Config::kDsStages>& ds_at, const Steps& step,
+                                           const FullTiles& full, const FullTiles& full_of_keys) {
+    using Tail = BackwardPipelinedTile<Element, kQueries>;
+    typename Tail::Scores s, dp;
+    typename Tail::Weights p, ds;
+    typename Tail::Terms terms;
+    Visible visible;
+    Bits bits;
+    const uint32_t queries = queries_ + step.stage * kStage, grads = queries + kGrads;
+    wait_for(storage_.q_full[step.stage], step.parity);
+    Tail::load(terms, storage_.lse[step.stage], lane_);
+    sanitise_if_hidden<Tail>(step, full, bits, terms);
+    wait_for(storage_.do_full[step.stage], step.parity);
+    Products::start(s, keys_, queries);
+    Products::start(dp, keys_ + kValues, grads);
+    const bool hides = find_visible(visible, bits, step, full_of_keys);
+    ptx::wgmma_wait<1>();
+    ptx::fence_operand(s[0]);
+    Tail::softmax_step(p, s, terms, scale_);
+    if (hides) {
+      Tail::hide(p, visible);
+      if (work_tile_.large) Tail::bound(p);
+    }
+    fence_operands(p);
+    ptx::wgmma_fence();
+    start_sum(dv_, p, grads);
+    Tail::load(terms, storage_.minus_delta[step.stage], lane_);
+    wait_for(storage_.ds_empty[ds_at.stage()], ds_at.parity() ^ 1);
+    ptx::wgmma_wait<1>();
+    ptx::fence_operand(dp[0]);
+    Tail::compute_ds(ds, dp, p, terms);
+    if (hides) Tail::hide(ds, visible);
+    Tail::template store_by_half_panels<Config::kDsPanelBytes>(s_ds_of_stage(ds_at.stage()), warp_, ds, lane_);
+    fence_operands(ds);
+    ptx::fence_proxy_async_shared();
+    arrive_as_warp(storage_.ds_full[ds_at.stage()], lane_);
+    ptx::wgmma_fence();
+    start_sum(dk_, ds, queries);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operand(dk_);
+    ptx::fence_operand(dv_);
+  }
   /// Starts S of a step and reads its lse, and what says which pairs of pieces are hidden. After the last step it
   /// multiplies whatever lies there; nobody uses the result.
   __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, Bits& bits, const Steps& step,
                                                const FullTiles& full, bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
-    const auto load_lse = [&] { Tile::load(lse, storage_.lse[step.stage], lane_); };
-    if (!Rules::kLateLse) load_lse();
+    if (!Rules::kLateLse) Tile::load(lse, storage_.lse[step.stage], lane_);
+    sanitise_if_hidden<Tile>(step, full, bits, lse);
+    Products::start(s, keys_, queries_ + step.stage * kStage);
+    if constexpr (kListsPieces) bits.flags = ptx::uniform(bits.flags);  // not behind a product of registers
+  }
+  /// Sanitises Q and dO of a step where a mask may hide some of its pairs, and asks for what says which ones.
+  template <class TermsTile>
+  __device__ __forceinline__ void sanitise_if_hidden(const Steps& step, const FullTiles& full, Bits& bits,
+                                                     typename TermsTile::Terms& lse) const {
     if constexpr (kListsPieces) bits.flags = storage_.step_metadata[step.slot].pieces[0].flags, bits.show_all();
     if (may_hide(step, full, bits) && !step.is_past_end()) {
-      if (Rules::kLateLse) load_lse();
+      if (Rules::kLateLse) TermsTile::load(lse, storage_.lse[step.stage], lane_);
       if constexpr (kListsPieces)
         storage_.step_metadata[step.slot].ask(bits, bits_of_warp(), work_tile_.visible_stride, lane_);
       if (Rules::kBoundsScores || p_.sink || may_run_past_queries(step) || may_be_non_finite(step) ||
-          Tile::has_non_finite(lse))
+          TermsTile::has_non_finite(lse))
         sanitise_rows(step);
     }
-    Products::start(s, keys_, queries_ + step.stage * kStage);
-    if constexpr (kListsPieces) bits.flags = ptx::uniform(bits.flags);  // not behind a product of registers
   }
   /// Whether a step may have rows that are no queries of the sequence. Where key tiles are anchored, these may have no
   /// lse, or be rows of the next sequence. Only the last tile of a head has such rows.
   __device__ __forceinline__ static bool may_run_past_queries(const Steps& step) {
-    if constexpr (Config::kAnchored && !Config::kListsBlocks) return step.tile + 1 == step.past;
+    if constexpr (Config::kAnchored && !Config::kListsBlocks) return step.tile == step.last;
     return false;
   }
   /// Whether some pair is hidden; `visible` then says which ones are not.
@@ -343,9 +414,10 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   // ---- Products: to be waited for, and what they have written fenced
 
   /// dV += P dO
-  __device__ __forceinline__ static void start_sum(Sum& sum, const Weights& p, uint32_t grads) {
+  template <int kSteps>
+  __device__ __forceinline__ static void start_sum(Sum& sum, const uint32_t (&p)[kSteps][4], uint32_t grads) {
 #pragma unroll
-    for (int k = 0; k < Tile::kSteps; ++k)
+    for (int k = 0; k < kSteps; ++k)
       ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, p[k], QueryTile::at(grads, QueryTile::down_rows(k)));
     ptx::wgmma_commit();
   }
@@ -364,9 +436,10 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ static void fence_operands(Weights& pairs) {
+  template <int kSteps>
+  __device__ __forceinline__ static void fence_operands(uint32_t (&pairs)[kSteps][4]) {
 #pragma unroll
-    for (int k = 0; k < Tile::kSteps; ++k)
+    for (int k = 0; k < kSteps; ++k)
 #pragma unroll
       for (int e = 0; e < 4; ++e) pairs[k][e] = ptx::reread(pairs[k][e]);
   }

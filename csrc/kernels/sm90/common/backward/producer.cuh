@@ -63,11 +63,12 @@ struct BackwardDqPiece {
       store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
   }
   /// Adds it to memory from there.
-  __device__ __forceinline__ static void send(float* g_target, uint32_t s_place, int lane) {
+  __device__ __forceinline__ static void send(float* g_target, uint32_t s_place, int lane,
+                                              int bytes = Config::kDqPieceBytes) {
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
-      ptx::bulk_reduce_add(g_target, s_place, Config::kDqPieceBytes);
+      ptx::bulk_reduce_add(g_target, s_place, bytes);
       ptx::bulk_commit();
     }
     __syncwarp();

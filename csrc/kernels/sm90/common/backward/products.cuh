@@ -23,8 +23,10 @@ struct BackwardProducts {
     start(s, keys, queries);
     finish(s);
   }
-  __device__ __forceinline__ static void start(Scores& s, uint32_t keys, uint32_t queries) {
-    using Product = ptx::Wgmma<Element, kBlockM>;
+  /// The same with the first 8 kColumns queries alone.
+  template <int kColumns>
+  __device__ __forceinline__ static void start(float (&s)[1][kColumns][4], uint32_t keys, uint32_t queries) {
+    using Product = ptx::Wgmma<Element, 8 * kColumns>;
     ptx::wgmma_fence();
     Product::template multiply<false>(s[0], KeyTile::at(keys, 0), QueryTile::at(queries, 0));
 #pragma unroll

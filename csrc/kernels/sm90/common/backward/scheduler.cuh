@@ -16,6 +16,10 @@
 
 namespace flash_ext::sm90 {
 
+/// The queries that are computed of a tile of which few see the keys are a multiple of so many: dS^T lies in panels of
+/// so many.
+constexpr int kTailQueries = 32;
+
 /// A tile of queries of a head, counted from the first of the group.
 struct BackwardStep {
   int head, tile;
@@ -34,16 +38,18 @@ struct WorkTileSteps<true> {
   int visible_stride;    // between steps of bitmaps
 };
 
-/// Persistent CTAs begin with the first query that sees their keys: fewer steps, as 96 queries seldom begin where 128
-/// keys do. Not where they take turns, each at a tile of queries that is the same for all of them.
+/// Persistent CTAs begin with the first query that sees their keys, and end soon behind the last one: fewer steps, as
+/// 96 queries seldom begin or end where 128 keys do. Not where they take turns, each at a tile of queries that is the
+/// same for all of them.
 template <bool kAnchored>
 struct WorkTileAnchor {
-  static constexpr int skipped = 0;
+  static constexpr int skipped = 0, tail_queries = 0;
   __device__ __forceinline__ explicit WorkTileAnchor(int) {}
 };
 template <>
 struct WorkTileAnchor<true> {
-  int skipped;  // queries before the first of the tile's sequence
+  int skipped;           // queries before the first of the tile's sequence
+  int tail_queries = 0;  // that are computed of the last tile of each head; 0: all
   __device__ __forceinline__ explicit WorkTileAnchor(int skipped) : skipped(skipped) {}
 };
 
@@ -79,7 +85,11 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
       if (end > sequence.seqlen_k) groups[g].full_begin = groups[g].full_end = groups[g].end;
       groups[g].begin = max(groups[g].begin, tiles.begin), groups[g].end = min(groups[g].end, tiles.end);
     }
-    if constexpr (Config::kListsBlocks) list_steps(p, workspace.query_lists);
+    if constexpr (Config::kListsBlocks) {
+      list_steps(p, workspace.query_lists);
+    } else if constexpr (Config::kHasTails) {
+      find_tail();
+    }
   }
 
   __device__ __forceinline__ BackwardStep first_step() const {
@@ -109,6 +119,20 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
   }
 
  private:
+  /// Where few queries of the last tile see the keys, and whether they see all of them.
+  __device__ __forceinline__ void find_tail() {
+    const int first_query = (tiles.end - 1) * Config::kBlockM, end_of_keys = min(first_key + Config::kBlockN, sequence.seqlen_k);
+    const int queries = sequence.queries_end(end_of_keys - 1) - first_query;
+    const int computed = (queries + kTailQueries - 1) / kTailQueries * kTailQueries;
+    if (tiles.begin >= tiles.end || computed >= Config::kBlockM) return;
+    this->tail_queries = computed;
+    const int end = first_query + computed;
+    if (sequence.queries_end(first_key) >= end) tiles.full_end = tiles.end;
+    for (int g = 0; g < Config::kGroups; ++g) {
+      const int first = first_key + g * kWarpgroupRows;
+      if (first + kWarpgroupRows <= sequence.seqlen_k && sequence.queries_end(first) >= end) groups[g].full_end = tiles.end;
+    }
+  }
   /// Replaces the range of tiles by the list: tiles then count along it.
   __device__ __forceinline__ void list_steps(const AttentionParams& p, const QueryLists& lists) {
     const int64_t list = lists.index(sequence.batch, sequence.head_kv, first_key / Config::kBlockN);
@@ -117,6 +141,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
     this->steps = lists.steps + list * lists.most_steps;
     this->visible = lists.visible + first_key % static_cast<int>(p.blocks.block_n) / 16 * 32;
     this->visible_stride = static_cast<int>(p.blocks.block_n) / 16 * 32;
+    if constexpr (Config::kHasTails) this->tail_queries = tiles.end % Config::kPieces * kTailQueries;
   }
 };
 

@@ -19,7 +19,7 @@ template <class Config>
 struct BackwardPipelinedSteps {
   static constexpr bool kAlways = Config::kTurns == TurnTaking::kAlways;
 
-  const int first, past, stride, first_head, end_head;
+  const int first, past, last, stride, first_head, end_head;
   int head, tile, left;
   uint32_t stage = 0, parity = 0;
   uint32_t count = 0;  // of steps before
@@ -29,13 +29,27 @@ struct BackwardPipelinedSteps {
       : BackwardPipelinedSteps(storage.work_tile) {}
   __device__ __forceinline__ explicit BackwardPipelinedSteps(const BackwardWorkTile<Config>& work_tile)
       : first(ptx::uniform(work_tile.order.first)),
-        past(ptx::uniform(work_tile.order.past)),
+        past(ptx::uniform(work_tile.order.past - has_tail(work_tile))),
+        last(ptx::uniform(work_tile.order.past - 1)),
         stride(stride_of(work_tile)),
         first_head(ptx::uniform(work_tile.sequence.head)),
         end_head(ptx::uniform(work_tile.sequence.head + work_tile.heads)),
         head(first_head),
         tile(first),
-        left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin))) {}
+        left(ptx::uniform(work_tile.heads * (work_tile.tiles.end - work_tile.tiles.begin - has_tail(work_tile)))) {}
+
+  __device__ __forceinline__ static bool has_tail(const BackwardWorkTile<Config>& work_tile) {
+    return work_tile.tail_queries > 0;
+  }
+  /// Behind all other steps: the last tiles of all heads, of which few queries are computed.
+  __device__ __forceinline__ void begin_tails(const BackwardWorkTile<Config>& work_tile) {
+    left = ptx::uniform(work_tile.heads);
+    tile = past, head = first_head;
+  }
+  __device__ __forceinline__ void advance_to_next_tail() {
+    ++head;
+    advance_stage();
+  }
 
   __device__ __forceinline__ static int stride_of(const BackwardWorkTile<Config>& work_tile) {
     if (Config::kTurns == TurnTaking::kIfAsked) return ptx::uniform(work_tile.order.stride);
@@ -50,13 +64,18 @@ struct BackwardPipelinedSteps {
   }
   __device__ __forceinline__ bool is_past_end() const { return left <= 0; }
   __device__ __forceinline__ void advance() {
-    --left;
     if (takes_turns()) {
       if (++head == end_head) head = first_head, tile += stride;
     } else {
       tile += stride;
       if (tile == past) tile = first, ++head;
     }
+    advance_stage();
+  }
+
+ private:
+  __device__ __forceinline__ void advance_stage() {
+    --left;
     ++count;
     if (++stage == Config::kStages) stage = 0, parity ^= 1;
   }
@@ -105,7 +124,11 @@ struct BackwardListedSteps : BackwardCountedSteps<Config> {
 template <class Config>
 struct BackwardPieceSteps : BackwardSlottedSteps<Config> {
   __device__ __forceinline__ explicit BackwardPieceSteps(const BackwardWorkTile<Config>& work_tile)
-      : BackwardSlottedSteps<Config>(steps_of(ptx::uniform(work_tile.tiles.end))) {}
+      : BackwardSlottedSteps<Config>(ptx::uniform(work_tile.tiles.end) / Config::kPieces) {}
+
+  /// The last step, if it lacks pieces.
+  __device__ __forceinline__ void begin_tails(const BackwardWorkTile<Config>&) { this->left = 1; }
+  __device__ __forceinline__ void advance_to_next_tail() { this->advance(); }
 
   __device__ __forceinline__ static int steps_of(int pieces) {
     return (pieces + Config::kPieces - 1) / Config::kPieces;
