@@ -19,7 +19,7 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
   static constexpr int kQueryWarp = 0, kGradWarp = 1, kBiasWarp = 2;
 
  public:
-  __device__ __forceinline__ BackwardBiasDq(const BackwardParams& p, const BackwardBiasMaps& maps,
+  __device__ __forceinline__ BackwardBiasDq(const BackwardParams& p, const BackwardStoringBiasMaps& maps,
                                             const BackwardWorkspace& workspace,
                                             BackwardPipelinedOptionsStorage<Config>& storage, uint32_t s_tiles,
                                             int warp, int lane)

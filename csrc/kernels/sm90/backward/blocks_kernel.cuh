@@ -28,9 +28,10 @@ void run_backward_blocks(const BackwardParams& p, void* memory, cudaStream_t str
   make_query_lists(p, all.rows.query_lists, kBlockN, stream);
   list_longest_first(all.order, all.schedule.list, stream);
   using Rows = BackwardRowKernels<Element, BackwardDqLayout<kHeadDim>, kBlockM, kHeadDim, true>;
+  const BackwardStoringMaps maps = storing_maps(p, backward_maps<Config>(p));
   launch_backward_sequence<Rows>(p, all.rows, kBackwardNames, true, stream, [&] {
     launch_backward_kernel<BackwardBlocksRoles<Config>>(
-        kBackwardNames.main, p, {backward_maps<Config>(p), all.rows, all.schedule, score_scale(p, kLog2E)},
+        kBackwardNames.main, p, {maps, all.rows, all.schedule, score_scale(p, kLog2E)},
         all.order.positions(), stream);
   });
 }

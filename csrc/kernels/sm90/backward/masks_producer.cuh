@@ -18,7 +18,7 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
 
   __device__ __forceinline__ void run() {
     if (work_tile_.tiles.begin < work_tile_.tiles.end) load_and_add();
-    if (lane_ == 0) ptx::tma_store_wait();
+    if (lane_ == 0) ptx::tma_store_wait_read();
   }
 
  private:

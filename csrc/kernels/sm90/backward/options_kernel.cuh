@@ -24,7 +24,7 @@ template <class Config>
 using BackwardPipelinedOptionsRoles = BackwardRolesOf<
     Config, BackwardPipelinedOptionsStorage<Config>, BackwardPipelinedOptionsDq<Config>,
     BackwardPipelinedConsumer<Config, BackwardOptionScores<Config, BackwardPipelinedOptionsStorage<Config>>>,
-    std::conditional_t<Config::kBiased, BackwardBiasMaps, BackwardMaps>>;
+    std::conditional_t<Config::kBiased, BackwardStoringBiasMaps, BackwardStoringMaps>>;
 
 /// The main kernel of calls with these options.
 template <class Config>
@@ -35,10 +35,11 @@ void launch_pipelined_variant(const BackwardParams& p, const BackwardArguments& 
     launch_backward_kernel<Roles>(kBackwardNames.main, p, {maps, a.workspace, a.schedule, scale},
                                   a.schedule.positions(), stream);
   };
+  const BackwardStoringMaps maps = storing_maps(p, a.maps);
   if constexpr (Config::kBiased) {
-    launch_with({a.maps, encode_bias_map(p, Config::kBlockM)});
+    launch_with({maps, encode_bias_map(p, Config::kBlockM)});
   } else {
-    launch_with(a.maps);
+    launch_with(maps);
   }
 }
 

@@ -45,7 +45,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     } else if constexpr (Config::kSkipsTurns) {
       if (self.storage_.skips_turns) self.skip_turns();
     }
-    if (self.lane_ == 0) ptx::tma_store_wait();
+    if (self.lane_ == 0) ptx::tma_store_wait_read();
   }
 
   __device__ __forceinline__ void load_and_add() {

@@ -59,7 +59,7 @@ class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPer
       : Base(p, storage, at.slot(), s_tiles, scale, warpgroup, lane) {}
 
   /// Runs that tile and moves the cursor on.
-  __device__ __forceinline__ void run(BackwardCursor<Config>& at, const BackwardPersistentMaps& maps) {
+  __device__ __forceinline__ void run(BackwardCursor<Config>& at, const BackwardStoringMaps& maps) {
     zero_accumulators(dk_);
     zero_accumulators(dv_);
     if (work_tile_.tiles.begin < work_tile_.tiles.end) {
@@ -75,34 +75,24 @@ class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPer
  private:
   using Base::dk_, Base::dv_, Base::lane_, Base::p_, Base::rules_, Base::s_tiles_, Base::storage_, Base::warp_,
       Base::warpgroup_, Base::work_tile_;
-  static constexpr int kRowsOfWarp = 16;
 
   /// Stores dV and dK through shared memory, from where TMA takes them while the warp goes on.
-  __device__ __forceinline__ void store_sums(const BackwardPersistentMaps& maps) const {
-    if (work_tile_.sums) return Base::store_sums();
-    if (p_.dv.data) store_rows(maps.dv, dv_, rules_.unit());
-    if (p_.dk.data) store_rows(maps.dk, dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
+  __device__ __forceinline__ void store_sums(const BackwardStoringMaps& maps) const {
+    if (work_tile_.sums) return this->store_splits();
+    if (p_.dv.data) store_sum(maps.dv, dv_, rules_.unit());
+    if (p_.dk.data) store_sum(maps.dk, dk_, this->dk_scale());
   }
-  __device__ __forceinline__ void store_rows(const BackwardRowMaps& maps, const typename Base::Sum& sum,
-                                             float scale) const {
+  __device__ __forceinline__ void store_sum(const BackwardRowMaps& maps, const typename Base::Sum& sum,
+                                            float scale) const {
     const int lane = ptx::reread(lane_);
-    uint32_t s_rows = s_tiles_ + Config::kStoresOffset + (warpgroup_ * kWarpgroupWarps + warp_) * Config::kStoreBytes;
+    const uint32_t s_rows = s_tiles_ + Config::kStoresOffset + (warpgroup_ * kWarpgroupWarps + warp_) * Config::kStoreBytes;
     if (lane == 0) ptx::tma_store_wait_read();  // what was here before
     __syncwarp();
     write_out_tile<typename Config::Element>(s_rows, sum, {scale, scale}, 0, lane);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
-      const Sequence& sequence = work_tile_.sequence;
-      const int rows = sequence.seqlen_k - this->first_key(), batch = p_.seq.cu_seqlens_k ? 0 : sequence.cache_row;
-      int row = static_cast<int>(sequence.k_begin) + sequence.leftpad + this->first_key();
-      if (rows >= kRowsOfWarp) {
-        ptx::tma_store(&maps.all, s_rows, 0, row, sequence.head_kv, batch);
-      } else {
-#pragma unroll 1
-        for (const int end = row + rows; row < end; ++row, s_rows += kPanelRowBytes)
-          ptx::tma_store(&maps.one, s_rows, 0, row, sequence.head_kv, batch);
-      }
+      this->store_panel(maps, s_rows, 0);
       ptx::tma_store_commit();
     }
     __syncwarp();

@@ -1,9 +1,7 @@
-// What leaves a persistent CTA: sums of dQ^T in the order of accumulators, and rows of dK and dV.
+// What leaves a persistent CTA: sums of dQ^T in the order of accumulators.
 #pragma once
 
 #include "kernels/common/backward/workspace.h"
-#include "kernels/ptx/tensor_map.h"
-#include "kernels/sm90/common/backward/producer.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -34,14 +32,6 @@ struct BackwardTransposedDqLayout {
       }
     }
   };
-};
-
-/// For stores of a warp's rows, and of one row, where a sequence ends among these.
-struct BackwardRowMaps {
-  CUtensorMap all, one;
-};
-struct BackwardPersistentMaps : BackwardMaps {
-  BackwardRowMaps dk, dv;
 };
 
 }  // namespace flash_ext::sm90

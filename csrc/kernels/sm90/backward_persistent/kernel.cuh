@@ -26,22 +26,9 @@ constexpr BackwardKernelNames kBackwardPersistentNames = {"sm90/backward_persist
                                                           "sm90/backward_persistent dq",
                                                           "sm90/backward_persistent sink"};
 
-inline BackwardRowMaps row_maps(const TensorView& view, const TensorShape& shape, DType dtype) {
-  if (!view.data) return {};
-  constexpr int kRowsOfWarp = 16;
-  return {encode_tensor_map(view, shape, dtype, kRowsOfWarp), encode_tensor_map(view, shape, dtype, 1)};
-}
-
-/// query_rows: those of Q and dO that a load brings.
-template <class Config>
-BackwardPersistentMaps persistent_maps(const BackwardParams& p, int query_rows) {
-  return {backward_maps<Config>(p, query_rows), row_maps(p.dk, key_shape(p, p.head_dim), p.dtype),
-          row_maps(p.dv, key_shape(p, p.head_dim_v), p.dtype)};
-}
-
 /// Until there are no more tiles of keys.
 template <class Config>
-__device__ __forceinline__ void consume_tiles(const BackwardParams& p, const BackwardPersistentMaps& maps,
+__device__ __forceinline__ void consume_tiles(const BackwardParams& p, const BackwardStoringMaps& maps,
                                               BackwardPersistentStorageOf<Config>& storage, uint32_t s_tiles,
                                               float scale, int warpgroup, int lane) {
   BackwardCursor<Config> at;
@@ -60,7 +47,7 @@ __device__ __forceinline__ void consume_tiles(const BackwardParams& p, const Bac
 template <class Config, class Dq>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_persistent_kernel(const __grid_constant__ BackwardParams p,
-                               const __grid_constant__ BackwardPersistentMaps maps,
+                               const __grid_constant__ BackwardStoringMaps maps,
                                const __grid_constant__ BackwardWorkspace workspace,
                                const __grid_constant__ BackwardTileTable<Config> table, const float scale) {
   extern __shared__ __align__(1024) char shared[];
@@ -111,7 +98,7 @@ void launch_backward_persistent(const BackwardParams& p, const Memory& all, int 
     const auto ctas = std::min<int64_t>(all.table.count, num_sms);
     const LaunchShape shape{grid_of(ctas), dim3(Config::kThreads), kSharedBytes, true};
     launch(kBackwardPersistentNames.main, backward_persistent_kernel<Config, Dq>, shape, stream, p,
-           persistent_maps<Config>(p, query_rows), all.workspace, all.table, scale);
+           storing_maps(p, backward_maps<Config>(p, query_rows)), all.workspace, all.table, scale);
     behind_main();
   };
   using Rows = BackwardRowKernels<Element, BackwardTransposedDqLayout<kBlockM, kHeadDim>, kBlockM, kHeadDim, true>;

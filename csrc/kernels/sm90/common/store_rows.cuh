@@ -31,9 +31,9 @@ __device__ __forceinline__ RowEnd finish_row_approx(float stabiliser, float sum)
   return {none ? 0.0f : scale, none ? -INFINITY : lse};
 }
 
-/// To rows [first_row, + 16) of a tile of panels with kWarpgroupRows rows. A lane names a row of one of four 8 x 8
+/// To rows [first_row, + 16) of a tile of panels with kRows rows. A lane names a row of one of four 8 x 8
 /// matrices: two of rows by two of columns.
-template <class Element, int kD>
+template <class Element, int kRows = kWarpgroupRows, int kD>
 __device__ __forceinline__ void write_out_tile(uint32_t s_tile, const float (&out)[kD][4], const float (&scale)[2],
                                                int first_row, int lane) {
   const int row = first_row + lane % 16, right = lane / 16;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void write_out_tile(uint32_t s_tile, const float (&ou
       w[k] =
           ptx::pack2<Element>(out[d + k / 2][k % 2 * 2] * scale[k % 2], out[d + k / 2][k % 2 * 2 + 1] * scale[k % 2]);
     const uint32_t piece = (d % 8 + right) ^ (row & 7);
-    ptx::stmatrix_x4(s_row + d / 8 * panel_bytes(kWarpgroupRows) + piece * 16, w[0], w[1], w[2], w[3]);
+    ptx::stmatrix_x4(s_row + d / 8 * panel_bytes(kRows) + piece * 16, w[0], w[1], w[2], w[3]);
   }
 }
 

@@ -30,4 +30,12 @@ BackwardMaps backward_maps(const BackwardParams& p, int query_rows = Config::kBl
           encode_tensor_map(p.grad_out, query_shape(p, p.head_dim_v), p.dtype, query_rows)};
 }
 
+inline BackwardRowMaps row_maps(const TensorView& view, const TensorShape& shape, DType dtype) {
+  if (!view.data) return {};
+  return {encode_tensor_map(view, shape, dtype, kRowsOfWarp), encode_tensor_map(view, shape, dtype, 1)};
+}
+inline BackwardStoringMaps storing_maps(const BackwardParams& p, const BackwardMaps& maps) {
+  return {maps, row_maps(p.dk, key_shape(p, p.head_dim), p.dtype), row_maps(p.dv, key_shape(p, p.head_dim_v), p.dtype)};
+}
+
 }  // namespace flash_ext::sm90

@@ -21,7 +21,7 @@
 namespace flash_ext::sm90 {
 
 /// The policies of a kernel: shared memory, the two kinds of warps, and the types of the kernel's last two arguments.
-template <class Config_, class Storage_, class Dq_, class Consumer_, class Maps_ = BackwardMaps>
+template <class Config_, class Storage_, class Dq_, class Consumer_, class Maps_ = BackwardStoringMaps>
 struct BackwardRolesOf {
   using Config = Config_;
   using Storage = Storage_;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       typename Roles::Consumer(p, storage, ptx::shared_address(shared), arguments.scale, warp / kWarpgroupWarps - 1,
                                lane)
-          .run();
+          .run(arguments.maps);
     }
   }
 }

@@ -4,7 +4,9 @@
 #pragma once
 
 #include "consumer.cuh"
+#include "kernels/ptx/tma.h"
 #include "kernels/ptx/wgmma_across.h"
+#include "maps.h"
 #include "pipelined_tile.cuh"
 #include "steps.cuh"
 
@@ -86,12 +88,12 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
                                                        float scale, int warpgroup, int lane)
       : Base(p, storage, s_tiles, warpgroup * panel_bytes(kWarpgroupRows), scale, warpgroup, lane),
         rules_(p, storage, storage.work_tile, 0, s_tiles) {}
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(const BackwardStoringMaps& maps) {
     zero_accumulators(dk_);
     zero_accumulators(dv_);
     BackwardOneTile<Config> at;
     if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up(at);
-    store_sums();
+    work_tile_.sums ? store_splits() : store_sums(maps);
   }
 
  protected:
@@ -103,15 +105,56 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
              lane),
         rules_(p, storage, storage.work_tiles[slot], slot, s_tiles) {}
 
-  __device__ __forceinline__ void store_sums() const {
+  /// The sums of a split, in float.
+  __device__ __forceinline__ void store_splits() const {
     this->store_dv(dv_, rules_.unit());
-    this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * rules_.unit());
+    this->store_dk(dk_, dk_scale());
+  }
+  __device__ __forceinline__ float dk_scale() const { return static_cast<float>(p_.softmax_scale) * rules_.unit(); }
+
+  /// Stores the warp's rows of a panel of dK or dV, which lie in shared memory. By one lane.
+  __device__ __forceinline__ void store_panel(const BackwardRowMaps& maps, uint32_t s_rows, int panel) const {
+    const Sequence& sequence = work_tile_.sequence;
+    const int rows = sequence.seqlen_k - this->first_key(), batch = p_.seq.cu_seqlens_k ? 0 : sequence.cache_row;
+    int row = static_cast<int>(sequence.k_begin) + sequence.leftpad + this->first_key();
+    if (rows >= kRowsOfWarp) {
+      ptx::tma_store(&maps.all, s_rows, panel * kPanelColumns, row, sequence.head_kv, batch);
+    } else {
+#pragma unroll 1
+      for (const int end = row + rows; row < end; ++row, s_rows += kPanelRowBytes)
+        ptx::tma_store(&maps.one, s_rows, panel * kPanelColumns, row, sequence.head_kv, batch);
+    }
   }
   using Base::kBlockM, Base::kConsumerThreads, Base::keys_, Base::kHeadDim, Base::kValues, Base::lane_, Base::p_,
       Base::queries_, Base::s_tiles_, Base::scale_, Base::storage_, Base::warp_, Base::warpgroup_, Base::work_tile_;
   using typename Base::Element, typename Base::Products, typename Base::Sum;
 
  private:
+  /// dV leaves from where V was, dK from the first stages of Q, when all consumers are done with both.
+  __device__ __forceinline__ void store_sums(const BackwardStoringMaps& maps) const {
+    static_assert(Config::kStages * Config::kQueryBytes >= Config::kKeyBytes);
+    ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, kConsumerThreads>();
+    const uint32_t s_dv = s_tiles_ + Config::kValuesOffset, s_dk = s_tiles_ + Config::kQueriesOffset;
+    const int first_row = warpgroup_ * kWarpgroupRows + warp_ * kRowsOfWarp;
+    const float unit = rules_.unit(), scale = dk_scale();
+    if (p_.dv.data) write_out_tile<Element, Config::kBlockN>(s_dv, dv_, {unit, unit}, first_row, lane_);
+    if (p_.dk.data) write_out_tile<Element, Config::kBlockN>(s_dk, dk_, {scale, scale}, first_row, lane_);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_ != 0) return;
+    store_panels(maps.dv, p_.dv, s_dv + panel_bytes(first_row), p_.head_dim_v);
+    store_panels(maps.dk, p_.dk, s_dk + panel_bytes(first_row), p_.head_dim);
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read();
+  }
+  __device__ __forceinline__ void store_panels(const BackwardRowMaps& maps, const TensorView& view, uint32_t s_rows,
+                                               int64_t columns) const {
+    if (!view.data) return;
+#pragma unroll
+    for (int panel = 0; panel < panels(kHeadDim); ++panel)
+      if (panel * kPanelColumns < columns) store_panel(maps, s_rows + panel * panel_bytes(Config::kBlockN), panel);
+  }
+
   using Tile = BackwardPipelinedTile<Element, kBlockM>;
   using Scores = typename Tile::Scores;
   using Weights = typename Tile::Weights;

@@ -6,16 +6,11 @@
 #include "kernels/ptx/reread.h"
 #include "kernels/ptx/tma.h"
 #include "kernels/ptx/wgmma.h"
+#include "maps.h"
 #include "storage.cuh"
 
 namespace flash_ext::sm90 {
 
-struct BackwardMaps {
-  CUtensorMap q, k, v, grad_out;
-};
-struct BackwardBiasMaps : BackwardMaps {
-  CUtensorMap bias;
-};
 /// Loads panels [first, first + count) of `rows` rows of a head, from `row` on. Packed sequences are one batch entry.
 /// The caller announces the bytes.
 __device__ __forceinline__ void load_panels(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int rows,
