@@ -28,9 +28,9 @@ void run_backward(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Config = BackwardPipelinedConfig<Element, kHeadDim>;
   launch_backward<Config, true, true>(p, memory, kBackwardNames, stream, [&](const BackwardArguments& arguments) {
     if (has_options(p)) return launch_pipelined_options<Config>(p, arguments, stream);
+    const BackwardStoringMaps maps = storing_maps(p, arguments.maps);
     launch_backward_kernel<BackwardPipelinedRoles<Config>>(
-        kBackwardNames.main, p,
-        {storing_maps(p, arguments.maps), arguments.workspace, arguments.schedule, arguments.scale},
+        kBackwardNames.main, p, {maps, arguments.workspace, arguments.schedule, arguments.scale},
         arguments.schedule.positions(), stream);
   });
 }

@@ -39,7 +39,9 @@ struct BackwardCursor {
     return step;
   }
   __device__ __forceinline__ RingCount<Config::kDsStages> first_ds() const { return {steps()}; }
-  __device__ __forceinline__ void leave(const RingCount<Config::kDsStages>& ds) { count = (count & 3u << 30) | ds.count; }
+  __device__ __forceinline__ void leave(const RingCount<Config::kDsStages>& ds) {
+    count = (count & 3u << 30) | ds.count;
+  }
 };
 
 template <class Config, class Storage = BackwardPersistentStorageOf<Config>>
@@ -85,7 +87,8 @@ class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPer
   __device__ __forceinline__ void store_sum(const BackwardRowMaps& maps, const typename Base::Sum& sum,
                                             float scale) const {
     const int lane = ptx::reread(lane_);
-    const uint32_t s_rows = s_tiles_ + Config::kStoresOffset + (warpgroup_ * kWarpgroupWarps + warp_) * Config::kStoreBytes;
+    const uint32_t s_rows =
+        s_tiles_ + Config::kStoresOffset + (warpgroup_ * kWarpgroupWarps + warp_) * Config::kStoreBytes;
     if (lane == 0) ptx::tma_store_wait_read();  // what was here before
     __syncwarp();
     write_out_tile<typename Config::Element>(s_rows, sum, {scale, scale}, 0, lane);

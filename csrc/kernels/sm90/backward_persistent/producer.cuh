@@ -247,7 +247,8 @@ class BackwardPersistentDq {
       ++free_stages_;
       load_ahead();
       if (workspace_.dq) {
-        add(keys, workspace_.dq + workspace_.dq_of_plane(walk.term, first_head + walk.head, warp_, kWarpgroupWarps, kBlockM),
+        add(keys,
+            workspace_.dq + workspace_.dq_of_plane(walk.term, first_head + walk.head, warp_, kWarpgroupWarps, kBlockM),
             walk.left > walk.tails ? Config::kDqPieceBytes : tail_bytes);
       } else {
         arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);

@@ -121,7 +121,8 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
  private:
   /// Where few queries of the last tile see the keys, and whether they see all of them.
   __device__ __forceinline__ void find_tail() {
-    const int first_query = (tiles.end - 1) * Config::kBlockM, end_of_keys = min(first_key + Config::kBlockN, sequence.seqlen_k);
+    const int first_query = (tiles.end - 1) * Config::kBlockM,
+              end_of_keys = min(first_key + Config::kBlockN, sequence.seqlen_k);
     const int queries = sequence.queries_end(end_of_keys - 1) - first_query;
     const int computed = (queries + kTailQueries - 1) / kTailQueries * kTailQueries;
     if (tiles.begin >= tiles.end || computed >= Config::kBlockM) return;
@@ -130,7 +131,8 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
     if (sequence.queries_end(first_key) >= end) tiles.full_end = tiles.end;
     for (int g = 0; g < Config::kGroups; ++g) {
       const int first = first_key + g * kWarpgroupRows;
-      if (first + kWarpgroupRows <= sequence.seqlen_k && sequence.queries_end(first) >= end) groups[g].full_end = tiles.end;
+      if (first + kWarpgroupRows <= sequence.seqlen_k && sequence.queries_end(first) >= end)
+        groups[g].full_end = tiles.end;
     }
   }
   /// Replaces the range of tiles by the list: tiles then count along it.
