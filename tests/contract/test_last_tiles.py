@@ -16,6 +16,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window_size": (70, 40)},
     "left": {"window_size": (45, -1)},
+    "top_left": {"causal": True, "top_left": True},
 }
 
 
@@ -27,6 +28,17 @@ def test_queries_of_the_last_tile(device: str, heads: tuple[int, int], seqlen_q:
     dtype = torch.float16 if seqlen_q in (97, 128) else torch.bfloat16
     call = make_call(2, seqlen_q, 300, *heads, 64, dtype=dtype, device=device, deterministic=False, **mask)
     assert_matches_oracle(call, QKV)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(288, 448), (320, 512), (416, 700)])
+@pytest.mark.parametrize("right", [0, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_keys_of_nobody_beside_a_last_tile(
+    device: str, dtype: torch.dtype, right: int, seqlen_q: int, seqlen_k: int
+) -> None:
+    """Half of a tile of keys may be seen by no query at all, while 32 or 64 queries see the other half."""
+    call = make_call(2, seqlen_q, seqlen_k, 4, 2, 64, dtype=dtype, device=device, deterministic=False)
+    assert_matches_oracle(call.with_options(window_size=(-1, right), top_left=True), QKV)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())

@@ -14,7 +14,7 @@ namespace flash_ext::sm90 {
 /// As BackwardOneTile, in a persistent CTA, whose key tiles alternate between the slots.
 template <class Config>
 struct BackwardCursor {
-  uint32_t count = 0;  // of steps; in the two highest bits, that of tiles
+  uint32_t count = 0;  // of steps, fewer than 2^30 in a CTA; in the two highest bits, that of tiles
 
   template <class Storage>
   __device__ __forceinline__ const uint64_t& k_full(const Storage& storage) const {

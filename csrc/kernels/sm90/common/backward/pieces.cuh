@@ -59,8 +59,8 @@ struct BackwardPieces {
     }
   }
 
-  /// Visible pairs by these bits, by the ends of the sequences and by which pieces there are. `keys_left`: from the
-  /// warp's first key to the end of the sequence.
+  /// Visible pairs by these bits and by the ends of the sequences. `keys_left`: from the warp's first key to the end of
+  /// the sequence. Of a piece that is absent nothing is visible, and nothing is computed.
   __device__ __forceinline__ void find_visible(uint32_t (&visible)[2], const BackwardPieceBits<Config>& bits,
                                                int seqlen_q, int keys_left, int lane) const {
     constexpr int kBits = kPieceQueries / 8;  // of a piece in either half of a word, from the highest down

@@ -273,6 +273,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
                                                const FullTiles& full_of_keys) {
     if constexpr (kHasTails) {
       static_assert(kBlockM == 3 * kTailQueries);
+      static_assert(std::is_same_v<Rules, BackwardPlainScores<Config, Storage>>, "add_tail() knows of no options");
       const int tail_queries = ptx::uniform(work_tile_.tail_queries);
       if (tail_queries > 0) {
         step.begin_tails(work_tile_);

@@ -119,10 +119,11 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
   }
 
  private:
-  /// Where few queries of the last tile see the keys, and whether they see all of them.
+  /// Where few queries of the last tile see the keys, only these are computed. It then counts as full if each of them
+  /// sees all keys. A warpgroup whose keys nobody sees has no tiles, full or not.
   __device__ __forceinline__ void find_tail() {
-    const int first_query = (tiles.end - 1) * Config::kBlockM,
-              end_of_keys = min(first_key + Config::kBlockN, sequence.seqlen_k);
+    const int first_query = (tiles.end - 1) * Config::kBlockM;
+    const int end_of_keys = min(first_key + Config::kBlockN, sequence.seqlen_k);
     const int queries = sequence.queries_end(end_of_keys - 1) - first_query;
     const int computed = (queries + kTailQueries - 1) / kTailQueries * kTailQueries;
     if (tiles.begin >= tiles.end || computed >= Config::kBlockM) return;
@@ -131,8 +132,8 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
     if (sequence.queries_end(first_key) >= end) tiles.full_end = tiles.end;
     for (int g = 0; g < Config::kGroups; ++g) {
       const int first = first_key + g * kWarpgroupRows;
-      if (first + kWarpgroupRows <= sequence.seqlen_k && sequence.queries_end(first) >= end)
-        groups[g].full_end = tiles.end;
+      const bool sees = groups[g].begin < groups[g].end, exists = first + kWarpgroupRows <= sequence.seqlen_k;
+      if (sees && exists && sequence.queries_end(first) >= end) groups[g].full_end = tiles.end;
     }
   }
   /// Replaces the range of tiles by the list: tiles then count along it.

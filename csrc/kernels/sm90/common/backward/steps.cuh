@@ -19,6 +19,7 @@ template <class Config>
 struct BackwardPipelinedSteps {
   static constexpr bool kAlways = Config::kTurns == TurnTaking::kAlways;
 
+  // past: behind the last tile of a head of which all queries are computed; last: that of a head, without turns
   const int first, past, last, stride, first_head, end_head;
   int head, tile, left;
   uint32_t stage = 0, parity = 0;
