@@ -93,7 +93,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     zero_accumulators(dv_);
     BackwardOneTile<Config> at;
     if (work_tile_.tiles.begin < work_tile_.tiles.end) sum_up(at);
-    work_tile_.sums ? store_splits() : store_sums(maps);
+    if (work_tile_.sums) return store_splits();
+    store_over_inputs(maps);
   }
 
  protected:
@@ -131,7 +132,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
 
  private:
   /// dV leaves from where V was, dK from the first stages of Q, when all consumers are done with both.
-  __device__ __forceinline__ void store_sums(const BackwardStoringMaps& maps) const {
+  __device__ __forceinline__ void store_over_inputs(const BackwardStoringMaps& maps) const {
     static_assert(Config::kStages * Config::kQueryBytes >= Config::kKeyBytes);
     ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, kConsumerThreads>();
     const uint32_t s_dv = s_tiles_ + Config::kValuesOffset, s_dk = s_tiles_ + Config::kQueriesOffset;
