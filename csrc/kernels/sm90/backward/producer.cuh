@@ -45,6 +45,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     } else if constexpr (Config::kSkipsTurns) {
       if (self.storage_.skips_turns) self.skip_turns();
     }
+    // Shared memory must live until it has been read. The next kernel waits for the grid, and so for what was read.
     if (self.lane_ == 0) ptx::tma_store_wait_read();
   }
 

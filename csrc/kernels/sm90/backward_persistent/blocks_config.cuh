@@ -23,7 +23,7 @@ struct BackwardPersistentBlocksConfig : BackwardPersistentConfig<Element, kHeadD
   static_assert(Base::kBlockM / 8 <= 16, "a lane's words have a bit for each of its queries");
   static_assert(Base::kGroups == backward_blocks_shape().groups, "lists_blocks() asks for blocks of these keys");
   static_assert(kMetadataSlots > Base::kStages && (kMetadataSlots & (kMetadataSlots - 1)) == 0,
-                "metadata outlives its stage; metadata lies in slots by the count of steps");
+                "metadata outlives its stage; a step has the slot of its number");
   static_assert(kPieceQueries == kTailQueries, "the last step of a list lacks whole pieces");
 };
 

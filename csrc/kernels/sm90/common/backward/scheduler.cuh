@@ -61,7 +61,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
   Sequence sequence;  // its head is the first of those below
   int heads;          // of the group
   int first_key;
-  TileSpan tiles;                    // of queries; full: every one sees all of the keys that are there
+  TileSpan tiles;                    // of queries; full: every one that is computed sees all keys that are there
   QueryTileOrder order;              // of these
   TileSpan groups[Config::kGroups];  // that see the keys of a warpgroup; full: nothing is hidden from them
   int64_t workspace_tile;            // of query 0 of the first head
