@@ -26,8 +26,10 @@ BUILD = ROOT / "build"
 BASELINE_FLAGS = ["-march=x86-64"] if platform.machine() in ("x86_64", "AMD64") else []
 CXX_FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wall", f"-I{ROOT / 'csrc'}"]
 CXX_FLAGS += BASELINE_FLAGS
-NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Xptxas=-v"]
-NVCC_FLAGS += ["--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", *(f"-Xcompiler={flag}" for flag in BASELINE_FLAGS)]
+NVCC_FLAGS = ["-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", f"-I{ROOT / 'csrc'}"]
+NVCC_FLAGS += [f"-Xcompiler={flag}" for flag in BASELINE_FLAGS]
+# -O1 is for what the host does, which is little beside launches. Kernels are optimised in full whatever it says.
+KERNEL_FLAGS = ["-O1", "--expt-relaxed-constexpr", "-Xptxas=-v"]
 BUILD_INFO = "_build_info.json"
 
 
@@ -83,14 +85,14 @@ def _cuda_library(extension: TorchLibrary, output: Path, torch: toolchain.Torch)
         own_arch = toolchain.own_arch(source)
         if own_arch and own_arch not in toolchain.archs():
             continue
-        if source.endswith(".cpp") and not source.startswith("csrc/api/cuda"):
+        if source.endswith(".cpp") and not source.startswith(("csrc/api/cuda", "csrc/kernels/")):
             objects.append(_host_object(extension, source, torch))  # as the other library has it
             continue
         # nvcc compiles C++ too: it hands it to the host compiler and knows where the CUDA headers are.
         if source.endswith(".cu"):
-            own = toolchain.gencode_flags([own_arch] if own_arch else toolchain.archs())
+            own = KERNEL_FLAGS + toolchain.gencode_flags([own_arch] if own_arch else toolchain.archs())
         else:
-            own = _api_flags(source, extension, torch) + _own_arch_flags(extension.sources)
+            own = ["-O3", *_api_flags(source, extension, torch), *_own_arch_flags(extension.sources)]
         objects.append(Object(ROOT / source, flags + own + extension.source_flags.get(source, []), nvcc=True))
     link = ["-cudart=static", f"-ccbin={toolchain.host_compiler()}", "-Xlinker=--exclude-libs,ALL"]
     link += [flag.replace("-Wl,", "-Xlinker=", 1) for flag in _torch_link_flags(torch)]

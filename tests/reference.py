@@ -167,7 +167,7 @@ def scores(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     see = see.expand(batch, heads_q, seqlen_q, seqlen_k)
 
     k = drop_unseen(k, see).repeat_interleave(heads_q // heads_kv, dim=2)
-    s = torch.einsum("bihd,bjhd->bhij", q * scale, k)
+    s = product("bihd,bjhd->bhij", q * scale, k)
     if options.softcap > 0:
         s = options.softcap * torch.tanh(s / options.softcap)
     if options.alibi_slopes is not None:
@@ -179,6 +179,16 @@ def scores(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     if options.bias is not None:
         s = s + options.bias.to(s.dtype)
     return torch.where(see, s, -math.inf), see
+
+
+def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """``torch.einsum``. Of float16, a CPU adds up in float32 and rounds once.
+
+    Done in two steps, this takes a fiftieth of the time there.
+    """
+    if a.dtype == torch.float16 and a.device.type == "cpu":
+        return torch.einsum(equation, a.float(), b.float()).to(a.dtype)
+    return torch.einsum(equation, a, b)
 
 
 def drop_unseen(kv: Tensor, see: Tensor) -> Tensor:
@@ -221,7 +231,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options = Options()) -> 
     lse = torch.where(nothing, -math.inf, torch.logsumexp(terms, dim=-1))
     weights = drop(probabilities(s, see, lse), options)
     v = drop_unseen(v, see).repeat_interleave(heads_q // v.shape[2], dim=2)
-    return torch.einsum("bhij,bjhd->bihd", weights, v), lse, weights
+    return product("bhij,bjhd->bihd", weights, v), lse, weights
 
 
 def attention_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options = Options(), signed: bool = False) -> Tensor:

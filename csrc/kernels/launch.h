@@ -4,28 +4,20 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <map>
-#include <mutex>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "kernels/common/shared_memory.h"
 
 namespace flash_ext {
 
-inline void check_cuda(cudaError_t status, const char* what) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // else the next call that asks for the last error would report this one again
-  throw std::runtime_error(std::string("flash_ext: ") + what + ": " + cudaGetErrorString(status));
-}
+/// Throws std::runtime_error("flash_ext: ...").
+[[noreturn]] void fail(const char* what);
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
-  return value;
-}
+/// The same if CUDA reports an error.
+void check_cuda(cudaError_t status, const char* what);
+
+/// Of the current device.
+int device_attribute(cudaDeviceAttr attribute);
 
 /// Shared memory of the current device in bytes: the most of a CTA, and that of an SM for all its CTAs. Each CTA takes
 /// kReservedSharedBytes more.
@@ -47,43 +39,13 @@ struct LoadedKernel {
   bool waits_for_previous;
 };
 
-/// Loads a kernel, and raises its limit of dynamic shared memory to what the device has beside the static one. The
-/// limit only permits: how much a launch gets, and how many CTAs share an SM, follows from its own shared_bytes.
-inline LoadedKernel load_kernel(const void* kernel, const char* name) {
-  cudaFuncAttributes attributes = {};
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
-  const int most = shared_bytes_per_cta() - static_cast<int>(attributes.sharedSizeBytes);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), name);
-  return {attributes.ptxVersion >= 90};
-}
-
-/// The same, once for each kernel and device. Attributes never change afterwards, so threads may launch a kernel with
-/// different amounts of shared memory at the same time. Two threads that load it at once set the same values. The lock
-/// is not held while loading, because loading may wait for kernels that wait for another thread's kernels.
-inline LoadedKernel loaded_kernel(const void* kernel, const char* name) {
-  static std::mutex& mutex = *new std::mutex;  // never destroyed: threads may launch until the process ends
-  static auto& kernels = *new std::map<std::pair<const void*, int>, LoadedKernel>;
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = kernels.find({kernel, device});
-    if (found != kernels.end()) return found->second;
-  }
-  const LoadedKernel loaded = load_kernel(kernel, name);
-  const std::lock_guard<std::mutex> lock(mutex);
-  kernels.emplace(std::pair{kernel, device}, loaded);
-  return loaded;
-}
+/// Loads a kernel, once for each device, and raises its limit of dynamic shared memory to what the device has beside
+/// the static one. The limit only permits: how much a launch gets, and how many CTAs share an SM, follows from its own
+/// shared_bytes.
+LoadedKernel loaded_kernel(const void* kernel, const char* name);
 
 /// A number of CTAs as a dimension of a grid. Throws std::runtime_error beyond `most`, the limit of that dimension.
-inline unsigned grid_size(int64_t ctas, int64_t most = INT32_MAX) {
-  if (ctas < 0 || ctas > most) {
-    throw std::runtime_error("flash_ext: too much work for one launch: batch, heads and lengths make " +
-                             std::to_string(ctas) + " CTAs, at most " + std::to_string(most) + " are possible");
-  }
-  return static_cast<unsigned>(ctas);
-}
+unsigned grid_size(int64_t ctas, int64_t most = INT32_MAX);
 
 /// A grid. Every launch builds its grid here, so that a product of sizes beyond the limits throws instead of wrapping.
 inline dim3 grid_of(int64_t x, int64_t y = 1, int64_t z = 1) {

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.oracle import Oracle, make_call, random, run_reference
+from tests.reference import product
 
 
 @pytest.mark.parametrize(("seqlen_q", "holds"), [(2, True), (40, False)])
@@ -31,3 +32,16 @@ def test_a_row_of_large_scores_widens_the_bounds_of_its_own_keys_alone(dtype: to
     for name in ("out", "dq", "dk", "dv"):
         assert (slack[name][0, 0] > 0).any() and not slack[name][0, 1:].any(), name
     assert slack["dbias"][0, 0, 0, 0] > 0 and int((slack["dbias"] > 0).sum()) == 1
+
+
+def test_products_of_float16_are_those_of_torch() -> None:
+    """They are done in another way on a CPU, where torch's own take long."""
+    a, b = (random(2, 40, 3, 24, dtype=torch.float16).requires_grad_() for _ in range(2))
+    grad = random(2, 3, 40, 40, dtype=torch.float16)
+    results = []
+    for multiply in (product, torch.einsum):
+        scores = multiply("bihd,bjhd->bhij", a, b)
+        results.append((scores, *torch.autograd.grad(scores, (a, b), grad)))
+    for ours, of_torch in zip(*results, strict=True):
+        assert ours.dtype == torch.float16
+        torch.testing.assert_close(ours, of_torch, rtol=2**-10, atol=2**-20)

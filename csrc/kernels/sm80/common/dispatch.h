@@ -4,10 +4,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <stdexcept>
-
 #include "kernels/common/head_dim.h"
 #include "kernels/common/tf32.h"
+#include "kernels/launch.h"
 #include "kernels/params.h"
 
 namespace flash_ext::sm80 {
@@ -28,7 +27,7 @@ void with_kernel_types(const AttentionParams& p, Run run) {
     case DType::kFloat64:
       break;
   }
-  throw std::runtime_error("flash_ext: attention on CUDA takes float16, bfloat16 and float32");
+  fail("attention on CUDA takes float16, bfloat16 and float32");
 }
 
 }  // namespace flash_ext::sm80

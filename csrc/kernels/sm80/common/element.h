@@ -4,8 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <stdexcept>
-
+#include "kernels/launch.h"
 #include "kernels/params.h"
 
 namespace flash_ext::sm80 {
@@ -23,7 +22,7 @@ void with_element(DType dtype, Run run) {
     case DType::kFloat64:
       break;
   }
-  throw std::runtime_error("flash_ext: CUDA kernels take float16, bfloat16 and float32");
+  fail("CUDA kernels take float16, bfloat16 and float32");
 }
 
 }  // namespace flash_ext::sm80

@@ -2,10 +2,10 @@
 // for those in which CTAs can take turns.
 #pragma once
 
-#include <stdexcept>
 #include <type_traits>
 
 #include "bias_producer.cuh"
+#include "kernels/launch.h"
 #include "kernels/sm90/common/backward/kernel.cuh"
 #include "kernels/sm90/common/backward/option_scores.cuh"
 #include "mask_words.cuh"
@@ -62,7 +62,7 @@ void launch_pipelined_options(const BackwardParams& p, const BackwardArguments& 
     } else if constexpr (can_take_turns(options())) {
       launch_pipelined_variant<BackwardPipelinedVariant<Config, options(), TurnTaking::kAlways>>(p, arguments, stream);
     } else {
-      throw std::logic_error("flash_ext: sm90/backward: no turns beside masks of pairs");
+      fail("sm90/backward: no turns beside masks of pairs");
     }
   });
 }

@@ -6,11 +6,11 @@
 #pragma once
 
 #include <iterator>
-#include <stdexcept>
 #include <type_traits>
 
 #include "config.cuh"
 #include "consumer.cuh"
+#include "kernels/launch.h"
 #include "kernels/sm90/common/backward/kernel.cuh"
 #include "kernels/sm90/common/backward/launch.cuh"
 #include "producer.cuh"
@@ -67,9 +67,8 @@ void launch_backward_options(const BackwardParams& p, const BackwardArguments& a
   constexpr int kMostBytes = kMaxSharedBytes - Config::kTilesBytes;
   constexpr int kStorageBytes = sizeof(BackwardOptionsStorage<BackwardOptionsConfig<Config, kAnyOptions>>);
   const BackwardOptionsLayout layout = BackwardOptionsLayout::of<Config>(p, kStorageBytes, kMostBytes);
-  if ((layout.flags & kStepBiased) && layout.bias_slots == 0)
-    throw std::logic_error("flash_ext: sm90/backward_options: no room for a bias");
-  if (workspace.turns) throw std::logic_error("flash_ext: sm90/backward_options: no turns beside options");
+  if ((layout.flags & kStepBiased) && layout.bias_slots == 0) fail("sm90/backward_options: no room for a bias");
+  if (workspace.turns) fail("sm90/backward_options: no turns beside options");
   const VisibilityTiles& visibility = workspace.visibility;
   const LaunchShape tiles{grid_of(visibility.num_states()), dim3(kVisibilityThreads)};
   launch("sm90/backward_options masks", mask_tiles_kernel<Config::kBlockM, Config::kBlockN>, tiles, stream, p,

@@ -2,9 +2,8 @@
 // sm90/common/backward/option_scores.cuh. A kernel for each of kPersistentOptions.
 #pragma once
 
-#include <stdexcept>
-
 #include "kernel.cuh"
+#include "kernels/launch.h"
 #include "kernels/sm90/common/backward/options.cuh"
 
 namespace flash_ext::sm90 {
@@ -12,8 +11,7 @@ namespace flash_ext::sm90 {
 template <class Element, int kHeadDim>
 void run_backward_persistent_options(const BackwardParams& p, void* memory, cudaStream_t stream) {
   using Plain = BackwardPersistentConfig<Element, kHeadDim>;
-  if (BackwardWorkspace::takes_turns(p))
-    throw std::logic_error("flash_ext: sm90/backward_persistent: no turns beside options");
+  if (BackwardWorkspace::takes_turns(p)) fail("sm90/backward_persistent: no turns beside options");
   with_options_of<kPersistentOptions>(serving_options(asked_of(p)), [&](auto options) {
     using Config = BackwardPersistentOptionsConfig<Element, kHeadDim, options()>;
     // backward_persistent_bytes() has asked for that much.

@@ -4,9 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <stdexcept>
-
 #include "kernels/common/head_dim.h"
+#include "kernels/launch.h"
 #include "kernels/params.h"
 
 namespace flash_ext::sm90 {
@@ -16,7 +15,7 @@ template <class Run>
 void with_element(const AttentionParams& p, Run run) {
   if (p.dtype == DType::kFloat16) return run(__half());
   if (p.dtype == DType::kBFloat16) return run(__nv_bfloat16());
-  throw std::runtime_error("flash_ext: attention on wgmma takes float16 and bfloat16");
+  fail("attention on wgmma takes float16 and bfloat16");
 }
 
 /// Calls run(Element(), HeadDim<n>()), as with_head_dim<kHeadDims...>() does.

@@ -1,10 +1,9 @@
 // Host: which variant of the kernel serves a call, and its launch.
 #pragma once
 
-#include <stdexcept>
-
 #include "forward_call.h"
 #include "kernel.cuh"
+#include "kernels/launch.h"
 #include "variant_of_call.h"
 
 namespace flash_ext::sm90 {
@@ -101,7 +100,7 @@ void run_range(const ForwardCall& call) {
   if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewQueries>(call)) return;
   if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys>(call)) return;
   if (!launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys>(call))
-    throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned");
+    fail("sm90/forward has no tiles of the shape that was planned");
 }
 
 template <class Element, int kHeadDim>
@@ -131,13 +130,13 @@ void run_forward(const ForwardCall& call) {
   } else if constexpr (kFamily == ForwardFamily::kCache) {
     using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, ForwardVariant::kCache>;
     if (call.p.block_m != Config::kBlockM || call.block_n != Config::kBlockN)
-      throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned for a cache");
+      fail("sm90/forward has no tiles of the shape that was planned for a cache");
     launch_range<Config>(call);
   } else if constexpr (kFamily == ForwardFamily::kMaxLogit) {
     constexpr ForwardVariant kVariant = ForwardVariant::kMaxLogit;
     if (launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kFewKeys, kVariant>(call)) return;
     if (!launch_tiles<Element, kHeadDim, kHeadDimV, ForwardTiles::kManyKeys, kVariant>(call))
-      throw std::logic_error("flash_ext: sm90/forward has no tiles of the shape that was planned with max_logit");
+      fail("sm90/forward has no tiles of the shape that was planned with max_logit");
   } else {
     run_range<Element, kHeadDim, kHeadDimV>(call);
   }

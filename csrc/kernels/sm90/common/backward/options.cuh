@@ -2,11 +2,11 @@
 #pragma once
 
 #include <iterator>
-#include <stdexcept>
 #include <type_traits>
 
 #include "kernels/common/backward/options.cuh"
 #include "kernels/common/score/bias_tile.cuh"
+#include "kernels/launch.h"
 #include "kernels/params.h"
 #include "kernels/sm90/common/backward/variant.h"
 
@@ -24,7 +24,7 @@ inline bool has_options(const BackwardParams& p) {
 template <const auto& kVariants, size_t kIndex = 0, class Run>
 void with_options_of(int options, Run run) {
   if constexpr (kIndex == std::size(kVariants)) {
-    throw std::logic_error("flash_ext: no variant of the backward is for these options");
+    fail("no variant of the backward is for these options");
   } else {
     if (options == kVariants[kIndex]) return run(std::integral_constant<int, kVariants[kIndex]>());
     with_options_of<kVariants, kIndex + 1>(options, run);
