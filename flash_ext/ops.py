@@ -400,7 +400,10 @@ def _count_append(keyset: Any, *args: Any) -> Any:
         return OPS.attention_decode_append.default.redispatch(keyset & KEYS_BELOW_INPLACE_OR_VIEW, *args)
 
 
-_TWICE = "attention can be differentiated once"
+_TWICE = (
+    "attention can be differentiated once. For more there is torch's math: F.scaled_dot_product_attention within "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
 _register_autograd("attention_forward", _save_forward, _backward)
 _register_autograd("attention_forward_max_logit", _save_forward_max_logit, _backward)
 _register_autograd("attention_weights", _save_weights, _weights_backward)

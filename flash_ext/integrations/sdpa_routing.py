@@ -108,6 +108,8 @@ def serve(
         return NotImplemented
     elif dropout_p > 0 and _is_alone(backend):
         return NotImplemented
+    if attn_mask is not None and attn_mask.dtype == torch.bool and _is_recorded(query, key, value):
+        attn_mask = _copy_of(attn_mask)
     if backend != _EFFICIENT or _is_by_rows(query):
         out = aten_fused.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if out is not None:
@@ -235,6 +237,19 @@ def _is_by_rows(query: Tensor) -> bool:
         return False
     of_batch, of_heads, of_rows, _ = query.stride()
     return of_batch >= of_rows >= of_heads
+
+
+def _is_recorded(*inputs: Tensor) -> bool:
+    """Whether autograd keeps the inputs. A compiler sees for itself what changes between forward and backward."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return any(x.requires_grad for x in inputs)
+
+
+def _copy_of(attn_mask: Tensor) -> Tensor:
+    """torch keeps a boolean mask as numbers, so that callers may change theirs before the backward."""
+    size_one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in attn_mask.stride())
+    return attn_mask[size_one].clone().expand(attn_mask.shape)
 
 
 # ---- How ------------------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def test_saved_tensors_of_other_strides(device: str, call: Callable[..., Tensor]
 def test_attention_differentiates_once(device: str) -> None:
     q, k, v = qkv(device)
     (dq,) = torch.autograd.grad(flash_ext.attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once"):
+    with pytest.raises(RuntimeError, match=r"differentiated once.*SDPBackend\.MATH"):
         dq.sum().backward()
     with pytest.raises(RuntimeError, match="differentiated once"):
         torch.func.grad(lambda q: torch.func.grad(lambda q: flash_ext.attention(q, k, v).sum())(q).sum())(q.detach())

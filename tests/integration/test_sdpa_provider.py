@@ -134,6 +134,29 @@ def test_results(device: str, options: str, heads: tuple[int, int], order: str) 
 
 
 @pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("dropout_p", [0.0, 1.0])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("shape", [(37, 53), (2, 1, 1, 53), (1, 4, 37, 53)], ids=str)
+def test_a_boolean_mask_may_change_before_the_backward(
+    device: str, shape: tuple[int, ...], order: str, dropout_p: float
+) -> None:
+    q, k, v = qkv(device, order=order)
+    mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    outs, masks = [], []
+    for keys in (8, 40):
+        mask[..., :keys] = True
+        masks.append(mask.clone())
+        seen = mask.expand(2, 4, 37, 53) if keys == 40 else mask
+        outs.append(F.scaled_dot_product_attention(q, k, v, seen, dropout_p))
+    mask.fill_(False)
+    found = gradients(torch.stack(outs), (q, k, v))
+    expected = torch.stack([by_hand(q, k, v, mask) * (1 - dropout_p) for mask in masks])
+    for ours, right in zip(found, gradients(expected, (q, k, v)), strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
+    assert served()
+
+
+@pytest.mark.usefixtures("active")
 @pytest.mark.parametrize(
     "shape", [(37, 53), (1, 53), (2, 1, 1, 53), (1, 4, 37, 53), (2, 4, 37, 53), (4, 37, 53), (1, 1, 37, 53)], ids=str
 )
