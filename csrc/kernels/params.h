@@ -133,7 +133,7 @@ struct ForwardParams : AttentionParams {
   TensorView out;  // same dtype as q
   LseView lse;
   void* max_logit = nullptr;  // (batch, heads_q), accumulate type, -inf beforehand: the largest visible score; or null
-  int64_t num_splits = 1;     // > 1: keys are cut into this many ranges whose partial results are merged
+  int64_t num_splits = 1;     // > 1: keys are split into this many ranges whose partial results are merged
   int64_t split_size = 0;     // > 0: ranges of exactly this many keys instead (batch-invariant decoding)
 };
 

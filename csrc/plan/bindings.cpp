@@ -59,7 +59,7 @@ void bind_plan(py::module_& m) {
   py::class_<KeySplits>(m, "KeySplits", "How the forward on Hopper splits the keys of its last query tiles over CTAs.")
       .def_readonly("first_tile", &KeySplits::first_tile, "query tiles of the order before those that are split")
       .def_readonly("tiles", &KeySplits::tiles, "that are split; 0: none")
-      .def_readonly("whole_behind", &KeySplits::whole_behind, "tiles that follow these, and are whole")
+      .def_readonly("unsplit_behind", &KeySplits::unsplit_behind, "tiles that follow these, and are not split")
       .def_readonly("long_splits", &KeySplits::long_splits, "of each tile, of its last keys")
       .def_readonly("short_splits", &KeySplits::short_splits, "of each tile, of its first keys")
       .def_property_readonly("short_share",
@@ -109,7 +109,7 @@ void bind_plan(py::module_& m) {
       },
       py::arg("problem"), "(True, '') or (False, reason); operators raise with the same reason.");
   m.def("choose_num_splits", &choose_num_splits, py::arg("work_items"), py::arg("num_workers"), py::arg("seqlen_k"),
-        "Into how many key ranges decoding is cut so that work_items items keep num_workers workers busy.");
+        "Into how many key ranges decoding is split so that work_items items keep num_workers workers busy.");
 }
 
 std::vector<TileRange> key_tiles(int64_t seqlen_q, int64_t seqlen_k, std::pair<int64_t, int64_t> window_size,
@@ -182,7 +182,7 @@ void bind_work_list(py::module_& m) {
       py::arg("head_group") = 1, py::arg("last_tile_first") = false, py::arg("rows_in_l2") = 1,
       py::arg("section_part") = 1,
       "The work tiles (sequence, head, tile) of packed sequences in the order in which CTAs acquire them:\n"
-      "rows of the side that is cut into tiles of `block` rows, other_rows of the other side. rows_in_l2: of the\n"
+      "rows of the side that is divided into tiles of `block` rows, other_rows of the other side. rows_in_l2: of the\n"
       "other side, for a head group, that fit into L2; head_group: heads that share them; section_part: a section of\n"
       "several sequences has one in so many of them.");
   m.def("most_tiles", &most_tiles, py::arg("batch"), py::arg("longest"), py::arg("rows"), py::arg("block"),

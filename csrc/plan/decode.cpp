@@ -12,9 +12,7 @@ bool has_few_tiles(const Problem& p) {
   return p.batch * p.heads_q * ceil_div(typical_queries(p), kPrefillRows) < p.num_workers;
 }
 
-bool runs_forward(const Draft& draft) {
-  return draft.kernel.id == KernelId::kSm80Forward || draft.kernel.id == KernelId::kSm90Forward;
-}
+bool runs_forward(const Draft& draft) { return draft.kernel.decode_splits != DecodeSplits::kForSms; }
 
 void plan_decode(Draft& draft) {
   choose_head_group(draft);

@@ -68,9 +68,10 @@ constexpr KernelRow kTable[] = {
      choose_sm90_backward_short_tiles, nullptr, nullptr, false, true},
     {KernelId::kSm90BackwardPersistent, "sm90/backward_persistent", &kHopper, kBackward, kHalf,
      sm90::kMostPersistentHeadDim, kSm90PersistentBackward, kWgmmaAndTma, choose_sm90_backward_persistent_tiles,
-     sm90_backward_persistent_tiles, nullptr, false, true, persists_sm90_backward},
+     sm90_backward_persistent_tiles, nullptr, false, true, DecodeSplits::kForSms, persists_sm90_backward},
     {KernelId::kSm90Backward, "sm90/backward", &kHopper, kBackward, kHalf, sm90::kMaxNarrowHeadDim, kSm90Backward,
-     kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true, overlaps_sm90_backward},
+     kWgmmaAndTma, choose_sm90_backward_tiles, sm90_backward_tiles, nullptr, false, true, DecodeSplits::kForSms,
+     overlaps_sm90_backward},
     // Of `deterministic` the rows above have taken what they serve.
     {KernelId::kSm90BackwardOptions, "sm90/backward_options", &kHopper, kBackward, kHalf, 64, kSm90BackwardOptions,
      kWgmmaAndTma, choose_sm90_backward_options_tiles, sm90_backward_options_tiles, nullptr, false, true},
@@ -87,10 +88,10 @@ constexpr KernelRow kTable[] = {
 
     // Chunks of prompts fill the tiles of the forward, which reads caches too.
     {KernelId::kSm90Forward, "sm90/forward", &kHopper, kDecode, kHalf, 256, kSm90Cache, kWgmmaAndTma,
-     choose_sm90_cache_tiles, nullptr, nullptr, false, true},
+     choose_sm90_cache_tiles, nullptr, nullptr, false, true, DecodeSplits::kByTiles},
     {KernelId::kSm80Forward, "sm80/forward", &kAnyGpu, kForward | kDecode, kUpToFloat, 256,
      kAllFeatures & ~(kFewQueries | kFewTiles | kFewPackedTiles | kFixedSplits), nullptr, choose_sm80_forward_tiles,
-     nullptr, kThreeInTf32, true},
+     nullptr, kThreeInTf32, true, false, DecodeSplits::kNone},
     {KernelId::kSm80Decode, "sm80/decode", &kAnyGpu, kDecode, kUpToFloat, 256, kAllFeatures, nullptr,
      choose_sm80_decode_tiles, nullptr, kThreeInTf32},
     {KernelId::kSm80Backward, "sm80/backward", &kAnyGpu, kBackward, kUpToFloat, 256, kAllFeatures, nullptr,

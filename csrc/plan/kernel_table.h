@@ -53,6 +53,10 @@ struct Architecture {
   const char* environment;  // the variable that turns its kernels off
 };
 
+/// How decoding on CUDA splits keys over CTAs: until all SMs are busy; or, in the query tiles of the forward, which a
+/// chunk of a prompt fills, not at all, or as those tiles decide.
+enum class DecodeSplits { kForSms, kNone, kByTiles };
+
 struct KernelRow {
   KernelId id;
   const char* name;  // path below csrc/kernels
@@ -71,6 +75,8 @@ struct KernelRow {
   const char* float_products = nullptr;  // what a product of float32 consists of: "six in bfloat16"
   bool has_tf32_setting = false;         // torch's float32 matmul setting decides how products round
   bool reads_by_tma = false;             // TMA reads no absent tensors and no strides of 0
+
+  DecodeSplits decode_splits = DecodeSplits::kForSms;
 
   /// Which of the problems that have no other features the kernel serves; null: all of them.
   bool (*serves)(const Problem&) = nullptr;

@@ -105,10 +105,15 @@ void choose_decode_splits(Draft& draft) {
   if (p.batch_invariant) return split_at_fixed_keys(draft);
   if (p.num_splits > 0) return split_as_told(draft);
   if (p.device == Device::kCpu) return split_for_threads(draft);
-  if (!runs_forward(draft)) return split_for_sms(draft);
-  if (draft.kernel.id == KernelId::kSm90Forward) return;  // its tiles decide
-  draft.because("1 split: ", typical_queries(p),
-                " queries a sequence are enough work, and fill the tiles of the forward kernel");
+  switch (draft.kernel.decode_splits) {
+    case DecodeSplits::kForSms:
+      return split_for_sms(draft);
+    case DecodeSplits::kNone:
+      return draft.because("1 split: ", typical_queries(p),
+                           " queries a sequence are enough work, and fill the tiles of the forward kernel");
+    case DecodeSplits::kByTiles:
+      return;
+  }
 }
 
 }  // namespace flash_ext::plan

@@ -1,4 +1,4 @@
-// The warpgroups of the float32 backward that compute scores and dV, and gradients of scores and dK.
+// The consumer warpgroups of the float32 backward: of scores and dV, and of gradients of scores and dK.
 #pragma once
 
 #include "kernels/common/tile.cuh"
@@ -140,7 +140,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   }
 };
 
-/// One warp of those that compute S, P and dV.
+/// A consumer warp of S, P and dV.
 template <class Config>
 class BackwardF32Values : BackwardF32Sums<Config> {
  public:
@@ -238,7 +238,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
   }
 };
 
-/// One warp of those that compute dP, dS and dK.
+/// A consumer warp of dP, dS and dK.
 template <class Config>
 class BackwardF32Gradients : BackwardF32Sums<Config> {
  public:

@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of those that compute dQ and add it to memory.
+/// A warp of the warpgroup that computes dQ and adds it to memory.
 template <class Config>
 class BackwardF32Dq : BackwardF32Warp<Config> {
  public:

@@ -154,7 +154,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   }
   /// dQ^T += K^T dS^T, of this warp's 16 columns. g_dq: its plane, of the first query of the group's first head.
   __device__ __forceinline__ void add(uint32_t keys, float* g_dq) const {
-    const uint32_t s_sums = DqPiece::place(s_tiles_, warp_, 0);
+    const uint32_t s_sums = DqPiece::slot(s_tiles_, warp_, 0);
     Sum sum;
     Base::start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
     int places[kPieces];

@@ -18,7 +18,7 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static constexpr bool kFindsSteps = false;
   static constexpr int kDsSteps = Base::kBlockM / 16;
   static constexpr int kDsPanelBytes = Base::kBlockN * Base::kDsQueries * 2;
-  static constexpr int kStoresOffset = Base::kTilesBytes;  // dV, then dK, on their way to memory: a place a warp
+  static constexpr int kStoresOffset = Base::kTilesBytes;  // dV, then dK, on their way to memory: a slot a warp
   static constexpr int kStoreBytes = kRowsOfWarp * kPanelRowBytes;
   static constexpr int kTilesBytes = kStoresOffset + Base::kGroups * kWarpgroupWarps * kStoreBytes;
   static constexpr bool kHasOptions = false;

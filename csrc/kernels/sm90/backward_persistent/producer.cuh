@@ -261,7 +261,7 @@ class BackwardPersistentDq {
   /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target, of so many bytes. What lies behind the queries that are
   /// computed of a tile is multiplied too, and not added.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target, int bytes) const {
-    const uint32_t s_piece = DqPiece::place(s_tiles_, warp_, 0);
+    const uint32_t s_piece = DqPiece::slot(s_tiles_, warp_, 0);
     Sum sum;
     start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
     DqPiece::finish(sum);

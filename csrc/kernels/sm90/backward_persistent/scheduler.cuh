@@ -152,11 +152,11 @@ __device__ __forceinline__ void fill_table(const BackwardParams& p, const Backwa
   }
 }
 
-/// Says in the table whether a row of the CTA has a LargeLse. Each thread reads flags that it has written itself.
+/// Records in the table whether a row of the CTA has a LargeLse. Each thread reads flags that it has written itself.
 template <class Config>
-__device__ __forceinline__ void note_large_lse(const BackwardParams& p, const BackwardWorkspace& workspace,
-                                               const BackwardTileTable<Config>& table,
-                                               const volatile RowTileOfCta& cta) {
+__device__ __forceinline__ void record_large_lse(const BackwardParams& p, const BackwardWorkspace& workspace,
+                                                 const BackwardTileTable<Config>& table,
+                                                 const volatile RowTileOfCta& cta) {
   static_assert(Config::kListsBlocks, "every tile of a dense batch has rows");
   if (threadIdx.x % 32 != 0) return;
   const int64_t tile = workspace.tile_index(p, cta.batch, cta.first_head, 0, cta.tile, Config::kBlockM);
@@ -176,7 +176,7 @@ static __global__ void __launch_bounds__(kRowTermThreads, kRowTermCtas)
 #pragma unroll 1
   for (int head = cta.first_head; head < cta.end_head; ++head)
     write_row_terms<typename Config::Element, Config::kHeadDim, Config::kBlockM, true, true>(p, workspace, cta, head);
-  if constexpr (Config::kListsBlocks) note_large_lse<Config>(p, workspace, table, cta);
+  if constexpr (Config::kListsBlocks) record_large_lse<Config>(p, workspace, table, cta);
 }
 
 }  // namespace flash_ext::sm90

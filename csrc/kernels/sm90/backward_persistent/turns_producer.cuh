@@ -93,7 +93,7 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
   /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target, when its turn has come. The one before ends beside the
   /// product.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target, int slot, int turn) {
-    const uint32_t s_piece = DqPiece::place(s_tiles_, warp_, 0);
+    const uint32_t s_piece = DqPiece::slot(s_tiles_, warp_, 0);
     Sum sum;
     Base::start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
     turns_.advance(workspace_.turns, slot, turn, lane_);

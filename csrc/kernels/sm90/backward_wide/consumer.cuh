@@ -90,7 +90,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   }
 };
 
-/// One warp of those that compute S, P and dV.
+/// A consumer warp of S, P and dV.
 template <class Config>
 class BackwardWideValues : BackwardWideKeysConsumer<Config> {
  public:
@@ -148,7 +148,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
   }
 };
 
-/// One warp of those that compute dP, dS and dK.
+/// A consumer warp of dP, dS and dK.
 template <class Config>
 class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
  public:

@@ -70,7 +70,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     this->load_second(step);
   }
 
-  /// dQ += dS K of the next tile of queries. Both dS go to registers at once, so that their places are soon free.
+  /// dQ += dS K of the next tile of queries. Both dS go to registers at once, so that their slots are soon free.
   __device__ __forceinline__ void add(const Step& step) {
     const uint32_t parity = at_.count % 2;
     Weights ds[2];  // of this CTA's keys and of the other's

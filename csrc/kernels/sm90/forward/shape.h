@@ -148,7 +148,7 @@ constexpr ForwardVariant forward_variant(const VariantOptions& call) {
 
 /// The shape of the variant with options. Tiles are made of groups of 64 keys, in which masks and biases come; out, P
 /// and S leave registers for what the options take. A third stage lets warpgroups wait less for each other than a
-/// second place of Q does.
+/// second slot of Q does.
 constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVariant general) {
   const bool alone = general == ForwardVariant::kBias || general == ForwardVariant::kMask;
   switch (dims.qk) {

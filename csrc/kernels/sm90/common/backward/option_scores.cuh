@@ -52,7 +52,7 @@ class BackwardOptionScores {
                                                   uint32_t slot, uint32_t s_tiles)
       : p_(p), storage_(storage), work_tile_(work_tile), s_tiles_(s_tiles) {
     if constexpr (kHidesKeys) {
-      const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps;  // among those that compute
+      const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps;  // among those of consumers
       // Not by ptx::uniform(), because the address differs between warps: ptxas then treats the lanes of the whole loop
       // of a persistent CTA as divergent.
       visible_keys_ = __reduce_or_sync(~0u, storage.visible_keys[slot][warp / 2] >> 16 * (warp % 2) & kAllKeys);
@@ -228,7 +228,7 @@ class BackwardOptionScores {
     }
     if constexpr (kReadsKeyBias && kReadsOnce) read_key_bias(step);
     next_head_ = head_behind(step.head, step.end_head);
-    // All heads of the group come again at the next tile.
+    // The next tile begins with the first head of the group again.
     if (step.takes_turns() && next_head_ == kNoHead) next_head_ = step.first_head;
   }
   __device__ __forceinline__ static int head_behind(int head, int end) { return head + 1 < end ? head + 1 : kNoHead; }
@@ -256,7 +256,7 @@ class BackwardOptionScores {
   /// thread's number anew: registers are short.
   __device__ __forceinline__ uint32_t draw(const Steps& step) const {
     static_assert(KeptWords::kWordsOfGroup == kWarpgroupThreads);
-    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those that compute
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those of consumers
     const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), word = thread % kWarpgroupThreads;
     const int i = step.tile * kBlockM + KeptWords::query(word);
     const int j = work_tile_.first_key + static_cast<int>(group) * kWarpgroupRows + KeptWords::key(word);

@@ -373,10 +373,10 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     } else if constexpr (Config::kFindsSteps) {
       return find_masked(visible, step, full_of_keys);
     } else if constexpr (Rules::kHidesKeys) {
-      const bool cut = !full_of_keys.has(step.tile);
-      if (!cut && !rules_.hides_keys()) return false;
+      const bool partial = !full_of_keys.has(step.tile);
+      if (!partial && !rules_.hides_keys()) return false;
       visible[0] = visible[1] = ~0u;
-      if (cut) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), step.tile * kBlockM, lane_);
+      if (partial) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), step.tile * kBlockM, lane_);
       rules_.hide_keys(visible);
       return true;
     } else {
@@ -409,10 +409,10 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
                                               const FullTiles& full_of_keys) const {
     if (step.is_past_end()) return false;
     const int tile = rules_.found().tile;
-    const bool cut = !full_of_keys.has(tile), masked = rules_.found().visible >= 0;
-    if (!cut && !masked) return false;
+    const bool partial = !full_of_keys.has(tile), masked = rules_.found().visible >= 0;
+    if (!partial && !masked) return false;
     visible[0] = visible[1] = ~0u;
-    if (cut) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), tile * kBlockM, lane_);
+    if (partial) Tile::find_visible(visible, work_tile_.sequence, this->first_key(), tile * kBlockM, lane_);
     if (masked) rules_.hide_pairs(visible);
     return true;
   }
@@ -422,11 +422,11 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     const ListedQueries queries = storage_.step_metadata[step.stage];
     const int first_query = ptx::uniform(queries.tile) * kBlockM, of_bitmap = ptx::uniform(queries.visible);
     const Sequence& sequence = work_tile_.sequence;
-    const bool cut =
+    const bool partial =
         first_query + kBlockM > sequence.seqlen_q || work_tile_.first_key + Config::kBlockN > sequence.seqlen_k;
-    if (!cut && of_bitmap < 0 && !work_tile_.large) return false;
+    if (!partial && of_bitmap < 0 && !work_tile_.large) return false;
     visible[0] = visible[1] = ~0u;
-    if (cut) Tile::find_visible(visible, sequence, this->first_key(), first_query, lane_);
+    if (partial) Tile::find_visible(visible, sequence, this->first_key(), first_query, lane_);
     if (of_bitmap >= 0) {
       const uint2* const g_warp = work_tile_.visible + int64_t{of_bitmap} * work_tile_.visible_stride;
       const uint2 bits = __ldg(g_warp + (warpgroup_ * kWarpgroupWarps + warp_) * 32 + lane_);

@@ -45,12 +45,12 @@ struct BackwardDqPiece {
     ptx::fence_operand(sum);
   }
   /// The warp's shared memory for a panel.
-  __device__ __forceinline__ static uint32_t place(uint32_t s_tiles, int warp, int panel) {
+  __device__ __forceinline__ static uint32_t slot(uint32_t s_tiles, int warp, int panel) {
     return s_tiles + Config::kDqOffset + (warp * kPanels + panel) * Config::kDqPieceBytes;
   }
   /// Stores it there, once TMA has read what was there before.
-  __device__ __forceinline__ static void stage(uint32_t s_place, const Sum& sum, int lane) {
-    const uint32_t s_lane = s_place + ptx::reread(lane) * 16;
+  __device__ __forceinline__ static void stage(uint32_t s_slot, const Sum& sum, int lane) {
+    const uint32_t s_lane = s_slot + ptx::reread(lane) * 16;
     if (lane == 0) ptx::bulk_wait_read<kPanels - 1>();
     __syncwarp();
 #pragma unroll
@@ -58,12 +58,12 @@ struct BackwardDqPiece {
       store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
   }
   /// Adds it to memory from there.
-  __device__ __forceinline__ static void send(float* g_target, uint32_t s_place, int lane,
+  __device__ __forceinline__ static void send(float* g_target, uint32_t s_slot, int lane,
                                               int bytes = Config::kDqPieceBytes) {
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
-      ptx::bulk_reduce_add(g_target, s_place, bytes);
+      ptx::bulk_reduce_add(g_target, s_slot, bytes);
       ptx::bulk_commit();
     }
     __syncwarp();
@@ -101,7 +101,7 @@ class BackwardDqWarp {
   }
 
   __device__ __forceinline__ static void finish(Sum& sum) { DqPiece::finish(sum); }
-  __device__ __forceinline__ uint32_t s_piece(int panel) const { return DqPiece::place(s_tiles_, warp_, panel); }
+  __device__ __forceinline__ uint32_t s_piece(int panel) const { return DqPiece::slot(s_tiles_, warp_, panel); }
   __device__ __forceinline__ void stage(const Sum& sum, int panel) const { DqPiece::stage(s_piece(panel), sum, lane_); }
 
   const BackwardParams& p_;
