@@ -15,8 +15,6 @@
 
 namespace flash_ext::sm80 {
 
-constexpr int kMaxDecodeRows = 64;  // of a tile
-
 /// The division of the whole launch into work tiles.
 struct DecodeGrid {
   Divisor group;       // heads that share a tile

@@ -1,5 +1,5 @@
-// What the parts of the kernel share: keys.cuh, and queries.cuh or query_sums.cuh. A block is the 64 keys, or the 64
-// queries, of a warpgroup.
+// What the parts of the kernel share: key_consumer.cuh, and query_consumer.cuh or query_sums.cuh. A block is the 64
+// keys, or the 64 queries, of a warpgroup.
 #pragma once
 
 #include "kernels/sm90/common/backward/products.cuh"

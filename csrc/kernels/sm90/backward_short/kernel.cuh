@@ -11,10 +11,10 @@
 #include "kernels/launch.h"
 #include "kernels/sm90/common/backward/sanitise.cuh"
 #include "kernels/sm90/common/tensor_map.h"
-#include "keys.cuh"
-#include "queries.cuh"
+#include "key_consumer.cuh"
+#include "query_consumer.cuh"
 #include "query_sums.cuh"
-#include "terms.cuh"
+#include "row_terms.cuh"
 
 namespace flash_ext::sm90 {
 

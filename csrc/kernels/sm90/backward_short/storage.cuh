@@ -3,52 +3,13 @@
 
 #include <cstdint>
 
+#include "config.cuh"
 #include "kernels/common/backward/row_terms.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/tma.h"
 #include "kernels/sm90/common/barriers.h"
-#include "kernels/sm90/common/matrix_descriptor.h"
-#include "shape.h"
 
 namespace flash_ext::sm90 {
-
-template <class Element_, int kHeadDim_, int kGroups_>
-struct BackwardShortConfig {
-  using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kGroups = kGroups_;
-  static constexpr int kRows = kGroups * kWarpgroupRows;
-  static constexpr int kThreads = kGroups * kWarpgroupThreads;
-  // An SM has registers for four warpgroups of 128 registers a thread, or for two of twice as many: what one loads,
-  // others compute meanwhile.
-  static constexpr int kWarpgroupsPerSm = kHeadDim == 64 ? 4 : 2;
-  static constexpr int kCtasPerSm = kGroups < kWarpgroupsPerSm ? kWarpgroupsPerSm / kGroups : 1;
-  static constexpr int kQueriesOfStep = kHeadDim == 64 ? 32 : 64;  // where dK and dV are summed up
-
-  // The panels of a block of 64 rows follow each other; a copy by TMA brings one. A single panel comes whole.
-  static constexpr int kPanels = panels(kHeadDim);
-  static constexpr int kBlockBytes = tile_bytes(kWarpgroupRows, kHeadDim);
-  static constexpr int kRowsOfCopy = kPanels == 1 ? kRows : kWarpgroupRows;
-  static constexpr int kTileBytes = kGroups * kBlockBytes;
-  static constexpr int kKeysOffset = 0;
-  static constexpr int kValuesOffset = kTileBytes;
-  static constexpr int kQueriesOffset = 2 * kTileBytes;
-  static constexpr int kGradsOffset = 3 * kTileBytes;
-  // Whether dS passes from the warpgroups that have the keys to those that have the queries. A block of queries has a
-  // panel of it, whose rows are keys.
-  static constexpr bool kExchangesDs = kHeadDim > 64;
-  static constexpr int kDsOffset = 4 * kTileBytes;
-  static constexpr int kDsBytes = kExchangesDs ? kGroups * panel_bytes(kRows) : 0;
-  static constexpr int kTilesBytes = kDsOffset + kDsBytes;
-
-  /// Where a row of a tile begins.
-  static constexpr int row_offset(int row) {
-    return kPanels == 1 ? panel_bytes(row) : row / kWarpgroupRows * kBlockBytes + panel_bytes(row % kWarpgroupRows);
-  }
-
-  static_assert(kPanels == 1 || kQueriesOfStep == kWarpgroupRows, "descriptors count panels of whole blocks");
-  static_assert(!kExchangesDs || kQueriesOfStep == kWarpgroupRows, "a step fills a panel of dS");
-};
 
 struct BackwardShortMaps {
   CUtensorMap q, k, v, grad_out;
