@@ -122,7 +122,9 @@ def kernels_without_a_page(places: set[str]) -> Iterator[str]:
         if f"{operation}_{architecture}" not in pages:
             yield f"docs/kernels: {room} has no page {operation}_{architecture}.md"
     for page in sorted((ROOT / "docs" / "tuning").glob("*_sm*.md")):
-        if not any(page.stem == name or page.stem.startswith(f"{name}_") for name in pages):
+        operation, architecture = page.stem.rsplit("_", 1)
+        kernels = (name.removesuffix(f"_{architecture}") for name in pages if name.endswith(f"_{architecture}"))
+        if not any(f"{operation}_".startswith(f"{kernel}_") for kernel in kernels):
             yield f"docs/tuning/{page.name}: its kernel has no page in docs/kernels"
 
 

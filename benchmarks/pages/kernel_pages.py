@@ -54,7 +54,7 @@ FIGURES: tuple[Table | Sentence, ...] = (
     ),
     *(
         Sentence(page, DETERMINISTIC, lambda: costs("deterministic", "backward"))
-        for page in (BACKWARD_KERNEL, f"{TUNING}/backward_sm90_options.md")
+        for page in (BACKWARD_KERNEL, f"{TUNING}/backward_options_sm90.md")
     ),
     Table(f"{KERNELS}/backward_short_sm90.md", "h200_backward.json", short_cells),
     *(
