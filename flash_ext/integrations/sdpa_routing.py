@@ -240,7 +240,7 @@ def _is_by_rows(query: Tensor) -> bool:
 
 
 def _is_recorded(*inputs: Tensor) -> bool:
-    """Whether autograd keeps the inputs. A compiler sees for itself what changes between forward and backward."""
+    """Whether eager autograd keeps the inputs. Compiled, a copy would not be kept: it would be made again."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return any(x.requires_grad for x in inputs)
@@ -248,6 +248,8 @@ def _is_recorded(*inputs: Tensor) -> bool:
 
 def _copy_of(attn_mask: Tensor) -> Tensor:
     """torch keeps a boolean mask as numbers, so that callers may change theirs before the backward."""
+    if 0 not in attn_mask.stride():
+        return attn_mask.clone()
     size_one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in attn_mask.stride())
     return attn_mask[size_one].clone().expand(attn_mask.shape)
 

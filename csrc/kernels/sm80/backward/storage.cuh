@@ -12,8 +12,8 @@ namespace flash_ext::sm80 {
 
 /// Named barriers, each of half the warps of a CTA. 0 is __syncthreads().
 enum BackwardBarrier : int {
-  kProbabilityWarps = 1,  // that compute S, P and dV
-  kGradientWarps = 2,     // that compute dP, dS and dK
+  kProbabilityWarps = 1,  // of S, P and dV
+  kGradientWarps = 2,     // of dP, dS and dK
 };
 
 /// A tile of queries of a head, counted from the first of the group.

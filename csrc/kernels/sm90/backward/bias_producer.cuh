@@ -57,7 +57,7 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
     if (!next.waits) load_next(next.loads);
     next.waits = false;
   }
-  __device__ __forceinline__ const Steps& place(const Steps& step) const { return step; }
+  __device__ __forceinline__ const Steps& query_tile(const Steps& step) const { return step; }
   __device__ __forceinline__ void load_next(Loads& loads) const {
     if (warp_ > kBiasWarp || loads.step.is_past_end()) return;
     const Steps& step = loads.step;

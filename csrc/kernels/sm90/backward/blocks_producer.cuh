@@ -10,7 +10,7 @@ template <class Config>
 class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   using Base = BackwardPipelinedDq<Config>;
   using Base::lane_, Base::storage_, Base::warp_, Base::work_tile_;
-  using typename Base::LoadedStep, typename Base::LoadedTile, typename Base::Place, typename Base::Steps;
+  using typename Base::LoadedStep, typename Base::LoadedTile, typename Base::QueryTile, typename Base::Steps;
 
  public:
   using Base::Base;
@@ -42,7 +42,7 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   /// Called before the products: after them warp 0 may overwrite this metadata with that of another step. No mbarrier
   /// orders that write after the other warps' reads. The products do, because the warps of a warpgroup finish them
   /// together on compute capability 9.0; PTX's memory model does not promise it.
-  __device__ __forceinline__ Place place(const Steps& step) const {
+  __device__ __forceinline__ QueryTile query_tile(const Steps& step) const {
     const ListedQueries queries = storage_.step_metadata[step.stage];
     return {ptx::uniform(work_tile_.sequence.head + queries.head), ptx::uniform(queries.tile)};
   }

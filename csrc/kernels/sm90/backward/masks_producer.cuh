@@ -11,7 +11,7 @@ template <class Config>
 class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
   using Base::lane_, Base::storage_, Base::warp_, Base::work_tile_, Base::workspace_;
-  using typename Base::LoadedStep, typename Base::LoadedTile, typename Base::Place, typename Base::Steps;
+  using typename Base::LoadedStep, typename Base::LoadedTile, typename Base::QueryTile, typename Base::Steps;
 
  public:
   using Base::Base;
@@ -39,7 +39,7 @@ class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStor
     this->add_all(*this, step, next);
   }
 
-  __device__ __forceinline__ Place place(const Steps& step) const {
+  __device__ __forceinline__ QueryTile query_tile(const Steps& step) const {
     const ListedQueries queries = storage_.step_metadata[step.slot];
     return {ptx::uniform(queries.head), ptx::uniform(queries.tile)};
   }

@@ -75,15 +75,15 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     turns_.end(workspace_.turns, lane_);
   }
 
-  /// The same for a class derived from this one, `self`, which has place(step), the query tile of a step; load(next);
-  /// and load_early(step, next), called before dS of the step is complete.
+  /// The same for a class derived from this one, `self`, which has query_tile(step), the query tile of a step;
+  /// load(next); and load_early(step, next), called before dS of the step is complete.
   template <class Self, class Next>
   __device__ __forceinline__ static void add_all(Self& self, Steps& step, Next& next) {
 #pragma unroll 1
     for (; !step.is_past_end(); step.advance()) {
       self.load_early(step, next);
       wait_for(self.storage_.ds_full[self.at_.stage()], self.at_.parity());
-      const auto& queries = self.place(step);
+      const auto& queries = self.query_tile(step);
       self.load(next);
       if (self.workspace_.dq) {
         self.add(queries);
@@ -103,10 +103,10 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
 
   /// A tile of queries, with the head among all.
-  struct Place {
+  struct QueryTile {
     int head, tile;
   };
-  struct LoadedStep : Place {
+  struct LoadedStep : QueryTile {
     uint32_t stage;
   };
   struct LoadedTile {
@@ -217,8 +217,8 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
 #pragma unroll 1
     while (__any_sync(~0u, next < tiles * heads)) {
       if (next < tiles * heads) {
-        const Place place{work_tile_.sequence.head + next % heads, work_tile_.order.first - next / heads};
-        if (turns_.skip(workspace_.turns, slot_of(place), work_tile_.turn(place.tile))) next += 32;
+        const QueryTile queries{work_tile_.sequence.head + next % heads, work_tile_.order.first - next / heads};
+        if (turns_.skip(workspace_.turns, slot_of(queries), work_tile_.turn(queries.tile))) next += 32;
       }
     }
   }

@@ -83,9 +83,9 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   /// of a tile consumers read flags of the next slot, which may be being written, and use them for nothing.
   __device__ __forceinline__ void write_metadata() {
     const int head = entry_.x, tile = entry_.y, visible = entry_.z;
-    const bool is_cut = tile >= 0 && (tile + 1) * kPieceQueries > p_.seqlen_q;
+    const bool is_partial = tile >= 0 && (tile + 1) * kPieceQueries > p_.seqlen_q;
     int flags = flags_;
-    if (__any_sync(~0u, lane_ < kPieces && is_cut)) flags |= BackwardPiece::kHides;
+    if (__any_sync(~0u, lane_ < kPieces && is_partial)) flags |= BackwardPiece::kHides;
     if (__any_sync(~0u, visible >= 0)) flags |= BackwardPiece::kHides | BackwardPiece::kHasBitmap;
     // A head's planes of dQ^T follow each other.
     const int dq = tile < 0 ? BackwardPiece::kAbsent : head * kDqPlanes * pieces_of_head() + tile;
@@ -157,10 +157,10 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     const uint32_t s_sums = DqPiece::slot(s_tiles_, warp_, 0);
     Sum sum;
     Base::start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
-    int places[kPieces];
+    int dq_slots[kPieces];
 #pragma unroll
     for (int k = 0; k < kPieces; ++k)
-      places[k] = ptx::uniform(storage_.step_metadata[ds_at_.count % kMetadataSlots].pieces[k].dq);
+      dq_slots[k] = ptx::uniform(storage_.step_metadata[ds_at_.count % kMetadataSlots].pieces[k].dq);
     DqPiece::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
     DqPiece::stage(s_sums, sum, lane_);
@@ -170,8 +170,8 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
       constexpr int kBytes = Config::kDqOfPiece * 4;
 #pragma unroll
       for (int k = 0; k < kPieces; ++k)
-        if (places[k] >= 0)
-          ptx::bulk_reduce_add(g_dq + int64_t{places[k]} * Config::kDqOfPiece, s_sums + k * kBytes, kBytes);
+        if (dq_slots[k] >= 0)
+          ptx::bulk_reduce_add(g_dq + int64_t{dq_slots[k]} * Config::kDqOfPiece, s_sums + k * kBytes, kBytes);
       ptx::bulk_commit();
     }
     __syncwarp();

@@ -20,7 +20,7 @@ struct BiasConfig {
   static constexpr int kRowBytes = panel_bytes(kRows), kKeyBytes = panel_bytes(kKeys);  // of a slab
   static constexpr int kStageBytes = kRowBytes + kKeyBytes;
   static constexpr int kSlabsBytes = kStages * kStageBytes;
-  static constexpr int kWarps = kGroups * kWarpgroupWarps;  // that compute
+  static constexpr int kWarps = kGroups * kWarpgroupWarps;  // of consumers
   using Bias = BiasTile<16, kKeys>;                         // of a warp
   // Products of S are still under way when those of dP are issued, if all their slabs fit.
   static constexpr bool kOverlap = 2 * kSlabs <= kStages;

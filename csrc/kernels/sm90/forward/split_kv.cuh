@@ -58,8 +58,8 @@ struct SplitKvSchedule : ForwardSchedule {
 
   __device__ __forceinline__ TileIndex locate(int64_t position) const {
     if (position >= splits.first_tile) {
-      const Place place = place_of(position);
-      position = splits.first_tile + (place.rank < 0 ? splits.tiles : 0) + place.tile;
+      const SplitOfTile found = split_at(position);
+      position = splits.first_tile + (found.rank < 0 ? splits.tiles : 0) + found.tile;
     }
     return ForwardSchedule::locate(position);
   }
@@ -68,13 +68,13 @@ struct SplitKvSchedule : ForwardSchedule {
   template <class WorkTile>
   __device__ __forceinline__ void trim(int64_t position, WorkTile& work_tile) const {
     if (position < splits.first_tile) return;
-    const Place place = place_of(position);
-    if (place.rank < 0) return;
-    const int split = splits.per_tile() - 1 - place.rank;
+    const SplitOfTile found = split_at(position);
+    if (found.rank < 0) return;
+    const int split = splits.per_tile() - 1 - found.rank;
     const TileSpan& tiles = work_tile.tiles;
     const int begin = begin_of(split, tiles), end = begin_of(split + 1, tiles);
     work_tile.keep_tiles(begin, end);
-    work_tile.partial = partial_of(place.tile, split);
+    work_tile.partial = partial_of(found.tile, split);
   }
 
   __device__ __forceinline__ float4* partial_of(uint32_t work_tile, uint32_t split) const {
@@ -84,11 +84,11 @@ struct SplitKvSchedule : ForwardSchedule {
  private:
   /// What stands at a position behind the first whole tiles. rank: of the split, counted from the last keys; -1 for a
   /// whole tile.
-  struct Place {
+  struct SplitOfTile {
     int tile, rank;
   };
 
-  __device__ __forceinline__ Place place_of(int64_t position) const {
+  __device__ __forceinline__ SplitOfTile split_at(int64_t position) const {
     uint32_t at = static_cast<uint32_t>(position - splits.first_tile);
     if (at >= long_positions) {
       at -= splits.unsplit_behind;

@@ -6,10 +6,10 @@
 
 namespace flash_ext::sm90 {
 
-template <int kHeadDim_, bool kOptions_>
+template <int kHeadDim_, bool kScoreOptions_>
 struct ForwardF32Config {
-  static constexpr int kHeadDim = kHeadDim_;        // of q, k and v
-  static constexpr bool kScoreOptions = kOptions_;  // softcap, ALiBi, any scale
+  static constexpr int kHeadDim = kHeadDim_;             // of q, k and v
+  static constexpr bool kScoreOptions = kScoreOptions_;  // softcap, ALiBi, any scale
   static constexpr ForwardF32Shape kShape = forward_f32_shape(kHeadDim);
   static constexpr int kGroups = kShape.groups;
   static constexpr int kBlockM = kGroups * kWarpgroupRows;
