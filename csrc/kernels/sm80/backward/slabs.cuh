@@ -27,7 +27,7 @@ __device__ __forceinline__ void attention_product_gradient(ScoreFragment& ds, co
                      static_cast<int>(p.head_dim));
   for_each_score(ds, [&](float& x, int m, int n, int e) {
     const float t = softcap_tanh<Element>(products[m][n][e] * rules.scale);
-    x = x == 0.0f ? 0.0f : x * fmaf(-t, t, 1.0f);  // of a hidden pair t may be NaN
+    x = x == 0.0f ? 0.0f : x * softcap_slope(t);  // of a hidden pair t may be NaN
   });
 }
 
