@@ -12,7 +12,7 @@ void fail(const char* what) { throw std::runtime_error(std::string("flash_ext: "
 void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // else the next call that asks for the last error would report this one again
-  throw std::runtime_error(std::string("flash_ext: ") + what + ": " + cudaGetErrorString(status));
+  fail((std::string(what) + ": " + cudaGetErrorString(status)).c_str());
 }
 
 int device_attribute(cudaDeviceAttr attribute) {
@@ -55,8 +55,9 @@ LoadedKernel loaded_kernel(const void* kernel, const char* name) {
 
 unsigned grid_size(int64_t ctas, int64_t most) {
   if (ctas < 0 || ctas > most) {
-    throw std::runtime_error("flash_ext: too much work for one launch: batch, heads and lengths make " +
-                             std::to_string(ctas) + " CTAs, at most " + std::to_string(most) + " are possible");
+    fail(("too much work for one launch: batch, heads and lengths make " + std::to_string(ctas) + " CTAs, at most " +
+          std::to_string(most) + " are possible")
+             .c_str());
   }
   return static_cast<unsigned>(ctas);
 }

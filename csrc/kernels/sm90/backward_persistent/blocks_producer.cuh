@@ -157,10 +157,10 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     const uint32_t s_sums = DqPiece::slot(s_tiles_, warp_, 0);
     Sum sum;
     Base::start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
-    int dq_slots[kPieces];
+    int dq_pieces[kPieces];
 #pragma unroll
     for (int k = 0; k < kPieces; ++k)
-      dq_slots[k] = ptx::uniform(storage_.step_metadata[ds_at_.count % kMetadataSlots].pieces[k].dq);
+      dq_pieces[k] = ptx::uniform(storage_.step_metadata[ds_at_.count % kMetadataSlots].pieces[k].dq);
     DqPiece::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
     DqPiece::stage(s_sums, sum, lane_);
@@ -170,8 +170,8 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
       constexpr int kBytes = Config::kDqOfPiece * 4;
 #pragma unroll
       for (int k = 0; k < kPieces; ++k)
-        if (dq_slots[k] >= 0)
-          ptx::bulk_reduce_add(g_dq + int64_t{dq_slots[k]} * Config::kDqOfPiece, s_sums + k * kBytes, kBytes);
+        if (dq_pieces[k] >= 0)
+          ptx::bulk_reduce_add(g_dq + int64_t{dq_pieces[k]} * Config::kDqOfPiece, s_sums + k * kBytes, kBytes);
       ptx::bulk_commit();
     }
     __syncwarp();

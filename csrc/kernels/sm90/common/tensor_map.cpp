@@ -1,6 +1,5 @@
 #include "tensor_map.h"
 
-#include <stdexcept>
 #include <string>
 
 #include "kernels/launch.h"
@@ -52,7 +51,7 @@ CUtensorMap encode_tensor_map(CUtensorMapDataType type, void* data, const cuuint
     status = encode();
   }
   if (status != CUDA_SUCCESS) {
-    throw std::runtime_error("flash_ext: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
+    fail(("cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status))).c_str());
   }
   return map;
 }
