@@ -70,9 +70,9 @@ class KeySplitsPlanner {
       : p_(p),
         shape_(shape),
         cycles_(sm90::tile_cycles(shape, dims)),
-        partial_cycles_(static_cast<double>(shape.groups * sm90::kWarpgroupRows * dims.v * 4) / kCombinedBytes),
+        partial_cycles_(static_cast<double>(shape.warpgroups * sm90::kWarpgroupRows * dims.v * 4) / kCombinedBytes),
         ctas_(p.num_workers * shape.ctas_per_sm),
-        block_m_(sm90::kWarpgroupRows * shape.groups),
+        block_m_(sm90::kWarpgroupRows * shape.warpgroups),
         tiles_of_head_(ceil_div(p.seqlen_q, block_m_)),
         all_tiles_(tiles_of_head_ * p.batch * p.heads_q) {
     list_tail();
@@ -146,7 +146,7 @@ class KeySplitsPlanner {
     const int64_t first = first_query_of(tile), end = first_query_of(tile + 1);
     const Window window = make_window(p_.window_left, p_.window_right, p_.top_left, p_.seqlen_q, p_.seqlen_k);
     const TileRange keys = tile_range(first, end, p_.seqlen_k, window, shape_.block_n);
-    const double groups = static_cast<double>(ceil_div(end - first, sm90::kWarpgroupRows)) / shape_.groups;
+    const double groups = static_cast<double>(ceil_div(end - first, sm90::kWarpgroupRows)) / shape_.warpgroups;
     return static_cast<double>(keys.end - keys.begin) * cycles_ * (kShareOfAnyRows + (1 - kShareOfAnyRows) * groups);
   }
 
@@ -238,8 +238,8 @@ struct KeySplitsKey {
   std::array<int64_t, 14> values;
 
   KeySplitsKey(const Problem& p, const sm90::HeadDims& dims, const sm90::ForwardShape& shape)
-      : values{p.batch,    p.heads_q,     p.heads_kv, p.seqlen_q, p.seqlen_k,   p.window_left, p.window_right,
-               p.top_left, p.num_workers, dims.qk,    dims.v,     shape.groups, shape.block_n, shape.ctas_per_sm} {}
+      : values{p.batch,    p.heads_q,     p.heads_kv, p.seqlen_q, p.seqlen_k,       p.window_left, p.window_right,
+               p.top_left, p.num_workers, dims.qk,    dims.v,     shape.warpgroups, shape.block_n, shape.ctas_per_sm} {}
   bool operator==(const KeySplitsKey& other) const { return values == other.values; }
 };
 

@@ -47,14 +47,14 @@ sm90::BackwardShape overlapping_shape(const Problem& p) {
   return lists_blocks(p) ? sm90::backward_blocks_shape() : sm90::backward_shape(head_dim_of_kernel(p));
 }
 
-int64_t keys_of(const sm90::BackwardShape& shape) { return sm90::kWarpgroupRows * shape.groups; }
+int64_t keys_of(const sm90::BackwardShape& shape) { return sm90::kWarpgroupRows * shape.key_groups; }
 
 /// Takes tiles of which each warpgroup has some of the keys. `more`: said behind that.
 void take_narrow_tiles(Draft& draft, const char* variant, const sm90::BackwardShape& shape, const char* more = "") {
   draft.take_variant(variant);
   draft.plan.block_m = shape.block_m;
   draft.plan.block_n = keys_of(shape);
-  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.key_groups, " warpgroups of ",
                 sm90::kWarpgroupRows, " keys, for head dims up to ", head_dim_of_kernel(draft.p), more);
 }
 
@@ -121,15 +121,15 @@ void choose_sm90_backward_wide_tiles(Draft& draft) {
   draft.take_variant("wide heads");
   draft.plan.block_m = shape.block_m;
   draft.plan.block_n = keys_of(shape);
-  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " CTAs of a cluster, ",
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.key_groups, " CTAs of a cluster, ",
                 sm90::kWarpgroupRows, " keys each, for head dims up to ", head_dim);
 }
 
 void choose_sm90_backward_short_tiles(Draft& draft) {
-  const int groups = sm90::backward_short_groups(draft.p.seqlen_q, draft.p.seqlen_k);
-  draft.plan.block_m = draft.plan.block_n = groups * sm90::kWarpgroupRows;
-  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": all queries and keys of a head, ", groups,
-                groups == 1 ? " warpgroup" : " warpgroups");
+  const int warpgroups = sm90::backward_short_warpgroups(draft.p.seqlen_q, draft.p.seqlen_k);
+  draft.plan.block_m = draft.plan.block_n = warpgroups * sm90::kWarpgroupRows;
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": all queries and keys of a head, ",
+                warpgroups, warpgroups == 1 ? " warpgroup" : " warpgroups");
 }
 
 void choose_sm90_backward_f32_tiles(Draft& draft) {
@@ -189,7 +189,7 @@ BackwardTiles sm90_backward_options_tiles(const Problem& p) {
 BackwardTiles sm90_backward_wide_tiles(const Problem& p) {
   const int head_dim = head_dim_of_kernel(p);
   const sm90::BackwardShape shape = sm90::backward_shape(head_dim);
-  return {shape.block_m, keys_of(shape), head_dim, head_dim == 192 ? 3700.0 : 4800.0, kCta, shape.groups};
+  return {shape.block_m, keys_of(shape), head_dim, head_dim == 192 ? 3700.0 : 4800.0, kCta, shape.key_groups};
 }
 
 BackwardTiles sm90_backward_f32_tiles(const Problem& p) {

@@ -37,7 +37,7 @@ bool has_few_queries(const Problem& p, const sm90::HeadDims& dims, const sm90::F
   const sm90::ForwardShape few = sm90::forward_shape(dims, sm90::ForwardTiles::kFewQueries);
   const int64_t queries = typical_queries(p), keys = typical_keys(p);
   const auto rows_of = [&](const sm90::ForwardShape& shape) {
-    const int64_t block_m = shape.groups * sm90::kWarpgroupRows;
+    const int64_t block_m = shape.warpgroups * sm90::kWarpgroupRows;
     return static_cast<double>(ceil_div(queries, block_m) * block_m);
   };
   return rows_of(few) <= kFewerRows * rows_of(many) && std::max(queries, keys) <= sm90::most_of_few_queries(dims);
@@ -149,9 +149,9 @@ void choose_head_order(Draft& draft, const sm90::ForwardShape& shape, bool has_o
 }
 
 void take_forward_shape(Draft& draft, const sm90::HeadDims& dims, const sm90::ForwardShape& shape) {
-  draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
+  draft.plan.block_m = sm90::kWarpgroupRows * shape.warpgroups;
   draft.plan.block_n = shape.block_n;
-  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", counted(shape.groups, "warpgroup"),
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", counted(shape.warpgroups, "warpgroup"),
                 " of ", sm90::kWarpgroupRows, " queries, for head dims up to ", dims.qk,
                 dims.v < dims.qk ? text(", of v up to ", dims.v) : "");
 }
@@ -224,9 +224,9 @@ void choose_sm90_forward_f32_tiles(Draft& draft) {
   const int head_dim = sm90::forward_f32_head_dim(draft.p.head_dim, draft.p.head_dim_v);
   take_score_variant(draft);
   const sm90::ForwardF32Shape shape = sm90::forward_f32_shape(head_dim);
-  draft.plan.block_m = sm90::kWarpgroupRows * shape.groups;
+  draft.plan.block_m = sm90::kWarpgroupRows * shape.warpgroups;
   draft.plan.block_n = shape.keys;
-  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.groups, " warpgroups of ",
+  draft.because("tile ", draft.plan.block_m, " x ", draft.plan.block_n, ": ", shape.warpgroups, " warpgroups of ",
                 sm90::kWarpgroupRows, " queries, for head dims up to ", head_dim);
   choose_f32_sections(draft);
 }

@@ -78,9 +78,9 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
     after.advance();
     if (lane_ == 0) {
       const uint32_t s_full = address(storage_.bias_full);
-      ptx::mbarrier_arrive_expect(s_full, Config::kGroups * Config::kBiasPanelBytes);
+      ptx::mbarrier_arrive_expect(s_full, Config::kWarpgroups * Config::kBiasPanelBytes);
 #pragma unroll
-      for (int group = 0; group < Config::kGroups; ++group) {
+      for (int group = 0; group < Config::kWarpgroups; ++group) {
         const int key = work_tile_.first_key + group * kWarpgroupRows;
         ptx::tma_load(s_tiles_ + Config::kBiasOffset + group * Config::kBiasPanelBytes, &bias_map_, s_full, key,
                       step.tile * kBlockM, head_of_bias(step), batch_of_bias());

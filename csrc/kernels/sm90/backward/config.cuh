@@ -21,7 +21,7 @@ struct BackwardPipelinedConfig : BackwardPipelinedBase<Element, kHeadDim, kLists
   static constexpr int kDsSteps = 2;  // of dK's product, that take dS from registers: there are not enough for all
   static constexpr int kBiasOffset = Base::kTilesBytes;
   static constexpr int kBiasPanelBytes = kBiased ? panel_bytes(Base::kBlockM) : 0;  // of a warpgroup's keys, in 16 bits
-  static constexpr int kTilesBytes = kBiasOffset + Base::kGroups * kBiasPanelBytes;
+  static constexpr int kTilesBytes = kBiasOffset + Base::kWarpgroups * kBiasPanelBytes;
 };
 
 template <class Element, int kHeadDim, int kOptions>

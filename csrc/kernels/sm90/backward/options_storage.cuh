@@ -29,7 +29,7 @@ struct BackwardBiasBarriers<Config, true> {
 
   __device__ __forceinline__ void init_bias() {
     init_barrier(bias_full, 1);
-    init_barrier(bias_empty, Config::kGroups * kWarpgroupWarps);
+    init_barrier(bias_empty, Config::kWarpgroups * kWarpgroupWarps);
   }
 };
 

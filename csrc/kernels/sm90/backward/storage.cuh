@@ -28,7 +28,7 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
     init_barrier(v_full, 1);
     init_barriers(q_full, 1);
     init_barriers(do_full, 1);
-    init_barriers(ds_full, Config::kGroups * kWarpgroupWarps);
+    init_barriers(ds_full, Config::kWarpgroups * kWarpgroupWarps);
     init_barriers(ds_empty, kWarpgroupWarps);
     ptx::mbarrier_init_fence();
   }

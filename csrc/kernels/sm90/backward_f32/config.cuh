@@ -16,7 +16,6 @@ struct BackwardF32Config {
   static constexpr int kHeadDim = kHeadDim_;             // of q, k and v, and of the workspace
   static constexpr bool kScoreOptions = kScoreOptions_;  // softcap, ALiBi, any scale
   static constexpr int kBlockM = kBackwardF32BlockM, kBlockN = kBackwardF32BlockN;
-  static constexpr int kGroups = 1;  // of keys
   static constexpr int kCluster = backward_f32_ctas_of_cluster(kHeadDim);
   static constexpr int kColumns = kHeadDim / kCluster;  // of a CTA
   static constexpr int kPanels = panels(kColumns);      // of a CTA, counted from its first column

@@ -247,7 +247,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
   /// Of this warpgroup.
   __device__ __forceinline__ uint32_t s_bias() const {
     return behind_storage(layout_.bias + bias_slot() * layout_.bias_bytes +
-                          warpgroup_ * (layout_.bias_bytes / Config::kGroups));
+                          warpgroup_ * (layout_.bias_bytes / Config::kWarpgroups));
   }
   /// Of 16 bits; the kernels of certain options serve that of the inputs alone.
   __device__ __forceinline__ bool bias_by_pairs() const {

@@ -15,7 +15,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
   using Storage = BackwardOptionsStorage<Config>;
   using Base = BackwardProducer<Config, Storage>;
   using Element = typename Config::Element;
-  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kGroups = Config::kGroups;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kWarpgroups = Config::kWarpgroups;
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = TileDescriptor<kBlockM>;
   static constexpr int kMetadataWarp = 1;                  // writes metadata of steps; warp 0 loads Q and dO
@@ -118,10 +118,10 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
     if (!kByThreads || layout_.bias_by_panels) return load_bias_panels(metadata, s_slot, address(full));
     const Sequence sequence = sequence_of(metadata);
 #pragma unroll 1
-    for (int group = 0; group < kGroups; ++group)
-      load_bias<kWarpgroupThreads, kBlockM, kWarpgroupRows>(s_slot + group * (layout_.bias_bytes / kGroups), p_.bias,
-                                                            layout_.copies_bias, sequence, metadata.tile * kBlockM,
-                                                            work_tile_.first_key + group * kWarpgroupRows);
+    for (int group = 0; group < kWarpgroups; ++group)
+      load_bias<kWarpgroupThreads, kBlockM, kWarpgroupRows>(
+          s_slot + group * (layout_.bias_bytes / kWarpgroups), p_.bias, layout_.copies_bias, sequence,
+          metadata.tile * kBlockM, work_tile_.first_key + group * kWarpgroupRows);
     ptx::cp_async_arrive(address(full));
     this->release(full);
   }
@@ -133,7 +133,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
       const int batch = p_.bias.batch_stride ? work_tile_.sequence.batch : 0;
       ptx::mbarrier_arrive_expect(s_full, layout_.bias_bytes);
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group)
+      for (int group = 0; group < kWarpgroups; ++group)
         ptx::tma_load(s_slot + group * panel_bytes(kBlockM), &bias_map_, s_full,
                       work_tile_.first_key + group * kWarpgroupRows, metadata.tile * kBlockM, head, batch);
     }

@@ -57,7 +57,7 @@ struct BackwardOptionsLayout {
     if (masks_pairs(p)) layout.words_bytes = Config::kBlockM * (Config::kBlockN / 32) * 4;
     if (of_pairs)
       layout.bias_bytes =
-          Config::kGroups * static_cast<int>(bias_tile_bytes(p.bias.dtype, Config::kBlockM, kWarpgroupRows));
+          Config::kWarpgroups * static_cast<int>(bias_tile_bytes(p.bias.dtype, Config::kBlockM, kWarpgroupRows));
     layout.kept = take(Config::kStages * layout.kept_bytes);
     layout.words = take(Config::kStages * layout.words_bytes);
     if (of_pairs) {
@@ -90,7 +90,7 @@ struct BackwardOptionsStorage : BackwardStagedTerms<Config> {
   __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// Called by one thread.
   __device__ __forceinline__ void init(const BackwardOptionsLayout& layout) {
-    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
+    constexpr int kConsumers = Config::kWarpgroups * kWarpgroupWarps;
     init_barriers(metadata_full, layout.makes_words ? kWarpgroupWarps : 1);
     init_barriers(bias_full, layout.bias_by_panels ? 1 : kWarpgroupThreads + kWarpgroupWarps);
     init_barrier(k_full, 1);

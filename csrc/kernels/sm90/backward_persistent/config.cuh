@@ -20,7 +20,7 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static constexpr int kDsPanelBytes = Base::kBlockN * Base::kDsQueries * 2;
   static constexpr int kStoresOffset = Base::kTilesBytes;  // dV, then dK, on their way to memory: a slot a warp
   static constexpr int kStoreBytes = kRowsOfWarp * kPanelRowBytes;
-  static constexpr int kTilesBytes = kStoresOffset + Base::kGroups * kWarpgroupWarps * kStoreBytes;
+  static constexpr int kTilesBytes = kStoresOffset + Base::kWarpgroups * kWarpgroupWarps * kStoreBytes;
   static constexpr bool kHasOptions = false;
   static constexpr bool may_have(int) { return false; }
 

@@ -27,7 +27,7 @@ struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
 
   /// Called by one thread.
   __device__ __forceinline__ void init() {
-    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
+    constexpr int kConsumers = Config::kWarpgroups * kWarpgroupWarps;
     init_barriers(k_full, 1);
     init_barriers(v_full, 1);
     init_barriers(q_full, 1);

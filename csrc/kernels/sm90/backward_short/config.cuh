@@ -7,24 +7,24 @@
 
 namespace flash_ext::sm90 {
 
-template <class Element_, int kHeadDim_, int kGroups_>
+template <class Element_, int kHeadDim_, int kWarpgroups_>
 struct BackwardShortConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kGroups = kGroups_;
-  static constexpr int kRows = kGroups * kWarpgroupRows;
-  static constexpr int kThreads = kGroups * kWarpgroupThreads;
+  static constexpr int kWarpgroups = kWarpgroups_;  // all are consumers
+  static constexpr int kRows = kWarpgroups * kWarpgroupRows;
+  static constexpr int kThreads = kWarpgroups * kWarpgroupThreads;
   // An SM has registers for four warpgroups of 128 registers a thread, or for two of twice as many: what one loads,
   // others compute meanwhile.
   static constexpr int kWarpgroupsPerSm = kHeadDim == 64 ? 4 : 2;
-  static constexpr int kCtasPerSm = kGroups < kWarpgroupsPerSm ? kWarpgroupsPerSm / kGroups : 1;
+  static constexpr int kCtasPerSm = kWarpgroups < kWarpgroupsPerSm ? kWarpgroupsPerSm / kWarpgroups : 1;
   static constexpr int kQueriesOfStep = kHeadDim == 64 ? 32 : 64;  // where dK and dV are summed up
 
   // The panels of a block of 64 rows follow each other; a copy by TMA brings one. A single panel comes whole.
   static constexpr int kPanels = panels(kHeadDim);
   static constexpr int kBlockBytes = tile_bytes(kWarpgroupRows, kHeadDim);
   static constexpr int kRowsOfCopy = kPanels == 1 ? kRows : kWarpgroupRows;
-  static constexpr int kTileBytes = kGroups * kBlockBytes;
+  static constexpr int kTileBytes = kWarpgroups * kBlockBytes;
   static constexpr int kKeysOffset = 0;
   static constexpr int kValuesOffset = kTileBytes;
   static constexpr int kQueriesOffset = 2 * kTileBytes;
@@ -33,7 +33,7 @@ struct BackwardShortConfig {
   // panel of it, whose rows are keys.
   static constexpr bool kExchangesDs = kHeadDim > 64;
   static constexpr int kDsOffset = 4 * kTileBytes;
-  static constexpr int kDsBytes = kExchangesDs ? kGroups * panel_bytes(kRows) : 0;
+  static constexpr int kDsBytes = kExchangesDs ? kWarpgroups * panel_bytes(kRows) : 0;
   static constexpr int kTilesBytes = kDsOffset + kDsBytes;
 
   /// Where a row of a tile begins.

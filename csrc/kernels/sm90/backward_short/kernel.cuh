@@ -100,9 +100,9 @@ void launch_backward_short(const BackwardParams& p, void* memory, cudaStream_t s
   launch_sink_gradient<Rows>(p, workspace, kBackwardShortNames, stream);
 }
 
-template <class Element, int kHeadDim, int kGroups>
+template <class Element, int kHeadDim, int kWarpgroups>
 void run_backward_short(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  launch_backward_short<BackwardShortConfig<Element, kHeadDim, kGroups>>(p, memory, stream);
+  launch_backward_short<BackwardShortConfig<Element, kHeadDim, kWarpgroups>>(p, memory, stream);
 }
 
 }  // namespace flash_ext::sm90

@@ -17,7 +17,7 @@ constexpr int backward_short_head_dim(int64_t head_dim) { return head_dim <= 64 
 constexpr int backward_short_most_rows(int64_t head_dim) { return head_dim <= 64 ? 256 : 128; }
 
 /// Warpgroups of a CTA, each with 64 keys and 64 queries.
-constexpr int backward_short_groups(int64_t seqlen_q, int64_t seqlen_k) {
+constexpr int backward_short_warpgroups(int64_t seqlen_q, int64_t seqlen_k) {
   const int64_t rows = std::max<int64_t>({seqlen_q, seqlen_k, 1});
   return static_cast<int>((rows + kWarpgroupRows - 1) / kWarpgroupRows);
 }

@@ -17,12 +17,11 @@ struct BackwardWideConfig {
   static constexpr TurnTaking kTurns = kTurns_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr BackwardShape kShape = backward_shape(kHeadDim);
-  static constexpr int kGroups = kShape.groups;  // CTAs of a cluster
   static constexpr int kBlockM = kBackwardBlockM;
-  static constexpr int kBlockN = kGroups * kWarpgroupRows;  // of a cluster
-  static constexpr int kStages = 2;                         // of Q and dO
+  static constexpr int kCluster = kShape.key_groups;  // CTAs, with kWarpgroupRows keys each
+  static constexpr int kBlockN = kCluster * kWarpgroupRows;
+  static constexpr int kStages = 2;  // of Q and dO
   static constexpr int kThreads = 3 * kWarpgroupThreads;
-  static constexpr int kCluster = kGroups;
   static constexpr int kLoadedKeys = kWarpgroupRows;
   static constexpr int kDqHeadDim = 256;  // of the workspace: row terms are summed up by powers of two
 
@@ -42,7 +41,7 @@ struct BackwardWideConfig {
   static constexpr int kTilesBytes = kOtherDsOffset + kDsBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
-  static_assert(kGroups == 2, "dS goes to the other CTA");
+  static_assert(kCluster == 2, "dS goes to the other CTA");
   static_assert(kWarpgroupRows == kPanelColumns, "dS of a CTA's keys is a panel");
   // The registers that the launch allocates and the other warpgroups leave. With more, setmaxnreg would wait for ever.
   static constexpr int kGradientRegisters = 65536 / kThreads / 8 * 8 * 3 - kShape.registers - kShape.dq_registers;

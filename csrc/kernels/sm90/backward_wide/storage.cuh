@@ -32,7 +32,7 @@ struct BackwardWideStorage : BackwardStagedTerms<Config> {
     init_barrier(sanitised, kReaders);
     init_barrier(p_full, kWarpgroupWarps);
     init_barrier(ds_full, kWarpgroupWarps);
-    init_barrier(ds_empty, kWarpgroupWarps * Config::kGroups);
+    init_barrier(ds_empty, kWarpgroupWarps * Config::kCluster);
     ptx::mbarrier_init_fence();
   }
 };

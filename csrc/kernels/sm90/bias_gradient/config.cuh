@@ -11,22 +11,22 @@ template <class Element_, int kHeadDim_>
 struct BiasConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kGroups = 2;
-  static constexpr int kRows = kGroups * kWarpgroupRows, kKeys = 128;
+  static constexpr int kWarpgroups = 2;  // of consumers
+  static constexpr int kRows = kWarpgroups * kWarpgroupRows, kKeys = 128;
   static constexpr int kSlabs = panels(kHeadDim);  // of S, and of dP
   static constexpr int kStages = 4, kSlots = 4, kFinders = 3;
-  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
   static constexpr int kRegisters = 240, kProducerRegisters = 24;
   static constexpr int kRowBytes = panel_bytes(kRows), kKeyBytes = panel_bytes(kKeys);  // of a slab
   static constexpr int kStageBytes = kRowBytes + kKeyBytes;
   static constexpr int kSlabsBytes = kStages * kStageBytes;
-  static constexpr int kWarps = kGroups * kWarpgroupWarps;  // of consumers
-  using Bias = BiasTile<16, kKeys>;                         // of a warp
+  static constexpr int kWarps = kWarpgroups * kWarpgroupWarps;  // of consumers
+  using Bias = BiasTile<16, kKeys>;                             // of a warp
   // Products of S are still under way when those of dP are issued, if all their slabs fit.
   static constexpr bool kOverlap = 2 * kSlabs <= kStages;
 
   static_assert(kSlabs <= kStages, "a product releases its slabs when it has all of them");
-  static_assert(kGroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+  static_assert(kWarpgroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
   // A finder waits for a slot by the parity of its use, every kFinders steps: its step before showed that
   // the slot's last use but one is over.

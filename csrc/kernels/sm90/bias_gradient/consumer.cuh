@@ -20,7 +20,7 @@ class BiasConsumer {
   using Storage = BiasStorage<Config>;
   using Bias = typename Config::Bias;
   static constexpr int kN = Config::kKeys / 8;
-  static constexpr int kConsumerThreads = Config::kGroups * kWarpgroupThreads;
+  static constexpr int kConsumerThreads = Config::kWarpgroups * kWarpgroupThreads;
   using Fragment = float[1][kN][4];
   using RowTile = TileDescriptor<Config::kRows>;
   using KeyTile = TileDescriptor<Config::kKeys>;

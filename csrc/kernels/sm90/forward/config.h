@@ -33,8 +33,8 @@ struct ForwardConfig {
                                          : kVisible    ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
                                          : kReadsCache ? forward_cache_shape({kHeadDim, kHeadDimV})
                                                        : forward_shape({kHeadDim, kHeadDimV}, kTiles);
-  static constexpr int kGroups = kShape.groups;
-  static constexpr int kBlockM = kGroups * kWarpgroupRows;
+  static constexpr int kWarpgroups = kShape.warpgroups;  // of consumers
+  static constexpr int kBlockM = kWarpgroups * kWarpgroupRows;
   static constexpr int kBlockN = kShape.block_n;
   static constexpr int kKeyStages = kShape.key_stages;
   static constexpr int kValueStages = kShape.value_stages;
@@ -42,7 +42,7 @@ struct ForwardConfig {
   static constexpr int kProducerRegisters = kShape.producer_registers;
   static constexpr int kKeyParts = kBlockN / kKeyGroup;         // parts of a tile in which masks and biases come
   static constexpr int kDrawsBits = kDrops ? kBlockN / 16 : 1;  // Philox's groups of keys in a tile
-  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
   static constexpr int kCtasPerSm = kShape.ctas_per_sm;
   static constexpr bool kOverlaps = kShape.overlaps;
   // The first V of a CTA is loaded after its first Q. Gains 2 % in short causal calls at 256; below it loses 1 to 3 %.
@@ -65,14 +65,14 @@ struct ForwardConfig {
   // Slots of Q: while out of a query tile leaves through its Q's slot, the next Q is loaded into the other.
   static constexpr int kQuerySlots = kOutInRings || !kOutInShared ? 1 : 2;
   // The plan: slots of Q, each with Q of every warpgroup; stages of K; of V; bias tiles of every warpgroup; bits.
-  static constexpr int kQuerySlotBytes = kGroups * kQueryBytes;
+  static constexpr int kQuerySlotBytes = kWarpgroups * kQueryBytes;
   static constexpr int kKeysOffset = kQuerySlots * kQuerySlotBytes;
   static constexpr int kValuesOffset = kKeysOffset + kKeyStages * kKeyBytes;
   static constexpr int kBiasOffset = kValuesOffset + kValueStages * kValueBytes;
   static constexpr int kBiasPartBytes = panel_bytes(kWarpgroupRows);
   // Visible pairs of a tile as bits, for each warpgroup and 64 keys; one for each stage of K.
-  static constexpr int kBitsOffset = kBiasOffset + kGroups * kBiasSlots * kBiasPartBytes;
-  static constexpr int kBitsBytes = kVisible ? kGroups * kKeyParts * kWarpgroupRows * 8 : 0;
+  static constexpr int kBitsOffset = kBiasOffset + kWarpgroups * kBiasSlots * kBiasPartBytes;
+  static constexpr int kBitsBytes = kVisible ? kWarpgroups * kKeyParts * kWarpgroupRows * 8 : 0;
   static constexpr int kTilesBytes = kBitsOffset + kKeyStages * kBitsBytes;
 
   // A score 11 above the stabiliser overflows P in float16, and an overflow costs a recomputation. Some models give the
@@ -81,11 +81,12 @@ struct ForwardConfig {
 
   static_assert(panel_bytes(kBlockN) % kSwizzleBytes == 0 && kBlockN % 16 == 0,
                 "tiles are aligned, steps of P V whole");
-  static_assert(kGroups * kRegisters + kProducerRegisters <= 65536 / (kThreads * kCtasPerSm) / 8 * 8 * (kGroups + 1),
+  static_assert(kWarpgroups * kRegisters + kProducerRegisters <=
+                    65536 / (kThreads * kCtasPerSm) / 8 * 8 * (kWarpgroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg "
                 "waits for ever");
   static_assert(kOutInRings || kOutBytes <= kQueryBytes, "out has room where Q was");
-  static_assert(!kOutInRings || (kGroups == 2 && kOutBytes <= kKeyBytes && kOutBytes <= kValueBytes),
+  static_assert(!kOutInRings || (kWarpgroups == 2 && kOutBytes <= kKeyBytes && kOutBytes <= kValueBytes),
                 "one warpgroup has a stage of K, the other one of V");
 };
 

@@ -83,13 +83,13 @@ class Lane {
 template <class Config>
 __device__ __forceinline__ void start_warp(int warp) {
   constexpr int kOfWarp = 2 * 32, kOfGroup = 32 + kWarpgroupThreads;  // threads
-  static_assert(kOfWarpgroup + Config::kGroups <= kWarpStarted && kGroupStarted + Config::kGroups < 16,
+  static_assert(kOfWarpgroup + Config::kWarpgroups <= kWarpStarted && kGroupStarted + Config::kWarpgroups < 16,
                 "a CTA has 16 barriers");
   if (warp == 0) {
 #pragma unroll
     for (int other = 1; other < kWarpgroupWarps; ++other) ptx::barrier_arrive<kOfWarp>(kWarpStarted + other);
 #pragma unroll
-    for (int group = 1; group <= Config::kGroups; ++group) ptx::barrier_arrive<kOfGroup>(kGroupStarted + group);
+    for (int group = 1; group <= Config::kWarpgroups; ++group) ptx::barrier_arrive<kOfGroup>(kGroupStarted + group);
   } else if (warp < kWarpgroupWarps) {
     ptx::barrier_sync<kOfWarp>(kWarpStarted + warp);
   } else {

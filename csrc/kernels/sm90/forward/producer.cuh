@@ -72,7 +72,7 @@ class ForwardProducer {
       const Sequence& s = work_tile->sequence;
       const int first_row = static_cast<int>(s.q_begin) + work_tile->first_query;
 #pragma unroll 1
-      for (int g = 0; g < Config::kGroups; ++g) {
+      for (int g = 0; g < Config::kWarpgroups; ++g) {
         if (!work_tile->has_rows(g)) continue;
         // With two slots this one is free: out of the work tile before the last has left it.
         if constexpr (Config::kQuerySlots == 1) {
@@ -89,7 +89,7 @@ class ForwardProducer {
       }
       uint32_t groups = 0;
 #pragma unroll 1
-      for (int g = 0; g < Config::kGroups; ++g) groups |= static_cast<uint32_t>(work_tile->publishes(g)) << g;
+      for (int g = 0; g < Config::kWarpgroups; ++g) groups |= static_cast<uint32_t>(work_tile->publishes(g)) << g;
       __syncwarp();  // lane 0 has read what was there
       storage_.out = {true,    groups, query_slots, first_row, s.head, p_.seq.cu_seqlens_q ? 0 : s.batch,
                       k_stage, v_stage};
@@ -280,14 +280,14 @@ class ForwardProducer {
   }
 
   __device__ __forceinline__ static int tile_of(uint32_t query_slots, int g) {
-    return static_cast<int>(query_slots >> g & 1) * Config::kGroups + g;
+    return static_cast<int>(query_slots >> g & 1) * Config::kWarpgroups + g;
   }
 
   /// Stores storage_.out. Returns when TMA has read all of it.
   __device__ __forceinline__ void store_out(uint32_t& parities) const {
     if (!storage_.out.exists) return;
 #pragma unroll 1
-    for (int g = 0; g < Config::kGroups; ++g) {
+    for (int g = 0; g < Config::kWarpgroups; ++g) {
       if (!(storage_.out.groups >> g & 1)) continue;
       const int tile = tile_of(storage_.out.query_slots, g);
       ptx::mbarrier_wait(address(storage_.out_full[tile]), parities >> tile & 1);
@@ -320,7 +320,7 @@ class ForwardProducer {
   /// Waits for Q of the first work tile.
   __device__ __forceinline__ void wait_for_queries(const WorkTile& work_tile) const {
 #pragma unroll
-    for (int g = 0; g < Config::kGroups; ++g)
+    for (int g = 0; g < Config::kWarpgroups; ++g)
       if (work_tile.rows[g].begin < work_tile.rows[g].end) ptx::mbarrier_wait(address(storage_.q_full[g]), 0);
   }
 

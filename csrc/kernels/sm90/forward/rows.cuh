@@ -91,7 +91,7 @@ class ForwardRows {
   }
 
   /// The index of this warpgroup's Q among all slots and warpgroups.
-  __device__ __forceinline__ int query_tile() const { return q_at_.stage() * Config::kGroups + warpgroup_; }
+  __device__ __forceinline__ int query_tile() const { return q_at_.stage() * Config::kWarpgroups + warpgroup_; }
 
   __device__ __forceinline__ void wait_for_keys() const {
     ptx::mbarrier_wait(address(storage_.k_full[k_at_.stage()]), k_at_.parity());

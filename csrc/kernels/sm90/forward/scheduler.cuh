@@ -138,7 +138,7 @@ class ForwardScheduler {
     if (lane == 0) new (&work_tile) WorkTile(sequence, first_query, end_query);
     __syncwarp();
     // The lane behind those of the warpgroups looks at all rows.
-    constexpr int kAllRows = Config::kGroups;
+    constexpr int kAllRows = Config::kWarpgroups;
     const int first = first_query + (lane < kAllRows ? lane * kWarpgroupRows : 0);
     const int end = lane < kAllRows ? min(first + kWarpgroupRows, end_query) : end_query;
     const TileSpan tiles = work_tile.sequence.template key_tiles<Config::kBlockN>(first, end);

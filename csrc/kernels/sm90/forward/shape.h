@@ -46,8 +46,8 @@ constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v, bool 
 }
 
 struct ForwardShape {
-  int groups;   // consumer warpgroups
-  int block_n;  // keys of a tile
+  int warpgroups;  // consumer warpgroups
+  int block_n;     // keys of a tile
   int key_stages;
   int value_stages;
   bool out_in_rings;  // out leaves through a stage of K and one of V, else through Q's slot, of which there are two
@@ -110,7 +110,7 @@ constexpr int kKeyGroup = 64;
 /// bind at head_dim 64.
 constexpr double tile_cycles(const ForwardShape& shape, const HeadDims& dims) {
   constexpr double kFlopPerCycle = 4096, kScoresPerCycle = 9.6;
-  const double scores = 1.0 * shape.groups * kWarpgroupRows * shape.block_n;
+  const double scores = 1.0 * shape.warpgroups * kWarpgroupRows * shape.block_n;
   return std::max(2.0 * scores * (dims.qk + dims.v) / kFlopPerCycle, scores / kScoresPerCycle);
 }
 
@@ -196,7 +196,7 @@ constexpr bool lists_blocks(const BlocksCall& call) {
   const HeadDims dims = first_that_serves(kForwardBlocksHeadDims, call.head_dim, call.head_dim_v);
   if (call.block_m == 0 || dims.qk == 0 || !call.only_blocks || !call.equal_lengths) return false;
   const ForwardShape shape = forward_blocks_shape(dims);
-  return call.block_m % (shape.groups * kWarpgroupRows) == 0 && call.block_n % shape.block_n == 0;
+  return call.block_m % (shape.warpgroups * kWarpgroupRows) == 0 && call.block_n % shape.block_n == 0;
 }
 
 }  // namespace flash_ext::sm90

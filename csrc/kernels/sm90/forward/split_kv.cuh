@@ -20,7 +20,7 @@ template <class Config>
 struct SplitTile {
   static constexpr int kD = Config::kHeadDimV / 8;
   static constexpr int kFloat4s = split_float4s_of_warp({Config::kHeadDim, Config::kHeadDimV});
-  static constexpr int64_t kWorkTileFloat4s = int64_t{Config::kGroups} * kWarpgroupWarps * kFloat4s;
+  static constexpr int64_t kWorkTileFloat4s = int64_t{Config::kWarpgroups} * kWarpgroupWarps * kFloat4s;
 
   /// The first float4 of a lane; its next ones are 32 apart.
   __device__ __forceinline__ static float4* of_lane(float4* g_split, int group, int warp, int lane) {
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
   using Element = typename Config::Element;
   using Tile = SplitTile<Config>;
   constexpr int kD = kCombinedColumns / 8;
-  const int work_tile = static_cast<int>(blockIdx.x) / Config::kGroups,
-            group = static_cast<int>(blockIdx.x) % Config::kGroups, first_column = blockIdx.y * kCombinedColumns;
+  const int work_tile = static_cast<int>(blockIdx.x) / Config::kWarpgroups,
+            group = static_cast<int>(blockIdx.x) % Config::kWarpgroups, first_column = blockIdx.y * kCombinedColumns;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const TileIndex tile = schedule.locate(schedule.splits.first_tile + work_tile);
   const Sequence sequence(p, tile.sequence, tile.head);
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
 template <class Config>
 void combine_splits(const ForwardParams& p, const SplitKvSchedule& schedule, cudaStream_t stream) {
   if (schedule.splits.tiles == 0) return;
-  LaunchShape shape = {grid_of(int64_t{schedule.splits.tiles} * Config::kGroups,
+  LaunchShape shape = {grid_of(int64_t{schedule.splits.tiles} * Config::kWarpgroups,
                                (p.head_dim_v + kCombinedColumns - 1) / kCombinedColumns),
                        dim3(kWarpgroupThreads)};
   shape.overlaps_previous = true;

@@ -16,14 +16,14 @@ namespace flash_ext::sm90 {
 constexpr ForwardShape forward_shape_with(const HeadDims& dims, int64_t block_m, int64_t block_n) {
   for (const ForwardTiles tiles : {ForwardTiles::kFewKeys, ForwardTiles::kFewQueries}) {
     const ForwardShape shape = forward_shape(dims, tiles);
-    if (shape.groups * kWarpgroupRows == block_m && shape.block_n == block_n) return shape;
+    if (shape.warpgroups * kWarpgroupRows == block_m && shape.block_n == block_n) return shape;
   }
   return forward_shape(dims, ForwardTiles::kManyKeys);
 }
 
 /// Positions of the order in which CTAs take query tiles, or splits of them.
 inline int64_t forward_positions(const AttentionParams& p, const ForwardShape& shape, const KeySplits& splits) {
-  const int64_t block_m = shape.groups * kWarpgroupRows;
+  const int64_t block_m = shape.warpgroups * kWarpgroupRows;
   return (p.seqlen_q + block_m - 1) / block_m * p.batch * p.heads_q + splits.more_positions();
 }
 
@@ -55,7 +55,8 @@ constexpr int64_t kPartialsOffset = 128;
 inline int64_t split_kv_workspace_bytes(const AttentionParams& p, const ForwardShape& shape, const HeadDims& dims,
                                         const KeySplits& splits) {
   constexpr int64_t kFloat4Bytes = 16;
-  const int64_t partial_bytes = int64_t{shape.groups} * kWarpgroupWarps * split_float4s_of_warp(dims) * kFloat4Bytes;
+  const int64_t partial_bytes =
+      int64_t{shape.warpgroups} * kWarpgroupWarps * split_float4s_of_warp(dims) * kFloat4Bytes;
   if (splits.tiles > 0) return kPartialsOffset + int64_t{splits.tiles} * splits.per_tile() * partial_bytes;
   return needs_no_counter(p, shape, splits) ? 0 : sizeof(unsigned long long);
 }

@@ -31,12 +31,12 @@ template <class Config>
 struct ForwardStorage {
   using WorkTile = ForwardWorkTile<Config>;
   static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
-  static constexpr int kSlots = Config::kSlots, kGroups = Config::kGroups;
-  static constexpr int kTiles = Config::kQuerySlots * kGroups;  // of Q; those of one slot lie side by side
+  static constexpr int kSlots = Config::kSlots, kWarpgroups = Config::kWarpgroups;
+  static constexpr int kTiles = Config::kQuerySlots * kWarpgroups;  // of Q; those of one slot lie side by side
 
   uint64_t q_full[kTiles];
   uint64_t out_full[kTiles];
-  uint64_t q_empty[kGroups];  // only with one slot of Q; with two, warp 1 knows when out has left a slot
+  uint64_t q_empty[kWarpgroups];  // only with one slot of Q; with two, warp 1 knows when out has left a slot
   uint64_t k_full[kKeyStages], k_empty[kKeyStages];
   uint64_t v_full[kValueStages], v_empty[kValueStages];
   uint64_t v_raw[kValueStages];  // V has arrived but must be sanitised; v_full follows when that is done
@@ -56,7 +56,7 @@ struct ForwardStorage {
 
   /// Called by one thread, whose addresses are constants. Lanes that shared the work would run one after the other.
   __device__ __forceinline__ void init() {
-    constexpr int kConsumers = kGroups * kWarpgroupWarps, kLoaders = 3;
+    constexpr int kConsumers = kWarpgroups * kWarpgroupWarps, kLoaders = 3;
     init_barriers(q_full, 1);
     init_barriers(q_empty, kWarpgroupWarps);
     init_barriers(out_full, kWarpgroupThreads);
@@ -83,13 +83,13 @@ struct ForwardListedStorage : ForwardStorage<Config> {
 /// For the variants with bias, masks or dropout. A part of a bias has 64 queries and 64 keys.
 template <class Config>
 struct ForwardVisibleStorage : ForwardStorage<Config> {
-  uint64_t bias_full[Config::kGroups][Config::kBiasSlots], bias_empty[Config::kGroups][Config::kBiasSlots];
+  uint64_t bias_full[Config::kWarpgroups][Config::kBiasSlots], bias_empty[Config::kWarpgroups][Config::kBiasSlots];
   TileMetadata k_metadata[Config::kKeyStages];                            // published with k_full
   KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // with the metadata
 
   /// Called by one thread.
   __device__ __forceinline__ void init() {
-    for (int g = 0; g < Config::kGroups; ++g)
+    for (int g = 0; g < Config::kWarpgroups; ++g)
       for (int k = 0; k < Config::kBiasSlots; ++k) {
         init_barrier(bias_full[g][k], 1);
         init_barrier(bias_empty[g][k], kWarpgroupWarps);

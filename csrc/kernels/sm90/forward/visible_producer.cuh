@@ -95,7 +95,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     uint32_t parities = 0;  // bit g: of q_empty[g]
     // Each lane loads one part of a tile for one warpgroup. Lanes test barriers side by side, because a test takes long
     // while products keep shared memory busy.
-    const int group = min(lane_ / Config::kKeyParts, Config::kGroups - 1), part = lane_ % Config::kKeyParts;
+    const int group = min(lane_ / Config::kKeyParts, Config::kWarpgroups - 1), part = lane_ % Config::kKeyParts;
     RingPosition<Config::kBiasSlots> bias_at;
     for (int k = 0; k < part; ++k) bias_at.advance();
     while (const WorkTile* const work_tile = queue.front()) {
@@ -105,7 +105,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
         TileMetadata metadata;
         do {
           metadata = list.take();
-          if (lane_ < Config::kGroups * Config::kKeyParts && metadata.visible(group)) {
+          if (lane_ < Config::kWarpgroups * Config::kKeyParts && metadata.visible(group)) {
             load_bias(*work_tile, group, metadata.tile * Config::kBlockN + part * kKeyGroup, bias_at);
 #pragma unroll
             for (int k = 0; k < Config::kKeyParts; ++k) bias_at.advance();
@@ -124,7 +124,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
   __device__ __forceinline__ void load_queries(const WorkTile& work_tile, uint32_t& parities) const {
     const int first_row = static_cast<int>(work_tile.sequence.q_begin) + work_tile.first_query;
 #pragma unroll
-    for (int g = 0; g < Config::kGroups; ++g) {
+    for (int g = 0; g < Config::kWarpgroups; ++g) {
       if (!work_tile.has_rows(g)) continue;
       ptx::mbarrier_wait(address(storage_.q_empty[g]), (parities >> g & 1) ^ 1);
       parities ^= 1u << g;
@@ -154,7 +154,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     if (lane_ == 0) ptx::mbarrier_expect(s_full, partly * Config::kKeyParts * static_cast<int>(sizeof(PairBits)));
     __syncwarp();
     const int group = lane_ / Config::kKeyParts;
-    if (group >= Config::kGroups || !metadata.is_masked(group)) return;
+    if (group >= Config::kWarpgroups || !metadata.is_masked(group)) return;
     ptx::bulk_load(s_bits_ + stage * Config::kBitsBytes + lane_ * static_cast<int>(sizeof(PairBits)),
                    options_.visible.bits + entry, sizeof(PairBits), s_full);
   }

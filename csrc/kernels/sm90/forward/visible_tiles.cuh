@@ -32,7 +32,7 @@ struct alignas(8) TileMetadata {  // one load, which the branch that K is releas
 template <class Config, bool kFindsBits = false>
 class VisibleTiles {
  public:
-  static constexpr int kKeyParts = Config::kKeyParts, kEntries = Config::kGroups * kKeyParts;  // of a tile
+  static constexpr int kKeyParts = Config::kKeyParts, kEntries = Config::kWarpgroups * kKeyParts;  // of a tile
 
   __device__ __forceinline__ VisibleTiles(const ForwardVisibility& visible, const ForwardWorkTile<Config>& work_tile,
                                           int lane)
@@ -73,7 +73,7 @@ class VisibleTiles {
   /// Whether every warpgroup that has rows sees the whole tile, masks aside.
   __device__ __forceinline__ bool is_full(uint32_t flags) const {
     if (flags & (TileMetadata::kAll << TileMetadata::kWindowed)) return false;
-    for (int g = 0; g < Config::kGroups; ++g)
+    for (int g = 0; g < Config::kWarpgroups; ++g)
       if (work_tile_.has_rows(g) && !(flags >> g & 1)) return false;
     return true;
   }
@@ -97,7 +97,7 @@ class VisibleTiles {
     if (tile < work_tile_.tiles.begin) return 0;
     uint32_t flags = 0;
 #pragma unroll
-    for (int g = 0; g < Config::kGroups; ++g) {
+    for (int g = 0; g < Config::kWarpgroups; ++g) {
       if (tile < work_tile_.rows[g].begin || tile >= work_tile_.rows[g].end) continue;
       const bool partial = tile < work_tile_.rows[g].full_begin || tile >= work_tile_.rows[g].full_end;
       flags |= (flag_of(g, tile) | static_cast<uint32_t>(partial) << TileMetadata::kWindowed) << g;

@@ -55,11 +55,11 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
                          WorkTileBlocks<Config::kListsBlocks> {
   Sequence sequence;
   int first_query, end_query;
-  TileSpan tiles;                  // of all rows: these are loaded
-  TileSpan rows[Config::kGroups];  // of the rows of each warpgroup, within `tiles`
+  TileSpan tiles;                      // of all rows: these are loaded
+  TileSpan rows[Config::kWarpgroups];  // of the rows of each warpgroup, within `tiles`
   // Tiles before this one keep the stabilisers, because every row has seen a key by then ...
-  int raised_begin[Config::kGroups];
-  int plain_begin[Config::kGroups];  // ... but only from this tile on
+  int raised_begin[Config::kWarpgroups];
+  int plain_begin[Config::kWarpgroups];  // ... but only from this tile on
 
   int tail_tile;  // the tile that loads rows of K and V behind the sequence; -1 = none
   // A work tile that failed is recomputed with V sanitised and everything else as before, so that hidden values change
@@ -144,7 +144,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
     this->blocks = blocks;
     tiles = {0, blocks * tiles_of_block, 0, blocks * tiles_of_block};
 #pragma unroll 1
-    for (int g = 0; g < Config::kGroups; ++g)
+    for (int g = 0; g < Config::kWarpgroups; ++g)
       rows[g] = first_query + g * kWarpgroupRows < end_query ? tiles : TileSpan{0, 0, 0, 0};
   }
 
@@ -156,7 +156,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
     };
     keep(tiles);
 #pragma unroll 1
-    for (int g = 0; g < Config::kGroups; ++g) keep(rows[g]);
+    for (int g = 0; g < Config::kWarpgroups; ++g) keep(rows[g]);
   }
 
   __device__ __forceinline__ bool has_rows(int group) const { return rows[group].begin < rows[group].end; }

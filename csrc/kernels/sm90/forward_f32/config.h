@@ -11,22 +11,22 @@ struct ForwardF32Config {
   static constexpr int kHeadDim = kHeadDim_;             // of q, k and v
   static constexpr bool kScoreOptions = kScoreOptions_;  // softcap, ALiBi, any scale
   static constexpr ForwardF32Shape kShape = forward_f32_shape(kHeadDim);
-  static constexpr int kGroups = kShape.groups;
-  static constexpr int kBlockM = kGroups * kWarpgroupRows;
+  static constexpr int kWarpgroups = kShape.warpgroups;  // of consumers
+  static constexpr int kBlockM = kWarpgroups * kWarpgroupRows;
   static constexpr int kBlockN = kShape.keys;
   static constexpr int kStages = kShape.stages;
   static constexpr int kRegisters = kShape.registers, kProducerRegisters = kShape.producer_registers;
-  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
   static constexpr int kPanels = panels(kHeadDim);  // pieces of Q of a warpgroup
   static constexpr bool kSmallPieces = kBlockN == kSmallPieceRows;
   static constexpr int kKeyPieces = kHeadDim / kBlockN;  // of K of a tile, and as many of V
   static constexpr int kStageBytes = FloatPiece<kBlockN>::kBytes;
 
   static constexpr int kQueryBytes = kPanels * kPieceBytes;  // of a warpgroup
-  static constexpr int kRingOffset = kGroups * kQueryBytes;
+  static constexpr int kRingOffset = kWarpgroups * kQueryBytes;
   static constexpr int kTilesBytes = kRingOffset + kStages * kStageBytes;
   static_assert(kWarpgroupRows == kPieceRows);
-  static_assert(kGroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+  static_assert(kWarpgroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 

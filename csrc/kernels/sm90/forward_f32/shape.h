@@ -11,7 +11,7 @@ namespace flash_ext::sm90 {
 
 struct ForwardF32Shape {
   int keys;                // of a tile
-  int groups;              // consumer warpgroups
+  int warpgroups;          // consumer warpgroups
   int stages;              // pieces of the ring of K and V
   int registers;           // of a thread that computes
   int producer_registers;  // of the others

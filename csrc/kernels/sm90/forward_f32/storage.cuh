@@ -13,9 +13,9 @@ template <class Config>
 struct ForwardF32WorkTile {
   Sequence sequence;
   int first_query, end_query;
-  TileSpan tiles;                  // of all rows: these are loaded
-  TileSpan rows[Config::kGroups];  // of the rows of each warpgroup, within `tiles`
-  bool met_non_finite;             // in V of a tile that not all rows see in full; written before its `full`
+  TileSpan tiles;                      // of all rows: these are loaded
+  TileSpan rows[Config::kWarpgroups];  // of the rows of each warpgroup, within `tiles`
+  bool met_non_finite;                 // in V of a tile that not all rows see in full; written before its `full`
 
   /// The partial tile stands first, where a causal mask leaves the fewest keys.
   __device__ __forceinline__ ForwardF32WorkTile(const Sequence& sequence, int num_tiles, int tile)
@@ -24,7 +24,7 @@ struct ForwardF32WorkTile {
         met_non_finite(false) {
     first_query = max(end_query - Config::kBlockM, 0);
     tiles = span(first_query, end_query);
-    for (int g = 0; g < Config::kGroups; ++g) {
+    for (int g = 0; g < Config::kWarpgroups; ++g) {
       const int first = first_query + g * kWarpgroupRows;
       rows[g] = span(first, min(first + kWarpgroupRows, end_query));
       if (rows[g].begin == rows[g].end) rows[g].begin = rows[g].end = tiles.begin;
@@ -60,7 +60,7 @@ struct ForwardF32Storage {
 
   /// Called by one thread.
   __device__ __forceinline__ void init() {
-    constexpr int kConsumers = Config::kGroups * kWarpgroupWarps;
+    constexpr int kConsumers = Config::kWarpgroups * kWarpgroupWarps;
     position = blockIdx.x;
     for (int k = 0; k < Config::kStages; ++k) {
       ptx::mbarrier_init(ptx::shared_address(&full[k]), kWarpgroupWarps);

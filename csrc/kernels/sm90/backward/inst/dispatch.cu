@@ -15,7 +15,7 @@ void run_backward_blocks(const BackwardParams& params, void* workspace, cudaStre
 namespace {
 
 BackwardBlocksWorkspace blocks_workspace(const BackwardParams& p) {
-  const int block_n = backward_blocks_shape().groups * kWarpgroupRows;
+  const int block_n = backward_blocks_shape().key_groups * kWarpgroupRows;
   return BackwardBlocksWorkspace(p, kBackwardBlockM, kBackwardBlockM, block_n, kMaxNarrowHeadDim, nullptr);
 }
 

@@ -6,7 +6,7 @@
 namespace flash_ext::sm90 {
 
 // Instantiated in the files beside this one.
-template <class Element, int kHeadDim, int kGroups>
+template <class Element, int kHeadDim, int kWarpgroups>
 void run_backward_short(const BackwardParams& params, void* workspace, cudaStream_t stream);
 
 int64_t backward_short_workspace_bytes(const BackwardParams& params) {
@@ -16,14 +16,14 @@ int64_t backward_short_workspace_bytes(const BackwardParams& params) {
 }
 
 void backward_short(const BackwardParams& params, void* workspace, cudaStream_t stream) {
-  const int groups = backward_short_groups(params.seqlen_q, params.seqlen_k);
+  const int warpgroups = backward_short_warpgroups(params.seqlen_q, params.seqlen_k);
   with_element(params, [&](auto element) {
     using Element = decltype(element);
     if (backward_short_head_dim(params.head_dim) == kBackwardShortHeadDim) {
-      return groups == 1 ? run_backward_short<Element, 128, 1>(params, workspace, stream)
-                         : run_backward_short<Element, 128, 2>(params, workspace, stream);
+      return warpgroups == 1 ? run_backward_short<Element, 128, 1>(params, workspace, stream)
+                             : run_backward_short<Element, 128, 2>(params, workspace, stream);
     }
-    switch (groups) {
+    switch (warpgroups) {
       case 1:
         return run_backward_short<Element, 64, 1>(params, workspace, stream);
       case 2:

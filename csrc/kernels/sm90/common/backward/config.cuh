@@ -39,13 +39,13 @@ struct BackwardNarrowConfig {
   static constexpr bool kAnchored = kPersistent;  // steps begin with the first query that sees a tile of keys
   static constexpr bool kHasTails = false;        // few queries may be computed of the last tile
   static constexpr BackwardShape kShape = backward_shape(kHeadDim, kTiling);
-  static constexpr int kGroups = kShape.groups;
+  static constexpr int kWarpgroups = kShape.key_groups;  // of consumers
   static constexpr int kBlockM = kShape.block_m;
-  static constexpr int kBlockN = kGroups * kWarpgroupRows;
+  static constexpr int kBlockN = kWarpgroups * kWarpgroupRows;
   static constexpr int kStages = kStages_;          // of Q
   static constexpr int kGradStages = kGradStages_;  // of dO
   static constexpr int kDsStages = 2;
-  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
   static constexpr int kCluster = 1;  // CTAs that share kBlockN keys
   static constexpr int kLoadedKeys = kBlockN;
   static constexpr int kDqHeadDim = kHeadDim;  // of the workspace
@@ -54,7 +54,7 @@ struct BackwardNarrowConfig {
   static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);                // a stage of Q or dO
   static constexpr int kDsPanelBytes = panel_bytes(kBlockM);                       // dS of a warpgroup's keys
   static constexpr int kDsQueries = kBlockM % kPanelColumns ? 32 : kPanelColumns;  // where keys are rows: of a panel
-  static constexpr int kDsBytes = kGroups * kDsPanelBytes;
+  static constexpr int kDsBytes = kWarpgroups * kDsPanelBytes;
   static constexpr int kDqPieceBytes = kBlockM / 4 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
   static constexpr int kKeySlots = kPersistent ? 2 : 1;                  // K and V of a tile of keys each
   static constexpr int kKeySlotBytes = 2 * kKeyBytes;
@@ -68,7 +68,7 @@ struct BackwardNarrowConfig {
 
   static_assert(kWarpgroupRows == kPanelColumns && (kPersistent || kBlockM == kPanelColumns),
                 "dS of a warpgroup's keys is a panel");
-  static_assert(kGroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kGroups + 1),
+  static_assert(kWarpgroups * kShape.registers + kShape.dq_registers <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 

@@ -37,8 +37,8 @@ struct BackwardKeptWords {
 template <class Config>
 struct BackwardKeptWords<Config, true> {
   __align__(16) RandomKey key;  // of head 0 of the batch entry: registers are short
-  __align__(8) uint32_t kept[Config::kGroups][KeptTile<Config::kBlockM>::kWordsOfGroup];
-  uint64_t kept_full[Config::kGroups], kept_empty[Config::kGroups];  // of a warpgroup's words
+  __align__(8) uint32_t kept[Config::kWarpgroups][KeptTile<Config::kBlockM>::kWordsOfGroup];
+  uint64_t kept_full[Config::kWarpgroups], kept_empty[Config::kWarpgroups];  // of a warpgroup's words
 
   __device__ __forceinline__ void init_kept() {
     init_barriers(kept_full, kWarpgroupWarps);

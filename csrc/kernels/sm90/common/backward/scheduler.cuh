@@ -53,6 +53,10 @@ struct WorkTileAnchor<true> {
   __device__ __forceinline__ explicit WorkTileAnchor(int skipped) : skipped(skipped) {}
 };
 
+/// Groups of kWarpgroupRows keys of a key tile: of a consumer warpgroup each, or of a CTA of a cluster.
+template <class Config>
+constexpr int kKeyGroups = Config::kBlockN / kWarpgroupRows;
+
 /// A key tile of a key head, and the query tiles that see it, of all heads of the group or of those of a split.
 template <class Config>
 struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Config::kAnchored> {
@@ -61,12 +65,12 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
   Sequence sequence;  // its head is the first of those below
   int heads;          // of the group
   int first_key;
-  TileSpan tiles;                    // of queries; full: every one that is computed sees all keys that are there
-  QueryTileOrder order;              // of these
-  TileSpan groups[Config::kGroups];  // that see the keys of a warpgroup; full: nothing is hidden from them
-  int64_t workspace_tile;            // of query 0 of the first head
-  float* sums;                       // where a split leaves dK, and dV behind it; null: they are complete
-  bool large = false;                // some row has a LargeLse; then nothing of `groups` is full
+  TileSpan tiles;                       // of queries; full: every one that is computed sees all keys that are there
+  QueryTileOrder order;                 // of these
+  TileSpan groups[kKeyGroups<Config>];  // that see each key group; full: nothing is hidden from them
+  int64_t workspace_tile;               // of query 0 of the first head
+  float* sums;                          // where a split leaves dK, and dV behind it; null: they are complete
+  bool large = false;                   // some row has a LargeLse; then nothing of `groups` is full
 
   __device__ __forceinline__ BackwardWorkTile(const BackwardParams& p, const BackwardWorkspace& workspace,
                                               const BackwardSchedule& schedule, const BackwardTaskOf<Config>& task)
@@ -79,7 +83,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
         workspace_tile(workspace.tile_index(p, sequence.batch, sequence.head, sequence.q_begin - task.skipped, 0,
                                             Config::kBlockM)),
         sums(task.sums(schedule)) {
-    for (int g = 0; g < Config::kGroups; ++g) {
+    for (int g = 0; g < kKeyGroups<Config>; ++g) {
       const int first = first_key + g * kWarpgroupRows, end = first + kWarpgroupRows;
       groups[g] = sequence.query_tiles<Config::kBlockM>(first, min(end, sequence.seqlen_k));
       if (end > sequence.seqlen_k) groups[g].full_begin = groups[g].full_end = groups[g].end;
@@ -130,7 +134,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
     this->tail_queries = computed;
     const int end = first_query + computed;
     if (sequence.queries_end(first_key) >= end) tiles.full_end = tiles.end;
-    for (int g = 0; g < Config::kGroups; ++g) {
+    for (int g = 0; g < kKeyGroups<Config>; ++g) {
       const int first = first_key + g * kWarpgroupRows;
       const bool sees = groups[g].begin < groups[g].end, exists = first + kWarpgroupRows <= sequence.seqlen_k;
       if (sees && exists && sequence.queries_end(first) >= end) groups[g].full_end = tiles.end;

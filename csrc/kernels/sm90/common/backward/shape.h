@@ -11,7 +11,7 @@ constexpr int kBackwardBlockM = 64;     // queries of a tile, but for the persis
 constexpr int kMaxNarrowHeadDim = 128;  // at which a warpgroup has both dK and dV of its keys
 
 struct BackwardShape {
-  int groups;        // of kWarpgroupRows keys: consumer warpgroups, or CTAs of a cluster
+  int key_groups;    // of kWarpgroupRows keys, of a tile: one for each consumer warpgroup, or each CTA of a cluster
   int registers;     // of a thread of a warpgroup that computes scores
   int dq_registers;  // of the warpgroup that computes dQ and loads
   int block_m = kBackwardBlockM;
@@ -26,7 +26,7 @@ constexpr int backward_head_dim(int64_t head_dim, int64_t head_dim_v) {
 
 constexpr BackwardShape backward_shape(int head_dim) {
   // dK and dV are 128 registers of a thread at head_dim 128, 64 at 64. Above that a warpgroup has one of them, and the
-  // two groups of keys are the two CTAs of a cluster.
+  // two key groups are those of the two CTAs of a cluster.
   if (head_dim > kMaxNarrowHeadDim) return {2, 208, 96};
   return head_dim == 64 ? BackwardShape{3, 144, 80} : BackwardShape{2, 216, 72};
 }
@@ -52,7 +52,8 @@ struct BackwardBlocksCall {
 
 constexpr bool lists_blocks(const BackwardBlocksCall& call) {
   return call.block_m > 0 && call.only_blocks && call.equal_lengths && call.head_dim <= kMaxNarrowHeadDim &&
-         call.block_m % kBackwardBlockM == 0 && call.block_n % (backward_blocks_shape().groups * kWarpgroupRows) == 0;
+         call.block_m % kBackwardBlockM == 0 &&
+         call.block_n % (backward_blocks_shape().key_groups * kWarpgroupRows) == 0;
 }
 
 /// Whether products of a step overlap those of the next in kernels of this shape. At head_dim 64 they do so in the

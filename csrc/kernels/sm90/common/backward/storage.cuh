@@ -32,9 +32,9 @@ struct BackwardStagedTerms : BackwardListedMetadata<Config> {
 template <class Config>
 struct BackwardBarriers {
   enum Id : int {
-    kRowsSanitised = 1,                              // Q and dO of a stage; in the end also: V and Q are read no more
-    kKeysSanitised = 2,                              // K: one for each warpgroup
-    kKeptWritten = kKeysSanitised + Config::kGroups  // words of kept weights: one for each warpgroup
+    kRowsSanitised = 1,  // Q and dO of a stage; in the end also: V and Q are read no more
+    kKeysSanitised = 2,  // K: one for each warpgroup
+    kKeptWritten = kKeysSanitised + kKeyGroups<Config>  // words of kept weights: one for each warpgroup
   };
 };
 

@@ -20,7 +20,7 @@ __global__ void zero_counter(unsigned long long* counter) {
 /// Queries of a tile of the variant with options.
 int options_block_m(const ForwardParams& p) {
   const ForwardVariant variant = forward_variant(variant_options(p));
-  return forward_options_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), variant).groups * kWarpgroupRows;
+  return forward_options_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), variant).warpgroups * kWarpgroupRows;
 }
 
 /// The workspace of the variant with options: the counter of the schedule, or the list that has it; an aligned bias;
@@ -48,7 +48,7 @@ int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, co
                             ? first_that_serves(kForwardMaxLogitHeadDims, params.head_dim, params.head_dim_v)
                             : forward_head_dims(params.head_dim, params.head_dim_v);
   const ForwardShape shape = forward_shape_with(dims, params.block_m, block_n);
-  const WorkListPlan list = forward_work_list(params, shape.groups * kWarpgroupRows);
+  const WorkListPlan list = forward_work_list(params, shape.warpgroups * kWarpgroupRows);
   if (list.listed) return list.bytes();
   return split_kv_workspace_bytes(params, shape, dims, splits);
 }

@@ -13,7 +13,7 @@ void run_forward_f32(const ForwardParams& params, void* workspace, cudaStream_t 
 
 int64_t forward_f32_workspace_bytes(const ForwardParams& params) {
   const int head_dim = forward_f32_head_dim(params.head_dim, params.head_dim_v);
-  const int64_t block_m = forward_f32_shape(head_dim).groups * kWarpgroupRows;
+  const int64_t block_m = forward_f32_shape(head_dim).warpgroups * kWarpgroupRows;
   const WorkListPlan list = forward_work_list(params, static_cast<int>(block_m));
   if (list.listed) return list.bytes();
   const int64_t work_tiles = (params.seqlen_q + block_m - 1) / block_m * params.batch * params.heads_q;
