@@ -7,8 +7,8 @@ namespace flash_ext::sm90 {
 
 template <class Element, int kHeadDim, bool kListsBlocks, bool kBiased>
 using BackwardPipelinedBase =
-    BackwardNarrowConfig<Element, kHeadDim, 3, kListsBlocks ? BackwardTiling::kBlocks : BackwardTiling::kOfHeadDim,
-                         kBiased ? 2 : 3>;
+    BackwardNarrowConfig<Element, kHeadDim, 3,
+                         kListsBlocks ? BackwardShapeKind::kBlocks : BackwardShapeKind::kOfHeadDim, kBiased ? 2 : 3>;
 /// The pipelined loop: products of a step overlap those of the next. dS has keys as rows. kBiased: a tile of a bias of
 /// query-key pairs takes the room of one stage of dO.
 template <class Element, int kHeadDim, bool kListsBlocks = false, bool kBiased_ = false>

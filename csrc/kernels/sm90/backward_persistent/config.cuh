@@ -9,8 +9,8 @@ namespace flash_ext::sm90 {
 /// The pipelined loop in persistent CTAs: products of one key tile overlap those of the next.
 /// kTurns: additions to dQ take turns in a kernel of its own, as at head_dim 64 a test for them would cost the others.
 template <class Element, int kHeadDim, TurnTaking kTurns_ = TurnTaking::kNever>
-struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, BackwardTiling::kPersistent> {
-  using Base = BackwardNarrowConfig<Element, kHeadDim, 3, BackwardTiling::kPersistent>;
+struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, BackwardShapeKind::kPersistent> {
+  using Base = BackwardNarrowConfig<Element, kHeadDim, 3, BackwardShapeKind::kPersistent>;
   static constexpr TurnTaking kTurns = kTurns_;
   static constexpr bool kAnchored = kTurns == TurnTaking::kNever;
   static constexpr bool kHasTails = kAnchored;

@@ -18,27 +18,27 @@ __device__ __forceinline__ uint32_t without_rank(uint32_t s_tile) {
   return Config::kCluster > 1 ? s_tile & kOwnMemory : s_tile;
 }
 
-/// Tiles and registers of a kernel up to kMaxNarrowHeadDim: those of its head_dim, those of block masks, whose lists
-/// say which steps there are, or those of the persistent kernel, which has K and V of two key tiles.
-enum class BackwardTiling { kOfHeadDim, kBlocks, kPersistent };
+/// Which BackwardShape a kernel up to kMaxNarrowHeadDim has: that of its head_dim, that of block masks, whose lists say
+/// which steps there are, or that of the persistent kernel, which has K and V of two key tiles.
+enum class BackwardShapeKind { kOfHeadDim, kBlocks, kPersistent };
 
-constexpr BackwardShape backward_shape(int head_dim, BackwardTiling tiling) {
-  return tiling == BackwardTiling::kBlocks       ? backward_blocks_shape()
-         : tiling == BackwardTiling::kPersistent ? backward_persistent_shape()
-                                                 : backward_shape(head_dim);
+constexpr BackwardShape backward_shape(int head_dim, BackwardShapeKind kind) {
+  return kind == BackwardShapeKind::kBlocks       ? backward_blocks_shape()
+         : kind == BackwardShapeKind::kPersistent ? backward_persistent_shape()
+                                                  : backward_shape(head_dim);
 }
 
 /// What these kernels have in common: warpgroup 0 loads and computes dQ, the others compute the rest, 64 keys each.
-template <class Element_, int kHeadDim_, int kStages_, BackwardTiling kTiling = BackwardTiling::kOfHeadDim,
+template <class Element_, int kHeadDim_, int kStages_, BackwardShapeKind kShapeKind = BackwardShapeKind::kOfHeadDim,
           int kGradStages_ = kStages_>
 struct BackwardNarrowConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kListsBlocks = kTiling == BackwardTiling::kBlocks;
-  static constexpr bool kPersistent = kTiling == BackwardTiling::kPersistent;
+  static constexpr bool kListsBlocks = kShapeKind == BackwardShapeKind::kBlocks;
+  static constexpr bool kPersistent = kShapeKind == BackwardShapeKind::kPersistent;
   static constexpr bool kAnchored = kPersistent;  // steps begin with the first query that sees a tile of keys
   static constexpr bool kHasTails = false;        // few queries may be computed of the last tile
-  static constexpr BackwardShape kShape = backward_shape(kHeadDim, kTiling);
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim, kShapeKind);
   static constexpr int kWarpgroups = kShape.key_groups;  // of consumers
   static constexpr int kBlockM = kShape.block_m;
   static constexpr int kBlockN = kWarpgroups * kWarpgroupRows;
