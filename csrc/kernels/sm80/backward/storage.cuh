@@ -21,8 +21,8 @@ struct BackwardStep {
   int head, tile;
 };
 
-/// What is known of a step beforehand.
-enum StepFlags : int {
+/// What is known of a step beforehand: whether it is there, and which of its pairs may be hidden.
+enum StepVisibility : int {
   kStepPast = 1,        // there is none left
   kStepPartial = 2,     // window or lengths hide some pair
   kStepMasked = 4,      // masks do
