@@ -35,7 +35,7 @@ int main() {
 """
 
 NAMES = {
-    "own": r"BackwardOptionsConfigINS0_14BackwardConfigI{dtype}Li{head_dim}EEELi(n?\d+)E",
+    "own": r"BackwardOptionsConfigINS0_25BackwardUnpipelinedConfigI{dtype}Li{head_dim}EEELi(n?\d+)E",
     "pipelined": r"BackwardPipelinedOptionsConfigI{dtype}Li{head_dim}ELi(n?\d+)E",
     "persistent": r"BackwardPersistentOptionsConfigI{dtype}Li{head_dim}ELi(n?\d+)E",
 }

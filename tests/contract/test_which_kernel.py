@@ -41,7 +41,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "sm80/bias_gradient": ("bias_gradient_kernel",),
 }
 # Two kernels of the plan share a function, and differ in its policies.
-OF_BACKWARD_OPTIONS = "sm90::BackwardConfig<"
+OF_BACKWARD_OPTIONS = "sm90::BackwardUnpipelinedConfig<"
 
 
 def forward_of(number: int) -> str:
@@ -477,8 +477,8 @@ def test_prompts_of_this_page_run_the_forward(case: str, kernel: str) -> None:
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 8, (flash_ext::TurnTaking)2>, f",
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedOptionsConfig<__half, 128, 8, (flash_ext::TurnTaking)0>"),
         ("sm90/backward_options", "all options",
-         "BackwardOptionsConfig<flash_ext::sm90::BackwardConfig<__half, 64>, -1> >",
-         "BackwardOptionsConfig<flash_ext::sm90::BackwardConfig<__half, 64>, 16> >"),
+         "BackwardOptionsConfig<flash_ext::sm90::BackwardUnpipelinedConfig<__half, 64>, -1> >",
+         "BackwardOptionsConfig<flash_ext::sm90::BackwardUnpipelinedConfig<__half, 64>, 16> >"),
         ("sm90/backward", "scaled products",
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedConfig<__half, 128, false, false>, flash_ext",
          "BackwardRolesOf<flash_ext::sm90::BackwardPipelinedConfig<__half, 128, true, false>, flash_ext"),

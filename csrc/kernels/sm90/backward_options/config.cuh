@@ -6,7 +6,7 @@
 namespace flash_ext::sm90 {
 
 template <class Element, int kHeadDim>
-struct BackwardConfig : BackwardNarrowConfig<Element, kHeadDim, 2> {
+struct BackwardUnpipelinedConfig : BackwardNarrowConfig<Element, kHeadDim, 2> {
   static constexpr TurnTaking kTurns = TurnTaking::kNever;  // sm80/backward has options in turns
 };
 

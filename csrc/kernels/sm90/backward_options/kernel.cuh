@@ -84,12 +84,12 @@ void launch_backward_options(const BackwardParams& p, const BackwardArguments& a
 
 template <class Element, int kHeadDim>
 int64_t backward_options_bytes(const BackwardParams& p) {
-  return BackwardMemory<BackwardConfig<Element, kHeadDim>>(p, nullptr).bytes;
+  return BackwardMemory<BackwardUnpipelinedConfig<Element, kHeadDim>>(p, nullptr).bytes;
 }
 
 template <class Element, int kHeadDim>
 void run_backward_options(const BackwardParams& p, void* memory, cudaStream_t stream) {
-  using Config = BackwardConfig<Element, kHeadDim>;
+  using Config = BackwardUnpipelinedConfig<Element, kHeadDim>;
   launch_backward<Config, false, true>(p, memory, kBackwardOptionsNames, stream, [&](const BackwardArguments& a) {
     launch_backward_options<Config>(p, a, stream);
   });
