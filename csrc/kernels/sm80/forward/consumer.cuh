@@ -10,13 +10,13 @@ template <class Config>
 struct ForwardConsumer : ForwardOut<Config> {
   using Base = ForwardOut<Config>;
   using Base::Base;
-  using Base::begin, Base::begin_step, Base::copying_thread, Base::forget_lane, Base::kBlockN, Base::kHeadDim,
-      Base::kThreads, Base::multiply_pv, Base::multiply_qk, Base::options, Base::phase, Base::release_key, Base::rows,
-      Base::rows_left, Base::s_v, Base::schedule, Base::seen, Base::stage, Base::store, Base::work_tile;
+  using Base::begin, Base::begin_step, Base::constants, Base::copying_thread, Base::forget_lane, Base::kBlockN,
+      Base::kHeadDim, Base::kThreads, Base::multiply_pv, Base::multiply_qk, Base::options, Base::phase,
+      Base::release_key, Base::rows, Base::rows_left, Base::s_v, Base::seen, Base::stage, Base::store, Base::work_tile;
   using typename Base::Element, typename Base::KeptWeights, typename Base::Scores, typename Base::Visibility;
 
   __device__ __forceinline__ void finish_step(Scores& s, const KeptWeights& kept, int tile, int next) {
-    if (Config::kOneBias || (Config::kReads && schedule.stages_bias)) {
+    if (Config::kOneBias || (Config::kReads && constants.stages_bias)) {
       __syncwarp();  // all lanes have read their part of this tile's bias
       options().load_bias(work_tile, next);
       ptx::cp_async_commit();
@@ -33,7 +33,7 @@ struct ForwardConsumer : ForwardOut<Config> {
   template <bool kRounds>
   __device__ __forceinline__ void exponentiate(Scores& s, const RowTerms& terms) {
     const auto hide = [&](Scores& weights) { return options().hide_by_bias(weights); };
-    rows.template exponentiate<kRounds>(s, schedule.scale, terms, hide);
+    rows.template exponentiate<kRounds>(s, constants.scale, terms, hide);
   }
 
   /// V of this step, which has arrived. All warps come here or none, from either kind of step.
@@ -67,7 +67,7 @@ struct ForwardConsumer : ForwardOut<Config> {
     const bool outside_window = at.tile < work_tile.tiles.full_begin || at.tile >= work_tile.tiles.full_end;
     if (outside_window) hide_outside_window(s, options().coordinates(at.tile), work_tile.sequence);
     const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };
-    rows.update_row_max(s, schedule.scale, terms, lift, first);
+    rows.update_row_max(s, constants.scale, terms, lift, first);
     const bool exact = rows.some_without_stabiliser(rows_left());
     exponentiate<true>(s, terms);
     if (!Config::kMasks && Config::kStages > 1 && first) {

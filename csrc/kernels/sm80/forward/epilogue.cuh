@@ -10,8 +10,8 @@ template <class Config>
 struct ForwardOut : ForwardProducts<Config> {
   using Base = ForwardProducts<Config>;
   using Base::Base;
-  using Base::kBlockM, Base::kBlockN, Base::kD, Base::kHeadDim, Base::kM, Base::kThreads, Base::lane, Base::p,
-      Base::rows, Base::s_q, Base::schedule, Base::warp_row, Base::work_tile;
+  using Base::constants, Base::kBlockM, Base::kBlockN, Base::kD, Base::kHeadDim, Base::kM, Base::kThreads, Base::lane,
+      Base::p, Base::rows, Base::s_q, Base::warp_row, Base::work_tile;
   using typename Base::Element, typename Base::Products, typename Base::Unit;
 
   /// Normalises the rows; out goes through the warp's own rows of Q in shared memory, so that it leaves in 16-byte
@@ -28,7 +28,7 @@ struct ForwardOut : ForwardProducts<Config> {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float scale = Unit::kNatural ? schedule.scale : 1.0f;
+        const float scale = Unit::kNatural ? constants.scale : 1.0f;
         const RowEnd end = finish_row<Unit>(rows.stabiliser[m][r], rows.row_sum(m, r), sink, scale);
         const int row = warp_row + 16 * m + 8 * r + lane / 4;
         if (lane % 4 == 0 && first_query + row < sequence.seqlen_q) g_lse[first_query + row] = end.lse;

@@ -32,17 +32,17 @@ namespace flash_ext::sm80 {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
-    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardSchedule schedule) {
+    forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ ForwardConstants constants) {
   extern __shared__ __align__(128) char shared[];
-  const TileIndex tile = tile_of_cta<Config>(p, schedule);
+  const TileIndex tile = tile_of_cta<Config>(p, constants);
   if (tile.tile == kNoTile) return;
   const int batch = tile.sequence, head = tile.head, first_query = tile.tile * Config::kBlockM;
   ForwardWorkTile<Config> work_tile(p, batch, head, first_query);
-  work_tile.mask.find(schedule.mask, batch, head, first_query);
+  work_tile.mask.find(constants.mask, batch, head, first_query);
   if (first_query >= work_tile.sequence.seqlen_q) return;
   auto* const s_work_tile = reinterpret_cast<ForwardWorkTile<Config>*>(shared + Config::kTilesBytes);
   if (threadIdx.x == 0) new (s_work_tile) ForwardWorkTile<Config>(work_tile);
-  ForwardConsumer<Config> consumer(p, schedule, *s_work_tile, shared);
+  ForwardConsumer<Config> consumer(p, constants, *s_work_tile, shared);
   // A mask may leave nothing of the first tiles.
   if constexpr (!Config::kMasks) consumer.begin(work_tile, work_tile.tiles.end - 1);
   __syncthreads();
@@ -51,18 +51,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 template <class Config>
 void launch_forward(const ForwardParams& p, const MaskBits& mask, void* list, cudaStream_t stream) {
-  ForwardSchedule schedule = schedule_heads(p, sizeof(typename Config::Element));
-  const int64_t shared_bytes = plan_options<Config>(schedule, p);
-  if constexpr (Config::kMasks) schedule.mask = mask;
+  ForwardConstants constants = schedule_heads(p, sizeof(typename Config::Element));
+  const int64_t shared_bytes = plan_options<Config>(constants, p);
+  if constexpr (Config::kMasks) constants.mask = mask;
   const WorkListPlan plan = forward_work_list(p, Config::kBlockM);
-  schedule.list = plan.view(list);
-  fill_work_list(p, plan, schedule.list, stream);
+  constants.list = plan.view(list);
+  fill_work_list(p, plan, constants.list, stream);
   const dim3 grid =
       plan.listed ? grid_of(plan.max_work_tiles())
-                  : grid_of(int64_t{schedule.heads} * schedule.batches, tiles_of_rows(p.seqlen_q, Config::kBlockM),
-                            int64_t{schedule.batch_groups} * schedule.groups);
+                  : grid_of(int64_t{constants.heads} * constants.batches, tiles_of_rows(p.seqlen_q, Config::kBlockM),
+                            int64_t{constants.batch_groups} * constants.groups);
   launch("sm80/forward", forward_kernel<Config>, {grid, dim3(Config::kThreads), static_cast<size_t>(shared_bytes)},
-         stream, p, schedule);
+         stream, p, constants);
 }
 
 template <class Element, int kHeadDim, bool kSmall>

@@ -27,7 +27,7 @@ struct OptionTiles {
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kThreads = Config::kThreads;
 
   const ForwardParams& p;
-  const ForwardSchedule& schedule;
+  const ForwardConstants& constants;
   ForwardWorkTile<Config>& work_tile;
   uint32_t s_begin;  // of the CTA's shared memory
   int warp_row, lane;
@@ -40,7 +40,7 @@ struct OptionTiles {
   template <int kM, int kN>
   __device__ __forceinline__ void start(float (&s)[kM][kN][4]) const {
     if constexpr (Config::kOneBias) {
-      bias().fill(s, kLog2E * schedule.per_unit);
+      bias().fill(s, kLog2E * constants.per_unit);
     } else {
       for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
     }
@@ -49,32 +49,32 @@ struct OptionTiles {
   /// What the mask leaves of a tile. What follows up to the scores hides how long that takes.
   __device__ __forceinline__ void look_at_mask(Visibility& visible, MaskedTile at) const {
     if constexpr (Config::kMasks) {
-      if (Config::kOneMask || ((Config::kFloat || at.partly) && schedule.mask.words))
-        visible.load(schedule.mask, work_tile.mask.words, warp_row, at.tile * kBlockN, lane);
+      if (Config::kOneMask || ((Config::kFloat || at.partly) && constants.mask.words))
+        visible.load(constants.mask, work_tile.mask.words, warp_row, at.tile * kBlockN, lane);
     }
   }
 
-  /// Scores, but for the row terms that it returns and for schedule.scale. `words` are those of a block mask.
+  /// Scores, but for the row terms that it returns and for constants.scale. `words` are those of a block mask.
   template <int kM, int kN>
   __device__ __forceinline__ RowTerms apply(float (&s)[kM][kN][4], MaskedTile at, const Visibility& visible,
                                             int words) const {
     RowTerms terms;
     if constexpr (Config::kOptionBranches) {
-      if (schedule.caps) {
-        for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(x * schedule.first_scale); });
-        if (schedule.scales_first)
-          for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, schedule.cap); });
-      } else if (schedule.scales_first) {
-        for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, schedule.first_scale); });
+      if (constants.caps) {
+        for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(x * constants.first_scale); });
+        if (constants.scales_first)
+          for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, constants.cap); });
+      } else if (constants.scales_first) {
+        for_each_score(s, [&](float& x, int, int, int) { x = Unit::multiply(x, constants.first_scale); });
       }
-      if (schedule.adds_alibi) terms = add_alibi(s, at.tile);
+      if (constants.adds_alibi) terms = add_alibi(s, at.tile);
     }
     if constexpr (Config::kReads) {
-      if (schedule.stages_bias) bias().add(s, Unit::kPerNatural * schedule.per_unit);
-      if (schedule.reads_bias) work_tile.options.rules.add_bias(s, coordinates(at.tile));
+      if (constants.stages_bias) bias().add(s, Unit::kPerNatural * constants.per_unit);
+      if (constants.reads_bias) work_tile.options.rules.add_bias(s, coordinates(at.tile));
       if (at.partly) {
-        if (schedule.blocks_mask) WarpMask::hide(s, words_of(words), lane);
-        if (schedule.mask.words) visible.hide(s);
+        if (constants.blocks_mask) WarpMask::hide(s, words_of(words), lane);
+        if (constants.mask.words) visible.hide(s);
       }
     }
     if constexpr (Config::kOneMask) visible.hide(s);
@@ -85,7 +85,7 @@ struct OptionTiles {
   /// be raised tile by tile.
   __device__ __forceinline__ float alibi_to_come(int tile, int m, int r) const {
     if constexpr (Config::kOptionBranches) {
-      if (work_tile.safe_path || !schedule.adds_alibi) return 0.0f;
+      if (work_tile.safe_path || !constants.adds_alibi) return 0.0f;
       const float slope = fmaxf(work_tile.options.rules.slope, 0.0f);
       const int i = work_tile.first_query + warp_row + 16 * m + 8 * r + lane / 4;
       const int nearest = max(i + work_tile.sequence.offset, work_tile.sequence.keys_begin(i));
@@ -97,8 +97,8 @@ struct OptionTiles {
   /// The warp's bias of this tile, which has come, so that no score overflows by it. Natural ones do not.
   __device__ __forceinline__ void saturate_bias() const {
     if constexpr (Config::kBiases && !Unit::kNatural) {
-      if (!(Config::kOneBias || schedule.stages_bias)) return;
-      bias().saturate(schedule.most_bias);
+      if (!(Config::kOneBias || constants.stages_bias)) return;
+      bias().saturate(constants.most_bias);
     }
   }
 
@@ -106,7 +106,7 @@ struct OptionTiles {
   template <int kM, int kN>
   __device__ __forceinline__ bool hide_by_bias(float (&weights)[kM][kN][4]) const {
     if constexpr (Config::kBiases) {
-      const bool staged = Config::kOneBias || schedule.stages_bias;
+      const bool staged = Config::kOneBias || constants.stages_bias;
       if (staged) bias().hide(weights);
       return staged;
     }
@@ -115,13 +115,13 @@ struct OptionTiles {
 
   /// Whether a bias comes through shared memory. One that is read element by element is not saturated: that spills.
   __device__ __forceinline__ bool stages_bias() const {
-    return Config::kOneBias || (Config::kReads && schedule.stages_bias);
+    return Config::kOneBias || (Config::kReads && constants.stages_bias);
   }
 
   template <int kM, int kN>
   __device__ __forceinline__ void drop(float (&weights)[kM][kN][4], int tile) const {
     if constexpr (Config::kDropsByBranch) {
-      if (schedule.drops) work_tile.options.dropout.drop(weights, p.dropout.rule, coordinates(tile));
+      if (constants.drops) work_tile.options.dropout.drop(weights, p.dropout.rule, coordinates(tile));
     }
   }
 
@@ -136,7 +136,7 @@ struct OptionTiles {
   /// Without waiting, once the warp is done with what was there.
   __device__ __forceinline__ void load_bias(const ForwardWorkTile<Config>& work_tile, int tile) const {
     if constexpr (Config::kBiases) {
-      if (!(Config::kOneBias || schedule.stages_bias) || tile < work_tile.tiles.begin) return;
+      if (!(Config::kOneBias || constants.stages_bias) || tile < work_tile.tiles.begin) return;
       WarpBias next = bias();
       if constexpr (Config::kWide && Config::kFullPrecision) next.lane = ptx::reread(next.lane);
       next.load(work_tile.sequence, work_tile.first_query + warp_row, tile * kBlockN);
@@ -144,7 +144,7 @@ struct OptionTiles {
   }
 
   __device__ __forceinline__ bool masked() const {
-    if constexpr (Config::kReads) return schedule.masked;
+    if constexpr (Config::kReads) return constants.masked;
     return Config::kMasks;
   }
 
@@ -153,8 +153,8 @@ struct OptionTiles {
   __device__ __forceinline__ MaskedTile find(int tile, int last, int words, uint32_t& seen) const {
     bool partly = false;
     if constexpr (Config::kReads) {
-      if (schedule.masked && tile >= last) {
-        if (schedule.blocks_mask) return find_by_words(tile, words, seen);
+      if (constants.masked && tile >= last) {
+        if (constants.blocks_mask) return find_by_words(tile, words, seen);
         tile = find_by_bits(tile, last, seen);
         partly = true;
       }
@@ -169,7 +169,7 @@ struct OptionTiles {
     const int last = work_tile.tiles.end - 1;
     if (!masked()) return {last, false};
     if constexpr (Config::kMasks) {
-      if (schedule.mask.words && last >= 0) seen = visible_tiles_of(last / 32);
+      if (constants.mask.words && last >= 0) seen = visible_tiles_of(last / 32);
     }
     const MaskedTile found = find(last, work_tile.tiles.begin, words, seen);
     if (ptx::reread(static_cast<int>(threadIdx.x)) == 0) work_tile.tiles.end = found.tile + 1;
@@ -189,15 +189,15 @@ struct OptionTiles {
     } else {
       bytes = p.bias.dtype == DType::kFloat32 ? WarpBias::kBytes32 : WarpBias::kBytes16;
     }
-    return {s_begin + schedule.bias_offset + warp_row / Config::kWarpRows * bytes, p.bias, lane};
+    return {s_begin + constants.bias_offset + warp_row / Config::kWarpRows * bytes, p.bias, lane};
   }
   /// Words of the warp's rows, of one of two tiles.
   __device__ __forceinline__ uint32_t* words_of(int words) const {
-    auto* const all = static_cast<uint32_t*>(__cvta_shared_to_generic(s_begin + schedule.words_offset));
+    auto* const all = static_cast<uint32_t*>(__cvta_shared_to_generic(s_begin + constants.words_offset));
     return all + (words & 1) * (Config::kVisibilityBytes / 4) + warp_row * WarpMask::kWords;
   }
   __device__ __forceinline__ uint32_t visible_tiles_of(int group) const {
-    return visible_tiles<kBlockM, kBlockN>(schedule.mask, work_tile.sequence, work_tile.first_query, group, lane);
+    return visible_tiles<kBlockM, kBlockN>(constants.mask, work_tile.sequence, work_tile.first_query, group, lane);
   }
 
   /// The mask's part. All threads come to the same, without a barrier.
@@ -219,7 +219,7 @@ struct OptionTiles {
     const Sequence& sequence = work_tile.sequence;
     uint32_t* const of_warp = words_of(words);
     for (; tile >= work_tile.tiles.begin; --tile) {
-      if (schedule.mask.words) tile = find_by_bits(tile, work_tile.tiles.begin, seen);
+      if (constants.mask.words) tile = find_by_bits(tile, work_tile.tiles.begin, seen);
       if (tile < work_tile.tiles.begin) break;
       const TileVisibility visible = build_visibility<kThreads, kBlockM, kBlockN>(
           of_warp - warp_row * WarpMask::kWords, MaskRows(ScoreView(), sequence), BlockMaskRows(p.blocks, sequence),
@@ -230,7 +230,7 @@ struct OptionTiles {
           of_warp[k] = RegisterOrder::pack(of_warp[k]);
         __syncwarp();
       }
-      return {tile, !visible.all || schedule.mask.words};
+      return {tile, !visible.all || constants.mask.words};
     }
     __syncthreads();
     return {tile, false};
@@ -249,11 +249,11 @@ struct OptionTiles {
     const bool after = first_key >= warp_query + Config::kWarpRows - 1;
     const float first = static_cast<float>(at.first_row + diagonal - at.first_column);
     if (!kOnce && (before || after)) {
-      const float slope = before ? per_key : -per_key, along = slope * schedule.per_unit;
+      const float slope = before ? per_key : -per_key, along = slope * constants.per_unit;
       for_each_score(s, [&](float& x, int, int n, int e) { x = fmaf(static_cast<float>(8 * n + e % 2), along, x); });
       return {-slope * first, slope};
     }
-    AlibiOfLane<false>{per_key * schedule.per_unit, first}.add(s);
+    AlibiOfLane<false>{per_key * constants.per_unit, first}.add(s);
     return {};
   }
 };

@@ -16,7 +16,7 @@ enum ForwardBarrier : int {
 
 /// What the host derives from a call. It lies in constant memory, where reads are free: a step has too little time to
 /// read shared memory for each option.
-struct ForwardSchedule {
+struct ForwardConstants {
   int heads, groups;          // heads of q whose CTAs run side by side, and how many such groups make up the heads
   int batches, batch_groups;  // the same of batch entries
   // A product becomes a score by `scale`. With softcap, or with terms that cannot be added to products because `scale`

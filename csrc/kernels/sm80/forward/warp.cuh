@@ -32,7 +32,7 @@ struct ForwardWarp {
   using KeptWeights = std::conditional_t<Config::kOneDropout, typename RandomBits::Kept, NoRandomBits>;
 
   const ForwardParams& p;
-  const ForwardSchedule& schedule;
+  const ForwardConstants& constants;
   ForwardWorkTile<Config>& work_tile;
   int warp_row, lane;
   const uint32_t s_q, s_k, s_v;
@@ -43,10 +43,10 @@ struct ForwardWarp {
   ForwardRows<Config> rows;
   typename Products::A r_q[Config::kQueryInRegisters ? kSteps : 1][kM];
 
-  __device__ __forceinline__ ForwardWarp(const ForwardParams& p, const ForwardSchedule& schedule,
+  __device__ __forceinline__ ForwardWarp(const ForwardParams& p, const ForwardConstants& constants,
                                          ForwardWorkTile<Config>& work_tile, char* shared)
       : p(p),
-        schedule(schedule),
+        constants(constants),
         work_tile(work_tile),
         warp_row(threadIdx.x / 32 * Config::kWarpRows),
         lane(threadIdx.x % 32),
@@ -61,7 +61,7 @@ struct ForwardWarp {
     return uniform_seeds(p.dropout);
   }
   __device__ __forceinline__ OptionTiles<Config> options() const {
-    return {p, schedule, work_tile, s_q, warp_row, lane};
+    return {p, constants, work_tile, s_q, warp_row, lane};
   }
   /// K or V of the current step, or of the one after it.
   __device__ __forceinline__ uint32_t stage(uint32_t s_ring, int steps_ahead) const {
