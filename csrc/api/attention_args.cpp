@@ -77,7 +77,7 @@ AttentionCall prepare_attention(plan::Operation operation, const Tensor& q, cons
   call.plan = plan_or_fail(described.problem);
   if (wants_value_checks(q)) check_values(g, options);
   call.params = to_params(q, g, options, call.plan, call.owned);
-  if (const std::optional<Tensor> bias = bias_in_pieces(operation, options.bias))
+  if (const std::optional<Tensor> bias = bias_in_chunks(operation, options.bias))
     call.params.bias = view_scores(call.owned.emplace_back(*bias));
   call.params.k = view_rows(call.owned.emplace_back(with_aligned_rows(k)));
   if (v) call.params.v = view_rows(call.owned.emplace_back(with_aligned_rows(*v)));

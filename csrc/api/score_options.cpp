@@ -27,8 +27,8 @@ int64_t distinct_elements(const Tensor& scores) {
   return count;
 }
 
-/// See bias_in_pieces(). A bias that is the same for all queries or all keys is read otherwise, and float64 has no
-/// pieces. A view whose rows share memory, as a Toeplitz matrix made of one row, would become larger.
+/// See bias_in_chunks(). A bias that is the same for all queries or all keys is read otherwise, and float64 has no
+/// chunks. A view whose rows share memory, as a Toeplitz matrix made of one row, would become larger.
 bool copies_bias(plan::Operation operation, const Tensor& bias) {
   if (!bias.is_cuda() || (operation != plan::Operation::kForward && operation != plan::Operation::kBackward))
     return false;
@@ -214,15 +214,15 @@ void check_options(const Argument& q, const Geometry& geometry, const ScoreOptio
   check_block_mask(q, geometry, options);
 }
 
-std::optional<Tensor> bias_in_pieces(plan::Operation operation, const OptionalTensor& bias) {
+std::optional<Tensor> bias_in_chunks(plan::Operation operation, const OptionalTensor& bias) {
   if (!bias || !copies_bias(operation, *bias)) return std::nullopt;
   Shape distinct = shape_of(*bias), strides(4), row_strides(4);
   for (int64_t d = 0; d < 4; ++d) {
     strides[d] = bias->stride(d);
     if (strides[d] == 0) distinct[d] = 1;
   }
-  const int64_t piece = 16 / static_cast<int64_t>(bias->element_size());
-  const int64_t columns = (distinct[3] + piece - 1) / piece * piece;
+  const int64_t chunk = 16 / static_cast<int64_t>(bias->element_size());
+  const int64_t columns = (distinct[3] + chunk - 1) / chunk * chunk;
   Tensor rows = new_empty(*bias, {distinct[0], distinct[1], distinct[2], columns}, bias->scalar_type());
   for (int64_t d = 0; d < 4; ++d) row_strides[d] = rows.stride(d);
   Tensor copy = with_strides(rows, distinct, row_strides);
@@ -256,7 +256,7 @@ plan::Problem describe(plan::Operation operation, const Tensor& q, const Geometr
   if (options.bias) {
     const ScoreView bias = view_scores(*options.bias);
     problem.bias_dtype = bias.dtype;
-    problem.bias_in_pieces = can_stage_bias(bias) || copies_bias(operation, *options.bias);
+    problem.bias_in_chunks = can_stage_bias(bias) || copies_bias(operation, *options.bias);
     problem.bias_per_key = same_for_all_queries(bias);
     problem.bias_of_all_batches = bias_of_all_batches(bias);
   }

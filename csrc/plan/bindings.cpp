@@ -230,7 +230,7 @@ void bind_exceptions(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_plan, m) {
-  m.doc() = "Problem -> Plan: which kernel runs, on which tiles, in how many pieces, and why.";
+  m.doc() = "Problem -> Plan: which kernel runs, on which tiles, in how many splits, and why.";
   bind_problem(m);
   bind_plan(m);
   bind_tiles(m);

@@ -61,8 +61,8 @@ constexpr FeatureRow kFeatures[] = {
     {kDeterministic, "deterministic", [](const Problem& p) { return p.deterministic; }},
     {kDeterministicBesideOptions, "deterministic beside options", asks_for_order_beside_options},
     {kDeterministicBesideMasks, "deterministic beside masks of query-key pairs", asks_for_order_beside_masks},
-    {kBiasOfOddRows, "a bias whose rows are not made of pieces of 16 bytes",
-     [](const Problem& p) { return p.has_bias && (!p.bias_in_pieces || p.bias_dtype == DType::kFloat64); }},
+    {kBiasOfOddRows, "a bias whose rows are not made of 16-byte chunks",
+     [](const Problem& p) { return p.has_bias && (!p.bias_in_chunks || p.bias_dtype == DType::kFloat64); }},
     {kManyRows, "more than 256 queries or keys (128 beyond head_dim 64)", has_many_rows},
     {kPacked, "packed sequences", [](const Problem& p) { return p.total_q > 0 || p.total_k > 0; }},
     {kGroupedHeads, "grouped heads", [](const Problem& p) { return p.heads_q != p.heads_kv; }},
@@ -80,7 +80,7 @@ constexpr FeatureRow kFeatures[] = {
 
 }  // namespace
 
-bool copies_bias_in_pieces(const Problem& p) { return p.bias_in_pieces && p.bias_dtype != DType::kFloat64; }
+bool copies_bias_in_chunks(const Problem& p) { return p.bias_in_chunks && p.bias_dtype != DType::kFloat64; }
 
 unsigned features_of(const Problem& problem) {
   unsigned found = 0;

@@ -24,7 +24,7 @@ enum Feature : unsigned {
   kTf32 = 1 << 12,
   kDeterministic = 1 << 13,
   kFewQueries = 1 << 14,     // decode on CUDA: not enough of them a sequence to fill the tiles of a forward
-  kBiasOfOddRows = 1 << 15,  // that cannot be copied in pieces of 16 bytes
+  kBiasOfOddRows = 1 << 15,  // that cannot be copied in 16-byte chunks
   kManyRows = 1 << 16,       // more queries or keys than the kernel of short sequences keeps in shared memory
   kPacked = 1 << 17,         // lengths that only the device knows bound the rows of a sequence
   kGroupedHeads = 1 << 18,   // fewer heads of k and v than of q
@@ -41,8 +41,8 @@ enum Feature : unsigned {
 /// The features of a problem, as bits.
 unsigned features_of(const Problem& problem);
 
-/// Whether kernels can copy the bias in pieces of 16 bytes: its rows allow it, and it is no float64.
-bool copies_bias_in_pieces(const Problem& problem);
+/// Whether kernels can copy the bias in 16-byte chunks: its rows allow it, and it is no float64.
+bool copies_bias_in_chunks(const Problem& problem);
 
 /// A feature in words: "softmax_scale -1".
 std::string words_of(Feature feature, const Problem& problem);

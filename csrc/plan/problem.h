@@ -57,7 +57,7 @@ struct Problem {
   bool has_leftpad = false;  // cache_leftpad
   bool has_bias = false;
   DType bias_dtype = DType::kFloat16;  // with has_bias
-  bool bias_in_pieces = true;          // its rows can be copied in pieces of 16 bytes
+  bool bias_in_chunks = true;          // its rows can be copied in 16-byte chunks
   bool bias_per_key = false;           // it is the same for all queries
   bool bias_of_all_batches = false;    // it is the same for all batch entries, but not for all heads
   bool has_mask = false;

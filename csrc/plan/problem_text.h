@@ -44,7 +44,7 @@ void for_each_field(Visit visit) {
   visit("has_leftpad", &Problem::has_leftpad, "decode: sequences of the cache begin behind cache_leftpad rows");
   visit("has_bias", &Problem::has_bias, "");
   visit("bias_dtype", &Problem::bias_dtype, "with has_bias");
-  visit("bias_in_pieces", &Problem::bias_in_pieces, "its rows can be copied in pieces of 16 bytes");
+  visit("bias_in_chunks", &Problem::bias_in_chunks, "its rows can be copied in 16-byte chunks");
   visit("bias_per_key", &Problem::bias_per_key, "the same for all queries");
   visit("bias_of_all_batches", &Problem::bias_of_all_batches, "the same for all batch entries, but not for all heads");
   visit("has_mask", &Problem::has_mask, "");

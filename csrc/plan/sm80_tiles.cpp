@@ -22,10 +22,10 @@ constexpr int64_t kFewTileRows = 16, kManyTileRows = 64;  // of a tile of decodi
 bool is_float(const Problem& p) { return p.dtype == DType::kFloat32; }
 
 sm80::ForwardVariant forward_variant(const Problem& p, int head_dim) {
-  const bool pieces = copies_bias_in_pieces(p);
+  const bool in_chunks = copies_bias_in_chunks(p);
   const sm80::ForwardVariant wanted =
       sm80::variant_of({p.softmax_scale, p.softcap, p.has_alibi, dropout_threshold(p.dropout_p) > 0, p.has_mask,
-                        p.has_block_mask, p.paged, p.has_bias, pieces, p.dtype, p.bias_dtype});
+                        p.has_block_mask, p.paged, p.has_bias, in_chunks, p.dtype, p.bias_dtype});
   return sm80::available_variant(wanted, is_float(p), head_dim);
 }
 
@@ -55,14 +55,14 @@ void choose_bias_tiles(Draft& draft, sm80::ForwardVariant variant, const sm80::F
   const bool reads = variant == sm80::ForwardVariant::kReads;
   const int bytes = sm80::forward_shared_bytes(shape, head_dim, is_float(p)) +
                     (reads && p.has_block_mask ? sm80::block_mask_bytes(shape) : 0);
-  const bool pieces = copies_bias_in_pieces(p);
+  const bool in_chunks = copies_bias_in_chunks(p);
   const int available = static_cast<int>(p.shared_bytes_per_cta);
-  draft.plan.stages_bias = pieces && sm80::has_room_for_bias(shape, bytes, p.bias_dtype, available);
+  draft.plan.stages_bias = in_chunks && sm80::has_room_for_bias(shape, bytes, p.bias_dtype, available);
   if (draft.plan.stages_bias) {
     draft.because("bias: its tiles come to shared memory ahead of time");
   } else {
     draft.because("bias: read element by element, ",
-                  pieces ? "for want of shared memory" : "as its rows are not made of pieces of 16 bytes");
+                  in_chunks ? "for want of shared memory" : "as its rows are not made of 16-byte chunks");
   }
 }
 
@@ -161,7 +161,7 @@ void choose_sm80_bias_memory(Draft& draft) {
   const Problem& p = draft.p;
   if (p.shared_bytes_per_cta == 0) return;
   const sm80::BiasShared shared =
-      sm80::bias_shared({is_float(p), copies_bias_in_pieces(p), p.bias_dtype, p.has_mask || p.has_block_mask,
+      sm80::bias_shared({is_float(p), copies_bias_in_chunks(p), p.bias_dtype, p.has_mask || p.has_block_mask,
                          static_cast<int>(p.shared_bytes_per_cta), static_cast<int>(p.shared_bytes_per_sm)});
   draft.plan.bias_stages = shared.stages;
   draft.plan.bias_kernel_stages_bias = shared.stages_bias;

@@ -17,7 +17,7 @@ int head_dim_of_kernel(const Problem& p) { return sm90::backward_head_dim(p.head
 
 /// The options of the variant that serves a problem.
 int serving_options(const Problem& p) {
-  const bool pieces = copies_bias_in_pieces(p);
+  const bool in_chunks = copies_bias_in_chunks(p);
   const bool key_padding = p.mask_per_key && !p.has_block_mask;
   const bool drops = dropout_threshold(p.dropout_p) > 0;
   const sm90::BackwardAsked asked = {p.softcap > 0,
@@ -27,7 +27,7 @@ int serving_options(const Problem& p) {
                                      p.has_bias && p.bias_per_key,
                                      p.has_mask && key_padding,
                                      (p.has_mask || p.has_block_mask) && !key_padding,
-                                     pieces && p.bias_dtype != DType::kFloat32,
+                                     in_chunks && p.bias_dtype != DType::kFloat32,
                                      p.bias_dtype == p.dtype,
                                      p.softcap > sm90::kLargestSoftcapAlone};
   return sm90::serving_options(asked);

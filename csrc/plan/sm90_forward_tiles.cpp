@@ -103,7 +103,7 @@ sm90::ForwardVariant choose_options_variant(Draft& draft, unsigned features) {
   const bool masked = (features & (kMask | kBlockMask)) != 0;
   draft.because("variant of the kernel with", draft.explain ? words_of_all(features & kNeedsOptionsVariant, p) : "",
                 ": measured faster than sm80/forward");
-  if ((features & kBiasOfOddRows) != 0) draft.because("bias is copied first, to rows made of pieces of 16 bytes");
+  if ((features & kBiasOfOddRows) != 0) draft.because("bias is copied first, to rows made of 16-byte chunks");
   return sm90::forward_variant({(features & kDropout) != 0, p.has_bias, p.bias_dtype == p.dtype, masked, scales_first});
 }
 

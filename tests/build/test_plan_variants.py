@@ -27,7 +27,7 @@ def test_a_large_softcap_goes_to_the_kernel_of_any_options() -> None:
         ({"has_alibi": True}, "softcap, ALiBi and any scale", "ALiBi alone"),
         ({"has_alibi": True, "softcap": 3.0}, "softcap, ALiBi and any scale", "all options"),
         ({"has_bias": True}, "bias alone", "bias alone"),
-        ({"has_bias": True, "bias_in_pieces": False}, "bias alone", "all options"),
+        ({"has_bias": True, "bias_in_chunks": False}, "bias alone", "all options"),
         ({"has_bias": True, "bias_dtype": "float16"}, "all options but dropout", "all options"),
         ({"has_bias": True, "bias_per_key": True}, "bias alone", "per-key bias or key-padding mask alone"),
         ({"has_mask": True}, "masks alone", "masks alone"),
@@ -60,7 +60,7 @@ def test_variants_of_the_kernels_for_hopper(fields: dict[str, Any], forward: str
     assert variant("forward", 90, **fields) == forward
     assert variant("backward", 90, **fields) == backward
     reasons = hopper_plan(**fields).reasons
-    assert any("copied first" in reason for reason in reasons) != fields.get("bias_in_pieces", True)
+    assert any("copied first" in reason for reason in reasons) != fields.get("bias_in_chunks", True)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_variants_of_the_kernels_for_hopper(fields: dict[str, Any], forward: str
     [
         ({}, "scaled products"),
         ({"has_bias": True, "bias_dtype": "bfloat16"}, "bias alone"),
-        ({"has_bias": True, "bias_dtype": "bfloat16", "bias_in_pieces": False}, "all options and pages"),
+        ({"has_bias": True, "bias_dtype": "bfloat16", "bias_in_chunks": False}, "all options and pages"),
         ({"has_bias": True, "bias_dtype": "bfloat16", "softmax_scale": 1e-30}, "all options and pages"),
         ({"has_bias": True, "bias_dtype": "float32"}, "all options and pages"),
         ({"has_bias": True, "bias_dtype": "float32", "head_dim": 64, "head_dim_v": 64}, "float32 bias alone"),
@@ -108,8 +108,8 @@ def test_the_tiles_of_a_bias_for_all() -> None:
 
     assert "ahead of time" in reason(80, bias_dtype="bfloat16")
     assert "ahead of time" in reason(89, bias_dtype="float32", has_mask=True)
-    assert "pieces of 16 bytes" in reason(80, bias_dtype="bfloat16", bias_in_pieces=False)
-    assert "pieces of 16 bytes" in reason(80, bias_dtype="float64")
+    assert "16-byte chunks" in reason(80, bias_dtype="bfloat16", bias_in_chunks=False)
+    assert "16-byte chunks" in reason(80, bias_dtype="float64")
     wide = {"head_dim": 256, "head_dim_v": 256, "dtype": "float32", "bias_dtype": "float32"}
     assert "for want of shared memory" in reason(89, **wide, has_block_mask=True)
     assert "ahead of time" in reason(90, **wide, has_block_mask=True)
@@ -258,7 +258,7 @@ def test_the_order_of_heads_of_float32_on_hopper(fields: dict[str, Any], heads: 
         (90, {"has_block_mask": True}, 3, True),
         (90, {"bias_dtype": "float32"}, 3, True),
         (80, {"bias_dtype": "float32", "has_mask": True}, 4, True),  # one CTA
-        (80, {"bias_in_pieces": False}, 3, False),
+        (80, {"bias_in_chunks": False}, 3, False),
         (80, {"bias_dtype": "float64"}, 3, False),
         (90, {"dtype": "float32", "bias_dtype": "float32"}, 3, True),  # of 32 KB
         (90, {"dtype": "float32", "bias_dtype": "float32", "has_mask": True}, 2, True),

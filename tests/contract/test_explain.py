@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = dict(
     batch=BATCH, heads_q=HEADS_Q, heads_kv=HEADS_KV, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, total_q=0, total_k=0,
     head_dim=16, head_dim_v=24, softmax_scale=0.25, softcap=0.0, window_left=-1, window_right=-1, top_left=False,
     dropout_p=0.0, broadcast=False, varlen=False, paged=False, has_bias=False, bias_dtype="float16",
-    bias_in_pieces=True, bias_per_key=False, bias_of_all_batches=False, has_mask=False, mask_per_key=False,
+    bias_in_chunks=True, bias_per_key=False, bias_of_all_batches=False, has_mask=False, mask_per_key=False,
     has_block_mask=False, block_m=0, block_n=0,
     has_alibi=False, has_sink=False, deterministic=False, num_splits=1, batch_invariant=False,
 )  # fmt: skip
@@ -41,21 +41,21 @@ CASES: dict[str, Case] = {
                {"window_left": 3, "window_right": 5, "top_left": True}),
     "scale": (lambda device: {"softmax_scale": 1 / 3, "softcap": 1e-7}, {"softmax_scale": 1 / 3, "softcap": 1e-7}),
     "bias": (lambda device: {"bias": random(1, 1, SEQLEN_Q, SEQLEN_K, device=device)},
-             {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False}),
-    "bias in pieces": (lambda device: {"bias": random(1, HEADS_Q, SEQLEN_Q, 16, device=device)[..., :SEQLEN_K]},
+             {"has_bias": True, "bias_dtype": "float32", "bias_in_chunks": False}),
+    "bias in chunks": (lambda device: {"bias": random(1, HEADS_Q, SEQLEN_Q, 16, device=device)[..., :SEQLEN_K]},
                        {"has_bias": True, "bias_dtype": "float32", "bias_of_all_batches": True}),
     "bias of each sequence": (lambda device: {"bias": random(BATCH, HEADS_Q, SEQLEN_Q, 16, device=device)[..., :13]},
                               {"has_bias": True, "bias_dtype": "float32"}),
     "per-key bias": (lambda device: {"bias": random(BATCH, 1, 1, 16, device=device)[..., :SEQLEN_K]},
                      {"has_bias": True, "bias_dtype": "float32", "bias_per_key": True}),
     "a bias that begins off": (lambda device: {"bias": random(1, HEADS_Q, SEQLEN_Q, 16, device=device)[..., 1:14]},
-                               {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False,
+                               {"has_bias": True, "bias_dtype": "float32", "bias_in_chunks": False,
                                 "bias_of_all_batches": True}),
     "a bias with keys as rows": (lambda device: {"bias": random(1, 1, 16, 16, device=device)
                                                           .transpose(2, 3)[..., :SEQLEN_Q, :SEQLEN_K]},
-                                 {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False}),
+                                 {"has_bias": True, "bias_dtype": "float32", "bias_in_chunks": False}),
     "a bias with gaps": (lambda device: {"bias": random(1, 1, SEQLEN_Q, 32, device=device)[..., : 2 * SEQLEN_K : 2]},
-                         {"has_bias": True, "bias_dtype": "float32", "bias_in_pieces": False}),
+                         {"has_bias": True, "bias_dtype": "float32", "bias_in_chunks": False}),
     "masks": (lambda device: {"mask": torch.ones(1, 1, 1, SEQLEN_K, dtype=torch.bool, device=device),
                               "block_mask": flash_ext.BlockMask.causal(SEQLEN_Q, SEQLEN_K, device=device)},
               {"has_mask": True, "mask_per_key": True, "has_block_mask": True, "block_m": 128, "block_n": 128}),
@@ -68,7 +68,7 @@ CASES: dict[str, Case] = {
 
 
 def is_copied(device: str, operation: str) -> bool:
-    """Whether kernels get a copy of a bias that does not consist of pieces."""
+    """Whether kernels get a copy of a bias that does not consist of chunks."""
     return device != "cpu" and operation in ("forward", "backward")
 
 
@@ -91,7 +91,7 @@ def test_options(device: str, operation: str, name: str) -> None:
             pytest.skip("attention_weights takes no sink")
         expected = expected | {"head_dim_v": 16}  # it reads no v
     if is_copied(device, operation):
-        expected = expected | {"bias_in_pieces": True}
+        expected = expected | {"bias_in_chunks": True}
     check(device, operation, qkv(device), options(device), **expected)
 
 

@@ -299,13 +299,13 @@ def test_short_sequences(seqlen: int, heads_kv: int) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_gradient_of_bias(in_pieces: bool, deterministic: bool) -> None:
-    """Whose rows are no pieces of 16 bytes and so are copied first, or beside a backward that needs no TMA for itself;
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_gradient_of_bias(in_chunks: bool, deterministic: bool) -> None:
+    """Whose rows are no 16-byte chunks and so are copied first, or beside a backward that needs no TMA for itself;
     and a gradient of out with strides of 0."""
     call = make_call(2, 256, 256, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
     rows = torch.randn(2, 4, 256, 264, device="cuda", dtype=torch.bfloat16)
-    bias = (rows[..., :256] if in_pieces else rows[..., 1:257]).requires_grad_()
+    bias = (rows[..., :256] if in_chunks else rows[..., 1:257]).requires_grad_()
     explanation = flash_ext.explain(
         call.q, call.k, call.v, operation="backward", bias=bias, deterministic=deterministic
     )

@@ -116,7 +116,7 @@ def test_bias_whose_rows_share_memory(device: str) -> None:
     bias = relative.as_strided((1, 2, 203, 328), (2 * 530, 530, 1, 1))
     call = make_call(2, 203, 328, 2, 1, 64, dtype=torch.bfloat16, device=device, bias=bias)
     assert_matches_oracle(call)
-    assert not flash_ext.explain(call.q, call.k, call.v, **call.options).problem.bias_in_pieces
+    assert not flash_ext.explain(call.q, call.k, call.v, **call.options).problem.bias_in_chunks
 
 
 def test_bias_beyond_one_tile(device: str, dtype: torch.dtype) -> None:
@@ -126,7 +126,7 @@ def test_bias_beyond_one_tile(device: str, dtype: torch.dtype) -> None:
     )
 
 
-LARGE = (3, 4, 300, 264)  # several tiles each way, whole ones and others; rows of 16-bit and of float pieces
+LARGE = (3, 4, 300, 264)  # several tiles each way, whole ones and others; rows of 16-bit and of float chunks
 LARGE_SHAPES = [
     LARGE,
     (1, 4, 300, 264),

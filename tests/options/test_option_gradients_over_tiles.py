@@ -33,7 +33,7 @@ def seqlens(device: str) -> tuple[int, int]:
 
 
 def bias_of(device: str, dtype: torch.dtype, spare: int = 4) -> Tensor:
-    """Rows of pieces of 16 bytes, where ``spare`` is 4."""
+    """Rows of 16-byte chunks, where ``spare`` is 4."""
     seqlen_q, seqlen_k = seqlens(device)
     return random(1, HEADS, seqlen_q, seqlen_k + spare, dtype=dtype, device=device)[..., :seqlen_k]
 

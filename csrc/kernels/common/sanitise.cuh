@@ -44,8 +44,8 @@ struct NonFinite {
     return (word & ~in_all(found, kBits)) | (in_all(found, kBits) & ~nan & (kLarge | (word & kSign)));
   }
 
-  /// The same of the words of a piece of 16 bytes; what in_word() finds, it has anywhere.
-  __device__ __forceinline__ static uint32_t in_piece(const uint4& x) {
+  /// The same of the words of a 16-byte chunk; what in_word() finds, it has anywhere.
+  __device__ __forceinline__ static uint32_t in_chunk(const uint4& x) {
     return in_word(x.x) | in_word(x.y) | in_word(x.z) | in_word(x.w);
   }
   __device__ __forceinline__ static uint4 without(const uint4& x) {
@@ -65,42 +65,42 @@ struct NonFinite {
   }
 };
 
-/// A piece of 16 bytes at an address of shared memory.
-__device__ __forceinline__ uint4& shared_piece(uint32_t s_piece) {
-  return *static_cast<uint4*>(__cvta_shared_to_generic(s_piece));
+/// A 16-byte chunk at an address of shared memory.
+__device__ __forceinline__ uint4& shared_chunk(uint32_t s_chunk) {
+  return *static_cast<uint4*>(__cvta_shared_to_generic(s_chunk));
 }
 
-/// Sanitises pieces of 16 bytes: numbers `first`, first + kStep, ... below kEnd, each a uint4 that piece(number) gives.
+/// Sanitises 16-byte chunks: numbers `first`, first + kStep, ... below kEnd, each a uint4 that chunk(number) gives.
 /// Non-finite elements become 0, or with kBounded a large number where they are Inf. True if there were some. Nearly
 /// always there are none: the first look is the fast one.
-template <class Element, bool kBounded, int kEnd, int kStep, int kUnroll, class Piece>
-__device__ __forceinline__ bool sanitise_pieces(int first, Piece piece) {
+template <class Element, bool kBounded, int kEnd, int kStep, int kUnroll, class Chunk>
+__device__ __forceinline__ bool sanitise_chunks(int first, Chunk chunk) {
   using Test = NonFinite<Element>;
   uint32_t found = 0;
 #pragma unroll kUnroll
   for (int k = first; k < kEnd; k += kStep) {
-    const uint4 x = piece(k);  // in one load
-    found |= Test::in_piece(x);
+    const uint4 x = chunk(k);  // in one load
+    found |= Test::in_chunk(x);
   }
   if (!found) return false;
 #pragma unroll 1
   for (int k = first; k < kEnd; k += kStep) {
-    uint4& target = piece(k);
+    uint4& target = chunk(k);
     const uint4 x = target;
     target = kBounded ? Test::bounded(x) : Test::without(x);
   }
   return true;
 }
 
-/// Sanitises those pieces of a tile in shared memory that this thread itself loaded by load_tile with the same template
+/// Sanitises those chunks of a tile in shared memory that this thread itself loaded by load_tile with the same template
 /// arguments: its own copies have landed once it waited for them.
 template <class Element, int kColumns, int kThreads, int kRows, bool kBounded = false>
 __device__ __forceinline__ bool sanitise_loaded_tile(uint32_t s_tile, int thread = static_cast<int>(threadIdx.x)) {
   using Layout = TileLayout<Element, kColumns>;
-  const auto piece = [&](int flat) -> uint4& {
-    return shared_piece(s_tile + Layout::at(flat / Layout::kPieces, flat % Layout::kPieces));
+  const auto chunk = [&](int flat) -> uint4& {
+    return shared_chunk(s_tile + Layout::at(flat / Layout::kChunks, flat % Layout::kChunks));
   };
-  return sanitise_pieces<Element, kBounded, kRows * Layout::kPieces, kThreads, 4>(thread, piece);
+  return sanitise_chunks<Element, kBounded, kRows * Layout::kChunks, kThreads, 4>(thread, chunk);
 }
 
 /// Adds the non-finite values of keys [first_key, end_key) to the rows of out, [first_query, end_query), that see them:

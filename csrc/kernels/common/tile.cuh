@@ -1,7 +1,7 @@
-// Tiles in shared memory: rows of kColumns elements in pieces of 16 bytes. ldmatrix reads eight rows of one column of
-// pieces at once; the swizzle puts these in eight different groups of banks.
+// Tiles in shared memory: rows of kColumns elements in 16-byte chunks. ldmatrix reads eight rows of one column of
+// chunks at once; the swizzle puts these in eight different groups of banks.
 //
-// The swizzle permutes pieces within 128 bytes, by the last three bits of the row. So a lane computes its address once,
+// The swizzle permutes chunks within 128 bytes, by the last three bits of the row. So a lane computes its address once,
 // and a step of 32 bytes along the row is one XOR and one addition: at_step().
 #pragma once
 
@@ -15,16 +15,16 @@ namespace flash_ext {
 /// kColumns elements a row; rows are padded to a multiple of 128 bytes, over which the swizzle reaches.
 template <class Element, int kColumns>
 struct TileLayout {
-  static constexpr int kPieceElements = 16 / sizeof(Element);
-  static constexpr int kPieces = kColumns / kPieceElements;  // that hold elements
+  static constexpr int kChunkElements = 16 / sizeof(Element);
+  static constexpr int kChunks = kColumns / kChunkElements;  // that hold elements
   static constexpr int kRowBytes = (kColumns * static_cast<int>(sizeof(Element)) + 127) / 128 * 128;
-  static_assert(kColumns % kPieceElements == 0, "rows are made of whole pieces");
+  static_assert(kColumns % kChunkElements == 0, "rows are made of whole chunks");
 
   static constexpr int bytes(int rows) { return rows * kRowBytes; }
 
-  /// Byte offset of a piece.
-  __device__ __forceinline__ static uint32_t at(int row, int piece) {
-    return static_cast<uint32_t>(row * kRowBytes + (((piece & ~7) | ((piece ^ row) & 7)) << 4));
+  /// Byte offset of a chunk.
+  __device__ __forceinline__ static uint32_t at(int row, int chunk) {
+    return static_cast<uint32_t>(row * kRowBytes + (((chunk & ~7) | ((chunk ^ row) & 7)) << 4));
   }
 };
 
@@ -61,21 +61,21 @@ template <class Element, int kColumns, int kThreads, int kRows, class Rows>
 __device__ __forceinline__ void load_tile(uint32_t s_tile, const Rows& rows, int first, int num_rows, int columns,
                                           int thread = static_cast<int>(threadIdx.x)) {
   using Layout = TileLayout<Element, kColumns>;
-  constexpr int kPieces = Layout::kPieces;
-  static_assert(kThreads % kPieces == 0 && kRows % (kThreads / kPieces) == 0, "threads share the pieces evenly");
-  constexpr int kStep = kThreads / kPieces;
-  const int piece = thread % kPieces, thread_row = thread / kPieces;
-  const int column = Layout::kPieceElements * piece;
+  constexpr int kChunks = Layout::kChunks;
+  static_assert(kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0, "threads share the chunks evenly");
+  constexpr int kStep = kThreads / kChunks;
+  const int chunk = thread % kChunks, thread_row = thread / kChunks;
+  const int column = Layout::kChunkElements * chunk;
   // Nearly all tiles: no bounds to look at, and one addition a row.
   if (rows.evenly_spaced() && first + kRows <= num_rows && columns == kColumns) {
-    auto* g_piece = rows.base + (first + thread_row) * rows.row_stride + column;
+    auto* g_chunk = rows.base + (first + thread_row) * rows.row_stride + column;
     const int64_t step = kStep * rows.row_stride;
-    const uint32_t s_first = s_tile + Layout::at(thread_row, piece);
+    const uint32_t s_first = s_tile + Layout::at(thread_row, chunk);
     static_assert(kStep % 8 == 0 || 8 % kStep == 0, "rows that follow differ in bits that the first row has not");
 #pragma unroll
-    for (int k = 0; k < kRows / kStep; ++k, g_piece += step) {
+    for (int k = 0; k < kRows / kStep; ++k, g_chunk += step) {
       const uint32_t swizzle = static_cast<uint32_t>((k * kStep) & 7) << 4;
-      ptx::cp_async_16((s_first ^ swizzle) + k * kStep * Layout::kRowBytes, g_piece);
+      ptx::cp_async_16((s_first ^ swizzle) + k * kStep * Layout::kRowBytes, g_chunk);
     }
     return;
   }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_tile(uint32_t s_tile, const Rows& rows, int
 #pragma unroll 1
   for (int k = 0; k < kRows / kStep; ++k) {
     const bool valid = k * kStep < valid_rows;
-    ptx::cp_async_16(s_tile + Layout::at(thread_row + k * kStep, piece),
+    ptx::cp_async_16(s_tile + Layout::at(thread_row + k * kStep, chunk),
                      rows.row(valid ? first + thread_row + k * kStep : 0) + (valid ? column : 0), valid);
   }
 }
@@ -103,11 +103,11 @@ template <class Element, int kColumns, class Rows>
 __device__ __forceinline__ void store_rows(uint32_t s_tile, const Rows& rows, int first, int count, int first_row,
                                            int num_rows, int columns, int lane) {
   using Layout = TileLayout<Element, kColumns>;
-  for (int k = lane; k < count * Layout::kPieces; k += 32) {
-    const int row = first + k / Layout::kPieces, piece = k % Layout::kPieces;
-    if (first_row + row >= num_rows || Layout::kPieceElements * piece >= columns) continue;
-    const uint4 value = load_shared<uint4>(s_tile + Layout::at(row, piece));
-    *reinterpret_cast<uint4*>(rows.row(first_row + row) + Layout::kPieceElements * piece) = value;
+  for (int k = lane; k < count * Layout::kChunks; k += 32) {
+    const int row = first + k / Layout::kChunks, chunk = k % Layout::kChunks;
+    if (first_row + row >= num_rows || Layout::kChunkElements * chunk >= columns) continue;
+    const uint4 value = load_shared<uint4>(s_tile + Layout::at(row, chunk));
+    *reinterpret_cast<uint4*>(rows.row(first_row + row) + Layout::kChunkElements * chunk) = value;
   }
 }
 

@@ -165,7 +165,7 @@ struct Tf32Products {
         x[4 * k + kOfHalf * half + kOfRow] = load_shared<float>(next_row(s_row));
       }
   }
-  /// From an even row of the tile, the same column of the next one: the swizzle exchanges neighbouring pieces.
+  /// From an even row of the tile, the same column of the next one: the swizzle exchanges neighbouring chunks.
   __device__ __forceinline__ static uint32_t next_row(uint32_t s_even_row) { return (s_even_row ^ 16) + kRowBytes; }
 
   /// Four numbers for tensor cores, which do not look at the 13 low bits.

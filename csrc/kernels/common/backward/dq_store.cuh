@@ -1,13 +1,13 @@
 // dQ while many CTAs sum it in float. It lies in the order of the accumulators of the warps that add to it, so that an
-// addition of a warp is one contiguous piece. A kernel at the end converts it to rows.
+// addition of a warp is one contiguous slice. A kernel at the end converts it to rows.
 #pragma once
 
+#include "eight_of_row.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/flag.h"
 #include "kernels/ptx/grid_dependency.h"
 #include "kernels/ptx/reduction.h"
-#include "row_piece.cuh"
 #include "row_terms.cuh"
 #include "workspace.h"
 
@@ -52,14 +52,14 @@ struct DqLayout {
 
   /// Element e of the lanes 4 g + t, for t = 0..3: rows g (e < 2) and g + 8, columns 2 t + e % 2.
   __device__ __forceinline__ static void load_quad(const float* g_fragment, int g, float (&x)[4][4]) {
-    const float4* const pieces = reinterpret_cast<const float4*>(g_fragment);
+    const float4* const float4s = reinterpret_cast<const float4*>(g_fragment);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #if __CUDA_ARCH__ >= 900
-      const float4 lane = pieces[4 * g + k];
+      const float4 lane = float4s[4 * g + k];
       x[k][0] = lane.x, x[k][1] = lane.y, x[k][2] = lane.z, x[k][3] = lane.w;
 #else
-      const float4 element = pieces[8 * k + g];
+      const float4 element = float4s[8 * k + g];
       x[0][k] = element.x, x[1][k] = element.y, x[2][k] = element.z, x[3][k] = element.w;
 #endif
     }
@@ -83,13 +83,13 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
 #pragma unroll 2
   for (int flat = threadIdx.x; flat < kBlockM * kHeadDim / 16; flat += kStoreDqThreads) {
     if constexpr (Layout::kTransposed) {
-      const typename Layout::FragmentPiece piece(flat);
-      const int i = first + piece.row;
-      if (piece.column >= p.head_dim || i >= sequence.seqlen_q) continue;
+      const typename Layout::FragmentPart part(flat);
+      const int i = first + part.row;
+      if (part.column >= p.head_dim || i >= sequence.seqlen_q) continue;
       float x[4][4];
-      piece.load(workspace, tile * kBlockM, head, x);
-      store_row_piece(rows.row(i) + piece.column, x, 0, scale);
-      if (i + 1 < sequence.seqlen_q) store_row_piece(rows.row(i + 1) + piece.column, x, 2, scale);
+      part.load(workspace, tile * kBlockM, head, x);
+      store_eight_of_row(rows.row(i) + part.column, x, 0, scale);
+      if (i + 1 < sequence.seqlen_q) store_eight_of_row(rows.row(i + 1) + part.column, x, 2, scale);
     } else {
       const int n = flat % Layout::kN, g = flat / Layout::kN % 8;
       const int m = flat / Layout::kN / 8 % Layout::kM, warp = flat / Layout::kN / 8 / Layout::kM;
@@ -98,8 +98,8 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
       if (column >= p.head_dim || i >= sequence.seqlen_q) continue;
       float x[4][4];
       Layout::load_quad(g_tile + Layout::fragment(warp, m, n), g, x);
-      store_row_piece(rows.row(i) + column, x, 0, scale);
-      if (i + 8 < sequence.seqlen_q) store_row_piece(rows.row(i + 8) + column, x, 2, scale);
+      store_eight_of_row(rows.row(i) + column, x, 0, scale);
+      if (i + 8 < sequence.seqlen_q) store_eight_of_row(rows.row(i + 8) + column, x, 2, scale);
     }
   }
 }

@@ -107,15 +107,15 @@ template <class T, int kThreads, int kRows, int kKeys>
 __device__ __forceinline__ void copy_bias(uint32_t s_tile, const T* g_head, int64_t row_stride,
                                           const Sequence& sequence, int first_query, int first_key) {
   using Layout = TileLayout<T, kKeys>;
-  constexpr int kPieces = Layout::kPieces, kStep = kThreads / kPieces;
-  const int piece = threadIdx.x % kPieces, thread_row = threadIdx.x / kPieces;
-  const int column = first_key + piece * Layout::kPieceElements;
+  constexpr int kChunks = Layout::kChunks, kStep = kThreads / kChunks;
+  const int chunk = threadIdx.x % kChunks, thread_row = threadIdx.x / kChunks;
+  const int column = first_key + chunk * Layout::kChunkElements;
   const int bytes = min(max(sequence.seqlen_k - column, 0) * static_cast<int>(sizeof(T)), 16);
   const int rows = bytes > 0 ? sequence.seqlen_q - first_query : 0;
-  const T* g_piece = g_head + (first_query + thread_row) * row_stride + column;
+  const T* g_chunk = g_head + (first_query + thread_row) * row_stride + column;
 #pragma unroll 1
-  for (int row = thread_row; row < kRows; row += kStep, g_piece += kStep * row_stride)
-    ptx::cp_async_16_of(s_tile + Layout::at(row, piece), row < rows ? g_piece : g_head, row < rows ? bytes : 0);
+  for (int row = thread_row; row < kRows; row += kStep, g_chunk += kStep * row_stride)
+    ptx::cp_async_16_of(s_tile + Layout::at(row, chunk), row < rows ? g_chunk : g_head, row < rows ? bytes : 0);
 }
 
 /// The same for what cannot be copied by 16 bytes: other strides, or double, of which floats are kept.
@@ -128,8 +128,8 @@ __device__ __forceinline__ void load_bias_elements(uint32_t s_tile, const T* g_h
     const int row = flat / kKeys, column = flat % kKeys, i = first_query + row, j = first_key + column;
     const bool inside = i < sequence.seqlen_q && j < sequence.seqlen_k;
     const T value = inside ? g_head[i * bias.row_stride + j * bias.col_stride] : T();
-    store_shared(s_tile + Layout::at(row, column / Layout::kPieceElements) +
-                     column % Layout::kPieceElements * static_cast<int>(sizeof(Kept)),
+    store_shared(s_tile + Layout::at(row, column / Layout::kChunkElements) +
+                     column % Layout::kChunkElements * static_cast<int>(sizeof(Kept)),
                  static_cast<Kept>(value));
   }
 }

@@ -15,7 +15,7 @@ constexpr int kRowTermThreads = 256;
 static_assert(kRowTermThreads / 32 == kLargeParts, "each warp has a flag of a tile");
 constexpr int kRowTermCtas = 4;  // an SM's at least: ptxas' own choice of registers spills
 
-/// Dot product of pieces of 16 bytes.
+/// Dot product of 16-byte chunks.
 template <class Element>
 __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
   constexpr int kElements = 16 / sizeof(Element);
@@ -28,8 +28,8 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 }
 
 template <class Element>
-__device__ __forceinline__ bool is_finite(const uint4& piece) {
-  return !NonFinite<Element>::in_piece(piece);
+__device__ __forceinline__ bool is_finite(const uint4& chunk) {
+  return !NonFinite<Element>::in_chunk(chunk);
 }
 
 struct RowTerms {
@@ -105,8 +105,8 @@ struct RowTileOfCta {
 template <class Element, int kHeadDim, int kBlockM, bool kPermuted = false, bool kDqInPlanes = false>
 __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const BackwardWorkspace& workspace,
                                                 const volatile RowTileOfCta& cta, int head) {
-  constexpr int kPiece = 16 / sizeof(Element);
-  constexpr int kLanes = kHeadDim / kPiece < 32 ? kHeadDim / kPiece : 32;  // that share a row
+  constexpr int kChunk = 16 / sizeof(Element);
+  constexpr int kLanes = kHeadDim / kChunk < 32 ? kHeadDim / kChunk : 32;  // that share a row
   const int tile_of_cta = cta.tile, batch = cta.batch;
   const Sequence sequence(p, batch, head);
   const int first = tile_of_cta * kBlockM;
@@ -135,11 +135,11 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     float sum = 0.0f;
     bool finite = true;
     if (inside && workspace.has_non_finite) {
-      for (int d = lane * kPiece; d < p.head_dim; d += kLanes * kPiece)
+      for (int d = lane * kChunk; d < p.head_dim; d += kLanes * kChunk)
         all_finite &= is_finite<Element>(*reinterpret_cast<const uint4*>(queries.row(i) + d));
     }
     if (inside && p.grad_out.data) {
-      for (int d = lane * kPiece; d < p.head_dim_v; d += kLanes * kPiece) {
+      for (int d = lane * kChunk; d < p.head_dim_v; d += kLanes * kChunk) {
         const uint4 gradient = *reinterpret_cast<const uint4*>(grad_out.row(i) + d);
         finite &= is_finite<Element>(gradient);
         sum += dot<Element>(gradient, *reinterpret_cast<const uint4*>(out.row(i) + d));

@@ -57,7 +57,7 @@ struct BackwardSchedule {
 };
 
 /// Queries that an anchored key tile skips are a multiple of so many: row terms of 16 queries are permuted
-/// (term_position), sums of dQ^T lie in pieces of 8.
+/// (term_position), sums of dQ^T lie in fragments of 8.
 constexpr int kSkippedQueries = 16;
 
 /// A key tile, and the query tiles that see some of it. kAnchored: its sequence begins with the first query that does.

@@ -4,9 +4,9 @@
 // A fragment is a warp's part of 16 keys and 8 columns: four floats of each lane, side by side.
 #pragma once
 
+#include "eight_of_row.cuh"
 #include "kernels/launch.h"
 #include "kernels/ptx/grid_dependency.h"
-#include "row_piece.cuh"
 #include "schedule.cuh"
 
 namespace flash_ext {
@@ -73,8 +73,8 @@ static __global__ void __launch_bounds__(kCombineThreads)
   float x[4][4];
   sum_splits(x, sum_fragment<kHeadDim>(g_sums, fragment_row, column), g, splits, schedule.slot_elements);
   const auto rows = key_rows<Element, false>(p, view, keys.sequence);
-  store_row_piece(rows.row(row) + 8 * column, x, 0, 1.0f);
-  if (row + 8 < seqlen_k) store_row_piece(rows.row(row + 8) + 8 * column, x, 2, 1.0f);
+  store_eight_of_row(rows.row(row) + 8 * column, x, 0, 1.0f);
+  if (row + 8 < seqlen_k) store_eight_of_row(rows.row(row + 8) + 8 * column, x, 2, 1.0f);
 }
 
 /// Runs behind the kernel that stores the sums. Launches nothing where no tile is split. kAnchored: as its KeyTile.

@@ -50,24 +50,24 @@ struct VisibilityTileOfCta {
   }
 };
 
-/// Reads a tile of a mask: calls store(row, piece, bits) for each 16 keys of a row, 0 of queries for which exists(i) is
+/// Reads a tile of a mask: calls store(row, chunk, bits) for each 16 keys of a row, 0 of queries for which exists(i) is
 /// false. `any` and `all` become what the whole CTA finds.
 template <int kBlockM, int kBlockN, class Exists, class Store>
 __device__ __forceinline__ void read_mask_tile(const MaskRows& mask, int first_query, int first_key, int seqlen_k,
                                                bool& any, bool& all, Exists exists, Store store) {
-  constexpr int kPieces = kBlockN / 16;  // of a row of the mask, 16 bytes each
+  constexpr int kChunks = kBlockN / 16;  // of a row of the mask, 16 bytes each
   any = false;
 #pragma unroll 1
-  for (int flat = threadIdx.x; flat < kBlockM * kPieces; flat += kVisibilityThreads) {
-    const int row = flat / kPieces, piece = flat % kPieces;
-    const int i = first_query + row, j = first_key + 16 * piece;
+  for (int flat = threadIdx.x; flat < kBlockM * kChunks; flat += kVisibilityThreads) {
+    const int row = flat / kChunks, chunk = flat % kChunks;
+    const int i = first_query + row, j = first_key + 16 * chunk;
     uint32_t bits = 0;
     if (exists(i) && j < seqlen_k) {
       bits = mask_bits(mask, i, j, seqlen_k);
       any |= bits != 0;
       all &= bits == (0xFFFFu >> max(j + 16 - seqlen_k, 0));
     }
-    store(row, piece, static_cast<uint16_t>(bits));
+    store(row, chunk, static_cast<uint16_t>(bits));
   }
   any = __syncthreads_or(any);
   all = __syncthreads_and(all);
@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(kVisibilityThreads)
     auto* const g_halves = reinterpret_cast<uint16_t*>(tile.words(tiles));
     read_mask_tile<kBlockM, kBlockN>(
         mask, first_query, first_key, seqlen_k, any, all, [&](int i) { return i < seqlen_q || mask.row_stride == 0; },
-        [&](int row, int piece, uint16_t bits) { g_halves[(piece / 2 * kBlockM + row) * 2 + piece % 2] = bits; });
+        [&](int row, int chunk, uint16_t bits) { g_halves[(chunk / 2 * kBlockM + row) * 2 + chunk % 2] = bits; });
   }
   if (threadIdx.x != 0) return;
   TileState state = !any ? kTileHidden : all ? kTileVisible : kTileMasked;

@@ -16,7 +16,7 @@ template <class Element>
 static __global__ void __launch_bounds__(kBiasRowTermThreads)
     bias_row_terms_kernel(const __grid_constant__ BackwardParams p, float* delta, unsigned row_blocks,
                           const __grid_constant__ LongDivisor rows_of_entry) {
-  constexpr int kPiece = 16 / sizeof(Element);
+  constexpr int kChunk = 16 / sizeof(Element);
   const int64_t rows = rows_of_head(p), head = blockIdx.x / row_blocks;
   const int64_t n = int64_t{blockIdx.x % row_blocks} * kRowTermRows + threadIdx.x / kRowTermLanes;
   const int64_t batch = static_cast<int64_t>(rows_of_entry.quotient(n)), i = n - batch * rows_of_entry.value;
@@ -28,10 +28,10 @@ static __global__ void __launch_bounds__(kBiasRowTermThreads)
              head * view.head_stride;
     };
     const Element *const grad_out = row_of(p.grad_out), *const out = row_of(p.out);
-    for (int d = lane * kPiece; d < p.head_dim_v; d += kRowTermLanes * kPiece) {
+    for (int d = lane * kChunk; d < p.head_dim_v; d += kRowTermLanes * kChunk) {
       const uint4 x = *reinterpret_cast<const uint4*>(grad_out + d), y = *reinterpret_cast<const uint4*>(out + d);
 #pragma unroll
-      for (int k = 0; k < kPiece; ++k)
+      for (int k = 0; k < kChunk; ++k)
         sum += static_cast<float>(reinterpret_cast<const Element*>(&x)[k]) *
                static_cast<float>(reinterpret_cast<const Element*>(&y)[k]);
     }

@@ -171,7 +171,7 @@ struct ScoreTiles {
 template <int kRows, int kKeys, int kThreads>
 struct BiasSum {
   static constexpr int kBytes = kRows * kKeys * 4;
-  static constexpr int kPiece = 8;  // columns
+  static constexpr int kColumns = 8;  // of a row, stored at once
 
   float* s_sum;
 
@@ -231,18 +231,18 @@ struct BiasSum {
     const auto start = reinterpret_cast<uint64_t>(g_tile), stride = static_cast<uint64_t>(d.row_stride) * sizeof(T);
     if (!is_full || d.row_stride == 0 || d.col_stride != 1 || (start | stride) % 16 != 0)
       return store_elements(p, g_tile, first_row, first_column);
-    constexpr int kPieces = kKeys / kPiece;
+    constexpr int kPerRow = kKeys / kColumns;
 #pragma unroll 4
-    for (int n = threadIdx.x; n < kRows * kPieces; n += kThreads) {
-      const int row = n / kPieces, column = n % kPieces * kPiece;
-      const float4* const s_piece = reinterpret_cast<const float4*>(s_sum + at(row, column));
-      const float4 x = s_piece[0], y = s_piece[1];
-      auto* const g_piece = reinterpret_cast<uint4*>(g_tile + row * d.row_stride + column);
+    for (int n = threadIdx.x; n < kRows * kPerRow; n += kThreads) {
+      const int row = n / kPerRow, column = n % kPerRow * kColumns;
+      const float4* const s_values = reinterpret_cast<const float4*>(s_sum + at(row, column));
+      const float4 x = s_values[0], y = s_values[1];
+      auto* const g_values = reinterpret_cast<uint4*>(g_tile + row * d.row_stride + column);
       if constexpr (sizeof(T) == 4) {
-        reinterpret_cast<float4*>(g_piece)[0] = x;
-        reinterpret_cast<float4*>(g_piece)[1] = y;
+        reinterpret_cast<float4*>(g_values)[0] = x;
+        reinterpret_cast<float4*>(g_values)[1] = y;
       } else {
-        *g_piece =
+        *g_values =
             uint4{ptx::pack2<T>(x.x, x.y), ptx::pack2<T>(x.z, x.w), ptx::pack2<T>(y.x, y.y), ptx::pack2<T>(y.z, y.w)};
       }
     }

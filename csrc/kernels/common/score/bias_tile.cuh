@@ -68,27 +68,27 @@ struct BiasTile {
   template <class T>
   __device__ __forceinline__ void load_as(const Sequence& sequence, int first_query, int first_key) const {
     using Layout = TileLayout<T, kKeys>;
-    constexpr int kPieces = Layout::kPieces, kStep = 32 / kPieces;
-    const int first_row = lane / kPieces, piece = lane % kPieces, column = first_key + piece * Layout::kPieceElements;
+    constexpr int kChunks = Layout::kChunks, kStep = 32 / kChunks;
+    const int first_row = lane / kChunks, chunk = lane % kChunks, column = first_key + chunk * Layout::kChunkElements;
     const int bytes = min(max(sequence.seqlen_k - column, 0) * static_cast<int>(sizeof(T)), 16);
     const int rows = bias.row_stride == 0 ? 1 : min(sequence.seqlen_q - first_query, kRows);
     const T* const g_head =
         static_cast<const T*>(bias.data) + sequence.batch * bias.batch_stride + sequence.head * bias.head_stride;
-    const T* g_piece = g_head + (first_query + first_row) * bias.row_stride + column;
-    const uint32_t s_first = s_tile + Layout::at(first_row, piece);
+    const T* g_chunk = g_head + (first_query + first_row) * bias.row_stride + column;
+    const uint32_t s_first = s_tile + Layout::at(first_row, chunk);
     const int64_t step = kStep * bias.row_stride;
     const auto s_row = [&](int k) {
       return (s_first ^ (static_cast<uint32_t>((k * kStep) & 7) << 4)) + k * kStep * Layout::kRowBytes;
     };
     if (rows == kRows && first_key + kKeys <= sequence.seqlen_k) {  // nearly always
 #pragma unroll
-      for (int k = 0; k < kRows / kStep; ++k, g_piece += step) ptx::cp_async_16(s_row(k), g_piece);
+      for (int k = 0; k < kRows / kStep; ++k, g_chunk += step) ptx::cp_async_16(s_row(k), g_chunk);
       return;
     }
 #pragma unroll 1
-    for (int k = 0; k < kRows / kStep; ++k, g_piece += step) {
+    for (int k = 0; k < kRows / kStep; ++k, g_chunk += step) {
       const bool valid = bytes > 0 && first_row + k * kStep < rows;
-      ptx::cp_async_16_of(s_row(k), valid ? g_piece : g_head, valid ? bytes : 0);
+      ptx::cp_async_16_of(s_row(k), valid ? g_chunk : g_head, valid ? bytes : 0);
       if (bias.row_stride == 0) return;
     }
   }
@@ -124,16 +124,16 @@ struct BiasTile {
 
   template <class T>
   __device__ __forceinline__ uint32_t pair_at(uint32_t s_lane, int n) const {
-    constexpr int kPiecesPerTile = 8 / TileLayout<T, kKeys>::kPieceElements;  // of 8 columns
-    const uint32_t piece = kPiecesPerTile * n;
-    return (s_lane ^ ((piece & 7) << 4)) + (piece >> 3) * 128;
+    constexpr int kChunksPerTile = 8 / TileLayout<T, kKeys>::kChunkElements;  // of 8 columns
+    const uint32_t chunk = kChunksPerTile * n;
+    return (s_lane ^ ((chunk & 7) << 4)) + (chunk >> 3) * 128;
   }
   template <class T>
   __device__ __forceinline__ uint32_t lane_at(int row) const {
     using Layout = TileLayout<T, kKeys>;
     const int column = 2 * (lane % 4);
-    return s_tile + Layout::at(row, column / Layout::kPieceElements) +
-           column % Layout::kPieceElements * static_cast<int>(sizeof(T));
+    return s_tile + Layout::at(row, column / Layout::kChunkElements) +
+           column % Layout::kChunkElements * static_cast<int>(sizeof(T));
   }
 
   template <class Pair, int kM, int kN, class F>

@@ -12,8 +12,8 @@ inline int64_t bias_element_bytes(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-/// Whether rows of elements of `bytes` bytes can be copied in pieces of 16 bytes.
-inline bool has_rows_of_pieces(const ScoreView& view, int64_t bytes) {
+/// Whether rows of elements of `bytes` bytes can be copied in 16-byte chunks.
+inline bool has_rows_of_chunks(const ScoreView& view, int64_t bytes) {
   if (!view.data || view.col_stride != 1) return false;
   const int64_t strides[] = {view.batch_stride, view.head_stride, view.row_stride};
   bool aligned = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
@@ -21,9 +21,9 @@ inline bool has_rows_of_pieces(const ScoreView& view, int64_t bytes) {
   return aligned;
 }
 
-/// Whether bias tiles can be copied in pieces: elements of 2 or 4 bytes, aligned rows.
+/// Whether bias tiles can be copied in chunks: elements of 2 or 4 bytes, aligned rows.
 inline bool can_stage_bias(const ScoreView& bias) {
-  return bias.dtype != DType::kFloat64 && has_rows_of_pieces(bias, bias_element_bytes(bias.dtype));
+  return bias.dtype != DType::kFloat64 && has_rows_of_chunks(bias, bias_element_bytes(bias.dtype));
 }
 
 /// Whether it is a per-key bias or mask.

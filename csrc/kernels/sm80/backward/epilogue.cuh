@@ -16,7 +16,7 @@ struct BackwardSums : BackwardSoftmax<Config> {
   using typename Base::Element, typename Base::Rows;
 
   /// dV goes through the tile of V, which is no longer needed, and dK through those of Q once the dS warps are done, so
-  /// that both leave in 16-byte pieces.
+  /// that both leave in 16-byte chunks.
   __device__ __forceinline__ void store_sums() {
     if (work_tile.sums) return store_split();
     const int lane = rematerialise(this->lane);

@@ -66,7 +66,7 @@ struct BackwardProducts : BackwardLoads<Config> {
     }
   }
 
-  /// The warp's part of dQ of a step, from dS^T number n; piece by piece where registers do not hold it at once.
+  /// The warp's part of dQ of a step, from dS^T number n; slice by slice where registers do not hold it at once.
   __device__ __forceinline__ void add_dq(const BackwardStep& step, int n) const {
     if (!p.dq.data) return;
     float* const g_tile = workspace.dq + tile_index(step) * (kBlockM * kHeadDim);

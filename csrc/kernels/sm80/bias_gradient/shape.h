@@ -24,7 +24,7 @@ struct BiasShared {
 /// What it depends on.
 struct BiasSharedOf {
   bool is_float;        // q
-  bool bias_in_pieces;  // of 16 bytes
+  bool bias_in_chunks;  // of 16 bytes
   DType bias_dtype;
   bool masked;        // by a mask or a block mask
   int of_cta, of_sm;  // bytes of shared memory that there are
@@ -57,7 +57,7 @@ constexpr BiasShared bias_shared_with(const BiasSharedOf& call, int stages, bool
 /// memory.
 constexpr BiasShared bias_shared(const BiasSharedOf& call) {
   const int of_several = call.of_sm / kBiasCtasPerSm - kReservedSharedBytes;
-  for (const bool stages_bias : {call.bias_in_pieces, false})
+  for (const bool stages_bias : {call.bias_in_chunks, false})
     for (const int available : {std::min(call.of_cta, of_several), call.of_cta})
       for (int stages = kMaxBiasStages; stages >= kMinBiasStages; --stages) {
         const BiasShared plan = bias_shared_with(call, stages, stages_bias);

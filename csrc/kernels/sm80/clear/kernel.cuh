@@ -22,7 +22,7 @@ struct ClearTargets {
   int64_t batch_bytes[2] = {};
   int64_t row_bytes[2] = {};
   int64_t head_bytes[2] = {};
-  int64_t pieces[2] = {};  // of 16 bytes, of one head
+  int64_t chunks[2] = {};  // of 16 bytes, of one head
   int64_t heads = 0;
   LseView lse;
   float lse_value = 0.0f;
@@ -69,8 +69,8 @@ __device__ __forceinline__ void clear_row(const ClearTargets& targets, int64_t b
     if (targets.rows[k] == nullptr) continue;
     char* const base = targets.rows[k] + batch * targets.batch_bytes[k] + row * targets.row_bytes[k];
     for (int64_t head = 0; head < targets.heads; ++head) {
-      uint4* const pieces = reinterpret_cast<uint4*>(base + head * targets.head_bytes[k]);
-      for (int64_t piece = lane; piece < targets.pieces[k]; piece += 32) pieces[piece] = uint4{0, 0, 0, 0};
+      uint4* const chunks = reinterpret_cast<uint4*>(base + head * targets.head_bytes[k]);
+      for (int64_t chunk = lane; chunk < targets.chunks[k]; chunk += 32) chunks[chunk] = uint4{0, 0, 0, 0};
     }
   }
   if (targets.lse.data == nullptr) return;
@@ -98,7 +98,7 @@ inline void set_target(ClearTargets& targets, int k, const TensorView& view, DTy
   targets.batch_bytes[k] = view.batch_stride * size;
   targets.row_bytes[k] = view.row_stride * size;
   targets.head_bytes[k] = view.head_stride * size;
-  targets.pieces[k] = head_dim * size / 16;
+  targets.chunks[k] = head_dim * size / 16;
 }
 
 template <bool kKeys>

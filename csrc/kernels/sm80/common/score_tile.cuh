@@ -68,8 +68,8 @@ struct ScoreTile {
   __device__ __forceinline__ uint32_t slab(int n) const { return s_slabs + n * kTileBytes; }
   /// Byte offset of an element of a slab.
   __device__ __forceinline__ static uint32_t element_at(int row, int column) {
-    constexpr int kPiece = Products::Layout::kPieceElements;
-    return Products::Layout::at(row, column / kPiece) + column % kPiece * static_cast<int>(sizeof(Element));
+    constexpr int kChunk = Products::Layout::kChunkElements;
+    return Products::Layout::at(row, column / kChunk) + column % kChunk * static_cast<int>(sizeof(Element));
   }
 
   /// Whether some query of the tile sees some key of it. Call it first.
@@ -122,7 +122,7 @@ struct ScoreTile {
   __device__ __forceinline__ void load_matrix(const ScoreView& view) const {
     const T* const g_matrix = place_in<const T>(view);
     if (rows_are_aligned<T>(view) && first_key + kScoreKeys <= sequence.seqlen_k) {
-      load_matrix_pieces(g_matrix, view.row_stride);
+      load_matrix_chunks(g_matrix, view.row_stride);
     } else {
       load_matrix_elements(g_matrix, view);
     }
@@ -150,7 +150,7 @@ struct ScoreTile {
            first_query * view.row_stride + first_key * view.col_stride;
   }
 
-  /// Whether the tile's rows of a matrix are made of pieces of 16 bytes.
+  /// Whether the tile's rows of a matrix are made of 16-byte chunks.
   template <class T>
   __device__ __forceinline__ bool rows_are_aligned(const ScoreView& view) const {
     const int64_t start = reinterpret_cast<int64_t>(place_in<T>(view)), stride = view.row_stride * sizeof(T);
@@ -258,25 +258,25 @@ struct ScoreTile {
   }
 
   template <class T>
-  __device__ __forceinline__ void load_matrix_pieces(const T* g_matrix, int64_t row_stride) const {
-    constexpr int kPiece = 16 / sizeof(T), kPieces = kScoreKeys / kPiece, kTogether = 4;  // loads under way at a time
-    const int column = threadIdx.x % kPieces * kPiece;
+  __device__ __forceinline__ void load_matrix_chunks(const T* g_matrix, int64_t row_stride) const {
+    constexpr int kChunk = 16 / sizeof(T), kChunks = kScoreKeys / kChunk, kTogether = 4;  // loads under way at a time
+    const int column = threadIdx.x % kChunks * kChunk;
 #pragma unroll 1
-    for (int first = threadIdx.x / kPieces; first < kScoreRows; first += kTogether * (kScoreThreads / kPieces)) {
-      uint4 pieces[kTogether];
+    for (int first = threadIdx.x / kChunks; first < kScoreRows; first += kTogether * (kScoreThreads / kChunks)) {
+      uint4 chunks[kTogether];
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
-        const int row = first + k * (kScoreThreads / kPieces);
-        pieces[k] = first_query + row < sequence.seqlen_q
+        const int row = first + k * (kScoreThreads / kChunks);
+        chunks[k] = first_query + row < sequence.seqlen_q
                         ? *reinterpret_cast<const uint4*>(g_matrix + row * row_stride + column)
                         : uint4{0, 0, 0, 0};
       }
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
-        const T* const values = reinterpret_cast<const T*>(&pieces[k]);
-        const int row = first + k * (kScoreThreads / kPieces);
+        const T* const values = reinterpret_cast<const T*>(&chunks[k]);
+        const int row = first + k * (kScoreThreads / kChunks);
 #pragma unroll
-        for (int e = 0; e < kPiece; e += 2)
+        for (int e = 0; e < kChunk; e += 2)
           store_shared(matrix_at(row, column + e),
                        float2{static_cast<float>(values[e]), static_cast<float>(values[e + 1])});
       }

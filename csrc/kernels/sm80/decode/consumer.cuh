@@ -116,10 +116,10 @@ struct DecodeWarp {
     using Test = NonFinite<Element>;
 #pragma unroll 1
     for (int flat = first; flat < Config::kStageBytes / 2 / 16; flat += step) {
-      const uint4 piece = shared_piece(s_v + flat * 16);
-      if (!Test::in_piece(piece)) continue;
+      const uint4 chunk = shared_chunk(s_v + flat * 16);
+      if (!Test::in_chunk(chunk)) continue;
       met_non_finite = true;
-      shared_piece(s_v + flat * 16) = Test::without(piece);
+      shared_chunk(s_v + flat * 16) = Test::without(chunk);
     }
   }
 

@@ -41,10 +41,10 @@ __device__ __forceinline__ void finish(const float* s_out, const float2* s_softm
   using Element = typename Config::Element;
   using Unit = ScoreUnit<Element>;
   constexpr int kColumns = 8;
-  const int pieces = static_cast<int>(p.head_dim_v) / kColumns;
+  const int eights = static_cast<int>(p.head_dim_v) / kColumns;
 #pragma unroll 1
-  for (int flat = threadIdx.x; flat < tile.rows * pieces; flat += Config::kThreads) {
-    const int row = flat / pieces, column = flat % pieces * kColumns;
+  for (int flat = threadIdx.x; flat < tile.rows * eights; flat += Config::kThreads) {
+    const int row = flat / eights, column = flat % eights * kColumns;
     float maximum = s_softmax_state[row].x;
 #pragma unroll
     for (int w = 1; w < Config::kKeyWarps; ++w) maximum = fmaxf(maximum, s_softmax_state[w * Config::kBlockM + row].x);
@@ -81,12 +81,12 @@ template <class Config>
 __device__ __forceinline__ void write_nothing(const ForwardParams& p, const DecodeGrid& grid, const DecodeTile& tile) {
   constexpr int kColumns = 8;
   const float zeros[kColumns] = {};
-  const int pieces = static_cast<int>(p.head_dim_v) / kColumns;
+  const int eights = static_cast<int>(p.head_dim_v) / kColumns;
 #pragma unroll 1
-  for (int flat = threadIdx.x; flat < tile.rows * pieces; flat += Config::kThreads) {
-    const DecodeRow<typename Config::Element> target(p, grid, tile.sequence, tile.first_row + flat / pieces);
-    if (flat % pieces == 0) *target.lse = -INFINITY;
-    store_eight(target.out + flat % pieces * kColumns, zeros, 1.0f);
+  for (int flat = threadIdx.x; flat < tile.rows * eights; flat += Config::kThreads) {
+    const DecodeRow<typename Config::Element> target(p, grid, tile.sequence, tile.first_row + flat / eights);
+    if (flat % eights == 0) *target.lse = -INFINITY;
+    store_eight(target.out + flat % eights * kColumns, zeros, 1.0f);
   }
 }
 

@@ -21,9 +21,9 @@ class KeyProducer {
   using Element = typename Config::Element;
   using Layout = typename Config::Layout;
   static constexpr int kRows = Config::kBlockN / Config::kTeam;  // of a tile, by one warp
-  static constexpr int kPieces = Layout::kPieces;
-  static constexpr int kStepRows = kPieces < 32 ? 32 / kPieces : 1;  // that a warp copies at a time
-  static constexpr int kStepPieces = kPieces < 32 ? kPieces : 32;
+  static constexpr int kChunks = Layout::kChunks;
+  static constexpr int kStepRows = kChunks < 32 ? 32 / kChunks : 1;  // that a warp copies at a time
+  static constexpr int kStepChunks = kChunks < 32 ? kChunks : 32;
 
  public:
   __device__ __forceinline__ KeyProducer(const ForwardParams& p, const Sequence& sequence, int begin, int end,
@@ -34,7 +34,7 @@ class KeyProducer {
         end_(end),
         first_row_(team_warp * kRows),
         lane_(lane),
-        in_one_piece_(table_ == nullptr && p.head_dim == Config::kHeadDim && p.head_dim_v == Config::kHeadDim),
+        copies_full_rows_(table_ == nullptr && p.head_dim == Config::kHeadDim && p.head_dim_v == Config::kHeadDim),
         tile_(begin + first_row_),
         next_(tile_ + lane % kRows) {
     k_ = head_of(p.k, sequence);
@@ -44,7 +44,7 @@ class KeyProducer {
 
   /// Loads K and V of the next tile, and moves on by `step` keys.
   __device__ __forceinline__ void load_next(uint32_t s_stage, int step) {
-    if (in_one_piece_ && tile_ + kRows <= end_) {
+    if (copies_full_rows_ && tile_ + kRows <= end_) {
       copy_full_rows(s_stage, k_, p_.k.row_stride);
       copy_full_rows(s_stage + Config::kStageBytes / 2, v_, p_.v.row_stride);
       move_on(step);
@@ -53,7 +53,7 @@ class KeyProducer {
     const KeyLocation location = location_;
     const char* k_row = k_ + (location.page * p_.k.batch_stride + location.slot * p_.k.row_stride) * sizeof(Element);
     const char* v_row = v_ + (location.page * p_.v.batch_stride + location.slot * p_.v.row_stride) * sizeof(Element);
-    const uint32_t existing = __ballot_sync(~0u, location.slot >= 0) >> lane_ / kStepPieces;
+    const uint32_t existing = __ballot_sync(~0u, location.slot >= 0) >> lane_ / kStepChunks;
     move_on(step);
     copy_rows(s_stage, k_row, existing, static_cast<int>(p_.head_dim));
     copy_rows(s_stage + Config::kStageBytes / 2, v_row, existing, static_cast<int>(p_.head_dim_v));
@@ -85,15 +85,15 @@ class KeyProducer {
 
   /// The common case, in few instructions: rows that all exist, at equal distances, and fill the tile's columns.
   __device__ __forceinline__ void copy_full_rows(uint32_t s_tile, const char* base, int64_t row_stride) {
-    const int lane_row = lane_ / kStepPieces, lane_piece = lane_ % kStepPieces;
+    const int lane_row = lane_ / kStepChunks, lane_chunk = lane_ % kStepChunks;
     const int64_t row_bytes = row_stride * static_cast<int64_t>(sizeof(Element));
-    const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_piece);
-    const char* source = base + (tile_ + lane_row) * row_bytes + 16 * lane_piece;
+    const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_chunk);
+    const char* source = base + (tile_ + lane_row) * row_bytes + 16 * lane_chunk;
 #pragma unroll
     for (int row = 0; row < kRows; row += kStepRows) {
 #pragma unroll
-      for (int piece = 0; piece < kPieces; piece += kStepPieces)
-        ptx::cp_async_16(at_row(s_lane, row) + piece * 16, source + piece * 16, true);
+      for (int chunk = 0; chunk < kChunks; chunk += kStepChunks)
+        ptx::cp_async_16(at_row(s_lane, row) + chunk * 16, source + chunk * 16, true);
       source += kStepRows * row_bytes;
     }
   }
@@ -104,19 +104,19 @@ class KeyProducer {
     return (s_lane ^ static_cast<uint32_t>((row & 7) << 4)) + row * Layout::kRowBytes;
   }
 
-  /// Each lane looks up one row and copies pieces of all rows. Rows that do not exist and columns beyond the tensor's
+  /// Each lane looks up one row and copies chunks of all rows. Rows that do not exist and columns beyond the tensor's
   /// become 0; their sources are not read.
   __device__ __forceinline__ void copy_rows(uint32_t s_tile, const char* my_row, uint32_t existing, int columns) {
-    const int lane_row = lane_ / kStepPieces, lane_piece = lane_ % kStepPieces;
-    const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_piece);
+    const int lane_row = lane_ / kStepChunks, lane_chunk = lane_ % kStepChunks;
+    const uint32_t s_lane = s_tile + Layout::at(first_row_ + lane_row, lane_chunk);
 #pragma unroll
-    for (int piece = 0; piece < kPieces; piece += kStepPieces) {
-      const uint32_t mine = Layout::kPieceElements * (piece + lane_piece) < columns ? existing : 0u;
+    for (int chunk = 0; chunk < kChunks; chunk += kStepChunks) {
+      const uint32_t mine = Layout::kChunkElements * (chunk + lane_chunk) < columns ? existing : 0u;
 #pragma unroll
       for (int row = 0; row < kRows; row += kStepRows) {
         const char* source =
             reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(my_row), row + lane_row));
-        ptx::cp_async_16(at_row(s_lane, row) + piece * 16, source + 16 * (piece + lane_piece), mine >> row & 1u);
+        ptx::cp_async_16(at_row(s_lane, row) + chunk * 16, source + 16 * (chunk + lane_chunk), mine >> row & 1u);
       }
     }
   }
@@ -127,7 +127,7 @@ class KeyProducer {
   const char* v_;
   int leftpad_, end_;
   int first_row_, lane_;
-  bool in_one_piece_;
+  bool copies_full_rows_;
   int tile_;  // the key of this warp's first row in the next tile
   int next_;  // the key of the row that this lane looks up, in the next tile
   KeyLocation location_;
@@ -142,13 +142,13 @@ __device__ __forceinline__ void load_query(uint32_t s_q, const ForwardParams& p,
   const Sequence& sequence = tile.sequence;
   const auto rows = query_rows<Element>(p.q, sequence);
 #pragma unroll 1
-  for (int flat = threadIdx.x; flat < Config::kBlockM * Layout::kPieces; flat += Config::kThreads) {
-    const int row = flat / Layout::kPieces, piece = flat % Layout::kPieces;
-    const bool valid = row < tile.rows && Layout::kPieceElements * piece < p.head_dim;
+  for (int flat = threadIdx.x; flat < Config::kBlockM * Layout::kChunks; flat += Config::kThreads) {
+    const int row = flat / Layout::kChunks, chunk = flat % Layout::kChunks;
+    const bool valid = row < tile.rows && Layout::kChunkElements * chunk < p.head_dim;
     const int at = valid ? tile.first_row + row : 0, query = static_cast<int>(grid.group.quotient(at));
     const int head = at - query * static_cast<int>(grid.group.value);
     const Element* source = rows.row(query) + head * p.q.head_stride;
-    ptx::cp_async_16(s_q + Layout::at(row, piece), source + (valid ? Layout::kPieceElements * piece : 0), valid);
+    ptx::cp_async_16(s_q + Layout::at(row, chunk), source + (valid ? Layout::kChunkElements * chunk : 0), valid);
   }
 }
 

@@ -149,9 +149,9 @@ struct DecodeRow {
 template <class Element>
 __device__ __forceinline__ void store_eight(Element* target, const float (&values)[8], float scale) {
   if constexpr (sizeof(Element) == 4) {
-    float4* pieces = reinterpret_cast<float4*>(target);
-    pieces[0] = make_float4(values[0] * scale, values[1] * scale, values[2] * scale, values[3] * scale);
-    pieces[1] = make_float4(values[4] * scale, values[5] * scale, values[6] * scale, values[7] * scale);
+    float4* float4s = reinterpret_cast<float4*>(target);
+    float4s[0] = make_float4(values[0] * scale, values[1] * scale, values[2] * scale, values[3] * scale);
+    float4s[1] = make_float4(values[4] * scale, values[5] * scale, values[6] * scale, values[7] * scale);
   } else {
     *reinterpret_cast<uint4*>(target) = make_uint4(ptx::pack2<Element>(values[0] * scale, values[1] * scale),
                                                    ptx::pack2<Element>(values[2] * scale, values[3] * scale),

@@ -20,12 +20,12 @@ struct StartingBias {
 
   /// Without waiting. Keys from seqlen_k on and queries from seqlen_q on become 0.
   __device__ __forceinline__ void load(const Sequence& sequence, int first_query, int first_key) const {
-    constexpr int kPieces = Layout::kPieces, kStep = 32 / kPieces;
-    const int row = lane / kPieces, piece = lane % kPieces, column = first_key + piece * Layout::kPieceElements;
+    constexpr int kChunks = Layout::kChunks, kStep = 32 / kChunks;
+    const int row = lane / kChunks, chunk = lane % kChunks, column = first_key + chunk * Layout::kChunkElements;
     const Element* const g_head =
         static_cast<const Element*>(bias.data) + sequence.batch * bias.batch_stride + sequence.head * bias.head_stride;
-    const Element* g_piece = g_head + (first_query + row) * bias.row_stride + column;
-    const uint32_t s_first = s_tile + Layout::at(row, piece);
+    const Element* g_chunk = g_head + (first_query + row) * bias.row_stride + column;
+    const uint32_t s_first = s_tile + Layout::at(row, chunk);
     const int64_t step = kStep * bias.row_stride;
     const auto s_row = [&](int k) {
       return (s_first ^ (static_cast<uint32_t>((k * kStep) & 7) << 4)) + k * kStep * Layout::kRowBytes;
@@ -33,22 +33,22 @@ struct StartingBias {
     // Where the bias is the same for all queries its row is read once; all CTAs asking L2 for it by every row take
     // four times as long.
     if (bias.row_stride == 0 && first_key + kKeys <= sequence.seqlen_k) {
-      const uint4 of_all = __ldg(reinterpret_cast<const uint4*>(g_piece));
+      const uint4 of_all = __ldg(reinterpret_cast<const uint4*>(g_chunk));
 #pragma unroll
       for (int k = 0; k < kRows / kStep; ++k) store_shared(s_row(k), of_all);
       return;
     }
     if (first_query + kRows <= sequence.seqlen_q && first_key + kKeys <= sequence.seqlen_k) {
 #pragma unroll 8
-      for (int k = 0; k < kRows / kStep; ++k, g_piece += step) ptx::cp_async_16(s_row(k), g_piece);
+      for (int k = 0; k < kRows / kStep; ++k, g_chunk += step) ptx::cp_async_16(s_row(k), g_chunk);
       return;
     }
     const int bytes = min(max(sequence.seqlen_k - column, 0) * static_cast<int>(sizeof(Element)), 16);
     const int valid_rows = bytes == 0 ? 0 : sequence.seqlen_q - first_query - row;
 #pragma unroll 1
-    for (int k = 0; k < kRows / kStep; ++k, g_piece += step) {
+    for (int k = 0; k < kRows / kStep; ++k, g_chunk += step) {
       const bool valid = k * kStep < valid_rows;
-      ptx::cp_async_16_of(s_row(k), valid ? g_piece : g_head, valid ? bytes : 0);
+      ptx::cp_async_16_of(s_row(k), valid ? g_chunk : g_head, valid ? bytes : 0);
     }
   }
 

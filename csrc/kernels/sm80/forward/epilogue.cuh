@@ -15,7 +15,7 @@ struct ForwardOut : ForwardProducts<Config> {
   using typename Base::Element, typename Base::Products, typename Base::Unit;
 
   /// Normalises the rows; out goes through the warp's own rows of Q in shared memory, so that it leaves in 16-byte
-  /// pieces.
+  /// chunks.
   __device__ __forceinline__ void store() {
     const Sequence& sequence = work_tile.sequence;
     const int first_query = work_tile.first_query;

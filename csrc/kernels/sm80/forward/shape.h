@@ -15,9 +15,9 @@ namespace flash_ext::sm80 {
 enum class ForwardVariant {
   kPlain,      // scaled products within a window
   kComputes,   // softcap, ALiBi, any scale; at head dim 256 dropout alone
-  kReads,      // these, bias, masks, and keys that do not lie in one piece
-  kBias,       // plain, and a bias of the type of q, in pieces of 16 bytes
-  kFloatBias,  // plain, and a bias of floats, in pieces of 16 bytes
+  kReads,      // these, bias, masks, and keys in pages
+  kBias,       // plain, and a bias of the type of q, in 16-byte chunks
+  kFloatBias,  // plain, and a bias of floats, in 16-byte chunks
   kMask,       // plain, and a boolean mask
   kDrops,      // plain, and dropout
 };
@@ -26,7 +26,7 @@ enum class ForwardVariant {
 struct ForwardAsked {
   double softmax_scale, softcap;
   bool alibi, drops, mask, block_mask, paged;
-  bool bias, bias_in_pieces;  // of 16 bytes
+  bool bias, bias_in_chunks;  // of 16 bytes
   DType dtype, bias_dtype;
 };
 
@@ -37,7 +37,7 @@ constexpr ForwardVariant variant_of(const ForwardAsked& call) {
   if (call.block_mask || call.paged || (call.bias && call.mask)) return ForwardVariant::kReads;
   if (call.bias) {
     // Added to products: the scale must be one to divide by.
-    if (!plain || !call.bias_in_pieces || !is_normal_scale(call.softmax_scale)) return ForwardVariant::kReads;
+    if (!plain || !call.bias_in_chunks || !is_normal_scale(call.softmax_scale)) return ForwardVariant::kReads;
     return call.bias_dtype == call.dtype        ? ForwardVariant::kBias
            : call.bias_dtype == DType::kFloat32 ? ForwardVariant::kFloatBias
                                                 : ForwardVariant::kReads;

@@ -7,18 +7,18 @@
 
 namespace flash_ext::sm90 {
 
-/// Word (piece, lane) of a tile, for the lane's keys g and g + 8 of a piece of 16, with g = lane / 4: of key g in
-/// TransposedOrder, of key g + 8 the bits eight below. `pieces`: bits of keys, by queries.
-template <int kBlockM, int kPieces>
-__device__ __forceinline__ uint32_t word_of_lane(const uint16_t (&pieces)[kBlockM][kPieces], int word) {
+/// Word (chunk, lane) of a tile, for the lane's keys g and g + 8 of a chunk of 16, with g = lane / 4: of key g in
+/// TransposedOrder, of key g + 8 the bits eight below. `chunks`: bits of keys, by queries.
+template <int kBlockM, int kChunks>
+__device__ __forceinline__ uint32_t word_of_lane(const uint16_t (&chunks)[kBlockM][kChunks], int word) {
   static_assert(kBlockM == 64, "eight bits of queries");
-  const int piece = word / 32, key = word % 32 / 4, query = 2 * (word % 4);
+  const int chunk = word / 32, key = word % 32 / 4, query = 2 * (word % 4);
   uint32_t bits = 0;
 #pragma unroll
   for (int n = 0; n < kBlockM / 8; ++n)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const uint32_t keys = pieces[8 * n + query + c][piece] >> key;
+      const uint32_t keys = chunks[8 * n + query + c][chunk] >> key;
       bits |= (keys & 1u) << TransposedOrder::bit(n, c) | (keys >> 8 & 1u) << (TransposedOrder::bit(n, c) - 8);
     }
   return bits;
@@ -28,19 +28,19 @@ __device__ __forceinline__ uint32_t word_of_lane(const uint16_t (&pieces)[kBlock
 template <int kBlockM, int kBlockN>
 static __global__ void __launch_bounds__(kVisibilityThreads)
     mask_words_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ VisibilityTiles tiles) {
-  constexpr int kPieces = kBlockN / 16;  // of a row of the mask, 16 bytes each
-  __shared__ uint16_t s_pieces[kBlockM][kPieces];
+  constexpr int kChunks = kBlockN / 16;  // of a row of the mask, 16 bytes each
+  __shared__ uint16_t s_chunks[kBlockM][kChunks];
   const VisibilityTileOfCta tile(tiles);
   const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
   const MaskRows mask(p.mask, Sequence(p, tile.batch, tile.head));
   bool any = false, all = true;
   read_mask_tile<kBlockM, kBlockN>(
       mask, tile.query_tile * kBlockM, tile.key_tile * kBlockN, seqlen_k, any, all, [&](int i) { return i < seqlen_q; },
-      [&](int row, int piece, uint16_t bits) { s_pieces[row][piece] = bits; });
+      [&](int row, int chunk, uint16_t bits) { s_chunks[row][chunk] = bits; });
   uint32_t* const g_words = tile.words(tiles);
 #pragma unroll 1
-  for (int word = threadIdx.x; word < kPieces * 32; word += kVisibilityThreads)
-    g_words[word] = word_of_lane(s_pieces, word);
+  for (int word = threadIdx.x; word < kChunks * 32; word += kVisibilityThreads)
+    g_words[word] = word_of_lane(s_chunks, word);
   if (threadIdx.x == 0) tile.state(tiles) = !any ? kTileHidden : all ? kTileVisible : kTileMasked;
 }
 

@@ -180,8 +180,8 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
       this->finish(sum);
       if (panel + 1 == kPanels) this->release(storage_.ds_empty[at_.stage()]);
       this->stage(sum, panel);
-      g_target_ = dq_piece(step, panel);
-      s_source_ = this->s_piece(panel);
+      g_target_ = dq_slice(step, panel);
+      s_source_ = this->s_slice(panel);
     }
   }
 
@@ -198,7 +198,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   /// Adds the panel that was staged last, if there is one, to memory.
   __device__ __forceinline__ void send() {
     if (!g_target_) return;
-    Base::DqPiece::send(g_target_, s_source_, lane_);
+    Base::DqSlice::send(g_target_, s_source_, lane_);
   }
   /// Waits for this warp's turn at a tile, before its first panel is sent. The turn of the step before, whose last
   /// panel was sent half a step ago, ends first.
@@ -229,7 +229,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   }
   /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
   template <class Step>
-  __device__ __forceinline__ float* dq_piece(const Step& step, int panel) const {
+  __device__ __forceinline__ float* dq_slice(const Step& step, int panel) const {
     return workspace_.dq + (first_term(step) + warp_ * 16) * Config::kHeadDim + panel * (16 * kPanelColumns);
   }
 

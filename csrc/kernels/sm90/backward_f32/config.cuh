@@ -26,27 +26,27 @@ struct BackwardF32Config {
   // With less than 136, ptxas makes the products of half a panel of dQ wait for each other.
   static constexpr int kRegisters = kHasHalf ? 184 : 192, kDqRegisters = kHasHalf ? 136 : 120;
 
-  // Q and dO have two slots of a piece each: those of one tile at head_dim 128, of two at 64.
+  // Q and dO have two slots of a subtile each: those of one tile at head_dim 128, of two at 64.
   static constexpr int kQuerySlots = 2, kTiles = kQuerySlots / kPanels;
   static constexpr int kDsSlots = kTiles;  // of P, and then of dS
-  static constexpr int kKeyBytes = kPanels * kPieceBytes;
+  static constexpr int kKeyBytes = kPanels * kSubtileBytes;
   static constexpr int kValuesOffset = kKeyBytes;
   static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
-  static constexpr int kGradsOffset = kQueriesOffset + kQuerySlots * kPieceBytes;
-  static constexpr int kDsOffset = kGradsOffset + kQuerySlots * kPieceBytes;
+  static constexpr int kGradsOffset = kQueriesOffset + kQuerySlots * kSubtileBytes;
+  static constexpr int kDsOffset = kGradsOffset + kQuerySlots * kSubtileBytes;
   // Behind dS: what its slot does not hold of the other CTA's halves of S and dP.
   static constexpr int kHalvesBytes = kCluster > 1 ? kPartBytes : 0;
-  static constexpr int kTilesBytes = kDsOffset + kDsSlots * kPieceBytes + kHalvesBytes;
+  static constexpr int kTilesBytes = kDsOffset + kDsSlots * kSubtileBytes + kHalvesBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
-  static_assert(kBlockM == kPieceRows && kBlockN == kPieceRows && kTiles * kPanels == kQuerySlots);
+  static_assert(kBlockM == kSubtileRows && kBlockN == kSubtileRows && kTiles * kPanels == kQuerySlots);
   static_assert(kCluster == 1 || kDsSlots == 1);
   static_assert(!kHasHalf || kColumns % kPanelColumns == kPanelColumns / 2);
   static_assert(2 * kRegisters + kDqRegisters <= 65536 / kThreads / 8 * 8 * 3,
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
-/// Scratch memory: that of all backwards, and Q and dO as pieces, in the order of its tiles.
+/// Scratch memory: that of all backwards, and Q and dO as subtiles, in the order of its tiles.
 struct BackwardF32Workspace {
   BackwardWorkspace rows;
   char *queries, *grads;
@@ -64,7 +64,7 @@ struct BackwardF32Workspace {
   static int64_t tile_bytes_of(const BackwardParams& p) {
     const int head_dim = backward_f32_head_dim(p.head_dim, p.head_dim_v);
     return int64_t{backward_f32_ctas_of_cluster(head_dim)} * panels(head_dim / backward_f32_ctas_of_cluster(head_dim)) *
-           kPieceBytes;
+           kSubtileBytes;
   }
 };
 

@@ -14,12 +14,12 @@ namespace flash_ext::sm90 {
 /// Where P of a warp lies on its way to the warp that computes dS from it: in float, in the room that two parts of that
 /// dS take later, so that no other warp's slots are touched.
 struct WeightLayout {
-  /// The address of accumulators n of a lane. Two lanes take a row's two pieces of 16 bytes, eight rows all banks
+  /// The address of accumulators n of a lane. Two lanes take a row's two 16-byte chunks, eight rows all banks
   /// twice.
   __device__ __forceinline__ static uint32_t of(uint32_t s_ds, int n, int warp, int lane) {
-    const int chunk = n * 32 + lane, row = chunk / 2 % kPieceRows;
-    const uint32_t piece = (2 * warp + chunk % 2) ^ (row % 8);
-    return s_ds + chunk / (2 * kPieceRows) * kPartBytes + row * kPanelRowBytes + piece * 16;
+    const int at = n * 32 + lane, row = at / 2 % kSubtileRows;
+    const uint32_t chunk = (2 * warp + at % 2) ^ (row % 8);
+    return s_ds + at / (2 * kSubtileRows) * kPartBytes + row * kPanelRowBytes + chunk * 16;
   }
 };
 
@@ -28,7 +28,7 @@ struct WeightLayout {
 /// and dS.
 struct HalfLayout {
   static constexpr int kOfGradients = 2 * kPartBytes;
-  static constexpr int kWarpBytes = kWarpgroupRows * kPieceRows * 4 / kWarpgroupWarps;
+  static constexpr int kWarpBytes = kWarpgroupRows * kSubtileRows * 4 / kWarpgroupWarps;
 
   /// The address of accumulators n of a lane.
   __device__ __forceinline__ static uint32_t of(uint32_t s_halves, int n, int warp, int lane) {
@@ -56,9 +56,9 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
   }
 
   /// x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T, from which lse was computed. `wait` waits for
-  /// a piece of B. Many columns are two sums, because tensor cores round every sum towards zero.
-  template <class Wait, class PieceOfA, class PieceOfB>
-  __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, PieceOfA a, PieceOfB b) {
+  /// a subtile of B. Many columns are two sums, because tensor cores round every sum towards zero.
+  template <class Wait, class SubtileOfA, class SubtileOfB>
+  __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, SubtileOfA a, SubtileOfB b) {
     Products::Tile rest, second;
     wait(0);
     Products::start<true, true>(x, rest, a(0), b(0));
@@ -105,10 +105,10 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     if constexpr (Config::kCluster > 1) ptx::barrier_sync<kBarrier, kWarpgroupThreads>();
   }
 
-  /// Adds A B to the sums. This warpgroup is the last to read the slots of B and fills them again: `load` loads a piece
-  /// of a step.
-  template <class Wait, class PieceOfB, class Load>
-  __device__ __forceinline__ void add_up(const Products::Operand& a, const Step& step, Wait wait, PieceOfB b,
+  /// Adds A B to the sums. This warpgroup is the last to read the slots of B and fills them again: `load` loads a
+  /// subtile of a step.
+  template <class Wait, class SubtileOfB, class Load>
+  __device__ __forceinline__ void add_up(const Products::Operand& a, const Step& step, Wait wait, SubtileOfB b,
                                          const uint64_t* empty, Load load) {
     const auto add_panel = [&](auto& total, int panel) {
       std::remove_reference_t<decltype(total)> sum;
@@ -175,8 +175,8 @@ class BackwardF32Values : BackwardF32Sums<Config> {
   /// S
   __device__ __forceinline__ void multiply(Products::Tile& s) const {
     Base::multiply(
-        s, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->key_piece(panel); },
-        [&](int panel) { return this->query_piece(panel); });
+        s, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->key_subtile(panel); },
+        [&](int panel) { return this->query_subtile(panel); });
     if constexpr (Config::kCluster > 1) this->add_other_half(s, 0, storage_.s_half_full);
   }
 
@@ -233,7 +233,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
   /// dV += P dO
   __device__ __forceinline__ void add_up(const Products::Operand& p, const Step& step) {
     Base::add_up(
-        p, step, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->grad_piece(panel); },
+        p, step, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->grad_subtile(panel); },
         storage_.do_empty, [&](const Step& after, int panel) { this->load_grad(after, panel); });
   }
 };
@@ -273,8 +273,8 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
   /// dP
   __device__ __forceinline__ void multiply(Products::Tile& dp) const {
     Base::multiply(
-        dp, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->value_piece(panel); },
-        [&](int panel) { return this->grad_piece(panel); });
+        dp, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->value_subtile(panel); },
+        [&](int panel) { return this->grad_subtile(panel); });
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) this->release(storage_.do_empty[at_.slot(panel)]);
     if constexpr (Config::kCluster > 1) this->add_other_half(dp, HalfLayout::kOfGradients, storage_.dp_half_full);
@@ -312,8 +312,9 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
   /// dK += dS Q. The warpgroup that published P has read Q and lse by then.
   __device__ __forceinline__ void add_up(const Products::Operand& ds, const Step& step) {
     Base::add_up(
-        ds, step, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->query_piece(panel); },
-        storage_.q_empty, [&](const Step& after, int panel) { this->load_query(after, panel); });
+        ds, step, [&](int panel) { this->wait_for_query(panel); },
+        [&](int panel) { return this->query_subtile(panel); }, storage_.q_empty,
+        [&](const Step& after, int panel) { this->load_query(after, panel); });
   }
 };
 

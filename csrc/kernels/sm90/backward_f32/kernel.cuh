@@ -4,7 +4,7 @@
 //   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
 // A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). The kernel before
-// splits Q and dO once, into pieces that TMA loads as they are. A CTA splits its own 64 keys of K and V. Three
+// splits Q and dO once, into subtiles that TMA loads as they are. A CTA splits its own 64 keys of K and V. Three
 // warpgroups divide the products: consumer.cuh and producer.cuh. Beyond head_dim 128 the two CTAs of a cluster have
 // half of the columns each, and exchange their halves of S^T and dP^T.
 #pragma once
@@ -24,13 +24,13 @@
 
 namespace flash_ext::sm90 {
 
-/// The pieces that a CTA of a cluster loads: 64 rows from first_row on, of its columns.
+/// The subtiles that a CTA of a cluster loads: 64 rows from first_row on, of its columns.
 template <int kHeadDim, bool kBounded>
-__device__ __forceinline__ void load_block_pieces(char* pieces, RowSource<const float, false> rows, int rank,
-                                                  int first_row, int end_row, int columns, int thread) {
+__device__ __forceinline__ void load_block_subtiles(char* subtiles, RowSource<const float, false> rows, int rank,
+                                                    int first_row, int end_row, int columns, int thread) {
   constexpr int kColumns = kHeadDim / backward_f32_ctas_of_cluster(kHeadDim);
   rows.base += rank * kColumns;
-  load_pieces<panels(kColumns), kBounded>(pieces, rows, first_row, end_row, columns - rank * kColumns, thread);
+  load_subtiles<panels(kColumns), kBounded>(subtiles, rows, first_row, end_row, columns - rank * kColumns, thread);
 }
 
 /// Waits for all threads of the CTAs that work together.
@@ -62,11 +62,11 @@ __device__ __forceinline__ void run_backward_f32_cta(const BackwardParams& p, co
   }
   // K meets weights of 0, which an Inf in it would turn into NaN. A query that does see it has it in its lse.
   if (group == 1)
-    load_block_pieces<Config::kHeadDim, true>(shared, key_rows<const float, false>(p, p.k, task.sequence), rank,
-                                              task.first_key, task.sequence.seqlen_k, static_cast<int>(p.head_dim),
-                                              thread);
+    load_block_subtiles<Config::kHeadDim, true>(shared, key_rows<const float, false>(p, p.k, task.sequence), rank,
+                                                task.first_key, task.sequence.seqlen_k, static_cast<int>(p.head_dim),
+                                                thread);
   if (group == 2)
-    load_block_pieces<Config::kHeadDim, false>(
+    load_block_subtiles<Config::kHeadDim, false>(
         shared + Config::kValuesOffset, key_rows<const float, false>(p, p.v, task.sequence), rank, task.first_key,
         task.sequence.seqlen_k, static_cast<int>(p.head_dim_v), thread);
   ptx::fence_proxy_async_shared();
@@ -109,7 +109,7 @@ template <int kHeadDim>
 __device__ __forceinline__ void write_float_rows(const BackwardParams& p, const BackwardF32Workspace& workspace,
                                                  const volatile RowTileOfCta& cta, int head) {
   constexpr int kBlockM = kBackwardF32BlockM, kCtas = backward_f32_ctas_of_cluster(kHeadDim);
-  constexpr int kBlockBytes = panels(kHeadDim / kCtas) * kPieceBytes;
+  constexpr int kBlockBytes = panels(kHeadDim / kCtas) * kSubtileBytes;
   static_assert(kRowTermThreads == 2 * kWarpgroupThreads);
   const Sequence sequence(p, cta.batch, head);
   const int first = cta.tile * kBlockM;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void write_float_rows(const BackwardParams& p, const 
   const auto rows = query_rows<const float>(view, sequence);
 #pragma unroll 1
   for (int rank = 0; rank < kCtas; ++rank)
-    load_block_pieces<kHeadDim, true>(
+    load_block_subtiles<kHeadDim, true>(
         (is_grad ? workspace.grads : workspace.queries) + (tile * kCtas + rank) * kBlockBytes, rows, rank, first,
         view.data ? sequence.seqlen_q : 0, static_cast<int>(is_grad ? p.head_dim_v : p.head_dim),
         static_cast<int>(threadIdx.x) % kWarpgroupThreads);

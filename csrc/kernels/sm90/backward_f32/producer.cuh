@@ -63,7 +63,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
   template <int kN>
   __device__ __forceinline__ void add_panel(const Step& step, int panel, const Products::Operand& ds) const {
     float sum[kN][4];
-    Products::start(sum, ds, this->key_piece(panel));
+    Products::start(sum, ds, this->key_subtile(panel));
     ptx::wgmma_wait<0>();
     ptx::fence_operand(sum);
     send(step, panel, sum);

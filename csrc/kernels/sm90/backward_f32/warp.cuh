@@ -70,19 +70,19 @@ class BackwardF32Warp {
 
   __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
 
-  /// The lower half of the descriptor of a piece.
-  __device__ __forceinline__ uint32_t piece(int offset, int index) const {
-    return PieceDescriptor::lower_half(without_rank<Config>(s_tiles_) + offset) + index * (kPieceBytes / 16);
+  /// The lower half of the descriptor of a subtile.
+  __device__ __forceinline__ uint32_t subtile(int offset, int index) const {
+    return SubtileDescriptor::lower_half(without_rank<Config>(s_tiles_) + offset) + index * (kSubtileBytes / 16);
   }
-  __device__ __forceinline__ uint32_t key_piece(int panel) const { return piece(0, panel); }
-  __device__ __forceinline__ uint32_t value_piece(int panel) const { return piece(Config::kValuesOffset, panel); }
-  __device__ __forceinline__ uint32_t query_piece(int panel) const {
-    return piece(Config::kQueriesOffset, at_.slot(panel));
+  __device__ __forceinline__ uint32_t key_subtile(int panel) const { return subtile(0, panel); }
+  __device__ __forceinline__ uint32_t value_subtile(int panel) const { return subtile(Config::kValuesOffset, panel); }
+  __device__ __forceinline__ uint32_t query_subtile(int panel) const {
+    return subtile(Config::kQueriesOffset, at_.slot(panel));
   }
-  __device__ __forceinline__ uint32_t grad_piece(int panel) const {
-    return piece(Config::kGradsOffset, at_.slot(panel));
+  __device__ __forceinline__ uint32_t grad_subtile(int panel) const {
+    return subtile(Config::kGradsOffset, at_.slot(panel));
   }
-  __device__ __forceinline__ uint32_t s_ds() const { return s_tiles_ + Config::kDsOffset + at_.tile() * kPieceBytes; }
+  __device__ __forceinline__ uint32_t s_ds() const { return s_tiles_ + Config::kDsOffset + at_.tile() * kSubtileBytes; }
 
   __device__ __forceinline__ void wait_for_query(int panel) const {
     wait_for(storage_.q_full[at_.slot(panel)], at_.parity());
@@ -110,21 +110,21 @@ class BackwardF32Warp {
     return step;
   }
 
-  /// A piece of Q, with lse and D beside the first one. By one thread.
+  /// A subtile of Q, with lse and D beside the first one. By one thread.
   __device__ __forceinline__ void load_query(const Step& step, int panel) const {
     const uint64_t& full = storage_.q_full[at_.slot(panel)];
     const int64_t tile = workspace_tile(step);
-    ptx::mbarrier_arrive_expect(address(full), kPieceBytes + (panel == 0 ? 2 * Config::kTermBytes : 0));
-    load_piece(Config::kQueriesOffset, workspace_.queries, tile, panel, full);
+    ptx::mbarrier_arrive_expect(address(full), kSubtileBytes + (panel == 0 ? 2 * Config::kTermBytes : 0));
+    load_subtile(Config::kQueriesOffset, workspace_.queries, tile, panel, full);
     if (panel != 0) return;
     load_terms(storage_.lse[at_.tile()], workspace_.rows.lse, tile, full);
     load_terms(storage_.minus_delta[at_.tile()], workspace_.rows.minus_delta, tile, full);
   }
-  /// A piece of dO. By one thread.
+  /// A subtile of dO. By one thread.
   __device__ __forceinline__ void load_grad(const Step& step, int panel) const {
     const uint64_t& full = storage_.do_full[at_.slot(panel)];
-    ptx::mbarrier_arrive_expect(address(full), kPieceBytes);
-    load_piece(Config::kGradsOffset, workspace_.grads, workspace_tile(step), panel, full);
+    ptx::mbarrier_arrive_expect(address(full), kSubtileBytes);
+    load_subtile(Config::kGradsOffset, workspace_.grads, workspace_tile(step), panel, full);
   }
 
   /// Of a panel, in the tensors.
@@ -176,10 +176,10 @@ class BackwardF32Warp {
       store_fragment(sum_fragment<Config::kHeadDim>(g_sums, warp_, rank() * (Config::kColumns / 8) + n), sum.eight(n),
                      scale, lane_);
   }
-  __device__ __forceinline__ void load_piece(int offset, const char* g_pieces, int64_t tile, int panel,
-                                             const uint64_t& full) const {
-    ptx::bulk_load(s_tiles_ + offset + at_.slot(panel) * kPieceBytes,
-                   g_pieces + ((tile * Config::kCluster + rank()) * kPanels + panel) * kPieceBytes, kPieceBytes,
+  __device__ __forceinline__ void load_subtile(int offset, const char* g_subtiles, int64_t tile, int panel,
+                                               const uint64_t& full) const {
+    ptx::bulk_load(s_tiles_ + offset + at_.slot(panel) * kSubtileBytes,
+                   g_subtiles + ((tile * Config::kCluster + rank()) * kPanels + panel) * kSubtileBytes, kSubtileBytes,
                    address(full));
   }
   __device__ __forceinline__ void load_terms(const float* s_terms, const float* g_terms, int64_t tile,

@@ -206,7 +206,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane_ == 0) {
-      ptx::bulk_reduce_add(this->dq_piece(step, panel), this->s_piece(panel), Config::kDqPieceBytes);
+      ptx::bulk_reduce_add(this->dq_slice(step, panel), this->s_slice(panel), Config::kDqSliceBytes);
       ptx::bulk_commit();
     }
   }

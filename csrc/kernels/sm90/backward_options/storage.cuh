@@ -27,7 +27,7 @@ struct BackwardOptionsLayout {
   int kept = 0, words = 0, bias = 0;
   int kept_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a slot
   int bias_slots = 0;
-  bool copies_bias = false;     // by pieces of 16 bytes
+  bool copies_bias = false;     // by 16-byte chunks
   bool bias_by_panels = false;  // by TMA
   bool bias_by_pairs = false;   // in 16 bits
   bool makes_words = false;     // of bitmaps of blocks

@@ -13,7 +13,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   using Base::ds_at_, Base::free_stages_, Base::head_, Base::batch_, Base::kBlockM, Base::kPreparing, Base::lane_,
       Base::loaded_, Base::maps_, Base::p_, Base::s_tiles_, Base::stage_, Base::storage_, Base::tile_, Base::warp_,
       Base::workspace_;
-  using typename Base::DqPiece, typename Base::KeyTile, typename Base::Sum, typename Base::WorkTile;
+  using typename Base::DqSlice, typename Base::KeyTile, typename Base::Sum, typename Base::WorkTile;
   static constexpr int kPieces = Config::kPieces;
 
  public:
@@ -154,16 +154,16 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   }
   /// dQ^T += K^T dS^T, of this warp's 16 columns. g_dq: its plane, of the first query of the group's first head.
   __device__ __forceinline__ void add(uint32_t keys, float* g_dq) const {
-    const uint32_t s_sums = DqPiece::slot(s_tiles_, warp_, 0);
+    const uint32_t s_sums = DqSlice::slot(s_tiles_, warp_, 0);
     Sum sum;
     Base::start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
     int dq_pieces[kPieces];
 #pragma unroll
     for (int k = 0; k < kPieces; ++k)
       dq_pieces[k] = ptx::uniform(storage_.step_metadata[ds_at_.count % kMetadataSlots].pieces[k].dq);
-    DqPiece::finish(sum);
+    DqSlice::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
-    DqPiece::stage(s_sums, sum, lane_);
+    DqSlice::stage(s_sums, sum, lane_);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane_ == 0) {

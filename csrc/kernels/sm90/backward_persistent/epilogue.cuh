@@ -13,11 +13,11 @@ struct BackwardTransposedDqLayout {
   static constexpr bool kTransposed = true;
   static constexpr int kPlanes = kHeadDim / kDqPlaneColumns;
 
-  /// Eight columns of two queries that follow each other. Pieces of the same queries come together.
-  struct FragmentPiece {
+  /// Eight columns of two queries that follow each other. Parts of the same queries come together.
+  struct FragmentPart {
     int row, column;
 
-    __device__ __forceinline__ explicit FragmentPiece(int flat) : row(flat / 8 * 2), column(flat % 8 * 8) {}
+    __device__ __forceinline__ explicit FragmentPart(int flat) : row(flat / 8 * 2), column(flat % 8 * 8) {}
 
     /// As four lanes have two rows of accumulators. first_term: that of the tile's first query.
     __device__ __forceinline__ void load(const BackwardWorkspace& workspace, int64_t first_term, int head,

@@ -53,8 +53,8 @@ class BackwardPersistentDq {
 
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = HalfPanelDescriptor<kBlockN>;
-  using DqPiece = BackwardDqPiece<Config>;
-  using Sum = typename DqPiece::Sum;
+  using DqSlice = BackwardDqSlice<Config>;
+  using Sum = typename DqSlice::Sum;
   using TileCount = RingCount<Config::kKeySlots>;
   static constexpr int kPreparing = 3;  // the warp that finds tiles of keys; the first two load
   static constexpr int kWords = sizeof(WorkTile) / sizeof(uint2);
@@ -63,7 +63,7 @@ class BackwardPersistentDq {
   // Steps before the end of a tile of keys at which the next one is taken, fetched and published: memory answers
   // meanwhile. The first loads of that tile are two steps before the end.
   static constexpr int kTaken = 6, kFetched = 5, kPublished = 4;
-  static constexpr int kDqBytesOfQuery = Config::kDqPieceBytes / kBlockM;
+  static constexpr int kDqBytesOfQuery = Config::kDqSliceBytes / kBlockM;
 
   __device__ __forceinline__ bool has_tile(const TileCount& tile) const {
     wait_for(storage_.tile_full[tile.stage()], tile.parity());
@@ -124,7 +124,7 @@ class BackwardPersistentDq {
   __device__ __forceinline__ void take() {
     if (lane_ == 0) taken_ = (kTakesTurns ? 0 : gridDim.x) + atomicAdd(table_.taken, 1u);
   }
-  /// Asks for what lies there, a piece a lane.
+  /// Asks for what lies there, a word a lane.
   __device__ __forceinline__ void fetch() {
     position_ = ptx::uniform(taken_);
     if constexpr (Config::kListsBlocks) any_large_ = *table_.any_large;
@@ -249,7 +249,7 @@ class BackwardPersistentDq {
       if (workspace_.dq) {
         add(keys,
             workspace_.dq + workspace_.dq_of_plane(walk.term, first_head + walk.head, warp_, kWarpgroupWarps, kBlockM),
-            walk.left > walk.tails ? Config::kDqPieceBytes : tail_bytes);
+            walk.left > walk.tails ? Config::kDqSliceBytes : tail_bytes);
       } else {
         arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
       }
@@ -261,13 +261,13 @@ class BackwardPersistentDq {
   /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target, of so many bytes. What lies behind the queries that are
   /// computed of a tile is multiplied too, and not added.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target, int bytes) const {
-    const uint32_t s_piece = DqPiece::slot(s_tiles_, warp_, 0);
+    const uint32_t s_slice = DqSlice::slot(s_tiles_, warp_, 0);
     Sum sum;
     start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
-    DqPiece::finish(sum);
+    DqSlice::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
-    DqPiece::stage(s_piece, sum, lane_);
-    DqPiece::send(g_target, s_piece, lane_, bytes);
+    DqSlice::stage(s_slice, sum, lane_);
+    DqSlice::send(g_target, s_slice, lane_, bytes);
   }
   __device__ __forceinline__ static void start(Sum& sum, uint32_t keys, uint32_t s_ds) {
     ptx::wgmma_fence();

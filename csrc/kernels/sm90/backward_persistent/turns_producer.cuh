@@ -12,7 +12,7 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
   using Base = BackwardPersistentDq<Config>;
   using Base::ds_at_, Base::free_stages_, Base::kBlockM, Base::kPreparing, Base::lane_, Base::loaded_, Base::maps_,
       Base::s_tiles_, Base::stage_, Base::storage_, Base::tile_, Base::warp_, Base::workspace_;
-  using typename Base::DqPiece, typename Base::KeyTile, typename Base::Sum, typename Base::WorkTile;
+  using typename Base::DqSlice, typename Base::KeyTile, typename Base::Sum, typename Base::WorkTile;
 
  public:
   using Base::Base;
@@ -93,15 +93,15 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
   /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target, when its turn has come. The one before ends beside the
   /// product.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target, int slot, int turn) {
-    const uint32_t s_piece = DqPiece::slot(s_tiles_, warp_, 0);
+    const uint32_t s_slice = DqSlice::slot(s_tiles_, warp_, 0);
     Sum sum;
     Base::start(sum, keys, s_tiles_ + Config::kDsOffset + ds_at_.stage() * Config::kDsBytes);
     turns_.advance(workspace_.turns, slot, turn, lane_);
-    DqPiece::finish(sum);
+    DqSlice::finish(sum);
     arrive_as_warp(storage_.ds_empty[ds_at_.stage()], lane_);
-    DqPiece::stage(s_piece, sum, lane_);
+    DqSlice::stage(s_slice, sum, lane_);
     turns_.wait(workspace_.turns, turn);
-    DqPiece::send(g_target, s_piece, lane_);
+    DqSlice::send(g_target, s_slice, lane_);
   }
 
   Walk ahead_;  // over what is loaded next

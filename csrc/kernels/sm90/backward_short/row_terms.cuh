@@ -12,14 +12,14 @@ __device__ __forceinline__ bool write_short_terms(const BackwardParams& p, const
                                                   BackwardShortStorage<Config>& storage, float* g_minus_delta,
                                                   int first_query, int thread) {
   using Element = typename Config::Element;
-  constexpr int kPiece = 16 / sizeof(Element), kLanes = Config::kHeadDim / kPiece, kStep = kWarpgroupThreads / kLanes;
+  constexpr int kChunk = 16 / sizeof(Element), kLanes = Config::kHeadDim / kChunk, kStep = kWarpgroupThreads / kLanes;
   const auto out = query_rows<const Element>(p.out, sequence);
   const auto grad_out = query_rows<const Element>(p.grad_out, sequence);
   const float* const g_lse = static_cast<const float*>(p.lse.data) + sequence.lse_offset(p.lse);
   const float* const g_grad_lse =
       p.grad_lse.data ? static_cast<const float*>(p.grad_lse.data) + sequence.lse_offset(p.grad_lse) : nullptr;
   const bool sink_takes_all = p.sink && static_cast<const float*>(p.sink)[sequence.head] == INFINITY;
-  const int lane = thread % kLanes, column = lane * kPiece;
+  const int lane = thread % kLanes, column = lane * kChunk;
   bool large = false;
 #pragma unroll
   for (int row = thread / kLanes; row < kWarpgroupRows; row += kStep) {

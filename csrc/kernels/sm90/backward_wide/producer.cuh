@@ -137,7 +137,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
   }
 
   __device__ __forceinline__ void send(const Step& step, int panel, const Sum& sum) const {
-    float* const g_lane = this->dq_piece(step, panel) + lane_ * 4;
+    float* const g_lane = this->dq_slice(step, panel) + lane_ * 4;
 #if __CUDA_ARCH__ >= 900
 #pragma unroll
     for (int n = 0; n < kPanelColumns / 8; ++n) ptx::reduce_add_4(g_lane + n * 128, sum[n]);

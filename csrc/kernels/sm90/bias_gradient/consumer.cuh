@@ -97,7 +97,7 @@ class BiasConsumer {
     uint32_t found = 0;
 #pragma unroll 4
     for (int at = lane_ * 16; at < end; at += 32 * 16)
-      found |= NonFinite<T>::in_piece(load_shared<uint4>(s_bias_ + at));
+      found |= NonFinite<T>::in_chunk(load_shared<uint4>(s_bias_ + at));
     return found;
   }
 

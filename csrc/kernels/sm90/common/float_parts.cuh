@@ -1,4 +1,4 @@
-// Floats as sums of three bfloat16, which is what wgmma multiplies, and the pieces of shared memory that hold them:
+// Floats as sums of three bfloat16, which is what wgmma multiplies, and the subtiles of shared memory that hold them:
 //
 //   x = x0 + x1 + x2 exactly, |x1| < 2^-7 |x|, |x2| < 2^-15 |x|     (8 bits each of a float's 24)
 //   x y = x0 y0 + (x0 y1 + x1 y0) + (x1 y1 + x0 y2 + x2 y0)         (to about 2^-23, without drift)
@@ -26,9 +26,9 @@ constexpr int kPartProducts = 6;
 FLASH_EXT_HOST_DEVICE constexpr int part_of_a(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
 FLASH_EXT_HOST_DEVICE constexpr int part_of_b(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
 
-/// A piece: kSide rows of as many columns, one part behind the other.
+/// A subtile: kSide rows of as many columns, one part behind the other.
 template <int kSide>
-struct FloatPiece {
+struct FloatSubtile {
   static_assert(kSide == 64 || kSide == 32, "the rows that swizzles are made for");
   static constexpr int kRowBytes = 2 * kSide;
   static constexpr int kPartBytes = kSide * kRowBytes;
@@ -36,31 +36,31 @@ struct FloatPiece {
 };
 
 /// 64 rows of 64 columns: a part is a panel (matrix_descriptor.h).
-constexpr int kPieceRows = 64;
-constexpr int kPartBytes = FloatPiece<kPieceRows>::kPartBytes;
-constexpr int kPieceBytes = FloatPiece<kPieceRows>::kBytes;
-using PieceDescriptor = TileDescriptor<kPieceRows>;
+constexpr int kSubtileRows = 64;
+constexpr int kPartBytes = FloatSubtile<kSubtileRows>::kPartBytes;
+constexpr int kSubtileBytes = FloatSubtile<kSubtileRows>::kBytes;
+using SubtileDescriptor = TileDescriptor<kSubtileRows>;
 
-/// 32 rows of 32 columns, in the 64-byte swizzle: eight rows are 512 bytes, and the 16-byte pieces of a row are
+/// 32 rows of 32 columns, in the 64-byte swizzle: eight rows are 512 bytes, and the 16-byte chunks of a row are
 /// exchanged by the last bits but one of the row. The parts follow each other like rows.
-constexpr int kSmallPieceRows = 32;
-struct SmallPieceDescriptor {
+constexpr int kSmallSubtileRows = 32;
+struct SmallSubtileDescriptor {
   static constexpr uint32_t kSwizzle64 = 2u << 30;
-  static constexpr uint32_t kEightRows = 8 * FloatPiece<kSmallPieceRows>::kRowBytes / 16;
+  static constexpr uint32_t kEightRows = 8 * FloatSubtile<kSmallSubtileRows>::kRowBytes / 16;
 
-  __device__ __forceinline__ static uint32_t lower_half(uint32_t s_piece) { return s_piece >> 4; }
-  /// The descriptor of what begins `offset` bytes behind the piece.
+  __device__ __forceinline__ static uint32_t lower_half(uint32_t s_subtile) { return s_subtile >> 4; }
+  /// The descriptor of what begins `offset` bytes behind the subtile.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);
   }
   /// Where the columns [16 step, + 16) begin.
   static constexpr uint32_t along_row(int step) { return step * 32; }
   /// Where the rows [16 step, + 16) begin.
-  static constexpr uint32_t down_rows(int step) { return step * 16 * FloatPiece<kSmallPieceRows>::kRowBytes; }
+  static constexpr uint32_t down_rows(int step) { return step * 16 * FloatSubtile<kSmallSubtileRows>::kRowBytes; }
 };
 
 template <int kSide>
-using DescriptorOfPiece = std::conditional_t<kSide == kPieceRows, PieceDescriptor, SmallPieceDescriptor>;
+using DescriptorOfSubtile = std::conditional_t<kSide == kSubtileRows, SubtileDescriptor, SmallSubtileDescriptor>;
 
 /// Parts of two floats, `x` in the low half. Of Inf and NaN, part 0 may be any of them; part 1 is NaN.
 __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kFloatParts]) {
@@ -84,20 +84,20 @@ struct Float8 {
   }
 };
 
-/// How a warpgroup goes through a piece: a thread has eight columns of every sixteenth row, or of one where the piece
-/// has 32 rows.
+/// How a warpgroup goes through a subtile: a thread has eight columns of every sixteenth row, or of one where the
+/// subtile has 32 rows.
 template <int kSide>
-struct ThreadOfPiece {
+struct ThreadOfSubtile {
   static constexpr int kThreadsOfRow = kSide / 8;
   static constexpr int kRowStep = kWarpgroupThreads / kThreadsOfRow;
   static constexpr int kFloat8s = kSide / kRowStep;
-  static constexpr int kRowBytes = FloatPiece<kSide>::kRowBytes;
-  static constexpr int kPartBytes = FloatPiece<kSide>::kPartBytes;
+  static constexpr int kRowBytes = FloatSubtile<kSide>::kRowBytes;
+  static constexpr int kPartBytes = FloatSubtile<kSide>::kPartBytes;
 
   int row, column;   // of the first group of 8 floats
   uint32_t address;  // of it, within a part
 
-  __device__ __forceinline__ explicit ThreadOfPiece(int thread)
+  __device__ __forceinline__ explicit ThreadOfSubtile(int thread)
       : row(thread / kThreadsOfRow),
         column(thread % kThreadsOfRow * 8),
         address(static_cast<uint32_t>(row * kRowBytes + ((thread % kThreadsOfRow ^ exchange(row)) << 4))) {}
@@ -105,12 +105,13 @@ struct ThreadOfPiece {
   /// Of the swizzle, which takes bits 7 and up of an address.
   __device__ __forceinline__ static int exchange(int row) { return row / (kPanelRowBytes / kRowBytes) % kThreadsOfRow; }
 
-  __device__ __forceinline__ char* address_of(char* s_piece, int float8_index) const {
-    return s_piece + address + float8_index * kRowStep * kRowBytes;
+  __device__ __forceinline__ char* address_of(char* s_subtile, int float8_index) const {
+    return s_subtile + address + float8_index * kRowStep * kRowBytes;
   }
 
   /// Writes the parts. NaN in `trace` if there is Inf or NaN.
-  __device__ __forceinline__ void store(char* s_piece, int float8_index, const Float8& x, __nv_bfloat162& trace) const {
+  __device__ __forceinline__ void store(char* s_subtile, int float8_index, const Float8& x,
+                                        __nv_bfloat162& trace) const {
     uint32_t words[4][kFloatParts];
     split(x.low.x, x.low.y, words[0]);
     split(x.low.z, x.low.w, words[1]);
@@ -120,15 +121,15 @@ struct ThreadOfPiece {
     for (int k = 0; k < 4; ++k) trace = __hmax2_nan(trace, reinterpret_cast<const __nv_bfloat162&>(words[k][1]));
 #pragma unroll
     for (int part = 0; part < kFloatParts; ++part)
-      *reinterpret_cast<uint4*>(address_of(s_piece, float8_index) + part * kPartBytes) =
+      *reinterpret_cast<uint4*>(address_of(s_subtile, float8_index) + part * kPartBytes) =
           uint4{words[0][part], words[1][part], words[2][part], words[3][part]};
   }
 
   /// Makes Inf and NaN among what the thread wrote 0.
-  __device__ __forceinline__ void remove_non_finite(char* s_piece) const {
+  __device__ __forceinline__ void remove_non_finite(char* s_subtile) const {
 #pragma unroll 1
     for (int word = 0; word < 4 * kFloat8s; ++word) {
-      char* const s_word = address_of(s_piece, word / 4) + word % 4 * 4;
+      char* const s_word = address_of(s_subtile, word / 4) + word % 4 * 4;
       const auto part = [&](int k) -> uint32_t& { return *reinterpret_cast<uint32_t*>(s_word + k * kPartBytes); };
       const uint32_t finite = ~((NonFinite<__nv_bfloat16>::in_word(part(1)) >> 15) * 0xFFFFu);
       for (int k = 0; k < kFloatParts; ++k) part(k) &= finite;
@@ -136,7 +137,7 @@ struct ThreadOfPiece {
   }
 };
 
-using PieceThread = ThreadOfPiece<kPieceRows>;
+using SubtileThread = ThreadOfSubtile<kSubtileRows>;
 
 /// Whether split() met Inf or NaN.
 __device__ __forceinline__ bool is_nan(__nv_bfloat162 trace) { return !__hbeq2(trace, trace); }

@@ -1,5 +1,5 @@
-// Products of floats by a warpgroup: sums of 64 rows and a piece's columns over a piece, each product of two numbers
-// being six of their parts (float_parts.cuh). Pieces are named by the lower halves of their descriptors.
+// Products of floats by a warpgroup: sums of 64 rows and a subtile's columns over a subtile, each product of two
+// numbers being six of their parts (float_parts.cuh). Subtiles are named by the lower halves of their descriptors.
 #pragma once
 
 #include "float_parts.cuh"
@@ -9,33 +9,34 @@
 
 namespace flash_ext::sm90 {
 
-/// Of B in pieces of kSide rows and columns.
+/// Of B in subtiles of kSide rows and columns.
 template <int kSide>
 struct FloatProductsOf {
-  static constexpr int kSteps = kSide / 16;  // along a piece
+  static constexpr int kSteps = kSide / 16;  // along a subtile
   static constexpr int kEights = kSide / 8;
   using Tile = float[kEights][4];                    // 64 x kSide accumulators of a warpgroup
   using Operand = uint32_t[kFloatParts][kSteps][4];  // what was such a tile
-  using Descriptor = DescriptorOfPiece<kSide>;
+  using Descriptor = DescriptorOfSubtile<kSide>;
 
-  /// A B^T of two pieces, or of some columns of them: s gets the largest products, rest all others, and without kFirst
-  /// or kFirstOfRest they are added. Under way when this returns. kTransposed: in the order of B A^T, to the same bits.
+  /// A B^T of two subtiles, or of some columns of them: s gets the largest products, rest all others, and without
+  /// kFirst or kFirstOfRest they are added. Under way when this returns. kTransposed: in the order of B A^T, to the
+  /// same bits.
   template <bool kFirst, bool kTransposed = false, int kColumns = kSide, bool kFirstOfRest = kFirst>
-  __device__ __forceinline__ static void start(Tile& s, Tile& rest, uint32_t a_piece, uint32_t b_piece) {
-    static_assert(kSide == kPieceRows);
-    using Product = ptx::Wgmma<__nv_bfloat16, kPieceRows>;
+  __device__ __forceinline__ static void start(Tile& s, Tile& rest, uint32_t a_subtile, uint32_t b_subtile) {
+    static_assert(kSide == kSubtileRows);
+    using Product = ptx::Wgmma<__nv_bfloat16, kSubtileRows>;
     constexpr int kLast = kPartProducts - 1;
     const auto of_a = [](int k) { return kTransposed ? part_of_b(k) : part_of_a(k); };
     const auto of_b = [](int k) { return kTransposed ? part_of_a(k) : part_of_b(k); };
-    const auto part = [](uint32_t piece, int part, int step) {
-      return PieceDescriptor::at(piece, part * kPartBytes + PieceDescriptor::along_row(step));
+    const auto part = [](uint32_t subtile, int part, int step) {
+      return SubtileDescriptor::at(subtile, part * kPartBytes + SubtileDescriptor::along_row(step));
     };
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kPartProducts; ++k)
 #pragma unroll
       for (int step = 0; step < kColumns / 16; ++step) {
-        const uint64_t a = part(a_piece, of_a(k), step), b = part(b_piece, of_b(k), step);
+        const uint64_t a = part(a_subtile, of_a(k), step), b = part(b_subtile, of_b(k), step);
         Tile& sum = k == kLast ? s : rest;
         if (step == 0 && ((kFirstOfRest && k == 0) || (kFirst && k == kLast))) {
           Product::template multiply<false>(sum, a, b);
@@ -66,21 +67,21 @@ struct FloatProductsOf {
     }
   };
 
-  /// A B^T of kSide columns of a piece of 64 rows. Two parts of B, which lie one behind the other, are multiplied at a
-  /// time where that is possible: six reads of 64 rows would take longer than the products with 32. Under way when this
-  /// returns.
+  /// A B^T of kSide columns of a subtile of 64 rows. Two parts of B, which lie one behind the other, are multiplied at
+  /// a time where that is possible: six reads of 64 rows would take longer than the products with 32. Under way when
+  /// this returns.
   template <bool kFirst>
-  __device__ __forceinline__ static void start(PairedSums& sums, uint32_t a_columns, uint32_t b_piece) {
+  __device__ __forceinline__ static void start(PairedSums& sums, uint32_t a_columns, uint32_t b_subtile) {
     using Product = ptx::Wgmma<__nv_bfloat16, kSide>;
     using PairProduct = ptx::Wgmma<__nv_bfloat16, 2 * kSide>;
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const auto a = [&](int k) {
-        return PieceDescriptor::at(a_columns, k * kPartBytes + PieceDescriptor::along_row(step));
+        return SubtileDescriptor::at(a_columns, k * kPartBytes + SubtileDescriptor::along_row(step));
       };
       const auto b = [&](int k) {
-        return Descriptor::at(b_piece, k * FloatPiece<kSide>::kPartBytes + Descriptor::along_row(step));
+        return Descriptor::at(b_subtile, k * FloatSubtile<kSide>::kPartBytes + Descriptor::along_row(step));
       };
       if (kFirst && step == 0) {
         Product::template multiply<false>(sums.last, a(2), b(0));
@@ -100,14 +101,14 @@ struct FloatProductsOf {
   /// sum = A B, the smallest products first: A in registers, B's rows across the depth, 8 kN of its columns. Under way
   /// when this returns.
   template <int kN>
-  __device__ __forceinline__ static void start(float (&sum)[kN][4], const Operand& a, uint32_t b_piece) {
+  __device__ __forceinline__ static void start(float (&sum)[kN][4], const Operand& a, uint32_t b_subtile) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kPartProducts; ++k)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const uint64_t b =
-            Descriptor::at(b_piece, part_of_b(k) * FloatPiece<kSide>::kPartBytes + Descriptor::down_rows(step));
+            Descriptor::at(b_subtile, part_of_b(k) * FloatSubtile<kSide>::kPartBytes + Descriptor::down_rows(step));
         if (k == 0 && step == 0) {
           ptx::wgmma_registers<false>(sum, a[part_of_a(k)][step], b);
         } else {
@@ -140,6 +141,6 @@ struct FloatProductsOf {
   }
 };
 
-using FloatProducts = FloatProductsOf<kPieceRows>;
+using FloatProducts = FloatProductsOf<kSubtileRows>;
 
 }  // namespace flash_ext::sm90

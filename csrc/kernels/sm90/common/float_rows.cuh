@@ -1,4 +1,4 @@
-// Rows of floats to pieces of their parts (float_parts.cuh).
+// Rows of floats to subtiles of their parts (float_parts.cuh).
 #pragma once
 
 #include "float_parts.cuh"
@@ -13,25 +13,25 @@ __device__ __forceinline__ Float8 bounded(Float8 x) {
   return x;
 }
 
-/// 64 rows from first_row on, kPanels pieces one behind the other, of zeros behind end_row and `columns`. By a
-/// warpgroup; the pieces may be in memory of any kind. kBounded: no Inf and no NaN gets there.
+/// 64 rows from first_row on, kPanels subtiles one behind the other, of zeros behind end_row and `columns`. By a
+/// warpgroup; the subtiles may be in memory of any kind. kBounded: no Inf and no NaN gets there.
 template <int kPanels, bool kBounded, class Element>
-__device__ __forceinline__ void load_pieces(char* pieces, const RowSource<Element, false>& rows, int first_row,
-                                            int end_row, int columns, int thread) {
-  const PieceThread at(thread);
+__device__ __forceinline__ void load_subtiles(char* subtiles, const RowSource<Element, false>& rows, int first_row,
+                                              int end_row, int columns, int thread) {
+  const SubtileThread at(thread);
   __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);  // of no account here
 #pragma unroll 1
   for (int panel = 0; panel < kPanels; ++panel) {
-    Float8 x[PieceThread::kFloat8s];
+    Float8 x[SubtileThread::kFloat8s];
     const int column = panel * kPanelColumns + at.column;
 #pragma unroll
-    for (int float8_index = 0; float8_index < PieceThread::kFloat8s; ++float8_index) {
-      const int row = first_row + at.row + float8_index * PieceThread::kRowStep;
+    for (int float8_index = 0; float8_index < SubtileThread::kFloat8s; ++float8_index) {
+      const int row = first_row + at.row + float8_index * SubtileThread::kRowStep;
       x[float8_index] = Float8::load(rows.row(row) + column, row < end_row && column < columns);
     }
 #pragma unroll
-    for (int float8_index = 0; float8_index < PieceThread::kFloat8s; ++float8_index)
-      at.store(pieces + panel * kPieceBytes, float8_index, kBounded ? bounded(x[float8_index]) : x[float8_index],
+    for (int float8_index = 0; float8_index < SubtileThread::kFloat8s; ++float8_index)
+      at.store(subtiles + panel * kSubtileBytes, float8_index, kBounded ? bounded(x[float8_index]) : x[float8_index],
                trace);
   }
 }

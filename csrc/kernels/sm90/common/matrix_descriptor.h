@@ -1,5 +1,5 @@
 // Tiles in shared memory as TMA writes them and wgmma reads them: panels of 64 columns (128 bytes of 16-bit
-// elements), one behind the other, each of all rows. Within a panel the 16-byte pieces of a row are exchanged by the
+// elements), one behind the other, each of all rows. Within a panel the 16-byte chunks of a row are exchanged by the
 // last three bits of the row ("128-byte swizzle"), so eight rows of 128 bytes are the unit, to which tiles are aligned.
 #pragma once
 
@@ -36,7 +36,7 @@ struct TileDescriptor {
   static constexpr uint32_t down_rows(int step) { return step * 16 * kPanelRowBytes; }
 };
 
-/// The same of panels of 32 columns, whose rows have 64 bytes: the 16-byte pieces of a row are exchanged by two bits of
+/// The same of panels of 32 columns, whose rows have 64 bytes: the 16-byte chunks of a row are exchanged by two bits of
 /// the row above the last ("64-byte swizzle").
 template <int kRows>
 struct HalfPanelDescriptor {

@@ -45,8 +45,8 @@ __device__ __forceinline__ void write_out_tile(uint32_t s_tile, const float (&ou
     for (int k = 0; k < 4; ++k)
       w[k] =
           ptx::pack2<Element>(out[d + k / 2][k % 2 * 2] * scale[k % 2], out[d + k / 2][k % 2 * 2 + 1] * scale[k % 2]);
-    const uint32_t piece = (d % 8 + right) ^ (row & 7);
-    ptx::stmatrix_x4(s_row + d / 8 * panel_bytes(kRows) + piece * 16, w[0], w[1], w[2], w[3]);
+    const uint32_t chunk = (d % 8 + right) ^ (row & 7);
+    ptx::stmatrix_x4(s_row + d / 8 * panel_bytes(kRows) + chunk * 16, w[0], w[1], w[2], w[3]);
   }
 }
 

@@ -31,7 +31,7 @@ inline TensorShape key_shape(const AttentionParams& p, int64_t head_dim) {
 /// For copies of box_rows rows and one panel of columns, in the order (column, row, head, batch).
 CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& shape, DType dtype, int box_rows);
 
-/// Of a bias of 16 bits whose rows are made of pieces of 16 bytes: copies of kPanelColumns keys of box_rows rows, in
+/// Of a bias of 16 bits whose rows are made of 16-byte chunks: copies of kPanelColumns keys of box_rows rows, in
 /// the order (key, query, head, batch). What is the same for all of a dimension has one place in it; for all keys,
 /// those of a copy.
 CUtensorMap encode_bias_map(const AttentionParams& p, int box_rows);

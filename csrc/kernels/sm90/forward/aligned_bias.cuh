@@ -1,4 +1,4 @@
-// TMA reads a bias whose rows consist of 16-byte pieces. Any other bias is copied to such rows before the forward runs.
+// TMA reads a bias whose rows consist of 16-byte chunks. Any other bias is copied to such rows before the forward runs.
 // Broadcast dimensions stay broadcast, except the keys: the copy of a bias that is the same for all keys has 64 of
 // them, one part, which the producer loads for every tile.
 #pragma once

@@ -153,7 +153,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
     ptx::mbarrier_arrive(address(storage_.out_full[query_tile()]));
   }
 
-  /// From registers, in 16-byte pieces.
+  /// From registers, in 16-byte chunks.
   __device__ __forceinline__ void store_rows(const WorkTile& work_tile, int first_row, const float (&scale)[2]) const {
     const auto rows = query_rows<Element>(p_.out, work_tile.sequence);
 #pragma unroll

@@ -370,18 +370,18 @@ class ForwardProducer {
 
   /// True if this lane found some.
   __device__ __forceinline__ bool remove_non_finite(uint4* s_tile) const {
-    const auto piece = [&](int k) -> uint4& { return s_tile[k]; };
-    return sanitise_pieces<typename Config::Element, false, Config::kValueBytes / 16, 32, 2>(lane_, piece);
+    const auto chunk = [&](int k) -> uint4& { return s_tile[k]; };
+    return sanitise_chunks<typename Config::Element, false, Config::kValueBytes / 16, 32, 2>(lane_, chunk);
   }
 
   /// Zeroes rows from `first` on. They lie behind the sequence, so no query sees them.
   __device__ __forceinline__ void zero_rows(uint4* s_tile, int first) const {
-    constexpr int kPieces = kPanelRowBytes / 16;
+    constexpr int kChunks = kPanelRowBytes / 16;
 #pragma unroll 1
     for (int panel = 0; panel < kValuePanels; ++panel)
 #pragma unroll 1
-      for (int at = first * kPieces + lane_; at < Config::kBlockN * kPieces; at += 32)
-        s_tile[panel * Config::kBlockN * kPieces + at] = uint4{0, 0, 0, 0};
+      for (int at = first * kChunks + lane_; at < Config::kBlockN * kChunks; at += 32)
+        s_tile[panel * Config::kBlockN * kChunks + at] = uint4{0, 0, 0, 0};
     __syncwarp();
   }
 

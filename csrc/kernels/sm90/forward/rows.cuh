@@ -79,13 +79,13 @@ class ForwardRows {
   /// Zeroes rows of Q from `first` on, which lie behind the sequence. All rows vote on how scores are capped, and these
   /// must not change the vote.
   __device__ __forceinline__ void zero_query_rows(int first) const {
-    constexpr int kPieces = kPanelRowBytes / 16;
+    constexpr int kChunks = kPanelRowBytes / 16;
     auto* const s_query = static_cast<uint4*>(__cvta_shared_to_generic(s_tiles_ + query_tile() * Config::kQueryBytes));
 #pragma unroll 1
     for (int panel = 0; panel < panels(kHeadDim); ++panel)
 #pragma unroll 1
-      for (int at = first * kPieces + warp_ * 32 + lane_; at < kWarpgroupRows * kPieces; at += kWarpgroupThreads)
-        s_query[panel * kWarpgroupRows * kPieces + at] = uint4{0, 0, 0, 0};
+      for (int at = first * kChunks + warp_ * 32 + lane_; at < kWarpgroupRows * kChunks; at += kWarpgroupThreads)
+        s_query[panel * kWarpgroupRows * kChunks + at] = uint4{0, 0, 0, 0};
     ptx::fence_proxy_async_shared();
     ptx::barrier_any<kWarpgroupThreads>(kOfWarpgroup + warpgroup_, false);
   }

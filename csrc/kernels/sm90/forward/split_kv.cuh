@@ -176,11 +176,11 @@ __global__ void __launch_bounds__(kWarpgroupThreads)
     sum[1] = fmaf(factor[1], state.w, sum[1]);
 #pragma unroll
     for (int d = 0; d < kD; ++d) {
-      const float4 piece = g_split[(first_column / 8 + d) * 32];
-      out[d][0] = fmaf(factor[0], piece.x, out[d][0]);
-      out[d][1] = fmaf(factor[0], piece.y, out[d][1]);
-      out[d][2] = fmaf(factor[1], piece.z, out[d][2]);
-      out[d][3] = fmaf(factor[1], piece.w, out[d][3]);
+      const float4 partial = g_split[(first_column / 8 + d) * 32];
+      out[d][0] = fmaf(factor[0], partial.x, out[d][0]);
+      out[d][1] = fmaf(factor[0], partial.y, out[d][1]);
+      out[d][2] = fmaf(factor[1], partial.z, out[d][2]);
+      out[d][3] = fmaf(factor[1], partial.w, out[d][3]);
     }
   }
   const float sink = sink_of(p, sequence.head);

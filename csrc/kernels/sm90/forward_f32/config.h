@@ -17,15 +17,15 @@ struct ForwardF32Config {
   static constexpr int kStages = kShape.stages;
   static constexpr int kRegisters = kShape.registers, kProducerRegisters = kShape.producer_registers;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
-  static constexpr int kPanels = panels(kHeadDim);  // pieces of Q of a warpgroup
-  static constexpr bool kSmallPieces = kBlockN == kSmallPieceRows;
-  static constexpr int kKeyPieces = kHeadDim / kBlockN;  // of K of a tile, and as many of V
-  static constexpr int kStageBytes = FloatPiece<kBlockN>::kBytes;
+  static constexpr int kPanels = panels(kHeadDim);  // subtiles of Q of a warpgroup
+  static constexpr bool kSmallSubtiles = kBlockN == kSmallSubtileRows;
+  static constexpr int kKeySubtiles = kHeadDim / kBlockN;  // of K of a tile, and as many of V
+  static constexpr int kStageBytes = FloatSubtile<kBlockN>::kBytes;
 
-  static constexpr int kQueryBytes = kPanels * kPieceBytes;  // of a warpgroup
+  static constexpr int kQueryBytes = kPanels * kSubtileBytes;  // of a warpgroup
   static constexpr int kRingOffset = kWarpgroups * kQueryBytes;
   static constexpr int kTilesBytes = kRingOffset + kStages * kStageBytes;
-  static_assert(kWarpgroupRows == kPieceRows);
+  static_assert(kWarpgroupRows == kSubtileRows);
   static_assert(kWarpgroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };

@@ -18,7 +18,7 @@ class ForwardF32Consumer {
   using Storage = ForwardF32Storage<Config>;
   using WorkTile = ForwardF32WorkTile<Config>;
   static constexpr int kPanels = Config::kPanels;
-  static constexpr int kKeyPieces = Config::kKeyPieces;
+  static constexpr int kKeySubtiles = Config::kKeySubtiles;
   using Products = FloatProductsOf<Config::kBlockN>;
   static constexpr int kSteps = Products::kSteps, kEights = Products::kEights;
   using Tile = typename Products::Tile;
@@ -34,8 +34,8 @@ class ForwardF32Consumer {
         warpgroup_(group),
         lane_(static_cast<int>(threadIdx.x) % 32),
         warp_(static_cast<int>(threadIdx.x) / 32 % kWarpgroupWarps),
-        query_(PieceDescriptor::lower_half(ptx::shared_address(shared) + group * Config::kQueryBytes)),
-        ring_(PieceDescriptor::lower_half(ptx::shared_address(shared) + Config::kRingOffset)) {}
+        query_(SubtileDescriptor::lower_half(ptx::shared_address(shared) + group * Config::kQueryBytes)),
+        ring_(SubtileDescriptor::lower_half(ptx::shared_address(shared) + Config::kRingOffset)) {}
 
   __device__ __forceinline__ void run(char* s_query) {
     ForwardF32Queue<Config> queue(storage_);
@@ -62,8 +62,9 @@ class ForwardF32Consumer {
 
   __device__ __forceinline__ void load_query(const WorkTile& work_tile, char* s_query) const {
     wait_for_warpgroup();  // all are done with what was there
-    load_pieces<kPanels, false>(s_query, query_rows<float>(p_.q, work_tile.sequence), first_row(work_tile),
-                                work_tile.end_query, static_cast<int>(p_.head_dim), ptx::reread(thread_of_warpgroup()));
+    load_subtiles<kPanels, false>(s_query, query_rows<float>(p_.q, work_tile.sequence), first_row(work_tile),
+                                  work_tile.end_query, static_cast<int>(p_.head_dim),
+                                  ptx::reread(thread_of_warpgroup()));
     ptx::fence_proxy_async_shared();
     wait_for_warpgroup();
   }
@@ -86,15 +87,15 @@ class ForwardF32Consumer {
     for_each_score(out_, [](float& x, int, int, int) { x = 0.0f; });
   }
 
-  /// The descriptor of the next piece, once that has arrived.
-  __device__ __forceinline__ uint32_t wait_for_piece() {
+  /// The descriptor of the next subtile, once that has arrived.
+  __device__ __forceinline__ uint32_t wait_for_subtile() {
     ptx::mbarrier_wait(ptx::shared_address(&storage_.full[next_.stage()]), next_.parity());
-    const uint32_t piece = ring_ + next_.stage() * (Config::kStageBytes / 16);
+    const uint32_t subtile = ring_ + next_.stage() * (Config::kStageBytes / 16);
     next_.advance();
-    return piece;
+    return subtile;
   }
 
-  __device__ __forceinline__ void release_piece() {
+  __device__ __forceinline__ void release_subtile() {
     if (lane_ == 0) ptx::mbarrier_arrive(ptx::shared_address(&storage_.empty[done_.stage()]));
     done_.advance();
   }
@@ -103,15 +104,15 @@ class ForwardF32Consumer {
   /// ahead.
   __device__ __forceinline__ void skip_tile() {
 #pragma unroll 1
-    for (int piece = 0; piece < 2 * kKeyPieces; ++piece) {
-      wait_for_piece();
-      release_piece();
+    for (int subtile = 0; subtile < 2 * kKeySubtiles; ++subtile) {
+      wait_for_subtile();
+      release_subtile();
     }
   }
 
   __device__ __forceinline__ void step(const WorkTile& work_tile, int tile, bool partial) {
     Scores s;
-    if constexpr (Config::kSmallPieces) {
+    if constexpr (Config::kSmallSubtiles) {
       multiply_few_keys(s[0]);
     } else {
       multiply_keys(s[0]);
@@ -140,16 +141,16 @@ class ForwardF32Consumer {
   /// S = Q K^T
   __device__ __forceinline__ void multiply_keys(Tile& s) {
     Tile rest;
-    Products::start<true>(s, rest, query_, wait_for_piece());
+    Products::start<true>(s, rest, query_, wait_for_subtile());
     if constexpr (kPanels == 2) {
-      Products::start<false>(s, rest, query_ + kPieceBytes / 16, wait_for_piece());
+      Products::start<false>(s, rest, query_ + kSubtileBytes / 16, wait_for_subtile());
       ptx::wgmma_wait<1>();
-      release_piece();
+      release_subtile();
     }
     ptx::wgmma_wait<0>();
     ptx::fence_operand(s);
     ptx::fence_operand(rest);
-    release_piece();
+    release_subtile();
     Products::add(s, rest);
   }
 
@@ -157,19 +158,18 @@ class ForwardF32Consumer {
   __device__ __forceinline__ void multiply_few_keys(Tile& s) {
     typename Products::PairedSums sums;
 #pragma unroll
-    for (int piece = 0; piece < kKeyPieces; ++piece) {
-      const uint32_t query =
-          query_ +
-          (piece * Config::kBlockN / kPanelColumns * kPieceBytes + PieceDescriptor::along_row(piece * kSteps % 4)) / 16;
-      piece == 0 ? Products::template start<true>(sums, query, wait_for_piece())
-                 : Products::template start<false>(sums, query, wait_for_piece());
-      if (piece == 0) continue;
+    for (int subtile = 0; subtile < kKeySubtiles; ++subtile) {
+      const uint32_t offset = subtile * Config::kBlockN / kPanelColumns * kSubtileBytes;
+      const uint32_t query = query_ + (offset + SubtileDescriptor::along_row(subtile * kSteps % 4)) / 16;
+      subtile == 0 ? Products::template start<true>(sums, query, wait_for_subtile())
+                   : Products::template start<false>(sums, query, wait_for_subtile());
+      if (subtile == 0) continue;
       ptx::wgmma_wait<1>();
-      release_piece();
+      release_subtile();
     }
     ptx::wgmma_wait<0>();
     sums.fence_operand();
-    release_piece();
+    release_subtile();
     sums.add_up(s);
   }
 
@@ -214,27 +214,27 @@ class ForwardF32Consumer {
 
   /// O = O factor + P V
   __device__ __forceinline__ void add_values(const Weights& p, const float (&factor)[2]) {
-    constexpr int kSums = kKeyPieces == 1 ? 1 : 2;  // under way
+    constexpr int kSums = kKeySubtiles == 1 ? 1 : 2;  // under way
     Tile sum[kSums];
-    Products::start(sum[0], p, wait_for_piece());
+    Products::start(sum[0], p, wait_for_subtile());
 #pragma unroll
-    for (int piece = 1; piece < kKeyPieces; ++piece) {
-      Products::start(sum[piece % kSums], p, wait_for_piece());
+    for (int subtile = 1; subtile < kKeySubtiles; ++subtile) {
+      Products::start(sum[subtile % kSums], p, wait_for_subtile());
       ptx::wgmma_wait<1>();
-      finish_softmax(sum[(piece - 1) % kSums], piece - 1, factor);
+      finish_softmax(sum[(subtile - 1) % kSums], subtile - 1, factor);
     }
     ptx::wgmma_wait<0>();
-    finish_softmax(sum[(kKeyPieces - 1) % kSums], kKeyPieces - 1, factor);
+    finish_softmax(sum[(kKeySubtiles - 1) % kSums], kKeySubtiles - 1, factor);
   }
 
-  __device__ __forceinline__ void finish_softmax(Tile& sum, int piece, const float (&factor)[2]) {
+  __device__ __forceinline__ void finish_softmax(Tile& sum, int subtile, const float (&factor)[2]) {
     ptx::fence_operand(sum);
-    release_piece();
+    release_subtile();
 #pragma unroll
     for (int n = 0; n < kEights; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float& out = out_[(piece * kEights + n) / 8][(piece * kEights + n) % 8][e];
+        float& out = out_[(subtile * kEights + n) / 8][(subtile * kEights + n) % 8][e];
         out = fmaf(out, factor[e / 2], sum[n][e]);
       }
   }

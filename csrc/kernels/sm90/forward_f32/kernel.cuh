@@ -2,12 +2,12 @@
 //
 // A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). A CTA has kBlockM
 // queries of one head and goes through tiles of 64 or 32 keys, from the last that it sees to the first. Two or three
-// warpgroups compute, 64 queries each; one more reads K and V, splits them, and fills a ring of pieces of as many
+// warpgroups compute, 64 queries each; one more reads K and V, splits them, and fills a ring of subtiles of as many
 // columns as a tile has keys. A warpgroup's step:
-//   for each piece of K: wait for it; S += Q K^T, in several sums: that of the largest products and those of all others
-//   S is there: the pieces are free; r = max, P = e^(S - r) in registers, split
-//   for each piece of V: wait for it; its columns of P V, from zero
-//   they are there: the pieces are free; O = O e^(old r - r) + P V
+//   for each subtile of K: wait for it; S += Q K^T, in several sums: that of the largest products, that of the others
+//   S is there: the subtiles are free; r = max, P = e^(S - r) in registers, split
+//   for each subtile of V: wait for it; its columns of P V, from zero
+//   they are there: the subtiles are free; O = O e^(old r - r) + P V
 // While one warpgroup has its exponentials, tensor cores work for the others.
 //
 // Tensor cores round sums towards zero. No sum of theirs goes on for longer than the head dim or 64 keys.
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (group < 0) {
     ptx::release_registers<Config::kProducerRegisters>();
     using Producer =
-        std::conditional_t<Config::kSmallPieces, ForwardF32RowProducer<Config>, ForwardF32Producer<Config>>;
+        std::conditional_t<Config::kSmallSubtiles, ForwardF32RowProducer<Config>, ForwardF32Producer<Config>>;
     Producer(p, storage, shared + Config::kRingOffset, thread_of_warpgroup()).run(schedule);
   } else {
     ptx::acquire_registers<Config::kRegisters>();

@@ -1,5 +1,5 @@
-// Loads of the float32 forward, as pieces of bfloat16 parts: of Q once, by the warpgroup that has the rows; of K and V
-// through a ring, by a warpgroup of their own.
+// Loads of the float32 forward, as subtiles of bfloat16 parts: of Q once, by the warpgroup that has the rows; of K and
+// V through a ring, by a warpgroup of their own.
 #pragma once
 
 #include "kernels/ptx/tma.h"
@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Fills the ring: for each tile, from the last to the first, the pieces of K, then those of V.
+/// Fills the ring: for each tile, from the last to the first, the subtiles of K, then those of V.
 template <class Config>
 class ForwardF32ProducerBase {
  public:
@@ -54,14 +54,14 @@ class ForwardF32ProducerBase {
   RingPosition<Config::kStages> ring_;
 };
 
-/// For pieces of 64 rows. The next piece is loaded to registers while one is split.
+/// For subtiles of 64 rows. The next subtile is loaded to registers while one is split.
 template <class Config>
 class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
   using Base = ForwardF32ProducerBase<Config>;
 
  public:
   using typename Base::Storage;
-  static constexpr int kFloat8s = PieceThread::kFloat8s;
+  static constexpr int kFloat8s = SubtileThread::kFloat8s;
 
   __device__ __forceinline__ ForwardF32Producer(const ForwardParams& p, Storage& storage, char* s_ring, int thread)
       : Base(p, storage, s_ring, thread), at_(thread) {}
@@ -87,10 +87,10 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
     for (; tile >= tiles.begin; --tile) {
       const bool partial = tile < tiles.full_begin || tile >= tiles.full_end;
 #pragma unroll 1
-      for (int piece = 0; piece < 2 * Config::kPanels; ++piece) {
+      for (int subtile = 0; subtile < 2 * Config::kPanels; ++subtile) {
         constexpr int kLast = 2 * Config::kPanels - 1;
-        const int next = piece == kLast ? 0 : piece + 1, next_tile = piece == kLast ? tile - 1 : tile;
-        const bool is_value = piece >= Config::kPanels, next_is_value = next >= Config::kPanels;
+        const int next = subtile == kLast ? 0 : subtile + 1, next_tile = subtile == kLast ? tile - 1 : tile;
+        const bool is_value = subtile >= Config::kPanels, next_is_value = next >= Config::kPanels;
         const int rows = next_tile < tiles.begin ? INT32_MIN : seqlen_k;  // no rows before 0
         const bool met = pass_on(x, choose(next_is_value, values, keys), next % Config::kPanels, next_tile, rows,
                                  is_value && partial);
@@ -119,7 +119,7 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
 
   __device__ __forceinline__ Float8 load(const Source& source, int panel, int tile, int num_rows,
                                          int float8_index) const {
-    const int row = tile * Config::kBlockN + float8_index * PieceThread::kRowStep;
+    const int row = tile * Config::kBlockN + float8_index * SubtileThread::kRowStep;
     const bool valid = at_.row + row < num_rows && panel * kPanelColumns < source.columns;
     return Float8::load(source.first + row * source.row_stride + panel * kPanelColumns, valid);
   }
@@ -131,37 +131,37 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
       x[float8_index] = load(source, panel, tile, num_rows, float8_index);
   }
 
-  /// Splits the piece in registers into the ring, and loads the next one to registers. Returns whether Inf or NaN was
+  /// Splits the subtile in registers into the ring, and loads the next one to registers. Returns whether Inf or NaN was
   /// removed.
   __device__ __forceinline__ bool pass_on(Float8 (&x)[kFloat8s], const Source& next, int panel, int tile, int num_rows,
                                           bool may_be_hidden) const {
-    char* const s_piece = Base::stage_address();
+    char* const s_subtile = Base::stage_address();
     __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);
     Base::wait_for_slot();
 #pragma unroll
     for (int float8_index = 0; float8_index < kFloat8s; ++float8_index) {
       const Float8 current = x[float8_index];
       x[float8_index] = load(next, panel, tile, num_rows, float8_index);
-      at_.store(s_piece, float8_index, current, trace);
+      at_.store(s_subtile, float8_index, current, trace);
     }
     const bool met = may_be_hidden && is_nan(trace);
-    if (met) at_.remove_non_finite(s_piece);
+    if (met) at_.remove_non_finite(s_subtile);
     return met;
   }
 
-  const PieceThread at_;
+  const SubtileThread at_;
 };
 
-/// For pieces of 32 rows. They are used up so soon that several must be under way: half of those of a tile of K, or of
-/// V. A thread has one row of the tile.
+/// For subtiles of 32 rows. They are used up so soon that several must be under way: half of those of a tile of K, or
+/// of V. A thread has one row of the tile.
 template <class Config>
 class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
   using Base = ForwardF32ProducerBase<Config>;
 
  public:
   using typename Base::Storage;
-  static constexpr int kAhead = Config::kKeyPieces / 2;
-  static_assert(Config::kKeyPieces % 2 == 0);
+  static constexpr int kAhead = Config::kKeySubtiles / 2;
+  static_assert(Config::kKeySubtiles % 2 == 0);
 
   __device__ __forceinline__ ForwardF32RowProducer(const ForwardParams& p, Storage& storage, char* s_ring, int thread)
       : Base(p, storage, s_ring, thread), at_(thread) {}
@@ -194,8 +194,8 @@ class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
     return row_of(work_tile, p_.v, p_.head_dim_v, tile);
   }
 
-  __device__ __forceinline__ static Float8 load(const Row& row, int piece) {
-    const int column = piece * Config::kBlockN;
+  __device__ __forceinline__ static Float8 load(const Row& row, int subtile) {
+    const int column = subtile * Config::kBlockN;
     return Float8::load(row.first + column, column < row.columns);
   }
 
@@ -218,25 +218,25 @@ class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
     }
   }
 
-  /// Splits the pieces in registers into the ring, and loads those of `next` from first_piece on to registers.
-  __device__ __forceinline__ void pass_on(Float8 (&x)[kAhead], const Row& next, int first_piece, bool may_be_hidden,
+  /// Splits the subtiles in registers into the ring, and loads those of `next` from first_subtile on to registers.
+  __device__ __forceinline__ void pass_on(Float8 (&x)[kAhead], const Row& next, int first_subtile, bool may_be_hidden,
                                           WorkTile& work_tile) {
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);
-      char* const s_piece = Base::stage_address();
+      char* const s_subtile = Base::stage_address();
       Base::wait_for_slot();
-      at_.store(s_piece, 0, x[k], trace);
+      at_.store(s_subtile, 0, x[k], trace);
       if (may_be_hidden && is_nan(trace)) {
-        at_.remove_non_finite(s_piece);
+        at_.remove_non_finite(s_subtile);
         work_tile.met_non_finite = true;
       }
-      x[k] = load(next, first_piece + k);  // not before the look at `trace`: registers are short
+      x[k] = load(next, first_subtile + k);  // not before the look at `trace`: registers are short
       Base::publish();
     }
   }
 
-  const ThreadOfPiece<Config::kBlockN> at_;
+  const ThreadOfSubtile<Config::kBlockN> at_;
 };
 
 }  // namespace flash_ext::sm90

@@ -1,5 +1,5 @@
 // Tiles, stages and registers of the float32 forward, which the plan reads too. Q, K and V lie in shared memory as
-// pieces (sm90/common/float_parts.cuh): those of Q have 64 rows and 64 columns, those of K and V as many of both as a
+// subtiles (sm90/common/float_parts.cuh): those of Q have 64 rows and 64 columns, those of K and V as many of both as a
 // tile has keys.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace flash_ext::sm90 {
 struct ForwardF32Shape {
   int keys;                // of a tile
   int warpgroups;          // consumer warpgroups
-  int stages;              // pieces of the ring of K and V
+  int stages;              // subtiles of the ring of K and V
   int registers;           // of a thread that computes
   int producer_registers;  // of the others
 };

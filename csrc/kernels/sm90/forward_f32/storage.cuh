@@ -44,7 +44,7 @@ struct ForwardF32Barriers {
   };
 };
 
-/// Lies behind the pieces in shared memory. A barrier's name says what the end of its phase means.
+/// Lies behind the subtiles in shared memory. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardF32Storage {
   static constexpr int kSlots = 2;

@@ -55,7 +55,7 @@ struct BackwardNarrowConfig {
   static constexpr int kDsPanelBytes = panel_bytes(kBlockM);                       // dS of a warpgroup's keys
   static constexpr int kDsQueries = kBlockM % kPanelColumns ? 32 : kPanelColumns;  // where keys are rows: of a panel
   static constexpr int kDsBytes = kWarpgroups * kDsPanelBytes;
-  static constexpr int kDqPieceBytes = kBlockM / 4 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
+  static constexpr int kDqSliceBytes = kBlockM / 4 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
   static constexpr int kKeySlots = kPersistent ? 2 : 1;                  // K and V of a tile of keys each
   static constexpr int kKeySlotBytes = 2 * kKeyBytes;
   static constexpr int kValuesOffset = kKeyBytes;
@@ -63,7 +63,7 @@ struct BackwardNarrowConfig {
   static constexpr int kGradsOffset = kQueriesOffset + kStages * kQueryBytes;
   static constexpr int kDsOffset = kGradsOffset + kGradStages * kQueryBytes;
   static constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
-  static constexpr int kTilesBytes = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqPieceBytes;
+  static constexpr int kTilesBytes = kDqOffset + kWarpgroupWarps * panels(kHeadDim) * kDqSliceBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
 
   static_assert(kWarpgroupRows == kPanelColumns && (kPersistent || kBlockM == kPanelColumns),

@@ -156,17 +156,17 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     });
   }
 
-  /// To panels of 32 queries, kPanelBytes apart, whose rows are keys: their 16-byte pieces are exchanged by two bits of
+  /// To panels of 32 queries, kPanelBytes apart, whose rows are keys: their 16-byte chunks are exchanged by two bits of
   /// the row above the last ("64-byte swizzle"). Lanes name rows as below.
   template <int kPanelBytes>
   __device__ __forceinline__ static void store_by_half_panels(uint32_t s_panel, int warp, const Weights& pairs,
                                                               int lane) {
     constexpr int kRowBytes = kPanelRowBytes / 2;
     const int at = ptx::reread(lane), row = warp * 16 + at % 16;
-    const uint32_t s_piece = s_panel + row * kRowBytes + ((at / 16) ^ (row / 2 % 4)) * 16;
+    const uint32_t s_chunk = s_panel + row * kRowBytes + ((at / 16) ^ (row / 2 % 4)) * 16;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
-      ptx::stmatrix_x4((s_piece ^ (k % 2 * 32)) + k / 2 * kPanelBytes, pairs[k][0], pairs[k][1], pairs[k][2],
+      ptx::stmatrix_x4((s_chunk ^ (k % 2 * 32)) + k / 2 * kPanelBytes, pairs[k][0], pairs[k][1], pairs[k][2],
                        pairs[k][3]);
   }
   /// To a panel whose rows are keys and whose columns are the queries; a warp has 16 rows of it. A lane names a row of
@@ -174,10 +174,10 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
   __device__ __forceinline__ static void store(uint32_t s_panel, int warp, const Weights& pairs, int lane) {
     static_assert(kBlockM <= kPanelColumns);
     const int at = ptx::reread(lane), row = warp * 16 + at % 16;
-    const uint32_t s_piece = s_panel + row * kPanelRowBytes + ((at / 16) ^ (row % 8)) * 16;
+    const uint32_t s_chunk = s_panel + row * kPanelRowBytes + ((at / 16) ^ (row % 8)) * 16;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
-      ptx::stmatrix_x4(s_piece ^ (k * 32), pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3]);
+      ptx::stmatrix_x4(s_chunk ^ (k * 32), pairs[k][0], pairs[k][1], pairs[k][2], pairs[k][3]);
   }
 
  private:

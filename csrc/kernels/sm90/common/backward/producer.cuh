@@ -32,9 +32,9 @@ __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtenso
               p.seq.cu_seqlens_k ? 0 : sequence.cache_row);
 }
 
-/// A warp's part of the dQ of one product, on its way from registers through shared memory to memory.
+/// A slice of dQ: a warp's part of one product, on its way from registers through shared memory to memory.
 template <class Config>
-struct BackwardDqPiece {
+struct BackwardDqSlice {
   static constexpr int kPanels = panels(Config::kHeadDim);
   // 64 columns of dQ, of the warp's 16 queries; or of dQ^T, all queries of the warp's 16 columns.
   using Sum = float[Config::kBlockM / 8][4];
@@ -46,7 +46,7 @@ struct BackwardDqPiece {
   }
   /// The warp's shared memory for a panel.
   __device__ __forceinline__ static uint32_t slot(uint32_t s_tiles, int warp, int panel) {
-    return s_tiles + Config::kDqOffset + (warp * kPanels + panel) * Config::kDqPieceBytes;
+    return s_tiles + Config::kDqOffset + (warp * kPanels + panel) * Config::kDqSliceBytes;
   }
   /// Stores it there, once TMA has read what was there before.
   __device__ __forceinline__ static void stage(uint32_t s_slot, const Sum& sum, int lane) {
@@ -59,7 +59,7 @@ struct BackwardDqPiece {
   }
   /// Adds it to memory from there.
   __device__ __forceinline__ static void send(float* g_target, uint32_t s_slot, int lane,
-                                              int bytes = Config::kDqPieceBytes) {
+                                              int bytes = Config::kDqSliceBytes) {
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane == 0) {
@@ -75,8 +75,8 @@ template <class Config, class Storage>
 class BackwardDqWarp {
  protected:
   static constexpr int kBlockM = Config::kBlockM, kPanels = panels(Config::kHeadDim);
-  using DqPiece = BackwardDqPiece<Config>;
-  using Sum = typename DqPiece::Sum;
+  using DqSlice = BackwardDqSlice<Config>;
+  using Sum = typename DqSlice::Sum;
 
   __device__ __forceinline__ BackwardDqWarp(const BackwardParams& p, const BackwardMaps& maps,
                                             const BackwardWorkspace& workspace, Storage& storage, uint32_t s_tiles,
@@ -100,9 +100,9 @@ class BackwardDqWarp {
     __syncwarp();
   }
 
-  __device__ __forceinline__ static void finish(Sum& sum) { DqPiece::finish(sum); }
-  __device__ __forceinline__ uint32_t s_piece(int panel) const { return DqPiece::slot(s_tiles_, warp_, panel); }
-  __device__ __forceinline__ void stage(const Sum& sum, int panel) const { DqPiece::stage(s_piece(panel), sum, lane_); }
+  __device__ __forceinline__ static void finish(Sum& sum) { DqSlice::finish(sum); }
+  __device__ __forceinline__ uint32_t s_slice(int panel) const { return DqSlice::slot(s_tiles_, warp_, panel); }
+  __device__ __forceinline__ void stage(const Sum& sum, int panel) const { DqSlice::stage(s_slice(panel), sum, lane_); }
 
   const BackwardParams& p_;
   const BackwardMaps& maps_;
@@ -159,7 +159,7 @@ class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
     return work_tile_.workspace_tile + step.head * workspace_.tiles_per_head + step.tile;
   }
   /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
-  __device__ __forceinline__ float* dq_piece(const Step& step, int panel) const {
+  __device__ __forceinline__ float* dq_slice(const Step& step, int panel) const {
     const int64_t row = workspace_tile(step) * kBlockM + warp_ * 16;
     return workspace_.dq + row * Config::kDqHeadDim + panel * (16 * kPanelColumns);
   }

@@ -140,8 +140,8 @@ struct BackwardTile {
   /// of four warps. A lane names a row of one of four 8 x 8 matrices: two of queries by two of keys.
   __device__ __forceinline__ static uint32_t row_of_lane(uint32_t s_panel, int warp, int lane) {
     const int at = ptx::reread(lane), row = at % 8 + at / 16 * 8;
-    const uint32_t piece = (2 * warp + at / 8 % 2) ^ (at % 8);
-    return s_panel + row * kPanelRowBytes + piece * 16;
+    const uint32_t chunk = (2 * warp + at / 8 % 2) ^ (at % 8);
+    return s_panel + row * kPanelRowBytes + chunk * 16;
   }
   /// To and from such a panel, 16 queries at a time.
   __device__ __forceinline__ static void store(uint32_t s_row, int step, const uint32_t (&pairs)[4]) {

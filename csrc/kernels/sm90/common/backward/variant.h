@@ -65,7 +65,7 @@ struct BackwardAsked {
   bool softcap, alibi, drops;
   bool bias, bias_of_keys;   // the same for all queries
   bool mask_of_keys, masks;  // of keys alone; of pairs
-  bool bias_by_panels;       // of 16 bits, in pieces of 16 bytes: TMA brings it
+  bool bias_by_panels;       // of 16 bits, in 16-byte chunks: TMA brings it
   bool bias_dtype_of_inputs;
   bool large_softcap;  // beyond kLargestSoftcapAlone
 };

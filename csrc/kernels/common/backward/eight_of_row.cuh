@@ -7,14 +7,14 @@ namespace flash_ext {
 
 /// x: as four lanes hold two rows of accumulators; `first` is 0 for the first of these, 2 for the second.
 template <class Element>
-__device__ __forceinline__ void store_row_piece(Element* g_target, const float (&x)[4][4], int first, float factor) {
+__device__ __forceinline__ void store_eight_of_row(Element* g_target, const float (&x)[4][4], int first, float factor) {
   constexpr int kElements = 16 / sizeof(Element);
-  alignas(16) Element piece[8];
+  alignas(16) Element eight[8];
 #pragma unroll
-  for (int k = 0; k < 8; ++k) piece[k] = static_cast<Element>(x[k / 2][first + k % 2] * factor);
+  for (int k = 0; k < 8; ++k) eight[k] = static_cast<Element>(x[k / 2][first + k % 2] * factor);
 #pragma unroll
   for (int k = 0; k < 8; k += kElements)
-    *reinterpret_cast<uint4*>(g_target + k) = *reinterpret_cast<const uint4*>(piece + k);
+    *reinterpret_cast<uint4*>(g_target + k) = *reinterpret_cast<const uint4*>(eight + k);
 }
 
 }  // namespace flash_ext
