@@ -8,7 +8,7 @@
 #include "kernels/common/backward/launch_sequence.cuh"
 #include "kernels/common/bias_gradient/row_terms.cuh"
 #include "kernels/sm80/common/gradient_tile.cuh"
-#include "kernels/sm80/common/slab_index.cuh"
+#include "kernels/sm80/common/slab_sums.cuh"
 #include "names.h"
 
 namespace flash_ext::sm80 {
@@ -37,23 +37,14 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(p, numbers, slabs);
   const Sequence sequence(p, index.batch, index.head);
-  const int first_query = index.tile * kScoreRows, columns = static_cast<int>(p.head_dim);
+  const int first_query = index.tile * kScoreRows;
   if (index.tile < 0 || first_query >= sequence.seqlen_q) return;
-  const TileRange range = tile_range(first_query, min(first_query + kScoreRows, sequence.seqlen_q), sequence.seqlen_k,
-                                     sequence.window(), kScoreKeys);
-  const auto keys = key_rows<Element, false>(p, p.k, sequence);
   ScoreFragment dq = {};
-#pragma unroll 1
-  for (int n = static_cast<int>(range.begin); n < range.end; ++n) {
-    ScoreTile<Element> tile(p, sequence, first_query, n * kScoreKeys, shared);
-    if (!tile.sees_any()) continue;
-    ScoreFragment ds;
-    attention_product_gradient(ds, tile, p, delta);
-    tile.accumulate(dq, ds, keys, tile.first_key, sequence.seqlen_k, columns, index.slab);
-  }
-  for_each_score(dq, [&](float& x, int, int, int) { x *= static_cast<float>(p.softmax_scale); });
+  sum_over_keys<Element>(dq, p, sequence, first_query, index.slab, shared,
+                         [&](ScoreFragment& ds, const auto& tile) { attention_product_gradient(ds, tile, p, delta); });
   const ScoreTile<Element> tile(p, sequence, first_query, 0, shared);
-  tile.store_slab(dq, query_rows<Element>(p.dq, sequence), first_query, sequence.seqlen_q, columns, index.slab);
+  store_sum(dq, static_cast<float>(p.softmax_scale), tile, query_rows<Element>(p.dq, sequence), first_query,
+            sequence.seqlen_q, static_cast<int>(p.head_dim), index.slab);
 }
 
 /// dK, or dV: a slab of a tile of keys, summed over the queries of all heads of the group.
@@ -63,37 +54,26 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
                     int slabs) {
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(p, numbers, slabs);
-  const int group = static_cast<int>(p.heads_q / p.heads_kv), first_head = index.head * group;
-  const Sequence of_group(p, index.batch, first_head);
+  const Sequence of_group(p, index.batch, index.head * static_cast<int>(p.heads_q / p.heads_kv));
   const int first_key = index.tile * kScoreKeys, columns = static_cast<int>(kValues ? p.head_dim_v : p.head_dim);
   if (index.tile < 0 || first_key >= of_group.seqlen_k) return;
-  const TileRange range = tile_range(first_key, min(first_key + kScoreKeys, of_group.seqlen_k), of_group.seqlen_q,
-                                     transposed(of_group.window()), kScoreRows);
-  const bool has_rows = !kValues || p.grad_out.data;  // no gradient of out is one of zeros
   ScoreFragment sum = {};
-#pragma unroll 1
-  for (int head = first_head; has_rows && head < first_head + group; ++head) {
-    const Sequence sequence(p, index.batch, head);
-    const auto rows = query_rows<Element>(kValues ? p.grad_out : p.q, sequence);
-#pragma unroll 1
-    for (int m = static_cast<int>(range.begin); m < range.end; ++m) {
-      ScoreTile<Element> tile(p, sequence, m * kScoreRows, first_key, shared);
-      if (!tile.sees_any()) continue;
-      ScoreFragment s;
-      if constexpr (kValues) {
-        tile.template scores<false>(s);
-        to_weights<ScoreUnit<Element>>(s, p, sequence, p.lse, kDropoutApply, tile.coordinates());
-      } else {
-        attention_product_gradient(s, tile, p, delta);
-      }
-      tile.accumulate_transposed(sum, s, rows, tile.first_query, sequence.seqlen_q, columns, index.slab);
-    }
+  if (!kValues || p.grad_out.data) {  // no gradient of out is one of zeros
+    sum_over_queries<Element>(sum, p, of_group, first_key, kValues ? p.grad_out : p.q, columns, index.slab, shared,
+                              [&](ScoreFragment& s, const auto& tile) {
+                                if constexpr (kValues) {
+                                  tile.template scores<false>(s);
+                                  to_weights<ScoreUnit<Element>>(s, p, tile.sequence, p.lse, kDropoutApply,
+                                                                 tile.coordinates());
+                                } else {
+                                  attention_product_gradient(s, tile, p, delta);
+                                }
+                              });
   }
-  const float factor = kValues ? 1.0f : static_cast<float>(p.softmax_scale);
-  for_each_score(sum, [&](float& x, int, int, int) { x *= factor; });
   const ScoreTile<Element> tile(p, of_group, 0, first_key, shared);
-  tile.store_slab(sum, key_rows<Element, false>(p, kValues ? p.dv : p.dk, of_group), first_key, of_group.seqlen_k,
-                  columns, index.slab);
+  store_sum(sum, kValues ? 1.0f : static_cast<float>(p.softmax_scale), tile,
+            key_rows<Element, false>(p, kValues ? p.dv : p.dk, of_group), first_key, of_group.seqlen_k, columns,
+            index.slab);
 }
 
 template <class Element, int kHeadDim>

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "kernels/sm80/common/gradient_tile.cuh"
-#include "kernels/sm80/common/slab_index.cuh"
+#include "kernels/sm80/common/slab_sums.cuh"
 
 namespace flash_ext::sm80 {
 
@@ -43,26 +43,15 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
   const Sequence sequence(p, index.batch, index.head);
   const int first_query = index.tile * kScoreRows;
   if (first_query >= sequence.seqlen_q) return;
-  const TileRange range = tile_range(first_query, min(first_query + kScoreRows, sequence.seqlen_q), sequence.seqlen_k,
-                                     sequence.window(), kScoreKeys);
-  const auto keys = key_rows<Element, false>(p, p.k, sequence);
-  const int columns = static_cast<int>(p.head_dim);
   ScoreFragment dq = {};
   float ds_sum[2] = {};
-#pragma unroll 1
-  for (int n = static_cast<int>(range.begin); n < range.end; ++n) {
-    ScoreTile<Element> tile(p, sequence, first_query, n * kScoreKeys, shared);
-    if (!tile.sees_any()) continue;
-    ScoreFragment ds;
-    product_gradient(ds, tile, p, ds_sum);
-    if (p.dq.data) tile.accumulate(dq, ds, keys, tile.first_key, sequence.seqlen_k, columns, index.slab);
-  }
-
+  sum_over_keys<Element>(dq, p, sequence, first_query, index.slab, shared,
+                         [&](ScoreFragment& ds, const auto& tile) { product_gradient(ds, tile, p, ds_sum); });
   const ScoreTile<Element> tile(p, sequence, first_query, 0, shared);
   if (p.dlse.data && index.slab == 0) store_dlse(p, sequence, tile.coordinates().row(0, 0), ds_sum);
   if (!p.dq.data) return;
-  for_each_score(dq, [&](float& x, int, int, int) { x *= static_cast<float>(p.softmax_scale); });
-  tile.store_slab(dq, query_rows<Element>(p.dq, sequence), first_query, sequence.seqlen_q, columns, index.slab);
+  store_sum(dq, static_cast<float>(p.softmax_scale), tile, query_rows<Element>(p.dq, sequence), first_query,
+            sequence.seqlen_q, static_cast<int>(p.head_dim), index.slab);
 }
 
 template <class Element>
@@ -70,31 +59,18 @@ __global__ void __launch_bounds__(kScoreThreads, ScoreTile<Element>::kCtasPerSm)
     weights_dk_kernel(const __grid_constant__ BackwardParams p, int slabs, int key_tiles) {
   extern __shared__ __align__(128) char shared[];
   const SlabIndex index(slabs, key_tiles, static_cast<int>(p.heads_kv));
-  const int group = static_cast<int>(p.heads_q / p.heads_kv), first_head = index.head * group;
-  const Sequence of_group(p, index.batch, first_head);
-  const int first_key = index.tile * kScoreKeys;
+  const Sequence of_group(p, index.batch, index.head * static_cast<int>(p.heads_q / p.heads_kv));
+  const int first_key = index.tile * kScoreKeys, columns = static_cast<int>(p.head_dim);
   if (first_key >= of_group.seqlen_k) return;
-  const TileRange range = tile_range(first_key, min(first_key + kScoreKeys, of_group.seqlen_k), of_group.seqlen_q,
-                                     transposed(of_group.window()), kScoreRows);
-  const int columns = static_cast<int>(p.head_dim);
   ScoreFragment dk = {};
-#pragma unroll 1
-  for (int head = first_head; head < first_head + group; ++head) {
-    const Sequence sequence(p, index.batch, head);
-    const auto queries = query_rows<Element>(p.q, sequence);
-#pragma unroll 1
-    for (int m = static_cast<int>(range.begin); m < range.end; ++m) {
-      ScoreTile<Element> tile(p, sequence, m * kScoreRows, first_key, shared);
-      if (!tile.sees_any()) continue;
-      ScoreFragment ds;
-      float ds_sum[2] = {};
-      product_gradient(ds, tile, p, ds_sum);
-      tile.accumulate_transposed(dk, ds, queries, tile.first_query, sequence.seqlen_q, columns, index.slab);
-    }
-  }
-  for_each_score(dk, [&](float& x, int, int, int) { x *= static_cast<float>(p.softmax_scale); });
+  sum_over_queries<Element>(dk, p, of_group, first_key, p.q, columns, index.slab, shared,
+                            [&](ScoreFragment& ds, const auto& tile) {
+                              float ds_sum[2] = {};
+                              product_gradient(ds, tile, p, ds_sum);
+                            });
   const ScoreTile<Element> tile(p, of_group, 0, first_key, shared);
-  tile.store_slab(dk, key_rows<Element, false>(p, p.dk, of_group), first_key, of_group.seqlen_k, columns, index.slab);
+  store_sum(dk, static_cast<float>(p.softmax_scale), tile, key_rows<Element, false>(p, p.dk, of_group), first_key,
+            of_group.seqlen_k, columns, index.slab);
 }
 
 template <class Element>
