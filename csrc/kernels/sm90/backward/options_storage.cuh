@@ -2,6 +2,7 @@
 // written.
 #pragma once
 
+#include "kernels/common/backward/non_finite_rows.cuh"
 #include "kernels/common/backward/visibility.cuh"
 #include "kernels/sm90/common/backward/option_storage.cuh"
 #include "kernels/sm90/common/backward/options.cuh"
@@ -109,12 +110,9 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
   __device__ __forceinline__ void find_non_finite(const BackwardWorkspace& workspace) {
     ptx::wait_for_previous_grid();  // for row terms
     BackwardWorkTile<Config>& tile = this->work_tile;
-    bool found = false;
-#pragma unroll 1
-    for (int head = 0; head < tile.heads; ++head)
-      for (int k = tile.tiles.begin + static_cast<int>(threadIdx.x); k < tile.tiles.end; k += Config::kThreads)
-        found |= workspace.has_non_finite[tile.workspace_tile + head * workspace.tiles_per_head + k] != 0;
-    found = __syncthreads_or(found);
+    const bool found = __syncthreads_or(finds_non_finite(workspace, tile.workspace_tile + tile.tiles.begin,
+                                                         tile.tiles.end - tile.tiles.begin, tile.heads,
+                                                         static_cast<int>(threadIdx.x), Config::kThreads));
     if (threadIdx.x == 0) {
       has_non_finite = found;
       if (found) tile.tiles.full_begin = tile.tiles.full_end = tile.tiles.end;

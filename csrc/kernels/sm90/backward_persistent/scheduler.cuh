@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/common/backward/launch_sequence.cuh"
+#include "kernels/common/backward/non_finite_rows.cuh"
 #include "kernels/sm90/common/backward/option_storage.cuh"
 #include "kernels/sm90/common/backward/scheduler.cuh"
 
@@ -63,15 +64,10 @@ __device__ __forceinline__ void look_at_keys(const BackwardParams& p, const Back
   if (!__any_sync(~0u, sees)) {
     work_tile.tiles.end = work_tile.tiles.begin;
   } else if (__any_sync(~0u, hides)) {
-    const RowTiles of_tile(work_tile);
-    bool found = false;
-#pragma unroll 1
-    for (int head = 0; head < work_tile.heads; ++head)
-      for (int k = lane; k < of_tile.count; k += 32)
-        found |=
-            workspace.has_non_finite[work_tile.workspace_tile + of_tile.first + head * workspace.tiles_per_head + k] !=
-            0;
-    if (__any_sync(~0u, found)) work_tile.tiles.full_begin = work_tile.tiles.full_end = work_tile.tiles.end;
+    const RowTiles rows(work_tile);
+    if (__any_sync(~0u, finds_non_finite(workspace, work_tile.workspace_tile + rows.first, rows.count, work_tile.heads,
+                                         lane, 32)))
+      work_tile.tiles.full_begin = work_tile.tiles.full_end = work_tile.tiles.end;
   }
   __syncwarp();
 }

@@ -1,0 +1,56 @@
+// A window of 32 query tiles of a head, one per lane, of which a mask leaves some: what both finders of steps share.
+#pragma once
+
+#include "scheduler.cuh"
+
+namespace flash_ext::sm90 {
+
+/// Bits of a window's tiles; and what the lane has asked memory for, of the window after it.
+template <class Config>
+class BackwardStepWindow {
+ protected:
+  __device__ __forceinline__ BackwardStepWindow(const BackwardWorkspace& workspace,
+                                                const BackwardWorkTile<Config>& work_tile, int lane)
+      : workspace_(workspace), work_tile_(work_tile), lane_(lane), window_(work_tile.first_step()) {}
+
+  /// Takes the next tile that is left of the window; there must be one. Its bit, and its number.
+  __device__ __forceinline__ uint32_t take_bit() {
+    const uint32_t bit = left_ & -left_;
+    left_ ^= bit;
+    return bit;
+  }
+  __device__ __forceinline__ int tile_of(uint32_t bit) const { return window_.tile + __ffs(static_cast<int>(bit)) - 1; }
+
+  __device__ __forceinline__ bool is_past(const BackwardStep& window) const { return window.head >= work_tile_.heads; }
+  __device__ __forceinline__ BackwardStep after(BackwardStep window) const {
+    window.tile += 32;
+    if (window.tile < work_tile_.tiles.end) return window;
+    return {window.head + 1, work_tile_.tiles.begin};
+  }
+  /// The lane's tile of a window, or false where it has none; it then counts as hidden.
+  __device__ __forceinline__ bool has_tile(const BackwardStep& window) {
+    next_state_ = kTileHidden;
+    return !is_past(window) && window.tile + lane_ < work_tile_.tiles.end;
+  }
+  /// Asks whether Q or dO of the lane's tile may hold Inf or NaN.
+  __device__ __forceinline__ void ask_for_non_finite(const BackwardStep& window) {
+    next_has_non_finite_ =
+        workspace_
+            .has_non_finite[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + window.tile + lane_];
+  }
+  /// The window's bits, of what was asked for.
+  __device__ __forceinline__ void take_answers() {
+    left_ = __ballot_sync(~0u, next_state_ != kTileHidden);
+    masked_ = __ballot_sync(~0u, next_state_ == kTileMasked);
+    has_non_finite_ = __ballot_sync(~0u, next_has_non_finite_ != 0);
+  }
+
+  const BackwardWorkspace& workspace_;
+  const BackwardWorkTile<Config>& work_tile_;
+  const int lane_;
+  BackwardStep window_;                                  // its first tile
+  uint32_t left_ = 0, masked_ = 0, has_non_finite_ = 0;  // bits of its tiles
+  int next_state_ = 0, next_has_non_finite_ = 0;         // of the window after it, of this lane's tile
+};
+
+}  // namespace flash_ext::sm90
