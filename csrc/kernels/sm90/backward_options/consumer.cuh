@@ -271,20 +271,10 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
       x = ptx::exp2_approx(added(fmaf(x, scale, rest), n, e));
     });
   }
-  /// Where it is -inf, it hides what may be NaN without it, as of a sum that overflowed.
   __device__ __forceinline__ void hide_by_bias(Weights& p) const {
-    bias_is_half() ? hide_by_bias<__half>(p, 0xFC00FC00u) : hide_by_bias<__nv_bfloat16>(p, 0xFF80FF80u);
-  }
-  template <class T>
-  __device__ __forceinline__ void hide_by_bias(Weights& p, uint32_t hidden) const {
     const uint32_t s_row = row_of_lane(s_bias());
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t pairs[4];
-      Tile::load(pairs, s_row, k);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) p[k][e] &= ptx::differs<T>(pairs[e], hidden);
-    }
+    bias_is_half() ? Tile::template hide_by_bias<__half>(p, s_row)
+                   : Tile::template hide_by_bias<__nv_bfloat16>(p, s_row);
   }
   __device__ __forceinline__ void add_bias_32(Scores& s) const {
     wait_for_bias();

@@ -19,6 +19,7 @@
 //   metadata        of the steps that a mask leaves, in kMetadataSlots slots.
 #pragma once
 
+#include "kernels/common/score/alibi.cuh"
 #include "option_storage.cuh"
 #include "pipelined_consumer.cuh"
 
@@ -131,10 +132,9 @@ class BackwardOptionScores {
     } else if constexpr (kBoundsScores) {
       Tile::softmax_step_softcap(p, ds, s, lse, scale, cap_);
     } else if constexpr (kSlopes) {
-      Tile::softmax_step(whole, s, lse, [&](float x, float term, int n, int e) {
-        const float distance = fabsf(distance_ + static_cast<float>(8 * n + e % 2 - 8 * (e / 2)));
-        return fmaf(-slope_, distance, fmaf(x, scale, -term));
-      });
+      const AlibiOfLane<true> alibi{slope_, distance_};
+      Tile::softmax_step(whole, s, lse,
+                         [&](float x, float term, int n, int e) { return alibi.add(fmaf(x, scale, -term), 0, n, e); });
     } else if (kHidesKeys && p_.bias.data) {
       Tile::softmax_step(whole, s, lse,
                          [&](float x, float term, int, int e) { return fmaf(x, scale, key_bias_[e / 2] - term); });
@@ -146,7 +146,7 @@ class BackwardOptionScores {
   /// is not read any more.
   __device__ __forceinline__ void sanitise_hidden(Weights& p) const {
     if constexpr (Config::kBiased) {
-      if (Tile::holds_nan(p)) Tile::hide_by_bias(p, s_bias_row());
+      if (Tile::holds_nan(p)) Tile::template hide_by_bias<typename Config::Element>(p, s_bias_row());
       arrive_as_warp(storage_.bias_empty, static_cast<int>(ptx::reread(threadIdx.x) % 32));
     }
   }

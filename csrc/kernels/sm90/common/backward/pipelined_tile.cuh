@@ -77,17 +77,6 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
       }
     }
   }
-  /// Zeroes pairs where such a bias is -inf.
-  __device__ __forceinline__ static void hide_by_bias(Weights& pairs, uint32_t s_row) {
-    constexpr uint32_t kHidden = std::is_same_v<Element, __half> ? 0xFC00FC00u : 0xFF80FF80u;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t bias[4];
-      Base::load(bias, s_row, k);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) pairs[k][e] &= ptx::differs<Element>(bias[e], kHidden);
-    }
-  }
 
   /// Of scores that a softcap bounds: P, and P times the derivative of the softcap. `scale`: of products to the
   /// argument of tanh; `cap` to base 2.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/common/score/scores.cuh"
 #include "kernels/ptx/arithmetic.h"
@@ -157,6 +158,20 @@ struct BackwardTile {
   __device__ __forceinline__ static void load(Weights& weights, uint32_t s_row) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) load(weights[step], s_row, step);
+  }
+
+  /// Zeroes pairs that a bias of T, of 16 bits, in such a panel hides by -inf: without it they may be NaN, as of a sum
+  /// that overflowed.
+  template <class T>
+  __device__ __forceinline__ static void hide_by_bias(Weights& pairs, uint32_t s_row) {
+    constexpr uint32_t kHidden = std::is_same_v<T, __half> ? 0xFC00FC00u : 0xFF80FF80u;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t bias[4];
+      load(bias, s_row, k);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) pairs[k][e] &= ptx::differs<T>(bias[e], kHidden);
+    }
   }
 
  private:
