@@ -16,8 +16,10 @@ struct MaskRows {
   int64_t row_stride, col_stride;
 
   __device__ __forceinline__ MaskRows(const ScoreView& mask, const Sequence& sequence)
+      : MaskRows(mask, sequence.batch, sequence.head) {}
+  __device__ __forceinline__ MaskRows(const ScoreView& mask, int batch, int head)
       : data(static_cast<const bool*>(mask.data)), row_stride(mask.row_stride), col_stride(mask.col_stride) {
-    if (data) data += sequence.batch * mask.batch_stride + sequence.head * mask.head_stride;
+    if (data) data += batch * mask.batch_stride + head * mask.head_stride;
   }
 };
 
@@ -34,6 +36,12 @@ __device__ __forceinline__ uint32_t mask_bits(const MaskRows& mask, int row, int
   uint32_t bits = 0;
   for (int k = 0; k < 16 && key + k < seqlen_k; ++k) bits |= static_cast<uint32_t>(g_bytes[k * mask.col_stride]) << k;
   return bits;
+}
+
+/// The same for 32 keys.
+__device__ __forceinline__ uint32_t mask_word(const MaskRows& mask, int row, int key, int seqlen_k) {
+  const uint32_t low = mask_bits(mask, row, key, seqlen_k);
+  return key + 16 < seqlen_k ? low | mask_bits(mask, row, key + 16, seqlen_k) << 16 : low;
 }
 
 /// The words of the tile of queries [first_query, + kRows) and keys [first_key, + kKeys), word (row, group) at

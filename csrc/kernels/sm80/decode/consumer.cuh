@@ -104,23 +104,10 @@ struct DecodeWarp {
 
  private:
   __device__ __forceinline__ void remove_non_finite(uint32_t s_v) {
-    if constexpr (Config::kTeam == 1) {
-      remove_non_finite_of(s_v, lane, 32);
-    } else {
-      remove_non_finite_of(s_v, threadIdx.x, Config::kThreads);
-    }
+    constexpr int kSharing = Config::kTeam == 1 ? 32 : Config::kThreads;  // threads that share the tile
+    met_non_finite |= sanitise_chunks<Element, false, Config::kStageBytes / 2 / 16, kSharing, 1>(
+        static_cast<int>(threadIdx.x) % kSharing, [&](int flat) -> uint4& { return shared_chunk(s_v + flat * 16); });
     meet();
-  }
-
-  __device__ __forceinline__ void remove_non_finite_of(uint32_t s_v, int first, int step) {
-    using Test = NonFinite<Element>;
-#pragma unroll 1
-    for (int flat = first; flat < Config::kStageBytes / 2 / 16; flat += step) {
-      const uint4 chunk = shared_chunk(s_v + flat * 16);
-      if (!Test::in_chunk(chunk)) continue;
-      met_non_finite = true;
-      shared_chunk(s_v + flat * 16) = Test::without(chunk);
-    }
   }
 
   __device__ __forceinline__ void score(float (&s)[kN][4], uint32_t s_k) {

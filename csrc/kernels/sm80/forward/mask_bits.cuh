@@ -26,13 +26,7 @@ static __global__ void __launch_bounds__(kMaskBitsThreads)
   bool shows = false;
   if (i < p.seqlen_q) {
     const Sequence sequence(p, static_cast<int>(head / sizes.heads), static_cast<int>(head % sizes.heads));
-    const MaskRows mask(p.mask, sequence);
-    word = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = first_key + 16 * half;
-      if (key < seqlen_k) word |= mask_bits(mask, static_cast<int>(i), key, seqlen_k) << 16 * half;
-    }
+    word = mask_word(MaskRows(p.mask, sequence), static_cast<int>(i), first_key, seqlen_k);
     shows = word != 0;
   }
   uint32_t bits = 0;

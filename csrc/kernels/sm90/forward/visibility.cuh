@@ -29,21 +29,6 @@ __device__ __forceinline__ PairBits::Row pair_bits(uint32_t low, uint32_t high) 
   return {parts[0] | parts[1] << 16, parts[2] | parts[3] << 16};
 }
 
-/// Keys [key, + 32) that a row of the mask leaves, as bits; none from seqlen_k on.
-__device__ __forceinline__ uint32_t mask_word(const bool* g_row, int64_t col_stride, int key, int seqlen_k) {
-  const bool* const g_bytes = g_row + key * col_stride;
-  if (col_stride == 1 && key + 32 <= seqlen_k && reinterpret_cast<uintptr_t>(g_bytes) % 16 == 0) {
-    const uint4 low = __ldg(reinterpret_cast<const uint4*>(g_bytes));
-    const uint4 high = __ldg(reinterpret_cast<const uint4*>(g_bytes) + 1);
-    return bits_of_bytes(low) | bits_of_bytes(high) << 16;
-  }
-  uint32_t bits = 0;
-#pragma unroll 8
-  for (int k = 0; k < 32; ++k)
-    if (key + k < seqlen_k) bits |= static_cast<uint32_t>(g_bytes[k * col_stride]) << k;
-  return bits;
-}
-
 constexpr int kMissing = -2, kFullBlock = -1;
 
 /// A block of a block mask: where it stands in the lists, and its bitmap, or kMissing, or kFullBlock.
@@ -112,11 +97,7 @@ static __global__ void __launch_bounds__(kPairThreads)
     const int key = first_key + 32 * k;
     if (!exists || key >= seqlen_k) continue;
     words[k] = seqlen_k - key < 32 ? (1u << (seqlen_k - key)) - 1 : ~0u;
-    if (p.mask.data) {
-      const bool* const g_row = static_cast<const bool*>(p.mask.data) + at.batch * p.mask.batch_stride +
-                                at.head * p.mask.head_stride + row * p.mask.row_stride;
-      words[k] &= mask_word(g_row, p.mask.col_stride, key, seqlen_k);
-    }
+    if (p.mask.data) words[k] &= mask_word(MaskRows(p.mask, at.batch, at.head), row, key, seqlen_k);
     if (p.blocks.offsets) words[k] &= block_word(p.blocks, at, row, key, entry);
   }
   const int keys = min(max(seqlen_k - first_key, 0), kKeyGroup);
