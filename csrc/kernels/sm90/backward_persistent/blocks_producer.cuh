@@ -11,7 +11,7 @@ template <class Config>
 class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   using Base = BackwardPersistentDq<Config>;
   using Base::ds_at_, Base::free_stages_, Base::head_, Base::batch_, Base::kBlockM, Base::kPreparing, Base::lane_,
-      Base::loaded_, Base::maps_, Base::p_, Base::s_tiles_, Base::stage_, Base::storage_, Base::tile_, Base::warp_,
+      Base::loaded_, Base::maps_, Base::s_tiles_, Base::stage_, Base::storage_, Base::tile_, Base::warp_,
       Base::workspace_;
   using typename Base::DqSlice, typename Base::KeyTile, typename Base::Sum, typename Base::WorkTile;
   static constexpr int kPieces = Config::kPieces;
@@ -81,11 +81,10 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   /// reads of its metadata, which lay in the same slot; consumers read it before dS of m - 2 was complete. Steps,
   /// stages and slots go on from one tile of keys to the next, so this also holds between tiles. Behind the last step
   /// of a tile consumers read flags of the next slot, which may be being written, and use them for nothing.
+  /// Rows behind the last query hide nothing: they are loaded as zeros, and their terms make weights of 0.
   __device__ __forceinline__ void write_metadata() {
     const int head = entry_.x, tile = entry_.y, visible = entry_.z;
-    const bool is_partial = tile >= 0 && (tile + 1) * kPieceQueries > p_.seqlen_q;
     int flags = flags_;
-    if (__any_sync(~0u, lane_ < kPieces && is_partial)) flags |= BackwardPiece::kHides;
     if (__any_sync(~0u, visible >= 0)) flags |= BackwardPiece::kHides | BackwardPiece::kHasBitmap;
     // A head's planes of dQ^T follow each other.
     const int dq = tile < 0 ? BackwardPiece::kAbsent : head * kDqPlanes * pieces_of_head() + tile;
