@@ -21,7 +21,7 @@ CUDA_API = [path for path in API if Path(path).name.startswith("cuda")]
 CPU_API = [path for path in API if Path(path).name.startswith(("cpu", "ops"))]
 SHARED_API = [path for path in API if path not in CUDA_API + CPU_API]
 # What launches kernels and has none: the host compiler alone reads it.
-LAUNCH = [*sources("csrc/kernels/*.cpp"), *sources("csrc/kernels/sm*/common/*.cpp")]
+LAUNCH = [*sources("csrc/kernels/*.cpp"), *sources("csrc/kernels/common/*.cpp")]
 PLAN = [path for path in sources("csrc/plan/*.cpp") if not path.endswith("/bindings.cpp")]
 
 # A false alarm of GCC 12 in its own avx512fintrin.h; Clang does not know the warning.

@@ -24,9 +24,7 @@ _UNSTABLE_NAMESPACE = re.compile(r"(?<![\w:])(at|c10)::")
 _INLINE_ASSEMBLY = re.compile(r"(?<!\w)(asm|__asm__)\s*(volatile|__volatile__)?\s*\(")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"kernels/(?P<architecture>sm\d+)/(?P<room>\w+)/')
 _ROOM = re.compile(r"csrc/kernels/(?P<architecture>sm\d+|common|ptx)/(?P<room>\w+)?")
-_BUILT = re.compile(
-    r"csrc/(api|plan|kernels|kernels/cpu|kernels/sm\d+/common)/\w+\.cpp|csrc/kernels/\w+/\w+/inst/\w+\.cu"
-)
+_BUILT = re.compile(r"csrc/(api|plan|kernels|kernels/cpu|kernels/common)/\w+\.cpp|csrc/kernels/\w+/\w+/inst/\w+\.cu")
 
 
 def _without_comment(line: str) -> str:

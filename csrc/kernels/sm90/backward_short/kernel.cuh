@@ -8,9 +8,9 @@
 #pragma once
 
 #include "kernels/common/backward/launch_sequence.cuh"
+#include "kernels/common/tensor_map.h"
 #include "kernels/launch.h"
 #include "kernels/sm90/common/backward/sanitise.cuh"
-#include "kernels/sm90/common/tensor_map.h"
 #include "key_consumer.cuh"
 #include "query_consumer.cuh"
 #include "query_sums.cuh"

@@ -5,9 +5,9 @@
 
 #include "config.cuh"
 #include "kernels/common/backward/row_terms.cuh"
+#include "kernels/common/barriers.h"
 #include "kernels/common/sequence.cuh"
 #include "kernels/ptx/tma.h"
-#include "kernels/sm90/common/barriers.h"
 
 namespace flash_ext::sm90 {
 

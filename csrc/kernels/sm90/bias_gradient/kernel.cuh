@@ -20,9 +20,9 @@
 
 #include "consumer.cuh"
 #include "kernels/common/bias_gradient/row_terms.cuh"
+#include "kernels/common/tensor_map.h"
 #include "kernels/launch.h"
 #include "kernels/ptx/setmaxnreg.h"
-#include "kernels/sm90/common/tensor_map.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "config.cuh"
+#include "kernels/common/barriers.h"
 #include "kernels/common/bias_gradient/tiles.cuh"
 #include "kernels/common/ring.cuh"
-#include "kernels/sm90/common/barriers.h"
 
 namespace flash_ext::sm90 {
 

@@ -1,21 +1,11 @@
-// Tiles in shared memory as TMA writes them and wgmma reads them: panels of 64 columns (128 bytes of 16-bit
-// elements), one behind the other, each of all rows. Within a panel the 16-byte chunks of a row are exchanged by the
-// last three bits of the row ("128-byte swizzle"), so eight rows of 128 bytes are the unit, to which tiles are aligned.
+// Descriptors of tiles in shared memory (kernels/common/panels.h), by which wgmma reads them.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/common/host_device.h"
+#include "kernels/common/panels.h"
 
 namespace flash_ext::sm90 {
-
-constexpr int kPanelColumns = 64;
-constexpr int kPanelRowBytes = 128;
-constexpr int kSwizzleBytes = 8 * kPanelRowBytes;
-
-FLASH_EXT_HOST_DEVICE constexpr int panels(int columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
-FLASH_EXT_HOST_DEVICE constexpr int panel_bytes(int rows) { return rows * kPanelRowBytes; }
-FLASH_EXT_HOST_DEVICE constexpr int tile_bytes(int rows, int columns) { return panels(columns) * panel_bytes(rows); }
 
 /// Descriptors (PTX ISA, "wgmma, matrix descriptor") of parts of a tile with kRows rows. Their upper half is a
 /// constant, and offsets are added to the lower one, so that they are made in the uniform registers.

@@ -1,9 +1,9 @@
 // Kernel arguments: what the host computes from a call. Kernels read them from constant memory.
 #pragma once
 
+#include "kernels/common/tensor_map.h"
 #include "kernels/ptx/tensor_map.h"
 #include "kernels/sm90/common/softmax.cuh"
-#include "kernels/sm90/common/tensor_map.h"
 #include "key_tiles.cuh"
 #include "split_kv.cuh"
 #include "visibility.h"

@@ -1,7 +1,7 @@
 // The loop of a consumer warpgroup over its work tiles, for every traversal of key tiles.
 #pragma once
 
-#include "kernels/sm90/common/work_tile_queue.cuh"
+#include "kernels/common/scheduler/work_tile_queue.cuh"
 #include "traverse_from_diagonal.cuh"
 #include "traverse_listed.cuh"
 #include "traverse_range.cuh"

@@ -4,8 +4,8 @@
 
 #include <new>
 
+#include "kernels/common/scheduler/forward_schedule.cuh"
 #include "kernels/ptx/reread.h"
-#include "kernels/sm90/common/schedule.cuh"
 #include "split_kv.h"
 #include "storage.cuh"
 #include "tile_order.h"

@@ -1,9 +1,9 @@
 // What the warps of a CTA share in shared memory: the metadata of work tiles, and the barriers.
 #pragma once
 
+#include "kernels/common/barriers.h"
 #include "kernels/common/dropout/random_bits.cuh"
-#include "kernels/sm90/common/barriers.h"
-#include "kernels/sm90/common/work_tile_queue.cuh"
+#include "kernels/common/scheduler/work_tile_queue.cuh"
 #include "key_tiles.cuh"
 #include "visible_tiles.cuh"
 #include "work_tile.cuh"

@@ -3,8 +3,8 @@
 
 #include <new>
 
-#include "kernels/sm90/common/schedule.cuh"
-#include "kernels/sm90/common/work_tile_queue.cuh"
+#include "kernels/common/scheduler/forward_schedule.cuh"
+#include "kernels/common/scheduler/work_tile_queue.cuh"
 #include "shape.h"
 #include "storage.cuh"
 

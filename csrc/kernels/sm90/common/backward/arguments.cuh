@@ -4,7 +4,7 @@
 #include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/workspace.h"
 #include "kernels/common/score/scores.cuh"
-#include "kernels/sm90/common/tensor_map.h"
+#include "kernels/common/tensor_map.h"
 #include "producer.cuh"
 
 namespace flash_ext::sm90 {

@@ -2,8 +2,8 @@
 // named barriers.
 #pragma once
 
+#include "kernels/common/barriers.h"
 #include "kernels/common/ring.cuh"
-#include "kernels/sm90/common/barriers.h"
 #include "pieces.cuh"
 #include "scheduler.cuh"
 

@@ -1,6 +1,4 @@
 #include "kernels/launch.h"
-#include "kernels/ptx/grid_dependency.h"
-#include "kernels/sm90/common/schedule.cuh"
 #include "kernels/sm90/forward/aligned_bias.cuh"
 #include "kernels/sm90/forward/dispatch.h"
 #include "kernels/sm90/forward/forward.h"
@@ -11,11 +9,6 @@
 
 namespace flash_ext::sm90 {
 namespace {
-
-__global__ void zero_counter(unsigned long long* counter) {
-  ptx::launch_dependents();
-  *counter = 0;
-}
 
 /// Queries of a tile of the variant with options.
 int options_block_m(const ForwardParams& p) {
@@ -35,10 +28,6 @@ struct ForwardOptionsWorkspace {
 };
 
 }  // namespace
-
-void zero_forward_workspace(void* workspace, cudaStream_t stream) {
-  launch("sm90/forward", zero_counter, {dim3(1), dim3(1)}, stream, static_cast<unsigned long long*>(workspace));
-}
 
 int64_t forward_workspace_bytes(const ForwardParams& params, int64_t block_n, const KeySplits& splits) {
   if (lists_blocks(blocks_call(params))) return forward_blocks_order(params, params.block_m).bytes();

@@ -4,7 +4,7 @@
 
 #include "kernels/launch.h"
 
-namespace flash_ext::sm90 {
+namespace flash_ext {
 namespace {
 
 /// cuTensorMapEncodeTiled comes with the driver, not with the runtime that the library is linked to.
@@ -91,4 +91,4 @@ CUtensorMap encode_bias_map(const AttentionParams& p, int box_rows) {
   return encode_tensor_map(type, bias.data, sizes, strides, box);
 }
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext

@@ -5,7 +5,7 @@
 #include "kernels/ptx/cp_async.h"
 #include "kernels/ptx/mbarrier.h"
 
-namespace flash_ext::sm90 {
+namespace flash_ext {
 
 /// The work tiles of a CTA as one of its warps goes through it.
 template <class Storage>
@@ -33,4 +33,4 @@ class WorkTileQueue {
   RingPosition<Storage::kSlots> at_;
 };
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext

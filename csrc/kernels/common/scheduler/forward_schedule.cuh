@@ -8,7 +8,7 @@
 #include "kernels/ptx/grid.h"
 #include "kernels/ptx/grid_dependency.h"
 
-namespace flash_ext::sm90 {
+namespace flash_ext {
 
 /// The order in which CTAs take their work tiles: sections of heads whose keys stay in L2, and in a section the query
 /// tiles with the most keys first; or as a list says (common/scheduler/work_list.cuh). Each CTA takes its next tile
@@ -87,4 +87,4 @@ inline void use_list(ForwardSchedule& schedule, const WorkListPlan& plan, void* 
 /// Zeroes the counter of work tiles. The kernel behind it may start while this one runs.
 void zero_forward_workspace(void* workspace, cudaStream_t stream);
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext

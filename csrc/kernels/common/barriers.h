@@ -6,7 +6,7 @@
 #include "kernels/ptx/cp_async.h"
 #include "kernels/ptx/mbarrier.h"
 
-namespace flash_ext::sm90 {
+namespace flash_ext {
 
 __device__ __forceinline__ uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
 
@@ -29,4 +29,4 @@ __device__ __forceinline__ void arrive_as_warp(const uint64_t& barrier, int lane
   if (lane == 0) ptx::mbarrier_arrive(address(barrier));
 }
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext

@@ -7,9 +7,9 @@
 #include <cstdint>
 
 #include "kernels/params.h"
-#include "matrix_descriptor.h"
+#include "panels.h"
 
-namespace flash_ext::sm90 {
+namespace flash_ext {
 
 /// A tensor of 16-bit elements: (batch, rows, heads, dim), varlen with batch 1.
 struct TensorShape {
@@ -36,4 +36,4 @@ CUtensorMap encode_tensor_map(const TensorView& view, const TensorShape& shape, 
 /// those of a copy.
 CUtensorMap encode_bias_map(const AttentionParams& p, int box_rows);
 
-}  // namespace flash_ext::sm90
+}  // namespace flash_ext
