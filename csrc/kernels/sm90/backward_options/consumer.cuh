@@ -182,11 +182,8 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
       const float2 term = *reinterpret_cast<const float2*>(s_lane + 8 * n);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float* const t = &s[0][n][2 * r];
-        const float low = ptx::exp2_approx(fmaf(t[0], cap, -term.x));
-        const float high = ptx::exp2_approx(fmaf(t[1], cap, -term.y));
-        p[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(low, high);
-        sloped[n / 2][n % 2 * 2 + r] = ptx::pack2<Element>(low * softcap_slope(t[0]), high * softcap_slope(t[1]));
+        const float2 tanh = {s[0][n][2 * r], s[0][n][2 * r + 1]};
+        Tile::softcap_pair(p[n / 2][n % 2 * 2 + r], sloped[n / 2][n % 2 * 2 + r], tanh, term, cap);
       }
     }
   }

@@ -83,12 +83,9 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
   __device__ __forceinline__ static void softmax_step_softcap(Weights& p, Weights& sloped, const Scores& s,
                                                               const Terms& lse, float scale, float cap) {
     for_each_pair([&](int k, int e, int n, int r) {
-      const float2 term = pair_of(lse[k], e / 2);
       const float x = softcap_tanh<Element>(s[0][n][2 * r] * scale),
                   y = softcap_tanh<Element>(s[0][n][2 * r + 1] * scale);
-      const float low = ptx::exp2_approx(fmaf(x, cap, -term.x)), high = ptx::exp2_approx(fmaf(y, cap, -term.y));
-      p[k][e] = ptx::pack2<Element>(low, high);
-      sloped[k][e] = ptx::pack2<Element>(low * softcap_slope(x), high * softcap_slope(y));
+      Base::softcap_pair(p[k][e], sloped[k][e], {x, y}, pair_of(lse[k], e / 2), cap);
     });
   }
 

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "kernels/common/score/scores.cuh"
+#include "kernels/common/score/softcap.h"
 #include "kernels/ptx/arithmetic.h"
 #include "kernels/ptx/ldmatrix.h"
 #include "kernels/ptx/pair_masks.h"
@@ -100,6 +101,15 @@ struct BackwardTile {
   /// Zeroes pairs whose weight is 0.
   __device__ __forceinline__ static void hide_weightless(Weights& pairs, const Weights& p) {
     for_each_pair([&](int k, int e, int, int) { pairs[k][e] &= ptx::differs<Element>(p[k][e], 0); });
+  }
+
+  /// P of a pair of scores that a softcap bounds, and P times the softcap's derivative. `tanh` and `lse`: of both;
+  /// `cap` and lse to base 2.
+  __device__ __forceinline__ static void softcap_pair(uint32_t& p, uint32_t& sloped, float2 tanh, float2 lse,
+                                                      float cap) {
+    const float low = ptx::exp2_approx(fmaf(tanh.x, cap, -lse.x)), high = ptx::exp2_approx(fmaf(tanh.y, cap, -lse.y));
+    p = ptx::pack2<Element>(low, high);
+    sloped = ptx::pack2<Element>(low * softcap_slope(tanh.x), high * softcap_slope(tanh.y));
   }
 
   /// dS from dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see. `hides`
