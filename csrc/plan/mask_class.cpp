@@ -24,7 +24,8 @@ void choose_mask_class(Draft& draft) {
   const bool window = left || (right && p.window_right > 0);
   if (window || p.has_mask || p.has_block_mask) {
     draft.plan.mask_class = MaskClass::kGeneral;
-    draft.because("mask class general:", window ? text(" window (", p.window_left, ", ", p.window_right, ")") : "",
+    draft.because("mask class general, neither full nor causal:",
+                  window ? text(" sliding window (", p.window_left, ", ", p.window_right, ")") : "",
                   p.has_mask ? " mask" : "", p.has_block_mask ? " block mask" : "");
   } else if (right) {
     draft.plan.mask_class = MaskClass::kCausal;

@@ -70,7 +70,7 @@ constexpr VariantName kVariantNames[] = {
     {sm90::kStepSoftcapped, ALSO_IN_TURNS("softcap alone")},
     {sm90::kStepBiased, ALSO_IN_TURNS("bias alone")},
     {sm90::kStepKeyBiased, ALSO_IN_TURNS("per-key bias or key-padding mask alone")},
-    {sm90::kStepIsMasked, "masks alone", nullptr},
+    {sm90::kStepMasked, "masks alone", nullptr},
     {sm90::kStepDrops, ALSO_IN_TURNS("dropout alone")},
     {sm90::kStepBiased | sm90::kStepKeyBiased, ALSO_IN_TURNS("bias and key-padding mask alone")},
     {sm90::kStepDrops | sm90::kStepKeyBiased, ALSO_IN_TURNS("dropout and key-padding mask alone")},
@@ -154,7 +154,7 @@ double pipelined_step_of_128(int options) {
       return 1.06 * kPlainStepOf128;
     case sm90::kStepAlibi:
       return 1.08 * kPlainStepOf128;
-    case sm90::kStepIsMasked:
+    case sm90::kStepMasked:
       return 1.16 * kPlainStepOf128;
     case sm90::kStepDrops | sm90::kStepKeyBiased:
       return 1.34 * kPlainStepOf128;

@@ -20,7 +20,7 @@ struct NonFinite {
   static constexpr uint32_t kLowestOfExponent =
       std::is_same_v<Element, __half> ? 0x04000400u : (sizeof(Element) == 2 ? 0x00800080u : 0x00800000u);
   static constexpr uint32_t kSign = sizeof(Element) == 2 ? 0x80008000u : 0x80000000u;
-  static constexpr int kBits = sizeof(Element) == 2 ? 15 : 31;  // below the sign
+  static constexpr int kMagnitudeBits = sizeof(Element) == 2 ? 15 : 31;  // below the sign
   // 2^60, or what float16 has: far beyond any product's, and with room for sums in float.
   static constexpr uint32_t kLarge =
       std::is_same_v<Element, __half> ? 0x7BFF7BFFu : (sizeof(Element) == 2 ? 0x5D805D80u : 0x5D800000u);
@@ -41,7 +41,7 @@ struct NonFinite {
     const uint32_t found = in_word(word);
     if (!found) return word;
     const uint32_t nan = in_all((word & kMantissa) + kMantissa & kLowestOfExponent, kMantissaBits);
-    return (word & ~in_all(found, kBits)) | (in_all(found, kBits) & ~nan & (kLarge | (word & kSign)));
+    return (word & ~in_all(found, kMagnitudeBits)) | (in_all(found, kMagnitudeBits) & ~nan & (kLarge | (word & kSign)));
   }
 
   /// The same of the words of a 16-byte chunk; what in_word() finds, it has anywhere.

@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_dq(const BackwardParams& p, const Backward
   const auto rows = query_rows<Element>(p.dq, sequence);
   const int64_t tile = workspace.tile_index(p, cta.batch, head, sequence.q_begin, cta.tile, kBlockM);
   const float* const g_tile = workspace.dq + tile * kBlockM * kHeadDim;
-  const float scale = static_cast<float>(p.softmax_scale) * workspace.unit;
+  const float scale = static_cast<float>(p.softmax_scale) * workspace.keep_scale;
 #pragma unroll 2
   for (int flat = threadIdx.x; flat < kBlockM * kHeadDim / 16; flat += kStoreDqThreads) {
     if constexpr (Layout::kTransposed) {

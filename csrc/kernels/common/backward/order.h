@@ -83,11 +83,11 @@ struct BackwardOrder {
   /// The share of a CTA of a key tile with the query tiles [begin, end).
   FLASH_EXT_HOST_DEVICE_MEMBER QueryShare share(const KeyWorkTile& work_tile, int32_t begin, int32_t end) const {
     if (work_tile.slot == KeyWorkTile::kUnsplit) return {0, group, begin, end, true};
-    const int32_t tiles = end - begin, parts = query_splits_of(tiles), part = work_tile.split / head_splits;
-    if (part >= parts) return {0, 0, begin, begin, false};
+    const int32_t tiles = end - begin, splits = query_splits_of(tiles), split = work_tile.split / head_splits;
+    if (split >= splits) return {0, 0, begin, begin, false};
     const int32_t shared_heads = group / head_splits;
-    return {work_tile.split % head_splits * shared_heads, shared_heads, begin + tiles * part / parts,
-            begin + tiles * (part + 1) / parts, splits_of(tiles) == 1};
+    return {work_tile.split % head_splits * shared_heads, shared_heads, begin + tiles * split / splits,
+            begin + tiles * (split + 1) / splits, splits_of(tiles) == 1};
   }
 
   /// Positions for so many key tiles.

@@ -164,7 +164,7 @@ __device__ __forceinline__ void write_row_terms(const BackwardParams& p, const B
     if (g_grad_lse && inside) sum -= g_grad_lse[i];
     const RowTerms terms = row_terms_of<Element>(sum, finite, lse, sink_takes_all);
     const int64_t position = tile * kBlockM + term_position<kPermuted>(row);
-    workspace.minus_delta[position] = terms.minus_delta / workspace.unit;
+    workspace.minus_delta[position] = terms.minus_delta / workspace.keep_scale;
     workspace.lse[position] = terms.lse;
     large |= terms.large;
   }
@@ -213,7 +213,7 @@ static __global__ void __launch_bounds__(kRowTermThreads)
     __syncthreads();
     if (threadIdx.x < step) s_sums[threadIdx.x] += s_sums[threadIdx.x + step];
   }
-  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[head] = static_cast<float>(s_sums[0] * workspace.unit);
+  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[head] = static_cast<float>(s_sums[0] * workspace.keep_scale);
 }
 
 }  // namespace flash_ext

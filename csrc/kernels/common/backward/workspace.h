@@ -82,14 +82,14 @@ struct BackwardWorkspace {
   QueryLists query_lists;  // where a kernel is driven by them
   // D, dS, dQ and dK are stored divided by this factor of dropout's kept weights, so that one product gives dP - D. It
   // is 1 without dropout, and where nothing is kept.
-  float unit = 1.0f;
+  float keep_scale = 1.0f;
   TileNumbers row_tiles;  // numbers of query tiles, for the kernels before and after the main one
   int64_t bytes = 0;
 
   BackwardWorkspace(const BackwardParams& p, int block_m, int block_n, int head_dim, void* memory,
                     bool has_ticket = true)
       : visibility(p, block_m, block_n), row_tiles(p, WorkListSide::kQueries, block_m, p.heads_q) {
-    if (const double keep_scale = p.dropout.rule.keep_scale; keep_scale > 0) unit = static_cast<float>(keep_scale);
+    if (const double scale = p.dropout.rule.keep_scale; scale > 0) keep_scale = static_cast<float>(scale);
     tiles_per_head = p.seq.cu_seqlens_q ? p.total_q / block_m + p.batch : p.batch * tiles_of(p.seqlen_q, block_m);
     const int64_t tiles = p.heads_q * tiles_per_head;
     const int64_t rows = tiles * block_m;

@@ -11,16 +11,16 @@
 
 namespace flash_ext::sm80 {
 
-/// kScoreOptions: scores that are more than scaled products within a window (bias, mask, softcap, ALiBi, dropout).
+/// kHasOptions: scores have options (bias, mask, softcap, ALiBi, dropout); else they are scaled products in a window.
 /// kSmall: fits into the shared memory of every GPU.
-template <class Element_, int kHeadDim_, bool kScoreOptions_, bool kSmall_>
+template <class Element_, int kHeadDim_, bool kHasOptions_, bool kSmall_>
 struct BackwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kScoreOptions = kScoreOptions_;
+  static constexpr bool kHasOptions = kHasOptions_;
   // dK and dV of the CTA's keys are 128 registers of a thread, 64 at head_dim 64.
   static constexpr bool kFloat = sizeof(Element) == 4;
-  static constexpr BackwardShape kShape = backward_shape(kHeadDim, kFloat, kScoreOptions, kSmall_);
+  static constexpr BackwardShape kShape = backward_shape(kHeadDim, kFloat, kHasOptions, kSmall_);
   static constexpr int kWarps = kShape.warps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRoleWarps = kWarps / 2;
@@ -30,11 +30,12 @@ struct BackwardConfig {
   // With three TF32 products for one, the unrolled code of a tile is longer than the instruction cache.
   static constexpr int kUnroll = std::is_same_v<Element, float> ? 1 : 16;
 
-  static constexpr int kKeyGroups = kBlockN / kWarpKeys;
-  static constexpr int kSides = kRoleWarps / kKeyGroups;  // warps that share keys: they divide queries, then columns
+  static constexpr int kWarpsAlongKeys = kBlockN / kWarpKeys;
+  // Warps that share keys: they divide queries, then columns.
+  static constexpr int kSides = kRoleWarps / kWarpsAlongKeys;
   static constexpr int kWarpQueries = kBlockM / kSides;
   static constexpr int kWarpColumns = kHeadDim / kSides;
-  static_assert(kSides * kKeyGroups == kRoleWarps && kWarpQueries % 16 == 0 && kWarpColumns % 16 == 0);
+  static_assert(kSides * kWarpsAlongKeys == kRoleWarps && kWarpQueries % 16 == 0 && kWarpColumns % 16 == 0);
 
   using Layout = TileLayout<Element, kHeadDim>;
   using ScoreLayout = TileLayout<Element, kBlockM>;
@@ -43,17 +44,17 @@ struct BackwardConfig {
   static constexpr int kQueryBytes = Layout::bytes(kBlockM);
   static constexpr int kScoreBytes = ScoreLayout::bytes(kBlockN);
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
-  static constexpr int kWordBytes = kScoreOptions ? kBlockM * kKeyGroups * 4 : 0;
-  static constexpr int kKeptBytes = kScoreOptions ? KeptTile<kBlockM>::bytes(kBlockN) : 0;  // of dropout
+  static constexpr int kWordBytes = kHasOptions ? kBlockM * kWarpsAlongKeys * 4 : 0;
+  static constexpr int kKeptBytes = kHasOptions ? KeptTile<kBlockM>::bytes(kBlockN) : 0;  // of dropout
   // Where warps share keys, P^T is read for dV while dS^T is written: it has a tile of its own.
   static constexpr int kScoreTiles = kSides == 1 ? 2 : 3;
   static constexpr int kTilesBytes = 2 * kKeyBytes + 3 * kQueryBytes + kScoreTiles * kScoreBytes;
   static constexpr int kWorkTileBytes = 512;
   static constexpr int kSharedBytes =
       kTilesBytes + 3 * kTermBytes + kWordBytes + 2 * kKeptBytes + kWorkTileBytes;  // without a bias
-  static constexpr BackwardTiling kTiling = kSmall_         ? BackwardTiling::kSmall
-                                            : kScoreOptions ? BackwardTiling::kAllOptions
-                                                            : BackwardTiling::kPlain;
+  static constexpr BackwardTiling kTiling = kSmall_       ? BackwardTiling::kSmall
+                                            : kHasOptions ? BackwardTiling::kAllOptions
+                                                          : BackwardTiling::kPlain;
   static_assert(kSharedBytes == backward_shared_bytes(kHeadDim, kFloat, kTiling), "which the plan goes by");
   static_assert(!kSmall_ || kSharedBytes + TileLayout<float, kBlockN>::bytes(kBlockM) <= kSmallestSharedBytes,
                 "every GPU must be able to launch it, with a bias too");

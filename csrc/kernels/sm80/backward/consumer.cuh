@@ -31,7 +31,7 @@ struct BackwardConsumer : BackwardSums<Config> {
     if (!makes_p) {
       compute_ds(s, now, n);
       store_weights(gradient_tile(n), s);
-    } else if constexpr (Config::kScoreOptions) {
+    } else if constexpr (Config::kHasOptions) {
       exponentiate_with_options(s, now, n);
     } else {
       exponentiate(s, now.step, n);
@@ -53,7 +53,7 @@ struct BackwardConsumer : BackwardSums<Config> {
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (Config::kScoreOptions) {
+    if constexpr (Config::kHasOptions) {
       if (prepares()) {
         put_step(work_tile.first_step(), 0);
         put_step(next(work_tile.ring[0].step), 1);
@@ -69,7 +69,7 @@ struct BackwardConsumer : BackwardSums<Config> {
     for (;; ++half) {
       const int n = half / 2;
       const bool odd = half % 2 != 0;
-      const PreparedStep& now = Config::kScoreOptions ? work_tile.ring[n % 8] : walked;
+      const PreparedStep& now = Config::kHasOptions ? work_tile.ring[n % 8] : walked;
       const bool past = has(now, kStepPast);
       // The warps that copied a tile are the first to use it, in the next half-step; the others have copied nothing.
       const bool makes_weights = makes_p != odd && !past;
@@ -87,20 +87,20 @@ struct BackwardConsumer : BackwardSums<Config> {
         compute_p(now, n);
       } else {
         if (makes_p) {
-          const PreparedStep then = Config::kScoreOptions ? work_tile.ring[(n + 1) % 8] : prepare(next(now.step));
+          const PreparedStep then = Config::kHasOptions ? work_tile.ring[(n + 1) % 8] : prepare(next(now.step));
           if (odd && !has(then, kStepPast)) load_for_weights(then, n + 1);
         } else {
           if (!past) load_grad_out(now.step);
         }
         ptx::cp_async_commit();
-        if (Config::kScoreOptions && !makes_p && !past) {
+        if (Config::kHasOptions && !makes_p && !past) {
           if (prepares()) put_step(next(work_tile.ring[(n + 1) % 8].step), n + 2);
           draw_kept(work_tile.ring[(n + 1) % 8], n + 1);
         }
-        consume_p(now, Config::kScoreOptions ? work_tile.ring[(n + 7) % 8].step : previous(now.step), n);
+        consume_p(now, Config::kHasOptions ? work_tile.ring[(n + 7) % 8].step : previous(now.step), n);
       }
       if (past) break;
-      if (!Config::kScoreOptions && odd) walked = prepare(next(walked.step));
+      if (!Config::kHasOptions && odd) walked = prepare(next(walked.step));
     }
     ptx::cp_async_wait<0>();
     __syncthreads();  // V may still have been under way, or K is still read

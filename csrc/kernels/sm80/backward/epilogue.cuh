@@ -21,9 +21,9 @@ struct BackwardSums : BackwardSoftmax<Config> {
     if (work_tile.sums) return store_split();
     const int lane = rematerialise(this->lane);
     const uint32_t s_tile = makes_p ? rematerialise(s_key) + Config::kKeyBytes : kQueriesHoldKeys ? s_query : s_key;
-    const float unit = Config::kScoreOptions ? workspace.unit : 1.0f;
-    const float factor = makes_p ? unit : unit * static_cast<float>(p.softmax_scale);
-    const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (kD / 2);
+    const float keep_scale = Config::kHasOptions ? workspace.keep_scale : 1.0f;
+    const float factor = makes_p ? keep_scale : keep_scale * static_cast<float>(p.softmax_scale);
+    const int first_d = warp % Config::kRoleWarps / Config::kWarpsAlongKeys * (kD / 2);
     const uint32_t s_lane = s_tile + Rows::lane_c(lane) + rematerialise(first_row) * Rows::kRowBytes;
     if (!makes_p) sync_role();
 #pragma unroll
@@ -51,9 +51,10 @@ struct BackwardSums : BackwardSoftmax<Config> {
   __device__ __forceinline__ void store_split() const {
     const int thread = ptx::reread(static_cast<int>(threadIdx.x)), warp = thread / 32;
     const bool is_value = warp < Config::kRoleWarps;
-    const float unit = Config::kScoreOptions ? workspace.unit : 1.0f;
-    const float factor = is_value ? unit : unit * static_cast<float>(p.softmax_scale);
-    const int row = warp % Config::kKeyGroups * kM, column = warp % Config::kRoleWarps / Config::kKeyGroups * kD;
+    const float keep_scale = Config::kHasOptions ? workspace.keep_scale : 1.0f;
+    const float factor = is_value ? keep_scale : keep_scale * static_cast<float>(p.softmax_scale);
+    const int row = warp % Config::kWarpsAlongKeys * kM,
+              column = warp % Config::kRoleWarps / Config::kWarpsAlongKeys * kD;
     float* const g_sums = work_tile.sums + (is_value ? kBlockN * kHeadDim : 0);
 #pragma unroll
     for (int m = 0; m < kM; ++m)

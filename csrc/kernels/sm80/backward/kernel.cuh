@@ -86,7 +86,7 @@ BackwardSchedule backward_schedule(const BackwardParams& p, const BackwardWorksp
 template <class Config>
 int64_t backward_shared_bytes(const BackwardParams& p) {
   const int64_t bias = p.bias.data ? bias_tile_bytes(p.bias.dtype, Config::kBlockM, Config::kBlockN) : 0;
-  return Config::kSharedBytes + (Config::kScoreOptions ? bias : 0);
+  return Config::kSharedBytes + (Config::kHasOptions ? bias : 0);
 }
 
 template <class Config>

@@ -36,12 +36,12 @@ struct BackwardLoads : BackwardWalk<Config> {
   /// Without options the first tile is known before anything else is.
   __device__ __forceinline__ void load_first_queries(const WorkTile& of) const {
     const BackwardStep step = of.first_step();
-    if (!Config::kScoreOptions && makes_p && step.head < of.heads) load_queries(of, step, 0);
+    if (!Config::kHasOptions && makes_p && step.head < of.heads) load_queries(of, step, 0);
   }
   /// What the P warps need of a step; bias and words are free again once they have made its P.
   __device__ __forceinline__ void load_for_weights(const PreparedStep& prepared, int n) const {
     load_queries(work_tile, prepared.step, n);
-    if constexpr (Config::kScoreOptions) {
+    if constexpr (Config::kHasOptions) {
       if (!work_tile.options.hides) return;
       Sequence sequence = work_tile.sequence;
       sequence.head += prepared.step.head;
@@ -58,7 +58,7 @@ struct BackwardLoads : BackwardWalk<Config> {
   }
   /// Words of kept weights, by the dS warps for all, while P of the step before is made.
   __device__ __forceinline__ void draw_kept(const PreparedStep& prepared, int n) const {
-    if constexpr (Config::kScoreOptions) {
+    if constexpr (Config::kHasOptions) {
       const BackwardOptions& options = work_tile.options;
       if (!options.drops || prepared.flags & kStepPast) return;
 #pragma unroll 1

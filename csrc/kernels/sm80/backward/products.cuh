@@ -37,7 +37,7 @@ struct BackwardProducts : BackwardLoads<Config> {
   /// sum += W B for weights W of the warp's keys: its own, or, where several warps share keys, those in s_weights. Its
   /// own are shifted through: each step uses the first and moves the others up, because a loop cannot index registers.
   __device__ __forceinline__ void accumulate(uint32_t s_weights, uint32_t s_b) {
-    const int first_d = warp % Config::kRoleWarps / Config::kKeyGroups * (Config::kWarpColumns / 16);
+    const int first_d = warp % Config::kRoleWarps / Config::kWarpsAlongKeys * (Config::kWarpColumns / 16);
     const int lane = rematerialise(this->lane);
     const uint32_t s_lane_b = s_b + Rows::lane_b_transposed(lane);
     const uint32_t s_lane_a = s_weights + Scores::lane_a_of_c(lane) + rematerialise(first_row) * Scores::kRowBytes;

@@ -32,7 +32,7 @@ struct BackwardWalk : BackwardWarp<Config> {
 
   /// Whether one of the flags is set; without options they are not looked up, but computed.
   __device__ __forceinline__ bool has(const PreparedStep& now, int flags) const {
-    if constexpr (Config::kScoreOptions) {
+    if constexpr (Config::kHasOptions) {
       return (now.flags & flags) != 0;
     } else {
       return (flags & kStepPast && is_past(now.step)) || (flags & kStepPartial && is_partial(now.step));
@@ -41,7 +41,7 @@ struct BackwardWalk : BackwardWarp<Config> {
 
   __device__ __forceinline__ PreparedStep prepare(const BackwardStep& step) const {
     PreparedStep prepared{step, 0, 0.0f};
-    if constexpr (Config::kScoreOptions) {
+    if constexpr (Config::kHasOptions) {
       const BackwardOptions& options = work_tile.options;
       if (is_past(step)) return {step, kStepPast, 0.0f};
       if (options.slopes) prepared.slope = options.slopes[step.head] * Unit::kPerNatural;
@@ -64,7 +64,7 @@ struct BackwardWalk : BackwardWarp<Config> {
     if (lane == 0) work_tile.ring[n % 8] = prepared;
     __syncwarp();
   }
-  __device__ __forceinline__ bool prepares() const { return Config::kScoreOptions && warp == Config::kRoleWarps; }
+  __device__ __forceinline__ bool prepares() const { return Config::kHasOptions && warp == Config::kRoleWarps; }
 
   /// Tiles that are skipped are not waited for.
   __device__ __forceinline__ void skip_turns(BackwardStep step, const BackwardStep& end) const {
@@ -74,7 +74,7 @@ struct BackwardWalk : BackwardWarp<Config> {
     }
   }
   __device__ __forceinline__ void skip_turns_before(int n) const {
-    if constexpr (Config::kScoreOptions) {
+    if constexpr (Config::kHasOptions) {
       if (workspace.turns && work_tile.options.masks)
         skip_turns(n == 0 ? work_tile.first_step() : next(work_tile.ring[(n - 1) % 8].step),
                    work_tile.ring[n % 8].step);

@@ -158,7 +158,7 @@ struct BackwardSoftmax : BackwardProducts<Config> {
   /// dS^T in place of dP^T - D.
   template <class F>
   __device__ __forceinline__ void compute_ds(float (&s)[kM][kN][4], int n, F gradient) const {
-    const uint32_t s_lane = (Config::kScoreOptions ? gradient_tile(n) : weight_tile(n)) + lane_of_scores();
+    const uint32_t s_lane = (Config::kHasOptions ? gradient_tile(n) : weight_tile(n)) + lane_of_scores();
 #pragma unroll
     for (int column = 0; column < kN; column += 2)
 #pragma unroll
@@ -175,7 +175,7 @@ struct BackwardSoftmax : BackwardProducts<Config> {
   /// Where P is 0 the rest may be NaN, from keys that the query does not see; in a full tile it sees them all. The
   /// gradient of a dropped weight is 0.
   __device__ __forceinline__ void compute_ds(float (&s)[kM][kN][4], const PreparedStep& now, int n) const {
-    if constexpr (Config::kScoreOptions) {
+    if constexpr (Config::kHasOptions) {
       if (work_tile.options.drops) {
         uint2 kept;
         return compute_ds(s, n, [&](float& x, float weight, int m, int column, int e) {

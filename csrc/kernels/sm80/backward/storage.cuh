@@ -49,10 +49,10 @@ struct BackwardWorkTile {
   int first_tile;          // of the walk: CTAs of a head begin at different ones, lest they add to the same dQ at once
   int64_t workspace_tile;  // in the workspace, of the first head
   float scale;             // of scores
-  std::conditional_t<Config::kScoreOptions, BackwardOptions, NoBackwardOptions> options;
-  PreparedStep ring[Config::kScoreOptions ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
-  float* sums;         // where a split leaves dK, and dV behind it; null: they are complete
-  bool large = false;  // some row has a LargeLse; then no tile is full
+  std::conditional_t<Config::kHasOptions, BackwardOptions, NoBackwardOptions> options;
+  PreparedStep ring[Config::kHasOptions ? 8 : 1];  // of the steps n - 2 to n + 2, where number n is made or used
+  float* sums;                                     // where a split leaves dK, and dV behind it; null: they are complete
+  bool large = false;                              // some row has a LargeLse; then no tile is full
 
   __device__ __forceinline__ BackwardWorkTile(const BackwardParams& p, const BackwardWorkspace& workspace,
                                               const BackwardSchedule& schedule,

@@ -23,10 +23,10 @@ struct BackwardWarp {
   using WorkTile = BackwardWorkTile<Config>;
   static constexpr int kUnroll = Config::kUnroll;
   // Tiles of 8 columns of dQ that a warp makes at once.
-  static constexpr int kDqTiles = Config::kFloat ? 2 : Config::kScoreOptions && Dq::kN > 4 ? 4 : Dq::kN;
+  static constexpr int kDqTiles = Config::kFloat ? 2 : Config::kHasOptions && Dq::kN > 4 ? 4 : Dq::kN;
   static constexpr int kUnrollDq = Config::kFloat ? 8 : 1;  // as ptxas gets by without spills
 #if __CUDA_ARCH__ >= 900
-  static constexpr bool kRematerialisesKeys = !Config::kScoreOptions, kRematerialisesValue = false;  // likewise
+  static constexpr bool kRematerialisesKeys = !Config::kHasOptions, kRematerialisesValue = false;  // likewise
 #else
   static constexpr bool kRematerialisesKeys = false, kRematerialisesValue = kHeadDim == 128 && !Config::kFloat;
 #endif
@@ -61,8 +61,8 @@ struct BackwardWarp {
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
         makes_p(warp < Config::kRoleWarps),
-        first_row(warp % Config::kKeyGroups * Config::kWarpKeys),
-        first_column(warp % Config::kRoleWarps / Config::kKeyGroups * Config::kWarpQueries),
+        first_row(warp % Config::kWarpsAlongKeys * Config::kWarpKeys),
+        first_column(warp % Config::kRoleWarps / Config::kWarpsAlongKeys * Config::kWarpQueries),
         s_key(ptx::shared_address(shared)),
         s_value(s_key + Config::kKeyBytes),
         s_query(s_value + Config::kKeyBytes),
@@ -77,7 +77,7 @@ struct BackwardWarp {
   /// x, but nothing that depends on it is computed before the loop, for which options leave no registers.
   template <class T>
   __device__ __forceinline__ static T rematerialise(T x) {
-    return Config::kScoreOptions ? ptx::reread(x) : x;
+    return Config::kHasOptions ? ptx::reread(x) : x;
   }
   __device__ __forceinline__ static int role_thread() { return static_cast<int>(threadIdx.x) % kRoleThreads; }
   __device__ __forceinline__ uint32_t query_stage(int n) const { return s_query + n % 2 * Config::kQueryBytes; }

@@ -24,7 +24,7 @@ struct BiasConsumer {
   using Bias = BiasTile<Shape::kWarpRows, Shape::kWarpKeys>;
   using Sum = BiasSum<kRows, kKeys, kThreads>;
   using Fragment = float[kM][kN][4];
-  using RowTerms = float[kM][2];
+  using RowValues = float[kM][2];
   static_assert(kStageBytes == bias_stage_bytes(Shape::kFloat) &&
                     (sizeof(ScoreTiles) + 15) / 16 * 16 == kScoreTilesBytes,
                 "which the plan goes by");
@@ -183,7 +183,7 @@ struct BiasConsumer {
   }
 
   /// lse of the lane's rows, -inf for those that are not there or see nothing; and -delta.
-  __device__ __forceinline__ void load_terms(RowTerms& lse, RowTerms& minus_delta,
+  __device__ __forceinline__ void load_terms(RowValues& lse, RowValues& minus_delta,
                                              const BiasScoreTile& score_tile) const {
     const TileCoordinates<false> at = coordinates(score_tile);
     const float* const g_lse = score_tile.lse;
@@ -200,10 +200,11 @@ struct BiasConsumer {
   }
 
   /// sum += dS, from S and f dP - delta, where nothing but a bias without -inf is added to scores.
-  __device__ __forceinline__ void add_plain(Fragment& sum, Fragment& s, const Fragment& dp, const RowTerms& lse) const {
+  __device__ __forceinline__ void add_plain(Fragment& sum, Fragment& s, const Fragment& dp,
+                                            const RowValues& lse) const {
     const float scale = score_scale(p, Unit::kPerNatural);
     // Hidden pairs get weight 0 by a stabiliser of inf.
-    RowTerms stabiliser;
+    RowValues stabiliser;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -217,7 +218,7 @@ struct BiasConsumer {
   }
 
   /// Adds dS of a score tile under any options.
-  __device__ __forceinline__ void add(Fragment& sum, Fragment& s, Fragment& dp, const RowTerms& lse,
+  __device__ __forceinline__ void add(Fragment& sum, Fragment& s, Fragment& dp, const RowValues& lse,
                                       const BiasScoreTile& score_tile, int number) const {
     const Sequence sequence(p, score_tile.batch, score_tile.head);
     const TileCoordinates<false> at = coordinates(score_tile);
@@ -245,7 +246,7 @@ struct BiasConsumer {
     } else {
       if (drops()) {
         drop(dp, sequence, kDropoutApply, at);
-        RowTerms rematerialise, minus_delta;
+        RowValues rematerialise, minus_delta;
         load_terms(rematerialise, minus_delta, score_tile);
         for_each_score(dp, [&](float& x, int m, int, int e) { x += minus_delta[m][e / 2]; });
       }
@@ -332,7 +333,7 @@ struct BiasConsumer {
       Fragment s, dp;
       for_each_score(s, [](float& x, int, int, int) { x = 0.0f; });
       if (number == 0) plain = plain && !bias_hides(s);
-      RowTerms lse, minus_delta;
+      RowValues lse, minus_delta;
       load_terms(lse, minus_delta, score_tile);
       for (int slab = 0;;) {
         load(at + plan.stages - 1);

@@ -52,14 +52,14 @@ __device__ __forceinline__ int last_sequence_before(const int32_t* cu_seqlens, i
   return low - 1;
 }
 
-template <bool kKeys>
+template <bool kOfKeys>
 __device__ __forceinline__ bool is_covered(const AttentionParams& p, const ClearRows& memory, int64_t batch,
                                            int64_t row) {
-  if (memory.varlen) batch = last_sequence_before(kKeys ? p.seq.cu_seqlens_k : p.seq.cu_seqlens_q, p.batch, row);
+  if (memory.varlen) batch = last_sequence_before(kOfKeys ? p.seq.cu_seqlens_k : p.seq.cu_seqlens_q, p.batch, row);
   if (batch < 0) return false;
   const Sequence sequence(p, static_cast<int>(batch), 0);
-  const int64_t begin = kKeys ? sequence.k_begin : sequence.q_begin;
-  return row >= begin && row < begin + (kKeys ? sequence.seqlen_k : sequence.seqlen_q);
+  const int64_t begin = kOfKeys ? sequence.k_begin : sequence.q_begin;
+  return row >= begin && row < begin + (kOfKeys ? sequence.seqlen_k : sequence.seqlen_q);
 }
 
 /// Called by one warp.
@@ -78,14 +78,14 @@ __device__ __forceinline__ void clear_row(const ClearTargets& targets, int64_t b
   for (int64_t head = lane; head < targets.heads; head += 32) lse[head * targets.lse.head_stride] = targets.lse_value;
 }
 
-template <bool kKeys>
+template <bool kOfKeys>
 __global__ void __launch_bounds__(kClearThreads)
     clear_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ClearTargets targets,
                  const __grid_constant__ ClearRows memory) {
   const int lane = threadIdx.x % 32;
   const int64_t flat = static_cast<int64_t>(blockIdx.x) * kClearThreads + threadIdx.x;
   const bool exists = flat < memory.batch * memory.rows;
-  uint32_t todo = __ballot_sync(~0u, exists && !is_covered<kKeys>(p, memory, flat / memory.rows, flat % memory.rows));
+  uint32_t todo = __ballot_sync(~0u, exists && !is_covered<kOfKeys>(p, memory, flat / memory.rows, flat % memory.rows));
   for (; todo != 0; todo &= todo - 1) {
     const int64_t other = flat - lane + __ffs(todo) - 1;
     clear_row(targets, other / memory.rows, other % memory.rows, lane);
@@ -101,15 +101,15 @@ inline void set_target(ClearTargets& targets, int k, const TensorView& view, DTy
   targets.chunks[k] = head_dim * size / 16;
 }
 
-template <bool kKeys>
+template <bool kOfKeys>
 void run_clear(const AttentionParams& p, const ClearTargets& targets, cudaStream_t stream) {
-  const bool varlen = (kKeys ? p.seq.cu_seqlens_k : p.seq.cu_seqlens_q) != nullptr;
-  const bool partly_used = (kKeys ? p.seq.seqused_k : p.seq.seqused_q) != nullptr;
+  const bool varlen = (kOfKeys ? p.seq.cu_seqlens_k : p.seq.cu_seqlens_q) != nullptr;
+  const bool partly_used = (kOfKeys ? p.seq.seqused_k : p.seq.seqused_q) != nullptr;
   if (!targets.any() || !(varlen || partly_used)) return;
-  const int64_t total = kKeys ? p.total_k : p.total_q, seqlen = kKeys ? p.seqlen_k : p.seqlen_q;
+  const int64_t total = kOfKeys ? p.total_k : p.total_q, seqlen = kOfKeys ? p.seqlen_k : p.seqlen_q;
   const ClearRows memory = varlen ? ClearRows{1, total, true} : ClearRows{p.batch, seqlen, false};
   const int64_t ctas = (memory.batch * memory.rows + kClearThreads - 1) / kClearThreads;
-  launch("clear", clear_kernel<kKeys>, {grid_of(ctas), dim3(kClearThreads)}, stream, p, targets, memory);
+  launch("clear", clear_kernel<kOfKeys>, {grid_of(ctas), dim3(kClearThreads)}, stream, p, targets, memory);
 }
 
 inline void run_clear_forward(const ForwardParams& p, cudaStream_t stream) {

@@ -31,7 +31,7 @@ struct ForwardConsumer : ForwardOut<Config> {
   }
 
   template <bool kRounds>
-  __device__ __forceinline__ void exponentiate(Scores& s, const RowTerms& terms) {
+  __device__ __forceinline__ void exponentiate(Scores& s, const AlibiOfRows& terms) {
     const auto hide = [&](Scores& weights) { return options().hide_by_bias(weights); };
     rows.template exponentiate<kRounds>(s, constants.scale, terms, hide);
   }
@@ -50,7 +50,7 @@ struct ForwardConsumer : ForwardOut<Config> {
     KeptWeights kept;
     multiply_qk(s, kept, at.tile);
     release_key(next);
-    const RowTerms terms = options().apply(s, at, visible, phase);
+    const AlibiOfRows terms = options().apply(s, at, visible, phase);
     if (Config::kMasks && work_tile.sanitised) sanitise_value();
     exponentiate<false>(s, terms);
     finish_step(s, kept, at.tile, next.tile);
@@ -63,7 +63,7 @@ struct ForwardConsumer : ForwardOut<Config> {
     KeptWeights kept;
     multiply_qk(s, kept, at.tile);
     release_key(next);
-    const RowTerms terms = options().apply(s, at, visible, phase);
+    const AlibiOfRows terms = options().apply(s, at, visible, phase);
     const bool outside_window = at.tile < work_tile.tiles.full_begin || at.tile >= work_tile.tiles.full_end;
     if (outside_window) hide_outside_window(s, options().coordinates(at.tile), work_tile.sequence);
     const auto lift = [&](int m, int r) { return options().alibi_to_come(at.tile, m, r); };

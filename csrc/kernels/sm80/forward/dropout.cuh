@@ -33,11 +33,12 @@ struct WarpRandomBits {
   __device__ __forceinline__ static void share(const ForwardWorkTile<Config>& work_tile, const PhiloxKey& seeds,
                                                uint32_t s_tile, int tile) {
     static_assert(Config::kBlockN == kDropoutKeys);
-    constexpr uint32_t kKeyGroups = Config::kBlockN / 16;
-    if (threadIdx.x >= kKeyGroups) return;
+    constexpr uint32_t kDropoutGroups = Config::kBlockN / 16;
+    if (threadIdx.x >= kDropoutGroups) return;
     const Dropout& dropout = work_tile.options.dropout;
     const RandomKey key = {{seeds.seed_lo, seeds.seed_hi, dropout.key.offset_lo}, dropout.batch_head};
-    store_shared(s_tile + threadIdx.x * sizeof(KeyRandomBits), KeyRandomBits::of(key, tile * kKeyGroups + threadIdx.x));
+    store_shared(s_tile + threadIdx.x * sizeof(KeyRandomBits),
+                 KeyRandomBits::of(key, tile * kDropoutGroups + threadIdx.x));
   }
 
   /// One of kCalls, in order. Here, and not where the word is needed.

@@ -54,11 +54,12 @@ struct OptionTiles {
     }
   }
 
-  /// Scores, but for the row terms that it returns and for constants.scale. `words` are those of a block mask.
+  /// Makes scores of products, except for two things: constants.scale, and the rows' part of ALiBi, which it returns.
+  /// `words` are those of a block mask.
   template <int kM, int kN>
-  __device__ __forceinline__ RowTerms apply(float (&s)[kM][kN][4], MaskedTile at, const Visibility& visible,
-                                            int words) const {
-    RowTerms terms;
+  __device__ __forceinline__ AlibiOfRows apply(float (&s)[kM][kN][4], MaskedTile at, const Visibility& visible,
+                                               int words) const {
+    AlibiOfRows terms;
     if constexpr (Config::kOptionBranches) {
       if (constants.caps) {
         for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(x * constants.first_scale); });
@@ -82,7 +83,7 @@ struct OptionTiles {
   }
 
   /// How much ALiBi will lift keys that are nearer to the row than this tile's. A stabiliser that counts on it need not
-  /// be raised tile by tile.
+  /// be updated tile by tile.
   __device__ __forceinline__ float alibi_to_come(int tile, int m, int r) const {
     if constexpr (Config::kOptionBranches) {
       if (work_tile.safe_path || !constants.adds_alibi) return 0.0f;
@@ -239,7 +240,7 @@ struct OptionTiles {
   /// -slope * distance. On one side of the diagonal it is linear: the keys' part is added, the rows' part returned.
   /// Natural scores are rounded once, as in the backward.
   template <int kM, int kN>
-  __device__ __forceinline__ RowTerms add_alibi(float (&s)[kM][kN][4], int tile) const {
+  __device__ __forceinline__ AlibiOfRows add_alibi(float (&s)[kM][kN][4], int tile) const {
     const TileCoordinates<false> at = coordinates(tile);
     const float per_key = work_tile.options.rules.slope;
     const int diagonal = work_tile.sequence.offset, first_key = tile * kBlockN;

@@ -35,7 +35,7 @@ struct ForwardRows {
 
   /// Makes the maximum so far, and what lift(m, r) adds to it, the stabiliser of each row.
   template <class Lift>
-  __device__ __forceinline__ void update_row_max(const Scores& s, float scale, const RowTerms& terms, Lift lift,
+  __device__ __forceinline__ void update_row_max(const Scores& s, float scale, const AlibiOfRows& terms, Lift lift,
                                                  bool first) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -46,9 +46,9 @@ struct ForwardRows {
         for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(s[m][n][2 * r], s[m][n][2 * r + 1]));
         if constexpr (!Unit::kNatural) largest = fmaf(largest, scale, terms.of(m, r));
         largest = max_of_row(largest);
-        const float raised = fmaxf(stabiliser[m][r], largest + lift(m, r));
-        const float factor = raised == -INFINITY ? 1.0f : shrink(stabiliser[m][r] - raised, scale);
-        stabiliser[m][r] = raised;
+        const float updated = fmaxf(stabiliser[m][r], largest + lift(m, r));
+        const float factor = updated == -INFINITY ? 1.0f : shrink(stabiliser[m][r] - updated, scale);
+        stabiliser[m][r] = updated;
         if (Config::kRunningMaximum || !first) multiply(m, r, factor);
       }
   }
@@ -66,7 +66,7 @@ struct ForwardRows {
   /// P in place of S. `hide` takes hidden weights out of P where they turned out to be NaN. kRounds: scores are rounded
   /// as the stabiliser was. Else see FixedStabiliser.
   template <bool kRounds, class Hide>
-  __device__ __forceinline__ void exponentiate(Scores& s, float scale, const RowTerms& terms, Hide hide) {
+  __device__ __forceinline__ void exponentiate(Scores& s, float scale, const AlibiOfRows& terms, Hide hide) {
     float of_tile[kM][2], total = 0.0f;
 #pragma unroll
     for (int m = 0; m < kM; ++m)

@@ -60,9 +60,9 @@ struct NoMaskWords {
   __device__ __forceinline__ void find(const MaskBits&, int, int, int) {}
 };
 
-/// A tile's terms that are the same for a whole row: those of a lane's row 16 m + 8 r, and of ALiBi what a key
-/// further along adds.
-struct RowTerms {
+/// The part of ALiBi that is the same for all keys of a tile, for a lane's row 16 m + 8 r. add_alibi() (options.cuh)
+/// adds the other part, which depends on the key, to the scores.
+struct AlibiOfRows {
   float first = 0.0f, slope = 0.0f;
 
   __device__ __forceinline__ float of(int m, int r) const {

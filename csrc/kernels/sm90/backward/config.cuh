@@ -34,7 +34,7 @@ using BackwardPipelinedOptionsBase =
 template <class Element, int kHeadDim, int kOptions, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardPipelinedOptionsConfig : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions> {
   static constexpr TurnTaking kTurns = kTurns_;
-  static constexpr bool kFindsSteps = (kOptions & kStepIsMasked) != 0;
+  static constexpr bool kFindsSteps = (kOptions & kStepMasked) != 0;
   static constexpr bool kSkipsTurns = kTurns != TurnTaking::kNever && (kOptions & kStepKeyBiased) != 0;
   static constexpr bool kTwoWeights = (kOptions & (kStepDrops | kStepSoftcapped)) != 0;
   static constexpr int kDsSteps = kTwoWeights ? 0 : BackwardPipelinedOptionsBase<Element, kHeadDim, kOptions>::kDsSteps;

@@ -27,8 +27,8 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     if (Config::may_have(kStepDrops) && p.dropout.rng) seeds_ = uniform_seeds(p.dropout);
   }
 
-  /// `unit`: of the workspace.
-  __device__ __forceinline__ void run(float unit) {
+  /// `keep_scale`: of the workspace.
+  __device__ __forceinline__ void run(float keep_scale) {
     this->zero_sums();
     StepMetadata metadata = read_metadata(at_);
     if (!(metadata.flags & kStepPast)) {
@@ -41,7 +41,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
         at_.advance();
       } while (!(metadata.flags & kStepPast));
     }
-    this->store_sums(unit);
+    this->store_sums(keep_scale);
   }
 
  private:
@@ -102,7 +102,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
       pack_operand<Element>(p, s);
     }
     const bool may_hide =
-        Config::template has<kStepIsMasked>(metadata.flags) || Config::template has<kStepBiased>(metadata.flags);
+        Config::template has<kStepMasked>(metadata.flags) || Config::template has<kStepBiased>(metadata.flags);
     hide_by_options(p, metadata, hides);
     uint2 kept[kSteps];
     this->multiply_grads(s, [&] {
@@ -135,7 +135,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
   __device__ __forceinline__ void hide_by_options(Weights& weights, const StepMetadata& metadata, bool hides) const {
     if ((Config::kAny || hides) && Config::template has<kStepBiased>(metadata.flags) && bias_by_pairs())
       hide_by_bias(weights);
-    if (Config::template has<kStepIsMasked>(metadata.flags)) hide_by_words(weights);
+    if (Config::template has<kStepMasked>(metadata.flags)) hide_by_words(weights);
   }
 
   /// Weights in place of products. What one option makes of scores is one pass with their exponentials.

@@ -28,10 +28,10 @@ class BackwardKeyGradients : protected BackwardKeysConsumer<Config, BackwardOpti
     zero_accumulators(dk_);
     zero_accumulators(dv_);
   }
-  /// `unit`: of the workspace.
-  __device__ __forceinline__ void store_sums(float unit) const {
-    this->store_dv(dv_, unit);
-    this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * unit);
+  /// `keep_scale`: of the workspace.
+  __device__ __forceinline__ void store_sums(float keep_scale) const {
+    this->store_dv(dv_, keep_scale);
+    this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * keep_scale);
   }
 
   /// Skips a tile that only other warpgroups see. It still waits for the barriers, so that no warpgroup gets two phases

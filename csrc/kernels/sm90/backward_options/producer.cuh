@@ -82,7 +82,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
   /// Whether all threads load what comes with steps, with registers that a product beside has no room for; else the
   /// TMA does.
   __device__ __forceinline__ bool by_threads() const {
-    return Config::kAny ? layout_.by_threads : Config::may_have(kStepIsMasked) && layout_.makes_words;
+    return Config::kAny ? layout_.by_threads : Config::may_have(kStepMasked) && layout_.makes_words;
   }
 
   /// In the order in which the consumers need them.
@@ -143,7 +143,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
   /// What consumer warps must know of a step.
   template <bool kByThreads>
   __device__ __forceinline__ void publish_metadata(const StepMetadata& metadata, int stage) const {
-    const bool is_masked = Config::template has<kStepIsMasked>(metadata.flags);
+    const bool is_masked = Config::template has<kStepMasked>(metadata.flags);
     const uint32_t s_words = behind_storage(layout_.words + stage * layout_.words_bytes);
     const uint32_t s_full = address(storage_.metadata_full[stage]);
     if (kByThreads && layout_.makes_words && is_masked)

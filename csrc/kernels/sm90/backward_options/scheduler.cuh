@@ -28,8 +28,8 @@ class BackwardOptionsSteps : BackwardStepWindow<Config> {
     const uint32_t bit = this->take_bit();
     StepMetadata metadata{this->tile_of(bit), window_.head, layout_.flags, slope() * kLog2E};
     const bool has_words = !Config::kAny || layout_.words_bytes > 0;
-    if (Config::may_have(kStepIsMasked) && has_words && (masked_ & bit)) metadata.flags |= kStepIsMasked;
-    const bool hides = Config::template has<kStepIsMasked>(metadata.flags) ||
+    if (Config::may_have(kStepMasked) && has_words && (masked_ & bit)) metadata.flags |= kStepMasked;
+    const bool hides = Config::template has<kStepMasked>(metadata.flags) ||
                        Config::template has<kStepBiased>(metadata.flags) ||
                        Config::template has<kStepKeyBiased>(metadata.flags);
     if (work_tile_.is_sanitised(metadata.tile) || (hides && (has_non_finite_ & bit))) metadata.flags |= kStepSanitised;
@@ -52,10 +52,10 @@ class BackwardOptionsSteps : BackwardStepWindow<Config> {
   __device__ __forceinline__ void ask(const BackwardStep& window) {
     if (!this->has_tile(window)) return;
     next_state_ = kTileVisible;
-    if (Config::may_have(kStepIsMasked | kStepKeyBiased) && options_.masks)
+    if (Config::may_have(kStepMasked | kStepKeyBiased) && options_.masks)
       next_state_ = workspace_.visibility.state_of(work_tile_.sequence.batch, work_tile_.sequence.head + window.head,
                                                    work_tile_.first_key / Config::kBlockN, window.tile + lane_);
-    if (Config::may_have(kStepIsMasked | kStepBiased | kStepKeyBiased) && options_.hides)
+    if (Config::may_have(kStepMasked | kStepBiased | kStepKeyBiased) && options_.hides)
       this->ask_for_non_finite(window);
   }
   /// Acquires the window that was asked for last, and asks for the one after it.

@@ -81,7 +81,7 @@ class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPer
   /// Stores dV and dK through shared memory, from where TMA takes them while the warp goes on.
   __device__ __forceinline__ void store_sums(const BackwardStoringMaps& maps) const {
     if (work_tile_.sums) return this->store_splits();
-    if (p_.dv.data) store_sum(maps.dv, dv_, rules_.unit());
+    if (p_.dv.data) store_sum(maps.dv, dv_, rules_.keep_scale());
     if (p_.dk.data) store_sum(maps.dk, dk_, this->dk_scale());
   }
   __device__ __forceinline__ void store_sum(const BackwardRowMaps& maps, const typename Base::Sum& sum,

@@ -39,15 +39,15 @@ struct LargestWeights {
   }
 };
 
-/// Softmax of base-2 scores divided by `scale`. With kPlain, a row without a stabiliser, whose scores were -inf until
-/// now, gets a sum that find_failures() notices. kRounds: the scaled score is rounded, as the stabiliser was. Else see
-/// FixedStabiliser.
-template <bool kPlain, bool kRounds = false, int kN, class Largest>
+/// Softmax of base-2 scores divided by `scale`. With kExpectsStabilisers, a row without a stabiliser, whose scores were
+/// -inf until now, gets a sum that find_failures() notices. kRounds: the scaled score is rounded, as the stabiliser
+/// was. Else see FixedStabiliser.
+template <bool kExpectsStabilisers, bool kRounds = false, int kN, class Largest>
 __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&stabiliser)[2],
                                              float (&sum)[2], Largest& largest) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float shift = !kPlain && stabiliser[r] == -INFINITY ? 0.0f : stabiliser[r];
+    const float shift = !kExpectsStabilisers && stabiliser[r] == -INFINITY ? 0.0f : stabiliser[r];
     sum[r] = 0.0f;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -62,11 +62,11 @@ __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, 
     }
   }
 }
-template <bool kPlain, bool kRounds = false, int kN>
+template <bool kExpectsStabilisers, bool kRounds = false, int kN>
 __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&stabiliser)[2],
                                              float (&sum)[2]) {
   NoLargestWeights none;
-  exponentiate<kPlain, kRounds>(s, scale, stabiliser, sum, none);
+  exponentiate<kExpectsStabilisers, kRounds>(s, scale, stabiliser, sum, none);
 }
 
 /// Weights of products, to each of which, scaled, added(n, e) is added: base 2, with the stabiliser taken off.

@@ -76,7 +76,7 @@ struct ForwardParameters {
   };
   using Call = std::conditional_t<Config::kReadsCache, ForwardCacheCall, PlainCall>;
   using Maps = ForwardMaps;
-  using Terms = ScoreTerms;
+  using ScoreArgument = ScoreTerms;
 };
 
 /// In the variants with bias, masks or dropout.
@@ -89,7 +89,7 @@ struct ForwardParameters<Config, true> {
   struct Maps : ForwardMaps {
     CUtensorMap bias;
   };
-  struct Terms {};
+  struct ScoreArgument {};
 };
 
 /// The parameters as the roles of a CTA see them.
@@ -99,7 +99,7 @@ struct ForwardArguments {
 
   const typename Parameters::Call& call;
   const typename Parameters::Maps& maps;
-  const typename Parameters::Terms& terms;
+  const typename Parameters::ScoreArgument& terms;
 
   __device__ __forceinline__ const ScoreTerms& score_terms() const {
     if constexpr (Config::kVisible) {

@@ -14,7 +14,7 @@
 namespace flash_ext::sm90 {
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, ForwardVariant kVariant,
-          ForwardTiles kTiles = ForwardTiles::kManyKeys>
+          ForwardTiles kTiling = ForwardTiles::kManyKeys>
 struct ForwardConfig {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;    // of q and k
@@ -32,7 +32,7 @@ struct ForwardConfig {
   static constexpr ForwardShape kShape = kListsBlocks  ? forward_blocks_shape({kHeadDim, kHeadDimV})
                                          : kVisible    ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
                                          : kReadsCache ? forward_cache_shape({kHeadDim, kHeadDimV})
-                                                       : forward_shape({kHeadDim, kHeadDimV}, kTiles);
+                                                       : forward_shape({kHeadDim, kHeadDimV}, kTiling);
   static constexpr int kWarpgroups = kShape.warpgroups;  // of consumers
   static constexpr int kBlockM = kWarpgroups * kWarpgroupRows;
   static constexpr int kBlockN = kShape.block_n;

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     forward_kernel(const __grid_constant__ typename ForwardParameters<Config>::Call call,
                    const __grid_constant__ typename ForwardParameters<Config>::Maps maps,
                    const ForwardScheduleOf<Config> schedule,
-                   const __grid_constant__ typename ForwardParameters<Config>::Terms terms) {
+                   const __grid_constant__ typename ForwardParameters<Config>::ScoreArgument terms) {
   extern __shared__ __align__(1024) char shared[];
   const ForwardArguments<Config> arguments = {call, maps, terms};
   auto& storage = *reinterpret_cast<ForwardStorageOf<Config>*>(shared + Config::kTilesBytes);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 template <class Config>
 void launch_forward(const typename ForwardParameters<Config>::Call& call,
                     const typename ForwardParameters<Config>::Maps& maps, const ForwardScheduleOf<Config>& schedule,
-                    const typename ForwardParameters<Config>::Terms& terms, bool overlaps_previous,
+                    const typename ForwardParameters<Config>::ScoreArgument& terms, bool overlaps_previous,
                     cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(ForwardStorageOf<Config>);
   static_assert(Config::kCtasPerSm * (kSharedBytes + kReservedSharedBytes) <= 228 * 1024, "what an SM has");

@@ -168,14 +168,14 @@ class ForwardRows {
   /// Turns S into P and adds its row sums.
   template <RowMaxUpdate kRowMaxUpdate, bool kRounds = false>
   __device__ __forceinline__ void softmax_step(Scores& s, const WorkTile& work_tile, int tile) {
-    constexpr bool kPlain = kRowMaxUpdate == RowMaxUpdate::kNone;
+    constexpr bool kFixedMax = kRowMaxUpdate == RowMaxUpdate::kNone;
     float sum[2];
     apply_options(s, work_tile, tile);
-    if constexpr (!kPlain) {
+    if constexpr (!kFixedMax) {
       hide(s, work_tile, tile);
       update_row_max<kRowMaxUpdate == RowMaxUpdate::kFirst>(s);
     }
-    exponentiate<kPlain, kRounds>(s, scale_, stabiliser_, sum, largest_);
+    exponentiate<kFixedMax, kRounds>(s, scale_, stabiliser_, sum, largest_);
     add_to_row_sums(sum);
   }
 
@@ -267,9 +267,9 @@ class ForwardRows {
         stabiliser_[r] = largest * scale_;
         continue;
       }
-      const float raised = fmaxf(stabiliser_[r], largest * scale_);
-      const float factor = raised == -INFINITY ? 1.0f : ptx::exp2_approx(stabiliser_[r] - raised);
-      stabiliser_[r] = raised;
+      const float updated = fmaxf(stabiliser_[r], largest * scale_);
+      const float factor = updated == -INFINITY ? 1.0f : ptx::exp2_approx(stabiliser_[r] - updated);
+      stabiliser_[r] = updated;
       row_sum_[r] *= factor;
       largest_.rescale(r, factor);
 #pragma unroll

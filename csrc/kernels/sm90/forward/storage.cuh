@@ -32,10 +32,10 @@ struct ForwardStorage {
   using WorkTile = ForwardWorkTile<Config>;
   static constexpr int kKeyStages = Config::kKeyStages, kValueStages = Config::kValueStages;
   static constexpr int kSlots = Config::kSlots, kWarpgroups = Config::kWarpgroups;
-  static constexpr int kTiles = Config::kQuerySlots * kWarpgroups;  // of Q; those of one slot lie side by side
+  static constexpr int kQueryTiles = Config::kQuerySlots * kWarpgroups;  // of Q; those of one slot lie side by side
 
-  uint64_t q_full[kTiles];
-  uint64_t out_full[kTiles];
+  uint64_t q_full[kQueryTiles];
+  uint64_t out_full[kQueryTiles];
   uint64_t q_empty[kWarpgroups];  // only with one slot of Q; with two, warp 1 knows when out has left a slot
   uint64_t k_full[kKeyStages], k_empty[kKeyStages];
   uint64_t v_full[kValueStages], v_empty[kValueStages];
@@ -44,9 +44,9 @@ struct ForwardStorage {
   // other, and a waiter must see each phase before the next one ends.
   uint64_t out_left_keys[kKeyStages], out_left_values[kValueStages];
   uint64_t work_tile_full[kSlots], work_tile_empty[kSlots];
-  uint64_t work_tile_loaded;     // most loads of its K and V are issued
-  OutTiles out;                  // for warp 1, which stores it
-  uint32_t out_is_here[kTiles];  // with out_full: out is in shared memory, not written from registers
+  uint64_t work_tile_loaded;          // most loads of its K and V are issued
+  OutTiles out;                       // for warp 1, which stores it
+  uint32_t out_is_here[kQueryTiles];  // with out_full: out is in shared memory, not written from registers
   int has_work_tile[kSlots];
   __align__(8) unsigned char work_tile[kSlots][sizeof(ForwardWorkTile<Config>)];
 

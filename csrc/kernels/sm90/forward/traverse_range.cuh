@@ -37,7 +37,7 @@ class TraverseRange : public ForwardEpilogue<Config> {
       softmax_tile<RowMaxUpdate::kFirst>(work_tile, tile, p);
 #pragma unroll 1
       for (--tile; tile >= rows.begin; --tile) {
-        if (tile < work_tile.raised_begin[warpgroup_] && tile >= work_tile.plain_begin[warpgroup_]) {
+        if (tile < work_tile.fixed_max_end[warpgroup_] && tile >= work_tile.fixed_max_begin[warpgroup_]) {
           step<RowMaxUpdate::kNone>(work_tile, tile, p);
         } else {
           step<RowMaxUpdate::kMore>(work_tile, tile, p);
@@ -71,8 +71,8 @@ class TraverseRange : public ForwardEpilogue<Config> {
 #pragma unroll 1
     for (; tile >= rows.begin; --tile) {
       Weights p;
-      const bool has_stabilisers = tile < rows.end - 1 && tile < work_tile.raised_begin[warpgroup_];
-      if (has_stabilisers && tile >= work_tile.plain_begin[warpgroup_]) {
+      const bool has_stabilisers = tile < rows.end - 1 && tile < work_tile.fixed_max_end[warpgroup_];
+      if (has_stabilisers && tile >= work_tile.fixed_max_begin[warpgroup_]) {
         softmax_tile<RowMaxUpdate::kNone>(work_tile, tile, p);
       } else {
         softmax_tile<RowMaxUpdate::kMore>(work_tile, tile, p);

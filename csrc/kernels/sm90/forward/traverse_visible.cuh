@@ -188,7 +188,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
 
   /// What a step loads of its tile: the bias before it begins, mask bits before S is complete.
   template <bool kBias>
-  struct Terms {
+  struct StepInputs {
     BiasPairs bias;
     uint32_t visible[kKeyParts][2];
     bool hides;
@@ -201,43 +201,43 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   /// loads the bias, and tests whether the next tile has arrived, one step ahead.
   template <bool kBias>
   __device__ __forceinline__ void take_steps(Weights& p) {
-    Terms<kBias> terms;
-    if constexpr (kBias) ask_for_bias(terms.bias);
+    StepInputs<kBias> inputs;
+    if constexpr (kBias) ask_for_bias(inputs.bias);
 #pragma unroll 1
     while (true) {
       Scores s;
       SharedRandomBits random_bits;
       if constexpr (Config::kDrops) ask_for_random_bits(random_bits);
-      if constexpr (!kOnlyBias) ask_for_bits(terms.visible);
+      if constexpr (!kOnlyBias) ask_for_bits(inputs.visible);
       const bool partly = !kOnlyBias && storage_.k_metadata[k_at_.stage()].is_masked(warpgroup_);
       start_qk(s);
-      if (!terms.v_came) wait_for_values();
+      if (!inputs.v_came) wait_for_values();
       start_pv(p);
-      terms.hides = !kOnlyBias && __any_sync(~0u, partly && hide_something(terms.visible));
+      inputs.hides = !kOnlyBias && __any_sync(~0u, partly && hide_something(inputs.visible));
       ptx::wgmma_wait<1>();
       ptx::fence_operand(s[0]);
       if constexpr (Config::kDrops) wait_for_random_bits(random_bits);
       release_keys();
       const bool goes_on = mode_ >= kRun;
       float sum[2];
-      softmax_step(s, terms, sum);
+      softmax_step(s, inputs, sum);
       ptx::wgmma_wait<0>();
       fence_out();
       release_values();
       bool bias_came = false;
       const bool k_came = ptx::mbarrier_test(address(storage_.k_full[k_at_.stage()]), k_at_.parity());
-      terms.v_came = ptx::mbarrier_test(address(storage_.v_full[v_at_.stage()]), v_at_.parity());
+      inputs.v_came = ptx::mbarrier_test(address(storage_.v_full[v_at_.stage()]), v_at_.parity());
       if constexpr (kBias) bias_came = next_bias_came();
       KeptWeights kept;
       if constexpr (Config::kDrops) draw(kept, random_bits);
       add_sums(s, sum, [&] {
         if constexpr (kBias) hide_by_bias(s);
         if constexpr (kOnlyMask)
-          if (terms.hides) hide_weights(s, terms.visible);  // else there are no bits of this tile
+          if (inputs.hides) hide_weights(s, inputs.visible);  // else there are no bits of this tile
       });
       if constexpr (kBias) {
         release_bias();
-        if (goes_on) ask_for_bias(terms.bias, bias_came);
+        if (goes_on) ask_for_bias(inputs.bias, bias_came);
       }
       this->pack(p, s);
       if constexpr (Config::kDrops) drop(p, kept);
@@ -250,22 +250,22 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   /// Turns products into weights and sums them. A single option goes into the addend of the exponential's FMA, together
   /// with the stabiliser; its instructions stand between exponentials, which leave three of four issue slots free.
   template <bool kBias>
-  __device__ __forceinline__ void softmax_step(Scores& s, const Terms<kBias>& terms, float (&sum)[2]) const {
+  __device__ __forceinline__ void softmax_step(Scores& s, const StepInputs<kBias>& inputs, float (&sum)[2]) const {
     float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) shift[r] = stabiliser_[r] == -INFINITY ? 0.0f : -stabiliser_[r];
     if constexpr (kOnlyBias) {
       exponentiate_with(s, this->scale_, sum, [&](int n, int e) {
-        const float2 b = ptx::unpack2<Element>(terms.bias[n / 8][n % 8 * 2 + e / 2]);
+        const float2 b = ptx::unpack2<Element>(inputs.bias[n / 8][n % 8 * 2 + e / 2]);
         return fmaf(e % 2 == 0 ? b.x : b.y, kLog2E, shift[e / 2]);
       });
-    } else if (kOnlyMask && terms.hides) {
+    } else if (kOnlyMask && inputs.hides) {
       exponentiate_with(s, this->scale_, sum, [&](int n, int e) {
-        return terms.visible[n / 8][e / 2] >> (2 * (n % 8) + e % 2) & 1u ? shift[e / 2] : -INFINITY;
+        return inputs.visible[n / 8][e / 2] >> (2 * (n % 8) + e % 2) & 1u ? shift[e / 2] : -INFINITY;
       });
     } else {
-      if constexpr (kBias) add_bias<false>(s, terms.bias);
-      if (terms.hides) hide_by_bits(s, terms.visible);
+      if constexpr (kBias) add_bias<false>(s, inputs.bias);
+      if (inputs.hides) hide_by_bits(s, inputs.visible);
       exponentiate<false>(s, this->scale_, stabiliser_, sum);
     }
   }

@@ -81,11 +81,11 @@ void launch_blocks(const ForwardCall& call) {
 }
 
 /// Launches a variant of a range if the plan chose these tiles; false otherwise.
-template <class Element, int kHeadDim, int kHeadDimV, ForwardTiles kTiles,
+template <class Element, int kHeadDim, int kHeadDimV, ForwardTiles kTiling,
           ForwardVariant kVariant = ForwardVariant::kPlain>
 bool launch_tiles(const ForwardCall& call) {
-  if constexpr (has_tiles({kHeadDim, kHeadDimV}, kTiles)) {
-    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, kVariant, kTiles>;
+  if constexpr (has_tiles({kHeadDim, kHeadDimV}, kTiling)) {
+    using Config = ForwardConfig<Element, kHeadDim, kHeadDimV, kVariant, kTiling>;
     if (call.p.block_m != Config::kBlockM || call.block_n != Config::kBlockN) return false;
     launch_range<Config>(call);
     return true;

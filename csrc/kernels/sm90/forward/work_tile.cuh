@@ -57,9 +57,9 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   int first_query, end_query;
   TileSpan tiles;                      // of all rows: these are loaded
   TileSpan rows[Config::kWarpgroups];  // of the rows of each warpgroup, within `tiles`
-  // Tiles before this one keep the stabilisers, because every row has seen a key by then ...
-  int raised_begin[Config::kWarpgroups];
-  int plain_begin[Config::kWarpgroups];  // ... but only from this tile on
+  // Key tiles [fixed_max_begin, fixed_max_end) take steps with a fixed row max: every row of the warpgroup sees all
+  // keys of them, and has seen a key, and so has a stabiliser, before it comes to them.
+  int fixed_max_end[Config::kWarpgroups], fixed_max_begin[Config::kWarpgroups];
 
   int tail_tile;  // the tile that loads rows of K and V behind the sequence; -1 = none
   // A work tile that failed is recomputed with V sanitised and everything else as before, so that hidden values change
@@ -94,12 +94,12 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
     const bool none = seen.begin == seen.end;
     rows[g] = {none ? all_begin : seen.begin, none ? all_begin : seen.end, seen.full_begin, seen.full_end};
     // If the first row sees a key of the tile behind the full ones, all rows do.
-    int raised = sequence.keys_end(first) > seen.full_end * Config::kBlockN ? seen.full_end : seen.full_end - 1;
+    int fixed_end = sequence.keys_end(first) > seen.full_end * Config::kBlockN ? seen.full_end : seen.full_end - 1;
     // With ALiBi scores rise towards the diagonal of the first row.
     if (Config::kScoreOptions && p.alibi_slopes)
-      raised = min(raised, max(first + sequence.offset, 0) / Config::kBlockN);
-    raised_begin[g] = raised;
-    plain_begin[g] = max(seen.full_begin, rows[g].begin + (Config::kUpdatesRowMaxInLast ? 1 : 0));
+      fixed_end = min(fixed_end, max(first + sequence.offset, 0) / Config::kBlockN);
+    fixed_max_end[g] = fixed_end;
+    fixed_max_begin[g] = max(seen.full_begin, rows[g].begin + (Config::kUpdatesRowMaxInLast ? 1 : 0));
   }
 
   /// The first query of a query tile. The partial tile stands last in the variants whose masks come in groups of 64
@@ -133,8 +133,8 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   __device__ __forceinline__ int fixed_max_from(int group, int tile, int stop) const {
     const TileSpan& seen = rows[group];
     const bool wrapped = tile > first_tile();
-    const int end = wrapped ? (seen.full_begin <= first_tile() ? seen.full_end : 0) : raised_begin[group];
-    const int begin = max(wrapped ? seen.full_begin : plain_begin[group], stop);
+    const int end = wrapped ? (seen.full_begin <= first_tile() ? seen.full_end : 0) : fixed_max_end[group];
+    const int begin = max(wrapped ? seen.full_begin : fixed_max_begin[group], stop);
     return safe_path || tile >= end ? tile + 1 : min(begin, tile + 1);
   }
 

@@ -181,9 +181,9 @@ class ForwardF32Consumer {
 #pragma unroll
       for (int n = 0; n < kEights; ++n) largest = fmaxf(largest, fmaxf(s[0][n][2 * r], s[0][n][2 * r + 1]));
       largest = max_of_row(largest);
-      const float raised = fmaxf(stabiliser_[r], largest);
-      factor[r] = raised == -INFINITY ? 1.0f : weight(stabiliser_[r], raised);
-      stabiliser_[r] = raised;
+      const float updated = fmaxf(stabiliser_[r], largest);
+      factor[r] = updated == -INFINITY ? 1.0f : weight(stabiliser_[r], updated);
+      stabiliser_[r] = updated;
     }
   }
 

@@ -82,7 +82,7 @@ struct BackwardOptionsConfig : Base {
   /// Whether a step has the option. Under a mask of pairs some tiles are full.
   template <int kOption>
   __device__ __forceinline__ static bool has(int flags) {
-    return may_have(kOption) && ((!kAny && kOption != kStepIsMasked) || (flags & kOption) != 0);
+    return may_have(kOption) && ((!kAny && kOption != kStepMasked) || (flags & kOption) != 0);
   }
 };
 

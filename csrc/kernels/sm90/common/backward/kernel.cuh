@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (Roles::kHasLayout) {
       typename Roles::Consumer(p, arguments.layout, storage, ptx::shared_address(shared), warp / kWarpgroupWarps - 1,
                                ptx::lane_id())
-          .run(workspace.unit);
+          .run(workspace.keep_scale);
     } else {
       typename Roles::Consumer(p, storage, ptx::shared_address(shared), arguments.scale, warp / kWarpgroupWarps - 1,
                                lane)

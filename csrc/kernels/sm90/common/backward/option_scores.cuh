@@ -62,9 +62,9 @@ class BackwardOptionScores {
     }
   }
 
-  __device__ __forceinline__ float unit() const {
-    const double keep_scale = p_.dropout.rule.keep_scale;
-    return kDrops && keep_scale > 0 ? static_cast<float>(keep_scale) : 1.0f;
+  __device__ __forceinline__ float keep_scale() const {
+    const double scale = p_.dropout.rule.keep_scale;
+    return kDrops && scale > 0 ? static_cast<float>(scale) : 1.0f;
   }
 
   __device__ __forceinline__ bool may_be_non_finite() const {

@@ -63,8 +63,8 @@ struct BackwardPieces {
   /// the sequence. Of a piece that is absent nothing is visible, and nothing is computed.
   __device__ __forceinline__ void find_visible(uint32_t (&visible)[2], const BackwardPieceBits<Config>& bits,
                                                int seqlen_q, int keys_left, int lane) const {
-    constexpr int kBits = kPieceQueries / 8;  // of a piece in either half of a word, from the highest down
-    constexpr uint32_t kAll = 0x10001u * (((1u << kBits) - 1) << (16 - kBits));
+    constexpr int kPieceBits = kPieceQueries / 8;  // of a piece in either half of a word, from the highest down
+    constexpr uint32_t kAll = 0x10001u * (((1u << kPieceBits) - 1) << (16 - kPieceBits));
     const int at = ptx::reread(lane);
     visible[0] = visible[1] = 0;
 #pragma unroll
@@ -72,8 +72,8 @@ struct BackwardPieces {
       const int tile = ptx::uniform(pieces[k].tile);
       const int queries = tile < 0 ? 0 : seqlen_q - tile * kPieceQueries;
       const uint32_t exist = TransposedOrder::between(0, queries - 2 * (at % 4)) & kAll;
-      visible[0] |= (exist & bits.of_piece[k].x) >> k * kBits;
-      visible[1] |= (exist & bits.of_piece[k].y) >> k * kBits;
+      visible[0] |= (exist & bits.of_piece[k].x) >> k * kPieceBits;
+      visible[1] |= (exist & bits.of_piece[k].y) >> k * kPieceBits;
     }
     if (at / 4 >= keys_left) visible[0] = 0;
     if (at / 4 + 8 >= keys_left) visible[1] = 0;

@@ -32,7 +32,7 @@ class BackwardPlainScores {
   __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, const BackwardWorkTile<Config>&,
                                                  uint32_t, uint32_t) {}
 
-  __device__ __forceinline__ float unit() const { return 1.0f; }  // of the workspace
+  __device__ __forceinline__ float keep_scale() const { return 1.0f; }  // of the workspace
   /// Whether options hide pairs of the CTA whose Q or dO may hold Inf or NaN, whatever lse is. No tile is full then.
   __device__ __forceinline__ bool may_be_non_finite() const { return false; }
   /// Before the scores of the first step.
@@ -108,10 +108,12 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
 
   /// The sums of a split, in float.
   __device__ __forceinline__ void store_splits() const {
-    this->store_dv(dv_, rules_.unit());
+    this->store_dv(dv_, rules_.keep_scale());
     this->store_dk(dk_, dk_scale());
   }
-  __device__ __forceinline__ float dk_scale() const { return static_cast<float>(p_.softmax_scale) * rules_.unit(); }
+  __device__ __forceinline__ float dk_scale() const {
+    return static_cast<float>(p_.softmax_scale) * rules_.keep_scale();
+  }
 
   /// Stores the warp's rows of a panel of dK or dV, which lie in shared memory. By one lane.
   __device__ __forceinline__ void store_panel(const BackwardRowMaps& maps, uint32_t s_rows, int panel) const {
@@ -137,8 +139,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, kConsumerThreads>();
     const uint32_t s_dv = s_tiles_ + Config::kValuesOffset, s_dk = s_tiles_ + Config::kQueriesOffset;
     const int first_row = warpgroup_ * kWarpgroupRows + warp_ * kRowsOfWarp;
-    const float unit = rules_.unit(), scale = dk_scale();
-    if (p_.dv.data) write_out_tile<Element, Config::kBlockN>(s_dv, dv_, {unit, unit}, first_row, lane_);
+    const float keep_scale = rules_.keep_scale(), scale = dk_scale();
+    if (p_.dv.data) write_out_tile<Element, Config::kBlockN>(s_dv, dv_, {keep_scale, keep_scale}, first_row, lane_);
     if (p_.dk.data) write_out_tile<Element, Config::kBlockN>(s_dk, dk_, {scale, scale}, first_row, lane_);
     ptx::fence_proxy_async_shared();
     __syncwarp();

@@ -8,7 +8,7 @@ namespace flash_ext::sm90 {
 enum StepFlags : int {
   kStepPast = 1,       // there is no such step
   kStepSanitised = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
-  kStepIsMasked = 4,   // masks hide some pair
+  kStepMasked = 4,     // masks hide some pair
   kStepBiased = 8,     // and a bias may, of queries and keys
   kStepSoftcapped = 16,
   kStepDrops = 32,
@@ -25,7 +25,7 @@ constexpr int kOptionVariants[] = {kStepAlibi,
                                    kStepSoftcapped,
                                    kStepBiased,
                                    kStepKeyBiased,
-                                   kStepIsMasked,
+                                   kStepMasked,
                                    kStepDrops,
                                    kStepBiased | kStepKeyBiased,
                                    kStepDrops | kStepKeyBiased};
@@ -52,10 +52,10 @@ constexpr bool persists(int options) { return options == 0 || has_variant(kPersi
 
 /// Where a head_dim has the pipelined loop: whether the options' own loop still serves some call with these options. It
 /// serves any options, and those that a block mask alone asks for.
-constexpr bool serves_beside_pipelined(int options) { return !pipelines(options, (options & kStepIsMasked) != 0); }
+constexpr bool serves_beside_pipelined(int options) { return !pipelines(options, (options & kStepMasked) != 0); }
 
 /// Whether the pipelined loop can add to dQ in turns. A mask of pairs leaves out steps, whose turns nobody would take.
-constexpr bool can_take_turns(int options) { return (options & kStepIsMasked) == 0; }
+constexpr bool can_take_turns(int options) { return (options & kStepMasked) == 0; }
 
 /// With a larger softcap an lse may have to be bounded (LargeLse), for which the variant of softcap alone has no room.
 constexpr double kLargestSoftcapAlone = 4e4;
@@ -77,7 +77,7 @@ constexpr int options_of(const BackwardAsked& call) {
   if (call.bias && !call.bias_of_keys) flags |= kStepBiased;
   if ((call.bias && call.bias_of_keys) || call.mask_of_keys) flags |= kStepKeyBiased;
   if (call.alibi) flags |= kStepAlibi;
-  if (call.masks) flags |= kStepIsMasked;
+  if (call.masks) flags |= kStepMasked;
   return flags;
 }
 
