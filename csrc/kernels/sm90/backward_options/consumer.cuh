@@ -349,7 +349,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
       store_shared(s_kept(at) + 4 * (warpgroup_ * kWarpgroupThreads + word),
                    draw_kept_weights(p_.dropout.rule, key, query, keys));
     }
-    ptx::barrier_sync<kWarpgroupThreads>(BackwardBarriers<Config>::kKeptWritten + warpgroup_);
+    ptx::barrier_sync<kWarpgroupThreads>(BackwardBarriers<Config>::kept_written(warpgroup_));
   }
   __device__ __forceinline__ uint32_t s_kept(At at) const {
     return behind_storage(layout_.kept + at.stage() * layout_.kept_bytes);

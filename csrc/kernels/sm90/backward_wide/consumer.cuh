@@ -144,7 +144,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
   __device__ __forceinline__ void sanitise_keys() const {
     wait_for(storage_.k_full, 0);
     sanitise_tile<Element, Config::kKeyBytes, kWarpgroupThreads>(Base::s_tiles_, this->thread());
-    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised, false);
+    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::keys_sanitised(0), false);
   }
 };
 

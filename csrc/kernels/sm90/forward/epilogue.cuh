@@ -192,7 +192,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
     const TileSpan tiles = work_tile.rows[warpgroup_];
     const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows;
     const auto rows = query_rows<Element>(p_.out, sequence);
-    ptx::barrier_any<kWarpgroupThreads>(kOfWarpgroup + warpgroup_, false);  // out is written
+    ptx::barrier_any<kWarpgroupThreads>(barrier_of_warpgroup(warpgroup_), false);  // out is written
     add_non_finite<Element, kWarpgroupThreads>(
         p, sequence, rows, key_rows<Element, Config::kReadsCache>(p_, p_.v, sequence), first_row,
         min(first_row + kWarpgroupRows, work_tile.end_query), tiles.begin * kBlockN,

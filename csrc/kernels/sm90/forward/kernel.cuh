@@ -83,17 +83,16 @@ class Lane {
 template <class Config>
 __device__ __forceinline__ void start_warp(int warp) {
   constexpr int kOfWarp = 2 * 32, kOfGroup = 32 + kWarpgroupThreads;  // threads
-  static_assert(kOfWarpgroup + Config::kWarpgroups <= kWarpStarted && kGroupStarted + Config::kWarpgroups < 16,
-                "a CTA has 16 barriers");
+  static_assert(Config::kWarpgroups <= 4, "storage.cuh has barriers for four: a CTA has 16 barriers");
   if (warp == 0) {
 #pragma unroll
-    for (int other = 1; other < kWarpgroupWarps; ++other) ptx::barrier_arrive<kOfWarp>(kWarpStarted + other);
+    for (int other = 1; other < kWarpgroupWarps; ++other) ptx::barrier_arrive<kOfWarp>(warp_started(other));
 #pragma unroll
-    for (int group = 1; group <= Config::kWarpgroups; ++group) ptx::barrier_arrive<kOfGroup>(kGroupStarted + group);
+    for (int group = 0; group < Config::kWarpgroups; ++group) ptx::barrier_arrive<kOfGroup>(warpgroup_started(group));
   } else if (warp < kWarpgroupWarps) {
-    ptx::barrier_sync<kOfWarp>(kWarpStarted + warp);
+    ptx::barrier_sync<kOfWarp>(warp_started(warp));
   } else {
-    ptx::barrier_sync<kOfGroup>(kGroupStarted + warp / kWarpgroupWarps);
+    ptx::barrier_sync<kOfGroup>(warpgroup_started(warp / kWarpgroupWarps - 1));
   }
 }
 

@@ -87,7 +87,7 @@ class ForwardRows {
       for (int at = first * kChunks + warp_ * 32 + lane_; at < kWarpgroupRows * kChunks; at += kWarpgroupThreads)
         s_query[panel * kWarpgroupRows * kChunks + at] = uint4{0, 0, 0, 0};
     ptx::fence_proxy_async_shared();
-    ptx::barrier_any<kWarpgroupThreads>(kOfWarpgroup + warpgroup_, false);
+    ptx::barrier_any<kWarpgroupThreads>(barrier_of_warpgroup(warpgroup_), false);
   }
 
   /// The index of this warpgroup's Q among all slots and warpgroups.

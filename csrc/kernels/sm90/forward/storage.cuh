@@ -10,12 +10,27 @@
 
 namespace flash_ext::sm90 {
 
-/// Named barriers. 0 is __syncthreads().
+/// Named barriers. 0 is __syncthreads(). Consumer warpgroups are counted from 0.
 enum ForwardBarrier : int {
-  kOfWarpgroup = 1,    // and up, one for each consumer warpgroup: its votes; out is written before more is added to it
-  kWarpStarted = 8,    // + 1 to 3, the producer warp: shared memory is initialised
-  kGroupStarted = 11,  // + 1 to 4, the consumer warpgroup: likewise
+  // Of one consumer warpgroup: its votes; and out is written before more is added to it.
+  kWarpgroup0 = 1,
+  kWarpgroup1 = 2,
+  kWarpgroup2 = 3,
+  kWarpgroup3 = 4,
+  // A producer warp starts: shared memory is initialised.
+  kWarp1Started = 9,
+  kWarp2Started = 10,
+  kWarp3Started = 11,
+  // A consumer warpgroup starts: likewise.
+  kWarpgroup0Started = 12,
+  kWarpgroup1Started = 13,
+  kWarpgroup2Started = 14,
+  kWarpgroup3Started = 15,
 };
+
+__device__ __forceinline__ int barrier_of_warpgroup(int warpgroup) { return kWarpgroup0 + warpgroup; }
+__device__ __forceinline__ int warp_started(int warp) { return kWarp1Started + (warp - 1); }
+__device__ __forceinline__ int warpgroup_started(int warpgroup) { return kWarpgroup0Started + warpgroup; }
 
 /// Where warp 1 stores out of a work tile. `groups` has a bit for each warpgroup that arrives at out_full.
 struct OutTiles {

@@ -84,7 +84,7 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
   }
 
   __device__ __forceinline__ bool all_of_warpgroup(bool predicate) const {
-    const bool all = !ptx::barrier_any<kWarpgroupThreads>(kOfWarpgroup + warpgroup_, !predicate);
+    const bool all = !ptx::barrier_any<kWarpgroupThreads>(barrier_of_warpgroup(warpgroup_), !predicate);
     return __all_sync(~0u, all);  // tells the compiler that lanes do not diverge here
   }
 

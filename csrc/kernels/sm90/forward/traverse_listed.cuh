@@ -58,7 +58,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
   __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile) const {
     const Sequence& sequence = work_tile.sequence;
     const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows;
-    ptx::barrier_any<kWarpgroupThreads>(kOfWarpgroup + warpgroup_, false);  // out is written
+    ptx::barrier_any<kWarpgroupThreads>(barrier_of_warpgroup(warpgroup_), false);  // out is written
     add_non_finite<Element, kWarpgroupThreads>(p_, sequence, query_rows<Element>(p_.out, sequence),
                                                key_rows<Element, false>(p_, p_.v, sequence), first_row,
                                                min(first_row + kWarpgroupRows, work_tile.end_query), 0,

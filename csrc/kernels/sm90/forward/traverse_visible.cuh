@@ -125,7 +125,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
 
   /// A vote of the warpgroup: all four warps start its products, so they must take the same branch.
   __device__ __forceinline__ bool some_warp_updates_row_max() const {
-    return ptx::barrier_any<kWarpgroupThreads>(kOfWarpgroup + warpgroup_, mode_ & kUpdatesRowMax);
+    return ptx::barrier_any<kWarpgroupThreads>(barrier_of_warpgroup(warpgroup_), mode_ & kUpdatesRowMax);
   }
 
   __device__ __forceinline__ void release_keys() {

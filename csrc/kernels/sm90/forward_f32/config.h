@@ -26,6 +26,7 @@ struct ForwardF32Config {
   static constexpr int kRingOffset = kWarpgroups * kQueryBytes;
   static constexpr int kTilesBytes = kRingOffset + kStages * kStageBytes;
   static_assert(kWarpgroupRows == kSubtileRows);
+  static_assert(kWarpgroups <= 3, "ForwardF32Barriers has barriers for three");
   static_assert(kWarpgroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };

@@ -57,7 +57,7 @@ class ForwardF32Consumer {
 
   __device__ __forceinline__ void wait_for_warpgroup() const {
     const int warpgroup = ptx::reread(static_cast<int>(threadIdx.x)) / kWarpgroupThreads;
-    ptx::barrier_any<kWarpgroupThreads>(ForwardF32Barriers::kOfWarpgroup + warpgroup, false);
+    ptx::barrier_any<kWarpgroupThreads>(ForwardF32Barriers::of_warpgroup(warpgroup), false);
   }
 
   __device__ __forceinline__ void load_query(const WorkTile& work_tile, char* s_query) const {

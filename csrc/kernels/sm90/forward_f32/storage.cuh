@@ -37,11 +37,12 @@ struct ForwardF32WorkTile {
   }
 };
 
-/// Named barriers. 0 is __syncthreads().
+/// Named barriers, one for each consumer warpgroup. 0 is __syncthreads().
 struct ForwardF32Barriers {
-  enum Id : int {
-    kOfWarpgroup = 0,  // plus the number of a consumer warpgroup in the CTA, from 1 on: the producers are warpgroup 0
-  };
+  enum Id : int { kWarpgroup1 = 1, kWarpgroup2 = 2, kWarpgroup3 = 3 };
+
+  /// `warpgroup`: its number in the CTA, from 1 on, because warpgroup 0 is the producers.
+  __device__ __forceinline__ static int of_warpgroup(int warpgroup) { return kWarpgroup1 + (warpgroup - 1); }
 };
 
 /// Lies behind the subtiles in shared memory. A barrier's name says what the end of its phase means.

@@ -56,7 +56,7 @@ class BackwardKeysWarp {
     for (int panel = 0; panel < panels(kHeadDim); ++panel)
       sanitise_tile<Element, panel_bytes(kWarpgroupRows), kWarpgroupThreads>(
           s_keys + panel * panel_bytes(Config::kBlockN) + warpgroup_ * panel_bytes(kWarpgroupRows), thread());
-    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::kKeysSanitised + warpgroup_, false);
+    ptx::barrier_any<kWarpgroupThreads>(BackwardBarriers<Config>::keys_sanitised(warpgroup_), false);
   }
 
   __device__ __forceinline__ void store_dk(const Sum& sum, float scale) const {

@@ -28,14 +28,24 @@ struct BackwardStagedTerms : BackwardListedMetadata<Config> {
   __align__(16) float minus_delta[Config::kStages][Config::kBlockM];
 };
 
-/// Named barriers of the consumers, after what the last arrival means. 0 is __syncthreads().
+/// Named barriers of the consumers. A name says what the last arrival means. 0 is __syncthreads().
 template <class Config>
 struct BackwardBarriers {
+  static_assert(kKeyGroups<Config> <= 3, "there are barriers for three consumer warpgroups");
   enum Id : int {
     kRowsSanitised = 1,  // Q and dO of a stage; in the end also: V and Q are read no more
-    kKeysSanitised = 2,  // K: one for each warpgroup
-    kKeptWritten = kKeysSanitised + kKeyGroups<Config>  // words of kept weights: one for each warpgroup
+    // K of a consumer warpgroup is sanitised.
+    kKeysSanitised0 = 2,
+    kKeysSanitised1 = 3,
+    kKeysSanitised2 = 4,  // only with three warpgroups; else the number is that of kKeptWritten0
+    // Words of kept weights are written, by a consumer warpgroup.
+    kKeptWritten0 = kKeysSanitised0 + kKeyGroups<Config>,
+    kKeptWritten1,
+    kKeptWritten2,
   };
+
+  __device__ __forceinline__ static int keys_sanitised(int warpgroup) { return kKeysSanitised0 + warpgroup; }
+  __device__ __forceinline__ static int kept_written(int warpgroup) { return kKeptWritten0 + warpgroup; }
 };
 
 }  // namespace flash_ext::sm90
