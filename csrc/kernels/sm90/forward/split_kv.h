@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/common/host_device.h"
+#include "kernels/common/lengths.h"
 #include "kernels/common/scheduler/key_splits.h"
 #include "kernels/launch.h"
 #include "kernels/params.h"
@@ -30,11 +31,6 @@ inline int64_t forward_positions(const AttentionParams& p, const ForwardShape& s
 /// CTAs that the device holds.
 inline int64_t ctas_at_a_time(const ForwardShape& shape) {
   return int64_t{shape.ctas_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount);
-}
-
-/// Whether the host knows all lengths: each is that of the tensors.
-inline bool has_equal_lengths(const AttentionParams& p) {
-  return !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k && !p.seq.seqused_q && !p.seq.seqused_k && !p.seq.leftpad_k;
 }
 
 /// Whether no CTA has more than one position, or each knows all of its own: then there is no counter. Tiles of few

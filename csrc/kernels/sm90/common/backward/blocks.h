@@ -4,6 +4,7 @@
 #include "kernels/common/backward/schedule.cuh"
 #include "kernels/common/backward/workspace.h"
 #include "kernels/common/dropout/philox.h"
+#include "kernels/common/lengths.h"
 #include "kernels/common/scheduler/longest_first.h"
 #include "shape.h"
 
@@ -12,10 +13,8 @@ namespace flash_ext::sm90 {
 inline BackwardBlocksCall blocks_call(const BackwardParams& p) {
   const bool other_options =
       p.bias.data || p.mask.data || p.dropout.rule.threshold > 0 || p.softcap > 0 || p.alibi_slopes || p.deterministic;
-  const bool equal_lengths =
-      !p.seq.cu_seqlens_q && !p.seq.cu_seqlens_k && !p.seq.seqused_q && !p.seq.seqused_k && !p.seq.leftpad_k;
   return {p.blocks.offsets ? p.blocks.block_m : 0, p.blocks.block_n,
-          !other_options && p.window.left < 0 && p.window.right < 0, equal_lengths,
+          !other_options && p.window.left < 0 && p.window.right < 0, has_equal_lengths(p),
           backward_head_dim(p.head_dim, p.head_dim_v)};
 }
 
