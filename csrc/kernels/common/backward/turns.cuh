@@ -47,9 +47,10 @@ struct QueryTileOrder {
 /// registers cannot be waited for in another way, and keep it.
 enum class DqAdditions { kBulk, kOfRegisters };
 
-/// The turns of a warp, one after the other. advance() ends the last one and reads whether the next one has come while
-/// a product runs, so that both waits are mostly over before. Called by whole warps: ptxas must see that their lanes
-/// take the same branches, or it separates the lanes around every product of the loop.
+/// The turns of a warp, one after the other. advance() ends the warp's current turn and reads whether its next one has
+/// come; wait() waits until it has. Called while a product runs, advance() hides the time that both take. Whole warps
+/// call these functions: ptxas must see that their lanes take the same branches, or it separates the lanes around every
+/// product of the loop.
 template <DqAdditions kAdditions>
 class DqTurns {
  public:

@@ -10,8 +10,8 @@ namespace flash_ext::sm80 {
 
 constexpr int kMaskBitsThreads = 256;
 
-/// A warp makes a unit, of which each lane reads a row. Queries that are not there count as seeing everything, or the
-/// rows of a ragged end would be looked after as those that have seen no key yet.
+/// A warp packs a unit of 32 queries and 32 keys; each lane reads a row of it. Rows behind the last query count as rows
+/// that see all keys. So they get a stabiliser, and the forward need not treat them as rows that have seen no key yet.
 static __global__ void __launch_bounds__(kMaskBitsThreads)
     mask_bits_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ MaskSizes sizes,
                      const __grid_constant__ MaskBits to) {

@@ -142,7 +142,8 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     for (int part = 0; part < kKeyParts; ++part) random_bits[part] = s_keys[4 * part];
   }
 
-  /// Before K is released. What is made of them comes behind S, between the exponentials, which leave the time for it.
+  /// Waits until these are loaded. It must come before K is released, because an arrival does not wait for loads in
+  /// flight. draw() uses them later, between the exponentials, which leave issue slots free.
   __device__ __forceinline__ static void wait_for_random_bits(SharedRandomBits& random_bits) {
     uint32_t read = 0;
 #pragma unroll
@@ -153,7 +154,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     ptx::wait_for_loaded(read);
   }
 
-  /// Here, and not where they are needed.
+  /// ptx::reread() keeps the computation here: ptxas would move it to where the words are needed.
   __device__ __forceinline__ void draw(KeptWeights& kept, const SharedRandomBits& random_bits) const {
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part)
@@ -173,7 +174,8 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     query_random_bits_ = QueryRandomBits::of(draw_key_, dropout_query_group(first_row + lane_ / 4));
   }
 
-  /// The parts of this tile, behind a branch on the sum of what was made of them.
+  /// Releases the bias of this tile. It comes behind a branch on the row sums, which depend on all loads of the bias:
+  /// an arrival does not wait for loads in flight.
   __device__ __forceinline__ void release_bias() {
     static_assert(kKeyParts <= Config::kBiasSlots, "all parts of a tile are kept until now");
 #pragma unroll
@@ -183,7 +185,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     }
   }
 
-  /// That of the tile behind this one.
+  /// Whether the bias of the next tile has arrived.
   __device__ __forceinline__ bool next_bias_came() const {
     static_assert(kKeyParts == 1);
     auto at = bias_at_;
@@ -281,7 +283,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
         visible[part][r] = ptx::load_shared_16(s_bits + part * kPairBytes + 8 * r * kRowBytes);
   }
 
-  /// In the first stage.
+  /// The lane's mask bits in the first stage: their address in shared memory.
   __device__ __forceinline__ uint32_t bits_of_lane(int warp, int lane) const {
     constexpr int kPairBytes = sizeof(PairBits), kRowBytes = kPairBytes / kWarpgroupRows;
     return this->s_tiles_ + Config::kBitsOffset + warpgroup_ * (kKeyParts * kPairBytes) +
@@ -357,7 +359,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     }
   }
 
-  /// There are no registers for what would follow from it outside of the loop.
+  /// Keeps values that depend on x from being computed before the loop, which has no registers for them.
   __device__ __forceinline__ static int rematerialise(int x) { return ptx::reread(x); }
 
   const ForwardOptionsTerms& options_;

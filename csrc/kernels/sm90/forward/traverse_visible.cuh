@@ -32,12 +32,14 @@ class TraverseVisible : public ForwardOptionScores<Config> {
       Base::wait_for_values, Base::warpgroup_;
   using typename Base::BiasPairs, typename Base::Element, typename Base::KeptWeights, typename Base::Scores,
       typename Base::SharedRandomBits, typename Base::VisibleBits, typename Base::Weights;
-  // S of a tile beside P V of the one before. Not where 128 keys are worth more.
+  // S of a tile is computed together with P V of the tile before. Tiles of 128 keys (kKeyParts == 2) do without: where
+  // a shape has them, they gain more than the overlap.
   static constexpr bool kOverlapsPv = kKeyParts == 1;
   template <bool kBias>
   static constexpr bool kHasStep = !kBias || kAsksForBias;
-  // This warp updates the row stabilisers in the next tile; P of the tile before waits for its V; tiles may take steps;
-  // a tile of a run that is left.
+  // Bits of mode_. kUpdatesRowMax: this warp updates its row stabilisers in the next tile. kWaits: P of the tile before
+  // is computed, its P V is not. kPipelined: the next tiles may take pipelined steps. From bit kRun on: the number of
+  // tiles of the current run that follow the current tile.
   static constexpr uint32_t kUpdatesRowMax = 1, kWaits = 2, kPipelined = 4, kRun = 8;
 
  public:

@@ -21,7 +21,7 @@ struct VisibilityEntry {
         group(static_cast<int>(group)) {}
 };
 
-/// PairBits of 64 pairs of a row. By the word of 32 keys: part t of each.
+/// A row of PairBits: a query's bits for 64 keys. `low`, `high`: its bits for 32 keys each, in the order of the keys.
 __device__ __forceinline__ PairBits::Row pair_bits(uint32_t low, uint32_t high) {
   uint32_t parts[4];
 #pragma unroll
@@ -56,15 +56,17 @@ __device__ __forceinline__ uint32_t block_word(const BlockMaskParams& p, const V
   return bitmap_word(p, block_m, block_n, found.bitmap, row, key);
 }
 
-/// Called by all CTAs; the first one writes.
+/// Writes the two constant PairBits. All CTAs call it; the first one writes.
 __device__ __forceinline__ void write_constants(PairBits* bits) {
   if (blockIdx.x > 0 || threadIdx.x >= kWarpgroupRows) return;
   bits[kNonePairs].rows[threadIdx.x] = {0, 0};
   bits[kAllPairs].rows[threadIdx.x] = {~0u, ~0u};
 }
 
-/// Where the PairBits of a group of queries and one of keys stand. With by_lists: by the first block in the lists that
-/// has a part of them, and by which of all groups that this block has a part of they are.
+/// The index in ForwardVisibility::bits of the PairBits of a group of queries and a group of keys. Without by_lists
+/// each pair of groups has its own. With by_lists the lists of the block mask give the order: each block has PairBits
+/// for all pairs of groups that it may touch. Where several blocks touch a pair of groups, the first of them in the
+/// lists, `entry`, has its PairBits.
 __device__ __forceinline__ int64_t own_pairs(const VisibilitySizes& sizes, const VisibilityEntry& at, int64_t row,
                                              int entry, int64_t num_blocks) {
   if (!sizes.by_lists) return kFirstPairs + row * sizes.groups + at.group;
@@ -75,7 +77,8 @@ __device__ __forceinline__ int64_t own_pairs(const VisibilitySizes& sizes, const
 
 constexpr int kPairThreads = 256, kPairGroups = kPairThreads / kWarpgroupRows;  // of keys
 
-/// Bits and slots by all pairs of a mask, and of a block mask. A warp has 32 queries and a group of keys.
+/// Writes bits and entries from a boolean mask, a block mask or both, pair by pair. A warp has 32 queries and one group
+/// of keys.
 static __global__ void __launch_bounds__(kPairThreads)
     visible_pairs_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ VisibilitySizes sizes,
                          const __grid_constant__ ForwardVisibility to) {
@@ -88,7 +91,7 @@ static __global__ void __launch_bounds__(kPairThreads)
   const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
   const int in_group = static_cast<int>(threadIdx.x) % kWarpgroupRows, row = at.row_group * kWarpgroupRows + in_group;
   const int first_key = at.group * kKeyGroup;
-  // A mask that is the same for all queries is looked at for one group of them, which may be longer than the sequence.
+  // A mask that is the same for all queries has one group of rows, even if the sequence has fewer queries than that.
   const bool exists = row < seqlen_q || (p.mask.row_stride == 0 && !p.blocks.offsets);
   uint32_t words[2] = {0, 0};
   int entry = INT_MAX;
@@ -122,7 +125,7 @@ __device__ __forceinline__ int64_t flat_thread() {
   return static_cast<int64_t>(blockIdx.x) * kEntryThreads + threadIdx.x;
 }
 
-/// Entries by the list of blocks, each of which is made of whole groups.
+/// Writes the entries from the lists of a block mask whose blocks consist of whole groups.
 static __global__ void __launch_bounds__(kEntryThreads)
     block_entries_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ VisibilitySizes sizes,
                          const __grid_constant__ ForwardVisibility to) {

@@ -32,13 +32,13 @@ struct ForwardVisibility {
   }
 };
 
-/// Groups of 64 that a block may have a part of. It begins at a multiple of its size.
+/// How many groups of 64 rows, or keys, a block of this size may touch. A block begins at a multiple of its size.
 inline int groups_touched(int64_t block) {
   const int64_t last_start = kKeyGroup - std::gcd<int64_t>(block, kKeyGroup);  // within a group
   return static_cast<int>((last_start + block - 1) / kKeyGroup + 1);
 }
 
-/// How many there are of all that.
+/// The sizes of the arrays of ForwardVisibility.
 struct VisibilitySizes {
   int64_t groups;      // of keys; even, as a tile may have two
   int64_t row_groups;  // of queries; 1 if all queries are the same
@@ -62,7 +62,8 @@ struct VisibilitySizes {
     const int64_t in_bitmap = (p.blocks.block_m / kWarpgroupRows) * (p.blocks.block_n / kKeyGroup);
     entries = any ? batch * heads * row_groups * groups : 0;
     touched_rows = groups_touched(p.blocks.block_m), touched_keys = groups_touched(p.blocks.block_n);
-    // Heads may share what they list, but not what becomes of it: 64 queries may have other blocks beside.
+    // Heads may list the same blocks, but have PairBits of their own: other blocks that touch the same 64 queries may
+    // differ between them.
     const int64_t in_lists = batch * heads * p.blocks.num_blocks * touched_rows * touched_keys;
     by_lists = by_pairs && !p.mask.data && in_lists < entries;
     pairs = !any ? 0 : kFirstPairs + (by_lists ? in_lists : by_pairs ? entries : p.blocks.num_bitmaps * in_bitmap);

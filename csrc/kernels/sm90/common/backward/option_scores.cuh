@@ -45,7 +45,8 @@ class BackwardOptionScores {
   // A branch between dP and dV makes ptxas put a fence there, but registers are short.
   static constexpr bool kPreparesEarly = kDrops && kHidesKeys;
   static constexpr bool kLateLse = kDrops;
-  // Both weights leave room for half of D beside dP.
+  // D of so many groups of 16 queries is read while dP is multiplied. With kTwoWeights, P and the second weights leave
+  // registers for half of D.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
 
   /// slot: that of the tile of keys, where the storage has two.
@@ -71,12 +72,12 @@ class BackwardOptionScores {
     if constexpr (Config::kBiased) return storage_.has_non_finite;
     return false;
   }
-  /// What a mask of pairs leaves of the warp's.
+  /// Hides the pairs that a mask of query-key pairs hides.
   __device__ __forceinline__ void hide_pairs(Visible& visible) const {
     visible[0] &= word_;
     visible[1] &= word_ << 8;
   }
-  /// Some of the warp's keys, from all queries of the head.
+  /// Whether some of the warp's keys are hidden from all queries of the head.
   __device__ __forceinline__ bool hides_keys() const { return visible_keys_ != kAllKeys; }
   __device__ __forceinline__ void hide_keys(Visible& visible) const {
     const uint32_t first = ptx::reread(threadIdx.x) % 32 / 4;  // of the lane's two
@@ -142,15 +143,15 @@ class BackwardOptionScores {
       Tile::softmax_step(whole, s, lse, scale);
     }
   }
-  /// Weights of pairs that a bias of -inf hides: a sum that overflowed may have made NaN of them. Behind this the bias
-  /// is not read any more.
+  /// Zeroes weights that are NaN although a bias of -inf hides their pair: the product overflowed, and Inf - Inf is
+  /// NaN. Then releases the bias, because P is the last to read it.
   __device__ __forceinline__ void sanitise_hidden(Weights& p) const {
     if constexpr (Config::kBiased) {
       if (Tile::holds_nan(p)) Tile::template hide_by_bias<typename Config::Element>(p, s_bias_row());
       arrive_as_warp(storage_.bias_empty, static_cast<int>(ptx::reread(threadIdx.x) % 32));
     }
   }
-  /// Gradients of such pairs, whose weights are 0: what a hidden key has in V may have made NaN of them.
+  /// Zeroes dS of these pairs, whose weights are 0: Inf or NaN in V of a hidden key may have made NaN of it.
   __device__ __forceinline__ void sanitise_hidden(Weights& ds, const Weights& p) const {
     if constexpr (Config::kBiased) {
       if (Tile::holds_nan(ds)) Tile::hide_weightless(ds, p);
@@ -180,7 +181,7 @@ class BackwardOptionScores {
   static constexpr uint32_t kAllKeys = 0xFFFF;  // of a warp
   static constexpr int kNoHead = -1;
 
-  /// In the bias of this warpgroup's keys.
+  /// The lane's row of the bias tile of this warpgroup's keys: its address in shared memory.
   __device__ __forceinline__ uint32_t s_bias_row() const {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
     const uint32_t group = thread / kWarpgroupThreads;
@@ -188,14 +189,15 @@ class BackwardOptionScores {
                                    static_cast<int>(thread / 32 % kWarpgroupWarps), static_cast<int>(thread % 32));
   }
 
-  /// This lane's first key, among all.
+  /// The lane's first key, counted from the first of the sequence.
   __device__ __forceinline__ int first_key() const {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
     return work_tile_.first_key + static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
   }
 
-  /// Of the lane's keys, in each step: registers are short. Behind the last key there are no weights, behind the last
-  /// step no head.
+  /// Reads the biases of the lane's two keys. It is called in each step unless kReadsOnce, because there are no
+  /// registers to keep them from step to step. Indices are clamped: a key behind the last one has weights of 0 whatever
+  /// its bias, and the step behind the last one has no head.
   __device__ __forceinline__ void read_key_bias(const Steps& step) {
     if (!p_.bias.data) return;
     if constexpr (kSharesKeyBias<Config>) {
@@ -211,7 +213,8 @@ class BackwardOptionScores {
         key_bias_[r] = key_bias_of<false>(p_, sequence, min(first + 8 * r, sequence.seqlen_k - 1));
     }
   }
-  /// The warp's keys, where a head begins whose bias or mask is another than that of the one before.
+  /// Reads the biases of the warp's keys, and which of them are visible. It is called where a head begins whose bias or
+  /// mask differs from that of the head before.
   __device__ __forceinline__ void look_at_keys(const Steps& step) {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads, key = thread / 32 * 16 + thread % 16;
     Sequence sequence = work_tile_.sequence;
@@ -233,7 +236,7 @@ class BackwardOptionScores {
   }
   __device__ __forceinline__ static int head_behind(int head, int end) { return head + 1 < end ? head + 1 : kNoHead; }
 
-  /// ALiBi's. Behind the last step, that of the last head.
+  /// Reads the ALiBi slope of the step's head. The step behind the last one reads that of the last head.
   __device__ __forceinline__ void read_slope(const Steps& step) {
     const int head = min(step.head, step.end_head - 1);
     slope_ = __ldg(p_.alibi_slopes + work_tile_.sequence.batch * p_.alibi_batch_stride + head) * kLog2E;
@@ -269,7 +272,7 @@ class BackwardOptionScores {
     const auto keys = KeyRandomBits::of(key, dropout_key_group(j));
     return draw_kept_weights(p_.dropout.rule, key, query, keys);
   }
-  /// Those of step number `count`, when the warpgroup has read the ones before.
+  /// Publishes the kept words of step number `count`, when the warpgroup has read those of the step before.
   __device__ __forceinline__ void share_kept(uint32_t count) const {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
     const uint32_t group = ptx::uniform(thread / kWarpgroupThreads);
@@ -277,7 +280,7 @@ class BackwardOptionScores {
     storage_.kept[group][thread % kWarpgroupThreads] = drawn_;
     arrive_as_warp(storage_.kept_full[group], static_cast<int>(thread % 32));
   }
-  /// Those of the lane's pairs.
+  /// Reads the kept words of the lane's pairs.
   __device__ __forceinline__ void read_kept(const Steps& step) {
     const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;
     const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), lane = thread % 32;
@@ -292,7 +295,7 @@ class BackwardOptionScores {
     arrive_as_warp(storage_.kept_empty[group], static_cast<int>(lane));
   }
 
-  /// A step that a mask leaves, and the word of its pairs.
+  /// Reads the metadata of a step of the list that a mask leaves, and the mask word of the lane's pairs.
   __device__ __forceinline__ void find(const Steps& step) {
     wait_for(storage_.q_full[step.stage], step.parity);
     const ListedQueries queries = storage_.step_metadata[step.slot];

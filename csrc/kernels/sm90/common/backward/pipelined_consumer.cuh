@@ -76,7 +76,7 @@ struct BackwardOneTile {
   }
 };
 
-/// One warp of them. Rules: its score policy.
+/// A consumer warp. Rules: its score policy.
 template <class Config, class Rules>
 class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Rules::Storage> {
  public:
@@ -98,7 +98,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   }
 
  protected:
-  /// Of one of the tiles of keys of a persistent CTA.
+  /// In a persistent CTA, which has several slots for key tiles: for the tile in `slot`.
   __device__ __forceinline__ BackwardPipelinedConsumer(const BackwardParams& p, Storage& storage, uint32_t slot,
                                                        uint32_t s_tiles, float scale, int warpgroup, int lane)
       : Base(p, storage, storage.work_tiles[slot], s_tiles,
@@ -291,7 +291,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       }
     }
   }
-  /// One of them, of which that many queries are computed. Its products overlap no others.
+  /// Adds the last tile of one head, of which kQueries queries are computed. Its products overlap no other step's.
   template <int kQueries>
   __device__ __forceinline__ void add_tail(const RingCount<Config::kDsStages>& ds_at, const Steps& step,
                                            const FullTiles& full, const FullTiles& full_of_keys) {
@@ -335,8 +335,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     ptx::fence_operand(dk_);
     ptx::fence_operand(dv_);
   }
-  /// Starts S of a step and reads its lse, and what says which pairs of pieces are hidden. After the last step it
-  /// multiplies whatever lies there; nobody uses the result.
+  /// Starts S of a step, reads its lse and, with kListsPieces, issues the loads of the bits of its visible pairs.
+  /// Behind the last step it multiplies whatever the stage holds, and nobody uses the result.
   __device__ __forceinline__ void start_scores(Scores& s, Terms& lse, Bits& bits, const Steps& step,
                                                const FullTiles& full, bool has_queries) const {
     if (!has_queries) wait_for(storage_.q_full[step.stage], step.parity);
@@ -345,7 +345,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     Products::start(s, keys_, queries_ + step.stage * kStage);
     if constexpr (kListsPieces) bits.flags = ptx::uniform(bits.flags);  // not behind a product of registers
   }
-  /// Sanitises Q and dO of a step where a mask may hide some of its pairs, and asks for what says which ones.
+  /// For a step of which a mask may hide some pairs: sanitises its Q and dO if they may hold Inf or NaN, and issues the
+  /// loads of the bits that say which pairs bitmaps hide (kListsPieces).
   template <class TermsTile>
   __device__ __forceinline__ void sanitise_if_hidden(const Steps& step, const FullTiles& full, Bits& bits,
                                                      typename TermsTile::Terms& lse) const {
@@ -446,7 +447,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
                                                    sequence.seqlen_k - this->first_key(), lane_);
     return true;
   }
-  /// Those of bitmaps, for this warp's keys.
+  /// The bits of bitmaps for this warp's keys.
   __device__ __forceinline__ const uint2* bits_of_warp() const {
     return work_tile_.visible + (warpgroup_ * kWarpgroupWarps + warp_) * 32;
   }
@@ -458,7 +459,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     if (work_tile_.large) Tile::bound(Rules::kDrops ? ds : p);
   }
 
-  // ---- Products: to be waited for, and what they have written fenced
+  // ---- Products. The caller waits for them, and then fences the accumulators.
 
   /// dV += P dO
   template <int kSteps>
