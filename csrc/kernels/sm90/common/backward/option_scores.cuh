@@ -19,7 +19,6 @@
 //   metadata        of the steps that a mask leaves, in kMetadataSlots slots.
 #pragma once
 
-#include "kernels/common/score/alibi.cuh"
 #include "option_storage.cuh"
 #include "pipelined_consumer.cuh"
 
@@ -133,9 +132,11 @@ class BackwardOptionScores {
     } else if constexpr (kBoundsScores) {
       Tile::softmax_step_softcap(p, ds, s, lse, scale, cap_);
     } else if constexpr (kSlopes) {
-      const AlibiOfLane<true> alibi{slope_, distance_};
-      Tile::softmax_step(whole, s, lse,
-                         [&](float x, float term, int n, int e) { return alibi.add(fmaf(x, scale, -term), 0, n, e); });
+      // As AlibiOfLane, whose order of additions makes a persistent CTA 3 % slower.
+      Tile::softmax_step(whole, s, lse, [&](float x, float term, int n, int e) {
+        const float distance = fabsf(distance_ + static_cast<float>(8 * n + e % 2 - 8 * (e / 2)));
+        return fmaf(-slope_, distance, fmaf(x, scale, -term));
+      });
     } else if (kHidesKeys && p_.bias.data) {
       Tile::softmax_step(whole, s, lse,
                          [&](float x, float term, int, int e) { return fmaf(x, scale, key_bias_[e / 2] - term); });
