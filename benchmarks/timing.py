@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -119,6 +120,9 @@ class Clock(Protocol):
     def repeatable(self, candidate: Candidate) -> Candidate:
         """The same work with as little of the host in it as there can be."""
 
+    def with_more_time(self) -> Clock:
+        """A clock that leaves the host twice as long before each call."""
+
 
 class CpuClock:
     def time(self, candidate: Candidate) -> Reading:
@@ -137,6 +141,9 @@ class CpuClock:
 
     def repeatable(self, candidate: Candidate) -> Candidate:
         return candidate
+
+    def with_more_time(self) -> CpuClock:
+        return self
 
 
 @dataclass(frozen=True)
@@ -189,18 +196,27 @@ class CudaClock:
             out = candidate()
         return Candidate(Replay(graph, candidate, out))
 
+    def with_more_time(self) -> CudaClock:
+        clock = copy(self)
+        clock._flushes = 2 * self._flushes
+        return clock
+
 
 def make_clock(device: torch.device, flushes: int = 1) -> Clock:
     return CudaClock(flushes) if device.type == "cuda" else CpuClock()
 
 
 def take_steady_turns(clock: Clock, candidates: Mapping[str, Candidate], effort: Effort) -> dict[str, Sample]:
-    """``take_turns``, all of them again while somebody's quartiles are too far apart, but not for ever: whether a run
-    is kept is judged by how steady it was, never by who was faster."""
+    """``take_turns``, all of them again while somebody's quartiles are too far apart, but not for ever.
+
+    Whether a run is kept is judged by how steady it was, never by who was faster. Each time the host has twice as long
+    to get ahead of a GPU: on a slow one, short calls are not steady for want of it.
+    """
     samples = take_turns(clock, candidates, effort)
     for _ in range(MOST_REPEATS):
         if all(sample.is_steady for sample in samples.values()):
             break
+        clock = clock.with_more_time()
         samples = take_turns(clock, candidates, effort)
     return samples
 

@@ -77,6 +77,11 @@ class FakeClock(CpuClock):
 
     def __init__(self) -> None:
         self.order: list[str] = []
+        self.asked_for_time = 0
+
+    def with_more_time(self) -> FakeClock:
+        self.asked_for_time += 1
+        return self
 
     def time(self, candidate: Candidate) -> timing.Reading:
         name, ms = candidate.call()
@@ -103,6 +108,7 @@ def test_a_row_that_is_not_steady_is_measured_again(hiccups: int) -> None:
     )
     measurements = 1 + min(hiccups, timing.MOST_REPEATS)
     assert len(clock.order) == 2 * (1 + effort.most) * measurements
+    assert clock.asked_for_time == measurements - 1
     assert found["a"].is_steady and found["b"].is_steady == (hiccups <= timing.MOST_REPEATS)
 
 
