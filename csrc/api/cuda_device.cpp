@@ -99,10 +99,10 @@ bool wants_value_checks(const Tensor& q) {
 TorchSettings torch_settings(const Tensor& q, bool backward) {
   const bool is_float32 = q.scalar_type() == ScalarType::Float;
   if (!backward && !is_float32) return {};
-  StableIValue settings[1];
+  StableIValue settings[] = {torch::stable::detail::from(is_float32)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("flash_ext_python::torch_settings", "", settings, TORCH_ABI_VERSION));
   const auto bits = torch::stable::detail::to<int64_t>(settings[0]);
-  return {(bits & 1) != 0, is_float32 && (bits & 2) != 0};
+  return {(bits & 1) != 0, (bits & 2) != 0};
 }
 
 cudaStream_t stream_of(const Tensor& tensor) {

@@ -117,7 +117,7 @@ _python_kernels: dict[tuple[str, str], Callable[..., Any]] = {}  # by operator a
 @cache
 def define_python_operators() -> None:
     """The operators by which C++ calls Python. They outlive a deactivation: another thread may be calling one."""
-    LIBRARY.define("torch_settings() -> int")
+    LIBRARY.define("torch_settings(bool of_float32) -> int")
     LIBRARY.impl("torch_settings", _torch_settings, "CompositeExplicitAutograd")
     for operator in filter(has_cpp_kernel, SCHEMAS):
         arguments, results = SCHEMAS[operator].split(" -> ")
@@ -126,9 +126,9 @@ def define_python_operators() -> None:
         LIBRARY.impl(operator, torch.library.fallthrough_kernel, "Autograd")  # autograd has recorded the call already
 
 
-def _torch_settings() -> int:
-    """1 if algorithms must be deterministic, and 2 if products of float32 on CUDA may be those of TF32."""
-    return torch.are_deterministic_algorithms_enabled() + 2 * torch_allows_tf32()
+def _torch_settings(of_float32: bool) -> int:
+    """1 if algorithms must be deterministic, and 2 if products of float32 on CUDA may be those of TF32, where asked."""
+    return torch.are_deterministic_algorithms_enabled() + 2 * (of_float32 and torch_allows_tf32())
 
 
 def _make_callable_from_cpp(operator: str, key: str, kernel: Callable[..., Any]) -> None:

@@ -247,11 +247,15 @@ def _is_recorded(*inputs: Tensor) -> bool:
 
 
 def _copy_of(attn_mask: Tensor) -> Tensor:
-    """torch keeps a boolean mask as numbers, so that callers may change theirs before the backward."""
-    if 0 not in attn_mask.stride():
+    """torch keeps a boolean mask as numbers, so that callers may change theirs before the backward.
+
+    What the mask repeats is copied once, and left to broadcast.
+    """
+    strides = attn_mask.stride()
+    if 0 not in strides:
         return attn_mask.clone()
-    size_one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in attn_mask.stride())
-    return attn_mask[size_one].clone().expand(attn_mask.shape)
+    once = [1 if stride == 0 else size for size, stride in zip(attn_mask.shape, strides, strict=True)]
+    return attn_mask.as_strided(once, strides).clone()
 
 
 # ---- How ------------------------------------------------------------------------------------------------------------

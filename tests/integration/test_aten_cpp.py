@@ -334,9 +334,15 @@ def test_an_operator_with_other_arguments_stays_with_python(monkeypatch: pytest.
 
 
 def test_settings_that_are_asked_for(request: pytest.FixtureRequest) -> None:
-    assert aten_cpp._torch_settings() % 2 == torch.are_deterministic_algorithms_enabled()
+    assert aten_cpp._torch_settings(False) % 2 == torch.are_deterministic_algorithms_enabled()
     request.getfixturevalue("deterministic")
-    assert aten_cpp._torch_settings() % 2 == 1
+    assert aten_cpp._torch_settings(False) % 2 == 1
+
+
+def test_tf32_is_asked_for_float32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aten_cpp, "torch_allows_tf32", lambda: True)
+    assert aten_cpp._torch_settings(True) // 2 == 1
+    assert aten_cpp._torch_settings(False) // 2 == 0
 
 
 # ---- Under activate() -----------------------------------------------------------------------------------------------
