@@ -4,8 +4,7 @@
 //   1. A list of the tiles that masks leave (visible_tiles.cuh) drives the loads. Metadata with each tile says which
 //      warpgroups visit it.
 //   2. Tiles that need only mask bits, and a bias or dropout but not both, take pipelined steps. Runs of such tiles
-//      read the metadata once. Other tiles compute S, P and P V one after the other, as all do at head_dim 64 with
-//      dropout.
+//      read the metadata once. Other tiles compute S, P and P V one after the other.
 //   3. A bias alone and masks alone have kernels without tests for anything else.
 //   4. A warp updates its row stabilisers as long as one of its rows has none, or one so low that it must come from a
 //      bias that pads.
@@ -32,9 +31,7 @@ class TraverseVisible : public ForwardOptionScores<Config> {
       Base::wait_for_values, Base::warpgroup_;
   using typename Base::BiasPairs, typename Base::Element, typename Base::KeptWeights, typename Base::Scores,
       typename Base::SharedRandomBits, typename Base::VisibleBits, typename Base::Weights;
-  // S of a tile is computed together with P V of the tile before. Tiles of 128 keys (kKeyParts == 2) do without: where
-  // a shape has them, they gain more than the overlap.
-  static constexpr bool kOverlapsPv = kKeyParts == 1;
+  static_assert(kKeyParts == 1, "S of a tile of 128 keys has no registers beside P of the tile before");
   template <bool kBias>
   static constexpr bool kHasStep = !kBias || kAsksForBias;
   // Bits of mode_. kUpdatesRowMax: this warp updates its row stabilisers in the next tile. kWaits: P of the tile before
@@ -62,36 +59,6 @@ class TraverseVisible : public ForwardOptionScores<Config> {
   /// There is one loop with a bias and one without: a common one would have to zero the bias registers in each tile.
   template <bool kBias>
   __device__ __forceinline__ void visit_tiles(const WorkTile& work_tile) {
-    if constexpr (kOverlapsPv) {
-      visit_pipelined<kBias>(work_tile);
-    } else {
-      visit_sequentially<kBias>(work_tile);
-    }
-  }
-
-  /// Computes S and P of a tile, and then P V. S of the next tile starts late, which leaves registers to the options;
-  /// the other warpgroups keep the tensor cores busy.
-  template <bool kBias>
-  __device__ __forceinline__ void visit_sequentially(const WorkTile& work_tile) {
-    uint32_t flags;
-#pragma unroll 1
-    do {
-      this->wait_for_keys();
-      const TileMetadata metadata = storage_.k_metadata[k_at_.stage()];
-      flags = metadata.flags;
-      if (!metadata.visible(warpgroup_)) {
-        skip_tile();
-        continue;
-      }
-      Weights p;
-      softmax_tile<kBias>(p, work_tile, metadata);
-      add_values(p);
-    } while (!(flags & TileMetadata::kLast));
-    release_query(work_tile);
-  }
-
-  template <bool kBias>
-  __device__ __forceinline__ void visit_pipelined(const WorkTile& work_tile) {
     Weights p = {};  // or its registers are taken from one work tile to the next, as those of the bias in a step
     uint32_t flags;
 #pragma unroll 1
