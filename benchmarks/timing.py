@@ -121,7 +121,7 @@ class Clock(Protocol):
         """The same work with as little of the host in it as there can be."""
 
     def with_more_time(self) -> Clock:
-        """A clock that leaves the host twice as long before each call."""
+        """A clock that leaves a GPU's host twice as long before each call; on a CPU the same clock."""
 
 
 class CpuClock:

@@ -112,6 +112,15 @@ def test_a_row_that_is_not_steady_is_measured_again(hiccups: int) -> None:
     assert found["a"].is_steady and found["b"].is_steady == (hiccups <= timing.MOST_REPEATS)
 
 
+def test_more_time_is_more_flushes() -> None:
+    clock = object.__new__(timing.CudaClock)  # without a GPU
+    clock._flush, clock._flushes = torch.empty(1), 3
+    patient = clock.with_more_time()
+    assert (patient._flushes, clock._flushes) == (6, 3) and patient._flush is clock._flush
+    cpu = CpuClock()
+    assert cpu.with_more_time() is cpu
+
+
 def test_sustained_loops() -> None:
     class LoopClock(CpuClock):
         def __init__(self) -> None:

@@ -72,7 +72,7 @@ def test_a_value_of_the_future_does_not_reach_earlier_rows(device: str, poison: 
     torch.testing.assert_close(after[:, 30:, :, :3], before[:, 30:, :, :3])
 
 
-@pytest.mark.parametrize("length", [192, 200, 420, 450])  # on Hopper two kernels; the last tile cut or whole
+@pytest.mark.parametrize("length", [192, 200, 420, 450])  # two kernels of Hopper, in one the last tile short or not
 def test_the_next_packed_sequence(device: str, dtype: torch.dtype, length: int) -> None:
     """Tiles of queries that run past the end of a sequence hold rows of the next one, or rows without an lse."""
     total = length + 100

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, _registry, sdpa_kernel
 
 import flash_ext
-from flash_ext.integrations import sdpa_provider
+from flash_ext.integrations import sdpa_provider, sdpa_routing
 from tests.oracle import random
 
 SDPA = "scaled_dot_product_attention"
@@ -154,6 +154,15 @@ def test_a_boolean_mask_may_change_before_the_backward(
     for ours, right in zip(found, gradients(expected, (q, k, v)), strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
     assert served()
+
+
+def test_a_copy_holds_what_the_mask_holds(device: str) -> None:
+    """Of a mask that repeats itself no more than once, from wherever it begins in memory."""
+    mask = torch.rand(3, 1, 37, 53, device=device)[1:] < 0.5
+    copy = sdpa_routing._copy_of(mask.expand(2, 4, 37, 53))
+    assert copy.shape == mask.shape and torch.equal(copy, mask) and copy.data_ptr() != mask.data_ptr()
+    whole = sdpa_routing._copy_of(mask)
+    assert torch.equal(whole, mask) and whole.data_ptr() != mask.data_ptr()
 
 
 @pytest.mark.usefixtures("active")

@@ -6,7 +6,7 @@
 
 namespace flash_ext {
 
-/// Whether one of these query tiles, of any of the heads, is so. Each thread looks at a share of the tiles.
+/// Whether one of these query tiles, of any of the heads, has its flag set. Each thread looks at a share of the tiles.
 __device__ __forceinline__ bool finds_non_finite(const BackwardWorkspace& workspace, int64_t first_tile, int tiles,
                                                  int heads, int thread, int threads) {
   bool found = false;

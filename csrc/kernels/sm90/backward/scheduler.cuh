@@ -42,7 +42,7 @@ class BackwardStepFinder : BackwardStepWindow<Config> {
   }
   /// Reads the states of a window's tiles, while those of the window before are in use.
   __device__ __forceinline__ void ask(const BackwardStep& window) {
-    if (!this->has_tile(window)) return;
+    if (!this->begin_asking(window)) return;
     next_state_ = state_of(workspace_.visibility, work_tile_, window.head, window.tile + lane_);
     this->ask_for_non_finite(window);
   }

@@ -50,7 +50,7 @@ class BackwardOptionsSteps : BackwardStepWindow<Config> {
   /// What memory says of a window's tiles. It is asked while those before it go by: behind the additions to dQ an
   /// answer comes late.
   __device__ __forceinline__ void ask(const BackwardStep& window) {
-    if (!this->has_tile(window)) return;
+    if (!this->begin_asking(window)) return;
     next_state_ = kTileVisible;
     if (Config::may_have(kStepMasked | kStepKeyBiased) && options_.masks)
       next_state_ = workspace_.visibility.state_of(work_tile_.sequence.batch, work_tile_.sequence.head + window.head,

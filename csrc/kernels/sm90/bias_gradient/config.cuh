@@ -29,7 +29,7 @@ struct BiasConfig {
   static_assert(kWarpgroups * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kWarpgroups + 1),
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
   // A finder fills the slot of every kFinders-th step n. By the parity of the slot's barrier it waits until step
-  // n - kSlots has been read. The parity alone cannot tell that step from step n - 2 kSlots. But the finder has already
+  // n - kSlots has been read. The parity alone cannot tell that step from step n - 3 kSlots. But the finder has already
   // waited, in its step before, until step n - kFinders - kSlots was read, and with it all steps up to n - 2 kSlots.
   static_assert(kFinders <= kSlots, "a finder may miss a use of a slot, and its parity repeats");
 };

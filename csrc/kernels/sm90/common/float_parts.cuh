@@ -35,7 +35,7 @@ struct FloatSubtile {
   static constexpr int kBytes = kFloatParts * kPartBytes;
 };
 
-/// 64 rows of 64 columns: a part is a panel (matrix_descriptor.h).
+/// 64 rows of 64 columns: a part is a panel (kernels/common/panels.h).
 constexpr int kSubtileRows = 64;
 constexpr int kPartBytes = FloatSubtile<kSubtileRows>::kPartBytes;
 constexpr int kSubtileBytes = FloatSubtile<kSubtileRows>::kBytes;

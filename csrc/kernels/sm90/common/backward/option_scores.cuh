@@ -71,7 +71,7 @@ class BackwardOptionScores {
     if constexpr (Config::kBiased) return storage_.has_non_finite;
     return false;
   }
-  /// Hides the pairs that a mask of query-key pairs hides.
+  /// Clears the bits of pairs that a mask of query-key pairs hides.
   __device__ __forceinline__ void hide_pairs(Visible& visible) const {
     visible[0] &= word_;
     visible[1] &= word_ << 8;
@@ -296,7 +296,7 @@ class BackwardOptionScores {
     arrive_as_warp(storage_.kept_empty[group], static_cast<int>(lane));
   }
 
-  /// Reads the metadata of a step of the list that a mask leaves, and the mask word of the lane's pairs.
+  /// Reads the metadata of a step that the mask leaves, and the mask word of the lane's pairs.
   __device__ __forceinline__ void find(const Steps& step) {
     wait_for(storage_.q_full[step.stage], step.parity);
     const ListedQueries queries = storage_.step_metadata[step.slot];

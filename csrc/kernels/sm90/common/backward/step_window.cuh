@@ -13,7 +13,7 @@ class BackwardStepWindow {
                                                 const BackwardWorkTile<Config>& work_tile, int lane)
       : workspace_(workspace), work_tile_(work_tile), lane_(lane), window_(work_tile.first_step()) {}
 
-  /// Takes the next tile that is left of the window; there must be one. Its bit, and its number.
+  /// Takes the next tile that is left of the window; there must be one. Returns its bit.
   __device__ __forceinline__ uint32_t take_bit() {
     const uint32_t bit = left_ & -left_;
     left_ ^= bit;
@@ -27,8 +27,8 @@ class BackwardStepWindow {
     if (window.tile < work_tile_.tiles.end) return window;
     return {window.head + 1, work_tile_.tiles.begin};
   }
-  /// The lane's tile of a window, or false where it has none; it then counts as hidden.
-  __device__ __forceinline__ bool has_tile(const BackwardStep& window) {
+  /// Whether the lane has a tile of the window to ask for. Until its state is asked for, the tile counts as hidden.
+  __device__ __forceinline__ bool begin_asking(const BackwardStep& window) {
     next_state_ = kTileHidden;
     return !is_past(window) && window.tile + lane_ < work_tile_.tiles.end;
   }
