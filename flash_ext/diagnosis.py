@@ -286,6 +286,7 @@ def _problems_of_the_provider() -> Iterator[Problem]:
         )
     if torch.backends.mha.get_fastpath_enabled():
         yield Problem(
-            "in inference nn.TransformerEncoderLayer and nn.MultiheadAttention may bypass scaled_dot_product_attention",
-            "torch.backends.mha.set_fastpath_enabled(False)",
+            "in inference torch's fast path of nn.TransformerEncoderLayer and nn.MultiheadAttention computes attention "
+            "with a mask itself",
+            "flash_ext.convert(model), or torch.backends.mha.set_fastpath_enabled(False)",
         )
