@@ -1,5 +1,5 @@
-// Sums of a tile's gradients over all tiles that see it or that it sees, of one slab of columns, in a fixed order. What
-// is multiplied by the rows, a gradient of products or weights, is made by make(fragment, tile).
+// Gradients of a tile, one slab of 64 columns, summed in a fixed order over all tiles that it sees (dQ) or that see it
+// (dK, dV). make(fragment, tile) computes what is multiplied by the rows: dS, or for dV the weights.
 #pragma once
 
 #include "score_tile.cuh"

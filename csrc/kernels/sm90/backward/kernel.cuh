@@ -1,5 +1,5 @@
-// The backward's pipelined loop: the products of a step overlap those of the next (common/backward/kernel.cuh has the
-// equations and the kernel, common/backward/pipelined_consumer.cuh the loop). Its policies:
+// The backward's pipelined loop: the products of a step overlap those of the next (sm90/common/backward/kernel.cuh
+// has the equations and the kernel, sm90/common/backward/pipelined_consumer.cuh the loop). Its policies:
 //
 //   plain                      consumer.cuh, producer.cuh
 //   one option, or two of some options_kernel.cuh

@@ -1,5 +1,5 @@
 // The backward with any options, softcap, ALiBi, bias, masks and dropout, in a loop without overlap: a product begins
-// when the one before has ended (common/backward/kernel.cuh has the equations and the kernel). Its policies are in
+// when the one before has ended (sm90/common/backward/kernel.cuh has the equations and the kernel). Its policies are in
 // consumer.cuh, with key_gradients.cuh, and in producer.cuh. The warpgroup that loads finds the steps of which masks
 // leave something (scheduler.cuh). It writes the metadata of each two steps ahead, and loads its bias and words of
 // visibility.

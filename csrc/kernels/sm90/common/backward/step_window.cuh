@@ -1,4 +1,5 @@
-// A window of 32 query tiles of a head, one per lane, of which a mask leaves some: what both finders of steps share.
+// 32 query tiles of a head at a time, one per lane, of which a mask leaves some: what BackwardStepFinder and
+// BackwardOptionsSteps share. "Window" means these tiles here, not the attention window.
 #pragma once
 
 #include "scheduler.cuh"
