@@ -8,9 +8,9 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of it. When dS of step m is complete, all products of m - 1 are over, so Q of m + 2 and dO of m + 1 are
-/// loaded. The bias of m + 1 is loaded earlier, when all warps have computed P of m: the warpgroups may be half a step
-/// apart, and the first one must not wait for dS of the second.
+/// One warp of this warpgroup. When dS of step m is complete, all products of m - 1 are over, so Q of m + 2 and dO of m
+/// + 1 are loaded. The bias of m + 1 is loaded earlier, when all warps have computed P of m: the warpgroups may be half
+/// a step apart, and the first one must not wait for dS of the second.
 template <class Config>
 class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;
@@ -30,7 +30,8 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
  private:
   friend Base;
 
-  /// What this warp loads next. waits: for its first stage, whose dO all have multiplied a step later.
+  /// What this warp loads next. `waits`: the first load() is skipped, as dO of the first step is in use until a step
+  /// later.
   struct Next {
     Loads& loads;
     bool waits;
@@ -46,7 +47,7 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
     this->add_all(*this, step, next);
   }
 
-  /// Loads the bias of the next step, when all have read this one's.
+  /// Loads the bias of the next step, when all consumer warps have read that of this step.
   __device__ __forceinline__ void load_early(const Steps& step, Next& next) const {
     if (warp_ != kBiasWarp) return;
     wait_for(storage_.bias_empty, step.count % 2);
@@ -71,8 +72,8 @@ class BackwardBiasDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStora
     this->advance(loads);
   }
 
-  /// One panel for each consumer warpgroup. The panels of the step after are prefetched to L2: from memory they would
-  /// come late.
+  /// Loads the bias of a step, one panel for each consumer warpgroup, and prefetches that of the step after it to L2:
+  /// from memory it would come late.
   __device__ __forceinline__ void load_bias(const Steps& step) const {
     Steps after = step;
     after.advance();

@@ -2,8 +2,8 @@
 //
 // A tile of 128 keys lies within one column of blocks. A kernel lists the query tiles that see it, from the mask's rows
 // (common/backward/query_lists.h). Key tiles come longest first (common/scheduler/longest_first.h). The producer writes
-// the metadata of a step beside its Q. A full step runs the code of the plain loop; in a partial one each lane reads
-// the bits of its pairs, 8 bytes, beside the products.
+// the metadata of a step when it loads its Q. A full step runs the code of the plain loop; in a partial one each lane
+// reads the bits of its pairs, 8 bytes, while products run.
 #pragma once
 
 #include "blocks_producer.cuh"

@@ -5,7 +5,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of that warpgroup.
+/// One warp of this warpgroup.
 template <class Config>
 class BackwardBlocksDq : BackwardPipelinedDq<Config> {
   using Base = BackwardPipelinedDq<Config>;
@@ -23,7 +23,7 @@ class BackwardBlocksDq : BackwardPipelinedDq<Config> {
  private:
   friend Base;
 
-  /// The step whose Q and dO are loaded next. The list's entry behind it is read one step ahead.
+  /// The step whose Q and dO are loaded next, and its entry of the list, which is read one step ahead.
   struct Next {
     Steps step;
     const ListedQueries* g_entry;

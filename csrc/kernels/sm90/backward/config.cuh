@@ -16,9 +16,9 @@ struct BackwardPipelinedConfig : BackwardPipelinedBase<Element, kHeadDim, kLists
   using Base = BackwardPipelinedBase<Element, kHeadDim, kListsBlocks, kBiased_>;
   static constexpr TurnTaking kTurns = kListsBlocks ? TurnTaking::kNever : TurnTaking::kIfAsked;
   static constexpr bool kBiased = kBiased_;
-  static constexpr bool kFindsSteps = false;  // the steps that a mask of pairs leaves
-  static constexpr bool kSkipsTurns = false;  // of CTAs to which hidden keys leave no steps
-  static constexpr int kDsSteps = 2;  // of dK's product, that take dS from registers: there are not enough for all
+  static constexpr bool kFindsSteps = false;  // whether a mask of pairs leaves out steps
+  static constexpr bool kSkipsTurns = false;  // whether CTAs whose keys are all hidden pass turns
+  static constexpr int kDsSteps = 2;          // of dK's product with dS in registers: there are not enough for all
   static constexpr int kBiasOffset = Base::kTilesBytes;
   static constexpr int kBiasPanelBytes = kBiased ? panel_bytes(Base::kBlockM) : 0;  // of a warpgroup's keys, in 16 bits
   static constexpr int kTilesBytes = kBiasOffset + Base::kWarpgroups * kBiasPanelBytes;

@@ -7,8 +7,8 @@
 
 namespace flash_ext::sm90 {
 
-/// Word (chunk, lane) of a tile, for the lane's keys g and g + 8 of a chunk of 16, with g = lane / 4: of key g in
-/// TransposedOrder, of key g + 8 the bits eight below. `chunks`: bits of keys, by queries.
+/// Computes word (chunk, lane) of a tile: bits of the lane's keys g and g + 8 of a chunk of 16, with g = lane / 4. Bits
+/// of key g lie as in TransposedOrder, bits of key g + 8 eight below. `chunks`: bits of keys, by queries.
 template <int kBlockM, int kChunks>
 __device__ __forceinline__ uint32_t word_of_lane(const uint16_t (&chunks)[kBlockM][kChunks], int word) {
   static_assert(kBlockM == 64, "eight bits of queries");

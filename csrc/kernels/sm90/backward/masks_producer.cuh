@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of it.
+/// One warp of this warpgroup.
 template <class Config>
 class BackwardMasksDq : BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>> {
   using Base = BackwardPipelinedDq<Config, BackwardPipelinedOptionsStorage<Config>>;

@@ -26,7 +26,7 @@ using BackwardPipelinedOptionsRoles = BackwardRolesOf<
     BackwardPipelinedConsumer<Config, BackwardOptionScores<Config, BackwardPipelinedOptionsStorage<Config>>>,
     std::conditional_t<Config::kBiased, BackwardStoringBiasMaps, BackwardStoringMaps>>;
 
-/// The main kernel of calls with these options.
+/// Launches the main kernel of calls with Config's options.
 template <class Config>
 void launch_pipelined_variant(const BackwardParams& p, const BackwardArguments& a, cudaStream_t stream) {
   using Roles = BackwardPipelinedOptionsRoles<Config>;
@@ -47,7 +47,7 @@ template <class Config, int kOptions, TurnTaking kTurns>
 using BackwardPipelinedVariant =
     BackwardPipelinedOptionsConfig<typename Config::Element, Config::kHeadDim, kOptions, kTurns>;
 
-/// Those that the pipelined loop serves, and what their masks need.
+/// Launches the main kernel of calls with options, and before it the kernel that packs a mask of pairs.
 template <class Config>
 void launch_pipelined_options(const BackwardParams& p, const BackwardArguments& arguments, cudaStream_t stream) {
   const BackwardWorkspace& workspace = arguments.workspace;

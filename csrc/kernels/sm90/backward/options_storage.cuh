@@ -1,4 +1,4 @@
-// What the warps of a CTA share besides, where the pipelined loop has options: option_scores.cuh says when it is
+// What the warps of a CTA share in addition where the pipelined loop has options: option_scores.cuh says when it is
 // written.
 #pragma once
 
@@ -19,7 +19,7 @@ struct BackwardSkippedTurns<Config, true> {
   bool skips_turns;
 };
 
-/// Of the tile of a bias of query-key pairs.
+/// Barriers of the bias tile, where there is a bias of query-key pairs.
 template <class Config, bool kBiased = Config::kBiased>
 struct BackwardBiasBarriers {
   __device__ __forceinline__ void init_bias() {}
@@ -34,7 +34,7 @@ struct BackwardBiasBarriers<Config, true> {
   }
 };
 
-/// What a mask of pairs leaves of the CTA's steps.
+/// The steps of the CTA that a mask of pairs leaves.
 template <class Config, bool kFindsSteps = Config::kFindsSteps>
 struct BackwardFoundStepsOfCta {};
 template <class Config>
@@ -45,7 +45,7 @@ struct BackwardFoundStepsOfCta<Config, true> {
   int steps;
 };
 
-/// Of a head, counted from the CTA's first.
+/// Returns the state of a query tile. `head` counts from the CTA's first.
 template <class Config>
 __device__ __forceinline__ TileState state_of(const VisibilityTiles& tiles, const BackwardWorkTile<Config>& work_tile,
                                               int head, int tile) {
@@ -75,7 +75,8 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     if constexpr (Config::may_have(kStepSoftcapped)) cap = static_cast<float>(p.softcap) * kLog2E;
     this->seed(p, this->work_tile.sequence);
   }
-  /// By all threads of the CTA, which then has no steps if no head sees a key. It may still have turns.
+  /// Reads masks, called by all threads of the CTA. If no head sees a key, the CTA then has no steps, but it may have
+  /// turns.
   __device__ __forceinline__ void look_at_masks(const BackwardParams& p, const BackwardWorkspace& workspace) {
     if constexpr (Config::kFindsSteps) count_steps(workspace);
     bool hides = Config::kBiased;  // it may hide any pair
@@ -106,7 +107,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     __syncthreads();
   }
 
-  /// Whether Q and dO must be sanitised: no tile then counts as one of which nothing is hidden.
+  /// Finds whether Q and dO must be sanitised. If so, no tile counts as full any more.
   __device__ __forceinline__ void find_non_finite(const BackwardWorkspace& workspace) {
     ptx::wait_for_previous_grid();  // for row terms
     BackwardWorkTile<Config>& tile = this->work_tile;
@@ -134,7 +135,8 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
     __syncthreads();
     return hides;
   }
-  /// Whether some head of the group, be it of another split, sees a key behind the tile. Else no CTA behind has steps.
+  /// Whether some head of the group, be it of another split, sees a key behind the tile. If none does, no CTA behind
+  /// has steps.
   __device__ __forceinline__ bool sees_keys_behind(const BackwardParams& p) const {
     Sequence sequence = this->work_tile.sequence;
     const int group = static_cast<int>(p.heads_q) / static_cast<int>(p.heads_kv);
@@ -149,7 +151,7 @@ struct BackwardPipelinedOptionsStorage : BackwardPipelinedStorage<Config>,
         sees = key_bias_of<Config::kBiased>(p, sequence, key) != -INFINITY;
     return __syncthreads_or(sees);
   }
-  /// Called by whole warps, a thread for each key. That of the first head is kept.
+  /// Reads the bias of a key in all heads, and keeps that of the first head. Called by whole warps, one thread per key.
   __device__ __forceinline__ void look_at_key(const BackwardParams& p, int key, bool& sees, bool& hides) {
     Sequence sequence = this->work_tile.sequence;
     const bool exists = key < sequence.seqlen_k;

@@ -1,4 +1,4 @@
-// The warpgroup that loads tiles three steps at a time, and computes dQ and adds it to memory.
+// The warpgroup that loads tiles, into three stages of Q and dO, and computes dQ and adds it to memory.
 #pragma once
 
 #include "kernels/ptx/wgmma_across.h"
@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of it.
+/// One warp of this warpgroup.
 template <class Config, class Storage_ = BackwardPipelinedStorage<Config>>
 class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
  public:
@@ -37,7 +37,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
       Base::workspace_;
   using typename Base::Sum;
 
-  /// The same for a class derived from this one, `self`, which has load_and_add().
+  /// run() for a derived class: `self` has load_and_add().
   template <class Self>
   __device__ __forceinline__ static void run(Self& self) {
     if (self.work_tile_.tiles.begin < self.work_tile_.tiles.end) {
@@ -75,8 +75,8 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     turns_.end(workspace_.turns, lane_);
   }
 
-  /// The same for a class derived from this one, `self`, which has query_tile(step), the query tile of a step;
-  /// load(next); and load_early(step, next), called before dS of the step is complete.
+  /// The loop over all steps for a derived class: `self` has query_tile(step), the query tile of a step; load(next);
+  /// and load_early(step, next), called before dS of the step is complete.
   template <class Self, class Next>
   __device__ __forceinline__ static void add_all(Self& self, Steps& step, Next& next) {
 #pragma unroll 1
@@ -96,13 +96,13 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     if constexpr (Config::kTurns != TurnTaking::kNever) self.turns_.end(self.workspace_.turns, self.lane_);
   }
 
-  /// What is loaded before dS of a step is complete.
+  /// Loads what can be loaded before dS of a step is complete: nothing here.
   template <class Next>
   __device__ __forceinline__ static void load_early(const Steps&, const Next&) {}
 
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
 
-  /// A tile of queries, with the head among all.
+  /// A query tile. `head` counts all query heads.
   struct QueryTile {
     int head, tile;
   };
@@ -133,7 +133,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     if (warp_ > 1 || loads.step.is_past_end()) return;
     warp_ == 0 ? load_queries(loads) : load_grads(loads);
   }
-  /// A tile of Q with its lse, or of dO with its D. `tile` is as LoadedTile.
+  /// Loads a tile of Q with its lse, or of dO with its D. `tile` is as LoadedTile.
   template <class Tile>
   __device__ __forceinline__ void load_queries(const Tile& tile) const {
     load_rows(maps_.q, storage_.q_full, Config::kQueriesOffset, workspace_.lse, storage_.lse, tile);
@@ -172,7 +172,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     for (int panel = 0; panel < kPanels; ++panel) {
       Sum sum;
       start(sum, ds, keys_ + panel * (panel_bytes(kBlockN) / 16));
-      // Ending the turn before waits until its additions are in memory: beside this product.
+      // Ending the previous turn waits until its additions are in memory: it does so while this product runs.
       if constexpr (Config::kTurns != TurnTaking::kNever) {
         if (panel == 1) wait_for_turn(step);
       }
@@ -185,7 +185,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     }
   }
 
-  /// 64 columns of dQ.
+  /// Starts the product for 64 columns of dQ.
   __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
     ptx::wgmma_fence();
     ptx::wgmma_transposed<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));
@@ -209,8 +209,8 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
     turns_.advance(workspace_.turns, slot_of(step), turn, lane_);
     turns_.wait(workspace_.turns, turn);
   }
-  /// Of a CTA whose keys are hidden from all queries: it has no steps, but those behind it wait for its turns. A lane
-  /// has every 32nd of them, each of another query tile or head, and waits for no other lane.
+  /// Passes the turns of a CTA whose keys are hidden from all queries: it has no steps, but CTAs behind it wait for its
+  /// turns. Each lane passes every 32nd turn, each of another query tile or head, and waits for no other lane.
   __device__ __forceinline__ void skip_turns() const {
     const int heads = work_tile_.heads, tiles = work_tile_.order.first - work_tile_.order.past;
     int next = lane_;
@@ -227,7 +227,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   __device__ __forceinline__ int slot_of(const Step& step) const {
     return static_cast<int>(first_term(step) / kBlockM) * kDqWarps + warp_;
   }
-  /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
+  /// Where dQ of this warp's 16 queries begins, for a panel's 64 columns.
   template <class Step>
   __device__ __forceinline__ float* dq_slice(const Step& step, int panel) const {
     return workspace_.dq + (first_term(step) + warp_ * 16) * Config::kHeadDim + panel * (16 * kPanelColumns);
@@ -237,7 +237,7 @@ class BackwardPipelinedDq : protected BackwardDqWarp<Config, Storage_> {
   const int first_row_, batch_;
   const int64_t first_tile_;  // of head 0 in the workspace
   RingCount<Config::kDsStages> at_;
-  float* g_target_ = nullptr;  // where what was staged last goes
+  float* g_target_ = nullptr;  // where the panel that was staged last goes
   uint32_t s_source_ = 0;
   DqTurns<DqAdditions::kBulk> turns_;
 };

@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-/// The steps in their order, for one warp.
+/// Finds the steps in their order, for one warp.
 template <class Config>
 class BackwardStepFinder : BackwardStepWindow<Config> {
  public:
@@ -17,7 +17,7 @@ class BackwardStepFinder : BackwardStepWindow<Config> {
     take();
   }
 
-  /// The next step, as BackwardFoundStepsOfCta has it. There must be one.
+  /// Returns the next step, as BackwardFoundStepsOfCta has it. There must be one.
   __device__ __forceinline__ ListedQueries next() {
     while (left_ == 0) {
       window_ = this->after(window_);

@@ -19,7 +19,8 @@ struct BackwardPipelinedStorage : BackwardStagedTerms<Config> {
   uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
   BackwardWorkTile<Config> work_tile;
 
-  /// What options need beside the work tile: prepare() by the thread that has set it, then look_at_masks() by all.
+  /// For options, which need more than the work tile: the thread that has set it calls prepare(), then all call
+  /// look_at_masks().
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
   __device__ __forceinline__ void look_at_masks(const BackwardParams&, const BackwardWorkspace&) {}
   /// Called by one thread.

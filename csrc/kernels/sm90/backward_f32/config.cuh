@@ -26,7 +26,7 @@ struct BackwardF32Config {
   // With less than 136, ptxas makes the products of half a panel of dQ wait for each other.
   static constexpr int kRegisters = kHasHalf ? 184 : 192, kDqRegisters = kHasHalf ? 136 : 120;
 
-  // Q and dO have two slots of a subtile each: those of one tile at head_dim 128, of two at 64.
+  // Q and dO have two slots each, of a subtile: at head_dim 128 they hold one tile, at 64 two.
   static constexpr int kQuerySlots = 2, kTiles = kQuerySlots / kPanels;
   static constexpr int kDsSlots = kTiles;  // of P, and then of dS
   static constexpr int kKeyBytes = kPanels * kSubtileBytes;
@@ -34,7 +34,7 @@ struct BackwardF32Config {
   static constexpr int kQueriesOffset = kValuesOffset + kKeyBytes;
   static constexpr int kGradsOffset = kQueriesOffset + kQuerySlots * kSubtileBytes;
   static constexpr int kDsOffset = kGradsOffset + kQuerySlots * kSubtileBytes;
-  // Behind dS: what its slot does not hold of the other CTA's halves of S and dP.
+  // Behind dS: room for the rest of the other CTA's halves of S and dP, which the slot of dS does not hold.
   static constexpr int kHalvesBytes = kCluster > 1 ? kPartBytes : 0;
   static constexpr int kTilesBytes = kDsOffset + kDsSlots * kSubtileBytes + kHalvesBytes;
   static constexpr int kTermBytes = kBlockM * 4;  // lse or D of a tile
@@ -46,7 +46,7 @@ struct BackwardF32Config {
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
-/// Scratch memory: that of all backwards, and Q and dO as subtiles, in the order of its tiles.
+/// Scratch memory: the workspace of all backwards, and Q and dO as subtiles, in the order of its tiles.
 struct BackwardF32Workspace {
   BackwardWorkspace rows;
   char *queries, *grads;
@@ -68,7 +68,7 @@ struct BackwardF32Workspace {
   }
 };
 
-/// Behind the workspace in the same memory.
+/// Returns the schedule. Its memory lies behind the workspace.
 inline BackwardSchedule backward_f32_schedule(const BackwardParams& p, const BackwardF32Workspace& workspace,
                                               void* memory) {
   return BackwardSchedule(p, kBackwardF32BlockN, backward_f32_head_dim(p.head_dim, p.head_dim_v), false,

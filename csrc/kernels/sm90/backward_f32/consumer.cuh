@@ -1,4 +1,4 @@
-// The consumer warpgroups of the float32 backward: of scores and dV, and of gradients of scores and dK.
+// The consumer warpgroups of the float32 backward: one computes scores and dV, the other gradients of scores and dK.
 #pragma once
 
 #include "kernels/common/tile.cuh"
@@ -36,8 +36,8 @@ struct HalfLayout {
   }
 };
 
-/// What the warps that sum dV and dK share. The former multiply K by Q and then use dO, the latter V by dO and then use
-/// Q.
+/// What the consumer warps of both warpgroups share. Those of dV multiply K by Q and then use dO; those of dK multiply
+/// V by dO and then use Q.
 template <class Config>
 class BackwardF32Sums : public BackwardF32Warp<Config> {
  public:
@@ -55,8 +55,8 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     if constexpr (Config::kHasHalf) zero_accumulators(sum_.half);
   }
 
-  /// x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T, from which lse was computed. `wait` waits for
-  /// a subtile of B. Many columns are two sums, because tensor cores round every sum towards zero.
+  /// Computes x = A B^T, up to head_dim 128 with the bits of the forward's Q K^T, from which lse was computed. wait(i)
+  /// waits for subtile i of B. Beyond, a CTA's columns are two sums, because tensor cores round every sum towards zero.
   template <class Wait, class SubtileOfA, class SubtileOfB>
   __device__ __forceinline__ static void multiply(Products::Tile& x, Wait wait, SubtileOfA a, SubtileOfB b) {
     Products::Tile rest, second;
@@ -80,7 +80,7 @@ class BackwardF32Sums : public BackwardF32Warp<Config> {
     Products::add(x, rest);
   }
 
-  /// x += the other CTA's x, over its columns. Both CTAs add the same two numbers and so have the same sum.
+  /// Adds the other CTA's x, which is over its columns. Both CTAs add the same two numbers and so have the same sum.
   __device__ __forceinline__ void add_other_half(Products::Tile& x, int halves,
                                                  const uint64_t (&half_full)[kWarpgroupWarps]) const {
     const int lane = ptx::reread(lane_);
@@ -172,7 +172,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     add_up(p, step);
   }
 
-  /// S
+  /// Computes S.
   __device__ __forceinline__ void multiply(Products::Tile& s) const {
     Base::multiply(
         s, [&](int panel) { this->wait_for_query(panel); }, [&](int panel) { return this->key_subtile(panel); },
@@ -180,7 +180,7 @@ class BackwardF32Values : BackwardF32Sums<Config> {
     if constexpr (Config::kCluster > 1) this->add_other_half(s, 0, storage_.s_half_full);
   }
 
-  /// P in place of S. Publishes P times the derivative of the softcap.
+  /// Replaces S by P. Publishes P times the derivative of the softcap.
   __device__ __forceinline__ void softmax_step(Scores& s, const Step& step) const {
     const float* const s_lse = storage_.lse[at_.tile()];
     if constexpr (Config::kScoreOptions) {
@@ -270,7 +270,7 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
     add_up(ds, step);
   }
 
-  /// dP
+  /// Computes dP.
   __device__ __forceinline__ void multiply(Products::Tile& dp) const {
     Base::multiply(
         dp, [&](int panel) { this->wait_for_grad(panel); }, [&](int panel) { return this->value_subtile(panel); },
@@ -280,7 +280,8 @@ class BackwardF32Gradients : BackwardF32Sums<Config> {
     if constexpr (Config::kCluster > 1) this->add_other_half(dp, HalfLayout::kOfGradients, storage_.dp_half_full);
   }
 
-  /// dS in place of dP. Where the weight is 0 the rest may be NaN, from keys that the query does not see.
+  /// Replaces dP by dS. Where the weight is 0, dS becomes 0: dP may be NaN there, from keys that the query does not
+  /// see.
   __device__ __forceinline__ void compute_ds(Products::Tile& x) const {
     const int lane = ptx::reread(lane_);
     this->wait_for_query(0);

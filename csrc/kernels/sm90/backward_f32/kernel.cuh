@@ -3,10 +3,10 @@
 //   S^T = K Q^T,   P^T = e^(S^T - lse),   dP^T = V dO^T,   dS^T = P^T (dP^T - D)    D: common/backward/row_terms.cuh
 //   dV += P^T dO,  dK += dS^T Q,          dQ += dS K
 //
-// A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). The kernel before
-// splits Q and dO once, into subtiles that TMA loads as they are. A CTA splits its own 64 keys of K and V. Three
-// warpgroups divide the products: consumer.cuh and producer.cuh. Beyond head_dim 128 the two CTAs of a cluster have
-// half of the columns each, and exchange their halves of S^T and dP^T.
+// A float is the sum of three bfloat16, and a product the sum of six products (sm90/common/float_parts.cuh). The kernel
+// of row terms splits Q and dO once, into subtiles that TMA loads as they are. A CTA splits its own 64 keys of K and V.
+// Three warpgroups divide the products: consumer.cuh and producer.cuh. Beyond head_dim 128 the two CTAs of a cluster
+// have half of the columns each, and exchange their halves of S^T and dP^T.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@
 
 namespace flash_ext::sm90 {
 
-/// The subtiles that a CTA of a cluster loads: 64 rows from first_row on, of its columns.
+/// Loads the subtiles of a CTA of a cluster: 64 rows from first_row on, of its columns.
 template <int kHeadDim, bool kBounded>
 __device__ __forceinline__ void load_block_subtiles(char* subtiles, RowSource<const float, false> rows, int rank,
                                                     int first_row, int end_row, int columns, int thread) {
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   run_backward_f32_cta<Config>(p, workspace, schedule);
 }
 
-/// Of CTAs that have half of the columns each.
+/// The kernel of clusters, whose CTAs have half of the columns each.
 template <class Config>
 __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
     backward_f32_halves_kernel(const __grid_constant__ BackwardParams p,

@@ -1,4 +1,4 @@
-// The warpgroup of the float32 backward that loads what comes first, and computes dQ and adds it to memory.
+// The warpgroup of the float32 backward that loads the first tiles, and computes dQ and adds it to memory.
 #pragma once
 
 #include "kernels/common/tile.cuh"
@@ -69,7 +69,7 @@ class BackwardF32Dq : BackwardF32Warp<Config> {
     send(step, panel, sum);
   }
 
-  /// This warp's 16 queries.
+  /// Reads dS of this warp's 16 queries.
   __device__ __forceinline__ void read(Products::Operand& ds) const {
     const int lane = ptx::reread(lane_), row = 16 * warp_ + lane % 16;
     const uint32_t s_row = this->s_ds() + row * kPanelRowBytes;

@@ -16,7 +16,7 @@ constexpr int backward_f32_head_dim(int64_t head_dim, int64_t head_dim_v) {
   return backward_head_dim(head_dim, head_dim_v);
 }
 
-/// CTAs of a cluster that have some of the columns each.
+/// How many CTAs of a cluster divide the columns.
 constexpr int backward_f32_ctas_of_cluster(int head_dim) { return head_dim > 128 ? 2 : 1; }
 
 }  // namespace flash_ext::sm90

@@ -14,7 +14,7 @@ struct BackwardF32Exchange {
 
 template <>
 struct BackwardF32Exchange<2> {
-  uint64_t s_half_full[kWarpgroupWarps], dp_half_full[kWarpgroupWarps];  // of a warp, here
+  uint64_t s_half_full[kWarpgroupWarps], dp_half_full[kWarpgroupWarps];  // of a warp's halves here
   uint64_t other_empty;                                                  // the slots for halves in the other CTA
 
   __device__ __forceinline__ void init() {

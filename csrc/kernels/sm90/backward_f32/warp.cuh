@@ -24,7 +24,7 @@ template <int kFullPanels, bool kHasHalf>
 struct ColumnSums {
   float full_panels[kFullPanels][8][4];
 
-  /// Of columns [8 n, + 8).
+  /// The sums of columns [8 n, + 8).
   __device__ __forceinline__ const float (&eight(int n) const)[4] { return full_panels[n / 8][n % 8]; }
 };
 
@@ -59,7 +59,7 @@ class BackwardF32Warp {
   using Sums = ColumnSums<Config::kFullPanels, Config::kHasHalf>;
   static constexpr int kPanels = Config::kPanels, kBlockM = Config::kBlockM;
 
-  /// Of the CTA in its cluster.
+  /// The rank of the CTA in its cluster.
   __device__ __forceinline__ static int rank() {
     return Config::kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
   }
@@ -104,13 +104,13 @@ class BackwardF32Warp {
       at_.advance();
     }
   }
-  /// The step whose tile takes the slots of this one's.
+  /// The step whose tile takes the slots of this step's tile.
   __device__ __forceinline__ Step step_after(Step step) const {
     for (int k = 0; k < Config::kTiles; ++k) work_tile_.advance(step);
     return step;
   }
 
-  /// A subtile of Q, with lse and D beside the first one. By one thread.
+  /// Loads a subtile of Q, and with the first one of a tile its lse and D. Called by one thread.
   __device__ __forceinline__ void load_query(const Step& step, int panel) const {
     const uint64_t& full = storage_.q_full[at_.slot(panel)];
     const int64_t tile = workspace_tile(step);
@@ -120,14 +120,14 @@ class BackwardF32Warp {
     load_terms(storage_.lse[at_.tile()], workspace_.rows.lse, tile, full);
     load_terms(storage_.minus_delta[at_.tile()], workspace_.rows.minus_delta, tile, full);
   }
-  /// A subtile of dO. By one thread.
+  /// Loads a subtile of dO. Called by one thread.
   __device__ __forceinline__ void load_grad(const Step& step, int panel) const {
     const uint64_t& full = storage_.do_full[at_.slot(panel)];
     ptx::mbarrier_arrive_expect(address(full), kSubtileBytes);
     load_subtile(Config::kGradsOffset, workspace_.grads, workspace_tile(step), panel, full);
   }
 
-  /// Of a panel, in the tensors.
+  /// The first column of a panel, in the tensors.
   __device__ __forceinline__ int first_column(int panel) const {
     return rank() * Config::kColumns + panel * kPanelColumns;
   }
@@ -148,7 +148,7 @@ class BackwardF32Warp {
   BackwardF32Position<Config> at_;
 
  private:
-  /// `sums_offset`: where it begins in a split's slot.
+  /// Stores dK or dV. `sums_offset`: where it begins in a split's slot, in floats.
   __device__ __forceinline__ void store(const TensorView& view, int sums_offset, const Sums& sum, float scale,
                                         int64_t columns) const {
     if (!view.data) return;

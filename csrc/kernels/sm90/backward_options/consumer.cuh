@@ -17,7 +17,8 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
   using Base = BackwardKeyGradients<Config>;
   using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Storage,
       typename Base::Tile, typename Base::Weights;
-  // Whether dS is made of P times the derivative of the softcap. Where there may be dropout, it comes last.
+  // Whether dS is computed from P times the derivative of the softcap. Where there may be dropout, the derivative is
+  // multiplied in last.
   static constexpr bool kSlopesFirst = !Config::kAny && Config::may_have(kStepSoftcapped);
   static constexpr int kBlockM = Config::kBlockM, kN = Tile::kN, kSteps = Tile::kSteps;
 
@@ -27,7 +28,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     if (Config::may_have(kStepDrops) && p.dropout.rng) seeds_ = uniform_seeds(p.dropout);
   }
 
-  /// `keep_scale`: of the workspace.
+  /// Runs all steps, and stores dK and dV. `keep_scale`: as in the workspace.
   __device__ __forceinline__ void run(float keep_scale) {
     this->zero_sums();
     StepMetadata metadata = read_metadata(at_);
@@ -59,7 +60,8 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     return storage_.step_metadata[at.stage()];
   }
 
-  /// The metadata after this one: they are read, and kept weights are drawn, beside the last products of the step.
+  /// Computes a step and returns the metadata of the next one. These are read, and kept weights are drawn, while the
+  /// last products of the step run.
   __device__ __forceinline__ StepMetadata visit(const StepMetadata& metadata) {
     StepMetadata after;
     const auto look_ahead = [&] {
@@ -82,7 +84,8 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     return after;
   }
 
-  /// One step. `hides`: the window hides some pair of the tile. S and dP take the same registers, one after the other.
+  /// Computes a step. `hides`: the window hides some pair of the tile. S and dP take the same registers, one after the
+  /// other.
   template <class LookAhead>
   __device__ __forceinline__ void step(const StepMetadata& metadata, bool hides, LookAhead look_ahead) {
     Scores s;
@@ -116,7 +119,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     } else if (Config::template has<kStepDrops>(metadata.flags)) {
       Tile::template compute_ds_kept<Config::kAny>(
           ds, s, p, storage_.minus_delta[at_.stage()], lane_, [&](int n, int r, uint32_t pair) {
-            if (Config::kAny && n % 2 == 0 && r == 0) kept[n / 2] = load_kept(n / 2);  // no registers for it before
+            if (Config::kAny && n % 2 == 0 && r == 0) kept[n / 2] = load_kept(n / 2);  // no registers for it earlier
             return keep_pair(pair, kept[n / 2].x, kept[n / 2].y, n % 2 * 2 + r);
           });
       if (!Config::kAny && hides) this->hide(ds, metadata.tile);
@@ -131,14 +134,15 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     this->add_up(p, ds, look_ahead);
   }
 
-  /// What bias and masks hide. A kernel without tests looks for NaN in dS instead, where the window hides nothing.
+  /// Zeroes weights that bias and masks hide. For a bias, a kernel without tests looks for NaN in dS instead, where the
+  /// window hides nothing.
   __device__ __forceinline__ void hide_by_options(Weights& weights, const StepMetadata& metadata, bool hides) const {
     if ((Config::kAny || hides) && Config::template has<kStepBiased>(metadata.flags) && bias_by_pairs())
       hide_by_bias(weights);
     if (Config::template has<kStepMasked>(metadata.flags)) hide_by_words(weights);
   }
 
-  /// Weights in place of products. What one option makes of scores is one pass with their exponentials.
+  /// Replaces products by weights. What a single option does to scores is one pass with their exponentials.
   __device__ __forceinline__ void softmax_step(Scores& s, const StepMetadata& metadata) const {
     float scale = options().scale;
     if (Config::template has<kStepSoftcapped>(metadata.flags)) {
@@ -153,7 +157,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
       const auto level = [](float x, int, int) { return x; };
       is_sloped ? softmax_step_bias(s, scale, sloped) : softmax_step_bias(s, scale, level);
     } else if (Config::template has<kStepBiased>(metadata.flags)) {
-      // A sum that overflowed must not make a NaN of what is hidden: what a query does see of it, its lse knows.
+      // A sum that overflowed must not make NaN of a hidden pair. If a query does see the pair, its lse is not finite.
       Tile::for_each_with_term(s, lse, lane_, [&](float& x, float term, int n, int e) {
         x = alibi.add(fminf(x * scale, FLT_MAX) - term, 0, n, e);
       });
@@ -172,7 +176,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     }
   }
 
-  /// Where scores are capped and no more: P, and P times the derivative of the softcap.
+  /// For a softcap alone: computes P, and P times the derivative of the softcap.
   __device__ __forceinline__ void softmax_step_softcap(Weights& p, Weights& sloped, Scores& s) const {
     const float scale = options().scale, cap = options().cap;
     for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(x * scale); });
@@ -192,7 +196,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     return Config::may_have(kStepKeyBiased) ? key_bias_[e / 2] - term : -term;
   }
 
-  /// Scores over the cap, capped. The derivative waits where dS will be.
+  /// Replaces products by capped scores over the cap. The derivatives wait in the room of dS.
   __device__ __forceinline__ void cap(Scores& s, float scale) const {
     for_each_score(s, [&](float& x, int, int, int) { x = softcap_tanh<Element>(x * scale); });
     this->wait_for_ds_room();
@@ -210,7 +214,8 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     __syncwarp();
   }
 
-  /// A slope of NaN, of a sum that overflowed, must not reach what is hidden.
+  /// Multiplies dS by the derivatives of the softcap. A NaN among them, of a sum that overflowed, must not reach hidden
+  /// pairs.
   __device__ __forceinline__ void multiply_by_slopes(Weights& ds, bool hides) const {
     const uint32_t s_row = row_of_lane(this->s_ds());
 #pragma unroll
@@ -241,12 +246,12 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     const uint32_t parity = layout_.bias_slots > 1 ? at_.parity() : at_.count % 2;
     wait_for(storage_.bias_full[bias_slot()], parity);
   }
-  /// Of this warpgroup.
+  /// The bias of this warpgroup's keys in shared memory.
   __device__ __forceinline__ uint32_t s_bias() const {
     return behind_storage(layout_.bias + bias_slot() * layout_.bias_bytes +
                           warpgroup_ * (layout_.bias_bytes / Config::kWarpgroups));
   }
-  /// Of 16 bits; the kernels of certain options serve that of the inputs alone.
+  /// Whether there is a bias of pairs in 16 bits. The kernels of certain options serve it in the inputs' dtype alone.
   __device__ __forceinline__ bool bias_by_pairs() const {
     return Config::kAny ? layout_.bias_by_pairs : Config::may_have(kStepBiased);
   }
@@ -278,7 +283,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     BiasRowsInShared<float, BaseTwoUnit, kWarpgroupRows>::add(s, s_bias(), 0, 16 * warp_, ptx::reread(lane_));
   }
 
-  /// A word has a query's 32 keys, those of two warps.
+  /// Zeroes weights that mask words hide. A word has 32 keys of a query: those of two warps.
   __device__ __forceinline__ void hide_by_words(Weights& p) const {
     const int lane = ptx::reread(lane_), shift = 7 - lane / 4;
     const uint32_t keys_of_warp = warp_ % 2 ? 0x7632 : 0x5410;  // of two words, as __byte_perm takes them
@@ -293,18 +298,18 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     }
   }
 
-  /// dS where the weight is 0: dP may be NaN there, and so may P be where a bias hides.
+  /// Zeroes dS where the weight is 0: dP may be NaN there, and so may P be where a bias hides.
   __device__ __forceinline__ void zero_hidden(Weights& ds, Weights& p) const {
     if (bias_by_pairs()) hide_by_bias(p);
     Tile::hide_weightless(ds, p);
   }
 
-  /// Of a head, for this lane's keys, to base 2.
+  /// Reads the per-key bias and mask of a head, for this lane's keys, to base 2.
   __device__ __forceinline__ void load_key_bias(int head) {
     Sequence sequence = work_tile_.sequence;
     sequence.head += head;
-    // Behind the last key there are no weights. Branches of single lanes would take what is the same for all of them
-    // out of uniform registers.
+    // Indices are clamped, as keys behind the last one have no weights. Branches of single lanes would take values that
+    // are the same in all lanes out of uniform registers.
     const auto for_each_key = [&](auto f) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) f(key_bias_[r], min(this->first_key() + lane_ / 4 + 8 * r, sequence.seqlen_k - 1));
@@ -322,7 +327,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     }
   }
   __device__ __forceinline__ bool hides_keys() const { return fminf(key_bias_[0], key_bias_[1]) == -INFINITY; }
-  /// Where the bias of a key is -inf. Weights and dS may be NaN there.
+  /// Zeroes weights and dS where the bias of a key is -inf: they may be NaN there.
   __device__ __forceinline__ void zero_hidden_keys(Weights& p, Weights& ds) const {
     const uint32_t kept[2] = {key_bias_[0] == -INFINITY ? 0u : ~0u, key_bias_[1] == -INFINITY ? 0u : ~0u};
     Tile::for_each_pair([&](int k, int e, int, int) {
@@ -331,13 +336,14 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
     });
   }
 
-  /// A word has 32 weights, of which a lane has four: so each lane of the warpgroup draws one.
+  /// The word that this lane draws. A word has 32 weights, of which a lane has four: so each lane of the warpgroup
+  /// draws one.
   __device__ __forceinline__ uint32_t word_of_lane() const {
     static_assert(KeptTile<kBlockM>::kWordsOfGroup == kWarpgroupThreads);
     return 32 * ptx::reread(static_cast<uint32_t>(warp_)) + ptx::reread(static_cast<uint32_t>(lane_));
   }
-  /// Which weights of a step are kept, while the one before adds up. The warps then wait for each other, in steps too
-  /// in which they see nothing: what they left there two steps before has been read.
+  /// Draws which weights of a step are kept, while the step before adds up. The warps then wait for each other, even in
+  /// steps in which they see nothing: so all have read the words of two steps before, which lay in the same slot.
   __device__ __forceinline__ void draw(const StepMetadata& metadata, At at) const {
     if (this->sees(metadata.tile)) {
       const uint32_t word = word_of_lane();
@@ -354,7 +360,7 @@ class BackwardOptionsConsumer : BackwardKeyGradients<Config> {
   __device__ __forceinline__ uint32_t s_kept(At at) const {
     return behind_storage(layout_.kept + at.stage() * layout_.kept_bytes);
   }
-  /// Words of two queries that follow each other, of the k-th sixteen, as keep_pair() wants them.
+  /// Reads words of two consecutive queries, of the k-th sixteen, as keep_pair() takes them.
   __device__ __forceinline__ uint2 load_kept(int k) const {
     const uint32_t lane = static_cast<uint32_t>(lane_), s_lane = s_kept(at_) + KeptTile<kBlockM>::at(warpgroup_, lane);
     const int shift = KeptTile<kBlockM>::shift(16 * warp_, lane);

@@ -1,8 +1,7 @@
 // The backward with any options, softcap, ALiBi, bias, masks and dropout, in a loop without overlap: a product begins
 // when the one before has ended (sm90/common/backward/kernel.cuh has the equations and the kernel). Its policies are in
-// consumer.cuh, with key_gradients.cuh, and in producer.cuh. The warpgroup that loads finds the steps of which masks
-// leave something (scheduler.cuh). It writes the metadata of each two steps ahead, and loads its bias and words of
-// visibility.
+// consumer.cuh, with key_gradients.cuh, and in producer.cuh. The warpgroup that loads finds the steps that masks leave
+// (scheduler.cuh). It writes the metadata of each step two steps ahead, and loads the step's bias and mask words.
 #pragma once
 
 #include <iterator>
@@ -27,7 +26,7 @@ struct BackwardOptionsArguments {
   const BackwardSchedule& schedule;
 };
 
-/// As BackwardRolesOf.
+/// The policies of this kernel, as in BackwardRolesOf.
 template <class Config_>
 struct BackwardOptionsRoles {
   using Config = Config_;

@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of it.
+/// A consumer warp.
 template <class Config>
 class BackwardKeyGradients : protected BackwardKeysConsumer<Config, BackwardOptionsStorage<Config>> {
  public:
@@ -16,7 +16,7 @@ class BackwardKeyGradients : protected BackwardKeysConsumer<Config, BackwardOpti
   using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Sum, typename Base::Tile,
       typename Base::Weights;
 
-  /// The scale of scores is one of the storage's options.
+  /// Passes no scale of scores: the storage's options have it.
   __device__ __forceinline__ BackwardKeyGradients(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                                   int group, int lane)
       : Base(p, storage, s_tiles, group * panel_bytes(kWarpgroupRows), 0.0f, group, lane) {}
@@ -28,7 +28,7 @@ class BackwardKeyGradients : protected BackwardKeysConsumer<Config, BackwardOpti
     zero_accumulators(dk_);
     zero_accumulators(dv_);
   }
-  /// `keep_scale`: of the workspace.
+  /// Stores dK and dV. `keep_scale`: as in the workspace.
   __device__ __forceinline__ void store_sums(float keep_scale) const {
     this->store_dv(dv_, keep_scale);
     this->store_dk(dk_, static_cast<float>(p_.softmax_scale) * keep_scale);
@@ -46,7 +46,7 @@ class BackwardKeyGradients : protected BackwardKeysConsumer<Config, BackwardOpti
     publish_ds();
   }
 
-  /// dP, with meanwhile() beside the product.
+  /// Computes dP; meanwhile() runs while the product does.
   template <class Meanwhile>
   __device__ __forceinline__ void multiply_grads(Scores& s, Meanwhile meanwhile) const {
     wait_for(storage_.v_full, 0);
@@ -56,7 +56,7 @@ class BackwardKeyGradients : protected BackwardKeysConsumer<Config, BackwardOpti
     Products::finish(s);
   }
 
-  /// dV += P dO and dK += dS Q, issued together, with meanwhile() beside them. Both are complete on return.
+  /// Computes dV += P dO and dK += dS Q. Both products are issued before meanwhile() runs, and are complete on return.
   template <class Meanwhile>
   __device__ __forceinline__ void add_up(const Weights& p, const Weights& ds, Meanwhile meanwhile) {
     Products::start_sum(dv_, p, this->grad_tile());
@@ -70,7 +70,7 @@ class BackwardKeyGradients : protected BackwardKeysConsumer<Config, BackwardOpti
     this->release_query();
   }
 
-  /// Of this warpgroup's keys.
+  /// Where dS of this warpgroup's keys lies in shared memory.
   __device__ __forceinline__ uint32_t s_ds() const {
     return s_tiles_ + Config::kDsOffset + at_.stage() * Config::kDsBytes + warpgroup_ * Config::kDsPanelBytes;
   }

@@ -8,7 +8,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of it does.
+/// One warp of this warpgroup.
 template <class Config>
 class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config>> {
  public:
@@ -19,7 +19,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
   using KeyTile = TileDescriptor<kBlockN>;
   using DsTile = TileDescriptor<kBlockM>;
   static constexpr int kMetadataWarp = 1;                  // writes metadata of steps; warp 0 loads Q and dO
-  static constexpr bool kFindsOverlapped = !Config::kAny;  // a product; ptxas has no registers for it with all options
+  static constexpr bool kFindsOverlapped = !Config::kAny;  // by a product; with all options ptxas lacks registers
 
   __device__ __forceinline__ BackwardOptionsDq(const BackwardParams& p, const BackwardMaps& maps,
                                                const CUtensorMap& bias_map, const BackwardWorkspace& workspace,
@@ -79,13 +79,13 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
     return sequence;
   }
 
-  /// Whether all threads load what comes with steps, with registers that a product beside has no room for; else the
-  /// TMA does.
+  /// Whether all threads load what comes with steps. They do so with registers for which a product that runs meanwhile
+  /// leaves no room. Otherwise TMA loads it.
   __device__ __forceinline__ bool by_threads() const {
     return Config::kAny ? layout_.by_threads : Config::may_have(kStepMasked) && layout_.makes_words;
   }
 
-  /// In the order in which the consumers need them.
+  /// Loads the first two steps, in the order in which the consumers need them.
   __device__ __forceinline__ void load_first(const BackwardStep& first, const BackwardStep& second) {
     this->load_keys(maps_.k, storage_.k_full, 0);
     this->load_queries(first);
@@ -101,7 +101,8 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
     publish_metadata<kByThreads>(now, 0);
     publish_metadata<kByThreads>(next, 1);
   }
-  /// Of the steps after this one. Who has published dS of this one has read its metadata, bias and words.
+  /// Prepares the steps after this one. A warp that has published dS of this step has read its metadata, bias and
+  /// words.
   template <bool kByThreads>
   __device__ __forceinline__ void prepare(const StepMetadata& next, const StepMetadata& after) const {
     if (layout_.bias_slots > 1) copy_bias<kByThreads>(after, at_.stage());
@@ -109,7 +110,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
     if (!is_past(next)) publish_metadata<kByThreads>(after, at_.stage());
   }
 
-  /// A panel for each warpgroup that computes.
+  /// Copies the bias of a step, a part for each consumer warpgroup.
   template <bool kByThreads>
   __device__ __forceinline__ void copy_bias(const StepMetadata& metadata, int slot) const {
     if (!Config::may_have(kStepBiased) || layout_.bias_slots == 0 || is_past(metadata)) return;
@@ -140,7 +141,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
     __syncwarp();
   }
 
-  /// What consumer warps must know of a step.
+  /// Publishes what consumer warps must know of a step.
   template <bool kByThreads>
   __device__ __forceinline__ void publish_metadata(const StepMetadata& metadata, int stage) const {
     const bool is_masked = Config::template has<kStepMasked>(metadata.flags);
@@ -167,7 +168,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
     __syncwarp();
   }
 
-  /// dQ += dS K of the next query tile. meanwhile() runs once dS is there, beside the first product.
+  /// Adds dS K to dQ of the next query tile. meanwhile() runs once dS is complete, while the first product does.
   template <class Meanwhile>
   __device__ __forceinline__ void add(const BackwardStep& step, Meanwhile meanwhile) const {
     const uint32_t stage = at_.stage();
@@ -189,7 +190,7 @@ class BackwardOptionsDq : BackwardProducer<Config, BackwardOptionsStorage<Config
     }
   }
 
-  /// 64 columns of dQ.
+  /// Starts the product for 64 columns of dQ.
   __device__ __forceinline__ static void start(Sum& sum, uint32_t ds, uint32_t keys) {
     ptx::wgmma_fence();
     ptx::wgmma_across<Element, false>(sum, DsTile::at(ds, 0), KeyTile::at(keys, 0));

@@ -1,4 +1,4 @@
-// The steps of a CTA of which masks leave something, found 32 tiles of queries at a time, a lane each.
+// The steps of a CTA that masks leave, found 32 query tiles at a time, one per lane.
 #pragma once
 
 #include "kernels/sm90/common/backward/step_window.cuh"
@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-/// For one warp.
+/// Finds the steps in their order, for one warp.
 template <class Config>
 class BackwardOptionsSteps : BackwardStepWindow<Config> {
  public:
@@ -18,7 +18,7 @@ class BackwardOptionsSteps : BackwardStepWindow<Config> {
     take();
   }
 
-  /// The first one, and whenever it is called again the one after it. Past the last one, kStepPast.
+  /// Returns the next step, at first the first one. Past the last one it returns kStepPast.
   __device__ __forceinline__ StepMetadata next() {
     while (left_ == 0) {
       if (this->is_past(window_)) return {0, window_.head, kStepPast, 0.0f};
@@ -41,14 +41,15 @@ class BackwardOptionsSteps : BackwardStepWindow<Config> {
   using Base::has_non_finite_, Base::lane_, Base::left_, Base::masked_, Base::next_state_, Base::window_,
       Base::work_tile_, Base::workspace_;
 
-  /// ALiBi's, of the head of the window. The kernel of all options reads it for each step: it has no register for it.
+  /// The ALiBi slope of the window's head. The kernel of all options reads it for each step: it has no register to keep
+  /// it.
   __device__ __forceinline__ float slope() const { return Config::kAny ? slope_of_head() : slope_; }
   __device__ __forceinline__ float slope_of_head() const {
     return Config::template has<kStepAlibi>(layout_.flags) ? options_.slopes[window_.head] : 0.0f;
   }
 
-  /// What memory says of a window's tiles. It is asked while those before it go by: behind the additions to dQ an
-  /// answer comes late.
+  /// Issues the loads of the states of a window's tiles. It does so while the window before is in use: an answer comes
+  /// late, after the additions to dQ.
   __device__ __forceinline__ void ask(const BackwardStep& window) {
     if (!this->begin_asking(window)) return;
     next_state_ = kTileVisible;
@@ -58,7 +59,7 @@ class BackwardOptionsSteps : BackwardStepWindow<Config> {
     if (Config::may_have(kStepMasked | kStepBiased | kStepKeyBiased) && options_.hides)
       this->ask_for_non_finite(window);
   }
-  /// Acquires the window that was asked for last, and asks for the one after it.
+  /// Takes the answers for the current window, and asks for the window after it.
   __device__ __forceinline__ void take() {
     this->take_answers();
     if (this->is_past(window_)) return;

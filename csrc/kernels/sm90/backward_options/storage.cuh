@@ -22,7 +22,8 @@ struct alignas(16) StepMetadata {
   float slope;  // ALiBi's, to base 2
 };
 
-/// Behind the storage in shared memory, in bytes from it on. Words of dropout and of masks have kStages slots.
+/// What lies behind the storage in shared memory: offsets in bytes from the storage on. Words of dropout and of masks
+/// have kStages slots.
 struct BackwardOptionsLayout {
   int kept = 0, words = 0, bias = 0;
   int kept_bytes = 0, words_bytes = 0, bias_bytes = 0;  // of a slot
@@ -32,11 +33,11 @@ struct BackwardOptionsLayout {
   bool bias_by_pairs = false;   // in 16 bits
   bool makes_words = false;     // of bitmaps of blocks
   bool bias_of_keys = false, mask_of_keys = false;
-  bool by_threads = false;  // are words made or a bias copied, and not all of it by TMA
+  bool by_threads = false;  // whether threads make words or copy a bias; else TMA loads all
   int flags = 0;            // of all steps
   int bytes = 0;
 
-  /// At most `available` bytes, where a bias may have fewer slots.
+  /// Lays out at most `available` bytes; where they do not suffice, a bias has fewer slots.
   template <class Config>
   static BackwardOptionsLayout of(const BackwardParams& p, int storage_bytes, int available) {
     BackwardOptionsLayout layout;
@@ -82,7 +83,7 @@ struct BackwardOptionsStorage : BackwardStagedTerms<Config> {
   uint64_t do_full[kStages], do_empty[kStages];  // with minus_delta
   uint64_t ds_full[Config::kDsStages], ds_empty[Config::kDsStages];
   BackwardWorkTile<Config> work_tile;
-  uint64_t metadata_full[kStages], bias_full[kStages];  // with bits and words
+  uint64_t metadata_full[kStages], bias_full[kStages];  // metadata_full: with mask words
   StepMetadata step_metadata[kStages];
   BackwardOptions options;
 

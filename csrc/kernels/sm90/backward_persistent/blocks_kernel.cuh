@@ -12,7 +12,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Scratch memory of a call: that of its lists, and the table.
+/// Scratch memory of a call: the memory of its lists, and the table.
 template <class Config>
 struct BackwardPersistentBlocksMemory {
   BackwardWorkspace workspace;
@@ -30,7 +30,7 @@ struct BackwardPersistentBlocksMemory {
   BackwardPersistentBlocksMemory(const BackwardBlocksWorkspace& lists, void* memory)
       : workspace(lists.rows), schedule(lists.schedule), order(lists.order), bytes(lists.bytes) {
     table = take_table<Config>(memory, bytes, order.positions());
-    // CTAs take positions from the table's counter. That of the list, which is zeroed with it, is free.
+    // CTAs take positions from the table's counter. So the list's counter, which is zeroed with the list, is free.
     table.any_large = reinterpret_cast<uint32_t*>(&schedule.list.head->taken);
   }
 };

@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of it does.
+/// One warp of this warpgroup.
 template <class Config>
 class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
   using Base = BackwardPersistentDq<Config>;
@@ -26,8 +26,8 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
 
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
 
-  /// All that there is room for, of this tile of keys and the one behind, whose list is read from a step before the
-  /// first loads of its rows on.
+  /// Loads all that there is room for, of this key tile and the next one. The list of the next one is read a step
+  /// before its first rows are loaded.
   __device__ __forceinline__ void load_ahead() {
     if (warp_ > 1) return;
 #pragma unroll 1
@@ -37,8 +37,8 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
       load_step();
     }
   }
-  /// K or V of the next tile of keys, and the first entries of its list, if there is one, unless it is two ahead.
-  /// Whether it has steps.
+  /// Loads K or V of the next key tile, unless there is none or it is two ahead, and reads the first entries of its
+  /// list. Returns whether it has steps.
   __device__ __forceinline__ bool begin_tile() {
     if (loaded_.count > tile_.count + 1 || !this->has_tile(loaded_)) return false;
     const uint32_t slot = loaded_.stage();
@@ -55,7 +55,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     loaded_.advance();
     return left_ > 0;
   }
-  /// The lanes 0, 1, .. read the next entries of the list, a piece each.
+  /// Reads the next entries of the list: a piece each in lanes 0, 1, ..
   __device__ __forceinline__ void read_entry() {
     entry_ = lane_ < min(left_, kPieces) ? __ldg(reinterpret_cast<const int4*>(g_entry_))
                                          : int4{0, BackwardPiece::kAbsent, -1, 0};
@@ -76,12 +76,12 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     return static_cast<int>(workspace_.tiles_per_head) * kPieces;
   }
 
-  /// There are kMetadataSlots slots, as for steps that a warp finds (steps.cuh): that of step m + 2 is written when dS
-  /// of step m is complete. For that, consumers have waited until dQ's warps had released dS of m - 2, behind their
-  /// reads of its metadata, which lay in the same slot; consumers read it before dS of m - 2 was complete. Steps,
-  /// stages and slots go on from one tile of keys to the next, so this also holds between tiles. Behind the last step
-  /// of a tile consumers read flags of the next slot, which may be being written, and use them for nothing.
-  /// Rows behind the last query hide nothing: they are loaded as zeros, and their terms make weights of 0.
+  /// There are kMetadataSlots slots, as for steps that a warp finds (steps.cuh): the metadata of step m + 2 is written,
+  /// to the slot of step m - 2, when dS of step m is complete. All have read that slot by then: dQ's warps before they
+  /// released dS of m - 2, for which consumers waited before they stored dS of m; consumers before dS of m - 2 was
+  /// complete. Steps, stages and slots go on from one key tile to the next, so this also holds between tiles. After the
+  /// last step of a tile consumers read flags of the next slot, which may be written meanwhile, and use them for
+  /// nothing. Rows behind the last query hide nothing: they are loaded as zeros, and their terms make weights of 0.
   __device__ __forceinline__ void write_metadata() {
     const int head = entry_.x, tile = entry_.y, visible = entry_.z;
     int flags = flags_;
@@ -94,8 +94,8 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     slot_ = (slot_ + 1) % kMetadataSlots;
   }
 
-  /// Pieces of Q with their lse, or of dO with their D. An absent piece is loaded from rows that do not exist, so that
-  /// it is made of zeros; its terms are any.
+  /// Loads the pieces of a step: Q with lse, or dO with D. An absent piece is loaded from rows that do not exist, so
+  /// that it is made of zeros; its terms are any.
   __device__ __forceinline__ void load_pieces(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
                                               int tiles_offset, const float* g_terms,
                                               const float (&terms)[Config::kStages][kBlockM]) const {
@@ -127,7 +127,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
 
   static constexpr int kDqPlanes = kWarpgroupWarps;
 
-  /// Of all pieces that see the tile of keys.
+  /// Adds to dQ^T of all pieces that see the key tile.
   __device__ __forceinline__ void add_all() {
     const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
     const int steps = BackwardPieceSteps<Config>::steps_of(ptx::uniform(work_tile.tiles.end));
@@ -139,7 +139,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     for (int left = steps; left > 0; --left) {
       if (warp_ == kPreparing) this->look_ahead(left, steps);
       wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
-      // That dS is complete says that all products of the step before are over.
+      // When dS is complete, all products of the step before are over.
       ++free_stages_;
       load_ahead();
       if (workspace_.dq) {
@@ -151,7 +151,8 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     }
     if (warp_ == kPreparing && steps == 0) this->look_ahead(0, 0);
   }
-  /// dQ^T += K^T dS^T, of this warp's 16 columns. g_dq: its plane, of the first query of the group's first head.
+  /// Adds K^T dS^T to this warp's 16 columns of dQ^T. g_dq: where this plane begins, for the first query of the group's
+  /// first head.
   __device__ __forceinline__ void add(uint32_t keys, float* g_dq) const {
     const uint32_t s_sums = DqSlice::slot(s_tiles_, warp_, 0);
     Sum sum;
@@ -176,7 +177,7 @@ class BackwardPersistentBlocksDq : BackwardPersistentDq<Config> {
     __syncwarp();
   }
 
-  // The lists that are read next: pieces that are left, and this lane's.
+  // The list that is read next: the pieces that are left, and this lane's entry.
   int left_ = 0;
   const ListedQueries* g_entry_ = nullptr;
   int4 entry_ = {};

@@ -6,8 +6,8 @@
 
 namespace flash_ext::sm90 {
 
-/// The pipelined loop in persistent CTAs: products of one key tile overlap those of the next.
-/// kTurns: additions to dQ take turns in a kernel of its own, as at head_dim 64 a test for them would cost the others.
+/// The pipelined loop in persistent CTAs: products of one key tile overlap those of the next. kTurns: additions to dQ
+/// take turns in a kernel of its own: at head_dim 64 a test for turns would slow down other calls.
 template <class Element, int kHeadDim, TurnTaking kTurns_ = TurnTaking::kNever>
 struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, BackwardShapeKind::kPersistent> {
   using Base = BackwardNarrowConfig<Element, kHeadDim, 3, BackwardShapeKind::kPersistent>;
@@ -18,7 +18,7 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static constexpr bool kFindsSteps = false;
   static constexpr int kDsSteps = Base::kBlockM / 16;
   static constexpr int kDsPanelBytes = Base::kBlockN * Base::kDsQueries * 2;
-  static constexpr int kStoresOffset = Base::kTilesBytes;  // dV, then dK, on their way to memory: a slot a warp
+  static constexpr int kStoresOffset = Base::kTilesBytes;  // for dV, then dK, on their way to memory: a slot per warp
   static constexpr int kStoreBytes = kRowsOfWarp * kPanelRowBytes;
   static constexpr int kTilesBytes = kStoresOffset + Base::kWarpgroups * kWarpgroupWarps * kStoreBytes;
   static constexpr bool kHasOptions = false;
@@ -30,7 +30,8 @@ struct BackwardPersistentConfig : BackwardNarrowConfig<Element, kHeadDim, 3, Bac
   static_assert(panels(kHeadDim) == 1, "dQ of a step is one product");
 };
 
-/// With an option. kTwoWeights, kDsSteps: as in the pipelined loop of one tile (BackwardPipelinedOptionsConfig).
+/// The persistent kernel with one option. kTwoWeights, kDsSteps: as in the pipelined loop of one tile
+/// (BackwardPipelinedOptionsConfig).
 template <class Element, int kHeadDim, int kOptions>
 struct BackwardPersistentOptionsConfig : BackwardOptionsConfig<BackwardPersistentConfig<Element, kHeadDim>, kOptions> {
   using Base = BackwardOptionsConfig<BackwardPersistentConfig<Element, kHeadDim>, kOptions>;

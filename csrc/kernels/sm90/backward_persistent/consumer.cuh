@@ -1,5 +1,5 @@
-// The consumer warpgroups of the persistent kernel: the pipelined loop, for one tile of keys after the other. dV and dK
-// leave through shared memory.
+// The consumer warpgroups of the persistent kernel: the pipelined loop, for one key tile after another. dV and dK are
+// stored through shared memory.
 #pragma once
 
 #include "epilogue.cuh"
@@ -11,10 +11,10 @@
 
 namespace flash_ext::sm90 {
 
-/// As BackwardOneTile, in a persistent CTA, whose key tiles alternate between the slots.
+/// Like BackwardOneTile, for a persistent CTA, whose key tiles alternate between the slots.
 template <class Config>
 struct BackwardCursor {
-  uint32_t count = 0;  // of steps, fewer than 2^30 in a CTA; in the two highest bits, that of tiles
+  uint32_t count = 0;  // lower 30 bits: of steps, which are fewer; upper two: of tiles
 
   template <class Storage>
   __device__ __forceinline__ const uint64_t& k_full(const Storage& storage) const {
@@ -27,7 +27,7 @@ struct BackwardCursor {
   __device__ __forceinline__ uint32_t parity() const { return count >> 31; }
   __device__ __forceinline__ uint32_t slot() const { return count >> 30 & 1; }
   __device__ __forceinline__ void advance() { count += 1u << 30; }
-  /// Of all tiles before.
+  /// The number of steps of all tiles before.
   __device__ __forceinline__ uint32_t steps() const { return ptx::uniform(count % (1u << 30)); }
 
   __device__ __forceinline__ uint32_t keys_offset() const { return slot() * Config::kKeySlotBytes; }
@@ -48,7 +48,7 @@ template <class Config, class Storage = BackwardPersistentStorageOf<Config>>
 using BackwardPersistentScores = std::conditional_t<Config::kHasOptions, BackwardOptionScores<Config, Storage>,
                                                     BackwardPlainScores<Config, Storage>>;
 
-/// One warp of the consumers, for the tile of keys that the cursor points to.
+/// A consumer warp, for the key tile that the cursor points to.
 template <class Config>
 class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPersistentScores<Config>> {
  public:
@@ -78,7 +78,7 @@ class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPer
   using Base::dk_, Base::dv_, Base::lane_, Base::p_, Base::rules_, Base::s_tiles_, Base::storage_, Base::warp_,
       Base::warpgroup_, Base::work_tile_;
 
-  /// Stores dV and dK through shared memory, from where TMA takes them while the warp goes on.
+  /// Stores dV and dK through shared memory. TMA takes them from there while the warp goes on.
   __device__ __forceinline__ void store_sums(const BackwardStoringMaps& maps) const {
     if (work_tile_.sums) return this->store_splits();
     if (p_.dv.data) store_sum(maps.dv, dv_, rules_.keep_scale());
@@ -89,7 +89,7 @@ class BackwardPersistentConsumer : BackwardPipelinedConsumer<Config, BackwardPer
     const int lane = ptx::reread(lane_);
     const uint32_t s_rows =
         s_tiles_ + Config::kStoresOffset + (warpgroup_ * kWarpgroupWarps + warp_) * Config::kStoreBytes;
-    if (lane == 0) ptx::tma_store_wait_read();  // what was here before
+    if (lane == 0) ptx::tma_store_wait_read();  // the slot's previous contents
     __syncwarp();
     write_out_tile<typename Config::Element>(s_rows, sum, {scale, scale}, 0, lane);
     ptx::fence_proxy_async_shared();

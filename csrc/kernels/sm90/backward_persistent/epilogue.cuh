@@ -13,13 +13,13 @@ struct BackwardTransposedDqLayout {
   static constexpr bool kTransposed = true;
   static constexpr int kPlanes = kHeadDim / kDqPlaneColumns;
 
-  /// Eight columns of two queries that follow each other. Parts of the same queries come together.
+  /// Eight columns of two consecutive queries. Parts of the same queries follow each other.
   struct FragmentPart {
     int row, column;
 
     __device__ __forceinline__ explicit FragmentPart(int flat) : row(flat / 8 * 2), column(flat % 8 * 8) {}
 
-    /// As four lanes have two rows of accumulators. first_term: that of the tile's first query.
+    /// Loads the part as four lanes hold two rows of accumulators. `first_term`: the term of the tile's first query.
     __device__ __forceinline__ void load(const BackwardWorkspace& workspace, int64_t first_term, int head,
                                          float (&x)[4][4]) const {
       const int64_t fragment =

@@ -1,12 +1,13 @@
-// The backward at head_dim 64 without options or with one of some: the pipelined loop in persistent CTAs. Its policies:
+// The backward at head_dim 64 without options or with one of kPersistentOptions: the pipelined loop in persistent CTAs.
+// Its policies:
 //
 //   plain                      producer.cuh
 //   one option                 options_kernel.cuh
 //   deterministic              turns_producer.cuh
 //   the lists of a block mask  blocks_kernel.cuh
 //
-// A CTA goes from one tile of 128 keys to the next. Q and dO of the first steps of a tile, its K and its V are loaded
-// while the steps of the tile before are computed, and dQ of these is computed while dK and dV are stored.
+// A CTA goes from one tile of 128 keys to the next. While the steps of a tile are computed, K and V of the next tile
+// are loaded, and Q and dO of its first steps. While dK and dV of a tile are stored, dQ of its last steps is computed.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +27,7 @@ constexpr BackwardKernelNames kBackwardPersistentNames = {"sm90/backward_persist
                                                           "sm90/backward_persistent dq",
                                                           "sm90/backward_persistent sink"};
 
-/// Until there are no more tiles of keys.
+/// Runs a consumer warp until there are no more key tiles.
 template <class Config>
 __device__ __forceinline__ void consume_tiles(const BackwardParams& p, const BackwardStoringMaps& maps,
                                               BackwardPersistentStorageOf<Config>& storage, uint32_t s_tiles,
@@ -43,7 +44,7 @@ __device__ __forceinline__ void consume_tiles(const BackwardParams& p, const Bac
   if (lane == 0) ptx::tma_store_wait();
 }
 
-/// Dq: a warp of the first warpgroup.
+/// Dq: the class of a warp of the first warpgroup.
 template <class Config, class Dq>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_persistent_kernel(const __grid_constant__ BackwardParams p,
@@ -66,20 +67,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-/// That fill the table, whatever the number of queries: a thread a tile, where all of them run at once.
+/// How many CTAs fill the table, whatever the number of queries: one thread per tile, but no more CTAs than run at
+/// once.
 inline unsigned ctas_of_table(uint32_t tiles, int64_t num_sms) {
   const int64_t wanted = (int64_t{tiles} + kRowTermThreads - 1) / kRowTermThreads;
   return static_cast<unsigned>(std::max<int64_t>(std::min(wanted, kRowTermCtas * num_sms), 1));
 }
 
-/// With or without turns, in scratch memory of so many bytes.
+/// Returns how many bytes of scratch memory a call needs, with or without turns.
 template <class Element, int kHeadDim, TurnTaking kTurns>
 int64_t backward_persistent_bytes(const BackwardParams& p) {
   return BackwardPersistentMemory<BackwardPersistentConfig<Element, kHeadDim, kTurns>>(p, nullptr).bytes;
 }
 
-/// The launches of a call. `all`: BackwardPersistentMemory, or what has its members; scale: of products; behind_main()
-/// launches what comes behind the main kernel.
+/// Launches the kernels of a call. `all`: BackwardPersistentMemory, or a class with its members; `scale`: factor of
+/// products; behind_main() launches the kernels after the main one.
 template <class Config, class Dq, class Memory, class LaunchBehind>
 void launch_backward_persistent(const BackwardParams& p, const Memory& all, int query_rows, float scale,
                                 cudaStream_t stream, LaunchBehind behind_main) {
@@ -106,7 +108,7 @@ void launch_backward_persistent(const BackwardParams& p, const Memory& all, int 
                                  launch_main);
 }
 
-/// A call without lists. `scale`: of products.
+/// Runs a call without lists. `scale`: factor of products.
 template <class Config, class Dq>
 void run_backward_persistent_as(const BackwardParams& p, void* memory, float scale, cudaStream_t stream) {
   const BackwardPersistentMemory<Config> all(p, memory);

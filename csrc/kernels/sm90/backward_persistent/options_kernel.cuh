@@ -14,7 +14,7 @@ void run_backward_persistent_options(const BackwardParams& p, void* memory, cuda
   if (BackwardWorkspace::takes_turns(p)) fail("sm90/backward_persistent: no turns beside options");
   with_options_of<kPersistentOptions>(serving_options(asked_of(p)), [&](auto options) {
     using Config = BackwardPersistentOptionsConfig<Element, kHeadDim, options()>;
-    // backward_persistent_bytes() has asked for that much.
+    // backward_persistent_bytes() has computed the scratch memory for Plain.
     static_assert(sizeof(BackwardWorkTile<Config>) == sizeof(BackwardWorkTile<Plain>));
     run_backward_persistent_as<Config, BackwardPersistentDq<Config>>(
         p, memory, ScoreFactors::of_backward(p, kLog2E).scale, stream);

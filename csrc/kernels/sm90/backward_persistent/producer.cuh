@@ -1,5 +1,5 @@
-// The warpgroup of the persistent kernel that finds the tiles of keys to work on, loads tiles ahead of those that
-// compute, also those of the next tile of keys, and computes dQ^T = K^T dS^T and adds it to memory.
+// The warpgroup of the persistent kernel that finds the key tiles to work on, loads tiles ahead of the consumers, also
+// those of the next key tile, and computes dQ^T = K^T dS^T and adds it to memory.
 #pragma once
 
 #include "kernels/ptx/wgmma_across.h"
@@ -9,7 +9,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of it does. Tiles of keys are counted from the first of the CTA.
+/// One warp of this warpgroup. Key tiles are counted from the first of the CTA.
 template <class Config>
 class BackwardPersistentDq {
  public:
@@ -34,7 +34,7 @@ class BackwardPersistentDq {
   __device__ __forceinline__ void run() { run(*this); }
 
  protected:
-  /// The same for a class derived from this one, `self`, which has load_ahead() and add_all().
+  /// run() for a derived class: `self` has load_ahead() and add_all().
   template <class Self>
   __device__ __forceinline__ static void run(Self& self) {
     ptx::wait_for_previous_grid();  // for the table, row terms and zeroed sums
@@ -70,15 +70,15 @@ class BackwardPersistentDq {
     return ptx::uniform(storage_.work_tiles[tile.stage()].heads) != kNoMoreTiles;
   }
 
-  /// Over the tiles of queries that see a tile of keys, of one head after the other; then, where few of their queries
-  /// are computed, the last tiles of all heads (BackwardPipelinedSteps).
+  /// A walk over the query tiles that see a key tile, one head after another. Where few queries of a head's last tile
+  /// are computed, the last tiles of all heads come at the end (BackwardPipelinedSteps).
   struct Walk {
     int left = 0, left_of_head = 0;  // steps
-    int tails = 0;                   // those of last tiles
+    int tails = 0;                   // steps of last tiles
     int head = 0;                    // counted from the first of the group
     int64_t term = 0;                // of the tile's first query, in the workspace
 
-    /// Whether the next tile lies behind this one.
+    /// Moves on by a tile. Returns whether the next tile lies directly behind this one.
     __device__ __forceinline__ bool advance() {
       --left;
       term += kBlockM;
@@ -91,7 +91,7 @@ class BackwardPersistentDq {
   __device__ __forceinline__ static bool has_tail(const WorkTile& work_tile) {
     return Config::kHasTails && ptx::uniform(work_tile.tail_queries) > 0;
   }
-  /// Of the first head.
+  /// The term of the first head's first tile.
   __device__ __forceinline__ static int64_t first_term(const WorkTile& work_tile) {
     return ptx::uniform(work_tile.workspace_tile + work_tile.tiles.begin) * kBlockM + ptx::uniform(work_tile.skipped);
   }
@@ -100,7 +100,7 @@ class BackwardPersistentDq {
     const bool tail = has_tail(work_tile);
     return {heads * of_head, tail ? max(of_head - 1, 1) : of_head, tail ? heads : 0, 0, first_term(work_tile)};
   }
-  /// Where the next tile does not lie behind the last one. Returns its number, counted from tiles.begin.
+  /// Moves to the next tile where it does not lie behind the last one. Returns its number, counted from tiles.begin.
   __device__ __forceinline__ int begin_head(Walk& walk, const WorkTile& work_tile) const {
     const int whole = tiles_of_head(work_tile) - (walk.tails > 0);
     const bool of_tails = Config::kHasTails && walk.left <= walk.tails;
@@ -113,18 +113,18 @@ class BackwardPersistentDq {
 
   // ---- The next tile of keys, by one warp
 
-  /// `left` steps of `steps` of the current tile are left. It looks at nothing else: ptxas must see that lanes go the
-  /// same way.
+  /// Prepares the next key tile when `left` of the current tile's `steps` steps are left. It tests nothing else: ptxas
+  /// must see that all lanes take the same branches.
   __device__ __forceinline__ void look_ahead(int left, int steps) {
     if (left == min(steps, kTaken)) take();
     if (left == min(steps, kFetched)) fetch();
     if (left == min(steps, kPublished)) publish();
   }
-  /// Asks for a position. A CTA has its first one without asking, unless turns are taken (common/backward/turns.cuh).
+  /// Takes a position. A CTA has its first one without asking, unless turns are taken (common/backward/turns.cuh).
   __device__ __forceinline__ void take() {
     if (lane_ == 0) taken_ = (kTakesTurns ? 0 : gridDim.x) + atomicAdd(table_.taken, 1u);
   }
-  /// Asks for what lies there, a word a lane.
+  /// Issues the loads of the work tile at this position, one word per lane.
   __device__ __forceinline__ void fetch() {
     position_ = ptx::uniform(taken_);
     if constexpr (Config::kListsBlocks) any_large_ = *table_.any_large;
@@ -154,9 +154,9 @@ class BackwardPersistentDq {
 
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
 
-  /// All that there is room for, of this tile of keys and the one behind.
+  /// Loads all that there is room for, of this key tile and the next one.
   __device__ __forceinline__ void load_ahead() { load_ahead(*this); }
-  /// The same for a class derived from this one, which has steps_to_load(), begin_tile() and load_step().
+  /// The same for a derived class: `self` has steps_to_load(), begin_tile() and load_step().
   template <class Self>
   __device__ __forceinline__ static void load_ahead(Self& self) {
     if (self.warp_ > 1) return;
@@ -166,9 +166,9 @@ class BackwardPersistentDq {
       self.load_step();
     }
   }
-  /// Of the tile of keys that was begun last.
+  /// How many steps are left to load of the key tile that was begun last.
   __device__ __forceinline__ int steps_to_load() const { return loads_.left; }
-  /// K or V of the next tile of keys, if there is one. Whether it has steps.
+  /// Loads K or V of the next key tile, if there is one. Returns whether it has steps.
   __device__ __forceinline__ bool begin_tile() {
     const uint32_t slot = loaded_.stage();
     if (!has_tile(loaded_)) return false;
@@ -184,7 +184,7 @@ class BackwardPersistentDq {
   __device__ __forceinline__ static int first_row(const WorkTile& work_tile) {
     return ptx::uniform(static_cast<int>(work_tile.sequence.q_begin) + work_tile.tiles.begin * kBlockM);
   }
-  /// K or V.
+  /// Loads K or V: the first warp K, the second V.
   __device__ __forceinline__ void load_keys_of(const WorkTile& work_tile, uint32_t slot) const {
     if (lane_ == 0) {
       const uint32_t s_slot = s_tiles_ + slot * Config::kKeySlotBytes;
@@ -209,12 +209,12 @@ class BackwardPersistentDq {
     load_rows_of_step();
     row_ += kBlockM;
     if (loads_.advance()) return;
-    // The tile of keys is the last one that was begun.
+    // The key tile is the last one that was begun.
     const WorkTile& work_tile = storage_.work_tiles[loaded_.stage() ^ 1];
     row_ = first_row(work_tile) + begin_head(loads_, work_tile) * kBlockM;
     head_ = ptx::uniform(work_tile.sequence.head) + loads_.head;
   }
-  /// A tile of Q with its lse, or of dO with its D.
+  /// Loads a tile of Q with its lse, or of dO with its D.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const uint64_t (&full)[Config::kStages],
                                             int tiles_offset, const float* g_terms,
                                             const float (&terms)[Config::kStages][kBlockM]) const {
@@ -231,7 +231,7 @@ class BackwardPersistentDq {
 
   // ---- dQ
 
-  /// Of all tiles of queries that see the tile of keys.
+  /// Adds to dQ^T of all query tiles that see the key tile.
   __device__ __forceinline__ void add_all() {
     const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
     Walk walk = walk_over(work_tile);
@@ -243,7 +243,7 @@ class BackwardPersistentDq {
     while (walk.left > 0) {
       if (warp_ == kPreparing) look_ahead(walk.left, steps);
       wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
-      // That dS is complete says that all products of the step before are over.
+      // When dS is complete, all products of the step before are over.
       ++free_stages_;
       load_ahead();
       if (workspace_.dq) {
@@ -258,8 +258,8 @@ class BackwardPersistentDq {
     }
     if (warp_ == kPreparing && steps == 0) look_ahead(0, 0);
   }
-  /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target, of so many bytes. What lies behind the queries that are
-  /// computed of a tile is multiplied too, and not added.
+  /// Adds `bytes` bytes of K^T dS^T to this warp's 16 columns of dQ^T, at g_target. Queries of a tile behind the
+  /// computed ones are multiplied too, but not added.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target, int bytes) const {
     const uint32_t s_slice = DqSlice::slot(s_tiles_, warp_, 0);
     Sum sum;
@@ -288,7 +288,7 @@ class BackwardPersistentDq {
   const int warp_, lane_;
   const uint32_t s_tiles_;
   TileCount tile_, published_, loaded_;
-  // Of the tile of keys that is published next.
+  // The key tile that is published next.
   uint32_t taken_ = blockIdx.x, position_ = 0;
   uint2 word_of_work_tile_ = {};
   uint32_t any_large_ = 0;

@@ -1,5 +1,5 @@
-// The tiles of keys of a call as a persistent CTA needs them, in the order of the schedule: made beside row terms, by a
-// thread each. To find out what a tile needs takes a warp as long as a step and a half.
+// The table of a call's key tiles, in the order of the schedule, as a persistent CTA needs them. The kernel of row
+// terms fills it, one thread per tile: to find out what a tile needs takes a warp as long as a step and a half.
 #pragma once
 
 #include "kernels/common/backward/launch_sequence.cuh"
@@ -9,7 +9,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Tiles of row terms that the steps of a tile of keys touch.
+/// The tiles of row terms that the steps of a key tile touch.
 struct RowTiles {
   int first, count;
 
@@ -23,7 +23,7 @@ struct RowTiles {
   }
 };
 
-/// As find_large_lse(), for all warpgroups, by one warp, after the wait for row terms.
+/// Like find_large_lse(), for all warpgroups. One warp calls it, after the wait for row terms.
 template <class Config>
 __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& workspace,
                                                       BackwardWorkTile<Config>& work_tile, int lane) {
@@ -37,9 +37,9 @@ __device__ __forceinline__ void find_large_lse_of_all(const BackwardWorkspace& w
   __syncwarp();
 }
 
-/// Which keys of a tile a bias or a mask that is the same for all queries leaves visible: bits of the first head.
-/// Without any, of all heads, the tile has no steps; where it hides one, and Q or dO may hold Inf or NaN, no step is
-/// full. By one warp, as above.
+/// Finds which keys of a tile a per-key bias or mask leaves visible: `visible` has the bits of the first head. If no
+/// head sees a key, the tile has no steps; if some key is hidden, and Q or dO may hold Inf or NaN, no step is full. One
+/// warp calls it, as above.
 template <class Config>
 __device__ __forceinline__ void look_at_keys(const BackwardParams& p, const BackwardWorkspace& workspace,
                                              BackwardWorkTile<Config>& work_tile,
@@ -72,7 +72,7 @@ __device__ __forceinline__ void look_at_keys(const BackwardParams& p, const Back
   __syncwarp();
 }
 
-/// As find_large_lse_of_all(), of the tiles of a list.
+/// Like find_large_lse_of_all(), for the tiles of a list.
 template <class Config>
 __device__ __forceinline__ void find_large_lse_of_list(const BackwardWorkspace& workspace,
                                                        BackwardWorkTile<Config>& work_tile, int lane) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void find_large_lse_of_list(const BackwardWorkspace& 
   __syncwarp();
 }
 
-/// What the table of a call with lists has more.
+/// What the table of a call with lists has in addition.
 template <bool kListsBlocks>
 struct BackwardListedTable {};
 template <>
@@ -98,12 +98,12 @@ struct BackwardListedTable<true> {
 
 template <class Config>
 struct BackwardTileTable : BackwardListedTable<Config::kListsBlocks> {
-  BackwardWorkTile<Config>* tiles;  // (count), tiles of keys or splits of them; without heads: nothing is to be done
-  uint32_t* taken;                  // (1): positions taken by CTAs; without turns, besides the first of each
+  BackwardWorkTile<Config>* tiles;  // (count): key tiles or splits of them; with no heads: nothing to do
+  uint32_t* taken;                  // (1): positions that CTAs took; without turns, after the first of each
   uint32_t count;
 };
 
-/// A table of so many positions, behind `bytes` bytes of memory, to which it adds its own.
+/// Places a table of `positions` entries behind `bytes` bytes of memory, and adds its size to `bytes`.
 template <class Config>
 BackwardTileTable<Config> take_table(void* memory, int64_t& bytes, int64_t positions) {
   constexpr int64_t kHeadBytes = 128;
@@ -117,7 +117,7 @@ BackwardTileTable<Config> take_table(void* memory, int64_t& bytes, int64_t posit
   return table;
 }
 
-/// Scratch memory of a call: the workspace, the schedule's, the table.
+/// Scratch memory of a call: the workspace, the schedule's memory and the table.
 template <class Config>
 struct BackwardPersistentMemory {
   BackwardWorkspace workspace;
@@ -133,7 +133,7 @@ struct BackwardPersistentMemory {
   }
 };
 
-/// Called by all threads of a grid.
+/// Fills the table. Called by all threads of a grid.
 template <class Config>
 __device__ __forceinline__ void fill_table(const BackwardParams& p, const BackwardWorkspace& workspace,
                                            const BackwardSchedule& schedule, const BackwardTileTable<Config>& table) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ void record_large_lse(const BackwardParams& p, const 
   if (workspace.large[tile * kLargeParts + threadIdx.x / 32]) atomicOr(table.any_large, 1u);
 }
 
-/// Row terms (row_terms.cuh) and the table. `row_ctas`: those of row terms.
+/// Computes row terms (row_terms.cuh) and fills the table. `row_ctas`: how many CTAs compute row terms.
 template <class Config>
 static __global__ void __launch_bounds__(kRowTermThreads, kRowTermCtas)
     backward_persistent_rows_kernel(const __grid_constant__ BackwardParams p, const BackwardWorkspace workspace,

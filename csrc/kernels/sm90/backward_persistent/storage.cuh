@@ -13,7 +13,7 @@ namespace flash_ext::sm90 {
 
 constexpr int kNoMoreTiles = -1;
 
-/// As in the pipelined loop, with K, V and work tiles of two tiles of keys.
+/// Like BackwardPipelinedStorage, with K, V and work tiles of two key tiles.
 template <class Config>
 struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
   static constexpr int kSlots = Config::kKeySlots;
@@ -41,7 +41,7 @@ struct BackwardPersistentStorage : BackwardStagedTerms<Config> {
   __device__ __forceinline__ void prepare(const BackwardParams&) {}
 };
 
-/// With options.
+/// The same with an option.
 template <class Config>
 struct BackwardPersistentOptionsStorage : BackwardPersistentStorage<Config>, BackwardVisibleKeys<Config> {
   float cap;  // of scores, to base 2

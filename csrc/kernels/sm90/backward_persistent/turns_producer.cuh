@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What one warp of it does.
+/// One warp of this warpgroup.
 template <class Config>
 class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
   using Base = BackwardPersistentDq<Config>;
@@ -22,10 +22,10 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
  private:
   friend Base;
 
-  /// Over the tiles of queries that see a tile of keys: from the last one down, all heads of one before the next
+  /// A walk over the query tiles that see a key tile: from the last one down, all heads of a tile before the next tile
   /// (QueryTileOrder).
   struct Walk {
-    int left = 0, heads = 0;  // steps; of the group
+    int left = 0, heads = 0;  // steps that are left; heads of the group
     int head = 0, tile = 0;   // counted from the first of the group, and of the sequence
     int first_tile = 0;       // of the first head, in the workspace
 
@@ -45,10 +45,10 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
 
   // ---- Loads: of K, Q and lse by the first warp, of V, dO and D by the second
 
-  /// All that there is room for, of this tile of keys and the one behind.
+  /// Loads all that there is room for, of this key tile and the next one.
   __device__ __forceinline__ void load_ahead() { Base::load_ahead(*this); }
   __device__ __forceinline__ int steps_to_load() const { return ahead_.left; }
-  /// K or V of the next tile of keys, if there is one. Whether it has steps.
+  /// Loads K or V of the next key tile, if there is one. Returns whether it has steps.
   __device__ __forceinline__ bool begin_tile() {
     const uint32_t slot = loaded_.stage();
     if (!Base::begin_tile()) return false;
@@ -67,7 +67,7 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
 
   // ---- dQ
 
-  /// Of all tiles of queries that see the tile of keys.
+  /// Adds to dQ^T of all query tiles that see the key tile.
   __device__ __forceinline__ void add_all() {
     const WorkTile& work_tile = storage_.work_tiles[tile_.stage()];
     Walk walk = walk_over(work_tile);
@@ -77,7 +77,7 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
     for (; walk.left > 0; walk.advance()) {
       if (warp_ == kPreparing) this->look_ahead(walk.left, steps);
       wait_for(storage_.ds_full[ds_at_.stage()], ds_at_.parity());
-      // That dS is complete says that all products of the step before are over.
+      // When dS is complete, all products of the step before are over.
       ++free_stages_;
       load_ahead();
       const int tile = tile_in_workspace(walk);
@@ -86,12 +86,12 @@ class BackwardPersistentTurnsDq : BackwardPersistentDq<Config> {
       add(keys, g_target, tile * kDqWarps + warp_, work_tile.turn(walk.tile));
       ds_at_.advance();
     }
-    // Others would wait for the last addition until the next tile's first.
+    // The last turn ends here, or others would wait for it until the first addition of the next key tile.
     turns_.end(workspace_.turns, lane_);
     if (warp_ == kPreparing && steps == 0) this->look_ahead(0, 0);
   }
-  /// dQ^T += K^T dS^T, of this warp's 16 columns at g_target, when its turn has come. The one before ends beside the
-  /// product.
+  /// Adds K^T dS^T to this warp's 16 columns of dQ^T, at g_target, when its turn has come. The previous turn ends while
+  /// the product runs.
   __device__ __forceinline__ void add(uint32_t keys, float* g_target, int slot, int turn) {
     const uint32_t s_slice = DqSlice::slot(s_tiles_, warp_, 0);
     Sum sum;

@@ -48,7 +48,7 @@ class BackwardShortBlock {
     if (large_) for_each_score(p, [](float& x, int, int, int) { x = LargeLse::bound(x); });
   }
 
-  /// One of this lane's two rows of accumulators.
+  /// The number of one of this lane's two rows of accumulators.
   __device__ __forceinline__ int row(int r) const { return first_row_ + lane_ / 4 + 8 * r; }
   template <class Rows, class Sum>
   __device__ __forceinline__ void store(const Rows& rows, int num_rows, const Sum& sum, float scale) const {
@@ -62,7 +62,7 @@ class BackwardShortBlock {
   const BackwardParams& p_;
   const BackwardShortStorage<Config>& storage_;
   const uint32_t tiles_;  // lower half of the descriptor of all tiles
-  const uint32_t s_ds_;   // of the exchange
+  const uint32_t s_ds_;   // where warpgroups exchange dS
   const float scale_;     // of scores, to base 2
   const int group_, first_row_, lane_;
   const bool large_;  // some row has a LargeLse

@@ -14,11 +14,11 @@ struct BackwardShortConfig {
   static constexpr int kWarpgroups = kWarpgroups_;  // all are consumers
   static constexpr int kRows = kWarpgroups * kWarpgroupRows;
   static constexpr int kThreads = kWarpgroups * kWarpgroupThreads;
-  // An SM has registers for four warpgroups of 128 registers a thread, or for two of twice as many: what one loads,
-  // others compute meanwhile.
+  // An SM has registers for four warpgroups of 128 registers a thread, or for two of twice as many. Some load while
+  // others compute.
   static constexpr int kWarpgroupsPerSm = kHeadDim == 64 ? 4 : 2;
   static constexpr int kCtasPerSm = kWarpgroups < kWarpgroupsPerSm ? kWarpgroupsPerSm / kWarpgroups : 1;
-  static constexpr int kQueriesOfStep = kHeadDim == 64 ? 32 : 64;  // where dK and dV are summed up
+  static constexpr int kQueriesOfStep = kHeadDim == 64 ? 32 : 64;  // of a step that adds to dK and dV
 
   // The panels of a block of 64 rows follow each other; a copy by TMA brings one. A single panel comes whole.
   static constexpr int kPanels = panels(kHeadDim);

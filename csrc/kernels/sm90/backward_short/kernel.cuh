@@ -3,8 +3,8 @@
 //
 //   warpgroup g:  row terms of queries [64 g, + 64)  |  dK, dV of keys [64 g, + 64)  |  dQ of queries [64 g, + 64)
 //
-// Nothing is added to in memory. Up to head_dim 64 no warpgroup waits for another once the tiles are there; beyond,
-// they exchange dS between the two parts.
+// No sums are added up in memory. Up to head_dim 64 no warpgroup waits for another once the tiles are there; above,
+// they exchange dS before the last part.
 #pragma once
 
 #include "kernels/common/backward/launch_sequence.cuh"
@@ -18,7 +18,7 @@
 
 namespace flash_ext::sm90 {
 
-// There is no other kernel: row terms and dQ stay in the CTA.
+// There are no kernels for row terms and dQ: both stay in the CTA.
 constexpr BackwardKernelNames kBackwardShortNames = {nullptr, "sm90/backward_short", nullptr,
                                                      "sm90/backward_short sink"};
 

@@ -35,7 +35,7 @@ class BackwardShortKeys : BackwardShortBlock<Config> {
  private:
   using Base::lane_, Base::p_, Base::storage_;
 
-  /// One tile of queries. S and dP take the same registers.
+  /// Computes a query tile. S and dP take the same registers.
   __device__ __forceinline__ void step(int tile, bool hides) {
     typename Tile::Scores s;
     typename Tile::Weights p;  // then dS

@@ -1,6 +1,6 @@
 // dQ up to head_dim 64: a warpgroup has 64 queries and visits all keys that they see. Queries are the rows of its
-// tiles. Scores are computed here a second time instead of being passed on by the warpgroups that have the keys: that
-// takes two products more than five, but no warpgroup waits for another, and dS needs no shared memory.
+// tiles. Scores and dP are computed here a second time; the warpgroups that have the keys do not pass them on. That
+// takes seven products instead of five, but no warpgroup waits for another, and dS needs no shared memory.
 #pragma once
 
 #include "block.cuh"
@@ -64,7 +64,7 @@ class BackwardShortQueries : BackwardShortBlock<Config> {
     ptx::fence_operand(dq_);
   }
 
-  /// Weights that the window or the lengths hide become 0, whatever they are.
+  /// Zeroes weights that the window or the lengths hide, even NaN.
   __device__ __forceinline__ void hide(Scores& s, int tile) const {
     const int first_key = tile * kBlockN + 2 * (this->lane_ % 4);
     int begin[2], end[2];

@@ -31,7 +31,7 @@ class BackwardShortQuerySums : BackwardShortBlock<Config> {
  private:
   using Base::p_;
 
-  /// One tile of keys. Both operands have them across the depth.
+  /// Adds a key tile. Both operands have keys as rows, over which the product sums.
   __device__ __forceinline__ void step(int tile) {
     const uint32_t ds = Tile::lower_half(this->s_ds_ + this->group_ * panel_bytes(Config::kRows)) +
                         tile * (panel_bytes(kWarpgroupRows) / 16);

@@ -5,8 +5,8 @@
 
 namespace flash_ext::sm90 {
 
-/// Computes those of a warpgroup's 64 queries while tiles are loaded. g_minus_delta: of the head, null = not wanted in
-/// memory. Returns whether this thread found a LargeLse.
+/// Computes lse and D of a warpgroup's 64 queries while tiles are loaded. g_minus_delta: where -D of the head goes in
+/// memory; null: it is not wanted there. Returns whether this thread found a LargeLse.
 template <class Config>
 __device__ __forceinline__ bool write_short_terms(const BackwardParams& p, const Sequence& sequence,
                                                   BackwardShortStorage<Config>& storage, float* g_minus_delta,

@@ -10,10 +10,10 @@ namespace flash_ext::sm90 {
 
 constexpr int kBackwardShortHeadDim = 128;
 
-/// The head dim of the kernel that serves one.
+/// The head dim of the kernel that serves head_dim.
 constexpr int backward_short_head_dim(int64_t head_dim) { return head_dim <= 64 ? 64 : kBackwardShortHeadDim; }
 
-/// Of Q and of K: a CTA has both, V and dO in shared memory.
+/// The most rows of Q and of K: a CTA has all of Q, K, V and dO in shared memory.
 constexpr int backward_short_most_rows(int64_t head_dim) { return head_dim <= 64 ? 256 : 128; }
 
 /// Warpgroups of a CTA, each with 64 keys and 64 queries.

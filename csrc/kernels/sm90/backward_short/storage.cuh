@@ -20,7 +20,7 @@ struct BackwardShortStorage {
   float lse[Config::kRows];          // in units of scores; inf where a row has no weights
   float minus_delta[Config::kRows];  // dlse - rowsum(dO * O)
   uint64_t scores_full;              // arrives: the loading thread (1 + bytes); orders: Q and K before their use
-  uint64_t grads_full;               // the same of V and dO
+  uint64_t grads_full;               // the same for V and dO
   alignas(Sequence) char sequence_memory[sizeof(Sequence)];
 
   /// The sequence of the CTA, which loops have no registers to keep.
@@ -29,7 +29,7 @@ struct BackwardShortStorage {
     return *reinterpret_cast<const Sequence*>(sequence_memory);
   }
 
-  /// Called by one thread. Rows behind the tensors become 0.
+  /// Loads all tiles. Called by one thread. Rows behind the tensors become 0.
   __device__ __forceinline__ void load(const BackwardShortMaps& maps, const Sequence& sequence, uint32_t s_tiles) {
     init_barrier(scores_full, 1);
     init_barrier(grads_full, 1);

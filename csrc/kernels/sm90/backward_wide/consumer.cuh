@@ -1,5 +1,5 @@
-// The consumer warpgroups for head dims above 128, where dK or dV alone fills the registers of a warpgroup. Of a CTA's
-// 64 keys one computes S, P and dV, the other dP, dS and dK.
+// The consumer warpgroups for head dims above 128, where dK or dV alone fills the registers of a warpgroup. For a CTA's
+// 64 keys one warpgroup computes S, P and dV, the other dP, dS and dK.
 #pragma once
 
 #include "kernels/sm90/common/backward/consumer.cuh"
@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What warps of both share.
+/// What the warps of both warpgroups share.
 template <class Config>
 class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, BackwardWideStorage<Config>> {
  protected:
@@ -19,8 +19,8 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
   using typename Base::Element, typename Base::Products, typename Base::Scores, typename Base::Sum, typename Base::Tile,
       typename Base::Weights;
 
-  /// step(tile) for the tiles of a head that this CTA's keys see, skip(tile) for those that only the other CTA's keys
-  /// see. A skip still waits for the barriers, so that no warpgroup gets two phases ahead.
+  /// Calls step(tile) for the query tiles that see this CTA's keys, and skip(tile) for those that see only the other
+  /// CTA's keys. A skip still waits for the barriers, so that no warpgroup gets two phases ahead.
   template <class Step, class Skip>
   __device__ __forceinline__ void visit_heads(Step step, Skip skip) {
     if constexpr (Config::kTurns == TurnTaking::kAlways) {
@@ -47,7 +47,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
     ptx::fence_operand(sum_);
   }
 
-  /// P and then dS of this warp: this lane's row.
+  /// The lane's row of this warp's P, and then dS, in shared memory.
   __device__ __forceinline__ uint32_t s_weights() const {
     return Tile::row_of_lane(s_tiles_ + Config::kDsOffset, Base::warp_, Base::lane_);
   }
@@ -75,7 +75,7 @@ class BackwardWideKeysConsumer : protected BackwardKeysConsumer<Config, Backward
 #pragma unroll 1
     for (; tile < work_tile_.tiles.end; ++tile) skip(tile);
   }
-  /// From the last tile to the first one, all heads before the next tile.
+  /// Visits tiles from the last to the first one, all heads of a tile before the next tile.
   template <class Step, class Skip>
   __device__ __forceinline__ void visit_in_turns(Step step, Skip skip) {
     const TileSpan& seen = work_tile_.groups[Base::warpgroup_];
@@ -112,8 +112,8 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
  private:
   using Base::at_, Base::storage_, Base::sum_;
 
-  /// One step. Without kSees, only the other CTA's keys see something of the tile. Releasing Q releases lse, too, so P
-  /// is stored before.
+  /// One step. Without kSees, the tile sees only keys of the other CTA. Releasing Q releases lse, too, so P is stored
+  /// before.
   template <bool kSees>
   __device__ __forceinline__ void step(int tile) {
     Weights p;
@@ -140,7 +140,7 @@ class BackwardWideValues : BackwardWideKeysConsumer<Config> {
 
   __device__ __forceinline__ void wait_for_p_room() const { wait_for(storage_.ds_empty, at_.count % 2 ^ 1); }
 
-  /// K.
+  /// Sanitises K. All warps of the warpgroup have done so on return.
   __device__ __forceinline__ void sanitise_keys() const {
     wait_for(storage_.k_full, 0);
     sanitise_tile<Element, Config::kKeyBytes, kWarpgroupThreads>(Base::s_tiles_, this->thread());
@@ -170,7 +170,7 @@ class BackwardWideGradients : BackwardWideKeysConsumer<Config> {
  private:
   using Base::at_, Base::storage_, Base::sum_;
 
-  /// One step, as above. Releasing dO releases D, too, so dS is stored before. It takes the registers and the place of
+  /// One step, as above. Releasing dO releases D, too, so dS is stored before. dS takes the registers and the place of
   /// P.
   template <bool kSees>
   __device__ __forceinline__ void step(int tile) {

@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t position_of_cluster(const BackwardWorkspace&
   return taken;
 }
 
-/// Warpgroup 0 loads and makes dQ, 1 makes dV, 2 makes dK.
+/// Warpgroup 0 loads and computes dQ, 1 computes dV, 2 computes dK.
 template <class Config>
 __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Config::kThreads, 1)
     backward_wide_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps,
@@ -40,7 +40,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = static_cast<int>(threadIdx.x) % 32;
   const int rank = static_cast<int>(ptx::cluster_rank());
   const uint32_t s_tiles = ptx::shared_address(shared);
-  // K and V are loaded while the rest is still being computed.
+  // K and V are loaded while the work tile is still being computed.
   if (threadIdx.x == 0) {
     storage.init();
     load_wide_keys<Config>(p, maps, storage, s_tiles, task.sequence, task.first_key, rank);
@@ -61,7 +61,7 @@ __global__ void __cluster_dims__(Config::kCluster, 1, 1) __launch_bounds__(Confi
   ptx::cluster_sync();  // the other CTA may still arrive here
 }
 
-/// It starts after the kernel before it: an early start made it slower.
+/// Launches the main kernel. It starts when the kernel before it has ended: an early start made it slower.
 template <class Config>
 void launch_backward_wide(const BackwardParams& p, const BackwardArguments& a, cudaStream_t stream) {
   constexpr size_t kSharedBytes = Config::kTilesBytes + sizeof(BackwardWideStorage<Config>);

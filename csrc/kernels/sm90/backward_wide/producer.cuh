@@ -10,7 +10,7 @@
 
 namespace flash_ext::sm90 {
 
-/// K and V of a CTA, and the panels of the other CTA's K that dQ needs here. By one thread.
+/// Loads K and V of a CTA, and the panels of the other CTA's K that dQ needs here. Called by one thread.
 template <class Config>
 __device__ __forceinline__ void load_wide_keys(const BackwardParams& p, const BackwardMaps& maps,
                                                BackwardWideStorage<Config>& storage, uint32_t s_tiles,
@@ -70,7 +70,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     this->load_second(step);
   }
 
-  /// dQ += dS K of the next tile of queries. Both dS go to registers at once, so that their slots are soon free.
+  /// Adds dS K to dQ of the next query tile. Both dS go to registers at once, so that their slots are soon free.
   __device__ __forceinline__ void add(const Step& step) {
     const uint32_t parity = at_.count % 2;
     Weights ds[2];  // of this CTA's keys and of the other's
@@ -87,7 +87,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     this->release(storage_.ds_empty);
     wait_for(storage_.other_ds_full, parity);
     read_ds(ds[1], Config::kOtherDsOffset);
-    // The copy has been read, so it is over.
+    // The copy of the other CTA's dS has been read, so it is over: the other CTA may overwrite that dS.
     if (lane_ == 0) ptx::cluster_arrive(ptx::cluster_address(address(storage_.ds_empty), rank_ ^ 1));
     if (!Base::workspace_.dq) return;
 
@@ -112,7 +112,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     }
   }
 
-  /// This warp's 16 queries, as an operand.
+  /// Reads dS of this warp's 16 queries, as an operand.
   __device__ __forceinline__ void read_ds(Weights& ds, int offset) const {
     const int lane = ptx::reread(lane_), row = 16 * warp_ + lane % 16;
     const uint32_t s_row = s_tiles_ + offset + row * kPanelRowBytes;
@@ -122,7 +122,7 @@ class BackwardWideDq : BackwardProducer<Config, BackwardWideStorage<Config>> {
     ptx::wait_for_fragments(ds);
   }
 
-  /// 64 columns of dQ.
+  /// Starts sum += dS K, for 64 columns of dQ.
   __device__ __forceinline__ static void multiply(Sum& sum, const Weights& ds, uint32_t keys) {
 #pragma unroll
     for (int k = 0; k < kWarpgroupRows / 16; ++k)

@@ -11,17 +11,17 @@ namespace flash_ext::sm90 {
 
 constexpr int kMaxSharedBytes = 227 * 1024;  // of a CTA
 
-/// Arguments of the main kernel beside the call's.
+/// What a main kernel takes besides the call's BackwardParams.
 template <class Maps>
 struct BackwardArgumentsOf {
   const Maps& maps;
   const BackwardWorkspace& workspace;
   const BackwardSchedule& schedule;
-  float scale;  // of products: to base 2 or, where a softcap bounds scores, to the argument of its tanh
+  float scale;  // factor of products: gives scores to base 2 or, with a softcap, the argument of its tanh
 };
 using BackwardArguments = BackwardArgumentsOf<BackwardMaps>;
 
-/// query_rows: those of Q and dO that a load brings.
+/// Encodes the maps of Q, K, V and dO. `query_rows`: rows of Q or dO that one load brings.
 template <class Config>
 BackwardMaps backward_maps(const BackwardParams& p, int query_rows = Config::kBlockM) {
   return {encode_tensor_map(p.q, query_shape(p, p.head_dim), p.dtype, query_rows),

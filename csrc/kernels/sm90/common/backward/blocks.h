@@ -25,7 +25,7 @@ struct BackwardBlocksWorkspace {
   BackwardSchedule schedule;
   int64_t bytes;
 
-  /// listed_queries: of an entry of the lists.
+  /// `listed_queries`: queries of one entry of the lists.
   BackwardBlocksWorkspace(const BackwardParams& p, int block_m, int listed_queries, int block_n, int head_dim,
                           void* memory)
       : rows(p, block_m, block_n, head_dim, memory),
@@ -46,7 +46,7 @@ struct BackwardBlocksWorkspace {
                              lists.heads_kv > 1 ? lists.key_tiles : 0,
                              1,
                              1};
-    // Q and dO in 16 bits, dQ in float.
+    // The last argument, in bytes: Q and dO in 16 bits and dQ in float, of all queries of the group.
     return {costs, p.batch, p.heads_kv, lists.key_tiles, lists.most_steps, p.seqlen_q * p.head_dim * 8 * lists.group};
   }
 };

@@ -18,8 +18,9 @@ __device__ __forceinline__ uint32_t without_rank(uint32_t s_tile) {
   return Config::kCluster > 1 ? s_tile & kOwnMemory : s_tile;
 }
 
-/// Which BackwardShape a kernel up to kMaxNarrowHeadDim has: that of its head_dim, that of block masks, whose lists say
-/// which steps there are, or that of the persistent kernel, which has K and V of two key tiles.
+/// Selects the BackwardShape of a kernel for head dims up to kMaxNarrowHeadDim. kOfHeadDim: by its head_dim; kBlocks:
+/// the variant of block masks, whose steps come from lists; kPersistent: the persistent kernel, which has K and V of
+/// two key tiles.
 enum class BackwardShapeKind { kOfHeadDim, kBlocks, kPersistent };
 
 constexpr BackwardShape backward_shape(int head_dim, BackwardShapeKind kind) {
@@ -28,7 +29,8 @@ constexpr BackwardShape backward_shape(int head_dim, BackwardShapeKind kind) {
                                                   : backward_shape(head_dim);
 }
 
-/// What these kernels have in common: warpgroup 0 loads and computes dQ, the others compute the rest, 64 keys each.
+/// The constants of these kernels. Warpgroup 0 loads tiles and computes dQ; each of the others computes S, dP, dK and
+/// dV of 64 keys.
 template <class Element_, int kHeadDim_, int kStages_, BackwardShapeKind kShapeKind = BackwardShapeKind::kOfHeadDim,
           int kGradStages_ = kStages_>
 struct BackwardNarrowConfig {
@@ -36,8 +38,8 @@ struct BackwardNarrowConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kListsBlocks = kShapeKind == BackwardShapeKind::kBlocks;
   static constexpr bool kPersistent = kShapeKind == BackwardShapeKind::kPersistent;
-  static constexpr bool kAnchored = kPersistent;  // steps begin with the first query that sees a tile of keys
-  static constexpr bool kHasTails = false;        // few queries may be computed of the last tile
+  static constexpr bool kAnchored = kPersistent;  // whether steps begin with the first query that sees the key tile
+  static constexpr bool kHasTails = false;        // whether only some queries of the last tile may be computed
   static constexpr BackwardShape kShape = backward_shape(kHeadDim, kShapeKind);
   static constexpr int kWarpgroups = kShape.key_groups;  // of consumers
   static constexpr int kBlockM = kShape.block_m;
@@ -48,15 +50,15 @@ struct BackwardNarrowConfig {
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
   static constexpr int kCluster = 1;  // CTAs that share kBlockN keys
   static constexpr int kLoadedKeys = kBlockN;
-  static constexpr int kDqHeadDim = kHeadDim;  // of the workspace
+  static constexpr int kDqHeadDim = kHeadDim;  // of dQ in the workspace
 
   static constexpr int kKeyBytes = tile_bytes(kBlockN, kHeadDim);                  // K, V
   static constexpr int kQueryBytes = tile_bytes(kBlockM, kHeadDim);                // a stage of Q or dO
   static constexpr int kDsPanelBytes = panel_bytes(kBlockM);                       // dS of a warpgroup's keys
-  static constexpr int kDsQueries = kBlockM % kPanelColumns ? 32 : kPanelColumns;  // where keys are rows: of a panel
+  static constexpr int kDsQueries = kBlockM % kPanelColumns ? 32 : kPanelColumns;  // queries of a panel, keys as rows
   static constexpr int kDsBytes = kWarpgroups * kDsPanelBytes;
-  static constexpr int kDqSliceBytes = kBlockM / 4 * kPanelColumns * 4;  // dQ of a warp, a panel of columns
-  static constexpr int kKeySlots = kPersistent ? 2 : 1;                  // K and V of a tile of keys each
+  static constexpr int kDqSliceBytes = kBlockM / 4 * kPanelColumns * 4;  // a warp's dQ, one panel of columns
+  static constexpr int kKeySlots = kPersistent ? 2 : 1;                  // each for K and V of a key tile
   static constexpr int kKeySlotBytes = 2 * kKeyBytes;
   static constexpr int kValuesOffset = kKeyBytes;
   static constexpr int kQueriesOffset = kKeySlots * kKeySlotBytes;
@@ -72,14 +74,15 @@ struct BackwardNarrowConfig {
                 "no more registers than the launch allocates, else setmaxnreg waits for ever");
 };
 
-/// The options that a variant serves, as flags of steps: these and no others, or any.
+/// Adds the options that a variant serves, as StepFlags: these and no others, or with kAnyOptions any.
 template <class Base, int kOptions_>
 struct BackwardOptionsConfig : Base {
   static constexpr int kOptions = kOptions_;
   static constexpr bool kAny = kOptions == kAnyOptions;
 
   static constexpr bool may_have(int option) { return kAny || (kOptions & option) != 0; }
-  /// Whether a step has the option. Under a mask of pairs some tiles are full.
+  /// Whether a step has the option. Where a variant serves certain options, all its steps have them, but for
+  /// kStepMasked: under a mask of pairs some tiles are full.
   template <int kOption>
   __device__ __forceinline__ static bool has(int flags) {
     return may_have(kOption) && ((!kAny && kOption != kStepMasked) || (flags & kOption) != 0);

@@ -12,7 +12,7 @@
 
 namespace flash_ext::sm90 {
 
-/// One warp of them.
+/// A consumer warp: where its keys and tiles lie, how K is sanitised, and how dK and dV are stored.
 template <class Config, class Storage>
 class BackwardKeysWarp {
  protected:
@@ -23,11 +23,11 @@ class BackwardKeysWarp {
   using Products = BackwardProducts<Element, kHeadDim, Config::kLoadedKeys, kBlockM>;
   using Sum = typename Products::Sum;
 
-  /// `keys_offset`: of the keys' rows of K, or of V, in shared memory.
+  /// `keys_offset`: where the rows of the warpgroup's keys begin in shared memory, of K or of V.
   __device__ __forceinline__ BackwardKeysWarp(const BackwardParams& p, Storage& storage, uint32_t s_tiles,
                                               int keys_offset, float scale, int group, int lane)
       : BackwardKeysWarp(p, storage, storage.work_tile, s_tiles, keys_offset, scale, group, lane) {}
-  /// Of a tile of keys among several.
+  /// The same where the CTA has several key tiles: for `work_tile`.
   __device__ __forceinline__ BackwardKeysWarp(const BackwardParams& p, Storage& storage,
                                               const BackwardWorkTile<Config>& work_tile, uint32_t s_tiles,
                                               int keys_offset, float scale, int group, int lane)
@@ -42,13 +42,14 @@ class BackwardKeysWarp {
         keys_(Products::KeyTile::lower_half(without_rank<Config>(s_tiles) + keys_offset)),
         queries_(Products::QueryTile::lower_half(without_rank<Config>(s_tiles) + Config::kQueriesOffset)) {}
 
-  /// In the warpgroup.
+  /// The thread's number in its warpgroup.
   __device__ __forceinline__ int thread() const { return warp_ * 32 + lane_; }
   __device__ __forceinline__ int first_key() const {
     return work_tile_.first_key + warpgroup_ * kWarpgroupRows + warp_ * 16;
   }
 
-  /// Sanitises this warpgroup's K. A query that sees an Inf or NaN in it has it in lse, or has a score of -inf.
+  /// Sanitises this warpgroup's K. A query that sees an Inf or NaN of K does not lose it: its lse is not finite, or its
+  /// score is -inf.
   __device__ __forceinline__ void sanitise_keys() const { sanitise_keys(storage_.k_full, 0, s_tiles_); }
   __device__ __forceinline__ void sanitise_keys(const uint64_t& k_full, uint32_t parity, uint32_t s_keys) const {
     wait_for(k_full, parity);
@@ -67,7 +68,7 @@ class BackwardKeysWarp {
   }
 
  private:
-  /// `sums_offset`: where it begins in a split's slot.
+  /// Stores dK or dV. `sums_offset`: where it begins in a split's slot, in floats.
   __device__ __forceinline__ void store(const TensorView& view, int sums_offset, int64_t columns, const Sum& sum,
                                         float scale) const {
     if (!view.data) return;
@@ -92,13 +93,13 @@ class BackwardKeysWarp {
   const BackwardParams& p_;
   Storage& storage_;
   const BackwardWorkTile<Config>& work_tile_;
-  const int warpgroup_, warp_, lane_;  // warpgroup_: of keys, in the CTA or the cluster
+  const int warpgroup_, warp_, lane_;  // warpgroup_: number of its key group, in the CTA or the cluster
   const uint32_t s_tiles_;
   const float scale_;              // of scores, to base 2
   const uint32_t keys_, queries_;  // lower halves of descriptors
 };
 
-/// The same, with the waits for Q and dO and the operations on a tile of scores.
+/// Adds the waits for Q and dO and the operations on a tile of scores to BackwardKeysWarp.
 template <class Config, class Storage>
 class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
  protected:
@@ -117,7 +118,8 @@ class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
   __device__ __forceinline__ void wait_for_query() const { wait_for(storage_.q_full[at_.stage()], at_.parity()); }
   __device__ __forceinline__ void wait_for_grad() const { wait_for(storage_.do_full[at_.stage()], at_.parity()); }
 
-  /// Whether the warpgroup's keys see something of a query tile, and whether some pair of them is hidden.
+  /// sees(): whether some query of the tile sees some of the warpgroup's keys. hides(): whether some of these pairs may
+  /// be hidden.
   __device__ __forceinline__ bool sees(int tile) const {
     const TileSpan& seen = work_tile_.groups[warpgroup_];
     return tile >= seen.begin && tile < seen.end;
@@ -136,12 +138,12 @@ class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
   __device__ __forceinline__ void softmax_step(Scores& s) const {
     Tile::softmax_step(s, storage_.lse[at_.stage()], scale_, lane_);
   }
-  /// Scores, or pairs of weights.
+  /// Zeroes hidden pairs in `numbers`: scores, or packed weights.
   template <class Numbers>
   __device__ __forceinline__ void hide(Numbers& numbers, int tile) const {
     Tile::hide(numbers, work_tile_.sequence, this->first_key(), tile * kBlockM, lane_);
   }
-  /// P of a partial tile: hidden weights become 0, the others are bounded.
+  /// Zeroes hidden weights of a partial tile, and bounds the others if some row has a LargeLse.
   __device__ __forceinline__ void hide_weights(Scores& p, int tile) const {
     hide(p, tile);
     if (work_tile_.large) for_each_score(p, [](float& x, int, int, int) { x = LargeLse::bound(x); });
@@ -150,7 +152,7 @@ class BackwardKeysConsumer : protected BackwardKeysWarp<Config, Storage> {
     Tile::compute_ds(ds, dp, p, storage_.minus_delta[at_.stage()], lane_, hides);
   }
 
-  /// dS of keys that see nothing.
+  /// Zeroes dS in shared memory, where no query of the tile sees the warpgroup's keys.
   __device__ __forceinline__ void zero_ds(uint32_t s_panel) const {
 #pragma unroll
     for (int k = 0; k < panel_bytes(kBlockM) / 16 / kWarpgroupThreads; ++k)

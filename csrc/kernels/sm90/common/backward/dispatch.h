@@ -1,4 +1,4 @@
-// From dtype and head dims, which are numbers at run time, to the types that the backward is instantiated for.
+// Maps dtype and head dims, which are numbers at run time, to the types that the backward is instantiated for.
 #pragma once
 
 #include "kernels/sm90/common/element.h"

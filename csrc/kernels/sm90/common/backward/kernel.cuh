@@ -31,7 +31,7 @@ struct BackwardRolesOf {
   using Arguments = BackwardArgumentsOf<Maps>;
   using Fourth = BackwardSchedule;
   using Fifth = float;
-  static constexpr bool kHasLayout = false;  // BackwardOptionsLayout, as the fourth
+  static constexpr bool kHasLayout = false;  // whether the fourth argument is a BackwardOptionsLayout
 
   /// Called by one thread.
   __device__ __forceinline__ static void init(const Arguments&, Storage& storage) { storage.init(); }
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
   storage.look_at_masks(p, workspace);
-  // Not in functions of the roles: with one more level of calls ptxas orders the instructions otherwise.
+  // These calls are in no function of the roles: with one more level of calls ptxas orders the instructions otherwise.
   if (warp < kWarpgroupWarps) {
     ptx::release_registers<Config::kShape.dq_registers>();
     ptx::wait_for_previous_grid();  // for row terms and zeroed sums
@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-/// `positions`: CTAs, in the order of tiles. The kernel itself waits for the one before it.
+/// Launches the main kernel with `positions` CTAs, in the order of tiles. The kernel itself waits for the one before
+/// it.
 template <class Roles>
 void launch_backward_kernel(const char* name, const BackwardParams& p, const typename Roles::Maps& maps,
                             const BackwardWorkspace& workspace, const typename Roles::Fourth& fourth,

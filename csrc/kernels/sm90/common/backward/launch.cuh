@@ -1,4 +1,4 @@
-// The launches of a call without lists, and the memory that they need: the same for several kernels.
+// Launches a call without lists, and lays out the scratch memory that it needs: the same for several kernels.
 #pragma once
 
 #include "arguments.cuh"
@@ -21,8 +21,8 @@ struct BackwardMemory {
         bytes(workspace.bytes + schedule.bytes) {}
 };
 
-/// launch_main(arguments) launches the main kernel. kPermuted: row_terms.cuh; kOverlaps: the kernels behind the main
-/// one may start before it has ended.
+/// Launches all kernels of a call; launch_main(arguments) launches the main one. kPermuted: row terms are permuted
+/// (row_terms.cuh). kOverlaps: the kernels after the main one may start before it has ended.
 template <class Config, bool kPermuted, bool kOverlaps, class LaunchMain>
 void launch_backward(const BackwardParams& p, void* memory, const BackwardKernelNames& names, cudaStream_t stream,
                      LaunchMain launch_main) {

@@ -11,11 +11,11 @@ struct BackwardMaps {
 struct BackwardBiasMaps : BackwardMaps {
   CUtensorMap bias;
 };
-/// For stores of a warp's rows, and of one row, where a sequence ends among these.
+/// Maps for stores: `all` stores a warp's rows at once, `one` a single row, where a sequence ends among a warp's rows.
 struct BackwardRowMaps {
   CUtensorMap all, one;
 };
-/// Of kernels whose dK and dV leave by TMA.
+/// Maps of kernels that store dK and dV by TMA.
 struct BackwardStoringMaps : BackwardMaps {
   BackwardRowMaps dk, dv;
 };

@@ -1,10 +1,10 @@
 // Options in the pipelined loop of the backward: softcap, ALiBi, bias, masks and dropout.
 //
 // A consumer prepares a step while S of this step and dK of the step before are multiplied, which is its longest wait.
-// It computes random bits and reads slopes and per-key biases there. That takes issue slots but hardly time, as long as
-// nothing waits: a load that arrives late delays the exponentials. Loads from beyond shared memory, and data of other
-// warps, are therefore requested beside dP of the step before. Work on scores and on dS does take time, so each option
-// has a kernel of its own.
+// Then it computes random bits and reads slopes and per-key biases. That takes issue slots but hardly time, as long as
+// nothing waits: a load that arrives late delays the exponentials. So loads from outside shared memory, and data of
+// other warps, are requested earlier, while dP of the step before is multiplied. Work on scores and on dS does take
+// time, so each option has a kernel of its own.
 //
 // Data that options read, and when it may be overwritten:
 //   kept words      Philox words in which dropout's kept weights are bits. Computed in prepare(m - 2), a word a lane,
@@ -24,7 +24,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What options make of the scores of a warp.
+/// The score policy with options: what they do to the scores of a warp.
 template <class Config, class Storage_>
 class BackwardOptionScores {
  public:
@@ -48,12 +48,12 @@ class BackwardOptionScores {
   // registers for half of D.
   static constexpr int kEarlySteps = kTwoWeights ? Tile::kSteps / 2 : Tile::kSteps;
 
-  /// slot: that of the tile of keys, where the storage has two.
+  /// `slot`: the slot of the key tile, where the storage has two.
   __device__ __forceinline__ BackwardOptionScores(const BackwardParams& p, Storage& storage, const WorkTile& work_tile,
                                                   uint32_t slot, uint32_t s_tiles)
       : p_(p), storage_(storage), work_tile_(work_tile), s_tiles_(s_tiles) {
     if constexpr (kHidesKeys) {
-      const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps;  // among those of consumers
+      const uint32_t warp = threadIdx.x / 32 - kWarpgroupWarps;  // among those of the consumer warpgroups
       // Not by ptx::uniform(), because the address differs between warps: ptxas then treats the lanes of the whole loop
       // of a persistent CTA as divergent.
       visible_keys_ = __reduce_or_sync(~0u, storage.visible_keys[slot][warp / 2] >> 16 * (warp % 2) & kAllKeys);
@@ -79,7 +79,7 @@ class BackwardOptionScores {
   /// Whether some of the warp's keys are hidden from all queries of the head.
   __device__ __forceinline__ bool hides_keys() const { return visible_keys_ != kAllKeys; }
   __device__ __forceinline__ void hide_keys(Visible& visible) const {
-    const uint32_t first = ptx::reread(threadIdx.x) % 32 / 4;  // of the lane's two
+    const uint32_t first = ptx::reread(threadIdx.x) % 32 / 4;  // the first of the lane's two keys
 #pragma unroll
     for (int r = 0; r < 2; ++r) visible[r] &= 0u - (visible_keys_ >> (first + 8 * r) & 1u);
   }
@@ -102,7 +102,7 @@ class BackwardOptionScores {
       drawn_ = draw(next);
     }
   }
-  /// What must be there before the first step's scores.
+  /// Reads and draws what the first step needs, before its scores are started.
   __device__ __forceinline__ void prepare_first(const Steps& step) {
     if constexpr (kReadsKeyBias && kReadsOnce) read_key_bias(step);
     if constexpr (kSlopes && kReadsOnce) read_slope(step);
@@ -112,7 +112,8 @@ class BackwardOptionScores {
     }
     if constexpr (Config::kFindsSteps) find(step);
   }
-  /// For the step behind this one, beside dP.
+  /// Runs while dP of this step is multiplied. Publishes kept words of the next step, and reads its metadata where a
+  /// mask leaves steps.
   __device__ __forceinline__ void prepare_ahead(const Steps& step) {
     if constexpr (kDrops) share_kept(step.count + 1);
     if constexpr (Config::kFindsSteps) {
@@ -132,7 +133,7 @@ class BackwardOptionScores {
     } else if constexpr (kBoundsScores) {
       Tile::softmax_step_softcap(p, ds, s, lse, scale, cap_);
     } else if constexpr (kSlopes) {
-      // As AlibiOfLane, whose order of additions makes a persistent CTA 3 % slower.
+      // The sum of AlibiOfLane in another order of additions: its own makes a persistent CTA 3 % slower.
       Tile::softmax_step(whole, s, lse, [&](float x, float term, int n, int e) {
         const float distance = fabsf(distance_ + static_cast<float>(8 * n + e % 2 - 8 * (e / 2)));
         return fmaf(-slope_, distance, fmaf(x, scale, -term));
@@ -176,10 +177,11 @@ class BackwardOptionScores {
   using KeptWords = KeptTile<kBlockM>;
   static constexpr bool kSlopes = Config::may_have(kStepAlibi);
   static constexpr bool kReadsKeyBias = kHidesKeys && !Config::kBiased;
-  // What a head has is read when it begins. A persistent CTA has registers to keep it, and no time for loads beside dK:
-  // a product whose operand is in registers holds its warp until it is nearly over.
+  // Whether slopes and per-key biases are read only when a head begins. A persistent CTA has registers to keep them,
+  // and no time to load them while dK is multiplied: a product whose operand is in registers holds its warp until it is
+  // nearly over.
   static constexpr bool kReadsOnce = Config::kPersistent;
-  static constexpr uint32_t kAllKeys = 0xFFFF;  // of a warp
+  static constexpr uint32_t kAllKeys = 0xFFFF;  // of a warp's keys
   static constexpr int kNoHead = -1;
 
   /// The lane's row of the bias tile of this warpgroup's keys: its address in shared memory.
@@ -246,7 +248,7 @@ class BackwardOptionScores {
       next_head_ = head_behind(head, step.end_head);
     }
   }
-  /// How far the lane's first key lies before what its first query is aligned with.
+  /// Computes how many keys the lane's first key lies before the one that the lane's first query is aligned with.
   __device__ __forceinline__ void measure_distance(const Steps& step) {
     if constexpr (kReadsOnce) {
       distance_ = static_cast<float>(step.tile * kBlockM + lead_);
@@ -256,11 +258,11 @@ class BackwardOptionScores {
     }
   }
 
-  /// Which weights of a step are kept. Each lane of the warpgroup draws one word. What tells lanes apart is made of the
-  /// thread's number anew: registers are short.
+  /// Draws which weights of a step are kept, one word per lane of the warpgroup. It recomputes what tells lanes apart
+  /// from the thread's number, because registers are short.
   __device__ __forceinline__ uint32_t draw(const Steps& step) const {
     static_assert(KeptWords::kWordsOfGroup == kWarpgroupThreads);
-    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those of consumers
+    const uint32_t thread = ptx::reread(threadIdx.x) - kWarpgroupThreads;  // among those of the consumer warpgroups
     const uint32_t group = ptx::uniform(thread / kWarpgroupThreads), word = thread % kWarpgroupThreads;
     const int i = step.tile * kBlockM + KeptWords::query(word);
     const int j = work_tile_.first_key + static_cast<int>(group) * kWarpgroupRows + KeptWords::key(word);
@@ -313,12 +315,12 @@ class BackwardOptionScores {
   const uint32_t s_tiles_;
   typename Tile::Kept kept_;
   uint32_t bias_parity_;
-  uint32_t drawn_;  // a word of the next step
+  uint32_t drawn_;  // the lane's kept word of the next step
   ListedQueries found_;
   uint32_t word_;
-  uint32_t visible_keys_;  // of the warp's 16: bits
-  int next_head_;          // whose keys must be looked at
-  int lead_;               // of the lane's first key before what query 0 of the lane's is aligned with
+  uint32_t visible_keys_;  // a bit for each of the warp's 16 keys
+  int next_head_;          // whose slope, or biases of keys, must be read when it begins
+  int lead_;               // distance_ in the tile that begins with query 0
   float key_bias_[2], slope_, distance_, cap_;
 };
 

@@ -12,8 +12,8 @@
 
 namespace flash_ext::sm90 {
 
-/// What is added to a key's scores, to base 2, by a bias or a mask that is the same for all queries.
-/// kMaskAlone: a bias there may be is one of pairs.
+/// Returns what a per-key bias or mask adds to a key's scores, to base 2. kMaskAlone: only the mask; if there is a
+/// bias, it is one of pairs.
 template <bool kMaskAlone>
 __device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequence& sequence, int key) {
   float x = 0.0f;
@@ -28,7 +28,8 @@ __device__ __forceinline__ float key_bias_of(const BackwardParams& p, const Sequ
   return x;
 }
 
-/// What dropout needs: words of kept weights of a step, in one slot, and what random bits are made of.
+/// What dropout needs: the words of kept weights of a step, in one slot, and the key from which random bits are
+/// computed.
 template <class Config, bool kDrops = Config::may_have(kStepDrops)>
 struct BackwardKeptWords {
   __device__ __forceinline__ void init_kept() {}
@@ -49,7 +50,7 @@ struct BackwardKeptWords<Config, true> {
   }
 };
 
-/// Which keys of a tile a bias or a mask that is the same for all queries leaves visible, for one head: bits.
+/// Bits of the keys of a tile that a per-key bias or mask leaves visible, for one head.
 template <class Config, bool kHidesKeys = Config::may_have(kStepKeyBiased)>
 struct BackwardVisibleKeys {};
 template <class Config>
@@ -57,7 +58,8 @@ struct BackwardVisibleKeys<Config, true> {
   uint32_t visible_keys[Config::kKeySlots][Config::kBlockN / 32];
 };
 
-/// What such a bias adds, to base 2; 0 where it hides the key. Words of dropout leave no room for it, nor do two tiles.
+/// Whether shared memory holds what a per-key bias adds, to base 2, or 0 where it hides the key. Kept words leave no
+/// room for it, nor do the two key tiles of a persistent CTA.
 template <class Config>
 constexpr bool kSharesKeyBias =
     Config::may_have(kStepKeyBiased) && !Config::may_have(kStepDrops) && !Config::kBiased && !Config::kPersistent;

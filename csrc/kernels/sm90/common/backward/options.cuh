@@ -12,7 +12,7 @@
 
 namespace flash_ext::sm90 {
 
-/// A key-padding mask, which is a per-key bias of 0 and -inf; else masks are of pairs.
+/// Whether the mask is a key-padding mask, which acts as a per-key bias of 0 and -inf. Other masks are of pairs.
 inline bool masks_keys(const AttentionParams& p) { return same_for_all_queries(p.mask) && !p.blocks.offsets; }
 inline bool masks_pairs(const AttentionParams& p) { return (p.mask.data || p.blocks.offsets) && !masks_keys(p); }
 

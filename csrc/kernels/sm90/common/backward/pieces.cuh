@@ -1,7 +1,7 @@
-// Steps of a block mask's lists in the persistent kernel: three pieces of 32 queries, as they follow each other in the
-// list of a key tile, from any places of any heads of the group. A step has the size of the persistent kernel's tiles,
-// but blocks of 64 and 128 queries are whole numbers of pieces, so no step is half empty. The last step of a list may
-// lack pieces.
+// Steps of a block mask's lists in the persistent kernel. A step consists of three pieces of 32 queries that follow
+// each other in the list of a key tile, from any places of any heads of the group. It has the size of the persistent
+// kernel's tiles, but blocks of 64 and 128 queries are whole numbers of pieces, so no step is half empty. The last step
+// of a list may lack pieces.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct alignas(16) BackwardPiece {
   static constexpr int32_t kAbsent = -1;
 
   int32_t tile;     // of 32 queries of its head, or kAbsent
-  int32_t visible;  // as ListedQueries has it
-  int32_t dq;       // pieces of dQ^T of one plane (dq_of_plane) between the head's first of the group and this one
+  int32_t visible;  // as in ListedQueries
+  int32_t dq;       // where its dQ^T lies, in pieces of a plane (dq_of_plane) from the first of the group's first head
   int32_t flags;
 };
 
@@ -37,7 +37,7 @@ struct BackwardPieceBits {
   int32_t flags;
   uint2 of_piece[Config::kPieces];
 
-  /// Bits of pieces of which nothing is hidden.
+  /// Marks all pairs of all pieces as visible.
   __device__ __forceinline__ void show_all() {
 #pragma unroll
     for (uint2& bits : of_piece) bits = uint2{~0u, ~0u};
@@ -49,7 +49,8 @@ template <class Config>
 struct BackwardPieces {
   BackwardPiece pieces[Config::kPieces];
 
-  /// Asks for the bits of this step's bitmaps. `g_warp`: those of the warp's 16 keys (WorkTileSteps::visible).
+  /// Issues the loads of the bits of this step's bitmaps. `g_warp`: where those of the warp's 16 keys begin
+  /// (WorkTileSteps::visible).
   __device__ __forceinline__ void ask(BackwardPieceBits<Config>& bits, const uint2* g_warp, int stride,
                                       int lane) const {
 #pragma unroll
@@ -59,8 +60,9 @@ struct BackwardPieces {
     }
   }
 
-  /// Visible pairs by these bits and by the ends of the sequences. `keys_left`: from the warp's first key to the end of
-  /// the sequence. Of a piece that is absent nothing is visible, and nothing is computed.
+  /// Finds the pairs that are visible by these bits and by the ends of the sequences. `keys_left`: how many keys lie
+  /// from the warp's first key to the end of the sequence. An absent piece has no visible pair, and nothing of it is
+  /// computed.
   __device__ __forceinline__ void find_visible(uint32_t (&visible)[2], const BackwardPieceBits<Config>& bits,
                                                int seqlen_q, int keys_left, int lane) const {
     constexpr int kPieceBits = kPieceQueries / 8;  // of a piece in either half of a word, from the highest down

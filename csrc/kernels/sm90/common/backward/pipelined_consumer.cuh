@@ -1,6 +1,6 @@
-// The warpgroups that compute scores and their gradients, dK and dV: 64 keys each. The products of a step overlap
-// those of the next: dP is under way together with dV, and the next S with dK, so that dS is made beside dV and the
-// exponentials beside dK.
+// The consumer warpgroups, which compute scores and their gradients, dK and dV, of 64 keys each. Products overlap: dP
+// runs together with dV, and S of the next step with dK. So dS is computed while dV runs, and the exponentials of the
+// next step while dK runs.
 #pragma once
 
 #include "consumer.cuh"
@@ -22,24 +22,24 @@ class BackwardPlainScores {
   using Weights = typename Tile::Weights;
   using Terms = typename Tile::Terms;
   static constexpr bool kDrops = false;
-  static constexpr bool kTwoWeights = false;        // dS is computed from other weights than dV
-  static constexpr bool kHidesKeys = false;         // from all queries
-  static constexpr bool kPreparesEarly = false;     // the next step before dV is started
-  static constexpr bool kLateLse = false;           // lse is read behind prepare(), which has more registers then
-  static constexpr int kEarlySteps = Tile::kSteps;  // whose D is read beside dP
-  static constexpr bool kBoundsScores = false;      // then a finite lse does not say that Q is finite
+  static constexpr bool kTwoWeights = false;        // whether dS is computed from other weights than dV
+  static constexpr bool kHidesKeys = false;         // whether keys may be hidden from all queries
+  static constexpr bool kPreparesEarly = false;     // prepare_ahead() runs before dV is started
+  static constexpr bool kLateLse = false;           // lse is read after prepare(), which then has more registers
+  static constexpr int kEarlySteps = Tile::kSteps;  // groups of 16 queries whose D is read while dP runs
+  static constexpr bool kBoundsScores = false;      // if so, a finite lse does not say that Q is finite
 
   __device__ __forceinline__ BackwardPlainScores(const BackwardParams&, const Storage&, const BackwardWorkTile<Config>&,
                                                  uint32_t, uint32_t) {}
 
-  __device__ __forceinline__ float keep_scale() const { return 1.0f; }  // of the workspace
+  __device__ __forceinline__ float keep_scale() const { return 1.0f; }  // as in the workspace
   /// Whether options hide pairs of the CTA whose Q or dO may hold Inf or NaN, whatever lse is. No tile is full then.
   __device__ __forceinline__ bool may_be_non_finite() const { return false; }
-  /// Before the scores of the first step.
+  /// Prepares the first step, before its scores are started.
   __device__ __forceinline__ void prepare_first(const BackwardStepsOf<Config>&) {}
-  /// Runs beside the product dP of a step, and reads what the next step needs from global memory.
+  /// Runs while dP of a step is multiplied, and reads what the next step needs from global memory.
   __device__ __forceinline__ void prepare_ahead(const BackwardStepsOf<Config>&) {}
-  /// Runs beside the product that makes the scores of a step.
+  /// Runs while the scores of a step are multiplied.
   __device__ __forceinline__ void prepare(const BackwardStepsOf<Config>&) {}
   __device__ __forceinline__ void make_weights(Weights& p, Weights&, const Scores& s, const Terms& lse,
                                                float scale) const {
@@ -106,7 +106,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
              lane),
         rules_(p, storage, storage.work_tiles[slot], slot, s_tiles) {}
 
-  /// The sums of a split, in float.
+  /// Stores the sums of a split, in float.
   __device__ __forceinline__ void store_splits() const {
     this->store_dv(dv_, rules_.keep_scale());
     this->store_dk(dk_, dk_scale());
@@ -115,7 +115,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     return static_cast<float>(p_.softmax_scale) * rules_.keep_scale();
   }
 
-  /// Stores the warp's rows of a panel of dK or dV, which lie in shared memory. By one lane.
+  /// Stores the warp's rows of a panel of dK or dV from shared memory. Called by one lane.
   __device__ __forceinline__ void store_panel(const BackwardRowMaps& maps, uint32_t s_rows, int panel) const {
     const Sequence& sequence = work_tile_.sequence;
     const int rows = sequence.seqlen_k - this->first_key(), batch = p_.seq.cu_seqlens_k ? 0 : sequence.cache_row;
@@ -133,7 +133,8 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   using typename Base::Element, typename Base::Products, typename Base::Sum;
 
  private:
-  /// dV leaves from where V was, dK from the first stages of Q, when all consumers are done with both.
+  /// Stores dV through the room of V, and dK through that of the first stages of Q, when all consumers are done with
+  /// both.
   __device__ __forceinline__ void store_over_inputs(const BackwardStoringMaps& maps) const {
     static_assert(Config::kStages * Config::kQueryBytes >= Config::kKeyBytes);
     ptx::barrier_sync<BackwardBarriers<Config>::kRowsSanitised, kConsumerThreads>();
@@ -182,13 +183,13 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
   };
 
  protected:
-  /// At: BackwardOneTile, or what has its members.
+  /// Sums up dK and dV over all steps of a key tile. At: BackwardOneTile, or a class with its members.
   template <class At>
   __device__ __forceinline__ void sum_up(At& at) {
     const auto sanitise_keys = [&] {
       this->sanitise_keys(at.k_full(storage_), at.parity(), s_tiles_ + at.keys_offset());
     };
-    if (Config::kPersistent) sanitise_keys();  // before there is more in registers
+    if (Config::kPersistent) sanitise_keys();  // early, while few registers are in use
     Scores s;                                  // and then dP
     Weights p, ds;
     Terms terms;  // lse, and then D
@@ -231,7 +232,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       step.advance();
       const bool has_room = ptx::mbarrier_test(address(storage_.ds_empty[ds_at.stage()]), ds_at.parity() ^ 1);
       const bool has_queries = ptx::mbarrier_test(address(storage_.q_full[step.stage]), step.parity);
-      // A product whose operand is in registers holds its warp until it is nearly over.
+      // dV starts only here: a product whose operand is in registers holds its warp until it is nearly over.
       if (kReadsDeltaFirst) start_sum(dv_, p, grads);
       if (!Rules::kPreparesEarly) rules_.prepare_ahead(current);
       ptx::wgmma_wait<1>();
@@ -271,7 +272,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
  private:
   static constexpr bool kHasTails = Config::kHasTails;
 
-  /// The last tiles of all heads, where few of their queries see the keys.
+  /// Adds the last tiles of all heads, where few of their queries see the keys.
   __device__ __forceinline__ void sum_up_tails(RingCount<Config::kDsStages>& ds_at, Steps& step, const FullTiles& full,
                                                const FullTiles& full_of_keys) {
     if constexpr (kHasTails) {
@@ -343,7 +344,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     if (!Rules::kLateLse) Tile::load(lse, storage_.lse[step.stage], lane_);
     sanitise_if_hidden<Tile>(step, full, bits, lse);
     Products::start(s, keys_, queries_ + step.stage * kStage);
-    if constexpr (kListsPieces) bits.flags = ptx::uniform(bits.flags);  // not behind a product of registers
+    if constexpr (kListsPieces) bits.flags = ptx::uniform(bits.flags);  // before dK's product holds the warp
   }
   /// For a step of which a mask may hide some pairs: sanitises its Q and dO if they may hold Inf or NaN, and issues the
   /// loads of the bits that say which pairs bitmaps hide (kListsPieces).
@@ -366,7 +367,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     if constexpr (Config::kAnchored && !Config::kListsBlocks) return step.tile == step.last;
     return false;
   }
-  /// Whether some pair is hidden; `visible` then says which ones are not.
+  /// Returns whether some pair is hidden; if so, sets `visible` to the pairs that are not.
   __device__ __forceinline__ bool find_visible(Visible& visible, const Bits& bits, const Steps& step,
                                                const FullTiles& full_of_keys) const {
     if constexpr (kListsPieces) {
@@ -407,7 +408,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       return !full.has(step.tile);
     }
   }
-  /// Visible pairs by the words of a mask, by the window and by the lengths.
+  /// find_visible() where a mask of pairs leaves steps: by the mask's words, by the window and by the lengths.
   __device__ __forceinline__ bool find_masked(Visible& visible, const Steps& step,
                                               const FullTiles& full_of_keys) const {
     if (step.is_past_end()) return false;
@@ -419,7 +420,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     if (masked) rules_.hide_pairs(visible);
     return true;
   }
-  /// Visible pairs by a bitmap and by the ends of the sequences.
+  /// find_visible() for a step of a list: by a bitmap and by the ends of the sequences.
   __device__ __forceinline__ bool find_listed(Visible& visible, const Steps& step) const {
     if (step.is_past_end()) return false;
     const ListedQueries queries = storage_.step_metadata[step.stage];
@@ -439,7 +440,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
     return true;
   }
 
-  /// The same of a step of pieces, whose bits have been asked for.
+  /// find_visible() for a step of pieces, whose bits have been asked for.
   __device__ __forceinline__ bool find_listed_pieces(Visible& visible, const Bits& bits, const Steps& step) const {
     if (step.is_past_end() || (bits.flags & BackwardPiece::kHides) == 0) return false;
     const Sequence& sequence = work_tile_.sequence;
@@ -469,8 +470,9 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       ptx::Wgmma<Element, kHeadDim>::accumulate_transposed(sum, p[k], QueryTile::at(grads, QueryTile::down_rows(k)));
     ptx::wgmma_commit();
   }
-  /// dK += dS Q. A warp reads those rows of dS in shared memory that it has written, behind its own proxy fence alone:
-  /// PTX does not promise that a warp of a warpgroup reads no other rows of A; GPUs of compute capability 9.0 do so.
+  /// Starts dK += dS Q. A warp reads the rows of dS in shared memory that it has written itself, after its own proxy
+  /// fence alone. PTX does not promise that a warp of a warpgroup reads no other rows of A; GPUs of compute capability
+  /// 9.0 do so.
   __device__ __forceinline__ static void start_ds_sum(Sum& sum, const Weights& ds, uint32_t ds_rows, uint32_t queries) {
 #pragma unroll
     for (int k = 0; k < Tile::kSteps; ++k) {
@@ -492,7 +494,7 @@ class BackwardPipelinedConsumer : protected BackwardKeysWarp<Config, typename Ru
       for (int e = 0; e < 4; ++e) pairs[k][e] = ptx::reread(pairs[k][e]);
   }
 
-  // ---- Keys of this warpgroup, and what is not finite
+  // ---- dS in shared memory, and sanitising of Q and dO
 
   __device__ __forceinline__ uint32_t s_ds_of_stage(uint32_t stage) const {
     constexpr int kKeysBytes = kWarpgroupRows * Config::kDsQueries * 2;

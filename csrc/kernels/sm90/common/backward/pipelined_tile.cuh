@@ -20,13 +20,13 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
   using Base::for_each_pair, Base::kSteps;
   /// lse or D: step k has those of queries 16 k + 2 t, + 1, + 8 and + 9, with t = lane % 4.
   using Terms = float4[kSteps];
-  /// Of keys g and g + 8, with g = lane / 4: bit 15 - n says whether query 8 n + 2 t sees it, bit 31 - n the same of
-  /// the query behind that.
+  /// A word for each of the lane's keys g and g + 8, with g = lane / 4. Bit 15 - n says whether query 8 n + 2 t sees
+  /// the key, bit 31 - n whether query 8 n + 2 t + 1 does.
   using Visible = uint32_t[2];
-  /// Words of kept weights of two queries that follow each other, of each sixteen, as keep_pair() wants them.
+  /// Words of kept weights of two consecutive queries of each sixteen, as keep_pair() takes them.
   using Kept = uint2[kSteps];
 
-  /// Reads those of steps [kBegin, kEnd).
+  /// Reads the row terms of steps [kBegin, kEnd).
   template <int kBegin = 0, int kEnd = kSteps>
   __device__ __forceinline__ static void load(Terms& terms, const float* s_terms, int lane) {
     const float4* const s_lane = reinterpret_cast<const float4*>(s_terms) + ptx::reread(lane) % 4;
@@ -34,7 +34,7 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     for (int k = kBegin; k < kEnd; ++k) terms[k] = s_lane[4 * k];
   }
 
-  /// Whether some query of the tile has an lse that is Inf or NaN. By a whole warp.
+  /// Whether some query of the tile has an lse that is Inf or NaN. Called by a whole warp.
   __device__ __forceinline__ static bool has_non_finite(const Terms& lse) {
     float trace = 0.0f;
 #pragma unroll
@@ -43,11 +43,11 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     return __any_sync(~0u, trace != 0.0f);
   }
 
-  /// P of products; `scale` and lse to base 2.
+  /// Computes P from products; `scale` and lse to base 2.
   __device__ __forceinline__ static void softmax_step(Weights& p, const Scores& s, const Terms& lse, float scale) {
     softmax_step(p, s, lse, [&](float x, float term, int, int) { return fmaf(x, scale, -term); });
   }
-  /// P of exponents to base 2: exponent(product, lse, n, e) for element e of accumulator n.
+  /// Computes P from exponents to base 2: exponent(product, lse, n, e) for element e of accumulator n.
   template <class Exponent>
   __device__ __forceinline__ static void softmax_step(Weights& p, const Scores& s, const Terms& lse,
                                                       Exponent exponent) {
@@ -58,7 +58,7 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     });
   }
 
-  /// P where a bias is added, of 16 bits, whose rows begin at s_row for this lane (BackwardTile::row_of_lane).
+  /// Computes P with a bias of 16 bits. `s_row`: where the lane's row of the bias begins (BackwardTile::row_of_lane).
   /// rest(lse, r): what else is added to the scores of the lane's key r.
   template <class Rest>
   __device__ __forceinline__ static void softmax_step_bias(Weights& p, const Scores& s, const Terms& lse, float scale,
@@ -78,8 +78,8 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     }
   }
 
-  /// Of scores that a softcap bounds: P, and P times the derivative of the softcap. `scale`: of products to the
-  /// argument of tanh; `cap` to base 2.
+  /// Computes P of scores with a softcap, and in `sloped` P times the derivative of the softcap. `scale`: from products
+  /// to the argument of tanh; `cap` to base 2.
   __device__ __forceinline__ static void softmax_step_softcap(Weights& p, Weights& sloped, const Scores& s,
                                                               const Terms& lse, float scale, float cap) {
     for_each_pair([&](int k, int e, int n, int r) {
@@ -89,7 +89,7 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     });
   }
 
-  /// What dropout keeps of P.
+  /// Computes what dropout keeps of P.
   __device__ __forceinline__ static void keep(Weights& kept, const Weights& p, const Kept& words) {
     for_each_pair(
         [&](int k, int e, int n, int r) { kept[k][e] = keep_pair(p[k][e], words[k].x, words[k].y, n % 2 * 2 + r); });
@@ -104,7 +104,8 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     });
   }
 
-  /// dS = P' dP - P D in place of P, where P' is what dropout kept of it. A dP that is NaN stays.
+  /// Computes dS = P' dP - P D, where P' is what dropout keeps of P. On entry ds holds P. A dP that is NaN stays NaN in
+  /// dS.
   __device__ __forceinline__ static void compute_ds_kept(Weights& ds, const Scores& dp, const Weights& kept,
                                                          const Terms& minus_delta) {
     for_each_pair([&](int k, int e, int n, int r) {
@@ -115,7 +116,7 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     });
   }
 
-  /// The pairs that the window and the lengths leave visible.
+  /// Finds the pairs that the window and the lengths leave visible.
   __device__ __forceinline__ static void find_visible(Visible& visible, const Sequence& sequence, int first_key,
                                                       int first_query, int lane) {
     const typename Base::Bounds bounds(sequence, first_key, first_query, lane);
@@ -128,8 +129,8 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     }
   }
 
-  /// Zeroes weights, or gradients, of hidden pairs, whatever they are: another key may have made the query's lse NaN,
-  /// and the hidden key's V may have made dP NaN.
+  /// Zeroes P or dS of hidden pairs, even NaN: another key may have made the query's lse NaN, and the hidden key's V
+  /// may have made dP NaN.
   __device__ __forceinline__ static void hide(Weights& pairs, const Visible& visible) {
     for_each_pair([&](int k, int e, int n, int r) { pairs[k][e] &= TransposedOrder::mask_of_pair(visible[r], n); });
   }
@@ -142,8 +143,8 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
     });
   }
 
-  /// To panels of 32 queries, kPanelBytes apart, whose rows are keys: their 16-byte chunks are exchanged by two bits of
-  /// the row above the last ("64-byte swizzle"). Lanes name rows as below.
+  /// Stores to panels of 32 queries, kPanelBytes apart, whose rows are keys. The 16-byte chunks of a row are permuted
+  /// by two bits of the row's number, those above the last one ("64-byte swizzle"). Lanes name rows as in store().
   template <int kPanelBytes>
   __device__ __forceinline__ static void store_by_half_panels(uint32_t s_panel, int warp, const Weights& pairs,
                                                               int lane) {
@@ -155,8 +156,8 @@ struct BackwardPipelinedTile : BackwardTile<Element, kBlockM> {
       ptx::stmatrix_x4((s_chunk ^ (k % 2 * 32)) + k / 2 * kPanelBytes, pairs[k][0], pairs[k][1], pairs[k][2],
                        pairs[k][3]);
   }
-  /// To a panel whose rows are keys and whose columns are the queries; a warp has 16 rows of it. A lane names a row of
-  /// one of four 8 x 8 matrices: two of keys by two of queries.
+  /// Stores to a panel whose rows are keys and whose columns are the queries; a warp has 16 rows of it. A lane names a
+  /// row of one of four 8 x 8 matrices: two of keys by two of queries.
   __device__ __forceinline__ static void store(uint32_t s_panel, int warp, const Weights& pairs, int lane) {
     static_assert(kBlockM <= kPanelColumns);
     const int at = ptx::reread(lane), row = warp * 16 + at % 16;

@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_panels(const CUtensorMap& map, uint32_t s_b
                   batch);
 }
 
-/// Loads such panels of a sequence's keys, and announces them. By one thread.
+/// Loads panels [first, first + count) of a sequence's keys, and announces their bytes. Called by one thread.
 template <class Config>
 __device__ __forceinline__ void load_keys(const BackwardParams& p, const CUtensorMap& map, const uint64_t& barrier,
                                           uint32_t s_tile, const Sequence& sequence, int first_key, int first,
@@ -48,7 +48,7 @@ struct BackwardDqSlice {
   __device__ __forceinline__ static uint32_t slot(uint32_t s_tiles, int warp, int panel) {
     return s_tiles + Config::kDqOffset + (warp * kPanels + panel) * Config::kDqSliceBytes;
   }
-  /// Stores it there, once TMA has read what was there before.
+  /// Stores the product to s_slot, once TMA has read what the slot held before.
   __device__ __forceinline__ static void stage(uint32_t s_slot, const Sum& sum, int lane) {
     const uint32_t s_lane = s_slot + ptx::reread(lane) * 16;
     if (lane == 0) ptx::bulk_wait_read<kPanels - 1>();
@@ -57,7 +57,7 @@ struct BackwardDqSlice {
     for (int n = 0; n < Config::kBlockM / 8; ++n)
       store_shared(s_lane + n * 512, float4{sum[n][0], sum[n][1], sum[n][2], sum[n][3]});
   }
-  /// Adds it to memory from there.
+  /// Adds the slot's contents to memory, at g_target.
   __device__ __forceinline__ static void send(float* g_target, uint32_t s_slot, int lane,
                                               int bytes = Config::kDqSliceBytes) {
     ptx::fence_proxy_async_shared();
@@ -92,7 +92,7 @@ class BackwardDqWarp {
 
   __device__ __forceinline__ void release(const uint64_t& barrier) const { arrive_as_warp(barrier, lane_); }
 
-  /// All of K, or of V.
+  /// Loads all of K, or of V.
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, const uint64_t& barrier, int offset) const {
     if (lane_ == 0)
       sm90::load_keys<Config>(p_, map, barrier, s_tiles_ + offset, work_tile_.sequence, work_tile_.first_key, 0,
@@ -113,7 +113,7 @@ class BackwardDqWarp {
   const uint32_t s_tiles_;
 };
 
-/// The same, with the loads of Q and dO by the first warp, each as soon as its stage is free.
+/// Adds the loads of Q and dO to BackwardDqWarp. The first warp issues each as soon as its stage is free.
 template <class Config, class Storage>
 class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
  protected:
@@ -133,7 +133,7 @@ class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
     load_rows(maps_.grad_out, address(storage_.do_full[stage]), Config::kGradsOffset, workspace_.minus_delta,
               storage_.minus_delta[stage], step);
   }
-  /// Of the second step, if there is one.
+  /// Loads Q and dO of the second step, if there is one.
   __device__ __forceinline__ void load_second(const Step& step) {
     at_.advance();
     if (step.head < work_tile_.heads) {
@@ -142,7 +142,7 @@ class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
     }
     at_.count = 0;
   }
-  /// Loads the step that takes the stages of this one, when these are free.
+  /// Loads the step that comes next in the stages of this one, when they are free.
   __device__ __forceinline__ void load_after(Step step) const {
     for (int k = 0; k < Config::kStages; ++k) work_tile_.advance(step);
     load_in_place(step);
@@ -158,7 +158,7 @@ class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
   __device__ __forceinline__ int64_t workspace_tile(const Step& step) const {
     return work_tile_.workspace_tile + step.head * workspace_.tiles_per_head + step.tile;
   }
-  /// dQ of this warp's 16 queries: the first of a panel's 64 columns.
+  /// Where dQ of this warp's 16 queries begins, for a panel's 64 columns.
   __device__ __forceinline__ float* dq_slice(const Step& step, int panel) const {
     const int64_t row = workspace_tile(step) * kBlockM + warp_ * 16;
     return workspace_.dq + row * Config::kDqHeadDim + panel * (16 * kPanelColumns);
@@ -167,7 +167,7 @@ class BackwardProducer : protected BackwardDqWarp<Config, Storage> {
   RingCount<Config::kStages> at_;
 
  private:
-  /// A tile of Q with its lse, or of dO with its D.
+  /// Loads a tile of Q with its lse, or of dO with its D.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t s_full, int offset, const float* terms,
                                             const float* s_terms, const Step& step) const {
     if (lane_ == 0) {

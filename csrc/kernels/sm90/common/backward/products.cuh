@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Tiles of keys have kKeyRows rows, of which the warpgroup takes 64.
+/// Key tiles have kKeyRows rows, of which the warpgroup takes 64.
 template <class Element, int kHeadDim, int kKeyRows, int kBlockM>
 struct BackwardProducts {
   using Tile = BackwardTile<Element, kBlockM>;
@@ -18,12 +18,12 @@ struct BackwardProducts {
   static constexpr int kD = kHeadDim / 8;
   using Sum = float[kD][4];
 
-  /// s = keys queries^T, of K and Q or of V and dO.
+  /// Computes s = keys queries^T, of K and Q or of V and dO.
   __device__ __forceinline__ static void multiply(Scores& s, uint32_t keys, uint32_t queries) {
     start(s, keys, queries);
     finish(s);
   }
-  /// The same with the first 8 kColumns queries alone.
+  /// Starts this product with the first 8 kColumns queries alone.
   template <int kColumns>
   __device__ __forceinline__ static void start(float (&s)[1][kColumns][4], uint32_t keys, uint32_t queries) {
     using Product = ptx::Wgmma<Element, 8 * kColumns>;
@@ -40,7 +40,7 @@ struct BackwardProducts {
     ptx::fence_operand(s[0]);
   }
 
-  /// sum += weights rows, of P and dO or of dS and Q. The caller waits for it and fences the sum.
+  /// Starts sum += weights rows, of P and dO or of dS and Q. The caller waits for it and fences the sum.
   __device__ __forceinline__ static void start_sum(Sum& sum, const Weights& weights, uint32_t rows) {
     using Product = ptx::Wgmma<Element, kHeadDim>;
     ptx::wgmma_fence();

@@ -16,11 +16,11 @@
 
 namespace flash_ext::sm90 {
 
-/// The queries that are computed of a tile of which few see the keys are a multiple of so many: dS^T lies in panels of
-/// so many.
+/// Where few queries of a tile see the keys, a multiple of kTailQueries is computed: dS^T lies in panels of that many
+/// queries.
 constexpr int kTailQueries = 32;
 
-/// A tile of queries of a head, counted from the first of the group.
+/// A query tile of a head. `head` is counted from the first of the group.
 struct BackwardStep {
   int head, tile;
 };
@@ -34,13 +34,13 @@ struct WorkTileSteps {};
 template <>
 struct WorkTileSteps<true> {
   const ListedQueries* steps;
-  const uint2* visible;  // by bitmaps: that of the first lane, for the first step that bitmaps have
-  int visible_stride;    // between steps of bitmaps
+  const uint2* visible;  // bits of bitmaps: where those of number 0 (ListedQueries::visible) begin
+  int visible_stride;    // from one such number to the next
 };
 
-/// Persistent CTAs begin with the first query that sees their keys, and end soon behind the last one: fewer steps, as
-/// 96 queries seldom begin or end where 128 keys do. Not where they take turns, each at a tile of queries that is the
-/// same for all of them.
+/// Where the steps of a key tile begin and end. Persistent CTAs begin with the first query that sees their keys, and
+/// end soon after the last one. These are fewer steps, as tiles of 96 queries seldom begin or end where 128 keys do.
+/// CTAs that take turns do not do so: they need query tiles that are the same for all of them.
 template <bool kAnchored>
 struct WorkTileAnchor {
   static constexpr int skipped = 0, tail_queries = 0;
@@ -48,12 +48,12 @@ struct WorkTileAnchor {
 };
 template <>
 struct WorkTileAnchor<true> {
-  int skipped;           // queries before the first of the tile's sequence
-  int tail_queries = 0;  // that are computed of the last tile of each head; 0: all
+  int skipped;           // queries before the first one of `sequence`, which begins later here
+  int tail_queries = 0;  // queries of the last tile of each head that are computed; 0: all
   __device__ __forceinline__ explicit WorkTileAnchor(int skipped) : skipped(skipped) {}
 };
 
-/// Groups of kWarpgroupRows keys of a key tile: of a consumer warpgroup each, or of a CTA of a cluster.
+/// How many groups of kWarpgroupRows keys a key tile has: one for each consumer warpgroup, or each CTA of a cluster.
 template <class Config>
 constexpr int kKeyGroups = Config::kBlockN / kWarpgroupRows;
 
@@ -62,15 +62,15 @@ template <class Config>
 struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Config::kAnchored> {
   using Anchor = WorkTileAnchor<Config::kAnchored>;
 
-  Sequence sequence;  // its head is the first of those below
-  int heads;          // of the group
+  Sequence sequence;  // its head is the first of `heads`
+  int heads;          // query heads of the group
   int first_key;
-  TileSpan tiles;                       // of queries; full: every one that is computed sees all keys that are there
-  QueryTileOrder order;                 // of these
-  TileSpan groups[kKeyGroups<Config>];  // that see each key group; full: nothing is hidden from them
-  int64_t workspace_tile;               // of query 0 of the first head
-  float* sums;                          // where a split leaves dK, and dV behind it; null: they are complete
-  bool large = false;                   // some row has a LargeLse; then nothing of `groups` is full
+  TileSpan tiles;                       // of queries; full: each computed query sees all keys that exist
+  QueryTileOrder order;                 // of `tiles`
+  TileSpan groups[kKeyGroups<Config>];  // query tiles that see each key group; full: no pair is hidden
+  int64_t workspace_tile;               // number of the tile of query 0 of the first head
+  float* sums;                          // where a split stores dK, and dV behind it; null: no split
+  bool large = false;                   // some row has a LargeLse; then no tile of `groups` is full
 
   __device__ __forceinline__ BackwardWorkTile(const BackwardParams& p, const BackwardWorkspace& workspace,
                                               const BackwardSchedule& schedule, const BackwardTaskOf<Config>& task)
@@ -99,7 +99,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
   __device__ __forceinline__ BackwardStep first_step() const {
     return {tiles.begin < tiles.end ? 0 : heads, Config::kTurns == TurnTaking::kAlways ? order.first : tiles.begin};
   }
-  /// Past the last one, head is past the group.
+  /// Moves to the next step. Past the last one, head is past the group.
   __device__ __forceinline__ void advance(BackwardStep& step) const {
     if constexpr (Config::kTurns != TurnTaking::kAlways) {
       if (++step.tile < tiles.end) return;
@@ -112,7 +112,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
     if (step.tile != order.past) step.head = 0;
   }
 
-  /// How many key tiles before this one the query tile sees.
+  /// The CTA's turn at a query tile: how many key tiles before this one the query tile sees.
   __device__ __forceinline__ int turn(int tile) const {
     return first_key / Config::kBlockN - sequence.keys_begin(tile * Config::kBlockM) / Config::kBlockN;
   }
@@ -140,7 +140,7 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
       if (sees && exists && sequence.queries_end(first) >= end) groups[g].full_end = tiles.end;
     }
   }
-  /// Replaces the range of tiles by the list: tiles then count along it.
+  /// Replaces the range of tiles by the list: `tiles` then counts its entries.
   __device__ __forceinline__ void list_steps(const AttentionParams& p, const QueryLists& lists) {
     const int64_t list = lists.index(sequence.batch, sequence.head_kv, first_key / Config::kBlockN);
     tiles.begin = tiles.full_begin = tiles.full_end = 0;
@@ -152,8 +152,8 @@ struct BackwardWorkTile : WorkTileSteps<Config::kListsBlocks>, WorkTileAnchor<Co
   }
 };
 
-/// The position of a CTA in the order of tiles. Where additions to dQ take turns, CTAs get positions in the order in
-/// which they start.
+/// Returns the position of a CTA in the order of tiles. Where additions to dQ take turns, CTAs get positions in the
+/// order in which they start.
 template <class Config, class Storage>
 __device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& workspace, Storage& storage) {
   if (Config::kTurns == TurnTaking::kNever || !workspace.turns) return blockIdx.x;
@@ -165,8 +165,8 @@ __device__ __forceinline__ uint32_t position_of_cta(const BackwardWorkspace& wor
   return taken;
 }
 
-/// Called by each consumer warp, of warpgroup `group`, before its first look at a tile. All of them find and write the
-/// same.
+/// Looks for a LargeLse in the rows of all tiles, and records it in the work tile. Each consumer warp calls it, `group`
+/// being its warpgroup, before its first look at a tile. All find and write the same.
 template <class Config>
 __device__ __forceinline__ void find_large_lse(const BackwardWorkspace& workspace, BackwardWorkTile<Config>& work_tile,
                                                int group, int lane) {

@@ -22,9 +22,9 @@ struct BackwardTile {
   static constexpr int kN = kBlockM / 8;
   static constexpr int kSteps = kBlockM / 16;  // of products over queries
   using Scores = float[1][kN][4];
-  using Weights = uint32_t[kSteps][4];  // P or dS, as an operand: register 4 k + e has the pairs of n, r with 2 n + r
+  using Weights = uint32_t[kSteps][4];  // P or dS, as an operand: register 4 k + e has pair r of accumulator n, 2 n + r
 
-  /// f(x, term, n, e) for every score and its query's term of s_terms.
+  /// Calls f(x, term, n, e) for every score and its query's term of s_terms.
   template <class F>
   __device__ __forceinline__ static void for_each_with_term(Scores& s, const float* s_terms, int lane, F f) {
     const float* const s_lane = s_terms + 2 * (ptx::reread(lane) % 4);
@@ -36,13 +36,13 @@ struct BackwardTile {
     }
   }
 
-  /// P in place of products; `scale` and lse in units of scores.
+  /// Replaces products by P; `scale` and lse in units of scores.
   template <class Unit = BaseTwoUnit>
   __device__ __forceinline__ static void softmax_step(Scores& s, const float* s_lse, float scale, int lane) {
     for_each_with_term(s, s_lse, lane, [&](float& x, float lse, int, int) { x = Unit::weight(x, scale, lse); });
   }
 
-  /// What the window and the lengths leave visible, counted from the lane's first key and query.
+  /// The pairs that the window and the lengths leave visible, counted from the lane's first key and query.
   struct Bounds {
     int first_begin, first_end, end_of_all, queries;
 
@@ -55,8 +55,8 @@ struct BackwardTile {
     }
   };
 
-  /// Weights that the window or the lengths hide become 0, whatever they are: a query may have an lse of NaN because of
-  /// another key.
+  /// Zeroes weights that the window or the lengths hide, even NaN: a query may have an lse of NaN because of another
+  /// key.
   __device__ __forceinline__ static void hide(Scores& s, const Sequence& sequence, int first_key, int first_query,
                                               int lane) {
     const Bounds bounds(sequence, first_key, first_query, lane);
@@ -67,7 +67,8 @@ struct BackwardTile {
       if (!visible) x = 0.0f;
     });
   }
-  /// The same of packed pairs, without branches of single lanes: after one, nothing is in uniform registers.
+  /// The same for packed pairs, without branches of single lanes: after such a branch ptxas keeps nothing in uniform
+  /// registers.
   __device__ __forceinline__ static void hide(Weights& weights, const Sequence& sequence, int first_key,
                                               int first_query, int lane) {
     const Bounds bounds(sequence, first_key, first_query, lane);
@@ -83,7 +84,7 @@ struct BackwardTile {
         weights[n / 2][n % 2 * 2 + r] &= mask(8 * n, 8 * r, 0xFFFFu) | mask(8 * n + 1, 8 * r, 0xFFFF0000u);
   }
 
-  /// f(step, element of the operand, n, r): elements 2 r and 2 r + 1 of accumulator n are the pair.
+  /// Calls f(step, element of the operand, n, r) for each pair: elements 2 r and 2 r + 1 of accumulator n.
   template <class F>
   __device__ __forceinline__ static void for_each_pair(F f) {
 #pragma unroll
@@ -103,8 +104,8 @@ struct BackwardTile {
     for_each_pair([&](int k, int e, int, int) { pairs[k][e] &= ptx::differs<Element>(p[k][e], 0); });
   }
 
-  /// P of a pair of scores that a softcap bounds, and P times the softcap's derivative. `tanh` and `lse`: of both;
-  /// `cap` and lse to base 2.
+  /// Computes P of a pair of scores with a softcap, and P times the softcap's derivative. `tanh` and `lse` have the
+  /// values of both; `cap` and lse to base 2.
   __device__ __forceinline__ static void softcap_pair(uint32_t& p, uint32_t& sloped, float2 tanh, float2 lse,
                                                       float cap) {
     const float low = ptx::exp2_approx(fmaf(tanh.x, cap, -lse.x)), high = ptx::exp2_approx(fmaf(tanh.y, cap, -lse.y));
@@ -112,8 +113,8 @@ struct BackwardTile {
     sloped = ptx::pack2<Element>(low * softcap_slope(tanh.x), high * softcap_slope(tanh.y));
   }
 
-  /// dS from dP; ds may be p. Where the weight is 0 the rest may be NaN, from keys that the query does not see. `hides`
-  /// says that there may be such pairs.
+  /// Computes dS from dP; ds may be p. With `hides`, dS becomes 0 where the weight is 0: dP may be NaN there, from keys
+  /// that the query does not see.
   __device__ __forceinline__ static void compute_ds(Weights& ds, const Scores& dp, const Weights& p,
                                                     const float* s_minus_delta, int lane, bool hides) {
     const float* const s_lane = s_minus_delta + 2 * (ptx::reread(lane) % 4);
@@ -124,8 +125,8 @@ struct BackwardTile {
     }
   }
 
-  /// The same with dropout. keep(n, r, pair) zeroes the dropped weights of a pair, for which dP is 0; p becomes what is
-  /// kept. kZeroes: dS becomes 0 where the weight is; else it may be NaN where a pair is hidden.
+  /// The same with dropout. keep(n, r, pair) zeroes the dropped weights of a pair, for which dP is 0; p becomes the
+  /// kept weights. kZeroes: dS becomes 0 where the weight is 0; else it may be NaN where a pair is hidden.
   template <bool kZeroes, class Keep>
   __device__ __forceinline__ static void compute_ds_kept(Weights& ds, const Scores& dp, Weights& p,
                                                          const float* s_minus_delta, int lane, Keep keep) {
@@ -147,14 +148,14 @@ struct BackwardTile {
     }
   }
 
-  /// Where this lane's row of a warp's part of a panel begins whose rows are queries and whose columns are the 64 keys
-  /// of four warps. A lane names a row of one of four 8 x 8 matrices: two of queries by two of keys.
+  /// Where the lane's row begins in a panel whose rows are queries and whose columns are the 64 keys of four warps. A
+  /// lane names a row of one of four 8 x 8 matrices: two of queries by two of keys.
   __device__ __forceinline__ static uint32_t row_of_lane(uint32_t s_panel, int warp, int lane) {
     const int at = ptx::reread(lane), row = at % 8 + at / 16 * 8;
     const uint32_t chunk = (2 * warp + at / 8 % 2) ^ (at % 8);
     return s_panel + row * kPanelRowBytes + chunk * 16;
   }
-  /// To and from such a panel, 16 queries at a time.
+  /// Stores to such a panel and loads from it, 16 queries at a time.
   __device__ __forceinline__ static void store(uint32_t s_row, int step, const uint32_t (&pairs)[4]) {
     ptx::stmatrix_x4_trans(s_row + step * 16 * kPanelRowBytes, pairs);
   }
@@ -170,8 +171,8 @@ struct BackwardTile {
     for (int step = 0; step < kSteps; ++step) load(weights[step], s_row, step);
   }
 
-  /// Zeroes pairs that a bias of T, of 16 bits, in such a panel hides by -inf: without it they may be NaN, as of a sum
-  /// that overflowed.
+  /// Zeroes pairs that a bias in such a panel hides by -inf; its elements T have 16 bits. Otherwise such pairs may be
+  /// NaN, from a sum that overflowed.
   template <class T>
   __device__ __forceinline__ static void hide_by_bias(Weights& pairs, uint32_t s_row) {
     constexpr uint32_t kHidden = std::is_same_v<T, __half> ? 0xFC00FC00u : 0xFF80FF80u;

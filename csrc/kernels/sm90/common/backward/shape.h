@@ -7,8 +7,8 @@
 
 namespace flash_ext::sm90 {
 
-constexpr int kBackwardBlockM = 64;     // queries of a tile, but for the persistent kernel
-constexpr int kMaxNarrowHeadDim = 128;  // at which a warpgroup has both dK and dV of its keys
+constexpr int kBackwardBlockM = 64;     // queries of a tile, except in the persistent kernel
+constexpr int kMaxNarrowHeadDim = 128;  // the largest at which a warpgroup has both dK and dV of its keys
 
 struct BackwardShape {
   int key_groups;    // of kWarpgroupRows keys, of a tile: one for each consumer warpgroup, or each CTA of a cluster
@@ -35,11 +35,12 @@ constexpr BackwardShape backward_shape(int head_dim) {
 /// tiles have as many keys.
 constexpr BackwardShape backward_blocks_shape() { return {2, 216, 72}; }
 
-/// The persistent kernel's, at head_dim 64. dK and dV are small there; scores and gradients of 96 queries take the
-/// registers that they leave.
+/// The shape of the persistent kernel, at head_dim 64. dK and dV are small there, and leave registers for scores and
+/// gradients of 96 queries.
 constexpr BackwardShape backward_persistent_shape() { return {2, 208, 88, 96}; }
 
-/// Up to which the persistent kernel serves calls without options, with one of some, or with a block mask alone.
+/// The largest head_dim of the persistent kernel. It serves calls without options, with one of kPersistentOptions, or
+/// with a block mask alone.
 constexpr int kMostPersistentHeadDim = 64;
 
 /// What decides whether the variant of block masks serves a call.

@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Bits of a window's tiles; and what the lane has asked memory for, of the window after it.
+/// The bits of a window's tiles, and the loads that the lane has issued for the window after it.
 template <class Config>
 class BackwardStepWindow {
  protected:
@@ -39,7 +39,7 @@ class BackwardStepWindow {
         workspace_
             .has_non_finite[work_tile_.workspace_tile + window.head * workspace_.tiles_per_head + window.tile + lane_];
   }
-  /// The window's bits, of what was asked for.
+  /// Sets the window's bits by the answers.
   __device__ __forceinline__ void take_answers() {
     left_ = __ballot_sync(~0u, next_state_ != kTileHidden);
     masked_ = __ballot_sync(~0u, next_state_ == kTileMasked);
@@ -51,7 +51,7 @@ class BackwardStepWindow {
   const int lane_;
   BackwardStep window_;                                  // its first tile
   uint32_t left_ = 0, masked_ = 0, has_non_finite_ = 0;  // bits of its tiles
-  int next_state_ = 0, next_has_non_finite_ = 0;         // of the window after it, of this lane's tile
+  int next_state_ = 0, next_has_non_finite_ = 0;         // of the lane's tile in the window after it
 };
 
 }  // namespace flash_ext::sm90

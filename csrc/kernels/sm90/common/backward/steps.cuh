@@ -19,7 +19,7 @@ template <class Config>
 struct BackwardPipelinedSteps {
   static constexpr bool kAlways = Config::kTurns == TurnTaking::kAlways;
 
-  // past: behind the last tile of a head of which all queries are computed; last: that of a head, without turns
+  // past: the tile behind the last one of which all queries are computed; last: the last tile of a head, without turns
   const int first, past, last, stride, first_head, end_head;
   int head, tile, left;
   uint32_t stage = 0, parity = 0;
@@ -42,7 +42,7 @@ struct BackwardPipelinedSteps {
   __device__ __forceinline__ static bool has_tail(const BackwardWorkTile<Config>& work_tile) {
     return work_tile.tail_queries > 0;
   }
-  /// Behind all other steps: the last tiles of all heads, of which few queries are computed.
+  /// Begins the last tiles of all heads, of which few queries are computed. They come after all other steps.
   __device__ __forceinline__ void begin_tails(const BackwardWorkTile<Config>& work_tile) {
     left = ptx::uniform(work_tile.heads);
     tile = past, head = first_head;
@@ -82,7 +82,7 @@ struct BackwardPipelinedSteps {
   }
 };
 
-/// The same where only the number of steps is known before: metadata says which they are.
+/// Steps of which only the number is known in advance: metadata says which tiles they are.
 template <class Config>
 struct BackwardCountedSteps {
   int left;
@@ -99,7 +99,7 @@ struct BackwardCountedSteps {
  protected:
   __device__ __forceinline__ explicit BackwardCountedSteps(int left) : left(left) {}
 };
-/// Metadata lies in slots of its own.
+/// The same, with metadata in slots of its own.
 template <class Config>
 struct BackwardSlottedSteps : BackwardCountedSteps<Config> {
   uint32_t slot = 0;
@@ -113,7 +113,7 @@ struct BackwardSlottedSteps : BackwardCountedSteps<Config> {
   using BackwardCountedSteps<Config>::BackwardCountedSteps;
 };
 
-/// A list names the tiles. The metadata of a step comes with its Q.
+/// Steps of which a list names the tiles. The metadata of a step comes with its Q.
 template <class Config>
 struct BackwardListedSteps : BackwardCountedSteps<Config> {
   template <class Storage>
@@ -121,13 +121,13 @@ struct BackwardListedSteps : BackwardCountedSteps<Config> {
       : BackwardCountedSteps<Config>(ptx::uniform(storage.work_tile.tiles.end)) {}
 };
 
-/// A step is made of pieces of the list (pieces.cuh).
+/// Steps that are made of pieces of the list (pieces.cuh).
 template <class Config>
 struct BackwardPieceSteps : BackwardSlottedSteps<Config> {
   __device__ __forceinline__ explicit BackwardPieceSteps(const BackwardWorkTile<Config>& work_tile)
       : BackwardSlottedSteps<Config>(ptx::uniform(work_tile.tiles.end) / Config::kPieces) {}
 
-  /// The last step, if it lacks pieces.
+  /// Begins the last step, if it lacks pieces.
   __device__ __forceinline__ void begin_tails(const BackwardWorkTile<Config>&) { this->left = 1; }
   __device__ __forceinline__ void advance_to_next_tail() { this->advance(); }
 
@@ -136,7 +136,7 @@ struct BackwardPieceSteps : BackwardSlottedSteps<Config> {
   }
 };
 
-/// A warp finds the steps as it goes.
+/// Steps that a warp finds as it goes.
 template <class Config>
 struct BackwardFoundSteps : BackwardSlottedSteps<Config> {
   template <class Storage>

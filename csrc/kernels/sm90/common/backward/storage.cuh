@@ -1,4 +1,4 @@
-// What kernels of the backward have in common of the storage of a CTA, behind the tiles in shared memory: row terms and
+// Parts of a CTA's storage, behind the tiles in shared memory, that several kernels of the backward have: row terms and
 // named barriers.
 #pragma once
 
@@ -33,7 +33,7 @@ template <class Config>
 struct BackwardBarriers {
   static_assert(kKeyGroups<Config> <= 3, "there are barriers for three consumer warpgroups");
   enum Id : int {
-    kRowsSanitised = 1,  // Q and dO of a stage; in the end also: V and Q are read no more
+    kRowsSanitised = 1,  // Q and dO of a stage are sanitised; at the end: V and Q have been read
     // K of a consumer warpgroup is sanitised.
     kKeysSanitised0 = 2,
     kKeysSanitised1 = 3,

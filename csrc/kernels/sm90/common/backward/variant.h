@@ -9,11 +9,11 @@ enum StepFlags : int {
   kStepPast = 1,       // there is no such step
   kStepSanitised = 2,  // some pair may be hidden, and Q or dO may hold Inf or NaN
   kStepMasked = 4,     // masks hide some pair
-  kStepBiased = 8,     // and a bias may, of queries and keys
+  kStepBiased = 8,     // a bias of pairs may hide some pair
   kStepSoftcapped = 16,
   kStepDrops = 32,
   kStepAlibi = 64,
-  kStepKeyBiased = 128,  // a bias or a mask that is the same for all queries
+  kStepKeyBiased = 128,  // a per-key bias or mask
 };
 
 constexpr int kAnyOptions = -1;
@@ -38,8 +38,8 @@ constexpr bool has_variant(const int (&variants)[kCount], int options) {
   return false;
 }
 
-/// Whether the pipelined loop serves `options`, as serving_options() gives them. Options beside a block mask take the
-/// other loop.
+/// Whether the pipelined loop serves `options`, as serving_options() gives them. Options together with a block mask
+/// take the loop without overlap.
 constexpr bool pipelines(int options, bool has_blocks) {
   return options == 0 || (!has_blocks && has_variant(kOptionVariants, options));
 }
@@ -50,8 +50,8 @@ constexpr int kPersistentOptions[] = {kStepAlibi, kStepSoftcapped, kStepKeyBiase
 
 constexpr bool persists(int options) { return options == 0 || has_variant(kPersistentOptions, options); }
 
-/// Where a head_dim has the pipelined loop: whether the options' own loop still serves some call with these options. It
-/// serves any options, and those that a block mask alone asks for.
+/// For a head_dim with the pipelined loop: whether the loop without overlap still serves some call with these options.
+/// It serves any options together, and what a block mask alone asks for.
 constexpr bool serves_beside_pipelined(int options) { return !pipelines(options, (options & kStepMasked) != 0); }
 
 /// Whether the pipelined loop can add to dQ in turns. A mask of pairs leaves out steps, whose turns nobody would take.
