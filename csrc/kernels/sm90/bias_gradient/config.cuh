@@ -22,7 +22,7 @@ struct BiasConfig {
   static constexpr int kSlabsBytes = kStages * kStageBytes;
   static constexpr int kWarps = kWarpgroups * kWarpgroupWarps;  // of consumers
   using Bias = BiasTile<16, kKeys>;                             // of a warp
-  // Products of S are still under way when those of dP are issued, if all their slabs fit.
+  // Products of dP are issued while products of S are still in flight, if the slabs of both fit.
   static constexpr bool kOverlap = 2 * kSlabs <= kStages;
 
   static_assert(kSlabs <= kStages, "a product releases its slabs when it has all of them");

@@ -79,7 +79,7 @@ class BiasConsumer {
     ptx::cp_async_commit();
   }
 
-  /// Whether the warp's part of the bias holds an Inf or NaN; -Inf hides.
+  /// Whether the warp's part of the bias holds neither Inf nor NaN; -Inf hides pairs.
   __device__ __forceinline__ bool bias_is_finite() const {
     uint32_t found = 0;
     if (p_.bias.dtype == DType::kFloat32) {
@@ -101,7 +101,7 @@ class BiasConsumer {
     return found;
   }
 
-  /// Sums up dS of a work tile.
+  /// Sums dS of all score tiles of a work tile.
   __device__ __forceinline__ void add_up() {
     for_each_score(sum_, [](float& x, int, int, int) { x = 0.0f; });
     const bool plain = bias_is_finite() && p_.softcap == 0.0 && !p_.alibi_slopes;
@@ -147,14 +147,14 @@ class BiasConsumer {
         sum_[m][n][e] = fmaf(x, dp[m][n][e] - delta[e / 2], sum_[m][n][e]);
       });
     } else {
-      // Where the weight is 0 the rest may be NaN, from keys or rows that this query does not see.
+      // Where the weight is 0, dP and delta may be NaN, from keys or rows that this query does not see.
       for_each_score(s, [&](float& x, int m, int n, int e) {
         if (x != 0.0f) sum_[m][n][e] = fmaf(x, dp[m][n][e] - delta[e / 2], sum_[m][n][e]);
       });
     }
   }
 
-  /// c = A B^T of the next slabs, as one group of products.
+  /// Starts c = A B^T of the next slabs, as one group of products.
   __device__ __forceinline__ void multiply(Fragment& c) {
     using Product = ptx::Wgmma<Element, Config::kKeys>;
 #pragma unroll
@@ -190,7 +190,7 @@ class BiasConsumer {
     lse[1] = s_lse[8];
   }
 
-  /// P in place of Q K^T, where nothing is added to scores but a bias without -inf.
+  /// Turns Q K^T into P where scores get no other term than a bias without -inf.
   __device__ __forceinline__ void compute_plain_p(Fragment& s) const {
     const float scale = score_scale(p_, kLog2E);
     float lse[2];
@@ -254,7 +254,7 @@ class BiasConsumer {
     }
   }
 
-  /// Stores the sums over all rows of the CTA. By all consumer warps.
+  /// Stores the sums over all rows of the CTA. All consumer warps call it.
   __device__ __forceinline__ void store_columns(float* g_columns, int num_keys) {
     const int warp = first_row_ / 16;
 #pragma unroll
@@ -318,7 +318,7 @@ class BiasConsumer {
   const BiasWorkTiles& work_tiles_;
   Storage& storage_;
   const int lane_, first_row_;  // first_row_: of the warp in the CTA's rows
-  uint32_t s_bias_;             // of the warp's part of what is in use
+  uint32_t s_bias_;             // the warp's part of the bias buffer in use
   const uint32_t rows_, keys_;  // lower halves of descriptors
   RingCount<Config::kStages> slab_at_;
   RingCount<Config::kSlots> step_at_;

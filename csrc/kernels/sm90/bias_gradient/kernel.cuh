@@ -2,18 +2,18 @@
 //
 //   dS = P * (dP - delta)    P = 2^(S - lse),  S = Q K^T,  dP = dO V^T,  delta: common/bias_gradient/row_terms.cuh
 //
-// A CTA owns a tile of dbias, 128 queries x 128 keys, and recomputes dS of all tiles of scores that fall on it, its
-// score tiles, in a fixed order. CTAs go through work tiles: tiles, or, where there are few, chunks of their sums,
-// which are added up afterwards.
+// A CTA owns a tile of dbias, 128 queries x 128 keys. It recomputes dS of its score tiles, which are all tiles of
+// scores that fall on it, in a fixed order. CTAs go through work tiles. A work tile is a tile of dbias or, where dbias
+// has few tiles, a chunk of its sum; a second kernel adds up the chunks.
 //
-// Warpgroups 1 and 2 compute, 64 queries each: sum, S and dP in registers; P is made while dP is multiplied. Of
-// warpgroup 0,
-//   warp 0 loads slabs of 64 columns through TMA: of each score tile those of Q and K, then of dO and V;
+// Warpgroups 1 and 2 are consumers of 64 queries each. They hold sum, S and dP in registers, and compute P while dP is
+// multiplied. Warpgroup 0 has the producers:
+//   warp 0 loads slabs of 64 columns through TMA: for each score tile slabs of Q and K, then of dO and V;
 //   warps 1 to 3 find the score tiles with a visible pair, every third each, and load the row terms.
-// The bias of a tile is the same for all score tiles; each computing warp copies its own part, a tile ahead.
+// All score tiles of a work tile share a bias tile. Each consumer warp copies its own part of it, a work tile ahead.
 //
 //   step_full, step_empty     a slot holds a score tile, or the end of a work tile; all warps have read it
-//   slab_full, slab_empty     a stage holds slabs; the computing warps have multiplied them
+//   slab_full, slab_empty     a stage holds slabs; the consumer warps have multiplied them
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-/// dbias from the shares of chunks. A thread per element.
+/// Sums the shares of all chunks into dbias. A thread per element.
 static __global__ void __launch_bounds__(256)
     bias_shares_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BiasWorkTiles work_tiles,
                        int shares) {
@@ -82,7 +82,7 @@ inline BiasTiles bias_tiles(const BackwardParams& p) {
   return {p, Config::kRows, Config::kKeys, kWantedWorkTiles};
 }
 
-/// Scratch memory.
+/// The parts of the scratch memory: delta of each row, and the shares of chunks.
 struct BiasMemory {
   float *delta, *shares;
   int num_shares;

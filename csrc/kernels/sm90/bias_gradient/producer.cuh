@@ -22,13 +22,14 @@ class BiasProducer {
                                           const BiasWorkTiles& work_tiles, Storage& storage, uint32_t s_slabs, int lane)
       : p_(p), maps_(maps), work_tiles_(work_tiles), storage_(storage), s_slabs_(s_slabs), lane_(lane) {}
 
-  /// By warp `finder` of kFinders.
+  /// Finds the score tiles with a visible pair, and fills the slot of every kFinders-th step. Called by warp `finder`
+  /// of kFinders.
   __device__ __forceinline__ void find_steps(const float* delta, uint32_t finder) {
     RingCount<Config::kSlots> at;
     for (int work_tile = blockIdx.x; work_tile < work_tiles_.count; work_tile += gridDim.x) {
       const BiasTiles& tiles = work_tiles_.tiles;
       const uint32_t chunk = work_tiles_.chunk(work_tile);
-      // In shared memory: a finder has few registers.
+      // It lies in shared memory, because a finder has few registers.
       ScoreTiles& score_tiles = *reinterpret_cast<ScoreTiles*>(storage_.score_tiles[finder]);
       if (lane_ == 0) new (&score_tiles) ScoreTiles(p_, tiles, work_tiles_.tile(work_tile), chunk);
       __syncwarp();
@@ -44,7 +45,7 @@ class BiasProducer {
     }
   }
 
-  /// Called by one warp.
+  /// Loads the slabs of all score tiles. Called by one warp.
   __device__ __forceinline__ void load_slabs() {
     RingCount<Config::kSlots> at;
     RingCount<Config::kStages> stage;
@@ -57,7 +58,7 @@ class BiasProducer {
           for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.q, maps_.k, step, slab);
           for (int slab = 0; slab < Config::kSlabs; ++slab) load_pair(stage, maps_.grad_out, maps_.v, step, slab);
         }
-        // An arrival waits for no loads under way: the slot is free once they have been used.
+        // An arrival does not wait for loads in flight. So it comes after the loaded values have been used.
         arrive_as_warp(storage_.step_empty[at.stage()], lane_);
         at.advance();
         if (ends_work_tiles) break;
@@ -66,7 +67,7 @@ class BiasProducer {
   }
 
  private:
-  /// The next step, if it is this finder's turn.
+  /// Adds the next step: if it is this finder's turn, fill() writes its slot.
   template <class Fill>
   __device__ __forceinline__ void add(RingCount<Config::kSlots>& at, uint32_t finder, Fill fill) const {
     if (at.count % Config::kFinders == finder) {
@@ -119,7 +120,7 @@ class BiasProducer {
     }
   }
 
-  /// A slab of Q and of K, or of dO and of V.
+  /// Loads a slab of Q and one of K, or a slab of dO and one of V.
   __device__ __forceinline__ void load_pair(RingCount<Config::kStages>& at, const CUtensorMap& row_map,
                                             const CUtensorMap& key_map, const BiasStep& step, int slab) const {
     wait_for(storage_.slab_empty[at.stage()], at.parity() ^ 1);

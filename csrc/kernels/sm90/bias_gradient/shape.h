@@ -1,4 +1,4 @@
-// What the gradient of the bias is instantiated for, for the plan too.
+// The head dims that the gradient of the bias is instantiated for; the plan reads them too.
 #pragma once
 
 namespace flash_ext::sm90 {

@@ -17,17 +17,17 @@ enum BiasBarrier : int {
 
 /// A score tile as this CTA sees it.
 struct BiasStep {
-  bool ends_work_tiles;  // and is no score tile
-  bool all_visible;      // every pair of the tile is there and visible
+  bool ends_work_tiles;  // the step marks the end of a work tile and has no score tile
+  bool all_visible;      // every pair of the tile exists and is visible
   int batch, head;
   int first_query, first_key;
   int q_row, k_row, q_batch, k_batch, head_kv;  // where its rows lie
 };
 
-/// How work tiles are made of tiles.
+/// The work tiles: tiles of dbias, or chunks of their sums.
 struct BiasWorkTiles {
   BiasTiles tiles;
-  float* shares;  // of chunks, float; each like dbias, without what is between its rows
+  float* shares;  // of chunks, in float; each has the elements of dbias without gaps between rows
   int buffers;    // of the bias
   int count;      // of work tiles
 
@@ -37,7 +37,7 @@ struct BiasWorkTiles {
   __device__ __forceinline__ int chunk(int work_tile) const { return work_tile / static_cast<int>(tiles.count()); }
 };
 
-/// Lies behind the slabs in shared memory.
+/// The shared memory behind the slabs.
 template <class Config>
 struct BiasStorage {
   static constexpr int kStages = Config::kStages, kSlots = Config::kSlots;

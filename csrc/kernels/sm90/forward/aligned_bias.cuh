@@ -1,6 +1,6 @@
 // TMA reads a bias whose rows consist of 16-byte chunks. Any other bias is copied to such rows before the forward runs.
-// Broadcast dimensions stay broadcast, except the keys: the copy of a bias that is the same for all keys has 64 of
-// them, one part, which the producer loads for every tile.
+// Broadcast dimensions stay broadcast, except that of the keys: the copy of a bias that is the same for all keys has 64
+// keys. They are one part of a tile, which the producer loads for every tile.
 #pragma once
 
 #include "kernels/common/score/bias_tile.cuh"
@@ -19,7 +19,7 @@ inline bool must_align_bias(const ScoreView& bias) { return bias.data && !can_st
 /// The copy of a bias of 16 bits.
 struct AlignedBias {
   ScoreView view;
-  int64_t batch, heads, rows, columns;  // distinct ones
+  int64_t batch, heads, rows, columns;  // sizes of the copy; 1 where the bias is broadcast, but 64 columns
   int64_t bytes = 0;
 
   AlignedBias(const AttentionParams& p, void* memory) {

@@ -79,7 +79,7 @@ struct ForwardParameters {
   using ScoreArgument = ScoreTerms;
 };
 
-/// In the variants with bias, masks or dropout.
+/// The parameters of the variants with bias, masks or dropout.
 template <class Config>
 struct ForwardParameters<Config, true> {
   struct Call {
@@ -108,7 +108,7 @@ struct ForwardArguments {
       return terms;
     }
   }
-  /// The factor from products to base-2 scores; 1 where score options have applied it before.
+  /// Returns the factor from products to base-2 scores: 1 where score options have applied the scale already.
   __device__ __forceinline__ float scale() const {
     if constexpr (Config::kVisible) {
       return call.options.scale;

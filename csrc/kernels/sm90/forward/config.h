@@ -26,8 +26,8 @@ struct ForwardConfig {
   static constexpr bool kVisible = kVariant == ForwardVariant::kAllButDropout || kOnlyBias || kOnlyMask || kDrops;
   static constexpr bool kListsBlocks = kVariant == ForwardVariant::kBlocks;
   static constexpr bool kReadsCache = kVariant == ForwardVariant::kCache;
-  // A work tile may have only a part of its keys (split_kv.cuh). Other variants have no registers for that at 256.
   static constexpr bool kKeepsMaxLogit = kVariant == ForwardVariant::kMaxLogit;
+  // A work tile may have only a part of its keys (split_kv.cuh). Other variants have no registers for that at 256.
   static constexpr bool kSplitsKv = kVariant == ForwardVariant::kPlain || kReadsCache || kKeepsMaxLogit;
   static constexpr ForwardShape kShape = kListsBlocks  ? forward_blocks_shape({kHeadDim, kHeadDimV})
                                          : kVisible    ? forward_options_shape({kHeadDim, kHeadDimV}, kVariant)
@@ -40,7 +40,7 @@ struct ForwardConfig {
   static constexpr int kValueStages = kShape.value_stages;
   static constexpr int kRegisters = kShape.registers;
   static constexpr int kProducerRegisters = kShape.producer_registers;
-  static constexpr int kKeyParts = kBlockN / kKeyGroup;         // parts of a tile in which masks and biases come
+  static constexpr int kKeyParts = kBlockN / kKeyGroup;         // parts of a tile; masks and biases come in parts
   static constexpr int kDrawsBits = kDrops ? kBlockN / 16 : 1;  // Philox's groups of keys in a tile
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
   static constexpr int kCtasPerSm = kShape.ctas_per_sm;
@@ -50,9 +50,11 @@ struct ForwardConfig {
   // Softcap by a polynomial, without the MUFU unit that exponentials need. At 256 the unit has time for both, and no
   // registers are free.
   static constexpr bool kCapsByProducts = kHeadDim <= 192;
-  // The small-score path: a shorter polynomial. K is released only after the exponentials, which takes three stages.
+  // The small-score path: a shorter polynomial. It needs three stages of K, because it releases K only after the
+  // exponentials.
   static constexpr bool kSoftcapsSmallScores = kHeadDim <= 128;
-  // Slots of work tiles. Loads run ahead of the computation, by several short sequences; 2 where memory is short.
+  // Slots of work tiles. Four let loads run ahead of the computation by several short sequences; two where shared
+  // memory is short.
   static constexpr int kSlots = kVisible && kHeadDim > 128 ? 2 : 4;
 
   static constexpr int kQueryBytes = tile_bytes(kWarpgroupRows, kHeadDim);  // of a warpgroup
@@ -60,7 +62,8 @@ struct ForwardConfig {
   static constexpr int kValueBytes = tile_bytes(kBlockN, kHeadDimV);
   static constexpr int kOutBytes = tile_bytes(kWarpgroupRows, kHeadDimV);
   static constexpr bool kOutInRings = kShape.out_in_rings, kOutInShared = !kShape.stores_registers;
-  // Random bits that draws share take the room of a bias tile.
+  // With dropout, the random bits of keys (ForwardVisibleStorage) take the room of a bias tile, except where there are
+  // three.
   static constexpr int kBiasSlots = kShape.bias_slots - (kDrops && kShape.bias_slots != 3 ? 1 : 0);
   // Slots of Q: while out of a query tile leaves through its Q's slot, the next Q is loaded into the other.
   static constexpr int kQuerySlots = kOutInRings || !kOutInShared ? 1 : 2;
@@ -70,7 +73,7 @@ struct ForwardConfig {
   static constexpr int kValuesOffset = kKeysOffset + kKeyStages * kKeyBytes;
   static constexpr int kBiasOffset = kValuesOffset + kValueStages * kValueBytes;
   static constexpr int kBiasPartBytes = panel_bytes(kWarpgroupRows);
-  // Visible pairs of a tile as bits, for each warpgroup and 64 keys; one for each stage of K.
+  // Mask bits of a key tile: PairBits for each warpgroup and each 64 keys. Every stage of K has room for them.
   static constexpr int kBitsOffset = kBiasOffset + kWarpgroups * kBiasSlots * kBiasPartBytes;
   static constexpr int kBitsBytes = kVisible ? kWarpgroups * kKeyParts * kWarpgroupRows * 8 : 0;
   static constexpr int kTilesBytes = kBitsOffset + kKeyStages * kBitsBytes;

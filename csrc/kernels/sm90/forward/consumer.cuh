@@ -24,7 +24,7 @@ class ForwardConsumer : public ForwardTraversal<Config> {
   using Base::Base;
   using typename Base::WorkTile;
 
-  /// `start`: lets the CTA begin (kernel.cuh).
+  /// Computes the work tiles of the CTA, one after the other. `start` lets the CTA begin (kernel.cuh).
   template <class Start>
   __device__ __forceinline__ void run(Start start) {
     start();

@@ -1,4 +1,4 @@
-// From dtype and head dims, which are numbers at run time, to the types that the forward is instantiated for.
+// Turns dtype and head dims, which are numbers at run time, into the types that the forward is instantiated for.
 #pragma once
 
 #include <iterator>
@@ -11,7 +11,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Calls run(HeadDim<n>(), HeadDim<n>()) for the first of kForwardHeadDims that serve, from kIndex on.
+/// Calls run(HeadDim<n>(), HeadDim<n>()) for the first entry of kForwardHeadDims, from kIndex on, that serves the call.
 template <int kIndex = 0, class Run>
 void with_forward_head_dims(const AttentionParams& p, Run run) {
   constexpr HeadDims kDims = kForwardHeadDims[kIndex];
@@ -35,13 +35,13 @@ void with_forward_options_types(const AttentionParams& p, Run run) {
   with_types_of<64, 128, 256>(p, first_that_serves(kForwardOptionsHeadDims, p.head_dim, p.head_dim_v).qk, run);
 }
 
-/// The same for the variant of block masks.
+/// Calls run(Element(), HeadDim<n>()) for the variant of block masks.
 template <class Run>
 void with_forward_blocks_types(const AttentionParams& p, Run run) {
   with_types_of<64, 128>(p, first_that_serves(kForwardBlocksHeadDims, p.head_dim, p.head_dim_v).qk, run);
 }
 
-/// The same for the variant of caches.
+/// Calls run(Element(), HeadDim<n>()) for the variant of caches.
 template <class Run>
 void with_forward_cache_types(const AttentionParams& p, Run run) {
   with_types_of<64, 128, 256>(p, first_that_serves(kForwardCacheHeadDims, p.head_dim, p.head_dim_v).qk, run);
@@ -55,7 +55,7 @@ void with_forward_max_logit_types(const AttentionParams& p, Run run) {
   with_types_of<64, 128, 256>(p, dims.qk, [&](auto element, auto head_dim) { run(element, head_dim, head_dim); });
 }
 
-/// Calls run(Element(), HeadDim<n>(), HeadDim<n>()).
+/// Calls run(Element(), HeadDim<n>(), HeadDim<n>()) for the plain variant and the variant with score options.
 template <class Run>
 void with_forward_types(const AttentionParams& p, Run run) {
   with_element(p, [&](auto element) {

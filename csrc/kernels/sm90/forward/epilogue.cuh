@@ -56,9 +56,10 @@ class ForwardEpilogue : public ForwardRows<Config> {
            min(work_tile.sequence.keys_end(row), work_tile.tiles.end * kBlockN);
   }
 
-  /// `sum` is a lane's share of a row's sum. Four lanes share a row: the limit leaves room for the others and for a
-  /// sink. A weight too large for a float16 shows in out alone. So may a hidden NaN, which must not change the
-  /// rounding: V is sanitised first, and the safe path follows if out is still not finite.
+  /// Whether a row's sum has overflowed. `sum` is one lane's share of it: the limit leaves room for the shares of the
+  /// row's three other lanes and for a sink. A weight too large for float16 shows only in out, which becomes
+  /// non-finite. But a hidden NaN may do that too, and must not change the rounding. So V is sanitised first, and the
+  /// safe path follows only if out is still not finite.
   __device__ __forceinline__ static bool has_overflowed(float sum) {
     constexpr float kMostSum = 0x1p100f;
     return !(sum <= kMostSum);
@@ -81,7 +82,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
       if (copies_out) {
         const int offset = out_offset<Config>(warpgroup_, q_at_.stage(), k_at_.stage(), v_at_.stage());
         write_out_tile<Element>(s_tiles_ + offset, out_, scale, warp_ * 16,
-                                ptx::reread(lane_));  // or what follows from it takes registers in the loops
+                                ptx::reread(lane_));  // else values that depend on it take registers in the loops
       } else if (work_tile.partial) {
         store_part(work_tile);
       } else {
@@ -122,7 +123,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
   }
 
   /// Raises the head's max_logit to the largest score of this warp's rows. Rows that overflowed are left out: their
-  /// work tile is requeued for the safe path, where NaN is a score's own.
+  /// work tile is requeued for the safe path. There a NaN comes from a score, not from an overflow, and counts.
   __device__ __forceinline__ void raise_max_logit(const WorkTile& work_tile, int first_row) const {
     float largest = -INFINITY;
 #pragma unroll
@@ -146,14 +147,14 @@ class ForwardEpilogue : public ForwardRows<Config> {
     }
   }
 
-  /// Hands out to warp 1, which stores it by TMA (producer.cuh).
+  /// Publishes out to warp 1, which stores it by TMA (producer.cuh).
   __device__ __forceinline__ void publish_out(bool copies_out) {
     storage_.out_is_here[query_tile()] = copies_out;
-    // Every thread arrives for what it wrote. The warp that starts the copy issues the proxy fence.
+    // Every thread arrives after its own writes. The warp that starts the copy issues the proxy fence.
     ptx::mbarrier_arrive(address(storage_.out_full[query_tile()]));
   }
 
-  /// From registers, in 16-byte chunks.
+  /// Stores the rows of out from registers, in 16-byte chunks.
   __device__ __forceinline__ void store_rows(const WorkTile& work_tile, int first_row, const float (&scale)[2]) const {
     const auto rows = query_rows<Element>(p_.out, work_tile.sequence);
 #pragma unroll
@@ -186,7 +187,7 @@ class ForwardEpilogue : public ForwardRows<Config> {
   }
 
  private:
-  /// `p`: its masks say which rows see which keys.
+  /// Does so with `p`, whose masks say which rows see which keys.
   __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile, const AttentionParams& p) const {
     const Sequence& sequence = work_tile.sequence;
     const TileSpan tiles = work_tile.rows[warpgroup_];

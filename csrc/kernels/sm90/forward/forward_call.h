@@ -13,16 +13,16 @@ struct ForwardCall {
   ForwardParams p;
   int64_t block_n;
   KeySplits splits;
-  ForwardVisibility visible;  // with options
+  ForwardVisibility visible;  // of a call with bias, masks or dropout
   void* workspace;
   cudaStream_t stream;
 };
 
-/// Kernels that are compiled together: plain and with options of scores; with bias, masks or dropout; of block masks;
-/// of caches; with max_logit.
+/// Families of variants that are compiled together: plain and with score options; with bias, masks or dropout; of block
+/// masks; of caches; with max_logit.
 enum class ForwardFamily { kRange, kVisible, kBlocks, kCache, kMaxLogit };
 
-/// Instantiated in the files of inst/.
+/// Launches the variant of a family that serves the call. Instantiated in the files of inst/.
 template <ForwardFamily kFamily, class Element, int kHeadDim, int kHeadDimV = kHeadDim>
 void run_forward(const ForwardCall& call);
 

@@ -113,16 +113,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   if (threadIdx.x == 0) storage.init();
   if (!Config::kVisible && warp == 1 && lane() == 0) {
     maps.prefetch();
-    if constexpr (Config::kSplitsKv) ptx::launch_dependents();  // combine_splits_kernel(), which waits by itself
+    if constexpr (Config::kSplitsKv) ptx::launch_dependents();  // combine_splits_kernel(), which waits for this grid
   }
-  // Each role calls it where its own instructions begin: they are fetched while warp 3 makes the first work tile. In a
-  // model L2 seldom holds them, and each fetch takes about 1000 cycles. So what warp 1 does once per work tile is not
-  // unrolled, and the producers' code comes first (nvcc 13 places the second branch there): what lies near the entry
-  // comes soonest.
+  // Each role calls start() where its own instructions begin, so that they are fetched while warp 3 makes the first
+  // work tile. In a model L2 seldom holds the instructions, and each fetch takes about 1000 cycles. Therefore loops
+  // that warp 1 runs once per work tile are not unrolled, and the producers' code comes first (nvcc 13 places the
+  // second branch first): instructions near the entry arrive soonest.
   const auto start = [&] {
     start_warp<Config>(warp);
     if constexpr (Config::kSplitsKv)
-      if (!schedule.taken) ptx::wait_for_previous_grid();  // beside whose end this one starts, up to here
+      if (!schedule.taken) ptx::wait_for_previous_grid();  // up to here this grid may overlap it
   };
   __syncwarp();  // for setmaxnreg
   if (warp >= kWarpgroupWarps) {

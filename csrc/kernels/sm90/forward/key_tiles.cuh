@@ -1,5 +1,5 @@
-// The key tiles that the producer loads for a work tile: those of its range, also in a cache, or those of a block
-// mask's list. They are numbered by ranks, which count down to begin().
+// The key tiles that the producer loads for a work tile: the tiles of its range, which may lie in a cache, or the tiles
+// of a block mask's list. Ranks number them against the order of the visits: the producer counts down to begin().
 #pragma once
 
 #include "kernels/common/divisor.h"
@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// The tiles of a range, in the order of the visits.
+/// The key tiles of a range, in the order of the visits.
 template <class Config>
 class RangeTiles {
  public:
@@ -39,13 +39,13 @@ class RangeTiles {
 /// The parameters of the variant of caches.
 struct ForwardCacheCall {
   ForwardParams p;
-  int copies;     // of a tile of K or V
-  int copy_rows;  // of each
+  int copies;     // copies by TMA that fill a tile of K or V
+  int copy_rows;  // rows of each copy
   Divisor page_size = Divisor(p.seq.page_size);
 };
 
-/// The tiles of a range in a cache. A tile consists of copies of copy_rows() rows, a single one where the cache is
-/// contiguous; each lane knows where the copy of its number comes from.
+/// The key tiles of a range in a cache. TMA fills a tile by several copies of copy_rows() rows each, or by one copy
+/// where the cache is contiguous. Lane i knows where copy i comes from.
 template <class Config>
 class CacheTiles {
  public:
@@ -65,7 +65,7 @@ class CacheTiles {
   __device__ __forceinline__ int copies() const { return call_.copies; }
   __device__ __forceinline__ int copy_rows() const { return call_.copy_rows; }
 
-  /// Finds what this lane copies of the tile, and asks for the page of the next one.
+  /// Finds the rows that this lane copies of the tile, and issues the load of its page number in the next tile.
   __device__ __forceinline__ Keys take(int rank) {
     if (seq_.block_table) {
       const uint32_t position = position_in(rank);
@@ -85,7 +85,8 @@ class CacheTiles {
   __device__ __forceinline__ uint32_t position_in(int tile) const {
     return static_cast<uint32_t>(tile * Config::kBlockN + lane_ * call_.copy_rows);
   }
-  /// Positions behind the table have its last page: no query sees their rows.
+  /// Issues the load of the page number of this lane's copy. Positions behind the table get the table's last page: no
+  /// query sees their rows.
   __device__ __forceinline__ void ask(int tile) {
     if (!seq_.block_table || tile < begin()) return;
     const int column =
@@ -101,17 +102,18 @@ class CacheTiles {
   int row_, batch_;      // where the copy of this lane begins
 };
 
-/// A listed key tile, as consumers find it beside K.
+/// A key tile of a block mask's list. Consumers read this metadata together with K.
 struct alignas(16) ListedKeys {
   int tile;
-  int bitmap;  // number of its bitmap; kFull; or kEndsInTile: the sequence ends in it
+  int bitmap;  // number of its bitmap; kFull; or kEndsInTile: the sequence ends in its block
   int offset;  // of its first key within its block
   int run;     // number of full tiles that follow
 
   static constexpr int kFull = -1, kEndsInTile = -2;
 };
 
-/// The tiles of a work tile, from the last one listed to the first. A warp looks at 32 blocks at a time, one ahead.
+/// The key tiles of a work tile, from the last one listed to the first. The warp holds 32 blocks, one per lane, and
+/// loads the next 32 ahead.
 template <class Config>
 class ListedTiles {
  public:
@@ -133,7 +135,7 @@ class ListedTiles {
   __device__ __forceinline__ static constexpr bool packed() { return false; }
   __device__ __forceinline__ static int row(int tile) { return tile * Config::kBlockN; }
 
-  /// The next one; there must be one.
+  /// Returns the next tile; there must be one.
   __device__ __forceinline__ ListedKeys take(int) {
     const int block = __shfl_sync(~0u, block_, at_), bitmap = __shfl_sync(~0u, bitmap_, at_);
     const bool full = full_lanes_ >> at_ & 1;
@@ -175,7 +177,7 @@ class ListedTiles {
 
   const BlockMaskParams& blocks_;
   const int tiles_of_block_, seqlen_k_, first_entry_, lane_;
-  int left_;            // blocks that are not in registers yet
+  int left_;            // blocks that block_ has not held yet
   int block_, bitmap_;  // of this lane
   int coming_block_, coming_bitmap_;
   uint32_t full_lanes_;

@@ -17,7 +17,8 @@ struct BiasPart {
 
   __device__ __forceinline__ uint32_t row_at(int row) const { return s_part + (one_row ? 0 : row * kPanelRowBytes); }
 
-  /// Pairs 2 n + r: of row r and keys [8 n, + 8). ldmatrix deals them out as accumulators lie. `s_lane`: lane_at().
+  /// Loads the bias of the lane's scores: pairs[2 n + r] belongs to row r and keys [8 n, + 8). ldmatrix deals elements
+  /// out to lanes as accumulators lie. `s_lane`: lane_at().
   __device__ __forceinline__ static void load(uint32_t (&pairs)[16], uint32_t s_lane) {
 #pragma unroll
     for (int n = 0; n < 8; n += 2) ptx::ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(pairs[2 * n]), s_lane ^ (n << 4));
@@ -47,7 +48,7 @@ struct BiasPart {
   }
 };
 
-/// By what a lane has of PairBits: 64 keys of each of its two rows.
+/// Hides the pairs that are not visible. `visible`: the lane's bits of PairBits, for each of its two rows and 64 keys.
 template <int kN, int kKeyParts>
 __device__ __forceinline__ void hide_by_bits(float (&s)[1][kN][4], const uint32_t (&visible)[kKeyParts][2]) {
 #pragma unroll
@@ -77,7 +78,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   // Loading a bias ahead of S takes registers that dropout needs.
   static constexpr bool kAsksForBias = !Config::kDrops;
   static constexpr bool kOnlyBias = Config::kOnlyBias, kOnlyMask = Config::kOnlyMask, kSingle = kOnlyBias || kOnlyMask;
-  // Base 2. A bias that pads with -10000, or with the lowest number of float16, leaves stabilisers below it.
+  // In base 2. Where a bias pads with -10000, or with the lowest number of float16, stabilisers lie below this.
   static constexpr float kLowStabiliser = -8192.0f;
 
  public:
@@ -97,8 +98,9 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
 
   __device__ __forceinline__ bool has_bias() const { return kOnlyBias || (!kOnlyMask && options_.adds_bias); }
 
-  /// As ForwardEpilogue's. A row of which masks leave nothing has no stabiliser. Rows without one, or with a low one,
-  /// updated their row max until the end. With a bias, the lowest of finite numbers may have been -inf.
+  /// As ForwardEpilogue's, but a row with a low stabiliser does not fail, because it updated its row max until the end.
+  /// Neither does a row without a stabiliser, of which masks leave nothing. With a bias it fails if the window has keys
+  /// for it: the lowest finite bias may have become -inf.
   __device__ __forceinline__ void find_failures(WorkTile& work_tile) const {
     const TileCoordinates<false> at = this->coordinates(work_tile, 0);
     bool failed = false, overflowed = false;
@@ -117,7 +119,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     this->record_failures(work_tile, failed, overflowed);
   }
 
-  /// Normalises the rows and writes them, from registers: shared memory is given to other things.
+  /// Normalises the rows and writes them from registers: these variants have no shared memory for out.
   __device__ __forceinline__ void store(const WorkTile& work_tile) {
     const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows;
     if (first_row < work_tile.end_query) {
@@ -134,15 +136,15 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   }
 
  protected:
-  /// Loads what random bits of a tile's keys share; it arrived with K. Early, because products keep shared memory busy
-  /// later.
+  /// Loads the terms of random bits that depend on the tile's keys alone; they arrived with K. It is called early,
+  /// because products keep shared memory busy later.
   __device__ __forceinline__ void ask_for_random_bits(SharedRandomBits& random_bits) const {
     const KeyRandomBits* const s_keys = storage_.key_random_bits[k_at_.stage()] + lane_ % 4;
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part) random_bits[part] = s_keys[4 * part];
   }
 
-  /// Waits until these are loaded. It must come before K is released, because an arrival does not wait for loads in
+  /// Waits until these terms are loaded. It must precede the release of K: an arrival does not wait for loads in
   /// flight. draw() uses them later, between the exponentials, which leave issue slots free.
   __device__ __forceinline__ static void wait_for_random_bits(SharedRandomBits& random_bits) {
     uint32_t read = 0;
@@ -154,7 +156,8 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     ptx::wait_for_loaded(read);
   }
 
-  /// ptx::reread() keeps the computation here: ptxas would move it to where the words are needed.
+  /// Decides which weights dropout keeps. ptx::reread() keeps the computation here: ptxas would move it to where the
+  /// words are needed.
   __device__ __forceinline__ void draw(KeptWeights& kept, const SharedRandomBits& random_bits) const {
 #pragma unroll
     for (int part = 0; part < kKeyParts; ++part)
@@ -193,10 +196,11 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     return ptx::mbarrier_test(address(storage_.bias_full[warpgroup_][at.stage()]), at.parity());
   }
 
-  /// Zeroes weights of hidden pairs that are NaN: adding -inf hides a score, unless the score is NaN.
+  /// Adds the row sums of a tile. If one is too large, hide() first zeroes the weights of hidden pairs, which may be
+  /// NaN: adding -inf hides a score, unless the score is NaN. Then lower() moves the excess into the stabiliser.
   template <class Hide>
   __device__ __forceinline__ void add_sums(Scores& s, float (&sum)[2], Hide hide) {
-    // Inf and NaN too.
+    // Also true for Inf and NaN.
     if (__any_sync(~0u, !(sum[0] + sum[1] <= kSumLimit))) {
       hide();
       sum_up(s, sum);
@@ -206,7 +210,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     row_sum_[1] += sum[1];
   }
 
-  /// In the order of exponentiate().
+  /// Sums the weights of each row, in the order of exponentiate().
   __device__ __forceinline__ static void sum_up(Scores& s, float (&sum)[2]) {
     sum[0] = sum[1] = 0.0f;
     for_each_score(s, [&](float& x, int, int, int e) { sum[e / 2] += x; });
@@ -290,7 +294,8 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
            (16 * warp + lane / 4) * kRowBytes + lane % 4 * 2;
   }
 
-  /// Turns products into scores where a bias cannot be added to products. A bias may hide pairs, so it is treated so.
+  /// Turns products into scores where a bias cannot be added to products. `visible`: no pair of the tile can be hidden;
+  /// with a bias it is false, because a bias may hide pairs.
   __device__ __forceinline__ void scale_first(Scores& s, const WorkTile& work_tile, const TileMetadata& metadata,
                                               bool visible) const {
     if (kSingle || !options_.scales_first) return;
@@ -299,7 +304,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     if (options_.adds_alibi) rules.add_alibi(s, this->coordinates(work_tile, metadata.tile));
   }
 
-  /// Loads the bias as pairs, in the order in which ldmatrix deals them out.
+  /// Loads the bias as pairs, in the order in which ldmatrix deals them out. `came`: the bias is known to have arrived.
   __device__ __forceinline__ void ask_for_bias(BiasPairs& bias, bool came = false) const {
     auto at = bias_at_;
 #pragma unroll
@@ -316,7 +321,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
     return kOnlyBias ? std::is_same_v<Element, __half> : p_.bias.dtype == DType::kFloat16;
   }
 
-  /// kSafe: -inf hides even a score that is NaN, and nothing overflows.
+  /// Adds the bias to products. kSafe: -inf hides even a score that is NaN, and nothing overflows.
   template <bool kSafe>
   __device__ __forceinline__ void add_bias(Scores& s, const BiasPairs& bias) const {
     is_half_bias() ? add_bias_of<__half, kSafe>(s, bias) : add_bias_of<__nv_bfloat16, kSafe>(s, bias);
@@ -347,7 +352,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
             rematerialise(lane_)};
   }
 
-  /// Adds the bias in the order in which shared memory holds it.
+  /// Calls add(x, b) for each score and its bias, which it reads part by part from shared memory.
   template <class BiasElement, class F>
   __device__ __forceinline__ void add_parts(Scores& s, F add) const {
     auto at = bias_at_;
@@ -366,7 +371,7 @@ class ForwardOptionScores : public ForwardEpilogue<Config> {
   ForwardVisibleStorage<Config>& storage_;
   const uint32_t s_bias_;  // of this warpgroup
   RingPosition<Config::kBiasSlots> bias_at_;
-  uint32_t s_lane_;  // of an option alone: where this lane's share of it lies, in the first slot or stage
+  uint32_t s_lane_;  // kSingle: the address of this lane's bias, or mask bits, in the first slot or stage
   RandomKey draw_key_;
   QueryRandomBits query_random_bits_;  // of this lane's rows
 };

@@ -33,8 +33,8 @@ class ForwardProducer {
         v_(reinterpret_cast<uint4*>(tiles + Config::kValuesOffset)),
         lane_(lane) {}
 
-  /// Runs the role of one of the four warps of `producer`, which may be of a class derived from this one. Each calls
-  /// `start` first.
+  /// Runs the role of one of the four producer warps. `producer` may be of a class derived from this one. Each role
+  /// calls `start` first, except the scheduler, which makes the first work tile before.
   template <class Producer, class Schedule, class Start>
   __device__ __forceinline__ static void run(Producer&& producer, int warp, ForwardScheduler<Config>& scheduler,
                                              const Schedule& schedule, Start start) {
@@ -104,16 +104,16 @@ class ForwardProducer {
     store_out(out_parities);
   }
 
-  /// Warp 0: loads K and V of all tiles, in the order of the visits. With kOutInRings a stage of each, for out, follows
-  /// the last tile. The sanitising warp publishes that of V, because it is free later than the stage of the next K.
-  /// This warp need not wait for it: a stage is free once the next one in the ring is, and a tile lies between two of
-  /// them.
+  /// Warp 0: loads K and V of all tiles, in the order of the visits. With kOutInRings one more stage of K and one of V,
+  /// for out, follow the last tile. Warp 2 publishes the stage of V, because it becomes free later than the stage of
+  /// the next K. Warp 0 need not wait for it: a stage is free once the next stage in the ring is, and a tile lies
+  /// between two stages for out.
   __device__ __forceinline__ void run_keys() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kKeyStages> k_at;
     RingPosition<Config::kValueStages> v_at;
     OutSlots k_slots, v_slots;
-    bool is_first = true;  // of the CTA: V comes after what the first products need, because all CTAs start at once
+    bool is_first = true;  // key tile of the CTA: its V comes after the first Q and K, because all CTAs start at once
     while (const WorkTile* const work_tile = queue.front()) {
       const Sequence& s = work_tile->sequence;
       Tiles tiles = tiles_of(*work_tile);
@@ -161,7 +161,7 @@ class ForwardProducer {
   }
 
   /// Warp 2: removes Inf and NaN from V where they may be hidden: a hidden weight is 0, and 0 * Inf is NaN. It waits
-  /// for every tile and releases it, also those it does not sanitise: parities repeat every second phase.
+  /// for and releases every tile, also tiles that it does not sanitise: parities repeat every second phase.
   __device__ __forceinline__ void run_values() {
     if constexpr (Config::kReadsCache)
       if (loads_values_apart()) return run_values_of_pages();
@@ -189,7 +189,7 @@ class ForwardProducer {
   /// Whether warp 2 loads V: a tile of small pages takes so many copies that one warp does not start them all in time.
   __device__ __forceinline__ bool loads_values_apart() const { return call_.copies > 1; }
 
-  /// Warp 2, where it loads V too. It arrives itself when it has finished a tile.
+  /// Warp 2, where it also loads V. When it has finished a tile, it arrives at v_empty as in run_values().
   __device__ __forceinline__ void run_values_of_pages() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
@@ -234,7 +234,7 @@ class ForwardProducer {
   struct OutSlots {
     uint32_t used = 0, parities = 0;
 
-    /// Whether the stage held out since its last tile; forgets it.
+    /// Returns whether the stage held out since its last tile, and clears its mark.
     __device__ __forceinline__ bool reclaim(int stage) {
       const bool was_used = used >> stage & 1;
       used &= ~(1u << stage);
@@ -354,12 +354,12 @@ class ForwardProducer {
     }
   }
 
-  /// Loads kCount panels of a tile of a cache, copy by copy: `row` is that of the copy of this lane.
+  /// Loads kCount panels of a tile of a cache, each lane one copy. `row`: the first row of this lane's copy.
   template <int kCount>
   __device__ __forceinline__ void load_copies(const CUtensorMap& map, uint32_t s_barrier, uint32_t s_tile, int row,
                                               int head, const Tiles& tiles) const {
     if (lane_ == 0) ptx::mbarrier_arrive_expect(s_barrier, kCount * panel_bytes(Config::kBlockN));
-    __syncwarp();  // copies complete what is expected
+    __syncwarp();  // the bytes are expected before copies complete
     if (lane_ >= tiles.copies()) return;
     const uint32_t s_copy = s_tile + lane_ * panel_bytes(tiles.copy_rows());
 #pragma unroll
@@ -368,7 +368,7 @@ class ForwardProducer {
                     tiles.batch());
   }
 
-  /// True if this lane found some.
+  /// Zeroes Inf and NaN of a tile of V. Returns whether this lane found any.
   __device__ __forceinline__ bool remove_non_finite(uint4* s_tile) const {
     const auto chunk = [&](int k) -> uint4& { return s_tile[k]; };
     return sanitise_chunks<typename Config::Element, false, Config::kValueBytes / 16, 32, 2>(lane_, chunk);

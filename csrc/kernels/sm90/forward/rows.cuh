@@ -17,7 +17,8 @@ namespace flash_ext::sm90 {
 /// the tile and has a stabiliser already.
 enum class RowMaxUpdate { kFirst, kMore, kNone };
 
-/// One lane of each warp arrives at a barrier, because the wait for wgmma is per warp.
+/// The state of a consumer warpgroup. One lane of each warp arrives at a barrier, because the wait for wgmma is per
+/// warp.
 template <class Config>
 class ForwardRows {
  public:
@@ -97,7 +98,8 @@ class ForwardRows {
     ptx::mbarrier_wait(address(storage_.k_full[k_at_.stage()]), k_at_.parity());
   }
 
-  /// S of the tile is complete and will not be computed again.
+  /// Releases K of a tile whose S is complete and will not be computed again. With kOutInRings the last tile releases
+  /// Q too, which has one slot.
   __device__ __forceinline__ void release_keys(const WorkTile& work_tile, int tile) {
     release(storage_.k_empty[k_at_.stage()]);
     k_at_.advance();
@@ -153,7 +155,7 @@ class ForwardRows {
   }
 
   /// Adds P V of the tile before and computes S and P of the tile whose K has arrived. kFixedMax: softmax(s) keeps the
-  /// row max, so it runs beside P V. Otherwise it rescales out and must run behind P V.
+  /// row max, so it runs while P V does. Otherwise it rescales out and must run after P V.
   template <bool kFixedMax, class Softmax>
   __device__ __forceinline__ void step(const WorkTile& work_tile, int tile, Weights& p, Softmax softmax) {
     Scores s;
@@ -204,7 +206,7 @@ class ForwardRows {
     if (!is_full(work_tile, tile)) hide_outside_window(s, coordinates(work_tile, tile), work_tile.sequence);
   }
 
-  /// Turns products into base-2 scores; hiding comes after.
+  /// Turns products into base-2 scores. hide() must come later.
   __device__ __forceinline__ void apply_options(Scores& s, const WorkTile& work_tile, int tile) const {
     if constexpr (Config::kScoreOptions) {
       const ScoreRules<Element> rules = this->rules(work_tile);
@@ -284,7 +286,7 @@ class ForwardRows {
   const ScoreTerms& terms_;
   Storage& storage_;
   const int warpgroup_, lane_, warp_;
-  const float scale_;   // from products to base-2 scores; 1 with kScoreOptions, which applies it before
+  const float scale_;   // from products to base-2 scores; 1 with kScoreOptions, where apply_options() scales
   uint32_t query_ = 0;  // lower half of the descriptor of this work tile's Q
   const uint32_t keys_, s_tiles_;
   RingPosition<Config::kQuerySlots> q_at_;

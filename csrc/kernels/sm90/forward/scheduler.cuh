@@ -1,5 +1,5 @@
-// The order in which CTAs take work tiles, and the warp of a CTA that writes their metadata and requeues those that
-// failed.
+// The order in which CTAs take work tiles, and the warp of a CTA that writes the metadata of work tiles and requeues
+// failed ones.
 #pragma once
 
 #include <new>
@@ -15,7 +15,7 @@ namespace flash_ext::sm90 {
 template <class Config>
 ForwardSchedule schedule_forward(const AttentionParams& p, void* workspace) {
   const bool see_all = p.window.left < 0 && p.window.right < 0;
-  // Of a cache, sequences are taken to be about as long as each other: that is how the plan splits their keys.
+  // Sequences in a cache count as equally long, because the plan assumes the same when it splits their keys.
   const bool equal_lengths = has_equal_lengths(p) || (Config::kReadsCache && !p.seq.cu_seqlens_q);
   const HeadsOfCall call = {p.batch * p.heads_q, p.heads_q / p.heads_kv, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2,
                             p.seqlen_q,          equal_lengths,          see_all,
@@ -43,7 +43,8 @@ struct ForwardOptionsSchedule : ForwardSchedule {
   __device__ __forceinline__ TileIndex locate(int64_t position) const {
     if (list) return list.locate(static_cast<int>(position));
     ForwardOptionsSchedule here = *this;
-    // Computed again for each work tile: the producers have no registers to keep what follows from these.
+    // reread(): values that depend on these are computed again for each work tile, because the producers have no
+    // registers to keep them.
     here.blocks_m = ptx::reread(blocks_m), here.section_heads = ptx::reread(section_heads);
     int head, block;
     here.locate_in_sections(position, head, block);
@@ -68,7 +69,7 @@ struct ForwardBlocksSchedule : ForwardSchedule {
   }
 };
 
-/// Fills the slots with the work tiles of a CTA, and again with those that failed. All lanes of a warp call it.
+/// Fills the slots with the work tiles of a CTA, and requeues failed ones. All lanes of a warp call its functions.
 template <class Config>
 class ForwardScheduler {
  public:
@@ -77,8 +78,8 @@ class ForwardScheduler {
 
   __device__ __forceinline__ ForwardScheduler(const ForwardParams& p, Storage& storage) : p_(p), storage_(storage) {}
 
-  /// `start` lets the CTA begin. The first work tile is made before it, because that takes long, and by the
-  /// instructions that make the others, because fetching more of them would take long, too.
+  /// Makes and publishes work tiles. `start` lets the CTA begin. The first work tile is made before it, because that
+  /// takes long. The same instructions make all others, because fetching more instructions would take long, too.
   template <class Schedule, class Start>
   __device__ __forceinline__ void run(const Schedule& schedule, int lane, Start start) {
     zero_slots(lane);
@@ -90,11 +91,11 @@ class ForwardScheduler {
       if (is_first) start();
       is_first = false;
       if (made) publish_tile(lane);
-      // Without a list, a sequence has fewer tiles than the longest.
+      // Without a list, a position may have no work tile: its sequence is shorter than the longest.
       if (!exists || (!made && schedule.list)) break;
     }
-    // A failed one of the last work tiles is requeued into the slot that has been free for longest, and checked again
-    // there, because it may fail twice.
+    // If one of the last work tiles failed, it is requeued into the slot that has been free for longest. It is checked
+    // again there, because it may fail twice.
     RingPosition<Config::kSlots> at = slot_;
     for (int unchecked = Config::kSlots; unchecked > 0; --unchecked, at.advance())
       if (wait_for_slot(at)) {
@@ -121,8 +122,9 @@ class ForwardScheduler {
     return __shfl_sync(~0u, lane == 0 ? schedule.next(position) : 0, 0);
   }
 
-  /// Makes a work tile in the next slot, each lane the part of a warpgroup. False if there is none at this position:
-  /// shorter sequences have fewer tiles. Of the first one all slots are free, and barriers may not be initialised yet.
+  /// Makes the work tile of a position in the next slot; each lane makes the part of a warpgroup. Returns false if the
+  /// position has none, because shorter sequences have fewer tiles. is_first: all slots are free, and barriers may not
+  /// be initialised yet.
   template <class Schedule>
   __device__ __forceinline__ bool make_work_tile(const Schedule& schedule, int64_t position, int lane, bool is_first) {
     const TileIndex tile = schedule.locate(position);
@@ -133,11 +135,11 @@ class ForwardScheduler {
     const int end_query = WorkTile::first_query_of(tile.tile + 1, blocks, sequence.seqlen_q);
     if (!is_first)
       while (wait_for_slot(slot_)) requeue_tile(slot_, lane);
-    __syncwarp();  // all lanes have read that the slot's last one did not fail
+    __syncwarp();  // all lanes have read that the slot's last work tile did not fail
     WorkTile& work_tile = storage_.work_tile_in(slot_.stage());
     if (lane == 0) new (&work_tile) WorkTile(sequence, first_query, end_query);
     __syncwarp();
-    // The lane behind those of the warpgroups looks at all rows.
+    // The lane behind the lanes of the warpgroups finds the key tiles of all rows.
     constexpr int kAllRows = Config::kWarpgroups;
     const int first = first_query + (lane < kAllRows ? lane * kWarpgroupRows : 0);
     const int end = lane < kAllRows ? min(first + kWarpgroupRows, end_query) : end_query;

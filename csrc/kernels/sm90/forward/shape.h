@@ -20,16 +20,16 @@ struct HeadDims {
 /// filled up by zeros in shared memory, never in the tensors.
 constexpr HeadDims kForwardHeadDims[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
 
-/// Those that the variant with options is instantiated for, which also takes bias, masks and dropout.
+/// The head dims of the variant with options, which also takes bias, masks and dropout.
 constexpr HeadDims kForwardOptionsHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
 
-/// Those that the variant of block masks is instantiated for.
+/// The head dims of the variant of block masks.
 constexpr HeadDims kForwardBlocksHeadDims[] = {{64, 64}, {128, 128}};
 
-/// Those that the variant with max_logit is instantiated for.
+/// The head dims of the variant with max_logit.
 constexpr HeadDims kForwardMaxLogitHeadDims[] = {{64, 64}, {128, 128}, {192, 128}, {256, 256}};
 
-/// Those that the variant of caches is instantiated for.
+/// The head dims of the variant of caches.
 constexpr HeadDims kForwardCacheHeadDims[] = {{64, 64}, {128, 128}, {256, 256}};
 
 template <int kCount>
@@ -39,7 +39,8 @@ constexpr HeadDims first_that_serves(const HeadDims (&table)[kCount], int64_t he
   return {};
 }
 
-/// Those of the kernel which serves q, k of head_dim and v of head_dim_v.
+/// Returns the head dims of the kernel that serves q and k of head_dim and v of head_dim_v. general: of the variant
+/// with options.
 constexpr HeadDims forward_head_dims(int64_t head_dim, int64_t head_dim_v, bool general = false) {
   return general ? first_that_serves(kForwardOptionsHeadDims, head_dim, head_dim_v)
                  : first_that_serves(kForwardHeadDims, head_dim, head_dim_v);
@@ -50,50 +51,51 @@ struct ForwardShape {
   int block_n;     // keys of a tile
   int key_stages;
   int value_stages;
-  bool out_in_rings;  // out leaves through a stage of K and one of V, else through Q's slot, of which there are two
-  int registers;      // of a thread that computes
-  int producer_registers;  // of the others
-  // The variant with options: parts of a bias that each warpgroup has room for, and whether out has none in shared
-  // memory. With dropout there are fewer parts (ForwardConfig).
+  bool out_in_rings;       // out leaves through a stage of K and one of V, else through one of the two slots of Q
+  int registers;           // of a consumer thread
+  int producer_registers;  // of a producer thread
+  // The variant with options: how many parts of a bias each warpgroup has room for, and whether out is stored from
+  // registers, without room in shared memory. With dropout there may be fewer parts (ForwardConfig).
   int bias_slots = 0;
   bool stores_registers = false;
   int ctas_per_sm = 1;
-  // S of a tile beside P V of the one before; else one after the other, where registers have no room for both.
+  // S of a tile runs together with P V of the tile before; else one after the other, where registers have no room for
+  // both.
   bool overlaps = true;
 };
 
-/// Which of a kernel's shapes: for many keys; for few, which fill smaller tiles better; for sequences of few queries,
-/// which leave warpgroups of a large CTA without rows.
+/// The shapes that a kernel may have: for many keys; for few keys, which fill smaller tiles better; for sequences of
+/// few queries, which would leave warpgroups of a large CTA without rows.
 enum class ForwardTiles { kManyKeys, kFewKeys, kFewQueries };
 
-/// Whether a kernel has a shape of its own for them.
+/// Whether a kernel has a shape of its own for such tiles.
 constexpr bool has_tiles(const HeadDims& dims, ForwardTiles tiles) {
   if (tiles == ForwardTiles::kFewQueries) return dims.qk == 64 || dims.qk == 128;
   return tiles == ForwardTiles::kManyKeys || dims.qk == 128 || dims.qk == 256;
 }
 
-/// Queries and keys up to which tiles for few queries are faster, where they fill warpgroups better. Measured on H200.
+/// Up to so many queries and keys, tiles for few queries are faster if they fill warpgroups better. Measured on H200.
 constexpr int64_t most_of_few_queries(const HeadDims& dims) { return dims.qk == 64 ? 384 : 256; }
 
-/// What a key costs in tiles of few, over one in tiles of many. Measured on H200.
+/// The cost of a key in tiles for few keys, as a multiple of its cost in tiles for many. Measured on H200.
 constexpr double few_keys_cost(const HeadDims& dims) { return dims.qk == 256 ? 1.06 : 1.03; }
 
 constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardTiles tiles = ForwardTiles::kManyKeys) {
   switch (dims.qk) {
     case 64:
-      // A sequence takes little more than what its ends cost: one warpgroup alone, and four CTAs on an SM.
+      // A sequence costs little more than its start and end. So a CTA has one warpgroup, and an SM four CTAs.
       if (tiles == ForwardTiles::kFewQueries) return {1, 64, 2, 2, false, 96, 32, 0, false, 4, false};
-      // Bound by the exponentials: four warpgroups hide the most of what else a tile costs.
+      // The exponentials are the bound; four warpgroups hide most of what a tile costs beside them.
       return {4, 64, 4, 4, false, 112, 32};
     case 96:  // a third stage is worth more than the 112 keys that registers allow, and short sequences fill 80 better
       return {3, 80, 3, 3, false, 160, 32};
     case 128:  // 64 registers of out, 40 of S, 20 of P and what addresses need are what three warpgroups can have
       // Few keys fill tiles of 64 better, and wait less for the first tile and the last.
       if (tiles == ForwardTiles::kFewKeys) return {3, 64, 4, 4, false, 160, 32};
-      // A sequence of up to 256 queries in one tile. More keys would take registers that four warpgroups have not.
+      // One tile holds a sequence of up to 256 queries. More keys would take registers that four warpgroups lack.
       if (tiles == ForwardTiles::kFewQueries) return {4, 32, 6, 6, false, 112, 32, 0, false, 1, false};
       return {3, 80, 3, 3, false, 160, 32};
-    case 192:  // out takes 64 or 96 registers beside those of S: two warpgroups
+    case 192:  // out takes 64 or 96 registers beside those of S, so two warpgroups
       if (dims.v <= 128) return {2, 128, 2, 2, true, 232, 40};
       // Memory of its own for out is worth more than 112 keys.
       return {2, 80, 2, 2, false, 232, 40};
@@ -103,11 +105,11 @@ constexpr ForwardShape forward_shape(const HeadDims& dims, ForwardTiles tiles = 
   }
 }
 
-/// Keys of a part of a tile, in which masks and biases come.
+/// Keys of a part of a tile. Masks and biases come in such parts.
 constexpr int kKeyGroup = 64;
 
-/// Cycles of a tile of queries and one of keys: products of 16 bits, or the exponentials and what goes with them, which
-/// bind at head_dim 64.
+/// Cycles of a query tile and a key tile: of their 16-bit products, or of the exponentials and the instructions around
+/// them, which take longer at head_dim 64.
 constexpr double tile_cycles(const ForwardShape& shape, const HeadDims& dims) {
   constexpr double kFlopPerCycle = 4096, kScoresPerCycle = 9.6;
   const double scores = 1.0 * shape.warpgroups * kWarpgroupRows * shape.block_n;
@@ -133,8 +135,8 @@ struct VariantOptions {
   bool scales_first;                                         // scales_first()
 };
 
-/// Whether the variant with options scales scores before anything is added: softcap and ALiBi want that, and a scale
-/// that a bias cannot be divided by.
+/// Whether the variant with options scales scores before anything is added. Softcap and ALiBi need that, and so does a
+/// scale that a bias cannot be divided by.
 constexpr bool scales_first(double softcap, bool has_alibi, double softmax_scale) {
   return softcap > 0 || has_alibi || !is_normal_scale(softmax_scale);
 }
@@ -146,14 +148,14 @@ constexpr ForwardVariant forward_variant(const VariantOptions& call) {
   return call.has_bias_dtype_of_inputs && !call.has_mask ? ForwardVariant::kBias : ForwardVariant::kAllButDropout;
 }
 
-/// The shape of the variant with options. Tiles are made of groups of 64 keys, in which masks and biases come; out, P
-/// and S leave registers for what the options take. A third stage lets warpgroups wait less for each other than a
-/// second slot of Q does.
+/// The shape of the variant with options. Tiles consist of groups of 64 keys, in which masks and biases come; out, P
+/// and S leave registers for the options. A third stage lets warpgroups wait less for each other than a second slot of
+/// Q does.
 constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVariant general) {
   const bool alone = general == ForwardVariant::kBias || general == ForwardVariant::kMask;
   switch (dims.qk) {
     case 64:
-      // Bound by what a warp waits for itself: a fourth warpgroup, where registers suffice.
+      // A warp's own waits are the bound. So there is a fourth warpgroup where registers suffice.
       if (alone || general == ForwardVariant::kDropout) return {4, 64, 4, 4, false, 112, 32, 3, true};
       return {3, 64, 4, 4, false, 160, 32, 4, true};
     case 128:
@@ -163,8 +165,8 @@ constexpr ForwardShape forward_options_shape(const HeadDims& dims, ForwardVarian
   }
 }
 
-/// The shape of the variant of block masks. A tile has the queries of one block, so that both warpgroups visit what is
-/// listed and nothing else: tiles of 192 queries visit what any of two blocks lists.
+/// The shape of the variant of block masks. A query tile lies within one row of blocks, so that both warpgroups visit
+/// the key tiles listed for this row and no others. A tile of 192 queries would visit the tiles listed for two rows.
 constexpr ForwardShape forward_blocks_shape(const HeadDims& dims) {
   // Two CTAs on an SM fill each other's waits, as four warpgroups of one do in the plain kernel.
   if (dims.qk == 64) return {2, 64, 4, 4, false, 104, 32, 0, false, 2, false};

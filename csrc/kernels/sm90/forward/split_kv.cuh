@@ -3,8 +3,8 @@
 //   r = max_k r_k,   l = sum_k 2^(r_k - r) l_k,   out = sum_k 2^(r_k - r) O_k / l
 //
 // Too few query tiles, in a whole call or in its tail wave, leave SMs idle. So some tiles are split; csrc/plan decides
-// which and how. CTAs take, in this order: whole tiles; the long splits of split tiles; whole tiles that cost less; and
-// the short ones, several of which an SM without a long split takes meanwhile.
+// which and how. CTAs take, in this order: whole tiles; the long splits of split tiles; whole tiles that cost less; the
+// short splits. While the long splits run, an SM without one takes several short splits.
 //
 // A split stores O, r and l in float, in the order of its lanes: a warp's 16 rows lie side by side, lane by lane.
 // Splits are summed in the order of the keys, whichever CTA computed them.
@@ -82,8 +82,8 @@ struct SplitKvSchedule : ForwardSchedule {
   }
 
  private:
-  /// What stands at a position behind the first whole tiles. rank: of the split, counted from the last keys; -1 for a
-  /// whole tile.
+  /// The split, or whole tile, at a position behind the first whole tiles. rank: of the split, counted from the last
+  /// keys; -1 for a whole tile.
   struct SplitOfTile {
     int tile, rank;
   };
@@ -98,7 +98,7 @@ struct SplitKvSchedule : ForwardSchedule {
     return {static_cast<int>(at % splits.tiles), static_cast<int>(at / splits.tiles)};
   }
 
-  /// The first tile of a split, counted from the first keys.
+  /// Returns the first key tile of a split. Splits are counted from the first keys.
   __device__ __forceinline__ int begin_of(int split, const TileSpan& tiles) const {
     const int behind = splits.per_tile() - split;  // splits
     if (split == 0) return tiles.begin;
@@ -129,7 +129,7 @@ SplitKvSchedule schedule_split_forward(const AttentionParams& p, const KeySplits
   return schedule;
 }
 
-/// Columns of out that a CTA combines: what write_out_row() exchanges. More CTAs have more loads in flight.
+/// Columns of out that a CTA combines: as many as write_out_row() exchanges. More CTAs have more loads in flight.
 constexpr int kCombinedColumns = 32;
 
 /// Combines the splits of split work tiles: a CTA for 64 rows and kCombinedColumns columns.

@@ -12,7 +12,7 @@ namespace flash_ext::sm90 {
 
 /// Named barriers. 0 is __syncthreads(). Consumer warpgroups are counted from 0.
 enum ForwardBarrier : int {
-  // Of one consumer warpgroup: its votes; and out is written before more is added to it.
+  // Of one consumer warpgroup: for its votes, and so that out is written before Inf and NaN are added to it.
   kWarpgroup0 = 1,
   kWarpgroup1 = 2,
   kWarpgroup2 = 3,
@@ -41,7 +41,7 @@ struct OutTiles {
   int k_stage, v_stage;  // kOutInRings: the stages that out goes through
 };
 
-/// Lies behind the tiles in shared memory. A barrier's name says what the end of its phase means.
+/// The shared memory behind the tiles. A barrier's name says what the end of its phase means.
 template <class Config>
 struct ForwardStorage {
   using WorkTile = ForwardWorkTile<Config>;
@@ -69,7 +69,8 @@ struct ForwardStorage {
     return *reinterpret_cast<ForwardWorkTile<Config>*>(work_tile[slot]);
   }
 
-  /// Called by one thread, whose addresses are constants. Lanes that shared the work would run one after the other.
+  /// Initialises the barriers. One thread calls it, whose addresses are constants; if lanes shared the barriers, they
+  /// would run one after the other.
   __device__ __forceinline__ void init() {
     constexpr int kConsumers = kWarpgroups * kWarpgroupWarps, kLoaders = 3;
     init_barriers(q_full, 1);
@@ -89,18 +90,18 @@ struct ForwardStorage {
   }
 };
 
-/// With a block mask: also which key tile lies in each stage.
+/// The storage with a block mask, which also says which key tile lies in each stage.
 template <class Config>
 struct ForwardListedStorage : ForwardStorage<Config> {
   ListedKeys listed_keys[Config::kKeyStages];  // published with k_full
 };
 
-/// For the variants with bias, masks or dropout. A part of a bias has 64 queries and 64 keys.
+/// The storage of the variants with bias, masks or dropout. A part of a bias has 64 queries and 64 keys.
 template <class Config>
 struct ForwardVisibleStorage : ForwardStorage<Config> {
   uint64_t bias_full[Config::kWarpgroups][Config::kBiasSlots], bias_empty[Config::kWarpgroups][Config::kBiasSlots];
   TileMetadata k_metadata[Config::kKeyStages];                            // published with k_full
-  KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // with the metadata
+  KeyRandomBits key_random_bits[Config::kKeyStages][Config::kDrawsBits];  // published with k_full
 
   /// Called by one thread.
   __device__ __forceinline__ void init() {

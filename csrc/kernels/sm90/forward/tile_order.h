@@ -1,4 +1,4 @@
-// The order of query tiles: what the scheduler and the plan, which explains it and splits the last tiles, share.
+// The order of query tiles. The scheduler follows it; the plan explains it and splits the last tiles.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +25,8 @@ constexpr int64_t last_section(int64_t heads, int64_t head_group, int64_t tiles_
 /// What the order of a call's heads depends on.
 struct HeadsOfCall {
   int64_t heads;       // of all batch entries
-  int64_t head_group;  // that share a key head
-  int64_t key_bytes;   // keys and values of a key head
+  int64_t head_group;  // query heads that share a key head
+  int64_t key_bytes;   // of keys and values of a key head
   int64_t seqlen_q;
   bool equal_lengths;  // of all sequences
   bool see_all;        // every query sees every key of its sequence
@@ -35,7 +35,7 @@ struct HeadsOfCall {
 
 struct HeadOrder {
   int64_t side_by_side;  // heads of a section
-  int64_t last_section;  // from this head on, all of them; a multiple of the above
+  int64_t last_section;  // first head of the last section, which has all later ones too; a multiple of the above
 };
 
 /// With equal lengths, the query tiles of one key head stand side by side. CTAs that start together then read the same
@@ -58,9 +58,9 @@ inline HeadOrder head_order(const HeadsOfCall& call, int64_t block_m, int64_t ct
   return {section, last_section(heads, section, tiles_of_head, ctas, equal_tiles)};
 }
 
-/// The first query of a tile of block_m queries, of `tiles` of a sequence. The partial tile stands first, where a
-/// causal mask leaves the fewest keys. A tile with rows for only one warpgroup would take more than half as long as one
-/// with three; in that case the second tile gives it the rows of another warpgroup.
+/// Returns the first query of a tile; the sequence has `tiles` tiles of block_m queries. The partial tile stands first,
+/// where a causal mask leaves the fewest keys. A tile with rows for only one warpgroup would take more than half as
+/// long as a tile with rows for three; in that case the second tile gives it the rows of another warpgroup.
 FLASH_EXT_HOST_DEVICE int first_query_of_tile(int tile, int tiles, int seqlen_q, int block_m) {
   const int behind = seqlen_q - (tiles - tile) * block_m, query = behind < 0 ? 0 : behind;
   const bool lends = block_m > 2 * kWarpgroupRows && tile == 1 && tiles > 1 && query <= kWarpgroupRows;

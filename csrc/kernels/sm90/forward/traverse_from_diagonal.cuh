@@ -3,7 +3,7 @@
 // It differs from the plain one (traverse_range.cuh) in what it does to scores and in the order of the key tiles. With
 // ALiBi, scores rise towards the diagonal from either side. Tiles are therefore visited from the diagonal on, so that
 // stabilisers need not rise later. Runs of tiles with a fixed row max have a loop of their own, which reads nothing but
-// barriers from shared memory: nothing would hide what a step waits for before its products.
+// barriers from shared memory: nothing would hide the time of other loads before the products of a step.
 #pragma once
 
 #include "traverse_range.cuh"
@@ -24,7 +24,7 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
  protected:
   bool small_scores_;  // no large score of this work tile is known yet, and softcap is its only option
 
-  /// Visits from first_tile() down, and then from the end down to it.
+  /// Visits the key tiles from first_tile() down, and then from the last one down to the one behind first_tile().
   __device__ __forceinline__ void visit(const WorkTile& work_tile) {
     const TileSpan& rows = work_tile.rows[warpgroup_];
     this->wait_for_query(work_tile);
@@ -59,7 +59,7 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
   }
 
  private:
-  /// Steps with a fixed row max, from `tile` down to `last`. Returns the tile behind.
+  /// Takes steps with a fixed row max, from `tile` down to `last`. Returns the tile to visit next.
   __device__ __forceinline__ int fixed_max_steps(const WorkTile& work_tile, int tile, int last, Weights& p) {
     const auto rules = this->rules(work_tile);
     const TileCoordinates<false> at = this->coordinates(work_tile, tile);
@@ -88,9 +88,9 @@ class TraverseFromDiagonal : public TraverseRange<Config> {
     return __all_sync(~0u, all);  // tells the compiler that lanes do not diverge here
   }
 
-  /// The same with softcap alone, as long as all scores of the warpgroup are small. A vote beside the exponentials
-  /// finds out whether they are. A tile with a larger score is computed again, and fixed_max_steps() serves the rest of
-  /// the work tile. Rows behind the end of a sequence vote too; they are zeroed for that.
+  /// Takes such steps with softcap alone, as long as all scores of the warpgroup are small. A vote while P V runs finds
+  /// out whether they are. A tile with a larger score is computed again, and fixed_max_steps() serves the rest of the
+  /// work tile. Rows behind the end of a sequence vote too; they are zeroed for that.
   __device__ __forceinline__ int steps_of_small_scores(const WorkTile& work_tile, int tile, int last, Weights& p) {
     const auto rules = this->rules(work_tile);
 #pragma unroll 1

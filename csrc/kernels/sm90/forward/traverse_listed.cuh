@@ -1,9 +1,9 @@
 // The traversal of the key tiles that a block mask lists.
 //
-// The loop is the plain one (traverse_range.cuh), driven by a list: a query tile lies within one row of blocks, and the
-// producer walks that row's list, so that K and V of the next blocks, and of the next query tile, are loading while one
-// is computed. A full block sets the row stabilisers if it is the first one, and otherwise takes a step with a fixed
-// row max. A block with a bitmap updates the row max. Query tiles come longest first
+// The loop is the plain one (traverse_range.cuh), driven by a list. A query tile lies within one row of blocks. The
+// producer walks the list of that row, so that K and V of the next blocks, and of the next query tile, load while a
+// block is computed. A full block sets the row stabilisers if it is the first one, and otherwise takes a step with a
+// fixed row max. A block with a bitmap updates the row max. Query tiles come longest first
 // (common/scheduler/longest_first.h).
 #pragma once
 
@@ -17,7 +17,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
   using Base::kBlockN, Base::kN, Base::lane_, Base::p_, Base::stabiliser_, Base::warp_, Base::warpgroup_;
   using typename Base::Element, typename Base::Scores, typename Base::Weights;
   static constexpr int kWords = kBlockN / 32;
-  // Tiles before this one update the row max: see kUpdatesRowMaxInLast.
+  // Tiles of a lower rank than this one, which come last, update the row max: see kUpdatesRowMaxInLast.
   static constexpr int kFixedBegin = Config::kUpdatesRowMaxInLast ? 1 : 0;
 
   /// The keys that a lane's two rows see, as words of a bitmap.
@@ -54,7 +54,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
     }
   }
 
-  /// Among all keys: the lists say who sees them.
+  /// Adds non-finite values of V to the rows that see them. It looks at all keys: the lists say which rows see a key.
   __device__ __forceinline__ void add_hidden_non_finite(const WorkTile& work_tile) const {
     const Sequence& sequence = work_tile.sequence;
     const int first_row = work_tile.first_query + warpgroup_ * kWarpgroupRows;
@@ -66,7 +66,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
   }
 
  private:
-  /// The products of a tile, one after the other: other warpgroups fill the waits.
+  /// Computes S and P V of each tile one after the other; other warpgroups fill the waits.
   __device__ __forceinline__ void visit_sequentially(const WorkTile& work_tile, int rank) {
     bool has_stabilisers = false;
     while (rank >= 0) {
@@ -123,7 +123,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
     return {keys.x, keys.y, keys.z, keys.w};
   }
 
-  /// Computes S and P of a tile with a running row max. kFirst: of the work tile. kRounds: see exponentiate().
+  /// Computes S and P of a tile with a running row max. kFirst: the first tile visited. kRounds: see exponentiate().
   template <bool kFirst, bool kRounds = false>
   __device__ __forceinline__ void softmax_tile(Weights& p, const WorkTile& work_tile, const ListedKeys& keys,
                                                int rank) {
@@ -133,12 +133,12 @@ class TraverseListed : public ForwardEpilogue<Config> {
                        [&](Scores& s) { running_softmax_step<kFirst, kRounds>(s, work_tile, keys, visible); });
   }
 
-  /// The same of a full tile, which keeps the row stabilisers.
+  /// Turns S of a full tile into P; the row stabilisers stay fixed.
   __device__ __forceinline__ void fixed_softmax_step(Scores& s, const WorkTile& work_tile, int rank) {
     this->template softmax_step<RowMaxUpdate::kNone>(s, work_tile, rank);
   }
 
-  /// With a running row max.
+  /// Turns S of a tile into P with a running row max.
   template <bool kFirst, bool kRounds = false>
   __device__ __forceinline__ void running_softmax_step(Scores& s, const WorkTile& work_tile, const ListedKeys& keys,
                                                        const Visible& visible) {
@@ -151,7 +151,7 @@ class TraverseListed : public ForwardEpilogue<Config> {
     this->add_to_row_sums(sum);
   }
 
-  /// Of this lane's rows: asked for ahead of S.
+  /// Issues the loads of the bitmap words of this lane's rows, ahead of S.
   __device__ __forceinline__ void ask_for_bits(Visible& visible, const WorkTile& work_tile,
                                                const ListedKeys& keys) const {
     if (keys.bitmap < 0) return;

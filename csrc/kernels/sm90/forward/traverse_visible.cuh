@@ -165,10 +165,10 @@ class TraverseVisible : public ForwardOptionScores<Config> {
     bool v_came = false;  // V of the tile before has arrived
   };
 
-  /// Steps over a run of tiles that the window leaves whole and in which all rows have stabilisers: P V of the tile
-  /// before, S and P of this one. Each load from shared memory and each test of a barrier takes some 100 cycles,
-  /// because products of the other warpgroups keep shared memory busy. So a step issues them ahead of other work: it
-  /// loads the bias, and tests whether the next tile has arrived, one step ahead.
+  /// Takes steps over a run of tiles that the window leaves whole and in which all rows have stabilisers. A step adds
+  /// P V of the tile before and computes S and P of its own. Each load from shared memory and each test of a barrier
+  /// takes some 100 cycles, because products of the other warpgroups keep shared memory busy. So a step issues them
+  /// early: it loads the bias, and tests whether the next tile has arrived, one step ahead.
   template <bool kBias>
   __device__ __forceinline__ void take_steps(Weights& p) {
     StepInputs<kBias> inputs;

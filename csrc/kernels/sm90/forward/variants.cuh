@@ -1,4 +1,4 @@
-// Host: which variant of the kernel serves a call, and its launch.
+// Host: chooses the variant of the kernel that serves a call, and launches it.
 #pragma once
 
 #include "forward_call.h"
@@ -18,7 +18,7 @@ void start_schedule(const Schedule& schedule, const WorkListPlan& list, const Fo
   }
 }
 
-/// Launches the plain variant, that with score options, or that of caches.
+/// Launches a variant that visits a range of key tiles: plain, with score options, of caches, or with max_logit.
 template <class Config>
 void launch_range(const ForwardCall& call) {
   const ForwardParams& p = call.p;
@@ -80,7 +80,7 @@ void launch_blocks(const ForwardCall& call) {
   launch_forward<Config>({p}, encode_maps<Config>(p), schedule, ScoreTerms(p), true, call.stream);
 }
 
-/// Launches a variant of a range if the plan chose these tiles; false otherwise.
+/// Launches a variant of a range if the plan chose these tiles; otherwise returns false.
 template <class Element, int kHeadDim, int kHeadDimV, ForwardTiles kTiling,
           ForwardVariant kVariant = ForwardVariant::kPlain>
 bool launch_tiles(const ForwardCall& call) {

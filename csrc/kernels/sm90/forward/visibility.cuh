@@ -46,7 +46,8 @@ __device__ __forceinline__ FoundBlock look_up(const BlockMaskParams& p, const Vi
   return {found, max(bitmap_of(p, found), kFullBlock)};
 }
 
-/// Keys [key, + 32) that a row of the block mask leaves, as bits. `entry` becomes that of their block, if it is lower.
+/// Returns which of the keys [key, + 32) a row of the block mask leaves, as bits. Lowers `entry` to the entry of their
+/// block.
 __device__ __forceinline__ uint32_t block_word(const BlockMaskParams& p, const VisibilityEntry& at, int row, int key,
                                                int& entry) {
   const int block_m = static_cast<int>(p.block_m), block_n = static_cast<int>(p.block_n);
@@ -142,7 +143,7 @@ static __global__ void __launch_bounds__(kEntryThreads)
                                                                              : kFirstPairs + static_cast<int>(pairs);
 }
 
-/// Bits of the bitmaps; a thread has a row of one and a group of keys.
+/// Writes the bits of the bitmaps of a block mask. A thread has a row of a bitmap and a group of keys.
 static __global__ void __launch_bounds__(kEntryThreads)
     bitmap_pairs_kernel(const __grid_constant__ BlockMaskParams blocks, PairBits* g_bits) {
   const int64_t groups = blocks.block_n / kKeyGroup;
@@ -153,7 +154,8 @@ static __global__ void __launch_bounds__(kEntryThreads)
   g_bits[kFirstPairs + row / kWarpgroupRows * groups + group].rows[row % kWarpgroupRows] = pair_bits(low, high);
 }
 
-/// In `memory`, which has the bytes that VisibilitySizes asks for.
+/// Launches the kernels that convert the masks of a call. Bits and entries lie in `memory`, which has
+/// VisibilitySizes::bytes().
 inline ForwardVisibility find_visibility(const AttentionParams& p, char* memory, cudaStream_t stream) {
   const VisibilitySizes sizes(p);
   const ForwardVisibility found = sizes.views(memory);

@@ -1,5 +1,5 @@
 // Boolean and block masks as the variant with options of the forward reads them: the state and the visible pairs of 64
-// queries and 64 keys. Kernels that run before the forward write them (common/mask/visibility.cuh).
+// queries and 64 keys. Kernels that run before the forward write them (visibility.cuh).
 #pragma once
 
 #include <numeric>
@@ -10,20 +10,21 @@
 
 namespace flash_ext::sm90 {
 
-/// The pairs of 64 queries and 64 keys that see each other. Four parts of 16 bits for a query; bit 2 n + c of part t is
-/// key 8 n + 2 t + c: what lane t of four holds of a row of scores.
+/// Which pairs of 64 queries and 64 keys are visible. A query has four parts of 16 bits. Bit 2 n + c of part t stands
+/// for key 8 n + 2 t + c, so that part t has the keys that lane t of four holds of a row of scores.
 struct PairBits {
   struct alignas(8) Row {
     uint32_t x, y;
   } rows[kWarpgroupRows];
 };
 
-/// Which PairBits belong to which queries and keys. The first two are constants.
+/// Indices of PairBits. The first two PairBits are constants: no pair is visible, and all pairs are.
 constexpr int kNonePairs = 0, kAllPairs = 1, kFirstPairs = 2;
 
+/// Which PairBits belong to which queries and keys.
 struct ForwardVisibility {
   PairBits* bits = nullptr;
-  int* entries = nullptr;  // in bits, by group of queries and group of keys; null: all is visible
+  int* entries = nullptr;  // index into bits for each group of queries and group of keys; null: all is visible
   int64_t batch_stride = 0, head_stride = 0;
   int row_stride = 0;  // 0 broadcasts, as do those of batch and head
 
@@ -45,7 +46,7 @@ struct VisibilitySizes {
   int64_t batch, heads;
   bool by_pairs;                   // the bits are made pair by pair; else bitmaps of a block mask become bits
   bool by_lists;                   // pair by pair, and there is room only for what the lists of a block mask may touch
-  int touched_rows, touched_keys;  // groups, by one block
+  int touched_rows, touched_keys;  // groups that one block may touch
   int64_t entries, pairs;
 
   explicit VisibilitySizes(const AttentionParams& p) {

@@ -30,7 +30,8 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
  private:
   friend Base;
 
-  /// Warp 0: loads K of the listed tiles, their mask bits, what their random bits share, and writes the metadata.
+  /// Warp 0: loads K and mask bits of the listed tiles. It writes their metadata and, with dropout, the terms of random
+  /// bits that depend on keys alone.
   __device__ __forceinline__ void run_keys() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kKeyStages> at;
@@ -62,8 +63,8 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// Warp 2: loads V of the listed tiles and sanitises it where Inf and NaN may be hidden. It arrives itself when it
-  /// has finished a tile.
+  /// Warp 2: loads V of the listed tiles and sanitises it where Inf and NaN may be hidden. When it has finished a tile,
+  /// it arrives at v_empty as consumers do.
   __device__ __forceinline__ void run_values() {
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
     RingPosition<Config::kValueStages> at;
@@ -88,7 +89,8 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// Warp 1: loads Q of each warpgroup when that has computed its last S, and then the parts of a bias.
+  /// Warp 1: loads Q of each warpgroup once the warpgroup has computed its last S of the work tile before. Then it
+  /// loads the parts of a bias.
   __device__ __forceinline__ void run_queries() {
     static_assert(Config::kQuerySlots == 1 && !Config::kOutInShared);
     WorkTileQueue<ForwardStorage<Config>> queue(storage_);
@@ -132,7 +134,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// Called by one lane. For a tile that no warpgroup visits it only arrives at the barrier.
+  /// Loads a tile of K or V. For a tile that no warpgroup visits it only arrives at the barrier. Called by one lane.
   template <int kCount>
   __device__ __forceinline__ void load_tile(const TileMetadata& metadata, const CUtensorMap& map, const uint64_t& full,
                                             uint32_t s_tile, const Sequence& s) const {
@@ -145,7 +147,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
     }
   }
 
-  /// Loads mask bits to the barrier of K, one part per lane. Their bytes are expected before the barrier's only
+  /// Loads mask bits, one part per lane. Their bytes count at the barrier of K, and are expected before its only
   /// arrival.
   __device__ __forceinline__ void load_bits(const TileMetadata& metadata, int entry, int stage) const {
     const int partly = __popc(metadata.flags >> TileMetadata::kMasked & TileMetadata::kAll);
@@ -159,7 +161,7 @@ class ForwardVisibleProducer : public ForwardProducer<Config> {
                    options_.visible.bits + entry, sizeof(PairBits), s_full);
   }
 
-  /// Called by one lane.
+  /// Loads a part of the bias for a warpgroup. Called by one lane.
   __device__ __forceinline__ void load_bias(const WorkTile& work_tile, int group, int key,
                                             const RingPosition<Config::kBiasSlots>& at) const {
     const ScoreView& bias = p_.bias;

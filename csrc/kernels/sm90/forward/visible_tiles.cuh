@@ -10,7 +10,7 @@ namespace flash_ext::sm90 {
 /// Metadata of a key tile. Bit g: warpgroup g visits it. Bit kMasked + g: a mask hides part of it from warpgroup g. Bit
 /// kWindowed + g: the window does. From bit kRun on: how many of the following tiles need no metadata except kMasked,
 /// because without masks all rows see all of them, and none is the last of the work tile.
-struct alignas(8) TileMetadata {  // one load, which the branch that K is released behind waits for
+struct alignas(8) TileMetadata {  // one load; K is released behind a branch that waits for it
   static constexpr int kMasked = 8, kWindowed = 16, kRun = 24;
   static constexpr uint32_t kAll = (1u << kMasked) - 1, kMostRun = 31, kSanitised = 1u << 30, kLast = 1u << 31;
 
@@ -41,7 +41,7 @@ class VisibleTiles {
     skip();
   }
 
-  /// The next tile. If masks leave none, a tile that no warpgroup visits.
+  /// Returns the next tile. If masks leave no tile, returns one that no warpgroup visits.
   __device__ __forceinline__ TileMetadata take() {
     if (!left_) return {0, TileMetadata::kLast};
     const int k = __ffs(static_cast<int>(left_)) - 1;
@@ -60,7 +60,8 @@ class VisibleTiles {
     return metadata;
   }
 
-  /// For the tile taken last: lane g * kKeyParts + k has the slot of part k for warpgroup g, if that visits the tile.
+  /// For the tile taken last: lane g * kKeyParts + k gets the index of the PairBits of part k for warpgroup g, if the
+  /// warpgroup visits the tile.
   __device__ __forceinline__ int entry() const { return entry_; }
 
  private:
@@ -82,7 +83,7 @@ class VisibleTiles {
   __device__ __forceinline__ uint32_t run() const {
     const uint32_t partial = left_ & ~full_lanes_;
     const uint32_t before_partial = partial ? left_ & ((partial & -partial) - 1) : left_;
-    // The last one that was looked at may be the last of the work tile.
+    // The last tile that was tested may be the last of the work tile, which a run leaves out.
     return max(__popc(before_partial) - (partial ? 0 : 1), 0);
   }
 
@@ -107,7 +108,7 @@ class VisibleTiles {
     return may_be_masked || work_tile_.is_sanitised(tile) ? flags | TileMetadata::kSanitised : flags;
   }
 
-  /// Those of a warpgroup 0.
+  /// Returns the flags of a tile for a warpgroup, in the bits of warpgroup 0.
   __device__ __forceinline__ uint32_t flag_of(int group, int tile) {
     constexpr uint32_t kSeen = 1, kSeenPartly = 1 | 1u << TileMetadata::kMasked;
     if (!visible_.entries) return kSeen;

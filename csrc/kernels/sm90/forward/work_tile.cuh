@@ -47,8 +47,8 @@ struct WorkTileOptions<true> {
   __device__ __forceinline__ int first_tile(const TileSpan&) const { return tile; }
 };
 
-/// A query tile of one head, and the key tiles that it sees. They are visited from first_tile() down to `tiles.begin`,
-/// and then from the last one down to the one behind first_tile().
+/// A query tile of one head, and the key tiles that it sees. Key tiles are visited from first_tile() down to
+/// `tiles.begin`, and then from the last one down to the one behind first_tile().
 template <class Config>
 struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
                          WorkTileSplit<Config::kSplitsKv>,
@@ -58,7 +58,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   TileSpan tiles;                      // of all rows: these are loaded
   TileSpan rows[Config::kWarpgroups];  // of the rows of each warpgroup, within `tiles`
   // Key tiles [fixed_max_begin, fixed_max_end) take steps with a fixed row max: every row of the warpgroup sees all
-  // keys of them, and has seen a key, and so has a stabiliser, before it comes to them.
+  // their keys. It has seen a key earlier, and so has a stabiliser.
   int fixed_max_end[Config::kWarpgroups], fixed_max_begin[Config::kWarpgroups];
 
   int tail_tile;  // the tile that loads rows of K and V behind the sequence; -1 = none
@@ -68,7 +68,7 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
   bool failed, overflowed;  // set by any warp
   bool met_non_finite;      // in V; written before its v_full
 
-  /// All but the tiles of keys.
+  /// Sets everything but the key tiles.
   __device__ __forceinline__ ForwardWorkTile(const Sequence& sequence, int first_query, int end_query)
       : sequence(sequence),
         first_query(first_query),
@@ -79,7 +79,8 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
         overflowed(false),
         met_non_finite(false) {}
 
-  /// `seen`: by any query.
+  /// Sets the key tiles. `seen`: the tiles that any query sees. tail_in_memory: memory has rows behind the sequence's
+  /// end, which the last tile loads.
   __device__ __forceinline__ void set_tiles(const AttentionParams& p, const TileSpan& seen, bool tail_in_memory) {
     tiles = seen;
     tail_tile = tail_in_memory && seen.end * Config::kBlockN > sequence.seqlen_k ? seen.end - 1 : -1;
@@ -88,7 +89,8 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
     this->set(p, sequence, p.alibi_slopes ? min(max(diagonal, seen.begin), seen.end - 1) : seen.end - 1);
   }
 
-  /// The rows of warpgroup g, from `first` on: they see `seen`. all_begin: the first tile that any row sees.
+  /// Sets the key tiles of warpgroup g, whose rows begin at `first` and see `seen`. all_begin: the first tile that any
+  /// row of the work tile sees.
   __device__ __forceinline__ void set_rows(const AttentionParams& p, int g, int first, const TileSpan& seen,
                                            int all_begin) {
     const bool none = seen.begin == seen.end;
@@ -127,9 +129,9 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
     return max(seen.begin, first_tile() + 1);
   }
 
-  /// The last tile of the run from `tile` downwards, no further than `stop`, in which a warpgroup keeps its row max:
-  /// all its rows see all of these tiles and have stabilisers. In the second part of the way, behind the diagonal, they
-  /// have them if a full tile came before it. tile + 1 if the run is empty.
+  /// Returns the last tile of the run from `tile` downwards, no further than `stop`, in which a warpgroup keeps its row
+  /// max: all its rows see all of these tiles and have stabilisers. In the second part of the visits, behind the
+  /// diagonal, rows have stabilisers if the first part had a full tile. Returns tile + 1 if the run is empty.
   __device__ __forceinline__ int fixed_max_from(int group, int tile, int stop) const {
     const TileSpan& seen = rows[group];
     const bool wrapped = tile > first_tile();
@@ -138,7 +140,8 @@ struct ForwardWorkTile : WorkTileOptions<Config::kScoreOptions>,
     return safe_path || tile >= end ? tile + 1 : min(begin, tile + 1);
   }
 
-  /// With kListsBlocks: `tiles` counts along the list. All of them are full, or have a bitmap.
+  /// Sets the key tiles with kListsBlocks: `tiles` counts along the list. All count as full here; ListedKeys says which
+  /// have a bitmap.
   __device__ __forceinline__ void list_blocks(int first_entry, int blocks, int tiles_of_block) {
     this->first_entry = first_entry;
     this->blocks = blocks;

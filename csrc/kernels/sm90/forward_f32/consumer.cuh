@@ -61,7 +61,7 @@ class ForwardF32Consumer {
   }
 
   __device__ __forceinline__ void load_query(const WorkTile& work_tile, char* s_query) const {
-    wait_for_warpgroup();  // all are done with what was there
+    wait_for_warpgroup();  // all warps have finished with the Q before
     load_subtiles<kPanels, false>(s_query, query_rows<float>(p_.q, work_tile.sequence), first_row(work_tile),
                                   work_tile.end_query, static_cast<int>(p_.head_dim),
                                   ptx::reread(thread_of_warpgroup()));
@@ -87,7 +87,7 @@ class ForwardF32Consumer {
     for_each_score(out_, [](float& x, int, int, int) { x = 0.0f; });
   }
 
-  /// The descriptor of the next subtile, once that has arrived.
+  /// Waits until the next subtile has arrived, and returns the lower half of its descriptor.
   __device__ __forceinline__ uint32_t wait_for_subtile() {
     ptx::mbarrier_wait(ptx::shared_address(&storage_.full[next_.stage()]), next_.parity());
     const uint32_t subtile = ring_ + next_.stage() * (Config::kStageBytes / 16);
@@ -154,7 +154,7 @@ class ForwardF32Consumer {
     Products::add(s, rest);
   }
 
-  /// The same of few keys, whose parts are multiplied two at a time.
+  /// S = Q K^T of a tile of 32 keys, whose parts are multiplied two at a time.
   __device__ __forceinline__ void multiply_few_keys(Tile& s) {
     typename Products::PairedSums sums;
 #pragma unroll
@@ -173,7 +173,7 @@ class ForwardF32Consumer {
     sums.add_up(s);
   }
 
-  /// Makes the maximum so far the stabiliser of each row. `factor` then rescales out.
+  /// Sets the stabiliser of each row to the maximum so far. The caller rescales out and row sums by `factor`.
   __device__ __forceinline__ void update_row_max(const Scores& s, float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -187,15 +187,16 @@ class ForwardF32Consumer {
     }
   }
 
-  /// The factor from products to scores; 1 where score options have applied it before.
+  /// Returns the factor from products to scores: 1 where score options have applied it already.
   __device__ __forceinline__ float scale() const { return Config::kScoreOptions ? 1.0f : factors_.scale; }
 
-  /// The exponential of the difference of two products, as scores. It is taken before scores are rounded.
+  /// Returns the exponential of the difference of two scores. Products are subtracted first and scaled then, so that
+  /// the scores are not rounded.
   __device__ __forceinline__ float weight(float product, float stabiliser) const {
     return Unit::exp(product - stabiliser, scale());
   }
 
-  /// P in place of products, and the sums of this thread's share of the rows.
+  /// Turns products into P, and sums this thread's share of the rows.
   __device__ __forceinline__ void exponentiate(Scores& s, float (&sum)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -214,7 +215,7 @@ class ForwardF32Consumer {
 
   /// O = O factor + P V
   __device__ __forceinline__ void add_values(const Weights& p, const float (&factor)[2]) {
-    constexpr int kSums = kKeySubtiles == 1 ? 1 : 2;  // under way
+    constexpr int kSums = kKeySubtiles == 1 ? 1 : 2;  // in flight at a time
     Tile sum[kSums];
     Products::start(sum[0], p, wait_for_subtile());
 #pragma unroll

@@ -1,16 +1,17 @@
 // Attention forward in float32 on wgmma:   out_i = sum_j p_ij v_j / l_i,   p_ij = e^(s_ij - r_i),   l_i = sum_j p_ij
 //
-// A number is the sum of three bfloat16, and a product that of six (sm90/common/float_parts.cuh). A CTA has kBlockM
-// queries of one head and goes through tiles of 64 or 32 keys, from the last that it sees to the first. Two or three
-// warpgroups compute, 64 queries each; one more reads K and V, splits them, and fills a ring of subtiles of as many
-// columns as a tile has keys. A warpgroup's step:
-//   for each subtile of K: wait for it; S += Q K^T, in several sums: that of the largest products, that of the others
-//   S is there: the subtiles are free; r = max, P = e^(S - r) in registers, split
+// A float is the sum of three bfloat16, and a product of floats the sum of six products of bfloat16
+// (sm90/common/float_parts.cuh). A CTA has kBlockM queries of one head and visits tiles of 64 or 32 keys, from the last
+// one that the queries see to the first. Two or three consumer warpgroups have 64 queries each. One more warpgroup
+// reads K and V, splits them, and fills a ring of subtiles, which have as many columns as a tile has keys. A step of a
+// consumer warpgroup:
+//   for each subtile of K: wait for it; S += Q K^T, in several sums: of the largest products, and of the others
+//   S is complete: release the subtiles; r = max, P = e^(S - r) in registers, split
 //   for each subtile of V: wait for it; its columns of P V, from zero
-//   they are there: the subtiles are free; O = O e^(old r - r) + P V
-// While one warpgroup has its exponentials, tensor cores work for the others.
+//   P V is complete: release the subtiles; O = O e^(old r - r) + P V
+// While one warpgroup computes its exponentials, tensor cores work for the others.
 //
-// Tensor cores round sums towards zero. No sum of theirs goes on for longer than the head dim or 64 keys.
+// Tensor cores round sums towards zero. So no sum in them extends over more than the head dim or 64 keys.
 #pragma once
 
 #include "consumer.cuh"
@@ -21,7 +22,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Warpgroup 0 loads, the others compute.
+/// Warpgroup 0 is the producer, the others are consumers.
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_f32_kernel(const __grid_constant__ ForwardParams p, const ForwardSchedule schedule,

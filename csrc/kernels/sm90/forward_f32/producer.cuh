@@ -1,5 +1,5 @@
-// Loads of the float32 forward, as subtiles of bfloat16 parts: of Q once, by the warpgroup that has the rows; of K and
-// V through a ring, by a warpgroup of their own.
+// The producer warpgroup of the float32 forward. It loads K and V into a ring, as subtiles of bfloat16 parts. Each
+// consumer warpgroup loads its own Q, once per work tile (consumer.cuh).
 #pragma once
 
 #include "kernels/ptx/tma.h"
@@ -8,14 +8,14 @@
 
 namespace flash_ext::sm90 {
 
-/// Fills the ring: for each tile, from the last to the first, the subtiles of K, then those of V.
+/// Fills the ring: for each tile, from the last to the first, with the subtiles of K and then the subtiles of V.
 template <class Config>
 class ForwardF32ProducerBase {
  public:
   using Storage = ForwardF32Storage<Config>;
   using WorkTile = ForwardF32WorkTile<Config>;
 
-  /// Acquires work tiles, as one thread of the CTA, and calls load(work) for each.
+  /// Calls load(work_tile) for each work tile. Thread 0 takes work tiles from the schedule.
   template <class Load>
   __device__ __forceinline__ void for_each_work_tile(const ForwardSchedule& schedule, Load load) {
     ForwardF32Queue<Config> queue(storage_);
@@ -54,7 +54,7 @@ class ForwardF32ProducerBase {
   RingPosition<Config::kStages> ring_;
 };
 
-/// For subtiles of 64 rows. The next subtile is loaded to registers while one is split.
+/// The producer of subtiles of 64 rows. It loads the next subtile to registers while it splits one.
 template <class Config>
 class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
   using Base = ForwardF32ProducerBase<Config>;
@@ -104,7 +104,7 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
   struct Source {
     const float* first;
     int64_t row_stride;
-    int columns;  // behind the thread's first
+    int columns;  // from the thread's first on
   };
 
   template <class Rows>
@@ -112,7 +112,7 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
     return {rows.row(at_.row) + at_.column, rows.row_stride, static_cast<int>(columns) - at_.column};
   }
 
-  /// Takes references and returns a value: a reference would put both into local memory.
+  /// Returns one of two sources, as a value: a reference would put both into local memory.
   __device__ __forceinline__ static Source choose(bool first, const Source& a, const Source& b) {
     return {first ? a.first : b.first, first ? a.row_stride : b.row_stride, first ? a.columns : b.columns};
   }
@@ -152,8 +152,8 @@ class ForwardF32Producer : public ForwardF32ProducerBase<Config> {
   const SubtileThread at_;
 };
 
-/// For subtiles of 32 rows. They are used up so soon that several must be under way: half of those of a tile of K, or
-/// of V. A thread has one row of the tile.
+/// The producer of subtiles of 32 rows. Consumers use them up so soon that loads of several must be in flight: half of
+/// the subtiles of a tile of K, or of V. A thread has a part of one row of the tile.
 template <class Config>
 class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
   using Base = ForwardF32ProducerBase<Config>;
@@ -174,7 +174,7 @@ class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
   using Base::p_;
   using typename Base::WorkTile;
 
-  /// From the thread's first column on.
+  /// A row of K or V, from the thread's first column on.
   struct Row {
     const float* first;
     int columns;  // 0: not a row of the sequence
@@ -218,7 +218,7 @@ class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
     }
   }
 
-  /// Splits the subtiles in registers into the ring, and loads those of `next` from first_subtile on to registers.
+  /// Splits the subtiles in registers into the ring, and loads subtiles of `next`, from first_subtile on, to registers.
   __device__ __forceinline__ void pass_on(Float8 (&x)[kAhead], const Row& next, int first_subtile, bool may_be_hidden,
                                           WorkTile& work_tile) {
 #pragma unroll
@@ -231,7 +231,7 @@ class ForwardF32RowProducer : public ForwardF32ProducerBase<Config> {
         at_.remove_non_finite(s_subtile);
         work_tile.met_non_finite = true;
       }
-      x[k] = load(next, first_subtile + k);  // not before the look at `trace`: registers are short
+      x[k] = load(next, first_subtile + k);  // only after the test of `trace`: registers are short
       Base::publish();
     }
   }

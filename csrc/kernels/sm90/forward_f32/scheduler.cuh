@@ -1,4 +1,5 @@
-// Work tiles of the float32 forward: in which order CTAs take them, and how the warps of a CTA go through them.
+// Work tiles of the float32 forward: the order in which CTAs take them, and the queue by which the warps of a CTA go
+// through them.
 #pragma once
 
 #include <new>
@@ -34,7 +35,7 @@ class ForwardF32Queue : public WorkTileQueue<ForwardF32Storage<Config>> {
   using Base::Base;
   using typename Base::WorkTile;
 
-  /// Publishes the next work tile, or that there is none. By one thread.
+  /// Publishes the next work tile, or that there is none. Called by one thread.
   __device__ __forceinline__ void push(const ForwardParams& p, const ForwardSchedule& schedule) {
     const int slot = at_.stage();
     ptx::mbarrier_wait(ptx::shared_address(&storage_.work_tile_empty[slot]), at_.parity() ^ 1);

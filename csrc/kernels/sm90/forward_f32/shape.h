@@ -1,6 +1,6 @@
 // Tiles, stages and registers of the float32 forward, which the plan reads too. Q, K and V lie in shared memory as
-// subtiles (sm90/common/float_parts.cuh): those of Q have 64 rows and 64 columns, those of K and V as many of both as a
-// tile has keys.
+// subtiles (sm90/common/float_parts.cuh). Subtiles of Q have 64 rows and 64 columns; subtiles of K and V have as many
+// rows, and as many columns, as a tile has keys.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ struct ForwardF32Shape {
   int keys;                // of a tile
   int warpgroups;          // consumer warpgroups
   int stages;              // subtiles of the ring of K and V
-  int registers;           // of a thread that computes
-  int producer_registers;  // of the others
+  int registers;           // of a consumer thread
+  int producer_registers;  // of a producer thread
 };
 
 /// The head dims that there are kernels for.
@@ -23,7 +23,7 @@ constexpr int forward_f32_head_dim(int64_t head_dim, int64_t head_dim_v) {
   return larger <= 64 ? 64 : larger <= 128 ? 128 : larger <= 192 ? 192 : 256;
 }
 
-/// Beyond 128, out takes 96 or 128 registers of a thread, and Q 144 or 192 KB: the rest is for 32 keys.
+/// Beyond 128, out takes 96 or 128 registers of a thread, and Q 144 or 192 KB. The rest has room for 32 keys.
 constexpr ForwardF32Shape forward_f32_shape(int head_dim) {
   switch (head_dim) {
     case 64:
@@ -37,8 +37,8 @@ constexpr ForwardF32Shape forward_f32_shape(int head_dim) {
   }
 }
 
-/// Heads, counted over all batch entries, that run side by side: those whose keys and values stay in L2. head_group:
-/// heads that share a key head.
+/// The number of heads, counted over all batch entries, that run side by side, so that their keys and values stay in
+/// L2. head_group: query heads that share a key head.
 constexpr int64_t forward_f32_section(int64_t heads, int64_t head_group, int64_t seqlen_k, int64_t head_dims) {
   constexpr int64_t kKeyBytesInL2 = 32 << 20;
   return heads_in_l2(kKeyBytesInL2, seqlen_k * head_dims * 4, head_group, heads);

@@ -10,14 +10,14 @@
 namespace flash_ext::sm90 {
 namespace {
 
-/// Queries of a tile of the variant with options.
+/// Returns the queries of a tile of the variant with options.
 int options_block_m(const ForwardParams& p) {
   const ForwardVariant variant = forward_variant(variant_options(p));
   return forward_options_shape(forward_head_dims(p.head_dim, p.head_dim_v, true), variant).warpgroups * kWarpgroupRows;
 }
 
 /// The workspace of the variant with options: the counter of the schedule, or the list that has it; an aligned bias;
-/// what masks leave.
+/// the bits and entries of ForwardVisibility.
 struct ForwardOptionsWorkspace {
   int64_t bias_offset, visibility_offset, bytes;
 
