@@ -50,28 +50,29 @@ __device__ __forceinline__ float max_or_nan(float x, float y) {
   return z;
 }
 
-/// Rounded to TF32, nearest with ties away from zero: a float with 13 low bits of 0 (PTX ISA, "cvt").
+/// Rounds to TF32, to nearest with ties away from zero: a float whose 13 low bits are 0 (PTX ISA, "cvt").
 __device__ __forceinline__ uint32_t to_tf32(float x) {
   uint32_t y;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
 }
 
-/// The sign of each half of x in all 16 bits of that half (PTX ISA, "prmt").
+/// Spreads the sign of each half of x over all 16 bits of that half (PTX ISA, "prmt").
 __device__ __forceinline__ uint32_t spread_signs(uint32_t x) {
   uint32_t y;
   asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(y) : "r"(x));
   return y;
 }
 
-/// `count` bits from bit `first` on. In one instruction, without a constant in a register (PTX ISA, "bmsk").
+/// Returns a mask of `count` bits from bit `first` on. It takes one instruction and no constant in a register (PTX ISA,
+/// "bmsk").
 __device__ __forceinline__ uint32_t bit_field(int first, int count) {
   uint32_t bits;
   asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(bits) : "r"(first), "r"(count));
   return bits;
 }
 
-/// Two floats rounded to 16 bits, `low` in the low half.
+/// Rounds two floats to 16 bits, and packs them with `low` in the low half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack2(float low, float high);
 
@@ -89,7 +90,7 @@ __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) 
   return packed;
 }
 
-/// The two floats of pack2.
+/// Unpacks the two floats of pack2().
 template <class Element>
 __device__ __forceinline__ float2 unpack2(uint32_t packed);
 

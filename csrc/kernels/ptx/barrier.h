@@ -17,13 +17,13 @@ __device__ __forceinline__ void barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-/// Counts among the kThreads of a barrier, without waiting for the others.
+/// Arrives as one of the kThreads threads of a barrier, without waiting for the others.
 template <int kThreads>
 __device__ __forceinline__ void barrier_arrive(int barrier) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-/// Waits, and says to all of them whether the predicate held for some.
+/// Waits for all kThreads threads, and returns to each of them whether the predicate holds for any.
 template <int kThreads>
 __device__ __forceinline__ bool barrier_any(int barrier, bool predicate) {
   uint32_t any;

@@ -6,7 +6,7 @@
 
 namespace flash_ext::ptx {
 
-/// Its bytes count among those that arrive at the barrier.
+/// Copies from global to shared memory. The bytes count among those that the barrier waits for.
 __device__ __forceinline__ void bulk_load(uint32_t s_target, const void* g_source, uint32_t bytes, uint32_t s_barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(s_target),
@@ -14,7 +14,7 @@ __device__ __forceinline__ void bulk_load(uint32_t s_target, const void* g_sourc
       : "memory");
 }
 
-/// Adds floats, each one atomically. To be committed.
+/// Adds floats to global memory, each one atomically. A bulk_commit() must follow.
 __device__ __forceinline__ void bulk_reduce_add(float* g_target, uint32_t s_source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(g_target),
                "r"(s_source), "r"(bytes)
@@ -23,13 +23,14 @@ __device__ __forceinline__ void bulk_reduce_add(float* g_target, uint32_t s_sour
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/// Orders what this thread knows of global memory before its later reductions, which go another way to it.
+/// Orders what this thread wrote to global memory, or saw there, before its later reductions, which reach memory
+/// another way.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-/// Until this thread's groups are done: what they added is in memory.
+/// Waits until this thread's groups are done: memory has what they added.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-/// Until this thread's groups have read their sources, but for the last kPending.
+/// Waits until this thread's groups, except the last kPending, have read their sources.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

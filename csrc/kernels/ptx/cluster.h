@@ -1,4 +1,4 @@
-// CTAs of a cluster, and what one does in another's shared memory (PTX ISA, "mapa", "barrier.cluster").
+// CTAs of a cluster, and accesses of one to another's shared memory (PTX ISA, "mapa", "barrier.cluster").
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,13 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-/// All threads of all CTAs, which may come to it by different ways. What they wrote before is visible afterwards.
+/// Waits for all threads of all CTAs, which may call it at different places of the program. What they wrote before is
+/// visible afterwards.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-/// The same place of another CTA's shared memory, as the instructions below take it.
+/// Returns the address of the same place in another CTA's shared memory, as the instructions below take it.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t s_slot, uint32_t rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(s_slot), "r"(rank));
@@ -29,13 +30,13 @@ __device__ __forceinline__ uint32_t cluster_load(uint32_t address) {
   return value;
 }
 
-/// At a barrier of a CTA of the cluster. Says nothing of earlier writes.
+/// Arrives at a barrier of a CTA of the cluster. It does not order earlier writes.
 __device__ __forceinline__ void cluster_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/// Writes four floats to a CTA of the cluster; the 16 bytes count among those that arrive at a barrier there (PTX
-/// ISA, "st.async").
+/// Writes four floats to a CTA of the cluster; the 16 bytes count among those that a barrier there waits for (PTX ISA,
+/// "st.async").
 __device__ __forceinline__ void cluster_store(uint32_t target, const float (&x)[4], uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
@@ -43,7 +44,7 @@ __device__ __forceinline__ void cluster_store(uint32_t target, const float (&x)[
       : "memory");
 }
 
-/// Copies to a CTA of the cluster by TMA; the bytes count among those that arrive at a barrier there.
+/// Copies to a CTA of the cluster by TMA; the bytes count among those that a barrier there waits for.
 __device__ __forceinline__ void cluster_copy(uint32_t target, uint32_t s_source, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),

@@ -13,14 +13,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t s_target, const void* g_sou
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(s_target), "l"(g_source) : "memory");
 }
 
-/// 16 bytes; zeros are written where !valid, and the source is not read.
+/// Copies 16 bytes. If !valid, it writes zeros and does not read the source.
 __device__ __forceinline__ void cp_async_16(uint32_t s_target, const void* g_source, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(s_target), "l"(g_source),
                "r"(valid ? 16 : 0)
                : "memory");
 }
 
-/// 16 bytes, of which the first `bytes` are read and the others written as zeros.
+/// Copies 16 bytes, of which only the first `bytes` are read; the others become zeros.
 __device__ __forceinline__ void cp_async_16_of(uint32_t s_target, const void* g_source, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(s_target), "l"(g_source), "r"(bytes)
                : "memory");
@@ -28,7 +28,7 @@ __device__ __forceinline__ void cp_async_16_of(uint32_t s_target, const void* g_
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/// Waits until at most kPending of the newest groups of this thread are under way.
+/// Waits until at most the kPending newest groups of this thread are in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -5,28 +5,28 @@
 
 namespace flash_ext::ptx {
 
-/// What was written before the counter was raised to this value is visible afterwards.
+/// Loads a counter. What was written before the counter was raised to this value is visible afterwards.
 __device__ __forceinline__ int32_t load_acquire(const int32_t* g_counter) {
   int32_t value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(g_counter) : "memory");
   return value;
 }
 
-/// Says nothing of other memory before a fence.
+/// Loads a counter. Other memory is ordered only by a fence that follows.
 __device__ __forceinline__ int32_t load_relaxed(const int32_t* g_counter) {
   int32_t value;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(g_counter) : "memory");
   return value;
 }
 
-/// Behind a relaxed load and before a relaxed addition it makes an acquire of one and a release of the other.
+/// After a relaxed load it makes the load an acquire; before a relaxed addition it makes the addition a release.
 __device__ __forceinline__ void fence_acquire_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ void add_relaxed(int32_t* g_counter, int32_t x) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(g_counter), "r"(x) : "memory");
 }
 
-/// Publishes what this thread, and those it synchronised with, wrote before.
+/// Adds to a counter, and so publishes what this thread, and threads that it synchronised with, wrote before.
 __device__ __forceinline__ void add_release(int32_t* g_counter, int32_t x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(g_counter), "r"(x) : "memory");
 }

@@ -4,7 +4,7 @@
 
 namespace flash_ext::ptx {
 
-/// Lets the next kernel of the stream start once all CTAs got here or ended.
+/// Lets the next kernel of the stream start once all CTAs have called this or ended.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

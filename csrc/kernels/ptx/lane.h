@@ -1,10 +1,10 @@
-// Who a thread is (PTX ISA, "%laneid").
+// The lane of a thread (PTX ISA, "%laneid").
 #pragma once
 
 namespace flash_ext::ptx {
 
-/// threadIdx.x % 32 in one-dimensional CTAs. Volatile, so that it is read once: what is computed from threadIdx.x is
-/// computed again in every iteration of a long loop, at the price of a slow read.
+/// Returns threadIdx.x % 32 in one-dimensional CTAs. Volatile, so that it is read once: values that depend on
+/// threadIdx.x are computed again in every iteration of a long loop, at the price of a slow read.
 __device__ __forceinline__ int lane_id() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));

@@ -1,4 +1,4 @@
-// Four 8x8 matrices of 16-bit elements from shared memory into fragments (PTX ISA, "ldmatrix").
+// Loads four 8x8 matrices of 16-bit elements from shared memory into fragments (PTX ISA, "ldmatrix").
 // Lane l gives the address of row l % 8 of matrix l / 8; afterwards it holds elements (l / 4, 2 (l % 4) + {0, 1}) of
 // each, or of each transposed.
 #pragma once
@@ -21,14 +21,15 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t s_r
                : "memory");
 }
 
-/// Until fragments of the warp have arrived. An arrival at a barrier waits for no loads under way, so that behind it,
-/// others may write first what is still to be read. Only a branch on what was loaded keeps the arrival behind.
+/// Waits until fragments of the warp have arrived. An arrival at a barrier does not wait for loads in flight, so others
+/// could overwrite shared memory before it is read. Only a branch on the loaded values keeps the arrival after the
+/// loads.
 template <int kCount>
 __device__ __forceinline__ void wait_for_fragments(const uint32_t (&fragments)[kCount][4]) {
   uint32_t all = 0;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) all |= fragments[k][0] | fragments[k][1] | fragments[k][2] | fragments[k][3];
-  if (__any_sync(~0u, all == 0x7FC17FC1u)) asm volatile("nanosleep.u32 0;" ::: "memory");  // whatever they are
+  if (__any_sync(~0u, all == 0x7FC17FC1u)) asm volatile("nanosleep.u32 0;" ::: "memory");  // any values will do
 }
 
 }  // namespace flash_ext::ptx

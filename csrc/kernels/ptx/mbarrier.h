@@ -1,6 +1,6 @@
-// Barriers in shared memory that count arrivals and bytes (PTX ISA, "mbarrier"). A phase ends when all arrivals and all
-// bytes announced for it have come; who waits for a phase names its parity, which starts at 0. Addresses are those of
-// shared memory.
+// Barriers in shared memory that count arrivals and bytes (PTX ISA, "mbarrier"). A phase ends when all its arrivals and
+// all bytes announced for it have come. A thread that waits for a phase names its parity, which starts at 0. Addresses
+// are addresses of shared memory.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t s_barrier, uint32_t arriv
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(s_barrier), "r"(arrivals) : "memory");
 }
 
-/// Makes initialised barriers visible to TMA. To be followed by a barrier of the CTA.
+/// Makes initialised barriers visible to TMA. A barrier of the CTA must follow.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -30,7 +30,7 @@ __device__ __forceinline__ void mbarrier_expect(uint32_t s_barrier, uint32_t byt
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(s_barrier), "r"(bytes) : "memory");
 }
 
-/// Whether the phase has ended; waits for it for a while.
+/// Waits for a while for the phase to end, and returns whether it has.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t s_barrier, uint32_t parity) {
   uint32_t ended;
   asm volatile(
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t s_barrier, uint32_t p
   return ended != 0;
 }
 
-/// Whether the phase has ended, now.
+/// Returns at once whether the phase has ended.
 __device__ __forceinline__ bool mbarrier_test(uint32_t s_barrier, uint32_t parity) {
   uint32_t ended;
   asm volatile(

@@ -9,7 +9,7 @@
 // TF32 (mma.sync.m16n8k8, A 16x8, B 8x8): C as above;
 //   a[0]: row g, a[1]: row g + 8, column t;  a[2], a[3]: the same rows, column t + 4
 //   b0: row t of column g;  b1: row t + 4
-// The 13 low bits of A and B are not looked at.
+// The 13 low bits of A and B are ignored.
 #pragma once
 
 #include <cuda_bf16.h>

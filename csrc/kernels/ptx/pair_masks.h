@@ -1,4 +1,4 @@
-// What is done to both numbers of 16 bits in a register at once.
+// Operations on both 16-bit numbers of a register at once.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,21 +9,21 @@
 
 namespace flash_ext::ptx {
 
-/// Bits 7 and 23 of x in all 16 bits of their halves (PTX ISA, "prmt").
+/// Spreads bits 7 and 23 of x over all 16 bits of their halves (PTX ISA, "prmt").
 __device__ __forceinline__ uint32_t spread_low_signs(uint32_t x) {
   uint32_t y;
   asm("prmt.b32 %0, %1, 0, 0xaa88;" : "=r"(y) : "r"(x));
   return y;
 }
 
-/// The sign of a byte of x in all bits of the low half, that of the same byte of y in all bits of the high half.
+/// Spreads the sign of a byte of x over the low half, and the sign of the same byte of y over the high half.
 __device__ __forceinline__ uint32_t pair_byte_signs(uint32_t x, uint32_t y, int byte) {
   uint32_t z;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0xCC88 + byte * 0x1111));
   return z;
 }
 
-/// All bits of each 16-bit number that differs from the other's, or is NaN (PTX ISA, "set").
+/// Sets all bits of each half in which the numbers of x and y differ, or one is NaN (PTX ISA, "set").
 template <class Element>
 __device__ __forceinline__ uint32_t differs(uint32_t x, uint32_t y);
 

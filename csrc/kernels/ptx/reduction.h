@@ -8,7 +8,7 @@ __device__ __forceinline__ void reduce_add(float* g_target, float x) {
 }
 
 #if __CUDA_ARCH__ >= 900
-/// Four neighbours, aligned to 16 bytes; atomic one by one.
+/// Adds to four neighbours, aligned to 16 bytes, each one atomically.
 __device__ __forceinline__ void reduce_add_4(float* g_target, const float (&x)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(g_target), "f"(x[0]), "f"(x[1]),
                "f"(x[2]), "f"(x[3])

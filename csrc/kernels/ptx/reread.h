@@ -1,11 +1,12 @@
-// A value that the compiler takes for a new one.
+// Returns a value that the compiler takes for a new one.
 #pragma once
 
 #include <cstdint>
 
 namespace flash_ext::ptx {
 
-/// x. What is computed from it is computed where it stands, and not before a loop in registers that the loop lacks.
+/// Returns x. Values that depend on the result are computed behind this place, and not before a loop that has no
+/// registers for them.
 template <class T>
 __device__ __forceinline__ T reread(T x) {
   static_assert(sizeof(T) == 4);

@@ -1,9 +1,9 @@
-// Registers move between the warpgroups of a CTA (PTX ISA, "setmaxnreg"). All warps of a warpgroup call it.
+// Moves registers between the warpgroups of a CTA (PTX ISA, "setmaxnreg"). All warps of a warpgroup call it.
 #pragma once
 
 namespace flash_ext::ptx {
 
-/// Waits until the registers have been given up by others.
+/// Waits until others have released the registers.
 template <int kRegisters>
 __device__ __forceinline__ void acquire_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters) : "memory");

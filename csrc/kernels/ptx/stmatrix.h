@@ -1,5 +1,5 @@
-// Fragments of four 8x8 matrices of 16-bit elements to shared memory, from Hopper on (PTX ISA, "stmatrix"): what
-// ldmatrix reads, in the same places.
+// Stores fragments of four 8x8 matrices of 16-bit elements to shared memory, from Hopper on (PTX ISA, "stmatrix").
+// Fragments and rows lie as for ldmatrix.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Fragments of four 8x8 matrices of 16-bit elements to shared memory, each transposed (PTX ISA, "stmatrix").
+// Stores fragments of four 8x8 matrices of 16-bit elements to shared memory, each transposed (PTX ISA, "stmatrix").
 #pragma once
 
 #include <cstdint>

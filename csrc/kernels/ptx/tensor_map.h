@@ -5,7 +5,7 @@
 
 namespace flash_ext::ptx {
 
-/// Copies that name the map later need not wait for it.
+/// Prefetches a map, so that later copies that name it need not wait for it.
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

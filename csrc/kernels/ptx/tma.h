@@ -7,8 +7,8 @@
 
 namespace flash_ext::ptx {
 
-/// The box of a 4-dimensional tensor that starts at the given coordinates, innermost first. What lies outside of the
-/// tensor becomes 0 and counts among the bytes that arrive at the barrier.
+/// Loads the box of a 4-dimensional tensor that starts at the given coordinates, innermost first. Elements outside of
+/// the tensor become 0. All bytes of the box count among those that the barrier waits for.
 __device__ __forceinline__ void tma_load(uint32_t s_target, const CUtensorMap* map, uint32_t s_barrier, int c0, int c1,
                                          int c2, int c3) {
   asm volatile(
@@ -18,7 +18,7 @@ __device__ __forceinline__ void tma_load(uint32_t s_target, const CUtensorMap* m
       : "memory");
 }
 
-/// The part of the box that lies within the tensor. To be committed.
+/// Stores the part of the box that lies within the tensor. A tma_store_commit() must follow.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t s_source, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(s_source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
@@ -27,14 +27,14 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t s_sou
 
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-/// Until this thread's stores have read their sources.
+/// Waits until this thread's stores have read their sources.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-/// Until this thread's stores are done.
+/// Waits until this thread's stores are done.
 __device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-/// Orders this thread's writes to shared memory before later reads of it by wgmma and TMA, which go another
-/// way to memory. To be followed by what signals the reader.
+/// Orders this thread's writes to shared memory before later reads of it by wgmma and TMA, which reach memory another
+/// way. The signal to the reader must follow.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -3,7 +3,8 @@
 
 namespace flash_ext::ptx {
 
-/// That of the first lane. The compiler then knows that all lanes have it, and can keep it in a uniform register.
+/// Returns x of the first lane. The compiler then knows that all lanes have this value, and can keep it in a uniform
+/// register.
 template <class T>
 __device__ __forceinline__ T uniform(T x) {
   return __shfl_sync(~0u, x, 0);

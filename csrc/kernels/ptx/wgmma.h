@@ -14,20 +14,20 @@
 
 namespace flash_ext::ptx {
 
-/// Before the first product after its registers were written by something else.
+/// Must come before the first product after something else has written its registers.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/// Until no more than kPending of the committed groups are under way.
+/// Waits until no more than kPending of the committed groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-/// No use of the register moves over this place: the compiler knows nothing of who else writes and reads it.
+/// Keeps the compiler from moving uses of the register over this place: it does not know when wgmma reads or writes it.
 __device__ __forceinline__ void fence_operand(float& x) { asm volatile("" : "+f"(x)::"memory"); }
-/// The same of accumulators.
+/// The same for accumulators.
 template <int kN>
 __device__ __forceinline__ void fence_operand(float (&x)[kN][4]) {
 #pragma unroll
@@ -75,7 +75,7 @@ struct Wgmma;
 #define FLASH_EXT_D120 FLASH_EXT_D112, FLASH_EXT_D4(28), FLASH_EXT_D4(29)
 #define FLASH_EXT_D128 FLASH_EXT_D120, FLASH_EXT_D4(30), FLASH_EXT_D4(31)
 
-// kN columns, its accumulators, the numbers of the five operands behind them.
+// The number of columns, the number of their accumulators, and the numbers of the five operands that follow.
 #define FLASH_EXT_WGMMA(ELEMENT, TYPE, COLUMNS, REGISTERS, A0, A1, A2, A3, B)                                        \
   template <>                                                                                                        \
   struct Wgmma<ELEMENT, COLUMNS> {                                                                                   \

@@ -51,7 +51,7 @@ __device__ __forceinline__ void wgmma_across(float (&d)[16][4], uint64_t a, uint
   FLASH_EXT_EITHER_TYPE(128, 64, 64, 65, 66, 0)
 }
 
-/// 64 columns, and A has rows across the depth too.
+/// 64 columns; A has rows across the depth too.
 template <class Element, bool kAccumulate>
 __device__ __forceinline__ void wgmma_transposed(float (&d)[8][4], uint64_t a, uint64_t b) {
   FLASH_EXT_EITHER_TYPE(64, 32, 32, 33, 34, 1)

@@ -7,7 +7,7 @@ namespace flash_ext::ptx {
 
 #define FLASH_EXT_D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 
-/// bfloat16. Without kAccumulate, what was in d does not count.
+/// d += A B in bfloat16, or d = A B without kAccumulate.
 template <bool kAccumulate>
 __device__ __forceinline__ void wgmma_registers(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(

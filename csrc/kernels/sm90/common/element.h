@@ -1,4 +1,4 @@
-// From dtype and head dims, which are numbers at run time, to the types that kernels are instantiated for.
+// Turns dtype and head dims, which are numbers at run time, into the types that kernels are instantiated for.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -3,8 +3,8 @@
 //   x = x0 + x1 + x2 exactly, |x1| < 2^-7 |x|, |x2| < 2^-15 |x|     (8 bits each of a float's 24)
 //   x y = x0 y0 + (x0 y1 + x1 y0) + (x1 y1 + x0 y2 + x2 y0)         (to about 2^-23, without drift)
 //
-// x0 is truncated, so that no number becomes Inf; what it leaves is rounded to nearest, so that the products that are
-// left out have either sign.
+// x0 is truncated, so that no finite number becomes Inf. The remainders are rounded to nearest, so that the neglected
+// products have either sign.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,13 +20,13 @@ namespace flash_ext::sm90 {
 
 constexpr int kFloatParts = 3;
 
-/// A product is the sum of those of these parts, the smallest ones first. Tensor cores round towards zero whatever they
-/// add to: the last product alone is added to what is large.
+/// A product of floats is the sum of six products of parts, the smallest ones first. Tensor cores round every sum
+/// towards zero, so only the last product is added to a large sum.
 constexpr int kPartProducts = 6;
 FLASH_EXT_HOST_DEVICE constexpr int part_of_a(int product) { return product == 0 ? 2 : product == 2 || product == 3; }
 FLASH_EXT_HOST_DEVICE constexpr int part_of_b(int product) { return product == 1 ? 2 : product == 2 || product == 4; }
 
-/// A subtile: kSide rows of as many columns, one part behind the other.
+/// A subtile: kSide rows of as many columns. Its parts lie one behind the other.
 template <int kSide>
 struct FloatSubtile {
   static_assert(kSide == 64 || kSide == 32, "the rows that swizzles are made for");
@@ -42,14 +42,14 @@ constexpr int kSubtileBytes = FloatSubtile<kSubtileRows>::kBytes;
 using SubtileDescriptor = TileDescriptor<kSubtileRows>;
 
 /// 32 rows of 32 columns, in the 64-byte swizzle: eight rows are 512 bytes, and the 16-byte chunks of a row are
-/// exchanged by the last bits but one of the row. The parts follow each other like rows.
+/// exchanged by bits 1 and 2 of the row's index. The parts follow each other like rows.
 constexpr int kSmallSubtileRows = 32;
 struct SmallSubtileDescriptor {
   static constexpr uint32_t kSwizzle64 = 2u << 30;
   static constexpr uint32_t kEightRows = 8 * FloatSubtile<kSmallSubtileRows>::kRowBytes / 16;
 
   __device__ __forceinline__ static uint32_t lower_half(uint32_t s_subtile) { return s_subtile >> 4; }
-  /// The descriptor of what begins `offset` bytes behind the subtile.
+  /// The descriptor of the part that begins `offset` bytes behind the start of the subtile.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);
   }
@@ -62,7 +62,7 @@ struct SmallSubtileDescriptor {
 template <int kSide>
 using DescriptorOfSubtile = std::conditional_t<kSide == kSubtileRows, SubtileDescriptor, SmallSubtileDescriptor>;
 
-/// Parts of two floats, `x` in the low half. Of Inf and NaN, part 0 may be any of them; part 1 is NaN.
+/// Splits two floats into parts, x in the low half. Part 0 of an Inf or NaN is Inf or NaN; part 1 is NaN.
 __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kFloatParts]) {
   const uint32_t x_bits = __float_as_uint(x), y_bits = __float_as_uint(y);
   parts[0] = __byte_perm(x_bits, y_bits, 0x7632);
@@ -95,21 +95,21 @@ struct ThreadOfSubtile {
   static constexpr int kPartBytes = FloatSubtile<kSide>::kPartBytes;
 
   int row, column;   // of the first group of 8 floats
-  uint32_t address;  // of it, within a part
+  uint32_t address;  // of this group, within a part
 
   __device__ __forceinline__ explicit ThreadOfSubtile(int thread)
       : row(thread / kThreadsOfRow),
         column(thread % kThreadsOfRow * 8),
         address(static_cast<uint32_t>(row * kRowBytes + ((thread % kThreadsOfRow ^ exchange(row)) << 4))) {}
 
-  /// Of the swizzle, which takes bits 7 and up of an address.
+  /// The number by which the swizzle exchanges the chunks of a row. It consists of bits 7 and up of an address.
   __device__ __forceinline__ static int exchange(int row) { return row / (kPanelRowBytes / kRowBytes) % kThreadsOfRow; }
 
   __device__ __forceinline__ char* address_of(char* s_subtile, int float8_index) const {
     return s_subtile + address + float8_index * kRowStep * kRowBytes;
   }
 
-  /// Writes the parts. NaN in `trace` if there is Inf or NaN.
+  /// Splits eight floats and writes their parts. `trace` becomes NaN if one of them is Inf or NaN.
   __device__ __forceinline__ void store(char* s_subtile, int float8_index, const Float8& x,
                                         __nv_bfloat162& trace) const {
     uint32_t words[4][kFloatParts];
@@ -125,7 +125,7 @@ struct ThreadOfSubtile {
           uint4{words[0][part], words[1][part], words[2][part], words[3][part]};
   }
 
-  /// Makes Inf and NaN among what the thread wrote 0.
+  /// Zeroes Inf and NaN among the numbers that the thread wrote.
   __device__ __forceinline__ void remove_non_finite(char* s_subtile) const {
 #pragma unroll 1
     for (int word = 0; word < 4 * kFloat8s; ++word) {

@@ -1,5 +1,6 @@
-// Products of floats by a warpgroup: sums of 64 rows and a subtile's columns over a subtile, each product of two
-// numbers being six of their parts (float_parts.cuh). Subtiles are named by the lower halves of their descriptors.
+// Products of float matrices by a warpgroup. A result has 64 rows and the columns of a subtile; it sums over the depth
+// of a subtile. Each product of two floats is six products of their parts (float_parts.cuh). Subtiles are named by the
+// lower halves of their descriptors.
 #pragma once
 
 #include "float_parts.cuh"
@@ -9,18 +10,18 @@
 
 namespace flash_ext::sm90 {
 
-/// Of B in subtiles of kSide rows and columns.
+/// Products with B in subtiles of kSide rows and columns.
 template <int kSide>
 struct FloatProductsOf {
   static constexpr int kSteps = kSide / 16;  // along a subtile
   static constexpr int kEights = kSide / 8;
   using Tile = float[kEights][4];                    // 64 x kSide accumulators of a warpgroup
-  using Operand = uint32_t[kFloatParts][kSteps][4];  // what was such a tile
+  using Operand = uint32_t[kFloatParts][kSteps][4];  // the parts of such a tile
   using Descriptor = DescriptorOfSubtile<kSide>;
 
-  /// A B^T of two subtiles, or of some columns of them: s gets the largest products, rest all others, and without
-  /// kFirst or kFirstOfRest they are added. Under way when this returns. kTransposed: in the order of B A^T, to the
-  /// same bits.
+  /// Starts A B^T of two subtiles, or of kColumns of their columns: s gets the largest products, rest all others.
+  /// Without kFirst they are added to s, without kFirstOfRest to rest. The products are in flight when this returns.
+  /// kTransposed: sums in the order of B A^T, to the same bits.
   template <bool kFirst, bool kTransposed = false, int kColumns = kSide, bool kFirstOfRest = kFirst>
   __device__ __forceinline__ static void start(Tile& s, Tile& rest, uint32_t a_subtile, uint32_t b_subtile) {
     static_assert(kSide == kSubtileRows);
@@ -47,11 +48,11 @@ struct FloatProductsOf {
     ptx::wgmma_commit();
   }
 
-  /// Sums of a product with few rows of B. None lies in a part of another one's registers, or else ptxas would have
-  /// each product wait for the one before.
+  /// The sums of a product with few rows of B. No sum lies in a part of another one's registers, because then ptxas
+  /// would make each product wait for the one before.
   struct PairedSums {
     Tile largest;                 // a0 b0
-    float pairs[2 * kEights][4];  // a0 b1 + a1 b0, and beside it a0 b2 + a1 b1
+    float pairs[2 * kEights][4];  // first half: a0 b1 + a1 b0; second half: a0 b2 + a1 b1
     Tile last;                    // a2 b0
 
     __device__ __forceinline__ void fence_operand() {
@@ -67,9 +68,9 @@ struct FloatProductsOf {
     }
   };
 
-  /// A B^T of kSide columns of a subtile of 64 rows. Two parts of B, which lie one behind the other, are multiplied at
-  /// a time where that is possible: six reads of 64 rows would take longer than the products with 32. Under way when
-  /// this returns.
+  /// Starts A B^T, where A is kSide columns of a subtile of 64 rows. Where possible, two parts of B, which lie one
+  /// behind the other, are multiplied at a time: six reads of the 64 rows of A would take longer than the products with
+  /// 32 rows of B. The products are in flight when this returns.
   template <bool kFirst>
   __device__ __forceinline__ static void start(PairedSums& sums, uint32_t a_columns, uint32_t b_subtile) {
     using Product = ptx::Wgmma<__nv_bfloat16, kSide>;
@@ -98,8 +99,8 @@ struct FloatProductsOf {
     ptx::wgmma_commit();
   }
 
-  /// sum = A B, the smallest products first: A in registers, B's rows across the depth, 8 kN of its columns. Under way
-  /// when this returns.
+  /// Starts sum = A B, the smallest products first. A is in registers; of B, whose rows lie across the depth, it takes
+  /// 8 kN columns. The products are in flight when this returns.
   template <int kN>
   __device__ __forceinline__ static void start(float (&sum)[kN][4], const Operand& a, uint32_t b_subtile) {
     ptx::wgmma_fence();
@@ -126,7 +127,7 @@ struct FloatProductsOf {
       for (int e = 0; e < 4; ++e) x[n][e] += y[n][e];
   }
 
-  /// The parts of a tile, in the places of an operand.
+  /// Splits a tile into parts, in the order of an operand.
   __device__ __forceinline__ static void pack(Operand& a, const Tile& x) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)

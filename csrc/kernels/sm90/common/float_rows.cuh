@@ -1,4 +1,4 @@
-// Rows of floats to subtiles of their parts (float_parts.cuh).
+// Loads rows of floats into subtiles of their parts (float_parts.cuh).
 #pragma once
 
 #include "float_parts.cuh"
@@ -6,20 +6,20 @@
 
 namespace flash_ext::sm90 {
 
-/// NaN made 0, and Inf a large number (NonFinite::bounded()).
+/// Replaces NaN by 0 and Inf by a large number (NonFinite::bounded()).
 __device__ __forceinline__ Float8 bounded(Float8 x) {
   const auto bound = [](float& y) { y = __uint_as_float(NonFinite<float>::bounded(__float_as_uint(y))); };
   for (float4* const half : {&x.low, &x.high}) bound(half->x), bound(half->y), bound(half->z), bound(half->w);
   return x;
 }
 
-/// 64 rows from first_row on, kPanels subtiles one behind the other, of zeros behind end_row and `columns`. By a
-/// warpgroup; the subtiles may be in memory of any kind. kBounded: no Inf and no NaN gets there.
+/// Loads 64 rows, from first_row on, into kPanels subtiles one behind the other, with zeros from end_row and `columns`
+/// on. A warpgroup calls it; the subtiles may be in memory of any kind. kBounded: replaces Inf and NaN by bounded().
 template <int kPanels, bool kBounded, class Element>
 __device__ __forceinline__ void load_subtiles(char* subtiles, const RowSource<Element, false>& rows, int first_row,
                                               int end_row, int columns, int thread) {
   const SubtileThread at(thread);
-  __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);  // of no account here
+  __nv_bfloat162 trace = __float2bfloat162_rn(0.0f);  // not used here
 #pragma unroll 1
   for (int panel = 0; panel < kPanels; ++panel) {
     Float8 x[SubtileThread::kFloat8s];

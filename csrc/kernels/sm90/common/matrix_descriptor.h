@@ -16,7 +16,7 @@ struct TileDescriptor {
   static constexpr uint32_t kNextPanel = panel_bytes(kRows) / 16;
 
   __device__ __forceinline__ static uint32_t lower_half(uint32_t s_tile) { return s_tile >> 4 | kNextPanel << 16; }
-  /// The descriptor of what begins `offset` bytes behind the tile.
+  /// The descriptor of the part that begins `offset` bytes behind the start of the tile.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle128 | kEightRows} << 32 | (lower_half + offset / 16);
   }
@@ -26,8 +26,8 @@ struct TileDescriptor {
   static constexpr uint32_t down_rows(int step) { return step * 16 * kPanelRowBytes; }
 };
 
-/// The same of panels of 32 columns, whose rows have 64 bytes: the 16-byte chunks of a row are exchanged by two bits of
-/// the row above the last ("64-byte swizzle").
+/// Descriptors of parts of a tile with panels of 32 columns, whose rows have 64 bytes: the 16-byte chunks of a row are
+/// exchanged by bits 1 and 2 of the row's index ("64-byte swizzle").
 template <int kRows>
 struct HalfPanelDescriptor {
   static constexpr uint32_t kSwizzle64 = 2u << 30;
@@ -38,7 +38,7 @@ struct HalfPanelDescriptor {
   __device__ __forceinline__ static uint32_t lower_half(uint32_t s_tile) {
     return s_tile >> 4 | kPanelBytes / 16 << 16;
   }
-  /// The descriptor of what begins `offset` bytes behind the tile.
+  /// The descriptor of the part that begins `offset` bytes behind the start of the tile.
   __device__ __forceinline__ static uint64_t at(uint32_t lower_half, uint32_t offset) {
     return uint64_t{kSwizzle64 | kEightRows} << 32 | (lower_half + offset / 16);
   }

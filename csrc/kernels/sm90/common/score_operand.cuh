@@ -1,4 +1,4 @@
-// Scores in accumulators as the A operand of the next product, which lies in the same lanes.
+// Packs scores in accumulators into the A operand of the next product, whose elements lie in the same lanes.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace flash_ext::sm90 {
 
-/// Register e of step k has the pair of accumulators n = 2 k + e / 2, from element e % 2 * 2 on.
+/// Packs s: register e of step k gets two elements of accumulator n = 2 k + e / 2, from element e % 2 * 2 on.
 template <class Element, int kSteps>
 __device__ __forceinline__ void pack_operand(uint32_t (&operand)[kSteps][4], const float (&s)[1][2 * kSteps][4]) {
 #pragma unroll

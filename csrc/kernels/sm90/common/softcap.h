@@ -7,19 +7,21 @@
 
 namespace flash_ext::sm90 {
 
-/// What the host makes of softcap and scale; kernels find it in constant memory, where FMA takes its operands from.
+/// A polynomial, which the host computes from softcap and scale. Kernels read it from constant memory, from which FMA
+/// takes operands.
 ///
 /// tanh(x) = x P(x^2) for |x| <= 1/2, P of degree 2 and of least relative error, 2.3e-5. With h = x^2 + shift, P is
-/// lead * (h^2 + end): two FMAs. With u = t x, t^5 = lead * cap, the factor disappears: of shift t^2 and end t^4,
-/// u (h^2 + end) is cap * tanh(x).
+/// lead * (h^2 + end): two FMAs. With u = t x and t^5 = lead * cap, the factor disappears: with u for x, shift t^2 for
+/// shift and end t^4 for end, u (h^2 + end) is cap * tanh(x).
 struct SoftcapPolynomial {
-  float largest = -1.0f;  // |s|, up to which it serves
+  float largest = -1.0f;  // the largest |s| that the polynomial serves
   float to_u = 0.0f;      // from s
   float shift = 0.0f, end = 0.0f;
 
   SoftcapPolynomial() = default;
 
-  /// `scale` makes a product the argument of tanh. For numbers at the ends of the range of a float it serves none.
+  /// `scale` turns a product into the argument of tanh. If scale or cap lies at the ends of the range of a float, the
+  /// polynomial serves no scores.
   SoftcapPolynomial(double scale, double cap) {
     constexpr double kShift = -1.4395112641829453, kEnd = 6.607431323231963, kLead = 0.11520976431166852;
     constexpr double kLeast = 0x1p-100, kMost = 0x1p100;
@@ -33,7 +35,7 @@ struct SoftcapPolynomial {
   }
 
 #ifdef __CUDACC__
-  /// Whether it serves all of a warp's scores. NaN is NaN either way.
+  /// Whether the polynomial serves all of a warp's scores. A NaN stays NaN either way.
   template <int kN>
   __device__ __forceinline__ bool serves(const float (&s)[1][kN][4]) const {
     float most[4] = {};
@@ -44,7 +46,7 @@ struct SoftcapPolynomial {
     return __all_sync(~0u, fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3])) <= largest);
   }
 
-  /// u and what it has to be multiplied by.
+  /// Sets u, and returns the factor that turns u into the capped score.
   __device__ __forceinline__ float factor(float s, float& u) const {
     u = s * to_u;
     const float h = fmaf(u, u, shift);
@@ -53,18 +55,19 @@ struct SoftcapPolynomial {
 #endif
 };
 
-/// The same for |x| <= 1/5: tanh(x) = x P(x^2), P of degree 1 and of least relative error, 2.6e-5. With
-/// w = s^2 + shift, which is below 0 in that range alone, s (constant + linear w) is cap * tanh(s * scale): three
-/// instructions a score, and the check that it serves is one for two signs.
+/// A polynomial for |x| <= 1/5: tanh(x) = x P(x^2), P of degree 1 and of least relative error, 2.6e-5. With
+/// w = s^2 + shift, which is below 0 in that range alone, s (constant + linear w) is cap * tanh(s * scale). A score
+/// takes three instructions, and one more checks the signs of w of two scores.
 struct SoftcapSmallScores {
   static constexpr double kRange = 0.2;  // of x
 
-  float shift = 0.0f;  // minus the square of the largest score; 0: it serves none
+  float shift = 0.0f;  // minus the square of the largest product; 0: it serves none
   float constant = 0.0f, linear = 0.0f;
 
   SoftcapSmallScores() = default;
 
-  /// As SoftcapPolynomial's. For numbers whose powers leave the range of a float it serves none.
+  /// `scale` turns a product into the argument of tanh. If powers of scale and cap leave the range of a float, the
+  /// polynomial serves no scores.
   SoftcapSmallScores(double scale, double cap) {
     constexpr double kEnd = kRange * kRange, kConstant = 0.9999738, kLinear = -0.32807637;  // of x^2, and of P
     constexpr double kLeast = 0x1p-100, kMost = 0x1p100;
@@ -77,7 +80,7 @@ struct SoftcapSmallScores {
   }
 
 #ifdef __CUDACC__
-  /// What s has to be multiplied by.
+  /// Sets w, and returns the factor that turns s into the capped score.
   __device__ __forceinline__ float factor(float s, float& w) const {
     w = fmaf(s, s, shift);
     return fmaf(w, linear, constant);

@@ -1,4 +1,4 @@
-// From scores to weights: 2^(x - stabiliser) in their place, and the sums of this thread's share of the rows.
+// Turns scores x into weights 2^(x - stabiliser) in the same registers, and sums this thread's share of the rows.
 #pragma once
 
 #include "kernels/common/score/scores.cuh"
@@ -6,7 +6,7 @@
 
 namespace flash_ext::sm90 {
 
-/// What the host makes of a call's scale and softcap. Kernels find it in constant memory.
+/// Numbers that the host computes from a call's scale and softcap. Kernels read them from constant memory.
 struct ScoreTerms : ScoreFactors {
   SoftcapPolynomial softcap;
   SoftcapSmallScores small_scores;
@@ -19,29 +19,29 @@ struct ScoreTerms : ScoreFactors {
                                      : SoftcapSmallScores()) {}
 };
 
-/// Where the largest weights of rows are not wanted.
+/// Takes the place of LargestWeights where the largest weights of rows are not needed.
 struct NoLargestWeights {
   __device__ __forceinline__ void zero() {}
   __device__ __forceinline__ void rescale(int, float) {}
   __device__ __forceinline__ void add(int, float, float) {}
 };
 
-/// The largest weight of each of a lane's two rows. Weights have no sign, so their bits are in the order of integers,
-/// of which one instruction finds the largest of three. NaN is above all.
+/// The largest weight of each of a lane's two rows. Weights are not negative, so their bits have the order of integers,
+/// and one instruction finds the largest of three integers. NaN is the largest of all.
 struct LargestWeights {
   float of_row[2];
 
   __device__ __forceinline__ void zero() { of_row[0] = of_row[1] = 0.0f; }
-  /// As the weights so far, when the stabiliser changes.
+  /// Rescales the largest weight of a row, when its stabiliser changes.
   __device__ __forceinline__ void rescale(int r, float factor) { of_row[r] *= factor; }
   __device__ __forceinline__ void add(int r, float x, float y) {
     of_row[r] = __int_as_float(__vimax3_s32(__float_as_int(of_row[r]), __float_as_int(x), __float_as_int(y)));
   }
 };
 
-/// Softmax of base-2 scores divided by `scale`. With kExpectsStabilisers, a row without a stabiliser, whose scores were
-/// -inf until now, gets a sum that find_failures() notices. kRounds: the scaled score is rounded, as the stabiliser
-/// was. Else see FixedStabiliser.
+/// Turns base-2 scores divided by `scale` into weights, and sums them. With kExpectsStabilisers, a row without a
+/// stabiliser, whose scores were -inf until now, gets a sum that find_failures() notices. kRounds: the scaled score is
+/// rounded, as the stabiliser was. Otherwise see FixedStabiliser.
 template <bool kExpectsStabilisers, bool kRounds = false, int kN, class Largest>
 __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, const float (&stabiliser)[2],
                                              float (&sum)[2], Largest& largest) {
@@ -69,7 +69,8 @@ __device__ __forceinline__ void exponentiate(float (&s)[1][kN][4], float scale, 
   exponentiate<kExpectsStabilisers, kRounds>(s, scale, stabiliser, sum, none);
 }
 
-/// Weights of products, to each of which, scaled, added(n, e) is added: base 2, with the stabiliser taken off.
+/// Turns products into weights, and sums them. added(n, e) is added to each scaled product: the other terms of its
+/// score, in base 2, minus the stabiliser.
 template <int kN, class F>
 __device__ __forceinline__ void exponentiate_with(float (&s)[1][kN][4], float scale, float (&sum)[2], F added) {
   sum[0] = sum[1] = 0.0f;
@@ -79,8 +80,8 @@ __device__ __forceinline__ void exponentiate_with(float (&s)[1][kN][4], float sc
   });
 }
 
-/// Products to base-2 scores, but for the terms that are added. kPolynomial: softcap by products where it can be.
-/// Scores of hidden pairs must not decide that, so it is tested only where all scores are `visible`.
+/// Turns products into base-2 scores without the terms that are added. kPolynomial: softcap by a polynomial where that
+/// serves the scores. Scores of hidden pairs must not decide it, so it is tested only where all scores are `visible`.
 template <bool kPolynomial, class Element, int kN>
 __device__ __forceinline__ void scale_and_cap(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
                                               const SoftcapPolynomial& softcap, bool visible) {
@@ -103,7 +104,7 @@ struct AlibiLine {
 /// How a score is capped.
 enum class Cap { kNone, kPolynomial, kTanh };
 
-/// Of products that softcap and ALiBi go before.
+/// Turns products into weights, with softcap and ALiBi, and sums them.
 template <Cap kCap, bool kAlibi, class Element, int kN>
 __device__ __forceinline__ void exponentiate_by_rules(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
                                                       const SoftcapPolynomial& softcap, const AlibiLine& line,
@@ -135,8 +136,8 @@ __device__ __forceinline__ void exponentiate_by_rules(float (&s)[1][kN][4], cons
   }
 }
 
-/// Of products that softcap and ALiBi go before. All keys stand on one side of the diagonal, where ALiBi is a straight
-/// line.
+/// Turns products into weights, with softcap and ALiBi, and sums them. All keys stand on one side of the diagonal,
+/// where ALiBi is a straight line.
 template <bool kPolynomial, class Element, int kN>
 __device__ __forceinline__ void exponentiate_beside_diagonal(float (&s)[1][kN][4], const ScoreRules<Element>& rules,
                                                              const SoftcapPolynomial& softcap, const AlibiLine& line,
@@ -152,8 +153,8 @@ __device__ __forceinline__ void exponentiate_beside_diagonal(float (&s)[1][kN][4
   }
 }
 
-/// Of products that nothing but softcap goes before. Returns whether all of this thread's are in its range; else what
-/// is left in their place is of no use.
+/// Turns products into weights, with softcap alone, and sums them. Returns whether all products of this thread are in
+/// the range of SoftcapSmallScores; otherwise weights and sums are of no use.
 template <int kN>
 __device__ __forceinline__ bool exponentiate_small_scores(float (&s)[1][kN][4], const SoftcapSmallScores& softcap,
                                                           const float (&stabiliser)[2], float (&sum)[2]) {
@@ -174,7 +175,7 @@ __device__ __forceinline__ bool exponentiate_small_scores(float (&s)[1][kN][4], 
       signs &= __float_as_int(w[0]) & __float_as_int(w[1]);
     }
   }
-  // The test of the sums keeps the exponentials beside the products: ptxas would move them behind the vote's wait.
+  // The test of the sums keeps the exponentials where products run: ptxas would move them behind the vote's wait.
   return signs < 0 && sum[0] + sum[1] >= 0.0f;
 }
 

@@ -11,7 +11,8 @@
 
 namespace flash_ext::sm90 {
 
-/// 0 where all that the lane holds of its row r is finite, else NaN. In chains, as one would take a fifth of a step.
+/// Returns 0 if all elements that the lane holds of its row r are finite, else NaN. It uses four chains of FMAs,
+/// because one chain would take a fifth of a step.
 template <int kD>
 __device__ __forceinline__ float trace_of_row(const float (&out)[kD][4], int r) {
   constexpr int kChains = 4;
@@ -31,8 +32,8 @@ __device__ __forceinline__ RowEnd finish_row_approx(float stabiliser, float sum)
   return {none ? 0.0f : scale, none ? -INFINITY : lse};
 }
 
-/// To rows [first_row, + 16) of a tile of panels with kRows rows. A lane names a row of one of four 8 x 8
-/// matrices: two of rows by two of columns.
+/// Writes out to rows [first_row, + 16) of a tile of panels with kRows rows. A lane gives the address of a row of one
+/// of four 8 x 8 matrices: two of rows by two of columns.
 template <class Element, int kRows = kWarpgroupRows, int kD>
 __device__ __forceinline__ void write_out_tile(uint32_t s_tile, const float (&out)[kD][4], const float (&scale)[2],
                                                int first_row, int lane) {
@@ -50,14 +51,14 @@ __device__ __forceinline__ void write_out_tile(uint32_t s_tile, const float (&ou
   }
 }
 
-/// The lower of two lanes gets both their a, the upper one both their b.
+/// Exchanges words between two lanes: the lower lane gets a of both, the upper lane b of both.
 __device__ __forceinline__ void exchange(uint32_t& a, uint32_t& b, bool upper, int distance) {
   const uint32_t theirs = __shfl_xor_sync(~0u, upper ? a : b, distance);
   (upper ? a : b) = theirs;
 }
 
-/// Row r of the two that four lanes hold, each of them two columns of eight; g_row null = nowhere. They exchange
-/// what they have of 32 columns, so that each has eight neighbouring ones.
+/// Writes row r of the two rows that four lanes hold, or nothing if g_row is null. A lane holds two of every eight
+/// columns. The lanes exchange their parts of 32 columns, so that each has eight neighbouring columns.
 template <class Element, int kD>
 __device__ __forceinline__ void write_out_row(Element* g_row, const float (&out)[kD][4], int r, float scale, int lane,
                                               int columns) {
